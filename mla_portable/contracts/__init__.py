@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The language that core and plugins share: layouts, requests, support, plans, signatures, errors, the hook.
+
+Imports nothing else of mla_portable; plugins import nothing but this package.
+"""
+
+from mla_portable.contracts.decision import Decision, Verdict
+from mla_portable.contracts.device import DeviceFacts
+from mla_portable.contracts.errors import (
+    InvalidArgument,
+    MLAPortableError,
+    PlanMismatch,
+    PluginError,
+    UnknownBackend,
+    UnsupportedRequest,
+)
+from mla_portable.contracts.layouts import (
+    BF16,
+    E4M3_MAX,
+    FP8_DS_MLA,
+    HEAD_SIZE,
+    KV_LORA_RANK,
+    LAYOUTS,
+    QK_ROPE_HEAD_DIM,
+    SCALE_FORMATS,
+    SCALE_GROUP,
+    CacheLayout,
+    layout_of,
+    pack_fp8,
+    tile_scales,
+    unpack_fp8,
+)
+from mla_portable.contracts.plan import ROUTES, Batch, PrefillChunk, StepPlan
+from mla_portable.contracts.plugin import (
+    ENTRY_POINT_GROUP,
+    PROJECT_NAME,
+    BackendSpec,
+    Detector,
+    Implementation,
+    Registrar,
+    ScheduleKind,
+    hookimpl,
+)
+from mla_portable.contracts.primitives import (
+    BoundPrimitive,
+    CacheWrite,
+    ConvertIndices,
+    GatherUpconvert,
+    MergeStates,
+    Primitive,
+    QuantizePerTensor,
+    SparseDecode,
+    SparsePrefill,
+)
+from mla_portable.contracts.request import Request
+from mla_portable.contracts.schedule import DEFAULT_SCRATCH_BYTES, DecodeSchedule, SplitSchedule, TileSchedule, split_kv
+from mla_portable.contracts.support import Reason, Support
+
+__all__ = [
+    "BF16",
+    "DEFAULT_SCRATCH_BYTES",
+    "E4M3_MAX",
+    "ENTRY_POINT_GROUP",
+    "FP8_DS_MLA",
+    "HEAD_SIZE",
+    "KV_LORA_RANK",
+    "LAYOUTS",
+    "PROJECT_NAME",
+    "QK_ROPE_HEAD_DIM",
+    "ROUTES",
+    "SCALE_FORMATS",
+    "SCALE_GROUP",
+    "BackendSpec",
+    "Batch",
+    "BoundPrimitive",
+    "CacheLayout",
+    "CacheWrite",
+    "ConvertIndices",
+    "Decision",
+    "DecodeSchedule",
+    "Detector",
+    "DeviceFacts",
+    "GatherUpconvert",
+    "Implementation",
+    "InvalidArgument",
+    "MLAPortableError",
+    "MergeStates",
+    "PlanMismatch",
+    "PluginError",
+    "PrefillChunk",
+    "Primitive",
+    "QuantizePerTensor",
+    "Reason",
+    "Registrar",
+    "Request",
+    "ScheduleKind",
+    "SparseDecode",
+    "SparsePrefill",
+    "SplitSchedule",
+    "StepPlan",
+    "Support",
+    "TileSchedule",
+    "UnknownBackend",
+    "UnsupportedRequest",
+    "Verdict",
+    "hookimpl",
+    "layout_of",
+    "pack_fp8",
+    "split_kv",
+    "tile_scales",
+    "unpack_fp8",
+]

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The failures of mla_portable, one class per kind of mistake.
+
+Every message says what was asked, what the limit is and what to do. None of these is raised after a kernel was
+launched; whatever a kernel or the driver raises later travels up unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mla_portable.contracts.decision import Decision
+
+__all__ = [
+    "InvalidArgument",
+    "MLAPortableError",
+    "PlanMismatch",
+    "PluginError",
+    "UnknownBackend",
+    "UnsupportedRequest",
+]
+
+
+class MLAPortableError(Exception):
+    """Base of everything that mla_portable raises on purpose."""
+
+
+class InvalidArgument(MLAPortableError, ValueError):
+    """An argument breaks the contract of a primitive, whatever backend serves it: refused before any kernel runs.
+
+    Attributes:
+        where: the function that was called. argument: its offending parameter. got, expected: both sides in words.
+    """
+
+    def __init__(self, where: str, argument: str, *, got: object, expected: str, remedy: str = "") -> None:
+        self.where, self.argument, self.got, self.expected, self.remedy = where, argument, str(got), expected, remedy
+        message = f"{where}: {argument}: got {self.got}, expected {expected}."
+        super().__init__(f"{message} {remedy}" if remedy else message)
+
+
+class UnknownBackend(InvalidArgument):
+    """A backend name that no loaded plugin carries: a typo is an error, never "not offered"."""
+
+
+class UnsupportedRequest(MLAPortableError, RuntimeError):
+    """Nothing here, or not the forced backend, can serve a well-formed request.
+
+    Attributes:
+        decision: the request, every candidate and all reasons against each (`mla_portable.contracts.Decision`).
+    """
+
+    def __init__(self, decision: Decision) -> None:
+        self.decision = decision
+        super().__init__(decision.failure_text())
+
+
+class PlanMismatch(MLAPortableError, ValueError):
+    """A call's tensors are not those that its StepPlan was made for. A plan serves one batch: plan again."""
+
+
+class PluginError(MLAPortableError, RuntimeError):
+    """A plugin registers something malformed; raised on the plugin's own line, then reported by `doctor`."""

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch and StepPlan: what an engine says about a step, and what every layer of that step shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from mla_portable.contracts.schedule import DecodeSchedule
+
+__all__ = ["ROUTES", "Batch", "PrefillChunk", "StepPlan"]
+
+ROUTES = ("fused", "split", "direct", "upconvert")
+"""Compositions of primitives that serve a batch.
+
+fused      every token through sparse_decode on the cache itself
+split      decode tokens through sparse_decode; prefill through gather_upconvert and sparse_prefill on the workspace
+direct     decode tokens through sparse_decode; prefill through sparse_prefill on the paged cache, no workspace
+upconvert  every token through gather_upconvert and sparse_prefill (vendors whose kernels read bf16 only)
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One engine step. Requests that decode come first, requests that prefill after.
+
+    Attributes:
+        query_start_loc: [R + 1] int32 on the host, cumulative query tokens; its last entry is the token count.
+        seq_lens: [R] int32 on the host, context plus query of each request, in tokens.
+        block_table: [R or more, columns] int32 on the device.
+        num_padded_tokens: rows to fill for a CUDA graph that was captured for more tokens than the batch has;
+            None means no padding.
+        seq_lens_device: [R or more] int32, the same lengths on the device where the engine has them; None lets the
+            planner copy them with everything else.
+    """
+
+    query_start_loc: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+    block_table: Tensor
+    num_padded_tokens: int | None = None
+    seq_lens_device: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillChunk:
+    """Prefill requests whose sequences fit the workspace together.
+
+    Attributes:
+        tokens: slice of the batch's query tokens. requests: slice of the batch's requests.
+        block_table: [p, columns], seq_lens [p] int32, workspace_starts [p] int32: device views for gather_upconvert.
+        workspace_rows: rows of the workspace in use, the chunk's total sequence length.
+    """
+
+    tokens: slice
+    requests: slice
+    block_table: Tensor
+    seq_lens: Tensor
+    workspace_starts: Tensor
+    workspace_rows: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """Everything a layer needs to walk a step; made once by the planner, shared by all layers.
+
+    Attributes:
+        route: one of ROUTES, as the planner was configured.
+        num_reqs, num_tokens: of the batch. num_padded_tokens: rows of the tensors below, >= num_tokens; padding rows
+            have request id 0 and prefill request id -1, and expect top-k rows of -1.
+        num_decodes, num_decode_tokens, decode_query_len: leading requests served as decode, uniform query length.
+            In the fused route every token counts as decode, with num_decodes = num_padded_tokens and query length 1
+            unless the batch is uniform.
+        num_prefills, num_prefill_tokens: the rest.
+        block_table: [R, columns] int32, the batch's own.
+        req_id_per_token: [num_padded_tokens] int32.
+        prefill_request_ids: [num_padded_tokens] int32, -1 for decode tokens, else the index among the prefill requests;
+            None unless the route has a workspace and the batch prefills.
+        prefill_workspace_starts: [num_prefills] int32, chunk-local; None likewise.
+        prefill_chunks: in order; empty unless the route has a workspace.
+        decode_schedule: for sparse_decode, None when the kernel wants none or nothing decodes.
+    """
+
+    route: str
+    num_reqs: int
+    num_tokens: int
+    num_padded_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    decode_query_len: int
+    num_prefills: int
+    num_prefill_tokens: int
+    block_table: Tensor
+    req_id_per_token: Tensor
+    prefill_request_ids: Tensor | None = None
+    prefill_workspace_starts: Tensor | None = None
+    prefill_chunks: tuple[PrefillChunk, ...] = ()
+    decode_schedule: DecodeSchedule | None = None

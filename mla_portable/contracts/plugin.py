@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin API: all that a vendor's package needs to know of mla_portable.
+
+A plugin is an installed distribution with an entry point in the group `mla_portable.backends`, naming a module that
+implements one hook:
+
+    from mla_portable.contracts import Implementation, Primitive, Registrar, Support, hookimpl
+
+    @hookimpl
+    def mla_portable_register(registrar: Registrar) -> None:
+        registrar.add(Implementation(name="acme.v1", primitive=Primitive.MERGE_STATES, ...))
+
+The module should be light: import the vendor's library in `check` and `bind`, not at import. pluggy carries registration
+only; nothing of it is on the path of a call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final, Literal, Protocol
+
+import pluggy
+import torch
+
+from mla_portable.contracts.device import DeviceFacts
+from mla_portable.contracts.errors import PluginError
+from mla_portable.contracts.primitives import BoundPrimitive, Primitive
+from mla_portable.contracts.request import Request
+from mla_portable.contracts.support import Reason, Support
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "PROJECT_NAME",
+    "BackendSpec",
+    "Detector",
+    "Implementation",
+    "Registrar",
+    "ScheduleKind",
+    "hookimpl",
+    "hookspec",
+]
+
+PROJECT_NAME: Final = "mla_portable"
+ENTRY_POINT_GROUP: Final = "mla_portable.backends"
+hookspec = pluggy.HookspecMarker(PROJECT_NAME)
+hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
+
+ScheduleKind = Literal["none", "split_kv", "flashmla_tiles"]
+_NAME = re.compile(r"[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*")
+
+
+def _nothing_missing(device: DeviceFacts) -> Iterable[Reason]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One way to run one primitive.
+
+    Attributes:
+        name: "<backend>.<variant>", lower case, e.g. "triton.portable". The backend part groups a vendor's variants and is
+            what users name in `backend=`.
+        primitive: the verb it serves.
+        support: the only declaration of what it can run.
+        bind: makes the callable for one request (which `support` accepts). Kernel configuration is chosen here, never
+            per call. May import the vendor's library; may compile.
+        check: library found, symbols found, calling convention identified on this device? Returns the reasons why not.
+            It runs once a process, before the numeric probe.
+        preference: declared cost, smaller is preferred. Vendor kernels about 10, portable kernels 50, reference 1000.
+        schedule_kind: what `schedule=` of sparse_decode takes: "none", "split_kv" or "flashmla_tiles".
+        padded_heads: the head count the kernel runs with for a request's; the identity where nothing is padded. Planners
+            of "flashmla_tiles" need it.
+        sources: modules whose text decides the result; evidence is bound to their hash.
+    """
+
+    name: str
+    primitive: Primitive
+    support: Support
+    bind: Callable[[Request], BoundPrimitive]
+    check: Callable[[DeviceFacts], Iterable[Reason]] = _nothing_missing
+    preference: float = 50.0
+    schedule_kind: ScheduleKind = "none"
+    padded_heads: Callable[[int], int] = field(default=int)
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise PluginError(f"implementation name {self.name!r}: expected '<backend>.<variant>' in lower case")
+        if not isinstance(self.primitive, Primitive):
+            raise PluginError(f"{self.name}: primitive {self.primitive!r} is not one of {', '.join(Primitive)}")
+        if not isinstance(self.support, Support):
+            raise PluginError(f"{self.name} / {self.primitive}: support must be a Support, got {type(self.support).__name__}")
+        if not callable(self.bind):
+            raise PluginError(f"{self.name} / {self.primitive}: bind must be callable, got {type(self.bind).__name__}")
+        if not 0 <= self.preference < float("inf"):
+            raise PluginError(f"{self.name} / {self.primitive}: preference {self.preference} must be finite and 0 or more")
+
+    @property
+    def backend(self) -> str:
+        return self.name.partition(".")[0]
+
+
+Detector = Callable[[torch.device], DeviceFacts | None]
+"""Recognises a vendor's device and characterises it; None means "not mine". Must not raise on other vendors' machines."""
+
+
+class Registrar(Protocol):
+    """What the hook receives. A malformed registration raises PluginError on the plugin's own line."""
+
+    def add(self, implementation: Implementation) -> None:
+        """Offer an implementation. A second one of the same name and primitive is an error."""
+        ...
+
+    def add_detector(self, detector: Detector) -> None:
+        """Recognise this vendor's devices before torch's own names are believed."""
+        ...
+
+
+class BackendSpec:
+    """The hook specification."""
+
+    @hookspec
+    def mla_portable_register(self, registrar: Registrar) -> None:
+        """Register every implementation (and detector) of a plugin. Called once per registry."""

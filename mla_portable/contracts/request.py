@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Request: one question to the registry, "who can run this primitive on these shapes here?"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from mla_portable.contracts.device import DeviceFacts
+from mla_portable.contracts.errors import InvalidArgument
+from mla_portable.contracts.layouts import LAYOUTS, SCALE_FORMATS
+from mla_portable.contracts.primitives import Primitive
+
+__all__ = ["Request"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The static facts of a call; a field that does not matter for a primitive stays None (or False).
+
+    Attributes:
+        primitive, device: what to run, where.
+        kv_layout: "bf16" or "fp8_ds_mla", of the cache or workspace that is read or written.
+        num_heads: H. topk: K. block_size: of the paged cache. query_len: S of sparse_decode.
+        rows: query rows (B * S or T) where a choice may depend on the amount of work; never decides what can run.
+        scale_format: how the FP8 scales in the cache were made; None where unknown, which is read as arbitrary.
+        lse, attn_sink, lengths, compact, prefill_workspace: the call needs this feature.
+        graph: the call is going to be captured in a CUDA graph.
+    """
+
+    primitive: Primitive
+    device: DeviceFacts
+    kv_layout: str | None = None
+    num_heads: int | None = None
+    topk: int | None = None
+    block_size: int | None = None
+    query_len: int | None = None
+    rows: int | None = None
+    scale_format: str | None = None
+    lse: bool = False
+    attn_sink: bool = False
+    lengths: bool = False
+    compact: bool = False
+    prefill_workspace: bool = False
+    graph: bool = False
+
+    def __post_init__(self) -> None:
+        where = "Request"
+        if self.kv_layout is not None and self.kv_layout not in LAYOUTS:
+            raise InvalidArgument(where, "kv_layout", got=repr(self.kv_layout), expected=f"one of {', '.join(LAYOUTS)}")
+        if self.scale_format is not None and self.scale_format not in SCALE_FORMATS:
+            raise InvalidArgument(
+                where, "scale_format", got=repr(self.scale_format), expected=f"one of {', '.join(SCALE_FORMATS)}"
+            )
+        for name in ("num_heads", "topk", "block_size", "query_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidArgument(where, name, got=value, expected="at least 1")
+        if self.rows is not None and self.rows < 0:
+            raise InvalidArgument(where, "rows", got=self.rows, expected="0 or more")
+
+    def but(self, **changes: Any) -> Request:
+        """The same request with some fields changed."""
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        words = [
+            f"{field.name}={'yes' if value is True else value}"
+            for field in fields(self)
+            if field.name not in ("primitive", "device") and (value := getattr(self, field.name)) not in (None, False)
+        ]
+        return " ".join([*words, f"on {self.device}"])

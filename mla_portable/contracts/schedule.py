@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode schedules: how the keys of each query row are divided among thread blocks, and the scratch that takes.
+
+The planner makes them once per step; an implementation of sparse_decode names the kind it wants
+(`Implementation.schedule_kind`). Both kinds depend on shapes alone, so a step needs no read-back to plan them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+from mla_portable.contracts.layouts import KV_LORA_RANK
+
+__all__ = ["DEFAULT_SCRATCH_BYTES", "DecodeSchedule", "SplitSchedule", "TileSchedule", "split_kv"]
+
+DEFAULT_SCRATCH_BYTES: Final = 64 << 20
+"""Bound on split-KV scratch where the caller sets none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SplitSchedule:
+    """Every row's K indices cut into `num_splits` runs of `split_len`; kind "split_kv".
+
+    Attributes:
+        num_rows: B * S. num_heads: H. topk: K. These three it was made for.
+        num_splits: runs per row, at least 1. split_len: indices in a run, a multiple of the tile given to `split_kv`;
+            num_splits * split_len >= topk.
+        partial_out: [num_splits, num_rows, H, 512] float32 scratch, None when num_splits is 1.
+        partial_lse: [num_splits, num_rows, H] float32 scratch, None when num_splits is 1.
+    """
+
+    num_rows: int
+    num_heads: int
+    topk: int
+    num_splits: int
+    split_len: int
+    partial_out: Tensor | None = None
+    partial_lse: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TileSchedule:
+    """FlashMLA's tile schedule in closed form; kind "flashmla_tiles".
+
+    Attributes:
+        num_rows: B batch rows. query_len: S. num_heads: H after padding. topk: K.
+        num_sm_parts: thread-block groups that share the work.
+        tile_scheduler_metadata: [num_sm_parts, 8] int32 on the device: begin_req, end_req, begin_block, end_block,
+            begin_split, first_is_split, last_is_split, 0.
+        num_splits: [B + 1] int32 on the device, cumulative.
+    """
+
+    num_rows: int
+    query_len: int
+    num_heads: int
+    topk: int
+    num_sm_parts: int
+    tile_scheduler_metadata: Tensor
+    num_splits: Tensor
+
+
+DecodeSchedule = SplitSchedule | TileSchedule
+
+
+def split_kv(
+    *,
+    num_rows: int,
+    num_heads: int,
+    topk: int,
+    num_sms: int,
+    heads_per_program: int = 16,
+    tile: int = 64,
+    max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
+) -> tuple[int, int]:
+    """Choose (num_splits, split_len) for a decode call, from shapes alone.
+
+    Splits fill the device while rows alone do not: the largest count for which programs <= 2 * num_sms, bounded by one
+    tile per split and by the scratch. One split needs no scratch, so every batch fits.
+
+    Args:
+        num_rows, num_heads, topk: B * S, H, K. num_sms: multiprocessors, 0 (a CPU) means no splitting.
+        heads_per_program: query heads one thread block serves. tile: indices per inner step, a split's granule.
+        max_scratch_bytes: bound on float32 [num_splits, num_rows, H, 512 + 1].
+    """
+    num_tiles = max(1, -(-topk // tile))
+    programs = num_rows * -(-num_heads // heads_per_program)
+    row_bytes = 4 * num_rows * num_heads * (KV_LORA_RANK + 1)
+    if programs == 0 or num_sms == 0:
+        return 1, num_tiles * tile
+    wanted = min(2 * num_sms // programs, max_scratch_bytes // row_bytes, num_tiles)
+    if wanted <= 1:
+        return 1, num_tiles * tile
+    tiles_per_split = -(-num_tiles // wanted)
+    return -(-num_tiles // tiles_per_split), tiles_per_split * tile

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Support: what an implementation declares it can run, as data; Reason: why it cannot run a request.
+
+"Supported" means that the list of reasons is empty, so dispatch, error texts, tests and the matrix cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mla_portable.contracts.device import DeviceFacts
+from mla_portable.contracts.errors import InvalidArgument
+from mla_portable.contracts.layouts import LAYOUTS, SCALE_FORMATS
+from mla_portable.contracts.request import Request
+
+__all__ = ["Reason", "Support"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One reason against a candidate: what was given, what the limit is, what to do about it."""
+
+    subject: str
+    given: str
+    limit: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.subject} {self.given} ({self.limit})".replace("  ", " ")
+
+
+def _words(values: Iterable[Any]) -> str:
+    return ", ".join(str(value) for value in values)
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Where and on what an implementation runs. None means "no limit"; tuples list what is allowed.
+
+    Attributes:
+        source: where the limits come from (a document, a file, a measurement), for readers of the matrix.
+        device_types, vendors, archs: of DeviceFacts.
+        kv_layouts: cache layouts, () for primitives that touch no cache.
+        num_heads: exact counts that are accepted; max_heads: or every count up to this.
+        padded_heads: kernel head counts that smaller requests are padded to inside; () means none.
+        topk_multiple, max_topk: of K. block_sizes: exact; block_size_multiple: or every multiple of this.
+        max_query_len: of S. scale_formats: FP8 scales read without a loss of meaning.
+        lse, attn_sink, lengths, compact, prefill_workspace, graph: features that are there.
+        min_shared_memory: bytes a thread block needs. needs_bf16, needs_fp8_conversion: abilities of the device.
+        workspace_bytes: scratch taken by one call without `schedule`, as a function of the request.
+    """
+
+    source: str
+    device_types: tuple[str, ...] = ("cuda",)
+    vendors: tuple[str, ...] | None = None
+    archs: tuple[str, ...] | None = None
+    kv_layouts: tuple[str, ...] = ()
+    num_heads: tuple[int, ...] | None = None
+    max_heads: int | None = None
+    padded_heads: tuple[int, ...] = ()
+    topk_multiple: int = 1
+    max_topk: int | None = None
+    block_sizes: tuple[int, ...] | None = None
+    block_size_multiple: int = 1
+    max_query_len: int | None = None
+    scale_formats: tuple[str, ...] = SCALE_FORMATS
+    lse: bool = True
+    attn_sink: bool = True
+    lengths: bool = True
+    compact: bool = True
+    prefill_workspace: bool = True
+    graph: bool = True
+    min_shared_memory: int = 0
+    needs_bf16: bool = True
+    needs_fp8_conversion: bool = False
+    workspace_bytes: Callable[[Request], int] | None = None
+
+    def __post_init__(self) -> None:
+        where = "Support"
+        if not self.source:
+            raise InvalidArgument(where, "source", got="''", expected="where the limits come from")
+        unknown = [name for name in self.kv_layouts if name not in LAYOUTS]
+        if unknown:
+            raise InvalidArgument(where, "kv_layouts", got=_words(unknown), expected=f"among {_words(LAYOUTS)}")
+        unknown = [name for name in self.scale_formats if name not in SCALE_FORMATS]
+        if unknown:
+            raise InvalidArgument(where, "scale_formats", got=_words(unknown), expected=f"among {_words(SCALE_FORMATS)}")
+        for name in ("topk_multiple", "block_size_multiple"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument(where, name, got=getattr(self, name), expected="at least 1")
+        if not self.device_types:
+            raise InvalidArgument(where, "device_types", got="()", expected="at least one device type")
+
+    def reasons(self, request: Request) -> tuple[Reason, ...]:
+        """Every reason why `request` cannot run, device reasons first; empty means supported."""
+        return (*self.device_reasons(request.device), *self.shape_reasons(request))
+
+    def device_reasons(self, device: DeviceFacts) -> Iterator[Reason]:
+        """The reasons that hold on this device whatever the shapes are."""
+        if device.device_type not in self.device_types:
+            yield Reason("device type", device.device_type, f"supports {_words(self.device_types)}", "use another backend")
+        if self.vendors is not None and device.vendor not in self.vendors:
+            yield Reason("vendor", device.vendor, f"supports {_words(self.vendors)}", "use another backend")
+        if self.archs is not None and device.arch not in self.archs:
+            yield Reason("arch", device.arch, f"supports {_words(self.archs)}", "use another backend")
+        if self.needs_bf16 and not device.has_bf16:
+            yield Reason("bfloat16", "absent", "needed", "use another device")
+        if self.needs_fp8_conversion and not device.has_fp8_conversion:
+            yield Reason("e4m3 conversion", "absent", "needed", "use a backend that decodes e4m3 by bits")
+        if device.device_type != "cpu" and device.shared_memory < self.min_shared_memory:
+            yield Reason("shared memory", f"{device.shared_memory} bytes", f"needs {self.min_shared_memory}")
+
+    def shape_reasons(self, request: Request) -> Iterator[Reason]:
+        """The reasons that come from the request's shapes and features."""
+        r = request
+        if r.kv_layout is not None and r.kv_layout not in self.kv_layouts:
+            remedy = "take the upconvert route, which gathers to bf16 first" if r.kv_layout == "fp8_ds_mla" else ""
+            yield Reason("kv_layout", r.kv_layout, f"supports {_words(self.kv_layouts) or 'none'}", remedy)
+        if r.num_heads is not None and not self._accepts_heads(r.num_heads):
+            yield Reason("num_heads", str(r.num_heads), f"supports {self._heads_text()}", "change tensor parallelism")
+        if r.topk is not None:
+            if r.topk % self.topk_multiple:
+                yield Reason("topk", str(r.topk), f"a multiple of {self.topk_multiple}", "pad the indices with -1")
+            if self.max_topk is not None and r.topk > self.max_topk:
+                yield Reason("topk", str(r.topk), f"at most {self.max_topk}")
+        if r.block_size is not None:
+            if self.block_sizes is not None and r.block_size not in self.block_sizes:
+                yield Reason(
+                    "block_size", str(r.block_size), f"supports {_words(self.block_sizes)}", "set the cache's block size"
+                )
+            if r.block_size % self.block_size_multiple:
+                yield Reason(
+                    "block_size", str(r.block_size), f"a multiple of {self.block_size_multiple}", "set the cache's block size"
+                )
+        if r.query_len is not None and self.max_query_len is not None and r.query_len > self.max_query_len:
+            yield Reason("query_len", str(r.query_len), f"at most {self.max_query_len}", "decode the tokens as separate rows")
+        if r.kv_layout == "fp8_ds_mla" and (r.scale_format or "amax") not in self.scale_formats:
+            given = r.scale_format or "unknown, read as amax"
+            yield Reason("scale_format", given, f"supports {_words(self.scale_formats)}", "write the cache with pow2 scales")
+        for feature in ("lse", "attn_sink", "lengths", "compact", "prefill_workspace", "graph"):
+            if getattr(r, feature) and not getattr(self, feature):
+                yield Reason(feature, "yes", "supports no")
+        if r.graph and r.device.graph_capture is False:
+            yield Reason("graph", "yes", f"{r.device.name} cannot capture graphs", "run eagerly")
+
+    def _accepts_heads(self, heads: int) -> bool:
+        if self.num_heads is None and self.max_heads is None and not self.padded_heads:
+            return True
+        return (
+            (self.num_heads is not None and heads in self.num_heads)
+            or (self.max_heads is not None and heads <= self.max_heads)
+            or any(heads <= padded for padded in self.padded_heads)
+        )
+
+    def _heads_text(self) -> str:
+        parts: list[str] = []
+        if self.num_heads is not None:
+            parts.append(_words(self.num_heads))
+        if self.max_heads is not None:
+            parts.append(f"1 to {self.max_heads}")
+        if self.padded_heads:
+            parts.append(f"padded to {_words(self.padded_heads)}")
+        return "; ".join(parts)
