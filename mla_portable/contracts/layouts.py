@@ -132,10 +132,11 @@ def tile_scales(latent: Tensor, scale_format: str) -> Tensor:
         raise InvalidArgument("tile_scales", "scale_format", got=repr(scale_format), expected="'pow2' or 'amax'")
     amax = latent.float().unflatten(-1, (NUM_SCALES, SCALE_GROUP)).abs().amax(dim=-1)  # [..., 4]
     if scale_format == "amax":
-        return (amax / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+        # divided by a tensor: on GPUs torch multiplies by the reciprocal of a Python number, which may differ by a bit
+        return (amax / torch.full_like(amax, E4M3_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
     bits = amax.view(torch.int32)
     exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).to(torch.int32)
-    return torch.ldexp(torch.ones_like(amax), exponent.clamp(min=POW2_MIN_EXPONENT))
+    return ((exponent.clamp(min=POW2_MIN_EXPONENT) + 127) << 23).view(torch.float32)
 
 
 def pack_fp8(kv_c: Tensor, k_pe: Tensor, *, scale_format: str = "pow2") -> Tensor:

@@ -129,9 +129,10 @@ class SparseDecode(Protocol):
 class SparsePrefill(Protocol):
     """Attention of T query tokens over chosen rows of a workspace, or of the paged cache itself.
 
-    q [T, H, 576] bf16; kv [W, 576] bf16 (a workspace or a flattened BF16 cache), or a paged cache as in SparseDecode;
-    indices [T, K] int32 rows of kv (slots of a paged cache); lengths [T] int32; attn_sink [H] float32. Returns out
-    [T, H, 512] bf16 and lse [T, H] float32, which are `out` and `lse_out` where given.
+    q [T, H, 576] bf16; kv [W, 576] bf16 (a workspace or a flattened BF16 cache) or the paged FP8 cache itself
+    [blocks, block_size, 656] uint8; indices [T, K] int32 rows of kv (slots of a paged cache), those past W are absent;
+    lengths [T] int32; attn_sink [H] float32. Returns out [T, H, 512] bf16 and lse [T, H] float32, which are `out` and
+    `lse_out` where given.
     """
 
     def __call__(

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference backend: every primitive in plain torch, on any device, in float32.
+
+It is the embedded default: always there, never fast on a GPU. `mla_portable.reference.oracle` judges it, and every other
+backend, in float64 on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from mla_portable.contracts import LAYOUTS, BoundPrimitive, Implementation, Primitive, Registrar, Request, Support, hookimpl
+from mla_portable.reference.attention import chunk_bytes, sparse_decode, sparse_prefill
+from mla_portable.reference.cache import cache_write, gather_upconvert
+from mla_portable.reference.indices import convert_indices
+from mla_portable.reference.merge import merge_states
+from mla_portable.reference.quantize import quantize_per_tensor
+
+__all__ = [
+    "cache_write",
+    "convert_indices",
+    "gather_upconvert",
+    "merge_states",
+    "mla_portable_register",
+    "quantize_per_tensor",
+    "sparse_decode",
+    "sparse_prefill",
+]
+
+_NAME: Final = "reference.torch"
+_PREFERENCE: Final = 1000.0
+_CACHED: Final = tuple(LAYOUTS)
+_ROWS: Final = "mla_portable.reference.rows"
+_LAYOUT: Final = "mla_portable.contracts.layouts"
+
+# primitive -> its function, the cache layouts it reads or writes, the modules below mla_portable.reference that decide it
+_PRIMITIVES: Final[dict[Primitive, tuple[BoundPrimitive, tuple[str, ...], tuple[str, ...]]]] = {
+    Primitive.CACHE_WRITE: (cache_write, _CACHED, ("mla_portable.reference.cache", _ROWS, _LAYOUT)),
+    Primitive.CONVERT_INDICES: (convert_indices, _CACHED, ("mla_portable.reference.indices",)),
+    Primitive.GATHER_UPCONVERT: (gather_upconvert, _CACHED, ("mla_portable.reference.cache", _ROWS, _LAYOUT)),
+    Primitive.SPARSE_DECODE: (sparse_decode, _CACHED, ("mla_portable.reference.attention", _ROWS, _LAYOUT)),
+    Primitive.SPARSE_PREFILL: (sparse_prefill, _CACHED, ("mla_portable.reference.attention", _ROWS, _LAYOUT)),
+    Primitive.MERGE_STATES: (merge_states, (), ("mla_portable.reference.merge",)),
+    Primitive.QUANTIZE_PER_TENSOR: (quantize_per_tensor, (), ("mla_portable.reference.quantize",)),
+}
+
+if TYPE_CHECKING:
+    from mla_portable.contracts import (
+        CacheWrite,
+        ConvertIndices,
+        GatherUpconvert,
+        MergeStates,
+        QuantizePerTensor,
+        SparseDecode,
+        SparsePrefill,
+    )
+
+    # the type checker holds each function against its Protocol here
+    _cache: tuple[CacheWrite, GatherUpconvert, ConvertIndices] = (cache_write, gather_upconvert, convert_indices)
+    _attention: tuple[SparseDecode, SparsePrefill] = (sparse_decode, sparse_prefill)
+    _rest: tuple[MergeStates, QuantizePerTensor] = (merge_states, quantize_per_tensor)
+
+
+def _bind_to(function: BoundPrimitive) -> Callable[[Request], BoundPrimitive]:
+    """A `bind` that ignores the request: one function serves every shape and device."""
+    return lambda request: function
+
+
+def _attention_workspace(request: Request) -> int:
+    return chunk_bytes(request.device.device_type)
+
+
+@hookimpl
+def mla_portable_register(registrar: Registrar) -> None:
+    """Offer `reference.torch` for every primitive, on CPUs and on whatever torch drives through its CUDA interface."""
+    attention = (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL)
+    for primitive, (function, kv_layouts, sources) in _PRIMITIVES.items():
+        registrar.add(
+            Implementation(
+                name=_NAME,
+                primitive=primitive,
+                support=Support(
+                    source="mla_portable.reference: plain torch, float32 arithmetic",
+                    device_types=("cpu", "cuda"),
+                    kv_layouts=kv_layouts,
+                    graph=False,  # it allocates as it goes, and loops on the host
+                    needs_bf16=False,
+                    workspace_bytes=_attention_workspace if primitive in attention else None,
+                ),
+                bind=_bind_to(function),
+                preference=_PREFERENCE,
+                sources=sources,
+            )
+        )

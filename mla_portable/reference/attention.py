@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sparse_decode and sparse_prefill in plain torch: for a few query rows at a time, fetch their keys and attend.
+
+scores = softmax_scale * q @ keys^T, out = softmax(scores) @ keys[:, :512], lse = logsumexp(scores), all in float32.
+Absent entries score -inf. Their keys must not be read from just anywhere, for 0 * NaN is NaN: an absent entry reads a
+slot that another entry of the same row names, so what no index names is never fetched where it could matter.
+Cost per query row: K rows of the cache fetched and widened to 2304 bytes, and 2 * K * H * (576 + 512) operations.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM, DecodeSchedule
+from mla_portable.reference.rows import CacheRows
+
+__all__ = ["chunk_bytes", "sparse_decode", "sparse_prefill"]
+
+_CHUNK_BYTES: Final = {"cpu": 16 << 20}
+"""Scratch of one chunk on a CPU: about what a last-level cache holds, beyond which each pass goes to memory."""
+_CHUNK_BYTES_ELSEWHERE: Final = 256 << 20
+
+
+def chunk_bytes(device_type: str) -> int:
+    """The scratch that a call aims at on this type of device, in bytes; a single query row may take more."""
+    return _CHUNK_BYTES.get(device_type, _CHUNK_BYTES_ELSEWHERE)
+
+
+def sparse_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    *,
+    softmax_scale: float,
+    lengths: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    schedule: DecodeSchedule | None = None,
+    out: Tensor | None = None,
+    lse_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of B x S query tokens over chosen slots of the paged cache; `contracts.primitives.SparseDecode`.
+
+    `schedule` is not used. Allocates about `chunk_bytes` beyond the outputs, whatever B and S. Not graph-safe.
+    """
+    batch, query_len, num_heads, _ = q.shape
+    if out is None:
+        out = torch.empty((batch, query_len, num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=q.device)
+    if lse_out is None:
+        lse_out = torch.empty((batch, query_len, num_heads), dtype=torch.float32, device=q.device)
+    rows = CacheRows(kv_cache)
+    for s in range(query_len):  # [:, s] is a view for any strides; flattening [B, S] might be a copy
+        _attend(
+            q[:, s],
+            rows,
+            indices[:, s],
+            softmax_scale,
+            None if lengths is None else lengths[:, s],
+            attn_sink,
+            out[:, s],
+            lse_out[:, s],
+        )
+    return out, lse_out
+
+
+def sparse_prefill(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    softmax_scale: float,
+    lengths: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    out: Tensor | None = None,
+    lse_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of T query tokens over rows of a workspace or slots of a paged cache; `contracts.primitives.SparsePrefill`.
+
+    Allocates about `chunk_bytes` beyond the outputs, whatever T. Not graph-safe.
+    """
+    num_tokens, num_heads, _ = q.shape
+    if out is None:
+        out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=q.device)
+    if lse_out is None:
+        lse_out = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device)
+    _attend(q, CacheRows(kv), indices, softmax_scale, lengths, attn_sink, out, lse_out)
+    return out, lse_out
+
+
+def _attend(
+    q: Tensor,
+    rows: CacheRows,
+    indices: Tensor,
+    softmax_scale: float,
+    lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Fill out [T, H, 512] and lse [T, H] from q [T, H, 576], indices [T, K], lengths [T]; all may be strided views."""
+    num_tokens, num_heads, _ = q.shape
+    topk = indices.shape[1]
+    if topk == 0 or rows.num_slots == 0 or out.numel() == 0:  # nothing to read: torch reduces no empty dimension
+        out.zero_()
+        lse.fill_(-math.inf)
+        return
+    # keys in float32, their stored bytes, the same bytes as table indices; scores and their temporaries per head
+    row_bytes = topk * (4 * HEAD_SIZE + 3 * rows.layout.row_bytes + 2 * 4 * num_heads)
+    step = max(1, chunk_bytes(q.device.type) // row_bytes)
+    column = torch.arange(topk, device=q.device)
+    for begin in range(0, num_tokens, step):
+        chunk = slice(begin, begin + step)
+        index = indices[chunk].long()  # [C, K]
+        valid = (index >= 0) & (index < rows.num_slots)
+        if lengths is not None:
+            valid &= column < lengths[chunk].unsqueeze(1)
+        empty = ~valid.any(dim=1)  # [C]
+        present = index.masked_fill(~valid, -1)
+        stand_in = present.amax(dim=1, keepdim=True).clamp_(min=0)  # [C, 1] a named slot; 0 where no entry is valid
+        latent, rope = rows.float32(torch.where(valid, index, stand_in).flatten())
+        latent, rope = latent.view(-1, topk, KV_LORA_RANK), rope.view(-1, topk, QK_ROPE_HEAD_DIM)  # [C, K, 512], [C, K, 64]
+        query = q[chunk].float() * softmax_scale  # [C, H, 576]
+        scores = torch.bmm(query[..., :KV_LORA_RANK], latent.mT)  # [C, H, K]
+        scores.baddbmm_(query[..., KV_LORA_RANK:], rope.mT)
+        scores.masked_fill_(~valid.unsqueeze(1), -math.inf)
+        top = scores.amax(dim=-1, keepdim=True).masked_fill_(empty[:, None, None], 0.0)  # [C, H, 1]
+        weights = scores.sub_(top).exp_()
+        total = weights.sum(dim=-1, keepdim=True)  # [C, H, 1]
+        row_lse = (top + total.log()).squeeze(-1)  # [C, H]; log(0) is -inf where the row is empty
+        values = torch.bmm(weights, latent).div_(total)  # [C, H, 512]
+        if attn_sink is not None:
+            values *= torch.sigmoid(row_lse - attn_sink.float()).unsqueeze(-1)
+        values.masked_fill_(empty[:, None, None], 0.0)  # 0 / 0 until here
+        out[chunk] = values.to(out.dtype)
+        lse[chunk] = row_lse

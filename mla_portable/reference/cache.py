@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cache_write and gather_upconvert in plain torch: tokens into the paged cache, and out of it into a workspace."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import HEAD_SIZE, layout_of, pack_fp8, unpack_fp8
+from mla_portable.reference.rows import CacheRows
+
+__all__ = ["cache_write", "gather_upconvert"]
+
+_CHUNK_TOKENS: Final = 16384
+"""Tokens handled at a time: some 100 MB of float32 rows with their temporaries, whatever the batch."""
+
+
+def cache_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2") -> None:
+    """Write new tokens into the paged cache; `contracts.primitives.CacheWrite`.
+
+    FP8 rows are exactly `contracts.pack_fp8`'s. Synchronises the host on a GPU. Not graph-safe.
+    """
+    layout = layout_of(kv_cache, where="cache_write")
+    blocks, block_size, _ = kv_cache.shape
+    for begin in range(0, slot_mapping.shape[0], _CHUNK_TOKENS):
+        chunk = slice(begin, begin + _CHUNK_TOKENS)
+        slots = slot_mapping[chunk].long()
+        kept = ((slots >= 0) & (slots < blocks * block_size)).nonzero().squeeze(1)
+        slots, latent, rope = slots[kept], kv_c[chunk][kept], k_pe[chunk][kept]
+        if layout.is_quantized:
+            rows = pack_fp8(latent, rope, scale_format=scale_format)
+        else:
+            rows = torch.cat([latent, rope], dim=1).to(layout.dtype)
+        kv_cache[slots // block_size, slots % block_size] = rows
+
+
+def gather_upconvert(
+    kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace_starts: Tensor, *, out: Tensor
+) -> Tensor:
+    """Copy each request's cached tokens into consecutive bf16 rows of `out`; `contracts.primitives.GatherUpconvert`.
+
+    Negative lengths count as 0. Synchronises the host on a GPU, once. Not graph-safe.
+    """
+    rows = CacheRows(kv_cache)
+    num_blocks, block_size, _ = kv_cache.shape
+    columns = block_table.shape[1]
+    starts = workspace_starts.long()
+    # a request is read no further than the workspace reaches, so that the work is bounded by W for each request
+    tokens = torch.minimum(seq_lens.long(), out.shape[0] - starts).clamp_(min=0)  # [P]
+    ends = tokens.cumsum(0)
+    total = int(ends[-1]) if ends.numel() else 0
+    for begin in range(0, total, _CHUNK_TOKENS):
+        token = torch.arange(begin, min(begin + _CHUNK_TOKENS, total), device=out.device)  # [n] counted over all requests
+        request = torch.searchsorted(ends, token, right=True)
+        position = token - (ends - tokens)[request]
+        row = starts[request] + position
+        kept = (row >= 0).nonzero().squeeze(1)
+        request, position, row = request[kept], position[kept], row[kept]
+        column = position // block_size
+        valid = column < columns
+        if columns:
+            block = block_table[request, column.clamp(max=columns - 1)].long()
+            valid &= (block >= 0) & (block < num_blocks)
+        else:
+            block = torch.zeros_like(column)
+        if rows.num_slots:
+            slot = torch.where(valid, block * block_size + position % block_size, 0)
+            stored = rows.raw(slot)
+            values = unpack_fp8(stored) if rows.layout.is_quantized else stored
+        else:
+            values = torch.zeros((row.numel(), HEAD_SIZE), dtype=torch.bfloat16, device=out.device)
+        out[row] = values.masked_fill(~valid.unsqueeze(1), 0)
+    return out

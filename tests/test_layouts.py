@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two row formats: offsets, e4m3 bytes, scales, and how much packing may lose."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_portable.contracts import (
+    BF16,
+    FP8_DS_MLA,
+    LAYOUTS,
+    SCALE_FORMATS,
+    InvalidArgument,
+    layout_of,
+    pack_fp8,
+    tile_scales,
+    unpack_fp8,
+)
+
+TINY = 2.0**-126  # the smallest normal float32
+
+
+def e4m3_value(byte: int) -> float:
+    """By the definition of the format: sign, 4 exponent bits (bias 7), 3 mantissa bits, NaN in 0x7f and 0xff."""
+    sign = -1.0 if byte & 0x80 else 1.0
+    exponent, mantissa = (byte >> 3) & 15, byte & 7
+    if exponent == 15 and mantissa == 7:
+        return math.nan
+    return sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+
+
+def row_of(latent_bytes: bytes, scales: tuple[float, ...], rope_bytes: bytes) -> torch.Tensor:
+    data = latent_bytes + struct.pack("<4f", *scales) + rope_bytes
+    return torch.tensor(list(data), dtype=torch.uint8)[None]
+
+
+def latent_with(amax: float) -> torch.Tensor:
+    """A latent whose four groups all have this greatest magnitude, once positive and once negative."""
+    latent = torch.zeros(1, 512)
+    latent[0, 5], latent[0, 133], latent[0, 300], latent[0, 511] = amax, -amax, amax, -amax
+    return latent
+
+
+def test_offsets_are_those_of_the_published_row():
+    assert (FP8_DS_MLA.latent_offset, FP8_DS_MLA.scale_offset, FP8_DS_MLA.rope_offset) == (0, 512, 528)
+    assert (FP8_DS_MLA.row_bytes, FP8_DS_MLA.row_width, FP8_DS_MLA.is_quantized) == (656, 656, True)
+    assert (BF16.row_width, BF16.row_bytes, BF16.rope_offset, BF16.is_quantized) == (576, 1152, 1024, False)
+    assert LAYOUTS == {"bf16": BF16, "fp8_ds_mla": FP8_DS_MLA}
+
+
+def test_unpack_reads_every_e4m3_byte_by_the_formula():
+    scales = (1.0, 0.5, 3.0, 0.7)
+    row = row_of(bytes(range(256)) * 2, scales, b"\x80\x3f" * 64)
+    expected = []
+    for position, byte in enumerate(list(range(256)) * 2):
+        scale = struct.unpack("<f", struct.pack("<f", scales[position // 128]))[0]
+        expected.append(e4m3_value(byte) * scale)
+    expected = torch.tensor([expected], dtype=torch.float64)
+    got = unpack_fp8(row, dtype=torch.float64)
+    torch.testing.assert_close(got[:, :512], expected, rtol=0, atol=0, equal_nan=True)
+    assert got[:, :512].isnan().sum() == 4
+    assert torch.equal(got[:, 512:], torch.ones(1, 64, dtype=torch.float64))
+    as_bf16 = unpack_fp8(row)
+    assert as_bf16.dtype == torch.bfloat16
+    torch.testing.assert_close(as_bf16[:, :512], expected.float().bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_e4m3_formula_is_torchs():
+    patterns = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    by_formula = torch.tensor([e4m3_value(byte) for byte in range(256)], dtype=torch.float64)
+    by_torch = patterns.view(torch.float8_e4m3fn).double()
+    torch.testing.assert_close(by_torch, by_formula, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(torch.signbit(by_torch[[0, 0x80]]), torch.tensor([False, True]))
+
+
+def test_rope_survives_bit_for_bit():
+    patterns = torch.arange(0, 65536, 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(-1, 64)  # NaNs too
+    rows = pack_fp8(torch.zeros(len(patterns), 512, dtype=torch.bfloat16), patterns)
+    back = unpack_fp8(rows)[:, 512:]
+    assert torch.equal(back.contiguous().view(torch.int16), patterns.view(torch.int16))
+
+
+@pytest.mark.parametrize("amax, scale", [(336.0, 1.0), (0.0, 2.0**-13), (1e-30, 2.0**-13), (448.0, 1.0), (449.0, 2.0)])
+def test_pow2_scale_of_known_groups(amax: float, scale: float):
+    assert tile_scales(latent_with(amax), "pow2").tolist() == [[scale] * 4]
+
+
+@pytest.mark.parametrize("amax", [336.0, 0.0, 1e-30, 448.0, 3.0e38, 1.0, 0.1])
+def test_amax_scale_is_the_float32_quotient(amax: float):
+    as_float32 = torch.tensor(amax, dtype=torch.float32).double()
+    expected = max(float((as_float32 / 448).float()), TINY)
+    assert tile_scales(latent_with(amax), "amax").tolist() == [[expected] * 4]
+
+
+@pytest.mark.parametrize("exponent", [-13, -12, -1, 0, 1, 7, 60, 118])
+def test_pow2_scale_steps_exactly_at_448_times_a_power(exponent: int):
+    at = torch.tensor(448.0 * 2.0**exponent)
+    above = torch.nextafter(at, torch.tensor(math.inf))
+    assert tile_scales(latent_with(float(at)), "pow2")[0, 0] == 2.0**exponent
+    assert tile_scales(latent_with(float(above)), "pow2")[0, 0] == 2.0 ** (exponent + 1)
+
+
+def test_an_unknown_scale_format_is_refused():
+    with pytest.raises(InvalidArgument, match=r"scale_format: got 'ue8m0', expected 'pow2' or 'amax'"):
+        pack_fp8(torch.zeros(1, 512), torch.zeros(1, 64), scale_format="ue8m0")
+
+
+@st.composite
+def latents(draw: st.DrawFn) -> torch.Tensor:
+    """[2, 512] bf16 of many magnitudes, with whatever hypothesis puts into some places."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    spread = torch.randint(-30, 30, (2, 512), generator=generator) if draw(st.booleans()) else torch.zeros(2, 512)
+    latent = torch.randn(2, 512, generator=generator) * 2.0 ** (spread + draw(st.integers(-40, 40)))
+    for value in draw(st.lists(st.floats(width=16, allow_nan=False, allow_infinity=False), max_size=6)):
+        latent[draw(st.integers(0, 1)), draw(st.integers(0, 511))] = value
+    return latent.bfloat16()
+
+
+@settings(max_examples=100, deadline=None)
+@given(latent=latents(), scale_format=st.sampled_from(SCALE_FORMATS))
+def test_packing_loses_no_more_than_half_a_step(latent: torch.Tensor, scale_format: str):
+    rows = pack_fp8(latent, torch.zeros(2, 64, dtype=torch.bfloat16), scale_format=scale_format)
+    assert rows.shape == (2, 656)
+    scales = rows[:, 512:528].contiguous().view(torch.float32).double().repeat_interleave(128, dim=1)
+    error = (unpack_fp8(rows, dtype=torch.float64)[:, :512] - latent.double()).abs()
+    # half a step is 1/16 of a normal number and 2**-10 below; the float32 quotient and scale are themselves rounded
+    bound = torch.maximum(latent.double().abs() / 16, scales * 2.0**-10) * (1 + 2.0**-20)
+    assert (error <= bound).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(latent=latents())
+def test_pow2_scales_are_the_least_sufficient_powers_of_two(latent: torch.Tensor):
+    scales = tile_scales(latent, "pow2").double()
+    assert (torch.frexp(scales).mantissa == 0.5).all()
+    amax = latent.double().abs().unflatten(1, (4, 128)).amax(dim=-1)
+    assert (amax <= 448 * scales).all()
+    assert ((scales == 2.0**-13) | (amax > 448 * scales / 2)).all()
+
+
+def test_packing_saturates_and_keeps_signed_zero():
+    latent = latent_with(449.0)
+    latent[0, 0], latent[0, 1] = 0.0, -0.0
+    row = pack_fp8(latent, torch.zeros(1, 64))[0]
+    assert row[[0, 1]].tolist() == [0, 0x80]
+    # an infinity has a finite scale of 2**120 and becomes the greatest value, 0x7e, not NaN
+    assert pack_fp8(latent_with(math.inf), torch.zeros(1, 64))[0, [5, 133]].tolist() == [0x7E, 0xFE]
+    # amax scales: the largest value lands on 448 exactly, 0x7e
+    assert pack_fp8(latent, torch.zeros(1, 64), scale_format="amax")[0, [5, 133]].tolist() == [0x7E, 0xFE]
+
+
+def test_unpack_takes_any_strides_and_no_rows():
+    rows = pack_fp8(torch.randn(6, 512), torch.randn(6, 64))
+    wide = torch.full((3, 2, 700), 255, dtype=torch.uint8)
+    wide[..., :656] = rows.view(3, 2, 656)
+    assert torch.equal(unpack_fp8(wide[..., :656]).view(6, 576), unpack_fp8(rows))
+    assert unpack_fp8(rows[:0]).shape == (0, 576)
+    assert pack_fp8(torch.zeros(0, 512), torch.zeros(0, 64)).shape == (0, 656)
+
+
+def test_layout_is_told_by_dtype_and_width():
+    assert layout_of(torch.empty(2, 64, 656, dtype=torch.uint8)) is FP8_DS_MLA
+    assert layout_of(torch.empty(7, 576, dtype=torch.bfloat16)) is BF16
+
+
+@pytest.mark.parametrize(
+    "kv, words",
+    [
+        (torch.empty(2, 64, 576, dtype=torch.uint8), "rows of 576.*do not slice"),
+        (torch.empty(2, 64, 656, dtype=torch.bfloat16), "bfloat16 rows of 656"),
+        (torch.empty(2, 64, 656, dtype=torch.float8_e4m3fn), r"kv_cache\.view\(torch\.uint8\)"),
+        (torch.empty(2, 64, 576, dtype=torch.float16), "float16 rows of 576"),
+        (torch.empty((), dtype=torch.uint8), "rows of 0"),
+    ],
+)
+def test_any_other_row_is_refused(kv: torch.Tensor, words: str):
+    with pytest.raises(InvalidArgument, match=words) as caught:
+        layout_of(kv, where="sparse_decode")
+    assert str(caught.value).startswith("sparse_decode: kv_cache: got ")
