@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeviceFacts of the devices that torch itself names: read what torch says first, then interpret it as a pure function.
+
+A vendor whose parts look like another's (same device type, same capability numbers) brings a detector in its plugin;
+detectors are asked first and their answer is final. What torch reports as "cuda" is called "nvidia" only where the device's
+name says so: capability numbers are shared between vendors.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Final, cast
+
+import torch
+
+from mla_portable.contracts import Detector, DeviceFacts, InvalidArgument
+
+__all__ = ["RawDevice", "ask_detector", "collect", "gather_facts", "interpret", "resolve_device"]
+
+NVIDIA_NAMES: Final = ("nvidia", "tesla", "geforce", "quadro", "titan", "grid")
+"""First words of an NVIDIA device's name; drivers of the V100 and T4 era leave the vendor out."""
+LIBRARIES: Final = ("torch", "triton")
+"""Distributions whose version decides what runs; the versions of CUDA or HIP are torch's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawDevice:
+    """What torch and the installed packages report about a device, not interpreted.
+
+    Attributes:
+        device_type: torch's. name: of the device, or of the machine for a CPU.
+        capability: (major, minor), None where the device type has none.
+        gcn_arch: AMD's architecture with its feature suffixes, "" elsewhere.
+        num_sms, shared_memory (bytes, opted in), warp_size, memory_bytes: 0 where torch does not say.
+        hip: torch was built for HIP.
+        libraries: (name, version) pairs, sorted by name.
+    """
+
+    device_type: str
+    name: str
+    capability: tuple[int, int] | None = None
+    gcn_arch: str = ""
+    num_sms: int = 0
+    shared_memory: int = 0
+    warp_size: int = 0
+    memory_bytes: int = 0
+    hip: bool = False
+    libraries: tuple[tuple[str, str], ...] = ()
+
+
+def resolve_device(device: torch.device | str) -> torch.device:
+    """`device` with its index filled in: "cuda" means the current one.
+
+    Raises: InvalidArgument when the text names no torch device, or torch finds no such GPU here.
+    """
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise InvalidArgument(
+            "facts", "device", got=repr(device), expected="a torch device such as 'cpu' or 'cuda:0'"
+        ) from error
+    if found.type != "cuda":
+        return found
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = cast("int | None", found.index)  # None for a bare "cuda", whatever torch's stub says
+    if index is None:
+        index = torch.cuda.current_device() if count else 0
+    if index >= count:
+        raise InvalidArgument(
+            "facts",
+            "device",
+            got=f"cuda:{index}",
+            expected=f"one of the {count} GPUs that torch {torch.__version__} can use here",
+            remedy="`python -m torch.utils.collect_env` shows what torch was built for and which driver it found.",
+        )
+    return torch.device("cuda", index)
+
+
+def collect(device: torch.device) -> RawDevice:
+    """Read what torch says about one device of this machine. Initialises CUDA for a "cuda" device.
+
+    Raises: InvalidArgument when torch finds no such device here.
+    """
+    device = resolve_device(device)
+    if device.type != "cuda":
+        name = f"CPU {platform.machine()}".strip() if device.type == "cpu" else device.type
+        return RawDevice(device_type=device.type, name=name, libraries=library_versions())
+    # The stub of the properties lacks fields that only some builds of torch have: read them all by name.
+    properties: Any = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", 0) or getattr(properties, "shared_memory_per_block", 0)
+    return RawDevice(
+        device_type=device.type,
+        name=str(properties.name),
+        capability=(int(properties.major), int(properties.minor)),
+        gcn_arch=str(getattr(properties, "gcnArchName", "")) if torch.version.hip else "",
+        num_sms=int(properties.multi_processor_count),
+        shared_memory=int(shared),
+        warp_size=int(getattr(properties, "warp_size", 0)),
+        memory_bytes=int(properties.total_memory),
+        hip=torch.version.hip is not None,
+        libraries=library_versions(),
+    )
+
+
+def library_versions() -> tuple[tuple[str, str], ...]:
+    """Versions of what matters to a kernel, sorted by name; absent ones are left out, nothing is imported.
+
+    The installed distribution is asked before `torch.__version__`: vendor builds keep their tag ("+corex...") there only.
+    """
+    found: dict[str, str] = {"torch": str(torch.__version__)}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    for name, version in (("cuda", torch.version.cuda), ("hip", torch.version.hip)):
+        if version:
+            found[name] = str(version)
+    return tuple(sorted(found.items()))
+
+
+def interpret(raw: RawDevice) -> DeviceFacts:
+    """Name vendor, architecture and abilities: a pure function of what was read."""
+    if raw.device_type == "cpu":
+        return DeviceFacts(
+            vendor="cpu",
+            name=raw.name,
+            arch="cpu",
+            device_type="cpu",
+            warp_size=1,
+            graph_capture=False,
+            libraries=raw.libraries,
+        )
+    if raw.hip and raw.gcn_arch:
+        return _amd(raw)
+    if raw.device_type == "cuda" and raw.capability is not None:
+        return _nvidia(raw) if raw.name.lower().startswith(NVIDIA_NAMES) else _unrecognised(raw)
+    return DeviceFacts(
+        vendor=raw.device_type,
+        name=raw.name,
+        arch=raw.device_type,
+        device_type=raw.device_type,
+        num_sms=raw.num_sms,
+        shared_memory=raw.shared_memory,
+        memory_bytes=raw.memory_bytes,
+        libraries=raw.libraries,
+    )
+
+
+def _nvidia(raw: RawDevice) -> DeviceFacts:
+    major, minor = raw.capability or (0, 0)
+    return DeviceFacts(
+        vendor="nvidia",
+        name=raw.name,
+        arch=f"sm{major}{minor}",
+        device_type=raw.device_type,
+        num_sms=raw.num_sms,
+        shared_memory=raw.shared_memory,
+        warp_size=raw.warp_size or 32,
+        memory_bytes=raw.memory_bytes,
+        has_bf16=(major, minor) >= (8, 0),  # PTX ISA: bf16 mma from sm_80
+        has_fp8_conversion=(major, minor) >= (8, 9),  # PTX ISA: cvt with e4m3x2 from sm_89
+        libraries=raw.libraries,
+    )
+
+
+def _amd(raw: RawDevice) -> DeviceFacts:
+    arch = raw.gcn_arch.partition(":")[0]  # "gfx942:sramecc+:xnack-" -> "gfx942"
+    # Wavefronts have 64 lanes on GCN and CDNA (gfx9...) and 32 on RDNA, whose kernels torch builds that way.
+    warp_size = raw.warp_size or (64 if arch.startswith("gfx9") else 32)
+    cdna_matrix = ("gfx90a", "gfx942", "gfx950", "gfx908")
+    return DeviceFacts(
+        vendor="amd",
+        name=raw.name,
+        arch=arch,
+        device_type=raw.device_type,
+        num_sms=raw.num_sms,
+        shared_memory=raw.shared_memory,
+        warp_size=warp_size,
+        memory_bytes=raw.memory_bytes,
+        has_bf16=arch in cdna_matrix or arch.startswith(("gfx11", "gfx12")),
+        # Up to gfx942 the hardware's e4m3 is the FNUZ format, whose bytes mean half of what the cache's bytes mean;
+        # OCP e4m3 is native on CDNA4 (gfx950) and RDNA4 (gfx12).
+        has_fp8_conversion=arch == "gfx950" or arch.startswith("gfx12"),
+        libraries=raw.libraries,
+    )
+
+
+def _unrecognised(raw: RawDevice) -> DeviceFacts:
+    """A "cuda" device that no detector claimed and whose name is no NVIDIA name.
+
+    Its arch is on nobody's list, so only kernels that claim every device are considered. bfloat16 is assumed because
+    nothing here works without it; the probe will tell.
+    """
+    major, minor = raw.capability or (0, 0)
+    return DeviceFacts(
+        vendor="unknown",
+        name=raw.name or "unnamed device",
+        arch=f"cc{major}{minor}",
+        device_type=raw.device_type,
+        num_sms=raw.num_sms,
+        shared_memory=raw.shared_memory,
+        warp_size=raw.warp_size or 32,
+        memory_bytes=raw.memory_bytes,
+        has_fp64=False,
+        libraries=raw.libraries,
+    )
+
+
+def gather_facts(device: torch.device | str, *, detectors: Iterable[Detector] = ()) -> DeviceFacts:
+    """The facts of one device of this machine.
+
+    Args:
+        device: a torch device; "cuda" means the current one. detectors: vendors' own, asked in order before torch's
+            names are believed; the first answer that is not None counts.
+    Raises: InvalidArgument when there is no such device here, or a detector answers nonsense.
+    Not graph-safe: it may initialise CUDA.
+    """
+    found = resolve_device(device)
+    for detector in detectors:
+        facts = ask_detector(detector, found)
+        if facts is not None:
+            return facts
+    return interpret(collect(found))
+
+
+def ask_detector(detector: Detector, device: torch.device) -> DeviceFacts | None:
+    """What one detector says of a device.
+
+    Raises: InvalidArgument when it answers with something else than DeviceFacts, or for another device type.
+    """
+    answer: object = detector(device)
+    if answer is None:
+        return None
+    name = getattr(detector, "__qualname__", repr(detector))
+    if not isinstance(answer, DeviceFacts):
+        raise InvalidArgument("facts", f"detector {name}", got=type(answer).__name__, expected="DeviceFacts or None")
+    if answer.device_type != device.type:
+        got = f"device_type {answer.device_type!r} for {device}"
+        raise InvalidArgument("facts", f"detector {name}", got=got, expected=f"device_type {device.type!r}")
+    return answer

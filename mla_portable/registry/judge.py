@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judging the answer to a tiny problem: the first thing that is wrong with it, in words that name the symptom.
+
+Indices and bytes are exact; attention is within 2 % of the largest expected value, which no rounding of bf16 or e4m3 inputs
+reaches and every wrong meaning (a wrong base, a lost scale, an index read wrongly) exceeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import Primitive
+from mla_portable.registry.tiny import Call
+
+__all__ = ["RESULTS", "Results", "collect_results", "mismatch"]
+
+RESULTS: Final[dict[Primitive, tuple[str, ...]]] = {
+    Primitive.CACHE_WRITE: (),
+    Primitive.CONVERT_INDICES: ("indices", "counts"),
+    Primitive.GATHER_UPCONVERT: ("out",),
+    Primitive.SPARSE_DECODE: ("out", "lse"),
+    Primitive.SPARSE_PREFILL: ("out", "lse"),
+    Primitive.MERGE_STATES: ("out", "lse"),
+    Primitive.QUANTIZE_PER_TENSOR: ("x_q", "scale"),
+}
+"""What each primitive returns, by name."""
+RELATIVE: Final = 2e-2
+"""Of the largest expected magnitude, for attention."""
+LN2: Final = math.log(2.0)
+
+Results = dict[str, Tensor]
+
+
+def collect_results(primitive: Primitive, call: Call, returned: object, *, with_lse: bool = True) -> Results | str:
+    """The tensors that a call produced, by name and on the CPU; or what is wrong with what it returned.
+
+    Args:
+        returned: what the implementation gave back. with_lse: False where its Support promises no lse.
+    Waits for the device, whose errors surface here.
+    """
+    names = RESULTS[primitive]
+    values: tuple[Any, ...]
+    if len(names) > 1:
+        if not isinstance(returned, (tuple, list)) or len(cast(Any, returned)) != len(names):
+            return f"returned {_kind(returned)}, expected ({', '.join(names)})"
+        values = tuple(cast(Any, returned))
+    else:
+        values = (returned,) if names else ()
+    given = _given_outputs(call)
+    found: Results = {}
+    for name, value in zip(names, values, strict=True):
+        if name == "lse" and not with_lse:
+            continue
+        if not isinstance(value, Tensor):
+            return f"returned {_kind(value)} as {name}, expected a tensor"
+        if name in given and value.data_ptr() != given[name].data_ptr():
+            return f"returned another tensor than the `{name}` that it was given to write"
+        found[name] = value.detach().cpu()
+    found |= {name: value.detach().cpu() for name, value in call.watched.items()}
+    return found
+
+
+def _given_outputs(call: Call) -> Mapping[str, Tensor]:
+    out = call.kwargs.get("out")
+    if isinstance(out, tuple):
+        indices, counts = cast(tuple[Tensor, Tensor], out)
+        return {"indices": indices, "counts": counts}
+    named = {"out": out, "lse": call.kwargs.get("lse_out")}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(cast(Any, value)).__name__} of {len(cast(Any, value))}"
+    return type(value).__name__
+
+
+def mismatch(primitive: Primitive, call: Call, got: Results, want: Results) -> tuple[str, str] | None:
+    """The first difference that matters, as (symptom, where), or None.
+
+    Args:
+        call: as made for the CPU, for the inputs that a message quotes. got, want: as from `collect_results`.
+    """
+    for name, expected in want.items():
+        if name not in got:
+            continue
+        actual = got[name]
+        if actual.dtype != expected.dtype:
+            return f"{name} has dtype {_short(actual.dtype)}, expected {_short(expected.dtype)}", ""
+        if actual.shape != expected.shape:
+            return f"{name} has shape {list(actual.shape)}, expected {list(expected.shape)}", ""
+    if primitive in (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL, Primitive.MERGE_STATES):
+        return _attention_mismatch(call, got, want)
+    if primitive is Primitive.QUANTIZE_PER_TENSOR:
+        return _quantised_mismatch(got, want)
+    for name, expected in want.items():
+        where = _first_difference(got[name], expected)
+        if where is not None:
+            return _exact_text(primitive, name, call, got[name], expected, where)
+    return None
+
+
+def changed_inputs(before: Call, after: Call) -> str | None:
+    """The name of an input that a call wrote to without being allowed to, None when all are as they were."""
+    for name, value in {**before.args, **before.kwargs}.items():
+        later = {**after.args, **after.kwargs}[name]
+        if name not in before.written and isinstance(value, Tensor) and not _same_bytes(value, later.cpu()):
+            return name
+    return None
+
+
+def _same_bytes(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _first_difference(got: Tensor, want: Tensor) -> tuple[int, ...] | None:
+    """The coordinates of the first unequal element; NaN equals NaN."""
+    differs = (got != want) & ~((got != got) & (want != want))
+    return tuple(map(int, differs.nonzero()[0])) if differs.any() else None
+
+
+def _exact_text(
+    primitive: Primitive, name: str, call: Call, got: Tensor, want: Tensor, where: tuple[int, ...]
+) -> tuple[str, str]:
+    value, expected = got[where].item(), want[where].item()
+    if primitive is Primitive.CONVERT_INDICES:
+        if name == "counts":
+            return f"the count is {value}, expected {expected}", f"row {where[0]}"
+        if call.kwargs.get("compact"):
+            return f"entry {where[1]} of a compacted row is {value}, expected {expected}", f"row {where[0]}"
+        position = int(call.args["topk_indices"][where])
+        return f"position {position} became slot {value}, expected {expected}", f"row {where[0]}"
+    if primitive is Primitive.CACHE_WRITE:
+        unit = "byte" if got.dtype == torch.uint8 else "element"
+        at = f"{unit} {where[2]} of block {where[0]}, offset {where[1]}"
+        if name != "kv_cache":
+            return f"{unit} {where[2]} outside the cache was written", "a slot that is negative or past the cache"
+        return f"{at} is {value}, expected {expected}", ""
+    return f"{name} is {value:g}, expected {expected:g}", f"row {where[0]}, column {where[1]}"
+
+
+def _attention_mismatch(call: Call, got: Results, want: Results) -> tuple[str, str] | None:
+    """The classic symptoms by name first, then the size of the error."""
+    width = want["out"].shape[-1]
+    out, expected = got["out"].reshape(-1, width).double(), want["out"].reshape(-1, width).double()  # [rows * H, D]
+    want_lse = want["lse"].reshape(-1).double()
+    empty = want_lse == -math.inf
+    heads = want["lse"].shape[-1]
+
+    def row_of(bad: Tensor) -> str:
+        return f"row {int(bad.nonzero()[0]) // heads}"
+
+    if "lse" in got:
+        lse = got["lse"].reshape(-1).double()
+        bad = empty & (lse != -math.inf)
+        if bad.any():
+            return f"lse of a row without valid entries is {float(lse[bad][0]):g}, expected -inf", row_of(bad)
+        bad = ~empty & ~torch.isfinite(lse)
+        if bad.any():
+            return f"lse is {float(lse[bad][0]):g} where entries are valid (inputs that do not count hold NaN)", row_of(bad)
+        bad = ~empty & ((lse - want_lse).abs() > RELATIVE * max(1.0, float(want_lse[~empty].abs().max())))
+        if bad.any():
+            text = f"lse is {float(lse[bad][0]):.5g}, expected {float(want_lse[bad][0]):.5g}"
+            return text + _lse_hint(call, lse[~empty], want_lse[~empty], empty, heads), row_of(bad)
+    bad = ~torch.isfinite(out).all(dim=-1)
+    if bad.any():
+        return "out holds NaN or inf (inputs that do not count hold NaN)", row_of(bad)
+    bad = empty & (out != 0).any(dim=-1)
+    if bad.any():
+        return "out of a row without valid entries is not 0", row_of(bad)
+    error, largest = (out - expected).abs().amax(dim=-1), float(expected.abs().max())
+    bad = error > RELATIVE * largest
+    if bad.any():
+        return f"out is off by {float(error.max()):.3g}, allowed {RELATIVE:g} of {largest:.3g}", row_of(bad)
+    return None
+
+
+def _lse_hint(call: Call, lse: Tensor, want: Tensor, empty: Tensor, heads: int) -> str:
+    """What a wrong lse looks like: another base, or the sink counted in."""
+    if torch.allclose(lse * LN2, want, rtol=RELATIVE, atol=RELATIVE):
+        return " (it looks like base 2)"
+    sink = call.kwargs.get("attn_sink")
+    if isinstance(sink, Tensor):
+        each = sink.double().repeat(empty.numel() // heads)[~empty]
+        if torch.allclose(lse, torch.logaddexp(want, each), rtol=RELATIVE, atol=RELATIVE):
+            return " (it looks as if the sink were counted in)"
+    return ""
+
+
+def _quantised_mismatch(got: Results, want: Results) -> tuple[str, str] | None:
+    """The scale to rounding, the codes to one step: dividing and multiplying by the inverse may round differently."""
+    scale, expected = float(got["scale"]), float(want["scale"])
+    if not math.isclose(scale, expected, rel_tol=1e-5):
+        hint = " (it looks like the inverse)" if math.isclose(scale * expected, 1.0, rel_tol=1e-4) else ""
+        return f"scale is {scale:.6g}, expected {expected:.6g}{hint}", ""
+    step = (got["x_q"].view(torch.uint8).int() - want["x_q"].view(torch.uint8).int()).abs()
+    if int(step.max()) > 1:
+        row, column = map(int, (step > 1).nonzero()[0])
+        value, wanted = float(got["x_q"][row, column].float()), float(want["x_q"][row, column].float())
+        return f"x_q is {value:g}, expected {wanted:g}", f"row {row}, column {column}"
+    return None

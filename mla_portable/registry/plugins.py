@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading plugins: each one alone, wholly or not at all, with a report whatever happens.
+
+A plugin may fail in any way (its module raises or exits, the hook is missing, misspelled or raises, a registration is
+malformed or taken); the others and the core never notice, and nothing that it had registered before it failed stays.
+"""
+
+from __future__ import annotations
+
+import traceback as traceback_module
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from importlib import import_module, metadata
+from typing import Any, Final, get_args
+
+import pluggy
+
+from mla_portable.contracts import (
+    ENTRY_POINT_GROUP,
+    FP8_DS_MLA,
+    PROJECT_NAME,
+    BackendSpec,
+    Detector,
+    DeviceFacts,
+    Implementation,
+    PluginError,
+    Primitive,
+    Request,
+    ScheduleKind,
+)
+
+__all__ = ["AUTO", "Loaded", "PluginReport", "PluginSource", "first_line", "given_plugins", "installed_plugins", "load_plugins"]
+
+HOOK: Final = "mla_portable_register"
+CORE_DISTRIBUTION: Final = "mla-portable"
+AUTO: Final = "auto"
+"""What users write for "let the registry choose"; no backend may carry the name."""
+
+_EVERYTHING: Final = Request(
+    Primitive.SPARSE_DECODE,
+    DeviceFacts(vendor="cpu", name="any", arch="cpu", device_type="cpu"),
+    kv_layout=FP8_DS_MLA.name,
+    num_heads=1,
+    topk=1,
+    block_size=1,
+    query_len=1,
+    rows=1,
+    scale_format="amax",
+    lse=True,
+    attn_sink=True,
+    lengths=True,
+    compact=True,
+    prefill_workspace=True,
+    graph=True,
+)
+"""A request that touches every field of a Support."""
+
+
+@dataclass(frozen=True, slots=True)
+class PluginReport:
+    """What became of one plugin.
+
+    Attributes:
+        name: of the entry point. module: that it names. distribution, version: that brought it, "" where none did.
+        ok: it loaded, and its detectors have not failed since. A plugin that did not load has nothing in force.
+        error: one line, "" when ok. traceback: the whole text, "" when ok.
+        implementations: "<backend>.<variant> / <primitive>" of all that is in force, in order of registration.
+    """
+
+    name: str
+    module: str
+    distribution: str
+    version: str
+    ok: bool
+    error: str = ""
+    traceback: str = ""
+    implementations: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PluginSource:
+    """Where a plugin comes from, before any of its code runs. `load` returns its module (or any object with the hook)."""
+
+    name: str
+    module: str
+    load: Callable[[], object]
+    distribution: str = ""
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """All that plugins brought: implementations and detectors of those that loaded, a report on each.
+
+    `detectors` pairs each with the name of its plugin.
+    """
+
+    implementations: tuple[Implementation, ...]
+    detectors: tuple[tuple[str, Detector], ...]
+    reports: tuple[PluginReport, ...]
+
+
+def installed_plugins() -> tuple[PluginSource, ...]:
+    """Every entry point of the group, the core's own first, then by name; reads metadata, imports nothing."""
+
+    def source(point: metadata.EntryPoint) -> PluginSource:
+        distribution = point.dist
+        return PluginSource(
+            name=point.name,
+            module=point.value,
+            load=point.load,
+            distribution=distribution.name if distribution else "",
+            version=distribution.version if distribution else "",
+        )
+
+    found = map(source, metadata.entry_points(group=ENTRY_POINT_GROUP))
+    return tuple(sorted(found, key=lambda s: (s.distribution != CORE_DISTRIBUTION, s.name, s.distribution)))
+
+
+def given_plugins(plugins: Iterable[tuple[str, object]]) -> tuple[PluginSource, ...]:
+    """Sources for plugins handed over in code: (name, module or object with the hook, or the name of a module)."""
+
+    def source(name: str, plugin: object) -> PluginSource:
+        if isinstance(plugin, str):
+            return PluginSource(name=name, module=plugin, load=lambda: import_module(plugin))
+        return PluginSource(name=name, module=getattr(plugin, "__name__", type(plugin).__name__), load=lambda: plugin)
+
+    return tuple(source(name, plugin) for name, plugin in plugins)
+
+
+def load_plugins(sources: Iterable[PluginSource]) -> Loaded:
+    """Load each plugin by itself. Never raises on a plugin's behalf; KeyboardInterrupt goes through."""
+    sources = tuple(sources)
+    names = frozenset(source.name for source in sources)
+    taken: dict[tuple[str, Primitive], str] = {}
+    implementations: list[Implementation] = []
+    detectors: list[tuple[str, Detector]] = []
+    reports: list[PluginReport] = []
+    for source in sources:
+        report = PluginReport(source.name, source.module, source.distribution, source.version, ok=True)
+        try:
+            if any(source.name == other.name for other in reports):
+                raise PluginError(f"duplicate plugin name {source.name!r}: uninstall one of the two distributions")
+            staged = StagingRegistrar(source.name, taken, reserved=names - {source.name})
+            call_hook(source, staged)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit and the panics of extension modules are no Exception
+            text = "".join(traceback_module.format_exception(error))
+            reports.append(replace(report, ok=False, error=first_line(error), traceback=text))
+            continue
+        taken.update({(i.name, i.primitive): source.name for i in staged.implementations})
+        implementations += staged.implementations
+        detectors += [(source.name, detector) for detector in staged.detectors]
+        offered = tuple(f"{i.name} / {i.primitive}" for i in staged.implementations)
+        reports.append(replace(report, implementations=offered))
+    return Loaded(tuple(implementations), tuple(detectors), tuple(reports))
+
+
+def call_hook(source: PluginSource, registrar: StagingRegistrar) -> None:
+    """Import a plugin and let it register, through a plugin manager of its own."""
+    manager = pluggy.PluginManager(PROJECT_NAME)
+    manager.add_hookspecs(BackendSpec)
+    plugin = source.load()
+    manager.register(plugin, source.name)
+    manager.check_pending()  # a hookimpl of an unknown name, which pluggy alone would leave uncalled
+    hook: Any = getattr(manager.hook, HOOK)
+    if not hook.get_hookimpls():
+        close = get_close_matches(HOOK, dir(plugin), n=1)
+        hint = f"; did you mean {close[0]!r}, and is it decorated with @hookimpl?" if close else ""
+        raise PluginError(f"{source.module} has no @hookimpl named {HOOK}{hint}")
+    try:
+        hook(registrar=registrar)
+    finally:
+        registrar.close()
+    if not registrar.implementations and not registrar.detectors:
+        raise PluginError(
+            f"{source.module} registered nothing; offer every implementation and let `check` say what is missing here"
+        )
+
+
+class StagingRegistrar:
+    """The registrar that one plugin sees: checks on the plugin's own line, keeps everything until the hook is through."""
+
+    def __init__(
+        self, plugin: str, taken: Mapping[tuple[str, Primitive], str], *, reserved: Collection[str] = frozenset()
+    ) -> None:
+        """`taken` names the owner of each registered pair; `reserved` are the other plugins' names."""
+        self.implementations: list[Implementation] = []
+        self.detectors: list[Detector] = []
+        self._plugin, self._taken, self._reserved = plugin, dict(taken), reserved
+        self._open = True
+
+    def add(self, implementation: Implementation) -> None:
+        """Offer an implementation. Raises: PluginError when it is malformed or its name is taken."""
+        self._require_open()
+        check_implementation(implementation)
+        name, primitive = implementation.name, implementation.primitive
+        if implementation.backend == AUTO:
+            raise PluginError(f"{name}: {AUTO!r} means an automatic choice and cannot name a backend")
+        if implementation.backend in self._reserved:
+            raise PluginError(
+                f"{name}: the backend name {implementation.backend!r} belongs to the plugin of that name; "
+                f"register it as '{self._plugin}.<variant>'"
+            )
+        owner = self._taken.get((name, primitive))
+        if owner is not None:
+            raise PluginError(f"{name} / {primitive}: already registered by the plugin {owner!r}")
+        self._taken[name, primitive] = self._plugin
+        self.implementations.append(implementation)
+
+    def add_detector(self, detector: Detector) -> None:
+        """Offer a detector. Raises: PluginError when it cannot be called."""
+        self._require_open()
+        if not callable(detector):
+            raise PluginError(f"a detector must be callable, got {type(detector).__name__}")
+        self.detectors.append(detector)
+
+    def close(self) -> None:
+        """End registration: what is added later would reach nobody."""
+        self._open = False
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise PluginError(f"the plugin {self._plugin!r} registers after its hook has returned")
+
+
+def check_implementation(implementation: object) -> None:
+    """Raise PluginError unless every field can be used as declared. Contracts check the rest when the value is made."""
+    if not isinstance(implementation, Implementation):
+        raise PluginError(f"expected an Implementation, got {type(implementation).__name__}")
+    where = f"{implementation.name} / {implementation.primitive}"
+    if implementation.schedule_kind not in get_args(ScheduleKind):
+        raise PluginError(f"{where}: schedule_kind {implementation.schedule_kind!r}, expected {get_args(ScheduleKind)}")
+    for field in ("check", "padded_heads"):
+        if not callable(getattr(implementation, field)):
+            raise PluginError(f"{where}: {field} must be callable, got {type(getattr(implementation, field)).__name__}")
+    support = implementation.support
+    for field in (
+        "device_types",
+        "vendors",
+        "archs",
+        "kv_layouts",
+        "num_heads",
+        "padded_heads",
+        "block_sizes",
+        "scale_formats",
+    ):
+        value = getattr(support, field)
+        if value is not None and not isinstance(value, tuple):
+            raise PluginError(f"{where}: Support.{field} must be a tuple, got {type(value).__name__} {value!r}")
+    try:
+        for reason in support.reasons(_EVERYTHING):
+            str(reason)
+    except Exception as error:  # whatever a wrongly typed limit leads to
+        raise PluginError(f"{where}: its Support cannot be evaluated: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """`error` in one line: its type and the first line of its message."""
+    message = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {message[0]}" if message else type(error).__name__

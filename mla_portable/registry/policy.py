@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policy: what users asked for, in order of strength, and where each wish came from.
+
+    argument `backend=`  >  `with use(...)`, inner before outer  >  MLA_PORTABLE_BACKEND_<PRIMITIVE>  >
+    MLA_PORTABLE_BACKEND  >  the file that MLA_PORTABLE_POLICY names  >  default (automatic)
+
+Within one layer a wish for one primitive is stronger than one for all. A wish names a backend ("triton"), one of its
+variants ("triton.portable") or "auto", which asks for an automatic choice and so lifts weaker wishes. Environment and file
+are read once, when a registry is built or told to `reload_policy()`; `use` holds for the current thread or task.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final, cast
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]  installed with Python 3.10 only
+
+from mla_portable.contracts import InvalidArgument, Primitive, UnknownBackend
+from mla_portable.registry.plugins import AUTO
+
+__all__ = ["Policy", "Rule", "active_rules", "check_names", "closest", "known_names", "use"]
+
+ENV_BACKEND: Final = "MLA_PORTABLE_BACKEND"
+ENV_DISABLE: Final = "MLA_PORTABLE_DISABLE"
+ENV_POLICY: Final = "MLA_PORTABLE_POLICY"
+ARGUMENT: Final = "argument"
+CONTEXT: Final = "use(...)"
+DEFAULT: Final = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One wish: `target` (a backend, a variant or "auto") for `primitive` (None means all), as `control` demanded."""
+
+    target: str
+    control: str
+    primitive: Primitive | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Every wish that holds.
+
+    Attributes:
+        rules: strongest first; the first that speaks of a primitive decides.
+        disabled: (backend or variant, who disabled it), never chosen, not even where forced.
+    """
+
+    rules: tuple[Rule, ...] = ()
+    disabled: tuple[tuple[str, str], ...] = ()
+
+    def rule_for(self, primitive: Primitive) -> Rule:
+        """The rule that decides for `primitive`; an automatic choice by default."""
+        for rule in self.rules:
+            if rule.primitive in (None, primitive):
+                return rule
+        return Rule(AUTO, DEFAULT)
+
+    def under(self, stronger: Iterable[Rule]) -> Policy:
+        """This policy with stronger rules laid over it."""
+        return Policy((*stronger, *self.rules), self.disabled)
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Policy:
+        """The policy of environment variables and of the file that MLA_PORTABLE_POLICY names.
+
+        Raises: InvalidArgument for a variable, key or value that means nothing, and for a file that cannot be read.
+        """
+        policy = cls.from_environment(environ)
+        path = environ.get(ENV_POLICY, "").strip()
+        if not path:
+            return policy
+        weaker = cls.from_file(Path(path))
+        return cls(policy.rules + weaker.rules, policy.disabled + weaker.disabled)
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Policy:
+        """The policy of MLA_PORTABLE_BACKEND[_<PRIMITIVE>] and MLA_PORTABLE_DISABLE; an empty variable is no wish.
+
+        Raises: InvalidArgument for a variable that starts like these but names no primitive.
+        """
+        names = {f"{ENV_BACKEND}_{primitive.value.upper()}": primitive for primitive in Primitive}
+        for name in environ:
+            if name.startswith(ENV_BACKEND) and name != ENV_BACKEND and name not in names:
+                raise InvalidArgument(
+                    "environment",
+                    name,
+                    got="a variable that names no primitive",
+                    expected=f"{ENV_BACKEND} or one of {', '.join(names)}",
+                    remedy=closest(name, [ENV_BACKEND, *names]),
+                )
+        rules = [Rule(value, name, primitive) for name, primitive in names.items() if (value := environ.get(name, "").strip())]
+        if value := environ.get(ENV_BACKEND, "").strip():
+            rules.append(Rule(value, ENV_BACKEND))
+        listed = [word.strip() for word in environ.get(ENV_DISABLE, "").split(",")]
+        return cls(tuple(rules), tuple((word, ENV_DISABLE) for word in listed if word))
+
+    @classmethod
+    def from_file(cls, path: Path) -> Policy:
+        """The policy of a TOML file:
+
+            [backend]
+            default = "triton"
+            sparse_decode = "nvidia.flashmla"
+            disable = ["reference"]
+
+        Raises: InvalidArgument when the file cannot be read, is no TOML, or holds a key or value that means nothing.
+        """
+        where = f"policy file {path}"
+        try:
+            document: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise InvalidArgument(
+                ENV_POLICY, "file", got=f"{path}: {error}", expected="a readable TOML file with a [backend] table"
+            ) from error
+        _require_keys(where, document, ["backend"])
+        table = document.get("backend", {})
+        if not isinstance(table, dict):
+            raise InvalidArgument(where, "backend", got=repr(table), expected="a table")
+        wishes = cast(dict[str, Any], table)
+        _require_keys(f"{where} [backend]", wishes, ["default", "disable", *(p.value for p in Primitive)])
+        disable = wishes.pop("disable", [])
+        if not isinstance(disable, list) or not all(isinstance(name, str) for name in cast(list[Any], disable)):
+            raise InvalidArgument(where, "disable", got=repr(cast(Any, disable)), expected="a list of names")
+        for key, value in wishes.items():
+            if not isinstance(value, str) or not value:
+                raise InvalidArgument(where, key, got=repr(value), expected="the name of a backend or implementation")
+        rules = [Rule(value, where, Primitive(key)) for key, value in wishes.items() if key != "default"]
+        if "default" in wishes:
+            rules.append(Rule(wishes["default"], where))
+        return cls(tuple(rules), tuple((name, where) for name in cast(list[str], disable)))
+
+
+def _require_keys(where: str, table: Mapping[str, Any], allowed: list[str]) -> None:
+    for key in table:
+        if key not in allowed:
+            raise InvalidArgument(
+                where, key, got="an unknown key", expected=f"one of {', '.join(allowed)}", remedy=closest(key, allowed)
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class KnownNames:
+    """Names that a wish may carry.
+
+    Attributes:
+        backends, implementations: of the plugins that loaded.
+        broken: plugins that did not load: naming one is no typo, the refusal tells what is wrong with it.
+    """
+
+    backends: tuple[str, ...]
+    implementations: tuple[str, ...]
+    broken: frozenset[str] = field(default_factory=frozenset[str])
+
+    def __contains__(self, name: str) -> bool:
+        return name == AUTO or name in self.backends or name in self.implementations or name.partition(".")[0] in self.broken
+
+
+def known_names(implementations: Iterable[str], broken: Iterable[str] = ()) -> KnownNames:
+    """The names that `implementations` ("<backend>.<variant>") make known."""
+    full = tuple(sorted(set(implementations)))
+    return KnownNames(tuple(sorted({name.partition(".")[0] for name in full})), full, frozenset(broken))
+
+
+def check_names(policy: Policy, known: KnownNames) -> None:
+    """Every target and every disabled name is known.
+
+    Raises: UnknownBackend with the closest match and all known names, for the first that is not.
+    """
+    wishes = [(rule.target, rule.control) for rule in policy.rules] + list(policy.disabled)
+    for name, control in wishes:
+        if name not in known:
+            everything = [AUTO, *known.backends, *known.implementations]
+            raise UnknownBackend(
+                control,
+                "backend",
+                got=repr(name),
+                expected=f"one of {', '.join(everything)}",
+                remedy=closest(name, everything) or "`mla-portable doctor` lists what is installed.",
+            )
+
+
+def closest(name: str, known: Collection[str]) -> str:
+    """A question that offers the known name most like `name`, "" when none is near."""
+    match = get_close_matches(name, known, n=1)
+    return f"Did you mean {match[0]!r}?" if match else ""
+
+
+_context: ContextVar[tuple[Rule, ...]] = ContextVar("mla_portable_use", default=())
+
+
+def active_rules() -> tuple[Rule, ...]:
+    """The rules of the `use(...)` blocks that surround the caller, inner before outer; compares equal when they do."""
+    return _context.get()
+
+
+@contextmanager
+def use(backend: str | None = None, **per_primitive: str) -> Generator[None, None, None]:
+    """Choose backends inside a `with` block, for the current thread or task.
+
+        with use("triton", convert_indices="reference"): ...
+
+    Args:
+        backend: for every primitive: a backend, a variant of one, or "auto".
+        per_primitive: the same by the name of a primitive; stronger than `backend`.
+    Blocks nest; what an inner one says outweighs all that outer ones say. What it names must be known to the registry
+    that serves the calls inside: a typo is UnknownBackend at the first choice. Callables bound earlier are not affected.
+    Raises: InvalidArgument for a keyword that is no primitive, or a value that is no name.
+    """
+    names = [primitive.value for primitive in Primitive]
+    for key, value in {"backend": backend, **per_primitive}.items():
+        if key != "backend" and key not in names:
+            raise InvalidArgument(
+                "use", key, got="an unknown keyword", expected=f"a primitive: {', '.join(names)}", remedy=closest(key, names)
+            )
+        if not isinstance(value, str | None if key == "backend" else str) or value == "":
+            raise InvalidArgument("use", key, got=repr(value), expected="the name of a backend or implementation")
+    rules = [Rule(target, CONTEXT, Primitive(key)) for key, target in per_primitive.items()]
+    if backend is not None:
+        rules.append(Rule(backend, CONTEXT))
+    token = _context.set((*rules, *_context.get()))
+    try:
+        yield
+    finally:
+        _context.reset(token)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing: a pure function from a request, the candidates and what users demand to a Decision.
+
+Whether a candidate can run (its reasons) and whether it should (its cost) are two questions. What needs the machine, `check`
+and the numeric probe, comes in as functions that are called only where their answer matters: in order of rank, up to
+the first candidate that passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from mla_portable.contracts import Decision, Implementation, Primitive, Reason, Request, Verdict
+from mla_portable.registry.plugins import AUTO
+from mla_portable.registry.policy import Policy, Rule
+
+__all__ = ["CostTable", "Finding", "decide"]
+
+Finding = Callable[[Implementation], tuple[Reason, ...]]
+"""Looks at the machine: the reasons why an implementation must not be used there."""
+CostTable = Callable[[Implementation, Request], "tuple[float, str] | None"]
+"""(cost, record it was measured in) for devices with evidence, on the scale of declared preferences; None elsewhere."""
+
+
+@dataclass(slots=True, eq=False)
+class _Candidate:
+    implementation: Implementation
+    cost: float
+    cost_source: str
+    reasons: tuple[Reason, ...]
+    fits_device: bool
+    disabled: bool
+    checked: bool = False
+    probed: bool = False
+
+    def examine(self, check: Finding | None, probe: Finding | None) -> None:
+        """Ask the machine, once each: `check` where the device is right, `probe` where nothing speaks against a run."""
+        if check and not self.checked and self.fits_device and not self.disabled:
+            self.reasons += check(self.implementation)
+            self.checked = True
+        if probe and not self.probed and not self.reasons:
+            self.reasons += probe(self.implementation)
+            self.probed = True
+
+    def verdict(self) -> Verdict:
+        return Verdict(self.implementation.name, self.reasons, self.cost, self.cost_source)
+
+
+def decide(
+    request: Request,
+    candidates: Iterable[Implementation],
+    policy: Policy,
+    *,
+    check: Finding | None = None,
+    probe: Finding | None = None,
+    thorough: bool = False,
+    costs: CostTable | None = None,
+    plugin_failures: Sequence[tuple[str, str]] = (),
+) -> Decision:
+    """Choose who serves `request`.
+
+    Args:
+        candidates: implementations; those of other primitives only help to explain a forced choice.
+        policy: what users demand; its names are known to be right.
+        check, probe: what the machine says of an implementation; None on a device that is not at hand.
+        thorough: examine every candidate, for an explanation, instead of stopping at the first that can run.
+        costs: measured costs, which replace declared preferences.
+        plugin_failures: (plugin, one line), handed through to the decision.
+    Returns: the cheapest candidate without a reason, ties by name; among the forced ones when there is a demand. When
+        nothing can run, `chosen` is None and every candidate that fits the device has been checked.
+    """
+    everyone = list(candidates)
+    rule = policy.rule_for(request.primitive)
+    ranked = [_first_look(c, request, policy, costs) for c in everyone if c.primitive is request.primitive]
+    ranked.sort(key=lambda c: (c.cost, c.implementation.name))
+    pool = [c for c in ranked if _meets(rule, c.implementation)]
+    chosen: _Candidate | None = None
+    for candidate in pool:
+        candidate.examine(check, probe)
+        if not candidate.reasons:
+            chosen = candidate
+            break
+    if thorough or chosen is None:
+        for candidate in ranked:
+            candidate.examine(check, probe if thorough else None)
+    forced = None if rule.target == AUTO else rule.target
+    verdicts = [c.verdict() for c in sorted(ranked, key=lambda c: (c not in pool, bool(c.reasons)))]
+    if forced and not pool:
+        verdicts.insert(0, _not_offered(forced, request.primitive, everyone, rule))
+    return Decision(
+        request=request,
+        chosen=chosen.implementation.name if chosen else None,
+        control=rule.control,
+        forced=forced,
+        verdicts=tuple(verdicts),
+        plugin_failures=tuple(plugin_failures),
+    )
+
+
+def _meets(rule: Rule, implementation: Implementation) -> bool:
+    return rule.target in (AUTO, implementation.backend, implementation.name)
+
+
+def _first_look(candidate: Implementation, request: Request, policy: Policy, costs: CostTable | None) -> _Candidate:
+    """What can be said without the machine: switched off, unsupported, and the cost."""
+    off = tuple(
+        Reason("disabled", f"by {control}", f"it names {name}", f"take {name} out of {control} to let {candidate.name} run")
+        for name, control in policy.disabled
+        if name in (candidate.backend, candidate.name)
+    )
+    measured = costs(candidate, request) if costs else None
+    cost, source = measured or (candidate.preference, "declared")
+    return _Candidate(
+        implementation=candidate,
+        cost=cost,
+        cost_source=source,
+        reasons=off + candidate.support.reasons(request),
+        fits_device=not any(candidate.support.device_reasons(request.device)),
+        disabled=bool(off),
+    )
+
+
+def _not_offered(forced: str, primitive: Primitive, everyone: Sequence[Implementation], rule: Rule) -> Verdict:
+    """The verdict on a forced name that has no implementation of this primitive."""
+    offers = dict.fromkeys(str(i.primitive) for i in everyone if forced in (i.backend, i.name))
+    limit = f"{forced} offers {', '.join(offers)}" if offers else f"{forced} offers nothing here"
+    remedy = f"force {forced} for what it offers only, primitive by primitive" if offers and rule.primitive is None else ""
+    return Verdict(forced, (Reason(str(primitive), "not offered", limit, remedy),), cost=0.0)

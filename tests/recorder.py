@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A backend that serves everything and only writes down that it was called, in a registry of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from machines import CPU
+
+from mla_portable.contracts import LAYOUTS, DeviceFacts, Implementation, Primitive, Registrar, Request, Support, hookimpl
+from mla_portable.registry import Registry
+
+
+class Recorder:
+    """The plugin: `calls` holds (primitive, args, kwargs) of every call, `bound` every request that was bound."""
+
+    def __init__(
+        self,
+        name: str = "recorder.tape",
+        schedule_kind: str = "none",
+        preference: float = 10.0,
+        support: Mapping[str, Any] | None = None,
+        primitives: Collection[Primitive] = tuple(Primitive),
+    ):
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.bound: list[Request] = []
+        self.name, self.schedule_kind, self.preference = name, schedule_kind, preference
+        self.support = {"device_types": ("cpu", "cuda"), "kv_layouts": tuple(LAYOUTS), **(support or {})}
+        self.primitives = primitives
+
+    @hookimpl
+    def mla_portable_register(self, registrar: Registrar) -> None:
+        for primitive in self.primitives:
+            registrar.add(
+                Implementation(
+                    name=self.name,
+                    primitive=primitive,
+                    support=Support(source="a test", **self.support),
+                    bind=self._bind,
+                    preference=self.preference,
+                    schedule_kind=self.schedule_kind,
+                    padded_heads=self.padded_heads,
+                )
+            )
+
+    def padded_heads(self, heads: int) -> int:
+        return 128 if self.schedule_kind == "flashmla_tiles" else heads
+
+    def _bind(self, request: Request):
+        self.bound.append(request)
+
+        def call(*args: Any, **kwargs: Any) -> tuple[object, object]:
+            self.calls.append((str(request.primitive), args, kwargs))
+            return self, self
+
+        return call
+
+
+def registry_of(*plugins: Recorder, facts: Mapping[str, DeviceFacts] | None = None) -> Registry:
+    """A registry of these plugins alone, on a simulated CPU, without probes and deaf to the environment."""
+    named = [(plugin.name.partition(".")[0], plugin) for plugin in plugins]
+    return Registry(plugins=named, facts=facts or {"cpu": CPU}, environ={}, probe=False)

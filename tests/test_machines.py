@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is chosen on machines that are not here, with every reason against the others; and how facts are read off torch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import fake_plugins.acme
+import fake_plugins.handy
+import fake_plugins.plain
+import pytest
+import torch
+from machines import A100, B200, BI_V150, CPU, H200, MACHINES, MI300X, RTX_4090, RTX_5090
+
+from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Request, UnsupportedRequest
+from mla_portable.registry import Registry, gather_facts
+from mla_portable.registry.facts import RawDevice, interpret
+
+PLUGINS = [("plain", fake_plugins.plain), ("acme", fake_plugins.acme), ("handy", fake_plugins.handy)]
+DECODE = {"kv_layout": "fp8_ds_mla", "num_heads": 128, "topk": 2048, "block_size": 64, "query_len": 1, "lse": True}
+
+
+def decide(machine: DeviceFacts, **fields: object):
+    registry = Registry(plugins=PLUGINS, facts={machine.device_type: machine}, environ={})
+    request = Request(Primitive.SPARSE_DECODE, registry.facts(machine.device_type), **{**DECODE, **fields})
+    return registry.decide(request, thorough=True)
+
+
+def reasons(decision) -> dict[str, list[tuple[str, str, str]]]:
+    return {v.implementation: [(r.subject, r.given, r.limit) for r in v.reasons] for v in decision.verdicts}
+
+
+NO_ACME = "supports sm90, sm100"
+NO_NATIVE_FP8 = ("e4m3 conversion", "absent", "needed")
+NEEDS_128K = "needs 131072"
+
+EXPECTED = {
+    "H200": ("acme.fused", {"acme.fused": [], "handy.native": [], "handy.portable": [], "plain.torch": []}),
+    "B200": ("acme.fused", {"acme.fused": [], "handy.native": [], "handy.portable": [], "plain.torch": []}),
+    "A100": (
+        "handy.portable",
+        {
+            "handy.portable": [],
+            "plain.torch": [],
+            "acme.fused": [("arch", "sm80", NO_ACME)],
+            "handy.native": [NO_NATIVE_FP8],
+        },
+    ),
+    "RTX 4090": (
+        "handy.portable",
+        {
+            "handy.portable": [],
+            "plain.torch": [],
+            "acme.fused": [("arch", "sm89", NO_ACME)],
+            "handy.native": [("shared memory", "101376 bytes", NEEDS_128K)],
+        },
+    ),
+    "RTX 5090": (
+        "handy.portable",
+        {
+            "handy.portable": [],
+            "plain.torch": [],
+            "acme.fused": [("arch", "sm120", NO_ACME)],
+            "handy.native": [("shared memory", "101376 bytes", NEEDS_128K)],
+        },
+    ),
+    "MI300X": (
+        "handy.portable",
+        {
+            "handy.portable": [],
+            "plain.torch": [],
+            "acme.fused": [("vendor", "amd", "supports nvidia"), ("arch", "gfx942", NO_ACME)],
+            "handy.native": [NO_NATIVE_FP8, ("shared memory", "65536 bytes", NEEDS_128K)],
+        },
+    ),
+    "BI-V150": (
+        "handy.portable",
+        {
+            "handy.portable": [],
+            "plain.torch": [],
+            "acme.fused": [("vendor", "iluvatar", "supports nvidia"), ("arch", "ivcore11", NO_ACME)],
+            "handy.native": [NO_NATIVE_FP8],
+        },
+    ),
+    "CPU": (
+        "plain.torch",
+        {
+            "plain.torch": [],
+            "acme.fused": [
+                ("device type", "cpu", "supports cuda"),
+                ("vendor", "cpu", "supports nvidia"),
+                ("arch", "cpu", NO_ACME),
+            ],
+            "handy.native": [("device type", "cpu", "supports cuda"), NO_NATIVE_FP8],
+            "handy.portable": [("device type", "cpu", "supports cuda")],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_what_decodes_128_heads_and_why_not_the_others(name: str):
+    chosen, expected = EXPECTED[name]
+    decision = decide(MACHINES[name])
+    assert decision.chosen == chosen
+    assert reasons(decision) == expected
+    assert list(reasons(decision)) == list(expected), "best first, those that cannot run last"
+    assert (decision.control, decision.forced) == ("default", None)
+
+
+def test_every_reason_is_told_not_the_first_alone():
+    decision = decide(H200, num_heads=16, block_size=16, topk=100, attn_sink=True, kv_layout="bf16")
+    assert decision.chosen == "handy.native"
+    assert reasons(decision)["acme.fused"] == [
+        ("kv_layout", "bf16", "supports fp8_ds_mla"),
+        ("num_heads", "16", "supports 64, 128"),
+        ("topk", "100", "a multiple of 64"),
+        ("block_size", "16", "supports 64"),
+        ("attn_sink", "yes", "supports no"),
+    ]
+
+
+def test_a_graph_is_refused_where_the_device_cannot_capture():
+    decision = decide(BI_V150, graph=True)
+    assert decision.chosen is None
+    assert all(("graph", "yes", "Iluvatar BI-V150 cannot capture graphs") in each for each in reasons(decision).values())
+    assert decide(H200, graph=True).chosen == "acme.fused"
+
+
+def test_a_forced_backend_that_cannot_serve_says_everything():
+    registry = Registry(plugins=PLUGINS, facts={"cuda": A100}, environ={})
+    request = Request(Primitive.SPARSE_DECODE, A100, **{**DECODE, "num_heads": 16})
+    with pytest.raises(UnsupportedRequest) as refusal:
+        registry.select(request, backend="acme")
+    decision = refusal.value.decision
+    assert (decision.chosen, decision.forced, decision.control) == (None, "acme", "argument")
+    assert decision.verdicts[0].implementation == "acme.fused", "the forced one comes first"
+    text = str(refusal.value)
+    for part in (
+        "acme (forced by argument) cannot run sparse_decode",
+        "num_heads=16 topk=2048 block_size=64",
+        "on NVIDIA A100-SXM4-80GB (sm80)",
+        "arch sm80 (supports sm90, sm100); num_heads 16 (supports 64, 128)",
+        "handy.portable",
+        "remedy",
+    ):
+        assert part in text
+
+
+def test_padded_heads_serve_smaller_ranks():
+    registry = Registry(plugins=PLUGINS, facts={"cuda": H200}, environ={})
+    request = Request(Primitive.SPARSE_PREFILL, H200, kv_layout="bf16", num_heads=16, topk=2048)
+    assert registry.decide(request).chosen == "acme.fused"
+    assert registry.decide(request.but(num_heads=129)).chosen == "plain.torch"
+
+
+def test_simulated_devices_answer_for_every_index_and_the_rest_is_refused():
+    registry = Registry(plugins=PLUGINS, facts={"cuda:1": A100, "cuda": H200}, environ={})
+    assert registry.facts("cuda:0") is registry.facts(torch.device("cuda", 7)) is registry.facts("cuda") is H200
+    assert registry.facts("cuda:1") is A100
+    with pytest.raises(InvalidArgument, match="simulated"):
+        registry.probe(registry.implementations(Primitive.SPARSE_DECODE)[0], torch.device("cuda:1"))
+
+
+# Facts of what torch names
+
+
+RAW = {
+    "H200": RawDevice("cuda", "NVIDIA H200", (9, 0), "", 132, 232_448, 32, H200.memory_bytes),
+    "B200": RawDevice("cuda", "NVIDIA B200", (10, 0), "", 148, 232_448, 32, B200.memory_bytes),
+    "A100": RawDevice("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), "", 108, 166_912, 32, A100.memory_bytes),
+    "RTX 4090": RawDevice("cuda", "NVIDIA GeForce RTX 4090", (8, 9), "", 128, 101_376, 32, RTX_4090.memory_bytes),
+    "RTX 5090": RawDevice("cuda", "NVIDIA GeForce RTX 5090", (12, 0), "", 170, 101_376, 0, RTX_5090.memory_bytes),
+    "MI300X": RawDevice(
+        "cuda", "AMD Instinct MI300X", (9, 4), "gfx942:sramecc+:xnack-", 304, 65_536, 0, MI300X.memory_bytes, hip=True
+    ),
+    "CPU": RawDevice("cpu", "CPU"),
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_facts_follow_from_what_torch_says(name: str):
+    assert interpret(RAW[name]) == MACHINES[name]
+
+
+@pytest.mark.parametrize(
+    ("arch", "warp_size", "has_bf16", "native"),
+    [
+        ("gfx906:sramecc-:xnack-", 64, False, False),
+        ("gfx90a:sramecc+:xnack-", 64, True, False),
+        ("gfx942:sramecc+:xnack-", 64, True, False),  # its e4m3 is the FNUZ format
+        ("gfx950:sramecc+:xnack-", 64, True, True),
+        ("gfx1100", 32, True, False),
+        ("gfx1201", 32, True, True),
+        ("gfx1030", 32, False, False),
+    ],
+)
+def test_amd_architectures(arch: str, warp_size: int, has_bf16: bool, native: bool):
+    facts = interpret(RawDevice("cuda", "AMD Radeon", (9, 4), arch, hip=True))
+    assert (facts.vendor, facts.arch) == ("amd", arch.partition(":")[0])
+    assert (facts.warp_size, facts.has_bf16, facts.has_fp8_conversion) == (warp_size, has_bf16, native)
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_bf16", "native"), [((7, 5), False, False), ((8, 6), True, False), ((8, 9), True, True)]
+)
+def test_nvidia_generations(capability: tuple[int, int], has_bf16: bool, native: bool):
+    facts = interpret(RawDevice("cuda", "Tesla T4", capability))
+    assert (facts.vendor, facts.has_bf16, facts.has_fp8_conversion) == ("nvidia", has_bf16, native)
+
+
+def test_a_look_alike_is_not_taken_for_nvidia():
+    """Same device type and capability as an A100: without its vendor's detector it is unknown, and no arch list has it."""
+    facts = interpret(RawDevice("cuda", "Iluvatar TG-V200 OAM", (8, 0), "", 16, 49_152, 64))
+    assert (facts.vendor, facts.arch, facts.has_fp8_conversion, facts.has_fp64) == ("unknown", "cc80", False, False)
+    decision = decide(facts)
+    assert decision.chosen == "handy.portable"
+    assert ("vendor", "unknown", "supports nvidia") in reasons(decision)["acme.fused"]
+
+
+def test_the_cpu_of_this_machine():
+    facts = gather_facts("cpu")
+    assert (facts.vendor, facts.arch, facts.device_type, facts.num_sms) == ("cpu", "cpu", "cpu", 0)
+    assert facts.graph_capture is False
+    assert dict(facts.libraries)["torch"].startswith(torch.__version__.partition("+")[0])
+    assert gather_facts(torch.device("cpu")) == facts
+
+
+@pytest.fixture
+def one_fake_gpu(monkeypatch: pytest.MonkeyPatch):
+    """torch as it looks with one H200, as far as facts are concerned."""
+    properties = SimpleNamespace(
+        name="NVIDIA H200",
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        shared_memory_per_block=49_152,
+        shared_memory_per_block_optin=232_448,
+        warp_size=32,
+        total_memory=H200.memory_bytes,
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "hip", None)
+    return properties
+
+
+def test_facts_of_a_gpu_are_collected_from_torch(one_fake_gpu: SimpleNamespace):
+    facts = gather_facts("cuda")
+    assert (facts.name, facts.arch, facts.num_sms, facts.shared_memory) == ("NVIDIA H200", "sm90", 132, 232_448)
+    del one_fake_gpu.shared_memory_per_block_optin, one_fake_gpu.warp_size  # as in builds of torch that lack them
+    facts = gather_facts("cuda:0")
+    assert (facts.shared_memory, facts.warp_size) == (49_152, 32)
+
+
+def test_a_gpu_that_is_not_there_is_an_error(one_fake_gpu: SimpleNamespace):
+    with pytest.raises(InvalidArgument, match=r"got cuda:3, expected one of the 1 GPUs"):
+        gather_facts("cuda:3")
+    with pytest.raises(InvalidArgument, match="got 'gpu', expected a torch device"):
+        gather_facts("gpu")
+
+
+def test_a_detector_speaks_before_torch_does(one_fake_gpu: SimpleNamespace):
+    one_fake_gpu.name = "Iluvatar BI-V150"
+    asked: list[torch.device] = []
+
+    def recognise(device: torch.device) -> DeviceFacts | None:
+        asked.append(device)
+        return BI_V150 if device.type == "cuda" else None
+
+    assert gather_facts("cuda", detectors=[lambda device: None, recognise]) == BI_V150
+    assert asked == [torch.device("cuda:0")], "the index is filled in"
+    assert gather_facts("cpu", detectors=[recognise]).vendor == "cpu"
+
+
+@pytest.mark.parametrize("answer", [CPU, "Iluvatar BI-V150"], ids=["another device type", "no facts"])
+def test_a_detector_that_answers_nonsense_is_refused(answer: object, one_fake_gpu: SimpleNamespace):
+    with pytest.raises(InvalidArgument, match="detector"):
+        gather_facts("cuda", detectors=[lambda device: answer])

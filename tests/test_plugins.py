@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plugin may fail in any way: it is reported, nothing of it stays, and nobody else notices."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import fake_plugins.plain
+import pytest
+import torch
+from fake_plugins import ANYWHERE, implementation, make_plugin
+from machines import CPU, H200
+
+from mla_portable.contracts import DeviceFacts, Primitive, Registrar, Request, hookimpl
+from mla_portable.registry import Registry
+from mla_portable.registry.plugins import installed_plugins
+
+GOOD = ("good", make_plugin(implementation("good.v1")))
+
+
+def registry_with(*plugins: tuple[str, object]) -> Registry:
+    return Registry(plugins=[*plugins, GOOD], environ={})
+
+
+def names(registry: Registry) -> list[str]:
+    return [f"{i.name} / {i.primitive}" for i in registry.implementations()]
+
+
+@pytest.fixture(autouse=True)
+def forget_fakes() -> Iterator[None]:
+    """A module that failed is not kept by Python; one that was imported would not run again."""
+    yield
+    for name in [name for name in sys.modules if name.startswith("fake_plugins.")]:
+        if name not in ("fake_plugins.plain",):
+            del sys.modules[name]
+
+
+BROKEN = {
+    "raises_on_import": "ImportError: libacme.so.4: cannot open shared object file",
+    "exits_on_import": "SystemExit: no licence found",
+    "not_there": "ModuleNotFoundError: No module named 'fake_plugins.not_there'",
+    "misspelled": "PluginValidationError: unknown hook 'mla_portable_registr'",
+    "undecorated": "PluginError: fake_plugins.undecorated has no @hookimpl named mla_portable_register; did you mean",
+    "wrong_signature": "PluginValidationError",
+    "registers_twice": "PluginError: registers_twice.v1 / merge_states: already registered by the plugin 'registers_twice'",
+    "half_then_raises": "OSError: the second half of the library is missing",
+    "registers_nothing": "PluginError: fake_plugins.registers_nothing registered nothing",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_plugin_is_reported_and_isolated(name: str):
+    registry = registry_with((name, f"fake_plugins.{name}"))
+    report, good = registry.plugin_reports
+    assert (report.name, report.module, report.ok, report.implementations) == (name, f"fake_plugins.{name}", False, ())
+    assert report.error.startswith(BROKEN[name])
+    assert "\n" not in report.error
+    assert report.traceback.startswith("Traceback") and report.error.partition(":")[0] in report.traceback
+    assert good.ok and good.implementations == ("good.v1 / merge_states",) and (good.error, good.traceback) == ("", "")
+    assert names(registry) == ["good.v1 / merge_states"], "nothing half registered stays"
+    assert registry.facts("cpu").vendor == "cpu", "nor does a detector"
+    decision = registry.decide(Request(Primitive.MERGE_STATES, CPU))
+    assert decision.chosen == "good.v1"
+    assert decision.plugin_failures == ((name, report.error),)
+
+
+def test_an_interrupt_is_no_plugin_failure():
+    def interrupted(registrar: Registrar) -> None:
+        raise KeyboardInterrupt
+
+    module = ModuleType("slow")
+    vars(module)["mla_portable_register"] = hookimpl(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        registry_with(("slow", module))
+
+
+def test_two_plugins_of_one_name():
+    second = make_plugin(implementation("other.v1"))
+    registry = registry_with(("twin", make_plugin(implementation("twin.v1"))), ("twin", second))
+    assert [r.ok for r in registry.plugin_reports] == [True, False, True]
+    assert "duplicate plugin name 'twin'" in registry.plugin_reports[1].error
+    assert names(registry) == ["good.v1 / merge_states", "twin.v1 / merge_states"]
+
+
+def test_a_name_belongs_to_the_plugin_that_carries_it_whatever_the_order():
+    squatter = make_plugin(implementation("good.v1", preference=0))
+    registry = registry_with(("aaa", squatter))
+    assert "the backend name 'good' belongs to the plugin of that name" in registry.plugin_reports[0].error
+    assert registry.plugin_reports[1].ok
+
+
+def test_a_pair_of_name_and_primitive_is_taken_once_and_the_whole_second_plugin_goes():
+    first = make_plugin(implementation("shared.v1"))
+    second = make_plugin(implementation("extra.v1"), implementation("shared.v1"))
+    registry = registry_with(("first", first), ("second", second))
+    assert "shared.v1 / merge_states: already registered by the plugin 'first'" in registry.plugin_reports[1].error
+    assert names(registry) == ["good.v1 / merge_states", "shared.v1 / merge_states"]
+    other = make_plugin(implementation("shared.v1", Primitive.SPARSE_DECODE))
+    assert all(r.ok for r in registry_with(("first", first), ("second", other)).plugin_reports)
+
+
+def bad_support(**fields: object) -> object:
+    return implementation("bad.v1", support=replace(ANYWHERE, **fields))
+
+
+NONSENSE = {
+    "no implementation": lambda: "bad.v1",
+    "name without a variant": lambda: implementation("bad"),
+    "the reserved name": lambda: implementation("auto.v1"),
+    "unknown primitive": lambda: implementation("bad.v1", "sparse_attention"),
+    "support is a dict": lambda: implementation("bad.v1", support={"archs": ("sm90",)}),
+    "unknown layout": lambda: bad_support(kv_layouts=("int4",)),
+    "archs is one string": lambda: bad_support(archs="sm90"),
+    "heads is one number": lambda: bad_support(num_heads=64),
+    "a limit is a text": lambda: bad_support(max_topk="2048"),
+    "negative preference": lambda: implementation("bad.v1", preference=-1),
+    "preference is not a number": lambda: implementation("bad.v1", preference=float("nan")),
+    "bind cannot be called": lambda: implementation("bad.v1", bind="kernel"),
+    "check cannot be called": lambda: implementation("bad.v1", check=True),
+    "padded_heads cannot be called": lambda: implementation("bad.v1", padded_heads=64),
+    "unknown schedule": lambda: implementation("bad.v1", schedule_kind="tiles"),
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_nonsense_fails_on_the_plugins_own_line(what: str):
+    @hookimpl
+    def register(registrar: Registrar) -> None:
+        registrar.add(implementation("bad.fine"))
+        registrar.add(NONSENSE[what]())  # the line that the traceback must show
+
+    module = ModuleType("bad")
+    vars(module)["mla_portable_register"] = register
+    registry = registry_with(("bad", module))
+    report = registry.plugin_reports[0]
+    assert not report.ok and report.error
+    assert "the line that the traceback must show" in report.traceback
+    assert names(registry) == ["good.v1 / merge_states"]
+
+
+def test_a_detector_must_be_callable():
+    registry = registry_with(("bad", make_plugin(implementation("bad.v1"), detectors=("sm90",))))
+    assert "a detector must be callable, got str" in registry.plugin_reports[0].error
+
+
+def test_registering_after_the_hook_has_returned_is_refused():
+    import fake_plugins.late
+
+    registry = registry_with(("late", fake_plugins.late))
+    assert registry.plugin_reports[0].ok
+    with pytest.raises(Exception, match="registers after its hook has returned"):
+        fake_plugins.late.KEPT[-1].add(implementation("late.v2"))
+    assert "late.v2 / merge_states" not in names(registry)
+
+
+@pytest.mark.parametrize(
+    "failure", [OSError("no driver"), SystemExit("no licence"), "nonsense"], ids=["raises", "exits", "lies"]
+)
+def test_a_detector_that_fails_is_passed_over_and_reported(failure: object, caplog: pytest.LogCaptureFixture):
+    def broken(device: torch.device) -> DeviceFacts | None:
+        if isinstance(failure, BaseException):
+            raise failure
+        return failure
+
+    vendor = DeviceFacts("vendor", "Vendor 1", "v1", device_type="cpu")
+    plugins = [
+        ("bad", make_plugin(implementation("bad.v1"), detectors=(broken,))),
+        ("fine", make_plugin(implementation("fine.v1"), detectors=(lambda device: vendor,))),
+    ]
+    registry = registry_with(*plugins)
+    assert all(report.ok for report in registry.plugin_reports)
+    assert registry.facts("cpu") is vendor, "the next detector is asked"
+    report = registry.plugin_reports[0]
+    assert not report.ok and report.error.startswith("its detector failed on cpu: ")
+    assert "bad.v1 / merge_states" in names(registry), "the implementations stay"
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert registry.facts("cpu") is vendor and len(caplog.records) == 1, "asked once"
+
+
+def test_detector_memory_errors_reach_the_user():
+    def broken(device: torch.device) -> DeviceFacts | None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    registry = registry_with(("bad", make_plugin(implementation("bad.v1"), detectors=(broken,))))
+    with pytest.raises(torch.OutOfMemoryError):
+        registry.facts("cpu")
+
+
+# Entry points
+
+
+def install(site: Path, distribution: str, version: str, points: str, **modules: str) -> None:
+    """A distribution as pip leaves it: metadata, entry points and modules."""
+    info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(f"[mla_portable.backends]\n{points}\n")
+    for name, text in modules.items():
+        (site / f"{name}.py").write_text(text)
+
+
+WORKING = """
+from fake_plugins import implementation
+from mla_portable.contracts import hookimpl
+
+@hookimpl
+def mla_portable_register(registrar):
+    registrar.add(implementation("{backend}.v1"))
+"""
+
+
+def test_installed_distributions_are_found_and_one_broken_takes_nothing_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    install(tmp_path, "zeta-mla", "1.2", "zeta = zeta_mla_plugin", zeta_mla_plugin=WORKING.format(backend="zeta"))
+    install(tmp_path, "beta-mla", "0.3", "beta = beta_mla_plugin", beta_mla_plugin="def mla_portable_register(:\n")
+    install(tmp_path, "beta-second", "9", "beta = zeta_mla_plugin")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry = Registry(environ={})
+    by_pair = {(r.name, r.distribution): r for r in registry.plugin_reports}
+    zeta, beta = by_pair["zeta", "zeta-mla"], by_pair["beta", "beta-mla"]
+    assert zeta.ok and (zeta.module, zeta.version) == ("zeta_mla_plugin", "1.2")
+    assert not beta.ok and beta.error.startswith("SyntaxError: ") and beta.version == "0.3"
+    assert "duplicate plugin name 'beta'" in by_pair["beta", "beta-second"].error
+    assert by_pair["reference", "mla-portable"].ok
+    assert "zeta.v1" in [i.name for i in registry.implementations(Primitive.MERGE_STATES)]
+    assert "reference.torch" in [i.name for i in registry.implementations(Primitive.MERGE_STATES)]
+
+
+def test_the_cores_own_plugin_is_first_whatever_others_are_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    install(tmp_path, "aaa", "1", "reference = aaa_plugin", aaa_plugin=WORKING.format(backend="aaa"))
+    monkeypatch.syspath_prepend(tmp_path)
+    sources = installed_plugins()
+    assert (sources[0].name, sources[0].distribution) == ("reference", "mla-portable")
+    assert "aaa_plugin" not in sys.modules, "listing imports nothing"
+    rest = [(source.name, source.distribution) for source in sources[1:]]
+    assert rest == sorted(rest)
+
+
+def test_simulated_facts_need_no_detector():
+    registry = Registry(plugins=[("plain", fake_plugins.plain)], facts={"cuda": H200}, environ={})
+    assert registry.facts("cuda") is H200

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who decides: argument, `use`, environment, policy file, default; and what a typo in any of them leads to."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from fake_plugins import implementation, make_plugin
+from machines import H200
+
+from mla_portable.contracts import InvalidArgument, Primitive, Request, UnknownBackend, UnsupportedRequest
+from mla_portable.registry import Policy, Registry, use
+from mla_portable.registry.policy import Rule, active_rules
+
+BACKENDS = ("alpha", "beta", "gamma", "delta", "zeta", "eta", "theta")
+DECODE = Request(Primitive.SPARSE_DECODE, H200)
+MERGE = Request(Primitive.MERGE_STATES, H200)
+
+
+def plugins() -> list[tuple[str, object]]:
+    """Each backend offers two variants of decode and one of merge; alpha is what an automatic choice takes."""
+    return [
+        (
+            name,
+            make_plugin(
+                implementation(f"{name}.v1", Primitive.SPARSE_DECODE, preference=10 + rank),
+                implementation(f"{name}.v2", Primitive.SPARSE_DECODE, preference=20 + rank),
+                implementation(f"{name}.v1", Primitive.MERGE_STATES, preference=10 + rank),
+            ),
+        )
+        for rank, name in enumerate(BACKENDS)
+    ]
+
+
+def registry(**environ: str) -> Registry:
+    return Registry(plugins=plugins(), facts={"cuda": H200}, environ=environ)
+
+
+def choice(reg: Registry, request: Request = DECODE, backend: str | None = None) -> tuple[str | None, str]:
+    decision = reg.decide(request, backend=backend)
+    return decision.chosen, decision.control
+
+
+@pytest.fixture
+def policy_file(tmp_path: Path) -> Path:
+    path = tmp_path / "policy.toml"
+    path.write_text('[backend]\ndefault = "theta"\nsparse_decode = "eta.v2"\n')
+    return path
+
+
+def test_each_layer_outweighs_all_below_it(policy_file: Path):
+    """All layers speak at once; taking away the strongest, one by one, brings the next to the fore."""
+    environ = {
+        "MLA_PORTABLE_BACKEND_SPARSE_DECODE": "delta",
+        "MLA_PORTABLE_BACKEND": "zeta",
+        "MLA_PORTABLE_POLICY": str(policy_file),
+    }
+    reg = registry(**environ)
+    with use("gamma"):
+        with use("gamma", sparse_decode="beta.v2"):
+            assert choice(reg, backend="alpha.v2") == ("alpha.v2", "argument")
+            assert choice(reg) == ("beta.v2", "use(...)")
+            assert choice(reg, MERGE) == ("gamma.v1", "use(...)")
+        assert choice(reg) == ("gamma.v1", "use(...)")
+    assert choice(reg) == ("delta.v1", "MLA_PORTABLE_BACKEND_SPARSE_DECODE")
+    assert choice(reg, MERGE) == ("zeta.v1", "MLA_PORTABLE_BACKEND")
+    del environ["MLA_PORTABLE_BACKEND_SPARSE_DECODE"]
+    assert choice(registry(**environ)) == ("zeta.v1", "MLA_PORTABLE_BACKEND")
+    del environ["MLA_PORTABLE_BACKEND"]
+    assert choice(registry(**environ)) == ("eta.v2", f"policy file {policy_file}")
+    assert choice(registry(**environ), MERGE) == ("theta.v1", f"policy file {policy_file}")
+    assert choice(registry()) == ("alpha.v1", "default")
+
+
+def test_an_inner_block_for_all_outweighs_an_outer_one_for_a_primitive():
+    reg = registry()
+    with use(sparse_decode="beta"), use("gamma"):
+        assert choice(reg) == ("gamma.v1", "use(...)")
+    with use("gamma"), use(sparse_decode="beta"):
+        assert choice(reg)[0] == "beta.v1" and choice(reg, MERGE)[0] == "gamma.v1"
+
+
+def test_auto_lifts_what_weaker_layers_demand():
+    reg = registry(MLA_PORTABLE_BACKEND="zeta")
+    assert choice(reg, backend="auto") == ("alpha.v1", "argument")
+    assert reg.decide(DECODE, backend="auto").forced is None
+    with use(sparse_decode="auto"):
+        assert choice(reg) == ("alpha.v1", "use(...)")
+        assert choice(reg, MERGE) == ("zeta.v1", "MLA_PORTABLE_BACKEND")
+
+
+def test_use_ends_with_its_block_also_after_an_error():
+    with pytest.raises(RuntimeError, match="inside"), use("beta"):
+        raise RuntimeError("inside")
+    assert active_rules() == ()
+
+
+def test_use_holds_for_its_own_thread():
+    reg = registry()
+    seen: dict[str, str | None] = {}
+    inside = threading.Event()
+    done = threading.Event()
+
+    def other() -> None:
+        inside.wait(10)
+        seen["outside"] = choice(reg)[0]
+        with use("gamma"):
+            seen["own"] = choice(reg)[0]
+        done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with use("beta"):
+        inside.set()
+        assert done.wait(10)
+        seen["here"] = choice(reg)[0]
+    thread.join()
+    assert seen == {"outside": "alpha.v1", "own": "gamma.v1", "here": "beta.v1"}
+
+
+def test_use_holds_for_its_own_task():
+    reg = registry()
+
+    async def ask(backend: str) -> str | None:
+        with use(backend):
+            for _ in range(3):
+                await asyncio.sleep(0)
+            return choice(reg)[0]
+
+    async def main() -> list[str | None]:
+        return await asyncio.gather(*(ask(name) for name in BACKENDS))
+
+    assert asyncio.run(main()) == [f"{name}.v1" for name in BACKENDS]
+
+
+def test_environment_and_file_are_read_once_and_again_on_request(monkeypatch: pytest.MonkeyPatch):
+    for name in ("MLA_PORTABLE_BACKEND", "MLA_PORTABLE_POLICY", "MLA_PORTABLE_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    reg = Registry(plugins=plugins(), facts={"cuda": H200})
+    assert choice(reg)[0] == "alpha.v1"
+    bound = reg.select(DECODE)[0]
+    token = reg.choice_token()
+    monkeypatch.setenv("MLA_PORTABLE_BACKEND", "beta")
+    assert choice(reg)[0] == "alpha.v1" and reg.select(DECODE)[0] is bound and reg.choice_token() == token
+    reg.reload_policy()
+    assert choice(reg)[0] == "beta.v1" and reg.select(DECODE)[0].name == "beta.v1"
+    assert reg.choice_token() != token
+    monkeypatch.setenv("MLA_PORTABLE_BACKEND", "bta")
+    with pytest.raises(UnknownBackend):
+        reg.reload_policy()
+    assert choice(reg)[0] == "beta.v1", "the old policy stays in force"
+
+
+def test_a_policy_in_code_replaces_the_environment():
+    policy = Policy(rules=(Rule("beta", "a test", Primitive.SPARSE_DECODE),), disabled=(("alpha", "a test"),))
+    reg = Registry(plugins=plugins(), facts={"cuda": H200}, policy=policy, environ={"MLA_PORTABLE_BACKEND": "zeta"})
+    assert choice(reg) == ("beta.v1", "a test")
+    assert choice(reg, MERGE) == ("beta.v1", "default")
+
+
+# Disabling
+
+
+def test_disabled_candidates_stay_visible_with_who_disabled_them(tmp_path: Path):
+    path = tmp_path / "p.toml"
+    path.write_text('[backend]\ndisable = ["gamma"]\n')
+    reg = registry(MLA_PORTABLE_DISABLE=" alpha, beta.v1 ,", MLA_PORTABLE_POLICY=str(path))
+    decision = reg.decide(DECODE)
+    assert (decision.chosen, decision.was_fallback) == ("delta.v1", True)
+    disabled = {v.implementation: [(r.given, r.limit) for r in v.reasons] for v in decision.verdicts if v.reasons}
+    assert disabled == {
+        "alpha.v1": [("by MLA_PORTABLE_DISABLE", "it names alpha")],
+        "alpha.v2": [("by MLA_PORTABLE_DISABLE", "it names alpha")],
+        "beta.v1": [("by MLA_PORTABLE_DISABLE", "it names beta.v1")],
+        "gamma.v1": [(f"by policy file {path}", "it names gamma")],
+        "gamma.v2": [(f"by policy file {path}", "it names gamma")],
+    }
+    assert reg.decide(DECODE, backend="beta").chosen == "beta.v2"
+
+
+def test_even_a_forced_choice_does_not_take_what_is_disabled():
+    reg = registry(MLA_PORTABLE_DISABLE="alpha")
+    with pytest.raises(UnsupportedRequest, match=r"take alpha out of MLA_PORTABLE_DISABLE to let alpha\.v1 run"):
+        reg.select(DECODE, backend="alpha")
+
+
+# Typos
+
+
+def test_an_unknown_backend_is_an_error_in_every_layer(tmp_path: Path):
+    path = tmp_path / "p.toml"
+    path.write_text('[backend]\nmerge_states = "gama"\n')
+    for environ in (
+        {"MLA_PORTABLE_BACKEND": "gama"},
+        {"MLA_PORTABLE_BACKEND_MERGE_STATES": "gama"},
+        {"MLA_PORTABLE_DISABLE": "alpha,gama"},
+        {"MLA_PORTABLE_POLICY": str(path)},
+    ):
+        reg = registry(**environ)
+        assert reg.implementations(), "doctor can still look around"
+        for ask in (lambda r: r.decide(DECODE), lambda r: r.bind(DECODE), lambda r: r.policy):
+            with pytest.raises(UnknownBackend, match=r"got 'gama', expected one of auto, alpha, beta.*Did you mean 'gamma'\?"):
+                ask(reg)
+    reg = registry()
+    with pytest.raises(UnknownBackend, match=r"argument: backend: got 'alpha\.v3'.*Did you mean 'alpha\.v"):
+        reg.decide(DECODE, backend="alpha.v3")
+    with use(merge_states="gama"), pytest.raises(UnknownBackend, match=r"use\(\.\.\.\)"):
+        reg.decide(DECODE)
+    with pytest.raises(UnknownBackend, match="doctor"):
+        reg.decide(DECODE, backend="")
+
+
+def test_an_unknown_primitive_is_an_error_in_every_layer(tmp_path: Path):
+    with (
+        pytest.raises(InvalidArgument, match=r"sparse_decod: got an unknown keyword.*Did you mean 'sparse_decode'\?"),
+        use(sparse_decod="alpha"),
+    ):
+        pass
+    reg = registry(MLA_PORTABLE_BACKEND_SPARSE_DECOD="alpha")
+    with pytest.raises(InvalidArgument, match=r"Did you mean 'MLA_PORTABLE_BACKEND_SPARSE_DECODE'\?"):
+        reg.decide(DECODE)
+    with pytest.raises(InvalidArgument, match=r"Did you mean 'MLA_PORTABLE_BACKEND'\?"):
+        registry(MLA_PORTABLE_BACKENDS="alpha").decide(DECODE)
+    path = tmp_path / "p.toml"
+    path.write_text('[backend]\nsparse_decod = "alpha"\n')
+    with pytest.raises(InvalidArgument, match=r"sparse_decod: got an unknown key, .*Did you mean 'sparse_decode'\?"):
+        registry(MLA_PORTABLE_POLICY=str(path)).decide(DECODE)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[backends]\ndefault = "alpha"\n', "Did you mean 'backend'"),
+        ("backend = 3\n", "backend: got 3, expected a table"),
+        ("[backend]\ndefault = 3\n", "default: got 3, expected the name"),
+        ('[backend]\ndefault = ""\n', "default: got '', expected the name"),
+        ('[backend]\ndisable = "alpha"\n', "disable: got 'alpha', expected a list"),
+        ('[backend]\ndisable = ["alpha", 3]\n', "expected a list"),
+        ("[backend\n", "expected a readable TOML file"),
+        (None, "expected a readable TOML file"),
+    ],
+)
+def test_a_policy_file_that_means_nothing_is_refused(tmp_path: Path, text: str | None, message: str):
+    path = tmp_path / "p.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InvalidArgument, match=message) as refusal:
+        Policy.from_file(path)
+    assert str(path) in str(refusal.value)
+
+
+def test_use_refuses_what_is_no_name():
+    for bad in ({"backend": 3}, {"backend": ""}, {"merge_states": None}, {"merge_states": ""}):
+        with pytest.raises(InvalidArgument, match="expected the name of a backend"), use(**bad):
+            pass
+
+
+def test_empty_variables_are_no_wish():
+    assert choice(registry(MLA_PORTABLE_BACKEND="", MLA_PORTABLE_DISABLE=" ", MLA_PORTABLE_POLICY="")) == (
+        "alpha.v1",
+        "default",
+    )
+
+
+def test_naming_a_plugin_that_did_not_load_is_no_typo():
+    reg = Registry(
+        plugins=[*plugins(), ("broken", "fake_plugins.raises_on_import")],
+        facts={"cuda": H200},
+        environ={"MLA_PORTABLE_BACKEND": "broken"},
+    )
+    with pytest.raises(UnsupportedRequest, match="libacme"):
+        reg.select(DECODE)
+    assert reg.decide(DECODE, backend="broken.v1").chosen is None
+    assert reg.decide(DECODE, backend="alpha").chosen == "alpha.v1"

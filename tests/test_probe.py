@@ -1,0 +1,608 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Probes: right implementations pass, and each way of being wrong is rejected with a reason that names the symptom.
+
+The misbehaving implementations are the reference with one fault each; a wrapper that changes nothing must pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fake_plugins import make_plugin
+from torch import Tensor
+
+from mla_portable import reference
+from mla_portable.contracts import (
+    FP8_DS_MLA,
+    DeviceFacts,
+    Implementation,
+    InvalidArgument,
+    Primitive,
+    Reason,
+    Request,
+    Support,
+    unpack_fp8,
+)
+from mla_portable.registry import ProbeReport, Registry
+from mla_portable.registry.judge import collect_results
+from mla_portable.registry.probe import is_fatal, require_no_capture
+from mla_portable.registry.tiny import SOFTMAX_SCALE, tiny_cases, tiny_layouts
+
+Kernel = Callable[..., Any]
+BOTH = ("bf16", "fp8_ds_mla")
+DECODE, PREFILL = Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL
+CONVERT, GATHER, WRITE = Primitive.CONVERT_INDICES, Primitive.GATHER_UPCONVERT, Primitive.CACHE_WRITE
+MERGE, QUANTIZE = Primitive.MERGE_STATES, Primitive.QUANTIZE_PER_TENSOR
+RIGHT: dict[Primitive, Kernel] = {primitive: getattr(reference, primitive.value) for primitive in Primitive}
+
+
+def candidate(primitive: Primitive, kernel: object, **limits: Any) -> Implementation:
+    support = Support(source="a test", device_types=("cpu",), **{"kv_layouts": BOTH, **limits})
+    return Implementation("faulty.v1", primitive, support, bind=lambda request: kernel)
+
+
+def registry(*implementations: Implementation, with_reference: bool = True) -> Registry:
+    plugins: list[tuple[str, object]] = [("reference", "mla_portable.reference")] if with_reference else []
+    return Registry(plugins=[*plugins, ("faulty", make_plugin(*implementations))], environ={})
+
+
+def probe(implementation: Implementation, **options: Any) -> ProbeReport:
+    return registry(implementation).probe(implementation, torch.device("cpu"), **options)
+
+
+def symptoms(report: ProbeReport) -> str:
+    return " | ".join(map(str, report.reasons))
+
+
+# What is right passes
+
+
+@pytest.mark.parametrize("primitive", Primitive)
+def test_a_right_implementation_passes(primitive: Primitive):
+    report = probe(candidate(primitive, RIGHT[primitive]))
+    assert (report.ok, report.stage, report.reasons) == (True, "compare", ()), symptoms(report)
+    assert 0 < report.seconds < 60
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"num_heads": (64, 128), "topk_multiple": 64, "block_sizes": (64,), "max_query_len": 1},
+        {"max_heads": 1, "block_size_multiple": 32, "kv_layouts": ("fp8_ds_mla",)},
+        {"padded_heads": (64,), "topk_multiple": 128, "block_sizes": (1, 16), "scale_formats": ("pow2",)},
+        {"max_topk": 32, "lse": False, "attn_sink": False, "lengths": False},
+    ],
+)
+@pytest.mark.parametrize("primitive", [DECODE, PREFILL, GATHER, CONVERT])
+def test_problems_stay_within_what_is_declared(primitive: Primitive, limits: dict[str, Any]):
+    """Every request that a probe binds is one that the Support accepts, and the call is no wider than its request."""
+    asked: list[Request] = []
+    calls: list[set[str]] = []
+    made = candidate(primitive, RIGHT[primitive], **limits)
+
+    def bind(request: Request) -> Kernel:
+        asked.append(request)
+        return change(primitive, before=lambda call: calls.append(set(call["kwargs"])))
+
+    report = probe(Implementation(made.name, primitive, made.support, bind=bind))
+    assert report.ok, symptoms(report)
+    assert asked and len(asked) == len(calls)
+    for request, keywords in zip(asked, calls, strict=True):
+        assert made.support.reasons(request) == ()
+        assert ("lengths" in keywords, "attn_sink" in keywords) == (request.lengths, request.attn_sink)
+
+
+@pytest.mark.parametrize("primitive", Primitive)
+def test_problems_are_the_same_every_time_and_leave_the_global_generator_alone(primitive: Primitive):
+    made = candidate(primitive, RIGHT[primitive])
+    state = torch.get_rng_state()
+    for layout in tiny_layouts(made, None):
+        first, second = (list(tiny_cases(made, registry(made).facts("cpu"), layout)) for _ in range(2))
+        for left, right in zip(first, second, strict=True):
+            a, b = left.make(torch.device("cpu")), right.make(torch.device("cpu"))
+            for name, value in a.args.items():
+                assert value.data_ptr() != b.args[name].data_ptr()
+                assert torch.equal(*(v.contiguous().view(-1).view(torch.uint8) for v in (value, b.args[name]))), name
+    assert torch.equal(state, torch.get_rng_state())
+
+
+# What is wrong is rejected
+
+
+def change(primitive: Primitive, before: Callable[[dict[str, Any]], Any] | None = None, after: Kernel | None = None) -> Kernel:
+    """The reference with its keyword arguments, or its result, changed."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            args = before({"args": args, "kwargs": kwargs}) or args
+        result = RIGHT[primitive](*args, **kwargs)
+        return after(result, *args, **kwargs) if after is not None else result
+
+    return kernel
+
+
+def drop(*names: str) -> Callable[[dict[str, Any]], None]:
+    def before(call: dict[str, Any]) -> None:
+        for name in names:
+            call["kwargs"].pop(name, None)
+
+    return before
+
+
+def in_place(results: tuple[Tensor, Tensor], out: Tensor | None = None, lse: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """New values in the tensors that were returned, so that only the values are wrong."""
+    for old, new in zip(results, (out, lse), strict=True):
+        if new is not None:
+            old.copy_(new)
+    return results
+
+
+def zero_is_absent(results: Any, q: Tensor, kv: Tensor, indices: Tensor, **kwargs: Any) -> Any:
+    """Absent indices read slot 0 as if it were meant."""
+    clean = indices.clamp(min=0)
+    return RIGHT[DECODE](q, kv, clean, **kwargs)
+
+
+def leaks_nan(results: tuple[Tensor, Tensor], *args: Any, **kwargs: Any) -> Any:
+    return in_place(results, out=results[0] + torch.where(torch.isinf(results[1]), torch.nan, 0.0)[..., None])
+
+
+def with_sink(lse: Tensor, sink: Tensor | None) -> Tensor:
+    return lse if sink is None else torch.where(torch.isinf(lse), lse, torch.logaddexp(lse, sink))
+
+
+def transposed_scales(call: dict[str, Any]) -> tuple[Any, ...]:
+    q, kv, indices = call["args"]
+    if kv.dtype == torch.uint8:  # each group of 128 takes its neighbour's scale
+        kv = kv.clone()
+        scales = kv[..., 512:528].contiguous().view(torch.float32).roll(1, dims=-1)
+        kv[..., 512:528] = scales.view(torch.uint8)
+    return q, kv, indices
+
+
+def reads_past_the_cache(call: dict[str, Any]) -> tuple[Any, ...]:
+    """An index past the cache wraps around to its beginning."""
+    q, kv, indices = call["args"]
+    slots = kv.shape[0] * kv.shape[1]
+    return q, kv, torch.where(indices >= slots, indices - slots, indices)
+
+
+ATTENTION_FAULTS = {
+    "lse +inf on empty rows": (
+        lambda r, *a, **k: in_place(r, lse=torch.where(torch.isinf(r[1]), torch.inf, r[1])),
+        "lse of a row without valid entries is inf, expected -inf (case holes, row 2)",
+    ),
+    "lse NaN on empty rows": (
+        lambda r, *a, **k: in_place(r, lse=torch.where(torch.isinf(r[1]), torch.nan, r[1])),
+        "lse of a row without valid entries is nan, expected -inf",
+    ),
+    "lse base 2": (lambda r, *a, **k: in_place(r, lse=r[1] / math.log(2.0)), "(it looks like base 2)"),
+    "lse shifted": (lambda r, *a, **k: in_place(r, lse=r[1] + 1.0), "lse is"),
+    "lse NaN": (lambda r, *a, **k: in_place(r, lse=r[1] * torch.nan + r[1]), "lse of a row without valid entries is nan"),
+    "lse NaN where valid": (
+        lambda r, *a, **k: in_place(r, lse=torch.where(torch.isinf(r[1]), r[1], torch.nan)),
+        "lse is nan where entries are valid",
+    ),
+    "NaN leak": (leaks_nan, "out holds NaN or inf (inputs that do not count hold NaN) (case holes, row 2)"),
+    "out not 0 on empty rows": (
+        lambda r, *a, **k: in_place(r, out=r[0] + torch.isinf(r[1])[..., None].to(r[0].dtype)),
+        "out of a row without valid entries is not 0 (case holes, row 2)",
+    ),
+    "out scaled": (lambda r, *a, **k: in_place(r, out=r[0] * 1.05), "out is off by"),
+    "out of another dtype": (lambda r, *a, **k: (r[0].float(), r[1]), "`out` that it was given"),
+    "ignores out": (
+        lambda r, *a, **k: (r[0].clone(), r[1]),
+        "returned another tensor than the `out` that it was given to write",
+    ),
+    "ignores lse_out": (lambda r, *a, **k: (r[0], r[1].clone()), "another tensor than the `lse`"),
+    "no lse": (lambda r, *a, **k: r[0], "returned Tensor, expected (out, lse)"),
+    "lse None": (lambda r, *a, **k: (r[0], None), "returned NoneType as lse, expected a tensor"),
+    "three results": (lambda r, *a, **k: (*r, r[0]), "returned a tuple of 3, expected (out, lse)"),
+    "writes its input": (lambda r, *a, **k: (a[2].zero_(), r)[1], "it changed its input indices"),
+}
+
+
+@pytest.mark.parametrize("fault", ATTENTION_FAULTS)
+@pytest.mark.parametrize("primitive", [DECODE, PREFILL])
+def test_wrong_attention_is_rejected_by_symptom(primitive: Primitive, fault: str):
+    after, symptom = ATTENTION_FAULTS[fault]
+    report = probe(candidate(primitive, change(primitive, after=after)), layout="fp8_ds_mla")
+    assert not report.ok
+    assert symptom in symptoms(report)
+
+
+OTHER_FAULTS: dict[str, tuple[Primitive, object, str, str]] = {
+    "negative indices read slot 0": (DECODE, change(DECODE, after=zero_is_absent), "compare", "lse"),
+    "wraps past the cache": (DECODE, change(DECODE, before=reads_past_the_cache), "compare", "case holes, row 2"),
+    "ignores lengths": (DECODE, change(DECODE, before=drop("lengths")), "compare", "case lengths and sink"),
+    "counts the sink in": (
+        DECODE,
+        change(DECODE, after=lambda r, *a, **k: in_place(r, lse=with_sink(r[1], k.get("attn_sink")))),
+        "compare",
+        "(it looks as if the sink were counted in) (case lengths and sink, row ",
+    ),
+    "ignores the sink": (DECODE, change(DECODE, before=drop("attn_sink")), "compare", "out is off by"),
+    "prefill ignores lengths": (PREFILL, change(PREFILL, before=drop("lengths")), "compare", "case lengths and sink"),
+    "mixes up scales": (DECODE, change(DECODE, before=transposed_scales), "compare", "wrong values"),
+    "wants another keyword": (DECODE, lambda q, kv, indices, *, scale: None, "compute", "compute raised TypeError"),
+    "not implemented": (
+        PREFILL,
+        change(PREFILL, before=lambda call: 1 / 0),
+        "compute",
+        "compute raised ZeroDivisionError: division by zero (case holes)",
+    ),
+    "no callable": (DECODE, "kernel", "bind", "bind returned str, expected a callable"),
+    "-1 becomes a slot": (
+        CONVERT,
+        change(CONVERT, after=lambda r, *a, **k: in_place(r, r[0].where(a[0] != -1, torch.tensor(127, dtype=torch.int32)))),
+        "compare",
+        "wrong values: position -1 became slot 127, expected -1 (case holes, row 0)",
+    ),
+    "position past the table": (
+        CONVERT,
+        change(CONVERT, after=lambda r, *a, **k: in_place(r, r[0].where(a[0] < 48, torch.tensor(7, dtype=torch.int32)))),
+        "compare",
+        "position 48 became slot 7, expected -1 (case holes, row 0)",
+    ),
+    "an absent block is block 0": (
+        CONVERT,
+        change(CONVERT, before=lambda call: (*call["args"][:2], call["args"][2].clamp(min=0))),
+        "compare",
+        "expected -1 (case holes, row 1)",
+    ),
+    "a workspace as narrow as the table": (
+        CONVERT,
+        change(CONVERT, before=lambda call: (call["args"][0].masked_fill(call["args"][0] >= 48, -1), *call["args"][1:])),
+        "compare",
+        "case workspace, row 1",
+    ),
+    "ignores num_slots": (CONVERT, change(CONVERT, before=drop("num_slots")), "compare", "expected -1"),
+    "ignores compact": (CONVERT, change(CONVERT, before=drop("compact")), "compare", "of a compacted row is -1"),
+    "ignores the workspace": (
+        CONVERT,
+        change(CONVERT, before=drop("prefill_request_ids", "prefill_workspace_starts")),
+        "compare",
+        "case workspace, row 1",
+    ),
+    "counts everything": (
+        CONVERT,
+        change(CONVERT, after=lambda r, *a, **k: in_place(r, lse=torch.full_like(r[1], 64))),
+        "compare",
+        "the count is 64, expected",
+    ),
+    "int64 indices": (
+        CONVERT,
+        change(CONVERT, after=lambda r, *a, **k: r if "out" in k else (r[0].long(), r[1])),
+        "compare",
+        "indices has dtype int64, expected int32",
+    ),
+    "indices of another shape": (
+        CONVERT,
+        change(CONVERT, after=lambda r, *a, **k: (r[0][:, None], r[1])),
+        "compare",
+        "indices has shape [3, 1, 64], expected [3, 64]",
+    ),
+    "clears the gap": (
+        GATHER,
+        change(GATHER, after=lambda r, *a, **k: r.where(r != 7.0, torch.zeros((), dtype=r.dtype))),
+        "compute",
+        "another tensor than the `out`",
+    ),
+    "clears the gap in place": (
+        GATHER,
+        change(GATHER, after=lambda r, *a, **k: r.copy_(r.where(r != 7.0, torch.zeros((), dtype=r.dtype)))),
+        "compare",
+        "out is 0, expected 7 (case ragged, row 19, column 0)",
+    ),
+    "absent block left alone": (
+        GATHER,
+        change(GATHER, before=lambda call: (call["args"][0], call["args"][1][:2], *(x[:2] for x in call["args"][2:]))),
+        "compare",
+        "out is 7, expected 0",
+    ),
+    "rounds twice": (
+        GATHER,
+        change(GATHER, after=lambda r, *a, **k: r.copy_(r.half() * 1.01)),
+        "compare",
+        "case ragged, row 0",
+    ),
+    "always pow2": (
+        WRITE,
+        change(WRITE, before=lambda call: call["kwargs"].update(scale_format="pow2") if call["kwargs"] else None),
+        "compare",
+        "(case skip, amax scales)",
+    ),
+    "writes a slot that no token names": (
+        WRITE,
+        change(WRITE, after=lambda r, *a, **k: a[2][0, 0].fill_(1)),
+        "compare",
+        "byte 0 of block 0, offset 0 is 1, expected 90",
+    ),
+    "a skipped slot is slot 0": (
+        WRITE,
+        change(WRITE, before=lambda call: (*call["args"][:3], call["args"][3].clamp(min=0))),
+        "compare",
+        "byte 0 of block 0, offset 0 is",
+    ),
+    "a slot past the cache wraps around": (
+        WRITE,
+        change(WRITE, before=lambda call: (*call["args"][:3], call["args"][3] % 96)),
+        "compare",
+        "byte 0 of block 0, offset 0 is",
+    ),
+    "does not write": (WRITE, lambda *a, **k: None, "compare", "is 90, expected"),
+    "ignores empty parts": (
+        MERGE,
+        lambda outs, lses: (
+            (outs * (lses - lses.logsumexp(0)).exp()[..., None]).sum(0),
+            lses.logsumexp(0),
+        ),
+        "compare",
+        "out holds NaN",
+    ),
+    "weighs empty parts with 0, though they hold NaN": (
+        MERGE,
+        lambda outs, lses: (
+            (outs * (lses - lses.logsumexp(0)).exp().nan_to_num()[..., None]).sum(0),
+            lses.logsumexp(0),
+        ),
+        "compare",
+        "out holds NaN or inf (inputs that do not count hold NaN) (case empty parts, row 1)",
+    ),
+    "merge drops the dtype": (
+        MERGE,
+        change(MERGE, after=lambda r, *a, **k: (r[0].bfloat16(), r[1])),
+        "compare",
+        "out has dtype bfloat16, expected float32",
+    ),
+    "inverse scale": (
+        QUANTIZE,
+        change(QUANTIZE, after=lambda r, *a, **k: (r[0], 1 / r[1])),
+        "compare",
+        "(it looks like the inverse)",
+    ),
+    "codes of the FNUZ format": (
+        QUANTIZE,
+        change(QUANTIZE, after=lambda r, *a, **k: ((r[0].view(torch.uint8) + 8).view(r[0].dtype), r[1])),
+        "compare",
+        "x_q is",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", OTHER_FAULTS)
+def test_each_fault_is_rejected_at_its_stage_by_its_symptom(fault: str):
+    primitive, kernel, stage, symptom = OTHER_FAULTS[fault]
+    report = probe(candidate(primitive, kernel))
+    assert not report.ok
+    assert symptom in symptoms(report)
+    assert report.stage == stage
+
+
+def test_a_write_outside_the_cache_is_seen():
+    def kernel(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, **kwargs: Any) -> None:
+        RIGHT[WRITE](kv_c, k_pe, kv_cache, slot_mapping, **kwargs)
+        behind = kv_cache.as_strided((1,), (1,), kv_cache.storage_offset() + kv_cache.numel() + 5)
+        behind.fill_(1)
+
+    report = probe(candidate(WRITE, kernel), layout="fp8_ds_mla")
+    assert "byte 5 outside the cache was written" in symptoms(report)
+
+
+def test_two_scale_formats_are_two_cases():
+    """A writer that declares pow2 only is not asked for amax."""
+    forced = change(WRITE, before=lambda call: call["kwargs"].update(scale_format="pow2") if call["kwargs"] else None)
+    assert not probe(candidate(WRITE, forced)).ok
+    assert probe(candidate(WRITE, forced, scale_formats=("pow2",))).ok
+
+
+def test_codes_one_step_apart_pass_two_steps_do_not():
+    """Dividing by the scale and multiplying by its inverse round differently."""
+
+    def shifted(step: int) -> Kernel:
+        def after(result: tuple[Tensor, Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            codes = result[0].view(torch.uint8)
+            room = (codes & 0x7F) < 0x70
+            return torch.where(room, codes + step, codes).view(result[0].dtype), result[1]
+
+        return change(QUANTIZE, after=after)
+
+    assert probe(candidate(QUANTIZE, shifted(1))).ok
+    assert not probe(candidate(QUANTIZE, shifted(2))).ok
+
+
+def test_rounding_of_bf16_passes():
+    noisy = change(DECODE, after=lambda r, *a, **k: in_place(r, out=(r[0].float() * (1 + 2**-8)).bfloat16(), lse=r[1] * 1.001))
+    assert probe(candidate(DECODE, noisy)).ok
+
+
+def test_the_same_symptom_in_every_case_is_told_once():
+    def bind(request: Request) -> Kernel:
+        raise ImportError("no module named acme")
+
+    made = Implementation("faulty.v1", DECODE, candidate(DECODE, max).support, bind=bind)
+    report = probe(made)
+    assert [r.given for r in report.reasons] == ["bind raised ImportError: no module named acme"]
+    assert report.stage == "bind"
+
+
+# Checks
+
+
+@pytest.mark.parametrize(
+    ("check", "text"),
+    [
+        (lambda facts: [Reason("acme", "0.9", "needs 1.0 or newer")], "acme 0.9 (needs 1.0 or newer)"),
+        (lambda facts: ["not found"], "check returned str, expected Reasons"),
+        (lambda facts: None, "check raised TypeError"),
+        (lambda facts: [][0], "check raised IndexError"),
+        (lambda facts: exit("no licence"), "check raised SystemExit: no licence"),
+    ],
+)
+def test_what_a_check_says_or_raises_is_a_reason(check: Callable[[DeviceFacts], Any], text: str):
+    made = Implementation("faulty.v1", DECODE, candidate(DECODE, max).support, bind=lambda request: max, check=check)
+    report = probe(made)
+    assert (report.ok, report.stage) == (False, "check")
+    assert text in symptoms(report)
+
+
+def test_the_yardstick_is_checked_and_not_probed():
+    reg = registry(candidate(DECODE, RIGHT[DECODE]))
+    for implementation in reg.implementations():
+        if implementation.backend == "reference":
+            report = reg.probe(implementation, "cpu")
+            assert (report.ok, report.stage) == (True, "check")
+
+
+def test_without_a_yardstick_values_go_unjudged_and_shapes_do_not():
+    made = candidate(DECODE, change(DECODE, after=lambda r, *a, **k: in_place(r, out=r[0] * 2)))
+    report = registry(made, with_reference=False).probe(made, "cpu")
+    assert (report.ok, report.stage) == (True, "compute")
+    made = candidate(DECODE, change(DECODE, after=lambda r, *a, **k: r[0]))
+    assert not registry(made, with_reference=False).probe(made, "cpu").ok
+
+
+# What is remembered
+
+
+def test_a_probe_runs_once_per_layout_and_only_for_the_layout_that_is_asked_for():
+    seen: list[str | None] = []
+    made = candidate(DECODE, RIGHT[DECODE])
+    spy = Implementation("faulty.v1", DECODE, made.support, bind=lambda r: seen.append(r.kv_layout) or RIGHT[DECODE])
+    reg = registry(spy)
+    request = Request(DECODE, reg.facts("cpu"), kv_layout="bf16", num_heads=16, topk=64, block_size=16, query_len=1)
+    assert reg.decide(request).chosen == "faulty.v1"
+    assert set(seen) == {"bf16"}
+    once = len(seen)
+    reg.decide(request.but(num_heads=8))
+    assert len(seen) == once
+    report = reg.probe(spy, torch.device("cpu"))
+    assert (report.layout, report.ok) == (None, True) and set(seen) == set(BOTH) and len(seen) == 2 * once
+    reg.probe(spy, "cpu", layout="fp8_ds_mla")
+    assert len(seen) == 2 * once
+
+
+def test_a_kernel_that_is_wrong_on_one_layout_serves_the_other():
+    made = candidate(DECODE, change(DECODE, before=transposed_scales))
+    reg = registry(made)
+    request = Request(DECODE, reg.facts("cpu"), kv_layout="bf16", num_heads=16, topk=64, block_size=16, query_len=1)
+    assert reg.decide(request).chosen == "faulty.v1"
+    assert reg.decide(request.but(kv_layout=FP8_DS_MLA.name)).chosen == "reference.torch"
+    report = reg.probe(made, "cpu")
+    assert not report.ok and report.layout is None
+
+
+# What must not be swallowed
+
+
+class Fault(RuntimeError):
+    """Stands for torch.AcceleratorError, which only a device can raise."""
+
+
+FATAL = [
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("HIP error: unspecified launch failure"),
+    KeyboardInterrupt(),
+]
+REASONS = [
+    RuntimeError("q must have 64 or 128 heads"),
+    RuntimeError("CUDA error: no kernel image is available for execution on the device"),
+    RuntimeError("CUDA error: invalid device function"),
+    RuntimeError("CUDA error: too many resources requested for launch"),
+    ImportError("undefined symbol: _ZN3c105"),
+    NotImplementedError(),
+    ValueError("CUDA error in the name only"),
+]
+
+
+@pytest.mark.parametrize("error", FATAL, ids=lambda e: f"{type(e).__name__} {str(e)[:24]}")
+@pytest.mark.parametrize("stage", ["check", "bind", "compute"])
+def test_out_of_memory_and_device_faults_are_raised(stage: str, error: BaseException):
+    calls: list[str] = []
+
+    def fail(name: str) -> None:
+        if name == stage:
+            calls.append(name)
+            raise error
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        fail("compute")
+
+    def bind(request: Request) -> Kernel:
+        fail("bind")
+        return kernel
+
+    made = Implementation(
+        "faulty.v1", DECODE, candidate(DECODE, max).support, bind=bind, check=lambda facts: fail("check") or (), preference=1
+    )
+    reg = registry(made)
+    request = Request(DECODE, reg.facts("cpu"), kv_layout="bf16", num_heads=16, topk=64, block_size=16, query_len=1)
+    for attempt in (1, 2):
+        with pytest.raises(type(error)) as raised:
+            reg.select(request)
+        assert raised.value is error
+        assert len(calls) == attempt, "not remembered as a verdict, and no second candidate was tried in its place"
+
+
+@pytest.mark.parametrize("error", REASONS, ids=lambda e: f"{type(e).__name__} {str(e)[:30]}")
+def test_a_refusal_is_a_reason(error: Exception):
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    assert f"compute raised {type(error).__name__}" in symptoms(probe(candidate(DECODE, kernel)))
+
+
+def test_torchs_own_device_errors_count_as_faults(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "AcceleratorError", Fault, raising=False)
+    assert is_fatal(Fault("an illegal instruction was encountered"))
+    assert not is_fatal(Fault("no kernel image is available for execution on the device"))
+    monkeypatch.delattr(torch, "AcceleratorError")
+    assert not is_fatal(Fault("anything")), "torch without that class"
+
+
+def test_no_probe_under_graph_capture(monkeypatch: pytest.MonkeyPatch):
+    made = candidate(DECODE, max)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    require_no_capture(made, torch.device("cpu"))
+    with pytest.raises(InvalidArgument, match="Bind, or call once, before capturing"):
+        require_no_capture(made, torch.device("cuda:0"))
+
+
+# The tiny problems themselves
+
+
+@pytest.mark.parametrize("layout", BOTH)
+def test_the_attention_problem_has_the_traps_it_promises(layout: str):
+    made = candidate(DECODE, RIGHT[DECODE])
+    holes, lengths = tiny_cases(made, registry(made).facts("cpu"), layout)
+    call = holes.make(torch.device("cpu"))
+    indices, cache = call.args["indices"].reshape(4, -1), call.args["kv_cache"]
+    slots = cache.shape[0] * cache.shape[1]
+    valid = (indices >= 0) & (indices < slots)
+    assert [int(n) for n in valid.sum(-1)] == [64, 60, 0, 1]
+    assert {int(i) for i in indices[1][~valid[1]]} == {-1, -2, slots, slots + 1}
+    rows = (unpack_fp8(cache) if layout == FP8_DS_MLA.name else cache).reshape(slots, 576)
+    assert torch.isfinite(rows[indices[valid].long()]).all()
+    unused = torch.ones(slots, dtype=torch.bool)
+    unused[indices[valid].long()] = False
+    assert torch.isnan(rows[unused].float()).any(dim=-1).sum() >= slots // 2
+    call = lengths.make(torch.device("cpu"))
+    counts, indices, cache = call.kwargs["lengths"].reshape(4), call.args["indices"].reshape(4, -1), call.args["kv_cache"]
+    rows = (unpack_fp8(cache) if layout == FP8_DS_MLA.name else cache).reshape(slots, 576)
+    assert torch.isnan(rows[indices[0, int(counts[0])].long()].float()).any(), "past a length stands a NaN row"
+    assert call.kwargs["softmax_scale"] == SOFTMAX_SCALE and call.kwargs["attn_sink"].shape == (2,)
+
+
+def test_results_wait_on_the_cpu_by_name():
+    made = candidate(CONVERT, RIGHT[CONVERT])
+    case = next(tiny_cases(made, registry(made).facts("cpu"), None))
+    call = case.make(torch.device("cpu"))
+    results = collect_results(CONVERT, call, RIGHT[CONVERT](*call.args.values(), **call.kwargs))
+    assert isinstance(results, dict) and list(results) == ["indices", "counts"]
