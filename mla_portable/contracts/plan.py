@@ -25,7 +25,9 @@ upconvert  every token through gather_upconvert and sparse_prefill (vendors whos
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """One engine step. Requests that decode come first, requests that prefill after.
+    """One engine step. Requests that decode come first, requests that prefill after; the planner tells them apart.
+
+    A request may be empty (no query tokens), as padding requests are; a decode behind a prefill is served as a prefill.
 
     Attributes:
         query_start_loc: [R + 1] int32 on the host, cumulative query tokens; its last entry is the token count.
@@ -70,17 +72,22 @@ class StepPlan:
         route: one of ROUTES, as the planner was configured.
         num_reqs, num_tokens: of the batch. num_padded_tokens: rows of the tensors below, >= num_tokens; padding rows
             have request id 0 and prefill request id -1, and expect top-k rows of -1.
-        num_decodes, num_decode_tokens, decode_query_len: leading requests served as decode, uniform query length.
-            In the fused route every token counts as decode, with num_decodes = num_padded_tokens and query length 1
-            unless the batch is uniform.
-        num_prefills, num_prefill_tokens: the rest.
+        num_decodes, num_decode_tokens, decode_query_len: B, B * S and S of the sparse_decode call, which serves the leading
+            tokens: those of leading requests with one query length, up to the decode threshold (empty requests have no
+            row). A batch without prefills counts its padding rows too, so that a captured graph covers them, unless they
+            do not divide by S. In the fused route every row counts as decode, padding included, with S = 1 unless the
+            batch is uniform. S is 1 where nothing decodes.
+        num_prefills, num_prefill_tokens: requests from the first that is neither decode nor empty to the last that is not
+            empty, and their tokens.
         block_table: [R, columns] int32, the batch's own.
         req_id_per_token: [num_padded_tokens] int32.
         prefill_request_ids: [num_padded_tokens] int32, -1 for decode tokens, else the index among the prefill requests;
             None unless the route has a workspace and the batch prefills.
         prefill_workspace_starts: [num_prefills] int32, chunk-local; None likewise.
-        prefill_chunks: in order; empty unless the route has a workspace.
+        prefill_chunks: in order, each with at least one token; empty unless the route has a workspace.
         decode_schedule: for sparse_decode, None when the kernel wants none or nothing decodes.
+
+    The tensors are views of buffers that the planner owns: they hold this step until the next `plan()` on the same stream.
     """
 
     route: str

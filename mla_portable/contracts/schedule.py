@@ -45,12 +45,17 @@ class SplitSchedule:
 class TileSchedule:
     """FlashMLA's tile schedule in closed form; kind "flashmla_tiles".
 
+    A kernel call allocates float32 accumulators for B + num_sm_parts rows. Where that would pass the planner's bound, the
+    rows are served by several calls of `rows_per_call` rows, which share one schedule, and a shorter last one.
+
     Attributes:
         num_rows: B batch rows. query_len: S. num_heads: H after padding. topk: K.
-        num_sm_parts: thread-block groups that share the work.
+        num_sm_parts: thread-block groups that share the work of a call.
         tile_scheduler_metadata: [num_sm_parts, 8] int32 on the device: begin_req, end_req, begin_block, end_block,
             begin_split, first_is_split, last_is_split, 0.
-        num_splits: [B + 1] int32 on the device, cumulative.
+        num_splits: [min(B, rows_per_call) + 1] int32 on the device, cumulative.
+        rows_per_call: batch rows of one kernel call; None means that one call serves all.
+        tail: the schedule of the last call when it has fewer rows than the others, else None.
     """
 
     num_rows: int
@@ -60,6 +65,8 @@ class TileSchedule:
     num_sm_parts: int
     tile_scheduler_metadata: Tensor
     num_splits: Tensor
+    rows_per_call: int | None = None
+    tail: TileSchedule | None = None
 
 
 DecodeSchedule = SplitSchedule | TileSchedule

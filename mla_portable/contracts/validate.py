@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every primitive demands of its arguments, whichever backend serves it: one function per primitive.
+
+Each takes the primitive's own arguments, raises before any kernel can run, reads nothing back from a device, and returns
+the few facts that choosing an implementation depends on. Axes are those of `mla_portable.contracts.primitives`. Values
+that live on a device (indices, lengths, tables) are not looked at: the primitives define what every value means.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts.errors import PlanMismatch
+from mla_portable.contracts.layouts import BF16, HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM, SCALE_FORMATS, layout_of
+from mla_portable.contracts.rules import (
+    check_cache,
+    check_count,
+    check_disjoint,
+    check_scale,
+    check_tensor,
+    refuse,
+    shape_of,
+)
+from mla_portable.contracts.schedule import DecodeSchedule, SplitSchedule
+
+__all__ = [
+    "QUANTIZED_DTYPES",
+    "cache_write",
+    "check_schedule",
+    "convert_indices",
+    "gather_upconvert",
+    "merge_states",
+    "quantize_per_tensor",
+    "sparse_decode",
+    "sparse_prefill",
+]
+
+QUANTIZED_DTYPES: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
+_HALF: Final = (torch.bfloat16, torch.float16)
+_FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def cache_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scale_format: str) -> tuple[str, int]:
+    """Returns (kv_layout, block_size)."""
+    where = "cache_write"
+    num_tokens, _ = shape_of(where, "kv_c", kv_c, 2, "[T, 512]")
+    dtype, device = kv_c.dtype, kv_c.get_device()
+    if dtype not in _HALF:
+        refuse(where, "kv_c", dtype, "torch.bfloat16 or torch.float16")
+    check_tensor(where, "kv_c", kv_c, dtype, (num_tokens, KV_LORA_RANK), device, "[T, 512]")
+    check_tensor(where, "k_pe", k_pe, dtype, (num_tokens, QK_ROPE_HEAD_DIM), device, "[T, 64]")
+    layout, _, block_size = check_cache(where, "kv_cache", kv_cache, device)
+    check_tensor(where, "slot_mapping", slot_mapping, torch.int64, (num_tokens,), device, "[T]")
+    if scale_format not in SCALE_FORMATS:
+        refuse(where, "scale_format", repr(scale_format), "'pow2' or 'amax'")
+    read = {"kv_c": kv_c, "k_pe": k_pe, "slot_mapping": slot_mapping}
+    check_disjoint(where, {"kv_cache": kv_cache}, read)
+    return layout.name, block_size
+
+
+def convert_indices(
+    topk_indices: Tensor,
+    req_id_per_token: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    num_slots: int | None,
+    prefill_request_ids: Tensor | None,
+    prefill_workspace_starts: Tensor | None,
+    out: tuple[Tensor, Tensor] | None,
+) -> int:
+    """Returns K."""
+    where, int32 = "convert_indices", torch.int32
+    num_tokens, topk = shape_of(where, "topk_indices", topk_indices, 2, "[T, K]")
+    device = topk_indices.get_device()
+    check_tensor(where, "topk_indices", topk_indices, int32, (num_tokens, topk), device, "[T, K]")
+    if topk < 1:
+        refuse(where, "topk_indices", f"shape {[num_tokens, topk]}", "[T, K] with K of at least 1")
+    check_tensor(where, "req_id_per_token", req_id_per_token, int32, (num_tokens,), device, "[T]")
+    table_shape = shape_of(where, "block_table", block_table, 2, "[R, columns]")
+    check_tensor(where, "block_table", block_table, int32, table_shape, device, "[R, columns]")
+    check_count(where, "block_size", block_size, 1)
+    if num_slots is not None:
+        check_count(where, "num_slots", num_slots, 0)
+    if prefill_request_ids is not None or prefill_workspace_starts is not None:
+        if prefill_workspace_starts is None:
+            refuse(where, "prefill_workspace_starts", "None", "[P] int32, because prefill_request_ids is given")
+        if prefill_request_ids is None:
+            refuse(where, "prefill_request_ids", "None", "[T] int32, because prefill_workspace_starts is given")
+        check_tensor(where, "prefill_request_ids", prefill_request_ids, int32, (num_tokens,), device, "[T]")
+        starts_shape = shape_of(where, "prefill_workspace_starts", prefill_workspace_starts, 1, "[P]")
+        check_tensor(where, "prefill_workspace_starts", prefill_workspace_starts, int32, starts_shape, device, "[P]")
+    if out is not None:
+        if not _is_pair(out):
+            refuse(where, "out", type(out).__name__, "a tuple (indices [T, K], counts [T])")
+        indices, counts = out
+        check_tensor(where, "out[0]", indices, int32, (num_tokens, topk), device, "[T, K]")
+        check_tensor(where, "out[1]", counts, int32, (num_tokens,), device, "[T]")
+        read = {
+            "topk_indices": topk_indices,
+            "req_id_per_token": req_id_per_token,
+            "block_table": block_table,
+            "prefill_request_ids": prefill_request_ids,
+            "prefill_workspace_starts": prefill_workspace_starts,
+        }
+        check_disjoint(where, {"out[0]": indices, "out[1]": counts}, read)
+    return topk
+
+
+def _is_pair(out: Any) -> bool:
+    return isinstance(out, tuple) and len(out) == 2  # pyright: ignore[reportUnknownArgumentType]
+
+
+def gather_upconvert(
+    kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace_starts: Tensor, out: Tensor
+) -> tuple[str, int]:
+    """Returns (kv_layout, block_size). How many rows `out` needs is known on the device only; rows past it are not written."""
+    where, int32 = "gather_upconvert", torch.int32
+    shape_of(where, "kv_cache", kv_cache, 3, "[blocks, block_size, 576 or 656]")
+    device = kv_cache.get_device()
+    layout, _, block_size = check_cache(where, "kv_cache", kv_cache, device)
+    table_shape = shape_of(where, "block_table", block_table, 2, "[P, columns]")
+    num_prefills = table_shape[0]
+    check_tensor(where, "block_table", block_table, int32, table_shape, device, "[P, columns]")
+    check_tensor(where, "seq_lens", seq_lens, int32, (num_prefills,), device, "[P]")
+    check_tensor(where, "workspace_starts", workspace_starts, int32, (num_prefills,), device, "[P]")
+    _check_rows(where, "out", out, device, "[W, 576]")
+    read = {"kv_cache": kv_cache, "block_table": block_table, "seq_lens": seq_lens, "workspace_starts": workspace_starts}
+    check_disjoint(where, {"out": out}, read)
+    return layout.name, block_size
+
+
+def _check_rows(where: str, argument: str, rows: Tensor, device: int, axes: str) -> None:
+    """[W, 576] bfloat16 whose rows follow one another."""
+    num_rows, _ = shape_of(where, argument, rows, 2, axes)
+    check_tensor(where, argument, rows, torch.bfloat16, (num_rows, HEAD_SIZE), device, axes)
+    if num_rows > 1 and rows.stride()[0] != HEAD_SIZE:
+        refuse(where, argument, f"strides {list(rows.stride())}", f"{axes} contiguous", f"Pass {argument}.contiguous().")
+
+
+def sparse_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    softmax_scale: float,
+    lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    schedule: DecodeSchedule | None,
+    out: Tensor | None,
+    lse_out: Tensor | None,
+) -> tuple[str, int, int, int, int]:
+    """Returns (kv_layout, H, K, block_size, S). Raises PlanMismatch when `schedule` was made for other shapes."""
+    where = "sparse_decode"
+    batch, query_len, num_heads, _ = shape_of(where, "q", q, 4, "[B, S, H, 576]")
+    device = q.get_device()
+    check_tensor(where, "q", q, torch.bfloat16, (batch, query_len, num_heads, HEAD_SIZE), device, "[B, S, H, 576]")
+    if query_len < 1 or num_heads < 1:
+        refuse(where, "q", f"shape {list(q.shape)}", "[B, S, H, 576] with S and H of at least 1")
+    layout, _, block_size = check_cache(where, "kv_cache", kv_cache, device)
+    topk = shape_of(where, "indices", indices, 3, "[B, S, K]")[2]
+    check_tensor(where, "indices", indices, torch.int32, (batch, query_len, topk), device, "[B, S, K]")
+    if topk < 1:
+        refuse(where, "indices", f"shape {list(indices.shape)}", "[B, S, K] with K of at least 1")
+    check_scale(where, "softmax_scale", softmax_scale)
+    if lengths is not None:
+        check_tensor(where, "lengths", lengths, torch.int32, (batch, query_len), device, "[B, S]")
+    if attn_sink is not None:
+        check_tensor(where, "attn_sink", attn_sink, torch.float32, (num_heads,), device, "[H]")
+    if schedule is not None:
+        check_schedule(where, schedule, batch, query_len, num_heads, topk, device)
+    if out is not None or lse_out is not None:
+        if out is not None:
+            shape = (batch, query_len, num_heads, KV_LORA_RANK)
+            check_tensor(where, "out", out, torch.bfloat16, shape, device, "[B, S, H, 512]")
+        if lse_out is not None:
+            check_tensor(where, "lse_out", lse_out, torch.float32, (batch, query_len, num_heads), device, "[B, S, H]")
+        read = {"q": q, "kv_cache": kv_cache, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
+        check_disjoint(where, {"out": out, "lse_out": lse_out}, read)
+    return layout.name, num_heads, topk, block_size, query_len
+
+
+def check_schedule(
+    where: str, schedule: DecodeSchedule, batch: int, query_len: int, num_heads: int, topk: int, device: int
+) -> None:
+    """A decode schedule fits a call of `batch` x `query_len` rows, `num_heads` heads and width `topk`, and its scratch fits it.
+
+    Raises: PlanMismatch with both sides.
+    """
+    if isinstance(schedule, SplitSchedule):
+        made_for = (schedule.num_rows, schedule.num_heads, schedule.topk)
+        if made_for != (batch * query_len, num_heads, topk):
+            _mismatch(where, (batch * query_len, num_heads, topk), made_for)
+        if schedule.num_splits > 1:
+            rows = (schedule.num_splits, schedule.num_rows, num_heads)
+            check_tensor(
+                where, "schedule.partial_out", schedule.partial_out, torch.float32, (*rows, KV_LORA_RANK), device,
+                "[num_splits, B * S, H, 512]",
+            )  # fmt: skip
+            check_tensor(
+                where, "schedule.partial_lse", schedule.partial_lse, torch.float32, rows, device, "[num_splits, B * S, H]"
+            )
+        return
+    made_for = (schedule.num_rows * schedule.query_len, schedule.num_heads, schedule.topk)
+    if schedule.num_rows != batch or schedule.query_len != query_len or schedule.topk != topk:
+        _mismatch(where, (batch * query_len, num_heads, topk), made_for)
+    if schedule.num_heads < num_heads:  # more is padding
+        _mismatch(where, (batch * query_len, num_heads, topk), made_for)
+    parts = (schedule.num_sm_parts, 8)
+    check_tensor(
+        where, "schedule.tile_scheduler_metadata", schedule.tile_scheduler_metadata, torch.int32, parts, device, "[parts, 8]"
+    )
+    rows = min(batch, schedule.rows_per_call or batch)
+    check_tensor(where, "schedule.num_splits", schedule.num_splits, torch.int32, (rows + 1,), device, "[rows of a call + 1]")
+
+
+def _mismatch(where: str, given: tuple[int, int, int], made_for: tuple[int, int, int]) -> None:
+    words = [f"{rows} rows, {heads} heads and topk {topk}" for rows, heads, topk in (given, made_for)]
+    raise PlanMismatch(
+        f"{where}: the call has {words[0]}, its schedule was made for {words[1]}. A plan serves one batch: plan again."
+    )
+
+
+def sparse_prefill(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    softmax_scale: float,
+    lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    out: Tensor | None,
+    lse_out: Tensor | None,
+) -> tuple[str, int, int, int | None]:
+    """Returns (kv_layout, H, K, block_size); block_size is None for bfloat16 rows, which are flat."""
+    where = "sparse_prefill"
+    num_tokens, num_heads, _ = shape_of(where, "q", q, 3, "[T, H, 576]")
+    device = q.get_device()
+    check_tensor(where, "q", q, torch.bfloat16, (num_tokens, num_heads, HEAD_SIZE), device, "[T, H, 576]")
+    if num_heads < 1:
+        refuse(where, "q", f"shape {list(q.shape)}", "[T, H, 576] with H of at least 1")
+    block_size = None
+    if isinstance(kv, Tensor) and kv.dtype is torch.uint8:  # pyright: ignore[reportUnnecessaryIsInstance]
+        remedy = "Pass the paged cache itself: FP8 rows are read in place."
+        shape_of(where, "kv", kv, 3, "[blocks, block_size, 656]", remedy)
+        layout, _, block_size = check_cache(where, "kv", kv, device)
+    else:
+        if isinstance(kv, Tensor) and kv.dtype is not torch.bfloat16:  # pyright: ignore[reportUnnecessaryIsInstance]
+            layout_of(kv, where=where, argument="kv")  # says what is wrong
+        remedy = "Flatten a bfloat16 cache: kv_cache.view(-1, 576)."
+        shape_of(where, "kv", kv, 2, "[W, 576]", remedy)
+        _check_rows(where, "kv", kv, device, "[W, 576]")
+        layout = BF16
+    topk = shape_of(where, "indices", indices, 2, "[T, K]")[1]
+    check_tensor(where, "indices", indices, torch.int32, (num_tokens, topk), device, "[T, K]")
+    if topk < 1:
+        refuse(where, "indices", f"shape {list(indices.shape)}", "[T, K] with K of at least 1")
+    check_scale(where, "softmax_scale", softmax_scale)
+    if lengths is not None:
+        check_tensor(where, "lengths", lengths, torch.int32, (num_tokens,), device, "[T]")
+    if attn_sink is not None:
+        check_tensor(where, "attn_sink", attn_sink, torch.float32, (num_heads,), device, "[H]")
+    if out is not None or lse_out is not None:
+        if out is not None:
+            check_tensor(where, "out", out, torch.bfloat16, (num_tokens, num_heads, KV_LORA_RANK), device, "[T, H, 512]")
+        if lse_out is not None:
+            check_tensor(where, "lse_out", lse_out, torch.float32, (num_tokens, num_heads), device, "[T, H]")
+        read = {"q": q, "kv": kv, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
+        check_disjoint(where, {"out": out, "lse_out": lse_out}, read)
+    return layout.name, num_heads, topk, block_size
+
+
+def merge_states(outs: Tensor, lses: Tensor) -> None:
+    """Nothing of their shapes decides who serves it."""
+    where = "merge_states"
+    if not isinstance(outs, Tensor) or outs.dim() < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse(where, "outs", outs.shape if hasattr(outs, "shape") else type(outs).__name__, "a tensor [P, ..., D]")
+    shape = tuple(outs.shape)
+    if outs.dtype not in _FLOATS:
+        refuse(where, "outs", outs.dtype, "torch.bfloat16, torch.float16 or torch.float32")
+    if shape[0] < 1 or shape[-1] < 1:
+        refuse(where, "outs", f"shape {list(shape)}", "[P, ..., D] with P and D of at least 1")
+    device = outs.get_device()
+    check_tensor(where, "outs", outs, outs.dtype, shape, device, "[P, ..., D]")
+    check_tensor(where, "lses", lses, torch.float32, shape[:-1], device, "[P, ...]")
+
+
+def quantize_per_tensor(x: Tensor, dtype: torch.dtype) -> None:
+    """Nothing of its shape decides who serves it."""
+    where = "quantize_per_tensor"
+    if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse(where, "x", type(x).__name__, "a tensor of any shape")
+    if x.dtype not in _FLOATS:
+        refuse(where, "x", x.dtype, "torch.bfloat16, torch.float16 or torch.float32")
+    if dtype not in QUANTIZED_DTYPES:
+        refuse(where, "dtype", dtype, " or ".join(map(str, QUANTIZED_DTYPES)))

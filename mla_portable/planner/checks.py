@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Batch must be before it is planned: whole-array checks that cost microseconds, with errors that name both sides."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import Batch, InvalidArgument
+from mla_portable.planner.config import PlannerConfig
+
+__all__ = ["Sizes", "check_lengths", "check_sizes"]
+
+_WHERE: Final = "Planner.plan"
+_INT32: Final = np.dtype(np.int32)
+_largest = np.maximum.reduce
+"""`ndarray.max` without its detour through Python."""
+
+
+class Sizes(NamedTuple):
+    """num_reqs R, num_tokens T, num_padded_tokens of a batch."""
+
+    num_reqs: int
+    num_tokens: int
+    num_padded_tokens: int
+
+
+def check_sizes(batch: Batch, config: PlannerConfig, device: torch.device) -> Sizes:
+    """Types, shapes, devices and totals. Raises: InvalidArgument."""
+    starts, seq_lens = batch.query_start_loc, batch.seq_lens
+    _check_host("query_start_loc", starts, "[R + 1]")
+    _check_host("seq_lens", seq_lens, "[R]")
+    if starts.shape[0] < 1 or seq_lens.shape[0] != starts.shape[0] - 1:
+        expected = f"one entry per request, {starts.shape[0] - 1}: query_start_loc has shape {list(starts.shape)}"
+        _refuse("seq_lens", f"shape {list(seq_lens.shape)}", expected)
+    num_reqs = seq_lens.shape[0]
+    if num_reqs > config.max_num_reqs:
+        _refuse("seq_lens", f"{num_reqs} requests", f"at most max_num_reqs ({config.max_num_reqs})", "Raise max_num_reqs.")
+    if starts[0] != 0:
+        _refuse("query_start_loc", f"first entry {starts[0]}", "0")
+    num_tokens = int(starts[-1])
+    if not 0 <= num_tokens <= config.max_num_tokens:
+        expected = f"0 to max_num_tokens ({config.max_num_tokens})"
+        _refuse("query_start_loc", f"last entry {num_tokens}", expected, "Raise max_num_tokens, or split the batch.")
+    padded = batch.num_padded_tokens
+    if padded is None:
+        padded = num_tokens
+    elif not num_tokens <= padded <= config.max_num_tokens:
+        expected = f"the batch's {num_tokens} tokens to max_num_tokens ({config.max_num_tokens})"
+        _refuse("num_padded_tokens", padded, expected)
+    _check_device("block_table", batch.block_table, 2, "[R, columns]", num_reqs, device)
+    if batch.seq_lens_device is not None:
+        _check_device("seq_lens_device", batch.seq_lens_device, 1, "[R]", num_reqs, device)
+    return Sizes(num_reqs, num_tokens, padded)
+
+
+def check_lengths(
+    query_lens: npt.NDArray[np.int32] | int, seq_lens: npt.NDArray[np.int32], num_tokens: int, max_model_len: int
+) -> None:
+    """Every query length in [0, num_tokens], every sequence length in [its query length, max_model_len].
+
+    Args:
+        query_lens: [R], R >= 1, or one length that all share, known to be in range. seq_lens: [R].
+    Raises: InvalidArgument, naming the first request at fault.
+    """
+    # Seen as unsigned, whatever is negative exceeds every limit: one pass finds both ends of a range.
+    if not isinstance(query_lens, int) and int(_largest(query_lens.view(np.uint32))) > num_tokens:
+        first = int((query_lens.view(np.uint32) > num_tokens).argmax())
+        got = f"{int(query_lens[first])} query tokens for request {first}"
+        _refuse("query_start_loc", got, f"non-decreasing entries up to the last one, {num_tokens}")
+    longest = int(_largest((seq_lens - query_lens).view(np.uint32)))
+    shared = query_lens if isinstance(query_lens, int) else 0
+    if longest > max_model_len - shared or (not isinstance(query_lens, int) and int(_largest(seq_lens)) > max_model_len):
+        wrong = (seq_lens < query_lens) | (seq_lens > max_model_len)
+        first = int(wrong.argmax())
+        least = query_lens if isinstance(query_lens, int) else int(query_lens[first])
+        _refuse(
+            "seq_lens",
+            f"{int(seq_lens[first])} for request {first}",
+            f"its {least} query tokens to max_model_len ({max_model_len})",
+            "A sequence counts its context and its query tokens.",
+        )
+
+
+def _check_host(name: str, value: object, shape: str) -> None:
+    if not isinstance(value, np.ndarray):
+        _refuse(name, type(value).__name__, f"a numpy array {shape} of int32 on the host")
+    if value.dtype != _INT32 or value.ndim != 1:
+        _refuse(name, f"{value.dtype} of shape {list(value.shape)}", f"int32 {shape}")
+
+
+def _check_device(name: str, value: object, ndim: int, shape: str, num_reqs: int, device: torch.device) -> None:
+    if not isinstance(value, Tensor):
+        _refuse(name, type(value).__name__, f"a tensor {shape} of int32 on {device}")
+    if value.dtype != torch.int32 or value.ndim != ndim or value.shape[0] < num_reqs:
+        got = f"{value.dtype} of shape {list(value.shape)}"
+        _refuse(name, got, f"torch.int32 {shape} with at least {num_reqs} rows, one per request")
+    if value.device != device:
+        _refuse(name, f"a tensor on {value.device}", f"the planner's device, {device}")
+
+
+def _refuse(argument: str, got: object, expected: str, remedy: str = "") -> NoReturn:
+    raise InvalidArgument(_WHERE, argument, got=got, expected=expected, remedy=remedy)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PlannerConfig: what a planner is told once, refused where it is made if no batch could be planned with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, get_args
+
+import torch
+
+from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, ROUTES, InvalidArgument, ScheduleKind
+from mla_portable.planner.flashmla import accumulator_bytes, num_sm_parts
+
+__all__ = ["DEFAULT_WORKSPACE_SEQUENCES", "MIN_HEADS_FOR_SEPARATE", "PlannerConfig", "choose_mode"]
+
+DEFAULT_WORKSPACE_SEQUENCES: Final = 5
+"""Default workspace, in sequences of max_model_len tokens. 5 x 163 840 tokens of 1152 bytes are 0.9 GiB."""
+MIN_HEADS_FOR_SEPARATE: Final = 32
+"""From this many query heads on, prefill is worth a kernel of its own beside FlashMLA's decode."""
+_WORKSPACE_ROUTES: Final = ("split", "upconvert")
+_INT32_MAX: Final = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerConfig:
+    """Limits and choices that hold for every step of one engine.
+
+    Attributes:
+        device: where plans live. route: one of ROUTES.
+        num_heads: H, query heads of this rank. topk: K.
+        max_num_reqs, max_num_tokens: of a batch, graph padding included. They size the persistent buffers.
+        max_model_len: tokens of the longest sequence, context and query.
+        prefill_workspace_tokens: rows of the bf16 workspace, None for 5 * max_model_len. Routes without a workspace
+            ("fused", "direct") have none, whatever this says.
+        decode_threshold: query length up to which a request counts as decode; above 1 for speculative decoding, where all
+            decodes of a batch share one length.
+        schedule_kind: what the sparse_decode implementation wants, `Implementation.schedule_kind`.
+        num_sms: multiprocessors, 0 for a CPU. arch: `DeviceFacts.arch`; "flashmla_tiles" needs both.
+        padded_heads: head count that the decode kernel runs with, None for num_heads.
+        max_scratch_bytes: bound on split-KV scratch, or on the accumulators of one FlashMLA call.
+    Raises: InvalidArgument for each value that is out of range, with the limit and what to change.
+    """
+
+    device: torch.device | str
+    route: str
+    num_heads: int
+    topk: int
+    max_num_reqs: int
+    max_num_tokens: int
+    max_model_len: int
+    prefill_workspace_tokens: int | None = None
+    decode_threshold: int = 1
+    schedule_kind: ScheduleKind = "none"
+    num_sms: int = 0
+    arch: str = ""
+    padded_heads: int | None = None
+    max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES
+
+    def __post_init__(self) -> None:
+        where = "PlannerConfig"
+        if self.route not in ROUTES:
+            raise InvalidArgument(where, "route", got=repr(self.route), expected=f"one of {', '.join(ROUTES)}")
+        kinds = get_args(ScheduleKind)
+        if self.schedule_kind not in kinds:
+            raise InvalidArgument(where, "schedule_kind", got=repr(self.schedule_kind), expected=f"one of {', '.join(kinds)}")
+        positive = ("num_heads", "topk", "max_num_reqs", "max_num_tokens", "max_model_len", "decode_threshold")
+        for name in positive:
+            if not 1 <= getattr(self, name) <= _INT32_MAX:
+                raise InvalidArgument(where, name, got=getattr(self, name), expected=f"1 to {_INT32_MAX}")
+        for name in ("num_sms", "max_scratch_bytes"):
+            if getattr(self, name) < 0:
+                raise InvalidArgument(where, name, got=getattr(self, name), expected="0 or more")
+        if self.kernel_heads < self.num_heads:
+            expected = f"at least num_heads ({self.num_heads}), or None where the kernel pads nothing"
+            raise InvalidArgument(where, "padded_heads", got=self.padded_heads, expected=expected)
+        self._check_workspace()
+        if self.schedule_kind == "flashmla_tiles":
+            self._check_tiles()
+
+    @property
+    def has_workspace(self) -> bool:
+        """The route gathers prefill sequences into a bf16 workspace."""
+        return self.route in _WORKSPACE_ROUTES
+
+    @property
+    def workspace_tokens(self) -> int:
+        """Rows of the workspace, 0 for a route without one."""
+        if not self.has_workspace:
+            return 0
+        if self.prefill_workspace_tokens is None:
+            return DEFAULT_WORKSPACE_SEQUENCES * self.max_model_len
+        return self.prefill_workspace_tokens
+
+    @property
+    def kernel_heads(self) -> int:
+        """Heads that the decode kernel runs with."""
+        return self.num_heads if self.padded_heads is None else self.padded_heads
+
+    def _check_workspace(self) -> None:
+        if self.has_workspace and not self.max_model_len <= self.workspace_tokens <= _INT32_MAX:
+            raise InvalidArgument(
+                "PlannerConfig",
+                "prefill_workspace_tokens",
+                got=self.workspace_tokens,
+                expected=f"max_model_len ({self.max_model_len}) to {_INT32_MAX} on route {self.route}",
+                remedy="The longest sequence must fit the workspace whole: enlarge it, lower max_model_len, or take a route "
+                "without one (fused, direct).",
+            )
+
+    def _check_tiles(self) -> None:
+        where, heads = "PlannerConfig", self.kernel_heads
+        if self.num_sms < 1:
+            raise InvalidArgument(where, "num_sms", got=self.num_sms, expected="1 or more for schedule_kind flashmla_tiles")
+        if heads % 64:
+            raise InvalidArgument(
+                where,
+                "padded_heads",
+                got=heads,
+                expected="a multiple of 64 for schedule_kind flashmla_tiles",
+                remedy="Pass the head count that the kernel pads to.",
+            )
+        for query_len in range(1, self.decode_threshold + 1):
+            parts = num_sm_parts(self.arch, num_sms=self.num_sms, query_len=query_len, num_heads=heads)
+            needed = (1 + parts) * accumulator_bytes(query_len, heads)
+            if needed > self.max_scratch_bytes:
+                raise InvalidArgument(
+                    where,
+                    "max_scratch_bytes",
+                    got=self.max_scratch_bytes,
+                    expected=f"at least {needed}, the accumulators of one row of {query_len} tokens and {parts} parts",
+                    remedy="Raise it, or lower decode_threshold.",
+                )
+
+
+def choose_mode(*, num_heads: int, schedule_kind: ScheduleKind, min_heads_for_separate: int = MIN_HEADS_FOR_SEPARATE) -> str:
+    """The route for an FP8 cache where both fit: "fused" (mixed) or "split" (separate).
+
+    FlashMLA's decode pads few heads to 64 just as its prefill does, and needs no gathered copy of the context: below
+    `min_heads_for_separate` heads it serves prefill tokens as well. Other decode kernels do not pad, so prefill keeps its own.
+    """
+    if schedule_kind == "flashmla_tiles" and num_heads < min_heads_for_separate:
+        return "fused"
+    return "split"

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a batch is divided: leading decodes, prefills, and prefill chunks that fit the workspace. Host arrays only."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Parts", "divide", "fill_chunks"]
+
+
+class Parts(NamedTuple):
+    """A batch divided.
+
+    Attributes:
+        query_len: S, the decodes' common query length; 0 where nothing decodes.
+        first_prefill, end_prefill: the requests that prefill, equal where none does.
+    """
+
+    query_len: int
+    first_prefill: int
+    end_prefill: int
+
+
+def divide(query_lens: npt.NDArray[np.int32], threshold: int) -> Parts:
+    """Tell decodes from prefills, [R] query lengths, R >= 1.
+
+    The first request that is not empty sets S. If S is at most `threshold`, all requests up to the first that has another
+    length are decodes. The prefills run from there (from the first request that is not empty, if nothing decodes) to the
+    last request that is not empty. Empty requests have no token to serve: they end no run of decodes.
+    """
+    present = query_lens != 0
+    first = int(present.argmax())
+    if not present[first]:
+        return Parts(0, 0, 0)
+    query_len = int(query_lens[first])
+    end = len(query_lens) - int(present[::-1].argmax())
+    if query_len > threshold:
+        return Parts(0, first, end)
+    other = present & (query_lens != query_len)
+    first_other = int(other.argmax())
+    if not other[first_other]:
+        return Parts(query_len, end, end)
+    return Parts(query_len, first_other, end)
+
+
+def fill_chunks(
+    lens: npt.NDArray[np.int32], workspace_tokens: int, *, out: npt.NDArray[np.int32]
+) -> tuple[list[int], list[int]]:
+    """Lay sequences out in a workspace, in order; a sequence that no longer fits opens the next chunk.
+
+    Args:
+        lens: [P] sequence lengths, P >= 1, none above `workspace_tokens`.
+        out: [P], written: the first workspace row of each sequence, counted within its chunk.
+    Returns: (bounds, rows): chunk c holds sequences bounds[c] to bounds[c + 1] and fills rows[c] rows.
+    """
+    ends = lens.astype(np.int64).cumsum()
+    num_seqs, total = len(lens), int(ends[-1])
+    if total <= workspace_tokens:
+        out[0], out[1:] = 0, ends[:-1]
+        return [0, num_seqs], [total]
+    starts = ends - lens
+    bounds, rows = [0], list[int]()
+    base = 0
+    while bounds[-1] < num_seqs:
+        begin = bounds[-1]
+        end = int(ends.searchsorted(base + workspace_tokens, side="right"))
+        out[begin:end] = starts[begin:end] - base
+        bounds.append(end)
+        rows.append(int(ends[end - 1]) - base)
+        base += rows[-1]
+    return bounds, rows

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planner: a Batch in, a StepPlan out, once per engine step.
+
+Everything it needs lies on the host, so nothing is read back and nothing waits. Work is done on whole arrays; the only
+loops are over prefill chunks and, for a FlashMLA shape seen for the first time, over its parts. At most one host-to-device
+copy leaves per plan, from page-locked memory; a decode batch like the last one needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import Batch, DecodeSchedule, PrefillChunk, StepPlan
+from mla_portable.planner.buffers import StepBuffers
+from mla_portable.planner.checks import check_lengths, check_sizes
+from mla_portable.planner.config import PlannerConfig
+from mla_portable.planner.flashmla import TileSchedules
+from mla_portable.planner.parts import Parts, divide, fill_chunks
+from mla_portable.planner.split import SplitSchedules
+from mla_portable.planner.staging import Fence
+
+__all__ = ["Planner"]
+
+
+class Planner:
+    """Plans the steps of one engine on one device and one stream.
+
+    A plan's tensors are views of buffers that live as long as the planner, at the same addresses in every plan, so a CUDA
+    graph captured over one plan reads the next one's numbers. They hold a step until the next `plan()`, whose copy is
+    ordered behind the kernels already enqueued. Call `plan()` outside of graph capture, from one thread.
+    """
+
+    def __init__(self, config: PlannerConfig, *, make_fence: Callable[[], Fence] | None = None) -> None:
+        """Allocates all persistent buffers; device memory does not grow later, but for FlashMLA schedules of new shapes.
+
+        Args:
+            config: limits and choices. make_fence: overrides how it is told that a copy has landed.
+        """
+        self._config = config
+        self._device = torch.empty(0, device=config.device).device  # "cuda" becomes "cuda:0", as tensors have it
+        self._requests = np.arange(config.max_num_reqs, dtype=np.int32)
+        self._uniform: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]] = {}
+        self._splits: SplitSchedules | None = None
+        self._tiles: TileSchedules | None = None
+        tile_words = 0
+        # Made under inference mode the buffers could never be written outside of it.
+        with torch.inference_mode(False):
+            if config.schedule_kind == "split_kv" and config.route != "upconvert":
+                self._splits = SplitSchedules(
+                    num_heads=config.num_heads,
+                    topk=config.topk,
+                    num_sms=config.num_sms,
+                    max_num_rows=config.max_num_tokens,
+                    max_scratch_bytes=config.max_scratch_bytes,
+                    device=self._device,
+                )
+            elif config.schedule_kind == "flashmla_tiles" and config.route != "upconvert":
+                self._tiles = TileSchedules(
+                    topk=config.topk,
+                    num_heads=config.kernel_heads,
+                    num_sms=config.num_sms,
+                    arch=config.arch,
+                    max_scratch_bytes=config.max_scratch_bytes,
+                )
+                tile_words = self._tiles.max_words(config.max_num_tokens, config.decode_threshold)
+            self._buffers = StepBuffers(
+                tile_words=tile_words,
+                max_num_reqs=config.max_num_reqs,
+                max_num_tokens=config.max_num_tokens,
+                workspace=config.has_workspace,
+                device=self._device,
+                make_fence=make_fence,
+            )
+
+    @property
+    def config(self) -> PlannerConfig:
+        """As given."""
+        return self._config
+
+    @property
+    def device(self) -> torch.device:
+        """Where plans live, with its index."""
+        return self._device
+
+    @property
+    def workspace_tokens(self) -> int:
+        """Rows of the bf16 workspace that plans count on, 0 for a route without one."""
+        return self._config.workspace_tokens
+
+    @property
+    def num_copies(self) -> int:
+        """Host-to-device copies enqueued so far, by all plans together."""
+        return self._buffers.num_copies
+
+    def plan(self, batch: Batch) -> StepPlan:
+        """Plan one step.
+
+        Raises: InvalidArgument, before anything was written, for a batch that breaks the contract or the configuration.
+        """
+        config, buffers = self._config, self._buffers
+        num_reqs, num_tokens, padded = check_sizes(batch, config, self._device)
+        starts = batch.query_start_loc
+        threshold = 0 if config.route == "upconvert" else config.decode_threshold
+        shared = self._shared_query_len(starts, num_reqs, num_tokens)
+        query_lens: npt.NDArray[np.int32] | None = None
+        if shared:
+            check_lengths(shared, batch.seq_lens, num_tokens, config.max_model_len)
+            parts = Parts(shared, num_reqs, num_reqs) if threshold else Parts(0, 0, num_reqs)
+        elif num_reqs:
+            query_lens = starts[1:] - starts[:-1]
+            check_lengths(query_lens, batch.seq_lens, num_tokens, config.max_model_len)
+            parts = divide(query_lens, threshold)
+        else:
+            parts = Parts(0, 0, 0)
+        decode_tokens, query_len = self._decode_rows(parts, starts, num_tokens, padded)
+        num_prefills = 0 if config.route == "fused" else parts.end_prefill - parts.first_prefill
+        in_chunks = num_prefills > 0 and config.has_workspace
+
+        schedule, missing = self._decode_schedule(decode_tokens, query_len)
+        # Whatever may be refused was; from here on buffers are written.
+        key = (shared, num_reqs) if shared else None
+        if in_chunks or key is None or not buffers.holds(key):
+            if query_lens is None:
+                ids = self._uniform[shared][1][:num_tokens] if shared else self._requests[:0]
+            else:
+                ids = self._requests[:num_reqs].repeat(query_lens)
+            buffers.write_ids(ids, key)
+            if in_chunks:
+                buffers.write_prefill_ids(ids, decode_tokens, parts.first_prefill, padded)
+        workspace_starts = buffers.workspace_starts[:num_prefills] if in_chunks else None
+        chunks = () if workspace_starts is None else self._chunks(batch, parts, workspace_starts)
+        if missing is not None:
+            buffers.write_tiles(missing)
+        buffers.send()
+        if missing is not None and self._tiles is not None:
+            tiles = buffers.tiles[: len(missing)]
+            schedule = self._tiles.adopt(decode_tokens // query_len, query_len, tiles)
+
+        return StepPlan(
+            route=config.route,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            num_padded_tokens=padded,
+            num_decodes=decode_tokens // query_len,
+            num_decode_tokens=decode_tokens,
+            decode_query_len=query_len,
+            num_prefills=num_prefills,
+            num_prefill_tokens=num_tokens - decode_tokens if num_prefills else 0,
+            block_table=_rows(batch.block_table, 0, num_reqs),
+            req_id_per_token=buffers.req_ids[:padded],
+            prefill_request_ids=buffers.prefill_ids[:padded] if in_chunks else None,
+            prefill_workspace_starts=workspace_starts,
+            prefill_chunks=chunks,
+            decode_schedule=schedule,
+        )
+
+    def _shared_query_len(self, starts: npt.NDArray[np.int32], num_reqs: int, num_tokens: int) -> int:
+        """The query length up to the decode threshold that all requests have in common, 0 if there is none."""
+        if num_reqs == 0:
+            return 0
+        query_len = int(starts[1])
+        if not 1 <= query_len <= self._config.decode_threshold or num_reqs * query_len != num_tokens:
+            return 0
+        pattern = self._uniform.get(query_len)
+        if pattern is None:
+            most = min(self._config.max_num_reqs, self._config.max_num_tokens // query_len)
+            pattern_starts = np.arange(most + 1, dtype=np.int32) * np.int32(query_len)
+            pattern = self._uniform[query_len] = (pattern_starts, self._requests[:most].repeat(query_len))
+        return query_len if np.array_equal(starts, pattern[0][: num_reqs + 1]) else 0
+
+    def _decode_rows(self, parts: Parts, starts: npt.NDArray[np.int32], num_tokens: int, padded: int) -> tuple[int, int]:
+        """(rows served by sparse_decode, S); the rows divide by S."""
+        route, query_len = self._config.route, parts.query_len or 1
+        prefills = parts.first_prefill < parts.end_prefill
+        if route == "upconvert":
+            return 0, 1
+        if route == "fused":
+            return padded, query_len if not prefills and padded % query_len == 0 else 1
+        if prefills:
+            return int(starts[parts.first_prefill]), query_len
+        return padded if padded % query_len == 0 else num_tokens, query_len
+
+    def _decode_schedule(
+        self, decode_tokens: int, query_len: int
+    ) -> tuple[DecodeSchedule | None, npt.NDArray[np.int32] | None]:
+        """(schedule, what the device lacks to make it): one of them is None, both are where no schedule is wanted."""
+        if decode_tokens == 0:
+            return None, None
+        if self._splits is not None:
+            return self._splits.get(decode_tokens), None
+        if self._tiles is not None:
+            num_rows = decode_tokens // query_len
+            schedule = self._tiles.get(num_rows, query_len)
+            return schedule, self._tiles.missing(num_rows, query_len) if schedule is None else None
+        return None, None
+
+    def _chunks(self, batch: Batch, parts: Parts, starts: Tensor) -> tuple[PrefillChunk, ...]:
+        """Lay the prefill sequences out in the workspace; stage their lengths, and their starts for `starts`, [P]."""
+        buffers, (_, first, end) = self._buffers, parts
+        lens = batch.seq_lens[first:end]
+        bounds, rows = fill_chunks(lens, self._config.workspace_tokens, out=buffers.staged_starts(end - first))
+        if batch.seq_lens_device is None:
+            buffers.write_seq_lens(lens)
+            lens_on_device = buffers.seq_lens[: end - first]
+        else:
+            lens_on_device = batch.seq_lens_device[first:end]
+        requests = [first + bound for bound in bounds]
+        tokens: list[int] = batch.query_start_loc[requests].tolist()
+        table = _rows(batch.block_table, first, end)
+        if len(rows) == 1:
+            return (PrefillChunk(slice(*tokens), slice(first, end), table, lens_on_device, starts, rows[0]),)
+        sizes = [after - before for before, after in pairwise(bounds)]
+        return tuple(
+            PrefillChunk(slice(*tokens[i : i + 2]), slice(*requests[i : i + 2]), *views, rows[i])
+            for i, views in enumerate(zip(table.split(sizes), lens_on_device.split(sizes), starts.split(sizes), strict=True))
+            if tokens[i] < tokens[i + 1]  # empty requests may fill a chunk between them: there is nothing to serve
+        )
+
+
+def _rows(table: Tensor, begin: int, end: int) -> Tensor:
+    return table if begin == 0 and end == table.shape[0] else table[begin:end]

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StagingRing: page-locked buffers from which a step's numbers travel to the device, never rewritten under a copy.
+
+A copy out of pinned memory returns before it ran, behind whatever the stream still has to do. So each buffer carries a
+fence, recorded behind its copy, and is taken again only once that fence was passed. If the device lags further than the
+ring is long, the ring grows; only at its limit does taking a buffer wait, for the oldest copy, which is then `limit` steps
+behind the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+__all__ = ["Fence", "StagingBuffer", "StagingRing"]
+
+_DEPTH: Final = 4
+_LIMIT: Final = 32
+
+
+class Fence(Protocol):
+    """A point in a stream. torch.cuda.Event has these methods; tests bring their own."""
+
+    def record(self) -> None:
+        """Place it behind everything enqueued so far."""
+        ...
+
+    def query(self) -> bool:
+        """Was it passed, or never recorded? Does not wait."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it was passed."""
+        ...
+
+
+class StagingBuffer:
+    """One buffer of a ring.
+
+    Attributes:
+        words: [n] int32, what the host writes; zero at first. tensor: the same memory, the source of the copy.
+        used: a mark for whoever fills it; the ring leaves it alone.
+    """
+
+    __slots__ = ("fence", "tensor", "used", "words")
+
+    def __init__(self, num_words: int, *, pinned: bool, fence: Fence | None) -> None:
+        self.tensor = torch.zeros(num_words, dtype=torch.int32, pin_memory=pinned)
+        self.words: npt.NDArray[np.int32] = self.tensor.numpy()
+        self.used = 0
+        self.fence = fence
+
+
+class StagingRing:
+    """Staging buffers of one size for one device, taken in turn.
+
+    `take`, fill, `send`, once per step and on the stream that uses the result. On a CPU there is one buffer and plain copies.
+    """
+
+    def __init__(
+        self,
+        num_words: int,
+        device: torch.device,
+        *,
+        depth: int = _DEPTH,
+        limit: int = _LIMIT,
+        make_fence: Callable[[], Fence] | None = None,
+    ) -> None:
+        """`depth` buffers at first, `limit` at most; `make_fence` overrides the device's own kind of fence."""
+        self._num_words = num_words
+        self._pinned = device.type == "cuda"
+        self._limit = limit
+        self._make_fence = make_fence or _fence_maker(device)
+        self._buffers = [self._new() for _ in range(depth if self._make_fence else 1)]
+        self._next = 0
+        self.num_copies = 0
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    def take(self) -> StagingBuffer:
+        """A buffer that no copy reads any more. Waits only when `limit` copies are under way."""
+        buffer = self._buffers[self._next]
+        if buffer.fence is not None and not buffer.fence.query():
+            if len(self._buffers) < self._limit:
+                buffer = self._new()
+                self._buffers.insert(self._next, buffer)  # before the oldest, whose turn comes next
+            else:
+                buffer.fence.synchronize()
+        self._next = (self._next + 1) % len(self._buffers)
+        return buffer
+
+    def send(self, buffer: StagingBuffer, target: Tensor, begin: int, end: int) -> None:
+        """Enqueue target[begin:end] = buffer[begin:end] on the current stream of the target's device."""
+        target[begin:end].copy_(buffer.tensor[begin:end], non_blocking=self._pinned)
+        if buffer.fence is not None:
+            buffer.fence.record()
+        self.num_copies += 1
+
+    def _new(self) -> StagingBuffer:
+        fence = None if self._make_fence is None else self._make_fence()
+        return StagingBuffer(self._num_words, pinned=self._pinned, fence=fence)
+
+
+class _CudaFence:
+    """A CUDA event on whatever stream of `device` is current when it is recorded, the one a copy to it runs on."""
+
+    __slots__ = ("_device", "_event")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event()
+
+    def record(self) -> None:
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def query(self) -> bool:
+        return self._event.query()
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+
+def _fence_maker(device: torch.device) -> Callable[[], Fence] | None:
+    return (lambda: _CudaFence(device)) if device.type == "cuda" else None

@@ -1,0 +1,476 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner by example: chunks, padding, what is copied and when, what is refused, the staging ring."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mla_portable.bench.plan import PLAN_CASES, PlanCase, time_plans
+from mla_portable.contracts import Batch, InvalidArgument, StepPlan, TileSchedule
+from mla_portable.planner import Planner, PlannerConfig, choose_mode, tile_schedule
+from mla_portable.planner.staging import StagingRing
+
+CONFIG = PlannerConfig(
+    device="cpu",
+    route="split",
+    num_heads=16,
+    topk=128,
+    max_num_reqs=16,
+    max_num_tokens=64,
+    max_model_len=40,
+    prefill_workspace_tokens=44,
+)
+TILES = replace(
+    CONFIG,
+    route="fused",
+    topk=2048,
+    max_num_reqs=512,
+    max_num_tokens=1024,
+    schedule_kind="flashmla_tiles",
+    num_sms=132,
+    arch="sm90",
+    padded_heads=64,
+)
+
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def batch_of(
+    query_lens: list[int],
+    seq_lens: list[int] | None = None,
+    *,
+    num_padded_tokens: int | None = None,
+    device: str = "cpu",
+) -> Batch:
+    seq_lens = [n + 3 for n in query_lens] if seq_lens is None else seq_lens
+    starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
+    np.cumsum(query_lens, out=starts[1:])
+    table = torch.arange(len(query_lens) * 4, dtype=torch.int32, device=device).view(-1, 4)
+    return Batch(starts, np.array(seq_lens, dtype=np.int32), table, num_padded_tokens)
+
+
+def test_chunks_start_anew_in_the_workspace():
+    plan = Planner(CONFIG).plan(batch_of([2, 2, 2, 2], [10, 15, 20, 5]))
+    assert plan.prefill_workspace_starts is not None
+    assert plan.prefill_workspace_starts.tolist() == [0, 10, 0, 20]
+    assert [c.requests for c in plan.prefill_chunks] == [slice(0, 2), slice(2, 4)]
+    assert [c.tokens for c in plan.prefill_chunks] == [slice(0, 4), slice(4, 8)]
+    assert [c.workspace_rows for c in plan.prefill_chunks] == [25, 25]
+    assert [c.seq_lens.tolist() for c in plan.prefill_chunks] == [[10, 15], [20, 5]]
+    assert [c.block_table.tolist() for c in plan.prefill_chunks] == [
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        [[8, 9, 10, 11], [12, 13, 14, 15]],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("workspace", "rows"), [(40, [40, 40]), (59, [40, 40]), (60, [60, 20]), (79, [60, 20]), (80, [80]), (200, [80])]
+)
+def test_a_workspace_that_just_fits_is_filled(workspace: int, rows: list[int]):
+    plan = Planner(replace(CONFIG, prefill_workspace_tokens=workspace)).plan(batch_of([2, 2, 2], [40, 20, 20]))
+    assert [c.workspace_rows for c in plan.prefill_chunks] == rows
+
+
+def test_a_chunk_of_empty_requests_is_left_out():
+    plan = Planner(replace(CONFIG, prefill_workspace_tokens=40)).plan(batch_of([5, 0, 0, 5], [40, 30, 10, 40]))
+    assert [(c.requests, c.tokens) for c in plan.prefill_chunks] == [
+        (slice(0, 1), slice(0, 5)),
+        (slice(3, 4), slice(5, 10)),
+    ]
+
+
+def test_a_mixed_batch_in_the_split_route():
+    plan = Planner(CONFIG).plan(batch_of([1, 1, 1, 4, 2], [9, 8, 7, 6, 5], num_padded_tokens=12))
+    assert (plan.num_decodes, plan.num_decode_tokens, plan.decode_query_len) == (3, 3, 1)
+    assert (plan.num_prefills, plan.num_prefill_tokens) == (2, 6)
+    assert plan.req_id_per_token.tolist() == [0, 1, 2, 3, 3, 3, 3, 4, 4, 0, 0, 0]
+    assert plan.prefill_request_ids is not None
+    assert plan.prefill_request_ids.tolist() == [-1, -1, -1, 0, 0, 0, 0, 1, 1, -1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "threshold", "decodes", "query_len", "prefills"),
+    [
+        ([1, 1, 1], 1, 3, 1, 0),
+        ([2, 2, 2], 1, 0, 1, 3),
+        ([2, 2, 2], 2, 3, 2, 0),
+        ([2, 2, 1], 2, 2, 2, 1),
+        ([1, 2, 2], 2, 1, 1, 2),
+        ([2, 2, 9, 2], 2, 2, 2, 2),
+        ([9, 1, 1], 1, 0, 1, 3),
+        ([2, 2, 0, 0], 2, 2, 2, 0),
+        ([0, 1, 0, 1, 5, 0, 5, 0], 1, 2, 1, 3),
+        ([0, 0, 5], 1, 0, 1, 1),
+        ([0, 0], 1, 0, 1, 0),
+        ([], 1, 0, 1, 0),
+    ],
+)
+def test_decodes_are_the_leading_requests_of_one_length(
+    query_lens: list[int], threshold: int, decodes: int, query_len: int, prefills: int
+):
+    plan = Planner(replace(CONFIG, decode_threshold=threshold)).plan(batch_of(query_lens))
+    assert (plan.num_decodes, plan.decode_query_len, plan.num_prefills) == (decodes, query_len, prefills)
+
+
+@pytest.mark.parametrize(
+    ("route", "query_lens", "padded", "rows"),
+    [
+        ("split", [2, 2], 8, (4, 8, 2)),  # a graph for 8 tokens: its padding rows are decoded too
+        ("split", [2, 2], 7, (2, 4, 2)),  # no whole number of rows
+        ("split", [], 6, (6, 6, 1)),
+        ("direct", [2, 2], 8, (4, 8, 2)),
+        ("direct", [2, 2, 5], 12, (2, 4, 2)),
+        ("fused", [2, 2], 8, (4, 8, 2)),
+        ("fused", [2, 2], 7, (7, 7, 1)),
+        ("fused", [2, 2, 5], 12, (12, 12, 1)),
+        ("fused", [3, 3], 6, (6, 6, 1)),  # uniform, but longer than a decode
+        ("upconvert", [2, 2], 8, (0, 0, 1)),
+    ],
+)
+def test_rows_of_the_decode_call(route: str, query_lens: list[int], padded: int, rows: tuple[int, int, int]):
+    config = replace(CONFIG, route=route, decode_threshold=2, schedule_kind="split_kv", num_sms=4)
+    plan = Planner(config).plan(batch_of(query_lens, num_padded_tokens=padded))
+    assert (plan.num_decodes, plan.num_decode_tokens, plan.decode_query_len) == rows
+    assert (plan.decode_schedule is None) == (rows[0] == 0)
+    if plan.decode_schedule is not None:
+        assert plan.decode_schedule.num_rows == rows[1]
+
+
+def test_a_captured_graph_reads_the_next_plan():
+    """The tensors of the plan that was captured are those of every later plan, with the later numbers."""
+    planner = Planner(CONFIG)
+    captured = planner.plan(batch_of([1] * 8))
+    assert captured.req_id_per_token.tolist() == list(range(8))
+    planner.plan(batch_of([3, 3, 3]))
+    replayed = planner.plan(batch_of([1] * 5, num_padded_tokens=8))
+    assert replayed.req_id_per_token.data_ptr() == captured.req_id_per_token.data_ptr()
+    assert captured.req_id_per_token.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+
+
+def test_every_tensor_of_a_plan_keeps_its_address():
+    planner = Planner(CONFIG)
+
+    def addresses(plan: StepPlan) -> list[int]:
+        assert plan.prefill_request_ids is not None
+        assert plan.prefill_workspace_starts is not None
+        first = plan.prefill_chunks[0]
+        tensors = (plan.req_id_per_token, plan.prefill_request_ids, plan.prefill_workspace_starts, first.seq_lens)
+        return [t.data_ptr() for t in tensors]
+
+    first = addresses(planner.plan(batch_of([1, 1, 5])))
+    assert addresses(planner.plan(batch_of([1] * 7 + [20, 30]))) == first
+    assert all(address % 256 == first[0] % 256 for address in first)
+
+
+def copies_of(planner: Planner, batch: Batch) -> int:
+    before = planner.num_copies
+    planner.plan(batch)
+    return planner.num_copies - before
+
+
+def test_a_decode_batch_like_the_last_one_copies_nothing():
+    planner = Planner(CONFIG)
+    assert copies_of(planner, batch_of([1] * 5)) == 1
+    assert copies_of(planner, batch_of([1] * 5, [30] * 5)) == 0
+    assert copies_of(planner, batch_of([1] * 5, num_padded_tokens=9)) == 0
+    assert copies_of(planner, batch_of([1] * 4)) == 1
+    assert copies_of(planner, batch_of([1, 1, 9])) == 1
+    assert copies_of(planner, batch_of([1] * 4)) == 1
+    assert copies_of(planner, batch_of([])) == 1, "old ids are zeroed"
+    assert copies_of(planner, batch_of([])) == 0, "nothing to say"
+
+
+def test_a_new_tile_schedule_travels_with_the_same_copy():
+    planner = Planner(TILES)
+    mixed = batch_of([1] * 20 + [30])
+    assert copies_of(planner, mixed) == 1
+    assert copies_of(planner, mixed) == 1, "request ids alone"
+    assert copies_of(planner, batch_of([1] * 20)) == 1
+    assert copies_of(planner, batch_of([1] * 20)) == 0
+    plan = planner.plan(batch_of([1] * 20))
+    again = planner.plan(batch_of([1] * 20))
+    assert isinstance(plan.decode_schedule, TileSchedule)
+    assert plan.decode_schedule is again.decode_schedule
+    expected = tile_schedule([2048] * 20, num_sm_parts=132)
+    assert plan.decode_schedule.tile_scheduler_metadata.tolist() == expected.metadata.tolist()
+    assert plan.decode_schedule.num_splits.tolist() == expected.num_splits.tolist()
+
+
+def test_a_long_fused_batch_is_cut_into_bounded_calls():
+    plan = Planner(replace(TILES, max_model_len=1000)).plan(batch_of([900]))
+    schedule = plan.decode_schedule
+    assert isinstance(schedule, TileSchedule)
+    assert (schedule.num_rows, schedule.rows_per_call) == (900, 379)
+    assert (379 + 132) * 64 * 513 * 4 <= 64 << 20 < (380 + 132) * 64 * 513 * 4
+    assert schedule.tail is not None
+    assert schedule.tail.num_rows == 900 - 2 * 379
+    for call, rows in ((schedule, 379), (schedule.tail, 142)):
+        expected = tile_schedule([2048] * rows, num_sm_parts=132)
+        assert call.tile_scheduler_metadata.tolist() == expected.metadata.tolist()
+        assert call.num_splits.tolist() == expected.num_splits.tolist()
+
+
+def refuse_read_back(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make whatever reads a tensor on the host, or waits for the device, raise."""
+    if device == "cuda":
+        monkeypatch.setattr(torch.cuda, "synchronize", read_back)
+        torch.cuda.set_sync_debug_mode("error")
+        return
+    for name in ("item", "tolist", "cpu", "numpy", "__int__", "__bool__", "__index__", "__iter__", "__array__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, read_back)
+
+
+def read_back(*args: object, **kwargs: object) -> None:
+    raise AssertionError("a tensor was read, or the device waited for")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("route", ["fused", "split", "direct", "upconvert"])
+def test_planning_reads_nothing_back(route: str, device: str, monkeypatch: pytest.MonkeyPatch):
+    planners = [Planner(replace(config, route=route, device=device)) for config in (CONFIG, TILES)]
+    batches = [batch_of(lens, device=device) for lens in ([1] * 9, [1, 1, 5, 6], [7], [], [0, 1])]
+    refuse_read_back(device, monkeypatch)
+    try:
+        for planner in planners:
+            for batch in batches * 3:
+                planner.plan(batch)
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_back_to_back_plans_each_arrive(device: str):
+    """Nothing waits between these steps, so each copy may still be under way when the next plan is made."""
+    planner = Planner(replace(CONFIG, device=device))
+    seen: list[torch.Tensor] = []
+    lens = [[1] * (1 + step % 7) + [2 + step % 5, 3] for step in range(60)]
+    for query_lens in lens:
+        plan = planner.plan(batch_of(query_lens, device=device))
+        assert plan.prefill_request_ids is not None
+        seen.append(torch.stack((plan.req_id_per_token, plan.prefill_request_ids)))  # in stream order, before the next copy
+    for query_lens, (ids, prefill_ids) in zip(lens, seen, strict=True):
+        owners = [request for request, n in enumerate(query_lens) for _ in range(n)]
+        assert ids.tolist() == owners
+        assert prefill_ids.tolist() == [max(owner - (len(query_lens) - 2), -1) for owner in owners]
+
+
+def test_inference_mode_may_come_and_go():
+    with torch.inference_mode():
+        planner = Planner(replace(CONFIG, schedule_kind="split_kv", num_sms=8))
+        planner.plan(batch_of([1, 1, 4]))
+    plan = planner.plan(batch_of([1] * 3))
+    assert plan.req_id_per_token.tolist() == [0, 1, 2]
+    with torch.inference_mode():
+        assert planner.plan(batch_of([2])).req_id_per_token.tolist() == [0, 0]
+
+
+INT32 = np.int32
+BAD = [
+    ("query_start_loc", {"query_start_loc": [0, 1, 2]}, "got list, expected a numpy array"),
+    ("query_start_loc", {"query_start_loc": torch.tensor([0, 1, 2])}, "got Tensor, expected a numpy array"),
+    ("query_start_loc", {"query_start_loc": np.array([0, 1, 2])}, r"got int64 of shape \[3\], expected int32"),
+    ("query_start_loc", {"query_start_loc": np.zeros((3, 1), INT32)}, r"got int32 of shape \[3, 1\], expected int32 \[R"),
+    ("query_start_loc", {"query_start_loc": np.array([1, 2, 3], INT32)}, "first entry 1, expected 0"),
+    ("query_start_loc", {"query_start_loc": np.array([0, 3, 2], INT32)}, "got 3 query tokens for request 0, .* last one, 2"),
+    ("query_start_loc", {"query_start_loc": np.array([0, -1, 2], INT32)}, "got -1 query tokens for request 0"),
+    (
+        "query_start_loc",
+        {"query_start_loc": np.array([0, 0, -2], INT32)},
+        r"last entry -2, expected 0 to max_num_tokens \(64\)",
+    ),
+    ("query_start_loc", {"query_start_loc": np.array([0, 30, 65], INT32)}, r"last entry 65, .*max_num_tokens \(64\).*Raise"),
+    ("seq_lens", {"seq_lens": np.array([4.0, 4.0])}, r"got float64 of shape \[2\], expected int32 \[R\]"),
+    ("seq_lens", {"seq_lens": np.array([4], INT32)}, r"got shape \[1\], expected one entry per request, 2"),
+    ("seq_lens", {"query_start_loc": np.zeros(0, INT32)}, "query_start_loc has shape"),
+    ("seq_lens", {"seq_lens": np.array([4, 0], INT32)}, "got 0 for request 1, expected its 1 query tokens to"),
+    ("seq_lens", {"seq_lens": np.array([-(2**31), 4], INT32)}, "got -2147483648 for request 0"),
+    ("seq_lens", {"seq_lens": np.array([4, 41], INT32)}, r"got 41 for request 1, expected .* max_model_len \(40\)"),
+    ("num_padded_tokens", {"num_padded_tokens": 1}, r"got 1, expected the batch's 2 tokens to max_num_tokens \(64\)"),
+    ("num_padded_tokens", {"num_padded_tokens": 65}, "got 65, expected"),
+    ("block_table", {"block_table": np.zeros((2, 4), INT32)}, "got ndarray, expected a tensor"),
+    ("block_table", {"block_table": torch.zeros(2, 4)}, r"got torch.float32 of shape \[2, 4\], expected torch.int32"),
+    ("block_table", {"block_table": torch.zeros(8, dtype=torch.int32)}, r"of shape \[8\], expected torch.int32 \[R, columns\]"),
+    ("block_table", {"block_table": torch.zeros(1, 4, dtype=torch.int32)}, "with at least 2 rows"),
+    ("block_table", {"block_table": torch.zeros(2, 4, dtype=torch.int32, device="meta")}, "on meta, expected .* device, cpu"),
+    ("seq_lens_device", {"seq_lens_device": torch.zeros(1, dtype=torch.int32)}, "with at least 2 rows"),
+    ("seq_lens_device", {"seq_lens_device": torch.zeros(2)}, "got torch.float32"),
+]
+
+
+@pytest.mark.parametrize(("argument", "fields", "message"), BAD, ids=[f"{i}-{b[0]}" for i, b in enumerate(BAD)])
+def test_a_bad_batch_is_refused_and_changes_nothing(argument: str, fields: dict, message: str):
+    planner = Planner(CONFIG)
+    last = planner.plan(batch_of([1] * 5))
+    with pytest.raises(InvalidArgument, match=f"Planner.plan: {argument}: .*{message}"):
+        planner.plan(replace(batch_of([1, 1]), **fields))
+    assert last.req_id_per_token.tolist() == [0, 1, 2, 3, 4]
+    assert copies_of(planner, batch_of([1] * 5)) == 0
+
+
+def test_a_mixed_batch_is_checked_as_a_uniform_one_is():
+    planner = Planner(CONFIG)
+    for seq_lens, message in (([0, 6], "got 0 for request 0"), ([9, 41], "got 41 for request 1"), ([1, -7], "got -7")):
+        with pytest.raises(InvalidArgument, match=message):
+            planner.plan(batch_of([1, 6], seq_lens))
+
+
+def test_a_dip_between_two_requests_is_found():
+    batch = replace(batch_of([2, 2, 2]), query_start_loc=np.array([0, 2, 1, 2], INT32))
+    with pytest.raises(InvalidArgument, match="query_start_loc: got -1 query tokens for request 1, expected non-decreasing"):
+        Planner(CONFIG).plan(batch)
+
+
+def test_more_requests_than_configured_are_refused():
+    with pytest.raises(InvalidArgument, match=r"seq_lens: got 17 requests, expected at most max_num_reqs \(16\)"):
+        Planner(CONFIG).plan(batch_of([1] * 17))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"route": "mixed"}, "route: got 'mixed', expected one of fused, split, direct, upconvert"),
+        ({"schedule_kind": "splitkv"}, "schedule_kind: got 'splitkv', expected one of none, split_kv, flashmla_tiles"),
+        ({"num_heads": 0}, "num_heads: got 0, expected 1 to"),
+        ({"max_num_tokens": -4}, "max_num_tokens: got -4"),
+        ({"decode_threshold": 0}, "decode_threshold: got 0"),
+        ({"num_sms": -1}, "num_sms: got -1, expected 0 or more"),
+        ({"max_scratch_bytes": -1}, "max_scratch_bytes: got -1"),
+        ({"padded_heads": 8}, r"padded_heads: got 8, expected at least num_heads \(16\)"),
+        ({"prefill_workspace_tokens": 39}, r"got 39, expected max_model_len \(40\) to .* on route split.*enlarge it"),
+        ({"prefill_workspace_tokens": 0, "route": "upconvert"}, "prefill_workspace_tokens: got 0"),
+        ({"max_model_len": 2**30, "prefill_workspace_tokens": None}, "prefill_workspace_tokens: got 5368709120"),
+        ({"schedule_kind": "flashmla_tiles", "arch": "sm90", "padded_heads": 64}, "num_sms: got 0, expected 1 or more"),
+        (
+            {"schedule_kind": "flashmla_tiles", "num_sms": 132, "arch": "sm90"},
+            "padded_heads: got 16, expected a multiple of 64",
+        ),
+        ({"schedule_kind": "flashmla_tiles", "num_sms": 108, "arch": "sm80", "padded_heads": 64}, "arch: got 'sm80'"),
+        (
+            {
+                "schedule_kind": "flashmla_tiles",
+                "num_sms": 132,
+                "arch": "sm90",
+                "padded_heads": 64,
+                "max_scratch_bytes": 1 << 20,
+            },
+            "max_scratch_bytes: got 1048576, expected at least 17466624",
+        ),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused(fields: dict[str, Any], message: str):
+    with pytest.raises(InvalidArgument, match=message):
+        replace(CONFIG, **fields)
+
+
+def test_workspace_of_each_route():
+    default = replace(CONFIG, prefill_workspace_tokens=None)
+    assert Planner(default).workspace_tokens == 200
+    assert replace(default, route="upconvert").workspace_tokens == 200
+    assert replace(default, route="direct").workspace_tokens == replace(CONFIG, route="fused").workspace_tokens == 0
+    assert replace(CONFIG, route="direct", prefill_workspace_tokens=0).workspace_tokens == 0
+    assert CONFIG.workspace_tokens == 44
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "kind", "mode"),
+    [
+        (8, "flashmla_tiles", "fused"),
+        (31, "flashmla_tiles", "fused"),
+        (32, "flashmla_tiles", "split"),
+        (128, "flashmla_tiles", "split"),
+        (16, "split_kv", "split"),
+        (16, "none", "split"),
+    ],
+)
+def test_mode_by_heads_and_kernel(num_heads: int, kind: Any, mode: str):
+    assert choose_mode(num_heads=num_heads, schedule_kind=kind) == mode
+    assert choose_mode(num_heads=num_heads, schedule_kind=kind, min_heads_for_separate=1) == "split"
+
+
+class Stream:
+    """A stream that runs nothing until told to: its fences pass in order, and it knows who waited."""
+
+    def __init__(self) -> None:
+        self.recorded = self.passed = self.waits = 0
+
+    def make_fence(self) -> StreamFence:
+        return StreamFence(self)
+
+
+class StreamFence:
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.place = stream, 0
+
+    def record(self) -> None:
+        self.stream.recorded += 1
+        self.place = self.stream.recorded
+
+    def query(self) -> bool:
+        return self.place <= self.stream.passed
+
+    def synchronize(self) -> None:
+        self.stream.waits += 1
+        self.stream.passed = max(self.stream.passed, self.place)
+
+
+def test_no_staging_buffer_is_rewritten_under_a_copy():
+    stream, rng = Stream(), np.random.default_rng(0)
+    ring = StagingRing(4, torch.device("cpu"), depth=2, limit=6, make_fence=stream.make_fence)
+    target = torch.zeros(4, dtype=torch.int32)
+    under_way: list[tuple[int, Any]] = []  # (fence number, buffer)
+    for _ in range(2000):
+        buffer = ring.take()
+        under_way = [(place, b) for place, b in under_way if place > stream.passed]
+        assert all(b is not buffer for _, b in under_way)
+        ring.send(buffer, target, 0, 4)
+        under_way.append((stream.recorded, buffer))
+        stream.passed = max(stream.passed, stream.recorded - int(rng.integers(0, 12)))
+    assert len(ring) == 6
+    assert stream.waits > 0, "at its limit the ring waits, for the oldest copy alone"
+
+
+def test_the_ring_grows_rather_than_waits():
+    stream = Stream()
+    ring = StagingRing(4, torch.device("cpu"), depth=2, limit=8, make_fence=stream.make_fence)
+    target = torch.zeros(4, dtype=torch.int32)
+    for _ in range(8):
+        ring.send(ring.take(), target, 0, 4)
+    assert (len(ring), stream.waits) == (8, 0)
+    ring.take()
+    assert stream.waits == 1
+    assert stream.passed == 1, "waited for the oldest"
+
+
+def test_a_quick_device_needs_no_more_than_the_first_buffers():
+    stream = Stream()
+    ring = StagingRing(4, torch.device("cpu"), depth=2, limit=8, make_fence=stream.make_fence)
+    target = torch.zeros(4, dtype=torch.int32)
+    for step in range(50):
+        buffer = ring.take()
+        buffer.words[:] = step
+        ring.send(buffer, target, 1, 3)
+        stream.passed = stream.recorded
+    assert (len(ring), stream.waits, ring.num_copies) == (2, 0, 50)
+    assert target.tolist() == [0, 49, 49, 0]
+
+
+def test_the_timing_has_a_row_per_case_that_fits():
+    cases = (PlanCase("few", 4), PlanCase("changing", 4, varying=True), PlanCase("mixed", 4, 2, 8), PlanCase("too many", 400))
+    rows = time_plans(CONFIG, cases=cases, repeat=6, warmup=2)
+    assert [(row.case, row.num_tokens, row.copies_per_plan) for row in rows] == [
+        ("few", 4, 0.0),
+        ("changing", 4, 1.0),
+        ("mixed", 20, 1.0),
+    ]
+    assert all(0 < row.p10_us <= row.median_us <= row.p90_us for row in rows)
+    assert rows[0].as_dict()["landed_us"] is None
+    assert {case.num_tokens for case in PLAN_CASES} >= {256, 2304, 4096}
+    with pytest.raises(InvalidArgument, match="repeat: got 0"):
+        time_plans(CONFIG, repeat=0)
