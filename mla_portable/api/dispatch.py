@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who serves a kind of call: a cache between the convenience functions and the registry.
+
+A kind of call is everything its arguments say that may decide the choice. It is looked up in one dictionary, so that a call
+after the first costs a few microseconds; a change of policy (`use(...)`, `reload_policy()`) changes the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import BoundPrimitive, Primitive, Request, SplitSchedule, TileSchedule
+from mla_portable.registry import Registry, get_registry
+
+__all__ = ["Served", "current_registry", "find", "serving"]
+
+_CACHE_LIMIT: Final = 4096
+"""Kinds of calls whose implementation is kept; beyond that all are dropped and asked for again."""
+_FACTS: Final[dict[str, tuple[str, ...]]] = {
+    "cache_write": ("kv_layout", "block_size", "scale_format"),
+    "convert_indices": ("topk", "block_size", "prefill_workspace", "compact"),
+    "gather_upconvert": ("kv_layout", "block_size"),
+    "sparse_decode": ("kv_layout", "num_heads", "topk", "block_size", "query_len", "lengths", "attn_sink", "lse"),
+    "sparse_prefill": ("kv_layout", "num_heads", "topk", "block_size", "lengths", "attn_sink", "lse"),
+    "merge_states": (),
+    "quantize_per_tensor": (),
+}
+"""The Request fields that a call's arguments decide, in the order in which `mla_portable.api` gives them."""
+_SCHEDULES: Final[dict[str, type[SplitSchedule] | type[TileSchedule]]] = {
+    "split_kv": SplitSchedule,
+    "flashmla_tiles": TileSchedule,
+}
+
+
+class Served(NamedTuple):
+    """Who serves a kind of call. schedule_type: what `schedule=` must be; None where any is ignored."""
+
+    call: BoundPrimitive
+    name: str
+    schedule_type: type[SplitSchedule] | type[TileSchedule] | None
+
+
+_served: dict[tuple[Any, ...], Served] = {}
+_override: Registry | None = None
+
+
+@contextmanager
+def serving(registry: Registry) -> Generator[None, None, None]:
+    """Let `mla_portable.api` ask `registry` instead of the process's own: for tests and measurements, in one thread."""
+    global _override
+    before, _override = _override, registry
+    try:
+        yield
+    finally:
+        _override = before
+        _served.clear()
+
+
+def current_registry() -> Registry:
+    """The registry that serves: the process's own, or that of a `serving` block."""
+    return get_registry() if _override is None else _override
+
+
+def find(primitive: str, backend: str | None, tensor: Tensor, facts: tuple[Any, ...]) -> Served:
+    """Who serves this kind of call: from the cache, else from the registry. `tensor` is on the call's device."""
+    registry = get_registry() if _override is None else _override
+    device = tensor.get_device()
+    graph = device >= 0 and torch.cuda.is_current_stream_capturing()
+    key = (primitive, backend, device, graph, facts, registry.choice_token(), registry)
+    served = _served.get(key)
+    if served is None:
+        given = dict(zip(_FACTS[primitive], facts, strict=True))
+        request = Request(Primitive(primitive), registry.facts(tensor.device), graph=graph, **given)
+        implementation, _ = registry.select(request, backend=backend)
+        call = registry.bind(request, backend=backend)
+        served = Served(call, implementation.name, _SCHEDULES.get(implementation.schedule_kind))
+        if len(_served) >= _CACHE_LIMIT:
+            _served.clear()
+        _served[key] = served
+    return served

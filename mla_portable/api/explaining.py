@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""explain: the registry's answer to "who would serve this?", with every reason, for a person or a script."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from mla_portable.api.dispatch import current_registry
+from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, Primitive, Request
+
+__all__ = ["explain"]
+
+
+def explain(
+    primitive: Primitive | str,
+    *,
+    device: torch.device | str | DeviceFacts | None = None,
+    backend: str | None = None,
+    **request_fields: Any,
+) -> Decision:
+    """Who would serve a primitive, and every reason against everyone else.
+
+    Args:
+        primitive: its name. device: where; facts of a device that is not at hand are welcome; None means the first GPU, or
+            the CPU where there is none.
+        backend: as if that were demanded. request_fields: of `mla_portable.contracts.Request`, e.g. num_heads=16.
+    Returns: the Decision; print `.text()`. A request that nothing can serve is an answer here, not an error.
+    Raises: InvalidArgument for an unknown primitive or field; UnknownBackend. May probe kernels; not graph-safe.
+    """
+    names = [each.value for each in Primitive]
+    if primitive not in names:
+        raise InvalidArgument("explain", "primitive", got=repr(primitive), expected=f"one of {', '.join(names)}")
+    allowed = [field.name for field in fields(Request) if field.name not in ("primitive", "device")]
+    for name in request_fields:
+        if name not in allowed:
+            raise InvalidArgument("explain", name, got="an unknown field", expected=f"one of {', '.join(allowed)}")
+    registry = current_registry()
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    facts = device if isinstance(device, DeviceFacts) else registry.facts(device)
+    request = Request(Primitive(primitive), facts, **request_fields)
+    return registry.decide(request, backend=backend, thorough=True)

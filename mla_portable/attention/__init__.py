@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse MLA attention of one layer: a spec, the route that serves it, buffers that layers share, and the layer itself."""
+
+from mla_portable.attention.buffers import StepBuffers
+from mla_portable.attention.layer import SparseMLAAttention
+from mla_portable.attention.routes import RouteDecision, RoutePart, RouteVerdict, UnsupportedRoute
+from mla_portable.attention.spec import AttentionSpec
+
+__all__ = [
+    "AttentionSpec",
+    "RouteDecision",
+    "RoutePart",
+    "RouteVerdict",
+    "SparseMLAAttention",
+    "StepBuffers",
+    "UnsupportedRoute",
+]

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StepBuffers: tensors that a layer fills and forgets within a step, so that all layers of a model share one set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mla_portable.attention.spec import AttentionSpec
+from mla_portable.contracts import HEAD_SIZE, InvalidArgument
+
+__all__ = ["StepBuffers"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepBuffers:
+    """Scratch with stable addresses; layers that share it must run one after the other on one stream.
+
+    Attributes:
+        indices: [max_num_tokens, K] int32. counts: [max_num_tokens] int32. Where convert_indices writes.
+        lse: [max_num_tokens, H] float32, for layers that return none; None where every layer does.
+        query: [max_num_tokens, H, 576] bf16, where a (ql_nope, q_pe) pair is joined; None where none is expected.
+        workspace: [W, 576] bf16 for gathered prefill contexts; None for routes without one.
+    """
+
+    indices: Tensor
+    counts: Tensor
+    lse: Tensor | None = None
+    query: Tensor | None = None
+    workspace: Tensor | None = None
+
+    @classmethod
+    def allocate(
+        cls, spec: AttentionSpec, device: torch.device, *, has_workspace: bool, workspace: Tensor | None = None
+    ) -> StepBuffers:
+        """Buffers for layers of `spec` on `device`.
+
+        Args:
+            has_workspace: the route gathers. workspace: one that the caller owns, [W, 576] bf16; allocated where None.
+        """
+        tokens, heads = spec.max_num_tokens, spec.num_heads
+
+        def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        # Made under inference mode they could never be written outside of it.
+        with torch.inference_mode(False):
+            if has_workspace and workspace is None:
+                workspace = empty(spec.workspace_rows, HEAD_SIZE, dtype=torch.bfloat16)
+            return cls(
+                indices=empty(tokens, spec.topk, dtype=torch.int32),
+                counts=empty(tokens, dtype=torch.int32),
+                lse=None if spec.need_lse else empty(tokens, heads, dtype=torch.float32),
+                query=empty(tokens, heads, HEAD_SIZE, dtype=torch.bfloat16) if spec.concat_query else None,
+                workspace=workspace if has_workspace else None,
+            )
+
+    def check(self, spec: AttentionSpec, device: torch.device, *, has_workspace: bool) -> None:
+        """Raise InvalidArgument unless layers of `spec` can use these buffers."""
+        tokens, heads = spec.max_num_tokens, spec.num_heads
+        _check("indices", self.indices, (tokens, spec.topk), torch.int32, device)
+        _check("counts", self.counts, (tokens,), torch.int32, device)
+        if not spec.need_lse:
+            _check("lse", self.lse, (tokens, heads), torch.float32, device)
+        if spec.concat_query:
+            _check("query", self.query, (tokens, heads, HEAD_SIZE), torch.bfloat16, device)
+        if has_workspace:
+            _check("workspace", self.workspace, (spec.workspace_rows, HEAD_SIZE), torch.bfloat16, device)
+
+    def join_query(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        """(ql_nope [T, H, 512], q_pe [T, H, 64]) -> [T, H, 576] at a stable address; what the last pair left is overwritten.
+
+        Raises: InvalidArgument where the buffers were made without room for it.
+        """
+        if self.query is None:
+            remedy = "Build the layer with concat_query=True."
+            raise InvalidArgument("SparseMLAAttention", "q", got="a pair", expected="one tensor [T, H, 576]", remedy=remedy)
+        return torch.cat(pair, dim=-1, out=self.query[: pair[0].shape[0]])
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory held, in bytes."""
+        tensors = (self.indices, self.counts, self.lse, self.query, self.workspace)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _check(name: str, tensor: Tensor | None, least: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """At least `least[0]` rows, otherwise exactly `least`; contiguous."""
+    where, expected = "SparseMLAAttention", f"{dtype} {list(least)} on {device}, contiguous; more rows are welcome"
+    if tensor is None:
+        raise InvalidArgument(where, name, got="None", expected=expected)
+    same_rank = tensor.dim() == len(least)
+    fits = same_rank and tensor.shape[0] >= least[0] and tensor.shape[1:] == least[1:]
+    if fits and tensor.dtype == dtype and tensor.device == device and tensor.is_contiguous():
+        return
+    got = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}" + ("" if tensor.is_contiguous() else ", not contiguous")
+    short = least[0] - tensor.shape[0] if same_rank else 0
+    remedy = f"It is too small by {short} rows: enlarge it, or lower what the spec asks for." if short > 0 else ""
+    raise InvalidArgument(where, name, got=got, expected=expected, remedy=remedy)

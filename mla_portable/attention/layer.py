@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SparseMLAAttention: one layer's attention. Binds its primitives when it is built, then walks each step's plan.
+
+All tokens: convert_indices, once. Then every part writes its own rows of `out` and `lse`:
+decode tokens    sparse_decode on the cache, as [requests, query length] rows
+prefill tokens   route direct: sparse_prefill on the cache
+                 routes split and upconvert, chunk by chunk: gather_upconvert, then sparse_prefill on the workspace
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.attention.buffers import StepBuffers
+from mla_portable.attention.checks import StepCheck
+from mla_portable.attention.demand import BackendChoice, Demand
+from mla_portable.attention.routes import RouteDecision, choose_route
+from mla_portable.attention.spec import AttentionSpec
+from mla_portable.contracts import (
+    HEAD_SIZE,
+    KV_LORA_RANK,
+    Implementation,
+    InvalidArgument,
+    Primitive,
+    Request,
+    StepPlan,
+    UnsupportedRequest,
+)
+from mla_portable.contracts.rules import check_tensor
+from mla_portable.planner import PlannerConfig
+from mla_portable.registry import Registry, get_registry
+
+__all__ = ["SparseMLAAttention"]
+
+_WORKSPACE_ROUTES: Final = ("split", "upconvert")
+
+
+class SparseMLAAttention:
+    """The attention of one layer, in the latent space (weights absorbed; see `mla_portable.absorb`).
+
+    Attributes:
+        spec, device: as built, the device with its index. facts: `DeviceFacts` of the device.
+        route: the one that serves. route_decision: every route's verdict and reasons, with every primitive's decision.
+        buffers: to hand to the model's other layers.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        device: torch.device | str,
+        registry: Registry | None = None,
+        backend: BackendChoice = None,
+        workspace: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        buffers: StepBuffers | None = None,
+    ) -> None:
+        """Choose a route, bind its primitives, allocate what is not given.
+
+        Args:
+            spec: shared by the model's layers. device: where they run. registry: whom to ask; the process's own by default.
+            backend: demanded for every primitive of the layer, or a mapping from primitive names to backends.
+            workspace: [W, 576] bf16, at least `spec.workspace_rows`; allocated where None and the route gathers.
+            attn_sink: [H] float32, exactly when `spec.attn_sink`. buffers: of another layer of the same spec and route.
+        Raises: UnsupportedRoute with the reasons against every route; UnknownBackend; InvalidArgument for tensors that do
+            not fit the spec.
+        """
+        self.spec = spec
+        self.device = torch.empty(0, device=device).device
+        registry = get_registry() if registry is None else registry
+        self.facts = registry.facts(self.device)
+        demand = Demand(registry, backend)
+        self.route_decision: RouteDecision = choose_route(spec, self.facts, demand.decide, demand.schedule_kind)
+        verdict = self.route_decision.verdict  # raises where there is none
+        self.route = verdict.route
+        parts = {part.role: part.decision for part in verdict.parts if (self.route, part.role) != ("fused", "prefill")}
+        bound = {role: demand.bind(decision.request) for role, decision in parts.items()}
+        self._convert, self._decode = bound["convert"], bound.get("decode")
+        self._prefill, self._gather = bound.get("prefill"), bound.get("gather")
+        self._decoder: Implementation | None = demand.chosen(parts["decode"]) if "decode" in parts else None
+        self._writes = demand.decide(self._write_request())
+        self._write = demand.bind(self._writes.request) if self._writes.chosen else None
+        index = torch.empty(0, device=self.device).get_device()
+        self._attn_sink = _checked_sink(spec, attn_sink, index)
+        self.buffers = self._ready_buffers(buffers, workspace)
+        self._last_rows = (0, self.buffers.indices[:0], self.buffers.counts[:0])
+        flat_cache = self._prefill is not None and self._gather is None and spec.kv_layout == "bf16"
+        self._check = StepCheck(spec, self.route, self.buffers, device=index, flat_cache=flat_cache)
+
+    def _write_request(self) -> Request:
+        spec = self.spec
+        return Request(
+            Primitive.CACHE_WRITE,
+            self.facts,
+            kv_layout=spec.kv_layout,
+            block_size=spec.block_size,
+            scale_format=(spec.scale_format or "pow2") if spec.kv_layout != "bf16" else None,
+            graph=spec.graph,
+        )
+
+    def _ready_buffers(self, buffers: StepBuffers | None, workspace: Tensor | None) -> StepBuffers:
+        has_workspace = self.route in _WORKSPACE_ROUTES
+        if buffers is None:
+            buffers = StepBuffers.allocate(self.spec, self.device, has_workspace=has_workspace, workspace=workspace)
+        elif workspace is not None:
+            expected = "None, because buffers are given"
+            raise InvalidArgument("SparseMLAAttention", "workspace", got="a tensor", expected=expected)
+        buffers.check(self.spec, self.device, has_workspace=has_workspace)
+        return buffers
+
+    def explain(self) -> str:
+        """The route and every primitive's implementation, with the reasons against the others."""
+        return self.route_decision.text()
+
+    def planner_config(self) -> PlannerConfig:
+        """The configuration of a planner whose plans this layer can walk."""
+        spec, decoder = self.spec, self._decoder
+        return PlannerConfig(
+            device=self.device,
+            route=self.route,
+            num_heads=spec.num_heads,
+            topk=spec.topk,
+            max_num_reqs=spec.max_num_reqs,
+            max_num_tokens=spec.max_num_tokens,
+            max_model_len=spec.max_model_len,
+            prefill_workspace_tokens=spec.workspace_rows if self.route in _WORKSPACE_ROUTES else 0,
+            decode_threshold=spec.decode_query_len,
+            schedule_kind=decoder.schedule_kind if decoder else "none",
+            num_sms=self.facts.num_sms,
+            arch=self.facts.arch,
+            padded_heads=decoder.padded_heads(spec.num_heads) if decoder else None,
+            max_scratch_bytes=spec.max_scratch_bytes,
+        )
+
+    def cache_write(self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Write a step's new tokens into the cache with `spec.scale_format`; arguments as `mla_portable.cache_write`.
+
+        Arguments are not checked. Graph-safe where `spec.graph`.
+        Raises: UnsupportedRequest when nothing here writes this layout; attention may still read it.
+        """
+        if self._write is None:
+            raise UnsupportedRequest(self._writes)
+        self._write(kv_c, k_pe, kv_cache, slot_mapping, scale_format=self.spec.scale_format or "pow2")
+
+    def forward(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_cache: Tensor,
+        topk_indices: Tensor,
+        plan: StepPlan,
+        *,
+        out: Tensor | None = None,
+        lse_out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of a step's tokens over the cache.
+
+        Args:
+            q: [T, H, 576] bf16, or the pair ql_nope [T, H, 512], q_pe [T, H, 64] where `spec.concat_query`;
+                T = plan.num_padded_tokens.
+            kv_cache: [blocks, block_size, 576] bf16 or [blocks, block_size, 656] uint8, as in the spec.
+            topk_indices: [T or more, K] int32, positions in each token's request, negative = absent; rows of padding hold -1.
+            plan: made for this batch by a planner of `planner_config()`.
+            out: [T, H, 512] bf16, written. lse_out: [T, H] float32, written.
+        Returns: out and lse, natural logarithm; lse is None unless `spec.need_lse`. A row without a valid index, padding
+            included, has out = 0 and lse = -inf.
+        Raises: PlanMismatch when the plan was made for another batch or route; InvalidArgument for the tensors. Both
+            before anything runs.
+        Graph-safe for uniform decode batches, with `out` (and `lse_out`) given and `spec.graph`: no look-up, allocation or
+        read-back.
+        """
+        spec, buffers, num_tokens = self.spec, self.buffers, plan.num_padded_tokens
+        self._check(q, kv_cache, topk_indices, plan, out, lse_out)
+        if out is None:
+            out = torch.empty((num_tokens, spec.num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=self.device)
+        if lse_out is None and buffers.lse is not None:
+            lse_out = buffers.lse[:num_tokens]
+        elif lse_out is None:
+            lse_out = torch.empty((num_tokens, spec.num_heads), dtype=torch.float32, device=self.device)
+        if num_tokens == 0:
+            return out, lse_out if spec.need_lse else None
+        query = q if isinstance(q, Tensor) else buffers.join_query(q)
+        indices, counts = self._index_rows(num_tokens)
+        self._convert(
+            _leading(topk_indices, num_tokens),
+            plan.req_id_per_token,
+            plan.block_table,
+            block_size=spec.block_size,
+            num_slots=kv_cache.shape[0] * spec.block_size,
+            prefill_request_ids=plan.prefill_request_ids,
+            prefill_workspace_starts=plan.prefill_workspace_starts,
+            out=(indices, counts),
+        )
+        served = self._serve_decodes(query, kv_cache, indices, plan, out, lse_out)
+        served = self._serve_prefills(served, query, kv_cache, indices, plan, out, lse_out)
+        if served < num_tokens:
+            out[served:].zero_()
+            lse_out[served:].fill_(-math.inf)
+        return out, lse_out if spec.need_lse else None
+
+    __call__ = forward
+
+    def _index_rows(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Views of the index buffers; steady decoding has the same number of tokens in every step."""
+        if self._last_rows[0] != num_tokens:
+            self._last_rows = (num_tokens, self.buffers.indices[:num_tokens], self.buffers.counts[:num_tokens])
+        return self._last_rows[1:]
+
+    def _serve_decodes(self, q: Tensor, kv_cache: Tensor, indices: Tensor, plan: StepPlan, out: Tensor, lse: Tensor) -> int:
+        """The leading rows through sparse_decode; returns how many."""
+        end = plan.num_decode_tokens
+        if self._decode is None or end == 0:
+            return 0
+        rows, length, heads = plan.num_decodes, plan.decode_query_len, self.spec.num_heads
+        self._decode(
+            _leading(q, end).view(rows, length, heads, HEAD_SIZE),
+            kv_cache,
+            _leading(indices, end).view(rows, length, self.spec.topk),
+            softmax_scale=self.spec.softmax_scale,
+            attn_sink=self._attn_sink,
+            schedule=plan.decode_schedule,
+            out=_leading(out, end).view(rows, length, heads, KV_LORA_RANK),
+            lse_out=_leading(lse, end).view(rows, length, heads),
+        )
+        return end
+
+    def _serve_prefills(
+        self, served: int, q: Tensor, kv_cache: Tensor, indices: Tensor, plan: StepPlan, out: Tensor, lse: Tensor
+    ) -> int:
+        """What sparse_decode left, from row `served` on; returns where it ends."""
+        if self._prefill is None:
+            return served
+        scale, sink, workspace = self.spec.softmax_scale, self._attn_sink, self.buffers.workspace
+        if self._gather is None or workspace is None:
+            part = slice(served, plan.num_decode_tokens + plan.num_prefill_tokens)
+            if part.start < part.stop:
+                kv = kv_cache.view(-1, HEAD_SIZE) if self.spec.kv_layout == "bf16" else kv_cache
+                self._prefill(q[part], kv, indices[part], softmax_scale=scale, attn_sink=sink, out=out[part], lse_out=lse[part])
+            return part.stop
+        for chunk in plan.prefill_chunks:
+            part, rows = chunk.tokens, workspace[: chunk.workspace_rows]
+            self._gather(kv_cache, chunk.block_table, chunk.seq_lens, chunk.workspace_starts, out=rows)
+            self._prefill(q[part], rows, indices[part], softmax_scale=scale, attn_sink=sink, out=out[part], lse_out=lse[part])
+            served = part.stop
+        return served
+
+
+def _leading(tensor: Tensor, rows: int) -> Tensor:
+    """The first `rows` rows; a view costs the host a microsecond, so none is made of the whole."""
+    return tensor if tensor.shape[0] == rows else tensor[:rows]
+
+
+def _checked_sink(spec: AttentionSpec, attn_sink: Tensor | None, device: int) -> Tensor | None:
+    where = "SparseMLAAttention"
+    if spec.attn_sink and attn_sink is None:
+        raise InvalidArgument(where, "attn_sink", got="None", expected="[H] float32, because spec.attn_sink")
+    if attn_sink is not None:
+        if not spec.attn_sink:
+            raise InvalidArgument(where, "attn_sink", got="a tensor", expected="None, because spec.attn_sink is False")
+        check_tensor(where, "attn_sink", attn_sink, torch.float32, (spec.num_heads,), device, "[H]")
+    return attn_sink

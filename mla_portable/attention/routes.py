@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing a route: which composition of primitives serves a layer, ranked like implementations, with reasons as data.
+
+A route's cost is the sum of what serves its decode tokens, what serves its prefill tokens, and its gather, each the cost of
+the implementation the registry chose (declared preference or measured) times a weight:
+
+    fused       decode + F * decode     F = 0.5 where the kernel is FlashMLA's kind and heads are few, else 2
+    direct      decode + prefill
+    split       decode + prefill + 0.1 * gather
+    upconvert   2 * prefill + gather + 200
+
+Weights are judgements about work, not measurements: FlashMLA's bf16 prefill pads few heads to 64 and needs a gathered copy,
+so below 32 heads its decode kernel serves prefill tokens better; splitting keys gains nothing on prefill; and upconvert
+gathers every context in every step, decodes included, so it is for devices where only the reference (cost 1000) decodes FP8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from mla_portable.attention.spec import AUTO_ROUTE, AttentionSpec
+from mla_portable.contracts import ROUTES, Decision, DeviceFacts, Primitive, Reason, Request, UnsupportedRequest
+from mla_portable.planner.config import MIN_HEADS_FOR_SEPARATE
+
+__all__ = ["RouteDecision", "RoutePart", "RouteVerdict", "UnsupportedRoute", "choose_route", "route_requests"]
+
+_FUSED_PREFILL: Final = 2.0
+_FUSED_PREFILL_FEW_HEADS: Final = 0.5
+_GATHER_PREFILL: Final = 0.1
+_EVERY_STEP: Final = 200.0
+
+Decide = Callable[[Request], Decision]
+"""Asks the registry who serves a request."""
+ScheduleKindOf = Callable[[Decision], str]
+"""The schedule kind of the implementation that a decision on sparse_decode chose."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutePart:
+    """One primitive of a route: what it does there ("decode", "prefill", "gather", ...), who serves it, at what weight."""
+
+    role: str
+    decision: Decision
+    weight: float
+
+    @property
+    def cost(self) -> float:
+        """Of the chosen implementation; 0 where there is none."""
+        return next((v.cost for v in self.decision.verdicts if v.implementation == self.decision.chosen), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteVerdict:
+    """What was found about one route.
+
+    Attributes:
+        route: one of ROUTES. parts: its primitives. reasons: all reasons against it; empty means it can serve.
+        surcharge: cost beyond its parts'. note: what its ranking rests on, where that is more than its parts.
+    """
+
+    route: str
+    parts: tuple[RoutePart, ...]
+    reasons: tuple[Reason, ...]
+    surcharge: float = 0.0
+    note: str = ""
+
+    @property
+    def can_run(self) -> bool:
+        return not self.reasons
+
+    @property
+    def cost(self) -> float:
+        """Weighted sum of the parts' costs; smaller is preferred."""
+        return sum(part.cost * part.weight for part in self.parts) + self.surcharge
+
+    def part(self, role: str) -> RoutePart | None:
+        """The part that plays `role`, None where the route has none."""
+        return next((part for part in self.parts if part.role == role), None)
+
+    def __str__(self) -> str:
+        if self.reasons:
+            return "; ".join(map(str, self.reasons))
+        terms = [f"{part.role} {part.decision.chosen} {part.cost:g} x {part.weight:g}" for part in self.parts if part.weight]
+        terms += [f"{self.surcharge:g}"] if self.surcharge else []
+        return " + ".join(terms) + f" = {self.cost:g}" + (f" ({self.note})" if self.note else "")
+
+
+@dataclass(frozen=True, slots=True)
+class RouteDecision:
+    """Which route serves a layer, and why not the others.
+
+    Attributes:
+        spec, device: what was asked, where. chosen: the route, None when none can serve. forced: the one demanded, or None.
+        verdicts: every route that was considered, best first; those that cannot serve last.
+    """
+
+    spec: AttentionSpec
+    device: DeviceFacts
+    chosen: str | None
+    forced: str | None
+    verdicts: tuple[RouteVerdict, ...] = field(default=())
+
+    @property
+    def verdict(self) -> RouteVerdict:
+        """That on the chosen route. Raises: UnsupportedRoute when there is none."""
+        for verdict in self.verdicts:
+            if verdict.route == self.chosen:
+                return verdict
+        raise UnsupportedRoute(self)
+
+    def text(self) -> str:
+        """The decision for a person: the route, the others with their reasons, then who serves each primitive."""
+        control = "forced by route=" if self.forced else "automatic"
+        lines = [f"route: {self.chosen or 'none can serve'} ({control})", *self._routes()]
+        if self.chosen:
+            lines += dict.fromkeys(part.decision.text() for part in self.verdict.parts)
+        return "\n".join(lines)
+
+    def failure_text(self) -> str:
+        """The message of UnsupportedRoute: the request, every route with all reasons, each primitive's own refusal."""
+        subject = f"route {self.forced!r} cannot serve" if self.forced else "no route serves"
+        spec = self.spec
+        lines = [f"{subject} sparse attention of {spec.num_heads} heads, topk {spec.topk}, {spec.kv_layout}, on {self.device}"]
+        lines += self._routes()
+        refused = {part.decision.failure_text(): None for v in self.verdicts for part in v.parts if not part.decision.chosen}
+        return "\n".join([*lines, *refused])
+
+    def _routes(self) -> list[str]:
+        width = max(map(len, ROUTES))
+        return [f"  {verdict.route:<{width}}  {verdict}" for verdict in self.verdicts]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for `--json`."""
+        return {
+            "chosen": self.chosen,
+            "forced": self.forced,
+            "routes": [
+                {
+                    "route": verdict.route,
+                    "can_run": verdict.can_run,
+                    "cost": verdict.cost,
+                    "note": verdict.note,
+                    "reasons": [str(reason) for reason in verdict.reasons],
+                    "parts": [{"role": part.role, "weight": part.weight, **part.decision.as_dict()} for part in verdict.parts],
+                }
+                for verdict in self.verdicts
+            ],
+        }
+
+
+class UnsupportedRoute(UnsupportedRequest):
+    """No route, or not the demanded one, can serve a layer.
+
+    Attributes:
+        route_decision: every route with its reasons. decision: of the first primitive that nothing can run, if there is one.
+    """
+
+    def __init__(self, route_decision: RouteDecision) -> None:
+        self.route_decision = route_decision
+        decisions = [part.decision for verdict in route_decision.verdicts for part in verdict.parts]
+        self.decision = next((d for d in decisions if d.chosen is None), decisions[0])
+        RuntimeError.__init__(self, route_decision.failure_text())
+
+
+def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Request]:
+    """The questions that a layer's routes put to the registry, by name.
+
+    "cache_prefill" reads the cache itself, "bf16_prefill" a bf16 workspace.
+    """
+    attention: dict[str, Any] = {
+        "device": device,
+        "num_heads": spec.num_heads,
+        "topk": spec.topk,
+        "lse": spec.need_lse,
+        "attn_sink": spec.attn_sink,
+    }
+    fp8 = spec.kv_layout != "bf16"
+    cache: dict[str, Any] = {
+        "kv_layout": spec.kv_layout,
+        "block_size": spec.block_size,
+        "scale_format": spec.scale_format if fp8 else None,
+    }
+    decode = Request(Primitive.SPARSE_DECODE, **attention, **cache, query_len=spec.decode_query_len, graph=spec.graph)
+    seen: dict[str, Any] = cache if fp8 else {"kv_layout": "bf16"}  # sparse_prefill sees a bf16 cache as flat rows
+    return {
+        "convert": Request(Primitive.CONVERT_INDICES, device, topk=spec.topk, block_size=spec.block_size, graph=spec.graph),
+        "workspace_convert": Request(
+            Primitive.CONVERT_INDICES,
+            device,
+            topk=spec.topk,
+            block_size=spec.block_size,
+            prefill_workspace=True,
+            graph=spec.graph,
+        ),
+        "decode": decode,
+        "cache_prefill": Request(Primitive.SPARSE_PREFILL, **attention, **seen),
+        "bf16_prefill": Request(Primitive.SPARSE_PREFILL, **attention, kv_layout="bf16"),
+        "gather": Request(Primitive.GATHER_UPCONVERT, device, **cache),
+    }
+
+
+def choose_route(spec: AttentionSpec, device: DeviceFacts, decide: Decide, schedule_kind: ScheduleKindOf) -> RouteDecision:
+    """Rank the routes for `spec` on `device`; a pure function of what `decide` and `schedule_kind` answer.
+
+    A forced route (`spec.route`) is considered alone. An automatic choice takes the cheapest that can serve, ties in the order
+    direct, split, fused, upconvert. Without any implementation of sparse_decode, `direct` gives decode tokens to
+    sparse_prefill as well.
+    """
+    requests = route_requests(spec, device)
+    known: dict[str, Decision] = {}
+
+    def part(role: str, name: str, weight: float = 0.0, *, graph: bool = False) -> RoutePart:
+        key = f"{name}+graph" if graph else name
+        if key not in known:
+            known[key] = decide(requests[name].but(graph=True) if graph else requests[name])
+        return RoutePart(role, known[key], weight)
+
+    def fused() -> RouteVerdict:
+        decode = part("decode", "decode", 1.0)
+        kind = schedule_kind(decode.decision) if decode.decision.chosen else "none"
+        few = kind == "flashmla_tiles" and spec.num_heads < MIN_HEADS_FOR_SEPARATE
+        prefill = part("prefill", "decode", _FUSED_PREFILL_FEW_HEADS if few else _FUSED_PREFILL)
+        note = f"fewer than {MIN_HEADS_FOR_SEPARATE} heads: prefill tokens need no kernel of their own" if few else ""
+        return _verdict("fused", (part("convert", "convert"), decode, prefill), note=note)
+
+    def direct() -> RouteVerdict:
+        convert, decode = part("convert", "convert"), part("decode", "decode", 1.0)
+        if decode.decision.chosen:
+            return _verdict("direct", (convert, decode, part("prefill", "cache_prefill", 1.0)))
+        prefill = part("prefill", "cache_prefill", 2.0, graph=spec.graph)
+        return _verdict("direct", (convert, prefill), note="sparse_prefill serves decode tokens too")
+
+    def split() -> RouteVerdict:
+        parts = (
+            part("convert", "workspace_convert"),
+            part("decode", "decode", 1.0),
+            part("prefill", "bf16_prefill", 1.0),
+            part("gather", "gather", _GATHER_PREFILL),
+        )
+        return _verdict("split", parts, _pointless(spec))
+
+    def upconvert() -> RouteVerdict:
+        parts = (
+            part("convert", "workspace_convert"),
+            part("prefill", "bf16_prefill", 2.0),
+            part("gather", "gather", 1.0),
+        )
+        against = _pointless(spec)
+        if spec.graph:
+            limit = "upconvert gathers as many rows as the batch has: supports no"
+            against = (*against, Reason("graph", "yes", limit, "set graph=False, or take another route"))
+        return _verdict("upconvert", parts, against, surcharge=_EVERY_STEP, note="every step gathers every context")
+
+    routes = {"direct": direct, "split": split, "fused": fused, "upconvert": upconvert}
+    forced = None if spec.route == AUTO_ROUTE else spec.route
+    considered = [routes[forced]()] if forced else [route() for route in routes.values()]
+    ranked = tuple(sorted(considered, key=lambda verdict: (not verdict.can_run, verdict.cost)))
+    chosen = ranked[0].route if ranked[0].can_run else None
+    return RouteDecision(spec, device, chosen, forced, ranked)
+
+
+def _pointless(spec: AttentionSpec) -> tuple[Reason, ...]:
+    """A bf16 cache is read in place; copying it to bf16 rows first is only done on demand."""
+    if spec.kv_layout != "bf16" or spec.route != AUTO_ROUTE:
+        return ()
+    return (Reason("kv_layout", "bf16", "a workspace would only copy it", "force the route to have it all the same"),)
+
+
+def _verdict(
+    route: str, parts: tuple[RoutePart, ...], against: tuple[Reason, ...] = (), *, surcharge: float = 0.0, note: str = ""
+) -> RouteVerdict:
+    missing: dict[str, Reason] = {}
+    for part in parts:
+        decision = part.decision
+        if decision.chosen is None:
+            why = "; ".join(f"{v.implementation}: {', '.join(map(str, v.reasons))}" for v in decision.verdicts)
+            name = str(decision.request.primitive)
+            missing[name] = Reason(name, "not served", why or "no installed plugin offers it", "`mla-portable doctor`")
+    return RouteVerdict(route, parts, (*against, *missing.values()), surcharge, note)

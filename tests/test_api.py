@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The convenience functions: what they ask the registry, how often, what they hand over, and how users steer them."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from machines import H200
+from recorder import Recorder, registry_of
+
+import mla_portable
+from mla_portable.api import dispatch, serving
+from mla_portable.bench.dispatch import measure_dispatch
+from mla_portable.contracts import (
+    InvalidArgument,
+    PlanMismatch,
+    Primitive,
+    SplitSchedule,
+    TileSchedule,
+    UnknownBackend,
+    UnsupportedRequest,
+    pack_fp8,
+    primitives,
+)
+from mla_portable.reference import oracle
+
+B, S, H, K, BLOCKS, BLOCK = 3, 2, 4, 24, 5, 16
+SLOTS = BLOCKS * BLOCK
+
+
+def decode_arguments(heads: int = H, topk: int = K, layout: str = "fp8_ds_mla", seed: int = 0) -> dict:
+    generator = torch.Generator().manual_seed(seed)
+    latents = torch.randn(SLOTS, 576, generator=generator)
+    if layout == "bf16":
+        cache = latents.bfloat16().view(BLOCKS, BLOCK, 576)
+    else:
+        cache = pack_fp8(latents[:, :512], latents[:, 512:]).view(BLOCKS, BLOCK, 656)
+    return {
+        "q": torch.randn(B, S, heads, 576, generator=generator).bfloat16(),
+        "kv_cache": cache,
+        "indices": torch.randint(-5, SLOTS + 5, (B, S, topk), generator=generator, dtype=torch.int32),
+        "softmax_scale": 0.05,
+    }
+
+
+@pytest.fixture
+def tape():
+    plugin = Recorder()
+    with serving(registry_of(plugin)):
+        yield plugin
+
+
+# what is asked
+
+
+@pytest.mark.parametrize("name", [primitive.value for primitive in Primitive])
+def test_signature_is_the_protocol_plus_backend(name: str):
+    protocol = getattr(primitives, "".join(word.capitalize() for word in name.split("_")))
+    expected = list(inspect.signature(protocol.__call__).parameters.values())[1:]
+    offered = list(inspect.signature(getattr(mla_portable, name)).parameters.values())
+    assert [(p.name, p.kind, p.default) for p in offered[:-1]] == [(p.name, p.kind, p.default) for p in expected]
+    assert (offered[-1].name, offered[-1].kind, offered[-1].default) == ("backend", inspect.Parameter.KEYWORD_ONLY, None)
+
+
+def test_request_says_what_the_call_needs(tape):
+    arguments = decode_arguments()
+    lengths, sink = torch.zeros(B, S, dtype=torch.int32), torch.zeros(H)
+    mla_portable.sparse_decode(**arguments, lengths=lengths, attn_sink=sink)
+    mla_portable.sparse_prefill(arguments["q"][:, 0], arguments["kv_cache"], arguments["indices"][:, 0], softmax_scale=1.0)
+    mla_portable.sparse_prefill(
+        arguments["q"][:, 0], torch.zeros(9, 576).bfloat16(), arguments["indices"][:, 0], softmax_scale=1.0
+    )
+    ids = torch.zeros(B, dtype=torch.int32)
+    mla_portable.convert_indices(
+        arguments["indices"][:, 0].contiguous(),
+        ids,
+        torch.zeros(2, 3, dtype=torch.int32),
+        block_size=BLOCK,
+        prefill_request_ids=ids,
+        prefill_workspace_starts=ids,
+        compact=True,
+    )
+    tokens = torch.zeros(2, 512).bfloat16(), torch.zeros(2, 64).bfloat16(), arguments["kv_cache"]
+    mla_portable.cache_write(*tokens, torch.zeros(2, dtype=torch.int64), scale_format="amax")
+    workspace = torch.zeros(9, 576).bfloat16()
+    mla_portable.gather_upconvert(arguments["kv_cache"], torch.zeros(3, 2, dtype=torch.int32), ids, ids, out=workspace)
+    asked = [str(request) for request in tape.bound]
+    assert asked == [
+        "kv_layout=fp8_ds_mla num_heads=4 topk=24 block_size=16 query_len=2 lse=yes attn_sink=yes lengths=yes on CPU",
+        "kv_layout=fp8_ds_mla num_heads=4 topk=24 block_size=16 lse=yes on CPU",
+        "kv_layout=bf16 num_heads=4 topk=24 lse=yes on CPU",
+        "topk=24 block_size=16 compact=yes prefill_workspace=yes on CPU",
+        "kv_layout=fp8_ds_mla block_size=16 scale_format=amax on CPU",
+        "kv_layout=fp8_ds_mla block_size=16 on CPU",
+    ]
+
+
+def test_a_kind_of_call_is_asked_about_once(tape):
+    for seed in range(3):
+        mla_portable.sparse_decode(**decode_arguments(seed=seed))
+    assert (len(tape.calls), len(tape.bound)) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    "other", [{"heads": 8}, {"topk": 16}, {"layout": "bf16"}], ids=["other heads", "other topk", "other layout"]
+)
+def test_another_kind_of_call_is_asked_about_anew(tape, other):
+    mla_portable.sparse_decode(**decode_arguments())
+    mla_portable.sparse_decode(**decode_arguments(**other))
+    assert len(tape.bound) == 2
+
+
+def test_the_cache_of_choices_is_bounded(tape, monkeypatch):
+    monkeypatch.setattr(dispatch, "_CACHE_LIMIT", 4)
+    for heads in range(1, 12):
+        mla_portable.sparse_decode(**decode_arguments(heads=heads))
+        assert len(dispatch._served) <= 4
+
+
+# steering
+
+
+@pytest.fixture
+def two():
+    cheap, dear = Recorder("cheap.one"), Recorder("dear.one", preference=90.0)
+    with serving(registry_of(cheap, dear)):
+        yield cheap, dear
+
+
+def test_backend_and_use_steer_calls_already_served(two):
+    cheap, dear = two
+    arguments = decode_arguments()
+
+    def server(**options: str) -> str:
+        return mla_portable.sparse_decode(**arguments, **options)[0].name
+
+    assert server() == "cheap.one"
+    assert server(backend="dear") == "dear.one"
+    with mla_portable.use("dear"):
+        assert server() == "dear.one"
+        assert server(backend="cheap.one") == "cheap.one"
+    with mla_portable.use(sparse_prefill="dear"):
+        assert server() == "cheap.one"
+    assert server() == "cheap.one"
+    assert (len(cheap.calls), len(dear.calls)) == (4, 2)
+
+
+def test_unknown_backend_is_refused_with_the_known_names(two):
+    cheap, dear = two
+    with pytest.raises(UnknownBackend) as caught:
+        mla_portable.sparse_decode(**decode_arguments(), backend="chaep")
+    assert caught.value.argument == "backend"
+    assert caught.value.got == "'chaep'"
+    assert "cheap, dear" in caught.value.expected
+    assert not cheap.calls and not dear.calls
+
+
+def test_forced_backend_that_cannot_serve_gives_all_its_reasons():
+    narrow = Recorder(support={"kv_layouts": ("bf16",), "num_heads": (64, 128), "topk_multiple": 64})
+    with serving(registry_of(narrow)), pytest.raises(UnsupportedRequest) as caught:
+        mla_portable.sparse_decode(**decode_arguments(), backend="recorder")
+    (verdict,) = caught.value.decision.verdicts
+    assert {reason.subject for reason in verdict.reasons} == {"kv_layout", "num_heads", "topk"}
+    for part in ("kv_layout fp8_ds_mla (supports bf16)", "num_heads 4 (supports 64, 128)", "topk 24 (a multiple of 64)"):
+        assert part in str(caught.value)
+    assert "a forced choice never falls back" in str(caught.value)
+
+
+def test_serving_ends_with_its_block():
+    inner = Recorder()
+    with serving(registry_of(inner)):
+        mla_portable.merge_states(torch.zeros(2, 3, 8), torch.zeros(2, 3))
+    out, _ = mla_portable.merge_states(torch.ones(2, 3, 8), torch.zeros(2, 3), backend="reference")
+    assert len(inner.calls) == 1
+    assert torch.equal(out, torch.ones(3, 8))
+
+
+# schedules
+
+
+def split_schedule() -> SplitSchedule:
+    return SplitSchedule(num_rows=B * S, num_heads=H, topk=K, num_splits=1, split_len=64)
+
+
+def tile_schedule() -> TileSchedule:
+    return TileSchedule(
+        num_rows=B,
+        query_len=S,
+        num_heads=64,
+        topk=K,
+        num_sm_parts=1,
+        tile_scheduler_metadata=torch.zeros(1, 8, dtype=torch.int32),
+        num_splits=torch.zeros(B + 1, dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule", "served"),
+    [
+        ("split_kv", split_schedule, True),
+        ("split_kv", tile_schedule, False),
+        ("flashmla_tiles", tile_schedule, True),
+        ("flashmla_tiles", split_schedule, False),
+        ("none", split_schedule, True),
+        ("none", tile_schedule, True),
+    ],
+)
+def test_schedule_must_be_of_the_kind_that_the_kernel_takes(kind, schedule, served):
+    plugin, given = Recorder(schedule_kind=kind), schedule()
+    with serving(registry_of(plugin)):
+        if served:
+            mla_portable.sparse_decode(**decode_arguments(), schedule=given)
+            assert plugin.calls[0][2]["schedule"] is given
+        else:
+            with pytest.raises(PlanMismatch, match=type(given).__name__):
+                mla_portable.sparse_decode(**decode_arguments(), schedule=given)
+            assert plugin.calls == []
+
+
+# results
+
+
+@pytest.mark.parametrize("layout", ["fp8_ds_mla", "bf16"])
+def test_a_decode_through_the_reference_agrees_with_the_oracle(layout):
+    arguments = decode_arguments(layout=layout)
+    out, lse = torch.empty(B, S, H, 512).bfloat16(), torch.empty(B, S, H)
+    given = mla_portable.sparse_decode(**arguments, out=out, lse_out=lse, backend="reference")
+    expected, expected_lse = oracle.sparse_decode(**arguments)
+    assert given[0] is out and given[1] is lse
+    torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_the_whole_way_from_tokens_to_attention():
+    generator = torch.Generator().manual_seed(1)
+    kv_c, k_pe = (torch.randn(SLOTS, width, generator=generator).bfloat16() for width in (512, 64))
+    cache = torch.zeros(BLOCKS, BLOCK, 656, dtype=torch.uint8)
+    table = torch.randperm(BLOCKS, generator=generator).view(1, BLOCKS).to(torch.int32)
+    slots = (table[0].long().repeat_interleave(BLOCK) * BLOCK + torch.arange(BLOCK).repeat(BLOCKS))[: SLOTS - 3]
+    q = torch.randn(2, H, 576, generator=generator).bfloat16()
+    positions = torch.stack([torch.randperm(SLOTS - 3, generator=generator)[:K] for _ in range(2)]).to(torch.int32)
+    with mla_portable.use("reference"):
+        mla_portable.cache_write(kv_c[: SLOTS - 3], k_pe[: SLOTS - 3], cache, slots, scale_format="amax")
+        first_request = torch.zeros(2, dtype=torch.int32)
+        indices, counts = mla_portable.convert_indices(positions, first_request, table, block_size=BLOCK, num_slots=SLOTS)
+        paged = mla_portable.sparse_prefill(q, cache, indices, softmax_scale=0.02)
+        workspace = torch.full((SLOTS, 576), torch.nan).bfloat16()
+        lens, starts = torch.tensor([SLOTS - 3], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
+        mla_portable.gather_upconvert(cache, table, lens, starts, out=workspace)
+        gathered = mla_portable.sparse_prefill(q, workspace, positions, softmax_scale=0.02)
+    assert counts.tolist() == [K, K]
+    rows = torch.cat([kv_c, k_pe], dim=1)
+    exact, _ = oracle.sparse_prefill(q, rows, positions, softmax_scale=0.02)
+    torch.testing.assert_close(paged[0], gathered[0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(paged[0].double(), exact, rtol=0.1, atol=0.1)  # what e4m3 costs
+
+
+def test_quantize_takes_its_type_by_position():
+    x = torch.tensor([1.0, -448.0])
+    x_q, scale = mla_portable.quantize_per_tensor(x, torch.float8_e4m3fn, backend="reference")
+    assert (x_q.float() * scale).tolist() == [1.0, -448.0]
+
+
+# explain
+
+
+def test_explain_names_everyone(two):
+    decision = mla_portable.explain("sparse_decode", device=H200, num_heads=16, topk=2048, kv_layout="fp8_ds_mla")
+    assert decision.chosen == "cheap.one"
+    assert [verdict.implementation for verdict in decision.verdicts] == ["cheap.one", "dear.one"]
+    assert "NVIDIA H200" in decision.text()
+    assert mla_portable.explain(Primitive.MERGE_STATES, device="cpu", backend="dear").chosen == "dear.one"
+
+
+@pytest.mark.parametrize(
+    ("primitive", "fields", "argument", "expected"),
+    [
+        ("sparse_decod", {}, "primitive", "sparse_decode"),
+        ("sparse_decode", {"heads": 16}, "heads", "num_heads"),
+        ("sparse_decode", {"kv_layout": "fp4"}, "kv_layout", "bf16, fp8_ds_mla"),
+    ],
+)
+def test_explain_refuses_what_it_does_not_know(two, primitive, fields, argument, expected):
+    with pytest.raises(InvalidArgument) as caught:
+        mla_portable.explain(primitive, device="cpu", **fields)
+    assert caught.value.argument == argument
+    assert expected in caught.value.expected
+
+
+# what dispatch costs
+
+
+def test_dispatch_is_measured_way_by_way():
+    rows = {row.call: row for row in measure_dispatch(batches=3, calls=2)}
+    assert list(rows) == ["launcher", "bound", "convenience", "convenience, outputs given", "layer forward"]
+    assert all(0 < row.p10_ns <= row.median_ns <= row.p90_ns for row in rows.values())
+    assert rows["launcher"].over is None and rows["launcher"].over_ns is None
+    for row in list(rows.values())[1:]:
+        assert row.over_ns == row.median_ns - rows[row.over].median_ns
+    assert rows["bound"].as_dict()["over"] == "launcher"
+    with pytest.raises(InvalidArgument, match="batches"):
+        measure_dispatch(batches=0)
