@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Portable Triton kernels for mla_portable: the plugin.
+
+Importing this module and registering bring in neither triton nor a kernel; `check` and `bind` do, when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Final
+
+from mla_portable.contracts import BoundPrimitive, Implementation, Primitive, Registrar, Request, hookimpl
+from mla_portable_triton.support import SUPPORT, check
+
+__all__ = ["mla_portable_register"]
+
+_NAME: Final = "triton.portable"
+_PREFERENCE: Final = 50.0
+_PACKAGE: Final = "mla_portable_triton"
+
+_KERNELS: Final = f"{_PACKAGE}.kernels"
+_ROWS: Final = (f"{_KERNELS}.bfloat16", f"{_KERNELS}.row_layout", "mla_portable.contracts.layouts")
+_ATTENTION: Final = (
+    f"{_PACKAGE}.attention_configs",
+    f"{_KERNELS}.sparse_attention",
+    f"{_KERNELS}.strides",
+    f"{_KERNELS}.e4m3_decode",
+    *_ROWS,
+)
+# primitive -> the module with its bind_<primitive>, and the other modules whose text decides what it computes
+_PRIMITIVES: Final[dict[Primitive, tuple[str, tuple[str, ...]]]] = {
+    Primitive.CACHE_WRITE: ("bind_data", (f"{_KERNELS}.cache_write", f"{_KERNELS}.e4m3_encode", *_ROWS)),
+    Primitive.CONVERT_INDICES: ("bind_data", (f"{_KERNELS}.convert_indices",)),
+    Primitive.GATHER_UPCONVERT: ("bind_data", (f"{_KERNELS}.gather_upconvert", f"{_KERNELS}.e4m3_decode", *_ROWS)),
+    Primitive.SPARSE_DECODE: ("bind_attention", (*_ATTENTION, f"{_KERNELS}.merge_states")),
+    Primitive.SPARSE_PREFILL: ("bind_attention", _ATTENTION),
+    Primitive.MERGE_STATES: (
+        "bind_attention",
+        (f"{_KERNELS}.merge_states", f"{_KERNELS}.strides", f"{_KERNELS}.bfloat16"),
+    ),
+    Primitive.QUANTIZE_PER_TENSOR: (
+        "bind_data",
+        (f"{_KERNELS}.quantize_per_tensor", f"{_KERNELS}.e4m3_encode", f"{_KERNELS}.bfloat16"),
+    ),
+}
+
+
+def _late_bind(module: str, primitive: Primitive) -> Callable[[Request], BoundPrimitive]:
+    """`bind_<primitive>` of a module that is imported when it is first called for."""
+
+    def bind(request: Request) -> BoundPrimitive:
+        return getattr(import_module(f"{_PACKAGE}.{module}"), f"bind_{primitive}")(request)
+
+    return bind
+
+
+@hookimpl
+def mla_portable_register(registrar: Registrar) -> None:
+    """Offer `triton.portable` for every primitive."""
+    for primitive, (module, others) in _PRIMITIVES.items():
+        registrar.add(
+            Implementation(
+                name=_NAME,
+                primitive=primitive,
+                support=SUPPORT[primitive],
+                bind=_late_bind(module, primitive),
+                check=check,
+                preference=_PREFERENCE,
+                schedule_kind="split_kv" if primitive is Primitive.SPARSE_DECODE else "none",
+                sources=(f"{_PACKAGE}.{module}", *others),
+            )
+        )

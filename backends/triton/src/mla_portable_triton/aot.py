@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiling kernels ahead of time, for targets that are not at hand, and what the compiled kernel takes of a device.
+
+A kernel file offers its representative instances as `AotVariant`s; `compile_variant` turns one into machine code with the
+compilers that ship in Triton. No GPU and no driver take part. Triton must not have been imported in interpreter mode.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+__all__ = ["SHARED_MEMORY", "TARGETS", "TENSOR_MEMORY", "AotVariant", "CompiledSummary", "compile_variant", "excess"]
+
+TARGETS: Final[dict[str, GPUTarget]] = {
+    "sm80": GPUTarget("cuda", 80, 32),
+    "sm86": GPUTarget("cuda", 86, 32),
+    "sm89": GPUTarget("cuda", 89, 32),
+    "sm90": GPUTarget("cuda", 90, 32),
+    "sm100": GPUTarget("cuda", 100, 32),
+    "sm120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+    "gfx1100": GPUTarget("hip", "gfx1100", 32),
+}
+"""DeviceFacts.arch -> what Triton compiles for."""
+
+SHARED_MEMORY: Final[dict[str, int]] = {
+    "sm80": 163 << 10,
+    "sm86": 99 << 10,
+    "sm89": 99 << 10,
+    "sm90": 227 << 10,
+    "sm100": 227 << 10,
+    "sm120": 99 << 10,
+    "gfx942": 64 << 10,
+    "gfx950": 160 << 10,
+    "gfx1100": 64 << 10,
+}
+"""DeviceFacts.arch -> bytes one thread block may use. Sources: CUDA C++ Programming Guide, table "Technical
+Specifications per Compute Capability"; AMD CDNA3, CDNA4 and RDNA3 instruction set guides (LDS)."""
+TENSOR_MEMORY: Final = 512
+"""Columns of tensor memory of an sm100 multiprocessor; a kernel that needs more compiles to a trap."""
+
+
+@dataclass(frozen=True, slots=True)
+class AotVariant:
+    """One instance of a kernel.
+
+    Attributes:
+        kernel: the @triton.jit function.
+        signature: run-time parameter -> Triton type ("i32", "fp32", "*bf16"); pointers are taken as 16-byte aligned, as
+            torch allocates them.
+        constexprs: parameter -> value; None for a tensor that is not given. Together with `signature` every parameter.
+        num_warps, num_stages: launch options.
+        label: a name for reports, unique in its file.
+    """
+
+    kernel: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, object]
+    num_warps: int
+    num_stages: int
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledSummary:
+    """What a compiled kernel takes of a thread block.
+
+    Attributes:
+        shared: bytes of shared memory. tensor_memory: columns, 0 on parts without.
+        registers: per thread, None where the compiler does not say.
+        spilled: bytes per thread that spilled to local memory (scratch), None likewise.
+        asm: the stages that were produced, e.g. ("ttir", "ttgir", "llir", "ptx", "cubin").
+    """
+
+    label: str
+    arch: str
+    shared: int
+    tensor_memory: int
+    registers: int | None
+    spilled: int | None
+    asm: tuple[str, ...]
+
+
+def compile_variant(variant: AotVariant, arch: str) -> CompiledSummary:
+    """Compile `variant` for `arch`, one of TARGETS. Raises what Triton raises when it does not compile."""
+    target = TARGETS[arch]
+    names = variant.kernel.arg_names
+    missing = [name for name in names if name not in variant.signature and name not in variant.constexprs]
+    if missing:
+        raise ValueError(f"{variant.label}: no type and no value for {', '.join(missing)}")
+    signature = {name: variant.signature.get(name, "constexpr") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    source = ASTSource(variant.kernel, signature, constexprs=dict(variant.constexprs), attrs=aligned)
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    compiled = triton.compile(source, target=target, options=options)
+    registers, spilled = (_cuda_usage if target.backend == "cuda" else _hip_usage)(compiled.asm)
+    return CompiledSummary(
+        label=variant.label,
+        arch=arch,
+        shared=compiled.metadata.shared,
+        tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
+        registers=registers,
+        spilled=spilled,
+        asm=tuple(compiled.asm),
+    )
+
+
+def excess(summary: CompiledSummary) -> tuple[str, ...]:
+    """What the kernel needs beyond what its architecture has, in words; empty means that it can be launched."""
+    limits = {"shared memory, bytes": (summary.shared, SHARED_MEMORY[summary.arch])}
+    limits["tensor memory, columns"] = (summary.tensor_memory, TENSOR_MEMORY)
+    return tuple(
+        f"{summary.label} on {summary.arch}: {what}: needs {need}, has {limit}"
+        for what, (need, limit) in limits.items()
+        if need > limit
+    )
+
+
+def _cuda_usage(asm: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Registers and stack bytes of a cubin, read by the cuobjdump in Triton's wheel; a kernel of ours has no other stack."""
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not cuobjdump.exists() or "cubin" not in asm:
+        return None, None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(asm["cubin"])
+        cubin.flush()
+        command = [str(cuobjdump), "-res-usage", cubin.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (None, None)
+
+
+def _hip_usage(asm: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Vector registers and scratch bytes, from the metadata of the AMD assembly."""
+    text = asm.get("amdgcn", "")
+    registers = re.search(r"\.vgpr_count:\s*(\d+)", text)
+    scratch = re.search(r"\.private_segment_fixed_size:\s*(\d+)", text)
+    return (int(registers[1]) if registers else None), (int(scratch[1]) if scratch else None)

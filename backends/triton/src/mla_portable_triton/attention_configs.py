@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AttentionConfig: how the sparse attention kernel is cut into programs on each architecture, as data.
+
+Read when a primitive is bound, never per call. No row has been timed: each was chosen from what Triton 3.7.1 compiles it to
+for that architecture (`mla_portable_triton.aot`), a wide tile whose shared memory fits and which spills at most a few
+registers. On gfx1100 no tile is without heavy spills. On sm100 a tile of 64 heads over bf16 rows would need more tensor
+memory than there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["CONFIGS", "AttentionConfig", "attention_config"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """One cut of the kernel.
+
+    Attributes:
+        block_h: query heads a program serves. block_n: tokens of an inner step. Both powers of two, at least 16.
+        num_warps: of a program. num_stages: depth of the software pipeline; shared memory grows with it.
+    """
+
+    block_h: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+Rows = tuple[tuple[int, AttentionConfig], ...]
+"""(greatest number of heads, configuration), ascending; the last row serves every larger count by several tiles."""
+
+_16 = AttentionConfig(block_h=16, block_n=32, num_warps=4, num_stages=2)
+_32 = AttentionConfig(block_h=32, block_n=32, num_warps=8, num_stages=2)
+_64 = AttentionConfig(block_h=64, block_n=32, num_warps=8, num_stages=2)
+_64_SHORT = AttentionConfig(block_h=64, block_n=16, num_warps=8, num_stages=2)
+_SMALL = AttentionConfig(block_h=16, block_n=16, num_warps=4, num_stages=1)
+_CDNA_16 = AttentionConfig(block_h=16, block_n=16, num_warps=4, num_stages=2)
+_CDNA_32 = AttentionConfig(block_h=32, block_n=16, num_warps=4, num_stages=1)
+_CDNA_64 = AttentionConfig(block_h=64, block_n=16, num_warps=8, num_stages=1)
+_RDNA = AttentionConfig(block_h=16, block_n=16, num_warps=8, num_stages=1)
+_INTERPRETED_16 = AttentionConfig(block_h=16, block_n=128, num_warps=1, num_stages=1)
+_INTERPRETED_64 = AttentionConfig(block_h=64, block_n=128, num_warps=1, num_stages=1)
+_CDNA: Rows = ((16, _CDNA_16), (32, _CDNA_32), (64, _CDNA_64))
+_99_KIB: dict[str, Rows] = {
+    "fp8_ds_mla": ((16, _16), (32, _32)),
+    "bf16": ((16, _16), (32, _32), (64, _64_SHORT)),
+}
+
+CONFIGS: Final[Mapping[str, Mapping[str, Rows]]] = {
+    # fits 48 KiB, the least that any target is known to have
+    "default": {"fp8_ds_mla": ((16, _SMALL),), "bf16": ((16, _SMALL),)},
+    "sm80": {"fp8_ds_mla": ((16, _16), (32, _32)), "bf16": ((16, _16), (32, _32), (64, _64))},
+    "sm86": _99_KIB,
+    "sm89": _99_KIB,
+    "sm90": {"fp8_ds_mla": ((16, _16), (32, _32), (64, _64)), "bf16": ((16, _16), (32, _32), (64, _64))},
+    "sm100": {"fp8_ds_mla": ((16, _16), (32, _32), (64, _64)), "bf16": ((16, _16), (32, _32))},
+    "sm120": _99_KIB,
+    "gfx942": {"fp8_ds_mla": _CDNA, "bf16": _CDNA},
+    "gfx950": {"fp8_ds_mla": _CDNA, "bf16": _CDNA},
+    "gfx1100": {"fp8_ds_mla": ((16, _RDNA),), "bf16": ((16, _RDNA),)},
+    # Triton's interpreter: large tiles, because its cost is per operation
+    "cpu": {
+        "fp8_ds_mla": ((16, _INTERPRETED_16), (64, _INTERPRETED_64)),
+        "bf16": ((16, _INTERPRETED_16), (64, _INTERPRETED_64)),
+    },
+}
+"""DeviceFacts.arch -> cache layout -> rows."""
+
+
+def attention_config(arch: str, kv_layout: str | None, num_heads: int | None) -> AttentionConfig:
+    """The configuration for a device, a layout and a head count; the small one where any of them is not known."""
+    if kv_layout is None:
+        arch, kv_layout = "default", "bf16"
+    rows = CONFIGS.get(arch, CONFIGS["default"])[kv_layout]
+    for max_heads, config in rows:
+        if (num_heads or 1) <= max_heads:
+            return config
+    return rows[-1][1]

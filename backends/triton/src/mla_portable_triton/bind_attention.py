@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Binding the attention primitives to the Triton kernels: everything that a request decides is decided here, once.
+
+A bound callable validates nothing and looks nothing up. It allocates only what its caller did not give (`out`, `lse_out`,
+`schedule`), never synchronises, and launches nothing for zero rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import (
+    KV_LORA_RANK,
+    DecodeSchedule,
+    MergeStates,
+    Request,
+    SparseDecode,
+    SparsePrefill,
+    SplitSchedule,
+    split_kv,
+)
+from mla_portable_triton.attention_configs import attention_config
+from mla_portable_triton.kernels import merge_states as merge
+from mla_portable_triton.kernels import sparse_attention as attention
+
+__all__ = ["bind_merge_states", "bind_sparse_decode", "bind_sparse_prefill"]
+
+
+def _bf16_native(request: Request) -> bool:
+    """Kernels on the CPU run in Triton's interpreter, which has no bfloat16 arithmetic."""
+    return request.device.device_type != "cpu"
+
+
+def bind_sparse_decode(request: Request) -> SparseDecode:
+    """sparse_decode for `request`; `schedule` is a SplitSchedule, made from the shapes of the call where none is given."""
+    device = request.device
+    config = attention_config(device.arch, request.kv_layout, request.num_heads)
+    num_sms, e4m3_native, bf16_native = device.num_sms, device.has_fp8_conversion, _bf16_native(request)
+
+    def sparse_decode(
+        q: Tensor,
+        kv_cache: Tensor,
+        indices: Tensor,
+        *,
+        softmax_scale: float,
+        lengths: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        schedule: DecodeSchedule | None = None,
+        out: Tensor | None = None,
+        lse_out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        batch, query_len, num_heads, _ = q.shape
+        if out is None:
+            out = torch.empty((batch, query_len, num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=q.device)
+        if lse_out is None:
+            lse_out = torch.empty((batch, query_len, num_heads), dtype=torch.float32, device=q.device)
+        if schedule is None:
+            num_rows, topk = batch * query_len, indices.shape[2]
+            num_splits, split_len = split_kv(
+                num_rows=num_rows,
+                num_heads=num_heads,
+                topk=topk,
+                num_sms=num_sms,
+                heads_per_program=config.block_h,
+                tile=config.block_n,
+            )
+            schedule = _new_schedule(num_rows, num_heads, topk, num_splits, split_len, q.device)
+        partial_out, partial_lse = schedule.partial_out, schedule.partial_lse
+        is_split = schedule.num_splits > 1
+        attention.launch(
+            partial_out if is_split else out,
+            partial_lse if is_split else lse_out,
+            q,
+            kv_cache,
+            indices,
+            softmax_scale=softmax_scale,
+            lengths=lengths,
+            attn_sink=None if is_split else attn_sink,
+            num_splits=schedule.num_splits,
+            split_len=schedule.split_len,
+            config=config,
+            e4m3_native=e4m3_native,
+            bf16_native=bf16_native,
+        )
+        if is_split:
+            merge.launch(out, lse_out, partial_out, partial_lse, attn_sink=attn_sink, base_2=True, bf16_native=bf16_native)
+        return out, lse_out
+
+    return sparse_decode
+
+
+def _new_schedule(
+    num_rows: int, num_heads: int, topk: int, num_splits: int, split_len: int, device: torch.device
+) -> SplitSchedule:
+    """A schedule for one call, with scratch where it splits."""
+    partial_out = partial_lse = None
+    if num_splits > 1:
+        partial_out = torch.empty((num_splits, num_rows, num_heads, KV_LORA_RANK), dtype=torch.float32, device=device)
+        partial_lse = torch.empty((num_splits, num_rows, num_heads), dtype=torch.float32, device=device)
+    return SplitSchedule(num_rows, num_heads, topk, num_splits, split_len, partial_out, partial_lse)
+
+
+def bind_sparse_prefill(request: Request) -> SparsePrefill:
+    """sparse_prefill for `request`: the attention kernel with one split, tokens as batch rows of one query each."""
+    device = request.device
+    config = attention_config(device.arch, request.kv_layout, request.num_heads)
+    e4m3_native, bf16_native = device.has_fp8_conversion, _bf16_native(request)
+
+    def sparse_prefill(
+        q: Tensor,
+        kv: Tensor,
+        indices: Tensor,
+        *,
+        softmax_scale: float,
+        lengths: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        out: Tensor | None = None,
+        lse_out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        num_tokens, num_heads, _ = q.shape
+        if out is None:
+            out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=q.device)
+        if lse_out is None:
+            lse_out = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device)
+        attention.launch(
+            out.unsqueeze(1),
+            lse_out.unsqueeze(1),
+            q.unsqueeze(1),
+            kv,
+            indices.unsqueeze(1),
+            softmax_scale=softmax_scale,
+            lengths=None if lengths is None else lengths.unsqueeze(1),
+            attn_sink=attn_sink,
+            num_splits=1,
+            split_len=indices.shape[1],
+            config=config,
+            e4m3_native=e4m3_native,
+            bf16_native=bf16_native,
+        )
+        return out, lse_out
+
+    return sparse_prefill
+
+
+def bind_merge_states(request: Request) -> MergeStates:
+    """merge_states for any shapes; `request` tells no more than the device."""
+    bf16_native = _bf16_native(request)
+
+    def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        outs, lses = outs.contiguous(), lses.contiguous()
+        out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
+        lse = torch.empty(lses.shape[1:], dtype=torch.float32, device=outs.device)
+        rows = (lse.numel(), 1, 1)
+        merge.launch(
+            out.view(*rows, out.shape[-1]),
+            lse.view(rows),
+            outs,
+            lses,
+            attn_sink=None,
+            base_2=False,
+            bf16_native=bf16_native,
+        )
+        return out, lse
+
+    return merge_states

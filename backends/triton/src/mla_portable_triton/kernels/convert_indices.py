@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""convert_indices: positions in a request -> slots in the cache or workspace rows, and how many of them are valid.
+
+decode    slot = block_table[req_id, pos // block_size] * block_size + pos % block_size
+prefill   row = workspace_starts[prefill_id] + pos, where prefill_id >= 0
+absent    -1: pos < 0; req_id, prefill_id or the table's column out of range; a negative table entry; a slot past the
+          cache; a sum past int32
+compact   a valid entry moves to the place that a running count of valid entries gives it; the rest of the row is -1
+
+One program owns a row and walks it in tiles, so the count, the prefix sum and the rows of any K need no second launch.
+Cost: 8 B per index; table entries come from L2. 128 rows of 2048 indices are 2.1 MB: the launch dominates.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_portable_triton.aot import AotVariant
+from mla_portable_triton.kernels.config import Config, config_for
+
+__all__ = ["CONFIGS", "INT32_MAX", "aot_variants", "convert_indices_kernel", "launch"]
+
+INT32_MAX: Final = 2**31 - 1
+_INT32_MAX = tl.constexpr(INT32_MAX)
+INDICES_PER_WARP: Final = 128
+"""Four indices a thread: 16-byte loads. A narrow row takes fewer warps than its configuration allows."""
+
+CONFIGS: Final = {"default": Config(tile=2048, num_warps=8)}  # tile: indices; untuned
+
+
+# the strides of the index rows follow from K, which a model fixes; what a batch changes is not specialised on
+@triton.jit(do_not_specialize=["num_reqs", "table_width", "table_stride", "num_prefills", "last_slot"])
+def convert_indices_kernel(
+    indices_ptr,
+    counts_ptr,
+    topk_ptr,
+    req_id_ptr,
+    table_ptr,
+    prefill_id_ptr,
+    prefill_start_ptr,
+    topk_stride,
+    indices_stride,
+    num_reqs,
+    table_width,
+    table_stride,
+    num_prefills,
+    last_slot,
+    TOPK: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
+    PREFILL: tl.constexpr,
+    COMPACT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program a token. `last_slot` is the greatest slot there is; PREFILL says that the prefill pointers are given."""
+    # int64 before the first product: token * topk_stride passes 2**31 at 1 048 576 tokens of 2048
+    token = tl.program_id(0).to(tl.int64)
+    topk_row = topk_ptr + token * topk_stride
+    indices_row = indices_ptr + token * indices_stride
+
+    req_id = tl.load(req_id_ptr + token)  # int32
+    table_row = table_ptr + req_id.to(tl.int64) * table_stride
+    has_table = (req_id >= 0) & (req_id < num_reqs)
+    to_workspace = False
+    has_workspace = False
+    first_row = tl.full([], 0, tl.int64)
+    last_index = last_slot
+    if PREFILL:
+        prefill_id = tl.load(prefill_id_ptr + token)  # int32
+        to_workspace = prefill_id >= 0
+        has_workspace = to_workspace & (prefill_id < num_prefills)
+        has_table = has_table & (prefill_id < 0)
+        first_row = tl.load(prefill_start_ptr + prefill_id, mask=has_workspace, other=0).to(tl.int64)
+        last_index = tl.where(to_workspace, _INT32_MAX, last_slot)
+
+    count = tl.full([], 0, tl.int32)
+    for begin in range(0, TOPK, BLOCK_K):
+        k = begin + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+        in_row = k < TOPK  # [BLOCK_K]
+        pos = tl.load(topk_row + k, mask=in_row, other=-1)  # [BLOCK_K] int32
+        column = pos // CACHE_BLOCK  # [BLOCK_K]; meaningless where pos < 0
+        in_table = has_table & (pos >= 0) & (column < table_width)  # [BLOCK_K]
+        block = tl.load(table_row + column, mask=in_table, other=-1).to(tl.int64)  # [BLOCK_K]
+        # int64: a garbage block id must fail the range test, not wrap around into it
+        index = block * CACHE_BLOCK + pos % CACHE_BLOCK  # [BLOCK_K]
+        valid = block >= 0  # [BLOCK_K]
+        if PREFILL:
+            index = tl.where(to_workspace, first_row + pos, index)
+            valid = valid | (has_workspace & (pos >= 0))
+        valid = valid & (index >= 0) & (index <= last_index)
+
+        ones = valid.to(tl.int32)
+        if COMPACT:
+            place = count + tl.cumsum(ones, 0) - 1  # [BLOCK_K]
+            tl.store(indices_row + place, index.to(tl.int32), mask=valid)
+        else:
+            tl.store(indices_row + k, tl.where(valid, index, -1).to(tl.int32), mask=in_row)
+        count += tl.sum(ones, 0)
+
+    if COMPACT:
+        # disjoint from what was stored above, so the order between threads does not matter
+        for begin in range(0, TOPK, BLOCK_K):
+            k = begin + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+            tl.store(indices_row + k, tl.full([BLOCK_K], -1, tl.int32), mask=(k >= count) & (k < TOPK))
+    tl.store(counts_ptr + token, count)
+
+
+def launch(
+    indices: Tensor,
+    counts: Tensor,
+    topk_indices: Tensor,
+    req_id_per_token: Tensor,
+    block_table: Tensor,
+    prefill_request_ids: Tensor | None,
+    prefill_workspace_starts: Tensor | None,
+    *,
+    block_size: int,
+    last_slot: int,
+    compact: bool,
+    config: Config,
+) -> None:
+    """Write `indices` [T, K] and `counts` [T], int32. Graph-safe.
+
+    Rows of `topk_indices`, `indices` and `block_table` may lie apart; everything else is contiguous. `last_slot` is below
+    2**31. The two prefill tensors are given together or not at all.
+    """
+    num_tokens, topk = topk_indices.shape
+    if num_tokens == 0:
+        return
+    block_k = min(triton.next_power_of_2(topk), config.tile)
+    convert_indices_kernel[(num_tokens,)](
+        indices,
+        counts,
+        topk_indices,
+        req_id_per_token,
+        block_table,
+        prefill_request_ids,
+        prefill_workspace_starts,
+        topk_indices.stride(0),
+        indices.stride(0),
+        block_table.shape[0],
+        block_table.shape[1],
+        block_table.stride(0),
+        0 if prefill_workspace_starts is None else prefill_workspace_starts.shape[0],
+        last_slot,
+        TOPK=topk,
+        CACHE_BLOCK=block_size,
+        PREFILL=prefill_request_ids is not None,
+        COMPACT=compact,
+        BLOCK_K=block_k,
+        num_warps=max(1, min(config.num_warps, block_k // INDICES_PER_WARP)),
+        num_stages=1,
+    )
+
+
+def aot_variants(arch: str = "default") -> list[AotVariant]:
+    """Plain and compacting, with and without a prefill workspace, at the width and block size of DeepSeek-V3.2."""
+    pointers = ["indices_ptr", "counts_ptr", "topk_ptr", "req_id_ptr", "table_ptr"]
+    prefill_pointers = ["prefill_id_ptr", "prefill_start_ptr"]
+    sizes = ["topk_stride", "indices_stride", "num_reqs", "table_width", "table_stride", "num_prefills", "last_slot"]
+    config = config_for(CONFIGS, arch)
+    variants: list[AotVariant] = []
+    for prefill, compact in ((False, False), (True, True)):
+        given = pointers + prefill_pointers if prefill else pointers
+        constexprs: dict[str, object] = {
+            "TOPK": 2048,
+            "CACHE_BLOCK": 64,
+            "PREFILL": prefill,
+            "COMPACT": compact,
+            "BLOCK_K": config.tile,
+        }
+        variants.append(
+            AotVariant(
+                kernel=convert_indices_kernel,
+                signature=dict.fromkeys(given, "*i32") | dict.fromkeys(sizes, "i32"),
+                constexprs=constexprs if prefill else constexprs | dict.fromkeys(prefill_pointers),
+                num_warps=config.num_warps,
+                num_stages=1,
+                label="convert_indices-prefill-compact" if prefill else "convert_indices",
+            )
+        )
+    return variants

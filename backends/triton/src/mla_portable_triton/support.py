@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the Triton kernels can run, as data, and whether Triton can run here at all.
+
+Triton's interpreter runs any kernel on a CPU, slowly and with the same results: it is how the kernels are tested where
+there is no GPU. So the declarations name both device types, and `check` says whether the interpreter is on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, Final
+
+from mla_portable.contracts import (
+    DEFAULT_SCRATCH_BYTES,
+    KV_LORA_RANK,
+    LAYOUTS,
+    DeviceFacts,
+    Primitive,
+    Reason,
+    Request,
+    Support,
+    split_kv,
+)
+from mla_portable_triton.attention_configs import attention_config
+
+__all__ = ["SUPPORT", "check", "interpreter_is_on"]
+
+_LEAST_TRITON: Final = "3.5"
+
+
+_ATTENTION_SHARED_MEMORY: Final = 48 << 10
+"""Bytes: what the smallest attention configuration keeps within (`attention_configs`)."""
+
+
+def _support(kernel: str, **limits: Any) -> Support:
+    declared = {"device_types": ("cuda", "cpu"), "kv_layouts": tuple(LAYOUTS), **limits}
+    return Support(source=f"mla_portable_triton.kernels.{kernel}", **declared)
+
+
+def _split_scratch(request: Request) -> int:
+    """Bytes of the partial results of a decode call without `schedule`; their bound where the request leaves it open."""
+    rows, num_heads, topk = request.rows, request.num_heads, request.topk
+    if rows is None or num_heads is None or topk is None:
+        return DEFAULT_SCRATCH_BYTES
+    config = attention_config(request.device.arch, request.kv_layout, num_heads)
+    num_splits, _ = split_kv(
+        num_rows=rows,
+        num_heads=num_heads,
+        topk=topk,
+        num_sms=request.device.num_sms,
+        heads_per_program=config.block_h,
+        tile=config.block_n,
+    )
+    return 0 if num_splits == 1 else 4 * num_splits * rows * num_heads * (KV_LORA_RANK + 1)
+
+
+_ATTENTION: Final[dict[str, Any]] = {"max_heads": 128, "min_shared_memory": _ATTENTION_SHARED_MEMORY}
+SUPPORT: Final[dict[Primitive, Support]] = {
+    Primitive.CACHE_WRITE: _support("cache_write"),
+    Primitive.CONVERT_INDICES: _support("convert_indices", needs_bf16=False),
+    Primitive.GATHER_UPCONVERT: _support("gather_upconvert"),
+    Primitive.SPARSE_DECODE: _support("sparse_attention", **_ATTENTION, workspace_bytes=_split_scratch),
+    Primitive.SPARSE_PREFILL: _support("sparse_attention", **_ATTENTION),
+    Primitive.MERGE_STATES: _support("merge_states", kv_layouts=()),
+    Primitive.QUANTIZE_PER_TENSOR: _support("quantize_per_tensor", kv_layouts=(), needs_bf16=False),
+}
+
+
+def interpreter_is_on() -> bool:
+    """Triton runs kernels in its interpreter. It settles that for a kernel when the kernel's file is imported."""
+    return bool(import_module("triton").knobs.runtime.interpret)
+
+
+def check(device: DeviceFacts) -> Iterator[Reason]:
+    """Triton is importable, new enough, and can run on a device of this type."""
+    try:
+        triton = import_module("triton")
+    except ImportError as error:
+        yield Reason("triton", f"cannot be imported: {error}", f"needs {_LEAST_TRITON} or newer", "pip install triton")
+        return
+    if not hasattr(triton, "knobs"):
+        given = getattr(triton, "__version__", "of unknown version")
+        yield Reason("triton", given, f"needs {_LEAST_TRITON} or newer", "pip install --upgrade triton")
+        return
+    if device.device_type == "cpu" and not interpreter_is_on():
+        yield Reason(
+            "device type",
+            "cpu",
+            "triton runs on a CPU only in its interpreter",
+            "set TRITON_INTERPRET=1 before Python starts",
+        )

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel of the Triton plugin compiles ahead of time and fits its device; no GPU takes part.
+
+It happens in a process of its own, because this one may have decorated the kernels for Triton's interpreter. Three targets
+stand for the others here, with two variants of each kernel: no FP8 conversion, with it, and AMD.
+`python -m mla_portable_triton.compile_all` compiles everything for all targets.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mla_portable_triton
+
+KERNELS = Path(mla_portable_triton.__file__).parent / "kernels"
+MACHINE_CODE = {"sm80": "cubin", "sm90": "cubin", "gfx942": "hsaco"}
+BATCH_DEPENDENT = {
+    *("num_tokens", "num_reqs", "num_requests", "num_rows", "num_blocks", "num_prefills", "num_parts", "num_slots"),
+    *("table_width", "table_stride", "last_slot", "split_len", "topk"),
+}
+"""Run-time parameters that change from batch to batch, or from cache to cache: specialising on them compiles again."""
+
+
+def python(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    cache = tmp_path_factory.mktemp("triton_cache")
+    run = python("-m", "mla_portable_triton.compile_all", "--json", "--quick", *MACHINE_CODE, cache=cache)
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    errors = [f"{record['arch']} {record['label']}: {record['error']}" for record in lines if record["error"]]
+    assert run.returncode == 0, "\n".join(errors) or run.stderr
+    return lines
+
+
+@pytest.mark.parametrize("arch", MACHINE_CODE)
+def test_every_kernel_compiles_and_fits(arch: str, records: list[dict[str, Any]]) -> None:
+    mine = [record for record in records if record["arch"] == arch]
+    defined = {
+        node.name
+        for path in KERNELS.glob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+    }
+    assert {record["kernel"] for record in mine} == defined
+    for record in mine:
+        assert MACHINE_CODE[arch] in record["asm"]
+        assert 0 <= record["shared"] <= record["limit"]
+        assert record["registers"] > 0
+
+
+@pytest.mark.parametrize("arch", MACHINE_CODE)
+def test_data_movement_spills_no_registers(arch: str, records: list[dict[str, Any]]) -> None:
+    words = ("cache_write", "convert_indices", "gather_upconvert", "quantize_per_tensor")
+    spilled = {record["label"]: record["spilled"] for record in records if record["arch"] == arch}
+    spilled = {label: count for label, count in spilled.items() if label.startswith(words)}
+    assert len(spilled) >= len(words)
+    assert set(spilled.values()) == {0}, spilled
+
+
+def test_a_kernel_that_does_not_fit_is_reported(tmp_path: Path) -> None:
+    script = """
+import sys
+from mla_portable_triton import aot, compile_all
+aot.SHARED_MEMORY["sm80"] = 100
+sys.exit(compile_all.main(["sm80", "--kernel", "convert_indices"]))
+"""
+    run = python("-c", script, cache=tmp_path)
+    plain, compact = run.stdout.splitlines()
+    assert run.returncode == 1, run.stderr
+    assert "shared" in plain
+    assert "bytes of shared memory, sm80 has 100: choose a smaller tile" in compact
+
+
+def test_a_kernel_that_does_not_compile_is_reported(tmp_path: Path) -> None:
+    script = """
+import dataclasses, sys
+from mla_portable_triton import compile_all
+from mla_portable_triton.kernels import convert_indices
+plain, compact = convert_indices.aot_variants()
+plain = dataclasses.replace(plain, constexprs=dict(plain.constexprs) | {"BLOCK_K": 100})
+convert_indices.aot_variants = lambda: [plain, compact]
+sys.exit(compile_all.main(["sm80", "--kernel", "convert_indices", "--json"]))
+"""
+    run = python("-c", script, cache=tmp_path)
+    broken, whole = map(json.loads, run.stdout.splitlines())
+    assert run.returncode == 1, run.stderr
+    assert "power of 2" in broken["error"]
+    assert whole["error"] == ""
+
+
+@pytest.mark.parametrize("arguments", [("sm79",), ("--kernel", "sparse_atention")], ids=["arch", "kernel"])
+def test_a_name_that_nobody_carries_is_refused(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    run = python("-m", "mla_portable_triton.compile_all", *arguments, cache=tmp_path)
+    assert run.returncode == 2
+    assert f"{arguments[-1]}: expected" in run.stderr
+
+
+def test_what_a_batch_changes_is_not_specialised_on(tmp_path: Path) -> None:
+    script = """
+import json
+from mla_portable_triton.compile_all import kernel_modules
+kernels = {v.kernel for module in kernel_modules() for v in module.aot_variants()}
+print(json.dumps({k.__name__: {p.name: p.do_not_specialize for p in k.params if not p.is_constexpr} for k in kernels}))
+"""
+    run = python("-c", script, cache=tmp_path)
+    assert run.returncode == 0, run.stderr
+    kernels = json.loads(run.stdout)
+    seen = {name for parameters in kernels.values() for name in parameters} & BATCH_DEPENDENT
+    assert len(seen) > 8
+    wrong = [f"{kernel}({name})" for kernel, parameters in kernels.items() for name in seen if parameters.get(name) is False]
+    assert not wrong

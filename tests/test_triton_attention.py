@@ -1,0 +1,553 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention kernels of the Triton plugin against the oracle: in Triton's interpreter, or on a GPU where there is one.
+
+Rows of the cache that no index names, gaps between blocks, outputs and scratch are NaN before every call.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_portable.conformance.poison import poisoned
+from mla_portable.contracts import (
+    DeviceFacts,
+    Primitive,
+    Request,
+    SparseDecode,
+    SparsePrefill,
+    SplitSchedule,
+    pack_fp8,
+    split_kv,
+)
+from mla_portable.reference import oracle
+from mla_portable_triton.attention_configs import CONFIGS, attention_config
+from mla_portable_triton.bind_attention import bind_merge_states, bind_sparse_decode, bind_sparse_prefill
+from mla_portable_triton.kernels.bfloat16 import dot_operand, to_bfloat16
+from mla_portable_triton.kernels.strides import stride_unit
+from mla_portable_triton.support import interpreter_is_on
+
+LAYOUTS = ("bf16", "fp8_ds_mla")
+SCALE = 0.06
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+NAN, INF = float("nan"), float("inf")
+
+Pair = tuple[Tensor, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def memory_is_poisoned() -> Iterator[None]:
+    with poisoned():
+        yield
+
+
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if not interpreter_is_on():
+        pytest.fail("no GPU, and Triton's interpreter is off: set TRITON_INTERPRET=1 before triton is imported")
+    return torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def facts(device: torch.device) -> DeviceFacts:
+    """What the kernels are bound for; with no multiprocessor counted, rows are never split unless a test says so."""
+    if device.type == "cpu":
+        return DeviceFacts(vendor="cpu", name="cpu", arch="cpu", device_type="cpu")
+    major, minor = torch.cuda.get_device_capability(device)
+    return DeviceFacts(
+        vendor="nvidia",
+        name=torch.cuda.get_device_name(device),
+        arch=f"sm{major}{minor}",
+        has_fp8_conversion=(major, minor) >= (8, 9),
+    )
+
+
+class Problem:
+    """A cache, queries and indices with every kind of absence in them; [B, S] query rows, or [T] where `rows` is (T,)."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        layout: str,
+        *,
+        heads: int,
+        topk: int,
+        rows: tuple[int, ...] = (1, 1),
+        blocks: int = 5,
+        block_size: int = 16,
+        gap: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.layout, self.heads, self.topk, self.rows = layout, heads, topk, rows
+        generator = torch.Generator().manual_seed(seed)
+        num_slots = blocks * block_size
+        self.q = torch.randn(*rows, heads, 576, generator=generator).bfloat16().to(device)
+        # every other slot stays unused
+        indices = torch.randint(0, (num_slots + 1) // 2, (*rows, topk), generator=generator, dtype=torch.int32) * 2
+        indices[torch.rand(indices.shape, generator=generator) < 0.1] = -1
+        corpus = torch.tensor([INT32_MIN, -123456, -1, num_slots, num_slots + 114514, INT32_MAX], dtype=torch.int32)
+        for start in (0, topk // 2 - 3, topk - 6):
+            indices[..., start : start + 6] = corpus
+        self.indices = indices.to(device)
+        self.cache = make_cache(layout, blocks, block_size, gap, generator, device)
+        self.sink = torch.randn(heads, generator=generator).to(device)
+
+    def decode(self, facts: DeviceFacts) -> SparseDecode:
+        request = Request(Primitive.SPARSE_DECODE, facts, kv_layout=self.layout, num_heads=self.heads, topk=self.topk)
+        return bind_sparse_decode(request)
+
+    def prefill(self, facts: DeviceFacts) -> SparsePrefill:
+        request = Request(Primitive.SPARSE_PREFILL, facts, kv_layout=self.layout, num_heads=self.heads, topk=self.topk)
+        return bind_sparse_prefill(request)
+
+    def schedule(self, num_splits: int, split_len: int) -> SplitSchedule:
+        return make_schedule(self.q.shape[0] * self.q.shape[1], self.heads, self.topk, num_splits, split_len, self.q.device)
+
+
+def make_cache(layout: str, blocks: int, block_size: int, gap: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    """Values in the even slots, NaN in the odd ones and in the `gap` elements that follow each block."""
+    rows = torch.randn(blocks * block_size, 576, generator=generator)
+    rows[:, :512] *= torch.rand(blocks * block_size, 4, generator=generator).repeat_interleave(128, dim=1) + 0.05
+    if layout == "bf16":
+        packed, bad = rows.bfloat16(), NAN
+    else:
+        packed, bad = pack_fp8(rows[:, :512], rows[:, 512:], scale_format="amax"), 0xFF
+    packed[1::2] = bad
+    width = packed.shape[1]
+    storage = torch.full((blocks, block_size * width + gap), bad, dtype=packed.dtype, device=device)
+    cache = storage[:, : block_size * width].unflatten(1, (block_size, width))
+    return cache.copy_(packed.view(blocks, block_size, width))
+
+
+def make_schedule(rows: int, heads: int, topk: int, num_splits: int, split_len: int, device: torch.device) -> SplitSchedule:
+    partial_out = torch.full((num_splits, rows, heads, 512), NAN, device=device)
+    partial_lse = torch.full((num_splits, rows, heads), NAN, device=device)
+    return SplitSchedule(rows, heads, topk, num_splits, split_len, partial_out, partial_lse)
+
+
+def check(got: Pair, want: Pair) -> None:
+    """out within 4e-3 of the norm of each head, lse within 2e-5 or two parts in a million; rows without entries exact."""
+    (out, lse), (want_out, want_lse) = ([x.cpu().double() for x in pair] for pair in (got, want))
+    assert not out.isnan().any() and not lse.isnan().any()
+    empty = want_lse == -INF
+    assert torch.equal(lse == -INF, empty)
+    assert (out[empty] == 0).all()
+    torch.testing.assert_close(lse[~empty], want_lse[~empty], rtol=2e-6, atol=2e-5)
+    error, size = (out - want_out).norm(dim=-1), want_out.norm(dim=-1)
+    assert (error <= 4e-3 * size + 1e-30).all(), f"relative error {(error / size).max():.1e}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("heads", [1, 8, 16, 17, 64, 128])
+def test_decode_for_any_number_of_heads(device: torch.device, facts: DeviceFacts, layout: str, heads: int):
+    problem = Problem(device, layout, heads=heads, topk=100)
+    got = problem.decode(facts)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
+    check(got, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("topk", [12, 64, 128, 1024])
+def test_decode_for_any_width(device: torch.device, facts: DeviceFacts, layout: str, topk: int):
+    problem = Problem(device, layout, heads=16, topk=topk, blocks=40)
+    got = problem.decode(facts)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
+    check(got, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("blocks", "block_size", "gap"), [(60, 1, 64), (5, 16, 52), (7, 13, 4 * 656), (1, 64, 16)])
+def test_blocks_may_lie_apart(device: torch.device, facts: DeviceFacts, layout: str, blocks: int, block_size: int, gap: int):
+    problem = Problem(device, layout, heads=16, topk=64, blocks=blocks, block_size=block_size)
+    spaced = Problem(device, layout, heads=16, topk=64, blocks=blocks, block_size=block_size, gap=gap)
+    decode = problem.decode(facts)
+    want = decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
+    check(want, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE))
+    got = decode(spaced.q, spaced.cache, spaced.indices, softmax_scale=SCALE)
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_without_entries(device: torch.device, facts: DeviceFacts, layout: str):
+    problem = Problem(device, layout, heads=16, topk=64, rows=(2, 1))
+    problem.indices[1] = torch.where(problem.indices[1] % 2 == 0, -7, problem.indices[1])
+    decode = problem.decode(facts)
+    for sink in (None, problem.sink, torch.full_like(problem.sink, -INF)):
+        for schedule in (None, problem.schedule(2, 32)) if sink is None else (None,):
+            out, lse = decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE, attn_sink=sink, schedule=schedule)
+            assert (out[1] == 0).all() and (lse[1] == -INF).all()
+            assert (out[0] != 0).any()
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_sinks(device: torch.device, facts: DeviceFacts, num_splits: int):
+    problem = Problem(device, "fp8_ds_mla", heads=8, topk=100)
+    sink = torch.tensor([-INF, INF, 0.0, -3.0, 2.5, 80.0, -80.0, 1e30], device=device)
+    got = problem.decode(facts)(
+        problem.q,
+        problem.cache,
+        problem.indices,
+        softmax_scale=SCALE,
+        attn_sink=sink,
+        schedule=problem.schedule(num_splits, 48) if num_splits > 1 else None,
+    )
+    check(got, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE, attn_sink=sink))
+    assert (got[0][0, 0, 1] == 0).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_lengths(device: torch.device, facts: DeviceFacts, layout: str, num_splits: int):
+    problem = Problem(device, layout, heads=4, topk=100, rows=(3, 2))
+    lengths = torch.tensor([[0, 1], [7, 40], [100, 5000]], dtype=torch.int32, device=device)
+    lengths[0, 0] = -3
+    problem.indices[0, 1, 0] = 2
+    schedule = problem.schedule(num_splits, 48) if num_splits > 1 else None
+    got = problem.decode(facts)(
+        problem.q, problem.cache, problem.indices, softmax_scale=SCALE, lengths=lengths, schedule=schedule
+    )
+    check(got, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE, lengths=lengths))
+    assert (got[1][0, 0] == -INF).all() and (got[1][0, 1] > -INF).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("num_splits", "split_len"), [(2, 64), (5, 32)])
+def test_splits_agree_with_the_oracle(device: torch.device, facts: DeviceFacts, layout: str, num_splits: int, split_len: int):
+    problem = Problem(device, layout, heads=17, topk=128)
+    schedule = problem.schedule(num_splits, split_len)
+    got = problem.decode(facts)(
+        problem.q, problem.cache, problem.indices, softmax_scale=SCALE, attn_sink=problem.sink, schedule=schedule
+    )
+    want = oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE, attn_sink=problem.sink)
+    check(got, want)
+
+
+def test_a_schedule_of_its_own_fills_the_device(device: torch.device, facts: DeviceFacts, monkeypatch: pytest.MonkeyPatch):
+    problem = Problem(device, "fp8_ds_mla", heads=16, topk=512)
+    wide = replace(facts, num_sms=2)
+    made: list[SplitSchedule] = []
+
+    def recorded(*args: Any) -> SplitSchedule:
+        made.append(SplitSchedule(*args))
+        return made[-1]
+
+    monkeypatch.setattr("mla_portable_triton.bind_attention.SplitSchedule", recorded)
+    got = problem.decode(wide)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
+    check(got, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE))
+    config = attention_config(facts.arch, "fp8_ds_mla", 16)
+    expected = split_kv(num_rows=1, num_heads=16, topk=512, num_sms=2, heads_per_program=config.block_h, tile=config.block_n)
+    assert [(s.num_splits, s.split_len) for s in made] == [expected] and expected[0] > 1
+
+
+@pytest.mark.parametrize(("query_len", "num_splits"), [(1, 1), (2, 2), (4, 1), (4, 2)])
+def test_strided_queries_and_outputs(device: torch.device, facts: DeviceFacts, query_len: int, num_splits: int):
+    problem = Problem(device, "fp8_ds_mla", heads=5, topk=40, rows=(1 if query_len > 2 else 2, query_len))
+    batch = problem.rows[0]
+    # heads before tokens, as a batched product makes them; an odd row pitch for indices, lengths and lse
+    q = torch.empty(5, batch, query_len, 576, dtype=torch.bfloat16, device=device).permute(1, 2, 0, 3).copy_(problem.q)
+    indices = torch.empty(batch, query_len, 43, dtype=torch.int32, device=device)[..., :40].copy_(problem.indices)
+    lengths = torch.full((batch, query_len, 3), 33, dtype=torch.int32, device=device)[..., 0]
+    out = torch.full((5, batch, query_len, 512), NAN, dtype=torch.bfloat16, device=device).permute(1, 2, 0, 3)
+    lse = torch.full((5, batch, query_len), NAN, device=device).permute(1, 2, 0)
+    schedule = problem.schedule(num_splits, 32) if num_splits > 1 else None
+    got = problem.decode(facts)(
+        q, problem.cache, indices, softmax_scale=SCALE, lengths=lengths, schedule=schedule, out=out, lse_out=lse
+    )
+    assert got[0] is out and got[1] is lse
+    check(got, oracle.sparse_decode(problem.q, problem.cache, indices, softmax_scale=SCALE, lengths=lengths))
+
+
+def test_strides_that_are_not_multiples_of_sixteen_bytes(device: torch.device, facts: DeviceFacts):
+    problem = Problem(device, "bf16", heads=3, topk=40, rows=(2, 1))
+    q = torch.empty(2, 1, 3, 577, dtype=torch.bfloat16, device=device)[..., :576].copy_(problem.q)
+    out = torch.full((2, 1, 3, 515), NAN, dtype=torch.bfloat16, device=device)
+    for schedule in (None, problem.schedule(2, 24)):
+        got = problem.decode(facts)(
+            q, problem.cache, problem.indices, softmax_scale=SCALE, schedule=schedule, out=out[..., :512]
+        )
+        check(got, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE))
+        assert out[..., 512:].isnan().all()
+
+
+@pytest.mark.parametrize("strides", [(0,), (8, 16), (576, 4608)])
+def test_aligned_strides_are_counted_in_units(strides: tuple[int, ...]):
+    assert stride_unit(*strides) == 8
+    assert stride_unit(*strides, 4) == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_prefill(device: torch.device, facts: DeviceFacts, layout: str):
+    problem = Problem(device, layout, heads=17, topk=100, rows=(3,))
+    prefill = problem.prefill(facts)
+    kv = problem.cache if layout == "fp8_ds_mla" else problem.cache.view(-1, 576)
+    lengths = torch.tensor([100, 0, 31], dtype=torch.int32, device=device)
+    got = prefill(problem.q, kv, problem.indices, softmax_scale=SCALE, lengths=lengths, attn_sink=problem.sink)
+    want = oracle.sparse_prefill(problem.q, kv, problem.indices, softmax_scale=SCALE, lengths=lengths, attn_sink=problem.sink)
+    check(got, want)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_prefill_on_the_paged_cache_equals_decode(device: torch.device, facts: DeviceFacts, layout: str):
+    problem = Problem(device, layout, heads=16, topk=64, rows=(2,), gap=32)
+    out = torch.full((3, 16, 512), NAN, dtype=torch.bfloat16, device=device)
+    lse = torch.full((3, 16), NAN, device=device)
+    got = problem.prefill(facts)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE, out=out[:2], lse_out=lse[:2])
+    assert got[0].data_ptr() == out.data_ptr() and out[2].isnan().all() and lse[2].isnan().all()
+    want = problem.decode(facts)(problem.q.unsqueeze(1), problem.cache, problem.indices.unsqueeze(1), softmax_scale=SCALE)
+    assert torch.equal(got[0], want[0].squeeze(1)) and torch.equal(got[1], want[1].squeeze(1))
+
+
+def test_prefill_on_a_gathered_workspace_agrees_with_prefill_on_the_fp8_cache(device: torch.device, facts: DeviceFacts):
+    problem = Problem(device, "fp8_ds_mla", heads=16, topk=64, rows=(2,))
+    rows = problem.cache.flatten(0, 1).clone()
+    rows[1::2] = rows[::2]  # no NaN to carry over
+    table = torch.arange(5, dtype=torch.int32)[None]
+    workspace = oracle.gather_upconvert(
+        rows.view(5, 16, 656), table, torch.tensor([80]), torch.tensor([0]), out=torch.zeros(80, 576, dtype=torch.bfloat16)
+    ).to(device)
+    direct = problem.prefill(facts)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
+    bf16 = Problem(device, "bf16", heads=16, topk=64)
+    gathered = bf16.prefill(facts)(problem.q, workspace, problem.indices, softmax_scale=SCALE)
+    check(gathered, oracle.sparse_prefill(problem.q, workspace, problem.indices, softmax_scale=SCALE))
+    torch.testing.assert_close(gathered[0].float(), direct[0].float(), rtol=0.0, atol=0.03)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_does_not_depend_on_the_others(device: torch.device, facts: DeviceFacts, layout: str):
+    problem = Problem(device, layout, heads=16, topk=64, rows=(2, 1))
+    decode = problem.decode(facts)
+
+    def run(rows: slice) -> Pair:
+        q, indices = problem.q[rows], problem.indices[rows]
+        schedule = make_schedule(q.shape[0], 16, 64, 2, 32, device)
+        return decode(q, problem.cache, indices, softmax_scale=SCALE, schedule=schedule)
+
+    together, alone = run(slice(0, 2)), run(slice(1, 2))
+    assert torch.equal(alone[0][0], together[0][1]) and torch.equal(alone[1][0], together[1][1])
+
+
+def test_duplicates_count_each_time(device: torch.device, facts: DeviceFacts):
+    problem = Problem(device, "fp8_ds_mla", heads=2, topk=64)
+    problem.indices[:] = -1
+    problem.indices[..., 20] = 4
+    once = problem.decode(facts)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
+    problem.indices[..., 63] = 4
+    twice = problem.decode(facts)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
+    torch.testing.assert_close(twice[1] - once[1], torch.full_like(once[1], 0.6931472), rtol=0.0, atol=1e-5)
+    torch.testing.assert_close(twice[0], once[0])
+
+
+def test_nan_in_a_named_row_is_seen(device: torch.device, facts: DeviceFacts):
+    problem = Problem(device, "fp8_ds_mla", heads=2, topk=64, rows=(2, 1))
+    problem.indices[1, 0, 30] = 1  # a row of NaN
+    for schedule in (None, problem.schedule(2, 32)):
+        out, lse = problem.decode(facts)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE, schedule=schedule)
+        assert out[1].isnan().all() and lse[1].isnan().all()
+        assert not out[0].isnan().any() and not lse[0].isnan().any()
+
+
+@pytest.mark.parametrize("value", [3e4, -3e4])
+def test_scores_far_from_zero(device: torch.device, facts: DeviceFacts, value: float):
+    problem = Problem(device, "bf16", heads=2, topk=40)
+    problem.q[..., 512] = value
+    problem.cache[:, ::2, 512] = 16.0
+    got = problem.decode(facts)(problem.q, problem.cache, problem.indices, softmax_scale=1.0)
+    want = oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=1.0)
+    assert got[1].isfinite().all()
+    torch.testing.assert_close(got[1].cpu().double(), want[1], rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_fp8_scales_far_from_one(device: torch.device, facts: DeviceFacts, scale: float):
+    problem = Problem(device, "fp8_ds_mla", heads=2, topk=40)
+    scales = problem.cache[..., 512:528].clone().view(torch.float32)
+    scales[:, ::2, 3] = scale  # of the last 128 columns, which these queries do not look at
+    problem.cache[..., 512:528] = scales.view(torch.uint8)
+    problem.q[..., 384:512] = 0.0
+    got = problem.decode(facts)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
+    want = oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
+    for columns in (slice(0, 384), slice(384, 512)):
+        check((got[0][..., columns], got[1]), (want[0][..., columns], want[1]))
+
+
+def test_slots_past_two_to_the_31_elements(device: torch.device, facts: DeviceFacts):
+    block_stride = 2**30 + 656  # bytes between four blocks of two tokens; pages that nobody touches take no memory
+    if device.type == "cpu":
+        storage = torch.frombuffer(mmap.mmap(-1, 3 * block_stride + 1312), dtype=torch.uint8)
+    else:
+        storage = torch.zeros(3 * block_stride + 1312, dtype=torch.uint8, device=device)
+    cache = storage.as_strided((4, 2, 656), (block_stride, 656, 1))
+    problem = Problem(device, "fp8_ds_mla", heads=2, topk=12, blocks=4, block_size=2)
+    cache.copy_(problem.cache)
+    problem.indices[:] = -1
+    problem.indices[..., 3] = 6
+    problem.indices[..., 7] = 0
+    got = problem.decode(facts)(problem.q, cache, problem.indices, softmax_scale=SCALE)
+    check(got, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE))
+
+
+def test_a_cache_without_slots(device: torch.device, facts: DeviceFacts):
+    problem = Problem(device, "bf16", heads=2, topk=40)
+    out, lse = problem.decode(facts)(problem.q, problem.cache[:0], problem.indices, softmax_scale=SCALE)
+    assert (out == 0).all() and (lse == -INF).all()
+
+
+def test_no_rows_no_launch(device: torch.device, facts: DeviceFacts, monkeypatch: pytest.MonkeyPatch):
+    problem = Problem(device, "bf16", heads=2, topk=40, rows=(0, 1))
+    for kernel in ("sparse_attention.sparse_attention_kernel", "merge_states.merge_states_kernel"):
+        monkeypatch.setattr(f"mla_portable_triton.kernels.{kernel}", None)
+    out, lse = problem.decode(facts)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
+    assert out.shape == (0, 1, 2, 512) and lse.shape == (0, 1, 2)
+    prefill = problem.prefill(facts)(problem.q[:, 0], problem.cache.view(-1, 576), problem.indices[:, 0], softmax_scale=SCALE)
+    assert prefill[0].shape == (0, 2, 512)
+    merged = bind_merge_states(Request(Primitive.MERGE_STATES, facts))(out[None], lse[None])
+    assert merged[0].shape == out.shape and merged[1].shape == lse.shape
+
+
+def test_nothing_is_allocated_where_all_is_given(device: torch.device, facts: DeviceFacts, monkeypatch: pytest.MonkeyPatch):
+    problem = Problem(device, "fp8_ds_mla", heads=2, topk=40)
+    out = torch.empty(1, 1, 2, 512, dtype=torch.bfloat16, device=device)
+    lse = torch.empty(1, 1, 2, device=device)
+    schedule, decode, prefill = problem.schedule(2, 24), problem.decode(facts), problem.prefill(facts)
+
+    def refuse(*args: object, **kwargs: object) -> Tensor:
+        raise AssertionError("allocated")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mla_portable_triton.bind_attention.torch.empty", refuse)
+        decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE, schedule=schedule, out=out, lse_out=lse)
+        split = out.clone(), lse.clone()
+        prefill(problem.q[0], problem.cache, problem.indices[0], softmax_scale=SCALE, out=out[0], lse_out=lse[0])
+    want = oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
+    check(split, want)
+    check((out, lse), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 2, 512), (3, 2, 2, 512), (9, 3, 7), (140, 3, 1)])
+def test_merge_states(device: torch.device, facts: DeviceFacts, dtype: torch.dtype, shape: tuple[int, ...]):
+    generator = torch.Generator().manual_seed(1)
+    outs = torch.randn(shape, generator=generator).to(dtype)
+    lses = torch.randn(shape[:-1], generator=generator) * 20
+    lses[0, 0] = -INF
+    outs[0, 0] = NAN  # of a part without entries: not to be read
+    if shape[0] > 1:
+        lses[:, -1] = -INF  # a row that every part is empty for
+    outs[lses == -INF] = NAN
+    got = bind_merge_states(Request(Primitive.MERGE_STATES, facts))(outs.to(device), lses.to(device))
+    assert got[0].dtype == dtype and got[1].dtype == torch.float32
+    want = oracle.merge_states(outs, lses)
+    assert not got[0].isnan().any()
+    torch.testing.assert_close(got[1].cpu().double(), want[1], rtol=1e-6, atol=1e-6)
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(got[0].cpu().double(), want[0], rtol=step, atol=max(step * 1e-2, 1e-5))
+
+
+def test_merge_states_of_views(device: torch.device, facts: DeviceFacts):
+    generator = torch.Generator().manual_seed(2)
+    outs = torch.randn(4, 16, 3, generator=generator).to(device).permute(2, 0, 1)
+    lses = torch.randn(4, 3, generator=generator).to(device).t()
+    got = bind_merge_states(Request(Primitive.MERGE_STATES, facts))(outs, lses)
+    want = oracle.merge_states(outs, lses)
+    torch.testing.assert_close(got[0].cpu().double(), want[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got[1].cpu().double(), want[1], rtol=1e-6, atol=1e-6)
+
+
+@triton.jit
+def _round_kernel(x_ptr, rounded_ptr, operand_ptr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i)
+    tl.store(rounded_ptr + i, to_bfloat16(x, NATIVE))
+    tl.store(operand_ptr + i, dot_operand(x, NATIVE).to(tl.float32))
+
+
+def test_rounding_to_bfloat16_by_integers(device: torch.device):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(4096, generator=generator) * torch.exp2(torch.randint(-120, 120, (4096,), generator=generator).float())
+    x[:512] = torch.randn(512, generator=generator).bfloat16().float() * (1 + 2**-8)  # ties and their neighbours
+    x[512:520] = torch.tensor([NAN, INF, -INF, 0.0, -0.0, 3.4e38, 1e-40, 1.9999999])
+    x[520] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)  # a NaN whose payload rounding would carry over
+    x = x.to(device)
+    rounded, operand = torch.empty_like(x, dtype=torch.bfloat16), torch.empty_like(x)
+    _round_kernel[(1,)](x, rounded, operand, NATIVE=False, BLOCK=4096)
+    want = x.bfloat16()
+    torch.testing.assert_close(rounded, want, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(operand, want.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("arch", CONFIGS)
+def test_every_configuration_is_one_that_a_dot_accepts(arch: str):
+    assert set(CONFIGS[arch]) == set(LAYOUTS)
+    for rows in CONFIGS[arch].values():
+        assert [max_heads for max_heads, _ in rows] == sorted({max_heads for max_heads, _ in rows})
+        for max_heads, config in rows:
+            for tile in (config.block_h, config.block_n):
+                assert tile >= 16 and tile & (tile - 1) == 0
+            assert config.block_h == max(16, max_heads)
+
+
+@pytest.mark.parametrize(
+    ("arch", "layout", "heads", "block_h"),
+    [
+        ("sm90", "fp8_ds_mla", 1, 16),
+        ("sm90", "fp8_ds_mla", 16, 16),
+        ("sm90", "fp8_ds_mla", 17, 32),
+        ("sm90", "bf16", 128, 64),
+        ("sm86", "fp8_ds_mla", 128, 32),
+        ("ivcore11", "bf16", 64, 16),
+        ("sm90", None, 64, 16),
+        ("sm90", "bf16", None, 16),
+    ],
+)
+def test_choosing_a_configuration(arch: str, layout: str | None, heads: int | None, block_h: int):
+    assert attention_config(arch, layout, heads).block_h == block_h
+
+
+# runs without the interpreter; prints one JSON object
+AHEAD_OF_TIME = """
+import json
+from mla_portable_triton.aot import compile_variant, excess
+from mla_portable_triton.kernels import merge_states, sparse_attention
+
+def specialized(kernel):
+    return [p.name for p in kernel.params if not (p.is_constexpr or p.do_not_specialize or p.name.endswith("_ptr"))]
+
+def compiled(variants, arch, label):
+    summary = compile_variant(next(v for v in variants if v.label == label), arch)
+    return [label, arch, list(excess(summary)), list(summary.asm)]
+
+print(json.dumps({
+    "specialized": specialized(sparse_attention.sparse_attention_kernel) + specialized(merge_states.merge_states_kernel),
+    "compiled": [
+        compiled(sparse_attention.aot_variants("sm80"), "sm80", "sparse_attention-fp8_ds_mla-h32-split"),
+        compiled(sparse_attention.aot_variants("sm90", e4m3_native=True), "sm90", "sparse_attention-fp8_ds_mla-h64-whole"),
+        compiled(sparse_attention.aot_variants("sm120"), "sm120", "sparse_attention-bf16-h64-whole"),
+        compiled(sparse_attention.aot_variants("gfx942"), "gfx942", "sparse_attention-fp8_ds_mla-h16-split"),
+        compiled(merge_states.aot_variants(), "sm86", "merge_states-split_kv"),
+    ],
+}))
+"""
+
+
+def test_kernels_compile_for_other_machines_and_fit_them():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", AHEAD_OF_TIME], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    # the scale is a float, which triton never specialises; any integer here would compile again for some batch
+    assert report["specialized"] == ["scale_log2"]
+    for label, arch, too_much, stages in report["compiled"]:
+        assert too_much == [], label
+        assert ("hsaco" if arch.startswith("gfx") else "cubin") in stages

@@ -1,0 +1,569 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data-movement kernels of the Triton plugin, bit for bit against the oracle: in the interpreter, or on a GPU."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_portable.conformance.poison import poisoned
+from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Request, pack_fp8
+from mla_portable.contracts import primitives as protocols
+from mla_portable.reference import oracle
+from mla_portable_triton import bind_data
+from mla_portable_triton.kernels import convert_indices as convert_indices_kernel
+from mla_portable_triton.kernels import gather_upconvert as gather_upconvert_kernel
+from mla_portable_triton.kernels import quantize_per_tensor as quantize_kernel
+from mla_portable_triton.kernels.config import Config, config_for
+from mla_portable_triton.kernels.e4m3_decode import e4m3_decode
+from mla_portable_triton.kernels.e4m3_encode import e4m3_encode, e5m2_encode
+from mla_portable_triton.support import interpreter_is_on
+
+ROW_WIDTH = {torch.uint8: 656, torch.bfloat16: 576}
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+BLOCK_SIZES = (1, 16, 61, 64)
+
+
+@pytest.fixture(autouse=True)
+def memory_is_poisoned() -> Iterator[None]:
+    with poisoned():
+        yield
+
+
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if not interpreter_is_on():
+        pytest.fail("no GPU, and Triton's interpreter is off: set TRITON_INTERPRET=1")
+    return torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def facts(device: torch.device) -> DeviceFacts:
+    if device.type == "cpu":
+        return DeviceFacts(vendor="cpu", name="cpu", arch="cpu", device_type="cpu")
+    major, minor = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    return DeviceFacts(
+        vendor="nvidia", name=name, arch=f"sm{major}{minor}", shared_memory=1 << 16, has_fp8_conversion=(major, minor) >= (8, 9)
+    )
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(20260)
+
+
+def same_bits(got: Tensor, want: Tensor) -> bool:
+    """Shape, type and every byte agree."""
+    got, want = got.detach().cpu().contiguous(), want.detach().cpu().contiguous()
+    same_kind = got.shape == want.shape and got.dtype == want.dtype
+    return same_kind and torch.equal(got.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8))
+
+
+def strided_cache(blocks: int, block_size: int, dtype: torch.dtype, *, gap: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A cache whose blocks lie `gap` elements apart, 0xFF everywhere, and the memory that it is a view of."""
+    width = ROW_WIDTH[dtype]
+    block_stride = block_size * width + gap
+    memory = torch.full((blocks * block_stride * dtype.itemsize,), 0xFF, dtype=torch.uint8, device=device).view(dtype)
+    return memory.as_strided((blocks, block_size, width), (block_stride, width, 1)), memory
+
+
+def latents(num_tokens: int, generator: torch.Generator) -> Tensor:
+    """[T, 512] float32: groups of very different size, zeros, ties and the border between two powers of two among them."""
+    x = torch.randn(num_tokens, 4, 128, generator=generator)
+    x *= 2.0 ** torch.randint(-20, 8, (num_tokens, 4, 1), generator=generator)
+    x[0, 0] = 0.0
+    x[0, 1] = torch.arange(128) / 64.0  # many exact ties in e4m3
+    x[0, 2] = -448.0
+    x[0, 3] = torch.tensor([1e-40, -1e-30, 2.0**-133, 3e-5]).repeat(32)
+    if num_tokens > 3:
+        x[3] = torch.rand(4, 128, generator=generator)
+        x[3, :, 5] = torch.tensor([1.75, 1.7578125, 1.7421875, 1.7509765625])  # amax at, above and below 1.75 * 2**e
+        # amax / 448 is a / 64, so these are ties that only a true division finds
+        tie = (torch.arange(17, 33, 2) / 16.0)[:, None] * 2.0 ** torch.arange(-6, 8)  # [8, 14]
+        a = torch.tensor([3.0, 5.0, 11.0, 13.0])[:, None]
+        x[2, :, :112], x[2, :, 112:] = a / 64.0 * tie.flatten(), -7.0 * a
+    return x.flatten(1)
+
+
+# e4m3 and bfloat16 helpers
+
+
+@triton.jit
+def _encode(out_ptr, x_ptr, num_elements, E5M2: tl.constexpr, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offset, mask=offset < num_elements, other=0.0)
+    if E5M2:
+        code = e5m2_encode(x)
+    else:
+        code = e4m3_encode(x)
+    tl.store(out_ptr + offset, code, mask=offset < num_elements)
+
+
+@triton.jit
+def _decode(out_ptr, byte_ptr, NATIVE: tl.constexpr):
+    offset = tl.arange(0, 256)
+    tl.store(out_ptr + offset, e4m3_decode(tl.load(byte_ptr + offset), NATIVE))
+
+
+def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    _encode[(triton.cdiv(x.numel(), 16384),)](out, x, x.numel(), E5M2=dtype == torch.float8_e5m2, BLOCK=16384)
+    return out.cpu()
+
+
+def every_bfloat16() -> Tensor:
+    return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+
+
+def rounding_borders(dtype: torch.dtype) -> Tensor:
+    """Every code of a float8 type, the middle between neighbours, and the float32 next to each on both sides."""
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).float()
+    codes = codes[codes.isfinite()].sort().values
+    exact = torch.cat([codes, (codes[1:] + codes[:-1]) / 2])
+    bits = exact.view(torch.int32)
+    return torch.cat([exact, (bits + 1).view(torch.float32), (bits - 1).view(torch.float32)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("values", ["every_bfloat16", "rounding_borders", "random_bits"])
+def test_fp8_encoding_is_torchs_after_a_clamp(
+    values: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    if values == "every_bfloat16":
+        x = every_bfloat16()
+    elif values == "rounding_borders":
+        x = rounding_borders(dtype)
+    else:
+        x = torch.randint(INT32_MIN, INT32_MAX, (2**16,), generator=generator, dtype=torch.int32).view(torch.float32)
+    limit = torch.finfo(dtype).max
+    want = x.clamp(-limit, limit).to(dtype).view(torch.uint8)
+    got = encode(x.to(device), dtype)
+    number = ~x.isnan()
+    assert number.sum() > 700
+    assert torch.equal(got[number], want[number])
+    assert got[~number].view(dtype).float().isnan().all()
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["by_bits", "native"])
+def test_every_e4m3_byte_decodes_as_torch_does(native: bool, device: torch.device, facts: DeviceFacts) -> None:
+    byte = torch.arange(256, dtype=torch.int32).to(torch.uint8).to(device)
+    out = torch.empty(256, dtype=torch.bfloat16, device=device)
+    if native and not interpreter_is_on() and not facts.has_fp8_conversion:
+        with pytest.raises(triton.CompilationError):  # the fact is right: this target has no conversion
+            _decode[(1,)](out, byte, NATIVE=True)
+        return
+    _decode[(1,)](out, byte, NATIVE=native)
+    want = byte.cpu().view(torch.float8_e4m3fn).to(torch.bfloat16)
+    finite = want.isfinite()
+    assert finite.sum() == 254
+    assert same_bits(out.cpu()[finite], want[finite])
+    if not (native and interpreter_is_on()):  # the interpreter's own conversion reads the NaN codes as 480
+        assert out.cpu()[~finite].isnan().all()
+
+
+# cache_write
+
+
+def bound(primitive: Primitive, facts: DeviceFacts):
+    return getattr(bind_data, f"bind_{primitive}")(Request(primitive, facts))
+
+
+@pytest.mark.parametrize("primitive", ["cache_write", "convert_indices", "gather_upconvert", "quantize_per_tensor"])
+def test_a_bound_callable_has_the_signature_of_its_protocol(primitive: str, facts: DeviceFacts) -> None:
+    protocol = getattr(protocols, "".join(word.capitalize() for word in primitive.split("_")))
+    want = list(inspect.signature(protocol.__call__).parameters.values())[1:]
+    got = list(inspect.signature(bound(Primitive(primitive), facts)).parameters.values())
+    assert [(p.name, p.kind, p.default) for p in got] == [(p.name, p.kind, p.default) for p in want]
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16], ids=["from_bf16", "from_fp16"])
+@pytest.mark.parametrize("target", ["pow2", "amax", "bf16"])
+def test_cache_write_stores_the_expected_bytes_and_no_others(
+    target: str, source: torch.dtype, block_size: int, device: torch.device, facts: DeviceFacts, generator: torch.Generator
+) -> None:
+    num_tokens, blocks = 7, -(-70 // block_size)
+    kv_c = latents(num_tokens, generator).to(source)
+    both = torch.randn(num_tokens, 100, generator=generator).to(source)
+    k_pe = both[:, 10:74]  # rows that lie apart
+    k_pe[0, :4] = torch.tensor([-0.0, 6e-8, 65504.0, 1.00390625])
+    dtype = torch.bfloat16 if target == "bf16" else torch.uint8
+    cache, memory = strided_cache(blocks, block_size, dtype, gap=100, device=device)
+    slots = torch.tensor([blocks * block_size - 1, -1, 0, 37, blocks * block_size, 2**40, INT32_MIN])[:num_tokens]
+    slots[-1] = 1
+    scale_format = "amax" if target == "amax" else "pow2"
+
+    before = memory.clone()
+    want = oracle.cache_write(kv_c, k_pe, cache, slots, scale_format=scale_format)
+    arguments = (kv_c.to(device), both.to(device)[:, 10:74], cache, slots.to(device))
+    bound(Primitive.CACHE_WRITE, facts)(*arguments, scale_format=scale_format)
+
+    assert not same_bits(memory, before)
+    assert same_bits(cache, want)
+    gap = memory.view(blocks, -1)[:, block_size * ROW_WIDTH[dtype] :]
+    assert (gap.contiguous().view(torch.uint8) == 0xFF).all(), "something was written between blocks"
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter divides with numpy
+@pytest.mark.parametrize("scale_format", ["pow2", "amax"])
+def test_cache_write_keeps_nan_and_infinity_to_their_group(
+    scale_format: str, device: torch.device, facts: DeviceFacts, generator: torch.Generator
+) -> None:
+    kv_c = torch.randn(2, 512, generator=generator).bfloat16()
+    kv_c[0, 130], kv_c[1, 260], kv_c[1, 400] = float("nan"), float("inf"), float("-inf")
+    k_pe = torch.full((2, 64), float("nan"), dtype=torch.bfloat16)
+    cache, _ = strided_cache(1, 2, torch.uint8, gap=0, device=device)
+    slots = torch.tensor([1, 0], device=device)
+    bound(Primitive.CACHE_WRITE, facts)(kv_c.to(device), k_pe.to(device), cache, slots, scale_format=scale_format)
+    got, want = cache[0].cpu().flip(0), pack_fp8(kv_c, k_pe, scale_format=scale_format)
+
+    scales, wanted_scales = (rows[:, 512:528].contiguous().view(torch.float32) for rows in (got, want))
+    assert torch.equal(scales.nan_to_num(nan=-1.0), wanted_scales.nan_to_num(nan=-1.0))
+    codes, wanted_codes = (rows[:, :512].contiguous().view(torch.float8_e4m3fn).float() for rows in (got, want))
+    assert torch.equal(codes.nan_to_num(nan=-1e9), wanted_codes.nan_to_num(nan=-1e9))
+    assert codes[0, 128:256].isnan().any()
+    assert not codes[0, :128].isnan().any()
+    assert got[:, 528:].contiguous().view(torch.bfloat16).isnan().all()
+
+
+# convert_indices
+
+
+CORPUS = (INT32_MIN, -123456, -1, INT32_MAX)
+
+
+def positions(num_tokens: int, topk: int, reach: int, generator: torch.Generator) -> Tensor:
+    """[T, K] int32: positions up to a little past `reach`, invalid ones at the front, in the middle and at the end."""
+    pos = torch.randint(0, reach + reach // 8 + 2, (num_tokens, topk), generator=generator, dtype=torch.int32)
+    hole = torch.rand(num_tokens, topk, generator=generator) < 0.2
+    hole[:, 0] = torch.arange(num_tokens) % 2 == 0
+    hole[:, -1] = torch.arange(num_tokens) % 3 == 0
+    corpus = torch.tensor([*CORPUS, reach, reach + 114514], dtype=torch.int32)
+    return torch.where(hole, corpus[torch.randint(0, len(corpus), hole.shape, generator=generator)], pos)
+
+
+def check_convert(
+    facts: DeviceFacts, device: torch.device, arguments: tuple[Tensor, Tensor, Tensor], **options: object
+) -> tuple[Tensor, Tensor]:
+    """Run, compare both results with the oracle, return the expected ones."""
+    here = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in options.items()}
+    got = bound(Primitive.CONVERT_INDICES, facts)(*(x.to(device) for x in arguments), **here)
+    want = oracle.convert_indices(*arguments, **options)
+    assert same_bits(got[0], want[0])
+    assert same_bits(got[1], want[1])
+    return want
+
+
+@pytest.mark.parametrize("topk", [1, 63, 64, 100, 2048, 2500])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("compact", [False, True], ids=["in_place", "compact"])
+def test_convert_indices_for_any_width_and_block_size(
+    compact: bool, block_size: int, topk: int, device: torch.device, facts: DeviceFacts, generator: torch.Generator
+) -> None:
+    num_reqs, columns = 3, 5
+    wide = torch.randint(-2, 12, (num_reqs, columns + 3), generator=generator, dtype=torch.int32)
+    wide[0] = wide[0].abs()
+    table = wide[:, :columns]  # rows that lie apart
+    pos = positions(6, topk, columns * block_size, generator)
+    pos[4] = -1
+    req_id = torch.tensor([0, 1, 2, 3, 0, -1], dtype=torch.int32)
+    num_slots = 9 * block_size + block_size // 2
+    want = check_convert(facts, device, (pos, req_id, table), block_size=block_size, num_slots=num_slots, compact=compact)
+    if topk >= 63:
+        assert 0 < int(want[1][0]) < topk
+    assert want[1][3:].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("compact", [False, True], ids=["in_place", "compact"])
+@pytest.mark.parametrize("num_slots", [None, 100], ids=["any_slot", "100_slots"])
+def test_convert_indices_maps_prefill_tokens_to_the_workspace(
+    num_slots: int | None, compact: bool, device: torch.device, facts: DeviceFacts, generator: torch.Generator
+) -> None:
+    table = torch.randint(0, 6, (2, 4), generator=generator, dtype=torch.int32)
+    pos = positions(9, 100, 64, generator)
+    pos[:, 50] = 200  # past the table's width, which does not limit a workspace
+    req_id = torch.tensor([0, 1, 1, 1, 7, -5, 0, 1, 1], dtype=torch.int32)
+    prefill_id = torch.tensor([-1, 0, 1, 2, 3, 1, 4, INT32_MAX, INT32_MIN], dtype=torch.int32)
+    starts = torch.tensor([0, 90, INT32_MAX - 30, -20], dtype=torch.int32)
+    want = check_convert(
+        facts,
+        device,
+        (pos, req_id, table),
+        block_size=16,
+        num_slots=num_slots,
+        compact=compact,
+        prefill_request_ids=prefill_id,
+        prefill_workspace_starts=starts,
+    )
+    assert 290 in want[0][2].tolist(), "a workspace row is limited neither by the table nor by the cache"
+    assert 0 < int(want[1][3]) < int(want[1][2]), "sums past int32 are absent"
+    assert 0 < int(want[1][4]) < int(want[1][2]), "and so are negative ones"
+    assert want[1][6:8].tolist() == [0, 0], "prefill ids that are out of range"
+
+
+def test_convert_indices_computes_slots_in_64_bits(device: torch.device, facts: DeviceFacts) -> None:
+    # 67108865 * 64 and 2**30 * 64 wrap around to 64 and 0 in 32 bits; 33554431 * 64 + 63 is the last int32
+    table = torch.tensor([[67108865, 2**30, 33554431, INT32_MIN, -1, 33554432]], dtype=torch.int32)
+    pos = torch.tensor([[0, 64, 128, 191, 192, 256, 320]], dtype=torch.int32)
+    req_id = torch.zeros(1, dtype=torch.int32)
+    want = check_convert(facts, device, (pos, req_id, table), block_size=64)
+    assert want[0].tolist() == [[-1, -1, 2147483584, INT32_MAX, -1, -1, -1]]
+    beyond = check_convert(facts, device, (pos, req_id, table), block_size=64, num_slots=2**40)
+    assert torch.equal(beyond[0], want[0])
+    below = check_convert(facts, device, (pos, req_id, table), block_size=64, num_slots=INT32_MAX)
+    assert below[0].tolist() == [[-1, -1, 2147483584, -1, -1, -1, -1]]
+    nothing = check_convert(facts, device, (pos, req_id, table), block_size=64, num_slots=0)
+    assert nothing[1].tolist() == [0]
+
+
+def test_convert_indices_compacts_in_order_across_tiles(device: torch.device) -> None:
+    pos = torch.full((2, 100), -1, dtype=torch.int32)
+    pos[0, 3], pos[0, 17], pos[0, 40], pos[0, 99] = 9, 2, 9, 0
+    pos[1] = torch.arange(100, dtype=torch.int32).flip(0)
+    out = torch.empty(2, 100, dtype=torch.int32, device=device), torch.empty(2, dtype=torch.int32, device=device)
+    convert_indices_kernel.launch(
+        *out,
+        pos.to(device),
+        torch.zeros(2, dtype=torch.int32, device=device),
+        torch.tensor([[7]], dtype=torch.int32, device=device),
+        None,
+        None,
+        block_size=128,
+        last_slot=INT32_MAX,
+        compact=True,
+        config=Config(tile=16, num_warps=1),
+    )
+    assert out[0][0].tolist() == [905, 898, 905, 896] + [-1] * 96
+    assert out[0][1].tolist() == list(range(995, 895, -1))
+    assert out[1].tolist() == [4, 100]
+
+
+def test_convert_indices_agrees_with_published_vectors(device: torch.device, facts: DeviceFacts) -> None:
+    # inputs of InfiniCore's test/infinicore/ops/dsa.py, expected values by the formula
+    pos = torch.tensor([[0, 63, 64, -1], [1, 65, -1, -1], [0, 64, -1, -1], [3, 66, -1, -1]], dtype=torch.int32)
+    req_id = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
+    table = torch.tensor([[2, 3], [5, 6]], dtype=torch.int32)
+    want = check_convert(facts, device, (pos, req_id, table), block_size=64)
+    assert want[0].tolist() == [[128, 191, 192, -1], [129, 193, -1, -1], [320, 384, -1, -1], [323, 386, -1, -1]]
+
+
+def test_convert_indices_writes_to_out(device: torch.device, facts: DeviceFacts) -> None:
+    wide = torch.full((2, 6), 77, dtype=torch.int32, device=device)
+    out = wide[:, 1:4], torch.empty(2, dtype=torch.int32, device=device)
+    pos = torch.tensor([[5, -1, 6], [0, 1, 2]], dtype=torch.int32, device=device)
+    arguments = (pos, torch.zeros(2, dtype=torch.int32, device=device), torch.tensor([[3]], dtype=torch.int32, device=device))
+    got = bound(Primitive.CONVERT_INDICES, facts)(*arguments, block_size=8, compact=True, out=out)
+    assert got[0] is out[0]
+    assert got[1] is out[1]
+    assert wide.tolist() == [[77, 29, 30, -1, 77, 77], [77, 24, 25, 26, 77, 77]]
+    assert out[1].tolist() == [2, 3]
+
+
+# gather_upconvert
+
+
+def filled_cache(
+    blocks: int, block_size: int, layout: str, used: Tensor, *, device: torch.device, generator: torch.Generator
+) -> Tensor:
+    """A cache with gaps between blocks where only the slots `used` hold tokens; all else is NaN."""
+    dtype = torch.bfloat16 if layout == "bf16" else torch.uint8
+    cache, _ = strided_cache(blocks, block_size, dtype, gap=148, device=device)
+    kv_c = latents(used.numel(), generator).bfloat16()
+    k_pe = torch.randn(used.numel(), 64, generator=generator).bfloat16()
+    rows = torch.cat([kv_c, k_pe], 1) if layout == "bf16" else pack_fp8(kv_c, k_pe, scale_format=layout)
+    cache[(used // block_size).to(device), (used % block_size).to(device)] = rows.to(device)
+    return cache
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("layout", ["pow2", "amax", "bf16"])
+def test_gather_upconvert_fills_the_rows_that_requests_own(
+    layout: str, block_size: int, device: torch.device, facts: DeviceFacts, generator: torch.Generator
+) -> None:
+    # an empty request, one whose last tokens lie past the table, a hole in the table, rows between requests and at the end
+    lens = torch.tensor([5, 0, 2 * block_size + 1, 3, 4 * block_size + 2], dtype=torch.int32)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int32), (lens.cumsum(0)[:-1]).int() + 2])
+    columns = -(-int(lens.max()) // block_size)
+    blocks = 3 * columns
+    table = torch.arange(blocks, dtype=torch.int32)[torch.randperm(blocks, generator=generator)].repeat(2)
+    table = table[: 5 * columns].view(5, columns)[:, 1:]  # rows that lie apart
+    table[2, 1] = -1
+    table[4, 0] = blocks  # out of range
+    cache = filled_cache(blocks, block_size, layout, torch.arange(blocks * block_size), device=device, generator=generator)
+    num_rows = int(starts[-1] + lens[-1]) + 3
+    out = torch.full((num_rows, 576), 7.5, dtype=torch.bfloat16, device=device)
+    want = oracle.gather_upconvert(cache, table, lens, starts, out=out)
+    got = bound(Primitive.GATHER_UPCONVERT, facts)(cache, table.to(device), lens.to(device), starts.to(device), out=out)
+    assert got is out
+    assert same_bits(out, want)
+    assert (want[-3:] == 7.5).all()
+    assert (want == 0).all(1).any()
+
+
+def test_gather_upconvert_reads_no_row_that_nobody_asks_for(
+    device: torch.device, facts: DeviceFacts, generator: torch.Generator
+) -> None:
+    used = torch.tensor([8, 9, 10, 11, 0])
+    cache = filled_cache(4, 4, "amax", used, device=device, generator=generator)
+    table = torch.tensor([[2, 0, 3]], dtype=torch.int32, device=device)
+    out = torch.zeros(9, 576, dtype=torch.bfloat16, device=device)
+    lens, starts = torch.tensor([[5], [2]], dtype=torch.int32, device=device)
+    bound(Primitive.GATHER_UPCONVERT, facts)(cache, table, lens, starts, out=out)
+    assert not out.isnan().any()
+    assert (out != 0).any(1).tolist() == [False] * 2 + [True] * 5 + [False] * 2
+
+
+def test_gather_upconvert_takes_requests_in_any_order_and_number(
+    device: torch.device, facts: DeviceFacts, generator: torch.Generator
+) -> None:
+    num_requests = gather_upconvert_kernel.REQUEST_TILE + 9
+    lens = torch.randint(0, 3, (num_requests,), generator=generator, dtype=torch.int32)
+    starts = (lens.cumsum(0) - lens).int()
+    order = torch.randperm(num_requests, generator=generator)
+    lens, starts = lens[order], starts[order]
+    lens[3], starts[4], lens[4] = -4, -1, 2
+    cache = filled_cache(5, 2, "pow2", torch.arange(10), device=device, generator=generator)
+    table = torch.randint(0, 5, (num_requests, 1), generator=generator, dtype=torch.int32)
+    num_rows = int(lens.clamp(min=0).sum()) - 3  # the workspace ends before the last requests do
+    out = torch.full((num_rows, 576), -3.0, dtype=torch.bfloat16, device=device)
+    want = oracle.gather_upconvert(cache, table, lens, starts, out=out)
+    bound(Primitive.GATHER_UPCONVERT, facts)(cache, table.to(device), lens.to(device), starts.to(device), out=out)
+    assert same_bits(out, want)
+
+
+def test_a_cache_may_pass_2_to_the_31_bytes(device: torch.device, facts: DeviceFacts, generator: torch.Generator) -> None:
+    block_stride = 2**30 + 656
+    # numpy leaves fresh pages unmapped, also while torch's memory is poisoned
+    memory = torch.from_numpy(np.empty(2 * block_stride + 656 * 4, dtype=np.uint8)) if device.type == "cpu" else None
+    if memory is None:
+        memory = torch.zeros(2 * block_stride + 656 * 4, dtype=torch.uint8, device=device)
+    cache = memory.as_strided((3, 4, 656), (block_stride, 656, 1))
+    kv_c, k_pe = latents(1, generator).bfloat16().to(device), torch.ones(1, 64, dtype=torch.bfloat16, device=device)
+    bound(Primitive.CACHE_WRITE, facts)(kv_c, k_pe, cache, torch.tensor([11], device=device))
+    assert same_bits(cache[2, 3], pack_fp8(kv_c.cpu(), k_pe.cpu())[0])
+    out = torch.empty(4, 576, dtype=torch.bfloat16, device=device)
+    arguments = torch.tensor([[[2]], [[4]], [[0]]], dtype=torch.int32, device=device)
+    bound(Primitive.GATHER_UPCONVERT, facts)(cache, arguments[0], arguments[1, 0], arguments[2, 0], out=out)
+    assert same_bits(out, oracle.gather_upconvert(cache[2:], torch.zeros(1, 1), arguments[1, 0], arguments[2, 0], out=out))
+
+
+# quantize_per_tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5, 7), (4096,), (9, 1000)], ids=str)
+def test_quantize_per_tensor_is_exact(
+    shape: tuple[int, ...],
+    source: torch.dtype,
+    dtype: torch.dtype,
+    device: torch.device,
+    facts: DeviceFacts,
+    generator: torch.Generator,
+) -> None:
+    x = (torch.randn(shape, generator=generator) * 3).to(source)
+    codes, scale = bound(Primitive.QUANTIZE_PER_TENSOR, facts)(x.to(device), dtype)
+    want, wanted_scale = oracle.quantize_per_tensor(x, dtype)
+    assert same_bits(codes, want)
+    assert scale.shape == ()
+    assert scale.dtype == torch.float32
+    assert float(scale) == float(wanted_scale)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-12, 6e4], ids=str)
+def test_quantize_per_tensor_of_a_constant(value: float, device: torch.device, facts: DeviceFacts) -> None:
+    x = torch.full((10,), value)
+    codes, scale = bound(Primitive.QUANTIZE_PER_TENSOR, facts)(x.to(device))
+    want, wanted_scale = oracle.quantize_per_tensor(x, torch.float8_e4m3fn)
+    assert same_bits(codes, want)
+    assert float(scale) == float(wanted_scale) > 0
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter divides with numpy
+def test_quantize_per_tensor_of_nan_infinity_and_nothing(device: torch.device, facts: DeviceFacts) -> None:
+    quantize = bound(Primitive.QUANTIZE_PER_TENSOR, facts)
+    codes, scale = quantize(torch.tensor([1.0, float("nan"), 2.0], device=device))
+    assert scale.isnan()
+    assert codes.float().isnan().all()
+    codes, scale = quantize(torch.tensor([1.0, float("-inf"), 2.0], device=device))
+    assert scale == float("inf")
+    assert codes.float().nan_to_num(nan=-9.0).tolist() == [0.0, -9.0, 0.0]
+    codes, scale = quantize(torch.empty(0, 7, device=device))
+    assert codes.shape == (0, 7)
+    assert float(scale) == float(torch.tensor(1e-10) / torch.tensor(448.0))
+
+
+def test_quantize_per_tensor_takes_any_strides(device: torch.device, facts: DeviceFacts, generator: torch.Generator) -> None:
+    x = torch.randn(6, 10, generator=generator).to(device)
+    for view in (x.t(), x[:, ::3], x[:1].expand(4, 10)):
+        codes, _ = bound(Primitive.QUANTIZE_PER_TENSOR, facts)(view)
+        assert same_bits(codes, oracle.quantize_per_tensor(view, torch.float8_e4m3fn)[0])
+
+
+def test_quantize_per_tensor_reduces_more_parts_than_one(device: torch.device, generator: torch.Generator) -> None:
+    # 40 tiles for 8 programs: each walks over several, and the largest value is in the last one
+    x = torch.randn(40 * 32 - 5, generator=generator).to(device)
+    x[-1] = 1000.0
+    codes, scale = torch.empty(x.shape, dtype=torch.uint8, device=device), torch.empty((), device=device)
+    parts = torch.empty(8, dtype=torch.int32, device=device)
+    config = Config(tile=32, num_warps=1)
+    quantize_kernel.launch(codes, scale, parts, x, e5m2=False, bf16_native=not interpreter_is_on(), config=config)
+    want, wanted_scale = oracle.quantize_per_tensor(x, torch.float8_e4m3fn)
+    assert same_bits(codes.view(torch.float8_e4m3fn), want)
+    assert float(scale) == float(wanted_scale)
+    assert quantize_kernel.num_parts(10**9, config) == quantize_kernel.MAX_PARTS
+
+
+def test_quantize_per_tensor_refuses_other_types(device: torch.device, facts: DeviceFacts) -> None:
+    with pytest.raises(InvalidArgument, match=r"float8_e4m3fnuz, expected torch\.float8_e4m3fn or torch\.float8_e5m2"):
+        bound(Primitive.QUANTIZE_PER_TENSOR, facts)(torch.ones(3, device=device), torch.float8_e4m3fnuz)
+
+
+# all of them
+
+
+def test_no_tokens_no_launch(device: torch.device, facts: DeviceFacts) -> None:
+    def none(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    cache = torch.zeros(2, 4, 656, dtype=torch.uint8, device=device)
+    half = {"dtype": torch.bfloat16}
+    bound(Primitive.CACHE_WRITE, facts)(none(0, 512, **half), none(0, 64, **half), cache, none(0, dtype=torch.int64))
+    assert not cache.any()
+    indices, counts = bound(Primitive.CONVERT_INDICES, facts)(none(0, 64), none(0), none(2, 3), block_size=4)
+    assert indices.shape == (0, 64)
+    assert counts.shape == (0,)
+    gather = bound(Primitive.GATHER_UPCONVERT, facts)
+    out = torch.ones(3, 576, dtype=torch.bfloat16, device=device)
+    assert (gather(cache, none(0, 3), none(0), none(0), out=out) == 1).all()
+    assert gather(cache, none(2, 3), none(2), none(2), out=out[:0]).shape == (0, 576)
+
+
+def test_an_empty_table_makes_everything_absent(device: torch.device, facts: DeviceFacts) -> None:
+    pos = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
+    zero = torch.zeros(1, dtype=torch.int32, device=device)
+    for shape in ((1, 0), (0, 4)):
+        table = torch.empty(shape, dtype=torch.int32, device=device)
+        indices, counts = bound(Primitive.CONVERT_INDICES, facts)(pos, zero, table, block_size=4)
+        assert indices.tolist() == [[-1, -1]]
+        assert counts.tolist() == [0]
+    cache = torch.full((0, 4, 576), 1.0, dtype=torch.bfloat16, device=device)
+    out = torch.ones(3, 576, dtype=torch.bfloat16, device=device)
+    bound(Primitive.GATHER_UPCONVERT, facts)(cache, zero[:, None], zero + 2, zero, out=out)
+    assert out[:, 0].tolist() == [0.0, 0.0, 1.0]
+
+
+def test_a_configuration_is_chosen_by_architecture() -> None:
+    configs = {"default": Config(tile=8, num_warps=4), "sm90": Config(tile=16, num_warps=8)}
+    assert config_for(configs, "sm90") is configs["sm90"]
+    assert config_for(configs, "gfx942") is configs["default"]

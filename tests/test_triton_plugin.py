@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton plugin as the registry sees it: what it registers, what it imports for that, and why it says it cannot run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+import pytest
+import torch
+import triton
+
+import mla_portable_triton
+from mla_portable.contracts import (
+    DEFAULT_SCRATCH_BYTES,
+    Detector,
+    DeviceFacts,
+    Implementation,
+    Primitive,
+    Reason,
+    Request,
+    split_kv,
+)
+from mla_portable_triton import support
+from mla_portable_triton.attention_configs import attention_config
+
+H200 = DeviceFacts(
+    vendor="nvidia", name="NVIDIA H200", arch="sm90", num_sms=132, shared_memory=232_448, has_fp8_conversion=True
+)
+CPU = DeviceFacts(vendor="cpu", name="cpu", arch="cpu", device_type="cpu")
+
+
+class Recorder:
+    """A registrar that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.implementations: list[Implementation] = []
+
+    def add(self, implementation: Implementation) -> None:
+        self.implementations.append(implementation)
+
+    def add_detector(self, detector: Detector) -> None:
+        raise AssertionError(f"the Triton plugin knows no devices of its own, got {detector}")
+
+
+@pytest.fixture
+def offered() -> dict[Primitive, Implementation]:
+    recorder = Recorder()
+    mla_portable_triton.mla_portable_register(recorder)
+    assert len(recorder.implementations) == len(Primitive)
+    return {implementation.primitive: implementation for implementation in recorder.implementations}
+
+
+def reasons(device: DeviceFacts) -> list[Reason]:
+    return list(support.check(device))
+
+
+def test_it_offers_every_primitive(offered: dict[Primitive, Implementation]) -> None:
+    assert set(offered) == set(Primitive)
+    assert {implementation.name for implementation in offered.values()} == {"triton.portable"}
+    assert {implementation.preference for implementation in offered.values()} == {50.0}
+    kinds = {primitive: implementation.schedule_kind for primitive, implementation in offered.items()}
+    assert kinds.pop(Primitive.SPARSE_DECODE) == "split_kv"
+    assert set(kinds.values()) == {"none"}
+
+
+def test_sources_are_modules_that_exist_and_include_every_kernel(offered: dict[Primitive, Implementation]) -> None:
+    for implementation in offered.values():
+        assert len(set(implementation.sources)) == len(implementation.sources) >= 2
+        for module in implementation.sources:
+            assert find_spec(module) is not None, module
+    # what a listed module imports of the plugin decides the result too, unless it is named here
+    incidental = {"mla_portable_triton.aot", "mla_portable_triton.support", "mla_portable_triton.kernels.config"}
+    for primitive, implementation in offered.items():
+        listed = set(implementation.sources)
+        used: set[str] = set()
+        for module in implementation.sources[1:]:
+            homes = [getattr(value, "__module__", None) or "" for value in vars(import_module(module)).values()]
+            used |= {home for home in homes if home.startswith("mla_portable_triton")}
+        assert used - listed <= incidental, f"{primitive}: add {sorted(used - listed - incidental)} to its sources"
+
+
+@pytest.mark.parametrize("primitive", list(Primitive), ids=str)
+def test_support_accepts_what_it_should(primitive: Primitive, offered: dict[Primitive, Implementation]) -> None:
+    shapes = {"kv_layout": "fp8_ds_mla", "num_heads": 16, "topk": 100, "block_size": 61, "graph": True}
+    if primitive in (Primitive.MERGE_STATES, Primitive.QUANTIZE_PER_TENSOR):
+        shapes = {"graph": True}
+    declared = offered[primitive].support
+    assert declared.reasons(Request(primitive, H200, **shapes)) == ()
+    assert declared.reasons(Request(primitive, CPU, **shapes)) == ()
+    assert [reason.subject for reason in declared.reasons(Request(primitive, H200, num_heads=129))] == (
+        ["num_heads"] if primitive in (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL) else []
+    )
+
+
+def test_a_small_device_is_told_what_attention_needs(offered: dict[Primitive, Implementation]) -> None:
+    small = DeviceFacts(vendor="acme", name="acme", arch="a1", shared_memory=32 << 10)
+    found = offered[Primitive.SPARSE_DECODE].support.reasons(Request(Primitive.SPARSE_DECODE, small))
+    assert [str(reason) for reason in found] == ["shared memory 32768 bytes (needs 49152)"]
+    assert offered[Primitive.CONVERT_INDICES].support.reasons(Request(Primitive.CONVERT_INDICES, small)) == ()
+
+
+def test_declared_scratch_is_what_a_decode_call_takes(offered: dict[Primitive, Implementation]) -> None:
+    scratch = offered[Primitive.SPARSE_DECODE].support.workspace_bytes
+    assert scratch is not None
+    request = Request(Primitive.SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, rows=4)
+    config = attention_config("sm90", "fp8_ds_mla", 16)
+    num_splits, _ = split_kv(
+        num_rows=4, num_heads=16, topk=2048, num_sms=132, heads_per_program=config.block_h, tile=config.block_n
+    )
+    assert num_splits > 1
+    assert scratch(request) == num_splits * 4 * 16 * (512 + 1) * 4
+    assert scratch(request.but(rows=4096)) == 0
+    assert scratch(request.but(device=CPU)) == 0
+    assert scratch(request.but(rows=None)) == DEFAULT_SCRATCH_BYTES
+
+
+def test_importing_and_registering_bring_in_neither_triton_nor_a_kernel() -> None:
+    script = """
+import sys
+import mla_portable_triton
+class Registrar:
+    def add(self, implementation): pass
+mla_portable_triton.mla_portable_register(Registrar())
+heavy = [name for name in sys.modules if name == "triton" or name.startswith("mla_portable_triton.kernels")]
+assert not heavy, heavy
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_check_is_content_where_triton_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    assert reasons(CPU) == []
+    assert reasons(H200) == []
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    assert reasons(H200) == []
+
+
+def test_check_names_the_interpreter_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    (reason,) = reasons(CPU)
+    assert str(reason) == "device type cpu (triton runs on a CPU only in its interpreter)"
+    assert "TRITON_INTERPRET=1" in reason.remedy
+
+
+@pytest.mark.parametrize("device", [CPU, H200], ids=str)
+def test_check_says_how_to_get_triton(device: DeviceFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    (reason,) = reasons(device)
+    assert reason.subject == "triton"
+    assert reason.given.startswith("cannot be imported: ")
+    assert reason.remedy == "pip install triton"
+
+
+def test_check_refuses_a_triton_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = ModuleType("triton")
+    old.__version__ = "3.1.0"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton", old)
+    (reason,) = reasons(H200)
+    assert str(reason) == "triton 3.1.0 (needs 3.5 or newer)"
+    assert reason.remedy == "pip install --upgrade triton"
+
+
+def test_bind_returns_something_that_computes(offered: dict[Primitive, Implementation]) -> None:
+    if not torch.cuda.is_available() and not support.interpreter_is_on():
+        pytest.fail("no GPU, and Triton's interpreter is off: set TRITON_INTERPRET=1")
+    device, facts = ("cuda", H200) if torch.cuda.is_available() else ("cpu", CPU)
+    merge_states = offered[Primitive.MERGE_STATES].bind(Request(Primitive.MERGE_STATES, facts))
+    out, lse = merge_states(torch.tensor([[[2.0]], [[4.0]]], device=device), torch.zeros(2, 1, device=device))
+    assert out.tolist() == [[3.0]]
+    assert lse.tolist() == pytest.approx([0.6931471805599453])
+    quantize = offered[Primitive.QUANTIZE_PER_TENSOR].bind(Request(Primitive.QUANTIZE_PER_TENSOR, facts))
+    codes, scale = quantize(torch.tensor([448.0, -1.0], device=device))
+    assert codes.float().tolist() == [448.0, -1.0]
+    assert float(scale) == 1.0
