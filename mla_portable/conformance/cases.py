@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases, generated from what an implementation declares: only what it claims, all of what it claims.
+
+A case that does not apply is not generated, so nothing is ever skipped while the suite runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from mla_portable.conformance.attention_cases import attention_params
+from mla_portable.conformance.cache_write import cache_write_params
+from mla_portable.conformance.convert_indices import convert_indices_params
+from mla_portable.conformance.gather_upconvert import gather_upconvert_params
+from mla_portable.conformance.inputs import seed_of
+from mla_portable.conformance.merge_states import merge_states_params
+from mla_portable.conformance.params import LEVELS, Params
+from mla_portable.conformance.quantize_per_tensor import quantize_per_tensor_params
+from mla_portable.contracts import DeviceFacts, Implementation, InvalidArgument, Primitive, Request
+
+__all__ = ["Case", "cases_for"]
+
+_GENERATORS: Final[dict[Primitive, Callable[[Implementation, DeviceFacts, str], Iterable[Params]]]] = {
+    Primitive.CACHE_WRITE: cache_write_params,
+    Primitive.CONVERT_INDICES: convert_indices_params,
+    Primitive.GATHER_UPCONVERT: gather_upconvert_params,
+    Primitive.SPARSE_DECODE: attention_params,
+    Primitive.SPARSE_PREFILL: attention_params,
+    Primitive.MERGE_STATES: merge_states_params,
+    Primitive.QUANTIZE_PER_TENSOR: quantize_per_tensor_params,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One test of one implementation.
+
+    Attributes:
+        implementation: its full name. params: everything that the inputs follow from, together with the seed.
+        request: what the implementation is bound for.
+    """
+
+    implementation: str
+    params: Params
+    request: Request
+
+    @property
+    def primitive(self) -> Primitive:
+        return self.params.primitive
+
+    @property
+    def id(self) -> str:
+        """Reads aloud, e.g. `sparse_decode[triton.portable-fp8_ds_mla-pow2-h16-k2048-b64-s1-holes]`."""
+        return f"{self.primitive}[{'-'.join([self.implementation, *self.params.words()])}]"
+
+    @property
+    def seed(self) -> int:
+        """A hash of the id without the implementation: every implementation is given the same data."""
+        return seed_of(f"{self.primitive}[{'-'.join(self.params.words())}]")
+
+    def __str__(self) -> str:
+        return self.id
+
+
+def cases_for(implementation: Implementation, device: DeviceFacts, level: str) -> tuple[Case, ...]:
+    """Every case of a level, in a fixed order, for what `implementation` declares of itself on this device.
+
+    Args:
+        level: "smoke", "quick" or "full" (`params.LEVELS`).
+    Returns: () where the implementation does not claim the device at all.
+    """
+    if level not in LEVELS:
+        raise InvalidArgument("cases_for", "level", got=repr(level), expected=f"one of {', '.join(LEVELS)}")
+    if any(True for _ in implementation.support.device_reasons(device)):
+        return ()
+    cases: dict[str, Case] = {}
+    for params in _GENERATORS[implementation.primitive](implementation, device, level):
+        request = params.request(device)
+        if not implementation.support.reasons(request):
+            case = Case(implementation.name, params, request)
+            cases.setdefault(case.id, case)
+    return tuple(cases.values())

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seeded inputs: cached tokens, paged caches whose unused memory is NaN, index rows with holes in chosen places."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import BF16, HEAD_SIZE, KV_LORA_RANK, CacheLayout, pack_fp8
+
+__all__ = [
+    "PATTERNS",
+    "Paged",
+    "cached_rows",
+    "corpus",
+    "generator",
+    "hole_mask",
+    "index_rows",
+    "paged",
+    "seed_of",
+    "shuffled",
+]
+
+PATTERNS: Final = ("dense", "holes", "front", "middle", "end", "absent", "corpus", "duplicates", "first", "last")
+"""Where a row of indices has invalid entries.
+
+dense       nowhere; slot 0 and the last slot are used
+holes       40 % of the places        front, middle, end   a third of the row, there
+absent      every other row wholly; the rest has holes
+corpus      half of the places, taking the values of `corpus` in turn; the other patterns use -1
+duplicates  nowhere, and few slots are named many times
+first       everywhere but at the first place; last: everywhere but at the last
+"""
+INT32_MIN: Final = -(2**31)
+INT32_MAX: Final = 2**31 - 1
+
+
+def seed_of(text: str) -> int:
+    """A seed from a case's id: the same on every machine and in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def generator(seed: int) -> torch.Generator:
+    """A CPU generator, so that data do not depend on the device."""
+    return torch.Generator().manual_seed(seed)
+
+
+def corpus(limit: int) -> tuple[int, ...]:
+    """The int32 values that are invalid where `limit` indices exist."""
+    return (INT32_MIN, -123456, -1, limit, limit + 114514, INT32_MAX)
+
+
+def shuffled(count: int, g: torch.Generator) -> Tensor:
+    """[count] int64, a permutation."""
+    return torch.randperm(count, generator=g)
+
+
+def cached_rows(
+    count: int, layout: CacheLayout, scale_format: str | None, g: torch.Generator, *, large: bool = False
+) -> Tensor:
+    """[count, row_bytes] uint8: tokens as the cache holds them, groups of very different magnitude among them.
+
+    Args:
+        large: eight times larger, so that scores reach hundreds and exp overflows unless the maximum is taken off first.
+    """
+    values = torch.randn(count, HEAD_SIZE, generator=g)
+    loudness = 2.0 ** torch.randint(-3, 2, (count, HEAD_SIZE // 64), generator=g).repeat_interleave(64, dim=-1)
+    values = values * loudness * (8.0 if large else 1.0)
+    if layout is BF16:
+        return values.bfloat16().view(torch.uint8)
+    assert scale_format is not None, "an FP8 cache has a scale format"
+    return pack_fp8(values[:, :KV_LORA_RANK], values[:, KV_LORA_RANK:], scale_format=scale_format)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Paged:
+    """A paged cache on the CPU.
+
+    Attributes:
+        storage: [bytes] uint8, guards and gaps included. rows: [blocks, block_size, row_bytes] uint8 into it.
+        view: [blocks, block_size, 576] bfloat16 or [.., 656] uint8, the cache itself.
+    """
+
+    storage: Tensor
+    rows: Tensor
+    view: Tensor
+
+    def put(self, slots: Tensor, rows: Tensor) -> None:
+        """Store cached tokens. slots: [n] int64. rows: [n, row_bytes] uint8."""
+        block_size = self.rows.shape[1]
+        self.rows[slots // block_size, slots % block_size] = rows
+
+
+def paged(layout: CacheLayout, num_blocks: int, block_size: int, *, strided: bool = False) -> Paged:
+    """A cache in which every byte is 0xFF: NaN as e4m3, as bf16 and as float32.
+
+    Args:
+        strided: blocks lie three rows further apart than they are long.
+    """
+    row, guard = layout.row_bytes, block_size * layout.row_bytes
+    stride = (block_size + (3 if strided else 0)) * row
+    storage = torch.full((guard + num_blocks * stride + guard,), 0xFF, dtype=torch.uint8)
+    return Paged(storage, *_views(storage, layout, num_blocks, block_size, stride, guard))
+
+
+def _views(
+    storage: Tensor, layout: CacheLayout, num_blocks: int, block_size: int, stride: int, offset: int
+) -> tuple[Tensor, Tensor]:
+    rows = storage.as_strided((num_blocks, block_size, layout.row_bytes), (stride, layout.row_bytes, 1), offset)
+    width = layout.dtype.itemsize
+    view = storage.view(layout.dtype).as_strided(
+        (num_blocks, block_size, layout.row_width), (stride // width, layout.row_width, 1), offset // width
+    )
+    return rows, view
+
+
+def vast(layout: CacheLayout, block_size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """A cache of more than 2**31 elements, whose memory a CPU commits only where it is touched.
+
+    Returns: (cache on the device, rows as bytes on the device, slots [n] int64 worth using: at the start, on both sides of
+        element 2**31 and at the end).
+    """
+    boundary = 2**31 // layout.row_width
+    num_blocks = -(-(boundary + 4096) // block_size)
+    num_slots = num_blocks * block_size
+    storage = torch.empty(num_slots * layout.row_bytes, dtype=torch.uint8, device=device)
+    rows, view = _views(storage, layout, num_blocks, block_size, block_size * layout.row_bytes, 0)
+    rows[0, 0] = 0xFF  # where a careless kernel looks for tokens that are absent
+    ends = [torch.arange(1, 9), torch.arange(boundary - 8, boundary + 8), torch.arange(num_slots - 8, num_slots)]
+    return view, rows, torch.cat(ends)
+
+
+def hole_mask(pattern: str, rows: int, topk: int, g: torch.Generator) -> Tensor:
+    """[rows, topk] bool, True where the pattern wants an invalid entry."""
+    column = torch.arange(topk).expand(rows, topk)
+    third = max(1, topk // 3)
+    if pattern == "front":
+        return column < third
+    if pattern == "middle":
+        return (column >= third) & (column < 2 * third)
+    if pattern == "end":
+        return column >= topk - third
+    if pattern == "first":
+        return column > 0
+    if pattern == "last":
+        return column < topk - 1
+    if pattern in ("holes", "absent", "corpus"):
+        share = 0.5 if pattern == "corpus" else 0.4
+        mask = torch.rand(rows, topk, generator=g) < share
+        if pattern == "absent":
+            mask[::2] = True
+        return mask
+    return torch.zeros(rows, topk, dtype=torch.bool)
+
+
+def index_rows(
+    pattern: str, rows: int, topk: int, used: Tensor, unused: Tensor, limit: int, lengths: Tensor | None, g: torch.Generator
+) -> Tensor:
+    """[rows, topk] int32: names of used slots, with invalid entries where the pattern wants them.
+
+    Args:
+        used, unused: slots that hold tokens, slots that hold NaN. limit: number of slots.
+        lengths: [rows], entries at and after lengths[row] name unused slots, which must then not be read.
+    """
+    if pattern == "duplicates":
+        pick = torch.randint(0, min(5, len(used)), (rows, topk), generator=g)
+    else:
+        pick = torch.stack([shuffled(len(used), g) for _ in range(rows)]) if rows else torch.empty(0, len(used)).long()
+        pick = pick[:, torch.arange(topk) % len(used)]
+    chosen = used[pick]
+    mask = hole_mask(pattern, rows, topk, g)
+    fill = torch.tensor(corpus(limit) if pattern in ("corpus", "absent") else (-1,))
+    chosen = torch.where(mask, fill[torch.arange(rows * topk).view(rows, topk) % len(fill)], chosen)
+    if lengths is not None and len(unused):
+        beyond = torch.arange(topk) >= lengths.unsqueeze(-1)
+        chosen = torch.where(beyond, unused[torch.arange(topk) % len(unused)], chosen)
+    return chosen.to(torch.int32)

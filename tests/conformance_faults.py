@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small honest implementation of every primitive, and the ways in which it can be told to be wrong.
+
+Without faults it passes the suite; each fault is a mistake that kernels are known to make. It shares no code with the
+reference or the oracle, and is meant to be read next to `tests/test_conformance.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Support
+
+CPU = DeviceFacts(vendor="cpu", name="any CPU", arch="cpu", device_type="cpu")
+
+
+class Model:
+    """Implementations `model.torch` of all primitives, wrong in the ways that `faults` name."""
+
+    def __init__(self, *faults: str) -> None:
+        self.faults = frozenset(faults)
+        self.calls = 0
+
+    def implementations(self, primitive: Primitive | None = None) -> tuple[Implementation, ...]:
+        return tuple(self.implementation(p) for p in Primitive if primitive in (None, p))
+
+    def implementation(self, primitive: Primitive, **limits) -> Implementation:
+        layouts = () if primitive in (Primitive.MERGE_STATES, Primitive.QUANTIZE_PER_TENSOR) else ("bf16", "fp8_ds_mla")
+        support = Support(source="a test", **({"device_types": ("cpu",), "kv_layouts": layouts} | limits))
+        return Implementation("model.torch", primitive, support, bind=lambda request: getattr(self, primitive.value))
+
+    def facts(self, device) -> DeviceFacts:
+        return CPU
+
+    # ------------------------------------------------------------------ the cache
+
+    def _rows(self, kv, slots):
+        """[n, 576] float32 of slots [n]."""
+        if kv.dim() == 2:
+            kv = kv.unsqueeze(0)
+        blocks, block_size, width = kv.shape
+        if "reads past the cache" in self.faults:
+            kv = kv.as_strided((blocks + 1, block_size, width), kv.stride(), kv.storage_offset())
+        if "ignores the block stride" in self.faults:
+            kv = kv.as_strided(kv.shape, (block_size * width, width, 1), kv.storage_offset())
+        if "32-bit addresses" in self.faults:
+            address = (slots * width + 2**31) % 2**32 - 2**31  # what int32 makes of it
+            slots = torch.where(address == slots * width, slots, 0)
+        rows = kv[slots // block_size, slots % block_size]
+        if rows.dtype == torch.bfloat16:
+            return rows.float()
+        scales = rows[:, 512:528].contiguous().view(torch.float32)
+        latent = rows[:, :512].contiguous().view(torch.float8_e4m3fn).float()
+        if "scales rounded to bf16" in self.faults:  # as FlashMLA does on Hopper: not a fault, within the tolerance
+            latent = (latent.bfloat16() * scales.bfloat16().repeat_interleave(128, dim=-1)).float()
+        elif "scales cut to powers of two" in self.faults:
+            latent = latent * torch.exp2(scales.log2().floor()).repeat_interleave(128, dim=-1)
+        else:
+            latent = latent * scales.repeat_interleave(128, dim=-1)
+        return torch.cat([latent, rows[:, 528:].contiguous().view(torch.bfloat16).float()], dim=-1)
+
+    def cache_write(self, kv_c, k_pe, kv_cache, slot_mapping, *, scale_format="pow2"):
+        blocks, block_size, width = kv_cache.shape
+        for token, slot in enumerate(slot_mapping.tolist()):
+            if slot >= blocks * block_size or (slot < 0 and "writes skipped tokens" not in self.faults):
+                continue
+            if width == 576:
+                row = torch.cat([kv_c[token], k_pe[token]]).bfloat16()
+            else:
+                groups = kv_c[token].float().view(4, 128)
+                amax = groups.abs().amax(dim=-1)
+                scales = (amax / 448).clamp(min=2.0**-126)
+                if scale_format == "pow2":
+                    exact = (amax.double() / 448).clamp(min=1e-4).log2()
+                    rounding = torch.floor if "floor instead of ceil" in self.faults else torch.ceil
+                    scales = torch.exp2(rounding(exact)).float()
+                scaled = (groups / scales[:, None]).clamp(-448, 448)
+                if "truncates" in self.faults:
+                    scaled = scaled - scaled.sign() * 2.0 ** (scaled.abs().clamp(min=2**-6).log2().floor() - 4)
+                rope = k_pe[token].bfloat16()
+                parts = (scaled.to(torch.float8_e4m3fn).view(512), scales, rope)
+                row = torch.cat([part.view(torch.uint8) for part in parts])
+            kv_cache[slot // block_size, slot % block_size] = row
+
+    def gather_upconvert(self, kv_cache, block_table, seq_lens, workspace_starts, *, out):
+        blocks, block_size, _ = kv_cache.shape
+        for request, (length, start) in enumerate(zip(seq_lens.tolist(), workspace_starts.tolist(), strict=True)):
+            if "writes whole blocks" in self.faults:
+                length = -(-length // block_size) * block_size
+            position = torch.arange(max(0, min(length, out.shape[0] - start)))
+            block = block_table[request, position // block_size].long()
+            valid = (block >= 0) & (block < blocks)
+            rows = self._rows(kv_cache, torch.where(valid, block * block_size + position % block_size, 0)).bfloat16()
+            if "skips invalid blocks" not in self.faults:
+                rows[~valid] = 0
+                valid[:] = True
+            out[start : start + len(position)][valid] = rows[valid]
+        return out
+
+    # ------------------------------------------------------------------ indices
+
+    def convert_indices(
+        self, topk_indices, req_id_per_token, block_table, *, block_size, num_slots=None,
+        prefill_request_ids=None, prefill_workspace_starts=None, compact=False, out=None,
+    ):  # fmt: skip
+        tokens, topk = topk_indices.shape
+        indices, counts = out or (torch.empty(tokens, topk, dtype=torch.int32), torch.empty(tokens, dtype=torch.int32))
+        position = topk_indices.long()
+        column = position // block_size
+        inside = (position >= 0) & (column < block_table.shape[1])
+        block = block_table[req_id_per_token.long()[:, None], column.clamp(0, block_table.shape[1] - 1)].long()
+        slot = block * block_size + position % block_size
+        valid = inside & (slot < (2**31 if num_slots is None else num_slots)) & (slot < 2**31)
+        if "believes the table" not in self.faults:
+            valid &= block >= 0
+        if prefill_request_ids is not None:
+            to_workspace = (prefill_request_ids >= 0)[:, None]
+            row = position + prefill_workspace_starts[prefill_request_ids.clamp(min=0).long()][:, None]
+            fits = (position >= 0) & (row < 2**31)
+            if "limits the workspace by the table" in self.faults:
+                fits &= inside
+            slot, valid = torch.where(to_workspace, row, slot), torch.where(to_workspace, fits, valid)
+        indices.copy_(torch.where(valid, slot, -1))
+        if compact:
+            key = torch.where(valid, slot if "compacts out of order" in self.faults else torch.arange(topk), 2**31)
+            indices.copy_(indices.gather(1, key.argsort(dim=1, stable=True)))
+        counts.copy_(valid[:, :-1].sum(dim=1) if "counts without the last" in self.faults else valid.sum(dim=1))
+        return indices, counts
+
+    # ------------------------------------------------------------------ attention
+
+    def sparse_decode(self, q, kv_cache, indices, *, lengths=None, schedule=None, out=None, lse_out=None, **rest):
+        shape = q.shape[:2]
+        lengths = None if lengths is None else lengths.reshape(-1)
+        found, lse = self.sparse_prefill(q.flatten(0, 1), kv_cache, indices.flatten(0, 1), lengths=lengths, **rest)
+        return self._give(found.unflatten(0, shape), out), self._give(lse.unflatten(0, shape), lse_out)
+
+    def _give(self, result, out):
+        if out is None or "allocates instead of out=" in self.faults:
+            return result
+        if "ignores the strides of out" in self.faults:
+            out.as_strided(out.shape, result.stride(), out.storage_offset()).copy_(result)
+            return out
+        return out.copy_(result)
+
+    def sparse_prefill(
+        self, q, kv, indices, *, softmax_scale, lengths=None, attn_sink=None, out=None, lse_out=None
+    ):  # fmt: skip
+        self.calls += 1
+        tokens, heads, _ = q.shape
+        result, lse = torch.empty(tokens, heads, 512, dtype=torch.bfloat16), torch.empty(tokens, heads)
+        for token in range(tokens):
+            limit = indices.shape[1] if lengths is None or "ignores lengths" in self.faults else max(0, int(lengths[token]))
+            found, found_lse = self._row(q[token], kv, indices[token, :limit], softmax_scale, attn_sink)
+            lse[token] = found_lse
+            if "leaves empty rows" not in self.faults or found_lse.isfinite().all():
+                result[token] = found
+        if "changes its indices" in self.faults:
+            indices.clamp_(min=-1)
+        if "differs from run to run" in self.faults:
+            lse *= 1 + 1e-5 * self.calls
+        return self._give(result, out), self._give(lse, lse_out)
+
+    def _row(self, q, kv, names, softmax_scale, attn_sink):
+        """out [H, 512] and lse [H] of one token."""
+        heads, faults = q.shape[0], self.faults
+        if "pads heads wrongly" in faults and heads < 64:
+            padded = torch.cat([q, q.new_zeros(64 - heads, 576)])
+            sink = None if attn_sink is None else torch.cat([attn_sink, attn_sink.new_zeros(64 - heads)])
+            out, lse = self._row(padded, kv, names, softmax_scale, sink)
+            return out[-heads:], lse[-heads:]
+        names = names.long()
+        if "drops the last index" in faults:
+            names = names[:-1]
+        if "counts duplicates once" in faults:
+            names = names.unique()
+        slots = kv.shape[0] if kv.dim() == 2 else kv.shape[0] * kv.shape[1]
+        valid = (names >= 0) & (names < slots)
+        if "reads past the cache" in faults:
+            valid = (names >= 0) & (names <= slots)
+        if "reads -1 as slot 0" in faults:
+            names, valid = torch.where(names == -1, 0, names), valid | (names == -1)
+        rows = self._rows(kv, torch.where(valid, names, 0))
+        if "leaks NaN" not in faults:
+            rows[~valid] = 0
+        scores = softmax_scale * (q.float() @ rows.T)
+        scores[:, ~valid] = -math.inf
+        empty = not valid.any()
+        top = scores.amax(dim=-1, keepdim=True) if len(names) and not empty else torch.zeros(heads, 1)
+        if "takes no maximum off" in faults:
+            top = torch.zeros(heads, 1)
+        weights = torch.exp(scores - top)
+        total = weights.sum(dim=-1)
+        lse = total.log() + top[:, 0]
+        if "bf16 probabilities" in faults:  # as every tensor-core kernel does: not a fault, within the tolerance
+            weights = weights.bfloat16().float()
+        out = (weights @ rows[:, :512]) / total[:, None].clamp(min=1e-30)
+        if attn_sink is not None and "ignores the sink" not in faults:
+            sunk = torch.logaddexp(lse, attn_sink)
+            factor = torch.exp(lse - sunk)
+            if "takes an infinite sink for none" in faults:
+                factor = torch.where(attn_sink.isfinite(), factor, 1.0)
+            out = out * factor[:, None]
+            lse = sunk if "counts the sink in lse" in faults else lse
+        if empty:
+            out, lse = torch.zeros_like(out), torch.full_like(lse, math.inf if "+inf on empty rows" in faults else -math.inf)
+        return out, lse / math.log(2) if "lse in base 2" in faults else lse
+
+    # ------------------------------------------------------------------ small ones
+
+    def merge_states(self, outs, lses):
+        top = lses.amax(dim=0).nan_to_num(neginf=0.0)
+        weights = torch.exp(lses - top)
+        parts = outs.float()
+        if "multiplies dead parts by 0" not in self.faults:
+            parts = parts.masked_fill((lses == -math.inf)[..., None], 0.0)
+        total = weights.sum(dim=0)
+        out = (weights[..., None] * parts).sum(dim=0) / total.clamp(min=1e-30)[..., None]
+        return out.to(outs.dtype), total.log() + top
+
+    def quantize_per_tensor(self, x, dtype=torch.float8_e4m3fn):
+        greatest = torch.finfo(dtype).max
+        amax = x.float().abs().amax() if x.numel() else torch.tensor(0.0)
+        scale = (amax if "divides by zero" in self.faults else amax.clamp(min=1e-10)) / greatest
+        scaled = (x.float() / scale).clamp(-greatest, greatest)
+        if "truncates" in self.faults:
+            scaled = scaled * (1 - 2**-4)
+        return scaled.to(dtype), scale

@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conformance suite: it passes what is right, catches what is wrong, and asks for exactly what is claimed."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from contextlib import nullcontext
+from functools import cache
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+import torch
+from conformance_faults import CPU, Model
+
+from mla_portable.conformance import TOLERANCES, cases_for, run_case, run_suite, tolerance_table_markdown
+from mla_portable.conformance.compare import close, field_of, same_bits
+from mla_portable.conformance.cover import covering
+from mla_portable.conformance.inputs import corpus, hole_mask
+from mla_portable.conformance.poison import poisoned
+from mla_portable.conformance.problem import guarded
+from mla_portable.conformance.tolerances import Tolerance
+from mla_portable.contracts import FP8_DS_MLA, DeviceFacts, InvalidArgument, Primitive, UnknownBackend
+from mla_portable.registry import get_registry
+
+P = Primitive
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+H200 = DeviceFacts(
+    vendor="nvidia", name="NVIDIA H200", arch="sm90", num_sms=132, shared_memory=232448, memory_bytes=141 << 30,
+    has_fp8_conversion=True, graph_capture=True,
+)  # fmt: skip
+
+
+def complaints(report):
+    return "\n".join(f"{r.case.id}: {r.message}" for r in report.results if r.status != "passed")
+
+
+# ---------------------------------------------------------------------------------------------- what is right passes
+
+
+@pytest.fixture(scope="module")
+def reference_report():
+    return run_suite(get_registry(), "reference", device="cpu", level="quick")
+
+
+def test_the_reference_passes_at_quick(reference_report):
+    assert reference_report.ok, complaints(reference_report)
+    assert reference_report.skipped == 0
+    assert {r.case.primitive for r in reference_report.results} == set(Primitive)
+
+
+def test_the_portable_kernels_pass_at_smoke():
+    report = run_suite(get_registry(), "triton", device=DEVICE, level="smoke")
+    assert report.ok, complaints(report)
+    assert not report.unavailable
+    assert {r.case.primitive for r in report.results} == set(Primitive)
+
+
+def test_every_tolerance_is_exercised(reference_report):
+    measured = {(r.case.primitive, quantity) for r in reference_report.results for quantity in r.errors}
+    assert {(primitive, quantity) for primitive, _, quantity in TOLERANCES} <= measured
+    assert {primitive for primitive, _, _ in TOLERANCES} == set(Primitive)
+
+
+@pytest.mark.parametrize("variant", [("bf16 probabilities",), ("scales rounded to bf16", "bf16 probabilities")])
+def test_what_vendors_may_do_stays_within_the_tolerances(variant):
+    """The two roundings that tensor-core kernels make, and FlashMLA on Hopper: judged by the table, not by luck."""
+    model = Model(*variant)
+    for primitive in (P.SPARSE_DECODE, P.SPARSE_PREFILL):
+        implementation = model.implementation(primitive)
+        cases = [c for c in cases_for(implementation, CPU, "quick") if c.params.topk <= 128 and c.params.scene == ""]
+        assert {c.params.scale_format for c in cases} == {None, "pow2", "amax"}
+        if variant and "scales" in variant[0]:
+            cases = [c for c in cases if c.params.scale_format]
+        for case in cases:
+            result = run_case(case, implementation.bind(case.request), torch.device("cpu"))
+            assert result.status == "passed", f"{case.id}: {result.message}"
+
+
+# ---------------------------------------------------------------------------------------------- what is wrong is caught
+
+DECODE, PREFILL, BOTH = (P.SPARSE_DECODE,), (P.SPARSE_PREFILL,), (P.SPARSE_DECODE, P.SPARSE_PREFILL)
+FAULTS = [
+    # fault, primitives, words that the ids of cases have which all catch it, what their messages say
+    ("reads -1 as slot 0", BOTH, "front", "got nan"),
+    ("leaks NaN", BOTH, "holes !t0", "got nan"),
+    ("reads past the cache", BOTH, "corpus", "got nan"),
+    ("lse in base 2", BOTH, "dense", "lse["),
+    ("+inf on empty rows", BOTH, "absent", "got inf, expected -inf"),
+    ("leaves empty rows", BOTH, "absent", "rows without a valid entry"),
+    ("ignores the sink", BOTH, "dense sink_finite", "out["),
+    ("counts the sink in lse", BOTH, "dense sink_finite", "lse["),
+    ("takes an infinite sink for none", BOTH, "dense sink_plus_inf", "out["),
+    ("ignores lengths", BOTH, "lengths", "got nan"),
+    ("32-bit addresses", DECODE, "address", "out["),
+    ("32-bit addresses", PREFILL, "address", "out["),
+    ("allocates instead of out=", BOTH, "out_packed", "another one was returned"),
+    ("ignores the strides of out", BOTH, "out_views", "memory around out"),
+    ("pads heads wrongly", BOTH, "h8 dense", "out["),
+    ("drops the last index", BOTH, "last", "lse["),
+    ("counts duplicates once", BOTH, "duplicates", "lse["),
+    ("ignores the block stride", BOTH, "dense strided !k1", "got nan"),
+    ("takes no maximum off", BOTH, "large dense", "expected"),
+    ("scales cut to powers of two", BOTH, "amax dense", "out["),
+    ("changes its indices", BOTH, "corpus !inviews", "input indices"),
+    ("differs from run to run", BOTH, "repeat dense", "second run"),
+    ("writes whole blocks", (P.GATHER_UPCONVERT,), "gaps lens_borders", "rows that no request owns"),
+    ("skips invalid blocks", (P.GATHER_UPCONVERT,), "table_holes lens_borders", "rope["),
+    ("believes the table", (P.CONVERT_INDICES,), "table_holes !workspace_all !last !first !absent !k1", "indices["),
+    ("compacts out of order", (P.CONVERT_INDICES,), "holes compact", "indices["),
+    ("counts without the last", (P.CONVERT_INDICES,), "last !workspace_all !table_huge !table_holes", "counts["),
+    ("limits the workspace by the table", (P.CONVERT_INDICES,), "corpus workspace_all", "indices["),
+    ("writes skipped tokens", (P.CACHE_WRITE,), "skips_some", "cache["),
+    ("floor instead of ceil", (P.CACHE_WRITE,), "pow2", "cache["),
+    ("truncates", (P.CACHE_WRITE,), "pow2", ": latent "),
+    ("multiplies dead parts by 0", (P.MERGE_STATES,), "dead_some", "got nan"),
+    ("truncates", (P.QUANTIZE_PER_TENSOR,), "plain rows", "x_q["),
+    ("divides by zero", (P.QUANTIZE_PER_TENSOR,), "zeros", "scale"),
+]
+
+
+@cache
+def quick_cases(primitive):
+    """(case, the words of its id), cheapest first."""
+    cases = cases_for(Model().implementation(primitive), CPU, "quick")
+    cases = sorted(cases, key=lambda case: getattr(case.params, "heads", 1) * getattr(case.params, "topk", 1))
+    return [(case, set(re.split(r"[\[\]-]", case.id))) for case in cases]
+
+
+@cache
+def honest_result(case):
+    return run_case(case, getattr(Model(), case.primitive.value), torch.device("cpu"))
+
+
+def cases_named(primitive, words):
+    """The cheapest cases whose ids contain all the words, but none that follows a "!"."""
+    wanted = {word for word in words.split() if word[0] != "!"}
+    unwanted = {word[1:] for word in words.split() if word[0] == "!"}
+    return [case for case, said in quick_cases(primitive) if wanted <= said and not unwanted & said][:3]
+
+
+@pytest.mark.parametrize(("fault", "primitives", "words", "message"), FAULTS, ids=[f"{f} {p[0]}" for f, p, _, _ in FAULTS])
+def test_a_fault_is_caught_by_the_cases_made_for_it(fault, primitives, words, message):
+    for primitive in primitives:
+        cases = cases_named(primitive, words)
+        assert cases, f"no case of {primitive} is named {words}"
+        for case in cases:
+            honest = honest_result(case)
+            assert honest.status == "passed", f"{case.id}: {honest.message}"
+            faulty = run_case(case, getattr(Model(fault), primitive.value), torch.device("cpu"))
+            assert faulty.status == "failed" and message in faulty.message, f"{case.id}: {faulty.status} {faulty.message}"
+
+
+class Recorded:
+    """Stands in for a captured graph on a machine without one: replaying repeats the captured call, on the tensors of then.
+
+    With `frozen`, the value that an argument had at the capture is used ever after: what a kernel does that reads it back.
+    """
+
+    def __init__(self, call, frozen=""):
+        self.call, self.frozen = call, frozen
+
+    def bound(self, *args, **kwargs):
+        results = self.call(*args, **kwargs)
+        self.args, self.results = args, results if isinstance(results, tuple) else (results,)
+        self.kwargs = {name: value.clone() if name == self.frozen else value for name, value in kwargs.items()}
+        return results
+
+    def replay(self):
+        again = self.call(*self.args, **self.kwargs)
+        for result, value in zip(self.results, again if isinstance(again, tuple) else (again,), strict=True):
+            if result is not None and result is not value:
+                result.copy_(value)
+
+
+class NoStream:
+    def wait_stream(self, other):
+        pass
+
+
+@pytest.mark.parametrize("primitive", list(Primitive), ids=str)
+def test_a_replayed_graph_is_judged_on_the_inputs_it_was_replayed_with(primitive, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: NoStream())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: NoStream())
+    for context in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, context, lambda value: nullcontext())
+    implementation = Model().implementation(primitive, device_types=("cuda",))
+    cases = [case for case in cases_for(implementation, H200, "quick") if case.params.run == "graph"]
+    assert cases
+
+    def status(case, frozen=""):
+        recorded = Recorded(getattr(Model(), primitive.value), frozen)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: recorded)
+        result = run_case(case, recorded.bound, torch.device("cpu"))
+        assert result.status == "passed" or "replayed on other inputs: " in result.message, result.message
+        return result.status
+
+    for case in cases[:3]:
+        assert status(case) == "passed"
+    with_lengths = [case for case in cases if getattr(case.params, "lengths", False)]
+    assert bool(with_lengths) == (primitive in BOTH)
+    assert {status(case, frozen="lengths") for case in with_lengths} <= {"failed"}
+
+
+def test_an_exception_is_an_error_of_its_case_and_the_run_goes_on():
+    class Broken(Model):
+        def merge_states(self, outs, lses):
+            if len(outs) == 1:
+                raise ZeroDivisionError("one part is none")
+            return super().merge_states(outs, lses)
+
+    seen = []
+    report = run_suite(
+        Broken(), "model", device="cpu", level="smoke", primitives=[P.MERGE_STATES], progress=lambda *step: seen.append(step)
+    )
+    broken = [r for r in report.results if r.status == "error"]
+    assert broken and all("ZeroDivisionError: one part is none" in r.message for r in broken)
+    assert report.passed == len(report.results) - len(broken) > 0
+    assert report.failed == len(broken) and not report.ok
+    assert [(done, total) for done, total, _ in seen] == [(i + 1, len(seen)) for i in range(len(report.results))]
+
+
+# ---------------------------------------------------------------------------------------------- which cases there are
+
+
+def everything(level, facts=CPU):
+    model = Model()
+    limits = {"device_types": ("cpu", "cuda")}
+    return [c for p in Primitive for c in cases_for(model.implementation(p, **limits), facts, level)]
+
+
+def values(cases, name):
+    return {getattr(case.params, name) for case in cases if hasattr(case.params, name)}
+
+
+def test_quick_covers_what_the_contract_promises():
+    cases = everything("quick")
+    attention = [c for c in cases if c.primitive in BOTH]
+    assert values(attention, "heads") >= {1, 8, 16, 32, 64, 128}
+    assert values(attention, "topk") >= {64, 100, 128, 1024, 2048}
+    assert values(cases, "block_size") >= {1, 16, 64}
+    assert values(attention, "query_len") >= {1, 2, 4}
+    assert values(attention, "sink") == {"none", "finite", "minus_inf", "plus_inf"}
+    assert values(attention, "pattern") >= {"front", "middle", "end", "absent", "corpus", "duplicates"}
+    assert values(attention, "kv") == {"workspace", "bf16", "fp8_ds_mla"}
+    assert values(cases, "scale_format") == {None, "pow2", "amax"}
+    for primitive in (P.SPARSE_DECODE, P.SPARSE_PREFILL, P.CACHE_WRITE, P.GATHER_UPCONVERT):
+        mine = [c for c in cases if c.primitive is primitive]
+        assert {"packed", "strided"} <= values(mine, "blocks") and "address" in values(mine, "scene")
+    for primitive in (*BOTH, P.CONVERT_INDICES):
+        assert "views" in values([c for c in cases if c.primitive is primitive], "outputs")
+    assert any(c.request.rows == 0 for c in cases if c.primitive is P.SPARSE_DECODE)
+    assert corpus(1000) == (-(2**31), -123456, -1, 1000, 115514, 2**31 - 1)
+
+
+def test_every_two_values_of_attention_meet_at_quick():
+    cases = [c.params for c in everything("quick", H200) if c.primitive is P.SPARSE_DECODE and c.params.rows]
+    for left, right in combinations(("kv", "heads", "topk", "block_size", "query_len", "pattern", "sink", "outputs"), 2):
+        met = {(getattr(p, left), getattr(p, right)) for p in cases if p.topk > 1}
+        assert met == set(product({a for a, _ in met}, {b for _, b in met})), f"{left} x {right}"
+
+
+def test_ids_are_unique_and_seeds_are_stable():
+    cases = everything("quick", H200)
+    assert len({c.id for c in cases}) == len(cases)
+    assert [c.id for c in cases] == [c.id for c in everything("quick", H200)]
+    first = next(c for c in cases if c.primitive is P.MERGE_STATES)
+    assert (first.id, first.seed) == ("merge_states[model.torch-p2-th-bf16]", 222140122410383963)
+
+
+def test_only_what_is_claimed_is_asked_for_and_all_of_it():
+    limits = {
+        "num_heads": (64, 128), "padded_heads": (64, 128), "topk_multiple": 64, "block_sizes": (64, 256), "max_query_len": 2,
+        "kv_layouts": ("fp8_ds_mla",), "scale_formats": ("pow2",), "lse": False, "attn_sink": False, "lengths": False,
+    }  # fmt: skip
+    implementation = Model().implementation(P.SPARSE_DECODE, **limits)
+    for level in ("smoke", "quick", "full"):
+        cases = cases_for(implementation, CPU, level)
+        assert cases and not any(implementation.support.reasons(case.request) for case in cases)
+        assert values(cases, "kv") == {"fp8_ds_mla"} and values(cases, "scale_format") == {"pow2"}
+        assert values(cases, "sink") == {"none"} and values(cases, "lengths") == values(cases, "with_lse") == {False}
+        if level != "smoke":
+            assert values(cases, "heads") == {1, 8, 16, 24, 32, 63, 64, 127, 128}  # smaller ones are padded inside
+            assert values(cases, "topk") == {64, 128, 1024, 2048}
+            assert values(cases, "block_size") == {64, 256} and values(cases, "query_len") == {1, 2}
+
+
+def test_an_odd_claim_gets_cases_too():
+    implementation = Model().implementation(P.SPARSE_DECODE, num_heads=(48,), block_size_multiple=128, max_topk=512)
+    cases = cases_for(implementation, CPU, "quick")
+    assert values(cases, "heads") == {48} and values(cases, "block_size") == {128, 384}
+    assert values(cases, "topk") == {1, 64, 100, 128, 512}  # topk_multiple is 1
+
+
+def test_a_kernel_for_workspaces_alone_gets_no_paged_cache():
+    implementation = Model().implementation(P.SPARSE_PREFILL, kv_layouts=("bf16",), block_sizes=())
+    cases = cases_for(implementation, CPU, "quick")
+    assert values(cases, "kv") == {"workspace"} and values(cases, "pattern") >= {"front", "middle", "end"}
+
+
+def test_a_device_that_is_not_claimed_has_no_cases():
+    assert cases_for(Model().implementation(P.SPARSE_DECODE), H200, "full") == ()
+    report = run_suite(_Elsewhere(), "model", device="cpu", level="smoke")
+    assert not report.results and not report.ok and report.skipped == 0
+    assert {(u.primitive, str(u.reasons[0])) for u in report.unavailable} == {
+        (p, "device type cpu (supports cuda)") for p in Primitive
+    }
+
+
+class _Elsewhere(Model):
+    def implementations(self, primitive=None):
+        return tuple(self.implementation(p, device_types=("cuda",)) for p in Primitive if primitive in (None, p))
+
+
+def test_gpus_get_graphs_and_large_problems():
+    cases = everything("quick", H200)
+    graphed = [c for c in cases if c.params.run == "graph"]
+    assert {c.primitive for c in graphed} == set(Primitive) and all(c.request.graph for c in graphed)
+    assert {c.params.kv for c in cases if getattr(c.params, "kv", None) and c.params.scene == "address"} == {
+        "workspace", "bf16", "fp8_ds_mla",
+    }  # fmt: skip
+    assert any(c.request.rows == 70_000 for c in everything("full", H200) if c.primitive is P.SPARSE_DECODE)
+    small = DeviceFacts(vendor="nvidia", name="small", arch="sm89", memory_bytes=3 << 30, graph_capture=False)
+    assert not any(c.params.run == "graph" or getattr(c.params, "scene", "") for c in everything("full", small))
+
+
+def test_the_levels_are_named():
+    with pytest.raises(InvalidArgument, match="got 'thorough', expected one of smoke, quick, full"):
+        cases_for(Model().implementation(P.MERGE_STATES), CPU, "thorough")
+    with pytest.raises(UnknownBackend, match=r"got 'modle', expected one of model, model\.torch"):
+        run_suite(Model(), "modle", device="cpu")
+
+
+# ---------------------------------------------------------------------------------------------- its parts
+
+
+def test_covering_covers_and_respects_constraints():
+    axes = {"a": [1, 2, 3], "b": ["x", "y"], "c": [True, False], "d": [0, 1, 2, 3]}
+
+    def allowed(choice):
+        return not (choice.get("a") == 3 and choice.get("b") == "y")
+
+    found = covering(axes, strength=2, allowed=allowed)
+    assert all(allowed(choice) for choice in found) and len(found) < 3 * 2 * 2 * 4
+    for left, right in combinations(axes, 2):
+        met = {(choice[left], choice[right]) for choice in found}
+        assert met == set(product(axes[left], axes[right])) - ({(3, "y")} if (left, right) == ("a", "b") else set())
+    assert covering(axes, strength=2, allowed=allowed) == found
+
+
+def test_poison_fills_fresh_memory_and_leaves_no_trace():
+    before = torch.are_deterministic_algorithms_enabled()
+    with poisoned():
+        assert torch.empty(3).isnan().all() and torch.empty(3, dtype=torch.int32).eq(2**31 - 1).all()
+    assert torch.are_deterministic_algorithms_enabled() == before
+    with pytest.raises(KeyError), poisoned():
+        raise KeyError
+    assert torch.are_deterministic_algorithms_enabled() == before
+
+
+def test_a_mismatch_names_its_place_and_both_values():
+    got, want = torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 5]])
+    assert same_bits("indices", got, want).message == "indices[1, 1]: got 4, expected 5; 1 of 4 differ"
+    assert same_bits("x", torch.tensor([0.0]), torch.tensor([-0.0])).message
+    assert not same_bits("x", torch.tensor([math.nan]), torch.tensor([math.nan])).message
+    names = [field_of(FP8_DS_MLA, byte) for byte in (511, 515, 531)]
+    assert names == ["byte 511: latent 511, byte 0", "byte 515: scale 0, byte 3", "byte 531: rope 1, byte 1"]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1.2])
+def test_close_refuses_what_is_not_close(bad):
+    limit = Tolerance(1e-6, 0.1, "a test", "row")
+    want = torch.tensor([[1.0, 0.0], [-math.inf, 2.0]], dtype=torch.float64)
+    assert not close("out", torch.tensor([[1.05, 0.09], [-math.inf, 1.9]]), want, limit).message
+    wrong = torch.tensor([[bad, 0.0], [-math.inf, 2.0]])
+    assert "out[0, 0]" in close("out", wrong, want, limit).message
+    assert "out[70, 0]" in close("out", wrong, want, limit, rows=torch.tensor([70, 90])).message
+    if bad != -math.inf:
+        assert "out[1, 0]" in close("out", torch.tensor([[1.0, 0.0], [bad, 2.0]]), want, limit).message
+
+
+def test_guards_notice_a_stray_write():
+    written = guarded((3, 4), torch.float32, torch.device("cpu"), strided=True)
+    written.view.fill_(1.0)
+    assert not written.outside("out").message
+    written.view.as_strided((1,), (1,), written.view.storage_offset() + 4).fill_(1.0)
+    assert "memory around out" in written.outside("out").message
+
+
+def test_hole_patterns_lie_where_their_names_say():
+    g = torch.Generator().manual_seed(0)
+    masks = {name: hole_mask(name, 2, 9, g)[1].tolist() for name in ("front", "middle", "end", "first", "last", "dense")}
+    assert masks == {
+        "front": [True] * 3 + [False] * 6, "middle": [False] * 3 + [True] * 3 + [False] * 3, "end": [False] * 6 + [True] * 3,
+        "first": [False] + [True] * 8, "last": [True] * 8 + [False], "dense": [False] * 9,
+    }  # fmt: skip
+    assert hole_mask("absent", 4, 9, g).all(dim=1).tolist()[::2] == [True, True]
+
+
+def test_a_report_is_plain_data(reference_report):
+    data = json.loads(json.dumps(reference_report.as_dict(), allow_nan=False))
+    assert data["totals"]["cases"] == data["totals"]["passed"] == len(data["cases"]) > 200
+    assert data["totals"]["skipped"] == data["totals"]["failed"] == 0 and data["ok"]
+    assert {row["quantity"] for row in data["worst"]} >= {"out", "out cosine", "lse"}
+    model = Model("+inf on empty rows")
+    failing = run_suite(model, "model", device="cpu", level="smoke", primitives=[P.SPARSE_PREFILL], match="absent")
+    assert failing.failed and json.dumps(failing.as_dict(), allow_nan=False)
+
+
+def test_the_page_shows_the_table():
+    page = Path(__file__).parents[1] / "docs" / "numerics.md"
+    assert tolerance_table_markdown() in page.read_text()
