@@ -275,7 +275,7 @@ def _verdict(
     for part in parts:
         decision = part.decision
         if decision.chosen is None:
-            why = "; ".join(f"{v.implementation}: {', '.join(map(str, v.reasons))}" for v in decision.verdicts)
+            why = "; ".join(f"{v.implementation}: {', '.join(map(str, v.reasons))}" for v in decision.verdicts if v.reasons)
             name = str(decision.request.primitive)
             missing[name] = Reason(name, "not served", why or "no installed plugin offers it", "`mla-portable doctor`")
     return RouteVerdict(route, parts, (*against, *missing.values()), surcharge, note)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inputs of a DeepSeek-V3.2-shaped step: decodes, then prefills, over a paged cache; the same for the same seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, LAYOUTS, QK_ROPE_HEAD_DIM, SCALE_FORMATS, Batch, InvalidArgument
+
+__all__ = ["SOFTMAX_SCALE", "StepInputs", "StepShape", "default_shape", "make_inputs"]
+
+SOFTMAX_SCALE = (128 + QK_ROPE_HEAD_DIM) ** -0.5
+"""DeepSeek-V3.2 scales by the head size before absorption: 128 without and 64 with rotary embedding."""
+_POISON = 0xFF
+"""A byte that is NaN in e4m3, and twice NaN in bfloat16: what no token was written to must not reach an output."""
+_SPARE_BLOCKS = 3
+"""Blocks of the cache that belong to no request."""
+_SCORES_PER_CHUNK = 1 << 24
+"""Bound on the random scores drawn at once: 64 MiB of float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The size of a step.
+
+    Attributes:
+        num_heads: H. topk: K. decodes: requests that decode, decode_query_len tokens each (more than one for
+            speculative decoding). prefills: requests that prefill, prefill_tokens tokens each; the first is fresh.
+        context: tokens that the longest request has in the cache before the step; the others have between an eighth of
+            it and all of it, a fresh prefill none.
+        block_size, kv_layout, scale_format: of the cache. seed: of everything random.
+    Raises: InvalidArgument for a size below its least value and for unknown names.
+    """
+
+    num_heads: int = 16
+    topk: int = 2048
+    decodes: int = 8
+    decode_query_len: int = 1
+    prefills: int = 2
+    prefill_tokens: int = 64
+    context: int = 4096
+    block_size: int = 64
+    kv_layout: str = "fp8_ds_mla"
+    scale_format: str = "pow2"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        where = "StepShape"
+        least = {"num_heads": 1, "topk": 1, "decodes": 0, "decode_query_len": 1, "prefills": 0, "prefill_tokens": 1}
+        for name, limit in {**least, "context": 0, "block_size": 1, "seed": 0}.items():
+            if getattr(self, name) < limit:
+                raise InvalidArgument(where, name, got=getattr(self, name), expected=f"at least {limit}")
+        if self.decodes + self.prefills == 0:
+            raise InvalidArgument(where, "decodes", got="0, with 0 prefills", expected="at least one request in the step")
+        if self.prefills and self.prefill_tokens <= self.decode_query_len:
+            raise InvalidArgument(
+                where,
+                "prefill_tokens",
+                got=self.prefill_tokens,
+                expected=f"more than decode_query_len ({self.decode_query_len})",
+                remedy="A request of fewer query tokens is served as a decode.",
+            )
+        if self.kv_layout not in LAYOUTS:
+            raise InvalidArgument(where, "kv_layout", got=repr(self.kv_layout), expected=f"one of {', '.join(LAYOUTS)}")
+        if self.scale_format not in SCALE_FORMATS:
+            expected = f"one of {', '.join(SCALE_FORMATS)}"
+            raise InvalidArgument(where, "scale_format", got=repr(self.scale_format), expected=expected)
+
+    @property
+    def num_reqs(self) -> int:
+        return self.decodes + self.prefills
+
+    @property
+    def num_tokens(self) -> int:
+        return self.decodes * self.decode_query_len + self.prefills * self.prefill_tokens
+
+
+def default_shape(device_type: str) -> StepShape:
+    """The step that is run where nobody says otherwise: DeepSeek-V3.2's topk, with work that fits the device.
+
+    A CPU gets 16 heads (a rank of eight) and few tokens, so that plain torch is done within a minute on two cores. A GPU
+    gets all 128 heads, as under data-parallel attention, and enough rows to fill it.
+    """
+    if device_type == "cpu":
+        return StepShape()
+    return StepShape(num_heads=128, decodes=64, prefill_tokens=512, context=8192)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """One step, before anything ran.
+
+    Attributes:
+        shape: what it was made for. batch: as the planner takes it.
+        positions: [T] int64 on the host, each token's place in its request. req_id_per_token: [T] int64 on the host.
+        kv_cache: [blocks, block_size, row] where every byte is NaN.
+        history_kv_c, history_k_pe, history_slots: [P, 512], [P, 64] bf16, [P] int64: tokens of earlier steps.
+        kv_c, k_pe, slot_mapping: [T, 512], [T, 64] bf16, [T] int64: this step's tokens.
+        q: [T, H, 576] bf16. topk_indices: [T, K] int32: distinct positions up to the token's own, at random; -1 fills the
+            tail where there are fewer than K.
+    """
+
+    shape: StepShape
+    batch: Batch
+    positions: Tensor
+    req_id_per_token: Tensor
+    kv_cache: Tensor
+    history_kv_c: Tensor
+    history_k_pe: Tensor
+    history_slots: Tensor
+    kv_c: Tensor
+    k_pe: Tensor
+    slot_mapping: Tensor
+    q: Tensor
+    topk_indices: Tensor
+
+
+def make_inputs(shape: StepShape, device: torch.device) -> StepInputs:
+    """Draw a step on the host, so that a seed means the same on every device, then copy it to `device`."""
+    rng = np.random.default_rng(shape.seed)
+    generator = torch.Generator().manual_seed(shape.seed)
+    query_lens = np.array([shape.decode_query_len] * shape.decodes + [shape.prefill_tokens] * shape.prefills, dtype=np.int64)
+    contexts = _context_lens(shape, rng)
+    seq_lens = contexts + query_lens
+    block_table, num_blocks = _block_table(seq_lens, shape.block_size, rng)
+    history_request, history_position = _ragged(np.zeros_like(contexts), contexts)
+    request, position = _ragged(contexts, query_lens)
+
+    layout = LAYOUTS[shape.kv_layout]
+    cache = torch.full((num_blocks, shape.block_size, layout.row_bytes), _POISON, dtype=torch.uint8, device=device)
+    history = _latents(len(history_position), generator)
+    new = _latents(len(position), generator)
+    q = torch.empty(shape.num_tokens, shape.num_heads, HEAD_SIZE, dtype=torch.bfloat16)
+    for row in q:  # one row at a time: float32 of the whole would be twice the size
+        row.copy_(torch.randn(row.shape, generator=generator))
+    return StepInputs(
+        shape=shape,
+        batch=Batch(
+            query_start_loc=np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32),
+            seq_lens=seq_lens.astype(np.int32),
+            block_table=torch.from_numpy(block_table).to(device),
+        ),
+        positions=torch.from_numpy(position),
+        req_id_per_token=torch.from_numpy(request),
+        kv_cache=cache.view(layout.dtype),
+        history_kv_c=history[0].to(device),
+        history_k_pe=history[1].to(device),
+        history_slots=_slots(block_table, history_request, history_position, shape.block_size).to(device),
+        kv_c=new[0].to(device),
+        k_pe=new[1].to(device),
+        slot_mapping=_slots(block_table, request, position, shape.block_size).to(device),
+        q=q.to(device),
+        topk_indices=_causal_topk(position, shape.topk, generator).to(device),
+    )
+
+
+def _context_lens(shape: StepShape, rng: np.random.Generator) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    lens = rng.integers(shape.context // 8, shape.context, size=shape.num_reqs, endpoint=True, dtype=np.int64)
+    if shape.decodes:
+        lens[0] = shape.context
+    if shape.prefills:
+        lens[shape.decodes] = 0
+    return lens
+
+
+def _block_table(
+    seq_lens: np.ndarray[tuple[int], np.dtype[np.int64]], block_size: int, rng: np.random.Generator
+) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.int32]], int]:
+    """[R, columns], blocks scattered over the cache, -1 past a request's end; and how many blocks there are."""
+    needed = -(-seq_lens // block_size)
+    num_blocks = int(needed.sum()) + _SPARE_BLOCKS
+    blocks = rng.permutation(num_blocks)[: int(needed.sum())]
+    table = np.full((len(seq_lens), int(needed.max())), -1, dtype=np.int32)
+    rows, columns = _ragged(np.zeros_like(needed), needed)
+    table[rows, columns] = blocks
+    return table, num_blocks
+
+
+def _ragged(
+    starts: np.ndarray[tuple[int], np.dtype[np.int64]], lens: np.ndarray[tuple[int], np.dtype[np.int64]]
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    """Row number and value of every element of the rows starts[i], starts[i] + 1, ... of lens[i] elements."""
+    rows = np.repeat(np.arange(len(lens), dtype=np.int64), lens)
+    first = np.cumsum(lens) - lens
+    return rows, np.arange(len(rows), dtype=np.int64) - first[rows] + starts[rows]
+
+
+def _slots(
+    block_table: np.ndarray[tuple[int, int], np.dtype[np.int32]],
+    request: np.ndarray[tuple[int], np.dtype[np.int64]],
+    position: np.ndarray[tuple[int], np.dtype[np.int64]],
+    block_size: int,
+) -> Tensor:
+    blocks = block_table[request, position // block_size].astype(np.int64)
+    return torch.from_numpy(blocks * block_size + position % block_size)
+
+
+def _latents(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """[count, 512] and [count, 64] bf16 of unit variance, as a normalised latent and a rotary key have."""
+    both = torch.randn(count, HEAD_SIZE, generator=generator).bfloat16()
+    return both[:, :KV_LORA_RANK].contiguous(), both[:, KV_LORA_RANK:].contiguous()
+
+
+def _causal_topk(position: np.ndarray[tuple[int], np.dtype[np.int64]], topk: int, generator: torch.Generator) -> Tensor:
+    """[T, K] int32: of each token's position and those before it, K at random in random order, then -1."""
+    result = torch.full((len(position), topk), -1, dtype=torch.int32)
+    longest = int(position.max()) + 1
+    rows = max(1, _SCORES_PER_CHUNK // longest)
+    for start in range(0, len(position), rows):
+        own = torch.from_numpy(position[start : start + rows]).unsqueeze(1)  # [rows, 1]
+        scores = torch.rand(len(own), longest, generator=generator)
+        scores.masked_fill_(torch.arange(longest) > own, -1.0)  # [rows, longest]
+        best, chosen = scores.topk(min(topk, longest), dim=1)
+        result[start : start + rows, : chosen.shape[1]] = torch.where(best >= 0, chosen, -1).to(torch.int32)
+    return result

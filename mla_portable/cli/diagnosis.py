@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Diagnosis: what is installed here, what works of it, what is wrong, and what would mend it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any, Final
+
+import torch
+
+from mla_portable import __version__
+from mla_portable.contracts import (
+    Decision,
+    DeviceFacts,
+    InvalidArgument,
+    MLAPortableError,
+    Primitive,
+    Reason,
+    Request,
+    Verdict,
+)
+from mla_portable.registry import PluginReport, ProbeReport, Registry
+
+__all__ = ["Choice", "Diagnosis", "Examined", "Problem", "diagnose"]
+
+PACKAGES: Final = ("torch", "triton", "vllm", "numpy", "pluggy")
+_ENVIRONMENT: Final = "MLA_PORTABLE_"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is wrong. fatal: it touches what was selected or leaves a primitive unserved. remedy: what mends it."""
+
+    what: str
+    remedy: str
+    fatal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """One implementation on the device.
+
+    Attributes:
+        implementation, primitive: what it is. preference: declared cost.
+        reasons: all that speak against it; empty means that it works. probe: what its probe found, None where it was not
+            tried because it does not claim the device, or because the probe itself broke down.
+    """
+
+    implementation: str
+    primitive: str
+    preference: float
+    reasons: tuple[Reason, ...]
+    probe: ProbeReport | None
+
+    @property
+    def ok(self) -> bool:
+        return not self.reasons
+
+    @property
+    def claims_device(self) -> bool:
+        """Its declaration covers the device, so reasons against it are defects or missing pieces."""
+        return self.probe is not None or any(reason.subject == "probe" for reason in self.reasons)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who serves a primitive on the device under the policy in force; chosen is None when nobody can."""
+
+    primitive: str
+    chosen: str | None
+    control: str
+    forced: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Everything that `doctor` knows.
+
+    Attributes:
+        versions: (name, version), "not installed" where absent. devices: (torch name, facts) of all that are here.
+        device: torch name of the one that was examined. plugins: what became of each.
+        rules: (primitive or "all", target, who demands it), strongest first. disabled: (name, by whom).
+        environment: variables of this project that are set.
+        examined: every implementation. choices: for each primitive; empty where the policy cannot be followed.
+        problems: what is wrong, fatal ones first.
+    """
+
+    versions: tuple[tuple[str, str], ...]
+    devices: tuple[tuple[str, DeviceFacts], ...]
+    device: str
+    plugins: tuple[PluginReport, ...]
+    rules: tuple[tuple[str, str, str], ...]
+    disabled: tuple[tuple[str, str], ...]
+    environment: tuple[tuple[str, str], ...]
+    examined: tuple[Examined, ...]
+    choices: tuple[Choice, ...]
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Nothing that was selected is broken, and every primitive is served."""
+        return not any(problem.fatal for problem in self.problems)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, **asdict(self)}
+
+
+def diagnose(registry: Registry, device: torch.device) -> Diagnosis:
+    """Examine every implementation on `device`, probes included.
+
+    What goes wrong on the way becomes a problem; nothing is raised on a plugin's behalf.
+    """
+    problems: list[Problem] = list(_plugin_problems(registry))
+    facts = registry.facts(device)
+    examined = tuple(_examine(registry, device, facts, problems))
+    rules: tuple[tuple[str, str, str], ...] = ()
+    disabled: tuple[tuple[str, str], ...] = ()
+    choices: tuple[Choice, ...] = ()
+    try:
+        policy = registry.policy
+    except InvalidArgument as error:
+        problems.append(
+            Problem(f"the policy cannot be followed: {error}", "mend the variable or file that it names", fatal=True)
+        )
+    else:
+        rules = tuple((str(rule.primitive or "all"), rule.target, rule.control) for rule in policy.rules)
+        disabled = policy.disabled
+        choices = tuple(_choices(registry, facts, problems))
+    problems += _plugin_demands(registry, rules)
+    problems += _defects(examined, rules, choices)
+    return Diagnosis(
+        versions=_versions(),
+        devices=tuple(_devices(registry)),
+        device=str(device),
+        plugins=registry.plugin_reports,
+        rules=rules,
+        disabled=disabled,
+        environment=tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENT))),
+        examined=examined,
+        choices=choices,
+        problems=tuple(sorted(problems, key=lambda problem: not problem.fatal)),
+    )
+
+
+def _versions() -> tuple[tuple[str, str], ...]:
+    found = [("mla_portable", __version__), ("python", platform.python_version())]
+    for name in PACKAGES:
+        try:
+            found.append((name, metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            found.append((name, "not installed"))
+    return tuple(found)
+
+
+def _devices(registry: Registry) -> Iterator[tuple[str, DeviceFacts]]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for name in ("cpu", *(f"cuda:{index}" for index in range(count))):
+        yield name, registry.facts(name)
+
+
+def _plugin_problems(registry: Registry) -> Iterator[Problem]:
+    for report in registry.plugin_reports:
+        if not report.ok:
+            dist = report.distribution or report.module
+            yield Problem(
+                f"the plugin {report.name} ({dist} {report.version}) did not load: {report.error}",
+                f"install what it misses or another version of {dist}, or uninstall it; --verbose shows the traceback",
+            )
+
+
+def _examine(registry: Registry, device: torch.device, facts: DeviceFacts, problems: list[Problem]) -> Iterator[Examined]:
+    """Each implementation on the device. After a fault of the device itself nothing more is probed."""
+    usable = True
+    for implementation in registry.implementations():
+        reasons = tuple(implementation.support.device_reasons(facts))
+        report: ProbeReport | None = None
+        if not reasons and usable:
+            try:
+                report = registry.probe(implementation, device)
+                reasons = report.reasons
+            except Exception as error:
+                usable = False
+                text = _one_line(error)
+                reasons = (Reason("probe", f"raised {text}", "it should finish"),)
+                problems.append(
+                    Problem(
+                        f"the device failed while {implementation.name} / {implementation.primitive} was probed: {text}",
+                        f"free its memory or reset it, or set MLA_PORTABLE_DISABLE={implementation.backend}",
+                        fatal=True,
+                    )
+                )
+        elif not reasons:
+            reasons = (Reason("probe", "not run", "the device failed before"),)
+        yield Examined(implementation.name, str(implementation.primitive), implementation.preference, reasons, report)
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _choices(registry: Registry, facts: DeviceFacts, problems: list[Problem]) -> Iterator[Choice]:
+    """Who serves each primitive here, whatever the shapes of a call are."""
+    unserved: dict[tuple[str, str, str], list[str]] = {}
+    for primitive in Primitive:
+        try:
+            decision = registry.decide(Request(primitive, facts))
+        except MLAPortableError as error:
+            problems.append(Problem(f"{primitive}: {error}", "mend what it names", fatal=True))
+            continue
+        except Exception as error:  # of the device, which a probe ran into
+            problems.append(Problem(f"{primitive}: {_one_line(error)}", "see what the table says of its probe", fatal=True))
+            continue
+        yield Choice(str(primitive), decision.chosen, decision.control, decision.forced)
+        if decision.chosen is None:
+            who = f"{decision.forced}, forced by {decision.control}, cannot" if decision.forced else "nothing installed can"
+            reasons = "; ".join(f"{v.implementation}: {_words(v.reasons)}" for v in _asked(decision))
+            remedies = _remedies(reason for v in _asked(decision) for reason in v.reasons)
+            if decision.forced:
+                remedies = [f"drop {decision.control} to let the registry choose", *remedies]
+            key = (who, reasons or "no plugin offers it", " or ".join(remedies) or "install a backend for this device")
+            unserved.setdefault(key, []).append(str(primitive))
+    for (who, reasons, remedy), primitives in unserved.items():
+        problems.append(Problem(f"{who} serve {', '.join(primitives)} on {facts}: {reasons}", remedy, fatal=True))
+
+
+def _asked(decision: Decision) -> list[Verdict]:
+    """The candidates that could have been chosen: all, or those that a demand names."""
+    if decision.forced is None:
+        return list(decision.verdicts)
+    return [v for v in decision.verdicts if decision.forced in (v.implementation, v.implementation.partition(".")[0])]
+
+
+def _words(reasons: Iterable[Reason]) -> str:
+    return ", ".join(map(str, reasons))
+
+
+def _remedies(reasons: Iterable[Reason]) -> list[str]:
+    return list(dict.fromkeys(reason.remedy for reason in reasons if reason.remedy))
+
+
+def _plugin_demands(registry: Registry, rules: tuple[tuple[str, str, str], ...]) -> Iterator[Problem]:
+    """Plugins that the policy names and that did not load."""
+    broken = {report.name: report for report in registry.plugin_reports if not report.ok}
+    for target, control in dict.fromkeys((target, control) for _, target, control in rules):
+        report = broken.get(target.partition(".")[0])
+        if report is not None:
+            what = f"{control} names {target}, whose plugin did not load: {report.error}"
+            yield Problem(what, f"mend the plugin, or drop {control}", fatal=True)
+
+
+def _defects(
+    examined: tuple[Examined, ...], rules: tuple[tuple[str, str, str], ...], choices: tuple[Choice, ...]
+) -> Iterator[Problem]:
+    """Implementations that are declared for the device and do not work, fatal where the policy names them.
+
+    Those whose failure leaves a demand unserved are told of already.
+    """
+    forced = {choice.primitive for choice in choices if choice.chosen is None and choice.forced}
+    groups: dict[tuple[str, str, tuple[Reason, ...]], list[str]] = {}
+    for each in examined:
+        if each.ok or not each.claims_device:
+            continue
+        names = (each.implementation, each.implementation.partition(".")[0])
+        controls = [control for primitive, target, control in rules if target in names and primitive in ("all", each.primitive)]
+        if not (controls and each.primitive in forced):
+            key = (each.implementation, controls[0] if controls else "", each.reasons)
+            groups.setdefault(key, []).append(each.primitive)
+    for (name, control, reasons), primitives in groups.items():
+        what = f"{name} ({', '.join(primitives)}) does not work here: {_words(reasons)}"
+        remedy = " or ".join(_remedies(reasons)) or "install what it misses; it is left out until then"
+        if control:
+            yield Problem(f"{control} names {name}, but {what}", f"drop {control} or {remedy}", fatal=True)
+        else:
+            yield Problem(what, remedy)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mla-portable explain`: which implementation serves a request, and every reason against each of the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mla_portable.cli.options import BackendOption, DeviceOption, JsonOption, primitive_named, resolve_device
+from mla_portable.cli.output import EXIT_FAILED, EXIT_OK, command
+
+if TYPE_CHECKING:
+    from mla_portable.attention import RouteDecision
+    from mla_portable.contracts import Decision
+
+__all__ = ["explain"]
+
+_CACHE = {"kv_layout": "fp8_ds_mla", "block_size": 64, "scale_format": "pow2"}
+_ATTENTION = {"num_heads": 16, "topk": 2048, "rows": None, "lse": True, "attn_sink": False, "lengths": False}
+_ALWAYS = {"graph": False}
+_FIELDS: dict[str, dict[str, Any]] = {
+    "cache_write": {**_CACHE, **_ALWAYS},
+    "convert_indices": {"topk": 2048, "block_size": 64, "compact": False, "prefill_workspace": False, **_ALWAYS},
+    "gather_upconvert": {**_CACHE, **_ALWAYS},
+    "sparse_decode": {**_CACHE, **_ATTENTION, "query_len": 1, **_ALWAYS},
+    "sparse_prefill": {**_CACHE, **_ATTENTION, **_ALWAYS},
+    "merge_states": _ALWAYS,
+    "quantize_per_tensor": _ALWAYS,
+}
+"""What a request for each primitive says of its call, with the values of a DeepSeek-V3.2 rank of eight."""
+_OPTION = {"num_heads": "--heads", "kv_layout": "--layout", "attn_sink": "--sink"}
+_ROUTE = "route"
+_UNKNOWN = "unknown"
+_ROUTE_FIELDS = ("num_heads", "topk", "kv_layout", "block_size", "scale_format", "query_len", "lse", "attn_sink", "graph")
+
+
+def explain(
+    primitive: Annotated[
+        str,
+        typer.Argument(
+            help="cache_write, convert_indices, gather_upconvert, sparse_decode, sparse_prefill, merge_states, "
+            "quantize_per_tensor; or 'route' for how a layer would compose them."
+        ),
+    ],
+    device: DeviceOption = None,
+    backend: BackendOption = None,
+    heads: Annotated[int | None, typer.Option("--heads", help="Query heads. Default: 16.")] = None,
+    topk: Annotated[int | None, typer.Option("--topk", help="Indices per token. Default: 2048.")] = None,
+    layout: Annotated[
+        str | None, typer.Option("--layout", metavar="LAYOUT", help="fp8_ds_mla (default) or bf16, of the cache or workspace.")
+    ] = None,
+    block_size: Annotated[int | None, typer.Option("--block-size", help="Tokens per block. Default: 64.")] = None,
+    scale_format: Annotated[
+        str | None, typer.Option("--scale-format", metavar="FORMAT", help="pow2 (default), amax, or 'unknown', read as amax.")
+    ] = None,
+    query_len: Annotated[int | None, typer.Option("--query-len", help="Tokens per decode. Default: 1.")] = None,
+    rows: Annotated[int | None, typer.Option("--rows", help="Query rows, where costs depend on them.")] = None,
+    lse: Annotated[bool | None, typer.Option("--lse/--no-lse", help="The lse is wanted. Default: yes.")] = None,
+    sink: Annotated[bool | None, typer.Option("--sink/--no-sink", help="There is an attention sink. Default: no.")] = None,
+    lengths: Annotated[bool | None, typer.Option("--lengths/--no-lengths", help="Row lengths are given. Default: no.")] = None,
+    compact: Annotated[bool | None, typer.Option("--compact/--no-compact", help="Indices are compacted. Default: no.")] = None,
+    prefill_workspace: Annotated[
+        bool | None, typer.Option("--prefill-workspace/--no-prefill-workspace", help="Some indices go to a workspace.")
+    ] = None,
+    graph: Annotated[
+        bool | None, typer.Option("--graph/--no-graph", help="To be captured in a CUDA graph. Default: no.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show which implementation would serve a call, and every reason against each of the others.
+
+    Candidates are probed as they would be before the first real call. Exit code 1 when nothing, or not the forced backend,
+    can serve.
+    """
+    given: dict[str, Any] = {
+        "num_heads": heads,
+        "topk": topk,
+        "kv_layout": layout,
+        "block_size": block_size,
+        "scale_format": scale_format,
+        "query_len": query_len,
+        "rows": rows,
+        "lse": lse,
+        "attn_sink": sink,
+        "lengths": lengths,
+        "compact": compact,
+        "prefill_workspace": prefill_workspace,
+        "graph": graph,
+    }
+    with command(as_json=as_json) as output:
+        fields = {name: value for name, value in given.items() if value is not None}
+        ask = _ask_for_route if primitive == _ROUTE else _ask_for_primitive
+        decision = ask(primitive, device, backend, fields)
+        served = decision.chosen is not None
+        if as_json:
+            output.document({"command": "explain", "ok": served, "primitive": primitive, **decision.as_dict()})
+        else:
+            output.show(decision.text() if served else decision.failure_text())
+        raise typer.Exit(EXIT_OK if served else EXIT_FAILED)
+
+
+def _ask_for_primitive(name: str, device: str | None, backend: str | None, given: dict[str, Any]) -> Decision:
+    """Who serves one primitive; `device` as torch or the registry names it."""
+    from mla_portable.api import explain as ask
+
+    name = primitive_named(name, param_hint="PRIMITIVE").value
+    defaults = _FIELDS[name]
+    _refuse_others(name, given, defaults)
+    fields = {**defaults, **given}
+    if fields.get("scale_format") == _UNKNOWN or fields.get("kv_layout") == "bf16":
+        fields["scale_format"] = None
+    if name == "sparse_prefill" and fields["kv_layout"] == "bf16" and "block_size" not in given:
+        fields["block_size"] = None  # a workspace, or a cache seen as flat rows
+    return ask(name, device=device, backend=backend, **fields)
+
+
+def _ask_for_route(name: str, device: str | None, backend: str | None, given: dict[str, Any]) -> RouteDecision:
+    """How a layer would compose the primitives."""
+    from mla_portable.api import current_registry
+    from mla_portable.attention import AttentionSpec
+    from mla_portable.attention.demand import Demand
+    from mla_portable.attention.routes import choose_route
+
+    defaults = {field: value for field, value in _FIELDS["sparse_decode"].items() if field in _ROUTE_FIELDS}
+    _refuse_others(name, given, defaults)
+    fields = {**defaults, **given}
+    if fields["scale_format"] == _UNKNOWN:
+        fields["scale_format"] = None
+    query_len = fields.pop("query_len")
+    spec = AttentionSpec(
+        softmax_scale=1.0,
+        max_num_tokens=query_len,
+        max_num_reqs=1,
+        max_model_len=query_len,
+        decode_query_len=query_len,
+        need_lse=fields.pop("lse"),
+        **fields,
+    )
+    registry = current_registry()
+    demand = Demand(registry, backend)
+    facts = registry.facts(resolve_device(None) if device is None else device)
+    return choose_route(spec, facts, demand.decide, demand.schedule_kind)
+
+
+def _refuse_others(name: str, given: dict[str, Any], allowed: dict[str, Any]) -> None:
+    for field in given:
+        if field not in allowed:
+            known = ", ".join(_option(each) for each in allowed)
+            raise typer.BadParameter(f"says nothing about {name}, which takes {known}", param_hint=_option(field))
+
+
+def _option(field: str) -> str:
+    return _OPTION.get(field, f"--{field.replace('_', '-')}")

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options that size a step, for the commands that run one, and the values they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from mla_portable.bench.inputs import StepShape
+
+__all__ = [
+    "BlockSizeOption",
+    "CheckRowsOption",
+    "ContextOption",
+    "DecodeQueryLenOption",
+    "DecodesOption",
+    "DemandOption",
+    "HeadsOption",
+    "KvLayoutOption",
+    "PrefillTokensOption",
+    "PrefillsOption",
+    "RouteOption",
+    "ScaleFormatOption",
+    "SeedOption",
+    "TopkOption",
+    "demanded",
+    "step_shape",
+]
+
+_STEP = "Size of the step"
+_CACHE = "Cache"
+
+HeadsOption = Annotated[
+    int | None,
+    typer.Option("--heads", help="Query heads of this rank. Default: 16 on a CPU, 128 on a GPU.", rich_help_panel=_STEP),
+]
+TopkOption = Annotated[int | None, typer.Option("--topk", help="Indices per token. Default: 2048.", rich_help_panel=_STEP)]
+DecodesOption = Annotated[
+    int | None, typer.Option("--decodes", help="Requests that decode. Default: 8 on a CPU, 64 on a GPU.", rich_help_panel=_STEP)
+]
+DecodeQueryLenOption = Annotated[
+    int | None,
+    typer.Option("--query-len", help="Tokens per decode, above 1 for speculative decoding. Default: 1.", rich_help_panel=_STEP),
+]
+PrefillsOption = Annotated[
+    int | None, typer.Option("--prefills", help="Requests that prefill; the first is fresh. Default: 2.", rich_help_panel=_STEP)
+]
+PrefillTokensOption = Annotated[
+    int | None,
+    typer.Option("--prefill-tokens", help="Tokens per prefill. Default: 64 on a CPU, 512 on a GPU.", rich_help_panel=_STEP),
+]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(
+        "--context",
+        help="Cached tokens of the longest request; the others have an eighth of it or more. Default: 4096 on a CPU, "
+        "8192 on a GPU.",
+        rich_help_panel=_STEP,
+    ),
+]
+SeedOption = Annotated[
+    int | None,
+    typer.Option("--seed", help="Of everything random; the same step on every device. Default: 0.", rich_help_panel=_STEP),
+]
+BlockSizeOption = Annotated[
+    int | None, typer.Option("--block-size", help="Tokens per block. Default: 64.", rich_help_panel=_CACHE)
+]
+KvLayoutOption = Annotated[
+    str | None, typer.Option("--kv-layout", metavar="LAYOUT", help="fp8_ds_mla (default) or bf16.", rich_help_panel=_CACHE)
+]
+ScaleFormatOption = Annotated[
+    str | None,
+    typer.Option("--scale-format", metavar="FORMAT", help="Of FP8 scales: pow2 (default) or amax.", rich_help_panel=_CACHE),
+]
+DemandOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--backend",
+        metavar="[PRIMITIVE=]NAME",
+        help="Force a backend ('triton') or one implementation ('triton.portable'), for everything or for one primitive; "
+        "may be repeated. A forced choice never falls back. Default: the registry chooses.",
+    ),
+]
+RouteOption = Annotated[
+    str, typer.Option("--route", metavar="ROUTE", help="auto, fused, split, direct or upconvert: how primitives are composed.")
+]
+CheckRowsOption = Annotated[
+    int, typer.Option("--check-rows", min=0, help="Attention rows that the float64 oracle computes; 0 for all of them.")
+]
+
+
+def step_shape(device_type: str, **options: int | str | None) -> StepShape:
+    """The default step of a device with what the options change: fields of StepShape, None where not given.
+
+    Raises: InvalidArgument for a size that means nothing.
+    """
+    from mla_portable.bench.inputs import default_shape
+
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    return replace(default_shape(device_type), **given)
+
+
+def demanded(words: list[str] | None) -> str | dict[str, str] | None:
+    """What `--backend` demands: one name for everything, or names by primitive.
+
+    Raises: typer.BadParameter when both kinds are mixed, or two names are given for the same thing.
+    """
+    if not words:
+        return None
+    if len(words) == 1 and "=" not in words[0]:
+        return words[0]
+    by_primitive: dict[str, str] = {}
+    for word in words:
+        primitive, equals, name = word.partition("=")
+        if not equals or not primitive or not name:
+            raise typer.BadParameter(
+                f"got {word!r} beside others, expected PRIMITIVE=NAME: one name for everything stands alone",
+                param_hint="--backend",
+            )
+        if primitive in by_primitive:
+            raise typer.BadParameter(f"{primitive} is given twice", param_hint="--backend")
+        by_primitive[primitive] = name
+    return by_primitive
