@@ -57,8 +57,8 @@ def _axes(implementation: Implementation, facts: DeviceFacts, level: str) -> dic
     flags = {name: accepted(implementation, facts, name, [False, True]) for name in ("attn_sink", "lengths")}
     sizes: list[int | None] = [*block_sizes(implementation, facts, level)]
     kinds: list[Storage] = storages(implementation)
-    if not is_decode and "bf16" in support.kv_layouts:
-        kinds, sizes = [(WORKSPACE, None), *kinds], [None, *sizes]
+    if not is_decode and "bf16" in support.kv_layouts:  # bf16 rows come flat; only the FP8 cache is read in place
+        kinds, sizes = [(WORKSPACE, None), *(kind for kind in kinds if kind[0] != "bf16")], [None, *sizes]
     axes: dict[str, list[Any]] = {
         "storage": kinds,
         "pattern": ["corpus", "absent", "last", "front", "dense"] if smoke else list(PATTERNS),

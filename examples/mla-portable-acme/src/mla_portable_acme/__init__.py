@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The acme plugin: declares what the vendor's library can run, and nothing else.
+
+Light on purpose: the library is imported in `check` and `bind`, so listing implementations costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+
+from mla_portable.contracts import (
+    BoundPrimitive,
+    DeviceFacts,
+    Implementation,
+    Primitive,
+    Reason,
+    Registrar,
+    Request,
+    Support,
+    hookimpl,
+)
+
+LIBRARY = "mla_portable_acme.vendor_library"
+SYMBOL = "sparse_mla_fwd"
+
+SPARSE_PREFILL = Support(
+    source="acme kernel manual 1.2, section 3",
+    device_types=("cpu", "cuda"),
+    kv_layouts=("bf16",),
+    padded_heads=(64,),
+    topk_multiple=64,
+    attn_sink=False,
+    lengths=False,
+    graph=False,
+)
+
+
+def check(device: DeviceFacts) -> Iterable[Reason]:
+    """Is the library here, and does it have the symbol that the adapter calls?"""
+    try:
+        library = import_module(LIBRARY)
+    except ImportError as error:
+        return [Reason("library", "missing", str(error), "install acme's kernel package")]
+    if not hasattr(library, SYMBOL):
+        return [Reason("symbol", SYMBOL, "not in this version of the library", "install acme's kernels 1.2 or newer")]
+    return []
+
+
+def bind(request: Request) -> BoundPrimitive:
+    """The callable for one request; the adapter is imported only when it is wanted."""
+    from mla_portable_acme.sparse_prefill import AcmeSparsePrefill
+
+    return AcmeSparsePrefill(import_module(LIBRARY))
+
+
+@hookimpl
+def mla_portable_register(registrar: Registrar) -> None:
+    """Offer acme's one kernel."""
+    registrar.add(
+        Implementation(
+            name="acme.v1",
+            primitive=Primitive.SPARSE_PREFILL,
+            support=SPARSE_PREFILL,
+            bind=bind,
+            check=check,
+            preference=20,
+            sources=("mla_portable_acme.sparse_prefill",),
+        )
+    )

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin of docs/adding-a-vendor.md, really installed into an empty folder and really run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "mla-portable-acme"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    target = tmp_path_factory.mktemp("site")
+    source = tmp_path_factory.mktemp("source") / "acme"
+    subprocess.run(["cp", "-r", str(EXAMPLE), str(source)], check=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(source)]
+    done = subprocess.run(pip, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return os.environ | {"PYTHONPATH": str(target), "TRITON_INTERPRET": "0"}
+
+
+def mla_portable(*arguments: str, env: dict[str, str], code: int = 0) -> dict:
+    command = [sys.executable, "-m", "mla_portable.cli", *arguments, "--json"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr + done.stdout
+    return json.loads(done.stdout)
+
+
+def test_the_registry_prefers_it_where_it_can_run(environment):
+    answer = mla_portable("explain", "sparse_prefill", "--heads", "16", "--topk", "128", "--layout", "bf16", env=environment)
+    assert answer["chosen"] == "acme.v1"
+
+
+def test_its_limits_become_reasons(environment):
+    answer = mla_portable("explain", "sparse_prefill", "--heads", "128", "--topk", "100", "--layout", "bf16", env=environment)
+    assert answer["chosen"] == "reference.torch"
+    acme = next(c for c in answer["candidates"] if c["implementation"] == "acme.v1")
+    assert {(r["subject"], r["given"]) for r in acme["reasons"]} >= {("num_heads", "128"), ("topk", "100")}
+
+
+def test_it_conforms(environment):
+    report = mla_portable("conform", "acme", "--level", "smoke", env=environment)
+    assert report["totals"]["passed"] > 0
+    assert report["totals"]["failed"] == report["totals"]["skipped"] == 0
+
+
+def test_the_probe_finds_a_wrong_convention(environment, tmp_path):
+    """The vendor's next release marks absent indices with 0: the probe must notice, name it, and pass over the kernel."""
+    package = Path(environment["PYTHONPATH"]) / "mla_portable_acme"
+    changed = tmp_path / "mla_portable_acme"
+    subprocess.run(["cp", "-r", str(package), str(changed)], check=True)
+    library = changed / "vendor_library.py"
+    text = library.read_text()
+    assert "valid = chosen >= 0" in text
+    library.write_text(text.replace("valid = chosen >= 0", "chosen = chosen.clamp(min=0)\n    valid = chosen >= 0"))
+    env = environment | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"}
+    answer = mla_portable("explain", "sparse_prefill", "--heads", "16", "--topk", "128", "--layout", "bf16", env=env)
+    assert answer["chosen"] == "reference.torch"
+    acme = next(c for c in answer["candidates"] if c["implementation"] == "acme.v1")
+    assert any("probe" in r["subject"] for r in acme["reasons"])
+
+
+def test_the_page_quotes_the_plugin_word_for_word():
+    page = (ROOT / "docs" / "adding-a-vendor.md").read_text()
+    sources = "\n".join(path.read_text() for path in [*EXAMPLE.rglob("*.py"), EXAMPLE / "pyproject.toml"])
+    quoted = [body for language, body in re.findall(r"```(python|toml)\n(.*?)```", page, flags=re.DOTALL)]
+    assert len(quoted) >= 5
+    for body in quoted:
+        assert body.strip("\n") in sources, f"not in the example:\n{body}"
