@@ -13,6 +13,7 @@ from mla_portable.cli.output import EXIT_FAILED, command, table
 
 if TYPE_CHECKING:
     from mla_portable.cli.diagnosis import Diagnosis, Examined
+    from mla_portable.vllm.status import VllmStatus
 
 __all__ = ["doctor"]
 
@@ -31,12 +32,14 @@ def doctor(
         where = resolve_device(device)
         from mla_portable.api import current_registry
         from mla_portable.cli.diagnosis import diagnose
+        from mla_portable.vllm.status import vllm_status
 
         diagnosis = diagnose(current_registry(), where)
+        vllm = vllm_status(current_registry(), where)
         if as_json:
-            output.document({"command": "doctor", **diagnosis.as_dict()})
+            output.document({"command": "doctor", **diagnosis.as_dict(), "vllm": vllm.as_dict()})
         else:
-            output.show(*_for_a_person(diagnosis, verbose=verbose))
+            output.show(*_for_a_person(diagnosis, verbose=verbose), _vllm(vllm))
         if not diagnosis.ok:
             raise typer.Exit(EXIT_FAILED)
 
@@ -118,3 +121,11 @@ def _probe(each: Examined) -> str:
     if each.probe is None:
         return ""
     return f"{each.probe.stage}, {each.probe.seconds * 1e3:.0f} ms"
+
+
+def _vllm(status: VllmStatus) -> RenderableType:
+    if status.version is None:
+        return "vLLM: not installed"
+    title = f"vLLM {status.version}: plugin {'registered' if status.registered else 'NOT registered'} ({status.note})"
+    rows = [[layout, str(heads), route or "none", served] for layout, heads, route, served in status.choices]
+    return table(f"{title}; for DeepSeek-V3.2 it would choose", ["cache", "heads of a rank", "route", "served by"], rows)

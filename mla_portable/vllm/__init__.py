@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vLLM plugin: sparse MLA of DeepSeek-V3.2 style models through mla_portable, inside the real engine.
+
+plugin    the entry point; registers the backend     auto      stock's class where it serves the device, else ours
+backend   what vLLM asks before it picks a backend   model     vLLM's configuration -> AttentionSpec, route, reasons
+builder   one StepPlan per step                      metadata  what travels from the builder to the layers
+impl      one layer's attention                      scratch   buffers, from vLLM's workspace manager where it has one
+writer    who writes the cache, with which scales    shadow    runs a stock implementation beside ours and compares
+settings  environment variables                      compat    all that differs between versions of vLLM
+status    what `mla-portable doctor` says about it    words    a decision in one line
+
+Nothing here imports vLLM before vLLM itself asks for the plugin; `settings`, `status` and `words` never do.
+"""

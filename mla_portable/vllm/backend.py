@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportMissingImports=false
+"""The backend class: what vLLM asks before it picks a backend. The answers follow the registry."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend
+
+from mla_portable.contracts import FP8_DS_MLA, HEAD_SIZE
+from mla_portable.vllm import compat, model
+from mla_portable.vllm.builder import MLAPortableMetadataBuilder
+from mla_portable.vllm.impl import MLAPortableImpl
+from mla_portable.vllm.metadata import MLAPortableMetadata
+from mla_portable.vllm.settings import logger
+
+__all__ = ["MLAPortableBackend"]
+
+
+class MLAPortableBackend(AttentionBackend):
+    """Sparse MLA through mla_portable, on every device that an installed implementation serves."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [name for name in model.LAYOUT_OF_DTYPE if name]
+
+    @staticmethod
+    def get_name() -> str:
+        """FLASHMLA_SPARSE, whatever it is registered as: vLLM ties the meaning of `fp8` (as fp8_ds_mla), the cache's
+        alignment and the indexer's warm-up to this name, and all of that is wanted here."""
+        return "FLASHMLA_SPARSE"
+
+    @staticmethod
+    def get_impl_cls() -> type[MLAPortableImpl]:
+        return MLAPortableImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[MLAPortableMetadataBuilder]:
+        return MLAPortableMetadataBuilder
+
+    @staticmethod
+    def get_metadata_cls() -> type[MLAPortableMetadata]:
+        return MLAPortableMetadata
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return True
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [HEAD_SIZE]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any | None = None) -> list[Any]:
+        """[64]: the indexer's cache beside ours has no other. vLLM cuts larger blocks into these."""
+        return [model.BLOCK_SIZE]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """[blocks, block_size, 656] bytes for FP8, else [blocks, block_size, 576]. Asked by vLLM up to 0.28."""
+        quantized = model.LAYOUT_OF_DTYPE.get(cache_dtype_str) == FP8_DS_MLA.name
+        return num_blocks, block_size, FP8_DS_MLA.row_width if quantized else head_size
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Blocks are to lie whole rows apart; asked by vLLM from 0.30 on."""
+        return compat.align_blocks(spec)
+
+    @classmethod
+    def supports_pcp(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_dcp(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """No: steps are planned from the query lengths on the host."""
+        return False
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """An installed implementation declares the device, whatever its capability is."""
+        return model.is_served(model.facts_of(compat.device(), capability))
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        *more: Any,
+        **named: Any,
+    ) -> str | None:
+        """None where the whole model can be served as configured, else every reason against every candidate.
+
+        Binds nothing, but tries implementations on tiny problems. Without a configuration in force it only knows the
+        arguments. `more` and `named` are what versions add in between, and the capability; the device itself is asked.
+        """
+        config = compat.current_config()
+        if not use_mla or not use_sparse or config is None or config.model_config is None:
+            return None
+        reasons = model.refusal(
+            config, compat.device(), head_size=head_size, kv_cache_dtype=kv_cache_dtype, block_size=block_size
+        )
+        if reasons is None:
+            return None
+        logger.warning("mla_portable cannot serve this model:\n%s", reasons)
+        return "; ".join(line.strip() for line in reasons.splitlines())  # vLLM quotes it, line breaks and all

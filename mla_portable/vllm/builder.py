@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportMissingImports=false
+"""The metadata builder: one plan per step, from numbers that already lie on the host."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
+
+from mla_portable.attention import SparseMLAAttention
+from mla_portable.contracts import Batch, InvalidArgument
+from mla_portable.planner import Planner
+from mla_portable.vllm import compat, model, scratch, shadow
+from mla_portable.vllm.metadata import MLAPortableMetadata
+from mla_portable.vllm.settings import logger
+from mla_portable.vllm.words import served_by
+
+__all__ = ["MLAPortableMetadataBuilder"]
+
+
+class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
+    """Builds the metadata of one group of layers, and the attention object that those layers share.
+
+    Nothing is read back from the device in `build`. Uniform decode batches, speculative ones included, may be captured in
+    CUDA graphs where the chosen implementations can: every tensor that a plan names keeps its address.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        """Raises: UnsupportedRoute with every reason when nothing here serves the layers; InvalidArgument when they differ."""
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        impls = [impl for impl in compat.impls_of(vllm_config, layer_names) if hasattr(impl, "attach")]
+        demands = {(impl.num_heads, impl.scale, impl.kv_cache_dtype, impl.need_to_return_lse_for_decode) for impl in impls}
+        if len(demands) > 1:
+            got, expected = f"layers that differ: {sorted(demands, key=str)}", "one head count, scale and cache format"
+            raise InvalidArgument("vLLM", "layer_names", got=got, expected=expected)
+        stored = getattr(kv_cache_spec, "cache_dtype_str", None) or vllm_config.cache_config.cache_dtype
+        heads, scale, stored, need_lse = next(iter(demands), (None, None, stored, False))
+        resolved = model.resolve(
+            vllm_config,
+            device,
+            kv_cache_dtype=stored,
+            num_heads=heads,
+            softmax_scale=scale,
+            block_size=kv_cache_spec.block_size,
+            need_lse=need_lse,
+        )
+        has_workspace = resolved.decision.verdict.part("gather") is not None
+        shared = not compat.own_builders_per_layer(vllm_config)
+        with compat.neutral_defaults():
+            buffers = scratch.step_buffers(resolved.spec, has_workspace=has_workspace) if shared else None
+            self.attention = SparseMLAAttention(resolved.spec, device=device, buffers=buffers)
+            self.planner = Planner(self.attention.planner_config())
+        for impl in impls:
+            impl.attach(self.attention, resolved.writer)
+        self._shadow = shadow.steps(kv_cache_spec, layer_names, vllm_config, device)
+        logger.info(
+            "mla_portable serves %d layers on %s by route %s: %s; cache %s, %s heads, written by %s",
+            len(layer_names),
+            self.attention.facts,
+            self.attention.route,
+            served_by(self.attention.route_decision),
+            resolved.spec.kv_layout,
+            resolved.spec.num_heads,
+            resolved.writer.who,
+        )
+        logger.debug("%s", self.attention.explain())
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """UNIFORM_BATCH where the route can be captured, else NEVER.
+
+        Raises: UnsupportedRoute when nothing serves the model.
+        """
+        stored = getattr(kv_cache_spec, "cache_dtype_str", None) or vllm_config.cache_config.cache_dtype
+        resolved = model.resolve(vllm_config, compat.device(), kv_cache_dtype=stored, block_size=kv_cache_spec.block_size)
+        return cls._cudagraph_support if resolved.spec.graph else AttentionCGSupport.NEVER
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MLAPortableMetadata:
+        """The metadata of one step. `common_prefix_len` and `fast_build` make no difference.
+
+        Raises: InvalidArgument for a batch beyond the configured limits.
+        """
+        common, spec = common_attn_metadata, self.attention.spec
+        num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
+        starts = common.query_start_loc_cpu.numpy()[: num_reqs + 1]
+        batch = Batch(
+            query_start_loc=starts,
+            seq_lens=self._host_lengths(common, starts[1:] - starts[:-1]),
+            block_table=common.block_table_tensor,
+            num_padded_tokens=num_tokens,
+            seq_lens_device=common.seq_lens,
+        )
+        plan = self.planner.plan(batch)
+        beside = None if self._shadow is None else self._shadow.build(common_prefix_len, common, fast_build)
+        return MLAPortableMetadata(
+            num_reqs=num_reqs,
+            num_actual_tokens=num_tokens,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            num_decodes=num_reqs,
+            num_decode_tokens=num_tokens,
+            block_size=spec.block_size,
+            topk_tokens=spec.topk,
+            attention=self.attention,
+            planner=self.planner,
+            batch=batch,
+            plan=plan,
+            shadow=beside,
+        )
+
+    def _host_lengths(self, common: Any, query_lens: np.ndarray) -> np.ndarray:
+        """Sequence lengths or upper bounds of them, [R] int32, each at least its query and at most the longest sequence.
+
+        Dummy batches have lengths that mean nothing, and bounds may pass the limit by the drafts that were not accepted yet.
+        """
+        limit = self.attention.spec.max_model_len
+        lengths = compat.host_lengths(common, query_lens)
+        if lengths is None:
+            lengths = np.where(query_lens > 0, np.int32(min(common.max_seq_len, limit)), np.int32(0))
+        return np.minimum(np.maximum(lengths, query_lens), limit)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportMissingImports=false
+"""All that differs between versions of vLLM, told by what is there and never by a version number.
+
+Written against 0.20 to 0.33. Where two versions do a thing differently, the function below says which is which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention import backend as _backend
+
+__all__ = [
+    "IMPL_BASE",
+    "ModelNumbers",
+    "align_blocks",
+    "capture_sizes",
+    "current_config",
+    "decode_query_len",
+    "device",
+    "host_lengths",
+    "impls_of",
+    "model_numbers",
+    "neutral_defaults",
+    "own_builders_per_layer",
+    "shared_scratch",
+    "unsupported_features",
+    "wants_full_graphs",
+    "workspace_rows",
+]
+
+IMPL_BASE: Any = getattr(_backend, "SparseMLAAttentionImpl", None) or _backend.MLAAttentionImpl
+"""0.16 to 0.25 tell a sparse implementation by this class, later versions by its `is_sparse`."""
+
+
+class ModelNumbers(NamedTuple):
+    """What the model's configuration says: heads of this rank, K (None where the model is not sparse), nominal scale."""
+
+    num_heads: int
+    topk: int | None
+    softmax_scale: float
+
+
+def current_config() -> Any | None:
+    """The VllmConfig in force, None outside of one."""
+    return get_current_vllm_config_or_none()
+
+
+def device() -> torch.device:
+    """Where this process runs its model: the accelerator that torch finds, else the CPU."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device(found.type) if found is not None else torch.device("cpu")
+
+
+def model_numbers(vllm_config: Any) -> ModelNumbers:
+    """Numbers of the model that vLLM serves."""
+    model = vllm_config.model_config
+    text = getattr(model, "hf_text_config", None) or model.hf_config
+    topk = getattr(text, "index_topk", None) or getattr(model.hf_config, "index_topk", None)
+    width = getattr(text, "qk_nope_head_dim", 128) + getattr(text, "qk_rope_head_dim", 64)
+    heads = model.get_num_attention_heads(vllm_config.parallel_config)
+    return ModelNumbers(heads, topk, 1.0 / math.sqrt(width))
+
+
+@contextmanager
+def neutral_defaults() -> Generator[None, None, None]:
+    """torch as it is by itself: vLLM builds models with the model's dtype and device as defaults, and profiles for inference.
+
+    What tries an implementation or makes buffers that outlive the step must not see any of that.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"), torch.inference_mode(False):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def impls_of(vllm_config: Any, layer_names: list[str]) -> list[Any]:
+    """The implementations of these layers, as far as they are built."""
+    layers = vllm_config.compilation_config.static_forward_context
+    found = (getattr(layers.get(name), "impl", None) for name in layer_names)
+    return [impl for impl in found if impl is not None]
+
+
+def decode_query_len(vllm_config: Any) -> int:
+    """Query tokens of a decode: 1, more where drafts are verified in one step (twice as many where drafted in parallel)."""
+    speculative = vllm_config.speculative_config
+    drafts = getattr(speculative, "num_speculative_tokens", None) if speculative is not None else None
+    if not drafts:
+        return 1
+    return 1 + (2 if getattr(speculative, "parallel_drafting", False) else 1) * drafts
+
+
+def capture_sizes(vllm_config: Any) -> int:
+    """The most tokens that a batch is padded to for a CUDA graph, 0 where none is captured."""
+    compilation = vllm_config.compilation_config
+    largest = getattr(compilation, "max_cudagraph_capture_size", None)
+    return int(largest or max(getattr(compilation, "cudagraph_capture_sizes", None) or [0]))
+
+
+def wants_full_graphs(vllm_config: Any) -> bool:
+    """Uniform decode batches may be captured whole. A mode that is not settled yet counts as yes, eager execution as no."""
+    if getattr(vllm_config.model_config, "enforce_eager", False):
+        return False
+    settled = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
+    return settled is None or bool(settled.has_full_cudagraphs())
+
+
+def workspace_rows(vllm_config: Any) -> int | None:
+    """Rows of the bf16 prefill workspace as vLLM is configured (0.33), None where it has no word in it."""
+    factor = getattr(getattr(vllm_config, "attention_config", None), "sparse_mla_prefill_workspace_factor", None)
+    return int(factor) * int(vllm_config.model_config.max_model_len) if factor else None
+
+
+def own_builders_per_layer(vllm_config: Any) -> bool:
+    """Batches run as two overlapping halves, each with a builder of its own: their scratch must not be shared."""
+    return bool(vllm_config.parallel_config.use_ubatching)
+
+
+def unsupported_features(vllm_config: Any) -> list[str]:
+    """What the configuration asks for and this plugin cannot do, with the remedy."""
+    parallel, refused = vllm_config.parallel_config, []
+    for field, word in (("decode_context_parallel_size", "decode"), ("prefill_context_parallel_size", "prefill")):
+        size = getattr(parallel, field, 1)
+        if size and size > 1:
+            refused.append(f"{word} context parallelism {size} (supports 1): set {field}=1")
+    return refused
+
+
+def host_lengths(common: Any, query_lens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
+    """Sequence lengths [R] int32 that already lie on the host, None where vLLM keeps none there; never copied from the device.
+
+    Under asynchronous speculative decoding they are upper bounds for decodes, and exact for prefills.
+    """
+    lengths = getattr(common, "seq_lens_cpu_upper_bound", None)
+    if lengths is None:
+        lengths = getattr(common, "_seq_lens_cpu", None)  # the property without the underscore would wait for the device
+    return None if lengths is None else lengths.numpy()[: len(query_lens)]
+
+
+def shared_scratch(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor] | None:
+    """Tensors out of vLLM's workspace, None where this process has no workspace manager."""
+    try:
+        from vllm.v1.worker import workspace
+    except ImportError:
+        return None
+    if not workspace.is_workspace_manager_initialized():
+        return None
+    return workspace.current_workspace_manager().get_simultaneous(*shapes)
+
+
+def align_blocks(spec: Any) -> Any:
+    """A cache spec whose blocks are whole rows apart, where vLLM lets a backend ask for it (0.30 and later)."""
+    try:
+        from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows
+    except ImportError:
+        return spec
+    return align_blocks_to_rows(spec)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportMissingImports=false
+"""One layer's attention as vLLM calls it: the latent query against the cache, over the tokens that the indexer chose."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mla_portable.attention import SparseMLAAttention
+from mla_portable.contracts import KV_LORA_RANK, InvalidArgument
+from mla_portable.vllm import compat, model, scratch, shadow
+from mla_portable.vllm.metadata import MLAPortableMetadata
+from mla_portable.vllm.writer import Writer
+
+__all__ = ["MLAPortableImpl"]
+
+
+class MLAPortableImpl(compat.IMPL_BASE):
+    """vLLM's interface to a SparseMLAAttention that the builder makes and all layers share.
+
+    vLLM multiplies the query by W_UK before, and the output by W_UV after; nothing of the weights is kept here.
+    """
+
+    is_sparse: ClassVar[bool] = True
+    supports_dense_mha_prefill: ClassVar[bool] = False
+    masked_mha_available: ClassVar[bool] = False
+    can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
+    supports_pcp: bool = False
+    supports_dcp: bool = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        indexer: Any | None = None,
+        topk_indices_buffer: Tensor | None = None,
+        **mla_args: Any,
+    ) -> None:
+        """Checks that the layer can be served and reserves its scratch, so that vLLM fails early and profiles it.
+
+        Raises: InvalidArgument for what sparse MLA does not have; UnsupportedRoute when nothing here serves the model.
+        """
+        for name, value in (
+            ("alibi_slopes", alibi_slopes),
+            ("sliding_window", sliding_window),
+            ("logits_soft_cap", logits_soft_cap),
+            ("kv_sharing_target_layer_name", kv_sharing_target_layer_name),
+            ("q_pad_num_heads", mla_args.get("q_pad_num_heads")),
+        ):
+            if value:
+                raise InvalidArgument("vLLM", name, got=repr(value), expected="None: sparse MLA has no such thing")
+        if attn_type != "decoder":
+            raise InvalidArgument("vLLM", "attn_type", got=repr(attn_type), expected="'decoder'")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
+        self.kv_lora_rank: int = mla_args.get("kv_lora_rank", KV_LORA_RANK)
+        self._indexer, self._topk_indices_buffer = indexer, topk_indices_buffer
+        self._attention: SparseMLAAttention | None = None
+        self._writer: Writer | None = None
+        config = compat.current_config()
+        if config is not None:
+            self._reserve(config)
+        self._shadow = shadow.layer(
+            num_heads=num_heads,
+            head_size=head_size,
+            scale=scale,
+            num_kv_heads=num_kv_heads,
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            kv_cache_dtype=kv_cache_dtype,
+            logits_soft_cap=logits_soft_cap,
+            attn_type=attn_type,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            indexer=indexer,
+            topk_indices_buffer=topk_indices_buffer,
+            **mla_args,
+        )
+
+    def _reserve(self, config: Any) -> None:
+        resolved = model.resolve(
+            config,
+            compat.device(),
+            kv_cache_dtype=self.kv_cache_dtype,
+            num_heads=self.num_heads,
+            softmax_scale=self.scale,
+            need_lse=self.need_to_return_lse_for_decode,
+        )
+        if not compat.own_builders_per_layer(config):
+            scratch.step_buffers(resolved.spec, has_workspace=resolved.decision.verdict.part("gather") is not None)
+
+    @property
+    def topk_indices_buffer(self) -> Tensor | None:
+        """[tokens, K] int32, filled by the indexer; a layer without one reads what the layer before it chose.
+
+        Asked for anew each time: a draft model's indexer is given the target's buffer after its layers were built.
+        """
+        return self._topk_indices_buffer if self._indexer is None else self._indexer.topk_indices_buffer
+
+    @topk_indices_buffer.setter
+    def topk_indices_buffer(self, buffer: Tensor | None) -> None:
+        self._topk_indices_buffer, self._indexer = buffer, None
+
+    def attach(self, attention: SparseMLAAttention, writer: Writer) -> None:
+        """Called by each builder of this layer; the first one's attention writes the cache where vLLM's operator cannot."""
+        if self._attention is None:
+            self._attention, self._writer = attention, writer
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Nothing to prepare: W_UK and W_UV are the layer's own.
+
+        Raises: InvalidArgument for activations other than bfloat16.
+        """
+        if self._shadow is not None:
+            self._shadow.process_weights_after_loading(act_dtype)
+        if act_dtype != torch.bfloat16:
+            remedy = "Start vLLM with --dtype bfloat16."
+            raise InvalidArgument("vLLM", "dtype", got=act_dtype, expected="torch.bfloat16", remedy=remedy)
+
+    def record_logical_topk_ready(self) -> None:
+        """vLLM 0.33 tells here that the indexer is done; whoever overlaps transfers with it needs that, nobody here does."""
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+        *more: Any,
+        **options: Any,
+    ) -> None:
+        """Write new tokens: kv_c_normed [T, 512], k_pe [T, 1, 64] or [T, 64]; slot_mapping [T or fewer], negative = skip.
+
+        Raises: InvalidArgument when no builder was made for the layer yet.
+        """
+        if kv_cache.numel() == 0:  # vLLM profiles before there is a cache
+            return
+        if self._attention is None or self._writer is None:
+            got, expected = "a layer without a metadata builder", "one builder for each group of layers, made before a step"
+            raise InvalidArgument("vLLM", "do_kv_cache_update", got=got, expected=expected)
+        if self._writer.who == "vllm":
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, *more, **options)
+            return
+        slots = slot_mapping.flatten()
+        rows = slots.shape[0]
+        self._attention.cache_write(kv_c_normed[:rows], k_pe.flatten(1)[:rows], self._rows(kv_cache), slots)
+
+    def forward_mqa(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: MLAPortableMetadata,
+        layer: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of a step's tokens, or of those of its leading requests.
+
+        Args:
+            q: [T, H, 576] bf16, or ql_nope [T, H, 512] and q_pe [T, H, 64].
+            kv_c_and_k_pe_cache: [blocks, block_size, 576] bf16, or [blocks, block_size, 656] of bytes.
+        Returns: out [T, H, 512] bf16, and the natural-log lse [T, H] float32 where vLLM merges partial results, else None.
+        Raises: InvalidArgument or PlanMismatch before anything runs.
+        """
+        attention, topk_indices = attn_metadata.attention, self.topk_indices_buffer
+        if attention.spec.softmax_scale != self.scale:
+            got, expected = (
+                f"a layer that scales by {self.scale}",
+                f"{attention.spec.softmax_scale}, as the builder's layers do",
+            )
+            raise InvalidArgument("vLLM", "scale", got=got, expected=expected)
+        if topk_indices is None:
+            raise InvalidArgument("vLLM", "topk_indices_buffer", got="None", expected="an indexer's buffer, [tokens, K] int32")
+        num_tokens = (q if isinstance(q, Tensor) else q[0]).shape[0]
+        kv_cache = self._rows(kv_c_and_k_pe_cache)
+        out = torch.empty((num_tokens, self.num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=kv_cache.device)
+        result = attention.forward(q, kv_cache, topk_indices, attn_metadata.plan_for(num_tokens), out=out)
+        if self._shadow is not None and attn_metadata.shadow is not None:
+            self._shadow.compare(q, kv_c_and_k_pe_cache, attn_metadata.shadow, layer, out, topk_indices[:num_tokens])
+        return result
+
+    def _rows(self, kv_cache: Tensor) -> Tensor:
+        """The cache as bytes where it is quantised, whatever 8-bit type vLLM gave it."""
+        return kv_cache.view(torch.uint8) if kv_cache.element_size() == 1 and kv_cache.dtype != torch.uint8 else kv_cache

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportMissingImports=false
+"""From vLLM's configuration to an AttentionSpec and the route that serves it, or to every reason why none does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+
+from mla_portable.attention import AttentionSpec, RouteDecision, UnsupportedRoute
+from mla_portable.attention.demand import Demand
+from mla_portable.attention.routes import choose_route
+from mla_portable.contracts import HEAD_SIZE, DeviceFacts, InvalidArgument, MLAPortableError, Primitive
+from mla_portable.registry import get_registry
+from mla_portable.vllm import compat, settings
+from mla_portable.vllm.writer import Writer, choose_writer
+
+__all__ = ["BLOCK_SIZE", "LAYOUT_OF_DTYPE", "Resolved", "facts_of", "is_served", "refusal", "resolve"]
+
+BLOCK_SIZE: Final = 64
+"""Tokens of a cache block, that of the indexer's cache beside ours. vLLM cuts larger blocks into these."""
+
+LAYOUT_OF_DTYPE: Final = {None: "bf16", "auto": "bf16", "bfloat16": "bf16", "fp8": "fp8_ds_mla", "fp8_ds_mla": "fp8_ds_mla"}
+"""vLLM's names of cache formats. `fp8` is what users write; vLLM turns it into `fp8_ds_mla` before a layer is built."""
+
+_ATTENTION: Final = (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """How layers will be served: their spec (`graph` only where the route can be captured), route, and the cache's writer."""
+
+    spec: AttentionSpec
+    decision: RouteDecision
+    writer: Writer
+
+
+def resolve(
+    vllm_config: Any,
+    device: torch.device,
+    *,
+    kv_cache_dtype: str | None,
+    num_heads: int | None = None,
+    softmax_scale: float | None = None,
+    block_size: int = BLOCK_SIZE,
+    need_lse: bool = False,
+) -> Resolved:
+    """The spec of the model's layers and the route that serves them on `device`; probes implementations not tried before.
+
+    Where vLLM would capture graphs but no route can be captured, one that runs outside of graphs is taken.
+    Raises: UnsupportedRoute with the reasons against every route; InvalidArgument for a configuration that means nothing.
+    """
+    layout = LAYOUT_OF_DTYPE.get(kv_cache_dtype)
+    if layout is None:
+        expected = f"one of {', '.join(name for name in LAYOUT_OF_DTYPE if name)}"
+        raise InvalidArgument("vLLM", "kv_cache_dtype", got=repr(kv_cache_dtype), expected=expected)
+    numbers, scheduler = compat.model_numbers(vllm_config), vllm_config.scheduler_config
+    if numbers.topk is None:
+        raise InvalidArgument("vLLM", "index_topk", got="nothing in the model's config", expected="a sparse-MLA model")
+    refused = compat.unsupported_features(vllm_config)
+    if refused:
+        raise InvalidArgument("vLLM", "parallel_config", got="; ".join(refused), expected="tensor and data parallelism only")
+    decode_query_len, captured = compat.decode_query_len(vllm_config), compat.capture_sizes(vllm_config)
+    with compat.neutral_defaults():
+        writer = choose_writer(layout, device, vllm_config)
+    spec = AttentionSpec(
+        num_heads=num_heads or numbers.num_heads,
+        softmax_scale=softmax_scale or numbers.softmax_scale,
+        max_num_tokens=max(scheduler.max_num_batched_tokens, captured),
+        max_num_reqs=max(scheduler.max_num_seqs, captured),
+        # Drafts may be verified past the last position that is kept.
+        max_model_len=vllm_config.model_config.max_model_len + decode_query_len,
+        kv_layout=layout,
+        block_size=block_size,
+        topk=numbers.topk,
+        scale_format=writer.scale_format,
+        decode_query_len=decode_query_len,
+        prefill_workspace_tokens=compat.workspace_rows(vllm_config),
+        route=settings.route(),
+        need_lse=need_lse,
+        graph=compat.wants_full_graphs(vllm_config),
+    )
+    decision = _route(spec, device)
+    if decision.chosen is None and spec.graph:
+        spec = replace(spec, graph=False)
+        decision = _route(spec, device)
+    if decision.chosen is None:
+        raise UnsupportedRoute(decision)
+    return Resolved(spec, decision, writer)
+
+
+def _route(spec: AttentionSpec, device: torch.device) -> RouteDecision:
+    registry = get_registry()
+    demand = Demand(registry, None)
+    with compat.neutral_defaults():
+        return choose_route(spec, registry.facts(device), demand.decide, demand.schedule_kind)
+
+
+def refusal(
+    vllm_config: Any, device: torch.device, *, head_size: int, kv_cache_dtype: str | None, block_size: int | None
+) -> str | None:
+    """Why the plugin cannot serve this configuration, every reason in one text; None where it can."""
+    if head_size != HEAD_SIZE:
+        return f"head_size {head_size} (supports {HEAD_SIZE}: a latent of 512 and 64 of rope)"
+    if block_size is not None and block_size % BLOCK_SIZE:
+        return f"block_size {block_size} (supports multiples of {BLOCK_SIZE}): start vLLM with --block-size {BLOCK_SIZE}"
+    try:
+        resolve(vllm_config, device, kv_cache_dtype=kv_cache_dtype)
+    except MLAPortableError as error:
+        return str(error)
+    return None
+
+
+def facts_of(device: torch.device, capability: Any | None) -> DeviceFacts:
+    """Facts of `device`, or of one like it with the CUDA compute capability that vLLM asks about, where that differs.
+
+    Only an NVIDIA device's capability names its architecture; other vendors report what their software pretends to.
+    """
+    facts = get_registry().facts(device)
+    if capability is None or facts.vendor != "nvidia":
+        return facts
+    arch = f"sm{capability.major}{capability.minor}"
+    return facts if facts.arch == arch else replace(facts, arch=arch, name=f"an NVIDIA device of {arch}")
+
+
+def is_served(facts: DeviceFacts) -> bool:
+    """Somebody declares sparse attention for this device. Whether that works is seen when the configuration is known."""
+    offered = (i for primitive in _ATTENTION for i in get_registry().implementations(primitive))
+    return any(not list(i.support.device_reasons(facts)) for i in offered)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportMissingImports=false
+"""The entry point of the group `vllm.general_plugins`: tells vLLM's registry where the backend is.
+
+vLLM calls it in every one of its processes, sometimes more than once. It only writes paths into a table: no backend is
+imported, no device is touched.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from mla_portable.vllm import auto, settings
+
+__all__ = ["BACKEND_PATH", "NAME", "register"]
+
+BACKEND_PATH: Final = "mla_portable.vllm.backend.MLAPortableBackend"
+NAME: Final = "MLA_PORTABLE"
+
+
+def register() -> None:
+    """Register the backend as MLA_PORTABLE_VLLM says; calling it again changes nothing.
+
+    As CUSTOM always, unless another plugin has that; as MLA_PORTABLE where vLLM takes new names (0.32 and later). In place
+    of FLASHMLA_SPARSE with `override`; with `auto` where the stock class does not serve the device. An override that
+    another plugin made is left alone.
+    Raises: InvalidArgument when the variable means nothing.
+    """
+    mode = settings.mode()
+    if mode == "off":
+        return
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    _claim(AttentionBackendEnum.CUSTOM, BACKEND_PATH)
+    if hasattr(AttentionBackendEnum, "register"):
+        if NAME in AttentionBackendEnum.__members__:
+            _claim(AttentionBackendEnum[NAME], BACKEND_PATH)
+        else:
+            register_backend(NAME, BACKEND_PATH)
+    if mode == "custom":
+        return
+    for place in auto.PLACES:
+        if place not in AttentionBackendEnum.__members__:
+            continue
+        if mode == "auto":
+            _claim(AttentionBackendEnum[place], f"{auto.__name__}.{place}")
+        elif place == "FLASHMLA_SPARSE":
+            _claim(AttentionBackendEnum[place], BACKEND_PATH)
+
+
+def _claim(member: Any, path: str) -> None:
+    from vllm.v1.attention.backends.registry import register_backend
+
+    taken = member.get_path() if member.is_overridden() else None
+    if taken is not None and not taken.startswith("mla_portable."):
+        settings.logger.warning("mla_portable leaves %s alone: %s was registered for it before", member.name, taken)
+        return
+    register_backend(member, path)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportMissingImports=false
+"""Shadow mode: a stock implementation computes every layer of every step a second time, and the difference is recorded.
+
+MLA_PORTABLE_VLLM_SHADOW=1 runs vLLM's FLASHMLA_SPARSE, or the backend whose class path it names. What goes on to the next
+layer is always ours, so each difference is that of one layer on equal inputs. For finding out, not for serving: it takes
+the time of both, and waits for the device once a layer (once a step where layers run inside of CUDA graphs).
+
+The numbers are made on the device, into tensors with fixed addresses, so that a replayed graph updates them as well. The
+host reads them after a layer that ran outside of capture, and otherwise when the next step is built.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.vllm import settings
+
+__all__ = ["LIMIT", "ShadowLayer", "ShadowSteps", "difference", "layer", "steps"]
+
+LIMIT: Final = 1e-2
+"""Relative error of a layer above which the log warns: bfloat16 output differs by about 4e-3 of its size at most."""
+
+_FIELDS: Final = ("runs", "rows", "relative", "worst_row", "max_abs")
+
+
+def difference(ours: Tensor, theirs: Tensor, topk_indices: Tensor) -> Tensor:
+    """How far two outputs [T, H, 512] are apart over the tokens that attend to something; graph-safe, on their device.
+
+    Args:
+        topk_indices: [T, K] int32; a token whose row is all negative, as padding is, counts for nothing.
+    Returns: [4] float32: how many tokens count; the norm of the difference over that of `theirs`, of all of them together;
+        the same of the token that is worst; and the largest absolute difference. The last three are 0 where nothing counts.
+    """
+    counts = (topk_indices >= 0).any(dim=1)[:, None, None]
+    # Rows that do not count may hold anything, NaN as well: they are replaced, not multiplied.
+    apart = torch.where(counts, ours.float() - theirs.float(), 0.0)
+    size = torch.where(counts, theirs.float(), 0.0)
+    rows_apart, rows_size = apart.square().sum(dim=(1, 2)), size.square().sum(dim=(1, 2))
+    tiny = torch.finfo(torch.float32).tiny
+    return torch.stack(
+        [
+            counts.sum().float(),
+            (rows_apart.sum() / rows_size.sum().clamp(min=tiny)).sqrt(),
+            (rows_apart / rows_size.clamp(min=tiny)).amax().sqrt(),
+            apart.abs().amax(),
+        ]
+    )
+
+
+class _Recorder:
+    """The records of this process: reads what layers left on the device, and writes a line for each run that is new."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = None if path is None else Path(path)
+        self.step = 0
+        self._layers: dict[str, Tensor] = {}
+        self._seen: dict[str, int] = {}
+
+    def watch(self, name: str, numbers: Tensor) -> None:
+        """`numbers` [5], as _FIELDS, are those of the layer `name`."""
+        self._layers[name] = numbers
+        self._seen.setdefault(name, 0)
+
+    def flush(self, *names: str) -> None:
+        """Record what ran since it was last read; every layer where none is named. Waits for the device."""
+        wanted = list(names or self._layers)
+        if not wanted:
+            return
+        lines: list[str] = []
+        for name, values in zip(wanted, torch.stack([self._layers[name] for name in wanted]).tolist(), strict=True):
+            numbers = dict(zip(_FIELDS, values, strict=True))
+            runs = int(numbers.pop("runs"))
+            if runs == self._seen[name]:
+                continue
+            self._seen[name] = runs
+            numbers["rows"] = int(numbers["rows"])
+            if numbers["rows"]:
+                lines.append(json.dumps({"step": self.step, "layer": name, **numbers, "pid": os.getpid()}))
+                if not numbers["relative"] <= LIMIT:  # NaN warns too
+                    settings.logger.warning("shadow: layer %s differs from stock: %s", name, lines[-1])
+        if lines and self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:  # whole lines, so that ranks may share a file
+                file.write("".join(f"{line}\n" for line in lines))
+        elif lines:
+            settings.logger.info("shadow: %s", "\nshadow: ".join(lines))
+
+
+_recorders: dict[str | None, _Recorder] = {}
+
+
+def _recorder() -> _Recorder:
+    path = settings.shadow_file()
+    if path not in _recorders:
+        recorder = _recorders[path] = _Recorder(path)
+        atexit.register(recorder.flush)
+    return _recorders[path]
+
+
+def _stock() -> Any | None:
+    path = settings.shadow_backend()
+    if path is None:
+        return None
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+class ShadowSteps:
+    """Beside a builder of ours: the stock builder, and the count of steps."""
+
+    def __init__(self, builder: Any) -> None:
+        self._builder = builder
+        self._recorder = _recorder()
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool) -> Any:
+        """Record the step before, then the stock metadata of this one."""
+        self._recorder.flush()
+        self._recorder.step += 1
+        return self._builder.build(common_prefix_len, common_attn_metadata, fast_build)
+
+
+class ShadowLayer:
+    """Beside a layer of ours: the stock implementation, and the numbers of its last run."""
+
+    def __init__(self, impl: Any) -> None:
+        self._impl = impl
+        self._recorder = _recorder()
+        self._numbers: Tensor | None = None
+
+    def compare(self, q: Any, kv_cache: Tensor, metadata: Any, layer: Any, ours: Tensor, topk_indices: Tensor) -> None:
+        """Run the stock implementation on the inputs that gave `ours`, and note the difference. Graph-safe."""
+        name = getattr(layer, "layer_name", f"layer {id(self)}")
+        # The first run is vLLM's warm-up: outside of capture, so these numbers are no part of a graph's memory.
+        if self._numbers is None:
+            self._numbers = torch.zeros(len(_FIELDS), dtype=torch.float32, device=ours.device)
+            self._recorder.watch(name, self._numbers)
+        theirs, _ = self._impl.forward_mqa(q, kv_cache, metadata, layer)
+        self._numbers[1:].copy_(difference(ours, theirs, topk_indices))
+        self._numbers[0] += 1
+        if not (ours.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._recorder.flush(name)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Lets the stock implementation prepare itself."""
+        self._impl.process_weights_after_loading(act_dtype)
+
+
+def layer(**arguments: Any) -> ShadowLayer | None:
+    """The shadow of a layer with these arguments of its constructor; None unless shadow mode is on."""
+    stock = _stock()
+    return None if stock is None else ShadowLayer(stock.get_impl_cls()(**arguments))
+
+
+def steps(kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> ShadowSteps | None:
+    """The shadow of a builder; None unless shadow mode is on."""
+    stock = _stock()
+    return None if stock is None else ShadowSteps(stock.get_builder_cls()(kv_cache_spec, layer_names, vllm_config, device))

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportMissingImports=false
+"""Who writes new tokens into the cache, and what the scales of an FP8 cache are then like.
+
+vLLM's own operator makes the very bytes that its other backends make, so it is taken where it works; elsewhere the
+cache_write primitive writes. Which scales vLLM's operator makes depends on its version (`amax` up to 0.26, `pow2` in 0.33)
+and cannot be seen from Python: one token is written, once a process, and its scale is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from importlib import import_module
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from mla_portable.contracts import E4M3_MAX, FP8_DS_MLA, KV_LORA_RANK, LAYOUTS, QK_ROPE_HEAD_DIM, InvalidArgument, unpack_fp8
+from mla_portable.vllm import settings
+
+__all__ = ["Trial", "Writer", "choose_writer", "try_vllm"]
+
+_BLOCK: Final = 64
+_LATENT: Final = 256.0
+"""256 / 448 is the `amax` scale of a group of these, 1 the `pow2` scale; e4m3 holds 448 and 256, so both keep 256."""
+_SCALES: Final = {"amax": _LATENT / E4M3_MAX, "pow2": 1.0}
+
+
+class Writer(NamedTuple):
+    """who: "vllm" or "mla_portable". scale_format: what readers may rely on, None where scales may be of either kind."""
+
+    who: str
+    scale_format: str | None
+
+
+class Trial(NamedTuple):
+    """What came of writing one token with vLLM's operator: it works, with these scales (FP8), or why it does not."""
+
+    works: bool
+    scale_format: str | None = None
+    reason: str = ""
+
+
+@cache
+def try_vllm(layout: str, device: torch.device) -> Trial:
+    """Write one token of `layout` with vLLM's operator on `device` and look at the row. Waits for the device."""
+    row = LAYOUTS[layout]
+    kv_c = torch.full((1, KV_LORA_RANK), _LATENT, dtype=torch.bfloat16, device=device)
+    k_pe = torch.arange(QK_ROPE_HEAD_DIM, dtype=torch.bfloat16, device=device)[None]
+    kv_cache = torch.zeros((2, _BLOCK, row.row_width), dtype=row.dtype, device=device)
+    slots = torch.tensor([_BLOCK + 1], dtype=torch.int64, device=device)
+    scale = torch.ones((), dtype=torch.float32, device=device)
+    name = "fp8_ds_mla" if row.is_quantized else "auto"
+    try:
+        import_module("vllm._custom_ops").concat_and_cache_mla(kv_c, k_pe, kv_cache, slots, kv_cache_dtype=name, scale=scale)
+        found = kv_cache[1, 1].cpu()
+    except (AttributeError, ImportError, NotImplementedError, RuntimeError) as error:
+        return Trial(False, reason=f"{type(error).__name__}: {error}".splitlines()[0])
+    wanted = torch.cat([kv_c[0], k_pe[0]]).cpu()
+    if not row.is_quantized:
+        return Trial(True) if torch.equal(found, wanted) else Trial(False, reason="a bf16 row came out wrong")
+    scales = found[KV_LORA_RANK : KV_LORA_RANK + 16].view(torch.float32)
+    made = next((name for name, scale in _SCALES.items() if math.isclose(scales[0], scale, rel_tol=1e-6)), None)
+    if made is None or not torch.equal(unpack_fp8(found[None])[0].to(torch.bfloat16), wanted):
+        return Trial(False, reason=f"an fp8_ds_mla row came out wrong; its scales are {scales.tolist()}")
+    return Trial(True, made)
+
+
+def choose_writer(layout: str, device: torch.device, vllm_config: Any | None) -> Writer:
+    """Who writes a cache of `layout` on `device`.
+
+    Raises: InvalidArgument when vLLM's operator is demanded by MLA_PORTABLE_VLLM_CACHE_WRITER and does not work.
+    """
+    demand, trial = settings.cache_writer(), try_vllm(layout, device)
+    if demand == "vllm" and not trial.works:
+        expected = f"another writer: vLLM's does not write {layout} on {device} ({trial.reason})"
+        raise InvalidArgument("environment", settings.ENV_WRITER, got="'vllm'", expected=expected)
+    who = "vllm" if trial.works and demand != "mla_portable" else "mla_portable"
+    if layout != FP8_DS_MLA.name:
+        return Writer(who, None)
+    made = trial.scale_format if who == "vllm" else "pow2"
+    # Compiled graphs may fuse vLLM's own write into the rotary embedding, and another node may have filled the cache.
+    fused = who == "mla_portable" and trial.works and trial.scale_format != made
+    received = vllm_config is not None and getattr(vllm_config, "kv_transfer_config", None) is not None
+    return Writer(who, None if fused or received else made)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""These tests need vLLM itself (`ci/vllm` installs it and fails if any of them is missed); elsewhere they are not collected."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+
+import pytest
+
+# What the plugin does with any backend is shown on the quick one; Triton's kernels have a test of their own.
+os.environ["MLA_PORTABLE_BACKEND"] = "reference"
+
+try:
+    metadata.version("vllm")
+    collect_ignore_glob: list[str] = []
+except metadata.PackageNotFoundError:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch):
+    for name in ("", "_SHADOW", "_SHADOW_FILE", "_CACHE_WRITER", "_ROUTE"):
+        monkeypatch.delenv(f"MLA_PORTABLE_VLLM{name}", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def bf16_by_default():
+    """As in vLLM's worker, where layers are built under the model's dtype."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(before)

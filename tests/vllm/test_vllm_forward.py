@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builder, metadata and forward_mqa inside vLLM's real classes, on the reference backend, against a per-token oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm_engine import BLOCK, HEADS, LATENT, MAX_LEN, NOPE, ROPE, SCALE, V_DIM, expected, make_engine, make_step, run_layer
+
+from mla_portable.contracts import InvalidArgument, PlanMismatch, unpack_fp8
+from mla_portable.reference import oracle
+from mla_portable.registry import use
+
+BATCHES = {
+    "decodes": ([1] * 5, [1, 64, 65, 130, 256], {}),
+    "prefills": ([7, 70, 3], [7, 70, 3], {}),
+    "mixed": ([1, 1, 1, 9, 33], [100, 7, 256, 9, 33], {}),
+    "chunked prefill": ([1, 20, 40], [80, 150, 256], {}),
+    "one token": ([1], [1], {}),
+    "padded decodes": ([1] * 3, [70, 1, 200], {"padded_tokens": 8, "padded_reqs": 8}),
+    "padded tokens alone": ([1] * 3, [70, 1, 200], {"padded_tokens": 8}),
+    "padded mixed": ([1, 1, 30], [70, 3, 200], {"padded_tokens": 40, "padded_reqs": 4}),
+}
+SPECULATIVE = {
+    "drafts": ([3] * 4, [3, 64, 66, 256], {}),
+    "drafts and prefills": ([3, 3, 8, 30], [20, 100, 8, 90], {}),
+    "uneven drafts": ([3, 3, 2, 1], [20, 100, 8, 90], {}),
+    "padded drafts": ([3] * 3, [20, 100, 8], {"padded_tokens": 12, "padded_reqs": 4}),
+}
+
+
+def assert_close(out: torch.Tensor, wanted: torch.Tensor, requests: int) -> None:
+    """bfloat16 output of float32 sums: each value to 2 ** -8 of itself, and of its row's size where it cancels."""
+    error = (out.double() - wanted).abs()
+    size = wanted.abs().amax(dim=-1, keepdim=True)
+    assert (error <= 2**-7 * wanted.abs() + 2**-9 * size).all(), f"off by {error.max()}"
+    assert requests and wanted[:requests].abs().amax(dim=(1, 2)).min() > 0.01  # the oracle says something of every token
+
+
+@pytest.mark.parametrize("pair", [False, True], ids=["tensor", "pair"])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("route", ["direct", "split", "fused", "upconvert"])
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_forward_mqa_is_what_the_oracle_says(dtype: str, route: str, batch: str, pair: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MLA_PORTABLE_VLLM_ROUTE", route)
+    query_lens, seq_lens, padding = BATCHES[batch]
+    engine = make_engine(dtype)
+    step = make_step(engine, query_lens, seq_lens, **padding)
+    metadata = engine.builder.build(0, step.common)
+    assert metadata.plan.route == route
+    q = step.q
+    if pair:  # as MLAAttention gives them: the one is transposed, the other a slice
+        q = (q[..., :LATENT].transpose(0, 1).contiguous().transpose(0, 1), step.q[..., LATENT:])
+    out, lse = engine.impl.forward_mqa(q, engine.kv_cache, metadata, engine.layer)
+    assert out.dtype == torch.bfloat16 and lse is None
+    assert_close(out, expected(engine, step)[0], len(step.requests))
+    assert torch.count_nonzero(out[len(step.requests) :]) == 0
+
+
+def test_portable_kernels_alone_serve_a_mixed_batch():
+    """Triton's kernels, in its interpreter: no other code of a backend runs."""
+    with use("triton"):
+        engine = make_engine("fp8")
+        assert {part.decision.chosen for part in engine.builder.attention.route_decision.verdict.parts} == {"triton.portable"}
+        step = make_step(engine, [1, 1, 2], [70, 3, 40], padded_tokens=5)
+    metadata = engine.builder.build(0, step.common)
+    out, _ = engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
+    assert_close(out, expected(engine, step)[0], 4)
+
+
+@pytest.mark.parametrize("batch", SPECULATIVE)
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_drafts_are_verified_as_decodes(dtype: str, batch: str):
+    query_lens, seq_lens, padding = SPECULATIVE[batch]
+    engine = make_engine(dtype, drafts=2)
+    assert engine.builder.reorder_batch_threshold == 3
+    step = make_step(engine, query_lens, seq_lens, **padding)
+    metadata = engine.builder.build(0, step.common)
+    if batch != "uneven drafts":
+        assert metadata.plan.decode_query_len == 3
+        assert metadata.plan.num_decode_tokens == (padding.get("padded_tokens") or 3 * query_lens.count(3))
+    out, _ = engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
+    assert_close(out, expected(engine, step)[0], len(step.requests))
+
+
+def test_lse_is_returned_where_vllm_merges_partial_results(monkeypatch: pytest.MonkeyPatch):
+    from mla_portable.vllm.impl import MLAPortableImpl
+
+    monkeypatch.setattr(MLAPortableImpl, "_reserve", lambda self, config: setattr(self, "need_to_return_lse_for_decode", True))
+    engine = make_engine("fp8")
+    step = make_step(engine, [1, 1, 9], [100, 7, 30])
+    metadata = engine.builder.build(0, step.common)
+    out, lse = engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
+    wanted, wanted_lse = expected(engine, step)
+    assert_close(out, wanted, 11)
+    assert torch.allclose(lse.double(), wanted_lse, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("route", ["direct", "split", "fused", "upconvert"])
+def test_dense_attention_may_take_the_prefills(route: str, monkeypatch: pytest.MonkeyPatch):
+    """Then the layer gets the leading requests alone, though the metadata is that of the whole step; and back again."""
+    monkeypatch.setenv("MLA_PORTABLE_VLLM_ROUTE", route)
+    engine = make_engine("fp8")
+    step = make_step(engine, [1, 1, 1, 9, 33], [100, 7, 256, 9, 33])
+    metadata = engine.builder.build(0, step.common)
+    wanted = expected(engine, step)[0]
+    for rows in (3, 3, 45, 12):
+        out, _ = engine.impl.forward_mqa(step.q[:rows], engine.kv_cache, metadata, engine.layer)
+        assert out.shape == (rows, HEADS, LATENT)
+        assert_close(out, wanted[:rows], rows)
+    with pytest.raises(PlanMismatch, match="5 tokens, the step has 45"):
+        engine.impl.forward_mqa(step.q[:5], engine.kv_cache, metadata, engine.layer)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_new_tokens_are_written_and_padding_is_not(dtype: str):
+    """Activations are padded for a CUDA graph, slots may not be; a negative slot is a padding row as well."""
+    engine = make_engine(dtype)
+    before, random = engine.kv_cache.clone(), torch.Generator().manual_seed(3)
+    kv_c, k_pe = torch.randn((6, LATENT), generator=random), torch.randn((6, 1, ROPE), generator=random)
+    slots = torch.tensor([70, -1, 3, 200])
+    engine.impl.do_kv_cache_update(kv_c, k_pe, engine.kv_cache, slots, engine.layer.kv_cache_dtype, torch.ones(()))
+    wanted = oracle.cache_write(kv_c[:4], k_pe[:4, 0], before, slots, scale_format="pow2")
+    assert torch.equal(engine.kv_cache.view(torch.uint8), wanted.view(torch.uint8))
+    rows: list[tuple[int, ...]] = []
+    engine.impl._attention = SimpleNamespace(cache_write=lambda *given: rows.append(tuple(len(given[i]) for i in (0, 1, 3))))
+    engine.impl.do_kv_cache_update(kv_c, k_pe, engine.kv_cache, slots, engine.layer.kv_cache_dtype, torch.ones(()))
+    assert rows == [(4, 4, 4)]
+    engine.impl.do_kv_cache_update(kv_c, k_pe, torch.empty(0), slots, engine.layer.kv_cache_dtype, torch.ones(()))  # profiling
+
+
+def test_one_builder_serves_step_after_step():
+    """Buffers are persistent: a step must not see what a longer one left, and graph addresses stay."""
+    engine = make_engine("fp8")
+    addresses = set()
+    for seed, (query_lens, seq_lens) in enumerate([([1, 40, 60], [9, 40, 60]), ([1, 1], [30, 64]), ([1] * 9, [50] * 9)]):
+        step = make_step(engine, query_lens, seq_lens, seed=seed)
+        metadata = engine.builder.build(0, step.common)
+        out, _ = engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
+        assert_close(out, expected(engine, step)[0], len(step.requests))
+        addresses.add(metadata.plan.req_id_per_token.data_ptr())
+    assert len(addresses) == 1
+
+
+@pytest.mark.parametrize("with_indexer", [True, False])
+def test_choices_come_from_the_indexer_or_the_buffer(with_indexer: bool):
+    engine = make_engine("auto", with_indexer=with_indexer)
+    assert engine.impl.topk_indices_buffer is engine.topk
+    other = engine.topk.clone()
+    if with_indexer:  # a draft model's indexer is given the target's buffer late
+        engine.impl._indexer.topk_indices_buffer = other
+        assert engine.impl.topk_indices_buffer is other
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_the_whole_layer_is_dense_attention_over_the_chosen_tokens(dtype: str):
+    """vLLM's MLAAttention, cache write and absorbed weights included, against attention with keys and values written out."""
+    engine = make_engine(dtype)
+    step = make_step(engine, [1, 1, 9, 33], [100, 64, 9, 90])
+    tokens = len(step.requests)
+    random = torch.Generator().manual_seed(5)
+    q = torch.randn((tokens, HEADS, NOPE + ROPE), generator=random)
+    kv_c, k_pe = torch.randn((tokens, LATENT), generator=random), torch.randn((tokens, 1, ROPE), generator=random)
+    starts, lengths = step.common.query_start_loc_cpu.tolist(), step.common.seq_lens.tolist()
+    slots = []
+    for token, r in enumerate(step.requests):
+        position = lengths[r] - starts[r + 1] + token
+        slots.append(int(step.table[r, position // BLOCK]) * BLOCK + position % BLOCK)
+    metadata = engine.builder.build(0, step.common)
+    out = run_layer(engine, metadata, torch.tensor(slots), q, kv_c, k_pe).view(tokens, HEADS, V_DIM)
+
+    cached = engine.kv_cache.flatten(0, 1)
+    cached = (unpack_fp8(cached, dtype=torch.float64) if dtype == "fp8" else cached).double()
+    assert torch.equal(cached[slots][:, LATENT:], k_pe[:, 0].double())  # the layer wrote its tokens
+    w_k, w_v = engine.layer.kv_b_proj.weight.double().view(HEADS, NOPE + V_DIM, LATENT).split([NOPE, V_DIM], dim=1)
+    for token, r in enumerate(step.requests):
+        rows = cached[[int(step.table[r, p // BLOCK]) * BLOCK + p % BLOCK for p in step.topk[token].tolist() if p >= 0]]
+        keys = torch.cat([torch.einsum("nl,hdl->hnd", rows[:, :LATENT], w_k), rows[:, LATENT:].expand(HEADS, -1, -1)], dim=-1)
+        weights = torch.softmax(SCALE * torch.einsum("hd,hnd->hn", q[token].double(), keys), dim=-1)
+        wanted = torch.einsum("hn,nl,hvl->hv", weights, rows[:, :LATENT], w_v)
+        assert (out[token] - wanted).norm() <= 2e-2 * wanted.norm(), token
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that stands for one on a GPU: whatever would wait for the device is refused."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func.__name__ in ("cpu", "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__index__", "__float__"):
+            raise AssertionError(f"read back from the device: {func.__name__}")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("route", ["direct", "split", "fused", "upconvert"])
+@pytest.mark.parametrize("known", ["seq_lens_cpu_upper_bound", "_seq_lens_cpu", ""])
+def test_build_reads_nothing_back(route: str, known: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MLA_PORTABLE_VLLM_ROUTE", route)
+    engine = make_engine("fp8")
+    step = make_step(engine, [1, 1, 9, 33], [100, 64, 9, 90], host_lengths=known)
+    tensors = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
+    watched = replace(step.common, **{name: getattr(step.common, name).as_subclass(OnDevice) for name in tensors})
+    with pytest.raises(AssertionError, match="read back"):
+        watched.seq_lens.cpu()
+    metadata = engine.builder.build(0, watched)
+    # The reference backend does read back: it is given plain tensors for the same host numbers.
+    batch = replace(metadata.batch, block_table=step.table, seq_lens_device=step.common.seq_lens)
+    metadata = replace(metadata, plan=metadata.planner.plan(batch))
+    out, _ = engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
+    assert_close(out, expected(engine, step)[0], len(step.requests))
+
+
+def test_dummy_lengths_are_brought_into_range():
+    """vLLM's dummy batches have lengths below their queries, and bounds above the limit by drafts not yet accepted."""
+    engine = make_engine("fp8", drafts=2)
+    step = make_step(engine, [3, 3, 1], [30, 64, 9])
+    step.common.seq_lens_cpu_upper_bound[:] = torch.tensor([0, MAX_LEN + 9, 9], dtype=torch.int32)
+    lengths = engine.builder.build(0, step.common).batch.seq_lens
+    assert np.array_equal(lengths, [3, MAX_LEN + 3, 9])
+
+
+def test_a_batch_beyond_the_limits_is_refused():
+    engine = make_engine("fp8")
+    step = make_step(engine, [1, 1], [30, 64])
+    step.common.num_actual_tokens = 10_000
+    with pytest.raises(InvalidArgument, match="num_padded_tokens: got 10000"):
+        engine.builder.build(0, step.common)
+
+
+def test_a_layer_of_another_scale_is_refused():
+    engine = make_engine("fp8")
+    step = make_step(engine, [1, 1], [30, 64])
+    metadata = engine.builder.build(0, step.common)
+    engine.impl.scale *= 2
+    with pytest.raises(InvalidArgument, match="scale"):
+        engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)

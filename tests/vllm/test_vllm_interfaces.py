@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin against the interfaces of other versions of vLLM, as `ci/vllm_interfaces.py` read them from the wheels.
+
+interfaces/*.json hold names and parameters only. The installed version is among them and is checked against its own file,
+so that what the program reads is known to be what Python sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.attention import backend as stock
+
+from mla_portable.vllm.backend import MLAPortableBackend
+from mla_portable.vllm.builder import MLAPortableMetadataBuilder
+from mla_portable.vllm.impl import MLAPortableImpl
+from mla_portable.vllm.metadata import MLAPortableMetadata
+
+FILES = {path.stem: path for path in sorted((Path(__file__).parent / "interfaces").glob("*.json"))}
+OPTIONAL = {"vllm.v1.attention.backends.mla.sparse_utils:align_blocks_to_rows"}
+NOT_REACHED = {
+    "forward_mha": "no token is a prefill to vLLM",
+    "masked_mha_workspace_fits": "masked_mha_available is False",
+    "_w_scale": "packed weights of CPU platforms",
+    "_w_uk_packed": "packed weights of CPU platforms",
+    "_w_uv_packed": "packed weights of CPU platforms",
+    "pcp_world_size": "made by AttentionImplBase.__new__",
+    "dcp_world_size": "made by AttentionImplBase.__new__",
+}
+
+
+@pytest.fixture(params=FILES)
+def interface(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return json.loads(FILES[request.param].read_text())
+
+
+def bases(interface: dict[str, Any], name: str) -> list[str]:
+    """The class and those above it, as far as they were read."""
+    classes = interface["classes"]
+    return [name, *(b for base in classes[name]["bases"] if base in classes for b in bases(interface, base))]
+
+
+def impl_base(interface: dict[str, Any]) -> str:
+    return "SparseMLAAttentionImpl" if "SparseMLAAttentionImpl" in interface["classes"] else "MLAAttentionImpl"
+
+
+def pairs(interface: dict[str, Any]) -> list[tuple[type, str]]:
+    return [
+        (MLAPortableBackend, "AttentionBackend"),
+        (MLAPortableMetadataBuilder, "AttentionMetadataBuilder"),
+        (MLAPortableImpl, impl_base(interface)),
+    ]
+
+
+def test_the_versions_that_are_promised_are_there():
+    assert set(FILES) >= {"0.20.2", "0.24.0", "0.26.0", "0.28.0", "0.33.0"}
+
+
+def test_every_abstract_method_is_ours(interface: dict[str, Any]):
+    for ours, name in pairs(interface):
+        wanted = {method for base in bases(interface, name) for method in interface["classes"][base]["abstract"]}
+        missing = {
+            method for method in wanted if not any(method in vars(c) for c in ours.__mro__ if "mla_portable" in c.__module__)
+        }
+        assert not missing, f"{ours.__name__} lacks {missing}"
+
+
+def test_what_vllm_may_pass_is_accepted(interface: dict[str, Any]):
+    checked = 0
+    for ours, name in pairs(interface):
+        for base in bases(interface, name):
+            for method, parameters in interface["classes"][base]["methods"].items():
+                if method not in vars(ours) or isinstance(vars(ours)[method], property):
+                    continue
+                signature = inspect.signature(inspect.unwrap(getattr(vars(ours)[method], "__func__", vars(ours)[method])))
+                arguments = [p.rstrip("=") for p in parameters if not p.startswith("*")]
+                signature.bind(**dict.fromkeys(arguments))  # by name
+                if method != "__init__":  # an implementation is only ever made with names
+                    signature.bind(*arguments)
+                    order = [p for p in signature.parameters if p in arguments]
+                    assert order == arguments[: len(order)], f"{ours.__name__}.{method}: {order}, vLLM has {arguments}"
+                checked += 1
+    assert checked > 12
+
+
+def test_a_layer_finds_what_it_reads(interface: dict[str, Any]):
+    layer = interface["layer"]
+    assert set(layer["metadata"]) <= {field.name for field in dataclasses.fields(MLAPortableMetadata)}
+    above = interface["classes"]
+    inherited = {
+        name for base in bases(interface, impl_base(interface)) for name in [*above[base]["methods"], *above[base]["variables"]]
+    }
+    ours = {name for c in MLAPortableImpl.__mro__ if "mla_portable" in c.__module__ for name in vars(c)}
+    assert set(layer["impl"]) <= ours | inherited | set(NOT_REACHED)
+    inspect.signature(MLAPortableImpl.__init__).bind(None, **dict.fromkeys(layer["impl_arguments"]))
+
+
+def test_lengths_on_the_host_have_a_name_we_know(interface: dict[str, Any]):
+    fields = interface["classes"]["CommonAttentionMetadata"]["variables"]
+    assert "seq_lens_cpu_upper_bound" in fields
+    used = {"query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len"}
+    assert used | {"max_seq_len", "block_table_tensor", "slot_mapping"} <= set(fields)
+
+
+def test_imports_would_succeed(interface: dict[str, Any]):
+    missing = {name for name, found in interface["imports"].items() if not found}
+    assert missing <= OPTIONAL
+    assert len(interface["imports"]) >= 10
+    needed = {name for name, parameters in interface["functions"].items() if parameters is None}
+    assert needed <= {"vllm/v1/attention/backends/mla/sparse_utils.py:align_blocks_to_rows"}
+
+
+def test_what_was_read_is_what_python_sees():
+    interface = json.loads(FILES[metadata.version("vllm")].read_text())
+    for name in ("AttentionBackend", "AttentionMetadataBuilder", "AttentionImplBase", "MLAAttentionImpl"):
+        read, real = interface["classes"][name], getattr(stock, name)
+        assert set(read["abstract"]) <= real.__abstractmethods__
+        for method, parameters in read["methods"].items():
+            function = inspect.unwrap(inspect.getattr_static(real, method))
+            function = getattr(function, "__func__", getattr(function, "fget", function))
+            assert [p.rstrip("=").lstrip("*") for p in parameters] == list(inspect.signature(function).parameters)

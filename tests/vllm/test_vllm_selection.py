@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Before a model runs: registration, what vLLM's selection asks, scratch, who writes the cache, refusals at start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker import workspace
+from vllm_engine import BLOCK, CPU, HEADS, MAX_TOKENS, TOPK, make_config, make_engine
+
+from mla_portable.contracts import (
+    DeviceFacts,
+    Implementation,
+    InvalidArgument,
+    Primitive,
+    Support,
+    UnsupportedRequest,
+    hookimpl,
+)
+from mla_portable.registry import Registry
+from mla_portable.vllm import auto, compat, model, plugin, settings
+from mla_portable.vllm import writer as writer_module
+from mla_portable.vllm.backend import MLAPortableBackend
+from mla_portable.vllm.status import vllm_status
+from mla_portable.vllm.writer import Trial, Writer
+
+CUDA = torch.device("cuda")
+SM80 = DeviceFacts(vendor="nvidia", name="NVIDIA A100", arch="sm80", num_sms=108)
+COREX = DeviceFacts(vendor="iluvatar", name="Iluvatar BI-V150", arch="ivcore11", num_sms=16, graph_capture=False)
+
+
+@pytest.fixture
+def members():
+    """vLLM's registry, put back afterwards."""
+    touched = [AttentionBackendEnum.CUSTOM, *(AttentionBackendEnum[name] for name in auto.PLACES)]
+    for member in touched:
+        member.clear_override()
+    yield AttentionBackendEnum
+    for member in touched:
+        member.clear_override()
+
+
+@pytest.mark.parametrize("mode", settings.MODES)
+def test_registration_follows_the_mode_and_is_reentrant(mode: str, members, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(settings.ENV_MODE, mode)
+    for _ in range(2):
+        plugin.register()
+    place = members.FLASHMLA_SPARSE
+    assert members.CUSTOM.is_overridden() == (mode != "off")
+    assert place.is_overridden() == (mode in ("auto", "override"))
+    if mode != "off":
+        assert members.CUSTOM.get_class() is MLAPortableBackend
+    if mode == "override":
+        assert place.get_class() is MLAPortableBackend
+
+
+def test_a_mode_that_means_nothing_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(settings.ENV_MODE, "always")
+    with pytest.raises(InvalidArgument, match="got 'always', expected one of auto, custom, override, off"):
+        plugin.register()
+
+
+def test_what_another_plugin_registered_is_left_alone(members, caplog: pytest.LogCaptureFixture):
+    register_backend(members.CUSTOM, "somebody.else.Backend")
+    plugin.register()
+    assert members.CUSTOM.get_path() == "somebody.else.Backend"
+    assert "somebody.else.Backend was registered for it before" in caplog.text
+
+
+@pytest.mark.parametrize("capability, ours", [((8, 0), True), ((8, 9), True), ((9, 0), False), ((10, 0), False)])
+def test_auto_stands_in_where_stock_does_not_serve(capability, ours: bool, members, monkeypatch: pytest.MonkeyPatch):
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.ops import flashmla
+
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *a, **k: DeviceCapability(*capability))
+    monkeypatch.setattr(flashmla, "is_flashmla_sparse_supported", lambda: (True, None))
+    plugin.register()
+    chosen = members.FLASHMLA_SPARSE.get_class()
+    assert (chosen is MLAPortableBackend) == ours
+    assert chosen.get_name() == "FLASHMLA_SPARSE"
+    monkeypatch.setattr(flashmla, "is_flashmla_sparse_supported", lambda: (False, "not built"))
+    assert members.FLASHMLA_SPARSE.get_class() is MLAPortableBackend
+
+
+def test_vllm_finds_the_entry_point():
+    code = (
+        "from vllm.plugins import load_general_plugins; load_general_plugins(); load_general_plugins();"
+        "from vllm.v1.attention.backends.registry import AttentionBackendEnum as e; print(e.CUSTOM.get_path());"
+        "import sys; print('mla_portable.vllm.backend' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-2:] == [plugin.BACKEND_PATH, "False"]
+
+
+def validate(config, *, capability: tuple[int, int] = (8, 0), **changes):
+    arguments = {
+        "head_size": 576,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "auto",
+        "block_size": None,
+        "use_mla": True,
+        "has_sink": False,
+        "use_sparse": True,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": DeviceCapability(*capability),
+        "attn_type": "decoder",
+        **changes,
+    }
+    with set_current_vllm_config(config):
+        return MLAPortableBackend.validate_configuration(**arguments)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8", "fp8_ds_mla"])
+def test_every_cache_format_is_accepted(dtype: str):
+    assert validate(make_config(), kv_cache_dtype=dtype) == []
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"dtype": torch.float16}, "dtype not supported"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype not supported"),
+        ({"block_size": 48}, "block_size 48 (supports multiples of 64): start vLLM with --block-size 64"),
+        ({"use_sparse": False}, "non-sparse not supported"),
+        ({"head_size": 512}, "head_size 512 (supports 576"),
+        ({"has_sink": True}, "attention sinks not supported"),
+        ({"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
+        ({"use_pcp": True}, "PCP not supported"),
+    ],
+)
+def test_refusals_name_the_reason(changes, reason: str):
+    assert reason in " | ".join(validate(make_config(), **changes))
+
+
+def test_a_model_without_topk_and_context_parallelism_are_refused():
+    plain = SimpleNamespace(qk_nope_head_dim=128, qk_rope_head_dim=64)
+    assert "index_topk" in validate(make_config(hf_config=plain, hf_text_config=plain))[0]
+    config = make_config()
+    config.parallel_config.decode_context_parallel_size = 2
+    assert "decode context parallelism 2 (supports 1): set decode_context_parallel_size=1" in validate(config)[0]
+
+
+class Vendor:
+    """A vendor whose kernels take bf16 caches and up to 8 heads of one device."""
+
+    def __init__(self, vendor: str, arch: str, *, max_heads: int = 8, graph: bool = True) -> None:
+        self.support = Support(
+            source="made up", vendors=(vendor,), archs=(arch,), kv_layouts=("bf16",), max_heads=max_heads, graph=graph
+        )
+
+    @hookimpl
+    def mla_portable_register(self, registrar) -> None:
+        for primitive in Primitive:
+            registrar.add(Implementation("acme.v1", primitive, self.support, bind=lambda request: print))
+
+
+def simulate(monkeypatch: pytest.MonkeyPatch, facts: DeviceFacts, vendor: Vendor) -> None:
+    registry = Registry(plugins=[("acme", vendor)], facts={"cuda": facts}, environ={})
+    monkeypatch.setattr(model, "get_registry", lambda: registry)
+    monkeypatch.setattr(compat, "device", lambda: CUDA)
+    monkeypatch.setattr(model, "choose_writer", lambda layout, device, config: Writer("vllm", None))
+
+
+def test_a_corex_device_is_accepted_whatever_its_capability(monkeypatch: pytest.MonkeyPatch):
+    simulate(monkeypatch, COREX, Vendor("iluvatar", "ivcore11"))
+    for capability in ((7, 0), (7, 5), (8, 0), (12, 0)):
+        assert validate(make_config(), capability=capability) == []
+    spec, config = SimpleNamespace(cache_dtype_str="auto", block_size=BLOCK), make_config()
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    support = MLAPortableBackend.get_builder_cls().get_cudagraph_support(config, spec)
+    assert support is AttentionCGSupport.NEVER  # the device cannot capture graphs, and is served without
+
+
+def test_vllms_defaults_for_new_tensors_do_not_reach_the_implementations(monkeypatch: pytest.MonkeyPatch):
+    """vLLM builds models under the model's dtype and device, and profiles under inference mode."""
+    seen = set()
+
+    class Curious:
+        @hookimpl
+        def mla_portable_register(self, registrar) -> None:
+            def check(facts: DeviceFacts):
+                new = torch.zeros(1)
+                seen.add((new.dtype, new.device.type, new.is_inference()))
+                return ()
+
+            support = Support(source="made up", device_types=("cpu",), kv_layouts=("bf16", "fp8_ds_mla"))
+            for primitive in Primitive:
+                registrar.add(Implementation("acme.v1", primitive, support, bind=lambda request: print, check=check))
+
+    registry = Registry(plugins=[("acme", Curious())], environ={}, probe=False)
+    monkeypatch.setattr(model, "get_registry", lambda: registry)
+    with torch.device("meta"), torch.inference_mode():
+        assert validate(make_config()) == []
+        assert torch.zeros(1).dtype == torch.bfloat16 and torch.zeros(1).is_meta
+    assert seen == {(torch.float32, "cpu", False)}
+
+
+@pytest.mark.parametrize("capability, served", [((8, 0), True), ((8, 6), False), ((9, 0), False)])
+def test_capabilities_follow_the_registry(capability, served: bool, monkeypatch: pytest.MonkeyPatch):
+    simulate(monkeypatch, SM80, Vendor("nvidia", "sm80"))
+    reasons = validate(make_config(), capability=capability)
+    assert ("compute capability not supported" in reasons) == (not served)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_graphs_are_offered_where_the_route_can_be_captured(graph: bool, monkeypatch: pytest.MonkeyPatch):
+    simulate(monkeypatch, SM80, Vendor("nvidia", "sm80", graph=graph))
+    spec = SimpleNamespace(cache_dtype_str="auto", block_size=BLOCK)
+    config = make_config()
+    builder = MLAPortableBackend.get_builder_cls()
+    assert builder.get_cudagraph_support(config, spec) is AttentionCGSupport.NEVER  # on a CPU vLLM wants none
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    support = builder.get_cudagraph_support(config, spec)
+    assert support is (AttentionCGSupport.UNIFORM_BATCH if graph else AttentionCGSupport.NEVER)
+
+
+def test_what_nobody_serves_fails_at_start_with_every_reason(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    simulate(monkeypatch, SM80, Vendor("nvidia", "sm80", max_heads=2))
+    (reason,) = validate(make_config())
+    for words in ("no route serves sparse attention of 4 heads", "direct", "split", "acme.v1", "num_heads 4 (supports 1 to 2)"):
+        assert words in reason
+    assert "\n" not in reason and "change tensor parallelism" in reason
+    assert "mla_portable cannot serve this model" in caplog.text
+    (fp8,) = validate(make_config(max_model_len=256), kv_cache_dtype="fp8")
+    assert "kv_layout fp8_ds_mla (supports bf16)" in fp8
+
+
+def test_building_a_layer_fails_too(monkeypatch: pytest.MonkeyPatch):
+    from mla_portable.vllm.impl import MLAPortableImpl
+
+    simulate(monkeypatch, SM80, Vendor("nvidia", "sm80", max_heads=2))
+    none = dict.fromkeys(("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name"))
+    arguments = {"num_heads": HEADS, "head_size": 576, "scale": 0.1, "num_kv_heads": 1, "kv_cache_dtype": "auto", **none}
+    arguments["attn_type"] = "decoder"
+    with set_current_vllm_config(make_config()):
+        with pytest.raises(UnsupportedRequest, match="supports 1 to 2"):
+            MLAPortableImpl(**arguments)
+        with pytest.raises(InvalidArgument, match="sliding_window"):
+            MLAPortableImpl(**{**arguments, "sliding_window": 128})
+    with pytest.raises(InvalidArgument, match="--dtype bfloat16"):
+        MLAPortableImpl(**arguments).process_weights_after_loading(torch.float16)
+
+
+@pytest.mark.parametrize("route", ["direct", "split"])
+def test_scratch_comes_from_vllms_workspace(route: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(settings.ENV_ROUTE, route)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # asked for by vLLM; a CPU build has none
+    workspace.init_workspace_manager(CPU)
+    try:
+        engine = make_engine("fp8")
+        buffers = engine.builder.attention.buffers
+        pool = workspace.current_workspace_manager().get_simultaneous(((1,), torch.uint8))[0].untyped_storage()
+        held = [buffers.indices, buffers.query, buffers.lse, *([buffers.workspace] if route == "split" else [])]
+        assert all(t.untyped_storage().data_ptr() == pool.data_ptr() for t in held)
+        assert buffers.indices.shape == (MAX_TOKENS, TOPK)
+        assert (buffers.workspace is not None) == (route == "split")
+    finally:
+        workspace.reset_workspace_manager()
+    assert make_engine("fp8").builder.attention.buffers.indices.untyped_storage().data_ptr() != pool.data_ptr()
+
+
+def fake_operator(scale: float, *, spoil: bool = False):
+    """vLLM's writer as versions differ: scales of `scale` for groups of 256."""
+
+    def concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale):
+        row = kv_cache.view(-1, kv_cache.shape[-1])[slot_mapping[0]]
+        if kv_cache_dtype == "auto":
+            row[:] = torch.cat([kv_c[0], k_pe[0]]) * (2 if spoil else 1)
+            return
+        row[:512] = (kv_c[0].float() / its_scale).to(torch.float8_e4m3fn).view(torch.uint8)
+        row[512:528] = torch.full((4,), its_scale * (2 if spoil else 1), dtype=torch.float32).view(torch.uint8)
+        row[528:] = k_pe[0].view(torch.uint8)
+
+    its_scale = scale
+    return SimpleNamespace(concat_and_cache_mla=concat_and_cache_mla)
+
+
+@pytest.mark.parametrize("scale, found", [(256 / 448, "amax"), (1.0, "pow2")])
+def test_the_scales_that_vllm_writes_are_found_out(scale: float, found: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(writer_module, "import_module", lambda name: fake_operator(scale))
+    trial = writer_module.try_vllm.__wrapped__
+    assert trial("fp8_ds_mla", CPU) == Trial(True, found)
+    assert trial("bf16", CPU) == Trial(True)
+    monkeypatch.setattr(writer_module, "import_module", lambda name: fake_operator(scale, spoil=True))
+    assert not trial("fp8_ds_mla", CPU).works
+    assert not trial("bf16", CPU).works
+
+
+@pytest.mark.parametrize(
+    "demand, trial, connector, expected",
+    [
+        ("auto", Trial(True, "amax"), False, Writer("vllm", "amax")),
+        ("auto", Trial(True, "pow2"), True, Writer("vllm", None)),
+        ("auto", Trial(False), False, Writer("mla_portable", "pow2")),
+        ("mla_portable", Trial(True, "pow2"), False, Writer("mla_portable", "pow2")),
+        ("mla_portable", Trial(True, "amax"), False, Writer("mla_portable", None)),
+    ],
+)
+def test_who_writes_and_what_readers_may_rely_on(demand, trial, connector, expected, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(settings.ENV_WRITER, demand)
+    monkeypatch.setattr(writer_module, "try_vllm", lambda layout, device: trial)
+    config = SimpleNamespace(kv_transfer_config=object() if connector else None)
+    assert writer_module.choose_writer("fp8_ds_mla", CPU, config) == expected
+    assert writer_module.choose_writer("bf16", CPU, config) == Writer(expected.who, None)
+
+
+def test_demanding_a_writer_that_does_not_work_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(settings.ENV_WRITER, "vllm")
+    with pytest.raises(InvalidArgument, match="vLLM's does not write fp8_ds_mla on cpu"):
+        writer_module.choose_writer("fp8_ds_mla", CPU, None)
+
+
+def test_status_tells_what_vllm_will_find(monkeypatch: pytest.MonkeyPatch):
+    registry = Registry(environ={"MLA_PORTABLE_BACKEND": "reference"})
+    found = vllm_status(registry, CPU, environ={})
+    assert found.version and found.registered and found.mode == "auto"
+    assert [(layout, heads) for layout, heads, *_ in found.choices] == [
+        (k, h) for k in ("fp8_ds_mla", "bf16") for h in (16, 128)
+    ]
+    assert all(route and "sparse_decode" in served for *_, route, served in found.choices)
+    assert not vllm_status(registry, CPU, environ={settings.ENV_MODE: "off"}).registered
+    assert "VLLM_PLUGINS=other" in vllm_status(registry, CPU, environ={"VLLM_PLUGINS": "other"}).note
+    assert "MLA_PORTABLE_VLLM" in vllm_status(registry, CPU, environ={settings.ENV_MODE: "always"}).note

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shadow mode: which differences are recorded, for which tokens, and when."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import fake_stock
+import pytest
+import torch
+from vllm_engine import make_engine, make_step
+
+from mla_portable.contracts import InvalidArgument
+from mla_portable.vllm import settings, shadow
+
+
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    file = tmp_path / "shadow.jsonl"
+    monkeypatch.setenv(settings.ENV_SHADOW, "fake_stock.StockBackend")
+    monkeypatch.setenv(settings.ENV_SHADOW_FILE, str(file))
+    monkeypatch.setitem(fake_stock.ERROR, "relative", 0.0)
+    return lambda: [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@pytest.mark.parametrize("error", [0.0, 0.05])
+def test_each_layer_and_step_is_recorded(error: float, records, caplog: pytest.LogCaptureFixture):
+    fake_stock.ERROR["relative"] = error
+    engine = make_engine("auto")
+    for seed in range(2):
+        step = make_step(engine, [1, 1, 9], [100, 64, 9], padded_tokens=14, padded_reqs=5, seed=seed)
+        metadata = engine.builder.build(0, step.common)
+        engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
+    found = records()
+    assert [(r["step"], r["layer"], r["rows"]) for r in found] == [(n, engine.layer.layer_name, 11) for n in (1, 2)]
+    for record in found:
+        assert record["relative"] == pytest.approx(error / (1 + error), abs=4e-3)
+        assert record["relative"] <= record["worst_row"] < record["relative"] + 4e-3
+        assert record["max_abs"] > (0.01 if error else 0)
+    warned = [r for r in caplog.records if r.levelname == "WARNING" and "differs from stock" in r.message]
+    assert bool(warned) == (error > shadow.LIMIT)
+
+
+def test_what_goes_on_is_ours(records):
+    fake_stock.ERROR["relative"] = 9.0
+    engine = make_engine("auto")
+    step = make_step(engine, [1, 5], [100, 5])
+    metadata = engine.builder.build(0, step.common)
+    out, _ = engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
+    metadata.shadow = None
+    again, _ = engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
+    assert torch.equal(out, again)
+    assert len(records()) == 1
+
+
+def test_a_replayed_graph_is_recorded_when_the_next_step_is_built(records, monkeypatch: pytest.MonkeyPatch):
+    """A replay updates the numbers on the device without Python running: `build` finds them."""
+    engine = make_engine("auto")
+    step = make_step(engine, [1, 1], [100, 64])
+    metadata = engine.builder.build(0, step.common)
+    engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
+    engine.builder.build(0, step.common)
+    assert len(records()) == 1
+    engine.impl._shadow._numbers.copy_(torch.tensor([2.0, 2.0, 0.25, 0.5, 1.0]))  # as a replay leaves them
+    engine.builder.build(0, step.common)
+    assert [(r["step"], r["relative"]) for r in records()] == [(1, pytest.approx(0.0, abs=4e-3)), (2, 0.25)]
+    engine.builder.build(0, step.common)
+    assert len(records()) == 2
+
+
+def test_difference_counts_attending_tokens_alone():
+    theirs = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]], [[9.0, 9.0]]])
+    ours = torch.tensor([[[3.0, 4.5]], [[0.0, 0.0]], [[math.nan, 0.0]]])
+    topk = torch.tensor([[-1, 0], [2, 1], [-1, -1]], dtype=torch.int32)
+    rows, relative, worst, largest = shadow.difference(ours, theirs, topk).tolist()
+    assert rows == 2
+    assert relative == pytest.approx(math.sqrt(1.25 / 26))
+    assert (worst, largest) == (1.0, 1.0)
+    assert shadow.difference(ours, theirs, torch.full_like(topk, -1)).tolist() == [0.0, 0.0, 0.0, 0.0]
+    ours[0, 0, 0] = math.nan
+    assert math.isnan(shadow.difference(ours, theirs, topk).tolist()[1])
+
+
+def test_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch):
+    engine = make_engine("auto")
+    assert engine.impl._shadow is None
+    monkeypatch.setenv(settings.ENV_SHADOW, "1")
+    assert settings.shadow_backend() == settings.STOCK_BACKEND
+    monkeypatch.setenv(settings.ENV_SHADOW, "yes")
+    with pytest.raises(InvalidArgument, match="MLA_PORTABLE_VLLM_SHADOW: got 'yes'"):
+        settings.shadow_backend()

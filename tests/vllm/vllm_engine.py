@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small engine around vLLM's real classes: configuration, MLAAttention layer, cache spec, CommonAttentionMetadata.
+
+Only what vLLM reads from a checkpoint is invented: the model's numbers, the weights of kv_b_proj and the indexer's choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import CacheConfig, SchedulerConfig, VllmConfig, set_current_vllm_config
+from vllm.config.device import DeviceConfig
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from mla_portable.reference import oracle
+from mla_portable.vllm.backend import MLAPortableBackend
+
+CPU = torch.device("cpu")
+HEADS, TOPK, NOPE, ROPE, V_DIM, LATENT = 4, 64, 128, 64, 128, 512
+SCALE = (NOPE + ROPE) ** -0.5 * 1.3
+MAX_TOKENS, MAX_REQS, MAX_LEN, BLOCK = 160, 16, 256, 64
+
+
+def make_config(kv_cache_dtype: str = "auto", *, drafts: int = 0, **model: Any) -> VllmConfig:
+    """A real VllmConfig, but for the model's part."""
+    config = VllmConfig(
+        device_config=DeviceConfig(device="cpu"),
+        cache_config=CacheConfig(cache_dtype=kv_cache_dtype),
+        scheduler_config=SchedulerConfig(
+            max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_REQS, max_model_len=MAX_LEN, is_encoder_decoder=False
+        ),
+    )
+    text = SimpleNamespace(index_topk=TOPK, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE)
+    config.model_config = SimpleNamespace(
+        **{
+            "hf_config": text,
+            "hf_text_config": text,
+            "max_model_len": MAX_LEN,
+            "dtype": torch.bfloat16,
+            "enforce_eager": False,
+            "get_num_attention_heads": lambda parallel: HEADS,
+            **model,
+        }
+    )
+    if drafts:
+        config.speculative_config = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False)
+    return config
+
+
+class KvBProj(torch.nn.Module):
+    """As ColumnParallelLinear without quantisation: [T, 512] -> [T, H * (NOPE + V_DIM)]."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        weight = torch.randn(HEADS * (NOPE + V_DIM), LATENT, generator=torch.Generator().manual_seed(seed)) / LATENT**0.5
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.params_dtype, self.quant_method = torch.bfloat16, None
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (x @ self.weight.T,)
+
+
+@dataclass
+class Engine:
+    """One layer with its builder and cache."""
+
+    config: VllmConfig
+    layer: MLAAttention
+    builder: Any
+    topk: Tensor
+    kv_cache: Tensor
+
+    @property
+    def impl(self) -> Any:
+        return self.layer.impl
+
+
+def make_engine(kv_cache_dtype: str = "auto", *, drafts: int = 0, blocks: int = 40, with_indexer: bool = True) -> Engine:
+    """Build a layer, its builder and its cache as vLLM's worker does; the cache is poisoned."""
+    config = make_config(kv_cache_dtype, drafts=drafts)
+    topk = torch.full((MAX_TOKENS, TOPK), -1, dtype=torch.int32)
+    chosen: dict[str, Any] = (
+        {"indexer": SimpleNamespace(topk_indices_buffer=topk)} if with_indexer else {"topk_indices_buffer": topk}
+    )
+    with set_current_vllm_config(config):
+        layer = MLAAttention(
+            num_heads=HEADS,
+            scale=SCALE,
+            qk_nope_head_dim=NOPE,
+            qk_rope_head_dim=ROPE,
+            v_head_dim=V_DIM,
+            q_lora_rank=None,
+            kv_lora_rank=LATENT,
+            kv_b_proj=KvBProj(7),
+            cache_config=config.cache_config,
+            prefix="model.layers.0.self_attn.attn",
+            attn_backend=MLAPortableBackend,
+            use_sparse=True,
+            **chosen,
+        )
+        layer.process_weights_after_loading(torch.bfloat16)
+        spec = layer.get_kv_cache_spec(config).copy_with_new_block_size(BLOCK)
+        builder = MLAPortableBackend.get_builder_cls()(spec, [layer.layer_name], config, CPU)
+    shape = MLAPortableBackend.get_kv_cache_shape(blocks, BLOCK, 1, spec.head_size, layer.kv_cache_dtype)
+    kv_cache = torch.full(shape, 0xFF, dtype=torch.uint8) if spec.dtype == torch.uint8 else torch.full(shape, float("nan"))
+    layer.kv_cache = kv_cache
+    return Engine(config, layer, builder, topk, kv_cache)
+
+
+@dataclass
+class Step:
+    """A batch's inputs. q [T, H, 576] as forward_mqa gets it; positions of each token's choices in `topk` [T, K]."""
+
+    common: CommonAttentionMetadata
+    requests: list[int]
+    table: Tensor
+    topk: Tensor
+    q: Tensor
+
+
+def make_step(
+    engine: Engine,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    padded_tokens: int | None = None,
+    padded_reqs: int | None = None,
+    host_lengths: str = "seq_lens_cpu_upper_bound",
+    seed: int = 0,
+) -> Step:
+    """Fill the cache with every request's context, choose tokens, and describe the batch as vLLM's runner does."""
+    random = torch.Generator().manual_seed(seed)
+    num_tokens, num_reqs = sum(query_lens), len(query_lens)
+    tokens, reqs = padded_tokens or num_tokens, padded_reqs or num_reqs
+    columns = -(-MAX_LEN // BLOCK)
+    table = torch.zeros((reqs, columns), dtype=torch.int32)
+    free = (1 + torch.randperm(len(engine.kv_cache) - 1, generator=random)).tolist()  # block 0 is vLLM's null block
+    topk = torch.full((tokens, TOPK), -1, dtype=torch.int32)
+    requests = [r for r, length in enumerate(query_lens) for _ in range(length)]
+    slots: list[int] = []
+    row = 0
+    for r, (query, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        used = -(-length // BLOCK)
+        table[r, :used] = torch.tensor([free.pop() for _ in range(used)], dtype=torch.int32)
+        slots += [int(table[r, p // BLOCK]) * BLOCK + p % BLOCK for p in range(length)]
+        for position in range(length - query, length):
+            chosen = torch.randperm(position + 1, generator=random)[: TOPK - 5].to(torch.int32)
+            places = torch.randperm(TOPK, generator=random)[: len(chosen)]  # holes anywhere
+            topk[row, places] = chosen
+            row += 1
+    latent = torch.randn((len(slots), LATENT), generator=random)
+    rope = torch.randn((len(slots), ROPE), generator=random)
+    with torch.inference_mode(False):
+        engine.impl.do_kv_cache_update(
+            latent, rope[:, None], engine.kv_cache, torch.tensor(slots), engine.layer.kv_cache_dtype, torch.ones(())
+        )
+    starts = torch.zeros(reqs + 1, dtype=torch.int32)
+    starts[1 : num_reqs + 1] = torch.tensor(query_lens, dtype=torch.int32).cumsum(0)
+    starts[num_reqs + 1 :] = num_tokens
+    lengths = torch.zeros(reqs, dtype=torch.int32)
+    lengths[:num_reqs] = torch.tensor(seq_lens, dtype=torch.int32)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts.clone(),
+        query_start_loc_cpu=starts,
+        seq_lens=lengths.clone(),
+        num_reqs=reqs,
+        num_actual_tokens=tokens,
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        block_table_tensor=table,
+        slot_mapping=torch.full((tokens,), -1, dtype=torch.int64),
+        **({host_lengths: lengths} if host_lengths else {}),
+    )
+    engine.topk[:tokens] = topk
+    engine.topk[tokens:] = 2**30  # what an earlier step left behind must not be read
+    q = torch.randn((tokens, HEADS, LATENT + ROPE), generator=random)
+    return Step(common, requests, table, topk, q)
+
+
+def expected(engine: Engine, step: Step, num_tokens: int | None = None) -> tuple[Tensor, Tensor]:
+    """out [T, H, 512] and lse [T, H] in float64: one token after the other, its slots looked up one by one."""
+    tokens = len(step.q) if num_tokens is None else num_tokens
+    out = torch.zeros((tokens, HEADS, LATENT), dtype=torch.float64)
+    lse = torch.full((tokens, HEADS), -torch.inf, dtype=torch.float64)
+    for token in range(min(tokens, len(step.requests))):
+        blocks = step.table[step.requests[token]].tolist()
+        slots = [blocks[p // BLOCK] * BLOCK + p % BLOCK for p in step.topk[token].tolist() if p >= 0]
+        indices = torch.tensor(slots, dtype=torch.int32)[None, None]
+        one, its_lse = oracle.sparse_decode(step.q[token][None, None], engine.kv_cache, indices, softmax_scale=SCALE)
+        out[token], lse[token] = one[0, 0], its_lse[0, 0]
+    return out, lse
+
+
+def run_layer(engine: Engine, metadata: Any, slots: Tensor, q: Tensor, kv_c: Tensor, k_pe: Tensor) -> Tensor:
+    """The whole layer as the model calls it: q [T, H, NOPE + ROPE], kv_c [T, 512], k_pe [T, 1, 64] -> [T, H * V_DIM]."""
+    name = engine.layer.layer_name
+    with set_forward_context({name: metadata}, engine.config, slot_mapping={name: slots}):
+        return engine.layer(q, kv_c, k_pe, output_shape=torch.Size((len(q), HEADS * V_DIM)))
