@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This project's bound calls side by side with direct calls of the same FlashMLA, on one GPU.
+
+    python backends/nvidia/bench/side_by_side.py --library /path/to/_flashmla_C.abi3.so --out side_by_side.json
+
+Parts, chosen by --parts:
+    plans     the closed-form schedule against the provider's own, bit for bit, on the golden shapes
+    decode    h 64 and 128, b 1, 16 and 128, topk 2048; h 16 with its padding copy shown apart
+    prefill   S 1024 and 4096, topk 2048, h 64 and 128; 8, 16 and 32 heads padded and, where the build has them, native
+    scratch   a mixed batch of 32 768 tokens of 16 heads: peak memory of the call beyond its arguments
+    conform   the conformance suite (--level) with this provider
+
+"Direct" is the provider's operator with arguments that already are as it wants them (heads, indices, plan, out). Idle time of
+the GPU is read from the profiler's timeline: the span from the first kernel of a run of calls to the end of the last, less
+what kernels cover, for each call. "queued" runs are launched behind a long kernel, so that the host is ahead; "eager" runs
+are not; "graph" runs replay a CUDA graph of all calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+import mla_portable_nvidia
+from mla_portable.bench.timing import measure
+from mla_portable.conformance import run_suite
+from mla_portable.contracts import (
+    HEAD_SIZE,
+    KV_LORA_RANK,
+    DeviceFacts,
+    Primitive,
+    Request,
+    TileSchedule,
+    pack_fp8,
+)
+from mla_portable.planner.flashmla import TileSchedules, num_sm_parts, tile_schedule
+from mla_portable.reference import oracle
+from mla_portable.registry import Registry
+from mla_portable_nvidia.attention import bind_sparse_decode, bind_sparse_prefill
+from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, find_kernel
+from mla_portable_nvidia.sparse_decode import rows_per_call
+
+TOPK: Final = 2048
+SCALE: Final = 192**-0.5
+BLOCK: Final = 64
+CALLS: Final = 40
+"""Calls of one profile."""
+SLEEP_CYCLES: Final = 60_000_000
+"""About 30 ms at 2 GHz: long enough for the host to launch all calls of a profile behind it."""
+GOLDEN: Final = {
+    (64, 1): (1, 2, 4, 8, 16, 32, 64, 74, 128, 132, 148, 256),
+    (128, 1): (1, 8, 32, 64, 74, 128),
+    (64, 2): (1, 8, 32, 64, 74, 128),
+    (128, 2): (2, 64, 74, 128),
+}
+"""(heads, tokens a row) -> batch rows."""
+
+Row = dict[str, Any]
+
+
+def idle_time(intervals: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """(busy, idle) of a timeline: what the intervals (start, end) cover, and the gaps between them; in their unit."""
+    busy = idle = 0.0
+    reached: float | None = None
+    for start, end in sorted(intervals):
+        if reached is None or start >= reached:
+            idle += 0.0 if reached is None else start - reached
+            busy += end - start
+            reached = end
+        elif end > reached:
+            busy += end - reached
+            reached = end
+    return busy, idle
+
+
+def timeline(run: Callable[[], object], *, leave_out: str = "") -> list[tuple[str, float, float]]:
+    """(name, start, end) in microseconds of everything that ran on the GPU; kernels named like `leave_out` are left out."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    found = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    return [entry for entry in found if not leave_out or leave_out not in entry[0]]
+
+
+def captured(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+    """A graph of `calls` calls."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def figures(call: Callable[[], object], device: torch.device) -> Row:
+    """Times and idle times of one way to call, in microseconds per call, and the kernels that it launches."""
+    for _ in range(3):
+        call()
+
+    def many() -> None:
+        for _ in range(CALLS):
+            call()
+
+    def queued() -> None:
+        torch.cuda._sleep(SLEEP_CYCLES)
+        many()
+
+    graph = captured(call, CALLS)
+    row: Row = {"cold_l2_us": 1e3 * measure(call, device=device, repeat=50, warmup=3).median_ms}
+    for name, run in (("eager", many), ("queued", queued), ("graph", graph.replay)):
+        entries = timeline(run, leave_out="spin_kernel")
+        busy, idle = idle_time((start, end) for _, start, end in entries)
+        row[f"{name}_busy_us"], row[f"{name}_idle_us"] = busy / CALLS, idle / CALLS
+        if name == "queued":
+            row["kernels"] = {name: count / CALLS for name, count in Counter(name for name, *_ in entries).most_common()}
+    return row
+
+
+def compare(direct: Callable[[], object], ours: Callable[[], object], device: torch.device) -> Row:
+    """Both ways, and what ours adds of idle time."""
+    rows = {"direct": figures(direct, device), "ours": figures(ours, device)}
+    added = {
+        f"{n}_idle_added_us": rows["ours"][f"{n}_idle_us"] - rows["direct"][f"{n}_idle_us"]
+        for n in ("eager", "queued", "graph")
+    }
+    return rows | added
+
+
+class Bench:
+    """The machine, the provider and the inputs that all parts share."""
+
+    def __init__(self, level: str) -> None:
+        self.device, self.level = torch.device("cuda", torch.cuda.current_device()), level
+        self.facts: DeviceFacts = Registry(plugins=[("nvidia", mla_portable_nvidia)]).facts(self.device)
+        self.decode = find_kernel(Primitive.SPARSE_DECODE, self.facts)
+        self.prefill = find_kernel(Primitive.SPARSE_PREFILL, self.facts)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def normal(self, *shape: int) -> Tensor:
+        """bf16 on the device; long ones repeat 2**22 values."""
+        count = int(torch.tensor(shape).prod())
+        values = torch.randn(min(count, 1 << 22), generator=self.generator).bfloat16().to(self.device)
+        return values.repeat(-(-count // len(values)))[:count].view(shape)
+
+    def cache(self, num_blocks: int) -> Tensor:
+        tokens = torch.randn(num_blocks * BLOCK, HEAD_SIZE, generator=self.generator)
+        return pack_fp8(tokens[:, :KV_LORA_RANK], tokens[:, KV_LORA_RANK:]).view(num_blocks, BLOCK, -1).to(self.device)
+
+    def indices(self, rows: int, limit: int) -> Tensor:
+        """[rows, 2048] int32, distinct within a block of 64 rows at most."""
+        picks = torch.stack([torch.randperm(limit, generator=self.generator)[:TOPK] for _ in range(min(rows, 64))])
+        return picks.repeat(-(-rows // len(picks)), 1)[:rows].to(torch.int32).to(self.device)
+
+    def schedule(self, rows: int, heads: int) -> TileSchedule:
+        schedules = TileSchedules(
+            topk=TOPK, num_heads=heads, num_sms=self.facts.num_sms, arch=self.facts.arch, max_scratch_bytes=64 << 20
+        )
+        words = torch.from_numpy(schedules.missing(rows, 1)).to(self.device)
+        return schedules.adopt(rows, 1, words)
+
+    def request(self, primitive: Primitive, heads: int, **others: Any) -> Request:
+        return Request(primitive, self.facts, num_heads=heads, topk=TOPK, lse=True, **others)
+
+    # ----------------------------------------------------------------------------------------------------- the parts
+
+    def plans(self) -> Iterator[Row]:
+        """Every golden shape; nothing where the provider's plans have another layout."""
+        if not self.decode.traits.takes_plan:
+            yield {"takes_plan": False, "note": "this provider makes its own plans, once for each shape"}
+            return
+        cache = self.cache(TOPK // BLOCK).unsqueeze(2)
+        for (heads, query_len), batches in GOLDEN.items():
+            parts = num_sm_parts(self.facts.arch, num_sms=self.facts.num_sms, query_len=query_len, num_heads=heads)
+            for batch in batches:
+                q = torch.zeros((batch, query_len, heads, HEAD_SIZE), dtype=torch.bfloat16, device=self.device)
+                slots = torch.zeros((batch, query_len, TOPK), dtype=torch.int32, device=self.device)
+                metadata, num_splits = self.decode.kernel.plan(q, cache, slots)
+                ours = tile_schedule([TOPK] * batch, num_sm_parts=parts)
+                same = metadata.tolist() == ours.metadata.tolist() and num_splits.tolist() == ours.num_splits.tolist()
+                yield {"heads": heads, "query_len": query_len, "batch": batch, "parts": len(metadata), "bit_equal": same}
+
+    def decode_rows(self) -> Iterator[Row]:
+        """Ours against direct, then 16 heads with the copy into 64 apart."""
+        cache = self.cache(1024)
+        limit = 1024 * BLOCK
+        for heads, batch in [(h, b) for h in (64, 128, 16) for b in (1, 16, 128)]:
+            kernel_heads = max(heads, 64)
+            q, slots = self.normal(batch, 1, heads, HEAD_SIZE), self.indices(batch, limit).unsqueeze(1)
+            schedule = self.schedule(batch, kernel_heads)
+            plan = (schedule.tile_scheduler_metadata, schedule.num_splits)
+            out = torch.empty((batch, 1, heads, KV_LORA_RANK), dtype=torch.bfloat16, device=self.device)
+            lse = torch.empty((batch, 1, heads), device=self.device)
+            bound = bind_sparse_decode(
+                self.request(
+                    Primitive.SPARSE_DECODE, heads, kv_layout="fp8_ds_mla", block_size=BLOCK, query_len=1, scale_format="pow2"
+                )
+            )
+            padded = torch.zeros((batch, 1, kernel_heads, HEAD_SIZE), dtype=torch.bfloat16, device=self.device)
+            padded[:, :, :heads] = q
+            whole = torch.empty((batch, 1, kernel_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=self.device)
+            kernel, kv = self.decode.kernel, cache.unsqueeze(2)
+            options = {"plan": plan} if self.decode.traits.takes_plan else {}
+            if kernel.takes_out:
+                options["out"] = whole
+            row = compare(
+                lambda kernel=kernel, padded=padded, kv=kv, slots=slots, o=options: kernel(padded, kv, slots, SCALE, **o),
+                lambda bound=bound, q=q, slots=slots, s=schedule, out=out, lse=lse: bound(
+                    q, cache, slots, softmax_scale=SCALE, schedule=s, out=out, lse_out=lse
+                ),
+                self.device,
+            )
+            if heads < 64:
+                row["padding_copy"] = figures(lambda p=padded, q=q, h=heads: p[:, :, :h].copy_(q), self.device)
+            yield {"heads": heads, "batch": batch, "topk": TOPK} | row
+
+    def prefill_rows(self) -> Iterator[Row]:
+        """Ours against direct; small head counts also against the build's own path for them."""
+        for tokens, width in ((1024, 8192), (4096, 65536)):
+            kv, indices = self.normal(width, HEAD_SIZE), self.indices(tokens, width)
+            for heads in (64, 128, 8, 16, 32):
+                q = self.normal(tokens, heads, HEAD_SIZE)
+                out = torch.empty((tokens, heads, KV_LORA_RANK), dtype=torch.bfloat16, device=self.device)
+                lse = torch.empty((tokens, heads), device=self.device)
+                bound = bind_sparse_prefill(self.request(Primitive.SPARSE_PREFILL, heads, kv_layout="bf16"))
+
+                def ours(
+                    bound: Any = bound, q: Tensor = q, kv: Tensor = kv, i: Tensor = indices, o: Tensor = out, e: Tensor = lse
+                ) -> None:
+                    bound(q, kv, i, softmax_scale=SCALE, out=o, lse_out=e)
+
+                row: Row = {"heads": heads, "tokens": tokens, "workspace": width, "topk": TOPK}
+                if heads in self.prefill.traits.heads:
+                    kernel = self.prefill.kernel
+                    options = {"out": torch.empty_like(out)} if kernel.takes_out else {}
+
+                    def direct(k: Any = kernel, q: Tensor = q, kv: Tensor = kv, i: Tensor = indices, o: Any = options) -> None:
+                        k(q, kv.unsqueeze(1), i.unsqueeze(1), SCALE, **o)
+
+                    yield row | compare(direct, ours, self.device)
+                else:
+                    yield row | {"ours": figures(ours, self.device), "direct": "this build has no path for so few heads"}
+
+    def scratch(self) -> Iterator[Row]:
+        """32 768 tokens of 16 heads, as the planner's chunks and without a schedule."""
+        tokens, heads = 32_768, 16
+        cache = self.cache(1024)
+        q, slots = self.normal(tokens, 1, heads, HEAD_SIZE), self.indices(tokens, 1024 * BLOCK).unsqueeze(1)
+        out = torch.empty((tokens, 1, heads, KV_LORA_RANK), dtype=torch.bfloat16, device=self.device)
+        lse = torch.empty((tokens, 1, heads), device=self.device)
+        bound = bind_sparse_decode(
+            self.request(
+                Primitive.SPARSE_DECODE, heads, kv_layout="fp8_ds_mla", block_size=BLOCK, query_len=1, scale_format="pow2"
+            )
+        )
+        judged = torch.tensor([0, 1, 500, tokens // 2, tokens - 1])
+        want, _ = oracle.sparse_decode(q[judged].cpu(), cache.cpu(), slots[judged].cpu(), softmax_scale=SCALE)
+        for name, schedule in (("planned", self.schedule(tokens, 64)), ("unplanned", None)):
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            bound(q, cache, slots, softmax_scale=SCALE, schedule=schedule, out=out, lse_out=lse)
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+            timing = measure(
+                lambda s=schedule: bound(q, cache, slots, softmax_scale=SCALE, schedule=s, out=out, lse_out=lse),
+                device=self.device,
+                repeat=5,
+            )
+            yield {
+                "call": name,
+                "tokens": tokens,
+                "heads": heads,
+                "scratch_mib": peak / (1 << 20),
+                "rows_per_call": rows_per_call(self.facts.arch, num_sms=self.facts.num_sms, query_len=1, heads=64),
+                "median_ms": timing.median_ms,
+                "largest_error": (out[judged].cpu().double() - want).abs().max().item(),
+                "largest_value": want.abs().max().item(),
+            }
+
+    def conform(self) -> Iterator[Row]:
+        """The suite, with this provider alone."""
+        plugins = [("reference", "mla_portable.reference"), ("nvidia", mla_portable_nvidia)]
+        report = run_suite(Registry(plugins=plugins), "nvidia", device=self.device, level=self.level)
+        status = Counter(result.status for result in report.results)
+        wrong = [f"{r.case.id}: {r.message}" for r in report.results if r.status != "passed"]
+        left_out = {f"{u.implementation} {u.primitive}": [str(reason) for reason in u.reasons] for u in report.unavailable}
+        yield {"level": self.level, "ok": report.ok, "status": dict(status), "wrong": wrong, "unavailable": left_out}
+
+
+def driver_version() -> str:
+    """Of the NVIDIA driver, from its own file; "unknown" where that is not there."""
+    path = Path("/proc/driver/nvidia/version")
+    return path.read_text().splitlines()[0] if path.exists() else "unknown"
+
+
+def main() -> int:
+    """Run the parts that were asked for; exit 1 when there is no provider, or the suite or a plan fails."""
+    parts = {"plans": Bench.plans, "decode": Bench.decode_rows, "prefill": Bench.prefill_rows}
+    parts |= {"scratch": Bench.scratch, "conform": Bench.conform}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", help=f"FlashMLA's library of operators, as {LIBRARY_VARIABLE}")
+    parser.add_argument("--provider", help=f"the only provider to ask, as {PROVIDER_VARIABLE}")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--level", default="quick", help="of the conformance suite")
+    parser.add_argument("--out", type=Path, default=Path("side_by_side.json"))
+    arguments = parser.parse_args()
+    for variable, value in ((LIBRARY_VARIABLE, arguments.library), (PROVIDER_VARIABLE, arguments.provider)):
+        if value:
+            os.environ[variable] = value
+    if not torch.cuda.is_available():
+        sys.stderr.write("side_by_side: needs a CUDA GPU\n")
+        return 1
+    bench = Bench(arguments.level)
+    if bench.decode.provider is None or bench.prefill.provider is None:
+        sys.stderr.write("side_by_side: no provider\n")
+        for reason in (*bench.decode.reasons, *bench.prefill.reasons):
+            sys.stderr.write(f"  {reason}\n")
+        return 1
+    record: Row = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "facts": asdict(bench.facts),
+        "driver": driver_version(),
+        "decode": {"provider": bench.decode.provider, "traits": asdict(bench.decode.traits)},
+        "prefill": {"provider": bench.prefill.provider, "traits": asdict(bench.prefill.traits)},
+        "results": {},
+    }
+    ok = True
+    with torch.no_grad():
+        for name in arguments.parts:
+            rows = record["results"][name] = []
+            for row in parts[name](bench):
+                rows.append(row)
+                ok = ok and row.get("ok", True) and row.get("bit_equal", True)
+                shown = {key: value for key, value in row.items() if key not in ("kernels", "wrong")}
+                sys.stdout.write(f"{name}: {json.dumps(shown, default=str)}\n")
+                sys.stdout.flush()
+                arguments.out.write_text(json.dumps(record, indent=1, default=str))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention primitives as implementations: checked, calibrated and bound on the provider that this machine has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from mla_portable.contracts import (
+    BoundPrimitive,
+    DeviceFacts,
+    Implementation,
+    MLAPortableError,
+    Primitive,
+    Reason,
+    Request,
+)
+from mla_portable_nvidia.boundary import boundary_for
+from mla_portable_nvidia.discovery import Found, find_kernel
+from mla_portable_nvidia.head_padding import kernel_heads
+from mla_portable_nvidia.sparse_decode import FlashMLADecode
+from mla_portable_nvidia.sparse_prefill import NATIVE_HEADS, FlashMLAPrefill
+from mla_portable_nvidia.support import ARCHS, attention_support, truncation_allowed
+
+__all__ = ["attention_implementations", "bind_sparse_decode", "bind_sparse_prefill"]
+
+_NAMES: Final = {"sm90": "nvidia.flashmla", "sm100": "nvidia.flashmla_sm100"}
+_PREFERENCE: Final = 10.0
+_PACKAGE: Final = "mla_portable_nvidia"
+_SHARED: Final = ("attention", "boundary", "boundary_kernels", "calibration", "conventions", "discovery", "head_padding")
+
+
+def _kernel(request: Request) -> Found:
+    found = find_kernel(request.primitive, request.device)
+    if found.provider is None:
+        why = "; ".join(map(str, found.reasons)) or "no provider was found"
+        raise MLAPortableError(f"{request.primitive}: nothing brings FlashMLA here: {why}")
+    return found
+
+
+def bind_sparse_decode(request: Request) -> BoundPrimitive:
+    """sparse_decode on the provider of this device. Raises: MLAPortableError where there is none."""
+    found, device = _kernel(request), request.device
+    return FlashMLADecode(
+        found.kernel,
+        boundary_for(device.device_type),
+        lse_base_2=found.traits.lse_base_2,
+        takes_plan=found.traits.takes_plan,
+        arch=device.arch,
+        num_sms=device.num_sms,
+    )
+
+
+def bind_sparse_prefill(request: Request) -> BoundPrimitive:
+    """sparse_prefill on the provider of this device. Raises: MLAPortableError where there is none."""
+    found, device = _kernel(request), request.device
+    return FlashMLAPrefill(
+        found.kernel,
+        boundary_for(device.device_type),
+        lse_base_2=found.traits.lse_base_2,
+        heads=found.traits.heads,
+        native_heads=NATIVE_HEADS.get(device.arch, ()),
+    )
+
+
+def _check(primitive: Primitive, device: DeviceFacts) -> tuple[Reason, ...]:
+    """Every provider's reason why it cannot serve, unless one can."""
+    found = find_kernel(primitive, device)
+    return () if found.provider is not None else found.reasons
+
+
+def check_sparse_decode(device: DeviceFacts) -> tuple[Reason, ...]:
+    """See _check."""
+    return _check(Primitive.SPARSE_DECODE, device)
+
+
+def check_sparse_prefill(device: DeviceFacts) -> tuple[Reason, ...]:
+    """See _check."""
+    return _check(Primitive.SPARSE_PREFILL, device)
+
+
+def attention_implementations(
+    *, device_types: tuple[str, ...] = ("cuda",), environ: Mapping[str, str] | None = None
+) -> Iterator[Implementation]:
+    """sparse_decode and sparse_prefill, each for SM90 and for SM100.
+
+    Args:
+        device_types: ("cuda",) but for tests that run stand-ins of the kernels on a CPU.
+        environ: instead of os.environ; read for TRUNCATION_VARIABLE alone.
+    """
+    allow = truncation_allowed(os.environ if environ is None else environ)
+    for arch in ARCHS:
+        yield Implementation(
+            name=_NAMES[arch],
+            primitive=Primitive.SPARSE_DECODE,
+            support=attention_support(Primitive.SPARSE_DECODE, arch, device_types=device_types, allow_truncation=allow),
+            bind=bind_sparse_decode,
+            check=check_sparse_decode,
+            preference=_PREFERENCE,
+            schedule_kind="flashmla_tiles",
+            padded_heads=kernel_heads,
+            sources=tuple(f"{_PACKAGE}.{name}" for name in ("sparse_decode", "decode_conventions", *_SHARED)),
+        )
+        yield Implementation(
+            name=_NAMES[arch],
+            primitive=Primitive.SPARSE_PREFILL,
+            support=attention_support(Primitive.SPARSE_PREFILL, arch, device_types=device_types),
+            bind=bind_sparse_prefill,
+            check=check_sparse_prefill,
+            preference=_PREFERENCE,
+            sources=tuple(f"{_PACKAGE}.{name}" for name in ("sparse_prefill", "prefill_conventions", *_SHARED)),
+        )

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration: one tiny call each of a provider's kernels tells the conventions that no symbol shows.
+
+Keys and queries are zero, so every score is 0 and lse is the logarithm of the number of keys: in which base, one number says.
+Whether the closed-form schedule means the same to a provider is seen from the plan it makes for one row of eight blocks,
+where every field of eight entries is known. A provider that computes something else is not used.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM, pack_fp8
+from mla_portable_nvidia.conventions import DecodeKernel, NotThisConvention, PrefillKernel
+
+__all__ = ["DecodeTraits", "PrefillTraits", "calibrate_decode", "calibrate_prefill"]
+
+_PAGE: Final = 64
+_DECODE_KEYS: Final = 512
+_PREFILL_KEYS: Final = 128
+_EIGHT_BLOCKS: Final = [[0, 0, part, part + 1, part, 1, 1, 0] for part in range(8)]
+"""Entries of a plan for one row of 8 blocks, 13 parts or more: payload 6, of which 5 are overhead, so a block for each part.
+begin_req, end_req, begin_block, end_block, begin_split, first_is_split, last_is_split, 0."""
+_REFUSALS: Final = ("no kernel image is available", "invalid device function")
+"""CUDA errors that leave the device usable: nothing was launched."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTraits:
+    """lse_base_2: the returned lse is to base 2. takes_plan: the closed-form schedule is the provider's own, field by field."""
+
+    lse_base_2: bool
+    takes_plan: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTraits:
+    """lse_base_2: the returned lse is to base 2. heads: the head counts among those asked for that the kernel accepts."""
+
+    lse_base_2: bool
+    heads: tuple[int, ...]
+
+
+def calibrate_decode(kernel: DecodeKernel, device: torch.device) -> DecodeTraits:
+    """Two calls on one row of 512 keys; waits for the device.
+
+    Raises: NotThisConvention when the provider refuses the call or computes something else; device faults as they come.
+    """
+    q = torch.zeros((1, 1, 64, HEAD_SIZE), dtype=torch.bfloat16, device=device)
+    row = pack_fp8(torch.zeros(1, KV_LORA_RANK), torch.zeros(1, QK_ROPE_HEAD_DIM))
+    kv = row.expand(_DECODE_KEYS, -1).contiguous().to(device).view(-1, _PAGE, 1, row.shape[1])
+    indices = torch.arange(_DECODE_KEYS, dtype=torch.int32, device=device).view(1, 1, -1)
+    try:
+        out, lse = kernel(q, kv, indices, 1.0)
+        base_2 = _base_2("sparse decode", out, lse, (1, 1, 64), _DECODE_KEYS)
+        takes_plan = kernel.takes_plan
+        if takes_plan:
+            metadata, num_splits = kernel.plan(q, kv, indices)
+            takes_plan = metadata[:8].tolist() == _EIGHT_BLOCKS and num_splits.tolist() == [0, 8]
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        raise _refused("sparse decode", error) from error
+    return DecodeTraits(base_2, takes_plan)
+
+
+def calibrate_prefill(kernel: PrefillKernel, device: torch.device, heads: tuple[int, ...]) -> PrefillTraits:
+    """One call on one token of 128 keys for each count in `heads`; waits for the device.
+
+    Raises: NotThisConvention when none is accepted or the provider computes something else; device faults as they come.
+    """
+    kv = torch.zeros((_PREFILL_KEYS, 1, HEAD_SIZE), dtype=torch.bfloat16, device=device)
+    indices = torch.arange(_PREFILL_KEYS, dtype=torch.int32, device=device).view(1, 1, -1)
+    accepted: list[int] = []
+    base_2 = False
+    refusal = NotThisConvention("no head count was tried")
+    for count in heads:
+        q = torch.zeros((1, count, HEAD_SIZE), dtype=torch.bfloat16, device=device)
+        try:
+            out, lse = kernel(q, kv, indices, 1.0)
+            base_2 = _base_2("sparse prefill", out, lse, (1, count), _PREFILL_KEYS)
+        except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+            refusal = _refused(f"sparse prefill with {count} heads", error)
+            continue
+        accepted.append(count)
+    if not accepted:
+        raise refusal
+    return PrefillTraits(base_2, tuple(accepted))
+
+
+def _base_2(what: str, out: torch.Tensor, lse: torch.Tensor, rows: tuple[int, ...], keys: int) -> bool:
+    """Whether lse, which must be the logarithm of `keys` everywhere, is to base 2."""
+    if tuple(out.shape) != (*rows, KV_LORA_RANK) or tuple(lse.shape) != rows:
+        raise ValueError(f"{what} returned out {list(out.shape)} and lse {list(lse.shape)} for {list(rows)} rows")
+    least, greatest = lse.min().item(), lse.max().item()
+    for base_2, expected in ((False, math.log(keys)), (True, math.log2(keys))):
+        if abs(least - expected) < 1e-2 and abs(greatest - expected) < 1e-2 and not out.any():
+            return base_2
+    raise ValueError(f"{what} of zeros over {keys} keys: lse {least:g} to {greatest:g}, expected ln {keys} or log2 {keys}")
+
+
+def _refused(what: str, error: Exception) -> NotThisConvention:
+    """The refusal as a reason; what says nothing about the provider, or leaves the device unusable, is raised again."""
+    message = " ".join(str(error).split())
+    fault = isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in message
+    if isinstance(error, torch.OutOfMemoryError) or (fault and not any(text in message for text in _REFUSALS)):
+        raise error
+    return NotThisConvention(f"{what} was refused: {type(error).__name__}: {message[:200]}")

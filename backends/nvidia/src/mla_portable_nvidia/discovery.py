@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Discovery: which package on this machine brings FlashMLA's kernels, in which order they are asked, why not the others.
+
+A provider is a way to get at kernels, told by the symbols that are there. Order: the library that
+`MLA_PORTABLE_NVIDIA_LIBRARY` names, `flash_mla`, vLLM, `sgl_kernel`, sgl-flash-mla's legacy library. The first whose kernel
+also passes `calibration` on the device serves; `MLA_PORTABLE_NVIDIA_PROVIDER` names the only one to ask.
+
+Libraries of operators are loaded by themselves where their package allows it: neither vLLM nor sgl_kernel is imported for it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from mla_portable.contracts import DeviceFacts, Primitive, Reason
+from mla_portable_nvidia.calibration import DecodeTraits, PrefillTraits, calibrate_decode, calibrate_prefill
+from mla_portable_nvidia.conventions import DecodeKernel, NotThisConvention, PrefillKernel
+from mla_portable_nvidia.decode_conventions import OperatorDecode, decode_of_module
+from mla_portable_nvidia.prefill_conventions import OperatorPrefill, prefill_of_module
+
+__all__ = ["LIBRARY_VARIABLE", "PROVIDERS", "PROVIDER_VARIABLE", "Found", "device_with", "find_kernel", "forget"]
+
+PROVIDER_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_PROVIDER"
+LIBRARY_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_LIBRARY"
+PREFILL_HEADS: Final = (64, 128, 8, 16, 32)
+"""Head counts to try on a prefill kernel; the small ones exist in some builds for SM90."""
+_LIBRARIES: Final = ("_flashmla_C", "sgl_kernel", "flash_mla_legacy", "flash_mla")
+"""Operator libraries that FlashMLA is known to register."""
+
+Kernel = DecodeKernel | PrefillKernel
+Traits = DecodeTraits | PrefillTraits
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What serves a primitive on a device, or why nothing does.
+
+    Attributes:
+        provider: its name, None when there is none. kernel, traits: its adapter and what calibration found.
+        reasons: one for each provider that was asked before, or all.
+    """
+
+    provider: str | None
+    kernel: Any
+    traits: Any
+    reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """decode, prefill: load what is needed and return the adapter. remedy: how to get the provider."""
+
+    decode: Callable[[], DecodeKernel]
+    prefill: Callable[[], PrefillKernel]
+    remedy: str
+
+
+def _operator(library: str, name: str) -> Any | None:
+    """An operator's default overload, None where it is not registered."""
+    packet = getattr(getattr(torch.ops, library), name, None)
+    return getattr(packet, "default", None)
+
+
+def _load_from(package: str, pattern: str) -> None:
+    """Load the library of operators that lies in an installed package, without importing the package."""
+    try:
+        spec = find_spec(package)
+    except (ImportError, ValueError) as error:  # a module without a spec, put there by someone else
+        raise NotThisConvention(f"package {package} cannot be looked for: {error}") from error
+    if spec is None:
+        raise NotThisConvention(f"package {package} is not installed")
+    found = [path for folder in spec.submodule_search_locations or () for path in sorted(Path(folder).glob(pattern))]
+    if not found:
+        raise NotThisConvention(f"package {package} has no {pattern}")
+    _load(found[0])
+
+
+def _load(path: Path) -> None:
+    try:
+        torch.ops.load_library(path)
+    except (OSError, RuntimeError) as error:
+        raise NotThisConvention(f"{path} does not load: {' '.join(str(error).split())[:200]}") from error
+
+
+def _from_library(library: str, load: Callable[[], None], name: str, adapter: Callable[[Any], Any]) -> Any:
+    """The adapter of an operator, whose library is loaded unless it is there."""
+    operator = _operator(library, name)
+    if operator is None:
+        load()
+        operator = _operator(library, name)
+    if operator is None:
+        raise NotThisConvention(f"torch.ops.{library} has no {name}")
+    return adapter(operator)
+
+
+def _import(name: str) -> Any:
+    """A module of a provider; whatever keeps it from being imported is a reason against the provider."""
+    try:
+        return import_module(name)
+    except Exception as error:
+        raise NotThisConvention(f"import {name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+
+
+def _first(*ways: Callable[[], Any]) -> Any:
+    """What the first way that works returns. Raises: NotThisConvention with the failures of all."""
+    failures: list[str] = []
+    for way in ways:
+        try:
+            return way()
+        except NotThisConvention as failure:
+            failures.append(str(failure))
+    raise NotThisConvention("; ".join(failures))
+
+
+def _operator_source(library: str, package: str, pattern: str, module: str | None, remedy: str) -> _Source:
+    """A package with a library of operators; `module` holds the older generation, where there was one."""
+
+    def load() -> None:
+        _load_from(package, pattern)
+
+    def decode() -> DecodeKernel:
+        ways: list[Callable[[], Any]] = [lambda: _from_library(library, load, "sparse_decode_fwd", OperatorDecode)]
+        ways += [lambda: decode_of_module(_import(module))] if module else []
+        return _first(*ways)
+
+    def prefill() -> PrefillKernel:
+        ways: list[Callable[[], Any]] = [lambda: _from_library(library, load, "sparse_prefill_fwd", OperatorPrefill)]
+        ways += [lambda: prefill_of_module(_import(module))] if module else []
+        return _first(*ways)
+
+    return _Source(decode, prefill, remedy)
+
+
+def _library_source(path: str) -> _Source:
+    """A library of operators named by its path: whichever of the known libraries appears when it is loaded."""
+
+    def load() -> None:
+        if not Path(path).is_file():
+            raise NotThisConvention(f"{path} is no file")
+        _load(Path(path))
+
+    def find(name: str, adapter: Callable[[Any], Any]) -> Any:
+        load()
+        for library in _LIBRARIES:
+            operator = _operator(library, name)
+            if operator is not None:
+                return adapter(operator)
+        raise NotThisConvention(f"{path} registers {name} under none of {', '.join(_LIBRARIES)}")
+
+    return _Source(
+        lambda: find("sparse_decode_fwd", OperatorDecode),
+        lambda: find("sparse_prefill_fwd", OperatorPrefill),
+        f"set {LIBRARY_VARIABLE} to a library of FlashMLA that fits this torch",
+    )
+
+
+_SOURCES: Final[dict[str, _Source]] = {
+    "flash_mla": _Source(
+        lambda: decode_of_module(_import("flash_mla")),
+        lambda: prefill_of_module(_import("flash_mla")),
+        "install FlashMLA from source (up to 2026-09 for SM90)",
+    ),
+    "vllm": _operator_source(
+        "_flashmla_C", "vllm", "_flashmla_C*.so", "vllm.third_party.flashmla.flash_mla_interface", "install vLLM 0.24 or newer"
+    ),
+    "sgl_kernel": _operator_source(
+        "sgl_kernel", "sgl_kernel", "flashmla_ops*.so", "sgl_kernel.flash_mla", "install sglang-kernel 0.4.3 to 0.4.5"
+    ),
+    "sgl_flash_mla": _operator_source("flash_mla_legacy", "flash_mla", "_C_legacy*.so", None, "install sgl-flash-mla"),
+}
+PROVIDERS: Final = ("library", *_SOURCES)
+"""The names that `MLA_PORTABLE_NVIDIA_PROVIDER` may take, in the order of asking."""
+
+
+def device_with(facts: DeviceFacts) -> torch.device | None:
+    """A device of this machine that these facts describe; None where there is none."""
+    if facts.device_type != "cuda":
+        return torch.device(facts.device_type)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(count):
+        major, minor = torch.cuda.get_device_capability(index)
+        if f"sm{major}{minor}" == facts.arch:
+            return torch.device("cuda", index)
+    return None
+
+
+def _wanted(environ: Mapping[str, str]) -> Iterator[tuple[str, _Source]]:
+    """The providers to ask, in order."""
+    path = environ.get(LIBRARY_VARIABLE, "").strip()
+    forced = environ.get(PROVIDER_VARIABLE, "").strip()
+    sources = ({"library": _library_source(path)} if path or forced == "library" else {}) | _SOURCES
+    yield from ((name, source) for name, source in sources.items() if forced in ("", name))
+
+
+_lock = threading.Lock()
+_known: dict[tuple[object, ...], Found] = {}
+
+
+def find_kernel(primitive: Primitive, facts: DeviceFacts, environ: Mapping[str, str] | None = None) -> Found:
+    """The provider of sparse_decode or sparse_prefill on a device; found once for each device and choice of provider.
+
+    Loads libraries and, the first time, runs a few tiny calls on the device and waits for them.
+    """
+    environ = os.environ if environ is None else environ
+    choice = (environ.get(PROVIDER_VARIABLE, ""), environ.get(LIBRARY_VARIABLE, ""))
+    key = (primitive, facts, choice)
+    with _lock:
+        if key not in _known:
+            _known[key] = _find(primitive, facts, environ)
+        return _known[key]
+
+
+def forget() -> None:
+    """Look for providers afresh at the next call."""
+    with _lock:
+        _known.clear()
+
+
+def _find(primitive: Primitive, facts: DeviceFacts, environ: Mapping[str, str]) -> Found:
+    device = device_with(facts)
+    if device is None:
+        return Found(None, None, None, (Reason("device", str(facts), "not on this machine"),))
+    forced = environ.get(PROVIDER_VARIABLE, "").strip()
+    if forced and forced not in PROVIDERS:
+        limit = f"{PROVIDER_VARIABLE} may be {', '.join(PROVIDERS)}"
+        return Found(None, None, None, (Reason("provider", forced, limit, f"correct {PROVIDER_VARIABLE} or unset it"),))
+    reasons: list[Reason] = []
+    for name, source in _wanted(environ):
+        try:
+            kernel, traits = _try(primitive, source, device)
+        except NotThisConvention as failure:
+            remedy = source.remedy if not forced else f"{source.remedy}, or unset {PROVIDER_VARIABLE}"
+            reasons.append(Reason(f"provider {name}", "not usable:", str(failure), remedy))
+        else:
+            return Found(name, kernel, traits, tuple(reasons))
+    return Found(None, None, None, tuple(reasons))
+
+
+def _try(primitive: Primitive, source: _Source, device: torch.device) -> tuple[Kernel, Traits]:
+    if primitive is Primitive.SPARSE_DECODE:
+        decode = source.decode()
+        return decode, calibrate_decode(decode, device)
+    prefill = source.prefill()
+    return prefill, calibrate_prefill(prefill, device, PREFILL_HEADS)

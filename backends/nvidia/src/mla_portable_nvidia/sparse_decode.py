@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sparse_decode on FlashMLA's FP8 kernel: every quirk of the vendor ends in this file and the passes it calls.
+
+The kernel serves 64 or 128 heads, a K that is a multiple of 64, and indices that are slots or -1. It allocates float32
+accumulators for B + parts rows of S tokens, so many tokens are given to it as batch rows of one token, a bounded number at
+a time, never as one row of many.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import (
+    DEFAULT_SCRATCH_BYTES,
+    FP8_DS_MLA,
+    KV_LORA_RANK,
+    DecodeSchedule,
+    InvalidArgument,
+    PlanMismatch,
+    TileSchedule,
+)
+from mla_portable_nvidia.boundary import Boundary
+from mla_portable_nvidia.conventions import DecodeKernel
+from mla_portable_nvidia.head_padding import PaddedQueries, aligned, kernel_heads
+
+__all__ = ["TOPK_MULTIPLE", "FlashMLADecode", "rows_per_call"]
+
+TOPK_MULTIPLE: Final = 64
+_ROW_BYTES: Final = FP8_DS_MLA.row_bytes
+_PADDED_QUERIES: Final = PaddedQueries()
+
+
+def rows_per_call(arch: str, *, num_sms: int, query_len: int, heads: int, max_bytes: int = DEFAULT_SCRATCH_BYTES) -> int:
+    """Batch rows of `query_len` tokens whose accumulators, and those of the kernel's parts, stay within `max_bytes`.
+
+    Less than 1 where not even a single row does.
+    """
+    per_part = heads // 64 if arch == "sm90" else 1
+    parts = max(num_sms // query_len // per_part, 1)
+    return max_bytes // (4 * query_len * heads * (KV_LORA_RANK + 1)) - parts
+
+
+class FlashMLADecode:
+    """The callable; see `mla_portable.contracts.SparseDecode` for the shapes.
+
+    With `out`, `lse_out` and `schedule` given it synchronises nothing and runs no planner; FlashMLA's accumulators, the
+    sanitised indices and, where heads are padded, the kernel's own result come from torch's allocator, which a captured
+    graph keeps for itself.
+    """
+
+    def __init__(
+        self,
+        kernel: DecodeKernel,
+        boundary: Boundary,
+        *,
+        lse_base_2: bool,
+        takes_plan: bool,
+        arch: str,
+        num_sms: int,
+        max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
+    ) -> None:
+        """kernel, lse_base_2, takes_plan: as calibrated. max_scratch_bytes: bound on accumulators without a schedule."""
+        self._kernel, self._boundary = kernel, boundary
+        self._base_2, self._takes_plan = lse_base_2, takes_plan
+        self._arch, self._num_sms, self._max_scratch_bytes = arch, num_sms, max_scratch_bytes
+        self._block_stride_multiple = _ROW_BYTES if arch != "sm90" else 16
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        indices: Tensor,
+        *,
+        softmax_scale: float,
+        lengths: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        schedule: DecodeSchedule | None = None,
+        out: Tensor | None = None,
+        lse_out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Sanitise, pad, call and finish, chunk by chunk.
+
+        Raises: PlanMismatch for a schedule of another kind or another padding; InvalidArgument for a cache whose alignment
+            the kernel cannot read. Nothing has run then.
+        """
+        batch, query_len, num_heads, _ = q.shape
+        if out is None:
+            out = torch.empty((batch, query_len, num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=q.device)
+        if lse_out is None:
+            lse_out = torch.empty((batch, query_len, num_heads), dtype=torch.float32, device=q.device)
+        if batch == 0:
+            return out, lse_out
+        if kv_cache.shape[0] == 0:
+            return out.zero_(), lse_out.fill_(-math.inf)
+        kv = self._rows_of(kv_cache)
+        if schedule is not None:
+            tiles = self._checked(schedule, batch, kernel_heads(num_heads))
+            self._run(q, kv, indices, softmax_scale, lengths, attn_sink, tiles, tiles.rows_per_call or batch, out, lse_out)
+            return out, lse_out
+        rows = self._rows_per_call(query_len, num_heads)
+        if rows >= 1:
+            self._run(q, kv, indices, softmax_scale, lengths, attn_sink, None, rows, out, lse_out)
+            return out, lse_out
+        rows = max(self._rows_per_call(1, num_heads), 1)
+        for b in range(batch):  # [S, H, 576] of one row viewed as S rows of one token, whatever the strides
+            row_lengths = None if lengths is None else lengths[b].unsqueeze(1)
+            self._run(
+                q[b].unsqueeze(1), kv, indices[b].unsqueeze(1), softmax_scale, row_lengths, attn_sink, None, rows,
+                out[b].unsqueeze(1), lse_out[b].unsqueeze(1),
+            )  # fmt: skip
+        return out, lse_out
+
+    def _rows_per_call(self, query_len: int, num_heads: int) -> int:
+        return rows_per_call(
+            self._arch,
+            num_sms=self._num_sms,
+            query_len=query_len,
+            heads=kernel_heads(num_heads),
+            max_bytes=self._max_scratch_bytes,
+        )
+
+    def _rows_of(self, kv_cache: Tensor) -> Tensor:
+        """[blocks, page, 1, 656] of the cache's own memory."""
+        blocks, page, _ = kv_cache.shape
+        stride = kv_cache.stride(0) if blocks > 1 else page * _ROW_BYTES
+        if kv_cache.data_ptr() % 16 or stride % self._block_stride_multiple:
+            raise InvalidArgument(
+                "sparse_decode",
+                "kv_cache",
+                got=f"address {kv_cache.data_ptr():#x}, block stride {stride} bytes",
+                expected=f"an address that is a multiple of 16, a stride that is one of {self._block_stride_multiple} bytes, "
+                f"for FlashMLA on {self._arch}",
+                remedy="Allocate the cache by itself, pad its blocks by whole rows, or take another backend.",
+            )
+        return kv_cache.as_strided((blocks, page, 1, _ROW_BYTES), (stride, _ROW_BYTES, _ROW_BYTES, 1))
+
+    @staticmethod
+    def _checked(schedule: DecodeSchedule, batch: int, heads: int) -> TileSchedule:
+        """A tile schedule for this many kernel heads, with a tail where the last call is shorter."""
+        if not isinstance(schedule, TileSchedule):
+            raise PlanMismatch(
+                f"sparse_decode: FlashMLA got a {type(schedule).__name__}, it takes a TileSchedule. Plan with the "
+                'implementation\'s own schedule_kind, "flashmla_tiles".'
+            )
+        if schedule.num_heads != heads:
+            raise PlanMismatch(
+                f"sparse_decode: FlashMLA runs with {heads} heads, the plan was made for {schedule.num_heads}. Plan with "
+                "padded_heads from the implementation."
+            )
+        rest = batch % (schedule.rows_per_call or batch)
+        if rest and (schedule.tail is None or schedule.tail.num_rows != rest):
+            made = "none" if schedule.tail is None else f"one for {schedule.tail.num_rows}"
+            raise PlanMismatch(f"sparse_decode: the last call has {rest} rows and needs a tail for them; the plan has {made}.")
+        return schedule
+
+    def _run(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        indices: Tensor,
+        softmax_scale: float,
+        lengths: Tensor | None,
+        attn_sink: Tensor | None,
+        schedule: TileSchedule | None,
+        rows: int,
+        out: Tensor,
+        lse_out: Tensor,
+    ) -> None:
+        """`rows` batch rows at a time; scratch is sized for one call and shared by all."""
+        batch, query_len, num_heads, width = q.shape
+        heads, num_slots = kernel_heads(num_heads), kv.shape[0] * kv.shape[1]
+        rows = min(rows, batch)
+        topk = -(-indices.shape[2] // TOPK_MULTIPLE) * TOPK_MULTIPLE
+        slots = torch.empty((rows, query_len, topk), dtype=torch.int32, device=q.device)
+        padded = result = None
+        if heads != num_heads:
+            padded = _PADDED_QUERIES.take(rows * query_len, num_heads, heads, q.device).view(rows, query_len, heads, width)
+            if self._kernel.takes_out:
+                shape = (rows, query_len, heads, KV_LORA_RANK)
+                result = torch.empty(shape, dtype=torch.bfloat16, device=q.device)
+        in_kernel = self._kernel.takes_sink and padded is None
+        whole = rows == batch
+        for begin in range(0, batch, rows):
+            part = slice(begin, min(begin + rows, batch))
+            count = part.stop - begin
+            q_part, indices_part, lengths_part, target, lse_target = (
+                tensor if whole or tensor is None else tensor[part] for tensor in (q, indices, lengths, out, lse_out)
+            )
+            chosen = slots if count == rows else slots[:count]
+            self._boundary.sanitise(chosen, indices_part, lengths_part, num_slots)
+            options: dict[str, Any] = {}
+            if schedule is not None and self._takes_plan:
+                tiles = schedule.tail if count < rows and schedule.tail is not None else schedule
+                options["plan"] = (tiles.tile_scheduler_metadata, tiles.num_splits)
+            if in_kernel:
+                options["attn_sink"] = attn_sink
+            in_place = False
+            if padded is not None:
+                query = padded[:count]
+                query[:, :, :num_heads].copy_(q_part)
+                options["out"] = None if result is None else result[:count]
+            else:
+                query = aligned(q_part)
+                in_place = self._kernel.takes_out and target.is_contiguous()
+                options["out"] = target if in_place else None
+            got, lse = self._kernel(query, kv, chosen, softmax_scale, **options)
+            sink = None if in_kernel else attn_sink
+            self._boundary.finish(target, lse_target, None if in_place else got, lse, sink, self._base_2)

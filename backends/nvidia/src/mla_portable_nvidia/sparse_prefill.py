@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sparse_prefill on FlashMLA's BF16 kernel: head counts, K multiples, lengths and lse conventions end in this file.
+
+The kernel leaves out what is negative or past the workspace by itself, so indices of a fitting width go to it as they are.
+Lengths do not: it may multiply a masked key by a probability of zero, and that key may be NaN, so entries past a length
+become -1 first, and the length then only saves work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK
+from mla_portable_nvidia.boundary import Boundary
+from mla_portable_nvidia.conventions import PrefillKernel
+from mla_portable_nvidia.head_padding import PaddedQueries, aligned, kernel_heads
+
+__all__ = ["NATIVE_HEADS", "SCRATCH_BYTES", "TOPK_MULTIPLE", "FlashMLAPrefill"]
+
+TOPK_MULTIPLE: Final = 128
+SCRATCH_BYTES: Final = 128 << 20
+"""Bound on padded queries, results and masked indices of one kernel call: about 900 tokens of 64 heads, 7 per SM."""
+NATIVE_HEADS: Final[dict[str, frozenset[int]]] = {"sm90": frozenset(), "sm100": frozenset()}
+"""By arch, head counts below 64 that run unpadded where the provider has them, because that was measured to be faster.
+None was: the paths for 8, 16 and 32 heads in vLLM 0.33.0's build took longer than 64 heads (docs/nvidia.md)."""
+_PADDED_QUERIES: Final = PaddedQueries()
+
+
+class FlashMLAPrefill:
+    """The callable; see `mla_portable.contracts.SparsePrefill`. Graph-safe where `out` and `lse_out` are given."""
+
+    def __init__(
+        self,
+        kernel: PrefillKernel,
+        boundary: Boundary,
+        *,
+        lse_base_2: bool,
+        heads: Collection[int],
+        native_heads: Collection[int] = (),
+        max_scratch_bytes: int = SCRATCH_BYTES,
+    ) -> None:
+        """kernel, lse_base_2, heads: as calibrated. native_heads: counts to leave unpadded where the kernel has them."""
+        self._kernel, self._boundary, self._base_2 = kernel, boundary, lse_base_2
+        self._full = sorted(count for count in heads if count in (64, 128))
+        self._native = frozenset(heads) & frozenset(native_heads)
+        self._max_scratch_bytes = max_scratch_bytes
+
+    def _heads_for(self, num_heads: int) -> int:
+        """The head count that the kernel runs with."""
+        if num_heads in self._native:
+            return num_heads
+        return next((count for count in self._full if num_heads <= count), kernel_heads(num_heads))
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        indices: Tensor,
+        *,
+        softmax_scale: float,
+        lengths: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        out: Tensor | None = None,
+        lse_out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Mask, pad, call and finish; in chunks of tokens where heads are padded."""
+        num_tokens, num_heads, _ = q.shape
+        if out is None:
+            out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=q.device)
+        if lse_out is None:
+            lse_out = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device)
+        if num_tokens == 0:
+            return out, lse_out
+        if kv.shape[0] == 0:
+            return out.zero_(), lse_out.fill_(-math.inf)
+        heads = self._heads_for(num_heads)
+        topk = indices.shape[1]
+        width = -(-topk // TOPK_MULTIPLE) * TOPK_MULTIPLE
+        masks = lengths is not None or topk != width or not indices.is_contiguous()
+        row_bytes = (4 * width if masks else 0) + (2 * heads * (HEAD_SIZE + KV_LORA_RANK) if heads != num_heads else 0)
+        rows = min(num_tokens, max(self._max_scratch_bytes // row_bytes, 1)) if row_bytes else num_tokens
+        padded = result = masked = None
+        if heads != num_heads:
+            padded = _PADDED_QUERIES.take(rows, num_heads, heads, q.device)
+            if self._kernel.takes_out:
+                result = torch.empty((rows, heads, KV_LORA_RANK), dtype=torch.bfloat16, device=q.device)
+        if masks:
+            masked = torch.empty((rows, 1, width), dtype=torch.int32, device=q.device)
+        workspace, whole = kv.unsqueeze(1), rows == num_tokens
+        in_kernel = self._kernel.takes_sink and padded is None
+        for begin in range(0, num_tokens, rows):
+            part = slice(begin, min(begin + rows, num_tokens))
+            count = part.stop - begin
+            q_part, indices_part, limits, target, lse_target = (
+                tensor if whole or tensor is None else tensor[part] for tensor in (q, indices, lengths, out, lse_out)
+            )
+            options: dict[str, Any] = {}
+            if in_kernel:
+                options["attn_sink"] = attn_sink
+            chosen = indices_part.unsqueeze(1)
+            if masked is not None:
+                self._boundary.sanitise(
+                    masked[:count], chosen, None if limits is None else limits.unsqueeze(1), kv.shape[0]
+                )  # fmt: skip
+                chosen = masked[:count]
+                if limits is not None and self._kernel.takes_lengths:
+                    options["lengths"] = limits.clamp(0, topk)
+            in_place = False
+            if padded is not None:
+                query = padded[:count]
+                query[:, :num_heads].copy_(q_part)
+                options["out"] = None if result is None else result[:count]
+            else:
+                query = aligned(q_part)
+                in_place = self._kernel.takes_out and target.is_contiguous()
+                options["out"] = target if in_place else None
+            got, lse = self._kernel(query, workspace, chosen, softmax_scale, **options)
+            self._boundary.finish(
+                target.unsqueeze(1),
+                lse_target.unsqueeze(1),
+                None if in_place else got.unsqueeze(1),
+                lse.unsqueeze(1),
+                None if in_kernel else attn_sink,
+                self._base_2,
+            )
+        return out, lse_out

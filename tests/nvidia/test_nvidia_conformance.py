@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin against strict stand-ins of every FlashMLA generation: checked, probed and held against the float64 oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from flashmla_standins import GENERATIONS, installed
+from simulated_gpu import FACTS, registry
+
+from mla_portable.conformance import run_suite
+from mla_portable.contracts import Primitive
+from mla_portable_nvidia import discovery
+
+ATTENTION = (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL)
+NAMES = {"sm90": "nvidia.flashmla", "sm100": "nvidia.flashmla_sm100"}
+
+
+def suite(arch: str, level: str):
+    report = run_suite(registry(arch), NAMES[arch], device="cpu", level=level)
+    wrong = [f"{r.case.id}: {r.status}: {r.message}" for r in report.results if r.status != "passed"]
+    assert report.ok and not wrong, "\n".join(wrong)
+    assert not report.unavailable
+    assert {r.case.primitive for r in report.results} == set(ATTENTION)
+    return report
+
+
+@pytest.mark.parametrize("arch", FACTS)
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_every_generation_conforms(generation, arch):
+    with installed(generation, arch=arch, num_sms=FACTS[arch].num_sms) as library:
+        suite(arch, "smoke")
+        assert library.calls and library.prefill_calls
+        for primitive in ATTENTION:
+            assert discovery.find_kernel(primitive, FACTS[arch]).provider == GENERATIONS[generation][0]
+
+
+@pytest.mark.parametrize("generation", ["vllm 0.33", "flash_mla 2025"])
+def test_the_quick_level_passes_on_both_api_generations(generation):
+    with installed(generation):
+        report = suite("sm90", "quick")
+    words = {word for r in report.results for word in r.case.params.words()}
+    assert {"scheduled", "lengths", "corpus", "amax", "pow2", "strided", "k100", "h63", "h127", "b53"} <= words
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_every_generation_passes_the_probe(generation):
+    with installed(generation):
+        machine = registry()
+        for primitive in ATTENTION:
+            implementation = next(i for i in machine.implementations(primitive) if i.name == "nvidia.flashmla")
+            report = machine.probe(implementation, torch.device("cpu"))
+            assert report.ok and report.stage == "compare", report.reasons
+
+
+def test_the_stand_in_is_strict():
+    """What the adapter must convert is refused by the stand-in, else the suite above would say nothing."""
+    with installed("vllm 0.33") as library:
+        q = torch.zeros(1, 1, 64, 576, dtype=torch.bfloat16)
+        kv = torch.zeros(2, 64, 1, 656, dtype=torch.uint8)
+        good = torch.full((1, 1, 64), -1, dtype=torch.int32)
+        out, lse, *_ = library.decode(q, kv, good, 1.0)
+        assert torch.equal(out, torch.zeros_like(out)) and bool((lse == torch.inf).all())
+        for bad in (128, -2, 2**31 - 1):
+            with pytest.raises(RuntimeError, match="wild memory"):
+                library.decode(q, kv, good.clone().fill_(bad), 1.0)
+        with pytest.raises(RuntimeError, match="neither 64 nor 128"):
+            library.decode(q[:, :, :16], kv, good, 1.0)
+        with pytest.raises(RuntimeError, match="topk 100"):
+            library.decode(q, kv, torch.zeros(1, 1, 100, dtype=torch.int32), 1.0)
+        with pytest.raises(RuntimeError, match="foreign plan"):
+            metadata, num_splits = library.own_plan(1, 1, 64, 64)
+            library.decode(q, kv, good, 1.0, plan=(metadata.flip(0).contiguous(), num_splits))
+        with pytest.raises(RuntimeError, match="topk 64"):
+            library.prefill(q[0], kv.new_zeros(9, 1, 576).bfloat16(), good, 1.0)

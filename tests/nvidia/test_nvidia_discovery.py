@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which provider serves, why not the others, and what the plugin costs where there is none."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from flashmla_standins import Library, installed, modules, operators, schedule_object_module
+from machines import MACHINES
+from simulated_gpu import FACTS, registry
+
+import mla_portable_nvidia
+from mla_portable.conformance import cases_for
+from mla_portable.contracts import MLAPortableError, Primitive, Request, UnsupportedRequest
+from mla_portable.registry import Registry
+from mla_portable_nvidia import discovery
+from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, find_kernel
+from mla_portable_nvidia.support import TRUNCATION_VARIABLE
+
+SM90 = FACTS["sm90"]
+DECODE, PREFILL = Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered(monkeypatch):
+    monkeypatch.delenv(PROVIDER_VARIABLE, raising=False)
+    monkeypatch.delenv(LIBRARY_VARIABLE, raising=False)
+    discovery.forget()
+    yield
+    discovery.forget()
+
+
+def decode_request(**changes) -> Request:
+    request = Request(
+        DECODE, SM90, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, block_size=64, query_len=1, scale_format="pow2", lse=True
+    )
+    return request.but(**changes)
+
+
+def nvidia_verdicts(decision) -> dict[str, str]:
+    return {
+        v.implementation: "; ".join(map(str, v.reasons)) for v in decision.verdicts if v.implementation.startswith("nvidia")
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- the order
+
+
+def test_the_first_provider_in_order_serves_and_a_forced_one_is_asked_alone():
+    with installed("vllm 0.33"), installed("sgl_kernel 0.4.5"), installed("flash_mla 2026"):
+        assert find_kernel(DECODE, SM90, {}).provider == "flash_mla"
+        for name in ("vllm", "sgl_kernel"):
+            found = find_kernel(PREFILL, SM90, {PROVIDER_VARIABLE: name})
+            assert found.provider == name and found.reasons == ()
+        found = find_kernel(DECODE, SM90, {PROVIDER_VARIABLE: "sgl_flash_mla"})
+        assert found.provider is None
+        assert [reason.subject for reason in found.reasons] == ["provider sgl_flash_mla"]
+        assert PROVIDER_VARIABLE in found.reasons[0].remedy
+
+
+def test_the_environment_forces_a_provider_for_the_whole_plugin(monkeypatch):
+    with installed("vllm 0.33") as vllm, installed("flash_mla 2026") as upstream:
+        monkeypatch.setenv(PROVIDER_VARIABLE, "vllm")
+        registry().bind(decode_request(), backend="nvidia")
+        assert vllm.calls and not upstream.calls
+
+
+def test_a_provider_of_an_unknown_name_is_an_error_that_lists_the_names():
+    found = find_kernel(DECODE, SM90, {PROVIDER_VARIABLE: "flashmla"})
+    assert found.provider is None
+    assert "flashmla" in str(found.reasons[0]) and "sgl_kernel" in str(found.reasons[0])
+
+
+def test_a_provider_without_code_for_the_device_gives_way_to_the_next():
+    """As the releases of FlashMLA do that dropped Hopper."""
+    with installed("vllm 0.33"), installed("flash_mla 2026", prefill_heads=()) as library:
+        library.decode = lambda *args: library.need(False, "SM90 is not supported")
+        for primitive in (DECODE, PREFILL):
+            found = find_kernel(primitive, SM90, {})
+            assert found.provider == "vllm"
+            assert [reason.subject for reason in found.reasons] == ["provider flash_mla"]
+        assert "SM90 is not supported" in str(find_kernel(DECODE, SM90, {}).reasons[0])
+
+
+def test_a_provider_that_computes_something_else_is_not_used():
+    library = Library()
+    real = library.decode
+
+    def decode(*args, **options):
+        out, lse, *plan = real(*args, **options)
+        return out, lse + 1, *plan
+
+    library.decode = decode
+    with modules(flash_mla=schedule_object_module("flash_mla", library)):
+        found = find_kernel(DECODE, SM90, {})
+        assert found.provider is None
+        assert "expected ln 512 or log2 512" in str(found.reasons[0])
+
+
+def test_a_device_fault_is_raised_and_not_taken_for_a_reason():
+    with installed("flash_mla 2026") as library:
+
+        def decode(*args, **options):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        library.decode = decode
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            find_kernel(DECODE, SM90, {})
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_plan_of_another_layout_is_noticed(swap):
+    with installed("vllm 0.33") as library:
+        if swap:
+            own = library.own_plan
+            library.own_plan = lambda *shape: (own(*shape)[0][:, [0, 2, 1, 3, 4, 5, 6, 7]].contiguous(), own(*shape)[1])
+        assert find_kernel(DECODE, SM90, {}).traits.takes_plan is not swap
+
+
+def test_conventions_are_told_by_what_is_there():
+    expected = {
+        "flash_mla 2026": ("ScheduleObjectDecode", False, True, False),
+        "flash_mla 2025": ("TensorsDecode", False, False, True),
+        "vllm 0.24": ("OperatorDecode", False, True, False),
+        "vllm 0.33": ("OperatorDecode", True, True, False),
+        "sgl_kernel 0.4.5": ("OperatorDecode", False, True, True),
+        "sgl_kernel 0.3": ("TensorsDecode", False, False, True),
+    }
+    for generation, (adapter, takes_out, takes_sink, prefill_base_2) in expected.items():
+        with installed(generation):
+            decode, prefill = find_kernel(DECODE, SM90, {}), find_kernel(PREFILL, SM90, {})
+            told = (type(decode.kernel).__name__, decode.kernel.takes_out, decode.kernel.takes_sink, prefill.traits.lse_base_2)
+            assert told == (adapter, takes_out, takes_sink, prefill_base_2), generation
+            assert decode.traits.lse_base_2 is False
+
+
+def test_an_operator_with_an_argument_of_unknown_meaning_is_refused():
+    with operators("_flashmla_C", Library(), decode=", Tensor page_rotation"):
+        found = find_kernel(DECODE, SM90, {PROVIDER_VARIABLE: "vllm"})
+        assert found.provider is None and "page_rotation" in str(found.reasons[0])
+    with operators("_flashmla_C", Library(), decode=", Tensor? out_=None, bool fast_path=False"):
+        discovery.forget()
+        assert find_kernel(DECODE, SM90, {PROVIDER_VARIABLE: "vllm"}).provider == "vllm"
+
+
+# ------------------------------------------------------------------------------------------------ a library by path
+
+
+def test_a_library_by_path_is_loaded_and_asked_first(tmp_path, monkeypatch):
+    path = tmp_path / "_flashmla_C.abi3.so"
+    path.write_bytes(b"not an ELF file")
+    environ = {LIBRARY_VARIABLE: str(path)}
+    reason = str(find_kernel(DECODE, SM90, environ).reasons[0])
+    assert str(path) in reason and "does not load" in reason
+    missing = find_kernel(DECODE, SM90, {LIBRARY_VARIABLE: str(tmp_path / "nothing.so")})
+    assert "is no file" in str(missing.reasons[0])
+    loaded = []
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    with installed("vllm 0.26"), installed("flash_mla 2026"):
+        assert find_kernel(DECODE, SM90, environ).provider == "library"
+        assert find_kernel(DECODE, SM90, {}).provider == "flash_mla"
+    assert loaded == [path]
+
+
+def test_a_package_library_is_loaded_without_importing_the_package(tmp_path, monkeypatch):
+    package = tmp_path / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "_flashmla_C.abi3.so").write_bytes(b"")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    with pytest.MonkeyPatch.context() as patch:
+        stack = []
+
+        def load(path):
+            stack.append(operators("_flashmla_C", Library()))
+            stack[-1].__enter__()
+            stack.append(path)
+
+        patch.setattr(torch.ops, "load_library", load)
+        try:
+            assert find_kernel(DECODE, SM90, {PROVIDER_VARIABLE: "vllm"}).provider == "vllm"
+            assert stack[1] == package / "_flashmla_C.abi3.so"
+        finally:
+            if stack:
+                stack[0].__exit__(None, None, None)
+        assert "vllm" not in sys.modules
+
+
+# ----------------------------------------------------------------------------------------------- what is refused, and why
+
+
+def test_without_a_provider_every_one_is_named_with_its_remedy():
+    decision = registry().decide(decode_request(), thorough=True)
+    assert decision.chosen == "reference.torch"
+    verdict = next(v for v in decision.verdicts if v.implementation == "nvidia.flashmla")
+    assert [reason.subject for reason in verdict.reasons] == [
+        "provider flash_mla", "provider vllm", "provider sgl_kernel", "provider sgl_flash_mla",
+    ]  # fmt: skip
+    assert all(reason.remedy.startswith("install") for reason in verdict.reasons)
+    with pytest.raises(UnsupportedRequest, match="remedy    install vLLM"):
+        registry().bind(decode_request(), backend="nvidia")
+    with pytest.raises(MLAPortableError, match="provider flash_mla"):
+        mla_portable_nvidia.attention.bind_sparse_decode(decode_request())
+
+
+def test_a_request_gets_all_reasons_at_once():
+    with installed("vllm 0.33"):
+        asked = decode_request(num_heads=192, kv_layout="bf16", scale_format=None)
+        reasons = nvidia_verdicts(registry().decide(asked, thorough=True))
+        assert "num_heads 192 (supports padded to 64, 128)" in reasons["nvidia.flashmla"]
+        assert "kv_layout bf16 (supports fp8_ds_mla)" in reasons["nvidia.flashmla"]
+        assert "arch sm90 (supports sm100)" in reasons["nvidia.flashmla_sm100"]
+        prefill = Request(PREFILL, SM90, kv_layout="fp8_ds_mla", num_heads=16, topk=100, lse=True)
+        reasons = nvidia_verdicts(registry().decide(prefill, thorough=True))
+        assert "kv_layout fp8_ds_mla (supports bf16)" in reasons["nvidia.flashmla"]
+        assert "topk" not in reasons["nvidia.flashmla"]
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_machine_is_served_or_told_why_not(name):
+    facts = MACHINES[name]
+    machine = Registry(
+        plugins=[("reference", "mla_portable.reference"), ("nvidia", mla_portable_nvidia)],
+        facts={facts.device_type: facts},
+        environ={},
+    )
+    decision = machine.decide(decode_request(device=facts), thorough=True)
+    served = {"H200": "nvidia.flashmla", "B200": "nvidia.flashmla_sm100"}.get(name, "reference.torch")
+    assert decision.chosen == served
+    for implementation, reasons in nvidia_verdicts(decision).items():
+        assert (reasons == "") == (implementation == served)
+        assert reasons == "" or f"arch {facts.arch} (supports sm" in reasons
+
+
+def test_blackwell_refuses_scales_that_it_would_cut_down_unless_allowed():
+    with installed("vllm 0.33", arch="sm100", num_sms=148):
+        request = decode_request(device=FACTS["sm100"], scale_format="amax")
+        refused = nvidia_verdicts(registry("sm100").decide(request, thorough=True))["nvidia.flashmla_sm100"]
+        assert refused == "scale_format amax (supports pow2)"
+        unknown = nvidia_verdicts(registry("sm100").decide(request.but(scale_format=None), thorough=True))
+        assert "unknown, read as amax" in unknown["nvidia.flashmla_sm100"]
+        allowing = registry("sm100", {TRUNCATION_VARIABLE: "allow"})
+        for scale_format in ("amax", None, "pow2"):
+            assert allowing.select(request.but(scale_format=scale_format))[0].name == "nvidia.flashmla_sm100"
+
+
+def test_what_is_allowed_is_not_claimed():
+    (implementation,) = [
+        i
+        for i in registry("sm100", {TRUNCATION_VARIABLE: "allow"}).implementations(DECODE)
+        if i.name == "nvidia.flashmla_sm100"
+    ]
+    assert implementation.support.scale_formats == ("pow2",)
+    cases = cases_for(implementation, FACTS["sm100"], "quick")
+    assert cases and {case.params.scale_format for case in cases} == {"pow2"}
+    refused = implementation.support.reasons(decode_request(device=FACTS["sm100"], num_heads=200, scale_format="amax"))
+    assert [reason.subject for reason in refused] == ["num_heads"]
+
+
+# ------------------------------------------------------------------------------------------------------- it costs nothing
+
+
+def test_importing_and_registering_load_nothing_and_touch_no_device():
+    code = (
+        "import sys, torch; before = set(sys.modules)\n"
+        "from mla_portable.registry import Registry\n"
+        "import mla_portable_nvidia\n"
+        "r = Registry(plugins=[('nvidia', mla_portable_nvidia)], environ={})\n"
+        "assert all(report.ok for report in r.plugin_reports) and r.implementations()\n"
+        "print(sorted(m for m in ('triton', 'vllm', 'flash_mla', 'sgl_kernel') if m in set(sys.modules) - before))\n"
+        "print(torch.cuda.is_initialized())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["[]", "False"], done.stderr
+
+
+def test_what_ships_claims_gpus_of_nvidia_alone():
+    machine = Registry(plugins=[("nvidia", mla_portable_nvidia)], environ={})
+    for implementation in machine.implementations():
+        support = implementation.support
+        assert support.device_types == ("cuda",) and support.vendors == ("nvidia",)
+        assert support.source
+        if implementation.primitive in (DECODE, PREFILL):
+            assert support.archs in (("sm90",), ("sm100",))
+        assert math.isfinite(implementation.preference) and implementation.sources
+
+
+def test_the_sources_of_evidence_exist():
+    folder = Path(mla_portable_nvidia.__file__).parent
+    for implementation in Registry(plugins=[("nvidia", mla_portable_nvidia)], environ={}).implementations():
+        for source in implementation.sources:
+            assert (folder / f"{source.removeprefix('mla_portable_nvidia.')}.py").is_file(), source

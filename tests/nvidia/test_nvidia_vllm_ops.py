@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's data-movement operators behind the primitives, against strict stand-ins of each convention."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+
+import pytest
+import torch
+from flashmla_standins import modules
+from simulated_gpu import FACTS
+
+from mla_portable.conformance import run_suite
+from mla_portable.contracts import Primitive, Registrar, hookimpl, pack_fp8, unpack_fp8
+from mla_portable.registry import Registry
+from mla_portable_nvidia import vllm_ops
+
+CONVERT_MODULE = "vllm__v1__attention__backends__mla__sparse_utils"
+
+
+class Plugin:
+    @hookimpl
+    def mla_portable_register(self, registrar: Registrar) -> None:
+        registrar.add_detector(lambda device: FACTS["sm90"])
+        for implementation in vllm_ops.data_implementations(device_types=("cpu",)):
+            registrar.add(implementation)
+
+
+def need(fact: bool, what: str) -> None:
+    if not fact:
+        raise RuntimeError(f"stand-in of vLLM: {what}")
+
+
+def write(scale_format, kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale, skip_scale=False):
+    need(kv_cache_dtype == "fp8_ds_mla" and kv_cache.dtype == torch.uint8 and kv_cache.shape[2] == 656, "layout")
+    need(kv_c.dtype == k_pe.dtype and kv_c.element_size() == 2 and slot_mapping.dtype == torch.int64, "dtypes")
+    need(scale.dtype == torch.float32 and scale.numel() == 1 and not skip_scale, "scale")
+    rows = pack_fp8(kv_c, k_pe.view(torch.bfloat16), scale_format=scale_format)  # the rotary part is copied bit by bit
+    for row, slot in zip(rows, slot_mapping.tolist(), strict=True):
+        need(slot < kv_cache.shape[0] * kv_cache.shape[1], "wrote past the cache")
+        if slot >= 0:
+            kv_cache[slot // kv_cache.shape[1], slot % kv_cache.shape[1]] = row
+
+
+def gather(src_cache, dst, block_table, seq_lens, workspace_starts, batch_size):
+    need(block_table.dtype == torch.int32 and block_table.is_contiguous() and len(block_table) == batch_size, "block_table")
+    need(workspace_starts.dtype == torch.int32 and len(workspace_starts) == batch_size, "workspace_starts")
+    need(seq_lens.dtype == torch.int32 and dst.is_contiguous() and dst.dtype == torch.bfloat16, "seq_lens or dst")
+    size = src_cache.shape[1]
+    for table, start, length in zip(block_table.tolist(), workspace_starts.tolist(), seq_lens.tolist(), strict=True):
+        need(start + length <= len(dst), "wrote past the workspace")
+        for position in range(length):
+            need(position // size < len(table), "read past the block table")
+            block = table[position // size]
+            need(0 <= block < len(src_cache), "an entry led to wild memory")
+            dst[start + position] = unpack_fp8(src_cache[block, position % size])
+
+
+def gather_without_lengths(src_cache, dst, block_table, workspace_starts, batch_size, seq_starts=None):
+    need(seq_starts is None, "seq_starts")
+    ends = torch.cat([workspace_starts[1:], torch.tensor([len(dst)], dtype=torch.int32)])
+    lens = ends - workspace_starts
+    need(bool((lens >= 0).all()) and int(workspace_starts[0]) == 0, "starts that do not rise from 0")
+    gather(src_cache, dst, block_table, lens, workspace_starts, batch_size)
+
+
+def triton_convert_req_index_to_global_index(
+    req_id, block_table, token_indices, BLOCK_SIZE=64, NUM_TOPK_TOKENS=2048, BLOCK_N=128, return_valid_counts=False
+):
+    need(all(t.dtype == torch.int32 for t in (req_id, block_table, token_indices)), "dtypes")
+    need(token_indices.shape[1] == NUM_TOPK_TOKENS and NUM_TOPK_TOKENS % BLOCK_N == 0, "width")
+    column = token_indices // BLOCK_SIZE
+    inside = (token_indices >= 0) & (column < block_table.shape[1])
+    block = block_table[req_id.long()].gather(1, column.clamp(0, block_table.shape[1] - 1).long())
+    return torch.where(inside, block * BLOCK_SIZE + token_indices % BLOCK_SIZE, -1)  # int32, wraps around as there
+
+
+WRITE = (
+    "concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, str kv_cache_dtype, Tensor scale"
+)
+GATHER = "cp_gather_and_upconvert_fp8_kv_cache(Tensor src_cache, Tensor(a!) dst, Tensor block_table, "
+VERSIONS = {
+    "0.24": (") -> ()", "amax", "Tensor seq_lens, Tensor workspace_starts, int batch_size) -> ()", gather),
+    "0.26": (
+        ") -> ()", "amax", "Tensor workspace_starts, int batch_size, Tensor? seq_starts=None) -> ()", gather_without_lengths,
+    ),
+    "0.33": (
+        ", bool skip_scale=False) -> ()", "pow2", "Tensor workspace_starts, int batch_size, Tensor? seq_starts=None) -> ()",
+        gather_without_lengths,
+    ),
+}  # fmt: skip
+
+
+@contextmanager
+def vllm(version: str):
+    end, scale_format, arguments, gatherer = VERSIONS[version]
+    module = ModuleType(CONVERT_MODULE.replace("__", "."))
+    module.triton_convert_req_index_to_global_index = triton_convert_req_index_to_global_index
+    library = torch.library.Library("_C_cache_ops", "DEF")
+    with ExitStack() as stack:
+        stack.callback(library._destroy)
+        library.define(WRITE + end)
+        library.impl("concat_and_cache_mla", lambda *a: write(scale_format, *a), "CPU")
+        library.define(GATHER + arguments)
+        library.impl("cp_gather_and_upconvert_fp8_kv_cache", gatherer, "CPU")
+        stack.enter_context(modules(**{CONVERT_MODULE: module}))
+        yield
+
+
+def machine() -> Registry:
+    return Registry(plugins=[("reference", "mla_portable.reference"), ("nvidia", Plugin())], environ={})
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_version_conforms(version):
+    with vllm(version):
+        report = run_suite(machine(), "nvidia", device="cpu", level="quick" if version != "0.26" else "smoke")
+        wrong = [f"{r.case.id}: {r.status}: {r.message}" for r in report.results if r.status != "passed"]
+        assert report.ok and not wrong, "\n".join(wrong[:5])
+        expected = {Primitive.CACHE_WRITE, Primitive.GATHER_UPCONVERT, Primitive.CONVERT_INDICES}
+        assert {r.case.primitive for r in report.results} == expected
+        other = {"amax": "nvidia.vllm_pow2", "pow2": "nvidia.vllm_amax"}[VERSIONS[version][1]]
+        assert [left_out.implementation for left_out in report.unavailable] == [other]
+
+
+@pytest.mark.parametrize("version", ["0.24", "0.33"])
+def test_every_version_passes_the_probe(version):
+    with vllm(version):
+        registry = machine()
+        (writer,) = [i for i in registry.implementations() if i.name == f"nvidia.vllm_{VERSIONS[version][1]}"]
+        report = registry.probe(writer, "cpu")
+        assert report.ok and report.stage == "compare", report.reasons
+        for primitive in (Primitive.GATHER_UPCONVERT, Primitive.CONVERT_INDICES):
+            (implementation,) = [i for i in registry.implementations(primitive) if i.backend == "nvidia"]
+            report = registry.probe(implementation, "cpu")
+            assert report.ok and report.stage == "compare", report.reasons
+
+
+def test_without_vllm_nothing_is_offered_and_each_says_why():
+    registry = machine()
+    for implementation in registry.implementations():
+        if implementation.backend == "nvidia":
+            (reason,) = implementation.check(FACTS["sm90"])
+            assert "vLLM" in reason.remedy
+
+
+def test_a_gather_of_an_unknown_schema_is_refused():
+    library = torch.library.Library("_C_cache_ops", "DEF")
+    try:
+        library.define("cp_gather_and_upconvert_fp8_kv_cache(Tensor src_cache, Tensor(a!) dst, Tensor page_map) -> ()")
+        (reason,) = vllm_ops._check_gather(FACTS["sm90"])
+        assert "page_map" in str(reason)
+    finally:
+        library._destroy()
