@@ -44,7 +44,7 @@ def tile_scale(amax_bits, POW2: tl.constexpr):
         scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
         reciprocal = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
     else:
-        scale = tl.div_rn(amax_bits.to(tl.float32, bitcast=True), _E4M3_MAX)
+        scale = tl.math.div_rn(amax_bits.to(tl.float32, bitcast=True), _E4M3_MAX)
         # by bits again, so that a NaN stays
         bits = tl.maximum(scale.to(tl.int32, bitcast=True), _SMALLEST_NORMAL)
         scale = bits.to(tl.float32, bitcast=True)
@@ -92,7 +92,7 @@ def cache_write_kernel(
         if POW2:
             scaled = latent * reciprocal[:, :, None]  # exact but for underflow, like the division
         else:
-            scaled = tl.div_rn(latent, tl.broadcast_to(scale[:, :, None], latent.shape))
+            scaled = tl.math.div_rn(latent, tl.broadcast_to(scale[:, :, None], latent.shape))
         tl.store(row[:, None, None] + column, e4m3_encode(scaled), mask=written[:, None, None])
         scale_row = (row + SCALE_BYTE).to(tl.pointer_type(tl.float32))  # [BLOCK_T] pointers
         tl.store(scale_row[:, None] + group, scale, mask=written[:, None])

@@ -73,7 +73,7 @@ def merge_states_kernel(
         p = start + tl.arange(0, BLOCK_L)
         part_lse = tl.load(lses_ptr + p.to(tl.int64) * lses_stride_p + row, mask=p < num_parts, other=float("-inf"))
         new_top = tl.maximum(top, tl.max(part_lse, 0))
-        total = total * tl.exp2((top - new_top) * TO_2) + tl.sum(tl.exp2((part_lse - new_top) * TO_2), 0)
+        total = total * tl.math.exp2((top - new_top) * TO_2) + tl.sum(tl.math.exp2((part_lse - new_top) * TO_2), 0)
         top = new_top
 
     d = tl.arange(0, BLOCK_D)
@@ -82,17 +82,17 @@ def merge_states_kernel(
     for start in range(0, num_parts, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
         part_lse = tl.load(lses_ptr + p.to(tl.int64) * lses_stride_p + row, mask=p < num_parts, other=float("-inf"))
-        weight = tl.exp2((part_lse - top) * TO_2)  # [BLOCK_P]
+        weight = tl.math.exp2((part_lse - top) * TO_2)  # [BLOCK_P]
         counts = part_lse != float("-inf")
         part = outs_ptr + (p.to(tl.int64) * outs_stride_p * STRIDE_UNIT + row * HEAD_DIM)[:, None] + d[None, :]
         part = tl.load(part, mask=counts[:, None] & in_row[None, :], other=0.0)  # [BLOCK_P, BLOCK_D]
         acc += tl.sum(to_float32(part, BF16_NATIVE) * weight[:, None], 0)
 
     empty = total == 0.0  # a NaN total is not empty, it has to be seen
-    lse = tl.where(empty, float("-inf"), top * TO_E + tl.log2(tl.where(empty, 1.0, total)) * LN_2)
+    lse = tl.where(empty, float("-inf"), top * TO_E + tl.math.log2(tl.where(empty, 1.0, total)) * LN_2)
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + h) * LOG2_E - top * TO_2  # relative to the top, in base 2
-        total += tl.exp2(tl.where(empty, 0.0, sink))
+        total += tl.math.exp2(tl.where(empty, 0.0, sink))
     merged = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total))
     tl.store(lse_ptr + b * lse_stride_b + s * lse_stride_s + h * lse_stride_h, lse)
     out_row = out_ptr + (b * out_stride_b + s * out_stride_s + h * out_stride_h) * STRIDE_UNIT + d

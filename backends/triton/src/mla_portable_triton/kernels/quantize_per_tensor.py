@@ -66,14 +66,14 @@ def quantize_kernel(
     amax_bits = tl.max(tl.load(part_ptr + part, mask=part < num_parts, other=0), 0)
     amax = amax_bits.to(tl.float32, bitcast=True)
     amax = tl.where(amax < _LEAST_AMAX, _LEAST_AMAX, amax)  # a NaN is not less, and stays
-    scale = tl.div_rn(amax, _E5M2_MAX if E5M2 else _E4M3_MAX)
+    scale = tl.math.div_rn(amax, _E5M2_MAX if E5M2 else _E4M3_MAX)
     if tl.program_id(0) == 0:
         tl.store(scale_ptr, scale)
 
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     in_range = offset < num_elements
     x = tl.load(x_ptr + offset, mask=in_range, other=0.0)  # [BLOCK]
-    scaled = tl.div_rn(to_float32(x, BF16_NATIVE), tl.full([BLOCK], 0.0, tl.float32) + scale)
+    scaled = tl.math.div_rn(to_float32(x, BF16_NATIVE), tl.full([BLOCK], 0.0, tl.float32) + scale)
     code = e5m2_encode(scaled) if E5M2 else e4m3_encode(scaled)
     tl.store(code_ptr + offset, code, mask=in_range)
 

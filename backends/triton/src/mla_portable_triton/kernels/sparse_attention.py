@@ -57,7 +57,7 @@ def _add_scores(scores, q, v, scale, IS_FP8: tl.constexpr):
     if IS_FP8:
         scores += tl.dot(q, tl.trans(v)) * scale[None, :]
     else:
-        scores = tl.dot(q, tl.trans(v), scores)
+        scores += tl.dot(q, tl.trans(v))  # folded into the dot by the compiler; Triton 2.1 has no accumulator to pass
     return scores
 
 
@@ -66,7 +66,7 @@ def _add_values(acc, decay, p, v, scale, IS_FP8: tl.constexpr, BF16_NATIVE: tl.c
     """`acc` [BLOCK_H, 128] decayed, plus the values of probabilities `p` [BLOCK_H, N]."""
     if IS_FP8:
         p = p * scale[None, :]
-    return tl.dot(dot_operand(p, BF16_NATIVE), v, acc * decay[:, None])
+    return acc * decay[:, None] + tl.dot(dot_operand(p, BF16_NATIVE), v)
 
 
 @triton.jit
@@ -196,8 +196,8 @@ def sparse_attention_kernel(
         scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
 
         m_new = tl.maximum(m, tl.max(scores, 1))  # [BLOCK_H]
-        decay = tl.exp2(m - m_new)  # [BLOCK_H]
-        p = tl.exp2(scores - m_new[:, None])  # [BLOCK_H, BLOCK_N], 0 where absent
+        decay = tl.math.exp2(m - m_new)  # [BLOCK_H]
+        p = tl.math.exp2(scores - m_new[:, None])  # [BLOCK_H, BLOCK_N], 0 where absent
         total = total * decay + tl.sum(p, 1)
         m = m_new
         acc0 = _add_values(acc0, decay, p, v0, f0, IS_FP8, BF16_NATIVE)  # [BLOCK_H, 128]
@@ -206,13 +206,13 @@ def sparse_attention_kernel(
         acc3 = _add_values(acc3, decay, p, v3, f3, IS_FP8, BF16_NATIVE)
 
     empty = total == 0.0  # [BLOCK_H]; a NaN sum is not empty, it has to be seen
-    lse = tl.where(empty, float("-inf"), m + tl.log2(tl.where(empty, 1.0, total)))
+    lse = tl.where(empty, float("-inf"), m + tl.math.log2(tl.where(empty, 1.0, total)))
     if not IS_SPLIT:
         lse = lse * 0.6931471805599453  # ln(2)
         if sink_ptr is not None:
             # out * exp(lse) / (exp(lse) + exp(sink)), with both sides divided by 2**m
             sink = tl.load(sink_ptr + h, mask=in_heads, other=0.0) * 1.4426950408889634  # log2(e)
-            total += tl.exp2(tl.where(empty, 0.0, sink - m))
+            total += tl.math.exp2(tl.where(empty, 0.0, sink - m))
     inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))[:, None]
 
     lse_row = lse_ptr + split * lse_stride_p + b * lse_stride_b + s * lse_stride_s
