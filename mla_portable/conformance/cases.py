@@ -17,6 +17,7 @@ from mla_portable.conformance.gather_upconvert import gather_upconvert_params
 from mla_portable.conformance.inputs import seed_of
 from mla_portable.conformance.merge_states import merge_states_params
 from mla_portable.conformance.params import LEVELS, Params
+from mla_portable.conformance.published import published_params
 from mla_portable.conformance.quantize_per_tensor import quantize_per_tensor_params
 from mla_portable.contracts import DeviceFacts, Implementation, InvalidArgument, Primitive, Request
 
@@ -76,7 +77,8 @@ def cases_for(implementation: Implementation, device: DeviceFacts, level: str) -
     if any(True for _ in implementation.support.device_reasons(device)):
         return ()
     cases: dict[str, Case] = {}
-    for params in _GENERATORS[implementation.primitive](implementation, device, level):
+    made = _GENERATORS[implementation.primitive](implementation, device, level)
+    for params in (*made, *published_params(implementation, device, level)):
         request = params.request(device)
         if not implementation.support.reasons(request):
             case = Case(implementation.name, params, request)

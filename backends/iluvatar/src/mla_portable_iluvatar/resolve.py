@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding one op in the vendor's packages: a place is a module and an attribute, and each has its own calling convention.
+
+Names moved between generations of CoreX, so the same op has several places; each is a candidate of its own
+(`providers`). Nothing is imported before a device of the vendor is there, and sys.path is never touched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from mla_portable.contracts import Reason
+
+__all__ = ["Place", "parameter_names"]
+
+_WHERE_PACKAGES_ARE = "put CoreX's dist-packages (often /usr/local/corex/lib64/python3/dist-packages) on PYTHONPATH"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an op is looked for.
+
+    Attributes:
+        module: imported; a part of it that is no module is read as an attribute. attribute: of it.
+        before: modules to import first; `vllm_iluvatar.custom_kernels` needs vllm to be imported before it.
+        parameters: the leading parameter names that its calling convention needs, where Python can see them; a compiled op
+            has no signature, and is judged by what it computes.
+    """
+
+    module: str
+    attribute: str
+    before: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.attribute}"
+
+    def find(self) -> Callable[..., Any]:
+        """The op. Raises: ImportError, AttributeError."""
+        for name in self.before:
+            import_module(name)
+        found: Any = _module_or_attribute(self.module)
+        for part in self.attribute.split("."):
+            found = getattr(found, part)
+        if not callable(found):
+            raise AttributeError(f"{self} is {type(found).__name__}, not callable")
+        return found
+
+    def missing(self) -> Iterator[Reason]:
+        """Why the op cannot be had, or is not the one that the convention knows."""
+        try:
+            op = self.find()
+        except ImportError as error:
+            yield Reason("library", self.module, f"cannot be imported: {error}", _WHERE_PACKAGES_ARE)
+            return
+        except AttributeError:
+            yield Reason("symbol", str(self), "not in this version of the library", "install another version of CoreX's ops")
+            return
+        names = parameter_names(op)
+        if self.parameters and names is not None and names[: len(self.parameters)] != self.parameters:
+            yield Reason(
+                "calling convention",
+                f"{self.attribute}({', '.join(names)})",
+                f"expects {', '.join(self.parameters)}",
+                "another convention of the same op may serve; `mla-portable doctor` lists them",
+            )
+
+
+def _module_or_attribute(name: str) -> Any:
+    """The module `name`; where its last parts are attributes of a module, as of a compiled extension, those."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        parent, _, last = name.rpartition(".")
+        if not parent or error.name != name:
+            raise
+        container = _module_or_attribute(parent)
+        if not hasattr(container, last):
+            raise
+        return getattr(container, last)
+
+
+def parameter_names(op: Callable[..., Any]) -> tuple[str, ...] | None:
+    """The names of an op's parameters in order; None where it does not tell, or takes anything."""
+    schema = getattr(op, "_schema", None)
+    if schema is not None and hasattr(schema, "arguments"):
+        return tuple(argument.name for argument in schema.arguments)
+    try:
+        parameters = inspect.signature(op).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        return None
+    return tuple(p.name for p in parameters)

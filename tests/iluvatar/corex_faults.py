@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Misbehaving ops: each is right but for one thing that vendor libraries are known to get wrong."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import corex_ops as ops
+import torch
+
+
+def ignores_lens(out, q, kv, indices, topk_lens, scale, attn_sink=None):
+    """Reads -1 as slot 0, whatever the length says."""
+    full = torch.full_like(topk_lens, indices.shape[2])
+    ops.attend("faulty", out, q, kv[:, 0].nan_to_num(), indices[:, 0].clamp(min=0), full, scale, attn_sink)
+
+
+def reads_past_the_row(out, q, kv, indices, topk_lens, scale, attn_sink=None):
+    """Takes one index too many: -1 reaches back to the cache's last row."""
+    lens = (topk_lens + 1).clamp(max=indices.shape[2])
+    rows = kv[:, 0]
+    ops.attend("faulty", out, q, rows, indices[:, 0].remainder(rows.shape[0]), lens, scale, attn_sink)
+
+
+def writes_half(out, q, kv, indices, topk_lens, scale, attn_sink=None):
+    half = -(-q.shape[0] // 2)
+    whole = torch.empty_like(out)
+    ops.flash_mla_sparse_v2(whole, q, kv, indices, topk_lens, scale, attn_sink)
+    out[:half] = whole[:half]
+
+
+def raises(out, q, kv, indices, topk_lens, scale, attn_sink=None):
+    raise RuntimeError("ixErrorNotSupported: no kernel for this shape")
+
+
+def forgets_the_scale(out, q, kv, indices, topk_lens, scale, attn_sink=None):
+    ops.flash_mla_sparse_v2(out, q, kv, indices, topk_lens, 1.0, attn_sink)
+
+
+def forgets_the_sink(out, q, kv, indices, topk_lens, scale, attn_sink=None):
+    ops.flash_mla_sparse_v2(out, q, kv, indices, topk_lens, scale, None)
+
+
+def changes_q(out, q, kv, indices, topk_lens, scale, attn_sink=None):
+    ops.flash_mla_sparse_v2(out, q, kv, indices, topk_lens, scale, attn_sink)
+    q.mul_(scale)
+
+
+def wants_64_heads(out, q, kv, indices, topk_lens, scale, attn_sink=None):
+    if q.shape[1] % 64:
+        raise RuntimeError("num_heads must be a multiple of 64")
+    ops.flash_mla_sparse_v2(out, q, kv, indices, topk_lens, scale, attn_sink)
+
+
+def ref_flash_mla_sparse_v2(out, q, kv, indices, topk_lens, scale, attn_sink):
+    ops.flash_mla_sparse_v2(out, q, kv, indices, topk_lens, scale, attn_sink)
+
+
+def falls_to_a_twin(out, q, kv, indices, topk_lens, scale, attn_sink=None):
+    """The vendor's own twin behind the op's name: right, and no slower here than the stand-in itself."""
+    ref_flash_mla_sparse_v2(out, q, kv, indices, topk_lens, scale, attn_sink)
+
+
+def loops(out, q, kv, indices, topk_lens, scale, attn_sink=None):
+    """Right, token by token, each as slow as a dozen launches and a read-back would make it."""
+    for token in range(q.shape[0]):
+        part = slice(token, token + 1)
+        mine = torch.empty_like(out[part])
+        ops.flash_mla_sparse_v2(mine, q[part], kv, indices[part], topk_lens[part], scale, attn_sink)
+        out[part] = mine
+        time.sleep(1.5e-2)
+
+
+def lse_in_base_2(table_dtype):
+    right = ops.paged_mla(table_dtype, knows_lse=True)
+
+    def op(output, query, kv_cache, scale, block_tables, context_lens, max_context_len, return_softmax_lse=False):
+        returned = right(output, query, kv_cache, scale, block_tables, context_lens, max_context_len, False, True)
+        return (output, returned[1] / math.log(2)) if return_softmax_lse else output
+
+    return op
+
+
+def lse_missing(table_dtype):
+    right = ops.paged_mla(table_dtype, knows_lse=True)
+
+    def op(output, query, kv_cache, scale, block_tables, context_lens, max_context_len, return_softmax_lse=False):
+        return right(output, query, kv_cache, scale, block_tables, context_lens, max_context_len)
+
+    return op
+
+
+def convert_loses_the_offset(req_id, block_table, token_indices, block_size, **more):
+    indices, counts = ops.map_prefill_request_block_indices_to_global_blocks_perf(
+        req_id, block_table, token_indices, block_size, **more
+    )
+    return torch.where(indices >= 0, indices // block_size * block_size, -1), counts
+
+
+def convert_gives_absent_a_slot(req_id, block_table, token_indices, block_size, **more):
+    """A -1 becomes slot 127: the adapter knows which places were absent, so this one is harmless."""
+    indices, counts = ops.map_prefill_request_block_indices_to_global_blocks_perf(
+        req_id, block_table, token_indices, block_size, **more
+    )
+    return torch.where(token_indices >= 0, indices, 127), counts
+
+
+def convert_forgets_the_workspace(req_id, block_table, token_indices, block_size, **more):
+    columns = token_indices.div(block_size, rounding_mode="floor")
+    inside = torch.where(columns < block_table.shape[1], token_indices, -1)
+    return ops.map_prefill_request_block_indices_to_global_blocks_perf(req_id, block_table, inside, block_size)
+
+
+def concat_writes_skipped(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale):
+    """Skips nothing: -1 is the last slot."""
+    kv_cache.view(-1, 576)[slot_mapping] = torch.cat([kv_c, k_pe], -1)
+
+
+def gather_forgets_the_scales(src, dst, block_table, workspace_starts, batch_size, seq_starts=None):
+    plain = src.clone()
+    plain[..., 512:528] = torch.ones(4).view(torch.uint8)
+    ops.cp_gather_without_seq_lens(plain, dst, block_table, workspace_starts, batch_size)

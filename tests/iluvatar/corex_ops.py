@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strict stand-ins for Iluvatar's ops: they refuse whatever the real ones are not known to take, and compute with torch.
+
+Argument names and order, dtypes, shapes and contiguity as docs/iluvatar.md cites them. What is open is decided against the
+caller: an absent index before a valid one, an index past the cache or a row of nothing is refused, and unread memory is NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def need(op: str, name: str, tensor: object, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype != dtype:
+        raise RuntimeError(f"{op}: {name} must be {dtype}, got {tensor.dtype}")
+    if tensor.dim() != len(shape) or any(w is not None and w != g for w, g in zip(shape, tensor.shape, strict=True)):
+        raise RuntimeError(f"{op}: {name} must be {list(shape)}, got {list(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise RuntimeError(f"{op}: {name} must be contiguous, got strides {list(tensor.stride())}")
+
+
+def attend(op: str, out: Tensor, q: Tensor, rows: Tensor, indices: Tensor, lens: Tensor | None, scale: float, sink=None):
+    """Write out [T, H, V]; return the natural lse [T, H]. Indices [T, K] come first in their rows, then -1."""
+    if not isinstance(scale, float):
+        raise TypeError(f"{op}: scale must be a float")
+    value_width = out.shape[-1]
+    if lens is None:
+        lens = (indices >= 0).sum(1)
+    if bool((lens < 1).any()) or bool((lens > indices.shape[1]).any()):
+        raise RuntimeError(f"{op}: a row of nothing, or longer than K")
+    used = torch.arange(indices.shape[1]) < lens[:, None]
+    picked = indices[used]
+    if bool((picked < 0).any()):
+        raise RuntimeError(f"{op}: an absent index before the end of a row")
+    if bool((picked >= rows.shape[0]).any()):
+        raise RuntimeError(f"{op}: an index past the cache")
+    keys = rows[torch.where(used, indices, 0).long()].float().masked_fill(~used.unsqueeze(-1), 0)  # [T, K, D]
+    scores = torch.bmm(q.float(), keys.transpose(1, 2)) * scale
+    scores = scores.masked_fill(~used.unsqueeze(1), float("-inf"))
+    lse = scores.logsumexp(-1)
+    total = lse if sink is None else torch.logaddexp(lse, sink)
+    weights = torch.exp(scores - total.unsqueeze(-1))
+    out.copy_(torch.bmm(weights, keys[..., :value_width]))
+    return lse
+
+
+def need_sparse(op: str, out: Tensor, q: Tensor, kv: Tensor, indices: Tensor) -> None:
+    tokens, heads = q.shape[0], q.shape[1]
+    need(op, "q", q, torch.bfloat16, (None, None, 576))
+    need(op, "kv", kv, torch.bfloat16, (None, 1, 576))
+    need(op, "indices", indices, torch.int32, (tokens, 1, None))
+    need(op, "out", out, torch.bfloat16, (tokens, heads, 512))
+    if indices.shape[2] % 64:
+        raise RuntimeError(f"{op}: K must be a multiple of 64")
+    if tokens == 0:
+        raise RuntimeError(f"{op}: no tokens")
+
+
+def flash_mla_sparse_v2(out, q, kv, indices, topk_lens, scale, attn_sink=None):
+    need_sparse("flash_mla_sparse_v2", out, q, kv, indices)
+    need("flash_mla_sparse_v2", "topk_lens", topk_lens, torch.int32, (q.shape[0],))
+    if attn_sink is not None:
+        need("flash_mla_sparse_v2", "attn_sink", attn_sink, torch.float32, (q.shape[1],))
+    attend("flash_mla_sparse_v2", out, q, kv[:, 0], indices[:, 0], topk_lens, scale, attn_sink)
+
+
+def sparse_flash_attn(out, q, kv, indices, scale):
+    need_sparse("sparse_flash_attn", out, q, kv, indices)
+    attend("sparse_flash_attn", out, q, kv[:, 0], indices[:, 0], None, scale)
+
+
+def flash_mla_sparse_prefill(q, kv, topk, sm_scale):
+    out = torch.empty((*q.shape[:2], 512), dtype=torch.bfloat16)
+    need_sparse("flash_mla_sparse_prefill", out, q, kv, topk)
+    attend("flash_mla_sparse_prefill", out, q, kv[:, 0], topk[:, 0], None, sm_scale)
+    return out
+
+
+def ds4_flash_mla_sparse_fwd(*, q, kv, indices, sm_scale, attn_sink, topk_length, output):
+    need_sparse("ds4_flash_mla_sparse_fwd", output, q, kv, indices)
+    need("ds4_flash_mla_sparse_fwd", "topk_length", topk_length, torch.int32, (q.shape[0],))
+    attend("ds4_flash_mla_sparse_fwd", output, q, kv[:, 0], indices[:, 0], topk_length, sm_scale, attn_sink)
+
+
+def ds4_flash_mla_with_kvcache(
+    *, q, k_cache, indices, topk_length, sm_scale, attn_sink, extra_k_cache, extra_indices, extra_topk_length, output
+):
+    op = "ds4_flash_mla_with_kvcache"
+    if any(x is not None for x in (extra_k_cache, extra_indices, extra_topk_length)):
+        raise RuntimeError(f"{op}: a second cache is not modelled")
+    tokens, heads = q.shape[0], q.shape[2]
+    need(op, "q", q, torch.bfloat16, (None, 1, None, 576))
+    need(op, "k_cache", k_cache, torch.bfloat16, (None, None, 1, 576))
+    need(op, "indices", indices, torch.int32, (tokens, 1, None))
+    need(op, "topk_length", topk_length, torch.int32, (tokens,))
+    need(op, "output", output, torch.bfloat16, (tokens, 1, heads, 512))
+    attend(op, output[:, 0], q[:, 0], k_cache.view(-1, 576), indices[:, 0], topk_length, sm_scale, attn_sink)
+
+
+def paged_mla(table_dtype: torch.dtype, *, knows_lse: bool):
+    """vllm_paged_attention_mla of an older package, and of a newer one that returns the lse on request."""
+    op = "vllm_paged_attention_mla"
+
+    def run(output, query, kv_cache, scale, block_tables, context_lens, max_context_len):
+        tokens, heads = query.shape[:2]
+        need(op, "query", query, torch.bfloat16, (None, None, 576))
+        need(op, "kv_cache", kv_cache, torch.bfloat16, (None, None, 576))
+        need(op, "output", output, torch.bfloat16, (tokens, heads, 512))
+        need(op, "block_tables", block_tables, table_dtype, (tokens, None))
+        need(op, "context_lens", context_lens, torch.int32, (tokens,))
+        if bool((context_lens > max_context_len).any()):
+            raise RuntimeError(f"{op}: a context longer than max_context_len")
+        size = kv_cache.shape[1]
+        position = torch.arange(max_context_len)
+        blocks = block_tables[:, position // size]
+        if bool((blocks < 0).any()):
+            raise RuntimeError(f"{op}: a negative block")
+        slots = blocks * size + position % size
+        return attend(op, output, query, kv_cache.view(-1, 576), slots, context_lens, scale)
+
+    def older(output, query, kv_cache, scale, block_tables, context_lens, max_context_len, use_cuda_graph=False):
+        run(output, query, kv_cache, scale, block_tables, context_lens, max_context_len)
+        return output
+
+    def newer(
+        output,
+        query,
+        kv_cache,
+        scale,
+        block_tables,
+        context_lens,
+        max_context_len,
+        use_cuda_graph=False,
+        return_softmax_lse=False,
+    ):
+        lse = run(output, query, kv_cache, scale, block_tables, context_lens, max_context_len)
+        return (output, lse) if return_softmax_lse else output
+
+    return newer if knows_lse else older
+
+
+def need_convert(op: str, req_id: Tensor, table: Tensor, positions: Tensor, block_size: int) -> None:
+    need(op, "req_id", req_id, torch.int32, (positions.shape[0],))
+    need(op, "block_table", table, torch.int32, (None, None))
+    need(op, "token_indices", positions, torch.int32, (None, None))
+    if not isinstance(block_size, int):
+        raise TypeError(f"{op}: block_size must be an int")
+    if bool((req_id < 0).any()) or bool((req_id >= table.shape[0]).any()):
+        raise RuntimeError(f"{op}: a request past the table")
+
+
+def to_slots(op: str, req_id: Tensor, table: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """table[req, pos // size] * size + pos % size in 32 bits, as a kernel would; -1 stays -1; past the table is refused."""
+    column = positions // block_size
+    if bool((column >= table.shape[1]).any()):
+        raise RuntimeError(f"{op}: a position past the table")
+    block = table[req_id.long()].gather(1, column.clamp(min=0).long())
+    slots = (block.long() * block_size + (positions % block_size).long()).to(torch.int32)
+    return torch.where(positions >= 0, slots, -1)
+
+
+def dsa_convert_req_index_to_global_index(req_id_per_token, block_table, topk_indices, block_size):
+    need_convert("dsa_convert", req_id_per_token, block_table, topk_indices, block_size)
+    return to_slots("dsa_convert", req_id_per_token, block_table, topk_indices, block_size)
+
+
+def map_decode_request_block_indices_to_global_blocks_perf(req_id, block_table, token_indices, block_size, out=None):
+    need_convert("map_decode", req_id, block_table, token_indices, block_size)
+    return to_slots("map_decode", req_id, block_table, token_indices, block_size)
+
+
+def map_prefill_request_block_indices_to_global_blocks_perf(
+    req_id,
+    block_table,
+    token_indices,
+    block_size,
+    has_prefill_workspace=False,
+    prefill_workspace_request_ids=None,
+    prefill_workspace_starts=None,
+    return_valid_counts=False,
+    out=None,
+):
+    op = "map_prefill"
+    need_convert(op, req_id, block_table, token_indices, block_size)
+    rows = token_indices
+    to_workspace = torch.zeros(len(req_id), 1, dtype=torch.bool)
+    if has_prefill_workspace:
+        need(op, "prefill_workspace_request_ids", prefill_workspace_request_ids, torch.int32, (len(req_id),))
+        need(op, "prefill_workspace_starts", prefill_workspace_starts, torch.int32, (None,))
+        ids = prefill_workspace_request_ids
+        if bool((ids >= prefill_workspace_starts.shape[0]).any()):
+            raise RuntimeError(f"{op}: a prefill request past the starts")
+        to_workspace = (ids >= 0)[:, None]
+        starts = prefill_workspace_starts[ids.clamp(min=0).long()].long()
+        rows = torch.where(token_indices >= 0, starts[:, None] + token_indices, -1).to(torch.int32)  # wraps past int32
+    slots = to_slots(op, req_id, block_table, torch.where(to_workspace, -1, token_indices), block_size)
+    indices = torch.where(to_workspace, rows, slots)
+    return indices, ((indices >= 0).sum(1, dtype=torch.int32) if return_valid_counts else None)
+
+
+def vllm_concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale):
+    op = "vllm_concat_and_cache_mla"
+    need(op, "kv_c", kv_c, torch.bfloat16, (None, 512))
+    need(op, "k_pe", k_pe, torch.bfloat16, (kv_c.shape[0], 64))
+    need(op, "kv_cache", kv_cache, torch.bfloat16, (None, None, 576))
+    need(op, "slot_mapping", slot_mapping, torch.int64, (kv_c.shape[0],))
+    if kv_cache_dtype != "auto" or not isinstance(scale, Tensor):
+        raise RuntimeError(f"{op}: kv_cache_dtype must be 'auto', scale a tensor")
+    if bool((slot_mapping >= kv_cache.shape[0] * kv_cache.shape[1]).any()) or bool((slot_mapping < -1).any()):
+        raise RuntimeError(f"{op}: a slot that is neither -1 nor in the cache")
+    written = slot_mapping >= 0
+    kv_cache.view(-1, 576)[slot_mapping[written]] = torch.cat([kv_c, k_pe], -1)[written]
+
+
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+def gather_rows(op: str, src: Tensor, table: Tensor, lens: list[int], starts: list[int], width: int) -> Tensor:
+    """[width, 576] bf16: each request's tokens from its start on; NaN where nobody's."""
+    need(op, "src", src, torch.uint8, (None, None, 656))
+    need(op, "block_table", table, torch.int32, (len(lens), None))
+    out = torch.full((width, 576), float("nan"), dtype=torch.bfloat16)
+    for request, (count, start) in enumerate(zip(lens, starts, strict=True)):
+        if start < 0 or count < 0 or start + count > width:
+            raise RuntimeError(f"{op}: request {request} does not fit")
+        position = torch.arange(count)
+        blocks = table[request, position // src.shape[1]].long()
+        if bool((blocks < 0).any()) or bool((blocks >= src.shape[0]).any()):
+            raise RuntimeError(f"{op}: a block past the cache")
+        rows = src[blocks, position % src.shape[1]]
+        scales = rows[:, 512:528].contiguous().view(torch.float32).repeat_interleave(128, dim=1)
+        out[start : start + count, :512] = (_E4M3[rows[:, :512].long()] * scales).bfloat16()
+        out[start : start + count, 512:] = rows[:, 528:].contiguous().view(torch.bfloat16)
+    return out
+
+
+def cp_gather_with_seq_lens(src, dst, block_table, seq_lens, workspace_starts, batch_size):
+    op = "cp_gather_and_upconvert_fp8_kv_cache"
+    need(op, "dst", dst, torch.bfloat16, (None, 576))
+    need(op, "seq_lens", seq_lens, torch.int32, (batch_size,))
+    need(op, "workspace_starts", workspace_starts, torch.int32, (batch_size,))
+    dst.copy_(gather_rows(op, src, block_table, seq_lens.tolist(), workspace_starts.tolist(), dst.shape[0]))
+
+
+def cp_gather_without_seq_lens(src, dst, block_table, workspace_starts, batch_size, seq_starts=None):
+    op = "cp_gather_and_upconvert_fp8_kv_cache"
+    need(op, "dst", dst, torch.bfloat16, (None, 576))
+    need(op, "workspace_starts", workspace_starts, torch.int32, (batch_size,))
+    starts = workspace_starts.tolist()
+    lens = [end - begin for begin, end in zip(starts, [*starts[1:], dst.shape[0]], strict=True)]
+    dst.copy_(gather_rows(op, src, block_table, lens, starts, dst.shape[0]))
+
+
+def cp_gather_split(src, dst_ckv, dst_kpe, block_table, seq_lens, workspace_starts, batch_size):
+    op = "cp_gather_and_upconvert_fp8_kv_cache"
+    need(op, "dst_ckv", dst_ckv, torch.bfloat16, (None, 512))
+    need(op, "dst_kpe", dst_kpe, torch.bfloat16, (dst_ckv.shape[0], 64))
+    both = gather_rows(op, src, block_table, seq_lens.tolist(), workspace_starts.tolist(), dst_ckv.shape[0])
+    dst_ckv.copy_(both[:, :512])
+    dst_kpe.copy_(both[:, 512:])

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole FP8 step on a simulated BI-V150 with the newest generation's ops, and what `explain` says of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from corex_machine import BI_V150, NEWEST, installed, registry
+from typer.testing import CliRunner
+
+from mla_portable.api.dispatch import serving
+from mla_portable.bench.inputs import StepShape
+from mla_portable.bench.step import run_step
+from mla_portable.cli.app import app
+
+CPU = torch.device("cpu")
+SHAPE = StepShape(num_heads=16, topk=64, decodes=3, prefills=2, prefill_tokens=6, context=150)
+SIZES = {
+    "heads": 16,
+    "topk": 64,
+    "decodes": 3,
+    "prefills": 2,
+    "prefill-tokens": 6,
+    "context": 150,
+    "check-rows": 0,
+    "repeat": 1,
+}
+STEP = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.fixture
+def machine():
+    with installed(NEWEST):
+        yield registry()
+
+
+def served(report) -> dict[str, str]:
+    return {result.name: result.implementation for result in report.primitives if result.on_route}
+
+
+def test_an_fp8_step_takes_the_upconvert_route_and_agrees_with_the_oracle(machine):
+    report = run_step(SHAPE, device=CPU, registry=machine, repeat=1, check_rows=0)
+    assert report.ok, report.failures()
+    assert report.facts is BI_V150 and report.route == "upconvert"
+    parts = {part.role: part.decision.chosen for part in report.route_decision.verdict.parts}
+    assert parts == {
+        "convert": "iluvatar.map_prefill",
+        "prefill": "iluvatar.flash_mla_sparse_v2_lse",
+        "gather": "iluvatar.gather_implied",
+    }
+
+
+def test_without_lse_the_ops_out_is_all_there_is(machine):
+    from mla_portable.attention import AttentionSpec
+    from mla_portable.attention.demand import Demand
+    from mla_portable.attention.routes import choose_route
+
+    spec = AttentionSpec(num_heads=16, softmax_scale=0.1, max_num_tokens=8, max_num_reqs=2, max_model_len=99, need_lse=False)
+    demand = Demand(machine, None)
+    decision = choose_route(spec, BI_V150, demand.decide, demand.schedule_kind)
+    assert decision.chosen == "upconvert"
+    assert decision.verdict.part("prefill").decision.chosen == "iluvatar.flash_mla_sparse_v2"
+
+
+def test_a_bf16_step_is_the_vendors_throughout(machine):
+    shape = StepShape(num_heads=16, topk=64, decodes=3, prefills=2, prefill_tokens=6, context=150, kv_layout="bf16")
+    report = run_step(shape, device=CPU, registry=machine, repeat=1, check_rows=0)
+    assert report.ok, report.failures()
+    assert set(served(report).values()) == {
+        "iluvatar.concat_mla_inference", "iluvatar.map_prefill", "iluvatar.flash_mla_sparse_v2_lse",
+    }  # fmt: skip
+
+
+def test_the_portable_gather_goes_with_the_vendors_attention():
+    """Triton's kernels, in their interpreter, decode e4m3 by integer arithmetic; the vendor's op attends, decode included."""
+    import mla_portable_triton
+
+    with installed(NEWEST):
+        machine = registry(("triton", mla_portable_triton))
+        only = {"sparse_prefill": "iluvatar"}
+        small = StepShape(num_heads=2, topk=32, decodes=1, prefills=1, prefill_tokens=2, context=20, block_size=16)
+        report = run_step(small, device=CPU, registry=machine, route="upconvert", backend=only, repeat=1, check_rows=0)
+    assert report.ok, report.failures()
+    assert served(report)["gather_upconvert"] == "triton.portable"
+    assert served(report)["sparse_prefill (workspace)"] == "iluvatar.flash_mla_sparse_v2_lse"
+
+
+def test_explain_says_why_flashmla_is_out():
+    import mla_portable_nvidia
+
+    with installed(NEWEST):
+        machine = registry(("nvidia", mla_portable_nvidia))
+        answer = command(machine, "explain", "sparse_decode", "--device", "cpu", "--heads", "16", "--topk", "64")
+    theirs = [c for c in answer["candidates"] if c["implementation"].startswith("nvidia.")]
+    assert theirs and not any(c["can_run"] for c in theirs)
+    assert all({"vendor", "arch", "device type"} & {r["subject"] for r in c["reasons"]} for c in theirs)
+
+
+def command(machine, *words: str, code: int = 0) -> dict:
+    with serving(machine):
+        done = CliRunner().invoke(app, [*words, "--json"])
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+def test_the_command_runs_the_step(machine):
+    report = command(machine, "run", "--device", "cpu", *STEP)
+    assert report["ok"] and report["facts"]["name"] == "Iluvatar BI-V150"
+    assert report["route"] == "upconvert"
+
+
+def test_explain_says_why_nothing_reads_the_fp8_cache_natively(machine):
+    answer = command(machine, "explain", "sparse_decode", "--device", "cpu", "--heads", "16", "--topk", "64", "--no-lse")
+    ours = [c for c in answer["candidates"] if c["implementation"].startswith("iluvatar.")]
+    assert ours and answer["chosen"] == "reference.torch"
+    for candidate in ours:
+        reason = next(r for r in candidate["reasons"] if r["subject"] == "kv_layout")
+        assert (reason["given"], reason["limit"]) == ("fp8_ds_mla", "supports bf16") and "upconvert" in reason["remedy"]
+
+
+def test_the_owners_report_is_recorded(machine, tmp_path):
+    file = tmp_path / "record.jsonl"
+    report = command(
+        machine,
+        "conform",
+        "iluvatar",
+        "--level",
+        "smoke",
+        "--primitive",
+        "convert_indices",
+        "--device",
+        "cpu",
+        "--record",
+        str(file),
+    )
+    recorded = json.loads(file.read_text())
+    assert recorded["ok"] and recorded["device"]["vendor"] == "iluvatar" and recorded["totals"] == report["totals"]
+    doctor = command(machine, "doctor", "--device", "cpu")
+    assert doctor["ok"] is True

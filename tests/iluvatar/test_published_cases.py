@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The published cases: in the suite of everybody who claims them, right on the reference, and able to fail."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from corex_machine import NEWEST, installed, registry
+
+from mla_portable.conformance import cases_for, run_case, run_suite
+from mla_portable.contracts import Primitive
+from mla_portable.reference import oracle
+
+CPU = torch.device("cpu")
+PRIMITIVES = (Primitive.CONVERT_INDICES, Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL)
+
+
+def published(implementation, facts):
+    return [case for case in cases_for(implementation, facts, "quick") if "published" in case.id]
+
+
+@pytest.mark.parametrize("primitive", PRIMITIVES)
+def test_the_reference_passes_them(primitive):
+    machine = registry()
+    (implementation,) = (i for i in machine.implementations(primitive) if i.name == "reference.torch")
+    cases = published(implementation, machine.facts("cpu"))
+    assert len(cases) == (2 if primitive is Primitive.CONVERT_INDICES else 6)  # two formats and bf16, lengths or not
+    for case in cases:
+        result = run_case(case, implementation.bind(case.request), CPU)
+        assert result.status == "passed", result.message
+
+
+def test_the_vendors_ops_pass_them():
+    with installed(NEWEST):
+        report = run_suite(registry(), "iluvatar", device="cpu", level="quick", primitives=PRIMITIVES, match="published")
+    assert report.ok and report.skipped == 0, [r.message for r in report.results if r.status != "passed"]
+    assert {case.case.primitive for case in report.results} == set(PRIMITIVES)
+
+
+def test_the_published_slots_are_what_the_formula_gives():
+    rows = torch.tensor([[0, 63, 64, -1], [1, 65, -1, -1], [0, 64, -1, -1], [3, 66, -1, -1]], dtype=torch.int32)
+    owner, table = torch.tensor([0, 0, 1, 1], dtype=torch.int32), torch.tensor([[2, 3], [5, 6]], dtype=torch.int32)
+    indices, counts = oracle.convert_indices(rows, owner, table, block_size=64)
+    assert indices.tolist() == [[128, 191, 192, -1], [129, 193, -1, -1], [320, 384, -1, -1], [323, 386, -1, -1]]
+    assert counts.tolist() == [3, 2, 2, 2]
+
+
+def wrong_slots(topk, owner, table, *, block_size):
+    return torch.where(topk < 0, 0, topk), (topk >= 0).sum(1, dtype=torch.int32)
+
+
+def reads_holes(solve):
+    def attend(q, kv, indices, **keywords):
+        out, lse = solve(q, kv, indices.clamp(0, 79), **keywords)
+        return out.bfloat16(), lse.float()
+
+    return attend
+
+
+@pytest.mark.parametrize("primitive", PRIMITIVES)
+def test_they_catch_what_they_are_for(primitive):
+    machine = registry()
+    (implementation,) = (i for i in machine.implementations(primitive) if i.name == "reference.torch")
+    wrong = {
+        Primitive.CONVERT_INDICES: wrong_slots,
+        Primitive.SPARSE_DECODE: reads_holes(oracle.sparse_decode),
+        Primitive.SPARSE_PREFILL: reads_holes(oracle.sparse_prefill),
+    }[primitive]
+    for case in published(implementation, machine.facts("cpu")):
+        assert run_case(case, wrong, CPU).status == "failed", case.id

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The portable kernels keep to what CoreX's Tritons accept, and the lint that says so sees each kind of breach."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from mla_portable.contracts import DeviceFacts, Request
+
+ROOT = Path(__file__).parents[1]
+KERNELS = sorted((ROOT / "backends" / "triton" / "src" / "mla_portable_triton" / "kernels").glob("*.py"))
+
+
+def load_lint():
+    spec = importlib.util.spec_from_file_location("corex_lint", ROOT / "ci" / "corex_lint.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["corex_lint"] = module  # its dataclass looks itself up there
+    spec.loader.exec_module(module)
+    return module
+
+
+lint = load_lint()
+
+KERNEL = """
+@triton.jit(do_not_specialize=["n"])
+def some_kernel(x_ptr, n, stride, WIDTH: tl.constexpr, E4M3_NATIVE: tl.constexpr):
+    {body}
+
+def launch(x, n):
+    some_kernel[(n,)](x, n, 1, WIDTH=4, E4M3_NATIVE=False, num_warps=4{option})
+"""
+GOOD = "x = tl.load(x_ptr + tl.arange(0, WIDTH) * stride + n.to(tl.int64))"
+BREACHES = {
+    "float64": "x = tl.load(x_ptr).to(tl.float64)",
+    "float8": "x = tl.load(x_ptr).to(tl.float8e4nv, bitcast=True)",
+    "float8, behind something else": "if WIDTH:\n        x = tl.load(x_ptr).to(tl.float8e4nv, bitcast=True)",
+    "float8, in the other branch": (
+        "if E4M3_NATIVE:\n        x = 1\n    else:\n        x = tl.load(x_ptr).to(tl.float8e4nv, bitcast=True)"
+    ),
+    "names": "x = tl.make_tensor_descriptor(x_ptr, [n], [1], [4])",
+    "names, of newer loops": "for i in tl.range(0, n):\n        x = i",
+    "names, of math": "x = tl.math.erf(tl.load(x_ptr))",
+    "names, which moved": "x = tl.exp2(tl.load(x_ptr))",
+    "dot, an accumulator": "x = tl.dot(tl.load(x_ptr), tl.load(x_ptr), tl.zeros([16, 16], tl.float32))",
+    "dot": "x = tl.dot(tl.load(x_ptr), tl.load(x_ptr), input_precision='ieee')",
+    "dot, four operands": "x = tl.dot(tl.load(x_ptr), tl.load(x_ptr), tl.zeros([16, 16], tl.float32), 'ieee')",
+    "integers": "x = stride.to(tl.int64)",
+    "integers, in a branch": "if stride == 1:\n        x = tl.load(x_ptr)",
+}
+OPTIONS = {"launch, a cluster": ", num_ctas=2", "launch, dependent": ", launch_pdl=True", "launch, hidden": ", **more"}
+
+
+def rules(body: str, option: str = "") -> list[str]:
+    return [finding.rule for finding in lint.lint_source(KERNEL.format(body=body, option=option))]
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
+def test_the_kernels_keep_to_triton_2_1(path):
+    assert lint.lint_file(path) == []
+
+
+def test_there_are_kernels_to_look_at():
+    assert len(KERNELS) >= 8 and sum(len(list(lint._jitted(lint.ast.parse(path.read_text())))) for path in KERNELS) >= 12
+
+
+def test_a_kernel_that_keeps_to_it_has_no_finding():
+    assert rules(GOOD) == []
+    assert rules("x = tl.math.exp2(tl.load(x_ptr))") == []
+    assert rules("if E4M3_NATIVE:\n        x = tl.load(x_ptr).to(tl.float8e4nv, bitcast=True)") == []
+
+
+@pytest.mark.parametrize("name", BREACHES)
+def test_each_breach_is_found(name):
+    assert rules(BREACHES[name]) == [name.partition(",")[0]]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_launch_option_is_found(name):
+    assert rules(GOOD, OPTIONS[name]) == ["launch"]
+
+
+def test_a_mark_on_no_argument_is_found():
+    assert [f.rule for f in lint.lint_source(KERNEL.format(body=GOOD, option="").replace('["n"]', '["m", "n"]'))] == [
+        "integers"
+    ]
+
+
+@pytest.mark.parametrize("arch", ["ivcore10", "ivcore11", "ivcore20", "ivcore30", "ivcore"])
+def test_configurations_suit_warps_of_64_and_the_least_dot(arch):
+    """Axes of a dot are 16 at least, bytes of shared memory 48 KiB at most where more is not known, threads 1024 at most."""
+    from mla_portable_triton.attention_configs import attention_config
+    from mla_portable_triton.kernels import cache_write, convert_indices, gather_upconvert, quantize_per_tensor
+    from mla_portable_triton.kernels.config import config_for
+
+    for layout in ("bf16", "fp8_ds_mla"):
+        for heads in (1, 16, 64, 128):
+            config = attention_config(arch, layout, heads)
+            assert min(config.block_h, config.block_n) >= 16 and config.num_warps * 64 <= 1024
+    for kernel in (cache_write, convert_indices, gather_upconvert, quantize_per_tensor):
+        assert config_for(kernel.CONFIGS, arch).num_warps * 64 <= 1024
+
+
+def test_no_corex_device_asks_for_the_e4m3_type(monkeypatch):
+    """What opens the gate of the float8 rule is the device's fact."""
+    from mla_portable.contracts import Primitive
+    from mla_portable_iluvatar.detection import Evidence, Signals, characterise
+    from mla_portable_triton import bind_attention
+
+    facts = characterise(Signals("cuda", "TG-V200 OAM", (8, 0)), Evidence("device name"), graph_capture=None)
+    assert isinstance(facts, DeviceFacts) and facts.warp_size == 64
+    seen: list[bool] = []
+    monkeypatch.setattr(bind_attention.attention, "launch", lambda *args, e4m3_native, **more: seen.append(e4m3_native))
+    import torch
+
+    call = bind_attention.bind_sparse_prefill(Request(Primitive.SPARSE_PREFILL, facts, kv_layout="fp8_ds_mla", num_heads=2))
+    q, kv = torch.zeros(1, 2, 576, dtype=torch.bfloat16), torch.zeros(1, 1, 656, dtype=torch.uint8)
+    call(q, kv, torch.zeros(1, 4, dtype=torch.int32), softmax_scale=1.0)
+    assert seen == [False]
