@@ -27,7 +27,8 @@ MAY_IMPORT = {
     "conformance": MIDDLE,
     "bench": MIDDLE | {"conformance"},
     "vllm": MIDDLE,
-    "cli": MIDDLE | {"conformance", "bench", "vllm"},
+    "matrix": MIDDLE | {"conformance"},
+    "cli": MIDDLE | {"conformance", "bench", "vllm", "matrix"},
     "__init__": MIDDLE,
 }
 

@@ -12,6 +12,7 @@ from mla_portable.cli.bench import bench
 from mla_portable.cli.conform import conform
 from mla_portable.cli.doctor import doctor
 from mla_portable.cli.explain import explain
+from mla_portable.cli.matrix import matrix
 from mla_portable.cli.run import run
 
 __all__ = ["app", "main"]
@@ -25,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (doctor, explain, run, conform):
+for _command in (doctor, explain, matrix, run, conform):
     app.command()(_command)
 app.add_typer(bench, name="bench")
 

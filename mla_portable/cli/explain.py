@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mla_portable.cli.options import BackendOption, DeviceOption, JsonOption, primitive_named, resolve_device
+from mla_portable.cli.options import BackendOption, JsonOption, primitive_named, resolve_device
 from mla_portable.cli.output import EXIT_FAILED, EXIT_OK, command
 
 if TYPE_CHECKING:
     from mla_portable.attention import RouteDecision
-    from mla_portable.contracts import Decision
+    from mla_portable.contracts import Decision, DeviceFacts
 
 __all__ = ["explain"]
 
@@ -30,6 +30,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
 }
 """What a request for each primitive says of its call, with the values of a DeepSeek-V3.2 rank of eight."""
 _OPTION = {"num_heads": "--heads", "kv_layout": "--layout", "attn_sink": "--sink"}
+_HERE = ("cpu", "cuda")
+"""What `--device` names on this machine; every other name is a device profile's."""
 _ROUTE = "route"
 _UNKNOWN = "unknown"
 _ROUTE_FIELDS = ("num_heads", "topk", "kv_layout", "block_size", "scale_format", "query_len", "lse", "attn_sink", "graph")
@@ -43,7 +45,15 @@ def explain(
             "quantize_per_tensor; or 'route' for how a layer would compose them."
         ),
     ],
-    device: DeviceOption = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="DEVICE",
+            help="cpu, cuda or cuda:N; or a profile of capability/, such as a100-80g, for a device that is not here. "
+            "Default: the first GPU, else the CPU.",
+        ),
+    ] = None,
     backend: BackendOption = None,
     heads: Annotated[int | None, typer.Option("--heads", help="Query heads. Default: 16.")] = None,
     topk: Annotated[int | None, typer.Option("--topk", help="Indices per token. Default: 2048.")] = None,
@@ -91,7 +101,8 @@ def explain(
     with command(as_json=as_json) as output:
         fields = {name: value for name, value in given.items() if value is not None}
         ask = _ask_for_route if primitive == _ROUTE else _ask_for_primitive
-        decision = ask(primitive, device, backend, fields)
+        where = device if device is None else _facts_of_profile(device) or device
+        decision = ask(primitive, where, backend, fields)
         served = decision.chosen is not None
         if as_json:
             output.document({"command": "explain", "ok": served, "primitive": primitive, **decision.as_dict()})
@@ -100,8 +111,25 @@ def explain(
         raise typer.Exit(EXIT_OK if served else EXIT_FAILED)
 
 
-def _ask_for_primitive(name: str, device: str | None, backend: str | None, given: dict[str, Any]) -> Decision:
-    """Who serves one primitive; `device` as torch or the registry names it."""
+def _facts_of_profile(name: str) -> DeviceFacts | None:
+    """The facts of the device profile of that name, for a device that is not here; None where no profile carries it."""
+    from mla_portable.matrix import RecordError, find_records
+    from mla_portable.matrix.profiles import load_profiles
+
+    if name.partition(":")[0] in _HERE:
+        return None
+    try:
+        profiles = load_profiles(find_records() / "profiles")
+    except RecordError:
+        return None
+    if name not in profiles:
+        known = ", ".join((*_HERE, *(each for each in profiles if each not in _HERE)))
+        raise typer.BadParameter(f"got {name!r}, expected one of {known}", param_hint="--device")
+    return profiles[name].device_facts()
+
+
+def _ask_for_primitive(name: str, device: str | DeviceFacts | None, backend: str | None, given: dict[str, Any]) -> Decision:
+    """Who serves one primitive; `device` as torch or the registry names it, or facts."""
     from mla_portable.api import explain as ask
 
     name = primitive_named(name, param_hint="PRIMITIVE").value
@@ -115,7 +143,7 @@ def _ask_for_primitive(name: str, device: str | None, backend: str | None, given
     return ask(name, device=device, backend=backend, **fields)
 
 
-def _ask_for_route(name: str, device: str | None, backend: str | None, given: dict[str, Any]) -> RouteDecision:
+def _ask_for_route(name: str, device: str | DeviceFacts | None, backend: str | None, given: dict[str, Any]) -> RouteDecision:
     """How a layer would compose the primitives."""
     from mla_portable.api import current_registry
     from mla_portable.attention import AttentionSpec
@@ -139,7 +167,9 @@ def _ask_for_route(name: str, device: str | None, backend: str | None, given: di
     )
     registry = current_registry()
     demand = Demand(registry, backend)
-    facts = registry.facts(resolve_device(None) if device is None else device)
+    facts = device
+    if facts is None or isinstance(facts, str):
+        facts = registry.facts(resolve_device(None) if facts is None else facts)
     return choose_route(spec, facts, demand.decide, demand.schedule_kind)
 
 

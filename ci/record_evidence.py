@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run something and append what came of it to capability/evidence.
+
+    python ci/record_evidence.py compiled [--all] [PLUGIN ...]      every plugin that compiles ahead of time
+    python ci/record_evidence.py conform BACKEND [--device D] [--level L] [--all]
+    python ci/record_evidence.py add FILE                          records that were made on another machine
+
+`conform --out FILE` writes the records to a file instead, where the device's machine has no git; `add` then binds them to the
+commit whose sources have their hashes.
+
+What is already proven for today's sources is not run again, unless --all says so. A run on a device (a CPU that runs the core's
+own code is one) is recorded only from a tree without uncommitted changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mla_portable.matrix.claims import Declarations
+from mla_portable.matrix.collect import COMPILER, collect_declarations
+from mla_portable.matrix.evidence import append_evidence
+from mla_portable.matrix.record import Origin, compiled_records, conformance_records, mode_of, origin_of, profile_of
+from mla_portable.matrix.records import EVIDENCE, Records, find_records, hashes_of, read_records
+from mla_portable.registry import get_registry
+
+ROOT = Path(__file__).parents[1]
+
+
+def read() -> tuple[Records, Declarations]:
+    from mla_portable.matrix.profiles import load_profiles
+
+    folder = find_records(ROOT / "capability")
+    declared = collect_declarations(get_registry(), load_profiles(folder / "profiles"))
+    return read_records(folder, declared), declared
+
+
+def good(records: Records, level: str) -> set[tuple[str, str, str]]:
+    """(implementation, primitive, device) that today's sources have a good proof of a level for."""
+    return {
+        (cell.implementation, cell.primitive, cell.device)
+        for cell in records.cells()
+        if any(proof.level == level and proof.status == "ok" for proof in cell.proofs)
+    }
+
+
+def refuse_if_changed(records: Records, declared: Declarations) -> None:
+    """Sources that change while they run are proven in neither state. Raises: SystemExit."""
+    if hashes_of(declared) != records.hashes:
+        raise SystemExit("sources changed while they ran; nothing is recorded, run this again")
+
+
+def compile_lines(module: str, targets: list[str]) -> list[dict[str, Any]]:
+    """What a plugin's compiler says of some targets. It exits with 1 when something did not fit: the lines say what."""
+    command = [sys.executable, "-m", f"{module}.{COMPILER}", "--json", *targets]
+    run = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "0"}, stdout=subprocess.PIPE, text=True, check=False
+    )
+    if run.returncode not in (0, 1):
+        raise SystemExit(f"{shlex.join(command)}: exit status {run.returncode}")
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def compiled(options: argparse.Namespace) -> int:
+    records, declared = read()
+    proven = good(records, "compiled")
+    failed = 0
+    for module in dict.fromkeys(claim.module for claim in declared.claims if claim.targets):
+        claims = [claim for claim in declared.claims if claim.module == module]
+        if options.plugin and claims[0].plugin not in options.plugin:
+            continue
+        missing = [
+            target
+            for target in claims[0].targets
+            if options.all
+            or any(
+                (claim.implementation, claim.primitive, slug) not in proven
+                for claim in claims
+                for slug, profile in records.profiles.items()
+                if profile.arch == target and not claim.devices[slug]
+            )
+        ]
+        if not missing:
+            print(f"{claims[0].plugin}: compiled for {', '.join(claims[0].targets)} already, from these sources")
+            continue
+        halves = [half for half in (missing[::2], missing[1::2]) if half]  # no target at all would mean every target
+        with ThreadPoolExecutor(2) as pool:
+            lines = [line for part in pool.map(partial(compile_lines, module), halves) for line in part]
+        origin = origin_of(ROOT, f"python -m {module}.{COMPILER} --json {' '.join(missing)}")
+        refuse_if_changed(records, declared)
+        made = compiled_records(lines, module, declared, records.profiles, origin)
+        backend = claims[0].implementation.partition(".")[0]
+        append_evidence(records.folder / EVIDENCE / "compiled" / f"{backend}.jsonl", made, records.profiles)
+        failed += sum(record["cases"]["failed"] for record in made)
+        print(f"{claims[0].plugin}: {len(lines)} variants compiled for {', '.join(missing)}; {len(made)} records")
+    return int(failed > 0)
+
+
+def conform(options: argparse.Namespace) -> int:
+    from mla_portable.conformance import run_suite
+    from mla_portable.contracts import Primitive
+
+    records, declared = read()
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    facts = get_registry().facts(device)
+    profile = profile_of(facts.name, records.profiles)
+    claims = [c for c in declared.claims if options.backend in (c.implementation, c.implementation.partition(".")[0])]
+    if not claims:
+        raise SystemExit(f"{options.backend}: no such backend; there is {', '.join(get_registry().backends)}")
+    native = any(mode_of(claim, device.type, os.environ) == "native" for claim in claims)
+    proven = good(records, "verified" if native else "interpreted")
+    todo = [
+        claim.primitive
+        for claim in claims
+        if not claim.devices[profile.slug]
+        and (options.all or (claim.implementation, claim.primitive, profile.slug) not in proven)
+    ]
+    if not todo:
+        print(f"{options.backend}: proven on {profile.slug} already, from these sources")
+        return 0
+    origin = origin_of(ROOT, shlex.join(["python", "ci/record_evidence.py", *sys.argv[1:]]))
+    if native and options.out is None and (origin.dirty or origin.commit is None):
+        print(f"{options.backend}: a run on {facts} needs a tree without uncommitted changes: commit, then run this again")
+        return 1
+    report = run_suite(
+        get_registry(), options.backend, device=device, level=options.level, primitives=[Primitive(each) for each in todo]
+    )
+    for bad in (result for result in report.results if result.status != "passed"):
+        print(f"{bad.status} {bad.case.id}: {bad.message}")
+    for each in report.unavailable:
+        print(f"not run: {each.implementation} / {each.primitive}: {'; '.join(map(str, each.reasons))}")
+    refuse_if_changed(records, declared)
+    made = conformance_records(report, declared, records.profiles, origin, driver=driver(device))
+    if options.out is not None:
+        write_unbound(options.out, made)
+    else:
+        path = records.folder / EVIDENCE / profile.slug / f"{options.backend.partition('.')[0]}.jsonl"
+        append_evidence(path, made, records.profiles)
+    print(f"{options.backend} on {profile.slug}: {report.passed} passed, {report.failed} failed; {len(made)} records")
+    return int(not report.ok)
+
+
+def write_unbound(path: Path, made: list[dict[str, Any]]) -> None:
+    """Records that are bound to no commit yet, for `add`."""
+    lines = [json.dumps({**record, "commit": None, "dirty": True}, sort_keys=True) + "\n" for record in made]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(lines)
+
+
+def driver(device: torch.device) -> str | None:
+    """The version of the device's driver; None for a CPU. Raises: SystemExit where no tool tells."""
+    if device.type == "cpu":
+        return None
+    for command in (
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        ["cat", "/sys/module/amdgpu/version"],
+        ["ixsmi", "--query-gpu=driver_version", "--format=csv,noheader"],
+    ):
+        try:
+            return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[0].strip()
+        except (OSError, subprocess.CalledProcessError, IndexError):
+            continue
+    raise SystemExit("the driver's version is needed for evidence, and neither nvidia-smi, amdgpu nor ixsmi tells it")
+
+
+def add(options: argparse.Namespace) -> int:
+    records, _ = read()
+    origin = origin_of(ROOT, "")
+    made = [json.loads(line) for line in options.file.read_text(encoding="utf-8").splitlines()]
+    for record in made:
+        if record["commit"] is None:
+            bind(record, records, origin)
+    for record in made:
+        home = record["device"]["profile"] if "device" in record else "compiled"
+        path = records.folder / EVIDENCE / home / f"{record['implementation'].partition('.')[0]}.jsonl"
+        append_evidence(path, [record], records.profiles)
+    print(f"{len(made)} records added")
+    return 0
+
+
+def bind(record: dict[str, Any], records: Records, origin: Origin) -> None:
+    """Give a record the commit of this tree, which must be clean and hold the very sources that ran. Raises: SystemExit."""
+    name = f"{record['implementation']} / {record['primitive']}"
+    if origin.dirty or origin.commit is None:
+        raise SystemExit(
+            f"{name}: it is bound to no commit, and this tree has uncommitted changes: commit, then run this again"
+        )
+    if record["source_hash"] != records.hashes.sources.get((record["implementation"], record["primitive"])):
+        raise SystemExit(f"{name}: it ran other sources than those of this tree; check out the commit that ran")
+    if record.get("suite_hash", records.hashes.suite) != records.hashes.suite:
+        raise SystemExit(f"{name}: another conformance suite judged it than that of this tree; check out the commit that ran")
+    record.update(commit=origin.commit, dirty=False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("compiled")
+    command.set_defaults(run=compiled)
+    command.add_argument("plugin", nargs="*")
+    command.add_argument("--all", action="store_true")
+    command = commands.add_parser("conform")
+    command.set_defaults(run=conform)
+    command.add_argument("backend")
+    command.add_argument("--device")
+    command.add_argument("--level", default="quick", choices=("quick", "full"))
+    command.add_argument("--all", action="store_true")
+    command.add_argument("--out", type=Path)
+    command = commands.add_parser("add")
+    command.set_defaults(run=add)
+    command.add_argument("file", type=Path)
+    options = parser.parse_args()
+    return options.run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the conformance suite on the code that Triton makes for an older NVIDIA architecture, on a newer GPU.
+
+    python ci/run_older_ptx.py sm80 BACKEND [--level quick] --out FILE
+
+Triton is told that the GPU is of the older architecture, and the PTX that it makes is given to the driver in place of the
+binary, so that the driver compiles it for the chip. Kernels are configured as for a device of that architecture (its profile).
+The result speaks of the numerics of that code path: shared memory and registers of the older device are checked when it is
+compiled (`ci/compile`), and its speed is not known from here. Nothing but Triton's kernels can be run this way.
+
+`python ci/record_evidence.py add FILE` enters the records: level "compiled+run", the device named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from record_evidence import ROOT, driver, read, write_unbound
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime import driver as triton_driver
+
+from mla_portable.conformance import run_suite
+from mla_portable.matrix.record import conformance_records, origin_of
+from mla_portable.registry import Registry, get_registry
+
+
+class Loads:
+    """Counts the kernels that were loaded as PTX: a run that loaded none has shown nothing."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def ptx_of(kernel: Any, capability: int) -> bytes:
+    """The PTX of a compiled kernel. Raises: RuntimeError when it is for another architecture."""
+    text = kernel.asm["ptx"]
+    if f".target sm_{capability}" not in text:
+        raise RuntimeError(f"{kernel.name}: the PTX is not for sm_{capability}; an older copy in Triton's cache?")
+    return text.encode()
+
+
+def load_ptx_instead(capability: int) -> Loads:
+    """From now on Triton compiles for `capability` (80 is sm_80) and hands PTX to the driver."""
+    loads = Loads()
+    target = GPUTarget("cuda", capability, 32)
+    triton_driver.active.get_current_target = lambda: target
+    make = CompiledKernel.__init__
+
+    def make_then_replace(self: Any, *arguments: Any, **options: Any) -> None:
+        make(self, *arguments, **options)
+        self.kernel = ptx_of(self, capability)
+        loads.count += 1
+
+    CompiledKernel.__init__ = make_then_replace
+    return loads
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("arch", help="sm80, sm86 or sm89")
+    parser.add_argument("backend")
+    parser.add_argument("--level", default="quick", choices=("quick", "full"))
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("needs an NVIDIA GPU that is newer than the architecture")
+    records, declared = read()
+    older = next((profile for profile in records.profiles.values() if profile.arch == options.arch), None)
+    if older is None or not options.arch.startswith("sm"):
+        raise SystemExit(f"{options.arch}: no NVIDIA profile has this architecture")
+    here = get_registry().facts("cuda")
+    capability = int(options.arch.removeprefix("sm"))
+    if here.vendor != "nvidia" or int(here.arch.removeprefix("sm")) <= capability:
+        raise SystemExit(f"{here} is no NVIDIA GPU newer than {options.arch}")
+    loads = load_ptx_instead(capability)
+    registry = Registry(facts={"cuda": older.device_facts()}, environ={}, probe=False)
+    report = run_suite(registry, options.backend, device="cuda", level=options.level)
+    if not loads.count:
+        raise SystemExit(f"{options.backend} loaded no Triton kernel: nothing of {options.arch} ran")
+    for bad in (result for result in report.results if result.status != "passed"):
+        print(f"{bad.status} {bad.case.id}: {bad.message}")
+    origin = origin_of(ROOT, shlex.join(["python", "ci/run_older_ptx.py", *sys.argv[1:]]))
+    where = torch.device("cuda")
+    made = conformance_records(report, declared, records.profiles, origin, driver=driver(where), ran_on=here)
+    write_unbound(options.out, made)
+    print(f"{options.arch} code on {here}, triton {triton.__version__}: {report.passed} passed, {report.failed} failed")
+    print(f"{loads.count} kernels loaded as PTX; {len(made)} records in {options.out}")
+    return int(not report.ok)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mla-portable matrix`: what runs where and how far it is proven, drawn from the records without loading torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mla_portable.cli.output import EXIT_FAILED, EXIT_USAGE, Output
+
+if TYPE_CHECKING:
+    from mla_portable.matrix import Records
+
+__all__ = ["matrix"]
+
+_TERMINAL = "terminal"
+
+
+def matrix(
+    form: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help="terminal (default), md, json, html or svg.")
+    ] = _TERMINAL,
+    vendor: Annotated[str | None, typer.Option("--vendor", metavar="VENDOR", help="Only this vendor's devices.")] = None,
+    device: Annotated[str | None, typer.Option("--device", metavar="PROFILE", help="Only this device.")] = None,
+    records: Annotated[
+        Path | None,
+        typer.Option("--records", metavar="DIR", help="The folder of records. Default: capability/ of the checkout."),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Collect the declarations anew, compare every generated file; write nothing.")
+    ] = False,
+    write: Annotated[bool, typer.Option("--write", help="Collect the declarations anew, write every generated file.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+) -> None:
+    """Show which primitive runs on which device through which implementation, and how far that is proven.
+
+    Exit code 1 when a record cannot be believed or, under --check, a generated file is not what the records say.
+    """
+    from mla_portable.matrix import RecordError, find_records, read_records
+
+    form = "json" if as_json else form
+    output = Output(as_json=form == "json", stream=sys.stdout)
+    if check and write:
+        raise typer.BadParameter("--check and --write exclude each other", param_hint="--check")
+    try:
+        folder = find_records(records)
+        if check or write:
+            raise typer.Exit(_generated(output, folder, write=write))
+        _show(output, _only(read_records(folder), vendor, device), form)
+    except RecordError as error:
+        output.note(f"RecordError: {error}")
+        if output.as_json:
+            output.document({"ok": False, "error": {"type": "RecordError", "message": str(error)}})
+        raise typer.Exit(EXIT_FAILED) from error
+
+
+def _only(found: Records, vendor: str | None, device: str | None) -> Records:
+    """The records with some profiles left out. Raises: typer.Exit for a name that no profile carries."""
+    from dataclasses import replace
+
+    chosen = {
+        slug: profile for slug, profile in found.profiles.items() if vendor in (None, profile.vendor) and device in (None, slug)
+    }
+    if not chosen:
+        vendors = sorted({profile.vendor for profile in found.profiles.values()})
+        asked = " and ".join(f"{name} {value!r}" for name, value in (("--vendor", vendor), ("--device", device)) if value)
+        known = f"vendors are {', '.join(vendors)}; devices are {', '.join(found.profiles)}"
+        sys.stderr.write(f"no profile for {asked}; {known}\n")
+        raise typer.Exit(EXIT_USAGE)
+    return replace(found, profiles=chosen)
+
+
+def _show(output: Output, found: Records, form: str) -> None:
+    from mla_portable.matrix import make_table
+    from mla_portable.matrix.render import FORMATS, terminal
+
+    if form == _TERMINAL:
+        for each in terminal(make_table(found)):
+            output.stdout.print(each)
+        return
+    if form not in FORMATS:
+        raise typer.BadParameter(f"got {form!r}, expected {', '.join((_TERMINAL, *FORMATS))}", param_hint="--format")
+    sys.stdout.write(FORMATS[form](make_table(found)))
+
+
+def _generated(output: Output, folder: Path, *, write: bool) -> int:
+    """Write or compare declarations.json, MATRIX.md and matrix.svg. Returns: the exit code."""
+    from mla_portable.matrix.generated import differences, generate
+
+    files = generate(folder)
+    if write:
+        for path, text in files.items():
+            path.write_text(text, encoding="utf-8")
+        output.note(f"written: {', '.join(path.name for path in files)}")
+        return 0
+    problems = differences(files)
+    for problem in problems:
+        output.note(problem)
+    if not problems:
+        output.note(f"current: {', '.join(path.name for path in files)}")
+    return EXIT_FAILED if problems else 0

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generated files: declarations as the registry has them now, MATRIX.md and matrix.svg as the records make them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from mla_portable.matrix.collect import collect_declarations
+from mla_portable.matrix.profiles import load_profiles
+from mla_portable.matrix.records import DECLARATIONS, read_records
+from mla_portable.matrix.render import markdown
+from mla_portable.matrix.svg import svg
+from mla_portable.matrix.table import make_table
+from mla_portable.registry import Registry
+
+__all__ = ["MATRIX", "PICTURE", "differences", "generate"]
+
+MATRIX: Final = "MATRIX.md"
+PICTURE: Final = "matrix.svg"
+_SHOWN: Final = 12
+"""Lines of a difference that are shown."""
+
+
+def generate(folder: Path, registry: Registry | None = None) -> dict[Path, str]:
+    """Path -> what should stand there. registry: instead of a new one of everything that is installed."""
+    declared = collect_declarations(registry or Registry(environ={}, probe=False), load_profiles(folder / "profiles"))
+    table = make_table(read_records(folder, declared))
+    return {folder / DECLARATIONS: declared.text(), folder / MATRIX: markdown(table), folder / PICTURE: svg(table)}
+
+
+def differences(files: Mapping[Path, str]) -> list[str]:
+    """A paragraph for each file that is not what it should be, with the first lines that differ."""
+    found: list[str] = []
+    for path, wanted in files.items():
+        there = path.read_text(encoding="utf-8") if path.exists() else ""
+        if there != wanted:
+            lines = list(difflib.unified_diff(there.splitlines(), wanted.splitlines(), "there", "generated", lineterm="", n=0))
+            shown = [line[:160] for line in lines[2 : 2 + _SHOWN]]
+            found.append("\n".join([f"{path.name} is not what the records say; run ci/refresh_evidence", *shown]))
+    return found
