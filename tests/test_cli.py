@@ -429,7 +429,16 @@ def options_of(*words: str) -> set[str]:
 
 def test_the_page_names_every_option_of_run_and_invents_none():
     assert options_of("run") <= set(re.findall(r"--[a-z][a-z-]*", PAGE))
-    commands = [["run"], ["doctor"], ["explain"], ["conform"], ["bench", "plan"], ["bench", "dispatch"], ["bench", "step"]]
+    commands = [
+        ["run"],
+        ["doctor"],
+        ["explain"],
+        ["conform"],
+        ["matrix"],
+        ["bench", "plan"],
+        ["bench", "dispatch"],
+        ["bench", "step"],
+    ]
     known = set().union(*(options_of(*words) for words in commands))
     assert set(re.findall(r"--[a-z][a-z-]*", PAGE)) <= known
 

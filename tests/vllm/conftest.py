@@ -3,19 +3,28 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from importlib import metadata
 
 import pytest
-
-# What the plugin does with any backend is shown on the quick one; Triton's kernels have a test of their own.
-os.environ["MLA_PORTABLE_BACKEND"] = "reference"
 
 try:
     metadata.version("vllm")
     collect_ignore_glob: list[str] = []
 except metadata.PackageNotFoundError:
     collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(autouse=True, scope="package")
+def quick_backend() -> Iterator[None]:
+    """What the plugin does with any backend is shown on the quick one; Triton's kernels have a test of their own."""
+    from mla_portable.registry import reset_registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLA_PORTABLE_BACKEND", "reference")
+        reset_registry()
+        yield
+    reset_registry()
 
 
 @pytest.fixture(autouse=True)
