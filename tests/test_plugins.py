@@ -65,7 +65,8 @@ def test_a_broken_plugin_is_reported_and_isolated(name: str):
     assert registry.facts("cpu").vendor == "cpu", "nor does a detector"
     decision = registry.decide(Request(Primitive.MERGE_STATES, CPU))
     assert decision.chosen == "good.v1"
-    assert decision.plugin_failures == ((name, report.error),)
+    assert decision.plugin_failures == ((name, f"did not load: {report.error}"),)
+    assert f"plugin did not load: {BROKEN[name]}" in decision.text()
 
 
 def test_an_interrupt_is_no_plugin_failure():
@@ -176,6 +177,8 @@ def test_a_detector_that_fails_is_passed_over_and_reported(failure: object, capl
     assert registry.facts("cpu") is vendor, "the next detector is asked"
     report = registry.plugin_reports[0]
     assert not report.ok and report.error.startswith("its detector failed on cpu: ")
+    text = registry.decide(Request(Primitive.MERGE_STATES, vendor)).text()
+    assert f"plugin loaded, but {report.error}" in text and "did not load" not in text
     assert "bad.v1 / merge_states" in names(registry), "the implementations stay"
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert registry.facts("cpu") is vendor and len(caplog.records) == 1, "asked once"

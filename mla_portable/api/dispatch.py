@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ _FACTS: Final[dict[str, tuple[str, ...]]] = {
     "sparse_prefill": ("kv_layout", "num_heads", "topk", "block_size", "lengths", "attn_sink", "lse"),
     "merge_states": (),
     "quantize_per_tensor": (),
+    "indexer_logits": ("num_heads", "block_size"),
 }
 """The Request fields that a call's arguments decide, in the order in which `mla_portable.api` gives them."""
 _SCHEDULES: Final[dict[str, type[SplitSchedule] | type[TileSchedule]]] = {
@@ -67,9 +69,16 @@ def current_registry() -> Registry:
 
 
 def find(primitive: str, backend: str | None, tensor: Tensor, facts: tuple[Any, ...]) -> Served:
-    """Who serves this kind of call: from the cache, else from the registry. `tensor` is on the call's device."""
-    registry = get_registry() if _override is None else _override
+    """Who serves this kind of call: from the cache, else from the registry. `tensor` is on the call's device.
+
+    The call runs there, be it the current device or not.
+    """
     device = tensor.get_device()
+    if device >= 0 and torch.cuda.current_device() != device:  # a kernel is launched on the current GPU
+        with torch.cuda.device(device):
+            served = find(primitive, backend, tensor, facts)
+        return served._replace(call=partial(_call_on, device, served.call))
+    registry = get_registry() if _override is None else _override
     graph = device >= 0 and torch.cuda.is_current_stream_capturing()
     key = (primitive, backend, device, graph, facts, registry.choice_token(), registry)
     served = _served.get(key)
@@ -83,3 +92,8 @@ def find(primitive: str, backend: str | None, tensor: Tensor, facts: tuple[Any, 
             _served.clear()
         _served[key] = served
     return served
+
+
+def _call_on(device: int, call: BoundPrimitive, *args: Any, **kwargs: Any) -> Any:
+    with torch.cuda.device(device):
+        return call(*args, **kwargs)

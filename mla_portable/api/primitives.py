@@ -13,6 +13,7 @@ What all functions share:
   before anything runs; what a kernel or driver raises travels up unchanged.
 - Graph-safe means: with the outputs given, a call allocates nothing and reads nothing back, so a CUDA graph may capture it
   once a call of the same kind has run outside. Implementations that are not are passed over during capture.
+- A call runs on the device of its tensors. What `bind` returned is launched on the current device, which then must be that one.
 - Axes, absent indices, lse and sinks: `mla_portable.contracts.primitives`.
 """
 
@@ -32,6 +33,7 @@ __all__ = [
     "cache_write",
     "convert_indices",
     "gather_upconvert",
+    "indexer_logits",
     "merge_states",
     "quantize_per_tensor",
     "sparse_decode",
@@ -250,3 +252,32 @@ def quantize_per_tensor(
     """
     validate.quantize_per_tensor(x, dtype)
     return find("quantize_per_tensor", backend, x, ()).call(x, dtype)
+
+
+def indexer_logits(
+    q: Tensor,
+    weights: Tensor,
+    index_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    *,
+    out: Tensor,
+    backend: str | None = None,
+) -> Tensor:
+    """Score the cached tokens of each request for each of its query tokens: what the top-k is taken of.
+
+    Args:
+        q: [T, H, 128] bf16. weights: [T, H] float32, of either sign. H are the indexer's own heads, 64 in DeepSeek-V3.2.
+        index_cache: [blocks, block_size, 128] bf16, the indexer's keys; blocks may lie further apart than a block is long.
+        query_start_loc: [R + 1] int32, first token of each request, and their end. seq_lens: [R] int32, context and query;
+            a length counts as at most columns * block_size. block_table: [R, columns] int32.
+        out: [T, N] float32, written; column s is position s of the token's request.
+        backend: see the module.
+    Returns: `out` = sum over heads of weights * max(q.k, 0); -inf where a token sees no key: past its own position, without
+        a block, or where the token belongs to no request.
+    Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe.
+    """
+    facts = validate.indexer_logits(q, weights, index_cache, query_start_loc, seq_lens, block_table, out)
+    call = find("indexer_logits", backend, q, facts).call
+    return call(q, weights, index_cache, query_start_loc, seq_lens, block_table, out=out)

@@ -167,7 +167,7 @@ def _plugin_problems(registry: Registry) -> Iterator[Problem]:
         if not report.ok:
             dist = report.distribution or report.module
             yield Problem(
-                f"the plugin {report.name} ({dist} {report.version}) did not load: {report.error}",
+                f"the plugin {report.name} ({dist} {report.version}) {report.trouble}",
                 f"install what it misses or another version of {dist}, or uninstall it; --verbose shows the traceback",
             )
 
@@ -244,12 +244,12 @@ def _remedies(reasons: Iterable[Reason]) -> list[str]:
 
 
 def _plugin_demands(registry: Registry, rules: tuple[tuple[str, str, str], ...]) -> Iterator[Problem]:
-    """Plugins that the policy names and that did not load."""
+    """Plugins that the policy names and that did not load, or whose detector failed."""
     broken = {report.name: report for report in registry.plugin_reports if not report.ok}
     for target, control in dict.fromkeys((target, control) for _, target, control in rules):
         report = broken.get(target.partition(".")[0])
         if report is not None:
-            what = f"{control} names {target}, whose plugin did not load: {report.error}"
+            what = f"{control} names {target}, whose plugin {report.trouble}"
             yield Problem(what, f"mend the plugin, or drop {control}", fatal=True)
 
 

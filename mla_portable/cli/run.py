@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import RenderableType
 
-from mla_portable.cli.options import DeviceOption, JsonOption, resolve_device
+from mla_portable.cli.options import DeviceOption, JsonOption
 from mla_portable.cli.output import EXIT_FAILED, command, table
 from mla_portable.cli.step_options import (
     BlockSizeOption,
@@ -25,8 +25,7 @@ from mla_portable.cli.step_options import (
     ScaleFormatOption,
     SeedOption,
     TopkOption,
-    demanded,
-    step_shape,
+    chosen_step,
 )
 from mla_portable.cli.words import describe_findings, describe_time, step_headlines, why, why_not_another
 
@@ -60,13 +59,19 @@ def run(
 ) -> None:
     """Run a DeepSeek-V3.2-shaped step (mixed prefill and decode, paged cache) on the best implementations found here.
 
-    Every primitive is checked against a float64 oracle and timed, those that the chosen route does without included.
+    Every primitive from cache write on is checked against a float64 oracle and timed, those that the chosen route does
+    without included.
     Exit code 1 when an error is beyond its tolerance or nothing can serve the step.
     """
     with command(as_json=as_json) as output:
-        where = resolve_device(device)
-        shape = step_shape(
-            where.type,
+        report = chosen_step(
+            output,
+            device=device,
+            backend=backend,
+            route=route,
+            repeat=repeat,
+            check_rows=check_rows,
+            max_seconds=_MAX_SECONDS,
             num_heads=heads,
             topk=topk,
             decodes=decodes,
@@ -79,21 +84,6 @@ def run(
             scale_format=scale_format,
             seed=seed,
         )
-        from mla_portable.api import current_registry
-        from mla_portable.bench.step import run_step
-
-        with output.progress() as advance:
-            report = run_step(
-                shape,
-                device=where,
-                registry=current_registry(),
-                backend=demanded(backend),
-                route=route,
-                repeat=repeat,
-                check_rows=check_rows,
-                max_seconds=_MAX_SECONDS,
-                progress=advance,
-            )
         if as_json:
             output.document({"command": "run", **report.as_dict()})
         else:

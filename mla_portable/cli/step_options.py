@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mla_portable.cli.options import resolve_device
+
 if TYPE_CHECKING:
-    from mla_portable.bench.inputs import StepShape
+    from mla_portable.bench.step import StepReport
+    from mla_portable.cli.output import Output
 
 __all__ = [
     "BlockSizeOption",
@@ -26,8 +29,7 @@ __all__ = [
     "ScaleFormatOption",
     "SeedOption",
     "TopkOption",
-    "demanded",
-    "step_shape",
+    "chosen_step",
 ]
 
 _STEP = "Size of the step"
@@ -92,18 +94,47 @@ CheckRowsOption = Annotated[
 ]
 
 
-def step_shape(device_type: str, **options: int | str | None) -> StepShape:
-    """The default step of a device with what the options change: fields of StepShape, None where not given.
+def chosen_step(
+    output: Output,
+    *,
+    device: str | None,
+    backend: list[str] | None,
+    route: str,
+    repeat: int,
+    check_rows: int,
+    max_seconds: float | None = None,
+    **sizes: int | str | None,
+) -> StepReport:
+    """Run the step that the options choose.
 
-    Raises: InvalidArgument for a size that means nothing.
+    Args:
+        output: where progress is shown. device, backend: what `--device` and `--backend` say. route, repeat, check_rows,
+            max_seconds: as in `run_step`. sizes: fields of StepShape, None for the default of the device.
+    Raises: typer.BadParameter and InvalidArgument for what cannot be meant; otherwise as `run_step`.
     """
+    where = resolve_device(device)
+    demand = _demanded(backend)
+    from mla_portable.api import current_registry
     from mla_portable.bench.inputs import default_shape
+    from mla_portable.bench.step import run_step
 
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    return replace(default_shape(device_type), **given)
+    given: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
+    shape = replace(default_shape(where.type), **given)
+    with output.progress() as advance:
+        return run_step(
+            shape,
+            device=where,
+            registry=current_registry(),
+            backend=demand,
+            route=route,
+            repeat=repeat,
+            check_rows=check_rows,
+            max_seconds=max_seconds,
+            progress=advance,
+        )
 
 
-def demanded(words: list[str] | None) -> str | dict[str, str] | None:
+def _demanded(words: list[str] | None) -> str | dict[str, str] | None:
     """What `--backend` demands: one name for everything, or names by primitive.
 
     Raises: typer.BadParameter when both kinds are mixed, or two names are given for the same thing.

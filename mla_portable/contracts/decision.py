@@ -41,7 +41,7 @@ class Decision:
         control: who decided: "argument", "use(...)", "MLA_PORTABLE_BACKEND...", "policy file", "default".
         forced: the backend or implementation that was demanded; None for an automatic choice.
         verdicts: every candidate, best first; those that cannot run last.
-        plugin_failures: plugins that did not load, with one line each on what went wrong.
+        plugin_failures: (plugin, what became of it) for each that did not load, or whose detector failed.
     """
 
     request: Request
@@ -87,7 +87,7 @@ class Decision:
         for v in self.verdicts:
             state = "; ".join(map(str, v.reasons)) or ("chosen" if v.implementation == self.chosen else "can run")
             lines.append(f"  {v.implementation:<{width}}  {state} [{v.cost_source} cost {v.cost:g}]")
-        lines += [f"  {name:<{width}}  plugin not loaded: {why}" for name, why in self.plugin_failures]
+        lines += [f"  {name:<{width}}  plugin {why}" for name, why in self.plugin_failures]
         if not self.verdicts:
             lines.append("  no installed plugin offers this primitive")
         return lines

@@ -63,7 +63,7 @@ class PluginReport:
 
     Attributes:
         name: of the entry point. module: that it names. distribution, version: that brought it, "" where none did.
-        ok: it loaded, and its detectors have not failed since. A plugin that did not load has nothing in force.
+        loaded: its implementations are in force. ok: it loaded, and its detectors have not failed since.
         error: one line, "" when ok. traceback: the whole text, "" when ok.
         implementations: "<backend>.<variant> / <primitive>" of all that is in force, in order of registration.
     """
@@ -76,6 +76,14 @@ class PluginReport:
     error: str = ""
     traceback: str = ""
     implementations: tuple[str, ...] = ()
+    loaded: bool = True
+
+    @property
+    def trouble(self) -> str:
+        """What became of it, as the rest of a sentence that names it; "" when ok."""
+        if self.ok:
+            return ""
+        return f"loaded, but {self.error}" if self.loaded else f"did not load: {self.error}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +156,7 @@ def load_plugins(sources: Iterable[PluginSource]) -> Loaded:
             raise
         except BaseException as error:  # SystemExit and the panics of extension modules are no Exception
             text = "".join(traceback_module.format_exception(error))
-            reports.append(replace(report, ok=False, error=first_line(error), traceback=text))
+            reports.append(replace(report, ok=False, loaded=False, error=first_line(error), traceback=text))
             continue
         taken.update({(i.name, i.primitive): source.name for i in staged.implementations})
         implementations += staged.implementations
