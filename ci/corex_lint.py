@@ -11,6 +11,7 @@ launch      num_warps and num_stages alone: `launch_pdl` raises KeyError, `num_c
 float64     none: it is broken on these devices, and its atomics abort
 float8      types are named only where a constexpr ..NATIVE is true, which no CoreX device sets: bytes are decoded by bits
 dot         two operands: 2.1 has no accumulator, and options were renamed since
+shapes      no `tl.full([], ..)` or `tl.zeros([], ..)`: 2.1 forbids tensors without an axis; a scalar starts as a number
 integers    a runtime integer is marked do_not_specialize, or only computed with: CoreX's patch of Triton takes the
             specialisation of 1 away, so a kernel must not care whether an argument became a constant
 """
@@ -70,6 +71,7 @@ def lint_source(source: str, file: str = "<text>") -> list[Finding]:
         found += _decorator(function)
         found += _names(function)
         found += _dots(function)
+        found += _shapes(function)
         found += _integers(function)
     found += _launches(tree)
     return [Finding(file, getattr(node, "lineno", 0), rule, text) for node, rule, text in found]
@@ -147,6 +149,15 @@ def _dots(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, str, str]]:
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.dot" and (len(node.args) > 2 or node.keywords):
             yield node, "dot", f"{ast.unparse(node)}: 2 operands, and no option"
+
+
+def _shapes(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, str, str]]:
+    for node in ast.walk(function):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) not in ("tl.full", "tl.zeros"):
+            continue
+        given = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "shape")]
+        if any(isinstance(shape, (ast.List, ast.Tuple)) and not shape.elts for shape in given):
+            yield node, "shapes", f"{ast.unparse(node)}: no axis; start from a number"
 
 
 def _integers(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, str, str]]:

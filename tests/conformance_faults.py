@@ -27,7 +27,8 @@ class Model:
         return tuple(self.implementation(p) for p in Primitive if primitive in (None, p))
 
     def implementation(self, primitive: Primitive, **limits) -> Implementation:
-        layouts = () if primitive in (Primitive.MERGE_STATES, Primitive.QUANTIZE_PER_TENSOR) else ("bf16", "fp8_ds_mla")
+        without = (Primitive.MERGE_STATES, Primitive.QUANTIZE_PER_TENSOR, Primitive.INDEXER_LOGITS)
+        layouts = () if primitive in without else ("bf16", "fp8_ds_mla")
         support = Support(source="a test", **({"device_types": ("cpu",), "kv_layouts": layouts} | limits))
         return Implementation("model.torch", primitive, support, bind=lambda request: getattr(self, primitive.value))
 
@@ -228,3 +229,34 @@ class Model:
         if "truncates" in self.faults:
             scaled = scaled * (1 - 2**-4)
         return scaled.to(dtype), scale
+
+    def indexer_logits(self, q, weights, index_cache, query_start_loc, seq_lens, block_table, *, out):
+        if "leaves the unseen" not in self.faults:
+            out.fill_(-math.inf)
+        num_blocks, size, _ = index_cache.shape
+        if "ignores the block stride" in self.faults:
+            index_cache = index_cache.as_strided(index_cache.shape, (size * 128, 128, 1), index_cache.storage_offset())
+        ends = query_start_loc[1:]
+        for token in range(q.shape[0]):
+            request = int((ends <= token).sum())
+            if request == len(ends):
+                if "scores tokens of nobody" not in self.faults or not len(ends):
+                    continue
+                request = len(ends) - 1
+            length = min(max(int(seq_lens[request]), 0), block_table.shape[1] * size)
+            seen = length - (int(ends[request]) - 1 - token)
+            if "looks ahead" in self.faults:
+                seen = length
+            for position in range(min(max(seen, 0), out.shape[1])):
+                block = int(block_table[request, position // size])
+                if not 0 <= block < num_blocks:
+                    if "believes the table" not in self.faults:
+                        continue
+                    block = 0
+                dots = q[token].float() @ index_cache[block, position % size].float()
+                weighted = dots if "no relu" in self.faults else dots.relu()
+                if "relu after the weights" in self.faults:
+                    out[token, position] = (weights[token] * dots).relu().sum()
+                else:
+                    out[token, position] = (weights[token] * weighted).sum()
+        return out

@@ -62,6 +62,7 @@ def wrong_quantize_per_tensor(*args, **options):
     return x_q, 1 / scale
 
 
+# of every primitive that a step runs
 WRONG: dict[str, BoundPrimitive] = {
     "cache_write": wrong_cache_write,
     "convert_indices": wrong_convert_indices,
@@ -89,7 +90,8 @@ class Spoiled:
             self.offer(registrar, NAME, primitive, self.bind)
 
     def offer(self, registrar: Registrar, name: str, primitive: Primitive, bind: Callable[[Request], BoundPrimitive]) -> None:
-        layouts = () if primitive in (Primitive.MERGE_STATES, Primitive.QUANTIZE_PER_TENSOR) else ("bf16", "fp8_ds_mla")
+        without = (Primitive.MERGE_STATES, Primitive.QUANTIZE_PER_TENSOR, Primitive.INDEXER_LOGITS)
+        layouts = () if primitive in without else ("bf16", "fp8_ds_mla")
         support = Support(source="a test", device_types=("cpu",), kv_layouts=layouts, graph=False)
         registrar.add(Implementation(name, primitive, support, bind, check=self.check, preference=10))
 

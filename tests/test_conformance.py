@@ -120,6 +120,13 @@ FAULTS = [
     ("multiplies dead parts by 0", (P.MERGE_STATES,), "dead_some", "got nan"),
     ("truncates", (P.QUANTIZE_PER_TENSOR,), "plain rows", "x_q["),
     ("divides by zero", (P.QUANTIZE_PER_TENSOR,), "zeros", "scale"),
+    ("no relu", (P.INDEXER_LOGITS,), "prefill !table_holes", "out["),
+    ("relu after the weights", (P.INDEXER_LOGITS,), "decode !table_holes", "out["),
+    ("looks ahead", (P.INDEXER_LOGITS,), "prefill !narrow !table_holes", "expected -inf"),
+    ("leaves the unseen", (P.INDEXER_LOGITS,), "wide prefill", "expected -inf"),
+    ("scores tokens of nobody", (P.INDEXER_LOGITS,), "tail2 prefill !narrow", "expected -inf"),
+    ("believes the table", (P.INDEXER_LOGITS,), "table_holes prefill !narrow", "expected -inf"),
+    ("ignores the block stride", (P.INDEXER_LOGITS,), "strided prefill !table_holes", "got nan"),
 ]
 
 

@@ -224,3 +224,19 @@ def test_merging_parts_is_attending_to_all_keys():
     torch.testing.assert_close(lse, whole_lse, rtol=1e-13, atol=0)
     out, lse = oracle.merge_states(nothing[0], nothing[1])
     assert (out == 0).all() and (lse == -math.inf).all()
+
+
+def test_indexer_logits_by_hand():
+    """Two tokens at positions 1 and 2 of a request whose blocks of two lie in the order 1, 0; a third of nobody."""
+    keys = torch.zeros(2, 2, 128, dtype=torch.bfloat16)
+    keys[1, 0, 0], keys[1, 1, 0], keys[0, 0, 0], keys[0, 1, 0] = 1.0, -1.0, 2.0, torch.nan
+    q = torch.zeros(3, 2, 128, dtype=torch.bfloat16)
+    q[:, 0, 0], q[:, 1, 0] = 1.0, -3.0
+    weights = torch.tensor([[1.0, 10.0], [-1.0, 10.0], [1.0, 1.0]])
+    start, length, table = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2], [3], [[1, 0]]))
+    got = oracle.indexer_logits(q, weights, keys, start, length, table, out=torch.empty(3, 4))
+    inf = math.inf
+    assert got.tolist() == [[1.0, 30.0, -inf, -inf], [-1.0, 30.0, -2.0, -inf], [-inf] * 4]
+    table[0, 1] = 2
+    got = oracle.indexer_logits(q, weights, keys, start, length, table, out=torch.empty(3, 2))
+    assert got.tolist() == [[1.0, 30.0], [-1.0, 30.0], [-inf] * 2]

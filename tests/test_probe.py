@@ -606,3 +606,51 @@ def test_results_wait_on_the_cpu_by_name():
     call = case.make(torch.device("cpu"))
     results = collect_results(CONVERT, call, RIGHT[CONVERT](*call.args.values(), **call.kwargs))
     assert isinstance(results, dict) and list(results) == ["indices", "counts"]
+
+
+# The indexer's scores
+
+INDEXER = Primitive.INDEXER_LOGITS
+
+
+def scores(fault: str) -> Kernel:
+    """The reference's rows, made anew from its arguments with one thing wrong."""
+
+    def kernel(q, weights, index_cache, query_start_loc, seq_lens, block_table, *, out):
+        if fault == "weights before the relu":
+            return reference.indexer_logits(q, weights.abs(), index_cache, query_start_loc, seq_lens, block_table, out=out)
+        if fault == "no relu":  # x = relu(x) - relu(-x)
+            call = (weights, index_cache, query_start_loc, seq_lens, block_table)
+            negative = reference.indexer_logits(-q, *call, out=torch.empty_like(out))
+            return reference.indexer_logits(q, *call, out=out).sub_(negative.nan_to_num(neginf=0.0))
+        if fault == "looks ahead":
+            last = query_start_loc.clone()
+            for request in range(len(seq_lens)):
+                for token in range(int(last[request]), int(last[request + 1])):
+                    row = torch.tensor([0, 1], dtype=torch.int32)
+                    one = slice(token, token + 1)
+                    here = slice(request, request + 1)
+                    reference.indexer_logits(
+                        q[one], weights[one], index_cache, row, seq_lens[here], block_table[here], out=out[one]
+                    )
+            out[int(last[-1]) :] = -torch.inf
+            return out
+        reference.indexer_logits(q, weights, index_cache, query_start_loc, seq_lens, block_table, out=out)
+        return out.nan_to_num_(neginf=0.0)
+
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("fault", "symptom"),
+    [
+        ("no relu", "below 0 though no weight is: it looks as if the ReLU were missing"),
+        ("weights before the relu", "the logit of position"),
+        ("looks ahead", "expected -inf"),
+        ("zeros for what is not seen", "is 0, expected -inf"),
+    ],
+)
+def test_wrong_scores_are_rejected_by_their_symptom(fault: str, symptom: str):
+    report = probe(candidate(INDEXER, scores(fault), kv_layouts=()))
+    assert not report.ok and symptom in symptoms(report)
+    assert ("ReLU" in symptoms(report)) == (fault == "no relu")

@@ -48,6 +48,8 @@ BREACHES = {
     "dot, an accumulator": "x = tl.dot(tl.load(x_ptr), tl.load(x_ptr), tl.zeros([16, 16], tl.float32))",
     "dot": "x = tl.dot(tl.load(x_ptr), tl.load(x_ptr), input_precision='ieee')",
     "dot, four operands": "x = tl.dot(tl.load(x_ptr), tl.load(x_ptr), tl.zeros([16, 16], tl.float32), 'ieee')",
+    "shapes": "x = tl.full([], 0, tl.int64)",
+    "shapes, by name": "x = tl.zeros(shape=(), dtype=tl.int64)",
     "integers": "x = stride.to(tl.int64)",
     "integers, in a branch": "if stride == 1:\n        x = tl.load(x_ptr)",
 }
@@ -93,14 +95,14 @@ def test_a_mark_on_no_argument_is_found():
 def test_configurations_suit_warps_of_64_and_the_least_dot(arch):
     """Axes of a dot are 16 at least, bytes of shared memory 48 KiB at most where more is not known, threads 1024 at most."""
     from mla_portable_triton.attention_configs import attention_config
-    from mla_portable_triton.kernels import cache_write, convert_indices, gather_upconvert, quantize_per_tensor
+    from mla_portable_triton.kernels import cache_write, convert_indices, gather_upconvert, indexer_logits, quantize_per_tensor
     from mla_portable_triton.kernels.config import config_for
 
     for layout in ("bf16", "fp8_ds_mla"):
         for heads in (1, 16, 64, 128):
             config = attention_config(arch, layout, heads)
             assert min(config.block_h, config.block_n) >= 16 and config.num_warps * 64 <= 1024
-    for kernel in (cache_write, convert_indices, gather_upconvert, quantize_per_tensor):
+    for kernel in (cache_write, convert_indices, gather_upconvert, indexer_logits, quantize_per_tensor):
         assert config_for(kernel.CONFIGS, arch).num_warps * 64 <= 1024
 
 

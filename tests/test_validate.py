@@ -116,6 +116,15 @@ def good(primitive: str) -> Arguments:
         },
         "merge_states": lambda: {"outs": zeros(3, T, H, 16), "lses": zeros(3, T, H, dtype=torch.float32)},
         "quantize_per_tensor": lambda: {"x": zeros(T, H), "dtype": torch.float8_e4m3fn},
+        "indexer_logits": lambda: {
+            "q": zeros(T, H, 128),
+            "weights": zeros(T, H, dtype=torch.float32),
+            "index_cache": zeros(BLOCKS, BLOCK, 128),
+            "query_start_loc": zeros(P + 1, dtype=INT32),
+            "seq_lens": zeros(P, dtype=INT32),
+            "block_table": zeros(P, 7, dtype=INT32),
+            "out": zeros(T, 99, dtype=torch.float32),
+        },
     }[primitive]()
 
 
@@ -292,6 +301,15 @@ BAD = [
     ("merge_states", "lse of other axes", "lses", f32(3, H, T), f"[3, {H}, {T}]", f"[3, {T}, {H}]"),
     ("merge_states", "bf16 lse", "lses", bf16(3, T, H), "bfloat16", "float32"),
     ("merge_states", "lse on a GPU", "lses", on_a_gpu(3, T, H, dtype=torch.float32), "cuda", "cpu"),
+    ("indexer_logits", "a head of another size", "q", bf16(T, H, 64), f"[{T}, {H}, 64]", f"[{T}, {H}, 128]"),
+    ("indexer_logits", "no heads", "q", bf16(T, 0, 128), f"[{T}, 0, 128]", "H of at least 1"),
+    ("indexer_logits", "bf16 weights", "weights", bf16(T, H), "bfloat16", "float32"),
+    ("indexer_logits", "an FP8 cache", "index_cache", u8(BLOCKS, BLOCK, 132), "uint8", "bfloat16"),
+    ("indexer_logits", "rows apart", "index_cache", bf16(BLOCKS, BLOCK, 256)[..., :128], "strides", "whole rows"),
+    ("indexer_logits", "an empty block", "index_cache", bf16(BLOCKS, 0, 128), "block_size 0", "at least 1"),
+    ("indexer_logits", "one start a request", "query_start_loc", i32(P), f"[{P}]", f"[{P + 1}]"),
+    ("indexer_logits", "long lengths", "seq_lens", zeros(P, dtype=torch.int64), "int64", "int32"),
+    ("indexer_logits", "bf16 results", "out", bf16(T, 99), "bfloat16", "float32"),
     ("quantize_per_tensor", "integers", "x", i32(T, H), "int32", "bfloat16"),
     ("quantize_per_tensor", "a number", "x", 1.0, "float", "a tensor"),
     ("quantize_per_tensor", "a wide type", "dtype", BF16, "bfloat16", "float8_e4m3fn"),
@@ -408,6 +426,9 @@ GOOD = [
     ("sparse_prefill", "an empty workspace", with_(kv=bf16(0, 576))),
     ("sparse_prefill", "no tokens", with_(**NO_TOKENS)),
     ("merge_states", "two axes", with_(outs=bf16(3, 16), lses=f32(3))),
+    ("indexer_logits", "blocks apart", with_(index_cache=bf16(BLOCKS, 2 * BLOCK, 128)[:, :BLOCK])),
+    ("indexer_logits", "wider rows", with_(out=torch.zeros(T, 120)[:, :99])),
+    ("indexer_logits", "no requests", with_(query_start_loc=i32(1), seq_lens=i32(0), block_table=i32(0, 7))),
     ("quantize_per_tensor", "nothing", with_(x=bf16(0))),
     ("quantize_per_tensor", "e5m2", with_(dtype=torch.float8_e5m2)),
 ]

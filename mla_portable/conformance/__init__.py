@@ -12,8 +12,8 @@
 
 from mla_portable.conformance.cases import Case, cases_for
 from mla_portable.conformance.params import LEVELS
-from mla_portable.conformance.report import CaseResult, Report, Unavailable, Worst
-from mla_portable.conformance.runner import Progress, run_case, run_suite
+from mla_portable.conformance.report import CaseResult, Progress, Report, Unavailable, Worst
+from mla_portable.conformance.runner import run_case, run_suite
 from mla_portable.conformance.tolerances import TOLERANCES, Tolerance, tolerance, tolerance_table_markdown
 
 __all__ = [

@@ -14,6 +14,7 @@ from mla_portable.conformance.attention_cases import attention_params
 from mla_portable.conformance.cache_write import cache_write_params
 from mla_portable.conformance.convert_indices import convert_indices_params
 from mla_portable.conformance.gather_upconvert import gather_upconvert_params
+from mla_portable.conformance.indexer_logits import indexer_logits_params
 from mla_portable.conformance.inputs import seed_of
 from mla_portable.conformance.merge_states import merge_states_params
 from mla_portable.conformance.params import LEVELS, Params
@@ -31,6 +32,7 @@ _GENERATORS: Final[dict[Primitive, Callable[[Implementation, DeviceFacts, str], 
     Primitive.SPARSE_PREFILL: attention_params,
     Primitive.MERGE_STATES: merge_states_params,
     Primitive.QUANTIZE_PER_TENSOR: quantize_per_tensor_params,
+    Primitive.INDEXER_LOGITS: indexer_logits_params,
 }
 
 

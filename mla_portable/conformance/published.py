@@ -7,6 +7,7 @@ convert_indices   req, table and positions of InfiniCore's test of sparse-attent
 attention         the shapes of InfiniCore's test of FP8 sparse MLA (test/infiniop/fp8_sparse_mla.py): 2 tokens, 2 heads, 70
                   indices into 80 cached tokens, scale 0.04, lengths 5 and 70, a -1 and an index past the cache among them.
                   Its values are random; here they are drawn from the case's own seed.
+indexer_logits    the shapes of the first of these tests: one request of 4 tokens and no context, 64 heads, blocks of 64.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.conformance.compare import Finding, attributes, close, same_bits
+from mla_portable.conformance.indexer_logits import IndexerLogitsParams
 from mla_portable.conformance.inputs import cached_rows, generator, paged
 from mla_portable.conformance.params import Params, accepted, storages
 from mla_portable.conformance.problem import Guarded, Problem, Stage
@@ -192,6 +194,9 @@ def published_params(implementation: Implementation, facts: DeviceFacts, level: 
         return
     if implementation.primitive is Primitive.CONVERT_INDICES:
         yield from (PublishedConvert(part=part) for part in _CONVERT_PARTS)
+        return
+    if implementation.primitive is Primitive.INDEXER_LOGITS:
+        yield IndexerLogitsParams(heads=64, block_size=64, batch="published")
         return
     kinds = {Primitive.SPARSE_DECODE: PublishedDecode, Primitive.SPARSE_PREFILL: PublishedPrefill}
     kind = kinds.get(implementation.primitive)

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from mla_portable.conformance.cases import Case
 from mla_portable.contracts import DeviceFacts, Primitive, Reason
 
-__all__ = ["CaseResult", "Report", "Unavailable", "Worst"]
+__all__ = ["CaseResult", "Progress", "Report", "Unavailable", "Worst"]
 
 Status = Literal["passed", "failed", "error"]
 
@@ -50,6 +50,10 @@ class CaseResult:
         }
 
 
+Progress = Callable[[int, int, CaseResult], None]
+"""Called after each case with (cases done, cases in all, its result)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Unavailable:
     """An implementation that was not run, because it does not claim this device or does not work on it."""
@@ -77,7 +81,7 @@ class Report:
 
     Attributes:
         backend, level: as asked. device: where. versions: (name, version) of what may matter.
-        results: in the order they ran. unavailable: implementations of the backend that no case was run for.
+        results: in the order of the cases. unavailable: implementations of the backend that no case was run for.
     """
 
     backend: str

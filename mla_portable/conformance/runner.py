@@ -6,7 +6,8 @@ from __future__ import annotations
 import platform
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -14,18 +15,26 @@ from torch import Tensor
 
 from mla_portable.conformance.cases import Case, cases_for
 from mla_portable.conformance.compare import Finding, same_bits
+from mla_portable.conformance.parallel import run_in_processes
 from mla_portable.conformance.poison import poisoned
 from mla_portable.conformance.problem import Problem
-from mla_portable.conformance.report import CaseResult, Report, Unavailable
-from mla_portable.contracts import BoundPrimitive, DeviceFacts, Implementation, Primitive, Reason, UnknownBackend
+from mla_portable.conformance.report import CaseResult, Progress, Report, Unavailable
+from mla_portable.contracts import (
+    BoundPrimitive,
+    DeviceFacts,
+    Implementation,
+    InvalidArgument,
+    Primitive,
+    Reason,
+    UnknownBackend,
+)
+from mla_portable.registry import get_registry
+from mla_portable.registry.facts import resolve_device
 
-__all__ = ["Progress", "SuiteRegistry", "run_case", "run_suite"]
+__all__ = ["SuiteRegistry", "run_case", "run_suite"]
 
 WARM_UP_CALLS = 2
 """Calls on a side stream before a graph is captured, so that nothing compiles or initialises during the capture."""
-
-Progress = Callable[[int, int, CaseResult], None]
-"""Called after each case with (cases done, cases in all, its result)."""
 
 
 class SuiteRegistry(Protocol):
@@ -129,6 +138,7 @@ def run_suite(
     level: str = "quick",
     primitives: Collection[Primitive] | None = None,
     match: str = "",
+    jobs: int = 1,
     progress: Progress | None = None,
 ) -> Report:
     """Run the suite on everything a backend registered.
@@ -136,13 +146,20 @@ def run_suite(
     Args:
         registry: the process's registry, or a test's own.
         backend: "triton", or one implementation, "triton.portable".
-        device: where to run. level: "smoke", "quick" or "full" (`cases_for`).
+        device: where to run, the current GPU where it has no index. level: "smoke", "quick" or "full" (`cases_for`).
         primitives: only these; None means all. match: only cases whose id contains this.
+        jobs: worker processes on that device; 1 runs all cases in this one. Workers load the installed plugins, so more than
+            one needs the process's registry.
         progress: called after each case.
     Returns: a report; a failing case does not raise.
-    Raises: UnknownBackend when nothing of that name is registered; InvalidArgument for an unknown level.
+    Raises: UnknownBackend when nothing of that name is registered; InvalidArgument for an unknown level, impossible
+            jobs or a device that is not here.
     """
-    where = torch.device(device)
+    where = resolve_device(device)
+    if jobs < 1:
+        raise InvalidArgument("conform", "jobs", got=jobs, expected="1 or more")
+    if jobs > 1 and registry is not get_registry():
+        raise InvalidArgument("conform", "jobs", got=jobs, expected="1 for a registry that a worker process cannot build")
     chosen = [i for i in registry.implementations() if backend in (i.name, i.backend)]
     if not chosen:
         names = sorted({name for i in registry.implementations() for name in (i.backend, i.name)})
@@ -160,11 +177,15 @@ def run_suite(
             continue
         cases = cases_for(implementation, facts, level)
         work += [(implementation, case) for case in cases if match in case.id]
-    results: list[CaseResult] = []
-    for implementation, case in work:
-        results.append(_bind_and_run(implementation, case, where))
-        if progress is not None:
-            progress(len(results), len(work), results[-1])
+    if jobs > 1:
+        results = run_in_processes(_run_installed, [case for _, case in work], where, jobs=jobs, progress=progress)
+    else:
+        results = []
+        with torch.cuda.device(where) if where.type == "cuda" else nullcontext():
+            for implementation, case in work:
+                results.append(_bind_and_run(implementation, case, where))
+                if progress is not None:
+                    progress(len(results), len(work), results[-1])
     return Report(backend, level, facts, _versions(facts), tuple(results), tuple(unavailable))
 
 
@@ -188,6 +209,12 @@ def _bind_and_run(implementation: Implementation, case: Case, device: torch.devi
     except Exception as error:
         return CaseResult(case, "error", {}, {}, f"bind: {_describe(error)}", time.perf_counter() - start)
     return run_case(case, bound, device)
+
+
+def _run_installed(case: Case, device: torch.device) -> CaseResult:
+    """In a worker process: the case's implementation is found by its name."""
+    found = get_registry().implementations(case.primitive)
+    return _bind_and_run(next(i for i in found if i.name == case.implementation), case, device)
 
 
 def _versions(facts: DeviceFacts) -> tuple[tuple[str, str], ...]:

@@ -25,6 +25,7 @@ __all__ = [
     "E4M3_MAX",
     "FP8_DS_MLA",
     "HEAD_SIZE",
+    "INDEX_HEAD_SIZE",
     "KV_LORA_RANK",
     "LAYOUTS",
     "QK_ROPE_HEAD_DIM",
@@ -40,6 +41,8 @@ __all__ = [
 KV_LORA_RANK: Final = 512
 QK_ROPE_HEAD_DIM: Final = 64
 HEAD_SIZE: Final = KV_LORA_RANK + QK_ROPE_HEAD_DIM
+INDEX_HEAD_SIZE: Final = 128
+"""Of the indexer's queries and keys."""
 SCALE_GROUP: Final = 128
 """Latent values that share a float32 scale."""
 NUM_SCALES: Final = KV_LORA_RANK // SCALE_GROUP

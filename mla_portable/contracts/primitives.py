@@ -2,13 +2,14 @@
 """The primitives: names, signatures and their one meaning, whatever a vendor does inside.
 
 Axes: T tokens, H query heads of this rank, K top-k width, N cache slots, R requests, P prefill requests, W workspace
-rows, B x S decode rows (S query tokens for each of B batch rows). A slot is block * block_size + offset.
+rows, N logits of a row, B x S decode rows (S query tokens for each of B batch rows). A slot is block * block_size + offset.
 
 - An index that is negative, or out of range for the block table or the cache, is absent: `-1` on output, contributes
   nothing on input. Duplicates count each time.
 - `lengths`, where given, says that only the first `lengths[t]` entries of row t are read (clamped to [0, K]).
 - lse is the natural logarithm of the sum over valid entries of exp(softmax_scale * q.k), without the sink. A row with
   no valid entry has out = 0 and lse = -inf. `attn_sink` [H] float32 multiplies out by exp(lse) / (exp(lse) + exp(sink)).
+- indexer_logits: what a token does not see has the score -inf, so that a top-k never prefers it.
 - NaN in rows that no index names never reaches an output.
 - Addresses are 64-bit. Any block size, any stride between blocks, any K.
 - With `out` (and `lse_out`, `schedule`) given: no allocation, no host synchronisation, safe to capture in a CUDA graph.
@@ -32,6 +33,7 @@ __all__ = [
     "CacheWrite",
     "ConvertIndices",
     "GatherUpconvert",
+    "IndexerLogits",
     "MergeStates",
     "Primitive",
     "QuantizePerTensor",
@@ -50,6 +52,7 @@ class Primitive(str, Enum):
     SPARSE_PREFILL = "sparse_prefill"
     MERGE_STATES = "merge_states"
     QUANTIZE_PER_TENSOR = "quantize_per_tensor"
+    INDEXER_LOGITS = "indexer_logits"
 
     def __str__(self) -> str:
         return self.value
@@ -164,6 +167,29 @@ class QuantizePerTensor(Protocol):
     """One scale for a tensor: x ~= x_q * scale, scale = max(amax(|x|), 1e-10) / max(dtype), a 0-d float32 tensor."""
 
     def __call__(self, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]: ...
+
+
+class IndexerLogits(Protocol):
+    """How much each query token wants each cached token of its request: what the top-k is taken of.
+
+    q [T, H, 128] bf16 and weights [T, H] float32, of the indexer's own heads; index_cache [blocks, block_size, 128] bf16;
+    query_start_loc [R + 1] int32, ascending from 0; seq_lens [R] int32, its token i of n stands at position
+    seq_lens - n + i; block_table [R, columns] int32. A length is taken as at most columns * block_size.
+    Returns out [T, N] float32: out[t, s] = sum_h weights[t, h] * max(q[t, h] . k[s], 0) for positions s up to the token's
+    own. All else is -inf: later positions, those without a block in the cache, and tokens past query_start_loc[R].
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        index_cache: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        *,
+        out: Tensor,
+    ) -> Tensor: ...
 
 
 BoundPrimitive = Callable[..., Any]

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts.errors import PlanMismatch
-from mla_portable.contracts.layouts import BF16, HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM, SCALE_FORMATS, layout_of
+from mla_portable.contracts.layouts import (
+    BF16,
+    HEAD_SIZE,
+    INDEX_HEAD_SIZE,
+    KV_LORA_RANK,
+    QK_ROPE_HEAD_DIM,
+    SCALE_FORMATS,
+    layout_of,
+)
 from mla_portable.contracts.rules import (
     check_cache,
     check_count,
@@ -32,6 +40,7 @@ __all__ = [
     "check_schedule",
     "convert_indices",
     "gather_upconvert",
+    "indexer_logits",
     "merge_states",
     "quantize_per_tensor",
     "sparse_decode",
@@ -294,3 +303,47 @@ def quantize_per_tensor(x: Tensor, dtype: torch.dtype) -> None:
         refuse(where, "x", x.dtype, "torch.bfloat16, torch.float16 or torch.float32")
     if dtype not in QUANTIZED_DTYPES:
         refuse(where, "dtype", dtype, " or ".join(map(str, QUANTIZED_DTYPES)))
+
+
+def indexer_logits(
+    q: Tensor,
+    weights: Tensor,
+    index_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    out: Tensor,
+) -> tuple[int, int]:
+    """Returns (H, block_size)."""
+    where, int32, axes = "indexer_logits", torch.int32, "[blocks, block_size, 128]"
+    num_tokens, num_heads, _ = shape_of(where, "q", q, 3, "[T, H, 128]")
+    device = q.get_device()
+    check_tensor(where, "q", q, torch.bfloat16, (num_tokens, num_heads, INDEX_HEAD_SIZE), device, "[T, H, 128]")
+    if num_heads < 1:
+        refuse(where, "q", f"shape {list(q.shape)}", "[T, H, 128] with H of at least 1")
+    check_tensor(where, "weights", weights, torch.float32, (num_tokens, num_heads), device, "[T, H]")
+    blocks, block_size, _ = shape_of(where, "index_cache", index_cache, 3, axes)
+    check_tensor(where, "index_cache", index_cache, torch.bfloat16, (blocks, block_size, INDEX_HEAD_SIZE), device, axes)
+    if block_size < 1:
+        refuse(where, "index_cache", f"block_size {block_size}", "a block of at least 1 token")
+    block_stride, row_stride, _ = index_cache.stride()
+    length = block_size * INDEX_HEAD_SIZE
+    if (row_stride != INDEX_HEAD_SIZE and block_size > 1) or (block_stride < length and blocks > 1):
+        limit = f"[{length} or more, {INDEX_HEAD_SIZE}, 1]: whole rows, one after the other within a block"
+        refuse(where, "index_cache", f"strides {list(index_cache.stride())}", limit, "Slice the cache by blocks only.")
+    num_reqs, columns = shape_of(where, "block_table", block_table, 2, "[R, columns]")
+    check_tensor(where, "query_start_loc", query_start_loc, int32, (num_reqs + 1,), device, "[R + 1]")
+    check_tensor(where, "seq_lens", seq_lens, int32, (num_reqs,), device, "[R]")
+    check_tensor(where, "block_table", block_table, int32, (num_reqs, columns), device, "[R, columns]")
+    width = shape_of(where, "out", out, 2, "[T, N]")[1]
+    check_tensor(where, "out", out, torch.float32, (num_tokens, width), device, "[T, N]")
+    read = {
+        "q": q,
+        "weights": weights,
+        "index_cache": index_cache,
+        "query_start_loc": query_start_loc,
+        "seq_lens": seq_lens,
+        "block_table": block_table,
+    }
+    check_disjoint(where, {"out": out}, read)
+    return num_heads, block_size

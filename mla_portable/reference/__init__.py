@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from mla_portable.contracts import LAYOUTS, BoundPrimitive, Implementation, Primitive, Registrar, Request, Support, hookimpl
 from mla_portable.reference.attention import chunk_bytes, sparse_decode, sparse_prefill
 from mla_portable.reference.cache import cache_write, gather_upconvert
+from mla_portable.reference.indexer import indexer_logits
 from mla_portable.reference.indices import convert_indices
 from mla_portable.reference.merge import merge_states
 from mla_portable.reference.quantize import quantize_per_tensor
@@ -21,6 +22,7 @@ __all__ = [
     "cache_write",
     "convert_indices",
     "gather_upconvert",
+    "indexer_logits",
     "merge_states",
     "mla_portable_register",
     "quantize_per_tensor",
@@ -43,6 +45,7 @@ _PRIMITIVES: Final[dict[Primitive, tuple[BoundPrimitive, tuple[str, ...], tuple[
     Primitive.SPARSE_PREFILL: (sparse_prefill, _CACHED, ("mla_portable.reference.attention", _ROWS, _LAYOUT)),
     Primitive.MERGE_STATES: (merge_states, (), ("mla_portable.reference.merge",)),
     Primitive.QUANTIZE_PER_TENSOR: (quantize_per_tensor, (), ("mla_portable.reference.quantize",)),
+    Primitive.INDEXER_LOGITS: (indexer_logits, (), ("mla_portable.reference.indexer",)),
 }
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
         CacheWrite,
         ConvertIndices,
         GatherUpconvert,
+        IndexerLogits,
         MergeStates,
         QuantizePerTensor,
         SparseDecode,
@@ -59,7 +63,7 @@ if TYPE_CHECKING:
     # the type checker holds each function against its Protocol here
     _cache: tuple[CacheWrite, GatherUpconvert, ConvertIndices] = (cache_write, gather_upconvert, convert_indices)
     _attention: tuple[SparseDecode, SparsePrefill] = (sparse_decode, sparse_prefill)
-    _rest: tuple[MergeStates, QuantizePerTensor] = (merge_states, quantize_per_tensor)
+    _rest: tuple[MergeStates, QuantizePerTensor, IndexerLogits] = (merge_states, quantize_per_tensor, indexer_logits)
 
 
 def _bind_to(function: BoundPrimitive) -> Callable[[Request], BoundPrimitive]:

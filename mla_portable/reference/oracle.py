@@ -22,6 +22,7 @@ __all__ = [
     "cache_write",
     "convert_indices",
     "gather_upconvert",
+    "indexer_logits",
     "merge_states",
     "quantize_per_tensor",
     "sparse_decode",
@@ -276,3 +277,36 @@ def quantize_per_tensor(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> 
     least = float(torch.tensor(1e-10, dtype=torch.float32))
     scale = _float32(torch.tensor(max(amax, least) / _CODES[dtype][-1], dtype=torch.float64))
     return _nearest_code(_float32(values / scale), dtype).view(dtype), scale.to(torch.float32)
+
+
+def indexer_logits(
+    q: Tensor,
+    weights: Tensor,
+    index_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    *,
+    out: Tensor,
+) -> Tensor:
+    """[T, N] float64; of `out` only the shape is looked at."""
+    queries, factors = q.detach().cpu().double(), weights.detach().cpu().double()
+    cache, table = index_cache.detach().cpu(), block_table.cpu()
+    num_blocks, block_size, _ = cache.shape
+    logits = torch.full(tuple(out.shape), -math.inf, dtype=torch.float64)
+    starts = query_start_loc.tolist()
+    for request, length in enumerate(seq_lens.tolist()):
+        last = min(max(length, 0), table.shape[1] * block_size) - 1  # position of the request's last token
+        for token in range(starts[request], starts[request + 1]):
+            own = last - (starts[request + 1] - 1 - token)
+            for column in range(-(-(own + 1) // block_size)):
+                block = int(table[request, column])
+                if not 0 <= block < num_blocks:
+                    continue
+                keys = cache[block].double()  # [block_size, 128]
+                value = (factors[token][:, None] * (queries[token] @ keys.T).clamp(min=0)).sum(dim=0)
+                begin = column * block_size
+                end = min(begin + block_size, own + 1, logits.shape[1])
+                if end > begin:
+                    logits[token, begin:end] = value[: end - begin]
+    return logits

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judging the answer to a tiny problem: the first thing that is wrong with it, in words that name the symptom.
 
-Indices and bytes are exact; attention is within 2 % of the largest expected value, which no rounding of bf16 or e4m3 inputs
-reaches and every wrong meaning (a wrong base, a lost scale, an index read wrongly) exceeds.
+Indices and bytes are exact; attention and logits are within 2 % of the largest expected value, which no rounding of bf16 or
+e4m3 inputs reaches and every wrong meaning (a wrong base, a lost scale, an index read wrongly) exceeds.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ RESULTS: Final[dict[Primitive, tuple[str, ...]]] = {
     Primitive.SPARSE_PREFILL: ("out", "lse"),
     Primitive.MERGE_STATES: ("out", "lse"),
     Primitive.QUANTIZE_PER_TENSOR: ("x_q", "scale"),
+    Primitive.INDEXER_LOGITS: ("out",),
 }
 """What each primitive returns, by name."""
 RELATIVE: Final = 2e-2
-"""Of the largest expected magnitude, for attention."""
+"""Of the largest expected magnitude, for attention and logits."""
 LN2: Final = math.log(2.0)
 
 Results = dict[str, Tensor]
@@ -98,6 +99,8 @@ def mismatch(primitive: Primitive, call: Call, got: Results, want: Results) -> t
         return _attention_mismatch(call, got, want)
     if primitive is Primitive.QUANTIZE_PER_TENSOR:
         return _quantised_mismatch(got, want)
+    if primitive is Primitive.INDEXER_LOGITS:
+        return _logits_mismatch(call, got["out"].double(), want["out"].double())
     for name, expected in want.items():
         where = _first_difference(got[name], expected)
         if where is not None:
@@ -208,3 +211,20 @@ def _quantised_mismatch(got: Results, want: Results) -> tuple[str, str] | None:
         value, wanted = float(got["x_q"][row, column].float()), float(want["x_q"][row, column].float())
         return f"x_q is {value:g}, expected {wanted:g}", f"row {row}, column {column}"
     return None
+
+
+def _logits_mismatch(call: Call, got: Tensor, want: Tensor) -> tuple[str, str] | None:
+    """Who sees what first, then the values: without the ReLU they are negative where no weight is."""
+    unseen, largest = want == -math.inf, float(want[want != -math.inf].abs().max())
+    wrong = torch.where(unseen, got != want, ~((got - want).abs() <= RELATIVE * largest))
+    if not wrong.any():
+        return None
+    row, position = map(int, wrong.nonzero()[0])
+    value, expected = float(got[row, position]), float(want[row, position])
+    hint = ""
+    below = ~unseen & wrong & (got < 0) & (call.args["weights"] >= 0).all(dim=1, keepdim=True)
+    if below.any():
+        row, position = map(int, below.nonzero()[0])
+        value, expected = float(got[row, position]), float(want[row, position])
+        hint = " (below 0 though no weight is: it looks as if the ReLU were missing)"
+    return f"the logit of position {position} is {value:g}, expected {expected:g}{hint}", f"row {row}"

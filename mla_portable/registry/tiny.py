@@ -20,6 +20,7 @@ from mla_portable.contracts import (
     BF16,
     FP8_DS_MLA,
     HEAD_SIZE,
+    INDEX_HEAD_SIZE,
     KV_LORA_RANK,
     QK_ROPE_HEAD_DIM,
     DeviceFacts,
@@ -330,7 +331,39 @@ def _quantize_per_tensor(request: Request, support: Support, sizes: _Sizes) -> I
     yield TinyCase("odd size", request, make)
 
 
-_WITHOUT_CACHE: Final = (Primitive.CONVERT_INDICES, Primitive.MERGE_STATES, Primitive.QUANTIZE_PER_TENSOR)
+def _indexer_logits(request: Request, support: Support, sizes: _Sizes) -> Iterator[TinyCase]:
+    """A request of three tokens with an absent block, one of one token, one token of nobody; unused keys are NaN.
+
+    The weights of the first two tokens are positive, so that their logits can only be negative without the ReLU; those of
+    the third are negative.
+    """
+    size, heads = sizes.block_size, sizes.heads
+    request = request.but(num_heads=heads, block_size=size, rows=5)
+
+    def make(device: torch.device) -> Call:
+        generator = _generator(request, "ragged")
+        cache = torch.full((sizes.num_blocks, size, INDEX_HEAD_SIZE), float("nan"), dtype=torch.bfloat16)
+        tail = min(3, size)  # keys of the first request's last block
+        cache[2], cache[0, :tail], cache[1, 0] = (_normal(generator, n, INDEX_HEAD_SIZE) for n in (size, tail, 1))
+        weights = _normal(generator, 5, heads, dtype=torch.float32).bfloat16().float()  # some ops take bf16 ones
+        weights[:2], weights[2] = weights[:2].abs(), -weights[2].abs()
+        args = {
+            "q": _normal(generator, 5, heads, INDEX_HEAD_SIZE).to(device),
+            "weights": weights.to(device),
+            "index_cache": _with_slack(cache, device, float("nan"))[0],
+            "query_start_loc": _int32([0, 3, 4]).to(device),
+            "seq_lens": _int32([2 * size + tail, 1]).to(device),
+            "block_table": _int32([[2, -1, 0], [1, 0, 0]]).to(device),
+        }
+        out = torch.full((5, 3 * size), 7.0, device=device)
+        return Call(args, {"out": out}, written=frozenset({"out"}))
+
+    yield TinyCase("ragged", request, make)
+
+
+_WITHOUT_CACHE: Final = (
+    Primitive.CONVERT_INDICES, Primitive.MERGE_STATES, Primitive.QUANTIZE_PER_TENSOR, Primitive.INDEXER_LOGITS,
+)  # fmt: skip
 _FAMILIES: Final[dict[Primitive, Callable[[Request, Support, _Sizes], Iterator[TinyCase]]]] = {
     Primitive.CACHE_WRITE: _cache_write,
     Primitive.CONVERT_INDICES: _convert_indices,
@@ -339,4 +372,5 @@ _FAMILIES: Final[dict[Primitive, Callable[[Request, Support, _Sizes], Iterator[T
     Primitive.SPARSE_PREFILL: _attention,
     Primitive.MERGE_STATES: _merge_states,
     Primitive.QUANTIZE_PER_TENSOR: _quantize_per_tensor,
+    Primitive.INDEXER_LOGITS: _indexer_logits,
 }

@@ -82,6 +82,18 @@ def lse_in_base_2(table_dtype):
     return op
 
 
+def wants_larger_blocks(table_dtype):
+    """As a kernel for engines' block sizes alone: a row of slots is no block table for it."""
+    right = ops.paged_mla(table_dtype, knows_lse=False)
+
+    def op(output, query, kv_cache, scale, block_tables, context_lens, max_context_len, use_cuda_graph=False):
+        if kv_cache.shape[1] % 16:
+            raise RuntimeError(f"block_size {kv_cache.shape[1]} is not supported")
+        return right(output, query, kv_cache, scale, block_tables, context_lens, max_context_len)
+
+    return op
+
+
 def lse_missing(table_dtype):
     right = ops.paged_mla(table_dtype, knows_lse=True)
 
@@ -115,6 +127,24 @@ def convert_forgets_the_workspace(req_id, block_table, token_indices, block_size
 def concat_writes_skipped(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale):
     """Skips nothing: -1 is the last slot."""
     kv_cache.view(-1, 576)[slot_mapping] = torch.cat([kv_c, k_pe], -1)
+
+
+def logits_without_relu(q, cu_q, cu_kv, cache, block_table, weights, logits_out, max_q, max_kv, max_ctx):
+    lens = (max_q, max_kv, max_ctx)
+    ops.mqa_logits("faulty", q, cu_q, cu_kv, cache, block_table, weights, logits_out, lens, relu=False)
+
+
+def logits_in_a_twin(q, cu_q, cu_kv, cache, block_table, weights, logits_out, max_q, max_kv, max_ctx):
+    """As for a block size without a kernel."""
+    lens = (max_q, max_kv, max_ctx)
+    ops.ref_dsa_indexer_mqa_logits_with_blocks(q, cu_q, cu_kv, cache, block_table, weights, logits_out, lens)
+
+
+def logits_half_written(q, cu_q, cu_kv, cache, block_table, weights, logits_out, max_q, max_kv, max_ctx):
+    whole = torch.empty_like(logits_out)
+    ops.compute_block_sparse_mqa_logits_perf(q, cu_q, cu_kv, cache, block_table, weights, whole, max_q, max_kv, max_ctx)
+    logits_out.fill_(math.nan)
+    logits_out[:, : max_ctx // 4] = whole[:, : max_ctx // 4]
 
 
 def gather_forgets_the_scales(src, dst, block_table, workspace_starts, batch_size, seq_starts=None):

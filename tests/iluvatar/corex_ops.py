@@ -261,3 +261,70 @@ def cp_gather_split(src, dst_ckv, dst_kpe, block_table, seq_lens, workspace_star
     both = gather_rows(op, src, block_table, seq_lens.tolist(), workspace_starts.tolist(), dst_ckv.shape[0])
     dst_ckv.copy_(both[:, :512])
     dst_kpe.copy_(both[:, 512:])
+
+
+def mqa_logits(op: str, q, cu_seqlens_q, cu_seqlens_kv, kv_cache, block_table, weights, logits, lens, *, relu=True) -> None:
+    """Fill what each token sees of logits [T, max_context_len]; the rest stays as it is. Lengths are Python integers."""
+    tokens, heads, _ = q.shape
+    requests = block_table.shape[0]
+    max_q_len, max_kv_len, max_context_len = lens
+    need(op, "q", q, torch.bfloat16, (None, 64, 128))
+    need(op, "cu_seqlens_q", cu_seqlens_q, torch.int32, (requests + 1,))
+    need(op, "cu_seqlens_kv", cu_seqlens_kv, torch.int32, (requests + 1,))
+    need(op, "kv_cache", kv_cache, torch.bfloat16, (None, None, 128))
+    need(op, "block_table", block_table, torch.int32, (requests, None))
+    need(op, "weights", weights, torch.bfloat16, (tokens, heads))
+    need(op, "logits", logits, torch.float32, (tokens, max_context_len))
+    if not all(isinstance(length, int) and length > 0 for length in lens):
+        raise TypeError(f"{op}: lengths must be positive integers")
+    ends_q, ends_kv = cu_seqlens_q.tolist(), cu_seqlens_kv.tolist()
+    if ends_q[0] or ends_kv[0] or ends_q[-1] != tokens:
+        raise RuntimeError(f"{op}: running sums that do not begin at 0 or end elsewhere than the tokens")
+    size = kv_cache.shape[1]
+    for request in range(requests):
+        first, last = ends_q[request], ends_q[request + 1]
+        length = ends_kv[request + 1] - ends_kv[request]
+        if length < max(1, last - first) or length > max_kv_len or last - first > max_q_len:
+            raise RuntimeError(f"{op}: a request of {last - first} tokens and length {length}")
+        position = torch.arange(length)
+        blocks = block_table[request, position // size].long()
+        if bool((blocks < 0).any()) or bool((blocks >= kv_cache.shape[0]).any()):
+            raise RuntimeError(f"{op}: a block past the cache")
+        keys = kv_cache[blocks, position % size].float()
+        scores = q[first:last].float() @ keys.T  # [n, H, length]
+        values = torch.einsum("th,thl->tl", weights[first:last].float(), scores.relu() if relu else scores)
+        sees = position <= length - (last - first) + torch.arange(last - first)[:, None]
+        logits[first:last, :length] = torch.where(sees, values, logits[first:last, :length])
+
+
+def compute_block_sparse_mqa_logits_perf(q, cu_q, cu_kv, cache, block_table, weights, logits_out, max_q, max_kv, max_ctx):
+    op = "compute_block_sparse_mqa_logits"
+    if cache.shape[1] not in (16, 32, 64):
+        raise RuntimeError(f"{op}: no kernel for blocks of {cache.shape[1]}")
+    mqa_logits(op, q, cu_q, cu_kv, cache, block_table, weights, logits_out, (max_q, max_kv, max_ctx))
+
+
+def ref_dsa_indexer_mqa_logits_with_blocks(*arguments):
+    mqa_logits("dsa_indexer_mqa_logits_with_blocks", *arguments)
+
+
+def dsa_indexer_mqa_logits_with_blocks(
+    q,
+    cu_seqlens_q,
+    cu_seqlens_kv,
+    kv_cache,
+    block_table,
+    weights,
+    logits=None,
+    max_q_len=None,
+    max_kv_len=None,
+    max_context_len=None,
+):
+    if logits is None:
+        logits = torch.full((q.shape[0], max_context_len), float("nan"))
+    lens = (max_q_len, max_kv_len, max_context_len)
+    run = ref_dsa_indexer_mqa_logits_with_blocks
+    if kv_cache.shape[1] in (16, 32, 64):
+        run = lambda *arguments: mqa_logits("dsa_indexer_mqa_logits_with_blocks", *arguments)  # noqa: E731
+    run(q, cu_seqlens_q, cu_seqlens_kv, kv_cache, block_table, weights, logits, lens)
+    return logits

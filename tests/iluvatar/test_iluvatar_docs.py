@@ -21,6 +21,7 @@ QUESTIONS = {
     "overflow": ("int32 overflow", "576"),
     "graphs": ("Graph safety",),
     "FP8 of the TG series": ("FP8", "TG series"),
+    "the indexer": ("indexer", "heads than 64", "longest query"),
     "the newest plugin": ("vllm-iluvatar 0.27.1",),
 }
 

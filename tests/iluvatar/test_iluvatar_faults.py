@@ -7,14 +7,17 @@ import corex_faults as faults
 import corex_ops as ops
 import pytest
 import torch
-from corex_machine import BI_V150, COREX_42, COREX_45, installed, registry
+from corex_machine import BI_V150, COREX_32, COREX_42, COREX_45, installed, registry
 
 from mla_portable.contracts import Primitive, Request, UnsupportedRequest
+from mla_portable.reference import oracle
 
 V2 = "ixtriturbo._C:ops.flash_mla_sparse_v2"
+LOGITS = next(place for place in COREX_45 if "mqa_logits_perf" in place)
 MAP_PREFILL = next(place for place in COREX_45 if "map_prefill" in place)
 CONCAT = "ixformer.inference.functions:vllm_concat_and_cache_mla"
 GATHER = "vllm._custom_ops:cp_gather_and_upconvert_fp8_kv_cache"
+PAGED_32 = "ixformer.functions:vllm_paged_attention_mla"
 PAGED = "ixformer.inference.functions:vllm_paged_attention_mla"
 PREFILL = Request(Primitive.SPARSE_PREFILL, BI_V150, kv_layout="bf16", num_heads=16, topk=128)
 V2_VARIANTS = ["flash_mla_sparse_v2", "flash_mla_sparse_v2_h64", "flash_mla_sparse_v2_sink"]
@@ -104,6 +107,29 @@ def test_an_lse_that_does_not_come_is_said():
     assert any("instead of (out, lse)" in given for _, given in found)
 
 
+def test_a_dense_op_that_takes_no_blocks_of_one_token_says_so_and_is_passed_over():
+    with installed({**COREX_32, PAGED_32: faults.wants_larger_blocks(torch.int64)}):
+        machine = registry()
+        found = reasons_against(machine, "paged_mla_functions_i64", Primitive.SPARSE_DECODE)
+        chosen, _ = machine.select(Request(Primitive.SPARSE_DECODE, BI_V150, kv_layout="bf16", num_heads=16, topk=128))
+    assert any("block_size 1 is not supported" in given for _, given in found), found
+    assert chosen.name == "reference.torch"
+
+
+def test_a_topk_that_covers_the_context_is_the_dense_op_exactly():
+    """Every slot of the context, in the order of a top-k: dense attention over blocks of one token."""
+    cache, q = torch.randn(4, 16, 576).bfloat16(), torch.randn(2, 1, 16, 576).bfloat16()
+    rows = [torch.randperm(64)[:count] for count in (50, 64)]
+    indices = torch.stack([torch.nn.functional.pad(row, (0, 64 - len(row)), value=-1) for row in rows]).to(torch.int32)
+    want, want_lse = oracle.sparse_decode(q, cache, indices[:, None], softmax_scale=0.05)
+    request = Request(Primitive.SPARSE_DECODE, BI_V150, kv_layout="bf16", num_heads=16, topk=64, lse=True)
+    with installed(COREX_42):
+        machine = registry()
+        assert machine.select(request)[0].name == "iluvatar.paged_mla_inference_i32_lse"
+        got, lse = machine.bind(request)(q, cache, indices[:, None], softmax_scale=0.05)
+    assert (got.double() - want).abs().max() < 0.01 * want.abs().max() and torch.allclose(lse.double(), want_lse, atol=1e-4)
+
+
 def test_the_wrong_dtype_of_a_block_table_leaves_the_other():
     with installed({**COREX_42, PAGED: ops.paged_mla(torch.int64, knows_lse=True)}):
         chosen, _ = registry().select(PREFILL.but(lse=True))
@@ -128,6 +154,27 @@ def test_a_convert_that_forgets_the_workspace_is_rejected():
 def test_an_absent_position_that_becomes_a_slot_is_absent_again():
     with installed({**COREX_45, MAP_PREFILL: faults.convert_gives_absent_a_slot}):
         assert reasons_against(registry(), "map_prefill", Primitive.CONVERT_INDICES) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "subject", "symptom"),
+    [
+        (faults.logits_without_relu, "probe", "it looks as if the ReLU were missing"),
+        (faults.logits_in_a_twin, "speed", "runs ref_dsa_indexer_mqa_logits_with_blocks"),
+        (faults.logits_half_written, "probe", "is nan, expected"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_faulty_scores_are_rejected_by_their_symptom_and_the_next_op_serves(fault, subject, symptom):
+    request = Request(Primitive.INDEXER_LOGITS, BI_V150, num_heads=64, block_size=64)
+    with installed({**COREX_45, LOGITS: fault}):
+        machine = registry()
+        found = reasons_against(machine, "block_sparse_logits", Primitive.INDEXER_LOGITS)
+        assert machine.select(request)[0].name == "iluvatar.dsa_indexer_logits"
+        with pytest.raises(UnsupportedRequest) as refused:
+            machine.select(request, backend="iluvatar.block_sparse_logits")
+    assert any(of == subject and symptom in given for of, given in found), found
+    assert symptom in str(refused.value) and "never falls back" in str(refused.value)
 
 
 def test_a_cache_write_that_skips_nothing_is_rejected():

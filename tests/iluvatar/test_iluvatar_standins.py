@@ -13,11 +13,12 @@ from mla_portable.contracts import Primitive, Request
 SERVED = {
     "corex 3.2": {"concat_mla_functions", "paged_mla_functions_i64"},
     "corex 4.2": {
-        "concat_mla_inference", "dsa_convert", "fork_sparse_prefill", "fork_sparse_prefill_lse", "gather_seq_lens",
-        "paged_mla_inference_i32", "paged_mla_inference_i32_lse",
+        "concat_mla_inference", "dsa_convert", "dsa_indexer_logits", "fork_sparse_prefill", "fork_sparse_prefill_lse",
+        "gather_seq_lens", "paged_mla_inference_i32", "paged_mla_inference_i32_lse",
     },
     "corex 4.5": {
-        "concat_mla_inference", "ds4_sparse_fwd", "ds4_sparse_fwd_sink", "ds4_with_kvcache", "flash_mla_sparse_v2",
+        "block_sparse_logits", "concat_mla_inference", "ds4_sparse_fwd", "ds4_sparse_fwd_sink", "ds4_with_kvcache",
+        "dsa_indexer_logits", "flash_mla_sparse_v2",
         "flash_mla_sparse_v2_h64", "flash_mla_sparse_v2_lse", "flash_mla_sparse_v2_sink", "gather_implied", "map_decode",
         "map_prefill", "sparse_flash_attn",
     },
@@ -26,10 +27,12 @@ CHOSEN = {
     "corex 3.2": {"cache_write": "concat_mla_functions", "sparse_prefill": "paged_mla_functions_i64"},
     "corex 4.2": {
         "cache_write": "concat_mla_inference", "convert_indices": "dsa_convert", "gather_upconvert": "gather_seq_lens",
+        "indexer_logits": "dsa_indexer_logits",
         "sparse_decode": "fork_sparse_prefill", "sparse_prefill": "fork_sparse_prefill",
     },
     "corex 4.5": {
         "cache_write": "concat_mla_inference", "convert_indices": "map_prefill", "gather_upconvert": "gather_implied",
+        "indexer_logits": "block_sparse_logits",
         "sparse_decode": "flash_mla_sparse_v2", "sparse_prefill": "flash_mla_sparse_v2",
     },
 }  # fmt: skip
@@ -37,6 +40,8 @@ THOROUGH = [
     ("corex 4.2", "dsa_convert"),
     ("corex 4.2", "gather_seq_lens"),
     ("corex 4.2", "paged_mla_inference_i32_lse"),
+    ("corex 4.2", "dsa_indexer_logits"),
+    ("corex 4.5", "block_sparse_logits"),
     ("corex 4.5", "concat_mla_inference"),
     ("corex 4.5", "map_prefill"),
     ("corex 4.5", "gather_implied"),
@@ -62,7 +67,7 @@ def test_each_adapter_passes_the_quick_suite(generation, variant):
 
 
 def request_for(primitive: str, **fields) -> Request:
-    layout = {"gather_upconvert": "fp8_ds_mla", "convert_indices": None}.get(primitive, "bf16")
+    layout = {"gather_upconvert": "fp8_ds_mla", "convert_indices": None, "indexer_logits": None}.get(primitive, "bf16")
     return Request(Primitive(primitive), BI_V150, kv_layout=layout, **fields)
 
 

@@ -64,6 +64,59 @@ def test_without_lse_the_ops_out_is_all_there_is(machine):
     assert decision.verdict.part("prefill").decision.chosen == "iluvatar.flash_mla_sparse_v2"
 
 
+def route_with_triton(spec):
+    """The machine with Triton beside the vendor's ops, and the route of a layer on it."""
+    import mla_portable_triton
+    from mla_portable.attention.demand import Demand
+    from mla_portable.attention.routes import choose_route
+
+    machine = registry(("triton", mla_portable_triton))
+    demand = Demand(machine, None)
+    return choose_route(spec, BI_V150, demand.decide, demand.schedule_kind)
+
+
+@pytest.mark.parametrize("need_lse", [False, True])
+def test_where_triton_runs_it_decodes_on_the_fp8_cache(need_lse):
+    """A gather of every context for every token is what a device does that has no other way."""
+    from mla_portable.attention import AttentionSpec
+
+    sizes = {"num_heads": 16, "softmax_scale": 0.1, "max_num_tokens": 8, "max_num_reqs": 2, "max_model_len": 99}
+    with installed(NEWEST):
+        decision = route_with_triton(AttentionSpec(**sizes, need_lse=need_lse))
+    parts = {part.role: part.decision.chosen for part in decision.verdict.parts}
+    if need_lse:  # the portable kernel gives out and lse in one pass, and prefills on the cache itself
+        assert decision.chosen == "direct" and parts["decode"] == parts["prefill"] == "triton.portable"
+    else:
+        assert decision.chosen == "split"
+        assert parts == {
+            "convert": "iluvatar.map_prefill",
+            "decode": "triton.portable",
+            "prefill": "iluvatar.flash_mla_sparse_v2",
+            "gather": "triton.portable",
+        }
+    upconvert = next(verdict for verdict in decision.verdicts if verdict.route == "upconvert")
+    assert upconvert.can_run and upconvert.cost > 2 * decision.verdict.cost
+    assert "every step gathers every context" in str(upconvert)
+
+
+def test_where_triton_cannot_run_the_upconvert_route_serves(monkeypatch):
+    """As on a CPU without the interpreter: every installed plugin is there, and says why it is out."""
+    import mla_portable_nvidia
+    import mla_portable_triton
+
+    monkeypatch.setattr("mla_portable_triton.support.interpreter_is_on", lambda: False)
+    with installed(NEWEST):
+        machine = registry(("triton", mla_portable_triton), ("nvidia", mla_portable_nvidia))
+        report = command(machine, "run", "--device", "cpu", *STEP)
+        answer = command(machine, "explain", "sparse_decode", "--device", "cpu", "--heads", "16", "--topk", "64", "--no-lse")
+    assert report["ok"] and report["route"] == "upconvert"
+    on_route = {row["primitive"]: row["implementation"] for row in report["primitives"] if row["on_route"]}
+    assert on_route["sparse_prefill"] == "iluvatar.flash_mla_sparse_v2_lse"
+    assert on_route["gather_upconvert"] == "iluvatar.gather_implied"
+    reasons = {c["implementation"]: {r["subject"] for r in c["reasons"]} for c in answer["candidates"]}
+    assert "device type" in reasons["triton.portable"] and "kv_layout" in reasons["iluvatar.flash_mla_sparse_v2"]
+
+
 def test_a_bf16_step_is_the_vendors_throughout(machine):
     shape = StepShape(num_heads=16, topk=64, decodes=3, prefills=2, prefill_tokens=6, context=150, kv_layout="bf16")
     report = run_step(shape, device=CPU, registry=machine, repeat=1, check_rows=0)

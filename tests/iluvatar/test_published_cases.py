@@ -12,7 +12,8 @@ from mla_portable.contracts import Primitive
 from mla_portable.reference import oracle
 
 CPU = torch.device("cpu")
-PRIMITIVES = (Primitive.CONVERT_INDICES, Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL)
+PRIMITIVES = (Primitive.CONVERT_INDICES, Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL, Primitive.INDEXER_LOGITS)
+COUNTS = {Primitive.CONVERT_INDICES: 2, Primitive.INDEXER_LOGITS: 1}
 
 
 def published(implementation, facts):
@@ -24,7 +25,7 @@ def test_the_reference_passes_them(primitive):
     machine = registry()
     (implementation,) = (i for i in machine.implementations(primitive) if i.name == "reference.torch")
     cases = published(implementation, machine.facts("cpu"))
-    assert len(cases) == (2 if primitive is Primitive.CONVERT_INDICES else 6)  # two formats and bf16, lengths or not
+    assert len(cases) == COUNTS.get(primitive, 6)  # of attention: two formats and bf16, lengths or not
     for case in cases:
         result = run_case(case, implementation.bind(case.request), CPU)
         assert result.status == "passed", result.message
@@ -57,6 +58,19 @@ def reads_holes(solve):
     return attend
 
 
+def test_the_published_lengths_are_what_compacting_counts():
+    from mla_portable_iluvatar.rows import pick
+
+    picked = pick(torch.tensor([[1, 2, -1, -1], [3, 4, 5, -1]], dtype=torch.int32), num_slots=6, lengths=None)
+    assert picked.lens.tolist() == [2, 3] and picked.slots[:, :4].tolist() == [[1, 2, -1, -1], [3, 4, 5, -1]]
+
+
+def scores_without_relu(q, weights, index_cache, *rest, out):
+    want = oracle.indexer_logits(q, weights, index_cache, *rest, out=out)
+    negative = oracle.indexer_logits(-q, weights, index_cache, *rest, out=out)
+    return out.copy_(want - negative.nan_to_num(neginf=0.0))
+
+
 @pytest.mark.parametrize("primitive", PRIMITIVES)
 def test_they_catch_what_they_are_for(primitive):
     machine = registry()
@@ -65,6 +79,7 @@ def test_they_catch_what_they_are_for(primitive):
         Primitive.CONVERT_INDICES: wrong_slots,
         Primitive.SPARSE_DECODE: reads_holes(oracle.sparse_decode),
         Primitive.SPARSE_PREFILL: reads_holes(oracle.sparse_prefill),
+        Primitive.INDEXER_LOGITS: scores_without_relu,
     }[primitive]
     for case in published(implementation, machine.facts("cpu")):
         assert run_case(case, wrong, CPU).status == "failed", case.id

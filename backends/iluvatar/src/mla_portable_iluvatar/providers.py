@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 
 from mla_portable.contracts import BoundPrimitive, Primitive, Support
-from mla_portable_iluvatar import attention, cache, conventions, convert, gather
+from mla_portable_iluvatar import attention, cache, conventions, convert, gather, indexer
 from mla_portable_iluvatar.attention import SparseOp
 from mla_portable_iluvatar.native import Trial
 from mla_portable_iluvatar.resolve import Place
@@ -142,6 +142,19 @@ def _gather(variant: str, place: Place, convention: gather.GatherConvention, pre
     )
 
 
+def _indexer(variant: str, place: Place, convention: indexer.IndexerConvention, preference: float, source: str) -> Provider:
+    limits: dict[str, Any] = {"num_heads": (_INDEXER_HEADS,), "block_sizes": _INDEXER_BLOCKS}
+    return Provider(
+        variant=variant,
+        place=place,
+        preference=preference,
+        support={Primitive.INDEXER_LOGITS: _support(source, **limits)},
+        bind=lambda op, _: indexer.bind_indexer_logits(op, convention),
+        trial=lambda op, device: indexer.indexer_trial(op, convention, _INDEXER_HEADS, device),
+        sources=_modules("indexer"),
+    )
+
+
 def _custom(op: str) -> Place:
     """The third generation's layout: a package per op, and vllm imported before any of them."""
     return Place(f"vllm_iluvatar.custom_kernels.{op}.perf_impl", f"{op}_perf", before=("vllm",))
@@ -156,9 +169,14 @@ _PAGED: Final = "vllm_paged_attention_mla"
 _GATHER: Final = "cp_gather_and_upconvert_fp8_kv_cache"
 _INFINICORE: Final = "InfiniCore 2cec6ce6, iluvatar_vendor_adaptor: types of the compiled ops"
 _VENDOR_IMAGE: Final = "call sites of vllm-iluvatar 0.1.0 (ixformer 0.7.0, CoreX 4.5.0); known at head size 512 only"
+_INDEXER_CALL: Final = "vllm-iluvatar 0.1.0, ilu_sparse_attn_indexer: call site"
 _FORK: Final = "Iluvatar's changes to vLLM 0.17, flashmla_sparse: call site"
 _PYTHON_LAYER: Final = "signatures of ixformer's Python layer, CoreX 4.2 and 4.3"
 
+_INDEXER_HEADS: Final = 64
+"""The only number publicly tested (InfiniCore, test/infinicore/ops/dsa.py), and that of DeepSeek-V3.2."""
+_INDEXER_BLOCKS: Final = (16, 32, 64)
+"""Those with a kernel; for others the older op falls to its twin (a comment in vllm-iluvatar 0.1.0)."""
 _INT32, _INT64 = torch.int32, torch.int64
 
 
@@ -206,6 +224,12 @@ PROVIDERS: Final[tuple[Provider, ...]] = (
     # writing a bf16 cache
     _cache_write("concat_mla_inference", Place("ixformer.inference.functions", "vllm_concat_and_cache_mla"), 10, _PYTHON_LAYER),
     _cache_write("concat_mla_functions", Place("ixformer.functions", "vllm_concat_and_cache_mla"), 11, _PYTHON_LAYER),
+    # the indexer's scores
+    _indexer("block_sparse_logits", _custom("compute_block_sparse_mqa_logits"), indexer.block_sparse, 10, _INFINICORE),
+    _indexer(
+        "dsa_indexer_logits", Place("ixformer.inference.functions", "dsa_indexer_mqa_logits_with_blocks"), indexer.dsa_indexer,
+        11, _INDEXER_CALL,
+    ),
     # reading an FP8 cache: below the portable kernels, for where those cannot run
     _gather(
         "gather_seq_lens",

@@ -66,7 +66,6 @@ def convert_indices_kernel(
     has_table = (req_id >= 0) & (req_id < num_reqs)
     to_workspace = False
     has_workspace = False
-    first_row = tl.full([], 0, tl.int64)
     last_index = last_slot
     if PREFILL:
         prefill_id = tl.load(prefill_id_ptr + token)  # int32
@@ -76,7 +75,7 @@ def convert_indices_kernel(
         first_row = tl.load(prefill_start_ptr + prefill_id, mask=has_workspace, other=0).to(tl.int64)
         last_index = tl.where(to_workspace, _INT32_MAX, last_slot)
 
-    count = tl.full([], 0, tl.int32)
+    count = 0
     for begin in range(0, TOPK, BLOCK_K):
         k = begin + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         in_row = k < TOPK  # [BLOCK_K]

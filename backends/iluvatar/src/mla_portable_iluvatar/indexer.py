@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""indexer_logits through the vendor's block-wise MQA logits, which know bf16 keys, bf16 weights and lengths as running sums.
+
+The ops score positions of a request into columns of its tokens' rows. What they leave where a token sees nothing is nowhere
+stated, so that is -inf afterwards whatever it was; a block that is not there is read as block 0 and its scores replaced.
+Tokens of nobody are handed over as one more request, and no request has less context than tokens. Which longest query and
+context an op wants to be told is known to the device alone, so it is told bounds that the host knows: all tokens, and all
+that the table holds. It allocates, so no graph safety is claimed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import INDEX_HEAD_SIZE
+from mla_portable_iluvatar.native import Trial
+
+__all__ = ["IndexerConvention", "LogitsArguments", "bind_indexer_logits", "block_sparse", "dsa_indexer", "indexer_trial"]
+
+TRIAL_REQUESTS: Final = 16
+TRIAL_TOKENS: Final = 2
+"""Of each request."""
+TRIAL_BLOCK: Final = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitsArguments:
+    """What the ops take, contiguous.
+
+    logits [T, width] float32, to be written; q [T, H, 128] bf16; ends_q, ends_kv [R' + 1] int32, running sums of tokens
+    and lengths from 0; cache [blocks, block_size, 128] bf16; table [R', columns] int32; weights [T, H] bf16.
+    """
+
+    logits: Tensor
+    q: Tensor
+    ends_q: Tensor
+    ends_kv: Tensor
+    cache: Tensor
+    table: Tensor
+    weights: Tensor
+
+
+IndexerConvention = Callable[[Callable[..., Any], LogitsArguments], Tensor]
+"""Calls the op; returns the logits [T, width], which need not be the tensor that was given."""
+
+
+def dsa_indexer(op: Callable[..., Any], a: LogitsArguments) -> Tensor:
+    """(q, cu_seqlens_q, cu_seqlens_kv, kv_cache, block_table, weights, logits=, max_q_len=, ..): returns the logits."""
+    width = a.logits.shape[1]
+    returned = op(
+        a.q, a.ends_q, a.ends_kv, a.cache, a.table, a.weights,
+        logits=a.logits, max_q_len=a.q.shape[0], max_kv_len=width, max_context_len=width,
+    )  # fmt: skip
+    return returned if isinstance(returned, Tensor) else a.logits
+
+
+def block_sparse(op: Callable[..., Any], a: LogitsArguments) -> Tensor:
+    """The same by position, with the logits before the three lengths: writes them."""
+    width = a.logits.shape[1]
+    op(a.q, a.ends_q, a.ends_kv, a.cache, a.table, a.weights, a.logits, a.q.shape[0], width, width)
+    return a.logits
+
+
+def bind_indexer_logits(op: Callable[..., Any], convention: IndexerConvention) -> Callable[..., Tensor]:
+    """indexer_logits through `op`; weights are rounded to bf16."""
+
+    def indexer_logits(
+        q: Tensor,
+        weights: Tensor,
+        index_cache: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        *,
+        out: Tensor,
+    ) -> Tensor:
+        num_blocks, block_size, _ = index_cache.shape
+        num_reqs, columns = block_table.shape
+        num_tokens, capacity = q.shape[0], columns * block_size
+        out.fill_(-math.inf)
+        if 0 in (num_tokens, num_reqs, num_blocks, capacity, out.shape[1]):
+            return out
+        lengths = seq_lens.clamp(0, capacity)
+        present = (block_table >= 0) & (block_table < num_blocks)  # [R, columns]
+        pad = torch.nn.functional.pad
+        ends_q = pad(query_start_loc, (0, 1), value=num_tokens)  # [R + 2]: the last request has the tokens of nobody
+        told = pad(lengths, (0, 1)).maximum(ends_q.diff()).clamp(1, capacity)
+        logits = convention(
+            op,
+            LogitsArguments(
+                q.new_empty((num_tokens, capacity), dtype=torch.float32),
+                q.contiguous(),
+                ends_q,
+                pad(told.cumsum(0, dtype=torch.int32), (1, 0)),
+                index_cache.contiguous(),
+                pad(torch.where(present, block_table, 0), (0, 0, 0, 1)),
+                weights.to(torch.bfloat16).contiguous(),
+            ),
+        )
+        token = torch.arange(num_tokens, device=q.device)
+        ends = query_start_loc[1:].contiguous()
+        request = torch.searchsorted(ends, token, right=True)  # [T], num_reqs where the token is nobody's
+        owner = request.clamp(max=num_reqs - 1)
+        own = torch.where(request < num_reqs, lengths[owner] - (ends[owner] - token), -1)  # [T] position of each token
+        width = min(capacity, out.shape[1])
+        position = torch.arange(width, device=q.device)
+        seen = (position <= own.unsqueeze(1)) & present[owner][:, position // block_size]
+        out[:, :width] = torch.where(seen, logits[:, :width], -math.inf)
+        return out
+
+    return indexer_logits
+
+
+def indexer_trial(op: Callable[..., Any], convention: IndexerConvention, heads: int, device: torch.device) -> Trial:
+    """A problem on which a loop over requests or tokens shows."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = TRIAL_REQUESTS * TRIAL_TOKENS
+    q = torch.randn((tokens, heads, INDEX_HEAD_SIZE), generator=generator).bfloat16().to(device)
+    weights = torch.randn((tokens, heads), generator=generator).to(device)
+    cache = torch.randn((TRIAL_REQUESTS, TRIAL_BLOCK, INDEX_HEAD_SIZE), generator=generator).bfloat16().to(device)
+    table = torch.arange(TRIAL_REQUESTS, dtype=torch.int32).view(-1, 1).to(device)
+    starts = (TRIAL_TOKENS * torch.arange(TRIAL_REQUESTS + 1, dtype=torch.int32)).to(device)
+    lengths = torch.full((TRIAL_REQUESTS,), TRIAL_BLOCK, dtype=torch.int32, device=device)
+    out = torch.empty((tokens, TRIAL_BLOCK), dtype=torch.float32, device=device)
+    bound = bind_indexer_logits(op, convention)
+
+    def plain() -> Tensor:
+        rows = q.float().view(TRIAL_REQUESTS, -1, INDEX_HEAD_SIZE)  # [R, tokens * H, 128]
+        scores = torch.bmm(rows, cache[table[:, 0].long()].float().transpose(1, 2)).relu()
+        weighted = scores.view(tokens, heads, TRIAL_BLOCK) * weights.unsqueeze(-1)
+        own = TRIAL_BLOCK - TRIAL_TOKENS + torch.arange(tokens, device=device) % TRIAL_TOKENS
+        return weighted.sum(1).masked_fill(torch.arange(TRIAL_BLOCK, device=device) > own.unsqueeze(1), -math.inf)
+
+    return Trial(lambda: bound(q, weights, cache, starts, lengths, table, out=out), plain, device)

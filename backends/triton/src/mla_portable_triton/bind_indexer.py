@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""indexer_logits bound to its kernel."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mla_portable.contracts import IndexerLogits, Request
+from mla_portable_triton.kernels import indexer_logits as indexer_logits_kernel
+from mla_portable_triton.kernels.config import config_for
+from mla_portable_triton.support import interpreter_is_on
+
+__all__ = ["bind_indexer_logits"]
+
+
+def bind_indexer_logits(request: Request) -> IndexerLogits:
+    """indexer_logits for any number of heads; graph-safe."""
+    config = config_for(indexer_logits_kernel.CONFIGS, request.device.arch)
+    bf16_native = not interpreter_is_on()
+
+    def indexer_logits(
+        q: Tensor,
+        weights: Tensor,
+        index_cache: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        *,
+        out: Tensor,
+    ) -> Tensor:
+        indexer_logits_kernel.launch(
+            out,
+            q,
+            weights,
+            index_cache,
+            query_start_loc,
+            seq_lens,
+            block_table,
+            bf16_native=bf16_native,
+            config=config,
+        )
+        return out
+
+    return indexer_logits
