@@ -2,11 +2,12 @@
 """Run something and append what came of it to capability/evidence.
 
     python ci/record_evidence.py compiled [--all] [PLUGIN ...]      every plugin that compiles ahead of time
-    python ci/record_evidence.py conform BACKEND [--device D] [--level L] [--all]
+    python ci/record_evidence.py conform BACKEND [--device D] [--level L] [--jobs N] [--all]
+    python ci/record_evidence.py bench TIMES [--out FILE]          what `mla-portable bench kernels --out TIMES` timed
     python ci/record_evidence.py add FILE                          records that were made on another machine
 
-`conform --out FILE` writes the records to a file instead, where the device's machine has no git; `add` then binds them to the
-commit whose sources have their hashes.
+`--out FILE` writes the records to a file instead, where the device's machine has no git; `add` then binds them to the commit
+whose sources have their hashes. A benchmark counts beside a passed conformance run of the same sources only.
 
 What is already proven for today's sources is not run again, unless --all says so. A run on a device (a CPU that runs the core's
 own code is one) is recorded only from a tree without uncommitted changes.
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 
+from mla_portable.matrix.benchmarks import benchmark_records
 from mla_portable.matrix.claims import Declarations
 from mla_portable.matrix.collect import COMPILER, collect_declarations
 from mla_portable.matrix.evidence import append_evidence
@@ -76,7 +78,7 @@ def compiled(options: argparse.Namespace) -> int:
     proven = good(records, "compiled")
     failed = 0
     for module in dict.fromkeys(claim.module for claim in declared.claims if claim.targets):
-        claims = [claim for claim in declared.claims if claim.module == module]
+        claims = [claim for claim in declared.claims if claim.module == module and claim.targets]
         if options.plugin and claims[0].plugin not in options.plugin:
             continue
         missing = [
@@ -133,7 +135,12 @@ def conform(options: argparse.Namespace) -> int:
         print(f"{options.backend}: a run on {facts} needs a tree without uncommitted changes: commit, then run this again")
         return 1
     report = run_suite(
-        get_registry(), options.backend, device=device, level=options.level, primitives=[Primitive(each) for each in todo]
+        get_registry(),
+        options.backend,
+        device=device,
+        level=options.level,
+        primitives=[Primitive(each) for each in todo],
+        jobs=options.jobs,
     )
     for bad in (result for result in report.results if result.status != "passed"):
         print(f"{bad.status} {bad.case.id}: {bad.message}")
@@ -174,10 +181,30 @@ def driver(device: torch.device) -> str | None:
     raise SystemExit("the driver's version is needed for evidence, and neither nvidia-smi, amdgpu nor ixsmi tells it")
 
 
+def bench(options: argparse.Namespace) -> int:
+    from mla_portable.bench.kernel_records import read_lines
+
+    records, declared = read()
+    made, left_out = benchmark_records(read_lines(options.times), declared, records.profiles, origin_of(ROOT, ""))
+    for why in left_out:
+        print(f"left out: {why}")
+    if not made:
+        raise SystemExit(f"{options.times}: no line is evidence; time kernels beside their rivals, on a device with a profile")
+    if options.out is not None:
+        write_unbound(options.out, made)
+        print(f"{len(made)} records written to {options.out}")
+        return 0
+    return append_bound([{**record, "commit": None, "dirty": True} for record in made], records)
+
+
 def add(options: argparse.Namespace) -> int:
     records, _ = read()
+    return append_bound([json.loads(line) for line in options.file.read_text(encoding="utf-8").splitlines()], records)
+
+
+def append_bound(made: list[dict[str, Any]], records: Records) -> int:
+    """Append records to the files of their devices; those of no commit yet are bound to this tree's. Raises: SystemExit."""
     origin = origin_of(ROOT, "")
-    made = [json.loads(line) for line in options.file.read_text(encoding="utf-8").splitlines()]
     for record in made:
         if record["commit"] is None:
             bind(record, records, origin)
@@ -215,7 +242,12 @@ def main() -> int:
     command.add_argument("backend")
     command.add_argument("--device")
     command.add_argument("--level", default="quick", choices=("quick", "full"))
+    command.add_argument("--jobs", type=int, default=1)
     command.add_argument("--all", action="store_true")
+    command.add_argument("--out", type=Path)
+    command = commands.add_parser("bench")
+    command.set_defaults(run=bench)
+    command.add_argument("times", type=Path)
     command.add_argument("--out", type=Path)
     command = commands.add_parser("add")
     command.set_defaults(run=add)

@@ -86,6 +86,11 @@ def test_request_says_what_the_call_needs(tape):
     mla_portable.cache_write(*tokens, torch.zeros(2, dtype=torch.int64), scale_format="amax")
     workspace = torch.zeros(9, 576).bfloat16()
     mla_portable.gather_upconvert(arguments["kv_cache"], torch.zeros(3, 2, dtype=torch.int32), ids, ids, out=workspace)
+    mla_portable.indexer_logits(
+        torch.zeros(B, 64, 128).bfloat16(), torch.zeros(B, 64), torch.zeros(BLOCKS, BLOCK, 128).bfloat16(),
+        torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32),
+        out=torch.zeros(B, 48),
+    )  # fmt: skip
     asked = [str(request) for request in tape.bound]
     assert asked == [
         "kv_layout=fp8_ds_mla num_heads=4 topk=24 block_size=16 query_len=2 lse=yes attn_sink=yes lengths=yes on CPU",
@@ -94,6 +99,7 @@ def test_request_says_what_the_call_needs(tape):
         "topk=24 block_size=16 compact=yes prefill_workspace=yes on CPU",
         "kv_layout=fp8_ds_mla block_size=16 scale_format=amax on CPU",
         "kv_layout=fp8_ds_mla block_size=16 on CPU",
+        "num_heads=64 block_size=16 on CPU",
     ]
 
 

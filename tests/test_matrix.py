@@ -289,6 +289,16 @@ def test_sound_records_pass_every_gate() -> None:
     assert compiled_as_recorded([compiled()], [compiled()]) == []
 
 
+@pytest.mark.parametrize(
+    ("changed", "compared"), [({}, True), ({"torch": "9"}, True), ({"triton": "9"}, False), ({"cc": "9"}, False)]
+)
+def test_gate_compile_compares_what_the_same_compilers_made(changed: dict[str, str], compared: bool) -> None:
+    known = compiled()
+    more = {"kernels": {name: use | {"registers": use["registers"] + 8} for name, use in known["kernels"].items()}}
+    problems = compiled_as_recorded([known], [known | more | {"versions": known["versions"] | changed}])
+    assert any("registers is" in problem for problem in problems) == compared
+
+
 def test_gate_claims_catches_a_claim_widened_without_evidence() -> None:
     widened = claim(support=SUPPORT | {"max_heads": 256})
     problems = gate_claims(cells(*ALL, claimed=widened), widened)
@@ -518,7 +528,7 @@ def test_notes_and_sources_name_date_and_device() -> None:
     )
     assert "measured: acme.v1 on Acme Big, 2026-11-01" in drawn
     assert "no ahead-of-time target for xy1" in drawn
-    assert "acme: 22 places" in drawn
+    assert "acme: 24 places" in drawn
 
 
 def test_declarations_survive_the_file(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from mla_portable.cli.app import app
 from mla_portable.conformance import run_suite
 from mla_portable.contracts import Implementation, Primitive, Registrar, Request, Support, hookimpl
 from mla_portable.matrix import RecordError, read_records
-from mla_portable.matrix.claims import wider
+from mla_portable.matrix.claims import Declarations, wider
 from mla_portable.matrix.collect import collect_declarations, suite_cases, support_data
 from mla_portable.matrix.evidence import append_evidence, problems_of
 from mla_portable.matrix.gates import untested_claims
 from mla_portable.matrix.generated import differences, generate
-from mla_portable.matrix.hashes import source_hash
+from mla_portable.matrix.hashes import module_file, source_hash
 from mla_portable.matrix.profiles import load_profiles
 from mla_portable.matrix.record import (
     Origin,
@@ -129,13 +130,19 @@ def test_the_core_itself_is_native_on_a_cpu_and_verified_there_alone(folder: Pat
     assert set(mine.values()) == {"declared"}
 
 
+def compiling(*plugins: object) -> Declarations:
+    """Declarations of plugins that compile for sm86."""
+    declared = collect_declarations(registry(*plugins), PROFILES)
+    return Declarations(tuple(replace(claim, targets=("sm86",)) for claim in declared.claims), declared.missing)
+
+
 def line(**changes: Any) -> dict[str, Any]:
     usage = {"shared": 1000, "registers": 40, "spilled": 0, "error": ""}
     return {"arch": "sm86", "label": "add-1", "kernel": "add_kernel", **usage} | changes
 
 
 def test_compiler_output_becomes_evidence(kernel_file: Path) -> None:
-    declared = collect_declarations(registry(Plugin()), PROFILES)
+    declared = compiling(Plugin())
     assert kernels_of(declared.claims[0]) == {"add_kernel": "kernel_of_a_test"}
     module = declared.claims[0].module
     lines = [line(), line(label="add-2", shared=2000, registers=50)]
@@ -143,6 +150,10 @@ def test_compiler_output_becomes_evidence(kernel_file: Path) -> None:
     assert problems_of(record, PROFILES) == []
     assert record["kernels"]["add_kernel"] == {"variants": 2, "shared": 2000, "registers": 50, "spilled": 0}
     assert record["shared_memory_limit"] == 99 << 10
+    (record,) = compiled_records([line(versions={"acmecc": "7.1"})], module, declared, PROFILES, ORIGIN)
+    assert record["versions"]["acmecc"] == "7.1" and "torch" in record["versions"]
+    uncompiled = collect_declarations(registry(Plugin()), PROFILES)
+    assert compiled_records(lines, module, uncompiled, PROFILES, ORIGIN) == []
 
 
 @pytest.mark.parametrize(
@@ -151,7 +162,7 @@ def test_compiler_output_becomes_evidence(kernel_file: Path) -> None:
 )
 def test_what_does_not_fit_or_compile_is_a_failure(kernel_file: Path, folder: Path, spoiled: dict[str, Any], word: str) -> None:
     chosen = registry(Plugin())
-    declared = collect_declarations(chosen, PROFILES)
+    declared = compiling(Plugin())
     (record,) = compiled_records([line(), line(**spoiled)], declared.claims[0].module, declared, PROFILES, ORIGIN)
     assert record["cases"] == {"passed": 1, "failed": 1, "skipped": 0}
     assert word in record["failures"][0]
@@ -162,7 +173,7 @@ def test_what_does_not_fit_or_compile_is_a_failure(kernel_file: Path, folder: Pa
 
 
 def test_a_kernel_that_was_left_out_is_refused(kernel_file: Path) -> None:
-    declared = collect_declarations(registry(Plugin()), PROFILES)
+    declared = compiling(Plugin())
     with pytest.raises(RecordError, match="not compiled: add_kernel"):
         compiled_records([line(kernel="other_kernel")], declared.claims[0].module, declared, PROFILES, ORIGIN)
 
@@ -211,6 +222,28 @@ def test_the_hash_follows_every_byte_and_no_order(kernel_file: Path) -> None:
         source_hash(["mla_portable.nothing_here"])
     with pytest.raises(RecordError, match="not installed"):
         source_hash(["no_such_package.kernel"])
+
+
+def test_a_file_beside_a_package_is_a_source_with_kernels_of_its_own(kernel_file: Path) -> None:
+    device_code = kernel_file.with_name("device code.cu")
+    device_code.write_text("""
+        __device__ int helper(int x) { return x; }
+        extern "C" __global__ void plain(int* to) { *to = helper(1); }
+        extern "C" __global__ void __launch_bounds__(THREADS, 2) bounded(int* to) {}
+    """)
+    name = "kernel_of_a_test:device code.cu"
+    assert module_file(name) == device_code
+    before = source_hash(["kernel_of_a_test", name])
+    assert before == source_hash([name, "kernel_of_a_test"]) != source_hash(["kernel_of_a_test"])
+    declared = compiling(Plugin(("kernel_of_a_test", name)))
+    assert kernels_of(declared.claims[0]) == {"add_kernel": "kernel_of_a_test", "plain": name, "bounded": name}
+    device_code.write_text(device_code.read_text() + " ")
+    assert source_hash(["kernel_of_a_test", name]) != before
+    device_code.unlink()
+    with pytest.raises(RecordError, match=r"file device code.cu of kernel_of_a_test: no such file: .*device code\.cu"):
+        source_hash([name])
+    with pytest.raises(RecordError, match="not installed"):
+        module_file("no_such_package:device code.cu")
 
 
 def test_gate_generated_catches_a_hand_edited_file(folder: Path) -> None:

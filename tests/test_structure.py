@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "api": BASE | {"registry"},
     "attention": BASE | {"planner", "registry", "absorb"},
     "conformance": MIDDLE,
-    "bench": MIDDLE | {"conformance"},
+    "bench": MIDDLE | {"conformance", "matrix"},
     "vllm": MIDDLE,
     "matrix": MIDDLE | {"conformance"},
     "cli": MIDDLE | {"conformance", "bench", "vllm", "matrix"},

@@ -62,8 +62,8 @@ def test_every_kernel_compiles_and_fits(arch: str, records: list[dict[str, Any]]
 
 
 @pytest.mark.parametrize("arch", MACHINE_CODE)
-def test_data_movement_spills_no_registers(arch: str, records: list[dict[str, Any]]) -> None:
-    words = ("cache_write", "convert_indices", "gather_upconvert", "quantize_per_tensor")
+def test_what_is_not_attention_spills_no_registers(arch: str, records: list[dict[str, Any]]) -> None:
+    words = ("cache_write", "convert_indices", "gather_upconvert", "quantize_per_tensor", "indexer_logits")
     spilled = {record["label"]: record["spilled"] for record in records if record["arch"] == arch}
     spilled = {label: count for label, count in spilled.items() if label.startswith(words)}
     assert len(spilled) >= len(words)

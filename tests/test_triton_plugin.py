@@ -88,6 +88,8 @@ def test_support_accepts_what_it_should(primitive: Primitive, offered: dict[Prim
     shapes = {"kv_layout": "fp8_ds_mla", "num_heads": 16, "topk": 100, "block_size": 61, "graph": True}
     if primitive in (Primitive.MERGE_STATES, Primitive.QUANTIZE_PER_TENSOR):
         shapes = {"graph": True}
+    elif primitive is Primitive.INDEXER_LOGITS:
+        shapes = {"num_heads": 64, "block_size": 61, "graph": True}
     declared = offered[primitive].support
     assert declared.reasons(Request(primitive, H200, **shapes)) == ()
     assert declared.reasons(Request(primitive, CPU, **shapes)) == ()
@@ -156,13 +158,39 @@ def test_check_says_how_to_get_triton(device: DeviceFacts, monkeypatch: pytest.M
     assert reason.remedy == "pip install triton"
 
 
-def test_check_refuses_a_triton_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_triton(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Triton from before there were knobs, with an interpreter."""
     old = ModuleType("triton")
-    old.__version__ = "3.1.0"  # type: ignore[attr-defined]
+    old.__version__ = version  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "triton", old)
+    monkeypatch.setattr(support, "find_spec", lambda name: object())
+
+
+@pytest.mark.parametrize("version", ["2.0.0", "1.1", "unknown"])
+def test_check_refuses_a_triton_that_is_too_old(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_triton(version, monkeypatch)
     (reason,) = reasons(H200)
-    assert str(reason) == "triton 3.1.0 (needs 3.5 or newer)"
+    assert str(reason) == f"triton {version} (needs 2.1 or newer)"
     assert reason.remedy == "pip install --upgrade triton"
+
+
+@pytest.mark.parametrize("version", ["2.1.0", "2.1.0+corex.4.2.0", "3.1.0", "3.10.0"])
+def test_check_takes_an_older_triton_that_has_no_knobs(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_triton(version, monkeypatch)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert reasons(H200) == []
+    assert [reason.subject for reason in reasons(CPU)] == ["device type"]
+
+
+def test_the_interpreter_of_an_older_triton_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    a_triton("3.1.0", monkeypatch)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for device in (H200, CPU):
+        (reason,) = reasons(device)
+        assert str(reason) == "triton's interpreter 3.1.0 (needs 3.5 or newer)"
+    # 2.1 has no such module, and does not look at the variable
+    monkeypatch.setattr(support, "find_spec", lambda name: None)
+    assert reasons(H200) == [] and [reason.subject for reason in reasons(CPU)] == ["device type"]
 
 
 def test_bind_returns_something_that_computes(offered: dict[Primitive, Implementation]) -> None:

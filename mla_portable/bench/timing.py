@@ -12,7 +12,7 @@ import torch
 
 from mla_portable.contracts import InvalidArgument
 
-__all__ = ["Timing", "measure", "quantile", "run_and_measure"]
+__all__ = ["Timing", "flush_buffer", "measure", "quantile", "run_and_measure", "summary"]
 
 T = TypeVar("T")
 
@@ -72,9 +72,9 @@ def measure(
         call()
     if device.type == "cpu":
         samples = _host_samples(call, repeat, max_seconds)
-        return _summary(samples, clock="perf_counter", cold_l2=False)
+        return summary(samples, clock="perf_counter", cold_l2=False)
     samples = _event_samples(call, device, repeat, flush_l2, max_seconds)
-    return _summary(samples, clock="device events", cold_l2=flush_l2)
+    return summary(samples, clock="device events", cold_l2=flush_l2)
 
 
 def run_and_measure(
@@ -89,7 +89,7 @@ def run_and_measure(
     result = call()
     seconds = time.perf_counter() - begin
     if device.type == "cpu" and max_seconds is not None and seconds > max_seconds:
-        return result, _summary([seconds * 1e3], clock="perf_counter", cold_l2=False)
+        return result, summary([seconds * 1e3], clock="perf_counter", cold_l2=False)
     return result, measure(call, device=device, repeat=repeat, warmup=0, max_seconds=max_seconds)
 
 
@@ -102,7 +102,8 @@ def quantile(samples: list[float], fraction: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-def _summary(samples: list[float], *, clock: str, cold_l2: bool) -> Timing:
+def summary(samples: list[float], *, clock: str, cold_l2: bool) -> Timing:
+    """The Timing of samples in milliseconds, not empty."""
     return Timing(
         median_ms=quantile(samples, 0.5),
         p10_ms=quantile(samples, 0.1),
@@ -130,7 +131,7 @@ def _event_samples(
     call: Callable[[], object], device: torch.device, repeat: int, flush_l2: bool, max_seconds: float | None
 ) -> list[float]:
     with torch.cuda.device(device):
-        flush = torch.empty(_flush_bytes(device) if flush_l2 else 0, dtype=torch.int8, device=device)
+        flush = flush_buffer(device) if flush_l2 else torch.empty(0, dtype=torch.int8, device=device)
         pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         torch.cuda.synchronize()
         first = time.perf_counter()
@@ -149,6 +150,7 @@ def _event_samples(
         return [start.elapsed_time(stop) for start, stop in pairs]
 
 
-def _flush_bytes(device: torch.device) -> int:
+def flush_buffer(device: torch.device) -> torch.Tensor:
+    """Bytes whose overwriting leaves nothing else in the last-level cache of a GPU."""
     known: int = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
-    return _FLUSH_FACTOR * known or _FLUSH_FALLBACK_BYTES
+    return torch.empty(_FLUSH_FACTOR * known or _FLUSH_FALLBACK_BYTES, dtype=torch.int8, device=device)

@@ -14,6 +14,7 @@ from mla_portable.cli.doctor import doctor
 from mla_portable.cli.explain import explain
 from mla_portable.cli.matrix import matrix
 from mla_portable.cli.run import run
+from mla_portable.cli.tune import tune
 
 __all__ = ["app", "main"]
 
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (doctor, explain, matrix, run, conform):
+for _command in (doctor, explain, matrix, run, conform, tune):
     app.command()(_command)
 app.add_typer(bench, name="bench")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mla-portable bench plan | dispatch | step`: what planning, dispatch and a step cost on this machine."""
+"""`mla-portable bench kernels | plan | dispatch | step`: what kernels, planning, dispatch and a step cost on this machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
+from mla_portable.cli.bench_kernels import kernels
 from mla_portable.cli.options import DeviceOption, JsonOption, resolve_device
 from mla_portable.cli.output import EXIT_FAILED, command, table
 from mla_portable.cli.step_options import (
@@ -24,8 +25,7 @@ from mla_portable.cli.step_options import (
     ScaleFormatOption,
     SeedOption,
     TopkOption,
-    demanded,
-    step_shape,
+    chosen_step,
 )
 from mla_portable.cli.words import step_headlines
 
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["bench"]
 
-bench = typer.Typer(no_args_is_help=True, help="Measure what planning, dispatch and a whole step cost on this machine.")
+bench = typer.Typer(no_args_is_help=True, help="Measure what kernels, planning, dispatch and a step cost on this machine.")
+bench.command()(kernels)
 
 
 @bench.command()
@@ -160,9 +161,13 @@ def step(
 ) -> None:
     """Time every primitive of a step, with no bound on the time that takes. Exit code 1 when a result is wrong."""
     with command(as_json=as_json) as output:
-        where = resolve_device(device)
-        shape = step_shape(
-            where.type,
+        report = chosen_step(
+            output,
+            device=device,
+            backend=backend,
+            route=route,
+            repeat=repeat,
+            check_rows=check_rows,
             num_heads=heads,
             topk=topk,
             decodes=decodes,
@@ -175,20 +180,6 @@ def step(
             scale_format=scale_format,
             seed=seed,
         )
-        from mla_portable.api import current_registry
-        from mla_portable.bench.step import run_step
-
-        with output.progress() as advance:
-            report = run_step(
-                shape,
-                device=where,
-                registry=current_registry(),
-                backend=demanded(backend),
-                route=route,
-                repeat=repeat,
-                check_rows=check_rows,
-                progress=advance,
-            )
         if as_json:
             output.document({"command": "bench step", **report.as_dict()})
         else:

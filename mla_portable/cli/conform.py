@@ -29,6 +29,9 @@ def conform(
         list[str] | None, typer.Option("--primitive", metavar="PRIMITIVE", help="Only this one; may be repeated.")
     ] = None,
     match: Annotated[str, typer.Option("--match", metavar="TEXT", help="Only cases whose id contains this.")] = "",
+    jobs: Annotated[
+        int, typer.Option("--jobs", metavar="N", help="Worker processes on the device; compiling and judging need a core each.")
+    ] = 1,
     record: Annotated[
         Path | None,
         typer.Option("--record", metavar="FILE", help="Append the report to FILE, one JSON document per line.", dir_okay=False),
@@ -53,7 +56,7 @@ def conform(
                     output.note(f"{result.status} {result.case.id}")
 
             report = run_suite(
-                current_registry(), name, device=where, level=level, primitives=only, match=match, progress=after
+                current_registry(), name, device=where, level=level, primitives=only, match=match, jobs=jobs, progress=after
             )
         if record is not None:
             record.parent.mkdir(parents=True, exist_ok=True)
@@ -90,6 +93,6 @@ def _for_a_person(report: Report) -> list[RenderableType]:
     bad = [result for result in report.results if result.status != "passed"]
     for result in bad:
         shown += [f"{result.status.upper()} {result.case.id}", *(f"    {line}" for line in result.message.splitlines())]
-    total = f"{len(report.results)} cases in {report.seconds:.1f} s: {report.passed} passed, {report.failed} failed."
+    total = f"{len(report.results)} cases, {report.seconds:.1f} s of work: {report.passed} passed, {report.failed} failed."
     shown.append(total if report.results else f"{total} A suite that ran nothing proves nothing.")
     return shown

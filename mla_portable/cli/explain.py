@@ -27,6 +27,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "sparse_prefill": {**_CACHE, **_ATTENTION, **_ALWAYS},
     "merge_states": _ALWAYS,
     "quantize_per_tensor": _ALWAYS,
+    "indexer_logits": {"num_heads": 64, "block_size": 64, **_ALWAYS},
 }
 """What a request for each primitive says of its call, with the values of a DeepSeek-V3.2 rank of eight."""
 _OPTION = {"num_heads": "--heads", "kv_layout": "--layout", "attn_sink": "--sink"}
@@ -42,7 +43,7 @@ def explain(
         str,
         typer.Argument(
             help="cache_write, convert_indices, gather_upconvert, sparse_decode, sparse_prefill, merge_states, "
-            "quantize_per_tensor; or 'route' for how a layer would compose them."
+            "quantize_per_tensor, indexer_logits; or 'route' for how a layer would compose them."
         ),
     ],
     device: Annotated[
@@ -55,7 +56,7 @@ def explain(
         ),
     ] = None,
     backend: BackendOption = None,
-    heads: Annotated[int | None, typer.Option("--heads", help="Query heads. Default: 16.")] = None,
+    heads: Annotated[int | None, typer.Option("--heads", help="Query heads. Default: 16, of the indexer 64.")] = None,
     topk: Annotated[int | None, typer.Option("--topk", help="Indices per token. Default: 2048.")] = None,
     layout: Annotated[
         str | None, typer.Option("--layout", metavar="LAYOUT", help="fp8_ds_mla (default) or bf16, of the cache or workspace.")

@@ -19,6 +19,7 @@ from mla_portable.contracts.layouts import (
     E4M3_MAX,
     FP8_DS_MLA,
     HEAD_SIZE,
+    INDEX_HEAD_SIZE,
     KV_LORA_RANK,
     LAYOUTS,
     QK_ROPE_HEAD_DIM,
@@ -38,7 +39,12 @@ from mla_portable.contracts.plugin import (
     Detector,
     Implementation,
     Registrar,
+    Rival,
+    RivalCall,
+    RivalRegistrar,
     ScheduleKind,
+    Tunable,
+    TunableRegistrar,
     hookimpl,
 )
 from mla_portable.contracts.primitives import (
@@ -46,6 +52,7 @@ from mla_portable.contracts.primitives import (
     CacheWrite,
     ConvertIndices,
     GatherUpconvert,
+    IndexerLogits,
     MergeStates,
     Primitive,
     QuantizePerTensor,
@@ -55,6 +62,7 @@ from mla_portable.contracts.primitives import (
 from mla_portable.contracts.request import Request
 from mla_portable.contracts.schedule import DEFAULT_SCRATCH_BYTES, DecodeSchedule, SplitSchedule, TileSchedule, split_kv
 from mla_portable.contracts.support import Reason, Support
+from mla_portable.contracts.tuned import tuned_configuration
 
 __all__ = [
     "BF16",
@@ -63,6 +71,7 @@ __all__ = [
     "ENTRY_POINT_GROUP",
     "FP8_DS_MLA",
     "HEAD_SIZE",
+    "INDEX_HEAD_SIZE",
     "KV_LORA_RANK",
     "LAYOUTS",
     "PROJECT_NAME",
@@ -82,6 +91,7 @@ __all__ = [
     "DeviceFacts",
     "GatherUpconvert",
     "Implementation",
+    "IndexerLogits",
     "InvalidArgument",
     "MLAPortableError",
     "MergeStates",
@@ -93,6 +103,9 @@ __all__ = [
     "Reason",
     "Registrar",
     "Request",
+    "Rival",
+    "RivalCall",
+    "RivalRegistrar",
     "ScheduleKind",
     "SparseDecode",
     "SparsePrefill",
@@ -100,6 +113,8 @@ __all__ = [
     "StepPlan",
     "Support",
     "TileSchedule",
+    "Tunable",
+    "TunableRegistrar",
     "UnknownBackend",
     "UnsupportedRequest",
     "Verdict",
@@ -108,5 +123,6 @@ __all__ = [
     "pack_fp8",
     "split_kv",
     "tile_scales",
+    "tuned_configuration",
     "unpack_fp8",
 ]

@@ -2,7 +2,7 @@
 """The plugin API: all that a vendor's package needs to know of mla_portable.
 
 A plugin is an installed distribution with an entry point in the group `mla_portable.backends`, naming a module that
-implements one hook:
+implements one hook (two more, for the benchmark's rivals and for tuning, are optional):
 
     from mla_portable.contracts import Implementation, Primitive, Registrar, Support, hookimpl
 
@@ -17,9 +17,9 @@ only; nothing of it is on the path of a call.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import pluggy
 import torch
@@ -37,7 +37,12 @@ __all__ = [
     "Detector",
     "Implementation",
     "Registrar",
+    "Rival",
+    "RivalCall",
+    "RivalRegistrar",
     "ScheduleKind",
+    "Tunable",
+    "TunableRegistrar",
     "hookimpl",
     "hookspec",
 ]
@@ -72,7 +77,7 @@ class Implementation:
         schedule_kind: what `schedule=` of sparse_decode takes: "none", "split_kv" or "flashmla_tiles".
         padded_heads: the head count the kernel runs with for a request's; the identity where nothing is padded. Planners
             of "flashmla_tiles" need it.
-        sources: modules whose text decides the result; evidence is bound to their hash.
+        sources: modules whose text decides the result, "package:file" for another file; evidence is bound to their hash.
     """
 
     name: str
@@ -118,9 +123,86 @@ class Registrar(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class RivalCall:
+    """A rival made ready for one problem.
+
+    Attributes:
+        run: does the work on arguments that already are as the rival wants them; timed, on a GPU by replaying a CUDA graph.
+        result: what the latest `run` left, in the primitive's own meaning (base, infinities, head count); never timed.
+    """
+
+    run: Callable[[], object]
+    result: Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """Somebody else's way to do a primitive's work: timed by `mla-portable bench kernels`, never chosen to serve.
+
+    Attributes:
+        name: "<owner>.<variant>", lower case. primitive: whose work it does.
+        reasons: every reason why it cannot run a request here; may import its library.
+        prepare: (request, the primitive's arguments by name, results included) -> the call. May copy, pad, plan.
+        remark: what the call does without that the primitive demands, for readers of a comparison.
+    """
+
+    name: str
+    primitive: Primitive
+    reasons: Callable[[Request], Iterable[Reason]]
+    prepare: Callable[[Request, Mapping[str, Any]], RivalCall]
+    remark: str = ""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise PluginError(f"rival name {self.name!r}: expected '<owner>.<variant>' in lower case")
+        if not isinstance(self.primitive, Primitive):
+            raise PluginError(f"{self.name}: primitive {self.primitive!r} is not one of {', '.join(Primitive)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tunable:
+    """An implementation whose kernel configuration `mla-portable tune` may choose by timing.
+
+    Attributes:
+        implementation: its name. primitive: that it serves.
+        configurations: for a request, those worth a try, as flat {name: number}; the first is what holds without tuning.
+        bind: the callable for a request with one of them. What `Implementation.bind` makes asks `tuned_configuration`.
+    """
+
+    implementation: str
+    primitive: Primitive
+    configurations: Callable[[Request], Iterable[Mapping[str, int]]]
+    bind: Callable[[Request, Mapping[str, int]], BoundPrimitive]
+
+
+class TunableRegistrar(Protocol):
+    """What the tunables' hook receives."""
+
+    def add(self, tunable: Tunable) -> None:
+        """Offer a tunable. A second one of the same implementation and primitive is an error."""
+        ...
+
+
+class RivalRegistrar(Protocol):
+    """What the rivals' hook receives."""
+
+    def add(self, rival: Rival) -> None:
+        """Offer a rival. A second one of the same name and primitive is an error."""
+        ...
+
+
 class BackendSpec:
     """The hook specification."""
 
     @hookspec
     def mla_portable_register(self, registrar: Registrar) -> None:
         """Register every implementation (and detector) of a plugin. Called once per registry."""
+
+    @hookspec
+    def mla_portable_register_rivals(self, registrar: RivalRegistrar) -> None:
+        """Bring rivals to the benchmark; optional. Called by the benchmark alone."""
+
+    @hookspec
+    def mla_portable_register_tunables(self, registrar: TunableRegistrar) -> None:
+        """Say which implementations can be tuned; optional. Called by `mla-portable tune` alone."""

@@ -13,7 +13,7 @@ from mla_portable.matrix.errors import RecordError
 
 __all__ = ["LAYOUT_FREE", "Claim", "Declarations", "Objection", "load_declarations", "wider"]
 
-LAYOUT_FREE: Final = ("convert_indices", "merge_states", "quantize_per_tensor")
+LAYOUT_FREE: Final = ("convert_indices", "merge_states", "quantize_per_tensor", "indexer_logits")
 """Primitives whose work does not depend on the layout of a cache."""
 _SETS: Final = ("device_types", "vendors", "archs", "kv_layouts", "num_heads", "padded_heads", "block_sizes", "scale_formats")
 _LIMITS: Final = ("max_heads", "max_topk", "max_query_len")

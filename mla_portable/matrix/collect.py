@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Final
 
 from mla_portable.contracts import Implementation, Support
@@ -18,7 +19,8 @@ __all__ = ["COMPILER", "collect_declarations", "suite_cases", "support_data"]
 
 COMPILER: Final = "compile_all"
 """A plugin whose kernels compile ahead of time has a module of this name: `TARGETS` lists its architectures, and
-`python -m <plugin>.compile_all --json [--quick] [ARCH ...]` compiles for them."""
+`python -m <plugin>.compile_all --json [--quick] [ARCH ...]` compiles for them. Where some of its implementations bring
+kernels of others that it cannot compile, `IMPLEMENTATIONS` names the rest."""
 _CORE: Final = "mla-portable"
 _NOT_DATA: Final = ("workspace_bytes", "source")
 """Fields of Support that claim nothing about what can run."""
@@ -27,14 +29,15 @@ _NOT_DATA: Final = ("workspace_bytes", "source")
 def collect_declarations(registry: Registry, profiles: Mapping[str, Profile]) -> Declarations:
     """Everything that is registered, held against every profile. No device is touched."""
     owner = {entry: report for report in registry.plugin_reports for entry in report.implementations}
-    targets: dict[str, tuple[str, ...]] = {}
+    compilers: dict[str, ModuleType | None] = {}
     claims: list[Claim] = []
     for implementation in registry.implementations():
         report = owner[f"{implementation.name} / {implementation.primitive}"]
-        if report.module not in targets:
-            targets[report.module] = _targets(report.module)
-        claims.append(_claim(implementation, report, targets[report.module], profiles))
-    missing = tuple((report.name, report.error) for report in registry.plugin_reports if not report.ok)
+        if report.module not in compilers:
+            compilers[report.module] = _compiler(report.module)
+        targets = _targets(compilers[report.module], implementation.name)
+        claims.append(_claim(implementation, report, targets, profiles))
+    missing = tuple((report.name, report.error) for report in registry.plugin_reports if not report.loaded)
     return Declarations(tuple(claims), missing)
 
 
@@ -89,10 +92,16 @@ def support_data(support: Support) -> dict[str, Any]:
     return data
 
 
-def _targets(module: str) -> tuple[str, ...]:
+def _compiler(module: str) -> ModuleType | None:
     package = module.partition(":")[0]
     if find_spec(package) is None or not hasattr(import_module(package), "__path__"):
-        return ()
+        return None
     if find_spec(f"{package}.{COMPILER}") is None:
+        return None
+    return import_module(f"{package}.{COMPILER}")
+
+
+def _targets(compiler: ModuleType | None, implementation: str) -> tuple[str, ...]:
+    if compiler is None or implementation not in getattr(compiler, "IMPLEMENTATIONS", (implementation,)):
         return ()
-    return tuple(import_module(f"{package}.{COMPILER}").TARGETS)
+    return tuple(compiler.TARGETS)

@@ -32,6 +32,8 @@ SLOWER: Final = 1.15
 CHECKABLE: Final = ("compiled", "interpreted")
 """Levels that a machine without a GPU can prove; `verified` on a CPU is the third thing it can do."""
 _COMPARED: Final = ("shared", "registers", "spilled")
+_NO_COMPILER: Final = ("python", "torch")
+"""What a compiled record names the version of, though no kernel depends on it."""
 
 
 def append_only(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -180,7 +182,7 @@ def compiled_as_recorded(recorded: Iterable[Mapping[str, Any]], fresh: Iterable[
             why = "no record" if old is None else "the record is of other sources"
             found[f"{new['implementation']} / {new['primitive']} for {new['target']}: {why}; run ci/refresh_evidence"] = None
             continue
-        if old["versions"].get("triton") != new["versions"].get("triton"):
+        if _compilers(old) != _compilers(new):
             continue  # another compiler may use other registers; that it fits was checked above
         for kernel, use in new["kernels"].items():
             before = old["kernels"].get(kernel)
@@ -189,3 +191,7 @@ def compiled_as_recorded(recorded: Iterable[Mapping[str, Any]], fresh: Iterable[
                     said = None if before is None else before[name]
                     found[f"{kernel} for {new['target']}: {name} is {use[name]}, the record says {said}"] = None
     return list(found)
+
+
+def _compilers(record: Mapping[str, Any]) -> dict[str, str]:
+    return {name: version for name, version in record["versions"].items() if name not in _NO_COMPILER}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated files: declarations as the registry has them now, MATRIX.md and matrix.svg as the records make them."""
+"""The generated files: declarations from the registry; MATRIX.md, matrix.svg and the registry's costs from the records."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from mla_portable.matrix.benchmarks import measured_times
 from mla_portable.matrix.collect import collect_declarations
 from mla_portable.matrix.profiles import load_profiles
 from mla_portable.matrix.records import DECLARATIONS, read_records
@@ -15,6 +16,7 @@ from mla_portable.matrix.render import markdown
 from mla_portable.matrix.svg import svg
 from mla_portable.matrix.table import make_table
 from mla_portable.registry import Registry
+from mla_portable.registry.costs import COSTS_FILE, costs_text
 
 __all__ = ["MATRIX", "PICTURE", "differences", "generate"]
 
@@ -25,10 +27,18 @@ _SHOWN: Final = 12
 
 
 def generate(folder: Path, registry: Registry | None = None) -> dict[Path, str]:
-    """Path -> what should stand there. registry: instead of a new one of everything that is installed."""
+    """Path -> what should stand there. registry: instead of a new one of everything that is installed.
+
+    The registry's costs are among them where `folder` lies in a checkout, beside the package that they ship with.
+    """
     declared = collect_declarations(registry or Registry(environ={}, probe=False), load_profiles(folder / "profiles"))
-    table = make_table(read_records(folder, declared))
-    return {folder / DECLARATIONS: declared.text(), folder / MATRIX: markdown(table), folder / PICTURE: svg(table)}
+    records = read_records(folder, declared)
+    table = make_table(records)
+    files = {folder / DECLARATIONS: declared.text(), folder / MATRIX: markdown(table), folder / PICTURE: svg(table)}
+    home = folder.resolve().parent / "mla_portable" / "registry"
+    if home.is_dir():
+        files[home / COSTS_FILE] = costs_text(measured_times(records.evidence, records.hashes))
+    return files
 
 
 def differences(files: Mapping[Path, str]) -> list[str]:

@@ -23,7 +23,13 @@ def _top(package: str) -> Path:
 
 
 def module_file(module: str) -> Path:
-    """The file of a module. Raises: RecordError when the package is not installed or has no such module."""
+    """The file of a module, or of "package:file" in it. Raises: RecordError when it is not installed here, or not there."""
+    module, _, data = module.partition(":")
+    if data:
+        path = module_file(module).with_name(data)
+        if not path.is_file():
+            raise RecordError(f"file {data} of {module}", f"no such file: {path}")
+        return path
     top, *rest = module.split(".")
     base = _top(top)
     if not rest:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from mla_portable.matrix.profiles import Profile
 
 __all__ = [
     "Origin",
+    "common_fields",
     "compiled_records",
     "conformance_records",
     "kernels_of",
@@ -32,6 +34,7 @@ __all__ = [
     "shared_memory_limit",
 ]
 
+_CUDA_KERNEL: Final = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\s*\(")
 _RECORDS: Final = "capability/"
 """What lies here may change without making a tree dirty: evidence is written while it is gathered."""
 
@@ -70,7 +73,8 @@ def profile_of(device_name: str, profiles: Mapping[str, Profile]) -> Profile:
     return found[0]
 
 
-def _common(claim: Claim, origin: Origin, kind: str) -> dict[str, Any]:
+def common_fields(claim: Claim, origin: Origin, kind: str) -> dict[str, Any]:
+    """What records of every kind carry."""
     return {
         "schema": 1,
         "kind": kind,
@@ -128,7 +132,7 @@ def conformance_records(
         failed = sum(result.status in ("failed", "error") for result in results)
         records.append(
             {
-                **_common(claim, origin, "conformance"),
+                **common_fields(claim, origin, "conformance"),
                 "layout": layout,
                 "device": {"profile": profile.slug, "name": device.name, "arch": device.arch},
                 "driver": driver,
@@ -161,10 +165,17 @@ def _worst(results: Sequence[Any]) -> dict[str, Any]:
 
 
 def kernels_of(claim: Claim) -> dict[str, str]:
-    """Functions whose names end in `_kernel` and that the claim's sources define -> the module."""
+    """Kernels that the claim's sources define -> the module, or the "package:file".
+
+    In Python they are functions whose names end in `_kernel`; in any other file, what is declared `__global__`.
+    """
     found: dict[str, str] = {}
     for module in claim.sources:
-        for node in ast.parse(module_file(module).read_text(encoding="utf-8")).body:
+        text = module_file(module).read_text(encoding="utf-8")
+        if ":" in module:
+            found.update(dict.fromkeys(_CUDA_KERNEL.findall(text), module))
+            continue
+        for node in ast.parse(text).body:
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
                 found[node.name] = module
     return found
@@ -173,10 +184,11 @@ def kernels_of(claim: Claim) -> dict[str, str]:
 def compiled_records(
     lines: Iterable[Mapping[str, Any]], module: str, declarations: Declarations, profiles: Mapping[str, Profile], origin: Origin
 ) -> list[dict[str, Any]]:
-    """One record per implementation, primitive and architecture of one plugin.
+    """One record per implementation, primitive and architecture of one plugin, for claims with targets.
 
     Args:
-        lines: what `python -m <plugin>.compile_all --json` printed. module: the plugin's.
+        lines: what `python -m <plugin>.compile_all --json` printed. module: the plugin's. A line's `versions`, where it has
+            them, are of compilers that are no Python distributions.
     The limit on shared memory is the smallest of the profiles of an architecture, so that a kernel fits each of them.
     Raises: RecordError when a kernel of a claim was not compiled for an architecture that others were compiled for.
     """
@@ -185,7 +197,7 @@ def compiled_records(
         by_arch.setdefault(line["arch"], {}).setdefault(line["kernel"], []).append(line)
     records: list[dict[str, Any]] = []
     for claim in declarations.claims:
-        if claim.module != module:
+        if claim.module != module or not claim.targets:
             continue
         wanted = kernels_of(claim)
         if not wanted:
@@ -200,11 +212,14 @@ def compiled_records(
             failures = [text for kernel in wanted for line in compiled[kernel] for text in _failures(line, arch, limit)]
             variants = sum(len(compiled[kernel]) for kernel in wanted)
             bad = sum(bool(_failures(line, arch, limit)) for kernel in wanted for line in compiled[kernel])
+            versions = _toolchain()
+            for line in (line for kernel in wanted for line in compiled[kernel]):
+                versions |= line.get("versions", {})
             records.append(
                 {
-                    **_common(claim, origin, "compiled"),
+                    **common_fields(claim, origin, "compiled"),
                     "target": arch,
-                    "versions": _toolchain(),
+                    "versions": versions,
                     "shared_memory_limit": limit,
                     "cases": {"passed": variants - bad, "failed": bad, "skipped": 0},
                     "kernels": {kernel: _usage(compiled[kernel]) for kernel in sorted(wanted)},

@@ -37,6 +37,7 @@ _ORDER: Final = (
     "sparse_prefill",
     "merge_states",
     "quantize_per_tensor",
+    "indexer_logits",
 )
 _LAYOUTS: Final = ("fp8_ds_mla", "bf16")
 

@@ -29,6 +29,7 @@ from mla_portable.contracts import (
     Request,
     UnsupportedRequest,
 )
+from mla_portable.registry.costs import packaged_costs
 from mla_portable.registry.machine import YARDSTICK, Machine
 from mla_portable.registry.plugins import PluginReport, given_plugins, installed_plugins, load_plugins
 from mla_portable.registry.policy import ARGUMENT, Policy, Rule, active_rules, check_names, known_names
@@ -69,7 +70,7 @@ class Registry:
                 here declarations alone decide: neither `check` nor a probe looks at the machine that is.
             policy: instead of environment and policy file. environ: instead of os.environ.
             probe: False trusts `check` and computes nothing.
-            costs: measured costs, which replace declared preferences.
+            costs: measured costs, which replace declared preferences; None where only these count.
         A broken plugin or policy does not raise here: `plugin_reports` tells of the one, every choice raises the other.
         """
         loaded = load_plugins(installed_plugins() if plugins is None else given_plugins(plugins))
@@ -194,7 +195,7 @@ class Registry:
             probe=try_out if device is not None and probe and self._probing else None,
             thorough=thorough,
             costs=self._costs,
-            plugin_failures=[(report.name, report.error) for report in self.plugin_reports if not report.ok],
+            plugin_failures=[(report.name, report.trouble) for report in self.plugin_reports if not report.ok],
         )
 
     def select(self, request: Request, *, backend: str | None = None) -> tuple[Implementation, Decision]:
@@ -221,6 +222,8 @@ class Registry:
 
     def bind(self, request: Request, *, backend: str | None = None) -> BoundPrimitive:
         """The callable that serves `request`, exactly as its implementation made it; the same one for equal requests.
+
+        It runs on the current device: who has several GPUs makes the tensors' own the current one around a call.
 
         Raises: as `select`, and whatever the implementation's own `bind` raises.
         """
@@ -268,6 +271,8 @@ _following_forks = False
 def get_registry() -> Registry:
     """The registry of this process, built at the first call: loads the installed plugins, reads environment and file.
 
+    It ranks by the costs that were measured on the device, where the package has any.
+
     Raises: PluginError when a plugin asks for it while registering.
     """
     global _registry, _building
@@ -280,7 +285,7 @@ def get_registry() -> Registry:
                 raise PluginError("the registry was asked for while it is being built: a plugin's hook may only register")
             _building = True
             try:
-                _registry = Registry()
+                _registry = Registry(costs=packaged_costs())
             finally:
                 _building = False
         return _registry

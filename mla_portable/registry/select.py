@@ -66,7 +66,7 @@ def decide(
         check, probe: what the machine says of an implementation; None on a device that is not at hand.
         thorough: examine every candidate, for an explanation, instead of stopping at the first that can run.
         costs: measured costs, which replace declared preferences.
-        plugin_failures: (plugin, one line), handed through to the decision.
+        plugin_failures: (plugin, what became of it), handed through to the decision.
     Returns: the cheapest candidate without a reason, ties by name; among the forced ones when there is a demand. When
         nothing can run, `chosen` is None and every candidate that fits the device has been checked.
     """

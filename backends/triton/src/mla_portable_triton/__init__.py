@@ -6,16 +6,25 @@ Importing this module and registering bring in neither triton nor a kernel; `che
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Final
 
-from mla_portable.contracts import BoundPrimitive, Implementation, Primitive, Registrar, Request, hookimpl
+from mla_portable.contracts import (
+    BoundPrimitive,
+    Implementation,
+    Primitive,
+    Registrar,
+    Request,
+    Tunable,
+    TunableRegistrar,
+    hookimpl,
+)
 from mla_portable_triton.support import SUPPORT, check
 
-__all__ = ["mla_portable_register"]
+__all__ = ["NAME", "mla_portable_register", "mla_portable_register_tunables"]
 
-_NAME: Final = "triton.portable"
+NAME: Final = "triton.portable"
 _PREFERENCE: Final = 50.0
 _PACKAGE: Final = "mla_portable_triton"
 
@@ -23,6 +32,7 @@ _KERNELS: Final = f"{_PACKAGE}.kernels"
 _ROWS: Final = (f"{_KERNELS}.bfloat16", f"{_KERNELS}.row_layout", "mla_portable.contracts.layouts")
 _ATTENTION: Final = (
     f"{_PACKAGE}.attention_configs",
+    f"{_PACKAGE}.attention_tuning",
     f"{_KERNELS}.sparse_attention",
     f"{_KERNELS}.strides",
     f"{_KERNELS}.e4m3_decode",
@@ -43,14 +53,15 @@ _PRIMITIVES: Final[dict[Primitive, tuple[str, tuple[str, ...]]]] = {
         "bind_data",
         (f"{_KERNELS}.quantize_per_tensor", f"{_KERNELS}.e4m3_encode", f"{_KERNELS}.bfloat16"),
     ),
+    Primitive.INDEXER_LOGITS: ("bind_indexer", (f"{_KERNELS}.indexer_logits", f"{_KERNELS}.bfloat16")),
 }
 
 
-def _late_bind(module: str, primitive: Primitive) -> Callable[[Request], BoundPrimitive]:
-    """`bind_<primitive>` of a module that is imported when it is first called for."""
+def _late_bind(module: str, primitive: Primitive) -> Callable[..., BoundPrimitive]:
+    """`bind_<primitive>` of a module that is imported when it is first called for; where it can be tuned, with a choice."""
 
-    def bind(request: Request) -> BoundPrimitive:
-        return getattr(import_module(f"{_PACKAGE}.{module}"), f"bind_{primitive}")(request)
+    def bind(request: Request, *configuration: Mapping[str, int]) -> BoundPrimitive:
+        return getattr(import_module(f"{_PACKAGE}.{module}"), f"bind_{primitive}")(request, *configuration)
 
     return bind
 
@@ -61,7 +72,7 @@ def mla_portable_register(registrar: Registrar) -> None:
     for primitive, (module, others) in _PRIMITIVES.items():
         registrar.add(
             Implementation(
-                name=_NAME,
+                name=NAME,
                 primitive=primitive,
                 support=SUPPORT[primitive],
                 bind=_late_bind(module, primitive),
@@ -71,3 +82,13 @@ def mla_portable_register(registrar: Registrar) -> None:
                 sources=(f"{_PACKAGE}.{module}", *others),
             )
         )
+
+
+@hookimpl
+def mla_portable_register_tunables(registrar: TunableRegistrar) -> None:
+    """Both attention primitives: one kernel, whose tiles, warps and stages depend on the device."""
+    from mla_portable_triton.attention_tuning import configurations
+
+    for primitive in (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL):
+        module, _ = _PRIMITIVES[primitive]
+        registrar.add(Tunable(NAME, primitive, configurations, _late_bind(module, primitive)))

@@ -3,6 +3,7 @@
 
 A kernel file offers its representative instances as `AotVariant`s; `compile_variant` turns one into machine code with the
 compilers that ship in Triton. No GPU and no driver take part. Triton must not have been imported in interpreter mode.
+Compiling needs Triton 3.5; importing does not, because every kernel file names its variants here.
 """
 
 from __future__ import annotations
@@ -16,23 +17,21 @@ from pathlib import Path
 from typing import Any, Final
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 __all__ = ["SHARED_MEMORY", "TARGETS", "TENSOR_MEMORY", "AotVariant", "CompiledSummary", "compile_variant", "excess"]
 
-TARGETS: Final[dict[str, GPUTarget]] = {
-    "sm80": GPUTarget("cuda", 80, 32),
-    "sm86": GPUTarget("cuda", 86, 32),
-    "sm89": GPUTarget("cuda", 89, 32),
-    "sm90": GPUTarget("cuda", 90, 32),
-    "sm100": GPUTarget("cuda", 100, 32),
-    "sm120": GPUTarget("cuda", 120, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-    "gfx950": GPUTarget("hip", "gfx950", 64),
-    "gfx1100": GPUTarget("hip", "gfx1100", 32),
+TARGETS: Final[dict[str, tuple[str, int | str, int]]] = {
+    "sm80": ("cuda", 80, 32),
+    "sm86": ("cuda", 86, 32),
+    "sm89": ("cuda", 89, 32),
+    "sm90": ("cuda", 90, 32),
+    "sm100": ("cuda", 100, 32),
+    "sm120": ("cuda", 120, 32),
+    "gfx942": ("hip", "gfx942", 64),
+    "gfx950": ("hip", "gfx950", 64),
+    "gfx1100": ("hip", "gfx1100", 32),
 }
-"""DeviceFacts.arch -> what Triton compiles for."""
+"""DeviceFacts.arch -> what Triton compiles for: the arguments of its GPUTarget."""
 
 SHARED_MEMORY: Final[dict[str, int]] = {
     "sm80": 163 << 10,
@@ -94,7 +93,10 @@ class CompiledSummary:
 
 def compile_variant(variant: AotVariant, arch: str) -> CompiledSummary:
     """Compile `variant` for `arch`, one of TARGETS. Raises what Triton raises when it does not compile."""
-    target = TARGETS[arch]
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    target = GPUTarget(*TARGETS[arch])
     names = variant.kernel.arg_names
     missing = [name for name in names if name not in variant.signature and name not in variant.constexprs]
     if missing:

@@ -7,6 +7,8 @@ A bound callable validates nothing and looks nothing up. It allocates only what 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from mla_portable.contracts import (
     SplitSchedule,
     split_kv,
 )
-from mla_portable_triton.attention_configs import attention_config
+from mla_portable_triton.attention_tuning import bound_config
 from mla_portable_triton.kernels import merge_states as merge
 from mla_portable_triton.kernels import sparse_attention as attention
 
@@ -32,10 +34,14 @@ def _bf16_native(request: Request) -> bool:
     return request.device.device_type != "cpu"
 
 
-def bind_sparse_decode(request: Request) -> SparseDecode:
-    """sparse_decode for `request`; `schedule` is a SplitSchedule, made from the shapes of the call where none is given."""
+def bind_sparse_decode(request: Request, configuration: Mapping[str, int] | None = None) -> SparseDecode:
+    """sparse_decode for `request`; `schedule` is a SplitSchedule, made from the shapes of the call where none is given.
+
+    Args:
+        configuration: fields of an AttentionConfig, instead of the user's tuned or the shipped one (`bound_config`).
+    """
     device = request.device
-    config = attention_config(device.arch, request.kv_layout, request.num_heads)
+    config = bound_config(request, configuration)
     num_sms, e4m3_native, bf16_native = device.num_sms, device.has_fp8_conversion, _bf16_native(request)
 
     def sparse_decode(
@@ -101,10 +107,14 @@ def _new_schedule(
     return SplitSchedule(num_rows, num_heads, topk, num_splits, split_len, partial_out, partial_lse)
 
 
-def bind_sparse_prefill(request: Request) -> SparsePrefill:
-    """sparse_prefill for `request`: the attention kernel with one split, tokens as batch rows of one query each."""
+def bind_sparse_prefill(request: Request, configuration: Mapping[str, int] | None = None) -> SparsePrefill:
+    """sparse_prefill for `request`: the attention kernel with one split, tokens as batch rows of one query each.
+
+    Args:
+        configuration: as for sparse_decode.
+    """
     device = request.device
-    config = attention_config(device.arch, request.kv_layout, request.num_heads)
+    config = bound_config(request, configuration)
     e4m3_native, bf16_native = device.has_fp8_conversion, _bf16_native(request)
 
     def sparse_prefill(

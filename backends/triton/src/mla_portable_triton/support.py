@@ -7,8 +7,11 @@ there is no GPU. So the declarations name both device types, and `check` says wh
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Final
 
 from mla_portable.contracts import (
@@ -26,11 +29,12 @@ from mla_portable_triton.attention_configs import attention_config
 
 __all__ = ["SUPPORT", "check", "interpreter_is_on"]
 
-_LEAST_TRITON: Final = "3.5"
-
-
+_LEAST_TRITON: Final = (2, 1)
+"""A vendor still ships it, and the kernels keep to its language; what a probe computes decides for every version."""
+_LEAST_INTERPRETER: Final = (3, 5)
+"""Of the interpreter: 3.1's takes a constexpr whose annotation is a string for a value."""
 _ATTENTION_SHARED_MEMORY: Final = 48 << 10
-"""Bytes: what the smallest attention configuration keeps within (`attention_configs`)."""
+"""Bytes: what the smallest attention configuration (`attention_configs`) and the indexer's tile keep within."""
 
 
 def _support(kernel: str, **limits: Any) -> Support:
@@ -64,29 +68,43 @@ SUPPORT: Final[dict[Primitive, Support]] = {
     Primitive.SPARSE_PREFILL: _support("sparse_attention", **_ATTENTION),
     Primitive.MERGE_STATES: _support("merge_states", kv_layouts=()),
     Primitive.QUANTIZE_PER_TENSOR: _support("quantize_per_tensor", kv_layouts=(), needs_bf16=False),
+    Primitive.INDEXER_LOGITS: _support("indexer_logits", kv_layouts=(), min_shared_memory=_ATTENTION_SHARED_MEMORY),
 }
 
 
 def interpreter_is_on() -> bool:
     """Triton runs kernels in its interpreter. It settles that for a kernel when the kernel's file is imported."""
-    return bool(import_module("triton").knobs.runtime.interpret)
+    knobs = getattr(import_module("triton"), "knobs", None)
+    if knobs is not None:
+        return bool(knobs.runtime.interpret)
+    # older Tritons read the variable like this; 2.1 does not look at it and has no such module
+    return os.environ.get("TRITON_INTERPRET", "0") == "1" and find_spec("triton.runtime.interpreter") is not None
 
 
 def check(device: DeviceFacts) -> Iterator[Reason]:
     """Triton is importable, new enough, and can run on a device of this type."""
+    needs = f"needs {_words(_LEAST_TRITON)} or newer"
     try:
         triton = import_module("triton")
     except ImportError as error:
-        yield Reason("triton", f"cannot be imported: {error}", f"needs {_LEAST_TRITON} or newer", "pip install triton")
+        yield Reason("triton", f"cannot be imported: {error}", needs, "pip install triton")
         return
-    if not hasattr(triton, "knobs"):
-        given = getattr(triton, "__version__", "of unknown version")
-        yield Reason("triton", given, f"needs {_LEAST_TRITON} or newer", "pip install --upgrade triton")
-        return
-    if device.device_type == "cpu" and not interpreter_is_on():
+    version = str(getattr(triton, "__version__", "of unknown version"))
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if numbers < _LEAST_TRITON:
+        yield Reason("triton", version, needs, "pip install --upgrade triton")
+    elif interpreter_is_on():
+        if numbers < _LEAST_INTERPRETER:
+            limit = f"needs {_words(_LEAST_INTERPRETER)} or newer"
+            yield Reason("triton's interpreter", version, limit, "unset TRITON_INTERPRET on a GPU; elsewhere upgrade triton")
+    elif device.device_type == "cpu":
         yield Reason(
             "device type",
             "cpu",
             "triton runs on a CPU only in its interpreter",
             "set TRITON_INTERPRET=1 before Python starts",
         )
+
+
+def _words(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention kernel's configuration for a request: those worth timing on its device, and the one that it is bound with.
+
+`mla-portable tune` times the former and writes the fastest to the user's table. Binding takes it from there, else it takes
+what ships (`attention_configs`). Neither happens during a call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, fields
+from typing import Final
+
+from mla_portable.contracts import LAYOUTS, DeviceFacts, InvalidArgument, Request, tuned_configuration
+from mla_portable.contracts.tuned import table_path
+from mla_portable_triton import NAME
+from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig, attention_config
+
+__all__ = ["bound_config", "configurations", "shared_memory"]
+
+_MOST: Final = 24
+"""Configurations to try: sparse_decode compiles each twice, whole and split, for every head count and layout."""
+_NUM_STAGES: Final = (1, 2, 5)
+"""Triton 3.7.1 makes of 3 and 4 what it makes of 2, with indices loaded further ahead; at 5 rows are loaded two steps ahead."""
+_ACCUMULATORS: Final = 128
+"""Registers of a thread that [block_h, 512] float32 may take; with 256 every kernel spills."""
+_TALLEST: Final = 64
+_LEAST_TILE: Final = 16
+_MOST_THREADS: Final = 1024
+_NAMES: Final = tuple(field.name for field in fields(AttentionConfig))
+
+
+def configurations(request: Request) -> list[dict[str, int]]:
+    """What is worth a try for a request, at most 24, what ships first: tall tiles before flat ones, then those like it."""
+    shipped = attention_config(request.device.arch, request.kv_layout, request.num_heads)
+    layout, device = request.kv_layout or "bf16", request.device
+    fitting = [config for config in _grid(device, layout, request.num_heads or 1) if _fits(config, layout, device)]
+    fitting.sort(key=lambda config: (-config.block_h, _distance(config, shipped)))
+    return [asdict(config) for config in dict.fromkeys([shipped, *fitting])][:_MOST]
+
+
+def bound_config(request: Request, configuration: Mapping[str, int] | None = None) -> AttentionConfig:
+    """What a primitive is bound with: the given configuration, else the user's for such requests, else what ships.
+
+    Raises: InvalidArgument for a configuration that is none of this kernel, or does not fit the device.
+    """
+    if configuration is None:
+        configuration = tuned_configuration(NAME, request)
+    if configuration is None:
+        return attention_config(request.device.arch, request.kv_layout, request.num_heads)
+    if set(configuration) != set(_NAMES):
+        raise _refused(request, configuration, f"the names {', '.join(_NAMES)}")
+    config, device, layout = AttentionConfig(**configuration), request.device, request.kv_layout or "bf16"
+    tiles = (config.block_h, config.block_n)
+    if not all(map(_is_power_of_two, (*tiles, config.num_warps))) or min(tiles) < _LEAST_TILE or config.num_stages < 1:
+        limits = f"powers of two, tiles of at least {_LEAST_TILE}, and num_stages of at least 1"
+        raise _refused(request, configuration, limits)
+    if config.num_warps * device.warp_size > _MOST_THREADS:
+        raise _refused(request, configuration, f"at most {_MOST_THREADS} threads, in warps of {device.warp_size}")
+    if not _fits(config, layout, device):
+        needs = f"at most {device.shared_memory} bytes of shared memory, not {shared_memory(config, layout, device.arch)}"
+        raise _refused(request, configuration, needs)
+    return config
+
+
+def shared_memory(config: AttentionConfig, kv_layout: str, arch: str) -> int:
+    """Bytes that a program takes at most; an estimate from what Triton 3.7.1 compiles, its remainders rounded up."""
+    layout = LAYOUTS[kv_layout]
+    if arch.startswith("gfx"):  # queries stay in registers; probabilities and, of bf16, the rows on their way do not
+        ahead = max(1, config.num_stages - 2) if config.num_stages > 1 else 0
+        row = 128 if layout.is_quantized else layout.row_bytes
+        return 256 * max(config.block_h, config.block_n) + ahead * config.block_n * row
+    ahead = (config.num_stages + 1) // 3
+    # a product reads a second copy of the rows where they are decoded, or where a group of warps multiplies as one
+    grouped = arch in ("sm90", "sm100") and config.block_h >= 64
+    copied = layout.is_quantized or grouped or not ahead
+    row = ahead * (layout.row_bytes + 16) + (LAYOUTS["bf16"].row_bytes if copied else 0) + 128
+    return config.block_h * LAYOUTS["bf16"].row_bytes + config.block_n * row
+
+
+def _grid(device: DeviceFacts, kv_layout: str, num_heads: int) -> list[AttentionConfig]:
+    """Every cut that could be good: no taller than the heads, nor than the tallest that ships for a known architecture."""
+    known = device.arch in CONFIGS
+    tallest = CONFIGS[device.arch][kv_layout][-1][1].block_h if known else _TALLEST
+    heights = [height for height in (16, 32, 64) if height <= tallest and (height == 16 or height < 2 * num_heads)]
+    if device.device_type == "cpu":  # the interpreter knows neither warps nor stages
+        return [AttentionConfig(height, width, 1, 1) for height, width in itertools.product(heights, (64, 128, 256))]
+    return [
+        AttentionConfig(height, width, warps, stages)
+        for height, width, warps, stages in itertools.product(heights, (16, 32, 64), (4, 8), _NUM_STAGES)
+        if height * 512 <= _ACCUMULATORS * warps * device.warp_size
+    ]
+
+
+def _fits(config: AttentionConfig, kv_layout: str, device: DeviceFacts) -> bool:
+    return not device.shared_memory or shared_memory(config, kv_layout, device.arch) <= device.shared_memory
+
+
+def _distance(one: AttentionConfig, other: AttentionConfig) -> float:
+    return sum(abs(math.log2(a / b)) for a, b in zip(astuple(one), astuple(other), strict=True))
+
+
+def _is_power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+def _refused(request: Request, configuration: Mapping[str, int], expected: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{NAME} / {request.primitive} on {request.device}",
+        "tuned configuration",
+        got=" ".join(f"{name}={value}" for name, value in configuration.items()) or "nothing",
+        expected=expected,
+        remedy=f"Tuned entries are in {table_path()}: run `mla-portable tune` again, or delete the entry.",
+    )

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a timing depends on beside the code: device, driver, clocks, versions, and where the sources of the kernels stand."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from mla_portable.contracts import DeviceFacts
+
+__all__ = ["MachineState", "machine_state"]
+
+_QUERIES: Final = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
+_SECONDS: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class MachineState:
+    """A device as it was during a run.
+
+    Attributes:
+        driver: its version, None where no tool tells. clocks: MHz and watts by the tool's names, {} where none tells.
+        versions: of Python, torch and the libraries that matter.
+    """
+
+    driver: str | None
+    clocks: Mapping[str, float]
+    versions: Mapping[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"driver": self.driver, "clocks": dict(self.clocks), "versions": dict(self.versions)}
+
+
+def machine_state(device: torch.device, facts: DeviceFacts) -> MachineState:
+    """The state now: ask while the device is warm, for an idle one lowers its clocks."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__, **dict(facts.libraries)}
+    told = _nvidia_smi(device) if facts.vendor == "nvidia" and device.type == "cuda" else {}
+    clocks: dict[str, float] = {}
+    for name, value in told.items():
+        try:
+            clocks[name] = float(value)
+        except ValueError:  # "[N/A]" on devices that do not tell
+            continue
+    return MachineState(told.get("driver_version"), clocks, versions)
+
+
+def _nvidia_smi(device: torch.device) -> dict[str, str]:
+    """What nvidia-smi says of the device; {} where the tool is not there or refuses."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return {}
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    which = [f"--id=GPU-{uuid}"] if uuid is not None else []
+    command = [tool, f"--query-gpu={','.join(_QUERIES)}", "--format=csv,noheader,nounits", *which]
+    try:
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    values = [value.strip() for value in done.stdout.splitlines()[0].split(",")] if done.stdout.strip() else []
+    return dict(zip(_QUERIES, values, strict=False))

@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel benchmark: its problems are what they claim, wrong results get no time, rivals stand beside ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from spoiled import NAME, WRONG, Spoiled, registry_with
+from typer.testing import CliRunner
+
+from mla_portable import reference
+from mla_portable.api import serving
+from mla_portable.bench.candidates import decode_schedule
+from mla_portable.bench.floors import Ceilings, measure_ceilings
+from mla_portable.bench.kernel_cases import ATTENTION, TIMED, KernelCase, kernel_cases
+from mla_portable.bench.kernel_problems import Problem, Workshop
+from mla_portable.bench.kernel_records import append_lines, kernel_lines, read_lines
+from mla_portable.bench.kernels import KernelReport, time_kernels
+from mla_portable.bench.plot import plot_lines
+from mla_portable.bench.rivals import load_rivals
+from mla_portable.cli import app
+from mla_portable.contracts import (
+    Implementation,
+    InvalidArgument,
+    PluginError,
+    Primitive,
+    Reason,
+    Registrar,
+    Request,
+    Rival,
+    RivalCall,
+    RivalRegistrar,
+    SplitSchedule,
+    Support,
+    TileSchedule,
+    hookimpl,
+)
+from mla_portable.registry import Registry
+
+CPU = torch.device("cpu")
+SMALL: dict[Primitive, KernelCase] = {
+    Primitive.SPARSE_DECODE: KernelCase(Primitive.SPARSE_DECODE, 3, "fp8_ds_mla", 2, 16, 64),
+    Primitive.SPARSE_PREFILL: KernelCase(Primitive.SPARSE_PREFILL, 5, "bf16", 2, 16, 64, 50),
+    Primitive.CONVERT_INDICES: KernelCase(Primitive.CONVERT_INDICES, 5, topk=16),
+    Primitive.GATHER_UPCONVERT: KernelCase(Primitive.GATHER_UPCONVERT, 130, "fp8_ds_mla"),
+    Primitive.CACHE_WRITE: KernelCase(Primitive.CACHE_WRITE, 5, "fp8_ds_mla"),
+}
+
+
+def workshop(**options: Any) -> Workshop:
+    return Workshop(CPU, registry_with().facts(CPU), **options)
+
+
+def run(*cases: KernelCase, registry: Registry | None = None, **options: Any) -> KernelReport:
+    return time_kernels(cases, device=CPU, registry=registry or registry_with(), repeat=2, **options)
+
+
+# ---------------------------------------------------------------------- cases
+
+
+def test_the_default_sweep_has_the_sizes_of_a_serving_rank():
+    decode = kernel_cases([Primitive.SPARSE_DECODE], layouts=["fp8_ds_mla"])
+    assert [case.num_heads for case in decode[::6]] == [16, 32, 64, 128]
+    assert [case.rows for case in decode[:6]] == [1, 4, 16, 64, 128, 256]
+    assert all(case.width // case.rows >= 2048 for case in decode), "each row has a context of its own"
+    prefill = kernel_cases([Primitive.SPARSE_PREFILL], layouts=["bf16"], overlaps=(0, 80))
+    assert {(case.rows, case.width) for case in prefill} == {(1024, 8192), (4096, 65536)}
+    assert {case.overlap for case in prefill} == {0, 80}
+    assert {case.primitive for case in kernel_cases()} == set(TIMED)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "word"),
+    [
+        ({"rows": (0,)}, "rows"),
+        ({"heads": (0,)}, "num_heads"),
+        ({"topk": 64, "width": 63}, "width"),
+        ({"overlaps": (101,)}, "overlap"),
+        ({"layouts": ("fp4",)}, "kv_layout"),
+    ],
+)
+def test_a_size_that_cannot_be_made_is_refused(sizes, word):
+    with pytest.raises(InvalidArgument, match=word):
+        kernel_cases([Primitive.SPARSE_PREFILL], **sizes)
+
+
+def test_a_primitive_that_is_not_timed_is_refused():
+    with pytest.raises(InvalidArgument, match="merge_states"):
+        kernel_cases([Primitive.MERGE_STATES])
+
+
+# ---------------------------------------------------------------------- problems
+
+
+def test_decode_rows_read_contexts_of_their_own():
+    problem = workshop().make(KernelCase(Primitive.SPARSE_DECODE, 4, "bf16", 1, 16, 128))
+    rows = problem.arguments["indices"][:, 0]
+    assert rows.shape == (4, 16)
+    assert len(rows.unique()) == 64
+    assert (rows // 32 == torch.arange(4)[:, None]).all()
+
+
+def test_where_the_cache_is_too_small_rows_share_it_and_its_bytes_count_once():
+    case = KernelCase(Primitive.SPARSE_DECODE, 8, "fp8_ds_mla", 1, 64, 64)
+    problem = workshop().make(case)
+    assert all(len(row.unique()) == 64 for row in problem.arguments["indices"][:, 0])
+    q, out, lse, indices = (problem.arguments[name].nbytes for name in ("q", "out", "lse_out", "indices"))
+    assert problem.bytes_moved == 64 * 656 + q + out + lse + indices
+    assert problem.flops == 2 * 8 * 64 * (576 + 512)
+
+
+@pytest.mark.parametrize("percent", [0, 50, 100])
+def test_neighbouring_tokens_share_what_the_case_says(percent):
+    problem = workshop().make(KernelCase(Primitive.SPARSE_PREFILL, 4, "bf16", 1, 32, 256, percent))
+    rows = [set(row.tolist()) for row in problem.arguments["indices"]]
+    assert all(len(row) == 32 for row in rows)
+    assert all(len(a & b) == 32 * percent // 100 for a, b in pairwise(rows))
+
+
+@pytest.mark.parametrize("layout", ["fp8_ds_mla", "bf16"])
+@pytest.mark.parametrize("primitive", TIMED)
+def test_the_reference_passes_and_what_is_spoiled_does_not(primitive, layout):
+    case = SMALL[primitive]
+    case = case if case.kv_layout is None else KernelCase(primitive, case.rows, layout, case.num_heads, case.topk, case.width)
+    problem = workshop().make(case)
+    problem.poison()
+    assert not any(finding.message for finding in problem.check(problem.call(getattr(reference, str(primitive)))))
+    assert any(finding.message for finding in problem.check(problem.call(WRONG[str(primitive)])))
+
+
+@pytest.mark.parametrize("primitive", TIMED)
+def test_what_was_not_written_is_not_right(primitive):
+    problem = workshop().make(SMALL[primitive])
+    arguments = problem.arguments
+    problem.call(getattr(reference, str(primitive)))
+    problem.poison()
+    left = {
+        Primitive.CACHE_WRITE: lambda: arguments["kv_cache"],
+        Primitive.GATHER_UPCONVERT: lambda: arguments["out"],
+        Primitive.CONVERT_INDICES: lambda: arguments["out"],
+    }.get(primitive, lambda: (arguments["out"], arguments["lse_out"]))
+    assert any(finding.message for finding in problem.check(left()))
+
+
+def test_the_same_seed_makes_the_same_problem():
+    one, other, third = (workshop(seed=seed).make(SMALL[Primitive.SPARSE_DECODE]).arguments for seed in (1, 1, 2))
+    assert torch.equal(one["q"], other["q"]) and torch.equal(one["kv_cache"], other["kv_cache"])
+    assert not torch.equal(one["q"], third["q"])
+
+
+# ---------------------------------------------------------------------- candidates
+
+
+def schedule_of(problem: Problem, kind: str, padded: int) -> Any:
+    made = Implementation(
+        "acme.v1",
+        Primitive.SPARSE_DECODE,
+        Support(source="this test", device_types=("cpu",), kv_layouts=("fp8_ds_mla",)),
+        lambda request: reference.sparse_decode,
+        schedule_kind=kind,
+        padded_heads=lambda heads: padded,
+    )
+    return decode_schedule(made, problem, CPU)
+
+
+def test_decode_gets_the_schedule_that_the_planner_makes():
+    from dataclasses import replace
+
+    from machines import H200
+
+    problem = workshop().make(KernelCase(Primitive.SPARSE_DECODE, 4, "fp8_ds_mla", 16, 128, 512))
+    assert schedule_of(problem, "none", 16) is None
+    split = schedule_of(problem, "split_kv", 16)
+    assert isinstance(split, SplitSchedule) and (split.num_rows, split.num_heads, split.topk) == (4, 16, 128)
+    problem = replace(problem, request=problem.request.but(device=H200))
+    tiles = schedule_of(problem, "flashmla_tiles", 64)
+    assert isinstance(tiles, TileSchedule) and (tiles.num_rows, tiles.num_heads, tiles.num_sm_parts) == (4, 64, 132)
+
+
+def test_ours_and_only_ours_are_timed_where_no_rival_is_given():
+    report = run(*SMALL.values())
+    assert report.ok and not report.defects()
+    for case in report.cases:
+        assert [each.name for each in case.times] == ["reference.torch"]
+        (each,) = case.times
+        assert case.best_rival_us is None and case.lead_of(each) is None and case.floor_us > 0
+        assert each.timing is not None and each.timing.n == 2 and each.errors
+
+
+def test_a_wrong_result_gets_no_time_and_a_failure_is_told():
+    def broken(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    spoiled = Spoiled({"sparse_decode": WRONG["sparse_decode"], "sparse_prefill": broken})
+    report = run(*(SMALL[each] for each in ATTENTION), registry=registry_with(("spoiled", spoiled), probe=False))
+    decode, prefill = ({each.name: each for each in case.times} for case in report.cases)
+    assert decode[NAME].timing is None and "out[" in decode[NAME].wrong[0] and not decode[NAME].failure
+    assert prefill[NAME].timing is None and prefill[NAME].failure == "RuntimeError: no such kernel"
+    assert decode["reference.torch"].ok and prefill["reference.torch"].ok
+    assert not report.ok and len(report.defects()) == 2
+    lines = {(line["primitive"], line["name"]): line for line in kernel_lines(report, "test")}
+    assert lines["sparse_decode", NAME]["median_us"] is None and lines["sparse_decode", NAME]["wrong"]
+    assert lines["sparse_prefill", NAME]["failure"]
+
+
+def test_backends_can_be_named_and_one_that_is_switched_off_says_so():
+    registry = registry_with(("spoiled", Spoiled()), probe=False, environ={"MLA_PORTABLE_DISABLE": "reference"})
+    (case,) = run(SMALL[Primitive.CACHE_WRITE], registry=registry).cases
+    assert [each.name for each in case.times] == [NAME]
+    assert [(each.name, each.reasons[0].subject) for each in case.refused] == [("reference.torch", "disabled")]
+    assert run(SMALL[Primitive.CACHE_WRITE], registry=registry, backends=["reference.torch"]).cases[0].times == ()
+
+
+def test_a_demand_of_the_environment_does_not_narrow_the_benchmark():
+    registry = registry_with(("spoiled", Spoiled()), probe=False, environ={"MLA_PORTABLE_BACKEND": "reference"})
+    (case,) = run(SMALL[Primitive.CACHE_WRITE], registry=registry).cases
+    assert [each.name for each in case.times] == ["reference.torch", NAME]
+
+
+# ---------------------------------------------------------------------- rivals
+
+
+def decode_rival(name: str = "other.v1", *, factor: float = 1.0, reasons: tuple[Reason, ...] = ()) -> Rival:
+    def prepare(request: Request, arguments: Any) -> RivalCall:
+        q, kv, indices = (arguments[name] for name in ("q", "kv_cache", "indices"))
+        last: list[Any] = []
+
+        def work() -> None:
+            last[:] = reference.sparse_decode(q, kv, indices, softmax_scale=arguments["softmax_scale"])
+
+        return RivalCall(work, lambda: (last[0] * factor, last[1]))
+
+    return Rival(name, Primitive.SPARSE_DECODE, lambda request: reasons, prepare, "nothing is padded")
+
+
+class RivalPlugin:
+    def __init__(self, *rivals: Any) -> None:
+        self.rivals = rivals
+
+    @hookimpl
+    def mla_portable_register(self, registrar: Registrar) -> None:
+        raise AssertionError("the benchmark asks for rivals alone")
+
+    @hookimpl
+    def mla_portable_register_rivals(self, registrar: RivalRegistrar) -> None:
+        for rival in self.rivals:
+            registrar.add(rival)
+
+
+def test_a_rival_is_judged_and_timed_like_ours():
+    absent = Reason("library", "absent", "needed")
+    rivals = [decode_rival(), decode_rival("other.wrong", factor=1.1), decode_rival("other.absent", reasons=(absent,))]
+    report = run(*(SMALL[each] for each in ATTENTION), rivals=rivals)
+    decode, prefill = report.cases
+    by_name = {each.name: each for each in decode.times}
+    assert by_name["other.v1"].ok and by_name["other.v1"].implementation is None
+    assert by_name["other.v1"].remark == "nothing is padded"
+    assert not by_name["other.wrong"].ok
+    assert report.ok, "a rival's mistake is not ours"
+    assert [(each.name, each.reasons) for each in decode.refused] == [("other.absent", (absent,))]
+    ours, rival = by_name["reference.torch"], by_name["other.v1"]
+    assert decode.best_rival_us == rival.median_us
+    assert decode.lead_of(ours) == pytest.approx(rival.median_us / ours.median_us)
+    assert decode.lead_of(rival) is None and decode.lead_of(by_name["other.wrong"]) is None
+    assert {each.name for each in prefill.times} == {"reference.torch"}, "a rival of one primitive is none of another"
+
+
+def test_a_plugin_whose_rivals_fail_costs_only_its_own():
+    class Broken:
+        @hookimpl
+        def mla_portable_register_rivals(self, registrar: RivalRegistrar) -> None:
+            registrar.add(decode_rival("broken.v1"))
+            raise OSError("no library")
+
+    given = [
+        ("good", RivalPlugin(decode_rival())),
+        ("broken", Broken()),
+        ("twice", RivalPlugin(decode_rival())),
+        ("none", RivalPlugin("a rival")),
+        ("without", "mla_portable.reference"),
+    ]
+    found = load_rivals(given)
+    assert [rival.name for rival in found.found] == ["other.v1"]
+    assert dict(found.failures) == {
+        "broken": "OSError: no library",
+        "twice": "PluginError: other.v1 / sparse_decode: there is a Rival of that name already",
+        "none": "PluginError: expected a Rival, got str",
+    }
+
+
+def test_a_rival_must_be_named_and_have_a_primitive():
+    with pytest.raises(PluginError, match="in lower case"):
+        decode_rival("Other")
+    with pytest.raises(PluginError, match="is not one of"):
+        Rival("other.v1", "sparse_decode_", lambda request: (), lambda request, arguments: None)
+
+
+def test_the_registry_takes_no_notice_of_rivals():
+    class Both(Spoiled):
+        @hookimpl
+        def mla_portable_register_rivals(self, registrar: RivalRegistrar) -> None:
+            raise AssertionError("asked by a registry")
+
+    registry = registry_with(("both", Both()), probe=False)
+    assert [report.ok for report in registry.plugin_reports] == [True, True]
+
+
+# ---------------------------------------------------------------------- floors, records, plot
+
+
+def test_the_floor_is_the_longer_of_moving_and_multiplying():
+    ceilings = Ceilings(bytes_per_second=1e12, flops_per_second=1e14, copy_bytes=1, side=1)
+    assert ceilings.floor_us(10**6, 10**6) == pytest.approx(1.0)
+    assert ceilings.floor_us(10**6, 10**9) == pytest.approx(10.0)
+    measured = measure_ceilings(CPU)
+    assert measured.bytes_per_second > 1e8 and measured.flops_per_second > 1e8
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[dict[str, Any]]:
+    cases = [KernelCase(Primitive.SPARSE_DECODE, rows, "bf16", heads, 16, 64) for heads in (1, 2) for rows in (1, 2, 4)]
+    return kernel_lines(run(*cases, SMALL[Primitive.CACHE_WRITE], rivals=[decode_rival()]), "the command")
+
+
+def test_a_line_says_what_ran_where_and_how(lines, tmp_path):
+    path = tmp_path / "new" / "times.jsonl"
+    append_lines(path, lines[:1])
+    append_lines(path, lines[1:])
+    assert read_lines(path) == json.loads(json.dumps(lines))
+    ours, rival = lines[0], lines[1]
+    assert (ours["name"], ours["role"], rival["name"], rival["role"]) == (
+        "reference.torch",
+        "implementation",
+        "other.v1",
+        "rival",
+    )
+    assert (ours["rows"], ours["heads"], ours["topk"], ours["layout"], ours["width"]) == (1, 1, 16, "bf16", 64)
+    assert len(ours["source_hash"]) == 64 and rival["source_hash"] is None
+    assert ours["versions"]["torch"] == torch.__version__ and ours["driver"] is None
+    assert ours["p10_us"] <= ours["median_us"] <= ours["p90_us"] and ours["runs"] == 2
+    assert len({line["recorded"] for line in lines}) == 1
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "other.jsonl"
+    for text in ("{", '{"kind": "conformance"}'):
+        path.write_text(text)
+        with pytest.raises(InvalidArgument, match=r"other\.jsonl:1"):
+            read_lines(path)
+
+
+def named(root: ElementTree.Element, tag: str) -> Iterator[ElementTree.Element]:
+    return root.iter(f"{{http://www.w3.org/2000/svg}}{tag}")
+
+
+def test_the_plot_shows_every_candidate_and_the_floor_in_every_panel(lines):
+    root = ElementTree.fromstring(plot_lines(lines))
+    texts = [each.text for each in named(root, "text")]
+    assert {"1 heads", "2 heads", "reference.torch", "other.v1", "floor"} <= set(texts)
+    assert len(list(named(root, "polyline"))) == 3 + 3 + 2, "two panels of decode with three lines, one of cache_write with two"
+    titles = [each.text for each in named(root, "title")]
+    assert sum(title.startswith("other.v1, 4 rows") for title in titles) == 2
+    width, height = float(root.get("width")), float(root.get("height"))
+    points = [tuple(map(float, p.split(","))) for each in named(root, "polyline") for p in each.get("points").split()]
+    assert all(0 <= x <= width and 0 <= y <= height for x, y in points)
+
+
+def test_the_plot_leaves_out_what_has_no_time(lines):
+    spoiled = [{**line, "median_us": None} if line["role"] == "rival" else line for line in lines]
+    assert "other.v1" not in plot_lines(spoiled)
+    assert "nothing was timed" in plot_lines([])
+
+
+# ---------------------------------------------------------------------- the command
+
+
+SIZES = ["--heads", "2", "--rows", "2,3", "--topk", "16", "--width", "64", "--repeat", "2"]
+TINY = ["bench", "kernels", "--device", "cpu", *SIZES]
+
+
+def command(*words: str, registry: Registry | None = None, code: int = 0):
+    with serving(registry or registry_with()):
+        done = CliRunner().invoke(app, [*TINY, *words])
+    assert done.exit_code == code, done.output + repr(done.exception)
+    return done
+
+
+def test_the_command_prints_a_table_for_each_primitive_and_layout():
+    text = command("--no-rivals").stdout
+    for primitive in TIMED:
+        assert str(primitive) in text
+    assert "B 3, S 1, H 2, K 16, N 64" in text and "reference.torch" in text and "best rival" in text
+    assert "ceilings  copy" in text
+
+
+def test_the_command_writes_lines_and_a_plot(tmp_path):
+    out, plot = tmp_path / "times.jsonl", tmp_path / "pictures" / "times.svg"
+    words = ["--primitive", "sparse_decode", "--layout", "bf16", "--out", str(out), "--plot", str(plot), "--json"]
+    answer = json.loads(command(*words).stdout)
+    assert answer["ok"] and [line["rows"] for line in answer["lines"]] == [2, 3]
+    assert read_lines(out) == answer["lines"]
+    assert ElementTree.fromstring(plot.read_text()).tag.endswith("svg")
+    command(*words)
+    assert len(read_lines(out)) == 4, "appended"
+
+
+def test_the_command_fails_when_one_of_ours_is_wrong():
+    spoiled = registry_with(("spoiled", Spoiled({"cache_write": WRONG["cache_write"]})), probe=False)
+    done = command("--primitive", "cache_write", "--no-rivals", registry=spoiled, code=1)
+    assert "WRONG     cache_write fp8_ds_mla T 2" in done.stdout and "wrong" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--heads two",
+        "--rows 1;2",
+        "--primitive attention",
+        "--overlap 101",
+        "--topk 0",
+        "--layout fp4",
+        "--primitive merge_states",
+    ],
+)
+def test_what_cannot_be_meant_is_code_2(words):
+    command(*words.split(), code=2)

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a line of the kernel benchmark to evidence, to a measured cell, to the cost that the registry ranks by."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machines import A100, H200
+
+from mla_portable.api import serving
+from mla_portable.contracts import Implementation, Primitive, Registrar, Request, Support, hookimpl
+from mla_portable.matrix.benchmarks import benchmark_records, measured_times
+from mla_portable.matrix.claims import Claim, Declarations
+from mla_portable.matrix.errors import RecordError
+from mla_portable.matrix.evidence import Evidence, problems_of
+from mla_portable.matrix.gates import regressions
+from mla_portable.matrix.generated import generate
+from mla_portable.matrix.levels import Hashes, evaluate
+from mla_portable.matrix.profiles import load_profiles
+from mla_portable.matrix.record import Origin
+from mla_portable.registry import Registry, get_registry, reset_registry
+from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, costs_text, packaged_costs, parse_costs
+
+ROOT = Path(__file__).parents[1]
+PROFILES = load_profiles(ROOT / "capability" / "profiles")
+HASH, OLD, SUITE = "a" * 64, "b" * 64, "c" * 64
+ORIGIN = Origin("0123456789" * 4, False, "2026-11-09T00:00:00Z", "record it")
+SUPPORT = {"source": "this test", "device_types": ["cuda"], "kv_layouts": ["fp8_ds_mla"], "lse": True}
+HASHES = Hashes({("acme.v1", "sparse_decode"): HASH}, SUITE)
+
+
+def claim(**changes: Any) -> Claim:
+    values: dict[str, Any] = {
+        "implementation": "acme.v1",
+        "primitive": "sparse_decode",
+        "plugin": "acme",
+        "module": "acme",
+        "distribution": "acme",
+        "version": "1",
+        "preference": 10.0,
+        "core": False,
+        "sources": ("mla_portable.contracts.layouts",),
+        "targets": (),
+        "support": SUPPORT,
+        "devices": dict.fromkeys(PROFILES, ()),
+    }
+    return Claim(**(values | changes))
+
+
+DECLARED = Declarations((claim(),))
+
+
+def line(name: str = "acme.v1", us: float | None = 50.0, **changes: Any) -> dict[str, Any]:
+    ours = name.startswith("acme")
+    return {
+        "recorded": "2026-11-02T10:00:00Z",
+        "command": "mla-portable bench kernels",
+        "device": {"name": "NVIDIA H200", "arch": "sm90", "vendor": "nvidia"},
+        "driver": "580.1",
+        "versions": {"python": "3.12", "torch": "2.11"},
+        "clocks": {"clocks.sm": 1980.0},
+        "ceilings": {"bytes_per_second": 4.3e12, "flops_per_second": 7.9e14, "copy_bytes": 1, "side": 1},
+        "primitive": "sparse_decode",
+        "layout": "fp8_ds_mla",
+        "heads": 16,
+        "topk": 2048,
+        "rows": 64,
+        "overlap": 0,
+        "shape": "B 64, S 1, H 16, K 2048",
+        "floor_us": 20.0,
+        "name": name,
+        "role": "implementation" if ours else "rival",
+        "source_hash": HASH if ours else None,
+        "wrong": [],
+        "failure": "",
+        "tuned": False,
+        "median_us": us,
+        "p10_us": us,
+        "p90_us": us,
+        "runs": 30,
+    } | changes
+
+
+RIVALS = [line("other.slow", 90.0), line("other.fast", 80.0), line("other.wrong", None, wrong=["out[0]"])]
+
+
+def records(*lines: dict[str, Any]) -> list[dict[str, Any]]:
+    made, left_out = benchmark_records(lines, DECLARED, PROFILES, ORIGIN)
+    assert left_out == []
+    return made
+
+
+def evidence(*made: dict[str, Any]) -> list[Evidence]:
+    for record in made:
+        assert problems_of(record, PROFILES) == []
+    return [Evidence(f"test:{number}", record) for number, record in enumerate(made, 1)]
+
+
+CONFORMANCE = {
+    "schema": 1,
+    "kind": "conformance",
+    "recorded": "2026-11-01T00:00:00Z",
+    "implementation": "acme.v1",
+    "primitive": "sparse_decode",
+    "provider": {"distribution": "acme", "version": "1"},
+    "versions": {"python": "3.12"},
+    "commit": ORIGIN.commit,
+    "dirty": False,
+    "source_hash": HASH,
+    "support": SUPPORT,
+    "command": "conform",
+    "layout": "fp8_ds_mla",
+    "device": {"profile": "h200", "name": "NVIDIA H200", "arch": "sm90"},
+    "driver": "580.1",
+    "mode": "native",
+    "level": "quick",
+    "match": "",
+    "suite_hash": SUITE,
+    "heads": [16],
+    "topk": [2048],
+    "cases": {"passed": 9, "failed": 0, "skipped": 0},
+    "errors": {},
+}
+
+
+# ---------------------------------------------------------------------- evidence
+
+
+def test_a_time_beside_its_best_rival_is_evidence():
+    (record,) = records(line(), *RIVALS)
+    assert problems_of(record, PROFILES) == []
+    assert record["rival"] == {"name": "other.fast", "median_us": 80.0}
+    assert record["floor"] == {"name": "copy at 4.3 TB/s, bf16 product at 790 TFLOP/s", "median_us": 20.0}
+    assert record["device"] == {"profile": "h200", "name": "NVIDIA H200", "arch": "sm90"}
+    assert (record["heads"], record["topk"], record["rows"], record["median_us"]) == ([16], [2048], 64, 50.0)
+    assert (record["source_hash"], record["recorded"], record["commit"]) == (HASH, "2026-11-02T10:00:00Z", ORIGIN.commit)
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ([line()], "no rival was timed in the same run"),
+        ([line(), line("other.fast", 80.0, recorded="2026-11-03T10:00:00Z")], "no rival was timed in the same run"),
+        ([line(), line("other.fast", 80.0, shape="B 4")], "no rival was timed in the same run"),
+        ([line(us=None, wrong=["out[0]: got 1"]), *RIVALS], "out[0]: got 1"),
+        ([line(us=None, failure="RuntimeError: no"), *RIVALS], "RuntimeError: no"),
+        ([line(source_hash=None), *RIVALS], "no sources"),
+        ([line(tuned=True), *RIVALS], "a table of the user's"),
+    ],
+)
+def test_what_is_no_evidence_is_left_out_with_the_reason(lines, why):
+    made, (said,) = benchmark_records(lines, DECLARED, PROFILES, ORIGIN)
+    assert made == []
+    assert said.startswith("acme.v1 / sparse_decode, B 64") and why in said
+
+
+def test_an_undeclared_implementation_and_an_unknown_device_are_refused():
+    with pytest.raises(RecordError, match="no plugin here declares it"):
+        records(line("acme.v2"), *RIVALS)
+    elsewhere = {"name": "NVIDIA H201", "arch": "sm90", "vendor": "nvidia"}
+    with pytest.raises(RecordError, match="no profile matches"):
+        records(*(each | {"device": elsewhere} for each in (line(), *RIVALS)))
+
+
+def test_a_benchmark_makes_a_cell_measured_beside_its_conformance_run():
+    made = records(line(), *RIVALS)
+
+    def state(*chosen: dict[str, Any]) -> str:
+        cells = evaluate([claim()], evidence(*chosen), HASHES, PROFILES)
+        return next(cell.state for cell in cells if cell.device == "h200")
+
+    assert state(CONFORMANCE) == "verified"
+    assert state(CONFORMANCE, *made) == "measured"
+    assert state(*made) == "partial"
+
+
+def test_a_later_run_that_is_slower_is_a_regression():
+    later = [each | {"recorded": "2026-11-03T10:00:00Z"} for each in (line(us=58.0), *RIVALS)]
+    (problem,) = regressions(evidence(*records(line(), *RIVALS), *records(*later)))
+    assert "16 % slower than its record" in problem
+    within = [each | {"recorded": "2026-11-03T10:00:00Z"} for each in (line(us=57.0), *RIVALS)]
+    assert regressions(evidence(*records(line(), *RIVALS), *records(*within))) == []
+
+
+# ---------------------------------------------------------------------- times that costs are made of
+
+
+def test_the_newest_time_of_todays_sources_counts():
+    older, newer = records(line(), *RIVALS)[0], records(line(us=40.0), *RIVALS)[0] | {"recorded": "2026-11-05T00:00:00Z"}
+    (time,) = measured_times(evidence(older, newer), HASHES)
+    assert time == MeasuredTime(
+        "NVIDIA H200", "sparse_decode", "fp8_ds_mla", 16, 2048, 64, "acme.v1", us=40.0, recorded="2026-11-05"
+    )
+    stale = newer | {"source_hash": OLD}
+    assert [each.us for each in measured_times(evidence(older, stale), HASHES)] == [50.0]
+    assert measured_times(evidence(older | {"dirty": True}), HASHES) == []
+    assert measured_times(evidence(older | {"overlap": 50}), HASHES) == []
+
+
+def times(*rows: tuple[str, str | None, int | None, int, float], primitive: str = "sparse_decode") -> list[MeasuredTime]:
+    """(implementation, layout, heads, rows, us) on an H200."""
+    return [
+        MeasuredTime("NVIDIA H200", primitive, layout, heads, 2048, count, name, us, "2026-11-02")
+        for name, layout, heads, count, us in rows
+    ]
+
+
+def named(name: str, preference: float = 50.0, primitive: Primitive = Primitive.SPARSE_DECODE) -> Implementation:
+    support = Support(source="this test", kv_layouts=("bf16", "fp8_ds_mla"))
+    return Implementation(name, primitive, support, lambda request: lambda: None, preference=preference)
+
+
+def request(**changes: Any) -> Request:
+    return Request(Primitive.SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, lse=True).but(**changes)
+
+
+FP8 = "fp8_ds_mla"
+COSTS = MeasuredCosts(
+    times(
+        ("ours.v1", FP8, 16, 1, 10.0),
+        ("ours.v1", FP8, 16, 256, 400.0),
+        ("theirs.v1", FP8, 16, 1, 40.0),
+        ("theirs.v1", FP8, 16, 256, 100.0),
+        ("ours.v1", FP8, 64, 1, 20.0),
+        ("theirs.v1", FP8, 64, 1, 10.0),
+    )
+)
+
+
+def cost(name: str, **changes: Any) -> float | None:
+    found = COSTS(named(name), request(**changes))
+    return None if found is None else found[0]
+
+
+def test_the_fastest_costs_ten_and_the_others_in_proportion():
+    assert (cost("ours.v1", rows=1), cost("theirs.v1", rows=1)) == (10, 40)
+    assert (cost("ours.v1", rows=256), cost("theirs.v1", rows=256)) == (40, 10)
+    assert (cost("ours.v1", rows=200), cost("ours.v1", rows=2)) == (40, 10), "the nearest size, in ratio"
+
+
+def test_without_rows_the_geometric_mean_over_all_sizes_decides():
+    assert cost("ours.v1") == cost("theirs.v1") == 20
+    more = MeasuredCosts(times(("a.v1", FP8, 16, 1, 10.0), ("a.v1", FP8, 16, 4, 90.0), ("b.v1", FP8, 16, 4, 10.0)))
+    assert more(named("a.v1"), request())[0] == 30
+    assert more(named("b.v1"), request())[0] == 10, "on the sizes that it was timed at"
+
+
+def test_heads_are_those_of_the_next_larger_count_that_was_timed():
+    assert cost("ours.v1", num_heads=8, rows=1) == cost("ours.v1", num_heads=16, rows=1) == 10
+    assert cost("ours.v1", num_heads=17, rows=1) == cost("ours.v1", num_heads=64, rows=1) == 20
+    assert cost("ours.v1", num_heads=65) is None
+
+
+@pytest.mark.parametrize("changes", [{"device": A100}, {"topk": 1024}, {"kv_layout": "bf16"}, {"num_heads": 128}])
+def test_what_was_not_timed_keeps_its_declared_preference(changes):
+    assert cost("ours.v1", **changes) is None
+    assert cost("others.v1") is None
+
+
+def test_layouts_are_compared_with_one_another():
+    prefill = MeasuredCosts(times(("a.v1", FP8, 16, 1024, 30.0), ("b.v1", "bf16", 16, 1024, 10.0), primitive="sparse_prefill"))
+    asked = request(primitive=Primitive.SPARSE_PREFILL)
+    assert prefill(named("a.v1", primitive=Primitive.SPARSE_PREFILL), asked)[0] == 30
+    assert prefill(named("b.v1", primitive=Primitive.SPARSE_PREFILL), asked.but(kv_layout="bf16"))[0] == 10
+
+
+def test_a_primitive_without_heads_and_layout_is_found():
+    convert = MeasuredCosts(times(("a.v1", None, None, 64, 3.0), ("b.v1", None, None, 64, 2.0), primitive="convert_indices"))
+    asked = Request(Primitive.CONVERT_INDICES, H200, topk=2048, block_size=64)
+    assert convert(named("a.v1", primitive=Primitive.CONVERT_INDICES), asked)[0] == 15
+
+
+def plugin(*implementations: Implementation) -> object:
+    class Plugin:
+        @hookimpl
+        def mla_portable_register(self, registrar: Registrar) -> None:
+            for each in implementations:
+                registrar.add(each)
+
+    return Plugin()
+
+
+def test_the_registry_takes_the_fastest_and_explains_by_the_numbers():
+    given = [("ours", plugin(named("ours.v1"))), ("theirs", plugin(named("theirs.v1", preference=10)))]
+    registry = Registry(plugins=given, facts={"cuda": H200}, environ={}, costs=COSTS)
+    for rows, winner in ((1, "ours.v1"), (256, "theirs.v1")):
+        decision = registry.decide(request(rows=rows))
+        assert decision.chosen == winner
+    text = registry.decide(request(rows=1)).text()
+    assert "measured 2026-11-02 on NVIDIA H200, 16 heads, us by rows 1: 10; cost 10" in text
+    assert "us by rows 1: 40; cost 40" in text
+    assert "us by rows 1: 10, 256: 400; cost 20" in registry.decide(request()).text()
+    declared = Registry(plugins=given, facts={"cuda": H200}, environ={})
+    assert declared.decide(request(rows=1)).chosen == "theirs.v1"
+
+
+# ---------------------------------------------------------------------- the file that ships
+
+
+def test_the_file_says_the_same_whatever_the_order():
+    some = times(("b.v1", FP8, 128, 1, 2.0), ("a.v1", "bf16", 16, 1, 1.0), ("a.v1", None, None, 4, 1.0))
+    text = costs_text(some)
+    assert text == costs_text(some[::-1])
+    assert parse_costs(text)(named("b.v1"), request(num_heads=128)) == MeasuredCosts(some)(
+        named("b.v1"), request(num_heads=128)
+    )
+    assert costs_text([]) == "[]\n" and parse_costs("[]\n")(named("a.v1"), request()) is None
+    with pytest.raises((TypeError, ValueError)):
+        parse_costs('[{"device": "x"}]')
+
+
+def test_the_registry_of_the_process_has_the_costs_that_ship(monkeypatch):
+    seen: list[str] = []
+
+    def spy(implementation: Implementation, asked: Request) -> None:
+        seen.append(implementation.name)
+
+    monkeypatch.setattr("mla_portable.registry.registry.packaged_costs", lambda: spy)
+    reset_registry()
+    try:
+        registry = get_registry()
+        with serving(registry):
+            registry.decide(Request(Primitive.MERGE_STATES, registry.facts("cpu")), probe=False)
+    finally:
+        reset_registry()
+    assert "reference.torch" in seen
+    assert isinstance(packaged_costs(), MeasuredCosts)
+
+
+def test_the_file_is_generated_beside_the_package_of_the_same_checkout_alone(tmp_path):
+    (tmp_path / "capability").mkdir()
+    (tmp_path / "capability" / "profiles").symlink_to(ROOT / "capability" / "profiles")
+    registry = Registry(plugins=[("reference", "mla_portable.reference")], environ={}, probe=False)
+
+    def names() -> Sequence[str]:
+        return [path.name for path in generate(tmp_path / "capability", registry)]
+
+    assert "costs.json" not in names()
+    (tmp_path / "mla_portable" / "registry").mkdir(parents=True)
+    assert names()[-1] == "costs.json"
+
+
+def test_the_script_turns_times_into_records(tmp_path):
+    from mla_portable.bench.kernel_records import KIND, SCHEMA
+
+    path, out = tmp_path / "times.jsonl", tmp_path / "records.jsonl"
+    named_so = {"kind": KIND, "schema": SCHEMA}
+    ours = line("reference.torch", 50.0, role="implementation", source_hash=HASH)
+    path.write_text(
+        "".join(json.dumps(each | named_so) + "\n" for each in (ours, line("acme.v1", None, failure="no"), *RIVALS))
+    )
+    command = [sys.executable, "ci/record_evidence.py", "bench", str(path), "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "left out: acme.v1 / sparse_decode" in done.stdout
+    (record,) = map(json.loads, out.read_text().splitlines())
+    assert (record["implementation"], record["commit"], record["dirty"]) == ("reference.torch", None, True)
+    added = subprocess.run(
+        [sys.executable, "ci/record_evidence.py", "add", str(out)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert added.returncode != 0, "a tree with changes binds nothing, and other sources than today's are refused"

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tuning the Triton plugin's attention: what is tried on a device, what is bound, and `mla-portable tune` from end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from machines import B200, BI_V150, CPU, H200, MACHINES, MI300X, RTX_4090
+from typer.testing import CliRunner
+
+from mla_portable.api import current_registry
+from mla_portable.bench.rivals import load_tunables
+from mla_portable.cli import app
+from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Request, SplitSchedule, split_kv
+from mla_portable.contracts.tuned import TunedEntry, read_table, write_table
+from mla_portable_triton import NAME, bind_attention
+from mla_portable_triton.aot import SHARED_MEMORY
+from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig, attention_config
+from mla_portable_triton.attention_tuning import bound_config, configurations, shared_memory
+
+DECODE, PREFILL = Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL
+LAYOUTS = ("bf16", "fp8_ds_mla")
+CONFIGURATION = {"block_h": 16, "block_n": 64, "num_warps": 8, "num_stages": 1}
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The user's table: none yet, and never that of whoever runs the tests."""
+    path = tmp_path / "tuned.json"
+    monkeypatch.setenv("MLA_PORTABLE_TUNED", str(path))
+    return path
+
+
+def request_for(device: DeviceFacts = H200, layout: str = "fp8_ds_mla", heads: int = 16, **others: Any) -> Request:
+    return Request(others.pop("primitive", DECODE), device, kv_layout=layout, num_heads=heads, topk=64, **others)
+
+
+def entry(request: Request, configuration: dict[str, int]) -> TunedEntry:
+    heads, layout, name = request.num_heads, request.kv_layout, str(request.primitive)
+    return TunedEntry(request.device.name, NAME, name, layout, heads, configuration, {"1": 1.0}, "2026-11-22T00:00:00Z")
+
+
+# ---------------------------------------------------------------------- what is tried
+
+
+@pytest.mark.parametrize("heads", [1, 16, 32, 128])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("device", MACHINES.values(), ids=MACHINES)
+def test_what_is_tried_can_be_bound(device: DeviceFacts, layout: str, heads: int):
+    request = request_for(device, layout, heads)
+    tried = configurations(request)
+    assert tried[0] == asdict(attention_config(device.arch, layout, heads)), "what holds without tuning comes first"
+    assert 1 < len(tried) <= 24 and len({tuple(each.items()) for each in tried}) == len(tried)
+    assert all(each["block_h"] == 16 or each["block_h"] < 2 * heads for each in tried[1:])
+    assert [asdict(bound_config(request, each)) for each in tried] == tried
+
+
+def test_heads_memory_and_registers_bound_what_is_tried():
+    def tried(name: str, *of: Any) -> set[int]:
+        return {each[name] for each in configurations(request_for(*of))}
+
+    assert tried("block_h", H200, "fp8_ds_mla", 16) == {16}
+    assert tried("block_h", H200, "fp8_ds_mla", 64) == {64, 32}
+    assert tried("block_h", BI_V150, "bf16", 64) == {16, 64, 32}, "what ships for nobody in particular, and tall ones"
+    # nothing taller than what ships where the architecture is known: on sm100 that would not even start
+    assert tried("block_h", B200, "bf16", 128) == {32, 16}
+    assert tried("block_n", H200, "fp8_ds_mla", 16) == {16, 32, 64}
+    assert not [each for each in configurations(request_for(RTX_4090)) if each["block_n"] == 64 and each["num_stages"] > 1]
+    assert {each["num_warps"] for each in configurations(request_for(H200, "bf16", 64)) if each["block_h"] == 64} == {8}
+    assert {each["num_warps"] for each in configurations(request_for(MI300X, "bf16", 64)) if each["block_h"] == 64} == {4, 8}
+    assert tried("num_warps", CPU) == tried("num_stages", CPU) == {1}
+
+
+def test_the_plugin_says_what_can_be_tuned():
+    found = {each.primitive: each for each in load_tunables().found if each.implementation == NAME}
+    assert set(found) == {DECODE, PREFILL}
+
+
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_ships_fits_by_the_same_estimate(arch: str, layout: str):
+    for _, config in CONFIGS[arch][layout]:
+        assert shared_memory(config, layout, arch) <= SHARED_MEMORY[arch]
+
+
+COMPILED = [
+    ("sm80", "bf16", AttentionConfig(64, 16, 8, 5)),
+    ("sm90", "bf16", AttentionConfig(64, 32, 8, 2)),
+    ("sm90", "fp8_ds_mla", AttentionConfig(16, 64, 8, 5)),
+    ("gfx942", "bf16", AttentionConfig(16, 16, 4, 5)),
+    ("gfx942", "fp8_ds_mla", AttentionConfig(16, 32, 8, 2)),
+]
+# runs without the interpreter; prints the bytes of shared memory that the compiler asks for
+COMPILE = """
+import dataclasses, json, sys
+from mla_portable_triton import aot, compile_all
+from mla_portable_triton.kernels import sparse_attention
+
+def shared(arch, layout, config):
+    variant = next(v for v in compile_all.variants_of(sparse_attention, arch) if f"-{layout}-" in v.label)
+    sizes = {"BLOCK_H": config["block_h"], "BLOCK_N": config["block_n"], "NUM_HEADS": config["block_h"]}
+    options = {name: config[name] for name in ("num_warps", "num_stages")}
+    variant = dataclasses.replace(variant, constexprs={**variant.constexprs, **sizes}, **options)
+    return aot.compile_variant(variant, arch).shared
+
+print(json.dumps([shared(*case) for case in json.loads(sys.argv[1])]))
+"""
+
+
+def test_the_estimate_is_what_the_compiler_asks_for_at_most(tmp_path: Path):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    cases = json.dumps([(arch, layout, asdict(config)) for arch, layout, config in COMPILED])
+    done = subprocess.run([sys.executable, "-c", COMPILE, cases], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for (arch, layout, config), asked in zip(COMPILED, json.loads(done.stdout), strict=True):
+        estimate = shared_memory(config, layout, arch)
+        assert asked <= estimate <= 1.1 * asked, f"{arch} {layout} {config}: {asked} bytes asked for, {estimate} estimated"
+
+
+# ---------------------------------------------------------------------- what is bound
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "word"),
+    [
+        (H200, {"block_m": 16}, r"the names block_h, block_n, num_warps, num_stages"),
+        (H200, {"block_n": 48}, "block_n=48 .*powers of two"),
+        (H200, {"block_h": 8}, "tiles of at least 16"),
+        (H200, {"num_warps": 0}, "powers of two"),
+        (H200, {"num_stages": 0}, "num_stages of at least 1"),
+        (MI300X, {"num_warps": 32}, "at most 1024 threads, in warps of 64"),
+        (RTX_4090, {"num_stages": 2}, r"at most 101376 bytes of shared memory, not 143360"),
+    ],
+)
+@pytest.mark.parametrize("bind", [bind_attention.bind_sparse_decode, bind_attention.bind_sparse_prefill])
+def test_a_row_that_cannot_be_meant_is_refused(
+    table: Path, bind: Callable[..., object], device: DeviceFacts, changes: dict[str, int], word: str
+):
+    primitive = DECODE if bind is bind_attention.bind_sparse_decode else PREFILL
+    request = request_for(device, primitive=primitive)
+    write_table(table, [entry(request, CONFIGURATION | changes)])
+    with pytest.raises(InvalidArgument, match=rf"{NAME} / {primitive} on .*{word}.*tuned\.json: run `mla-portable tune`"):
+        bind(request)
+    bind(request.but(num_heads=32))  # of which the table says nothing
+
+
+def test_a_row_without_names_is_refused(table: Path):
+    write_table(table, [entry(request_for(), {})])
+    with pytest.raises(InvalidArgument, match="got nothing, expected the names"):
+        bound_config(request_for())
+
+
+@pytest.mark.parametrize("primitive", [DECODE, PREFILL])
+def test_the_table_is_read_when_binding_and_never_again(table: Path, monkeypatch: pytest.MonkeyPatch, primitive: Primitive):
+    used: list[AttentionConfig] = []
+    monkeypatch.setattr(bind_attention.attention, "launch", lambda *args, config, **options: used.append(config))
+    monkeypatch.setattr(bind_attention.merge, "launch", lambda *args, **options: None)
+    bind = getattr(bind_attention, f"bind_{primitive}")
+    request, other = request_for(primitive=primitive), request_for(primitive=PREFILL if primitive is DECODE else DECODE)
+    write_table(table, [entry(request, CONFIGURATION), entry(other, CONFIGURATION | {"block_n": 16})])
+    calls = [bind(request), bind(request, CONFIGURATION | {"num_stages": 2}), bind(request.but(kv_layout="bf16"))]
+    table.write_text("no table")
+    with pytest.raises(InvalidArgument, match="Delete the file"):
+        bind(request)
+    q, indices = torch.zeros(2, 1, 16, 576, dtype=torch.bfloat16), torch.zeros(2, 1, 64, dtype=torch.int32)
+    if primitive is PREFILL:
+        q, indices = q[:, 0], indices[:, 0]
+    for call in (*calls, calls[0]):
+        call(q, torch.zeros(1, 64, 656, dtype=torch.uint8), indices, softmax_scale=1.0)
+    tuned = AttentionConfig(**CONFIGURATION)
+    assert used == [tuned, replace(tuned, num_stages=2), attention_config("sm90", "bf16", 16), tuned]
+
+
+def test_a_schedule_of_its_own_is_cut_by_the_tuned_tiles(table: Path, monkeypatch: pytest.MonkeyPatch):
+    made: list[tuple[int, int]] = []
+
+    def recorded(*args: Any) -> SplitSchedule:
+        made.append(args[3:5])
+        return SplitSchedule(*args)
+
+    monkeypatch.setattr(bind_attention, "SplitSchedule", recorded)
+    monkeypatch.setattr(bind_attention.attention, "launch", lambda *args, **options: None)
+    monkeypatch.setattr(bind_attention.merge, "launch", lambda *args, **options: None)
+    request = request_for(heads=32)
+    q, indices = torch.zeros(2, 1, 32, 576, dtype=torch.bfloat16), torch.zeros(2, 1, 2048, dtype=torch.int32)
+    shape = {"num_rows": 2, "num_heads": 32, "topk": 2048, "num_sms": H200.num_sms}
+    wanted = [split_kv(**shape, heads_per_program=height, tile=width) for height, width in ((32, 32), (16, 64))]
+    assert wanted[0] != wanted[1]
+    for _ in wanted:
+        bind_attention.bind_sparse_decode(request)(q, torch.zeros(1, 64, 656), indices, softmax_scale=1.0)
+        write_table(table, [entry(request, CONFIGURATION)])
+    assert made == wanted
+
+
+# ---------------------------------------------------------------------- from end to end
+
+
+@pytest.mark.parametrize(("primitive", "layout"), [(DECODE, "fp8_ds_mla"), (PREFILL, "bf16")])
+def test_tune_writes_what_the_next_bind_reads(table: Path, primitive: Primitive, layout: str):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    words = ["tune", "--device", device, "--primitive", str(primitive), "--layout", layout, "--backend", NAME]
+    sizes = ["--heads", "16", "--rows", "2", "--topk", "64", "--repeat", "2", "--check-rows", "1"]
+    done = CliRunner().invoke(app, [*words, *sizes, "--json"])
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    request = request_for(current_registry().facts(torch.device(device)), layout, primitive=primitive)
+    (result,) = json.loads(done.stdout)["results"]
+    assert [each["configuration"] for each in result["attempts"]] == configurations(request)
+    assert [each["why"] for each in result["attempts"]] == [""] * len(result["attempts"])
+    (written,) = read_table(table)
+    assert written.key == (request.device.name, NAME, str(primitive), layout, 16) and set(written.us) == {"2"}
+    assert asdict(bound_config(request)) == written.configuration
+    for each in configurations(request)[:2]:  # whichever won, it holds because it is written there
+        write_table(table, [entry(request, each)])
+        assert asdict(bound_config(request)) == each
+
+
+def test_what_is_tried_computes_what_is_timed(monkeypatch: pytest.MonkeyPatch):
+    """A configuration that tune binds is the one that runs: spoil one, and it alone is found wrong."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    real = bind_attention.attention.launch
+
+    def launch(*args: Any, config: AttentionConfig, **options: Any) -> None:
+        real(*args, config=config, **options)
+        if config.block_n == 64:
+            args[0].fill_(1.0)
+
+    monkeypatch.setattr(bind_attention.attention, "launch", launch)
+    words = ["tune", "--device", device, "--primitive", "sparse_decode", "--layout", "bf16", "--backend", NAME, "--json"]
+    sizes = ["--heads", "16", "--rows", "1", "--topk", "16", "--repeat", "1", "--check-rows", "1"]
+    done = CliRunner().invoke(app, [*words, *sizes])
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    (result,) = json.loads(done.stdout)["results"]
+    assert len({bool(each["why"]) for each in result["attempts"]}) == 2
+    assert all(bool(each["why"]) == (each["configuration"]["block_n"] == 64) for each in result["attempts"])

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tuning: the fastest configuration that is right everywhere wins, and kernels are bound with it from then on."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from machines import H200
+from spoiled import WRONG, registry_with
+from typer.testing import CliRunner
+
+from mla_portable import reference
+from mla_portable.api import serving
+from mla_portable.bench.kernel_cases import KernelCase
+from mla_portable.bench.rivals import Brought, load_tunables
+from mla_portable.bench.tune import Attempt, TuneResult, tune
+from mla_portable.cli import app
+from mla_portable.contracts import (
+    BoundPrimitive,
+    Implementation,
+    InvalidArgument,
+    Primitive,
+    Registrar,
+    Request,
+    Support,
+    Tunable,
+    TunableRegistrar,
+    hookimpl,
+    tuned_configuration,
+)
+from mla_portable.contracts.tuned import TunedEntry, read_table, table_path, write_table
+from mla_portable.registry import Registry
+
+NAME = "acme.v1"
+DECODE = Primitive.SPARSE_DECODE
+CASES = [KernelCase(DECODE, rows, "bf16", 2, 16, 64) for rows in (1, 3)]
+CONFIGURATIONS = [{"delay": 4, "wrong": 0}, {"delay": 0, "wrong": 0}, {"delay": 0, "wrong": 1}, {"delay": 0, "wrong": 2}]
+"""Untuned, the fastest, a wrong one, one that fails with several rows."""
+
+
+def bind(request: Request, configuration: Mapping[str, int]) -> BoundPrimitive:
+    def decode(*args: Any, **options: Any) -> Any:
+        time.sleep(configuration["delay"] * 1e-3)
+        if configuration["wrong"] == 2 and args[0].shape[0] > 1:
+            raise RuntimeError("out of resources")
+        return (WRONG["sparse_decode"] if configuration["wrong"] == 1 else reference.sparse_decode)(*args, **options)
+
+    return decode
+
+
+class Plugin:
+    def __init__(self, configurations: list[dict[str, int]] = CONFIGURATIONS, *, max_heads: int | None = None) -> None:
+        self.tunable = Tunable(NAME, DECODE, lambda request: configurations, bind)
+        limits = {"device_types": ("cpu",), "kv_layouts": ("bf16",), "max_heads": max_heads, "graph": False}
+        self.support = Support(source="this test", **limits)
+        self.bound_with: list[Mapping[str, int]] = []
+
+    @hookimpl
+    def mla_portable_register(self, registrar: Registrar) -> None:
+        registrar.add(Implementation(NAME, DECODE, self.support, self.bind, preference=10))
+
+    def bind(self, request: Request) -> BoundPrimitive:
+        self.bound_with.append(tuned_configuration(NAME, request) or CONFIGURATIONS[0])
+        return bind(request, self.bound_with[-1])
+
+    @hookimpl
+    def mla_portable_register_tunables(self, registrar: TunableRegistrar) -> None:
+        registrar.add(self.tunable)
+
+
+def run(plugin: Plugin, *cases: KernelCase, **options: Any) -> list[TuneResult]:
+    registry = registry_with(("acme", plugin), probe=False)
+    return tune(cases or CASES, [plugin.tunable], device=torch.device("cpu"), registry=registry, repeat=3, **options)
+
+
+def test_the_fastest_that_is_right_on_every_size_wins():
+    (result,) = run(Plugin())
+    assert (result.implementation, result.primitive, result.layout, result.heads) == (NAME, "sparse_decode", "bf16", 2)
+    assert result.best is not None and dict(result.best.configuration) == CONFIGURATIONS[1]
+    assert set(result.best.us) == {1, 3} and result.gain is not None and result.gain > 1
+    first, _, wrong, failing = result.attempts
+    assert min(first.us.values()) >= 4000
+    assert "out[" in wrong.why and failing.why == "RuntimeError: out of resources" and set(failing.us) == {1}
+    entry = result.entry()
+    assert entry is not None and entry.configuration == CONFIGURATIONS[1] and set(entry.us) == {"1", "3"}
+
+
+def test_the_sizes_count_alike():
+    fast_on_small, even = Attempt({"a": 1}, {1: 1.0, 256: 200.0}), Attempt({"a": 2}, {1: 4.0, 256: 49.0})
+    result = TuneResult(NAME, "sparse_decode", "bf16", 16, (fast_on_small, even), "a device", "now")
+    assert result.best is even and result.gain == pytest.approx(math.sqrt(200 / 196))
+
+
+def test_where_nothing_is_right_nothing_is_written():
+    (result,) = run(Plugin(CONFIGURATIONS[2:3]))
+    assert result.best is None and result.entry() is None and result.gain is None
+
+
+def test_what_cannot_serve_or_was_not_asked_for_is_not_tuned():
+    assert run(Plugin(max_heads=1)) == []
+    assert run(Plugin(), KernelCase(Primitive.CACHE_WRITE, 3, "bf16")) == []
+    assert run(Plugin(), backends=["triton"]) == []
+    assert len(run(Plugin(), backends=["acme"])) == 1
+
+
+def test_tunables_are_loaded_like_rivals():
+    assert load_tunables([("acme", Plugin())]).found[0].implementation == NAME
+    twice = load_tunables([("one", Plugin()), ("two", Plugin())])
+    assert len(twice.found) == 1 and "already" in dict(twice.failures)["two"]
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def entry(**changes: Any) -> TunedEntry:
+    values: dict[str, Any] = {
+        "device": H200.name,
+        "implementation": NAME,
+        "primitive": "sparse_decode",
+        "layout": "bf16",
+        "heads": 16,
+        "configuration": {"block_n": 32},
+        "us": {"1": 10.0},
+        "recorded": "2026-11-02T00:00:00Z",
+    }
+    return TunedEntry(**(values | changes))
+
+
+def request(**changes: Any) -> Request:
+    return Request(DECODE, H200, kv_layout="bf16", num_heads=16, topk=2048).but(**changes)
+
+
+def test_an_entry_holds_for_its_requests_alone(tmp_path):
+    path = tmp_path / "new" / "tuned.json"
+    assert tuned_configuration(NAME, request(), path) is None, "no table, no entry"
+    write_table(path, [entry()])
+    write_table(path, [entry(heads=64, configuration={"block_n": 64})])
+    assert tuned_configuration(NAME, request(rows=7, graph=True), path) == {"block_n": 32}
+    assert tuned_configuration(NAME, request(num_heads=64), path) == {"block_n": 64}
+    for other in (request(num_heads=32), request(kv_layout="fp8_ds_mla"), request(primitive=Primitive.SPARSE_PREFILL)):
+        assert tuned_configuration(NAME, other, path) is None
+    assert tuned_configuration("acme.v2", request(), path) is None
+    write_table(path, [entry(configuration={"block_n": 16})])
+    assert tuned_configuration(NAME, request(), path) == {"block_n": 16}
+    assert len(read_table(path)) == 2, "a new entry takes the place of the old one"
+
+
+WORDS = dict.fromkeys(TunedEntry.__slots__, "x")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"schema": 2, "entries": []}',
+        '{"schema": 1, "entries": [{"device": "x"}]}',
+        json.dumps({"schema": 1, "entries": [{**WORDS, "configuration": {"block_n": "32"}}]}),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused(tmp_path, text):
+    path = tmp_path / "tuned.json"
+    path.write_text(text)
+    with pytest.raises(InvalidArgument, match=r"tuned\.json.*Delete the file"):
+        tuned_configuration(NAME, request(), path)
+
+
+def test_where_the_table_is():
+    assert table_path({"MLA_PORTABLE_TUNED": "/x/y.json", "XDG_CONFIG_HOME": "/home"}) == Path("/x/y.json")
+    assert table_path({"XDG_CONFIG_HOME": "/home"}) == Path("/home/mla-portable/tuned.json")
+    assert table_path({"MLA_PORTABLE_TUNED": " "}) == Path.home() / ".config" / "mla-portable" / "tuned.json"
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def command(monkeypatch: pytest.MonkeyPatch, path: Path, *words: str, plugin: Plugin | None = None, code: int = 0) -> str:
+    plugin = plugin or Plugin()
+    monkeypatch.setenv("MLA_PORTABLE_TUNED", str(path))
+    monkeypatch.setattr("mla_portable.bench.rivals.load_tunables", lambda: Brought((plugin.tunable,)))
+    registry: Registry = registry_with(("acme", plugin), probe=False)
+    with serving(registry):
+        done = CliRunner().invoke(app, ["tune", "--device", "cpu", "--heads", "2", "--rows", "1,3", "--repeat", "2", *words])
+    assert done.exit_code == code, done.output + repr(done.exception)
+    return done.stdout
+
+
+def test_tuning_changes_what_is_bound(monkeypatch, tmp_path):
+    path = tmp_path / "tuned.json"
+    assert "over untuned" in command(monkeypatch, path)
+    assert [each.configuration for each in read_table(path)] == [CONFIGURATIONS[1]]
+    plugin = Plugin()
+    registry = registry_with(("acme", plugin), probe=False)
+    for heads in (2, 4):
+        registry.bind(Request(DECODE, registry.facts("cpu"), kv_layout="bf16", num_heads=heads, topk=16))
+    assert plugin.bound_with == [CONFIGURATIONS[1], CONFIGURATIONS[0]], "four heads were not tuned"
+
+
+def test_the_command_as_json_and_its_exit_codes(monkeypatch, tmp_path):
+    path = tmp_path / "tuned.json"
+    answer = json.loads(command(monkeypatch, path, "--json"))
+    assert answer["ok"] and answer["table"] == str(path) and len(answer["results"][0]["attempts"]) == 4
+    assert answer["entries"][0]["configuration"] == CONFIGURATIONS[1]
+    other = tmp_path / "other.json"
+    text = command(monkeypatch, path, "--out", str(other), plugin=Plugin(CONFIGURATIONS[2:3]), code=1)
+    assert "WRONG  acme.v1 / sparse_decode bf16 2 delay=0 wrong=1" in text and not other.exists()
+    assert "nothing here can be tuned" in command(monkeypatch, path, plugin=Plugin(max_heads=1), code=1)
+    path.write_text("{")
+    command(monkeypatch, path, code=2)
