@@ -11,7 +11,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
 from mla_portable.attention import SparseMLAAttention
-from mla_portable.contracts import Batch, InvalidArgument
+from mla_portable.contracts import Batch, InvalidArgument, StepPlan
 from mla_portable.planner import Planner
 from mla_portable.vllm import compat, model, scratch, shadow
 from mla_portable.vllm.metadata import MLAPortableMetadata
@@ -59,6 +59,7 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         for impl in impls:
             impl.attach(self.attention, resolved.writer)
         self._shadow = shadow.steps(kv_cache_spec, layer_names, vllm_config, device)
+        self._captured: list[StepPlan] = []
         logger.info(
             "mla_portable serves %d layers on %s by route %s: %s; cache %s, %s heads, written by %s",
             len(layer_names),
@@ -78,7 +79,8 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         Raises: UnsupportedRoute when nothing serves the model.
         """
         stored = getattr(kv_cache_spec, "cache_dtype_str", None) or vllm_config.cache_config.cache_dtype
-        resolved = model.resolve(vllm_config, compat.device(), kv_cache_dtype=stored, block_size=kv_cache_spec.block_size)
+        # The spec's blocks are the manager's here; kernels will see smaller ones.
+        resolved = model.resolve(vllm_config, compat.device(), kv_cache_dtype=stored)
         return cls._cudagraph_support if resolved.spec.graph else AttentionCGSupport.NEVER
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MLAPortableMetadata:
@@ -117,6 +119,12 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             plan=plan,
             shadow=beside,
         )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLAPortableMetadata:
+        """The metadata of a step that is captured. vLLM forgets it, the graph goes on reading what its plan points at."""
+        metadata = self.build(0, common_attn_metadata)
+        self._captured.append(metadata.plan)
+        return metadata
 
     def _host_lengths(self, common: Any, query_lens: np.ndarray) -> np.ndarray:
         """Sequence lengths or upper bounds of them, [R] int32, each at least its query and at most the longest sequence.

@@ -8,8 +8,9 @@ Written against 0.20 to 0.33. Where two versions do a thing differently, the fun
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ __all__ = [
     "model_numbers",
     "neutral_defaults",
     "own_builders_per_layer",
+    "query_joiner",
     "shared_scratch",
     "unsupported_features",
     "wants_full_graphs",
@@ -146,6 +148,16 @@ def host_lengths(common: Any, query_lens: npt.NDArray[np.int32]) -> npt.NDArray[
     if lengths is None:
         lengths = getattr(common, "_seq_lens_cpu", None)  # the property without the underscore would wait for the device
     return None if lengths is None else lengths.numpy()[: len(query_lens)]
+
+
+def query_joiner() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None:
+    """vLLM's operator that writes ql_nope [T, H, 512] and q_pe [T, H, 64] side by side into the third, None where it has none.
+
+    Here and not in the core: it reads strided halves in wide loads, which `torch.cat` does not.
+    """
+    import_module("vllm._custom_ops")  # registers the operators
+    packet = getattr(torch.ops._C_cache_ops, "concat_mla_q", None)
+    return None if packet is None else packet.default
 
 
 def shared_scratch(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor] | None:

@@ -67,6 +67,7 @@ class MLAPortableImpl(compat.IMPL_BASE):
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
         self.kv_lora_rank: int = mla_args.get("kv_lora_rank", KV_LORA_RANK)
         self._indexer, self._topk_indices_buffer = indexer, topk_indices_buffer
+        self._join_query = compat.query_joiner()
         self._attention: SparseMLAAttention | None = None
         self._writer: Writer | None = None
         config = compat.current_config()
@@ -184,8 +185,12 @@ class MLAPortableImpl(compat.IMPL_BASE):
             raise InvalidArgument("vLLM", "topk_indices_buffer", got="None", expected="an indexer's buffer, [tokens, K] int32")
         num_tokens = (q if isinstance(q, Tensor) else q[0]).shape[0]
         kv_cache = self._rows(kv_c_and_k_pe_cache)
+        query, buffer = q, attention.buffers.query
+        if isinstance(q, tuple) and self._join_query is not None and buffer is not None and num_tokens <= buffer.shape[0]:
+            query = buffer[:num_tokens]
+            self._join_query(*q, query)
         out = torch.empty((num_tokens, self.num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=kv_cache.device)
-        result = attention.forward(q, kv_cache, topk_indices, attn_metadata.plan_for(num_tokens), out=out)
+        result = attention.forward(query, kv_cache, topk_indices, attn_metadata.plan_for(num_tokens), out=out)
         if self._shadow is not None and attn_metadata.shadow is not None:
             self._shadow.compare(q, kv_c_and_k_pe_cache, attn_metadata.shadow, layer, out, topk_indices[:num_tokens])
         return result

@@ -29,6 +29,8 @@ __all__ = ["LIMIT", "ShadowLayer", "ShadowSteps", "difference", "layer", "steps"
 LIMIT: Final = 1e-2
 """Relative error of a layer above which the log warns: bfloat16 output differs by about 4e-3 of its size at most."""
 
+_ROWS_AT_ONCE: Final = 512
+
 _FIELDS: Final = ("runs", "rows", "relative", "worst_row", "max_abs")
 
 
@@ -40,20 +42,30 @@ def difference(ours: Tensor, theirs: Tensor, topk_indices: Tensor) -> Tensor:
     Returns: [4] float32: how many tokens count; the norm of the difference over that of `theirs`, of all of them together;
         the same of the token that is worst; and the largest absolute difference. The last three are 0 where nothing counts.
     """
-    counts = (topk_indices >= 0).any(dim=1)[:, None, None]
-    # Rows that do not count may hold anything, NaN as well: they are replaced, not multiplied.
-    apart = torch.where(counts, ours.float() - theirs.float(), 0.0)
-    size = torch.where(counts, theirs.float(), 0.0)
-    rows_apart, rows_size = apart.square().sum(dim=(1, 2)), size.square().sum(dim=(1, 2))
+    counts = (topk_indices >= 0).any(dim=1)
+    # A number of rows at a time: in float32 a whole step of many tokens may not fit beside the model.
+    parts = [
+        _row_sizes(*rows) for rows in zip(*(tensor.split(_ROWS_AT_ONCE) for tensor in (ours, theirs, counts)), strict=True)
+    ]
+    rows_apart, rows_size, largest = (torch.cat(column) for column in zip(*parts, strict=True))
     tiny = torch.finfo(torch.float32).tiny
     return torch.stack(
         [
             counts.sum().float(),
             (rows_apart.sum() / rows_size.sum().clamp(min=tiny)).sqrt(),
             (rows_apart / rows_size.clamp(min=tiny)).amax().sqrt(),
-            apart.abs().amax(),
+            largest.amax(),
         ]
     )
+
+
+def _row_sizes(ours: Tensor, theirs: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows [t, H, 512] that count [t]: the squared difference, the squared size of `theirs`, the largest difference, [t]."""
+    # Rows that do not count may hold anything, NaN as well: they are replaced, not multiplied.
+    kept = counts[:, None, None]
+    apart = torch.where(kept, ours.float() - theirs.float(), 0.0)
+    size = torch.where(kept, theirs.float(), 0.0)
+    return apart.square().sum(dim=(1, 2)), size.square().sum(dim=(1, 2)), apart.abs().amax(dim=(1, 2))
 
 
 class _Recorder:

@@ -61,6 +61,33 @@ def test_forward_mqa_is_what_the_oracle_says(dtype: str, route: str, batch: str,
     assert torch.count_nonzero(out[len(step.requests) :]) == 0
 
 
+def test_vllms_operator_joins_the_halves_of_a_query(monkeypatch: pytest.MonkeyPatch):
+    """Where vLLM has one, as on CUDA: into the layer's own buffer, and what it wrote is attended with."""
+    seen: list[int] = []
+
+    def join(ql_nope: torch.Tensor, q_pe: torch.Tensor, out: torch.Tensor) -> None:
+        seen.append(out.data_ptr())
+        out.copy_(torch.cat([ql_nope, q_pe], dim=-1))
+
+    monkeypatch.setattr("mla_portable.vllm.compat.query_joiner", lambda: join)
+    engine = make_engine("fp8")
+    step = make_step(engine, [1, 1, 5], [100, 64, 200], padded_tokens=8)
+    metadata = engine.builder.build(0, step.common)
+    halves = step.q[..., :LATENT], step.q[..., LATENT:]
+    out, _ = engine.impl.forward_mqa(halves, engine.kv_cache, metadata, engine.layer)
+    assert_close(out, expected(engine, step)[0], 7)
+    assert seen == [engine.builder.attention.buffers.query.data_ptr()]
+
+
+def test_what_a_captured_graph_reads_outlives_the_metadata():
+    """vLLM drops the metadata of a capture; the plan, and with it its schedule, must stay."""
+    engine = make_engine("auto")
+    step = make_step(engine, [1, 1], [100, 64])
+    plan = engine.builder.build_for_cudagraph_capture(step.common).plan
+    engine.builder.build(0, step.common)
+    assert [kept is plan for kept in engine.builder._captured] == [True]
+
+
 def test_portable_kernels_alone_serve_a_mixed_batch():
     """Triton's kernels, in its interpreter: no other code of a backend runs."""
     with use("triton"):

@@ -83,6 +83,14 @@ def test_difference_counts_attending_tokens_alone():
     assert math.isnan(shadow.difference(ours, theirs, topk).tolist()[1])
 
 
+def test_a_long_step_is_compared_in_pieces(monkeypatch: pytest.MonkeyPatch):
+    ours, theirs = torch.randn(7, 2, 4), torch.randn(7, 2, 4)
+    topk = torch.tensor([[0]] * 6 + [[-1]], dtype=torch.int32)
+    whole = shadow.difference(ours, theirs, topk)
+    monkeypatch.setattr(shadow, "_ROWS_AT_ONCE", 3)
+    assert torch.allclose(shadow.difference(ours, theirs, topk), whole)
+
+
 def test_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch):
     engine = make_engine("auto")
     assert engine.impl._shadow is None

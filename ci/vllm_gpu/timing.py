@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times inside of a running engine: a decode step, what building its metadata costs the host, and a layer's attention.
+
+Ours and stock's are measured in the same process on the same inputs where that is possible: builders on batches that are made
+up, layers as CUDA graphs over a cache of random tokens. A decode step is the whole engine's, so each engine has its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import statistics
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+__all__ = ["alone", "measure"]
+
+_BATCHES: Final = {
+    "256 decodes + 32 prefills": ([1] * 256, [64] * 32),
+    "64 decodes + 4 prefills": ([1] * 64, [512] * 4),
+    "32 prefills": ([], [128] * 32),
+    "64 decodes": ([1] * 64, []),
+    "128 decodes": ([1] * 128, []),
+    "256 decodes": ([1] * 256, []),
+}
+"""Query lengths of decodes and of prefills."""
+_BUILD_CONTEXT: Final = 1024  # all prefills together fit stock's workspace, as they mostly do
+_BUILDS, _STEPS, _LAYERS = 200, 40, 10
+
+
+@contextmanager
+def alone(where: Path) -> Generator[None, None, None]:
+    """Wait until the file `go` says that all engines are up, then for those before us."""
+    (where / f"{time.time_ns()}.ready").touch()
+    while not (where / "go").exists():
+        time.sleep(0.1)
+    with (where / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _runner(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def _builder(runner: Any) -> Any:
+    """The builder of the sparse attention layers: the other group is the indexer's."""
+    groups = [group for several in runner.attn_groups for group in several if group.backend.get_name() == "FLASHMLA_SPARSE"]
+    return groups[0].get_metadata_builder()
+
+
+def _common(runner: Any, decodes: list[int], prefills: list[int], context: int) -> Any:
+    """A batch as the runner describes it: every request has blocks of its own."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    device = runner.device
+    lens = torch.tensor(decodes + prefills, dtype=torch.int32)
+    requests, tokens = len(lens), int(lens.sum())
+    starts = torch.zeros(requests + 1, dtype=torch.int32)
+    starts[1:] = lens.cumsum(0)
+    columns = -(-context // 64)
+    table = 1 + torch.arange(requests * columns, dtype=torch.int32).view(requests, columns)
+    seq_lens = torch.full((requests,), context, dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts.pin_memory(),
+        seq_lens=seq_lens.to(device),
+        seq_lens_cpu_upper_bound=seq_lens.pin_memory(),
+        _seq_lens_cpu=seq_lens.pin_memory(),
+        num_reqs=requests,
+        num_actual_tokens=tokens,
+        max_query_len=int(lens.max()),
+        max_seq_len=context,
+        block_table_tensor=table.to(device),
+        slot_mapping=torch.zeros(tokens, dtype=torch.int64, device=device),
+    )
+
+
+def _host_us(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
+    """Median microseconds until `call` returns, and until the device has done what it asked for."""
+    returned: list[float] = []
+    finished: list[float] = []
+    for turn in range(repeats + 20):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        middle = time.perf_counter()
+        torch.cuda.synchronize()
+        end = time.perf_counter()
+        if turn >= 20:
+            returned.append((middle - begin) * 1e6)
+            finished.append((end - begin) * 1e6)
+    return round(statistics.median(returned), 1), round(statistics.median(finished), 1)
+
+
+def _stock(llm: Any, runner: Any, ours: Any) -> tuple[Any, Any]:
+    """Stock's builder for the layers of `ours`, and its implementation of the first of them."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
+    from vllm.v1.worker.workspace import unlock_workspace
+
+    config = llm.llm_engine.vllm_config
+    layer = config.compilation_config.static_forward_context[ours.layer_names[0]]
+    unlock_workspace()  # the engine's is as large as its own backend wants it
+    sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "q_lora_rank", "kv_b_proj")
+    with set_current_vllm_config(config):
+        builder = FlashMLASparseBackend.get_builder_cls()(ours.kv_cache_spec, ours.layer_names, config, runner.device)
+        impl = FlashMLASparseBackend.get_impl_cls()(
+            num_heads=layer.num_heads,
+            head_size=layer.head_size,
+            scale=layer.scale,
+            num_kv_heads=1,
+            alibi_slopes=None,
+            sliding_window=None,
+            kv_cache_dtype=layer.kv_cache_dtype,
+            logits_soft_cap=None,
+            attn_type="decoder",
+            kv_sharing_target_layer_name=None,
+            indexer=layer.indexer,
+            topk_indices_buffer=layer.impl.topk_indices_buffer,
+            **{name: getattr(layer, name) for name in sizes},
+        )
+    return builder, impl
+
+
+def _builds(runner: Any, builders: dict[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
+    times: dict[str, dict[str, tuple[float, float]]] = {}
+    for name, (decodes, prefills) in _BATCHES.items():
+        common = _common(runner, decodes, prefills, _BUILD_CONTEXT)
+        times[name] = {who: _host_us(partial(builder.build, 0, common), _BUILDS) for who, builder in builders.items()}
+    return times
+
+
+def _fill(layer: Any, blocks: int) -> None:
+    """Random tokens in the first `blocks` blocks of the layer's cache."""
+    device = layer.kv_cache.device
+    for first in range(0, blocks, 256):
+        slots = torch.arange(first * 64, min(first + 256, blocks) * 64, dtype=torch.int64, device=device)
+        latent = torch.randn((len(slots), 512), dtype=torch.bfloat16, device=device)
+        rope = torch.randn((len(slots), 1, 64), dtype=torch.bfloat16, device=device)
+        one = torch.ones((), dtype=torch.float32, device=device)
+        layer.impl.do_kv_cache_update(latent, rope, layer.kv_cache, slots, layer.kv_cache_dtype, one)
+
+
+def _graph(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_LAYERS):
+            call()
+    return graph
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph, before: Callable[[], Any] | None = None) -> float:
+    """Microseconds a layer; with `before`, each replay follows it, as a step follows its build."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for turn in range(_STEPS + 5):
+        if turn == 5:
+            torch.cuda.synchronize()
+            begin.record()
+        if before is not None:
+            before()
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 1e3 / (_STEPS * _LAYERS)
+
+
+def _kernels(call: Callable[[], Any]) -> dict[str, float]:
+    """Microseconds that a call spends in each kernel, which says where a difference comes from."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(_LAYERS):
+            call()
+        torch.cuda.synchronize()
+    times = {event.key: round(event.self_device_time_total / _LAYERS, 2) for event in profile.key_averages()}
+    return {name: time for name, time in times.items() if time}
+
+
+def _layer(
+    runner: Any, builders: dict[str, Any], impls: dict[str, Any], layer: Any, batch: int, context: int
+) -> dict[str, Any]:
+    """A decode's attention in one layer, ours and stock's by turns: (microseconds alone, with its share of the build)."""
+    common = _common(runner, [1] * batch, [], context)
+    heads, buffer = layer.num_heads, layer.impl.topk_indices_buffer
+    for row in range(batch):
+        buffer[row] = torch.randperm(context, device=buffer.device)[: buffer.shape[1]].to(torch.int32)
+    latent = torch.randn((heads, batch, 512), dtype=torch.bfloat16, device=buffer.device).transpose(0, 1)
+    rope = torch.randn((batch, heads, 64), dtype=torch.bfloat16, device=buffer.device)
+    outs: dict[str, Tensor] = {}
+
+    def attend(who: str, metadata: Any) -> None:
+        outs[who] = impls[who].forward_mqa((latent, rope), layer.kv_cache, metadata, layer)[0]
+
+    builds = {who: partial(builder.build, 0, common) for who, builder in builders.items()}
+    calls = {who: partial(attend, who, build()) for who, build in builds.items()}
+    graphs = {who: _graph(call) for who, call in calls.items()}
+    times: dict[str, list[tuple[float, float]]] = {who: [] for who in graphs}
+    for _ in range(5):
+        for who, graph in graphs.items():
+            step = _replay_us(graph, builds[who])
+            times[who].append((_replay_us(graph), step))
+    ours, theirs = (outs[who].float() for who in ("ours", "stock"))
+    return {
+        "relative": float((ours - theirs).norm() / theirs.norm()),
+        "kernels": {who: _kernels(call) for who, call in calls.items()},
+        **{
+            who: [round(statistics.median(column), 2) for column in zip(*several, strict=True)]
+            for who, several in times.items()
+        },
+    }
+
+
+def _steps(llm: Any, builder: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """A decode step of the engine: the time of many tokens less that of few; and what `build` took in the last ones."""
+    from engine import prompts
+    from vllm import SamplingParams
+
+    taken: list[float] = []
+    build = builder.build
+
+    def timed(*given: Any, **named: Any) -> Any:
+        begin = time.perf_counter()
+        metadata = build(*given, **named)
+        taken.append((time.perf_counter() - begin) * 1e6)
+        return metadata
+
+    builder.build = timed
+    batch = max(options["batches"])
+    requests = prompts([options["prompt"]] * batch)
+    seconds: dict[int, list[float]] = {4: [], 4 + options["tokens"]: []}
+    for turn in range(3):
+        for tokens, several in seconds.items():
+            wanted = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            begin = time.perf_counter()
+            llm.generate(requests, wanted, use_tqdm=False)
+            if turn:
+                several.append(time.perf_counter() - begin)
+    builder.build = build
+    few, many = (min(several) for several in seconds.values())
+    step = (many - few) / options["tokens"] * 1e6
+    return {
+        "batch": batch,
+        "step_us": round(step, 1),
+        "build_us": round(statistics.median(taken[-options["tokens"] // 2 :]), 1),
+    }
+
+
+def measure(llm: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """steps: of this engine. builds, layers: of ours and stock's, in an engine that ours serves."""
+    runner = _runner(llm)
+    ours = _builder(runner)
+    found: dict[str, Any] = {"steps": _steps(llm, ours, options)}
+    layer = llm.llm_engine.vllm_config.compilation_config.static_forward_context[ours.layer_names[0]]
+    if not hasattr(ours, "planner"):
+        return found
+    with torch.inference_mode():
+        builder, impl = _stock(llm, runner, ours)
+        builders, impls = {"ours": ours, "stock": builder}, {"ours": layer.impl, "stock": impl}
+        found["builds"] = _builds(runner, builders)
+        _fill(layer, 1 + max(options["batches"]) * -(-options["context"] // 64))
+        found["layers"] = {
+            batch: _layer(runner, builders, impls, layer, batch, options["context"]) for batch in options["batches"]
+        }
+    return found

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ci/gpu_vllm concludes from results, and that its processes end: all of it but vLLM itself."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+KIT = Path(__file__).parents[1] / "ci" / "vllm_gpu"
+MODULES = ("checkpoint", "jobs", "judge", "pool", "report", "engine", "timing", "kit")
+
+
+@pytest.fixture(scope="module")
+def kit() -> Iterator[Any]:
+    """The modules of the kit, importable for these tests alone."""
+    sys.path.insert(0, str(KIT))
+    try:
+        yield type("Kit", (), {name: import_module(name) for name in MODULES})
+    finally:
+        sys.path.remove(str(KIT))
+        for name in MODULES:
+            sys.modules.pop(name, None)
+
+
+def prompt(length: int, tokens: list[int], *, shift: float = 0.0, other: float = -9.0) -> dict[str, Any]:
+    """Token 1000 + t is the runner-up of token t, `other` in log-probability."""
+    likeliest = [{str(token): -1.0 + shift, str(token + 1000 if token < 1000 else token - 1000): other} for token in tokens]
+    return {"length": length, "tokens": tokens, "logprobs": likeliest}
+
+
+def test_a_shift_is_found_and_judged(kit: Any):
+    found = kit.judge.agree([prompt(17, [1, 2])], [prompt(17, [1, 2], shift=0.06)])
+    assert found.compared == 2 and math.isclose(found.difference, 0.06) and not found.parted
+    assert found.within(0.1) and not found.within(0.05)
+
+
+def test_nothing_compared_is_no_agreement(kit: Any):
+    assert not kit.judge.agree([prompt(17, [1])], [prompt(17, [1])], shortest=100).within(0.1)
+
+
+@pytest.mark.parametrize(("other", "tie"), [(-1.05, True), (-1.5, False)])
+def test_texts_may_part_only_at_ties(kit: Any, other: float, tie: bool):
+    one, two = prompt(17, [1, 2, 3], other=other), prompt(17, [1, 1002, 7], other=other)
+    found = kit.judge.agree([one], [two])
+    assert found.compared == 2, "what follows the first difference has another past"
+    assert [(length, at) for length, at, _ in found.parted] == [(17, 1)]
+    assert found.within(0.1) is tie
+
+
+def test_a_token_that_one_run_does_not_list_is_no_tie(kit: Any):
+    found = kit.judge.agree([prompt(17, [1])], [prompt(17, [5])])
+    assert found.parted[0][2] == math.inf and found.difference == math.inf and not found.within(10.0)
+
+
+def test_a_logprob_that_is_no_number_differs(kit: Any):
+    assert kit.judge.agree([prompt(17, [1])], [prompt(17, [1], shift=math.nan)]).difference == math.inf
+
+
+def test_other_prompts_are_not_compared(kit: Any):
+    with pytest.raises(ValueError, match="other prompts"):
+        kit.judge.agree([prompt(17, [1])], [prompt(18, [1])])
+
+
+def test_what_may_differ_follows_stocks_own_noise(kit: Any):
+    assert kit.judge.limit(0.0) == 0.1 and kit.judge.limit(0.2) == pytest.approx(0.3)
+    assert kit.judge.limit(math.inf) == 0.1
+
+
+def test_shadow_mode_must_have_recorded_something_small(kit: Any):
+    line = '{"step": 1, "layer": "a", "rows": 2, "relative": %s, "worst_row": 0.01, "max_abs": 0.1, "pid": 1}'
+    assert kit.judge.read_shadow([line % "0.002", line % "0.004"]).passed
+    assert not kit.judge.read_shadow([]).passed
+    assert not kit.judge.read_shadow([line % "0.02"]).passed
+    assert not kit.judge.read_shadow([line % "NaN"]).passed
+
+
+def test_jobs_cover_the_matrix_and_have_names_of_their_own(kit: Any):
+    several = [*kit.jobs.agreement(), *kit.jobs.speed(), *kit.jobs.tensor_parallel()]
+    assert len({job.name for job in several}) == len(several)
+    covered = {(j.who, j.kv, j.heads, j.mode) for j in several if j.task == "generate" and j.gpus == 1}
+    for heads in (16, 64, 128):
+        for kv in ("auto", "fp8_ds_mla"):
+            for mode in ("eager", "graphs"):
+                assert {(who, kv, heads, mode) for who in ("stock", "plugin", "triton")} <= covered
+    assert {job.task for job in several} == set(kit.engine.TASKS)
+
+
+def test_stock_runs_without_the_plugin_and_eager_plugins_run_shadowed(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MLA_PORTABLE_BACKEND", "reference")
+    for job in kit.jobs.agreement():
+        environ = kit.pool.environ(job, tmp_path)
+        assert environ.get("MLA_PORTABLE_BACKEND") == ("triton" if job.who == "triton" else None), "the caller's wish leaked"
+        assert (environ["MLA_PORTABLE_VLLM"] == "off") == (job.who == "stock")
+        if job.task == "generate" and job.mode == "eager":
+            assert ("MLA_PORTABLE_VLLM_SHADOW" in environ) == (job.who in ("plugin", "triton", "override"))
+
+
+def test_every_engine_gets_the_same_prompts(kit: Any):
+    assert kit.engine.prompts([3, 5]) == kit.engine.prompts([3, 5])
+    assert [len(p["prompt_token_ids"]) for p in kit.engine.prompts([3, 5])] == [3, 5]
+    job = next(job for job in kit.jobs.agreement() if job.name == "plugin-fp8-h16-eager")
+    given = kit.engine.arguments(job.as_dict(), Path("checkpoints"))
+    assert given["attention_backend"] == "CUSTOM" and given["enforce_eager"] and given["model"] == "checkpoints/heads16"
+
+
+LOG = """INFO 11-22 10:00:00 [core.py:1] starting
+Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+    work()
+  File "b.py", line 2, in work
+    raise ValueError("first")
+ValueError: first
+
+During handling of the above exception, another exception occurred:
+
+(Worker_TP0 pid=7) ERROR 11-22 10:00:01 [exec.py:2] Traceback (most recent call last):
+(Worker_TP0 pid=7) ERROR 11-22 10:00:01 [exec.py:2]   File "c.py", line 3, in stop
+(Worker_TP0 pid=7) ERROR 11-22 10:00:01 [exec.py:2] RuntimeError: last
+"""
+
+
+def test_a_failure_names_the_first_error_and_the_last(kit: Any):
+    told = kit.pool.failure(LOG, "exit 1").splitlines()
+    assert told == [
+        "exit 1",
+        'File "a.py", line 1, in <module>',
+        'File "b.py", line 2, in work',
+        "ValueError: first",
+        "... and at last: RuntimeError: last",
+    ]
+    assert kit.pool.failure("killed", "exit -9") == "exit -9\nkilled"
+
+
+ENGINE = """
+import json, sys, time
+job = json.load(open(sys.argv[1]))
+print("mla_portable serves 2 layers on x by route fused: convert_indices triton.portable, sparse_decode triton.portable; cache")
+if job["options"].get("sleep"):
+    time.sleep(job["options"]["sleep"])
+if job["options"].get("fail"):
+    raise RuntimeError("no luck")
+with open(sys.argv[2], "w") as file:
+    json.dump({"runs": job["options"].get("runs", [])}, file)
+time.sleep(job["options"].get("linger", 0))
+"""
+
+
+@pytest.fixture
+def engines(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The processes run a stand-in for the engine; the folder for what they leave."""
+    program = tmp_path / "stand_in.py"
+    program.write_text(ENGINE)
+    monkeypatch.setattr(kit.pool, "_ENGINE", program)
+    out = tmp_path / "out"
+    out.mkdir()
+    return out
+
+
+def test_processes_run_at_a_time_and_leave_results_or_errors(kit: Any, engines: Path):
+    todo = [
+        kit.jobs.Job("good", "generate", "plugin", options={"runs": [[prompt(17, [1])]]}),
+        kit.jobs.Job("bad", "generate", "plugin", options={"fail": True}),
+        kit.jobs.Job("slow", "generate", "plugin", options={"sleep": 60}, seconds=1),
+    ]
+    found = {done.job.name: done for done in kit.pool.run(todo, engines, engines, parallel=3, end=time.monotonic() + 30)}
+    assert found["good"].runs == [[prompt(17, [1])]] and not found["good"].error
+    assert found["good"].served == "fused: convert_indices triton.portable, sparse_decode triton.portable"
+    assert found["bad"].runs == [] and "RuntimeError: no luck" in found["bad"].error
+    assert found["slow"].error.startswith("ran out of time") and found["slow"].seconds < 20
+
+
+def test_an_engine_that_does_not_end_is_ended(kit: Any, engines: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kit.pool, "_TO_END", 0.5)
+    job = kit.jobs.Job("lingers", "generate", "plugin", options={"linger": 60})
+    (done,) = kit.pool.run([job], engines, engines, parallel=1, end=time.monotonic() + 50)
+    assert not done.error and done.seconds < 20
+
+
+def test_nothing_starts_when_time_is_over(kit: Any, engines: Path):
+    job = kit.jobs.Job("late", "generate", "plugin")
+    assert kit.pool.run([job], engines, engines, parallel=1, end=time.monotonic()) == []
+
+
+def test_measuring_begins_when_all_are_up_or_gone(kit: Any, engines: Path):
+    todo = [kit.jobs.Job("gone", "speed", "plugin", options={"fail": True}), kit.jobs.Job("up", "speed", "plugin")]
+    (engines / "1.ready").touch()
+    found = kit.pool.run_together(todo, engines, engines, end=time.monotonic() + 60)
+    assert {done.job.name for done in found} == {"gone", "up"} and (engines / "go").exists()
+
+
+def run_of(
+    kit: Any, name: str, *runs: list[dict[str, Any]], served: str = "fused: sparse_decode triton.portable", **result: Any
+):
+    several = [*kit.jobs.agreement(), *kit.jobs.speed(), *kit.jobs.tensor_parallel()]
+    job = next(job for job in several if job.name == name)
+    return {name: kit.pool.Done(job, {"runs": list(runs), **result}, "", served, 1.0)}
+
+
+def cell(kit: Any, ours: float, out: Path, served: str = "fused: sparse_decode nvidia.flashmla", relative: str = "0.001"):
+    """The lines of one cell where stock differs from itself by 0.2 on a long prompt, and ours from stock by `ours`."""
+
+    def texts(short: float, long: float) -> list[dict[str, Any]]:
+        return [prompt(17, [1, 2], shift=short), prompt(3000, [3], shift=long)]
+
+    ran = run_of(kit, "stock-fp8-h64-eager", texts(0, 0), texts(0, 0.2), served="")
+    ran |= run_of(kit, "stock-fp8-h64-graphs", texts(0, 0.1), served="")
+    ran |= run_of(kit, "plugin-fp8-h64-eager", texts(ours / 4, ours), served=served)
+    record = '{"step": 1, "layer": "a", "rows": 2, "relative": %s, "worst_row": 0.001, "max_abs": 0.1, "pid": 1}'
+    (out / "plugin-fp8-h64-eager.shadow").write_text(record % relative)
+    planned = [job for job in kit.jobs.agreement() if "fp8-h64" in job.name and job.who in ("stock", "plugin", "triton")]
+    lines = {line.name: line for line in kit.report.agreement(ran, planned, out)}
+    assert lines.keys() == {job.name for job in planned} - {"stock-fp8-h64-graphs"}
+    return lines["plugin-fp8-h64-eager"], lines["triton-fp8-h64-graphs"]
+
+
+def test_long_prompts_are_held_against_stocks_own_noise(kit: Any, tmp_path: Path):
+    line, missing = cell(kit, 0.29, tmp_path)
+    assert line.passed and "limit 0.30" in line.found
+    assert missing.passed is False and "did not finish" in missing.found
+    assert not cell(kit, 0.31, tmp_path)[0].passed
+    assert not cell(kit, 0.29, tmp_path, served="")[0].passed, "somebody else attended"
+    assert not cell(kit, 0.29, tmp_path, relative="0.5")[0].passed
+
+
+def test_requests_must_be_preempted_and_none_cut_short(kit: Any):
+    def line(preempted: int, tokens: int = 2) -> Any:
+        texts = [[prompt(100, [1, 2])]]
+        ran = run_of(kit, "requests-plugin-one", *texts) | run_of(kit, "requests-stock-one", *texts)
+        for who in ("plugin", "stock"):
+            ran |= run_of(kit, f"requests-{who}-small", *texts, wanted=[tokens], preempted=preempted)
+        return {line.name: line for line in kit.report._requests(ran)}["requests-plugin"]
+
+    assert line(3).passed and not line(0).passed and not line(3, tokens=5).passed
+
+
+def test_times_are_judged_against_stock(kit: Any):
+    def lines(step: float, build: float) -> dict[str, Any]:
+        builds = {"256 decodes + 32 prefills": {"ours": (build, build), "stock": (1000.0, 1100.0)}}
+        kernels = {"ours": {"void at::native::cat<int, 4>(int)": 2.0, "split_fwd": 28.0}, "stock": {}}
+        layers = {"128": {"relative": 1e-3, "ours": (30.0, 31.0), "stock": (30.0, 31.0), "kernels": kernels}}
+        steps = {"batch": 128, "step_us": step, "build_us": 50.0}
+        ran = run_of(kit, "speed-stock-h64", steps={**steps, "step_us": 1000.0})
+        ran |= run_of(kit, "speed-plugin-h64", steps=steps, builds=builds, layers=layers)
+        told = list(kit.report.speed(ran))
+        assert next(line.found for line in told if "kernels, ours" in line.name) == "split_fwd 28.0, cat 2.0"
+        return {line.name.strip(): line.passed for line in told if "kernels" not in line.name}
+
+    assert lines(1020.0, 90.0) == {
+        "speed-stock-h64": None,
+        "speed-plugin-h64": True,
+        "build 256 decodes + 32 prefills": True,
+        "layer, 128 decodes": True,
+    }
+    assert lines(1040.0, 110.0)["speed-plugin-h64"] is False
+    assert lines(1040.0, 110.0)["build 256 decodes + 32 prefills"] is False
+
+
+def test_tensor_parallelism_is_held_against_stocks(kit: Any, tmp_path: Path):
+    def passed(shift: float) -> Any:
+        def texts(by: float) -> list[dict[str, Any]]:
+            return [prompt(17, [1], shift=by), prompt(3000, [2], shift=by)]
+
+        ran = run_of(kit, "tp1-stock", texts(0)) | run_of(kit, "tp2-stock", texts(0.1))
+        ran |= run_of(kit, "tp1-plugin", texts(0)) | run_of(kit, "tp2-plugin", texts(shift))
+        return {line.name: line.passed for line in kit.report.tensor_parallel(ran, tmp_path)}["tp-plugin"]
+
+    assert passed(0.14) and not passed(0.2)
+
+
+def test_the_kit_refuses_a_folder_with_earlier_results(kit: Any, tmp_path: Path):
+    (tmp_path / "old.json").touch()
+    with pytest.raises(SystemExit, match="not empty"):
+        kit.kit.main([str(tmp_path)])
+
+
+def test_the_kit_refuses_to_run_nothing(kit: Any, tmp_path: Path):
+    with pytest.raises(SystemExit, match="no job"):
+        kit.kit.main([str(tmp_path / "new"), "--only", "nonsense"])
+
+
+def test_checkpoints_share_what_they_have_in_common(kit: Any):
+    small, large = kit.checkpoint.tensors(16), kit.checkpoint.tensors(64)
+    name = "model.layers.0.self_attn.indexer.wq_b.weight"
+    assert small.keys() == large.keys() and small[name].equal(large[name])
+    assert large["model.layers.1.self_attn.q_b_proj.weight"].shape == (64 * 192, 256)
+
+
+def test_the_script_can_be_run():
+    assert os.access(KIT.parent / "gpu_vllm", os.X_OK)
