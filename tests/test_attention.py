@@ -410,6 +410,33 @@ def test_parts_write_their_rows_of_the_outputs():
         assert given["lse_out"].data_ptr() == lse[rows].data_ptr() and given["lse_out"].numel() == lse[rows].numel()
 
 
+@pytest.mark.parametrize(
+    ("kind", "support", "told"),
+    [
+        ("split_kv", {}, {"sparse_decode", "sparse_prefill"}),
+        ("flashmla_tiles", {}, {"sparse_prefill"}),  # a plan of tiles is made for K keys in every row
+        ("split_kv", {"lengths": False}, set()),
+        ("split_kv", {"compact": False}, set()),
+    ],
+)
+def test_rows_shorter_than_topk_are_compacted_for_who_can_skip_the_rest(kind: str, support: dict[str, bool], told: set[str]):
+    plugin = Recorder(schedule_kind=kind, support=support)
+    spec = replace(SPEC, route="split", decode_query_len=2)
+    layer = SparseMLAAttention(spec, device="cpu", registry=registry_of(plugin))
+    assert {str(request.primitive) for request in plugin.bound if request.lengths} == told
+    assert any(request.compact for request in plugin.bound) is bool(told)
+    if kind == "flashmla_tiles":
+        return  # no plan of tiles can be made for a CPU
+    step = make_step("two-token decodes and prefills", "fp8_ds_mla")
+    layer(step.q, step.kv_cache, step.topk_indices, plan_for(layer, step.batch))
+    given = {primitive: keywords for primitive, _, keywords in plugin.calls}
+    assert given["convert_indices"]["compact"] is bool(told)
+    for primitive in ("sparse_decode", "sparse_prefill"):
+        lengths = given[primitive]["lengths"]
+        assert (lengths is not None) is (primitive in told)
+        assert lengths is None or lengths.untyped_storage().data_ptr() == layer.buffers.counts.untyped_storage().data_ptr()
+
+
 class Operations(TorchDispatchMode):
     """Writes down what torch is asked to compute; views are no work."""
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SparseMLAAttention: one layer's attention. Binds its primitives when it is built, then walks each step's plan.
 
-All tokens: convert_indices, once. Then every part writes its own rows of `out` and `lse`:
+All tokens: convert_indices, once, compacted where that saves work. Then every part writes its own rows of `out` and `lse`:
 decode tokens    sparse_decode on the cache, as [requests, query length] rows
 prefill tokens   route direct: sparse_prefill on the cache
                  routes split and upconvert, chunk by chunk: gather_upconvert, then sparse_prefill on the workspace
@@ -10,6 +10,7 @@ prefill tokens   route direct: sparse_prefill on the cache
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -23,6 +24,7 @@ from mla_portable.attention.spec import AttentionSpec
 from mla_portable.contracts import (
     HEAD_SIZE,
     KV_LORA_RANK,
+    Decision,
     Implementation,
     InvalidArgument,
     Primitive,
@@ -43,7 +45,8 @@ class SparseMLAAttention:
     """The attention of one layer, in the latent space (weights absorbed; see `mla_portable.absorb`).
 
     Attributes:
-        spec, device: as built, the device with its index. facts: `DeviceFacts` of the device.
+        spec, device: as built, the device with its index; the layer runs there, be it the current device or not.
+        facts: `DeviceFacts` of the device.
         route: the one that serves. route_decision: every route's verdict and reasons, with every primitive's decision.
         buffers: to hand to the model's other layers.
     """
@@ -78,16 +81,18 @@ class SparseMLAAttention:
         verdict = self.route_decision.verdict  # raises where there is none
         self.route = verdict.route
         parts = {part.role: part.decision for part in verdict.parts if (self.route, part.role) != ("fused", "prefill")}
-        bound = {role: demand.bind(decision.request) for role, decision in parts.items()}
+        self._compact, measured = _with_lengths(demand, parts)
+        bound = {role: demand.bind(measured.get(role, decision.request)) for role, decision in parts.items()}
         self._convert, self._decode = bound["convert"], bound.get("decode")
         self._prefill, self._gather = bound.get("prefill"), bound.get("gather")
         self._decoder: Implementation | None = demand.chosen(parts["decode"]) if "decode" in parts else None
         self._writes = demand.decide(self._write_request())
         self._write = demand.bind(self._writes.request) if self._writes.chosen else None
-        index = torch.empty(0, device=self.device).get_device()
+        self._index = index = torch.empty(0, device=self.device).get_device()
         self._attn_sink = _checked_sink(spec, attn_sink, index)
         self.buffers = self._ready_buffers(buffers, workspace)
         self._last_rows = (0, self.buffers.indices[:0], self.buffers.counts[:0])
+        self._decode_lengths, self._prefill_lengths = "decode" in measured, "prefill" in measured
         flat_cache = self._prefill is not None and self._gather is None and spec.kv_layout == "bf16"
         self._check = StepCheck(spec, self.route, self.buffers, device=index, flat_cache=flat_cache)
 
@@ -144,7 +149,11 @@ class SparseMLAAttention:
         """
         if self._write is None:
             raise UnsupportedRequest(self._writes)
-        self._write(kv_c, k_pe, kv_cache, slot_mapping, scale_format=self.spec.scale_format or "pow2")
+        if self._is_elsewhere():
+            with torch.cuda.device(self._index):
+                self.cache_write(kv_c, k_pe, kv_cache, slot_mapping)
+        else:
+            self._write(kv_c, k_pe, kv_cache, slot_mapping, scale_format=self.spec.scale_format or "pow2")
 
     def forward(
         self,
@@ -172,6 +181,9 @@ class SparseMLAAttention:
         Graph-safe for uniform decode batches, with `out` (and `lse_out`) given and `spec.graph`: no look-up, allocation or
         read-back.
         """
+        if self._is_elsewhere():
+            with torch.cuda.device(self._index):
+                return self.forward(q, kv_cache, topk_indices, plan, out=out, lse_out=lse_out)
         spec, buffers, num_tokens = self.spec, self.buffers, plan.num_padded_tokens
         self._check(q, kv_cache, topk_indices, plan, out, lse_out)
         if out is None:
@@ -192,10 +204,11 @@ class SparseMLAAttention:
             num_slots=kv_cache.shape[0] * spec.block_size,
             prefill_request_ids=plan.prefill_request_ids,
             prefill_workspace_starts=plan.prefill_workspace_starts,
+            compact=self._compact,
             out=(indices, counts),
         )
-        served = self._serve_decodes(query, kv_cache, indices, plan, out, lse_out)
-        served = self._serve_prefills(served, query, kv_cache, indices, plan, out, lse_out)
+        served = self._serve_decodes(query, kv_cache, indices, counts, plan, out, lse_out)
+        served = self._serve_prefills(served, query, kv_cache, indices, counts, plan, out, lse_out)
         if served < num_tokens:
             out[served:].zero_()
             lse_out[served:].fill_(-math.inf)
@@ -203,13 +216,19 @@ class SparseMLAAttention:
 
     __call__ = forward
 
+    def _is_elsewhere(self) -> bool:
+        """Another GPU than the layer's is the current one, on which kernels are launched."""
+        return self._index >= 0 and torch.cuda.current_device() != self._index
+
     def _index_rows(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Views of the index buffers; steady decoding has the same number of tokens in every step."""
         if self._last_rows[0] != num_tokens:
             self._last_rows = (num_tokens, self.buffers.indices[:num_tokens], self.buffers.counts[:num_tokens])
         return self._last_rows[1:]
 
-    def _serve_decodes(self, q: Tensor, kv_cache: Tensor, indices: Tensor, plan: StepPlan, out: Tensor, lse: Tensor) -> int:
+    def _serve_decodes(
+        self, q: Tensor, kv_cache: Tensor, indices: Tensor, counts: Tensor, plan: StepPlan, out: Tensor, lse: Tensor
+    ) -> int:
         """The leading rows through sparse_decode; returns how many."""
         end = plan.num_decode_tokens
         if self._decode is None or end == 0:
@@ -220,6 +239,7 @@ class SparseMLAAttention:
             kv_cache,
             _leading(indices, end).view(rows, length, self.spec.topk),
             softmax_scale=self.spec.softmax_scale,
+            lengths=_leading(counts, end).view(rows, length) if self._decode_lengths else None,
             attn_sink=self._attn_sink,
             schedule=plan.decode_schedule,
             out=_leading(out, end).view(rows, length, heads, KV_LORA_RANK),
@@ -228,24 +248,63 @@ class SparseMLAAttention:
         return end
 
     def _serve_prefills(
-        self, served: int, q: Tensor, kv_cache: Tensor, indices: Tensor, plan: StepPlan, out: Tensor, lse: Tensor
+        self,
+        served: int,
+        q: Tensor,
+        kv_cache: Tensor,
+        indices: Tensor,
+        counts: Tensor,
+        plan: StepPlan,
+        out: Tensor,
+        lse: Tensor,
     ) -> int:
         """What sparse_decode left, from row `served` on; returns where it ends."""
         if self._prefill is None:
             return served
-        scale, sink, workspace = self.spec.softmax_scale, self._attn_sink, self.buffers.workspace
+        workspace = self.buffers.workspace
+
+        def attend(part: slice, kv: Tensor) -> None:
+            assert self._prefill is not None
+            self._prefill(
+                q[part],
+                kv,
+                indices[part],
+                softmax_scale=self.spec.softmax_scale,
+                lengths=counts[part] if self._prefill_lengths else None,
+                attn_sink=self._attn_sink,
+                out=out[part],
+                lse_out=lse[part],
+            )
+
         if self._gather is None or workspace is None:
             part = slice(served, plan.num_decode_tokens + plan.num_prefill_tokens)
             if part.start < part.stop:
-                kv = kv_cache.view(-1, HEAD_SIZE) if self.spec.kv_layout == "bf16" else kv_cache
-                self._prefill(q[part], kv, indices[part], softmax_scale=scale, attn_sink=sink, out=out[part], lse_out=lse[part])
+                attend(part, kv_cache.view(-1, HEAD_SIZE) if self.spec.kv_layout == "bf16" else kv_cache)
             return part.stop
         for chunk in plan.prefill_chunks:
             part, rows = chunk.tokens, workspace[: chunk.workspace_rows]
             self._gather(kv_cache, chunk.block_table, chunk.seq_lens, chunk.workspace_starts, out=rows)
-            self._prefill(q[part], rows, indices[part], softmax_scale=scale, attn_sink=sink, out=out[part], lse_out=lse[part])
+            attend(part, rows)
             served = part.stop
         return served
+
+
+def _with_lengths(demand: Demand, parts: Mapping[str, Decision]) -> tuple[bool, dict[str, Request]]:
+    """Whether indices are compacted, and the requests of the attention primitives that then get their counts as lengths.
+
+    A token early in its sequence has fewer than K keys: an implementation that is told so skips the rest. FlashMLA's decode
+    is not told, its plan is for K keys in every row.
+    """
+    convert = demand.chosen(parts["convert"])
+    if convert is None or not convert.support.compact:
+        return False, {}
+    served = {role: demand.chosen(parts[role]) for role in ("decode", "prefill") if role in parts}
+    told = {
+        role: parts[role].request.but(lengths=True)
+        for role, found in served.items()
+        if found is not None and found.support.lengths and (role, found.schedule_kind) != ("decode", "flashmla_tiles")
+    }
+    return bool(told), told | ({"convert": parts["convert"].request.but(compact=True)} if told else {})
 
 
 def _leading(tensor: Tensor, rows: int) -> Tensor:
