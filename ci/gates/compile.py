@@ -24,8 +24,12 @@ records = live_records()
 declared = records.declarations
 problems: list[str] = []
 for module in dict.fromkeys(claim.module for claim in declared.claims if claim.targets):
-    targets = next(claim.targets for claim in declared.claims if claim.module == module)
-    chosen = sys.argv[1:] or [targets[datetime.now(timezone.utc).toordinal() % len(targets)]]
+    targets = next(claim.targets for claim in declared.claims if claim.module == module and claim.targets)
+    chosen = [arch for arch in sys.argv[1:] if arch in targets]
+    if not sys.argv[1:]:
+        chosen = [targets[datetime.now(timezone.utc).toordinal() % len(targets)]]
+    elif not chosen:
+        continue
     command = [sys.executable, "-m", f"{module}.{COMPILER}", "--json", "--quick", *chosen]
     run = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "0"}, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT

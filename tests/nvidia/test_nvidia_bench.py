@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mla_portable.planner.flashmla import tile_schedule
+
 SCRIPT = Path(__file__).parents[2] / "backends" / "nvidia" / "bench" / "side_by_side.py"
 
 
@@ -35,6 +37,44 @@ def side_by_side():
 )
 def test_idle_time_is_what_no_kernel_covers(side_by_side, intervals, expected):
     assert side_by_side.idle_time(intervals) == expected
+
+
+@pytest.fixture
+def plan():
+    """128 rows on 66 parts, two of which have nothing to do: (ours, a provider's words, its num_splits)."""
+    ours = tile_schedule([2048] * 128, num_sm_parts=66)
+    assert [words[0] >= 128 for words in ours.metadata.tolist()] == [False] * 64 + [True] * 2
+    return ours, ours.metadata.tolist(), ours.num_splits.tolist()
+
+
+def test_a_plan_may_differ_in_what_the_kernel_does_not_read(side_by_side, plan):
+    ours, metadata, num_splits = plan
+    assert side_by_side.plan_difference(*plan) is None
+    for words in metadata:
+        words[7] = -77
+    metadata[65] = [200, -1, 5, 5, 5, 1, 1, 5]
+    assert side_by_side.plan_difference(ours, metadata, num_splits) is None
+
+
+@pytest.mark.parametrize("word", range(7))
+def test_a_word_that_the_kernel_reads_must_be_equal(side_by_side, plan, word):
+    ours, metadata, num_splits = plan
+    metadata[3][word] += 1
+    name = side_by_side.USED_WORDS[word]
+    text = f"part 3, word {word} ({name}): {metadata[3][word] - 1} ours, {metadata[3][word]} theirs"
+    assert side_by_side.plan_difference(ours, metadata, num_splits) == text
+
+
+def test_a_plan_may_not_differ_in_who_works_nor_in_its_splits(side_by_side, plan):
+    ours, metadata, num_splits = plan
+    difference = side_by_side.plan_difference
+    assert difference(ours, metadata[:-1], num_splits) == "parts: 66 ours, 65 theirs"
+    assert difference(ours, metadata, num_splits[:-1]) == "num_splits: 129 entries ours, 128 theirs"
+    assert difference(ours, metadata, [*num_splits[:-1], 7]) == "num_splits[128]: 128 ours, 7 theirs"
+    metadata[65][0] = 0
+    assert difference(ours, metadata, num_splits) == "part 65, word 0 (begin_req): 128 ours, 0 theirs"
+    metadata[65][0], metadata[0][0] = 128, 128
+    assert difference(ours, metadata, num_splits) == "part 0, word 0 (begin_req): 0 ours, 128 theirs"
 
 
 def test_without_a_gpu_it_says_so():

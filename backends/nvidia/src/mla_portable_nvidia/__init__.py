@@ -6,15 +6,24 @@ Importing it and registering look for no library and touch no device; `check` an
 
 from __future__ import annotations
 
-from mla_portable.contracts import Registrar, hookimpl
+from mla_portable.contracts import Registrar, RivalRegistrar, hookimpl
 from mla_portable_nvidia.attention import attention_implementations
+from mla_portable_nvidia.native.bind import native_implementations
+from mla_portable_nvidia.rivals import rivals
 from mla_portable_nvidia.vllm_ops import data_implementations
 
-__all__ = ["mla_portable_register"]
+__all__ = ["mla_portable_register", "mla_portable_register_rivals"]
 
 
 @hookimpl
 def mla_portable_register(registrar: Registrar) -> None:
-    """Offer FlashMLA's attention for SM90 and SM100, and vLLM's operators for the data around it."""
-    for implementation in (*attention_implementations(), *data_implementations()):
+    """Offer FlashMLA's attention, the native kernel for few heads, and vLLM's operators for the data around them."""
+    for implementation in (*attention_implementations(), *native_implementations(), *data_implementations()):
         registrar.add(implementation)
+
+
+@hookimpl
+def mla_portable_register_rivals(registrar: RivalRegistrar) -> None:
+    """Bring FlashMLA and vLLM, called directly, to the benchmark."""
+    for rival in rivals():
+        registrar.add(rival)

@@ -182,11 +182,13 @@ PROVIDERS: Final = ("library", *_SOURCES)
 
 
 def device_with(facts: DeviceFacts) -> torch.device | None:
-    """A device of this machine that these facts describe; None where there is none."""
+    """A device of this machine that these facts describe, the current one if it does; None where there is none."""
     if facts.device_type != "cuda":
         return torch.device(facts.device_type)
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index in range(count):
+    if not torch.cuda.is_available():
+        return None
+    current = torch.cuda.current_device()
+    for index in (current, *(i for i in range(torch.cuda.device_count()) if i != current)):
         major, minor = torch.cuda.get_device_capability(index)
         if f"sm{major}{minor}" == facts.arch:
             return torch.device("cuda", index)

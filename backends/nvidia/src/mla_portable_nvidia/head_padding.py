@@ -30,7 +30,7 @@ def aligned(q: Tensor) -> Tensor:
     """q as the kernel's loads want it: addresses and strides in multiples of 16 bytes. A copy only where they are not."""
     if q.data_ptr() % 16 == 0 and not any(stride % 8 for stride in q.stride()[:-1]):
         return q
-    return q.contiguous()
+    return q.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a whole tensor at an odd address
 
 
 class PaddedQueries(threading.local):

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile every build of the plugin's own kernel for the architectures that are named, and hold each against the device.
+
+    python -m mla_portable_nvidia.compile_all [--quick] [--json] [sm90]
+
+It needs NVRTC and no GPU. What a build takes of registers and stack is read by the cuobjdump of Triton's wheel; without that
+it is unknown. The exit status is 1 when a build does not compile or does not fit, 2 where there is no NVRTC.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from mla_portable_nvidia.native.bind import ARCHS, native_implementations
+from mla_portable_nvidia.native.choice import BUILDS
+from mla_portable_nvidia.native.nvrtc import CompilationFailed, NvrtcNotFound, nvrtc_version
+from mla_portable_nvidia.native.sparse_decode import Build, compile_build, shared_bytes
+
+__all__ = ["IMPLEMENTATIONS", "SHARED_MEMORY", "TARGETS", "compile_arch", "cuobjdump", "main"]
+
+TARGETS: Final = tuple(ARCHS)
+IMPLEMENTATIONS: Final = tuple(dict.fromkeys(each.name for each in native_implementations()))
+"""FlashMLA's and vLLM's kernels come as machine code."""
+SHARED_MEMORY: Final = {"sm90": 227 << 10}
+"""DeviceFacts.arch -> bytes one thread block may use. CUDA C++ Programming Guide, "Compute Capabilities"."""
+
+
+def cuobjdump(cubin: bytes, option: str) -> str | None:
+    """What the cuobjdump of Triton's wheel says of machine code; None without that wheel."""
+    triton = find_spec("triton")
+    if triton is None or triton.origin is None:
+        return None
+    tool = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([str(tool), option, file.name], check=True, capture_output=True, text=True).stdout
+
+
+def compile_arch(arch: str, builds: Sequence[Build] = BUILDS) -> Iterator[dict[str, Any]]:
+    """A record for each build: what it takes of the device, seconds, and error ("" when all is well)."""
+    limit, version = SHARED_MEMORY[arch], ".".join(map(str, nvrtc_version()))
+    for build in builds:
+        record: dict[str, Any] = {
+            "arch": arch,
+            "label": f"sparse_decode_fp8-h{build.heads}-g{build.groups}-s{build.stages}",
+            "kernel": "sparse_decode_fp8",
+            "limit": limit,
+            "error": "",
+            "shared": shared_bytes(build),
+            "registers": None,
+            "spilled": None,
+            "versions": {"nvrtc": version},
+        }
+        begin = time.perf_counter()
+        try:
+            usage = cuobjdump(compile_build(build, ARCHS[arch]), "-res-usage")
+        except CompilationFailed as error:
+            record["error"] = str(error)
+        else:
+            found = re.search(r"REG:(\d+) STACK:(\d+)", usage or "")
+            if found is not None:
+                record |= {"registers": int(found[1]), "spilled": int(found[2])}
+            if record["shared"] > limit:
+                record["error"] = f"{record['shared']} bytes of shared memory, {arch} has {limit}: choose fewer stages"
+        yield record | {"seconds": round(time.perf_counter() - begin, 3)}
+
+
+def _line(record: dict[str, Any]) -> str:
+    usage = f"shared {record['shared']:>6}  registers {record['registers']}  spilled {record['spilled']}"
+    return f"{record['arch']:<8} {record['label']:<48} {record['seconds']:6.2f} s  {record['error'] or usage}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m mla_portable_nvidia.compile_all", description="Compile every build.")
+    parser.add_argument("arch", nargs="*", help=f"among {', '.join(TARGETS)}; all of them where none is named")
+    parser.add_argument("--quick", action="store_true", help="only the first and the last build")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    options = parser.parse_args(arguments)
+    unknown = [arch for arch in options.arch if arch not in TARGETS]
+    if unknown:
+        parser.error(f"{', '.join(unknown)}: expected {', '.join(TARGETS)}")
+    try:
+        nvrtc_version()
+    except NvrtcNotFound as error:
+        parser.error(str(error))
+    failed = False
+    for arch in options.arch or TARGETS:
+        for record in compile_arch(arch, (BUILDS[0], BUILDS[-1]) if options.quick else BUILDS):
+            failed |= bool(record["error"])
+            sys.stdout.write(f"{json.dumps(record) if options.json else _line(record)}\n")
+            sys.stdout.flush()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading machine code and launching its kernels through the CUDA driver, with torch's current stream.
+
+Arguments travel as one packed buffer in the layout that the kernel declares (CU_LAUNCH_PARAM_BUFFER_POINTER), so a launch
+is one `struct.pack` and one call into the driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from typing import Any, Final
+
+import torch
+
+__all__ = ["DriverError", "Kernel", "Module", "driver_version"]
+
+_BUFFER_POINTER: Final = 1
+_BUFFER_SIZE: Final = 2
+_DYNAMIC_SHARED: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_WIDE_CLUSTERS: Final = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+_CLUSTER_DIMENSION: Final = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_INVALID_CLUSTER_SIZE: Final = 912  # CUDA_ERROR_INVALID_CLUSTER_SIZE
+
+
+class DriverError(RuntimeError):
+    """A call into the CUDA driver failed; names the call and the driver's own words."""
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(code: int, what: str) -> None:
+    if code == 0:
+        return
+    text = ctypes.c_char_p()
+    _driver().cuGetErrorString(code, ctypes.byref(text))
+    words = text.value.decode() if text.value else "unknown error"
+    error = f"{what}: {words} (CUDA driver error {code})"
+    if code == 2:
+        raise torch.cuda.OutOfMemoryError(error)
+    raise DriverError(error)
+
+
+def driver_version() -> int:
+    """CUDA version that the driver serves, 13000 for 13.0. Raises: OSError where there is no driver, DriverError."""
+    version = ctypes.c_int()
+    _check(_driver().cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
+    return version.value
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 3), ("rest", ctypes.c_char * 52)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+@functools.cache
+def _cluster(size: int) -> Any:
+    """The launch attribute that makes clusters of 1 x size blocks."""
+    return ctypes.pointer(_Attribute(id=_CLUSTER_DIMENSION, value=(1, size, 1)))
+
+
+class Module:
+    """Machine code loaded into the context of `device`; lives as long as the object."""
+
+    def __init__(self, cubin: bytes, device: int) -> None:
+        torch.cuda.current_stream(device)  # makes sure that torch has made the context
+        self._handle = ctypes.c_void_p()
+        self._device = device
+        with torch.cuda.device(device):
+            torch.cuda.synchronize(device)
+            _check(_driver().cuModuleLoadData(ctypes.byref(self._handle), cubin), "cuModuleLoadData")
+
+    def kernel(self, name: str, fields: str, *, threads: int, shared: int, wide_clusters: bool = False) -> Kernel:
+        """The kernel `name`; fields: its parameters for `struct`, threads and bytes of shared memory of a block.
+
+        wide_clusters: it may be launched in clusters of more than 8 blocks.
+        """
+        driver, function = _driver(), ctypes.c_void_p()
+        with torch.cuda.device(self._device):
+            _check(
+                driver.cuModuleGetFunction(ctypes.byref(function), self._handle, name.encode()), f"cuModuleGetFunction {name}"
+            )
+            if shared > 48 << 10:
+                code = driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED, shared)
+                _check(code, f"{shared} bytes of shared memory for {name}")
+            if wide_clusters:
+                _check(driver.cuFuncSetAttribute(function, _WIDE_CLUSTERS, 1), f"clusters of 16 blocks for {name}")
+        return Kernel(self, function, name, fields, threads, shared)
+
+
+class Kernel:
+    """One kernel, launched by calling it; graph-safe, allocates nothing on the device."""
+
+    def __init__(self, module: Module, function: ctypes.c_void_p, name: str, fields: str, threads: int, shared: int) -> None:
+        self._module, self._function, self._name = module, function, name
+        self._pack = struct.Struct(fields).pack
+        self._size = ctypes.c_size_t(struct.calcsize(fields))
+        self._size_pointer = ctypes.addressof(self._size)
+        self._threads, self._shared = threads, shared
+        self._launch = _driver().cuLaunchKernelEx
+
+    def max_clusters(self, size: int) -> int:
+        """How many clusters of `size` blocks the device can hold at once; 0 where it cannot launch one."""
+        count = ctypes.c_int()
+        config = _Config(1, size, 1, self._threads, 1, 1, self._shared, None, _cluster(size), 1)
+        code = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config))
+        if code == _INVALID_CLUSTER_SIZE:
+            return 0
+        _check(code, f"cuOccupancyMaxActiveClusters for {size} blocks of {self._name}")
+        return count.value
+
+    def __call__(self, grid: tuple[int, int], cluster: int, device: int, *arguments: Any) -> None:
+        """Launch `grid` blocks, `cluster` of them along y in a cluster, on the current stream of `device`.
+
+        arguments: in the order of the kernel's parameters.
+        """
+        packed = self._pack(*arguments)
+        extra = (ctypes.c_void_p * 5)(
+            _BUFFER_POINTER, ctypes.cast(packed, ctypes.c_void_p).value, _BUFFER_SIZE, self._size_pointer, None
+        )
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        attributes, count = (None, 0) if cluster == 1 else (_cluster(cluster), 1)
+        config = _Config(grid[0], grid[1], 1, self._threads, 1, 1, self._shared, stream, attributes, count)
+        code = self._launch(ctypes.byref(config), self._function, None, extra)
+        if code:
+            _check(code, f"launch of {self._name}, {grid[0]} x {grid[1]} blocks")

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiling CUDA C++ to machine code at run time with NVRTC, the compiler library that torch's CUDA builds depend on.
+
+No toolkit, no host compiler and no header takes part: a source states its types and instructions itself. Compiling works
+on a machine without a GPU too, wherever the library is installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+__all__ = ["CompilationFailed", "NvrtcNotFound", "compile_cubin", "nvrtc_version"]
+
+_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
+
+
+class NvrtcNotFound(RuntimeError):
+    """There is no NVRTC on this machine."""
+
+
+class CompilationFailed(RuntimeError):
+    """NVRTC refused a source; the message is its log."""
+
+
+def _places() -> Iterator[str]:
+    """Where the library may lie: the wheels that torch depends on, then the loader's own search."""
+    for folder in sys.path:
+        for parent in ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"):
+            for name in _NAMES:
+                path = Path(folder) / parent / name
+                if path.exists():
+                    yield str(path)
+    yield from _NAMES
+
+
+def _load(place: str) -> ctypes.CDLL:
+    """The library at `place`. It opens its built-in headers by name alone, so those beside it are loaded first."""
+    if Path(place).is_absolute():
+        for builtins in Path(place).parent.glob("libnvrtc-builtins.so.*"):
+            ctypes.CDLL(str(builtins))
+    return ctypes.CDLL(place)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    tried: list[str] = []
+    for place in _places():
+        try:
+            return _load(place)
+        except OSError as error:
+            tried.append(f"{place}: {error}")
+    raise NvrtcNotFound(f"no NVRTC among {'; '.join(tried)}; install the package nvidia-cuda-nvrtc or a CUDA build of torch")
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """(major, minor). Raises: NvrtcNotFound."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
+def _text(program: ctypes.c_void_p, what: str) -> bytes:
+    """The log, or the machine code, of a program."""
+    library, size = _library(), ctypes.c_size_t()
+    getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    getattr(library, f"nvrtcGet{what}")(program, buffer)
+    return buffer.raw
+
+
+def compile_cubin(source: str, arch: str, defines: Sequence[tuple[str, int]]) -> bytes:
+    """Machine code of `source` for `arch` ("sm_90a").
+
+    Raises: NvrtcNotFound; CompilationFailed with the compiler's log.
+    """
+    library, program = _library(), ctypes.c_void_p()
+    options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines)]
+    library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
+    try:
+        encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if library.nvrtcCompileProgram(program, len(options), encoded) != 0:
+            log = _text(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+            raise CompilationFailed(f"NVRTC for {arch}: {log.strip() or 'no log'}")
+        return _text(program, "CUBIN")
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))

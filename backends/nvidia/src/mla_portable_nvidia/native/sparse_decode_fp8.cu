@@ -1,0 +1,593 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sparse MLA attention on the FP8 cache for few heads: 16 * MT heads of one query row, MT 1 or 2, over one split of its
+// indices.
+//
+// Compiled at run time (NVRTC) with MT, GROUPS, STAGES, BLOCKS_PER_SM and CONSUMER_REGISTERS defined. The splits of a row are a
+// cluster of blocks.
+//
+// A block is GROUPS groups of four warps, and four warps that copy for them. A group takes every GROUPS-th tile of 32 tokens
+// and keeps its own running softmax; at the end the groups are merged in shared memory, then the splits through the cluster's.
+// Within a group, warp w owns columns [128 w, 128 w + 128) of the latent (one scale of the row) and 16 of the 64 rope columns,
+// for the scores and for the output alike. Rows come whole, one bulk copy each, and stay e4m3 in shared memory: each dot reads
+// them straight into its own operand layout. The 656 bytes of a row shift it by one 16-byte chunk against the row before, so
+// that neither reading order meets a bank twice.
+//   scores: lane (t, c) of an operand holds a token and four columns of a step, so it takes 32 consecutive bytes of a row.
+//   output: lane (r, c) holds a column and four tokens; byte permutes transpose the codes of four tokens while they unpack.
+// Codes convert to float16 exactly, one instruction for two. The partial scores of the four warps meet in shared memory,
+// where each warp sums and exponentiates a quarter of the heads, and hands the probabilities to all.
+//
+// Range of float16: q is scaled per head to a power of two below 2^14 (its rope part too, which stays bfloat16);
+// probabilities carry scale / 2^e * 2^15, e the running exponent of the largest scale of the group's 128 columns.
+//
+// An absent token (negative, not below num_slots, past its length) is zeros in shared memory and scores -inf.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef long long i64;
+
+#define TN 32                     // tokens of a tile
+#define HT (16 * MT)              // heads of a block
+#define GROUP 128                 // threads of a group
+#define CONSUMERS (GROUP * GROUPS)
+#define THREADS (CONSUMERS + GROUP)
+#define PRODUCER_REGISTERS 32
+#define LANES_PER_HEAD (8 / MT)   // in the softmax
+#define TOKENS_PER_LANE (4 * MT)
+#define ROW 656
+#define SCALE_COLUMN 512                // bytes into a row
+#define ROPE_COLUMN 528
+#define STAGE_BYTES (TN * ROW)
+#define SCORE_STRIDE 40           // floats between heads of the partial scores
+#define P_STRIDE 40               // halves between heads of the probabilities
+#define SCORE_AT (STAGES * STAGE_BYTES)
+#define PROB_AT (SCORE_AT + 4 * HT * SCORE_STRIDE * 4)
+#define DECAY_AT (PROB_AT + HT * P_STRIDE * 2)
+#define MASK_AT (DECAY_AT + HT * 4)     // a byte for each warp's eight tokens of a stage
+#define TOP_AT (MASK_AT + STAGES * 4)   // [4][HT] largest |q| of each warp's columns, as bits
+#define FULL_AT ((TOP_AT + 4 * HT * 4 + 7) / 8 * 8)  // a barrier for each stage
+#define EMPTY_AT (FULL_AT + STAGES * 8)              // likewise: its readers have left it
+#define GROUP_BYTES ((EMPTY_AT + STAGES * 8 + 127) / 128 * 128)
+#define Q_BYTES (MT > 1 ? 4 * MT * 8 * 32 * 16 : 0)  // q in operand order, where registers do not hold it
+#define MERGE_STRIDE 516                // floats between heads of a group's output
+
+__device__ __forceinline__ u32 smem_u32(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void copy_row(u32 to, const void* from, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "n"(ROW), "r"(barrier)
+                 : "memory");
+}
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    u32 done;
+    do {
+        asm volatile("{.reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    } while (!done);
+}
+__device__ __forceinline__ void group_barrier(int group) {
+    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP) : "memory");
+}
+__device__ __forceinline__ void consumers_barrier() {
+    asm volatile("bar.sync %0, %1;" ::"n"(GROUPS + 1), "n"(CONSUMERS) : "memory");
+}
+template <typename T>
+__device__ __forceinline__ T& at(u8* smem, u32 offset) { return *reinterpret_cast<T*>(smem + offset); }
+__device__ __forceinline__ void ldmatrix4(u32 (&r)[4], u32 a) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
+}
+__device__ __forceinline__ void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// two e4m3 codes, the low and the high half of a word, to float16 pairs
+__device__ __forceinline__ void decode4(u32 codes, u32& low, u32& high) {
+    asm("{.reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.rn.f16x2.e4m3x2 %0, l;\n cvt.rn.f16x2.e4m3x2 %1, h;}"
+        : "=r"(low), "=r"(high) : "r"(codes));
+}
+__device__ __forceinline__ u32 to_half2(float low, float high) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ u32 to_bf162(float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ u32 mul_half2(u32 a, u32 b) {
+    u32 r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+__device__ __forceinline__ float exp2_(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+__device__ __forceinline__ float low_bf16(u32 x) { return __uint_as_float(x << 16); }
+__device__ __forceinline__ float high_bf16(u32 x) { return __uint_as_float(x & 0xffff0000u); }
+// the larger of two bfloat16's magnitudes, as the bits of a float
+__device__ __forceinline__ u32 larger_size(u32 x) { return max((x & 0x7fffu) << 16, x & 0x7fff0000u); }
+// 2^e for e in [-126, 127]
+__device__ __forceinline__ float power(int e) { return __int_as_float((e + 127) << 23); }
+
+// of the largest |q| of a head, at least -60: what the columns of q are scaled by is 2^(13 - it)
+__device__ __forceinline__ int q_exponent(u8* smem, u32 base, int head) {
+    u32 top = 0;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) top = max(top, at<u32>(smem, base + TOP_AT + (w * HT + head) * 4));
+    return max((int)(top >> 23) - 127, -60);
+}
+
+// every thread of every block of the cluster takes part, in both
+__device__ __forceinline__ void cluster_publish() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_leave() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+}
+// shared memory of block `rank` of the cluster, at the address that it has in this block
+__device__ __forceinline__ float2 remote2(u32 at, int rank) {
+    float2 v;
+    asm volatile("{.reg .u32 a;\n mapa.shared::cluster.u32 a, %2, %3;\n ld.shared::cluster.v2.f32 {%0,%1}, [a];}"
+                 : "=f"(v.x), "=f"(v.y) : "r"(at), "r"(rank) : "memory");
+    return v;
+}
+__device__ __forceinline__ float4 remote4(u32 at, int rank) {
+    float4 v;
+    asm volatile("{.reg .u32 a;\n mapa.shared::cluster.u32 a, %4, %5;\n ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [a];}"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at), "r"(rank) : "memory");
+    return v;
+}
+__device__ __forceinline__ void add(float4& sum, const float4 v, float weight) {
+    sum.x += v.x * weight, sum.y += v.y * weight, sum.z += v.z * weight, sum.w += v.w * weight;
+}
+
+struct Strides {
+    i64 q_b, q_s, q_h;  // elements
+    i64 indices_b, indices_s;
+    i64 lengths_b, lengths_s;
+    i64 out_b, out_s, out_h;
+    i64 lse_b, lse_s, lse_h;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_decode_fp8(
+    u16* __restrict__ out, float* __restrict__ lse_out, const u16* __restrict__ q, const u8* __restrict__ kv,
+    const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink, float scale_log2,
+    int topk, int split_len, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, i64 block_stride,
+    Strides st) {
+    extern __shared__ __align__(128) u8 smem[];
+    const int thread = threadIdx.x, lane = thread & 31, warp = (thread >> 5) & 3;
+    const int group = __shfl_sync(~0u, thread >> 7, 0);  // GROUPS: the warps that copy
+    const int t = lane >> 2, c = lane & 3;
+    const int head0 = (blockIdx.x % head_tiles) * HT;
+    const i64 row = blockIdx.x / head_tiles, split = blockIdx.y;
+    const i64 b = row / query_len, s = row % query_len;
+
+    const u32 base = Q_BYTES + group * GROUP_BYTES, shared = smem_u32(smem);
+
+    const int begin = (int)split * split_len;
+    int end = min(begin + split_len, topk);
+    const int* index_row = indices + b * st.indices_b + s * st.indices_s;
+    if (lengths) end = min(end, lengths[b * st.lengths_b + s * st.lengths_s]);
+    const int tiles = end > begin ? (end - begin + TN - 1) / TN : 0;
+    if (thread < GROUPS * STAGES) {
+        const u32 full = shared + Q_BYTES + thread / STAGES * GROUP_BYTES + FULL_AT + thread % STAGES * 8;
+        barrier_init(full, 4);
+        barrier_init(full + EMPTY_AT - FULL_AT, 4);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    __syncthreads();
+
+    // ---- the warps that copy: eight tokens of a tile each, in the order of the tiles
+    if (group == GROUPS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        auto load_indices = [&](int tile) {  // of four tiles
+            const int k = begin + (tile + (lane >> 3)) * TN + warp * 8 + (lane & 7);
+            return k < end ? __ldg(index_row + k) : -1;
+        };
+        int next = load_indices(0), of_group = 0, stage = 0;
+        u32 parity = 1;  // stages begin empty
+        for (int first = 0; first < tiles; first += 4) {
+            const int slots = next;
+            next = load_indices(first + 4);
+            for (int j = 0; j < 4 && first + j < tiles; ++j) {
+                const int slot = __shfl_sync(~0u, slots, j * 8 + (lane & 7));
+                const bool valid = lane < 8 && slot >= 0 && slot < num_slots;
+                const u32 mask = __ballot_sync(~0u, valid);
+                const u32 to = Q_BYTES + of_group * GROUP_BYTES, full = shared + to + FULL_AT + stage * 8;
+                const u32 rows = to + stage * STAGE_BYTES + warp * 8 * ROW;
+                barrier_wait(full + EMPTY_AT - FULL_AT, parity);
+                if (mask != 0xffu) {
+                    for (int k = 0; k < 8; ++k)
+                        if (!((mask >> k) & 1))
+                            for (int n = lane; n < ROW / 16; n += 32)
+                                at<uint4>(smem, rows + k * ROW + n * 16) = make_uint4(0, 0, 0, 0);
+                    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before a later copy writes here
+                    __syncwarp();
+                }
+                if (lane == 0) {
+                    at<u8>(smem, to + MASK_AT + stage * 4 + warp) = (u8)mask;
+                    barrier_expect(full, ROW * __popc(mask));
+                }
+                __syncwarp();
+                if (valid) {
+                    const i64 from =
+                        block_size == 0 ? (i64)slot * ROW : slot / block_size * block_stride + slot % block_size * ROW;
+                    copy_row(shared + rows + lane * ROW, kv + from, full);
+                }
+                if (++of_group == GROUPS) {
+                    of_group = 0;
+                    if (++stage == STAGES) stage = 0, parity ^= 1;
+                }
+            }
+        }
+        if (gridDim.y > 1) {
+            cluster_publish();
+            cluster_leave();
+        }
+        return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+    const int mine = tiles > group ? (tiles - group + GROUPS - 1) / GROUPS : 0;  // tiles of this group
+
+    // ---- q: operand registers; k steps of 16 columns are 4 consecutive columns of each lane
+    u32 q_nope[MT][8][4], q_rope[MT][4];  // q_nope moves to shared memory where MT is 2
+    {
+        uint4 v[MT][2][4];
+        uint2 r[MT][2];
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int head = mt * 16 + half * 8 + t, h = head0 + head;
+                const u16* q_row = q + b * st.q_b + s * st.q_s + (i64)h * st.q_h;
+                const bool on = h < num_heads;
+                u32 top = 0;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const uint4 none = make_uint4(0, 0, 0, 0);
+                    const uint4 w = on ? *reinterpret_cast<const uint4*>(q_row + warp * 128 + c * 32 + j * 8) : none;
+                    v[mt][half][j] = w;
+                    top = max(top, max(larger_size(w.x), larger_size(w.y)));
+                    top = max(top, max(larger_size(w.z), larger_size(w.w)));
+                }
+                r[mt][half] = on ? *reinterpret_cast<const uint2*>(q_row + 512 + warp * 16 + c * 4) : make_uint2(0, 0);
+                top = max(top, __shfl_xor_sync(~0u, top, 1));
+                top = max(top, __shfl_xor_sync(~0u, top, 2));
+                if (c == 0) at<u32>(smem, base + TOP_AT + (warp * HT + head) * 4) = top;
+            }
+        group_barrier(group);
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float shrink = power(13 - q_exponent(smem, base, mt * 16 + half * 8 + t));
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const uint4 w = v[mt][half][j];
+                    q_nope[mt][2 * j][half] = to_half2(low_bf16(w.x) * shrink, high_bf16(w.x) * shrink);
+                    q_nope[mt][2 * j][half + 2] = to_half2(low_bf16(w.y) * shrink, high_bf16(w.y) * shrink);
+                    q_nope[mt][2 * j + 1][half] = to_half2(low_bf16(w.z) * shrink, high_bf16(w.z) * shrink);
+                    q_nope[mt][2 * j + 1][half + 2] = to_half2(low_bf16(w.w) * shrink, high_bf16(w.w) * shrink);
+                }
+                const uint2 w = r[mt][half];
+                q_rope[mt][half] = to_bf162(low_bf16(w.x) * shrink, high_bf16(w.x) * shrink);
+                q_rope[mt][half + 2] = to_bf162(low_bf16(w.y) * shrink, high_bf16(w.y) * shrink);
+            }
+    }
+#if MT > 1
+    if (group == 0) {
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int kk = 0; kk < 8; ++kk)
+                at<uint4>(smem, (((warp * MT + mt) * 8 + kk) * 32 + lane) * 16) =
+                    make_uint4(q_nope[mt][kk][0], q_nope[mt][kk][1], q_nope[mt][kk][2], q_nope[mt][kk][3]);
+    }
+    consumers_barrier();
+#endif
+
+    float acc[MT][16][4];
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+        for (int j = 0; j < 16; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc[mt][j][i] = 0.f;
+    float m = -1.0e30f, total = 0.f;  // of this lane's head; total only over this lane's tokens
+    int top_e = -100;                 // 2^top_e is above every scale so far
+    const int own_head = warp * (HT / 4) + lane / LANES_PER_HEAD, own_token = (lane % LANES_PER_HEAD) * TOKENS_PER_LANE;
+
+    const float score_scale = scale_log2 * power(q_exponent(smem, base, own_head) - 13);
+
+    // where this lane reads a stage: token t and two chunks for the scores, tokens 2c .. and chunk t for the output
+    const u32 score_from = base + t * ROW + warp * 128 + c * 32;
+    const u32 output_from = base + 2 * c * ROW + warp * 128 + t * 16;
+    const u32 rope_from = base + t * ROW + ROPE_COLUMN + warp * 32 + c * 8;
+    const u32 scale_from = base + 2 * c * ROW + SCALE_COLUMN + warp * 4;
+    const u32 scores = base + SCORE_AT, probs = base + PROB_AT, decays = base + DECAY_AT;
+    const u32 score_to = scores + ((warp * HT + t) * SCORE_STRIDE + 2 * c) * 4;
+
+    int stage = 0;
+    u32 parity = 0;
+    for (int i = 0; i < mine; ++i) {
+        const u32 stage_at = stage * STAGE_BYTES;
+        barrier_wait(shared + base + FULL_AT + stage * 8, parity);
+
+        // ---- scores of this warp's columns; four independent sums, because one dot waits long for the one before
+        float part[4][MT][4];
+#pragma unroll
+        for (int n8 = 0; n8 < 4; ++n8)
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+                for (int k = 0; k < 4; ++k) part[n8][mt][k] = 0.f;
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+            uint4 words[4];
+#pragma unroll
+            for (int n8 = 0; n8 < 4; ++n8) {
+                words[n8] = at<uint4>(smem, score_from + stage_at + n8 * 8 * ROW + side * 16);
+            }
+#pragma unroll
+            for (int word = 0; word < 4; ++word) {
+                const int kk = side * 4 + word;
+#if MT > 1
+                u32 a[MT][4];
+#pragma unroll
+                for (int mt = 0; mt < MT; ++mt) {
+                    const uint4 v = at<uint4>(smem, (((warp * MT + mt) * 8 + kk) * 32 + lane) * 16);
+                    a[mt][0] = v.x, a[mt][1] = v.y, a[mt][2] = v.z, a[mt][3] = v.w;
+                }
+#endif
+#pragma unroll
+                for (int n8 = 0; n8 < 4; ++n8) {
+                    u32 b0, b1;
+                    decode4(word == 0 ? words[n8].x : word == 1 ? words[n8].y : word == 2 ? words[n8].z : words[n8].w, b0, b1);
+#if MT > 1
+#pragma unroll
+                    for (int mt = 0; mt < MT; ++mt) mma_f16(part[n8][mt], a[mt], b0, b1);
+#else
+                    mma_f16(part[n8][0], q_nope[0][kk], b0, b1);
+#endif
+                }
+            }
+        }
+        float scale[4][2];  // of tokens 8 n8 + 2c and the next
+#pragma unroll
+        for (int n8 = 0; n8 < 4; ++n8) {
+            const uint2 rope = at<uint2>(smem, rope_from + stage_at + n8 * 8 * ROW);
+            scale[n8][0] = at<float>(smem, scale_from + stage_at + n8 * 8 * ROW);
+            scale[n8][1] = at<float>(smem, scale_from + stage_at + (n8 * 8 + 1) * ROW);
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) part[n8][mt][k] *= scale[n8][k & 1];
+                mma_bf16(part[n8][mt], q_rope[mt], rope.x, rope.y);
+            }
+        }
+#pragma unroll
+        for (int n8 = 0; n8 < 4; ++n8)
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt) {
+                const u32 to = score_to + (mt * 16 * SCORE_STRIDE + n8 * 8) * 4;
+                at<float2>(smem, to) = make_float2(part[n8][mt][0], part[n8][mt][1]);
+                at<float2>(smem, to + 8 * SCORE_STRIDE * 4) = make_float2(part[n8][mt][2], part[n8][mt][3]);
+            }
+        group_barrier(group);
+
+        // ---- softmax of a quarter of the heads
+        {
+            float x[TOKENS_PER_LANE];
+#pragma unroll
+            for (int k = 0; k < TOKENS_PER_LANE; ++k) x[k] = 0.f;
+#pragma unroll
+            for (int w = 0; w < 4; ++w)
+#pragma unroll
+                for (int k = 0; k < TOKENS_PER_LANE; k += 4) {
+                    const float4 v = at<float4>(smem, scores + ((w * HT + own_head) * SCORE_STRIDE + own_token + k) * 4);
+                    x[k] += v.x, x[k + 1] += v.y, x[k + 2] += v.z, x[k + 3] += v.w;
+                }
+            const u32 mask = at<u32>(smem, base + MASK_AT + stage * 4) >> own_token;
+            float top = -1.0e30f;
+#pragma unroll
+            for (int k = 0; k < TOKENS_PER_LANE; ++k) {
+                x[k] = (mask >> k) & 1 ? x[k] * score_scale : __int_as_float(0xff800000);
+                top = fmaxf(top, x[k]);
+            }
+#pragma unroll
+            for (int d = 1; d < LANES_PER_HEAD; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+            const float m_new = fmaxf(m, top), decay = exp2_(m - m_new);
+            m = m_new;
+            total *= decay;
+#pragma unroll
+            for (int k = 0; k < TOKENS_PER_LANE; ++k) {
+                x[k] = exp2_(x[k] - m_new);
+                total += x[k];
+            }
+            if (lane % LANES_PER_HEAD == 0) at<float>(smem, decays + own_head * 4) = decay;
+#pragma unroll
+            for (int k = 0; k < TOKENS_PER_LANE; k += 4)
+                at<uint2>(smem, probs + (own_head * P_STRIDE + own_token + k) * 2) =
+                    make_uint2(to_half2(x[k] * 1024.f, x[k + 1] * 1024.f), to_half2(x[k + 2] * 1024.f, x[k + 3] * 1024.f));
+        }
+        // the largest scale of this warp's columns, while the others finish
+        u32 largest = 0;
+#pragma unroll
+        for (int n8 = 0; n8 < 4; ++n8)
+#pragma unroll
+            for (int k = 0; k < 2; ++k) largest = max(largest, __float_as_uint(scale[n8][k]) & 0x7fffffffu);
+        largest = __reduce_max_sync(~0u, largest);
+        const int new_e = max(top_e, min((int)(largest >> 23) - 126, 126));
+        const float shift = new_e == top_e ? 1.f : power(max(top_e - new_e, -126));
+        top_e = new_e;
+        const float to_unit = power(min(5 - top_e, 126));
+        group_barrier(group);
+
+        // ---- output columns of this warp
+        {
+            float decay[MT][2];
+            bool same = shift == 1.f;
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float d = at<float>(smem, decays + (mt * 16 + half * 8 + t) * 4);
+                    same = same && d == 1.f;
+                    decay[mt][half] = d * shift;
+                }
+            if (!__all_sync(~0u, same)) {
+#pragma unroll
+                for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+                    for (int j = 0; j < 16; ++j) {
+                        acc[mt][j][0] *= decay[mt][0];
+                        acc[mt][j][1] *= decay[mt][0];
+                        acc[mt][j][2] *= decay[mt][1];
+                        acc[mt][j][3] *= decay[mt][1];
+                    }
+            }
+        }
+#pragma unroll
+        for (int k16 = 0; k16 < 2; ++k16) {
+            u32 p[MT][4];
+            const u32 sc01 = to_half2(scale[2 * k16][0] * to_unit, scale[2 * k16][1] * to_unit);
+            const u32 sc23 = to_half2(scale[2 * k16 + 1][0] * to_unit, scale[2 * k16 + 1][1] * to_unit);
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt) {
+                ldmatrix4(p[mt], shared + probs + ((mt * 16 + (lane & 15)) * P_STRIDE + k16 * 16 + (lane >> 4) * 8) * 2);
+                p[mt][0] = mul_half2(p[mt][0], sc01);
+                p[mt][1] = mul_half2(p[mt][1], sc01);
+                p[mt][2] = mul_half2(p[mt][2], sc23);
+                p[mt][3] = mul_half2(p[mt][3], sc23);
+            }
+            u32 w[4][4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const uint4 v = at<uint4>(smem, output_from + stage_at + (k16 * 16 + (k >> 1) * 8 + (k & 1)) * ROW);
+                w[k][0] = v.x, w[k][1] = v.y, w[k][2] = v.z, w[k][3] = v.w;
+            }
+#pragma unroll
+            for (int word = 0; word < 4; ++word) {
+                u32 b0[4], b1[4];
+                decode4(__byte_perm(w[0][word], w[1][word], 0x5140), b0[0], b0[1]);
+                decode4(__byte_perm(w[0][word], w[1][word], 0x7362), b0[2], b0[3]);
+                decode4(__byte_perm(w[2][word], w[3][word], 0x5140), b1[0], b1[1]);
+                decode4(__byte_perm(w[2][word], w[3][word], 0x7362), b1[2], b1[3]);
+#pragma unroll
+                for (int k = 0; k < 4; ++k)
+#pragma unroll
+                    for (int mt = 0; mt < MT; ++mt) mma_f16(acc[mt][word * 4 + k], p[mt], b0[k], b1[k]);
+            }
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared + base + EMPTY_AT + stage * 8);
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+
+    // ---- one sum for a head, then one state for all groups
+#pragma unroll
+    for (int d = 1; d < LANES_PER_HEAD; d *= 2) total += __shfl_xor_sync(~0u, total, d);
+    consumers_barrier();  // the stages are free
+    float* states = reinterpret_cast<float*>(smem);   // [GROUPS][HT][2]: maximum, sum
+    float* whole = states + GROUPS * HT * 2;          // [HT][2]: of the block
+    float* outputs = whole + HT * 2;                  // [GROUPS][HT][MERGE_STRIDE]: of a group; the first becomes the block's
+    if (lane % LANES_PER_HEAD == 0) {
+        states[(group * HT + own_head) * 2] = m;
+        states[(group * HT + own_head) * 2 + 1] = total;
+    }
+    consumers_barrier();
+    const float from_unit = power(max(top_e - 15, -126));
+    const int splits = gridDim.y;
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int head = mt * 16 + half * 8 + t;
+            float top = -1.0e30f, sum = 0.f;
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g) top = fmaxf(top, states[(g * HT + head) * 2]);
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g) sum += states[(g * HT + head) * 2 + 1] * exp2_(states[(g * HT + head) * 2] - top);
+            const float factor = exp2_(states[(group * HT + head) * 2] - top) * from_unit;
+            if (group == 0 && warp == 0 && c == 0) whole[head * 2] = top, whole[head * 2 + 1] = sum;
+#pragma unroll
+            for (int i = 2 * half; i < 2 * half + 2; ++i) {
+                float* to = outputs + (group * HT + head) * MERGE_STRIDE + warp * 128 + (2 * c + (i & 1)) * 16;
+#pragma unroll
+                for (int j = 0; j < 16; j += 4)
+                    *reinterpret_cast<float4*>(to + j) = make_float4(acc[mt][j][i] * factor, acc[mt][j + 1][i] * factor,
+                                                                     acc[mt][j + 2][i] * factor, acc[mt][j + 3][i] * factor);
+            }
+        }
+    consumers_barrier();
+#if GROUPS > 1
+    if (splits > 1) {  // once here instead of once for each reader in the cluster
+        for (int k = thread; k < HT * 128; k += CONSUMERS) {
+            float* to = outputs + (k >> 7) * MERGE_STRIDE + (k & 127) * 4;
+            float4 sum = *reinterpret_cast<float4*>(to);
+#pragma unroll
+            for (int g = 1; g < GROUPS; ++g) add(sum, *reinterpret_cast<float4*>(to + g * HT * MERGE_STRIDE), 1.f);
+            *reinterpret_cast<float4*>(to) = sum;
+        }
+    }
+#endif
+
+    // ---- the splits, each block a share of the columns
+    float2* parts = reinterpret_cast<float2*>(outputs + GROUPS * HT * MERGE_STRIDE);  // [MAX_SPLITS][HT]: of every block
+    const u32 whole_at = smem_u32(whole), outputs_at = smem_u32(outputs);
+    if (splits > 1) {
+        cluster_publish();
+        for (int k = thread; k < splits * HT; k += CONSUMERS) parts[k] = remote2(whole_at + (k % HT) * 8, k / HT);
+        consumers_barrier();
+    }
+    for (int k = (int)split * CONSUMERS + thread; k < HT * 128; k += splits * CONSUMERS) {
+        const int head = k >> 7, column = (k & 127) * 4;
+        if (head0 + head >= num_heads) continue;
+        float top = whole[head * 2], sum = whole[head * 2 + 1];
+        float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (splits > 1) {
+            for (int p = 0; p < splits; ++p) top = fmaxf(top, parts[p * HT + head].x);
+            sum = 0.f;
+#pragma unroll 4
+            for (int p = 0; p < splits; ++p) {
+                const float2 state = parts[p * HT + head];
+                const float weight = exp2_(state.x - top);
+                sum += state.y * weight;
+                add(value, remote4(outputs_at + (head * MERGE_STRIDE + column) * 4, p), weight);
+            }
+        } else {
+            const float* from = outputs + head * MERGE_STRIDE + column;
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g) add(value, *reinterpret_cast<const float4*>(from + g * HT * MERGE_STRIDE), 1.f);
+        }
+        const int h = head0 + head;
+        const bool empty = sum == 0.f;  // a NaN sum is not empty, it has to be seen
+        if (column == 0)
+            lse_out[b * st.lse_b + s * st.lse_s + h * st.lse_h] =
+                empty ? __int_as_float(0xff800000) : (top + __log2f(sum)) * 0.6931471805599453f;
+        if (sink && !empty) sum += exp2_(sink[h] * 1.4426950408889634f - top);
+        const float f = empty ? 0.f : 1.f / sum;
+        *reinterpret_cast<uint2*>(out + b * st.out_b + s * st.out_s + (i64)h * st.out_h + column) =
+            make_uint2(to_bf162(value.x * f, value.y * f), to_bf162(value.z * f, value.w * f));
+    }
+    if (splits > 1) cluster_leave();  // nobody does while its shared memory is read
+}

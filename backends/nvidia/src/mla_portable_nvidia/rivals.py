@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rivals of this project's kernels on NVIDIA GPUs, for `mla-portable bench kernels`: FlashMLA and vLLM called directly.
+
+Each gets its arguments as it likes them best: queries padded to its head counts, plans made, results allocated, all outside
+of the timing. What it then leaves to its caller (undoing the padding, sanitising indices, counting) is not charged to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from importlib import import_module
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, Primitive, Reason, Request, Rival, RivalCall
+from mla_portable_nvidia.conventions import DecodeKernel, PrefillKernel
+from mla_portable_nvidia.discovery import find_kernel
+from mla_portable_nvidia.head_padding import kernel_heads
+from mla_portable_nvidia.vllm_ops import data_implementations
+
+__all__ = ["rivals"]
+
+_LN2: Final = math.log(2.0)
+_TRITON_MODULES: Final = ("vllm.v1.attention.ops.xpu_mla_sparse", "vllm.v1.attention.ops.triton_mla_sparse")
+"""Where vLLM's portable Triton kernel for BF16 rows is found, by version."""
+_TRITON: Final = "triton_bf16_mla_sparse_interface"
+_TRITON_TOPK: Final = 16
+_DECODE_TOPK: Final = 64
+_PREFILL_TOPK: Final = 128
+_OTHER: Final = "another rival serves it"
+
+Arguments = Mapping[str, Any]
+
+
+# ----------------------------------------------------------------------------------------------------------- FlashMLA
+
+
+def _rows(arguments: Arguments) -> tuple[Tensor, Tensor]:
+    """Queries [R, H, 576] and indices [R, K] of either attention primitive, one row for each query token."""
+    q, indices = arguments["q"], arguments["indices"]
+    return q.reshape(-1, *q.shape[-2:]), indices.reshape(-1, indices.shape[-1])
+
+
+def _padded(q: Tensor, heads: int) -> Tensor:
+    """q [R, H, 576] with zero heads up to `heads`."""
+    whole = torch.zeros((q.shape[0], heads, HEAD_SIZE), dtype=q.dtype, device=q.device)
+    whole[:, : q.shape[1]] = q
+    return whole
+
+
+def _in_our_meaning(arguments: Arguments, out: Tensor, lse: Tensor, base_2: bool) -> tuple[Tensor, Tensor]:
+    """out [R, H', 512] and lse [R, H'] without the padding, lse natural, empty rows -inf; shaped as the primitive's."""
+    q = arguments["q"]
+    heads = q.shape[-2]
+    lse = lse[:, :heads].float()
+    natural = (lse * _LN2 if base_2 else lse).masked_fill(lse.isinf(), -math.inf)
+    return out[:, :heads].reshape(*q.shape[:-1], KV_LORA_RANK), natural.reshape(q.shape[:-1])
+
+
+def _missing_kernel(primitive: Primitive, request: Request) -> Iterator[Reason]:
+    found = find_kernel(primitive, request.device)
+    if found.provider is None:
+        yield from found.reasons or (Reason("FlashMLA", "absent", "no provider was found"),)
+
+
+def _multiple(request: Request, multiple: int) -> Iterator[Reason]:
+    if (request.topk or 0) % multiple:
+        yield Reason("topk", str(request.topk), f"a multiple of {multiple}")
+
+
+def _decode_reasons(request: Request) -> Iterator[Reason]:
+    """FlashMLA's decode kernel on FP8 rows."""
+    if request.kv_layout != FP8_DS_MLA.name:
+        yield Reason("kv_layout", str(request.kv_layout), f"supports {FP8_DS_MLA.name}", _OTHER)
+        return
+    yield from _multiple(request, _DECODE_TOPK)
+    yield from _missing_kernel(Primitive.SPARSE_DECODE, request)
+
+
+def _prepare_decode(request: Request, arguments: Arguments) -> RivalCall:
+    """The decode kernel on padded heads, a batch row for each query token, with its own plan made beforehand."""
+    found = find_kernel(Primitive.SPARSE_DECODE, request.device)
+    kernel: DecodeKernel = found.kernel
+    q, indices = _rows(arguments)
+    query = _padded(q, kernel_heads(q.shape[1])).unsqueeze(1)  # [R, 1, H', 576]
+    slots = indices.unsqueeze(1).contiguous()
+    kv = arguments["kv_cache" if "kv_cache" in arguments else "kv"].unsqueeze(2)
+    scale = arguments["softmax_scale"]
+    options: dict[str, Any] = {}
+    if kernel.takes_plan:
+        options["plan"] = kernel.plan(query, kv, slots)
+    if kernel.takes_out:
+        options["out"] = torch.empty((*query.shape[:3], KV_LORA_RANK), dtype=query.dtype, device=query.device)
+    last: list[tuple[Tensor, Tensor]] = []
+
+    def run() -> None:
+        last[:] = [kernel(query, kv, slots, scale, **options)]
+
+    def result() -> tuple[Tensor, Tensor]:
+        out, lse = last[0]
+        return _in_our_meaning(arguments, out[:, 0], lse[:, 0], found.traits.lse_base_2)
+
+    return RivalCall(run, result)
+
+
+def _prefill_reasons(request: Request, *, native: bool) -> Iterator[Reason]:
+    """FlashMLA's prefill kernel on BF16 rows, with padded or with native heads."""
+    if request.kv_layout != "bf16":
+        yield Reason("kv_layout", str(request.kv_layout), "supports bf16", _OTHER)
+        return
+    yield from _multiple(request, _PREFILL_TOPK)
+    missing = list(_missing_kernel(Primitive.SPARSE_PREFILL, request))
+    yield from missing
+    heads = request.num_heads or 0
+    if native and not missing:
+        few = [count for count in find_kernel(Primitive.SPARSE_PREFILL, request.device).traits.heads if count < 64]
+        if heads not in few:
+            yield Reason("num_heads", str(heads), f"this build has {', '.join(map(str, few)) or 'none'} below 64")
+
+
+def _prepare_prefill(request: Request, arguments: Arguments, *, native: bool) -> RivalCall:
+    """The prefill kernel on the cache or workspace as flat rows."""
+    found = find_kernel(Primitive.SPARSE_PREFILL, request.device)
+    kernel: PrefillKernel = found.kernel
+    q, indices = _rows(arguments)
+    query = q.contiguous() if native else _padded(q, kernel_heads(q.shape[1]))
+    rows = indices.unsqueeze(1).contiguous()
+    kv = arguments["kv_cache" if "kv_cache" in arguments else "kv"].reshape(-1, 1, HEAD_SIZE)
+    scale = arguments["softmax_scale"]
+    options: dict[str, Any] = {}
+    if kernel.takes_out:
+        options["out"] = torch.empty((*query.shape[:2], KV_LORA_RANK), dtype=query.dtype, device=query.device)
+    last: list[tuple[Tensor, Tensor]] = []
+
+    def run() -> None:
+        last[:] = [kernel(query, kv, rows, scale, **options)]
+
+    return RivalCall(run, lambda: _in_our_meaning(arguments, *last[0], found.traits.lse_base_2))
+
+
+# --------------------------------------------------------------------------------------------------------------- vLLM
+
+
+@cache
+def triton_function() -> Callable[..., Any] | str:
+    """vLLM's Triton kernel for BF16 rows, or why it cannot be had; asked once, for a failing import can take long."""
+    failures: list[str] = []
+    for name in _TRITON_MODULES:
+        try:
+            return getattr(import_module(name), _TRITON)
+        except Exception as error:  # vLLM's import fails in many ways on a machine that it does not fit
+            failures.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    return "; ".join(dict.fromkeys(failures))
+
+
+def _triton_reasons(request: Request) -> Iterator[Reason]:
+    if request.kv_layout != "bf16":
+        yield Reason("kv_layout", str(request.kv_layout), "supports bf16", _OTHER)
+        return
+    yield from _multiple(request, _TRITON_TOPK)
+    function = triton_function()
+    if isinstance(function, str):
+        yield Reason("function", _TRITON, function, "install vLLM")
+
+
+def _prepare_triton(request: Request, arguments: Arguments) -> RivalCall:
+    function: Any = triton_function()
+    q, indices = _rows(arguments)
+    kv = arguments["kv_cache" if "kv_cache" in arguments else "kv"].reshape(-1, 1, HEAD_SIZE)
+    rows, scale = indices.unsqueeze(1).contiguous(), arguments["softmax_scale"]
+    last: list[tuple[Tensor, ...]] = []
+
+    def run() -> None:
+        last[:] = [function(q, kv, rows, scale)]
+
+    return RivalCall(run, lambda: _in_our_meaning(arguments, last[0][0], last[0][2], False))
+
+
+def _absent(primitive: Primitive, request: Request) -> tuple[Reason, ...]:
+    """Why vLLM's operator behind a primitive is not here; () when it is, and registered. A writer must make these scales."""
+    refusals: list[Reason] = []
+    for each in data_implementations():
+        if each.primitive is primitive and request.scale_format in (None, *each.support.scale_formats):
+            reasons = tuple(each.check(request.device))
+            if not reasons:
+                return ()
+            refusals += reasons
+    return tuple(refusals)
+
+
+def _fp8_reasons(primitive: Primitive) -> Callable[[Request], Iterator[Reason]]:
+    def reasons(request: Request) -> Iterator[Reason]:
+        if request.kv_layout != FP8_DS_MLA.name:
+            yield Reason("kv_layout", str(request.kv_layout), f"supports {FP8_DS_MLA.name}")
+            return
+        yield from _absent(primitive, request)
+
+    return reasons
+
+
+def _prepare_write(request: Request, arguments: Arguments) -> RivalCall:
+    operator = torch.ops._C_cache_ops.concat_and_cache_mla.default
+    kv_c, k_pe, target, slots = (arguments[name] for name in ("kv_c", "k_pe", "kv_cache", "slot_mapping"))
+    scale = torch.ones(1, dtype=torch.float32, device=target.device)  # not read for this layout
+    return RivalCall(lambda: operator(kv_c, k_pe, target, slots, FP8_DS_MLA.name, scale), lambda: target)
+
+
+def _prepare_gather(request: Request, arguments: Arguments) -> RivalCall:
+    """The benchmark's workspace is packed, so both conventions mean the same: lengths given, or up to the next start."""
+    operator = torch.ops._C_cache_ops.cp_gather_and_upconvert_fp8_kv_cache.default
+    source, table, lens, starts, out = (
+        arguments[name] for name in ("kv_cache", "block_table", "seq_lens", "workspace_starts", "out")
+    )
+    takes_lengths = any(argument.name == "seq_lens" for argument in operator._schema.arguments)
+    places = (lens, starts) if takes_lengths else (starts,)
+    return RivalCall(lambda: operator(source, out, table, *places, table.shape[0]), lambda: out)
+
+
+_CONVERT_BLOCK: Final = 128
+"""What vLLM calls it with."""
+
+
+def _convert_reasons(request: Request) -> Iterator[Reason]:
+    yield from _multiple(request, _CONVERT_BLOCK)
+    yield from _absent(Primitive.CONVERT_INDICES, request)
+
+
+def _prepare_convert(request: Request, arguments: Arguments) -> RivalCall:
+    module: Any = import_module("vllm.v1.attention.backends.mla.sparse_utils")
+    function = module.triton_convert_req_index_to_global_index
+    positions, owner, table = (arguments[name] for name in ("topk_indices", "req_id_per_token", "block_table"))
+    size, topk = arguments["block_size"], positions.shape[1]
+    last: list[Tensor] = []
+
+    def run() -> None:
+        last[:] = [function(owner, table, positions, BLOCK_SIZE=size, NUM_TOPK_TOKENS=topk, BLOCK_N=_CONVERT_BLOCK)]
+
+    return RivalCall(run, lambda: (last[0], (last[0] >= 0).sum(dim=1, dtype=torch.int32)))
+
+
+# -------------------------------------------------------------------------------------------------------------- offer
+
+
+def rivals() -> Iterator[Rival]:
+    """Everything that can be called directly; each says for itself whether it is here."""
+
+    native, padded = {"native": True}, {"native": False}
+    padding = "queries padded beforehand, padding of the result left in"
+    few = "its own path for few heads"
+    for primitive in (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL):
+        yield Rival("flashmla.decode", primitive, _decode_reasons, _prepare_decode, f"{padding}; planned beforehand")
+        for name, how, remark in (("flashmla.prefill", padded, padding), ("flashmla.prefill_native", native, few)):
+            yield Rival(name, primitive, partial(_prefill_reasons, **how), partial(_prepare_prefill, **how), remark)
+        yield Rival("vllm.triton_bf16", primitive, _triton_reasons, _prepare_triton)
+    unguarded = "indices, slots and table entries are taken as valid"
+    for name, primitive, prepare in (
+        ("vllm.concat_and_cache_mla", Primitive.CACHE_WRITE, _prepare_write),
+        ("vllm.cp_gather", Primitive.GATHER_UPCONVERT, _prepare_gather),
+    ):
+        yield Rival(name, primitive, _fp8_reasons(primitive), prepare, unguarded)
+    uncounted = f"{unguarded}; nothing is counted"
+    yield Rival("vllm.convert", Primitive.CONVERT_INDICES, _convert_reasons, _prepare_convert, uncounted)

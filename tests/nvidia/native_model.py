@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A CPU that stands in for the native kernel: it takes the packed arguments by the names of the source's parameters.
+
+Addresses and strides are followed as the kernel follows them, and what it assumes of them is asserted. The arithmetic is the
+reference's: what is tested is that a launch says what was meant.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import re
+import struct
+from importlib.resources import files
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_portable import reference
+from mla_portable_nvidia import native
+from mla_portable_nvidia.native.sparse_decode import Build, shared_bytes
+
+SOURCE = files(native).joinpath("sparse_decode_fp8.cu").read_text(encoding="utf-8")
+_LETTERS = {"float": "f", "int": "i", "i64": "q"}
+_ROW = 656
+
+
+def parameters() -> list[tuple[str, str]]:
+    """(name, letter of `struct`) of the kernel's parameters, in the order of the source."""
+    body = re.search(r"struct Strides \{(.*?)\};", SOURCE, re.DOTALL)
+    listed = re.search(r"sparse_decode_fp8\(\n(.*?)\) \{", SOURCE, re.DOTALL)
+    assert body and listed
+    strides = [name for line in re.findall(r"i64 ([^;]+);", body[1]) for name in line.split(", ")]
+    found: list[tuple[str, str]] = []
+    for declaration in listed[1].split(","):
+        *kind, name = declaration.replace("__restrict__", "").split()
+        if kind == ["Strides"]:
+            found += [(stride, "q") for stride in strides]
+        else:
+            found.append((name, "P" if kind[-1].endswith("*") else _LETTERS[kind[-1]]))
+    return found
+
+
+PARAMETERS = parameters()
+_EVEN = int(re.search(r"block_size == (\d) \? \(i64\)slot \* ROW", SOURCE)[1])
+"""The block size that tells the kernel that all rows lie side by side."""
+
+
+class Memory:
+    """All that lives in tensors now; what lies elsewhere is not read but refused."""
+
+    def __init__(self) -> None:
+        tensors = [each for each in gc.get_objects() if type(each) is Tensor and each.device.type == "cpu"]
+        storages = [each.untyped_storage() for each in tensors if each.layout is torch.strided]
+        self._owned = {(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages}
+
+    def __call__(self, address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+        """The tensor that lies at an address."""
+        if 0 in shape:
+            return torch.empty(shape, dtype=dtype)
+        assert min(strides) >= 0
+        span = (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))) * dtype.itemsize
+        inside = any(begin <= address and address + span <= end for begin, end in self._owned)
+        assert inside, f"{shape} with strides {strides} at {address:#x} lies in no tensor"
+        return torch.frombuffer((ctypes.c_char * span).from_address(address), dtype=dtype).as_strided(shape, strides)
+
+
+class Model:
+    """One build, loaded; remembers its launches."""
+
+    def __init__(self, build: Build, fields: str, threads: int, shared: int) -> None:
+        self.build, self.fields = build, fields
+        assert (threads, shared) == (build.threads, shared_bytes(build))
+        self.launches: list[SimpleNamespace] = []
+        self.asked: list[int] = []
+
+    def max_clusters(self, size: int) -> int:
+        self.asked.append(size)
+        return 132 * self.build.blocks_per_sm // size
+
+    def __call__(self, grid: tuple[int, int], cluster: int, device: int | None, *arguments: Any) -> None:
+        values = struct.unpack(self.fields, struct.pack(self.fields, *arguments))
+        at = SimpleNamespace(**{name: value for (name, _), value in zip(PARAMETERS, values, strict=True)})
+        self.launches.append(at)
+        assert cluster == grid[1] <= 16 and grid[0] % at.head_tiles == 0
+        assert (at.head_tiles - 1) * self.build.heads < at.num_heads <= at.head_tiles * self.build.heads
+        assert at.q % 16 == at.kv % 16 == at.out % 8 == 0
+        assert not any(stride % 8 for stride in (at.q_b, at.q_s, at.q_h))
+        assert not any(stride % 4 for stride in (at.out_b, at.out_s, at.out_h))
+        memory = Memory()
+        lead = (grid[0] // at.head_tiles // at.query_len, at.query_len)
+        rows = (*lead, at.num_heads)
+        listed = memory(at.indices, torch.int32, (*lead, at.topk), (at.indices_b, at.indices_s, 1))
+        chosen = torch.full_like(listed, -1)
+        for split in range(grid[1]):
+            begin, end = split * at.split_len, min((split + 1) * at.split_len, at.topk)
+            assert begin < end or (split == 0 and at.topk == 0), "a block without work"
+            chosen[..., begin:end] = listed[..., begin:end]
+        out, lse = reference.sparse_decode(
+            memory(at.q, torch.bfloat16, (*rows, 576), (at.q_b, at.q_s, at.q_h, 1)),
+            self._cache(at, memory),
+            chosen,
+            softmax_scale=at.scale_log2 * math.log(2.0),
+            lengths=memory(at.lengths, torch.int32, lead, (at.lengths_b, at.lengths_s)) if at.lengths else None,
+            attn_sink=memory(at.sink, torch.float32, (at.num_heads,), (1,)) if at.sink else None,
+        )
+        memory(at.out, torch.bfloat16, (*rows, 512), (at.out_b, at.out_s, at.out_h, 1)).copy_(out)
+        memory(at.lse_out, torch.float32, rows, (at.lse_b, at.lse_s, at.lse_h)).copy_(lse)
+
+    @staticmethod
+    def _cache(at: SimpleNamespace, memory: Memory) -> Tensor:
+        if at.block_size == _EVEN:
+            return memory(at.kv, torch.uint8, (at.num_slots, 1, _ROW), (_ROW, _ROW, 1))
+        shape = (at.num_slots // at.block_size, at.block_size, _ROW)
+        assert at.block_stride % 16 == 0
+        return memory(at.kv, torch.uint8, shape, (at.block_stride, _ROW, 1))

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call hands to the native kernel, and what it says of a machine that cannot run it; no GPU takes part."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+import pytest
+import torch
+from machines import H200
+from native_model import PARAMETERS, Model
+
+from mla_portable import reference
+from mla_portable.contracts import FP8_DS_MLA, InvalidArgument, MLAPortableError, Primitive, Request
+from mla_portable_nvidia.native import bind, driver, sparse_decode
+from mla_portable_nvidia.native.choice import BUILDS
+from mla_portable_nvidia.native.nvrtc import NvrtcNotFound
+
+SCALE = 576**-0.5
+REQUEST = Request(Primitive.SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, block_size=64, lse=True)
+
+# ---------------------------------------------------------------------------------------------------- a launch
+
+
+class Module:
+    """What driver.Module is to a launch; the machine code is the build itself."""
+
+    models: dict
+
+    def __init__(self, cubin, device):
+        self.cubin = cubin
+
+    def kernel(self, name, fields, *, threads, shared, wide_clusters):
+        assert name == "sparse_decode_fp8" and wide_clusters
+        return self.models.setdefault(self.cubin, Model(self.cubin, fields, threads, shared))
+
+
+@pytest.fixture
+def models(monkeypatch):
+    """Build -> its stand-in, for all that are bound in a test."""
+    found: dict = {}
+    monkeypatch.setattr(Module, "models", found, raising=False)
+    monkeypatch.setattr(sparse_decode, "Module", Module)
+    monkeypatch.setattr(sparse_decode, "compile_build", lambda build, arch: {"sm_90a": build}[arch])
+    monkeypatch.setattr(bind, "device_with", lambda facts: torch.device("cuda", 0))
+    sparse_decode.load.cache_clear()
+    yield found
+    sparse_decode.load.cache_clear()
+
+
+def launches(models):
+    return [launch for model in models.values() for launch in model.launches]
+
+
+def cache(blocks, block_size, gap=0, offset=0):
+    """A paged FP8 cache of random rows; blocks `gap` bytes apart, the first at `offset`. Between them 0xFF, NaN in any type."""
+    width = FP8_DS_MLA.row_width
+    stride = block_size * width + gap
+    raw = torch.full((blocks * stride + offset + 16,), 0xFF, dtype=torch.uint8)
+    raw = raw[-raw.data_ptr() % 16 + offset :]
+    kv = raw.as_strided((blocks, block_size, width), (stride, width, 1))
+    slots = torch.arange(blocks * block_size)
+    reference.cache_write(torch.randn(len(slots), 512), torch.randn(len(slots), 64), kv, slots)
+    return kv
+
+
+def problem(batch, query_len, num_heads, topk, num_slots):
+    q = torch.randn(batch, query_len, num_heads, 576).bfloat16()
+    indices = torch.randint(-3, num_slots + 5, (batch, query_len, topk), dtype=torch.int32)
+    return q, indices
+
+
+def spread(tensor, step=16):
+    """The same values with free space after every innermost row and between the others."""
+    wide = torch.zeros(*(size + 1 for size in tensor.shape[:-1]), tensor.shape[-1] + step, dtype=tensor.dtype)
+    view = wide[tuple(slice(size) for size in tensor.shape)]
+    return view.copy_(tensor)
+
+
+def test_the_packed_fields_are_the_parameters_of_the_source(models):
+    bind.bind_sparse_decode(REQUEST)
+    assert set(models) == set(BUILDS)
+    for model in models.values():
+        letters = "".join(letter * int(count or 1) for count, letter in _counted(model.fields))
+        assert letters == "".join(letter for _, letter in PARAMETERS)
+
+
+def _counted(fields):
+    return [(word[:-1], word[-1]) for word in fields.split()]
+
+
+@pytest.mark.parametrize(
+    ("batch", "query_len", "num_heads", "topk", "block_size", "gap"),
+    [
+        *((1, 1, 16, 64, 64, 0), (3, 2, 5, 100, 16, 48), (2, 1, 40, 33, 1, 0), (2, 3, 17, 1, 53, 16), (150, 1, 2, 40, 4, 0)),
+        *((1, 2, 128, 70, 8, 656), (2, 1, 16, 0, 4, 0), (40, 1, 20, 32, 16, 16)),
+        *((3, 1, 4, 50, 1, 656), (3, 1, 4, 50, 1, 16)),
+    ],
+)
+def test_a_launch_says_what_the_call_meant(models, batch, query_len, num_heads, topk, block_size, gap):
+    kv = cache(7, block_size, gap)
+    q, indices = problem(batch, query_len, num_heads, topk, 7 * block_size)
+    lengths = torch.randint(0, topk + 1, (batch, query_len), dtype=torch.int32)
+    sink = torch.randn(num_heads)
+    decode = bind.bind_sparse_decode(REQUEST)
+    for options in ({}, {"lengths": spread(lengths, 1), "attn_sink": sink}):
+        wanted = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE, **options)
+        got = decode(q, kv, indices, softmax_scale=SCALE, **options)
+        out, lse = spread(torch.zeros(wanted[0].shape).bfloat16()), spread(torch.zeros(wanted[1].shape), 1)
+        decode(spread(q), kv, spread(indices, 3), softmax_scale=SCALE, out=out, lse_out=lse, **options)
+        for result in (got, (out, lse)):
+            torch.testing.assert_close(result[0], wanted[0], rtol=8e-3, atol=1e-3)
+            torch.testing.assert_close(result[1], wanted[1])
+    assert len(launches(models)) == 4
+
+
+def test_one_token_of_one_query_is_a_prefill_token(models):
+    kv = cache(4, 16)
+    q, indices = problem(6, 1, 16, 64, 64)
+    lengths = torch.randint(0, 65, (6,), dtype=torch.int32)
+    decoded = bind.bind_sparse_decode(REQUEST)(q, kv, indices, softmax_scale=SCALE, lengths=lengths[:, None])
+    prefill = bind.bind_sparse_prefill(replace(REQUEST, primitive=Primitive.SPARSE_PREFILL))
+    out, lse = torch.zeros(6, 16, 512).bfloat16(), torch.zeros(6, 16)
+    for options in ({}, {"out": out, "lse_out": lse}):
+        got = prefill(q[:, 0], kv, indices[:, 0], softmax_scale=SCALE, lengths=lengths, **options)
+        assert torch.equal(got[0], decoded[0][:, 0]) and torch.equal(got[1], decoded[1][:, 0])
+    assert torch.equal(out, decoded[0][:, 0]) and torch.equal(lse, decoded[1][:, 0])
+
+
+@pytest.mark.parametrize(("gap", "offset"), [(8, 0), (0, 4), (4, 12)])
+def test_a_cache_that_16_byte_copies_cannot_read_is_refused_before_a_launch(models, gap, offset):
+    kv = cache(3, 4, gap, offset)
+    q, indices = problem(2, 1, 16, 32, 12)
+    with pytest.raises(InvalidArgument, match="multiples of 16 bytes") as caught:
+        bind.bind_sparse_decode(REQUEST)(q, kv, indices, softmax_scale=SCALE)
+    assert f"a start at {offset % 16}" in str(caught.value) and f"blocks {4 * 656 + gap} bytes apart" in str(caught.value)
+    prefill = bind.bind_sparse_prefill(replace(REQUEST, primitive=Primitive.SPARSE_PREFILL))
+    with pytest.raises(InvalidArgument, match="triton"):
+        prefill(q[:, 0], kv, indices[:, 0], softmax_scale=SCALE)
+    assert launches(models) == []
+
+
+def test_queries_and_results_that_lie_unevenly_go_through_copies(models):
+    kv = cache(4, 16)
+    q, indices = problem(3, 1, 16, 64, 64)
+    wanted = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE)[0]
+    uneven_q, out = torch.zeros(q.numel() + 8).bfloat16()[3:-5].view(q.shape), torch.zeros(wanted.numel() + 1).bfloat16()
+    out = out[1:].view(wanted.shape)
+    got, _ = bind.bind_sparse_decode(REQUEST)(uneven_q.copy_(q), kv, indices, softmax_scale=SCALE, out=out)
+    assert got is out
+    torch.testing.assert_close(out, wanted, rtol=8e-3, atol=1e-3)
+    (launch,) = launches(models)
+    assert launch.q != uneven_q.data_ptr() and launch.out != out.data_ptr()
+    apart = torch.zeros(3, 1, 16, 514).bfloat16()[..., :512]
+    bind.bind_sparse_decode(REQUEST)(spread(q, 1), kv, indices, softmax_scale=SCALE, out=apart)
+    torch.testing.assert_close(apart, wanted, rtol=8e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(0, 1), (2, 0)])
+def test_no_row_no_launch(models, shape):
+    q, indices = torch.empty(*shape, 16, 576).bfloat16(), torch.empty(*shape, 64, dtype=torch.int32)
+    out, lse = bind.bind_sparse_decode(REQUEST)(q, cache(1, 4), indices, softmax_scale=SCALE)
+    assert (out.shape, lse.shape) == ((*shape, 16, 512), (*shape, 16))
+    assert launches(models) == []
+
+
+def test_a_shape_is_cut_once(models):
+    kv = cache(4, 16)
+    q, indices = problem(3, 1, 16, 64, 64)
+    decode = bind.bind_sparse_decode(REQUEST)
+    for _ in range(3):
+        decode(q, kv, indices, softmax_scale=SCALE)
+    asked = [size for model in models.values() for size in model.asked]
+    assert asked and len(asked) == len(set(asked))
+
+
+# ---------------------------------------------------------------------------------------------------- the machine
+
+
+def test_few_heads_come_before_flashmla_and_many_after_it():
+    offered = {each.name: each for each in bind.native_implementations() if each.primitive is Primitive.SPARSE_DECODE}
+    assert offered["nvidia.native"].preference < 10 < offered["nvidia.native_wide"].preference < 50
+    for name, most in (("nvidia.native", 32), ("nvidia.native_wide", 128)):
+        support = offered[name].support
+        assert support.reasons(REQUEST.but(num_heads=most)) == ()
+        assert [reason.subject for reason in support.reasons(REQUEST.but(num_heads=most + 1))] == ["num_heads"]
+        assert {r.subject for r in support.reasons(REQUEST.but(kv_layout="bf16"))} == {"kv_layout"}
+        assert "arch" in {r.subject for r in support.device_reasons(replace(H200, arch="sm100"))}
+
+
+def test_what_the_machine_lacks_is_said_with_a_remedy(monkeypatch):
+    monkeypatch.setattr(bind, "device_with", lambda facts: None)
+    assert [(reason.subject, reason.limit) for reason in bind.check(H200)] == [("device", "not on this machine")]
+    with pytest.raises(MLAPortableError, match="no CUDA device of this machine"):
+        bind.bind_sparse_decode(REQUEST)
+    monkeypatch.setattr(bind, "device_with", lambda facts: torch.device("cuda", 0))
+
+    def no_nvrtc():
+        raise NvrtcNotFound("nowhere")
+
+    def no_driver():
+        raise OSError("libcuda.so.1: cannot open")
+
+    monkeypatch.setattr(bind, "nvrtc_version", no_nvrtc)
+    monkeypatch.setattr(bind, "driver_version", no_driver)
+    reasons = list(bind.check(H200))
+    assert [(reason.subject, reason.limit) for reason in reasons] == [
+        ("NVRTC", "nowhere"),
+        ("CUDA driver", "libcuda.so.1: cannot open"),
+    ]
+    assert all(reason.remedy.startswith("install") for reason in reasons)
+
+
+class Driver:
+    """libcuda as far as a launch needs it."""
+
+    def __init__(self, code=0):
+        self.code, self.launched = code, []
+
+    def cuLaunchKernelEx(self, config, function, parameters, extra):  # noqa: N802
+        size = ctypes.c_size_t.from_address(extra[3]).value
+        config = config._obj
+        self.launched.append((ctypes.string_at(extra[1], size), [extra[0], extra[2], extra[4]], config))
+        return self.code
+
+    def cuGetErrorString(self, code, text):  # noqa: N802
+        text._obj.value = b"words of the driver"
+
+
+def test_a_launch_is_one_packed_buffer(monkeypatch):
+    library = Driver()
+    monkeypatch.setattr(driver, "_driver", lambda: library)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1000 + device, raising=False)
+    kernel = driver.Kernel(None, None, "name", "P i q", threads=256, shared=4096)
+    kernel((6, 3), 3, 1, 77, 5, -1)
+    kernel((6, 1), 1, 0, 77, 5, -1)
+    (packed, words, config), (_, _, alone) = library.launched
+    assert packed == (77).to_bytes(8, "little") + (5).to_bytes(4, "little") + bytes(4) + b"\xff" * 8
+    assert words == [1, 2, None]
+    assert (config.grid_x, config.grid_y, config.grid_z, config.block_x, config.shared) == (6, 3, 1, 256, 4096)
+    assert (config.stream, config.num_attributes) == (1001, 1)
+    assert (config.attributes[0].id, list(config.attributes[0].value)) == (4, [1, 3, 1])
+    assert alone.num_attributes == 0
+
+
+@pytest.mark.parametrize(("code", "kind"), [(700, driver.DriverError), (2, torch.cuda.OutOfMemoryError)])
+def test_a_failed_launch_is_raised_in_the_drivers_words(monkeypatch, code, kind):
+    monkeypatch.setattr(driver, "_driver", lambda: Driver(code))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    with pytest.raises(kind, match=rf"launch of name, 6 x 1 blocks: words of the driver \(CUDA driver error {code}\)"):
+        driver.Kernel(None, None, "name", "i", threads=256, shared=0)((6, 1), 1, 0, 1)

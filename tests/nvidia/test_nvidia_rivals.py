@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashMLA and vLLM called directly, against their stand-ins: right results, and everything that can be prepared is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from flashmla_standins import GENERATIONS, Library, installed, modules
+from simulated_gpu import FACTS
+from test_nvidia_vllm_ops import vllm
+
+import mla_portable_nvidia
+from mla_portable.bench.candidates import rival_candidates
+from mla_portable.bench.kernel_cases import KernelCase
+from mla_portable.bench.kernel_problems import Problem, Workshop
+from mla_portable.bench.rivals import load_rivals
+from mla_portable.contracts import Primitive
+from mla_portable_nvidia.rivals import triton_function
+
+CPU = torch.device("cpu")
+TRITON_MODULE = "vllm__v1__attention__ops__xpu_mla_sparse"
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    """Every test has modules of its own."""
+    triton_function.cache_clear()
+    yield
+    triton_function.cache_clear()
+
+
+def rivals():
+    found = load_rivals([("nvidia", mla_portable_nvidia)])
+    assert not found.failures
+    return found.found
+
+
+def problem(primitive: Primitive, layout: str | None = None, *, heads: int | None = None, rows: int = 3, topk: int = 128):
+    with_topk = primitive not in (Primitive.GATHER_UPCONVERT, Primitive.CACHE_WRITE)
+    width = 512 if heads else 0
+    case = KernelCase(primitive, rows, layout, heads, topk if with_topk else None, width)
+    return Workshop(CPU, FACTS["sm90"]).make(case)
+
+
+def timed(made: Problem) -> dict[str, Any]:
+    """Rival -> what is wrong with its result, for those that are here."""
+    found, _ = rival_candidates(made, rivals())
+    verdicts: dict[str, Any] = {}
+    for candidate in found:
+        made.poison()
+        run, result = candidate.prepare()
+        run()
+        verdicts[candidate.name] = [finding.message for finding in made.check(result()) if finding.message]
+    return verdicts
+
+
+def why(made: Problem) -> dict[str, str]:
+    return {each.name: "; ".join(map(str, each.reasons)) for each in rival_candidates(made, rivals())[1]}
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_decode_is_right_on_padded_heads_with_every_generation(generation):
+    with installed(generation):
+        assert timed(problem(Primitive.SPARSE_DECODE, "fp8_ds_mla", heads=16)) == {"flashmla.decode": []}
+        assert timed(problem(Primitive.SPARSE_PREFILL, "fp8_ds_mla", heads=128)) == {"flashmla.decode": []}
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_prefill_is_right_padded_and_native_with_every_generation(generation):
+    with installed(generation) as lib:
+        expected = {"flashmla.prefill": []} | ({"flashmla.prefill_native": []} if 16 in lib.native else {})
+        assert timed(problem(Primitive.SPARSE_PREFILL, "bf16", heads=16)) == expected
+        assert timed(problem(Primitive.SPARSE_DECODE, "bf16", heads=16)) == expected
+        assert timed(problem(Primitive.SPARSE_PREFILL, "bf16", heads=64)) == {"flashmla.prefill": []}
+
+
+def prepared_decode(lib: Library) -> tuple[int, int]:
+    """Plans made before the first run, and plans made by two runs."""
+    made = problem(Primitive.SPARSE_DECODE, "fp8_ds_mla", heads=16)
+    (candidate,), _ = rival_candidates(made, rivals())
+    run, _ = candidate.prepare()
+    before = lib.plans
+    run()
+    run()
+    return before, lib.plans - before
+
+
+def test_decode_is_planned_and_padded_before_it_is_timed():
+    with installed("vllm 0.33") as lib:
+        before, while_timed = prepared_decode(lib)
+        assert before > 0 and while_timed == 0
+        assert {heads for _, _, heads, _ in lib.calls} == {64}
+
+
+def test_a_rival_that_is_not_here_says_why():
+    from mla_portable_nvidia import discovery
+
+    discovery.forget()
+    reasons = why(problem(Primitive.SPARSE_DECODE, "fp8_ds_mla", heads=16))
+    assert "provider flash_mla not usable" in reasons["flashmla.decode"]
+    assert "supports bf16" in reasons["flashmla.prefill"]
+    reasons = why(problem(Primitive.SPARSE_PREFILL, "bf16", heads=16, topk=96))
+    assert "topk 96 (a multiple of 128)" in reasons["flashmla.prefill"]
+    assert "No module named 'vllm" in reasons["vllm.triton_bf16"]
+    assert "not registered" in why(problem(Primitive.GATHER_UPCONVERT, "fp8_ds_mla", rows=130))["vllm.cp_gather"]
+    assert "supports fp8_ds_mla" in why(problem(Primitive.CACHE_WRITE, "bf16"))["vllm.concat_and_cache_mla"]
+
+
+def triton_bf16_mla_sparse_interface(q, kv, indices, sm_scale, d_v=512, block_dpe=64):
+    assert kv.shape[1:] == (1, 576) and indices.shape[1] == 1 and indices.shape[2] % 16 == 0 and block_dpe == 64
+    rows = kv[indices[:, 0].long(), 0].float()  # [T, K, 576]
+    scores = torch.einsum("thd,tkd->thk", q.float(), rows) * sm_scale
+    out = torch.einsum("thk,tkd->thd", scores.softmax(dim=2), rows[..., :d_v])
+    return out.bfloat16(), scores.amax(dim=2), scores.logsumexp(dim=2)
+
+
+def test_vllms_triton_kernel_reads_a_cache_as_flat_rows():
+    module = ModuleType(TRITON_MODULE.replace("__", "."))
+    module.triton_bf16_mla_sparse_interface = triton_bf16_mla_sparse_interface
+    with modules(**{TRITON_MODULE: module}):
+        assert timed(problem(Primitive.SPARSE_PREFILL, "bf16", heads=16))["vllm.triton_bf16"] == []
+        assert timed(problem(Primitive.SPARSE_DECODE, "bf16", heads=16))["vllm.triton_bf16"] == []
+
+
+@pytest.mark.parametrize("version", ["0.24", "0.26", "0.33"])
+def test_vllms_operators_of_every_version(version):
+    with vllm(version):
+        assert timed(problem(Primitive.GATHER_UPCONVERT, "fp8_ds_mla", rows=130)) == {"vllm.cp_gather": []}
+        assert timed(problem(Primitive.CONVERT_INDICES)) == {"vllm.convert": []}
+        write = problem(Primitive.CACHE_WRITE, "fp8_ds_mla")
+        if version == "0.33":
+            assert timed(write) == {"vllm.concat_and_cache_mla": []}
+        else:
+            assert "writes pow2" in why(write)["vllm.concat_and_cache_mla"]
