@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the conformance suite on the code that Triton makes for an older NVIDIA architecture, on a newer GPU.
 
-    python ci/run_older_ptx.py sm80 BACKEND [--level quick] --out FILE
+    python ci/run_older_ptx.py sm80 BACKEND [--level smoke] --out FILE
 
 Triton is told that the GPU is of the older architecture, and the PTX that it makes is given to the driver in place of the
 binary, so that the driver compiles it for the chip. Kernels are configured as for a device of that architecture (its profile).
@@ -66,7 +66,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arch", help="sm80, sm86 or sm89")
     parser.add_argument("backend")
-    parser.add_argument("--level", default="quick", choices=("quick", "full"))
+    parser.add_argument("--level", default="quick", choices=("smoke", "quick", "full"))
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if not torch.cuda.is_available():
