@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from mla_portable.matrix.profiles import load_profiles
 from mla_portable.matrix.record import Origin
 from mla_portable.registry import Registry, get_registry, reset_registry
 from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, costs_text, packaged_costs, parse_costs
+from mla_portable.registry.policy import Policy
+from mla_portable.registry.select import decide
 
 ROOT = Path(__file__).parents[1]
 PROFILES = load_profiles(ROOT / "capability" / "profiles")
@@ -244,11 +247,21 @@ def test_the_fastest_costs_ten_and_the_others_in_proportion():
     assert (cost("ours.v1", rows=200), cost("ours.v1", rows=2)) == (40, 10), "the nearest size, in ratio"
 
 
-def test_without_rows_the_geometric_mean_over_all_sizes_decides():
-    assert cost("ours.v1") == cost("theirs.v1") == 20
+def test_without_rows_the_sum_over_all_sizes_decides():
+    assert cost("ours.v1") > cost("theirs.v1"), "the larger step takes more of the time"
     more = MeasuredCosts(times(("a.v1", FP8, 16, 1, 10.0), ("a.v1", FP8, 16, 4, 90.0), ("b.v1", FP8, 16, 4, 10.0)))
-    assert more(named("a.v1"), request())[0] == 30
+    assert more(named("a.v1"), request())[0] == 50, "100 against 20"
     assert more(named("b.v1"), request())[0] == 10, "on the sizes that it was timed at"
+
+
+def test_times_that_cannot_be_told_apart_leave_the_choice_to_declared_preferences():
+    def chosen(of_a: float, of_b: float) -> str:
+        costs = MeasuredCosts(times(("a.v1", FP8, 16, 1, of_a), ("b.v1", FP8, 16, 1, of_b)))
+        offered = [replace(named("a.v1"), preference=20.0), replace(named("b.v1"), preference=8.0)]
+        return decide(request(rows=1), offered, Policy(), costs=costs).chosen or "nobody"
+
+    assert chosen(100.0, 102.0) == chosen(102.0, 100.0) == "b.v1"
+    assert chosen(100.0, 104.0) == "a.v1"
 
 
 def test_heads_are_those_of_the_next_larger_count_that_was_timed():
@@ -295,7 +308,7 @@ def test_the_registry_takes_the_fastest_and_explains_by_the_numbers():
     text = registry.decide(request(rows=1)).text()
     assert "measured 2026-11-02 on NVIDIA H200, 16 heads, us by rows 1: 10; cost 10" in text
     assert "us by rows 1: 40; cost 40" in text
-    assert "us by rows 1: 10, 256: 400; cost 20" in registry.decide(request()).text()
+    assert "us by rows 1: 10, 256: 400; cost 37.27" in registry.decide(request()).text()
     declared = Registry(plugins=given, facts={"cuda": H200}, environ={})
     assert declared.decide(request(rows=1)).chosen == "theirs.v1"
 

@@ -3,8 +3,8 @@
 
 An implementation that was timed on the request's device costs 10 (what a vendor's kernel declares) times its time over that of
 the fastest at the same rows: the fastest over both layouts, so that routes which read different layouts stay comparable. A
-primitive is bound once for steps of many sizes, so a request without `rows` gets the geometric mean of these ratios over all
-row counts that were timed: no batch size outweighs another. With `rows`, the nearest row count decides.
+primitive is bound once for steps of many sizes, so a request without `rows` gets the ratio of the sums over all row counts that
+were timed: what matters is the time that is spent, and that is spent on large steps. With `rows`, the nearest count decides.
 
 Devices are told by the name that their driver reports, head counts by the least one timed that is as large, topk exactly.
 Where any of them was not timed, the declared preference stands.
@@ -71,8 +71,8 @@ class MeasuredCosts:
         if wanted is not None:
             nearest = min(own, key=lambda rows: abs(math.log(rows / max(wanted, 1))))
             own = {nearest: own[nearest]}
-        ratios = [each.us / min(other.us for other in by_rows[rows]) for rows, each in own.items()]
-        cost = _FASTEST * math.exp(sum(map(math.log, ratios)) / len(ratios))
+        least = sum(min(other.us for other in by_rows[rows]) for rows in own)
+        cost = _FASTEST * sum(each.us for each in own.values()) / least
         return round(cost, 2), _source(own, heads)
 
 

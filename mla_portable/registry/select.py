@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Final
 
 from mla_portable.contracts import Decision, Implementation, Primitive, Reason, Request, Verdict
 from mla_portable.registry.plugins import AUTO
@@ -21,6 +23,9 @@ Finding = Callable[[Implementation], tuple[Reason, ...]]
 """Looks at the machine: the reasons why an implementation must not be used there."""
 CostTable = Callable[[Implementation, Request], "tuple[float, str] | None"]
 """(cost, record it was measured in) for devices with evidence, on the scale of declared preferences; None elsewhere."""
+
+_TIE: Final = 1.03
+"""Times that differ by less than this are not told apart."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,13 +72,13 @@ def decide(
         thorough: examine every candidate, for an explanation, instead of stopping at the first that can run.
         costs: measured costs, which replace declared preferences.
         plugin_failures: (plugin, what became of it), handed through to the decision.
-    Returns: the cheapest candidate without a reason, ties by name; among the forced ones when there is a demand. When
-        nothing can run, `chosen` is None and every candidate that fits the device has been checked.
+    Returns: the cheapest candidate without a reason, ties by declared preference, then by name; among the forced ones when
+        there is a demand. When nothing can run, `chosen` is None and every candidate that fits the device has been checked.
     """
     everyone = list(candidates)
     rule = policy.rule_for(request.primitive)
     ranked = [_first_look(c, request, policy, costs) for c in everyone if c.primitive is request.primitive]
-    ranked.sort(key=lambda c: (c.cost, c.implementation.name))
+    ranked.sort(key=partial(_rank, least=min((c.cost for c in ranked if not c.reasons), default=0.0)))
     pool = [c for c in ranked if _meets(rule, c.implementation)]
     chosen: _Candidate | None = None
     for candidate in pool:
@@ -96,6 +101,13 @@ def decide(
         verdicts=tuple(verdicts),
         plugin_failures=tuple(plugin_failures),
     )
+
+
+def _rank(candidate: _Candidate, least: float) -> tuple[float, float, str]:
+    """What candidates are sorted by: measured costs within a few percent of the least are a tie."""
+    measured = candidate.cost_source != "declared"
+    tied = measured and least <= candidate.cost <= _TIE * least
+    return (least if tied else candidate.cost, candidate.implementation.preference, candidate.implementation.name)
 
 
 def _meets(rule: Rule, implementation: Implementation) -> bool:
