@@ -437,6 +437,16 @@ def test_rows_shorter_than_topk_are_compacted_for_who_can_skip_the_rest(kind: st
         assert lengths is None or lengths.untyped_storage().data_ptr() == layer.buffers.counts.untyped_storage().data_ptr()
 
 
+@pytest.mark.parametrize(("most", "query_len"), [(4, 1), (256, 2)])
+def test_decode_is_chosen_for_the_largest_batch_of_the_deployment(most: int, query_len: int):
+    plugin = Recorder(schedule_kind="split_kv")
+    spec = replace(SPEC, max_num_reqs=most, max_num_tokens=1024, decode_query_len=query_len)
+    SparseMLAAttention(spec, device="cpu", registry=registry_of(plugin))
+    rows = {str(request.primitive): request.rows for request in plugin.bound}
+    assert rows["sparse_decode"] == most * query_len
+    assert {name for name, count in rows.items() if count is not None} == {"sparse_decode"}
+
+
 class Operations(TorchDispatchMode):
     """Writes down what torch is asked to compute; views are no work."""
 

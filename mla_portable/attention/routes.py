@@ -182,7 +182,11 @@ def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Req
         "block_size": spec.block_size,
         "scale_format": spec.scale_format if fp8 else None,
     }
-    decode = Request(Primitive.SPARSE_DECODE, **attention, **cache, query_len=spec.decode_query_len, graph=spec.graph)
+    # a small deployment is served by who is fast at its size, where that was measured
+    rows = spec.max_num_reqs * spec.decode_query_len
+    decode = Request(
+        Primitive.SPARSE_DECODE, **attention, **cache, query_len=spec.decode_query_len, rows=rows, graph=spec.graph
+    )
     seen: dict[str, Any] = cache if fp8 else {"kv_layout": "bf16"}  # sparse_prefill sees a bf16 cache as flat rows
     return {
         "convert": Request(Primitive.CONVERT_INDICES, device, topk=spec.topk, block_size=spec.block_size, graph=spec.graph),
