@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import NamedTuple
 
 import numpy as np
@@ -61,14 +62,13 @@ def fill_chunks(
     if total <= workspace_tokens:
         out[0], out[1:] = 0, ends[:-1]
         return [0, num_seqs], [total]
-    starts = ends - lens
+    starts, known = ends - lens, ends.tolist()
     bounds, rows = [0], list[int]()
-    base = 0
-    while bounds[-1] < num_seqs:
-        begin = bounds[-1]
-        end = int(ends.searchsorted(base + workspace_tokens, side="right"))
-        out[begin:end] = starts[begin:end] - base
+    base = end = 0
+    while end < num_seqs:
+        begin, end = end, bisect_right(known, base + workspace_tokens)
+        out[begin:end] = starts[begin:end] - base if base else starts[begin:end]
         bounds.append(end)
-        rows.append(int(ends[end - 1]) - base)
-        base += rows[-1]
+        rows.append(known[end - 1] - base)
+        base = known[end - 1]
     return bounds, rows

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, split_with_sizes
 
 from mla_portable.contracts import Batch, DecodeSchedule, PrefillChunk, StepPlan
 from mla_portable.planner.buffers import StepBuffers
@@ -216,9 +216,11 @@ class Planner:
         if len(rows) == 1:
             return (PrefillChunk(slice(*tokens), slice(first, end), table, lens_on_device, starts, rows[0]),)
         sizes = [after - before for before, after in pairwise(bounds)]
+        tables, lengths = split_with_sizes(table, sizes), split_with_sizes(lens_on_device, sizes)
+        views = zip(tables, lengths, split_with_sizes(starts, sizes), strict=True)
         return tuple(
-            PrefillChunk(slice(*tokens[i : i + 2]), slice(*requests[i : i + 2]), *views, rows[i])
-            for i, views in enumerate(zip(table.split(sizes), lens_on_device.split(sizes), starts.split(sizes), strict=True))
+            PrefillChunk(slice(*tokens[i : i + 2]), slice(*requests[i : i + 2]), *of_chunk, rows[i])
+            for i, of_chunk in enumerate(views)
             if tokens[i] < tokens[i + 1]  # empty requests may fill a chunk between them: there is nothing to serve
         )
 
