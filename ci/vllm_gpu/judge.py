@@ -3,8 +3,8 @@
 
 Greedy texts can be compared up to the first token that differs, because from there on they have different pasts. That token
 may differ where both runs hold both candidates for about equally likely. Prompts shorter than top-k attend to everything, so
-only rounding tells two runs apart, and the model's own answer to rounding is measured where it may pass the tolerance. Longer
-ones are compared with what stock shows against itself, whose near-ties flip as well.
+only rounding tells two runs apart; the report tells beside them what the model makes of rounding alone. Longer ones are
+compared with what stock shows against itself, whose near-ties flip as well.
 """
 
 from __future__ import annotations
