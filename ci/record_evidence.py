@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from mla_portable.bench.kernel_machine import driver_version
 from mla_portable.matrix.benchmarks import benchmark_records
 from mla_portable.matrix.claims import Declarations
 from mla_portable.matrix.collect import COMPILER, collect_declarations
@@ -167,18 +168,10 @@ def write_unbound(path: Path, made: list[dict[str, Any]]) -> None:
 
 def driver(device: torch.device) -> str | None:
     """The version of the device's driver; None for a CPU. Raises: SystemExit where no tool tells."""
-    if device.type == "cpu":
-        return None
-    for command in (
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        ["cat", "/sys/module/amdgpu/version"],
-        ["ixsmi", "--query-gpu=driver_version", "--format=csv,noheader"],
-    ):
-        try:
-            return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[0].strip()
-        except (OSError, subprocess.CalledProcessError, IndexError):
-            continue
-    raise SystemExit("the driver's version is needed for evidence, and neither nvidia-smi, amdgpu nor ixsmi tells it")
+    version = driver_version(device)
+    if version is None and device.type != "cpu":
+        raise SystemExit("the driver's version is needed for evidence, and neither nvidia-smi, amdgpu nor ixsmi tells it")
+    return version
 
 
 def bench(options: argparse.Namespace) -> int:

@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
+from unittest.mock import MagicMock
 from xml.etree import ElementTree
 
 import pytest
@@ -16,6 +20,7 @@ from typer.testing import CliRunner
 
 from mla_portable import reference
 from mla_portable.api import serving
+from mla_portable.bench import interleaved, kernel_machine
 from mla_portable.bench.candidates import decode_schedule
 from mla_portable.bench.floors import Ceilings, measure_ceilings
 from mla_portable.bench.kernel_cases import ATTENTION, TIMED, KernelCase, kernel_cases
@@ -430,3 +435,49 @@ def test_the_command_fails_when_one_of_ours_is_wrong():
 )
 def test_what_cannot_be_meant_is_code_2(words):
     command(*words.split(), code=2)
+
+
+# ---------------------------------------------------------------------- what only a GPU has, told by pretence
+
+
+def test_a_graph_holds_so_many_calls_and_keeps_what_they_read(monkeypatch):
+    cuda = MagicMock()
+    cuda.device.side_effect = cuda.stream.side_effect = cuda.graph.side_effect = lambda *args: nullcontext()
+    monkeypatch.setattr(interleaved.torch, "cuda", cuda)
+
+    class Call:
+        made = 0
+
+        def __call__(self) -> None:
+            self.made += 1
+
+    call = Call()
+    replay = interleaved.captured(call, torch.device("cuda", 0), calls=5)
+    assert call.made == 2 + 5
+    alive = weakref.ref(call)
+    del call
+    assert alive() is not None, "what a graph reads may be known to its call alone"
+    replay()
+    cuda.CUDAGraph.return_value.replay.assert_called_once_with()
+    del replay
+    assert alive() is None
+
+
+@pytest.mark.parametrize(
+    ("answers", "version"),
+    [
+        ({"nvidia-smi": "580.1\n580.1\n"}, "580.1"),
+        ({"cat": "6.12\n"}, "6.12"),
+        ({"nvidia-smi": "", "ixsmi": "4.4\n"}, "4.4"),
+        ({}, None),
+    ],
+)
+def test_the_driver_is_asked_of_each_vendors_tool_in_turn(monkeypatch, answers, version):
+    def run(command, **options):
+        if command[0] not in answers:
+            raise FileNotFoundError(command[0])
+        return subprocess.CompletedProcess(command, 0, answers[command[0]], "")
+
+    monkeypatch.setattr(kernel_machine.subprocess, "run", run)
+    assert kernel_machine.driver_version(torch.device("cuda", 0)) == version
+    assert kernel_machine.driver_version(torch.device("cpu")) is None

@@ -19,6 +19,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from mla_portable.bench.interleaved import captured
+
 __all__ = ["alone", "measure"]
 
 _BATCHES: Final = {
@@ -148,20 +150,7 @@ def _fill(layer: Any, blocks: int) -> None:
         layer.impl.do_kv_cache_update(latent, rope, layer.kv_cache, slots, layer.kv_cache_dtype, one)
 
 
-def _graph(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(_LAYERS):
-            call()
-    return graph
-
-
-def _replay_us(graph: torch.cuda.CUDAGraph, before: Callable[[], Any] | None = None) -> float:
+def _replay_us(replay: Callable[[], Any], before: Callable[[], Any] | None = None) -> float:
     """Microseconds a layer; with `before`, each replay follows it, as a step follows its build."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for turn in range(_STEPS + 5):
@@ -170,7 +159,7 @@ def _replay_us(graph: torch.cuda.CUDAGraph, before: Callable[[], Any] | None = N
             begin.record()
         if before is not None:
             before()
-        graph.replay()
+        replay()
     end.record()
     torch.cuda.synchronize()
     return begin.elapsed_time(end) * 1e3 / (_STEPS * _LAYERS)
@@ -203,12 +192,12 @@ def _layer(
 
     builds = {who: partial(builder.build, 0, common) for who, builder in builders.items()}
     calls = {who: partial(attend, who, build()) for who, build in builds.items()}
-    graphs = {who: _graph(call) for who, call in calls.items()}
-    times: dict[str, list[tuple[float, float]]] = {who: [] for who in graphs}
+    replays = {who: captured(call, buffer.device, calls=_LAYERS) for who, call in calls.items()}
+    times: dict[str, list[tuple[float, float]]] = {who: [] for who in replays}
     for _ in range(5):
-        for who, graph in graphs.items():
-            step = _replay_us(graph, builds[who])
-            times[who].append((_replay_us(graph), step))
+        for who, replay in replays.items():
+            step = _replay_us(replay, builds[who])
+            times[who].append((_replay_us(replay), step))
     ours, theirs = (outs[who].float() for who in ("ours", "stock"))
     return {
         "relative": float((ours - theirs).norm() / theirs.norm()),

@@ -81,8 +81,9 @@ class SparseMLAAttention:
         verdict = self.route_decision.verdict  # raises where there is none
         self.route = verdict.route
         parts = {part.role: part.decision for part in verdict.parts if (self.route, part.role) != ("fused", "prefill")}
-        self._compact, measured = _with_lengths(demand, parts)
-        bound = {role: demand.bind(measured.get(role, decision.request)) for role, decision in parts.items()}
+        told = _told_lengths(demand, parts)
+        self._compact, self._decode_lengths, self._prefill_lengths = (role in told for role in ("convert", "decode", "prefill"))
+        bound = {role: demand.bind(told.get(role, decision.request)) for role, decision in parts.items()}
         self._convert, self._decode = bound["convert"], bound.get("decode")
         self._prefill, self._gather = bound.get("prefill"), bound.get("gather")
         self._decoder: Implementation | None = demand.chosen(parts["decode"]) if "decode" in parts else None
@@ -92,7 +93,6 @@ class SparseMLAAttention:
         self._attn_sink = _checked_sink(spec, attn_sink, index)
         self.buffers = self._ready_buffers(buffers, workspace)
         self._last_rows = (0, self.buffers.indices[:0], self.buffers.counts[:0])
-        self._decode_lengths, self._prefill_lengths = "decode" in measured, "prefill" in measured
         flat_cache = self._prefill is not None and self._gather is None and spec.kv_layout == "bf16"
         self._check = StepCheck(spec, self.route, self.buffers, device=index, flat_cache=flat_cache)
 
@@ -289,22 +289,22 @@ class SparseMLAAttention:
         return served
 
 
-def _with_lengths(demand: Demand, parts: Mapping[str, Decision]) -> tuple[bool, dict[str, Request]]:
-    """Whether indices are compacted, and the requests of the attention primitives that then get their counts as lengths.
+def _told_lengths(demand: Demand, parts: Mapping[str, Decision]) -> dict[str, Request]:
+    """The requests of the attention primitives that get the counts of compacted indices as lengths, and of who compacts them.
 
     A token early in its sequence has fewer than K keys: an implementation that is told so skips the rest. FlashMLA's decode
     is not told, its plan is for K keys in every row.
     """
     convert = demand.chosen(parts["convert"])
     if convert is None or not convert.support.compact:
-        return False, {}
+        return {}
     served = {role: demand.chosen(parts[role]) for role in ("decode", "prefill") if role in parts}
     told = {
         role: parts[role].request.but(lengths=True)
         for role, found in served.items()
         if found is not None and found.support.lengths and (role, found.schedule_kind) != ("decode", "flashmla_tiles")
     }
-    return bool(told), told | ({"convert": parts["convert"].request.but(compact=True)} if told else {})
+    return told | ({"convert": parts["convert"].request.but(compact=True)} if told else {})
 
 
 def _leading(tensor: Tensor, rows: int) -> Tensor:

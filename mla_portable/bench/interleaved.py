@@ -20,8 +20,8 @@ _ROUNDS_PER_LOOK: Final = 10
 """Rounds between two looks at the clock."""
 
 
-def captured(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """A call that replays `call` from a CUDA graph; two eager runs come first, which compile and allocate.
+def captured(call: Callable[[], object], device: torch.device, *, calls: int = 1) -> Callable[[], object]:
+    """A call that replays `calls` calls from one CUDA graph; two eager ones come first, which compile and allocate.
 
     What the captured run allocates belongs to the graph: it lives as long as the returned call, at the same addresses.
     Raises: whatever `call` raises, under capture too.
@@ -36,7 +36,8 @@ def captured(call: Callable[[], object], device: torch.device) -> Callable[[], o
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            call()
+            for _ in range(calls):
+                call()
     # what the call reads (a schedule, say) may be known to the call alone, and has to live as long as the graph
     return partial(_replay, graph, call)
 

@@ -14,9 +14,14 @@ import torch
 
 from mla_portable.contracts import DeviceFacts
 
-__all__ = ["MachineState", "machine_state"]
+__all__ = ["MachineState", "driver_version", "machine_state"]
 
-_QUERIES: Final = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
+_QUERIES: Final = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
+_DRIVERS: Final = (
+    ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+    ("cat", "/sys/module/amdgpu/version"),
+    ("ixsmi", "--query-gpu=driver_version", "--format=csv,noheader"),
+)
 _SECONDS: Final = 10
 
 
@@ -47,7 +52,20 @@ def machine_state(device: torch.device, facts: DeviceFacts) -> MachineState:
             clocks[name] = float(value)
         except ValueError:  # "[N/A]" on devices that do not tell
             continue
-    return MachineState(told.get("driver_version"), clocks, versions)
+    return MachineState(driver_version(device), clocks, versions)
+
+
+def driver_version(device: torch.device) -> str | None:
+    """The version of the device's driver; None for a CPU, and where no tool tells."""
+    if device.type == "cpu":
+        return None
+    for command in _DRIVERS:
+        try:
+            done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
+            return done.stdout.splitlines()[0].strip()
+        except (OSError, subprocess.SubprocessError, IndexError):
+            continue
+    return None
 
 
 def _nvidia_smi(device: torch.device) -> dict[str, str]:

@@ -32,6 +32,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from mla_portable.bench.interleaved import captured
+from mla_portable.bench.kernel_machine import driver_version
 from mla_portable.bench.timing import measure
 from mla_portable.conformance import run_suite
 from mla_portable.contracts import (
@@ -125,23 +127,6 @@ def timeline(run: Callable[[], object], *, leave_out: str = "") -> list[tuple[st
     return [entry for entry in found if not leave_out or leave_out not in entry[0]]
 
 
-def captured(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
-    """A graph of `calls` calls."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
-
-
 def figures(call: Callable[[], object], device: torch.device) -> Row:
     """Times and idle times of one way to call, in microseconds per call, and the kernels that it launches."""
     for _ in range(3):
@@ -155,9 +140,10 @@ def figures(call: Callable[[], object], device: torch.device) -> Row:
         torch.cuda._sleep(SLEEP_CYCLES)
         many()
 
-    graph = captured(call, CALLS)
+    replay = captured(call, device, calls=CALLS)
+    replay()
     row: Row = {"cold_l2_us": 1e3 * measure(call, device=device, repeat=50, warmup=3).median_ms}
-    for name, run in (("eager", many), ("queued", queued), ("graph", graph.replay)):
+    for name, run in (("eager", many), ("queued", queued), ("graph", replay)):
         entries = timeline(run, leave_out="spin_kernel")
         busy, idle = idle_time((start, end) for _, start, end in entries)
         row[f"{name}_busy_us"], row[f"{name}_idle_us"] = busy / CALLS, idle / CALLS
@@ -338,12 +324,6 @@ class Bench:
         yield {"level": self.level, "ok": report.ok, "status": dict(status), "wrong": wrong, "unavailable": left_out}
 
 
-def driver_version() -> str:
-    """Of the NVIDIA driver, from its own file; "unknown" where that is not there."""
-    path = Path("/proc/driver/nvidia/version")
-    return path.read_text().splitlines()[0] if path.exists() else "unknown"
-
-
 def main() -> int:
     """Run the parts that were asked for; exit 1 when there is no provider, or the suite or a plan fails."""
     parts = {"plans": Bench.plans, "decode": Bench.decode_rows, "prefill": Bench.prefill_rows}
@@ -372,7 +352,7 @@ def main() -> int:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": sys.argv,
         "facts": asdict(bench.facts),
-        "driver": driver_version(),
+        "driver": driver_version(bench.device),
         "decode": {"provider": bench.decode.provider, "traits": asdict(bench.decode.traits)},
         "prefill": {"provider": bench.prefill.provider, "traits": asdict(bench.prefill.traits)},
         "results": {},
