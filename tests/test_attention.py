@@ -437,6 +437,25 @@ def test_rows_shorter_than_topk_are_compacted_for_who_can_skip_the_rest(kind: st
         assert lengths is None or lengths.untyped_storage().data_ptr() == layer.buffers.counts.untyped_storage().data_ptr()
 
 
+@pytest.mark.parametrize(
+    ("route", "promised"),
+    [
+        ("fused", {"sparse_decode"}),
+        ("direct", {"sparse_decode", "sparse_prefill"}),
+        ("split", {"sparse_decode"}),  # rows of a workspace are not bounded by its end
+        ("upconvert", set()),
+    ],
+)
+@pytest.mark.parametrize("need_lse", [False, True])
+def test_slots_of_the_cache_are_promised_to_be_clean(route: str, promised: set[str], need_lse: bool):
+    plugin = Recorder()
+    layer = SparseMLAAttention(replace(SPEC, route=route, need_lse=need_lse), device="cpu", registry=registry_of(plugin))
+    assert {str(request.primitive) for request in plugin.bound if request.clean_indices} == promised
+    attention = [request for request in plugin.bound if str(request.primitive) in ("sparse_decode", "sparse_prefill")]
+    assert attention and all(request.lse is need_lse for request in attention)
+    assert "clean_indices" not in layer.explain()  # it decides nothing
+
+
 @pytest.mark.parametrize(("most", "query_len"), [(4, 1), (256, 2)])
 def test_decode_is_chosen_for_the_largest_batch_of_the_deployment(most: int, query_len: int):
     plugin = Recorder(schedule_kind="split_kv")

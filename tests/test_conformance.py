@@ -95,7 +95,10 @@ FAULTS = [
     ("ignores the sink", BOTH, "dense sink_finite", "out["),
     ("counts the sink in lse", BOTH, "dense sink_finite", "lse["),
     ("takes an infinite sink for none", BOTH, "dense sink_plus_inf", "out["),
-    ("ignores lengths", BOTH, "lengths", "got nan"),
+    ("ignores lengths", BOTH, "lengths !promised", "got nan"),
+    ("lse in base 2", BOTH, "promised holes", "lse["),
+    ("leaves empty rows", BOTH, "promised absent", "rows without a valid entry"),
+    ("reads -1 as slot 0", BOTH, "promised absent", "got nan"),
     ("32-bit addresses", DECODE, "address", "out["),
     ("32-bit addresses", PREFILL, "address", "out["),
     ("allocates instead of out=", BOTH, "out_packed", "another one was returned"),
@@ -162,6 +165,34 @@ def test_a_fault_is_caught_by_the_cases_made_for_it(fault, primitives, words, me
             assert faulty.status == "failed" and message in faulty.message, f"{case.id}: {faulty.status} {faulty.message}"
 
 
+@pytest.mark.parametrize("primitive", BOTH, ids=str)
+def test_promised_cases_are_clean_and_let_the_lse_go_untold(primitive):
+    cases = [case for case, said in quick_cases(primitive) if "promised" in said and case.params.topk <= 128][:12]
+    assert {case.params.pattern for case in cases} == {"absent", "holes", "dense"}
+    assert {case.params.lengths for case in cases} == {False, True}
+    assert all(case.request.clean_indices and not case.request.lse for case in cases)
+    seen = []
+
+    def telling(change):
+        def call(q, kv, indices, *, lengths=None, **rest):
+            slots = kv.shape[0] if kv.dim() == 2 else kv.shape[0] * kv.shape[1]
+            limit = torch.full(indices.shape[:-1], indices.shape[-1]) if lengths is None else lengths
+            past = torch.arange(indices.shape[-1]) >= limit.unsqueeze(-1)
+            seen.append(bool(((indices >= -1) & (indices < slots)).all() and (indices[past] == -1).all()))
+            out, lse = getattr(Model(), primitive.value)(q, kv, indices, lengths=lengths, **rest)
+            return out, change(lse)
+
+        return call
+
+    for case in cases:
+        for change in (lambda lse: torch.empty(0), lambda lse: torch.full_like(lse, math.nan), lambda lse: lse):
+            result = run_case(case, telling(change), torch.device("cpu"))
+            assert result.status == "passed", f"{case.id}: {result.message}"
+        wrong = run_case(case, telling(lambda lse: lse + 1), torch.device("cpu"))
+        assert wrong.status == "failed" and "lse[" in wrong.message, case.id
+    assert all(seen)
+
+
 class Recorded:
     """Stands in for a captured graph on a machine without one: replaying repeats the captured call, on the tensors of then.
 
@@ -208,7 +239,7 @@ def test_a_replayed_graph_is_judged_on_the_inputs_it_was_replayed_with(primitive
 
     for case in cases[:3]:
         assert status(case) == "passed"
-    with_lengths = [case for case in cases if getattr(case.params, "lengths", False)]
+    with_lengths = [case for case in cases if getattr(case.params, "lengths", False) and not case.params.promised]
     assert bool(with_lengths) == (primitive in BOTH)
     assert {status(case, frozen="lengths") for case in with_lengths} <= {"failed"}
 

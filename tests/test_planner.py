@@ -119,6 +119,25 @@ def test_decodes_are_the_leading_requests_of_one_length(
 
 
 @pytest.mark.parametrize(
+    ("route", "query_lens", "decodes", "query_len", "prefills"),
+    [
+        ("split", [4, 9], 1, 4, 1),
+        ("split", [4, 4, 9], 2, 4, 1),
+        ("direct", [4, 0, 4], 2, 4, 0),
+        ("split", [4, 4, 4, 9], 0, 1, 4),  # 12 tokens
+        ("split", [9, 4], 0, 1, 2),
+        ("split", [2, 2, 2, 2, 2], 5, 2, 0),  # decodes by the threshold, however many
+        ("split", [1, 4], 1, 1, 1),  # decodes lead, and what follows has another length
+        ("fused", [4], 4, 1, 0),
+    ],
+)
+def test_few_tokens_decode_too(route: str, query_lens: list[int], decodes: int, query_len: int, prefills: int):
+    config = replace(CONFIG, route=route, decode_threshold=2, few_tokens=8)
+    plan = Planner(config).plan(batch_of(query_lens))
+    assert (plan.num_decodes, plan.decode_query_len, plan.num_prefills) == (decodes, query_len, prefills)
+
+
+@pytest.mark.parametrize(
     ("route", "query_lens", "padded", "rows"),
     [
         ("split", [2, 2], 8, (4, 8, 2)),  # a graph for 8 tokens: its padding rows are decoded too
@@ -340,6 +359,7 @@ def test_more_requests_than_configured_are_refused():
         ({"num_heads": 0}, "num_heads: got 0, expected 1 to"),
         ({"max_num_tokens": -4}, "max_num_tokens: got -4"),
         ({"decode_threshold": 0}, "decode_threshold: got 0"),
+        ({"few_tokens": -1}, "few_tokens: got -1"),
         ({"num_sms": -1}, "num_sms: got -1, expected 0 or more"),
         ({"max_scratch_bytes": -1}, "max_scratch_bytes: got -1"),
         ({"padded_heads": 8}, r"padded_heads: got 8, expected at least num_heads \(16\)"),

@@ -42,11 +42,14 @@ def meaning_of(config: PlannerConfig, query_lens: list[int], seq_lens: list[int]
 
     busy = [request for request, query_len in enumerate(query_lens) if query_len > 0]
     decodes: list[int] = []
-    if config.route != "upconvert":
-        for request in busy:
-            if query_lens[request] != query_lens[busy[0]] or query_lens[request] > config.decode_threshold:
-                break
-            decodes.append(request)
+    for request in busy:
+        if query_lens[request] != query_lens[busy[0]]:
+            break
+        decodes.append(request)
+    most = config.few_tokens if config.route in ("direct", "split") else 0
+    few = sum(query_lens[request] for request in decodes) <= most
+    if config.route == "upconvert" or (decodes and query_lens[decodes[0]] > config.decode_threshold and not few):
+        decodes = []
     behind = busy[len(decodes) :]
     if behind:
         meaning.prefills = list(range(behind[0], behind[-1] + 1))
@@ -172,10 +175,11 @@ step = st.tuples(requests(), st.none() | st.integers(0, 6), st.booleans(), st.in
 @given(
     steps=st.lists(step, min_size=2, max_size=5),
     threshold=st.integers(1, 3),
+    few_tokens=st.integers(0, 9),
     workspace=st.integers(MAX_MODEL_LEN, 3 * MAX_MODEL_LEN),
 )
 def test_a_plan_means_what_the_slow_statement_says(
-    route: str, lag: bool, device: str, steps: list, threshold: int, workspace: int
+    route: str, lag: bool, device: str, steps: list, threshold: int, few_tokens: int, workspace: int
 ):
     config = PlannerConfig(
         device=device,
@@ -187,6 +191,7 @@ def test_a_plan_means_what_the_slow_statement_says(
         max_model_len=MAX_MODEL_LEN,
         prefill_workspace_tokens=workspace,
         decode_threshold=threshold,
+        few_tokens=few_tokens,
         schedule_kind="split_kv",
         num_sms=8,
     )

@@ -81,9 +81,10 @@ class SparseMLAAttention:
         verdict = self.route_decision.verdict  # raises where there is none
         self.route = verdict.route
         parts = {part.role: part.decision for part in verdict.parts if (self.route, part.role) != ("fused", "prefill")}
-        told = _told_lengths(demand, parts)
-        self._compact, self._decode_lengths, self._prefill_lengths = (role in told for role in ("convert", "decode", "prefill"))
-        bound = {role: demand.bind(told.get(role, decision.request)) for role, decision in parts.items()}
+        requests = _bound_requests(demand, parts)
+        self._compact = requests["convert"].compact
+        self._decode_lengths, self._prefill_lengths = (r in requests and requests[r].lengths for r in ("decode", "prefill"))
+        bound = {role: demand.bind(request) for role, request in requests.items()}
         self._convert, self._decode = bound["convert"], bound.get("decode")
         self._prefill, self._gather = bound.get("prefill"), bound.get("gather")
         self._decoder: Implementation | None = demand.chosen(parts["decode"]) if "decode" in parts else None
@@ -138,6 +139,7 @@ class SparseMLAAttention:
             num_sms=self.facts.num_sms,
             arch=self.facts.arch,
             padded_heads=decoder.padded_heads(spec.num_heads) if decoder else None,
+            batch_invariant=spec.batch_invariant,
             max_scratch_bytes=spec.max_scratch_bytes,
         )
 
@@ -173,7 +175,7 @@ class SparseMLAAttention:
             kv_cache: [blocks, block_size, 576] bf16 or [blocks, block_size, 656] uint8, as in the spec.
             topk_indices: [T or more, K] int32, positions in each token's request, negative = absent; rows of padding hold -1.
             plan: made for this batch by a planner of `planner_config()`.
-            out: [T, H, 512] bf16, written. lse_out: [T, H] float32, written.
+            out: [T, H, 512] bf16, written. lse_out: [T, H] float32, written where `spec.need_lse`, else scratch.
         Returns: out and lse, natural logarithm; lse is None unless `spec.need_lse`. A row without a valid index, padding
             included, has out = 0 and lse = -inf.
         Raises: PlanMismatch when the plan was made for another batch or route; InvalidArgument for the tensors. Both
@@ -211,7 +213,8 @@ class SparseMLAAttention:
         served = self._serve_prefills(served, query, kv_cache, indices, counts, plan, out, lse_out)
         if served < num_tokens:
             out[served:].zero_()
-            lse_out[served:].fill_(-math.inf)
+            if spec.need_lse:
+                lse_out[served:].fill_(-math.inf)
         return out, lse_out if spec.need_lse else None
 
     __call__ = forward
@@ -289,22 +292,27 @@ class SparseMLAAttention:
         return served
 
 
-def _told_lengths(demand: Demand, parts: Mapping[str, Decision]) -> dict[str, Request]:
-    """The requests of the attention primitives that get the counts of compacted indices as lengths, and of who compacts them.
+def _bound_requests(demand: Demand, parts: Mapping[str, Decision]) -> dict[str, Request]:
+    """What each part is bound for: what was decided on, and what this layer can tell beyond that.
 
-    A token early in its sequence has fewer than K keys: an implementation that is told so skips the rest. FlashMLA's decode
-    is not told, its plan is for K keys in every row.
+    Slots of the cache come from convert_indices, which leaves none that is not there; rows of a workspace may lie past its end.
+
+    A token early in its sequence has fewer than K keys: an implementation that is told so, by the counts of compacted indices,
+    skips the rest. FlashMLA's decode is not told, its plan is for K keys in every row.
     """
+    requests = {role: decision.request for role, decision in parts.items()}
     convert = demand.chosen(parts["convert"])
-    if convert is None or not convert.support.compact:
-        return {}
-    served = {role: demand.chosen(parts[role]) for role in ("decode", "prefill") if role in parts}
-    told = {
-        role: parts[role].request.but(lengths=True)
-        for role, found in served.items()
-        if found is not None and found.support.lengths and (role, found.schedule_kind) != ("decode", "flashmla_tiles")
-    }
-    return told | ({"convert": parts["convert"].request.but(compact=True)} if told else {})
+    for role in ("decode", "prefill"):
+        if role not in parts:
+            continue
+        if role == "decode" or "gather" not in parts:
+            requests[role] = requests[role].but(clean_indices=True)
+        found = demand.chosen(parts[role])
+        can_skip = found is not None and found.support.lengths and (role, found.schedule_kind) != ("decode", "flashmla_tiles")
+        if can_skip and convert is not None and convert.support.compact:
+            requests[role] = requests[role].but(lengths=True)
+            requests["convert"] = requests["convert"].but(compact=True)
+    return requests
 
 
 def _leading(tensor: Tensor, rows: int) -> Tensor:

@@ -175,6 +175,7 @@ def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Req
         "topk": spec.topk,
         "lse": spec.need_lse,
         "attn_sink": spec.attn_sink,
+        "batch_invariant": spec.batch_invariant,
     }
     fp8 = spec.kv_layout != "bf16"
     cache: dict[str, Any] = {

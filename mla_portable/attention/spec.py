@@ -31,6 +31,8 @@ class AttentionSpec:
         route: "auto" or one of `mla_portable.contracts.ROUTES`.
         need_lse: `forward` returns the lse; an implementation that cannot tell it is passed over.
         attn_sink: the layer has a sink per head. graph: uniform decode batches are captured in CUDA graphs.
+        batch_invariant: a row's result does not depend, in a single bit, on what else is in the batch, as long as it is served
+            as a decode, or as a prefill, in both; an implementation that cannot promise that is passed over.
         concat_query: `forward` may be given (ql_nope, q_pe) pairs, for which a [max_num_tokens, H, 576] buffer is kept.
         max_scratch_bytes: bound on the split-KV scratch.
     Raises: InvalidArgument for a value that means nothing.
@@ -51,6 +53,7 @@ class AttentionSpec:
     need_lse: bool = True
     attn_sink: bool = False
     graph: bool = False
+    batch_invariant: bool = False
     concat_query: bool = True
     max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES
 

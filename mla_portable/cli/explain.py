@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["explain"]
 
 _CACHE = {"kv_layout": "fp8_ds_mla", "block_size": 64, "scale_format": "pow2"}
-_ATTENTION = {"num_heads": 16, "topk": 2048, "rows": None, "lse": True, "attn_sink": False, "lengths": False}
+_ATTENTION = {
+    "num_heads": 16,
+    "topk": 2048,
+    "rows": None,
+    "lse": True,
+    "attn_sink": False,
+    "lengths": False,
+    "batch_invariant": False,
+}
 _ALWAYS = {"graph": False}
 _FIELDS: dict[str, dict[str, Any]] = {
     "cache_write": {**_CACHE, **_ALWAYS},
@@ -35,7 +43,7 @@ _HERE = ("cpu", "cuda")
 """What `--device` names on this machine; every other name is a device profile's."""
 _ROUTE = "route"
 _UNKNOWN = "unknown"
-_ROUTE_FIELDS = ("num_heads", "topk", "kv_layout", "block_size", "scale_format", "query_len", "lse", "attn_sink", "graph")
+_ROUTE_FIELDS = (*_CACHE, "num_heads", "topk", "query_len", "lse", "attn_sink", "batch_invariant", "graph")
 
 
 def explain(
@@ -74,6 +82,10 @@ def explain(
     prefill_workspace: Annotated[
         bool | None, typer.Option("--prefill-workspace/--no-prefill-workspace", help="Some indices go to a workspace.")
     ] = None,
+    batch_invariant: Annotated[
+        bool | None,
+        typer.Option("--batch-invariant/--no-batch-invariant", help="Rows may not change one another's bits. Default: no."),
+    ] = None,
     graph: Annotated[
         bool | None, typer.Option("--graph/--no-graph", help="To be captured in a CUDA graph. Default: no.")
     ] = None,
@@ -97,6 +109,7 @@ def explain(
         "lengths": lengths,
         "compact": compact,
         "prefill_workspace": prefill_workspace,
+        "batch_invariant": batch_invariant,
         "graph": graph,
     }
     with command(as_json=as_json) as output:

@@ -34,7 +34,8 @@ class AttentionParams(Params):
         blocks: "packed", or "strided": further apart than they are long.
         size: "plain", or "large": scores in the hundreds.
         schedule: the kind to pass, "none" for no schedule. padded_heads: the head count that the kernel runs with.
-        with_lse: the implementation returns it.
+        with_lse: it is asked for.
+        promised: indices are clean, as the request then says; what is absent is -1, past a length as well.
         scene: "" or "address" (a cache of more than 2**31 elements).
     """
 
@@ -55,6 +56,7 @@ class AttentionParams(Params):
     schedule: str = "none"
     padded_heads: int | None = None
     with_lse: bool = True
+    promised: bool = False
     scene: str = ""
 
     @property
@@ -81,6 +83,7 @@ class AttentionParams(Params):
             self.blocks: self.blocks != "packed",
             self.size: self.size != "plain",
             "scheduled": self.schedule != "none",
+            "promised": self.promised,
             self.scene: bool(self.scene),
             self.run: self.run != "once",
         }
@@ -102,6 +105,8 @@ class AttentionParams(Params):
             lse=self.with_lse,
             attn_sink=self.sink != "none",
             lengths=self.lengths,
+            clean_indices=self.promised,
+            batch_invariant=self.run == "batches",
             graph=self.run == "graph",
         )
 

@@ -29,6 +29,10 @@ __all__ = ["attention_params"]
 
 MANY_ROWS: Final = 70_000
 """More rows than the second and third axis of a CUDA grid can have (65535)."""
+BATCH_ROWS: Final = {"none": 300, "split_kv": 40}
+"""By kind of schedule: more rows than any GPU needs to be busy, and so few that a schedule of them has splits."""
+FEW_BATCH_ROWS: Final = 6
+"""On a CPU."""
 INTERPRETED_WORK: Final = 64
 """What a case of the quick level may cost on a CPU, in tiles of 16 x 32: there kernels run in an interpreter that needs about
 25 ms for each. Combinations that cost more are left to GPUs, and to the one case of the largest shape."""
@@ -48,6 +52,8 @@ def attention_params(implementation: Implementation, facts: DeviceFacts, level: 
     choices = covering(axes, strength=1 if level == "smoke" else 2, allowed=allowed, seeds=seeds if level == "full" else [])
     for choice in choices:
         yield _params(implementation, choice, budget)
+    yield from _promised(implementation, facts, level, axes, budget)
+    yield from _batches(implementation, facts, level, axes)
     yield from _scenes(implementation, facts, level, axes)
 
 
@@ -194,6 +200,61 @@ def _scenes(
             "schedule": axes["schedule"][-1:],
         }
         yield from (replace(p, run="graph") for p in params(plain | graphed))
+
+
+def _promised(
+    implementation: Implementation, facts: DeviceFacts, level: str, axes: dict[str, list[Any]], budget: int | None
+) -> Iterator[AttentionParams]:
+    """Clean indices are promised and no lse is asked for, as layers do: the less there is to pad, the more may be left out."""
+    support, widths = implementation.support, topks(implementation, facts, "quick")
+    kernel_heads = accepted(implementation, facts, "num_heads", support.padded_heads)
+    axes = axes | {
+        "pattern": ["absent", "holes", "dense"],
+        "heads": list(dict.fromkeys([*kernel_heads, *_near(axes["heads"], 16)])),
+        "topk": list(dict.fromkeys([*_near(widths, 64), *_near(widths, 1024), *_near(widths, 100)])),
+        "block_size": [None, *axes["block_size"][-1:]] if None in axes["block_size"] else axes["block_size"][-1:],
+        "outputs": ["packed", "fresh", "views"],
+        "blocks": ["packed"],
+        "size": ["plain"],
+        "schedule": axes["schedule"][::-1],
+        "run": ["once", "graph"] if can_capture(implementation, facts) else ["once"],
+        "rows": ["few"],
+    }
+
+    def allowed(choice: Choice) -> bool:
+        in_graph = choice.get("run") == "graph" and choice.get("outputs") == "fresh"
+        sound = _is_claimed(choice, implementation, facts) and _makes_sense(choice) and _is_affordable(choice, budget)
+        return sound and not in_graph
+
+    smoke, least = level == "smoke", {"sink": "none", "inputs": "packed", "outputs": "packed"}
+    seeds = [least | choice for choice in crossed(axes, ["heads", "topk", "run"])]
+    for choice in covering(axes, strength=1 if smoke else 2, allowed=allowed, seeds=[] if smoke else seeds):
+        yield replace(_params(implementation, choice, budget), promised=True, with_lse=False)
+
+
+def _batches(
+    implementation: Implementation, facts: DeviceFacts, level: str, axes: dict[str, list[Any]]
+) -> Iterator[AttentionParams]:
+    """Rows of batches of several sizes, with K so wide that a row by itself invites splits; only where that is promised."""
+    if level == "smoke" or not implementation.support.batch_invariant:
+        return
+    on_cpu = facts.device_type == "cpu"
+    axes = {name: values[:1] for name, values in axes.items()} | {
+        **{name: axes[name] for name in ("storage", "block_size", "sink", "lengths", "query_len") if name in axes},
+        "schedule": [kind for kind in axes["schedule"] if kind in BATCH_ROWS],
+        "heads": axes["heads"] if level == "full" else _near(axes["heads"], 16),
+        "topk": _near(topks(implementation, facts, "quick"), 128 if on_cpu else 1024),
+        "pattern": ["dense", "holes"],
+        "run": ["batches"],
+    }
+
+    def allowed(choice: Choice) -> bool:
+        return _is_claimed(choice, implementation, facts) and _makes_sense(choice)
+
+    for choice in covering(axes, strength=1, allowed=allowed):
+        query_len = choice.get("query_len", 1)
+        rows = FEW_BATCH_ROWS if on_cpu else BATCH_ROWS[choice["schedule"]]
+        yield replace(_params(implementation, choice), rows=-(-rows // query_len) * query_len)
 
 
 def _near(values: list[int], wanted: int) -> list[int]:

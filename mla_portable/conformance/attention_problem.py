@@ -64,6 +64,8 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
     picks = torch.arange(len(kv.used))
     unused = len(picks) + torch.arange(len(kv.unused))
     names = index_rows(params.pattern, rows, topk, picks, unused, kv.limit, lengths, g)  # into used, then unused
+    if params.promised:
+        names = names.masked_fill(names >= len(picks), -1).clamp(min=-1)
     indices = _renamed(names, torch.cat([kv.used, kv.unused]), params)
     original_indices = _renamed(names, torch.cat([kv.original_used, kv.unused]), params)
 
@@ -82,7 +84,7 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
     if params.outputs != "fresh":
         strided = params.outputs == "views"
         keywords["out"] = stage.write("out", (*shape, heads, KV_LORA_RANK), torch.bfloat16, strided=strided)
-        if params.with_lse:
+        if params.with_lse or params.promised:
             keywords["lse_out"] = stage.write("lse_out", (*shape, heads), torch.float32, strided=strided)
     if params.schedule != "none" and rows:
         keywords["schedule"] = make_schedule(params, device, facts)
@@ -91,13 +93,21 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
     expected = _expected(params, q, kv.original, original_indices, lengths, sink, judged)
 
     def call(bound: BoundPrimitive) -> tuple[Tensor, ...]:
-        results = tuple(bound(q_placed, kv.placed, indices_placed, **keywords))
+        return tuple(bound(q_placed, kv.placed, indices_placed, **keywords))
+
+    def part(bound: BoundPrimitive, some: slice) -> tuple[Tensor, ...]:
+        own = {name: value for name, value in keywords.items() if name in ("softmax_scale", "attn_sink")}
+        if "lengths" in keywords:
+            own["lengths"] = keywords["lengths"][some]
+        if "schedule" in keywords:
+            own["schedule"] = make_schedule(params, device, facts, num_rows=q_placed[some].shape[:-2].numel())
+        results = tuple(bound(q_placed[some], kv.placed, indices_placed[some], **own))
         return results if params.with_lse else results[:1]
 
     def judge(results: tuple[Tensor, ...], writes: dict[str, Guarded]) -> Iterator[Finding]:
         return _judge(params, shape, device, expected, judged, results, writes)
 
-    return Problem(stage, call, judge)
+    return Problem(stage, call, judge, part)
 
 
 def _kv(params: AttentionParams, stage: Stage, g: torch.Generator) -> _KV:
@@ -172,8 +182,15 @@ def _sink(
     return sink
 
 
-def make_schedule(params: AttentionParams, device: torch.device, facts: DeviceFacts) -> DecodeSchedule:
-    """A schedule for the decode call that `params` describe; its scratch holds NaN. A CPU gets that of 16 processors."""
+def make_schedule(
+    params: AttentionParams, device: torch.device, facts: DeviceFacts, *, num_rows: int | None = None
+) -> DecodeSchedule:
+    """A schedule for the decode call that `params` describe; its scratch holds NaN. A CPU gets that of 16 processors.
+
+    Args:
+        num_rows: rows of another call, whose rows a split-KV schedule cuts as it does for all of them.
+    """
+    num_rows = params.rows if num_rows is None else num_rows
     heads, topk, query_len = params.heads, params.topk, params.query_len or 1
     num_sms = facts.num_sms or 16
     if params.schedule == "flashmla_tiles":
@@ -185,9 +202,9 @@ def make_schedule(params: AttentionParams, device: torch.device, facts: DeviceFa
     num_splits, split_len = split_kv(num_rows=params.rows, num_heads=heads, topk=topk, num_sms=num_sms)
     partial_out = partial_lse = None
     if num_splits > 1:
-        partial_out = torch.full((num_splits, params.rows, heads, KV_LORA_RANK), math.nan, device=device)
-        partial_lse = torch.full((num_splits, params.rows, heads), math.nan, device=device)
-    return SplitSchedule(params.rows, heads, topk, num_splits, split_len, partial_out, partial_lse)
+        partial_out = torch.full((num_splits, num_rows, heads, KV_LORA_RANK), math.nan, device=device)
+        partial_lse = torch.full((num_splits, num_rows, heads), math.nan, device=device)
+    return SplitSchedule(num_rows, heads, topk, num_splits, split_len, partial_out, partial_lse)
 
 
 def _expected(
@@ -226,15 +243,17 @@ def _judge(
 ) -> Iterator[Finding]:
     heads, primitive, storage = params.heads, params.primitive, params.storage_name
     shapes = {"out": ((*shape, heads, KV_LORA_RANK), torch.bfloat16), "lse": ((*shape, heads), torch.float32)}
-    for (name, (wanted, dtype)), got in zip(shapes.items(), results, strict=False):
+    names = ("out", "lse_out") if params.with_lse else ("out",)
+    for (name, (wanted, dtype)), got, _ in zip(shapes.items(), results, names, strict=False):
         found = attributes(f"{name} tensor", got, wanted, dtype, device)
         yield found
         if found.message:
             return
-    for name, got in zip(("out", "lse_out"), results, strict=False):
+    for name, got in zip(names, results, strict=False):
         if name in writes:
             yield same_object(f"{name} identity", got, writes[name].view)
-            yield writes[name].outside(name)
+    for name, written in writes.items():
+        yield written.outside(name)
     want_out, want_lse = expected
     out = results[0].flatten(0, len(shape) - 1).cpu()[judged]
     absent = want_lse == -math.inf
@@ -243,8 +262,11 @@ def _judge(
     yield close("out", out, want_out, limit, rows=judged)
     if limit.cosine is not None:
         yield cosine("out cosine", out, want_out, limit.cosine)
-    if params.with_lse:
-        lse = results[1].flatten(0, len(shape) - 1).cpu()[judged]
+    lse = results[1]
+    if params.with_lse or lse.numel():
+        lse = lse.flatten(0, len(shape) - 1).cpu()[judged]
+        if not params.with_lse:  # NaN says that it is none
+            lse = torch.where(lse.isnan(), want_lse, lse)
         yield close("lse", lse, want_lse, tolerance(primitive, storage, "lse"), rows=judged)
 
 

@@ -49,7 +49,8 @@ class Params(ABC):
     """The parameters of a case. Subclasses add a primitive's own.
 
     Attributes:
-        run: "once"; "repeat", two calls that must agree bit for bit; "graph", captured, then replayed on other inputs.
+        run: "once"; "repeat", two calls that must agree bit for bit; "graph", captured, then replayed on other inputs;
+            "batches", rows in batches of several sizes, which must agree bit for bit.
     """
 
     primitive: ClassVar[Primitive]

@@ -120,6 +120,8 @@ class Problem:
     Attributes:
         stage: its tensors.
         call: runs an implementation on them; returns its results.
+        part: runs an implementation on some of the batch rows, into fresh memory; returns the leading results, as far as they
+            mean something. None where a problem has no such rows.
         judge: compares (results, what was written) with the oracle. It uses CPU originals alone, so that it can judge
             another problem's tensors after they were loaded with this problem's values.
     """
@@ -127,6 +129,7 @@ class Problem:
     stage: Stage
     call: Callable[[BoundPrimitive], tuple[Tensor, ...]]
     judge: Callable[[tuple[Tensor, ...], dict[str, Guarded]], Iterator[Finding]]
+    part: Callable[[BoundPrimitive, slice], tuple[Tensor, ...]] | None = None
 
     def findings(self, results: tuple[Tensor, ...], stage: Stage | None = None) -> Iterator[Finding]:
         """Every comparison; `stage` is the one the call ran on, this problem's own unless it was loaded elsewhere."""

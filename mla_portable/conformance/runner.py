@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mla_portable.conformance.cases import Case, cases_for
 from mla_portable.conformance.compare import Finding, same_bits
-from mla_portable.conformance.parallel import run_in_processes
+from mla_portable.conformance.parallel import RunOne, run_in_processes
 from mla_portable.conformance.poison import poisoned
 from mla_portable.conformance.problem import Problem
 from mla_portable.conformance.report import CaseResult, Progress, Report, Unavailable
@@ -31,7 +31,7 @@ from mla_portable.contracts import (
 from mla_portable.registry import get_registry
 from mla_portable.registry.facts import resolve_device
 
-__all__ = ["SuiteRegistry", "run_case", "run_suite"]
+__all__ = ["SuiteRegistry", "run_case", "run_installed", "run_suite"]
 
 WARM_UP_CALLS = 2
 """Calls on a side stream before a graph is captured, so that nothing compiles or initialises during the capture."""
@@ -88,7 +88,23 @@ def _run(case: Case, problem: Problem, bound: BoundPrimitive, device: torch.devi
             _wait(device)
         for name, tensor in _everything(again, problem).items():
             yield same_bits(f"second run, {name}", tensor, first[name])
+    if case.params.run == "batches":
+        yield from _in_other_batches(results, problem, bound, device)
     yield from problem.findings(results)
+
+
+def _in_other_batches(
+    whole: tuple[Tensor, ...], problem: Problem, bound: BoundPrimitive, device: torch.device
+) -> Iterator[Finding]:
+    """Rows by themselves, and in batches of other sizes, against the same rows of the whole batch."""
+    assert problem.part is not None, "only problems with rows of a batch have such cases"
+    count = whole[0].shape[0]
+    for begin, end in dict.fromkeys(((0, 1), (count - 1, count), (count // 2, count // 2 + 2), (1, count))):
+        with poisoned():
+            some = problem.part(bound, slice(begin, end))
+            _wait(device)
+        for number, (got, expected) in enumerate(zip(some, whole, strict=False)):
+            yield same_bits(f"rows {begin} to {end - 1} by themselves, result {number}", got.cpu(), expected[begin:end].cpu())
 
 
 def _everything(results: tuple[Tensor, ...], problem: Problem) -> dict[str, Tensor]:
@@ -139,6 +155,7 @@ def run_suite(
     primitives: Collection[Primitive] | None = None,
     match: str = "",
     jobs: int = 1,
+    worker: RunOne | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Run the suite on everything a backend registered.
@@ -149,7 +166,8 @@ def run_suite(
         device: where to run, the current GPU where it has no index. level: "smoke", "quick" or "full" (`cases_for`).
         primitives: only these; None means all. match: only cases whose id contains this.
         jobs: worker processes on that device; 1 runs all cases in this one. Workers load the installed plugins, so more than
-            one needs the process's registry.
+            one needs the process's registry, or a `worker`.
+        worker: what a worker process does with a case, `run_installed` unless said otherwise.
         progress: called after each case.
     Returns: a report; a failing case does not raise.
     Raises: UnknownBackend when nothing of that name is registered; InvalidArgument for an unknown level, impossible
@@ -158,7 +176,7 @@ def run_suite(
     where = resolve_device(device)
     if jobs < 1:
         raise InvalidArgument("conform", "jobs", got=jobs, expected="1 or more")
-    if jobs > 1 and registry is not get_registry():
+    if jobs > 1 and worker is None and registry is not get_registry():
         raise InvalidArgument("conform", "jobs", got=jobs, expected="1 for a registry that a worker process cannot build")
     chosen = [i for i in registry.implementations() if backend in (i.name, i.backend)]
     if not chosen:
@@ -178,7 +196,7 @@ def run_suite(
         cases = cases_for(implementation, facts, level)
         work += [(implementation, case) for case in cases if match in case.id]
     if jobs > 1:
-        results = run_in_processes(_run_installed, [case for _, case in work], where, jobs=jobs, progress=progress)
+        results = run_in_processes(worker or run_installed, [case for _, case in work], where, jobs=jobs, progress=progress)
     else:
         results = []
         with torch.cuda.device(where) if where.type == "cuda" else nullcontext():
@@ -208,11 +226,22 @@ def _bind_and_run(implementation: Implementation, case: Case, device: torch.devi
         bound = implementation.bind(case.request)
     except Exception as error:
         return CaseResult(case, "error", {}, {}, f"bind: {_describe(error)}", time.perf_counter() - start)
+    if case.params.run == "batches":
+        bound = _bound_for_each_size(implementation, case)
     return run_case(case, bound, device)
 
 
-def _run_installed(case: Case, device: torch.device) -> CaseResult:
-    """In a worker process: the case's implementation is found by its name."""
+def _bound_for_each_size(implementation: Implementation, case: Case) -> BoundPrimitive:
+    """Each call by what is bound for its number of rows, as it would be if that batch were the only one."""
+
+    def call(q: Tensor, *arguments: Tensor, **options: object) -> object:
+        return implementation.bind(case.request.but(rows=q.shape[:-2].numel()))(q, *arguments, **options)
+
+    return call
+
+
+def run_installed(case: Case, device: torch.device) -> CaseResult:
+    """In a worker process: run a case on the installed implementation of that name."""
     found = get_registry().implementations(case.primitive)
     return _bind_and_run(next(i for i in found if i.name == case.implementation), case, device)
 

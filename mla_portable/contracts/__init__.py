@@ -60,6 +60,7 @@ from mla_portable.contracts.primitives import (
     SparsePrefill,
 )
 from mla_portable.contracts.request import Request
+from mla_portable.contracts.results import attention_results
 from mla_portable.contracts.schedule import DEFAULT_SCRATCH_BYTES, DecodeSchedule, SplitSchedule, TileSchedule, split_kv
 from mla_portable.contracts.support import Reason, Support
 from mla_portable.contracts.tuned import tuned_configuration
@@ -118,6 +119,7 @@ __all__ = [
     "UnknownBackend",
     "UnsupportedRequest",
     "Verdict",
+    "attention_results",
     "hookimpl",
     "layout_of",
     "pack_fp8",

@@ -24,7 +24,14 @@ class Request:
         num_heads: H. topk: K. block_size: of the paged cache. query_len: S of sparse_decode.
         rows: query rows (B * S or T) where a choice may depend on the amount of work; never decides what can run.
         scale_format: how the FP8 scales in the cache were made; None where unknown, which is read as arbitrary.
-        lse, attn_sink, lengths, compact, prefill_workspace: the call needs this feature.
+        lse, attn_sink, lengths, compact, prefill_workspace: the call needs this feature. Where the lse is not asked for, it
+            need not be told: `lse_out` is scratch at most, and the second result may be NaN or a tensor without elements. What
+            is neither is the lse.
+        clean_indices: a promise about the values of `indices`: each is -1 or a slot of the cache (a row of kv), and what
+            stands past a row's length is -1, so that `lengths` only repeats it. It saves work and never decides what can run.
+            Who breaks it may be shown foreign memory.
+        batch_invariant: a row's result may not depend, in a single bit, on what other rows there are: whoever is bound
+            computes it alike for every `rows`. A schedule cuts every batch alike then (`PlannerConfig.batch_invariant`).
         graph: the call is going to be captured in a CUDA graph.
     """
 
@@ -42,6 +49,8 @@ class Request:
     lengths: bool = False
     compact: bool = False
     prefill_workspace: bool = False
+    clean_indices: bool = False
+    batch_invariant: bool = False
     graph: bool = False
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from mla_portable.contracts.device import DeviceFacts
 from mla_portable.contracts.errors import InvalidArgument
@@ -16,6 +16,14 @@ from mla_portable.contracts.layouts import LAYOUTS, SCALE_FORMATS
 from mla_portable.contracts.request import Request
 
 __all__ = ["Reason", "Support"]
+
+
+_FEATURES: Final = {
+    **dict.fromkeys(("lse", "attn_sink", "lengths", "compact", "prefill_workspace"), ""),
+    "batch_invariant": "allow that the other rows of a batch change the order of a row's sums",
+    "graph": "",
+}
+"""What a call needs and an implementation may lack -> a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,7 @@ class Support:
         padded_heads: kernel head counts that smaller requests are padded to inside; () means none.
         topk_multiple, max_topk: of K. block_sizes: exact; block_size_multiple: or every multiple of this.
         max_query_len: of S. scale_formats: FP8 scales read without a loss of meaning.
-        lse, attn_sink, lengths, compact, prefill_workspace, graph: features that are there.
+        lse, attn_sink, lengths, compact, prefill_workspace, batch_invariant, graph: features that are there.
         min_shared_memory: bytes a thread block needs. needs_bf16, needs_fp8_conversion: abilities of the device.
         workspace_bytes: scratch taken by one call without `schedule`, as a function of the request.
     """
@@ -71,6 +79,7 @@ class Support:
     lengths: bool = True
     compact: bool = True
     prefill_workspace: bool = True
+    batch_invariant: bool = False
     graph: bool = True
     min_shared_memory: int = 0
     needs_bf16: bool = True
@@ -139,9 +148,9 @@ class Support:
         if r.kv_layout == "fp8_ds_mla" and (r.scale_format or "amax") not in self.scale_formats:
             given = r.scale_format or "unknown, read as amax"
             yield Reason("scale_format", given, f"supports {_words(self.scale_formats)}", "write the cache with pow2 scales")
-        for feature in ("lse", "attn_sink", "lengths", "compact", "prefill_workspace", "graph"):
+        for feature, remedy in _FEATURES.items():
             if getattr(r, feature) and not getattr(self, feature):
-                yield Reason(feature, "yes", "supports no")
+                yield Reason(feature, "yes", "supports no", remedy)
         if r.graph and r.device.graph_capture is False:
             yield Reason("graph", "yes", f"{r.device.name} cannot capture graphs", "run eagerly")
 

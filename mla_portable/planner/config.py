@@ -34,9 +34,13 @@ class PlannerConfig:
             ("fused", "direct") have none, whatever this says.
         decode_threshold: query length up to which a request counts as decode; above 1 for speculative decoding, where all
             decodes of a batch share one length.
+        few_tokens: leading requests of one greater length are decodes too where they have at most this many tokens together;
+            0 for none. Routes "direct" and "split".
         schedule_kind: what the sparse_decode implementation wants, `Implementation.schedule_kind`.
         num_sms: multiprocessors, 0 for a CPU. arch: `DeviceFacts.arch`; "flashmla_tiles" needs both.
         padded_heads: head count that the decode kernel runs with, None for num_heads.
+        batch_invariant: decode rows of every batch are cut as those of the greatest one, `max_num_tokens`, so that what is
+            summed of a row in which order does not depend on the batch; `few_tokens` counts as 0. Not for "flashmla_tiles".
         max_scratch_bytes: bound on split-KV scratch, or on the accumulators of one FlashMLA call.
     Raises: InvalidArgument for each value that is out of range, with the limit and what to change.
     """
@@ -50,10 +54,12 @@ class PlannerConfig:
     max_model_len: int
     prefill_workspace_tokens: int | None = None
     decode_threshold: int = 1
+    few_tokens: int = 0
     schedule_kind: ScheduleKind = "none"
     num_sms: int = 0
     arch: str = ""
     padded_heads: int | None = None
+    batch_invariant: bool = False
     max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES
 
     def __post_init__(self) -> None:
@@ -67,7 +73,7 @@ class PlannerConfig:
         for name in positive:
             if not 1 <= getattr(self, name) <= _INT32_MAX:
                 raise InvalidArgument(where, name, got=getattr(self, name), expected=f"1 to {_INT32_MAX}")
-        for name in ("num_sms", "max_scratch_bytes"):
+        for name in ("few_tokens", "num_sms", "max_scratch_bytes"):
             if getattr(self, name) < 0:
                 raise InvalidArgument(where, name, got=getattr(self, name), expected="0 or more")
         if self.kernel_heads < self.num_heads:
@@ -76,6 +82,10 @@ class PlannerConfig:
         self._check_workspace()
         if self.schedule_kind == "flashmla_tiles":
             self._check_tiles()
+            if self.batch_invariant:
+                expected = "False for schedule_kind flashmla_tiles, which cuts rows where a part of the batch ends"
+                remedy = "Take an implementation of sparse_decode that offers it."
+                raise InvalidArgument(where, "batch_invariant", got=True, expected=expected, remedy=remedy)
 
     @property
     def has_workspace(self) -> bool:
@@ -119,7 +129,7 @@ class PlannerConfig:
                 expected="a multiple of 64 for schedule_kind flashmla_tiles",
                 remedy="Pass the head count that the kernel pads to.",
             )
-        for query_len in range(1, self.decode_threshold + 1):
+        for query_len in range(1, max(self.decode_threshold, self.few_tokens) + 1):
             parts = num_sm_parts(self.arch, num_sms=self.num_sms, query_len=query_len, num_heads=heads)
             needed = (1 + parts) * accumulator_bytes(query_len, heads)
             if needed > self.max_scratch_bytes:
@@ -128,7 +138,7 @@ class PlannerConfig:
                     "max_scratch_bytes",
                     got=self.max_scratch_bytes,
                     expected=f"at least {needed}, the accumulators of one row of {query_len} tokens and {parts} parts",
-                    remedy="Raise it, or lower decode_threshold.",
+                    remedy="Raise it, or lower decode_threshold and few_tokens.",
                 )
 
 

@@ -25,26 +25,29 @@ class Parts(NamedTuple):
     end_prefill: int
 
 
-def divide(query_lens: npt.NDArray[np.int32], threshold: int) -> Parts:
+def divide(query_lens: npt.NDArray[np.int32], threshold: int, few_tokens: int = 0) -> Parts:
     """Tell decodes from prefills, [R] query lengths, R >= 1.
 
     The first request that is not empty sets S. If S is at most `threshold`, all requests up to the first that has another
-    length are decodes. The prefills run from there (from the first request that is not empty, if nothing decodes) to the
-    last request that is not empty. Empty requests have no token to serve: they end no run of decodes.
+    length are decodes; if it is more, they are where they have at most `few_tokens` tokens together. The prefills run from
+    there (from the first request that is not empty, if nothing decodes) to the last request that is not empty. Empty
+    requests have no token to serve: they end no run of decodes.
     """
     present = query_lens != 0
-    first = int(present.argmax())
-    if not present[first]:
-        return Parts(0, 0, 0)
+    first = 0 if present[0] else int(present.argmax())
     query_len = int(query_lens[first])
-    end = len(query_lens) - int(present[::-1].argmax())
-    if query_len > threshold:
+    if query_len == 0:
+        return Parts(0, 0, 0)
+    end = len(query_lens) if present[-1] else len(query_lens) - int(present[::-1].argmax())
+    if query_len > max(threshold, few_tokens):
         return Parts(0, first, end)
     other = present & (query_lens != query_len)
-    first_other = int(other.argmax())
-    if not other[first_other]:
-        return Parts(query_len, end, end)
-    return Parts(query_len, first_other, end)
+    run = int(other.argmax())
+    if not other[run]:
+        run = end
+    if query_len > threshold and int(query_lens[:run].sum()) > few_tokens:
+        return Parts(0, first, end)
+    return Parts(query_len, run, end)
 
 
 def fill_chunks(
@@ -57,7 +60,7 @@ def fill_chunks(
         out: [P], written: the first workspace row of each sequence, counted within its chunk.
     Returns: (bounds, rows): chunk c holds sequences bounds[c] to bounds[c + 1] and fills rows[c] rows.
     """
-    ends = lens.astype(np.int64).cumsum()
+    ends = lens.cumsum(dtype=np.int64)
     num_seqs, total = len(lens), int(ends[-1])
     if total <= workspace_tokens:
         out[0], out[1:] = 0, ends[:-1]

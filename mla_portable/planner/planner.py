@@ -44,6 +44,8 @@ class Planner:
         """
         self._config = config
         self._device = torch.empty(0, device=config.device).device  # "cuda" becomes "cuda:0", as tensors have it
+        takes_few = config.route in ("direct", "split") and not config.batch_invariant
+        self._few_tokens = config.few_tokens if takes_few else 0
         self._requests = np.arange(config.max_num_reqs, dtype=np.int32)
         self._uniform: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]] = {}
         self._splits: SplitSchedules | None = None
@@ -57,6 +59,7 @@ class Planner:
                     topk=config.topk,
                     num_sms=config.num_sms,
                     max_num_rows=config.max_num_tokens,
+                    batch_invariant=config.batch_invariant,
                     max_scratch_bytes=config.max_scratch_bytes,
                     device=self._device,
                 )
@@ -115,7 +118,7 @@ class Planner:
         elif num_reqs:
             query_lens = starts[1:] - starts[:-1]
             check_lengths(query_lens, batch.seq_lens, num_tokens, config.max_model_len)
-            parts = divide(query_lens, threshold)
+            parts = divide(query_lens, threshold, self._few_tokens)
         else:
             parts = Parts(0, 0, 0)
         decode_tokens, query_len = self._decode_rows(parts, starts, num_tokens, padded)
@@ -211,7 +214,7 @@ class Planner:
         else:
             lens_on_device = batch.seq_lens_device[first:end]
         requests = [first + bound for bound in bounds]
-        tokens: list[int] = batch.query_start_loc[requests].tolist()
+        tokens: list[int] = [batch.query_start_loc.item(request) for request in requests]
         table = _rows(batch.block_table, first, end)
         if len(rows) == 1:
             return (PrefillChunk(slice(*tokens), slice(first, end), table, lens_on_device, starts, rows[0]),)

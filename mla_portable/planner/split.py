@@ -16,11 +16,21 @@ class SplitSchedules:
 
     The scratch is allocated here, once: as much as the greediest row count takes, never above `max_scratch_bytes`. Every
     schedule is a view of its beginning, so calls on one stream may follow each other, calls on two streams may not overlap.
+    Where they are batch-invariant, every row count is cut as the greatest one is.
     """
 
     def __init__(
-        self, *, num_heads: int, topk: int, num_sms: int, max_num_rows: int, max_scratch_bytes: int, device: torch.device
+        self,
+        *,
+        num_heads: int,
+        topk: int,
+        num_sms: int,
+        max_num_rows: int,
+        batch_invariant: bool = False,
+        max_scratch_bytes: int,
+        device: torch.device,
     ) -> None:
+        self._cut_as = max_num_rows if batch_invariant else None
         self._num_heads, self._topk, self._num_sms, self._max_scratch_bytes = num_heads, topk, num_sms, max_scratch_bytes
         self._known: dict[int, SplitSchedule] = {}
         needed = 0
@@ -44,7 +54,7 @@ class SplitSchedules:
 
     def _split(self, num_rows: int) -> tuple[int, int]:
         return split_kv(
-            num_rows=num_rows,
+            num_rows=self._cut_as or num_rows,
             num_heads=self._num_heads,
             topk=self._topk,
             num_sms=self._num_sms,

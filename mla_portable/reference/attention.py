@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM, DecodeSchedule
+from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM, DecodeSchedule, attention_results
 from mla_portable.reference.rows import CacheRows
 
 __all__ = ["chunk_bytes", "sparse_decode", "sparse_prefill"]
@@ -46,13 +46,9 @@ def sparse_decode(
 
     `schedule` is not used. Allocates about `chunk_bytes` beyond the outputs, whatever B and S. Not graph-safe.
     """
-    batch, query_len, num_heads, _ = q.shape
-    if out is None:
-        out = torch.empty((batch, query_len, num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=q.device)
-    if lse_out is None:
-        lse_out = torch.empty((batch, query_len, num_heads), dtype=torch.float32, device=q.device)
+    out, lse_out = attention_results(q, out, lse_out)
     rows = CacheRows(kv_cache)
-    for s in range(query_len):  # [:, s] is a view for any strides; flattening [B, S] might be a copy
+    for s in range(q.shape[1]):  # [:, s] is a view for any strides; flattening [B, S] might be a copy
         _attend(
             q[:, s],
             rows,
@@ -81,11 +77,7 @@ def sparse_prefill(
 
     Allocates about `chunk_bytes` beyond the outputs, whatever T. Not graph-safe.
     """
-    num_tokens, num_heads, _ = q.shape
-    if out is None:
-        out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=q.device)
-    if lse_out is None:
-        lse_out = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device)
+    out, lse_out = attention_results(q, out, lse_out)
     _attend(q, CacheRows(kv), indices, softmax_scale, lengths, attn_sink, out, lse_out)
     return out, lse_out
 

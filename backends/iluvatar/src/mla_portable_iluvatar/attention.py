@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, DecodeSchedule
+from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, DecodeSchedule, attention_results
 from mla_portable_iluvatar.conventions import Arguments, Convention
 from mla_portable_iluvatar.native import Trial
 from mla_portable_iluvatar.rows import flat_rows, gathered, pick
@@ -144,12 +144,8 @@ def bind_sparse_prefill(sparse: SparseOp) -> Callable[..., tuple[Tensor, Tensor]
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        num_tokens, num_heads, _ = q.shape
-        if out is None:
-            out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=q.device)
-        if lse_out is None:
-            lse_out = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device)
-        if num_tokens:
+        out, lse_out = attention_results(q, out, lse_out)
+        if q.shape[0]:
             sparse.attend(
                 q, kv, indices, softmax_scale=softmax_scale, lengths=lengths, attn_sink=attn_sink, out=out, lse_out=lse_out
             )
@@ -174,10 +170,7 @@ def bind_sparse_decode(sparse: SparseOp) -> Callable[..., tuple[Tensor, Tensor]]
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         batch, query_len, num_heads, _ = q.shape
-        if out is None:
-            out = torch.empty((batch, query_len, num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=q.device)
-        if lse_out is None:
-            lse_out = torch.empty((batch, query_len, num_heads), dtype=torch.float32, device=q.device)
+        out, lse_out = attention_results(q, out, lse_out)
         if batch == 0:
             return out, lse_out
         rows = batch * query_len

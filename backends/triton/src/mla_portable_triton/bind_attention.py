@@ -20,6 +20,7 @@ from mla_portable.contracts import (
     SparseDecode,
     SparsePrefill,
     SplitSchedule,
+    attention_results,
     split_kv,
 )
 from mla_portable_triton.attention_tuning import bound_config
@@ -42,7 +43,8 @@ def bind_sparse_decode(request: Request, configuration: Mapping[str, int] | None
     """
     device = request.device
     config = bound_config(request, configuration)
-    num_sms, e4m3_native, bf16_native = device.num_sms, device.has_fp8_conversion, _bf16_native(request)
+    num_sms = 0 if request.batch_invariant else device.num_sms  # 0: rows stay whole, however few they are
+    e4m3_native, bf16_native = device.has_fp8_conversion, _bf16_native(request)
 
     def sparse_decode(
         q: Tensor,
@@ -57,10 +59,7 @@ def bind_sparse_decode(request: Request, configuration: Mapping[str, int] | None
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         batch, query_len, num_heads, _ = q.shape
-        if out is None:
-            out = torch.empty((batch, query_len, num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=q.device)
-        if lse_out is None:
-            lse_out = torch.empty((batch, query_len, num_heads), dtype=torch.float32, device=q.device)
+        out, lse_out = attention_results(q, out, lse_out)
         if schedule is None:
             num_rows, topk = batch * query_len, indices.shape[2]
             num_splits, split_len = split_kv(
@@ -128,11 +127,7 @@ def bind_sparse_prefill(request: Request, configuration: Mapping[str, int] | Non
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        num_tokens, num_heads, _ = q.shape
-        if out is None:
-            out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=q.device)
-        if lse_out is None:
-            lse_out = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device)
+        out, lse_out = attention_results(q, out, lse_out)
         attention.launch(
             out.unsqueeze(1),
             lse_out.unsqueeze(1),

@@ -52,14 +52,18 @@ def _split_scratch(request: Request) -> int:
         num_rows=rows,
         num_heads=num_heads,
         topk=topk,
-        num_sms=request.device.num_sms,
+        num_sms=0 if request.batch_invariant else request.device.num_sms,
         heads_per_program=config.block_h,
         tile=config.block_n,
     )
     return 0 if num_splits == 1 else 4 * num_splits * rows * num_heads * (KV_LORA_RANK + 1)
 
 
-_ATTENTION: Final[dict[str, Any]] = {"max_heads": 128, "min_shared_memory": _ATTENTION_SHARED_MEMORY}
+_ATTENTION: Final[dict[str, Any]] = {
+    "max_heads": 128,
+    "min_shared_memory": _ATTENTION_SHARED_MEMORY,
+    "batch_invariant": True,
+}
 SUPPORT: Final[dict[Primitive, Support]] = {
     Primitive.CACHE_WRITE: _support("cache_write"),
     Primitive.CONVERT_INDICES: _support("convert_indices", needs_bf16=False),

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`batch_invariant`: who offers it, what the planner hands out under it, and that the suite finds who breaks the promise."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conformance_faults import CPU, Model
+from machines import H200
+from recorder import Recorder, registry_of
+from typer.testing import CliRunner
+
+from mla_portable.attention import AttentionSpec, SparseMLAAttention
+from mla_portable.cli import app
+from mla_portable.conformance import cases_for
+from mla_portable.conformance.attention_problem import make_schedule
+from mla_portable.conformance.runner import _bind_and_run
+from mla_portable.contracts import Batch, Implementation, InvalidArgument, Primitive, Request, SplitSchedule, Support
+from mla_portable.planner import Planner, PlannerConfig
+from mla_portable.registry import Registry
+
+DECODE, PREFILL = Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL
+CONFIG = PlannerConfig(
+    device="cpu",
+    route="direct",
+    num_heads=16,
+    topk=2048,
+    max_num_reqs=64,
+    max_num_tokens=64,
+    max_model_len=64,
+    schedule_kind="split_kv",
+    num_sms=132,
+)
+
+
+def test_who_does_not_offer_it_says_so_with_a_remedy():
+    request = Request(DECODE, H200, batch_invariant=True)
+    support = Support(source="this test")
+    (reason,) = support.reasons(request)
+    assert str(reason) == "batch_invariant yes (supports no)" and "other rows" in reason.remedy
+    assert not list(replace(support, batch_invariant=True).reasons(request)) and not list(support.reasons(request.but()))[1:]
+    assert "batch_invariant=yes" in str(request)
+
+
+@pytest.mark.parametrize("primitive", [DECODE, PREFILL])
+def test_the_portable_kernels_are_taken_for_it(primitive: Primitive):
+    registry = Registry(environ={}, probe=False)
+    request = Request(primitive, H200, kv_layout="bf16", num_heads=64, topk=2048, batch_invariant=True)
+    decision = registry.decide(request, thorough=True)
+    offering = {
+        each.implementation for each in decision.verdicts if not any(r.subject == "batch_invariant" for r in each.reasons)
+    }
+    assert decision.chosen in offering and "triton.portable" in offering
+    assert (
+        offering == {each.name for each in registry.implementations(primitive) if each.support.batch_invariant}
+        and not {"reference.torch", "nvidia.flashmla"} & offering
+    )
+
+
+def test_explain_takes_it():
+    words = ["explain", "--device", "h200", "--batch-invariant", "--json"]
+    answer = CliRunner().invoke(app, [*words, "sparse_decode"])
+    assert answer.exit_code == 0, answer.output
+    document = json.loads(answer.stdout)
+    assert "batch_invariant=yes" in document["request"]
+    flashmla = next(each for each in document["candidates"] if each["implementation"] == "nvidia.flashmla")
+    assert "batch_invariant" in json.dumps(flashmla["reasons"])
+    route = CliRunner().invoke(app, [*words, "route"])
+    assert route.exit_code == 0 and "batch_invariant=yes" in route.stdout
+
+
+def test_a_layer_is_served_by_who_offers_it_and_plans_for_it():
+    fast, steady = Recorder("fast.tape"), Recorder("steady.tape", "split_kv", 50.0, {"batch_invariant": True})
+    spec = AttentionSpec(num_heads=4, softmax_scale=1.0, max_num_tokens=8, max_num_reqs=4, max_model_len=8, topk=16)
+    for wanted, served in ((False, "fast.tape"), (True, "steady.tape")):
+        layer = SparseMLAAttention(replace(spec, batch_invariant=wanted), device="cpu", registry=registry_of(fast, steady))
+        parts = {part.role: part.decision for part in layer.route_decision.verdict.parts}
+        assert {parts[role].chosen for role in ("decode", "prefill")} == {served}
+        assert {parts[role].request.batch_invariant for role in ("decode", "prefill")} == {wanted}
+        assert parts["convert"].chosen == "fast.tape", "it moves each row by itself"
+        assert layer.planner_config().batch_invariant is wanted
+    assert any(request.batch_invariant for request in steady.bound)
+
+
+# ------------------------------------------------------------------ the planner
+
+
+def splits(config: PlannerConfig, *row_counts: int) -> set[tuple[int, int]]:
+    found: set[tuple[int, int]] = set()
+    planner = Planner(config)
+    for rows in row_counts:
+        starts = np.arange(rows + 1, dtype=np.int32)
+        plan = planner.plan(Batch(starts, np.full(rows, 9, dtype=np.int32), torch.zeros((rows, 1), dtype=torch.int32)))
+        schedule = plan.decode_schedule
+        assert isinstance(schedule, SplitSchedule) and schedule.num_rows == rows
+        assert schedule.partial_out is None or schedule.partial_out.shape[:2] == (schedule.num_splits, rows)
+        found.add((schedule.num_splits, schedule.split_len))
+    return found
+
+
+def test_every_batch_is_cut_as_the_greatest_one():
+    ordinary = splits(CONFIG, 1, 20, 33, 64)
+    assert len(ordinary) == 4
+    assert splits(replace(CONFIG, batch_invariant=True), 1, 20, 33, 64) == splits(CONFIG, 64)
+
+
+def test_a_prefill_of_few_tokens_stays_a_prefill():
+    batch = Batch(np.array([0, 3], dtype=np.int32), np.array([9], dtype=np.int32), torch.zeros((1, 1), dtype=torch.int32))
+    config = replace(CONFIG, few_tokens=16)
+    assert Planner(config).plan(batch).num_decode_tokens == 3
+    assert Planner(replace(config, batch_invariant=True)).plan(batch).num_decode_tokens == 0
+
+
+def test_a_tile_schedule_cannot_be_had_for_it():
+    tiles = {"schedule_kind": "flashmla_tiles", "arch": "sm90", "padded_heads": 64}
+    with pytest.raises(InvalidArgument, match="batch_invariant: got True, expected False for schedule_kind flashmla_tiles"):
+        replace(CONFIG, batch_invariant=True, **tiles)
+
+
+# ------------------------------------------------------------------ the suite
+
+
+class Promising(Model):
+    """Promises it. With "counts rows" a row that is alone is summed in another order, told by one bit of its lse."""
+
+    def implementation(self, primitive: Primitive, **limits: Any) -> Implementation:
+        made = super().implementation(primitive, batch_invariant=True, max_heads=16, **limits)
+
+        def bind(request: Request) -> Any:
+            def call(q: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+                out, lse = getattr(self, primitive.value)(q, *arguments, **options)
+                counted = {"counts rows": q.shape[:-2].numel(), "asks for rows": request.rows}
+                if any(fault in self.faults and rows == 1 for fault, rows in counted.items()):
+                    bits = lse.view(torch.int32)
+                    bits += lse.isfinite().int()
+                return out, lse
+
+            return call
+
+        return replace(made, bind=bind)
+
+
+@pytest.mark.parametrize("primitive", [DECODE, PREFILL])
+@pytest.mark.parametrize("fault", ["counts rows", "asks for rows"])
+def test_a_bit_that_depends_on_the_other_rows_is_found(primitive: Primitive, fault: str):
+    made = Promising().implementation(primitive)
+    cases = [case for case in cases_for(made, CPU, "quick") if case.params.run == "batches"]
+    assert {case.request.kv_layout for case in cases} == {"bf16", "fp8_ds_mla"}
+    assert all(case.request.batch_invariant and case.id.endswith("-batches]") for case in cases)
+    cases = [case for case in cases if (case.params.query_len or 1) == 1][:2]
+    for case in cases:
+        honest = _bind_and_run(made, case, torch.device("cpu"))
+        assert honest.status == "passed", honest.message
+        faulty = _bind_and_run(Promising(fault).implementation(primitive), case, torch.device("cpu"))
+        assert faulty.status == "failed" and "by themselves, result 1" in faulty.message, faulty.message
+
+
+def test_who_promises_nothing_is_not_asked():
+    made = Model().implementation(DECODE)
+    assert not any(case.params.run == "batches" for case in cases_for(made, CPU, "full"))
+
+
+def test_scheduled_rows_keep_their_cut():
+    gpu = replace(H200, memory_bytes=0)
+    made = replace(Promising().implementation(DECODE, device_types=("cuda",)), schedule_kind="split_kv")
+    params = [case.params for case in cases_for(made, gpu, "quick") if case.params.run == "batches"]
+    assert {each.schedule: each.rows >= 40 for each in params} == {"none": True, "split_kv": True}
+    (one,) = [each for each in params if each.schedule != "none"][:1]
+    whole, alone = (make_schedule(one, torch.device("cpu"), gpu, num_rows=rows) for rows in (None, 1))
+    assert isinstance(whole, SplitSchedule) and isinstance(alone, SplitSchedule)
+    assert whole.num_splits == alone.num_splits > 1 and alone.partial_out is not None and alone.partial_out.shape[1] == 1
+
+
+# ------------------------------------------------------------------ the kernels
+
+
+def test_a_portable_decode_without_a_schedule_splits_no_row(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton")
+    from mla_portable_triton import bind_attention
+    from mla_portable_triton.support import SUPPORT
+
+    seen: list[int] = []
+    monkeypatch.setattr(bind_attention.attention, "launch", lambda *a, num_splits, **more: seen.append(num_splits))
+    monkeypatch.setattr(bind_attention.merge, "launch", lambda *a, **more: None)
+    request = Request(DECODE, H200, kv_layout="bf16", num_heads=16, topk=2048, rows=1)
+    scratch = SUPPORT[DECODE].workspace_bytes
+    assert scratch is not None and scratch(request) > 0 == scratch(request.but(batch_invariant=True))
+    q, indices = torch.zeros(1, 1, 16, 576, dtype=torch.bfloat16), torch.zeros(1, 1, 2048, dtype=torch.int32)
+    for asked in (request, request.but(batch_invariant=True)):
+        bind_attention.bind_sparse_decode(asked)(q, torch.zeros(1, 64, 576, dtype=torch.bfloat16), indices, softmax_scale=1.0)
+    assert seen[0] > 1 == seen[1]
