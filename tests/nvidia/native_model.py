@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CPU that stands in for the native kernel: it takes the packed arguments by the names of the source's parameters.
+"""A CPU that stands in for the native kernels: it takes the packed arguments by the names of the source's parameters.
 
 Addresses and strides are followed as the kernel follows them, and what it assumes of them is asserted. The arithmetic is the
 reference's: what is tested is that a launch says what was meant.
@@ -21,17 +21,29 @@ from torch import Tensor
 
 from mla_portable import reference
 from mla_portable_nvidia import native
-from mla_portable_nvidia.native.sparse_decode import Build, shared_bytes
+from mla_portable_nvidia.native.sparse_decode import HEADER, Build
 
-SOURCE = files(native).joinpath("sparse_decode_fp8.cu").read_text(encoding="utf-8")
 _LETTERS = {"float": "f", "int": "i", "i64": "q"}
-_ROW = 656
+_ROWS = {
+    "sparse_decode_fp8": (torch.uint8, 656),
+    "sparse_decode_wide": (torch.uint8, 656),
+    "sparse_decode_bf16": (torch.bfloat16, 576),
+}
+"""kernel -> what a row of its cache is."""
 
 
-def parameters() -> list[tuple[str, str]]:
-    """(name, letter of `struct`) of the kernel's parameters, in the order of the source."""
-    body = re.search(r"struct Strides \{(.*?)\};", SOURCE, re.DOTALL)
-    listed = re.search(r"sparse_decode_fp8\(\n(.*?)\) \{", SOURCE, re.DOTALL)
+def _text(name: str) -> str:
+    return files(native).joinpath(name).read_text(encoding="utf-8")
+
+
+SOURCES = {kernel: _text(f"{kernel}.cu").replace(f'#include "{HEADER}"', _text(HEADER)) for kernel in _ROWS}
+"""kernel -> its source with what it includes."""
+
+
+def parameters(kernel: str) -> list[tuple[str, str]]:
+    """(name, letter of `struct`) of a kernel's parameters, in the order of its source."""
+    body = re.search(r"struct Strides \{(.*?)\};", SOURCES[kernel], re.DOTALL)
+    listed = re.search(rf"{kernel}\(\n(.*?)\) \{{", SOURCES[kernel], re.DOTALL)
     assert body and listed
     strides = [name for line in re.findall(r"i64 ([^;]+);", body[1]) for name in line.split(", ")]
     found: list[tuple[str, str]] = []
@@ -44,9 +56,8 @@ def parameters() -> list[tuple[str, str]]:
     return found
 
 
-PARAMETERS = parameters()
-_EVEN = int(re.search(r"block_size == (\d) \? \(i64\)slot \* ROW", SOURCE)[1])
-"""The block size that tells the kernel that all rows lie side by side."""
+_EVEN = {kernel: int(re.search(r"block_size == (\d) \? \(i64\)slot \* ROW", text)[1]) for kernel, text in SOURCES.items()}
+"""The block size that tells a kernel that all rows lie side by side."""
 
 
 class Memory:
@@ -73,7 +84,7 @@ class Model:
 
     def __init__(self, build: Build, fields: str, threads: int, shared: int) -> None:
         self.build, self.fields = build, fields
-        assert (threads, shared) == (build.threads, shared_bytes(build))
+        assert (threads, shared) == (build.threads, build.shared_bytes)
         self.launches: list[SimpleNamespace] = []
         self.asked: list[int] = []
 
@@ -83,7 +94,8 @@ class Model:
 
     def __call__(self, grid: tuple[int, int], cluster: int, device: int | None, *arguments: Any) -> None:
         values = struct.unpack(self.fields, struct.pack(self.fields, *arguments))
-        at = SimpleNamespace(**{name: value for (name, _), value in zip(PARAMETERS, values, strict=True)})
+        at = SimpleNamespace(**{name: value for (name, _), value in zip(parameters(self.build.kernel), values, strict=True)})
+        at.grid = grid
         self.launches.append(at)
         assert cluster == grid[1] <= 16 and grid[0] % at.head_tiles == 0
         assert (at.head_tiles - 1) * self.build.heads < at.num_heads <= at.head_tiles * self.build.heads
@@ -98,6 +110,7 @@ class Model:
         for split in range(grid[1]):
             begin, end = split * at.split_len, min((split + 1) * at.split_len, at.topk)
             assert begin < end or (split == 0 and at.topk == 0), "a block without work"
+            assert at.split_len % self.build.tile == 0
             chosen[..., begin:end] = listed[..., begin:end]
         out, lse = reference.sparse_decode(
             memory(at.q, torch.bfloat16, (*rows, 576), (at.q_b, at.q_s, at.q_h, 1)),
@@ -110,10 +123,10 @@ class Model:
         memory(at.out, torch.bfloat16, (*rows, 512), (at.out_b, at.out_s, at.out_h, 1)).copy_(out)
         memory(at.lse_out, torch.float32, rows, (at.lse_b, at.lse_s, at.lse_h)).copy_(lse)
 
-    @staticmethod
-    def _cache(at: SimpleNamespace, memory: Memory) -> Tensor:
-        if at.block_size == _EVEN:
-            return memory(at.kv, torch.uint8, (at.num_slots, 1, _ROW), (_ROW, _ROW, 1))
-        shape = (at.num_slots // at.block_size, at.block_size, _ROW)
-        assert at.block_stride % 16 == 0
-        return memory(at.kv, torch.uint8, shape, (at.block_stride, _ROW, 1))
+    def _cache(self, at: SimpleNamespace, memory: Memory) -> Tensor:
+        dtype, width = _ROWS[self.build.kernel]
+        if at.block_size == _EVEN[self.build.kernel]:
+            return memory(at.kv, dtype, (at.num_slots, 1, width), (width, width, 1))
+        shape = (at.num_slots // at.block_size, at.block_size, width)
+        assert at.block_stride % 16 == 0  # bytes
+        return memory(at.kv, dtype, shape, (at.block_stride // dtype.itemsize, width, 1))

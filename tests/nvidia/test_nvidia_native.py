@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call hands to the native kernel, and what it says of a machine that cannot run it; no GPU takes part."""
+"""What a call hands to the native kernels, and what it says of a machine that cannot run it; no GPU takes part."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 from machines import H200
-from native_model import PARAMETERS, Model
+from native_model import Model, parameters
 
 from mla_portable import reference
-from mla_portable.contracts import FP8_DS_MLA, InvalidArgument, MLAPortableError, Primitive, Request
+from mla_portable.contracts import LAYOUTS, InvalidArgument, MLAPortableError, Primitive, Request
 from mla_portable_nvidia.native import bind, driver, sparse_decode
-from mla_portable_nvidia.native.choice import BUILDS
+from mla_portable_nvidia.native.choice import BUILDS, FEW, LARGE, MANY, builds
 from mla_portable_nvidia.native.nvrtc import NvrtcNotFound
 
 SCALE = 576**-0.5
 REQUEST = Request(Primitive.SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, block_size=64, lse=True)
+BOTH = pytest.mark.parametrize("layout", LAYOUTS)
 
 # ---------------------------------------------------------------------------------------------------- a launch
 
@@ -32,7 +33,7 @@ class Module:
         self.cubin = cubin
 
     def kernel(self, name, fields, *, threads, shared, wide_clusters):
-        assert name == "sparse_decode_fp8" and wide_clusters
+        assert name == self.cubin.kernel and wide_clusters
         return self.models.setdefault(self.cubin, Model(self.cubin, fields, threads, shared))
 
 
@@ -53,13 +54,14 @@ def launches(models):
     return [launch for model in models.values() for launch in model.launches]
 
 
-def cache(blocks, block_size, gap=0, offset=0):
-    """A paged FP8 cache of random rows; blocks `gap` bytes apart, the first at `offset`. Between them 0xFF, NaN in any type."""
-    width = FP8_DS_MLA.row_width
-    stride = block_size * width + gap
+def cache(blocks, block_size, gap=0, offset=0, layout="fp8_ds_mla"):
+    """A paged cache of random rows; blocks `gap` bytes apart, the first at `offset`. Between them 0xFF, NaN in any type."""
+    width, dtype = LAYOUTS[layout].row_width, LAYOUTS[layout].dtype
+    stride = block_size * LAYOUTS[layout].row_bytes + gap
     raw = torch.full((blocks * stride + offset + 16,), 0xFF, dtype=torch.uint8)
     raw = raw[-raw.data_ptr() % 16 + offset :]
-    kv = raw.as_strided((blocks, block_size, width), (stride, width, 1))
+    raw = raw[: len(raw) // 8 * 8].view(dtype)
+    kv = raw.as_strided((blocks, block_size, width), (stride // dtype.itemsize, width, 1))
     slots = torch.arange(blocks * block_size)
     reference.cache_write(torch.randn(len(slots), 512), torch.randn(len(slots), 64), kv, slots)
     return kv
@@ -78,32 +80,35 @@ def spread(tensor, step=16):
     return view.copy_(tensor)
 
 
-def test_the_packed_fields_are_the_parameters_of_the_source(models):
-    bind.bind_sparse_decode(REQUEST)
-    assert set(models) == set(BUILDS)
-    for model in models.values():
+@BOTH
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_the_packed_fields_are_the_parameters_of_the_source(models, layout, num_heads):
+    bind.bind_sparse_decode(REQUEST.but(kv_layout=layout, num_heads=num_heads))
+    assert set(models) == set(builds(layout, num_heads)) == set(BUILDS[layout]) - ({MANY} if num_heads <= FEW else set())
+    for build, model in models.items():
         letters = "".join(letter * int(count or 1) for count, letter in _counted(model.fields))
-        assert letters == "".join(letter for _, letter in PARAMETERS)
+        assert letters == "".join(letter for _, letter in parameters(build.kernel))
 
 
 def _counted(fields):
     return [(word[:-1], word[-1]) for word in fields.split()]
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("batch", "query_len", "num_heads", "topk", "block_size", "gap"),
     [
         *((1, 1, 16, 64, 64, 0), (3, 2, 5, 100, 16, 48), (2, 1, 40, 33, 1, 0), (2, 3, 17, 1, 53, 16), (150, 1, 2, 40, 4, 0)),
-        *((1, 2, 128, 70, 8, 656), (2, 1, 16, 0, 4, 0), (40, 1, 20, 32, 16, 16)),
+        *((1, 2, 128, 70, 8, 656), (2, 1, 16, 0, 4, 0), (40, 1, 20, 32, 16, 16), (9, 1, 100, 300, 16, 48)),
         *((3, 1, 4, 50, 1, 656), (3, 1, 4, 50, 1, 16)),
     ],
 )
-def test_a_launch_says_what_the_call_meant(models, batch, query_len, num_heads, topk, block_size, gap):
-    kv = cache(7, block_size, gap)
+def test_a_launch_says_what_the_call_meant(models, layout, batch, query_len, num_heads, topk, block_size, gap):
+    kv = cache(7, block_size, gap, layout=layout)
     q, indices = problem(batch, query_len, num_heads, topk, 7 * block_size)
     lengths = torch.randint(0, topk + 1, (batch, query_len), dtype=torch.int32)
     sink = torch.randn(num_heads)
-    decode = bind.bind_sparse_decode(REQUEST)
+    decode = bind.bind_sparse_decode(REQUEST.but(kv_layout=layout, num_heads=num_heads))
     for options in ({}, {"lengths": spread(lengths, 1), "attn_sink": sink}):
         wanted = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE, **options)
         got = decode(q, kv, indices, softmax_scale=SCALE, **options)
@@ -115,29 +120,44 @@ def test_a_launch_says_what_the_call_meant(models, batch, query_len, num_heads, 
     assert len(launches(models)) == 4
 
 
-def test_one_token_of_one_query_is_a_prefill_token(models):
-    kv = cache(4, 16)
+@BOTH
+def test_one_token_of_one_query_is_a_prefill_token(models, layout):
+    kv = cache(4, 16, layout=layout)
+    request = REQUEST.but(kv_layout=layout)
     q, indices = problem(6, 1, 16, 64, 64)
     lengths = torch.randint(0, 65, (6,), dtype=torch.int32)
-    decoded = bind.bind_sparse_decode(REQUEST)(q, kv, indices, softmax_scale=SCALE, lengths=lengths[:, None])
-    prefill = bind.bind_sparse_prefill(replace(REQUEST, primitive=Primitive.SPARSE_PREFILL))
+    decoded = bind.bind_sparse_decode(request)(q, kv, indices, softmax_scale=SCALE, lengths=lengths[:, None])
+    prefill = bind.bind_sparse_prefill(replace(request, primitive=Primitive.SPARSE_PREFILL))
+    rows = kv.flatten(0, 1) if layout == "bf16" else kv
     out, lse = torch.zeros(6, 16, 512).bfloat16(), torch.zeros(6, 16)
     for options in ({}, {"out": out, "lse_out": lse}):
-        got = prefill(q[:, 0], kv, indices[:, 0], softmax_scale=SCALE, lengths=lengths, **options)
+        got = prefill(q[:, 0], rows, indices[:, 0], softmax_scale=SCALE, lengths=lengths, **options)
         assert torch.equal(got[0], decoded[0][:, 0]) and torch.equal(got[1], decoded[1][:, 0])
     assert torch.equal(out, decoded[0][:, 0]) and torch.equal(lse, decoded[1][:, 0])
 
 
+@BOTH
 @pytest.mark.parametrize(("gap", "offset"), [(8, 0), (0, 4), (4, 12)])
-def test_a_cache_that_16_byte_copies_cannot_read_is_refused_before_a_launch(models, gap, offset):
-    kv = cache(3, 4, gap, offset)
+def test_a_cache_that_16_byte_copies_cannot_read_is_refused_before_a_launch(models, layout, gap, offset):
+    kv = cache(3, 4, gap, offset, layout)
+    request = REQUEST.but(kv_layout=layout)
     q, indices = problem(2, 1, 16, 32, 12)
     with pytest.raises(InvalidArgument, match="multiples of 16 bytes") as caught:
-        bind.bind_sparse_decode(REQUEST)(q, kv, indices, softmax_scale=SCALE)
-    assert f"a start at {offset % 16}" in str(caught.value) and f"blocks {4 * 656 + gap} bytes apart" in str(caught.value)
-    prefill = bind.bind_sparse_prefill(replace(REQUEST, primitive=Primitive.SPARSE_PREFILL))
+        bind.bind_sparse_decode(request)(q, kv, indices, softmax_scale=SCALE)
+    assert f"a start at {offset % 16}" in str(caught.value)
+    assert f"blocks {4 * LAYOUTS[layout].row_bytes + gap} bytes apart" in str(caught.value)
+    prefill = bind.bind_sparse_prefill(replace(request, primitive=Primitive.SPARSE_PREFILL))
     with pytest.raises(InvalidArgument, match="triton"):
         prefill(q[:, 0], kv, indices[:, 0], softmax_scale=SCALE)
+    assert launches(models) == []
+
+
+@pytest.mark.parametrize(("bound", "given"), [("bf16", "fp8_ds_mla"), ("fp8_ds_mla", "bf16")])
+def test_rows_of_another_layout_than_was_bound_are_refused_before_a_launch(models, bound, given):
+    q, indices = problem(2, 1, 16, 32, 12)
+    decode = bind.bind_sparse_decode(REQUEST.but(kv_layout=bound))
+    with pytest.raises(InvalidArgument, match=rf"rows of {LAYOUTS[given].row_width}.*bound for {bound}"):
+        decode(q, cache(3, 4, layout=given), indices, softmax_scale=SCALE)
     assert launches(models) == []
 
 
@@ -165,6 +185,17 @@ def test_no_row_no_launch(models, shape):
     assert launches(models) == []
 
 
+@pytest.mark.parametrize("batch", [1, 20, 140])
+@BOTH
+def test_batch_invariant_every_batch_is_cut_alike(models, layout, batch):
+    kv = cache(4, 16, layout=layout)
+    q, indices = problem(batch, 1, 16, 64, 64)
+    bind.bind_sparse_decode(REQUEST.but(kv_layout=layout, batch_invariant=True))(q, kv, indices, softmax_scale=SCALE)
+    ((build, model),) = ((build, model) for build, model in models.items() if model.launches)
+    assert build.groups == LARGE.groups and build.head_tiles == 1
+    assert [(launch.grid[1], launch.split_len) for launch in model.launches] == [(1, 64)]
+
+
 def test_a_shape_is_cut_once(models):
     kv = cache(4, 16)
     q, indices = problem(3, 1, 16, 64, 64)
@@ -178,14 +209,17 @@ def test_a_shape_is_cut_once(models):
 # ---------------------------------------------------------------------------------------------------- the machine
 
 
-def test_few_heads_come_before_flashmla_and_many_after_it():
+def test_few_heads_come_before_many_and_both_before_flashmla():
     offered = {each.name: each for each in bind.native_implementations() if each.primitive is Primitive.SPARSE_DECODE}
-    assert offered["nvidia.native"].preference < 10 < offered["nvidia.native_wide"].preference < 50
+    assert offered["nvidia.native"].preference < offered["nvidia.native_wide"].preference < 10
+    needed = {name: each.support.min_shared_memory for name, each in offered.items()}
+    assert needed["nvidia.native"] < MANY.shared_bytes == needed["nvidia.native_wide"]
     for name, most in (("nvidia.native", 32), ("nvidia.native_wide", 128)):
         support = offered[name].support
+        assert support.reasons(REQUEST.but(batch_invariant=True)) == ()
         assert support.reasons(REQUEST.but(num_heads=most)) == ()
         assert [reason.subject for reason in support.reasons(REQUEST.but(num_heads=most + 1))] == ["num_heads"]
-        assert {r.subject for r in support.reasons(REQUEST.but(kv_layout="bf16"))} == {"kv_layout"}
+        assert support.reasons(REQUEST.but(kv_layout="bf16", num_heads=most)) == ()
         assert "arch" in {r.subject for r in support.device_reasons(replace(H200, arch="sm100"))}
 
 

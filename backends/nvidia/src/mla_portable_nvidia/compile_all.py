@@ -24,7 +24,7 @@ from typing import Any, Final
 from mla_portable_nvidia.native.bind import ARCHS, native_implementations
 from mla_portable_nvidia.native.choice import BUILDS
 from mla_portable_nvidia.native.nvrtc import CompilationFailed, NvrtcNotFound, nvrtc_version
-from mla_portable_nvidia.native.sparse_decode import Build, compile_build, shared_bytes
+from mla_portable_nvidia.native.sparse_decode import Build, compile_build
 
 __all__ = ["IMPLEMENTATIONS", "SHARED_MEMORY", "TARGETS", "compile_arch", "cuobjdump", "main"]
 
@@ -33,6 +33,7 @@ IMPLEMENTATIONS: Final = tuple(dict.fromkeys(each.name for each in native_implem
 """FlashMLA's and vLLM's kernels come as machine code."""
 SHARED_MEMORY: Final = {"sm90": 227 << 10}
 """DeviceFacts.arch -> bytes one thread block may use. CUDA C++ Programming Guide, "Compute Capabilities"."""
+_BUILDS: Final = tuple(build for builds in BUILDS.values() for build in builds)
 
 
 def cuobjdump(cubin: bytes, option: str) -> str | None:
@@ -49,17 +50,17 @@ def cuobjdump(cubin: bytes, option: str) -> str | None:
         return subprocess.run([str(tool), option, file.name], check=True, capture_output=True, text=True).stdout
 
 
-def compile_arch(arch: str, builds: Sequence[Build] = BUILDS) -> Iterator[dict[str, Any]]:
+def compile_arch(arch: str, builds: Sequence[Build] = _BUILDS) -> Iterator[dict[str, Any]]:
     """A record for each build: what it takes of the device, seconds, and error ("" when all is well)."""
     limit, version = SHARED_MEMORY[arch], ".".join(map(str, nvrtc_version()))
     for build in builds:
         record: dict[str, Any] = {
             "arch": arch,
-            "label": f"sparse_decode_fp8-h{build.heads}-g{build.groups}-s{build.stages}",
-            "kernel": "sparse_decode_fp8",
+            "label": f"{build.kernel}-h{build.heads}-g{build.groups}-s{build.stages}",
+            "kernel": build.kernel,
             "limit": limit,
             "error": "",
-            "shared": shared_bytes(build),
+            "shared": build.shared_bytes,
             "registers": None,
             "spilled": None,
             "versions": {"nvrtc": version},
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     failed = False
     for arch in options.arch or TARGETS:
-        for record in compile_arch(arch, (BUILDS[0], BUILDS[-1]) if options.quick else BUILDS):
+        for record in compile_arch(arch, (_BUILDS[0], _BUILDS[-1]) if options.quick else _BUILDS):
             failed |= bool(record["error"])
             sys.stdout.write(f"{json.dumps(record) if options.json else _line(record)}\n")
             sys.stdout.flush()

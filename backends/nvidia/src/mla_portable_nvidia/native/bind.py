@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native kernel as implementations: declared, checked and bound.
+"""The native kernels as implementations: declared, checked and bound.
 
-`nvidia.native` serves up to 32 heads, where FlashMLA would compute 64; `nvidia.native_wide` more, for machines where
-nothing brings FlashMLA. Both read the paged FP8 cache itself, for decode and for prefill.
+`nvidia.native` serves up to 32 heads, where FlashMLA would compute 64; `nvidia.native_wide` up to 128. Both read the FP8 cache
+and BF16 rows, for decode and for prefill.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mla_portable.contracts import (
     FP8_DS_MLA,
-    KV_LORA_RANK,
+    LAYOUTS,
     DeviceFacts,
     Implementation,
     InvalidArgument,
@@ -26,33 +26,33 @@ from mla_portable.contracts import (
     SparseDecode,
     SparsePrefill,
     Support,
+    attention_results,
 )
 from mla_portable_nvidia.discovery import device_with
 from mla_portable_nvidia.head_padding import aligned
-from mla_portable_nvidia.native.choice import BUILDS, Cut, choose
+from mla_portable_nvidia.native.choice import FEW, Cut, builds, choose
 from mla_portable_nvidia.native.driver import DriverError, Kernel, driver_version
 from mla_portable_nvidia.native.nvrtc import NvrtcNotFound, nvrtc_version
-from mla_portable_nvidia.native.sparse_decode import Build, launch, load, shared_bytes
+from mla_portable_nvidia.native.sparse_decode import HEADER, Build, launch, load
 
 __all__ = ["ARCHS", "native_implementations"]
 
 ARCHS: Final = {"sm90": "sm_90a"}
 """DeviceFacts.arch -> what NVRTC compiles for."""
-_FEW: Final = 32
+_MANY: Final = 128
 _MODULES: Final = ("bind", "choice", "driver", "nvrtc", "sparse_decode")
-_SOURCES: Final = (
-    *(f"mla_portable_nvidia.native.{name}" for name in _MODULES),
-    "mla_portable_nvidia.head_padding",
-    "mla_portable_nvidia.native:sparse_decode_fp8.cu",
-)
 
 
 class _Device:
-    """The kernel on one device: its builds, loaded, and the cut of each shape that was asked for."""
+    """What serves a bound request on one device: its builds, loaded, and the cut of each shape that was asked for."""
 
-    def __init__(self, arch: str, index: int, num_sms: int) -> None:
-        self._num_sms = num_sms
-        self._kernels: dict[Build, Kernel] = {build: load(build, ARCHS[arch], index) for build in BUILDS}
+    def __init__(self, request: Request, index: int) -> None:
+        self._kv_layout, self._num_sms = _layout(request), request.device.num_sms
+        self._batch_invariant = request.batch_invariant
+        self._kernels: dict[Build, Kernel] = {
+            build: load(build, ARCHS[request.device.arch], index)
+            for build in builds(self._kv_layout, request.num_heads or _MANY)
+        }
         self._clusters: dict[tuple[Build, int], int] = {}
         self._cuts: dict[tuple[int, int, int], Cut] = {}
 
@@ -62,30 +62,46 @@ class _Device:
         return self._clusters[build, splits]
 
     def cut(self, rows: int, num_heads: int, topk: int) -> tuple[Kernel, Cut]:
-        """The kernel and the cut for a shape; chosen once for each."""
+        """The kernel and the cut for a shape; chosen once for each. Batch-invariant, it is that of a row a multiprocessor."""
+        if self._batch_invariant:
+            rows = self._num_sms
         cut = self._cuts.get((rows, num_heads, topk))
         if cut is None:
-            cut = choose(rows=rows, num_heads=num_heads, topk=topk, num_sms=self._num_sms, clusters=self._held)
+            cut = choose(self._kv_layout, rows=rows, num_heads=num_heads, topk=topk, num_sms=self._num_sms, clusters=self._held)
             self._cuts[rows, num_heads, topk] = cut
         return self._kernels[cut.build], cut
 
 
-def _check_cache(kv: Tensor) -> None:
-    """Rows are copied 16 bytes at a time. Raises: InvalidArgument."""
-    if kv.data_ptr() % 16 or kv.stride(0) % 16:
+def _layout(request: Request) -> str:
+    return request.kv_layout or FP8_DS_MLA.name
+
+
+def _check_cache(kv: Tensor, kv_layout: str) -> None:
+    """Rows are copied 16 bytes at a time, as the layout says. Raises: InvalidArgument."""
+    layout = LAYOUTS[kv_layout]
+    if (kv.dtype, kv.shape[-1]) != (layout.dtype, layout.row_width):
         raise InvalidArgument(
             "nvidia.native",
             "kv_cache",
-            got=f"a start at {kv.data_ptr() % 16} and blocks {kv.stride(0)} bytes apart",
+            got=f"{kv.dtype} rows of {kv.shape[-1]}",
+            expected=f"{layout.dtype} rows of {layout.row_width}, for it was bound for {kv_layout}",
+        )
+    apart = kv.stride(0) * kv.element_size()
+    if kv.data_ptr() % 16 or apart % 16:
+        raise InvalidArgument(
+            "nvidia.native",
+            "kv_cache",
+            got=f"a start at {kv.data_ptr() % 16} and blocks {apart} bytes apart",
             expected="multiples of 16 bytes; allocate blocks of whole rows, or use backend='triton'",
         )
 
 
 class NativeAttention:
-    """Both primitives on the native kernel; one for a bound request, its devices loaded at bind or at their first call."""
+    """Both primitives on the native kernel for a bound request's layout; devices are loaded at bind or at their first call."""
 
     def __init__(self, request: Request) -> None:
-        self._arch, self._num_sms = request.device.arch, request.device.num_sms
+        self._request = request
+        self._kv_layout = _layout(request)
         self._devices: dict[int, _Device] = {}
         device = device_with(request.device)
         if device is None or device.type != "cuda":
@@ -95,7 +111,7 @@ class NativeAttention:
     def _on(self, index: int) -> _Device:
         found = self._devices.get(index)
         if found is None:
-            found = self._devices[index] = _Device(self._arch, index, self._num_sms)
+            found = self._devices[index] = _Device(self._request, index)
         return found
 
     def decode(
@@ -113,13 +129,10 @@ class NativeAttention:
     ) -> tuple[Tensor, Tensor]:
         """sparse_decode; `schedule` is not needed, the splits follow from the shape and take no scratch."""
         batch, query_len, num_heads, _ = q.shape
-        if out is None:
-            out = torch.empty((batch, query_len, num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=q.device)
-        if lse_out is None:
-            lse_out = torch.empty((batch, query_len, num_heads), dtype=torch.float32, device=q.device)
+        out, lse_out = attention_results(q, out, lse_out)
         if batch == 0 or query_len == 0:
             return out, lse_out
-        _check_cache(kv_cache)
+        _check_cache(kv_cache, self._kv_layout)
         # loads of q are 16 bytes wide and stores of out 8: a copy only where their strides do not allow that
         whole = out.data_ptr() % 8 == 0 and not any(stride % 4 for stride in out.stride()[:3])
         to = out if whole else torch.empty_like(out, memory_format=torch.contiguous_format)
@@ -154,15 +167,11 @@ class NativeAttention:
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """sparse_prefill on the paged cache: tokens are rows of one query."""
-        num_tokens, num_heads, _ = q.shape
-        if out is None:
-            out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=q.device)
-        if lse_out is None:
-            lse_out = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device)
+        """sparse_prefill on the paged FP8 cache or on flat BF16 rows, which are one block: tokens are rows of one query."""
+        out, lse_out = attention_results(q, out, lse_out)
         self.decode(
             q.unsqueeze(1),
-            kv,
+            kv if kv.dim() == 3 else kv.unsqueeze(0),
             indices.unsqueeze(1),
             softmax_scale=softmax_scale,
             lengths=None if lengths is None else lengths.unsqueeze(1),
@@ -198,29 +207,36 @@ def check(device: DeviceFacts) -> Iterator[Reason]:
         yield Reason("CUDA driver", "not usable", str(error), "install the NVIDIA driver")
 
 
-def native_implementations(*, few: int = _FEW) -> Iterator[Implementation]:
-    """sparse_decode and sparse_prefill for few heads, preferred to FlashMLA's, and for up to 128, after it."""
+def native_implementations() -> Iterator[Implementation]:
+    """sparse_decode and sparse_prefill, preferred to FlashMLA's but for prefills of more than few heads."""
     bind: dict[Primitive, Any] = {
         Primitive.SPARSE_DECODE: bind_sparse_decode,
         Primitive.SPARSE_PREFILL: bind_sparse_prefill,
     }
-    for name, max_heads, preference in (("nvidia.native", few, 8.0), ("nvidia.native_wide", 128, 20.0)):
-        for primitive, function in bind.items():
+    for name, max_heads, preferences in (("nvidia.native", FEW, (8.0, 8.0)), ("nvidia.native_wide", _MANY, (9.0, 20.0))):
+        offered = [build for layout in LAYOUTS for build in builds(layout, max_heads)]
+        kernels = tuple(dict.fromkeys(build.kernel for build in offered))
+        for (primitive, function), preference in zip(bind.items(), preferences, strict=True):
             yield Implementation(
                 name=name,
                 primitive=primitive,
                 support=Support(
-                    source="mla_portable_nvidia/native/sparse_decode_fp8.cu; run on an H200",
+                    source=f"mla_portable_nvidia/native: {', '.join(f'{kernel}.cu' for kernel in kernels)}; run on an H200",
                     device_types=("cuda",),
                     vendors=("nvidia",),
                     archs=tuple(ARCHS),
-                    kv_layouts=(FP8_DS_MLA.name,),
+                    kv_layouts=tuple(LAYOUTS),
                     max_heads=max_heads,
-                    min_shared_memory=max(map(shared_bytes, BUILDS)),
+                    min_shared_memory=max(build.shared_bytes for build in offered),
                     needs_fp8_conversion=True,
+                    batch_invariant=True,
                 ),
                 bind=function,
                 check=check,
                 preference=preference,
-                sources=_SOURCES,
+                sources=(
+                    *(f"mla_portable_nvidia.native.{module}" for module in (*_MODULES, *kernels)),
+                    "mla_portable_nvidia.head_padding",
+                    *(f"mla_portable_nvidia.native:{file}" for file in (HEADER, *(f"{kernel}.cu" for kernel in kernels))),
+                ),
             )

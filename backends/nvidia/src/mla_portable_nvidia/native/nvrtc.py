@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiling CUDA C++ to machine code at run time with NVRTC, the compiler library that torch's CUDA builds depend on.
 
-No toolkit, no host compiler and no header takes part: a source states its types and instructions itself. Compiling works
-on a machine without a GPU too, wherever the library is installed.
+No toolkit, no host compiler and no header of theirs takes part: sources state their types and instructions themselves.
+Compiling works on a machine without a GPU too, wherever the library is installed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 __all__ = ["CompilationFailed", "NvrtcNotFound", "compile_cubin", "nvrtc_version"]
@@ -72,17 +72,23 @@ def _text(program: ctypes.c_void_p, what: str) -> bytes:
     return buffer.raw
 
 
-def compile_cubin(source: str, arch: str, defines: Sequence[tuple[str, int]]) -> bytes:
-    """Machine code of `source` for `arch` ("sm_90a").
+def _strings(words: Collection[str]) -> ctypes.Array[ctypes.c_char_p]:
+    return (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
+
+
+def compile_cubin(
+    source: str, arch: str, defines: Sequence[tuple[str, int]], headers: Mapping[str, str] | None = None
+) -> bytes:
+    """Machine code of `source` for `arch` ("sm_90a"). headers: name in an #include -> text.
 
     Raises: NvrtcNotFound; CompilationFailed with the compiler's log.
     """
     library, program = _library(), ctypes.c_void_p()
     options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines)]
-    library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
+    names, texts = (_strings(words) for words in ((headers or {}).keys(), (headers or {}).values()))
+    library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", len(names), texts, names)
     try:
-        encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        if library.nvrtcCompileProgram(program, len(options), encoded) != 0:
+        if library.nvrtcCompileProgram(program, len(options), _strings(options)) != 0:
             log = _text(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
             raise CompilationFailed(f"NVRTC for {arch}: {log.strip() or 'no log'}")
         return _text(program, "CUBIN")

@@ -21,13 +21,10 @@
 //
 // An absent token (negative, not below num_slots, past its length) is zeros in shared memory and scores -inf.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef long long i64;
+#define ROW 656                   // bytes
+#define ROW_STRIDE ROW
+#include "sparse_decode.cuh"
 
-#define TN 32                     // tokens of a tile
 #define HT (16 * MT)              // heads of a block
 #define GROUP 128                 // threads of a group
 #define CONSUMERS (GROUP * GROUPS)
@@ -35,7 +32,6 @@ typedef long long i64;
 #define PRODUCER_REGISTERS 32
 #define LANES_PER_HEAD (8 / MT)   // in the softmax
 #define TOKENS_PER_LANE (4 * MT)
-#define ROW 656
 #define SCALE_COLUMN 512                // bytes into a row
 #define ROPE_COLUMN 528
 #define STAGE_BYTES (TN * ROW)
@@ -52,79 +48,8 @@ typedef long long i64;
 #define Q_BYTES (MT > 1 ? 4 * MT * 8 * 32 * 16 : 0)  // q in operand order, where registers do not hold it
 #define MERGE_STRIDE 516                // floats between heads of a group's output
 
-__device__ __forceinline__ u32 smem_u32(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void copy_row(u32 to, const void* from, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "n"(ROW), "r"(barrier)
-                 : "memory");
-}
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    u32 done;
-    do {
-        asm volatile("{.reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;}"
-                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    } while (!done);
-}
-__device__ __forceinline__ void group_barrier(int group) {
-    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP) : "memory");
-}
-__device__ __forceinline__ void consumers_barrier() {
-    asm volatile("bar.sync %0, %1;" ::"n"(GROUPS + 1), "n"(CONSUMERS) : "memory");
-}
-template <typename T>
-__device__ __forceinline__ T& at(u8* smem, u32 offset) { return *reinterpret_cast<T*>(smem + offset); }
-__device__ __forceinline__ void ldmatrix4(u32 (&r)[4], u32 a) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
-}
-__device__ __forceinline__ void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-// two e4m3 codes, the low and the high half of a word, to float16 pairs
-__device__ __forceinline__ void decode4(u32 codes, u32& low, u32& high) {
-    asm("{.reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.rn.f16x2.e4m3x2 %0, l;\n cvt.rn.f16x2.e4m3x2 %1, h;}"
-        : "=r"(low), "=r"(high) : "r"(codes));
-}
-__device__ __forceinline__ u32 to_half2(float low, float high) {
-    u32 r;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-__device__ __forceinline__ u32 to_bf162(float low, float high) {
-    u32 r;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-__device__ __forceinline__ u32 mul_half2(u32 a, u32 b) {
-    u32 r;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
-__device__ __forceinline__ float exp2_(float x) {
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-__device__ __forceinline__ float low_bf16(u32 x) { return __uint_as_float(x << 16); }
-__device__ __forceinline__ float high_bf16(u32 x) { return __uint_as_float(x & 0xffff0000u); }
-// the larger of two bfloat16's magnitudes, as the bits of a float
-__device__ __forceinline__ u32 larger_size(u32 x) { return max((x & 0x7fffu) << 16, x & 0x7fff0000u); }
-// 2^e for e in [-126, 127]
-__device__ __forceinline__ float power(int e) { return __int_as_float((e + 127) << 23); }
+__device__ __forceinline__ void group_barrier(int group) { meet<GROUP>(group + 1); }
+__device__ __forceinline__ void consumers_barrier() { meet<CONSUMERS>(GROUPS + 1); }
 
 // of the largest |q| of a head, at least -60: what the columns of q are scaled by is 2^(13 - it)
 __device__ __forceinline__ int q_exponent(u8* smem, u32 base, int head) {
@@ -133,40 +58,6 @@ __device__ __forceinline__ int q_exponent(u8* smem, u32 base, int head) {
     for (int w = 0; w < 4; ++w) top = max(top, at<u32>(smem, base + TOP_AT + (w * HT + head) * 4));
     return max((int)(top >> 23) - 127, -60);
 }
-
-// every thread of every block of the cluster takes part, in both
-__device__ __forceinline__ void cluster_publish() {
-    __syncwarp();
-    asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_leave() {
-    __syncwarp();
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
-}
-// shared memory of block `rank` of the cluster, at the address that it has in this block
-__device__ __forceinline__ float2 remote2(u32 at, int rank) {
-    float2 v;
-    asm volatile("{.reg .u32 a;\n mapa.shared::cluster.u32 a, %2, %3;\n ld.shared::cluster.v2.f32 {%0,%1}, [a];}"
-                 : "=f"(v.x), "=f"(v.y) : "r"(at), "r"(rank) : "memory");
-    return v;
-}
-__device__ __forceinline__ float4 remote4(u32 at, int rank) {
-    float4 v;
-    asm volatile("{.reg .u32 a;\n mapa.shared::cluster.u32 a, %4, %5;\n ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [a];}"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at), "r"(rank) : "memory");
-    return v;
-}
-__device__ __forceinline__ void add(float4& sum, const float4 v, float weight) {
-    sum.x += v.x * weight, sum.y += v.y * weight, sum.z += v.z * weight, sum.w += v.w * weight;
-}
-
-struct Strides {
-    i64 q_b, q_s, q_h;  // elements
-    i64 indices_b, indices_s;
-    i64 lengths_b, lengths_s;
-    i64 out_b, out_s, out_h;
-    i64 lse_b, lse_s, lse_h;
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_decode_fp8(
     u16* __restrict__ out, float* __restrict__ lse_out, const u16* __restrict__ q, const u8* __restrict__ kv,
@@ -198,11 +89,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
 
     // ---- the warps that copy: eight tokens of a tile each, in the order of the tiles
     if (group == GROUPS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        set_registers_down<PRODUCER_REGISTERS>();
         auto load_indices = [&](int tile) {  // of four tiles
             const int k = begin + (tile + (lane >> 3)) * TN + warp * 8 + (lane & 7);
             return k < end ? __ldg(index_row + k) : -1;
         };
+        const Cache cache = {kv, num_slots, block_size, block_stride};
         int next = load_indices(0), of_group = 0, stage = 0;
         u32 parity = 1;  // stages begin empty
         for (int first = 0; first < tiles; first += 4) {
@@ -210,29 +102,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             next = load_indices(first + 4);
             for (int j = 0; j < 4 && first + j < tiles; ++j) {
                 const int slot = __shfl_sync(~0u, slots, j * 8 + (lane & 7));
-                const bool valid = lane < 8 && slot >= 0 && slot < num_slots;
-                const u32 mask = __ballot_sync(~0u, valid);
                 const u32 to = Q_BYTES + of_group * GROUP_BYTES, full = shared + to + FULL_AT + stage * 8;
-                const u32 rows = to + stage * STAGE_BYTES + warp * 8 * ROW;
                 barrier_wait(full + EMPTY_AT - FULL_AT, parity);
-                if (mask != 0xffu) {
-                    for (int k = 0; k < 8; ++k)
-                        if (!((mask >> k) & 1))
-                            for (int n = lane; n < ROW / 16; n += 32)
-                                at<uint4>(smem, rows + k * ROW + n * 16) = make_uint4(0, 0, 0, 0);
-                    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before a later copy writes here
-                    __syncwarp();
-                }
-                if (lane == 0) {
-                    at<u8>(smem, to + MASK_AT + stage * 4 + warp) = (u8)mask;
-                    barrier_expect(full, ROW * __popc(mask));
-                }
-                __syncwarp();
-                if (valid) {
-                    const i64 from =
-                        block_size == 0 ? (i64)slot * ROW : slot / block_size * block_stride + slot % block_size * ROW;
-                    copy_row(shared + rows + lane * ROW, kv + from, full);
-                }
+                copy_rows(smem, to + stage * STAGE_BYTES + warp * 8 * ROW, to + MASK_AT + stage * 4 + warp, full, cache, slot, lane);
                 if (++of_group == GROUPS) {
                     of_group = 0;
                     if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -245,8 +117,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
         }
         return;
     }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+    set_registers_up<CONSUMER_REGISTERS>();
     const int mine = tiles > group ? (tiles - group + GROUPS - 1) / GROUPS : 0;  // tiles of this group
+
+    // as an exponent of 2; read here, long before it is wanted
+    const bool has_sink = sink && thread < HT && head0 + thread < num_heads;
+    const float own_sink = has_sink ? sink[head0 + thread] * LOG2_E : minus_infinity();
 
     // ---- q: operand registers; k steps of 16 columns are 4 consecutive columns of each lane
     u32 q_nope[MT][8][4], q_rope[MT][4];  // q_nope moves to shared memory where MT is 2
@@ -266,8 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
                     const uint4 none = make_uint4(0, 0, 0, 0);
                     const uint4 w = on ? *reinterpret_cast<const uint4*>(q_row + warp * 128 + c * 32 + j * 8) : none;
                     v[mt][half][j] = w;
-                    top = max(top, max(larger_size(w.x), larger_size(w.y)));
-                    top = max(top, max(larger_size(w.z), larger_size(w.w)));
+                    top = max(top, largest_size(w));
                 }
                 r[mt][half] = on ? *reinterpret_cast<const uint2*>(q_row + 512 + warp * 16 + c * 4) : make_uint2(0, 0);
                 top = max(top, __shfl_xor_sync(~0u, top, 1));
@@ -410,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             float top = -1.0e30f;
 #pragma unroll
             for (int k = 0; k < TOKENS_PER_LANE; ++k) {
-                x[k] = (mask >> k) & 1 ? x[k] * score_scale : __int_as_float(0xff800000);
+                x[k] = (mask >> k) & 1 ? x[k] * score_scale : minus_infinity();
                 top = fmaxf(top, x[k]);
             }
 #pragma unroll
@@ -551,43 +426,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     }
 #endif
 
-    // ---- the splits, each block a share of the columns
-    float2* parts = reinterpret_cast<float2*>(outputs + GROUPS * HT * MERGE_STRIDE);  // [MAX_SPLITS][HT]: of every block
-    const u32 whole_at = smem_u32(whole), outputs_at = smem_u32(outputs);
+    // ---- the splits
+    float* weights = outputs + GROUPS * HT * MERGE_STRIDE;  // [MAX_SPLITS][HT]
+    if (splits > 1) cluster_publish();
+    if (thread < HT) {
+        float* lse = lse_out + b * st.lse_b + s * st.lse_s + (head0 + thread) * st.lse_h;
+        const bool tells = split == 0 && head0 + thread < num_heads;
+        weigh_splits<HT>(weights + thread, smem_u32(whole) + thread * 8, splits, own_sink, tells ? lse : nullptr);
+    }
+    consumers_barrier();
+    u16* out_row = out + b * st.out_b + s * st.out_s + head0 * st.out_h;
     if (splits > 1) {
-        cluster_publish();
-        for (int k = thread; k < splits * HT; k += CONSUMERS) parts[k] = remote2(whole_at + (k % HT) * 8, k / HT);
-        consumers_barrier();
+        sum_splits<HT, MERGE_STRIDE, CONSUMERS>(
+            out_row, st.out_h, num_heads - head0, smem_u32(outputs), weights, splits, thread);
+        return;
     }
-    for (int k = (int)split * CONSUMERS + thread; k < HT * 128; k += splits * CONSUMERS) {
-        const int head = k >> 7, column = (k & 127) * 4;
-        if (head0 + head >= num_heads) continue;
-        float top = whole[head * 2], sum = whole[head * 2 + 1];
-        float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (splits > 1) {
-            for (int p = 0; p < splits; ++p) top = fmaxf(top, parts[p * HT + head].x);
-            sum = 0.f;
 #pragma unroll 4
-            for (int p = 0; p < splits; ++p) {
-                const float2 state = parts[p * HT + head];
-                const float weight = exp2_(state.x - top);
-                sum += state.y * weight;
-                add(value, remote4(outputs_at + (head * MERGE_STRIDE + column) * 4, p), weight);
-            }
-        } else {
-            const float* from = outputs + head * MERGE_STRIDE + column;
+    for (int k = thread; k < HT * 128; k += CONSUMERS) {
+        float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-            for (int g = 0; g < GROUPS; ++g) add(value, *reinterpret_cast<const float4*>(from + g * HT * MERGE_STRIDE), 1.f);
+        for (int g = 0; g < GROUPS; ++g) {
+            const float* from = outputs + (g * HT + (k >> 7)) * MERGE_STRIDE + (k & 127) * 4;
+            add(value, *reinterpret_cast<const float4*>(from), weights[k >> 7]);
         }
-        const int h = head0 + head;
-        const bool empty = sum == 0.f;  // a NaN sum is not empty, it has to be seen
-        if (column == 0)
-            lse_out[b * st.lse_b + s * st.lse_s + h * st.lse_h] =
-                empty ? __int_as_float(0xff800000) : (top + __log2f(sum)) * 0.6931471805599453f;
-        if (sink && !empty) sum += exp2_(sink[h] * 1.4426950408889634f - top);
-        const float f = empty ? 0.f : 1.f / sum;
-        *reinterpret_cast<uint2*>(out + b * st.out_b + s * st.out_s + (i64)h * st.out_h + column) =
-            make_uint2(to_bf162(value.x * f, value.y * f), to_bf162(value.z * f, value.w * f));
+        store_columns(out_row, st.out_h, num_heads - head0, k, value);
     }
-    if (splits > 1) cluster_leave();  // nobody does while its shared memory is read
 }

@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the native kernels share: instructions by their names, the copying of rows, and the end of a row that is split.
+//
+// An includer defines ROW and ROW_STRIDE, the bytes of a row of the cache and between rows of a stage, before it includes this.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef long long i64;
+
+#define TN 32                     // tokens of a tile
+#define MAX_SPLITS 16             // blocks of a cluster
+#define LOG2_E 1.4426950408889634f
+#define LN_2 0.6931471805599453f
+
+struct Strides {
+    i64 q_b, q_s, q_h;  // elements
+    i64 indices_b, indices_s;
+    i64 lengths_b, lengths_s;
+    i64 out_b, out_s, out_h;
+    i64 lse_b, lse_s, lse_h;
+};
+struct Cache {
+    const u8* rows;
+    int num_slots, block_size;  // block_size 0: blocks are side by side
+    i64 block_stride;           // bytes
+};
+
+// ---- shared memory and its barriers
+__device__ __forceinline__ u32 smem_u32(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+template <typename T>
+__device__ __forceinline__ T& at(u8* smem, u32 offset) { return *reinterpret_cast<T*>(smem + offset); }
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    u32 done;
+    do {
+        asm volatile("{.reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    } while (!done);
+}
+// what was written to shared memory, before copies and tensor cores that work beside the thread see it
+__device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// COUNT threads of the block meet, by number
+template <int COUNT>
+__device__ __forceinline__ void meet(int number) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
+}
+template <int COUNT>
+__device__ __forceinline__ void set_registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT>
+__device__ __forceinline__ void set_registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+
+// ---- matrices
+__device__ __forceinline__ void ldmatrix4(u32 (&r)[4], u32 a) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
+}
+__device__ __forceinline__ void ldmatrix4_transposed(u32 (&r)[4], u32 a) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
+}
+__device__ __forceinline__ void stmatrix4(u32 to, const u32 (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]),
+                 "r"(r[3])
+                 : "memory");
+}
+__device__ __forceinline__ void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- numbers
+// e4m3 codes, the low and the high half of a word, to float16 pairs
+__device__ __forceinline__ void decode4(u32 codes, u32& low, u32& high) {
+    asm("{.reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.rn.f16x2.e4m3x2 %0, l;\n cvt.rn.f16x2.e4m3x2 %1, h;}"
+        : "=r"(low), "=r"(high) : "r"(codes));
+}
+__device__ __forceinline__ u32 to_half2(float low, float high) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ u32 to_bf162(float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ u32 mul_half2(u32 a, u32 b) {
+    u32 r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+__device__ __forceinline__ u32 mul_bf162(u32 a, u32 b) {
+    u32 r;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+__device__ __forceinline__ float exp2_(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+__device__ __forceinline__ float low_bf16(u32 x) { return __uint_as_float(x << 16); }
+__device__ __forceinline__ float high_bf16(u32 x) { return __uint_as_float(x & 0xffff0000u); }
+// the largest of eight bfloat16's magnitudes, as the bits of a float
+__device__ __forceinline__ u32 larger_size(u32 x) { return max((x & 0x7fffu) << 16, x & 0x7fff0000u); }
+__device__ __forceinline__ u32 largest_size(const uint4 w) {
+    return max(max(larger_size(w.x), larger_size(w.y)), max(larger_size(w.z), larger_size(w.w)));
+}
+// 2^e for e in [-126, 127]
+__device__ __forceinline__ float power(int e) { return __int_as_float((e + 127) << 23); }
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+__device__ __forceinline__ void add(float4& sum, const float4 v, float weight) {
+    sum.x += v.x * weight, sum.y += v.y * weight, sum.z += v.z * weight, sum.w += v.w * weight;
+}
+
+// ---- copying: eight tokens of a tile by a warp, lanes 0 to 7 one each, into `rows`; `full` expects their bytes.
+// An absent token (negative, not below num_slots) becomes zeros and a 0 in the byte at `mask_at`.
+__device__ __forceinline__ void copy_rows(u8* smem, u32 rows, u32 mask_at, u32 full, const Cache& cache, int slot, int lane) {
+    const bool valid = lane < 8 && slot >= 0 && slot < cache.num_slots;
+    const u32 mask = __ballot_sync(~0u, valid);
+    if (mask != 0xffu) {
+        for (int k = 0; k < 8; ++k)
+            if (!((mask >> k) & 1))
+                for (int n = lane; n < ROW / 16; n += 32) at<uint4>(smem, rows + k * ROW_STRIDE + n * 16) = make_uint4(0, 0, 0, 0);
+        async_fence();  // before a later copy writes here
+        __syncwarp();
+    }
+    if (lane == 0) {
+        at<u8>(smem, mask_at) = (u8)mask;
+        barrier_expect(full, ROW * __popc(mask));
+    }
+    __syncwarp();
+    if (valid) {
+        const i64 from = cache.block_size == 0 ? (i64)slot * ROW
+                                               : slot / cache.block_size * cache.block_stride + slot % cache.block_size * ROW;
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                         smem_u32(smem) + rows + lane * ROW_STRIDE),
+                     "l"(cache.rows + from), "n"(ROW), "r"(full)
+                     : "memory");
+    }
+}
+
+// ---- clusters: every thread of every block takes part, in both
+__device__ __forceinline__ void cluster_publish() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_leave() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+}
+// shared memory of block `rank` of the cluster, at the address that it has in this block
+__device__ __forceinline__ float2 remote2(u32 at, int rank) {
+    float2 v;
+    asm volatile("{.reg .u32 a;\n mapa.shared::cluster.u32 a, %2, %3;\n ld.shared::cluster.v2.f32 {%0,%1}, [a];}"
+                 : "=f"(v.x), "=f"(v.y) : "r"(at), "r"(rank) : "memory");
+    return v;
+}
+__device__ __forceinline__ float4 remote4(u32 at, int rank) {
+    float4 v;
+    asm volatile("{.reg .u32 a;\n mapa.shared::cluster.u32 a, %4, %5;\n ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [a];}"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at), "r"(rank) : "memory");
+    return v;
+}
+
+// ---- the end of a row
+// what each split's output counts for one head, [splits] in steps of HEADS; `state` is where every block has (level, sum) of
+// it. sink: as an exponent of 2, -inf where there is none. lse: where to write it, or null.
+template <int HEADS>
+__device__ __forceinline__ void weigh_splits(float* weights, u32 state, int splits, float sink, float* lse) {
+    float2 of[MAX_SPLITS];
+    float level = -1.0e30f, sum = 0.f;
+#pragma unroll
+    for (int p = 0; p < MAX_SPLITS; ++p) {
+        of[p] = remote2(state, min(p, splits - 1));
+        level = fmaxf(level, of[p].x);
+    }
+#pragma unroll
+    for (int p = 0; p < MAX_SPLITS; ++p) {
+        of[p].x = exp2_(of[p].x - level);
+        if (p < splits) sum += of[p].y * of[p].x;
+    }
+    const bool empty = sum == 0.f;  // a NaN sum is not empty, it has to be seen
+    if (lse) *lse = empty ? minus_infinity() : (level + __log2f(sum)) * LN_2;
+    const float factor = empty ? 0.f : 1.f / (sum + exp2_(sink - level));
+#pragma unroll
+    for (int p = 0; p < MAX_SPLITS; ++p)
+        if (p < splits) weights[p * HEADS] = of[p].x * factor;
+}
+// four columns, k, of [HEADS][512], where the head exists
+__device__ __forceinline__ void store_columns(u16* out, i64 head_stride, int heads, int k, const float4 value) {
+    if (k >> 7 < heads)
+        *reinterpret_cast<uint2*>(out + (k >> 7) * head_stride + (k & 127) * 4) =
+            make_uint2(to_bf162(value.x, value.y), to_bf162(value.z, value.w));
+}
+// the sum of the splits, each block a share of the columns; `outputs` is [HEADS][STRIDE] in every block
+template <int HEADS, int STRIDE, int THREADS>
+__device__ __forceinline__ void sum_splits(
+    u16* out, i64 head_stride, int heads, u32 outputs, const float* weights, int splits, int thread) {
+    for (int k = blockIdx.y * THREADS + thread; k < HEADS * 128; k += splits * THREADS) {
+        const int head = k >> 7;
+        float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int first = 0; first < splits; first += 8) {
+            float4 part[8];
+#pragma unroll
+            for (int p = 0; p < 8; ++p)
+                part[p] = remote4(outputs + (head * STRIDE + (k & 127) * 4) * 4, min(first + p, splits - 1));
+#pragma unroll
+            for (int p = 0; p < 8; ++p)
+                if (first + p < splits) add(value, part[p], weights[(first + p) * HEADS + head]);
+        }
+        store_columns(out, head_stride, heads, k, value);
+    }
+    cluster_leave();  // nobody does while its shared memory is read
+}

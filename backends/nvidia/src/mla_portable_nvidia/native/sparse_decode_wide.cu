@@ -1,0 +1,513 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sparse MLA attention on the FP8 cache for many heads: 64 heads of one query row over one split of its indices.
+//
+// Compiled at run time (NVRTC). The splits of a row are a cluster of blocks.
+//
+// A block is two warpgroups, and four warps that copy for them. A step is 128 tokens, the scores of 64 by each warpgroup; then
+// each adds all 128 to its 256 output columns. Both products put the cache first: tokens x columns times q transposed, columns
+// x tokens times the probabilities transposed. So the cache is always the operand in registers, made from the e4m3 bytes in
+// shared memory by the warps that multiply it, and never written back: what a tile costs beside its multiplications is one
+// conversion and one scaling for two numbers of it, twice.
+//   scores: lane (t, c) holds tokens t and t + 8 of its warp's 16 and takes 32 consecutive bytes of 128 columns; q stands in
+//   shared memory in that order of columns.
+//   output: lane (t, c) holds eight columns, 8 t of its warp's 64, and tokens 2c, 2c + 1, 2c + 8, 2c + 9 of 16; byte permutes
+//   transpose the codes of two tokens while they unpack.
+// The 656 bytes of a row shift it by one 16-byte chunk against the row before, so that neither reading order meets a bank twice.
+//
+// Range of float16: q is scaled for all heads together, to a power of two below 2^14 (its rope part too, which stays bfloat16).
+// A token's values are scaled by 2^-e, e the exponent of its largest scale. Its probabilities carry 2^e: softmax runs over
+// score + e, and a token adds p 2^-e to the sum. They are taken against a level 6 below the largest exponent seen when
+// the level was last set; it is set again when one would pass 2^14, which after the first step is rare.
+//
+// An absent token (negative, not below num_slots, past its length) is zeros in shared memory and scores -inf.
+
+#define ROW 656                   // bytes
+#define ROW_STRIDE ROW
+#include "sparse_decode.cuh"
+
+#define HT 64                     // heads of a block
+#define STAGES 6
+#define STEP_STAGES 4
+#define CONSUMERS 256
+#define THREADS (CONSUMERS + 128)
+#define CONSUMER_REGISTERS 240
+#define PRODUCER_REGISTERS 24
+#define SCALE_COLUMN 512          // bytes into a row
+#define ROPE_COLUMN 528
+#define STAGE_BYTES (TN * ROW)
+#define Q_CHUNK 8192              // 64 heads x 64 columns, swizzled by 128 bytes; eight of the latent, one of rope
+#define PROB_AT (9 * Q_CHUNK)     // [128 tokens][64 heads] float16, likewise
+#define KV_AT (PROB_AT + 16384)
+#define LEVEL_AT (KV_AT + STAGES * STAGE_BYTES)  // [HT]: what probabilities are taken against, as an exponent of 2
+#define TOP_AT (LEVEL_AT + HT * 4)               // [8][HT]: of a warp's tokens; later its sums
+#define STATE_AT (TOP_AT + 8 * HT * 4)           // [HT][2]: level and sum of the block
+#define SINK_AT (STATE_AT + HT * 8)              // [HT]: as an exponent of 2
+#define UNIT_AT (SINK_AT + HT * 4)               // [2 steps][4][128] float16: scales over 2^e
+#define MASK_AT (UNIT_AT + 2 * 4 * 128 * 2)      // a byte for eight tokens of a stage
+#define RISEN_AT (MASK_AT + STAGES * 4)          // [2]: the last step of either parity that needs another level
+#define QTOP_AT (RISEN_AT + 8)                   // [8]: largest |q| that a warp has seen, as bits
+#define FULL_AT ((QTOP_AT + 32 + 7) / 8 * 8)     // a barrier for each stage
+#define EMPTY_AT (FULL_AT + STAGES * 8)          // likewise: its readers have left it
+#define SPENT_AT (EMPTY_AT + STAGES * 8)         // a barrier: the probabilities have been read
+#define SHARED_BYTES (SPENT_AT + 8)
+#define MERGE_STRIDE 516          // floats between heads of a split's output
+#define WEIGHT_AT (HT * MERGE_STRIDE * 4)        // [MAX_SPLITS][HT], behind it: what a split's output counts
+#define HEADROOM 6.f              // a level below the largest exponent
+#define LIMIT 14.f                // the largest exponent of a probability
+
+__device__ __forceinline__ void consumers_barrier() { meet<CONSUMERS>(1); }
+// an operand in shared memory, swizzled by 128 bytes, its groups of eight rows 1,024 bytes apart
+__device__ __forceinline__ u64 descriptor(u32 address) {
+    return (u64)((address & 0x3ffffu) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+}
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+// an operand's registers stay as they are until here
+__device__ __forceinline__ void hold(u32 (&a)[4]) { asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])); }
+// d = a b + d, or a b where not `keep`: 64 rows, 64 columns, depth 16; a in registers, b by its descriptor
+#define WGMMA(NAME, TYPES, TRANSPOSED)                                                                                         \
+    __device__ __forceinline__ void NAME(float (&d)[32], const u32 (&a)[4], u64 b, int keep) {                                 \
+        asm volatile(                                                                                                          \
+            "{.reg .pred p;\n setp.ne.b32 p, %37, 0;\n"                                                                        \
+            "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPES " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"      \
+            "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, " TRANSPOSED ";}" \
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),       \
+              "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),            \
+              "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),           \
+              "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                         \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));                                                  \
+    }
+WGMMA(wgmma_latent, "f16.f16", "0")   // b is [64 columns][16]
+WGMMA(wgmma_rope, "bf16.bf16", "0")
+WGMMA(wgmma_output, "f16.f16", "1")   // b is [16][64 columns]
+
+// which rows and heads a block serves; read again where it is wanted again, to keep no registers meanwhile
+struct Place {
+    int head0;
+    i64 b, s;
+};
+__device__ __forceinline__ Place place(int head_tiles, int query_len) {
+    u32 block;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    const u32 row = block / head_tiles;
+    return {(int)(block % head_tiles) * HT, (i64)(row / query_len), (i64)(row % query_len)};
+}
+
+// likewise
+__device__ __forceinline__ int thread_again() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
+// merges the warps' sums and the splits' outputs, and writes; all consumers of a block come here
+__device__ __forceinline__ void finish(
+    u8* smem, const float (&acc)[4][32], const float (&total)[2], u16* __restrict__ out, float* __restrict__ lse_out,
+    int num_heads, const Place where, const Strides& st) {
+    const int thread = thread_again(), warp8 = thread >> 5, t = (thread & 31) >> 2, c = thread & 3, splits = gridDim.y;
+    const int column0 = warp8 * 64 + t * 8;
+    at<float2>(smem, TOP_AT + (warp8 * HT + t * 8 + 2 * c) * 4) = make_float2(total[0], total[1]);
+    consumers_barrier();  // nobody reads q, probabilities or stages any more
+    if (thread < HT) {
+        float sum = 0.f;
+#pragma unroll
+        for (int w = 0; w < 8; ++w) sum += at<float>(smem, TOP_AT + (w * HT + thread) * 4);
+        at<float2>(smem, STATE_AT + thread * 8) = make_float2(at<float>(smem, LEVEL_AT + thread * 4), sum);
+    }
+    if (splits > 1) {
+#pragma unroll
+        for (int k = 0; k < 16; ++k) {
+            const int n = k >> 1, i = n * 4 + (k & 1);
+            const u32 to = ((n * 8 + 2 * c + (k & 1)) * MERGE_STRIDE + column0) * 4;
+            at<float4>(smem, to) = make_float4(acc[0][i], acc[0][i + 2], acc[1][i], acc[1][i + 2]);
+            at<float4>(smem, to + 16) = make_float4(acc[2][i], acc[2][i + 2], acc[3][i], acc[3][i + 2]);
+        }
+        cluster_publish();
+    }
+
+    if (thread < HT) {
+        const int h = where.head0 + thread;
+        float* lse = lse_out + where.b * st.lse_b + where.s * st.lse_s + h * st.lse_h;
+        weigh_splits<HT>(&at<float>(smem, WEIGHT_AT + thread * 4), smem_u32(smem) + STATE_AT + thread * 8, splits,
+                         at<float>(smem, SINK_AT + thread * 4), blockIdx.y == 0 && h < num_heads ? lse : nullptr);
+    }
+    consumers_barrier();
+
+    u16* out_row = out + where.b * st.out_b + where.s * st.out_s + (i64)where.head0 * st.out_h;
+    if (splits == 1) {
+#pragma unroll
+        for (int k = 0; k < 16; ++k) {
+            const int n = k >> 1, i = n * 4 + (k & 1), head = n * 8 + 2 * c + (k & 1);
+            if (where.head0 + head >= num_heads) continue;
+            const float factor = at<float>(smem, WEIGHT_AT + head * 4);
+            u32 w[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) w[j] = to_bf162(acc[j][i] * factor, acc[j][i + 2] * factor);
+            uint2* to = reinterpret_cast<uint2*>(out_row + (i64)head * st.out_h + column0);
+            to[0] = make_uint2(w[0], w[1]), to[1] = make_uint2(w[2], w[3]);
+        }
+        return;
+    }
+    sum_splits<HT, MERGE_STRIDE, CONSUMERS>(
+        out_row, st.out_h, num_heads - where.head0, smem_u32(smem), &at<float>(smem, WEIGHT_AT), splits, thread);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
+    u16* __restrict__ out, float* __restrict__ lse_out, const u16* __restrict__ q, const u8* __restrict__ kv,
+    const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink, float scale_log2,
+    int topk, int split_len, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, i64 block_stride,
+    Strides st) {
+    extern __shared__ __align__(1024) u8 smem[];
+    const int thread = threadIdx.x, lane = thread & 31, warp = (thread >> 5) & 3;
+    const int group = __shfl_sync(~0u, thread >> 7, 0);  // the warpgroup; 2: the warps that copy
+    const int t = lane >> 2, c = lane & 3;
+    const u32 shared = smem_u32(smem);
+
+    const Place here = place(head_tiles, query_len);
+    const int begin = (int)blockIdx.y * split_len;
+    int end = min(begin + split_len, topk);
+    const int* index_row = indices + here.b * st.indices_b + here.s * st.indices_s;
+    if (lengths) end = min(end, lengths[here.b * st.lengths_b + here.s * st.lengths_s]);
+    const int steps = end > begin ? (end - begin + STEP_STAGES * TN - 1) / (STEP_STAGES * TN) : 0;
+    if (thread < STAGES) {
+        barrier_init(shared + FULL_AT + thread * 8, 4);
+        barrier_init(shared + EMPTY_AT + thread * 8, 8);
+    }
+    if (thread == 0) {
+        barrier_init(shared + SPENT_AT, 8);
+        at<u32>(smem, RISEN_AT) = at<u32>(smem, RISEN_AT + 4) = 0;
+    }
+    if (thread < HT) {
+        at<float>(smem, LEVEL_AT + thread * 4) = -1.0e30f;
+        const bool sinks = sink && here.head0 + thread < num_heads;
+        at<float>(smem, SINK_AT + thread * 4) =
+            sinks ? sink[here.head0 + thread] * LOG2_E : minus_infinity();
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    __syncthreads();
+
+    // ---- the warps that copy: eight tokens of a stage each
+    if (group == 2) {
+        set_registers_down<PRODUCER_REGISTERS>();
+        auto load_indices = [&](int step) {
+            const int k = begin + step * STEP_STAGES * TN + (lane >> 3) * TN + warp * 8 + (lane & 7);
+            return k < end ? __ldg(index_row + k) : -1;
+        };
+        const Cache cache = {kv, num_slots, block_size, block_stride};
+        int next = load_indices(0), stage = 0;
+        u32 parity = 1;  // stages begin empty
+        for (int step = 0; step < steps; ++step) {
+            const int slots = next;
+            next = load_indices(step + 1);
+            for (int j = 0; j < STEP_STAGES; ++j) {
+                const int slot = __shfl_sync(~0u, slots, j * 8 + (lane & 7));
+                const u32 full = shared + FULL_AT + stage * 8;
+                barrier_wait(full + EMPTY_AT - FULL_AT, parity);
+                copy_rows(smem, KV_AT + stage * STAGE_BYTES + warp * 8 * ROW, MASK_AT + stage * 4 + warp, full, cache, slot, lane);
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+        }
+        if (gridDim.y > 1) {
+            cluster_publish();
+            cluster_leave();
+        }
+        return;
+    }
+    set_registers_up<CONSUMER_REGISTERS>();
+    const int warp8 = group * 4 + warp;
+
+    // ---- q, four threads a head: its largest size, then in the order of columns that the lanes of a score take
+    float score_scale;
+    {
+        const int head = thread >> 2, part = thread & 3;
+        const bool on = here.head0 + head < num_heads;
+        const u16* q_row = q + here.b * st.q_b + here.s * st.q_s + (i64)(here.head0 + head) * st.q_h;
+        uint4 w[18];
+#pragma unroll
+        for (int j = 0; j < 18; ++j)
+            w[j] = on ? *reinterpret_cast<const uint4*>(q_row + (j * 4 + part) * 8) : make_uint4(0, 0, 0, 0);
+        u32 top = 0;
+#pragma unroll
+        for (int j = 0; j < 16; ++j) top = max(top, largest_size(w[j]));
+        top = __reduce_max_sync(~0u, top);
+        if (lane == 0) at<u32>(smem, QTOP_AT + warp8 * 4) = top;
+        consumers_barrier();
+#pragma unroll
+        for (int w = 0; w < 8; ++w) top = max(top, at<u32>(smem, QTOP_AT + w * 4));
+        const int exponent = max((int)(top >> 23) - 127, -60);
+        const float shrink = power(13 - exponent);
+        score_scale = scale_log2 * power(exponent - 13);
+        // of 128 columns of the latent (64 of rope) lane `taker` takes 32 (16) that follow each other, four at each depth of 16
+#pragma unroll
+        for (int j = 0; j < 18; ++j) {  // columns 32 j + 8 part ..
+            const bool latent = j < 16;
+            const int taker = latent ? j & 3 : (j - 16) * 2 + (part >> 1), depth = latent ? part * 2 : (part & 1) * 2;
+            const u32 chunk = latent ? (j >> 2) * 2 + (part >> 1) : 8;
+            const u32 to = chunk * Q_CHUNK + head * 128 + taker * 4;
+            const u32 words[4] = {w[j].x, w[j].y, w[j].z, w[j].w};
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float low = low_bf16(words[k]) * shrink, high = high_bf16(words[k]) * shrink;
+                const int place = ((depth & 3) + (k >> 1)) * 2 + (k & 1);
+                at<u32>(smem, to + ((place ^ (head & 7)) << 4)) = latent ? to_half2(low, high) : to_bf162(low, high);
+            }
+        }
+        async_fence();
+        consumers_barrier();
+    }
+
+    float acc[4][32];  // columns 8 t + 2 j and the next of this warp's, heads 8 n + 2 c and the next
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int k = 0; k < 32; ++k) acc[j][k] = 0.f;
+    float total[2] = {0.f, 0.f};  // of heads 8 t + 2 c and the next, over this warp's tokens
+    const u64 q_operand = descriptor(shared), prob_operand = descriptor(shared + PROB_AT);
+
+    int stage = 0;
+    u32 parity = 0;
+    for (int step = 0; step < steps; ++step) {
+        float x[32];  // scores of tokens t and t + 8, heads 8 n + 2 c and the next
+        float back[2];  // 2^-e of the tokens
+        u32 mask;
+        // ---- scores
+        {
+            const int thread = thread_again(), warp8 = thread >> 5, t = (thread & 31) >> 2, c = thread & 3;
+            int own = stage + (warp8 >> 1);
+            const bool wrapped = own >= STAGES;
+            if (wrapped) own -= STAGES;
+            barrier_wait(shared + FULL_AT + own * 8, parity ^ (u32)wrapped);
+            const u32 from = KV_AT + own * STAGE_BYTES + ((warp8 & 1) * 16 + t) * ROW;
+            mask = at<u32>(smem, MASK_AT + own * 4) >> ((warp8 & 1) * 16 + t);
+            uint4 v[2], next[2];  // 16 columns of either token, four steps of depth 16, and the ones after them
+#pragma unroll
+            for (int k = 0; k < 2; ++k) next[k] = at<uint4>(smem, from + k * 8 * ROW + c * 32);
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const float4 scale = at<float4>(smem, from + k * 8 * ROW + SCALE_COLUMN);
+                const float largest = fmaxf(fmaxf(fabsf(scale.x), fabsf(scale.y)), fmaxf(fabsf(scale.z), fabsf(scale.w)));
+                const int exponent = min(max((int)(__float_as_uint(largest) >> 23) - 126, -64), 64);
+                back[k] = power(-exponent);
+                const float mine = at<float>(smem, from + k * 8 * ROW + SCALE_COLUMN + c * 4) * back[k];
+                at<u16>(smem, UNIT_AT + ((step & 1) * 4 + c) * 256 + (warp8 * 16 + k * 8 + t) * 2) = (u16)to_half2(mine, mine);
+            }
+            u32 a[2][2][4], unit[2];
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {  // 64 columns
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    v[k] = next[k];
+                    const u32 there = n == 7 ? ROPE_COLUMN + c * 32 : ((n + 1) >> 1) * 128 + c * 32 + ((n + 1) & 1) * 16;
+                    next[k] = at<uint4>(smem, from + k * 8 * ROW + there);
+                    if ((n & 1) == 0) {
+                        const float scale = at<float>(smem, from + k * 8 * ROW + SCALE_COLUMN + (n >> 1) * 4) * back[k];
+                        unit[k] = to_half2(scale, scale);
+                    }
+                }
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    if (n * 2 + half >= 2) {
+                        wgmma_wait<1>();
+                        hold(a[half][0]), hold(a[half][1]);
+                    }
+#pragma unroll
+                    for (int k = 0; k < 2; ++k) {
+                        decode4(half ? (k ? v[0].w : v[0].z) : (k ? v[0].y : v[0].x), a[half][k][0], a[half][k][2]);
+                        decode4(half ? (k ? v[1].w : v[1].z) : (k ? v[1].y : v[1].x), a[half][k][1], a[half][k][3]);
+#pragma unroll
+                        for (int r = 0; r < 4; ++r) a[half][k][r] = mul_half2(a[half][k][r], unit[r & 1]);
+                    }
+                    wgmma_fence();
+#pragma unroll
+                    for (int k = 0; k < 2; ++k)
+                        wgmma_latent(x, a[half][k], q_operand + n * (Q_CHUNK / 16) + (half * 2 + k) * 2, n + half + k > 0);
+                    wgmma_commit();
+                }
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    v[k] = next[k];
+                    if (half == 0) next[k] = at<uint4>(smem, from + k * 8 * ROW + ROPE_COLUMN + c * 32 + 16);
+                }
+                wgmma_wait<1>();
+                hold(a[half][0]), hold(a[half][1]);
+                a[half][0][0] = v[0].x, a[half][0][2] = v[0].y, a[half][1][0] = v[0].z, a[half][1][2] = v[0].w;
+                a[half][0][1] = v[1].x, a[half][0][3] = v[1].y, a[half][1][1] = v[1].z, a[half][1][3] = v[1].w;
+#pragma unroll
+                for (int k = 0; k < 2; ++k)
+#pragma unroll
+                    for (int r = 0; r < 4; ++r) a[half][k][r] = mul_bf162(a[half][k][r], to_bf162(back[r & 1], back[r & 1]));
+                wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < 2; ++k)
+                    wgmma_rope(x, a[half][k], q_operand + 8 * (Q_CHUNK / 16) + (half * 2 + k) * 2, 1);
+                wgmma_commit();
+            }
+            wgmma_wait<0>();
+#pragma unroll
+            for (int half = 0; half < 2; ++half) hold(a[half][0]), hold(a[half][1]);
+        }
+
+        // ---- probabilities
+        float f[2], e[2];  // score + e = x f + e
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const bool present = (mask >> (k * 8)) & 1;
+            const int exponent = 127 - (int)(__float_as_uint(back[k]) >> 23);
+            f[k] = present ? score_scale * power(exponent) : 0.f;
+            e[k] = present ? (float)exponent : minus_infinity();
+        }
+        float sum[2];  // of this step, as `total`
+        auto probabilities = [&](bool set_level) {
+            float top = -1.0e30f, part[4][2];
+            const int thread = thread_again(), l = thread & 31;
+            // a store takes four matrices of eight tokens and eight heads: its second is the next tokens, its third heads + 32
+            const u32 to = shared + PROB_AT + ((thread >> 5) * 16 + (l & 15)) * 128 + ((l >> 4) * 4 ^ (l & 7)) * 16;
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {  // heads of n and of n + 4
+                u32 p[4];
+                float given[2];
+#pragma unroll
+                for (int m = 0; m < 2; ++m) {
+                    const float2 level = at<float2>(smem, LEVEL_AT + (l & 3) * 8 + (n + m * 4) * 32);
+                    float y[4];
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        y[k] = x[(n + m * 4) * 4 + k] * f[k >> 1] + e[k >> 1] - (k & 1 ? level.y : level.x);
+                        top = fmaxf(top, y[k]);
+                        y[k] = exp2_(y[k]);
+                    }
+                    p[m * 2] = to_half2(y[0], y[1]);
+                    p[m * 2 + 1] = to_half2(y[2], y[3]);
+#pragma unroll
+                    for (int k = 0; k < 2; ++k) {  // every lane keeps half of its heads, and takes another's sums of them
+                        const float mine = y[k] * back[0] + y[k + 2] * back[1];
+                        if (m == 0) part[n][k] = mine;
+                        given[k] = l & 16 ? part[n][k] : mine;
+                        part[n][k] = l & 16 ? mine : part[n][k];
+                    }
+                }
+                stmatrix4(to ^ n << 4, p);
+#pragma unroll
+                for (int k = 0; k < 2; ++k) part[n][k] += __shfl_xor_sync(~0u, given[k], 16);
+            }
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    const float given = __shfl_xor_sync(~0u, l & 8 ? part[n][k] : part[n + 2][k], 8);
+                    part[n][k] = (l & 8 ? part[n + 2][k] : part[n][k]) + given;
+                }
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+                sum[k] = (l & 4 ? part[1][k] : part[0][k]) + __shfl_xor_sync(~0u, l & 4 ? part[0][k] : part[1][k], 4);
+            if (!set_level && top > LIMIT) at<u32>(smem, RISEN_AT + (step & 1) * 4) = step;
+            async_fence();
+            consumers_barrier();
+        };
+        bool rises = step == 0;  // for all of the block
+        if (step > 0) {
+            barrier_wait(shared + SPENT_AT, (step - 1) & 1);
+            probabilities(false);
+            rises = at<u32>(smem, RISEN_AT + (step & 1) * 4) == step;
+        }
+        if (rises) {
+            const int own = thread_again(), t = (own & 31) >> 2, c = own & 3, warp8 = own >> 5;
+#pragma unroll
+            for (int k = 0; k < 16; ++k) {
+                const int n = k >> 1, i = k & 1;
+                float top = fmaxf(x[n * 4 + i] * f[0] + e[0], x[n * 4 + i + 2] * f[1] + e[1]);
+#pragma unroll
+                for (int d = 4; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+                if (t == 0) at<float>(smem, TOP_AT + (warp8 * HT + n * 8 + 2 * c + i) * 4) = top;
+            }
+            consumers_barrier();
+            float level[16];
+#pragma unroll
+            for (int k = 0; k < 16; ++k) {
+                const u32 head = (k >> 1) * 8 + 2 * c + (k & 1);
+                const float old = at<float>(smem, LEVEL_AT + head * 4);
+                float top = -1.0e30f;
+#pragma unroll
+                for (int w = 0; w < 8; ++w) top = fmaxf(top, at<float>(smem, TOP_AT + (w * HT + head) * 4));
+                level[k] = fmaxf(old, top - HEADROOM);
+                const float decay = exp2_(old - level[k]);
+                if (k >> 1 == t) total[k & 1] *= decay;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    acc[j][(k >> 1) * 4 + (k & 1)] *= decay;
+                    acc[j][(k >> 1) * 4 + (k & 1) + 2] *= decay;
+                }
+            }
+            consumers_barrier();  // all have read the old levels
+            if (warp8 == 0 && t == 0)
+#pragma unroll
+                for (int k = 0; k < 16; ++k) at<float>(smem, LEVEL_AT + ((k >> 1) * 8 + 2 * c + (k & 1)) * 4) = level[k];
+            consumers_barrier();
+            probabilities(true);
+        }
+        total[0] += sum[0], total[1] += sum[1];
+
+        // ---- output: 16 tokens at a time
+        {
+            const int thread = thread_again(), warp8 = thread >> 5, t = (thread & 31) >> 2, c = thread & 3;
+            const u32 units = UNIT_AT + ((step & 1) * 4 + (warp8 >> 1)) * 256 + 2 * c * 2;
+            const u32 output_from = KV_AT + 2 * c * ROW + warp8 * 64 + t * 8;
+            u32 a[2][4][4], unit01, unit89;
+            uint2 w[4];
+            auto read = [&](int k16, int from_stage) {
+                const u32 from = output_from + from_stage * STAGE_BYTES + (k16 & 1) * 16 * ROW;
+#pragma unroll
+                for (int k = 0; k < 4; ++k) w[k] = at<uint2>(smem, from + ((k >> 1) * 8 + (k & 1)) * ROW);
+                unit01 = at<u32>(smem, units + k16 * 32), unit89 = at<u32>(smem, units + k16 * 32 + 16);
+            };
+            barrier_wait(shared + FULL_AT + stage * 8, parity);
+            read(0, stage);
+#pragma unroll
+            for (int k16 = 0; k16 < 8; ++k16) {
+                u32 (&v)[4][4] = a[k16 & 1];
+                if (k16 >= 2) {
+                    wgmma_wait<1>();
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) hold(v[j]);
+                }
+#pragma unroll
+                for (int word = 0; word < 2; ++word) {
+                    const u32 w0 = word ? w[0].y : w[0].x, w1 = word ? w[1].y : w[1].x;
+                    const u32 w2 = word ? w[2].y : w[2].x, w3 = word ? w[3].y : w[3].x;
+                    decode4(__byte_perm(w0, w1, 0x5140), v[word * 2][0], v[word * 2][1]);
+                    decode4(__byte_perm(w0, w1, 0x7362), v[word * 2 + 1][0], v[word * 2 + 1][1]);
+                    decode4(__byte_perm(w2, w3, 0x5140), v[word * 2][2], v[word * 2][3]);
+                    decode4(__byte_perm(w2, w3, 0x7362), v[word * 2 + 1][2], v[word * 2 + 1][3]);
+                }
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+#pragma unroll
+                    for (int r = 0; r < 4; ++r) v[j][r] = mul_half2(v[j][r], r < 2 ? unit01 : unit89);
+                if (k16 & 1) {
+                    __syncwarp();
+                    if (lane == 0) barrier_arrive(shared + EMPTY_AT + stage * 8);
+                    if (++stage == STAGES) stage = 0, parity ^= 1;
+                    if (k16 < 7) barrier_wait(shared + FULL_AT + stage * 8, parity);
+                }
+                if (k16 < 7) read(k16 + 1, stage);
+                wgmma_fence();
+#pragma unroll
+                for (int j = 0; j < 4; ++j) wgmma_output(acc[j], v[j], prob_operand + k16 * 128, 1);
+                wgmma_commit();
+            }
+            wgmma_wait<0>();
+#pragma unroll
+            for (int j = 0; j < 4; ++j) hold(a[0][j]), hold(a[1][j]);
+        }
+        if (lane == 0) barrier_arrive(shared + SPENT_AT);
+    }
+
+    finish(smem, acc, total, out, lse_out, num_heads, place(head_tiles, query_len), st);
+}
