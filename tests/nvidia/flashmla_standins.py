@@ -26,14 +26,17 @@ from mla_portable_nvidia.discovery import forget
 class Library:
     """One build of FlashMLA.
 
-    base_2, empty: of the prefill's lse. native: head counts of the prefill beside 64 and 128. old: the layout of plans and the
-    prefill's conventions of 2025. plans: planner launches. accumulators: most bytes a call allocated. calls: decode shapes.
+    base_2, empty: of the prefill's lse. empty_out: what decode leaves in a row without keys, by heads, where not zeros;
+    sunk_out: likewise, under a sink. native: head counts of the prefill beside 64 and 128. old: the layout of plans and
+    the prefill's conventions of 2025. plans: planner launches. accumulators: most bytes a call allocated. calls: decode shapes.
     """
 
     arch: str = "sm90"
     num_sms: int = 132
     base_2: bool = False
     empty: float = math.inf
+    empty_out: dict[int, float] = field(default_factory=dict)
+    sunk_out: float = 0.0
     native: tuple[int, ...] = ()
     prefill_heads: tuple[int, ...] = (64, 128)
     old: bool = False
@@ -122,6 +125,8 @@ class Library:
             for s in range(query_len):
                 rows = self.dequantised(kv, indices[b, s])
                 result[b, s], lse[b, s] = attend(q[b, s], rows, indices[b, s] >= 0, scale, sink, math.inf)
+                if not bool((indices[b, s] >= 0).any()):
+                    result[b, s] = self.empty_out.get(heads, 0.0) if sink is None else self.sunk_out
         return result, lse.transpose(1, 2), *plan
 
     def dequantised(self, kv: Tensor, slots: Tensor) -> Tensor:

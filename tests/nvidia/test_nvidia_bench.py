@@ -39,6 +39,26 @@ def test_idle_time_is_what_no_kernel_covers(side_by_side, intervals, expected):
     assert side_by_side.idle_time(intervals) == expected
 
 
+def test_every_way_is_compared_with_the_direct_one(side_by_side, monkeypatch):
+    idle, rounds = {"direct": 1.0, "ours": 5.0, "engine": 1.5}, []
+    monkeypatch.setattr(
+        side_by_side, "figures", lambda call, device: {f"{how}_idle_us": idle[call()] for how in ("queued", "graph")}
+    )
+
+    def timeline(run):
+        rounds.append(run.args[0]())
+        late = 100.0 * (len(rounds) <= 3)  # the first round of all is slow
+        gap = side_by_side.CALLS * (idle[rounds[-1]] + late)
+        return [("kernel", 0.0, 8.0), ("kernel", 8.0 + gap, 8.0 + gap + side_by_side.CALLS)]
+
+    monkeypatch.setattr(side_by_side, "timeline", timeline)
+    rows = side_by_side.compare(None, **{name: lambda name=name: name for name in idle})
+    assert list(rows) == ["direct", "ours", "engine"] and "eager_idle_added_us" not in rows["direct"]
+    assert rounds == [*idle] * side_by_side.ROUNDS and rows["ours"]["eager_busy_us"] == 1.0 + 8.0 / side_by_side.CALLS
+    for how in ("eager", "queued", "graph"):
+        assert (rows["ours"][f"{how}_idle_added_us"], rows["engine"][f"{how}_idle_added_us"]) == (4.0, 0.5)
+
+
 @pytest.fixture
 def plan():
     """128 rows on 66 parts, two of which have nothing to do: (ours, a provider's words, its num_splits)."""

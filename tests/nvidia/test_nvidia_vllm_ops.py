@@ -57,8 +57,8 @@ def gather(src_cache, dst, block_table, seq_lens, workspace_starts, batch_size):
             dst[start + position] = unpack_fp8(src_cache[block, position % size])
 
 
-def gather_without_lengths(src_cache, dst, block_table, workspace_starts, batch_size, seq_starts=None):
-    need(seq_starts is None, "seq_starts")
+def gather_without_lengths(src_cache, dst, block_table, workspace_starts, batch_size, seq_starts, *others):
+    need(seq_starts is None and not any(each is not None for each in others), "seq_starts, or what else may be absent")
     ends = torch.cat([workspace_starts[1:], torch.tensor([len(dst)], dtype=torch.int32)])
     lens = ends - workspace_starts
     need(bool((lens >= 0).all()) and int(workspace_starts[0]) == 0, "starts that do not rise from 0")
@@ -83,11 +83,11 @@ GATHER = "cp_gather_and_upconvert_fp8_kv_cache(Tensor src_cache, Tensor(a!) dst,
 VERSIONS = {
     "0.24": (") -> ()", "amax", "Tensor seq_lens, Tensor workspace_starts, int batch_size) -> ()", gather),
     "0.26": (
-        ") -> ()", "amax", "Tensor workspace_starts, int batch_size, Tensor? seq_starts=None) -> ()", gather_without_lengths,
+        ") -> ()", "amax", "Tensor workspace_starts, int batch_size, Tensor? seq_starts) -> ()", gather_without_lengths,
     ),
     "0.33": (
-        ", bool skip_scale=False) -> ()", "pow2", "Tensor workspace_starts, int batch_size, Tensor? seq_starts=None) -> ()",
-        gather_without_lengths,
+        ", bool skip_scale=False) -> ()", "pow2",
+        "Tensor workspace_starts, int batch_size, Tensor? seq_starts, Tensor? host_cache=None) -> ()", gather_without_lengths,
     ),
 }  # fmt: skip
 
@@ -145,11 +145,12 @@ def test_without_vllm_nothing_is_offered_and_each_says_why():
             assert "vLLM" in reason.remedy
 
 
-def test_a_gather_of_an_unknown_schema_is_refused():
+@pytest.mark.parametrize("arguments", ["Tensor page_map", f"{VERSIONS['0.26'][2].partition(',')[0]}, int batch_size, int more"])
+def test_a_gather_of_an_unknown_schema_is_refused(arguments):
     library = torch.library.Library("_C_cache_ops", "DEF")
     try:
-        library.define("cp_gather_and_upconvert_fp8_kv_cache(Tensor src_cache, Tensor(a!) dst, Tensor page_map) -> ()")
+        library.define(f"{GATHER}{arguments}) -> ()")
         (reason,) = vllm_ops._check_gather(FACTS["sm90"])
-        assert "page_map" in str(reason)
+        assert arguments.rpartition(" ")[2] in str(reason) and "may be absent" in str(reason)
     finally:
         library._destroy()

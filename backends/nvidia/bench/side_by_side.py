@@ -5,7 +5,8 @@
 
 Parts, chosen by --parts:
     plans     the closed-form schedule against the provider's own, in every word that the kernel reads, on the golden shapes
-    decode    h 64 and 128, b 1, 16 and 128, topk 2048; h 16 with its padding copy shown apart
+    decode    h 64 and 128, b 1, 16 and 128, topk 2048; h 16 with its padding copy shown apart. "ours" is bound for any indices
+              and tells the lse; "engine" is bound as a layer in an engine binds it, for clean indices and without lse
     prefill   S 1024 and 4096, topk 2048, h 64 and 128; 8, 16 and 32 heads padded and, where the build has them, native
     scratch   a mixed batch of 32 768 tokens of 16 heads: peak memory of the call beyond its arguments
     conform   the conformance suite (--level, --jobs) with this provider; the plugin must be installed
@@ -26,7 +27,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import torch
@@ -39,6 +42,7 @@ from mla_portable.conformance import run_suite
 from mla_portable.contracts import (
     HEAD_SIZE,
     KV_LORA_RANK,
+    BoundPrimitive,
     DeviceFacts,
     Primitive,
     Request,
@@ -57,6 +61,8 @@ SCALE: Final = 192**-0.5
 BLOCK: Final = 64
 CALLS: Final = 40
 """Calls of one profile."""
+ROUNDS: Final = 9
+"""Profiles of eager calls of every way, in turns; their median counts, for what the host does in between varies."""
 SLEEP_CYCLES: Final = 60_000_000
 """About 30 ms at 2 GHz: long enough for the host to launch all calls of a profile behind it."""
 GOLDEN: Final = {
@@ -116,7 +122,8 @@ def timeline(run: Callable[[], object], *, leave_out: str = "") -> list[tuple[st
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    # of the GPU alone: to record the host's side as well slows down what is measured
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
     found = [
@@ -124,7 +131,15 @@ def timeline(run: Callable[[], object], *, leave_out: str = "") -> list[tuple[st
         for event in profiler.events() or ()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
+    if not found:
+        raise RuntimeError("the profiler saw nothing run on the GPU: another one may hold it")
     return [entry for entry in found if not leave_out or leave_out not in entry[0]]
+
+
+def many(call: Callable[[], object]) -> None:
+    """Call it as often as a profile wants."""
+    for _ in range(CALLS):
+        call()
 
 
 def figures(call: Callable[[], object], device: torch.device) -> Row:
@@ -132,18 +147,14 @@ def figures(call: Callable[[], object], device: torch.device) -> Row:
     for _ in range(3):
         call()
 
-    def many() -> None:
-        for _ in range(CALLS):
-            call()
-
     def queued() -> None:
         torch.cuda._sleep(SLEEP_CYCLES)
-        many()
+        many(call)
 
     replay = captured(call, device, calls=CALLS)
     replay()
     row: Row = {"cold_l2_us": 1e3 * measure(call, device=device, repeat=50, warmup=3).median_ms}
-    for name, run in (("eager", many), ("queued", queued), ("graph", replay)):
+    for name, run in (("queued", queued), ("graph", replay)):
         entries = timeline(run, leave_out="spin_kernel")
         busy, idle = idle_time((start, end) for _, start, end in entries)
         row[f"{name}_busy_us"], row[f"{name}_idle_us"] = busy / CALLS, idle / CALLS
@@ -152,14 +163,22 @@ def figures(call: Callable[[], object], device: torch.device) -> Row:
     return row
 
 
-def compare(direct: Callable[[], object], ours: Callable[[], object], device: torch.device) -> Row:
-    """Both ways, and what ours adds of idle time."""
-    rows = {"direct": figures(direct, device), "ours": figures(ours, device)}
-    added = {
-        f"{n}_idle_added_us": rows["ours"][f"{n}_idle_us"] - rows["direct"][f"{n}_idle_us"]
-        for n in ("eager", "queued", "graph")
-    }
-    return rows | added
+def compare(device: torch.device, **ways: Callable[[], object]) -> Row:
+    """All ways, and what each adds of idle time to "direct"."""
+    rows = {name: figures(call, device) for name, call in ways.items()}
+    eager: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, call in ways.items():
+            entries = timeline(partial(many, call))
+            eager[name].append(idle_time((start, end) for _, start, end in entries))
+    for name, seen in eager.items():
+        busy, idle = (median(times) / CALLS for times in zip(*seen, strict=True))
+        rows[name] |= {"eager_busy_us": busy, "eager_idle_us": idle}
+    for name in rows:
+        if name != "direct":
+            for how in ("eager", "queued", "graph"):
+                rows[name][f"{how}_idle_added_us"] = rows[name][f"{how}_idle_us"] - rows["direct"][f"{how}_idle_us"]
+    return rows
 
 
 class Bench:
@@ -195,7 +214,11 @@ class Bench:
         return schedules.adopt(rows, 1, words)
 
     def request(self, primitive: Primitive, heads: int, **others: Any) -> Request:
-        return Request(primitive, self.facts, num_heads=heads, topk=TOPK, lse=True, **others)
+        return Request(primitive, self.facts, num_heads=heads, topk=TOPK, **({"lse": True} | others))
+
+    def bound_decode(self, heads: int, **others: Any) -> BoundPrimitive:
+        cache: Row = {"kv_layout": "fp8_ds_mla", "block_size": BLOCK, "query_len": 1, "scale_format": "pow2"}
+        return bind_sparse_decode(self.request(Primitive.SPARSE_DECODE, heads, **cache, **others))
 
     # ----------------------------------------------------------------------------------------------------- the parts
 
@@ -227,11 +250,7 @@ class Bench:
             plan = (schedule.tile_scheduler_metadata, schedule.num_splits)
             out = torch.empty((batch, 1, heads, KV_LORA_RANK), dtype=torch.bfloat16, device=self.device)
             lse = torch.empty((batch, 1, heads), device=self.device)
-            bound = bind_sparse_decode(
-                self.request(
-                    Primitive.SPARSE_DECODE, heads, kv_layout="fp8_ds_mla", block_size=BLOCK, query_len=1, scale_format="pow2"
-                )
-            )
+            general, engine = self.bound_decode(heads), self.bound_decode(heads, lse=False, clean_indices=True)
             padded = torch.zeros((batch, 1, kernel_heads, HEAD_SIZE), dtype=torch.bfloat16, device=self.device)
             padded[:, :, :heads] = q
             whole = torch.empty((batch, 1, kernel_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=self.device)
@@ -239,12 +258,12 @@ class Bench:
             options = {"plan": plan} if self.decode.traits.takes_plan else {}
             if kernel.takes_out:
                 options["out"] = whole
+            given: Row = {"softmax_scale": SCALE, "schedule": schedule, "out": out, "lse_out": lse}
             row = compare(
-                lambda kernel=kernel, padded=padded, kv=kv, slots=slots, o=options: kernel(padded, kv, slots, SCALE, **o),
-                lambda bound=bound, q=q, slots=slots, s=schedule, out=out, lse=lse: bound(
-                    q, cache, slots, softmax_scale=SCALE, schedule=s, out=out, lse_out=lse
-                ),
                 self.device,
+                direct=lambda kernel=kernel, q=padded, kv=kv, slots=slots, o=options: kernel(q, kv, slots, SCALE, **o),
+                ours=lambda bound=general, q=q, slots=slots, given=given: bound(q, cache, slots, **given),
+                engine=lambda bound=engine, q=q, slots=slots, given=given: bound(q, cache, slots, **given),
             )
             if heads < 64:
                 row["padding_copy"] = figures(lambda p=padded, q=q, h=heads: p[:, :, :h].copy_(q), self.device)
@@ -273,7 +292,7 @@ class Bench:
                     def direct(k: Any = kernel, q: Tensor = q, kv: Tensor = kv, i: Tensor = indices, o: Any = options) -> None:
                         k(q, kv.unsqueeze(1), i.unsqueeze(1), SCALE, **o)
 
-                    yield row | compare(direct, ours, self.device)
+                    yield row | compare(self.device, direct=direct, ours=ours)
                 else:
                     yield row | {"ours": figures(ours, self.device), "direct": "this build has no path for so few heads"}
 
@@ -284,11 +303,7 @@ class Bench:
         q, slots = self.normal(tokens, 1, heads, HEAD_SIZE), self.indices(tokens, 1024 * BLOCK).unsqueeze(1)
         out = torch.empty((tokens, 1, heads, KV_LORA_RANK), dtype=torch.bfloat16, device=self.device)
         lse = torch.empty((tokens, 1, heads), device=self.device)
-        bound = bind_sparse_decode(
-            self.request(
-                Primitive.SPARSE_DECODE, heads, kv_layout="fp8_ds_mla", block_size=BLOCK, query_len=1, scale_format="pow2"
-            )
-        )
+        bound = self.bound_decode(heads)
         judged = torch.tensor([0, 1, 500, tokens // 2, tokens - 1])
         want, _ = oracle.sparse_decode(q[judged].cpu(), cache.cpu(), slots[judged].cpu(), softmax_scale=SCALE)
         for name, schedule in (("planned", self.schedule(tokens, 64)), ("unplanned", None)):

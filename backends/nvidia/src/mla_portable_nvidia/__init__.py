@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from mla_portable.contracts import Registrar, RivalRegistrar, hookimpl
 from mla_portable_nvidia.attention import attention_implementations
+from mla_portable_nvidia.flat_decode import flat_implementations
 from mla_portable_nvidia.native.bind import native_implementations
 from mla_portable_nvidia.rivals import rivals
 from mla_portable_nvidia.vllm_ops import data_implementations
@@ -18,7 +19,12 @@ __all__ = ["mla_portable_register", "mla_portable_register_rivals"]
 @hookimpl
 def mla_portable_register(registrar: Registrar) -> None:
     """Offer FlashMLA's attention, the native kernel for few heads, and vLLM's operators for the data around them."""
-    for implementation in (*attention_implementations(), *native_implementations(), *data_implementations()):
+    for implementation in (
+        *attention_implementations(),
+        *flat_implementations(),
+        *native_implementations(),
+        *data_implementations(),
+    ):
         registrar.add(implementation)
 
 

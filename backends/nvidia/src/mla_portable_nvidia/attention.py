@@ -19,7 +19,7 @@ from mla_portable.contracts import (
 from mla_portable_nvidia.boundary import boundary_for
 from mla_portable_nvidia.discovery import Found, find_kernel
 from mla_portable_nvidia.head_padding import kernel_heads
-from mla_portable_nvidia.sparse_decode import FlashMLADecode
+from mla_portable_nvidia.sparse_decode import TOPK_MULTIPLE, FlashMLADecode
 from mla_portable_nvidia.sparse_prefill import NATIVE_HEADS, FlashMLAPrefill
 from mla_portable_nvidia.support import ARCHS, attention_support, truncation_allowed
 
@@ -49,7 +49,18 @@ def bind_sparse_decode(request: Request) -> BoundPrimitive:
         takes_plan=found.traits.takes_plan,
         arch=device.arch,
         num_sms=device.num_sms,
+        sanitises=not (request.clean_indices and request.topk is not None and request.topk % TOPK_MULTIPLE == 0),
+        finishes=request.lse or not _comes_finished(found, request),
     )
+
+
+def _comes_finished(found: Found, request: Request) -> bool:
+    """The provider's own `out` is what `request` asks for: zeros in empty rows, the sink applied."""
+    if request.num_heads is None:
+        return False
+    if request.attn_sink:  # the kernel has none for padded heads
+        return request.num_heads in found.traits.zeroes_with_sink
+    return kernel_heads(request.num_heads) in found.traits.zeroes_empty
 
 
 def bind_sparse_prefill(request: Request) -> BoundPrimitive:
@@ -61,6 +72,7 @@ def bind_sparse_prefill(request: Request) -> BoundPrimitive:
         lse_base_2=found.traits.lse_base_2,
         heads=found.traits.heads,
         native_heads=NATIVE_HEADS.get(device.arch, ()),
+        sanitises=not request.clean_indices,
     )
 
 

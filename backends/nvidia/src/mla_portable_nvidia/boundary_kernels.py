@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes of `boundary` as one Triton kernel each: what a call adds to FlashMLA's own launches is these two.
+"""The passes of `boundary` as one Triton kernel each: what a call adds to FlashMLA's own launches is these two at most.
 
 Both are bound by latency: at 128 rows of 2048 indices the first moves 2 MB; the second reads one float a head and writes one,
 and touches `out` only where a row is empty, unless heads were padded or a sink is due.

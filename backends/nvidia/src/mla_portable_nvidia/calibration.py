@@ -3,7 +3,8 @@
 
 Keys and queries are zero, so every score is 0 and lse is the logarithm of the number of keys: in which base, one number says.
 Whether the closed-form schedule means the same to a provider is seen from the plan it makes for one row of eight blocks,
-where every field of eight entries is known. A provider that computes something else is not used.
+where every field of eight entries is known. A provider that computes something else is not used. What decode leaves in a row
+without keys is looked at as well: where it is zero, however the row is split, nobody needs to mend it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM, pack_fp8
 from mla_portable_nvidia.conventions import DecodeKernel, NotThisConvention, PrefillKernel
+from mla_portable_nvidia.head_padding import KERNEL_HEADS
 
 __all__ = ["DecodeTraits", "PrefillTraits", "calibrate_decode", "calibrate_prefill"]
 
@@ -31,10 +33,18 @@ _REFUSALS: Final = ("no kernel image is available", "invalid device function")
 
 @dataclass(frozen=True, slots=True)
 class DecodeTraits:
-    """lse_base_2: the returned lse is to base 2. takes_plan: the closed-form schedule is the provider's own, field by field."""
+    """What a provider's decode does.
+
+    Attributes:
+        lse_base_2: the returned lse is to base 2. takes_plan: the closed-form schedule is the provider's own, field by field.
+        zeroes_empty: the head counts of the kernel with which rows that have no valid index come out as zeros.
+        zeroes_with_sink: likewise, where the kernel applies a sink.
+    """
 
     lse_base_2: bool
     takes_plan: bool
+    zeroes_empty: tuple[int, ...]
+    zeroes_with_sink: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +56,7 @@ class PrefillTraits:
 
 
 def calibrate_decode(kernel: DecodeKernel, device: torch.device) -> DecodeTraits:
-    """Two calls on one row of 512 keys; waits for the device.
+    """Two calls on one row of 512 keys, and a few on rows without any; waits for the device.
 
     Raises: NotThisConvention when the provider refuses the call or computes something else; device faults as they come.
     """
@@ -65,7 +75,36 @@ def calibrate_decode(kernel: DecodeKernel, device: torch.device) -> DecodeTraits
             takes_plan = words == [part[:7] for part in _EIGHT_BLOCKS] and num_splits.tolist() == [0, 8]
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         raise _refused("sparse decode", error) from error
-    return DecodeTraits(base_2, takes_plan)
+    # of ones: a mean over keys that do not count would show
+    row = pack_fp8(torch.ones(1, KV_LORA_RANK), torch.ones(1, QK_ROPE_HEAD_DIM))
+    kv = row.expand(_DECODE_KEYS, -1).contiguous().to(device).view_as(kv)
+    zeroes, zeroes_with_sink = (
+        tuple(heads for heads in KERNEL_HEADS if _zeroes_empty(kernel, kv, heads, with_sink=with_sink))
+        for with_sink in (False, True)
+    )
+    return DecodeTraits(base_2, takes_plan, zeroes, zeroes_with_sink)
+
+
+def _zeroes_empty(kernel: DecodeKernel, kv: torch.Tensor, heads: int, *, with_sink: bool) -> bool:
+    """A row of absent indices alone becomes zeros: in one part and in several, under every kind of sink."""
+    if with_sink and not kernel.takes_sink:
+        return False
+    shape, device = (1, 1, heads, KV_LORA_RANK), kv.device
+    q = torch.ones((1, 1, heads, HEAD_SIZE), dtype=torch.bfloat16, device=device)
+    sink = torch.tensor([0.0, math.inf, -math.inf, 1.0], device=device).repeat(heads // 4) if with_sink else None
+    for keys in (_PAGE, _DECODE_KEYS):
+        indices = torch.full((1, 1, keys), -1, dtype=torch.int32, device=device)
+        target: torch.Tensor | None = torch.full(shape, math.nan, dtype=torch.bfloat16, device=device)
+        if not kernel.takes_out:
+            target = None  # a provider that allocates its result is likely to be given this memory
+        try:
+            out, _ = kernel(q, kv, indices, 1.0, attn_sink=sink, out=target)
+            if not bool((out == 0).all()):
+                return False
+        except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+            _refused(f"sparse decode with {heads} heads", error)  # raises what leaves the device unusable
+            return False
+    return True
 
 
 def calibrate_prefill(kernel: PrefillKernel, device: torch.device, heads: tuple[int, ...]) -> PrefillTraits:

@@ -23,12 +23,16 @@ KERNEL_HEADS: Final = (64, 128)
 
 def kernel_heads(num_heads: int) -> int:
     """The least head count of a kernel that serves `num_heads`, at most 128."""
-    return next((heads for heads in KERNEL_HEADS if num_heads <= heads), num_heads)
+    few, many = KERNEL_HEADS
+    return few if num_heads <= few else max(num_heads, many)
 
 
 def aligned(q: Tensor) -> Tensor:
     """q as the kernel's loads want it: addresses and strides in multiples of 16 bytes. A copy only where they are not."""
-    if q.data_ptr() % 16 == 0 and not any(stride % 8 for stride in q.stride()[:-1]):
+    odd = q.data_ptr() % 16
+    for stride in q.stride()[:-1]:
+        odd |= stride % 8
+    if odd == 0:
         return q
     return q.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a whole tensor at an odd address
 

@@ -20,7 +20,7 @@ from mla_portable.contracts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, Primitiv
 from mla_portable_nvidia.conventions import DecodeKernel, PrefillKernel
 from mla_portable_nvidia.discovery import find_kernel
 from mla_portable_nvidia.head_padding import kernel_heads
-from mla_portable_nvidia.vllm_ops import data_implementations
+from mla_portable_nvidia.vllm_ops import data_implementations, gather_call
 
 __all__ = ["rivals"]
 
@@ -215,9 +215,7 @@ def _prepare_gather(request: Request, arguments: Arguments) -> RivalCall:
     source, table, lens, starts, out = (
         arguments[name] for name in ("kv_cache", "block_table", "seq_lens", "workspace_starts", "out")
     )
-    takes_lengths = any(argument.name == "seq_lens" for argument in operator._schema.arguments)
-    places = (lens, starts) if takes_lengths else (starts,)
-    return RivalCall(lambda: operator(source, out, table, *places, table.shape[0]), lambda: out)
+    return RivalCall(gather_call(operator, source, out, table, lens, starts), lambda: out)
 
 
 _CONVERT_BLOCK: Final = 128

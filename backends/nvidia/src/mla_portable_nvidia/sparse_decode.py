@@ -9,7 +9,7 @@ a time, never as one row of many.
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from mla_portable.contracts import (
     InvalidArgument,
     PlanMismatch,
     TileSchedule,
+    attention_results,
 )
 from mla_portable_nvidia.boundary import Boundary
 from mla_portable_nvidia.conventions import DecodeKernel
@@ -47,6 +48,8 @@ def rows_per_call(arch: str, *, num_sms: int, query_len: int, heads: int, max_by
 class FlashMLADecode:
     """The callable; see `mla_portable.contracts.SparseDecode` for the shapes.
 
+    Where it neither sanitises nor finishes, nor pads, a call is FlashMLA's own launches and nothing else.
+
     With `out`, `lse_out` and `schedule` given it synchronises nothing and runs no planner; FlashMLA's accumulators, the
     sanitised indices and, where heads are padded, the kernel's own result come from torch's allocator, which a captured
     graph keeps for itself.
@@ -61,13 +64,24 @@ class FlashMLADecode:
         takes_plan: bool,
         arch: str,
         num_sms: int,
+        sanitises: bool = True,
+        finishes: bool = True,
         max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
     ) -> None:
-        """kernel, lse_base_2, takes_plan: as calibrated. max_scratch_bytes: bound on accumulators without a schedule."""
+        """Decide what every call does.
+
+        Args:
+            kernel, lse_base_2, takes_plan: as calibrated.
+            sanitises: False where indices are promised to be clean, of a width that the kernel takes; contiguous ones then go
+                to it as they are. finishes: False where no lse is asked for and what the kernel leaves in `out` is the result.
+            max_scratch_bytes: bound on accumulators without a schedule.
+        """
         self._kernel, self._boundary = kernel, boundary
         self._base_2, self._takes_plan = lse_base_2, takes_plan
+        self._sanitises, self._finishes = sanitises, finishes
         self._arch, self._num_sms, self._max_scratch_bytes = arch, num_sms, max_scratch_bytes
         self._block_stride_multiple = _ROW_BYTES if arch != "sm90" else 16
+        self._no_lse = torch.empty(0)
 
     def __call__(
         self,
@@ -82,35 +96,42 @@ class FlashMLADecode:
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Sanitise, pad, call and finish, chunk by chunk.
+        """Sanitise, pad, call and finish, as far as there is need, chunk by chunk.
 
+        Returns: as asked; where nothing is finished, a tensor without elements as lse, and `lse_out` stays as it was.
         Raises: PlanMismatch for a schedule of another kind or another padding; InvalidArgument for a cache whose alignment
             the kernel cannot read. Nothing has run then.
         """
         batch, query_len, num_heads, _ = q.shape
-        if out is None:
-            out = torch.empty((batch, query_len, num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=q.device)
-        if lse_out is None:
-            lse_out = torch.empty((batch, query_len, num_heads), dtype=torch.float32, device=q.device)
-        if batch == 0:
-            return out, lse_out
-        if kv_cache.shape[0] == 0:
-            return out.zero_(), lse_out.fill_(-math.inf)
-        kv = self._rows_of(kv_cache)
+        if self._finishes:
+            out, lse_out = attention_results(q, out, lse_out)
+        else:
+            lse_out = self._no_lse
+        blocks, page, _ = kv_cache.shape
+        if batch == 0 or blocks == 0:
+            out = _fresh(q) if out is None else out
+            if self._finishes:
+                lse_out.fill_(-math.inf)
+            return out.zero_(), lse_out
+        kv = self._rows_of(kv_cache, blocks, page)
+        tiles = None
         if schedule is not None:
             tiles = self._checked(schedule, batch, kernel_heads(num_heads))
-            self._run(q, kv, indices, softmax_scale, lengths, attn_sink, tiles, tiles.rows_per_call or batch, out, lse_out)
-            return out, lse_out
-        rows = self._rows_per_call(query_len, num_heads)
+            rows = tiles.rows_per_call or batch
+        else:
+            rows = self._rows_per_call(query_len, num_heads)
+        if rows >= batch:
+            return self._attend(q, kv, indices, softmax_scale, lengths, attn_sink, tiles, out, lse_out), lse_out
+        out = _fresh(q) if out is None else out
         if rows >= 1:
-            self._run(q, kv, indices, softmax_scale, lengths, attn_sink, None, rows, out, lse_out)
+            self._in_parts(q, kv, indices, softmax_scale, lengths, attn_sink, tiles, rows, out, lse_out)
             return out, lse_out
         rows = max(self._rows_per_call(1, num_heads), 1)
         for b in range(batch):  # [S, H, 576] of one row viewed as S rows of one token, whatever the strides
             row_lengths = None if lengths is None else lengths[b].unsqueeze(1)
-            self._run(
+            self._in_parts(
                 q[b].unsqueeze(1), kv, indices[b].unsqueeze(1), softmax_scale, row_lengths, attn_sink, None, rows,
-                out[b].unsqueeze(1), lse_out[b].unsqueeze(1),
+                out[b].unsqueeze(1), lse_out[b].unsqueeze(1) if self._finishes else lse_out,
             )  # fmt: skip
         return out, lse_out
 
@@ -123,9 +144,8 @@ class FlashMLADecode:
             max_bytes=self._max_scratch_bytes,
         )
 
-    def _rows_of(self, kv_cache: Tensor) -> Tensor:
+    def _rows_of(self, kv_cache: Tensor, blocks: int, page: int) -> Tensor:
         """[blocks, page, 1, 656] of the cache's own memory."""
-        blocks, page, _ = kv_cache.shape
         stride = kv_cache.stride(0) if blocks > 1 else page * _ROW_BYTES
         if kv_cache.data_ptr() % 16 or stride % self._block_stride_multiple:
             raise InvalidArgument(
@@ -157,7 +177,7 @@ class FlashMLADecode:
             raise PlanMismatch(f"sparse_decode: the last call has {rest} rows and needs a tail for them; the plan has {made}.")
         return schedule
 
-    def _run(
+    def _in_parts(
         self,
         q: Tensor,
         kv: Tensor,
@@ -165,48 +185,68 @@ class FlashMLADecode:
         softmax_scale: float,
         lengths: Tensor | None,
         attn_sink: Tensor | None,
-        schedule: TileSchedule | None,
+        tiles: TileSchedule | None,
         rows: int,
         out: Tensor,
         lse_out: Tensor,
     ) -> None:
-        """`rows` batch rows at a time; scratch is sized for one call and shared by all."""
-        batch, query_len, num_heads, width = q.shape
-        heads, num_slots = kernel_heads(num_heads), kv.shape[0] * kv.shape[1]
-        rows = min(rows, batch)
-        topk = -(-indices.shape[2] // TOPK_MULTIPLE) * TOPK_MULTIPLE
-        slots = torch.empty((rows, query_len, topk), dtype=torch.int32, device=q.device)
-        padded = result = None
-        if heads != num_heads:
-            padded = _PADDED_QUERIES.take(rows * query_len, num_heads, heads, q.device).view(rows, query_len, heads, width)
-            if self._kernel.takes_out:
-                shape = (rows, query_len, heads, KV_LORA_RANK)
-                result = torch.empty(shape, dtype=torch.bfloat16, device=q.device)
-        in_kernel = self._kernel.takes_sink and padded is None
-        whole = rows == batch
+        """`rows` batch rows at a time; what one call allocated serves the next."""
+        batch = q.shape[0]
         for begin in range(0, batch, rows):
-            part = slice(begin, min(begin + rows, batch))
-            count = part.stop - begin
-            q_part, indices_part, lengths_part, target, lse_target = (
-                tensor if whole or tensor is None else tensor[part] for tensor in (q, indices, lengths, out, lse_out)
-            )
-            chosen = slots if count == rows else slots[:count]
-            self._boundary.sanitise(chosen, indices_part, lengths_part, num_slots)
-            options: dict[str, Any] = {}
-            if schedule is not None and self._takes_plan:
-                tiles = schedule.tail if count < rows and schedule.tail is not None else schedule
-                options["plan"] = (tiles.tile_scheduler_metadata, tiles.num_splits)
-            if in_kernel:
-                options["attn_sink"] = attn_sink
-            in_place = False
-            if padded is not None:
-                query = padded[:count]
-                query[:, :, :num_heads].copy_(q_part)
-                options["out"] = None if result is None else result[:count]
-            else:
-                query = aligned(q_part)
-                in_place = self._kernel.takes_out and target.is_contiguous()
-                options["out"] = target if in_place else None
-            got, lse = self._kernel(query, kv, chosen, softmax_scale, **options)
+            part = slice(begin, begin + rows)
+            if tiles is not None and tiles.tail is not None and begin + rows > batch:
+                tiles = tiles.tail
+            self._attend(
+                q[part], kv, indices[part], softmax_scale, None if lengths is None else lengths[part], attn_sink, tiles,
+                out[part], lse_out[part],
+            )  # fmt: skip
+
+    def _attend(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        indices: Tensor,
+        softmax_scale: float,
+        lengths: Tensor | None,
+        attn_sink: Tensor | None,
+        tiles: TileSchedule | None,
+        out: Tensor | None,
+        lse_out: Tensor,
+    ) -> Tensor:
+        """One call of the kernel. Returns `out`, or without one whatever holds the result."""
+        kernel, num_heads = self._kernel, q.shape[2]
+        heads = kernel_heads(num_heads)
+        is_padded = heads != num_heads
+        if self._sanitises or not indices.is_contiguous():
+            given, (batch, query_len, topk) = indices, indices.shape
+            width = -(-topk // TOPK_MULTIPLE) * TOPK_MULTIPLE
+            indices = torch.empty((batch, query_len, width), dtype=torch.int32, device=q.device)
+            self._boundary.sanitise(indices, given, lengths, kv.shape[0] * kv.shape[1])
+        target = None
+        if is_padded:
+            out = _fresh(q) if out is None else out
+            batch, query_len, _, width = q.shape
+            query = _PADDED_QUERIES.take(batch * query_len, num_heads, heads, q.device).view(batch, query_len, heads, width)
+            query[:, :, :num_heads].copy_(q)
+            if kernel.takes_out:
+                target = _fresh(query)
+        else:
+            query = aligned(q)
+            if kernel.takes_out and out is not None and out.is_contiguous():
+                target = out
+        in_kernel = kernel.takes_sink and not is_padded
+        plan = (tiles.tile_scheduler_metadata, tiles.num_splits) if tiles is not None and self._takes_plan else None
+        result, lse = kernel(query, kv, indices, softmax_scale, attn_sink if in_kernel else None, plan, target)
+        if out is None:
+            return result
+        if self._finishes:
             sink = None if in_kernel else attn_sink
-            self._boundary.finish(target, lse_target, None if in_place else got, lse, sink, self._base_2)
+            self._boundary.finish(out, lse_out, None if target is out else result, lse, sink, self._base_2)
+        elif target is not out:
+            out.copy_(result[:, :, :num_heads])
+        return out
+
+
+def _fresh(q: Tensor) -> Tensor:
+    """Where the result of q [B, S, H, 576] goes: [B, S, H, 512] bf16."""
+    return torch.empty((*q.shape[:-1], KV_LORA_RANK), dtype=torch.bfloat16, device=q.device)

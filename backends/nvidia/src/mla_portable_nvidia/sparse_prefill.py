@@ -3,7 +3,7 @@
 
 The kernel leaves out what is negative or past the workspace by itself, so indices of a fitting width go to it as they are.
 Lengths do not: it may multiply a masked key by a probability of zero, and that key may be NaN, so entries past a length
-become -1 first, and the length then only saves work.
+become -1 first, unless they are promised to be, and the length then only saves work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK
+from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, attention_results
 from mla_portable_nvidia.boundary import Boundary
 from mla_portable_nvidia.conventions import PrefillKernel
 from mla_portable_nvidia.head_padding import PaddedQueries, aligned, kernel_heads
@@ -42,10 +42,17 @@ class FlashMLAPrefill:
         lse_base_2: bool,
         heads: Collection[int],
         native_heads: Collection[int] = (),
+        sanitises: bool = True,
         max_scratch_bytes: int = SCRATCH_BYTES,
     ) -> None:
-        """kernel, lse_base_2, heads: as calibrated. native_heads: counts to leave unpadded where the kernel has them."""
+        """Decide what every call does.
+
+        Args:
+            kernel, lse_base_2, heads: as calibrated. native_heads: counts to leave unpadded where the kernel has them.
+            sanitises: False where indices are promised to be clean. max_scratch_bytes: of what one kernel call needs.
+        """
         self._kernel, self._boundary, self._base_2 = kernel, boundary, lse_base_2
+        self._sanitises = sanitises
         self._full = sorted(count for count in heads if count in (64, 128))
         self._native = frozenset(heads) & frozenset(native_heads)
         self._max_scratch_bytes = max_scratch_bytes
@@ -70,10 +77,7 @@ class FlashMLAPrefill:
     ) -> tuple[Tensor, Tensor]:
         """Mask, pad, call and finish; in chunks of tokens where heads are padded."""
         num_tokens, num_heads, _ = q.shape
-        if out is None:
-            out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=q.device)
-        if lse_out is None:
-            lse_out = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q.device)
+        out, lse_out = attention_results(q, out, lse_out)
         if num_tokens == 0:
             return out, lse_out
         if kv.shape[0] == 0:
@@ -81,7 +85,7 @@ class FlashMLAPrefill:
         heads = self._heads_for(num_heads)
         topk = indices.shape[1]
         width = -(-topk // TOPK_MULTIPLE) * TOPK_MULTIPLE
-        masks = lengths is not None or topk != width or not indices.is_contiguous()
+        masks = (self._sanitises and lengths is not None) or topk != width or not indices.is_contiguous()
         row_bytes = (4 * width if masks else 0) + (2 * heads * (HEAD_SIZE + KV_LORA_RANK) if heads != num_heads else 0)
         rows = min(num_tokens, max(self._max_scratch_bytes // row_bytes, 1)) if row_bytes else num_tokens
         padded = result = masked = None
@@ -108,8 +112,8 @@ class FlashMLAPrefill:
                     masked[:count], chosen, None if limits is None else limits.unsqueeze(1), kv.shape[0]
                 )  # fmt: skip
                 chosen = masked[:count]
-                if limits is not None and self._kernel.takes_lengths:
-                    options["lengths"] = limits.clamp(0, topk)
+            if limits is not None and self._kernel.takes_lengths:
+                options["lengths"] = limits.clamp(0, topk)
             in_place = False
             if padded is not None:
                 query = padded[:count]

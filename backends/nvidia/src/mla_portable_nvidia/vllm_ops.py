@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from typing import Any, Final
 
@@ -37,7 +38,7 @@ from mla_portable.contracts import (
 )
 from mla_portable_nvidia.discovery import device_with
 
-__all__ = ["data_implementations"]
+__all__ = ["data_implementations", "gather_call"]
 
 _LIBRARY: Final = "_C_cache_ops"
 _MODULES: Final = ("vllm._C_stable_libtorch", "vllm._C")
@@ -131,6 +132,20 @@ _WITH_LENGTHS: Final = ["src_cache", "dst", "block_table", "seq_lens", "workspac
 _WITHOUT_LENGTHS: Final = ["src_cache", "dst", "block_table", "workspace_starts", "batch_size"]
 
 
+def gather_call(
+    operator: Any, kv_cache: Tensor, rows: Tensor, block_table: Tensor, seq_lens: Tensor, starts: Tensor
+) -> Callable[[], None]:
+    """The operator on these tensors, called as its schema wants it: with lengths, or without.
+
+    vLLM from 0.26 on has optional arguments behind them that its schema gives no default: they are told to be absent.
+    """
+    names = _names(operator)
+    places = (seq_lens, starts) if "seq_lens" in names else (starts,)
+    arguments = (kv_cache, rows, block_table, *places, block_table.shape[0])
+    absent = dict.fromkeys(names[len(arguments) :])
+    return partial(operator, *arguments, **absent)
+
+
 class _Gatherer:
     """`cp_gather_and_upconvert_fp8_kv_cache` of either convention; see `contracts.GatherUpconvert`. Graph-safe.
 
@@ -139,7 +154,7 @@ class _Gatherer:
     """
 
     def __init__(self, operator: Any) -> None:
-        self._operator, self._lengths = operator, "seq_lens" in _names(operator)
+        self._operator = operator
 
     def __call__(
         self, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace_starts: Tensor, *, out: Tensor
@@ -159,11 +174,8 @@ class _Gatherer:
         packed = torch.cat([torch.zeros_like(ends[:1]), ends]).int()  # [P + 1] starts of the packed requests
         rows = torch.empty((num_rows, HEAD_SIZE), dtype=torch.bfloat16, device=out.device)
         if blocks:
-            if self._lengths:
-                rest = (num_rows - ends[-1:]).clamp(min=0)
-                self._operator(kv_cache, rows, table, torch.cat([lens, rest]).int(), packed, num_requests + 1)
-            else:
-                self._operator(kv_cache, rows, table, packed, num_requests + 1)
+            rest = (num_rows - ends[-1:]).clamp(min=0)
+            gather_call(self._operator, kv_cache, rows, table, torch.cat([lens, rest]).int(), packed)()
         # who owns each row of out: the last request that begins at or before it, if it reaches that far
         row = torch.arange(num_rows, device=out.device)  # [W]
         ordered, order = torch.where(lens > 0, starts, num_rows).sort()
@@ -186,9 +198,11 @@ def _check_gather(facts: DeviceFacts) -> Iterator[Reason]:
         yield Reason("operator", f"{_LIBRARY}.{_GATHER}", "not registered by any package here", _INSTALL)
         return
     names = _names(operator)
-    if not any(names[: len(known)] == known for known in (_WITH_LENGTHS, _WITHOUT_LENGTHS)):
-        known = "src_cache, dst, block_table[, seq_lens], workspace_starts, batch_size"
-        yield Reason("schema", ", ".join(names), f"known is ({known}, ...)", "take another backend")
+    known = next((each for each in (_WITH_LENGTHS, _WITHOUT_LENGTHS) if names[: len(each)] == each), None)
+    more = [] if known is None else operator._schema.arguments[len(known) :]
+    if known is None or not all(isinstance(argument.type, torch.OptionalType) for argument in more):
+        shape = "src_cache, dst, block_table[, seq_lens], workspace_starts, batch_size"
+        yield Reason("schema", ", ".join(names), f"known is ({shape}), then what may be absent", "take another backend")
 
 
 def bind_gather_upconvert(request: Request) -> GatherUpconvert:

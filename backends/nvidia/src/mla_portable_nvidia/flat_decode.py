@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sparse_decode on a BF16 cache by FlashMLA's prefill kernel, whose decode kernel reads FP8 alone: a query token is a token.
+
+A row's keys are not split over multiprocessors, so a few rows of many keys are served faster by others; from a device full of
+rows on, and with 64 heads or more, nothing here is faster than this kernel, which is also what vLLM decodes a BF16 cache with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import (
+    BF16,
+    HEAD_SIZE,
+    BoundPrimitive,
+    Implementation,
+    InvalidArgument,
+    Primitive,
+    Request,
+    SparsePrefill,
+    Support,
+    attention_results,
+)
+from mla_portable_nvidia.attention import bind_sparse_prefill, check_sparse_prefill
+from mla_portable_nvidia.head_padding import KERNEL_HEADS
+
+__all__ = ["FlatDecode", "flat_implementations"]
+
+_PREFERENCE: Final = 20.0
+"""After what splits keys, before portable kernels: where nothing was measured, many rows are what counts."""
+_MODULES: Final = ("flat_decode", "attention", "sparse_prefill", "prefill_conventions", "boundary", "boundary_kernels")
+_SHARED: Final = ("calibration", "conventions", "discovery", "head_padding")
+
+
+class FlatDecode:
+    """The callable; see `mla_portable.contracts.SparseDecode`. Graph-safe where `out` and `lse_out` are given."""
+
+    def __init__(self, prefill: SparsePrefill) -> None:
+        """prefill: sparse_prefill on flat BF16 rows."""
+        self._prefill = prefill
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        indices: Tensor,
+        *,
+        softmax_scale: float,
+        lengths: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        schedule: Any = None,
+        out: Tensor | None = None,
+        lse_out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """All rows in one call; `schedule` is not needed. Raises: InvalidArgument for blocks that are not whole rows apart."""
+        out, lse_out = attention_results(q, out, lse_out)
+        if 0 in q.shape[:2]:
+            return out, lse_out
+        kv, rows = _flat(kv_cache, indices)
+        results = out.flatten(0, 1), lse_out.flatten(0, 1)  # copies where the strides leave no other way
+        self._prefill(
+            q.flatten(0, 1),
+            kv,
+            rows.flatten(0, 1),
+            softmax_scale=softmax_scale,
+            lengths=None if lengths is None else lengths.flatten(),
+            attn_sink=attn_sink,
+            out=results[0],
+            lse_out=results[1],
+        )
+        for wanted, written in zip((out, lse_out), results, strict=True):
+            if written.data_ptr() != wanted.data_ptr():
+                wanted.copy_(written.view(wanted.shape))
+        return out, lse_out
+
+
+def _flat(kv_cache: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """The cache's memory as rows [n, 576], and which of them the slots `indices` are."""
+    blocks, block, width = kv_cache.shape
+    apart = kv_cache.stride(0) if blocks > 1 else block * width
+    if kv_cache.stride()[1:] != (width, 1) or apart % width:
+        raise InvalidArgument(
+            "sparse_decode",
+            "kv_cache",
+            got=f"strides {kv_cache.stride()}",
+            expected=f"blocks of rows that lie {HEAD_SIZE} elements apart, a whole number of rows from block to block",
+            remedy="Pad the cache's blocks by whole rows, or take another backend.",
+        )
+    pitch = apart // width
+    kv = kv_cache.as_strided((max((blocks - 1) * pitch + block, 0), width), (width, 1))
+    if pitch == block:
+        return kv, indices
+    inside = (indices >= 0) & (indices < blocks * block)
+    return kv, torch.where(inside, indices + indices // block * (pitch - block), -1)
+
+
+def bind_flat_decode(request: Request) -> BoundPrimitive:
+    """sparse_decode on the prefill kernel of this device's provider. Raises: MLAPortableError where there is none."""
+    prefill = request.but(primitive=Primitive.SPARSE_PREFILL, block_size=None, query_len=None)
+    return FlatDecode(bind_sparse_prefill(prefill))
+
+
+def flat_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterator[Implementation]:
+    """sparse_decode of a BF16 cache, for SM90. device_types: ("cuda",) but for tests with stand-ins of the kernel."""
+    yield Implementation(
+        name="nvidia.flashmla_bf16",
+        primitive=Primitive.SPARSE_DECODE,
+        support=Support(
+            source="FlashMLA 9241ae3: flash_mla_sparse_fwd, a query token as a token of a prefill",
+            device_types=device_types,
+            vendors=("nvidia",),
+            archs=("sm90",),
+            kv_layouts=(BF16.name,),
+            padded_heads=KERNEL_HEADS,
+        ),
+        bind=bind_flat_decode,
+        check=check_sparse_prefill,
+        preference=_PREFERENCE,
+        sources=tuple(f"mla_portable_nvidia.{name}" for name in (*_MODULES, *_SHARED)),
+    )

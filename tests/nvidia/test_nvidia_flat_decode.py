@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sparse_decode of a BF16 cache on FlashMLA's prefill kernel: the whole suite on strict stand-ins, and who is chosen when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from flashmla_standins import installed
+from machines import H200
+from simulated_gpu import FACTS, StandInPlugin
+
+from mla_portable.conformance import run_suite
+from mla_portable.contracts import InvalidArgument, Primitive, Registrar, Request, hookimpl
+from mla_portable.registry import Registry
+from mla_portable_nvidia import discovery
+from mla_portable_nvidia.flat_decode import FlatDecode, flat_implementations
+
+
+class Plugin(StandInPlugin):
+    @hookimpl
+    def mla_portable_register(self, registrar: Registrar) -> None:
+        registrar.add_detector(self.detect)
+        for implementation in flat_implementations(device_types=("cpu",)):
+            registrar.add(implementation)
+
+
+def suite(level: str):
+    discovery.forget()
+    machine = Registry(plugins=[("reference", "mla_portable.reference"), ("nvidia", Plugin())], environ={})
+    report = run_suite(machine, "nvidia.flashmla_bf16", device="cpu", level=level)
+    wrong = [f"{r.case.id}: {r.status}: {r.message}" for r in report.results if r.status != "passed"]
+    assert report.ok and not wrong, "\n".join(wrong)
+    return {word for r in report.results for word in r.case.params.words()}
+
+
+@pytest.mark.parametrize("generation", ["vllm 0.24", "vllm 0.26", "flash_mla 2025", "sgl_kernel 0.4.5"])
+def test_every_generation_conforms(generation: str):
+    with installed(generation) as library:
+        suite("smoke")
+        assert library.prefill_calls and not library.calls
+
+
+def test_the_quick_level_passes():
+    with installed("vllm 0.33"):
+        assert {"lengths", "strided", "k100", "h63", "h127", "b53"} <= suite("quick")
+
+
+def test_blocks_that_are_not_whole_rows_apart_are_refused():
+    kv_cache = torch.zeros(10_000, dtype=torch.bfloat16).as_strided((2, 4, 576), (4 * 576 + 8, 576, 1))
+    decode = FlatDecode(lambda *args, **options: pytest.fail("the kernel was called"))
+    with pytest.raises(InvalidArgument, match=r"got strides \(2312, 576, 1\).*whole number of rows"):
+        decode(torch.zeros(1, 1, 64, 576).bfloat16(), kv_cache, torch.zeros(1, 1, 128, dtype=torch.int32), softmax_scale=1.0)
+
+
+def test_it_comes_before_portable_kernels_and_leaves_fp8_to_the_decode_kernel():
+    (implementation,) = flat_implementations()
+    request = Request(Primitive.SPARSE_DECODE, H200, kv_layout="bf16", num_heads=64, topk=2048, block_size=64, query_len=1)
+    assert implementation.support.reasons(request.but(graph=True, lse=True, attn_sink=True, lengths=True)) == ()
+    assert 10 < implementation.preference < 50
+    assert implementation.support.reasons(request.but(kv_layout="fp8_ds_mla", scale_format="pow2"))
+    assert implementation.support.reasons(request.but(device=FACTS["sm100"]))
