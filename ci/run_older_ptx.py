@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the conformance suite on the code that Triton makes for an older NVIDIA architecture, on a newer GPU.
 
-    python ci/run_older_ptx.py sm80 BACKEND [--level smoke] --out FILE
+    python ci/run_older_ptx.py sm80 BACKEND [--level smoke] [--jobs N] --out FILE
 
 Triton is told that the GPU is of the older architecture, and the PTX that it makes is given to the driver in place of the
 binary, so that the driver compiles it for the chip. Kernels are configured as for a device of that architecture (its profile).
@@ -14,8 +14,11 @@ compiled (`ci/compile`), and its speed is not known from here. Nothing but Trito
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
+import tempfile
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +29,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver as triton_driver
 
-from mla_portable.conformance import run_suite
+from mla_portable.conformance import Case, CaseResult, run_suite
+from mla_portable.conformance.runner import run_installed
 from mla_portable.matrix.record import conformance_records, origin_of
 from mla_portable.registry import Registry, get_registry
-
-
-class Loads:
-    """Counts the kernels that were loaded as PTX: a run that loaded none has shown nothing."""
-
-    def __init__(self) -> None:
-        self.count = 0
 
 
 def ptx_of(kernel: Any, capability: int) -> bytes:
@@ -46,9 +43,12 @@ def ptx_of(kernel: Any, capability: int) -> bytes:
     return text.encode()
 
 
-def load_ptx_instead(capability: int) -> Loads:
-    """From now on Triton compiles for `capability` (80 is sm_80) and hands PTX to the driver."""
-    loads = Loads()
+@cache
+def load_ptx_instead(capability: int, loaded: Path) -> None:
+    """From now on Triton compiles for `capability` (80 is sm_80) in this process, and hands PTX to the driver.
+
+    The file `loaded`, which processes share, gets the name of every kernel: a run that loaded none has shown nothing.
+    """
     target = GPUTarget("cuda", capability, 32)
     triton_driver.active.get_current_target = lambda: target
     make = CompiledKernel.__init__
@@ -56,10 +56,16 @@ def load_ptx_instead(capability: int) -> Loads:
     def make_then_replace(self: Any, *arguments: Any, **options: Any) -> None:
         make(self, *arguments, **options)
         self.kernel = ptx_of(self, capability)
-        loads.count += 1
+        with loaded.open("a", encoding="utf-8") as file:
+            file.write(f"{os.getpid()} {self.name}\n")
 
     CompiledKernel.__init__ = make_then_replace
-    return loads
+
+
+def run_older(capability: int, loaded: Path, case: Case, device: torch.device) -> CaseResult:
+    """In a worker process: one case, on code for `capability`."""
+    load_ptx_instead(capability, loaded)
+    return run_installed(case, device)
 
 
 def main() -> int:
@@ -67,6 +73,7 @@ def main() -> int:
     parser.add_argument("arch", help="sm80, sm86 or sm89")
     parser.add_argument("backend")
     parser.add_argument("--level", default="quick", choices=("smoke", "quick", "full"))
+    parser.add_argument("--jobs", type=int, default=1, help="processes on the GPU; one that dies is a failed case")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -79,10 +86,16 @@ def main() -> int:
     capability = int(options.arch.removeprefix("sm"))
     if here.vendor != "nvidia" or int(here.arch.removeprefix("sm")) <= capability:
         raise SystemExit(f"{here} is no NVIDIA GPU newer than {options.arch}")
-    loads = load_ptx_instead(capability)
     registry = Registry(facts={"cuda": older.device_facts()}, environ={}, probe=False)
-    report = run_suite(registry, options.backend, device="cuda", level=options.level)
-    if not loads.count:
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = Path(folder) / "loaded"
+        loaded.touch()
+        if options.jobs == 1:
+            load_ptx_instead(capability, loaded)
+        worker = partial(run_older, capability, loaded)
+        report = run_suite(registry, options.backend, device="cuda", level=options.level, jobs=options.jobs, worker=worker)
+        kernels = len(loaded.read_text(encoding="utf-8").splitlines())
+    if not kernels:
         raise SystemExit(f"{options.backend} loaded no Triton kernel: nothing of {options.arch} ran")
     for bad in (result for result in report.results if result.status != "passed"):
         print(f"{bad.status} {bad.case.id}: {bad.message}")
@@ -91,7 +104,7 @@ def main() -> int:
     made = conformance_records(report, declared, records.profiles, origin, driver=driver(where), ran_on=here)
     write_unbound(options.out, made)
     print(f"{options.arch} code on {here}, triton {triton.__version__}: {report.passed} passed, {report.failed} failed")
-    print(f"{loads.count} kernels loaded as PTX; {len(made)} records in {options.out}")
+    print(f"{kernels} kernels loaded as PTX; {len(made)} records in {options.out}")
     return int(not report.ok)
 
 

@@ -8,6 +8,7 @@ import subprocess
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest.mock import MagicMock
@@ -88,6 +89,7 @@ def test_the_default_sweep_has_the_sizes_of_a_serving_rank():
         ({"topk": 64, "width": 63}, "width"),
         ({"overlaps": (101,)}, "overlap"),
         ({"layouts": ("fp4",)}, "kv_layout"),
+        ({"scale_format": "ue8m0"}, "scale_format"),
     ],
 )
 def test_a_size_that_cannot_be_made_is_refused(sizes, word):
@@ -139,6 +141,24 @@ def test_the_reference_passes_and_what_is_spoiled_does_not(primitive, layout):
     assert any(finding.message for finding in problem.check(problem.call(WRONG[str(primitive)])))
 
 
+@pytest.mark.parametrize("primitive", [each for each in TIMED if each is not Primitive.CONVERT_INDICES])
+def test_fp8_rows_have_the_scales_that_the_case_says(primitive):
+    one, other = (
+        workshop().make(replace(SMALL[primitive], kv_layout="fp8_ds_mla", scale_format=name)) for name in ("pow2", "amax")
+    )
+    for problem in (one, other):
+        problem.poison()
+        assert not any(finding.message for finding in problem.check(problem.call(getattr(reference, str(primitive)))))
+        cached = problem.arguments["kv" if primitive is Primitive.SPARSE_PREFILL else "kv_cache"].flatten(0, 1)
+        rows = cached[problem.arguments.get("slot_mapping", torch.arange(3))]
+        mantissas = rows[:, 512:528].contiguous().view(torch.float32).frexp().mantissa
+        assert bool((mantissas == 0.5).all()) == (problem.case.scale_format == "pow2")
+        assert problem.request.scale_format == problem.case.scale_format
+    assert other.case.shape == f"{one.case.shape}, amax scales", "a record of one is not compared with the other's"
+    bf16 = replace(SMALL[primitive], kv_layout="bf16", scale_format="amax")
+    assert "amax" not in bf16.shape and workshop().make(bf16).request.scale_format is None
+
+
 @pytest.mark.parametrize("primitive", TIMED)
 def test_what_was_not_written_is_not_right(primitive):
     problem = workshop().make(SMALL[primitive])
@@ -175,8 +195,6 @@ def schedule_of(problem: Problem, kind: str, padded: int) -> Any:
 
 
 def test_decode_gets_the_schedule_that_the_planner_makes():
-    from dataclasses import replace
-
     from machines import H200
 
     problem = workshop().make(KernelCase(Primitive.SPARSE_DECODE, 4, "fp8_ds_mla", 16, 128, 512))

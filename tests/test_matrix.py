@@ -259,6 +259,7 @@ def test_what_is_not_published_is_unknown_not_never() -> None:
         ({"max_heads": None}, "num_heads any"),
         ({"kv_layouts": ["bf16", "fp8_ds_mla"]}, "kv_layouts fp8_ds_mla"),
         ({"attn_sink": True}, "attn_sink"),
+        ({"batch_invariant": True}, "batch_invariant"),
         ({"topk_multiple": 32}, "topk_multiple 32"),
         ({"max_topk": None}, "max_topk without limit"),
         ({"archs": None}, "archs any"),

@@ -369,39 +369,6 @@ def test_records_from_a_machine_without_git_are_bound_to_the_commit_with_their_s
     assert (record["commit"], record["dirty"]) == (ORIGIN.commit, False)
 
 
-def test_a_compiled_kernel_hands_its_ptx_to_the_driver(tmp_path: Path) -> None:
-    """Up to the driver: what follows needs a GPU."""
-    pytest.importorskip("triton")
-    kernel = tmp_path / "kernel_file.py"
-    kernel.write_text(
-        "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef double(x):\n    tl.store(x, 2 * tl.load(x))\n"
-    )
-    script = """
-import sys
-from types import SimpleNamespace
-import run_older_ptx, triton
-from kernel_file import double
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-run_older_ptx.triton_driver = SimpleNamespace(active=SimpleNamespace())
-loads = run_older_ptx.load_ptx_instead(80)
-assert run_older_ptx.triton_driver.active.get_current_target() == GPUTarget("cuda", 80, 32)
-source = ASTSource(double, {"x": "*fp32"}, constexprs={})
-made = triton.compile(source, target=GPUTarget("cuda", 80, 32))
-assert b".target sm_80" in made.kernel and b".visible .entry double" in made.kernel and loads.count == 1
-try:
-    triton.compile(source, target=GPUTarget("cuda", 89, 32))
-except RuntimeError as error:
-    assert "not for sm_80" in str(error)
-else:
-    sys.exit("PTX for another architecture went through")
-"""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "ci"), str(tmp_path)])
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_jobs_for_gpu_runners_come_from_the_profiles() -> None:
     def cells(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "ci/gpu_cells.py", *words]

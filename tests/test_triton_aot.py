@@ -122,3 +122,21 @@ print(json.dumps({k.__name__: {p.name: p.do_not_specialize for p in k.params if 
     assert len(seen) > 8
     wrong = [f"{kernel}({name})" for kernel, parameters in kernels.items() for name in seen if parameters.get(name) is False]
     assert not wrong
+
+
+def test_e4m3_is_encoded_natively_where_that_saturates(tmp_path: Path) -> None:
+    script = """
+import sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from mla_portable_triton.kernels import cache_write
+variant, *_ = cache_write.aot_variants("sm90", e4m3_native=True)
+signature = {name: variant.signature.get(name, "constexpr") for name in variant.kernel.arg_names}
+source = ASTSource(variant.kernel, signature, constexprs=dict(variant.constexprs))
+ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+for arch, native in (("gfx950", True), ("sm80", False)):
+    assert not any(each.constexprs["E4M3_NATIVE"] for each in cache_write.aot_variants(arch, e4m3_native=native))
+"""
+    run = python("-c", script, cache=tmp_path)
+    assert run.returncode == 0, run.stderr

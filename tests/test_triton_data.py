@@ -23,7 +23,7 @@ from mla_portable_triton.kernels import gather_upconvert as gather_upconvert_ker
 from mla_portable_triton.kernels import quantize_per_tensor as quantize_kernel
 from mla_portable_triton.kernels.config import Config, config_for
 from mla_portable_triton.kernels.e4m3_decode import e4m3_decode
-from mla_portable_triton.kernels.e4m3_encode import e4m3_encode, e5m2_encode
+from mla_portable_triton.kernels.e4m3_encode import e4m3_encode, e5m2_encode, encodes_natively
 from mla_portable_triton.support import interpreter_is_on
 
 ROW_WIDTH = {torch.uint8: 656, torch.bfloat16: 576}
@@ -99,13 +99,13 @@ def latents(num_tokens: int, generator: torch.Generator) -> Tensor:
 
 
 @triton.jit
-def _encode(out_ptr, x_ptr, num_elements, E5M2: tl.constexpr, BLOCK: tl.constexpr):
+def _encode(out_ptr, x_ptr, num_elements, E5M2: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offset, mask=offset < num_elements, other=0.0)
     if E5M2:
         code = e5m2_encode(x)
     else:
-        code = e4m3_encode(x)
+        code = e4m3_encode(x, NATIVE)
     tl.store(out_ptr + offset, code, mask=offset < num_elements)
 
 
@@ -115,9 +115,10 @@ def _decode(out_ptr, byte_ptr, NATIVE: tl.constexpr):
     tl.store(out_ptr + offset, e4m3_decode(tl.load(byte_ptr + offset), NATIVE))
 
 
-def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
+def encode(x: Tensor, dtype: torch.dtype, *, native: bool = False) -> Tensor:
     out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    _encode[(triton.cdiv(x.numel(), 16384),)](out, x, x.numel(), E5M2=dtype == torch.float8_e5m2, BLOCK=16384)
+    e5m2 = dtype == torch.float8_e5m2
+    _encode[(triton.cdiv(x.numel(), 16384),)](out, x, x.numel(), E5M2=e5m2, NATIVE=native, BLOCK=16384)
     return out.cpu()
 
 
@@ -137,7 +138,7 @@ def rounding_borders(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("values", ["every_bfloat16", "rounding_borders", "random_bits"])
 def test_fp8_encoding_is_torchs_after_a_clamp(
-    values: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+    values: str, dtype: torch.dtype, device: torch.device, facts: DeviceFacts, generator: torch.Generator
 ) -> None:
     if values == "every_bfloat16":
         x = every_bfloat16()
@@ -152,6 +153,13 @@ def test_fp8_encoding_is_torchs_after_a_clamp(
     assert number.sum() > 700
     assert torch.equal(got[number], want[number])
     assert got[~number].view(dtype).float().isnan().all()
+    if dtype == torch.float8_e4m3fn and encodes_natively(facts.arch, facts.has_fp8_conversion):
+        assert torch.equal(encode(x.to(device), dtype, native=True), got), "NaN and its sign included"
+
+
+def test_the_conversion_of_ptx_is_taken_where_there_is_one() -> None:
+    assert encodes_natively("sm89", True) and not encodes_natively("sm80", False)
+    assert not encodes_natively("gfx950", True), "it does not saturate"
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["by_bits", "native"])

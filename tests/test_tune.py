@@ -37,6 +37,7 @@ from mla_portable.contracts import (
 )
 from mla_portable.contracts.tuned import TunedEntry, read_table, table_path, write_table
 from mla_portable.registry import Registry
+from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
 
 NAME = "acme.v1"
 DECODE = Primitive.SPARSE_DECODE
@@ -92,10 +93,25 @@ def test_the_fastest_that_is_right_on_every_size_wins():
     assert entry is not None and entry.configuration == CONFIGURATIONS[1] and set(entry.us) == {"1", "3"}
 
 
-def test_the_sizes_count_alike():
-    fast_on_small, even = Attempt({"a": 1}, {1: 1.0, 256: 200.0}), Attempt({"a": 2}, {1: 4.0, 256: 49.0})
-    result = TuneResult(NAME, "sparse_decode", "bf16", 16, (fast_on_small, even), "a device", "now")
-    assert result.best is even and result.gain == pytest.approx(math.sqrt(200 / 196))
+def test_configurations_are_ranked_as_implementations_are():
+    """By one rule: the time that all sizes take together, which a ratio on a small one cannot outweigh."""
+    small, large = {1: 1.0, 256: 200.0}, {1: 4.0, 256: 60.0}
+    attempts = Attempt({"a": 1}, small), Attempt({"a": 2}, large)
+    result = TuneResult(NAME, "sparse_decode", "bf16", 16, attempts, "a device", "now")
+    assert math.prod(small.values()) < math.prod(large.values()), "a geometric mean would say otherwise"
+    assert result.best is attempts[1] and result.gain == pytest.approx(201 / 64)
+    names = ("acme.v1", "acme.v2")
+    times = [
+        MeasuredTime(H200.name, "sparse_decode", "bf16", 16, 2048, rows, name, us, "2026-11-02")
+        for name, each in zip(names, (small, large), strict=True)
+        for rows, us in each.items()
+    ]
+    support = Support(source="this test", kv_layouts=("bf16",))
+    costs = [
+        MeasuredCosts(times)(Implementation(name, DECODE, support, lambda r: reference.sparse_decode), request())
+        for name in names
+    ]
+    assert [each and each[0] for each in costs] == [pytest.approx(10 * us / 61, abs=0.01) for us in (201, 64)]
 
 
 def test_where_nothing_is_right_nothing_is_written():

@@ -212,8 +212,8 @@ def cell(kit: Any, ours: float, out: Path, served: str = "fused: sparse_decode n
     def texts(short: float, long: float) -> list[dict[str, Any]]:
         return [prompt(17, [1, 2], shift=short), prompt(3000, [3], shift=long)]
 
-    ran = run_of(kit, "stock-fp8-h64-eager", texts(0, 0), texts(0, 0.2), served="")
-    ran |= run_of(kit, "stock-fp8-h64-graphs", texts(0, 0.1), served="")
+    ran = run_of(kit, "stock-fp8-h64-eager", texts(0, 0), texts(0, 0.1), served="")
+    ran |= run_of(kit, "stock-fp8-h64-graphs", texts(0, -0.1), served="")
     ran |= run_of(kit, "plugin-fp8-h64-eager", texts(ours / 4, ours), served=served)
     record = '{"step": 1, "layer": "a", "rows": 2, "relative": %s, "worst_row": 0.001, "max_abs": 0.1, "pid": 1}'
     (out / "plugin-fp8-h64-eager.shadow").write_text(record % relative)
@@ -244,25 +244,26 @@ def test_requests_must_be_preempted_and_none_cut_short(kit: Any):
 
 
 def test_times_are_judged_against_stock(kit: Any):
-    def lines(step: float, build: float) -> dict[str, Any]:
+    def lines(step: float, build: float, cell: str = "fp8-h64") -> dict[str, Any]:
         builds = {"256 decodes + 32 prefills": {"ours": (build, build), "stock": (1000.0, 1100.0)}}
         kernels = {"ours": {"void at::native::cat<int, 4>(int)": 2.0, "split_fwd": 28.0}, "stock": {}}
         layers = {"128": {"relative": 1e-3, "ours": (30.0, 31.0), "stock": (30.0, 31.0), "kernels": kernels}}
         steps = {"batch": 128, "step_us": step, "build_us": 50.0}
-        ran = run_of(kit, "speed-stock-h64", steps={**steps, "step_us": 1000.0})
-        ran |= run_of(kit, "speed-plugin-h64", steps=steps, builds=builds, layers=layers)
+        ran = run_of(kit, f"speed-stock-{cell}", steps={**steps, "step_us": 1000.0})
+        ran |= run_of(kit, f"speed-plugin-{cell}", steps=steps, builds=builds, layers=layers)
         told = list(kit.report.speed(ran))
         assert next(line.found for line in told if "kernels, ours" in line.name) == "split_fwd 28.0, cat 2.0"
         return {line.name.strip(): line.passed for line in told if "kernels" not in line.name}
 
     assert lines(1020.0, 90.0) == {
-        "speed-stock-h64": None,
-        "speed-plugin-h64": True,
+        "speed-stock-fp8-h64": None,
+        "speed-plugin-fp8-h64": True,
         "build 256 decodes + 32 prefills": True,
         "layer, 128 decodes": True,
     }
-    assert lines(1040.0, 110.0)["speed-plugin-h64"] is False
+    assert lines(1040.0, 110.0)["speed-plugin-fp8-h64"] is False
     assert lines(1040.0, 110.0)["build 256 decodes + 32 prefills"] is False
+    assert lines(1040.0, 110.0, "bf16-h64")["build 256 decodes + 32 prefills"], "a tenth is asked of FP8 caches"
 
 
 def test_tensor_parallelism_is_held_against_stocks(kit: Any, tmp_path: Path):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Final
 
-from mla_portable.contracts import FP8_DS_MLA, LAYOUTS, InvalidArgument, Primitive
+from mla_portable.contracts import FP8_DS_MLA, LAYOUTS, SCALE_FORMATS, InvalidArgument, Primitive
 
 __all__ = ["ATTENTION", "BLOCK_SIZE", "TIMED", "KernelCase", "kernel_cases"]
 
@@ -46,6 +46,7 @@ class KernelCase:
         kv_layout, num_heads, topk: None where the primitive has none.
         width: tokens of the cache or rows of the workspace that attention chooses from; 0 where nothing is chosen.
         overlap: percent of a token's indices that the token before it has too; sparse_prefill only.
+        scale_format: of FP8 rows, read or written.
     Raises: InvalidArgument for a size that cannot be made.
     """
 
@@ -56,6 +57,7 @@ class KernelCase:
     topk: int | None = None
     width: int = 0
     overlap: int = 0
+    scale_format: str = "pow2"
 
     def __post_init__(self) -> None:
         where = "KernelCase"
@@ -68,6 +70,9 @@ class KernelCase:
                 raise InvalidArgument(where, name, got=value, expected="at least 1")
         if self.kv_layout is not None and self.kv_layout not in LAYOUTS:
             raise InvalidArgument(where, "kv_layout", got=repr(self.kv_layout), expected=f"one of {', '.join(LAYOUTS)}")
+        if self.scale_format not in SCALE_FORMATS:
+            expected = f"one of {', '.join(SCALE_FORMATS)}"
+            raise InvalidArgument(where, "scale_format", got=repr(self.scale_format), expected=expected)
         if not 0 <= self.overlap <= 100:
             raise InvalidArgument(where, "overlap", got=self.overlap, expected="0 to 100 percent")
         if self.primitive in ATTENTION and self.width < (self.topk or 0):
@@ -75,8 +80,17 @@ class KernelCase:
             raise InvalidArgument(where, "width", got=self.width, expected=expected)
 
     @property
+    def storage(self) -> str:
+        """The tolerance table's word for what the rows hold."""
+        return self.scale_format if self.kv_layout == FP8_DS_MLA.name else "bf16"
+
+    @property
     def shape(self) -> str:
-        """The sizes in words; together with primitive and layout it names the case."""
+        """The sizes in words, scales that are not the usual ones behind them; with primitive and layout it names the case."""
+        return self._sizes + (f", {self.scale_format} scales" if self.storage == "amax" else "")
+
+    @property
+    def _sizes(self) -> str:
         heads, topk = f"H {self.num_heads}", f"K {self.topk}"
         if self.primitive is Primitive.SPARSE_DECODE:
             return f"B {self.rows}, S 1, {heads}, {topk}, N {self.width}"
@@ -100,11 +114,12 @@ def kernel_cases(
     topk: int = _TOPK,
     width: int | None = None,
     overlaps: Sequence[int] = (0,),
+    scale_format: str = "pow2",
 ) -> tuple[KernelCase, ...]:
     """Every combination, by primitive, layout, head count and rows; None takes what the primitive has by default.
 
-    A layout that a primitive does not have by default is added where it is asked for. Head counts, `topk`, `width` and
-    `overlaps` go to the primitives that know them.
+    A layout that a primitive does not have by default is added where it is asked for. Head counts, `topk`, `width`,
+    `overlaps` and `scale_format` go to the primitives that know them.
     Raises: InvalidArgument, as KernelCase.
     """
     found: list[KernelCase] = []
@@ -115,12 +130,12 @@ def kernel_cases(
             grid = product(layouts or _LAYOUTS[primitive], heads or _HEADS[primitive], sizes, overlaps if prefill else (0,))
             for layout, count, size, overlap in grid:
                 chosen_from = width or (_prefill_width(size, topk) if prefill else _decode_width(size, topk))
-                found.append(KernelCase(primitive, size, layout, count, topk, chosen_from, overlap))
+                found.append(KernelCase(primitive, size, layout, count, topk, chosen_from, overlap, scale_format))
         elif primitive is Primitive.CONVERT_INDICES:
             found += [KernelCase(primitive, size, topk=topk) for size in sizes]
         else:
             each = layouts or _LAYOUTS.get(primitive, (FP8_DS_MLA.name,))
-            found += [KernelCase(primitive, size, layout) for layout in each for size in sizes]
+            found += [KernelCase(primitive, size, layout, scale_format=scale_format) for layout in each for size in sizes]
     return tuple(found)
 
 

@@ -20,14 +20,13 @@ from mla_portable.bench.judged import attention_findings
 from mla_portable.bench.kernel_cases import ATTENTION, BLOCK_SIZE, KernelCase
 from mla_portable.conformance import tolerance
 from mla_portable.conformance.compare import Finding, close, same_bits
-from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, LAYOUTS, DeviceFacts, Primitive, Request, pack_fp8
+from mla_portable.contracts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, LAYOUTS, DeviceFacts, Primitive, Request, pack_fp8
 from mla_portable.reference import oracle
 
 __all__ = ["Problem", "Workshop"]
 
 _DRAWN: Final = 65_536
 """Tokens that are drawn; longer caches repeat them."""
-_SCALE_FORMAT: Final = "pow2"
 _REQUESTS: Final = 128
 """Requests at most that convert_indices serves."""
 _CONTEXT: Final = 8_192
@@ -45,7 +44,7 @@ class Problem:
     """A case with its tensors.
 
     Attributes:
-        request: what is asked of the registry; `scale_format` of FP8 rows is pow2.
+        request: what is asked of the registry.
         arguments: of the primitive, by name; results included. positional: how many of them are positional, in order.
         targets: results, to be poisoned before a run that is judged.
         bytes_moved: that any implementation must read or write at least, each cached token that is named counted once.
@@ -77,13 +76,13 @@ class Problem:
 
 
 class Workshop:
-    """Makes problems for one device; keeps one cache per layout, as large as was needed so far."""
+    """Makes problems for one device; keeps one cache per layout and scales, as large as was needed so far."""
 
     def __init__(self, device: torch.device, facts: DeviceFacts, *, seed: int = 0, check_rows: int = 4) -> None:
         """check_rows: attention rows that the oracle judges, at most."""
         self._device, self._facts, self._check_rows = device, facts, check_rows
         self._generator = torch.Generator(device).manual_seed(seed)
-        self._caches: dict[str, Tensor] = {}
+        self._caches: dict[tuple[str, str], Tensor] = {}
 
     def make(self, case: KernelCase) -> Problem:
         """The tensors of a case."""
@@ -107,18 +106,20 @@ class Workshop:
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
-    def _cache(self, layout: str, tokens: int) -> Tensor:
+    def _cache(self, case: KernelCase, tokens: int) -> Tensor:
         """[blocks, 64, row] holding at least `tokens` tokens of unit variance."""
         blocks = -(-tokens // BLOCK_SIZE)
-        kept = self._caches.get(layout)
+        layout = case.kv_layout or "bf16"
+        key = layout, case.storage
+        kept = self._caches.get(key)
         if kept is None or kept.shape[0] < blocks:
-            self._caches.pop(layout, None)
+            self._caches.pop(key, None)
             drawn = self._normal(min(blocks * BLOCK_SIZE, _DRAWN), HEAD_SIZE)
             if layout != "bf16":
-                drawn = pack_fp8(drawn[:, :KV_LORA_RANK], drawn[:, KV_LORA_RANK:], scale_format=_SCALE_FORMAT)
+                drawn = pack_fp8(drawn[:, :KV_LORA_RANK], drawn[:, KV_LORA_RANK:], scale_format=case.scale_format)
             times = -(-blocks * BLOCK_SIZE // drawn.shape[0])
             rows = drawn.repeat(times, 1)[: blocks * BLOCK_SIZE]
-            kept = self._caches[layout] = rows.view(blocks, BLOCK_SIZE, rows.shape[1])
+            kept = self._caches[key] = rows.view(blocks, BLOCK_SIZE, rows.shape[1])
         return kept[:blocks]
 
     def _request(self, case: KernelCase, **others: Any) -> Request:
@@ -129,6 +130,7 @@ class Workshop:
             num_heads=case.num_heads,
             topk=case.topk,
             rows=case.rows,
+            scale_format=case.scale_format if case.kv_layout == FP8_DS_MLA.name else None,
             graph=self._device.type != "cpu",
             **others,
         )
@@ -138,7 +140,7 @@ class Workshop:
     def _attention(self, case: KernelCase) -> Problem:
         decode, layout = case.primitive is Primitive.SPARSE_DECODE, LAYOUTS[case.kv_layout or "bf16"]
         rows, heads, topk = case.rows, case.num_heads or 1, case.topk or 1
-        kv = self._cache(layout.name, case.width)
+        kv = self._cache(case, case.width)
         flat = kv.flatten(0, 1)
         indices = (self._decode_indices if decode else self._prefill_indices)(case)  # [rows, K] int32
         q = self._normal(rows, heads, HEAD_SIZE)
@@ -157,7 +159,6 @@ class Workshop:
             case,
             block_size=BLOCK_SIZE if paged else None,
             query_len=1 if decode else None,
-            scale_format=_SCALE_FORMAT if layout.is_quantized else None,
             lse=True,
         )
         judged = _spread(rows, self._check_rows, self._device)
@@ -173,8 +174,7 @@ class Workshop:
 
         def check(result: tuple[Tensor, Tensor]) -> Iterator[Finding]:
             got_out, got_lse = result[0].reshape(rows, heads, KV_LORA_RANK), result[1].reshape(rows, heads)
-            storage = _SCALE_FORMAT if layout.is_quantized else "bf16"
-            yield from attention_findings(case.primitive, storage, got_out[judged].cpu(), got_lse[judged].cpu(), *wanted())
+            yield from attention_findings(case.primitive, case.storage, got_out[judged].cpu(), got_lse[judged].cpu(), *wanted())
 
         named_tokens = int(indices.unique().numel())
         moved = named_tokens * layout.row_bytes + q.nbytes + out.nbytes + lse.nbytes + indices.nbytes
@@ -226,7 +226,7 @@ class Workshop:
         requests = min(case.rows, _GATHERED)
         length = -(-case.rows // requests)
         columns = -(-length // BLOCK_SIZE)
-        cached = self._cache(layout.name, requests * columns * BLOCK_SIZE)
+        cached = self._cache(case, requests * columns * BLOCK_SIZE)
         table = self._permutation(requests * columns).view(requests, columns).to(torch.int32)
         starts = torch.arange(requests, device=self._device, dtype=torch.int32) * length
         lens = (case.rows - starts).clamp(0, length)
@@ -242,15 +242,14 @@ class Workshop:
             each = cached.flatten(0, 1)[slots].unsqueeze(1)  # [n, 1, row], blocks of one token
             want = oracle.gather_upconvert(each, own, torch.tensor([count]), torch.tensor([0]), out=blank)
             got = result[judged].cpu()
-            limit = tolerance(case.primitive, _SCALE_FORMAT if layout.is_quantized else "bf16", "latent")
+            limit = tolerance(case.primitive, case.storage, "latent")
             latent, want_latent = got[:, :KV_LORA_RANK], want[:, :KV_LORA_RANK]
             exact = limit.exact
             yield same_bits("latent", latent, want_latent) if exact else close("latent", latent, want_latent.double(), limit)
             yield same_bits("rope", got[:, KV_LORA_RANK:], want[:, KV_LORA_RANK:])
 
         arguments = {"kv_cache": cached, "block_table": table, "seq_lens": lens, "workspace_starts": starts, "out": out}
-        scales = _SCALE_FORMAT if layout.is_quantized else None
-        request = self._request(case, block_size=BLOCK_SIZE, scale_format=scales)
+        request = self._request(case, block_size=BLOCK_SIZE)
         moved = case.rows * layout.row_bytes + sum(each.nbytes for each in (out, table, lens, starts))
         return Problem(case, request, arguments, 4, (out,), moved, 0, check)
 
@@ -265,12 +264,11 @@ class Workshop:
         def check(result: Tensor) -> Iterator[Finding]:
             count = judged.shape[0]
             blank = torch.zeros(count, 1, layout.row_width, dtype=layout.dtype)
-            want = oracle.cache_write(kv_c[judged], k_pe[judged], blank, torch.arange(count), scale_format=_SCALE_FORMAT)
+            want = oracle.cache_write(kv_c[judged], k_pe[judged], blank, torch.arange(count), scale_format=case.scale_format)
             yield same_bits("bytes", result.flatten(0, 1)[slots[judged]].cpu(), want[:, 0])
 
-        arguments = {"kv_c": kv_c, "k_pe": k_pe, "kv_cache": cached, "slot_mapping": slots}
-        scales = _SCALE_FORMAT if layout.is_quantized else None
-        request = self._request(case, block_size=BLOCK_SIZE, scale_format=scales)
+        arguments = {"kv_c": kv_c, "k_pe": k_pe, "kv_cache": cached, "slot_mapping": slots, "scale_format": case.scale_format}
+        request = self._request(case, block_size=BLOCK_SIZE)
         moved = sum(each.nbytes for each in (kv_c, k_pe, slots)) + tokens * layout.row_bytes
         return Problem(case, request, arguments, 4, (cached,), moved, 0, check)
 

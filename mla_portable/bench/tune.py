@@ -18,6 +18,7 @@ from mla_portable.bench.kernels import KernelTime, time_candidates
 from mla_portable.contracts import Implementation, Request, Tunable
 from mla_portable.contracts.tuned import TunedEntry
 from mla_portable.registry import Registry
+from mla_portable.registry.costs import time_spent
 
 __all__ = ["Attempt", "TuneResult", "tune"]
 
@@ -36,10 +37,8 @@ class Attempt:
 
     @property
     def score(self) -> float:
-        """Geometric mean over the sizes, infinite where one is missing."""
-        if self.why or not self.us:
-            return math.inf
-        return math.exp(sum(map(math.log, self.us.values())) / len(self.us))
+        """What the sizes take together, infinite where one is missing."""
+        return math.inf if self.why or not self.us else time_spent(self.us.values())
 
 
 @dataclass(frozen=True, slots=True)

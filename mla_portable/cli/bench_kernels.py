@@ -53,6 +53,9 @@ def kernels(
     overlap: Annotated[
         str, typer.Option("--overlap", metavar="P,P", help="Percent of a prefill token's indices that its neighbour has too.")
     ] = "0",
+    scale_format: Annotated[
+        str, typer.Option("--scale-format", metavar="FORMAT", help="Of FP8 rows, read or written: pow2 or amax.")
+    ] = "pow2",
     backend: Annotated[
         list[str] | None,
         typer.Option("--backend", metavar="NAME", help="Time this backend or implementation only; repeatable. Default: all."),
@@ -83,6 +86,7 @@ def kernels(
             topk=topk or (_CPU_TOPK if cpu else 2048),
             width=width or (_CPU_WIDTH if cpu else None),
             overlaps=numbers(overlap, "--overlap") or (0,),
+            scale_format=scale_format,
         )
         brought = load_rivals() if rivals else Brought(())
         for name, why in brought.failures:

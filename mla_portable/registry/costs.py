@@ -4,7 +4,7 @@
 An implementation that was timed on the request's device costs 10 (what a vendor's kernel declares) times its time over that of
 the fastest at the same rows: the fastest over both layouts, so that routes which read different layouts stay comparable. A
 primitive is bound once for steps of many sizes, so a request without `rows` gets the ratio of the sums over all row counts that
-were timed: what matters is the time that is spent, and that is spent on large steps. With `rows`, the nearest count decides.
+were timed (`time_spent`). With `rows`, the nearest count decides.
 
 Devices are told by the name that their driver reports, head counts by the least one timed that is as large, topk exactly.
 Where any of them was not timed, the declared preference stands.
@@ -22,7 +22,7 @@ from typing import Final
 
 from mla_portable.contracts import Implementation, Request
 
-__all__ = ["COSTS_FILE", "MeasuredCosts", "MeasuredTime", "costs_text", "packaged_costs", "parse_costs"]
+__all__ = ["COSTS_FILE", "MeasuredCosts", "MeasuredTime", "costs_text", "packaged_costs", "parse_costs", "time_spent"]
 
 COSTS_FILE: Final = "costs.json"
 """Beside this module; generated from the benchmark records in capability/."""
@@ -42,6 +42,11 @@ class MeasuredTime:
     implementation: str
     us: float
     recorded: str
+
+
+def time_spent(us: Iterable[float]) -> float:
+    """By what several sizes are ranked where one choice serves them all: their sum, for time is spent on large steps."""
+    return sum(us)
 
 
 class MeasuredCosts:
@@ -71,8 +76,8 @@ class MeasuredCosts:
         if wanted is not None:
             nearest = min(own, key=lambda rows: abs(math.log(rows / max(wanted, 1))))
             own = {nearest: own[nearest]}
-        least = sum(min(other.us for other in by_rows[rows]) for rows in own)
-        cost = _FASTEST * sum(each.us for each in own.values()) / least
+        least = time_spent(min(other.us for other in by_rows[rows]) for rows in own)
+        cost = _FASTEST * time_spent(each.us for each in own.values()) / least
         return round(cost, 2), _source(own, heads)
 
 

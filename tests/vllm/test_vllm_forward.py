@@ -9,9 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm_engine import BLOCK, HEADS, LATENT, MAX_LEN, NOPE, ROPE, SCALE, V_DIM, expected, make_engine, make_step, run_layer
 
+from mla_portable.attention import SparseMLAAttention
 from mla_portable.contracts import InvalidArgument, PlanMismatch, unpack_fp8
+from mla_portable.planner import PlannerConfig
 from mla_portable.reference import oracle
 from mla_portable.registry import use
 
@@ -86,6 +89,38 @@ def test_what_a_captured_graph_reads_outlives_the_metadata():
     plan = engine.builder.build_for_cudagraph_capture(step.common).plan
     engine.builder.build(0, step.common)
     assert [kept is plan for kept in engine.builder._captured] == [True]
+
+
+@pytest.fixture
+def planned_for_flashmla(monkeypatch: pytest.MonkeyPatch):
+    """Plans are made as for FlashMLA's decode on an H200."""
+    own = SparseMLAAttention.planner_config
+
+    def config(attention: SparseMLAAttention) -> PlannerConfig:
+        return replace(own(attention), schedule_kind="flashmla_tiles", num_sms=132, arch="sm90", padded_heads=64)
+
+    monkeypatch.setattr(SparseMLAAttention, "planner_config", config)
+    monkeypatch.setenv("MLA_PORTABLE_VLLM_ROUTE", "split")
+
+
+@pytest.mark.parametrize(
+    "query_lens", [[17, 70], [1, 1, 17], [9, 9, 9, 40], [32], [5, 7], [1, 1, 1], [2, 30], [40, 3]], ids=str
+)
+def test_few_tokens_decode_where_vllms_own_backend_decodes_them(query_lens: list[int], planned_for_flashmla: None):
+    engine = make_engine("fp8")
+    step = make_step(engine, query_lens, [length + 60 for length in query_lens])
+    plan = engine.builder.build(0, step.common).plan
+    stock = split_decodes_and_prefills(step.common, decode_threshold=256, require_uniform=True)
+    if query_lens != [40, 3]:  # more than 32 tokens: vLLM would decode them
+        assert (plan.num_decodes, plan.num_prefills, plan.num_decode_tokens) == stock[:3]
+    else:
+        assert (plan.num_decodes, stock[0]) == (0, 1)
+
+
+def test_no_prompt_decodes_where_vllm_prefills_all(planned_for_flashmla: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mla_portable.vllm.compat.few_decode_tokens", lambda: 0)  # vLLM up to 0.25
+    engine = make_engine("fp8")
+    assert engine.builder.build(0, make_step(engine, [17, 70], [17, 70]).common).plan.num_decodes == 0
 
 
 def test_portable_kernels_alone_serve_a_mixed_batch():

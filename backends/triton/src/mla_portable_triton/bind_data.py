@@ -24,6 +24,7 @@ from mla_portable_triton.kernels import gather_upconvert as gather_upconvert_ker
 from mla_portable_triton.kernels import quantize_per_tensor as quantize_kernel
 from mla_portable_triton.kernels.config import config_for
 from mla_portable_triton.kernels.convert_indices import INT32_MAX
+from mla_portable_triton.kernels.e4m3_encode import encodes_natively
 from mla_portable_triton.support import interpreter_is_on
 
 __all__ = ["bind_cache_write", "bind_convert_indices", "bind_gather_upconvert", "bind_quantize_per_tensor"]
@@ -35,6 +36,7 @@ def bind_cache_write(request: Request) -> CacheWrite:
     """cache_write on the layout that each cache shows; graph-safe."""
     config = config_for(cache_write_kernel.CONFIGS, request.device.arch)
     bf16_native = not interpreter_is_on()
+    e4m3_native = bf16_native and encodes_natively(request.device.arch, request.device.has_fp8_conversion)
 
     def cache_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2") -> None:
         cache_write_kernel.launch(
@@ -44,6 +46,7 @@ def bind_cache_write(request: Request) -> CacheWrite:
             slot_mapping,
             fp8=kv_cache.dtype == torch.uint8,
             pow2=scale_format == "pow2",
+            e4m3_native=e4m3_native,
             bf16_native=bf16_native,
             config=config,
         )

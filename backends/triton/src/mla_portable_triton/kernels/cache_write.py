@@ -22,7 +22,7 @@ from mla_portable.contracts.layouts import E4M3_MAX, POW2_MIN_EXPONENT
 from mla_portable_triton.aot import AotVariant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16, to_float32
 from mla_portable_triton.kernels.config import Config, config_for
-from mla_portable_triton.kernels.e4m3_encode import e4m3_encode
+from mla_portable_triton.kernels.e4m3_encode import e4m3_encode, encodes_natively
 from mla_portable_triton.kernels.row_layout import GROUP, GROUPS, HEAD, LATENT, ROPE, ROPE_BYTE, ROW_BYTES, SCALE_BYTE
 
 __all__ = ["CONFIGS", "aot_variants", "cache_write_kernel", "launch", "tile_scale"]
@@ -66,12 +66,14 @@ def cache_write_kernel(
     CACHE_BLOCK: tl.constexpr,
     FP8: tl.constexpr,
     POW2: tl.constexpr,
+    E4M3_NATIVE: tl.constexpr,
     BF16_NATIVE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """BLOCK_T tokens a program. The cache pointer is to bytes where FP8, to bfloat16 otherwise."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
-    slot = tl.load(slot_ptr + token, mask=token < num_tokens, other=-1)  # [BLOCK_T] int64
+    given = token < num_tokens  # [BLOCK_T]; reading a token that is skipped is cheaper than waiting for its slot
+    slot = tl.load(slot_ptr + token, mask=given, other=-1)  # [BLOCK_T] int64
     block = slot // CACHE_BLOCK  # [BLOCK_T]; meaningless where slot < 0
     written = (slot >= 0) & (block < num_blocks)  # [BLOCK_T]
     ROW: tl.constexpr = ROW_BYTES if FP8 else HEAD
@@ -79,9 +81,9 @@ def cache_write_kernel(
 
     group = tl.arange(0, GROUPS)[None, :]  # [1, GROUPS]
     column = group[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]  # [1, GROUPS, GROUP]
-    latent = tl.load(kv_c_ptr + token[:, None, None] * kv_c_stride + column, mask=written[:, None, None])
+    latent = tl.load(kv_c_ptr + token[:, None, None] * kv_c_stride + column, mask=given[:, None, None])
     d = tl.arange(0, ROPE)[None, :]  # [1, ROPE]
-    rope = tl.load(k_pe_ptr + token[:, None] * k_pe_stride + d, mask=written[:, None])  # [BLOCK_T, ROPE]
+    rope = tl.load(k_pe_ptr + token[:, None] * k_pe_stride + d, mask=given[:, None])  # [BLOCK_T, ROPE]
     if rope.dtype != tl.bfloat16:
         rope = to_bfloat16(to_float32(rope, BF16_NATIVE), BF16_NATIVE)
 
@@ -93,7 +95,7 @@ def cache_write_kernel(
             scaled = latent * reciprocal[:, :, None]  # exact but for underflow, like the division
         else:
             scaled = tl.math.div_rn(latent, tl.broadcast_to(scale[:, :, None], latent.shape))
-        tl.store(row[:, None, None] + column, e4m3_encode(scaled), mask=written[:, None, None])
+        tl.store(row[:, None, None] + column, e4m3_encode(scaled, E4M3_NATIVE), mask=written[:, None, None])
         scale_row = (row + SCALE_BYTE).to(tl.pointer_type(tl.float32))  # [BLOCK_T] pointers
         tl.store(scale_row[:, None] + group, scale, mask=written[:, None])
         rope_row = (row + ROPE_BYTE).to(tl.pointer_type(tl.bfloat16))  # [BLOCK_T] pointers
@@ -113,6 +115,7 @@ def launch(
     *,
     fp8: bool,
     pow2: bool,
+    e4m3_native: bool,
     bf16_native: bool,
     config: Config,
 ) -> None:
@@ -136,6 +139,7 @@ def launch(
         CACHE_BLOCK=kv_cache.shape[1],
         FP8=fp8,
         POW2=pow2,
+        E4M3_NATIVE=e4m3_native,
         BF16_NATIVE=bf16_native,
         BLOCK_T=config.tile,
         num_warps=config.num_warps,
@@ -143,8 +147,8 @@ def launch(
     )
 
 
-def aot_variants(arch: str = "default") -> list[AotVariant]:
-    """Both layouts, both scale formats, both input types."""
+def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[AotVariant]:
+    """Both layouts, both scale formats, both input types; e4m3 encoded by bits, as every target can, or natively."""
     config = config_for(CONFIGS, arch)
     sizes = ["num_tokens", "num_blocks", "kv_c_stride", "k_pe_stride", "block_stride"]
     variants: list[AotVariant] = []
@@ -155,7 +159,14 @@ def aot_variants(arch: str = "default") -> list[AotVariant]:
             AotVariant(
                 kernel=cache_write_kernel,
                 signature={**signature, "slot_ptr": "*i64", **dict.fromkeys(sizes, "i32")},
-                constexprs={"CACHE_BLOCK": 64, "FP8": fp8, "POW2": pow2, "BF16_NATIVE": True, "BLOCK_T": config.tile},
+                constexprs={
+                    "CACHE_BLOCK": 64,
+                    "FP8": fp8,
+                    "POW2": pow2,
+                    "E4M3_NATIVE": encodes_natively(arch, e4m3_native),
+                    "BF16_NATIVE": True,
+                    "BLOCK_T": config.tile,
+                },
                 num_warps=config.num_warps,
                 num_stages=1,
                 label=f"cache_write-{layout}-from-{dtype}",

@@ -8,6 +8,8 @@ an exact bfloat16. Codes 0x7F and 0xFF are NaN; there is no infinity.
 import triton
 import triton.language as tl
 
+from mla_portable_triton.kernels.bfloat16 import to_float32
+
 
 @triton.jit
 def e4m3_decode(byte, NATIVE: tl.constexpr):
@@ -30,4 +32,14 @@ def e4m3_decode(byte, NATIVE: tl.constexpr):
         bits = tl.where(size == 0x7F, 0x7FC0, bits)
         bits |= (code & 0x80) << 8
         value = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return value
+
+
+@triton.jit
+def e4m3_to_float32(byte, NATIVE: tl.constexpr, BF16_NATIVE: tl.constexpr):
+    """The same values as float32, without a detour over bfloat16 where the target converts by itself."""
+    if NATIVE:
+        value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        value = to_float32(e4m3_decode(byte, NATIVE), BF16_NATIVE)
     return value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""float32 -> FP8 by integer arithmetic, for targets with and without a conversion in hardware.
+"""float32 -> FP8, by integer arithmetic on any target, or by PTX's conversion.
 
 Nearest value, ties to even, saturating at the largest finite one; subnormals included; NaN becomes the all-ones code with
 the sign it came with. What torch does to a clamped value, and the same on every target because no float is computed.
@@ -13,12 +13,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["E4M3_MAX_BITS", "E5M2_MAX_BITS", "e4m3_encode", "e5m2_encode", "fp8_encode"]
+__all__ = ["E4M3_MAX_BITS", "E5M2_MAX_BITS", "e4m3_encode", "e5m2_encode", "encodes_natively", "fp8_encode"]
 
 E4M3_MAX_BITS = tl.constexpr(0x43E00000)
 """448 as float32."""
 E5M2_MAX_BITS = tl.constexpr(0x47600000)
 """57344 as float32."""
+
+
+def encodes_natively(arch: str, has_fp8_conversion: bool) -> bool:
+    """Whether e4m3_encode may be NATIVE: other vendors' conversions do not saturate by themselves."""
+    return has_fp8_conversion and arch.startswith("sm")
 
 
 @triton.jit
@@ -42,9 +47,14 @@ def fp8_encode(value, MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr, MAX_BITS:
 
 
 @triton.jit
-def e4m3_encode(value):
-    """A float32 tile as e4m3 (finite, no infinities) codes, uint8."""
-    return fp8_encode(value, 3, 7, E4M3_MAX_BITS)
+def e4m3_encode(value, NATIVE: tl.constexpr):
+    """A float32 tile as e4m3 (finite, no infinities) codes, uint8. NATIVE: PTX's cvt, which rounds and saturates likewise."""
+    if NATIVE:
+        sign = (value.to(tl.int32, bitcast=True) >> 24) & 0x80  # a NaN comes without its own
+        code = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True) | sign.to(tl.uint8)
+    else:
+        code = fp8_encode(value, 3, 7, E4M3_MAX_BITS)
+    return code
 
 
 @triton.jit

@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable_triton.aot import AotVariant
-from mla_portable_triton.kernels.bfloat16 import to_bfloat16, to_float32
+from mla_portable_triton.kernels.bfloat16 import to_bfloat16
 from mla_portable_triton.kernels.config import Config, config_for
-from mla_portable_triton.kernels.e4m3_decode import e4m3_decode
+from mla_portable_triton.kernels.e4m3_decode import e4m3_to_float32
 from mla_portable_triton.kernels.row_layout import GROUP, GROUPS, HEAD, LATENT, ROPE, ROPE_BYTE, ROW_BYTES, SCALE_BYTE
 
 __all__ = ["CONFIGS", "aot_variants", "gather_upconvert_kernel", "launch"]
@@ -89,7 +89,7 @@ def gather_upconvert_kernel(
         scale = tl.load(scale_row[:, None] + group, mask=present[:, None], other=0.0)  # [BLOCK_R, GROUPS]
         rope_row = (source + ROPE_BYTE).to(tl.pointer_type(tl.bfloat16))  # [BLOCK_R] pointers
         rope = tl.load(rope_row[:, None] + d, mask=present[:, None], other=0.0)  # [BLOCK_R, ROPE]
-        wide = to_float32(e4m3_decode(code, E4M3_NATIVE), BF16_NATIVE) * scale[:, :, None]
+        wide = e4m3_to_float32(code, E4M3_NATIVE, BF16_NATIVE) * scale[:, :, None]
         latent = to_bfloat16(wide, BF16_NATIVE)
         tl.store(target[:, None, None] + latent_column, latent, mask=owned[:, None, None])
     else:

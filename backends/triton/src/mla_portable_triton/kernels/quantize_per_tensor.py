@@ -74,7 +74,7 @@ def quantize_kernel(
     in_range = offset < num_elements
     x = tl.load(x_ptr + offset, mask=in_range, other=0.0)  # [BLOCK]
     scaled = tl.math.div_rn(to_float32(x, BF16_NATIVE), tl.full([BLOCK], 0.0, tl.float32) + scale)
-    code = e5m2_encode(scaled) if E5M2 else e4m3_encode(scaled)
+    code = e5m2_encode(scaled) if E5M2 else e4m3_encode(scaled, False)
     tl.store(code_ptr + offset, code, mask=in_range)
 
 

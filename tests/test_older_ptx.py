@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code for an older GPU on a newer one: what a run hands to the driver, and what its record is worth in the matrix.
+
+Up to the driver; what follows it needs a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machines import H200
+
+from mla_portable.conformance import CaseResult, Report, cases_for
+from mla_portable.contracts import Primitive
+from mla_portable.matrix.collect import collect_declarations
+from mla_portable.matrix.evidence import Evidence, problems_of
+from mla_portable.matrix.levels import Cell, Hashes, evaluate
+from mla_portable.matrix.profiles import load_profiles
+from mla_portable.matrix.record import Origin, compiled_records, conformance_records, kernels_of
+from mla_portable.registry import Registry
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[1]
+PROFILES = load_profiles(ROOT / "capability" / "profiles")
+ORIGIN = Origin("0" * 40, False, "2026-11-01T00:00:00Z", "pytest")
+STEP = (Primitive.CONVERT_INDICES, Primitive.CACHE_WRITE, Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL)
+"""What a step on an FP8 cache takes where prefill reads the cache itself."""
+
+KERNEL = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def double(x):
+    tl.store(x, 2 * tl.load(x))
+"""
+NO_DRIVER = """
+from types import SimpleNamespace
+import run_older_ptx, triton
+from kernel_file import double
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+run_older_ptx.triton_driver = SimpleNamespace(active=SimpleNamespace())
+
+def compiled(capability):
+    return triton.compile(ASTSource(double, {"x": "*fp32"}, constexprs={}), target=GPUTarget("cuda", capability, 32))
+"""
+
+
+def python(folder: Path, script: str) -> None:
+    """Run a script in a process of its own, whose modules are `kernel_file`, `no_driver` and those of ci/."""
+    (folder / "kernel_file.py").write_text(KERNEL)
+    (folder / "no_driver.py").write_text(NO_DRIVER)
+    (folder / "script.py").write_text(script)
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "ci"), str(folder)])
+    command = [sys.executable, str(folder / "script.py")]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_compiled_kernel_hands_its_ptx_to_the_driver(tmp_path: Path) -> None:
+    python(
+        tmp_path,
+        """
+import sys
+from pathlib import Path
+from no_driver import GPUTarget, compiled, run_older_ptx
+loaded = Path("loaded")
+run_older_ptx.load_ptx_instead(80, loaded)
+run_older_ptx.load_ptx_instead(80, loaded)
+assert run_older_ptx.triton_driver.active.get_current_target() == GPUTarget("cuda", 80, 32)
+made = compiled(80)
+assert b".target sm_80" in made.kernel and b".visible .entry double" in made.kernel
+assert [line.split()[1] for line in loaded.read_text().splitlines()] == ["double"]
+try:
+    compiled(89)
+except RuntimeError as error:
+    assert "not for sm_80" in str(error)
+else:
+    sys.exit("PTX for another architecture went through")
+""",
+    )
+
+
+def test_processes_share_the_work_and_one_that_dies_is_a_failed_case(tmp_path: Path) -> None:
+    """On the reference, with a kernel compiled beside each case; the registry is one that no worker could build."""
+    (tmp_path / "worker_file.py").write_text(
+        """
+import os
+from pathlib import Path
+from no_driver import compiled, run_older_ptx
+LOADED = Path("loaded").resolve()
+
+def run(case, device):
+    result = run_older_ptx.run_older(80, LOADED, case, device)
+    compiled(80)
+    if "-absent-" in case.id:
+        os._exit(3)
+    return result
+"""
+    )
+    python(
+        tmp_path,
+        """
+from worker_file import LOADED, run
+from mla_portable.conformance import run_suite
+from mla_portable.contracts import Primitive
+from mla_portable.registry import Registry, get_registry
+
+if __name__ == "__main__":
+    registry = Registry(facts={"cpu": get_registry().facts("cpu")}, environ={}, probe=False)
+    only = [Primitive.CONVERT_INDICES]
+    report = run_suite(registry, "reference", device="cpu", level="smoke", primitives=only, jobs=2, worker=run)
+    alone = run_suite(registry, "reference", device="cpu", level="smoke", primitives=only)
+    assert [each.case.id for each in report.results] == [each.case.id for each in alone.results] and alone.ok
+    lines = LOADED.read_text().splitlines()
+    assert [line.split()[1] for line in lines] == ["double"] * len(report.results)
+    assert len({line.split()[0] for line in lines}) == 3, "two workers, and one in place of the dead one"
+    bad = {each.case.id: each for each in report.results if each.status != "passed"}
+    assert [name for name in bad if "-absent-" in name] == list(bad) and len(bad) == 1 and not report.ok
+    assert all("BrokenProcessPool" in each.message for each in bad.values())
+""",
+    )
+
+
+# ------------------------------------------------------------------ what a record of such a run is worth
+
+
+@pytest.fixture(scope="module")
+def portable() -> Registry:
+    return Registry(plugins=[("triton", "mla_portable_triton")], environ={}, probe=False)
+
+
+def cells(registry: Registry, arch: str, *, level: str = "quick", dead: str = "") -> dict[tuple[str, str, str | None], Cell]:
+    """(device, primitive, layout) -> what the matrix shows after a run on an H200, every case of it passed but `dead`."""
+    older = next(profile.device_facts() for profile in PROFILES.values() if profile.arch == arch)
+    declared = collect_declarations(registry, PROFILES)
+    claims = [claim for claim in declared.claims if claim.implementation == "triton.portable"]
+    results: list[CaseResult] = []
+    for implementation in registry.implementations():
+        if implementation.name == "triton.portable":
+            for case in cases_for(implementation, older, level):
+                died = case.id == dead
+                results.append(CaseResult(case, "error" if died else "passed", {}, {}, "it died" if died else "", 0.1))
+    versions = (("python", "3.12.0"), ("torch", "2.11.0"), ("triton", "3.6.0"))
+    report = Report("triton", level, older, versions, tuple(results))
+    made: list[dict[str, Any]] = conformance_records(report, declared, PROFILES, ORIGIN, driver="580.1", ran_on=H200)
+    usage = {"error": "", "shared": 0, "registers": 1, "spilled": 0, "arch": arch}
+    lines = [{**usage, "kernel": kernel, "label": kernel} for claim in claims for kernel in kernels_of(claim)]
+    made += compiled_records(lines, claims[0].module, replace(declared, claims=tuple(claims)), PROFILES, ORIGIN)
+    assert [problem for record in made for problem in problems_of(record, PROFILES)] == []
+    evidence = [Evidence("here", record) for record in made]
+    suite = next(record["suite_hash"] for record in made if record["kind"] == "conformance")
+    hashes = Hashes({(each["implementation"], each["primitive"]): each["source_hash"] for each in made}, suite)
+    same_arch = {slug: profile for slug, profile in PROFILES.items() if profile.arch == arch}
+    found = evaluate(claims, evidence, hashes, same_arch)
+    return {(cell.device, cell.primitive, cell.layout): cell for cell in found}
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm89"])
+def test_a_run_at_level_quick_covers_the_whole_fp8_step_on_every_device_of_the_architecture(
+    portable: Registry, arch: str
+) -> None:
+    found = cells(portable, arch)
+    devices = {slug for slug, profile in PROFILES.items() if profile.arch == arch}
+    for primitive in (*STEP, Primitive.GATHER_UPCONVERT):
+        mine = {(device, layout): cell for (device, name, layout), cell in found.items() if name == primitive}
+        assert {device for device, _ in mine} == devices
+        assert {layout for _, layout in mine} >= {None if primitive is Primitive.CONVERT_INDICES else "fp8_ds_mla"}
+    assert {cell.state for cell in found.values()} == {"compiled+run"}
+    assert all(f"the code for {arch} ran on {H200.name}" in cell.reasons for cell in found.values())
+
+
+def test_a_smaller_run_is_partial_and_a_dead_worker_is_failing(portable: Registry) -> None:
+    assert {cell.state for cell in cells(portable, "sm80", level="smoke").values()} == {"partial"}
+    decode = next(each for each in portable.implementations() if (each.name, each.primitive) == ("triton.portable", STEP[2]))
+    older = next(profile.device_facts() for profile in PROFILES.values() if profile.arch == "sm80")
+    dead = next(case.id for case in cases_for(decode, older, "quick") if case.request.kv_layout == "fp8_ds_mla")
+    states = {cell.state for (_, name, layout), cell in cells(portable, "sm80", dead=dead).items() if name == STEP[2]}
+    assert states == {"failing", "compiled+run"}
