@@ -77,7 +77,7 @@ def cell(kv: str, heads: int) -> str:
 
 def _generate(who: str, kv: str, heads: int, mode: str, **more: Any) -> Job:
     name = f"{who}-{cell(kv, heads)}-{mode}"
-    options = {"repeats": 2 if (who, mode) == ("stock", "eager") else 1, "lengths": LENGTHS, "tokens": TOKENS}
+    options = {"repeats": 3 if (who, mode) == ("stock", "eager") else 1, "lengths": LENGTHS, "tokens": TOKENS}
     environ = {"MLA_PORTABLE_VLLM_SHADOW": "1"} if mode == "eager" and who not in ("stock", "untouched") else {}
     return Job(name, "generate", who, kv, heads, mode, environ=environ, options=options, **more)
 
@@ -139,19 +139,21 @@ def speed() -> list[Job]:
     """Engines whose steps are timed, one after the other, on a machine that does nothing else."""
     arguments = {"max_num_seqs": 512, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 6 << 30}
     sizes = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 64, 128, 256]}
-    order = [("plugin", 64), ("stock", 64), ("plugin", 128), ("stock", 128), ("plugin", 16), ("stock", 16), ("triton", 16)]
+    fp8 = [("plugin", 64), ("stock", 64), ("plugin", 128), ("stock", 128), ("plugin", 16), ("stock", 16), ("triton", 16)]
+    order = [(who, heads, "fp8_ds_mla") for who, heads in fp8] + [("plugin", 64, "auto"), ("stock", 64, "auto")]
     return [
         Job(
-            f"speed-{who}-h{heads}",
+            f"speed-{who}-{cell(kv, heads)}",
             "speed",
             who,
-            heads=heads,
+            kv,
+            heads,
             mode="graphs",
             arguments={**arguments, "compilation_config": sizes},
             options={"batches": (64, 128), "context": 4096, "prompt": 2100, "tokens": 64},
             seconds=200,
         )
-        for who, heads in order
+        for who, heads, kv in order
     ]
 
 

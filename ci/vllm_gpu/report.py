@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,9 +62,9 @@ def agreement(ran: Ran, planned: Sequence[jobs.Job], out: Path) -> Iterator[Line
 
 
 def _against_itself(ran: Ran, cell: str) -> list[tuple[judge.Run, judge.Run]]:
-    """Stock's runs of a cell, the first with each other."""
+    """Stock's runs of a cell, eager and in graphs, each with each."""
     eager, graphs = _runs(ran, f"stock-{cell}-eager"), _runs(ran, f"stock-{cell}-graphs")
-    return [(eager[0], other) for other in (*eager[1:], *graphs)] if eager else []
+    return list(combinations([*eager, *graphs], 2)) if eager else []
 
 
 def _noise(ran: Ran, cell: str) -> float:
@@ -149,7 +149,7 @@ def speed(ran: Ran) -> Iterator[Line]:
         if done.result is None:
             yield Line(name, "did not finish", False)
             continue
-        stock = ran.get(f"speed-stock-h{done.job.heads}")
+        stock = ran.get(f"speed-stock-{jobs.cell(done.job.kv, done.job.heads)}")
         steps, theirs = done.result["steps"], (stock.result or {}).get("steps") if stock is not None else None
         text = f"a decode of {steps['batch']}: {steps['step_us']:.0f} us, build {steps['build_us']:.0f} us"
         counts = done.job.who == "plugin" and done.job.heads >= 64
@@ -166,7 +166,8 @@ def _builds(done: Done, builds: dict[str, Any]) -> Iterator[Line]:
     for batch, times in builds.items():
         (ours, ours_done), (other, other_done) = times["ours"], times["stock"]
         text = f"{ours:.0f} us ({ours_done:.0f} with the device), stock {other:.0f} ({other_done:.0f}): 1/{other / ours:.1f}"
-        factor = _CHEAPER_BUILD if "256 decodes + 32" in batch and done.job.heads == 64 else 1
+        many = "256 decodes + 32" in batch and jobs.cell(done.job.kv, done.job.heads) == "fp8-h64"
+        factor = _CHEAPER_BUILD if many else 1
         yield Line(f"  build {batch}", text, ours * factor <= other if done.job.who == "plugin" else None)
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -55,7 +56,10 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         with compat.neutral_defaults():
             buffers = scratch.step_buffers(resolved.spec, has_workspace=has_workspace) if shared else None
             self.attention = SparseMLAAttention(resolved.spec, device=device, buffers=buffers)
-            self.planner = Planner(self.attention.planner_config())
+            config = self.attention.planner_config()
+            if config.schedule_kind == "flashmla_tiles":
+                config = replace(config, few_tokens=compat.few_decode_tokens())
+            self.planner = Planner(config)
         for impl in impls:
             impl.attach(self.attention, resolved.writer)
         self._shadow = shadow.steps(kv_cache_spec, layer_names, vllm_config, device)
@@ -135,4 +139,5 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         lengths = compat.host_lengths(common, query_lens)
         if lengths is None:
             lengths = np.where(query_lens > 0, np.int32(min(common.max_seq_len, limit)), np.int32(0))
-        return np.minimum(np.maximum(lengths, query_lens), limit)
+        lengths = np.maximum(lengths, query_lens)
+        return np.minimum(lengths, limit, out=lengths)
