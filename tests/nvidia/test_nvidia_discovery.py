@@ -240,7 +240,10 @@ def test_every_machine_is_served_or_told_why_not(name):
     assert decision.chosen == (*served, "reference.torch")[0]
     for implementation, reasons in nvidia_verdicts(decision).items():
         assert (reasons == "") == (implementation in served)
-        assert reasons in ("", "kv_layout fp8_ds_mla (supports bf16)") or f"arch {facts.arch} (supports sm" in reasons
+        assert (
+            reasons in ("", "kv_layout fp8_ds_mla (supports bf16); lse yes (supports no)")
+            or f"arch {facts.arch} (supports sm" in reasons
+        )
 
 
 def test_blackwell_refuses_scales_that_it_would_cut_down_unless_allowed():

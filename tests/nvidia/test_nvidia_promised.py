@@ -75,7 +75,7 @@ def watch(library: Library) -> list[dict[str, object]]:
 
     def watched(q, kv, indices, scale, sink=None, length=None, plan=None, out=None):
         results = decode(q, kv, indices, scale, sink, length, plan, out)
-        seen.append({"indices": indices, "out": out, "result": results[0]})
+        seen.append({"kv": kv, "indices": indices, "out": out, "result": results[0]})
         return results
 
     library.decode = watched

@@ -112,7 +112,7 @@ def attention_implementations(
             preference=_PREFERENCE,
             schedule_kind="flashmla_tiles",
             padded_heads=kernel_heads,
-            sources=tuple(f"{_PACKAGE}.{name}" for name in ("sparse_decode", "decode_conventions", *_SHARED)),
+            sources=tuple(f"{_PACKAGE}.{name}" for name in ("sparse_decode", "cache_view", "decode_conventions", *_SHARED)),
         )
         yield Implementation(
             name=_NAMES[arch],

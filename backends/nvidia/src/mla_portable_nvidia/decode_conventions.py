@@ -38,13 +38,22 @@ class OperatorDecode:
         self._num_splits, self._out = index["num_splits"], index.get("out_")
         self.takes_out = self._out is not None
 
-    def _run(self, q: Tensor, kv: Tensor, indices: Tensor, scale: float, **others: Any) -> tuple[Tensor, ...]:
+    def _run(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        indices: Tensor,
+        scale: float,
+        attn_sink: Tensor | None = None,
+        plan: Plan | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
         arguments = self._template.copy()
         arguments[self._q], arguments[self._kv], arguments[self._indices], arguments[self._scale] = q, kv, indices, scale
-        arguments[self._sink] = others.get("attn_sink")
-        arguments[self._metadata], arguments[self._num_splits] = others.get("plan") or (None, None)
+        arguments[self._sink] = attn_sink
+        arguments[self._metadata], arguments[self._num_splits] = plan or (None, None)
         if self._out is not None:
-            arguments[self._out] = others.get("out")
+            arguments[self._out] = out
         return self._operator(*arguments)
 
     def __call__(
@@ -58,7 +67,7 @@ class OperatorDecode:
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See DecodeKernel."""
-        results = self._run(q, kv, indices, softmax_scale, attn_sink=attn_sink, plan=plan, out=out)
+        results = self._run(q, kv, indices, softmax_scale, attn_sink, plan, out)
         return results[0], results[1].transpose(1, 2)
 
     def plan(self, q: Tensor, kv: Tensor, indices: Tensor) -> Plan:

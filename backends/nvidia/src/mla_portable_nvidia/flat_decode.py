@@ -41,7 +41,7 @@ class FlatDecode:
 
     def __init__(self, prefill: SparsePrefill) -> None:
         """prefill: sparse_prefill on flat BF16 rows."""
-        self._prefill = prefill
+        self._prefill, self._no_lse = prefill, torch.empty(0)
 
     def __call__(
         self,
@@ -56,10 +56,14 @@ class FlatDecode:
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """All rows in one call; `schedule` is not needed. Raises: InvalidArgument for blocks that are not whole rows apart."""
+        """All rows in one call; `schedule` is not needed.
+
+        Returns: out, and a tensor without elements for the lse that is not offered.
+        Raises: InvalidArgument for blocks that are not whole rows apart.
+        """
         out, lse_out = attention_results(q, out, lse_out)
         if 0 in q.shape[:2]:
-            return out, lse_out
+            return out, self._no_lse
         kv, rows = _flat(kv_cache, indices)
         results = out.flatten(0, 1), lse_out.flatten(0, 1)  # copies where the strides leave no other way
         self._prefill(
@@ -72,10 +76,9 @@ class FlatDecode:
             out=results[0],
             lse_out=results[1],
         )
-        for wanted, written in zip((out, lse_out), results, strict=True):
-            if written.data_ptr() != wanted.data_ptr():
-                wanted.copy_(written.view(wanted.shape))
-        return out, lse_out
+        if results[0].data_ptr() != out.data_ptr():
+            out.copy_(results[0].view(out.shape))
+        return out, self._no_lse
 
 
 def _flat(kv_cache: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,6 +118,7 @@ def flat_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterat
             vendors=("nvidia",),
             archs=("sm90",),
             kv_layouts=(BF16.name,),
+            lse=False,  # off by 1.3e-4 where parts of a score that are in the hundreds cancel
             padded_heads=KERNEL_HEADS,
         ),
         bind=bind_flat_decode,

@@ -16,23 +16,24 @@ from torch import Tensor
 
 from mla_portable.contracts import (
     DEFAULT_SCRATCH_BYTES,
-    FP8_DS_MLA,
     KV_LORA_RANK,
     DecodeSchedule,
-    InvalidArgument,
     PlanMismatch,
     TileSchedule,
     attention_results,
 )
 from mla_portable_nvidia.boundary import Boundary
-from mla_portable_nvidia.conventions import DecodeKernel
+from mla_portable_nvidia.cache_view import CacheView
+from mla_portable_nvidia.conventions import DecodeKernel, Plan
 from mla_portable_nvidia.head_padding import PaddedQueries, aligned, kernel_heads
 
 __all__ = ["TOPK_MULTIPLE", "FlashMLADecode", "rows_per_call"]
 
 TOPK_MULTIPLE: Final = 64
-_ROW_BYTES: Final = FP8_DS_MLA.row_bytes
 _PADDED_QUERIES: Final = PaddedQueries()
+
+_Plain = tuple[DecodeSchedule | None, tuple[int, ...], tuple[int, ...], Plan | None]
+"""Of a call whose tensors go to the kernel as they are: its schedule, the shape and the strides of q, the provider's plan."""
 
 
 def rows_per_call(arch: str, *, num_sms: int, query_len: int, heads: int, max_bytes: int = DEFAULT_SCRATCH_BYTES) -> int:
@@ -48,7 +49,8 @@ def rows_per_call(arch: str, *, num_sms: int, query_len: int, heads: int, max_by
 class FlashMLADecode:
     """The callable; see `mla_portable.contracts.SparseDecode` for the shapes.
 
-    Where it neither sanitises nor finishes, nor pads, a call is FlashMLA's own launches and nothing else.
+    Where it neither sanitises nor finishes, nor pads, a call is FlashMLA's own launches and nothing else. What was checked and
+    decided for the last such call is kept, for in eager steps of few rows the GPU waits for the host.
 
     With `out`, `lse_out` and `schedule` given it synchronises nothing and runs no planner; FlashMLA's accumulators, the
     sanitised indices and, where heads are padded, the kernel's own result come from torch's allocator, which a captured
@@ -80,8 +82,10 @@ class FlashMLADecode:
         self._base_2, self._takes_plan = lse_base_2, takes_plan
         self._sanitises, self._finishes = sanitises, finishes
         self._arch, self._num_sms, self._max_scratch_bytes = arch, num_sms, max_scratch_bytes
-        self._block_stride_multiple = _ROW_BYTES if arch != "sm90" else 16
+        self._cache_view = CacheView(arch)
         self._no_lse = torch.empty(0)
+        self._is_plain = not sanitises and not finishes and kernel.takes_out and kernel.takes_sink
+        self._last: _Plain = (None, (), (), None)  # no q has a shape without axes
 
     def __call__(
         self,
@@ -102,18 +106,31 @@ class FlashMLADecode:
         Raises: PlanMismatch for a schedule of another kind or another padding; InvalidArgument for a cache whose alignment
             the kernel cannot read. Nothing has run then.
         """
+        planned, shape, stride, plan = self._last
+        if (
+            schedule is planned
+            and q.shape == shape
+            and q.stride() == stride
+            and q.data_ptr() % 16 == 0
+            and out is not None
+            and out.is_contiguous()
+            and indices.is_contiguous()
+        ):
+            rows = self._cache_view.known(kv_cache)
+            if rows is not None:
+                self._kernel(q, rows, indices, softmax_scale, attn_sink, plan, out)
+                return out, self._no_lse
         batch, query_len, num_heads, _ = q.shape
         if self._finishes:
             out, lse_out = attention_results(q, out, lse_out)
         else:
             lse_out = self._no_lse
-        blocks, page, _ = kv_cache.shape
-        if batch == 0 or blocks == 0:
+        if batch == 0 or kv_cache.shape[0] == 0:
             out = _fresh(q) if out is None else out
             if self._finishes:
                 lse_out.fill_(-math.inf)
             return out.zero_(), lse_out
-        kv = self._rows_of(kv_cache, blocks, page)
+        kv = self._cache_view.of(kv_cache)
         tiles = None
         if schedule is not None:
             tiles = self._checked(schedule, batch, kernel_heads(num_heads))
@@ -121,6 +138,8 @@ class FlashMLADecode:
         else:
             rows = self._rows_per_call(query_len, num_heads)
         if rows >= batch:
+            if self._is_plain and num_heads == kernel_heads(num_heads) and aligned(q) is q:
+                self._last = schedule, q.shape, q.stride(), self._plan_of(tiles)
             return self._attend(q, kv, indices, softmax_scale, lengths, attn_sink, tiles, out, lse_out), lse_out
         out = _fresh(q) if out is None else out
         if rows >= 1:
@@ -144,19 +163,9 @@ class FlashMLADecode:
             max_bytes=self._max_scratch_bytes,
         )
 
-    def _rows_of(self, kv_cache: Tensor, blocks: int, page: int) -> Tensor:
-        """[blocks, page, 1, 656] of the cache's own memory."""
-        stride = kv_cache.stride(0) if blocks > 1 else page * _ROW_BYTES
-        if kv_cache.data_ptr() % 16 or stride % self._block_stride_multiple:
-            raise InvalidArgument(
-                "sparse_decode",
-                "kv_cache",
-                got=f"address {kv_cache.data_ptr():#x}, block stride {stride} bytes",
-                expected=f"an address that is a multiple of 16, a stride that is one of {self._block_stride_multiple} bytes, "
-                f"for FlashMLA on {self._arch}",
-                remedy="Allocate the cache by itself, pad its blocks by whole rows, or take another backend.",
-            )
-        return kv_cache.as_strided((blocks, page, 1, _ROW_BYTES), (stride, _ROW_BYTES, _ROW_BYTES, 1))
+    def _plan_of(self, tiles: TileSchedule | None) -> Plan | None:
+        """What the provider is given of a schedule."""
+        return (tiles.tile_scheduler_metadata, tiles.num_splits) if tiles is not None and self._takes_plan else None
 
     @staticmethod
     def _checked(schedule: DecodeSchedule, batch: int, heads: int) -> TileSchedule:
@@ -235,7 +244,7 @@ class FlashMLADecode:
             if kernel.takes_out and out is not None and out.is_contiguous():
                 target = out
         in_kernel = kernel.takes_sink and not is_padded
-        plan = (tiles.tile_scheduler_metadata, tiles.num_splits) if tiles is not None and self._takes_plan else None
+        plan = self._plan_of(tiles)
         result, lse = kernel(query, kv, indices, softmax_scale, attn_sink if in_kernel else None, plan, target)
         if out is None:
             return result

@@ -127,11 +127,13 @@ __device__ __forceinline__ void add(float4& sum, const float4 v, float weight) {
     sum.x += v.x * weight, sum.y += v.y * weight, sum.z += v.z * weight, sum.w += v.w * weight;
 }
 
-// ---- copying: eight tokens of a tile by a warp, lanes 0 to 7 one each, into `rows`; `full` expects their bytes.
-// An absent token (negative, not below num_slots) becomes zeros and a 0 in the byte at `mask_at`.
-__device__ __forceinline__ void copy_rows(u8* smem, u32 rows, u32 mask_at, u32 full, const Cache& cache, int slot, int lane) {
+// ---- copying: eight tokens of a tile by a warp, lanes 0 to 7 one each, into `rows` once `empty` is of this parity; `full`
+// expects their bytes. An absent token (negative, not below num_slots) becomes zeros and a 0 in the byte at `mask_at`.
+__device__ __forceinline__ void copy_rows(
+    u8* smem, u32 rows, u32 mask_at, u32 empty, u32 parity, u32 full, const Cache& cache, int slot, int lane) {
     const bool valid = lane < 8 && slot >= 0 && slot < cache.num_slots;
     const u32 mask = __ballot_sync(~0u, valid);
+    barrier_wait(empty, parity);
     if (mask != 0xffu) {
         for (int k = 0; k < 8; ++k)
             if (!((mask >> k) & 1))
@@ -185,15 +187,17 @@ __device__ __forceinline__ void weigh_splits(float* weights, u32 state, int spli
     float2 of[MAX_SPLITS];
     float level = -1.0e30f, sum = 0.f;
 #pragma unroll
-    for (int p = 0; p < MAX_SPLITS; ++p) {
-        of[p] = remote2(state, min(p, splits - 1));
-        level = fmaxf(level, of[p].x);
-    }
+    for (int p = 0; p < MAX_SPLITS; ++p)
+        if (p < splits) of[p] = remote2(state, p);
 #pragma unroll
-    for (int p = 0; p < MAX_SPLITS; ++p) {
-        of[p].x = exp2_(of[p].x - level);
-        if (p < splits) sum += of[p].y * of[p].x;
-    }
+    for (int p = 0; p < MAX_SPLITS; ++p)
+        if (p < splits) level = fmaxf(level, of[p].x);
+#pragma unroll
+    for (int p = 0; p < MAX_SPLITS; ++p)
+        if (p < splits) {
+            of[p].x = exp2_(of[p].x - level);
+            sum += of[p].y * of[p].x;
+        }
     const bool empty = sum == 0.f;  // a NaN sum is not empty, it has to be seen
     if (lse) *lse = empty ? minus_infinity() : (level + __log2f(sum)) * LN_2;
     const float factor = empty ? 0.f : 1.f / (sum + exp2_(sink - level));
@@ -218,7 +222,7 @@ __device__ __forceinline__ void sum_splits(
             float4 part[8];
 #pragma unroll
             for (int p = 0; p < 8; ++p)
-                part[p] = remote4(outputs + (head * STRIDE + (k & 127) * 4) * 4, min(first + p, splits - 1));
+                if (first + p < splits) part[p] = remote4(outputs + (head * STRIDE + (k & 127) * 4) * 4, first + p);
 #pragma unroll
             for (int p = 0; p < 8; ++p)
                 if (first + p < splits) add(value, part[p], weights[(first + p) * HEADS + head]);

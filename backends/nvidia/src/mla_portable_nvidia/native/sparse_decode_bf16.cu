@@ -88,9 +88,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             next = load_indices(first + 4);
             for (int j = 0; j < 4 && first + j < tiles; ++j) {
                 const int slot = __shfl_sync(~0u, slots, j * 8 + (lane & 7));
-                barrier_wait(shared + EMPTY_AT + stage * 8, parity);
                 copy_rows(smem, stage * STAGE_BYTES + warp * 8 * ROW_STRIDE, MASK_AT + stage * 4 + warp,
-                          shared + FULL_AT + filled * 8, cache, slot, lane);
+                          shared + EMPTY_AT + stage * 8, parity, shared + FULL_AT + filled * 8, cache, slot, lane);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
                 if (++filled == FULLS) filled = 0;
             }

@@ -103,8 +103,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             for (int j = 0; j < 4 && first + j < tiles; ++j) {
                 const int slot = __shfl_sync(~0u, slots, j * 8 + (lane & 7));
                 const u32 to = Q_BYTES + of_group * GROUP_BYTES, full = shared + to + FULL_AT + stage * 8;
-                barrier_wait(full + EMPTY_AT - FULL_AT, parity);
-                copy_rows(smem, to + stage * STAGE_BYTES + warp * 8 * ROW, to + MASK_AT + stage * 4 + warp, full, cache, slot, lane);
+                copy_rows(smem, to + stage * STAGE_BYTES + warp * 8 * ROW, to + MASK_AT + stage * 4 + warp,
+                          full + EMPTY_AT - FULL_AT, parity, full, cache, slot, lane);
                 if (++of_group == GROUPS) {
                     of_group = 0;
                     if (++stage == STAGES) stage = 0, parity ^= 1;

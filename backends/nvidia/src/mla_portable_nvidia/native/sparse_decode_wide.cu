@@ -205,9 +205,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
             next = load_indices(step + 1);
             for (int j = 0; j < STEP_STAGES; ++j) {
                 const int slot = __shfl_sync(~0u, slots, j * 8 + (lane & 7));
-                const u32 full = shared + FULL_AT + stage * 8;
-                barrier_wait(full + EMPTY_AT - FULL_AT, parity);
-                copy_rows(smem, KV_AT + stage * STAGE_BYTES + warp * 8 * ROW, MASK_AT + stage * 4 + warp, full, cache, slot, lane);
+                copy_rows(smem, KV_AT + stage * STAGE_BYTES + warp * 8 * ROW, MASK_AT + stage * 4 + warp,
+                          shared + EMPTY_AT + stage * 8, parity, shared + FULL_AT + stage * 8, cache, slot, lane);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }
