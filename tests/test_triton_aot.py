@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -140,3 +141,25 @@ for arch, native in (("gfx950", True), ("sm80", False)):
 """
     run = python("-c", script, cache=tmp_path)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm89", "sm90", "sm120"])
+def test_cache_write_rounds_once_between_a_latent_and_its_code(arch: str, tmp_path: Path) -> None:
+    script = f"""
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from mla_portable_triton import aot, compile_all
+from mla_portable_triton.kernels import cache_write
+variants = {{variant.label: variant for variant in compile_all.variants_of(cache_write, "{arch}")}}
+variant = variants["cache_write-fp8_ds_mla-amax-from-fp16"]
+signature = {{name: variant.signature.get(name, "constexpr") for name in variant.kernel.arg_names}}
+source = ASTSource(variant.kernel, signature, constexprs=dict(variant.constexprs))
+print(triton.compile(source, target=GPUTarget(*aot.TARGETS["{arch}"])).asm["ptx"])
+"""
+    run = python("-c", script, cache=tmp_path)
+    assert run.returncode == 0, run.stderr
+    instructions = set(re.findall(r"^\s+((?:div|rcp|cvt)[.\w]+) ", run.stdout, re.MULTILINE))
+    assert {each for each in instructions if each.startswith(("div", "rcp"))} == {"div.rn.f32"}
+    narrowing = {each for each in instructions if re.search(r"\.f16\.f32|f16x2|e4m3", each)}
+    assert narrowing == ({"cvt.rn.satfinite.e4m3x2.f32"} if arch in ("sm90", "sm120") else set())

@@ -158,7 +158,8 @@ def test_fp8_encoding_is_torchs_after_a_clamp(
 
 
 def test_the_conversion_of_ptx_is_taken_where_there_is_one() -> None:
-    assert encodes_natively("sm89", True) and not encodes_natively("sm80", False)
+    assert encodes_natively("sm90", True) and encodes_natively("sm120", True) and not encodes_natively("sm80", False)
+    assert not encodes_natively("sm89", True), "Triton goes through float16 there"
     assert not encodes_natively("gfx950", True), "it does not saturate"
 
 
@@ -354,6 +355,28 @@ def test_convert_indices_compacts_in_order_across_tiles(device: torch.device) ->
     assert out[0][0].tolist() == [905, 898, 905, 896] + [-1] * 96
     assert out[0][1].tolist() == list(range(995, 895, -1))
     assert out[1].tolist() == [4, 100]
+
+
+TABLES = {
+    "every_entry_is_good": ([7, 0, 3, 9, 5, 2], 160, 300),
+    "a_hole_that_is_asked_for": ([7, 0, -1, 9, 5, 2], 160, 224),
+    "holes_past_the_positions": ([7, 0, 3, 9, -1, 2**30], 160, 300),
+    "a_block_past_the_cache": ([7, 0, 3, 10, 5, 2], 160, 236),
+    "a_block_partly_past_the_cache": ([7, 0, 3, 9, 5, 2], 150, 260),
+    "an_empty_cache": ([7, 0, 3, 9, 5, 2], 0, 0),
+}
+"""Table row, slots of the cache, how many of 300 positions in the first four blocks of 16 tokens and one before them count."""
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_convert_indices_counts_whatever_the_table_holds(name: str, device: torch.device, facts: DeviceFacts) -> None:
+    row, num_slots, counted = TABLES[name]
+    pos = torch.full((4, 400), -1, dtype=torch.int32)
+    pos[:, 50:350] = torch.arange(300, dtype=torch.int32) % 64
+    pos[1, 60] = 6 * 16  # past the table
+    arguments = (pos, torch.tensor([0, 0, 1, -1], dtype=torch.int32), torch.tensor([row], dtype=torch.int32))
+    want = check_convert(facts, device, arguments, block_size=16, num_slots=num_slots)
+    assert want[1].tolist() == [counted, max(counted - 1, 0), 0, 0]
 
 
 def test_convert_indices_agrees_with_published_vectors(device: torch.device, facts: DeviceFacts) -> None:

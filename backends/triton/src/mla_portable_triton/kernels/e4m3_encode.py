@@ -22,8 +22,12 @@ E5M2_MAX_BITS = tl.constexpr(0x47600000)
 
 
 def encodes_natively(arch: str, has_fp8_conversion: bool) -> bool:
-    """Whether e4m3_encode may be NATIVE: other vendors' conversions do not saturate by themselves."""
-    return has_fp8_conversion and arch.startswith("sm")
+    """Whether e4m3_encode may be NATIVE.
+
+    Other vendors' conversions do not saturate by themselves. On sm89 Triton cuts the value to float16 first (`cvt.rz`), so
+    that one just above the middle between two codes becomes a tie and may get the lower code; from sm90 on it converts float32.
+    """
+    return has_fp8_conversion and arch.startswith("sm") and int(arch.removeprefix("sm")) >= 90
 
 
 @triton.jit
