@@ -23,6 +23,7 @@ from mla_portable.planner.staging import Fence, StagingBuffer, StagingRing
 
 __all__ = ["StepBuffers"]
 
+_END_WORDS: Final = 1024
 _ALIGN_WORDS: Final = 64
 """Sections begin on 256 bytes, so kernels may use wide loads and never see a differently aligned pointer."""
 
@@ -50,9 +51,9 @@ class StepBuffers:
         offsets = [0]
         for size in sizes:
             offsets.append(offsets[-1] + -(-size // _ALIGN_WORDS) * _ALIGN_WORDS)
-        self._tiles_at, self._starts_at, self._lens_at, self._ids_at, self._prefill_at, total = offsets
-        self._device_words = torch.zeros(total, dtype=torch.int32, device=device)
-        self._ring = StagingRing(total, device, make_fence=make_fence)
+        self._tiles_at, self._starts_at, self._lens_at, self._ids_at, self._prefill_at, self._total = offsets
+        self._device_words = torch.zeros(self._total, dtype=torch.int32, device=device)
+        self._ring = StagingRing(self._total, device, make_fence=make_fence)
         sections = [self._device_words[at : at + size] for at, size in zip(offsets, sizes, strict=False)]
         self.tiles, self.workspace_starts, self.seq_lens, self.req_ids, self.prefill_ids = sections
         self._open: StagingBuffer | None = None
@@ -111,7 +112,9 @@ class StepBuffers:
     def send(self) -> None:
         """Enqueue the step's copy, if anything was written."""
         if self._open is not None and self._end > self._begin:
-            self._ring.send(self._open, self._device_words, self._begin, self._end)
+            # Up to one of a few ends. What follows the span is read by nobody, or is zero in both places.
+            end = self._ids_at if self._end <= self._ids_at else min(-(-self._end // _END_WORDS) * _END_WORDS, self._total)
+            self._ring.send(self._open, self._device_words, self._begin, end)
         if self._staged_ids is not None:
             self._used, self._resident = self._staged_ids
         self._open = self._staged_ids = None

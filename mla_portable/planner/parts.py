@@ -12,6 +12,10 @@ import numpy.typing as npt
 __all__ = ["Parts", "divide", "fill_chunks"]
 
 
+_sum, _sums = np.add.reduce, np.add.accumulate
+"""`ndarray.sum` and `ndarray.cumsum` without their detours."""
+
+
 class Parts(NamedTuple):
     """A batch divided.
 
@@ -60,11 +64,12 @@ def fill_chunks(
         out: [P], written: the first workspace row of each sequence, counted within its chunk.
     Returns: (bounds, rows): chunk c holds sequences bounds[c] to bounds[c + 1] and fills rows[c] rows.
     """
-    ends = lens.cumsum(dtype=np.int64)
-    num_seqs, total = len(lens), int(ends[-1])
+    num_seqs, total = len(lens), int(_sum(lens))
     if total <= workspace_tokens:
-        out[0], out[1:] = 0, ends[:-1]
+        out[0] = 0
+        _sums(lens[:-1], out=out[1:])
         return [0, num_seqs], [total]
+    ends = lens.cumsum(dtype=np.int64)
     starts, known = ends - lens, ends.tolist()
     bounds, rows = [0], list[int]()
     base = end = 0

@@ -45,14 +45,16 @@ class StagingBuffer:
     Attributes:
         words: [n] int32, what the host writes; zero at first. tensor: the same memory, the source of the copy.
         used: a mark for whoever fills it; the ring leaves it alone.
+        spans: (begin, end) -> where to and where from, of spans that were sent.
     """
 
-    __slots__ = ("fence", "tensor", "used", "words")
+    __slots__ = ("fence", "spans", "tensor", "used", "words")
 
     def __init__(self, num_words: int, *, pinned: bool, fence: Fence | None) -> None:
         self.tensor = torch.zeros(num_words, dtype=torch.int32, pin_memory=pinned)
         self.words: npt.NDArray[np.int32] = self.tensor.numpy()
         self.used = 0
+        self.spans: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.fence = fence
 
 
@@ -96,8 +98,14 @@ class StagingRing:
         return buffer
 
     def send(self, buffer: StagingBuffer, target: Tensor, begin: int, end: int) -> None:
-        """Enqueue target[begin:end] = buffer[begin:end] on the current stream of the target's device."""
-        target[begin:end].copy_(buffer.tensor[begin:end], non_blocking=self._pinned)
+        """Enqueue target[begin:end] = buffer[begin:end] on the current stream of the target's device, the same for all calls.
+
+        Views of a span are kept, so spans should be few.
+        """
+        span = buffer.spans.get((begin, end))
+        if span is None:
+            span = buffer.spans[begin, end] = target[begin:end], buffer.tensor[begin:end]
+        span[0].copy_(span[1], non_blocking=self._pinned)
         if buffer.fence is not None:
             buffer.fence.record()
         self.num_copies += 1
@@ -110,14 +118,14 @@ class StagingRing:
 class _CudaFence:
     """A CUDA event on whatever stream of `device` is current when it is recorded, the one a copy to it runs on."""
 
-    __slots__ = ("_device", "_event")
+    __slots__ = ("_event", "_index")
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._index = device.index  # with an index alone torch finds the stream in less time
         self._event = torch.cuda.Event()
 
     def record(self) -> None:
-        self._event.record(torch.cuda.current_stream(self._device))
+        self._event.record(torch.cuda.current_stream(self._index))
 
     def query(self) -> bool:
         return self._event.query()
