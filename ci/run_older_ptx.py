@@ -31,6 +31,7 @@ from triton.runtime import driver as triton_driver
 
 from mla_portable.conformance import Case, CaseResult, run_suite
 from mla_portable.conformance.runner import run_installed
+from mla_portable.contracts import Primitive
 from mla_portable.matrix.record import conformance_records, origin_of
 from mla_portable.registry import Registry, get_registry
 
@@ -73,6 +74,7 @@ def main() -> int:
     parser.add_argument("arch", help="sm80, sm86 or sm89")
     parser.add_argument("backend")
     parser.add_argument("--level", default="quick", choices=("smoke", "quick", "full"))
+    parser.add_argument("--primitive", action="append", type=Primitive, help="only this one; may be repeated")
     parser.add_argument("--jobs", type=int, default=1, help="processes on the GPU; one that dies is a failed case")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -93,7 +95,15 @@ def main() -> int:
         if options.jobs == 1:
             load_ptx_instead(capability, loaded)
         worker = partial(run_older, capability, loaded)
-        report = run_suite(registry, options.backend, device="cuda", level=options.level, jobs=options.jobs, worker=worker)
+        report = run_suite(
+            registry,
+            options.backend,
+            device="cuda",
+            level=options.level,
+            primitives=options.primitive,
+            jobs=options.jobs,
+            worker=worker,
+        )
         kernels = len(loaded.read_text(encoding="utf-8").splitlines())
     if not kernels:
         raise SystemExit(f"{options.backend} loaded no Triton kernel: nothing of {options.arch} ran")
