@@ -93,7 +93,7 @@ VERSIONS = {
 
 
 @contextmanager
-def vllm(version: str):
+def vllm(version: str, write=write):
     end, scale_format, arguments, gatherer = VERSIONS[version]
     module = ModuleType(CONVERT_MODULE.replace("__", "."))
     module.triton_convert_req_index_to_global_index = triton_convert_req_index_to_global_index
@@ -122,6 +122,17 @@ def test_every_version_conforms(version):
         assert {r.case.primitive for r in report.results} == expected
         other = {"amax": "nvidia.vllm_pow2", "pow2": "nvidia.vllm_amax"}[VERSIONS[version][1]]
         assert [left_out.implementation for left_out in report.unavailable] == [other]
+
+
+def test_a_writer_that_takes_float16_for_bfloat16_is_left_out():
+    def misread(scale_format, kv_c, k_pe, *others):
+        write(scale_format, kv_c.view(torch.bfloat16), k_pe.view(torch.bfloat16), *others)
+
+    with vllm("0.26", misread):
+        report = run_suite(machine(), "nvidia.vllm_amax", device="cpu", level="smoke")
+        assert not report.results
+        (reason,) = report.unavailable[0].reasons
+        assert (reason.subject, reason.given) == ("dtype of kv_c", "float16") and "bfloat16" in reason.limit
 
 
 @pytest.mark.parametrize("version", ["0.24", "0.33"])

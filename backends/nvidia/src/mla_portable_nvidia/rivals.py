@@ -20,7 +20,7 @@ from mla_portable.contracts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, Primitiv
 from mla_portable_nvidia.conventions import DecodeKernel, PrefillKernel
 from mla_portable_nvidia.discovery import find_kernel
 from mla_portable_nvidia.head_padding import kernel_heads
-from mla_portable_nvidia.vllm_ops import data_implementations, gather_call
+from mla_portable_nvidia.vllm_ops import FLOAT16, data_implementations, gather_call
 
 __all__ = ["rivals"]
 
@@ -185,7 +185,7 @@ def _absent(primitive: Primitive, request: Request) -> tuple[Reason, ...]:
     refusals: list[Reason] = []
     for each in data_implementations():
         if each.primitive is primitive and request.scale_format in (None, *each.support.scale_formats):
-            reasons = tuple(each.check(request.device))
+            reasons = tuple(reason for reason in each.check(request.device) if reason.subject != FLOAT16)  # bfloat16 is timed
             if not reasons:
                 return ()
             refusals += reasons

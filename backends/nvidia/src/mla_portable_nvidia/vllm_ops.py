@@ -38,8 +38,10 @@ from mla_portable.contracts import (
 )
 from mla_portable_nvidia.discovery import device_with
 
-__all__ = ["data_implementations", "gather_call"]
+__all__ = ["FLOAT16", "data_implementations", "gather_call"]
 
+FLOAT16: Final = "dtype of kv_c"
+"""What a reason against a writer that serves bfloat16 alone is about."""
 _LIBRARY: Final = "_C_cache_ops"
 _MODULES: Final = ("vllm._C_stable_libtorch", "vllm._C")
 """Extensions that register the operators, by age."""
@@ -91,28 +93,38 @@ class _Writer:
         self._operator(kv_c, k_pe, kv_cache, slots, FP8_DS_MLA.name, self._scale)
 
 
-def _written_format(operator: Any, device: torch.device) -> str | None:
-    """The scale format of what the operator writes, None where it is neither; waits for the device."""
-    kv_c = torch.full((1, KV_LORA_RANK), 3.0, dtype=torch.bfloat16, device=device)
-    k_pe = torch.zeros((1, QK_ROPE_HEAD_DIM), dtype=torch.bfloat16, device=device)
+def _written_row(operator: Any, kv_c: Tensor) -> Tensor:
+    """The 656 bytes that the operator makes of a latent, [1, 512]; waits for the device."""
+    device = kv_c.device
+    k_pe = torch.zeros((1, QK_ROPE_HEAD_DIM), dtype=kv_c.dtype, device=device)
     cache = torch.zeros((1, 1, FP8_DS_MLA.row_width), dtype=torch.uint8, device=device)
     _Writer(operator, device)(kv_c, k_pe, cache, torch.zeros(1, dtype=torch.int64, device=device))
-    written = cache[0, 0, FP8_DS_MLA.scale_offset : FP8_DS_MLA.rope_offset].cpu().view(torch.float32)
-    return next((name for name in SCALE_FORMATS if torch.equal(written, tile_scales(kv_c.cpu(), name)[0])), None)
+    return cache[0, 0].cpu()
+
+
+def _written_format(row: Tensor, kv_c: Tensor) -> str | None:
+    """The scale format of a row that was written, None where it is neither."""
+    scales = row[FP8_DS_MLA.scale_offset : FP8_DS_MLA.rope_offset].view(torch.float32)
+    return next((name for name in SCALE_FORMATS if torch.equal(scales, tile_scales(kv_c.cpu(), name)[0])), None)
 
 
 def _check_writer(scale_format: str) -> Callable[[DeviceFacts], Iterator[Reason]]:
-    """vLLM is here, and its writer makes scales of this format."""
+    """vLLM is here, and its writer makes scales of this format, of bfloat16 and of float16 alike."""
 
     def check(facts: DeviceFacts) -> Iterator[Reason]:
         operator, device = _operator("concat_and_cache_mla"), device_with(facts)
         if operator is None or device is None:
             yield Reason("operator", f"{_LIBRARY}.concat_and_cache_mla", "not registered by any package here", _INSTALL)
             return
-        written = _written_format(operator, device)
+        kv_c = (torch.arange(KV_LORA_RANK, device=device) % 7 - 3).bfloat16().unsqueeze(0)  # exact in float16 too
+        row = _written_row(operator, kv_c)
+        written = _written_format(row, kv_c)
         if written != scale_format:
             remedy = "take nvidia.vllm_pow2 or nvidia.vllm_amax, whichever checks"
             yield Reason("scale_format", written or "neither", f"this implementation writes {scale_format}", remedy)
+        if not torch.equal(_written_row(operator, kv_c.half()), row):
+            limit = "this build of vLLM writes other bytes for it than for the same numbers in bfloat16"
+            yield Reason(FLOAT16, "float16", limit, "take another backend")
 
     return check
 
