@@ -157,11 +157,13 @@ def test_what_compiled_becomes_evidence_of_these_implementations_alone(capsys):
 
 
 def test_a_build_that_does_not_fit_fails_the_command(capsys, monkeypatch):
-    monkeypatch.setattr(compile_all, "SHARED_MEMORY", {"sm90": 200_000})
+    most = max(build.shared_bytes for build in ALL)
+    monkeypatch.setattr(compile_all, "SHARED_MEMORY", {"sm90": most - 1})
     code, made = lines(capsys, "--quick", "sm90")
-    assert (code, len(made)) == (1, 2)
-    wanted = f"{ALL[-1].shared_bytes} bytes of shared memory, sm90 has 200000: choose fewer stages"
-    assert [line["error"] for line in made] == ["", wanted]
+    assert code == 1 and sorted(line["kernel"] for line in made) == sorted({build.kernel for build in ALL})
+    refused = f"{most} bytes of shared memory, sm90 has {most - 1}: choose fewer stages"
+    assert {line["error"] for line in made} == {"", refused}
+    assert all((line["error"] == refused) == (line["shared"] == most) for line in made)
 
 
 def test_without_nvrtc_nothing_is_claimed(monkeypatch, capsys):

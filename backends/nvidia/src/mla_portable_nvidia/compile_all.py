@@ -34,6 +34,8 @@ IMPLEMENTATIONS: Final = tuple(dict.fromkeys(each.name for each in native_implem
 SHARED_MEMORY: Final = {"sm90": 227 << 10}
 """DeviceFacts.arch -> bytes one thread block may use. CUDA C++ Programming Guide, "Compute Capabilities"."""
 _BUILDS: Final = tuple(build for builds in BUILDS.values() for build in builds)
+_QUICK: Final = tuple({build.kernel: build for build in _BUILDS}.values())
+"""The last build of each kernel."""
 
 
 def cuobjdump(cubin: bytes, option: str) -> str | None:
@@ -88,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m mla_portable_nvidia.compile_all", description="Compile every build.")
     parser.add_argument("arch", nargs="*", help=f"among {', '.join(TARGETS)}; all of them where none is named")
-    parser.add_argument("--quick", action="store_true", help="only the first and the last build")
+    parser.add_argument("--quick", action="store_true", help="only one build of each kernel")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args(arguments)
     unknown = [arch for arch in options.arch if arch not in TARGETS]
@@ -100,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     failed = False
     for arch in options.arch or TARGETS:
-        for record in compile_arch(arch, (_BUILDS[0], _BUILDS[-1]) if options.quick else _BUILDS):
+        for record in compile_arch(arch, _QUICK if options.quick else _BUILDS):
             failed |= bool(record["error"])
             sys.stdout.write(f"{json.dumps(record) if options.json else _line(record)}\n")
             sys.stdout.flush()
