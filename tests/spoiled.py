@@ -77,11 +77,13 @@ WRONG: dict[str, BoundPrimitive] = {
 class Spoiled:
     """The plugin. replaced: by primitive, what serves it instead of the reference. loud: it prints when it is bound.
 
-    check: reasons or an exception of every implementation's `check`. only: the primitives that it offers.
+    check: reasons or an exception of every implementation's `check`. only: the primitives that it offers. lse: it tells one.
     """
 
-    def __init__(self, replaced: dict[str, BoundPrimitive] | None = None, *, loud=False, check=None, only=tuple(Primitive)):
-        self.replaced, self.loud, self.only = replaced or {}, loud, only
+    def __init__(
+        self, replaced: dict[str, BoundPrimitive] | None = None, *, loud=False, check=None, only=tuple(Primitive), lse=True
+    ):
+        self.replaced, self.loud, self.only, self.lse = replaced or {}, loud, only, lse
         self.check = check or (lambda device: ())
 
     @hookimpl
@@ -92,7 +94,7 @@ class Spoiled:
     def offer(self, registrar: Registrar, name: str, primitive: Primitive, bind: Callable[[Request], BoundPrimitive]) -> None:
         without = (Primitive.MERGE_STATES, Primitive.QUANTIZE_PER_TENSOR, Primitive.INDEXER_LOGITS)
         layouts = () if primitive in without else ("bf16", "fp8_ds_mla")
-        support = Support(source="a test", device_types=("cpu",), kv_layouts=layouts, graph=False)
+        support = Support(source="a test", device_types=("cpu",), kv_layouts=layouts, graph=False, lse=self.lse)
         registrar.add(Implementation(name, primitive, support, bind, check=self.check, preference=10))
 
     def bind(self, request: Request) -> BoundPrimitive:

@@ -232,6 +232,18 @@ def test_a_wrong_result_gets_no_time_and_a_failure_is_told():
     assert lines["sparse_prefill", NAME]["failure"]
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_who_tells_no_lse_is_timed_and_judged_without(told):
+    def quiet(*args: Any, **options: Any) -> Any:
+        return reference.sparse_decode(*args, **options)[0], torch.empty(0)
+
+    spoiled = Spoiled({"sparse_decode": quiet}, lse=told)
+    (case,) = run(SMALL[Primitive.SPARSE_DECODE], registry=registry_with(("spoiled", spoiled), probe=False)).cases
+    each = next(each for each in case.times if each.name == NAME)
+    assert "lse" not in each.errors and each.remark == ("" if told else "tells no lse")
+    assert each.ok != told, "who says that it tells one has to"
+
+
 def test_backends_can_be_named_and_one_that_is_switched_off_says_so():
     registry = registry_with(("spoiled", Spoiled()), probe=False, environ={"MLA_PORTABLE_DISABLE": "reference"})
     (case,) = run(SMALL[Primitive.CACHE_WRITE], registry=registry).cases

@@ -60,12 +60,13 @@ def our_candidates(
 ) -> tuple[list[Candidate], list[Refusal]]:
     """Every implementation of the primitive that claims this device; what the registry's checks refuse is refused here.
 
-    Numeric probes are left out: the benchmark judges each result itself, on a larger problem.
+    Numeric probes are left out: the benchmark judges each result itself, on a larger problem. Who offers no lse is timed
+    without.
 
     Args:
         backends: names of backends or implementations to consider; empty means all.
     """
-    decision = registry.decide(problem.request, backend="auto", probe=False, thorough=True)
+    decision = registry.decide(problem.request.but(lse=False), backend="auto", probe=False, thorough=True)
     by_name = {each.name: each for each in registry.implementations(problem.request.primitive)}
     found: list[Candidate] = []
     refused: list[Refusal] = []
@@ -82,14 +83,20 @@ def our_candidates(
 
 def _ours(problem: Problem, implementation: Implementation, device: torch.device) -> Candidate:
     prepare = partial(prepared, problem, implementation, implementation.bind, device)
-    return Candidate(implementation.name, implementation, "", prepare)
+    remark = "" if _request(problem, implementation) == problem.request else "tells no lse"
+    return Candidate(implementation.name, implementation, remark, prepare)
+
+
+def _request(problem: Problem, implementation: Implementation) -> Request:
+    return problem.request if implementation.support.lse else problem.request.but(lse=False)
 
 
 def prepared(
     problem: Problem, implementation: Implementation, bind: Callable[[Request], BoundPrimitive], device: torch.device
 ) -> tuple[Callable[[], object], Callable[[], Any]]:
     """(run, result) of what `bind` makes for the problem, with the schedule that the implementation takes."""
-    bound = bind(problem.request)
+    request = _request(problem, implementation)
+    bound = bind(request)
     others: dict[str, Any] = {}
     schedule = decode_schedule(implementation, problem, device)
     if schedule is not None:
@@ -99,7 +106,7 @@ def prepared(
     def run() -> None:
         last[0] = problem.call(bound, **others)
 
-    return run, lambda: last[0]
+    return run, lambda: last[0] if request.lse == problem.request.lse else (last[0][0], None)
 
 
 def decode_schedule(implementation: Implementation, problem: Problem, device: torch.device) -> DecodeSchedule | None:

@@ -172,9 +172,10 @@ class Workshop:
                 q[judged].cpu(), named.unsqueeze(1) if paged else named, own, softmax_scale=SOFTMAX_SCALE
             )
 
-        def check(result: tuple[Tensor, Tensor]) -> Iterator[Finding]:
-            got_out, got_lse = result[0].reshape(rows, heads, KV_LORA_RANK), result[1].reshape(rows, heads)
-            yield from attention_findings(case.primitive, case.storage, got_out[judged].cpu(), got_lse[judged].cpu(), *wanted())
+        def check(result: tuple[Tensor, Tensor | None]) -> Iterator[Finding]:
+            got_out = result[0].reshape(rows, heads, KV_LORA_RANK)[judged].cpu()
+            got_lse = None if result[1] is None else result[1].reshape(rows, heads)[judged].cpu()
+            yield from attention_findings(case.primitive, case.storage, got_out, got_lse, *wanted())
 
         named_tokens = int(indices.unique().numel())
         moved = named_tokens * layout.row_bytes + q.nbytes + out.nbytes + lse.nbytes + indices.nbytes
