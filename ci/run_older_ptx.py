@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the conformance suite on the code that Triton makes for an older NVIDIA architecture, on a newer GPU.
 
-    python ci/run_older_ptx.py sm80 BACKEND [--level smoke] [--jobs N] --out FILE
+    python ci/run_older_ptx.py sm80 BACKEND [--level smoke] [--primitive P] [--jobs N] --out FILE
 
 Triton is told that the GPU is of the older architecture, and the PTX that it makes is given to the driver in place of the
 binary, so that the driver compiles it for the chip. Kernels are configured as for a device of that architecture (its profile).

@@ -8,16 +8,18 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from acme_claim import acme_claim
 from machines import A100, H200
 
 from mla_portable.api import serving
 from mla_portable.contracts import Implementation, Primitive, Registrar, Request, Support, hookimpl
 from mla_portable.matrix.benchmarks import benchmark_records, measured_times
-from mla_portable.matrix.claims import Claim, Declarations
+from mla_portable.matrix.claims import Declarations
 from mla_portable.matrix.errors import RecordError
 from mla_portable.matrix.evidence import Evidence, problems_of
 from mla_portable.matrix.gates import regressions
@@ -37,23 +39,9 @@ ORIGIN = Origin("0123456789" * 4, False, "2026-11-09T00:00:00Z", "record it")
 SUPPORT = {"source": "this test", "device_types": ["cuda"], "kv_layouts": ["fp8_ds_mla"], "lse": True}
 HASHES = Hashes({("acme.v1", "sparse_decode"): HASH}, SUITE)
 
-
-def claim(**changes: Any) -> Claim:
-    values: dict[str, Any] = {
-        "implementation": "acme.v1",
-        "primitive": "sparse_decode",
-        "plugin": "acme",
-        "module": "acme",
-        "distribution": "acme",
-        "version": "1",
-        "preference": 10.0,
-        "core": False,
-        "sources": ("mla_portable.contracts.layouts",),
-        "targets": (),
-        "support": SUPPORT,
-        "devices": dict.fromkeys(PROFILES, ()),
-    }
-    return Claim(**(values | changes))
+claim = partial(
+    acme_claim, sources=("mla_portable.contracts.layouts",), targets=(), support=SUPPORT, devices=dict.fromkeys(PROFILES, ())
+)
 
 
 DECLARED = Declarations((claim(),))

@@ -13,11 +13,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from acme_claim import acme_claim
 
 from mla_portable.matrix.claims import Claim, Declarations, Objection, load_declarations, wider
 from mla_portable.matrix.errors import RecordError
@@ -56,23 +58,7 @@ PROFILES = {
     "cpu": profile("cpu", "cpu", "CPU .*", vendor="cpu", device_type="cpu"),
 }
 
-
-def claim(**changes: Any) -> Claim:
-    values: dict[str, Any] = {
-        "implementation": "acme.v1",
-        "primitive": "sparse_decode",
-        "plugin": "acme",
-        "module": "acme",
-        "distribution": "acme",
-        "version": "1",
-        "preference": 10.0,
-        "core": False,
-        "sources": ("acme",),
-        "targets": ("sm90",),
-        "support": SUPPORT,
-        "devices": {"big": (), "odd": (), "cpu": ()},
-    }
-    return Claim(**(values | changes))
+claim = partial(acme_claim, sources=("acme",), targets=("sm90",), support=SUPPORT, devices={"big": (), "odd": (), "cpu": ()})
 
 
 def common(kind: str, **changes: Any) -> dict[str, Any]:

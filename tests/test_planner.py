@@ -442,14 +442,14 @@ class StreamFence:
 
 def test_no_staging_buffer_is_rewritten_under_a_copy():
     stream, rng = Stream(), np.random.default_rng(0)
-    ring = StagingRing(4, torch.device("cpu"), depth=2, limit=6, make_fence=stream.make_fence)
     target = torch.zeros(4, dtype=torch.int32)
+    ring = StagingRing(target, depth=2, limit=6, make_fence=stream.make_fence)
     under_way: list[tuple[int, Any]] = []  # (fence number, buffer)
     for _ in range(2000):
         buffer = ring.take()
         under_way = [(place, b) for place, b in under_way if place > stream.passed]
         assert all(b is not buffer for _, b in under_way)
-        ring.send(buffer, target, 0, 4)
+        ring.send(buffer, 0, 4)
         under_way.append((stream.recorded, buffer))
         stream.passed = max(stream.passed, stream.recorded - int(rng.integers(0, 12)))
     assert len(ring) == 6
@@ -458,10 +458,10 @@ def test_no_staging_buffer_is_rewritten_under_a_copy():
 
 def test_the_ring_grows_rather_than_waits():
     stream = Stream()
-    ring = StagingRing(4, torch.device("cpu"), depth=2, limit=8, make_fence=stream.make_fence)
     target = torch.zeros(4, dtype=torch.int32)
+    ring = StagingRing(target, depth=2, limit=8, make_fence=stream.make_fence)
     for _ in range(8):
-        ring.send(ring.take(), target, 0, 4)
+        ring.send(ring.take(), 0, 4)
     assert (len(ring), stream.waits) == (8, 0)
     ring.take()
     assert stream.waits == 1
@@ -470,12 +470,12 @@ def test_the_ring_grows_rather_than_waits():
 
 def test_a_quick_device_needs_no_more_than_the_first_buffers():
     stream = Stream()
-    ring = StagingRing(4, torch.device("cpu"), depth=2, limit=8, make_fence=stream.make_fence)
     target = torch.zeros(4, dtype=torch.int32)
+    ring = StagingRing(target, depth=2, limit=8, make_fence=stream.make_fence)
     for step in range(50):
         buffer = ring.take()
         buffer.words[:] = step
-        ring.send(buffer, target, 1, 3)
+        ring.send(buffer, 1, 3)
         stream.passed = stream.recorded
     assert (len(ring), stream.waits, ring.num_copies) == (2, 0, 50)
     assert target.tolist() == [0, 49, 49, 0]

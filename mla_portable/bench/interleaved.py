@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from mla_portable.bench.timing import Timing, flush_buffer, summary
+from mla_portable.bench.timing import Timing, flush_buffer, recorded, summary
 
 __all__ = ["captured", "measure_in_turns"]
 
@@ -92,11 +92,6 @@ def _on_the_device(
             for _ in range(_LEAD):
                 flush.zero_()
         for call, events in zip(calls, pairs, strict=True):
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            flush.zero_()
-            start.record()
-            call()
-            stop.record()
-            events.append((start, stop))
+            events.append(recorded(call, flush))
     torch.cuda.synchronize()
     return [[start.elapsed_time(stop) for start, stop in events] for events in pairs]

@@ -12,7 +12,7 @@ import torch
 
 from mla_portable.contracts import InvalidArgument
 
-__all__ = ["Timing", "flush_buffer", "measure", "quantile", "run_and_measure", "summary"]
+__all__ = ["Timing", "flush_buffer", "measure", "quantile", "recorded", "run_and_measure", "summary"]
 
 T = TypeVar("T")
 
@@ -136,18 +136,23 @@ def _event_samples(
         torch.cuda.synchronize()
         first = time.perf_counter()
         for _ in range(repeat):
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            flush.zero_()
-            start.record()
-            call()
-            stop.record()
-            pairs.append((start, stop))
+            pairs.append(recorded(call, flush))
             if max_seconds is not None:
                 torch.cuda.synchronize()
                 if time.perf_counter() - first > max_seconds:
                     break
         torch.cuda.synchronize()
         return [start.elapsed_time(stop) for start, stop in pairs]
+
+
+def recorded(call: Callable[[], object], flush: torch.Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Call it on the current stream, behind the overwriting of `flush`; the events around it, which may not have passed yet."""
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    flush.zero_()
+    start.record()
+    call()
+    stop.record()
+    return start, stop
 
 
 def flush_buffer(device: torch.device) -> torch.Tensor:

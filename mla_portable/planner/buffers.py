@@ -53,7 +53,7 @@ class StepBuffers:
             offsets.append(offsets[-1] + -(-size // _ALIGN_WORDS) * _ALIGN_WORDS)
         self._tiles_at, self._starts_at, self._lens_at, self._ids_at, self._prefill_at, self._total = offsets
         self._device_words = torch.zeros(self._total, dtype=torch.int32, device=device)
-        self._ring = StagingRing(self._total, device, make_fence=make_fence)
+        self._ring = StagingRing(self._device_words, make_fence=make_fence)
         sections = [self._device_words[at : at + size] for at, size in zip(offsets, sizes, strict=False)]
         self.tiles, self.workspace_starts, self.seq_lens, self.req_ids, self.prefill_ids = sections
         self._open: StagingBuffer | None = None
@@ -114,7 +114,7 @@ class StepBuffers:
         if self._open is not None and self._end > self._begin:
             # Up to one of a few ends. What follows the span is read by nobody, or is zero in both places.
             end = self._ids_at if self._end <= self._ids_at else min(-(-self._end // _END_WORDS) * _END_WORDS, self._total)
-            self._ring.send(self._open, self._device_words, self._begin, end)
+            self._ring.send(self._open, self._begin, end)
         if self._staged_ids is not None:
             self._used, self._resident = self._staged_ids
         self._open = self._staged_ids = None

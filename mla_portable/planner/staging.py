@@ -59,25 +59,24 @@ class StagingBuffer:
 
 
 class StagingRing:
-    """Staging buffers of one size for one device, taken in turn.
+    """Staging buffers for one tensor on a device, each of its size, taken in turn.
 
     `take`, fill, `send`, once per step and on the stream that uses the result. On a CPU there is one buffer and plain copies.
     """
 
     def __init__(
         self,
-        num_words: int,
-        device: torch.device,
+        target: Tensor,
         *,
         depth: int = _DEPTH,
         limit: int = _LIMIT,
         make_fence: Callable[[], Fence] | None = None,
     ) -> None:
-        """`depth` buffers at first, `limit` at most; `make_fence` overrides the device's own kind of fence."""
-        self._num_words = num_words
-        self._pinned = device.type == "cuda"
+        """target: [n] int32. depth, limit: buffers at first, and at most. make_fence overrides the kind of fence."""
+        self._target = target
+        self._pinned = target.device.type == "cuda"
         self._limit = limit
-        self._make_fence = make_fence or _fence_maker(device)
+        self._make_fence = make_fence or _fence_maker(target.device)
         self._buffers = [self._new() for _ in range(depth if self._make_fence else 1)]
         self._next = 0
         self.num_copies = 0
@@ -97,14 +96,14 @@ class StagingRing:
         self._next = (self._next + 1) % len(self._buffers)
         return buffer
 
-    def send(self, buffer: StagingBuffer, target: Tensor, begin: int, end: int) -> None:
-        """Enqueue target[begin:end] = buffer[begin:end] on the current stream of the target's device, the same for all calls.
+    def send(self, buffer: StagingBuffer, begin: int, end: int) -> None:
+        """Enqueue target[begin:end] = buffer[begin:end] on the current stream of the target's device.
 
         Views of a span are kept, so spans should be few.
         """
         span = buffer.spans.get((begin, end))
         if span is None:
-            span = buffer.spans[begin, end] = target[begin:end], buffer.tensor[begin:end]
+            span = buffer.spans[begin, end] = self._target[begin:end], buffer.tensor[begin:end]
         span[0].copy_(span[1], non_blocking=self._pinned)
         if buffer.fence is not None:
             buffer.fence.record()
@@ -112,7 +111,7 @@ class StagingRing:
 
     def _new(self) -> StagingBuffer:
         fence = None if self._make_fence is None else self._make_fence()
-        return StagingBuffer(self._num_words, pinned=self._pinned, fence=fence)
+        return StagingBuffer(self._target.numel(), pinned=self._pinned, fence=fence)
 
 
 class _CudaFence:
