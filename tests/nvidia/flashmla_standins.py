@@ -196,51 +196,54 @@ def attend(q: Tensor, rows: Tensor, there: Tensor, scale: float, sink: Tensor | 
 # ------------------------------------------------------------------------------------------------- the generations' faces
 
 
-def schedule_object_module(name: str, lib: Library, *, out: bool = False, batch_invariant: bool = False) -> types.ModuleType:
-    """Python's face since 2026: an object that the first call fills."""
+def schedule_object_module(name: str, lib: Library, *, takes_out: bool = False) -> types.ModuleType:
+    """Python's face since 2026: an object that the first call fills. takes_out: as in vLLM's copies."""
+    fields = ["b", "s_q", "h_q", "page_block_size", "h_k", "causal", "is_fp8_kvcache", "topk"]
+    fields += ["extra_page_block_size", "extra_topk"]
+    fields += ["enable_batch_invariant"] if takes_out else []
 
     @dataclasses.dataclass
     class FlashMLASchedMeta:
-        @dataclasses.dataclass
-        class Config:
-            b: int
-            s_q: int
-            h_q: int
-            page_block_size: int
-            h_k: int
-            causal: bool
-            is_fp8_kvcache: bool
-            topk: int | None
-            extra_page_block_size: int | None
-            extra_topk: int | None
-
+        Config = dataclasses.make_dataclass("Config", fields)
         have_initialized: bool = False
-        config: Config | None = None
+        config: object = None
         tile_scheduler_metadata: Tensor | None = None
         num_splits: Tensor | None = None
 
     def get_mla_metadata(*args, **kwargs):
         return FlashMLASchedMeta(), None
 
-    def flash_mla_with_kvcache(
+    def with_out(
         q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None, softmax_scale=None,
         causal=False, is_fp8_kvcache=False, indices=None, attn_sink=None, extra_k_cache=None, extra_indices_in_kvcache=None,
-        topk_length=None, extra_topk_length=None,
+        topk_length=None, extra_topk_length=None, out=None, enable_batch_invariant=False,
     ):  # fmt: skip
         meta = tile_scheduler_metadata
         lib.need(isinstance(meta, FlashMLASchedMeta) and num_splits is None, "tile_scheduler_metadata must be its own object")
         lib.need(indices is not None and is_fp8_kvcache and not causal and head_dim_v == 512, "only sparse FP8 here")
         lib.need(extra_k_cache is None and extra_indices_in_kvcache is None and extra_topk_length is None, "extra cache")
-        config = FlashMLASchedMeta.Config(
-            *q.shape[:3], k_cache.shape[1], k_cache.shape[2], causal, is_fp8_kvcache, indices.shape[-1], None, None
-        )
+        values = [*q.shape[:3], *k_cache.shape[1:3], causal, is_fp8_kvcache, indices.shape[-1], None, None]
+        config = FlashMLASchedMeta.Config(*values, *([enable_batch_invariant] if takes_out else []))
         if not meta.have_initialized:
             meta.have_initialized, meta.config = True, config
         lib.need(meta.config == config, f"the object was made for {meta.config}, the call is {config}")
         plan = None if meta.tile_scheduler_metadata is None else (meta.tile_scheduler_metadata, meta.num_splits)
-        result, lse, *plan = lib.decode(q, k_cache, indices, softmax_scale, attn_sink, topk_length, plan)
+        result, lse, *plan = lib.decode(q, k_cache, indices, softmax_scale, attn_sink, topk_length, plan, out)
         meta.tile_scheduler_metadata, meta.num_splits = plan
         return result, lse
+
+    def without_out(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None, softmax_scale=None,
+        causal=False, is_fp8_kvcache=False, indices=None, attn_sink=None, extra_k_cache=None, extra_indices_in_kvcache=None,
+        topk_length=None, extra_topk_length=None,
+    ):  # fmt: skip
+        return with_out(
+            q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal,
+            is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,
+        )  # fmt: skip
+
+    flash_mla_with_kvcache = with_out if takes_out else without_out
+    flash_mla_with_kvcache.__name__ = "flash_mla_with_kvcache"
 
     def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, indexer_topk=0):
         lib.need(indexer_topk == 0, "indexer_topk")
@@ -343,6 +346,7 @@ OLD_PREFILL = {"base_2": True, "empty": -math.inf, "old": True}
 GENERATIONS: dict[str, tuple[str, dict[str, object]]] = {
     # name -> (the provider's name, how the library differs)
     "flash_mla 2026": ("flash_mla", {}),
+    "flash_mla with out": ("flash_mla", {}),
     "flash_mla 2025": ("flash_mla", OLD_PREFILL),
     "vllm 0.24": ("vllm", {}),
     "vllm 0.26": ("vllm", {}),
@@ -360,6 +364,8 @@ def installed(generation: str, **differences: object) -> Iterator[Library]:
     with ExitStack() as stack:
         if generation == "flash_mla 2026":
             stack.enter_context(modules(flash_mla=schedule_object_module("flash_mla", lib)))
+        elif generation == "flash_mla with out":
+            stack.enter_context(modules(flash_mla=schedule_object_module("flash_mla", lib, takes_out=True)))
         elif generation == "flash_mla 2025":
             stack.enter_context(modules(flash_mla=tensors_module("flash_mla", lib)))
         elif generation == "sgl_kernel 0.3":

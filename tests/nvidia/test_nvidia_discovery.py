@@ -126,6 +126,7 @@ def test_a_plan_of_another_layout_is_noticed(swap):
 def test_conventions_are_told_by_what_is_there():
     expected = {
         "flash_mla 2026": ("ScheduleObjectDecode", False, True, False),
+        "flash_mla with out": ("ScheduleObjectDecode", True, True, False),
         "flash_mla 2025": ("TensorsDecode", False, False, True),
         "vllm 0.24": ("OperatorDecode", False, True, False),
         "vllm 0.33": ("OperatorDecode", True, True, False),

@@ -18,10 +18,10 @@ from mla_portable.contracts import InvalidArgument, PlanMismatch, SplitSchedule
 __all__ = ["passes"]  # a fixture
 
 
-@pytest.fixture
-def plain():
+@pytest.fixture(params=["vllm 0.33", "flash_mla with out"])
+def plain(request):
     """(library, bound call, its arguments with `out` and a schedule); one call was made and kept."""
-    with installed("vllm 0.33") as library:
+    with installed(request.param) as library:
         call, args = bound(64, **PROMISE), clean_problem(5, 1, 64, 64)
         out = torch.full((5, 1, 64, 512), math.nan, dtype=torch.bfloat16)
         options = {"softmax_scale": SCALE, "schedule": schedule_for(5, 1, 64, 64), "out": out}

@@ -66,7 +66,7 @@ def calibrate_decode(kernel: DecodeKernel, device: torch.device) -> DecodeTraits
     indices = torch.arange(_DECODE_KEYS, dtype=torch.int32, device=device).view(1, 1, -1)
     try:
         out, lse = kernel(q, kv, indices, 1.0)
-        base_2 = _base_2("sparse decode", out, lse, (1, 1, 64), _DECODE_KEYS)
+        base_2 = _base_2("sparse decode", q, out, lse, (1, 64, 1), _DECODE_KEYS)
         takes_plan = kernel.takes_plan
         if takes_plan:
             metadata, num_splits = kernel.plan(q, kv, indices)
@@ -121,7 +121,7 @@ def calibrate_prefill(kernel: PrefillKernel, device: torch.device, heads: tuple[
         q = torch.zeros((1, count, HEAD_SIZE), dtype=torch.bfloat16, device=device)
         try:
             out, lse = kernel(q, kv, indices, 1.0)
-            base_2 = _base_2("sparse prefill", out, lse, (1, count), _PREFILL_KEYS)
+            base_2 = _base_2("sparse prefill", q, out, lse, (1, count), _PREFILL_KEYS)
         except (RuntimeError, TypeError, ValueError, AssertionError) as error:
             refusal = _refused(f"sparse prefill with {count} heads", error)
             continue
@@ -131,10 +131,10 @@ def calibrate_prefill(kernel: PrefillKernel, device: torch.device, heads: tuple[
     return PrefillTraits(base_2, tuple(accepted))
 
 
-def _base_2(what: str, out: torch.Tensor, lse: torch.Tensor, rows: tuple[int, ...], keys: int) -> bool:
+def _base_2(what: str, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, lse_shape: tuple[int, ...], keys: int) -> bool:
     """Whether lse, which must be the logarithm of `keys` everywhere, is to base 2."""
-    if tuple(out.shape) != (*rows, KV_LORA_RANK) or tuple(lse.shape) != rows:
-        raise ValueError(f"{what} returned out {list(out.shape)} and lse {list(lse.shape)} for {list(rows)} rows")
+    if tuple(out.shape) != (*q.shape[:-1], KV_LORA_RANK) or tuple(lse.shape) != lse_shape:
+        raise ValueError(f"{what} returned out {list(out.shape)} and lse {list(lse.shape)} for q {list(q.shape)}")
     least, greatest = lse.min().item(), lse.max().item()
     for base_2, expected in ((False, math.log(keys)), (True, math.log2(keys))):
         if abs(least - expected) < 1e-2 and abs(greatest - expected) < 1e-2 and not out.any():

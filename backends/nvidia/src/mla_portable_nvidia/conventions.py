@@ -2,7 +2,7 @@
 """One signature for FlashMLA's decode and one for its prefill, and how a provider's own convention is told.
 
 A convention is told by what is there: the names in an operator's schema or in a function's signature. Nothing of it is
-converted here but the order of axes; conventions of value (bases, infinities) are found by `calibration`, undone by `boundary`.
+converted here; conventions of value (bases, infinities) are found by `calibration`, undone by `boundary`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["DecodeKernel", "NotThisConvention", "Plan", "Positions", "PrefillKernel", "parameters_of"]
+__all__ = ["DecodeKernel", "NotThisConvention", "Plan", "Positions", "PrefillKernel", "PreparedDecode", "parameters_of"]
 
 Plan = tuple[Tensor, Tensor]
 """(tile_scheduler_metadata [parts, 8] int32, num_splits [B + 1] int32), on the device."""
+
+PreparedDecode = Callable[[Tensor, Tensor, Tensor, float, "Tensor | None", Tensor], object]
+"""(q, kv, indices, softmax_scale, attn_sink, out) as DecodeKernel takes them; the result is in `out`."""
 
 
 class NotThisConvention(Exception):
@@ -50,13 +53,18 @@ class DecodeKernel(Protocol):
             q: [B, S, H, 576] bf16. kv: [blocks, page, 1, 656] uint8. indices: [B, S, K] int32, slots or -1, contiguous.
             attn_sink: [H] float32. plan: for just these shapes; None lets the provider make one, by a kernel of its own.
             out: [B, S, H, 512] bf16, contiguous.
-        Returns: out [B, S, H, 512] and lse [B, S, H] float32 (any strides), in the provider's own base and infinities.
+        Returns: out [B, S, H, 512] and lse [B, H, S] float32, the order of axes that FlashMLA has, in the provider's own base
+            and infinities.
         """
         ...
 
     def plan(self, q: Tensor, kv: Tensor, indices: Tensor) -> Plan:
         """The provider's own plan for a call with these tensors."""
         ...
+
+    def prepared(self, plan: Plan | None) -> PreparedDecode:
+        """The same call with this plan, for whoever makes it often and has no use for the lse; where takes_out."""
+        return lambda q, kv, indices, softmax_scale, attn_sink, out: self(q, kv, indices, softmax_scale, attn_sink, plan, out)
 
 
 class PrefillKernel(Protocol):

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import KV_LORA_RANK
-from mla_portable_nvidia.conventions import DecodeKernel, NotThisConvention, Plan, Positions, parameters_of
+from mla_portable_nvidia.conventions import DecodeKernel, NotThisConvention, Plan, Positions, PreparedDecode, parameters_of
 
 __all__ = ["OperatorDecode", "ScheduleObjectDecode", "TensorsDecode", "decode_of_module"]
 
 _DECODE_NAMES: Final = ("q", "kv", "indices", "attn_sink", "tile_scheduler_metadata", "num_splits", "d_v", "sm_scale")
 
 
-class OperatorDecode:
+class OperatorDecode(DecodeKernel):
     """`sparse_decode_fwd` of a library of torch operators; with or without `out_`."""
 
     takes_sink = True
@@ -67,13 +67,29 @@ class OperatorDecode:
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See DecodeKernel."""
-        results = self._run(q, kv, indices, softmax_scale, attn_sink, plan, out)
-        return results[0], results[1].transpose(1, 2)
+        result, lse, *_ = self._run(q, kv, indices, softmax_scale, attn_sink, plan, out)
+        return result, lse
 
     def plan(self, q: Tensor, kv: Tensor, indices: Tensor) -> Plan:
         """See DecodeKernel: the operator returns the plan that it made."""
         results = self._run(q, kv, indices, 1.0)
         return results[2], results[3]
+
+    def prepared(self, plan: Plan | None) -> PreparedDecode:
+        """See DecodeKernel: of a list of arguments where all that stays the same is in place."""
+        arguments = self._template.copy()
+        arguments[self._metadata], arguments[self._num_splits] = plan or (None, None)
+        operator, copy, q_at, kv_at, indices_at = self._operator, arguments.copy, self._q, self._kv, self._indices
+        scale_at, sink_at, out_at = self._scale, self._sink, self._out
+        assert out_at is not None
+
+        def call(q: Tensor, kv: Tensor, indices: Tensor, scale: float, attn_sink: Tensor | None, out: Tensor) -> object:
+            given = copy()
+            given[q_at], given[kv_at], given[indices_at] = q, kv, indices
+            given[scale_at], given[sink_at], given[out_at] = scale, attn_sink, out
+            return operator(*given)
+
+        return call
 
 
 _WITH_KVCACHE_NAMES: Final = (
@@ -82,7 +98,7 @@ _WITH_KVCACHE_NAMES: Final = (
 )  # fmt: skip
 
 
-class ScheduleObjectDecode:
+class ScheduleObjectDecode(DecodeKernel):
     """`flash_mla_with_kvcache` with a FlashMLASchedMeta."""
 
     def __init__(self, module: Any) -> None:
@@ -151,7 +167,7 @@ class ScheduleObjectDecode:
         if out is not None:
             others["out"] = out
         result, lse = self._run(meta, q, kv, indices, softmax_scale, **others)
-        return result, lse.transpose(1, 2)
+        return result, lse
 
     def plan(self, q: Tensor, kv: Tensor, indices: Tensor) -> Plan:
         """See DecodeKernel: the first call fills the object."""
@@ -160,7 +176,7 @@ class ScheduleObjectDecode:
         return meta.tile_scheduler_metadata, meta.num_splits
 
 
-class TensorsDecode:
+class TensorsDecode(DecodeKernel):
     """`flash_mla_with_kvcache` with the tensors of `get_mla_metadata`: FlashMLA up to the end of 2025 and its copies.
 
     With `topk` given the plan depends on shapes alone, so one per shape is made and kept: no planner kernel in later steps.
@@ -219,7 +235,7 @@ class TensorsDecode:
             indices=indices,
             **others,
         )
-        return result, lse.transpose(1, 2)
+        return result, lse
 
     def plan(self, q: Tensor, kv: Tensor, indices: Tensor) -> Plan:
         """See DecodeKernel."""

@@ -102,7 +102,7 @@ def _prepare_decode(request: Request, arguments: Arguments) -> RivalCall:
 
     def result() -> tuple[Tensor, Tensor]:
         out, lse = last[0]
-        return _in_our_meaning(arguments, out[:, 0], lse[:, 0], found.traits.lse_base_2)
+        return _in_our_meaning(arguments, out[:, 0], lse[:, :, 0], found.traits.lse_base_2)
 
     return RivalCall(run, result)
 

@@ -24,7 +24,7 @@ from mla_portable.contracts import (
 )
 from mla_portable_nvidia.boundary import Boundary
 from mla_portable_nvidia.cache_view import CacheView
-from mla_portable_nvidia.conventions import DecodeKernel, Plan
+from mla_portable_nvidia.conventions import DecodeKernel, Plan, PreparedDecode
 from mla_portable_nvidia.head_padding import PaddedQueries, aligned, kernel_heads
 
 __all__ = ["TOPK_MULTIPLE", "FlashMLADecode", "rows_per_call"]
@@ -32,8 +32,8 @@ __all__ = ["TOPK_MULTIPLE", "FlashMLADecode", "rows_per_call"]
 TOPK_MULTIPLE: Final = 64
 _PADDED_QUERIES: Final = PaddedQueries()
 
-_Plain = tuple[DecodeSchedule | None, tuple[int, ...], tuple[int, ...], Plan | None]
-"""Of a call whose tensors go to the kernel as they are: its schedule, the shape and the strides of q, the provider's plan."""
+_Plain = tuple[DecodeSchedule | None, tuple[int, ...], PreparedDecode | None]
+"""Of a call whose tensors go to the kernel as they are: its schedule, the shape of q, the kernel with the provider's plan."""
 
 
 def rows_per_call(arch: str, *, num_sms: int, query_len: int, heads: int, max_bytes: int = DEFAULT_SCRATCH_BYTES) -> int:
@@ -85,7 +85,7 @@ class FlashMLADecode:
         self._cache_view = CacheView(arch)
         self._no_lse = torch.empty(0)
         self._is_plain = not sanitises and not finishes and kernel.takes_out and kernel.takes_sink
-        self._last: _Plain = (None, (), (), None)  # no q has a shape without axes
+        self._last: _Plain = (None, (), None)  # no q has a shape without axes
 
     def __call__(
         self,
@@ -106,19 +106,20 @@ class FlashMLADecode:
         Raises: PlanMismatch for a schedule of another kind or another padding; InvalidArgument for a cache whose alignment
             the kernel cannot read. Nothing has run then.
         """
-        planned, shape, stride, plan = self._last
+        planned, shape, kernel = self._last
         if (
             schedule is planned
-            and q.shape == shape
-            and q.stride() == stride
-            and q.data_ptr() % 16 == 0
+            and kernel is not None
             and out is not None
+            and q.shape == shape
+            and q.is_contiguous()
+            and q.data_ptr() % 16 == 0
             and out.is_contiguous()
             and indices.is_contiguous()
         ):
             rows = self._cache_view.known(kv_cache)
             if rows is not None:
-                self._kernel(q, rows, indices, softmax_scale, attn_sink, plan, out)
+                kernel(q, rows, indices, softmax_scale, attn_sink, out)
                 return out, self._no_lse
         batch, query_len, num_heads, _ = q.shape
         if self._finishes:
@@ -138,8 +139,8 @@ class FlashMLADecode:
         else:
             rows = self._rows_per_call(query_len, num_heads)
         if rows >= batch:
-            if self._is_plain and num_heads == kernel_heads(num_heads) and aligned(q) is q:
-                self._last = schedule, q.shape, q.stride(), self._plan_of(tiles)
+            if self._is_plain and num_heads == kernel_heads(num_heads):
+                self._last = schedule, q.shape, self._kernel.prepared(self._plan_of(tiles))
             return self._attend(q, kv, indices, softmax_scale, lengths, attn_sink, tiles, out, lse_out), lse_out
         out = _fresh(q) if out is None else out
         if rows >= 1:
@@ -250,7 +251,7 @@ class FlashMLADecode:
             return result
         if self._finishes:
             sink = None if in_kernel else attn_sink
-            self._boundary.finish(out, lse_out, None if target is out else result, lse, sink, self._base_2)
+            self._boundary.finish(out, lse_out, None if target is out else result, lse.transpose(1, 2), sink, self._base_2)
         elif target is not out:
             out.copy_(result[:, :, :num_heads])
         return out

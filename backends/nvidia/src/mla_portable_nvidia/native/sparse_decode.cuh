@@ -115,7 +115,7 @@ __device__ __forceinline__ float exp2_(float x) {
 }
 __device__ __forceinline__ float low_bf16(u32 x) { return __uint_as_float(x << 16); }
 __device__ __forceinline__ float high_bf16(u32 x) { return __uint_as_float(x & 0xffff0000u); }
-// the largest of eight bfloat16's magnitudes, as the bits of a float
+// the largest magnitude of two bfloat16s, of eight: as the bits of a float
 __device__ __forceinline__ u32 larger_size(u32 x) { return max((x & 0x7fffu) << 16, x & 0x7fff0000u); }
 __device__ __forceinline__ u32 largest_size(const uint4 w) {
     return max(max(larger_size(w.x), larger_size(w.y)), max(larger_size(w.z), larger_size(w.w)));

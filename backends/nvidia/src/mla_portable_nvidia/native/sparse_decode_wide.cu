@@ -164,7 +164,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
     extern __shared__ __align__(1024) u8 smem[];
     const int thread = threadIdx.x, lane = thread & 31, warp = (thread >> 5) & 3;
     const int group = __shfl_sync(~0u, thread >> 7, 0);  // the warpgroup; 2: the warps that copy
-    const int t = lane >> 2, c = lane & 3;
     const u32 shared = smem_u32(smem);
 
     const Place here = place(head_tiles, query_len);
@@ -217,12 +216,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         return;
     }
     set_registers_up<CONSUMER_REGISTERS>();
-    const int warp8 = group * 4 + warp;
 
     // ---- q, four threads a head: its largest size, then in the order of columns that the lanes of a score take
     float score_scale;
     {
-        const int head = thread >> 2, part = thread & 3;
+        const int warp8 = group * 4 + warp, head = thread >> 2, part = thread & 3;
         const bool on = here.head0 + head < num_heads;
         const u16* q_row = q + here.b * st.q_b + here.s * st.q_s + (i64)(here.head0 + head) * st.q_h;
         uint4 w[18];
