@@ -18,22 +18,43 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from mla_portable.planner.staging import Fence, StagingBuffer, StagingRing
 
 __all__ = ["StepBuffers"]
 
 _END_WORDS: Final = 1024
+_VIEWS: Final = 256
 _ALIGN_WORDS: Final = 64
 """Sections begin on 256 bytes, so kernels may use wide loads and never see a differently aligned pointer."""
+
+
+class _Leading:
+    """Views of a tensor's first elements, kept: to make one takes the host as long as to plan a fifth of a decode step."""
+
+    __slots__ = ("_known", "_whole")
+
+    def __init__(self, whole: Tensor) -> None:
+        self._whole = whole
+        self._known: dict[int, Tensor] = {}
+
+    def __getitem__(self, end: int) -> Tensor:
+        view = self._known.get(end)
+        if view is None:
+            if len(self._known) >= _VIEWS:
+                self._known.clear()
+            view = self._known[end] = self._whole[:end]
+        return view
 
 
 class StepBuffers:
     """Persistent device tensors of one planner, filled through a staging ring.
 
     Attributes:
-        tiles: [tile words], workspace_starts: [max_num_reqs], seq_lens: [max_num_reqs], req_ids: [max_num_tokens],
-            prefill_ids: [max_num_tokens]; int32 on the device. Without a workspace all but req_ids and tiles are empty.
+        tiles: [tile words], seq_lens: [max_num_reqs]; int32 on the device.
+        workspace_starts, req_ids, prefill_ids: by a number up to max_num_reqs, max_num_tokens, max_num_tokens so many leading
+            ones, likewise. Without a workspace all but req_ids and tiles are empty.
     """
 
     def __init__(
@@ -55,7 +76,8 @@ class StepBuffers:
         self._device_words = torch.zeros(self._total, dtype=torch.int32, device=device)
         self._ring = StagingRing(self._device_words, make_fence=make_fence)
         sections = [self._device_words[at : at + size] for at, size in zip(offsets, sizes, strict=False)]
-        self.tiles, self.workspace_starts, self.seq_lens, self.req_ids, self.prefill_ids = sections
+        self.tiles, self.seq_lens = sections[0], sections[2]
+        self.workspace_starts, self.req_ids, self.prefill_ids = (_Leading(sections[n]) for n in (1, 3, 4))
         self._open: StagingBuffer | None = None
         self._begin = self._end = 0
         # What the device's request ids are: how many may not be zero, and the key they were written under.
@@ -97,7 +119,8 @@ class StepBuffers:
         words = self._widen(begin, begin + padded).words
         words[begin : begin + decode_tokens] = -1
         np.subtract(ids[decode_tokens:], first_prefill, out=words[begin + decode_tokens : begin + len(ids)])
-        words[begin + len(ids) : begin + padded] = -1
+        if padded > len(ids):
+            words[begin + len(ids) : begin + padded] = -1
 
     def staged_starts(self, num_prefills: int) -> npt.NDArray[np.int32]:
         """[num_prefills], to be filled with workspace starts."""

@@ -17,8 +17,8 @@ __all__ = ["Sizes", "check_lengths", "check_sizes"]
 
 _WHERE: Final = "Planner.plan"
 _INT32: Final = np.dtype(np.int32)
-_largest = np.maximum.reduce
-"""`ndarray.max` without its detour through Python."""
+_largest, _or = np.maximum.reduce, np.bitwise_or.reduce
+"""`ndarray.max` and the like without their detours through Python."""
 
 
 class Sizes(NamedTuple):
@@ -72,9 +72,8 @@ def check_lengths(
         first = int((query_lens.view(np.uint32) > num_tokens).argmax())
         got = f"{int(query_lens[first])} query tokens for request {first}"
         _refuse("query_start_loc", got, f"non-decreasing entries up to the last one, {num_tokens}")
-    longest = int(_largest((seq_lens - query_lens).view(np.uint32)))
-    shared = query_lens if isinstance(query_lens, int) else 0
-    if longest > max_model_len - shared or (not isinstance(query_lens, int) and int(_largest(seq_lens)) > max_model_len):
+    # The sign of either difference tells; a length so far below zero that one wraps around leaves it in the other.
+    if int(_or((seq_lens - query_lens) | (max_model_len - seq_lens))) < 0:
         wrong = (seq_lens < query_lens) | (seq_lens > max_model_len)
         first = int(wrong.argmax())
         least = query_lens if isinstance(query_lens, int) else int(query_lens[first])

@@ -37,6 +37,11 @@ def divide(query_lens: npt.NDArray[np.int32], threshold: int, few_tokens: int = 
     there (from the first request that is not empty, if nothing decodes) to the last request that is not empty. Empty
     requests have no token to serve: they end no run of decodes.
     """
+    query_len = int(query_lens[0])
+    if 0 < query_len <= threshold and query_lens[-1] != query_len:
+        run = int((query_lens != query_len).argmax())
+        if query_lens[run] and query_lens[-1]:  # as batches mostly are: nothing of it is empty
+            return Parts(query_len, run, len(query_lens))
     present = query_lens != 0
     first = 0 if present[0] else int(present.argmax())
     query_len = int(query_lens[first])
