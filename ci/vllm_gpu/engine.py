@@ -167,8 +167,7 @@ def speed(job: dict[str, Any], checkpoints: Path, where: Path) -> dict[str, Any]
     begin = time.perf_counter()
     llm = start(job, checkpoints)
     ready = time.perf_counter()
-    with timing.alone(where):
-        found = timing.measure(llm, job["options"])
+    found = timing.measure(llm, job["options"], timing.Turns(where))
     return {**found, "impl": implementations(llm), "start_s": ready - begin, "work_s": time.perf_counter() - ready}
 
 

@@ -159,6 +159,7 @@ def speed(ran: Ran) -> Iterator[Line]:
             ratio = steps["step_us"] / theirs["step_us"]
             yield Line(name, f"{text}, {ratio:.3f} of stock's step", ratio <= _STEP_LIMIT if counts else None)
         yield from _builds(done, done.result.get("builds", {}))
+        yield from _forwards(done.result.get("forwards", {}), counts)
         yield from _layers(done.result.get("layers", {}), counts)
 
 
@@ -169,6 +170,14 @@ def _builds(done: Done, builds: dict[str, Any]) -> Iterator[Line]:
         many = "256 decodes + 32" in batch and jobs.cell(done.job.kv, done.job.heads) == "fp8-h64"
         factor = _CHEAPER_BUILD if many else 1
         yield Line(f"  build {batch}", text, ours * factor <= other if done.job.who == "plugin" else None)
+
+
+def _forwards(forwards: dict[str, dict[str, Any]], counts: bool) -> Iterator[Line]:
+    for batch, times in forwards.items():
+        (ours, ours_done), (other, other_done) = times["ours"], times["stock"]
+        text = f"{ours:.0f} us ({ours_done:.0f} with the device), stock {other:.0f} ({other_done:.0f})"
+        right = ours_done <= _STEP_LIMIT * other_done if counts else None
+        yield Line(f"  forward {batch}", f"{text}; differ by {times['relative']:.1e}", right)
 
 
 def _layers(layers: dict[str, Any], counts: bool) -> Iterator[Line]:

@@ -2,7 +2,7 @@
 """Times inside of a running engine: a decode step, what building its metadata costs the host, and a layer's attention.
 
 Ours and stock's are measured in the same process on the same inputs where that is possible: builders on batches that are made
-up, layers as CUDA graphs over a cache of random tokens. A decode step is the whole engine's, so each engine has its own.
+up, layers as CUDA graphs over a cache of random tokens. A decode step is the whole engine's: engines time theirs by turns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mla_portable.bench.interleaved import captured
 
-__all__ = ["alone", "measure"]
+__all__ = ["Turns", "measure"]
 
 _BATCHES: Final = {
     "256 decodes + 32 prefills": ([1] * 256, [64] * 32),
@@ -32,19 +32,30 @@ _BATCHES: Final = {
     "256 decodes": ([1] * 256, []),
 }
 """Query lengths of decodes and of prefills."""
+_EAGER: Final = ("64 decodes", "64 decodes + 4 prefills", "256 decodes + 32 prefills")
 _BUILD_CONTEXT: Final = 1024  # all prefills together fit stock's workspace, as they mostly do
-_BUILDS, _STEPS, _LAYERS = 200, 40, 10
+_BUILDS, _FORWARDS, _STEPS, _LAYERS = 200, 50, 40, 10
+_TURNS: Final = 6
+"""Of each engine, each _STEPS long; a prompt's tokens last for all of them and for the prefills of the others."""
 
 
-@contextmanager
-def alone(where: Path) -> Generator[None, None, None]:
-    """Wait until the file `go` says that all engines are up, then for those before us."""
-    (where / f"{time.time_ns()}.ready").touch()
-    while not (where / "go").exists():
+class Turns:
+    """Engines that share a machine measure by turns, and none while another one starts."""
+
+    def __init__(self, where: Path) -> None:
+        """Wait until the file `go` in `where` says that all engines are up."""
+        self._lock = where / "lock"
+        (where / f"{time.time_ns()}.ready").touch()
+        while not (where / "go").exists():
+            time.sleep(0.1)
+
+    @contextmanager
+    def turn(self) -> Generator[None, None, None]:
+        """Alone on the machine; whoever waits comes before our next turn."""
+        with self._lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
         time.sleep(0.1)
-    with (where / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _runner(llm: Any) -> Any:
@@ -175,32 +186,58 @@ def _kernels(call: Callable[[], Any]) -> dict[str, float]:
     return {name: time for name, time in times.items() if time}
 
 
+def _queries(layer: Any, tokens: int, context: int) -> tuple[Tensor, Tensor]:
+    """q of `tokens` tokens as the engine has it; each has its selection of `context` positions in the indexer's buffer."""
+    heads, buffer = layer.num_heads, layer.impl.topk_indices_buffer
+    topk = min(buffer.shape[1], context)
+    buffer[:tokens] = -1
+    for row in range(tokens):
+        buffer[row, :topk] = torch.randperm(context, device=buffer.device)[:topk].to(torch.int32)
+    latent = torch.randn((heads, tokens, 512), dtype=torch.bfloat16, device=buffer.device).transpose(0, 1)
+    return latent, torch.randn((tokens, heads, 64), dtype=torch.bfloat16, device=buffer.device)
+
+
+def _apart(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+
+
+def _forwards(runner: Any, builders: dict[str, Any], impls: dict[str, Any], layer: Any) -> dict[str, dict[str, Any]]:
+    """A layer's attention called from Python, as steps that no graph holds call it: like `_builds`, and how far apart."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in _EAGER:
+        decodes, prefills = _BATCHES[name]
+        common = _common(runner, decodes, prefills, _BUILD_CONTEXT)
+        q = _queries(layer, common.num_actual_tokens, _BUILD_CONTEXT)
+        calls = {
+            who: partial(impl.forward_mqa, q, layer.kv_cache, builders[who].build(0, common), layer)
+            for who, impl in impls.items()
+        }
+        apart = _apart(*(calls[who]()[0] for who in ("ours", "stock")))
+        found[name] = {who: _host_us(call, _FORWARDS) for who, call in calls.items()} | {"relative": apart}
+    return found
+
+
 def _layer(
     runner: Any, builders: dict[str, Any], impls: dict[str, Any], layer: Any, batch: int, context: int
 ) -> dict[str, Any]:
     """A decode's attention in one layer, ours and stock's by turns: (microseconds alone, with its share of the build)."""
     common = _common(runner, [1] * batch, [], context)
-    heads, buffer = layer.num_heads, layer.impl.topk_indices_buffer
-    for row in range(batch):
-        buffer[row] = torch.randperm(context, device=buffer.device)[: buffer.shape[1]].to(torch.int32)
-    latent = torch.randn((heads, batch, 512), dtype=torch.bfloat16, device=buffer.device).transpose(0, 1)
-    rope = torch.randn((batch, heads, 64), dtype=torch.bfloat16, device=buffer.device)
+    q = _queries(layer, batch, context)
     outs: dict[str, Tensor] = {}
 
     def attend(who: str, metadata: Any) -> None:
-        outs[who] = impls[who].forward_mqa((latent, rope), layer.kv_cache, metadata, layer)[0]
+        outs[who] = impls[who].forward_mqa(q, layer.kv_cache, metadata, layer)[0]
 
     builds = {who: partial(builder.build, 0, common) for who, builder in builders.items()}
     calls = {who: partial(attend, who, build()) for who, build in builds.items()}
-    replays = {who: captured(call, buffer.device, calls=_LAYERS) for who, call in calls.items()}
+    replays = {who: captured(call, runner.device, calls=_LAYERS) for who, call in calls.items()}
     times: dict[str, list[tuple[float, float]]] = {who: [] for who in replays}
     for _ in range(5):
         for who, replay in replays.items():
             step = _replay_us(replay, builds[who])
             times[who].append((_replay_us(replay), step))
-    ours, theirs = (outs[who].float() for who in ("ours", "stock"))
     return {
-        "relative": float((ours - theirs).norm() / theirs.norm()),
+        "relative": _apart(outs["ours"], outs["stock"]),
         "kernels": {who: _kernels(call) for who, call in calls.items()},
         **{
             who: [round(statistics.median(column), 2) for column in zip(*several, strict=True)]
@@ -209,12 +246,12 @@ def _layer(
     }
 
 
-def _steps(llm: Any, builder: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """A decode step of the engine: the time of many tokens less that of few; and what `build` took in the last ones."""
+def _steps(llm: Any, builder: Any, options: dict[str, Any], turns: Turns) -> dict[str, Any]:
+    """A decode step of the engine, the median of turns that engines take one after the other; what `build` took in them."""
     from engine import prompts
     from vllm import SamplingParams
 
-    taken: list[float] = []
+    engine, taken = llm.llm_engine, []
     build = builder.build
 
     def timed(*given: Any, **named: Any) -> Any:
@@ -223,40 +260,49 @@ def _steps(llm: Any, builder: Any, options: dict[str, Any]) -> dict[str, Any]:
         taken.append((time.perf_counter() - begin) * 1e6)
         return metadata
 
-    builder.build = timed
     batch = max(options["batches"])
-    requests = prompts([options["prompt"]] * batch)
-    seconds: dict[int, list[float]] = {4: [], 4 + options["tokens"]: []}
-    for turn in range(3):
-        for tokens, several in seconds.items():
-            wanted = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    wanted = SamplingParams(temperature=0, max_tokens=options["tokens"], ignore_eos=True, detokenize=False)
+    names = [f"step-{number}" for number in range(batch)]
+    with turns.turn():
+        for name, prompt in zip(names, prompts([options["prompt"]] * batch), strict=True):
+            engine.add_request(name, prompt, wanted)
+        waiting = set(names)
+        while waiting:
+            waiting -= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
+    builder.build = timed
+    steps: list[float] = []
+    for _ in range(_TURNS):
+        with turns.turn():
+            for _ in range(4):  # what the engines before us left in caches
+                engine.step()
             begin = time.perf_counter()
-            llm.generate(requests, wanted, use_tqdm=False)
-            if turn:
-                several.append(time.perf_counter() - begin)
+            for _ in range(_STEPS):
+                engine.step()
+            steps.append((time.perf_counter() - begin) * 1e6 / _STEPS)
     builder.build = build
-    few, many = (min(several) for several in seconds.values())
-    step = (many - few) / options["tokens"] * 1e6
-    return {
-        "batch": batch,
-        "step_us": round(step, 1),
-        "build_us": round(statistics.median(taken[-options["tokens"] // 2 :]), 1),
-    }
+    unfinished = engine.get_num_unfinished_requests()
+    engine.abort_request(names)
+    while engine.has_unfinished_requests():
+        engine.step()
+    if unfinished != batch:
+        raise RuntimeError(f"{batch - unfinished} of {batch} requests ended while their steps were timed")
+    return {"batch": batch, "step_us": round(statistics.median(steps), 1), "build_us": round(statistics.median(taken), 1)}
 
 
-def measure(llm: Any, options: dict[str, Any]) -> dict[str, Any]:
+def measure(llm: Any, options: dict[str, Any], turns: Turns) -> dict[str, Any]:
     """steps: of this engine. builds, layers: of ours and stock's, in an engine that ours serves."""
     runner = _runner(llm)
     ours = _builder(runner)
-    found: dict[str, Any] = {"steps": _steps(llm, ours, options)}
+    found: dict[str, Any] = {"steps": _steps(llm, ours, options, turns)}
     layer = llm.llm_engine.vllm_config.compilation_config.static_forward_context[ours.layer_names[0]]
     if not hasattr(ours, "planner"):
         return found
-    with torch.inference_mode():
+    with turns.turn(), torch.inference_mode():
         builder, impl = _stock(llm, runner, ours)
         builders, impls = {"ours": ours, "stock": builder}, {"ours": layer.impl, "stock": impl}
         found["builds"] = _builds(runner, builders)
         _fill(layer, 1 + max(options["batches"]) * -(-options["context"] // 64))
+        found["forwards"] = _forwards(runner, builders, impls, layer)
         found["layers"] = {
             batch: _layer(runner, builders, impls, layer, batch, options["context"]) for batch in options["batches"]
         }
