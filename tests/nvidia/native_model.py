@@ -12,6 +12,7 @@ import gc
 import math
 import re
 import struct
+from collections.abc import Callable
 from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
@@ -82,17 +83,22 @@ class Memory:
 class Model:
     """One build, loaded; remembers its launches."""
 
-    def __init__(self, build: Build, fields: str, threads: int, shared: int) -> None:
-        self.build, self.fields = build, fields
+    def __init__(self, build: Build, changing: str, fixed: str, threads: int, shared: int) -> None:
+        self.build, self.fields = build, f"{changing} {fixed}"
         assert (threads, shared) == (build.threads, build.shared_bytes)
         self.launches: list[SimpleNamespace] = []
+        self.prepared = 0
         self.asked: list[int] = []
 
     def max_clusters(self, size: int) -> int:
         self.asked.append(size)
         return 132 * self.build.blocks_per_sm // size
 
-    def __call__(self, grid: tuple[int, int], cluster: int, device: int | None, *arguments: Any) -> None:
+    def prepare(self, grid: tuple[int, int], cluster: int, device: int | None, *fixed: Any) -> Callable[..., None]:
+        self.prepared += 1
+        return lambda *changing: self.run(grid, cluster, *changing, *fixed)
+
+    def run(self, grid: tuple[int, int], cluster: int, *arguments: Any) -> None:
         values = struct.unpack(self.fields, struct.pack(self.fields, *arguments))
         at = SimpleNamespace(**{name: value for (name, _), value in zip(parameters(self.build.kernel), values, strict=True)})
         at.grid = grid

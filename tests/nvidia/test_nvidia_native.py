@@ -32,9 +32,9 @@ class Module:
     def __init__(self, cubin, device):
         self.cubin = cubin
 
-    def kernel(self, name, fields, *, threads, shared, wide_clusters):
+    def kernel(self, name, changing, fixed, *, threads, shared, wide_clusters):
         assert name == self.cubin.kernel and wide_clusters
-        return self.models.setdefault(self.cubin, Model(self.cubin, fields, threads, shared))
+        return self.models.setdefault(self.cubin, Model(self.cubin, changing, fixed, threads, shared))
 
 
 @pytest.fixture
@@ -177,6 +177,42 @@ def test_queries_and_results_that_lie_unevenly_go_through_copies(models):
     torch.testing.assert_close(apart, wanted, rtol=8e-3, atol=1e-3)
 
 
+def test_a_launch_is_prepared_once_for_tensors_that_lie_alike(models):
+    kv, other = cache(4, 16), cache(4, 16)
+    q, indices = problem(3, 1, 16, 64, 64)
+    bound = bind.bind_sparse_decode(REQUEST)
+
+    def check(q, kv, indices, prepared, **options):
+        out, lse = bound(q, kv, indices, softmax_scale=SCALE, **options)
+        wanted = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE, **options)
+        torch.testing.assert_close(out, wanted[0], rtol=8e-3, atol=1e-3)
+        torch.testing.assert_close(lse, wanted[1])
+        assert sum(model.prepared for model in models.values()) == prepared
+
+    check(q, kv, indices, 1)
+    check(q.flip(0), other, indices.roll(1, 0).contiguous(), 1, attn_sink=torch.randn(16))
+    odd = torch.zeros(q.numel() + 8).bfloat16()[3:-5].view(q.shape).copy_(q)
+    check(odd, kv, indices, 1)  # its copy lies as q does
+    check(q[:2], kv, indices[:2], 2)
+    check(q, kv, indices, 3, lengths=torch.tensor([[5], [0], [64]], dtype=torch.int32))
+    check(spread(q), kv, indices, 4)
+    check(q, cache(4, 16, gap=16), indices, 5)
+    check(q, kv[:3], indices, 6)
+    check(q, kv, indices, 6)
+    with pytest.raises(InvalidArgument, match="multiples of 16 bytes"):
+        check(q, cache(4, 16, offset=8), indices, 6)
+
+
+def test_prepared_launches_are_bounded(models, monkeypatch):
+    monkeypatch.setattr(bind, "_LAUNCHES", 2)
+    bound = bind.bind_sparse_decode(REQUEST)
+    kv = cache(4, 16)
+    for batch, prepared in ((1, 1), (2, 2), (1, 2), (3, 3), (3, 3), (1, 4)):
+        q, indices = problem(batch, 1, 16, 64, 64)
+        bound(q, kv, indices, softmax_scale=SCALE)
+        assert sum(model.prepared for model in models.values()) == prepared
+
+
 @pytest.mark.parametrize("shape", [(0, 1), (2, 0)])
 def test_no_row_no_launch(models, shape):
     q, indices = torch.empty(*shape, 16, 576).bfloat16(), torch.empty(*shape, 64, dtype=torch.int32)
@@ -266,11 +302,14 @@ def test_a_launch_is_one_packed_buffer(monkeypatch):
     library = Driver()
     monkeypatch.setattr(driver, "_driver", lambda: library)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1000 + device, raising=False)
-    kernel = driver.Kernel(None, None, "name", "P i q", threads=256, shared=4096)
-    kernel((6, 3), 3, 1, 77, 5, -1)
-    kernel((6, 1), 1, 0, 77, 5, -1)
-    (packed, words, config), (_, _, alone) = library.launched
+    kernel = driver.Kernel(None, None, "name", "P i", "q", threads=256, shared=4096)
+    clustered = kernel.prepare((6, 3), 3, 1, -1)
+    kernel.prepare((6, 1), 1, 0, -1)(77, 5)
+    for address, number in ((77, 5), (2**63 + 1, -2)):
+        clustered(address, number)
+    (_, _, alone), (packed, words, config), (again, _, _) = library.launched
     assert packed == (77).to_bytes(8, "little") + (5).to_bytes(4, "little") + bytes(4) + b"\xff" * 8
+    assert again == (2**63 + 1).to_bytes(8, "little") + b"\xfe" + b"\xff" * 3 + bytes(4) + b"\xff" * 8
     assert words == [1, 2, None]
     assert (config.grid_x, config.grid_y, config.grid_z, config.block_x, config.shared) == (6, 3, 1, 256, 4096)
     assert (config.stream, config.num_attributes) == (1001, 1)
@@ -283,4 +322,4 @@ def test_a_failed_launch_is_raised_in_the_drivers_words(monkeypatch, code, kind)
     monkeypatch.setattr(driver, "_driver", lambda: Driver(code))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     with pytest.raises(kind, match=rf"launch of name, 6 x 1 blocks: words of the driver \(CUDA driver error {code}\)"):
-        driver.Kernel(None, None, "name", "i", threads=256, shared=0)((6, 1), 1, 0, 1)
+        driver.Kernel(None, None, "name", "i", "i", threads=256, shared=0).prepare((6, 1), 1, 0, 2)(1)

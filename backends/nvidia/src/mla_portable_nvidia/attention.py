@@ -28,7 +28,8 @@ __all__ = ["attention_implementations", "bind_sparse_decode", "bind_sparse_prefi
 _NAMES: Final = {"sm90": "nvidia.flashmla", "sm100": "nvidia.flashmla_sm100"}
 _PREFERENCE: Final = 10.0
 _PACKAGE: Final = "mla_portable_nvidia"
-_SHARED: Final = ("attention", "boundary", "boundary_kernels", "calibration", "conventions", "discovery", "head_padding")
+_MODULES: Final = ("attention", "boundary", "boundary_kernels", "calibration", "conventions", "discovery", "head_padding")
+_SHARED: Final = ("mla_portable.contracts.triton_launcher", *(f"{_PACKAGE}.{name}" for name in _MODULES))
 
 
 def _kernel(request: Request) -> Found:
@@ -112,7 +113,7 @@ def attention_implementations(
             preference=_PREFERENCE,
             schedule_kind="flashmla_tiles",
             padded_heads=kernel_heads,
-            sources=tuple(f"{_PACKAGE}.{name}" for name in ("sparse_decode", "cache_view", "decode_conventions", *_SHARED)),
+            sources=(*(f"{_PACKAGE}.{name}" for name in ("sparse_decode", "cache_view", "decode_conventions")), *_SHARED),
         )
         yield Implementation(
             name=_NAMES[arch],
@@ -121,5 +122,5 @@ def attention_implementations(
             bind=bind_sparse_prefill,
             check=check_sparse_prefill,
             preference=_PREFERENCE,
-            sources=tuple(f"{_PACKAGE}.{name}" for name in ("sparse_prefill", "prefill_conventions", *_SHARED)),
+            sources=(*(f"{_PACKAGE}.{name}" for name in ("sparse_prefill", "prefill_conventions")), *_SHARED),
         )

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_portable.contracts.triton_launcher import TritonLauncher
+
 __all__ = ["TritonBoundary"]
 
 _INT32_MAX: Final = 2**31 - 1
@@ -69,6 +71,9 @@ def _finish_kernel(
         tl.store(place, zero, mask=(is_head & empty)[:, None])
 
 
+_launch_sanitise, _launch_finish = TritonLauncher(_sanitise_kernel), TritonLauncher(_finish_kernel)
+
+
 class TritonBoundary:
     """Both passes, one launch each; nothing for zero rows."""
 
@@ -79,7 +84,8 @@ class TritonBoundary:
         if batch * query_len == 0:
             return
         length_strides = (0, 0) if lengths is None else lengths.stride()
-        _sanitise_kernel[(batch * query_len, triton.cdiv(width, _BLOCK_K))](
+        _launch_sanitise(
+            (batch * query_len, triton.cdiv(width, _BLOCK_K)),
             out,
             indices,
             lengths,
@@ -103,7 +109,8 @@ class TritonBoundary:
         if batch * query_len == 0:
             return
         source = out if result is None else result
-        _finish_kernel[(batch * query_len, triton.cdiv(num_heads, _BLOCK_H))](
+        _launch_finish(
+            (batch * query_len, triton.cdiv(num_heads, _BLOCK_H)),
             out,
             lse_out,
             source,

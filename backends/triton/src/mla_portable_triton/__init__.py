@@ -79,7 +79,7 @@ def mla_portable_register(registrar: Registrar) -> None:
                 check=check,
                 preference=_PREFERENCE,
                 schedule_kind="split_kv" if primitive is Primitive.SPARSE_DECODE else "none",
-                sources=(f"{_PACKAGE}.{module}", *others),
+                sources=(f"{_PACKAGE}.{module}", "mla_portable.contracts.triton_launcher", *others),
             )
         )
 

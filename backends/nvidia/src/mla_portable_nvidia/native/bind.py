@@ -31,15 +31,17 @@ from mla_portable.contracts import (
 from mla_portable_nvidia.discovery import device_with
 from mla_portable_nvidia.head_padding import aligned
 from mla_portable_nvidia.native.choice import FEW, Cut, builds, choose
-from mla_portable_nvidia.native.driver import DriverError, Kernel, driver_version
+from mla_portable_nvidia.native.driver import DriverError, Kernel, Launch, driver_version
 from mla_portable_nvidia.native.nvrtc import NvrtcNotFound, nvrtc_version
-from mla_portable_nvidia.native.sparse_decode import HEADER, Build, launch, load
+from mla_portable_nvidia.native.sparse_decode import HEADER, Build, Tensors, load, prepare
 
 __all__ = ["ARCHS", "native_implementations"]
 
 ARCHS: Final = {"sm90": "sm_90a"}
 """DeviceFacts.arch -> what NVRTC compiles for."""
 _MANY: Final = 128
+_LAUNCHES: Final = 1024
+_LOG2_E: Final = 1.4426950408889634
 _MODULES: Final = ("bind", "choice", "driver", "nvrtc", "sparse_decode")
 
 
@@ -103,6 +105,7 @@ class NativeAttention:
         self._request = request
         self._kv_layout = _layout(request)
         self._devices: dict[int, _Device] = {}
+        self._launches: dict[tuple[Any, ...], Launch] = {}
         device = device_with(request.device)
         if device is None or device.type != "cuda":
             raise MLAPortableError(f"{request.primitive}: no CUDA device of this machine is {request.device}")
@@ -128,32 +131,7 @@ class NativeAttention:
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """sparse_decode; `schedule` is not needed, the splits follow from the shape and take no scratch."""
-        batch, query_len, num_heads, _ = q.shape
-        out, lse_out = attention_results(q, out, lse_out)
-        if batch == 0 or query_len == 0:
-            return out, lse_out
-        _check_cache(kv_cache, self._kv_layout)
-        # loads of q are 16 bytes wide and stores of out 8: a copy only where their strides do not allow that
-        whole = out.data_ptr() % 8 == 0 and not any(stride % 4 for stride in out.stride()[:3])
-        to = out if whole else torch.empty_like(out, memory_format=torch.contiguous_format)
-        kernel, cut = self._on(q.device.index).cut(batch * query_len, num_heads, indices.shape[2])
-        launch(
-            kernel,
-            cut.build,
-            to,
-            lse_out,
-            aligned(q),
-            kv_cache,
-            indices,
-            softmax_scale=softmax_scale,
-            lengths=lengths,
-            attn_sink=attn_sink,
-            num_splits=cut.num_splits,
-            split_len=cut.split_len,
-        )
-        if not whole:
-            out.copy_(to)
-        return out, lse_out
+        return self._attend(q, kv_cache, indices, softmax_scale, lengths, attn_sink, out, lse_out)
 
     def prefill(
         self,
@@ -168,18 +146,66 @@ class NativeAttention:
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """sparse_prefill on the paged FP8 cache or on flat BF16 rows, which are one block: tokens are rows of one query."""
+        return self._attend(q, kv, indices, softmax_scale, lengths, attn_sink, out, lse_out)
+
+    def _attend(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        indices: Tensor,
+        softmax_scale: float,
+        lengths: Tensor | None,
+        attn_sink: Tensor | None,
+        out: Tensor | None,
+        lse_out: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Either primitive, by the axes of q. A launch is prepared for the first call of its shapes and strides."""
         out, lse_out = attention_results(q, out, lse_out)
-        self.decode(
-            q.unsqueeze(1),
-            kv if kv.dim() == 3 else kv.unsqueeze(0),
-            indices.unsqueeze(1),
-            softmax_scale=softmax_scale,
-            lengths=None if lengths is None else lengths.unsqueeze(1),
-            attn_sink=attn_sink,
-            out=out.unsqueeze(1),
-            lse_out=lse_out.unsqueeze(1),
+        q_at, kv_at, out_at = q.data_ptr(), kv.data_ptr(), out.data_ptr()
+        shapes = (q.shape, kv.shape, indices.shape, q.get_device(), kv.dtype)
+        strides = (q.stride(), kv.stride(), indices.stride(), out.stride(), lse_out.stride())
+        key = (shapes, strides, None if lengths is None else lengths.stride())
+        launch = self._launches.get(key)
+        if launch is None or q_at % 16 or kv_at % 16 or out_at % 8:
+            if 0 in q.shape[:-2]:
+                return out, lse_out
+            _check_cache(kv, self._kv_layout)
+            # loads of q are 16 bytes wide and stores of out 8: a copy only where their strides do not allow that
+            query, whole = aligned(q), out_at % 8 == 0 and not any(stride % 4 for stride in out.stride()[:-1])
+            if query is not q or not whole:
+                to = out if whole else torch.empty_like(out, memory_format=torch.contiguous_format)
+                self._attend(query, kv, indices, softmax_scale, lengths, attn_sink, to, lse_out)
+                return out if whole else out.copy_(to), lse_out
+            if len(self._launches) >= _LAUNCHES:
+                self._launches.clear()
+            launch = self._launches[key] = self._prepared(_as_decode(Tensors(q, kv, indices, out, lse_out, lengths)))
+        launch(
+            out_at,
+            lse_out.data_ptr(),
+            q_at,
+            kv_at,
+            indices.data_ptr(),
+            0 if lengths is None else lengths.data_ptr(),
+            0 if attn_sink is None else attn_sink.data_ptr(),
+            softmax_scale * _LOG2_E,
         )
         return out, lse_out
+
+    def _prepared(self, of: Tensors) -> Launch:
+        batch, query_len, num_heads, _ = of.q.shape
+        kernel, cut = self._on(of.q.device.index).cut(batch * query_len, num_heads, of.indices.shape[2])
+        return prepare(kernel, cut.build, of, num_splits=cut.num_splits, split_len=cut.split_len)
+
+
+def _as_decode(of: Tensors) -> Tensors:
+    """A prefill's tensors with the axis that decode has; flat rows are one block."""
+    if of.q.dim() == 4:
+        return of
+    q, kv, *others, lengths = of
+    tokens = (tensor.unsqueeze(1) for tensor in others)
+    return Tensors(
+        q.unsqueeze(1), kv if kv.dim() == 3 else kv.unsqueeze(0), *tokens, None if lengths is None else lengths.unsqueeze(1)
+    )
 
 
 def bind_sparse_decode(request: Request) -> SparseDecode:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading machine code and launching its kernels through the CUDA driver, with torch's current stream.
 
-Arguments travel as one packed buffer in the layout that the kernel declares (CU_LAUNCH_PARAM_BUFFER_POINTER), so a launch
-is one `struct.pack` and one call into the driver.
+Arguments travel as one packed buffer in the layout that the kernel declares (CU_LAUNCH_PARAM_BUFFER_POINTER). What is the same
+in every launch of one shape is packed when it is prepared, so a launch is one `struct.pack_into` of the rest and one call
+into the driver.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+import threading
 from typing import Any, Final
 
 import torch
 
-__all__ = ["DriverError", "Kernel", "Module", "driver_version"]
+__all__ = ["DriverError", "Kernel", "Launch", "Module", "driver_version"]
 
 _BUFFER_POINTER: Final = 1
 _BUFFER_SIZE: Final = 2
@@ -82,10 +84,13 @@ class Module:
             torch.cuda.synchronize(device)
             _check(_driver().cuModuleLoadData(ctypes.byref(self._handle), cubin), "cuModuleLoadData")
 
-    def kernel(self, name: str, fields: str, *, threads: int, shared: int, wide_clusters: bool = False) -> Kernel:
-        """The kernel `name`; fields: its parameters for `struct`, threads and bytes of shared memory of a block.
+    def kernel(self, name: str, changing: str, fixed: str, *, threads: int, shared: int, wide_clusters: bool = False) -> Kernel:
+        """The kernel `name`; threads and bytes of shared memory of a block.
 
-        wide_clusters: it may be launched in clusters of more than 8 blocks.
+        Args:
+            changing, fixed: its parameters for `struct`; those that each launch is given, and after them those that a
+                prepared one keeps.
+            wide_clusters: it may be launched in clusters of more than 8 blocks.
         """
         driver, function = _driver(), ctypes.c_void_p()
         with torch.cuda.device(self._device):
@@ -97,42 +102,55 @@ class Module:
                 _check(code, f"{shared} bytes of shared memory for {name}")
             if wide_clusters:
                 _check(driver.cuFuncSetAttribute(function, _WIDE_CLUSTERS, 1), f"clusters of 16 blocks for {name}")
-        return Kernel(self, function, name, fields, threads, shared)
+        return Kernel(self, function, name, changing, fixed, threads, shared)
 
 
 class Kernel:
-    """One kernel, launched by calling it; graph-safe, allocates nothing on the device."""
+    """One kernel, to be prepared for its launches."""
 
-    def __init__(self, module: Module, function: ctypes.c_void_p, name: str, fields: str, threads: int, shared: int) -> None:
-        self._module, self._function, self._name = module, function, name
-        self._pack = struct.Struct(fields).pack
-        self._size = ctypes.c_size_t(struct.calcsize(fields))
-        self._size_pointer = ctypes.addressof(self._size)
+    def __init__(
+        self, module: Module, function: ctypes.c_void_p, name: str, changing: str, fixed: str, threads: int, shared: int
+    ) -> None:
+        self._module, self.function, self.name = module, function, name
+        self.changing, self._all = struct.Struct(changing), struct.Struct(f"{changing} {fixed}")
+        self._blank = self.changing.unpack(bytes(self.changing.size))
         self._threads, self._shared = threads, shared
-        self._launch = _driver().cuLaunchKernelEx
 
     def max_clusters(self, size: int) -> int:
         """How many clusters of `size` blocks the device can hold at once; 0 where it cannot launch one."""
         count = ctypes.c_int()
         config = _Config(1, size, 1, self._threads, 1, 1, self._shared, None, _cluster(size), 1)
-        code = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config))
+        code = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self.function, ctypes.byref(config))
         if code == _INVALID_CLUSTER_SIZE:
             return 0
-        _check(code, f"cuOccupancyMaxActiveClusters for {size} blocks of {self._name}")
+        _check(code, f"cuOccupancyMaxActiveClusters for {size} blocks of {self.name}")
         return count.value
 
-    def __call__(self, grid: tuple[int, int], cluster: int, device: int, *arguments: Any) -> None:
-        """Launch `grid` blocks, `cluster` of them along y in a cluster, on the current stream of `device`.
-
-        arguments: in the order of the kernel's parameters.
-        """
-        packed = self._pack(*arguments)
-        extra = (ctypes.c_void_p * 5)(
-            _BUFFER_POINTER, ctypes.cast(packed, ctypes.c_void_p).value, _BUFFER_SIZE, self._size_pointer, None
-        )
-        stream = torch._C._cuda_getCurrentRawStream(device)
+    def prepare(self, grid: tuple[int, int], cluster: int, device: int, *fixed: Any) -> Launch:
+        """Launches of `grid` blocks, `cluster` of them along y in a cluster, on `device`; fixed: as declared, in order."""
         attributes, count = (None, 0) if cluster == 1 else (_cluster(cluster), 1)
-        config = _Config(grid[0], grid[1], 1, self._threads, 1, 1, self._shared, stream, attributes, count)
-        code = self._launch(ctypes.byref(config), self._function, None, extra)
+        config = _Config(grid[0], grid[1], 1, self._threads, 1, 1, self._shared, None, attributes, count)
+        return Launch(self, config, self._all.pack(*self._blank, *fixed), device)
+
+
+class Launch:
+    """A kernel with its grid and most of its arguments; launched by calling it. Graph-safe, allocates nothing on the device."""
+
+    def __init__(self, kernel: Kernel, config: _Config, packed: bytes, device: int) -> None:
+        self._kernel, self._config, self._device = kernel, config, device
+        self._arguments, self._size = ctypes.create_string_buffer(packed, len(packed)), ctypes.c_size_t(len(packed))
+        self._extra = (ctypes.c_void_p * 5)(
+            _BUFFER_POINTER, ctypes.addressof(self._arguments), _BUFFER_SIZE, ctypes.addressof(self._size), None
+        )
+        self._config_at, self._function = ctypes.byref(config), kernel.function
+        self._pack_into, self._launch = kernel.changing.pack_into, _driver().cuLaunchKernelEx
+        self._lock = threading.Lock()  # the driver is called without Python's own
+
+    def __call__(self, *changing: Any) -> None:
+        """Launch on the current stream of the device; changing: as declared, in order."""
+        with self._lock:
+            self._pack_into(self._arguments, 0, *changing)
+            self._config.stream = torch._C._cuda_getCurrentRawStream(self._device)
+            code = self._launch(self._config_at, self._function, None, self._extra)
         if code:
-            _check(code, f"launch of {self._name}, {grid[0]} x {grid[1]} blocks")
+            _check(code, f"launch of {self._kernel.name}, {self._config.grid_x} x {self._config.grid_y} blocks")

@@ -11,22 +11,22 @@ import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 from torch import Tensor
 
-from mla_portable_nvidia.native.driver import Kernel, Module
+from mla_portable_nvidia.native.driver import Kernel, Launch, Module
 from mla_portable_nvidia.native.nvrtc import compile_cubin
 
-__all__ = ["HEADER", "MAX_SPLITS", "Build", "compile_build", "launch", "load"]
+__all__ = ["HEADER", "MAX_SPLITS", "Build", "Tensors", "compile_build", "load", "prepare"]
 
 MAX_SPLITS: Final = 16
 """Blocks of a cluster: 8 on every device of compute capability 9.0, 16 where the device allows it."""
 HEADER: Final = "sparse_decode.cuh"
 """What the kernels' sources share."""
-_LOG2_E: Final = 1.4426950408889634
-_FIELDS: Final = "7P f 7i 14q"
-"""The parameters of a kernel as `struct` spells them."""
+_CHANGING: Final = "7P f"
+_FIXED: Final = "7i 14q"
+"""The parameters of a kernel as `struct` spells them: addresses and the scale, then what shapes and strides say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,61 +96,53 @@ def compile_build(build: Build, arch: str) -> bytes:
 def load(build: Build, arch: str, device: int) -> Kernel:
     """A build on a device, compiled and loaded once. Raises: NvrtcNotFound, CompilationFailed, DriverError."""
     module = Module(compile_build(build, arch), device)
-    return module.kernel(build.kernel, _FIELDS, threads=build.threads, shared=build.shared_bytes, wide_clusters=True)
+    return module.kernel(build.kernel, _CHANGING, _FIXED, threads=build.threads, shared=build.shared_bytes, wide_clusters=True)
 
 
-def launch(
-    kernel: Kernel,
-    build: Build,
-    out: Tensor,
-    lse_out: Tensor,
-    q: Tensor,
-    kv_cache: Tensor,
-    indices: Tensor,
-    *,
-    softmax_scale: float,
-    lengths: Tensor | None,
-    attn_sink: Tensor | None,
-    num_splits: int,
-    split_len: int,
-) -> None:
-    """Attend; write `out` [B, S, H, 512] bf16 and `lse_out` [B, S, H] float32, natural. Graph-safe, allocates nothing.
+class Tensors(NamedTuple):
+    """A call's tensors, as decode has them: strides are free but the last one, and the rows of a block are side by side.
 
-    q [B, S, H, 576] bf16, kv_cache [blocks, block_size, 576] bf16 or [.., 656] uint8, whichever the build reads, indices
-    [B, S, K] int32, lengths [B, S] int32, attn_sink [H] float32: leading strides are free, but the rows of a block are side by
-    side. q and the cache start and step by 16 bytes, out by 8.
+    Attributes:
+        q: [B, S, H, 576] bf16. kv_cache: [blocks, block_size, 576] bf16 or [.., 656] uint8, whichever the build reads. Both
+            start and step by 16 bytes.
+        indices: [B, S, K] int32. out: [B, S, H, 512] bf16; starts and steps by 8 bytes. lse_out: [B, S, H] float32, natural.
+        lengths: [B, S] int32.
     """
-    batch, query_len, num_heads, _ = q.shape
-    rows = batch * query_len
-    if rows == 0:
-        return
-    num_blocks, block_size, row_width = kv_cache.shape
-    block_stride = kv_cache.stride(0)
+
+    q: Tensor
+    kv_cache: Tensor
+    indices: Tensor
+    out: Tensor
+    lse_out: Tensor
+    lengths: Tensor | None
+
+
+def prepare(kernel: Kernel, build: Build, of: Tensors, *, num_splits: int, split_len: int) -> Launch:
+    """Launches for tensors of these shapes and strides, B * S at least 1.
+
+    A launch is given addresses and scale: out, lse_out, q, kv_cache, indices, lengths and attn_sink [H] float32 (0 for none),
+    softmax_scale * log2(e).
+    """
+    batch, query_len, num_heads, _ = of.q.shape
+    num_blocks, block_size, row_width = of.kv_cache.shape
+    block_stride = of.kv_cache.stride(0)
     evenly = num_blocks <= 1 or block_stride == block_size * row_width
     head_tiles = -(-num_heads // build.heads)
-    kernel(
-        (rows * head_tiles, num_splits),
+    return kernel.prepare(
+        (batch * query_len * head_tiles, num_splits),
         num_splits,
-        q.device.index,
-        out.data_ptr(),
-        lse_out.data_ptr(),
-        q.data_ptr(),
-        kv_cache.data_ptr(),
-        indices.data_ptr(),
-        0 if lengths is None else lengths.data_ptr(),
-        0 if attn_sink is None else attn_sink.data_ptr(),
-        softmax_scale * _LOG2_E,
-        indices.shape[2],
+        of.q.device.index,
+        of.indices.shape[2],
         split_len,
         min(num_blocks * block_size, 2**31 - 1),  # no index can name a slot past it
         num_heads,
         head_tiles,
         query_len,
         0 if evenly else block_size,  # 0: nothing to divide by
-        block_stride * kv_cache.element_size(),
-        *q.stride()[:3],
-        *indices.stride()[:2],
-        *((0, 0) if lengths is None else lengths.stride()),
-        *out.stride()[:3],
-        *lse_out.stride(),
+        block_stride * of.kv_cache.element_size(),
+        *of.q.stride()[:3],
+        *of.indices.stride()[:2],
+        *((0, 0) if of.lengths is None else of.lengths.stride()),
+        *of.out.stride()[:3],
+        *of.lse_out.stride(),
     )

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.contracts.layouts import E4M3_MAX, POW2_MIN_EXPONENT
+from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16, to_float32
 from mla_portable_triton.kernels.config import Config, config_for
@@ -107,6 +108,9 @@ def cache_write_kernel(
         tl.store(row[:, None] + LATENT + d, rope, mask=written[:, None])
 
 
+_launch = TritonLauncher(cache_write_kernel)
+
+
 def launch(
     kv_c: Tensor,
     k_pe: Tensor,
@@ -126,7 +130,8 @@ def launch(
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0:
         return
-    cache_write_kernel[(triton.cdiv(num_tokens, config.tile),)](
+    _launch(
+        (triton.cdiv(num_tokens, config.tile),),
         kv_c,
         k_pe,
         kv_cache,

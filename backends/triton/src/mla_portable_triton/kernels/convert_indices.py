@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant
 from mla_portable_triton.kernels.config import Config, config_for
 
@@ -107,6 +108,9 @@ def convert_indices_kernel(
     tl.store(counts_ptr + token, count)
 
 
+_launch = TritonLauncher(convert_indices_kernel)
+
+
 def launch(
     indices: Tensor,
     counts: Tensor,
@@ -130,7 +134,8 @@ def launch(
     if num_tokens == 0:
         return
     block_k = min(triton.next_power_of_2(topk), config.tile)
-    convert_indices_kernel[(num_tokens,)](
+    _launch(
+        (num_tokens,),
         indices,
         counts,
         topk_indices,

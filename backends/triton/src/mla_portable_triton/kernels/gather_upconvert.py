@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16
 from mla_portable_triton.kernels.config import Config, config_for
@@ -100,6 +101,9 @@ def gather_upconvert_kernel(
     tl.store(target[:, None] + LATENT + d, rope, mask=owned[:, None])
 
 
+_launch = TritonLauncher(gather_upconvert_kernel)
+
+
 def launch(
     out: Tensor,
     kv_cache: Tensor,
@@ -120,7 +124,8 @@ def launch(
     num_requests = seq_lens.shape[0]
     if num_rows == 0 or num_requests == 0:
         return
-    gather_upconvert_kernel[(triton.cdiv(num_rows, config.tile),)](
+    _launch(
+        (triton.cdiv(num_rows, config.tile),),
         out,
         kv_cache,
         block_table,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant
 from mla_portable_triton.kernels.bfloat16 import dot_operand
 from mla_portable_triton.kernels.config import Config, config_for
@@ -93,6 +94,9 @@ def indexer_logits_kernel(
     tl.store(out_ptr + token * out_stride + position, tl.where(valid, logits, float("-inf")), mask=position < num_logits)
 
 
+_launch = TritonLauncher(indexer_logits_kernel)
+
+
 def launch(
     out: Tensor,
     q: Tensor,
@@ -113,7 +117,8 @@ def launch(
     if num_tokens == 0 or num_logits == 0:
         return
     num_heads = q.shape[1]
-    indexer_logits_kernel[(num_tokens, triton.cdiv(num_logits, config.tile))](
+    _launch(
+        (num_tokens, triton.cdiv(num_logits, config.tile)),
         out,
         q,
         weights,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16, to_float32
 from mla_portable_triton.kernels.strides import stride_unit
@@ -102,6 +103,9 @@ def merge_states_kernel(
         tl.store(out_row, merged.to(out_ptr.dtype.element_ty), mask=in_row)
 
 
+_launch = TritonLauncher(merge_states_kernel)
+
+
 def launch(
     out: Tensor,
     lse_out: Tensor,
@@ -125,7 +129,8 @@ def launch(
         return
     out_strides = out.stride()[:3]
     unit = stride_unit(outs.stride(0), *out_strides)
-    merge_states_kernel[(num_rows,)](
+    _launch(
+        (num_rows,),
         out,
         lse_out,
         outs,

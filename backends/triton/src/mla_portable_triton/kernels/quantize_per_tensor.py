@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant
 from mla_portable_triton.kernels.bfloat16 import to_float32
 from mla_portable_triton.kernels.config import Config, config_for
@@ -83,13 +84,20 @@ def num_parts(num_elements: int, config: Config) -> int:
     return max(1, min(triton.cdiv(num_elements, config.tile), MAX_PARTS))
 
 
+_launch_partial_amax = TritonLauncher(partial_amax_kernel)
+
+
+_launch_quantize = TritonLauncher(quantize_kernel)
+
+
 def launch(codes: Tensor, scale: Tensor, parts: Tensor, x: Tensor, *, e5m2: bool, bf16_native: bool, config: Config) -> None:
     """Write `codes`, uint8 of x's size, and `scale`, one float32. Graph-safe.
 
     `x` is contiguous; `parts` is int32 scratch of `num_parts(x.numel(), config)`.
     """
     num_elements = x.numel()
-    partial_amax_kernel[(parts.shape[0],)](
+    _launch_partial_amax(
+        (parts.shape[0],),
         parts,
         x,
         num_elements,
@@ -98,7 +106,8 @@ def launch(codes: Tensor, scale: Tensor, parts: Tensor, x: Tensor, *, e5m2: bool
         num_warps=config.num_warps,
         num_stages=1,
     )
-    quantize_kernel[(max(1, triton.cdiv(num_elements, config.tile)),)](
+    _launch_quantize(
+        (max(1, triton.cdiv(num_elements, config.tile)),),
         codes,
         scale,
         x,

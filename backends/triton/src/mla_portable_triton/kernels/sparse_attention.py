@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.contracts import LAYOUTS
+from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig
 from mla_portable_triton.kernels.bfloat16 import dot_operand, to_bfloat16
@@ -228,6 +229,9 @@ def sparse_attention_kernel(
     _store(out_rows, 384, acc3 * inverse, written, BF16_NATIVE)
 
 
+_launch = TritonLauncher(sparse_attention_kernel)
+
+
 def launch(
     out: Tensor,
     lse_out: Tensor,
@@ -271,7 +275,8 @@ def launch(
     num_slots, cache_block, token_stride, block_stride = slot_geometry(kv)
     head_tiles = -(-num_heads // config.block_h)
     unit = stride_unit(q_stride_b, q_stride_s, q_stride_h, out_stride_p, out_stride_b, out_stride_s, out_stride_h)
-    sparse_attention_kernel[(num_rows * head_tiles, num_splits)](
+    _launch(
+        (num_rows * head_tiles, num_splits),
         out,
         lse_out,
         q,

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TritonLauncher against Triton's own way of telling calls apart; what it launches is a stand-in, for there is no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mla_portable.contracts.triton_launcher as module
+from mla_portable.contracts.triton_launcher import TritonLauncher
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from triton.backends import backends
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+
+def _kernel(a_ptr, b_ptr, c_ptr, scale, stride, size, count, FLAG: tl.constexpr, WIDTH: tl.constexpr):
+    """Never runs."""
+
+
+class Machine:
+    """What `kernel[grid]` and `compiled[grid]` are asked for; each compilation knows what Triton made it for."""
+
+    class Compiled:
+        def __init__(self, machine: Machine, meaning: object) -> None:
+            self.machine, self.meaning = machine, meaning
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*arguments: Any) -> None:
+                named = dict(zip(("FLAG", "WIDTH"), arguments[7:], strict=True))
+                assert self.machine.meaning(*arguments[:7], **named) == self.meaning
+                self.machine.again.append((grid, arguments))
+
+            return launch
+
+    def __init__(self) -> None:
+        function = JITFunction(_kernel, do_not_specialize=["size", "count"])
+        self.params, self.first, self.again = function.params, 0, []
+        backend = backends["nvidia"].compiler(GPUTarget("cuda", 90, 32))
+        self.binder = create_function_from_signature(function.signature, function.params, backend)
+
+    def meaning(self, *arguments: Any, **named: Any) -> object:
+        return self.binder(*arguments, **{name: value for name, value in named.items() if name != "num_warps"})[1]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **named: Any) -> Any:
+            self.first += 1
+            return self.Compiled(self, self.meaning(*arguments, **named))
+
+        return launch
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(module, "_machine_code", lambda: Machine.Compiled)
+    return Machine()
+
+
+MEMORY = {dtype: torch.zeros(64, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.uint8, torch.int32)}
+POINTERS = st.builds(lambda dtype, at: MEMORY[dtype][at:], st.sampled_from(list(MEMORY)), st.sampled_from([0, 1, 8, 16]))
+INTEGERS = st.sampled_from(
+    [0, 1, 2, 15, 16, 17, 32, 4096, 2**31 - 1, 2**31, 2**31 + 16, 2**40, -1, -16, -(2**31), -(2**31) - 1]
+)
+CALLS = st.tuples(
+    st.tuples(POINTERS, POINTERS, POINTERS | st.none(), st.sampled_from([0.5, 1.0]), INTEGERS, INTEGERS, INTEGERS),
+    st.booleans(),
+    st.sampled_from([64, 128]),
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(calls=st.lists(CALLS, min_size=2, max_size=12), repeats=st.integers(0, 11))
+def test_a_call_gets_the_compilation_that_triton_would_choose(calls: list[Any], repeats: int):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(module, "_machine_code", lambda: Machine.Compiled)
+        machine = Machine()
+        launch = TritonLauncher(machine)
+        for arguments, flag, width in [*calls, *calls[: repeats + 1]]:
+            launch((3,), *arguments, FLAG=flag, WIDTH=width, num_warps=4)
+        assert machine.first + len(machine.again) == len(calls) + len(calls[: repeats + 1])
+
+
+def test_only_what_triton_specialises_makes_a_call_another_one(machine: Machine):
+    launch = TritonLauncher(machine)
+    a, b = MEMORY[torch.bfloat16], MEMORY[torch.int32]
+
+    def call(*, pointer: Any = a, stride: int = 576, size: int = 7, count: int = 9, flag: bool = False) -> None:
+        launch((5, 2), pointer, b, None, 0.5, stride, size, count, FLAG=flag, WIDTH=64, num_warps=4)
+
+    call()
+    for size in (1, 16, 2**31 - 1):
+        call(size=size, count=-size)
+    call(pointer=a.clone())
+    assert machine.first == 1 and len(machine.again) == 4
+    assert machine.again[0][0] == (5, 2, 1, 1) and machine.again[0][1][4:] == (576, 1, -1, False, 64)
+    for other in (
+        {"pointer": a[1:]},
+        {"pointer": a.half()},
+        {"stride": 577},
+        {"flag": True},
+        {"size": 2**31},
+        {"count": -(2**40)},
+    ):
+        call(**other)
+    assert machine.first == 7
+    call(size=2**31)
+    assert machine.first == 8, "beyond 32 bits Triton is asked every time"
+
+
+def test_another_device_has_a_compilation_of_its_own(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    launch, a = TritonLauncher(machine), MEMORY[torch.bfloat16]
+    for device, first in ((0, 1), (1, 2), (0, 2), (1, 2)):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+        launch((1,), a, a, None, 0.5, 16, 1, 1, FLAG=False, WIDTH=64, num_warps=4)
+        assert machine.first == first
+
+
+def test_where_nothing_is_known_of_triton_it_is_asked_every_time(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_machine_code", lambda: None)
+    launch, a = TritonLauncher(machine), MEMORY[torch.bfloat16]
+    for first in (1, 2, 3):
+        launch((1,), a, a, None, 0.5, 16, 1, 1, FLAG=False, WIDTH=64, num_warps=4)
+        assert machine.first == first
+    assert machine.again == []
+
+
+@pytest.mark.parametrize(
+    ("version", "hip", "kept"), [("3.4.0", None, False), ("3.5.1", None, True), ("3.10.0", None, True), ("3.6.0", "6.4", False)]
+)
+def test_which_tritons_are_known(version: str, hip: str | None, kept: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert (module._machine_code.__wrapped__() is not None) is kept
+
+
+def test_what_is_kept_is_bounded(machine: Machine):
+    launch, a = TritonLauncher(machine), MEMORY[torch.bfloat16]
+    for stride in range(module._KEPT + 5):
+        launch((1,), a, a, None, 0.5, stride, 1, 1, FLAG=False, WIDTH=64, num_warps=4)
+    assert machine.first == module._KEPT + 5 and len(launch._known) == 5
+
+
+def test_interpreted_kernels_are_called_as_ever():
+    calls = []
+
+    class Interpreted:
+        def __getitem__(self, grid):
+            return lambda *arguments, **named: calls.append((grid, arguments, named))
+
+    TritonLauncher(Interpreted())((2,), 1, 2, WIDTH=3)
+    assert calls == [((2,), (1, 2), {"WIDTH": 3})]
