@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from mla_portable.attention.spec import AttentionSpec
-from mla_portable.contracts import HEAD_SIZE, InvalidArgument
+from mla_portable.attention.step import Step, divide
+from mla_portable.contracts import HEAD_SIZE, InvalidArgument, StepPlan
 
-__all__ = ["StepBuffers"]
+__all__ = ["StepBuffers", "join_query"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +31,7 @@ class StepBuffers:
     lse: Tensor | None = None
     query: Tensor | None = None
     workspace: Tensor | None = None
+    _last: list[Step] = field(default_factory=list[Step], init=False, repr=False)
 
     @classmethod
     def allocate(
@@ -69,21 +71,31 @@ class StepBuffers:
         if has_workspace:
             _check("workspace", self.workspace, (spec.workspace_rows, HEAD_SIZE), torch.bfloat16, device)
 
-    def join_query(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        """(ql_nope [T, H, 512], q_pe [T, H, 64]) -> [T, H, 576] at a stable address; what the last pair left is overwritten.
+    def step(self, plan: StepPlan, *, decodes: bool) -> Step:
+        """The parts of a plan that fits, on these buffers; made once for the layers that walk it one after the other.
 
-        Raises: InvalidArgument where the buffers were made without room for it.
+        decodes: the layer has a sparse_decode.
         """
-        if self.query is None:
-            remedy = "Build the layer with concat_query=True."
-            raise InvalidArgument("SparseMLAAttention", "q", got="a pair", expected="one tensor [T, H, 576]", remedy=remedy)
-        return torch.cat(pair, dim=-1, out=self.query[: pair[0].shape[0]])
+        if not self._last or self._last[0].plan is not plan or self._last[0].decodes is not decodes:
+            self._last[:] = [divide(plan, decodes, self.indices, self.counts, self.lse, self.query, self.workspace)]
+        return self._last[0]
 
     @property
     def nbytes(self) -> int:
         """Device memory held, in bytes."""
         tensors = (self.indices, self.counts, self.lse, self.query, self.workspace)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def join_query(pair: tuple[Tensor, Tensor], step: Step) -> Tensor:
+    """(ql_nope [T, H, 512], q_pe [T, H, 64]) -> [T, H, 576] at a stable address; what the last pair left is overwritten.
+
+    Raises: InvalidArgument where the buffers were made without room for it.
+    """
+    if step.query is None:
+        remedy = "Build the layer with concat_query=True."
+        raise InvalidArgument("SparseMLAAttention", "q", got="a pair", expected="one tensor [T, H, 576]", remedy=remedy)
+    return torch.cat(pair, dim=-1, out=step.query)
 
 
 def _check(name: str, tensor: Tensor | None, least: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

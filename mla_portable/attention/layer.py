@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from mla_portable.attention.buffers import StepBuffers
+from mla_portable.attention.buffers import StepBuffers, join_query
 from mla_portable.attention.checks import StepCheck
 from mla_portable.attention.demand import BackendChoice, Demand
 from mla_portable.attention.routes import RouteDecision, choose_route
 from mla_portable.attention.spec import AttentionSpec
+from mla_portable.attention.step import Part, Step
 from mla_portable.contracts import (
     HEAD_SIZE,
     KV_LORA_RANK,
+    BoundPrimitive,
     Decision,
     Implementation,
     InvalidArgument,
@@ -93,7 +95,6 @@ class SparseMLAAttention:
         self._index = index = torch.empty(0, device=self.device).get_device()
         self._attn_sink = _checked_sink(spec, attn_sink, index)
         self.buffers = self._ready_buffers(buffers, workspace)
-        self._last_rows = (0, self.buffers.indices[:0], self.buffers.counts[:0])
         flat_cache = self._prefill is not None and self._gather is None and spec.kv_layout == "bf16"
         self._check = StepCheck(spec, self.route, self.buffers, device=index, flat_cache=flat_cache)
 
@@ -186,20 +187,20 @@ class SparseMLAAttention:
         if self._is_elsewhere():
             with torch.cuda.device(self._index):
                 return self.forward(q, kv_cache, topk_indices, plan, out=out, lse_out=lse_out)
-        spec, buffers, num_tokens = self.spec, self.buffers, plan.num_padded_tokens
+        spec, num_tokens = self.spec, plan.num_padded_tokens
         self._check(q, kv_cache, topk_indices, plan, out, lse_out)
         if out is None:
             out = torch.empty((num_tokens, spec.num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=self.device)
-        if lse_out is None and buffers.lse is not None:
-            lse_out = buffers.lse[:num_tokens]
-        elif lse_out is None:
+        step = self.step(plan)
+        if lse_out is None:
+            lse_out = step.lse
+        if lse_out is None:
             lse_out = torch.empty((num_tokens, spec.num_heads), dtype=torch.float32, device=self.device)
         if num_tokens == 0:
             return out, lse_out if spec.need_lse else None
-        query = q if isinstance(q, Tensor) else buffers.join_query(q)
-        indices, counts = self._index_rows(num_tokens)
+        query = q if isinstance(q, Tensor) else join_query(q, step)
         self._convert(
-            _leading(topk_indices, num_tokens),
+            topk_indices if topk_indices.shape[0] == num_tokens else topk_indices[:num_tokens],
             plan.req_id_per_token,
             plan.block_table,
             block_size=spec.block_size,
@@ -207,89 +208,59 @@ class SparseMLAAttention:
             prefill_request_ids=plan.prefill_request_ids,
             prefill_workspace_starts=plan.prefill_workspace_starts,
             compact=self._compact,
-            out=(indices, counts),
+            out=(step.indices, step.counts),
         )
-        served = self._serve_decodes(query, kv_cache, indices, counts, plan, out, lse_out)
-        served = self._serve_prefills(served, query, kv_cache, indices, counts, plan, out, lse_out)
-        if served < num_tokens:
-            out[served:].zero_()
+        if step.decode is not None and self._decode is not None:
+            given = {"schedule": plan.decode_schedule}
+            self._attend(self._decode, step, step.decode, query, kv_cache, self._decode_lengths, out, lse_out, given)
+        for part in step.prefills:
+            kv = part.workspace
+            if part.chunk is None or kv is None or self._gather is None:
+                kv = kv_cache.view(-1, HEAD_SIZE) if spec.kv_layout == "bf16" else kv_cache
+            else:
+                self._gather(kv_cache, part.chunk.block_table, part.chunk.seq_lens, part.chunk.workspace_starts, out=kv)
+            assert self._prefill is not None  # route fused is the only one without, and its plans have no prefills
+            self._attend(self._prefill, step, part, query, kv, self._prefill_lengths, out, lse_out, {})
+        if step.end < num_tokens:
+            out[step.end :].zero_()
             if spec.need_lse:
-                lse_out[served:].fill_(-math.inf)
+                lse_out[step.end :].fill_(-math.inf)
         return out, lse_out if spec.need_lse else None
 
     __call__ = forward
+
+    def step(self, plan: StepPlan) -> Step:
+        """A plan of this layer's as it is walked: what a caller may fill is `query`, where (ql_nope, q_pe) pairs are joined."""
+        return self.buffers.step(plan, decodes=self._decode is not None)
 
     def _is_elsewhere(self) -> bool:
         """Another GPU than the layer's is the current one, on which kernels are launched."""
         return self._index >= 0 and torch.cuda.current_device() != self._index
 
-    def _index_rows(self, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Views of the index buffers; steady decoding has the same number of tokens in every step."""
-        if self._last_rows[0] != num_tokens:
-            self._last_rows = (num_tokens, self.buffers.indices[:num_tokens], self.buffers.counts[:num_tokens])
-        return self._last_rows[1:]
-
-    def _serve_decodes(
-        self, q: Tensor, kv_cache: Tensor, indices: Tensor, counts: Tensor, plan: StepPlan, out: Tensor, lse: Tensor
-    ) -> int:
-        """The leading rows through sparse_decode; returns how many."""
-        end = plan.num_decode_tokens
-        if self._decode is None or end == 0:
-            return 0
-        rows, length, heads = plan.num_decodes, plan.decode_query_len, self.spec.num_heads
-        self._decode(
-            _leading(q, end).view(rows, length, heads, HEAD_SIZE),
-            kv_cache,
-            _leading(indices, end).view(rows, length, self.spec.topk),
-            softmax_scale=self.spec.softmax_scale,
-            lengths=_leading(counts, end).view(rows, length) if self._decode_lengths else None,
-            attn_sink=self._attn_sink,
-            schedule=plan.decode_schedule,
-            out=_leading(out, end).view(rows, length, heads, KV_LORA_RANK),
-            lse_out=_leading(lse, end).view(rows, length, heads),
-        )
-        return end
-
-    def _serve_prefills(
+    def _attend(
         self,
-        served: int,
+        primitive: BoundPrimitive,
+        step: Step,
+        part: Part,
         q: Tensor,
-        kv_cache: Tensor,
-        indices: Tensor,
-        counts: Tensor,
-        plan: StepPlan,
+        kv: Tensor,
+        lengths: bool,
         out: Tensor,
         lse: Tensor,
-    ) -> int:
-        """What sparse_decode left, from row `served` on; returns where it ends."""
-        if self._prefill is None:
-            return served
-        workspace = self.buffers.workspace
-
-        def attend(part: slice, kv: Tensor) -> None:
-            assert self._prefill is not None
-            self._prefill(
-                q[part],
-                kv,
-                indices[part],
-                softmax_scale=self.spec.softmax_scale,
-                lengths=counts[part] if self._prefill_lengths else None,
-                attn_sink=self._attn_sink,
-                out=out[part],
-                lse_out=lse[part],
-            )
-
-        if self._gather is None or workspace is None:
-            part = slice(served, plan.num_decode_tokens + plan.num_prefill_tokens)
-            if part.start < part.stop:
-                attend(part, kv_cache.view(-1, HEAD_SIZE) if self.spec.kv_layout == "bf16" else kv_cache)
-            return part.stop
-        for chunk in plan.prefill_chunks:
-            part, rows = chunk.tokens, workspace[: chunk.workspace_rows]
-            self._gather(kv_cache, chunk.block_table, chunk.seq_lens, chunk.workspace_starts, out=rows)
-            attend(part, rows)
-            served = part.stop
-        return served
+        given: dict[str, Any],
+    ) -> None:
+        """One call for a part's rows of q, out and lse."""
+        primitive(
+            part.query if q is step.query and part.query is not None else part.rows(q),
+            kv,
+            part.indices,
+            softmax_scale=self.spec.softmax_scale,
+            lengths=part.lengths if lengths else None,
+            attn_sink=self._attn_sink,
+            out=part.rows(out),
+            lse_out=part.lse if lse is step.lse and part.lse is not None else part.rows(lse),
+            **given,
+        )
 
 
 def _bound_requests(demand: Demand, parts: Mapping[str, Decision]) -> dict[str, Request]:
@@ -313,11 +284,6 @@ def _bound_requests(demand: Demand, parts: Mapping[str, Decision]) -> dict[str, 
             requests[role] = requests[role].but(lengths=True)
             requests["convert"] = requests["convert"].but(compact=True)
     return requests
-
-
-def _leading(tensor: Tensor, rows: int) -> Tensor:
-    """The first `rows` rows; a view costs the host a microsecond, so none is made of the whole."""
-    return tensor if tensor.shape[0] == rows else tensor[:rows]
 
 
 def _checked_sink(spec: AttentionSpec, attn_sink: Tensor | None, device: int) -> Tensor | None:

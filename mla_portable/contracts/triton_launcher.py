@@ -53,21 +53,20 @@ class TritonLauncher:
         if params:
             self._known = {}
         self._names = tuple(param.name for param in getattr(kernel, "params", ()) if param.is_constexpr)
-        self._pointers = tuple(param.num for param in params if param.name.endswith("_ptr"))
+        self._pointers = _picker([param.num for param in params if param.name.endswith("_ptr")])
         integers = [param for param in params if not param.name.endswith("_ptr")]
         self._free = _picker([param.num for param in integers if param.do_not_specialize])
         self._exact = _picker([param.num for param in integers if not param.do_not_specialize])
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
         """Launch. named: the constants and Triton's options, in the same order at every call."""
-        known, free = self._known, self._free(arguments)
-        if known is None or (free and (min(free) < -_LIMIT or max(free) >= _LIMIT)):
+        known, bits = self._known, 0
+        for value in self._free(arguments):
+            bits |= value if value >= 0 else ~value
+        if known is None or bits >= _LIMIT:
             self._kernel[grid](*arguments, **named)
             return
-        pointers: list[Any] = []
-        for at in self._pointers:
-            tensor = arguments[at]
-            pointers += (None,) if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0)
+        pointers = [t if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in self._pointers(arguments)]
         key = (torch.cuda.current_device(), *pointers, *self._exact(arguments), *named.values())
         found = known.get(key)
         if found is not None:

@@ -185,12 +185,14 @@ class MLAPortableImpl(compat.IMPL_BASE):
             raise InvalidArgument("vLLM", "topk_indices_buffer", got="None", expected="an indexer's buffer, [tokens, K] int32")
         num_tokens = (q if isinstance(q, Tensor) else q[0]).shape[0]
         kv_cache = self._rows(kv_c_and_k_pe_cache)
-        query, buffer = q, attention.buffers.query
-        if isinstance(q, tuple) and self._join_query is not None and buffer is not None and num_tokens <= buffer.shape[0]:
-            query = buffer[:num_tokens]
-            self._join_query(*q, query)
+        plan, query = attn_metadata.plan_for(num_tokens), q
+        if isinstance(q, tuple) and self._join_query is not None:
+            joined = attention.step(plan).query
+            if joined is not None and joined.shape[0] == num_tokens:
+                self._join_query(*q, joined)
+                query = joined
         out = torch.empty((num_tokens, self.num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=kv_cache.device)
-        result = attention.forward(query, kv_cache, topk_indices, attn_metadata.plan_for(num_tokens), out=out)
+        result = attention.forward(query, kv_cache, topk_indices, plan, out=out)
         if self._shadow is not None and attn_metadata.shadow is not None:
             self._shadow.compare(q, kv_c_and_k_pe_cache, attn_metadata.shadow, layer, out, topk_indices[:num_tokens])
         return result

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step as its layers walk it: the parts of its plan, each with its rows of the buffers that the layers share.
+
+To make a view takes the host as long as to launch a kernel in a tenth of a layer; these are made for a step's first layer and
+serve all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mla_portable.contracts import PrefillChunk, StepPlan
+
+__all__ = ["Part", "Step", "divide"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Tokens that one call serves.
+
+    Attributes:
+        begin, end: the step's tokens. shape: how the call wants them, (B, S) for sparse_decode, (T,) for sparse_prefill.
+        indices: [*shape, K] int32. lengths: [*shape] int32. lse: [*shape, H] float32 and query: [*shape, H, 576] bf16, None
+            where the layers have no such buffer.
+        chunk, workspace: what is gathered beforehand, and into which rows [W, 576]; None where nothing is.
+    """
+
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+    indices: Tensor
+    lengths: Tensor
+    lse: Tensor | None
+    query: Tensor | None
+    chunk: PrefillChunk | None = None
+    workspace: Tensor | None = None
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """A tensor [T, ...] of the step's tokens, as far as they are this part's: [*shape, ...]."""
+        return _rows(tensor, self.begin, self.end, self.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A plan's parts.
+
+    Attributes:
+        plan: as given. indices: [T, K], counts: [T], lse: [T, H], query: [T, H, 576]: the buffers' rows of all tokens.
+        decodes: sparse_decode serves what the plan says it does; else sparse_prefill serves that too.
+        decode: the leading tokens, None where nothing decodes. prefills: what follows, in order.
+        end: tokens that the parts serve.
+    """
+
+    plan: StepPlan
+    decodes: bool
+    indices: Tensor
+    counts: Tensor
+    lse: Tensor | None
+    query: Tensor | None
+    decode: Part | None
+    prefills: tuple[Part, ...]
+    end: int
+
+
+def divide(
+    plan: StepPlan,
+    decodes: bool,
+    indices: Tensor,
+    counts: Tensor,
+    lse: Tensor | None,
+    query: Tensor | None,
+    workspace: Tensor | None,
+) -> Step:
+    """The step of a plan on buffers that are large enough for it."""
+    tokens = plan.num_padded_tokens
+    indices, counts = indices[:tokens], counts[:tokens]
+    lse, query = None if lse is None else lse[:tokens], None if query is None else query[:tokens]
+
+    def part(begin: int, end: int, shape: tuple[int, ...], chunk: PrefillChunk | None = None) -> Part:
+        return Part(
+            begin,
+            end,
+            shape,
+            _rows(indices, begin, end, shape),
+            _rows(counts, begin, end, shape),
+            None if lse is None else _rows(lse, begin, end, shape),
+            None if query is None else _rows(query, begin, end, shape),
+            chunk,
+            None if chunk is None or workspace is None else workspace[: chunk.workspace_rows],
+        )
+
+    end = plan.num_decode_tokens if decodes else 0
+    rest = plan.num_decode_tokens - end + plan.num_prefill_tokens
+    decode = part(0, end, (plan.num_decodes, plan.decode_query_len)) if end else None
+    if plan.prefill_chunks:
+        prefills = tuple(
+            part(chunk.tokens.start, chunk.tokens.stop, (chunk.tokens.stop - chunk.tokens.start,), chunk)
+            for chunk in plan.prefill_chunks
+        )
+    elif rest:
+        prefills = (part(end, end + rest, (rest,)),)
+    else:
+        prefills = ()
+    return Step(plan, decodes, indices, counts, lse, query, decode, prefills, prefills[-1].end if prefills else end)
+
+
+def _rows(tensor: Tensor, begin: int, end: int, shape: tuple[int, ...]) -> Tensor:
+    part = tensor if begin == 0 and end == tensor.shape[0] else tensor[begin:end]
+    return part if len(shape) == 1 else part.view(*shape, *part.shape[1:])
