@@ -26,7 +26,7 @@ from mla_portable_nvidia.discovery import forget
 class Library:
     """One build of FlashMLA.
 
-    base_2, empty: of the prefill's lse. empty_out: what decode leaves in a row without keys, by heads, where not zeros;
+    base_2, empty: of the prefill's lse. empty_out: what is left in a row without keys, by heads, where not zeros;
     sunk_out: likewise, under a sink. native: head counts of the prefill beside 64 and 128. old: the layout of plans and
     the prefill's conventions of 2025. plans: planner launches. accumulators: most bytes a call allocated. calls: decode shapes.
     """
@@ -178,6 +178,8 @@ class Library:
             if topk_length is not None:  # what stands past it is still multiplied, by zero
                 there &= torch.arange(topk) < topk_length[t]
             result[t], lse[t] = attend(q[t], rows, there, scale, sink, self.empty)
+            if not there.any():
+                result[t] = self.empty_out.get(heads, 0.0) if sink is None else self.sunk_out
         if self.base_2:
             lse = lse * math.log2(math.e)
         return [result, lse.clone(), lse]

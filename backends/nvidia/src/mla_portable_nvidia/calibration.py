@@ -10,8 +10,9 @@ without keys is looked at as well: where it is zero, however the row is split, n
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -49,10 +50,17 @@ class DecodeTraits:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTraits:
-    """lse_base_2: the returned lse is to base 2. heads: the head counts among those asked for that the kernel accepts."""
+    """What a provider's prefill does.
+
+    Attributes:
+        lse_base_2: the returned lse is to base 2. heads: the head counts among those asked for that the kernel accepts.
+        zeroes_empty, zeroes_with_sink: as of decode; a row is empty by its indices or by its length.
+    """
 
     lse_base_2: bool
     heads: tuple[int, ...]
+    zeroes_empty: tuple[int, ...]
+    zeroes_with_sink: tuple[int, ...]
 
 
 def calibrate_decode(kernel: DecodeKernel, device: torch.device) -> DecodeTraits:
@@ -78,37 +86,51 @@ def calibrate_decode(kernel: DecodeKernel, device: torch.device) -> DecodeTraits
     # of ones: a mean over keys that do not count would show
     row = pack_fp8(torch.ones(1, KV_LORA_RANK), torch.ones(1, QK_ROPE_HEAD_DIM))
     kv = row.expand(_DECODE_KEYS, -1).contiguous().to(device).view_as(kv)
-    zeroes, zeroes_with_sink = (
-        tuple(heads for heads in KERNEL_HEADS if _zeroes_empty(kernel, kv, heads, with_sink=with_sink))
-        for with_sink in (False, True)
-    )
-    return DecodeTraits(base_2, takes_plan, zeroes, zeroes_with_sink)
+    absent = [torch.full((1, 1, keys), -1, dtype=torch.int32, device=device) for keys in (_PAGE, _DECODE_KEYS)]
+    rows = [(indices, dict[str, Any]()) for indices in absent]  # in one part and in several
+    return DecodeTraits(base_2, takes_plan, *_zeroes_empty("sparse decode", kernel, kv, (1, 1), KERNEL_HEADS, rows))
 
 
-def _zeroes_empty(kernel: DecodeKernel, kv: torch.Tensor, heads: int, *, with_sink: bool) -> bool:
-    """A row of absent indices alone becomes zeros: in one part and in several, under every kind of sink."""
-    if with_sink and not kernel.takes_sink:
-        return False
-    shape, device = (1, 1, heads, KV_LORA_RANK), kv.device
-    q = torch.ones((1, 1, heads, HEAD_SIZE), dtype=torch.bfloat16, device=device)
-    sink = torch.tensor([0.0, math.inf, -math.inf, 1.0], device=device).repeat(heads // 4) if with_sink else None
-    for keys in (_PAGE, _DECODE_KEYS):
-        indices = torch.full((1, 1, keys), -1, dtype=torch.int32, device=device)
-        target: torch.Tensor | None = torch.full(shape, math.nan, dtype=torch.bfloat16, device=device)
-        if not kernel.takes_out:
-            target = None  # a provider that allocates its result is likely to be given this memory
-        try:
-            out, _ = kernel(q, kv, indices, 1.0, attn_sink=sink, out=target)
-            if not bool((out == 0).all()):
-                return False
-        except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-            _refused(f"sparse decode with {heads} heads", error)  # raises what leaves the device unusable
+def _zeroes_empty(
+    what: str,
+    kernel: DecodeKernel | PrefillKernel,
+    kv: torch.Tensor,
+    lead: tuple[int, ...],
+    heads: Iterable[int],
+    rows: Sequence[tuple[torch.Tensor, dict[str, Any]]],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The head counts with which rows without keys become zeros; and those where they do under every kind of sink.
+
+    Args:
+        lead: of q and out, in front of the heads. rows: indices that leave a row without keys, and what goes with them.
+    """
+
+    def zeroes(count: int, with_sink: bool) -> bool:
+        if with_sink and not kernel.takes_sink:
             return False
-    return True
+        q = torch.ones((*lead, count, HEAD_SIZE), dtype=torch.bfloat16, device=kv.device)
+        sinks = torch.tensor([0.0, math.inf, -math.inf, 1.0], device=kv.device).repeat(count // 4)
+        for indices, options in rows:
+            # a provider that allocates its result is likely to be given this memory
+            target = torch.full((*lead, count, KV_LORA_RANK), math.nan, dtype=torch.bfloat16, device=kv.device)
+            given = options | ({"out": target} if kernel.takes_out else {}) | ({"attn_sink": sinks} if with_sink else {})
+            if not kernel.takes_out:
+                del target
+            try:
+                out, _ = kernel(q, kv, indices, 1.0, **given)
+                if not bool((out == 0).all()):
+                    return False
+            except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+                _refused(f"{what} with {count} heads", error)  # raises what leaves the device unusable
+                return False
+        return True
+
+    plain, sunk = (tuple(count for count in heads if zeroes(count, with_sink)) for with_sink in (False, True))
+    return plain, sunk
 
 
 def calibrate_prefill(kernel: PrefillKernel, device: torch.device, heads: tuple[int, ...]) -> PrefillTraits:
-    """One call on one token of 128 keys for each count in `heads`; waits for the device.
+    """One call on one token of 128 keys for each count in `heads`, and a few on tokens without any; waits for the device.
 
     Raises: NotThisConvention when none is accepted or the provider computes something else; device faults as they come.
     """
@@ -128,7 +150,12 @@ def calibrate_prefill(kernel: PrefillKernel, device: torch.device, heads: tuple[
         accepted.append(count)
     if not accepted:
         raise refusal
-    return PrefillTraits(base_2, tuple(accepted))
+    kv = torch.ones_like(kv)  # a mean over keys that do not count would show
+    rows: list[tuple[torch.Tensor, dict[str, Any]]] = [(torch.full_like(indices, -1), {})]
+    if kernel.takes_lengths:
+        rows += [(each, {"lengths": torch.zeros(1, dtype=torch.int32, device=device)}) for each in (indices, rows[0][0])]
+    counts = [count for count in KERNEL_HEADS if count in accepted]  # a sink is not applied to padded heads, as fewer may be
+    return PrefillTraits(base_2, tuple(accepted), *_zeroes_empty("sparse prefill", kernel, kv, (1,), counts, rows))
 
 
 def _base_2(what: str, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, lse_shape: tuple[int, ...], keys: int) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from mla_portable.contracts import (
     BF16,
     HEAD_SIZE,
+    KV_LORA_RANK,
     BoundPrimitive,
     Implementation,
     InvalidArgument,
@@ -23,7 +24,6 @@ from mla_portable.contracts import (
     Request,
     SparsePrefill,
     Support,
-    attention_results,
 )
 from mla_portable_nvidia.attention import bind_sparse_prefill, check_sparse_prefill
 from mla_portable_nvidia.head_padding import KERNEL_HEADS
@@ -63,11 +63,13 @@ class FlatDecode:
         Returns: out, and a tensor without elements for the lse that is not offered.
         Raises: InvalidArgument for blocks that are not whole rows apart.
         """
-        out, lse_out = attention_results(q, out, lse_out)
-        if 0 in q.shape[:2]:
+        batch, query_len, num_heads, _ = q.shape
+        if out is None:
+            out = torch.empty((batch, query_len, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
+        if batch == 0 or query_len == 0:
             return out, self._no_lse
         kv, rows = _flat(kv_cache, indices)
-        results = out.flatten(0, 1), lse_out.flatten(0, 1)  # copies where the strides leave no other way
+        result = out.flatten(0, 1)  # a copy where the strides leave no other way
         self._prefill(
             q.flatten(0, 1),
             kv,
@@ -75,11 +77,10 @@ class FlatDecode:
             softmax_scale=softmax_scale,
             lengths=None if lengths is None else lengths.flatten(),
             attn_sink=attn_sink,
-            out=results[0],
-            lse_out=results[1],
+            out=result,
         )
-        if results[0].data_ptr() != out.data_ptr():
-            out.copy_(results[0].view(out.shape))
+        if result.data_ptr() != out.data_ptr():
+            out.copy_(result.view(out.shape))
         return out, self._no_lse
 
 

@@ -43,16 +43,19 @@ class FlashMLAPrefill:
         heads: Collection[int],
         native_heads: Collection[int] = (),
         sanitises: bool = True,
+        finishes: bool = True,
         max_scratch_bytes: int = SCRATCH_BYTES,
     ) -> None:
         """Decide what every call does.
 
         Args:
             kernel, lse_base_2, heads: as calibrated. native_heads: counts to leave unpadded where the kernel has them.
-            sanitises: False where indices are promised to be clean. max_scratch_bytes: of what one kernel call needs.
+            sanitises: False where indices are promised to be clean. finishes: False where no lse is asked for and
+                what the kernel leaves in `out` is the result.
+            max_scratch_bytes: of what one kernel call needs.
         """
         self._kernel, self._boundary, self._base_2 = kernel, boundary, lse_base_2
-        self._sanitises = sanitises
+        self._sanitises, self._finishes, self._no_lse = sanitises, finishes, torch.empty(0)
         self._full = sorted(count for count in heads if count in (64, 128))
         self._native = frozenset(heads) & frozenset(native_heads)
         self._max_scratch_bytes = max_scratch_bytes
@@ -75,61 +78,78 @@ class FlashMLAPrefill:
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Mask, pad, call and finish; in chunks of tokens where heads are padded."""
+        """Mask, pad, call and finish, as far as there is need; in chunks of tokens where heads are padded or indices masked.
+
+        Returns: as asked; where nothing is finished, a tensor without elements as lse, and `lse_out` stays as it was.
+        """
         num_tokens, num_heads, _ = q.shape
-        out, lse_out = attention_results(q, out, lse_out)
+        if self._finishes:
+            out, lse_out = attention_results(q, out, lse_out)
+        else:
+            out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device) if out is None else out
+            lse_out = self._no_lse
         if num_tokens == 0:
             return out, lse_out
         if kv.shape[0] == 0:
             return out.zero_(), lse_out.fill_(-math.inf)
-        heads = self._heads_for(num_heads)
-        topk = indices.shape[1]
+        heads, topk, kv = self._heads_for(num_heads), indices.shape[1], kv.unsqueeze(1)
         width = -(-topk // TOPK_MULTIPLE) * TOPK_MULTIPLE
         masks = (self._sanitises and lengths is not None) or topk != width or not indices.is_contiguous()
+        if lengths is not None and self._kernel.takes_lengths:
+            lengths = lengths.clamp(0, topk)
+        indices = indices.unsqueeze(1)
+        if not masks and heads == num_heads:
+            self._attend(aligned(q), kv, indices, softmax_scale, lengths, attn_sink, out, lse_out)
+            return out, lse_out
         row_bytes = (4 * width if masks else 0) + (2 * heads * (HEAD_SIZE + KV_LORA_RANK) if heads != num_heads else 0)
-        rows = min(num_tokens, max(self._max_scratch_bytes // row_bytes, 1)) if row_bytes else num_tokens
-        padded = result = masked = None
+        rows = min(num_tokens, max(self._max_scratch_bytes // row_bytes, 1))
+        padded = masked = None
         if heads != num_heads:
             padded = _PADDED_QUERIES.take(rows, num_heads, heads, q.device)
-            if self._kernel.takes_out:
-                result = torch.empty((rows, heads, KV_LORA_RANK), dtype=torch.bfloat16, device=q.device)
         if masks:
             masked = torch.empty((rows, 1, width), dtype=torch.int32, device=q.device)
-        workspace, whole = kv.unsqueeze(1), rows == num_tokens
-        in_kernel = self._kernel.takes_sink and padded is None
         for begin in range(0, num_tokens, rows):
             part = slice(begin, min(begin + rows, num_tokens))
-            count = part.stop - begin
-            q_part, indices_part, limits, target, lse_target = (
-                tensor if whole or tensor is None else tensor[part] for tensor in (q, indices, lengths, out, lse_out)
-            )
-            options: dict[str, Any] = {}
-            if in_kernel:
-                options["attn_sink"] = attn_sink
-            chosen = indices_part.unsqueeze(1)
+            count, query, chosen, limits = part.stop - begin, q[part], indices[part], None if lengths is None else lengths[part]
             if masked is not None:
-                self._boundary.sanitise(
-                    masked[:count], chosen, None if limits is None else limits.unsqueeze(1), kv.shape[0]
-                )  # fmt: skip
+                self._boundary.sanitise(masked[:count], chosen, None if limits is None else limits.unsqueeze(1), kv.shape[0])
                 chosen = masked[:count]
-            if limits is not None and self._kernel.takes_lengths:
-                options["lengths"] = limits.clamp(0, topk)
-            in_place = False
             if padded is not None:
                 query = padded[:count]
-                query[:, :num_heads].copy_(q_part)
-                options["out"] = None if result is None else result[:count]
-            else:
-                query = aligned(q_part)
-                in_place = self._kernel.takes_out and target.is_contiguous()
-                options["out"] = target if in_place else None
-            got, lse = self._kernel(query, workspace, chosen, softmax_scale, **options)
+                query[:, :num_heads].copy_(q[part])
+            lse_part = lse_out[part] if self._finishes else lse_out
+            self._attend(aligned(query), kv, chosen, softmax_scale, limits, attn_sink, out[part], lse_part)
+        return out, lse_out
+
+    def _attend(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        indices: Tensor,
+        softmax_scale: float,
+        lengths: Tensor | None,
+        attn_sink: Tensor | None,
+        out: Tensor,
+        lse_out: Tensor,
+    ) -> None:
+        """One call of the kernel, on as many heads as q has, for those of `out`."""
+        kernel, is_padded = self._kernel, q.shape[1] != out.shape[1]
+        in_kernel = kernel.takes_sink and not is_padded
+        in_place = kernel.takes_out and not is_padded and out.is_contiguous()
+        options: dict[str, Any] = {"out": out} if in_place else {}
+        if in_kernel:
+            options["attn_sink"] = attn_sink
+        if lengths is not None and kernel.takes_lengths:
+            options["lengths"] = lengths
+        got, lse = kernel(q, kv, indices, softmax_scale, **options)
+        if self._finishes:
             self._boundary.finish(
-                target.unsqueeze(1),
-                lse_target.unsqueeze(1),
+                out.unsqueeze(1),
+                lse_out.unsqueeze(1),
                 None if in_place else got.unsqueeze(1),
                 lse.unsqueeze(1),
                 None if in_kernel else attn_sink,
                 self._base_2,
             )
-        return out, lse_out
+        elif not in_place:
+            out.copy_(got[:, : out.shape[1]])

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashMLA's prefill with no lse asked for, on a workspace and as decode of a BF16 cache: what a call leaves out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from flashmla_standins import installed
+from simulated_gpu import FACTS, registry
+from test_nvidia_decode import SCALE
+from test_nvidia_promised import passes
+
+from mla_portable import reference
+from mla_portable.contracts import Primitive, Request
+from mla_portable_nvidia.discovery import find_kernel
+from mla_portable_nvidia.flat_decode import bind_flat_decode
+
+__all__ = ["passes"]  # a fixture
+
+PREFILL = {"primitive": Primitive.SPARSE_PREFILL, "kv_layout": "bf16", "topk": 128, "clean_indices": True, "lse": False}
+DECODE = PREFILL | {"primitive": Primitive.SPARSE_DECODE, "block_size": 20, "query_len": 2}
+
+
+def problem(heads: int):
+    """Six tokens on 200 rows; tokens 0 and 3 have no key, by their indices and by their length."""
+    g = torch.Generator().manual_seed(heads)
+    q, kv = torch.randn(6, heads, 576, generator=g).bfloat16(), torch.randn(200, 576, generator=g).bfloat16()
+    lengths = torch.tensor([128, 5, 128, 0, 64, 127], dtype=torch.int32)
+    indices = torch.randint(0, 200, (6, 128), generator=g, dtype=torch.int32)
+    indices = indices.masked_fill(torch.arange(128) >= lengths[:, None], -1)
+    indices[0] = -1
+    return q, kv, indices, lengths
+
+
+def prefill(request: Request, q, kv, indices, **options):
+    return registry(probe=False).bind(request, backend="nvidia")(q, kv, indices, softmax_scale=SCALE, **options)
+
+
+def decode(request: Request, q, kv, indices, lengths=None, out=None, **options):
+    """The same tokens as three rows of two."""
+    options |= {name: value.unflatten(0, (3, 2)) for name, value in (("lengths", lengths), ("out", out)) if value is not None}
+    call = bind_flat_decode(request)
+    got, lse = call(q.unflatten(0, (3, 2)), kv.view(10, 20, 576), indices.unflatten(0, (3, 2)), softmax_scale=SCALE, **options)
+    return got.flatten(0, 1), lse
+
+
+BOTH = pytest.mark.parametrize(("call", "features"), [(prefill, PREFILL), (decode, DECODE)], ids=["prefill", "decode"])
+
+
+def check(call, features, heads, *, given=True, sink=None, **more):
+    request = Request(device=FACTS["sm90"], num_heads=heads, lengths=True, attn_sink=sink is not None, **(features | more))
+    q, kv, indices, lengths = problem(heads)
+    out = torch.full((6, heads, 512), math.nan, dtype=torch.bfloat16)
+    options = {"lengths": lengths, "attn_sink": sink} | ({"out": out} if given else {})
+    got, lse = call(request, q, kv, indices, **options)
+    want, _ = reference.sparse_prefill(q, kv, indices, softmax_scale=SCALE, lengths=lengths, attn_sink=sink)
+    torch.testing.assert_close(got.float(), want.float(), atol=2e-2, rtol=2e-2)
+    assert not got[[0, 3]].any()
+    if given:
+        torch.testing.assert_close(out, got)
+    return lse
+
+
+@BOTH
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("generation", ["vllm 0.33", "vllm 0.24", "flash_mla 2025"])
+def test_without_lse_a_call_is_the_kernel_alone(generation, heads, given, call, features, passes):
+    with installed(generation) as library:
+        lse = check(call, features, heads, given=given)
+        calls = [shape for shape in library.prefill_calls if shape[0] > 1]  # not calibration's
+        assert lse.numel() == 0 and passes == [] and calls == [(6, max(heads, 64), 128)]
+
+
+def test_an_lse_that_is_asked_for_is_told(passes):
+    with installed("vllm 0.33"):
+        lse = check(prefill, PREFILL, 64, lse=True)
+    assert passes == ["finish"] and lse.isneginf().all(dim=1).tolist() == [True, False, False, True, False, False]
+
+
+@BOTH
+@pytest.mark.parametrize("left", [math.nan, 1.0])
+@pytest.mark.parametrize("generation", ["vllm 0.33", "vllm 0.24"])
+def test_a_provider_that_leaves_something_in_empty_rows_is_mended(generation, left, call, features, passes):
+    with installed(generation, empty_out={128: left}):
+        assert find_kernel(Primitive.SPARSE_PREFILL, FACTS["sm90"]).traits.zeroes_empty == (64,)
+        for heads, mended in ((128, ["finish"]), (100, ["finish"]), (64, []), (16, [])):
+            passes.clear()
+            check(call, features, heads)
+            assert passes == mended
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("generation", "heads", "sunk", "expected"),
+    [
+        ("vllm 0.33", 64, 0.0, []),
+        ("vllm 0.33", 64, math.nan, ["finish"]),
+        ("vllm 0.33", 16, 0.0, ["finish"]),
+        ("vllm 0.33", 100, 0.0, ["finish"]),
+        ("flash_mla 2025", 64, 0.0, ["finish"]),
+    ],
+)
+def test_a_sink_that_the_kernel_cannot_apply_is_applied_after_it(generation, heads, sunk, expected, call, features, passes):
+    sink = torch.randn(heads, generator=torch.Generator().manual_seed(1)) + 4
+    with installed(generation, sunk_out=sunk):
+        check(call, features, heads, sink=sink)
+    assert passes == expected
