@@ -330,7 +330,7 @@ def test_the_decision_tells_why():
     text = layer.explain()
     assert text.startswith("route: fused (automatic)")
     assert "fewer than 32 heads" in text
-    assert "gather portable.kernels 50 x 0.1" in text
+    assert "gather portable.kernels 50 x 0.05" in text
     assert "sparse_decode: flash.mla" in text
     assert [route["route"] for route in decision.as_dict()["routes"]] == ["fused", "split", "direct", "upconvert"]
 
