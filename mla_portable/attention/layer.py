@@ -281,7 +281,7 @@ def _bound_requests(demand: Demand, parts: Mapping[str, Decision]) -> dict[str, 
         found = demand.chosen(parts[role])
         can_skip = found is not None and found.support.lengths and (role, found.schedule_kind) != ("decode", "flashmla_tiles")
         if can_skip and convert is not None and convert.support.compact:
-            requests[role] = requests[role].but(lengths=True)
+            requests[role] = requests[role].but(lengths=True, clean_lengths=True)
             requests["convert"] = requests["convert"].but(compact=True)
     return requests
 

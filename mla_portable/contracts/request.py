@@ -30,6 +30,7 @@ class Request:
         clean_indices: a promise about the values of `indices`: each is -1 or a slot of the cache (a row of kv), and what
             stands past a row's length is -1, so that `lengths` only repeats it. It saves work and never decides what can run.
             Who breaks it may be shown foreign memory.
+        clean_lengths: likewise of `lengths`: each is 0 to K.
         batch_invariant: a row's result may not depend, in a single bit, on what other rows there are: whoever is bound
             computes it alike for every `rows`. A schedule cuts every batch alike then (`PlannerConfig.batch_invariant`).
         graph: the call is going to be captured in a CUDA graph.
@@ -50,6 +51,7 @@ class Request:
     compact: bool = False
     prefill_workspace: bool = False
     clean_indices: bool = False
+    clean_lengths: bool = False
     batch_invariant: bool = False
     graph: bool = False
 

@@ -74,6 +74,7 @@ def bind_sparse_prefill(request: Request) -> BoundPrimitive:
         heads=found.traits.heads,
         native_heads=NATIVE_HEADS.get(device.arch, ()),
         sanitises=not request.clean_indices,
+        clamps=not request.clean_lengths,
         finishes=request.lse or not _comes_finished(found, request),
     )
 

@@ -43,6 +43,7 @@ class FlashMLAPrefill:
         heads: Collection[int],
         native_heads: Collection[int] = (),
         sanitises: bool = True,
+        clamps: bool = True,
         finishes: bool = True,
         max_scratch_bytes: int = SCRATCH_BYTES,
     ) -> None:
@@ -50,12 +51,12 @@ class FlashMLAPrefill:
 
         Args:
             kernel, lse_base_2, heads: as calibrated. native_heads: counts to leave unpadded where the kernel has them.
-            sanitises: False where indices are promised to be clean. finishes: False where no lse is asked for and
-                what the kernel leaves in `out` is the result.
+            sanitises, clamps: False where indices, and lengths, are promised to be clean.
+            finishes: False where no lse is asked for and what the kernel leaves in `out` is the result.
             max_scratch_bytes: of what one kernel call needs.
         """
         self._kernel, self._boundary, self._base_2 = kernel, boundary, lse_base_2
-        self._sanitises, self._finishes, self._no_lse = sanitises, finishes, torch.empty(0)
+        self._sanitises, self._clamps, self._finishes, self._no_lse = sanitises, clamps, finishes, torch.empty(0)
         self._full = sorted(count for count in heads if count in (64, 128))
         self._native = frozenset(heads) & frozenset(native_heads)
         self._max_scratch_bytes = max_scratch_bytes
@@ -95,7 +96,7 @@ class FlashMLAPrefill:
         heads, topk, kv = self._heads_for(num_heads), indices.shape[1], kv.unsqueeze(1)
         width = -(-topk // TOPK_MULTIPLE) * TOPK_MULTIPLE
         masks = (self._sanitises and lengths is not None) or topk != width or not indices.is_contiguous()
-        if lengths is not None and self._kernel.takes_lengths:
+        if lengths is not None and self._clamps and self._kernel.takes_lengths:
             lengths = lengths.clamp(0, topk)
         indices = indices.unsqueeze(1)
         if not masks and heads == num_heads:
