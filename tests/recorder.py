@@ -22,12 +22,13 @@ class Recorder:
         preference: float = 10.0,
         support: Mapping[str, Any] | None = None,
         primitives: Collection[Primitive] = tuple(Primitive),
+        prefills_as: str = "",
     ):
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.bound: list[Request] = []
         self.name, self.schedule_kind, self.preference = name, schedule_kind, preference
         self.support = {"device_types": ("cpu", "cuda"), "kv_layouts": tuple(LAYOUTS), **(support or {})}
-        self.primitives = primitives
+        self.primitives, self.prefills_as = primitives, prefills_as
 
     @hookimpl
     def mla_portable_register(self, registrar: Registrar) -> None:
@@ -41,6 +42,7 @@ class Recorder:
                     preference=self.preference,
                     schedule_kind=self.schedule_kind,
                     padded_heads=self.padded_heads,
+                    prefills_as=self.prefills_as if primitive is Primitive.SPARSE_DECODE else "",
                 )
             )
 

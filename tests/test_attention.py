@@ -315,6 +315,37 @@ def test_without_a_decode_kernel_prefill_serves_all_tokens():
     assert caught.value.decision.request.primitive is Primitive.CACHE_WRITE
 
 
+APART = [("sparse_decode", 2), ("sparse_prefill", 19)]
+
+
+@pytest.mark.parametrize(
+    ("prefills_as", "changes", "batch", "calls"),
+    [
+        ("vendor.sparse", {}, "decodes and prefills in chunks", [("sparse_prefill", 21)]),
+        ("vendor.sparse", {}, "decodes", [("sparse_decode", 3)]),
+        ("vendor.sparse", {"route": "split"}, "decodes and prefills in chunks", None),
+        (
+            "vendor.sparse",
+            {"batch_invariant": True},
+            "decodes and prefills in chunks",
+            [("sparse_decode", 2), ("sparse_prefill", 19)],
+        ),
+        ("vendor.other", {}, "decodes and prefills in chunks", [("sparse_decode", 2), ("sparse_prefill", 19)]),
+        ("", {}, "decodes and prefills in chunks", [("sparse_decode", 2), ("sparse_prefill", 19)]),
+    ],
+)
+def test_one_kernel_serves_a_mixed_step_in_one_call(prefills_as, changes, batch, calls):
+    kernels = Recorder("vendor.sparse", support={"batch_invariant": True}, prefills_as=prefills_as)
+    layer = route_of(kernels, **changes)
+    step = make_step(batch, "fp8_ds_mla")
+    layer(step.q, step.kv_cache, step.topk_indices, plan_for(layer, step.batch))
+    attended = [(name, args[0].shape[0]) for name, args, _ in kernels.calls if name.startswith("sparse")]
+    if calls is None:
+        assert attended[0] == ("sparse_decode", 2) and sum(rows for _, rows in attended) == 21
+    else:
+        assert attended == calls
+
+
 def test_a_bf16_cache_is_not_copied_to_bf16_rows():
     verdicts = {v.route: v for v in route_of(PORTABLE, kv_layout="bf16", scale_format=None).route_decision.verdicts}
     for route in ("split", "upconvert"):

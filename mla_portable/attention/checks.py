@@ -22,7 +22,7 @@ from mla_portable.contracts import (
 from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor
 from mla_portable.contracts.validate import check_schedule
 
-__all__ = ["StepCheck"]
+__all__ = ["StepCheck", "checked_sink"]
 
 _WHERE: Final = "SparseMLAAttention.forward"
 
@@ -106,3 +106,15 @@ class StepCheck:
                 expected=f"{block_size * HEAD_SIZE}: on route {self._route!r} a bf16 cache is read as flat rows",
                 remedy="Build the layer with route='fused' for blocks that lie apart.",
             )
+
+
+def checked_sink(spec: AttentionSpec, attn_sink: Tensor | None, device: int) -> Tensor | None:
+    """The layer's sink. Raises: InvalidArgument unless there is one exactly where the spec says so, [H] float32."""
+    where = "SparseMLAAttention"
+    if spec.attn_sink and attn_sink is None:
+        raise InvalidArgument(where, "attn_sink", got="None", expected="[H] float32, because spec.attn_sink")
+    if attn_sink is not None:
+        if not spec.attn_sink:
+            raise InvalidArgument(where, "attn_sink", got="a tensor", expected="None, because spec.attn_sink is False")
+        check_tensor(where, "attn_sink", attn_sink, torch.float32, (spec.num_heads,), device, "[H]")
+    return attn_sink

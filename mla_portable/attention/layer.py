@@ -2,7 +2,8 @@
 """SparseMLAAttention: one layer's attention. Binds its primitives when it is built, then walks each step's plan.
 
 All tokens: convert_indices, once, compacted where that saves work. Then every part writes its own rows of `out` and `lse`:
-decode tokens    sparse_decode on the cache, as [requests, query length] rows
+decode tokens    sparse_decode on the cache, as [requests, query length] rows; where the step prefills too and sparse_prefill is
+                 the same kernel on the cache, that serves them as well, for one call fills the device better than two
 prefill tokens   route direct: sparse_prefill on the cache
                  routes split and upconvert, chunk by chunk: gather_upconvert, then sparse_prefill on the workspace
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.attention.buffers import StepBuffers, join_query
-from mla_portable.attention.checks import StepCheck
+from mla_portable.attention.checks import StepCheck, checked_sink
 from mla_portable.attention.demand import BackendChoice, Demand
 from mla_portable.attention.routes import RouteDecision, choose_route
 from mla_portable.attention.spec import AttentionSpec
@@ -34,7 +35,6 @@ from mla_portable.contracts import (
     StepPlan,
     UnsupportedRequest,
 )
-from mla_portable.contracts.rules import check_tensor
 from mla_portable.planner import PlannerConfig
 from mla_portable.registry import Registry, get_registry
 
@@ -90,10 +90,11 @@ class SparseMLAAttention:
         self._convert, self._decode = bound["convert"], bound.get("decode")
         self._prefill, self._gather = bound.get("prefill"), bound.get("gather")
         self._decoder: Implementation | None = demand.chosen(parts["decode"]) if "decode" in parts else None
+        self._together = self.route == "direct" and not spec.batch_invariant and _is_one_kernel(self._decoder, parts)
         self._writes = demand.decide(self._write_request())
         self._write = demand.bind(self._writes.request) if self._writes.chosen else None
         self._index = index = torch.empty(0, device=self.device).get_device()
-        self._attn_sink = _checked_sink(spec, attn_sink, index)
+        self._attn_sink = checked_sink(spec, attn_sink, index)
         self.buffers = self._ready_buffers(buffers, workspace)
         flat_cache = self._prefill is not None and self._gather is None and spec.kv_layout == "bf16"
         self._check = StepCheck(spec, self.route, self.buffers, device=index, flat_cache=flat_cache)
@@ -231,7 +232,8 @@ class SparseMLAAttention:
 
     def step(self, plan: StepPlan) -> Step:
         """A plan of this layer's as it is walked: what a caller may fill is `query`, where (ql_nope, q_pe) pairs are joined."""
-        return self.buffers.step(plan, decodes=self._decode is not None)
+        together = self._together and plan.num_prefill_tokens > 0
+        return self.buffers.step(plan, decodes=self._decode is not None and not together)
 
     def _is_elsewhere(self) -> bool:
         """Another GPU than the layer's is the current one, on which kernels are launched."""
@@ -263,6 +265,10 @@ class SparseMLAAttention:
         )
 
 
+def _is_one_kernel(decoder: Implementation | None, parts: Mapping[str, Decision]) -> bool:
+    return decoder is not None and decoder.prefills_as == parts["prefill"].chosen
+
+
 def _bound_requests(demand: Demand, parts: Mapping[str, Decision]) -> dict[str, Request]:
     """What each part is bound for: what was decided on, and what this layer can tell beyond that.
 
@@ -284,14 +290,3 @@ def _bound_requests(demand: Demand, parts: Mapping[str, Decision]) -> dict[str, 
             requests[role] = requests[role].but(lengths=True, clean_lengths=True)
             requests["convert"] = requests["convert"].but(compact=True)
     return requests
-
-
-def _checked_sink(spec: AttentionSpec, attn_sink: Tensor | None, device: int) -> Tensor | None:
-    where = "SparseMLAAttention"
-    if spec.attn_sink and attn_sink is None:
-        raise InvalidArgument(where, "attn_sink", got="None", expected="[H] float32, because spec.attn_sink")
-    if attn_sink is not None:
-        if not spec.attn_sink:
-            raise InvalidArgument(where, "attn_sink", got="a tensor", expected="None, because spec.attn_sink is False")
-        check_tensor(where, "attn_sink", attn_sink, torch.float32, (spec.num_heads,), device, "[H]")
-    return attn_sink

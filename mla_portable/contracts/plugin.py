@@ -77,6 +77,8 @@ class Implementation:
         schedule_kind: what `schedule=` of sparse_decode takes: "none", "split_kv" or "flashmla_tiles".
         padded_heads: the head count the kernel runs with for a request's; the identity where nothing is padded. Planners
             of "flashmla_tiles" need it.
+        prefills_as: of sparse_decode, the name of the sparse_prefill that is the same kernel on the same cache, so that one
+            call may serve a step's decodes and prefills together; "" for none.
         sources: modules whose text decides the result, "package:file" for another file; evidence is bound to their hash.
     """
 
@@ -88,6 +90,7 @@ class Implementation:
     preference: float = 50.0
     schedule_kind: ScheduleKind = "none"
     padded_heads: Callable[[int], int] = field(default=int)
+    prefills_as: str = ""
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

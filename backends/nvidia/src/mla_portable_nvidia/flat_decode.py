@@ -127,6 +127,7 @@ def flat_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterat
         bind=bind_flat_decode,
         check=check_sparse_prefill,
         preference=_PREFERENCE,
+        prefills_as="nvidia.flashmla",
         sources=(
             "mla_portable.contracts.triton_launcher",
             *(f"mla_portable_nvidia.{name}" for name in (*_MODULES, *_SHARED)),

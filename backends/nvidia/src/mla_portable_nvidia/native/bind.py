@@ -260,6 +260,7 @@ def native_implementations() -> Iterator[Implementation]:
                 bind=function,
                 check=check,
                 preference=preference,
+                prefills_as=name if primitive is Primitive.SPARSE_DECODE else "",
                 sources=(
                     *(f"mla_portable_nvidia.native.{module}" for module in (*_MODULES, *kernels)),
                     "mla_portable_nvidia.head_padding",
