@@ -270,15 +270,16 @@ def test_times_are_judged_against_stock(kit: Any):
 
 
 def test_tensor_parallelism_is_held_against_stocks(kit: Any, tmp_path: Path):
-    def passed(shift: float) -> Any:
+    def passed(shift: float, *more: float) -> Any:
         def texts(by: float) -> list[dict[str, Any]]:
             return [prompt(17, [1], shift=by), prompt(3000, [2], shift=by)]
 
-        ran = run_of(kit, "tp1-stock", texts(0)) | run_of(kit, "tp2-stock", texts(0.1))
+        ran = run_of(kit, "tp1-stock", texts(0), *map(texts, more)) | run_of(kit, "tp2-stock", texts(0.1))
         ran |= run_of(kit, "tp1-plugin", texts(0)) | run_of(kit, "tp2-plugin", texts(shift))
         return {line.name: line.passed for line in kit.report.tensor_parallel(ran, tmp_path)}["tp-plugin"]
 
     assert passed(0.14) and not passed(0.2)
+    assert passed(0.2, 0.05, 0.14) and not passed(0.22, 0.05, 0.14), "stock differs from itself on one GPU as well"
 
 
 def test_the_kit_refuses_a_folder_with_earlier_results(kit: Any, tmp_path: Path):
