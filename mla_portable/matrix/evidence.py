@@ -58,7 +58,16 @@ def _validator() -> Any:
     from jsonschema import Draft202012Validator
 
     schema = json.loads(resources.files("mla_portable.matrix").joinpath("evidence.schema.json").read_text(encoding="utf-8"))
-    return Draft202012Validator(schema)
+    return Draft202012Validator(_without_references(schema, schema.pop("$defs")))
+
+
+def _without_references(part: Any, definitions: Mapping[str, Any]) -> Any:
+    """The same schema; to follow a reference costs the validator more than to check what it names, and records are many."""
+    if isinstance(part, Mapping):
+        if "$ref" in part:
+            return _without_references(definitions[part["$ref"].removeprefix("#/$defs/")], definitions)
+        return {key: _without_references(value, definitions) for key, value in part.items()}
+    return [_without_references(value, definitions) for value in part] if isinstance(part, list) else part
 
 
 def problems_of(data: Any, profiles: Mapping[str, Profile]) -> list[str]:
