@@ -324,14 +324,9 @@ APART = [("sparse_decode", 2), ("sparse_prefill", 19)]
         ("vendor.sparse", {}, "decodes and prefills in chunks", [("sparse_prefill", 21)]),
         ("vendor.sparse", {}, "decodes", [("sparse_decode", 3)]),
         ("vendor.sparse", {"route": "split"}, "decodes and prefills in chunks", None),
-        (
-            "vendor.sparse",
-            {"batch_invariant": True},
-            "decodes and prefills in chunks",
-            [("sparse_decode", 2), ("sparse_prefill", 19)],
-        ),
-        ("vendor.other", {}, "decodes and prefills in chunks", [("sparse_decode", 2), ("sparse_prefill", 19)]),
-        ("", {}, "decodes and prefills in chunks", [("sparse_decode", 2), ("sparse_prefill", 19)]),
+        ("vendor.sparse", {"batch_invariant": True}, "decodes and prefills in chunks", APART),
+        ("vendor.other", {}, "decodes and prefills in chunks", APART),
+        ("", {}, "decodes and prefills in chunks", APART),
     ],
 )
 def test_one_kernel_serves_a_mixed_step_in_one_call(prefills_as, changes, batch, calls):

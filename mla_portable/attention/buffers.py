@@ -12,7 +12,7 @@ from mla_portable.attention.spec import AttentionSpec
 from mla_portable.attention.step import Step, divide
 from mla_portable.contracts import HEAD_SIZE, InvalidArgument, StepPlan
 
-__all__ = ["StepBuffers", "join_query"]
+__all__ = ["StepBuffers"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,17 +85,6 @@ class StepBuffers:
         """Device memory held, in bytes."""
         tensors = (self.indices, self.counts, self.lse, self.query, self.workspace)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-
-def join_query(pair: tuple[Tensor, Tensor], step: Step) -> Tensor:
-    """(ql_nope [T, H, 512], q_pe [T, H, 64]) -> [T, H, 576] at a stable address; what the last pair left is overwritten.
-
-    Raises: InvalidArgument where the buffers were made without room for it.
-    """
-    if step.query is None:
-        remedy = "Build the layer with concat_query=True."
-        raise InvalidArgument("SparseMLAAttention", "q", got="a pair", expected="one tensor [T, H, 576]", remedy=remedy)
-    return torch.cat(pair, dim=-1, out=step.query)
 
 
 def _check(name: str, tensor: Tensor | None, least: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

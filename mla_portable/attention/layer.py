@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.attention.buffers import StepBuffers, join_query
+from mla_portable.attention.buffers import StepBuffers
 from mla_portable.attention.checks import StepCheck, checked_sink
 from mla_portable.attention.demand import BackendChoice, Demand
 from mla_portable.attention.routes import RouteDecision, choose_route
@@ -199,7 +199,7 @@ class SparseMLAAttention:
             lse_out = torch.empty((num_tokens, spec.num_heads), dtype=torch.float32, device=self.device)
         if num_tokens == 0:
             return out, lse_out if spec.need_lse else None
-        query = q if isinstance(q, Tensor) else join_query(q, step)
+        query = q if isinstance(q, Tensor) else step.join_query(q)
         self._convert(
             topk_indices if topk_indices.shape[0] == num_tokens else topk_indices[:num_tokens],
             plan.req_id_per_token,
@@ -212,16 +212,16 @@ class SparseMLAAttention:
             out=(step.indices, step.counts),
         )
         if step.decode is not None and self._decode is not None:
-            given = {"schedule": plan.decode_schedule}
-            self._attend(self._decode, step, step.decode, query, kv_cache, self._decode_lengths, out, lse_out, given)
+            lengths, schedule = self._decode_lengths, plan.decode_schedule
+            self._attend(self._decode, step.decode, query, kv_cache, lengths, out, lse_out, schedule=schedule)
         for part in step.prefills:
-            kv = part.workspace
-            if part.chunk is None or kv is None or self._gather is None:
+            if part.gathered is None or self._gather is None:
                 kv = kv_cache.view(-1, HEAD_SIZE) if spec.kv_layout == "bf16" else kv_cache
             else:
-                self._gather(kv_cache, part.chunk.block_table, part.chunk.seq_lens, part.chunk.workspace_starts, out=kv)
+                chunk, kv = part.gathered
+                self._gather(kv_cache, chunk.block_table, chunk.seq_lens, chunk.workspace_starts, out=kv)
             assert self._prefill is not None  # route fused is the only one without, and its plans have no prefills
-            self._attend(self._prefill, step, part, query, kv, self._prefill_lengths, out, lse_out, {})
+            self._attend(self._prefill, part, query, kv, self._prefill_lengths, out, lse_out)
         if step.end < num_tokens:
             out[step.end :].zero_()
             if spec.need_lse:
@@ -242,25 +242,24 @@ class SparseMLAAttention:
     def _attend(
         self,
         primitive: BoundPrimitive,
-        step: Step,
         part: Part,
         q: Tensor,
         kv: Tensor,
         lengths: bool,
         out: Tensor,
         lse: Tensor,
-        given: dict[str, Any],
+        **given: Any,
     ) -> None:
         """One call for a part's rows of q, out and lse."""
         primitive(
-            part.query if q is step.query and part.query is not None else part.rows(q),
+            part.rows(q),
             kv,
             part.indices,
             softmax_scale=self.spec.softmax_scale,
             lengths=part.lengths if lengths else None,
             attn_sink=self._attn_sink,
             out=part.rows(out),
-            lse_out=part.lse if lse is step.lse and part.lse is not None else part.rows(lse),
+            lse_out=part.rows(lse),
             **given,
         )
 

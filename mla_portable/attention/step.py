@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from mla_portable.contracts import PrefillChunk, StepPlan
+from mla_portable.contracts import InvalidArgument, PrefillChunk, StepPlan
 
 __all__ = ["Part", "Step", "divide"]
 
@@ -22,9 +23,8 @@ class Part:
 
     Attributes:
         begin, end: the step's tokens. shape: how the call wants them, (B, S) for sparse_decode, (T,) for sparse_prefill.
-        indices: [*shape, K] int32. lengths: [*shape] int32. lse: [*shape, H] float32 and query: [*shape, H, 576] bf16, None
-            where the layers have no such buffer.
-        chunk, workspace: what is gathered beforehand, and into which rows [W, 576]; None where nothing is.
+        indices: [*shape, K] int32. lengths: [*shape] int32. kept: tensors of all tokens, each with its rows of this part.
+        gathered: what is gathered beforehand, and into which rows [W, 576]; None where nothing is.
     """
 
     begin: int
@@ -32,13 +32,14 @@ class Part:
     shape: tuple[int, ...]
     indices: Tensor
     lengths: Tensor
-    lse: Tensor | None
-    query: Tensor | None
-    chunk: PrefillChunk | None = None
-    workspace: Tensor | None = None
+    kept: tuple[tuple[Tensor, Tensor], ...]
+    gathered: tuple[PrefillChunk, Tensor] | None = None
 
     def rows(self, tensor: Tensor) -> Tensor:
         """A tensor [T, ...] of the step's tokens, as far as they are this part's: [*shape, ...]."""
+        for whole, rows in self.kept:
+            if whole is tensor:
+                return rows
         return _rows(tensor, self.begin, self.end, self.shape)
 
 
@@ -63,6 +64,16 @@ class Step:
     prefills: tuple[Part, ...]
     end: int
 
+    def join_query(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        """(ql_nope [T, H, 512], q_pe [T, H, 64]) -> [T, H, 576] at a stable address; what the last pair left is overwritten.
+
+        Raises: InvalidArgument where the buffers were made without room for it.
+        """
+        if self.query is None:
+            remedy = "Build the layer with concat_query=True."
+            raise InvalidArgument("SparseMLAAttention", "q", got="a pair", expected="one tensor [T, H, 576]", remedy=remedy)
+        return torch.cat(pair, dim=-1, out=self.query)
+
 
 def divide(
     plan: StepPlan,
@@ -79,17 +90,10 @@ def divide(
     lse, query = None if lse is None else lse[:tokens], None if query is None else query[:tokens]
 
     def part(begin: int, end: int, shape: tuple[int, ...], chunk: PrefillChunk | None = None) -> Part:
-        return Part(
-            begin,
-            end,
-            shape,
-            _rows(indices, begin, end, shape),
-            _rows(counts, begin, end, shape),
-            None if lse is None else _rows(lse, begin, end, shape),
-            None if query is None else _rows(query, begin, end, shape),
-            chunk,
-            None if chunk is None or workspace is None else workspace[: chunk.workspace_rows],
-        )
+        own = [indices, counts, *(tensor for tensor in (lse, query) if tensor is not None)]
+        of_indices, of_counts, *others = (_rows(tensor, begin, end, shape) for tensor in own)
+        gathered = None if chunk is None or workspace is None else (chunk, workspace[: chunk.workspace_rows])
+        return Part(begin, end, shape, of_indices, of_counts, tuple(zip(own[2:], others, strict=True)), gathered)
 
     end = plan.num_decode_tokens if decodes else 0
     rest = plan.num_decode_tokens - end + plan.num_prefill_tokens

@@ -9,8 +9,8 @@ rows, N logits of a row, B x S decode rows (S query tokens for each of B batch r
 - `lengths`, where given, says that only the first `lengths[t]` entries of row t are read (clamped to [0, K]).
 - lse is the natural logarithm of the sum over valid entries of exp(softmax_scale * q.k), without the sink. A row with
   no valid entry has out = 0 and lse = -inf. `attn_sink` [H] float32 multiplies out by exp(lse) / (exp(lse) + exp(sink)).
-- Whoever is bound for a Request may leave out an lse that it does not ask for, and take its promise (`clean_indices`) at its
-  word. The public functions ask for the lse and promise nothing.
+- Whoever is bound for a Request may leave out an lse that it does not ask for, and take its promises (`clean_indices`,
+  `clean_lengths`) at their word. The public functions ask for the lse and promise nothing.
 - indexer_logits: what a token does not see has the score -inf, so that a top-k never prefers it.
 - NaN in rows that no index names never reaches an output.
 - Addresses are 64-bit. Any block size, any stride between blocks, any K.

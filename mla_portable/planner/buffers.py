@@ -39,7 +39,8 @@ class _Leading:
         self._whole = whole
         self._known: dict[int, Tensor] = {}
 
-    def __getitem__(self, end: int) -> Tensor:
+    def first(self, end: int) -> Tensor:
+        """`whole[:end]`."""
         view = self._known.get(end)
         if view is None:
             if len(self._known) >= _VIEWS:
@@ -53,8 +54,8 @@ class StepBuffers:
 
     Attributes:
         tiles: [tile words], seq_lens: [max_num_reqs]; int32 on the device.
-        workspace_starts, req_ids, prefill_ids: by a number up to max_num_reqs, max_num_tokens, max_num_tokens so many leading
-            ones, likewise. Without a workspace all but req_ids and tiles are empty.
+        workspace_starts, req_ids, prefill_ids: likewise, of which `first(n)` gives n, up to max_num_reqs, max_num_tokens,
+            max_num_tokens. Without a workspace all but req_ids and tiles are empty.
     """
 
     def __init__(

@@ -38,9 +38,9 @@ def divide(query_lens: npt.NDArray[np.int32], threshold: int, few_tokens: int = 
     requests have no token to serve: they end no run of decodes.
     """
     query_len = int(query_lens[0])
-    if 0 < query_len <= threshold and query_lens[-1] != query_len:
+    if 0 < query_len <= threshold and query_lens[-1] not in (0, query_len):
         run = int((query_lens != query_len).argmax())
-        if query_lens[run] and query_lens[-1]:  # as batches mostly are: nothing of it is empty
+        if query_lens[run]:  # as batches mostly are: nothing empty where the decodes end
             return Parts(query_len, run, len(query_lens))
     present = query_lens != 0
     first = 0 if present[0] else int(present.argmax())

@@ -136,7 +136,7 @@ class Planner:
             buffers.write_ids(ids, key)
             if in_chunks:
                 buffers.write_prefill_ids(ids, decode_tokens, parts.first_prefill, padded)
-        workspace_starts = buffers.workspace_starts[num_prefills] if in_chunks else None
+        workspace_starts = buffers.workspace_starts.first(num_prefills) if in_chunks else None
         chunks = () if workspace_starts is None else self._chunks(batch, parts, workspace_starts)
         if missing is not None:
             buffers.write_tiles(missing)
@@ -156,8 +156,8 @@ class Planner:
             num_prefills=num_prefills,
             num_prefill_tokens=num_tokens - decode_tokens if num_prefills else 0,
             block_table=_rows(batch.block_table, 0, num_reqs),
-            req_id_per_token=buffers.req_ids[padded],
-            prefill_request_ids=buffers.prefill_ids[padded] if in_chunks else None,
+            req_id_per_token=buffers.req_ids.first(padded),
+            prefill_request_ids=buffers.prefill_ids.first(padded) if in_chunks else None,
             prefill_workspace_starts=workspace_starts,
             prefill_chunks=chunks,
             decode_schedule=schedule,
