@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every test needs: on a machine without a GPU, Triton's kernels run in its interpreter.
 
-Triton decides that when a kernel is decorated, so the variable must be set before anything imports triton.
+Triton decides that when a kernel is decorated, so the variable must be set before anything imports triton. Tests run side by
+side, a process for each core: torch gets one thread in each, for threads that wait for a core stall it past time limits.
 """
 
 from __future__ import annotations
 
 import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 import torch
 
