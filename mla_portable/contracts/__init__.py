@@ -5,6 +5,7 @@ Imports nothing else of mla_portable; plugins import nothing but this package.
 """
 
 from mla_portable.contracts.decision import Decision, Verdict
+from mla_portable.contracts.defaults import neutral_defaults
 from mla_portable.contracts.device import DeviceFacts
 from mla_portable.contracts.errors import (
     InvalidArgument,
@@ -122,6 +123,7 @@ __all__ = [
     "attention_results",
     "hookimpl",
     "layout_of",
+    "neutral_defaults",
     "pack_fp8",
     "split_kv",
     "tile_scales",

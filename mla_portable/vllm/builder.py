@@ -12,7 +12,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
 from mla_portable.attention import SparseMLAAttention
-from mla_portable.contracts import Batch, InvalidArgument, StepPlan
+from mla_portable.contracts import Batch, InvalidArgument, StepPlan, neutral_defaults
 from mla_portable.planner import Planner
 from mla_portable.vllm import compat, model, scratch, shadow
 from mla_portable.vllm.metadata import MLAPortableMetadata
@@ -53,7 +53,7 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         )
         has_workspace = resolved.decision.verdict.part("gather") is not None
         shared = not compat.own_builders_per_layer(vllm_config)
-        with compat.neutral_defaults():
+        with neutral_defaults():
             buffers = scratch.step_buffers(resolved.spec, has_workspace=has_workspace) if shared else None
             self.attention = SparseMLAAttention(resolved.spec, device=device, buffers=buffers)
             config = self.attention.planner_config()

@@ -8,8 +8,7 @@ Written against 0.20 to 0.33. Where two versions do a thing differently, the fun
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module, util
 from typing import Any, Final, NamedTuple
 
@@ -31,7 +30,6 @@ __all__ = [
     "host_lengths",
     "impls_of",
     "model_numbers",
-    "neutral_defaults",
     "own_builders_per_layer",
     "query_joiner",
     "shared_scratch",
@@ -73,21 +71,6 @@ def model_numbers(vllm_config: Any) -> ModelNumbers:
     width = getattr(text, "qk_nope_head_dim", 128) + getattr(text, "qk_rope_head_dim", 64)
     heads = model.get_num_attention_heads(vllm_config.parallel_config)
     return ModelNumbers(heads, topk, 1.0 / math.sqrt(width))
-
-
-@contextmanager
-def neutral_defaults() -> Generator[None, None, None]:
-    """torch as it is by itself: vLLM builds models with the model's dtype and device as defaults, and profiles for inference.
-
-    What tries an implementation or makes buffers that outlive the step must not see any of that.
-    """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"), torch.inference_mode(False):
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def impls_of(vllm_config: Any, layer_names: list[str]) -> list[Any]:

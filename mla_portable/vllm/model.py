@@ -12,7 +12,7 @@ import torch
 from mla_portable.attention import AttentionSpec, RouteDecision, UnsupportedRoute
 from mla_portable.attention.demand import Demand
 from mla_portable.attention.routes import choose_route
-from mla_portable.contracts import HEAD_SIZE, DeviceFacts, InvalidArgument, MLAPortableError, Primitive
+from mla_portable.contracts import HEAD_SIZE, DeviceFacts, InvalidArgument, MLAPortableError, Primitive, neutral_defaults
 from mla_portable.registry import get_registry
 from mla_portable.vllm import compat, settings
 from mla_portable.vllm.writer import Writer, choose_writer
@@ -63,7 +63,7 @@ def resolve(
     if refused:
         raise InvalidArgument("vLLM", "parallel_config", got="; ".join(refused), expected="tensor and data parallelism only")
     decode_query_len, captured = compat.decode_query_len(vllm_config), compat.capture_sizes(vllm_config)
-    with compat.neutral_defaults():
+    with neutral_defaults():
         writer = choose_writer(layout, device, vllm_config)
     spec = AttentionSpec(
         num_heads=num_heads or numbers.num_heads,
@@ -94,7 +94,7 @@ def resolve(
 def _route(spec: AttentionSpec, device: torch.device) -> RouteDecision:
     registry = get_registry()
     demand = Demand(registry, None)
-    with compat.neutral_defaults():
+    with neutral_defaults():
         return choose_route(spec, registry.facts(device), demand.decide, demand.schedule_kind)
 
 

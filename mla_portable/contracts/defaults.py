@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's own defaults, for code that must not depend on the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["neutral_defaults"]
+
+
+@contextmanager
+def neutral_defaults() -> Generator[None, None, None]:
+    """Restore torch's own default device (CPU) and dtype (float32), and leave inference mode, inside a `with` block.
+
+    Engines and test suites set `torch.set_default_device`, `torch.set_default_dtype` or inference mode around whatever they
+    call. Probes, checks, `bind` and every allocation that outlives a step run inside this block. The default dtype is one value
+    for the whole process, so other threads see float32 for as long as the block lasts.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"), torch.inference_mode(False):
+            yield
+    finally:
+        torch.set_default_dtype(before)
