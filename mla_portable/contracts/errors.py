@@ -7,7 +7,7 @@ launched; whatever a kernel or the driver raises later travels up unchanged.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mla_portable.contracts.decision import Decision
@@ -23,7 +23,15 @@ __all__ = [
 
 
 class MLAPortableError(Exception):
-    """Base of everything that mla_portable raises on purpose."""
+    """Base of everything that mla_portable raises on purpose. Can be pickled, for process pools, and copied."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _without_init, (type(self), self.args), vars(self)
+
+
+def _without_init(kind: type[MLAPortableError], args: tuple[Any, ...]) -> MLAPortableError:
+    """An error with the message that it had: subclasses make theirs of arguments that are not kept."""
+    return kind.__new__(kind, *args)
 
 
 class InvalidArgument(MLAPortableError, ValueError):
