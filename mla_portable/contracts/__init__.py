@@ -64,7 +64,6 @@ from mla_portable.contracts.request import Request
 from mla_portable.contracts.results import attention_results
 from mla_portable.contracts.schedule import DEFAULT_SCRATCH_BYTES, DecodeSchedule, SplitSchedule, TileSchedule, split_kv
 from mla_portable.contracts.support import Reason, Support
-from mla_portable.contracts.tuned import tuned_configuration
 
 __all__ = [
     "BF16",
@@ -127,6 +126,5 @@ __all__ = [
     "pack_fp8",
     "split_kv",
     "tile_scales",
-    "tuned_configuration",
     "unpack_fp8",
 ]

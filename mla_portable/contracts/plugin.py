@@ -167,16 +167,16 @@ class Rival:
 class Tunable:
     """An implementation whose kernel configuration `mla-portable tune` may choose by timing.
 
+    Its `bind` gets one of them in `Request.configuration`, and refuses one with unknown names or values by InvalidArgument.
+
     Attributes:
         implementation: its name. primitive: that it serves.
         configurations: for a request, those worth a try, as flat {name: number}; the first is what holds without tuning.
-        bind: the callable for a request with one of them. What `Implementation.bind` makes asks `tuned_configuration`.
     """
 
     implementation: str
     primitive: Primitive
     configurations: Callable[[Request], Iterable[Mapping[str, int]]]
-    bind: Callable[[Request, Mapping[str, int]], BoundPrimitive]
 
 
 class TunableRegistrar(Protocol):

@@ -31,10 +31,11 @@ from mla_portable.contracts import (
 )
 from mla_portable.registry.costs import packaged_costs
 from mla_portable.registry.machine import YARDSTICK, Machine
-from mla_portable.registry.plugins import PluginReport, given_plugins, installed_plugins, load_plugins
+from mla_portable.registry.plugins import PluginReport, first_line, given_plugins, installed_plugins, load_plugins
 from mla_portable.registry.policy import ARGUMENT, Policy, Rule, active_rules, check_names, known_names
 from mla_portable.registry.probe import ProbeReport
 from mla_portable.registry.select import CostTable, decide
+from mla_portable.registry.tuned import TunedConfigurations
 
 __all__ = ["Registry", "get_registry", "reset_registry"]
 
@@ -68,7 +69,7 @@ class Registry:
             plugins: (name, module or object with the hook, or a module's name) instead of the installed entry points.
             facts: devices to simulate, by torch name ("cuda" stands for every index of it). On a device that is not
                 here declarations alone decide: neither `check` nor a probe looks at the machine that is.
-            policy: instead of environment and policy file. environ: instead of os.environ.
+            policy: instead of environment and policy file. environ: instead of os.environ; names the tuning table too.
             probe: False trusts `check` and computes nothing.
             costs: measured costs, which replace declared preferences; None where only these count.
         A broken plugin or policy does not raise here: `plugin_reports` tells of the one, every choice raises the other.
@@ -85,7 +86,7 @@ class Registry:
         )
         self._probing, self._costs = probe, costs
         self._given_policy, self._environ = policy, environ
-        self._policy = Policy()
+        self._policy, self._tuned = Policy(), TunedConfigurations(None, {})
         self._policy_error: InvalidArgument | None = None
         self._generation = 0
         self._names_checked: set[tuple[Rule, ...]] = set()
@@ -130,15 +131,16 @@ class Registry:
         return self._policy
 
     def reload_policy(self) -> None:
-        """Read environment and policy file again. Callables that are already bound stay as they are.
+        """Read environment, policy file and tuning table again. Callables that are already bound stay as they are.
 
-        Raises: InvalidArgument or UnknownBackend; the old policy stays in force then.
+        Raises: InvalidArgument or UnknownBackend; the old policy and table stay in force then.
         """
         environ = os.environ if self._environ is None else self._environ
         policy = Policy.read(environ) if self._given_policy is None else self._given_policy
         check_names(policy, self._known)
+        tuned = TunedConfigurations.read(environ)
         with self._lock:
-            self._policy, self._policy_error = policy, None
+            self._policy, self._tuned, self._policy_error = policy, tuned, None
             self._generation += 1
             self._selected.clear()
             self._bound.clear()
@@ -233,13 +235,34 @@ class Registry:
             return bound
         generation = self._generation
         implementation, _ = self.select(request, backend=backend)
-        bound = implementation.bind(request)
+        bound = self.bind_implementation(implementation, request)
         with self._lock:
             if generation == self._generation:
                 if len(self._bound) >= CACHE_LIMIT:
                     self._bound.clear()
                 bound = self._bound.setdefault(key, bound)
         return bound
+
+    def bind_implementation(self, implementation: Implementation, request: Request) -> BoundPrimitive:
+        """The callable of a given implementation for `request`, with the configuration that the user's tuning table has for it.
+
+        Raises: InvalidArgument, which names the table, where the implementation refuses that configuration; whatever its own
+            `bind` raises.
+        """
+        configuration = self._tuned.of(implementation.name, request)
+        request = request.but(configuration=configuration)
+        if configuration is None:
+            return implementation.bind(request)
+        try:
+            return implementation.bind(request)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidArgument(
+                "tuning table",
+                str(self._tuned.path),
+                got=f"for {implementation.name} / {request.primitive}: {first_line(error)}",
+                expected="a configuration that the implementation accepts",
+                remedy="Run `mla-portable tune` again, or delete the entry.",
+            ) from error
 
     def _log_once(self, decision: Decision) -> None:
         """Tell, once per primitive and kind of reason, that a cheaper candidate was passed over."""
