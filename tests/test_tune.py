@@ -231,7 +231,7 @@ def test_a_default_table_that_cannot_be_read_is_no_table(tmp_path, caplog):
         assert registry.decide(asked).chosen == NAME, what
         registry.bind(asked)
         told = [r.levelname for r in caplog.records if "no tuning table" in r.getMessage()]
-        assert told == ["INFO"], what
+        assert told == (["INFO"] if environ else []), what
         assert plugin.bound_with[-1] == CONFIGURATIONS[0]
 
 

@@ -229,10 +229,8 @@ def _choices(registry: Registry, facts: DeviceFacts, problems: list[Problem]) ->
 
 
 def _asked(decision: Decision) -> list[Verdict]:
-    """The candidates that could have been chosen: all, or those that a demand names."""
-    if decision.forced is None:
-        return list(decision.verdicts)
-    return [v for v in decision.verdicts if decision.forced in (v.implementation, v.implementation.partition(".")[0])]
+    """The candidates whose reasons explain that nothing was chosen."""
+    return list(decision.causes)
 
 
 def _words(reasons: Iterable[Reason]) -> str:

@@ -268,20 +268,17 @@ class Registry:
         """Tell, once per primitive and kind of reason, that a cheaper candidate was passed over."""
         if not decision.was_fallback:
             return
-        cost = next(v.cost for v in decision.verdicts if v.implementation == decision.chosen)
-        passed = [v for v in decision.verdicts if v.reasons and v.cost < cost]
-        key = (decision.request.primitive, tuple((v.implementation, r.subject, r.limit) for v in passed for r in v.reasons))
+        fitting = decision.causes
+        key = (decision.request.primitive, tuple((v.implementation, r.subject, r.limit) for v in fitting for r in v.reasons))
         with self._lock:
             if key in self._logged:
                 return
             self._logged.add(key)
         # A kernel for other devices is no loss, nor a slow choice on a CPU; a GPU's own kernel left out, or a wrong one, is.
         device = decision.request.device
-        supports = {i.name: i.support for i in self.implementations(decision.request.primitive)}
-        fitting = [v for v in passed if not any(supports[v.implementation].device_reasons(device))]
         wrong = any(reason.subject == "probe" for v in fitting for reason in v.reasons)
         missed = wrong or (bool(fitting) and device.device_type != "cpu")
-        logger.log(logging.WARNING if missed else logging.INFO, "%s", decision.text())
+        logger.log(logging.WARNING if missed else logging.INFO, "%s", decision.text(all=False))
 
 
 _registry: Registry | None = None

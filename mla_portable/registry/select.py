@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from mla_portable.contracts import Decision, Implementation, Primitive, Reason, Request, Verdict
+from mla_portable.contracts import Decision, DeviceFacts, Implementation, Primitive, Reason, Request, Verdict
+from mla_portable.registry.machine import YARDSTICK
 from mla_portable.registry.plugins import AUTO
 from mla_portable.registry.policy import Policy, Rule
 
@@ -49,7 +50,7 @@ class _Candidate:
             self.probed = True
 
     def verdict(self) -> Verdict:
-        return Verdict(self.implementation.name, self.reasons, self.cost, self.cost_source)
+        return Verdict(self.implementation.name, self.reasons, self.cost, self.cost_source, self.fits_device)
 
 
 def decide(
@@ -73,11 +74,14 @@ def decide(
         costs: measured costs, which replace declared preferences.
         plugin_failures: (plugin, what became of it), handed through to the decision.
     Returns: the cheapest candidate without a reason, ties by declared preference, then by name; among the forced ones when
-        there is a demand. When nothing can run, `chosen` is None and every candidate that fits the device has been checked.
+        a backend is forced. When nothing can run, `chosen` is None and every candidate that fits the device has been checked.
+        An automatic choice gives an accelerator to the reference only where no other candidate fits the device.
     """
     everyone = list(candidates)
     rule = policy.rule_for(request.primitive)
     ranked = [_first_look(c, request, policy, costs) for c in everyone if c.primitive is request.primitive]
+    if rule.target == AUTO:
+        _reserve_reference(ranked, request.device)
     ranked.sort(key=partial(_rank, least=min((c.cost for c in ranked if not c.reasons), default=0.0)))
     pool = [c for c in ranked if _meets(rule, c.implementation)]
     chosen: _Candidate | None = None
@@ -101,6 +105,21 @@ def decide(
         verdicts=tuple(verdicts),
         plugin_failures=tuple(plugin_failures),
     )
+
+
+def _reserve_reference(candidates: Sequence[_Candidate], device: DeviceFacts) -> None:
+    """Give the reference a reason where it would serve an accelerator in the place of an implementation made for it."""
+    if device.device_type == "cpu" or not any(c.fits_device for c in candidates if c.implementation.name != YARDSTICK):
+        return
+    reason = Reason(
+        "device type",
+        device.device_type,
+        "plain torch serves an accelerator only where it is named or nothing else fits",
+        'backend="reference" runs it slowly, in plain torch',
+    )
+    for candidate in candidates:
+        if candidate.implementation.name == YARDSTICK:
+            candidate.reasons += (reason,)
 
 
 def _rank(candidate: _Candidate, least: float) -> tuple[float, float, str]:

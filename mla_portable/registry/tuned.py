@@ -116,7 +116,6 @@ class TunedConfigurations:
         """
         path, named = table_path(environ), bool(environ.get(TABLE_VARIABLE, "").strip())
         if path is None:
-            logger.info("no tuning table: none of %s, XDG_CONFIG_HOME and HOME is set", TABLE_VARIABLE)
             return cls(None, {})
         try:
             entries = _entries(path)
