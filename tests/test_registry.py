@@ -58,7 +58,7 @@ class Vendor:
         def merge(outs: Any, lses: Any) -> Any:
             if self.wrong:
                 raise RuntimeError("not implemented for this build")
-            return outs[0], lses[0]
+            return outs[0].clone(), lses[0].clone()
 
         return merge
 

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 from mla_portable.contracts import InvalidArgument, PluginError
 
-__all__ = ["PLUGIN_TIMEOUT", "PluginTimeout", "limited", "plugin_timeout", "running"]
+__all__ = ["DEFAULT_SECONDS", "PLUGIN_TIMEOUT", "PluginTimeout", "limited", "plugin_timeout", "running"]
 
 PLUGIN_TIMEOUT: Final = "MLA_PORTABLE_PLUGIN_TIMEOUT"
 """The environment variable with the limit in seconds; 0 means no limit."""

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 from weakref import WeakSet
 
 import torch
@@ -28,19 +28,21 @@ from mla_portable.contracts import (
     Reason,
     Request,
     UnsupportedRequest,
+    neutral_defaults,
 )
 from mla_portable.registry.costs import packaged_costs
-from mla_portable.registry.machine import YARDSTICK, Machine
+from mla_portable.registry.limits import plugin_timeout, running
+from mla_portable.registry.machine import REFERENCE, Machine
 from mla_portable.registry.plugins import PluginReport, first_line, given_plugins, installed_plugins, load_plugins
 from mla_portable.registry.policy import ARGUMENT, Policy, Rule, active_rules, check_names, known_names
 from mla_portable.registry.probe import ProbeReport
 from mla_portable.registry.select import CostTable, decide
 from mla_portable.registry.tuned import TunedConfigurations
 
-__all__ = ["Registry", "get_registry", "reset_registry"]
+__all__ = ["Registry", "check_backend", "get_registry", "reset_registry"]
 
 CACHE_LIMIT: Final = 4096
-"""Choices and bound callables that are kept; beyond that all are dropped and made again as needed."""
+"""Choices, bound callables and log keys that are kept of each; beyond that all are dropped and made again as needed."""
 
 logger = logging.getLogger("mla_portable.registry")
 
@@ -81,7 +83,7 @@ class Registry:
         self._known = known_names((i.name for i in self._implementations), (r.name for r in self._reports if not r.ok))
         self._machine = Machine(
             detectors=loaded.detectors,
-            yardsticks=(i for i in self._implementations if i.name == YARDSTICK),
+            references=(i for i in self._implementations if i.name == REFERENCE),
             simulated=facts,
         )
         self._probing, self._costs = probe, costs
@@ -90,8 +92,10 @@ class Registry:
         self._policy_error: InvalidArgument | None = None
         self._generation = 0
         self._names_checked: set[tuple[Rule, ...]] = set()
-        self._selected: dict[_Key, tuple[Implementation, Decision]] = {}
+        self._selected: dict[_Key, tuple[Implementation | None, Decision]] = {}
         self._bound: dict[_Key, BoundPrimitive] = {}
+        self.served: dict[tuple[Any, ...], Any] = {}
+        """For the caller's own cache in front of `bind`: it goes where the registry goes."""
         self._logged: set[object] = set()
         self._lock = threading.RLock()
         try:
@@ -131,7 +135,7 @@ class Registry:
         return self._policy
 
     def reload_policy(self) -> None:
-        """Read environment, policy file and tuning table again. Callables that are already bound stay as they are.
+        """Read environment, policy file and tuning table again. What is bound already and probes' results stay as they are.
 
         Raises: InvalidArgument or UnknownBackend; the old policy and table stay in force then.
         """
@@ -139,11 +143,13 @@ class Registry:
         policy = Policy.read(environ) if self._given_policy is None else self._given_policy
         check_names(policy, self._known)
         tuned = TunedConfigurations.read(environ)
+        self._machine.limit = plugin_timeout(environ)
         with self._lock:
             self._policy, self._tuned, self._policy_error = policy, tuned, None
             self._generation += 1
             self._selected.clear()
             self._bound.clear()
+            self.served.clear()
 
     def choice_token(self) -> object:
         """A cheap hashable value; while it stays equal, equal requests get equal choices. For caches in front of `bind`."""
@@ -157,7 +163,9 @@ class Registry:
         return self._machine.facts(device)
 
     def probe(self, implementation: Implementation, device: torch.device | str, *, layout: str | None = None) -> ProbeReport:
-        """Check, bind and compute tiny problems, once per implementation, layout and device.
+        """Check, bind and compute tiny problems with every declared feature, once per implementation, layout and device.
+
+        A choice does not ask this: it computes one problem of the request's own sizes and features.
 
         Args:
             layout: one cache layout; None means every one that the implementation declares.
@@ -172,13 +180,17 @@ class Registry:
         Args:
             backend: overrides every other wish. probe: False computes nothing. thorough: look at every candidate, for an
                 explanation, instead of as far as the choice needs.
-        Raises: UnknownBackend for a name that nobody carries; errors of the device that a probe runs into.
+        Raises: UnknownBackend for a name that nobody carries; InvalidArgument for a `backend` that is no text, and under graph
+            capture where a candidate has not been probed for the request yet; errors of the device that a probe runs into.
         A request that nothing can serve is no error here: `chosen` is None.
         """
+        check_backend(backend)
         stronger = active_rules() if backend is None else (Rule(backend, ARGUMENT), *active_rules())
         policy = self.policy.under(stronger)
         if stronger not in self._names_checked:
             check_names(Policy(stronger), self._known)
+            if len(self._names_checked) >= CACHE_LIMIT:
+                self._names_checked.clear()
             self._names_checked.add(stronger)
         machine, device = self._machine, self._machine.device_of(request.device)
 
@@ -187,7 +199,7 @@ class Registry:
 
         def try_out(implementation: Implementation) -> tuple[Reason, ...]:
             assert device is not None
-            return machine.probe(implementation, device, request.kv_layout).reasons
+            return machine.try_request(implementation, device, request)
 
         return decide(
             request,
@@ -201,25 +213,26 @@ class Registry:
         )
 
     def select(self, request: Request, *, backend: str | None = None) -> tuple[Implementation, Decision]:
-        """The implementation that serves `request`, and the decision; remembered for equal requests.
+        """The implementation that serves `request`, and the decision; remembered for equal requests, refusals too.
 
         Raises: UnsupportedRequest with all reasons when nothing, or not the forced backend, can; as `decide` otherwise.
         """
+        check_backend(backend)
         key = (request, backend, active_rules())
         known = self._selected.get(key)
-        if known is not None:
-            return known
-        generation = self._generation
-        decision = self.decide(request, backend=backend)
-        if decision.chosen is None:
+        if known is None:
+            generation = self._generation
+            decision = self.decide(request, backend=backend)
+            known = next((i for i in self.implementations(request.primitive) if i.name == decision.chosen), None), decision
+            self._log_once(decision)
+            with self._lock:
+                if generation == self._generation:
+                    if len(self._selected) >= CACHE_LIMIT:
+                        self._selected.clear()
+                    self._selected[key] = known
+        chosen, decision = known
+        if chosen is None:
             raise UnsupportedRequest(decision)
-        chosen = next(i for i in self.implementations(request.primitive) if i.name == decision.chosen)
-        self._log_once(decision)
-        with self._lock:
-            if generation == self._generation:
-                if len(self._selected) >= CACHE_LIMIT:
-                    self._selected.clear()
-                self._selected[key] = chosen, decision
         return chosen, decision
 
     def bind(self, request: Request, *, backend: str | None = None) -> BoundPrimitive:
@@ -229,6 +242,7 @@ class Registry:
 
         Raises: as `select`, and whatever the implementation's own `bind` raises.
         """
+        check_backend(backend)
         key = (request, backend, active_rules())
         bound = self._bound.get(key)
         if bound is not None:
@@ -251,11 +265,12 @@ class Registry:
         """
         configuration = self._tuned.of(implementation.name, request)
         request = request.but(configuration=configuration)
-        if configuration is None:
-            return implementation.bind(request)
         try:
-            return implementation.bind(request)
+            with neutral_defaults():
+                return implementation.bind(request)
         except (KeyError, TypeError, ValueError) as error:
+            if configuration is None:
+                raise
             raise InvalidArgument(
                 "tuning table",
                 str(self._tuned.path),
@@ -273,12 +288,21 @@ class Registry:
         with self._lock:
             if key in self._logged:
                 return
+            if len(self._logged) >= CACHE_LIMIT:
+                self._logged.clear()
             self._logged.add(key)
         # A kernel for other devices is no loss, nor a slow choice on a CPU; a GPU's own kernel left out, or a wrong one, is.
         device = decision.request.device
         wrong = any(reason.subject == "probe" for v in fitting for reason in v.reasons)
         missed = wrong or (bool(fitting) and device.device_type != "cpu")
         logger.log(logging.WARNING if missed else logging.INFO, "%s", decision.text(all=False))
+
+
+def check_backend(backend: object, where: str = "registry") -> None:
+    """Raise InvalidArgument unless `backend` is a name or None; whether anything carries the name is checked elsewhere."""
+    if backend is not None and not isinstance(backend, str):
+        expected = "the name of a backend or of one of its variants, such as 'triton' or 'triton.portable', or None"
+        raise InvalidArgument(where, "backend", got=f"{backend!r} ({type(backend).__name__})", expected=expected)
 
 
 _registry: Registry | None = None
@@ -299,6 +323,8 @@ def get_registry() -> Registry:
     registry = _registry
     if registry is not None:
         return registry
+    if _building and running():  # in the thread of a plugin's import, while another one builds and waits for it
+        raise PluginError("the registry was asked for while it is being built: a plugin's hook may only register")
     with _registry_lock:
         if _registry is None:
             if _building:
@@ -312,7 +338,10 @@ def get_registry() -> Registry:
 
 
 def reset_registry() -> None:
-    """Drop the registry of this process; the next `get_registry()` builds another. For tests."""
+    """Drop the registry of this process, with all that it chose and bound; the next `get_registry()` builds another. For tests.
+
+    What callers keep (layers, bound callables) goes on to work.
+    """
     global _registry
     with _registry_lock:
         _registry = None

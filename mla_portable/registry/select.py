@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final
 
 from mla_portable.contracts import Decision, DeviceFacts, Implementation, Primitive, Reason, Request, Verdict
-from mla_portable.registry.machine import YARDSTICK
+from mla_portable.registry.machine import REFERENCE
 from mla_portable.registry.plugins import AUTO
 from mla_portable.registry.policy import Policy, Rule
 
@@ -109,7 +109,7 @@ def decide(
 
 def _reserve_reference(candidates: Sequence[_Candidate], device: DeviceFacts) -> None:
     """Give the reference a reason where it would serve an accelerator in the place of an implementation made for it."""
-    if device.device_type == "cpu" or not any(c.fits_device for c in candidates if c.implementation.name != YARDSTICK):
+    if device.device_type == "cpu" or not any(c.fits_device for c in candidates if c.implementation.name != REFERENCE):
         return
     reason = Reason(
         "device type",
@@ -118,7 +118,7 @@ def _reserve_reference(candidates: Sequence[_Candidate], device: DeviceFacts) ->
         'backend="reference" runs it slowly, in plain torch',
     )
     for candidate in candidates:
-        if candidate.implementation.name == YARDSTICK:
+        if candidate.implementation.name == REFERENCE:
             candidate.reasons += (reason,)
 
 
