@@ -46,6 +46,7 @@ from mla_portable.contracts.plugin import (
     ScheduleKind,
     Tunable,
     TunableRegistrar,
+    Variable,
     hookimpl,
 )
 from mla_portable.contracts.primitives import (
@@ -118,6 +119,7 @@ __all__ = [
     "TunableRegistrar",
     "UnknownBackend",
     "UnsupportedRequest",
+    "Variable",
     "Verdict",
     "attention_results",
     "hookimpl",

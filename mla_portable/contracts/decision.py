@@ -6,6 +6,7 @@ Text for a person shows the cause first, in about ten lines; `all=True` lists ev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -28,7 +29,8 @@ class Verdict:
     Attributes:
         implementation: its full name, "<backend>.<variant>".
         reasons: all reasons against it; empty means it can run.
-        cost: what candidates are ranked by, smaller is better. cost_source: "declared" or the record it was measured in.
+        cost: what candidates are ranked by, smaller is better; infinite where it is not known.
+        cost_source: "declared" or the record it was measured in.
         fits_device: no reason comes from the device alone.
     """
 
@@ -143,7 +145,7 @@ class Decision:
                 {
                     "implementation": v.implementation,
                     "can_run": v.can_run,
-                    "cost": v.cost,
+                    "cost": v.cost if math.isfinite(v.cost) else None,
                     "cost_source": v.cost_source,
                     "reasons": [
                         {"subject": r.subject, "given": r.given, "limit": r.limit, "remedy": r.remedy} for r in v.reasons

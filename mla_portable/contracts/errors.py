@@ -43,12 +43,20 @@ class InvalidArgument(MLAPortableError, ValueError):
 
     def __init__(self, where: str, argument: str, *, got: object, expected: str, remedy: str = "") -> None:
         self.where, self.argument, self.got, self.expected, self.remedy = where, argument, str(got), expected, remedy
-        message = f"{where}: {argument}: got {self.got}, expected {expected}."
-        super().__init__(f"{message} {remedy}" if remedy else message)
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        message = f"{self.where}: {self.argument}: got {self.got}, expected {self.expected}."
+        return f"{message} {self.remedy}" if self.remedy else message
 
 
 class UnknownBackend(InvalidArgument):
     """A backend name that no loaded plugin carries: a typo is an error, never "not offered"."""
+
+    def _message(self) -> str:
+        """The suggestion first: the known names are many."""
+        remedy = f" {self.remedy}" if self.remedy else ""
+        return f"{self.where}: {self.argument}: got {self.got}.{remedy} Expected {self.expected}."
 
 
 class UnsupportedRequest(MLAPortableError, RuntimeError):

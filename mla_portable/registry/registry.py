@@ -31,13 +31,14 @@ from mla_portable.contracts import (
     neutral_defaults,
 )
 from mla_portable.registry.costs import packaged_costs
-from mla_portable.registry.limits import plugin_timeout, running
+from mla_portable.registry.limits import DEFAULT_SECONDS, plugin_timeout, running
 from mla_portable.registry.machine import REFERENCE, Machine
 from mla_portable.registry.plugins import PluginReport, first_line, given_plugins, installed_plugins, load_plugins
-from mla_portable.registry.policy import ARGUMENT, Policy, Rule, active_rules, check_names, known_names
+from mla_portable.registry.policy import ARGUMENT, Policy, Rule, active_rules, check_names, disabled_plugins, known_names
 from mla_portable.registry.probe import ProbeReport
 from mla_portable.registry.select import CostTable, decide
 from mla_portable.registry.tuned import TunedConfigurations
+from mla_portable.registry.variables import check_variables, set_variables
 
 __all__ = ["Registry", "check_backend", "get_registry", "reset_registry"]
 
@@ -76,18 +77,24 @@ class Registry:
             costs: measured costs, which replace declared preferences; None where only these count.
         A broken plugin or policy does not raise here: `plugin_reports` tells of the one, every choice raises the other.
         """
-        loaded = load_plugins(installed_plugins() if plugins is None else given_plugins(plugins))
+        self._given_policy, self._environ = policy, environ
+        environ = os.environ if environ is None else environ
+        loaded = load_plugins(
+            installed_plugins() if plugins is None else given_plugins(plugins),
+            disabled=disabled_plugins(environ, policy),
+            seconds=_seconds(environ),
+        )
         order = {primitive: rank for rank, primitive in enumerate(Primitive)}
         self._implementations = tuple(sorted(loaded.implementations, key=lambda i: (order[i.primitive], i.preference, i.name)))
-        self._reports = loaded.reports
-        self._known = known_names((i.name for i in self._implementations), (r.name for r in self._reports if not r.ok))
+        self._reports, self._variables = loaded.reports, loaded.variables
+        self._unloaded = frozenset(r.name for r in self._reports if not r.loaded)
+        self._known = known_names((i.name for i in self._implementations), self._unloaded)
         self._machine = Machine(
             detectors=loaded.detectors,
             references=(i for i in self._implementations if i.name == REFERENCE),
             simulated=facts,
         )
         self._probing, self._costs = probe, costs
-        self._given_policy, self._environ = policy, environ
         self._policy, self._tuned = Policy(), TunedConfigurations(None, {})
         self._policy_error: InvalidArgument | None = None
         self._generation = 0
@@ -137,9 +144,11 @@ class Registry:
     def reload_policy(self) -> None:
         """Read environment, policy file and tuning table again. What is bound already and probes' results stay as they are.
 
+        A plugin that was disabled when the registry was built stays out: it takes a new process to import it.
         Raises: InvalidArgument or UnknownBackend; the old policy and table stay in force then.
         """
         environ = os.environ if self._environ is None else self._environ
+        check_variables(environ, self._variables, self._unloaded)
         policy = Policy.read(environ) if self._given_policy is None else self._given_policy
         check_names(policy, self._known)
         tuned = TunedConfigurations.read(environ)
@@ -150,6 +159,11 @@ class Registry:
             self._selected.clear()
             self._bound.clear()
             self.served.clear()
+
+    @property
+    def environment(self) -> tuple[tuple[str, str], ...]:
+        """(name, value) of this project's variables that are set, those that exist."""
+        return set_variables(os.environ if self._environ is None else self._environ, self._variables)
 
     def choice_token(self) -> object:
         """A cheap hashable value; while it stays equal, equal requests get equal choices. For caches in front of `bind`."""
@@ -296,6 +310,14 @@ class Registry:
         wrong = any(reason.subject == "probe" for v in fitting for reason in v.reasons)
         missed = wrong or (bool(fitting) and device.device_type != "cpu")
         logger.log(logging.WARNING if missed else logging.INFO, "%s", decision.text(all=False))
+
+
+def _seconds(environ: Mapping[str, str]) -> float:
+    """The time limit for loading plugins; a malformed one is reported at every choice, not here."""
+    try:
+        return plugin_timeout(environ)
+    except InvalidArgument:
+        return DEFAULT_SECONDS
 
 
 def check_backend(backend: object, where: str = "registry") -> None:
