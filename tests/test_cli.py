@@ -313,7 +313,7 @@ BROKEN = {
     "a variant beside a sound one": ([("spoiled", HalfSpoiled())], {"MLA_PORTABLE_BACKEND": "spoiled"}, "spoiled.worse"),
     "everything switched off": ([], {"MLA_PORTABLE_DISABLE": "reference"}, "MLA_PORTABLE_DISABLE"),
     "a name that nobody has": ([], {"MLA_PORTABLE_BACKEND": "referense"}, "Did you mean 'reference'"),
-    "a variable that means nothing": ([], {"MLA_PORTABLE_BACKEND_SPARSE_DEKODE": "reference"}, "names no primitive"),
+    "a variable that means nothing": ([], {"MLA_PORTABLE_BACKEND_SPARSE_DEKODE": "reference"}, "does not exist"),
     "a policy file that is not there": ([], {"MLA_PORTABLE_POLICY": "/nowhere/policy.toml"}, "policy.toml"),
 }
 
@@ -357,6 +357,27 @@ def test_doctor_shows_the_policy_and_where_it_comes_from(tmp_path):
     assert ["all", "auto", "MLA_PORTABLE_BACKEND"] in answer["rules"]
     assert any(rule[:2] == ["merge_states", "reference"] and str(policy) in rule[2] for rule in answer["rules"])
     assert "MLA_PORTABLE_BACKEND" in invoke("doctor", registry=registry).stdout
+
+
+def test_doctor_leaves_alone_what_is_disabled():
+    def never(device: object) -> object:
+        raise AssertionError("it was checked")
+
+    plugins = ("spoiled", Spoiled(check=never)), ("acme", "fake_plugins.raises_on_import")
+    environ = {"MLA_PORTABLE_DISABLE": "spoiled.torch,acme", "MLA_PORTABLE_ACME_PATH": "/x"}
+    registry = registry_with(*plugins, environ=environ)
+    answer = document("doctor", registry=registry)
+    of_it = [each for each in answer["examined"] if each["implementation"] == "spoiled.torch"]
+    assert of_it and all(each["reasons"][0]["subject"] == "disabled" and each["probe"] is None for each in of_it)
+    assert [each["disabled"] for each in answer["plugins"] if each["name"] == "acme"] == ["MLA_PORTABLE_DISABLE"]
+    assert not answer["problems"] and "disabled by MLA_PORTABLE_DISABLE" in invoke("doctor", registry=registry).stdout
+
+
+def test_doctor_does_not_list_a_variable_that_does_not_exist():
+    registry = registry_with(environ={"MLA_PORTABLE_BACKND": "reference", "MLA_PORTABLE_VLLM": "off"})
+    answer = document("doctor", registry=registry, code=1)
+    assert answer["environment"] == [["MLA_PORTABLE_VLLM", "off"]]
+    assert any("Did you mean 'MLA_PORTABLE_BACKEND'" in problem["what"] for problem in answer["problems"] if problem["fatal"])
 
 
 def test_doctor_in_a_process_of_its_own():
