@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from mla_portable.contracts import (
     primitives,
 )
 from mla_portable.reference import oracle
+from mla_portable.registry import Registry, get_registry, reset_registry
 
 B, S, H, K, BLOCKS, BLOCK = 3, 2, 4, 24, 5, 16
 SLOTS = BLOCKS * BLOCK
@@ -125,7 +128,64 @@ def test_the_cache_of_choices_is_bounded(tape, monkeypatch):
         assert len(dispatch.current_registry().served) <= 4
 
 
+def test_a_reset_lets_go_of_the_registry_and_of_what_it_served(monkeypatch):
+    monkeypatch.delenv("MLA_PORTABLE_BACKEND", raising=False)
+    reset_registry()
+    outs, lses = torch.zeros(2, 3, 4), torch.zeros(2, 3)
+    mla_portable.merge_states(outs, lses, backend="reference")
+    before = weakref.ref(get_registry())
+    assert before() is not None and before().served
+    reset_registry()
+    gc.collect()
+    assert before() is None
+    mla_portable.merge_states(outs, lses, backend="reference")
+    reset_registry()
+
+
+def test_a_serving_block_keeps_nothing():
+    registry = registry_of(Recorder())
+    with serving(registry):
+        mla_portable.merge_states(torch.zeros(2, 3, 4), torch.zeros(2, 3))
+    before = weakref.ref(registry)
+    del registry
+    gc.collect()
+    assert before() is None
+
+
+def test_a_call_under_graph_capture_is_another_kind(tape, monkeypatch):
+    """On a pretended GPU: what serves eagerly may be unable to serve in a graph."""
+    capturing = False
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(Registry, "facts", lambda self, device: H200)
+    outs, lses = torch.zeros(2, 3, 4), torch.zeros(2, 3)
+    for capturing in (False, True, False, True):  # noqa: B007 (read by the lambda above)
+        mla_portable.merge_states(outs, lses)
+    assert [request.graph for request in tape.bound] == [False, True]
+
+
+def test_calls_on_another_device_are_another_kind(tape, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    outs, lses = torch.zeros(2, 3, 4), torch.zeros(2, 3)
+    for index in (0, 1, 0):
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda self, index=index: index)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda index=index: index)
+        mla_portable.merge_states(outs, lses)
+    assert len(dispatch.current_registry().served) == 2
+
+
 # steering
+
+
+@pytest.mark.parametrize("backend", [["triton"], {"triton"}, 5, 1.5, b"triton"], ids=repr)
+def test_a_backend_that_is_no_name_is_refused(tape, backend):
+    with pytest.raises(InvalidArgument, match="sparse_decode: backend: got") as caught:
+        mla_portable.sparse_decode(**decode_arguments(), backend=backend)
+    assert caught.value.argument == "backend" and "the name of a backend" in str(caught.value)
+    with pytest.raises(InvalidArgument, match="backend: got"):
+        mla_portable.explain("merge_states", device="cpu", backend=backend)
+    assert tape.bound == []
 
 
 @pytest.fixture

@@ -641,6 +641,13 @@ def test_sink_and_spec_must_agree(sink):
         )
 
 
+@pytest.mark.parametrize("backend", [["reference"], 5, {"sparse_decode": 5}, {"sparse_decode": ["reference"]}], ids=repr)
+def test_a_backend_that_is_no_name_is_refused(backend: object):
+    spec = AttentionSpec(num_heads=2, softmax_scale=0.1, max_num_tokens=4, max_num_reqs=4, max_model_len=64, topk=16)
+    with pytest.raises(InvalidArgument, match="SparseMLAAttention: backend: got"):
+        SparseMLAAttention(spec, device="cpu", registry=REFERENCE, backend=backend)
+
+
 def test_backend_mapping_names_primitives():
     with pytest.raises(InvalidArgument, match="sparse_decod"):
         SparseMLAAttention(SPEC, device="cpu", registry=REFERENCE, backend={"sparse_decod": "reference"})

@@ -12,7 +12,27 @@ from typing import Any
 
 import pytest
 import torch
-from fake_plugins import make_plugin
+from faulty import (
+    BOTH,
+    CONVERT,
+    DECODE,
+    GATHER,
+    INDEXER,
+    MERGE,
+    PREFILL,
+    QUANTIZE,
+    RIGHT,
+    WRITE,
+    Kernel,
+    candidate,
+    change,
+    drop,
+    in_place,
+    probe,
+    registry,
+    symptoms,
+)
+from machines import CPU
 from torch import Tensor
 
 from mla_portable import reference
@@ -24,40 +44,12 @@ from mla_portable.contracts import (
     Primitive,
     Reason,
     Request,
-    Support,
     unpack_fp8,
 )
-from mla_portable.registry import ProbeReport, Registry
 from mla_portable.registry.faults import blame, is_fatal
 from mla_portable.registry.judge import results_of
-from mla_portable.registry.probe import require_no_capture
+from mla_portable.registry.probe import probe_implementation, require_no_capture
 from mla_portable.registry.tiny import SOFTMAX_SCALE, tiny_cases, tiny_layouts
-
-Kernel = Callable[..., Any]
-BOTH = ("bf16", "fp8_ds_mla")
-DECODE, PREFILL = Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL
-CONVERT, GATHER, WRITE = Primitive.CONVERT_INDICES, Primitive.GATHER_UPCONVERT, Primitive.CACHE_WRITE
-MERGE, QUANTIZE = Primitive.MERGE_STATES, Primitive.QUANTIZE_PER_TENSOR
-RIGHT: dict[Primitive, Kernel] = {primitive: getattr(reference, primitive.value) for primitive in Primitive}
-
-
-def candidate(primitive: Primitive, kernel: object, **limits: Any) -> Implementation:
-    support = Support(source="a test", device_types=("cpu",), **{"kv_layouts": BOTH, **limits})
-    return Implementation("faulty.v1", primitive, support, bind=lambda request: kernel)
-
-
-def registry(*implementations: Implementation, with_reference: bool = True) -> Registry:
-    plugins: list[tuple[str, object]] = [("reference", "mla_portable.reference")] if with_reference else []
-    return Registry(plugins=[*plugins, ("faulty", make_plugin(*implementations))], environ={})
-
-
-def probe(implementation: Implementation, **options: Any) -> ProbeReport:
-    return registry(implementation).probe(implementation, torch.device("cpu"), **options)
-
-
-def symptoms(report: ProbeReport) -> str:
-    return " | ".join(map(str, report.reasons))
-
 
 # What is right passes
 
@@ -111,34 +103,6 @@ def test_problems_are_the_same_every_time_and_leave_the_global_generator_alone(p
 
 
 # What is wrong is rejected
-
-
-def change(primitive: Primitive, before: Callable[[dict[str, Any]], Any] | None = None, after: Kernel | None = None) -> Kernel:
-    """The reference with its keyword arguments, or its result, changed."""
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            args = before({"args": args, "kwargs": kwargs}) or args
-        result = RIGHT[primitive](*args, **kwargs)
-        return after(result, *args, **kwargs) if after is not None else result
-
-    return kernel
-
-
-def drop(*names: str) -> Callable[[dict[str, Any]], None]:
-    def before(call: dict[str, Any]) -> None:
-        for name in names:
-            call["kwargs"].pop(name, None)
-
-    return before
-
-
-def in_place(results: tuple[Tensor, Tensor], out: Tensor | None = None, lse: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """New values in the tensors that were returned, so that only the values are wrong."""
-    for old, new in zip(results, (out, lse), strict=True):
-        if new is not None:
-            old.copy_(new)
-    return results
 
 
 def zero_is_absent(results: Any, q: Tensor, kv: Tensor, indices: Tensor, **kwargs: Any) -> Any:
@@ -495,6 +459,48 @@ def test_a_kernel_that_is_wrong_on_one_layout_serves_the_other():
     assert not report.ok and report.layout is None
 
 
+# Variants that a layer binds, and sinks without bounds
+
+
+@pytest.mark.parametrize("primitive", [DECODE, PREFILL])
+def test_the_call_that_a_layer_binds_is_tried(primitive: Primitive):
+    made = candidate(primitive, RIGHT[primitive])
+    case = next(case for case in tiny_cases(made, CPU, "bf16") if case.request.clean_indices)
+    assert (case.request.lengths, case.request.clean_lengths, case.request.lse) == (True, True, False)
+    call = case.make(torch.device("cpu"))
+    indices, lengths = call.args["indices"].reshape(4, -1), call.kwargs["lengths"].reshape(4)
+    slots = call.args["kv_cache" if primitive is DECODE else "kv"].flatten(0, -2).shape[0]
+    assert ((indices >= -1) & (indices < slots)).all()
+    assert [int(n) for n in lengths] == [64, 60, 0, 1] and (indices >= 0).sum(1).tolist() == lengths.tolist()
+    assert all((row[: int(n)] >= 0).all() for row, n in zip(indices, lengths, strict=True)), "compacted"
+    assert {"out", "lse_out"} <= set(call.kwargs)
+
+
+def test_a_kernel_that_is_wrong_with_promises_only_is_rejected():
+    def bind(request: Request) -> Kernel:
+        return (
+            change(DECODE, before=drop("lengths"), after=lambda r, *a, **k: in_place(r, out=r[0] * 2))
+            if (request.clean_indices)
+            else RIGHT[DECODE]
+        )
+
+    report = probe(Implementation("faulty.v1", DECODE, candidate(DECODE, max).support, bind=bind))
+    assert "out is off by" in symptoms(report) and "case promises" in symptoms(report)
+
+
+@pytest.mark.parametrize("layout", BOTH)
+def test_infinite_sinks_that_leak_nan_are_rejected(layout: str):
+    def after(results: tuple[Tensor, Tensor], *args: Any, attn_sink: Tensor | None = None, **kwargs: Any) -> Any:
+        if attn_sink is None:
+            return results
+        out, lse = results  # exp(lse) / (exp(lse) + exp(sink)) as it stands: inf / inf, 0 / 0
+        weight = torch.where(torch.isinf(attn_sink), lse.exp() / (lse.exp() + attn_sink.exp()) * 0 + attn_sink * 0, 0.0)
+        return in_place(results, out=(out.float() + weight[..., None]).bfloat16())
+
+    report = probe(candidate(DECODE, change(DECODE, after=after)), layout=layout)
+    assert "out holds NaN" in symptoms(report) and "case infinite sinks" in symptoms(report)
+
+
 # What must not be swallowed
 
 
@@ -593,10 +599,13 @@ def test_a_blamed_error_keeps_its_type_and_names_its_origin(error: Exception):
 
 def test_no_probe_under_graph_capture(monkeypatch: pytest.MonkeyPatch):
     made = candidate(DECODE, max)
+    cases = tiny_cases(made, CPU, "bf16")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     require_no_capture(made, torch.device("cpu"))
     with pytest.raises(InvalidArgument, match="Bind, or call once, before capturing"):
         require_no_capture(made, torch.device("cuda:0"))
+    with pytest.raises(InvalidArgument, match="Bind, or call once, before capturing"):
+        probe_implementation(made, torch.device("cuda:0"), "bf16", (), cases, lambda request: None, 10.0)
 
 
 # The tiny problems themselves
@@ -633,8 +642,6 @@ def test_results_wait_on_the_cpu_by_name():
 
 
 # The indexer's scores
-
-INDEXER = Primitive.INDEXER_LOGITS
 
 
 def scores(fault: str) -> Kernel:

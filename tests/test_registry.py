@@ -8,10 +8,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import torch
 from fake_plugins import ANYWHERE, implementation, make_plugin
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +30,7 @@ from mla_portable.contracts import (
     UnsupportedRequest,
 )
 from mla_portable.registry import Policy, Registry, get_registry, reset_registry, use
+from mla_portable.registry.limits import limited
 from mla_portable.registry.policy import Rule
 from mla_portable.registry.select import decide
 
@@ -343,6 +345,70 @@ def test_many_different_requests_do_not_pile_up(monkeypatch: pytest.MonkeyPatch)
     assert len(vendor.bound) == 50
 
 
+def test_a_refusal_is_remembered_and_raised_every_time(monkeypatch: pytest.MonkeyPatch):
+    reg = registry(Vendor("fast", 1, WIDE))
+    request = merge(reg, topk=100)
+    refusals: list[UnsupportedRequest] = []
+    for _ in range(2):
+        with pytest.raises(UnsupportedRequest) as refusal:
+            reg.bind(request)
+        refusals.append(refusal.value)
+        monkeypatch.setattr(Registry, "decide", None)  # not asked a second time
+    first, second = refusals
+    assert first is not second and first.decision is second.decision
+    monkeypatch.undo()
+    reg.reload_policy()
+    with pytest.raises(UnsupportedRequest) as refusal:
+        reg.bind(request)
+    assert refusal.value.decision is not first.decision
+
+
+def test_what_was_checked_and_logged_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mla_portable.registry.registry.CACHE_LIMIT", 4)
+    reg = registry(Vendor("fast", 1, WIDE), *(Vendor(f"b{i}", 9) for i in range(8)))
+    for i in range(8):
+        reg.decide(merge(reg), backend=f"b{i}")
+        with use(f"b{i}"):
+            reg.decide(merge(reg))
+        decision = reg.decide(merge(reg, topk=100))
+        passed = replace(decision.verdicts[-1], reasons=(Reason("topk", "100", f"limit {i}"),))
+        reg._log_once(replace(decision, verdicts=(*decision.verdicts[:-1], passed)))
+    assert 0 < len(reg._names_checked) <= 4 and 0 < len(reg._logged) <= 4
+
+
+def test_what_was_bound_while_the_policy_changed_is_not_kept():
+    """Another thread reloads the policy while `bind` compiles: the callable serves this call, the next one asks again."""
+    environ: dict[str, str] = {}
+    vendor, other = Vendor("fast", 1), Vendor("other", 9)
+    reg = registry(vendor, other, environ=environ, probe=False)
+    bind = vendor.bind
+
+    def slow_bind(request: Request) -> Callable[..., Any]:
+        environ["MLA_PORTABLE_BACKEND"] = "other"
+        reg.reload_policy()
+        return bind(request)
+
+    made = next(i for i in reg.implementations() if i.backend == "fast")
+    object.__setattr__(made, "bind", slow_bind)
+    reg.bind(merge(reg))
+    assert (len(vendor.bound), len(other.bound)) == (1, 0)
+    reg.bind(merge(reg))
+    assert (len(vendor.bound), len(other.bound)) == (1, 1)
+
+
+def test_bind_runs_under_torchs_own_defaults():
+    seen: list[object] = []
+
+    def bind(request: Request) -> Callable[..., Any]:
+        seen.append((torch.empty(0).dtype, torch.empty(0).device.type, torch.is_inference_mode_enabled()))
+        return max
+
+    reg = Registry(plugins=[("fast", make_plugin(implementation("fast.v1", bind=bind)))], environ={}, probe=False)
+    with torch.device("meta"), torch.inference_mode():
+        reg.bind(merge(reg))
+    assert seen == [(torch.float32, "cpu", False)]
+
+
 # What is logged
 
 
@@ -432,6 +498,29 @@ def test_a_plugin_that_asks_for_the_registry_while_it_is_built_is_reported(
     nosy, plain = get_registry().plugin_reports
     assert nosy.error.startswith(PluginError.__name__) and "while it is being built" in nosy.error
     assert plain.ok
+
+
+def test_a_plugin_that_asks_for_the_registry_from_another_thread_is_refused_and_does_not_wait(
+    own_process_registry: None, monkeypatch: pytest.MonkeyPatch
+):
+    from mla_portable.contracts import hookimpl
+    from mla_portable.registry import plugins as loading
+
+    module = make_plugin()
+    vars(module)["mla_portable_register"] = hookimpl(lambda registrar: limited("import of nosy", 20, get_registry))
+    sources = loading.given_plugins([("nosy", module), Vendor("plain").plugin()])
+    monkeypatch.setattr("mla_portable.registry.registry.installed_plugins", lambda: sources)
+    nosy, plain = get_registry().plugin_reports
+    assert "while it is being built" in nosy.error and plain.ok
+
+
+def test_the_second_of_two_equal_gpus_does_not_take_the_place_of_the_first(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mla_portable.registry.machine.resolve_device", torch.device)
+    monkeypatch.setattr("mla_portable.registry.sandbox.torch.cuda.current_stream", lambda device: None)
+    plugin = make_plugin(implementation("fast.v1"), detectors=(lambda device: H200,))
+    machine = Registry(plugins=[("fast", plugin)], environ={})._machine
+    assert machine.facts("cuda:0") is machine.facts("cuda:1") is H200
+    assert machine.device_of(H200) == torch.device("cuda:0")
 
 
 def test_one_thread_probes_and_the_others_wait():

@@ -4,25 +4,32 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Final
 
 import torch
 
 __all__ = ["neutral_defaults"]
 
+_AUTOCAST: Final = ("cpu", "cuda")
+
 
 @contextmanager
 def neutral_defaults() -> Generator[None, None, None]:
-    """Restore torch's own default device (CPU) and dtype (float32), and leave inference mode, inside a `with` block.
+    """Restore torch's own default device (CPU) and dtype (float32), and leave inference mode and autocast, in a `with` block.
 
-    Engines and test suites set `torch.set_default_device`, `torch.set_default_dtype` or inference mode around whatever they
-    call. Probes, checks, `bind` and every allocation that outlives a step run inside this block. The default dtype is one value
-    for the whole process, so other threads see float32 for as long as the block lasts.
+    Engines and test suites set `torch.set_default_device`, `torch.set_default_dtype`, inference mode or autocast around what
+    they call. Probes, checks, `bind` and every allocation that outlives a step run inside this block. The default dtype is one
+    value for the whole process, so other threads see float32 for as long as the block lasts; the rest belongs to the thread.
+    `torch.use_deterministic_algorithms` stays as it is: an implementation that it forbids could not serve either.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.device("cpu"), torch.inference_mode(False):
+        with torch.device("cpu"), torch.inference_mode(False), ExitStack() as stack:
+            for device_type in _AUTOCAST:
+                if torch.is_autocast_enabled(device_type):
+                    stack.enter_context(torch.autocast(device_type, enabled=False))
             yield
     finally:
         torch.set_default_dtype(before)

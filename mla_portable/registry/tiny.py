@@ -102,7 +102,7 @@ def request_case(implementation: Implementation, request: Request) -> TinyCase:
             smaller = asked.but(**{name: least})
             if not any(implementation.support.shape_reasons(smaller)):
                 asked = smaller
-    rows = max(2, asked.query_len or 1)
+    rows = max(2, asked.query_len or 1) if "query_len" in family.sizes else 2
     asked = asked.but(rows=asked.rows or rows)
     sizes = " ".join(f"{name}={getattr(asked, name)}" for name in family.sizes if getattr(asked, name) is not None)
     case = " ".join(filter(None, ("request", sizes)))

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a choice probes: one problem of the request's own sizes, within a time limit, and what that must not be blamed for."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fake_plugins import make_plugin
+from faulty import (
+    BOTH,
+    CONVERT,
+    DECODE,
+    GATHER,
+    INDEXER,
+    MERGE,
+    PREFILL,
+    RIGHT,
+    WRITE,
+    Kernel,
+    candidate,
+    change,
+    in_place,
+    probe,
+    registry,
+    symptoms,
+)
+from machines import CPU, H200
+from torch import Tensor
+
+from mla_portable.contracts import Implementation, InvalidArgument, Primitive, Request, UnsupportedRequest
+from mla_portable.registry import Registry, tiny_attention
+from mla_portable.registry import probe as probing
+from mla_portable.registry.machine import Machine
+from mla_portable.registry.tiny import request_case
+
+# A choice computes one problem of the request's own sizes
+
+LARGE = {"kv_layout": "bf16", "num_heads": 16, "topk": 2048, "block_size": 64, "query_len": 1, "lse": True}
+
+
+def chosen(implementation: Implementation, **fields: Any) -> tuple[str | None, str]:
+    """Which implementation an automatic choice takes, and the reasons against the first."""
+    reg = registry(implementation)
+    decision = reg.decide(Request(implementation.primitive, reg.facts("cpu"), **{**LARGE, **fields}))
+    against = next(v.reasons for v in decision.verdicts if v.implementation == implementation.name)
+    return decision.chosen, " | ".join(map(str, against))
+
+
+def wrong_beyond(heads: int, topk: int) -> Kernel:
+    def after(results: Any, q: Tensor, kv: Tensor, indices: Tensor, **kwargs: Any) -> Any:
+        results[0][..., heads:, :] = 0
+        return in_place(results, out=results[0] * 1.5) if indices.shape[-1] > topk else results
+
+    return change(DECODE, after=after)
+
+
+def returns_the_same_memory() -> Kernel:
+    kept: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+
+    def after(results: Any, q: Tensor, *args: Any, out: Tensor | None = None, **kwargs: Any) -> Any:
+        return results if out is not None else in_place(kept.setdefault(tuple(q.shape), results), *results)
+
+    return change(DECODE, after=after)
+
+
+def changes_an_input_later() -> Kernel:
+    calls: list[int] = []
+
+    def after(results: Any, q: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 1:
+            q.zero_()
+        return results
+
+    return change(DECODE, after=after)
+
+
+def ignores_out_when_large(*args: Any, **kwargs: Any) -> Any:
+    if args[2].shape[-1] > 64:
+        kwargs.update(out=None, lse_out=None)
+    return RIGHT[DECODE](*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "symptom"),
+    [
+        (wrong_beyond(heads=2, topk=10**6), "out is off by"),
+        (wrong_beyond(heads=10**6, topk=64), "out is off by"),
+        (ignores_out_when_large, "another tensor than the `out`"),
+        (returns_the_same_memory(), "returned out in the memory of an earlier call's results"),
+        (changes_an_input_later(), "it changed its input q"),
+        (change(DECODE, after=lambda r, *a, **k: (r[0], None) if a[2].shape[-1] > 64 else r), "returned NoneType as lse"),
+    ],
+    ids=["heads", "topk", "ignores out", "same memory", "input", "no lse"],
+)
+def test_what_is_wrong_at_the_requests_own_sizes_does_not_serve(kernel: Kernel, symptom: str):
+    name, against = chosen(candidate(DECODE, kernel))
+    assert name == "reference.torch" and symptom in against
+
+
+def test_what_is_right_at_the_requests_own_sizes_serves():
+    assert chosen(candidate(DECODE, RIGHT[DECODE])) == ("faulty.v1", "")
+    assert chosen(candidate(DECODE, wrong_beyond(heads=2, topk=64)), num_heads=2, topk=64) == ("faulty.v1", "")
+
+
+def test_a_forced_choice_that_is_wrong_at_the_requests_sizes_fails_with_the_reason():
+    reg = registry(candidate(DECODE, wrong_beyond(heads=2, topk=64)))
+    with pytest.raises(UnsupportedRequest, match="out is off by"):
+        reg.bind(Request(DECODE, reg.facts("cpu"), **LARGE), backend="faulty")
+
+
+def test_memory_of_its_own_is_asked_of_primitives_without_outputs_too():
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def after(results: Any, *args: Any) -> Any:
+        return in_place(kept.setdefault(results[0].numel(), results), *results)
+
+    assert "in the memory of an earlier call" in symptoms(probe(candidate(MERGE, change(MERGE, after=after))))
+    assert "in the memory of an earlier call" in chosen(candidate(MERGE, change(MERGE, after=after)))[1]
+
+
+@pytest.mark.parametrize("primitive", Primitive)
+def test_the_problem_has_the_sizes_and_features_of_the_request(primitive: Primitive):
+    made = candidate(primitive, RIGHT[primitive])
+    features = {"attn_sink": True, "lengths": True, "compact": True, "prefill_workspace": True, "scale_format": "pow2"}
+    request = Request(primitive, H200, **{**LARGE, "kv_layout": "fp8_ds_mla", "num_heads": 128, "query_len": 3}, **features)
+    case = request_case(made, request)
+    assert case.request == request.but(rows=case.request.rows) and case.repeat
+    call = case.make(torch.device("cpu"))
+    shapes = {name: tuple(value.shape) for name, value in {**call.args, **call.kwargs}.items() if isinstance(value, Tensor)}
+    if primitive is DECODE:
+        assert shapes["q"] == (1, 3, 128, 576) and shapes["indices"] == (1, 3, 2048) and shapes["kv_cache"][1:] == (64, 656)
+        assert shapes["lengths"] == (1, 3) and torch.isinf(call.kwargs["attn_sink"]).sum() == 2
+    elif primitive is PREFILL:
+        assert shapes["q"] == (2, 128, 576) and shapes["indices"] == (2, 2048) and shapes["kv"][1:] == (64, 656)
+    elif primitive is CONVERT:
+        assert shapes["topk_indices"] == (3, 2048) and call.kwargs["compact"] and "prefill_request_ids" in shapes
+    elif primitive in (GATHER, WRITE):
+        assert shapes["kv_cache"][1:] == (64, 656)
+    elif primitive is INDEXER:
+        assert shapes["q"][1] == 128 and shapes["index_cache"][1] == 64
+
+
+def test_sizes_beyond_the_limits_are_cut_where_the_support_allows_it():
+    request = Request(DECODE, CPU, **{**LARGE, "num_heads": 128, "block_size": 4096})
+    cut = request_case(candidate(DECODE, max), request).request
+    assert (cut.num_heads, cut.topk, cut.block_size) == (8, 128, 1024)
+    exact = request_case(candidate(DECODE, max, num_heads=(128,), topk_multiple=384, block_sizes=(4096,)), request).request
+    assert (exact.num_heads, exact.topk, exact.block_size) == (128, 384, 4096)
+    assert request_case(candidate(DECODE, max), request.but(device=H200)).request.topk == 2048
+
+
+def test_requests_that_differ_in_rows_and_graph_alone_share_a_probe(monkeypatch: pytest.MonkeyPatch):
+    bound: list[Request] = []
+    made = candidate(DECODE, RIGHT[DECODE])
+    spy = Implementation("faulty.v1", DECODE, made.support, bind=lambda request: bound.append(request) or RIGHT[DECODE])
+    reg = registry(spy)
+    cpu = replace(reg.facts("cpu"), graph_capture=True)
+    request = Request(DECODE, cpu, **LARGE)
+    machine = reg._machine
+    assert machine.try_request(spy, torch.device("cpu"), request) == () and len(bound) == 1
+    monkeypatch.setattr(probing, "require_no_capture", refuse)
+    captured = request.but(rows=4096, graph=True)
+    assert machine.try_request(spy, torch.device("cpu"), captured) == () and len(bound) == 1
+    for changed in ({"topk": 64}, {"num_heads": 8}, {"attn_sink": True}, {"clean_indices": True}, {"lse": False}):
+        with pytest.raises(InvalidArgument, match="under CUDA graph capture"):
+            machine.try_request(spy, torch.device("cpu"), request.but(**changed))
+    assert len(bound) == 1
+
+
+def refuse(implementation: Implementation, device: torch.device) -> None:
+    raise InvalidArgument("probe", implementation.name, got="a stream under CUDA graph capture", expected="an ordinary stream")
+
+
+def test_results_for_requests_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mla_portable.registry.machine.REQUEST_LIMIT", 3)
+    made = candidate(MERGE, RIGHT[MERGE])
+    reg = registry(made)
+    for heads in range(1, 7):
+        reg._machine.try_request(made, torch.device("cpu"), Request(MERGE, reg.facts("cpu"), num_heads=heads))
+    assert len(reg._machine._requests) == 3
+
+
+def test_a_result_belongs_to_its_device():
+    """Two devices of different facts, both played by the CPU."""
+    seen: list[str] = []
+    made = candidate(MERGE, RIGHT[MERGE])
+    spy = Implementation(
+        "faulty.v1", MERGE, made.support, bind=lambda request: seen.append(request.device.name) or RIGHT[MERGE]
+    )
+    reg = registry(spy)
+    here, machine = reg.facts("cpu"), reg._machine
+    for name in ("one", "two", "one"):
+        machine.try_request(spy, torch.device("cpu"), Request(MERGE, replace(here, name=name)))
+    assert seen == ["one", "two"]
+    for name in ("one", "two", "one"):
+        machine._facts["cpu"] = replace(here, name=name)
+        machine._devices.setdefault(machine._facts["cpu"], torch.device("cpu"))
+        machine.probe(spy, torch.device("cpu"))
+    assert seen == ["one", "two"] * 2
+
+
+# What is the registry's own is never a reason
+
+
+@pytest.mark.parametrize("place", ["make", "read_back", "reference"])
+def test_an_error_of_the_registrys_own_is_raised(place: str, monkeypatch: pytest.MonkeyPatch):
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no such operation in this build of torch")
+
+    if place == "make":
+        monkeypatch.setattr(tiny_attention, "cache_rows", fail)
+    elif place == "read_back":
+        monkeypatch.setattr(probing, "read_back", fail)
+    else:
+        monkeypatch.setattr(Machine, "_bind_reference", lambda self, request: fail)
+    made = candidate(DECODE, RIGHT[DECODE])
+    with pytest.raises(RuntimeError, match=r"^no such operation in this build of torch$"):
+        probe(made)
+    with pytest.raises(RuntimeError, match=r"^no such operation in this build of torch$"):
+        chosen(made)
+
+
+def test_a_result_on_another_device_is_a_reason():
+    report = probe(candidate(GATHER, lambda kv, *a, out: out.to("meta")))
+    assert "returned out on meta, expected cpu" in symptoms(report)
+
+
+# Time limits
+
+
+@pytest.mark.parametrize("stage", ["check", "bind", "compute"])
+def test_what_does_not_finish_is_given_up_with_a_reason(stage: str, caplog: pytest.LogCaptureFixture):
+    release, calls = threading.Event(), list[str]()
+
+    def wait(name: str) -> None:
+        calls.append(name)
+        if name == stage:
+            release.wait(60)
+
+    def bind(request: Request) -> Kernel:
+        wait("bind")
+        return lambda *args, **kwargs: wait("compute") or RIGHT[DECODE](*args, **kwargs)
+
+    made = Implementation(
+        "slow.v1", DECODE, candidate(DECODE, max).support, bind=bind, check=lambda facts: wait("check") or (), preference=1
+    )
+    plugins = [("reference", "mla_portable.reference"), ("slow", make_plugin(made))]
+    reg = Registry(plugins=plugins, environ={"MLA_PORTABLE_PLUGIN_TIMEOUT": "0.05"})
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        decision = reg.decide(Request(DECODE, reg.facts("cpu"), **LARGE))
+        assert torch.get_default_dtype() is torch.float64, "though the thread that was left behind goes on"
+        assert decision.chosen == "reference.torch"
+        (reason,) = next(v.reasons for v in decision.verdicts if v.implementation == "slow.v1")
+        assert reason.given == f"{stage} did not finish within 0.05 s" and "MLA_PORTABLE_PLUGIN_TIMEOUT" in reason.remedy
+        count = len(calls)
+        reg.decide(Request(DECODE, reg.facts("cpu"), **LARGE))
+        assert len(calls) == count, "remembered"
+        assert not reg.probe(made, "cpu").ok, "and doctor waits once, not once for each problem"
+        assert len(calls) <= count + 2 * len(BOTH)
+    finally:
+        release.set()
+        torch.set_default_dtype(before)
+
+
+def test_a_detector_that_does_not_finish_is_passed_over():
+    release = threading.Event()
+    plugin = make_plugin(candidate(DECODE, RIGHT[DECODE]), detectors=(lambda device: release.wait(60) and None,))
+    reg = Registry(plugins=[("slow", plugin)], environ={"MLA_PORTABLE_PLUGIN_TIMEOUT": "0.05"})
+    try:
+        assert reg.facts("cpu").vendor == "cpu"
+        (report,) = reg.plugin_reports
+        assert "detector of slow on cpu did not finish within 0.05 s" in report.error
+    finally:
+        release.set()
+
+
+def test_a_time_limit_that_is_no_number_is_an_error_of_every_choice():
+    reg = Registry(plugins=[("reference", "mla_portable.reference")], environ={"MLA_PORTABLE_PLUGIN_TIMEOUT": "soon"})
+    with pytest.raises(InvalidArgument, match="MLA_PORTABLE_PLUGIN_TIMEOUT"):
+        reg.decide(Request(MERGE, reg.facts("cpu")))
+
+
+def test_a_plugin_that_calls_the_registry_from_its_kernel_is_refused_at_once():
+    made: list[Registry] = []
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        request = Request(DECODE, made[0].facts("cpu"), **LARGE)
+        return made[0].bind(request)(*args, **kwargs)
+
+    made.append(registry(candidate(DECODE, kernel)))
+    decision = made[0].decide(Request(DECODE, made[0].facts("cpu"), **LARGE))
+    assert decision.chosen == "reference.torch"
+    (reason,) = decision.verdicts[-1].reasons
+    assert "the plugin called the registry" in reason.given
