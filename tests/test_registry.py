@@ -458,6 +458,17 @@ def test_what_is_logged_is_the_cause_and_a_count(caplog: pytest.LogCaptureFixtur
     assert "45 implementations for other devices" in lines[2] and "other1" not in text and len(lines) <= 10
 
 
+def test_plain_torch_on_an_accelerator_is_a_warning_with_the_plugins_that_are_broken(caplog: pytest.LogCaptureFixture):
+    plugins = [("reference", "mla_portable.reference"), ("kernels", "fake_plugins.raises_on_import")]
+    reg = Registry(plugins=plugins, facts={"cuda": H200}, environ={})
+    for _ in range(2):
+        assert reg.select(Request(Primitive.MERGE_STATES, H200))[0].name == "reference.torch"
+    ((level, text),) = log_lines(caplog)
+    assert level == "WARNING" and "kernels: plugin did not load: ImportError" in text
+    reg.select(Request(Primitive.QUANTIZE_PER_TENSOR, H200), backend="reference")
+    assert len(log_lines(caplog)) == 1, "it was asked for"
+
+
 # Processes, threads, forks
 
 

@@ -111,8 +111,9 @@ class Decision:
 
     def _brief(self) -> list[str]:
         """The causes, how many candidates are left out, the request."""
-        lines = [f"{name}: plugin {why}" for name, why in self.plugin_failures] + grouped(self.causes)
-        others = [v for v in self.verdicts if v not in self.causes and v.implementation != self.chosen]
+        causes = self.causes
+        lines = [f"{name}: plugin {why}" for name, why in self.plugin_failures] + grouped(causes)
+        others = [v for v in self.verdicts if v not in causes and v.implementation != self.chosen]
         elsewhere = sum(not v.fits_device for v in others)
         counts = {"implementations for other devices": elsewhere, "other implementations": len(others) - elsewhere}
         left_out = ", ".join(f"{n} {what if n > 1 else what.replace('ns', 'n', 1)}" for what, n in counts.items() if n)

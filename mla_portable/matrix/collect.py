@@ -14,6 +14,7 @@ from mla_portable.contracts import Implementation, Support
 from mla_portable.matrix.claims import Claim, Declarations, Objection
 from mla_portable.matrix.profiles import Profile
 from mla_portable.registry import PluginReport, Registry
+from mla_portable.registry.plugins import CORE_DISTRIBUTION, CORE_MODULE
 
 __all__ = ["COMPILER", "collect_declarations", "suite_cases", "support_data"]
 
@@ -21,7 +22,6 @@ COMPILER: Final = "compile_all"
 """A plugin whose kernels compile ahead of time has a module of this name: `TARGETS` lists its architectures, and
 `python -m <plugin>.compile_all --json [--quick] [ARCH ...]` compiles for them. Where some of its implementations bring
 kernels of others that it cannot compile, `IMPLEMENTATIONS` names the rest."""
-_CORE: Final = "mla-portable"
 _NOT_DATA: Final = ("workspace_bytes", "source")
 """Fields of Support that claim nothing about what can run."""
 
@@ -74,7 +74,7 @@ def _claim(
         distribution=report.distribution,
         version=report.version,
         preference=implementation.preference,
-        core=report.distribution == _CORE,
+        core=(report.distribution, report.module) == (CORE_DISTRIBUTION, CORE_MODULE),
         sources=tuple(sorted(implementation.sources)),
         targets=targets,
         support=support_data(implementation.support),

@@ -39,6 +39,8 @@ from mla_portable.registry.variables import CORE_VARIABLES, prefix_of
 
 __all__ = [
     "AUTO",
+    "CORE_DISTRIBUTION",
+    "CORE_MODULE",
     "Loaded",
     "PluginReport",
     "PluginSource",

@@ -294,8 +294,10 @@ class Registry:
             ) from error
 
     def _log_once(self, decision: Decision) -> None:
-        """Tell, once per primitive and kind of reason, that a cheaper candidate was passed over."""
-        if not decision.was_fallback:
+        """Log, once per primitive and kind of reason, that a cheaper candidate was passed over or plain torch serves a GPU."""
+        device = decision.request.device
+        slow = decision.chosen == REFERENCE and decision.forced is None and device.device_type != "cpu"
+        if not (decision.was_fallback or slow):
             return
         fitting = decision.causes
         key = (decision.request.primitive, tuple((v.implementation, r.subject, r.limit) for v in fitting for r in v.reasons))
@@ -306,9 +308,8 @@ class Registry:
                 self._logged.clear()
             self._logged.add(key)
         # A kernel for other devices is no loss, nor a slow choice on a CPU; a GPU's own kernel left out, or a wrong one, is.
-        device = decision.request.device
         wrong = any(reason.subject == "probe" for v in fitting for reason in v.reasons)
-        missed = wrong or (bool(fitting) and device.device_type != "cpu")
+        missed = wrong or slow or (bool(fitting) and device.device_type != "cpu")
         logger.log(logging.WARNING if missed else logging.INFO, "%s", decision.text(all=False))
 
 
