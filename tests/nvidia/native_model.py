@@ -94,7 +94,7 @@ class Model:
         self.asked.append(size)
         return 132 * self.build.blocks_per_sm // size
 
-    def prepare(self, grid: tuple[int, int], cluster: int, device: int | None, *fixed: Any) -> Callable[..., None]:
+    def prepare(self, grid: tuple[int, int], cluster: int, *fixed: Any) -> Callable[..., None]:
         self.prepared += 1
         return lambda *changing: self.run(grid, cluster, *changing, *fixed)
 

@@ -131,7 +131,6 @@ def prepare(kernel: Kernel, build: Build, of: Tensors, *, num_splits: int, split
     return kernel.prepare(
         (batch * query_len * head_tiles, num_splits),
         num_splits,
-        of.q.device.index,
         of.indices.shape[2],
         split_len,
         min(num_blocks * block_size, 2**31 - 1),  # no index can name a slot past it
