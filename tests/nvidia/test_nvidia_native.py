@@ -42,7 +42,7 @@ def models(monkeypatch):
     found: dict = {}
     monkeypatch.setattr(Module, "models", found, raising=False)
     monkeypatch.setattr(sparse_decode, "Module", Module)
-    monkeypatch.setattr(sparse_decode, "compile_build", lambda build, arch: {"sm_90a": build}[arch])
+    monkeypatch.setattr(sparse_decode, "compile_build", lambda build, arch, compiler: {"sm_90a": build}[arch])
     monkeypatch.setattr(bind, "device_with", lambda facts: torch.device("cuda", 0))
     sparse_decode.load.cache_clear()
     yield found

@@ -42,7 +42,7 @@ ARCHS: Final = {"sm90": "sm_90a"}
 _MANY: Final = 128
 _LAUNCHES: Final = 1024
 _LOG2_E: Final = 1.4426950408889634
-_MODULES: Final = ("bind", "choice", "driver", "nvrtc", "sparse_decode")
+_MODULES: Final = ("bind", "choice", "driver", "images", "nvrtc", "sparse_decode")
 
 
 class _Device:

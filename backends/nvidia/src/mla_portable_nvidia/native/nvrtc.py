@@ -13,9 +13,11 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["CompilationFailed", "NvrtcNotFound", "compile_cubin", "nvrtc_version"]
+import torch
 
-_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
+__all__ = ["CompilationFailed", "NvrtcNotFound", "compile_cubin", "nvrtc_identity", "nvrtc_version"]
+
+_MAJORS = ("13", "12")
 
 
 class NvrtcNotFound(RuntimeError):
@@ -27,14 +29,19 @@ class CompilationFailed(RuntimeError):
 
 
 def _places() -> Iterator[str]:
-    """Where the library may lie: the wheels that torch depends on, then the loader's own search."""
-    for folder in sys.path:
-        for parent in ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"):
-            for name in _NAMES:
+    """Where the library may be, torch's own CUDA version first: a driver loads no image of a newer major version than its own.
+
+    For each version the wheels that torch depends on, then the loader's own search.
+    """
+    own = (torch.version.cuda or "").split(".")[0]
+    majors = sorted(_MAJORS if own in ("", *_MAJORS) else (own, *_MAJORS), key=lambda major: major != own)  # else their order
+    for name in (*(f"libnvrtc.so.{major}" for major in majors), "libnvrtc.so"):
+        for folder in sys.path:
+            for parent in (*(f"nvidia/cu{major}/lib" for major in majors), "nvidia/cuda_nvrtc/lib"):
                 path = Path(folder) / parent / name
                 if path.exists():
                     yield str(path)
-    yield from _NAMES
+        yield name
 
 
 def _load(place: str) -> ctypes.CDLL:
@@ -47,6 +54,7 @@ def _load(place: str) -> ctypes.CDLL:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
+    """The first library that loads; its name is the place that it was found at."""
     tried: list[str] = []
     for place in _places():
         try:
@@ -61,6 +69,13 @@ def nvrtc_version() -> tuple[int, int]:
     major, minor = ctypes.c_int(), ctypes.c_int()
     _library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return major.value, minor.value
+
+
+def nvrtc_identity() -> str:
+    """What tells this NVRTC from others, its patch releases among them, which have one version. Raises: NvrtcNotFound."""
+    place = Path(_library()._name)
+    size = place.stat().st_size if place.is_absolute() else 0
+    return f"{nvrtc_version()} {place.name} {size}"
 
 
 def _text(program: ctypes.c_void_p, what: str) -> bytes:
