@@ -108,6 +108,17 @@ __device__ __forceinline__ u32 mul_bf162(u32 a, u32 b) {
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
+__device__ __forceinline__ u32 add_bf162(u32 a, u32 b) {
+    u32 r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(0x3f803f80u), "r"(b));
+    return r;
+}
+// 0 for finite bfloat16s, NaN for others, added to what `sum` has of those before
+__device__ __forceinline__ u32 add_nothing(u32 x, u32 sum) {
+    u32 r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(0u), "r"(sum));
+    return r;
+}
 __device__ __forceinline__ float exp2_(float x) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -120,6 +131,10 @@ __device__ __forceinline__ u32 larger_size(u32 x) { return max((x & 0x7fffu) << 
 __device__ __forceinline__ u32 largest_size(const uint4 w) {
     return max(max(larger_size(w.x), larger_size(w.y)), max(larger_size(w.z), larger_size(w.w)));
 }
+#define NOT_FINITE 0x7f800000u    // sizes from here on are infinite or NaN
+__device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
+// what the columns of a head of this largest size are scaled by is 2^(13 - it); at least -60, 128 where the size is not finite
+__device__ __forceinline__ int size_exponent(u32 size) { return max((int)(size >> 23) - 127, -60); }
 // 2^e for e in [-126, 127]
 __device__ __forceinline__ float power(int e) { return __int_as_float((e + 127) << 23); }
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
@@ -148,7 +163,7 @@ __device__ __forceinline__ void copy_rows(
     __syncwarp();
     if (valid) {
         const i64 from = cache.block_size == 0 ? (i64)slot * ROW
-                                               : slot / cache.block_size * cache.block_stride + slot % cache.block_size * ROW;
+                         : slot / cache.block_size * cache.block_stride + (i64)(slot % cache.block_size) * ROW;
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                          smem_u32(smem) + rows + lane * ROW_STRIDE),
                      "l"(cache.rows + from), "n"(ROW), "r"(full)
@@ -161,6 +176,7 @@ __device__ __forceinline__ void cluster_publish() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+// no memory ordering: the remote loads before it have returned, because their values were used in arithmetic
 __device__ __forceinline__ void cluster_leave() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");

@@ -135,7 +135,7 @@ def prepare(kernel: Kernel, build: Build, of: Tensors, *, num_splits: int, split
         num_splits,
         of.indices.shape[2],
         split_len,
-        min(num_blocks * block_size, 2**31 - 1),  # no index can name a slot past it
+        min(num_blocks * block_size, 2**31 - 1),  # an int; the index 2^31 - 1 is absent in any cache (1.4 TB would have it)
         num_heads,
         head_tiles,
         query_len,
