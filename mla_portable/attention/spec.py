@@ -14,7 +14,7 @@ __all__ = ["AUTO_ROUTE", "WORKSPACE_SEQUENCES", "AttentionSpec"]
 AUTO_ROUTE: Final = "auto"
 WORKSPACE_SEQUENCES: Final = 5
 """Sequences of the greatest length that the prefill workspace holds by default, as in vLLM."""
-_LIMITS: Final = dict.fromkeys(
+_LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
     ("num_heads", "block_size", "topk", "max_num_tokens", "max_num_reqs", "max_model_len", "decode_query_len"), (1, INT32_MAX)
 )
 

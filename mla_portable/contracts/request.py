@@ -13,7 +13,7 @@ from mla_portable.contracts.values import CACHE_ALIGNMENT, INT32_MAX, check_alig
 
 __all__ = ["Request"]
 
-_LIMITS: Final = dict.fromkeys(("num_heads", "topk", "block_size", "query_len"), (1, INT32_MAX))
+_LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(("num_heads", "topk", "block_size", "query_len"), (1, INT32_MAX))
 
 
 @dataclass(frozen=True, slots=True)

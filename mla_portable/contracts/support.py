@@ -18,7 +18,7 @@ from mla_portable.contracts.values import INT32_MAX, check_alignment, check_fiel
 
 __all__ = ["Reason", "Support"]
 
-_LIMITS: Final = dict.fromkeys(
+_LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
     ("topk_multiple", "block_size_multiple", "max_heads", "max_topk", "max_query_len"), (1, INT32_MAX)
 )
 _FEATURES: Final = {
