@@ -12,6 +12,8 @@ from native_model import Model, parameters
 
 from mla_portable import reference
 from mla_portable.contracts import LAYOUTS, InvalidArgument, MLAPortableError, Primitive, Request
+from mla_portable_nvidia import attention
+from mla_portable_nvidia.flat_decode import flat_implementations
 from mla_portable_nvidia.native import bind, sparse_decode
 from mla_portable_nvidia.native.choice import BUILDS, FEW, LARGE, MANY, builds
 from mla_portable_nvidia.native.nvrtc import NvrtcNotFound
@@ -141,12 +143,12 @@ def test_a_cache_that_16_byte_copies_cannot_read_is_refused_before_a_launch(mode
     kv = cache(3, 4, gap, offset, layout)
     request = REQUEST.but(kv_layout=layout)
     q, indices = problem(2, 1, 16, 32, 12)
-    with pytest.raises(InvalidArgument, match="multiples of 16 bytes") as caught:
+    with pytest.raises(InvalidArgument, match=r"multiples of 16 bytes.*cache_alignment") as caught:
         bind.bind_sparse_decode(request)(q, kv, indices, softmax_scale=SCALE)
     assert f"a start at {offset % 16}" in str(caught.value)
     assert f"blocks {4 * LAYOUTS[layout].row_bytes + gap} bytes apart" in str(caught.value)
     prefill = bind.bind_sparse_prefill(replace(request, primitive=Primitive.SPARSE_PREFILL))
-    with pytest.raises(InvalidArgument, match="triton"):
+    with pytest.raises(InvalidArgument, match="multiples of 16 bytes"):
         prefill(q[:, 0], kv, indices[:, 0], softmax_scale=SCALE)
     assert launches(models) == []
 
@@ -256,6 +258,28 @@ def test_few_heads_come_before_many_and_both_before_flashmla():
         assert [reason.subject for reason in support.reasons(REQUEST.but(num_heads=most + 1))] == ["num_heads"]
         assert support.reasons(REQUEST.but(kv_layout="bf16", num_heads=most)) == ()
         assert "arch" in {r.subject for r in support.device_reasons(replace(H200, arch="sm100"))}
+
+
+@pytest.mark.parametrize("alignment", [1, 2, 4, 8])
+def test_a_cache_that_16_byte_copies_cannot_read_is_a_reason_and_no_error_of_a_call(alignment):
+    for offered in (*attention.attention_implementations(), *flat_implementations(), *bind.native_implementations()):
+        request = REQUEST.but(
+            primitive=offered.primitive,
+            device=replace(H200, arch=offered.support.archs[0]),
+            kv_layout=offered.support.kv_layouts[0],
+            num_heads=64 if offered.support.padded_heads else 16,
+            scale_format="pow2",
+            lse=False,
+        )
+        assert offered.support.reasons(request) == ()
+        (reason,) = offered.support.reasons(request.but(cache_alignment=alignment))
+        assert reason.subject == "cache_alignment" and "needs 16" in str(reason)
+        flat = (
+            offered.name in ("nvidia.flashmla_bf16", "nvidia.flashmla_sm100") and offered.primitive is Primitive.SPARSE_DECODE
+        )
+        assert [reason.subject for reason in offered.support.reasons(request.but(uneven_blocks=True))] == [
+            "uneven_blocks"
+        ] * flat
 
 
 def test_what_the_machine_lacks_is_said_with_a_remedy(monkeypatch):

@@ -123,6 +123,8 @@ def flat_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterat
             kv_layouts=(BF16.name,),
             lse=False,  # off by 1.3e-4 where parts of a score that are in the hundreds cancel
             padded_heads=KERNEL_HEADS,
+            cache_alignment=16,
+            needs_whole_rows=True,
         ),
         bind=bind_flat_decode,
         check=check_sparse_prefill,
