@@ -92,14 +92,19 @@ def _strings(words: Collection[str]) -> ctypes.Array[ctypes.c_char_p]:
 
 
 def compile_cubin(
-    source: str, arch: str, defines: Sequence[tuple[str, int]], headers: Mapping[str, str] | None = None
+    source: str,
+    arch: str,
+    defines: Sequence[tuple[str, int]],
+    headers: Mapping[str, str] | None = None,
+    *,
+    more: Sequence[str] = (),
 ) -> bytes:
-    """Machine code of `source` for `arch` ("sm_90a"). headers: name in an #include -> text.
+    """Machine code of `source` for `arch` ("sm_90a"). headers: name in an #include -> text. more: options of NVRTC.
 
     Raises: NvrtcNotFound; CompilationFailed with the compiler's log.
     """
     library, program = _library(), ctypes.c_void_p()
-    options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines)]
+    options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines), *more]
     names, texts = (_strings(words) for words in ((headers or {}).keys(), (headers or {}).values()))
     library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", len(names), texts, names)
     try:

@@ -73,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
         return k < end ? __ldg(index_row + k) : -1;
     };
     int next = group == GROUPS ? load_indices(0) : 0;
-    if (thread < FULLS) barrier_init(shared + FULL_AT + thread * 8, 4);
-    if (thread < STAGES) barrier_init(shared + EMPTY_AT + thread * 8, 4 * MT);
+    if (thread < FULLS) barrier_init(shared + FULL_AT + thread * 8, 4 * ARRIVALS);
+    if (thread < STAGES) barrier_init(shared + EMPTY_AT + thread * 8, 4 * MT * ARRIVALS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncthreads();
 
@@ -224,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             }
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(shared + EMPTY_AT + stage * 8);
+        warp_arrive(shared + EMPTY_AT + stage * 8, lane);
         stage += TURNS, filled += TURNS;
         if (stage >= STAGES) stage -= STAGES;
         if (filled >= FULLS) filled -= FULLS, parity ^= 1;

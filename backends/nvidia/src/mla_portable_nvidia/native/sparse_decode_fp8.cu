@@ -82,8 +82,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     const int tiles = end > begin ? (end - begin + TN - 1) / TN : 0;
     if (thread < GROUPS * STAGES) {
         const u32 full = shared + Q_BYTES + thread / STAGES * GROUP_BYTES + FULL_AT + thread % STAGES * 8;
-        barrier_init(full, 4);
-        barrier_init(full + EMPTY_AT - FULL_AT, 4);
+        barrier_init(full, 4 * ARRIVALS);
+        barrier_init(full + EMPTY_AT - FULL_AT, 4 * ARRIVALS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncthreads();
@@ -379,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             }
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(shared + base + EMPTY_AT + stage * 8);
+        warp_arrive(shared + base + EMPTY_AT + stage * 8, lane);
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 

@@ -177,11 +177,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
     if (lengths) end = min(end, lengths[here.b * st.lengths_b + here.s * st.lengths_s]);
     const int steps = end > begin ? (end - begin + STEP_STAGES * TN - 1) / (STEP_STAGES * TN) : 0;
     if (thread < STAGES) {
-        barrier_init(shared + FULL_AT + thread * 8, 4);
-        barrier_init(shared + EMPTY_AT + thread * 8, 8);
+        barrier_init(shared + FULL_AT + thread * 8, 4 * ARRIVALS);
+        barrier_init(shared + EMPTY_AT + thread * 8, 8 * ARRIVALS);
     }
     if (thread == 0) {
-        barrier_init(shared + SPENT_AT, 8);
+        barrier_init(shared + SPENT_AT, 8 * ARRIVALS);
         at<u32>(smem, RISEN_AT) = at<u32>(smem, RISEN_AT + 4) = 0;
     }
     if (thread < HT) {
@@ -511,7 +511,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
                     for (int r = 0; r < 4; ++r) v[j][r] = mul_half2(v[j][r], r < 2 ? unit01 : unit89);
                 if (k16 & 1) {
                     __syncwarp();
-                    if (lane == 0) barrier_arrive(shared + EMPTY_AT + stage * 8);
+                    warp_arrive(shared + EMPTY_AT + stage * 8, lane);
                     if (++stage == STAGES) stage = 0, parity ^= 1;
                     if (k16 < 7) barrier_wait(shared + FULL_AT + stage * 8, parity);
                 }
@@ -525,7 +525,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
 #pragma unroll
             for (int j = 0; j < 4; ++j) hold(a[0][j]), hold(a[1][j]);
         }
-        if (lane == 0) barrier_arrive(shared + SPENT_AT);
+        warp_arrive(shared + SPENT_AT, lane);
     }
 
     finish(smem, acc, total, out, lse_out, num_heads, place(head_tiles, query_len), st);
