@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The detector that the registry asks: reads the signals of a device, has `detection` judge them, tries a graph and bfloat16."""
+"""The detector that the registry asks: reads a device's signals, has `detection` judge them, tries a graph and bfloat16."""
 
 from __future__ import annotations
 
