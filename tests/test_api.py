@@ -151,7 +151,7 @@ def test_the_cache_of_choices_is_bounded(tape, monkeypatch):
     monkeypatch.setattr(dispatch, "_CACHE_LIMIT", 4)
     for heads in range(1, 12):
         mla_portable.sparse_decode(**decode_arguments(heads=heads))
-        assert len(dispatch._served) <= 4
+        assert len(dispatch.current_registry().served) <= 4
 
 
 # steering

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, replace
 
@@ -206,6 +207,14 @@ def test_without_need_of_an_lse_none_is_returned():
     out, lse = layer(step.q, step.kv_cache, step.topk_indices, plan_for(layer, step.batch))
     assert lse is None
     assert_matches(step, out, None)
+
+
+def test_a_copied_layer_serves_the_same_steps():
+    step = make_step("decodes", "bf16")
+    layer = make_layer("fused", "bf16")
+    copied = copy.deepcopy(layer)
+    out, lse = copied(step.q, step.kv_cache, step.topk_indices, plan_for(copied, step.batch))
+    assert_matches(step, out, lse)
 
 
 def test_layers_share_buffers():

@@ -10,11 +10,15 @@ import fake_plugins.handy
 import fake_plugins.plain
 import pytest
 import torch
+from fake_plugins import implementation, make_plugin
 from machines import A100, B200, BI_V150, CPU, H200, MACHINES, MI300X, RTX_4090, RTX_5090
 
-from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Request, UnsupportedRequest
-from mla_portable.registry import Registry, gather_facts
+from mla_portable.attention import AttentionSpec
+from mla_portable.attention.routes import choose_route
+from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Reason, Request, Support, UnsupportedRequest
+from mla_portable.registry import Policy, Registry, gather_facts, use
 from mla_portable.registry.facts import RawDevice, interpret
+from mla_portable.registry.select import decide as decide_purely
 
 PLUGINS = [("plain", fake_plugins.plain), ("acme", fake_plugins.acme), ("handy", fake_plugins.handy)]
 DECODE = {"kv_layout": "fp8_ds_mla", "num_heads": 128, "topk": 2048, "block_size": 64, "query_len": 1, "lse": True}
@@ -141,10 +145,12 @@ def test_a_forced_backend_that_cannot_serve_says_everything():
         "num_heads=16 topk=2048 block_size=64",
         "on NVIDIA A100-SXM4-80GB (sm80)",
         "arch sm80 (supports sm90, sm100); num_heads 16 (supports 64, 128)",
-        "handy.portable",
+        "1 implementation for other devices, 2 other implementations",
         "remedy",
     ):
         assert part in text
+    assert "handy.portable" not in text, "the others are folded"
+    assert "handy.portable" in decision.failure_text(all=True)
 
 
 def test_padded_heads_serve_smaller_ranks():
@@ -279,3 +285,107 @@ def test_a_detector_speaks_before_torch_does(one_fake_gpu: SimpleNamespace):
 def test_a_detector_that_answers_nonsense_is_refused(answer: object, one_fake_gpu: SimpleNamespace):
     with pytest.raises(InvalidArgument, match="detector"):
         gather_facts("cuda", detectors=[lambda device: answer])
+
+
+# Plain torch on an accelerator
+
+REFERENCE = ("reference", "mla_portable.reference")
+
+
+def accelerated(machine: DeviceFacts = A100, *, environ: dict[str, str] | None = None, **fields: object) -> Registry:
+    made = implementation("kernels.v1", Primitive.SPARSE_DECODE, **fields)
+    other = implementation("kernels.v1", Primitive.MERGE_STATES, Support(source="a test", archs=("sm120",)))
+    plugins = [REFERENCE, ("kernels", make_plugin(made, other))]
+    return Registry(plugins=plugins, facts={machine.device_type: machine}, environ=environ or {})
+
+
+SHAPES = {"support": Support(source="a test", kv_layouts=("bf16",))}
+
+
+@pytest.mark.parametrize(
+    ("environ", "fields", "cause"),
+    [
+        ({}, SHAPES, "kv_layout fp8_ds_mla (supports bf16)"),
+        ({"MLA_PORTABLE_DISABLE": "kernels.v1"}, {}, "disabled by MLA_PORTABLE_DISABLE"),
+    ],
+    ids=["shape", "disabled"],
+)
+def test_the_reference_does_not_take_the_place_of_a_kernel_that_fits_the_device(environ, fields, cause):
+    registry = accelerated(environ=environ, **fields)
+    request = Request(Primitive.SPARSE_DECODE, A100, **DECODE)
+    decision = registry.decide(request)
+    assert decision.chosen is None
+    assert [v.implementation for v in decision.causes] == ["kernels.v1", "reference.torch"]
+    assert [r.subject for r in decision.causes[-1].reasons] == ["device type"]
+    with pytest.raises(UnsupportedRequest) as refusal:
+        registry.bind(request)
+    text = str(refusal.value)
+    assert text.index(cause) < text.index("remedy") < text.index('backend="reference"')
+    for forced in ("reference", "reference.torch"):
+        assert registry.decide(request, backend=forced).chosen == "reference.torch"
+    with use("reference"):
+        assert registry.decide(request).chosen == "reference.torch"
+    named = accelerated(environ={**environ, "MLA_PORTABLE_BACKEND_SPARSE_DECODE": "reference"}, **fields)
+    assert named.decide(request).chosen == "reference.torch"
+
+
+def test_a_kernel_that_fails_on_the_device_does_not_hand_over_to_the_reference():
+    candidates = [
+        each
+        for each in accelerated(check=lambda device: ()).implementations(Primitive.SPARSE_DECODE)
+        if each.backend in ("kernels", "reference")
+    ]
+    wrong = Reason("probe", "wrong values", "they must agree")
+    request = Request(Primitive.SPARSE_DECODE, A100, **DECODE)
+    for looks in ({"check": lambda i: (wrong,) * (i.backend == "kernels")}, {"probe": lambda i: (wrong,)}):
+        decision = decide_purely(request, candidates, Policy(), **looks)
+        assert decision.chosen is None and wrong in decision.causes[0].reasons
+
+
+def test_the_reference_serves_where_nothing_fits_the_device_and_on_a_cpu():
+    assert accelerated().decide(Request(Primitive.MERGE_STATES, A100)).chosen == "reference.torch"
+    assert accelerated().decide(Request(Primitive.GATHER_UPCONVERT, A100)).chosen == "reference.torch"
+    decision = accelerated(CPU, **SHAPES).decide(Request(Primitive.SPARSE_DECODE, CPU, **DECODE))
+    assert decision.chosen == "reference.torch"
+
+
+def test_a_route_that_only_the_reference_could_serve_is_not_taken():
+    spec = AttentionSpec(
+        num_heads=128,
+        kv_layout="fp8_ds_mla",
+        block_size=64,
+        topk=2048,
+        softmax_scale=0.1,
+        max_num_tokens=8,
+        max_num_reqs=4,
+        max_model_len=64,
+    )
+    registry = accelerated(**SHAPES)  # decodes bf16 alone; every other primitive is the reference's
+    decision = choose_route(spec, A100, registry.decide, lambda decision: "none")
+    assert decision.chosen == "direct" and decision.verdict.part("decode") is None, "sparse_prefill serves all tokens"
+    refused = {v.route: [r.subject for r in v.reasons] for v in decision.verdicts if v.reasons}
+    assert refused == {"fused": ["sparse_decode"], "split": ["sparse_decode"]}
+
+
+# What a person reads
+
+
+@pytest.mark.parametrize("forced", [None, "kernels", "other"])
+def test_a_refusal_says_the_cause_first_in_ten_lines_or_less(forced: str | None):
+    """Sixty implementations for other devices and sixteen of one vendor with the same reason do not hide the cause."""
+    elsewhere = Support(source="a test", archs=("ivcore11",))
+    fitting = Support(source="a test", kv_layouts=("bf16",))
+    plugins = [
+        ("other", make_plugin(*(implementation(f"other.v{n}", Primitive.SPARSE_DECODE, elsewhere) for n in range(60)))),
+        ("kernels", make_plugin(*(implementation(f"kernels.v{n}", Primitive.SPARSE_DECODE, fitting) for n in range(16)))),
+    ]
+    registry = Registry(plugins=plugins, facts={"cuda": H200}, environ={})
+    with pytest.raises(UnsupportedRequest) as refusal:
+        registry.select(Request(Primitive.SPARSE_DECODE, H200, **DECODE), backend=forced)
+    decision, lines = refusal.value.decision, str(refusal.value).splitlines()
+    assert len(decision.verdicts) == 76 and len(lines) <= 10
+    cause = "arch sm90 (supports ivcore11)" if forced == "other" else "kv_layout fp8_ds_mla (supports bf16)"
+    assert cause in lines[1]
+    if forced != "other":
+        assert "other.v" not in str(refusal.value) and "60 implementations for other devices" in lines[2]
+    assert decision.failure_text(all=True).count("other.v") == decision.text().count("other.v") == 60

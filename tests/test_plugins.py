@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +17,9 @@ import torch
 from fake_plugins import ANYWHERE, implementation, make_plugin
 from machines import CPU, H200
 
-from mla_portable.contracts import DeviceFacts, Primitive, Registrar, Request, hookimpl
+from mla_portable import __version__
+from mla_portable.bench.rivals import load_tunables
+from mla_portable.contracts import DeviceFacts, Primitive, Registrar, Request, Variable, hookimpl
 from mla_portable.registry import Registry
 from mla_portable.registry.plugins import installed_plugins
 
@@ -69,14 +73,93 @@ def test_a_broken_plugin_is_reported_and_isolated(name: str):
     assert f"plugin did not load: {BROKEN[name]}" in decision.text()
 
 
-def test_an_interrupt_is_no_plugin_failure():
-    def interrupted(registrar: Registrar) -> None:
-        raise KeyboardInterrupt
-
+def with_hook(hook: Callable[[Registrar], None]) -> ModuleType:
     module = ModuleType("slow")
-    vars(module)["mla_portable_register"] = hookimpl(interrupted)
+    vars(module)["mla_portable_register"] = hookimpl(hook)
+    return module
+
+
+def interrupted(registrar: Registrar) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_that_a_plugin_raises_is_its_own_failure():
+    registry = registry_with(("slow", with_hook(interrupted)))
+    report, good = registry.plugin_reports
+    assert not report.ok and "raised KeyboardInterrupt" in report.error and good.ok
+
+
+def test_a_users_interrupt_goes_through():
+    """Signals reach the main thread, where plugins run only without a time limit."""
     with pytest.raises(KeyboardInterrupt):
-        registry_with(("slow", module))
+        Registry(plugins=[("slow", with_hook(interrupted)), GOOD], environ={"MLA_PORTABLE_PLUGIN_TIMEOUT": "0"})
+
+
+def test_a_plugin_that_hangs_is_reported_and_registers_nothing_afterwards():
+    go, done = threading.Event(), threading.Event()
+    late: list[BaseException] = []
+
+    def hangs(registrar: Registrar) -> None:
+        go.wait(20)
+        try:
+            registrar.add(implementation("slow.v1"))
+        except BaseException as error:
+            late.append(error)
+        done.set()
+
+    registry = Registry(plugins=[("slow", with_hook(hangs)), GOOD], environ={"MLA_PORTABLE_PLUGIN_TIMEOUT": "0.05"})
+    go.set()
+    assert done.wait(20)
+    report, good = registry.plugin_reports
+    assert report.error.startswith("PluginTimeout: loading the plugin slow did not finish within 0.05 s") and good.ok
+    assert len(late) == 1 and names(registry) == ["good.v1 / merge_states"]
+
+
+def test_a_disabled_plugin_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    install(tmp_path, "hang-mla", "1", "hang = hang_plugin", hang_plugin="raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = tmp_path / "p.toml"
+    policy.write_text('[backend]\ndisable = ["hang"]\n')
+    for environ in ({"MLA_PORTABLE_DISABLE": "hang"}, {"MLA_PORTABLE_POLICY": str(policy)}):
+        registry = Registry(environ=environ)
+        report = next(r for r in registry.plugin_reports if r.name == "hang")
+        assert (report.ok, report.loaded, report.error) == (True, False, "")
+        assert report.disabled in ("MLA_PORTABLE_DISABLE", f"policy file {policy}")
+        assert "hang_plugin" not in sys.modules
+        registry.decide(Request(Primitive.MERGE_STATES, CPU))
+    monkeypatch.setenv("MLA_PORTABLE_DISABLE", "hang")
+    assert "hang" not in dict(load_tunables().failures)
+    monkeypatch.setenv("MLA_PORTABLE_DISABLE", "")
+    assert "imported" in dict(load_tunables().failures)["hang"]
+
+
+def test_the_reference_is_loaded_even_where_it_is_disabled():
+    registry = Registry(plugins=[("reference", "mla_portable.reference")], environ={"MLA_PORTABLE_DISABLE": "reference"})
+    assert registry.implementations() and registry.decide(Request(Primitive.MERGE_STATES, CPU)).chosen is None
+
+
+def test_a_disabled_plugin_may_have_a_kernel_for_the_accelerator():
+    plugins = [("reference", "mla_portable.reference"), ("acme", make_plugin(implementation("acme.v1")))]
+    registry = Registry(plugins=plugins, facts={"cuda": H200}, environ={"MLA_PORTABLE_DISABLE": "acme"})
+    decision = registry.decide(Request(Primitive.MERGE_STATES, H200))
+    assert decision.chosen is None and "take acme out of MLA_PORTABLE_DISABLE" in decision.failure_text()
+    assert json.loads(json.dumps(decision.as_dict(), allow_nan=False))["candidates"][-1]["implementation"] == "acme"
+
+
+def test_a_variable_belongs_to_its_plugin():
+    def registers(*variables: object) -> str:
+        def hook(registrar: Registrar) -> None:
+            registrar.add(implementation("acme.v1"))
+            for variable in variables:
+                registrar.add_variable(variable)
+
+        return registry_with(("acme", with_hook(hook))).plugin_reports[0].error
+
+    own = Variable("MLA_PORTABLE_ACME_PATH", "a path")
+    assert registers(own) == "" and registers(Variable("MLA_PORTABLE_ACME", "on")) == ""
+    assert "starts with MLA_PORTABLE_ACME_" in registers(Variable("MLA_PORTABLE_ACMEX", "on"))
+    assert "declared already" in registers(own, own)
+    assert "expected a Variable, got str" in registers("MLA_PORTABLE_ACME_PATH")
 
 
 def test_two_plugins_of_one_name():
@@ -230,6 +313,31 @@ def test_installed_distributions_are_found_and_one_broken_takes_nothing_down(tmp
     assert by_pair["reference", "mla-portable"].ok
     assert "zeta.v1" in [i.name for i in registry.implementations(Primitive.MERGE_STATES)]
     assert "reference.torch" in [i.name for i in registry.implementations(Primitive.MERGE_STATES)]
+
+
+def test_a_second_distribution_of_the_cores_name_is_not_the_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    install(tmp_path, "mla-portable", "99", "aaa = false_core", false_core=WORKING.format(backend="aaa"))
+    monkeypatch.syspath_prepend(tmp_path)
+    sources = installed_plugins()
+    assert (sources[0].name, sources[0].module, sources[0].version) == ("reference", "mla_portable.reference", __version__)
+    assert ("aaa", "false_core") in [(source.name, source.module) for source in sources[1:]]
+    assert "reference.torch" in [i.name for i in Registry(environ={}).implementations()]
+
+
+@pytest.mark.parametrize(
+    ("requirement", "ok"), [("mla_portable>=99", False), ("mla-portable>=0.0.1", True), ("numpy>=99", True)]
+)
+def test_a_plugin_for_another_version_of_the_core_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requirement: str, ok: bool
+):
+    pytest.importorskip("packaging")
+    install(tmp_path, "zeta-mla", "1.2", "zeta = zeta_mla_plugin", zeta_mla_plugin=WORKING.format(backend="zeta"))
+    metadata = next(tmp_path.glob("*.dist-info")) / "METADATA"
+    metadata.write_text(metadata.read_text() + f"Requires-Dist: {requirement}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    report = next(r for r in Registry(environ={}).plugin_reports if r.name == "zeta")
+    wanted = "" if ok else f"PluginError: zeta-mla 1.2 requires {requirement}, and {__version__} is installed"
+    assert (report.ok, report.error) == (ok, wanted)
 
 
 def test_the_cores_own_plugin_is_first_whatever_others_are_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

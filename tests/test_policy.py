@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import os
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,8 @@ from machines import H200
 from mla_portable.contracts import InvalidArgument, Primitive, Request, UnknownBackend, UnsupportedRequest
 from mla_portable.registry import Policy, Registry, use
 from mla_portable.registry.policy import Rule, active_rules
+from mla_portable.registry.variables import CORE_VARIABLES
+from mla_portable.vllm import settings
 
 BACKENDS = ("alpha", "beta", "gamma", "delta", "zeta", "eta", "theta")
 DECODE = Request(Primitive.SPARSE_DECODE, H200)
@@ -98,6 +103,39 @@ def test_use_ends_with_its_block_also_after_an_error():
     assert active_rules() == ()
 
 
+def test_blocks_that_are_left_out_of_order_leave_nothing_behind():
+    first, second = use("beta"), use("gamma")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert [rule.target for rule in active_rules()] == ["gamma"]
+    second.__exit__(None, None, None)
+    assert active_rules() == ()
+
+
+def test_a_generator_inside_a_block_may_be_closed_in_another_thread():
+    def serving() -> Iterator[str]:
+        with use("beta"):
+            yield "ready"
+
+    def other() -> None:
+        with use("gamma"):
+            generator.close()
+            seen.append([rule.target for rule in active_rules()])
+
+    seen: list[object] = []
+    generator = serving()
+
+    def here() -> None:
+        next(generator)
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    contextvars.copy_context().run(here)
+    assert seen == [["gamma"]] and active_rules() == ()
+
+
 def test_use_holds_for_its_own_thread():
     reg = registry()
     seen: dict[str, str | None] = {}
@@ -170,21 +208,23 @@ def test_disabled_candidates_stay_visible_with_who_disabled_them(tmp_path: Path)
     reg = registry(MLA_PORTABLE_DISABLE=" alpha, beta.v1 ,", MLA_PORTABLE_POLICY=str(path))
     decision = reg.decide(DECODE)
     assert (decision.chosen, decision.was_fallback) == ("delta.v1", True)
+    assert [r.disabled for r in reg.plugin_reports[:3]] == ["MLA_PORTABLE_DISABLE", "", f"policy file {path}"]
     disabled = {v.implementation: [(r.given, r.limit) for r in v.reasons] for v in decision.verdicts if v.reasons}
     assert disabled == {
-        "alpha.v1": [("by MLA_PORTABLE_DISABLE", "it names alpha")],
-        "alpha.v2": [("by MLA_PORTABLE_DISABLE", "it names alpha")],
+        "alpha": [("by MLA_PORTABLE_DISABLE", "it names alpha")],
         "beta.v1": [("by MLA_PORTABLE_DISABLE", "it names beta.v1")],
-        "gamma.v1": [(f"by policy file {path}", "it names gamma")],
-        "gamma.v2": [(f"by policy file {path}", "it names gamma")],
+        "gamma": [(f"by policy file {path}", "it names gamma")],
     }
     assert reg.decide(DECODE, backend="beta").chosen == "beta.v2"
 
 
 def test_even_a_forced_choice_does_not_take_what_is_disabled():
     reg = registry(MLA_PORTABLE_DISABLE="alpha")
-    with pytest.raises(UnsupportedRequest, match=r"take alpha out of MLA_PORTABLE_DISABLE to let alpha\.v1 run"):
-        reg.select(DECODE, backend="alpha")
+    for name in ("alpha", "alpha.v1"):
+        with pytest.raises(UnsupportedRequest, match=f"take alpha out of MLA_PORTABLE_DISABLE to let {name} run"):
+            reg.select(DECODE, backend=name)
+    with pytest.raises(UnsupportedRequest, match=r"take beta\.v1 out of MLA_PORTABLE_DISABLE to let beta\.v1 run"):
+        registry(MLA_PORTABLE_DISABLE="beta.v1").select(DECODE, backend="beta.v1")
 
 
 # Typos
@@ -202,7 +242,7 @@ def test_an_unknown_backend_is_an_error_in_every_layer(tmp_path: Path):
         reg = registry(**environ)
         assert reg.implementations(), "doctor can still look around"
         for ask in (lambda r: r.decide(DECODE), lambda r: r.bind(DECODE), lambda r: r.policy):
-            with pytest.raises(UnknownBackend, match=r"got 'gama', expected one of auto, alpha, beta.*Did you mean 'gamma'\?"):
+            with pytest.raises(UnknownBackend, match=r"got 'gama'\. Did you mean 'gamma'\? Expected one of auto, alpha, beta"):
                 ask(reg)
     reg = registry()
     with pytest.raises(UnknownBackend, match=r"argument: backend: got 'alpha\.v3'.*Did you mean 'alpha\.v"):
@@ -233,6 +273,9 @@ def test_an_unknown_primitive_is_an_error_in_every_layer(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("x = " + "[" * 5000, "expected a readable TOML file"),
+        ("# " + "x" * (1 << 20), "bytes, more than 1048576"),
+        ('[backend]\ndefault = "  "\n', "default: got '  ', expected the name"),
         ('[backends]\ndefault = "alpha"\n', "Did you mean 'backend'"),
         ("backend = 3\n", "backend: got 3, expected a table"),
         ("[backend]\ndefault = 3\n", "default: got 3, expected the name"),
@@ -242,6 +285,7 @@ def test_an_unknown_primitive_is_an_error_in_every_layer(tmp_path: Path):
         ("[backend\n", "expected a readable TOML file"),
         (None, "expected a readable TOML file"),
     ],
+    ids=range(11),
 )
 def test_a_policy_file_that_means_nothing_is_refused(tmp_path: Path, text: str | None, message: str):
     path = tmp_path / "p.toml"
@@ -250,6 +294,90 @@ def test_a_policy_file_that_means_nothing_is_refused(tmp_path: Path, text: str |
     with pytest.raises(InvalidArgument, match=message) as refusal:
         Policy.from_file(path)
     assert str(path) in str(refusal.value)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, getattr(os, "mkfifo", Path.mkdir)], ids=["directory", "FIFO"])
+def test_a_policy_that_is_no_regular_file_is_refused_without_waiting(tmp_path: Path, make: Callable[[Path], None]):
+    make(tmp_path / "p.toml")
+    with pytest.raises(InvalidArgument, match="not a regular file"):
+        Policy.from_file(tmp_path / "p.toml")
+    with pytest.raises(InvalidArgument, match="readable TOML"):
+        Policy.from_file(Path("nul\0"))
+
+
+def test_a_policy_file_as_editors_and_shells_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A byte-order mark, a path in the home directory, spaces around a value."""
+    (tmp_path / "p.toml").write_text('\ufeff[backend]\ndefault = " beta "\ndisable = [" alpha "]\n', encoding="utf-8")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    reg = registry(MLA_PORTABLE_POLICY="~/p.toml")
+    assert choice(reg) == ("beta.v1", f"policy file {tmp_path / 'p.toml'}")
+    assert reg.policy.disabled[0][0] == "alpha"
+
+
+# Variables
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("MLA_PORTABLE_DISABLED", "alpha", "Did you mean 'MLA_PORTABLE_DISABLE'"),
+        ("MLA_PORTABLE_BACKND", "alpha", "Did you mean 'MLA_PORTABLE_BACKEND'"),
+        ("MLA_PORTABLE_VLLMM", "off", "Did you mean 'MLA_PORTABLE_VLLM'"),
+        ("MLA_PORTABLE_POLICY_FILE", "x", "Did you mean 'MLA_PORTABLE_POLICY'"),
+        ("MLA_PORTABLE_NVIDIA_PROVIDR", "vllm", "Did you mean 'MLA_PORTABLE_NVIDIA_PROVIDER'"),
+        ("MLA_PORTABLE_XYZ", "1", "Unset MLA_PORTABLE_XYZ"),
+        ("MLA_PORTABLE_VLLM", "foo", "got 'foo', expected one of auto, custom, override, off"),
+        ("MLA_PORTABLE_VLLM_ROUTE", "foo", "expected one of auto, fused"),
+        ("MLA_PORTABLE_VLLM_SHADOW", "yes", "expected 1, 0, or the path"),
+        ("MLA_PORTABLE_ILUVATAR", "maybe", "expected on, off, or an architecture"),
+        ("MLA_PORTABLE_NVIDIA_PROVIDER", "foo", "expected one of library, flash_mla"),
+        ("MLA_PORTABLE_NVIDIA_TRUNCATED_SCALES", "1", "expected one of allow"),
+        ("MLA_PORTABLE_PLUGIN_TIMEOUT", "soon", "seconds, 0 or more"),
+        ("MLA_PORTABLE_DISABLE", "auto", "asks for an automatic choice"),
+    ],
+)
+def test_a_variable_that_means_nothing_is_an_error_at_every_choice(name: str, value: str, message: str):
+    vendors = [("nvidia", "mla_portable_nvidia"), ("iluvatar", "mla_portable_iluvatar")]
+    reg = Registry(plugins=[*plugins(), *vendors], facts={"cuda": H200}, environ={name: value})
+    for ask in (lambda: reg.decide(MERGE), lambda: reg.bind(MERGE), lambda: reg.policy):
+        with pytest.raises(InvalidArgument, match=message):
+            ask()
+    assert Registry(plugins=plugins(), facts={"cuda": H200}, environ={name: " "}).decide(MERGE).chosen
+
+
+def test_variables_that_mean_something_are_accepted_and_listed():
+    given = {
+        "MLA_PORTABLE_VLLM": "OFF",
+        "MLA_PORTABLE_VLLM_SHADOW": "a.b.C",
+        "MLA_PORTABLE_NVIDIA_PROVIDER": "vllm",
+        "MLA_PORTABLE_ILUVATAR": "ivcore11",
+        "MLA_PORTABLE_PLUGIN_TIMEOUT": "60",
+    }
+    kubernetes = {
+        "MLA_PORTABLE_SERVICE_HOST": "10.0.0.1",
+        "MLA_PORTABLE_PORT_80_TCP_ADDR": "10.0.0.1",
+        "MLA_PORTABLE_PORT": "x",
+    }
+    vendors = [("nvidia", "mla_portable_nvidia"), ("iluvatar", "mla_portable_iluvatar")]
+    reg = Registry(plugins=[*plugins(), *vendors], facts={"cuda": H200}, environ={**given, **kubernetes, "HOME": "/me"})
+    assert reg.decide(MERGE).chosen and dict(reg.environment) == given
+
+
+def test_the_variables_of_vllm_are_those_that_its_plugin_reads():
+    known = {each.name: each for each in CORE_VARIABLES}
+    for name, values in {settings.ENV_MODE: settings.MODES, settings.ENV_WRITER: settings.WRITERS}.items():
+        assert all(map(known[name].accepts, values)) and not known[name].accepts("foo")
+    assert {value for name, value in vars(settings).items() if name.startswith("ENV_")} <= set(known)
+
+
+def test_variables_of_a_plugin_that_is_broken_or_disabled_are_not_typos():
+    broken = ("acme", "fake_plugins.raises_on_import")
+    environ = {"MLA_PORTABLE_ACME_PATH": "/x", "MLA_PORTABLE_ACME": "on", "MLA_PORTABLE_NVIDIA_PROVIDER": "foo"}
+    sources = [*plugins(), broken, ("nvidia", "mla_portable_nvidia")]
+    reg = Registry(plugins=sources, facts={"cuda": H200}, environ={**environ, "MLA_PORTABLE_DISABLE": "nvidia"})
+    assert reg.decide(MERGE).chosen == "alpha.v1"
+    with pytest.raises(InvalidArgument, match="MLA_PORTABLE_ACMEPATH"):
+        Registry(plugins=sources, facts={"cuda": H200}, environ={"MLA_PORTABLE_ACMEPATH": "x"}).decide(MERGE)
 
 
 def test_use_refuses_what_is_no_name():

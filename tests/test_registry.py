@@ -58,7 +58,7 @@ class Vendor:
         def merge(outs: Any, lses: Any) -> Any:
             if self.wrong:
                 raise RuntimeError("not implemented for this build")
-            return outs[0], lses[0]
+            return outs[0].clone(), lses[0].clone()
 
         return merge
 
@@ -380,6 +380,16 @@ def test_the_level_says_whether_something_is_lost(vendor: Vendor, level: str, ca
     reg = registry(vendor, Vendor("plain", 9))
     reg.select(merge(reg))
     assert [each for each, _ in log_lines(caplog)] == [level]
+
+
+def test_what_is_logged_is_the_cause_and_a_count(caplog: pytest.LogCaptureFixture):
+    others = [Vendor(f"other{n}", 1, Support(source="a test", archs=("ivcore11",))) for n in range(45)]
+    reg = registry(Vendor("fast", 1, WIDE), *others, Vendor("plain", 9), facts={"cuda": H200})
+    reg.select(Request(Primitive.MERGE_STATES, H200, topk=100))
+    ((_, text),) = log_lines(caplog)
+    lines = text.splitlines()
+    assert lines[0].startswith("merge_states: plain.v1") and "fast.v1: topk 100 (a multiple of 64)" in lines[1]
+    assert "45 implementations for other devices" in lines[2] and "other1" not in text and len(lines) <= 10
 
 
 # Processes, threads, forks

@@ -21,7 +21,8 @@ from mla_portable.api import current_registry
 from mla_portable.bench.rivals import load_tunables
 from mla_portable.cli import app
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Request, SplitSchedule, split_kv
-from mla_portable.contracts.tuned import TunedEntry, read_table, write_table
+from mla_portable.registry import Registry
+from mla_portable.registry.tuned import TunedEntry, read_table, write_table
 from mla_portable_triton import NAME, bind_attention
 from mla_portable_triton.aot import SHARED_MEMORY
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig, attention_config
@@ -44,6 +45,10 @@ def request_for(device: DeviceFacts = H200, layout: str = "fp8_ds_mla", heads: i
     return Request(others.pop("primitive", DECODE), device, kv_layout=layout, num_heads=heads, topk=64, **others)
 
 
+def configured(request: Request, configuration: dict[str, int]) -> Request:
+    return request.but(configuration=tuple(configuration.items()))
+
+
 def entry(request: Request, configuration: dict[str, int]) -> TunedEntry:
     heads, layout, name = request.num_heads, request.kv_layout, str(request.primitive)
     return TunedEntry(request.device.name, NAME, name, layout, heads, configuration, {"1": 1.0}, "2026-11-22T00:00:00Z")
@@ -61,7 +66,7 @@ def test_what_is_tried_can_be_bound(device: DeviceFacts, layout: str, heads: int
     assert tried[0] == asdict(attention_config(device.arch, layout, heads)), "what holds without tuning comes first"
     assert 1 < len(tried) <= 24 and len({tuple(each.items()) for each in tried}) == len(tried)
     assert all(each["block_h"] == 16 or each["block_h"] < 2 * heads for each in tried[1:])
-    assert [asdict(bound_config(request, each)) for each in tried] == tried
+    assert [asdict(bound_config(configured(request, each))) for each in tried] == tried
 
 
 def test_heads_memory_and_registers_bound_what_is_tried():
@@ -143,35 +148,36 @@ def test_the_estimate_is_what_the_compiler_asks_for_at_most(tmp_path: Path):
     ],
 )
 @pytest.mark.parametrize("bind", [bind_attention.bind_sparse_decode, bind_attention.bind_sparse_prefill])
-def test_a_row_that_cannot_be_meant_is_refused(
+def test_a_configuration_with_unknown_names_or_values_is_refused(
     table: Path, bind: Callable[..., object], device: DeviceFacts, changes: dict[str, int], word: str
 ):
     primitive = DECODE if bind is bind_attention.bind_sparse_decode else PREFILL
     request = request_for(device, primitive=primitive)
+    with pytest.raises(InvalidArgument, match=rf"{NAME} / {primitive} on .*{word}"):
+        bind(configured(request, CONFIGURATION | changes))
+    bind(request)
     write_table(table, [entry(request, CONFIGURATION | changes)])
-    with pytest.raises(InvalidArgument, match=rf"{NAME} / {primitive} on .*{word}.*tuned\.json: run `mla-portable tune`"):
-        bind(request)
-    bind(request.but(num_heads=32))  # of which the table says nothing
+    registry = Registry(facts={"cuda": device}, environ={"MLA_PORTABLE_TUNED": str(table)})
+    (implementation,) = (each for each in registry.implementations(primitive) if each.name == NAME)
+    with pytest.raises(InvalidArgument, match=rf"tuned\.json: .*{NAME} / {primitive} on .*{word}.*Run `mla-portable tune`"):
+        registry.bind(request, backend=NAME)
+    registry.bind_implementation(implementation, request.but(num_heads=32))  # the table has no entry for 32 heads
 
 
-def test_a_row_without_names_is_refused(table: Path):
-    write_table(table, [entry(request_for(), {})])
+def test_a_row_without_names_is_refused():
     with pytest.raises(InvalidArgument, match="got nothing, expected the names"):
-        bound_config(request_for())
+        bound_config(configured(request_for(), {}))
 
 
 @pytest.mark.parametrize("primitive", [DECODE, PREFILL])
-def test_the_table_is_read_when_binding_and_never_again(table: Path, monkeypatch: pytest.MonkeyPatch, primitive: Primitive):
+def test_the_configuration_is_taken_when_binding(monkeypatch: pytest.MonkeyPatch, primitive: Primitive):
     used: list[AttentionConfig] = []
     monkeypatch.setattr(bind_attention.attention, "launch", lambda *args, config, **options: used.append(config))
     monkeypatch.setattr(bind_attention.merge, "launch", lambda *args, **options: None)
     bind = getattr(bind_attention, f"bind_{primitive}")
-    request, other = request_for(primitive=primitive), request_for(primitive=PREFILL if primitive is DECODE else DECODE)
-    write_table(table, [entry(request, CONFIGURATION), entry(other, CONFIGURATION | {"block_n": 16})])
-    calls = [bind(request), bind(request, CONFIGURATION | {"num_stages": 2}), bind(request.but(kv_layout="bf16"))]
-    table.write_text("no table")
-    with pytest.raises(InvalidArgument, match="Delete the file"):
-        bind(request)
+    request = request_for(primitive=primitive)
+    requests = configured(request, CONFIGURATION), configured(request, CONFIGURATION | {"num_stages": 2})
+    calls = [*map(bind, requests), bind(request.but(kv_layout="bf16"))]
     q, indices = torch.zeros(2, 1, 16, 576, dtype=torch.bfloat16), torch.zeros(2, 1, 64, dtype=torch.int32)
     if primitive is PREFILL:
         q, indices = q[:, 0], indices[:, 0]
@@ -181,7 +187,7 @@ def test_the_table_is_read_when_binding_and_never_again(table: Path, monkeypatch
     assert used == [tuned, replace(tuned, num_stages=2), attention_config("sm90", "bf16", 16), tuned]
 
 
-def test_a_schedule_of_its_own_is_cut_by_the_tuned_tiles(table: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_schedule_of_its_own_is_cut_by_the_tuned_tiles(monkeypatch: pytest.MonkeyPatch):
     made: list[tuple[int, int]] = []
 
     def recorded(*args: Any) -> SplitSchedule:
@@ -196,9 +202,8 @@ def test_a_schedule_of_its_own_is_cut_by_the_tuned_tiles(table: Path, monkeypatc
     shape = {"num_rows": 2, "num_heads": 32, "topk": 2048, "num_sms": H200.num_sms}
     wanted = [split_kv(**shape, heads_per_program=height, tile=width) for height, width in ((32, 32), (16, 64))]
     assert wanted[0] != wanted[1]
-    for _ in wanted:
-        bind_attention.bind_sparse_decode(request)(q, torch.zeros(1, 64, 656), indices, softmax_scale=1.0)
-        write_table(table, [entry(request, CONFIGURATION)])
+    for each in (request, configured(request, CONFIGURATION)):
+        bind_attention.bind_sparse_decode(each)(q, torch.zeros(1, 64, 656), indices, softmax_scale=1.0)
     assert made == wanted
 
 
@@ -206,7 +211,7 @@ def test_a_schedule_of_its_own_is_cut_by_the_tuned_tiles(table: Path, monkeypatc
 
 
 @pytest.mark.parametrize(("primitive", "layout"), [(DECODE, "fp8_ds_mla"), (PREFILL, "bf16")])
-def test_tune_writes_what_the_next_bind_reads(table: Path, primitive: Primitive, layout: str):
+def test_tune_writes_what_the_next_bind_reads(table: Path, monkeypatch: pytest.MonkeyPatch, primitive: Primitive, layout: str):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     words = ["tune", "--device", device, "--primitive", str(primitive), "--layout", layout, "--backend", NAME]
     sizes = ["--heads", "16", "--rows", "2", "--topk", "64", "--repeat", "2", "--check-rows", "1"]
@@ -218,10 +223,13 @@ def test_tune_writes_what_the_next_bind_reads(table: Path, primitive: Primitive,
     assert [each["why"] for each in result["attempts"]] == [""] * len(result["attempts"])
     (written,) = read_table(table)
     assert written.key == (request.device.name, NAME, str(primitive), layout, 16) and set(written.us) == {"2"}
-    assert asdict(bound_config(request)) == written.configuration
-    for each in configurations(request)[:2]:  # whichever won, it holds because it is written there
+    bound: list[dict[str, int]] = []
+    monkeypatch.setattr(bind_attention, "bound_config", lambda request: bound.append(asdict(bound_config(request))))
+    wanted = [written.configuration, *configurations(request)[:2]]  # whichever won, it holds because it is written there
+    for each in wanted:
         write_table(table, [entry(request, each)])
-        assert asdict(bound_config(request)) == each
+        Registry(environ={"MLA_PORTABLE_TUNED": str(table)}, probe=False).bind(request, backend=NAME)
+    assert bound == wanted
 
 
 def test_what_is_tried_computes_what_is_timed(monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from machines import H200
+from machines import CPU, H200
 from spoiled import WRONG, registry_with
 from typer.testing import CliRunner
 
@@ -33,11 +33,10 @@ from mla_portable.contracts import (
     Tunable,
     TunableRegistrar,
     hookimpl,
-    tuned_configuration,
 )
-from mla_portable.contracts.tuned import TunedEntry, read_table, table_path, write_table
 from mla_portable.registry import Registry
 from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
+from mla_portable.registry.tuned import TunedConfigurations, TunedEntry, read_table, table_path, write_table
 
 NAME = "acme.v1"
 DECODE = Primitive.SPARSE_DECODE
@@ -58,7 +57,7 @@ def bind(request: Request, configuration: Mapping[str, int]) -> BoundPrimitive:
 
 class Plugin:
     def __init__(self, configurations: list[dict[str, int]] = CONFIGURATIONS, *, max_heads: int | None = None) -> None:
-        self.tunable = Tunable(NAME, DECODE, lambda request: configurations, bind)
+        self.tunable = Tunable(NAME, DECODE, lambda request: configurations)
         limits = {"device_types": ("cpu",), "kv_layouts": ("bf16",), "max_heads": max_heads, "graph": False}
         self.support = Support(source="this test", **limits)
         self.bound_with: list[Mapping[str, int]] = []
@@ -68,8 +67,11 @@ class Plugin:
         registrar.add(Implementation(NAME, DECODE, self.support, self.bind, preference=10))
 
     def bind(self, request: Request) -> BoundPrimitive:
-        self.bound_with.append(tuned_configuration(NAME, request) or CONFIGURATIONS[0])
-        return bind(request, self.bound_with[-1])
+        configuration = dict(request.configuration or CONFIGURATIONS[0])
+        if set(configuration) != set(CONFIGURATIONS[0]):
+            raise InvalidArgument(NAME, "configuration", got=configuration, expected="delay and wrong")
+        self.bound_with.append(configuration)
+        return bind(request, configuration)
 
     @hookimpl
     def mla_portable_register_tunables(self, registrar: TunableRegistrar) -> None:
@@ -155,16 +157,21 @@ def request(**changes: Any) -> Request:
 
 def test_an_entry_holds_for_its_requests_alone(tmp_path):
     path = tmp_path / "new" / "tuned.json"
-    assert tuned_configuration(NAME, request(), path) is None, "no table, no entry"
+
+    def tuned(request: Request, name: str = NAME) -> Mapping[str, int] | None:
+        found = TunedConfigurations.read({"MLA_PORTABLE_TUNED": str(path)}).of(name, request)
+        return None if found is None else dict(found)
+
+    assert tuned(request()) is None, "no table, no entry"
     write_table(path, [entry()])
     write_table(path, [entry(heads=64, configuration={"block_n": 64})])
-    assert tuned_configuration(NAME, request(rows=7, graph=True), path) == {"block_n": 32}
-    assert tuned_configuration(NAME, request(num_heads=64), path) == {"block_n": 64}
+    assert tuned(request(rows=7, graph=True)) == {"block_n": 32}
+    assert tuned(request(num_heads=64)) == {"block_n": 64}
     for other in (request(num_heads=32), request(kv_layout="fp8_ds_mla"), request(primitive=Primitive.SPARSE_PREFILL)):
-        assert tuned_configuration(NAME, other, path) is None
-    assert tuned_configuration("acme.v2", request(), path) is None
+        assert tuned(other) is None
+    assert tuned(request(), "acme.v2") is None
     write_table(path, [entry(configuration={"block_n": 16})])
-    assert tuned_configuration(NAME, request(), path) == {"block_n": 16}
+    assert tuned(request()) == {"block_n": 16}
     assert len(read_table(path)) == 2, "a new entry takes the place of the old one"
 
 
@@ -179,19 +186,87 @@ WORDS = dict.fromkeys(TunedEntry.__slots__, "x")
         '{"schema": 2, "entries": []}',
         '{"schema": 1, "entries": [{"device": "x"}]}',
         json.dumps({"schema": 1, "entries": [{**WORDS, "configuration": {"block_n": "32"}}]}),
+        json.dumps({"schema": 1, "entries": [{**WORDS, "configuration": {}, "heads": [16]}]}),
+        "[" * 100_000,
+        " " * (1 << 20) + "{}",
     ],
+    ids=range(8),
 )
-def test_a_file_that_is_no_table_is_refused(tmp_path, text):
-    path = tmp_path / "tuned.json"
+def test_a_file_that_is_no_table_is_an_error_at_every_choice(tmp_path, text):
+    """Whether it is named or at the default path; the kernel is not to blame and stays the registry's choice."""
+    path = tmp_path / "mla-portable" / "tuned.json"
+    path.parent.mkdir()
     path.write_text(text)
-    with pytest.raises(InvalidArgument, match=r"tuned\.json.*Delete the file"):
-        tuned_configuration(NAME, request(), path)
+    for environ in ({"MLA_PORTABLE_TUNED": str(path)}, {"XDG_CONFIG_HOME": str(tmp_path)}):
+        registry = Registry(plugins=[("acme", Plugin())], facts={"cpu": CPU}, environ=environ)
+        asked = request(device=CPU)
+        for ask in (registry.decide, registry.bind, lambda _, found=registry: found.policy):
+            with pytest.raises(InvalidArgument, match=r"tuned\.json.*Delete the file"):
+                ask(asked)
+        path.unlink()
+        registry.reload_policy()
+        assert registry.decide(asked).chosen == NAME
+        path.write_text(text)
+
+
+def unreadable(tmp_path: Path) -> dict[str, dict[str, str]]:
+    """Environments whose table cannot be read, whoever runs the tests."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder" / "mla-portable" / "tuned.json").mkdir(parents=True)
+    return {
+        "HOME is no directory": {"HOME": "/dev/null"},
+        "no HOME": {},
+        "a file in the way": {"XDG_CONFIG_HOME": str(tmp_path / "file")},
+        "a directory": {"XDG_CONFIG_HOME": str(tmp_path / "folder")},
+    }
+
+
+def test_a_default_table_that_cannot_be_read_is_no_table(tmp_path, caplog):
+    caplog.set_level("INFO")
+    for what, environ in unreadable(tmp_path).items():
+        caplog.clear()
+        plugin = Plugin()
+        registry = Registry(plugins=[("acme", plugin)], environ=environ)
+        asked = Request(DECODE, registry.facts("cpu"), kv_layout="bf16", num_heads=2, topk=16)
+        assert registry.decide(asked).chosen == NAME, what
+        registry.bind(asked)
+        told = [r.levelname for r in caplog.records if "no tuning table" in r.getMessage()]
+        assert told == (["INFO"] if environ else []), what
+        assert plugin.bound_with[-1] == CONFIGURATIONS[0]
+
+
+def test_a_named_table_that_cannot_be_read_is_an_error(tmp_path, caplog):
+    paths = [tmp_path, tmp_path / "file" / "tuned.json"]
+    paths[1].parent.write_text("")
+    for path in paths:
+        registry = Registry(plugins=[("acme", Plugin())], facts={"cpu": CPU}, environ={"MLA_PORTABLE_TUNED": str(path)})
+        with pytest.raises(InvalidArgument, match="expected a file that can be read"):
+            registry.decide(request(device=CPU))
+    missing = {"MLA_PORTABLE_TUNED": str(tmp_path / "new.json")}
+    registry = Registry(plugins=[("acme", Plugin())], facts={"cpu": CPU}, environ=missing)
+    assert registry.decide(request(device=CPU)).chosen == NAME, "tune is going to write it"
+    assert "does not exist" in caplog.text
+
+
+def test_a_configuration_that_the_implementation_refuses_names_the_file(tmp_path):
+    path = tmp_path / "tuned.json"
+    plugin = Plugin()
+    registry = Registry(plugins=[("acme", plugin)], environ={"MLA_PORTABLE_TUNED": str(path)})
+    asked = Request(DECODE, registry.facts("cpu"), kv_layout="bf16", num_heads=16, topk=16)
+    write_table(path, [entry(device=asked.device.name, configuration={"delya": 0})])
+    registry.reload_policy()
+    assert registry.decide(asked).chosen == NAME, "a table is no reason against a kernel"
+    with pytest.raises(InvalidArgument, match=r"tuned\.json: got for acme\.v1 / sparse_decode: .*delya.*tune` again"):
+        registry.bind(asked)
+    assert registry.bind(asked.but(num_heads=2)) is not None
 
 
 def test_where_the_table_is():
     assert table_path({"MLA_PORTABLE_TUNED": "/x/y.json", "XDG_CONFIG_HOME": "/home"}) == Path("/x/y.json")
     assert table_path({"XDG_CONFIG_HOME": "/home"}) == Path("/home/mla-portable/tuned.json")
-    assert table_path({"MLA_PORTABLE_TUNED": " "}) == Path.home() / ".config" / "mla-portable" / "tuned.json"
+    assert table_path({"MLA_PORTABLE_TUNED": " ", "HOME": "/me"}) == Path("/me/.config/mla-portable/tuned.json")
+    assert table_path({"MLA_PORTABLE_TUNED": "~/y.json"}) == Path.home() / "y.json"
+    assert table_path({}) is None
 
 
 # ---------------------------------------------------------------------- the command
@@ -213,7 +288,7 @@ def test_tuning_changes_what_is_bound(monkeypatch, tmp_path):
     assert "over untuned" in command(monkeypatch, path)
     assert [each.configuration for each in read_table(path)] == [CONFIGURATIONS[1]]
     plugin = Plugin()
-    registry = registry_with(("acme", plugin), probe=False)
+    registry = registry_with(("acme", plugin), probe=False, environ={"MLA_PORTABLE_TUNED": str(path)})
     for heads in (2, 4):
         registry.bind(Request(DECODE, registry.facts("cpu"), kv_layout="bf16", num_heads=heads, topk=16))
     assert plugin.bound_with == [CONFIGURATIONS[1], CONFIGURATIONS[0]], "four heads were not tuned"

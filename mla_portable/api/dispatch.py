@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who serves a kind of call: a cache between the convenience functions and the registry.
+"""Which implementation serves a kind of call: a cache between the convenience functions and the registry.
 
-A kind of call is everything its arguments say that may decide the choice. It is looked up in one dictionary, so that a call
-after the first costs a few microseconds; a change of policy (`use(...)`, `reload_policy()`) changes the key.
+A kind of call is everything its arguments say that may decide the choice. It is looked up in one dictionary, which the registry
+owns, so that a call after the first costs a few microseconds. A change of policy (`use(...)`, `reload_policy()`) changes the
+key.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from mla_portable.contracts import BoundPrimitive, Primitive, Request, SplitSchedule, TileSchedule
 from mla_portable.registry import Registry, get_registry
+from mla_portable.registry.registry import check_backend
 
 __all__ = ["Served", "current_registry", "find", "serving"]
 
@@ -48,7 +50,6 @@ class Served(NamedTuple):
     schedule_type: type[SplitSchedule] | type[TileSchedule] | None
 
 
-_served: dict[tuple[Any, ...], Served] = {}
 _override: Registry | None = None
 
 
@@ -61,7 +62,6 @@ def serving(registry: Registry) -> Generator[None, None, None]:
         yield
     finally:
         _override = before
-        _served.clear()
 
 
 def current_registry() -> Registry:
@@ -81,17 +81,22 @@ def find(primitive: str, backend: str | None, tensor: Tensor, facts: tuple[Any, 
         return served._replace(call=partial(_call_on, device, served.call))
     registry = get_registry() if _override is None else _override
     graph = device >= 0 and torch.cuda.is_current_stream_capturing()
-    key = (primitive, backend, device, graph, facts, registry.choice_token(), registry)
-    served = _served.get(key)
+    key = (primitive, backend, device, graph, facts, registry.choice_token())
+    try:
+        served: Served | None = registry.served.get(key)
+    except TypeError:  # a backend that cannot be hashed, such as a list
+        check_backend(backend, primitive)
+        raise
     if served is None:
+        check_backend(backend, primitive)
         given = dict(zip(_FACTS[primitive], facts, strict=True))
         request = Request(Primitive(primitive), registry.facts(tensor.device), graph=graph, **given)
         implementation, _ = registry.select(request, backend=backend)
         call = registry.bind(request, backend=backend)
         served = Served(call, implementation.name, _SCHEDULES.get(implementation.schedule_kind))
-        if len(_served) >= _CACHE_LIMIT:
-            _served.clear()
-        _served[key] = served
+        if len(registry.served) >= _CACHE_LIMIT:
+            registry.served.clear()
+        registry.served[key] = served
     return served
 
 

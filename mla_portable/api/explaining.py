@@ -33,7 +33,7 @@ def explain(
     names = [each.value for each in Primitive]
     if primitive not in names:
         raise InvalidArgument("explain", "primitive", got=repr(primitive), expected=f"one of {', '.join(names)}")
-    allowed = [field.name for field in fields(Request) if field.name not in ("primitive", "device")]
+    allowed = [field.name for field in fields(Request) if field.name not in ("primitive", "device", "configuration")]
     for name in request_fields:
         if name not in allowed:
             raise InvalidArgument("explain", name, got="an unknown field", expected=f"one of {', '.join(allowed)}")

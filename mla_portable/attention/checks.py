@@ -92,7 +92,7 @@ class StepCheck:
 
     def _check_cache(self, kv_cache: Tensor) -> None:
         layout, blocks, block_size = check_cache(_WHERE, "kv_cache", kv_cache, self._device)
-        if layout is not self._layout or block_size != self._spec.block_size:
+        if layout.name != self._layout.name or block_size != self._spec.block_size:
             got, expected = (
                 f"{layout.name}, block_size {block_size}",
                 f"{self._layout.name}, block_size {self._spec.block_size}",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from mla_portable.contracts import BoundPrimitive, Decision, Implementation, InvalidArgument, Primitive, Request
 from mla_portable.registry import Registry
+from mla_portable.registry.registry import check_backend
 
 __all__ = ["BackendChoice", "Demand"]
 
@@ -18,13 +19,15 @@ class Demand:
     """Asks the registry with the demanded backend of each primitive."""
 
     def __init__(self, registry: Registry, backend: BackendChoice) -> None:
-        """Raises: InvalidArgument when a mapping names something that is no primitive."""
+        """Raises: InvalidArgument when a mapping names something that is no primitive, or a backend is no name."""
         self._registry = registry
         names = [primitive.value for primitive in Primitive]
         for name in backend if isinstance(backend, Mapping) else ():
             if name not in names:
                 expected = f"keys among {', '.join(names)}"
                 raise InvalidArgument("SparseMLAAttention", "backend", got=repr(name), expected=expected)
+        for name in backend.values() if isinstance(backend, Mapping) else (backend,):
+            check_backend(name, "SparseMLAAttention")
         self._backend = backend
 
     def _for(self, primitive: Primitive) -> str | None:

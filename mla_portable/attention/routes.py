@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from mla_portable.attention.spec import AUTO_ROUTE, AttentionSpec
 from mla_portable.contracts import ROUTES, Decision, DeviceFacts, Primitive, Reason, Request, UnsupportedRequest
+from mla_portable.contracts.decision import grouped
 from mla_portable.planner.config import MIN_HEADS_FOR_SEPARATE
 
 __all__ = ["RouteDecision", "RoutePart", "RouteVerdict", "UnsupportedRoute", "choose_route", "route_requests"]
@@ -31,6 +32,10 @@ _FUSED_PREFILL_FEW_HEADS: Final = 0.5
 _GATHER_PREFILL: Final = 0.05
 """Of a prefill's time: 2 % where all of a prompt is in the chunk (an H200, 64 heads), more where it has a longer history."""
 _EVERY_STEP: Final = 200.0
+
+_WIDTH: Final = max(map(len, ROUTES))
+_NOT_SERVED: Final = "not served"
+_NOT_OFFERED: Final = "no installed plugin offers it"
 
 Decide = Callable[[Request], Decision]
 """Asks the registry who serves a request."""
@@ -119,18 +124,25 @@ class RouteDecision:
             lines += dict.fromkeys(part.decision.text() for part in self.verdict.parts)
         return "\n".join(lines)
 
-    def failure_text(self) -> str:
-        """The message of UnsupportedRoute: the request, every route with all reasons, each primitive's own refusal."""
+    def failure_text(self, *, all: bool = False) -> str:
+        """The message of UnsupportedRoute: the request, the routes, the causes, what to do; or each primitive's own text."""
         subject = f"route {self.forced!r} cannot serve" if self.forced else "no route serves"
         spec = self.spec
         lines = [f"{subject} sparse attention of {spec.num_heads} heads, topk {spec.topk}, {spec.kv_layout}, on {self.device}"]
-        lines += self._routes()
-        refused = {part.decision.failure_text(): None for v in self.verdicts for part in v.parts if not part.decision.chosen}
-        return "\n".join([*lines, *refused])
+        refused = list(
+            {d.request.primitive: d for v in self.verdicts for p in v.parts if not (d := p.decision).chosen}.values()
+        )
+        if all:
+            return "\n".join([*lines, *self._routes(), *dict.fromkeys(each.failure_text(all=True) for each in refused)])
+        for v in self.verdicts:
+            against = [f"{r.subject} {r.given}" + ("" if r.given == _NOT_SERVED else f" ({r.limit})") for r in v.reasons]
+            lines.append(f"  {v.route:<{_WIDTH}}  {'; '.join(against)}")
+        lines += [f"  {each.request.primitive}  {'; '.join(grouped(each.causes)) or _NOT_OFFERED}" for each in refused]
+        remedies = dict.fromkeys(r.remedy for each in refused for v in each.causes for r in v.reasons if r.remedy)
+        return "\n".join([*lines, *(f"  remedy    {remedy}" for remedy in remedies)])
 
     def _routes(self) -> list[str]:
-        width = max(map(len, ROUTES))
-        return [f"  {verdict.route:<{width}}  {verdict}" for verdict in self.verdicts]
+        return [f"  {verdict.route:<{_WIDTH}}  {verdict}" for verdict in self.verdicts]
 
     def as_dict(self) -> dict[str, Any]:
         """The same for `--json`."""
@@ -293,7 +305,7 @@ def _verdict(
     for part in parts:
         decision = part.decision
         if decision.chosen is None:
-            why = "; ".join(f"{v.implementation}: {', '.join(map(str, v.reasons))}" for v in decision.verdicts if v.reasons)
+            why = "; ".join(grouped(decision.causes))
             name = str(decision.request.primitive)
-            missing[name] = Reason(name, "not served", why or "no installed plugin offers it", "`mla-portable doctor`")
+            missing[name] = Reason(name, _NOT_SERVED, why or _NOT_OFFERED, "`mla-portable doctor`")
     return RouteVerdict(route, parts, (*against, *missing.values()), surcharge, note)

@@ -75,14 +75,14 @@ def our_candidates(
         if backends and implementation.name not in backends and implementation.backend not in backends:
             continue
         if not verdict.reasons:
-            found.append(_ours(problem, implementation, device))
+            found.append(_ours(problem, implementation, registry, device))
         elif not any(implementation.support.device_reasons(problem.request.device)):
             refused.append(Refusal(implementation.name, verdict.reasons))
     return sorted(found, key=lambda candidate: candidate.name), refused
 
 
-def _ours(problem: Problem, implementation: Implementation, device: torch.device) -> Candidate:
-    prepare = partial(prepared, problem, implementation, implementation.bind, device)
+def _ours(problem: Problem, implementation: Implementation, registry: Registry, device: torch.device) -> Candidate:
+    prepare = partial(prepared, problem, implementation, partial(registry.bind_implementation, implementation), device)
     remark = "" if _request(problem, implementation) == problem.request else "tells no lse"
     return Candidate(implementation.name, implementation, remark, prepare)
 

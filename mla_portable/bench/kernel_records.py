@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any, Final
 
 from mla_portable.bench.kernels import CaseTimes, KernelReport, KernelTime
 from mla_portable.contracts import InvalidArgument
-from mla_portable.contracts.tuned import read_table, table_path
 from mla_portable.matrix.hashes import source_hash
+from mla_portable.registry.tuned import TunedConfigurations
 
 __all__ = ["KIND", "append_lines", "kernel_lines", "read_lines"]
 
@@ -35,7 +36,7 @@ def kernel_lines(report: KernelReport, command: str) -> list[dict[str, Any]]:
         "device": {"name": report.facts.name, "arch": report.facts.arch, "vendor": report.facts.vendor},
         "ceilings": report.ceilings.as_dict(),
         **report.machine.as_dict(),
-        "tuned": bool(read_table(table_path())),
+        "tuned": bool(TunedConfigurations.read(os.environ).entries),
     }
     return [{**common, **_of_case(case), **_of_candidate(each)} for case in report.cases for each in case.times]
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -11,7 +12,8 @@ import pluggy
 
 from mla_portable.contracts import PROJECT_NAME, PluginError, Rival, Tunable
 from mla_portable.contracts.plugin import BackendSpec
-from mla_portable.registry.plugins import PluginSource, first_line, given_plugins, installed_plugins
+from mla_portable.registry.plugins import PluginSource, first_line, given_plugins, import_plugin, installed_plugins
+from mla_portable.registry.policy import disabled_plugins
 
 __all__ = ["Brought", "load_rivals", "load_tunables"]
 
@@ -58,9 +60,12 @@ def load_tunables(plugins: Plugins | None = None) -> Brought[Tunable]:
 
 def _load(plugins: Plugins | None, hook: str, kind: type[T], key: Callable[[T], str]) -> Brought[T]:
     sources = installed_plugins() if plugins is None else given_plugins(plugins)
+    disabled = disabled_plugins(os.environ)
     found: list[T] = []
     failures: list[tuple[str, str]] = []
     for source in sources:
+        if source.name in disabled:
+            continue
         collector = _Collector(kind, key, found)
         try:
             _ask(source, hook, collector)
@@ -74,7 +79,7 @@ def _load(plugins: Plugins | None, hook: str, kind: type[T], key: Callable[[T], 
 def _ask(source: PluginSource, name: str, collector: object) -> None:
     manager = pluggy.PluginManager(PROJECT_NAME)
     manager.add_hookspecs(BackendSpec)
-    manager.register(source.load(), source.name)
+    manager.register(import_plugin(source), source.name)
     manager.check_pending()
     hook: Any = getattr(manager.hook, name)
     hook(registrar=collector)

@@ -16,9 +16,9 @@ from mla_portable.bench.kernel_cases import KernelCase
 from mla_portable.bench.kernel_problems import Workshop
 from mla_portable.bench.kernels import KernelTime, time_candidates
 from mla_portable.contracts import Implementation, Request, Tunable
-from mla_portable.contracts.tuned import TunedEntry
 from mla_portable.registry import Registry
 from mla_portable.registry.costs import time_spent
+from mla_portable.registry.tuned import TunedEntry
 
 __all__ = ["Attempt", "TuneResult", "tune"]
 
@@ -154,7 +154,7 @@ def _attempts(
                 _words(configuration),
                 implementation,
                 "",
-                partial(prepared, problem, implementation, _bind(tunable, configuration), device),
+                partial(prepared, problem, implementation, _bind(implementation, configuration), device),
             )
             for configuration in configurations
         ]
@@ -163,8 +163,8 @@ def _attempts(
     return tuple(_attempt(configuration, timed) for configuration, timed in zip(configurations, times, strict=True))
 
 
-def _bind(tunable: Tunable, configuration: Configuration) -> Callable[[Request], Callable[..., object]]:
-    return lambda request: tunable.bind(request, configuration)
+def _bind(implementation: Implementation, configuration: Configuration) -> Callable[[Request], Callable[..., object]]:
+    return lambda request: implementation.bind(request.but(configuration=tuple(configuration.items())))
 
 
 def _words(configuration: Configuration) -> str:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -23,12 +22,11 @@ from mla_portable.contracts import (
     Request,
     Verdict,
 )
-from mla_portable.registry import PluginReport, ProbeReport, Registry
+from mla_portable.registry import PluginReport, Policy, ProbeReport, Registry
 
 __all__ = ["Choice", "Diagnosis", "Examined", "Problem", "diagnose"]
 
 PACKAGES: Final = ("torch", "triton", "vllm", "numpy", "pluggy")
-_ENVIRONMENT: Final = "MLA_PORTABLE_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +137,7 @@ def diagnose(registry: Registry, device: torch.device) -> Diagnosis:
         plugins=registry.plugin_reports,
         rules=rules,
         disabled=disabled,
-        environment=tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENT))),
+        environment=registry.environment,
         examined=examined,
         choices=choices,
         problems=tuple(sorted(problems, key=lambda problem: not problem.fatal)),
@@ -175,8 +173,12 @@ def _plugin_problems(registry: Registry) -> Iterator[Problem]:
 def _examine(registry: Registry, device: torch.device, facts: DeviceFacts, problems: list[Problem]) -> Iterator[Examined]:
     """Each implementation on the device. After a fault of the device itself nothing more is probed."""
     usable = True
+    try:
+        policy = registry.policy
+    except InvalidArgument:  # reported as a problem of its own
+        policy = Policy()
     for implementation in registry.implementations():
-        reasons = tuple(implementation.support.device_reasons(facts))
+        reasons = (*policy.against(implementation), *implementation.support.device_reasons(facts))
         report: ProbeReport | None = None
         if not reasons and usable:
             try:
@@ -229,10 +231,8 @@ def _choices(registry: Registry, facts: DeviceFacts, problems: list[Problem]) ->
 
 
 def _asked(decision: Decision) -> list[Verdict]:
-    """The candidates that could have been chosen: all, or those that a demand names."""
-    if decision.forced is None:
-        return list(decision.verdicts)
-    return [v for v in decision.verdicts if decision.forced in (v.implementation, v.implementation.partition(".")[0])]
+    """The candidates whose reasons explain that nothing was chosen."""
+    return list(decision.causes)
 
 
 def _words(reasons: Iterable[Reason]) -> str:

@@ -13,6 +13,7 @@ from mla_portable.cli.output import EXIT_FAILED, command, table
 
 if TYPE_CHECKING:
     from mla_portable.cli.diagnosis import Diagnosis, Examined
+    from mla_portable.registry import PluginReport
     from mla_portable.vllm.status import VllmStatus
 
 __all__ = ["doctor"]
@@ -84,11 +85,17 @@ def _plugins(diagnosis: Diagnosis) -> RenderableType:
         [
             report.name,
             f"{report.distribution} {report.version}".strip() or report.module,
-            f"{len(report.implementations)} implementations" if report.ok else f"BROKEN  {report.error}",
+            _state(report),
         ]
         for report in diagnosis.plugins
     ]
     return table("Plugins", ["plugin", "distribution", "state"], rows)
+
+
+def _state(report: PluginReport) -> str:
+    if report.disabled:
+        return f"not imported, disabled by {report.disabled}"
+    return f"{len(report.implementations)} implementations" if report.ok else f"BROKEN  {report.error}"
 
 
 def _policy(diagnosis: Diagnosis) -> RenderableType:

@@ -121,7 +121,7 @@ def explain(
         if as_json:
             output.document({"command": "explain", "ok": served, "primitive": primitive, **decision.as_dict()})
         else:
-            output.show(decision.text() if served else decision.failure_text())
+            output.show(decision.text() if served else decision.failure_text(all=True))
         raise typer.Exit(EXIT_OK if served else EXIT_FAILED)
 
 

@@ -60,12 +60,15 @@ def tune(
         from mla_portable.bench.kernel_cases import ATTENTION, kernel_cases
         from mla_portable.bench.rivals import load_tunables
         from mla_portable.bench.tune import tune as run
-        from mla_portable.contracts import Primitive
-        from mla_portable.contracts.tuned import read_table, table_path, write_table
+        from mla_portable.contracts import InvalidArgument, Primitive
+        from mla_portable.registry.tuned import read_table, table_path, write_table
 
         cpu = where.type == "cpu"
         wanted = [primitive_named(name, param_hint="--primitive") for name in primitive] if primitive else list(ATTENTION)
         path = out or table_path()
+        if path is None:
+            expected = "a file to write to, for neither XDG_CONFIG_HOME nor HOME is set"
+            raise InvalidArgument("tune", "--out", got="none", expected=expected)
         read_table(path)  # a file that is no table is refused before the work, not after it
         cases = [
             case

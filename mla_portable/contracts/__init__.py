@@ -46,6 +46,7 @@ from mla_portable.contracts.plugin import (
     ScheduleKind,
     Tunable,
     TunableRegistrar,
+    Variable,
     hookimpl,
 )
 from mla_portable.contracts.primitives import (
@@ -64,7 +65,6 @@ from mla_portable.contracts.request import Request
 from mla_portable.contracts.results import attention_results
 from mla_portable.contracts.schedule import DEFAULT_SCRATCH_BYTES, DecodeSchedule, SplitSchedule, TileSchedule, split_kv
 from mla_portable.contracts.support import Reason, Support
-from mla_portable.contracts.tuned import tuned_configuration
 
 __all__ = [
     "BF16",
@@ -119,6 +119,7 @@ __all__ = [
     "TunableRegistrar",
     "UnknownBackend",
     "UnsupportedRequest",
+    "Variable",
     "Verdict",
     "attention_results",
     "hookimpl",
@@ -127,6 +128,5 @@ __all__ = [
     "pack_fp8",
     "split_kv",
     "tile_scales",
-    "tuned_configuration",
     "unpack_fp8",
 ]

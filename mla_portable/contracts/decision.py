@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decision: the answer to a Request with a verdict on every candidate, as data; one printer for logs, errors and CLI."""
+"""Decision: the answer to a Request with a verdict on every candidate, as data; one printer for logs, errors and CLI.
+
+Text for a person shows the cause first, in about ten lines; `all=True` lists every candidate.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from mla_portable.contracts.request import Request
 from mla_portable.contracts.support import Reason
 
-__all__ = ["Decision", "Verdict"]
+__all__ = ["Decision", "Verdict", "grouped"]
+
+_MOST_CAUSES: Final = 4
+_MOST_REMEDIES: Final = 3
+_MOST_NAMES: Final = 3
+"""Of candidates with the same reasons, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +29,16 @@ class Verdict:
     Attributes:
         implementation: its full name, "<backend>.<variant>".
         reasons: all reasons against it; empty means it can run.
-        cost: what candidates are ranked by, smaller is better. cost_source: "declared" or the record it was measured in.
+        cost: what candidates are ranked by, smaller is better; infinite where it is not known.
+        cost_source: "declared" or the record it was measured in.
+        fits_device: no reason comes from the device alone.
     """
 
     implementation: str
     reasons: tuple[Reason, ...]
     cost: float
     cost_source: str = "declared"
+    fits_device: bool = True
 
     @property
     def can_run(self) -> bool:
@@ -59,27 +72,55 @@ class Decision:
         chosen = next(v for v in self.verdicts if v.implementation == self.chosen)
         return any(v.reasons and v.cost < chosen.cost for v in self.verdicts)
 
-    def failure_text(self) -> str:
-        """The message of UnsupportedRequest: the request, every candidate with all its reasons, a remedy."""
-        who = f"{self.forced} (forced by {self.control})" if self.forced else "nothing here"
-        lines = (
-            [f"{who} can run {self.request.primitive}"]
-            if not self.forced
-            else [f"{who} cannot run {self.request.primitive}, and a forced choice never falls back"]
-        )
-        lines += self._body()
-        remedies = dict.fromkeys(r.remedy for v in self.verdicts for r in v.reasons if r.remedy)
+    @property
+    def causes(self) -> tuple[Verdict, ...]:
+        """The candidates whose reasons explain the decision: those that fit the device, else all; of a forced backend, its own.
+
+        Where something was chosen, those of lower cost only, and only those that fit the device.
+        """
+        refused = [v for v in self.verdicts if v.reasons]
         if self.forced:
-            remedies = {f"drop {self.control} to let the registry choose": None, **remedies}
-        lines += [f"  remedy    {remedy}" for remedy in remedies] or [
-            "  remedy    `mla-portable doctor` shows what is installed"
-        ]
+            refused = [v for v in refused if self.forced in (v.implementation, v.implementation.partition(".")[0])]
+        fitting = [v for v in refused if v.fits_device]
+        if self.chosen is None:
+            return tuple(fitting or refused)
+        cost = next(v.cost for v in self.verdicts if v.implementation == self.chosen)
+        return tuple(v for v in fitting if v.cost < cost)
+
+    def failure_text(self, *, all: bool = False) -> str:
+        """The message of UnsupportedRequest: the causes, the request, remedies."""
+        if self.forced:
+            head = f"{self.forced} (forced by {self.control}) cannot run {self.request.primitive}, "
+            lines = [f"{head}and a forced choice never falls back"]
+        else:
+            lines = [f"nothing here can run {self.request.primitive}"]
+        lines += self._body() if all else self._brief()
+        remedies = list(dict.fromkeys(r.remedy for v in self.causes for r in v.reasons if r.remedy))
+        if self.forced:
+            remedies.insert(0, f"drop {self.control} to let the registry choose")
+        last = _MOST_REMEDIES - 1
+        if not all and remedies[last:]:
+            remedies[last:] = ["; ".join(remedies[last:])]
+        lines += [f"  remedy    {remedy}" for remedy in remedies or ["`mla-portable doctor` shows what is installed"]]
         return "\n".join(lines)
 
-    def text(self) -> str:
-        """The decision for a person: chosen, by whom, every other candidate with all its reasons."""
+    def text(self, *, all: bool = True) -> str:
+        """The decision for a person: chosen, by whom, every other candidate with all its reasons; or, in brief, the causes."""
         head = f"{self.request.primitive}: {self.chosen or 'nothing can run it'} ({self.control})"
-        return "\n".join([head, *self._body()])
+        return "\n".join([head, *(self._body() if all else self._brief())])
+
+    def _brief(self) -> list[str]:
+        """The causes, how many candidates are left out, the request."""
+        lines = [f"{name}: plugin {why}" for name, why in self.plugin_failures] + grouped(self.causes)
+        others = [v for v in self.verdicts if v not in self.causes and v.implementation != self.chosen]
+        elsewhere = sum(not v.fits_device for v in others)
+        counts = {"implementations for other devices": elsewhere, "other implementations": len(others) - elsewhere}
+        left_out = ", ".join(f"{n} {what if n > 1 else what.replace('ns', 'n', 1)}" for what, n in counts.items() if n)
+        if not self.verdicts:
+            left_out = "no installed plugin offers this primitive"
+        elif left_out:
+            left_out += f" (`mla-portable explain {self.request.primitive}` lists all)"
+        return [f"  {line}" for line in (*_few(lines, _MOST_CAUSES), left_out, f"request   {self.request}") if line]
 
     def _body(self) -> list[str]:
         width = max([len(v.implementation) for v in self.verdicts] + [len(n) for n, _ in self.plugin_failures], default=0)
@@ -104,7 +145,7 @@ class Decision:
                 {
                     "implementation": v.implementation,
                     "can_run": v.can_run,
-                    "cost": v.cost,
+                    "cost": v.cost if math.isfinite(v.cost) else None,
                     "cost_source": v.cost_source,
                     "reasons": [
                         {"subject": r.subject, "given": r.given, "limit": r.limit, "remedy": r.remedy} for r in v.reasons
@@ -114,3 +155,22 @@ class Decision:
             ],
             "plugin_failures": [{"plugin": name, "error": why} for name, why in self.plugin_failures],
         }
+
+
+def grouped(verdicts: Iterable[Verdict]) -> list[str]:
+    """A line for each set of reasons: the candidates that share it, then the reasons."""
+    names: dict[str, list[str]] = {}
+    for v in verdicts:
+        names.setdefault("; ".join(map(str, v.reasons)), []).append(v.implementation)
+    lines: list[str] = []
+    for reasons, those in names.items():
+        more = f" and {len(those) - _MOST_NAMES} more" if len(those) > _MOST_NAMES else ""
+        lines.append(f"{', '.join(those[:_MOST_NAMES])}{more}: {reasons}")
+    return lines
+
+
+def _few(lines: Sequence[str], most: int) -> list[str]:
+    """At most that many: the first, how many are left out, the last."""
+    if len(lines) <= most:
+        return list(lines)
+    return [*lines[: most - 2], f"... and {len(lines) - most + 1} more", lines[-1]]

@@ -7,7 +7,7 @@ launched; whatever a kernel or the driver raises later travels up unchanged.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mla_portable.contracts.decision import Decision
@@ -23,7 +23,15 @@ __all__ = [
 
 
 class MLAPortableError(Exception):
-    """Base of everything that mla_portable raises on purpose."""
+    """Base of everything that mla_portable raises on purpose. Can be pickled, for process pools, and copied."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _without_init, (type(self), self.args), vars(self)
+
+
+def _without_init(kind: type[MLAPortableError], args: tuple[Any, ...]) -> MLAPortableError:
+    """An error with the message that it had: subclasses make theirs of arguments that are not kept."""
+    return kind.__new__(kind, *args)
 
 
 class InvalidArgument(MLAPortableError, ValueError):
@@ -35,12 +43,20 @@ class InvalidArgument(MLAPortableError, ValueError):
 
     def __init__(self, where: str, argument: str, *, got: object, expected: str, remedy: str = "") -> None:
         self.where, self.argument, self.got, self.expected, self.remedy = where, argument, str(got), expected, remedy
-        message = f"{where}: {argument}: got {self.got}, expected {expected}."
-        super().__init__(f"{message} {remedy}" if remedy else message)
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        message = f"{self.where}: {self.argument}: got {self.got}, expected {self.expected}."
+        return f"{message} {self.remedy}" if self.remedy else message
 
 
 class UnknownBackend(InvalidArgument):
     """A backend name that no loaded plugin carries: a typo is an error, never "not offered"."""
+
+    def _message(self) -> str:
+        """The suggestion first: the known names are many."""
+        remedy = f" {self.remedy}" if self.remedy else ""
+        return f"{self.where}: {self.argument}: got {self.got}.{remedy} Expected {self.expected}."
 
 
 class UnsupportedRequest(MLAPortableError, RuntimeError):

@@ -43,6 +43,7 @@ __all__ = [
     "ScheduleKind",
     "Tunable",
     "TunableRegistrar",
+    "Variable",
     "hookimpl",
     "hookspec",
 ]
@@ -114,6 +115,30 @@ Detector = Callable[[torch.device], DeviceFacts | None]
 """Recognises a vendor's device and characterises it; None means "not mine". Must not raise on other vendors' machines."""
 
 
+def _any_value(value: str) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """An environment variable, and what it may be set to. A variable of mla_portable that does not exist is an error.
+
+    Attributes:
+        name: starts with MLA_PORTABLE_<PLUGIN>, the plugin's name in upper case.
+        expected: the allowed values in words, for the error message.
+        accepts: whether a value, stripped and not empty, is allowed.
+    """
+
+    name: str
+    expected: str
+    accepts: Callable[[str], bool] = _any_value
+
+    @classmethod
+    def choice(cls, name: str, *values: str) -> Variable:
+        """A variable that takes one of `values`, in upper or lower case."""
+        return cls(name, f"one of {', '.join(values)}", lambda value: value.lower() in values)
+
+
 class Registrar(Protocol):
     """What the hook receives. A malformed registration raises PluginError on the plugin's own line."""
 
@@ -123,6 +148,10 @@ class Registrar(Protocol):
 
     def add_detector(self, detector: Detector) -> None:
         """Recognise this vendor's devices before torch's own names are believed."""
+        ...
+
+    def add_variable(self, variable: Variable) -> None:
+        """Declare an environment variable that the plugin reads, so that its name is known and its value checked."""
         ...
 
 
@@ -167,16 +196,16 @@ class Rival:
 class Tunable:
     """An implementation whose kernel configuration `mla-portable tune` may choose by timing.
 
+    Its `bind` gets one of them in `Request.configuration`, and refuses one with unknown names or values by InvalidArgument.
+
     Attributes:
         implementation: its name. primitive: that it serves.
         configurations: for a request, those worth a try, as flat {name: number}; the first is what holds without tuning.
-        bind: the callable for a request with one of them. What `Implementation.bind` makes asks `tuned_configuration`.
     """
 
     implementation: str
     primitive: Primitive
     configurations: Callable[[Request], Iterable[Mapping[str, int]]]
-    bind: Callable[[Request, Mapping[str, int]], BoundPrimitive]
 
 
 class TunableRegistrar(Protocol):

@@ -39,6 +39,8 @@ class Request:
         batch_invariant: a row's result may not depend, in a single bit, on what other rows there are: whoever is bound
             computes it alike for every `rows`. A schedule cuts every batch alike then (`PlannerConfig.batch_invariant`).
         graph: the call is going to be captured in a CUDA graph.
+        configuration: kernel configuration from the user's tuning table; None = the plugin's own. The registry sets it for the
+            chosen implementation just before `bind`; it never decides what can run.
     """
 
     primitive: Primitive
@@ -61,6 +63,7 @@ class Request:
     clean_lengths: bool = False
     batch_invariant: bool = False
     graph: bool = False
+    configuration: tuple[tuple[str, int], ...] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, _LIMITS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judging the answer to a tiny problem: the first thing that is wrong with it, in words that name the symptom.
+"""Comparing the results of a probe with the reference's: the first thing that is wrong, in words that name the symptom.
 
 Indices and bytes are exact; attention and logits are within 2 % of the largest expected value, which no rounding of bf16 or
 e4m3 inputs reaches and every wrong meaning (a wrong base, a lost scale, an index read wrongly) exceeds.
@@ -17,7 +17,7 @@ from torch import Tensor
 from mla_portable.contracts import Primitive
 from mla_portable.registry.tiny import Call
 
-__all__ = ["RESULTS", "Results", "collect_results", "mismatch"]
+__all__ = ["RESULTS", "Results", "changed_inputs", "mismatch", "read_back", "results_of", "shared_memory"]
 
 RESULTS: Final[dict[Primitive, tuple[str, ...]]] = {
     Primitive.CACHE_WRITE: (),
@@ -37,12 +37,11 @@ LN2: Final = math.log(2.0)
 Results = dict[str, Tensor]
 
 
-def collect_results(primitive: Primitive, call: Call, returned: object, *, with_lse: bool = True) -> Results | str:
-    """The tensors that a call produced, by name and on the CPU; or what is wrong with what it returned.
+def results_of(primitive: Primitive, call: Call, returned: object, *, with_lse: bool = True) -> Results | str:
+    """The tensors that a call returned, by name; or what is wrong with what it returned.
 
     Args:
-        returned: what the implementation gave back. with_lse: False where its Support promises no lse.
-    Waits for the device, whose errors surface here.
+        returned: what the implementation gave back. with_lse: False where the call does not ask for the lse.
     """
     names = RESULTS[primitive]
     values: tuple[Any, ...]
@@ -53,17 +52,47 @@ def collect_results(primitive: Primitive, call: Call, returned: object, *, with_
     else:
         values = (returned,) if names else ()
     given = _given_outputs(call)
+    device = next(iter(call.args.values())).device
     found: Results = {}
     for name, value in zip(names, values, strict=True):
         if name == "lse" and not with_lse:
             continue
         if not isinstance(value, Tensor):
             return f"returned {_kind(value)} as {name}, expected a tensor"
+        if value.device != device:
+            return f"returned {name} on {value.device}, expected {device}"
         if name in given and value.data_ptr() != given[name].data_ptr():
             return f"returned another tensor than the `{name}` that it was given to write"
-        found[name] = value.detach().cpu()
-    found |= {name: value.detach().cpu() for name, value in call.watched.items()}
+        found[name] = value
     return found
+
+
+def read_back(call: Call, results: Results) -> Results:
+    """Copies of the results, and of what the call's problem watches, on the CPU."""
+    return {name: value.detach().cpu() for name, value in {**results, **call.watched}.items()}
+
+
+def shared_memory(call: Call, earlier: Results, later: Results) -> str | None:
+    """The name of a result of `later` that lies in the memory of a result of `earlier`, None when each call had its own.
+
+    Outputs that the caller gave are left out.
+    """
+    given = _given_outputs(call)
+    spans = [_span(value) for name, value in earlier.items() if name not in given]
+    for name, value in later.items():
+        begin, end = _span(value)
+        if name not in given and any(max(begin, other) < min(end, other_end) for other, other_end in spans):
+            return name
+    return None
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First byte and the byte after the last one that a tensor may touch."""
+    begin = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return begin, begin
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + reach * tensor.element_size()
 
 
 def _given_outputs(call: Call) -> Mapping[str, Tensor]:
@@ -85,7 +114,7 @@ def mismatch(primitive: Primitive, call: Call, got: Results, want: Results) -> t
     """The first difference that matters, as (symptom, where), or None.
 
     Args:
-        call: as made for the CPU, for the inputs that a message quotes. got, want: as from `collect_results`.
+        call: as made for the CPU, for the inputs that a message quotes. got, want: as from `read_back`.
     """
     for name, expected in want.items():
         if name not in got:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machine: what this process has found out about its devices, and about implementations on them. Asked once, kept after."""
+"""Machine: what this process has found out about its devices, and about implementations on them. Asked once, then kept."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 import torch
@@ -16,19 +18,25 @@ from mla_portable.contracts import (
     DeviceFacts,
     Implementation,
     InvalidArgument,
+    PluginError,
     Primitive,
     Reason,
     Request,
 )
 from mla_portable.registry.facts import ask_detector, collect, interpret, resolve_device
+from mla_portable.registry.faults import blame, is_fatal
+from mla_portable.registry.limits import DEFAULT_SECONDS, running
 from mla_portable.registry.plugins import first_line
-from mla_portable.registry.probe import ProbeReport, is_fatal, probe_implementation, run_check
-from mla_portable.registry.tiny import tiny_layouts
+from mla_portable.registry.probe import ProbeReport, probe_implementation, run_check
+from mla_portable.registry.sandbox import isolated
+from mla_portable.registry.tiny import TinyCase, request_case, tiny_cases, tiny_layouts
 
-__all__ = ["YARDSTICK", "Machine"]
+__all__ = ["REFERENCE", "Machine"]
 
-YARDSTICK: Final = "reference.torch"
+REFERENCE: Final = "reference.torch"
 """The implementation that probes compare with; it is checked, not probed."""
+REQUEST_LIMIT: Final = 4096
+"""Results of probes for requests that are kept; beyond that the oldest is dropped and found out again as needed."""
 
 logger = logging.getLogger("mla_portable.registry")
 
@@ -40,23 +48,26 @@ class Machine:
         self,
         *,
         detectors: Iterable[tuple[str, Detector]] = (),
-        yardsticks: Iterable[Implementation] = (),
+        references: Iterable[Implementation] = (),
         simulated: Mapping[str, DeviceFacts] | None = None,
     ) -> None:
         """Touches no device.
 
         Args:
-            detectors: each with the name of its plugin. yardsticks: the reference's implementations.
+            detectors: each with the name of its plugin. references: the reference's implementations.
             simulated: facts by torch name; "cuda" stands for every index of it.
         """
         self._detectors = tuple(detectors)
-        self._yardsticks = {i.primitive: i for i in yardsticks}
+        self._references = {i.primitive: i for i in references}
         self._simulated = dict(simulated or {})
+        self.limit = DEFAULT_SECONDS
+        """Seconds that a detector, a check or one problem of a probe may take."""
         self._facts: dict[str, DeviceFacts] = {}
         self._devices: dict[DeviceFacts, torch.device] = {}
         self._searched: set[str] = set()
         self._checks: dict[tuple[str, Primitive, DeviceFacts], tuple[Reason, ...]] = {}
         self._probes: dict[tuple[str, Primitive, str | None, DeviceFacts], ProbeReport] = {}
+        self._requests: dict[tuple[str, Request], tuple[Reason, ...]] = {}
         self.detector_failures: dict[str, str] = {}
         """By plugin, one line on the first failure of a detector of it."""
         self._lock = threading.RLock()
@@ -64,6 +75,20 @@ class Machine:
     def renew_lock(self) -> None:
         """Forget who held the lock: for the child of a fork, where that thread does not exist."""
         self._lock = threading.RLock()
+
+    @contextmanager
+    def _alone(self) -> Generator[None, None, None]:
+        """Hold the lock. Code of a plugin must not wait for the thread that waits for it.
+
+        Raises: PluginError there when the lock is held.
+        """
+        lock, inside = self._lock, running()
+        if not lock.acquire(blocking=not inside):
+            raise PluginError(f"{inside}: the plugin called the registry; its check, bind and kernels must not do that")
+        try:
+            yield
+        finally:
+            lock.release()
 
     def facts(self, device: torch.device | str) -> DeviceFacts:
         """The facts of a device; simulated ones as they were given.
@@ -76,7 +101,10 @@ class Machine:
             return simulated
         found = resolve_device(device)
         name = str(found)
-        with self._lock:
+        known = self._facts.get(name)
+        if known is not None:
+            return known
+        with self._alone():
             if name not in self._facts:
                 facts = self._detect(found) or interpret(collect(found))
                 self._devices.setdefault(facts, found)
@@ -87,9 +115,11 @@ class Machine:
         """What the first vendor that claims the device says; a detector that fails is noted and passed over."""
         for plugin, detector in self._detectors:
             try:
-                facts = ask_detector(detector, device)
+                what = f"detector of {plugin} on {device}"
+                facts = isolated(what, device, self.limit, partial(ask_detector, detector, device))
             except (Exception, SystemExit) as error:
-                if is_fatal(error):
+                if is_fatal(error, device.type):
+                    blame(error, f"raised by a detector of the plugin {plugin}")
                     raise
                 failure = f"its detector failed on {device}: {first_line(error)}"
                 self.detector_failures.setdefault(plugin, failure)
@@ -101,7 +131,10 @@ class Machine:
 
     def device_of(self, facts: DeviceFacts) -> torch.device | None:
         """The device of this machine that has these facts; None for one that is not here."""
-        with self._lock:
+        known = self._devices.get(facts)
+        if known is not None:
+            return known
+        with self._alone():
             if facts not in self._devices and facts.device_type not in self._searched:
                 self._searched.add(facts.device_type)
                 count = torch.cuda.device_count() if facts.device_type == "cuda" and torch.cuda.is_available() else 0
@@ -112,9 +145,10 @@ class Machine:
     def check(self, implementation: Implementation, facts: DeviceFacts) -> tuple[Reason, ...]:
         """The implementation's own reasons against a device; asked once."""
         key = (implementation.name, implementation.primitive, facts)
-        with self._lock:
+        with self._alone():
             if key not in self._checks:
-                self._checks[key] = run_check(implementation, facts)
+                device = self.device_of(facts) or torch.device("cpu")
+                self._checks[key] = run_check(implementation, facts, device, self.limit)
             return self._checks[key]
 
     def probe(self, implementation: Implementation, device: torch.device, layout: str | None = None) -> ProbeReport:
@@ -132,23 +166,50 @@ class Machine:
         reports: list[ProbeReport] = []
         for each in tiny_layouts(implementation, layout):
             key = (implementation.name, implementation.primitive, each, facts)
-            with self._lock:
+            with self._alone():
                 if key not in self._probes:
-                    self._probes[key] = probe_implementation(
-                        implementation,
-                        found,
-                        facts,
-                        each,
-                        lambda facts: self.check(implementation, facts),
-                        self._yardstick,
-                        compute=implementation.name != YARDSTICK,
-                    )
+                    cases = tiny_cases(implementation, facts, each)
+                    self._probes[key] = self._solve(implementation, found, facts, each, cases)
                 reports.append(self._probes[key])
         return ProbeReport.merged(reports)
 
-    def _yardstick(self, request: Request) -> BoundPrimitive | None:
+    def try_request(self, implementation: Implementation, device: torch.device, request: Request) -> tuple[Reason, ...]:
+        """Check, bind and compute one problem of the request's own sizes and features; the reasons against serving it.
+
+        Once per implementation and request: requests that differ in `rows` and `graph` alone share the result.
+        Raises: as `probe`, InvalidArgument under graph capture only where the result is not known yet.
+        """
+        key = (implementation.name, request.but(rows=None, graph=False))
+        known = self._requests.get(key)
+        if known is not None:
+            return known
+        with self._alone():
+            if key not in self._requests:
+                reports = [
+                    self._solve(implementation, device, request.device, layout, [request_case(implementation, asked)])
+                    for layout in tiny_layouts(implementation, request.kv_layout)
+                    for asked in [request.but(kv_layout=layout or request.kv_layout)]
+                ]
+                if len(self._requests) >= REQUEST_LIMIT:
+                    del self._requests[next(iter(self._requests))]
+                self._requests[key] = ProbeReport.merged(reports).reasons
+            return self._requests[key]
+
+    def _solve(
+        self,
+        implementation: Implementation,
+        device: torch.device,
+        facts: DeviceFacts,
+        layout: str | None,
+        cases: Iterable[TinyCase],
+    ) -> ProbeReport:
+        check = self.check(implementation, facts)
+        cases = () if implementation.name == REFERENCE else cases
+        return probe_implementation(implementation, device, layout, check, cases, self._bind_reference, self.limit)
+
+    def _bind_reference(self, request: Request) -> BoundPrimitive | None:
         """The reference, bound for the same problem on the CPU."""
-        reference = self._yardsticks.get(request.primitive)
+        reference = self._references.get(request.primitive)
         if reference is None:
             return None
         return reference.bind(request.but(device=interpret(collect(torch.device("cpu")))))

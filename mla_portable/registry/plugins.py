@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading plugins: each one alone, wholly or not at all, with a report whatever happens.
 
-A plugin may fail in any way (its module raises or exits, the hook is missing, misspelled or raises, a registration is
-malformed or taken); the others and the core never notice, and nothing that it had registered before it failed stays.
+A plugin may fail in any way (its module raises, exits or does not return, the hook is missing, misspelled or raises, a
+registration is malformed or taken); the others and the core never notice, and nothing that it had registered before it failed
+stays. A plugin that is disabled by its name is not imported at all.
 """
 
 from __future__ import annotations
 
+import threading
 import traceback as traceback_module
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module, metadata
-from typing import Any, Final, get_args
+from typing import Any, Final, TypeVar, get_args
 
 import pluggy
 
+from mla_portable import __version__
 from mla_portable.contracts import (
     ENTRY_POINT_GROUP,
     FP8_DS_MLA,
@@ -28,12 +32,28 @@ from mla_portable.contracts import (
     Primitive,
     Request,
     ScheduleKind,
+    Variable,
 )
+from mla_portable.registry.limits import DEFAULT_SECONDS, limited
+from mla_portable.registry.variables import CORE_VARIABLES, prefix_of
 
-__all__ = ["AUTO", "Loaded", "PluginReport", "PluginSource", "first_line", "given_plugins", "installed_plugins", "load_plugins"]
+__all__ = [
+    "AUTO",
+    "Loaded",
+    "PluginReport",
+    "PluginSource",
+    "first_line",
+    "given_plugins",
+    "import_plugin",
+    "installed_plugins",
+    "load_plugins",
+]
 
+T = TypeVar("T")
 HOOK: Final = "mla_portable_register"
 CORE_DISTRIBUTION: Final = "mla-portable"
+CORE_MODULE: Final = "mla_portable.reference"
+"""The core's own plugin: every other implementation is compared with it, so it cannot be left out."""
 AUTO: Final = "auto"
 """What users write for "let the registry choose"; no backend may carry the name."""
 
@@ -65,8 +85,9 @@ class PluginReport:
 
     Attributes:
         name: of the entry point. module: that it names. distribution, version: that brought it, "" where none did.
-        loaded: its implementations are in force. ok: it loaded, and its detectors have not failed since.
+        loaded: its implementations are in force. ok: it loaded, and its detectors have not failed since; or it is disabled.
         error: one line, "" when ok. traceback: the whole text, "" when ok.
+        disabled: what disables it, so that it was not imported; "" where nothing does.
         implementations: "<backend>.<variant> / <primitive>" of all that is in force, in order of registration.
     """
 
@@ -79,6 +100,7 @@ class PluginReport:
     traceback: str = ""
     implementations: tuple[str, ...] = ()
     loaded: bool = True
+    disabled: str = ""
 
     @property
     def trouble(self) -> str:
@@ -90,29 +112,38 @@ class PluginReport:
 
 @dataclass(frozen=True, slots=True)
 class PluginSource:
-    """Where a plugin comes from, before any of its code runs. `load` returns its module (or any object with the hook)."""
+    """Where a plugin comes from, before any of its code runs.
+
+    Attributes:
+        load: returns its module (or any object with the hook). requires: its distribution's requirements, as in metadata.
+    """
 
     name: str
     module: str
     load: Callable[[], object]
     distribution: str = ""
     version: str = ""
+    requires: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """All that plugins brought: implementations and detectors of those that loaded, a report on each.
 
-    `detectors` pairs each with the name of its plugin.
+    `detectors` pairs each with the name of its plugin. `variables` are the core's and those of the plugins that loaded.
     """
 
     implementations: tuple[Implementation, ...]
     detectors: tuple[tuple[str, Detector], ...]
     reports: tuple[PluginReport, ...]
+    variables: tuple[Variable, ...] = CORE_VARIABLES
 
 
 def installed_plugins() -> tuple[PluginSource, ...]:
-    """Every entry point of the group, the core's own first, then by name; reads metadata, imports nothing."""
+    """The core's own plugin, then every other entry point of the group by name; reads metadata, imports nothing.
+
+    The core is this package, whatever distributions call themselves.
+    """
 
     def source(point: metadata.EntryPoint) -> PluginSource:
         distribution = point.dist
@@ -122,10 +153,13 @@ def installed_plugins() -> tuple[PluginSource, ...]:
             load=point.load,
             distribution=distribution.name if distribution else "",
             version=distribution.version if distribution else "",
+            requires=tuple(distribution.requires or ()) if distribution else (),
         )
 
-    found = map(source, metadata.entry_points(group=ENTRY_POINT_GROUP))
-    return tuple(sorted(found, key=lambda s: (s.distribution != CORE_DISTRIBUTION, s.name, s.distribution)))
+    core = PluginSource("reference", CORE_MODULE, lambda: import_module(CORE_MODULE), CORE_DISTRIBUTION, __version__)
+    points = metadata.entry_points(group=ENTRY_POINT_GROUP)
+    found = [source(point) for point in points if point.value != CORE_MODULE]
+    return (core, *sorted(found, key=lambda s: (s.name, s.distribution)))
 
 
 def given_plugins(plugins: Iterable[tuple[str, object]]) -> tuple[PluginSource, ...]:
@@ -139,37 +173,97 @@ def given_plugins(plugins: Iterable[tuple[str, object]]) -> tuple[PluginSource, 
     return tuple(source(name, plugin) for name, plugin in plugins)
 
 
-def load_plugins(sources: Iterable[PluginSource]) -> Loaded:
-    """Load each plugin by itself. Never raises on a plugin's behalf; KeyboardInterrupt goes through."""
-    sources = tuple(sources)
+def load_plugins(
+    sources: Iterable[PluginSource], *, disabled: Mapping[str, str] | None = None, seconds: float = DEFAULT_SECONDS
+) -> Loaded:
+    """Load each plugin by itself. Never raises on a plugin's behalf; a user's interrupt goes through.
+
+    Args:
+        disabled: names of plugins that are not to be imported -> what disables them; the core's own is imported all the same.
+        seconds: the time limit for importing a plugin and for its hook.
+    """
+    sources, disabled = tuple(sources), disabled or {}
     names = frozenset(source.name for source in sources)
     taken: dict[tuple[str, Primitive], str] = {}
     implementations: list[Implementation] = []
     detectors: list[tuple[str, Detector]] = []
     reports: list[PluginReport] = []
+    variables = list(CORE_VARIABLES)
     for source in sources:
         report = PluginReport(source.name, source.module, source.distribution, source.version, ok=True)
+        if source.name in disabled and source.module != CORE_MODULE:
+            reports.append(replace(report, loaded=False, disabled=disabled[source.name]))
+            continue
+        staged = StagingRegistrar(source.name, taken, reserved=names - {source.name})
         try:
             if any(source.name == other.name for other in reports):
                 raise PluginError(f"duplicate plugin name {source.name!r}: uninstall one of the two distributions")
-            staged = StagingRegistrar(source.name, taken, reserved=names - {source.name})
-            call_hook(source, staged)
+            guarded(f"loading the plugin {source.name}", seconds, partial(call_hook, source, staged))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit and the panics of extension modules are no Exception
+            staged.close()  # one that hangs goes on in its thread
             text = "".join(traceback_module.format_exception(error))
             reports.append(replace(report, ok=False, loaded=False, error=first_line(error), traceback=text))
             continue
         taken.update({(i.name, i.primitive): source.name for i in staged.implementations})
         implementations += staged.implementations
         detectors += [(source.name, detector) for detector in staged.detectors]
+        variables += staged.variables
         offered = tuple(f"{i.name} / {i.primitive}" for i in staged.implementations)
         reports.append(replace(report, implementations=offered))
-    return Loaded(tuple(implementations), tuple(detectors), tuple(reports))
+    return Loaded(tuple(implementations), tuple(detectors), tuple(reports), tuple(variables))
+
+
+def guarded(what: str, seconds: float, work: Callable[[], T]) -> T:
+    """Run code of a plugin under a time limit; its own KeyboardInterrupt is a failure, the user's is not.
+
+    Signals reach the main thread alone, so one that is raised in the thread of the work is the plugin's. Without a limit the
+    work runs in the caller's thread, and an interrupt there is taken for the user's.
+
+    Raises: PluginTimeout; PluginError for a KeyboardInterrupt of the plugin's; what the work raises.
+    """
+
+    def run() -> T:
+        try:
+            return work()
+        except KeyboardInterrupt as error:
+            if threading.current_thread() is threading.main_thread():
+                raise
+            raise PluginError(f"{what} raised KeyboardInterrupt") from error
+
+    return limited(what, seconds, run)
+
+
+def import_plugin(source: PluginSource, seconds: float = DEFAULT_SECONDS) -> object:
+    """The plugin's module, imported under a time limit. Raises: as `guarded`."""
+    return guarded(f"importing the plugin {source.name}", seconds, source.load)
+
+
+def require_core(source: PluginSource) -> None:
+    """Raise PluginError where the plugin's distribution requires another version of this package.
+
+    Reads requirements with `packaging`, where that is installed; installers check them too.
+    """
+    try:
+        from packaging.requirements import InvalidRequirement, Requirement
+        from packaging.utils import canonicalize_name
+    except ImportError:
+        return
+    for line in source.requires:
+        try:
+            wanted = Requirement(line)
+        except InvalidRequirement:
+            continue
+        if canonicalize_name(wanted.name) != CORE_DISTRIBUTION or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+            continue
+        if not wanted.specifier.contains(__version__, prereleases=True):
+            raise PluginError(f"{source.distribution} {source.version} requires {line}, and {__version__} is installed")
 
 
 def call_hook(source: PluginSource, registrar: StagingRegistrar) -> None:
     """Import a plugin and let it register, through a plugin manager of its own."""
+    require_core(source)
     manager = pluggy.PluginManager(PROJECT_NAME)
     manager.add_hookspecs(BackendSpec)
     plugin = source.load()
@@ -199,6 +293,7 @@ class StagingRegistrar:
         """`taken` names the owner of each registered pair; `reserved` are the other plugins' names."""
         self.implementations: list[Implementation] = []
         self.detectors: list[Detector] = []
+        self.variables: list[Variable] = []
         self._plugin, self._taken, self._reserved = plugin, dict(taken), reserved
         self._open = True
 
@@ -226,6 +321,18 @@ class StagingRegistrar:
         if not callable(detector):
             raise PluginError(f"a detector must be callable, got {type(detector).__name__}")
         self.detectors.append(detector)
+
+    def add_variable(self, variable: Variable) -> None:
+        """Declare an environment variable. Raises: PluginError when it is malformed, declared twice or not the plugin's own."""
+        self._require_open()
+        if not isinstance(variable, Variable):
+            raise PluginError(f"expected a Variable, got {type(variable).__name__}")
+        prefix = prefix_of(self._plugin)
+        if variable.name != prefix and not variable.name.startswith(f"{prefix}_"):
+            raise PluginError(f"variable {variable.name!r}: expected {prefix}, or a name that starts with {prefix}_")
+        if variable.name in {each.name for each in (*CORE_VARIABLES, *self.variables)}:
+            raise PluginError(f"variable {variable.name!r}: declared already")
+        self.variables.append(variable)
 
     def close(self) -> None:
         """End registration: what is added later would reach nobody."""

@@ -12,11 +12,10 @@ are read once, when a registry is built or told to `reload_policy()`; `use` hold
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -25,14 +24,14 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]  installed with Python 3.10 only
 
-from mla_portable.contracts import InvalidArgument, Primitive, UnknownBackend
+from mla_portable.contracts import Implementation, InvalidArgument, Primitive, Reason, UnknownBackend
+from mla_portable.registry.files import named_path, read_text_file
+from mla_portable.registry.names import closest
 from mla_portable.registry.plugins import AUTO
+from mla_portable.registry.variables import ENV_BACKEND, ENV_DISABLE, ENV_POLICY
 
-__all__ = ["Policy", "Rule", "active_rules", "check_names", "closest", "known_names", "use"]
+__all__ = ["Policy", "Rule", "active_rules", "check_names", "disabled_plugins", "known_names", "use"]
 
-ENV_BACKEND: Final = "MLA_PORTABLE_BACKEND"
-ENV_DISABLE: Final = "MLA_PORTABLE_DISABLE"
-ENV_POLICY: Final = "MLA_PORTABLE_POLICY"
 ARGUMENT: Final = "argument"
 CONTEXT: Final = "use(...)"
 DEFAULT: Final = "default"
@@ -40,7 +39,7 @@ DEFAULT: Final = "default"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One wish: `target` (a backend, a variant or "auto") for `primitive` (None means all), as `control` demanded."""
+    """One wish: `target` (a backend, a variant or "auto") for `primitive` (None means all), set by `control`."""
 
     target: str
     control: str
@@ -66,6 +65,14 @@ class Policy:
                 return rule
         return Rule(AUTO, DEFAULT)
 
+    def against(self, implementation: Implementation) -> tuple[Reason, ...]:
+        """The reasons against an implementation that is disabled; () where it is not."""
+        return tuple(
+            disabled_reason(name, control, implementation.name)
+            for name, control in self.disabled
+            if name in (implementation.backend, implementation.name)
+        )
+
     def under(self, stronger: Iterable[Rule]) -> Policy:
         """This policy with stronger rules laid over it."""
         return Policy((*stronger, *self.rules), self.disabled)
@@ -74,31 +81,19 @@ class Policy:
     def read(cls, environ: Mapping[str, str]) -> Policy:
         """The policy of environment variables and of the file that MLA_PORTABLE_POLICY names.
 
-        Raises: InvalidArgument for a variable, key or value that means nothing, and for a file that cannot be read.
+        Raises: InvalidArgument for a key or value that means nothing, and for a file that cannot be read.
         """
         policy = cls.from_environment(environ)
         path = environ.get(ENV_POLICY, "").strip()
         if not path:
             return policy
-        weaker = cls.from_file(Path(path))
+        weaker = cls.from_file(named_path(path))
         return cls(policy.rules + weaker.rules, policy.disabled + weaker.disabled)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Policy:
-        """The policy of MLA_PORTABLE_BACKEND[_<PRIMITIVE>] and MLA_PORTABLE_DISABLE; an empty variable is no wish.
-
-        Raises: InvalidArgument for a variable that starts like these but names no primitive.
-        """
+        """The policy of MLA_PORTABLE_BACKEND[_<PRIMITIVE>] and MLA_PORTABLE_DISABLE; an empty variable is not set."""
         names = {f"{ENV_BACKEND}_{primitive.value.upper()}": primitive for primitive in Primitive}
-        for name in environ:
-            if name.startswith(ENV_BACKEND) and name != ENV_BACKEND and name not in names:
-                raise InvalidArgument(
-                    "environment",
-                    name,
-                    got="a variable that names no primitive",
-                    expected=f"{ENV_BACKEND} or one of {', '.join(names)}",
-                    remedy=closest(name, [ENV_BACKEND, *names]),
-                )
         rules = [Rule(value, name, primitive) for name, primitive in names.items() if (value := environ.get(name, "").strip())]
         if value := environ.get(ENV_BACKEND, "").strip():
             rules.append(Rule(value, ENV_BACKEND))
@@ -118,11 +113,10 @@ class Policy:
         """
         where = f"policy file {path}"
         try:
-            document: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise InvalidArgument(
-                ENV_POLICY, "file", got=f"{path}: {error}", expected="a readable TOML file with a [backend] table"
-            ) from error
+            document: dict[str, Any] = tomllib.loads(read_text_file(path))
+        except (OSError, ValueError, RecursionError) as error:  # TOML that is malformed or nested too deeply is among them
+            expected = "a readable TOML file with a [backend] table"
+            raise InvalidArgument(ENV_POLICY, "file", got=f"{path}: {error}", expected=expected) from error
         _require_keys(where, document, ["backend"])
         table = document.get("backend", {})
         if not isinstance(table, dict):
@@ -133,12 +127,26 @@ class Policy:
         if not isinstance(disable, list) or not all(isinstance(name, str) for name in cast(list[Any], disable)):
             raise InvalidArgument(where, "disable", got=repr(cast(Any, disable)), expected="a list of names")
         for key, value in wishes.items():
-            if not isinstance(value, str) or not value:
+            if not isinstance(value, str) or not value.strip():
                 raise InvalidArgument(where, key, got=repr(value), expected="the name of a backend or implementation")
-        rules = [Rule(value, where, Primitive(key)) for key, value in wishes.items() if key != "default"]
+        rules = [Rule(value.strip(), where, Primitive(key)) for key, value in wishes.items() if key != "default"]
         if "default" in wishes:
-            rules.append(Rule(wishes["default"], where))
-        return cls(tuple(rules), tuple((name, where) for name in cast(list[str], disable)))
+            rules.append(Rule(wishes["default"].strip(), where))
+        return cls(tuple(rules), tuple((name.strip(), where) for name in cast(list[str], disable)))
+
+
+def disabled_reason(name: str, control: str, what: str) -> Reason:
+    """Why `what` does not run: `control` disables `name`, its own name or its backend's."""
+    return Reason("disabled", f"by {control}", f"it names {name}", f"take {name} out of {control} to let {what} run")
+
+
+def disabled_plugins(environ: Mapping[str, str], policy: Policy | None = None) -> dict[str, str]:
+    """Names that are disabled -> what disables them, before plugins are loaded. What is malformed is reported later."""
+    try:
+        policy = Policy.read(environ) if policy is None else policy
+    except InvalidArgument:
+        policy = Policy.from_environment(environ)
+    return dict(reversed(policy.disabled))
 
 
 def _require_keys(where: str, table: Mapping[str, Any], allowed: list[str]) -> None:
@@ -155,21 +163,21 @@ class KnownNames:
 
     Attributes:
         backends, implementations: of the plugins that loaded.
-        broken: plugins that did not load: naming one is no typo, the refusal tells what is wrong with it.
+        unloaded: plugins that are broken or disabled: naming one is no typo, the refusal says what became of it.
     """
 
     backends: tuple[str, ...]
     implementations: tuple[str, ...]
-    broken: frozenset[str] = field(default_factory=frozenset[str])
+    unloaded: frozenset[str] = field(default_factory=frozenset[str])
 
     def __contains__(self, name: str) -> bool:
-        return name == AUTO or name in self.backends or name in self.implementations or name.partition(".")[0] in self.broken
+        return name == AUTO or name in self.backends or name in self.implementations or name.partition(".")[0] in self.unloaded
 
 
-def known_names(implementations: Iterable[str], broken: Iterable[str] = ()) -> KnownNames:
+def known_names(implementations: Iterable[str], unloaded: Iterable[str] = ()) -> KnownNames:
     """The names that `implementations` ("<backend>.<variant>") make known."""
     full = tuple(sorted(set(implementations)))
-    return KnownNames(tuple(sorted({name.partition(".")[0] for name in full})), full, frozenset(broken))
+    return KnownNames(tuple(sorted({name.partition(".")[0] for name in full})), full, frozenset(unloaded))
 
 
 def check_names(policy: Policy, known: KnownNames) -> None:
@@ -177,23 +185,23 @@ def check_names(policy: Policy, known: KnownNames) -> None:
 
     Raises: UnknownBackend with the closest match and all known names, for the first that is not.
     """
+    for name, control in policy.disabled:
+        if name == AUTO:
+            expected = f"names of backends or of their variants; {AUTO} asks for an automatic choice"
+            raise InvalidArgument(control, "disable", got=repr(name), expected=expected)
     wishes = [(rule.target, rule.control) for rule in policy.rules] + list(policy.disabled)
     for name, control in wishes:
         if name not in known:
-            everything = [AUTO, *known.backends, *known.implementations]
+            backend = name.partition(".")[0]
+            allowed = [each for each in known.implementations if "." in name and each.startswith(f"{backend}.")]
             raise UnknownBackend(
                 control,
                 "backend",
                 got=repr(name),
-                expected=f"one of {', '.join(everything)}",
-                remedy=closest(name, everything) or "`mla-portable doctor` lists what is installed.",
+                expected=f"one of {', '.join(allowed or (AUTO, *sorted({*known.backends, *known.unloaded})))}",
+                remedy=closest(name, [AUTO, *known.backends, *known.implementations])
+                or "`mla-portable doctor` lists what is installed.",
             )
-
-
-def closest(name: str, known: Collection[str]) -> str:
-    """A question that offers the known name most like `name`, "" when none is near."""
-    match = get_close_matches(name, known, n=1)
-    return f"Did you mean {match[0]!r}?" if match else ""
 
 
 _context: ContextVar[tuple[Rule, ...]] = ContextVar("mla_portable_use", default=())
@@ -215,6 +223,9 @@ def use(backend: str | None = None, **per_primitive: str) -> Generator[None, Non
         per_primitive: the same by the name of a primitive; stronger than `backend`.
     Blocks nest; what an inner one says outweighs all that outer ones say. What it names must be known to the registry
     that serves the calls inside: a typo is UnknownBackend at the first choice. Callables bound earlier are not affected.
+    A block ends by taking its own rules away, so blocks may be left in any order. It does not reach threads that are started
+    inside it, nor executors: run their work in a copy of the context (`contextvars.copy_context().run`), or use a block
+    there. Leave a block in the thread or task that entered it: a generator that is closed elsewhere takes nothing away.
     Raises: InvalidArgument for a keyword that is no primitive, or a value that is no name.
     """
     names = [primitive.value for primitive in Primitive]
@@ -228,8 +239,8 @@ def use(backend: str | None = None, **per_primitive: str) -> Generator[None, Non
     rules = [Rule(target, CONTEXT, Primitive(key)) for key, target in per_primitive.items()]
     if backend is not None:
         rules.append(Rule(backend, CONTEXT))
-    token = _context.set((*rules, *_context.get()))
+    _context.set((*rules, *_context.get()))
     try:
         yield
     finally:
-        _context.reset(token)
+        _context.set(tuple(rule for rule in _context.get() if not any(rule is own for own in rules)))

@@ -1,43 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probing: is an implementation's library there, does it bind, and does it compute a tiny problem correctly?
+"""Probing: is an implementation's library there, does it bind, and does it compute small problems correctly?
 
-The yardstick is the reference implementation on the CPU. What goes wrong in a probe is a reason not to use the
-implementation, except what says nothing about it or leaves the device unusable: out of memory and device faults are raised
-to the caller. A launch that the driver refuses (no code for this architecture, too many resources) ran nothing and is a
-reason.
+The results are compared with those of the reference implementation on the CPU. Whatever the implementation does wrong is a
+reason not to use it: an exception from `check`, `bind` or a call, a wrong value, a call that does not finish. Out of memory
+and device faults are raised to the caller instead, with the implementation's name, because they say nothing about it or leave
+the device unusable. A launch that the driver refuses (no code for this architecture, too many resources) ran nothing and is
+a reason. Exceptions of the registry's own code (making a problem, reading results back, the reference) are raised unchanged.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import torch
 
-from mla_portable.contracts import BoundPrimitive, DeviceFacts, Implementation, InvalidArgument, Primitive, Reason, Request
-from mla_portable.registry.judge import changed_inputs, collect_results, mismatch
+from mla_portable.contracts import (
+    BoundPrimitive,
+    DeviceFacts,
+    Implementation,
+    InvalidArgument,
+    Primitive,
+    Reason,
+    Request,
+    neutral_defaults,
+)
+from mla_portable.registry.faults import blame, is_fatal
+from mla_portable.registry.judge import Results, changed_inputs, mismatch, read_back, results_of, shared_memory
+from mla_portable.registry.limits import PluginTimeout
 from mla_portable.registry.plugins import first_line
-from mla_portable.registry.tiny import TinyCase, tiny_cases
+from mla_portable.registry.sandbox import isolated
+from mla_portable.registry.tiny import Call, TinyCase
 
-__all__ = ["ProbeReport", "Stage", "Yardstick", "is_fatal", "probe_implementation", "run_check"]
+__all__ = ["BindReference", "ProbeReport", "Stage", "probe_implementation", "run_check"]
 
 Stage = Literal["check", "bind", "compute", "compare"]
 STAGES: Final[tuple[Stage, ...]] = ("check", "bind", "compute", "compare")
-Yardstick = Callable[[Request], "BoundPrimitive | None"]
+BindReference = Callable[[Request], "BoundPrimitive | None"]
 """Binds the reference implementation for a request on the CPU; None when none is registered for its primitive."""
 
 _CPU: Final = torch.device("cpu")
-_REFUSED_LAUNCHES: Final = (
-    "no kernel image is available",
-    "invalid device function",
-    "invalid configuration argument",
-    "too many resources requested",
-    "operation not supported",
-    "invalid argument",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,8 @@ class ProbeReport:
         implementation, primitive: what was probed. layout: the cache layout, None for all of them or none.
         ok: nothing speaks against using it here. reasons: what does.
         seconds: the probe took, compilation included.
-        stage: the last one that every problem reached. "compute" and ok means that there was no yardstick to compare
-            with; "check" and ok means the yardstick itself.
+        stage: the last one that every problem reached. "compute" and ok means that there was no reference to compare
+            with; "check" and ok means the reference itself.
     """
 
     implementation: str
@@ -79,71 +83,60 @@ def _earliest(stages: Iterable[Stage]) -> Stage:
     return STAGES[min(map(STAGES.index, stages))]
 
 
-def is_fatal(error: BaseException) -> bool:
-    """Whether an error must reach the user instead of counting against an implementation.
+def run_check(implementation: Implementation, facts: DeviceFacts, device: torch.device, limit: float) -> tuple[Reason, ...]:
+    """The implementation's own reasons why it cannot work here; an exception in `check` is one too, unless fatal.
 
-    Out of memory (the next candidate would fail too, or later), a fault that leaves the device unusable, and an interrupt.
-    A library that exits the process is at fault itself.
+    limit: seconds that it may take.
     """
-    if not isinstance(error, (Exception, SystemExit)) or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    accelerator: Any = getattr(torch, "AcceleratorError", ())
-    message = str(error)
-    if "can't allocate memory" in message:  # torch's CPU allocator, a RuntimeError
-        return True
-    if isinstance(error, accelerator) or (
-        isinstance(error, RuntimeError) and ("CUDA error" in message or "HIP error" in message)
-    ):
-        return not any(text in message for text in _REFUSED_LAUNCHES)
-    return False
 
+    def check() -> tuple[object, ...]:
+        return tuple(implementation.check(facts))
 
-def run_check(implementation: Implementation, device: DeviceFacts) -> tuple[Reason, ...]:
-    """The implementation's own reasons why it cannot work here; an exception in `check` is one too, unless fatal."""
     try:
-        reasons: tuple[object, ...] = tuple(implementation.check(device))
-        for reason in reasons:
-            if not isinstance(reason, Reason):
-                return (_reason(implementation, f"check returned {type(reason).__name__}, expected Reasons", "stage check"),)
+        reasons = isolated(f"check of {_name(implementation)}", device, limit, check)
+    except PluginTimeout:
+        return (_unfinished(implementation, "check", limit, "stage check"),)
     except (Exception, SystemExit) as error:
-        if is_fatal(error):
+        if is_fatal(error, device.type):
+            blame(error, f"raised in check by {_name(implementation)}")
             raise
         return (_reason(implementation, f"check raised {first_line(error)}", "stage check"),)
+    for reason in reasons:
+        if not isinstance(reason, Reason):
+            return (_reason(implementation, f"check returned {type(reason).__name__}, expected Reasons", "stage check"),)
     return tuple(reason for reason in reasons if isinstance(reason, Reason))
 
 
 def probe_implementation(
     implementation: Implementation,
     device: torch.device,
-    facts: DeviceFacts,
     layout: str | None,
-    check: Callable[[DeviceFacts], tuple[Reason, ...]],
-    yardstick: Yardstick,
-    *,
-    compute: bool = True,
+    check: tuple[Reason, ...],
+    cases: Iterable[TinyCase],
+    bind_reference: BindReference,
+    limit: float,
 ) -> ProbeReport:
-    """Check, bind, compute and compare, on this machine.
+    """Bind, compute and compare, on this machine.
 
     Args:
-        device, facts: where. layout: the cache layout to try, None for primitives that touch no cache.
-        check: as `run_check`, perhaps remembered. yardstick: binds the reference.
-        compute: False stops after `check`, for the yardstick itself.
-    Raises: whatever `is_fatal` says must not be swallowed; InvalidArgument under CUDA graph capture, which a probe
-        would break.
+        device: where. layout: the cache layout of the cases. check: what `run_check` found; nothing is computed where that is
+            a reason. cases: the problems; none for the reference itself. limit: seconds that each problem may take.
+    Raises: whatever `is_fatal` says must not count against the implementation; InvalidArgument under CUDA graph capture,
+        which a probe would break.
     """
     begin = time.perf_counter()
-    reasons, stage = check(facts), _earliest(STAGES)
-    if compute and not reasons:
-        require_no_capture(implementation, device)
-        guard = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        with guard, torch.no_grad():
-            outcomes = [solve(implementation, case, device, yardstick) for case in tiny_cases(implementation, facts, layout)]
+    reasons, stage = check, _earliest(STAGES)
+    if not reasons:
+        outcomes: list[Outcome] = []
+        with neutral_defaults(), torch.no_grad():
+            for case in cases:
+                require_no_capture(implementation, device)
+                outcomes.append(solve(implementation, case, device, bind_reference, limit))
+                if not outcomes[-1].finished:
+                    break
         # one reason per symptom: a library that cannot be bound fails every case in the same way
-        by_symptom: dict[str, Reason] = {}
-        for _, found in outcomes:
-            if found is not None:
-                by_symptom.setdefault(found.given, found)
-        reasons, stage = tuple(by_symptom.values()), _earliest(reached for reached, _ in outcomes)
+        reasons = tuple({found.given: found for _, found, _ in reversed(outcomes) if found is not None}.values())[::-1]
+        stage = _earliest(outcome.stage for outcome in outcomes) if outcomes else stage
     return ProbeReport(
         implementation=implementation.name,
         primitive=implementation.primitive,
@@ -167,46 +160,99 @@ def require_no_capture(implementation: Implementation, device: torch.device) -> 
         )
 
 
+class Outcome(NamedTuple):
+    """Of one problem: the stage reached, what is wrong, if anything, and whether the implementation finished."""
+
+    stage: Stage
+    reason: Reason | None
+    finished: bool = True
+
+
 def solve(
-    implementation: Implementation, case: TinyCase, device: torch.device, yardstick: Yardstick
-) -> tuple[Stage, Reason | None]:
-    """One tiny problem: the stage reached and what is wrong, if anything."""
-    stage: Stage = "bind"
-    try:
+    implementation: Implementation, case: TinyCase, device: torch.device, bind_reference: BindReference, limit: float
+) -> Outcome:
+    """One problem: only what `bind` and the calls do counts against the implementation."""
+    call = case.make(device)
+    calls = [call]
+    if case.repeat:  # without outputs twice: each call must return memory of its own
+        calls += [call.without_outputs(), call.without_outputs()] if call.optional else [call]
+    reached: Stage = "bind"
+
+    def run() -> list[object] | str:
+        nonlocal reached
         bound: object = implementation.bind(case.request)
         if not callable(bound):
-            return stage, _reason(
-                implementation, f"bind returned {type(bound).__name__}, expected a callable", f"case {case.name}"
-            )
-        stage = "compute"
-        call = case.make(device)
-        returned: object = bound(*call.args.values(), **call.kwargs)
-        got = collect_results(case.request.primitive, call, returned, with_lse=implementation.support.lse)
+            return f"bind returned {type(bound).__name__}, expected a callable"
+        reached = "compute"
+        returned: list[object] = [bound(*each.args.values(), **each.kwargs) for each in calls]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # a fault of a kernel surfaces here
+        return returned
+
+    where = f"case {case.name}"
+    try:
+        returned = isolated(f"probe of {_name(implementation)} ({where})", device, limit, run)
+    except PluginTimeout:
+        return Outcome(reached, _unfinished(implementation, reached, limit, where), finished=False)
     except (Exception, SystemExit) as error:
-        if is_fatal(error):
+        if is_fatal(error, device.type):
+            blame(error, f"raised in {reached} by {_name(implementation)} (probe, {where})")
             raise
-        return stage, _reason(implementation, f"{stage} raised {first_line(error)}", f"case {case.name}")
-    if isinstance(got, str):
-        return stage, _reason(implementation, got, f"case {case.name}")
+        return Outcome(reached, _reason(implementation, f"{reached} raised {first_line(error)}", where))
+    if isinstance(returned, str):
+        return Outcome("bind", _reason(implementation, returned, where))
+    stage, symptom, place = _compare(case, calls, returned, bind_reference)
+    if not symptom:
+        return Outcome(stage, None)
+    return Outcome(stage, _reason(implementation, symptom, f"{where}, {place}" if place else where))
+
+
+def _compare(
+    case: TinyCase, calls: list[Call], returned: list[object], bind_reference: BindReference
+) -> tuple[Stage, str, str]:
+    """Hold what each call returned against its contract and against the reference.
+
+    Returns: the stage reached, what is wrong, "" if nothing, and where.
+    """
+    primitive, found = case.request.primitive, list[Results]()
+    for call, each in zip(calls, returned, strict=True):
+        results = results_of(primitive, call, each, with_lse=case.request.lse)
+        if isinstance(results, str):
+            return "compute", results, ""
+        shared = [name for earlier in found if (name := shared_memory(call, earlier, results))]
+        if shared:
+            return "compare", f"returned {shared[0]} in the memory of an earlier call's results", ""
+        found.append(results)
     pristine = case.make(_CPU)
-    touched = changed_inputs(pristine, call)
+    touched = changed_inputs(pristine, calls[0])
     if touched:
-        return "compare", _reason(implementation, f"it changed its input {touched}", f"case {case.name}")
-    reference = yardstick(case.request)
+        return "compare", f"it changed its input {touched}", ""
+    reference = bind_reference(case.request)
     if reference is None:
-        return stage, None
-    want = collect_results(case.request.primitive, pristine, reference(*pristine.args.values(), **pristine.kwargs))
-    if isinstance(want, str):
-        raise RuntimeError(f"the reference implementation of {case.request.primitive} {want}")
-    found = mismatch(case.request.primitive, pristine, got, want)
-    if found is None:
-        return "compare", None
-    symptom, where = found
-    return "compare", _reason(
-        implementation, f"wrong values: {symptom}", f"case {case.name}, {where}" if where else f"case {case.name}"
-    )
+        return "compute", "", ""
+    expected = results_of(primitive, pristine, reference(*pristine.args.values(), **pristine.kwargs))
+    if isinstance(expected, str):
+        raise RuntimeError(f"the reference implementation of {primitive} {expected}")
+    want = read_back(pristine, expected)
+    for call, results in zip(calls, found, strict=True):
+        wrong = mismatch(primitive, pristine, read_back(call, results), want)
+        if wrong is not None:
+            return "compare", f"wrong values: {wrong[0]}", wrong[1]
+    return "compare", "", ""
+
+
+def _name(implementation: Implementation) -> str:
+    return f"{implementation.name} / {implementation.primitive}"
+
+
+def _unfinished(implementation: Implementation, stage: str, limit: float, where: str) -> Reason:
+    remedy = "set MLA_PORTABLE_PLUGIN_TIMEOUT to more seconds if it is only slow"
+    return Reason("probe", f"{stage} did not finish within {limit:g} s", where, f"{_remedy(implementation)}; {remedy}")
 
 
 def _reason(implementation: Implementation, symptom: str, where: str) -> Reason:
-    remedy = f"tell the authors of {implementation.backend}; `mla-portable doctor` repeats the probe"
-    return Reason("probe", symptom, where, remedy)
+    return Reason("probe", symptom, where, _remedy(implementation))
+
+
+def _remedy(implementation: Implementation) -> str:
+    return f"report it to the authors of {implementation.backend}; `mla-portable doctor` repeats the probe"

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 from weakref import WeakSet
 
 import torch
@@ -28,18 +28,22 @@ from mla_portable.contracts import (
     Reason,
     Request,
     UnsupportedRequest,
+    neutral_defaults,
 )
 from mla_portable.registry.costs import packaged_costs
-from mla_portable.registry.machine import YARDSTICK, Machine
-from mla_portable.registry.plugins import PluginReport, given_plugins, installed_plugins, load_plugins
-from mla_portable.registry.policy import ARGUMENT, Policy, Rule, active_rules, check_names, known_names
+from mla_portable.registry.limits import DEFAULT_SECONDS, plugin_timeout, running
+from mla_portable.registry.machine import REFERENCE, Machine
+from mla_portable.registry.plugins import PluginReport, first_line, given_plugins, installed_plugins, load_plugins
+from mla_portable.registry.policy import ARGUMENT, Policy, Rule, active_rules, check_names, disabled_plugins, known_names
 from mla_portable.registry.probe import ProbeReport
 from mla_portable.registry.select import CostTable, decide
+from mla_portable.registry.tuned import TunedConfigurations
+from mla_portable.registry.variables import check_variables, set_variables
 
-__all__ = ["Registry", "get_registry", "reset_registry"]
+__all__ = ["Registry", "check_backend", "get_registry", "reset_registry"]
 
 CACHE_LIMIT: Final = 4096
-"""Choices and bound callables that are kept; beyond that all are dropped and made again as needed."""
+"""Choices, bound callables and log keys that are kept of each; beyond that all are dropped and made again as needed."""
 
 logger = logging.getLogger("mla_portable.registry")
 
@@ -68,29 +72,37 @@ class Registry:
             plugins: (name, module or object with the hook, or a module's name) instead of the installed entry points.
             facts: devices to simulate, by torch name ("cuda" stands for every index of it). On a device that is not
                 here declarations alone decide: neither `check` nor a probe looks at the machine that is.
-            policy: instead of environment and policy file. environ: instead of os.environ.
+            policy: instead of environment and policy file. environ: instead of os.environ; names the tuning table too.
             probe: False trusts `check` and computes nothing.
             costs: measured costs, which replace declared preferences; None where only these count.
         A broken plugin or policy does not raise here: `plugin_reports` tells of the one, every choice raises the other.
         """
-        loaded = load_plugins(installed_plugins() if plugins is None else given_plugins(plugins))
+        self._given_policy, self._environ = policy, environ
+        environ = os.environ if environ is None else environ
+        loaded = load_plugins(
+            installed_plugins() if plugins is None else given_plugins(plugins),
+            disabled=disabled_plugins(environ, policy),
+            seconds=_seconds(environ),
+        )
         order = {primitive: rank for rank, primitive in enumerate(Primitive)}
         self._implementations = tuple(sorted(loaded.implementations, key=lambda i: (order[i.primitive], i.preference, i.name)))
-        self._reports = loaded.reports
-        self._known = known_names((i.name for i in self._implementations), (r.name for r in self._reports if not r.ok))
+        self._reports, self._variables = loaded.reports, loaded.variables
+        self._unloaded = frozenset(r.name for r in self._reports if not r.loaded)
+        self._known = known_names((i.name for i in self._implementations), self._unloaded)
         self._machine = Machine(
             detectors=loaded.detectors,
-            yardsticks=(i for i in self._implementations if i.name == YARDSTICK),
+            references=(i for i in self._implementations if i.name == REFERENCE),
             simulated=facts,
         )
         self._probing, self._costs = probe, costs
-        self._given_policy, self._environ = policy, environ
-        self._policy = Policy()
+        self._policy, self._tuned = Policy(), TunedConfigurations(None, {})
         self._policy_error: InvalidArgument | None = None
         self._generation = 0
         self._names_checked: set[tuple[Rule, ...]] = set()
-        self._selected: dict[_Key, tuple[Implementation, Decision]] = {}
+        self._selected: dict[_Key, tuple[Implementation | None, Decision]] = {}
         self._bound: dict[_Key, BoundPrimitive] = {}
+        self.served: dict[tuple[Any, ...], Any] = {}
+        """For the caller's own cache in front of `bind`: it goes where the registry goes."""
         self._logged: set[object] = set()
         self._lock = threading.RLock()
         try:
@@ -130,18 +142,28 @@ class Registry:
         return self._policy
 
     def reload_policy(self) -> None:
-        """Read environment and policy file again. Callables that are already bound stay as they are.
+        """Read environment, policy file and tuning table again. What is bound already and probes' results stay as they are.
 
-        Raises: InvalidArgument or UnknownBackend; the old policy stays in force then.
+        A plugin that was disabled when the registry was built stays out: it takes a new process to import it.
+        Raises: InvalidArgument or UnknownBackend; the old policy and table stay in force then.
         """
         environ = os.environ if self._environ is None else self._environ
+        check_variables(environ, self._variables, self._unloaded)
         policy = Policy.read(environ) if self._given_policy is None else self._given_policy
         check_names(policy, self._known)
+        tuned = TunedConfigurations.read(environ)
+        self._machine.limit = plugin_timeout(environ)
         with self._lock:
-            self._policy, self._policy_error = policy, None
+            self._policy, self._tuned, self._policy_error = policy, tuned, None
             self._generation += 1
             self._selected.clear()
             self._bound.clear()
+            self.served.clear()
+
+    @property
+    def environment(self) -> tuple[tuple[str, str], ...]:
+        """(name, value) of this project's variables that are set, those that exist."""
+        return set_variables(os.environ if self._environ is None else self._environ, self._variables)
 
     def choice_token(self) -> object:
         """A cheap hashable value; while it stays equal, equal requests get equal choices. For caches in front of `bind`."""
@@ -155,7 +177,9 @@ class Registry:
         return self._machine.facts(device)
 
     def probe(self, implementation: Implementation, device: torch.device | str, *, layout: str | None = None) -> ProbeReport:
-        """Check, bind and compute tiny problems, once per implementation, layout and device.
+        """Check, bind and compute tiny problems with every declared feature, once per implementation, layout and device.
+
+        A choice does not ask this: it computes one problem of the request's own sizes and features.
 
         Args:
             layout: one cache layout; None means every one that the implementation declares.
@@ -170,13 +194,17 @@ class Registry:
         Args:
             backend: overrides every other wish. probe: False computes nothing. thorough: look at every candidate, for an
                 explanation, instead of as far as the choice needs.
-        Raises: UnknownBackend for a name that nobody carries; errors of the device that a probe runs into.
+        Raises: UnknownBackend for a name that nobody carries; InvalidArgument for a `backend` that is no text, and under graph
+            capture where a candidate has not been probed for the request yet; errors of the device that a probe runs into.
         A request that nothing can serve is no error here: `chosen` is None.
         """
+        check_backend(backend)
         stronger = active_rules() if backend is None else (Rule(backend, ARGUMENT), *active_rules())
         policy = self.policy.under(stronger)
         if stronger not in self._names_checked:
             check_names(Policy(stronger), self._known)
+            if len(self._names_checked) >= CACHE_LIMIT:
+                self._names_checked.clear()
             self._names_checked.add(stronger)
         machine, device = self._machine, self._machine.device_of(request.device)
 
@@ -185,7 +213,7 @@ class Registry:
 
         def try_out(implementation: Implementation) -> tuple[Reason, ...]:
             assert device is not None
-            return machine.probe(implementation, device, request.kv_layout).reasons
+            return machine.try_request(implementation, device, request)
 
         return decide(
             request,
@@ -199,25 +227,26 @@ class Registry:
         )
 
     def select(self, request: Request, *, backend: str | None = None) -> tuple[Implementation, Decision]:
-        """The implementation that serves `request`, and the decision; remembered for equal requests.
+        """The implementation that serves `request`, and the decision; remembered for equal requests, refusals too.
 
         Raises: UnsupportedRequest with all reasons when nothing, or not the forced backend, can; as `decide` otherwise.
         """
+        check_backend(backend)
         key = (request, backend, active_rules())
         known = self._selected.get(key)
-        if known is not None:
-            return known
-        generation = self._generation
-        decision = self.decide(request, backend=backend)
-        if decision.chosen is None:
+        if known is None:
+            generation = self._generation
+            decision = self.decide(request, backend=backend)
+            known = next((i for i in self.implementations(request.primitive) if i.name == decision.chosen), None), decision
+            self._log_once(decision)
+            with self._lock:
+                if generation == self._generation:
+                    if len(self._selected) >= CACHE_LIMIT:
+                        self._selected.clear()
+                    self._selected[key] = known
+        chosen, decision = known
+        if chosen is None:
             raise UnsupportedRequest(decision)
-        chosen = next(i for i in self.implementations(request.primitive) if i.name == decision.chosen)
-        self._log_once(decision)
-        with self._lock:
-            if generation == self._generation:
-                if len(self._selected) >= CACHE_LIMIT:
-                    self._selected.clear()
-                self._selected[key] = chosen, decision
         return chosen, decision
 
     def bind(self, request: Request, *, backend: str | None = None) -> BoundPrimitive:
@@ -227,13 +256,14 @@ class Registry:
 
         Raises: as `select`, and whatever the implementation's own `bind` raises.
         """
+        check_backend(backend)
         key = (request, backend, active_rules())
         bound = self._bound.get(key)
         if bound is not None:
             return bound
         generation = self._generation
         implementation, _ = self.select(request, backend=backend)
-        bound = implementation.bind(request)
+        bound = self.bind_implementation(implementation, request)
         with self._lock:
             if generation == self._generation:
                 if len(self._bound) >= CACHE_LIMIT:
@@ -241,24 +271,60 @@ class Registry:
                 bound = self._bound.setdefault(key, bound)
         return bound
 
+    def bind_implementation(self, implementation: Implementation, request: Request) -> BoundPrimitive:
+        """The callable of a given implementation for `request`, with the configuration that the user's tuning table has for it.
+
+        Raises: InvalidArgument, which names the table, where the implementation refuses that configuration; whatever its own
+            `bind` raises.
+        """
+        configuration = self._tuned.of(implementation.name, request)
+        request = request.but(configuration=configuration)
+        try:
+            with neutral_defaults():
+                return implementation.bind(request)
+        except (KeyError, TypeError, ValueError) as error:
+            if configuration is None:
+                raise
+            raise InvalidArgument(
+                "tuning table",
+                str(self._tuned.path),
+                got=f"for {implementation.name} / {request.primitive}: {first_line(error)}",
+                expected="a configuration that the implementation accepts",
+                remedy="Run `mla-portable tune` again, or delete the entry.",
+            ) from error
+
     def _log_once(self, decision: Decision) -> None:
         """Tell, once per primitive and kind of reason, that a cheaper candidate was passed over."""
         if not decision.was_fallback:
             return
-        cost = next(v.cost for v in decision.verdicts if v.implementation == decision.chosen)
-        passed = [v for v in decision.verdicts if v.reasons and v.cost < cost]
-        key = (decision.request.primitive, tuple((v.implementation, r.subject, r.limit) for v in passed for r in v.reasons))
+        fitting = decision.causes
+        key = (decision.request.primitive, tuple((v.implementation, r.subject, r.limit) for v in fitting for r in v.reasons))
         with self._lock:
             if key in self._logged:
                 return
+            if len(self._logged) >= CACHE_LIMIT:
+                self._logged.clear()
             self._logged.add(key)
         # A kernel for other devices is no loss, nor a slow choice on a CPU; a GPU's own kernel left out, or a wrong one, is.
         device = decision.request.device
-        supports = {i.name: i.support for i in self.implementations(decision.request.primitive)}
-        fitting = [v for v in passed if not any(supports[v.implementation].device_reasons(device))]
         wrong = any(reason.subject == "probe" for v in fitting for reason in v.reasons)
         missed = wrong or (bool(fitting) and device.device_type != "cpu")
-        logger.log(logging.WARNING if missed else logging.INFO, "%s", decision.text())
+        logger.log(logging.WARNING if missed else logging.INFO, "%s", decision.text(all=False))
+
+
+def _seconds(environ: Mapping[str, str]) -> float:
+    """The time limit for loading plugins; a malformed one is reported at every choice, not here."""
+    try:
+        return plugin_timeout(environ)
+    except InvalidArgument:
+        return DEFAULT_SECONDS
+
+
+def check_backend(backend: object, where: str = "registry") -> None:
+    """Raise InvalidArgument unless `backend` is a name or None; whether anything carries the name is checked elsewhere."""
+    if backend is not None and not isinstance(backend, str):
+        expected = "the name of a backend or of one of its variants, such as 'triton' or 'triton.portable', or None"
+        raise InvalidArgument(where, "backend", got=f"{backend!r} ({type(backend).__name__})", expected=expected)
 
 
 _registry: Registry | None = None
@@ -279,6 +345,8 @@ def get_registry() -> Registry:
     registry = _registry
     if registry is not None:
         return registry
+    if _building and running():  # in the thread of a plugin's import, while another one builds and waits for it
+        raise PluginError("the registry was asked for while it is being built: a plugin's hook may only register")
     with _registry_lock:
         if _registry is None:
             if _building:
@@ -292,7 +360,10 @@ def get_registry() -> Registry:
 
 
 def reset_registry() -> None:
-    """Drop the registry of this process; the next `get_registry()` builds another. For tests."""
+    """Drop the registry of this process, with all that it chose and bound; the next `get_registry()` builds another. For tests.
+
+    What callers keep (layers, bound callables) goes on to work.
+    """
     global _registry
     with _registry_lock:
         _registry = None

@@ -8,14 +8,16 @@ the first candidate that passes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from mla_portable.contracts import Decision, Implementation, Primitive, Reason, Request, Verdict
+from mla_portable.contracts import Decision, DeviceFacts, Implementation, Primitive, Reason, Request, Verdict
+from mla_portable.registry.machine import REFERENCE
 from mla_portable.registry.plugins import AUTO
-from mla_portable.registry.policy import Policy, Rule
+from mla_portable.registry.policy import Policy, Rule, disabled_reason
 
 __all__ = ["CostTable", "Finding", "decide"]
 
@@ -49,7 +51,7 @@ class _Candidate:
             self.probed = True
 
     def verdict(self) -> Verdict:
-        return Verdict(self.implementation.name, self.reasons, self.cost, self.cost_source)
+        return Verdict(self.implementation.name, self.reasons, self.cost, self.cost_source, self.fits_device)
 
 
 def decide(
@@ -73,11 +75,15 @@ def decide(
         costs: measured costs, which replace declared preferences.
         plugin_failures: (plugin, what became of it), handed through to the decision.
     Returns: the cheapest candidate without a reason, ties by declared preference, then by name; among the forced ones when
-        there is a demand. When nothing can run, `chosen` is None and every candidate that fits the device has been checked.
+        a backend is forced. When nothing can run, `chosen` is None and every candidate that fits the device has been checked.
+        An automatic choice gives an accelerator to the reference only where no other candidate fits the device.
     """
     everyone = list(candidates)
     rule = policy.rule_for(request.primitive)
     ranked = [_first_look(c, request, policy, costs) for c in everyone if c.primitive is request.primitive]
+    unloaded = _unloaded(policy, everyone)
+    if rule.target == AUTO:
+        _reserve_reference(ranked, request.device, maybe_others=bool(unloaded))
     ranked.sort(key=partial(_rank, least=min((c.cost for c in ranked if not c.reasons), default=0.0)))
     pool = [c for c in ranked if _meets(rule, c.implementation)]
     chosen: _Candidate | None = None
@@ -91,8 +97,9 @@ def decide(
             candidate.examine(check, probe if thorough else None)
     forced = None if rule.target == AUTO else rule.target
     verdicts = [c.verdict() for c in sorted(ranked, key=lambda c: (c not in pool, bool(c.reasons)))]
-    if forced and not pool:
-        verdicts.insert(0, _not_offered(forced, request.primitive, everyone, rule))
+    verdicts += unloaded
+    if forced and not pool and forced not in {v.implementation for v in unloaded}:
+        verdicts.insert(0, _not_offered(forced, request.primitive, everyone, policy))
     return Decision(
         request=request,
         chosen=chosen.implementation.name if chosen else None,
@@ -101,6 +108,32 @@ def decide(
         verdicts=tuple(verdicts),
         plugin_failures=tuple(plugin_failures),
     )
+
+
+def _unloaded(policy: Policy, everyone: Sequence[Implementation]) -> list[Verdict]:
+    """A verdict on each backend that is disabled and whose plugin was not imported: what it offers is not known."""
+    loaded = {each.backend for each in everyone}
+    names = {name: control for name, control in policy.disabled if name.partition(".")[0] not in loaded}
+    return [Verdict(name, (disabled_reason(name, control, name),), math.inf) for name, control in names.items()]
+
+
+def _reserve_reference(candidates: Sequence[_Candidate], device: DeviceFacts, *, maybe_others: bool) -> None:
+    """Give the reference a reason where it would serve an accelerator in the place of an implementation made for it.
+
+    A plugin that is disabled, and so not imported, may have one (`maybe_others`).
+    """
+    others = maybe_others or any(c.fits_device for c in candidates if c.implementation.name != REFERENCE)
+    if device.device_type == "cpu" or not others:
+        return
+    reason = Reason(
+        "device type",
+        device.device_type,
+        "plain torch serves an accelerator only where it is named or nothing else fits",
+        'backend="reference" runs it slowly, in plain torch',
+    )
+    for candidate in candidates:
+        if candidate.implementation.name == REFERENCE:
+            candidate.reasons += (reason,)
 
 
 def _rank(candidate: _Candidate, least: float) -> tuple[float, float, str]:
@@ -116,11 +149,7 @@ def _meets(rule: Rule, implementation: Implementation) -> bool:
 
 def _first_look(candidate: Implementation, request: Request, policy: Policy, costs: CostTable | None) -> _Candidate:
     """What can be said without the machine: switched off, unsupported, and the cost."""
-    off = tuple(
-        Reason("disabled", f"by {control}", f"it names {name}", f"take {name} out of {control} to let {candidate.name} run")
-        for name, control in policy.disabled
-        if name in (candidate.backend, candidate.name)
-    )
+    off = policy.against(candidate)
     measured = costs(candidate, request) if costs else None
     cost, source = measured or (candidate.preference, "declared")
     return _Candidate(
@@ -133,8 +162,12 @@ def _first_look(candidate: Implementation, request: Request, policy: Policy, cos
     )
 
 
-def _not_offered(forced: str, primitive: Primitive, everyone: Sequence[Implementation], rule: Rule) -> Verdict:
+def _not_offered(forced: str, primitive: Primitive, everyone: Sequence[Implementation], policy: Policy) -> Verdict:
     """The verdict on a forced name that has no implementation of this primitive."""
+    backend, rule = forced.partition(".")[0], policy.rule_for(primitive)
+    control = dict(policy.disabled).get(backend)
+    if control is not None:
+        return Verdict(forced, (disabled_reason(backend, control, forced),), cost=0.0)
     offers = dict.fromkeys(str(i.primitive) for i in everyone if forced in (i.backend, i.name))
     limit = f"{forced} offers {', '.join(offers)}" if offers else f"{forced} offers nothing here"
     remedy = f"force {forced} for what it offers only, primitive by primitive" if offers and rule.primitive is None else ""

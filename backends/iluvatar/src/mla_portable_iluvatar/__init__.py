@@ -21,8 +21,10 @@ from mla_portable.contracts import (
     Reason,
     Registrar,
     Request,
+    Variable,
     hookimpl,
 )
+from mla_portable_iluvatar.detection import OVERRIDE, is_override
 from mla_portable_iluvatar.detector import detect
 from mla_portable_iluvatar.native import not_native
 from mla_portable_iluvatar.providers import PROVIDERS, Provider
@@ -55,6 +57,7 @@ class _Served:
 def mla_portable_register(registrar: Registrar) -> None:
     """Recognise the vendor's devices; offer every provider."""
     registrar.add_detector(detect)
+    registrar.add_variable(Variable(OVERRIDE, "on, off, or an architecture such as ivcore11", is_override))
     for provider in PROVIDERS:
         for primitive in provider.primitives:
             served = _Served(provider, primitive)

@@ -24,7 +24,7 @@ from typing import Final
 from mla_portable.contracts import DeviceFacts
 from mla_portable_iluvatar.parts import arch_of_capability, part_named, shared_memory_of
 
-__all__ = ["COREX_VARIABLES", "OVERRIDE", "Evidence", "Signals", "characterise", "recognise"]
+__all__ = ["COREX_VARIABLES", "OVERRIDE", "Evidence", "Signals", "characterise", "is_override", "recognise"]
 
 OVERRIDE: Final = "MLA_PORTABLE_ILUVATAR"
 COREX_VARIABLES: Final = ("COREX_HOME", "COREX_PATH", "COREX_VERSION")
@@ -71,6 +71,12 @@ class Evidence:
 
     rule: str
     arch: str | None = None
+
+
+def is_override(value: str) -> bool:
+    """Whether the value of MLA_PORTABLE_ILUVATAR has a meaning."""
+    value = value.strip().lower()
+    return value in _OFF + _ON or _ARCH.fullmatch(value) is not None
 
 
 def recognise(signals: Signals) -> Evidence | None:

@@ -6,11 +6,13 @@ Importing it and registering look for no library and touch no device; `check` an
 
 from __future__ import annotations
 
-from mla_portable.contracts import Registrar, RivalRegistrar, hookimpl
+from mla_portable.contracts import Registrar, RivalRegistrar, Variable, hookimpl
 from mla_portable_nvidia.attention import attention_implementations
+from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, PROVIDERS
 from mla_portable_nvidia.flat_decode import flat_implementations
 from mla_portable_nvidia.native.bind import native_implementations
 from mla_portable_nvidia.rivals import rivals
+from mla_portable_nvidia.support import TRUNCATION_VARIABLE
 from mla_portable_nvidia.vllm_ops import data_implementations
 
 __all__ = ["mla_portable_register", "mla_portable_register_rivals"]
@@ -26,6 +28,9 @@ def mla_portable_register(registrar: Registrar) -> None:
         *data_implementations(),
     ):
         registrar.add(implementation)
+    registrar.add_variable(Variable(PROVIDER_VARIABLE, f"one of {', '.join(PROVIDERS)}", lambda value: value in PROVIDERS))
+    registrar.add_variable(Variable(LIBRARY_VARIABLE, "the path of a shared library"))
+    registrar.add_variable(Variable.choice(TRUNCATION_VARIABLE, "allow"))
 
 
 @hookimpl

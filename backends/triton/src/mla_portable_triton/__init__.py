@@ -6,7 +6,7 @@ Importing this module and registering bring in neither triton nor a kernel; `che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import Final
 
@@ -58,10 +58,10 @@ _PRIMITIVES: Final[dict[Primitive, tuple[str, tuple[str, ...]]]] = {
 
 
 def _late_bind(module: str, primitive: Primitive) -> Callable[..., BoundPrimitive]:
-    """`bind_<primitive>` of a module that is imported when it is first called for; where it can be tuned, with a choice."""
+    """`bind_<primitive>` of a module that is imported when it is first called for."""
 
-    def bind(request: Request, *configuration: Mapping[str, int]) -> BoundPrimitive:
-        return getattr(import_module(f"{_PACKAGE}.{module}"), f"bind_{primitive}")(request, *configuration)
+    def bind(request: Request) -> BoundPrimitive:
+        return getattr(import_module(f"{_PACKAGE}.{module}"), f"bind_{primitive}")(request)
 
     return bind
 
@@ -90,5 +90,4 @@ def mla_portable_register_tunables(registrar: TunableRegistrar) -> None:
     from mla_portable_triton.attention_tuning import configurations
 
     for primitive in (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL):
-        module, _ = _PRIMITIVES[primitive]
-        registrar.add(Tunable(NAME, primitive, configurations, _late_bind(module, primitive)))
+        registrar.add(Tunable(NAME, primitive, configurations))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention kernel's configuration for a request: those worth timing on its device, and the one that it is bound with.
 
-`mla-portable tune` times the former and writes the fastest to the user's table. Binding takes it from there, else it takes
-what ships (`attention_configs`). Neither happens during a call.
+`mla-portable tune` times the former and writes the fastest to the user's table. A request that is bound carries it from there
+(`Request.configuration`); without one it is bound with what ships (`attention_configs`). Neither happens during a call.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, astuple, fields
 from typing import Final
 
-from mla_portable.contracts import LAYOUTS, DeviceFacts, InvalidArgument, Request, tuned_configuration
-from mla_portable.contracts.tuned import table_path
+from mla_portable.contracts import LAYOUTS, DeviceFacts, InvalidArgument, Request
 from mla_portable_triton import NAME
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig, attention_config
 
@@ -41,15 +40,14 @@ def configurations(request: Request) -> list[dict[str, int]]:
     return [asdict(config) for config in dict.fromkeys([shipped, *fitting])][:_MOST]
 
 
-def bound_config(request: Request, configuration: Mapping[str, int] | None = None) -> AttentionConfig:
-    """What a primitive is bound with: the given configuration, else the user's for such requests, else what ships.
+def bound_config(request: Request) -> AttentionConfig:
+    """What a primitive is bound with: the request's configuration, else what ships.
 
     Raises: InvalidArgument for a configuration that is none of this kernel, or does not fit the device.
     """
-    if configuration is None:
-        configuration = tuned_configuration(NAME, request)
-    if configuration is None:
+    if request.configuration is None:
         return attention_config(request.device.arch, request.kv_layout, request.num_heads)
+    configuration = dict(request.configuration)
     if set(configuration) != set(_NAMES):
         raise _refused(request, configuration, f"the names {', '.join(_NAMES)}")
     config, device, layout = AttentionConfig(**configuration), request.device, request.kv_layout or "bf16"
@@ -112,5 +110,4 @@ def _refused(request: Request, configuration: Mapping[str, int], expected: str) 
         "tuned configuration",
         got=" ".join(f"{name}={value}" for name, value in configuration.items()) or "nothing",
         expected=expected,
-        remedy=f"Tuned entries are in {table_path()}: run `mla-portable tune` again, or delete the entry.",
     )

@@ -7,8 +7,6 @@ A bound callable validates nothing and looks nothing up. It allocates only what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -35,14 +33,10 @@ def _bf16_native(request: Request) -> bool:
     return request.device.device_type != "cpu"
 
 
-def bind_sparse_decode(request: Request, configuration: Mapping[str, int] | None = None) -> SparseDecode:
-    """sparse_decode for `request`; `schedule` is a SplitSchedule, made from the shapes of the call where none is given.
-
-    Args:
-        configuration: fields of an AttentionConfig, instead of the user's tuned or the shipped one (`bound_config`).
-    """
+def bind_sparse_decode(request: Request) -> SparseDecode:
+    """sparse_decode for `request`; `schedule` is a SplitSchedule, made from the shapes of the call where none is given."""
     device = request.device
-    config = bound_config(request, configuration)
+    config = bound_config(request)
     num_sms = 0 if request.batch_invariant else device.num_sms  # 0: rows stay whole, however few they are
     e4m3_native, bf16_native = device.has_fp8_conversion, _bf16_native(request)
 
@@ -106,14 +100,10 @@ def _new_schedule(
     return SplitSchedule(num_rows, num_heads, topk, num_splits, split_len, partial_out, partial_lse)
 
 
-def bind_sparse_prefill(request: Request, configuration: Mapping[str, int] | None = None) -> SparsePrefill:
-    """sparse_prefill for `request`: the attention kernel with one split, tokens as batch rows of one query each.
-
-    Args:
-        configuration: as for sparse_decode.
-    """
+def bind_sparse_prefill(request: Request) -> SparsePrefill:
+    """sparse_prefill for `request`: the attention kernel with one split, tokens as batch rows of one query each."""
     device = request.device
-    config = bound_config(request, configuration)
+    config = bound_config(request)
     e4m3_native, bf16_native = device.has_fp8_conversion, _bf16_native(request)
 
     def sparse_prefill(

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment variables of mla_portable: the core's own here, a plugin's as it declared them; other names are errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final
+
+from mla_portable.contracts import ROUTES, SCALE_FORMATS, InvalidArgument, Primitive, Variable
+from mla_portable.registry.limits import PLUGIN_TIMEOUT
+from mla_portable.registry.names import closest
+from mla_portable.registry.tuned import TABLE_VARIABLE
+
+__all__ = ["CORE_VARIABLES", "ENV_BACKEND", "ENV_DISABLE", "ENV_POLICY", "check_variables", "prefix_of", "set_variables"]
+
+PREFIX: Final = "MLA_PORTABLE_"
+ENV_BACKEND: Final = "MLA_PORTABLE_BACKEND"
+ENV_DISABLE: Final = "MLA_PORTABLE_DISABLE"
+ENV_POLICY: Final = "MLA_PORTABLE_POLICY"
+_BACKEND_NAME: Final = "the name of a backend or of one of its variants, or auto"
+
+CORE_VARIABLES: Final = (
+    Variable(ENV_BACKEND, _BACKEND_NAME),
+    *(Variable(f"{ENV_BACKEND}_{primitive.value.upper()}", _BACKEND_NAME) for primitive in Primitive),
+    Variable(ENV_DISABLE, "names of backends or of their variants, separated by commas"),
+    Variable(ENV_POLICY, "the path of a TOML file"),
+    Variable(TABLE_VARIABLE, "the path of a JSON file"),
+    Variable(PLUGIN_TIMEOUT, "seconds, 0 or more (0: no limit)"),
+    Variable.choice("MLA_PORTABLE_VLLM", "auto", "custom", "override", "off"),
+    Variable.choice("MLA_PORTABLE_VLLM_CACHE_SCALES", "auto", *SCALE_FORMATS),
+    Variable.choice("MLA_PORTABLE_VLLM_CACHE_WRITER", "auto", "vllm", "mla_portable"),
+    Variable.choice("MLA_PORTABLE_VLLM_ROUTE", "auto", *ROUTES),
+    Variable(
+        "MLA_PORTABLE_VLLM_SHADOW",
+        "1, 0, or the path of a vLLM backend class, 'package.module.Class'",
+        lambda value: value in ("0", "1") or "." in value,
+    ),
+    Variable("MLA_PORTABLE_VLLM_SHADOW_FILE", "a path"),
+)
+"""Names, paths and seconds are checked where they are read."""
+
+_KUBERNETES: Final = re.compile(r".*_SERVICE_(HOST|PORT(_.+)?)|(.+_)?PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")
+"""What Kubernetes sets in every container of a namespace with a service called mla-portable, or mla-portable-something."""
+
+
+def prefix_of(plugin: str) -> str:
+    """What the names of a plugin's variables start with; the name itself is the plugin's too."""
+    return PREFIX + re.sub(r"\W", "_", plugin).upper()
+
+
+def check_variables(environ: Mapping[str, str], variables: Iterable[Variable], unloaded: Collection[str] = ()) -> None:
+    """Every variable of this project that is set is known and has an allowed value; an empty one is not set.
+
+    Args:
+        variables: those that are known. unloaded: plugins whose variables are not known, because they are broken or disabled.
+    Raises: InvalidArgument for the first, in alphabetical order, that is not.
+    """
+    known = {variable.name: variable for variable in variables}
+    for name, value in sorted(environ.items()):
+        value = value.strip()
+        if not name.startswith(PREFIX) or not value or _KUBERNETES.fullmatch(name):
+            continue
+        if name in known:
+            if not known[name].accepts(value):
+                remedy = f"Unset {name}, or set it to an allowed value."
+                raise InvalidArgument("environment", name, got=repr(value), expected=known[name].expected, remedy=remedy)
+        elif not any(name == prefix_of(plugin) or name.startswith(f"{prefix_of(plugin)}_") for plugin in unloaded):
+            names = {each.removeprefix(PREFIX): each for each in known}
+            raise InvalidArgument(
+                "environment",
+                name,
+                got="a variable that does not exist",
+                expected=f"one of {', '.join(_without_primitives(known))}",
+                remedy=closest(name.removeprefix(PREFIX), names, prefix=PREFIX) or f"Unset {name}.",
+            )
+
+
+def _without_primitives(names: Iterable[str]) -> list[str]:
+    """Sorted names, those of primitives as one."""
+    primitives = {f"{ENV_BACKEND}_{primitive.value.upper()}" for primitive in Primitive}
+    return sorted({f"{ENV_BACKEND}_<PRIMITIVE>" if name in primitives else name for name in names})
+
+
+def set_variables(environ: Mapping[str, str], variables: Iterable[Variable]) -> tuple[tuple[str, str], ...]:
+    """(name, value) of the known variables that are set, sorted."""
+    return tuple(sorted((each.name, value) for each in variables if (value := environ.get(each.name, "").strip())))
