@@ -129,7 +129,8 @@ def _complete(request: Request, implementation: Implementation) -> Request:
     if primitive is Primitive.SPARSE_PREFILL and request.kv_layout != FP8_DS_MLA.name:
         names = tuple(name for name in names if name != "block_size")  # bfloat16 rows are flat
     filled: dict[str, Any] = {name: smallest[name] for name in names if getattr(request, name) is None}
-    if request.kv_layout == FP8_DS_MLA.name and request.scale_format is None and primitive is not Primitive.CONVERT_INDICES:
+    scaled = request.kv_layout == FP8_DS_MLA.name and primitive is not Primitive.CONVERT_INDICES
+    if scaled and request.scale_format not in support.scale_formats:  # unknown, or accepted without being claimed
         usual = "pow2" if primitive is Primitive.CACHE_WRITE else "amax"  # a reader meets arbitrary scales
         filled["scale_format"] = usual if usual in support.scale_formats else support.scale_formats[0]
     return request.but(**filled)
