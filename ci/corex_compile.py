@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do the portable Triton kernels compile with the Tritons that CoreX's are made from? The published wheels say it.
 
-    python3 ci/corex_compile.py            # 2.1.0 and 3.1.0, each installed into a temporary folder
+    python3 ci/corex_compile.py            # 2.1.0, 3.1.0 and 3.2.0, each installed into a temporary folder
     python3 ci/corex_compile.py 3.1.0
 
 What `ci/corex_lint.py` reads off the sources, this asks the compilers: every variant that a device without a row of its own
-would run, for sm80, which both know. The vendor's own builds and their target are not at hand, so this is no proof for
-them. It needs no GPU; wheels of 2.1.0 exist up to Python 3.11, of 3.1.0 up to 3.12.
+would run, for sm80, which all know. The vendor's own builds and their target are not at hand, so this is no proof for
+them. It needs no GPU; wheels of 2.1.0 exist up to Python 3.11, of 3.1.0 up to 3.12, of 3.2.0 up to 3.13.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-VERSIONS: Final = ("2.1.0", "3.1.0")
+VERSIONS: Final = ("2.1.0", "3.1.0", "3.2.0")
 CAPABILITY: Final = 80
 ROOT: Final = Path(__file__).parents[1]
 

@@ -121,6 +121,35 @@ def test_another_kind_of_call_is_asked_about_anew(tape, other):
     assert len(tape.bound) == 2
 
 
+@pytest.mark.parametrize(
+    ("gap", "shift", "layout", "served"),
+    [
+        (0, 0, "fp8_ds_mla", "cheap"), (656, 0, "fp8_ds_mla", "cheap"), (16, 0, "fp8_ds_mla", "dear"),
+        (4, 0, "fp8_ds_mla", "dear"), (0, 4, "fp8_ds_mla", "dear"), (576, 0, "bf16", "cheap"), (8, 0, "bf16", "dear"),
+        (576, 2, "bf16", "dear"),
+    ],
+)  # fmt: skip
+def test_a_cache_is_served_by_who_can_read_its_alignment(gap: int, shift: int, layout: str, served: str):
+    cheap = Recorder("cheap.one", support={"cache_alignment": 16, "needs_whole_rows": True})
+    dear = Recorder("dear.one", preference=90.0)
+    arguments = decode_arguments(layout=layout)
+    width, dtype = arguments["kv_cache"].shape[2], arguments["kv_cache"].dtype
+    stride = BLOCK * width + gap
+    memory = torch.zeros(BLOCKS * stride + 128, dtype=dtype)
+    start = -memory.data_ptr() // memory.element_size() % 64 + shift
+    cache = memory.as_strided((BLOCKS, BLOCK, width), (stride, width, 1), start)
+    with serving(registry_of(cheap, dear)):
+        mla_portable.sparse_decode(**{**arguments, "kv_cache": cache})
+        mla_portable.cache_write(
+            torch.zeros(2, 512).bfloat16(), torch.zeros(2, 64).bfloat16(), cache, torch.zeros(2, dtype=torch.int64)
+        )
+        table, ids = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        mla_portable.gather_upconvert(cache, table, ids, ids, out=torch.zeros(9, 576).bfloat16())
+    tape, other = (cheap, dear) if served == "cheap" else (dear, cheap)
+    assert [call[0] for call in tape.calls] == ["sparse_decode", "cache_write", "gather_upconvert"]
+    assert other.calls == []
+
+
 def test_the_cache_of_choices_is_bounded(tape, monkeypatch):
     monkeypatch.setattr(dispatch, "_CACHE_LIMIT", 4)
     for heads in range(1, 12):

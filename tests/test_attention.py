@@ -601,10 +601,68 @@ def test_a_bf16_cache_of_scattered_blocks_is_refused_where_rows_must_be_flat():
     wide = torch.zeros(BLOCKS, BLOCK + 1, 576, dtype=torch.bfloat16)
     wide[:, :BLOCK] = step.kv_cache
     layer = make_layer("direct", "bf16")
-    with pytest.raises(InvalidArgument, match="route='fused'"):
+    with pytest.raises(InvalidArgument, match="contiguous_blocks=False"):
         layer(step.q, wide[:, :BLOCK], step.topk_indices, plan_for(layer, step.batch))
     layer = make_layer("fused", "bf16")
     assert_matches(step, *layer(step.q, wide[:, :BLOCK], step.topk_indices, plan_for(layer, step.batch)))
+
+
+def spaced(cache: Tensor, gap: int, shift: int = 0) -> Tensor:
+    """The same cache with `gap` more elements between its blocks, `shift` elements past an aligned address."""
+    blocks, block_size, width = cache.shape
+    stride = block_size * width + gap
+    memory = torch.zeros(blocks * stride + shift + 128, dtype=cache.dtype)
+    start = -memory.data_ptr() // cache.element_size() % 64 + shift
+    placed = memory.as_strided(cache.shape, (stride, width, 1), start)
+    placed.copy_(cache)
+    return placed
+
+
+@pytest.mark.parametrize(
+    ("gap", "shift", "remedy"),
+    [
+        (4, 0, "cache_alignment=4"),
+        (0, 8, "cache_alignment=8"),
+        (16, 0, "contiguous_blocks=False"),
+        (656, 0, None),
+        (0, 0, None),
+    ],
+)
+def test_a_cache_holds_what_the_spec_promises(gap: int, shift: int, remedy: str | None):
+    plugin, layer = recorded_layer("direct")
+    step = make_step("decodes", "fp8_ds_mla")
+    arguments = step.q, spaced(step.kv_cache, gap, shift), step.topk_indices, plan_for(layer, step.batch)
+    if remedy is None:
+        layer(*arguments)
+        return
+    with pytest.raises(InvalidArgument, match=remedy):
+        layer(*arguments)
+    assert plugin.calls == []
+
+
+def test_a_layer_is_bound_to_what_reads_its_cache():
+    picky = Recorder("picky.kernels", preference=1.0, support={"cache_alignment": 16, "needs_whole_rows": True})
+    step = make_step("decodes and prefills in chunks", "fp8_ds_mla")
+    for changes, cache, chosen in (
+        ({}, step.kv_cache, "picky.kernels"),
+        ({"cache_alignment": 4, "contiguous_blocks": False}, spaced(step.kv_cache, 4), "portable.kernels"),
+        ({"contiguous_blocks": False}, spaced(step.kv_cache, 16), "portable.kernels"),
+    ):
+        layer = route_of(picky, PORTABLE, route="direct", **changes)
+        served = {part.role: part.decision.chosen for part in layer.route_decision.verdict.parts}
+        assert (served["decode"], served["prefill"]) == (chosen, chosen)
+        layer(step.q, cache, step.topk_indices, plan_for(layer, step.batch))
+
+
+def test_a_bf16_cache_with_gaps_takes_a_route_that_reads_blocks():
+    bf16 = {"kv_layout": "bf16", "scale_format": None}
+    assert route_of(PORTABLE, **bf16).route == "direct"
+    layer = route_of(PORTABLE, contiguous_blocks=False, **bf16)
+    assert layer.route == "fused"
+    (direct,) = (verdict for verdict in layer.route_decision.verdicts if verdict.route == "direct")
+    assert [reason.subject for reason in direct.reasons] == ["contiguous_blocks"]
+    step = make_step("decodes and prefills in chunks", "bf16")
+    layer(step.q, spaced(step.kv_cache, 8), step.topk_indices, plan_for(layer, step.batch))
 
 
 def other_buffers(**changes) -> StepBuffers:

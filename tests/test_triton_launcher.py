@@ -36,7 +36,7 @@ class Machine:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             def launch(*arguments: Any) -> None:
                 named = dict(zip(("FLAG", "WIDTH"), arguments[7:], strict=True))
-                assert self.machine.meaning(*arguments[:7], **named) == self.meaning
+                assert _same(self.machine.meaning(*arguments[:7], **named), self.meaning)
                 self.machine.again.append((grid, arguments))
 
             return launch
@@ -44,6 +44,7 @@ class Machine:
     def __init__(self) -> None:
         function = JITFunction(_kernel, do_not_specialize=["size", "count"])
         self.params, self.first, self.again = function.params, 0, []
+        self.compiled: dict[str, Machine.Compiled] = {}
         backend = backends["nvidia"].compiler(GPUTarget("cuda", 90, 32))
         self.binder = create_function_from_signature(function.signature, function.params, backend)
 
@@ -53,9 +54,15 @@ class Machine:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*arguments: Any, **named: Any) -> Any:
             self.first += 1
-            return self.Compiled(self, self.meaning(*arguments, **named))
+            meaning = self.meaning(*arguments, **named)
+            return self.compiled.setdefault(repr(meaning), self.Compiled(self, meaning))
 
         return launch
+
+
+def _same(one: object, other: object) -> bool:
+    """Triton's own key is their text: 1, 1.0 and True are equal and three constants."""
+    return repr(one) == repr(other)
 
 
 @pytest.fixture
@@ -70,10 +77,11 @@ POINTERS = st.builds(lambda dtype, at: MEMORY[dtype][at:], st.sampled_from(list(
 INTEGERS = st.sampled_from(
     [0, 1, 2, 15, 16, 17, 32, 4096, 2**31 - 1, 2**31, 2**31 + 16, 2**40, -1, -16, -(2**31), -(2**31) - 1]
 )
+NUMBERS = INTEGERS | st.sampled_from([True, 1.0, 16.0, 0.5, 1e30])
 CALLS = st.tuples(
-    st.tuples(POINTERS, POINTERS, POINTERS | st.none(), st.sampled_from([0.5, 1.0]), INTEGERS, INTEGERS, INTEGERS),
-    st.booleans(),
-    st.sampled_from([64, 128]),
+    st.tuples(POINTERS, POINTERS, POINTERS | st.none(), st.sampled_from([0.5, 1.0, 1, True]), NUMBERS, NUMBERS, NUMBERS),
+    st.sampled_from([False, True, 1, 1.0]),
+    st.sampled_from([64, 128, 1, True]),
 )
 
 
@@ -98,10 +106,11 @@ def test_only_what_triton_specialises_makes_a_call_another_one(machine: Machine)
         launch((5, 2), pointer, b, None, 0.5, stride, size, count, FLAG=flag, WIDTH=64, num_warps=4)
 
     call()
+    call()
     for size in (1, 16, 2**31 - 1):
         call(size=size, count=-size)
     call(pointer=a.clone())
-    assert machine.first == 1 and len(machine.again) == 4
+    assert machine.first == 2 and len(machine.again) == 4
     assert machine.again[0][0] == (5, 2, 1, 1) and machine.again[0][1][4:] == (576, 1, -1, False, 64)
     for other in (
         {"pointer": a[1:]},
@@ -112,14 +121,42 @@ def test_only_what_triton_specialises_makes_a_call_another_one(machine: Machine)
         {"count": -(2**40)},
     ):
         call(**other)
-    assert machine.first == 7
-    call(size=2**31)
-    assert machine.first == 8, "beyond 32 bits Triton is asked every time"
+    assert machine.first == 8
+    for first in (9, 10):
+        call(size=2**31)
+        assert machine.first == first, "beyond 32 bits Triton is asked every time"
+
+
+@pytest.mark.parametrize("others", [(1.0, True), (True, 1), (1, 1.0)])
+@pytest.mark.parametrize("name", ["scale", "stride", "size", "flag"])
+def test_equal_values_of_another_type_get_their_own_compilation(machine: Machine, name: str, others: tuple[Any, Any]):
+    launch, a = TritonLauncher(machine), MEMORY[torch.float32]
+    for value in (*others, *others, *others):
+        given = {"scale": 0.5, "stride": 16, "size": 5, "flag": False} | {name: value}
+        launch((1,), a, a, a, given["scale"], given["stride"], given["size"], 5, FLAG=given["flag"], WIDTH=64)
+    assert machine.first + len(machine.again) == 6, "Compiled.__getitem__ compares what each launch means"
+
+
+def test_constants_in_another_order_are_not_taken_for_each_other(machine: Machine):
+    launch, a = TritonLauncher(machine), MEMORY[torch.float32]
+    one, other = {"FLAG": 1, "WIDTH": 64}, {"WIDTH": 1, "FLAG": 64}
+    for named in (one, one, other, one, other):
+        launch((1,), a, a, a, 0.5, 16, 5, 5, **named)
+    assert (machine.first, len(machine.again)) == (4, 1), "Compiled.__getitem__ compares what each launch means"
+
+
+def test_a_second_compilation_for_calls_that_look_alike_leaves_all_launches_to_triton(machine: Machine, caplog: Any):
+    launch, a = TritonLauncher(machine), MEMORY[torch.float32]
+    for count in range(1, 6):
+        machine.compiled.clear()  # as if Triton told the calls apart by something else
+        launch((1,), a, a, a, 0.5, 16, 5, 5, FLAG=True, WIDTH=64)
+        assert machine.first == count and machine.again == []
+    assert "compiled" in caplog.text and len(caplog.records) == 1
 
 
 def test_another_device_has_a_compilation_of_its_own(machine: Machine, monkeypatch: pytest.MonkeyPatch):
     launch, a = TritonLauncher(machine), MEMORY[torch.bfloat16]
-    for device, first in ((0, 1), (1, 2), (0, 2), (1, 2)):
+    for device, first in ((0, 1), (1, 2), (0, 3), (1, 4), (0, 4), (1, 4)):
         monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
         launch((1,), a, a, None, 0.5, 16, 1, 1, FLAG=False, WIDTH=64, num_warps=4)
         assert machine.first == first
@@ -135,7 +172,11 @@ def test_where_nothing_is_known_of_triton_it_is_asked_every_time(machine: Machin
 
 
 @pytest.mark.parametrize(
-    ("version", "hip", "kept"), [("3.4.0", None, False), ("3.5.1", None, True), ("3.10.0", None, True), ("3.6.0", "6.4", False)]
+    ("version", "hip", "kept"),
+    [
+        *(("3.4.0", None, False), ("3.5.1", None, True), ("3.6.0", None, True), ("3.7.1", None, True)),
+        *(("3.8.0", None, False), ("3.10.0", None, False), ("4.0.0", None, False), ("3.6.0", "6.4", False)),
+    ],
 )
 def test_which_tritons_are_known(version: str, hip: str | None, kept: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(triton, "__version__", version)
@@ -146,8 +187,12 @@ def test_which_tritons_are_known(version: str, hip: str | None, kept: bool, monk
 def test_what_is_kept_is_bounded(machine: Machine):
     launch, a = TritonLauncher(machine), MEMORY[torch.bfloat16]
     for stride in range(module._KEPT + 5):
+        for _ in range(2):
+            launch((1,), a, a, None, 0.5, stride, 1, 1, FLAG=False, WIDTH=64, num_warps=4)
+    assert machine.first == 2 * (module._KEPT + 5) and len(launch._known) == 5
+    for stride in range(module._KEPT + 5, 2 * module._KEPT + 10):
         launch((1,), a, a, None, 0.5, stride, 1, 1, FLAG=False, WIDTH=64, num_warps=4)
-    assert machine.first == module._KEPT + 5 and len(launch._known) == 5
+    assert len(launch._met) == 5
 
 
 def test_interpreted_kernels_are_called_as_ever():

@@ -24,12 +24,13 @@ __all__ = ["Served", "current_registry", "find", "serving"]
 
 _CACHE_LIMIT: Final = 4096
 """Kinds of calls whose implementation is kept; beyond that all are dropped and asked for again."""
+_PLACE: Final = ("cache_alignment", "uneven_blocks")
 _FACTS: Final[dict[str, tuple[str, ...]]] = {
-    "cache_write": ("kv_layout", "block_size", "scale_format"),
+    "cache_write": ("kv_layout", "block_size", *_PLACE, "scale_format"),
     "convert_indices": ("topk", "block_size", "prefill_workspace", "compact"),
-    "gather_upconvert": ("kv_layout", "block_size"),
-    "sparse_decode": ("kv_layout", "num_heads", "topk", "block_size", "query_len", "lengths", "attn_sink", "lse"),
-    "sparse_prefill": ("kv_layout", "num_heads", "topk", "block_size", "lengths", "attn_sink", "lse"),
+    "gather_upconvert": ("kv_layout", "block_size", *_PLACE),
+    "sparse_decode": ("kv_layout", "num_heads", "topk", "block_size", "query_len", *_PLACE, "lengths", "attn_sink", "lse"),
+    "sparse_prefill": ("kv_layout", "num_heads", "topk", "block_size", *_PLACE, "lengths", "attn_sink", "lse"),
     "merge_states": (),
     "quantize_per_tensor": (),
     "indexer_logits": ("num_heads", "block_size"),

@@ -61,8 +61,8 @@ def cache_write(
         backend: see the module.
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe. Row format: `contracts.layouts`.
     """
-    kv_layout, block_size = validate.cache_write(kv_c, k_pe, kv_cache, slot_mapping, scale_format)
-    facts = (kv_layout, block_size, scale_format if kv_layout != "bf16" else None)
+    place = validate.cache_write(kv_c, k_pe, kv_cache, slot_mapping, scale_format)
+    facts = (*place, scale_format if place[0] != "bf16" else None)
     call = find("cache_write", backend, kv_c, facts).call
     call(kv_c, k_pe, kv_cache, slot_mapping, scale_format=scale_format)
 

@@ -19,7 +19,7 @@ from mla_portable.contracts import (
     PlanMismatch,
     StepPlan,
 )
-from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor
+from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor, placement
 from mla_portable.contracts.validate import check_schedule
 
 __all__ = ["StepCheck", "checked_sink"]
@@ -98,13 +98,22 @@ class StepCheck:
                 f"{self._layout.name}, block_size {self._spec.block_size}",
             )
             raise InvalidArgument(_WHERE, "kv_cache", got=got, expected=f"{expected}, as in the spec")
-        if self._flat and blocks > 1 and kv_cache.stride()[0] != block_size * HEAD_SIZE:
+        alignment, uneven = placement(kv_cache)
+        if alignment < self._spec.cache_alignment:
+            apart = kv_cache.stride()[0] * kv_cache.element_size()
+            got = f"address {kv_cache.data_ptr():#x}, block stride {apart} bytes"
+            expected = f"multiples of {self._spec.cache_alignment} bytes, which the spec promises"
+            remedy = f"Build the layer with cache_alignment={alignment}."
+            raise InvalidArgument(_WHERE, "kv_cache", got=got, expected=expected, remedy=remedy)
+        stride = kv_cache.stride()[0]
+        if (uneven and self._spec.contiguous_blocks) or (self._flat and blocks > 1 and stride != block_size * HEAD_SIZE):
             raise InvalidArgument(
                 _WHERE,
                 "kv_cache",
-                got=f"block stride {kv_cache.stride()[0]}",
-                expected=f"{block_size * HEAD_SIZE}: on route {self._route!r} a bf16 cache is read as flat rows",
-                remedy="Build the layer with route='fused' for blocks that lie apart.",
+                got=f"block stride {stride}",
+                expected=f"{block_size * kv_cache.shape[2]}: the spec promises contiguous blocks, which route "
+                f"{self._route!r} may rely on",
+                remedy="Build the layer with contiguous_blocks=False for blocks that lie apart.",
             )
 
 

@@ -107,6 +107,8 @@ class SparseMLAAttention:
             kv_layout=spec.kv_layout,
             block_size=spec.block_size,
             scale_format=(spec.scale_format or "pow2") if spec.kv_layout != "bf16" else None,
+            cache_alignment=spec.cache_alignment,
+            uneven_blocks=not spec.contiguous_blocks,
             graph=spec.graph,
         )
 

@@ -195,13 +195,17 @@ def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Req
         "kv_layout": spec.kv_layout,
         "block_size": spec.block_size,
         "scale_format": spec.scale_format if fp8 else None,
+        "cache_alignment": spec.cache_alignment,
+        "uneven_blocks": not spec.contiguous_blocks,
     }
     # a small deployment is served by who is fast at its size, where that was measured
     rows = spec.max_num_reqs * spec.decode_query_len
     decode = Request(
         Primitive.SPARSE_DECODE, **attention, **cache, query_len=spec.decode_query_len, rows=rows, graph=spec.graph
     )
-    seen: dict[str, Any] = cache if fp8 else {"kv_layout": "bf16"}  # sparse_prefill sees a bf16 cache as flat rows
+    seen: dict[str, Any] = (
+        cache if fp8 else {"kv_layout": "bf16", "cache_alignment": spec.cache_alignment}
+    )  # sparse_prefill sees a bf16 cache as flat rows
     return {
         "convert": Request(Primitive.CONVERT_INDICES, device, topk=spec.topk, block_size=spec.block_size, graph=spec.graph),
         "workspace_convert": Request(
@@ -245,10 +249,11 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, decide: Decide, sched
 
     def direct() -> RouteVerdict:
         convert, decode = part("convert", "convert"), part("decode", "decode", 1.0)
+        against = _gaps(spec)
         if decode.decision.chosen:
-            return _verdict("direct", (convert, decode, part("prefill", "cache_prefill", 1.0)))
+            return _verdict("direct", (convert, decode, part("prefill", "cache_prefill", 1.0)), against)
         prefill = part("prefill", "cache_prefill", 2.0, graph=spec.graph)
-        return _verdict("direct", (convert, prefill), note="sparse_prefill serves decode tokens too")
+        return _verdict("direct", (convert, prefill), against, note="sparse_prefill serves decode tokens too")
 
     def split() -> RouteVerdict:
         parts = (
@@ -284,6 +289,13 @@ def _pointless(spec: AttentionSpec) -> tuple[Reason, ...]:
     if spec.kv_layout != "bf16" or spec.route != AUTO_ROUTE:
         return ()
     return (Reason("kv_layout", "bf16", "a workspace would only copy it", "force the route to have it all the same"),)
+
+
+def _gaps(spec: AttentionSpec) -> tuple[Reason, ...]:
+    """sparse_prefill reads a bf16 cache as flat rows."""
+    if spec.kv_layout != "bf16" or spec.contiguous_blocks:
+        return ()
+    return (Reason("contiguous_blocks", "no", "a bf16 cache is read as flat rows", "take route fused, split or upconvert"),)
 
 
 def _verdict(

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Final
 
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, LAYOUTS, ROUTES, SCALE_FORMATS, InvalidArgument
+from mla_portable.contracts.values import CACHE_ALIGNMENT, INT32_MAX, check_alignment, check_fields, check_scale
 
 __all__ = ["AUTO_ROUTE", "WORKSPACE_SEQUENCES", "AttentionSpec"]
 
 AUTO_ROUTE: Final = "auto"
 WORKSPACE_SEQUENCES: Final = 5
 """Sequences of the greatest length that the prefill workspace holds by default, as in vLLM."""
+_LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
+    ("num_heads", "block_size", "topk", "max_num_tokens", "max_num_reqs", "max_model_len", "decode_query_len"), (1, INT32_MAX)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +28,22 @@ class AttentionSpec:
         kv_layout: "fp8_ds_mla" or "bf16". block_size: of the paged cache, in tokens. topk: K.
         scale_format: how the FP8 scales in the cache are made: "pow2", "amax", or None where unknown (they are then read
             as arbitrary, and `cache_write` makes "pow2").
+        cache_alignment: bytes, a power of two up to 16 that divides the address of every layer's cache and the stride
+            between its blocks. Implementations that need more are passed over; `forward` refuses a cache that has less.
+        contiguous_blocks: blocks follow one another without a gap; blocks of an FP8 cache may have gaps of whole rows all the
+            same. With False, blocks may lie any distance apart: routes that read a bf16 cache as flat rows, and
+            implementations that need whole rows between blocks, are passed over.
         max_num_tokens, max_num_reqs: of a step, padding included. max_model_len: greatest sequence length, in tokens.
         decode_query_len: requests with this many query tokens or fewer are decodes; more than 1 for speculative decoding.
         prefill_workspace_tokens: rows of the bf16 workspace; None means 5 * max_model_len. Routes without one ignore it.
         route: "auto" or one of `mla_portable.contracts.ROUTES`.
-        need_lse: `forward` returns the lse; an implementation that cannot tell it is passed over.
+        need_lse: `forward` returns the lse; an implementation that does not return it is passed over.
         attn_sink: the layer has a sink per head. graph: uniform decode batches are captured in CUDA graphs.
         batch_invariant: a row's result does not depend, in a single bit, on what else is in the batch, as long as it is served
             as a decode, or as a prefill, in both; an implementation that cannot promise that is passed over.
         concat_query: `forward` may be given (ql_nope, q_pe) pairs, for which a [max_num_tokens, H, 576] buffer is kept.
         max_scratch_bytes: bound on the split-KV scratch.
-    Raises: InvalidArgument for a value that means nothing.
+    Raises: InvalidArgument for a value of another type or out of range.
     """
 
     num_heads: int
@@ -47,6 +55,8 @@ class AttentionSpec:
     block_size: int = 64
     topk: int = 2048
     scale_format: str | None = None
+    cache_alignment: int = CACHE_ALIGNMENT
+    contiguous_blocks: bool = True
     decode_query_len: int = 1
     prefill_workspace_tokens: int | None = None
     route: str = AUTO_ROUTE
@@ -59,13 +69,9 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         where = "AttentionSpec"
-        counts = ("num_heads", "block_size", "topk", "max_num_tokens", "max_num_reqs", "max_model_len", "decode_query_len")
-        for name in counts:
-            value = getattr(self, name)
-            if value < 1:
-                raise InvalidArgument(where, name, got=value, expected="at least 1")
-        if not 0.0 < self.softmax_scale < math.inf:
-            raise InvalidArgument(where, "softmax_scale", got=self.softmax_scale, expected="a finite number above 0")
+        check_fields(self, _LIMITS)
+        check_scale(where, "softmax_scale", self.softmax_scale)
+        check_alignment(where, self.cache_alignment)
         for name, value, allowed in (
             ("kv_layout", self.kv_layout, tuple(LAYOUTS)),
             ("scale_format", self.scale_format, (None, *SCALE_FORMATS)),
@@ -73,8 +79,6 @@ class AttentionSpec:
         ):
             if value not in allowed:
                 raise InvalidArgument(where, name, got=repr(value), expected=f"one of {', '.join(map(str, allowed))}")
-        if self.max_scratch_bytes < 0:
-            raise InvalidArgument(where, "max_scratch_bytes", got=self.max_scratch_bytes, expected="0 or more")
         if self.prefill_workspace_tokens is not None and self.prefill_workspace_tokens < self.max_model_len:
             raise InvalidArgument(
                 where,

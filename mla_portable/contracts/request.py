@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Final
 
 from mla_portable.contracts.device import DeviceFacts
-from mla_portable.contracts.errors import InvalidArgument
 from mla_portable.contracts.layouts import LAYOUTS, SCALE_FORMATS
 from mla_portable.contracts.primitives import Primitive
+from mla_portable.contracts.values import CACHE_ALIGNMENT, INT32_MAX, check_alignment, check_fields, describe, refuse
 
 __all__ = ["Request"]
+
+_LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(("num_heads", "topk", "block_size", "query_len"), (1, INT32_MAX))
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +26,15 @@ class Request:
         num_heads: H. topk: K. block_size: of the paged cache. query_len: S of sparse_decode.
         rows: query rows (B * S or T) where a choice may depend on the amount of work; never decides what can run.
         scale_format: how the FP8 scales in the cache were made; None where unknown, which is read as arbitrary.
-        lse, attn_sink, lengths, compact, prefill_workspace: the call needs this feature. Where the lse is not asked for, it
-            need not be told: `lse_out` is scratch at most, and the second result may be NaN or a tensor without elements. What
-            is neither is the lse.
+        cache_alignment: bytes, a power of two up to 16 that divides the address of the cache (or of the rows of kv) and the
+            stride between its blocks. A cache of whole rows in memory from torch has 16.
+        uneven_blocks: the stride between the blocks of the cache is not a whole number of rows.
+        lse, attn_sink, lengths, compact, prefill_workspace: the call needs this feature. With lse=False the implementation may
+            skip the lse: `lse_out` is scratch, and the second result may be NaN or a tensor without elements. Any other value
+            in it is the lse.
         clean_indices: a promise about the values of `indices`: each is -1 or a slot of the cache (a row of kv), and what
             stands past a row's length is -1, so that `lengths` only repeats it. It saves work and never decides what can run.
-            Who breaks it may be shown foreign memory.
+            Violating this promise can read out-of-bounds memory.
         clean_lengths: likewise of `lengths`: each is 0 to K.
         batch_invariant: a row's result may not depend, in a single bit, on what other rows there are: whoever is bound
             computes it alike for every `rows`. A schedule cuts every batch alike then (`PlannerConfig.batch_invariant`).
@@ -47,6 +52,8 @@ class Request:
     query_len: int | None = None
     rows: int | None = None
     scale_format: str | None = None
+    cache_alignment: int = CACHE_ALIGNMENT
+    uneven_blocks: bool = False
     lse: bool = False
     attn_sink: bool = False
     lengths: bool = False
@@ -59,19 +66,16 @@ class Request:
     configuration: tuple[tuple[str, int], ...] | None = None
 
     def __post_init__(self) -> None:
-        where = "Request"
-        if self.kv_layout is not None and self.kv_layout not in LAYOUTS:
-            raise InvalidArgument(where, "kv_layout", got=repr(self.kv_layout), expected=f"one of {', '.join(LAYOUTS)}")
-        if self.scale_format is not None and self.scale_format not in SCALE_FORMATS:
-            raise InvalidArgument(
-                where, "scale_format", got=repr(self.scale_format), expected=f"one of {', '.join(SCALE_FORMATS)}"
-            )
-        for name in ("num_heads", "topk", "block_size", "query_len"):
+        check_fields(self, _LIMITS)
+        if not isinstance(self.primitive, Primitive):  # pyright: ignore[reportUnnecessaryIsInstance]
+            refuse("Request", "primitive", describe(self.primitive), "a mla_portable.contracts.Primitive")
+        if not isinstance(self.device, DeviceFacts):  # pyright: ignore[reportUnnecessaryIsInstance]
+            refuse("Request", "device", describe(self.device), "DeviceFacts", "Ask `get_registry().facts(device)` for them.")
+        for name, allowed in (("kv_layout", LAYOUTS), ("scale_format", SCALE_FORMATS)):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidArgument(where, name, got=value, expected="at least 1")
-        if self.rows is not None and self.rows < 0:
-            raise InvalidArgument(where, "rows", got=self.rows, expected="0 or more")
+            if value is not None and value not in allowed:
+                refuse("Request", name, repr(value), f"one of {', '.join(allowed)}")
+        check_alignment("Request", self.cache_alignment)
 
     def but(self, **changes: Any) -> Request:
         """The same request with some fields changed."""
@@ -81,6 +85,6 @@ class Request:
         words = [
             f"{field.name}={'yes' if value is True else value}"
             for field in fields(self)
-            if field.name not in ("primitive", "device") and (value := getattr(self, field.name)) not in (None, False)
+            if field.name not in ("primitive", "device") and (value := getattr(self, field.name)) != field.default
         ]
         return " ".join([*words, f"on {self.device}"])

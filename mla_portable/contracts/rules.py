@@ -7,32 +7,19 @@ went wrong is worked out after the fact.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.errors import InvalidArgument
 from mla_portable.contracts.layouts import BF16, FP8_DS_MLA, CacheLayout, layout_of
+from mla_portable.contracts.values import CACHE_ALIGNMENT, describe, refuse
 
-__all__ = ["check_cache", "check_count", "check_disjoint", "check_scale", "check_tensor", "refuse", "shape_of"]
+__all__ = ["check_cache", "check_disjoint", "check_tensor", "placement", "shape_of"]
 
 _SCALE_ALIGNMENT: Final = 4
 """Bytes; the float32 scales inside an FP8 row are read as such, and 656 is a multiple of it."""
-
-
-def refuse(where: str, argument: str, got: object, expected: str, remedy: str = "") -> NoReturn:
-    """Raise InvalidArgument; a function so that callers stay one line."""
-    raise InvalidArgument(where, argument, got=got, expected=expected, remedy=remedy)
-
-
-def describe(value: Any) -> str:
-    """A value in few words: dtype, shape and device of a tensor, otherwise its type."""
-    if not isinstance(value, Tensor):
-        return f"{type(value).__name__} {value!r}" if isinstance(value, (bool, int, float, str)) else type(value).__name__
-    return f"{value.dtype} {list(value.shape)} on {value.device}"
 
 
 def shape_of(where: str, argument: str, value: Any, rank: int, axes: str, remedy: str = "") -> torch.Size:
@@ -140,21 +127,11 @@ def check_cache(where: str, argument: str, value: Any, device: int) -> tuple[Cac
     return layout, blocks, block_size
 
 
-def check_count(where: str, argument: str, value: Any, least: int) -> None:
-    """A plain integer of at least `least`."""
-    if type(value) is int and value >= least:  # bool is excluded on purpose
-        return
-    refuse(where, argument, describe(value), f"an integer of at least {least}")
-
-
-def check_scale(where: str, argument: str, value: Any) -> None:
-    """A finite positive number on the host; a tensor would have to be read back."""
-    if isinstance(value, Tensor):
-        refuse(where, argument, describe(value), "a Python float", "Read it once, outside the step: float(value).")
-    if not isinstance(value, (int, float)):
-        refuse(where, argument, describe(value), "a Python float")
-    if not 0.0 < value < math.inf:
-        refuse(where, argument, value, "a finite number above 0")
+def placement(cache: Tensor) -> tuple[int, bool]:
+    """How a checked cache (or flat rows) lies in memory: `cache_alignment` and `uneven_blocks` of `contracts.Request`."""
+    apart = cache.stride()[0] if cache.shape[0] > 1 else 0
+    bits = cache.data_ptr() | (apart * cache.element_size()) | CACHE_ALIGNMENT
+    return bits & -bits, bool(apart % cache.shape[-1])
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -14,10 +14,13 @@ from mla_portable.contracts.device import DeviceFacts
 from mla_portable.contracts.errors import InvalidArgument
 from mla_portable.contracts.layouts import LAYOUTS, SCALE_FORMATS
 from mla_portable.contracts.request import Request
+from mla_portable.contracts.values import INT32_MAX, check_alignment, check_fields
 
 __all__ = ["Reason", "Support"]
 
-
+_LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
+    ("topk_multiple", "block_size_multiple", "max_heads", "max_topk", "max_query_len"), (1, INT32_MAX)
+)
 _FEATURES: Final = {
     **dict.fromkeys(("lse", "attn_sink", "lengths", "compact", "prefill_workspace"), ""),
     "batch_invariant": "allow that the other rows of a batch change the order of a row's sums",
@@ -55,6 +58,9 @@ class Support:
         padded_heads: kernel head counts that smaller requests are padded to inside; () means none.
         topk_multiple, max_topk: of K. block_sizes: exact; block_size_multiple: or every multiple of this.
         max_query_len: of S. scale_formats: FP8 scales read without a loss of meaning.
+        cache_alignment: bytes, a power of two up to 16 that must divide the address of the cache (or of the rows of kv)
+            and the stride between its blocks; 1 where the contract's own minimum will do, 4 for FP8 and 2 for bf16.
+        needs_whole_rows: the stride between blocks must be a whole number of rows.
         lse, attn_sink, lengths, compact, prefill_workspace, batch_invariant, graph: features that are there.
         min_shared_memory: bytes a thread block needs. needs_bf16, needs_fp8_conversion: abilities of the device.
         workspace_bytes: scratch taken by one call without `schedule`, as a function of the request.
@@ -74,6 +80,8 @@ class Support:
     block_size_multiple: int = 1
     max_query_len: int | None = None
     scale_formats: tuple[str, ...] = SCALE_FORMATS
+    cache_alignment: int = 1
+    needs_whole_rows: bool = False
     lse: bool = True
     attn_sink: bool = True
     lengths: bool = True
@@ -88,6 +96,8 @@ class Support:
 
     def __post_init__(self) -> None:
         where = "Support"
+        check_fields(self, _LIMITS)
+        check_alignment(where, self.cache_alignment)
         if not self.source:
             raise InvalidArgument(where, "source", got="''", expected="where the limits come from")
         unknown = [name for name in self.kv_layouts if name not in LAYOUTS]
@@ -96,9 +106,6 @@ class Support:
         unknown = [name for name in self.scale_formats if name not in SCALE_FORMATS]
         if unknown:
             raise InvalidArgument(where, "scale_formats", got=_words(unknown), expected=f"among {_words(SCALE_FORMATS)}")
-        for name in ("topk_multiple", "block_size_multiple"):
-            if getattr(self, name) < 1:
-                raise InvalidArgument(where, name, got=getattr(self, name), expected="at least 1")
         if not self.device_types:
             raise InvalidArgument(where, "device_types", got="()", expected="at least one device type")
 
@@ -148,6 +155,15 @@ class Support:
         if r.kv_layout == "fp8_ds_mla" and (r.scale_format or "amax") not in self.scale_formats:
             given = r.scale_format or "unknown, read as amax"
             yield Reason("scale_format", given, f"supports {_words(self.scale_formats)}", "write the cache with pow2 scales")
+        if r.cache_alignment % self.cache_alignment:
+            yield Reason(
+                "cache_alignment",
+                f"{r.cache_alignment} bytes",
+                f"needs {self.cache_alignment}",
+                f"start the cache at a multiple of {self.cache_alignment} bytes, and pad its blocks to one",
+            )
+        if r.uneven_blocks and self.needs_whole_rows:
+            yield Reason("uneven_blocks", "yes", "needs blocks a whole number of rows apart", "pad the blocks by whole rows")
         for feature, remedy in _FEATURES.items():
             if getattr(r, feature) and not getattr(self, feature):
                 yield Reason(feature, "yes", "supports no", remedy)

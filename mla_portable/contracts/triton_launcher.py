@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launching a Triton kernel again for half of what Triton takes of the host.
+"""Launching a Triton kernel again at half of the host time that Triton takes.
 
-To launch, Triton looks at every argument to find out which of its compilations the call needs. Here that is asked once for each
-key, made of all that Triton tells calls apart by (`triton.runtime.jit`, as of 3.5 to 3.7, for CUDA devices): the device, the
-options and constants, of a pointer the type and whether it is a multiple of 16, of an integer that is specialised its value.
-An integer that is not specialised only has to fit 32 bits, beyond which Triton would take it as 64.
+At each launch Triton inspects every argument to find the compilation that the call needs. Here it is asked at the first two
+calls of each key, which holds what Triton tells calls apart by (`triton.runtime.jit` of 3.5 to 3.7, for CUDA devices): the
+device; the values of options and constants; of a pointer its type and whether it is a multiple of 16; the value of any other
+argument that is specialised. One that is not has to be an integer of 32 bits; Triton takes a larger one as 64.
+
+1, 1.0 and True are equal, and three compilations to Triton. So a call goes through Triton where its types, or the names of its
+options, differ from those of the call that the key was kept for.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, Final
@@ -21,17 +25,21 @@ __all__ = ["TritonLauncher"]
 _LIMIT: Final = 1 << 31
 _KEPT: Final = 1024
 _SINCE: Final = (3, 5)
+_UNTIL: Final = (3, 8)
+"""First version whose `triton.runtime.jit` and `CompiledKernel` have not been compared with what this module assumes."""
+_log: Final = logging.getLogger(__name__)
 
 
 @functools.cache
 def _machine_code() -> type | None:
-    """The class of what a launch returns where it can be launched by itself; None where nothing is known of this Triton.
+    """The class of what a launch returns, where it can be launched by itself; None for a Triton that this module does not know.
 
-    That is so for Triton before 3.5 and for ROCm, where calls are told apart by the size of a tensor's memory as well.
+    Unknown are versions outside of [_SINCE, _UNTIL), and ROCm, which tells calls apart by the size of a tensor's memory too.
     """
     import triton
 
-    if torch.version.hip is not None or tuple(int(part) for part in triton.__version__.split(".")[:2]) < _SINCE:
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if torch.version.hip is not None or not _SINCE <= version < _UNTIL:
         return None
     return triton.compiler.CompiledKernel
 
@@ -41,44 +49,68 @@ class TritonLauncher:
 
     Pointers are the parameters whose names end with `_ptr`. All constants are given, by name, and all else by position.
     Launches on the current device and its current stream, as Triton does; graph-safe once a call like it was made.
+    The second call of a key goes through Triton too, and must get the same compilation; otherwise every later call does.
     """
 
-    __slots__ = ("_exact", "_free", "_kernel", "_known", "_names", "_pointers")
+    __slots__ = ("_exact", "_free", "_kernel", "_known", "_met", "_names", "_pointers")
 
     def __init__(self, kernel: Any) -> None:
-        """kernel: what `triton.jit` made; interpreted ones are called as ever."""
+        """kernel: what `triton.jit` made; interpreted ones are called as they are."""
         self._kernel = kernel
-        self._known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] | None = None
+        self._known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], list[Any]]] | None = None
+        self._met: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}  # keys of one call so far
         params = [param for param in getattr(kernel, "params", ()) if not param.is_constexpr]
         if params:
             self._known = {}
         self._names = tuple(param.name for param in getattr(kernel, "params", ()) if param.is_constexpr)
         self._pointers = _picker([param.num for param in params if param.name.endswith("_ptr")])
-        integers = [param for param in params if not param.name.endswith("_ptr")]
-        self._free = _picker([param.num for param in integers if param.do_not_specialize])
-        self._exact = _picker([param.num for param in integers if not param.do_not_specialize])
+        plain = [param for param in params if not param.name.endswith("_ptr")]
+        self._free = _picker([param.num for param in plain if param.do_not_specialize])
+        self._exact = _picker([param.num for param in plain if not param.do_not_specialize])
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
-        """Launch. named: the constants and Triton's options, in the same order at every call."""
+        """Launch. named: the constants and Triton's options."""
         known, bits = self._known, 0
-        for value in self._free(arguments):
-            bits |= value if value >= 0 else ~value
+        try:
+            for value in self._free(arguments):
+                bits |= value if value >= 0 else ~value
+        except TypeError:  # no integer
+            bits = _LIMIT
         if known is None or bits >= _LIMIT:
             self._kernel[grid](*arguments, **named)
             return
-        pointers = [t if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in self._pointers(arguments)]
-        key = (torch.cuda.current_device(), *pointers, *self._exact(arguments), *named.values())
+        pointers = [t if t is None else (t.dtype, not t.data_ptr() & 15) for t in self._pointers(arguments)]
+        constants = named.values()
+        key = (torch.cuda.current_device(), *pointers, *self._exact(arguments), *constants)
+        kinds = [*map(type, arguments), *map(type, constants), *named]
         found = known.get(key)
-        if found is not None:
+        if found is None:
+            self._remember(key, self._kernel[grid](*arguments, **named), named, kinds)
+        elif found[2] == kinds:
             found[0][(*grid, 1, 1)](*arguments, *found[1])
-            return
-        compiled = self._kernel[grid](*arguments, **named)
-        if (kind := _machine_code()) is None:
+        else:
+            self._kernel[grid](*arguments, **named)
+
+    def _remember(self, key: tuple[Any, ...], compiled: Any, named: dict[str, Any], kinds: list[Any]) -> None:
+        """Keep what Triton launched for this key, once it was the same at two calls."""
+        known, kind = self._known, _machine_code()
+        if known is None or kind is None:
             self._known = None
         elif isinstance(compiled, kind):
-            if len(known) >= _KEPT:
-                known.clear()
-            known[key] = compiled, tuple(named[name] for name in self._names)
+            first = self._met.pop(key, None)
+            if first is None or first[1] != kinds:
+                if len(self._met) >= _KEPT:
+                    self._met.clear()
+                self._met[key] = compiled, kinds
+            elif first[0] is compiled:
+                if len(known) >= _KEPT:
+                    known.clear()
+                known[key] = compiled, tuple(named[name] for name in self._names), kinds
+            else:
+                self._known = None
+                _log.warning(
+                    "Triton compiled %s twice for calls that look alike; every launch goes through Triton", self._kernel
+                )
 
 
 def _picker(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:

@@ -23,16 +23,9 @@ from mla_portable.contracts.layouts import (
     SCALE_FORMATS,
     layout_of,
 )
-from mla_portable.contracts.rules import (
-    check_cache,
-    check_count,
-    check_disjoint,
-    check_scale,
-    check_tensor,
-    refuse,
-    shape_of,
-)
+from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor, placement, shape_of
 from mla_portable.contracts.schedule import DecodeSchedule, SplitSchedule
+from mla_portable.contracts.values import check_count, check_scale, refuse
 
 __all__ = [
     "QUANTIZED_DTYPES",
@@ -52,8 +45,10 @@ _HALF: Final = (torch.bfloat16, torch.float16)
 _FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def cache_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scale_format: str) -> tuple[str, int]:
-    """Returns (kv_layout, block_size)."""
+def cache_write(
+    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scale_format: str
+) -> tuple[str, int, int, bool]:
+    """Returns (kv_layout, block_size, cache_alignment, uneven_blocks)."""
     where = "cache_write"
     num_tokens, _ = shape_of(where, "kv_c", kv_c, 2, "[T, 512]")
     dtype, device = kv_c.dtype, kv_c.get_device()
@@ -67,7 +62,7 @@ def cache_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tens
         refuse(where, "scale_format", repr(scale_format), "'pow2' or 'amax'")
     read = {"kv_c": kv_c, "k_pe": k_pe, "slot_mapping": slot_mapping}
     check_disjoint(where, {"kv_cache": kv_cache}, read)
-    return layout.name, block_size
+    return layout.name, block_size, *placement(kv_cache)
 
 
 def convert_indices(
@@ -124,8 +119,11 @@ def _is_pair(out: Any) -> bool:
 
 def gather_upconvert(
     kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace_starts: Tensor, out: Tensor
-) -> tuple[str, int]:
-    """Returns (kv_layout, block_size). How many rows `out` needs is known on the device only; rows past it are not written."""
+) -> tuple[str, int, int, bool]:
+    """Returns (kv_layout, block_size, cache_alignment, uneven_blocks).
+
+    How many rows `out` needs is known on the device only; rows past it are not written.
+    """
     where, int32 = "gather_upconvert", torch.int32
     shape_of(where, "kv_cache", kv_cache, 3, "[blocks, block_size, 576 or 656]")
     device = kv_cache.get_device()
@@ -138,7 +136,7 @@ def gather_upconvert(
     _check_rows(where, "out", out, device, "[W, 576]")
     read = {"kv_cache": kv_cache, "block_table": block_table, "seq_lens": seq_lens, "workspace_starts": workspace_starts}
     check_disjoint(where, {"out": out}, read)
-    return layout.name, block_size
+    return layout.name, block_size, *placement(kv_cache)
 
 
 def _check_rows(where: str, argument: str, rows: Tensor, device: int, axes: str) -> None:
@@ -159,8 +157,11 @@ def sparse_decode(
     schedule: DecodeSchedule | None,
     out: Tensor | None,
     lse_out: Tensor | None,
-) -> tuple[str, int, int, int, int]:
-    """Returns (kv_layout, H, K, block_size, S). Raises PlanMismatch when `schedule` was made for other shapes."""
+) -> tuple[str, int, int, int, int, int, bool]:
+    """Returns (kv_layout, H, K, block_size, S, cache_alignment, uneven_blocks).
+
+    Raises: PlanMismatch when `schedule` was made for other shapes.
+    """
     where = "sparse_decode"
     batch, query_len, num_heads, _ = shape_of(where, "q", q, 4, "[B, S, H, 576]")
     device = q.get_device()
@@ -187,7 +188,7 @@ def sparse_decode(
             check_tensor(where, "lse_out", lse_out, torch.float32, (batch, query_len, num_heads), device, "[B, S, H]")
         read = {"q": q, "kv_cache": kv_cache, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
         check_disjoint(where, {"out": out, "lse_out": lse_out}, read)
-    return layout.name, num_heads, topk, block_size, query_len
+    return layout.name, num_heads, topk, block_size, query_len, *placement(kv_cache)
 
 
 def check_schedule(
@@ -240,8 +241,11 @@ def sparse_prefill(
     attn_sink: Tensor | None,
     out: Tensor | None,
     lse_out: Tensor | None,
-) -> tuple[str, int, int, int | None]:
-    """Returns (kv_layout, H, K, block_size); block_size is None for bfloat16 rows, which are flat."""
+) -> tuple[str, int, int, int | None, int, bool]:
+    """Returns (kv_layout, H, K, block_size, cache_alignment, uneven_blocks).
+
+    block_size is None for bfloat16 rows, which are flat.
+    """
     where = "sparse_prefill"
     num_tokens, num_heads, _ = shape_of(where, "q", q, 3, "[T, H, 576]")
     device = q.get_device()
@@ -276,7 +280,7 @@ def sparse_prefill(
             check_tensor(where, "lse_out", lse_out, torch.float32, (num_tokens, num_heads), device, "[T, H]")
         read = {"q": q, "kv": kv, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
         check_disjoint(where, {"out": out, "lse_out": lse_out}, read)
-    return layout.name, num_heads, topk, block_size
+    return layout.name, num_heads, topk, block_size, *placement(kv)
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> None:

@@ -17,9 +17,9 @@ LAYOUT_FREE: Final = ("convert_indices", "merge_states", "quantize_per_tensor", 
 """Primitives whose work does not depend on the layout of a cache."""
 _SETS: Final = ("device_types", "vendors", "archs", "kv_layouts", "num_heads", "padded_heads", "block_sizes", "scale_formats")
 _LIMITS: Final = ("max_heads", "max_topk", "max_query_len")
-_MULTIPLES: Final = ("topk_multiple", "block_size_multiple")
+_MULTIPLES: Final = ("topk_multiple", "block_size_multiple", "cache_alignment")
 _FEATURES: Final = ("lse", "attn_sink", "lengths", "compact", "prefill_workspace", "batch_invariant", "graph")
-_NEEDS: Final = ("needs_bf16", "needs_fp8_conversion", "min_shared_memory")
+_NEEDS: Final = ("needs_bf16", "needs_fp8_conversion", "needs_whole_rows", "min_shared_memory")
 _EMPTY_IS_NONE: Final = ("padded_heads", "kv_layouts", "scale_formats")
 _HEADS: Final = ("num_heads", "max_heads", "padded_heads")
 

@@ -254,15 +254,6 @@ def cp_gather_without_seq_lens(src, dst, block_table, workspace_starts, batch_si
     dst.copy_(gather_rows(op, src, block_table, lens, starts, dst.shape[0]))
 
 
-def cp_gather_split(src, dst_ckv, dst_kpe, block_table, seq_lens, workspace_starts, batch_size):
-    op = "cp_gather_and_upconvert_fp8_kv_cache"
-    need(op, "dst_ckv", dst_ckv, torch.bfloat16, (None, 512))
-    need(op, "dst_kpe", dst_kpe, torch.bfloat16, (dst_ckv.shape[0], 64))
-    both = gather_rows(op, src, block_table, seq_lens.tolist(), workspace_starts.tolist(), dst_ckv.shape[0])
-    dst_ckv.copy_(both[:, :512])
-    dst_kpe.copy_(both[:, 512:])
-
-
 def mqa_logits(op: str, q, cu_seqlens_q, cu_seqlens_kv, kv_cache, block_table, weights, logits, lens, *, relu=True) -> None:
     """Fill what each token sees of logits [T, max_context_len]; the rest stays as it is. Lengths are Python integers."""
     tokens, heads, _ = q.shape

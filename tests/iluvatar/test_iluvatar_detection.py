@@ -93,6 +93,7 @@ def corex_torch(monkeypatch):
     monkeypatch.setattr(torch, "corex", True, raising=False)
     monkeypatch.setattr(torch.version, "cuda", "10.2")
     monkeypatch.setattr(detector, "can_capture", lambda device: False)
+    monkeypatch.setattr(detector, "computes_bf16", lambda device: False)
     for name in ("COREX_HOME", "COREX_PATH", "COREX_VERSION", "MLA_PORTABLE_ILUVATAR"):
         monkeypatch.delenv(name, raising=False)
     return properties
@@ -101,7 +102,7 @@ def corex_torch(monkeypatch):
 def test_the_detector_reads_what_torch_says(corex_torch):
     facts = detector.detect(torch.device("cuda", 0))
     assert (facts.vendor, facts.arch, facts.num_sms, facts.memory_bytes) == ("iluvatar", "ivcore11", 16, 16 << 30)
-    assert facts.graph_capture is False and dict(facts.libraries)["torch"]
+    assert facts.graph_capture is False and facts.has_bf16 is False and dict(facts.libraries)["torch"]
 
 
 def test_the_detector_leaves_other_devices_alone(corex_torch):
@@ -136,3 +137,39 @@ def test_a_capture_that_the_driver_refuses_is_a_fact(monkeypatch):
     assert detector.can_capture(torch.device("cuda", 0)) is False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert detector.can_capture(torch.device("cuda", 0)) is None
+
+
+def test_a_capture_that_fails_is_a_fact_on_a_torch_without_the_newer_name(monkeypatch):
+    """torch before 2.5; CoreX 4.2 brings 2.1."""
+
+    def refuse(*args):
+        raise RuntimeError("CUDA error: operation not supported (ixErrorNotSupported)")
+
+    monkeypatch.delattr(torch, "OutOfMemoryError")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", refuse)
+    assert detector.can_capture(torch.device("cuda", 0)) is False
+
+
+@pytest.mark.parametrize(
+    ("product", "found"),
+    [
+        (lambda a, b: torch.matmul(a, b), True),
+        (lambda a, b: torch.zeros_like(a), False),
+        (RuntimeError("BI-V150 has no bfloat16"), False),
+        (NotImplementedError("no kernel"), False),
+        (torch.cuda.OutOfMemoryError("busy"), True),
+    ],
+    ids=["right", "zeros", "refused", "missing", "out of memory"],
+)
+def test_bfloat16_is_what_the_device_computes(monkeypatch, product, found):
+    def multiply(a, b):
+        if a.dtype is not torch.bfloat16:
+            return torch.matmul(a, b)
+        if isinstance(product, Exception):
+            raise product
+        return product(a, b)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.Tensor, "__matmul__", multiply)
+    assert detector.computes_bf16(torch.device("cpu")) is found

@@ -8,6 +8,7 @@ from pathlib import Path
 import mla_portable_nvidia
 from mla_portable.registry import Registry
 from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, PROVIDERS
+from mla_portable_nvidia.native.images import VARIABLE as CACHE_VARIABLE
 from mla_portable_nvidia.support import TRUNCATION_VARIABLE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "nvidia.md").read_text()
@@ -26,5 +27,5 @@ def test_providers_are_listed_in_the_order_of_asking():
 
 
 def test_every_variable_is_explained():
-    for variable in (PROVIDER_VARIABLE, LIBRARY_VARIABLE, TRUNCATION_VARIABLE):
+    for variable in (PROVIDER_VARIABLE, LIBRARY_VARIABLE, TRUNCATION_VARIABLE, CACHE_VARIABLE):
         assert f"| `{variable}` |" in PAGE

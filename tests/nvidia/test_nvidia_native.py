@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,9 @@ from native_model import Model, parameters
 
 from mla_portable import reference
 from mla_portable.contracts import LAYOUTS, InvalidArgument, MLAPortableError, Primitive, Request
-from mla_portable_nvidia.native import bind, driver, sparse_decode
+from mla_portable_nvidia import attention
+from mla_portable_nvidia.flat_decode import flat_implementations
+from mla_portable_nvidia.native import bind, sparse_decode
 from mla_portable_nvidia.native.choice import BUILDS, FEW, LARGE, MANY, builds
 from mla_portable_nvidia.native.nvrtc import NvrtcNotFound
 
@@ -43,7 +44,7 @@ def models(monkeypatch):
     found: dict = {}
     monkeypatch.setattr(Module, "models", found, raising=False)
     monkeypatch.setattr(sparse_decode, "Module", Module)
-    monkeypatch.setattr(sparse_decode, "compile_build", lambda build, arch: {"sm_90a": build}[arch])
+    monkeypatch.setattr(sparse_decode, "compile_build", lambda build, arch, compiler: {"sm_90a": build}[arch])
     monkeypatch.setattr(bind, "device_with", lambda facts: torch.device("cuda", 0))
     sparse_decode.load.cache_clear()
     yield found
@@ -142,12 +143,12 @@ def test_a_cache_that_16_byte_copies_cannot_read_is_refused_before_a_launch(mode
     kv = cache(3, 4, gap, offset, layout)
     request = REQUEST.but(kv_layout=layout)
     q, indices = problem(2, 1, 16, 32, 12)
-    with pytest.raises(InvalidArgument, match="multiples of 16 bytes") as caught:
+    with pytest.raises(InvalidArgument, match=r"multiples of 16 bytes.*cache_alignment") as caught:
         bind.bind_sparse_decode(request)(q, kv, indices, softmax_scale=SCALE)
     assert f"a start at {offset % 16}" in str(caught.value)
     assert f"blocks {4 * LAYOUTS[layout].row_bytes + gap} bytes apart" in str(caught.value)
     prefill = bind.bind_sparse_prefill(replace(request, primitive=Primitive.SPARSE_PREFILL))
-    with pytest.raises(InvalidArgument, match="triton"):
+    with pytest.raises(InvalidArgument, match="multiples of 16 bytes"):
         prefill(q[:, 0], kv, indices[:, 0], softmax_scale=SCALE)
     assert launches(models) == []
 
@@ -259,6 +260,28 @@ def test_few_heads_come_before_many_and_both_before_flashmla():
         assert "arch" in {r.subject for r in support.device_reasons(replace(H200, arch="sm100"))}
 
 
+@pytest.mark.parametrize("alignment", [1, 2, 4, 8])
+def test_a_cache_that_16_byte_copies_cannot_read_is_a_reason_and_no_error_of_a_call(alignment):
+    for offered in (*attention.attention_implementations(), *flat_implementations(), *bind.native_implementations()):
+        request = REQUEST.but(
+            primitive=offered.primitive,
+            device=replace(H200, arch=offered.support.archs[0]),
+            kv_layout=offered.support.kv_layouts[0],
+            num_heads=64 if offered.support.padded_heads else 16,
+            scale_format="pow2",
+            lse=False,
+        )
+        assert offered.support.reasons(request) == ()
+        (reason,) = offered.support.reasons(request.but(cache_alignment=alignment))
+        assert reason.subject == "cache_alignment" and "needs 16" in str(reason)
+        flat = (
+            offered.name in ("nvidia.flashmla_bf16", "nvidia.flashmla_sm100") and offered.primitive is Primitive.SPARSE_DECODE
+        )
+        assert [reason.subject for reason in offered.support.reasons(request.but(uneven_blocks=True))] == [
+            "uneven_blocks"
+        ] * flat
+
+
 def test_what_the_machine_lacks_is_said_with_a_remedy(monkeypatch):
     monkeypatch.setattr(bind, "device_with", lambda facts: None)
     assert [(reason.subject, reason.limit) for reason in bind.check(H200)] == [("device", "not on this machine")]
@@ -280,46 +303,3 @@ def test_what_the_machine_lacks_is_said_with_a_remedy(monkeypatch):
         ("CUDA driver", "libcuda.so.1: cannot open"),
     ]
     assert all(reason.remedy.startswith("install") for reason in reasons)
-
-
-class Driver:
-    """libcuda as far as a launch needs it."""
-
-    def __init__(self, code=0):
-        self.code, self.launched = code, []
-
-    def cuLaunchKernelEx(self, config, function, parameters, extra):  # noqa: N802
-        size = ctypes.c_size_t.from_address(extra[3]).value
-        config = config._obj
-        self.launched.append((ctypes.string_at(extra[1], size), [extra[0], extra[2], extra[4]], config))
-        return self.code
-
-    def cuGetErrorString(self, code, text):  # noqa: N802
-        text._obj.value = b"words of the driver"
-
-
-def test_a_launch_is_one_packed_buffer(monkeypatch):
-    library = Driver()
-    monkeypatch.setattr(driver, "_driver", lambda: library)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1000 + device, raising=False)
-    kernel = driver.Kernel(None, None, "name", "P i", "q", threads=256, shared=4096)
-    clustered = kernel.prepare((6, 3), 3, 1, -1)
-    kernel.prepare((6, 1), 1, 0, -1)(77, 5)
-    for address, number in ((77, 5), (2**63 + 1, -2)):
-        clustered(address, number)
-    (_, _, alone), (packed, words, config), (again, _, _) = library.launched
-    assert packed == (77).to_bytes(8, "little") + (5).to_bytes(4, "little") + bytes(4) + b"\xff" * 8
-    assert again == (2**63 + 1).to_bytes(8, "little") + b"\xfe" + b"\xff" * 3 + bytes(4) + b"\xff" * 8
-    assert words == [1, 2, None]
-    assert (config.grid_x, config.grid_y, config.grid_z, config.block_x, config.shared) == (6, 3, 1, 256, 4096)
-    assert (config.stream, config.num_attributes) == (1001, 1)
-    assert (config.attributes[0].id, list(config.attributes[0].value)) == (4, [1, 3, 1])
-    assert alone.num_attributes == 0
-
-
-@pytest.mark.parametrize(("code", "kind"), [(700, driver.DriverError), (2, torch.cuda.OutOfMemoryError)])
-def test_a_failed_launch_is_raised_in_the_drivers_words(monkeypatch, code, kind):
-    monkeypatch.setattr(driver, "_driver", lambda: Driver(code))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    with pytest.raises(kind, match=rf"launch of name, 6 x 1 blocks: words of the driver \(CUDA driver error {code}\)"):
-        driver.Kernel(None, None, "name", "i", "i", threads=256, shared=0).prepare((6, 1), 1, 0, 2)(1)

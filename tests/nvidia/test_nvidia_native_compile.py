@@ -116,6 +116,17 @@ def test_as_many_blocks_as_were_meant_have_their_shared_memory(build):
     assert build.blocks_per_sm * (build.shared_bytes + 1024) <= 228 << 10
 
 
+@pytest.mark.parametrize("build", [ALL[0], ALL[4]], ids=str)
+def test_the_builds_for_racecheck_compile_and_the_shipped_ones_have_none_of_them(build):
+    """`ci/gpu_sanitize`: at the same barriers every lane arrives, and copies."""
+
+    def visible(source, arch, defines, headers):
+        return compile_cubin(source, arch, [*defines, ("VISIBLE", 1)], headers)
+
+    codes = [compile_all.cuobjdump(compile_build(build, "sm_90a", *with_), "-sass") for with_ in ((visible,), ())]
+    assert ["UBLKCP" in code for code in codes] == [False, True]
+
+
 def test_a_source_that_does_not_compile_is_refused_with_the_compilers_log(monkeypatch, tmp_path):
     source = SOURCES[ALL[0].kernel].replace("int stage = 0;", "int stage = unknown_name;", 1)
     (tmp_path / f"{ALL[0].kernel}.cu").write_text(source)

@@ -46,7 +46,7 @@ def test_a_repeated_call_makes_no_view_and_reads_what_is_there_now(plain, monkey
     assert_out(call(q, cache, indices, **options)[0], q, cache, indices)
 
 
-def test_another_cache_is_looked_at_anew(plain):
+def test_a_view_is_made_again_for_another_cache_and_for_other_strides(plain):
     library, call, (q, cache, indices), options = plain
     second = cache.flip(0).contiguous()
     for tensor in (second, cache, second):
@@ -61,6 +61,10 @@ def test_another_cache_is_looked_at_anew(plain):
     wide[::2] = cache
     for tensor in (wide[:3], wide[::2], wide[:3]):  # of one address and one shape
         assert_out(call(q, tensor, indices, **options)[0], q, tensor, indices)
+    second.set_(wide.untyped_storage(), 0, (3, 64, 656), wide.stride())
+    assert_out(call(q, second, indices, **options)[0], q, wide[:3], indices)
+    second.as_strided_((3, 64, 656), (2 * 64 * 656, 656, 1))  # only the strides change
+    assert_out(call(q, second, indices, **options)[0], q, cache, indices)
     library.calls = []
     shifted = torch.zeros(cache.numel() + 16, dtype=torch.uint8)[4 : 4 + cache.numel()].view_as(cache)
     with pytest.raises(InvalidArgument, match=r"a multiple of 16.*FlashMLA on sm90"):

@@ -101,11 +101,12 @@ def recognise(signals: Signals) -> Evidence | None:
     return None
 
 
-def characterise(signals: Signals, evidence: Evidence, *, graph_capture: bool | None) -> DeviceFacts:
+def characterise(signals: Signals, evidence: Evidence, *, graph_capture: bool | None, has_bf16: bool = True) -> DeviceFacts:
     """The facts of a device that was recognised.
 
     Args:
-        graph_capture: what capturing a trivial graph gave; None where nobody tried.
+        graph_capture: what capturing a trivial graph gave; None where it was not tried.
+        has_bf16: what a small product gave.
     The architecture comes from the override, the name, then the capability. Warps have 64 threads, e4m3 is not converted
     in hardware and float64 is not to be trusted (copies to the device are reported to arrive as zeros) on all parts known.
     """
@@ -120,7 +121,7 @@ def characterise(signals: Signals, evidence: Evidence, *, graph_capture: bool | 
         shared_memory=signals.shared_memory or shared_memory_of(arch),
         warp_size=64,
         memory_bytes=signals.memory_bytes,
-        has_bf16=True,
+        has_bf16=has_bf16,
         has_fp8_conversion=False,
         has_fp64=False,
         graph_capture=graph_capture,

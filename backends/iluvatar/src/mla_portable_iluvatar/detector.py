@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The detector that the registry asks: reads the signals of a device, lets `detection` judge them, tries a graph capture."""
+"""The detector that the registry asks: reads a device's signals, has `detection` judge them, tries a graph and bfloat16."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from mla_portable.contracts import DeviceFacts
 from mla_portable_iluvatar.detection import COREX_VARIABLES, OVERRIDE, Signals, characterise, recognise
 
-__all__ = ["can_capture", "detect", "read_signals"]
+__all__ = ["can_capture", "computes_bf16", "detect", "read_signals"]
 
 _DISTRIBUTIONS: Final = ("torch", "triton", "ixformer", "ixtriturbo", "vllm", "vllm-iluvatar")
 
@@ -25,7 +25,7 @@ def detect(device: torch.device) -> DeviceFacts | None:
     evidence = recognise(signals)
     if evidence is None:
         return None
-    return characterise(signals, evidence, graph_capture=can_capture(device))
+    return characterise(signals, evidence, graph_capture=can_capture(device), has_bf16=computes_bf16(device))
 
 
 def read_signals(device: torch.device) -> Signals:
@@ -80,7 +80,24 @@ def can_capture(device: torch.device) -> bool | None:
             graph.replay()
             torch.cuda.synchronize(device)
             return bool((y.cpu() == 4).all())
-    except torch.OutOfMemoryError:
+    except torch.cuda.OutOfMemoryError:  # torch before 2.5 has no torch.OutOfMemoryError
         return None
     except (RuntimeError, NotImplementedError):  # ixErrorNotSupported, or a capture that this build of torch lacks
+        return False
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Whether a small product of bfloat16 matrices is right; True where it could not be tried, and the probe decides.
+
+    Public reports differ between parts and versions, so the device is asked.
+    """
+    try:
+        if torch.cuda.is_current_stream_capturing():
+            return True
+        x = (torch.arange(32 * 32, dtype=torch.float32, device="cpu") % 3 - 1).view(32, 32)  # sums are exact in bfloat16
+        on_device = x.to(device, torch.bfloat16)
+        return torch.equal((on_device @ on_device).cpu().float(), x @ x)
+    except torch.cuda.OutOfMemoryError:
+        return True
+    except (RuntimeError, NotImplementedError):
         return False

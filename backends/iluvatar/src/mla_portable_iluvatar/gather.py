@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gather_upconvert through `cp_gather_and_upconvert_fp8_kv_cache`, which changed its arguments twice.
+"""gather_upconvert through `cp_gather_and_upconvert_fp8_kv_cache`, which changed its arguments once.
 
 with_seq_lens   (src, dst, block_table, seq_lens, workspace_starts, batch_size): older vLLM
 without         (src, dst, block_table, workspace_starts, batch_size, seq_starts=None): current vLLM, which takes a request
                 to end where the next begins, and the last one where dst ends
-split           (src, dst_ckv, dst_kpe, block_table, seq_lens, workspace_starts, batch_size): two outputs
 
 No public op of the vendor does this, so the place is vLLM's own name, and the portable kernels, which decode e4m3 by
 integer arithmetic, are preferred to it. Requests are gathered next to one another into memory of the adapter's own and
@@ -23,7 +22,7 @@ from torch import Tensor
 from mla_portable.contracts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, SCALE_GROUP, pack_fp8
 from mla_portable_iluvatar.native import Trial
 
-__all__ = ["GatherConvention", "bind_gather_upconvert", "gather_trial", "split_outputs", "with_seq_lens", "without_seq_lens"]
+__all__ = ["GatherConvention", "bind_gather_upconvert", "gather_trial", "with_seq_lens", "without_seq_lens"]
 
 TRIAL_TOKENS: Final = 1024
 TRIAL_BLOCK: Final = 64
@@ -40,16 +39,6 @@ def with_seq_lens(op: Callable[..., Any], src: Tensor, dst: Tensor, table: Tenso
 def without_seq_lens(op: Callable[..., Any], src: Tensor, dst: Tensor, table: Tensor, lens: Tensor, starts: Tensor) -> None:
     """Lengths follow from the starts and from dst."""
     op(src=src, dst=dst, block_table=table, workspace_starts=starts, batch_size=table.shape[0])
-
-
-def split_outputs(op: Callable[..., Any], src: Tensor, dst: Tensor, table: Tensor, lens: Tensor, starts: Tensor) -> None:
-    """Latent and rope into tensors of their own."""
-    latent, rope = dst.new_empty((dst.shape[0], KV_LORA_RANK)), dst.new_empty((dst.shape[0], HEAD_SIZE - KV_LORA_RANK))
-    op(
-        src=src, dst_ckv=latent, dst_kpe=rope, block_table=table, seq_lens=lens, workspace_starts=starts,
-        batch_size=table.shape[0],
-    )  # fmt: skip
-    dst.copy_(torch.cat([latent, rope], dim=-1))
 
 
 def bind_gather_upconvert(op: Callable[..., Any], convention: GatherConvention) -> Callable[..., Tensor]:

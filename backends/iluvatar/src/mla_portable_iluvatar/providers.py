@@ -241,9 +241,4 @@ PROVIDERS: Final[tuple[Provider, ...]] = (
         Place("vllm._custom_ops", _GATHER, parameters=("src", "dst", "block_table", "workspace_starts", "batch_size")),
         gather.without_seq_lens, 61, "vLLM 0.33, _custom_ops",
     ),
-    _gather(
-        "gather_split",
-        Place("vllm._custom_ops", _GATHER, parameters=("src", "dst_ckv", "dst_kpe", "block_table", "seq_lens")),
-        gather.split_outputs, 62, "another vendor's vLLM: the op with two outputs",
-    ),
 )  # fmt: skip

@@ -11,6 +11,7 @@ from mla_portable_nvidia.attention import attention_implementations
 from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, PROVIDERS
 from mla_portable_nvidia.flat_decode import flat_implementations
 from mla_portable_nvidia.native.bind import native_implementations
+from mla_portable_nvidia.native.images import VARIABLE as CACHE_VARIABLE
 from mla_portable_nvidia.rivals import rivals
 from mla_portable_nvidia.support import TRUNCATION_VARIABLE
 from mla_portable_nvidia.vllm_ops import data_implementations
@@ -31,6 +32,7 @@ def mla_portable_register(registrar: Registrar) -> None:
     registrar.add_variable(Variable(PROVIDER_VARIABLE, f"one of {', '.join(PROVIDERS)}", lambda value: value in PROVIDERS))
     registrar.add_variable(Variable(LIBRARY_VARIABLE, "the path of a shared library"))
     registrar.add_variable(Variable.choice(TRUNCATION_VARIABLE, "allow"))
+    registrar.add_variable(Variable(CACHE_VARIABLE, "the path of a folder, or off"))
 
 
 @hookimpl

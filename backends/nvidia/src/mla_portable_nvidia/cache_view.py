@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paged FP8 cache with the axes that FlashMLA's decode wants, refused where the kernel cannot read it.
 
-To make a view takes the host longer than all else that a plain call does, and layers bring the same caches in every step: a
-view is kept for as long as the caller's tensor lives, and no longer, so that it never keeps a cache's memory.
+Creating a view costs more host time than the rest of a plain call, and layers pass the same caches in every step. So a view is
+kept for as long as the caller's tensor lives, and no longer: it never keeps a cache's memory alive.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ __all__ = ["CacheView"]
 
 _ROW_BYTES: Final = FP8_DS_MLA.row_bytes
 
-_Seen = tuple["weakref.ref[Tensor]", int, tuple[int, ...], Tensor]
-"""A caller's tensor, its address and shape when it was looked at, the view of it."""
+_Seen = tuple["weakref.ref[Tensor]", int, tuple[int, ...], tuple[int, ...], Tensor]
+"""A caller's tensor; its address, shape and strides when the view was made; the view."""
 
 
 class CacheView:
@@ -31,12 +31,13 @@ class CacheView:
         self._seen: dict[int, _Seen] = {}  # by the identity of the caller's tensor
 
     def known(self, kv_cache: Tensor) -> Tensor | None:
-        """What `of` returned for this very tensor; one that was given other memory since is another one."""
+        """What `of` returned for this tensor, unless its memory, shape or strides have changed since; else None."""
         seen = self._seen.get(id(kv_cache))
         if seen is None:
             return None
-        tensor, address, shape, rows = seen
-        return rows if tensor() is kv_cache and kv_cache.data_ptr() == address and kv_cache.shape == shape else None
+        tensor, address, shape, strides, rows = seen
+        same = tensor() is kv_cache and kv_cache.data_ptr() == address
+        return rows if same and kv_cache.shape == shape and kv_cache.stride() == strides else None
 
     def of(self, kv_cache: Tensor) -> Tensor:
         """The view of a cache of at least one block. Raises: InvalidArgument for an alignment that the kernel cannot read."""
@@ -59,7 +60,13 @@ class CacheView:
         # detached: the view of a tensor that autograd knows about would keep that tensor alive
         rows = kv_cache.detach().as_strided((blocks, page, 1, _ROW_BYTES), (stride, _ROW_BYTES, _ROW_BYTES, 1))
         key = id(kv_cache)
-        self._seen[key] = weakref.ref(kv_cache, lambda tensor: self._forget(key, tensor)), address, shape, rows
+        self._seen[key] = (
+            weakref.ref(kv_cache, lambda tensor: self._forget(key, tensor)),
+            address,
+            shape,
+            kv_cache.stride(),
+            rows,
+        )
         return rows
 
     def _forget(self, key: int, tensor: weakref.ref[Tensor]) -> None:

@@ -31,9 +31,8 @@ from mla_portable_nvidia.head_padding import KERNEL_HEADS
 __all__ = ["FlatDecode", "flat_implementations"]
 
 _PREFERENCE: Final = 15.0
-"""After what splits keys where nothing was measured. Beside measured costs (10 is the fastest of both layouts) 15 is right from
-64 heads and 64 rows on, where this kernel needs half as long as what else reads BF16 rows, and wrong below, where it does not
-count: on an H200 the native kernel costs 11 there and 15 to 19 here."""
+"""After the native kernels where nothing was measured, because they split keys. On an H200 this kernel takes half of their time
+from 64 heads and 64 rows on, and up to 4.5 times it below; one number cannot say both."""
 _MODULES: Final = ("flat_decode", "attention", "sparse_prefill", "prefill_conventions", "boundary", "boundary_kernels")
 _SHARED: Final = ("calibration", "conventions", "discovery", "head_padding")
 
@@ -123,6 +122,8 @@ def flat_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterat
             kv_layouts=(BF16.name,),
             lse=False,  # off by 1.3e-4 where parts of a score that are in the hundreds cancel
             padded_heads=KERNEL_HEADS,
+            cache_alignment=16,
+            needs_whole_rows=True,
         ),
         bind=bind_flat_decode,
         check=check_sparse_prefill,

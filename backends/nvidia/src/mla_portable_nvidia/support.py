@@ -83,9 +83,16 @@ def attention_support(
         "vendors": ("nvidia",),
         "archs": (arch,),
         "padded_heads": KERNEL_HEADS,
+        "cache_alignment": 16,
     }
     if primitive is Primitive.SPARSE_PREFILL:
         return Support(**common, kv_layouts=("bf16",))
     kind = _AnyScales if arch == "sm100" and allow_truncation else Support
     scale_formats = SCALE_FORMATS if arch == "sm90" else ("pow2",)
-    return kind(**common, kv_layouts=(FP8_DS_MLA.name,), scale_formats=scale_formats, workspace_bytes=_decode_scratch)
+    return kind(
+        **common,
+        kv_layouts=(FP8_DS_MLA.name,),
+        needs_whole_rows=arch != "sm90",
+        scale_formats=scale_formats,
+        workspace_bytes=_decode_scratch,
+    )

@@ -42,7 +42,7 @@ ARCHS: Final = {"sm90": "sm_90a"}
 _MANY: Final = 128
 _LAUNCHES: Final = 1024
 _LOG2_E: Final = 1.4426950408889634
-_MODULES: Final = ("bind", "choice", "driver", "nvrtc", "sparse_decode")
+_MODULES: Final = ("bind", "choice", "driver", "images", "nvrtc", "sparse_decode")
 
 
 class _Device:
@@ -79,7 +79,10 @@ def _layout(request: Request) -> str:
 
 
 def _check_cache(kv: Tensor, kv_layout: str) -> None:
-    """Rows are copied 16 bytes at a time, as the layout says. Raises: InvalidArgument."""
+    """What the request that was bound says of a cache, for callers that bring another: a wrong one would lose the device.
+
+    Raises: InvalidArgument.
+    """
     layout = LAYOUTS[kv_layout]
     if (kv.dtype, kv.shape[-1]) != (layout.dtype, layout.row_width):
         raise InvalidArgument(
@@ -94,7 +97,7 @@ def _check_cache(kv: Tensor, kv_layout: str) -> None:
             "nvidia.native",
             "kv_cache",
             got=f"a start at {kv.data_ptr() % 16} and blocks {apart} bytes apart",
-            expected="multiples of 16 bytes; allocate blocks of whole rows, or use backend='triton'",
+            expected="multiples of 16 bytes, for it was bound with cache_alignment=16; bind for what the cache has",
         )
 
 
@@ -253,6 +256,7 @@ def native_implementations() -> Iterator[Implementation]:
                     archs=tuple(ARCHS),
                     kv_layouts=tuple(LAYOUTS),
                     max_heads=max_heads,
+                    cache_alignment=16,
                     min_shared_memory=max(build.shared_bytes for build in offered),
                     needs_fp8_conversion=True,
                     batch_invariant=True,

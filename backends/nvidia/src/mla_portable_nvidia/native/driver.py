@@ -23,11 +23,27 @@ _BUFFER_SIZE: Final = 2
 _DYNAMIC_SHARED: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _WIDE_CLUSTERS: Final = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _CLUSTER_DIMENSION: Final = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_INVALID_CONTEXT: Final = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread has no current context
 _INVALID_CLUSTER_SIZE: Final = 912  # CUDA_ERROR_INVALID_CLUSTER_SIZE
+_FAULTS: Final = frozenset({214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 999})
+"""Errors after which no CUDA call of the process works: cuda.h, "leaves the process in an inconsistent state"."""
 
 
 class DriverError(RuntimeError):
-    """A call into the CUDA driver failed; names the call and the driver's own words."""
+    """A call into the CUDA driver failed; the message has the call and the driver's own text.
+
+    Attributes:
+        code: the CUresult. fault: the device's context is lost. The message then contains "CUDA error: ", as torch's does;
+            the message of a call that was refused does not.
+    """
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+
+    @property
+    def fault(self) -> bool:
+        return self.code in _FAULTS
 
 
 @functools.cache
@@ -41,10 +57,10 @@ def _check(code: int, what: str) -> None:
     text = ctypes.c_char_p()
     _driver().cuGetErrorString(code, ctypes.byref(text))
     words = text.value.decode() if text.value else "unknown error"
-    error = f"{what}: {words} (CUDA driver error {code})"
+    error = f"{what}: {'CUDA error: ' if code in _FAULTS else ''}{words} (CUDA driver error {code})"
     if code == 2:
         raise torch.cuda.OutOfMemoryError(error)
-    raise DriverError(error)
+    raise DriverError(error, code)
 
 
 def driver_version() -> int:
@@ -52,6 +68,20 @@ def driver_version() -> int:
     version = ctypes.c_int()
     _check(_driver().cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
     return version.value
+
+
+@functools.cache
+def _context(device: int) -> ctypes.c_void_p:
+    """The primary context of a device, which torch uses too; retained once a process."""
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    _check(_driver().cuDeviceGet(ctypes.byref(handle), device), f"cuDeviceGet {device}")
+    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), f"cuDevicePrimaryCtxRetain of device {device}")
+    return context
+
+
+def _make_current(device: int) -> None:
+    """Make the device's primary context current on this thread, as calls of the CUDA runtime do and the driver's do not."""
+    _check(_driver().cuCtxSetCurrent(_context(device)), f"cuCtxSetCurrent for device {device}")
 
 
 class _Attribute(ctypes.Structure):
@@ -77,11 +107,11 @@ class Module:
     """Machine code loaded into the context of `device`; lives as long as the object."""
 
     def __init__(self, cubin: bytes, device: int) -> None:
-        torch.cuda.current_stream(device)  # makes sure that torch has made the context
+        torch.cuda.init()
         self._handle = ctypes.c_void_p()
         self._device = device
         with torch.cuda.device(device):
-            torch.cuda.synchronize(device)
+            _make_current(device)
             _check(_driver().cuModuleLoadData(ctypes.byref(self._handle), cubin), "cuModuleLoadData")
 
     def kernel(self, name: str, changing: str, fixed: str, *, threads: int, shared: int, wide_clusters: bool = False) -> Kernel:
@@ -94,6 +124,7 @@ class Module:
         """
         driver, function = _driver(), ctypes.c_void_p()
         with torch.cuda.device(self._device):
+            _make_current(self._device)
             _check(
                 driver.cuModuleGetFunction(ctypes.byref(function), self._handle, name.encode()), f"cuModuleGetFunction {name}"
             )
@@ -102,16 +133,24 @@ class Module:
                 _check(code, f"{shared} bytes of shared memory for {name}")
             if wide_clusters:
                 _check(driver.cuFuncSetAttribute(function, _WIDE_CLUSTERS, 1), f"clusters of 16 blocks for {name}")
-        return Kernel(self, function, name, changing, fixed, threads, shared)
+        return Kernel(self, function, name, changing, fixed, threads, shared, self._device)
 
 
 class Kernel:
     """One kernel, to be prepared for its launches."""
 
     def __init__(
-        self, module: Module, function: ctypes.c_void_p, name: str, changing: str, fixed: str, threads: int, shared: int
+        self,
+        module: Module,
+        function: ctypes.c_void_p,
+        name: str,
+        changing: str,
+        fixed: str,
+        threads: int,
+        shared: int,
+        device: int,
     ) -> None:
-        self._module, self.function, self.name = module, function, name
+        self._module, self.function, self.name, self.device = module, function, name, device
         self.changing, self._all = struct.Struct(changing), struct.Struct(f"{changing} {fixed}")
         self._blank = self.changing.unpack(bytes(self.changing.size))
         self._threads, self._shared = threads, shared
@@ -120,24 +159,26 @@ class Kernel:
         """How many clusters of `size` blocks the device can hold at once; 0 where it cannot launch one."""
         count = ctypes.c_int()
         config = _Config(1, size, 1, self._threads, 1, 1, self._shared, None, _cluster(size), 1)
-        code = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self.function, ctypes.byref(config))
+        with torch.cuda.device(self.device):
+            _make_current(self.device)
+            code = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self.function, ctypes.byref(config))
         if code == _INVALID_CLUSTER_SIZE:
             return 0
         _check(code, f"cuOccupancyMaxActiveClusters for {size} blocks of {self.name}")
         return count.value
 
-    def prepare(self, grid: tuple[int, int], cluster: int, device: int, *fixed: Any) -> Launch:
-        """Launches of `grid` blocks, `cluster` of them along y in a cluster, on `device`; fixed: as declared, in order."""
+    def prepare(self, grid: tuple[int, int], cluster: int, *fixed: Any) -> Launch:
+        """Launches of `grid` blocks, `cluster` of them along y in a cluster; fixed: as declared, in order."""
         attributes, count = (None, 0) if cluster == 1 else (_cluster(cluster), 1)
         config = _Config(grid[0], grid[1], 1, self._threads, 1, 1, self._shared, None, attributes, count)
-        return Launch(self, config, self._all.pack(*self._blank, *fixed), device)
+        return Launch(self, config, self._all.pack(*self._blank, *fixed))
 
 
 class Launch:
     """A kernel with its grid and most of its arguments; launched by calling it. Graph-safe, allocates nothing on the device."""
 
-    def __init__(self, kernel: Kernel, config: _Config, packed: bytes, device: int) -> None:
-        self._kernel, self._config, self._device = kernel, config, device
+    def __init__(self, kernel: Kernel, config: _Config, packed: bytes) -> None:
+        self._kernel, self._config, self._device = kernel, config, kernel.device
         self._arguments, self._size = ctypes.create_string_buffer(packed, len(packed)), ctypes.c_size_t(len(packed))
         self._extra = (ctypes.c_void_p * 5)(
             _BUFFER_POINTER, ctypes.addressof(self._arguments), _BUFFER_SIZE, ctypes.addressof(self._size), None
@@ -152,5 +193,8 @@ class Launch:
             self._pack_into(self._arguments, 0, *changing)
             self._config.stream = torch._C._cuda_getCurrentRawStream(self._device)
             code = self._launch(self._config_at, self._function, None, self._extra)
+            if code == _INVALID_CONTEXT:  # nothing was launched: this thread has made no call of the CUDA runtime yet
+                _make_current(self._device)
+                code = self._launch(self._config_at, self._function, None, self._extra)
         if code:
             _check(code, f"launch of {self._kernel.name}, {self._config.grid_x} x {self._config.grid_y} blocks")

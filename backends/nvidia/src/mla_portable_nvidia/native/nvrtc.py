@@ -13,9 +13,11 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["CompilationFailed", "NvrtcNotFound", "compile_cubin", "nvrtc_version"]
+import torch
 
-_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
+__all__ = ["CompilationFailed", "NvrtcNotFound", "compile_cubin", "nvrtc_identity", "nvrtc_version"]
+
+_MAJORS = ("13", "12")
 
 
 class NvrtcNotFound(RuntimeError):
@@ -27,14 +29,19 @@ class CompilationFailed(RuntimeError):
 
 
 def _places() -> Iterator[str]:
-    """Where the library may lie: the wheels that torch depends on, then the loader's own search."""
-    for folder in sys.path:
-        for parent in ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"):
-            for name in _NAMES:
+    """Where the library may be, torch's own CUDA version first: a driver loads no image of a newer major version than its own.
+
+    For each version the wheels that torch depends on, then the loader's own search.
+    """
+    own = (torch.version.cuda or "").split(".")[0]
+    majors = sorted(_MAJORS if own in ("", *_MAJORS) else (own, *_MAJORS), key=lambda major: major != own)  # else their order
+    for name in (*(f"libnvrtc.so.{major}" for major in majors), "libnvrtc.so"):
+        for folder in sys.path:
+            for parent in (*(f"nvidia/cu{major}/lib" for major in majors), "nvidia/cuda_nvrtc/lib"):
                 path = Path(folder) / parent / name
                 if path.exists():
                     yield str(path)
-    yield from _NAMES
+        yield name
 
 
 def _load(place: str) -> ctypes.CDLL:
@@ -47,6 +54,7 @@ def _load(place: str) -> ctypes.CDLL:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
+    """The first library that loads; its name is the place that it was found at."""
     tried: list[str] = []
     for place in _places():
         try:
@@ -63,6 +71,13 @@ def nvrtc_version() -> tuple[int, int]:
     return major.value, minor.value
 
 
+def nvrtc_identity() -> str:
+    """What tells this NVRTC from others, its patch releases among them, which have one version. Raises: NvrtcNotFound."""
+    place = Path(_library()._name)
+    size = place.stat().st_size if place.is_absolute() else 0
+    return f"{nvrtc_version()} {place.name} {size}"
+
+
 def _text(program: ctypes.c_void_p, what: str) -> bytes:
     """The log, or the machine code, of a program."""
     library, size = _library(), ctypes.c_size_t()
@@ -77,14 +92,19 @@ def _strings(words: Collection[str]) -> ctypes.Array[ctypes.c_char_p]:
 
 
 def compile_cubin(
-    source: str, arch: str, defines: Sequence[tuple[str, int]], headers: Mapping[str, str] | None = None
+    source: str,
+    arch: str,
+    defines: Sequence[tuple[str, int]],
+    headers: Mapping[str, str] | None = None,
+    *,
+    more: Sequence[str] = (),
 ) -> bytes:
-    """Machine code of `source` for `arch` ("sm_90a"). headers: name in an #include -> text.
+    """Machine code of `source` for `arch` ("sm_90a"). headers: name in an #include -> text. more: options of NVRTC.
 
     Raises: NvrtcNotFound; CompilationFailed with the compiler's log.
     """
     library, program = _library(), ctypes.c_void_p()
-    options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines)]
+    options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines), *more]
     names, texts = (_strings(words) for words in ((headers or {}).keys(), (headers or {}).values()))
     library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", len(names), texts, names)
     try:

@@ -9,6 +9,10 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 typedef long long i64;
 
+#ifndef VISIBLE
+#define VISIBLE 0                 // 1: every lane arrives at the barriers, and copies by itself; see ci/gpu_sanitize
+#endif
+#define ARRIVALS (VISIBLE ? 32 : 1)  // of a warp at a barrier
 #define TN 32                     // tokens of a tile
 #define MAX_SPLITS 16             // blocks of a cluster
 #define LOG2_E 1.4426950408889634f
@@ -40,6 +44,10 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// one arrival for all lanes, which have met: what they did before they met is done before it
+__device__ __forceinline__ void warp_arrive(u32 barrier, int lane) {
+    if (VISIBLE || lane == 0) barrier_arrive(barrier);
+}
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     u32 done;
     do {
@@ -55,9 +63,13 @@ __device__ __forceinline__ void meet(int number) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
 }
 template <int COUNT>
-__device__ __forceinline__ void set_registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+__device__ __forceinline__ void set_registers_up() {
+    if (!VISIBLE) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
 template <int COUNT>
-__device__ __forceinline__ void set_registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+__device__ __forceinline__ void set_registers_down() {
+    if (!VISIBLE) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
 
 // ---- matrices
 __device__ __forceinline__ void ldmatrix4(u32 (&r)[4], u32 a) {
@@ -108,6 +120,17 @@ __device__ __forceinline__ u32 mul_bf162(u32 a, u32 b) {
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
+__device__ __forceinline__ u32 add_bf162(u32 a, u32 b) {
+    u32 r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(0x3f803f80u), "r"(b));
+    return r;
+}
+// 0 for finite bfloat16s, NaN for others, added to what `sum` has of those before
+__device__ __forceinline__ u32 add_nothing(u32 x, u32 sum) {
+    u32 r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(0u), "r"(sum));
+    return r;
+}
 __device__ __forceinline__ float exp2_(float x) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -120,6 +143,10 @@ __device__ __forceinline__ u32 larger_size(u32 x) { return max((x & 0x7fffu) << 
 __device__ __forceinline__ u32 largest_size(const uint4 w) {
     return max(max(larger_size(w.x), larger_size(w.y)), max(larger_size(w.z), larger_size(w.w)));
 }
+#define NOT_FINITE 0x7f800000u    // sizes from here on are infinite or NaN
+__device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
+// what the columns of a head of this largest size are scaled by is 2^(13 - it); at least -60, 128 where the size is not finite
+__device__ __forceinline__ int size_exponent(u32 size) { return max((int)(size >> 23) - 127, -60); }
 // 2^e for e in [-126, 127]
 __device__ __forceinline__ float power(int e) { return __int_as_float((e + 127) << 23); }
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
@@ -141,19 +168,30 @@ __device__ __forceinline__ void copy_rows(
         async_fence();  // before a later copy writes here
         __syncwarp();
     }
+    auto begin = [&](int slot) {  // of its row in the cache
+        return cache.block_size == 0 ? (i64)slot * ROW
+                                     : slot / cache.block_size * cache.block_stride + (i64)(slot % cache.block_size) * ROW;
+    };
+#if VISIBLE
+    if (lane == 0) at<u8>(smem, mask_at) = (u8)mask;
+    for (int k = 0; k < 8; ++k) {
+        const uint4* row = reinterpret_cast<const uint4*>(cache.rows + begin(max(__shfl_sync(~0u, slot, k), 0)));
+        if ((mask >> k) & 1)
+            for (int n = lane; n < ROW / 16; n += 32) at<uint4>(smem, rows + k * ROW_STRIDE + n * 16) = row[n];
+    }
+    barrier_arrive(full);
+#else
     if (lane == 0) {
         at<u8>(smem, mask_at) = (u8)mask;
         barrier_expect(full, ROW * __popc(mask));
     }
     __syncwarp();
-    if (valid) {
-        const i64 from = cache.block_size == 0 ? (i64)slot * ROW
-                                               : slot / cache.block_size * cache.block_stride + slot % cache.block_size * ROW;
+    if (valid)
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                          smem_u32(smem) + rows + lane * ROW_STRIDE),
-                     "l"(cache.rows + from), "n"(ROW), "r"(full)
+                     "l"(cache.rows + begin(slot)), "n"(ROW), "r"(full)
                      : "memory");
-    }
+#endif
 }
 
 // ---- clusters: every thread of every block takes part, in both
@@ -161,6 +199,7 @@ __device__ __forceinline__ void cluster_publish() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+// no memory ordering: the remote loads before it have returned, because their values were used in arithmetic
 __device__ __forceinline__ void cluster_leave() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");

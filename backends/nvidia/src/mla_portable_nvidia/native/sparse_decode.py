@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import ClassVar, Final, NamedTuple
@@ -16,6 +17,7 @@ from typing import ClassVar, Final, NamedTuple
 from torch import Tensor
 
 from mla_portable_nvidia.native.driver import Kernel, Launch, Module
+from mla_portable_nvidia.native.images import compile_kept
 from mla_portable_nvidia.native.nvrtc import compile_cubin
 
 __all__ = ["HEADER", "MAX_SPLITS", "Build", "Tensors", "compile_build", "load", "prepare"]
@@ -86,16 +88,16 @@ class Build(ABC):
         return self.heads * ((outputs + 1) * 8 + outputs * stride * 4 + MAX_SPLITS * 4)
 
 
-def compile_build(build: Build, arch: str) -> bytes:
+def compile_build(build: Build, arch: str, compiler: Callable[..., bytes] = compile_cubin) -> bytes:
     """Machine code of a build for `arch` ("sm_90a"). Raises: NvrtcNotFound, CompilationFailed."""
     source, header = (files(__package__).joinpath(name).read_text(encoding="utf-8") for name in (f"{build.kernel}.cu", HEADER))
-    return compile_cubin(source, arch, build.defines, {HEADER: header})
+    return compiler(source, arch, build.defines, {HEADER: header})
 
 
 @functools.cache
 def load(build: Build, arch: str, device: int) -> Kernel:
-    """A build on a device, compiled and loaded once. Raises: NvrtcNotFound, CompilationFailed, DriverError."""
-    module = Module(compile_build(build, arch), device)
+    """A build on a device, loaded once; its image may come from disk. Raises: NvrtcNotFound, CompilationFailed, DriverError."""
+    module = Module(compile_build(build, arch, compile_kept), device)
     return module.kernel(build.kernel, _CHANGING, _FIXED, threads=build.threads, shared=build.shared_bytes, wide_clusters=True)
 
 
@@ -131,10 +133,9 @@ def prepare(kernel: Kernel, build: Build, of: Tensors, *, num_splits: int, split
     return kernel.prepare(
         (batch * query_len * head_tiles, num_splits),
         num_splits,
-        of.q.device.index,
         of.indices.shape[2],
         split_len,
-        min(num_blocks * block_size, 2**31 - 1),  # no index can name a slot past it
+        min(num_blocks * block_size, 2**31 - 1),  # an int; the index 2^31 - 1 is absent in any cache (1.4 TB would have it)
         num_heads,
         head_tiles,
         query_len,

@@ -15,7 +15,8 @@
 // Rows come whole, one bulk copy each, and lie 16 bytes further apart than they are long, one more than a whole number of
 // banks: `ldmatrix` meets no bank twice, for the scores as it is (a token a row), for the output transposed.
 //
-// An absent token (negative, not below num_slots, past its length) is zeros in shared memory and scores -inf.
+// An absent token (negative, not below num_slots, past its length) is zeros in shared memory and scores -inf. A head whose q is
+// not finite scores NaN.
 
 #define ROW 1152                  // bytes
 #define ROW_STRIDE (ROW + 16)     // between rows of a stage
@@ -72,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
         return k < end ? __ldg(index_row + k) : -1;
     };
     int next = group == GROUPS ? load_indices(0) : 0;
-    if (thread < FULLS) barrier_init(shared + FULL_AT + thread * 8, 4);
-    if (thread < STAGES) barrier_init(shared + EMPTY_AT + thread * 8, 4 * MT);
+    if (thread < FULLS) barrier_init(shared + FULL_AT + thread * 8, 4 * ARRIVALS);
+    if (thread < STAGES) barrier_init(shared + EMPTY_AT + thread * 8, 4 * MT * ARRIVALS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncthreads();
 
@@ -120,6 +121,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             q_op[k][half] = h < num_heads ? from[0] : 0;
             q_op[k][half + 2] = h < num_heads ? from[4] : 0;
         }
+        u32 nothing = 0;  // NaN where q is not finite: an infinity alone would score -inf against a negative key
+#pragma unroll
+        for (int k = 0; k < 9; ++k) nothing = add_nothing(q_op[k][half], add_nothing(q_op[k][half + 2], nothing));
+        q_op[0][half] = add_bf162(q_op[0][half], nothing);
     }
 
     float acc[16][4];  // heads t and t + 8, columns 8 j + 2c and the next
@@ -219,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             }
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(shared + EMPTY_AT + stage * 8);
+        warp_arrive(shared + EMPTY_AT + stage * 8, lane);
         stage += TURNS, filled += TURNS;
         if (stage >= STAGES) stage -= STAGES;
         if (filled >= FULLS) filled -= FULLS, parity ^= 1;
@@ -229,6 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
 #pragma unroll
     for (int d = 1; d < 8; d *= 2) total += __shfl_xor_sync(~0u, total, d);
     consumers_barrier();  // the stages are free
+    // so are their barriers: the memory is reused without mbarrier.inval, because no thread or copy uses them from here on
     float* states = reinterpret_cast<float*>(smem);   // [TURNS][HEADS][2]: maximum, sum
     float* whole = states + TURNS * HEADS * 2;        // [HEADS][2]: of the block
     float* outputs = whole + HEADS * 2;               // [TURNS][HEADS][MERGE_STRIDE]; the first becomes the block's

@@ -17,7 +17,8 @@
 // where each warp sums and exponentiates a quarter of the heads, and hands the probabilities to all.
 //
 // Range of float16: q is scaled per head to a power of two below 2^14 (its rope part too, which stays bfloat16);
-// probabilities carry scale / 2^e * 2^15, e the running exponent of the largest scale of the group's 128 columns.
+// probabilities carry scale / 2^e * 2^15, e the running exponent of the largest scale of the group's 128 columns. A head whose
+// q is not finite scores NaN.
 //
 // An absent token (negative, not below num_slots, past its length) is zeros in shared memory and scores -inf.
 
@@ -51,12 +52,12 @@
 __device__ __forceinline__ void group_barrier(int group) { meet<GROUP>(group + 1); }
 __device__ __forceinline__ void consumers_barrier() { meet<CONSUMERS>(GROUPS + 1); }
 
-// of the largest |q| of a head, at least -60: what the columns of q are scaled by is 2^(13 - it)
+// of the largest |q| of a head
 __device__ __forceinline__ int q_exponent(u8* smem, u32 base, int head) {
     u32 top = 0;
 #pragma unroll
     for (int w = 0; w < 4; ++w) top = max(top, at<u32>(smem, base + TOP_AT + (w * HT + head) * 4));
-    return max((int)(top >> 23) - 127, -60);
+    return size_exponent(top);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_decode_fp8(
@@ -81,8 +82,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     const int tiles = end > begin ? (end - begin + TN - 1) / TN : 0;
     if (thread < GROUPS * STAGES) {
         const u32 full = shared + Q_BYTES + thread / STAGES * GROUP_BYTES + FULL_AT + thread % STAGES * 8;
-        barrier_init(full, 4);
-        barrier_init(full + EMPTY_AT - FULL_AT, 4);
+        barrier_init(full, 4 * ARRIVALS);
+        barrier_init(full + EMPTY_AT - FULL_AT, 4 * ARRIVALS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncthreads();
@@ -144,7 +145,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
                     v[mt][half][j] = w;
                     top = max(top, largest_size(w));
                 }
-                r[mt][half] = on ? *reinterpret_cast<const uint2*>(q_row + 512 + warp * 16 + c * 4) : make_uint2(0, 0);
+                const uint2 rope = on ? *reinterpret_cast<const uint2*>(q_row + 512 + warp * 16 + c * 4) : make_uint2(0, 0);
+                const u32 rope_top = max(larger_size(rope.x), larger_size(rope.y));
+                if (rope_top >= NOT_FINITE) top = rope_top;
+                r[mt][half] = rope;
                 top = max(top, __shfl_xor_sync(~0u, top, 1));
                 top = max(top, __shfl_xor_sync(~0u, top, 2));
                 if (c == 0) at<u32>(smem, base + TOP_AT + (warp * HT + head) * 4) = top;
@@ -191,7 +195,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     int top_e = -100;                 // 2^top_e is above every scale so far
     const int own_head = warp * (HT / 4) + lane / LANES_PER_HEAD, own_token = (lane % LANES_PER_HEAD) * TOKENS_PER_LANE;
 
-    const float score_scale = scale_log2 * power(q_exponent(smem, base, own_head) - 13);
+    const int own_exponent = q_exponent(smem, base, own_head);
+    const float score_scale = own_exponent > 127 ? not_a_number() : scale_log2 * power(own_exponent - 13);  // a broken head shows
 
     // where this lane reads a stage: token t and two chunks for the scores, tokens 2c .. and chunk t for the output
     const u32 score_from = base + t * ROW + warp * 128 + c * 32;
@@ -374,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             }
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(shared + base + EMPTY_AT + stage * 8);
+        warp_arrive(shared + base + EMPTY_AT + stage * 8, lane);
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 
@@ -382,6 +387,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
 #pragma unroll
     for (int d = 1; d < LANES_PER_HEAD; d *= 2) total += __shfl_xor_sync(~0u, total, d);
     consumers_barrier();  // the stages are free
+    // so are their barriers: the memory is reused without mbarrier.inval, because no thread or copy uses them from here on
     float* states = reinterpret_cast<float*>(smem);   // [GROUPS][HT][2]: maximum, sum
     float* whole = states + GROUPS * HT * 2;          // [HT][2]: of the block
     float* outputs = whole + HT * 2;                  // [GROUPS][HT][MERGE_STRIDE]: of a group; the first becomes the block's

@@ -14,7 +14,9 @@
 //   transpose the codes of two tokens while they unpack.
 // The 656 bytes of a row shift it by one 16-byte chunk against the row before, so that neither reading order meets a bank twice.
 //
-// Range of float16: q is scaled for all heads together, to a power of two below 2^14 (its rope part too, which stays bfloat16).
+// Range of float16: q is scaled for all heads together, to a power of two below 2^14 (its rope part too, which stays bfloat16);
+// where the largest values of two heads are further apart than 2^FAR, or one is not finite, for each head by itself, and its
+// scores are scaled back before the softmax. A head whose q is not finite scores NaN.
 // A token's values are scaled by 2^-e, e the exponent of its largest scale. Its probabilities carry 2^e: softmax runs over
 // score + e, and a token adds p 2^-e to the sum. They are taken against a level 6 below the largest exponent seen when
 // the level was last set; it is set again when one would pass 2^14, which after the first step is rare.
@@ -41,17 +43,19 @@
 #define LEVEL_AT (KV_AT + STAGES * STAGE_BYTES)  // [HT]: what probabilities are taken against, as an exponent of 2
 #define TOP_AT (LEVEL_AT + HT * 4)               // [8][HT]: of a warp's tokens; later its sums
 #define STATE_AT (TOP_AT + 8 * HT * 4)           // [HT][2]: level and sum of the block
+#define BACK_AT STATE_AT                         // [HT], until then: what scores are scaled by, where heads are far apart
 #define SINK_AT (STATE_AT + HT * 8)              // [HT]: as an exponent of 2
 #define UNIT_AT (SINK_AT + HT * 4)               // [2 steps][4][128] float16: scales over 2^e
 #define MASK_AT (UNIT_AT + 2 * 4 * 128 * 2)      // a byte for eight tokens of a stage
 #define RISEN_AT (MASK_AT + STAGES * 4)          // [2]: the last step of either parity that needs another level
-#define QTOP_AT (RISEN_AT + 8)                   // [8]: largest |q| that a warp has seen, as bits
-#define FULL_AT ((QTOP_AT + 32 + 7) / 8 * 8)     // a barrier for each stage
+#define QTOP_AT (RISEN_AT + 8)                   // [8][2]: the largest and the least |q| of a warp's heads, as bits
+#define FULL_AT (QTOP_AT + 64)                   // a barrier for each stage
 #define EMPTY_AT (FULL_AT + STAGES * 8)          // likewise: its readers have left it
 #define SPENT_AT (EMPTY_AT + STAGES * 8)         // a barrier: the probabilities have been read
 #define SHARED_BYTES (SPENT_AT + 8)
 #define MERGE_STRIDE 516          // floats between heads of a split's output
 #define WEIGHT_AT (HT * MERGE_STRIDE * 4)        // [MAX_SPLITS][HT], behind it: what a split's output counts
+#define FAR 16                    // largest values of heads that share a scale are at most 2^FAR apart
 #define HEADROOM 6.f              // a level below the largest exponent
 #define LIMIT 14.f                // the largest exponent of a probability
 
@@ -173,11 +177,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
     if (lengths) end = min(end, lengths[here.b * st.lengths_b + here.s * st.lengths_s]);
     const int steps = end > begin ? (end - begin + STEP_STAGES * TN - 1) / (STEP_STAGES * TN) : 0;
     if (thread < STAGES) {
-        barrier_init(shared + FULL_AT + thread * 8, 4);
-        barrier_init(shared + EMPTY_AT + thread * 8, 8);
+        barrier_init(shared + FULL_AT + thread * 8, 4 * ARRIVALS);
+        barrier_init(shared + EMPTY_AT + thread * 8, 8 * ARRIVALS);
     }
     if (thread == 0) {
-        barrier_init(shared + SPENT_AT, 8);
+        barrier_init(shared + SPENT_AT, 8 * ARRIVALS);
         at<u32>(smem, RISEN_AT) = at<u32>(smem, RISEN_AT + 4) = 0;
     }
     if (thread < HT) {
@@ -219,6 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
 
     // ---- q, four threads a head: its largest size, then in the order of columns that the lanes of a score take
     float score_scale;
+    bool far;  // for all of the block
     {
         const int warp8 = group * 4 + warp, head = thread >> 2, part = thread & 3;
         const bool on = here.head0 + head < num_heads;
@@ -230,14 +235,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         u32 top = 0;
 #pragma unroll
         for (int j = 0; j < 16; ++j) top = max(top, largest_size(w[j]));
-        top = __reduce_max_sync(~0u, top);
-        if (lane == 0) at<u32>(smem, QTOP_AT + warp8 * 4) = top;
+        const u32 rope = max(largest_size(w[16]), largest_size(w[17]));
+        if (rope >= NOT_FINITE) top = rope;
+        top = max(top, __shfl_xor_sync(~0u, top, 1));
+        top = max(top, __shfl_xor_sync(~0u, top, 2));  // of the head
+        u32 most = __reduce_max_sync(~0u, top), least = __reduce_min_sync(~0u, top ? top : ~0u);  // zeros have any scale
+        if (lane == 0) at<uint2>(smem, QTOP_AT + warp8 * 8) = make_uint2(most, least);
         consumers_barrier();
 #pragma unroll
-        for (int w = 0; w < 8; ++w) top = max(top, at<u32>(smem, QTOP_AT + w * 4));
-        const int exponent = max((int)(top >> 23) - 127, -60);
-        const float shrink = power(13 - exponent);
-        score_scale = scale_log2 * power(exponent - 13);
+        for (int w = 0; w < 8; ++w) {
+            const uint2 of = at<uint2>(smem, QTOP_AT + w * 8);
+            most = max(most, of.x), least = min(least, of.y);
+        }
+        far = most >= NOT_FINITE || (int)(most >> 23) - (int)(least >> 23) > FAR;
+        const int exponent = size_exponent(far ? top : most);
+        const float shrink = power(13 - exponent), back = scale_log2 * power(exponent - 13);
+        if (far && part == 0) at<float>(smem, BACK_AT + head * 4) = top >= NOT_FINITE ? not_a_number() : back;
+        score_scale = far ? 1.f : back;
         // of 128 columns of the latent (64 of rope) lane `taker` takes 32 (16) that follow each other, four at each depth of 16
 #pragma unroll
         for (int j = 0; j < 18; ++j) {  // columns 32 j + 8 part ..
@@ -349,6 +363,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
             wgmma_wait<0>();
 #pragma unroll
             for (int half = 0; half < 2; ++half) hold(a[half][0]), hold(a[half][1]);
+        }
+        if (far) {
+            const u32 from = BACK_AT + (thread_again() & 3) * 8;
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
+                const float2 own = at<float2>(smem, from + n * 32);
+                x[n * 4] *= own.x, x[n * 4 + 1] *= own.y, x[n * 4 + 2] *= own.x, x[n * 4 + 3] *= own.y;
+            }
         }
 
         // ---- probabilities
@@ -489,7 +511,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
                     for (int r = 0; r < 4; ++r) v[j][r] = mul_half2(v[j][r], r < 2 ? unit01 : unit89);
                 if (k16 & 1) {
                     __syncwarp();
-                    if (lane == 0) barrier_arrive(shared + EMPTY_AT + stage * 8);
+                    warp_arrive(shared + EMPTY_AT + stage * 8, lane);
                     if (++stage == STAGES) stage = 0, parity ^= 1;
                     if (k16 < 7) barrier_wait(shared + FULL_AT + stage * 8, parity);
                 }
@@ -503,7 +525,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
 #pragma unroll
             for (int j = 0; j < 4; ++j) hold(a[0][j]), hold(a[1][j]);
         }
-        if (lane == 0) barrier_arrive(shared + SPENT_AT);
+        warp_arrive(shared + SPENT_AT, lane);
     }
 
     finish(smem, acc, total, out, lse_out, num_heads, place(head_tiles, query_len), st);

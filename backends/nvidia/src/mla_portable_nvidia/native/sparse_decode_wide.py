@@ -38,5 +38,5 @@ class WideBuild(Build):
         tokens = self.stages * (32 * FP8_DS_MLA.row_bytes + 4)
         per_head = heads * 4 * (1 + 8 + 2 + 1)  # level, sums of eight warps, state, sink
         units = 2 * 4 * self.tile * 2
-        small = operands + tokens + per_head + units + 8 + 8 * 4
+        small = operands + tokens + per_head + units + 8 + 8 * 8
         return -(-small // 8) * 8 + 2 * self.stages * 8 + 8
