@@ -12,7 +12,7 @@ import pytest
 import torch
 from machines import A100, B200, BI_V150, CPU, H200, MACHINES, MI300X, RTX_4090, RTX_5090
 
-from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Request, UnsupportedRequest
+from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Request, Support, UnsupportedRequest
 from mla_portable.registry import Registry, gather_facts
 from mla_portable.registry.facts import RawDevice, interpret
 
@@ -152,6 +152,13 @@ def test_padded_heads_serve_smaller_ranks():
     request = Request(Primitive.SPARSE_PREFILL, H200, kv_layout="bf16", num_heads=16, topk=2048)
     assert registry.decide(request).chosen == "acme.fused"
     assert registry.decide(request.but(num_heads=129)).chosen == "plain.torch"
+
+
+def test_a_padded_head_count_serves_itself():
+    support = Support(source="this test", padded_heads=(64, 128))
+    request = Request(Primitive.SPARSE_PREFILL, H200, topk=2048)
+    refused = [heads for heads in range(1, 131) if support.reasons(request.but(num_heads=heads))]
+    assert refused == [129, 130]
 
 
 def test_simulated_devices_answer_for_every_index_and_the_rest_is_refused():
