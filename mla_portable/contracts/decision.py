@@ -19,7 +19,8 @@ class Verdict:
     Attributes:
         implementation: its full name, "<backend>.<variant>".
         reasons: all reasons against it; empty means it can run.
-        cost: what candidates are ranked by, smaller is better. cost_source: "declared" or the record it was measured in.
+        cost: smaller is better; measured and declared costs are not comparable. cost_source: "declared" or the record that it
+            was measured in.
     """
 
     implementation: str
@@ -30,6 +31,16 @@ class Verdict:
     @property
     def can_run(self) -> bool:
         return not self.reasons
+
+    @property
+    def measured(self) -> bool:
+        """The cost was measured."""
+        return self.cost_source != "declared"
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """What a smaller cost means across both scales: everything measured comes before everything declared."""
+        return not self.measured, self.cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +64,11 @@ class Decision:
 
     @property
     def was_fallback(self) -> bool:
-        """An automatic choice that passed over a candidate of lower cost, for reasons worth a line in the log."""
+        """An automatic choice that passed over a candidate of better rank, for reasons worth a line in the log."""
         if self.forced or self.chosen is None:
             return False
         chosen = next(v for v in self.verdicts if v.implementation == self.chosen)
-        return any(v.reasons and v.cost < chosen.cost for v in self.verdicts)
+        return any(v.reasons and v.rank < chosen.rank for v in self.verdicts)
 
     def failure_text(self) -> str:
         """The message of UnsupportedRequest: the request, every candidate with all its reasons, a remedy."""

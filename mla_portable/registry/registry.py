@@ -70,7 +70,7 @@ class Registry:
                 here declarations alone decide: neither `check` nor a probe looks at the machine that is.
             policy: instead of environment and policy file. environ: instead of os.environ.
             probe: False trusts `check` and computes nothing.
-            costs: measured costs, which replace declared preferences; None where only these count.
+            costs: measured costs, which rank before declared preferences; None where only these count.
         A broken plugin or policy does not raise here: `plugin_reports` tells of the one, every choice raises the other.
         """
         loaded = load_plugins(installed_plugins() if plugins is None else given_plugins(plugins))
@@ -245,8 +245,8 @@ class Registry:
         """Tell, once per primitive and kind of reason, that a cheaper candidate was passed over."""
         if not decision.was_fallback:
             return
-        cost = next(v.cost for v in decision.verdicts if v.implementation == decision.chosen)
-        passed = [v for v in decision.verdicts if v.reasons and v.cost < cost]
+        rank = next(v.rank for v in decision.verdicts if v.implementation == decision.chosen)
+        passed = [v for v in decision.verdicts if v.reasons and v.rank < rank]
         key = (decision.request.primitive, tuple((v.implementation, r.subject, r.limit) for v in passed for r in v.reasons))
         with self._lock:
             if key in self._logged:
