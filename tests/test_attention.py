@@ -541,6 +541,7 @@ def test_a_tie_of_routes_goes_to_the_one_without_a_workspace():
     direct, split = layer.route_decision.verdicts[:2]
     assert (direct.route, direct.cost) == ("direct", 20.65) and (split.route, split.cost) == ("split", 20.5)
     assert "a tie, the smaller workspace decides" in str(direct) and "a tie" in str(split)
+    assert priced({"decode": 10.0, "rows": 19.4, "gather": 10.0}).route == "fused", "30 against 29.9 of split"
     slower = priced(MEASURED | {"cache": 11.5})
     assert slower.route == "split" and "a tie" not in slower.explain(), "21.5 against 20.5"
 

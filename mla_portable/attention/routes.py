@@ -175,6 +175,7 @@ class RouteDecision:
                     "route": verdict.route,
                     "can_run": verdict.can_run,
                     "cost": verdict.cost,
+                    "measured": verdict.measured,
                     "note": verdict.note,
                     "workspace_bytes": verdict.workspace_bytes,
                     "reasons": [str(reason) for reason in verdict.reasons],

@@ -121,11 +121,8 @@ class MeasuredCosts:
         return frozenset(device for device, *_ in self._places)
 
     def device_of(self, name: str) -> str:
-        """The name of the profile that `name` is or matches; `name` itself where there is none."""
-        for profile, pattern in self._devices.items():
-            if name == profile or re.fullmatch(pattern, name):
-                return profile
-        return name
+        """The name of the profile that a driver's `name` matches; `name` itself where there is none, or it is a profile's."""
+        return next((profile for profile, pattern in self._devices.items() if re.fullmatch(pattern, name)), name)
 
     def __call__(self, implementation: Implementation, request: Request) -> tuple[float, str] | None:
         """(cost, where it comes from); None where this implementation, as it is installed, was not timed for such a request."""
