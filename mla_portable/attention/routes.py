@@ -2,7 +2,7 @@
 """Choosing a route: which composition of primitives serves a layer, ranked like implementations, with reasons as data.
 
 A route's cost is the sum of what serves its decode tokens, its prefill tokens and its gather: the cost of the implementation
-that the registry chose times a weight. The weights below are judgements about work, not measurements. FlashMLA's bf16 prefill
+that the registry chose times a weight. Weights are judgements about work, not measurements. FlashMLA's bf16 prefill
 pads few heads to 64 and needs a gathered copy, so below 32 heads its decode kernel serves prefill tokens better; splitting keys
 gains nothing on prefill; and upconvert gathers every context in every step, decodes included, so it is for devices where only
 the reference (cost 1000) decodes FP8.
@@ -27,10 +27,6 @@ from mla_portable.registry.select import cost_rank, least_cost
 
 __all__ = ["RouteDecision", "RoutePart", "RouteVerdict", "UnsupportedRoute", "choose_route", "route_requests"]
 
-_PREFILL: Final = 1.0
-"""Prefill tokens through sparse_prefill, against 1 for decode tokens through sparse_decode."""
-_ALL_BY_PREFILL: Final = 2.0
-"""Decode and prefill tokens through sparse_prefill."""
 _FUSED_PREFILL: Final = 2.0
 """Prefill tokens through sparse_decode."""
 _FUSED_PREFILL_FEW_HEADS: Final = 0.5
@@ -38,8 +34,6 @@ _FUSED_PREFILL_FEW_HEADS: Final = 0.5
 _GATHER_PREFILL: Final = 0.05
 """The gather of prefill contexts, of a prefill's time: 2 % where all of a prompt is in the chunk (an H200, 64 heads), more with
 a longer history."""
-_GATHER_ALL: Final = 1.0
-"""The gather of every context."""
 _EVERY_STEP: Final = 200.0
 """What upconvert costs beyond its parts."""
 _ROW_BYTES: Final = 2 * HEAD_SIZE
@@ -272,15 +266,15 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, decide: Decide, sched
     def direct() -> RouteVerdict:
         convert, decode = part("convert", "convert"), part("decode", "decode", 1.0)
         if decode.decision.chosen:
-            return _verdict("direct", (convert, decode, part("prefill", "cache_prefill", _PREFILL)))
-        prefill = part("prefill", "cache_prefill", _ALL_BY_PREFILL, graph=spec.graph)
+            return _verdict("direct", (convert, decode, part("prefill", "cache_prefill", 1.0)))
+        prefill = part("prefill", "cache_prefill", 2.0, graph=spec.graph)
         return _verdict("direct", (convert, prefill), note="sparse_prefill serves decode tokens too")
 
     def split() -> RouteVerdict:
         parts = (
             part("convert", "workspace_convert"),
             part("decode", "decode", 1.0),
-            part("prefill", "bf16_prefill", _PREFILL),
+            part("prefill", "bf16_prefill", 1.0),
             part("gather", "gather", _GATHER_PREFILL),
         )
         return _verdict("split", parts, _pointless(spec))
@@ -288,8 +282,8 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, decide: Decide, sched
     def upconvert() -> RouteVerdict:
         parts = (
             part("convert", "workspace_convert"),
-            part("prefill", "bf16_prefill", _ALL_BY_PREFILL),
-            part("gather", "gather", _GATHER_ALL),
+            part("prefill", "bf16_prefill", 2.0),
+            part("gather", "gather", 1.0),
         )
         against = _pointless(spec)
         if spec.graph:

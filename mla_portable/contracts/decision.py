@@ -19,8 +19,7 @@ class Verdict:
     Attributes:
         implementation: its full name, "<backend>.<variant>".
         reasons: all reasons against it; empty means it can run.
-        cost: smaller is better; measured and declared costs are not comparable. cost_source: "declared" or the record that it
-            was measured in.
+        cost: what candidates are ranked by, smaller is better. cost_source: "declared" or the record it was measured in.
     """
 
     implementation: str
@@ -39,7 +38,7 @@ class Verdict:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """What a smaller cost means across both scales: everything measured comes before everything declared."""
+        """Smaller is better. Measured and declared costs are not comparable: everything measured comes first."""
         return not self.measured, self.cost
 
 

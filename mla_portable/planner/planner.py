@@ -46,12 +46,12 @@ class Planner:
         self._device = torch.empty(0, device=config.device).device  # "cuda" becomes "cuda:0", as tensors have it
         takes_few = config.route in ("direct", "split") and not config.batch_invariant
         self._few_tokens = config.few_tokens if takes_few else 0
+        self._requests = np.arange(config.max_num_reqs, dtype=np.int32)
+        self._uniform: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]] = {}
         self._max_decode_rows = config.max_num_tokens
         if config.batch_invariant and config.route != "fused":  # fused: every token is a row of sparse_decode
             # The scratch holds all splits of the largest batch, so padding beyond its rows is not decoded.
             self._max_decode_rows = min(config.max_num_tokens, config.max_num_reqs * config.decode_threshold)
-        self._requests = np.arange(config.max_num_reqs, dtype=np.int32)
-        self._uniform: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]] = {}
         self._splits: SplitSchedules | None = None
         self._tiles: TileSchedules | None = None
         tile_words = 0
