@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,10 +17,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_portable.attention import AttentionSpec, SparseMLAAttention, StepBuffers
-from mla_portable.contracts import Batch, InvalidArgument, PlanMismatch, Primitive, StepPlan, UnsupportedRequest, pack_fp8
+from mla_portable.contracts import (
+    Batch,
+    Implementation,
+    InvalidArgument,
+    PlanMismatch,
+    Primitive,
+    Request,
+    StepPlan,
+    UnsupportedRequest,
+    pack_fp8,
+)
 from mla_portable.planner import Planner
 from mla_portable.reference import oracle
-from mla_portable.registry import Registry
+from mla_portable.registry import Registry, use
 
 HEADS, TOPK, BLOCK, BLOCKS, MODEL_LEN = 3, 12, 8, 40, 48
 ROUTES = ("fused", "split", "direct", "upconvert")
@@ -402,6 +413,179 @@ def test_backend_may_differ_by_primitive():
     layer = SparseMLAAttention(spec, device="cpu", registry=registry_of(PORTABLE, SLOW), backend=demanded)
     chosen = {part.role: part.decision.chosen for part in layer.route_decision.verdict.parts}
     assert chosen == {"convert": "slow.torch", "decode": "slow.torch", "prefill": "portable.kernels"}
+
+
+# a forced backend holds on the route that serves
+
+
+NARROW = Recorder("narrow.decode", primitives=(Primitive.SPARSE_DECODE,), support={"num_heads": (64,)})
+CONTROLS = ("argument", "use", "environment", "file")
+
+
+def forced_layer(control: str, wish: dict[str, str], tmp_path, *plugins: Recorder, **changes) -> SparseMLAAttention:
+    """A layer for which `wish` (primitive or "all" -> name) is forced by one of CONTROLS."""
+    environ = {}
+    if control == "environment":
+        environ = {"MLA_PORTABLE_BACKEND" + ("" if k == "all" else f"_{k.upper()}"): name for k, name in wish.items()}
+    if control == "file":
+        lines = [f'{"default" if k == "all" else k} = "{name}"' for k, name in wish.items()]
+        (tmp_path / "policy.toml").write_text("\n".join(["[backend]", *lines]))
+        environ = {"MLA_PORTABLE_POLICY": str(tmp_path / "policy.toml")}
+    named = [(plugin.name.partition(".")[0], plugin) for plugin in plugins]
+    registry = Registry(plugins=named, facts={"cpu": H200}, environ=environ, probe=False)
+    argument = (wish.get("all") or wish) if control == "argument" else None
+    context = use(wish.get("all"), **{k: v for k, v in wish.items() if k != "all"}) if control == "use" else nullcontext()
+    with context:
+        return SparseMLAAttention(replace(SPEC, **changes), device="cpu", registry=registry, backend=argument)
+
+
+def chosen_by(layer: SparseMLAAttention) -> dict[str, str | None]:
+    return {part.role: part.decision.chosen for part in layer.route_decision.verdict.parts}
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("layout", ["fp8_ds_mla", "bf16"])
+def test_no_route_evades_a_forced_decode_that_cannot_serve(control: str, layout: str, tmp_path):
+    wish, changes = {"sparse_decode": "narrow"}, {"kv_layout": layout, "scale_format": None}
+    with pytest.raises(UnsupportedRequest) as caught:
+        forced_layer(control, wish, tmp_path, NARROW, PORTABLE, SLOW, **changes)
+    verdicts = {verdict.route: verdict for verdict in caught.value.route_decision.verdicts}
+    assert set(verdicts) == set(ROUTES)
+    for route, verdict in verdicts.items():
+        assert any(reason.subject == "sparse_decode" for reason in verdict.reasons), route
+    assert "num_heads 3 (supports 64)" in str(caught.value)
+    assert caught.value.decision.request.primitive is Primitive.SPARSE_DECODE
+    served = forced_layer(control, wish, tmp_path, NARROW, PORTABLE, num_heads=64, **changes)
+    assert chosen_by(served)["decode"] == "narrow.decode"
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_prefill_is_not_left_to_the_decode_kernel_where_a_backend_is_forced_for_it(control: str, tmp_path):
+    plugins = (FLASH, FLASH_PREFILL, PORTABLE, SLOW)
+    assert route_of(*plugins, num_heads=16).route == "fused"
+    layer = forced_layer(control, {"sparse_prefill": "slow"}, tmp_path, *plugins, num_heads=16)
+    assert layer.route != "fused" and chosen_by(layer)["prefill"] == "slow.torch"
+    assert chosen_by(layer)["decode"] == "flash.mla"
+    fused = next(v for v in layer.route_decision.verdicts if v.route == "fused")
+    assert "sparse_prefill forced to slow by" in str(fused)
+    with pytest.raises(UnsupportedRequest, match="route 'fused' cannot serve"):
+        forced_layer(control, {"sparse_prefill": "slow"}, tmp_path, *plugins, num_heads=16, route="fused")
+    same = forced_layer(control, {"all": "portable"}, tmp_path, *plugins, num_heads=16, route="fused")
+    assert set(chosen_by(same).values()) == {"portable.kernels"}, "it is forced for what takes the place, too"
+
+
+def test_a_forced_gather_that_cannot_serve_is_not_evaded_either(tmp_path):
+    lame = Recorder("lame.gather", primitives=(Primitive.GATHER_UPCONVERT,), support={"block_sizes": (1,)})
+    with pytest.raises(UnsupportedRequest, match="gather_upconvert forced to lame by argument"):
+        forced_layer("argument", {"gather_upconvert": "lame"}, tmp_path, lame, PORTABLE)
+    plain = {"kv_layout": "bf16", "scale_format": None}
+    assert forced_layer("argument", {"gather_upconvert": "lame"}, tmp_path, lame, PORTABLE, **plain).route == "direct"
+    assert forced_layer("argument", {"gather_upconvert": "slow"}, tmp_path, SLOW, PORTABLE).route == "direct", "not needed"
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_name_that_is_forced_for_everything_holds_for_what_it_offers(control: str, tmp_path):
+    plugins = (FLASH, PORTABLE, SLOW)
+    layer = forced_layer(control, {"all": "flash"}, tmp_path, *plugins, num_heads=64, route="split")
+    rest = "portable.kernels"
+    assert chosen_by(layer) == {"convert": rest, "decode": "flash.mla", "prefill": rest, "gather": rest}
+    decisions = {part.role: part.decision for part in layer.route_decision.verdict.parts}
+    assert (decisions["decode"].forced, decisions["convert"].forced) == ("flash", None)
+    assert decisions["convert"].control == "default"
+    assert layer._writes.chosen == rest
+    with pytest.raises(UnsupportedRequest, match="convert_indices not offered"):
+        forced_layer(control, {"convert_indices": "flash"}, tmp_path, *plugins)
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_name_that_offers_nothing_of_a_layer_is_refused(control: str, tmp_path):
+    merger = Recorder("merger.only", primitives=(Primitive.MERGE_STATES,))
+    with pytest.raises(UnsupportedRequest, match="merger offers merge_states"):
+        forced_layer(control, {"all": "merger"}, tmp_path, merger, PORTABLE)
+
+
+def test_under_a_name_that_does_not_offer_a_primitive_the_next_wish_holds():
+    named = [(plugin.name.partition(".")[0], plugin) for plugin in (FLASH, PORTABLE, SLOW)]
+    environ = {"MLA_PORTABLE_BACKEND_CONVERT_INDICES": "slow", "MLA_PORTABLE_BACKEND_SPARSE_DECODE": "slow"}
+    registry = Registry(plugins=named, facts={"cpu": H200}, environ=environ, probe=False)
+    layer = SparseMLAAttention(replace(SPEC, num_heads=64, route="split"), device="cpu", registry=registry, backend="flash")
+    decisions = {part.role: part.decision for part in layer.route_decision.verdict.parts}
+    assert (decisions["convert"].chosen, decisions["convert"].control) == ("slow.torch", "MLA_PORTABLE_BACKEND_CONVERT_INDICES")
+    assert (decisions["decode"].chosen, decisions["decode"].control) == ("flash.mla", "argument")
+    single = registry.decide(decisions["convert"].request, backend="flash")
+    assert single.chosen is None and single.verdicts[0].reasons[0].given == "not offered", "a call names one primitive"
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_name_may_serve_all_tokens_by_another_primitive_of_its_own(control: str, tmp_path):
+    attention = (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL)
+    vendor = Recorder("vendor.bf16", support={"kv_layouts": ("bf16",)}, primitives=attention)
+    layer = forced_layer(control, {"all": "vendor"}, tmp_path, vendor, MOVERS, SLOW)
+    assert layer.route == "upconvert" and chosen_by(layer)["prefill"] == "vendor.bf16"
+
+
+# what a route costs
+
+
+def priced(costs: dict[str, float], memory_bytes: int = 0, **changes) -> SparseMLAAttention:
+    """A layer on kernels whose cost was measured by role: decode, cache (prefill on FP8), rows (prefill on bf16), gather."""
+
+    def table(implementation: Implementation, request: Request) -> tuple[float, str] | None:
+        role = {Primitive.SPARSE_DECODE: "decode", Primitive.GATHER_UPCONVERT: "gather"}.get(request.primitive)
+        if request.primitive is Primitive.SPARSE_PREFILL:
+            role = "rows" if request.kv_layout == "bf16" else "cache"
+        found = costs.get(role or "")
+        return None if found is None else (found, f"measured with {request.rows} rows;")
+
+    facts = {"cpu": replace(H200, memory_bytes=memory_bytes)}
+    registry = Registry(plugins=[("portable", PORTABLE)], facts=facts, environ={}, probe=False, costs=table)
+    return SparseMLAAttention(replace(SPEC, **changes), device="cpu", registry=registry)
+
+
+MEASURED = {"decode": 10.0, "cache": 10.65, "rows": 10.0, "gather": 10.0}
+
+
+def test_a_tie_of_routes_goes_to_the_one_without_a_workspace():
+    layer = priced(MEASURED)
+    direct, split = layer.route_decision.verdicts[:2]
+    assert (direct.route, direct.cost) == ("direct", 20.65) and (split.route, split.cost) == ("split", 20.5)
+    assert "a tie, the smaller workspace decides" in str(direct) and "a tie" in str(split)
+    assert priced({"decode": 10.0, "rows": 19.4, "gather": 10.0}).route == "fused", "30 against 29.9 of split"
+    slower = priced(MEASURED | {"cache": 11.5})
+    assert slower.route == "split" and "a tie" not in slower.explain(), "21.5 against 20.5"
+
+
+def test_a_workspace_has_a_price():
+    costs = MEASURED | {"cache": 11.5}
+    layer = priced(costs, memory_bytes=1 << 40)
+    verdict = layer.route_decision.verdict
+    assert layer.route == "split" and layer.buffers.workspace is not None
+    assert verdict.workspace_bytes == layer.buffers.workspace.nbytes > 0
+    assert layer.route_decision.as_dict()["routes"][0]["workspace_bytes"] == verdict.workspace_bytes
+    small = priced(costs, memory_bytes=10 * verdict.workspace_bytes)
+    verdicts = {v.route: v for v in small.route_decision.verdicts}
+    assert small.route == "direct" and verdicts["split"].cost == pytest.approx(20.5 * 1.1)
+    assert "x 1.1 = 22.55 (workspace of" in str(verdicts["split"]) and "10.0% of the memory" in str(verdicts["split"])
+    assert verdicts["direct"].workspace_bytes == 0
+
+
+def test_a_route_with_an_unmeasured_part_ranks_behind_all_that_were_measured():
+    layer = priced({"decode": 90.0, "cache": 90.0, "rows": 10.0})
+    assert [v.route for v in layer.route_decision.verdicts][:2] == ["direct", "fused"]
+    measured = {v.route: v.measured for v in layer.route_decision.verdicts}
+    assert measured == {"direct": True, "fused": True, "split": False, "upconvert": False}
+    behind = priced({"decode": 10.0, "rows": 10.0, "gather": 10.0}).route_decision
+    assert [v.route for v in behind.verdicts if v.measured] == ["split", "fused"], "a surcharge was not measured"
+
+
+def test_a_route_is_chosen_for_the_rows_and_the_lse_of_its_spec():
+    for max_num_reqs, need_lse in ((1, True), (8, False)):
+        layer = priced(MEASURED, max_num_reqs=max_num_reqs, decode_query_len=2, need_lse=need_lse)
+        decode = layer.route_decision.verdict.part("decode")
+        assert decode is not None and decode.decision.request.rows == 2 * max_num_reqs
+        text = layer.explain()
+        assert f"rows={2 * max_num_reqs} " in text and ("lse=yes" in text) is need_lse
+        assert f"measured with {2 * max_num_reqs} rows" in text
 
 
 def test_planner_config_follows_the_decoder():

@@ -103,10 +103,65 @@ def splits(config: PlannerConfig, *row_counts: int) -> set[tuple[int, int]]:
     return found
 
 
-def test_every_batch_is_cut_as_the_greatest_one():
-    ordinary = splits(CONFIG, 1, 20, 33, 64)
-    assert len(ordinary) == 4
-    assert splits(replace(CONFIG, batch_invariant=True), 1, 20, 33, 64) == splits(CONFIG, 64)
+def test_splits_have_one_length_in_every_batch():
+    assert len(splits(CONFIG, 1, 20, 33, 64)) == 4
+    steady = replace(CONFIG, batch_invariant=True)
+    assert splits(steady, 1, 20, 33, 64) == {(8, 256)}, "a row by itself is still cut"
+    assert splits(replace(steady, max_num_tokens=8192, max_num_reqs=64), 1, 64) == {(8, 256)}, "tokens are no decode rows"
+    assert splits(replace(steady, max_scratch_bytes=9 << 20), 1, 64) == {(4, 512)}, "what fits for 64 rows"
+    assert splits(replace(steady, max_scratch_bytes=1 << 20), 1, 64) == {(1, 2048)}
+    assert splits(replace(steady, route="fused", max_num_tokens=512), 1, 64) == {(3, 704)}, "every token is a row"
+
+
+def test_padding_beyond_the_largest_decode_batch_is_not_decoded():
+    config = replace(CONFIG, batch_invariant=True, max_num_reqs=4)
+    starts, lens = np.arange(4, dtype=np.int32), np.full(3, 9, dtype=np.int32)
+    table = torch.zeros((3, 1), dtype=torch.int32)
+    for padded, rows in ((4, 4), (5, 3)):
+        plan = Planner(config).plan(Batch(starts, lens, table, padded))
+        assert plan.num_decode_tokens == rows and plan.num_padded_tokens == padded
+
+
+class Summing(Recorder):
+    """A decode kernel whose sums follow the splits of its schedule, in float32, and so does their rounding."""
+
+    def _bind(self, request: Request) -> Any:
+        def call(
+            q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, *, schedule: SplitSchedule, **more: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            self.calls.append((str(schedule.num_splits), (), {}))
+            rows = kv.view(-1, 576)[:, :512].float()
+            for row, chosen in enumerate(indices.view(-1, indices.shape[-1])):
+                runs = rows[chosen.long()].split(schedule.split_len)
+                more["lse_out"].view(-1, q.shape[2])[row] = sum(run.sum() for run in runs)
+            return more["out"], more["lse_out"]
+
+        return call
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_a_layer_gives_a_row_the_same_bits_in_every_batch(invariant: bool):
+    kernel = Summing("summing.tape", "split_kv", 5.0, {"batch_invariant": True}, primitives=(DECODE,))
+    spec = AttentionSpec(
+        num_heads=2, softmax_scale=1.0, max_num_tokens=512, max_num_reqs=128, max_model_len=512, kv_layout="bf16", topk=512,
+        batch_invariant=invariant,
+    )  # fmt: skip
+    registry = registry_of(kernel, Recorder("other.tape", support={"batch_invariant": True}), facts={"cpu": H200})
+    layer = SparseMLAAttention(spec, device="cpu", registry=registry, backend={"sparse_decode": "summing"})
+    generator = torch.Generator().manual_seed(1)
+    cache = torch.randn(8, 64, 576, generator=generator).bfloat16()
+    layer.buffers.indices[:] = torch.randperm(512, generator=generator).int()
+    found: set[int] = set()
+    planner = Planner(layer.planner_config())
+    for rows in (1, 2, 40, 128):
+        lens, table = np.full(rows, 512, dtype=np.int32), torch.zeros((rows, 8), dtype=torch.int32)
+        plan = planner.plan(Batch(np.arange(rows + 1, dtype=np.int32), lens, table))
+        q = torch.zeros(rows, 2, 576, dtype=torch.bfloat16)
+        _, lse = layer(q, cache, torch.zeros(rows, 512, dtype=torch.int32), plan)
+        assert lse is not None
+        found.add(int(lse.view(torch.int32)[0, 0]))
+    assert (len(found) == 1) is invariant
+    assert {splits for splits, _, _ in kernel.calls} == ({"2"} if invariant else {"8", "4", "2"})
 
 
 def test_a_prefill_of_few_tokens_stays_a_prefill():

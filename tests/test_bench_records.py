@@ -28,9 +28,10 @@ from mla_portable.matrix.levels import Hashes, evaluate
 from mla_portable.matrix.profiles import load_profiles
 from mla_portable.matrix.record import Origin
 from mla_portable.registry import Registry, get_registry, reset_registry
-from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, costs_text, packaged_costs, parse_costs
+from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, costs_text, installed_hash, packaged_costs, parse_costs
 from mla_portable.registry.policy import Policy
 from mla_portable.registry.select import decide
+from mla_portable.sources import source_hash
 
 ROOT = Path(__file__).parents[1]
 PROFILES = load_profiles(ROOT / "capability" / "profiles")
@@ -186,7 +187,7 @@ def test_the_newest_time_of_todays_sources_counts():
     older, newer = records(line(), *RIVALS)[0], records(line(us=40.0), *RIVALS)[0] | {"recorded": "2026-11-05T00:00:00Z"}
     (time,) = measured_times(evidence(older, newer), HASHES)
     assert time == MeasuredTime(
-        "NVIDIA H200", "sparse_decode", "fp8_ds_mla", 16, 2048, 64, "acme.v1", us=40.0, recorded="2026-11-05"
+        "NVIDIA H200", "sparse_decode", "fp8_ds_mla", 16, 2048, 64, "acme.v1", us=40.0, recorded="2026-11-05", source_hash=HASH
     )
     stale = newer | {"source_hash": OLD}
     assert [each.us for each in measured_times(evidence(older, stale), HASHES)] == [50.0]
@@ -194,17 +195,21 @@ def test_the_newest_time_of_todays_sources_counts():
     assert measured_times(evidence(older | {"overlap": 50}), HASHES) == []
 
 
+SOURCES = ("mla_portable.contracts.layouts",)
+INSTALLED = source_hash(SOURCES)
+
+
 def times(*rows: tuple[str, str | None, int | None, int, float], primitive: str = "sparse_decode") -> list[MeasuredTime]:
     """(implementation, layout, heads, rows, us) on an H200."""
     return [
-        MeasuredTime("NVIDIA H200", primitive, layout, heads, 2048, count, name, us, "2026-11-02")
+        MeasuredTime("NVIDIA H200", primitive, layout, heads, 2048, count, name, us, "2026-11-02", INSTALLED)
         for name, layout, heads, count, us in rows
     ]
 
 
 def named(name: str, preference: float = 50.0, primitive: Primitive = Primitive.SPARSE_DECODE) -> Implementation:
     support = Support(source="this test", kv_layouts=("bf16", "fp8_ds_mla"))
-    return Implementation(name, primitive, support, lambda request: lambda: None, preference=preference)
+    return Implementation(name, primitive, support, lambda request: lambda: None, preference=preference, sources=SOURCES)
 
 
 def request(**changes: Any) -> Request:
@@ -255,13 +260,109 @@ def test_times_that_cannot_be_told_apart_leave_the_choice_to_declared_preference
 def test_heads_are_those_of_the_next_larger_count_that_was_timed():
     assert cost("ours.v1", num_heads=8, rows=1) == cost("ours.v1", num_heads=16, rows=1) == 10
     assert cost("ours.v1", num_heads=17, rows=1) == cost("ours.v1", num_heads=64, rows=1) == 20
-    assert cost("ours.v1", num_heads=65) is None
 
 
-@pytest.mark.parametrize("changes", [{"device": A100}, {"topk": 1024}, {"kv_layout": "bf16"}, {"num_heads": 128}])
+def test_each_implementation_has_its_own_nearest_head_count():
+    """Up to 16 heads `few` was timed, `many` for 16 and 64: 32 heads are two calls of the one, a padded call of the other."""
+    known = MeasuredCosts(
+        times(
+            ("few.v1", FP8, 16, 8, 30.0),
+            ("many.v1", FP8, 16, 8, 90.0),
+            ("many.v1", FP8, 64, 8, 50.0),
+            ("many.v1", FP8, 64, 9, 1),
+        )
+    )
+    found = {name: known(named(name), request(num_heads=32, rows=8)) for name in ("few.v1", "many.v1")}
+    assert {name: each and each[0] for name, each in found.items()} == {"few.v1": 12, "many.v1": 10}
+    assert [each and each[1] for each in found.values()] == [
+        "measured 2026-11-02 on NVIDIA H200, 2 x 16 heads for 32, us by rows 8: 60;",
+        "measured 2026-11-02 on NVIDIA H200, 64 heads for 32, us by rows 8: 50;",
+    ]
+    seventeen = known(named("few.v1"), request(num_heads=17, rows=8))
+    assert seventeen and seventeen[0] == 12, "17 heads are two calls, too"
+    more = known(named("many.v1"), request(num_heads=128, rows=8))
+    assert more and more[1].startswith("measured 2026-11-02 on NVIDIA H200, 2 x 64 heads for 128, us by rows 8: 100;")
+
+
+@pytest.mark.parametrize("heads", [17, 24, 32])
+def test_prefill_of_few_heads_is_chosen_by_times_that_are_on_record(heads: int):
+    """An H200's, 2026-11-22: the native kernel was timed for 16 heads alone, and declares the least cost of all."""
+    kernels = {
+        "nvidia.native": {16: 1786.66},
+        "nvidia.native_wide": {16: 1788.38, 64: 4770.5},
+        "nvidia.flashmla": {16: 2490.62, 64: 2274.37},
+    }
+    rows = [(name, "bf16", count, 4096, us) for name, by_heads in kernels.items() for count, us in by_heads.items()]
+    prefill = Primitive.SPARSE_PREFILL
+    preferences = {"nvidia.native": 8.0, "nvidia.native_wide": 20.0, "nvidia.flashmla": 10.0}
+    offered = [named(name, preference, prefill) for name, preference in preferences.items()]
+    costs = MeasuredCosts(times(*rows, primitive="sparse_prefill"))
+    asked = request(primitive=prefill, kv_layout="bf16")
+    decision = decide(asked.but(num_heads=heads), offered, Policy(), costs=costs)
+    assert decision.chosen == "nvidia.flashmla" and decision.verdicts[0].measured
+    assert decide(asked, offered, Policy(), costs=costs).chosen == "nvidia.native"
+
+
+def test_what_was_measured_ranks_before_what_was_not():
+    """8 is less than the 10 of the fastest that was timed, on another scale."""
+    timed, declared = replace(named("a.v1"), preference=30.0), replace(named("b.v1"), preference=8.0)
+    slow, cheap = replace(named("c.v1"), preference=70.0), replace(named("d.v1"), preference=7.0)
+    costs = MeasuredCosts(times(("a.v1", FP8, 16, 1, 10.0), ("c.v1", FP8, 16, 1, 500.0)))
+    decision = decide(request(rows=1), [timed, declared, slow, cheap], Policy(), costs=costs)
+    assert [v.implementation for v in decision.verdicts] == ["a.v1", "c.v1", "d.v1", "b.v1"]
+    assert [v.measured for v in decision.verdicts] == [True, True, False, False]
+
+
+def test_passing_over_an_unmeasured_implementation_is_no_fallback():
+    costs = MeasuredCosts(times(("a.v1", FP8, 16, 1, 10.0), ("c.v1", FP8, 16, 1, 9.0)))
+    support = Support(source="this test", kv_layouts=("fp8_ds_mla",), lse=False)
+    lacking = [replace(named(name), support=support, preference=8.0) for name in ("b.v1", "c.v1")]
+    assert not decide(request(rows=1), [named("a.v1"), lacking[0]], Policy(), costs=costs).was_fallback
+    assert decide(request(rows=1), [named("a.v1"), lacking[1]], Policy(), costs=costs).was_fallback, "that one is faster"
+
+
+def test_a_tie_is_said_where_it_decides():
+    costs = MeasuredCosts(times(("a.v1", FP8, 16, 1, 100.0), ("b.v1", FP8, 16, 1, 101.0), ("c.v1", FP8, 16, 1, 200.0)))
+    offered = [named("a.v1", 9.0), named("b.v1", 8.0), named("c.v1", 7.0)]
+    found = {v.implementation: v.cost_source for v in decide(request(rows=1), offered, Policy(), costs=costs).verdicts}
+    assert list(found) == ["b.v1", "a.v1", "c.v1"]
+    assert found["b.v1"].endswith("1: 101; tie within 3%, preference 8 decides;")
+    assert "tie" in found["a.v1"] and "tie" not in found["c.v1"]
+    alone = decide(request(rows=1), [offered[0], offered[2]], Policy(), costs=costs)
+    assert not any("tie" in v.cost_source for v in alone.verdicts)
+
+
+@pytest.mark.parametrize("changes", [{"device": A100}, {"topk": 1024}, {"kv_layout": "bf16"}, {"num_heads": None}])
 def test_what_was_not_timed_keeps_its_declared_preference(changes):
     assert cost("ours.v1", **changes) is None
     assert cost("others.v1") is None
+
+
+def test_times_of_other_sources_rank_nobody():
+    (time,) = times(("a.v1", FP8, 16, 1, 10.0))
+    assert MeasuredCosts([replace(time, source_hash=OLD)])(named("a.v1"), request()) is None
+    assert MeasuredCosts([time])(replace(named("a.v1"), sources=(*SOURCES, "mla_portable.sources")), request()) is None
+    assert MeasuredCosts([time])(replace(named("a.v1"), sources=()), request()) is None, "nothing says what was timed"
+    assert installed_hash(("no_such_package.kernel",)) is None
+
+
+def test_sources_are_read_once_and_only_where_there_are_times():
+    asked: list[tuple[str, ...]] = []
+
+    def hash_of(sources: tuple[str, ...]) -> str:
+        asked.append(sources)
+        return INSTALLED
+
+    costs = MeasuredCosts(times(("a.v1", FP8, 16, 1, 10.0)), hash_of=hash_of)
+    for changes in ({"device": A100}, {"topk": 1024}, {"primitive": Primitive.SPARSE_PREFILL}):
+        assert costs(named("a.v1"), request(**changes)) is None
+    assert costs(named("b.v1"), request()) is None
+    assert asked == []
+    assert costs(named("a.v1"), request()) is not None and asked == [SOURCES]
+    installed_hash.cache_clear()
+    for _ in range(3):
+        installed_hash(SOURCES)
+    assert installed_hash.cache_info().misses == 1
 
 
 def test_layouts_are_compared_with_one_another():
@@ -305,15 +406,45 @@ def test_the_registry_takes_the_fastest_and_explains_by_the_numbers():
 
 
 def test_the_file_says_the_same_whatever_the_order():
-    some = times(("b.v1", FP8, 128, 1, 2.0), ("a.v1", "bf16", 16, 1, 1.0), ("a.v1", None, None, 4, 1.0))
+    some = times(
+        ("b.v1", FP8, 128, 1, 2.0), ("b.v1", FP8, 128, 64, 9.0), ("a.v1", "bf16", 16, 1, 1.0), ("a.v1", None, None, 4, 1.0)
+    )
     text = costs_text(some)
     assert text == costs_text(some[::-1])
-    assert parse_costs(text)(named("b.v1"), request(num_heads=128)) == MeasuredCosts(some)(
-        named("b.v1"), request(num_heads=128)
-    )
-    assert costs_text([]) == "[]\n" and parse_costs("[]\n")(named("a.v1"), request()) is None
-    with pytest.raises((TypeError, ValueError)):
-        parse_costs('[{"device": "x"}]')
+    assert text.count("\n") == 3 + 2 + 1, "a line for each implementation and head count"
+    asked = request(num_heads=128)
+    assert parse_costs(text)(named("b.v1"), asked) == MeasuredCosts(some)(named("b.v1"), asked)
+    assert parse_costs(costs_text([]))(named("a.v1"), request()) is None
+    for broken in ('[{"device": "x"}]', "{}", '{"devices": {}, "times": [{"device": "x", "us": {"1": 2}}]}', "["):
+        with pytest.raises((TypeError, ValueError)):
+            parse_costs(broken)
+
+
+def test_a_device_is_found_by_its_profile_and_by_its_drivers_name():
+    known = {"NVIDIA H200 141GB": "NVIDIA H200( NVL)?"}
+    costs = parse_costs(costs_text(times(("a.v1", FP8, 16, 1, 10.0)), known))
+    for name, found in {"NVIDIA H200": 1, "NVIDIA H200 NVL": 1, "NVIDIA H200 141GB": 1, "NVIDIA H200 MIG": 0}.items():
+        asked = request(device=replace(H200, name=name))
+        assert (costs(named("a.v1"), asked) is not None) == bool(found), name
+    assert costs.device_names == {"NVIDIA H200 141GB"}
+
+
+def test_every_device_that_was_timed_has_one_profile_whose_facts_find_its_costs():
+    costs = packaged_costs()
+    names = {each["device"] for each in json.loads((ROOT / "mla_portable" / "registry" / "costs.json").read_text())["times"]}
+    assert names and len(costs.device_names) == len(names)
+    for name in names:
+        (profile,) = [each for each in PROFILES.values() if each.matches(name)]
+        assert costs.device_of(name) == costs.device_of(profile.device_facts().name) == profile.name
+
+
+def test_the_process_finds_the_same_costs_for_a_driver_and_for_a_profile():
+    registry = Registry(environ={}, probe=False, costs=packaged_costs())
+    simulated = PROFILES["h100"].device_facts()
+    asked = Request(Primitive.SPARSE_DECODE, simulated, kv_layout="bf16", num_heads=128, topk=2048, block_size=64, rows=256)
+    there = asked.but(device=replace(simulated, name="NVIDIA H100 80GB HBM3"))
+    profile, driver = (registry.decide(each, probe=False) for each in (asked, there))
+    assert [(v.implementation, v.cost) for v in profile.verdicts] == [(v.implementation, v.cost) for v in driver.verdicts]
 
 
 def test_the_registry_of_the_process_has_the_costs_that_ship(monkeypatch):

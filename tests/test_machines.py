@@ -160,6 +160,13 @@ def test_padded_heads_serve_smaller_ranks():
     assert registry.decide(request.but(num_heads=129)).chosen == "plain.torch"
 
 
+def test_a_padded_head_count_serves_itself():
+    support = Support(source="this test", padded_heads=(64, 128))
+    request = Request(Primitive.SPARSE_PREFILL, H200, topk=2048)
+    refused = [heads for heads in range(1, 131) if support.reasons(request.but(num_heads=heads))]
+    assert refused == [129, 130]
+
+
 def test_simulated_devices_answer_for_every_index_and_the_rest_is_refused():
     registry = Registry(plugins=PLUGINS, facts={"cuda:1": A100, "cuda": H200}, environ={})
     assert registry.facts("cuda:0") is registry.facts(torch.device("cuda", 7)) is registry.facts("cuda") is H200

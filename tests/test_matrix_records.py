@@ -67,12 +67,12 @@ class Plugin:
 
 @pytest.fixture
 def kernel_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    from mla_portable.matrix import hashes
+    from mla_portable import sources
 
     path = tmp_path / "kernel_of_a_test.py"
     path.write_text(KERNEL)
     monkeypatch.syspath_prepend(str(tmp_path))
-    hashes._top.cache_clear()
+    sources._top.cache_clear()
     return path
 
 

@@ -158,10 +158,14 @@ def test_off_the_route_nothing_need_serve():
 
     without = [p for p in Primitive if p not in (Primitive.GATHER_UPCONVERT, Primitive.MERGE_STATES)]
     registry = registry_with(("spoiled", Spoiled(only=without)))
-    report = run_step(SMALL, device=CPU, registry=registry, backend="spoiled", repeat=1, check_rows=2)
+    each = {primitive.value: "spoiled" for primitive in Primitive}
+    report = run_step(SMALL, device=CPU, registry=registry, backend=each, repeat=1, check_rows=2)
     unserved = {result.name for result in report.primitives if result.implementation is None}
     assert unserved == {"gather_upconvert", "merge_states"}
     assert report.ok and report.route == "direct"
+    report = run_step(SMALL, device=CPU, registry=registry, backend="spoiled", repeat=1, check_rows=2)
+    automatic = {result.name for result in report.primitives if result.implementation == "reference.torch"}
+    assert report.ok and automatic == unserved, "a name for everything holds for what it offers"
 
 
 def test_on_the_route_something_must():
@@ -169,7 +173,7 @@ def test_on_the_route_something_must():
 
     registry = registry_with(("spoiled", Spoiled(only=[p for p in Primitive if p is not Primitive.CACHE_WRITE])))
     with pytest.raises(UnsupportedRequest, match="cache_write"):
-        run_step(SMALL, device=CPU, registry=registry, backend="spoiled", repeat=1)
+        run_step(SMALL, device=CPU, registry=registry, backend={"cache_write": "spoiled"}, repeat=1)
 
 
 def test_progress_counts_up_to_the_number_of_parts():

@@ -18,8 +18,9 @@ BASE = {"contracts"}
 MIDDLE = BASE | {"api", "attention", "absorb", "planner", "reference", "registry"}
 MAY_IMPORT = {
     "contracts": set(),
+    "sources": set(),
     "reference": BASE,
-    "registry": BASE,
+    "registry": BASE | {"sources"},
     "planner": BASE,
     "absorb": BASE,
     "api": BASE | {"registry"},
@@ -27,7 +28,7 @@ MAY_IMPORT = {
     "conformance": MIDDLE,
     "bench": MIDDLE | {"conformance", "matrix"},
     "vllm": MIDDLE,
-    "matrix": MIDDLE | {"conformance"},
+    "matrix": MIDDLE | {"conformance", "sources"},
     "cli": MIDDLE | {"conformance", "bench", "vllm", "matrix"},
     "__init__": MIDDLE,
 }

@@ -37,6 +37,7 @@ from mla_portable.contracts import (
 from mla_portable.registry import Registry
 from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
 from mla_portable.registry.tuned import TunedConfigurations, TunedEntry, read_table, table_path, write_table
+from mla_portable.sources import source_hash
 
 NAME = "acme.v1"
 DECODE = Primitive.SPARSE_DECODE
@@ -102,15 +103,17 @@ def test_configurations_are_ranked_as_implementations_are():
     result = TuneResult(NAME, "sparse_decode", "bf16", 16, attempts, "a device", "now")
     assert math.prod(small.values()) < math.prod(large.values()), "a geometric mean would say otherwise"
     assert result.best is attempts[1] and result.gain == pytest.approx(201 / 64)
-    names = ("acme.v1", "acme.v2")
+    names, sources = ("acme.v1", "acme.v2"), ("mla_portable.contracts.layouts",)
     times = [
-        MeasuredTime(H200.name, "sparse_decode", "bf16", 16, 2048, rows, name, us, "2026-11-02")
+        MeasuredTime(H200.name, "sparse_decode", "bf16", 16, 2048, rows, name, us, "2026-11-02", source_hash(sources))
         for name, each in zip(names, (small, large), strict=True)
         for rows, us in each.items()
     ]
     support = Support(source="this test", kv_layouts=("bf16",))
     costs = [
-        MeasuredCosts(times)(Implementation(name, DECODE, support, lambda r: reference.sparse_decode), request())
+        MeasuredCosts(times)(
+            Implementation(name, DECODE, support, lambda r: reference.sparse_decode, sources=sources), request()
+        )
         for name in names
     ]
     assert [each and each[0] for each in costs] == [pytest.approx(10 * us / 61, abs=0.01) for us in (201, 64)]

@@ -1,18 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Demand: the registry as a layer's builder sees it, through the backends that were demanded for the layer."""
+"""Demand: the registry as a layer's builder sees it, through the backends that are forced for the layer.
+
+A name that is forced for every primitive holds for those that it offers; the others are chosen as if it had not been given.
+A name that is forced for one primitive must offer it. No route may leave out what a name is forced for (`left_out`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
 
-from mla_portable.contracts import BoundPrimitive, Decision, Implementation, InvalidArgument, Primitive, Request
+from mla_portable.contracts import BoundPrimitive, Decision, Implementation, InvalidArgument, Primitive, Reason, Request
 from mla_portable.registry import Registry
+from mla_portable.registry.plugins import AUTO
+from mla_portable.registry.policy import ARGUMENT, DEFAULT, Rule, active_rules
 from mla_portable.registry.registry import check_backend
 
-__all__ = ["BackendChoice", "Demand"]
+__all__ = ["BackendChoice", "Demand", "left_out"]
+
+_ATTENTION: Final = (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL)
+_LAYERS: Final = (*_ATTENTION, Primitive.CONVERT_INDICES, Primitive.GATHER_UPCONVERT, Primitive.CACHE_WRITE)
+"""The primitives of a layer."""
 
 BackendChoice = str | Mapping[str, str] | None
-"""A backend for every primitive, or one for each primitive named; None lets the registry's policy decide."""
+"""A backend for every primitive that it offers, or one for each primitive named; None lets the registry's policy decide."""
 
 
 class Demand:
@@ -30,18 +42,43 @@ class Demand:
             check_backend(name, "SparseMLAAttention")
         self._backend = backend
 
-    def _for(self, primitive: Primitive) -> str | None:
+    def _argument(self, primitive: Primitive) -> str | None:
         if isinstance(self._backend, Mapping):
             return self._backend.get(primitive.value)
         return self._backend
 
+    def _rule(self, primitive: Primitive) -> Rule | None:
+        """What holds in place of a rule for every primitive whose name lacks this one; None where the registry decides."""
+        given = self._argument(primitive)
+        single = primitive if isinstance(self._backend, Mapping) else None
+        first = () if given is None else (Rule(given, ARGUMENT, single),)
+        skipped = False
+        for rule in (*first, *active_rules(), *self._registry.policy.rules):
+            if rule.primitive not in (None, primitive):
+                continue
+            if rule.primitive is None and self._offers_others(rule.target, primitive):
+                skipped = True
+            else:
+                return rule if skipped else None
+        return Rule(AUTO, DEFAULT) if skipped else None
+
+    def _offers_others(self, name: str, primitive: Primitive) -> bool:
+        """`name` offers primitives of a layer, but not this one. Who offers none is kept, and fails with its reason."""
+        everyone = self._registry.implementations()
+        offered = {each.primitive for each in everyone if name in (each.backend, each.name)}
+        return primitive not in offered and not offered.isdisjoint(_LAYERS)
+
     def decide(self, request: Request) -> Decision:
         """Who serves `request`, and why not the others."""
-        return self._registry.decide(request, backend=self._for(request.primitive))
+        rule = self._rule(request.primitive)
+        if rule is None:
+            return self._registry.decide(request, backend=self._argument(request.primitive))
+        return replace(self._registry.decide(request, backend=rule.target), control=rule.control)
 
     def bind(self, request: Request) -> BoundPrimitive:
         """The callable that serves `request`. Raises: UnsupportedRequest."""
-        return self._registry.bind(request, backend=self._for(request.primitive))
+        rule = self._rule(request.primitive)
+        return self._registry.bind(request, backend=rule.target if rule else self._argument(request.primitive))
 
     def chosen(self, decision: Decision) -> Implementation | None:
         """The implementation that a decision chose, if it chose one."""
@@ -52,3 +89,25 @@ class Demand:
         """What the chosen implementation of sparse_decode takes as a schedule; "none" without one."""
         found = self.chosen(decision)
         return found.schedule_kind if found else "none"
+
+
+def left_out(decision: Decision, on_route: Sequence[Decision]) -> tuple[Reason, ...]:
+    """The reason against a route that does without a primitive for which a backend is forced.
+
+    Another primitive serves the tokens on such a route, which is no harm where the same name is forced for that one too. A
+    gather that a route does not need counts only if the forced backend could not do it.
+
+    Args:
+        decision: on the primitive. on_route: on the route's own primitives.
+    """
+    primitive = decision.request.primitive
+    if decision.forced is None or primitive in [each.request.primitive for each in on_route]:
+        return ()
+    if primitive not in _ATTENTION and decision.chosen is not None:
+        return ()
+    if all(each.forced == decision.forced for each in on_route if each.request.primitive in _ATTENTION):
+        return ()
+    why = "; ".join(f"{v.implementation}: {', '.join(map(str, v.reasons))}" for v in decision.verdicts if v.reasons)
+    unfit = "" if decision.chosen else f", and {decision.forced} cannot serve it: {why}"
+    remedy = f"drop {decision.control}, or take a route with {primitive}"
+    return (Reason(str(primitive), f"forced to {decision.forced} by {decision.control}", f"left out here{unfit}", remedy),)

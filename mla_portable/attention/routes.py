@@ -1,37 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choosing a route: which composition of primitives serves a layer, ranked like implementations, with reasons as data.
 
-A route's cost is the sum of what serves its decode tokens, what serves its prefill tokens, and its gather, each the cost of
-the implementation the registry chose (declared preference or measured) times a weight:
+A route's cost is the sum of what serves its decode tokens, its prefill tokens and its gather: the cost of the implementation
+that the registry chose times a weight. Weights are judgements about work, not measurements. FlashMLA's bf16 prefill
+pads few heads to 64 and needs a gathered copy, so below 32 heads its decode kernel serves prefill tokens better; splitting keys
+gains nothing on prefill; and upconvert gathers every context in every step, decodes included, so it is for devices where only
+the reference (cost 1000) decodes FP8.
 
-    fused       decode + F * decode     F = 0.5 where the kernel is FlashMLA's kind and heads are few, else 2
-    direct      decode + prefill
-    split       decode + prefill + 0.1 * gather
-    upconvert   2 * prefill + gather + 200
-
-Weights are judgements about work, not measurements: FlashMLA's bf16 prefill pads few heads to 64 and needs a gathered copy,
-so below 32 heads its decode kernel serves prefill tokens better; splitting keys gains nothing on prefill; and upconvert
-gathers every context in every step, decodes included, so it is for devices where only the reference (cost 1000) decodes FP8.
+A workspace has a price: the cost grows by the share of the device's memory that it takes (0 where the memory is not known).
+A route is measured if all its weighted parts are and it has no surcharge. `cost_rank` then ranks routes as it ranks
+implementations: measured before declared, and within a tie the smaller workspace first. A route whose costs are of both scales
+is ranked by their sum, as a declared 10 stands for a vendor's kernel and a measured 10 for the fastest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from mla_portable.attention.demand import left_out
 from mla_portable.attention.spec import AUTO_ROUTE, AttentionSpec
-from mla_portable.contracts import ROUTES, Decision, DeviceFacts, Primitive, Reason, Request, UnsupportedRequest
+from mla_portable.contracts import HEAD_SIZE, ROUTES, Decision, DeviceFacts, Primitive, Reason, Request, UnsupportedRequest
 from mla_portable.contracts.decision import grouped
 from mla_portable.planner.config import MIN_HEADS_FOR_SEPARATE
+from mla_portable.registry.select import cost_rank, least_cost
 
 __all__ = ["RouteDecision", "RoutePart", "RouteVerdict", "UnsupportedRoute", "choose_route", "route_requests"]
 
 _FUSED_PREFILL: Final = 2.0
+"""Prefill tokens through sparse_decode."""
 _FUSED_PREFILL_FEW_HEADS: Final = 0.5
+"""The same with FlashMLA's tiles and fewer than MIN_HEADS_FOR_SEPARATE heads."""
 _GATHER_PREFILL: Final = 0.05
-"""Of a prefill's time: 2 % where all of a prompt is in the chunk (an H200, 64 heads), more where it has a longer history."""
+"""The gather of prefill contexts, of a prefill's time: 2 % where all of a prompt is in the chunk (an H200, 64 heads), more with
+a longer history."""
 _EVERY_STEP: Final = 200.0
+"""What upconvert costs beyond its parts."""
+_ROW_BYTES: Final = 2 * HEAD_SIZE
+"""Of a bf16 workspace."""
 
 _WIDTH: Final = max(map(len, ROUTES))
 _NOT_SERVED: Final = "not served"
@@ -56,6 +63,11 @@ class RoutePart:
         """Of the chosen implementation; 0 where there is none."""
         return next((v.cost for v in self.decision.verdicts if v.implementation == self.decision.chosen), 0.0)
 
+    @property
+    def measured(self) -> bool:
+        """The cost was measured."""
+        return any(v.measured for v in self.decision.verdicts if v.implementation == self.decision.chosen)
+
 
 @dataclass(frozen=True, slots=True)
 class RouteVerdict:
@@ -64,6 +76,8 @@ class RouteVerdict:
     Attributes:
         route: one of ROUTES. parts: its primitives. reasons: all reasons against it; empty means it can serve.
         surcharge: cost beyond its parts'. note: what its ranking rests on, where that is more than its parts.
+        workspace_bytes: bf16 rows that a layer on this route allocates. memory_share: of the device's memory, 0 where that is
+            not known.
     """
 
     route: str
@@ -71,6 +85,8 @@ class RouteVerdict:
     reasons: tuple[Reason, ...]
     surcharge: float = 0.0
     note: str = ""
+    workspace_bytes: int = 0
+    memory_share: float = 0.0
 
     @property
     def can_run(self) -> bool:
@@ -78,8 +94,13 @@ class RouteVerdict:
 
     @property
     def cost(self) -> float:
-        """Weighted sum of the parts' costs; smaller is preferred."""
-        return sum(part.cost * part.weight for part in self.parts) + self.surcharge
+        """Weighted sum of the parts' costs, and the price of the workspace; smaller is preferred."""
+        return (sum(part.cost * part.weight for part in self.parts) + self.surcharge) * (1 + self.memory_share)
+
+    @property
+    def measured(self) -> bool:
+        """Every cost in the sum was measured."""
+        return not self.surcharge and all(part.measured for part in self.parts if part.weight)
 
     def part(self, role: str) -> RoutePart | None:
         """The part that plays `role`, None where the route has none."""
@@ -90,7 +111,13 @@ class RouteVerdict:
             return "; ".join(map(str, self.reasons))
         terms = [f"{part.role} {part.decision.chosen} {part.cost:g} x {part.weight:g}" for part in self.parts if part.weight]
         terms += [f"{self.surcharge:g}"] if self.surcharge else []
-        return " + ".join(terms) + f" = {self.cost:g}" + (f" ({self.note})" if self.note else "")
+        total = " + ".join(terms)
+        notes = [self.note] if self.note else []
+        if self.workspace_bytes:
+            notes.insert(0, f"workspace of {self.workspace_bytes / 1e9:.2f} GB")
+        if self.memory_share:
+            total, notes[0] = f"({total}) x {1 + self.memory_share:.4g}", f"{notes[0]}, {self.memory_share:.1%} of the memory"
+        return f"{total} = {self.cost:.4g}" + (f" ({'; '.join(notes)})" if notes else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +181,9 @@ class RouteDecision:
                     "route": verdict.route,
                     "can_run": verdict.can_run,
                     "cost": verdict.cost,
+                    "measured": verdict.measured,
                     "note": verdict.note,
+                    "workspace_bytes": verdict.workspace_bytes,
                     "reasons": [str(reason) for reason in verdict.reasons],
                     "parts": [{"role": part.role, "weight": part.weight, **part.decision.as_dict()} for part in verdict.parts],
                 }
@@ -226,11 +255,14 @@ def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Req
 def choose_route(spec: AttentionSpec, device: DeviceFacts, decide: Decide, schedule_kind: ScheduleKindOf) -> RouteDecision:
     """Rank the routes for `spec` on `device`; a pure function of what `decide` and `schedule_kind` answer.
 
-    A forced route (`spec.route`) is considered alone. An automatic choice takes the cheapest that can serve, ties in the order
-    direct, split, fused, upconvert. Without any implementation of sparse_decode, `direct` gives decode tokens to
-    sparse_prefill as well.
+    A forced route (`spec.route`) is considered alone. An automatic choice takes the first by `cost_rank` that can serve, ties
+    by the smaller workspace, then in the order direct, split, fused, upconvert. Without any implementation of sparse_decode,
+    `direct` gives decode tokens to sparse_prefill as well. A route that leaves out a primitive for which a backend is forced is
+    refused (`left_out`).
     """
     requests = route_requests(spec, device)
+    workspace_bytes = spec.workspace_rows * _ROW_BYTES
+    memory_share = workspace_bytes / device.memory_bytes if device.memory_bytes else 0.0
     known: dict[str, Decision] = {}
 
     def part(role: str, name: str, weight: float = 0.0, *, graph: bool = False) -> RoutePart:
@@ -276,12 +308,39 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, decide: Decide, sched
             against = (*against, Reason("graph", "yes", limit, "set graph=False, or take another route"))
         return _verdict("upconvert", parts, against, surcharge=_EVERY_STEP, note="every step gathers every context")
 
+    def completed(verdict: RouteVerdict) -> RouteVerdict:
+        """With its workspace, and a reason for each forced backend that the route leaves out."""
+        if verdict.part("gather"):
+            verdict = replace(verdict, workspace_bytes=workspace_bytes, memory_share=memory_share)
+        forcible = ["decode", "bf16_prefill" if spec.kv_layout == "bf16" else "cache_prefill"]
+        if spec.route == AUTO_ROUTE and spec.kv_layout != "bf16":
+            forcible.append("gather")
+        present = [part.decision for part in verdict.parts]
+        against = [reason for name in forcible for reason in left_out(part("", name).decision, present)]
+        return replace(verdict, reasons=(*verdict.reasons, *against)) if against else verdict
+
     routes = {"direct": direct, "split": split, "fused": fused, "upconvert": upconvert}
     forced = None if spec.route == AUTO_ROUTE else spec.route
-    considered = [routes[forced]()] if forced else [route() for route in routes.values()]
-    ranked = tuple(sorted(considered, key=lambda verdict: (not verdict.can_run, verdict.cost)))
+    considered = [completed(route()) for name, route in routes.items() if forced in (None, name)]
+    ranked = _ranked(considered)
     chosen = ranked[0].route if ranked[0].can_run else None
     return RouteDecision(spec, device, chosen, forced, ranked)
+
+
+def _ranked(verdicts: list[RouteVerdict]) -> tuple[RouteVerdict, ...]:
+    """Best first; those that cannot serve last."""
+    least = least_cost((v.measured, v.cost) for v in verdicts if v.can_run)
+    tied = [v for v in verdicts if v.can_run and v.measured and cost_rank(True, v.cost, least) == (False, least)]
+
+    def told(verdict: RouteVerdict) -> RouteVerdict:
+        if len(tied) < 2 or verdict not in tied:
+            return verdict
+        return replace(verdict, note="; ".join(filter(None, (verdict.note, "a tie, the smaller workspace decides"))))
+
+    def key(verdict: RouteVerdict) -> tuple[bool, tuple[bool, float], int]:
+        return not verdict.can_run, cost_rank(verdict.measured, verdict.cost, least), verdict.workspace_bytes
+
+    return tuple(map(told, sorted(verdicts, key=key)))
 
 
 def _pointless(spec: AttentionSpec) -> tuple[Reason, ...]:

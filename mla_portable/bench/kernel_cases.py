@@ -22,7 +22,7 @@ _NARROW_TOKENS: Final = 1_024
 _NARROW: Final = 8_192
 _WIDE: Final = 65_536
 """Rows of the prefill workspace for up to _NARROW_TOKENS tokens, and beyond."""
-_HEADS: Final = {Primitive.SPARSE_DECODE: (16, 32, 64, 128), Primitive.SPARSE_PREFILL: (16, 64, 128)}
+_HEADS: Final = (16, 32, 64, 128)
 _ROWS: Final = {
     Primitive.SPARSE_DECODE: (1, 4, 16, 64, 128, 256),
     Primitive.SPARSE_PREFILL: (1_024, 4_096),
@@ -127,7 +127,7 @@ def kernel_cases(
         sizes = rows or _ROWS.get(primitive, (1,))
         if primitive in ATTENTION:
             prefill = primitive is Primitive.SPARSE_PREFILL
-            grid = product(layouts or _LAYOUTS[primitive], heads or _HEADS[primitive], sizes, overlaps if prefill else (0,))
+            grid = product(layouts or _LAYOUTS[primitive], heads or _HEADS, sizes, overlaps if prefill else (0,))
             for layout, count, size, overlap in grid:
                 chosen_from = width or (_prefill_width(size, topk) if prefill else _decode_width(size, topk))
                 found.append(KernelCase(primitive, size, layout, count, topk, chosen_from, overlap, scale_format))

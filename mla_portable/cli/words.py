@@ -25,7 +25,7 @@ def why(decision: Decision) -> str:
 
 def why_not_another(decision: Decision) -> str:
     """What became of the next best candidate; of every candidate where none can run."""
-    others = sorted((v for v in decision.verdicts if v.implementation != decision.chosen), key=lambda v: v.cost)
+    others = sorted((v for v in decision.verdicts if v.implementation != decision.chosen), key=lambda v: v.rank)
     if decision.chosen is None:
         return "; ".join(map(_judgement, others)) or "no installed plugin offers it"
     return f"next best is {_judgement(others[0])}" if others else "there is no other candidate"

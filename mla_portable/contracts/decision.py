@@ -44,6 +44,16 @@ class Verdict:
     def can_run(self) -> bool:
         return not self.reasons
 
+    @property
+    def measured(self) -> bool:
+        """The cost was measured."""
+        return self.cost_source != "declared"
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Smaller is better. Measured and declared costs are not comparable: everything measured comes first."""
+        return not self.measured, self.cost
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -66,17 +76,17 @@ class Decision:
 
     @property
     def was_fallback(self) -> bool:
-        """An automatic choice that passed over a candidate of lower cost, for reasons worth a line in the log."""
+        """An automatic choice that passed over a candidate of better rank, for reasons worth a line in the log."""
         if self.forced or self.chosen is None:
             return False
         chosen = next(v for v in self.verdicts if v.implementation == self.chosen)
-        return any(v.reasons and v.cost < chosen.cost for v in self.verdicts)
+        return any(v.reasons and v.rank < chosen.rank for v in self.verdicts)
 
     @property
     def causes(self) -> tuple[Verdict, ...]:
         """The candidates whose reasons explain the decision: those that fit the device, else all; of a forced backend, its own.
 
-        Where something was chosen, those of lower cost only, and only those that fit the device.
+        Where something was chosen, those of better rank only, and only those that fit the device.
         """
         refused = [v for v in self.verdicts if v.reasons]
         if self.forced:
@@ -84,8 +94,8 @@ class Decision:
         fitting = [v for v in refused if v.fits_device]
         if self.chosen is None:
             return tuple(fitting or refused)
-        cost = next(v.cost for v in self.verdicts if v.implementation == self.chosen)
-        return tuple(v for v in fitting if v.cost < cost)
+        rank = next(v.rank for v in self.verdicts if v.implementation == self.chosen)
+        return tuple(v for v in fitting if v.rank < rank)
 
     def failure_text(self, *, all: bool = False) -> str:
         """The message of UnsupportedRequest: the causes, the request, remedies."""

@@ -14,7 +14,7 @@ from mla_portable.matrix.profiles import Profile
 from mla_portable.matrix.record import Origin, common_fields, profile_of
 from mla_portable.registry.costs import MeasuredTime
 
-__all__ = ["benchmark_records", "measured_times"]
+__all__ = ["benchmark_records", "measured_times", "timed_devices"]
 
 Line = Mapping[str, Any]
 _CASE: Final = ("recorded", "command", "primitive", "layout", "shape")
@@ -107,6 +107,13 @@ def measured_times(evidence: Sequence[Evidence], hashes: Hashes) -> list[Measure
             implementation=data["implementation"],
             us=round(data["median_us"], 2),
             recorded=each.recorded.partition("T")[0],
+            source_hash=data["source_hash"],
         )
         newest[time.device, time.primitive, time.layout, time.heads, time.topk, time.rows, time.implementation] = time
     return list(newest.values())
+
+
+def timed_devices(times: Iterable[MeasuredTime], profiles: Iterable[Profile]) -> dict[str, str]:
+    """Name -> pattern of the profiles that the times' devices match."""
+    names = {each.device for each in times}
+    return {profile.name: profile.pattern for profile in profiles if any(map(profile.matches, names))}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from mla_portable.matrix.benchmarks import measured_times
+from mla_portable.matrix.benchmarks import measured_times, timed_devices
 from mla_portable.matrix.collect import collect_declarations
 from mla_portable.matrix.profiles import load_profiles
 from mla_portable.matrix.records import DECLARATIONS, read_records
@@ -37,7 +37,8 @@ def generate(folder: Path, registry: Registry | None = None) -> dict[Path, str]:
     files = {folder / DECLARATIONS: declared.text(), folder / MATRIX: markdown(table), folder / PICTURE: svg(table)}
     home = folder.resolve().parent / "mla_portable" / "registry"
     if home.is_dir():
-        files[home / COSTS_FILE] = costs_text(measured_times(records.evidence, records.hashes))
+        times = measured_times(records.evidence, records.hashes)
+        files[home / COSTS_FILE] = costs_text(times, timed_devices(times, records.profiles.values()))
     return files
 
 

@@ -1,53 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hashes of the sources that evidence is bound to; modules are found and read, never imported."""
+"""Hashes of the sources that evidence is bound to; what cannot be hashed is a RecordError."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 
+from mla_portable import sources
 from mla_portable.matrix.errors import RecordError
 
 __all__ = ["module_file", "source_hash", "suite_hash", "tree_hash"]
 
 
-@lru_cache(maxsize=64)
-def _top(package: str) -> Path:
-    spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        raise RecordError(f"module {package}", "not installed here, so its sources cannot be hashed; install the plugin")
-    return Path(spec.origin)
-
-
 def module_file(module: str) -> Path:
-    """The file of a module, or of "package:file" in it. Raises: RecordError when it is not installed here, or not there."""
-    module, _, data = module.partition(":")
-    if data:
-        path = module_file(module).with_name(data)
-        if not path.is_file():
-            raise RecordError(f"file {data} of {module}", f"no such file: {path}")
-        return path
-    top, *rest = module.split(".")
-    base = _top(top)
-    if not rest:
-        return base
-    stem = base.parent.joinpath(*rest)
-    for path in (stem.with_suffix(".py"), stem / "__init__.py"):
-        if path.is_file():
-            return path
-    raise RecordError(f"module {module}", f"no such file: {stem.with_suffix('.py')}")
+    """As `sources.module_file`. Raises: RecordError when the module is not installed here, or the file not there."""
+    try:
+        return sources.module_file(module)
+    except sources.SourceNotFound as error:
+        raise RecordError(error.what, error.problem) from None
 
 
 def source_hash(modules: Iterable[str]) -> str:
-    """SHA-256 over the names and the bytes of modules, whatever their order."""
-    digest = hashlib.sha256()
-    for module in sorted(set(modules)):
-        content = module_file(module).read_bytes()
-        digest.update(f"{module}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()
+    """As `sources.source_hash`. Raises: RecordError, as `module_file`."""
+    try:
+        return sources.source_hash(modules)
+    except sources.SourceNotFound as error:
+        raise RecordError(error.what, error.problem) from None
 
 
 def tree_hash(package: str) -> str:

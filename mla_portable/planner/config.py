@@ -39,8 +39,9 @@ class PlannerConfig:
         schedule_kind: what the sparse_decode implementation wants, `Implementation.schedule_kind`.
         num_sms: multiprocessors, 0 for a CPU. arch: `DeviceFacts.arch`; "flashmla_tiles" needs both.
         padded_heads: head count that the decode kernel runs with, None for num_heads.
-        batch_invariant: decode rows of every batch are cut as those of the greatest one, `max_num_tokens`, so that what is
-            summed of a row in which order does not depend on the batch; `few_tokens` counts as 0. Not for "flashmla_tiles".
+        batch_invariant: the splits of a decode row have one length in every batch, so that the order of a row's sums does not
+            depend on the batch; `few_tokens` counts as 0. The length depends on topk, num_heads, max_num_reqs,
+            decode_threshold and max_scratch_bytes (route "fused": max_num_tokens). Not for "flashmla_tiles".
         max_scratch_bytes: bound on split-KV scratch, or on the accumulators of one FlashMLA call.
     Raises: InvalidArgument for each value that is out of range, with the limit and what to change.
     """

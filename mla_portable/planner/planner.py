@@ -48,6 +48,10 @@ class Planner:
         self._few_tokens = config.few_tokens if takes_few else 0
         self._requests = np.arange(config.max_num_reqs, dtype=np.int32)
         self._uniform: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]] = {}
+        self._max_decode_rows = config.max_num_tokens
+        if config.batch_invariant and config.route != "fused":  # fused: every token is a row of sparse_decode
+            # The scratch holds all splits of the largest batch, so padding beyond its rows is not decoded.
+            self._max_decode_rows = min(config.max_num_tokens, config.max_num_reqs * config.decode_threshold)
         self._splits: SplitSchedules | None = None
         self._tiles: TileSchedules | None = None
         tile_words = 0
@@ -58,7 +62,7 @@ class Planner:
                     num_heads=config.num_heads,
                     topk=config.topk,
                     num_sms=config.num_sms,
-                    max_num_rows=config.max_num_tokens,
+                    max_num_rows=self._max_decode_rows,
                     batch_invariant=config.batch_invariant,
                     max_scratch_bytes=config.max_scratch_bytes,
                     device=self._device,
@@ -187,7 +191,7 @@ class Planner:
             return padded, query_len if not prefills and padded % query_len == 0 else 1
         if prefills:
             return int(starts[parts.first_prefill]), query_len
-        return padded if padded % query_len == 0 else num_tokens, query_len
+        return padded if padded % query_len == 0 and padded <= self._max_decode_rows else num_tokens, query_len
 
     def _decode_schedule(
         self, decode_tokens: int, query_len: int

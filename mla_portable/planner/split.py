@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
@@ -10,13 +12,21 @@ from mla_portable.contracts import KV_LORA_RANK, SplitSchedule, split_kv
 
 __all__ = ["SplitSchedules"]
 
+_TILE: Final = 64
+"""Indices of an inner step of the kernels, the granule of a split."""
+_INVARIANT_TILES: Final = 4
+"""Shortest split of batch-invariant schedules, in tiles: 256 indices are 164 KiB of FP8 rows, and their partial result for 16
+heads, written once and read once, is 64 KiB."""
+
 
 class SplitSchedules:
     """The schedules of one planner, by decode rows B * S.
 
-    The scratch is allocated here, once: as much as the greediest row count takes, never above `max_scratch_bytes`. Every
-    schedule is a view of its beginning, so calls on one stream may follow each other, calls on two streams may not overlap.
-    Where they are batch-invariant, every row count is cut as the greatest one is.
+    The scratch is allocated here, once: the most that any row count needs, never above `max_scratch_bytes`. Every schedule is
+    a view of its beginning, so calls on one stream may follow each other, calls on two streams may not overlap.
+
+    Batch-invariant schedules have one split length for every row count, so that a row's sums have the same order in every
+    batch: 256 indices, or the shortest length whose partial results of `max_num_rows` rows fit the scratch.
     """
 
     def __init__(
@@ -30,14 +40,13 @@ class SplitSchedules:
         max_scratch_bytes: int,
         device: torch.device,
     ) -> None:
-        self._cut_as = max_num_rows if batch_invariant else None
         self._num_heads, self._topk, self._num_sms, self._max_scratch_bytes = num_heads, topk, num_sms, max_scratch_bytes
         self._known: dict[int, SplitSchedule] = {}
-        needed = 0
-        for rows in range(1, max_num_rows + 1):
-            num_splits, _ = self._split(rows)
-            if num_splits > 1:
-                needed = max(needed, num_splits * rows * num_heads * (KV_LORA_RANK + 1))
+        self._invariant = self._one_length(max_num_rows) if batch_invariant else None
+        # split_kv leaves rows whole from num_sms rows on.
+        counts = (max_num_rows,) if batch_invariant else range(1, min(max_num_rows, num_sms) + 1)
+        split_rows = (rows * num_splits for rows in counts if (num_splits := self._split(rows)[0]) > 1)
+        needed = max(split_rows, default=0) * num_heads * (KV_LORA_RANK + 1)
         self._scratch: Tensor | None = torch.empty(needed, dtype=torch.float32, device=device) if needed else None
 
     @property
@@ -46,18 +55,30 @@ class SplitSchedules:
         return 0 if self._scratch is None else self._scratch.nbytes
 
     def get(self, num_rows: int) -> SplitSchedule:
-        """The schedule of `num_rows` rows, up to the configured most; the same object each time."""
+        """The schedule of `num_rows` rows, up to `max_num_rows`; the same object each time."""
         schedule = self._known.get(num_rows)
         if schedule is None:
             schedule = self._known[num_rows] = self._make(num_rows)
         return schedule
 
+    def _one_length(self, max_num_rows: int) -> tuple[int, int]:
+        """(num_splits, split_len) for every row count."""
+        num_tiles = -(-self._topk // _TILE)
+        affordable = self._max_scratch_bytes // (4 * max_num_rows * self._num_heads * (KV_LORA_RANK + 1))
+        if self._num_sms == 0 or affordable <= 1:
+            return 1, num_tiles * _TILE
+        tiles = min(num_tiles, max(_INVARIANT_TILES, -(-num_tiles // affordable)))
+        return -(-num_tiles // tiles), tiles * _TILE
+
     def _split(self, num_rows: int) -> tuple[int, int]:
+        if self._invariant is not None:
+            return self._invariant
         return split_kv(
-            num_rows=self._cut_as or num_rows,
+            num_rows=num_rows,
             num_heads=self._num_heads,
             topk=self._topk,
             num_sms=self._num_sms,
+            tile=_TILE,
             max_scratch_bytes=self._max_scratch_bytes,
         )
 
@@ -65,7 +86,7 @@ class SplitSchedules:
         num_splits, split_len = self._split(num_rows)
         partial_out = partial_lse = None
         if num_splits > 1:
-            assert self._scratch is not None  # sized over every row count above
+            assert self._scratch is not None  # sized for every row count in __init__
             lse_words = num_splits * num_rows * self._num_heads
             out_words = lse_words * KV_LORA_RANK
             partial_out = self._scratch[:out_words].view(num_splits, num_rows, self._num_heads, KV_LORA_RANK)

@@ -1,28 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured costs: what benchmarks of a device say about who is fastest, on the scale of declared preferences.
+"""Measured costs: how much longer an implementation takes than the fastest one that was timed on a device.
 
-An implementation that was timed on the request's device costs 10 (what a vendor's kernel declares) times its time over that of
-the fastest at the same rows: the fastest over both layouts, so that routes which read different layouts stay comparable. A
-primitive is bound once for steps of many sizes, so a request without `rows` gets the ratio of the sums over all row counts that
-were timed (`time_spent`). With `rows`, the nearest count decides.
+The cost is 10 times the implementation's time over the least time on record for the same number of rows, of either layout, so
+that routes which read different layouts stay comparable. A primitive is bound once for steps of many sizes: without `rows` in
+the request, the sum over all row counts that were timed decides (`time_spent`). With `rows`, the nearest count does.
 
-Devices are told by the name that their driver reports, head counts by the least one timed that is as large, topk exactly.
-Where any of them was not timed, the declared preference stands.
+Each implementation is ranked by its own times at its own nearest head count: the least that was timed and is no smaller, as a
+kernel that pads would run it; else the greatest below, as many times as cover the heads. Both are upper bounds, since heads are
+independent. `topk` must be equal. A device is known by the name of its profile or by a name that the profile's pattern matches.
+
+Times are bound to the sources that were timed. Where the installed sources differ, or any of the above was not timed, there is
+no measured cost, and the implementation keeps its declared one, which ranks behind all measured ones (`select.cost_rank`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib import resources
-from typing import Final
+from typing import Any, Final
 
 from mla_portable.contracts import Implementation, Request
+from mla_portable.sources import SourceNotFound, source_hash
 
-__all__ = ["COSTS_FILE", "MeasuredCosts", "MeasuredTime", "costs_text", "packaged_costs", "parse_costs", "time_spent"]
+__all__ = [
+    "COSTS_FILE",
+    "MeasuredCosts",
+    "MeasuredTime",
+    "costs_text",
+    "installed_hash",
+    "packaged_costs",
+    "parse_costs",
+    "time_spent",
+]
 
 COSTS_FILE: Final = "costs.json"
 """Beside this module; generated from the benchmark records in capability/."""
@@ -31,7 +45,10 @@ _FASTEST: Final = 10.0
 
 @dataclass(frozen=True, slots=True, order=True)
 class MeasuredTime:
-    """One median. device: as its driver names it. recorded: the day. The rest as in Request; `us` microseconds."""
+    """One median. device: as its driver names it. recorded: the day. source_hash: of what was timed. `us`: microseconds.
+
+    The rest as in Request.
+    """
 
     device: str
     primitive: str
@@ -42,6 +59,27 @@ class MeasuredTime:
     implementation: str
     us: float
     recorded: str
+    source_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimate:
+    """What an implementation takes for a head count: its times at `heads`, `calls` times."""
+
+    heads: int | None
+    calls: int
+    by_rows: Mapping[int, MeasuredTime]
+
+    def us(self, rows: int) -> float:
+        return self.calls * self.by_rows[rows].us
+
+    def source(self, wanted: int | None, sizes: Iterable[int]) -> str:
+        times = [self.by_rows[rows] for rows in sorted(sizes)]
+        listed = ", ".join(f"{each.rows}: {self.us(each.rows):.3g}" for each in times)
+        heads = "" if self.heads is None else f", {self.heads} heads"
+        if self.heads != wanted:
+            heads = f", {f'{self.calls} x ' if self.calls > 1 else ''}{self.heads} heads for {wanted}"
+        return f"measured {max(each.recorded for each in times)} on {times[0].device}{heads}, us by rows {listed};"
 
 
 def time_spent(us: Iterable[float]) -> float:
@@ -49,62 +87,95 @@ def time_spent(us: Iterable[float]) -> float:
     return sum(us)
 
 
-class MeasuredCosts:
-    """A CostTable over measured times; a pure function of them and the request."""
+@lru_cache(maxsize=512)
+def installed_hash(sources: tuple[str, ...]) -> str | None:
+    """The hash of an implementation's sources as they are installed, read once; None where it has none or one is missing."""
+    try:
+        return source_hash(sources) if sources else None
+    except (SourceNotFound, OSError):
+        return None
 
-    def __init__(self, times: Iterable[MeasuredTime]) -> None:
-        # (device, primitive, topk) -> heads -> rows -> times
-        self._places: dict[tuple[str, str, int | None], dict[int | None, dict[int, list[MeasuredTime]]]] = {}
+
+class MeasuredCosts:
+    """A CostTable over measured times; a pure function of them, the request and the installed sources."""
+
+    def __init__(
+        self,
+        times: Iterable[MeasuredTime],
+        devices: Mapping[str, str] | None = None,
+        *,
+        hash_of: Callable[[tuple[str, ...]], str | None] = installed_hash,
+    ) -> None:
+        """devices: name of a device's profile -> regular expression for the names that its drivers report."""
+        self._devices, self._hash_of = dict(devices or {}), hash_of
+        # (device, primitive, topk) -> (implementation, layout) -> heads -> rows -> time
+        self._places: dict[tuple[Any, ...], dict[tuple[str, str | None], dict[int | None, dict[int, MeasuredTime]]]] = {}
         for each in times:
-            heads = self._places.setdefault((each.device, each.primitive, each.topk), {})
-            heads.setdefault(each.heads, {}).setdefault(each.rows, []).append(each)
+            place = self._places.setdefault((self.device_of(each.device), each.primitive, each.topk), {})
+            by_heads = place.setdefault((each.implementation, each.layout), {})
+            by_heads.setdefault(each.heads, {})[each.rows] = each
+
+    @property
+    def device_names(self) -> frozenset[str]:
+        """The devices that were timed, as `device_of` names them."""
+        return frozenset(device for device, *_ in self._places)
+
+    def device_of(self, name: str) -> str:
+        """The name of the profile that a driver's `name` matches; `name` itself where there is none, or it is a profile's."""
+        return next((profile for profile, pattern in self._devices.items() if re.fullmatch(pattern, name)), name)
 
     def __call__(self, implementation: Implementation, request: Request) -> tuple[float, str] | None:
-        """(cost, where it comes from); None where this implementation was not timed for such a request."""
-        by_heads = self._places.get((request.device.name, str(request.primitive), request.topk), {})
-        heads = _timed_heads(by_heads, request.num_heads)
-        by_rows = by_heads.get(heads, {})
-        own = {
-            rows: each
-            for rows, times in by_rows.items()
-            for each in times
-            if each.implementation == implementation.name and each.layout in (request.kv_layout, None)
-        }
-        if not own:
+        """(cost, where it comes from); None where this implementation, as it is installed, was not timed for such a request."""
+        place = self._places.get((self.device_of(request.device.name), str(request.primitive), request.topk))
+        if place is None:
+            return None
+        timed = place.get((implementation.name, request.kv_layout)) or place.get((implementation.name, None))
+        own = _estimate(timed, request.num_heads) if timed else None
+        if own is None:
+            return None
+        installed = self._hash_of(implementation.sources)
+        sizes = [rows for rows, time in own.by_rows.items() if time.source_hash == installed]
+        if not sizes:
             return None
         wanted = request.rows
         if wanted is not None:
-            nearest = min(own, key=lambda rows: abs(math.log(rows / max(wanted, 1))))
-            own = {nearest: own[nearest]}
-        least = time_spent(min(other.us for other in by_rows[rows]) for rows in own)
-        cost = _FASTEST * time_spent(each.us for each in own.values()) / least
-        return round(cost, 2), _source(own, heads)
+            sizes = [min(sizes, key=lambda rows: abs(math.log(rows / max(wanted, 1))))]
+        estimates = [found for by_heads in place.values() if (found := _estimate(by_heads, request.num_heads))]
+        least = time_spent(min(each.us(rows) for each in estimates if rows in each.by_rows) for rows in sizes)
+        cost = _FASTEST * time_spent(map(own.us, sizes)) / least
+        return round(cost, 2), own.source(request.num_heads, sizes)
 
 
-def _timed_heads(by_heads: Mapping[int | None, object], wanted: int | None) -> int | None:
-    """The least head count that was timed and is no smaller; None where there is none, or heads play no part."""
-    enough = [heads for heads in by_heads if heads is not None and wanted is not None and heads >= wanted]
-    return min(enough, default=None)
+def _estimate(by_heads: Mapping[int | None, Mapping[int, MeasuredTime]], wanted: int | None) -> _Estimate | None:
+    """From the nearest head count; None where heads play a part on one side only."""
+    if wanted is None or None in by_heads:
+        return _Estimate(None, 1, by_heads[None]) if wanted is None and None in by_heads else None
+    counts = [heads for heads in by_heads if heads is not None]
+    heads = min((count for count in counts if count >= wanted), default=max(counts))
+    return _Estimate(heads, -(-wanted // heads), by_heads[heads])
 
 
-def _source(own: Mapping[int, MeasuredTime], heads: int | None) -> str:
-    first = next(iter(own.values()))
-    days = sorted({each.recorded for each in own.values()})
-    times = ", ".join(f"{rows}: {own[rows].us:.3g}" for rows in sorted(own))
-    count = "" if heads is None else f", {heads} heads"
-    return f"measured {days[-1]} on {first.device}{count}, us by rows {times};"
-
-
-def costs_text(times: Iterable[MeasuredTime]) -> str:
-    """The content of COSTS_FILE, a time to a line, in an order that depends on the times alone."""
-    ordered = sorted(times, key=lambda each: tuple("" if v is None else f"{v:>12}" for v in asdict(each).values()))
-    lines = ",\n".join(json.dumps(asdict(each)) for each in ordered)
-    return f"[\n{lines}\n]\n" if lines else "[]\n"
+def costs_text(times: Iterable[MeasuredTime], devices: Mapping[str, str] | None = None) -> str:
+    """The content of COSTS_FILE: times that differ in rows alone share a line, in an order that depends on the times alone."""
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for each in sorted(times, key=lambda each: tuple("" if v is None else f"{v:>12}" for v in asdict(each).values())):
+        fields = asdict(each)
+        rows, us = fields.pop("rows"), fields.pop("us")
+        groups.setdefault(tuple(fields.values()), {**fields, "us": {}})["us"][str(rows)] = us
+    lines = ",\n".join(json.dumps(group) for group in groups.values())
+    return f'{{"devices": {json.dumps(dict(sorted((devices or {}).items())))},\n"times": [\n{lines}\n]}}\n'
 
 
 def parse_costs(text: str) -> MeasuredCosts:
     """What `costs_text` wrote. Raises: ValueError or TypeError for anything else."""
-    return MeasuredCosts(MeasuredTime(**row) for row in json.loads(text))
+    document = json.loads(text)
+    if not isinstance(document, dict) or document.keys() != {"devices", "times"}:  # pyright: ignore[reportUnknownMemberType]
+        raise ValueError(f"{COSTS_FILE}: expected an object of devices and times")
+    found: list[MeasuredTime] = []
+    for group in document["times"]:
+        by_rows = group.pop("us")
+        found += [MeasuredTime(**group, rows=int(rows), us=us) for rows, us in by_rows.items()]
+    return MeasuredCosts(found, document["devices"])
 
 
 @lru_cache(maxsize=1)

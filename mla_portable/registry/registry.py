@@ -74,7 +74,7 @@ class Registry:
                 here declarations alone decide: neither `check` nor a probe looks at the machine that is.
             policy: instead of environment and policy file. environ: instead of os.environ; names the tuning table too.
             probe: False trusts `check` and computes nothing.
-            costs: measured costs, which replace declared preferences; None where only these count.
+            costs: measured costs, which rank before declared preferences; None where only these count.
         A broken plugin or policy does not raise here: `plugin_reports` tells of the one, every choice raises the other.
         """
         self._given_policy, self._environ = policy, environ

@@ -19,15 +19,30 @@ from mla_portable.registry.machine import REFERENCE
 from mla_portable.registry.plugins import AUTO
 from mla_portable.registry.policy import Policy, Rule, disabled_reason
 
-__all__ = ["CostTable", "Finding", "decide"]
+__all__ = ["CostTable", "Finding", "cost_rank", "decide", "least_cost"]
 
 Finding = Callable[[Implementation], tuple[Reason, ...]]
 """Looks at the machine: the reasons why an implementation must not be used there."""
 CostTable = Callable[[Implementation, Request], "tuple[float, str] | None"]
-"""(cost, record it was measured in) for devices with evidence, on the scale of declared preferences; None elsewhere."""
+"""(cost, record it was measured in) where an implementation was timed, 10 for the fastest; None elsewhere."""
 
 _TIE: Final = 1.03
-"""Times that differ by less than this are not told apart."""
+"""Measured costs within this factor of the least are a tie."""
+
+
+def least_cost(costs: Iterable[tuple[bool, float]]) -> float:
+    """The least measured cost among (measured, cost) pairs; 0 where nothing was measured."""
+    return min((cost for measured, cost in costs if measured), default=0.0)
+
+
+def cost_rank(measured: bool, cost: float, least: float) -> tuple[bool, float]:
+    """What implementations and routes are sorted by. `least`: of all that can serve, by `least_cost`.
+
+    Measured costs rank among themselves, and a tie with the least counts as the least. Declared costs rank among themselves,
+    behind all measured ones: the two scales are not comparable.
+    """
+    tied = measured and least <= cost <= _TIE * least
+    return not measured, least if tied else cost
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +50,7 @@ class _Candidate:
     implementation: Implementation
     cost: float
     cost_source: str
+    measured: bool
     reasons: tuple[Reason, ...]
     fits_device: bool
     disabled: bool
@@ -72,10 +88,10 @@ def decide(
         policy: what users demand; its names are known to be right.
         check, probe: what the machine says of an implementation; None on a device that is not at hand.
         thorough: examine every candidate, for an explanation, instead of stopping at the first that can run.
-        costs: measured costs, which replace declared preferences.
+        costs: measured costs. An implementation that has none ranks by its declared preference, behind all that have one.
         plugin_failures: (plugin, what became of it), handed through to the decision.
-    Returns: the cheapest candidate without a reason, ties by declared preference, then by name; among the forced ones when
-        a backend is forced. When nothing can run, `chosen` is None and every candidate that fits the device has been checked.
+    Returns: the first candidate without a reason, by `cost_rank`, then declared preference, then name; among the forced ones
+        when a backend is forced. When nothing can run, `chosen` is None and every candidate that fits the device was checked.
         An automatic choice gives an accelerator to the reference only where no other candidate fits the device.
     """
     everyone = list(candidates)
@@ -84,7 +100,10 @@ def decide(
     unloaded = _unloaded(policy, everyone)
     if rule.target == AUTO:
         _reserve_reference(ranked, request.device, maybe_others=bool(unloaded))
-    ranked.sort(key=partial(_rank, least=min((c.cost for c in ranked if not c.reasons), default=0.0)))
+    fit = [c for c in ranked if not c.reasons]
+    least = least_cost((c.measured, c.cost) for c in fit)
+    _tell_ties(fit, least)
+    ranked.sort(key=partial(_rank, least=least))
     pool = [c for c in ranked if _meets(rule, c.implementation)]
     chosen: _Candidate | None = None
     for candidate in pool:
@@ -136,11 +155,17 @@ def _reserve_reference(candidates: Sequence[_Candidate], device: DeviceFacts, *,
             candidate.reasons += (reason,)
 
 
-def _rank(candidate: _Candidate, least: float) -> tuple[float, float, str]:
-    """What candidates are sorted by: measured costs within a few percent of the least are a tie."""
-    measured = candidate.cost_source != "declared"
-    tied = measured and least <= candidate.cost <= _TIE * least
-    return (least if tied else candidate.cost, candidate.implementation.preference, candidate.implementation.name)
+def _rank(candidate: _Candidate, least: float) -> tuple[tuple[bool, float], float, str]:
+    """What candidates are sorted by."""
+    rank = cost_rank(candidate.measured, candidate.cost, least)
+    return rank, candidate.implementation.preference, candidate.implementation.name
+
+
+def _tell_ties(candidates: Sequence[_Candidate], least: float) -> None:
+    """Say it where declared preferences decide among measured costs."""
+    tied = [c for c in candidates if c.measured and cost_rank(True, c.cost, least) == (False, least)]
+    for candidate in tied if len(tied) > 1 else ():
+        candidate.cost_source += f" tie within {_TIE - 1:.0%}, preference {candidate.implementation.preference:g} decides;"
 
 
 def _meets(rule: Rule, implementation: Implementation) -> bool:
@@ -156,6 +181,7 @@ def _first_look(candidate: Implementation, request: Request, policy: Policy, cos
         implementation=candidate,
         cost=cost,
         cost_source=source,
+        measured=measured is not None,
         reasons=off + candidate.support.reasons(request),
         fits_device=not any(candidate.support.device_reasons(request.device)),
         disabled=bool(off),
