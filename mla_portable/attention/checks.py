@@ -46,7 +46,7 @@ class StepCheck:
     ) -> None:
         """`flat_cache`: sparse_prefill reads the bf16 cache as flat rows. `schedule_kind`: of the layer's sparse_decode."""
         self._spec, self._route, self._device, self._sink, self._flat = spec, route, device, attn_sink, flat_cache
-        self._known: StepPlan | None = None
+        self._known: object = self  # the last plan that passed _check_plan; no plan yet
         self._schedule_type = SCHEDULE_TYPES.get(schedule_kind)
         self._has_query = buffers.query is not None
         self._workspace_rows = 0 if buffers.workspace is None else buffers.workspace.shape[0]
