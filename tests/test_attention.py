@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, replace
 
@@ -669,6 +670,15 @@ def test_a_kept_plan_may_be_captured(monkeypatch):
     monkeypatch.setattr(checks, "_is_capturing", lambda device: True)
     layer(step.q, step.kv_cache, step.topk_indices, plan)
     assert plugin.calls
+
+
+def test_a_copy_of_a_layer_has_buffers_of_its_own():
+    step = make_step("decodes and prefills in chunks", "bf16")
+    layer = copy.deepcopy(make_layer("split", "bf16"))
+    plan = plan_for(layer, step.batch)
+    assert_matches(step, *layer(step.q, step.kv_cache, step.topk_indices, plan))
+    with pytest.raises(InvalidArgument, match=r"overlaps the layer's buffers.workspace"):
+        layer(step.q, step.kv_cache, step.topk_indices, plan, out=over(layer.buffers.workspace, 21, HEADS, 512))
 
 
 def test_layers_that_share_buffers_may_divide_a_plan_differently():
