@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import BoundPrimitive, Primitive, Request, SplitSchedule, TileSchedule
+from mla_portable.contracts.schedule import SCHEDULE_TYPES
 from mla_portable.registry import Registry, get_registry
 from mla_portable.registry.registry import check_backend
 
@@ -36,10 +37,6 @@ _FACTS: Final[dict[str, tuple[str, ...]]] = {
     "indexer_logits": ("num_heads", "block_size"),
 }
 """The Request fields that a call's arguments decide, in the order in which `mla_portable.api` gives them."""
-_SCHEDULES: Final[dict[str, type[SplitSchedule] | type[TileSchedule]]] = {
-    "split_kv": SplitSchedule,
-    "flashmla_tiles": TileSchedule,
-}
 
 
 class Served(NamedTuple):
@@ -74,6 +71,8 @@ def find(primitive: str, backend: str | None, tensor: Tensor, facts: tuple[Any, 
 
     The call runs there, be it the current device or not.
     """
+    if backend is not None:
+        check_backend(backend, primitive)
     device = tensor.get_device()
     if device >= 0 and torch.cuda.current_device() != device:  # a kernel is launched on the current GPU
         with torch.cuda.device(device):
@@ -82,18 +81,13 @@ def find(primitive: str, backend: str | None, tensor: Tensor, facts: tuple[Any, 
     registry = get_registry() if _override is None else _override
     graph = device >= 0 and torch.cuda.is_current_stream_capturing()
     key = (primitive, backend, device, graph, facts, registry.choice_token())
-    try:
-        served: Served | None = registry.served.get(key)
-    except TypeError:  # a backend that cannot be hashed, such as a list
-        check_backend(backend, primitive)
-        raise
+    served: Served | None = registry.served.get(key)
     if served is None:
-        check_backend(backend, primitive)
         given = dict(zip(_FACTS[primitive], facts, strict=True))
         request = Request(Primitive(primitive), registry.facts(tensor.device), graph=graph, **given)
         implementation, _ = registry.select(request, backend=backend)
         call = registry.bind(request, backend=backend)
-        served = Served(call, implementation.name, _SCHEDULES.get(implementation.schedule_kind))
+        served = Served(call, implementation.name, SCHEDULE_TYPES.get(implementation.schedule_kind))
         if len(registry.served) >= _CACHE_LIMIT:
             registry.served.clear()
         registry.served[key] = served

@@ -56,7 +56,8 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         with neutral_defaults():
             buffers = scratch.step_buffers(resolved.spec, has_workspace=has_workspace) if shared else None
             self.attention = SparseMLAAttention(resolved.spec, device=device, buffers=buffers)
-            config = self.attention.planner_config()
+            # vLLM's lengths may be upper bounds, or those of a dummy batch: the block table need not reach that far
+            config = replace(self.attention.planner_config(), block_size=None)
             if config.schedule_kind == "flashmla_tiles":
                 config = replace(config, few_tokens=compat.few_decode_tokens())
             self.planner = Planner(config)
