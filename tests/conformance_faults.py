@@ -236,15 +236,18 @@ class Model:
         num_blocks, size, _ = index_cache.shape
         if "ignores the block stride" in self.faults:
             index_cache = index_cache.as_strided(index_cache.shape, (size * 128, 128, 1), index_cache.storage_offset())
-        ends = query_start_loc[1:]
+        starts = query_start_loc.tolist()
+        if "counts tokens from the first start" in self.faults:
+            starts = [start - starts[0] for start in starts]
+        if "ends requests with the tokens" in self.faults:
+            starts = [min(start, q.shape[0]) for start in starts]
         for token in range(q.shape[0]):
-            request = int((ends <= token).sum())
-            if request == len(ends):
-                if "scores tokens of nobody" not in self.faults or not len(ends):
-                    continue
-                request = len(ends) - 1
+            owners = [r for r in range(len(seq_lens)) if starts[r] <= token < starts[r + 1]]
+            if not owners and ("scores tokens of nobody" not in self.faults or not len(seq_lens)):
+                continue
+            request = owners[-1] if owners else len(seq_lens) - 1
             length = min(max(int(seq_lens[request]), 0), block_table.shape[1] * size)
-            seen = length - (int(ends[request]) - 1 - token)
+            seen = length - (starts[request + 1] - 1 - token)
             if "looks ahead" in self.faults:
                 seen = length
             for position in range(min(max(seen, 0), out.shape[1])):

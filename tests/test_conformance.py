@@ -128,6 +128,10 @@ FAULTS = [
     ("looks ahead", (P.INDEXER_LOGITS,), "prefill !narrow !table_holes", "expected -inf"),
     ("leaves the unseen", (P.INDEXER_LOGITS,), "wide prefill", "expected -inf"),
     ("scores tokens of nobody", (P.INDEXER_LOGITS,), "tail2 prefill !narrow", "expected -inf"),
+    ("counts tokens from the first start", (P.INDEXER_LOGITS,), "starts_late", "expected"),
+    ("counts tokens from the first start", (P.INDEXER_LOGITS,), "starts_outside", "expected"),
+    ("ends requests with the tokens", (P.INDEXER_LOGITS,), "starts_outside", "expected"),
+    ("scores tokens of nobody", (P.INDEXER_LOGITS,), "starts_late", "expected -inf"),
     ("believes the table", (P.INDEXER_LOGITS,), "table_holes prefill !narrow", "expected -inf"),
     ("ignores the block stride", (P.INDEXER_LOGITS,), "strided prefill !table_holes", "got nan"),
 ]

@@ -35,6 +35,8 @@ class IndexerLogitsParams(Params):
             tokens than context, a length past the table and a negative one; "empty", requests without tokens or context;
             "none", no tokens at all; "published", that of `published`.
         tail: tokens of no request after the last one's.
+        starts: "zero", the first request starts at token 0; "late", two tokens of no request come before it; "outside", it
+            starts at token -1, and the last one ends after the last token.
         table: "plain"; "holes", negative entries and blocks past the cache.
         width: of out: "exact", the longest context; "narrow", less; "wide", more than the table holds.
         inputs: "packed" or "views" of wider tensors; so are outputs. blocks: "packed" or "strided".
@@ -45,6 +47,7 @@ class IndexerLogitsParams(Params):
     block_size: int
     batch: str = "prefill"
     tail: int = 0
+    starts: str = "zero"
     table: str = "plain"
     width: str = "exact"
     inputs: str = "packed"
@@ -56,6 +59,7 @@ class IndexerLogitsParams(Params):
         remarks = {
             self.batch: True,
             f"tail{self.tail}": self.tail > 0,
+            f"starts_{self.starts}": self.starts != "zero",
             f"table_{self.table}": self.table != "plain",
             self.width: self.width != "exact",
             "inviews": self.inputs == "views",
@@ -94,8 +98,12 @@ class IndexerLogitsParams(Params):
         columns = -(-(max(_FEW, self.block_size + 5)) // self.block_size)
         batch = self._batch(columns)
         batch = [batch[i] for i in shuffled(len(batch), g).tolist()]
+        if self.starts == "outside":  # requests of several tokens at both ends, so that parts of them are cut off
+            *rest, large, largest = sorted(batch)
+            batch = [large, *rest, largest]
         queries, lengths = ([each[i] for each in batch] for i in (0, 1))
-        num_tokens = sum(queries) + self.tail
+        first, more = {"zero": (0, 0), "late": (2, 2), "outside": (-1, -2)}[self.starts]
+        num_tokens = sum(queries) + self.tail + more
         owned = len(batch) * columns
         num_blocks = owned + 2
         table = shuffled(num_blocks, g)[:owned].view(len(batch), columns).to(torch.int32)
@@ -109,7 +117,7 @@ class IndexerLogitsParams(Params):
         if self.table == "holes":
             for i, bad in enumerate((-1, num_blocks, INT32_MIN, num_blocks + 114514)):
                 table.view(-1)[i::7] = bad
-        starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
+        starts = torch.tensor([first, *queries]).cumsum(0).to(torch.int32)
         apart = self.inputs == "views"
         # bf16 numbers, so that an op which takes them so loses nothing
         weights = torch.randn(num_tokens, self.heads, generator=g).bfloat16().float()
@@ -160,5 +168,8 @@ def indexer_logits_params(implementation: Implementation, facts: DeviceFacts, le
     for choice in covering(axes, strength={"smoke": 1, "quick": 2, "full": 3}[level]):
         yield IndexerLogitsParams(**choice)
     base = IndexerLogitsParams(heads=axes["heads"][-1], block_size=axes["block_size"][-1])
-    if level != "smoke" and can_capture(implementation, facts):
+    if level == "smoke":
+        return
+    yield from (replace(base, starts=starts) for starts in ("late", "outside"))
+    if can_capture(implementation, facts):
         yield replace(base, run="graph", table="holes", tail=2)
