@@ -16,6 +16,11 @@ from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Suppo
 CPU = DeviceFacts(vendor="cpu", name="any CPU", arch="cpu", device_type="cpu")
 
 
+def on_a_grid(x, step):
+    """x as multiples of `step`: what fixed-point numbers with one exponent keep of it."""
+    return torch.where(step > 0, (x / step).round() * step, x)
+
+
 class Model:
     """Implementations `model.torch` of all primitives, wrong in the ways that `faults` name."""
 
@@ -186,7 +191,14 @@ class Model:
         rows = self._rows(kv, torch.where(valid, names, 0))
         if "leaks NaN" not in faults:
             rows[~valid] = 0
-        scores = softmax_scale * (q.float() @ rows.T)
+        q = q.float()
+        if "one exponent for all heads" in faults:
+            q = on_a_grid(q, q.abs().max() / 2**12)
+        if "one exponent for all keys" in faults:
+            rows[:, :512] = on_a_grid(rows[:, :512], rows[:, :512].abs().max() / 2**12)
+        if "one exponent for the groups of a key" in faults:
+            rows[:, :512] = on_a_grid(rows[:, :512], rows[:, :512].abs().amax(dim=1, keepdim=True) / 2**10)
+        scores = softmax_scale * (q @ rows.T)
         scores[:, ~valid] = -math.inf
         empty = not valid.any()
         top = scores.amax(dim=-1, keepdim=True) if len(names) and not empty else torch.zeros(heads, 1)
@@ -211,14 +223,21 @@ class Model:
 
     # ------------------------------------------------------------------ small ones
 
+    @property
+    def _rounds(self):
+        return "divides by the exponential of a rounded lse" in self.faults
+
     def merge_states(self, outs, lses):
         top = lses.amax(dim=0).nan_to_num(neginf=0.0)
-        weights = torch.exp(lses - top)
+        weights = torch.exp(lses - (lses.logsumexp(dim=0).nan_to_num(neginf=0.0) if self._rounds else top))
         parts = outs.float()
         if "multiplies dead parts by 0" not in self.faults:
             parts = parts.masked_fill((lses == -math.inf)[..., None], 0.0)
         total = weights.sum(dim=0)
-        out = (weights[..., None] * parts).sum(dim=0) / total.clamp(min=1e-30)[..., None]
+        out = (weights[..., None] * parts).sum(dim=0)
+        if self._rounds:
+            return out.to(outs.dtype), lses.logsumexp(dim=0)
+        out = out / total.clamp(min=1e-30)[..., None]
         return out.to(outs.dtype), total.log() + top
 
     def quantize_per_tensor(self, x, dtype=torch.float8_e4m3fn):
