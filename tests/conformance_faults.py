@@ -51,6 +51,8 @@ class Model:
             kv = kv.as_strided((blocks + 1, block_size, width), kv.stride(), kv.storage_offset())
         if "ignores the block stride" in self.faults:
             kv = kv.as_strided(kv.shape, (block_size * width, width, 1), kv.storage_offset())
+        if "takes two blocks for adjacent" in self.faults and blocks == 2:
+            kv = kv.as_strided(kv.shape, (block_size * width, width, 1), kv.storage_offset())
         if "32-bit addresses" in self.faults:
             address = (slots * width + 2**31) % 2**32 - 2**31  # what int32 makes of it
             slots = torch.where(address == slots * width, slots, 0)
@@ -69,6 +71,8 @@ class Model:
 
     def cache_write(self, kv_c, k_pe, kv_cache, slot_mapping, *, scale_format="pow2"):
         blocks, block_size, width = kv_cache.shape
+        if "takes two blocks for adjacent" in self.faults and blocks == 2:
+            kv_cache = kv_cache.as_strided(kv_cache.shape, (block_size * width, width, 1), kv_cache.storage_offset())
         for token, slot in enumerate(slot_mapping.tolist()):
             if slot >= blocks * block_size or (slot < 0 and "writes skipped tokens" not in self.faults):
                 continue
@@ -253,7 +257,8 @@ class Model:
         if "leaves the unseen" not in self.faults:
             out.fill_(-math.inf)
         num_blocks, size, _ = index_cache.shape
-        if "ignores the block stride" in self.faults:
+        two = num_blocks == 2 and "takes two blocks for adjacent" in self.faults
+        if two or "ignores the block stride" in self.faults:
             index_cache = index_cache.as_strided(index_cache.shape, (size * 128, 128, 1), index_cache.storage_offset())
         starts = query_start_loc.tolist()
         if "counts tokens from the first start" in self.faults:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from mla_portable.conformance.attention import WORKSPACE, AttentionParams, DecodeParams, PrefillParams
 from mla_portable.conformance.cover import Choice, covering, crossed
-from mla_portable.conformance.inputs import PATTERNS, SIZES
+from mla_portable.conformance.inputs import PAIR_BLOCK, PATTERNS, SIZES
 from mla_portable.conformance.params import (
     Storage,
     accepted,
@@ -115,7 +115,7 @@ def _makes_sense(choice: Choice) -> bool:
     flat = kv == WORKSPACE
     if "block_size" in choice and (choice["block_size"] is None) != flat:
         return False
-    if flat and choice.get("blocks") == "strided":
+    if flat and choice.get("blocks", "packed") != "packed":
         return False
     # bf16 arithmetic on amax scales is off by 2^-8 of a score; at hundreds that says nothing about the kernel
     return not (scale_format == "amax" and choice.get("size") in ("large", "loud_head"))
@@ -184,6 +184,8 @@ def _scenes(
     if level == "smoke":
         return
     yield from (replace(p, scene="address") for p in base if can_hold_vast(p.kv_layout, facts, level))
+    pair = plain | {"blocks": ["pair"], "block_size": [size for size in axes["block_size"][-1:] if size and size >= PAIR_BLOCK]}
+    yield from params(pair) if pair["block_size"] else ()
     narrow = plain | {"topk": narrow_topks(implementation, facts), "pattern": ["dense", "absent"], "lengths": axes["lengths"]}
     yield from params(narrow) if narrow["topk"] else ()
     loud = plain | {

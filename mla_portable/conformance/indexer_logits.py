@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mla_portable.conformance.compare import Finding, close, same_object
 from mla_portable.conformance.cover import covering
-from mla_portable.conformance.inputs import INT32_MIN, generator, shuffled
+from mla_portable.conformance.inputs import INT32_MIN, PAIR_BLOCK, generator, shuffled
 from mla_portable.conformance.params import Params, block_sizes, can_capture, heads
 from mla_portable.conformance.problem import Guarded, Problem, Stage, guarded
 from mla_portable.conformance.tolerances import tolerance
@@ -39,7 +39,8 @@ class IndexerLogitsParams(Params):
             starts at token -1, and the last one ends after the last token.
         table: "plain"; "holes", negative entries and blocks past the cache.
         width: of out: "exact", the longest context; "narrow", less; "wide", more than the table holds.
-        inputs: "packed" or "views" of wider tensors; so are outputs. blocks: "packed" or "strided".
+        inputs: "packed" or "views" of wider tensors; so are outputs. blocks: "packed"; "strided";
+            "pair", two that lie apart, all of one request.
     """
 
     primitive = Primitive.INDEXER_LOGITS
@@ -82,6 +83,8 @@ class IndexerLogitsParams(Params):
     def _batch(self, columns: int) -> list[tuple[int, int]]:
         """(query tokens, length) of each request."""
         block = self.block_size
+        if self.blocks == "pair":
+            return [(3, 2 * block - 1)]
         kinds = {
             "decode": [(1, 1), (1, block), (1, block + 1), (1, _FEW)],
             "prefill": [(3, 3), (2, block + 1), (5, block + 5), (1, _FEW)],
@@ -95,7 +98,8 @@ class IndexerLogitsParams(Params):
     def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
         """See Params."""
         g, stage = generator(seed), Stage(device)
-        columns = -(-(max(_FEW, self.block_size + 5)) // self.block_size)
+        pair = self.blocks == "pair"
+        columns = 2 if pair else -(-(max(_FEW, self.block_size + 5)) // self.block_size)
         batch = self._batch(columns)
         batch = [batch[i] for i in shuffled(len(batch), g).tolist()]
         if self.starts == "outside":  # requests of several tokens at both ends, so that parts of them are cut off
@@ -105,10 +109,10 @@ class IndexerLogitsParams(Params):
         first, more = {"zero": (0, 0), "late": (2, 2), "outside": (-1, -2)}[self.starts]
         num_tokens = sum(queries) + self.tail + more
         owned = len(batch) * columns
-        num_blocks = owned + 2
+        num_blocks = owned + (0 if pair else 2)
         table = shuffled(num_blocks, g)[:owned].view(len(batch), columns).to(torch.int32)
         length_of_block, cpu = self.block_size * INDEX_HEAD_SIZE, torch.device("cpu")
-        cache = guarded((num_blocks, length_of_block), torch.bfloat16, cpu, strided=self.blocks == "strided").view
+        cache = guarded((num_blocks, length_of_block), torch.bfloat16, cpu, strided=self.blocks != "packed").view
         rows = cache.unflatten(1, (self.block_size, INDEX_HEAD_SIZE))  # NaN until a token is stored
         for request, length in enumerate(lengths):
             position = torch.arange(min(max(length, 0), columns * self.block_size))
@@ -171,5 +175,7 @@ def indexer_logits_params(implementation: Implementation, facts: DeviceFacts, le
     if level == "smoke":
         return
     yield from (replace(base, starts=starts) for starts in ("late", "outside"))
+    if base.block_size >= PAIR_BLOCK:
+        yield replace(base, blocks="pair")
     if can_capture(implementation, facts):
         yield replace(base, run="graph", table="holes", tail=2)

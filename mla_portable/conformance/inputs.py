@@ -13,6 +13,7 @@ from torch import Tensor
 from mla_portable.contracts import BF16, HEAD_SIZE, KV_LORA_RANK, SCALE_GROUP, CacheLayout, pack_fp8
 
 __all__ = [
+    "PAIR_BLOCK",
     "PATTERNS",
     "SIZES",
     "Paged",
@@ -45,6 +46,8 @@ loud_head   head 1 of the query is 2^20 times larger than the others
 loud_keys   the latents of every fourth token are 2^16 times larger, and its scores so low that it contributes nothing
 loud_group  the first 128 values of every token are 2^12 times larger, and the queries are 0 there
 """
+PAIR_BLOCK: Final = 8
+"""Tokens that a block must hold for a cache of two of them to make a case."""
 INT32_MIN: Final = -(2**31)
 INT32_MAX: Final = 2**31 - 1
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference gives the same bits whatever torch's process-wide defaults and switches are."""
+"""The reference and the portable kernels give the same bits whatever torch's process-wide defaults and switches are."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import mla_portable_triton
 from mla_portable import reference
 from mla_portable.contracts import DeviceFacts, Primitive, Request, pack_fp8
 from mla_portable.reference import oracle
@@ -87,15 +88,16 @@ def arguments(primitive: Primitive) -> tuple[tuple[Any, ...], dict[str, Any]]:
     }[primitive]
 
 
-def bound(primitive: Primitive, facts: DeviceFacts = CPU) -> Callable[..., Any]:
+def bound(primitive: Primitive, facts: DeviceFacts = CPU, backend: Any = reference) -> Callable[..., Any]:
     class Collector:
         def add(self, implementation: Any) -> None:
             if implementation.primitive is primitive:
                 self.found = implementation
 
     collector = Collector()
-    reference.mla_portable_register(collector)
-    return collector.found.bind(Request(primitive, facts))
+    backend.mla_portable_register(collector)
+    layout = "bf16" if primitive is P.SPARSE_PREFILL else "fp8_ds_mla" if collector.found.support.kv_layouts else None
+    return collector.found.bind(Request(primitive, facts, kv_layout=layout, num_heads=3, topk=24, block_size=16))
 
 
 def bits(x: Tensor) -> Tensor:
@@ -107,13 +109,19 @@ def written(primitive: Primitive, results: Any, given: tuple[Any, ...]) -> list[
 
 
 @pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
-@pytest.mark.parametrize("facts", [CPU, WITHOUT_FP64], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    ("backend", "facts"),
+    [(reference, CPU), (reference, WITHOUT_FP64), (mla_portable_triton, CPU)],
+    ids=["reference-float64", "reference-float32", "triton"],
+)
 @pytest.mark.parametrize("primitive", list(P), ids=str)
-def test_defaults_change_no_bit(primitive: Primitive, facts: DeviceFacts, hostile: Callable[[], AbstractContextManager[Any]]):
+def test_defaults_change_no_bit(
+    primitive: Primitive, backend: Any, facts: DeviceFacts, hostile: Callable[[], AbstractContextManager[Any]]
+):
     results = []
     for context in (None, hostile):
         args, options = arguments(primitive)
-        call = bound(primitive, facts)
+        call = bound(primitive, facts, backend)
         _e4m3_pairs.cache_clear()  # the table is made under the hostile defaults too
         if context is None:
             results.append(written(primitive, call(*args, **options), args))
@@ -150,6 +158,26 @@ def test_no_matrix_product_is_taken_in_float32(primitive: Primitive):
     with Multiplications() as seen:
         bound(primitive, WITHOUT_FP64)(*args, **options)
     assert seen.dtypes == set()
+
+
+class OutsideOfAutocast(TorchDispatchMode):
+    """Counts operators, none of which runs under autocast."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not torch.is_autocast_enabled("cpu"), func
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("primitive", list(P), ids=str)
+def test_autocast_is_off_inside(primitive: Primitive):
+    args, options = arguments(primitive)
+    call = bound(primitive)
+    with torch.autocast("cpu"), OutsideOfAutocast() as seen:
+        call(*args, **options)
+    assert seen.count > 1
 
 
 @pytest.mark.parametrize("primitive", [P.SPARSE_DECODE, P.SPARSE_PREFILL, P.INDEXER_LOGITS], ids=str)
