@@ -92,10 +92,9 @@ def _sees(starts: list[int]) -> list[bool]:
 def test_starts_that_do_not_ascend_read_nothing_outside(starts: list[int]):
     """Positions stay within the table, so a score is that of a block which the table names, or -inf."""
     arguments = problem(1, 16, [3, 1, 3], [16, 16, 16])
-    arguments[3], arguments[5] = int32(starts), arguments[5][:, :1]
-    wide = torch.full((3, 4), 2**30, dtype=torch.int32)  # what stands behind the table must not be read
-    wide[:, :1] = arguments[5]
-    arguments[5] = wide[:, :1]
+    arguments[3] = int32(starts)
+    wide = torch.zeros(3, 4, dtype=torch.int32)  # block 0 is in no column of the table, but stands behind it
+    wide[:, :1] = arguments[5][:, :1]
     bound = bind_indexer_logits(Request(Primitive.INDEXER_LOGITS, FACTS))
     out = torch.full((7, 40), math.nan, device=DEVICE)
     bound(*(x.to(DEVICE) for x in arguments[:5]), wide.to(DEVICE)[:, :1], out=out)
