@@ -463,4 +463,4 @@ def test_a_report_is_plain_data(reference_report):
 
 def test_the_page_shows_the_table():
     page = Path(__file__).parents[1] / "docs" / "numerics.md"
-    assert tolerance_table_markdown() in page.read_text()
+    assert tolerance_table_markdown() in page.read_text(), "run: python ci/tolerance_table.py"

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import io
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,3 +77,13 @@ def test_the_suite_runs_under_any_default_device_and_dtype():
     finally:
         torch.set_default_dtype(before)
     assert report.ok, [(r.case.id, r.message) for r in report.results if r.status != "passed"]
+
+
+def test_the_script_renews_the_table_of_the_page_and_nothing_else():
+    script = runpy.run_path(str(Path(__file__).parents[1] / "ci" / "tolerance_table.py"))
+    page = script["PAGE"].read_text(encoding="utf-8")
+    assert script["renewed"](page) == page
+    begin = page.index(script["BEGIN"]) + len(script["BEGIN"])
+    assert script["renewed"](page[:begin] + "| an old table |\n" + page[page.index(script["END"]) :]) == page
+    with pytest.raises(SystemExit, match="tolerances: begin"):
+        script["renewed"]("a page without markers")
