@@ -100,7 +100,7 @@ class GatherUpconvert(Protocol):
 
     kv_cache as in CacheWrite; block_table [P, columns] int32; seq_lens [P] int32; workspace_starts [P] int32, first row
     of each request in `out` [W, 576] bf16. latent = bf16(e4m3 * float32 scale), rope bit for bit. Rows that no request
-    owns stay as they were; a token whose table entry is invalid becomes a row of zeros; rows past W are not written.
+    owns stay as they were; a token whose table entry is invalid becomes a row of zeros; rows below 0 or past W are not written.
     """
 
     def __call__(
