@@ -16,6 +16,11 @@ from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Suppo
 CPU = DeviceFacts(vendor="cpu", name="any CPU", arch="cpu", device_type="cpu")
 
 
+def on_a_grid(x, step):
+    """x as multiples of `step`: what fixed-point numbers with one exponent keep of it."""
+    return torch.where(step > 0, (x / step).round() * step, x)
+
+
 class Model:
     """Implementations `model.torch` of all primitives, wrong in the ways that `faults` name."""
 
@@ -46,6 +51,8 @@ class Model:
             kv = kv.as_strided((blocks + 1, block_size, width), kv.stride(), kv.storage_offset())
         if "ignores the block stride" in self.faults:
             kv = kv.as_strided(kv.shape, (block_size * width, width, 1), kv.storage_offset())
+        if "takes two blocks for adjacent" in self.faults and blocks == 2:
+            kv = kv.as_strided(kv.shape, (block_size * width, width, 1), kv.storage_offset())
         if "32-bit addresses" in self.faults:
             address = (slots * width + 2**31) % 2**32 - 2**31  # what int32 makes of it
             slots = torch.where(address == slots * width, slots, 0)
@@ -64,6 +71,8 @@ class Model:
 
     def cache_write(self, kv_c, k_pe, kv_cache, slot_mapping, *, scale_format="pow2"):
         blocks, block_size, width = kv_cache.shape
+        if "takes two blocks for adjacent" in self.faults and blocks == 2:
+            kv_cache = kv_cache.as_strided(kv_cache.shape, (block_size * width, width, 1), kv_cache.storage_offset())
         for token, slot in enumerate(slot_mapping.tolist()):
             if slot >= blocks * block_size or (slot < 0 and "writes skipped tokens" not in self.faults):
                 continue
@@ -186,7 +195,14 @@ class Model:
         rows = self._rows(kv, torch.where(valid, names, 0))
         if "leaks NaN" not in faults:
             rows[~valid] = 0
-        scores = softmax_scale * (q.float() @ rows.T)
+        q = q.float()
+        if "one exponent for all heads" in faults:
+            q = on_a_grid(q, q.abs().max() / 2**12)
+        if "one exponent for all keys" in faults:
+            rows[:, :512] = on_a_grid(rows[:, :512], rows[:, :512].abs().max() / 2**12)
+        if "one exponent for the groups of a key" in faults:
+            rows[:, :512] = on_a_grid(rows[:, :512], rows[:, :512].abs().amax(dim=1, keepdim=True) / 2**10)
+        scores = softmax_scale * (q @ rows.T)
         scores[:, ~valid] = -math.inf
         empty = not valid.any()
         top = scores.amax(dim=-1, keepdim=True) if len(names) and not empty else torch.zeros(heads, 1)
@@ -211,14 +227,21 @@ class Model:
 
     # ------------------------------------------------------------------ small ones
 
+    @property
+    def _rounds(self):
+        return "divides by the exponential of a rounded lse" in self.faults
+
     def merge_states(self, outs, lses):
         top = lses.amax(dim=0).nan_to_num(neginf=0.0)
-        weights = torch.exp(lses - top)
+        weights = torch.exp(lses - (lses.logsumexp(dim=0).nan_to_num(neginf=0.0) if self._rounds else top))
         parts = outs.float()
         if "multiplies dead parts by 0" not in self.faults:
             parts = parts.masked_fill((lses == -math.inf)[..., None], 0.0)
         total = weights.sum(dim=0)
-        out = (weights[..., None] * parts).sum(dim=0) / total.clamp(min=1e-30)[..., None]
+        out = (weights[..., None] * parts).sum(dim=0)
+        if self._rounds:
+            return out.to(outs.dtype), lses.logsumexp(dim=0)
+        out = out / total.clamp(min=1e-30)[..., None]
         return out.to(outs.dtype), total.log() + top
 
     def quantize_per_tensor(self, x, dtype=torch.float8_e4m3fn):
@@ -234,17 +257,21 @@ class Model:
         if "leaves the unseen" not in self.faults:
             out.fill_(-math.inf)
         num_blocks, size, _ = index_cache.shape
-        if "ignores the block stride" in self.faults:
+        two = num_blocks == 2 and "takes two blocks for adjacent" in self.faults
+        if two or "ignores the block stride" in self.faults:
             index_cache = index_cache.as_strided(index_cache.shape, (size * 128, 128, 1), index_cache.storage_offset())
-        ends = query_start_loc[1:]
+        starts = query_start_loc.tolist()
+        if "counts tokens from the first start" in self.faults:
+            starts = [start - starts[0] for start in starts]
+        if "ends requests with the tokens" in self.faults:
+            starts = [min(start, q.shape[0]) for start in starts]
         for token in range(q.shape[0]):
-            request = int((ends <= token).sum())
-            if request == len(ends):
-                if "scores tokens of nobody" not in self.faults or not len(ends):
-                    continue
-                request = len(ends) - 1
+            owners = [r for r in range(len(seq_lens)) if starts[r] <= token < starts[r + 1]]
+            if not owners and ("scores tokens of nobody" not in self.faults or not len(seq_lens)):
+                continue
+            request = owners[-1] if owners else len(seq_lens) - 1
             length = min(max(int(seq_lens[request]), 0), block_table.shape[1] * size)
-            seen = length - (int(ends[request]) - 1 - token)
+            seen = length - (starts[request + 1] - 1 - token)
             if "looks ahead" in self.faults:
                 seen = length
             for position in range(min(max(seen, 0), out.shape[1])):

@@ -464,6 +464,28 @@ def test_a_request_that_starts_before_the_workspace_writes_the_rest():
     assert torch.equal(out[:4], cache.view(8, 576)[[7, 0, 1, 2]]) and (out[4:] == 7).all()
 
 
+def test_the_work_of_a_gather_is_bounded_by_the_workspace(monkeypatch: pytest.MonkeyPatch):
+    """Tokens whose rows would lie before the workspace are not walked over, however far before it a request starts."""
+    cache = filled_cache("bf16", 2, 4, torch.arange(8))
+    table = torch.tensor([[1, 0], [0, 1], [1, 1]], dtype=torch.int32)
+    lengths = torch.tensor([INT_MAX, INT_MAX, 7], dtype=torch.int32)
+    starts = torch.tensor([-(2**31), 4 - INT_MAX, -5], dtype=torch.int32)
+    out = torch.full((6, 576), 7.0, dtype=torch.bfloat16)
+    expected = oracle.gather_upconvert(cache, table, lengths, starts, out=out)
+    walked = []
+    arange = torch.arange
+
+    def counting(begin: int, end: int, **options: object) -> torch.Tensor:
+        walked.append(end - begin)
+        assert sum(walked) <= 3 * len(out), "more tokens than the workspace has rows for each request"
+        return arange(begin, end, **options)
+
+    monkeypatch.setattr(torch, "arange", counting)
+    reference.gather_upconvert(cache, table, lengths, starts, out=out)
+    assert sum(walked) == 4 + 2 and torch.equal(out, expected)
+    assert torch.equal(out[:2], cache[1, 1:3]) and (out[2:4] == 0).all() and (out[4:] == 7).all()
+
+
 def test_gathered_rope_is_bit_for_bit():
     cache = torch.zeros(1, 64, 656, dtype=torch.uint8)
     patterns = torch.arange(0, 65536, 16, dtype=torch.int32).to(torch.uint16).view(64, 64)
@@ -494,6 +516,16 @@ def test_merge_agrees_with_the_oracle(shape: tuple[int, ...], dtype: torch.dtype
     tolerance = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-6}[dtype]
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=1e-6)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [3e4, -3e4, 1e6, 1e8])
+def test_a_merge_of_large_lses_is_not_scaled(size: float):
+    """float32 has steps of 0.002 at 3e4 and of 8 at 1e8: exp(lse_p - lse) would carry the rounding of lse."""
+    outs, lses = torch.randn(3, 5, 16, generator=seeded(0)), size + torch.randn(3, 5, generator=seeded(1))
+    expected, expected_lse = oracle.merge_states(outs, lses)
+    out, lse = reference.merge_states(outs, lses)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

@@ -132,6 +132,21 @@ def test_shape_and_library_reasons_come_together():
     assert [r.subject for r in fast.reasons] == ["topk", "libfast"]
 
 
+def test_scales_of_an_unknown_format_are_read_as_amax():
+    support = Support(source="a test", device_types=("cpu",), kv_layouts=("fp8_ds_mla",), scale_formats=("pow2",))
+    cpu = DeviceFacts(vendor="cpu", name="cpu", arch="cpu", device_type="cpu")
+    request = Request(Primitive.SPARSE_DECODE, cpu, kv_layout="fp8_ds_mla")
+    found = {name: [str(r) for r in support.reasons(request.but(scale_format=name))] for name in (None, "amax", "pow2")}
+    assert found["pow2"] == [] and "unknown, read as amax" in found[None][0] and "amax" in found["amax"][0]
+
+
+def test_a_kernel_for_64_heads_takes_64():
+    support = Support(source="a test", device_types=("cpu",), padded_heads=(64,))
+    cpu = DeviceFacts(vendor="cpu", name="cpu", arch="cpu", device_type="cpu")
+    accepted = [n for n in (1, 63, 64, 65) if not support.reasons(Request(Primitive.MERGE_STATES, cpu, num_heads=n))]
+    assert accepted == [1, 63, 64]
+
+
 def test_a_failed_probe_passes_over_and_is_told():
     vendors = Vendor("wrong", 1, wrong=True), Vendor("plain", 9)
     reg = registry(*vendors)

@@ -168,7 +168,9 @@ def test_decode_for_any_width(device: torch.device, facts: DeviceFacts, layout: 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("blocks", "block_size", "gap"), [(60, 1, 64), (5, 16, 52), (7, 13, 4 * 656), (1, 64, 16)])
+@pytest.mark.parametrize(
+    ("blocks", "block_size", "gap"), [(60, 1, 64), (5, 16, 52), (7, 13, 4 * 656), (2, 16, 52), (1, 64, 16)]
+)
 def test_blocks_may_lie_apart(device: torch.device, facts: DeviceFacts, layout: str, blocks: int, block_size: int, gap: int):
     problem = Problem(device, layout, heads=16, topk=64, blocks=blocks, block_size=block_size)
     spaced = Problem(device, layout, heads=16, topk=64, blocks=blocks, block_size=block_size, gap=gap)
@@ -453,6 +455,17 @@ def test_merge_states(device: torch.device, facts: DeviceFacts, dtype: torch.dty
     torch.testing.assert_close(got[1].cpu().double(), want[1], rtol=1e-6, atol=1e-6)
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(got[0].cpu().double(), want[0], rtol=step, atol=max(step * 1e-2, 1e-5))
+
+
+@pytest.mark.parametrize("size", [-200.0, 200.0, 3e4, -3e4, 1e6])
+def test_merge_states_of_large_lses(device: torch.device, facts: DeviceFacts, size: float):
+    """Weights are relative to the largest lse of a row, wherever that lies; the result carries no rounding of an lse."""
+    outs = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0))
+    lses = size + torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
+    got = bind_merge_states(Request(Primitive.MERGE_STATES, facts))(outs.to(device), lses.to(device))
+    want = oracle.merge_states(outs, lses)
+    torch.testing.assert_close(got[0].cpu().double(), want[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[1].cpu().double(), want[1], rtol=1e-6, atol=0)
 
 
 def test_merge_states_of_views(device: torch.device, facts: DeviceFacts):

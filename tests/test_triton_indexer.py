@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -68,6 +69,36 @@ def test_more_requests_than_a_tile_with_empty_ones_between():
     lengths = [3 + r % 5 for r in range(REQUEST_TILE + 6)]
     got, want = solve(problem(2, 16, [r % 2 for r in range(len(lengths))], lengths, tail=1), width=9)
     assert agree(got, want)
+
+
+@pytest.mark.parametrize("starts", [[2, 4, 4, 7], [-3, 1, 2, 40], [-9, -5, -2, -1], [7, 9, 11, 40], [3, 3, 3, 3]], ids=str)
+def test_starts_below_and_past_the_tokens(starts: list[int]):
+    """Tokens of no request come first and last; a request may begin before token 0 and end after the last token."""
+    arguments = problem(2, 16, [3, 1, 3], [33, 20, 9])
+    arguments[3] = int32(starts)
+    got, want = solve(arguments, width=40)
+    assert agree(got, want)
+    owned = [any(a <= t < b for a, b in pairwise(starts)) for t in range(7)]
+    assert [bool((row > -math.inf).any()) for row in got] == [o and w for o, w in zip(owned, _sees(starts), strict=True)]
+
+
+def _sees(starts: list[int]) -> list[bool]:
+    """Whether a token's position, counted back from the end of its request, is at least 0."""
+    places = [[n - (b - t) for (a, b), n in zip(pairwise(starts), [33, 20, 9], strict=True) if a <= t < b] for t in range(7)]
+    return [bool(p) and p[0] >= 0 for p in places]
+
+
+@pytest.mark.parametrize("starts", [[0, 9, 1, 3], [9, 1, 3, 2], [7, 3, 1, 0]], ids=str)
+def test_starts_that_do_not_ascend_read_nothing_outside(starts: list[int]):
+    """Positions stay within the table, so a score is that of a block which the table names, or -inf."""
+    arguments = problem(1, 16, [3, 1, 3], [16, 16, 16])
+    arguments[3] = int32(starts)
+    wide = torch.zeros(3, 4, dtype=torch.int32)  # block 0 is in no column of the table, but stands behind it
+    wide[:, :1] = arguments[5][:, :1]
+    bound = bind_indexer_logits(Request(Primitive.INDEXER_LOGITS, FACTS))
+    out = torch.full((7, 40), math.nan, device=DEVICE)
+    bound(*(x.to(DEVICE) for x in arguments[:5]), wide.to(DEVICE)[:, :1], out=out)
+    assert not out.isnan().any() and (out[:, 16:] == -math.inf).all()
 
 
 def test_bad_lengths_and_bad_tables():

@@ -334,6 +334,8 @@ BAD = [
     ("indexer_logits", "rows apart", "index_cache", bf16(BLOCKS, BLOCK, 256)[..., :128], "strides", "whole rows"),
     ("indexer_logits", "an empty block", "index_cache", bf16(BLOCKS, 0, 128), "block_size 0", "at least 1"),
     ("indexer_logits", "one start a request", "query_start_loc", i32(P), f"[{P}]", f"[{P + 1}]"),
+    ("indexer_logits", "a negative start", "query_start_loc", torch.tensor([-1, *[0] * P]).int(), "from -1 to 0", f"T = {T}"),
+    ("indexer_logits", "an end past T", "query_start_loc", torch.tensor([*[0] * P, T + 1]).int(), f"to {T + 1}", f"T = {T}"),
     ("indexer_logits", "long lengths", "seq_lens", zeros(P, dtype=torch.int64), "int64", "int32"),
     ("indexer_logits", "bf16 results", "out", bf16(T, 99), "bfloat16", "float32"),
     ("sparse_decode", "meta indices", "indices", i32(B, S, K).to("meta"), "on meta", "on cpu"),

@@ -271,8 +271,11 @@ def indexer_logits(
     Args:
         q: [T, H, 128] bf16. weights: [T, H] float32, of either sign. H are the indexer's own heads, 64 in DeepSeek-V3.2.
         index_cache: [blocks, block_size, 128] bf16, the indexer's keys; blocks may lie further apart than a block is long.
-        query_start_loc: [R + 1] int32, first token of each request, and their end. seq_lens: [R] int32, context and query;
-            a length counts as at most columns * block_size. block_table: [R, columns] int32.
+        query_start_loc: [R + 1] int32, ascending: the first token of each request, and the end of the last one. Token t of
+            request r is at position seq_lens[r] - query_start_loc[r + 1] + t. On a CPU the values must lie in [0, T]. On a GPU
+            they are not read back: tokens outside of [0, T) do not exist and shift no position.
+        seq_lens: [R] int32, context and query; a length counts as at most columns * block_size.
+        block_table: [R, columns] int32.
         out: [T, N] float32, written; column s is position s of the token's request.
         backend: see the module.
     Returns: `out` = sum over heads of weights * max(q.k, 0); -inf where a token sees no key: past its own position, without

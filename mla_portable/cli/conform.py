@@ -93,6 +93,7 @@ def _for_a_person(report: Report) -> list[RenderableType]:
     bad = [result for result in report.results if result.status != "passed"]
     for result in bad:
         shown += [f"{result.status.upper()} {result.case.id}", *(f"    {line}" for line in result.message.splitlines())]
+    shown += report.common()
     total = f"{len(report.results)} cases, {report.seconds:.1f} s of work: {report.passed} passed, {report.failed} failed."
     shown.append(total if report.results else f"{total} A suite that ran nothing proves nothing.")
     return shown

@@ -31,8 +31,8 @@ class AttentionParams(Params):
             with that one.
         lengths: pass them; 0, K and values outside of [0, K] among them.
         inputs, outputs: "packed" or "views" into larger memory; outputs also "fresh", allocated by the callee.
-        blocks: "packed", or "strided": further apart than they are long.
-        size: "plain", or "large": scores in the hundreds.
+        blocks: "packed"; "strided", further apart than they are long; "pair", so, and a cache of two blocks only.
+        size: magnitudes of queries and tokens (`inputs.SIZES`).
         schedule: the kind to pass, "none" for no schedule. padded_heads: the head count that the kernel runs with.
         with_lse: it is asked for.
         promised: indices are clean, as the request then says; what is absent is -1, past a length as well.

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from mla_portable.conformance.attention import WORKSPACE, AttentionParams, DecodeParams, PrefillParams
 from mla_portable.conformance.cover import Choice, covering, crossed
-from mla_portable.conformance.inputs import PATTERNS
+from mla_portable.conformance.inputs import PAIR_BLOCK, PATTERNS, SIZES
 from mla_portable.conformance.params import (
     Storage,
     accepted,
@@ -115,10 +115,10 @@ def _makes_sense(choice: Choice) -> bool:
     flat = kv == WORKSPACE
     if "block_size" in choice and (choice["block_size"] is None) != flat:
         return False
-    if flat and choice.get("blocks") == "strided":
+    if flat and choice.get("blocks", "packed") != "packed":
         return False
     # bf16 arithmetic on amax scales is off by 2^-8 of a score; at hundreds that says nothing about the kernel
-    return not (scale_format == "amax" and choice.get("size") == "large")
+    return not (scale_format == "amax" and choice.get("size") in ("large", "loud_head"))
 
 
 def _work(rows: int, heads: int, topk: int) -> int:
@@ -168,8 +168,8 @@ def _scenes(
     def allowed(choice: Choice) -> bool:
         return _is_claimed(choice, implementation, facts) and _makes_sense(choice)
 
-    def params(chosen: dict[str, list[Any]]) -> Iterator[AttentionParams]:
-        for choice in covering(chosen, strength=1, allowed=allowed):
+    def params(chosen: dict[str, list[Any]], strength: int = 1) -> Iterator[AttentionParams]:
+        for choice in covering(chosen, strength=strength, allowed=allowed):
             yield _params(implementation, choice)
 
     plain = {name: values[:1] for name, values in axes.items()} | {
@@ -184,8 +184,17 @@ def _scenes(
     if level == "smoke":
         return
     yield from (replace(p, scene="address") for p in base if can_hold_vast(p.kv_layout, facts, level))
+    pair = plain | {"blocks": ["pair"], "block_size": [size for size in axes["block_size"][-1:] if size and size >= PAIR_BLOCK]}
+    yield from params(pair) if pair["block_size"] else ()
     narrow = plain | {"topk": narrow_topks(implementation, facts), "pattern": ["dense", "absent"], "lengths": axes["lengths"]}
     yield from params(narrow) if narrow["topk"] else ()
+    loud = plain | {
+        "size": [size for size in SIZES if size not in axes["size"]],
+        "heads": list(dict.fromkeys([*plain["heads"], *_near(axes["heads"], 64)])),
+        "topk": _near(axes["topk"], 64 if facts.device_type == "cpu" else 1024),
+        "pattern": ["dense"],
+    }
+    yield from params(loud, strength=2)
     largest = plain | {"storage": axes["storage"][-1:], "heads": axes["heads"][-1:], "topk": axes["topk"][-1:]}
     yield from (replace(p, rows=p.query_len or 1) for p in params(largest))
     if level == "full" and facts.device_type != "cpu" and facts.memory_bytes >= 32 << 30:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.conformance.compare import Finding, attributes, close, cosine, same_object
-from mla_portable.conformance.inputs import Paged, cached_rows, generator, index_rows, paged, shuffled, vast
+from mla_portable.conformance.inputs import Paged, cached_rows, generator, index_rows, paged, queries, shuffled, vast
 from mla_portable.conformance.problem import Guarded, Problem, Stage
 from mla_portable.conformance.tolerances import tolerance
 from mla_portable.contracts import (
@@ -58,8 +58,7 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
     g, stage = generator(seed), Stage(device)
     rows, topk, heads = params.rows, params.topk, params.heads
     kv = _vast_kv(params, stage, g) if params.scene == "address" else _kv(params, stage, g)
-    q = torch.randn(rows, heads, HEAD_SIZE, generator=g)
-    q = (8 * q if params.size == "large" else q).bfloat16()
+    q = queries(rows, heads, params.size, g)
     lengths = _lengths(params, g) if params.lengths else None
     picks = torch.arange(len(kv.used))
     unused = len(picks) + torch.arange(len(kv.unused))
@@ -115,15 +114,18 @@ def _kv(params: AttentionParams, stage: Stage, g: torch.Generator) -> _KV:
     layout = LAYOUTS[params.kv_layout]
     wanted = params.topk + params.topk // 4 + 10
     block_size = params.block_size or wanted
-    num_blocks = 1 if params.block_size is None else max(3, -(-wanted // block_size) + 1)
+    if params.block_size is None or params.blocks == "pair":
+        num_blocks = 1 if params.block_size is None else 2
+    else:
+        num_blocks = max(3, -(-wanted // block_size) + 1)
     limit = num_blocks * block_size
     order = shuffled(limit - 2, g) + 1  # slot 0 and the last slot are special
     edge = torch.tensor([0, limit - 1] if params.pattern == "dense" else [limit - 1])
     count = min(params.topk + params.topk // 8, limit - 8)
     used = torch.cat([edge, order])[:count]
     unused = torch.cat([torch.tensor([], dtype=torch.int64) if params.pattern == "dense" else torch.tensor([0]), order[-6:]])
-    cache = paged(layout, num_blocks, block_size, strided=params.blocks == "strided")
-    cache.put(used, cached_rows(count, layout, params.scale_format, g, large=params.size == "large"))
+    cache = paged(layout, num_blocks, block_size, strided=params.blocks != "packed")
+    cache.put(used, cached_rows(count, layout, params.scale_format, g, size=params.size))
     view = cache.view[0] if params.block_size is None else cache.view
     return _KV(stage.read("kv", view), view, used, used, unused, limit)
 

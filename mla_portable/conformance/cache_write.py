@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mla_portable.conformance.compare import Finding, field_of, same_bits
 from mla_portable.conformance.cover import Choice, covering
-from mla_portable.conformance.inputs import INT32_MAX, INT32_MIN, generator, paged, shuffled, vast
+from mla_portable.conformance.inputs import INT32_MAX, INT32_MIN, PAIR_BLOCK, generator, paged, shuffled, vast
 from mla_portable.conformance.params import Params, block_sizes, can_capture, can_hold_vast, storages
 from mla_portable.conformance.problem import Guarded, Problem, Stage
 from mla_portable.contracts import (
@@ -43,7 +43,8 @@ class CacheWriteParams(Params):
         layout, scale_format, block_size: of the cache. dtype: of the tokens. tokens: T.
         skips: "none"; "some" negative slots; "corpus", negative and too large ones of every size.
         values: "plain"; "edges": zeros, signed zeros, a group's maximum on and next to a power of two, ties, extremes.
-        inputs: "packed", or "views" of a wider projection. blocks: "packed" or "strided".
+        inputs: "packed", or "views" of a wider projection. blocks: "packed"; "strided"; "pair", two that
+            lie apart.
         scene: "" or "address".
     """
 
@@ -98,8 +99,8 @@ class CacheWriteParams(Params):
         if self.scene == "address":
             return self._vast(stage, layout, kv_c, k_pe, kv_c_placed, k_pe_placed)
 
-        num_blocks = max(3, -(-3 * NUM_TOKENS // self.block_size))
-        cache = paged(layout, num_blocks, self.block_size, strided=self.blocks == "strided")
+        num_blocks = 2 if self.blocks == "pair" else max(3, -(-3 * NUM_TOKENS // self.block_size))
+        cache = paged(layout, num_blocks, self.block_size, strided=self.blocks != "packed")
         num_slots = num_blocks * self.block_size
         slots = torch.cat([torch.tensor([0, num_slots - 1]), shuffled(num_slots - 2, g) + 1])[: self.tokens]
         slots = _skip(self.skips, slots, num_slots)[shuffled(self.tokens, g)]
@@ -228,6 +229,8 @@ def cache_write_params(implementation: Implementation, facts: DeviceFacts, level
     for choice in covering(plain, strength=1, allowed=allowed):
         params = make(choice)
         yield replace(params, tokens=0)
+        if level != "smoke" and params.block_size >= PAIR_BLOCK:
+            yield replace(params, blocks="pair")
         if can_hold_vast(params.layout, facts, level):
             yield replace(params, scene="address")
         if level != "smoke" and can_capture(implementation, facts):

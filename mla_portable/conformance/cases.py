@@ -22,7 +22,7 @@ from mla_portable.conformance.published import published_params
 from mla_portable.conformance.quantize_per_tensor import quantize_per_tensor_params
 from mla_portable.contracts import DeviceFacts, Implementation, InvalidArgument, Primitive, Request
 
-__all__ = ["Case", "cases_for"]
+__all__ = ["Case", "cases_for", "check_level"]
 
 _GENERATORS: Final[dict[Primitive, Callable[[Implementation, DeviceFacts, str], Iterable[Params]]]] = {
     Primitive.CACHE_WRITE: cache_write_params,
@@ -67,6 +67,12 @@ class Case:
         return self.id
 
 
+def check_level(where: str, level: str) -> None:
+    """Raises InvalidArgument, which names the levels, when `level` is none of them."""
+    if level not in LEVELS:
+        raise InvalidArgument(where, "level", got=repr(level), expected=f"one of {', '.join(LEVELS)}")
+
+
 def cases_for(implementation: Implementation, device: DeviceFacts, level: str) -> tuple[Case, ...]:
     """Every case of a level, in a fixed order, for what `implementation` declares of itself on this device.
 
@@ -74,8 +80,7 @@ def cases_for(implementation: Implementation, device: DeviceFacts, level: str) -
         level: "smoke", "quick" or "full" (`params.LEVELS`).
     Returns: () where the implementation does not claim the device at all.
     """
-    if level not in LEVELS:
-        raise InvalidArgument("cases_for", "level", got=repr(level), expected=f"one of {', '.join(LEVELS)}")
+    check_level("cases_for", level)
     if any(True for _ in implementation.support.device_reasons(device)):
         return ()
     cases: dict[str, Case] = {}

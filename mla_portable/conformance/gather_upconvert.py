@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mla_portable.conformance.compare import Finding, close, same_bits, same_object
 from mla_portable.conformance.cover import Choice, covering
-from mla_portable.conformance.inputs import INT32_MIN, cached_rows, generator, paged, shuffled, vast
+from mla_portable.conformance.inputs import INT32_MIN, PAIR_BLOCK, cached_rows, generator, paged, shuffled, vast
 from mla_portable.conformance.params import Params, block_sizes, can_capture, can_hold_vast, storages
 from mla_portable.conformance.problem import Guarded, Problem, Stage
 from mla_portable.conformance.tolerances import tolerance
@@ -42,7 +42,8 @@ class GatherUpconvertParams(Params):
         table: "plain"; "holes", negative entries and blocks past the cache, whose tokens become rows of zeros.
         placing: "tight", requests one after the other; "gaps", in another order with unowned rows between; "short", the
             last request runs past the workspace.
-        inputs: "packed", or "views" of wider tables. blocks: "packed" or "strided". scene: "" or "address".
+        inputs: "packed", or "views" of wider tables. blocks: "packed"; "strided"; "pair", two that lie
+            apart, all of one request. scene: "" or "address".
     """
 
     primitive = Primitive.GATHER_UPCONVERT
@@ -83,6 +84,8 @@ class GatherUpconvertParams(Params):
 
     def _lengths(self) -> list[int]:
         block = self.block_size
+        if self.blocks == "pair":
+            return [2 * block - 1]
         kinds = {
             "borders": [1, block, 0, block + 1, 2 * block - 1, 2 * block + 3],
             "long": [3 * block + 37],
@@ -109,15 +112,16 @@ class GatherUpconvertParams(Params):
         kinds = self._lengths()
         lens = [kinds[i] for i in shuffled(len(kinds), g).tolist()]
         starts, num_rows = self._starts(lens)
-        columns = max([-(-n // self.block_size) for n in lens], default=0) + 1
+        more_columns, more_blocks = (0, 0) if self.blocks == "pair" else (1, 3)
+        columns = max([-(-n // self.block_size) for n in lens], default=0) + more_columns
         owned = len(lens) * columns
-        num_blocks = owned + 3
+        num_blocks = owned + more_blocks
         blocks = shuffled(num_blocks, g)[:owned]
         table = blocks.view(len(lens), columns).to(torch.int32)
         block_range = torch.arange(self.block_size)
         slots = (blocks[:, None] * self.block_size + block_range).flatten()
         tokens = cached_rows(len(slots), layout, self.scale_format, g)
-        cache = paged(layout, num_blocks, self.block_size, strided=self.blocks == "strided")
+        cache = paged(layout, num_blocks, self.block_size, strided=self.blocks != "packed")
         cache.put(slots, tokens)
         original, table_original = cache.view, table
         if self.scene == "address":
@@ -203,6 +207,8 @@ def gather_upconvert_params(implementation: Implementation, facts: DeviceFacts, 
     }  # fmt: skip
     for choice in covering(plain, strength=1, allowed=allowed):
         params = make(choice)
+        if params.block_size >= PAIR_BLOCK:
+            yield replace(params, blocks="pair")
         if can_hold_vast(params.layout, facts, level):
             yield replace(params, scene="address")
         if can_capture(implementation, facts):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mla_portable.conformance.compare import Finding, close, same_object
 from mla_portable.conformance.cover import covering
-from mla_portable.conformance.inputs import INT32_MIN, generator, shuffled
+from mla_portable.conformance.inputs import INT32_MIN, PAIR_BLOCK, generator, shuffled
 from mla_portable.conformance.params import Params, block_sizes, can_capture, heads
 from mla_portable.conformance.problem import Guarded, Problem, Stage, guarded
 from mla_portable.conformance.tolerances import tolerance
@@ -35,9 +35,12 @@ class IndexerLogitsParams(Params):
             tokens than context, a length past the table and a negative one; "empty", requests without tokens or context;
             "none", no tokens at all; "published", that of `published`.
         tail: tokens of no request after the last one's.
+        starts: "zero", the first request starts at token 0; "late", two tokens of no request come before it; "outside", it
+            starts at token -1, and the last one ends after the last token.
         table: "plain"; "holes", negative entries and blocks past the cache.
         width: of out: "exact", the longest context; "narrow", less; "wide", more than the table holds.
-        inputs: "packed" or "views" of wider tensors; so are outputs. blocks: "packed" or "strided".
+        inputs: "packed" or "views" of wider tensors; so are outputs. blocks: "packed"; "strided";
+            "pair", two that lie apart, all of one request.
     """
 
     primitive = Primitive.INDEXER_LOGITS
@@ -45,6 +48,7 @@ class IndexerLogitsParams(Params):
     block_size: int
     batch: str = "prefill"
     tail: int = 0
+    starts: str = "zero"
     table: str = "plain"
     width: str = "exact"
     inputs: str = "packed"
@@ -56,6 +60,7 @@ class IndexerLogitsParams(Params):
         remarks = {
             self.batch: True,
             f"tail{self.tail}": self.tail > 0,
+            f"starts_{self.starts}": self.starts != "zero",
             f"table_{self.table}": self.table != "plain",
             self.width: self.width != "exact",
             "inviews": self.inputs == "views",
@@ -78,6 +83,8 @@ class IndexerLogitsParams(Params):
     def _batch(self, columns: int) -> list[tuple[int, int]]:
         """(query tokens, length) of each request."""
         block = self.block_size
+        if self.blocks == "pair":
+            return [(3, 2 * block - 1)]
         kinds = {
             "decode": [(1, 1), (1, block), (1, block + 1), (1, _FEW)],
             "prefill": [(3, 3), (2, block + 1), (5, block + 5), (1, _FEW)],
@@ -91,16 +98,21 @@ class IndexerLogitsParams(Params):
     def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
         """See Params."""
         g, stage = generator(seed), Stage(device)
-        columns = -(-(max(_FEW, self.block_size + 5)) // self.block_size)
+        pair = self.blocks == "pair"
+        columns = 2 if pair else -(-(max(_FEW, self.block_size + 5)) // self.block_size)
         batch = self._batch(columns)
         batch = [batch[i] for i in shuffled(len(batch), g).tolist()]
+        if self.starts == "outside":  # requests of several tokens at both ends, so that parts of them are cut off
+            *rest, large, largest = sorted(batch)
+            batch = [large, *rest, largest]
         queries, lengths = ([each[i] for each in batch] for i in (0, 1))
-        num_tokens = sum(queries) + self.tail
+        first, more = {"zero": (0, 0), "late": (2, 2), "outside": (-1, -2)}[self.starts]
+        num_tokens = sum(queries) + self.tail + more
         owned = len(batch) * columns
-        num_blocks = owned + 2
+        num_blocks = owned + (0 if pair else 2)
         table = shuffled(num_blocks, g)[:owned].view(len(batch), columns).to(torch.int32)
         length_of_block, cpu = self.block_size * INDEX_HEAD_SIZE, torch.device("cpu")
-        cache = guarded((num_blocks, length_of_block), torch.bfloat16, cpu, strided=self.blocks == "strided").view
+        cache = guarded((num_blocks, length_of_block), torch.bfloat16, cpu, strided=self.blocks != "packed").view
         rows = cache.unflatten(1, (self.block_size, INDEX_HEAD_SIZE))  # NaN until a token is stored
         for request, length in enumerate(lengths):
             position = torch.arange(min(max(length, 0), columns * self.block_size))
@@ -109,7 +121,7 @@ class IndexerLogitsParams(Params):
         if self.table == "holes":
             for i, bad in enumerate((-1, num_blocks, INT32_MIN, num_blocks + 114514)):
                 table.view(-1)[i::7] = bad
-        starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
+        starts = torch.tensor([first, *queries]).cumsum(0).to(torch.int32)
         apart = self.inputs == "views"
         # bf16 numbers, so that an op which takes them so loses nothing
         weights = torch.randn(num_tokens, self.heads, generator=g).bfloat16().float()
@@ -160,5 +172,10 @@ def indexer_logits_params(implementation: Implementation, facts: DeviceFacts, le
     for choice in covering(axes, strength={"smoke": 1, "quick": 2, "full": 3}[level]):
         yield IndexerLogitsParams(**choice)
     base = IndexerLogitsParams(heads=axes["heads"][-1], block_size=axes["block_size"][-1])
-    if level != "smoke" and can_capture(implementation, facts):
+    if level == "smoke":
+        return
+    yield from (replace(base, starts=starts) for starts in ("late", "outside"))
+    if base.block_size >= PAIR_BLOCK:
+        yield replace(base, blocks="pair")
+    if can_capture(implementation, facts):
         yield replace(base, run="graph", table="holes", tail=2)

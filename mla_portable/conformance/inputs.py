@@ -10,10 +10,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import BF16, HEAD_SIZE, KV_LORA_RANK, CacheLayout, pack_fp8
+from mla_portable.contracts import BF16, HEAD_SIZE, KV_LORA_RANK, SCALE_GROUP, CacheLayout, pack_fp8
 
 __all__ = [
+    "PAIR_BLOCK",
     "PATTERNS",
+    "SIZES",
     "Paged",
     "cached_rows",
     "corpus",
@@ -21,6 +23,7 @@ __all__ = [
     "hole_mask",
     "index_rows",
     "paged",
+    "queries",
     "seed_of",
     "shuffled",
 ]
@@ -35,6 +38,16 @@ corpus      half of the places, taking the values of `corpus` in turn; the other
 duplicates  nowhere, and few slots are named many times
 first       everywhere but at the first place; last: everywhere but at the last
 """
+SIZES: Final = ("plain", "large", "loud_head", "loud_keys", "loud_group")
+"""Magnitudes of an attention problem. Each head's result is held against that head's own magnitude.
+
+large       queries and tokens eight times larger: scores reach hundreds, and exp overflows unless the maximum is taken off
+loud_head   head 1 of the query is 2^20 times larger than the others
+loud_keys   the latents of every fourth token are 2^16 times larger, and its scores so low that it contributes nothing
+loud_group  the first 128 values of every token are 2^12 times larger, and the queries are 0 there
+"""
+PAIR_BLOCK: Final = 8
+"""Tokens that a block must hold for a cache of two of them to make a case."""
 INT32_MIN: Final = -(2**31)
 INT32_MAX: Final = 2**31 - 1
 
@@ -59,17 +72,37 @@ def shuffled(count: int, g: torch.Generator) -> Tensor:
     return torch.randperm(count, generator=g)
 
 
-def cached_rows(
-    count: int, layout: CacheLayout, scale_format: str | None, g: torch.Generator, *, large: bool = False
-) -> Tensor:
-    """[count, row_bytes] uint8: tokens as the cache holds them, groups of very different magnitude among them.
+def queries(rows: int, heads: int, size: str, g: torch.Generator) -> Tensor:
+    """[rows, heads, 576] bf16 of a size in SIZES."""
+    q = torch.randn(rows, heads, HEAD_SIZE, generator=g)
+    if size == "large":
+        q *= 8
+    elif size == "loud_head":
+        q[:, min(1, heads - 1)] *= 2.0**20
+    elif size == "loud_keys":
+        q *= 2.0**-4
+        q[..., KV_LORA_RANK:] = 0
+        q[..., KV_LORA_RANK] = 32
+    elif size == "loud_group":
+        q[..., :SCALE_GROUP] = 0
+    return q.bfloat16()
 
-    Args:
-        large: eight times larger, so that scores reach hundreds and exp overflows unless the maximum is taken off first.
-    """
+
+def cached_rows(
+    count: int, layout: CacheLayout, scale_format: str | None, g: torch.Generator, *, size: str = "plain"
+) -> Tensor:
+    """[count, row_bytes] uint8: tokens as the cache holds them, of a size in SIZES; groups of a token differ by up to 2^4."""
     values = torch.randn(count, HEAD_SIZE, generator=g)
     loudness = 2.0 ** torch.randint(-3, 2, (count, HEAD_SIZE // 64), generator=g).repeat_interleave(64, dim=-1)
-    values = values * loudness * (8.0 if large else 1.0)
+    values = values * loudness
+    if size == "large":
+        values *= 8
+    elif size == "loud_keys":
+        values[::4, :KV_LORA_RANK] *= 2.0**16
+        values[:, KV_LORA_RANK:] = 0
+        values[::4, KV_LORA_RANK] = -20_000  # with the queries' 32 a score below all others by more than 10,000
+    elif size == "loud_group":
+        values[:, :SCALE_GROUP] *= 2.0**12
     if layout is BF16:
         return values.bfloat16().view(torch.uint8)
     assert scale_format is not None, "an FP8 cache has a scale format"

@@ -34,7 +34,8 @@ class MergeStatesParams(Params):
         parts: P. shape: a key of SHAPES, [..., D]; "empty" has no rows. dtype: of outs, a key of DTYPES.
         dead: which parts have lse -inf, with NaN in their out: "none"; "some", each part of some rows; "rows", some rows
             wholly; "all".
-        size: "plain"; "large", lse of +-300, past what exp can take; "apart", one part outweighs the others by e^200.
+        size: "plain"; "large", lse of +-300, past what exp can take; "apart", one part outweighs the others by e^200;
+            "huge", lse near 3e4, -3e4 and 1e6, where float32 has steps of up to 0.06.
         inputs: "packed" or "views".
     """
 
@@ -70,6 +71,8 @@ class MergeStatesParams(Params):
             lses = lses + torch.tensor([300.0, -300.0])[torch.arange(lses[0].numel()) % 2].view(lses.shape[1:])
         elif self.size == "apart":
             lses[0] += 200
+        elif self.size == "huge":
+            lses = lses + torch.tensor([3e4, -3e4, 1e6])[torch.arange(lses[0].numel()) % 3].view(lses.shape[1:])
         dead = torch.zeros(lses.shape, dtype=torch.bool)
         rows = torch.arange(lses[0].numel()).view(lses.shape[1:])
         if self.dead == "some":
@@ -119,5 +122,6 @@ def merge_states_params(implementation: Implementation, facts: DeviceFacts, leve
         yield MergeStatesParams(**choice)
     base = MergeStatesParams(parts=2, dead="some")
     yield replace(base, shape="empty")
+    yield replace(base, parts=3, size="huge")
     if level != "smoke" and can_capture(implementation, facts):
         yield replace(base, run="graph")

@@ -6,14 +6,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final, Literal
 
 from mla_portable.conformance.cases import Case
 from mla_portable.contracts import DeviceFacts, Primitive, Reason
 
 __all__ = ["CaseResult", "Progress", "Report", "Unavailable", "Worst"]
 
+_USUAL: Final = 0.8
+_BY_CHANCE: Final = 0.2
 Status = Literal["passed", "failed", "error"]
 
 
@@ -129,6 +131,26 @@ class Report:
                     found[key] = Worst(*key, error, limit, result.case.id)
         return tuple(row for row in found.values() if row.tolerance or row.error)
 
+    def common(self) -> tuple[str, ...]:
+        """What failing cases share, a line for each primitive: "common to all 21 failures of sparse_decode: sink=plus_inf".
+
+        A parameter is named when not nearly all cases have one of the values that the failing ones have, and when as many cases
+        taken at random would seldom have them.
+        """
+        lines: list[str] = []
+        for primitive in dict.fromkeys(result.case.primitive for result in self.results):
+            every = [_parameters(r) for r in self.results if r.case.primitive is primitive]
+            failed = [_parameters(r) for r in self.results if r.case.primitive is primitive and r.status != "passed"]
+            shared: list[str] = []
+            for name in [name for name in failed[0] if all(name in each for each in failed)] if failed else []:
+                values = {each[name] for each in failed}
+                share = sum(each.get(name) in values for each in every) / len(every)
+                if share <= _USUAL and share ** len(failed) <= _BY_CHANCE:
+                    shared.append(f"{name}={'|'.join(sorted(values))}")
+            if shared:
+                lines.append(f"common to all {len(failed)} failures of {primitive}: {', '.join(shared)}")
+        return tuple(lines)
+
     def counts(self) -> dict[tuple[str, Primitive], Counter[str]]:
         """How many cases ended how, per implementation and primitive."""
         found: dict[tuple[str, Primitive], Counter[str]] = {}
@@ -160,6 +182,11 @@ class Report:
             ],
             "cases": [result.as_dict() for result in self.results],
         }  # fmt: skip
+
+
+def _parameters(result: CaseResult) -> dict[str, str]:
+    params = result.case.params
+    return {each.name: str(getattr(params, each.name)) for each in fields(params)}
 
 
 def _share(error: float, limit: float) -> float:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mla_portable.conformance.cases import Case, cases_for
+from mla_portable.conformance.cases import Case, cases_for, check_level
 from mla_portable.conformance.compare import Finding, same_bits
 from mla_portable.conformance.parallel import RunOne, run_in_processes
 from mla_portable.conformance.poison import poisoned
@@ -27,6 +27,7 @@ from mla_portable.contracts import (
     Primitive,
     Reason,
     UnknownBackend,
+    neutral_defaults,
 )
 from mla_portable.registry import get_registry
 from mla_portable.registry.facts import resolve_device
@@ -58,7 +59,7 @@ def run_case(case: Case, bound: BoundPrimitive, device: torch.device) -> CaseRes
     """
     start = time.perf_counter()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), neutral_defaults():
             problem = case.params.build(case.seed, device, case.request.device)
             findings = list(_run(case, problem, bound, device))
     except Exception as error:
@@ -173,6 +174,7 @@ def run_suite(
     Raises: UnknownBackend when nothing of that name is registered; InvalidArgument for an unknown level, impossible
             jobs or a device that is not here.
     """
+    check_level("conform", level)
     where = resolve_device(device)
     if jobs < 1:
         raise InvalidArgument("conform", "jobs", got=jobs, expected="1 or more")

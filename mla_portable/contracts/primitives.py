@@ -100,7 +100,7 @@ class GatherUpconvert(Protocol):
 
     kv_cache as in CacheWrite; block_table [P, columns] int32; seq_lens [P] int32; workspace_starts [P] int32, first row
     of each request in `out` [W, 576] bf16. latent = bf16(e4m3 * float32 scale), rope bit for bit. Rows that no request
-    owns stay as they were; a token whose table entry is invalid becomes a row of zeros; rows past W are not written.
+    owns stay as they were; a token whose table entry is invalid becomes a row of zeros; rows below 0 or past W are not written.
     """
 
     def __call__(
@@ -175,10 +175,13 @@ class IndexerLogits(Protocol):
     """How much each query token wants each cached token of its request: what the top-k is taken of.
 
     q [T, H, 128] bf16 and weights [T, H] float32, of the indexer's own heads; index_cache [blocks, block_size, 128] bf16;
-    query_start_loc [R + 1] int32, ascending from 0; seq_lens [R] int32, its token i of n stands at position
-    seq_lens - n + i; block_table [R, columns] int32. A length is taken as at most columns * block_size.
+    query_start_loc [R + 1] int32, ascending; seq_lens [R] int32; block_table [R, columns] int32. A length counts as one in
+    [0, columns * block_size]. Token t belongs to the request r with query_start_loc[r] <= t < query_start_loc[r + 1], at
+    position seq_lens[r] - query_start_loc[r + 1] + t. The first value may be below or above 0 and the last above or below T:
+    such values are not clamped, so the last token of a request is at its last position, though only tokens 0 to T - 1 exist.
+    Values that do not ascend give unspecified scores, and no access outside of the arguments.
     Returns out [T, N] float32: out[t, s] = sum_h weights[t, h] * max(q[t, h] . k[s], 0) for positions s up to the token's
-    own. All else is -inf: later positions, those without a block in the cache, and tokens past query_start_loc[R].
+    own. All else is -inf: later positions, those without a block in the cache, and tokens that belong to no request.
     """
 
     def __call__(

@@ -353,6 +353,10 @@ def indexer_logits(
         refuse(where, "index_cache", f"strides {list(index_cache.stride())}", limit, "Slice the cache by blocks only.")
     num_reqs, columns = shape_of(where, "block_table", block_table, 2, "[R, columns]")
     check_tensor(where, "query_start_loc", query_start_loc, int32, (num_reqs + 1,), device, "[R + 1]")
+    if query_start_loc.is_cpu:  # nothing has to be read back
+        first, last = int(query_start_loc[0]), int(query_start_loc[-1])
+        if first < 0 or last > num_tokens:
+            refuse(where, "query_start_loc", f"values from {first} to {last}", f"values from 0 to T = {num_tokens}")
     check_tensor(where, "seq_lens", seq_lens, int32, (num_reqs,), device, "[R]")
     check_tensor(where, "block_table", block_table, int32, (num_reqs, columns), device, "[R, columns]")
     width = shape_of(where, "out", out, 2, "[T, N]")[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference backend: every primitive in plain torch, on any device, in float32.
+"""The reference backend: every primitive in plain torch, on any device; attention and the indexer in float64 where it can.
 
 It is the embedded default: always there, never fast on a GPU. `mla_portable.reference.oracle` judges it, and every other
 backend, in float64 on the CPU.
@@ -8,7 +8,10 @@ backend, in float64 on the CPU.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final
+
+import torch
 
 from mla_portable.contracts import LAYOUTS, BoundPrimitive, Implementation, Primitive, Registrar, Request, Support, hookimpl
 from mla_portable.reference.attention import chunk_bytes, sparse_decode, sparse_prefill
@@ -34,7 +37,10 @@ _NAME: Final = "reference.torch"
 _PREFERENCE: Final = 1000.0
 _CACHED: Final = tuple(LAYOUTS)
 _ROWS: Final = "mla_portable.reference.rows"
+_ARITHMETIC: Final = "mla_portable.reference.arithmetic"
 _LAYOUT: Final = "mla_portable.contracts.layouts"
+_PRODUCTS: Final = (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL, Primitive.INDEXER_LOGITS)
+"""Those that multiply matrices, and take the `dtype` to do it in."""
 
 # primitive -> its function, the cache layouts it reads or writes, the modules below mla_portable.reference that decide it
 _PRIMITIVES: Final[dict[Primitive, tuple[BoundPrimitive, tuple[str, ...], tuple[str, ...]]]] = {
@@ -66,9 +72,15 @@ if TYPE_CHECKING:
     _rest: tuple[MergeStates, QuantizePerTensor, IndexerLogits] = (merge_states, quantize_per_tensor, indexer_logits)
 
 
-def _bind_to(function: BoundPrimitive) -> Callable[[Request], BoundPrimitive]:
-    """A `bind` that ignores the request: one function serves every shape and device."""
-    return lambda request: function
+def _bind_to(function: BoundPrimitive, primitive: Primitive) -> Callable[[Request], BoundPrimitive]:
+    """A `bind`: one function for every shape; products in float32 where the device's float64 cannot be trusted."""
+
+    def bind(request: Request) -> BoundPrimitive:
+        if primitive in _PRODUCTS and not request.device.has_fp64:
+            return partial(function, dtype=torch.float32)
+        return function
+
+    return bind
 
 
 def _attention_workspace(request: Request) -> int:
@@ -85,15 +97,15 @@ def mla_portable_register(registrar: Registrar) -> None:
                 name=_NAME,
                 primitive=primitive,
                 support=Support(
-                    source="mla_portable.reference: plain torch, float32 arithmetic",
+                    source="mla_portable.reference: plain torch, arithmetic in float64 or float32",
                     device_types=("cpu", "cuda"),
                     kv_layouts=kv_layouts,
                     graph=False,  # it allocates as it goes, and loops on the host
                     needs_bf16=False,
                     workspace_bytes=_attention_workspace if primitive in attention else None,
                 ),
-                bind=_bind_to(function),
+                bind=_bind_to(function, primitive),
                 preference=_PREFERENCE,
-                sources=sources,
+                sources=(*sources, _ARITHMETIC),
             )
         )

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """sparse_decode and sparse_prefill in plain torch: for a few query rows at a time, fetch their keys and attend.
 
-scores = softmax_scale * q @ keys^T, out = softmax(scores) @ keys[:, :512], lse = logsumexp(scores), all in float32.
+scores = softmax_scale * q @ keys^T, out = softmax(scores) @ keys[:, :512], lse = logsumexp(scores), all in `dtype`: float64,
+or float32 on a device whose float64 cannot be trusted (`arithmetic.products`).
 Absent entries score -inf. Their keys must not be read from just anywhere, for 0 * NaN is NaN: an absent entry reads a
 slot that another entry of the same row names, so what no index names is never fetched where it could matter.
-Cost per query row: K rows of the cache fetched and widened to 2304 bytes, and 2 * K * H * (576 + 512) operations.
+Cost per query row: K rows of the cache fetched and widened to 4608 bytes, and 2 * K * H * (576 + 512) operations.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM, DecodeSchedule, attention_results
+from mla_portable.reference.arithmetic import isolated, products
 from mla_portable.reference.rows import CacheRows
 
 __all__ = ["chunk_bytes", "sparse_decode", "sparse_prefill"]
@@ -30,6 +32,7 @@ def chunk_bytes(device_type: str) -> int:
     return _CHUNK_BYTES.get(device_type, _CHUNK_BYTES_ELSEWHERE)
 
 
+@isolated
 def sparse_decode(
     q: Tensor,
     kv_cache: Tensor,
@@ -41,10 +44,12 @@ def sparse_decode(
     schedule: DecodeSchedule | None = None,
     out: Tensor | None = None,
     lse_out: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Attention of B x S query tokens over chosen slots of the paged cache; `contracts.primitives.SparseDecode`.
 
-    `schedule` is not used. Allocates about `chunk_bytes` beyond the outputs, whatever B and S. Not graph-safe.
+    `schedule` is not used. `dtype` is that of the arithmetic. Allocates about `chunk_bytes` beyond the outputs, whatever B
+    and S. Not graph-safe.
     """
     out, lse_out = attention_results(q, out, lse_out)
     rows = CacheRows(kv_cache)
@@ -58,10 +63,12 @@ def sparse_decode(
             attn_sink,
             out[:, s],
             lse_out[:, s],
+            dtype,
         )
     return out, lse_out
 
 
+@isolated
 def sparse_prefill(
     q: Tensor,
     kv: Tensor,
@@ -72,13 +79,14 @@ def sparse_prefill(
     attn_sink: Tensor | None = None,
     out: Tensor | None = None,
     lse_out: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Attention of T query tokens over rows of a workspace or slots of a paged cache; `contracts.primitives.SparsePrefill`.
 
-    Allocates about `chunk_bytes` beyond the outputs, whatever T. Not graph-safe.
+    `dtype` is that of the arithmetic. Allocates about `chunk_bytes` beyond the outputs, whatever T. Not graph-safe.
     """
     out, lse_out = attention_results(q, out, lse_out)
-    _attend(q, CacheRows(kv), indices, softmax_scale, lengths, attn_sink, out, lse_out)
+    _attend(q, CacheRows(kv), indices, softmax_scale, lengths, attn_sink, out, lse_out, dtype)
     return out, lse_out
 
 
@@ -91,6 +99,7 @@ def _attend(
     attn_sink: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    dtype: torch.dtype,
 ) -> None:
     """Fill out [T, H, 512] and lse [T, H] from q [T, H, 576], indices [T, K], lengths [T]; all may be strided views."""
     num_tokens, num_heads, _ = q.shape
@@ -99,10 +108,10 @@ def _attend(
         out.zero_()
         lse.fill_(-math.inf)
         return
-    # keys in float32, their stored bytes, the same bytes as table indices; scores and their temporaries per head
-    row_bytes = topk * (4 * HEAD_SIZE + 3 * rows.layout.row_bytes + 2 * 4 * num_heads)
+    # keys in `dtype` and float32, their stored bytes, the same bytes as table indices; scores and their temporaries per head
+    row_bytes = topk * ((dtype.itemsize + 4) * HEAD_SIZE + 3 * rows.layout.row_bytes + 2 * dtype.itemsize * num_heads)
     step = max(1, chunk_bytes(q.device.type) // row_bytes)
-    column = torch.arange(topk, device=q.device)
+    column = torch.arange(topk, dtype=torch.int64, device=q.device)
     for begin in range(0, num_tokens, step):
         chunk = slice(begin, begin + step)
         index = indices[chunk].long()  # [C, K]
@@ -112,19 +121,19 @@ def _attend(
         empty = ~valid.any(dim=1)  # [C]
         present = index.masked_fill(~valid, -1)
         stand_in = present.amax(dim=1, keepdim=True).clamp_(min=0)  # [C, 1] a named slot; 0 where no entry is valid
-        latent, rope = rows.float32(torch.where(valid, index, stand_in).flatten())
+        latent, rope = rows.values(torch.where(valid, index, stand_in).flatten(), dtype)
         latent, rope = latent.view(-1, topk, KV_LORA_RANK), rope.view(-1, topk, QK_ROPE_HEAD_DIM)  # [C, K, 512], [C, K, 64]
-        query = q[chunk].float() * softmax_scale  # [C, H, 576]
-        scores = torch.bmm(query[..., :KV_LORA_RANK], latent.mT)  # [C, H, K]
-        scores.baddbmm_(query[..., KV_LORA_RANK:], rope.mT)
+        query = q[chunk].to(dtype) * softmax_scale  # [C, H, 576]
+        scores = products(query[..., :KV_LORA_RANK], latent)  # [C, H, K]
+        scores += products(query[..., KV_LORA_RANK:], rope)
         scores.masked_fill_(~valid.unsqueeze(1), -math.inf)
         top = scores.amax(dim=-1, keepdim=True).masked_fill_(empty[:, None, None], 0.0)  # [C, H, 1]
         weights = scores.sub_(top).exp_()
         total = weights.sum(dim=-1, keepdim=True)  # [C, H, 1]
         row_lse = (top + total.log()).squeeze(-1)  # [C, H]; log(0) is -inf where the row is empty
-        values = torch.bmm(weights, latent).div_(total)  # [C, H, 512]
+        values = products(weights, latent.mT).div_(total)  # [C, H, 512]
         if attn_sink is not None:
-            values *= torch.sigmoid(row_lse - attn_sink.float()).unsqueeze(-1)
+            values *= torch.sigmoid(row_lse - attn_sink.to(dtype)).unsqueeze(-1)
         values.masked_fill_(empty[:, None, None], 0.0)  # 0 / 0 until here
         out[chunk] = values.to(out.dtype)
         lse[chunk] = row_lse

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import HEAD_SIZE, layout_of, pack_fp8, unpack_fp8
+from mla_portable.reference.arithmetic import isolated
 from mla_portable.reference.rows import CacheRows
 
 __all__ = ["cache_write", "gather_upconvert"]
@@ -17,6 +18,7 @@ _CHUNK_TOKENS: Final = 16384
 """Tokens handled at a time: some 100 MB of float32 rows with their temporaries, whatever the batch."""
 
 
+@isolated
 def cache_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2") -> None:
     """Write new tokens into the paged cache; `contracts.primitives.CacheWrite`.
 
@@ -36,6 +38,7 @@ def cache_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tens
         kv_cache[slots // block_size, slots % block_size] = rows
 
 
+@isolated
 def gather_upconvert(
     kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace_starts: Tensor, *, out: Tensor
 ) -> Tensor:
@@ -47,17 +50,17 @@ def gather_upconvert(
     num_blocks, block_size, _ = kv_cache.shape
     columns = block_table.shape[1]
     starts = workspace_starts.long()
-    # a request is read no further than the workspace reaches, so that the work is bounded by W for each request
-    tokens = torch.minimum(seq_lens.long(), out.shape[0] - starts).clamp_(min=0)  # [P]
+    # of a request only tokens whose rows lie in the workspace are counted, so the work is bounded by W for each request
+    first = (-starts).clamp_(min=0)  # [P]
+    tokens = (torch.minimum(seq_lens.long(), out.shape[0] - starts) - first).clamp_(min=0)  # [P]
     ends = tokens.cumsum(0)
     total = int(ends[-1]) if ends.numel() else 0
     for begin in range(0, total, _CHUNK_TOKENS):
-        token = torch.arange(begin, min(begin + _CHUNK_TOKENS, total), device=out.device)  # [n] counted over all requests
+        # [n] tokens counted over all requests
+        token = torch.arange(begin, min(begin + _CHUNK_TOKENS, total), dtype=torch.int64, device=out.device)
         request = torch.searchsorted(ends, token, right=True)
-        position = token - (ends - tokens)[request]
+        position = first[request] + token - (ends - tokens)[request]
         row = starts[request] + position
-        kept = (row >= 0).nonzero().squeeze(1)
-        request, position, row = request[kept], position[kept], row[kept]
         column = position // block_size
         valid = column < columns
         if columns:

@@ -14,6 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from mla_portable.reference.arithmetic import isolated
+
 __all__ = ["convert_indices"]
 
 _INT32_MAX: Final = 2**31 - 1
@@ -22,6 +24,7 @@ _TEMPORARY_BYTES: Final = 64
 """Of int64 and bool temporaries per index."""
 
 
+@isolated
 def convert_indices(
     topk_indices: Tensor,
     req_id_per_token: Tensor,

@@ -48,7 +48,7 @@ def _e4m3(byte: int) -> float:
     return -value if byte & 0x80 else value
 
 
-_E4M3: Final = torch.tensor([_e4m3(byte) for byte in range(256)], dtype=torch.float64)
+_E4M3: Final = torch.tensor([_e4m3(byte) for byte in range(256)], dtype=torch.float64, device="cpu")
 # finite values without sign, by code: what float8 formats can round to
 _CODES: Final = {
     torch.float8_e4m3fn: [_minifloat(code, mantissa_bits=3, bias=7) for code in range(0x7F)],
@@ -59,7 +59,7 @@ _CODES: Final = {
 def _nearest_code(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes of the values of a float8 `dtype` nearest to x float64; a tie goes to the even code, the excess to the last."""
     codes = _CODES[dtype]
-    midpoints = torch.tensor([(low + high) / 2 for low, high in pairwise(codes)], dtype=torch.float64)
+    midpoints = torch.tensor([(low + high) / 2 for low, high in pairwise(codes)], dtype=torch.float64, device="cpu")
     size = x.abs().contiguous()
     below = torch.searchsorted(midpoints, size, right=False)  # midpoints strictly below: ties stay at the lower code
     tie = (below < len(midpoints)) & (size == midpoints[below.clamp(max=len(midpoints) - 1)])
@@ -79,7 +79,7 @@ def _scale(group: Tensor, scale_format: str) -> float:
     if scale_format == "pow2":
         return 2.0 ** math.ceil(math.log2(max(amax / 448.0, 1e-4)))
     if scale_format == "amax":
-        return float(_float32(torch.tensor(max(amax / 448.0, 2.0**-126), dtype=torch.float64)))
+        return float(_float32(torch.tensor(max(amax / 448.0, 2.0**-126), dtype=torch.float64, device="cpu")))
     raise ValueError(f"oracle: scale_format {scale_format!r}, expected 'pow2' or 'amax'")
 
 
@@ -90,7 +90,7 @@ def _bytes(x: Tensor) -> Tensor:
 def _fp8_row(latent: Tensor, rope: Tensor, scale_format: str) -> Tensor:
     """The 656 bytes of one token: latent [512] and rope [64] float64."""
     groups = latent.reshape(4, 128)
-    scales = torch.tensor([_scale(group, scale_format) for group in groups], dtype=torch.float64)
+    scales = torch.tensor([_scale(group, scale_format) for group in groups], dtype=torch.float64, device="cpu")
     codes = _nearest_code(_float32(groups / scales[:, None]), torch.float8_e4m3fn)
     return torch.cat([codes.reshape(512), _bytes(scales.to(torch.float32)), _bytes(rope.to(torch.bfloat16))])
 
@@ -147,8 +147,8 @@ def convert_indices(
     requests = req_id_per_token.tolist()
     prefills = [-1] * len(requests) if prefill_request_ids is None else prefill_request_ids.tolist()
     starts: list[int] = [] if prefill_workspace_starts is None else prefill_workspace_starts.tolist()
-    indices = torch.full(positions.shape, -1, dtype=torch.int32)
-    counts = torch.zeros(positions.shape[0], dtype=torch.int32)
+    indices = torch.full(positions.shape, -1, dtype=torch.int32, device="cpu")
+    counts = torch.zeros(positions.shape[0], dtype=torch.int32, device="cpu")
     for token, (request, prefill) in enumerate(zip(requests, prefills, strict=True)):
         pos = positions[token]
         place = torch.nonzero(pos >= 0)[:, 0]  # columns of the row that may hold a valid entry
@@ -224,8 +224,8 @@ def sparse_prefill(
     sink = None if attn_sink is None else attn_sink.detach().cpu().double()
     limits = [index.shape[1]] * index.shape[0] if lengths is None else lengths.tolist()
     num_slots = cache.shape[0] if cache.dim() == 2 else cache.shape[0] * cache.shape[1]
-    out = torch.empty((*queries.shape[:2], 512), dtype=torch.float64)
-    lse = torch.empty(queries.shape[:2], dtype=torch.float64)
+    out = torch.empty((*queries.shape[:2], 512), dtype=torch.float64, device="cpu")
+    lse = torch.empty(queries.shape[:2], dtype=torch.float64, device="cpu")
     for token, limit in enumerate(limits):
         named = index[token, : max(0, limit)]
         named = named[(named >= 0) & (named < num_slots)]
@@ -257,8 +257,8 @@ def sparse_decode(
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """out [..., D] and lse [...], float64."""
     parts, part_lses = outs.detach().cpu().double(), lses.detach().cpu().double()
-    total = torch.zeros(part_lses.shape[1:], dtype=torch.float64)
-    out = torch.zeros(parts.shape[1:], dtype=torch.float64)
+    total = torch.zeros(part_lses.shape[1:], dtype=torch.float64, device="cpu")
+    out = torch.zeros(parts.shape[1:], dtype=torch.float64, device="cpu")
     top = part_lses.amax(dim=0) if part_lses.shape[0] else total
     for part, part_lse in zip(parts, part_lses, strict=True):
         counts = part_lse != -math.inf
@@ -274,8 +274,8 @@ def quantize_per_tensor(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> 
     """x_q of `dtype`, float8_e4m3fn or float8_e5m2, and its scale, 0-d float32."""
     values = x.detach().cpu().double()
     amax = float(values.abs().max()) if values.numel() else 0.0
-    least = float(torch.tensor(1e-10, dtype=torch.float32))
-    scale = _float32(torch.tensor(max(amax, least) / _CODES[dtype][-1], dtype=torch.float64))
+    least = float(torch.tensor(1e-10, dtype=torch.float32, device="cpu"))
+    scale = _float32(torch.tensor(max(amax, least) / _CODES[dtype][-1], dtype=torch.float64, device="cpu"))
     return _nearest_code(_float32(values / scale), dtype).view(dtype), scale.to(torch.float32)
 
 
@@ -293,11 +293,11 @@ def indexer_logits(
     queries, factors = q.detach().cpu().double(), weights.detach().cpu().double()
     cache, table = index_cache.detach().cpu(), block_table.cpu()
     num_blocks, block_size, _ = cache.shape
-    logits = torch.full(tuple(out.shape), -math.inf, dtype=torch.float64)
+    logits = torch.full(tuple(out.shape), -math.inf, dtype=torch.float64, device="cpu")
     starts = query_start_loc.tolist()
     for request, length in enumerate(seq_lens.tolist()):
         last = min(max(length, 0), table.shape[1] * block_size) - 1  # position of the request's last token
-        for token in range(starts[request], starts[request + 1]):
+        for token in range(max(starts[request], 0), min(starts[request + 1], logits.shape[0])):
             own = last - (starts[request + 1] - 1 - token)
             for column in range(-(-(own + 1) // block_size)):
                 block = int(table[request, column])

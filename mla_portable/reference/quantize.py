@@ -8,11 +8,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from mla_portable.reference.arithmetic import isolated
+
 __all__ = ["quantize_per_tensor"]
 
 _LEAST_AMAX: Final = 1e-10
 
 
+@isolated
 def quantize_per_tensor(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
     """x_q and scale with x ~= x_q * scale; `contracts.primitives.QuantizePerTensor`.
 

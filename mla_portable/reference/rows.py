@@ -68,15 +68,15 @@ class CacheRows:
         start = slots // self._block_size * self._block_step + slots % self._block_size * self._row_step
         return self._rows.index_select(0, start)
 
-    def float32(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows as numbers, FP8 latents multiplied by their scales. Takes slots as `raw` does.
+    def values(self, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The rows as numbers of `dtype`, FP8 latents multiplied by their scales. Takes slots as `raw` does.
 
-        Returns: latent [n, 512] and rope [n, 64], float32, contiguous; apart, for joining them would be one more pass.
+        Returns: latent [n, 512] and rope [n, 64], contiguous; apart, for joining them would be one more pass.
         """
         raw = self.raw(slots)
         if not self.layout.is_quantized:
-            return raw[:, :KV_LORA_RANK].float(), raw[:, KV_LORA_RANK:].float()
-        latent = decode_e4m3(raw[:, :KV_LORA_RANK])
-        scales = raw[:, KV_LORA_RANK : FP8_DS_MLA.rope_offset].view(torch.float32)  # [n, 4]
+            return raw[:, :KV_LORA_RANK].to(dtype), raw[:, KV_LORA_RANK:].to(dtype)
+        latent = decode_e4m3(raw[:, :KV_LORA_RANK]).to(dtype)
+        scales = raw[:, KV_LORA_RANK : FP8_DS_MLA.rope_offset].view(torch.float32).to(dtype)  # [n, 4]
         latent.unflatten(1, (KV_LORA_RANK // SCALE_GROUP, SCALE_GROUP)).mul_(scales.unsqueeze(-1))
-        return latent, raw[:, FP8_DS_MLA.rope_offset :].view(torch.bfloat16).float()
+        return latent, raw[:, FP8_DS_MLA.rope_offset :].view(torch.bfloat16).to(dtype)

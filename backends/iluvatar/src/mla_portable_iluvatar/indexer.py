@@ -3,7 +3,8 @@
 
 The ops score positions of a request into columns of its tokens' rows. What they leave where a token sees nothing is nowhere
 stated, so that is -inf afterwards whatever it was; a block that is not there is read as block 0 and its scores replaced.
-Tokens of nobody are handed over as one more request, and no request has less context than tokens. Which longest query and
+Tokens that belong to no request are passed as one more request before the first and one after the last: the ops get running
+sums from 0 to T whatever `query_start_loc` says. No request has less context than tokens. Which longest query and
 context an op wants to be told is known to the device alone, so it is told bounds that the host knows: all tokens, and all
 that the table holds. It allocates, so no graph safety is claimed.
 """
@@ -89,8 +90,9 @@ def bind_indexer_logits(op: Callable[..., Any], convention: IndexerConvention) -
         lengths = seq_lens.clamp(0, capacity)
         present = (block_table >= 0) & (block_table < num_blocks)  # [R, columns]
         pad = torch.nn.functional.pad
-        ends_q = pad(query_start_loc, (0, 1), value=num_tokens)  # [R + 2]: the last request has the tokens of nobody
-        told = pad(lengths, (0, 1)).maximum(ends_q.diff()).clamp(1, capacity)
+        inside = query_start_loc.clamp(0, num_tokens).cummax(0).values.to(torch.int32)
+        ends_q = pad(pad(inside, (1, 0), value=0), (0, 1), value=num_tokens)  # [R + 3]: requests 0 and R + 1 are nobody's
+        told = pad(lengths, (1, 1)).maximum(ends_q.diff()).clamp(1, capacity)
         logits = convention(
             op,
             LogitsArguments(
@@ -99,17 +101,17 @@ def bind_indexer_logits(op: Callable[..., Any], convention: IndexerConvention) -
                 ends_q,
                 pad(told.cumsum(0, dtype=torch.int32), (1, 0)),
                 index_cache.contiguous(),
-                pad(torch.where(present, block_table, 0), (0, 0, 0, 1)),
+                pad(torch.where(present, block_table, 0), (0, 0, 1, 1)),
                 weights.to(torch.bfloat16).contiguous(),
             ),
         )
-        token = torch.arange(num_tokens, device=q.device)
-        ends = query_start_loc[1:].contiguous()
-        request = torch.searchsorted(ends, token, right=True)  # [T], num_reqs where the token is nobody's
-        owner = request.clamp(max=num_reqs - 1)
-        own = torch.where(request < num_reqs, lengths[owner] - (ends[owner] - token), -1)  # [T] position of each token
+        token = torch.arange(num_tokens, dtype=torch.int64, device=q.device)
+        begins, ends = query_start_loc[:-1].contiguous(), query_start_loc[1:].contiguous()
+        owner = torch.searchsorted(ends, token, right=True).clamp(max=num_reqs - 1)  # [T]
+        owned = (begins[owner] <= token) & (token < ends[owner])
+        own = torch.where(owned, lengths[owner] - (ends[owner] - token), -1)  # [T] position of each token
         width = min(capacity, out.shape[1])
-        position = torch.arange(width, device=q.device)
+        position = torch.arange(width, dtype=torch.int64, device=q.device)
         seen = (position <= own.unsqueeze(1)) & present[owner][:, position // block_size]
         out[:, :width] = torch.where(seen, logits[:, :width], -math.inf)
         return out

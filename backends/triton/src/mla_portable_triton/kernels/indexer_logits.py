@@ -2,7 +2,8 @@
 """indexer_logits: q, head weights and the indexer's paged keys -> a float32 score for each token and position it sees.
 
 value     sum_h weight[h] * max(q[h] . k[position], 0); the dots in float32 over bf16, the ReLU before the weights
-request   the number of requests that end at or before the token: ends ascend, so nothing is read back
+request   the number of requests that end at or before the token: ends ascend, so nothing is read back. A token before the
+          first request's start, or past the last end, belongs to none
 position  a token sees the positions up to its own, length - (end of its request - token)
 absent    -inf: not seen, no valid block, a token of no request
 
@@ -67,8 +68,10 @@ def indexer_logits_kernel(
         r = begin + tl.arange(0, BLOCK_R)  # [BLOCK_R]
         ends = tl.load(start_ptr + r + 1, mask=r < num_requests, other=_INT32_MAX)  # [BLOCK_R]
         request += tl.sum((ends <= token).to(tl.int32), 0)
-    owned = request < num_requests
-    end = tl.load(start_ptr + request + 1, mask=owned, other=0)
+    is_request = request < num_requests
+    begin = tl.load(start_ptr + request, mask=is_request, other=0)
+    end = tl.load(start_ptr + request + 1, mask=is_request, other=0)
+    owned = (begin <= token) & (token < end)  # false past the last request; values that do not ascend leave no table row
     length = tl.load(len_ptr + request, mask=owned, other=0).to(tl.int64)
     length = tl.minimum(tl.maximum(length, 0), table_width.to(tl.int64) * CACHE_BLOCK)
     own = length - (end - token)  # negative where the request has more tokens than context
