@@ -222,6 +222,13 @@ def test_a_later_narrow_run_undoes_nothing() -> None:
     assert cells(conformance(match="holes"))["big"].state == "partial"
 
 
+def test_after_a_failure_an_earlier_success_counts_no_more() -> None:
+    bad = conformance(cases={"passed": 8, "failed": 1, "skipped": 0})
+    cell = cells(compiled(), conformance(), bad, conformance(match="holes"))["big"]
+    assert (cell.level, cell.state) == ("compiled", "partial")
+    assert cells(compiled(), conformance(), bad, conformance(match="holes"), conformance())["big"].state == "verified"
+
+
 def test_an_excluded_device_is_never_and_says_why() -> None:
     against = (Objection("arch", "xy1", "supports sm90"),)
     cell = cells(claimed=claim(devices={"big": (), "odd": against, "cpu": ()}))["odd"]
@@ -248,13 +255,16 @@ def test_what_is_not_published_is_unknown_not_never() -> None:
         ({"batch_invariant": True}, "batch_invariant"),
         ({"topk_multiple": 32}, "topk_multiple 32"),
         ({"max_topk": None}, "max_topk without limit"),
+        ({"max_topk": 4096}, "max_topk 4096 (evidence covers 2048)"),
+        ({"max_query_len": 4}, "max_query_len 4 (evidence covers 2)"),
         ({"archs": None}, "archs any"),
         ({"min_shared_memory": 0}, "min_shared_memory 0"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
 def test_every_way_to_widen_a_declaration_is_noticed(change: dict[str, Any], word: str) -> None:
-    old = SUPPORT | {"topk_multiple": 64, "max_topk": 2048, "archs": ["sm90"], "attn_sink": False, "min_shared_memory": 9}
+    old = SUPPORT | {"topk_multiple": 64, "max_topk": 2048, "max_query_len": 2, "archs": ["sm90"], "attn_sink": False}
+    old["min_shared_memory"] = 9
     (found,) = wider(old, old | change)
     assert word in found
     assert wider(old, old) == []
@@ -302,6 +312,14 @@ def test_gate_claims_catches_a_claim_without_any_evidence() -> None:
 def test_gate_claims_catches_a_skipped_case() -> None:
     skipped = interpreted(cases={"passed": 8, "failed": 0, "skipped": 1})
     assert any("1 cases skipped" in problem for problem in gate_claims(cells(compiled(), skipped)))
+
+
+@pytest.mark.parametrize("ran", [conformance(), conformance(mode="ptx", target="sm90")], ids=["native", "ptx"])
+def test_gate_claims_catches_a_failure_that_only_a_device_can_show(ran: dict[str, Any]) -> None:
+    failed = ran | {"cases": {"passed": 8, "failed": 1, "skipped": 0}}
+    assert gate_claims(cells(compiled(), interpreted(), ran)) == []
+    (problem,) = gate_claims(cells(compiled(), interpreted(), failed))
+    assert "is failing: 1 of 9 failed" in problem
 
 
 def test_gate_claims_catches_a_run_from_a_dirty_tree() -> None:
