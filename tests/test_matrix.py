@@ -187,7 +187,7 @@ def test_a_layout_is_proven_by_itself() -> None:
     ("spoil", "state", "word"),
     [
         ({"cases": {"passed": 8, "failed": 1, "skipped": 0}}, "failing", "1 of 9 failed"),
-        ({"cases": {"passed": 8, "failed": 0, "skipped": 1}}, "partial", "1 cases skipped"),
+        ({"cases": {"passed": 8, "failed": 0, "skipped": 1}}, "partial", "1 case skipped"),
         ({"cases": {"passed": 0, "failed": 0, "skipped": 0}}, "partial", "nothing ran"),
         ({"dirty": True}, "partial", "uncommitted changes"),
         ({"match": "holes"}, "partial", "only cases that contain 'holes'"),
@@ -311,7 +311,7 @@ def test_gate_claims_catches_a_claim_without_any_evidence() -> None:
 
 def test_gate_claims_catches_a_skipped_case() -> None:
     skipped = interpreted(cases={"passed": 8, "failed": 0, "skipped": 1})
-    assert any("1 cases skipped" in problem for problem in gate_claims(cells(compiled(), skipped)))
+    assert any("1 case skipped" in problem for problem in gate_claims(cells(compiled(), skipped)))
 
 
 @pytest.mark.parametrize("ran", [conformance(), conformance(mode="ptx", target="sm90")], ids=["native", "ptx"])
@@ -534,6 +534,21 @@ def test_notes_and_sources_name_date_and_device() -> None:
     assert "measured: acme.v1 on Acme Big, 2026-11-01" in drawn
     assert "no ahead-of-time target for xy1" in drawn
     assert "acme: 24 places" in drawn
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("bench --out /tmp/w2/decode.jsonl --plot=/home/me/a.svg", "bench --out decode.jsonl --plot=a.svg"),
+        ("python ci/record_evidence.py conform triton --device cpu", "python ci/record_evidence.py conform triton --device cpu"),
+        ("/usr/bin/python3 -m acme /x", "python3 -m acme x"),
+    ],
+)
+def test_sources_name_commands_without_the_folders_of_the_machine(command: str, shown: str) -> None:
+    drawn = FORMATS["md"](make_table(records(*(record | {"command": command} for record in ALL))))
+    assert f"`{shown}` (1 benchmark; sparse_decode)" in drawn
+    assert f"`{shown}` (9 cases; sparse_decode)" in drawn
+    assert f"`{shown}` (3 kernel variants, one that serves two primitives counted twice; sm90)" in drawn
 
 
 def test_declarations_survive_the_file(tmp_path: Path) -> None:
