@@ -51,7 +51,7 @@ def document(*arguments: str, registry: Registry | None = None, code: int = 0) -
 
 
 def in_a_process(*arguments: str, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mla_portable.cli", *arguments]
+    command = [sys.executable, "-m", "mla_portable", *arguments]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
     return done
@@ -184,6 +184,58 @@ def test_a_plugin_that_prints_does_not_spoil_the_document():
         done = RUNNER.invoke(app, ["run", *SMALL, "--json"])
     assert json.loads(done.stdout)["ok"]
     assert "binding sparse_decode" in done.stderr
+
+
+LOUD = """
+import atexit, ctypes, os
+from mla_portable.contracts import Implementation, Primitive, Support, hookimpl
+
+def say(what):
+    print("python: " + what)
+    os.write(1, b"descriptor: " + what.encode() + b"\\n")
+    ctypes.CDLL(None).printf(b"buffered by C: " + what.encode() + b"\\n")
+
+def check(device):
+    say("check")
+    return []
+
+def bind(request):
+    say("probe")
+    raise RuntimeError("loud")
+
+@hookimpl
+def mla_portable_register(registrar):
+    support = Support(source="this test", device_types=("cpu",))
+    registrar.add(Implementation("loud.v1", Primitive.MERGE_STATES, support, bind, check=check, preference=1))
+
+say("import")
+atexit.register(say, "exit")
+"""
+
+
+@pytest.mark.parametrize(
+    "words", ["doctor", "explain merge_states", "matrix --check", "conform loud --level smoke --primitive merge_states"]
+)
+def test_the_document_is_alone_on_stdout_whatever_a_plugin_writes_there(tmp_path, words):
+    (tmp_path / "loud_plugin.py").write_text(LOUD)
+    dist = tmp_path / "loud-1.dist-info"
+    dist.mkdir()
+    (dist / "METADATA").write_text("Metadata-Version: 2.1\nName: loud\nVersion: 1\n")
+    (dist / "entry_points.txt").write_text("[mla_portable.backends]\nloud = loud_plugin\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "mla_portable", *words.split(), "--json"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    answer = json.loads(done.stdout)
+    assert isinstance(answer["ok"], bool) and done.returncode == (0 if answer["ok"] else 1)
+    for way in ("python", "descriptor", "buffered by C"):
+        for what in ("import", "exit") if "matrix" in words else ("import", "check", "probe", "exit"):
+            assert f"{way}: {what}\n" in done.stderr
+
+
+@pytest.mark.parametrize("words", ["matrix", "matrix --check", "matrix --records /nowhere"])
+def test_the_matrix_is_a_document_with_ok(words):
+    done = RUNNER.invoke(app, [*words.split(), "--json"])
+    assert json.loads(done.stdout)["ok"] is (done.exit_code == 0)
 
 
 def test_a_defect_is_a_document_and_a_traceback():

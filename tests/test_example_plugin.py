@@ -28,7 +28,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def mla_portable(*arguments: str, env: dict[str, str], code: int = 0) -> dict:
-    command = [sys.executable, "-m", "mla_portable.cli", *arguments, "--json"]
+    command = [sys.executable, "-m", "mla_portable", *arguments, "--json"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == code, done.stderr + done.stdout
     return json.loads(done.stdout)

@@ -540,7 +540,10 @@ def test_notes_and_sources_name_date_and_device() -> None:
     ("command", "shown"),
     [
         ("bench --out /tmp/w2/decode.jsonl --plot=/home/me/a.svg", "bench --out decode.jsonl --plot=a.svg"),
-        ("python ci/record_evidence.py conform triton --device cpu", "python ci/record_evidence.py conform triton --device cpu"),
+        (
+            "python ci/record_evidence.py conform triton --device cpu",
+            "python ci/record_evidence.py conform triton --device cpu",
+        ),
         ("/usr/bin/python3 -m acme /x", "python3 -m acme x"),
     ],
 )

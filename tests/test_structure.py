@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "matrix": MIDDLE | {"conformance"},
     "cli": MIDDLE | {"conformance", "bench", "vllm", "matrix"},
     "__init__": MIDDLE,
+    "__main__": {"cli"},
 }
 
 
