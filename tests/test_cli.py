@@ -20,6 +20,7 @@ from mla_portable.api import serving
 from mla_portable.bench.inputs import default_shape
 from mla_portable.cli import app
 from mla_portable.contracts import Primitive, Reason
+from mla_portable.matrix import RecordError
 from mla_portable.registry import Registry
 
 RUNNER = CliRunner()
@@ -95,7 +96,7 @@ def test_version():
         "run --backend sparse_dekode=reference",
         "explain sparse_dekode",
         "explain merge_states --heads 16",
-        "explain route --rows 3",
+        "explain route --compact",
         "explain sparse_decode --layout fp4",
         "explain sparse_decode --backend nobody",
         "conform nobody",
@@ -314,6 +315,79 @@ def test_the_environment_decides_in_a_process_of_its_own():
     done = in_a_process("explain", "merge_states", "--device", "cpu", "--json", MLA_PORTABLE_BACKEND_MERGE_STATES="reference")
     answer = json.loads(done.stdout)
     assert answer["chosen"] == "reference.torch" and answer["control"] == "MLA_PORTABLE_BACKEND_MERGE_STATES"
+
+
+# ---------------------------------------------------------------------- explain, for a device that is not here
+
+
+def installed() -> Registry:
+    """Everything in this tree, without measured costs: what a process would have built."""
+    return Registry(environ={})
+
+
+def test_explain_for_a_profile_claims_no_more_than_the_declarations():
+    words = "explain sparse_decode --device bi-v150 --layout bf16 --no-lse"
+    answer = document(*words.split(), registry=installed())
+    assert answer["ok"] and answer["checked"] is False and answer["chosen"].startswith("iluvatar.")
+    candidates = {each["implementation"]: each for each in answer["candidates"]}
+    assert candidates[answer["chosen"]]["can_run"] is None and candidates[answer["chosen"]]["matrix"] == "declared"
+    assert all(each["can_run"] is (False if each["reasons"] else None) for each in candidates.values())
+    text = invoke(*words.split(), registry=installed()).stdout
+    assert "BI-V150 (profile bi-v150) is not here: declarations only, nothing was checked or probed" in text
+    assert f"{answer['chosen']} would be tried first" in text and "matrix: declared" in text
+    assert "chosen" not in text and "can run" not in text
+    assert "nvidia.native" not in text and "for other devices; --json lists them" in text and "nvidia.native" in candidates
+
+
+def test_explain_route_for_a_profile_claims_no_more_than_the_declarations():
+    words = "explain route --device bi-v150 --layout bf16"
+    answer = document(*words.split(), registry=installed())
+    assert answer["ok"] and answer["checked"] is False
+    assert {route["can_run"] for route in answer["routes"]} == {None, False}
+    parts = [part for route in answer["routes"] for part in route["parts"]]
+    assert parts and not any(each["can_run"] for part in parts for each in part["candidates"])
+    text = invoke(*words.split(), registry=installed()).stdout
+    assert "is not here" in text and "would be tried first" in text and "chosen" not in text and "can run" not in text
+
+
+def test_explain_on_this_machine_says_that_it_checked():
+    assert document("explain", "merge_states", "--device", "cpu")["checked"] is True
+
+
+def test_explain_says_why_a_profile_is_unknown_without_a_checkout(monkeypatch):
+    def nowhere(given=None):
+        raise RecordError("/site-packages/capability", "no folder with profiles/")
+
+    monkeypatch.setattr("mla_portable.matrix.find_records", nowhere)
+    error = " ".join(invoke("explain", "merge_states", "--device", "h200", code=2).stderr.replace("│", " ").split())
+    assert "part of a checkout" in error and "capability/profiles was not found" in error
+
+
+def test_explain_route_asks_what_a_layer_in_vllm_asks():
+    answer = document("explain", "route", "--device", "cuda", registry=simulated())
+    decode = next(part for part in answer["routes"][0]["parts"] if part["role"] == "decode")["request"]
+    assert "rows=256" in decode and "lse" not in decode
+    assert "no lse (--lse)" in invoke("explain", "route", "--device", "cuda", registry=simulated()).stdout
+    answer = document(
+        *["explain", "route", "--device", "cuda", "--rows", "3", "--query-len", "2", "--lse"], registry=simulated()
+    )
+    decode = next(part for part in answer["routes"][0]["parts"] if part["role"] == "decode")["request"]
+    assert "rows=6" in decode and "lse=yes" in decode
+
+
+def test_explain_says_that_a_tie_was_decided_by_the_declared_cost():
+    times = {"acme.fused": 100.0, "handy.native": 99.0, "handy.portable": 300.0}
+
+    def costs(implementation, request):
+        us = times.get(implementation.name)
+        return us and (us / 9.9, "measured yesterday;")
+
+    words = ["explain", "sparse_decode", "--device", "cuda", "--heads", "64"]
+    text = invoke(*words, registry=simulated(costs=costs)).stdout
+    assert "acme.fused  " in text and "handy.native: less by a few percent, which is a tie" in text
+    times["handy.native"] = 50.0
+    text = invoke(*words, registry=simulated(costs=costs)).stdout
+    assert "a tie" not in text
 
 
 # ---------------------------------------------------------------------- doctor
