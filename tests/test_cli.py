@@ -403,7 +403,7 @@ def test_doctor_is_content_with_a_sound_machine():
     assert {row["primitive"] for row in answer["choices"]} == {primitive.value for primitive in Primitive}
     assert all(not row["reasons"] and row["probe"]["ok"] for row in answer["examined"])
     text = invoke("doctor").stdout
-    assert "No problems found" in text and "torch" in text and "nothing is demanded" in text
+    assert "No problems found" in text and "torch" in text and "no backend is forced" in text
 
 
 def test_doctor_tells_of_a_broken_plugin_that_nobody_selected():
@@ -411,7 +411,9 @@ def test_doctor_tells_of_a_broken_plugin_that_nobody_selected():
     answer = document("doctor", registry=registry)
     assert answer["ok"]
     assert any("raises_on_import" in problem["what"] and problem["remedy"] for problem in answer["problems"])
-    assert "Traceback" not in invoke("doctor", registry=registry).stdout
+    text = invoke("doctor", registry=registry).stdout
+    assert "Traceback" not in text and "Nothing that is broken was selected: exit code 0." in text
+    assert text.count("BROKEN") == 2 and "\nBROKEN  the plugin raises_on_import" in text and "\nnote" not in text
     assert "Traceback" in invoke("doctor", "--verbose", registry=registry).stdout
 
 
@@ -483,6 +485,28 @@ def test_doctor_shows_the_policy_and_where_it_comes_from(tmp_path):
     assert ["all", "auto", "MLA_PORTABLE_BACKEND"] in answer["rules"]
     assert any(rule[:2] == ["merge_states", "reference"] and str(policy) in rule[2] for rule in answer["rules"])
     assert "MLA_PORTABLE_BACKEND" in invoke("doctor", registry=registry).stdout
+
+
+@pytest.mark.parametrize(("name", "value"), [("MLA_PORTABLE_VLLM", "foo"), ("MLA_PORTABLE_VLLM_CACHE_WRITER", "nobody")])
+def test_doctor_fails_at_a_variable_of_the_vllm_plugin_that_means_nothing(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.26.0")
+    answer = document("doctor", code=1)
+    (problem,) = [problem for problem in answer["problems"] if problem["fatal"]]
+    assert name in problem["what"] and value in problem["what"] and name in problem["remedy"]
+    text = invoke("doctor", code=1).stdout
+    assert "BROKEN  environment" in text and ("heads per GPU" in text) == (name != "MLA_PORTABLE_VLLM")
+
+
+def test_doctor_shows_the_cost_that_decides():
+    def costs(implementation, request):
+        return (3.0, "measured yesterday on this CPU;") if implementation.name == "reference.torch" else None
+
+    registry = Registry(plugins=[("reference", "mla_portable.reference")], environ={}, probe=False, costs=costs)
+    row = document("doctor", registry=registry)["examined"][0]
+    assert (row["cost"], row["cost_source"]) == (3.0, "measured yesterday on this CPU;") and "preference" not in row
+    assert "3 measured" in invoke("doctor", registry=registry).stdout
+    assert "1000 declared" in invoke("doctor").stdout
 
 
 def test_doctor_in_a_process_of_its_own():
