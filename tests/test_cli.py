@@ -87,6 +87,10 @@ def test_version():
         "run --device nonsense",
         "run --device cuda:99",
         "run --device meta",
+        "run --device cpu:3",
+        "run --seed 99999999999999999999",
+        "run --block-size 1000000",
+        "run --heads 100000",
         "run --topk 0",
         "run --repeat 0",
         "run --route sideways",
@@ -101,6 +105,7 @@ def test_version():
         "explain sparse_decode --backend nobody",
         "conform nobody",
         "conform reference --level thorough",
+        "conform spoiled --level thorough",  # which nothing here offers
         "conform reference --jobs 0",
         "conform reference --jobs 2",  # of a registry that worker processes cannot build
         "conform reference --primitive sparse_dekode",
@@ -529,6 +534,20 @@ def test_conform_passes_and_records(tmp_path):
     assert len(lines) == 2 and lines[0]["totals"]["cases"] == lines[1]["totals"]["cases"]
 
 
+def test_levels_are_those_of_the_suite_and_are_checked_before_anything_is_loaded():
+    from mla_portable.cli.conform import _LEVELS
+    from mla_portable.conformance.params import LEVELS
+
+    assert _LEVELS == LEVELS
+    code = (
+        "import sys\nfrom mla_portable.cli.app import app\n"
+        "try: app(['conform', 'triton', '--level', 'turbo'])\nexcept SystemExit as end: assert end.code == 2, end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "smoke, quick, full" in done.stderr.replace("\n", " "), done.stderr
+
+
 def test_conform_in_processes_gives_what_one_process_gives():
     words = ["conform", "reference", "--level", "smoke", "--primitive", "quantize_per_tensor", "--device", "cpu", "--json"]
     alone, spread = (json.loads(in_a_process(*words, "--jobs", jobs).stdout) for jobs in ("1", "2"))
@@ -552,7 +571,7 @@ def test_a_suite_that_ran_nothing_fails():
     answer = document("conform", "spoiled", "--level", "smoke", registry=registry, code=1)
     assert answer["totals"]["cases"] == 0 and len(answer["unavailable"]) == len(Primitive)
     text = invoke("conform", "spoiled", "--level", "smoke", registry=registry, code=1).stdout
-    assert "proves nothing" in text and "spoiled_kernels" in text
+    assert "No test case applied to this device." in text and "spoiled_kernels" in text
     assert document("conform", "reference", "--match", "no such case", code=1)["totals"]["cases"] == 0
 
 
