@@ -59,7 +59,7 @@ def _finding(finding: Finding) -> str:
 
 def describe_time(timing: Timing | None) -> str:
     """Median in milliseconds and the number of runs, "" for what did not run."""
-    return "" if timing is None else f"{timing.median_ms:.3f} of {timing.n}"
+    return "" if timing is None else f"{timing.median_ms:.3f} ({timing.n})"
 
 
 def step_headlines(report: StepReport) -> list[str]:
