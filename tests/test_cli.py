@@ -99,6 +99,8 @@ def test_version():
         "run --backend sparse_decode=reference --backend sparse_decode=reference",
         "run --backend sparse_dekode=reference",
         "explain sparse_dekode",
+        "explain sparse_decode --heads 0",
+        "explain route --rows 0",
         "explain merge_states --heads 16",
         "explain route --compact",
         "explain sparse_decode --layout fp4",
@@ -357,6 +359,29 @@ def test_explain_route_for_a_profile_claims_no_more_than_the_declarations():
 
 def test_explain_on_this_machine_says_that_it_checked():
     assert document("explain", "merge_states", "--device", "cpu")["checked"] is True
+
+
+def test_explain_for_the_profile_of_a_device_that_is_here_says_how_to_examine_it(monkeypatch):
+    monkeypatch.setattr("mla_portable.cli.elsewhere.gpu_names", lambda: ["NVIDIA H200"])
+    text = invoke("explain", "merge_states", "--device", "h200", registry=installed()).stdout
+    assert "is not here" not in text and "--device cuda examines the one that is here" in text
+    assert "is not here" in invoke("explain", "merge_states", "--device", "h100", registry=installed()).stdout
+
+
+def test_explain_gives_what_was_asked_as_an_object():
+    words = "explain sparse_decode --device cuda --heads 64 --rows 7 --graph"
+    asked = document(*words.split(), registry=simulated())["arguments"]
+    assert (asked["num_heads"], asked["rows"], asked["graph"], asked["kv_layout"]) == (64, 7, True, "fp8_ds_mla")
+    asked = document("explain", "route", "--device", "cuda", "--rows", "7", registry=simulated())["arguments"]
+    assert (asked["max_num_reqs"], asked["need_lse"]) == (7, False)
+
+
+@pytest.mark.parametrize(("columns", "widest"), [("", 200), ("90", 90)])
+def test_tables_in_a_pipe_are_as_wide_as_columns_says(monkeypatch, columns, widest):
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = [line for line in invoke("matrix").stdout.splitlines() if line.startswith(("┃", "│"))]
+    assert lines and max(map(len, lines)) <= widest
+    assert widest == 90 or any(len(line) > 90 for line in lines)
 
 
 def test_explain_says_why_a_profile_is_unknown_without_a_checkout(monkeypatch):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mla_portable.contracts import Decision, DeviceFacts, Reason, Verdict
     from mla_portable.matrix.profiles import Profile
 
-__all__ = ["Elsewhere", "find_profile"]
+__all__ = ["Elsewhere", "find_profile", "gpu_names"]
 
 _HERE = ("cpu", "cuda")
 """What `--device` names on this machine; every other name is a device profile's."""
@@ -68,6 +68,14 @@ def _torch_knows(name: str) -> bool:
     return True
 
 
+def gpu_names() -> list[str]:
+    """The GPUs of this machine, as their driver names them."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.cuda.get_device_name(index) for index in range(count)]
+
+
 class Elsewhere:
     """A device that is not here. profile: what is published of it."""
 
@@ -106,9 +114,10 @@ class Elsewhere:
         from mla_portable.contracts import Decision
 
         states = self._states()
-        head = (
-            f"{self.profile.name} (profile {self.profile.slug}) is not here: declarations only, nothing was checked or probed"
-        )
+        where = f"{self.profile.name} (profile {self.profile.slug}){'' if self._is_here() else ' is not here'}"
+        head = f"{where}: declarations only, nothing was checked or probed"
+        if self._is_here():
+            head += "; --device cuda examines the one that is here"
         if decision.chosen is None:
             return f"{head}\n{decision.failure_text()}"
         if isinstance(decision, Decision):
@@ -118,6 +127,10 @@ class Elsewhere:
         lines += [f"  {verdict.route:<10} {verdict}" for verdict in decision.verdicts]
         parts = {part.decision.request: part.decision for part in decision.verdict.parts}
         return "\n".join([*lines, *(line for part in parts.values() for line in _lines(part, states))])
+
+    def _is_here(self) -> bool:
+        """A GPU of this machine is such a device; its profile still stands for any of them."""
+        return any(map(self.profile.matches, gpu_names()))
 
     def _states(self) -> _State:
         """What the matrix says of this device; read once a command. Raises: RecordError."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -78,20 +79,21 @@ def explain(
         ),
     ] = None,
     backend: BackendOption = None,
-    heads: Annotated[int | None, typer.Option("--heads", help="Query heads. Default: 16, of the indexer 64.")] = None,
-    topk: Annotated[int | None, typer.Option("--topk", help="Indices per token. Default: 2048.")] = None,
+    heads: Annotated[int | None, typer.Option("--heads", min=1, help="Query heads. Default: 16, of the indexer 64.")] = None,
+    topk: Annotated[int | None, typer.Option("--topk", min=1, help="Indices per token. Default: 2048.")] = None,
     layout: Annotated[
         str | None, typer.Option("--layout", metavar="LAYOUT", help="fp8_ds_mla (default) or bf16, of the cache or workspace.")
     ] = None,
-    block_size: Annotated[int | None, typer.Option("--block-size", help="Tokens per block. Default: 64.")] = None,
+    block_size: Annotated[int | None, typer.Option("--block-size", min=1, help="Tokens per block. Default: 64.")] = None,
     scale_format: Annotated[
         str | None, typer.Option("--scale-format", metavar="FORMAT", help="pow2 (default), amax, or 'unknown', read as amax.")
     ] = None,
-    query_len: Annotated[int | None, typer.Option("--query-len", help="Tokens per decode. Default: 1.")] = None,
+    query_len: Annotated[int | None, typer.Option("--query-len", min=1, help="Tokens per decode. Default: 1.")] = None,
     rows: Annotated[
         int | None,
         typer.Option(
             "--rows",
+            min=1,
             help="Query rows, where costs depend on them; of a route, requests that decode at once. Default: of a route 256.",
         ),
     ] = None,
@@ -136,14 +138,16 @@ def explain(
         "graph": graph,
     }
     with command(as_json=as_json) as output:
-        fields = {name: value for name, value in given.items() if value is not None}
+        asked = {name: value for name, value in given.items() if value is not None}
         ask = _ask_for_route if primitive == _ROUTE else _ask_for_primitive
         elsewhere = None if device is None else find_profile(device)
-        decision = ask(primitive, device if elsewhere is None else elsewhere.facts, backend, fields)
+        decision = ask(primitive, device if elsewhere is None else elsewhere.facts, backend, asked)
         served = decision.chosen is not None
         if as_json:
             told = {**decision.as_dict(), "checked": True} if elsewhere is None else elsewhere.document(decision)
-            output.document({"command": "explain", "ok": served, "primitive": primitive, **told})
+            output.document(
+                {"command": "explain", "ok": served, "primitive": primitive, "arguments": _arguments(decision), **told}
+            )
         elif elsewhere is not None:
             output.show(elsewhere.text(decision))
         else:
@@ -195,6 +199,16 @@ def _ask_for_route(name: str, device: str | DeviceFacts | None, backend: str | N
     if facts is None or isinstance(facts, str):
         facts = registry.facts(resolve_device(None) if facts is None else facts)
     return choose_route(spec, facts, demand.decide, demand.schedule_kind)
+
+
+def _arguments(decision: Decision | RouteDecision) -> dict[str, Any]:
+    """What was asked, as an object; "request" in the same document is its text."""
+    from mla_portable.contracts import Decision
+
+    if not isinstance(decision, Decision):
+        return asdict(decision.spec)
+    names = [each.name for each in fields(decision.request) if each.name not in ("primitive", "device")]
+    return {name: getattr(decision.request, name) for name in names}
 
 
 def _remarks(decision: Decision | RouteDecision) -> list[str]:

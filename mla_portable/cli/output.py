@@ -31,7 +31,7 @@ EXIT_USAGE = 2
 """Invalid arguments."""
 
 _PIPE_WIDTH = 200
-"""Columns where stdout is no terminal: a table in a log should not be folded at 80."""
+"""Columns where stdout is no terminal and COLUMNS is not set: a table in a log should not be folded at 80."""
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -204,6 +204,6 @@ def plain(value: object) -> Any:
 
 
 def _console(stream: TextIO) -> Console:
-    if stream.isatty():
+    if stream.isatty() or os.environ.get("COLUMNS", "").isdigit():
         return Console(file=stream)
     return Console(file=stream, width=_PIPE_WIDTH)
