@@ -241,6 +241,15 @@ def test_the_document_is_alone_on_stdout_whatever_a_plugin_writes_there(tmp_path
             assert f"{way}: {what}\n" in done.stderr
 
 
+@pytest.mark.parametrize("words", ["matrix --json", "matrix --format md", "matrix", "--help"])
+def test_a_reader_that_leaves_early_causes_no_traceback(words):
+    command = [sys.executable, "-m", "mla_portable", *words.split()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
 @pytest.mark.parametrize("words", ["matrix", "matrix --check", "matrix --records /nowhere"])
 def test_the_matrix_is_a_document_with_ok(words):
     done = RUNNER.invoke(app, [*words.split(), "--json"])

@@ -57,9 +57,12 @@ class Output:
         self.text(json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
 
     def text(self, value: str) -> None:
-        """Write a result as it is."""
-        self._stream.write(value)
-        self._stream.flush()
+        """Write a result as it is. Raises: typer.Exit where nobody reads it any more."""
+        try:
+            self._stream.write(value)
+            self._stream.flush()
+        except BrokenPipeError:
+            raise typer.Exit(EXIT_FAILED) from None
 
     def show(self, *renderables: RenderableType) -> None:
         """Print results for a person; a plain string is printed as it is, without markup."""
@@ -141,8 +144,12 @@ def _results_alone(*, redirect: bool) -> Generator[TextIO]:
         own = ours is sys.__stdout__
         with contextlib.redirect_stdout(sys.stderr):
             if own:
-                with os.fdopen(os.dup(kept), "w", encoding="utf-8") as stream:
+                stream = os.fdopen(os.dup(kept), "w", encoding="utf-8")
+                try:
                     yield stream
+                finally:
+                    with contextlib.suppress(BrokenPipeError):
+                        stream.close()
             else:
                 yield ours
     finally:
@@ -154,9 +161,16 @@ def _results_alone(*, redirect: bool) -> Generator[TextIO]:
 
 def close_stdout() -> None:
     """Send to stderr what writes to stdout from here to the end of the process, such as a plugin's exit handler."""
-    sys.stdout.flush()
+    stdout: TextIO | None = getattr(sys, "stdout", None)
+    if stdout is None:  # the process was started without one
+        return
+    target = 2
+    try:
+        stdout.flush()
+    except BrokenPipeError:  # its reader has gone, and Python would try again
+        target = os.open(os.devnull, os.O_WRONLY)
     with contextlib.suppress(OSError):  # the process has no stderr
-        os.dup2(2, 1)
+        os.dup2(target, 1)
 
 
 def _typed() -> tuple[type[Exception], ...]:
