@@ -536,8 +536,17 @@ def test_doctor_fails_at_a_variable_of_the_vllm_plugin_that_means_nothing(monkey
     (problem,) = [problem for problem in answer["problems"] if problem["fatal"]]
     assert name in problem["what"] and value in problem["what"] and "unset" in problem["remedy"]
     text = invoke("doctor", registry=registry, code=1).stdout
-    assert "BROKEN  " in text and "vLLM 0.26.0: plugin" in text
+    assert "BROKEN  " in text and "vLLM" in text
     assert name != "MLA_PORTABLE_VLLM" or "heads per GPU" not in text
+
+
+def test_doctor_with_vllm_reports_a_policy_that_cannot_be_followed(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.26.0")
+    registry = registry_with(environ={"MLA_PORTABLE_BACKEND": "referense"})
+    answer = document("doctor", registry=registry, code=1)
+    assert answer["vllm"] is None and any("referense" in problem["what"] for problem in answer["problems"])
+    text = invoke("doctor", registry=registry, code=1).stdout
+    assert "BROKEN  the policy cannot be followed" in text and "vLLM: not examined" in text
 
 
 def test_doctor_shows_the_cost_that_decides():

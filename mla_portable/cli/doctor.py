@@ -35,9 +35,10 @@ def doctor(
         from mla_portable.vllm.status import vllm_status
 
         diagnosis = diagnose(current_registry(), where)
-        vllm = vllm_status(current_registry(), where)
+        # without a policy that can be followed nothing is chosen, for vLLM's layers neither
+        vllm = vllm_status(current_registry(), where) if diagnosis.choices else None
         if as_json:
-            output.document({"command": "doctor", **diagnosis.as_dict(), "vllm": vllm.as_dict()})
+            output.document({"command": "doctor", **diagnosis.as_dict(), "vllm": vllm and vllm.as_dict()})
         else:
             output.show(*_for_a_person(diagnosis, verbose=verbose), _vllm(vllm))
         if not diagnosis.ok:
@@ -127,7 +128,9 @@ def _probe(each: Examined) -> str:
     return f"{each.probe.stage}, {each.probe.seconds * 1e3:.0f} ms"
 
 
-def _vllm(status: VllmStatus) -> RenderableType:
+def _vllm(status: VllmStatus | None) -> RenderableType:
+    if status is None:
+        return "vLLM: not examined, because the policy cannot be followed"
     if status.version is None:
         return "vLLM: not installed"
     title = f"vLLM {status.version}: plugin {'registered' if status.registered else 'NOT registered'} ({status.note})"
