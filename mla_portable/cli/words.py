@@ -26,8 +26,11 @@ def why(decision: Decision) -> str:
 def tie_rule(decision: Decision) -> list[str]:
     """A line where the chosen implementation is not the one of least cost, because measured costs this close are a tie."""
     chosen = next((v for v in decision.verdicts if v.implementation == decision.chosen), None)
-    cheaper = [v.implementation for v in decision.verdicts if v.can_run and chosen is not None and v.cost < chosen.cost]
-    if decision.forced or chosen is None or chosen.cost_source == "declared" or not cheaper:
+    if decision.forced or chosen is None or chosen.cost_source == "declared":
+        return []
+    measured = [v for v in decision.verdicts if v.can_run and v.cost_source != "declared"]
+    cheaper = [v.implementation for v in measured if v.cost < chosen.cost]
+    if not cheaper:
         return []
     return [f"{', '.join(cheaper)}: less by a few percent, which is a tie of measured costs; the declared cost decides"]
 
