@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 from machines import H200
 from spoiled import WRONG, HalfSpoiled, Spoiled, registry_with
 from typer.testing import CliRunner
@@ -20,6 +21,7 @@ from mla_portable.api import serving
 from mla_portable.bench.inputs import default_shape
 from mla_portable.cli import app
 from mla_portable.contracts import Primitive, Reason
+from mla_portable.matrix import RecordError
 from mla_portable.registry import Registry
 
 RUNNER = CliRunner()
@@ -51,7 +53,7 @@ def document(*arguments: str, registry: Registry | None = None, code: int = 0) -
 
 
 def in_a_process(*arguments: str, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mla_portable.cli", *arguments]
+    command = [sys.executable, "-m", "mla_portable", *arguments]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
     return done
@@ -86,6 +88,10 @@ def test_version():
         "run --device nonsense",
         "run --device cuda:99",
         "run --device meta",
+        "run --device cpu:3",
+        "run --seed 99999999999999999999",
+        "run --block-size 1000000",
+        "run --heads 100000",
         "run --topk 0",
         "run --repeat 0",
         "run --route sideways",
@@ -94,12 +100,15 @@ def test_version():
         "run --backend sparse_decode=reference --backend sparse_decode=reference",
         "run --backend sparse_dekode=reference",
         "explain sparse_dekode",
+        "explain sparse_decode --heads 0",
+        "explain route --rows 0",
         "explain merge_states --heads 16",
-        "explain route --rows 3",
+        "explain route --compact",
         "explain sparse_decode --layout fp4",
         "explain sparse_decode --backend nobody",
         "conform nobody",
         "conform reference --level thorough",
+        "conform spoiled --level thorough",  # which nothing here offers
         "conform reference --jobs 0",
         "conform reference --jobs 2",  # of a registry that worker processes cannot build
         "conform reference --primitive sparse_dekode",
@@ -186,6 +195,67 @@ def test_a_plugin_that_prints_does_not_spoil_the_document():
     assert "binding sparse_decode" in done.stderr
 
 
+LOUD = """
+import atexit, ctypes, os
+from mla_portable.contracts import Implementation, Primitive, Support, hookimpl
+
+def say(what):
+    print("python: " + what)
+    os.write(1, b"descriptor: " + what.encode() + b"\\n")
+    ctypes.CDLL(None).printf(b"buffered by C: " + what.encode() + b"\\n")
+
+def check(device):
+    say("check")
+    return []
+
+def bind(request):
+    say("probe")
+    raise RuntimeError("loud")
+
+@hookimpl
+def mla_portable_register(registrar):
+    support = Support(source="this test", device_types=("cpu",))
+    registrar.add(Implementation("loud.v1", Primitive.MERGE_STATES, support, bind, check=check, preference=1))
+
+say("import")
+atexit.register(say, "exit")
+"""
+
+
+@pytest.mark.parametrize(
+    "words", ["doctor", "explain merge_states", "matrix --check", "conform loud --level smoke --primitive merge_states"]
+)
+def test_the_document_is_alone_on_stdout_whatever_a_plugin_writes_there(tmp_path, words):
+    (tmp_path / "loud_plugin.py").write_text(LOUD)
+    dist = tmp_path / "loud-1.dist-info"
+    dist.mkdir()
+    (dist / "METADATA").write_text("Metadata-Version: 2.1\nName: loud\nVersion: 1\n")
+    (dist / "entry_points.txt").write_text("[mla_portable.backends]\nloud = loud_plugin\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "mla_portable", *words.split(), "--json"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    answer = json.loads(done.stdout)
+    assert isinstance(answer["ok"], bool) and done.returncode == (0 if answer["ok"] else 1)
+    for way in ("python", "descriptor", "buffered by C"):
+        for what in ("import", "exit") if "matrix" in words else ("import", "check", "probe", "exit"):
+            assert f"{way}: {what}\n" in done.stderr
+
+
+@pytest.mark.parametrize("words", ["matrix --json", "matrix --format md", "matrix", "--help"])
+def test_a_reader_that_leaves_early_causes_no_traceback(words):
+    command = [sys.executable, "-m", "mla_portable", *words.split()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
+@pytest.mark.parametrize("words", ["matrix", "matrix --check", "matrix --records /nowhere"])
+def test_the_matrix_is_a_document_with_ok(words):
+    done = RUNNER.invoke(app, [*words.split(), "--json"])
+    assert json.loads(done.stdout)["ok"] is (done.exit_code == 0)
+
+
 def test_a_defect_is_a_document_and_a_traceback():
     def breaks(*args, **options):
         raise ZeroDivisionError("a kernel divides by zero")
@@ -264,6 +334,102 @@ def test_the_environment_decides_in_a_process_of_its_own():
     assert answer["chosen"] == "reference.torch" and answer["control"] == "MLA_PORTABLE_BACKEND_MERGE_STATES"
 
 
+# ---------------------------------------------------------------------- explain, for a device that is not here
+
+
+def installed() -> Registry:
+    """Everything in this tree, without measured costs: what a process would have built."""
+    return Registry(environ={})
+
+
+def test_explain_for_a_profile_claims_no_more_than_the_declarations():
+    words = "explain sparse_decode --device bi-v150 --layout bf16 --no-lse"
+    answer = document(*words.split(), registry=installed())
+    assert answer["ok"] and answer["checked"] is False and answer["chosen"].startswith("iluvatar.")
+    candidates = {each["implementation"]: each for each in answer["candidates"]}
+    assert candidates[answer["chosen"]]["can_run"] is None and candidates[answer["chosen"]]["matrix"] == "declared"
+    assert all(each["can_run"] is (False if each["reasons"] else None) for each in candidates.values())
+    text = invoke(*words.split(), registry=installed()).stdout
+    assert "BI-V150 (profile bi-v150) is not here: declarations only, nothing was checked or probed" in text
+    assert f"{answer['chosen']} would be tried first" in text and "matrix: declared" in text
+    assert "chosen" not in text and "can run" not in text
+    assert "nvidia.native" not in text and "for other devices; --json lists them" in text and "nvidia.native" in candidates
+
+
+def test_explain_route_for_a_profile_claims_no_more_than_the_declarations():
+    words = "explain route --device bi-v150 --layout bf16"
+    answer = document(*words.split(), registry=installed())
+    assert answer["ok"] and answer["checked"] is False
+    assert {route["can_run"] for route in answer["routes"]} == {None, False}
+    parts = [part for route in answer["routes"] for part in route["parts"]]
+    assert parts and not any(each["can_run"] for part in parts for each in part["candidates"])
+    text = invoke(*words.split(), registry=installed()).stdout
+    assert "is not here" in text and "would be tried first" in text and "chosen" not in text and "can run" not in text
+
+
+def test_explain_on_this_machine_says_that_it_checked():
+    assert document("explain", "merge_states", "--device", "cpu")["checked"] is True
+
+
+def test_explain_for_the_profile_of_a_device_that_is_here_says_how_to_examine_it(monkeypatch):
+    monkeypatch.setattr("mla_portable.cli.elsewhere.gpu_names", lambda: ["NVIDIA H200"])
+    text = invoke("explain", "merge_states", "--device", "h200", registry=installed()).stdout
+    assert "is not here" not in text and "--device cuda examines the one that is here" in text
+    assert "is not here" in invoke("explain", "merge_states", "--device", "h100", registry=installed()).stdout
+
+
+def test_explain_gives_what_was_asked_as_an_object():
+    words = "explain sparse_decode --device cuda --heads 64 --rows 7 --graph"
+    asked = document(*words.split(), registry=simulated())["arguments"]
+    assert (asked["num_heads"], asked["rows"], asked["graph"], asked["kv_layout"]) == (64, 7, True, "fp8_ds_mla")
+    asked = document("explain", "route", "--device", "cuda", "--rows", "7", registry=simulated())["arguments"]
+    assert (asked["max_num_reqs"], asked["need_lse"]) == (7, False)
+
+
+@pytest.mark.parametrize(("columns", "widest"), [("", 200), ("90", 90)])
+def test_tables_in_a_pipe_are_as_wide_as_columns_says(monkeypatch, columns, widest):
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = [line for line in invoke("matrix").stdout.splitlines() if line.startswith(("┃", "│"))]
+    assert lines and max(map(len, lines)) <= widest
+    assert widest == 90 or any(len(line) > 90 for line in lines)
+
+
+def test_explain_says_why_a_profile_is_unknown_without_a_checkout(monkeypatch):
+    def nowhere(given=None):
+        raise RecordError("/site-packages/capability", "no folder with profiles/")
+
+    monkeypatch.setattr("mla_portable.matrix.find_records", nowhere)
+    error = " ".join(invoke("explain", "merge_states", "--device", "h200", code=2).stderr.replace("│", " ").split())
+    assert "part of a checkout" in error and "capability/profiles was not found" in error
+
+
+def test_explain_route_asks_what_a_layer_in_vllm_asks():
+    answer = document("explain", "route", "--device", "cuda", registry=simulated())
+    decode = next(part for part in answer["routes"][0]["parts"] if part["role"] == "decode")["request"]
+    assert "rows=256" in decode and "lse" not in decode
+    assert "no lse (--lse)" in invoke("explain", "route", "--device", "cuda", registry=simulated()).stdout
+    answer = document(
+        *["explain", "route", "--device", "cuda", "--rows", "3", "--query-len", "2", "--lse"], registry=simulated()
+    )
+    decode = next(part for part in answer["routes"][0]["parts"] if part["role"] == "decode")["request"]
+    assert "rows=6" in decode and "lse=yes" in decode
+
+
+def test_explain_says_that_a_tie_was_decided_by_the_declared_cost():
+    times = {"acme.fused": 100.0, "handy.native": 99.0, "handy.portable": 300.0}
+
+    def costs(implementation, request):
+        us = times.get(implementation.name)
+        return us and (us / 9.9, "measured yesterday;")
+
+    words = ["explain", "sparse_decode", "--device", "cuda", "--heads", "64"]
+    text = invoke(*words, registry=simulated(costs=costs)).stdout
+    assert "acme.fused  " in text and "handy.native: less by a few percent, which is a tie" in text
+    times["handy.native"] = 50.0
+    text = invoke(*words, registry=simulated(costs=costs)).stdout
+    assert "a tie" not in text
+
+
 # ---------------------------------------------------------------------- doctor
 
 
@@ -277,7 +443,7 @@ def test_doctor_is_content_with_a_sound_machine():
     assert {row["primitive"] for row in answer["choices"]} == {primitive.value for primitive in Primitive}
     assert all(not row["reasons"] and row["probe"]["ok"] for row in answer["examined"])
     text = invoke("doctor").stdout
-    assert "No problems found" in text and "torch" in text and "nothing is demanded" in text
+    assert "No problems found" in text and "torch" in text and "no backend is forced" in text
 
 
 def test_doctor_tells_of_a_broken_plugin_that_nobody_selected():
@@ -285,7 +451,9 @@ def test_doctor_tells_of_a_broken_plugin_that_nobody_selected():
     answer = document("doctor", registry=registry)
     assert answer["ok"]
     assert any("raises_on_import" in problem["what"] and problem["remedy"] for problem in answer["problems"])
-    assert "Traceback" not in invoke("doctor", registry=registry).stdout
+    text = invoke("doctor", registry=registry).stdout
+    assert "Traceback" not in text and "Nothing that is broken was selected: exit code 0." in text
+    assert text.count("BROKEN") == 2 and "\nBROKEN  the plugin raises_on_import" in text and "\nnote" not in text
     assert "Traceback" in invoke("doctor", "--verbose", registry=registry).stdout
 
 
@@ -380,6 +548,39 @@ def test_doctor_does_not_list_a_variable_that_does_not_exist():
     assert any("Did you mean 'MLA_PORTABLE_BACKEND'" in problem["what"] for problem in answer["problems"] if problem["fatal"])
 
 
+@pytest.mark.parametrize(("name", "value"), [("MLA_PORTABLE_VLLM", "foo"), ("MLA_PORTABLE_VLLM_CACHE_WRITER", "nobody")])
+def test_doctor_fails_at_a_variable_of_the_vllm_plugin_that_means_nothing(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.26.0")
+    registry = registry_with(environ={name: value})
+    answer = document("doctor", registry=registry, code=1)
+    (problem,) = [problem for problem in answer["problems"] if problem["fatal"]]
+    assert name in problem["what"] and value in problem["what"] and "unset" in problem["remedy"]
+    text = invoke("doctor", registry=registry, code=1).stdout
+    assert "BROKEN  " in text and "vLLM" in text
+    assert name != "MLA_PORTABLE_VLLM" or "heads per GPU" not in text
+
+
+def test_doctor_with_vllm_reports_a_policy_that_cannot_be_followed(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.26.0")
+    registry = registry_with(environ={"MLA_PORTABLE_BACKEND": "referense"})
+    answer = document("doctor", registry=registry, code=1)
+    assert answer["vllm"] is None and any("referense" in problem["what"] for problem in answer["problems"])
+    text = invoke("doctor", registry=registry, code=1).stdout
+    assert "BROKEN  the policy cannot be followed" in text and "vLLM: not examined" in text
+
+
+def test_doctor_shows_the_cost_that_decides():
+    def costs(implementation, request):
+        return (3.0, "measured yesterday on this CPU;") if implementation.name == "reference.torch" else None
+
+    registry = Registry(plugins=[("reference", "mla_portable.reference")], environ={}, probe=False, costs=costs)
+    row = document("doctor", registry=registry)["examined"][0]
+    assert (row["cost"], row["cost_source"]) == (3.0, "measured yesterday on this CPU;") and "preference" not in row
+    assert "3 measured" in invoke("doctor", registry=registry).stdout
+    assert "1000 declared" in invoke("doctor").stdout
+
+
 def test_doctor_in_a_process_of_its_own():
     done = in_a_process("doctor", "--device", "cpu", "--json", code=1, MLA_PORTABLE_DISABLE="reference,triton")
     answer = json.loads(done.stdout)
@@ -398,6 +599,20 @@ def test_conform_passes_and_records(tmp_path):
     invoke(*words)
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     assert len(lines) == 2 and lines[0]["totals"]["cases"] == lines[1]["totals"]["cases"]
+
+
+def test_levels_are_those_of_the_suite_and_are_checked_before_anything_is_loaded():
+    from mla_portable.cli.conform import _LEVELS
+    from mla_portable.conformance.params import LEVELS
+
+    assert _LEVELS == LEVELS
+    code = (
+        "import sys\nfrom mla_portable.cli.app import app\n"
+        "try: app(['conform', 'triton', '--level', 'turbo'])\nexcept SystemExit as end: assert end.code == 2, end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "smoke, quick, full" in done.stderr.replace("\n", " "), done.stderr
 
 
 def test_conform_in_processes_gives_what_one_process_gives():
@@ -423,7 +638,7 @@ def test_a_suite_that_ran_nothing_fails():
     answer = document("conform", "spoiled", "--level", "smoke", registry=registry, code=1)
     assert answer["totals"]["cases"] == 0 and len(answer["unavailable"]) == len(Primitive)
     text = invoke("conform", "spoiled", "--level", "smoke", registry=registry, code=1).stdout
-    assert "proves nothing" in text and "spoiled_kernels" in text
+    assert "No test case applied to this device." in text and "spoiled_kernels" in text
     assert document("conform", "reference", "--match", "no such case", code=1)["totals"]["cases"] == 0
 
 
@@ -458,27 +673,21 @@ def test_bench_step():
 PAGE = (Path(__file__).parents[1] / "docs" / "cli.md").read_text()
 
 
-def options_of(*words: str) -> set[str]:
-    text = invoke(*words, "--help").stdout
-    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
+def options(command) -> Iterator[tuple[str, list[str], list[str]]]:
+    """(option, its other spellings) of every command, subcommands included; --help is click's own."""
+    for name, each in getattr(command, "commands", {}).items():
+        yield from ((f"{name} {path}".strip(), opts, off) for path, opts, off in options(each))
+    for parameter in command.params:
+        if parameter.param_type_name == "option":
+            yield "", [opt for opt in parameter.opts if opt.startswith("--")], parameter.secondary_opts
 
 
-def test_the_page_names_every_option_of_run_and_invents_none():
-    assert options_of("run") <= set(re.findall(r"--[a-z][a-z-]*", PAGE))
-    commands = [
-        ["run"],
-        ["doctor"],
-        ["explain"],
-        ["conform"],
-        ["matrix"],
-        ["bench", "kernels"],
-        ["bench", "plan"],
-        ["bench", "dispatch"],
-        ["bench", "step"],
-        ["tune"],
-    ]
-    known = set().union(*(options_of(*words) for words in commands))
-    assert set(re.findall(r"--[a-z][a-z-]*", PAGE)) <= known
+def test_the_page_names_every_option_and_invents_none():
+    known = list(options(typer.main.get_command(app)))
+    named = set(re.findall(r"--[a-z][a-z-]*", PAGE))
+    missing = [(path, opts) for path, opts, _ in known if not named & set(opts)]
+    assert len(known) > 60 and missing == []
+    assert named <= {"--help", "--no-"}.union(*(set(opts) | set(off) for _, opts, off in known))
 
 
 def test_help_and_page_give_the_defaults_that_hold():

@@ -28,7 +28,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def mla_portable(*arguments: str, env: dict[str, str], code: int = 0) -> dict:
-    command = [sys.executable, "-m", "mla_portable.cli", *arguments, "--json"]
+    command = [sys.executable, "-m", "mla_portable", *arguments, "--json"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == code, done.stderr + done.stdout
     return json.loads(done.stdout)
@@ -37,6 +37,16 @@ def mla_portable(*arguments: str, env: dict[str, str], code: int = 0) -> dict:
 def test_the_registry_prefers_it_where_it_can_run(environment):
     answer = mla_portable("explain", "sparse_prefill", "--heads", "16", "--topk", "128", "--layout", "bf16", env=environment)
     assert answer["chosen"] == "acme.v1", answer["candidates"]
+
+
+def test_the_commands_of_the_page_show_what_the_page_says(environment):
+    page = (ROOT / "docs" / "adding-a-vendor.md").read_text()
+    commands = re.findall(r"^mla-portable (explain .*?) +# (.*)$", page, flags=re.MULTILINE)
+    assert [comment for _, comment in commands] == ["acme.v1 is chosen", "refused: its kernel takes multiples of 64"]
+    chosen, refused = (mla_portable(*words.split(), env=environment) for words, _ in commands)
+    assert chosen["chosen"] == "acme.v1"
+    acme = next(c for c in refused["candidates"] if c["implementation"] == "acme.v1")
+    assert [(r["subject"], r["limit"]) for r in acme["reasons"]] == [("topk", "a multiple of 64")]
 
 
 def test_its_limits_become_reasons(environment):

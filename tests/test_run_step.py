@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from spoiled import WRONG, Spoiled, inexact_merge_states, registry_with, wrong_lse
 
-from mla_portable.bench.inputs import StepShape, default_shape, make_inputs
+from mla_portable.bench.inputs import StepShape, default_shape, make_inputs, step_bytes
 from mla_portable.bench.step import run_step
 from mla_portable.bench.timing import measure, quantile, run_and_measure
 from mla_portable.contracts import InvalidArgument, UnsupportedRequest
@@ -218,3 +220,29 @@ def test_quantiles_are_linear_between_neighbours():
 def test_measure_refuses_counts_that_mean_nothing(bad):
     with pytest.raises(InvalidArgument):
         measure(lambda: None, device=CPU, **bad)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("seed", 1 << 63), ("seed", -1), ("block_size", 1_000_000), ("num_heads", 100_000), ("num_heads", 0), ("topk", 1 << 21)],
+)
+def test_a_size_out_of_range_is_refused(field, value):
+    with pytest.raises(InvalidArgument, match=rf"{field}: got {value}, expected \d+ to \d+"):
+        replace(SMALL, **{field: value})
+
+
+def test_a_step_that_does_not_fit_is_refused_before_anything_is_drawn(monkeypatch):
+    monkeypatch.setattr("mla_portable.bench.step.make_inputs", lambda *given: pytest.fail("drawn"))
+    monkeypatch.setattr("mla_portable.bench.step.host_memory", lambda: 1 << 30)
+    with pytest.raises(InvalidArgument, match=r"about \d+\.\d GiB, expected no more than the 1\.0 GiB"):
+        run_step(replace(SMALL, decodes=20, block_size=1 << 16), device=CPU, registry=registry_with())
+
+
+def test_the_estimate_covers_what_is_drawn():
+    shape = replace(SMALL, context=500, decodes=5)
+    inputs = make_inputs(shape, CPU)
+    drawn = [
+        getattr(inputs, name) for name in ("kv_cache", "history_kv_c", "history_k_pe", "kv_c", "k_pe", "q", "topk_indices")
+    ]
+    total = sum(tensor.nbytes for tensor in drawn)
+    assert total <= step_bytes(shape) <= 10 * total

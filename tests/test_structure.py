@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "matrix": MIDDLE | {"conformance", "sources"},
     "cli": MIDDLE | {"conformance", "bench", "vllm", "matrix"},
     "__init__": MIDDLE,
+    "__main__": {"cli"},
 }
 
 

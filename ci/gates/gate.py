@@ -18,7 +18,8 @@ def finish(name: str, problems: list[str]) -> NoReturn:
     """Print the problems; exit status 1 when there is one."""
     for problem in problems:
         print(f"{name}: {problem}")
-    print(f"gate {name}: {f'{len(problems)} problems' if problems else 'passed'}")
+    plural = "" if len(problems) == 1 else "s"
+    print(f"gate {name}: {f'{len(problems)} problem{plural}' if problems else 'passed'}")
     sys.exit(bool(problems))
 
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -11,7 +13,16 @@ from torch import Tensor
 
 from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, LAYOUTS, QK_ROPE_HEAD_DIM, SCALE_FORMATS, Batch, InvalidArgument
 
-__all__ = ["SOFTMAX_SCALE", "StepInputs", "StepShape", "default_shape", "make_inputs"]
+__all__ = [
+    "SOFTMAX_SCALE",
+    "StepInputs",
+    "StepShape",
+    "default_shape",
+    "host_memory",
+    "make_inputs",
+    "require_room",
+    "step_bytes",
+]
 
 SOFTMAX_SCALE = (128 + QK_ROPE_HEAD_DIM) ** -0.5
 """DeepSeek-V3.2 scales by the head size before absorption: 128 without and 64 with rotary embedding."""
@@ -21,6 +32,25 @@ _SPARE_BLOCKS = 3
 """Blocks of the cache that belong to no request."""
 _SCORES_PER_CHUNK = 1 << 24
 """Bound on the random scores drawn at once: 64 MiB of float32."""
+
+_RANGES: Final[dict[str, tuple[int, int]]] = {
+    "num_heads": (1, 512),
+    "topk": (1, 1 << 20),
+    "decodes": (0, 1 << 16),
+    "decode_query_len": (1, 1 << 10),
+    "prefills": (0, 1 << 16),
+    "prefill_tokens": (1, 1 << 20),
+    "context": (0, 1 << 24),
+    "block_size": (1, 1 << 16),
+    "seed": (0, (1 << 63) - 1),
+}
+"""Field of StepShape -> least and greatest value, well beyond any model's; what fits a device is `require_room`'s question."""
+_CACHES = 3
+"""Copies of the cache that are alive at once: the step's own, one to write, one to compare with."""
+_LATENT_BYTES = HEAD_SIZE * (4 + 2 + 2)
+"""A new token's latent as drawn, as bf16 and in its two parts."""
+_Q_LIKE = 4
+"""Tensors of the size of q that are alive at once, outputs included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +63,7 @@ class StepShape:
         context: tokens that the longest request has in the cache before the step; the others have between an eighth of
             it and all of it, a fresh prefill none.
         block_size, kv_layout, scale_format: of the cache. seed: of everything random.
-    Raises: InvalidArgument for a size below its least value and for unknown names.
+    Raises: InvalidArgument for a size out of its range and for unknown names.
     """
 
     num_heads: int = 16
@@ -50,10 +80,9 @@ class StepShape:
 
     def __post_init__(self) -> None:
         where = "StepShape"
-        least = {"num_heads": 1, "topk": 1, "decodes": 0, "decode_query_len": 1, "prefills": 0, "prefill_tokens": 1}
-        for name, limit in {**least, "context": 0, "block_size": 1, "seed": 0}.items():
-            if getattr(self, name) < limit:
-                raise InvalidArgument(where, name, got=getattr(self, name), expected=f"at least {limit}")
+        for name, (least, most) in _RANGES.items():
+            if not least <= getattr(self, name) <= most:
+                raise InvalidArgument(where, name, got=getattr(self, name), expected=f"{least} to {most}")
         if self.decodes + self.prefills == 0:
             raise InvalidArgument(where, "decodes", got="0, with 0 prefills", expected="at least one request in the step")
         if self.prefills and self.prefill_tokens <= self.decode_query_len:
@@ -88,6 +117,37 @@ def default_shape(device_type: str) -> StepShape:
     if device_type == "cpu":
         return StepShape()
     return StepShape(num_heads=128, decodes=64, prefill_tokens=512, context=8192)
+
+
+def step_bytes(shape: StepShape) -> int:
+    """About how much memory a step takes, on a host or a device that holds all of it."""
+    contexts = _context_lens(shape, np.random.default_rng(shape.seed))
+    query_lens = np.array([shape.decode_query_len] * shape.decodes + [shape.prefill_tokens] * shape.prefills, dtype=np.int64)
+    blocks = int((-(-(contexts + query_lens) // shape.block_size)).sum()) + _SPARE_BLOCKS
+    cache = blocks * shape.block_size * LAYOUTS[shape.kv_layout].row_bytes
+    latents = int((contexts + query_lens).sum()) * _LATENT_BYTES
+    return _CACHES * cache + latents + shape.num_tokens * (_Q_LIKE * shape.num_heads * HEAD_SIZE * 2 + 3 * shape.topk * 4)
+
+
+def require_room(shape: StepShape, memory_bytes: int) -> None:
+    """Raises: InvalidArgument, before anything is allocated, for a step that does not fit the memory of its device."""
+    needed = step_bytes(shape)
+    if memory_bytes and needed > memory_bytes:
+        raise InvalidArgument(
+            "run_step",
+            "shape",
+            got=f"a step of about {needed / 2**30:.1f} GiB",
+            expected=f"no more than the {memory_bytes / 2**30:.1f} GiB of the device",
+            remedy="Take fewer heads, requests or tokens, a shorter context, or smaller blocks.",
+        )
+
+
+def host_memory() -> int:
+    """Bytes of memory of this machine, 0 where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, RouteDecision, SparseMLAAttention
 from mla_portable.attention.demand import Demand
-from mla_portable.bench.inputs import SOFTMAX_SCALE, StepInputs, StepShape, make_inputs
+from mla_portable.bench.inputs import SOFTMAX_SCALE, StepInputs, StepShape, host_memory, make_inputs, require_room
 from mla_portable.bench.jobs import Job, cache_write_job, jobs_after
 from mla_portable.bench.judged import Step
 from mla_portable.bench.timing import Timing, measure, run_and_measure
@@ -150,14 +150,16 @@ def run_step(
         repeat: timed runs of each part. check_rows: attention rows that the oracle computes, spread over decodes and
             prefills; 0 for all. max_seconds: bound on the timed runs of one part, after at least one.
         progress: told what is being done.
-    Raises: InvalidArgument for check_rows < 0 or repeat < 1; UnsupportedRoute and UnsupportedRequest where no route is
-        served or nothing writes the cache; whatever an implementation raises.
+    Raises: InvalidArgument for check_rows < 0, repeat < 1, or a step that does not fit the device's memory;
+        UnsupportedRoute and UnsupportedRequest where no route is served or nothing writes the cache; whatever an
+        implementation raises.
     """
     if check_rows < 0:
         raise InvalidArgument("run_step", "check_rows", got=check_rows, expected="0 (all) or more")
     if repeat < 1:
         raise InvalidArgument("run_step", "repeat", got=repeat, expected="at least 1")
     registry = get_registry() if registry is None else registry
+    require_room(shape, host_memory() if device.type == "cpu" else registry.facts(device).memory_bytes)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         return _run_step(shape, device, registry, backend, route, repeat, check_rows, max_seconds, _Told(progress))
 

@@ -13,6 +13,7 @@ from mla_portable.cli.conform import conform
 from mla_portable.cli.doctor import doctor
 from mla_portable.cli.explain import explain
 from mla_portable.cli.matrix import matrix
+from mla_portable.cli.output import close_stdout
 from mla_portable.cli.run import run
 from mla_portable.cli.tune import tune
 
@@ -21,7 +22,7 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="mla-portable",
     help="Sparse MLA attention (DeepSeek-V3.2 style) on whatever is installed here. "
-    "Exit codes: 0 all is well; 1 something is broken, wrong or cannot be served; 2 the arguments cannot be meant.",
+    "Exit codes: 0 all is well; 1 something is broken, wrong or cannot be served; 2 invalid arguments.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -49,4 +50,7 @@ def options(
 
 def main() -> None:
     """Entry point of `mla-portable`."""
-    app()
+    try:
+        app()
+    finally:
+        close_stdout()

@@ -194,7 +194,7 @@ def _timings(report: StepReport) -> list[list[str]]:
     parts = [
         *((result.name, result.implementation or "none", result.shape, result.timing) for result in report.primitives),
         ("the whole step", f"route {report.route}", f"T {report.shape.num_tokens}", report.forward),
-        ("planning it", "", f"R {report.shape.num_reqs}", report.plan),
+        ("planning the step", "", f"R {report.shape.num_reqs}", report.plan),
     ]
     return [
         [name, who, shape, f"{t.median_ms:.4f}", f"{t.p10_ms:.4f}", f"{t.p90_ms:.4f}", str(t.n)]

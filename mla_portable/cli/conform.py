@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["conform"]
 
+_LEVELS = ("smoke", "quick", "full")
+"""As in mla_portable.conformance, which takes torch to import."""
+
 
 def conform(
     name: Annotated[str, typer.Argument(help="A backend ('triton') or one implementation ('triton.portable').")],
@@ -42,6 +45,8 @@ def conform(
 
     Exit code 0 only when at least one case ran and all passed.
     """
+    if level not in _LEVELS:
+        raise typer.BadParameter(f"got {level!r}, expected one of {', '.join(_LEVELS)}", param_hint="--level")
     with command(as_json=as_json) as output:
         where = resolve_device(device)
         only = [primitive_named(each, param_hint="--primitive") for each in primitive or ()] or None
@@ -95,5 +100,5 @@ def _for_a_person(report: Report) -> list[RenderableType]:
         shown += [f"{result.status.upper()} {result.case.id}", *(f"    {line}" for line in result.message.splitlines())]
     shown += report.common()
     total = f"{len(report.results)} cases, {report.seconds:.1f} s of work: {report.passed} passed, {report.failed} failed."
-    shown.append(total if report.results else f"{total} A suite that ran nothing proves nothing.")
+    shown.append(total if report.results else f"{total} No test case applied to this device.")
     return shown

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diagnosis: what is installed here, what works of it, what is wrong, and what would mend it."""
+"""Diagnosis: what is installed here, what works of it, what is wrong, and how to fix it."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from mla_portable.contracts import (
     Verdict,
 )
 from mla_portable.registry import PluginReport, Policy, ProbeReport, Registry
+from mla_portable.vllm import settings
 
 __all__ = ["Choice", "Diagnosis", "Examined", "Problem", "diagnose"]
 
@@ -31,11 +32,22 @@ PACKAGES: Final = ("torch", "triton", "vllm", "numpy", "pluggy")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that is wrong. fatal: it touches what was selected or leaves a primitive unserved. remedy: what mends it."""
+    """Something that is wrong.
+
+    Attributes:
+        remedy: how to fix it. fatal: it touches what was selected, or leaves a primitive unserved.
+        broken: it does not work at all, selected or not; otherwise another implementation takes its place.
+    """
 
     what: str
     remedy: str
     fatal: bool = False
+    broken: bool = False
+
+    @property
+    def word(self) -> str:
+        """What it is called in a listing."""
+        return "BROKEN" if self.fatal or self.broken else "note"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +55,16 @@ class Examined:
     """One implementation on the device.
 
     Attributes:
-        implementation, primitive: what it is. preference: declared cost.
+        implementation, primitive: what it is. cost, cost_source: what it is ranked by here, for a call of which only the
+            primitive is known; cost_source is "declared" or the record of a measurement.
         reasons: all that speak against it; empty means that it works. probe: what its probe found, None where it was not
             tried because it does not claim the device, or because the probe itself broke down.
     """
 
     implementation: str
     primitive: str
-    preference: float
+    cost: float
+    cost_source: str
     reasons: tuple[Reason, ...]
     probe: ProbeReport | None
 
@@ -121,13 +135,16 @@ def diagnose(registry: Registry, device: torch.device) -> Diagnosis:
     try:
         policy = registry.policy
     except InvalidArgument as error:
-        problems.append(
-            Problem(f"the policy cannot be followed: {error}", "mend the variable or file that it names", fatal=True)
-        )
+        remedy = "fix or unset the variable, or fix the file, that it names"
+        problems.append(Problem(f"the policy cannot be followed: {error}", remedy, fatal=True))
     else:
         rules = tuple((str(rule.primitive or "all"), rule.target, rule.control) for rule in policy.rules)
         disabled = policy.disabled
-        choices = tuple(_choices(registry, facts, problems))
+        decisions = tuple(_decisions(registry, facts, problems))
+        problems += _unserved(decisions, facts)
+        examined = tuple(_with_cost(each, decisions) for each in examined)
+        choices = tuple(Choice(str(d.request.primitive), d.chosen, d.control, d.forced) for d in decisions)
+    problems += _variables(problems)
     problems += _plugin_demands(registry, rules)
     problems += _defects(examined, rules, choices)
     return Diagnosis(
@@ -140,7 +157,7 @@ def diagnose(registry: Registry, device: torch.device) -> Diagnosis:
         environment=registry.environment,
         examined=examined,
         choices=choices,
-        problems=tuple(sorted(problems, key=lambda problem: not problem.fatal)),
+        problems=tuple(sorted(problems, key=lambda problem: (not problem.fatal, not problem.broken))),
     )
 
 
@@ -166,7 +183,9 @@ def _plugin_problems(registry: Registry) -> Iterator[Problem]:
             dist = report.distribution or report.module
             yield Problem(
                 f"the plugin {report.name} ({dist} {report.version}) {report.trouble}",
-                f"install what it misses or another version of {dist}, or uninstall it; --verbose shows the traceback",
+                f"install its missing dependency, install another version of {dist}, or uninstall it; "
+                "--verbose shows the traceback",
+                broken=True,
             )
 
 
@@ -197,7 +216,8 @@ def _examine(registry: Registry, device: torch.device, facts: DeviceFacts, probl
                 )
         elif not reasons:
             reasons = (Reason("probe", "not run", "the device failed before"),)
-        yield Examined(implementation.name, str(implementation.primitive), implementation.preference, reasons, report)
+        name, primitive = implementation.name, str(implementation.primitive)
+        yield Examined(name, primitive, implementation.preference, "declared", reasons, report)
 
 
 def _one_line(error: Exception) -> str:
@@ -205,29 +225,51 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _choices(registry: Registry, facts: DeviceFacts, problems: list[Problem]) -> Iterator[Choice]:
+def _decisions(registry: Registry, facts: DeviceFacts, problems: list[Problem]) -> Iterator[Decision]:
     """Who serves each primitive here, whatever the shapes of a call are."""
-    unserved: dict[tuple[str, str, str], list[str]] = {}
     for primitive in Primitive:
         try:
-            decision = registry.decide(Request(primitive, facts))
+            yield registry.decide(Request(primitive, facts))
         except MLAPortableError as error:
-            problems.append(Problem(f"{primitive}: {error}", "mend what it names", fatal=True))
-            continue
+            problems.append(Problem(f"{primitive}: {error}", "fix what it names", fatal=True))
         except Exception as error:  # of the device, which a probe ran into
             problems.append(Problem(f"{primitive}: {_one_line(error)}", "see what the table says of its probe", fatal=True))
+
+
+def _unserved(decisions: Iterable[Decision], facts: DeviceFacts) -> Iterator[Problem]:
+    """Primitives that nothing, or not what is forced, can serve."""
+    unserved: dict[tuple[str, str, str], list[str]] = {}
+    for decision in decisions:
+        if decision.chosen is not None:
             continue
-        yield Choice(str(primitive), decision.chosen, decision.control, decision.forced)
-        if decision.chosen is None:
-            who = f"{decision.forced}, forced by {decision.control}, cannot" if decision.forced else "nothing installed can"
-            reasons = "; ".join(f"{v.implementation}: {_words(v.reasons)}" for v in _asked(decision))
-            remedies = _remedies(reason for v in _asked(decision) for reason in v.reasons)
-            if decision.forced:
-                remedies = [f"drop {decision.control} to let the registry choose", *remedies]
-            key = (who, reasons or "no plugin offers it", " or ".join(remedies) or "install a backend for this device")
-            unserved.setdefault(key, []).append(str(primitive))
+        who = f"{decision.forced}, forced by {decision.control}, cannot" if decision.forced else "nothing installed can"
+        reasons = "; ".join(f"{v.implementation}: {_words(v.reasons)}" for v in _asked(decision))
+        remedies = _remedies(reason for v in _asked(decision) for reason in v.reasons)
+        if decision.forced:
+            remedies = [f"drop {decision.control} to let the registry choose", *remedies]
+        key = (who, reasons or "no plugin offers it", " or ".join(remedies) or "install a backend for this device")
+        unserved.setdefault(key, []).append(str(decision.request.primitive))
     for (who, reasons, remedy), primitives in unserved.items():
-        problems.append(Problem(f"{who} serve {', '.join(primitives)} on {facts}: {reasons}", remedy, fatal=True))
+        yield Problem(f"{who} serve {', '.join(primitives)} on {facts}: {reasons}", remedy, fatal=True)
+
+
+def _with_cost(each: Examined, decisions: Iterable[Decision]) -> Examined:
+    """The same with the cost that decided."""
+    for decision in decisions:
+        for verdict in decision.verdicts:
+            if (verdict.implementation, str(decision.request.primitive)) == (each.implementation, each.primitive):
+                return replace(each, cost=verdict.cost, cost_source=verdict.cost_source)
+    return each
+
+
+def _variables(known: Sequence[Problem]) -> Iterator[Problem]:
+    """Variables of the vLLM plugin with values that mean nothing; those that are named in a problem already are left out."""
+    for read in (settings.mode, settings.cache_writer, settings.route, settings.shadow_backend):
+        try:
+            read()
+        except InvalidArgument as error:
+            if not any(error.argument in problem.what for problem in known):
+                yield Problem(str(error), f"fix or unset {error.argument}", fatal=True)
 
 
 def _asked(decision: Decision) -> list[Verdict]:
@@ -250,7 +292,7 @@ def _plugin_demands(registry: Registry, rules: tuple[tuple[str, str, str], ...])
         report = broken.get(target.partition(".")[0])
         if report is not None:
             what = f"{control} names {target}, whose plugin {report.trouble}"
-            yield Problem(what, f"mend the plugin, or drop {control}", fatal=True)
+            yield Problem(what, f"fix the plugin, or drop {control}", fatal=True)
 
 
 def _defects(

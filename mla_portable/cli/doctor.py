@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mla-portable doctor`: what is installed here, what works, and what would mend the rest."""
+"""`mla-portable doctor`: what is installed here, what works, and how to fix the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def doctor(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the tracebacks of plugins that did not load.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Examine devices, plugins and policy, probe every implementation, and say what would mend each problem.
+    """Examine devices, plugins and policy, probe every implementation, and say how to fix each problem.
 
     Exit code 1 when a selected backend is broken: the policy names one that did not load or fails its probe, or
     nothing can serve some primitive.
@@ -36,9 +36,10 @@ def doctor(
         from mla_portable.vllm.status import vllm_status
 
         diagnosis = diagnose(current_registry(), where)
-        vllm = vllm_status(current_registry(), where)
+        # without a policy that can be followed nothing is chosen, for vLLM's layers neither
+        vllm = vllm_status(current_registry(), where) if diagnosis.choices else None
         if as_json:
-            output.document({"command": "doctor", **diagnosis.as_dict(), "vllm": vllm.as_dict()})
+            output.document({"command": "doctor", **diagnosis.as_dict(), "vllm": vllm and vllm.as_dict()})
         else:
             output.show(*_for_a_person(diagnosis, verbose=verbose), _vllm(vllm))
         if not diagnosis.ok:
@@ -56,7 +57,9 @@ def _for_a_person(diagnosis: Diagnosis, *, verbose: bool) -> list[RenderableType
     if not diagnosis.problems:
         shown.append("No problems found.")
     for problem in diagnosis.problems:
-        shown += [f"{'BROKEN' if problem.fatal else 'note'}  {problem.what}", f"        remedy: {problem.remedy}"]
+        shown += [f"{problem.word}  {problem.what}", f"        remedy: {problem.remedy}"]
+    if diagnosis.ok and any(problem.broken for problem in diagnosis.problems):
+        shown.append("Nothing that is broken was selected: exit code 0.")
     return shown
 
 
@@ -66,7 +69,7 @@ def _devices(diagnosis: Diagnosis) -> RenderableType:
         able = {"bf16": facts.has_bf16, "e4m3 conversion": facts.has_fp8_conversion, "fp64": facts.has_fp64}
         rows.append(
             [
-                name + (" <" if name == diagnosis.device else ""),
+                name + (" *" if name == diagnosis.device else ""),
                 str(facts),
                 facts.vendor,
                 str(facts.num_sms or ""),
@@ -77,7 +80,7 @@ def _devices(diagnosis: Diagnosis) -> RenderableType:
             ]
         )
     headings = ["device", "name", "vendor", "SMs", "shared memory", "memory", "abilities", "graphs"]
-    return table("Devices (< is the one examined)", headings, rows)
+    return table("Devices (* = examined below)", headings, rows)
 
 
 def _plugins(diagnosis: Diagnosis) -> RenderableType:
@@ -99,12 +102,14 @@ def _state(report: PluginReport) -> str:
 
 
 def _policy(diagnosis: Diagnosis) -> RenderableType:
+    if not diagnosis.choices:
+        return "Policy: cannot be followed, see below."
     rows = [[control, f"{primitive}: {target}"] for primitive, target, control in diagnosis.rules]
     rows += [[control, f"disabled: {name}"] for name, control in diagnosis.disabled]
     rows += [[name, value] for name, value in diagnosis.environment if not any(name == row[0] for row in rows)]
     if not rows:
-        return "Policy: nothing is demanded; the registry chooses by cost."
-    return table("Policy in force, strongest first", ["demanded by", "what"], rows)
+        return "Policy: no backend is forced; the registry chooses by cost."
+    return table("Policy in force, strongest first", ["forced by", "what"], rows)
 
 
 def _implementations(diagnosis: Diagnosis) -> RenderableType:
@@ -113,7 +118,7 @@ def _implementations(diagnosis: Diagnosis) -> RenderableType:
         [
             each.primitive,
             each.implementation,
-            f"{each.preference:g}",
+            f"{each.cost:g} {each.cost_source.partition(' ')[0]}",
             "works" if each.ok else "; ".join(map(str, each.reasons)),
             _probe(each),
             chosen.get((each.primitive, each.implementation), ""),
@@ -130,9 +135,13 @@ def _probe(each: Examined) -> str:
     return f"{each.probe.stage}, {each.probe.seconds * 1e3:.0f} ms"
 
 
-def _vllm(status: VllmStatus) -> RenderableType:
+def _vllm(status: VllmStatus | None) -> RenderableType:
+    if status is None:
+        return "vLLM: not examined, because the policy cannot be followed"
     if status.version is None:
         return "vLLM: not installed"
     title = f"vLLM {status.version}: plugin {'registered' if status.registered else 'NOT registered'} ({status.note})"
+    if not status.choices:
+        return title
     rows = [[layout, str(heads), route or "none", served] for layout, heads, route, served in status.choices]
-    return table(f"{title}; for DeepSeek-V3.2 it would choose", ["cache", "heads of a rank", "route", "served by"], rows)
+    return table(f"{title}; for DeepSeek-V3.2 it would choose", ["cache", "heads per GPU", "route", "served by"], rows)

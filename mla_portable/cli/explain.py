@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mla_portable.cli.elsewhere import find_profile
 from mla_portable.cli.options import BackendOption, JsonOption, primitive_named, resolve_device
 from mla_portable.cli.output import EXIT_FAILED, EXIT_OK, command
+from mla_portable.cli.words import tie_rule
 
 if TYPE_CHECKING:
     from mla_portable.attention import RouteDecision
@@ -39,11 +42,23 @@ _FIELDS: dict[str, dict[str, Any]] = {
 }
 """What a request for each primitive says of its call, with the values of a DeepSeek-V3.2 rank of eight."""
 _OPTION = {"num_heads": "--heads", "kv_layout": "--layout", "attn_sink": "--sink"}
-_HERE = ("cpu", "cuda")
-"""What `--device` names on this machine; every other name is a device profile's."""
 _ROUTE = "route"
 _UNKNOWN = "unknown"
-_ROUTE_FIELDS = (*_CACHE, "num_heads", "topk", "query_len", "lse", "attn_sink", "batch_invariant", "graph")
+_ROUTE_FIELDS: dict[str, Any] = {
+    **_CACHE,
+    "num_heads": 16,
+    "topk": 2048,
+    "query_len": 1,
+    "rows": 256,
+    "lse": False,
+    "attn_sink": False,
+    "batch_invariant": False,
+    "graph": False,
+}
+"""What a layer in vLLM asks for: no lse, and as many requests as vLLM schedules at once by default."""
+_ROUTE_REMARK = "The defaults are what a layer in vLLM asks for: 256 requests that decode at once (--rows), no lse (--lse)."
+_MAX_NUM_TOKENS, _MAX_MODEL_LEN = 8192, 163_840
+"""Of a step, by vLLM's default; of a sequence, DeepSeek-V3.2's. They size the workspace."""
 
 
 def explain(
@@ -64,19 +79,26 @@ def explain(
         ),
     ] = None,
     backend: BackendOption = None,
-    heads: Annotated[int | None, typer.Option("--heads", help="Query heads. Default: 16, of the indexer 64.")] = None,
-    topk: Annotated[int | None, typer.Option("--topk", help="Indices per token. Default: 2048.")] = None,
+    heads: Annotated[int | None, typer.Option("--heads", min=1, help="Query heads. Default: 16, of the indexer 64.")] = None,
+    topk: Annotated[int | None, typer.Option("--topk", min=1, help="Indices per token. Default: 2048.")] = None,
     layout: Annotated[
         str | None, typer.Option("--layout", metavar="LAYOUT", help="fp8_ds_mla (default) or bf16, of the cache or workspace.")
     ] = None,
-    block_size: Annotated[int | None, typer.Option("--block-size", help="Tokens per block. Default: 64.")] = None,
+    block_size: Annotated[int | None, typer.Option("--block-size", min=1, help="Tokens per block. Default: 64.")] = None,
     scale_format: Annotated[
         str | None, typer.Option("--scale-format", metavar="FORMAT", help="pow2 (default), amax, or 'unknown', read as amax.")
     ] = None,
-    query_len: Annotated[int | None, typer.Option("--query-len", help="Tokens per decode. Default: 1.")] = None,
-    rows: Annotated[int | None, typer.Option("--rows", help="Query rows, where costs depend on them.")] = None,
-    lse: Annotated[bool | None, typer.Option("--lse/--no-lse", help="The lse is wanted. Default: yes.")] = None,
-    sink: Annotated[bool | None, typer.Option("--sink/--no-sink", help="There is an attention sink. Default: no.")] = None,
+    query_len: Annotated[int | None, typer.Option("--query-len", min=1, help="Tokens per decode. Default: 1.")] = None,
+    rows: Annotated[
+        int | None,
+        typer.Option(
+            "--rows",
+            min=1,
+            help="Query rows, where costs depend on them; of a route, requests that decode at once. Default: of a route 256.",
+        ),
+    ] = None,
+    lse: Annotated[bool | None, typer.Option("--lse/--no-lse", help="Request the lse. Default: yes; for a route no.")] = None,
+    sink: Annotated[bool | None, typer.Option("--sink/--no-sink", help="Use an attention sink. Default: no.")] = None,
     lengths: Annotated[bool | None, typer.Option("--lengths/--no-lengths", help="Row lengths are given. Default: no.")] = None,
     compact: Annotated[bool | None, typer.Option("--compact/--no-compact", help="Indices are compacted. Default: no.")] = None,
     prefill_workspace: Annotated[
@@ -84,17 +106,20 @@ def explain(
     ] = None,
     batch_invariant: Annotated[
         bool | None,
-        typer.Option("--batch-invariant/--no-batch-invariant", help="Rows may not change one another's bits. Default: no."),
+        typer.Option(
+            "--batch-invariant/--no-batch-invariant",
+            help="Results must not depend on the other rows of the batch. Default: no.",
+        ),
     ] = None,
     graph: Annotated[
-        bool | None, typer.Option("--graph/--no-graph", help="To be captured in a CUDA graph. Default: no.")
+        bool | None, typer.Option("--graph/--no-graph", help="The call must be capturable in a CUDA graph. Default: no.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show which implementation would serve a call, and every reason against each of the others.
 
-    Candidates are probed as they would be before the first real call. Exit code 1 when nothing, or not the forced backend,
-    can serve.
+    Candidates are probed as they would be before the first real call. For a device that is not here the declarations alone
+    are compared: nothing is checked or probed. Exit code 1 when nothing, or not the forced backend, can serve.
     """
     given: dict[str, Any] = {
         "num_heads": heads,
@@ -113,33 +138,23 @@ def explain(
         "graph": graph,
     }
     with command(as_json=as_json) as output:
-        fields = {name: value for name, value in given.items() if value is not None}
+        asked = {name: value for name, value in given.items() if value is not None}
         ask = _ask_for_route if primitive == _ROUTE else _ask_for_primitive
-        where = device if device is None else _facts_of_profile(device) or device
-        decision = ask(primitive, where, backend, fields)
+        elsewhere = None if device is None else find_profile(device)
+        decision = ask(primitive, device if elsewhere is None else elsewhere.facts, backend, asked)
         served = decision.chosen is not None
         if as_json:
-            output.document({"command": "explain", "ok": served, "primitive": primitive, **decision.as_dict()})
+            told = {**decision.as_dict(), "checked": True} if elsewhere is None else elsewhere.document(decision)
+            output.document(
+                {"command": "explain", "ok": served, "primitive": primitive, "arguments": _arguments(decision), **told}
+            )
+        elif elsewhere is not None:
+            output.show(elsewhere.text(decision))
         else:
-            output.show(decision.text() if served else decision.failure_text(all=True))
+            output.show(decision.text() if served else decision.failure_text(all=True), *_remarks(decision))
+        if primitive == _ROUTE and not as_json:
+            output.show(_ROUTE_REMARK)
         raise typer.Exit(EXIT_OK if served else EXIT_FAILED)
-
-
-def _facts_of_profile(name: str) -> DeviceFacts | None:
-    """The facts of the device profile of that name, for a device that is not here; None where no profile carries it."""
-    from mla_portable.matrix import RecordError, find_records
-    from mla_portable.matrix.profiles import load_profiles
-
-    if name.partition(":")[0] in _HERE:
-        return None
-    try:
-        profiles = load_profiles(find_records() / "profiles")
-    except RecordError:
-        return None
-    if name not in profiles:
-        known = ", ".join((*_HERE, *(each for each in profiles if each not in _HERE)))
-        raise typer.BadParameter(f"got {name!r}, expected one of {known}", param_hint="--device")
-    return profiles[name].device_facts()
 
 
 def _ask_for_primitive(name: str, device: str | DeviceFacts | None, backend: str | None, given: dict[str, Any]) -> Decision:
@@ -164,17 +179,16 @@ def _ask_for_route(name: str, device: str | DeviceFacts | None, backend: str | N
     from mla_portable.attention.demand import Demand
     from mla_portable.attention.routes import choose_route
 
-    defaults = {field: value for field, value in _FIELDS["sparse_decode"].items() if field in _ROUTE_FIELDS}
-    _refuse_others(name, given, defaults)
-    fields = {**defaults, **given}
+    _refuse_others(name, given, _ROUTE_FIELDS)
+    fields = {**_ROUTE_FIELDS, **given}
     if fields["scale_format"] == _UNKNOWN:
         fields["scale_format"] = None
-    query_len = fields.pop("query_len")
+    query_len, num_reqs = fields.pop("query_len"), fields.pop("rows")
     spec = AttentionSpec(
-        softmax_scale=1.0,
-        max_num_tokens=query_len,
-        max_num_reqs=1,
-        max_model_len=query_len,
+        softmax_scale=192**-0.5,
+        max_num_tokens=max(_MAX_NUM_TOKENS, num_reqs * query_len),
+        max_num_reqs=num_reqs,
+        max_model_len=_MAX_MODEL_LEN,
         decode_query_len=query_len,
         need_lse=fields.pop("lse"),
         **fields,
@@ -187,11 +201,30 @@ def _ask_for_route(name: str, device: str | DeviceFacts | None, backend: str | N
     return choose_route(spec, facts, demand.decide, demand.schedule_kind)
 
 
+def _arguments(decision: Decision | RouteDecision) -> dict[str, Any]:
+    """What was asked, as an object; "request" in the same document is its text."""
+    from mla_portable.contracts import Decision
+
+    if not isinstance(decision, Decision):
+        return asdict(decision.spec)
+    names = [each.name for each in fields(decision.request) if each.name not in ("primitive", "device")]
+    return {name: getattr(decision.request, name) for name in names}
+
+
+def _remarks(decision: Decision | RouteDecision) -> list[str]:
+    from mla_portable.contracts import Decision
+
+    if isinstance(decision, Decision):
+        return tie_rule(decision)
+    parts = [part.decision for verdict in decision.verdicts if verdict.route == decision.chosen for part in verdict.parts]
+    return list(dict.fromkeys(line for part in parts for line in tie_rule(part)))
+
+
 def _refuse_others(name: str, given: dict[str, Any], allowed: dict[str, Any]) -> None:
     for field in given:
         if field not in allowed:
             known = ", ".join(_option(each) for each in allowed)
-            raise typer.BadParameter(f"says nothing about {name}, which takes {known}", param_hint=_option(field))
+            raise typer.BadParameter(f"does not apply to {name} (valid: {known})", param_hint=_option(field))
 
 
 def _option(field: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mla_portable.cli.output import EXIT_FAILED, EXIT_USAGE, Output
+from mla_portable.cli.output import EXIT_FAILED, EXIT_USAGE, Output, command
 
 if TYPE_CHECKING:
     from mla_portable.matrix import Records
@@ -30,31 +30,29 @@ def matrix(
         typer.Option("--records", metavar="DIR", help="The folder of records. Default: capability/ of the checkout."),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Collect the declarations anew, compare every generated file; write nothing.")
+        bool, typer.Option("--check", help="Compare every generated file with the plugins and records; write nothing.")
     ] = False,
-    write: Annotated[bool, typer.Option("--write", help="Collect the declarations anew, write every generated file.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write every generated file from the plugins and records.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Show which primitive runs on which device through which implementation, and how far that is proven.
 
     Exit code 1 when a record cannot be believed or, under --check, a generated file is not what the records say.
     """
-    from mla_portable.matrix import RecordError, find_records, read_records
+    from mla_portable.matrix import find_records, read_records
+    from mla_portable.matrix.render import FORMATS
 
     form = "json" if as_json else form
-    output = Output(as_json=form == "json", stream=sys.stdout)
     if check and write:
         raise typer.BadParameter("--check and --write exclude each other", param_hint="--check")
-    try:
+    if form != _TERMINAL and form not in FORMATS:
+        raise typer.BadParameter(f"got {form!r}, expected {', '.join((_TERMINAL, *FORMATS))}", param_hint="--format")
+    with command(as_json=form == "json") as output:
         folder = find_records(records)
         if check or write:
-            raise typer.Exit(_generated(output, folder, write=write))
-        _show(output, _only(read_records(folder), vendor, device), form)
-    except RecordError as error:
-        output.note(f"RecordError: {error}")
-        if output.as_json:
-            output.document({"ok": False, "error": {"type": "RecordError", "message": str(error)}})
-        raise typer.Exit(EXIT_FAILED) from error
+            _generated(output, folder, write=write)
+        else:
+            _show(output, _only(read_records(folder), vendor, device), form)
 
 
 def _only(found: Records, vendor: str | None, device: str | None) -> Records:
@@ -77,28 +75,29 @@ def _show(output: Output, found: Records, form: str) -> None:
     from mla_portable.matrix import make_table
     from mla_portable.matrix.render import FORMATS, terminal
 
+    table = make_table(found)
     if form == _TERMINAL:
-        for each in terminal(make_table(found)):
+        for each in terminal(table):
             output.stdout.print(each)
-        return
-    if form not in FORMATS:
-        raise typer.BadParameter(f"got {form!r}, expected {', '.join((_TERMINAL, *FORMATS))}", param_hint="--format")
-    sys.stdout.write(FORMATS[form](make_table(found)))
+    else:
+        output.text(FORMATS[form](table))
 
 
-def _generated(output: Output, folder: Path, *, write: bool) -> int:
-    """Write or compare declarations.json, MATRIX.md and matrix.svg. Returns: the exit code."""
+def _generated(output: Output, folder: Path, *, write: bool) -> None:
+    """Write or compare declarations.json, MATRIX.md and matrix.svg. Raises: typer.Exit where one is not what it should be."""
     from mla_portable.matrix.generated import differences, generate
 
     files = generate(folder)
+    names = [path.name for path in files]
+    problems = [] if write else differences(files)
     if write:
         for path, text in files.items():
             path.write_text(text, encoding="utf-8")
-        output.note(f"written: {', '.join(path.name for path in files)}")
-        return 0
-    problems = differences(files)
-    for problem in problems:
-        output.note(problem)
-    if not problems:
-        output.note(f"current: {', '.join(path.name for path in files)}")
-    return EXIT_FAILED if problems else 0
+    for line in problems or [f"{'written' if write else 'current'}: {', '.join(names)}"]:
+        output.note(line)
+    if output.as_json:
+        output.document(
+            {"command": "matrix", "ok": not problems, "files": names, "written": names if write else [], "problems": problems}
+        )
+    if problems:
+        raise typer.Exit(EXIT_FAILED)

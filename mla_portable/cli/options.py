@@ -47,6 +47,8 @@ def resolve_device(text: str | None) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise typer.BadParameter(f"got {text!r}, expected cpu, cuda or cuda:N", param_hint="--device")
     if device.type == "cpu":
+        if device.index:
+            raise typer.BadParameter(f"got {text!r}; there is one CPU device, cpu", param_hint="--device")
         return torch.device("cpu")
     torch.cuda.set_device(device)
     return device

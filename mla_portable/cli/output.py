@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
+import os
 import sys
 import time
 import traceback
@@ -20,16 +22,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["EXIT_FAILED", "EXIT_OK", "EXIT_USAGE", "Advance", "Output", "command", "plain", "table"]
+__all__ = ["EXIT_FAILED", "EXIT_OK", "EXIT_USAGE", "Advance", "Output", "close_stdout", "command", "plain", "table"]
 
 EXIT_OK = 0
 EXIT_FAILED = 1
 """Something is broken, wrong or cannot be served."""
 EXIT_USAGE = 2
-"""The arguments cannot be meant."""
+"""Invalid arguments."""
 
 _PIPE_WIDTH = 200
-"""Columns where stdout is no terminal: a table in a log should not be folded at 80."""
+"""Columns where stdout is no terminal and COLUMNS is not set: a table in a log should not be folded at 80."""
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -52,8 +54,15 @@ class Output:
 
     def document(self, value: object) -> None:
         """Print the JSON document; once per command."""
-        self._stream.write(json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
-        self._stream.flush()
+        self.text(json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
+
+    def text(self, value: str) -> None:
+        """Write a result as it is. Raises: typer.Exit where nobody reads it any more."""
+        try:
+            self._stream.write(value)
+            self._stream.flush()
+        except BrokenPipeError:
+            raise typer.Exit(EXIT_FAILED) from None
 
     def show(self, *renderables: RenderableType) -> None:
         """Print results for a person; a plain string is printed as it is, without markup."""
@@ -93,29 +102,86 @@ class Output:
 
 @contextlib.contextmanager
 def command(*, as_json: bool) -> Generator[Output]:
-    """The frame of every command: sends stray prints to stderr, and turns typed failures into a message and an exit code.
+    """The frame of every command: keeps stdout for results, and turns typed failures into a message and an exit code.
+
+    Whatever else writes to stdout, from Python or through file descriptor 1, goes to stderr. Imports no torch.
 
     Raises: typer.Exit with 2 for an argument that breaks a contract or names no backend, with 1 for every other failure
     of mla_portable. Anything else is a defect: under `as_json` it becomes a document, its traceback goes to stderr.
     """
-    from mla_portable.contracts import InvalidArgument, MLAPortableError
-
-    output = Output(as_json=as_json, stream=sys.stdout)
-    try:
-        # A plugin or a compiler that prints must not end up inside the JSON document.
-        with contextlib.redirect_stdout(sys.stderr):
+    with _results_alone(redirect=as_json) as stream:
+        output = Output(as_json=as_json, stream=stream)
+        try:
             yield output
-    except typer.Exit:
-        raise
-    except MLAPortableError as error:
-        _failure(output, error)
-        raise typer.Exit(EXIT_USAGE if isinstance(error, InvalidArgument) else EXIT_FAILED) from error
-    except Exception as error:
-        if not as_json or isinstance(error, typer.BadParameter):
+        except typer.Exit:
             raise
-        traceback.print_exc(file=sys.stderr)
-        _failure(output, error)
-        raise typer.Exit(EXIT_FAILED) from error
+        except Exception as error:
+            if isinstance(error, _typed()):
+                _failure(output, error)
+                raise typer.Exit(EXIT_USAGE if _is_usage(error) else EXIT_FAILED) from error
+            if not as_json or isinstance(error, typer.BadParameter):
+                raise
+            traceback.print_exc(file=sys.stderr)
+            _failure(output, error)
+            raise typer.Exit(EXIT_FAILED) from error
+
+
+@contextlib.contextmanager
+def _results_alone(*, redirect: bool) -> Generator[TextIO]:
+    """A stream to the real stdout, while `sys.stdout` and, with `redirect`, file descriptor 1 lead to stderr.
+
+    Where `sys.stdout` is not the process's own, as in a test, the stream is `sys.stdout`.
+    """
+    ours = sys.stdout
+    if not redirect:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield ours
+        return
+    ours.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        own = ours is sys.__stdout__
+        with contextlib.redirect_stdout(sys.stderr):
+            if own:
+                stream = os.fdopen(os.dup(kept), "w", encoding="utf-8")
+                try:
+                    yield stream
+                finally:
+                    with contextlib.suppress(BrokenPipeError):
+                        stream.close()
+            else:
+                yield ours
+    finally:
+        # what a C library has buffered must not reach fd 1 after it is stdout again
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def close_stdout() -> None:
+    """Send to stderr what writes to stdout from here to the end of the process, such as a plugin's exit handler."""
+    stdout: TextIO | None = getattr(sys, "stdout", None)
+    if stdout is None:  # the process was started without one
+        return
+    target = 2
+    try:
+        stdout.flush()
+    except BrokenPipeError:  # its reader has gone, and Python would try again
+        target = os.open(os.devnull, os.O_WRONLY)
+    with contextlib.suppress(OSError):  # the process has no stderr
+        os.dup2(target, 1)
+
+
+def _typed() -> tuple[type[Exception], ...]:
+    """The failures that mla_portable raises on purpose; classes of modules that are not loaded were not raised."""
+    modules = (("mla_portable.contracts", "MLAPortableError"), ("mla_portable.matrix.errors", "RecordError"))
+    return tuple(getattr(sys.modules[module], name) for module, name in modules if module in sys.modules)
+
+
+def _is_usage(error: Exception) -> bool:
+    contracts = sys.modules.get("mla_portable.contracts")
+    return contracts is not None and isinstance(error, contracts.InvalidArgument)
 
 
 def _failure(output: Output, error: Exception) -> None:
@@ -152,6 +218,6 @@ def plain(value: object) -> Any:
 
 
 def _console(stream: TextIO) -> Console:
-    if stream.isatty():
+    if stream.isatty() or os.environ.get("COLUMNS", "").isdigit():
         return Console(file=stream)
     return Console(file=stream, width=_PIPE_WIDTH)

@@ -53,7 +53,7 @@ def run(
     kv_layout: KvLayoutOption = None,
     scale_format: ScaleFormatOption = None,
     seed: SeedOption = None,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each part, within two seconds.")] = 5,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each part (stops after two seconds).")] = 5,
     check_rows: CheckRowsOption = 64,
     as_json: JsonOption = False,
 ) -> None:
@@ -107,8 +107,8 @@ def _for_a_person(report: StepReport) -> list[RenderableType]:
     ]
     step = ["the whole step", f"route {report.route}", "", f"T {report.shape.num_tokens}"]
     rows.append([*step, describe_findings(report.findings), report.checked, describe_time(report.forward)])
-    rows.append(["planning it", "", "", f"R {report.shape.num_reqs}", "", "", describe_time(report.plan)])
-    headings = ["primitive", "served by", "why", "shape", "error / tolerance", "checked", "median ms of n"]
+    rows.append(["planning the step", "", "", f"R {report.shape.num_reqs}", "", "", describe_time(report.plan)])
+    headings = ["primitive", "served by", "why", "shape", "error / tolerance", "checked", "median ms (runs)"]
     others: dict[str, list[str]] = {}
     for result in report.primitives:
         others.setdefault(why_not_another(result.decision), []).append(result.name)
@@ -117,7 +117,7 @@ def _for_a_person(report: StepReport) -> list[RenderableType]:
         *step_headlines(report),
         table("", headings, rows, numbers=headings[-1:]),
         *(f"{', '.join(names)}: {words}." for words, names in others.items()),
-        f"* not on the route {report.route}, run all the same. Times: {report.forward.clock}"
+        f"* not used by the route {report.route}; measured anyway. Times: {report.forward.clock}"
         + (", cold cache." if report.forward.cold_l2 else ".")
         + " Errors: against float64 on the CPU.",
         verdict,

@@ -65,7 +65,7 @@ ContextOption = Annotated[
 ]
 SeedOption = Annotated[
     int | None,
-    typer.Option("--seed", help="Of everything random; the same step on every device. Default: 0.", rich_help_panel=_STEP),
+    typer.Option("--seed", help="Random seed; gives the same step on every device. Default: 0.", rich_help_panel=_STEP),
 ]
 BlockSizeOption = Annotated[
     int | None, typer.Option("--block-size", help="Tokens per block. Default: 64.", rich_help_panel=_CACHE)
@@ -110,7 +110,7 @@ def chosen_step(
     Args:
         output: where progress is shown. device, backend: what `--device` and `--backend` say. route, repeat, check_rows,
             max_seconds: as in `run_step`. sizes: fields of StepShape, None for the default of the device.
-    Raises: typer.BadParameter and InvalidArgument for what cannot be meant; otherwise as `run_step`.
+    Raises: typer.BadParameter and InvalidArgument for invalid options; otherwise as `run_step`.
     """
     where = resolve_device(device)
     demand = _demanded(backend)

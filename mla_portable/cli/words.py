@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mla_portable.conformance.compare import Finding
     from mla_portable.contracts import Decision, Verdict
 
-__all__ = ["describe_findings", "describe_time", "step_headlines", "why", "why_not_another"]
+__all__ = ["describe_findings", "describe_time", "step_headlines", "tie_rule", "why", "why_not_another"]
 
 _COSINE = "1 - cosine"
 
@@ -21,6 +21,18 @@ def why(decision: Decision) -> str:
     """Who decided, and at what cost."""
     chosen = next((v for v in decision.verdicts if v.implementation == decision.chosen), None)
     return f"{decision.control}, {chosen.cost_source} cost {chosen.cost:g}" if chosen else "nothing can run it"
+
+
+def tie_rule(decision: Decision) -> list[str]:
+    """A line where the chosen implementation is not the one of least cost, because measured costs this close are a tie."""
+    chosen = next((v for v in decision.verdicts if v.implementation == decision.chosen), None)
+    if decision.forced or chosen is None or chosen.cost_source == "declared":
+        return []
+    measured = [v for v in decision.verdicts if v.can_run and v.cost_source != "declared"]
+    cheaper = [v.implementation for v in measured if v.cost < chosen.cost]
+    if not cheaper:
+        return []
+    return [f"{', '.join(cheaper)}: less by a few percent, which is a tie of measured costs; the declared cost decides"]
 
 
 def why_not_another(decision: Decision) -> str:
@@ -50,7 +62,7 @@ def _finding(finding: Finding) -> str:
 
 def describe_time(timing: Timing | None) -> str:
     """Median in milliseconds and the number of runs, "" for what did not run."""
-    return "" if timing is None else f"{timing.median_ms:.3f} of {timing.n}"
+    return "" if timing is None else f"{timing.median_ms:.3f} ({timing.n})"
 
 
 def step_headlines(report: StepReport) -> list[str]:

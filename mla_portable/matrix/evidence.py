@@ -14,7 +14,7 @@ from typing import Any
 from mla_portable.matrix.errors import RecordError
 from mla_portable.matrix.profiles import Profile
 
-__all__ = ["Evidence", "append_evidence", "load_evidence", "parse_evidence", "problems_of"]
+__all__ = ["Evidence", "append_evidence", "load_evidence", "parse_evidence", "problems_of", "validator"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,8 @@ class Evidence:
 
 
 @lru_cache(maxsize=1)
-def _validator() -> Any:
+def validator() -> Any:
+    """A jsonschema validator of one record, made once."""
     from jsonschema import Draft202012Validator
 
     schema = json.loads(resources.files("mla_portable.matrix").joinpath("evidence.schema.json").read_text(encoding="utf-8"))
@@ -72,7 +73,7 @@ def _without_references(part: Any, definitions: Mapping[str, Any]) -> Any:
 
 def problems_of(data: Any, profiles: Mapping[str, Profile]) -> list[str]:
     """What is wrong with a record: the schema first, then what no schema can say."""
-    found = [f"{'/'.join(map(str, e.absolute_path)) or 'record'}: {e.message}" for e in _validator().iter_errors(data)]
+    found = [f"{'/'.join(map(str, e.absolute_path)) or 'record'}: {e.message}" for e in validator().iter_errors(data)]
     if found:
         return found
     device = data.get("device")

@@ -57,7 +57,7 @@ def claims_within_evidence(cells: Iterable[Cell], claims: Sequence[Claim], profi
     """
     cells = list(cells)
     found = _about(cells, profiles, "partial", "narrow the declaration, or run ci/refresh_evidence")
-    found += _about(cells, profiles, "failing", "mend it", every_level=True)
+    found += _about(cells, profiles, "failing", "fix it, or exclude the device", every_level=True)
     targets = {(claim.implementation, claim.primitive): claim.targets for claim in claims}
     for cell in cells:
         if cell.state in ("never", "unknown"):

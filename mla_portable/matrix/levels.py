@@ -207,7 +207,7 @@ def _gaps(evidence: Evidence, claim: Claim) -> list[str]:
             gaps.append("from a tree with uncommitted changes")
         return gaps
     if evidence.skipped:
-        gaps.append(f"{evidence.skipped} cases skipped")
+        gaps.append(f"{evidence.skipped} case{'' if evidence.skipped == 1 else 's'} skipped")
     if not evidence.passed:
         gaps.append("nothing ran")
     if evidence.kind == "conformance":

@@ -82,6 +82,7 @@ def as_json(table: Table) -> str:
     coverage = [{"vendor": each.vendor, "places": each.places, "counts": each.counts} for each in table.coverage]
     document = {
         "command": "matrix",
+        "ok": True,
         "devices": devices,
         "cells": cells,
         "coverage": coverage,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,16 +16,16 @@ __all__ = ["STATES", "Coverage", "Entry", "Row", "Table", "make_table"]
 
 STATES: Final[dict[str, str]] = {
     "measured": "verified, and benchmarked beside a floor and a rival in the same run",
-    "verified": "the conformance suite passed on that device, nothing skipped",
+    "verified": "the conformance suite passed on that device at level quick or full, nothing skipped",
     "compiled+run": "the code compiled for the architecture passed the conformance suite on a newer device, named in the note",
     "interpreted": "the numerics hold on a CPU, in an interpreter with the configuration for unknown devices or against a "
     "strict stand-in of the vendor's library; what compiles ahead of time is compiled too",
     "compiled": "every configuration compiles for the architecture and fits its shared memory",
-    "declared": "the plugin says so and cites a source; nobody showed it",
+    "declared": "claimed by the plugin with a source; never run",
     "failing": "the newest evidence has a failure",
     "stale": "there was more evidence, but the sources changed since",
     "partial": "there is more evidence, but it does not cover all that is claimed",
-    "unknown": "a fact about the device that decides is not published",
+    "unknown": "a hardware fact that decides is not published",
     "never": "the declarations exclude this device, or nothing claims it",
 }
 """State -> what it means, best first."""
@@ -40,6 +41,8 @@ _ORDER: Final = (
     "indexer_logits",
 )
 _LAYOUTS: Final = ("fp8_ds_mla", "bf16")
+_ABSOLUTE: Final = re.compile(r"(?<![^\s=])/(?:[^\s/]+/)*(?=[^\s/])")
+"""The folders in front of a file of the recording machine, which say nothing elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +153,20 @@ def _sources(cells: Sequence[Cell]) -> tuple[str, ...]:
         commit += " with uncommitted changes" if data["dirty"] else ""
         versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("torch", "triton") if name in data["versions"])
         what = f"{proof.level}: {data['implementation']} on {device}{how}"
-        key = f"{what}, {data['recorded'][:10]}, {versions}, {commit}: `{data['command']}`"
+        key = f"{what}, {data['recorded'][:10]}, {versions}, {commit}: `{_ABSOLUTE.sub('', data['command'])}`"
         first, kinds, count = groups.setdefault(key, (key, set(), 0))
         kinds.add(data["target"] if "target" in data else data["primitive"])
         groups[key] = (first, kinds, count + (data["cases"]["passed"] if "cases" in data else 1))
-    unit = {"compiled": "kernel variants, one that serves two primitives counted twice", "measured": "benchmarks"}
     return tuple(
-        f"{key} ({count} {unit.get(key.partition(':')[0], 'cases')}; {', '.join(sorted(kinds))})"
+        f"{key} ({_counted(key.partition(':')[0], count)}; {', '.join(sorted(kinds))})"
         for key, (_, kinds, count) in sorted(
             groups.items(), key=lambda item: (-LEVELS.index(item[0].partition(":")[0]), item[0])
         )
     )
+
+
+def _counted(level: str, count: int) -> str:
+    """What a run consists of, e.g. "9 cases"."""
+    unit = {"compiled": "kernel variant", "measured": "benchmark"}.get(level, "case")
+    twice = ", one that serves two primitives counted twice" if level == "compiled" else ""
+    return f"{count} {unit}{'' if count == 1 else 's'}{twice}"

@@ -2,7 +2,8 @@
 """Registry: plugins, machine and policy in one place; it answers who serves a request.
 
 A process has one, built at its first use by `get_registry()`; a test builds its own, with plugins, devices and a policy of
-its choice. Nothing here is on the path of a call: `bind` hands out the implementation's own callable.
+its choice. A bound callable is the implementation's own and never comes back here. The functions of `mla_portable.api` ask for
+`choice_token` in each call, to notice a changed policy.
 """
 
 from __future__ import annotations

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Installing beside an existing torch: one command on every page, and it brings everything that the core imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+NO_TORCH = "requirements-no-torch.txt"
+FROM_THE_MACHINE = {"torch", "triton", "vllm"}
+"""What the core imports and such an installation leaves alone."""
+DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+
+
+def requirements(name: str) -> list[str]:
+    lines = (line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines())
+    return [line for line in lines if line]
+
+
+def distribution(requirement: str) -> str:
+    return re.split(r"[^\w-]", requirement)[0]
+
+
+def imported() -> set[str]:
+    """Every package outside of the standard library that a module of the core imports, wherever in the module."""
+    found: set[str] = set()
+    for path in (ROOT / "mla_portable").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.partition(".")[0])
+    return found - sys.stdlib_module_names - {"mla_portable", "tomllib"}
+
+
+def test_the_list_without_torch_is_the_list_of_dependencies_without_torch() -> None:
+    assert requirements(NO_TORCH) == [each for each in DECLARED if distribution(each) != "torch"]
+
+
+def test_the_list_brings_everything_that_the_core_imports() -> None:
+    assert imported() - FROM_THE_MACHINE == {distribution(each) for each in requirements(NO_TORCH)}
+    (marked,) = [each for each in requirements(NO_TORCH) if distribution(each) == "tomli"]
+    assert marked.endswith("python_version < '3.11'"), "Python 3.10 has no tomllib"
+
+
+def test_every_page_gives_the_same_command() -> None:
+    done = subprocess.run([sys.executable, "ci/readme_command.py", "beside"], cwd=ROOT, capture_output=True, text=True)
+    command = done.stdout.strip()
+    plugins = sorted(path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "backends").glob("*/pyproject.toml"))
+    assert command.startswith(f"pip install -r {NO_TORCH} && pip install --no-deps -e . ")
+    assert sorted(re.findall(r"-e (backends/\w+)", command)) == plugins
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / ".github").rglob("*.yml")]
+    given = {path.name for path in pages if command in path.read_text()}
+    assert given >= {"README.md", "vllm.md", "iluvatar.md", "gpu.yml"}
+    other = [line for path in pages for line in path.read_text().splitlines() if "pip install --no-deps -e" in line]
+    assert all(command in line for line in other), other
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-vllm.txt"])
+def test_no_other_list_repeats_the_dependencies(name: str) -> None:
+    own = {distribution(each) for each in requirements(NO_TORCH)}
+    assert not own & {distribution(each) for each in requirements(name)}
