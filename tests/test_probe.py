@@ -414,7 +414,7 @@ def test_what_a_check_says_or_raises_is_a_reason(check: Callable[[DeviceFacts], 
     assert text in symptoms(report)
 
 
-def test_the_yardstick_is_checked_and_not_probed():
+def test_the_reference_is_checked_and_not_probed():
     reg = registry(candidate(DECODE, RIGHT[DECODE]))
     for implementation in reg.implementations():
         if implementation.backend == "reference":
@@ -422,7 +422,7 @@ def test_the_yardstick_is_checked_and_not_probed():
             assert (report.ok, report.stage) == (True, "check")
 
 
-def test_without_a_yardstick_values_go_unjudged_and_shapes_do_not():
+def test_without_a_reference_values_are_not_compared_and_shapes_are():
     made = candidate(DECODE, change(DECODE, after=lambda r, *a, **k: in_place(r, out=r[0] * 2)))
     report = registry(made, with_reference=False).probe(made, "cpu")
     assert (report.ok, report.stage) == (True, "compute")

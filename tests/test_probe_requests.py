@@ -136,7 +136,7 @@ def test_the_problem_has_the_sizes_and_features_of_the_request(primitive: Primit
         assert shapes["q"] == (1, 3, 128, 576) and shapes["indices"] == (1, 3, 2048) and shapes["kv_cache"][1:] == (64, 656)
         assert shapes["lengths"] == (1, 3) and torch.isinf(call.kwargs["attn_sink"]).sum() == 2
     elif primitive is PREFILL:
-        assert shapes["q"] == (2, 128, 576) and shapes["indices"] == (2, 2048) and shapes["kv"][1:] == (64, 656)
+        assert shapes["q"] == (3, 128, 576) and shapes["indices"] == (3, 2048) and shapes["kv"][1:] == (64, 656)
     elif primitive is CONVERT:
         assert shapes["topk_indices"] == (3, 2048) and call.kwargs["compact"] and "prefill_request_ids" in shapes
     elif primitive in (GATHER, WRITE):

@@ -527,7 +527,6 @@ def test_a_plugin_that_asks_for_the_registry_from_another_thread_is_refused_and_
 
 def test_the_second_of_two_equal_gpus_does_not_take_the_place_of_the_first(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("mla_portable.registry.machine.resolve_device", torch.device)
-    monkeypatch.setattr("mla_portable.registry.sandbox.torch.cuda.current_stream", lambda device: None)
     plugin = make_plugin(implementation("fast.v1"), detectors=(lambda device: H200,))
     machine = Registry(plugins=[("fast", plugin)], environ={})._machine
     assert machine.facts("cuda:0") is machine.facts("cuda:1") is H200

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 import numpy as np
 import pytest
 import torch
+from fake_plugins import implementation, make_plugin
 from torch import Tensor
 
 import mla_portable as mp
@@ -161,6 +162,35 @@ def test_explain_names_the_same_implementation(setting: str):
     with serving(REGISTRIES[setting]), hostile:
         decision = mp.explain("sparse_decode", device="cpu", kv_layout="bf16", num_heads=2, topk=8, block_size=8)
     assert decision.chosen == "triton.portable", decision.text()
+
+
+def test_checks_and_detectors_run_under_torchs_own_defaults():
+    seen: list[tuple[object, ...]] = []
+
+    def note(*args: object) -> tuple[()]:
+        made = torch.empty(1)
+        seen.append((made.dtype, made.device, made.is_inference(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+        return ()
+
+    plugin = make_plugin(implementation("fast.v1", check=note), detectors=(lambda device: note() or None,))
+    for limit in ("120", "0"):  # in a thread, and without a limit in the caller's own
+        with default_dtype(torch.bfloat16), torch.device("meta"), torch.autocast("cpu"), torch.inference_mode():
+            registry = Registry(plugins=[("fast", plugin)], environ={"MLA_PORTABLE_PLUGIN_TIMEOUT": limit}, probe=False)
+            registry.decide(mp.Request(mp.Primitive.MERGE_STATES, registry.facts("cpu")))
+    assert seen == [(torch.float32, CPU, False, False, False)] * 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("setting", [*SETTINGS, "device cuda"])
+@pytest.mark.parametrize("layout", ["bf16", "fp8_ds_mla"])
+def test_a_gpu_is_served_by_a_kernel_under_each_setting(setting: str, layout: str):
+    hostile = default_device("cuda") if setting == "device cuda" else SETTINGS[setting]()
+    registry = Registry(environ={})
+    fields = {"kv_layout": layout, "num_heads": 16, "topk": 2048, "block_size": 64, "query_len": 1, "lse": True}
+    with hostile:
+        decision = registry.decide(mp.Request(mp.Primitive.SPARSE_DECODE, registry.facts("cuda"), **fields))
+        assert decision.chosen not in (None, "reference.torch"), decision.text()
+        registry.bind(decision.request)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

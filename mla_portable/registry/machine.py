@@ -116,7 +116,7 @@ class Machine:
         for plugin, detector in self._detectors:
             try:
                 what = f"detector of {plugin} on {device}"
-                facts = isolated(what, device, self.limit, partial(ask_detector, detector, device))
+                facts = isolated(what, None, self.limit, partial(ask_detector, detector, device))
             except (Exception, SystemExit) as error:
                 if is_fatal(error, device.type):
                     blame(error, f"raised by a detector of the plugin {plugin}")

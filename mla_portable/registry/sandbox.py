@@ -16,12 +16,12 @@ __all__ = ["isolated"]
 T = TypeVar("T")
 
 
-def isolated(what: str, device: torch.device, seconds: float, work: Callable[[], T]) -> T:
-    """Run `work` under neutral defaults and a time limit, on `device` and the caller's current stream of it.
+def isolated(what: str, device: torch.device | None, seconds: float, work: Callable[[], T]) -> T:
+    """Run `work` under neutral defaults and a time limit; given a GPU, on that and the caller's current stream of it.
 
     Raises: PluginTimeout; whatever `work` raises.
     """
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
 
     def run() -> T:  # in a thread that has no current device or stream yet
         with torch.no_grad():

@@ -70,7 +70,7 @@ def attention_call(request: Request, name: str, device: torch.device, *, rows: i
 
 def _row_kinds(rows: int, topk: int) -> list[str]:
     """What each row is about. A row of a few entries has no room for holes."""
-    kinds = ["full", "holes", "empty", "single"] if rows >= 4 else ["holes", "empty", "single"]
+    kinds = ["full", "holes", "empty", "single"] if rows % 4 == 0 else ["holes", "empty", "single"]
     kinds = kinds if topk >= 8 else ["full", "empty"]
     return [kinds[row % len(kinds)] for row in range(rows)]
 
