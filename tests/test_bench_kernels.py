@@ -10,19 +10,22 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from fake_plugins import implementation, make_plugin
+from machines import H200
 from spoiled import NAME, WRONG, Spoiled, registry_with
 from typer.testing import CliRunner
 
 from mla_portable import reference
 from mla_portable.api import serving
 from mla_portable.bench import interleaved, kernel_machine
-from mla_portable.bench.candidates import decode_schedule
+from mla_portable.bench.candidates import decode_schedule, our_candidates
 from mla_portable.bench.floors import Ceilings, measure_ceilings
 from mla_portable.bench.kernel_cases import ATTENTION, TIMED, KernelCase, kernel_cases
 from mla_portable.bench.kernel_problems import Problem, Workshop
@@ -511,3 +514,13 @@ def test_the_driver_is_asked_of_each_vendors_tool_in_turn(monkeypatch, answers, 
     monkeypatch.setattr(kernel_machine.subprocess, "run", run)
     assert kernel_machine.driver_version(torch.device("cuda", 0)) == version
     assert kernel_machine.driver_version(torch.device("cpu")) is None
+
+
+def test_plain_torch_is_timed_on_a_gpu_where_it_is_named_and_a_plugin_that_was_not_imported_is_left_out():
+    plugins = [("reference", "mla_portable.reference"), ("acme", make_plugin(implementation("acme.v1")))]
+    registry = Registry(plugins=plugins, facts={"cuda": H200}, environ={"MLA_PORTABLE_DISABLE": "acme"})
+    problem = SimpleNamespace(request=Request(Primitive.MERGE_STATES, H200, lse=True))
+    for backends, wanted in (((), []), (("reference",), ["reference.torch"])):
+        found, refused = our_candidates(problem, registry, torch.device("cpu"), backends)
+        assert [each.name for each in found] == wanted
+        assert [each.name for each in refused] == ([] if wanted else ["reference.torch"])

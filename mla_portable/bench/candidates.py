@@ -66,12 +66,15 @@ def our_candidates(
     Args:
         backends: names of backends or implementations to consider; empty means all.
     """
-    decision = registry.decide(problem.request.but(lse=False), backend="auto", probe=False, thorough=True)
+    named = next(iter(backends), "auto")  # every candidate gets a verdict all the same; a named reference is timed on a GPU too
+    decision = registry.decide(problem.request.but(lse=False), backend=named, probe=False, thorough=True)
     by_name = {each.name: each for each in registry.implementations(problem.request.primitive)}
     found: list[Candidate] = []
     refused: list[Refusal] = []
     for verdict in decision.verdicts:
-        implementation = by_name[verdict.implementation]
+        implementation = by_name.get(verdict.implementation)
+        if implementation is None:  # a backend that is disabled, and so was not imported
+            continue
         if backends and implementation.name not in backends and implementation.backend not in backends:
             continue
         if not verdict.reasons:
