@@ -468,7 +468,10 @@ def test_prefill_is_not_left_to_the_decode_kernel_where_a_backend_is_forced_for_
     assert layer.route != "fused" and chosen_by(layer)["prefill"] == "slow.torch"
     assert chosen_by(layer)["decode"] == "flash.mla"
     fused = next(v for v in layer.route_decision.verdicts if v.route == "fused")
-    assert "sparse_prefill forced to slow by" in str(fused)
+    assert "sparse_prefill forced to slow by" in str(fused) and "cannot serve" not in str(fused)
+    bf16_only = forced_layer(control, {"sparse_prefill": "flashp"}, tmp_path, *plugins, num_heads=16)
+    fused = next(v for v in bf16_only.route_decision.verdicts if v.route == "fused")
+    assert bf16_only.route == "split" and "cannot serve" not in str(fused), "it does on another route"
     with pytest.raises(UnsupportedRequest, match="route 'fused' cannot serve"):
         forced_layer(control, {"sparse_prefill": "slow"}, tmp_path, *plugins, num_heads=16, route="fused")
     same = forced_layer(control, {"all": "portable"}, tmp_path, *plugins, num_heads=16, route="fused")
@@ -477,7 +480,7 @@ def test_prefill_is_not_left_to_the_decode_kernel_where_a_backend_is_forced_for_
 
 def test_a_forced_gather_that_cannot_serve_is_not_evaded_either(tmp_path):
     lame = Recorder("lame.gather", primitives=(Primitive.GATHER_UPCONVERT,), support={"block_sizes": (1,)})
-    with pytest.raises(UnsupportedRequest, match="gather_upconvert forced to lame by argument"):
+    with pytest.raises(UnsupportedRequest, match=r"forced to lame by argument \(left out here, and lame cannot .*block_size 8"):
         forced_layer("argument", {"gather_upconvert": "lame"}, tmp_path, lame, PORTABLE)
     plain = {"kv_layout": "bf16", "scale_format": None}
     assert forced_layer("argument", {"gather_upconvert": "lame"}, tmp_path, lame, PORTABLE, **plain).route == "direct"

@@ -20,7 +20,16 @@ from mla_portable.cli import app
 from mla_portable.conformance import cases_for
 from mla_portable.conformance.attention_problem import make_schedule
 from mla_portable.conformance.runner import _bind_and_run
-from mla_portable.contracts import Batch, Implementation, InvalidArgument, Primitive, Request, SplitSchedule, Support
+from mla_portable.contracts import (
+    Batch,
+    Implementation,
+    InvalidArgument,
+    Primitive,
+    Request,
+    SplitSchedule,
+    Support,
+    pack_fp8,
+)
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.registry import Registry
 
@@ -249,3 +258,37 @@ def test_a_portable_decode_without_a_schedule_splits_no_row(monkeypatch: pytest.
     for asked in (request, request.but(batch_invariant=True)):
         bind_attention.bind_sparse_decode(asked)(q, torch.zeros(1, 64, 576, dtype=torch.bfloat16), indices, softmax_scale=1.0)
     assert seen[0] > 1 == seen[1]
+
+
+GPU = torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp8_ds_mla"] if GPU else ["bf16"])
+def test_portable_decode_gives_a_row_the_same_bits_in_every_batch_of_a_planner(layout: str):
+    """The interpreter runs a small case for a device of two multiprocessors, which two rows fill by themselves."""
+    pytest.importorskip("triton")
+    device, sizes, topk, heads = ("cuda", (1, 2, 7, 64, 256), 2048, 16) if GPU else ("cpu", (1, 2), 320, 1)
+    most = max(sizes)
+    registry = Registry(facts=None if GPU else {"cpu": replace(H200, num_sms=1)}, environ={}, probe=False)
+    generator = torch.Generator().manual_seed(3)
+    cache = torch.randn(topk // 64, 64, 576, generator=generator).bfloat16()
+    if layout == "fp8_ds_mla":
+        rows = cache.view(-1, 576)
+        cache = pack_fp8(rows[:, :512], rows[:, 512:]).view(-1, 64, 656)
+    queries = torch.randn(most, heads, 576, generator=generator).bfloat16().to(device)
+    chosen = torch.stack([torch.randperm(topk, generator=generator) for _ in range(most)]).int().to(device)
+    spec = AttentionSpec(
+        num_heads=heads, softmax_scale=0.01, max_num_tokens=most, max_num_reqs=most, max_model_len=topk, kv_layout=layout,
+        scale_format=None if layout == "bf16" else "pow2", topk=topk, batch_invariant=True,
+    )  # fmt: skip
+    layer = SparseMLAAttention(spec, device=device, registry=registry, backend="triton")
+    planner = Planner(layer.planner_config())
+    found: set[bytes] = set()
+    for size in sizes:
+        table = torch.arange(topk // 64, dtype=torch.int32, device=device).repeat(size, 1)
+        plan = planner.plan(Batch(np.arange(size + 1, dtype=np.int32), np.full(size, topk, dtype=np.int32), table))
+        assert isinstance(plan.decode_schedule, SplitSchedule) and plan.decode_schedule.num_splits > 1
+        out, lse = layer(queries[:size], cache.to(device), chosen[:size], plan)
+        assert lse is not None and out[0].isfinite().all()
+        found.add(out[0].float().cpu().numpy().tobytes() + lse[0].cpu().numpy().tobytes())
+    assert len(found) == 1

@@ -107,7 +107,8 @@ def left_out(decision: Decision, on_route: Sequence[Decision]) -> tuple[Reason, 
         return ()
     if all(each.forced == decision.forced for each in on_route if each.request.primitive in _ATTENTION):
         return ()
-    why = "; ".join(f"{v.implementation}: {', '.join(map(str, v.reasons))}" for v in decision.verdicts if v.reasons)
+    named = [v for v in decision.verdicts if decision.forced in (v.implementation, v.implementation.partition(".")[0])]
+    why = "; ".join(f"{v.implementation}: {', '.join(map(str, v.reasons))}" for v in named if v.reasons)
     unfit = "" if decision.chosen else f", and {decision.forced} cannot serve it: {why}"
     remedy = f"drop {decision.control}, or take a route with {primitive}"
     return (Reason(str(primitive), f"forced to {decision.forced} by {decision.control}", f"left out here{unfit}", remedy),)

@@ -37,6 +37,8 @@ _GATHER_PREFILL: Final = 0.05
 a longer history."""
 _EVERY_STEP: Final = 200.0
 """What upconvert costs beyond its parts."""
+_SHOWN_SHARE: Final = 1e-3
+"""Of the memory: below it the price of a workspace is not worth a term in the text."""
 _ROW_BYTES: Final = 2 * HEAD_SIZE
 """Of a bf16 workspace."""
 
@@ -114,8 +116,8 @@ class RouteVerdict:
         total = " + ".join(terms)
         notes = [self.note] if self.note else []
         if self.workspace_bytes:
-            notes.insert(0, f"workspace of {self.workspace_bytes / 1e9:.2f} GB")
-        if self.memory_share:
+            notes.insert(0, f"workspace of {self.workspace_bytes / 1e6:,.1f} MB")
+        if self.memory_share >= _SHOWN_SHARE:
             total, notes[0] = f"({total}) x {1 + self.memory_share:.4g}", f"{notes[0]}, {self.memory_share:.1%} of the memory"
         return f"{total} = {self.cost:.4g}" + (f" ({'; '.join(notes)})" if notes else "")
 
@@ -312,11 +314,12 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, decide: Decide, sched
         """With its workspace, and a reason for each forced backend that the route leaves out."""
         if verdict.part("gather"):
             verdict = replace(verdict, workspace_bytes=workspace_bytes, memory_share=memory_share)
-        forcible = ["decode", "bf16_prefill" if spec.kv_layout == "bf16" else "cache_prefill"]
+        prefill = part("prefill", "cache_prefill").decision
+        forcible = [part("decode", "decode").decision, prefill if prefill.chosen else part("prefill", "bf16_prefill").decision]
         if spec.route == AUTO_ROUTE and spec.kv_layout != "bf16":
-            forcible.append("gather")
-        present = [part.decision for part in verdict.parts]
-        against = [reason for name in forcible for reason in left_out(part("", name).decision, present)]
+            forcible.append(part("gather", "gather").decision)
+        present = [each.decision for each in verdict.parts]
+        against = [reason for decision in forcible for reason in left_out(decision, present)]
         return replace(verdict, reasons=(*verdict.reasons, *against)) if against else verdict
 
     routes = {"direct": direct, "split": split, "fused": fused, "upconvert": upconvert}

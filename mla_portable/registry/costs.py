@@ -75,7 +75,7 @@ class _Estimate:
 
     def source(self, wanted: int | None, sizes: Iterable[int]) -> str:
         times = [self.by_rows[rows] for rows in sorted(sizes)]
-        listed = ", ".join(f"{each.rows}: {self.us(each.rows):.3g}" for each in times)
+        listed = ", ".join(f"{each.rows}: {us:{'.0f' if us >= 100 else '.3g'}}" for each in times if (us := self.us(each.rows)))
         heads = "" if self.heads is None else f", {self.heads} heads"
         if self.heads != wanted:
             heads = f", {f'{self.calls} x ' if self.calls > 1 else ''}{self.heads} heads for {wanted}"
