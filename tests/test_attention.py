@@ -719,7 +719,7 @@ def test_a_device_that_is_not_there_is_refused(device):
 
 @pytest.mark.parametrize("backend", [5, ["reference"], {"sparse_decode": 5}])
 def test_a_backend_is_a_name(backend):
-    with pytest.raises(InvalidArgument, match="SparseMLAAttention: backend: got .*expected the name of a backend"):
+    with pytest.raises(InvalidArgument, match=r"SparseMLAAttention: backend: got .*expected the name of a backend"):
         SparseMLAAttention(SPEC, device="cpu", registry=REFERENCE, backend=backend)
 
 
