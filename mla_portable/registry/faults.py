@@ -20,7 +20,7 @@ _REFUSED_LAUNCHES: Final = (
 )
 _RUNTIME_ERROR: Final = re.compile(r"(CUDA|HIP) error\b")
 _DRIVER_ERROR: Final = re.compile(r"CUDA driver error (\d+)")
-_DRIVER_FAULTS: Final = frozenset({214, 220, 700, 702, 709, 710, *range(714, 720), 721, 999})
+_DRIVER_FAULTS: Final = frozenset({214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 999})
 """Codes of the CUDA driver after which its context is unusable: ECC and NVLink errors, illegal addresses and instructions,
 launch timeouts, asserts, a destroyed context, unknown errors. Source: CUresult in cuda.h."""
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mla_portable.registry.probe import is_fatal
+from mla_portable.registry.faults import is_fatal
 from mla_portable_nvidia.native import driver
 
 CONTEXT = 0xC0DE  # of device 0; device n has CONTEXT + n
@@ -149,7 +149,7 @@ def test_a_failed_launch_is_raised_in_the_drivers_words(install, code, kind):
 
 
 @pytest.mark.parametrize(
-    ("code", "fault"), [(700, True), (716, True), (719, True), (214, True), (1, False), (701, False), (912, False)]
+    ("code", "fault"), [(700, True), (716, True), (719, True), (214, True), (226, True), (1, False), (701, False), (912, False)]
 )
 def test_a_lost_device_is_told_from_a_refused_call(install, code, fault):
     """As torch spells it, so that the registry need not know the class."""
@@ -158,5 +158,5 @@ def test_a_lost_device_is_told_from_a_refused_call(install, code, fault):
         kernel("i", "i").prepare((6, 1), 1, 2)(1)
     again = pickle.loads(pickle.dumps(caught.value))
     for error in (caught.value, again):
-        assert (error.code, error.fault, is_fatal(error)) == (code, fault, fault)
+        assert (error.code, error.fault, is_fatal(error, "cuda")) == (code, fault, fault)
         assert (f"CUDA error: words of the driver (CUDA driver error {code})" in str(error)) is fault

@@ -304,7 +304,8 @@ def data_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterat
     The conversion bounds workspace rows by the table's width and compacts in no order, so it claims neither.
     """
     declared: dict[str, Any] = {"device_types": device_types, "vendors": ("nvidia",)}
-    fp8 = {"kv_layouts": (FP8_DS_MLA.name,), "cache_alignment": 16, **declared}  # rows are read and written in vectors
+    # rows are read and written in vectors
+    fp8: dict[str, Any] = {"kv_layouts": (FP8_DS_MLA.name,), "cache_alignment": 16, **declared}
     sources = tuple(f"mla_portable_nvidia.{name}" for name in ("vllm_ops", "discovery"))
 
     def offer(

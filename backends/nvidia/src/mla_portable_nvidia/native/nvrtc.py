@@ -72,7 +72,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def nvrtc_identity() -> str:
-    """What tells this NVRTC from others, its patch releases among them, which have one version. Raises: NvrtcNotFound."""
+    """Version, file name and size of this NVRTC; patch releases have the same version. Raises: NvrtcNotFound."""
     place = Path(_library()._name)
     size = place.stat().st_size if place.is_absolute() else 0
     return f"{nvrtc_version()} {place.name} {size}"
