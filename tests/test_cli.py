@@ -415,21 +415,6 @@ def test_explain_route_asks_what_a_layer_in_vllm_asks():
     assert "rows=6" in decode and "lse=yes" in decode
 
 
-def test_explain_says_that_a_tie_was_decided_by_the_declared_cost():
-    times = {"acme.fused": 100.0, "handy.native": 99.0, "handy.portable": 300.0}
-
-    def costs(implementation, request):
-        us = times.get(implementation.name)
-        return us and (us / 9.9, "measured yesterday;")
-
-    words = ["explain", "sparse_decode", "--device", "cuda", "--heads", "64"]
-    text = invoke(*words, registry=simulated(costs=costs)).stdout
-    assert "acme.fused  " in text and "handy.native: less by a few percent, which is a tie" in text
-    times["handy.native"] = 50.0
-    text = invoke(*words, registry=simulated(costs=costs)).stdout
-    assert "a tie" not in text
-
-
 # ---------------------------------------------------------------------- doctor
 
 

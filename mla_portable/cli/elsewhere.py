@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mla_portable.cli.words import tie_rule
-
 if TYPE_CHECKING:
     from mla_portable.attention import RouteDecision
     from mla_portable.contracts import Decision, DeviceFacts, Reason, Verdict
@@ -157,7 +155,6 @@ def _lines(decision: Decision, states: _State) -> list[str]:
     ]
     others = len(decision.verdicts) - len(shown)
     lines += [f"  and {others} for other devices; --json lists them"] if others else []
-    lines += [f"  {line}" for line in tie_rule(decision)]
     return lines
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mla_portable.conformance.compare import Finding
     from mla_portable.contracts import Decision, Verdict
 
-__all__ = ["describe_findings", "describe_time", "step_headlines", "tie_rule", "why", "why_not_another"]
+__all__ = ["describe_findings", "describe_time", "step_headlines", "why", "why_not_another"]
 
 _COSINE = "1 - cosine"
 
@@ -21,18 +21,6 @@ def why(decision: Decision) -> str:
     """Who decided, and at what cost."""
     chosen = next((v for v in decision.verdicts if v.implementation == decision.chosen), None)
     return f"{decision.control}, {chosen.cost_source} cost {chosen.cost:g}" if chosen else "nothing can run it"
-
-
-def tie_rule(decision: Decision) -> list[str]:
-    """A line where the chosen implementation is not the one of least cost, because measured costs this close are a tie."""
-    chosen = next((v for v in decision.verdicts if v.implementation == decision.chosen), None)
-    if decision.forced or chosen is None or chosen.cost_source == "declared":
-        return []
-    measured = [v for v in decision.verdicts if v.can_run and v.cost_source != "declared"]
-    cheaper = [v.implementation for v in measured if v.cost < chosen.cost]
-    if not cheaper:
-        return []
-    return [f"{', '.join(cheaper)}: less by a few percent, which is a tie of measured costs; the declared cost decides"]
 
 
 def why_not_another(decision: Decision) -> str:
