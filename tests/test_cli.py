@@ -157,6 +157,12 @@ def test_run_with_other_options(options):
     assert answer["shape"]["kv_layout"] == ("bf16" if "bf16" in options else "fp8_ds_mla")
 
 
+def test_run_names_no_kernel_of_another_vendor_as_the_next_best():
+    plugins = [("reference", "mla_portable.reference"), ("acme", "fake_plugins.acme")]
+    text = invoke("run", *SMALL, registry=Registry(plugins=plugins, environ={})).stdout
+    assert "there is no other candidate for this device" in text and "acme" not in text
+
+
 def test_run_fails_when_a_result_is_wrong():
     registry = registry_with(("spoiled", Spoiled({"sparse_prefill": WRONG["sparse_prefill"]})), probe=False)
     answer = document("run", *SMALL, registry=registry, code=1)

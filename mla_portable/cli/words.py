@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from mla_portable.conformance.compare import Finding
     from mla_portable.contracts import Decision, Verdict
 
-__all__ = ["describe_findings", "describe_time", "step_headlines", "why", "why_not_another"]
+__all__ = ["describe_findings", "describe_time", "for_other_devices", "step_headlines", "why", "why_not_another"]
 
 _COSINE = "1 - cosine"
+_OTHER_DEVICES = ("device type", "vendor")
+"""Subjects of the reasons that say so."""
 
 
 def why(decision: Decision) -> str:
@@ -28,7 +30,13 @@ def why_not_another(decision: Decision) -> str:
     others = sorted((v for v in decision.verdicts if v.implementation != decision.chosen), key=lambda v: v.cost)
     if decision.chosen is None:
         return "; ".join(map(_judgement, others)) or "no installed plugin offers it"
-    return f"next best is {_judgement(others[0])}" if others else "there is no other candidate"
+    others = [v for v in others if not for_other_devices(v)]
+    return f"next best is {_judgement(others[0])}" if others else "there is no other candidate for this device"
+
+
+def for_other_devices(verdict: Verdict) -> bool:
+    """The candidate is declared for other vendors or kinds of device, so that nothing else about it matters here."""
+    return any(reason.subject in _OTHER_DEVICES for reason in verdict.reasons)
 
 
 def _judgement(verdict: Verdict) -> str:
