@@ -157,6 +157,12 @@ def test_run_with_other_options(options):
     assert answer["shape"]["kv_layout"] == ("bf16" if "bf16" in options else "fp8_ds_mla")
 
 
+def test_run_names_no_kernel_of_another_vendor_as_the_next_best():
+    plugins = [("reference", "mla_portable.reference"), ("acme", "fake_plugins.acme")]
+    text = invoke("run", *SMALL, registry=Registry(plugins=plugins, environ={})).stdout
+    assert "there is no other candidate for this device" in text and "acme" not in text
+
+
 def test_run_fails_when_a_result_is_wrong():
     registry = registry_with(("spoiled", Spoiled({"sparse_prefill": WRONG["sparse_prefill"]})), probe=False)
     answer = document("run", *SMALL, registry=registry, code=1)
@@ -413,21 +419,6 @@ def test_explain_route_asks_what_a_layer_in_vllm_asks():
     )
     decode = next(part for part in answer["routes"][0]["parts"] if part["role"] == "decode")["request"]
     assert "rows=6" in decode and "lse=yes" in decode
-
-
-def test_explain_says_that_a_tie_was_decided_by_the_declared_cost():
-    times = {"acme.fused": 100.0, "handy.native": 99.0, "handy.portable": 300.0}
-
-    def costs(implementation, request):
-        us = times.get(implementation.name)
-        return us and (us / 9.9, "measured yesterday;")
-
-    words = ["explain", "sparse_decode", "--device", "cuda", "--heads", "64"]
-    text = invoke(*words, registry=simulated(costs=costs)).stdout
-    assert "acme.fused  " in text and "handy.native: less by a few percent, which is a tie" in text
-    times["handy.native"] = 50.0
-    text = invoke(*words, registry=simulated(costs=costs)).stdout
-    assert "a tie" not in text
 
 
 # ---------------------------------------------------------------------- doctor

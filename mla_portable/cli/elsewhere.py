@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mla_portable.cli.words import tie_rule
+from mla_portable.cli.words import for_other_devices
 
 if TYPE_CHECKING:
     from mla_portable.attention import RouteDecision
-    from mla_portable.contracts import Decision, DeviceFacts, Reason, Verdict
+    from mla_portable.contracts import Decision, DeviceFacts, Verdict
     from mla_portable.matrix.profiles import Profile
 
 __all__ = ["Elsewhere", "find_profile", "gpu_names"]
 
 _HERE = ("cpu", "cuda")
 """What `--device` names on this machine; every other name is a device profile's."""
-_OTHER_DEVICES = ("device type", "vendor")
-"""Subjects of the reasons that fold a candidate away."""
 
 _State = Mapping[tuple[str, str, "str | None"], str]
 """(implementation, primitive, layout) -> state in the matrix."""
@@ -148,7 +146,7 @@ def _state(states: _State, decision: Decision, implementation: str) -> str | Non
 
 
 def _lines(decision: Decision, states: _State) -> list[str]:
-    shown = [verdict for verdict in decision.verdicts if not _for_other_devices(verdict.reasons)]
+    shown = [verdict for verdict in decision.verdicts if not for_other_devices(verdict)]
     width = max((len(verdict.implementation) for verdict in shown), default=0)
     lines = [
         f"{decision.request.primitive}: {decision.chosen} would be tried first ({decision.control})",
@@ -157,7 +155,6 @@ def _lines(decision: Decision, states: _State) -> list[str]:
     ]
     others = len(decision.verdicts) - len(shown)
     lines += [f"  and {others} for other devices; --json lists them"] if others else []
-    lines += [f"  {line}" for line in tie_rule(decision)]
     return lines
 
 
@@ -167,7 +164,3 @@ def _judgement(decision: Decision, verdict: Verdict, states: _State) -> str:
     state = _state(states, decision, verdict.implementation)
     matrix = f"; matrix: {state}" if state else ""
     return f"{words} [{verdict.cost_source} cost {verdict.cost:g}{matrix}]"
-
-
-def _for_other_devices(reasons: tuple[Reason, ...]) -> bool:
-    return any(reason.subject in _OTHER_DEVICES for reason in reasons)

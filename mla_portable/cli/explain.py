@@ -11,7 +11,6 @@ import typer
 from mla_portable.cli.elsewhere import find_profile
 from mla_portable.cli.options import BackendOption, JsonOption, primitive_named, resolve_device
 from mla_portable.cli.output import EXIT_FAILED, EXIT_OK, command
-from mla_portable.cli.words import tie_rule
 
 if TYPE_CHECKING:
     from mla_portable.attention import RouteDecision
@@ -151,7 +150,7 @@ def explain(
         elif elsewhere is not None:
             output.show(elsewhere.text(decision))
         else:
-            output.show(decision.text() if served else decision.failure_text(all=True), *_remarks(decision))
+            output.show(decision.text() if served else decision.failure_text(all=True))
         if primitive == _ROUTE and not as_json:
             output.show(_ROUTE_REMARK)
         raise typer.Exit(EXIT_OK if served else EXIT_FAILED)
@@ -209,15 +208,6 @@ def _arguments(decision: Decision | RouteDecision) -> dict[str, Any]:
         return asdict(decision.spec)
     names = [each.name for each in fields(decision.request) if each.name not in ("primitive", "device")]
     return {name: getattr(decision.request, name) for name in names}
-
-
-def _remarks(decision: Decision | RouteDecision) -> list[str]:
-    from mla_portable.contracts import Decision
-
-    if isinstance(decision, Decision):
-        return tie_rule(decision)
-    parts = [part.decision for verdict in decision.verdicts if verdict.route == decision.chosen for part in verdict.parts]
-    return list(dict.fromkeys(line for part in parts for line in tie_rule(part)))
 
 
 def _refuse_others(name: str, given: dict[str, Any], allowed: dict[str, Any]) -> None:

@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from mla_portable.conformance.compare import Finding
     from mla_portable.contracts import Decision, Verdict
 
-__all__ = ["describe_findings", "describe_time", "step_headlines", "tie_rule", "why", "why_not_another"]
+__all__ = ["describe_findings", "describe_time", "for_other_devices", "step_headlines", "why", "why_not_another"]
 
 _COSINE = "1 - cosine"
+_OTHER_DEVICES = ("device type", "vendor")
+"""Subjects of the reasons that say so."""
 
 
 def why(decision: Decision) -> str:
@@ -23,24 +25,18 @@ def why(decision: Decision) -> str:
     return f"{decision.control}, {chosen.cost_source} cost {chosen.cost:g}" if chosen else "nothing can run it"
 
 
-def tie_rule(decision: Decision) -> list[str]:
-    """A line where the chosen implementation is not the one of least cost, because measured costs this close are a tie."""
-    chosen = next((v for v in decision.verdicts if v.implementation == decision.chosen), None)
-    if decision.forced or chosen is None or chosen.cost_source == "declared":
-        return []
-    measured = [v for v in decision.verdicts if v.can_run and v.cost_source != "declared"]
-    cheaper = [v.implementation for v in measured if v.cost < chosen.cost]
-    if not cheaper:
-        return []
-    return [f"{', '.join(cheaper)}: less by a few percent, which is a tie of measured costs; the declared cost decides"]
-
-
 def why_not_another(decision: Decision) -> str:
     """What became of the next best candidate; of every candidate where none can run."""
     others = sorted((v for v in decision.verdicts if v.implementation != decision.chosen), key=lambda v: v.rank)
     if decision.chosen is None:
         return "; ".join(map(_judgement, others)) or "no installed plugin offers it"
-    return f"next best is {_judgement(others[0])}" if others else "there is no other candidate"
+    others = [v for v in others if not for_other_devices(v)]
+    return f"next best is {_judgement(others[0])}" if others else "there is no other candidate for this device"
+
+
+def for_other_devices(verdict: Verdict) -> bool:
+    """The candidate is declared for other vendors or kinds of device, so that nothing else about it matters here."""
+    return any(reason.subject in _OTHER_DEVICES for reason in verdict.reasons)
 
 
 def _judgement(verdict: Verdict) -> str:
