@@ -7,6 +7,7 @@ serve all of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,10 @@ from torch import Tensor
 
 from mla_portable.contracts import InvalidArgument, PrefillChunk, StepPlan
 
-__all__ = ["Part", "Step", "divide"]
+__all__ = ["JoinQuery", "Part", "Step", "divide", "join_halves"]
+
+JoinQuery = Callable[[Tensor, Tensor, Tensor], None]
+"""Writes the halves of a query, ql_nope [T, H, 512] and q_pe [T, H, 64], side by side into the third argument, [T, H, 576]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,15 +68,21 @@ class Step:
     prefills: tuple[Part, ...]
     end: int
 
-    def join_query(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        """(ql_nope [T, H, 512], q_pe [T, H, 64]) -> [T, H, 576] at a stable address; what the last pair left is overwritten.
+    def join_query(self, pair: tuple[Tensor, Tensor], join: JoinQuery) -> Tensor:
+        """(ql_nope [T, H, 512], q_pe [T, H, 64]) -> [T, H, 576] at a stable address; the last pair's query is overwritten.
 
         Raises: InvalidArgument where the buffers were made without room for it.
         """
         if self.query is None:
             remedy = "Build the layer with concat_query=True."
             raise InvalidArgument("SparseMLAAttention", "q", got="a pair", expected="one tensor [T, H, 576]", remedy=remedy)
-        return torch.cat(pair, dim=-1, out=self.query)
+        join(*pair, self.query)
+        return self.query
+
+
+def join_halves(ql_nope: Tensor, q_pe: Tensor, out: Tensor) -> None:
+    """Write ql_nope [T, H, 512] and q_pe [T, H, 64] side by side into out [T, H, 576]."""
+    torch.cat((ql_nope, q_pe), dim=-1, out=out)
 
 
 def divide(
