@@ -555,8 +555,8 @@ def mismatch(change) -> str:
             ("PlanMismatch", "needs 65 workspace rows", "has 64"),
         ),
         (
-            lambda a, s, p: {"plan": replace(p, decode_schedule=replace(p.decode_schedule, topk=2048))},
-            ("PlanMismatch", "topk 12", "topk 2048"),
+            lambda a, s, p: {"plan": replace(p, decode_schedule=replace(p.decode_schedule, topk=11))},
+            ("PlanMismatch", "topk 12", "topk 11"),
         ),
         (lambda a, s, p: {"q": s.q.float()}, ("InvalidArgument", "q: got torch.float32", "bfloat16")),
         (lambda a, s, p: {"q": (s.q[..., :512], s.q[..., :512])}, ("q[1]", "[14, 3, 512]", "[14, 3, 64]")),

@@ -12,7 +12,7 @@ import torch
 
 from mla_portable.bench.plan import PLAN_CASES, PlanCase, time_plans
 from mla_portable.contracts import Batch, InvalidArgument, StepPlan, TileSchedule
-from mla_portable.planner import Planner, PlannerConfig, choose_mode, tile_schedule
+from mla_portable.planner import Planner, PlannerConfig, tile_schedule
 from mla_portable.planner.staging import StagingRing
 
 CONFIG = PlannerConfig(
@@ -254,6 +254,8 @@ def read_back(*args: object, **kwargs: object) -> None:
 def test_planning_reads_nothing_back(route: str, device: str, monkeypatch: pytest.MonkeyPatch):
     planners = [Planner(replace(config, route=route, device=device)) for config in (CONFIG, TILES)]
     batches = [batch_of(lens, device=device) for lens in ([1] * 9, [1, 1, 5, 6], [7], [], [0, 1])]
+    for planner in planners:
+        planner.plan(batches[3])  # the first plan allocates
     refuse_read_back(device, monkeypatch)
     try:
         for planner in planners:
@@ -313,13 +315,23 @@ BAD = [
     ("seq_lens", {"seq_lens": np.array([4, 41], INT32)}, r"got 41 for request 1, expected .* max_model_len \(40\)"),
     ("num_padded_tokens", {"num_padded_tokens": 1}, r"got 1, expected the batch's 2 tokens to max_num_tokens \(64\)"),
     ("num_padded_tokens", {"num_padded_tokens": 65}, "got 65, expected"),
-    ("block_table", {"block_table": np.zeros((2, 4), INT32)}, "got ndarray, expected a tensor"),
+    ("block_table", {"block_table": np.zeros((2, 4), INT32)}, "got ndarray, expected a dense tensor"),
     ("block_table", {"block_table": torch.zeros(2, 4)}, r"got torch.float32 of shape \[2, 4\], expected torch.int32"),
     ("block_table", {"block_table": torch.zeros(8, dtype=torch.int32)}, r"of shape \[8\], expected torch.int32 \[R, columns\]"),
     ("block_table", {"block_table": torch.zeros(1, 4, dtype=torch.int32)}, "with at least 2 rows"),
     ("block_table", {"block_table": torch.zeros(2, 4, dtype=torch.int32, device="meta")}, "on meta, expected .* device, cpu"),
     ("seq_lens_device", {"seq_lens_device": torch.zeros(1, dtype=torch.int32)}, "with at least 2 rows"),
     ("seq_lens_device", {"seq_lens_device": torch.zeros(2)}, "got torch.float32"),
+    ("num_padded_tokens", {"num_padded_tokens": 8.0}, "got float 8.0, expected the batch's 2 tokens"),
+    ("num_padded_tokens", {"num_padded_tokens": True}, "got bool True"),
+    ("block_table", {"block_table": torch.zeros(4, 2, dtype=torch.int32).T}, r"got strides \[1, 2\].* block_table.contiguous"),
+    (
+        "block_table",
+        {"block_table": torch.zeros(2, 8, dtype=torch.int32)[:, ::2]},
+        r"strides \[8, 2\].* block_table.contiguous",
+    ),
+    ("block_table", {"block_table": torch.zeros(2, 4, dtype=torch.int32).to_sparse()}, "expected a dense tensor"),
+    ("seq_lens_device", {"seq_lens_device": torch.zeros(4, dtype=torch.int32)[::2]}, "seq_lens_device.contiguous"),
 ]
 
 
@@ -331,6 +343,117 @@ def test_a_bad_batch_is_refused_and_changes_nothing(argument: str, fields: dict,
         planner.plan(replace(batch_of([1, 1]), **fields))
     assert last.req_id_per_token.tolist() == [0, 1, 2, 3, 4]
     assert copies_of(planner, batch_of([1] * 5)) == 0
+
+
+@pytest.mark.parametrize("batch", [None, (1, 2), "batch"])
+def test_what_is_no_batch_is_refused(batch: Any):
+    with pytest.raises(InvalidArgument, match=r"Planner.plan: batch: .*mla_portable.contracts.Batch"):
+        Planner(CONFIG).plan(batch)
+
+
+@pytest.mark.parametrize(("query_lens", "seq_lens"), [([1, 1], [9, 33]), ([1, 6], [9, 33]), ([6, 1], [33, 9])])
+def test_a_sequence_longer_than_its_row_of_the_block_table_is_refused(query_lens: list[int], seq_lens: list[int]):
+    planner = Planner(replace(CONFIG, block_size=8))  # four columns
+    wrong = seq_lens.index(33)
+    with pytest.raises(InvalidArgument, match=f"seq_lens: got 33 for request {wrong}, expected at most 32, .*more columns"):
+        planner.plan(batch_of(query_lens, seq_lens))
+    planner.plan(batch_of(query_lens, [min(n, 32) for n in seq_lens]))
+    planner.plan(batch_of([0, *query_lens], [40, 9, 9]))  # without query tokens nothing is read
+    no_columns = replace(batch_of([1, 1]), block_table=torch.zeros(2, 0, dtype=torch.int32))
+    with pytest.raises(InvalidArgument, match="expected at most 0"):
+        planner.plan(no_columns)
+    Planner(CONFIG).plan(batch_of(query_lens, seq_lens))  # unknown block size
+
+
+def test_a_plan_knows_whether_its_numbers_were_overwritten():
+    planner = Planner(CONFIG)
+
+    def is_overtaken(plan: StepPlan) -> bool:
+        assert plan.counter is not None
+        return plan.counter.count != plan.generation
+
+    mixed = planner.plan(batch_of([1, 1, 9]))
+    assert not is_overtaken(mixed)
+    decodes = planner.plan(batch_of([1] * 5))
+    assert is_overtaken(mixed) and not is_overtaken(decodes)
+    again = planner.plan(batch_of([1] * 5, [30] * 5, num_padded_tokens=9))
+    assert not is_overtaken(decodes) and not is_overtaken(again), "the same request ids"
+    with pytest.raises(InvalidArgument):
+        planner.plan(batch_of([1] * 17))
+    assert not is_overtaken(decodes), "a refused batch writes nothing"
+    Planner(CONFIG).plan(batch_of([1] * 4))
+    assert not is_overtaken(decodes), "another planner has buffers of its own"
+    planner.plan(batch_of([1] * 4))
+    assert is_overtaken(decodes) and is_overtaken(again)
+
+
+@pytest.mark.parametrize("config", [CONFIG, TILES], ids=["split", "tiles"])
+def test_an_invalidated_planner_writes_everything_again(config: PlannerConfig):
+    planner = Planner(config)
+    planner.invalidate()
+    planner.plan(batch_of([1] * 9))
+    plan = planner.plan(batch_of([1] * 5))
+    lost = torch.full_like(planner.plan(batch_of([1] * 5)).req_id_per_token, 7)
+    whole = plan.req_id_per_token.as_strided((config.max_num_tokens,), (1,))
+    whole.fill_(7)
+    if plan.decode_schedule is not None:
+        plan.decode_schedule.tile_scheduler_metadata.fill_(7)
+    assert planner.plan(batch_of([1] * 5)).req_id_per_token.equal(lost), "the planner cannot notice"
+    planner.invalidate()
+    assert plan.counter is not None and plan.counter.count != plan.generation
+    plan = planner.plan(batch_of([1] * 5))
+    assert whole.tolist() == [0, 1, 2, 3, 4] + [0] * (config.max_num_tokens - 5)
+    if isinstance(plan.decode_schedule, TileSchedule):
+        expected = tile_schedule([2048] * 5, num_sm_parts=132)
+        assert plan.decode_schedule.tile_scheduler_metadata.tolist() == expected.metadata.tolist()
+    assert copies_of(planner, batch_of([1] * 5)) == 0
+
+
+def test_buffers_that_outlive_a_step_are_allocated_by_the_first_plan(monkeypatch: pytest.MonkeyPatch):
+    made: list[tuple[int, ...]] = []
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: made.append(args) or zeros(*args, **kwargs))
+    planner = Planner(CONFIG)
+    assert (made, planner.num_copies) == ([], 0)
+    planner.plan(batch_of([1]))
+    assert made
+    made.clear()
+    planner.plan(batch_of([1, 9]))
+    assert made == []
+
+
+def test_torch_defaults_of_the_caller_do_not_matter():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            planner = Planner(replace(CONFIG, schedule_kind="split_kv", num_sms=8))
+            table = torch.zeros((3, 4), dtype=torch.int32, device="cpu")
+            plan = planner.plan(replace(batch_of([1, 1, 4]), block_table=table))
+    finally:
+        torch.set_default_dtype(before)
+    assert plan.req_id_per_token.tolist() == [0, 1, 2, 2, 2, 2]
+    assert plan.decode_schedule is not None and plan.decode_schedule.partial_out.dtype == torch.float32
+    assert plan.decode_schedule.partial_out.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", ["gpu9", "cuda:99", None, 0])
+def test_a_device_that_is_not_there_is_refused(device: Any):
+    with pytest.raises(InvalidArgument, match=r"Planner: device: got .*expected a device that torch can use here"):
+        Planner(replace(CONFIG, device=device))
+
+
+@pytest.mark.parametrize("value", [1.5, True, "8", None, float("nan"), [8], torch.tensor(8)])
+@pytest.mark.parametrize("field", ["num_heads", "max_model_len", "few_tokens", "num_sms"])
+def test_a_configuration_holds_integers(field: str, value: Any):
+    with pytest.raises(InvalidArgument, match=f"PlannerConfig: {field}: .*expected an integer"):
+        replace(CONFIG, **{field: value})
+
+
+@pytest.mark.parametrize("value", [1, 0, "no", None])
+def test_a_configuration_holds_flags(value: Any):
+    with pytest.raises(InvalidArgument, match=r"PlannerConfig: batch_invariant: .*expected True or False"):
+        replace(CONFIG, batch_invariant=value)
 
 
 def test_a_mixed_batch_is_checked_as_a_uniform_one_is():
@@ -356,11 +479,11 @@ def test_more_requests_than_configured_are_refused():
     [
         ({"route": "mixed"}, "route: got 'mixed', expected one of fused, split, direct, upconvert"),
         ({"schedule_kind": "splitkv"}, "schedule_kind: got 'splitkv', expected one of none, split_kv, flashmla_tiles"),
-        ({"num_heads": 0}, "num_heads: got 0, expected 1 to"),
+        ({"num_heads": 0}, "num_heads: got 0, expected an integer of at least 1 and at most"),
         ({"max_num_tokens": -4}, "max_num_tokens: got -4"),
         ({"decode_threshold": 0}, "decode_threshold: got 0"),
         ({"few_tokens": -1}, "few_tokens: got -1"),
-        ({"num_sms": -1}, "num_sms: got -1, expected 0 or more"),
+        ({"num_sms": -1}, "num_sms: got -1, expected an integer of at least 0"),
         ({"max_scratch_bytes": -1}, "max_scratch_bytes: got -1"),
         ({"padded_heads": 8}, r"padded_heads: got 8, expected at least num_heads \(16\)"),
         ({"prefill_workspace_tokens": 39}, r"got 39, expected max_model_len \(40\) to .* on route split.*enlarge it"),
@@ -396,22 +519,6 @@ def test_workspace_of_each_route():
     assert replace(default, route="direct").workspace_tokens == replace(CONFIG, route="fused").workspace_tokens == 0
     assert replace(CONFIG, route="direct", prefill_workspace_tokens=0).workspace_tokens == 0
     assert CONFIG.workspace_tokens == 44
-
-
-@pytest.mark.parametrize(
-    ("num_heads", "kind", "mode"),
-    [
-        (8, "flashmla_tiles", "fused"),
-        (31, "flashmla_tiles", "fused"),
-        (32, "flashmla_tiles", "split"),
-        (128, "flashmla_tiles", "split"),
-        (16, "split_kv", "split"),
-        (16, "none", "split"),
-    ],
-)
-def test_mode_by_heads_and_kernel(num_heads: int, kind: Any, mode: str):
-    assert choose_mode(num_heads=num_heads, schedule_kind=kind) == mode
-    assert choose_mode(num_heads=num_heads, schedule_kind=kind, min_heads_for_separate=1) == "split"
 
 
 class Stream:

@@ -223,7 +223,7 @@ def test_kept_tile_schedules_serve_every_row_within_the_bound(shapes: list[tuple
         if schedule.tail is not None:
             assert_is_call(schedule.tail, rest, parts)
         assert adopted(schedules, num_rows, query_len) == (schedule, 0), "a shape seen before is free"
-        check_schedule("sparse_decode", schedule, num_rows, query_len, 16, 2048, -1)
+        check_schedule("sparse_decode", schedule, num_rows, query_len, 16, 2048, torch.device("cpu"))
 
 
 def test_a_call_takes_as_many_rows_as_the_bound_allows():
@@ -300,7 +300,7 @@ def test_split_schedules_cover_topk_within_the_bound(num_heads: int, topk: int, 
         assert schedules.get(num_rows) is schedule
         assert (schedule.num_rows, schedule.num_heads, schedule.topk) == (num_rows, num_heads, topk)
         assert (schedule.num_splits - 1) * schedule.split_len < topk <= schedule.num_splits * schedule.split_len
-        check_schedule("sparse_decode", schedule, num_rows, 1, num_heads, topk, -1)
+        check_schedule("sparse_decode", schedule, num_rows, 1, num_heads, topk, torch.device("cpu"))
         if schedule.num_splits == 1:
             assert schedule.partial_out is schedule.partial_lse is None
             continue

@@ -421,7 +421,11 @@ GOOD = [
     ("sparse_decode", "an integer for the scale", with_(softmax_scale=1)),
     ("sparse_decode", "a tile schedule", with_(schedule=tile_schedule())),
     ("sparse_decode", "tiles of several calls", with_(schedule=tile_schedule(rows_per_call=2, num_splits=i32(3)))),
-    ("sparse_decode", "no scratch", with_(schedule=split_schedule(num_splits=1, partial_out=None, partial_lse=None))),
+    (
+        "sparse_decode",
+        "no scratch",
+        with_(schedule=split_schedule(num_splits=1, split_len=8, partial_out=None, partial_lse=None)),
+    ),
     ("sparse_prefill", "the paged cache itself", with_(kv=fp8_cache())),
     ("sparse_prefill", "an empty workspace", with_(kv=bf16(0, 576))),
     ("sparse_prefill", "no tokens", with_(**NO_TOKENS)),
@@ -445,7 +449,7 @@ def test_what_the_contract_allows_is_let_through(recorder, primitive, change):
     [
         (split_schedule(num_rows=7), f"7 rows, {H} heads and topk {K}"),
         (split_schedule(num_heads=8), f"{B * S} rows, 8 heads and topk {K}"),
-        (split_schedule(topk=64), f"{B * S} rows, {H} heads and topk 64"),
+        (split_schedule(topk=4), f"{B * S} rows, {H} heads and topk 4"),
         (tile_schedule(num_rows=B + 1), f"{(B + 1) * S} rows, 64 heads and topk {K}"),
         (tile_schedule(num_rows=B * S, query_len=1), f"{B * S} rows, 64 heads and topk {K}"),
         (tile_schedule(num_heads=2), f"{B * S} rows, 2 heads and topk {K}"),

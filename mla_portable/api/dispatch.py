@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import BoundPrimitive, Primitive, Request, SplitSchedule, TileSchedule
+from mla_portable.contracts.schedule import SCHEDULE_TYPES
+from mla_portable.contracts.values import describe, refuse
 from mla_portable.registry import Registry, get_registry
 
 __all__ = ["Served", "current_registry", "find", "serving"]
@@ -34,10 +36,6 @@ _FACTS: Final[dict[str, tuple[str, ...]]] = {
     "indexer_logits": ("num_heads", "block_size"),
 }
 """The Request fields that a call's arguments decide, in the order in which `mla_portable.api` gives them."""
-_SCHEDULES: Final[dict[str, type[SplitSchedule] | type[TileSchedule]]] = {
-    "split_kv": SplitSchedule,
-    "flashmla_tiles": TileSchedule,
-}
 
 
 class Served(NamedTuple):
@@ -74,6 +72,8 @@ def find(primitive: str, backend: str | None, tensor: Tensor, facts: tuple[Any, 
 
     The call runs there, be it the current device or not.
     """
+    if backend is not None and not isinstance(backend, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse(primitive, "backend", describe(backend), "the name of a backend, or None")
     device = tensor.get_device()
     if device >= 0 and torch.cuda.current_device() != device:  # a kernel is launched on the current GPU
         with torch.cuda.device(device):
@@ -88,7 +88,7 @@ def find(primitive: str, backend: str | None, tensor: Tensor, facts: tuple[Any, 
         request = Request(Primitive(primitive), registry.facts(tensor.device), graph=graph, **given)
         implementation, _ = registry.select(request, backend=backend)
         call = registry.bind(request, backend=backend)
-        served = Served(call, implementation.name, _SCHEDULES.get(implementation.schedule_kind))
+        served = Served(call, implementation.name, SCHEDULE_TYPES.get(implementation.schedule_kind))
         if len(_served) >= _CACHE_LIMIT:
             _served.clear()
         _served[key] = served

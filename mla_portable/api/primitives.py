@@ -102,6 +102,7 @@ def convert_indices(
         num_slots,
         prefill_request_ids,
         prefill_workspace_starts,
+        compact,
         out,
     )
     facts = (topk, block_size, prefill_request_ids is not None, compact)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StepBuffers: tensors that a layer fills and forgets within a step, so that all layers of a model share one set."""
+"""StepBuffers: intermediate results of one layer's step. All layers of a model share one set."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from torch import Tensor
 
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.attention.step import Step, divide
-from mla_portable.contracts import HEAD_SIZE, InvalidArgument, StepPlan
+from mla_portable.contracts import HEAD_SIZE, InvalidArgument, StepPlan, neutral_defaults
+from mla_portable.contracts.rules import extent
+from mla_portable.contracts.values import CACHE_ALIGNMENT, describe
 
 __all__ = ["StepBuffers"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBuffers:
-    """Scratch with stable addresses; layers that share it must run one after the other on one stream.
+    """Scratch with stable addresses.
+
+    Layers that share it must run one after the other, on one stream and from one thread at a time: a second forward overwrites
+    what the first one is still reading, and nothing detects that.
 
     Attributes:
         indices: [max_num_tokens, K] int32. counts: [max_num_tokens] int32. Where convert_indices writes.
@@ -47,8 +52,7 @@ class StepBuffers:
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        # Made under inference mode they could never be written outside of it.
-        with torch.inference_mode(False):
+        with neutral_defaults():
             if has_workspace and workspace is None:
                 workspace = empty(spec.workspace_rows, HEAD_SIZE, dtype=torch.bfloat16)
             return cls(
@@ -80,6 +84,17 @@ class StepBuffers:
             self._last[:] = [divide(plan, decodes, self.indices, self.counts, self.lse, self.query, self.workspace)]
         return self._last[0]
 
+    def extents(self, *, query: bool, lse: bool) -> dict[str, tuple[int, int]]:
+        """Name -> address range of what a step writes here; `query` and `lse` say whether it uses these two."""
+        named = {
+            "indices": self.indices,
+            "counts": self.counts,
+            "workspace": self.workspace,
+            "query": self.query if query else None,
+            "lse": self.lse if lse else None,
+        }
+        return {f"the layer's buffers.{name}": extent(tensor) for name, tensor in named.items() if tensor is not None}
+
     @property
     def nbytes(self) -> int:
         """Device memory held, in bytes."""
@@ -90,11 +105,14 @@ class StepBuffers:
 def _check(name: str, tensor: Tensor | None, least: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """At least `least[0]` rows, otherwise exactly `least`; contiguous."""
     where, expected = "SparseMLAAttention", f"{dtype} {list(least)} on {device}, contiguous; more rows are welcome"
-    if tensor is None:
-        raise InvalidArgument(where, name, got="None", expected=expected)
+    if not isinstance(tensor, Tensor):
+        raise InvalidArgument(where, name, got=describe(tensor), expected=expected)
     same_rank = tensor.dim() == len(least)
     fits = same_rank and tensor.shape[0] >= least[0] and tensor.shape[1:] == least[1:]
     if fits and tensor.dtype == dtype and tensor.device == device and tensor.is_contiguous():
+        if tensor.data_ptr() % CACHE_ALIGNMENT:
+            limit = f"a multiple of {CACHE_ALIGNMENT} bytes, as memory from torch has"
+            raise InvalidArgument(where, name, got=f"address {tensor.data_ptr():#x}", expected=limit)
         return
     got = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}" + ("" if tensor.is_contiguous() else ", not contiguous")
     short = least[0] - tensor.shape[0] if same_rank else 0

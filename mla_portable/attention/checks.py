@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -13,27 +14,45 @@ from mla_portable.attention.spec import AttentionSpec
 from mla_portable.contracts import (
     HEAD_SIZE,
     KV_LORA_RANK,
-    LAYOUTS,
     QK_ROPE_HEAD_DIM,
     InvalidArgument,
     PlanMismatch,
     StepPlan,
 )
-from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor, placement
+from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor, shape_of
+from mla_portable.contracts.schedule import SCHEDULE_TYPES
 from mla_portable.contracts.validate import check_schedule
+from mla_portable.contracts.values import describe, refuse
 
 __all__ = ["StepCheck", "checked_sink"]
 
 _WHERE: Final = "SparseMLAAttention.forward"
+_CONFIGURE: Final = "Configure the planner with planner_config()."
 
 
 class StepCheck:
     """The checks of one layer; made when it is built, so that a step compares and does not look up."""
 
-    def __init__(self, spec: AttentionSpec, route: str, buffers: StepBuffers, *, device: int, flat_cache: bool) -> None:
-        """`device` is what `Tensor.get_device()` says; `flat_cache`: sparse_prefill reads the bf16 cache as flat rows."""
-        self._spec, self._route, self._buffers, self._device, self._flat = spec, route, buffers, device, flat_cache
-        self._layout = LAYOUTS[spec.kv_layout]
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        route: str,
+        buffers: StepBuffers,
+        *,
+        device: torch.device,
+        attn_sink: Tensor | None,
+        flat_cache: bool,
+        schedule_kind: str,
+    ) -> None:
+        """`flat_cache`: sparse_prefill reads the bf16 cache as flat rows. `schedule_kind`: of the layer's sparse_decode."""
+        self._spec, self._route, self._device, self._sink, self._flat = spec, route, device, attn_sink, flat_cache
+        self._known: StepPlan | None = None
+        self._schedule_type = SCHEDULE_TYPES.get(schedule_kind)
+        self._has_query = buffers.query is not None
+        self._workspace_rows = 0 if buffers.workspace is None else buffers.workspace.shape[0]
+        self._scratch = {
+            (joins, own_lse): buffers.extents(query=joins, lse=own_lse) for joins in (False, True) for own_lse in (False, True)
+        }
 
     def __call__(
         self,
@@ -46,78 +65,105 @@ class StepCheck:
     ) -> None:
         """Raises: PlanMismatch when the plan was made for something else, InvalidArgument for the tensors."""
         spec, device = self._spec, self._device
+        if plan is not self._known:
+            if not isinstance(plan, StepPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
+                refuse(_WHERE, "plan", describe(plan), "a StepPlan, from a planner of planner_config()")
+            self._check_plan(plan)
+            self._known = plan
         tokens, heads = plan.num_padded_tokens, spec.num_heads
-        parts = {"q[0]": q[0], "q[1]": q[1]} if isinstance(q, tuple) else {"q": q}
-        self._check_plan(next(iter(parts.values())).shape[0], plan)
-        self._check_cache(kv_cache)
-        width = KV_LORA_RANK if isinstance(q, tuple) else HEAD_SIZE
-        for (name, part), size in zip(parts.items(), (width, QK_ROPE_HEAD_DIM), strict=False):
-            check_tensor(_WHERE, name, part, torch.bfloat16, (tokens, heads, size), device, f"[T, H, {size}]")
-        rows = max(tokens, topk_indices.shape[0])
-        check_tensor(_WHERE, "topk_indices", topk_indices, torch.int32, (rows, spec.topk), device, "[T or more, K]")
-        if plan.decode_schedule is not None:
-            check_schedule(_WHERE, plan.decode_schedule, plan.num_decodes, plan.decode_query_len, heads, spec.topk, device)
-        if out is not None or lse_out is not None:
-            if out is not None:
-                check_tensor(_WHERE, "out", out, torch.bfloat16, (tokens, heads, KV_LORA_RANK), device, "[T, H, 512]")
-            if lse_out is not None:
-                check_tensor(_WHERE, "lse_out", lse_out, torch.float32, (tokens, heads), device, "[T, H]")
-            read = {**parts, "kv_cache": kv_cache, "topk_indices": topk_indices, "the layer's buffers": self._buffers.indices}
-            check_disjoint(_WHERE, {"out": out, "lse_out": lse_out}, read)
-
-    def _check_plan(self, given: int, plan: StepPlan) -> None:
-        tokens, most = plan.num_padded_tokens, self._spec.max_num_tokens
-        if plan.route != self._route:
-            raise PlanMismatch(
-                f"{_WHERE}: the layer takes route {self._route!r}, the plan was made for {plan.route!r}. "
-                "Configure the planner with planner_config()."
-            )
+        parts, widths = self._query_parts(q)
+        name, first = next(iter(parts.items()))
+        given = shape_of(_WHERE, name, first, 3, f"[T, H, {widths[0]}]")[0]
         if given != tokens:
             raise PlanMismatch(
                 f"{_WHERE}: q has {given} tokens, the plan was made for {tokens}. A plan serves one batch: plan again."
             )
-        if tokens > most:
+        if plan.counter is not None and plan.generation != plan.counter.count and not _is_capturing(device):
             raise PlanMismatch(
-                f"{_WHERE}: the plan has {tokens} tokens, the layer was built for at most {most}. "
+                f"{_WHERE}: a later plan() of the same planner has overwritten the numbers of this plan. "
+                "A plan serves one batch: plan again."
+            )
+        self._check_cache(kv_cache)
+        for (name, part), size in zip(parts.items(), widths, strict=True):
+            check_tensor(_WHERE, name, part, torch.bfloat16, (tokens, heads, size), device, f"[T, H, {size}]")
+        given = shape_of(_WHERE, "topk_indices", topk_indices, 2, "[T or more, K]")[0]
+        rows = max(tokens, given)
+        check_tensor(_WHERE, "topk_indices", topk_indices, torch.int32, (rows, spec.topk), device, "[T or more, K]")
+        if out is not None:
+            check_tensor(_WHERE, "out", out, torch.bfloat16, (tokens, heads, KV_LORA_RANK), device, "[T, H, 512]")
+        if lse_out is not None:
+            check_tensor(_WHERE, "lse_out", lse_out, torch.float32, (tokens, heads), device, "[T, H]")
+        read = {**parts, "kv_cache": kv_cache, "topk_indices": topk_indices, "attn_sink": self._sink}
+        scratch = self._scratch[len(parts) == 2, lse_out is None]
+        check_disjoint(_WHERE, {"out": out, "lse_out": lse_out}, read, scratch)
+
+    def _query_parts(self, q: Tensor | tuple[Tensor, Tensor]) -> tuple[Mapping[str, Tensor], tuple[int, ...]]:
+        """The tensors of the query by name, and their widths."""
+        if isinstance(q, Tensor):
+            return {"q": q}, (HEAD_SIZE,)
+        expected = "a tensor [T, H, 576], or the pair (ql_nope [T, H, 512], q_pe [T, H, 64])"
+        if not isinstance(q, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
+            refuse(_WHERE, "q", describe(q), expected)
+        if len(q) != 2:  # pyright: ignore[reportUnnecessaryComparison]
+            refuse(_WHERE, "q", f"a tuple of {len(q)}", expected)
+        if not self._has_query:
+            refuse(_WHERE, "q", "a pair", "one tensor [T, H, 576]", "Build the layer with concat_query=True.")
+        return {"q[0]": q[0], "q[1]": q[1]}, (KV_LORA_RANK, QK_ROPE_HEAD_DIM)
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        """What depends on the plan alone: once a plan, for it never changes."""
+        spec, tokens = self._spec, plan.num_padded_tokens
+        if plan.route != self._route:
+            raise PlanMismatch(
+                f"{_WHERE}: the layer takes route {self._route!r}, the plan was made for {plan.route!r}. {_CONFIGURE}"
+            )
+        if plan.req_id_per_token.device != self._device:
+            raise PlanMismatch(
+                f"{_WHERE}: the layer is on {self._device}, the plan was made on {plan.req_id_per_token.device}. {_CONFIGURE}"
+            )
+        if tokens > spec.max_num_tokens:
+            raise PlanMismatch(
+                f"{_WHERE}: the plan has {tokens} tokens, the layer was built for at most {spec.max_num_tokens}. "
                 "Build it with a larger max_num_tokens."
             )
-        workspace = self._buffers.workspace
-        have = 0 if workspace is None else workspace.shape[0]
-        for chunk in plan.prefill_chunks:
-            if chunk.workspace_rows > have:
+        wanted, schedule = self._schedule_type, plan.decode_schedule
+        if schedule is not None:
+            if wanted is not None and not isinstance(schedule, wanted):
                 raise PlanMismatch(
-                    f"{_WHERE}: a prefill chunk needs {chunk.workspace_rows} workspace rows, the layer has {have}. "
-                    "Configure the planner with planner_config()."
+                    f"{_WHERE}: the plan has a {type(schedule).__name__}, the layer's sparse_decode takes a {wanted.__name__}. "
+                    f"{_CONFIGURE}"
+                )
+            rows = plan.num_decodes, plan.decode_query_len
+            check_schedule(_WHERE, schedule, *rows, spec.num_heads, spec.topk, self._device)
+        for chunk in plan.prefill_chunks:
+            if chunk.workspace_rows > self._workspace_rows:
+                raise PlanMismatch(
+                    f"{_WHERE}: a prefill chunk needs {chunk.workspace_rows} workspace rows, the layer has "
+                    f"{self._workspace_rows}. {_CONFIGURE}"
                 )
 
     def _check_cache(self, kv_cache: Tensor) -> None:
-        layout, blocks, block_size = check_cache(_WHERE, "kv_cache", kv_cache, self._device)
-        if layout is not self._layout or block_size != self._spec.block_size:
-            got, expected = (
-                f"{layout.name}, block_size {block_size}",
-                f"{self._layout.name}, block_size {self._spec.block_size}",
-            )
-            raise InvalidArgument(_WHERE, "kv_cache", got=got, expected=f"{expected}, as in the spec")
-        alignment, uneven = placement(kv_cache)
-        if alignment < self._spec.cache_alignment:
-            apart = kv_cache.stride()[0] * kv_cache.element_size()
-            got = f"address {kv_cache.data_ptr():#x}, block stride {apart} bytes"
-            expected = f"multiples of {self._spec.cache_alignment} bytes, which the spec promises"
-            remedy = f"Build the layer with cache_alignment={alignment}."
-            raise InvalidArgument(_WHERE, "kv_cache", got=got, expected=expected, remedy=remedy)
-        stride = kv_cache.stride()[0]
-        if (uneven and self._spec.contiguous_blocks) or (self._flat and blocks > 1 and stride != block_size * HEAD_SIZE):
-            raise InvalidArgument(
-                _WHERE,
-                "kv_cache",
-                got=f"block stride {stride}",
-                expected=f"{block_size * kv_cache.shape[2]}: the spec promises contiguous blocks, which route "
-                f"{self._route!r} may rely on",
-                remedy="Build the layer with contiguous_blocks=False for blocks that lie apart.",
-            )
+        layout, block_size, apart, alignment = check_cache(_WHERE, "kv_cache", kv_cache, self._device)
+        spec, width = self._spec, layout.row_width
+        if layout.name != spec.kv_layout or block_size != spec.block_size:
+            got = f"{layout.name}, block_size {block_size}"
+            refuse(_WHERE, "kv_cache", got, f"{spec.kv_layout}, block_size {spec.block_size}, as in the spec")
+        if alignment < spec.cache_alignment:
+            got = f"address {kv_cache.data_ptr():#x}, block stride {apart * kv_cache.element_size()} bytes"
+            expected = f"multiples of {spec.cache_alignment} bytes, which the spec promises"
+            refuse(_WHERE, "kv_cache", got, expected, f"Build the layer with cache_alignment={alignment}.")
+        if (apart % width and spec.contiguous_blocks) or (self._flat and apart not in (0, block_size * width)):
+            expected = f"{block_size * width}: the spec promises contiguous blocks, which route {self._route!r} may rely on"
+            remedy = "Build the layer with contiguous_blocks=False for blocks that lie apart."
+            refuse(_WHERE, "kv_cache", f"block stride {apart}", expected, remedy)
 
 
-def checked_sink(spec: AttentionSpec, attn_sink: Tensor | None, device: int) -> Tensor | None:
+def _is_capturing(device: torch.device) -> bool:
+    """A CUDA graph is being captured: it keeps plans on purpose, and later plans write the numbers that its replays read."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def checked_sink(spec: AttentionSpec, attn_sink: Tensor | None, device: torch.device) -> Tensor | None:
     """The layer's sink. Raises: InvalidArgument unless there is one exactly where the spec says so, [H] float32."""
     where = "SparseMLAAttention"
     if spec.attn_sink and attn_sink is None:

@@ -35,6 +35,7 @@ from mla_portable.contracts import (
     StepPlan,
     UnsupportedRequest,
 )
+from mla_portable.contracts.values import describe, device_of
 from mla_portable.planner import PlannerConfig
 from mla_portable.registry import Registry, get_registry
 
@@ -45,6 +46,8 @@ _WORKSPACE_ROUTES: Final = ("split", "upconvert")
 
 class SparseMLAAttention:
     """The attention of one layer, in the latent space (weights absorbed; see `mla_portable.absorb`).
+
+    A layer is not thread-safe, and neither are layers that share buffers: call `forward` from one thread at a time.
 
     Attributes:
         spec, device: as built, the device with its index; the layer runs there, be it the current device or not.
@@ -76,8 +79,10 @@ class SparseMLAAttention:
         Raises: UnsupportedRoute with the reasons against every route; UnknownBackend; InvalidArgument for tensors that do
             not fit the spec.
         """
+        if not isinstance(spec, AttentionSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument("SparseMLAAttention", "spec", got=describe(spec), expected="an AttentionSpec")
         self.spec = spec
-        self.device = torch.empty(0, device=device).device
+        self.device = device_of("SparseMLAAttention", device)
         registry = get_registry() if registry is None else registry
         self.facts = registry.facts(self.device)
         demand = Demand(registry, backend)
@@ -95,12 +100,20 @@ class SparseMLAAttention:
         self._together = self.route == "direct" and not spec.batch_invariant and _is_one_kernel(self._decoder, parts)
         self._writes = demand.decide(self._write_request())
         self._write = demand.bind(self._writes.request) if self._writes.chosen else None
-        self._index = index = torch.empty(0, device=self.device).get_device()
-        self._attn_sink = checked_sink(spec, attn_sink, index)
+        self._index = torch.empty(0, dtype=torch.uint8, device=self.device).get_device()  # -1 for a CPU
+        self._attn_sink = checked_sink(spec, attn_sink, self.device)
         self._join_query = join_halves if join_query is None else join_query
         self.buffers = self._ready_buffers(buffers, workspace)
         flat_cache = self._prefill is not None and self._gather is None and spec.kv_layout == "bf16"
-        self._check = StepCheck(spec, self.route, self.buffers, device=index, flat_cache=flat_cache)
+        self._check = StepCheck(
+            spec,
+            self.route,
+            self.buffers,
+            device=self.device,
+            attn_sink=self._attn_sink,
+            flat_cache=flat_cache,
+            schedule_kind=self._decoder.schedule_kind if self._decoder else "none",
+        )
 
     def _write_request(self) -> Request:
         spec = self.spec
@@ -130,7 +143,7 @@ class SparseMLAAttention:
         return self.route_decision.text()
 
     def planner_config(self) -> PlannerConfig:
-        """The configuration of a planner whose plans this layer can walk."""
+        """The configuration of a planner for this layer."""
         spec, decoder = self.spec, self._decoder
         return PlannerConfig(
             device=self.device,
@@ -148,6 +161,7 @@ class SparseMLAAttention:
             padded_heads=decoder.padded_heads(spec.num_heads) if decoder else None,
             batch_invariant=spec.batch_invariant,
             max_scratch_bytes=spec.max_scratch_bytes,
+            block_size=spec.block_size,
         )
 
     def cache_write(self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -185,8 +199,9 @@ class SparseMLAAttention:
             out: [T, H, 512] bf16, written. lse_out: [T, H] float32, written where `spec.need_lse`, else scratch.
         Returns: out and lse, natural logarithm; lse is None unless `spec.need_lse`. A row without a valid index, padding
             included, has out = 0 and lse = -inf.
-        Raises: PlanMismatch when the plan was made for another batch or route; InvalidArgument for the tensors. Both
-            before anything runs.
+        Raises: PlanMismatch when the plan was made for another batch, route or kernel, or a later plan of its planner has
+            overwritten its numbers (not while a CUDA graph is captured); InvalidArgument for the tensors. Both before anything
+            runs.
         Graph-safe for uniform decode batches, with `out` (and `lse_out`) given and `spec.graph`: no look-up, allocation or
         read-back.
         """
@@ -236,7 +251,7 @@ class SparseMLAAttention:
     __call__ = forward
 
     def step(self, plan: StepPlan) -> Step:
-        """A plan of this layer's as it is walked: what a caller may fill is `query`, where (ql_nope, q_pe) pairs are joined."""
+        """The parts of a plan on this layer's buffers."""
         together = self._together and plan.num_prefill_tokens > 0
         return self.buffers.step(plan, decodes=self._decode is not None and not together)
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step as its layers walk it: the parts of its plan, each with its rows of the buffers that the layers share.
+"""The parts of a step's plan, each with its rows of the buffers that the layers share.
 
-To make a view takes the host as long as to launch a kernel in a tenth of a layer; these are made for a step's first layer and
-serve all of them.
+Creating tensor views costs host time comparable to a kernel launch, so they are created once per step and shared by all layers.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import InvalidArgument, PrefillChunk, StepPlan
+from mla_portable.contracts import PrefillChunk, StepPlan
 
 __all__ = ["JoinQuery", "Part", "Step", "divide", "join_halves"]
 
@@ -69,13 +68,8 @@ class Step:
     end: int
 
     def join_query(self, pair: tuple[Tensor, Tensor], join: JoinQuery) -> Tensor:
-        """(ql_nope [T, H, 512], q_pe [T, H, 64]) -> [T, H, 576] at a stable address; the last pair's query is overwritten.
-
-        Raises: InvalidArgument where the buffers were made without room for it.
-        """
-        if self.query is None:
-            remedy = "Build the layer with concat_query=True."
-            raise InvalidArgument("SparseMLAAttention", "q", got="a pair", expected="one tensor [T, H, 576]", remedy=remedy)
+        """(ql_nope [T, H, 512], q_pe [T, H, 64]) -> [T, H, 576] at a stable address; the last pair is overwritten."""
+        assert self.query is not None  # StepCheck refuses a pair where the buffers have no room for it
         join(*pair, self.query)
         return self.query
 

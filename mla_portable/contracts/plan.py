@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_portable.contracts.schedule import DecodeSchedule
 
-__all__ = ["ROUTES", "Batch", "PrefillChunk", "StepPlan"]
+__all__ = ["ROUTES", "Batch", "PlanCounter", "PrefillChunk", "StepPlan"]
 
 ROUTES = ("fused", "split", "direct", "upconvert")
 """Compositions of primitives that serve a batch.
@@ -32,10 +32,10 @@ class Batch:
     Attributes:
         query_start_loc: [R + 1] int32 on the host, cumulative query tokens; its last entry is the token count.
         seq_lens: [R] int32 on the host, context plus query of each request, in tokens.
-        block_table: [R or more, columns] int32 on the device.
+        block_table: [R or more, columns] int32 on the device; the entries of a row are contiguous.
         num_padded_tokens: rows to fill for a CUDA graph that was captured for more tokens than the batch has;
             None means no padding.
-        seq_lens_device: [R or more] int32, the same lengths on the device where the engine has them; None lets the
+        seq_lens_device: [R or more] int32, contiguous, the same lengths on the device where the engine has them; None lets the
             planner copy them with everything else.
     """
 
@@ -64,6 +64,13 @@ class PrefillChunk:
     workspace_rows: int
 
 
+@dataclass(slots=True, eq=False)
+class PlanCounter:
+    """How often a planner has written the buffers that its plans are views of."""
+
+    count: int = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """Everything a layer needs to walk a step; made once by the planner, shared by all layers.
@@ -86,8 +93,12 @@ class StepPlan:
         prefill_workspace_starts: [num_prefills] int32, chunk-local; None likewise.
         prefill_chunks: in order, each with at least one token; empty unless the route has a workspace.
         decode_schedule: for sparse_decode, None when the kernel wants none or nothing decodes.
+        counter: the planner's, None for a plan that no planner made. generation: its count when this plan was made; a layer
+            refuses the plan once the planner has counted on, except while a CUDA graph is captured.
 
-    The tensors are views of buffers that the planner owns: they hold this step until the next `plan()` on the same stream.
+    The request ids and the numbers of prefills are views of buffers that the planner owns: they hold this step until a later
+    `plan()` with other request ids, on the same stream. `block_table`, and the lengths where the engine has them on the device,
+    are views of the engine's tensors; schedules are tensors of their own.
     """
 
     route: str
@@ -105,3 +116,5 @@ class StepPlan:
     prefill_workspace_starts: Tensor | None = None
     prefill_chunks: tuple[PrefillChunk, ...] = ()
     decode_schedule: DecodeSchedule | None = None
+    counter: PlanCounter | None = None
+    generation: int = 0

@@ -8,6 +8,7 @@ went wrong is worked out after the fact.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 import torch
@@ -16,10 +17,30 @@ from torch import Tensor
 from mla_portable.contracts.layouts import BF16, FP8_DS_MLA, CacheLayout, layout_of
 from mla_portable.contracts.values import CACHE_ALIGNMENT, describe, refuse
 
-__all__ = ["check_cache", "check_disjoint", "check_tensor", "placement", "shape_of"]
+__all__ = [
+    "check_cache",
+    "check_dense",
+    "check_disjoint",
+    "check_resolved",
+    "check_tensor",
+    "extent",
+    "rows_alignment",
+    "shape_of",
+]
 
+_NO_SCRATCH: Final[Mapping[str, tuple[int, int]]] = MappingProxyType({})
+
+_STRIDED: Final = torch.strided
 _SCALE_ALIGNMENT: Final = 4
 """Bytes; the float32 scales inside an FP8 row are read as such, and 656 is a multiple of it."""
+
+
+def check_dense(where: str, argument: str, value: Any, axes: str) -> None:
+    """A tensor with strides: neither nested nor sparse."""
+    if not isinstance(value, Tensor):
+        refuse(where, argument, describe(value), f"a tensor {axes}")
+    if value.is_nested or value.layout is not _STRIDED:
+        refuse(where, argument, describe(value), f"a dense tensor {axes}")
 
 
 def shape_of(where: str, argument: str, value: Any, rank: int, axes: str, remedy: str = "") -> torch.Size:
@@ -28,10 +49,10 @@ def shape_of(where: str, argument: str, value: Any, rank: int, axes: str, remedy
     Args:
         where, argument: names for the message. value: what the caller passed. axes: the expected shape in words.
         remedy: what to do about another rank.
-    Raises: InvalidArgument when `value` is no tensor or has another rank.
+    Raises: InvalidArgument when `value` is no dense tensor or has another rank.
     """
-    if not isinstance(value, Tensor):
-        refuse(where, argument, describe(value), f"a tensor {axes}")
+    if not isinstance(value, Tensor) or value.is_nested or value.layout is not _STRIDED:
+        check_dense(where, argument, value, axes)
     shape = value.shape
     if len(shape) != rank:
         refuse(where, argument, f"shape {list(shape)}", f"{rank} dimensions, {axes}", remedy)
@@ -39,38 +60,39 @@ def shape_of(where: str, argument: str, value: Any, rank: int, axes: str, remedy
 
 
 def check_tensor(
-    where: str, argument: str, value: Any, dtype: torch.dtype, shape: tuple[int, ...], device: int, axes: str
+    where: str, argument: str, value: Any, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device, axes: str
 ) -> None:
-    """One tensor has exactly this dtype, shape and device, and its last dimension is contiguous.
+    """One dense tensor has exactly this dtype, shape and device, and its last dimension is contiguous.
 
     Args:
-        device: what `Tensor.get_device()` says of the call's first tensor: -1 for the CPU, else the index of the GPU.
-        axes: `shape` with its axes named, for the message.
+        device: with its index, that of the call's first tensor. axes: `shape` with its axes named, for the message.
     """
-    if (
-        isinstance(value, Tensor)
-        and value.dtype is dtype
-        and value.shape == shape
-        and value.get_device() == device
-        and (value.is_contiguous() or value.stride()[-1] == 1 or shape[-1] <= 1)
-    ):
-        return
+    try:
+        if (
+            isinstance(value, Tensor)
+            and value.dtype is dtype
+            and value.shape == shape
+            and value.device == device
+            and (value.is_contiguous() or value.stride()[-1] == 1 or shape[-1] <= 1)
+            and not value.is_neg()
+        ):
+            return
+    except RuntimeError:  # nested and sparse tensors have no shape or no strides: explained below
+        pass
     _explain_tensor(where, argument, value, dtype, shape, device, axes)
 
 
 def _explain_tensor(
-    where: str, argument: str, value: Any, dtype: torch.dtype, shape: tuple[int, ...], device: int, axes: str
+    where: str, argument: str, value: Any, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device, axes: str
 ) -> NoReturn:
     wanted = f"{axes} {str(dtype).removeprefix('torch.')}"
-    if not isinstance(value, Tensor):
-        refuse(where, argument, describe(value), f"a tensor {wanted}")
+    check_dense(where, argument, value, wanted)
     if value.dtype is not dtype:
         refuse(where, argument, value.dtype, str(dtype))
     if value.shape != shape:
         refuse(where, argument, f"shape {list(value.shape)}", f"{axes} = {list(shape)}")
-    if value.get_device() != device:
-        home = "cpu" if device < 0 else f"cuda:{device}"
-        refuse(where, argument, f"a tensor on {value.device}", f"one on {home}, like the call's first tensor")
+    _check_device(where, argument, value, device)
+    check_resolved(where, argument, value)
     refuse(
         where,
         argument,
@@ -80,17 +102,28 @@ def _explain_tensor(
     )
 
 
-def check_cache(where: str, argument: str, value: Any, device: int) -> tuple[CacheLayout, int, int]:
+def check_resolved(where: str, argument: str, value: Tensor) -> None:
+    """The numbers in memory are those of the tensor: it is no view that torch negates when it is read."""
+    if value.is_neg():
+        refuse(where, argument, "a tensor with the negative bit set", "one without", f"Pass {argument}.resolve_neg().")
+
+
+def _check_device(where: str, argument: str, value: Tensor, device: torch.device) -> None:
+    if value.device != device:
+        refuse(where, argument, f"a tensor on {value.device}", f"one on {device}, like the call's first tensor")
+
+
+def check_cache(where: str, argument: str, value: Any, device: torch.device) -> tuple[CacheLayout, int, int, int]:
     """A paged cache: [blocks, block_size, 576] bfloat16 or [blocks, block_size, 656] uint8.
 
     Rows are contiguous and adjacent within a block; blocks may lie further apart than a block is long. FP8 rows start at
     multiples of 4 bytes, because float32 scales stand inside them.
 
-    Returns: its layout, blocks, block_size.
+    Returns: its layout, block_size, elements from block to block (0 for a single block), `cache_alignment` as in a Request.
     """
     axes = "[blocks, block_size, 576] bfloat16 or [blocks, block_size, 656] uint8"
-    if not isinstance(value, Tensor):
-        refuse(where, argument, describe(value), f"a tensor {axes}")
+    if not isinstance(value, Tensor) or value.is_nested or value.layout is not _STRIDED:
+        check_dense(where, argument, value, axes)
     shape = value.shape
     if len(shape) != 3:
         one_head = len(shape) == 4 and shape[2] == 1
@@ -104,9 +137,7 @@ def check_cache(where: str, argument: str, value: Any, device: int) -> tuple[Cac
         layout = layout_of(value, where=where, argument=argument)  # says what is wrong
     if block_size < 1:
         refuse(where, argument, f"block_size {block_size}", "a block of at least 1 token")
-    if value.get_device() != device:
-        home = "cpu" if device < 0 else f"cuda:{device}"
-        refuse(where, argument, f"a tensor on {value.device}", f"one on {home}, like the call's first tensor")
+    _check_device(where, argument, value, device)
     block_stride, row_stride, stride = value.stride()
     if stride != 1 or (row_stride != width and block_size > 1) or (block_stride < block_size * width and blocks > 1):
         refuse(
@@ -116,70 +147,110 @@ def check_cache(where: str, argument: str, value: Any, device: int) -> tuple[Cac
             f"[{block_size * width} or more, {width}, 1]: whole rows, one after the other within a block",
             "Slice the cache by blocks only.",
         )
-    if layout is FP8_DS_MLA and (block_stride | value.data_ptr()) % _SCALE_ALIGNMENT:
+    address, apart = value.data_ptr(), block_stride if blocks > 1 else 0
+    alignment = _alignment(address, apart if layout is FP8_DS_MLA else 2 * apart)
+    if layout is FP8_DS_MLA and alignment < _SCALE_ALIGNMENT:
         refuse(
             where,
             argument,
-            f"address {value.data_ptr():#x}, block stride {block_stride} bytes",
+            f"address {address:#x}, block stride {block_stride} bytes",
             f"both multiples of {_SCALE_ALIGNMENT} bytes, for the float32 scales inside a row",
             "Allocate the cache by itself, or pad its blocks.",
         )
-    return layout, blocks, block_size
+    return layout, block_size, apart, alignment
 
 
-def placement(cache: Tensor) -> tuple[int, bool]:
-    """How a checked cache (or flat rows) lies in memory: `cache_alignment` and `uneven_blocks` of `contracts.Request`."""
-    apart = cache.stride()[0] if cache.shape[0] > 1 else 0
-    bits = cache.data_ptr() | (apart * cache.element_size()) | CACHE_ALIGNMENT
-    return bits & -bits, bool(apart % cache.shape[-1])
+def _alignment(address: int, stride: int) -> int:
+    """The greatest power of two, up to CACHE_ALIGNMENT, that divides both."""
+    bits = address | stride | CACHE_ALIGNMENT
+    return bits & -bits
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
+def rows_alignment(rows: Tensor) -> int:
+    """`cache_alignment` of contiguous bf16 rows [W, 576], each of which is 72 times 16 bytes long."""
+    return _alignment(rows.data_ptr(), 0)
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
     """First byte and the byte after the last one that a tensor may touch."""
     begin = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
     if tensor.numel() == 0:
         return begin, begin
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + span * tensor.element_size()
 
 
-def check_disjoint(where: str, written: Mapping[str, Tensor | None], read: Mapping[str, Tensor | None]) -> None:
-    """What is written overlaps nothing that is read, and nothing else that is written.
+def _check_rows_apart(where: str, argument: str, tensor: Tensor) -> None:
+    """No two elements share memory: going up by stride, every dimension steps past all that the smaller ones reach."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                strides = f"strides {list(tensor.stride())} for shape {list(tensor.shape)}"
+                expected = "memory of its own for each element, because it is written"
+                refuse(where, argument, strides, expected, f"Allocate {argument} with torch.empty, without expand.")
+            reach += (size - 1) * stride
+
+
+def check_disjoint(
+    where: str,
+    written: Mapping[str, Tensor | None],
+    read: Mapping[str, Tensor | None],
+    scratch: Mapping[str, tuple[int, int]] = _NO_SCRATCH,
+) -> None:
+    """What is written overlaps nothing that is read, nothing else that is written, and not itself.
 
     All are known to lie on one device. Address ranges are compared, so views that interleave count as overlapping.
+
+    Args:
+        scratch: name -> address range of memory that the call writes as well; ranges do not overlap each other.
     """
-    extents: list[tuple[int, int]] = []
-    for tensor in (*written.values(), *read.values()):
-        if tensor is not None:
+    extents = list(scratch.values())
+    for tensors in (written, read):
+        for name, tensor in tensors.items():
+            if tensor is None:
+                continue
             if tensor.is_contiguous():
                 begin = tensor.data_ptr()
                 extents.append((begin, begin + tensor.nbytes))
             else:
-                extents.append(_extent(tensor))
+                extents.append(extent(tensor))
+                if tensors is written:
+                    _check_rows_apart(where, name, tensor)
     extents.sort()
     reached = 0
     for begin, end in extents:
         if begin == end:
             continue
         if begin < reached:
-            _explain_overlap(where, written, read)  # returns where only inputs overlap, which is allowed
+            _explain_overlap(where, written, read, scratch)  # returns where only inputs overlap, which is allowed
             return
         reached = end
 
 
-def _explain_overlap(where: str, written: Mapping[str, Tensor | None], read: Mapping[str, Tensor | None]) -> None:
-    taken = [(name, *_extent(tensor)) for name, tensor in read.items() if tensor is not None]
-    for name, tensor in written.items():
-        if tensor is None:
-            continue
-        begin, end = _extent(tensor)
-        for other, other_begin, other_end in taken:
-            if max(begin, other_begin) < min(end, other_end):
-                refuse(
-                    where,
-                    name,
-                    f"memory that overlaps {other}",
-                    "memory of its own: inputs are still read while results are written",
-                    f"Allocate {name} separately.",
-                )
-        taken.append((name, begin, end))
+def _explain_overlap(
+    where: str,
+    written: Mapping[str, Tensor | None],
+    read: Mapping[str, Tensor | None],
+    scratch: Mapping[str, tuple[int, int]],
+) -> None:
+    results = {name: extent(tensor) for name, tensor in written.items() if tensor is not None}
+    inputs = {name: extent(tensor) for name, tensor in read.items() if tensor is not None}
+    taken = {**inputs, **scratch}
+    for name, mine in results.items():
+        for other, its in taken.items():
+            if _overlap(mine, its):
+                expected = "memory of its own: inputs are still read while results are written"
+                refuse(where, name, f"memory that overlaps {other}", expected, f"Allocate {name} separately.")
+        taken[name] = mine
+    for name, mine in inputs.items():
+        for other, its in scratch.items():
+            if _overlap(mine, its):
+                expected = "memory of its own: the call writes intermediate results there"
+                refuse(where, name, f"memory that overlaps {other}", expected, f"Allocate {name} separately.")
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return max(one[0], other[0]) < min(one[1], other[1])

@@ -7,17 +7,21 @@ The planner makes them once per step; an implementation of sparse_decode names t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from torch import Tensor
 
 from mla_portable.contracts.layouts import KV_LORA_RANK
+from mla_portable.contracts.values import INT32_MAX, check_fields, refuse
 
-__all__ = ["DEFAULT_SCRATCH_BYTES", "DecodeSchedule", "SplitSchedule", "TileSchedule", "split_kv"]
+__all__ = ["DEFAULT_SCRATCH_BYTES", "SCHEDULE_TYPES", "DecodeSchedule", "SplitSchedule", "TileSchedule", "split_kv"]
 
 DEFAULT_SCRATCH_BYTES: Final = 64 << 20
 """Bound on split-KV scratch where the caller sets none."""
+_LEAST_ONE: Final = (1, INT32_MAX)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,8 +32,9 @@ class SplitSchedule:
         num_rows: B * S. num_heads: H. topk: K. These three it was made for.
         num_splits: runs per row, at least 1. split_len: indices in a run, a multiple of the tile given to `split_kv`;
             num_splits * split_len >= topk.
-        partial_out: [num_splits, num_rows, H, 512] float32 scratch, None when num_splits is 1.
-        partial_lse: [num_splits, num_rows, H] float32 scratch, None when num_splits is 1.
+        partial_out: [num_splits, num_rows, H, 512] float32 scratch, contiguous; None when num_splits is 1.
+        partial_lse: [num_splits, num_rows, H] float32 scratch, contiguous; None when num_splits is 1.
+    Raises: InvalidArgument where the runs do not cover the indices.
     """
 
     num_rows: int
@@ -39,6 +44,15 @@ class SplitSchedule:
     split_len: int
     partial_out: Tensor | None = None
     partial_lse: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        counts = (self.num_rows, self.num_heads, self.topk, self.num_splits, self.split_len)
+        # A call without a schedule makes one, and check_fields takes 2 us.
+        if set(map(type, counts)) != {int} or counts[0] < 0 or min(counts[1:]) < 1:
+            check_fields(self, dict.fromkeys(("num_heads", "topk", "num_splits", "split_len"), _LEAST_ONE))
+        if self.num_splits * self.split_len < self.topk:
+            covered = f"{self.num_splits} runs of {self.split_len}, which is {self.num_splits * self.split_len} indices"
+            refuse("SplitSchedule", "split_len", covered, f"at least topk ({self.topk}) indices", "Use split_kv().")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,8 +82,15 @@ class TileSchedule:
     rows_per_call: int | None = None
     tail: TileSchedule | None = None
 
+    def __post_init__(self) -> None:
+        check_fields(self, dict.fromkeys(("query_len", "num_heads", "topk", "num_sm_parts", "rows_per_call"), _LEAST_ONE))
+
 
 DecodeSchedule = SplitSchedule | TileSchedule
+SCHEDULE_TYPES: Final[Mapping[str, type[SplitSchedule] | type[TileSchedule]]] = MappingProxyType(
+    {"split_kv": SplitSchedule, "flashmla_tiles": TileSchedule}
+)
+"""`Implementation.schedule_kind` -> what `schedule` must be; "none" is absent, for it ignores any."""
 
 
 def split_kv(

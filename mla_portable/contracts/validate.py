@@ -23,9 +23,17 @@ from mla_portable.contracts.layouts import (
     SCALE_FORMATS,
     layout_of,
 )
-from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor, placement, shape_of
-from mla_portable.contracts.schedule import DecodeSchedule, SplitSchedule
-from mla_portable.contracts.values import check_count, check_scale, refuse
+from mla_portable.contracts.rules import (
+    check_cache,
+    check_dense,
+    check_disjoint,
+    check_resolved,
+    check_tensor,
+    rows_alignment,
+    shape_of,
+)
+from mla_portable.contracts.schedule import DecodeSchedule, SplitSchedule, TileSchedule
+from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, check_scale, describe, refuse
 
 __all__ = [
     "QUANTIZED_DTYPES",
@@ -51,18 +59,18 @@ def cache_write(
     """Returns (kv_layout, block_size, cache_alignment, uneven_blocks)."""
     where = "cache_write"
     num_tokens, _ = shape_of(where, "kv_c", kv_c, 2, "[T, 512]")
-    dtype, device = kv_c.dtype, kv_c.get_device()
+    dtype, device = kv_c.dtype, kv_c.device
     if dtype not in _HALF:
         refuse(where, "kv_c", dtype, "torch.bfloat16 or torch.float16")
     check_tensor(where, "kv_c", kv_c, dtype, (num_tokens, KV_LORA_RANK), device, "[T, 512]")
     check_tensor(where, "k_pe", k_pe, dtype, (num_tokens, QK_ROPE_HEAD_DIM), device, "[T, 64]")
-    layout, _, block_size = check_cache(where, "kv_cache", kv_cache, device)
+    layout, block_size, apart, alignment = check_cache(where, "kv_cache", kv_cache, device)
     check_tensor(where, "slot_mapping", slot_mapping, torch.int64, (num_tokens,), device, "[T]")
     if scale_format not in SCALE_FORMATS:
         refuse(where, "scale_format", repr(scale_format), "'pow2' or 'amax'")
     read = {"kv_c": kv_c, "k_pe": k_pe, "slot_mapping": slot_mapping}
     check_disjoint(where, {"kv_cache": kv_cache}, read)
-    return layout.name, block_size, *placement(kv_cache)
+    return layout.name, block_size, alignment, bool(apart % layout.row_width)
 
 
 def convert_indices(
@@ -73,19 +81,21 @@ def convert_indices(
     num_slots: int | None,
     prefill_request_ids: Tensor | None,
     prefill_workspace_starts: Tensor | None,
+    compact: bool,
     out: tuple[Tensor, Tensor] | None,
 ) -> int:
     """Returns K."""
     where, int32 = "convert_indices", torch.int32
     num_tokens, topk = shape_of(where, "topk_indices", topk_indices, 2, "[T, K]")
-    device = topk_indices.get_device()
+    device = topk_indices.device
     check_tensor(where, "topk_indices", topk_indices, int32, (num_tokens, topk), device, "[T, K]")
     if topk < 1:
         refuse(where, "topk_indices", f"shape {[num_tokens, topk]}", "[T, K] with K of at least 1")
     check_tensor(where, "req_id_per_token", req_id_per_token, int32, (num_tokens,), device, "[T]")
     table_shape = shape_of(where, "block_table", block_table, 2, "[R, columns]")
     check_tensor(where, "block_table", block_table, int32, table_shape, device, "[R, columns]")
-    check_count(where, "block_size", block_size, 1)
+    check_count(where, "block_size", block_size, 1, INT32_MAX)
+    check_flag(where, "compact", compact)
     if num_slots is not None:
         check_count(where, "num_slots", num_slots, 0)
     if prefill_request_ids is not None or prefill_workspace_starts is not None:
@@ -126,8 +136,8 @@ def gather_upconvert(
     """
     where, int32 = "gather_upconvert", torch.int32
     shape_of(where, "kv_cache", kv_cache, 3, "[blocks, block_size, 576 or 656]")
-    device = kv_cache.get_device()
-    layout, _, block_size = check_cache(where, "kv_cache", kv_cache, device)
+    device = kv_cache.device
+    layout, block_size, apart, alignment = check_cache(where, "kv_cache", kv_cache, device)
     table_shape = shape_of(where, "block_table", block_table, 2, "[P, columns]")
     num_prefills = table_shape[0]
     check_tensor(where, "block_table", block_table, int32, table_shape, device, "[P, columns]")
@@ -136,10 +146,10 @@ def gather_upconvert(
     _check_rows(where, "out", out, device, "[W, 576]")
     read = {"kv_cache": kv_cache, "block_table": block_table, "seq_lens": seq_lens, "workspace_starts": workspace_starts}
     check_disjoint(where, {"out": out}, read)
-    return layout.name, block_size, *placement(kv_cache)
+    return layout.name, block_size, alignment, bool(apart % layout.row_width)
 
 
-def _check_rows(where: str, argument: str, rows: Tensor, device: int, axes: str) -> None:
+def _check_rows(where: str, argument: str, rows: Tensor, device: torch.device, axes: str) -> None:
     """[W, 576] bfloat16 whose rows follow one another."""
     num_rows, _ = shape_of(where, argument, rows, 2, axes)
     check_tensor(where, argument, rows, torch.bfloat16, (num_rows, HEAD_SIZE), device, axes)
@@ -164,11 +174,11 @@ def sparse_decode(
     """
     where = "sparse_decode"
     batch, query_len, num_heads, _ = shape_of(where, "q", q, 4, "[B, S, H, 576]")
-    device = q.get_device()
+    device = q.device
     check_tensor(where, "q", q, torch.bfloat16, (batch, query_len, num_heads, HEAD_SIZE), device, "[B, S, H, 576]")
     if query_len < 1 or num_heads < 1:
         refuse(where, "q", f"shape {list(q.shape)}", "[B, S, H, 576] with S and H of at least 1")
-    layout, _, block_size = check_cache(where, "kv_cache", kv_cache, device)
+    layout, block_size, apart, alignment = check_cache(where, "kv_cache", kv_cache, device)
     topk = shape_of(where, "indices", indices, 3, "[B, S, K]")[2]
     check_tensor(where, "indices", indices, torch.int32, (batch, query_len, topk), device, "[B, S, K]")
     if topk < 1:
@@ -188,16 +198,18 @@ def sparse_decode(
             check_tensor(where, "lse_out", lse_out, torch.float32, (batch, query_len, num_heads), device, "[B, S, H]")
         read = {"q": q, "kv_cache": kv_cache, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
         check_disjoint(where, {"out": out, "lse_out": lse_out}, read)
-    return layout.name, num_heads, topk, block_size, query_len, *placement(kv_cache)
+    return layout.name, num_heads, topk, block_size, query_len, alignment, bool(apart % layout.row_width)
 
 
 def check_schedule(
-    where: str, schedule: DecodeSchedule, batch: int, query_len: int, num_heads: int, topk: int, device: int
+    where: str, schedule: DecodeSchedule, batch: int, query_len: int, num_heads: int, topk: int, device: torch.device
 ) -> None:
     """A decode schedule fits a call of `batch` x `query_len` rows, `num_heads` heads and width `topk`, and its scratch fits it.
 
     Raises: PlanMismatch with both sides.
     """
+    if not isinstance(schedule, (SplitSchedule, TileSchedule)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse(where, "schedule", describe(schedule), "a SplitSchedule or a TileSchedule, from a planner, or None")
     if isinstance(schedule, SplitSchedule):
         made_for = (schedule.num_rows, schedule.num_heads, schedule.topk)
         if made_for != (batch * query_len, num_heads, topk):
@@ -211,6 +223,9 @@ def check_schedule(
             check_tensor(
                 where, "schedule.partial_lse", schedule.partial_lse, torch.float32, rows, device, "[num_splits, B * S, H]"
             )
+            for name, scratch in (("partial_out", schedule.partial_out), ("partial_lse", schedule.partial_lse)):
+                if scratch is not None and not scratch.is_contiguous():
+                    refuse(where, f"schedule.{name}", f"strides {list(scratch.stride())}", "contiguous scratch")
         return
     made_for = (schedule.num_rows * schedule.query_len, schedule.num_heads, schedule.topk)
     if schedule.num_rows != batch or schedule.query_len != query_len or schedule.topk != topk:
@@ -248,7 +263,7 @@ def sparse_prefill(
     """
     where = "sparse_prefill"
     num_tokens, num_heads, _ = shape_of(where, "q", q, 3, "[T, H, 576]")
-    device = q.get_device()
+    device = q.device
     check_tensor(where, "q", q, torch.bfloat16, (num_tokens, num_heads, HEAD_SIZE), device, "[T, H, 576]")
     if num_heads < 1:
         refuse(where, "q", f"shape {list(q.shape)}", "[T, H, 576] with H of at least 1")
@@ -256,14 +271,14 @@ def sparse_prefill(
     if isinstance(kv, Tensor) and kv.dtype is torch.uint8:  # pyright: ignore[reportUnnecessaryIsInstance]
         remedy = "Pass the paged cache itself: FP8 rows are read in place."
         shape_of(where, "kv", kv, 3, "[blocks, block_size, 656]", remedy)
-        layout, _, block_size = check_cache(where, "kv", kv, device)
+        layout, block_size, apart, alignment = check_cache(where, "kv", kv, device)
     else:
         if isinstance(kv, Tensor) and kv.dtype is not torch.bfloat16:  # pyright: ignore[reportUnnecessaryIsInstance]
             layout_of(kv, where=where, argument="kv")  # says what is wrong
         remedy = "Flatten a bfloat16 cache: kv_cache.view(-1, 576)."
         shape_of(where, "kv", kv, 2, "[W, 576]", remedy)
         _check_rows(where, "kv", kv, device, "[W, 576]")
-        layout = BF16
+        layout, apart, alignment = BF16, 0, rows_alignment(kv)
     topk = shape_of(where, "indices", indices, 2, "[T, K]")[1]
     check_tensor(where, "indices", indices, torch.int32, (num_tokens, topk), device, "[T, K]")
     if topk < 1:
@@ -280,20 +295,21 @@ def sparse_prefill(
             check_tensor(where, "lse_out", lse_out, torch.float32, (num_tokens, num_heads), device, "[T, H]")
         read = {"q": q, "kv": kv, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
         check_disjoint(where, {"out": out, "lse_out": lse_out}, read)
-    return layout.name, num_heads, topk, block_size, *placement(kv)
+    return layout.name, num_heads, topk, block_size, alignment, bool(apart % layout.row_width)
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> None:
     """Nothing of their shapes decides who serves it."""
     where = "merge_states"
-    if not isinstance(outs, Tensor) or outs.dim() < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
-        refuse(where, "outs", outs.shape if hasattr(outs, "shape") else type(outs).__name__, "a tensor [P, ..., D]")
+    check_dense(where, "outs", outs, "[P, ..., D]")
+    if outs.dim() < 2:
+        refuse(where, "outs", f"shape {list(outs.shape)}", "[P, ..., D]")
     shape = tuple(outs.shape)
     if outs.dtype not in _FLOATS:
         refuse(where, "outs", outs.dtype, "torch.bfloat16, torch.float16 or torch.float32")
     if shape[0] < 1 or shape[-1] < 1:
         refuse(where, "outs", f"shape {list(shape)}", "[P, ..., D] with P and D of at least 1")
-    device = outs.get_device()
+    device = outs.device
     check_tensor(where, "outs", outs, outs.dtype, shape, device, "[P, ..., D]")
     check_tensor(where, "lses", lses, torch.float32, shape[:-1], device, "[P, ...]")
 
@@ -301,8 +317,8 @@ def merge_states(outs: Tensor, lses: Tensor) -> None:
 def quantize_per_tensor(x: Tensor, dtype: torch.dtype) -> None:
     """Nothing of its shape decides who serves it."""
     where = "quantize_per_tensor"
-    if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        refuse(where, "x", type(x).__name__, "a tensor of any shape")
+    check_dense(where, "x", x, "of any shape")
+    check_resolved(where, "x", x)
     if x.dtype not in _FLOATS:
         refuse(where, "x", x.dtype, "torch.bfloat16, torch.float16 or torch.float32")
     if dtype not in QUANTIZED_DTYPES:
@@ -321,7 +337,7 @@ def indexer_logits(
     """Returns (H, block_size)."""
     where, int32, axes = "indexer_logits", torch.int32, "[blocks, block_size, 128]"
     num_tokens, num_heads, _ = shape_of(where, "q", q, 3, "[T, H, 128]")
-    device = q.get_device()
+    device = q.device
     check_tensor(where, "q", q, torch.bfloat16, (num_tokens, num_heads, INDEX_HEAD_SIZE), device, "[T, H, 128]")
     if num_heads < 1:
         refuse(where, "q", f"shape {list(q.shape)}", "[T, H, 128] with H of at least 1")

@@ -8,6 +8,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
+import torch
 from torch import Tensor
 
 from mla_portable.contracts.errors import InvalidArgument
@@ -21,6 +22,7 @@ __all__ = [
     "check_flag",
     "check_scale",
     "describe",
+    "device_of",
     "refuse",
 ]
 
@@ -43,14 +45,16 @@ def refuse(where: str, argument: str, got: object, expected: str, remedy: str = 
 def describe(value: Any) -> str:
     """A value in few words: dtype, shape and device of a tensor, otherwise its type, and the value of a plain one."""
     if isinstance(value, Tensor):
-        return f"{value.dtype} {list(value.shape)} on {value.device}"
+        kind = "nested" if value.is_nested else "" if value.layout is torch.strided else str(value.layout)
+        return f"{value.dtype} {kind or list(value.shape)} on {value.device}"
     if not isinstance(value, (bool, int, float, str)):
         return "None" if value is None else type(value).__name__
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python converts
         text = "of too many digits"
-    return f"{type(value).__name__} {text if len(text) <= 40 else text[:40] + '...'}"
+    text = text if len(text) <= 40 else f"{text[:40]}..."
+    return text if type(value) is int else f"{type(value).__name__} {text}"
 
 
 def check_fields(value: Any, limits: Mapping[str, tuple[int, int]] = _NO_LIMITS) -> None:
@@ -79,7 +83,8 @@ def check_count(where: str, argument: str, value: Any, least: int, most: int | N
     """A plain integer of at least `least`, and at most `most` where that is given."""
     if type(value) is int and value >= least and (most is None or value <= most):  # bool is excluded on purpose
         return
-    refuse(where, argument, describe(value), f"an integer of at least {least}" + ("" if most is None else f", at most {most}"))
+    limit = "" if most is None else f" and at most {most}"
+    refuse(where, argument, describe(value), f"an integer of at least {least}{limit}")
 
 
 def check_flag(where: str, argument: str, value: Any) -> None:
@@ -104,3 +109,18 @@ def check_alignment(where: str, value: Any) -> None:
     if type(value) is int and 1 <= value <= CACHE_ALIGNMENT and not value & (value - 1):
         return
     refuse(where, "cache_alignment", describe(value), f"a power of two from 1 to {CACHE_ALIGNMENT}, in bytes")
+
+
+def device_of(where: str, device: Any) -> torch.device:
+    """The device with its index, as tensors on it have it: "cuda" becomes "cuda:0".
+
+    Raises: InvalidArgument for what names no device that torch can use here.
+    """
+    expected = "a device that torch can use here, such as 'cpu' or 'cuda:0'"
+    if not isinstance(device, (str, torch.device)):
+        refuse(where, "device", describe(device), expected)
+    try:
+        return torch.empty(0, dtype=torch.uint8, device=device).device
+    except (RuntimeError, AssertionError) as error:  # what torch raises for an unknown name and for a missing device
+        message = str(error).strip().partition("\n")[0]
+        raise InvalidArgument(where, "device", got=repr(str(device)), expected=expected, remedy=message) from error

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner: one frozen StepPlan per engine step, shared by all layers, made without reading anything back."""
 
-from mla_portable.planner.config import PlannerConfig, choose_mode
+from mla_portable.planner.config import PlannerConfig
 from mla_portable.planner.flashmla import Tiles, num_sm_parts, tile_schedule
 from mla_portable.planner.planner import Planner
 
-__all__ = ["Planner", "PlannerConfig", "Tiles", "choose_mode", "num_sm_parts", "tile_schedule"]
+__all__ = ["Planner", "PlannerConfig", "Tiles", "num_sm_parts", "tile_schedule"]

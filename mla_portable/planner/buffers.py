@@ -31,7 +31,7 @@ _ALIGN_WORDS: Final = 64
 
 
 class _Leading:
-    """Views of a tensor's first elements, kept: to make one takes the host as long as to plan a fifth of a decode step."""
+    """Cache of `tensor[:n]` views; creating one costs about 20 % of planning a decode step."""
 
     __slots__ = ("_known", "_whole")
 
@@ -74,6 +74,7 @@ class StepBuffers:
         for size in sizes:
             offsets.append(offsets[-1] + -(-size // _ALIGN_WORDS) * _ALIGN_WORDS)
         self._tiles_at, self._starts_at, self._lens_at, self._ids_at, self._prefill_at, self._total = offsets
+        self._max_ids = max_num_tokens
         self._device_words = torch.zeros(self._total, dtype=torch.int32, device=device)
         self._ring = StagingRing(self._device_words, make_fence=make_fence)
         sections = [self._device_words[at : at + size] for at, size in zip(offsets, sizes, strict=False)]
@@ -90,6 +91,10 @@ class StepBuffers:
     def num_copies(self) -> int:
         """Host-to-device copies so far."""
         return self._ring.num_copies
+
+    def invalidate(self) -> None:
+        """The device holds none of what was sent to it: the next request ids are written whole."""
+        self._resident, self._used = None, self._max_ids
 
     def holds(self, key: tuple[int, int]) -> bool:
         """The device has the request ids that were written under this key."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Batch, InvalidArgument
+from mla_portable.contracts.values import describe
 from mla_portable.planner.config import PlannerConfig
 
 __all__ = ["Sizes", "check_lengths", "check_sizes"]
@@ -31,6 +32,8 @@ class Sizes(NamedTuple):
 
 def check_sizes(batch: Batch, config: PlannerConfig, device: torch.device) -> Sizes:
     """Types, shapes, devices and totals. Raises: InvalidArgument."""
+    if not isinstance(batch, Batch):  # pyright: ignore[reportUnnecessaryIsInstance]
+        _refuse("batch", describe(batch), "a mla_portable.contracts.Batch")
     starts, seq_lens = batch.query_start_loc, batch.seq_lens
     _check_host("query_start_loc", starts, "[R + 1]")
     _check_host("seq_lens", seq_lens, "[R]")
@@ -49,9 +52,9 @@ def check_sizes(batch: Batch, config: PlannerConfig, device: torch.device) -> Si
     padded = batch.num_padded_tokens
     if padded is None:
         padded = num_tokens
-    elif not num_tokens <= padded <= config.max_num_tokens:
-        expected = f"the batch's {num_tokens} tokens to max_num_tokens ({config.max_num_tokens})"
-        _refuse("num_padded_tokens", padded, expected)
+    elif type(padded) is not int or not num_tokens <= padded <= config.max_num_tokens:
+        expected = f"the batch's {num_tokens} tokens to max_num_tokens ({config.max_num_tokens}), an integer"
+        _refuse("num_padded_tokens", describe(padded), expected)
     _check_device("block_table", batch.block_table, 2, "[R, columns]", num_reqs, device)
     if batch.seq_lens_device is not None:
         _check_device("seq_lens_device", batch.seq_lens_device, 1, "[R]", num_reqs, device)
@@ -59,12 +62,13 @@ def check_sizes(batch: Batch, config: PlannerConfig, device: torch.device) -> Si
 
 
 def check_lengths(
-    query_lens: npt.NDArray[np.int32] | int, seq_lens: npt.NDArray[np.int32], num_tokens: int, max_model_len: int
+    query_lens: npt.NDArray[np.int32] | int, seq_lens: npt.NDArray[np.int32], num_tokens: int, max_model_len: int, reach: int
 ) -> None:
     """Every query length in [0, num_tokens], every sequence length in [its query length, max_model_len].
 
     Args:
         query_lens: [R], R >= 1, or one length that all share, known to be in range. seq_lens: [R].
+        reach: tokens that a row of the block table holds, the limit for requests that have query tokens.
     Raises: InvalidArgument, naming the first request at fault.
     """
     # Seen as unsigned, whatever is negative exceeds every limit: one pass finds both ends of a range.
@@ -73,8 +77,12 @@ def check_lengths(
         got = f"{int(query_lens[first])} query tokens for request {first}"
         _refuse("query_start_loc", got, f"non-decreasing entries up to the last one, {num_tokens}")
     # The sign of either difference tells; a length so far below zero that one wraps around leaves it in the other.
-    if int(_or((seq_lens - query_lens) | (max_model_len - seq_lens))) < 0:
+    most = min(max_model_len, reach)
+    if int(_or((seq_lens - query_lens) | (most - seq_lens))) < 0:
         wrong = (seq_lens < query_lens) | (seq_lens > max_model_len)
+        if not wrong.any():
+            _check_reach(query_lens, seq_lens, reach)
+            return
         first = int(wrong.argmax())
         least = query_lens if isinstance(query_lens, int) else int(query_lens[first])
         _refuse(
@@ -85,6 +93,16 @@ def check_lengths(
         )
 
 
+def _check_reach(query_lens: npt.NDArray[np.int32] | int, seq_lens: npt.NDArray[np.int32], reach: int) -> None:
+    """No request with query tokens has a sequence that is longer than its row of the block table."""
+    wrong = (seq_lens > reach) & (np.asarray(query_lens) > 0)
+    if wrong.any():
+        first = int(wrong.argmax())
+        got = f"{int(seq_lens[first])} for request {first}"
+        expected = f"at most {reach}, the tokens that a row of the block table holds"
+        _refuse("seq_lens", got, expected, "Give a block table with more columns.")
+
+
 def _check_host(name: str, value: object, shape: str) -> None:
     if not isinstance(value, np.ndarray):
         _refuse(name, type(value).__name__, f"a numpy array {shape} of int32 on the host")
@@ -93,13 +111,17 @@ def _check_host(name: str, value: object, shape: str) -> None:
 
 
 def _check_device(name: str, value: object, ndim: int, shape: str, num_reqs: int, device: torch.device) -> None:
-    if not isinstance(value, Tensor):
-        _refuse(name, type(value).__name__, f"a tensor {shape} of int32 on {device}")
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        _refuse(name, type(value).__name__, f"a dense tensor {shape} of int32 on {device}")
     if value.dtype != torch.int32 or value.ndim != ndim or value.shape[0] < num_reqs:
         got = f"{value.dtype} of shape {list(value.shape)}"
         _refuse(name, got, f"torch.int32 {shape} with at least {num_reqs} rows, one per request")
     if value.device != device:
         _refuse(name, f"a tensor on {value.device}", f"the planner's device, {device}")
+    if value.stride(-1) != 1 and value.shape[-1] > 1:
+        _refuse(
+            name, f"strides {list(value.stride())}", f"{shape} whose last dimension is contiguous", f"Pass {name}.contiguous()."
+        )
 
 
 def _refuse(argument: str, got: object, expected: str, remedy: str = "") -> NoReturn:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PlannerConfig: what a planner is told once, refused where it is made if no batch could be planned with it."""
+"""PlannerConfig: what holds for all steps, refused where it is made if no batch could be planned with it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import Final, get_args
 import torch
 
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, ROUTES, InvalidArgument, ScheduleKind
+from mla_portable.contracts.values import INT32_MAX, check_fields
 from mla_portable.planner.flashmla import accumulator_bytes, num_sm_parts
 
-__all__ = ["DEFAULT_WORKSPACE_SEQUENCES", "MIN_HEADS_FOR_SEPARATE", "PlannerConfig", "choose_mode"]
+__all__ = ["DEFAULT_WORKSPACE_SEQUENCES", "MIN_HEADS_FOR_SEPARATE", "PlannerConfig"]
 
 DEFAULT_WORKSPACE_SEQUENCES: Final = 5
 """Default workspace, in sequences of max_model_len tokens. 5 x 163 840 tokens of 1152 bytes are 0.9 GiB."""
 MIN_HEADS_FOR_SEPARATE: Final = 32
 """From this many query heads on, prefill is worth a kernel of its own beside FlashMLA's decode."""
 _WORKSPACE_ROUTES: Final = ("split", "upconvert")
-_INT32_MAX: Final = 2**31 - 1
+_LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
+    ("num_heads", "topk", "max_num_reqs", "max_num_tokens", "max_model_len", "decode_threshold", "block_size", "padded_heads"),
+    (1, INT32_MAX),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class PlannerConfig:
         batch_invariant: decode rows of every batch are cut as those of the greatest one, `max_num_tokens`, so that what is
             summed of a row in which order does not depend on the batch; `few_tokens` counts as 0. Not for "flashmla_tiles".
         max_scratch_bytes: bound on split-KV scratch, or on the accumulators of one FlashMLA call.
+        block_size: tokens in a block of the cache; a sequence that its row of the block table cannot hold is then refused.
+            None where unknown: keys past the end of a row would be left out silently.
     Raises: InvalidArgument for each value that is out of range, with the limit and what to change.
     """
 
@@ -61,21 +67,16 @@ class PlannerConfig:
     padded_heads: int | None = None
     batch_invariant: bool = False
     max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES
+    block_size: int | None = None
 
     def __post_init__(self) -> None:
         where = "PlannerConfig"
+        check_fields(self, _LIMITS)
         if self.route not in ROUTES:
             raise InvalidArgument(where, "route", got=repr(self.route), expected=f"one of {', '.join(ROUTES)}")
         kinds = get_args(ScheduleKind)
         if self.schedule_kind not in kinds:
             raise InvalidArgument(where, "schedule_kind", got=repr(self.schedule_kind), expected=f"one of {', '.join(kinds)}")
-        positive = ("num_heads", "topk", "max_num_reqs", "max_num_tokens", "max_model_len", "decode_threshold")
-        for name in positive:
-            if not 1 <= getattr(self, name) <= _INT32_MAX:
-                raise InvalidArgument(where, name, got=getattr(self, name), expected=f"1 to {_INT32_MAX}")
-        for name in ("few_tokens", "num_sms", "max_scratch_bytes"):
-            if getattr(self, name) < 0:
-                raise InvalidArgument(where, name, got=getattr(self, name), expected="0 or more")
         if self.kernel_heads < self.num_heads:
             expected = f"at least num_heads ({self.num_heads}), or None where the kernel pads nothing"
             raise InvalidArgument(where, "padded_heads", got=self.padded_heads, expected=expected)
@@ -107,12 +108,12 @@ class PlannerConfig:
         return self.num_heads if self.padded_heads is None else self.padded_heads
 
     def _check_workspace(self) -> None:
-        if self.has_workspace and not self.max_model_len <= self.workspace_tokens <= _INT32_MAX:
+        if self.has_workspace and not self.max_model_len <= self.workspace_tokens <= INT32_MAX:
             raise InvalidArgument(
                 "PlannerConfig",
                 "prefill_workspace_tokens",
                 got=self.workspace_tokens,
-                expected=f"max_model_len ({self.max_model_len}) to {_INT32_MAX} on route {self.route}",
+                expected=f"max_model_len ({self.max_model_len}) to {INT32_MAX} on route {self.route}",
                 remedy="The longest sequence must fit the workspace whole: enlarge it, lower max_model_len, or take a route "
                 "without one (fused, direct).",
             )
@@ -140,14 +141,3 @@ class PlannerConfig:
                     expected=f"at least {needed}, the accumulators of one row of {query_len} tokens and {parts} parts",
                     remedy="Raise it, or lower decode_threshold and few_tokens.",
                 )
-
-
-def choose_mode(*, num_heads: int, schedule_kind: ScheduleKind, min_heads_for_separate: int = MIN_HEADS_FOR_SEPARATE) -> str:
-    """The route for an FP8 cache where both fit: "fused" (mixed) or "split" (separate).
-
-    FlashMLA's decode pads few heads to 64 just as its prefill does, and needs no gathered copy of the context: below
-    `min_heads_for_separate` heads it serves prefill tokens as well. Other decode kernels do not pad, so prefill keeps its own.
-    """
-    if schedule_kind == "flashmla_tiles" and num_heads < min_heads_for_separate:
-        return "fused"
-    return "split"

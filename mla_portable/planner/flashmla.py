@@ -140,6 +140,11 @@ class TileSchedules:
         self._calls: OrderedDict[tuple[int, int], TileSchedule] = OrderedDict()
         self._several: OrderedDict[tuple[int, int], TileSchedule] = OrderedDict()  # batches that take several calls
 
+    def clear(self) -> None:
+        """Forget every schedule: the device has none of them."""
+        self._calls.clear()
+        self._several.clear()
+
     def rows_per_call(self, query_len: int) -> int:
         """Batch rows of one kernel call, so that accumulators for them and for every part stay within the bound."""
         return self._max_scratch_bytes // accumulator_bytes(query_len, self._num_heads) - self._parts(query_len)

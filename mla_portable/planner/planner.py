@@ -16,7 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, split_with_sizes
 
-from mla_portable.contracts import Batch, DecodeSchedule, PrefillChunk, StepPlan
+from mla_portable.contracts import Batch, DecodeSchedule, PrefillChunk, StepPlan, neutral_defaults
+from mla_portable.contracts.plan import PlanCounter
+from mla_portable.contracts.values import device_of
 from mla_portable.planner.buffers import StepBuffers
 from mla_portable.planner.checks import check_lengths, check_sizes
 from mla_portable.planner.config import PlannerConfig
@@ -32,28 +34,33 @@ class Planner:
     """Plans the steps of one engine on one device and one stream.
 
     A plan's tensors are views of buffers that live as long as the planner, at the same addresses in every plan, so a CUDA
-    graph captured over one plan reads the next one's numbers. They hold a step until the next `plan()`, whose copy is
-    ordered behind the kernels already enqueued. Call `plan()` outside of graph capture, from one thread.
+    graph captured over one plan reads the next one's numbers. They hold a step until a later `plan()`, whose copy is
+    ordered behind the kernels already enqueued; a layer refuses a plan whose numbers were overwritten. Call `plan()` outside
+    of graph capture and from one thread at a time: a planner is not thread-safe.
     """
 
     def __init__(self, config: PlannerConfig, *, make_fence: Callable[[], Fence] | None = None) -> None:
-        """Allocates all persistent buffers; device memory does not grow later, but for FlashMLA schedules of new shapes.
+        """Allocate the scratch of split-KV schedules.
+
+        The first plan allocates all other buffers. Device memory does not grow after it, except for FlashMLA schedules of new
+        shapes.
 
         Args:
-            config: limits and choices. make_fence: overrides how it is told that a copy has landed.
+            config: limits and choices. make_fence: replaces the events that show whether a copy has landed.
         """
         self._config = config
-        self._device = torch.empty(0, device=config.device).device  # "cuda" becomes "cuda:0", as tensors have it
+        self._device = device_of("Planner", config.device)
         takes_few = config.route in ("direct", "split") and not config.batch_invariant
         self._few_tokens = config.few_tokens if takes_few else 0
+        self._make_fence = make_fence
+        self._counter = PlanCounter()
+        self._buffers: StepBuffers | None = None
         self._requests = np.arange(config.max_num_reqs, dtype=np.int32)
         self._uniform: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]] = {}
         self._splits: SplitSchedules | None = None
         self._tiles: TileSchedules | None = None
-        tile_words = 0
-        # Made under inference mode the buffers could never be written outside of it.
-        with torch.inference_mode(False):
-            if config.schedule_kind == "split_kv" and config.route != "upconvert":
+        if config.schedule_kind == "split_kv" and config.route != "upconvert":
+            with neutral_defaults():
                 self._splits = SplitSchedules(
                     num_heads=config.num_heads,
                     topk=config.topk,
@@ -63,23 +70,43 @@ class Planner:
                     max_scratch_bytes=config.max_scratch_bytes,
                     device=self._device,
                 )
-            elif config.schedule_kind == "flashmla_tiles" and config.route != "upconvert":
-                self._tiles = TileSchedules(
-                    topk=config.topk,
-                    num_heads=config.kernel_heads,
-                    num_sms=config.num_sms,
-                    arch=config.arch,
-                    max_scratch_bytes=config.max_scratch_bytes,
-                )
-                tile_words = self._tiles.max_words(config.max_num_tokens, config.decode_threshold)
-            self._buffers = StepBuffers(
-                tile_words=tile_words,
+        elif config.schedule_kind == "flashmla_tiles" and config.route != "upconvert":
+            self._tiles = TileSchedules(
+                topk=config.topk,
+                num_heads=config.kernel_heads,
+                num_sms=config.num_sms,
+                arch=config.arch,
+                max_scratch_bytes=config.max_scratch_bytes,
+            )
+
+    def _allocate(self) -> StepBuffers:
+        """The buffers whose contents outlive a step.
+
+        They are allocated by the first plan because an engine may build the planner inside a memory pool whose contents it
+        discards, as vLLM does for sleep mode.
+        """
+        config, tiles = self._config, self._tiles
+        with neutral_defaults():
+            return StepBuffers(
+                tile_words=0 if tiles is None else tiles.max_words(config.max_num_tokens, config.decode_threshold),
                 max_num_reqs=config.max_num_reqs,
                 max_num_tokens=config.max_num_tokens,
                 workspace=config.has_workspace,
                 device=self._device,
-                make_fence=make_fence,
+                make_fence=self._make_fence,
             )
+
+    def invalidate(self) -> None:
+        """Forget what the device memory holds: to be called when its contents were lost, for example by an engine's sleep mode.
+
+        The next plan writes all of its numbers again. Plans made before, and graphs captured with them, are not repaired until
+        then, and a FlashMLA schedule that a captured graph reads is not repaired at all: capture again.
+        """
+        self._counter.count += 1
+        if self._buffers is not None:
+            self._buffers.invalidate()
+        if self._tiles is not None:
+            self._tiles.clear()
 
     @property
     def config(self) -> PlannerConfig:
@@ -99,25 +126,27 @@ class Planner:
     @property
     def num_copies(self) -> int:
         """Host-to-device copies enqueued so far, by all plans together."""
-        return self._buffers.num_copies
+        return 0 if self._buffers is None else self._buffers.num_copies
 
     def plan(self, batch: Batch) -> StepPlan:
         """Plan one step.
 
         Raises: InvalidArgument, before anything was written, for a batch that breaks the contract or the configuration.
         """
-        config, buffers = self._config, self._buffers
+        config = self._config
         num_reqs, num_tokens, padded = check_sizes(batch, config, self._device)
         starts = batch.query_start_loc
+        most = config.max_model_len
+        reach = most if config.block_size is None else batch.block_table.shape[1] * config.block_size
         threshold = 0 if config.route == "upconvert" else config.decode_threshold
         shared = self._shared_query_len(starts, num_reqs, num_tokens)
         query_lens: npt.NDArray[np.int32] | None = None
         if shared:
-            check_lengths(shared, batch.seq_lens, num_tokens, config.max_model_len)
+            check_lengths(shared, batch.seq_lens, num_tokens, most, reach)
             parts = Parts(shared, num_reqs, num_reqs) if threshold else Parts(0, 0, num_reqs)
         elif num_reqs:
             query_lens = starts[1:] - starts[:-1]
-            check_lengths(query_lens, batch.seq_lens, num_tokens, config.max_model_len)
+            check_lengths(query_lens, batch.seq_lens, num_tokens, most, reach)
             parts = divide(query_lens, threshold, self._few_tokens)
         else:
             parts = Parts(0, 0, 0)
@@ -126,18 +155,22 @@ class Planner:
         in_chunks = num_prefills > 0 and config.has_workspace
 
         schedule, missing = self._decode_schedule(decode_tokens, query_len)
-        # Whatever may be refused was; from here on buffers are written.
+        # Everything that can be refused has been refused; from here on buffers are written.
+        buffers = self._buffers
+        if buffers is None:
+            buffers = self._buffers = self._allocate()
         key = (shared, num_reqs) if shared else None
         if in_chunks or key is None or not buffers.holds(key):
             if query_lens is None:
                 ids = self._uniform[shared][1][:num_tokens] if shared else self._requests[:0]
             else:
                 ids = self._requests[:num_reqs].repeat(query_lens)
+            self._counter.count += 1  # earlier plans no longer hold their step
             buffers.write_ids(ids, key)
             if in_chunks:
                 buffers.write_prefill_ids(ids, decode_tokens, parts.first_prefill, padded)
         workspace_starts = buffers.workspace_starts.first(num_prefills) if in_chunks else None
-        chunks = () if workspace_starts is None else self._chunks(batch, parts, workspace_starts)
+        chunks = () if workspace_starts is None else self._chunks(batch, parts, buffers, workspace_starts)
         if missing is not None:
             buffers.write_tiles(missing)
         buffers.send()
@@ -161,6 +194,8 @@ class Planner:
             prefill_workspace_starts=workspace_starts,
             prefill_chunks=chunks,
             decode_schedule=schedule,
+            counter=self._counter,
+            generation=self._counter.count,
         )
 
     def _shared_query_len(self, starts: npt.NDArray[np.int32], num_reqs: int, num_tokens: int) -> int:
@@ -203,9 +238,9 @@ class Planner:
             return schedule, self._tiles.missing(num_rows, query_len) if schedule is None else None
         return None, None
 
-    def _chunks(self, batch: Batch, parts: Parts, starts: Tensor) -> tuple[PrefillChunk, ...]:
+    def _chunks(self, batch: Batch, parts: Parts, buffers: StepBuffers, starts: Tensor) -> tuple[PrefillChunk, ...]:
         """Lay the prefill sequences out in the workspace; stage their lengths, and their starts for `starts`, [P]."""
-        buffers, (_, first, end) = self._buffers, parts
+        _, first, end = parts
         lens = batch.seq_lens[first:end]
         bounds, rows = fill_chunks(lens, self._config.workspace_tokens, out=buffers.staged_starts(end - first))
         if batch.seq_lens_device is None:

@@ -51,7 +51,7 @@ class StagingBuffer:
     __slots__ = ("fence", "spans", "tensor", "used", "words")
 
     def __init__(self, num_words: int, *, pinned: bool, fence: Fence | None) -> None:
-        self.tensor = torch.zeros(num_words, dtype=torch.int32, pin_memory=pinned)
+        self.tensor = torch.zeros(num_words, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.words: npt.NDArray[np.int32] = self.tensor.numpy()
         self.used = 0
         self.spans: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -59,6 +58,10 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             buffers = scratch.step_buffers(resolved.spec, device, has_workspace=gathers, microbatches=microbatches)
             joiner = compat.query_joiner()
             self.attention = SparseMLAAttention(resolved.spec, device=device, buffers=buffers, join_query=joiner)
+            config = self.attention.planner_config()
+            if config.schedule_kind == "flashmla_tiles":
+                config = replace(config, few_tokens=compat.few_decode_tokens())
+            self.planner = Planner(config)
         for impl in impls:
             impl.attach(self.attention, resolved.writer)
         self._shadow = shadow.steps(kv_cache_spec, layer_names, vllm_config, device)
@@ -74,19 +77,6 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             resolved.writer.who,
         )
         logger.debug("%s", self.attention.explain())
-
-    @cached_property
-    def planner(self) -> Planner:
-        """Made for the first step.
-
-        Up to 0.28 vLLM makes builders inside of the memory pool that sleep mode discards. A planner's numbers on the device
-        outlive a step: an equal batch is not sent twice.
-        """
-        config = self.attention.planner_config()
-        if config.schedule_kind == "flashmla_tiles":
-            config = replace(config, few_tokens=compat.few_decode_tokens())
-        with neutral_defaults():
-            return Planner(config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -106,7 +96,7 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         Raises: InvalidArgument for a batch beyond the configured limits.
         """
         common, spec = common_attn_metadata, self.attention.spec
-        num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
+        num_reqs, num_tokens = int(common.num_reqs), int(common.num_actual_tokens)  # numpy's in places
         starts = common.query_start_loc_cpu.numpy()[: num_reqs + 1]
         batch = Batch(
             query_start_loc=starts,
@@ -150,9 +140,11 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
     def _host_lengths(self, common: Any, query_lens: np.ndarray) -> np.ndarray:
         """Sequence lengths or upper bounds of them, [R] int32, each at least its query and at most the longest sequence.
 
-        Dummy batches have arbitrary lengths, and bounds may pass the limit by the drafts that were not accepted yet.
+        Dummy batches have arbitrary lengths, and bounds may pass the limit, or the end of the block table, by the drafts that
+        were not accepted yet.
         """
-        limit = self.attention.spec.max_model_len
+        spec = self.attention.spec
+        limit = min(spec.max_model_len, common.block_table_tensor.shape[1] * spec.block_size)
         lengths = compat.host_lengths(common, query_lens)
         if lengths is None:
             lengths = np.where(query_lens > 0, np.int32(min(common.max_seq_len, limit)), np.int32(0))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import fields
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 from vllm_engine import BLOCK, MAX_LEN, TOPK, make_engine, make_step
@@ -30,6 +31,7 @@ def test_every_field_has_its_value(batch: str, drafts: int, capture: bool):
     engine = make_engine("fp8", drafts=drafts)
     step = make_step(engine, query_lens, seq_lens, **padding)
     step.common.slot_mapping.copy_(torch.arange(len(step.q)))
+    step.common.num_actual_tokens = np.int64(step.common.num_actual_tokens)
     build = engine.builder.build_for_cudagraph_capture if capture else lambda common: engine.builder.build(0, common)
     metadata = build(step.common)
 
