@@ -440,4 +440,6 @@ def test_status_tells_what_vllm_will_find(monkeypatch: pytest.MonkeyPatch):
     assert all(route and "sparse_decode" in served for *_, route, served in found.choices)
     assert not vllm_status(registry, CPU, environ={settings.ENV_MODE: "off"}).registered
     assert "VLLM_PLUGINS=other" in vllm_status(registry, CPU, environ={"VLLM_PLUGINS": "other"}).note
-    assert "MLA_PORTABLE_VLLM" in vllm_status(registry, CPU, environ={settings.ENV_MODE: "always"}).note
+    for variable in (settings.ENV_MODE, settings.ENV_ROUTE, settings.ENV_SCALES):
+        bad = vllm_status(registry, CPU, environ={variable: "always"})
+        assert variable in bad.note and not bad.registered and not bad.choices
