@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from mla_portable.contracts import InvalidArgument, PlanMismatch, unpack_fp8
 from mla_portable.planner import PlannerConfig
 from mla_portable.reference import oracle
 from mla_portable.registry import use
+from mla_portable.vllm import compat
 
 BATCHES = {
     "decodes": ([1] * 5, [1, 64, 65, 130, 256], {}),
@@ -124,6 +126,20 @@ def test_few_tokens_decode_where_vllms_own_backend_decodes_them(query_lens: list
         assert (plan.num_decodes, plan.num_prefills, plan.num_decode_tokens) == stock[:3]
     else:
         assert (plan.num_decodes, stock[0]) == (0, 1)
+
+
+@pytest.mark.parametrize("builder, tokens", [({"require_uniform_decodes": True}, 32), ({}, 0), (None, 0)])
+def test_few_tokens_follow_what_stocks_builder_does(builder: dict | None, tokens: int, monkeypatch: pytest.MonkeyPatch):
+    """From 0.26 on it groups leading requests of one length; a vendor's build may have no such backend at all."""
+    assert compat.few_decode_tokens() == 32  # the installed version
+
+    def stock(name: str):
+        if builder is None:
+            raise ImportError(name)
+        return SimpleNamespace(FlashMLASparseMetadataBuilder=type("Builder", (), builder))
+
+    monkeypatch.setattr(compat, "import_module", stock)
+    assert compat.few_decode_tokens() == tokens
 
 
 def test_no_prompt_decodes_where_vllm_prefills_all(planned_for_flashmla: None, monkeypatch: pytest.MonkeyPatch):
