@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from machines import CPU
 from recorder import Recorder, registry_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_portable
 from mla_portable.api import serving
-from mla_portable.contracts import InvalidArgument, PlanMismatch, SplitSchedule, TileSchedule
+from mla_portable.contracts import InvalidArgument, PlanMismatch, Primitive, Request, SplitSchedule, Support, TileSchedule
 
 BF16, INT32, UINT8 = torch.bfloat16, torch.int32, torch.uint8
 B, S, H, K = 3, 2, 4, 8
@@ -154,6 +155,30 @@ def tile_schedule(**changes: Any) -> TileSchedule:
     return TileSchedule(**{**fields, **changes})
 
 
+def strided(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """A tensor with these strides in memory that is large enough."""
+    return zeros(1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)), dtype=dtype).as_strided(
+        shape, strides
+    )
+
+
+def scratch_in_one_place() -> SplitSchedule:
+    return split_schedule(partial_out=zeros(1, B * S, H, 512, dtype=torch.float32).expand(2, -1, -1, -1))
+
+
+def jagged(part: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([part], layout=torch.jagged)
+
+
+def sinks_in_the_last_column(arguments: Arguments) -> Tensor:
+    """An lse output with gaps between its rows; the sinks begin at the last element of its last row."""
+    pool = f32(64)
+    lse = pool.as_strided((B, S, H), (16, 8, 1))
+    last = 16 * (B - 1) + 8 * (S - 1) + H - 1
+    arguments["attn_sink"] = pool[last : last + H]
+    return lse
+
+
 def over_the_sinks(arguments: Arguments) -> Tensor:
     """An lse output in which the sinks lie; small enough that only one comparison can notice."""
     pool = f32(B * S * H)
@@ -262,6 +287,7 @@ BAD = [
     ),
     ("sparse_decode", "lse in the output", "lse_out", overlay("out", torch.float32, B, S, H), "overlaps out", "of its own"),
     ("sparse_decode", "lse over the sinks", "lse_out", over_the_sinks, "overlaps attn_sink", "of its own"),
+    ("sparse_decode", "lse ends in the sinks", "lse_out", sinks_in_the_last_column, "overlaps attn_sink", "of its own"),
     ("sparse_decode", "scratch gone", "schedule.partial_out", split_schedule(partial_out=None), "None", "float32"),
     ("sparse_decode", "scratch too small", "schedule.partial_lse", split_schedule(partial_lse=f32(1, 6, H)), "[1, 6", "[2, 6"),
     (
@@ -310,6 +336,52 @@ BAD = [
     ("indexer_logits", "one start a request", "query_start_loc", i32(P), f"[{P}]", f"[{P + 1}]"),
     ("indexer_logits", "long lengths", "seq_lens", zeros(P, dtype=torch.int64), "int64", "int32"),
     ("indexer_logits", "bf16 results", "out", bf16(T, 99), "bfloat16", "float32"),
+    ("sparse_decode", "meta indices", "indices", i32(B, S, K).to("meta"), "on meta", "on cpu"),
+    ("sparse_decode", "a meta cache", "kv_cache", fp8_cache().to("meta"), "on meta", "on cpu"),
+    ("sparse_decode", "rows of the output in one place", "out", bf16(1, S, H, 512).expand(B, S, H, 512), "[0, ", "of its own"),
+    (
+        "sparse_decode",
+        "heads of the output overlap",
+        "out",
+        strided(BF16, (B, S, H, 512), (9999, 4000, 511, 1)),
+        "511",
+        "its own",
+    ),
+    ("sparse_decode", "rows of the lse in one place", "lse_out", f32(S, H).expand(B, S, H), "[0, ", "of its own"),
+    (
+        "sparse_decode",
+        "lse of overlapping rows",
+        "lse_out",
+        strided(torch.float32, (B, S, H), (S * H, H - 1, 1)),
+        "3",
+        "its own",
+    ),
+    ("sparse_decode", "a schedule in words", "schedule", "x", "str 'x'", "a SplitSchedule or a TileSchedule"),
+    ("sparse_decode", "scratch in one place", "schedule.partial_out", scratch_in_one_place(), "strides", "contiguous"),
+    ("sparse_decode", "a negated query", "q", torch._neg_view(bf16(B, S, H, 576)), "negative bit", "without"),
+    ("sparse_decode", "a sparse query", "q", bf16(B, S, H, 576).to_sparse(), "sparse", "a dense tensor"),
+    ("sparse_decode", "nested indices", "indices", jagged(i32(S, K)), "nested", "a dense tensor"),
+    ("sparse_decode", "a sparse cache", "kv_cache", fp8_cache().to_sparse(), "sparse", "a dense tensor"),
+    ("sparse_decode", "scale past float32", "softmax_scale", 1e39, "1e+39", "float32"),
+    ("sparse_decode", "scale past float64", "softmax_scale", 10**400, "1000", "float32"),
+    ("sparse_decode", "scale below float32", "softmax_scale", 1e-60, "1e-60", "float32"),
+    ("sparse_decode", "scale as a truth", "softmax_scale", True, "bool True", "Python float"),
+    ("sparse_decode", "no scale", "softmax_scale", None, "None", "Python float"),
+    ("sparse_decode", "a list of backends", "backend", ["triton"], "list", "the name of a backend"),
+    ("sparse_decode", "a number of a backend", "backend", 5, "5", "the name of a backend"),
+    ("sparse_prefill", "rows of the output in one place", "out", bf16(1, H, 512).expand(T, H, 512), "[0, ", "of its own"),
+    ("convert_indices", "rows of the output in one place", "out[0]", (i32(1, K).expand(T, K), i32(T)), "[0, 1]", "of its own"),
+    ("convert_indices", "counts in one place", "out[1]", (i32(T, K), i32(1).expand(T)), "strides", "contiguous"),
+    ("convert_indices", "compact in words", "compact", "no", "str 'no'", "True or False"),
+    ("convert_indices", "compact as a number", "compact", 1, "1", "True or False"),
+    ("convert_indices", "a huge block", "block_size", 2**31, "2147483648", "at most"),
+    ("gather_upconvert", "meta lengths", "seq_lens", i32(P).to("meta"), "on meta", "on cpu"),
+    ("indexer_logits", "rows of the scores in one place", "out", f32(1, 99).expand(T, 99), "[0, 1]", "of its own"),
+    ("merge_states", "sparse parts", "outs", bf16(3, T, H, 16).to_sparse(), "sparse", "a dense tensor"),
+    ("merge_states", "negated parts", "outs", torch._neg_view(bf16(3, T, H, 16)), "negative bit", "without"),
+    ("quantize_per_tensor", "a negated tensor", "x", torch.zeros(4, dtype=torch.complex64).conj().imag, "negative", "without"),
+    ("quantize_per_tensor", "a sparse tensor", "x", bf16(3, 3).to_sparse(), "sparse", "a dense tensor"),
+    ("quantize_per_tensor", "a nested tensor", "x", jagged(bf16(3)), "nested", "a dense tensor"),
     ("quantize_per_tensor", "integers", "x", i32(T, H), "int32", "bfloat16"),
     ("quantize_per_tensor", "a number", "x", 1.0, "float", "a tensor"),
     ("quantize_per_tensor", "a wide type", "dtype", BF16, "bfloat16", "float8_e4m3fn"),
@@ -476,3 +548,94 @@ def test_remedies_say_what_to_do():
             with pytest.raises(InvalidArgument) as caught:
                 call(primitive, {**good(primitive), argument: make()})
             assert remedy in caught.value.remedy
+
+
+# values that users fill in
+
+
+def request(**changes: Any) -> Request:
+    return Request(**{"primitive": Primitive.SPARSE_DECODE, "device": CPU, **changes})
+
+
+def support(**changes: Any) -> Support:
+    return Support(**{"source": "a test", **changes})
+
+
+NO_INTEGERS = (1.5, True, "8", float("nan"), [8], torch.tensor(8), np.int64(8))
+
+
+@pytest.mark.parametrize("value", NO_INTEGERS, ids=[type(value).__name__ for value in NO_INTEGERS])
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (request, "num_heads"),
+        (request, "rows"),
+        (support, "topk_multiple"),
+        (support, "max_heads"),
+        (support, "min_shared_memory"),
+        (split_schedule, "num_splits"),
+        (split_schedule, "num_rows"),
+        (tile_schedule, "rows_per_call"),
+    ],
+)
+def test_integer_fields_hold_integers(make: Callable[..., object], field: str, value: Any):
+    with pytest.raises(InvalidArgument, match="expected an integer of at least") as caught:
+        make(**{field: value})
+    assert caught.value.argument == field
+
+
+@pytest.mark.parametrize("value", ["no", 0, 1, None])
+@pytest.mark.parametrize(("make", "field"), [(request, "lse"), (request, "uneven_blocks"), (support, "graph")])
+def test_flags_are_true_or_false(make: Callable[..., object], field: str, value: Any):
+    with pytest.raises(InvalidArgument, match="expected True or False") as caught:
+        make(**{field: value})
+    assert caught.value.argument == field
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "field"),
+    [
+        (request, {"topk": 0}, "topk"),
+        (request, {"rows": -1}, "rows"),
+        (request, {"num_heads": 2**31}, "num_heads"),
+        (request, {"kv_layout": 3}, "kv_layout"),
+        (request, {"scale_format": "e8m0"}, "scale_format"),
+        (request, {"cache_alignment": 12}, "cache_alignment"),
+        (request, {"device": "cpu"}, "device"),
+        (request, {"primitive": "sparse_decode"}, "primitive"),
+        (support, {"source": 5}, "source"),
+        (support, {"block_size_multiple": 0}, "block_size_multiple"),
+        (support, {"cache_alignment": 0}, "cache_alignment"),
+        (split_schedule, {"num_splits": 0}, "num_splits"),
+        (split_schedule, {"num_splits": -1}, "num_splits"),
+        (split_schedule, {"split_len": 0}, "split_len"),
+        (split_schedule, {"split_len": 3}, "split_len"),
+        (tile_schedule, {"num_sm_parts": 0}, "num_sm_parts"),
+    ],
+)
+def test_fields_stay_in_their_range(make: Callable[..., object], changes: dict[str, Any], field: str):
+    with pytest.raises(InvalidArgument) as caught:
+        make(**changes)
+    assert caught.value.argument == field
+
+
+@pytest.mark.parametrize("fields", [{"lse": "no"}, {"num_heads": "16"}, {"topk": 2048.0}, {"compact": 1}])
+def test_explain_takes_values_of_the_right_types(fields: dict[str, Any]):
+    with pytest.raises(InvalidArgument, match=f"Request: {next(iter(fields))}: "):
+        mla_portable.explain("sparse_decode", device="cpu", **fields)
+
+
+@pytest.mark.parametrize(
+    ("declared", "asked", "subjects"),
+    [
+        ({}, {"cache_alignment": 1, "uneven_blocks": True}, []),
+        ({"cache_alignment": 16, "needs_whole_rows": True}, {}, []),
+        ({"cache_alignment": 16}, {"cache_alignment": 8}, ["cache_alignment"]),
+        ({"cache_alignment": 4}, {"cache_alignment": 8}, []),
+        ({"needs_whole_rows": True}, {"uneven_blocks": True}, ["uneven_blocks"]),
+    ],
+)
+def test_reasons_against_a_cache_that_cannot_be_read(declared: dict[str, Any], asked: dict[str, Any], subjects: list[str]):
+    reasons = support(device_types=("cpu",), **declared).reasons(request(**asked))
+    assert [reason.subject for reason in reasons] == subjects
+    assert all(reason.remedy for reason in reasons)

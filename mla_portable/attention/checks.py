@@ -46,13 +46,17 @@ class StepCheck:
     ) -> None:
         """`flat_cache`: sparse_prefill reads the bf16 cache as flat rows. `schedule_kind`: of the layer's sparse_decode."""
         self._spec, self._route, self._device, self._sink, self._flat = spec, route, device, attn_sink, flat_cache
-        self._known: StepPlan | None = None
+        self._known: object = self  # the last plan that passed _check_plan; no plan yet
         self._schedule_type = SCHEDULE_TYPES.get(schedule_kind)
-        self._has_query = buffers.query is not None
+        self._buffers = buffers
         self._workspace_rows = 0 if buffers.workspace is None else buffers.workspace.shape[0]
-        self._scratch = {
-            (joins, own_lse): buffers.extents(query=joins, lse=own_lse) for joins in (False, True) for own_lse in (False, True)
-        }
+        self._look_at_buffers()
+
+    def _look_at_buffers(self) -> None:
+        """Address ranges of what a step writes, by whether it joins a query and fills an lse of its own."""
+        extents, choices = self._buffers.extents, (False, True)
+        self._address = self._buffers.indices.data_ptr()
+        self._scratch = {(joins, own_lse): extents(query=joins, lse=own_lse) for joins in choices for own_lse in choices}
 
     def __call__(
         self,
@@ -94,6 +98,8 @@ class StepCheck:
         if lse_out is not None:
             check_tensor(_WHERE, "lse_out", lse_out, torch.float32, (tokens, heads), device, "[T, H]")
         read = {**parts, "kv_cache": kv_cache, "topk_indices": topk_indices, "attn_sink": self._sink}
+        if self._buffers.indices.data_ptr() != self._address:  # copy.deepcopy made this layer
+            self._look_at_buffers()
         scratch = self._scratch[len(parts) == 2, lse_out is None]
         check_disjoint(_WHERE, {"out": out, "lse_out": lse_out}, read, scratch)
 
@@ -106,7 +112,7 @@ class StepCheck:
             refuse(_WHERE, "q", describe(q), expected)
         if len(q) != 2:  # pyright: ignore[reportUnnecessaryComparison]
             refuse(_WHERE, "q", f"a tuple of {len(q)}", expected)
-        if not self._has_query:
+        if self._buffers.query is None:
             refuse(_WHERE, "q", "a pair", "one tensor [T, H, 576]", "Build the layer with concat_query=True.")
         return {"q[0]": q[0], "q[1]": q[1]}, (KV_LORA_RANK, QK_ROPE_HEAD_DIM)
 

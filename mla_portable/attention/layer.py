@@ -208,8 +208,8 @@ class SparseMLAAttention:
         if self._is_elsewhere():
             with torch.cuda.device(self._index):
                 return self.forward(q, kv_cache, topk_indices, plan, out=out, lse_out=lse_out)
-        spec, num_tokens = self.spec, plan.num_padded_tokens
         self._check(q, kv_cache, topk_indices, plan, out, lse_out)
+        spec, num_tokens = self.spec, plan.num_padded_tokens
         if out is None:
             out = torch.empty((num_tokens, spec.num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=self.device)
         step = self.step(plan)

@@ -58,7 +58,8 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             buffers = scratch.step_buffers(resolved.spec, device, has_workspace=gathers, microbatches=microbatches)
             joiner = compat.query_joiner()
             self.attention = SparseMLAAttention(resolved.spec, device=device, buffers=buffers, join_query=joiner)
-            config = self.attention.planner_config()
+            # Lengths may be upper bounds, or those of a dummy batch: the block table need not reach that far.
+            config = replace(self.attention.planner_config(), block_size=None)
             if config.schedule_kind == "flashmla_tiles":
                 config = replace(config, few_tokens=compat.few_decode_tokens())
             self.planner = Planner(config)
@@ -140,11 +141,9 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
     def _host_lengths(self, common: Any, query_lens: np.ndarray) -> np.ndarray:
         """Sequence lengths or upper bounds of them, [R] int32, each at least its query and at most the longest sequence.
 
-        Dummy batches have arbitrary lengths, and bounds may pass the limit, or the end of the block table, by the drafts that
-        were not accepted yet.
+        Dummy batches have arbitrary lengths, and bounds may pass the limit by the drafts that were not accepted yet.
         """
-        spec = self.attention.spec
-        limit = min(spec.max_model_len, common.block_table_tensor.shape[1] * spec.block_size)
+        limit = self.attention.spec.max_model_len
         lengths = compat.host_lengths(common, query_lens)
         if lengths is None:
             lengths = np.where(query_lens > 0, np.int32(min(common.max_seq_len, limit)), np.int32(0))
