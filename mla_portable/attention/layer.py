@@ -2,8 +2,8 @@
 """SparseMLAAttention: one layer's attention. Its primitives are bound when it is built; each step follows its plan.
 
 All tokens: convert_indices, once, compacted where that saves work. Then every part writes its own rows of `out` and `lse`:
-decode tokens    sparse_decode on the cache, as [requests, query length] rows. In a step with prefills, sparse_prefill serves them
-                 too where it is the same kernel on the cache: one call fills the device better than two
+decode tokens    sparse_decode on the cache, as [requests, query length] rows. In a step with prefills, sparse_prefill
+                 serves them too where it is the same kernel on the cache: one call fills the device better than two
 prefill tokens   route direct: sparse_prefill on the cache
                  routes split and upconvert, chunk by chunk: gather_upconvert, then sparse_prefill on the workspace
 """
@@ -70,7 +70,7 @@ class SparseMLAAttention:
         """Choose a route, bind its primitives, allocate what is not given.
 
         Args:
-            spec: shared by the model's layers. device: where they run. registry: chooses the implementations; the process's own by default.
+            spec: shared by the model's layers. device: where they run. registry: None for the process's own.
             backend: forced for every primitive of the layer, or a mapping from primitive names to backends.
             workspace: [W, 576] bf16, at least `spec.workspace_rows`; allocated where None and the route gathers.
             attn_sink: [H] float32, exactly when `spec.attn_sink`. buffers: of another layer of the same spec and route.
@@ -292,8 +292,8 @@ def _is_one_kernel(decoder: Implementation | None, parts: Mapping[str, Decision]
 def _bound_requests(demand: Demand, parts: Mapping[str, Decision]) -> dict[str, Request]:
     """The request that each part is bound for: the one that was decided on, with the promises that this layer can make.
 
-    Slots of the cache come from convert_indices, which makes every slot outside of the cache -1. Rows of a workspace may lie past
-    its end, so for them nothing is promised.
+    Slots of the cache come from convert_indices, which makes every slot outside of the cache -1. Rows of a workspace may lie
+    past its end, so for them nothing is promised.
 
     A token early in its sequence has fewer than K keys. Implementations that accept `lengths` skip the missing keys, with the
     counts of compacted indices as lengths. FlashMLA's decode does not accept them; its schedule assumes K keys in every row.
