@@ -76,7 +76,7 @@ class StepBuffers:
             _check("workspace", self.workspace, (spec.workspace_rows, HEAD_SIZE), torch.bfloat16, device)
 
     def step(self, plan: StepPlan, *, decodes: bool) -> Step:
-        """The parts of a plan that fits, on these buffers; made once for the layers that walk it one after the other.
+        """The parts of a plan that fits, on these buffers; made once for all layers of the step.
 
         decodes: the layer has a sparse_decode.
         """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SparseMLAAttention: one layer's attention. Binds its primitives when it is built, then walks each step's plan.
+"""SparseMLAAttention: one layer's attention. Its primitives are bound when it is built; each step follows its plan.
 
 All tokens: convert_indices, once, compacted where that saves work. Then every part writes its own rows of `out` and `lse`:
-decode tokens    sparse_decode on the cache, as [requests, query length] rows; where the step prefills too and sparse_prefill is
-                 the same kernel on the cache, that serves them as well, for one call fills the device better than two
+decode tokens    sparse_decode on the cache, as [requests, query length] rows. In a step with prefills, sparse_prefill
+                 serves them too where it is the same kernel on the cache: one call fills the device better than two
 prefill tokens   route direct: sparse_prefill on the cache
                  routes split and upconvert, chunk by chunk: gather_upconvert, then sparse_prefill on the workspace
 """
@@ -71,8 +71,8 @@ class SparseMLAAttention:
         """Choose a route, bind its primitives, allocate what is not given.
 
         Args:
-            spec: shared by the model's layers. device: where they run. registry: whom to ask; the process's own by default.
-            backend: demanded for every primitive of the layer, or a mapping from primitive names to backends.
+            spec: shared by the model's layers. device: where they run. registry: None for the process's own.
+            backend: forced for every primitive of the layer, or a mapping from primitive names to backends.
             workspace: [W, 576] bf16, at least `spec.workspace_rows`; allocated where None and the route gathers.
             attn_sink: [H] float32, exactly when `spec.attn_sink`. buffers: of another layer of the same spec and route.
             join_query: writes the halves of a (ql_nope, q_pe) pair side by side into its third argument; `torch.cat` if None.
@@ -81,6 +81,10 @@ class SparseMLAAttention:
         """
         if not isinstance(spec, AttentionSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgument("SparseMLAAttention", "spec", got=describe(spec), expected="an AttentionSpec")
+        for name in backend.values() if isinstance(backend, Mapping) else (backend,):
+            if name is not None and not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+                expected = "the name of a backend, a mapping from primitives to names, or None"
+                raise InvalidArgument("SparseMLAAttention", "backend", got=describe(name), expected=expected)
         self.spec = spec
         self.device = device_of("SparseMLAAttention", device)
         registry = get_registry() if registry is None else registry
@@ -289,12 +293,13 @@ def _is_one_kernel(decoder: Implementation | None, parts: Mapping[str, Decision]
 
 
 def _bound_requests(demand: Demand, parts: Mapping[str, Decision]) -> dict[str, Request]:
-    """What each part is bound for: what was decided on, and what this layer can tell beyond that.
+    """The request that each part is bound for: the one that was decided on, with the promises that this layer can make.
 
-    Slots of the cache come from convert_indices, which leaves none that is not there; rows of a workspace may lie past its end.
+    Slots of the cache come from convert_indices, which makes every slot outside of the cache -1. Rows of a workspace may lie
+    past its end, so for them nothing is promised.
 
-    A token early in its sequence has fewer than K keys: an implementation that is told so, by the counts of compacted indices,
-    skips the rest. FlashMLA's decode is not told, its plan is for K keys in every row.
+    A token early in its sequence has fewer than K keys. Implementations that accept `lengths` skip the missing keys, with the
+    counts of compacted indices as lengths. FlashMLA's decode does not accept them; its schedule assumes K keys in every row.
     """
     requests = {role: decision.request for role, decision in parts.items()}
     convert = demand.chosen(parts["convert"])

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The failures of mla_portable, one class per kind of mistake.
 
-Every message says what was asked, what the limit is and what to do. None of these is raised after a kernel was
-launched; whatever a kernel or the driver raises later travels up unchanged.
+Every message says what was asked, what the limit is and what to do. The functions of `mla_portable`, a layer's `forward` and
+`Planner.plan` raise these before a kernel is launched and before anything is written; whatever a kernel or the driver raises
+later travels up unchanged.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class PlanCounter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """Everything a layer needs to walk a step; made once by the planner, shared by all layers.
+    """Everything a layer needs for a step; made once by the planner, shared by all layers.
 
     Attributes:
         route: one of ROUTES, as the planner was configured.

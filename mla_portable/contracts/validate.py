@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every primitive demands of its arguments, whichever backend serves it: one function per primitive.
+"""What every primitive requires of its arguments, whatever backend runs it: one function per primitive.
 
 Each takes the primitive's own arguments, raises before any kernel can run, reads nothing back from a device, and returns
 the few facts that choosing an implementation depends on. Axes are those of `mla_portable.contracts.primitives`. Values
@@ -299,7 +299,7 @@ def sparse_prefill(
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> None:
-    """Nothing of their shapes decides who serves it."""
+    """The shapes do not affect the choice of an implementation."""
     where = "merge_states"
     check_dense(where, "outs", outs, "[P, ..., D]")
     if outs.dim() < 2:
@@ -315,7 +315,7 @@ def merge_states(outs: Tensor, lses: Tensor) -> None:
 
 
 def quantize_per_tensor(x: Tensor, dtype: torch.dtype) -> None:
-    """Nothing of its shape decides who serves it."""
+    """The shape does not affect the choice of an implementation."""
     where = "quantize_per_tensor"
     check_dense(where, "x", x, "of any shape")
     check_resolved(where, "x", x)
