@@ -6,8 +6,8 @@
     ci/vllm_interfaces.py vllm-0.26.0-*.whl        # writes tests/vllm/interfaces/0.26.0.json
 
 What a file holds: per class its methods, which are abstract, their parameters (a trailing "=" marks a default), its bases
-and class variables; the fields of the common metadata; which optional functions are there; what MLAAttention reads from
-an implementation and from the metadata; which of the plugin's own imports from vLLM would succeed.
+and class variables; the fields of the common metadata; which optional functions are there; what MLAAttention and the layers
+around it read from an implementation and from the metadata; which of the plugin's own imports from vLLM would succeed.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ FUNCTIONS = {
     "vllm/_custom_ops.py": ("concat_and_cache_mla",),
 }
 LAYER = "vllm/model_executor/layers/attention/mla_attention.py"
+CALLERS = {"vllm/model_executor/layers/mla.py": "self.mla_attn.impl", "vllm/models/deepseek_v32/attention.py": "self.impl"}
+"""Models' own layers around MLAAttention, and how they name its implementation."""
 
 
 def parameters(node: ast.FunctionDef) -> list[str]:
@@ -111,7 +113,7 @@ def names_of(node: ast.AST) -> set[str]:
 def extract(wheel: Path) -> dict[str, object]:
     with zipfile.ZipFile(wheel) as archive:
         present = set(archive.namelist())
-        trees = {path: ast.parse(archive.read(path)) for path in {*CLASSES, *FUNCTIONS, LAYER} if path in present}
+        trees = {path: ast.parse(archive.read(path)) for path in {*CLASSES, *FUNCTIONS, LAYER, *CALLERS} if path in present}
         imports = {f"{module}:{name}": defines(archive, present, module, name) for module, name in plugin_imports()}
     found: dict[str, object] = {"classes": {}, "functions": {}, "imports": imports}
     for path, names in CLASSES.items():
@@ -124,9 +126,10 @@ def extract(wheel: Path) -> dict[str, object]:
     layer = next(n for n in trees[LAYER].body if isinstance(n, ast.ClassDef) and n.name == "MLAAttention")
     forward = next(n for n in layer.body if isinstance(n, ast.FunctionDef) and n.name == "forward_impl")
     calls = [n for n in ast.walk(layer) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "impl_cls"]
+    callers = [attributes_of(trees[path], name) for path, name in CALLERS.items() if path in trees]
     found["layer"] = {
         "metadata": attributes_of(forward, "attn_metadata"),
-        "impl": attributes_of(layer, "self.impl"),
+        "impl": sorted({*attributes_of(layer, "self.impl"), *(name for names in callers for name in names)}),
         "impl_arguments": sorted({k.arg for call in calls for k in call.keywords if k.arg}),
     }
     return found

@@ -54,7 +54,7 @@ def arguments(job: dict[str, Any], checkpoints: Path) -> dict[str, Any]:
 
 
 def start(job: dict[str, Any], checkpoints: Path) -> Any:
-    """The engine. Where vLLM may send short prompts to dense attention, it is told to send all to the backend."""
+    """The engine. Where vLLM may send short prompts to dense attention, it is configured to send all to the backend."""
     from vllm import LLM
     from vllm.config.attention import AttentionConfig
 

@@ -83,7 +83,7 @@ def _generate(who: str, kv: str, heads: int, mode: str, **more: Any) -> Job:
 
 
 def _rounded(kv: str, heads: int) -> Job:
-    """Stock whose attention is rounded anew: how much the model makes of differences that two correct kernels have."""
+    """Stock with its attention's output rounded once more: the effect of a difference that any two correct kernels have."""
     options = {"repeats": 1, "lengths": LENGTHS, "tokens": TOKENS, "rounds": True}
     return Job(f"rounded-{cell(kv, heads)}-eager", "generate", "stock", kv, heads, "eager", options=options)
 

@@ -24,7 +24,7 @@ Ran = Mapping[str, Done]
 
 @dataclass(frozen=True)
 class Line:
-    """What was asked, what was found, and whether that is right; None where it is only told."""
+    """What was asked, what was found, and whether that is right; None where it is reported for information."""
 
     name: str
     found: str
@@ -72,7 +72,7 @@ def _noise(ran: Ran, cell: str) -> float:
 
 
 def _rounded(ran: Ran, cell: str) -> float:
-    """What short prompts' log-probabilities move by when stock's attention is rounded anew; 0 where that did not run."""
+    """How far rounding stock's attention once more moves short prompts' log-probabilities; 0 where that did not run."""
     stock, rounded = _runs(ran, f"stock-{cell}-eager"), _runs(ran, f"rounded-{cell}-eager")
     return judge.agree(rounded[0], stock[0], longest=_LONG - 1).difference if stock and rounded else 0.0
 
@@ -127,7 +127,7 @@ def _requests(ran: Ran) -> Iterator[Line]:
 def tensor_parallel(ran: Ran, out: Path) -> Iterator[Line]:
     """Two GPUs against one: sums are split, and so rounded, differently.
 
-    The yardstick is what stock shows against its first run on one GPU: on two, and on one again.
+    The limit follows the differences of stock from its first run on one GPU: on two, and on one again.
     """
     limits: list[float] = []
     sides = ({"longest": _LONG - 1}, {"shortest": _LONG})

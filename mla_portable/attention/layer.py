@@ -22,7 +22,7 @@ from mla_portable.attention.checks import StepCheck, checked_sink
 from mla_portable.attention.demand import BackendChoice, Demand
 from mla_portable.attention.routes import RouteDecision, choose_route
 from mla_portable.attention.spec import AttentionSpec
-from mla_portable.attention.step import Part, Step
+from mla_portable.attention.step import JoinQuery, Part, Step, join_halves
 from mla_portable.contracts import (
     HEAD_SIZE,
     KV_LORA_RANK,
@@ -66,6 +66,7 @@ class SparseMLAAttention:
         workspace: Tensor | None = None,
         attn_sink: Tensor | None = None,
         buffers: StepBuffers | None = None,
+        join_query: JoinQuery | None = None,
     ) -> None:
         """Choose a route, bind its primitives, allocate what is not given.
 
@@ -74,6 +75,7 @@ class SparseMLAAttention:
             backend: forced for every primitive of the layer, or a mapping from primitive names to backends.
             workspace: [W, 576] bf16, at least `spec.workspace_rows`; allocated where None and the route gathers.
             attn_sink: [H] float32, exactly when `spec.attn_sink`. buffers: of another layer of the same spec and route.
+            join_query: writes the halves of a (ql_nope, q_pe) pair side by side into its third argument; `torch.cat` if None.
         Raises: UnsupportedRoute with the reasons against every route; UnknownBackend; InvalidArgument for tensors that do
             not fit the spec.
         """
@@ -104,6 +106,7 @@ class SparseMLAAttention:
         self._write = demand.bind(self._writes.request) if self._writes.chosen else None
         self._index = torch.empty(0, dtype=torch.uint8, device=self.device).get_device()  # -1 for a CPU
         self._attn_sink = checked_sink(spec, attn_sink, self.device)
+        self._join_query = join_halves if join_query is None else join_query
         self.buffers = self._ready_buffers(buffers, workspace)
         flat_cache = self._prefill is not None and self._gather is None and spec.kv_layout == "bf16"
         self._check = StepCheck(
@@ -220,7 +223,7 @@ class SparseMLAAttention:
             lse_out = torch.empty((num_tokens, spec.num_heads), dtype=torch.float32, device=self.device)
         if num_tokens == 0:
             return out, lse_out if spec.need_lse else None
-        query = q if isinstance(q, Tensor) else step.join_query(q)
+        query = q if isinstance(q, Tensor) else step.join_query(q, self._join_query)
         self._convert(
             topk_indices if topk_indices.shape[0] == num_tokens else topk_indices[:num_tokens],
             plan.req_id_per_token,
@@ -252,7 +255,7 @@ class SparseMLAAttention:
     __call__ = forward
 
     def step(self, plan: StepPlan) -> Step:
-        """The parts of a plan on this layer's buffers. A caller may fill `query`, where (ql_nope, q_pe) pairs are joined."""
+        """The parts of a plan on this layer's buffers."""
         together = self._together and plan.num_prefill_tokens > 0
         return self.buffers.step(plan, decodes=self._decode is not None and not together)
 

@@ -6,6 +6,7 @@ Creating tensor views costs host time comparable to a kernel launch, so they are
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,10 @@ from torch import Tensor
 
 from mla_portable.contracts import PrefillChunk, StepPlan
 
-__all__ = ["Part", "Step", "divide"]
+__all__ = ["JoinQuery", "Part", "Step", "divide", "join_halves"]
+
+JoinQuery = Callable[[Tensor, Tensor, Tensor], None]
+"""Writes the halves of a query, ql_nope [T, H, 512] and q_pe [T, H, 64], side by side into the third argument, [T, H, 576]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,10 +67,16 @@ class Step:
     prefills: tuple[Part, ...]
     end: int
 
-    def join_query(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+    def join_query(self, pair: tuple[Tensor, Tensor], join: JoinQuery) -> Tensor:
         """(ql_nope [T, H, 512], q_pe [T, H, 64]) -> [T, H, 576] at a stable address; the last pair is overwritten."""
         assert self.query is not None  # StepCheck refuses a pair where the buffers have no room for it
-        return torch.cat(pair, dim=-1, out=self.query)
+        join(*pair, self.query)
+        return self.query
+
+
+def join_halves(ql_nope: Tensor, q_pe: Tensor, out: Tensor) -> None:
+    """Write ql_nope [T, H, 512] and q_pe [T, H, 64] side by side into out [T, H, 576]."""
+    torch.cat((ql_nope, q_pe), dim=-1, out=out)
 
 
 def divide(

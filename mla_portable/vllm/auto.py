@@ -1,33 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportMissingImports=false
-"""A class path that decides late: stock's backend where it serves the device, else ours.
+"""Class paths that decide late: stock's backend or ours, for the device and the model of the process that asks.
 
 vLLM's registry holds paths, and imports them only when a model chooses its attention, in the process that runs it. So
 `mla_portable.vllm.auto.FLASHMLA_SPARSE` costs nothing where it is registered, and looks at the device where there is one.
+
+    auto.<member>            mode auto: stock's class, ours where stock does not serve the device or the configuration
+    auto.override_<member>   mode override: ours, stock's class where only stock serves the configuration
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Final
 
 from mla_portable.vllm.settings import logger
 
-__all__ = ["PLACES", "stock_or_ours"]
+__all__ = ["OVERRIDE", "PLACES", "ours_or_stock", "stock_or_ours"]
 
 PLACES: Final = ("FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120")
 """Members of vLLM's registry that automatic selection tries for sparse MLA on CUDA devices: all but SM12x, and SM12x."""
 
+OVERRIDE: Final = "override_"
+"""Precedes the member's name in the paths of mode override."""
+
 
 def stock_or_ours(member: str) -> Any:
-    """The backend class that serves `member` on the device of this process."""
+    """The class for `member` in mode auto."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    reason = _against_stock(AttentionBackendEnum[member].value)
+    path = AttentionBackendEnum[member].value
+    reason = _against_device(path)
     if reason is None:
-        return _resolve(AttentionBackendEnum[member].value)
+        stock, ours = _resolve(path), _ours()
+        reasons = _against_configuration(stock)
+        if not reasons or _against_configuration(ours):
+            return stock
+        reason = "; ".join(reasons)
+    logger.info("mla_portable serves in place of %s: %s", member, reason)
+    return _ours()
+
+
+def ours_or_stock(member: str) -> Any:
+    """The class for `member` in mode override."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    path, ours = AttentionBackendEnum[member].value, _ours()
+    reasons = _against_configuration(ours)
+    if not reasons or _against_device(path) is not None:
+        return ours
+    stock = _resolve(path)
+    if _against_configuration(stock):
+        return ours
+    logger.warning("stock %s serves this model, mla_portable does not: %s", member, "; ".join(reasons))
+    return stock
+
+
+def _ours() -> Any:
     from mla_portable.vllm.backend import MLAPortableBackend
 
-    logger.info("mla_portable stands in for %s: %s", member, reason)
     return MLAPortableBackend
 
 
@@ -38,7 +69,7 @@ def _resolve(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def _against_stock(path: str) -> str | None:
+def _against_device(path: str) -> str | None:
     """Why the stock backend cannot serve this device, None where it can."""
     from vllm.platforms import current_platform
 
@@ -59,7 +90,24 @@ def _against_stock(path: str) -> str | None:
     return None
 
 
+def _against_configuration(backend: Any) -> list[str]:
+    """Why `backend` cannot serve the sparse-MLA model of the configuration in force; empty where there is no such model."""
+    from mla_portable.vllm import compat
+
+    config = compat.current_config()
+    if config is None or config.model_config is None or compat.model_numbers(config).topk is None:
+        return []
+    known = inspect.signature(backend.validate_configuration).parameters
+    arguments = {name: value for name, value in compat.selection_arguments(config).items() if name in known}
+    try:
+        return backend.validate_configuration(**arguments)
+    except ImportError as error:
+        return [f"{type(error).__name__}: {error}"]
+
+
 def __getattr__(name: str) -> Any:
     if name in PLACES:
         return stock_or_ours(name)
+    if name.removeprefix(OVERRIDE) in PLACES:
+        return ours_or_stock(name.removeprefix(OVERRIDE))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,7 +27,7 @@ class MLAPortableBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """FLASHMLA_SPARSE, whatever it is registered as: vLLM ties the meaning of `fp8` (as fp8_ds_mla), the cache's
+        """FLASHMLA_SPARSE, under every name it is registered as: vLLM ties the meaning of `fp8` (as fp8_ds_mla), the cache's
         alignment and the indexer's warm-up to this name, and all of that is wanted here."""
         return "FLASHMLA_SPARSE"
 

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
 from mla_portable.attention import SparseMLAAttention
-from mla_portable.contracts import Batch, InvalidArgument, StepPlan, neutral_defaults
+from mla_portable.contracts import Batch, DecodeSchedule, InvalidArgument, neutral_defaults
 from mla_portable.planner import Planner
 from mla_portable.vllm import compat, model, scratch, shadow
 from mla_portable.vllm.metadata import MLAPortableMetadata
@@ -49,14 +49,16 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             num_heads=heads,
             softmax_scale=scale,
             block_size=kv_cache_spec.block_size,
+            block_gap=compat.block_gap(vllm_config, kv_cache_spec),
             need_lse=need_lse,
         )
-        has_workspace = resolved.decision.verdict.part("gather") is not None
-        shared = not compat.own_builders_per_layer(vllm_config)
+        gathers = resolved.decision.verdict.part("gather") is not None
+        microbatches = compat.runs_microbatches(vllm_config)
         with neutral_defaults():
-            buffers = scratch.step_buffers(resolved.spec, has_workspace=has_workspace) if shared else None
-            self.attention = SparseMLAAttention(resolved.spec, device=device, buffers=buffers)
-            # vLLM's lengths may be upper bounds, or those of a dummy batch: the block table need not reach that far
+            buffers = scratch.step_buffers(resolved.spec, device, has_workspace=gathers, microbatches=microbatches)
+            joiner = compat.query_joiner()
+            self.attention = SparseMLAAttention(resolved.spec, device=device, buffers=buffers, join_query=joiner)
+            # Lengths may be upper bounds, or those of a dummy batch: the block table need not reach that far.
             config = replace(self.attention.planner_config(), block_size=None)
             if config.schedule_kind == "flashmla_tiles":
                 config = replace(config, few_tokens=compat.few_decode_tokens())
@@ -64,7 +66,7 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         for impl in impls:
             impl.attach(self.attention, resolved.writer)
         self._shadow = shadow.steps(kv_cache_spec, layer_names, vllm_config, device)
-        self._captured: list[StepPlan] = []
+        self._captured: dict[int, DecodeSchedule] = {}
         logger.info(
             "mla_portable serves %d layers on %s by route %s: %s; cache %s, %s heads, written by %s",
             len(layer_names),
@@ -85,7 +87,8 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         """
         stored = getattr(kv_cache_spec, "cache_dtype_str", None) or vllm_config.cache_config.cache_dtype
         # The spec's blocks are the manager's here; kernels will see smaller ones.
-        resolved = model.resolve(vllm_config, compat.device(), kv_cache_dtype=stored)
+        gap = compat.block_gap(vllm_config, kv_cache_spec)
+        resolved = model.resolve(vllm_config, compat.device(), kv_cache_dtype=stored, block_gap=gap)
         return cls._cudagraph_support if resolved.spec.graph else AttentionCGSupport.NEVER
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MLAPortableMetadata:
@@ -94,7 +97,7 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         Raises: InvalidArgument for a batch beyond the configured limits.
         """
         common, spec = common_attn_metadata, self.attention.spec
-        num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
+        num_reqs, num_tokens = int(common.num_reqs), int(common.num_actual_tokens)  # numpy's in places
         starts = common.query_start_loc_cpu.numpy()[: num_reqs + 1]
         batch = Batch(
             query_start_loc=starts,
@@ -119,22 +122,26 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             block_size=spec.block_size,
             topk_tokens=spec.topk,
             attention=self.attention,
-            planner=self.planner,
-            batch=batch,
             plan=plan,
             shadow=beside,
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLAPortableMetadata:
-        """The metadata of a step that is captured. vLLM forgets it, the graph goes on reading what its plan points at."""
+        """The metadata of a step that is captured.
+
+        vLLM drops it, but the graph goes on reading what its plan points at: the planner's own buffers, and the schedule, which
+        is kept here. A step of the same shape has the same schedule, so captures of it add nothing.
+        """
         metadata = self.build(0, common_attn_metadata)
-        self._captured.append(metadata.plan)
+        schedule = metadata.plan.decode_schedule
+        if schedule is not None:
+            self._captured[id(schedule)] = schedule
         return metadata
 
     def _host_lengths(self, common: Any, query_lens: np.ndarray) -> np.ndarray:
         """Sequence lengths or upper bounds of them, [R] int32, each at least its query and at most the longest sequence.
 
-        Dummy batches have lengths that mean nothing, and bounds may pass the limit by the drafts that were not accepted yet.
+        Dummy batches have arbitrary lengths, and bounds may pass the limit by the drafts that were not accepted yet.
         """
         limit = self.attention.spec.max_model_len
         lengths = compat.host_lengths(common, query_lens)

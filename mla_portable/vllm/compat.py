@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportMissingImports=false
-"""All that differs between versions of vLLM, told by what is there and never by a version number.
+"""All that differs between versions of vLLM, detected by features and never by a version number.
 
 Written against 0.20 to 0.33. Where two versions do a thing differently, the function below says which is which.
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from importlib import import_module, util
+from dataclasses import replace
+from importlib import import_module
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ __all__ = [
     "IMPL_BASE",
     "ModelNumbers",
     "align_blocks",
+    "block_gap",
     "capture_sizes",
     "current_config",
     "decode_query_len",
@@ -30,8 +32,9 @@ __all__ = [
     "host_lengths",
     "impls_of",
     "model_numbers",
-    "own_builders_per_layer",
     "query_joiner",
+    "runs_microbatches",
+    "selection_arguments",
     "shared_scratch",
     "unsupported_features",
     "wants_full_graphs",
@@ -92,12 +95,18 @@ def decode_query_len(vllm_config: Any) -> int:
 def few_decode_tokens() -> int:
     """Tokens of leading requests of one length that FlashMLA decodes, as under vLLM's own backend: 32, none up to 0.25.
 
-    From 0.26 on that backend decodes leading requests of one length up to 128 to 1024 tokens each. The two kernels round
-    differently, so whoever does as it does gets its bits. But its decode reads K keys for every token, be they there or not:
-    measured on an H200 at 64 heads, 39 us for 16 tokens and 236 us for 256. A prefill reads the keys that are there. So few
-    tokens follow vLLM, where that costs little and saves the gathering of a long context; many do not.
+    From 0.26 on that backend decodes leading requests of one length up to 128 to 1024 tokens each (its builder sets
+    `require_uniform_decodes`). The two kernels round differently, so a plan with the same split gives the same bits. But
+    FlashMLA's decode reads K keys for every token, valid or not: measured on an H200 at 64 heads, 39 us for 16 tokens and
+    236 us for 256. Its prefill reads the valid keys. So few tokens follow vLLM, where that costs little and saves the
+    gathering of a long context; many do not.
     """
-    return _FEW_TOKENS if util.find_spec("vllm.model_executor.layers.attention.sparse_mla_attention") else 0
+    try:
+        stock = import_module("vllm.v1.attention.backends.mla.flashmla_sparse")
+    except ImportError:
+        return 0
+    builder = getattr(stock, "FlashMLASparseMetadataBuilder", None)
+    return _FEW_TOKENS if getattr(builder, "require_uniform_decodes", False) else 0
 
 
 def capture_sizes(vllm_config: Any) -> int:
@@ -121,9 +130,22 @@ def workspace_rows(vllm_config: Any) -> int | None:
     return int(factor) * int(vllm_config.model_config.max_model_len) if factor else None
 
 
-def own_builders_per_layer(vllm_config: Any) -> bool:
-    """Batches run as two overlapping halves, each with a builder of its own: their scratch must not be shared."""
+def runs_microbatches(vllm_config: Any) -> bool:
+    """Batches run as two overlapping microbatches (DBO), each with its own builder and its own slot of vLLM's workspace."""
     return bool(vllm_config.parallel_config.use_ubatching)
+
+
+def block_gap(vllm_config: Any, kv_cache_spec: Any) -> int | None:
+    """Bytes between the end of a block of a layer's cache and the next one; None for other layers' pages, whole rows of them.
+
+    Up to 0.28 only padding lies there. 0.33 has layouts with the blocks outermost, such as `BLHNC`, where every layer's page of
+    a block follows; the layout is settled before builders are made.
+    """
+    layout = getattr(vllm_config.cache_config, "kv_cache_layout", None)
+    if layout is not None and layout.startswith("B"):
+        return None
+    padded = getattr(kv_cache_spec, "page_size_padded", None)
+    return 0 if padded is None else padded - replace(kv_cache_spec, page_size_padded=None).page_size_bytes
 
 
 def unsupported_features(vllm_config: Any) -> list[str]:
@@ -133,7 +155,33 @@ def unsupported_features(vllm_config: Any) -> list[str]:
         size = getattr(parallel, field, 1)
         if size and size > 1:
             refused.append(f"{word} context parallelism {size} (supports 1): set {field}=1")
+    if getattr(getattr(vllm_config, "attention_config", None), "hisparse_config", None) is not None:
+        remedy = "leave hisparse_config and HiSparseConnector out"
+        refused.append(f"HiSparse, a KV cache in host memory (supports a cache on the device): {remedy}")
     return refused
+
+
+def selection_arguments(vllm_config: Any) -> dict[str, Any]:
+    """What vLLM passes to `AttentionBackend.validate_configuration` for the configured sparse-MLA model, by name.
+
+    Arguments that have defaults there are left out.
+    """
+    from vllm.platforms import current_platform
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    return {
+        "head_size": model.get_head_size(),
+        "dtype": model.dtype,
+        "kv_cache_dtype": cache.cache_dtype,
+        "block_size": cache.block_size if getattr(cache, "user_specified_block_size", False) else None,
+        "use_mla": True,
+        "has_sink": False,
+        "use_sparse": True,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": current_platform.get_device_capability(),
+        "attn_type": "decoder",
+    }
 
 
 def host_lengths(common: Any, query_lens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:

@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from mla_portable.attention import SparseMLAAttention
+from mla_portable.attention import SparseMLAAttention, StepBuffers
 from mla_portable.contracts import KV_LORA_RANK, InvalidArgument
 from mla_portable.vllm import compat, model, scratch, shadow
 from mla_portable.vllm.metadata import MLAPortableMetadata
@@ -21,7 +22,8 @@ __all__ = ["MLAPortableImpl"]
 class MLAPortableImpl(compat.IMPL_BASE):
     """vLLM's interface to a SparseMLAAttention that the builder makes and all layers share.
 
-    vLLM multiplies the query by W_UK before, and the output by W_UV after; nothing of the weights is kept here.
+    vLLM multiplies the query by W_UK before, and the output by W_UV after; nothing of the weights is kept here. The builder
+    owns the attention and its buffers: what a dropped builder held is released, whatever layers it was made for.
     """
 
     is_sparse: ClassVar[bool] = True
@@ -60,16 +62,16 @@ class MLAPortableImpl(compat.IMPL_BASE):
             ("q_pad_num_heads", mla_args.get("q_pad_num_heads")),
         ):
             if value:
-                raise InvalidArgument("vLLM", name, got=repr(value), expected="None: sparse MLA has no such thing")
+                raise InvalidArgument("vLLM", name, got=repr(value), expected="None: sparse MLA does not support it")
         if attn_type != "decoder":
             raise InvalidArgument("vLLM", "attn_type", got=repr(attn_type), expected="'decoder'")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
         self.kv_lora_rank: int = mla_args.get("kv_lora_rank", KV_LORA_RANK)
         self._indexer, self._topk_indices_buffer = indexer, topk_indices_buffer
-        self._join_query = compat.query_joiner()
-        self._attention: SparseMLAAttention | None = None
+        self._attention: ref[SparseMLAAttention] | None = None
         self._writer: Writer | None = None
+        self._scratch: StepBuffers | None = None
         config = compat.current_config()
         if config is not None:
             self._reserve(config)
@@ -88,6 +90,8 @@ class MLAPortableImpl(compat.IMPL_BASE):
             topk_indices_buffer=topk_indices_buffer,
             **mla_args,
         )
+        if self._shadow is not None:
+            self._shadow.follow(self)
 
     def _reserve(self, config: Any) -> None:
         resolved = model.resolve(
@@ -98,39 +102,43 @@ class MLAPortableImpl(compat.IMPL_BASE):
             softmax_scale=self.scale,
             need_lse=self.need_to_return_lse_for_decode,
         )
-        if not compat.own_builders_per_layer(config):
-            scratch.step_buffers(resolved.spec, has_workspace=resolved.decision.verdict.part("gather") is not None)
+        gathers = resolved.decision.verdict.part("gather") is not None
+        microbatches = compat.runs_microbatches(config)
+        buffers = scratch.step_buffers(resolved.spec, compat.device(), has_workspace=gathers, microbatches=microbatches)
+        self._scratch = buffers if microbatches else None  # vLLM's workspace may grow, and must not be held
 
     @property
     def topk_indices_buffer(self) -> Tensor | None:
         """[tokens, K] int32, filled by the indexer; a layer without one reads what the layer before it chose.
 
-        Asked for anew each time: a draft model's indexer is given the target's buffer after its layers were built.
+        Read from the indexer each time: a draft model's indexer is given the target's buffer after its layers were built.
         """
         return self._topk_indices_buffer if self._indexer is None else self._indexer.topk_indices_buffer
 
     @topk_indices_buffer.setter
     def topk_indices_buffer(self, buffer: Tensor | None) -> None:
         self._topk_indices_buffer, self._indexer = buffer, None
+        if self._shadow is not None:
+            self._shadow.use_topk(buffer)
 
     def attach(self, attention: SparseMLAAttention, writer: Writer) -> None:
-        """Called by each builder of this layer; the first one's attention writes the cache where vLLM's operator cannot."""
-        if self._attention is None:
-            self._attention, self._writer = attention, writer
+        """Called by each builder of this layer; the latest one's attention writes the cache where vLLM's operator cannot.
+
+        vLLM makes a first set of builders to profile CUDA graphs and drops it: the layer keeps none of it alive.
+        """
+        self._attention, self._writer = ref(attention), writer
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Nothing to prepare: W_UK and W_UV are the layer's own.
 
         Raises: InvalidArgument for activations other than bfloat16.
         """
-        if self._shadow is not None:
-            self._shadow.process_weights_after_loading(act_dtype)
         if act_dtype != torch.bfloat16:
             remedy = "Start vLLM with --dtype bfloat16."
             raise InvalidArgument("vLLM", "dtype", got=act_dtype, expected="torch.bfloat16", remedy=remedy)
 
     def record_logical_topk_ready(self) -> None:
-        """vLLM 0.33 tells here that the indexer is done; whoever overlaps transfers with it needs that, nobody here does."""
+        """Called by vLLM 0.33 when the indexer's kernels are enqueued; nothing to do, everything here is on the same stream."""
 
     def do_kv_cache_update(
         self,
@@ -149,7 +157,8 @@ class MLAPortableImpl(compat.IMPL_BASE):
         """
         if kv_cache.numel() == 0:  # vLLM profiles before there is a cache
             return
-        if self._attention is None or self._writer is None:
+        attention = self._attention() if self._attention is not None else None
+        if attention is None or self._writer is None:
             got, expected = "a layer without a metadata builder", "one builder for each group of layers, made before a step"
             raise InvalidArgument("vLLM", "do_kv_cache_update", got=got, expected=expected)
         if self._writer.who == "vllm":
@@ -157,7 +166,7 @@ class MLAPortableImpl(compat.IMPL_BASE):
             return
         slots = slot_mapping.flatten()
         rows = slots.shape[0]
-        self._attention.cache_write(kv_c_normed[:rows], k_pe.flatten(1)[:rows], self._rows(kv_cache), slots)
+        attention.cache_write(kv_c_normed[:rows], k_pe.flatten(1)[:rows], self._rows(kv_cache), slots)
 
     def forward_mqa(
         self,
@@ -166,13 +175,13 @@ class MLAPortableImpl(compat.IMPL_BASE):
         attn_metadata: MLAPortableMetadata,
         layer: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of a step's tokens, or of those of its leading requests.
+        """Attention of a step's tokens.
 
         Args:
-            q: [T, H, 576] bf16, or ql_nope [T, H, 512] and q_pe [T, H, 64].
+            q: [T, H, 576] bf16, or ql_nope [T, H, 512] and q_pe [T, H, 64]; T is the metadata's `num_actual_tokens`.
             kv_c_and_k_pe_cache: [blocks, block_size, 576] bf16, or [blocks, block_size, 656] of bytes.
         Returns: out [T, H, 512] bf16, and the natural-log lse [T, H] float32 where vLLM merges partial results, else None.
-        Raises: InvalidArgument or PlanMismatch before anything runs.
+        Raises: InvalidArgument or PlanMismatch before anything is written.
         """
         attention, topk_indices = attn_metadata.attention, self.topk_indices_buffer
         if attention.spec.softmax_scale != self.scale:
@@ -185,14 +194,8 @@ class MLAPortableImpl(compat.IMPL_BASE):
             raise InvalidArgument("vLLM", "topk_indices_buffer", got="None", expected="an indexer's buffer, [tokens, K] int32")
         num_tokens = (q if isinstance(q, Tensor) else q[0]).shape[0]
         kv_cache = self._rows(kv_c_and_k_pe_cache)
-        plan, query = attn_metadata.plan_for(num_tokens), q
-        if isinstance(q, tuple) and self._join_query is not None:
-            joined = attention.step(plan).query
-            if joined is not None and joined.shape[0] == num_tokens:
-                self._join_query(*q, joined)
-                query = joined
         out = torch.empty((num_tokens, self.num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=kv_cache.device)
-        result = attention.forward(query, kv_cache, topk_indices, plan, out=out)
+        result = attention.forward(q, kv_cache, topk_indices, attn_metadata.plan, out=out)
         if self._shadow is not None and attn_metadata.shadow is not None:
             self._shadow.compare(q, kv_c_and_k_pe_cache, attn_metadata.shadow, layer, out, topk_indices[:num_tokens])
         return result

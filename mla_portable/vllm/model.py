@@ -12,7 +12,15 @@ import torch
 from mla_portable.attention import AttentionSpec, RouteDecision, UnsupportedRoute
 from mla_portable.attention.demand import Demand
 from mla_portable.attention.routes import choose_route
-from mla_portable.contracts import HEAD_SIZE, DeviceFacts, InvalidArgument, MLAPortableError, Primitive, neutral_defaults
+from mla_portable.contracts import (
+    FP8_DS_MLA,
+    HEAD_SIZE,
+    DeviceFacts,
+    InvalidArgument,
+    MLAPortableError,
+    Primitive,
+    neutral_defaults,
+)
 from mla_portable.registry import get_registry
 from mla_portable.vllm import compat, settings
 from mla_portable.vllm.writer import Writer, choose_writer
@@ -45,12 +53,14 @@ def resolve(
     num_heads: int | None = None,
     softmax_scale: float | None = None,
     block_size: int = BLOCK_SIZE,
+    block_gap: int | None = 0,
     need_lse: bool = False,
 ) -> Resolved:
     """The spec of the model's layers and the route that serves them on `device`; probes implementations not tried before.
 
-    Where vLLM would capture graphs but no route can be captured, one that runs outside of graphs is taken.
-    Raises: UnsupportedRoute with the reasons against every route; InvalidArgument for a configuration that means nothing.
+    Where vLLM would capture graphs but no route can be captured, one that runs outside of graphs is taken. `block_gap` is
+    what compat.block_gap says of the cache.
+    Raises: UnsupportedRoute with the reasons against every route; InvalidArgument for a configuration that is not served.
     """
     layout = LAYOUT_OF_DTYPE.get(kv_cache_dtype)
     if layout is None:
@@ -61,7 +71,7 @@ def resolve(
         raise InvalidArgument("vLLM", "index_topk", got="nothing in the model's config", expected="a sparse-MLA model")
     refused = compat.unsupported_features(vllm_config)
     if refused:
-        raise InvalidArgument("vLLM", "parallel_config", got="; ".join(refused), expected="tensor and data parallelism only")
+        raise InvalidArgument("vLLM", "configuration", got="; ".join(refused), expected="what this backend supports")
     decode_query_len, captured = compat.decode_query_len(vllm_config), compat.capture_sizes(vllm_config)
     with neutral_defaults():
         writer = choose_writer(layout, device, vllm_config)
@@ -76,6 +86,7 @@ def resolve(
         block_size=block_size,
         topk=numbers.topk,
         scale_format=writer.scale_format,
+        contiguous_blocks=_is_contiguous(layout, block_gap),
         decode_query_len=decode_query_len,
         prefill_workspace_tokens=compat.workspace_rows(vllm_config),
         route=settings.route(),
@@ -89,6 +100,13 @@ def resolve(
     if decision.chosen is None:
         raise UnsupportedRoute(decision)
     return Resolved(spec, decision, writer)
+
+
+def _is_contiguous(layout: str, gap: int | None) -> bool:
+    """What AttentionSpec.contiguous_blocks means for the layout; `gap` in bytes, None for whole rows (compat.align_blocks)."""
+    if layout != FP8_DS_MLA.name:
+        return gap == 0
+    return gap is None or gap % FP8_DS_MLA.row_width == 0
 
 
 def _route(spec: AttentionSpec, device: torch.device) -> RouteDecision:

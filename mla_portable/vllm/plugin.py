@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportMissingImports=false
-"""The entry point of the group `vllm.general_plugins`: tells vLLM's registry where the backend is.
+"""The entry point of the group `vllm.general_plugins`: registers the path of the backend with vLLM.
 
 vLLM calls it in every one of its processes, sometimes more than once. It only writes paths into a table: no backend is
 imported, no device is touched.
@@ -22,13 +22,14 @@ def register() -> None:
     """Register the backend as MLA_PORTABLE_VLLM says; calling it again changes nothing.
 
     As CUSTOM always, unless another plugin has that; as MLA_PORTABLE where vLLM takes new names (0.32 and later). In place
-    of FLASHMLA_SPARSE with `override`; with `auto` where the stock class does not serve the device. An override that
-    another plugin made is left alone.
-    Raises: InvalidArgument when the variable means nothing.
+    of FLASHMLA_SPARSE with `override`, unless only the stock class serves the model; with `auto` where the stock class does
+    not serve the device or the configuration. An override that another plugin made is left alone.
+    Raises: InvalidArgument for a variable of the plugin with a value that is not allowed; nothing is registered then.
     """
     mode = settings.mode()
     if mode == "off":
         return
+    settings.check()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     _claim(AttentionBackendEnum.CUSTOM, BACKEND_PATH)
@@ -45,7 +46,7 @@ def register() -> None:
         if mode == "auto":
             _claim(AttentionBackendEnum[place], f"{auto.__name__}.{place}")
         elif place == "FLASHMLA_SPARSE":
-            _claim(AttentionBackendEnum[place], BACKEND_PATH)
+            _claim(AttentionBackendEnum[place], f"{auto.__name__}.{auto.OVERRIDE}{place}")
 
 
 def _claim(member: Any, path: str) -> None:

@@ -1,29 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportMissingImports=false
-"""The step's scratch, out of the workspace that all of vLLM's layers share, where this vLLM has one.
+"""The step's scratch: out of the workspace that all of vLLM's layers share, or one set of tensors for all microbatches.
 
-Everything here is filled and forgotten within one layer's attention, so the memory may belong to others in between. It is
-asked for twice: when a layer is built, so that vLLM's memory profile sees it, and when a builder binds it.
+Everything here is filled and consumed within one layer's attention on the compute stream, so the memory may belong to others
+in between. It is asked for twice: when a layer is built, so that vLLM's memory profile sees it, and when a builder binds it.
+
+With microbatches (DBO), vLLM has a workspace for each of the two, and attention of the one runs while data of the other's MoE
+lie in its workspace. So attention keeps scratch of its own there. Both microbatches issue attention on the one compute stream
+and switch only inside of MoE's communication, so they share it; so do all layers with equal limits, and every builder.
 """
 
 from __future__ import annotations
 
+from weakref import WeakValueDictionary
+
 import torch
+from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, StepBuffers
-from mla_portable.contracts import HEAD_SIZE
+from mla_portable.contracts import HEAD_SIZE, InvalidArgument, neutral_defaults
 from mla_portable.vllm import compat
 
 __all__ = ["step_buffers"]
 
+_Shape = tuple[tuple[int, ...], torch.dtype]
 
-def step_buffers(spec: AttentionSpec, *, has_workspace: bool) -> StepBuffers | None:
-    """Buffers for layers of `spec` in vLLM's shared workspace; None where there is none, and they are to be allocated.
+_shared: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
+"""Tensors of microbatches by device, name, shape and dtype, for as long as a layer or a builder holds them."""
 
-    Raises: AssertionError, by vLLM, when its workspace is locked already and too small.
+
+def step_buffers(spec: AttentionSpec, device: torch.device, *, has_workspace: bool, microbatches: bool) -> StepBuffers | None:
+    """Buffers for layers of `spec` on `device`; None where there is no workspace of vLLM's, and layers allocate their own.
+
+    Raises: InvalidArgument when vLLM's workspace is locked already and too small.
     """
     tokens, heads = spec.max_num_tokens, spec.num_heads
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    shapes: dict[str, _Shape] = {
         "indices": ((tokens, spec.topk), torch.int32),
         "counts": ((tokens,), torch.int32),
     }
@@ -33,6 +45,23 @@ def step_buffers(spec: AttentionSpec, *, has_workspace: bool) -> StepBuffers | N
         shapes["query"] = (tokens, heads, HEAD_SIZE), torch.bfloat16
     if has_workspace:
         shapes["workspace"] = (spec.workspace_rows, HEAD_SIZE), torch.bfloat16
-    with torch.inference_mode(False):  # made under inference mode they could never be written outside of it
-        found = compat.shared_scratch(list(shapes.values()))
+    with neutral_defaults():
+        if microbatches:
+            device = torch.empty(0, device=device).device  # with its index
+            return StepBuffers(**{name: _shared_tensor(device, name, *shape) for name, shape in shapes.items()})
+        try:
+            found = compat.shared_scratch(list(shapes.values()))
+        except AssertionError as error:
+            need = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes.values())
+            expected = f"{need} bytes for {tokens} tokens of {heads} heads before the workspace is locked"
+            remedy = "Lower --max-num-batched-tokens or --max-model-len."
+            raise InvalidArgument("vLLM", "workspace", got=str(error), expected=expected, remedy=remedy) from error
     return None if found is None else StepBuffers(**dict(zip(shapes, found, strict=True)))
+
+
+def _shared_tensor(device: torch.device, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    key = (device, name, shape, dtype)
+    tensor = _shared.get(key)
+    if tensor is None:
+        tensor = _shared[key] = torch.empty(shape, dtype=dtype, device=device)
+    return tensor

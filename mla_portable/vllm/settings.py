@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin's environment variables, read when they are needed and refused when they mean nothing."""
+"""The plugin's environment variables: checked when vLLM loads the plugin, read when they are needed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
-from mla_portable.contracts import ROUTES, InvalidArgument
+from mla_portable.contracts import ROUTES, SCALE_FORMATS, InvalidArgument
 
 __all__ = [
     "ENV_MODE",
     "ENV_ROUTE",
+    "ENV_SCALES",
     "ENV_SHADOW",
     "ENV_SHADOW_FILE",
     "ENV_WRITER",
@@ -20,9 +21,11 @@ __all__ = [
     "STOCK_BACKEND",
     "WRITERS",
     "cache_writer",
+    "check",
     "logger",
     "mode",
     "route",
+    "scale_format",
     "shadow_backend",
     "shadow_file",
 ]
@@ -32,13 +35,14 @@ logger = logging.getLogger("vllm.mla_portable")
 
 ENV_MODE: Final = "MLA_PORTABLE_VLLM"
 ENV_ROUTE: Final = "MLA_PORTABLE_VLLM_ROUTE"
+ENV_SCALES: Final = "MLA_PORTABLE_VLLM_CACHE_SCALES"
 ENV_SHADOW: Final = "MLA_PORTABLE_VLLM_SHADOW"
 ENV_SHADOW_FILE: Final = "MLA_PORTABLE_VLLM_SHADOW_FILE"
 ENV_WRITER: Final = "MLA_PORTABLE_VLLM_CACHE_WRITER"
 
 MODES: Final = ("auto", "custom", "override", "off")
-"""auto: register, and replace stock's FLASHMLA_SPARSE where that does not serve the device. custom: register only.
-override: replace FLASHMLA_SPARSE everywhere. off: do nothing."""
+"""auto: register, and replace stock's sparse-MLA classes where they do not serve the device or the configuration. custom:
+register only. override: replace FLASHMLA_SPARSE, unless only the stock class serves the model. off: do nothing."""
 WRITERS: Final = ("auto", "vllm", "mla_portable")
 """Who writes the cache. auto: vLLM's own operator where it works, else the cache_write primitive."""
 STOCK_BACKEND: Final = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
@@ -47,8 +51,18 @@ STOCK_BACKEND: Final = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLAS
 def _choice(name: str, allowed: tuple[str, ...], environ: Mapping[str, str] | None) -> str:
     value = (os.environ if environ is None else environ).get(name, "").strip().lower() or allowed[0]
     if value not in allowed:
-        raise InvalidArgument("environment", name, got=repr(value), expected=f"one of {', '.join(allowed)}")
+        remedy = f"Unset {name}, or set it to one of these."
+        raise InvalidArgument("environment", name, got=repr(value), expected=f"one of {', '.join(allowed)}", remedy=remedy)
     return value
+
+
+def check(environ: Mapping[str, str] | None = None) -> None:
+    """Raise InvalidArgument unless every variable of the plugin has an allowed value."""
+    mode(environ)
+    cache_writer(environ)
+    scale_format(environ)
+    route(environ)
+    shadow_backend(environ)
 
 
 def mode(environ: Mapping[str, str] | None = None) -> str:
@@ -61,8 +75,14 @@ def cache_writer(environ: Mapping[str, str] | None = None) -> str:
     return _choice(ENV_WRITER, WRITERS, environ)
 
 
+def scale_format(environ: Mapping[str, str] | None = None) -> str | None:
+    """The format of every scale in the FP8 cache as the user states it, None where it is inferred. Raises: InvalidArgument."""
+    value = _choice(ENV_SCALES, ("auto", *SCALE_FORMATS), environ)
+    return None if value == "auto" else value
+
+
 def route(environ: Mapping[str, str] | None = None) -> str:
-    """ "auto" or one of `mla_portable.contracts.ROUTES`, demanded for every layer. Raises: InvalidArgument."""
+    """ "auto" or one of `mla_portable.contracts.ROUTES`, forced for every layer. Raises: InvalidArgument."""
     return _choice(ENV_ROUTE, ("auto", *ROUTES), environ)
 
 

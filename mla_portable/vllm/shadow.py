@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -23,11 +24,18 @@ import torch
 from torch import Tensor
 
 from mla_portable.vllm import settings
+from mla_portable.vllm.metadata import MLAPortableMetadata
 
-__all__ = ["LIMIT", "ShadowLayer", "ShadowSteps", "difference", "layer", "steps"]
+__all__ = ["COMPUTING", "LIMIT", "ShadowLayer", "ShadowSteps", "difference", "hooks", "layer", "steps"]
 
 LIMIT: Final = 1e-2
 """Relative error of a layer above which the log warns: bfloat16 output differs by about 4e-3 of its size at most."""
+
+COMPUTING: Final = frozenset(
+    {"do_kv_cache_update", "forward_mha", "forward_mqa", "fused_output_quant_supported", "get_impl_variants"}
+)
+"""Methods of an implementation that write or answer something, and so are called on one implementation alone. vLLM calls all
+others to say what happens (`record_logical_topk_ready`, `prepare_for_batch`, ...): both implementations must hear of it."""
 
 _ROWS_AT_ONCE: Final = 512
 
@@ -160,9 +168,35 @@ class ShadowLayer:
         if not (ours.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._recorder.flush(name)
 
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Lets the stock implementation prepare itself."""
-        self._impl.process_weights_after_loading(act_dtype)
+    def follow(self, ours: Any) -> None:
+        """From now on, every hook that vLLM calls on `ours` reaches the stock implementation as well."""
+        for name in hooks(type(ours), type(self._impl)):
+            setattr(ours, name, _both(getattr(ours, name), getattr(self._impl, name)))
+
+    def use_topk(self, buffer: Tensor | None) -> None:
+        """Read the selection from `buffer`."""
+        self._impl.topk_indices_buffer = buffer
+
+
+def hooks(ours: type, theirs: type) -> list[str]:
+    """Public methods that both implementations have, but for those of COMPUTING."""
+    shared = (name for name in dir(theirs) if not name.startswith("_") and name not in COMPUTING)
+    return [name for name in shared if callable(getattr(theirs, name)) and callable(getattr(ours, name, None))]
+
+
+def _both(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Call both, each with its own metadata; the result is that of `ours`."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        result = ours(*arguments, **named)
+        theirs(*map(_its_own, arguments), **{name: _its_own(value) for name, value in named.items()})
+        return result
+
+    return call
+
+
+def _its_own(argument: Any) -> Any:
+    return argument.shadow if isinstance(argument, MLAPortableMetadata) else argument
 
 
 def layer(**arguments: Any) -> ShadowLayer | None:

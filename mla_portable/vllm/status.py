@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be said of the plugin without importing vLLM: its version, whether it is registered, what it would choose."""
+"""The plugin's state without importing vLLM: vLLM's version, whether the plugin is registered, what it would choose."""
 
 from __future__ import annotations
 
@@ -64,6 +64,8 @@ def vllm_status(registry: Registry, device: torch.device, *, environ: Mapping[st
         return VllmStatus(None, False, "off", "vLLM is not installed")
     try:
         mode = settings.mode(environ)
+        if mode != "off":
+            settings.check(environ)
     except InvalidArgument as error:
         return VllmStatus(version, False, "off", str(error))
     note = _obstacle(mode, environ)
@@ -86,8 +88,8 @@ def _obstacle(mode: str, environ: Mapping[str, str]) -> str:
 def _meaning(mode: str) -> str:
     return {
         "custom": "chosen with --attention-backend CUSTOM",
-        "override": "in place of FLASHMLA_SPARSE, so chosen by itself",
-        "auto": "chosen with --attention-backend CUSTOM, and by itself where stock FLASHMLA_SPARSE does not serve the device",
+        "override": "in place of FLASHMLA_SPARSE, except for models that only stock serves",
+        "auto": "chosen with --attention-backend CUSTOM, and where stock does not serve the device or the configuration",
     }[mode]
 
 

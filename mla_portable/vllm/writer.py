@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportMissingImports=false
-"""Who writes new tokens into the cache, and what the scales of an FP8 cache are then like.
+"""Who writes new tokens into the cache, and which scales an FP8 cache then has.
 
-vLLM's own operator makes the very bytes that its other backends make, so it is taken where it works; elsewhere the
+vLLM's own operator makes the same bytes as for vLLM's other backends, so it is taken where it works; elsewhere the
 cache_write primitive writes. Which scales vLLM's operator makes depends on its version (`amax` up to 0.26, `pow2` in 0.33)
-and cannot be seen from Python: one token is written, once a process, and its scale is looked at.
+and cannot be seen from Python: one token is written, once per process, and its scale is read.
+
+With a KV connector, rows may come from elsewhere: their scales are unknown unless MLA_PORTABLE_VLLM_CACHE_SCALES states them.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ _SCALES: Final = {"amax": _LATENT / E4M3_MAX, "pow2": 1.0}
 
 
 class Writer(NamedTuple):
-    """who: "vllm" or "mla_portable". scale_format: what readers may rely on, None where scales may be of either kind."""
+    """who: "vllm" or "mla_portable". scale_format: of every row that is read, None where it may be either."""
 
     who: str
     scale_format: str | None
 
 
 class Trial(NamedTuple):
-    """What came of writing one token with vLLM's operator: it works, with these scales (FP8), or why it does not."""
+    """The result of writing one token with vLLM's operator: it works, with these scales (FP8), or why it does not."""
 
     works: bool
     scale_format: str | None = None
@@ -70,17 +72,24 @@ def try_vllm(layout: str, device: torch.device) -> Trial:
 def choose_writer(layout: str, device: torch.device, vllm_config: Any | None) -> Writer:
     """Who writes a cache of `layout` on `device`.
 
-    Raises: InvalidArgument when vLLM's operator is demanded by MLA_PORTABLE_VLLM_CACHE_WRITER and does not work.
+    Raises: InvalidArgument when MLA_PORTABLE_VLLM_CACHE_WRITER forces vLLM's operator and it does not work, or when
+        MLA_PORTABLE_VLLM_CACHE_SCALES names scales other than those that are written here.
     """
-    demand, trial = settings.cache_writer(), try_vllm(layout, device)
-    if demand == "vllm" and not trial.works:
+    forced, stated, trial = settings.cache_writer(), settings.scale_format(), try_vllm(layout, device)
+    if forced == "vllm" and not trial.works:
         expected = f"another writer: vLLM's does not write {layout} on {device} ({trial.reason})"
         raise InvalidArgument("environment", settings.ENV_WRITER, got="'vllm'", expected=expected)
-    who = "vllm" if trial.works and demand != "mla_portable" else "mla_portable"
+    who = "vllm" if trial.works and forced != "mla_portable" else "mla_portable"
     if layout != FP8_DS_MLA.name:
         return Writer(who, None)
-    made = trial.scale_format if who == "vllm" else "pow2"
-    # Compiled graphs may fuse vLLM's own write into the rotary embedding, and another node may have filled the cache.
-    fused = who == "mla_portable" and trial.works and trial.scale_format != made
+    made = trial.scale_format if who == "vllm" else stated or "pow2"
+    # Compiled graphs may fuse vLLM's own write into the rotary embedding, whoever writes otherwise.
+    written = {made, trial.scale_format} if trial.works else {made}
+    if stated is not None and written != {stated}:
+        expected = f"{' and '.join(sorted(map(str, written)))}, as vLLM and mla_portable write them here"
+        remedy = f"Unset {settings.ENV_SCALES}: scales then count as unknown where they differ."
+        raise InvalidArgument("environment", settings.ENV_SCALES, got=repr(stated), expected=expected, remedy=remedy)
+    # With a connector another node, or an earlier run, may have written the rows.
     received = vllm_config is not None and getattr(vllm_config, "kv_transfer_config", None) is not None
-    return Writer(who, None if fused or received else made)
+    known = len(written) == 1 and (stated is not None or not received)
+    return Writer(who, made if known else None)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm_engine import BLOCK, HEADS, LATENT, MAX_LEN, NOPE, ROPE, SCALE, V_DIM, expected, make_engine, make_step, run_layer
 
@@ -17,6 +18,7 @@ from mla_portable.contracts import InvalidArgument, PlanMismatch, unpack_fp8
 from mla_portable.planner import PlannerConfig
 from mla_portable.reference import oracle
 from mla_portable.registry import use
+from mla_portable.vllm import compat
 
 BATCHES = {
     "decodes": ([1] * 5, [1, 64, 65, 130, 256], {}),
@@ -82,13 +84,22 @@ def test_vllms_operator_joins_the_halves_of_a_query(monkeypatch: pytest.MonkeyPa
     assert seen == [engine.builder.attention.buffers.query.data_ptr()]
 
 
-def test_what_a_captured_graph_reads_outlives_the_metadata():
-    """vLLM drops the metadata of a capture; the plan, and with it its schedule, must stay."""
-    engine = make_engine("auto")
-    step = make_step(engine, [1, 1], [100, 64])
-    plan = engine.builder.build_for_cudagraph_capture(step.common).plan
-    engine.builder.build(0, step.common)
-    assert [kept is plan for kept in engine.builder._captured] == [True]
+@pytest.mark.parametrize("fault", ["tokens", "cache"])
+def test_nothing_is_written_for_a_step_that_does_not_fit(fault: str, monkeypatch: pytest.MonkeyPatch):
+    """Not even the layer's own buffer, into which vLLM's operator joins the halves of the query."""
+    joined: list[int] = []
+    monkeypatch.setattr("mla_portable.vllm.compat.query_joiner", lambda: lambda *halves: joined.append(1))
+    engine = make_engine("fp8")
+    step = make_step(engine, [1, 1, 5], [100, 64, 200])
+    metadata = engine.builder.build(0, step.common)
+    halves, kv_cache = (step.q[..., :LATENT], step.q[..., LATENT:]), engine.kv_cache
+    if fault == "tokens":  # as where dense attention takes the prefills, which this backend does not offer
+        halves, error, text = (halves[0][:2], halves[1][:2]), PlanMismatch, "q has 2 tokens, the plan was made for 7"
+    else:
+        kv_cache, error, text = kv_cache[:, : BLOCK // 2], InvalidArgument, "block_size 32, expected fp8_ds_mla, block_size 64"
+    with pytest.raises(error, match=text):
+        engine.impl.forward_mqa(halves, kv_cache, metadata, engine.layer)
+    assert not joined
 
 
 @pytest.fixture
@@ -115,6 +126,20 @@ def test_few_tokens_decode_where_vllms_own_backend_decodes_them(query_lens: list
         assert (plan.num_decodes, plan.num_prefills, plan.num_decode_tokens) == stock[:3]
     else:
         assert (plan.num_decodes, stock[0]) == (0, 1)
+
+
+@pytest.mark.parametrize("builder, tokens", [({"require_uniform_decodes": True}, 32), ({}, 0), (None, 0)])
+def test_few_tokens_follow_what_stocks_builder_does(builder: dict | None, tokens: int, monkeypatch: pytest.MonkeyPatch):
+    """From 0.26 on it groups leading requests of one length; a vendor's build may have no such backend at all."""
+    assert compat.few_decode_tokens() == 32  # the installed version
+
+    def stock(name: str):
+        if builder is None:
+            raise ImportError(name)
+        return SimpleNamespace(FlashMLASparseMetadataBuilder=type("Builder", (), builder))
+
+    monkeypatch.setattr(compat, "import_module", stock)
+    assert compat.few_decode_tokens() == tokens
 
 
 def test_no_prompt_decodes_where_vllm_prefills_all(planned_for_flashmla: None, monkeypatch: pytest.MonkeyPatch):
@@ -162,22 +187,6 @@ def test_lse_is_returned_where_vllm_merges_partial_results(monkeypatch: pytest.M
     assert torch.allclose(lse.double(), wanted_lse, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("route", ["direct", "split", "fused", "upconvert"])
-def test_dense_attention_may_take_the_prefills(route: str, monkeypatch: pytest.MonkeyPatch):
-    """Then the layer gets the leading requests alone, though the metadata is that of the whole step; and back again."""
-    monkeypatch.setenv("MLA_PORTABLE_VLLM_ROUTE", route)
-    engine = make_engine("fp8")
-    step = make_step(engine, [1, 1, 1, 9, 33], [100, 7, 256, 9, 33])
-    metadata = engine.builder.build(0, step.common)
-    wanted = expected(engine, step)[0]
-    for rows in (3, 3, 45, 12):
-        out, _ = engine.impl.forward_mqa(step.q[:rows], engine.kv_cache, metadata, engine.layer)
-        assert out.shape == (rows, HEADS, LATENT)
-        assert_close(out, wanted[:rows], rows)
-    with pytest.raises(PlanMismatch, match="5 tokens, the step has 45"):
-        engine.impl.forward_mqa(step.q[:5], engine.kv_cache, metadata, engine.layer)
-
-
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
 def test_new_tokens_are_written_and_padding_is_not(dtype: str):
     """Activations are padded for a CUDA graph, slots may not be; a negative slot is a padding row as well."""
@@ -189,7 +198,7 @@ def test_new_tokens_are_written_and_padding_is_not(dtype: str):
     wanted = oracle.cache_write(kv_c[:4], k_pe[:4, 0], before, slots, scale_format="pow2")
     assert torch.equal(engine.kv_cache.view(torch.uint8), wanted.view(torch.uint8))
     rows: list[tuple[int, ...]] = []
-    engine.impl._attention = SimpleNamespace(cache_write=lambda *given: rows.append(tuple(len(given[i]) for i in (0, 1, 3))))
+    engine.builder.attention.cache_write = lambda *given: rows.append(tuple(len(given[i]) for i in (0, 1, 3)))
     engine.impl.do_kv_cache_update(kv_c, k_pe, engine.kv_cache, slots, engine.layer.kv_cache_dtype, torch.ones(()))
     assert rows == [(4, 4, 4)]
     engine.impl.do_kv_cache_update(kv_c, k_pe, torch.empty(0), slots, engine.layer.kv_cache_dtype, torch.ones(()))  # profiling
@@ -257,8 +266,13 @@ class OnDevice(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
+LENGTHS_ON_THE_HOST = [
+    name for name in ("seq_lens_cpu_upper_bound", "_seq_lens_cpu") if name in CommonAttentionMetadata.__dataclass_fields__
+]
+
+
 @pytest.mark.parametrize("route", ["direct", "split", "fused", "upconvert"])
-@pytest.mark.parametrize("known", ["seq_lens_cpu_upper_bound", "_seq_lens_cpu", ""])
+@pytest.mark.parametrize("known", [*LENGTHS_ON_THE_HOST, ""])
 def test_build_reads_nothing_back(route: str, known: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MLA_PORTABLE_VLLM_ROUTE", route)
     engine = make_engine("fp8")
@@ -268,20 +282,30 @@ def test_build_reads_nothing_back(route: str, known: str, monkeypatch: pytest.Mo
     with pytest.raises(AssertionError, match="read back"):
         watched.seq_lens.cpu()
     metadata = engine.builder.build(0, watched)
-    # The reference backend does read back: it is given plain tensors for the same host numbers.
-    batch = replace(metadata.batch, block_table=step.table, seq_lens_device=step.common.seq_lens)
-    metadata = replace(metadata, plan=metadata.planner.plan(batch))
-    out, _ = engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
+    # The reference backend does read back: it is given plain tensors for the same plan.
+    with torch._C.DisableTorchFunctionSubclass():
+        plan = plain(metadata.plan, "block_table")
+        plan = replace(plan, prefill_chunks=tuple(plain(each, "block_table", "seq_lens") for each in plan.prefill_chunks))
+    out, _ = engine.impl.forward_mqa(step.q, engine.kv_cache, replace(metadata, plan=plan), engine.layer)
     assert_close(out, expected(engine, step)[0], len(step.requests))
 
 
-def test_dummy_lengths_are_brought_into_range():
-    """vLLM's dummy batches have lengths below their queries, and bounds above the limit by drafts not yet accepted."""
+def plain(value, *names: str):
+    return replace(value, **{name: getattr(value, name).as_subclass(torch.Tensor) for name in names})
+
+
+def test_dummy_lengths_are_brought_into_range(monkeypatch: pytest.MonkeyPatch):
+    """vLLM's dummy batches have lengths below their queries, and bounds above the limit by drafts not yet accepted.
+
+    The block table reaches as far as the model's longest sequence, not as far as such a bound.
+    """
     engine = make_engine("fp8", drafts=2)
     step = make_step(engine, [3, 3, 1], [30, 64, 9])
     step.common.seq_lens_cpu_upper_bound[:] = torch.tensor([0, MAX_LEN + 9, 9], dtype=torch.int32)
-    lengths = engine.builder.build(0, step.common).batch.seq_lens
-    assert np.array_equal(lengths, [3, MAX_LEN + 3, 9])
+    batches, plan = [], engine.builder.planner.plan
+    monkeypatch.setattr(engine.builder.planner, "plan", lambda batch: (batches.append(batch), plan(batch))[1])
+    engine.builder.build(0, step.common)
+    assert np.array_equal(batches[0].seq_lens, [3, MAX_LEN + 3, 9])
 
 
 def test_a_batch_beyond_the_limits_is_refused():

@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 from vllm.v1.attention import backend as stock
+from vllm_engine import make_config
 
+from mla_portable.vllm import compat, shadow
 from mla_portable.vllm.backend import MLAPortableBackend
 from mla_portable.vllm.builder import MLAPortableMetadataBuilder
 from mla_portable.vllm.impl import MLAPortableImpl
@@ -99,6 +101,20 @@ def test_a_layer_finds_what_it_reads(interface: dict[str, Any]):
     ours = {name for c in MLAPortableImpl.__mro__ if "mla_portable" in c.__module__ for name in vars(c)}
     assert set(layer["impl"]) <= ours | inherited | set(NOT_REACHED)
     inspect.signature(MLAPortableImpl.__init__).bind(None, **dict.fromkeys(layer["impl_arguments"]))
+
+
+def test_what_computes_is_known_and_all_else_is_a_hook(interface: dict[str, Any]):
+    """Shadow mode calls hooks on both implementations, and what computes on one."""
+    names = {name for base in bases(interface, impl_base(interface)) for name in interface["classes"][base]["methods"]}
+    hooks = {"prepare_for_batch", "process_weights_after_loading", "record_logical_topk_ready", "reserve_workspace"}
+    assert {name for name in names if not name.startswith("_")} - shadow.COMPUTING <= hooks
+
+
+def test_what_selection_is_asked_with_is_all_that_it_needs(interface: dict[str, Any]):
+    parameters = interface["classes"]["AttentionBackend"]["methods"]["validate_configuration"]
+    config = make_config()
+    needed = {name for name in parameters if not name.endswith("=")} - {"cls"}
+    assert needed <= set(compat.selection_arguments(config))
 
 
 def test_lengths_on_the_host_have_a_name_we_know(interface: dict[str, Any]):

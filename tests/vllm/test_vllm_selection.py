@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before a model runs: registration, what vLLM's selection asks, scratch, who writes the cache, refusals at start."""
+"""Before a model runs: registration, what vLLM's selection asks, scratch, refusals at start."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -27,10 +30,9 @@ from mla_portable.contracts import (
 )
 from mla_portable.registry import Registry
 from mla_portable.vllm import auto, compat, model, plugin, settings
-from mla_portable.vllm import writer as writer_module
 from mla_portable.vllm.backend import MLAPortableBackend
 from mla_portable.vllm.status import vllm_status
-from mla_portable.vllm.writer import Trial, Writer
+from mla_portable.vllm.writer import Writer
 
 CUDA = torch.device("cuda")
 SM80 = DeviceFacts(vendor="nvidia", name="NVIDIA A100", arch="sm80", num_sms=108)
@@ -62,10 +64,22 @@ def test_registration_follows_the_mode_and_is_reentrant(mode: str, members, monk
         assert place.get_class() is MLAPortableBackend
 
 
-def test_a_mode_that_means_nothing_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(settings.ENV_MODE, "always")
-    with pytest.raises(InvalidArgument, match="got 'always', expected one of auto, custom, override, off"):
+@pytest.mark.parametrize("name", ["MODE", "ROUTE", "SCALES", "WRITER", "SHADOW"])
+def test_a_value_that_is_not_allowed_is_refused_when_vllm_loads_the_plugin(name: str, members, monkeypatch: pytest.MonkeyPatch):
+    variable = getattr(settings, f"ENV_{name}")
+    monkeypatch.setenv(variable, "foo")
+    with pytest.raises(InvalidArgument, match=f"{variable}: got 'foo', expected (one of auto, |1, 0)"):
         plugin.register()
+    assert not members.CUSTOM.is_overridden()
+
+
+def test_vllm_does_not_start_with_a_mode_that_is_not_allowed():
+    """vLLM logs the failure of a plugin's import and goes on; what the plugin itself raises must end the process."""
+    code = "from vllm.plugins import load_general_plugins; load_general_plugins(); print('started')"
+    environ = {**os.environ, settings.ENV_MODE: "foo"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
+    assert done.returncode and "started" not in done.stdout
+    assert "MLA_PORTABLE_VLLM: got 'foo', expected one of auto, custom, override, off. Unset" in done.stderr
 
 
 def test_what_another_plugin_registered_is_left_alone(members, caplog: pytest.LogCaptureFixture):
@@ -88,6 +102,72 @@ def test_auto_stands_in_where_stock_does_not_serve(capability, ours: bool, membe
     assert chosen.get_name() == "FLASHMLA_SPARSE"
     monkeypatch.setattr(flashmla, "is_flashmla_sparse_supported", lambda: (False, "not built"))
     assert members.FLASHMLA_SPARSE.get_class() is MLAPortableBackend
+
+
+def choose(members, member: str, config):
+    """As vLLM's selection does: the class of a member, under the configuration in force."""
+    with set_current_vllm_config(config):
+        return members[member].get_class()
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch):
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.ops import flashmla
+
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *a, **k: DeviceCapability(9, 0))
+    monkeypatch.setattr(flashmla, "is_flashmla_sparse_supported", lambda: (True, None))
+
+
+def stock_serves(monkeypatch: pytest.MonkeyPatch, member: str, refuses: str | None) -> type:
+    """The stock class of a member, made to serve every configuration or to refuse with a reason."""
+    stock = auto._resolve(AttentionBackendEnum[member].value)
+    reasons = [refuses] if refuses else []
+    # vLLM's own signature, so that what is passed is checked against it.
+    check = functools.wraps(stock.validate_configuration.__func__)
+    bind = inspect.signature(stock.validate_configuration).bind
+    answer = check(lambda cls, *args, **named: (bind(*args, **named), reasons)[1])
+    monkeypatch.setattr(stock, "validate_configuration", classmethod(answer))
+    return stock
+
+
+@pytest.mark.parametrize("refused", [None, "head_size", "context parallelism"])
+def test_override_leaves_to_stock_what_only_stock_serves(refused: str | None, members, hopper, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(settings.ENV_MODE, "override")
+    plugin.register()
+    config = make_config(**({"get_head_size": lambda: 512} if refused == "head_size" else {}))
+    if refused == "context parallelism":
+        config.parallel_config.decode_context_parallel_size = 2
+    stock = stock_serves(monkeypatch, "FLASHMLA_SPARSE", None)
+    assert choose(members, "FLASHMLA_SPARSE", config) is (stock if refused else MLAPortableBackend)
+    stock_serves(monkeypatch, "FLASHMLA_SPARSE", "neither does stock")
+    assert choose(members, "FLASHMLA_SPARSE", config) is MLAPortableBackend  # whose reasons vLLM then reports
+
+
+@pytest.mark.parametrize("member", auto.PLACES)
+@pytest.mark.parametrize("refuses", [None, "requires FlashInfer"])
+def test_auto_asks_whether_stock_serves_the_configuration(member: str, refuses, members, monkeypatch: pytest.MonkeyPatch):
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.ops import flashmla
+
+    capability = DeviceCapability(9, 0) if member == "FLASHMLA_SPARSE" else DeviceCapability(12, 0)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *a, **k: capability)
+    monkeypatch.setattr(flashmla, "is_flashmla_sparse_supported", lambda: (True, None))
+    plugin.register()
+    stock = stock_serves(monkeypatch, member, refuses)
+    assert choose(members, member, make_config()) is (MLAPortableBackend if refuses else stock)
+    neither = make_config(get_head_size=lambda: 512)
+    assert choose(members, member, neither) is stock
+    assert members[member].get_class() is stock  # no model: the device decides
+
+
+def test_auto_serves_sm12x_without_flashinfer(members, monkeypatch: pytest.MonkeyPatch):
+    """vLLM's own class there needs FlashInfer, which is not installed here, and refuses."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *a, **k: DeviceCapability(12, 0))
+    plugin.register()
+    assert choose(members, "FLASHINFER_MLA_SPARSE_SM120", make_config("fp8")) is MLAPortableBackend
 
 
 def test_vllm_finds_the_entry_point():
@@ -147,6 +227,12 @@ def test_a_model_without_topk_and_context_parallelism_are_refused():
     config = make_config()
     config.parallel_config.decode_context_parallel_size = 2
     assert "decode context parallelism 2 (supports 1): set decode_context_parallel_size=1" in validate(config)[0]
+
+
+def test_a_cache_in_host_memory_is_refused():
+    config = make_config()
+    config.attention_config = SimpleNamespace(hisparse_config=object())  # from 0.30 on
+    assert "HiSparse" in validate(config)[0] and "leave hisparse_config and HiSparseConnector out" in validate(config)[0]
 
 
 class Vendor:
@@ -268,57 +354,6 @@ def test_scratch_comes_from_vllms_workspace(route: str, monkeypatch: pytest.Monk
     assert make_engine("fp8").builder.attention.buffers.indices.untyped_storage().data_ptr() != pool.data_ptr()
 
 
-def fake_operator(scale: float, *, spoil: bool = False):
-    """vLLM's writer as versions differ: scales of `scale` for groups of 256."""
-
-    def concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale):
-        row = kv_cache.view(-1, kv_cache.shape[-1])[slot_mapping[0]]
-        if kv_cache_dtype == "auto":
-            row[:] = torch.cat([kv_c[0], k_pe[0]]) * (2 if spoil else 1)
-            return
-        row[:512] = (kv_c[0].float() / its_scale).to(torch.float8_e4m3fn).view(torch.uint8)
-        row[512:528] = torch.full((4,), its_scale * (2 if spoil else 1), dtype=torch.float32).view(torch.uint8)
-        row[528:] = k_pe[0].view(torch.uint8)
-
-    its_scale = scale
-    return SimpleNamespace(concat_and_cache_mla=concat_and_cache_mla)
-
-
-@pytest.mark.parametrize("scale, found", [(256 / 448, "amax"), (1.0, "pow2")])
-def test_the_scales_that_vllm_writes_are_found_out(scale: float, found: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(writer_module, "import_module", lambda name: fake_operator(scale))
-    trial = writer_module.try_vllm.__wrapped__
-    assert trial("fp8_ds_mla", CPU) == Trial(True, found)
-    assert trial("bf16", CPU) == Trial(True)
-    monkeypatch.setattr(writer_module, "import_module", lambda name: fake_operator(scale, spoil=True))
-    assert not trial("fp8_ds_mla", CPU).works
-    assert not trial("bf16", CPU).works
-
-
-@pytest.mark.parametrize(
-    "demand, trial, connector, expected",
-    [
-        ("auto", Trial(True, "amax"), False, Writer("vllm", "amax")),
-        ("auto", Trial(True, "pow2"), True, Writer("vllm", None)),
-        ("auto", Trial(False), False, Writer("mla_portable", "pow2")),
-        ("mla_portable", Trial(True, "pow2"), False, Writer("mla_portable", "pow2")),
-        ("mla_portable", Trial(True, "amax"), False, Writer("mla_portable", None)),
-    ],
-)
-def test_who_writes_and_what_readers_may_rely_on(demand, trial, connector, expected, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(settings.ENV_WRITER, demand)
-    monkeypatch.setattr(writer_module, "try_vllm", lambda layout, device: trial)
-    config = SimpleNamespace(kv_transfer_config=object() if connector else None)
-    assert writer_module.choose_writer("fp8_ds_mla", CPU, config) == expected
-    assert writer_module.choose_writer("bf16", CPU, config) == Writer(expected.who, None)
-
-
-def test_demanding_a_writer_that_does_not_work_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(settings.ENV_WRITER, "vllm")
-    with pytest.raises(InvalidArgument, match="vLLM's does not write fp8_ds_mla on cpu"):
-        writer_module.choose_writer("fp8_ds_mla", CPU, None)
-
-
 def test_status_tells_what_vllm_will_find(monkeypatch: pytest.MonkeyPatch):
     registry = Registry(environ={"MLA_PORTABLE_BACKEND": "reference"})
     found = vllm_status(registry, CPU, environ={})
@@ -329,4 +364,6 @@ def test_status_tells_what_vllm_will_find(monkeypatch: pytest.MonkeyPatch):
     assert all(route and "sparse_decode" in served for *_, route, served in found.choices)
     assert not vllm_status(registry, CPU, environ={settings.ENV_MODE: "off"}).registered
     assert "VLLM_PLUGINS=other" in vllm_status(registry, CPU, environ={"VLLM_PLUGINS": "other"}).note
-    assert "MLA_PORTABLE_VLLM" in vllm_status(registry, CPU, environ={settings.ENV_MODE: "always"}).note
+    for variable in (settings.ENV_MODE, settings.ENV_ROUTE, settings.ENV_SCALES):
+        bad = vllm_status(registry, CPU, environ={variable: "always"})
+        assert variable in bad.note and not bad.registered and not bad.choices

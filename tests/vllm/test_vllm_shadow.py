@@ -14,6 +14,7 @@ from vllm_engine import make_engine, make_step
 
 from mla_portable.contracts import InvalidArgument
 from mla_portable.vllm import settings, shadow
+from mla_portable.vllm.impl import MLAPortableImpl
 
 
 @pytest.fixture
@@ -68,6 +69,60 @@ def test_a_replayed_graph_is_recorded_when_the_next_step_is_built(records, monke
     assert [(r["step"], r["relative"]) for r in records()] == [(1, pytest.approx(0.0, abs=4e-3)), (2, 0.25)]
     engine.builder.build(0, step.common)
     assert len(records()) == 2
+
+
+def test_stock_hears_of_all_that_vllm_says(records, monkeypatch: pytest.MonkeyPatch):
+    """0.33's stock implementation waits for an event that `record_logical_topk_ready` records."""
+    heard: list[tuple] = []
+
+    def hook(name: str, *, both: bool = True):
+        def call(self, *arguments, **named):
+            heard.append((type(self).__name__, name, *arguments, *named.values()))
+
+        for owner in (fake_stock.StockImpl, MLAPortableImpl)[: 2 if both else 1]:
+            monkeypatch.setattr(owner, name, call, raising=False)
+
+    for name in ("prepare_for_batch", "reserve_workspace", "a_hook_of_a_later_version"):
+        hook(name)
+    hook("record_logical_topk_ready", both=False)  # ours has one
+    hook("process_weights_after_loading", both=False)
+    hook("only_stock_has_this", both=False)
+    for name in shadow.COMPUTING - {"forward_mqa"}:
+        hook(name, both=False)
+    engine = make_engine("auto")
+    metadata = engine.builder.build(0, make_step(engine, [1, 1], [100, 64]).common)
+    impl = engine.impl
+    heard.clear()
+    impl.process_weights_after_loading(torch.bfloat16)
+    impl.reserve_workspace()
+    impl.record_logical_topk_ready()
+    impl.prepare_for_batch(None)
+    impl.prepare_for_batch(metadata)
+    impl.a_hook_of_a_later_version(attn_metadata=metadata)
+    ours, stock = "MLAPortableImpl", "StockImpl"
+    assert heard == [
+        (stock, "process_weights_after_loading", torch.bfloat16),
+        (ours, "reserve_workspace"),
+        (stock, "reserve_workspace"),
+        (stock, "record_logical_topk_ready"),
+        (ours, "prepare_for_batch", None),
+        (stock, "prepare_for_batch", None),
+        (ours, "prepare_for_batch", metadata),
+        (stock, "prepare_for_batch", metadata.shadow),
+        (ours, "a_hook_of_a_later_version", metadata),
+        (stock, "a_hook_of_a_later_version", metadata.shadow),
+    ]
+    assert not hasattr(impl, "only_stock_has_this")
+    impl.topk_indices_buffer = other = engine.topk.clone()
+    assert impl._shadow._impl.topk_indices_buffer is other
+
+
+def test_the_cache_is_written_once(records, monkeypatch: pytest.MonkeyPatch):
+    wrote: list[str] = []
+    monkeypatch.setattr(fake_stock.StockImpl, "do_kv_cache_update", lambda self, *given: wrote.append("stock"))
+    engine = make_engine("auto")
+    make_step(engine, [1, 1], [100, 64])
+    assert not wrote
 
 
 def test_difference_counts_attending_tokens_alone():

@@ -46,6 +46,7 @@ def make_config(kv_cache_dtype: str = "auto", *, drafts: int = 0, **model: Any) 
             "dtype": torch.bfloat16,
             "enforce_eager": False,
             "get_num_attention_heads": lambda parallel: HEADS,
+            "get_head_size": lambda: LATENT + ROPE,
             **model,
         }
     )
@@ -82,9 +83,19 @@ class Engine:
         return self.layer.impl
 
 
-def make_engine(kv_cache_dtype: str = "auto", *, drafts: int = 0, blocks: int = 40, with_indexer: bool = True) -> Engine:
+def make_builder(engine: Engine) -> Any:
+    """A builder of the engine's layer, as vLLM's runner makes it for the blocks that kernels see."""
+    with set_current_vllm_config(engine.config):
+        spec = engine.layer.get_kv_cache_spec(engine.config).copy_with_new_block_size(BLOCK)
+        return MLAPortableBackend.get_builder_cls()(spec, [engine.layer.layer_name], engine.config, CPU)
+
+
+def make_engine(
+    kv_cache_dtype: str = "auto", *, drafts: int = 0, blocks: int = 40, with_indexer: bool = True, microbatches: bool = False
+) -> Engine:
     """Build a layer, its builder and its cache as vLLM's worker does; the cache is poisoned."""
     config = make_config(kv_cache_dtype, drafts=drafts)
+    config.parallel_config.enable_dbo = microbatches
     topk = torch.full((MAX_TOKENS, TOPK), -1, dtype=torch.int32)
     chosen: dict[str, Any] = (
         {"indexer": SimpleNamespace(topk_indices_buffer=topk)} if with_indexer else {"topk_indices_buffer": topk}
@@ -106,12 +117,13 @@ def make_engine(kv_cache_dtype: str = "auto", *, drafts: int = 0, blocks: int = 
             **chosen,
         )
         layer.process_weights_after_loading(torch.bfloat16)
-        spec = layer.get_kv_cache_spec(config).copy_with_new_block_size(BLOCK)
-        builder = MLAPortableBackend.get_builder_cls()(spec, [layer.layer_name], config, CPU)
+        spec = layer.get_kv_cache_spec(config)
     shape = MLAPortableBackend.get_kv_cache_shape(blocks, BLOCK, 1, spec.head_size, layer.kv_cache_dtype)
     kv_cache = torch.full(shape, 0xFF, dtype=torch.uint8) if spec.dtype == torch.uint8 else torch.full(shape, float("nan"))
     layer.kv_cache = kv_cache
-    return Engine(config, layer, builder, topk, kv_cache)
+    engine = Engine(config, layer, None, topk, kv_cache)
+    engine.builder = make_builder(engine)
+    return engine
 
 
 @dataclass

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM reads from the metadata of a step: the value of every field, for every kind of batch."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from vllm_engine import BLOCK, MAX_LEN, TOPK, make_engine, make_step
+
+from mla_portable.vllm.metadata import MLAPortableMetadata
+
+BATCHES = {
+    "decodes": ([1] * 5, [1, 64, 65, 130, 256], {}),
+    "prefills": ([7, 70, 3], [7, 70, 30], {}),
+    "mixed": ([1, 1, 1, 9, 33], [100, 7, 256, 9, 33], {}),
+    "padded decodes": ([1] * 3, [70, 1, 200], {"padded_tokens": 8, "padded_reqs": 8}),
+    "padded tokens alone": ([1] * 3, [70, 1, 200], {"padded_tokens": 8}),
+    "padded mixed": ([1, 1, 30], [70, 3, 200], {"padded_tokens": 40, "padded_reqs": 4}),
+}
+
+
+@pytest.mark.parametrize("capture", [False, True], ids=["step", "capture"])
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_every_field_has_its_value(batch: str, drafts: int, capture: bool):
+    query_lens, seq_lens, padding = BATCHES[batch]
+    engine = make_engine("fp8", drafts=drafts)
+    step = make_step(engine, query_lens, seq_lens, **padding)
+    step.common.slot_mapping.copy_(torch.arange(len(step.q)))
+    step.common.num_actual_tokens = np.int64(step.common.num_actual_tokens)
+    build = engine.builder.build_for_cudagraph_capture if capture else lambda common: engine.builder.build(0, common)
+    metadata = build(step.common)
+
+    tokens, reqs = padding.get("padded_tokens", sum(query_lens)), padding.get("padded_reqs", len(query_lens))
+    empty = [0] * (reqs - len(query_lens))
+    wanted = {
+        "num_reqs": reqs,
+        "num_actual_tokens": tokens,
+        "max_query_len": max(query_lens),
+        "max_seq_len": max(seq_lens),
+        "query_start_loc": [0, *accumulate([*query_lens, *empty])],
+        "seq_lens": [*seq_lens, *empty],
+        "block_table": step.table.tolist(),
+        "slot_mapping": list(range(tokens)),
+        # To vLLM every token is a decode: it would give the others to dense attention.
+        "num_decodes": reqs,
+        "num_decode_tokens": tokens,
+        "num_prefills": 0,
+        "prefill_max_seq_len": 0,
+        "prefill": None,
+        "decode": None,
+        "block_size": BLOCK,
+        "topk_tokens": TOPK,
+        "shadow": None,
+    }
+    found = {field.name: getattr(metadata, field.name) for field in fields(MLAPortableMetadata)}
+    found = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+    attention, plan = found.pop("attention"), found.pop("plan")
+    assert found == wanted
+    assert attention is engine.builder.attention
+    assert (plan.num_reqs, plan.num_tokens, plan.num_padded_tokens) == (reqs, sum(query_lens), tokens)
+    assert step.table.shape == (reqs, MAX_LEN // BLOCK)
+
+
+def test_tensors_are_vllms_own():
+    """Their addresses are those that vLLM writes in the next step, which a graph reads."""
+    engine = make_engine("auto")
+    step = make_step(engine, [1, 1], [100, 64])
+    metadata = engine.builder.build(0, step.common)
+    for name in ("query_start_loc", "seq_lens", "slot_mapping"):
+        assert getattr(metadata, name) is getattr(step.common, name), name
+    assert metadata.block_table is step.common.block_table_tensor
