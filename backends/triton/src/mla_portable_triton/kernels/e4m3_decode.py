@@ -13,25 +13,20 @@ from mla_portable_triton.kernels.bfloat16 import to_float32
 
 @triton.jit
 def e4m3_decode(byte, NATIVE: tl.constexpr):
-    """bfloat16 tensor of the shape of `byte` (uint8).
+    """bfloat16 tensor of the shape of `byte` (uint8); NaN codes stay NaN.
 
-    NATIVE converts through tl.float8e4nv. Otherwise integers build the bfloat16's bits: neither bfloat16 arithmetic,
-    which some targets emulate, nor subnormal floats, which some targets flush, take part.
+    NATIVE converts through tl.float8e4nv. Otherwise integers build a float16's bits, because every target converts float16 to
+    float32 exactly, while some emulate bfloat16 arithmetic or flush subnormal float32 values.
     """
     if NATIVE:
-        value = byte.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+        # through float32: the direct conversion is one scalar instruction a value on sm90 and sm100
+        value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(tl.bfloat16)
     else:
-        code = byte.to(tl.int32)
-        size = code & 0x7F
-        # normal: mantissa and exponent move up four places, the bias grows by 127 - 7
-        bits = (size << 4) + 0x3C00
-        # subnormal size * 2**-9, one branch for each place of the leading bit: 4..7, 2..3, 1, 0
-        bits = tl.where(size < 8, (size << 5) + 0x3B80, bits)
-        bits = tl.where(size < 4, (size << 6) + 0x3B00, bits)
-        bits = tl.where(size < 2, size * 0x3B00, bits)
-        bits = tl.where(size == 0x7F, 0x7FC0, bits)
-        bits |= (code & 0x80) << 8
-        value = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        # float16 has one more exponent bit and a bias larger by 8, so these bits hold the value times 2**-8, subnormals
+        # included. Extending the sign puts it into bit 15; adding 1 to a NaN's magnitude carries into bit 14.
+        code = byte.to(tl.int8, bitcast=True).to(tl.int32) << 7
+        half = (code & 0xBF80) | (((code & 0x3F80) + 0x80) & 0x4000)
+        value = (half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(tl.bfloat16)
     return value
 
 
