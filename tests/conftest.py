@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and commands fold their tables at it
 
 import torch
 

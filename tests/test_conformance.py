@@ -381,7 +381,7 @@ def test_gpus_get_graphs_and_large_problems():
 def test_the_levels_are_named():
     with pytest.raises(InvalidArgument, match="got 'thorough', expected one of smoke, quick, full"):
         cases_for(Model().implementation(P.MERGE_STATES), CPU, "thorough")
-    with pytest.raises(UnknownBackend, match=r"got 'modle', expected one of model, model\.torch"):
+    with pytest.raises(UnknownBackend, match=r"got 'modle'\. Expected one of model, model\.torch"):
         run_suite(Model(), "modle", device="cpu")
 
 

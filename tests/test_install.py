@@ -18,8 +18,8 @@ else:
 
 ROOT = Path(__file__).parents[1]
 NO_TORCH = "requirements-no-torch.txt"
-FROM_THE_MACHINE = {"torch", "triton", "vllm"}
-"""What the core imports and such an installation leaves alone."""
+FROM_THE_MACHINE = {"torch", "triton", "vllm", "packaging"}
+"""What the core imports and such an installation leaves alone. `packaging` is used where it is installed."""
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 
 
