@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_portable.contracts import KV_LORA_RANK, InvalidArgument, PlanMismatch, TileSchedule, split_kv
+from mla_portable.contracts import KV_LORA_RANK, InvalidArgument, PlanMismatch, ProgramShape, TileSchedule, split_kv
 from mla_portable.contracts.validate import check_schedule
 from mla_portable.planner import num_sm_parts, tile_schedule
 from mla_portable.planner.flashmla import TileSchedules, accumulator_bytes
@@ -288,6 +288,7 @@ def make_splits(
         batch_invariant=batch_invariant,
         max_scratch_bytes=max_scratch_bytes,
         device=torch.device("cpu"),
+        program=ProgramShape(),
     )
 
 
@@ -297,7 +298,12 @@ def test_every_cut_covers_the_row_within_the_scratch(num_sms: int, tile: int):
     for heads, topk, bound in product((1, 8, 16, 32, 64, 128), (1, 64, 100, 512, 2000, 2048, 2049), (0, 4 << 20, 64 << 20)):
         for rows in range(301):
             num_splits, split_len = split_kv(
-                num_rows=rows, num_heads=heads, topk=topk, num_sms=num_sms, tile=tile, max_scratch_bytes=bound
+                num_rows=rows,
+                num_heads=heads,
+                topk=topk,
+                num_sms=num_sms,
+                program=ProgramShape(tile=tile),
+                max_scratch_bytes=bound,
             )
             shape = (rows, heads, topk, bound, num_splits, split_len)
             assert num_splits >= 1 and split_len > 0 and split_len % tile == 0, shape

@@ -249,7 +249,7 @@ def test_a_schedule_of_its_own_fills_the_device(device: torch.device, facts: Dev
     got = problem.decode(wide)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
     check(got, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE))
     config = attention_config(facts.arch, "fp8_ds_mla", 16)
-    expected = split_kv(num_rows=1, num_heads=16, topk=512, num_sms=2, heads_per_program=config.block_h, tile=config.block_n)
+    expected = split_kv(num_rows=1, num_heads=16, topk=512, num_sms=2, program=config.program)
     assert [(s.num_splits, s.split_len) for s in made] == [expected] and expected[0] > 1
 
 

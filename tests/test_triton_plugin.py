@@ -14,12 +14,14 @@ import torch
 import triton
 
 import mla_portable_triton
+from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.contracts import (
     DEFAULT_SCRATCH_BYTES,
     Detector,
     DeviceFacts,
     Implementation,
     Primitive,
+    ProgramShape,
     Reason,
     Request,
     split_kv,
@@ -110,14 +112,28 @@ def test_declared_scratch_is_what_a_decode_call_takes(offered: dict[Primitive, I
     assert scratch is not None
     request = Request(Primitive.SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, rows=4)
     config = attention_config("sm90", "fp8_ds_mla", 16)
-    num_splits, _ = split_kv(
-        num_rows=4, num_heads=16, topk=2048, num_sms=132, heads_per_program=config.block_h, tile=config.block_n
-    )
+    num_splits, _ = split_kv(num_rows=4, num_heads=16, topk=2048, num_sms=132, program=config.program)
     assert num_splits > 1
     assert scratch(request) == num_splits * 4 * 16 * (512 + 1) * 4
     assert scratch(request.but(rows=4096)) == 0
     assert scratch(request.but(device=CPU)) == 0
     assert scratch(request.but(rows=None)) == DEFAULT_SCRATCH_BYTES
+
+
+@pytest.mark.parametrize(("heads", "rows", "splits"), [(16, 16, 16), (16, 64, 4), (64, 16, 8), (64, 64, 2), (128, 64, 1)])
+def test_a_planner_cuts_rows_for_the_blocks_that_run(
+    offered: dict[Primitive, Implementation], heads: int, rows: int, splits: int
+) -> None:
+    """Blocks of 64 heads have 8 warps, of which a multiprocessor of an H200 runs one; 16 heads have 4."""
+    request = Request(Primitive.SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=heads)
+    program = offered[Primitive.SPARSE_DECODE].program(request)
+    assert split_kv(num_rows=rows, num_heads=heads, topk=2048, num_sms=132, program=program)[0] == splits
+
+
+def test_a_layer_gives_its_planner_the_shape_of_a_block() -> None:
+    spec = AttentionSpec(num_heads=16, softmax_scale=0.1, max_num_tokens=4, max_num_reqs=4, max_model_len=64, topk=16)
+    layer = SparseMLAAttention(spec, device="cpu", backend="triton")
+    assert layer.planner_config().program == attention_config("cpu", "fp8_ds_mla", 16).program != ProgramShape()
 
 
 def test_importing_and_registering_bring_in_neither_triton_nor_a_kernel() -> None:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from mla_portable.api import current_registry
 from mla_portable.bench.rivals import load_tunables
 from mla_portable.cli import app
-from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Request, SplitSchedule, split_kv
+from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, ProgramShape, Request, SplitSchedule, split_kv
 from mla_portable.registry import Registry
 from mla_portable.registry.tuned import TunedEntry, read_table, write_table
 from mla_portable_triton import NAME, bind_attention
@@ -200,7 +200,7 @@ def test_a_schedule_of_its_own_is_cut_by_the_tuned_tiles(monkeypatch: pytest.Mon
     request = request_for(heads=32)
     q, indices = torch.zeros(2, 1, 32, 576, dtype=torch.bfloat16), torch.zeros(2, 1, 2048, dtype=torch.int32)
     shape = {"num_rows": 2, "num_heads": 32, "topk": 2048, "num_sms": H200.num_sms}
-    wanted = [split_kv(**shape, heads_per_program=height, tile=width) for height, width in ((32, 32), (16, 64))]
+    wanted = [split_kv(**shape, program=ProgramShape(*program)) for program in ((32, 32, 1), (16, 64, 1))]
     assert wanted[0] != wanted[1]
     for each in (request, configured(request, CONFIGURATION)):
         bind_attention.bind_sparse_decode(each)(q, torch.zeros(1, 64, 656), indices, softmax_scale=1.0)

@@ -11,7 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from mla_portable.contracts import BoundPrimitive, Decision, Implementation, InvalidArgument, Primitive, Reason, Request
+from mla_portable.contracts import (
+    BoundPrimitive,
+    Decision,
+    Implementation,
+    InvalidArgument,
+    Primitive,
+    ProgramShape,
+    Reason,
+    Request,
+)
 from mla_portable.registry import Registry
 from mla_portable.registry.plugins import AUTO
 from mla_portable.registry.policy import ARGUMENT, DEFAULT, Rule, active_rules
@@ -84,6 +93,12 @@ class Demand:
         """The implementation that a decision chose, if it chose one."""
         offered = self._registry.implementations(decision.request.primitive)
         return next((found for found in offered if found.name == decision.chosen), None)
+
+    def program(self, decoder: Implementation | None, request: Request | None) -> ProgramShape:
+        """What a thread block of the chosen sparse_decode does; the default without one."""
+        if decoder is None or request is None:
+            return ProgramShape()
+        return decoder.program(self._registry.configured(decoder, request))
 
     def schedule_kind(self, decision: Decision) -> str:
         """What the chosen implementation of sparse_decode takes as a schedule; "none" without one."""

@@ -101,6 +101,7 @@ class SparseMLAAttention:
         self._convert, self._decode = bound["convert"], bound.get("decode")
         self._prefill, self._gather = bound.get("prefill"), bound.get("gather")
         self._decoder: Implementation | None = demand.chosen(parts["decode"]) if "decode" in parts else None
+        self._program = demand.program(self._decoder, requests.get("decode"))
         self._together = self.route == "direct" and not spec.batch_invariant and _is_one_kernel(self._decoder, parts)
         self._writes = demand.decide(self._write_request())
         self._write = demand.bind(self._writes.request) if self._writes.chosen else None
@@ -160,6 +161,7 @@ class SparseMLAAttention:
             prefill_workspace_tokens=spec.workspace_rows if self.route in _WORKSPACE_ROUTES else 0,
             decode_threshold=spec.decode_query_len,
             schedule_kind=decoder.schedule_kind if decoder else "none",
+            program=self._program,
             num_sms=self.facts.num_sms,
             arch=self.facts.arch,
             padded_heads=decoder.padded_heads(spec.num_heads) if decoder else None,

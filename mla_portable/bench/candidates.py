@@ -16,7 +16,6 @@ from mla_portable.contracts import (
     Batch,
     BoundPrimitive,
     DecodeSchedule,
-    DeviceFacts,
     Implementation,
     Primitive,
     Reason,
@@ -114,10 +113,10 @@ def prepared(
 
 def decode_schedule(implementation: Implementation, problem: Problem, device: torch.device) -> DecodeSchedule | None:
     """What the planner makes for a batch of this many decodes; None where the implementation takes no schedule."""
-    case, facts = problem.case, problem.request.device
+    case = problem.case
     if case.primitive is not Primitive.SPARSE_DECODE or implementation.schedule_kind == "none":
         return None
-    planner = Planner(_planner_config(implementation, facts, device, case.rows, case.num_heads or 1, case.topk or 1))
+    planner = Planner(_planner_config(implementation, problem.request, device, case.rows, case.num_heads or 1, case.topk or 1))
     batch = Batch(
         query_start_loc=np.arange(case.rows + 1, dtype=np.int32),
         seq_lens=np.full(case.rows, _CONTEXT, dtype=np.int32),
@@ -127,8 +126,9 @@ def decode_schedule(implementation: Implementation, problem: Problem, device: to
 
 
 def _planner_config(
-    implementation: Implementation, facts: DeviceFacts, device: torch.device, rows: int, heads: int, topk: int
+    implementation: Implementation, request: Request, device: torch.device, rows: int, heads: int, topk: int
 ) -> PlannerConfig:
+    facts = request.device
     return PlannerConfig(
         device=device,
         route="fused",
@@ -138,6 +138,7 @@ def _planner_config(
         max_num_tokens=rows,
         max_model_len=_CONTEXT,
         schedule_kind=implementation.schedule_kind,
+        program=implementation.program(request),
         num_sms=facts.num_sms,
         arch=facts.arch,
         padded_heads=implementation.padded_heads(heads),

@@ -63,7 +63,14 @@ from mla_portable.contracts.primitives import (
 )
 from mla_portable.contracts.request import Request
 from mla_portable.contracts.results import attention_results
-from mla_portable.contracts.schedule import DEFAULT_SCRATCH_BYTES, DecodeSchedule, SplitSchedule, TileSchedule, split_kv
+from mla_portable.contracts.schedule import (
+    DEFAULT_SCRATCH_BYTES,
+    DecodeSchedule,
+    ProgramShape,
+    SplitSchedule,
+    TileSchedule,
+    split_kv,
+)
 from mla_portable.contracts.support import Reason, Support
 
 __all__ = [
@@ -101,6 +108,7 @@ __all__ = [
     "PluginError",
     "PrefillChunk",
     "Primitive",
+    "ProgramShape",
     "QuantizePerTensor",
     "Reason",
     "Registrar",

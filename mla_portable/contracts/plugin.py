@@ -28,6 +28,7 @@ from mla_portable.contracts.device import DeviceFacts
 from mla_portable.contracts.errors import PluginError
 from mla_portable.contracts.primitives import BoundPrimitive, Primitive
 from mla_portable.contracts.request import Request
+from mla_portable.contracts.schedule import ProgramShape
 from mla_portable.contracts.support import Reason, Support
 
 __all__ = [
@@ -61,6 +62,10 @@ def _nothing_missing(device: DeviceFacts) -> Iterable[Reason]:
     return ()
 
 
+def _default_program(request: Request) -> ProgramShape:
+    return ProgramShape()
+
+
 @dataclass(frozen=True, slots=True)
 class Implementation:
     """One way to run one primitive.
@@ -76,6 +81,7 @@ class Implementation:
             It runs once a process, before the numeric probe.
         preference: declared cost, smaller is preferred. Vendor kernels about 10, portable kernels 50, reference 1000.
         schedule_kind: what `schedule=` of sparse_decode takes: "none", "split_kv" or "flashmla_tiles".
+        program: of a kernel that takes "split_kv", what one thread block of it does for a request; planners cut rows by it.
         padded_heads: the head count the kernel runs with for a request's; the identity where nothing is padded. Planners
             of "flashmla_tiles" need it.
         prefills_as: of sparse_decode, the name of the sparse_prefill that is the same kernel on the same cache, so that one
@@ -90,6 +96,7 @@ class Implementation:
     check: Callable[[DeviceFacts], Iterable[Reason]] = _nothing_missing
     preference: float = 50.0
     schedule_kind: ScheduleKind = "none"
+    program: Callable[[Request], ProgramShape] = _default_program
     padded_heads: Callable[[int], int] = field(default=int)
     prefills_as: str = ""
     sources: tuple[str, ...] = ()

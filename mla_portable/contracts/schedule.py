@@ -17,7 +17,15 @@ from torch import Tensor
 from mla_portable.contracts.layouts import KV_LORA_RANK
 from mla_portable.contracts.values import INT32_MAX, check_fields, refuse
 
-__all__ = ["DEFAULT_SCRATCH_BYTES", "SCHEDULE_TYPES", "DecodeSchedule", "SplitSchedule", "TileSchedule", "split_kv"]
+__all__ = [
+    "DEFAULT_SCRATCH_BYTES",
+    "SCHEDULE_TYPES",
+    "DecodeSchedule",
+    "ProgramShape",
+    "SplitSchedule",
+    "TileSchedule",
+    "split_kv",
+]
 
 DEFAULT_SCRATCH_BYTES: Final = 64 << 20
 """Bound on split-KV scratch where the caller sets none."""
@@ -93,32 +101,48 @@ SCHEDULE_TYPES: Final[Mapping[str, type[SplitSchedule] | type[TileSchedule]]] = 
 """`Implementation.schedule_kind` -> what `schedule` must be; "none" is absent, for it ignores any."""
 
 
+@dataclass(frozen=True, slots=True)
+class ProgramShape:
+    """What one thread block of a split-KV kernel does.
+
+    Attributes:
+        heads: query heads that it computes. tile: indices of an inner step, of which a split has a whole number.
+        per_sm: blocks that a multiprocessor is meant to run at once.
+    """
+
+    heads: int = 16
+    tile: int = 64
+    per_sm: int = 2
+
+    def __post_init__(self) -> None:
+        check_fields(self, dict.fromkeys(("heads", "tile", "per_sm"), _LEAST_ONE))
+
+
 def split_kv(
     *,
     num_rows: int,
     num_heads: int,
     topk: int,
     num_sms: int,
-    heads_per_program: int = 16,
-    tile: int = 64,
+    program: ProgramShape = ProgramShape(),
     max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
 ) -> tuple[int, int]:
     """Choose (num_splits, split_len) for a decode call, from shapes alone.
 
-    Splits fill the device while rows alone do not: the largest count for which programs <= 2 * num_sms, bounded by one
-    tile per split and by the scratch. One split needs no scratch, so every batch fits.
+    Splits fill the device while rows alone do not: the largest count for which all blocks run at once, bounded by one tile
+    per split and by the scratch. One split needs no scratch, so every batch fits.
 
     Args:
         num_rows, num_heads, topk: B * S, H, K. num_sms: multiprocessors, 0 (a CPU) means no splitting.
-        heads_per_program: query heads one thread block serves. tile: indices per inner step, a split's granule.
+        program: of the kernel that is called, `Implementation.program`.
         max_scratch_bytes: bound on float32 [num_splits, num_rows, H, 512 + 1].
     """
-    num_tiles = max(1, -(-topk // tile))
-    programs = num_rows * -(-num_heads // heads_per_program)
+    tile, num_tiles = program.tile, max(1, -(-topk // program.tile))
+    programs = num_rows * -(-num_heads // program.heads)
     row_bytes = 4 * num_rows * num_heads * (KV_LORA_RANK + 1)
     if programs == 0 or num_sms == 0:
         return 1, num_tiles * tile
-    wanted = min(2 * num_sms // programs, max_scratch_bytes // row_bytes, num_tiles)
+    wanted = min(program.per_sm * num_sms // programs, max_scratch_bytes // row_bytes, num_tiles)
     if wanted <= 1:
         return 1, num_tiles * tile
     tiles_per_split = -(-num_tiles // wanted)

@@ -8,7 +8,7 @@ from typing import Final, get_args
 
 import torch
 
-from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, ROUTES, InvalidArgument, ScheduleKind
+from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, ROUTES, InvalidArgument, ProgramShape, ScheduleKind
 from mla_portable.contracts.values import INT32_MAX, check_fields
 from mla_portable.planner.flashmla import accumulator_bytes, num_sm_parts
 
@@ -41,6 +41,7 @@ class PlannerConfig:
         few_tokens: leading requests of one greater length are decodes too where they have at most this many tokens together;
             0 for none. Routes "direct" and "split".
         schedule_kind: what the sparse_decode implementation wants, `Implementation.schedule_kind`.
+        program: what a thread block of that implementation does, `Implementation.program`; for "split_kv".
         num_sms: multiprocessors, 0 for a CPU. arch: `DeviceFacts.arch`; "flashmla_tiles" needs both.
         padded_heads: head count that the decode kernel runs with, None for num_heads.
         batch_invariant: the splits of a decode row have one length in every batch, so that the order of a row's sums does not
@@ -63,6 +64,7 @@ class PlannerConfig:
     decode_threshold: int = 1
     few_tokens: int = 0
     schedule_kind: ScheduleKind = "none"
+    program: ProgramShape = ProgramShape()  # noqa: RUF009  frozen
     num_sms: int = 0
     arch: str = ""
     padded_heads: int | None = None

@@ -69,6 +69,7 @@ class Planner:
                     num_heads=config.num_heads,
                     topk=config.topk,
                     num_sms=config.num_sms,
+                    program=config.program,
                     max_num_rows=self._max_decode_rows,
                     batch_invariant=config.batch_invariant,
                     max_scratch_bytes=config.max_scratch_bytes,

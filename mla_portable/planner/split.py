@@ -8,15 +8,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import KV_LORA_RANK, SplitSchedule, split_kv
+from mla_portable.contracts import KV_LORA_RANK, ProgramShape, SplitSchedule, split_kv
 
 __all__ = ["SplitSchedules"]
 
-_TILE: Final = 64
-"""Indices of an inner step of the kernels, the granule of a split."""
-_INVARIANT_TILES: Final = 4
-"""Shortest split of batch-invariant schedules, in tiles: 256 indices are 164 KiB of FP8 rows, and their partial result for 16
-heads, written once and read once, is 64 KiB."""
+_INVARIANT_LENGTH: Final = 256
+"""Shortest split of batch-invariant schedules: 256 indices are 164 KiB of FP8 rows, and their partial result for 16 heads,
+written once and read once, is 64 KiB."""
 
 
 class SplitSchedules:
@@ -39,12 +37,14 @@ class SplitSchedules:
         batch_invariant: bool = False,
         max_scratch_bytes: int,
         device: torch.device,
+        program: ProgramShape,
     ) -> None:
+        self._program = program
         self._num_heads, self._topk, self._num_sms, self._max_scratch_bytes = num_heads, topk, num_sms, max_scratch_bytes
         self._known: dict[int, SplitSchedule] = {}
         self._invariant = self._one_length(max_num_rows) if batch_invariant else None
-        # split_kv leaves rows whole from num_sms rows on.
-        counts = (max_num_rows,) if batch_invariant else range(1, min(max_num_rows, num_sms) + 1)
+        # split_kv leaves rows whole where more than half of the blocks that run at once would have one each.
+        counts = (max_num_rows,) if batch_invariant else range(1, min(max_num_rows, program.per_sm * num_sms // 2) + 1)
         split_rows = (rows * num_splits for rows in counts if (num_splits := self._split(rows)[0]) > 1)
         needed = max(split_rows, default=0) * num_heads * (KV_LORA_RANK + 1)
         self._scratch: Tensor | None = torch.empty(needed, dtype=torch.float32, device=device) if needed else None
@@ -63,12 +63,13 @@ class SplitSchedules:
 
     def _one_length(self, max_num_rows: int) -> tuple[int, int]:
         """(num_splits, split_len) for every row count."""
-        num_tiles = -(-self._topk // _TILE)
+        tile = self._program.tile
+        num_tiles = -(-self._topk // tile)
         affordable = self._max_scratch_bytes // (4 * max_num_rows * self._num_heads * (KV_LORA_RANK + 1))
         if self._num_sms == 0 or affordable <= 1:
-            return 1, num_tiles * _TILE
-        tiles = min(num_tiles, max(_INVARIANT_TILES, -(-num_tiles // affordable)))
-        return -(-num_tiles // tiles), tiles * _TILE
+            return 1, num_tiles * tile
+        tiles = min(num_tiles, max(-(-_INVARIANT_LENGTH // tile), -(-num_tiles // affordable)))
+        return -(-num_tiles // tiles), tiles * tile
 
     def _split(self, num_rows: int) -> tuple[int, int]:
         if self._invariant is not None:
@@ -78,7 +79,7 @@ class SplitSchedules:
             num_heads=self._num_heads,
             topk=self._topk,
             num_sms=self._num_sms,
-            tile=_TILE,
+            program=self._program,
             max_scratch_bytes=self._max_scratch_bytes,
         )
 

@@ -272,19 +272,22 @@ class Registry:
                 bound = self._bound.setdefault(key, bound)
         return bound
 
+    def configured(self, implementation: Implementation, request: Request) -> Request:
+        """`request` with the configuration that the user's tuning table has for this implementation."""
+        return request.but(configuration=self._tuned.of(implementation.name, request))
+
     def bind_implementation(self, implementation: Implementation, request: Request) -> BoundPrimitive:
         """The callable of a given implementation for `request`, with the configuration that the user's tuning table has for it.
 
         Raises: InvalidArgument, which names the table, where the implementation refuses that configuration; whatever its own
             `bind` raises.
         """
-        configuration = self._tuned.of(implementation.name, request)
-        request = request.but(configuration=configuration)
+        request = self.configured(implementation, request)
         try:
             with neutral_defaults():
                 return implementation.bind(request)
         except (KeyError, TypeError, ValueError) as error:
-            if configuration is None:
+            if request.configuration is None:
                 raise
             raise InvalidArgument(
                 "tuning table",

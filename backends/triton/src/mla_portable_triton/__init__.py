@@ -14,6 +14,7 @@ from mla_portable.contracts import (
     BoundPrimitive,
     Implementation,
     Primitive,
+    ProgramShape,
     Registrar,
     Request,
     Tunable,
@@ -66,6 +67,12 @@ def _late_bind(module: str, primitive: Primitive) -> Callable[..., BoundPrimitiv
     return bind
 
 
+def _program(request: Request) -> ProgramShape:
+    from mla_portable_triton.attention_tuning import bound_config
+
+    return bound_config(request).program
+
+
 @hookimpl
 def mla_portable_register(registrar: Registrar) -> None:
     """Offer `triton.portable` for every primitive."""
@@ -79,6 +86,7 @@ def mla_portable_register(registrar: Registrar) -> None:
                 check=check,
                 preference=_PREFERENCE,
                 schedule_kind="split_kv" if primitive is Primitive.SPARSE_DECODE else "none",
+                program=_program,
                 sources=(f"{_PACKAGE}.{module}", "mla_portable.contracts.triton_launcher", *others),
             )
         )

@@ -61,8 +61,7 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
                 num_heads=num_heads,
                 topk=topk,
                 num_sms=num_sms,
-                heads_per_program=config.block_h,
-                tile=config.block_n,
+                program=config.program,
             )
             schedule = _new_schedule(num_rows, num_heads, topk, num_splits, split_len, q.device)
         partial_out, partial_lse = schedule.partial_out, schedule.partial_lse

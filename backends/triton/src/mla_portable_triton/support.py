@@ -53,8 +53,7 @@ def _split_scratch(request: Request) -> int:
         num_heads=num_heads,
         topk=topk,
         num_sms=0 if request.batch_invariant else request.device.num_sms,
-        heads_per_program=config.block_h,
-        tile=config.block_n,
+        program=config.program,
     )
     return 0 if num_splits == 1 else 4 * num_splits * rows * num_heads * (KV_LORA_RANK + 1)
 

@@ -49,7 +49,15 @@
 #define Q_BYTES (MT > 1 ? 4 * MT * 8 * 32 * 16 : 0)  // q in operand order, where registers do not hold it
 #define MERGE_STRIDE 516                // floats between heads of a group's output
 
-__device__ __forceinline__ void group_barrier(int group) { meet<GROUP>(group + 1); }
+__device__ __forceinline__ void group_barrier(int group) {
+#if VISIBLE  // racecheck follows barriers whose number is a constant
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g)
+        if (g == group) meet<GROUP>(g + 1);
+#else
+    meet<GROUP>(group + 1);
+#endif
+}
 __device__ __forceinline__ void consumers_barrier() { meet<CONSUMERS>(GROUPS + 1); }
 
 // of the largest |q| of a head
