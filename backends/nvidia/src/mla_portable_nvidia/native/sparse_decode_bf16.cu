@@ -44,15 +44,7 @@
 #define MERGE_STRIDE 520          // floats between heads of a group's output
 #define SHARE (HEADS * 128 / CONSUMERS)  // of a thread, in float4s of a block's output
 
-__device__ __forceinline__ void group_barrier(int group) {
-#if VISIBLE  // racecheck follows barriers whose number is a constant
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g)
-        if (g == group) meet<GROUP>(g + 1);
-#else
-    meet<GROUP>(group + 1);
-#endif
-}
+__device__ __forceinline__ void group_barrier(int group) { meet<GROUP>(group + 1); }
 __device__ __forceinline__ void consumers_barrier() { meet<CONSUMERS>(GROUPS + 1); }
 
 static_assert(GROUPS % MT == 0 && STAGES >= TURNS && HEADS * 128 % CONSUMERS == 0, "no such build");
@@ -241,6 +233,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     // ---- one sum for a head, then one state for all groups of its heads
 #pragma unroll
     for (int d = 1; d < 8; d *= 2) total += __shfl_xor_sync(~0u, total, d);
+#if VISIBLE && GROUPS > MT  // racecheck follows a barrier of all groups where each group met as often before
+    if (turn >= tiles % TURNS && tiles % TURNS > 0) group_barrier(group), group_barrier(group);
+#endif
     consumers_barrier();  // the stages are free
     // so are their barriers: the memory is reused without mbarrier.inval, because no thread or copy uses them from here on
     float* states = reinterpret_cast<float*>(smem);   // [TURNS][HEADS][2]: maximum, sum

@@ -49,15 +49,7 @@
 #define Q_BYTES (MT > 1 ? 4 * MT * 8 * 32 * 16 : 0)  // q in operand order, where registers do not hold it
 #define MERGE_STRIDE 516                // floats between heads of a group's output
 
-__device__ __forceinline__ void group_barrier(int group) {
-#if VISIBLE  // racecheck follows barriers whose number is a constant
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g)
-        if (g == group) meet<GROUP>(g + 1);
-#else
-    meet<GROUP>(group + 1);
-#endif
-}
+__device__ __forceinline__ void group_barrier(int group) { meet<GROUP>(group + 1); }
 __device__ __forceinline__ void consumers_barrier() { meet<CONSUMERS>(GROUPS + 1); }
 
 // of the largest |q| of a head
@@ -394,6 +386,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     // ---- one sum for a head, then one state for all groups
 #pragma unroll
     for (int d = 1; d < LANES_PER_HEAD; d *= 2) total += __shfl_xor_sync(~0u, total, d);
+#if VISIBLE && GROUPS > 1  // racecheck follows a barrier of all groups where each group met as often before
+    if (mine < (tiles + GROUPS - 1) / GROUPS) group_barrier(group), group_barrier(group);
+#endif
     consumers_barrier();  // the stages are free
     // so are their barriers: the memory is reused without mbarrier.inval, because no thread or copy uses them from here on
     float* states = reinterpret_cast<float*>(smem);   // [GROUPS][HT][2]: maximum, sum
