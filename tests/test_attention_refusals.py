@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer refuses, before anything runs."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_steps import (
+    BLOCK,
+    BLOCKS,
+    HEADS,
+    MODEL_LEN,
+    PORTABLE,
+    REFERENCE,
+    SPEC,
+    TOPK,
+    assert_matches,
+    make_layer,
+    make_step,
+    plan_for,
+    recorded_layer,
+    route_of,
+)
+from recorder import Recorder
+from torch import Tensor
+
+from mla_portable.attention import AttentionSpec, SparseMLAAttention, StepBuffers, checks
+from mla_portable.contracts import (
+    InvalidArgument,
+    PlanMismatch,
+    StepPlan,
+    TileSchedule,
+)
+from mla_portable.planner import Planner
+
+# what is refused
+
+
+def over(memory: Tensor, *shape: int) -> Tensor:
+    """A tensor on the first elements of other memory."""
+    return memory.view(-1)[: math.prod(shape)].view(shape)
+
+
+def tiles_for(plan: StepPlan) -> TileSchedule:
+    """A schedule of the other kind for a plan's decode call."""
+    rows, words = plan.num_decodes, {"dtype": torch.int32}
+    return TileSchedule(rows, plan.decode_query_len, 64, TOPK, 2, torch.zeros(2, 8, **words), torch.zeros(rows + 1, **words))
+
+
+def mismatch(change) -> str:
+    """The message that a step with something changed is refused with; nothing ran."""
+    plugin, layer = recorded_layer()
+    step = make_step("two-token decodes and prefills", "fp8_ds_mla")
+    arguments = {"q": step.q, "kv_cache": step.kv_cache, "topk_indices": step.topk_indices}
+    arguments["plan"] = plan_for(layer, step.batch)
+    arguments.update(change(layer, step, arguments["plan"]))
+    with pytest.raises((PlanMismatch, InvalidArgument)) as caught:
+        layer.forward(**arguments)
+    assert plugin.calls == []
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda a, s, p: {"q": s.q[:13]}, ("PlanMismatch", "q has 13 tokens", "made for 14")),
+        (lambda a, s, p: {"plan": replace(p, route="fused")}, ("PlanMismatch", "'split'", "'fused'")),
+        (lambda a, s, p: {"plan": replace(p, num_padded_tokens=65), "q": s.q[:1].expand(65, -1, -1)}, ("65 tokens", "most 64")),
+        (
+            lambda a, s, p: {"plan": replace(p, prefill_chunks=(replace(p.prefill_chunks[0], workspace_rows=65),))},
+            ("PlanMismatch", "needs 65 workspace rows", "has 64"),
+        ),
+        (
+            lambda a, s, p: {"plan": replace(p, decode_schedule=replace(p.decode_schedule, topk=11))},
+            ("PlanMismatch", "topk 12", "topk 11"),
+        ),
+        (lambda a, s, p: {"q": s.q.float()}, ("InvalidArgument", "q: got torch.float32", "bfloat16")),
+        (lambda a, s, p: {"q": (s.q[..., :512], s.q[..., :512])}, ("q[1]", "[14, 3, 512]", "[14, 3, 64]")),
+        (lambda a, s, p: {"kv_cache": s.kv_cache[..., :640]}, ("kv_cache", "640", "656")),
+        (lambda a, s, p: {"kv_cache": s.kv_cache[:, :4].contiguous()}, ("kv_cache", "block_size 4", "block_size 8")),
+        (lambda a, s, p: {"kv_cache": torch.zeros(40, 8, 576).bfloat16()}, ("kv_cache", "bf16", "fp8_ds_mla")),
+        (lambda a, s, p: {"topk_indices": s.topk_indices[:9]}, ("topk_indices", "[9, 12]", "[14, 12]")),
+        (lambda a, s, p: {"topk_indices": s.topk_indices.long()}, ("topk_indices", "int64", "int32")),
+        (lambda a, s, p: {"out": torch.zeros(14, HEADS, 576).bfloat16()}, ("out", "576", "512")),
+        (lambda a, s, p: {"out": s.q[..., :512]}, ("out", "overlaps q", "of its own")),
+        (
+            lambda a, s, p: {"lse_out": a.buffers.indices.view(torch.float32).view(-1)[:42].view(14, HEADS)},
+            ("lse_out", "overlaps the layer's buffers", "of its own"),
+        ),
+        (lambda a, s, p: {"q": None}, ("InvalidArgument", "q: got None", "the pair")),
+        (lambda a, s, p: {"q": [s.q, s.q]}, ("InvalidArgument", "q: got list", "the pair")),
+        (lambda a, s, p: {"q": torch.tensor(1.0)}, ("InvalidArgument", "q: got shape []", "[T, H, 576]")),
+        (lambda a, s, p: {"q": (s.q[..., :512],)}, ("InvalidArgument", "a tuple of 1")),
+        (lambda a, s, p: {"q": (s.q[..., :512], s.q[..., 512:], s.q)}, ("InvalidArgument", "a tuple of 3")),
+        (lambda a, s, p: {"q": (s.q[..., :512], None)}, ("InvalidArgument", "q[1]: got None")),
+        (lambda a, s, p: {"topk_indices": None}, ("InvalidArgument", "topk_indices: got None")),
+        (lambda a, s, p: {"topk_indices": torch.tensor(1)}, ("InvalidArgument", "topk_indices: got shape []")),
+        (lambda a, s, p: {"plan": None}, ("InvalidArgument", "plan: got None", "a StepPlan")),
+        (lambda a, s, p: {"kv_cache": None}, ("InvalidArgument", "kv_cache: got None")),
+        (lambda a, s, p: {"topk_indices": s.topk_indices.to("meta")}, ("topk_indices", "on meta", "on cpu")),
+        (lambda a, s, p: {"kv_cache": s.kv_cache.to("meta")}, ("kv_cache", "on meta", "on cpu")),
+        (
+            lambda a, s, p: {"plan": replace(p, req_id_per_token=p.req_id_per_token.to("meta"))},
+            ("PlanMismatch", "layer is on cpu", "made on meta"),
+        ),
+        (
+            lambda a, s, p: {"plan": replace(p, decode_schedule=tiles_for(p))},
+            ("PlanMismatch", "TileSchedule", "takes a SplitSchedule", "planner_config()"),
+        ),
+        (lambda a, s, p: {"plan": replace(p, decode_schedule="x")}, ("PlanMismatch", "the plan has a str")),
+        (lambda a, s, p: {"out": torch.zeros(1, HEADS, 512).bfloat16().expand(14, -1, -1)}, ("out", "strides [0, 512, 1]")),
+        (lambda a, s, p: {"lse_out": torch.zeros(30).as_strided((14, HEADS), (2, 1))}, ("lse_out", "strides [2, 1]")),
+        (lambda a, s, p: {"out": over(a.buffers.workspace, 14, HEADS, 512)}, ("out", "overlaps the layer's buffers.workspace")),
+        (lambda a, s, p: {"q": over(a.buffers.workspace, 14, HEADS, 576)}, ("q", "overlaps the layer's buffers.workspace")),
+        (
+            lambda a, s, p: {"q": (over(a.buffers.query, 14, HEADS, 512), s.q[..., 512:])},
+            ("q[0]", "overlaps the layer's buffers.query"),
+        ),
+        (lambda a, s, p: {"topk_indices": a.buffers.indices}, ("topk_indices", "overlaps the layer's buffers.indices")),
+        (
+            lambda a, s, p: {"lse_out": over(a.buffers.counts.view(torch.float32), 14, HEADS)},
+            ("lse_out", "overlaps the layer's buffers.counts"),
+        ),
+        (lambda a, s, p: {"q": torch._neg_view(s.q)}, ("InvalidArgument", "negative bit", "resolve_neg")),
+        (lambda a, s, p: {"q": s.q.to_sparse()}, ("InvalidArgument", "q: got", "dense tensor")),
+    ],
+)
+def test_a_step_that_does_not_fit_is_refused_before_anything_runs(change, parts):
+    message = mismatch(change)
+    for part in parts:
+        assert part in message
+
+
+def test_the_query_may_be_written_into_the_query_buffer():
+    plugin, layer = recorded_layer()
+    step = make_step("two-token decodes and prefills", "fp8_ds_mla")
+    plan = plan_for(layer, step.batch)
+    query = layer.step(plan).query
+    assert query is not None
+    layer(query.copy_(step.q), step.kv_cache, step.topk_indices, plan)
+    assert plugin.calls
+
+
+def test_a_plan_whose_numbers_were_overwritten_is_refused():
+    layer = make_layer("direct", "bf16")
+    planner = Planner(layer.planner_config())
+    first, second = make_step("decodes and prefills in chunks", "bf16"), make_step("prefills alone", "bf16")
+    plan, later = planner.plan(first.batch), planner.plan(second.batch)
+    with pytest.raises(PlanMismatch, match=r"a later plan\(\) .* plan again"):
+        layer(first.q, first.kv_cache, first.topk_indices, plan)
+    assert_matches(second, *layer(second.q, second.kv_cache, second.topk_indices, later))
+    plan = planner.plan(first.batch)
+    assert_matches(first, *layer(first.q, first.kv_cache, first.topk_indices, plan))
+    planner.invalidate()
+    with pytest.raises(PlanMismatch, match="plan again"):
+        layer(first.q, first.kv_cache, first.topk_indices, plan)
+
+
+def test_a_kept_plan_may_be_captured(monkeypatch):
+    plugin, layer = recorded_layer("direct")
+    planner = Planner(layer.planner_config())
+    step = make_step("decodes", "fp8_ds_mla")
+    plan = planner.plan(step.batch)
+    planner.plan(make_step("prefills alone", "fp8_ds_mla").batch)
+    monkeypatch.setattr(checks, "_is_capturing", lambda device: True)
+    layer(step.q, step.kv_cache, step.topk_indices, plan)
+    assert plugin.calls
+
+
+def test_a_copy_of_a_layer_has_buffers_of_its_own():
+    step = make_step("decodes and prefills in chunks", "bf16")
+    layer = copy.deepcopy(make_layer("split", "bf16"))
+    plan = plan_for(layer, step.batch)
+    assert_matches(step, *layer(step.q, step.kv_cache, step.topk_indices, plan))
+    with pytest.raises(InvalidArgument, match=r"overlaps the layer's buffers.workspace"):
+        layer(step.q, step.kv_cache, step.topk_indices, plan, out=over(layer.buffers.workspace, 21, HEADS, 512))
+
+
+def test_layers_that_share_buffers_may_divide_a_plan_differently():
+    first = make_layer("direct")
+    second = make_layer("direct", buffers=first.buffers)
+    step = make_step("decodes and prefills in chunks", "fp8_ds_mla")
+    plan = plan_for(first, step.batch)
+    apart, together = (first.buffers.step(plan, decodes=decodes) for decodes in (True, False))
+    assert apart.decode is not None and together.decode is None
+    assert [(part.begin, part.end) for part in together.prefills] == [(0, 21)]
+    assert first.buffers.step(plan, decodes=False) is together is second.buffers.step(plan, decodes=False)
+
+
+def test_torch_defaults_of_the_caller_do_not_matter():
+    step = make_step("decodes and prefills in chunks", "fp8_ds_mla")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            layer = make_layer("split", need_lse=True)
+            buffers = layer.buffers
+            tensors = [buffers.indices, buffers.counts, buffers.query, buffers.workspace]
+            without_lse = StepBuffers.allocate(replace(SPEC, need_lse=False), layer.device, has_workspace=False)
+            recorder, recorded = recorded_layer("split", query_len=1)
+            out, lse = recorded(step.q, step.kv_cache, step.topk_indices, plan_for(recorded, step.batch))
+    finally:
+        torch.set_default_dtype(before)
+    assert [tensor.device.type for tensor in (*tensors, out, lse, without_lse.lse)] == ["cpu"] * 7
+    assert (out.dtype, lse.dtype, without_lse.lse.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert not buffers.indices.is_inference() and recorder.calls
+
+
+@pytest.mark.parametrize("device", ["gpu9", "cuda:99", None, 3])
+def test_a_device_that_is_not_there_is_refused(device):
+    with pytest.raises(InvalidArgument, match=r"SparseMLAAttention: device: got .*expected a device that torch can use"):
+        SparseMLAAttention(SPEC, device=device, registry=REFERENCE)
+
+
+@pytest.mark.parametrize("backend", [5, ["reference"], {"sparse_decode": 5}])
+def test_a_backend_is_a_name(backend):
+    with pytest.raises(InvalidArgument, match=r"SparseMLAAttention: backend: got .*expected the name of a backend"):
+        SparseMLAAttention(SPEC, device="cpu", registry=REFERENCE, backend=backend)
+
+
+def test_what_is_no_spec_is_refused():
+    with pytest.raises(InvalidArgument, match="SparseMLAAttention: spec: got None, expected an AttentionSpec"):
+        SparseMLAAttention(None, device="cpu", registry=REFERENCE)
+
+
+def test_a_pair_without_a_buffer_for_it_is_refused():
+    layer = make_layer("direct", concat_query=False)
+    step = make_step("one token", "fp8_ds_mla")
+    with pytest.raises(InvalidArgument, match="concat_query=True"):
+        layer((step.q[..., :512], step.q[..., 512:]), step.kv_cache, step.topk_indices, plan_for(layer, step.batch))
+    assert layer.buffers.query is None
+
+
+def test_a_bf16_cache_of_scattered_blocks_is_refused_where_rows_must_be_flat():
+    step = make_step("decodes and prefills in chunks", "bf16")
+    wide = torch.zeros(BLOCKS, BLOCK + 1, 576, dtype=torch.bfloat16)
+    wide[:, :BLOCK] = step.kv_cache
+    layer = make_layer("direct", "bf16")
+    with pytest.raises(InvalidArgument, match="contiguous_blocks=False"):
+        layer(step.q, wide[:, :BLOCK], step.topk_indices, plan_for(layer, step.batch))
+    layer = make_layer("fused", "bf16")
+    assert_matches(step, *layer(step.q, wide[:, :BLOCK], step.topk_indices, plan_for(layer, step.batch)))
+
+
+def spaced(cache: Tensor, gap: int, shift: int = 0) -> Tensor:
+    """The same cache with `gap` more elements between its blocks, `shift` elements past an aligned address."""
+    blocks, block_size, width = cache.shape
+    stride = block_size * width + gap
+    memory = torch.zeros(blocks * stride + shift + 128, dtype=cache.dtype)
+    start = -memory.data_ptr() // cache.element_size() % 64 + shift
+    placed = memory.as_strided(cache.shape, (stride, width, 1), start)
+    placed.copy_(cache)
+    return placed
+
+
+@pytest.mark.parametrize(
+    ("gap", "shift", "remedy"),
+    [
+        (4, 0, "cache_alignment=4"),
+        (0, 8, "cache_alignment=8"),
+        (16, 0, "contiguous_blocks=False"),
+        (656, 0, None),
+        (0, 0, None),
+    ],
+)
+def test_a_cache_holds_what_the_spec_promises(gap: int, shift: int, remedy: str | None):
+    plugin, layer = recorded_layer("direct")
+    step = make_step("decodes", "fp8_ds_mla")
+    arguments = step.q, spaced(step.kv_cache, gap, shift), step.topk_indices, plan_for(layer, step.batch)
+    if remedy is None:
+        layer(*arguments)
+        return
+    with pytest.raises(InvalidArgument, match=remedy):
+        layer(*arguments)
+    assert plugin.calls == []
+
+
+def test_a_layer_is_bound_to_what_reads_its_cache():
+    picky = Recorder("picky.kernels", preference=1.0, support={"cache_alignment": 16, "needs_whole_rows": True})
+    step = make_step("decodes and prefills in chunks", "fp8_ds_mla")
+    for changes, cache, chosen in (
+        ({}, step.kv_cache, "picky.kernels"),
+        ({"cache_alignment": 4, "contiguous_blocks": False}, spaced(step.kv_cache, 4), "portable.kernels"),
+        ({"contiguous_blocks": False}, spaced(step.kv_cache, 16), "portable.kernels"),
+    ):
+        layer = route_of(picky, PORTABLE, route="direct", **changes)
+        served = {part.role: part.decision.chosen for part in layer.route_decision.verdict.parts}
+        assert (served["decode"], served["prefill"]) == (chosen, chosen)
+        layer(step.q, cache, step.topk_indices, plan_for(layer, step.batch))
+
+
+def test_a_bf16_cache_with_gaps_takes_a_route_that_reads_blocks():
+    bf16 = {"kv_layout": "bf16", "scale_format": None}
+    assert route_of(PORTABLE, **bf16).route == "direct"
+    layer = route_of(PORTABLE, contiguous_blocks=False, **bf16)
+    assert layer.route == "fused"
+    (direct,) = (verdict for verdict in layer.route_decision.verdicts if verdict.route == "direct")
+    assert [reason.subject for reason in direct.reasons] == ["contiguous_blocks"]
+    step = make_step("decodes and prefills in chunks", "bf16")
+    layer(step.q, spaced(step.kv_cache, 8), step.topk_indices, plan_for(layer, step.batch))
+
+
+def other_buffers(**changes) -> StepBuffers:
+    return StepBuffers.allocate(replace(SPEC, **changes), torch.device("cpu"), has_workspace=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "argument", "got"),
+    [
+        ({"attn_sink": torch.zeros(HEADS + 1)}, "attn_sink", "[4]"),
+        ({"attn_sink": torch.zeros(HEADS).bfloat16()}, "attn_sink", "bfloat16"),
+        ({"workspace": torch.zeros(63, 576).bfloat16()}, "workspace", "[63, 576]"),
+        ({"workspace": torch.zeros(64, 576)}, "workspace", "float32"),
+        ({"workspace": torch.zeros(64, 640).bfloat16()[:, :576]}, "workspace", "not contiguous"),
+        ({"buffers": other_buffers(topk=16)}, "indices", "[64, 16]"),
+        ({"buffers": other_buffers(max_num_tokens=63)}, "indices", "[63, 12]"),
+        ({"buffers": replace(other_buffers(), workspace=None)}, "workspace", "None"),
+        ({"buffers": other_buffers(), "workspace": torch.zeros(64, 576).bfloat16()}, "workspace", "a tensor"),
+        ({"buffers": other_buffers(concat_query=False)}, "query", "None"),
+        ({"workspace": "64 rows"}, "workspace", "str '64 rows'"),
+        ({"workspace": torch.zeros(64 * 576 + 1).bfloat16()[1:].view(64, 576)}, "workspace", "address"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_spec_are_refused(arguments, argument, got):
+    with pytest.raises(InvalidArgument) as caught:
+        make_layer("split", **arguments)
+    assert caught.value.argument == argument
+    assert got in caught.value.got
+
+
+@pytest.mark.parametrize("sink", [None, torch.zeros(HEADS)])
+def test_sink_and_spec_must_agree(sink):
+    with pytest.raises(InvalidArgument, match="attn_sink"):
+        SparseMLAAttention(
+            replace(SPEC, attn_sink=sink is None), device="cpu", registry=REFERENCE, backend="reference", attn_sink=sink
+        )
+
+
+@pytest.mark.parametrize("backend", [["reference"], 5, {"sparse_decode": 5}, {"sparse_decode": ["reference"]}], ids=repr)
+def test_a_backend_that_is_no_name_is_refused(backend: object):
+    spec = AttentionSpec(num_heads=2, softmax_scale=0.1, max_num_tokens=4, max_num_reqs=4, max_model_len=64, topk=16)
+    with pytest.raises(InvalidArgument, match="SparseMLAAttention: backend: got"):
+        SparseMLAAttention(spec, device="cpu", registry=REFERENCE, backend=backend)
+
+
+def test_backend_mapping_names_primitives():
+    with pytest.raises(InvalidArgument, match="sparse_decod"):
+        SparseMLAAttention(SPEC, device="cpu", registry=REFERENCE, backend={"sparse_decod": "reference"})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_heads", 0),
+        ("topk", 0),
+        ("block_size", -64),
+        ("max_num_tokens", 0),
+        ("decode_query_len", 0),
+        ("softmax_scale", 0.0),
+        ("softmax_scale", math.nan),
+        ("kv_layout", "fp8"),
+        ("scale_format", "e8m0"),
+        ("route", "mixed"),
+        ("max_scratch_bytes", -1),
+        ("prefill_workspace_tokens", MODEL_LEN - 1),
+        ("num_heads", 1.5),
+        ("num_heads", "3"),
+        ("num_heads", None),
+        ("topk", True),
+        ("max_model_len", math.nan),
+        ("max_model_len", 10**400),
+        ("max_num_tokens", torch.tensor(64)),
+        ("prefill_workspace_tokens", 64.0),
+        ("max_scratch_bytes", 1e9),
+        ("softmax_scale", True),
+        ("softmax_scale", "0.06"),
+        ("softmax_scale", 1e39),
+        ("softmax_scale", 1e-50),
+        ("softmax_scale", 10**400),
+        ("softmax_scale", torch.tensor(0.06)),
+        ("softmax_scale", None),
+        ("need_lse", "no"),
+        ("attn_sink", 0),
+        ("graph", None),
+        ("contiguous_blocks", 1),
+        ("kv_layout", None),
+        ("kv_layout", ["bf16"]),
+        ("route", 3),
+        ("cache_alignment", 0),
+        ("cache_alignment", 12),
+        ("cache_alignment", 32),
+        ("cache_alignment", 8.0),
+    ],
+)
+def test_spec_refuses_what_means_nothing(field: str, value: object):
+    with pytest.raises(InvalidArgument) as caught:
+        replace(SPEC, **{field: value})
+    assert caught.value.argument == field
+
+
+def test_workspace_holds_five_sequences_by_default():
+    assert replace(SPEC, prefill_workspace_tokens=None).workspace_rows == 5 * MODEL_LEN
