@@ -308,6 +308,7 @@ def test_every_cut_covers_the_row_within_the_scratch(num_sms: int, tile: int):
             shape = (rows, heads, topk, bound, num_splits, split_len)
             assert num_splits >= 1 and split_len > 0 and split_len % tile == 0, shape
             assert (num_splits - 1) * split_len < topk <= num_splits * split_len, shape
+            assert num_splits == 1 or split_len >= 64, shape
             if num_splits > 1:
                 assert num_splits * rows * heads * (KV_LORA_RANK + 1) * 4 <= bound, shape
                 assert num_splits * rows * -(-heads // 16) <= 2 * num_sms, shape

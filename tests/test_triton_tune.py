@@ -198,8 +198,8 @@ def test_a_schedule_of_its_own_is_cut_by_the_tuned_tiles(monkeypatch: pytest.Mon
     monkeypatch.setattr(bind_attention.attention, "launch", lambda *args, **options: None)
     monkeypatch.setattr(bind_attention.merge, "launch", lambda *args, **options: None)
     request = request_for(heads=32)
-    q, indices = torch.zeros(2, 1, 32, 576, dtype=torch.bfloat16), torch.zeros(2, 1, 2048, dtype=torch.int32)
-    shape = {"num_rows": 2, "num_heads": 32, "topk": 2048, "num_sms": H200.num_sms}
+    q, indices = torch.zeros(8, 1, 32, 576, dtype=torch.bfloat16), torch.zeros(8, 1, 2048, dtype=torch.int32)
+    shape = {"num_rows": 8, "num_heads": 32, "topk": 2048, "num_sms": H200.num_sms}
     wanted = [split_kv(**shape, program=ProgramShape(*program)) for program in ((32, 32, 1), (16, 64, 1))]
     assert wanted[0] != wanted[1]
     for each in (request, configured(request, CONFIGURATION)):

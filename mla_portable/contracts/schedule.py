@@ -29,6 +29,9 @@ __all__ = [
 
 DEFAULT_SCRATCH_BYTES: Final = 64 << 20
 """Bound on split-KV scratch where the caller sets none."""
+_LEAST_SPLIT: Final = 64
+"""Merging a shorter split takes longer than it saves. H200, 4 BF16 rows of 16 heads: 32 splits of 64 indices take 19.4 us, 64 splits
+of 32 take 23.4."""
 _LEAST_ONE: Final = (1, INT32_MAX)
 
 
@@ -129,15 +132,16 @@ def split_kv(
 ) -> tuple[int, int]:
     """Choose (num_splits, split_len) for a decode call, from shapes alone.
 
-    Splits fill the device while rows alone do not: the largest count for which all blocks run at once, bounded by one tile
-    per split and by the scratch. One split needs no scratch, so every batch fits.
+    Splits fill the device while rows alone do not: the largest count for which all blocks run at once, bounded by the scratch
+    and by 64 indices in a split. One split needs no scratch, so every batch fits.
 
     Args:
         num_rows, num_heads, topk: B * S, H, K. num_sms: multiprocessors, 0 (a CPU) means no splitting.
         program: of the kernel that is called, `Implementation.program`.
         max_scratch_bytes: bound on float32 [num_splits, num_rows, H, 512 + 1].
     """
-    tile, num_tiles = program.tile, max(1, -(-topk // program.tile))
+    tile = -(-_LEAST_SPLIT // program.tile) * program.tile
+    num_tiles = max(1, -(-topk // tile))
     programs = num_rows * -(-num_heads // program.heads)
     row_bytes = 4 * num_rows * num_heads * (KV_LORA_RANK + 1)
     if programs == 0 or num_sms == 0:
