@@ -81,10 +81,6 @@ class SparseMLAAttention:
         """
         if not isinstance(spec, AttentionSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgument("SparseMLAAttention", "spec", got=describe(spec), expected="an AttentionSpec")
-        for name in backend.values() if isinstance(backend, Mapping) else (backend,):
-            if name is not None and not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-                expected = "the name of a backend, a mapping from primitives to names, or None"
-                raise InvalidArgument("SparseMLAAttention", "backend", got=describe(name), expected=expected)
         self.spec = spec
         self.device = device_of("SparseMLAAttention", device)
         registry = get_registry() if registry is None else registry

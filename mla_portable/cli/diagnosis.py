@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any, Final
@@ -23,7 +23,6 @@ from mla_portable.contracts import (
     Verdict,
 )
 from mla_portable.registry import PluginReport, Policy, ProbeReport, Registry
-from mla_portable.vllm import settings
 
 __all__ = ["Choice", "Diagnosis", "Examined", "Problem", "diagnose"]
 
@@ -144,7 +143,6 @@ def diagnose(registry: Registry, device: torch.device) -> Diagnosis:
         problems += _unserved(decisions, facts)
         examined = tuple(_with_cost(each, decisions) for each in examined)
         choices = tuple(Choice(str(d.request.primitive), d.chosen, d.control, d.forced) for d in decisions)
-    problems += _variables(problems)
     problems += _plugin_demands(registry, rules)
     problems += _defects(examined, rules, choices)
     return Diagnosis(
@@ -260,16 +258,6 @@ def _with_cost(each: Examined, decisions: Iterable[Decision]) -> Examined:
             if (verdict.implementation, str(decision.request.primitive)) == (each.implementation, each.primitive):
                 return replace(each, cost=verdict.cost, cost_source=verdict.cost_source)
     return each
-
-
-def _variables(known: Sequence[Problem]) -> Iterator[Problem]:
-    """Variables of the vLLM plugin with values that mean nothing; those that are named in a problem already are left out."""
-    for read in (settings.mode, settings.cache_writer, settings.route, settings.shadow_backend):
-        try:
-            read()
-        except InvalidArgument as error:
-            if not any(error.argument in problem.what for problem in known):
-                yield Problem(str(error), f"fix or unset {error.argument}", fatal=True)
 
 
 def _asked(decision: Decision) -> list[Verdict]:
