@@ -26,15 +26,13 @@ from mla_portable.contracts import (
 from mla_portable.registry.facts import ask_detector, collect, interpret, resolve_device
 from mla_portable.registry.faults import blame, is_fatal
 from mla_portable.registry.limits import DEFAULT_SECONDS, running
-from mla_portable.registry.plugins import first_line
+from mla_portable.registry.plugins import REFERENCE, first_line
 from mla_portable.registry.probe import ProbeReport, probe_implementation, run_check
 from mla_portable.registry.sandbox import isolated
 from mla_portable.registry.tiny import TinyCase, request_case, tiny_cases, tiny_layouts
 
-__all__ = ["REFERENCE", "Machine"]
+__all__ = ["Machine"]
 
-REFERENCE: Final = "reference.torch"
-"""The implementation that probes compare with; it is checked, not probed."""
 REQUEST_LIMIT: Final = 4096
 """Results of probes for requests that are kept; beyond that the oldest is dropped and found out again as needed."""
 

@@ -41,6 +41,7 @@ __all__ = [
     "AUTO",
     "CORE_DISTRIBUTION",
     "CORE_MODULE",
+    "REFERENCE",
     "Loaded",
     "PluginReport",
     "PluginSource",
@@ -56,6 +57,8 @@ HOOK: Final = "mla_portable_register"
 CORE_DISTRIBUTION: Final = "mla-portable"
 CORE_MODULE: Final = "mla_portable.reference"
 """The core's own plugin: every other implementation is compared with it, so it cannot be left out."""
+REFERENCE: Final = "reference.torch"
+"""The implementation that probes compare with; it is checked, not probed."""
 AUTO: Final = "auto"
 """What users write for "let the registry choose"; no backend may carry the name."""
 

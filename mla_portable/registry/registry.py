@@ -33,8 +33,15 @@ from mla_portable.contracts import (
 )
 from mla_portable.registry.costs import packaged_costs
 from mla_portable.registry.limits import DEFAULT_SECONDS, plugin_timeout, running
-from mla_portable.registry.machine import REFERENCE, Machine
-from mla_portable.registry.plugins import PluginReport, first_line, given_plugins, installed_plugins, load_plugins
+from mla_portable.registry.machine import Machine
+from mla_portable.registry.plugins import (
+    REFERENCE,
+    PluginReport,
+    first_line,
+    given_plugins,
+    installed_plugins,
+    load_plugins,
+)
 from mla_portable.registry.policy import ARGUMENT, Policy, Rule, active_rules, check_names, disabled_plugins, known_names
 from mla_portable.registry.probe import ProbeReport
 from mla_portable.registry.select import CostTable, decide

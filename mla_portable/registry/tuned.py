@@ -118,11 +118,9 @@ class TunedConfigurations:
         if path is None:
             return cls(None, {})
         try:
-            entries = _entries(path)
+            entries = read_table(path) if named else _entries(path)
             missing = not entries and not path.exists()
         except OSError as error:
-            if named:
-                raise _refused(path, f"{type(error).__name__}: {error}", "a file that can be read") from error
             logger.info("no tuning table: %s", error)
             return cls(None, {})
         if named and missing:
