@@ -20,7 +20,6 @@ from mla_portable.contracts import (
     Primitive,
     Reason,
     Request,
-    Verdict,
 )
 from mla_portable.registry import PluginReport, Policy, ProbeReport, Registry
 
@@ -241,8 +240,8 @@ def _unserved(decisions: Iterable[Decision], facts: DeviceFacts) -> Iterator[Pro
         if decision.chosen is not None:
             continue
         who = f"{decision.forced}, forced by {decision.control}, cannot" if decision.forced else "nothing installed can"
-        reasons = "; ".join(f"{v.implementation}: {_words(v.reasons)}" for v in _asked(decision))
-        remedies = _remedies(reason for v in _asked(decision) for reason in v.reasons)
+        reasons = "; ".join(f"{v.implementation}: {_words(v.reasons)}" for v in decision.causes)
+        remedies = _remedies(reason for v in decision.causes for reason in v.reasons)
         if decision.forced:
             remedies = [f"drop {decision.control} to let the registry choose", *remedies]
         key = (who, reasons or "no plugin offers it", " or ".join(remedies) or "install a backend for this device")
@@ -258,11 +257,6 @@ def _with_cost(each: Examined, decisions: Iterable[Decision]) -> Examined:
             if (verdict.implementation, str(decision.request.primitive)) == (each.implementation, each.primitive):
                 return replace(each, cost=verdict.cost, cost_source=verdict.cost_source)
     return each
-
-
-def _asked(decision: Decision) -> list[Verdict]:
-    """The candidates whose reasons explain that nothing was chosen."""
-    return list(decision.causes)
 
 
 def _words(reasons: Iterable[Reason]) -> str:
