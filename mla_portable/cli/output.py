@@ -57,7 +57,7 @@ class Output:
         self.text(json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
 
     def text(self, value: str) -> None:
-        """Write a result as it is. Raises: typer.Exit where nobody reads it any more."""
+        """Write a result as it is. Raises: typer.Exit where the reader has closed the pipe."""
         try:
             self._stream.write(value)
             self._stream.flush()

@@ -25,7 +25,7 @@ class MLAPortableMetadata(AttentionMetadata):
 
     Attributes:
         num_actual_tokens: query tokens, padding for a CUDA graph included. The fields up to `prefill` are read by vLLM.
-        attention, plan: who serves the step, and how.
+        attention, plan: the layer that computes the step, and its plan.
         shadow: what a stock implementation needs for the same step, None unless it runs beside ours.
     """
 
