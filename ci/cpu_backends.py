@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from mla_portable.matrix.claims import load_declarations
+from mla_portable.tools.matrix.claims import load_declarations
 
 CAPABILITY = Path(__file__).parents[1] / "capability"
 

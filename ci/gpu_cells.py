@@ -13,8 +13,8 @@ import json
 import sys
 from pathlib import Path
 
-from mla_portable.matrix.claims import load_declarations
-from mla_portable.matrix.profiles import load_profiles
+from mla_portable.tools.matrix.claims import load_declarations
+from mla_portable.tools.matrix.profiles import load_profiles
 
 CAPABILITY = Path(__file__).parents[1] / "capability"
 

@@ -28,20 +28,20 @@ from typing import Any
 
 import torch
 
-from mla_portable.bench.kernel_machine import driver_version
-from mla_portable.matrix.benchmarks import benchmark_records
-from mla_portable.matrix.claims import Declarations
-from mla_portable.matrix.collect import COMPILER, collect_declarations
-from mla_portable.matrix.evidence import append_evidence
-from mla_portable.matrix.record import Origin, compiled_records, conformance_records, mode_of, origin_of, profile_of
-from mla_portable.matrix.records import EVIDENCE, Records, find_records, hashes_of, read_records
 from mla_portable.registry import get_registry
+from mla_portable.tools.bench.kernel_machine import driver_version
+from mla_portable.tools.matrix.benchmarks import benchmark_records
+from mla_portable.tools.matrix.claims import Declarations
+from mla_portable.tools.matrix.collect import COMPILER, collect_declarations
+from mla_portable.tools.matrix.evidence import append_evidence
+from mla_portable.tools.matrix.record import Origin, compiled_records, conformance_records, mode_of, origin_of, profile_of
+from mla_portable.tools.matrix.records import EVIDENCE, Records, find_records, hashes_of, read_records
 
 ROOT = Path(__file__).parents[1]
 
 
 def read() -> tuple[Records, Declarations]:
-    from mla_portable.matrix.profiles import load_profiles
+    from mla_portable.tools.matrix.profiles import load_profiles
 
     folder = find_records(ROOT / "capability")
     declared = collect_declarations(get_registry(), load_profiles(folder / "profiles"))
@@ -110,8 +110,8 @@ def compiled(options: argparse.Namespace) -> int:
 
 
 def conform(options: argparse.Namespace) -> int:
-    from mla_portable.conformance import run_suite
     from mla_portable.contracts import Primitive
+    from mla_portable.tools.conformance import run_suite
 
     records, declared = read()
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -140,7 +140,7 @@ def conform(options: argparse.Namespace) -> int:
         options.backend,
         device=device,
         level=options.level,
-        primitives=[Primitive(each) for each in todo],
+        primitives=[Primitive.named(each) for each in todo],
         jobs=options.jobs,
     )
     for bad in (result for result in report.results if result.status != "passed"):
@@ -175,7 +175,7 @@ def driver(device: torch.device) -> str | None:
 
 
 def bench(options: argparse.Namespace) -> int:
-    from mla_portable.bench.kernel_records import read_lines
+    from mla_portable.tools.bench.kernel_records import read_lines
 
     records, declared = read()
     made, left_out = benchmark_records(read_lines(options.times), declared, records.profiles, origin_of(ROOT, ""))

@@ -29,11 +29,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver as triton_driver
 
-from mla_portable.conformance import Case, CaseResult, run_suite
-from mla_portable.conformance.runner import run_installed
 from mla_portable.contracts import Primitive
-from mla_portable.matrix.record import conformance_records, origin_of
 from mla_portable.registry import Registry, get_registry
+from mla_portable.tools.conformance import Case, CaseResult, run_suite
+from mla_portable.tools.conformance.runner import run_installed
+from mla_portable.tools.matrix.record import conformance_records, origin_of
 
 
 def ptx_of(kernel: Any, capability: int) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mla_portable.matrix.claims import Claim
+from mla_portable.tools.matrix.claims import Claim
 
 
 def acme_claim(**values: Any) -> Claim:

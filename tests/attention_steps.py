@@ -15,11 +15,11 @@ from torch import Tensor
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.contracts import (
     Batch,
-    Primitive,
     StepPlan,
     pack_fp8,
 )
 from mla_portable.planner import Planner
+from mla_portable.primitives import CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.reference import oracle
 from mla_portable.registry import Registry
 
@@ -145,14 +145,14 @@ FLASH = Recorder(
     "flash.mla",
     "flashmla_tiles",
     support={"kv_layouts": ("fp8_ds_mla",), "padded_heads": (64, 128)},
-    primitives=(Primitive.SPARSE_DECODE,),
+    primitives=(SPARSE_DECODE,),
 )
-FLASH_PREFILL = Recorder("flashp.mla", support={"kv_layouts": ("bf16",)}, primitives=(Primitive.SPARSE_PREFILL,))
+FLASH_PREFILL = Recorder("flashp.mla", support={"kv_layouts": ("bf16",)}, primitives=(SPARSE_PREFILL,))
 PORTABLE = Recorder("portable.kernels", "split_kv", preference=50.0)
 SLOW = Recorder("slow.torch", preference=1000.0, support={"graph": False})
-MOVERS = Recorder("movers.kernels", preference=50.0, primitives=(Primitive.GATHER_UPCONVERT, Primitive.CONVERT_INDICES))
-PLODDING = Recorder("plodding.decode", preference=90.0, primitives=(Primitive.SPARSE_DECODE,))
-VENDOR_BF16 = Recorder("vendor.bf16", support={"kv_layouts": ("bf16",)}, primitives=(Primitive.SPARSE_PREFILL,))
+MOVERS = Recorder("movers.kernels", preference=50.0, primitives=(GATHER_UPCONVERT, CONVERT_INDICES))
+PLODDING = Recorder("plodding.decode", preference=90.0, primitives=(SPARSE_DECODE,))
+VENDOR_BF16 = Recorder("vendor.bf16", support={"kv_layouts": ("bf16",)}, primitives=(SPARSE_PREFILL,))
 
 
 def route_of(*plugins: Recorder, **changes) -> SparseMLAAttention:

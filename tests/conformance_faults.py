@@ -12,6 +12,7 @@ import math
 import torch
 
 from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Support
+from mla_portable.primitives import INDEXER_LOGITS, MERGE_STATES, QUANTIZE_PER_TENSOR
 
 CPU = DeviceFacts(vendor="cpu", name="any CPU", arch="cpu", device_type="cpu")
 
@@ -29,13 +30,13 @@ class Model:
         self.calls = 0
 
     def implementations(self, primitive: Primitive | None = None) -> tuple[Implementation, ...]:
-        return tuple(self.implementation(p) for p in Primitive if primitive in (None, p))
+        return tuple(self.implementation(p) for p in Primitive.all() if primitive in (None, p))
 
     def implementation(self, primitive: Primitive, **limits) -> Implementation:
-        without = (Primitive.MERGE_STATES, Primitive.QUANTIZE_PER_TENSOR, Primitive.INDEXER_LOGITS)
+        without = (MERGE_STATES, QUANTIZE_PER_TENSOR, INDEXER_LOGITS)
         layouts = () if primitive in without else ("bf16", "fp8_ds_mla")
         support = Support(source="a test", **({"device_types": ("cpu",), "kv_layouts": layouts} | limits))
-        return Implementation("model.torch", primitive, support, bind=lambda request: getattr(self, primitive.value))
+        return Implementation("model.torch", primitive, support, bind=lambda request: getattr(self, str(primitive)))
 
     def facts(self, device) -> DeviceFacts:
         return CPU

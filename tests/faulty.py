@@ -12,14 +12,24 @@ from torch import Tensor
 
 from mla_portable import reference
 from mla_portable.contracts import Implementation, Primitive, Support
+from mla_portable.primitives import (
+    CACHE_WRITE,
+    CONVERT_INDICES,
+    GATHER_UPCONVERT,
+    INDEXER_LOGITS,
+    MERGE_STATES,
+    QUANTIZE_PER_TENSOR,
+    SPARSE_DECODE,
+    SPARSE_PREFILL,
+)
 from mla_portable.registry import ProbeReport, Registry
 
 Kernel = Callable[..., Any]
 BOTH = ("bf16", "fp8_ds_mla")
-DECODE, PREFILL = Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL
-CONVERT, GATHER, WRITE = Primitive.CONVERT_INDICES, Primitive.GATHER_UPCONVERT, Primitive.CACHE_WRITE
-MERGE, QUANTIZE, INDEXER = Primitive.MERGE_STATES, Primitive.QUANTIZE_PER_TENSOR, Primitive.INDEXER_LOGITS
-RIGHT: dict[Primitive, Kernel] = {primitive: getattr(reference, primitive.value) for primitive in Primitive}
+DECODE, PREFILL = SPARSE_DECODE, SPARSE_PREFILL
+CONVERT, GATHER, WRITE = CONVERT_INDICES, GATHER_UPCONVERT, CACHE_WRITE
+MERGE, QUANTIZE, INDEXER = MERGE_STATES, QUANTIZE_PER_TENSOR, INDEXER_LOGITS
+RIGHT: dict[Primitive, Kernel] = {primitive: getattr(reference, str(primitive)) for primitive in Primitive.all()}
 
 
 def candidate(primitive: Primitive, kernel: object, **limits: Any) -> Implementation:

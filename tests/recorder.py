@@ -9,6 +9,7 @@ from typing import Any
 from machines import CPU
 
 from mla_portable.contracts import LAYOUTS, DeviceFacts, Implementation, Primitive, Registrar, Request, Support, hookimpl
+from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry import Registry
 
 
@@ -21,7 +22,7 @@ class Recorder:
         schedule_kind: str = "none",
         preference: float = 10.0,
         support: Mapping[str, Any] | None = None,
-        primitives: Collection[Primitive] = tuple(Primitive),
+        primitives: Collection[Primitive] = tuple(Primitive.all()),
         prefills_as: str = "",
     ):
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
@@ -42,7 +43,7 @@ class Recorder:
                     preference=self.preference,
                     schedule_kind=self.schedule_kind,
                     padded_heads=self.padded_heads,
-                    prefills_as=self.prefills_as if primitive is Primitive.SPARSE_DECODE else "",
+                    prefills_as=self.prefills_as if primitive is SPARSE_DECODE else "",
                 )
             )
 

@@ -9,9 +9,11 @@ from typing import Any
 
 from mla_portable import reference
 from mla_portable.contracts import BoundPrimitive, Implementation, Primitive, Registrar, Request, Support, hookimpl
+from mla_portable.primitives import INDEXER_LOGITS, MERGE_STATES, QUANTIZE_PER_TENSOR
 from mla_portable.registry import Registry
 
 NAME = "spoiled.torch"
+ALL_PRIMITIVES = Primitive.all()
 
 
 def wrong_cache_write(kv_c, k_pe, kv_cache, slot_mapping, **options):
@@ -81,7 +83,13 @@ class Spoiled:
     """
 
     def __init__(
-        self, replaced: dict[str, BoundPrimitive] | None = None, *, loud=False, check=None, only=tuple(Primitive), lse=True
+        self,
+        replaced: dict[str, BoundPrimitive] | None = None,
+        *,
+        loud=False,
+        check=None,
+        only=ALL_PRIMITIVES,
+        lse=True,
     ):
         self.replaced, self.loud, self.only, self.lse = replaced or {}, loud, only, lse
         self.check = check or (lambda device: ())
@@ -92,7 +100,7 @@ class Spoiled:
             self.offer(registrar, NAME, primitive, self.bind)
 
     def offer(self, registrar: Registrar, name: str, primitive: Primitive, bind: Callable[[Request], BoundPrimitive]) -> None:
-        without = (Primitive.MERGE_STATES, Primitive.QUANTIZE_PER_TENSOR, Primitive.INDEXER_LOGITS)
+        without = (MERGE_STATES, QUANTIZE_PER_TENSOR, INDEXER_LOGITS)
         layouts = () if primitive in without else ("bf16", "fp8_ds_mla")
         support = Support(source="a test", device_types=("cpu",), kv_layouts=layouts, graph=False, lse=self.lse)
         registrar.add(Implementation(name, primitive, support, bind, check=self.check, preference=10))
@@ -100,7 +108,7 @@ class Spoiled:
     def bind(self, request: Request) -> BoundPrimitive:
         if self.loud:
             sys.stdout.write(f"binding {request.primitive}\n")
-        return self.replaced.get(request.primitive.value, getattr(reference, request.primitive.value))
+        return self.replaced.get(str(request.primitive), getattr(reference, str(request.primitive)))
 
 
 class HalfSpoiled(Spoiled):
@@ -110,7 +118,7 @@ class HalfSpoiled(Spoiled):
     def mla_portable_register(self, registrar: Registrar) -> None:
         for primitive in self.only:
             self.offer(registrar, NAME, primitive, self.bind)
-        self.offer(registrar, "spoiled.worse", Primitive.MERGE_STATES, lambda request: wrong_merge_states)
+        self.offer(registrar, "spoiled.worse", MERGE_STATES, lambda request: wrong_merge_states)
 
 
 def registry_with(

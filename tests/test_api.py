@@ -13,8 +13,8 @@ from machines import H200
 from recorder import Recorder, registry_of
 
 import mla_portable
+from mla_portable import primitives
 from mla_portable.api import dispatch, serving
-from mla_portable.bench.dispatch import measure_dispatch
 from mla_portable.contracts import (
     InvalidArgument,
     PlanMismatch,
@@ -24,10 +24,11 @@ from mla_portable.contracts import (
     UnknownBackend,
     UnsupportedRequest,
     pack_fp8,
-    primitives,
 )
+from mla_portable.primitives import MERGE_STATES
 from mla_portable.reference import oracle
 from mla_portable.registry import Registry, get_registry, reset_registry
+from mla_portable.tools.bench.dispatch import measure_dispatch
 
 B, S, H, K, BLOCKS, BLOCK = 3, 2, 4, 24, 5, 16
 SLOTS = BLOCKS * BLOCK
@@ -58,7 +59,7 @@ def tape():
 # what is asked
 
 
-@pytest.mark.parametrize("name", [primitive.value for primitive in Primitive])
+@pytest.mark.parametrize("name", [str(primitive) for primitive in Primitive.all()])
 def test_signature_is_the_protocol_plus_backend(name: str):
     protocol = getattr(primitives, "".join(word.capitalize() for word in name.split("_")))
     expected = list(inspect.signature(protocol.__call__).parameters.values())[1:]
@@ -366,7 +367,7 @@ def test_explain_names_everyone(two):
     assert decision.chosen == "cheap.one"
     assert [verdict.implementation for verdict in decision.verdicts] == ["cheap.one", "dear.one"]
     assert "NVIDIA H200" in decision.text()
-    assert mla_portable.explain(Primitive.MERGE_STATES, device="cpu", backend="dear").chosen == "dear.one"
+    assert mla_portable.explain(MERGE_STATES, device="cpu", backend="dear").chosen == "dear.one"
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,10 @@ from recorder import Recorder, registry_of
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.contracts import (
     Implementation,
-    Primitive,
     Request,
     UnsupportedRequest,
 )
+from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry, use
 
 
@@ -65,9 +65,7 @@ def test_route_is_ranked_by_what_serves_it(plugins, changes, route):
 
 
 def test_without_a_decode_kernel_prefill_serves_all_tokens():
-    kernels = Recorder(
-        "vendor.sparse", primitives=(Primitive.SPARSE_PREFILL, Primitive.CONVERT_INDICES), support={"kv_layouts": ("bf16",)}
-    )
+    kernels = Recorder("vendor.sparse", primitives=(SPARSE_PREFILL, CONVERT_INDICES), support={"kv_layouts": ("bf16",)})
     layer = route_of(kernels, kv_layout="bf16", scale_format=None)
     step = make_step("decodes and prefills in chunks", "bf16")
     layer(step.q, step.kv_cache, step.topk_indices, plan_for(layer, step.batch))
@@ -75,7 +73,7 @@ def test_without_a_decode_kernel_prefill_serves_all_tokens():
     assert [(name, args[0].shape[0]) for name, args, _ in kernels.calls] == [("convert_indices", 21), ("sparse_prefill", 21)]
     with pytest.raises(UnsupportedRequest) as caught:
         layer.cache_write(step.q[:, 0, :512], step.q[:, 0, 512:], step.kv_cache, torch.zeros(21, dtype=torch.int64))
-    assert caught.value.decision.request.primitive is Primitive.CACHE_WRITE
+    assert caught.value.decision.request.primitive is CACHE_WRITE
 
 
 APART = [("sparse_decode", 2), ("sparse_prefill", 19)]
@@ -125,7 +123,7 @@ def test_the_decision_tells_why():
 
 
 def test_no_route_is_an_error_with_the_reasons_against_each():
-    narrow = Recorder("narrow.decode", primitives=(Primitive.SPARSE_DECODE,), support={"num_heads": (64,)})
+    narrow = Recorder("narrow.decode", primitives=(SPARSE_DECODE,), support={"num_heads": (64,)})
     with pytest.raises(UnsupportedRequest) as caught:
         route_of(narrow)
     text = str(caught.value)
@@ -161,7 +159,7 @@ def test_backend_may_differ_by_primitive():
 # a forced backend holds on the route that serves
 
 
-NARROW = Recorder("narrow.decode", primitives=(Primitive.SPARSE_DECODE,), support={"num_heads": (64,)})
+NARROW = Recorder("narrow.decode", primitives=(SPARSE_DECODE,), support={"num_heads": (64,)})
 CONTROLS = ("argument", "use", "environment", "file")
 
 
@@ -197,7 +195,7 @@ def test_no_route_evades_a_forced_decode_that_cannot_serve(control: str, layout:
     for route, verdict in verdicts.items():
         assert any(reason.subject == "sparse_decode" for reason in verdict.reasons), route
     assert "num_heads 3 (supports 64)" in str(caught.value)
-    assert caught.value.decision.request.primitive is Primitive.SPARSE_DECODE
+    assert caught.value.decision.request.primitive is SPARSE_DECODE
     served = forced_layer(control, wish, tmp_path, NARROW, PORTABLE, num_heads=64, **changes)
     assert chosen_by(served)["decode"] == "narrow.decode"
 
@@ -221,7 +219,7 @@ def test_prefill_is_not_left_to_the_decode_kernel_where_a_backend_is_forced_for_
 
 
 def test_a_forced_gather_that_cannot_serve_is_not_evaded_either(tmp_path):
-    lame = Recorder("lame.gather", primitives=(Primitive.GATHER_UPCONVERT,), support={"block_sizes": (1,)})
+    lame = Recorder("lame.gather", primitives=(GATHER_UPCONVERT,), support={"block_sizes": (1,)})
     with pytest.raises(UnsupportedRequest, match=r"forced to lame by argument \(left out here, and lame cannot .*block_size 8"):
         forced_layer("argument", {"gather_upconvert": "lame"}, tmp_path, lame, PORTABLE)
     plain = {"kv_layout": "bf16", "scale_format": None}
@@ -245,7 +243,7 @@ def test_a_name_that_is_forced_for_everything_holds_for_what_it_offers(control: 
 
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_name_that_offers_nothing_of_a_layer_is_refused(control: str, tmp_path):
-    merger = Recorder("merger.only", primitives=(Primitive.MERGE_STATES,))
+    merger = Recorder("merger.only", primitives=(MERGE_STATES,))
     with pytest.raises(UnsupportedRequest, match="merger offers merge_states"):
         forced_layer(control, {"all": "merger"}, tmp_path, merger, PORTABLE)
 
@@ -264,7 +262,7 @@ def test_under_a_name_that_does_not_offer_a_primitive_the_next_wish_holds():
 
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_name_may_serve_all_tokens_by_another_primitive_of_its_own(control: str, tmp_path):
-    attention = (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL)
+    attention = (SPARSE_DECODE, SPARSE_PREFILL)
     vendor = Recorder("vendor.bf16", support={"kv_layouts": ("bf16",)}, primitives=attention)
     layer = forced_layer(control, {"all": "vendor"}, tmp_path, vendor, MOVERS, SLOW)
     assert layer.route == "upconvert" and chosen_by(layer)["prefill"] == "vendor.bf16"
@@ -277,8 +275,8 @@ def priced(costs: dict[str, float], memory_bytes: int = 0, **changes) -> SparseM
     """A layer on kernels whose cost was measured by role: decode, cache (prefill on FP8), rows (prefill on bf16), gather."""
 
     def table(implementation: Implementation, request: Request) -> tuple[float, str] | None:
-        role = {Primitive.SPARSE_DECODE: "decode", Primitive.GATHER_UPCONVERT: "gather"}.get(request.primitive)
-        if request.primitive is Primitive.SPARSE_PREFILL:
+        role = {SPARSE_DECODE: "decode", GATHER_UPCONVERT: "gather"}.get(request.primitive)
+        if request.primitive is SPARSE_PREFILL:
             role = "rows" if request.kv_layout == "bf16" else "cache"
         found = costs.get(role or "")
         return None if found is None else (found, f"measured with {request.rows} rows;")

@@ -16,10 +16,6 @@ from recorder import Recorder, registry_of
 from typer.testing import CliRunner
 
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
-from mla_portable.cli import app
-from mla_portable.conformance import cases_for
-from mla_portable.conformance.attention_problem import make_schedule
-from mla_portable.conformance.runner import _bind_and_run
 from mla_portable.contracts import (
     Batch,
     Implementation,
@@ -31,9 +27,14 @@ from mla_portable.contracts import (
     pack_fp8,
 )
 from mla_portable.planner import Planner, PlannerConfig
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
+from mla_portable.tools.cli import app
+from mla_portable.tools.conformance import cases_for
+from mla_portable.tools.conformance.attention_problem import make_schedule
+from mla_portable.tools.conformance.runner import _bind_and_run
 
-DECODE, PREFILL = Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL
+DECODE, PREFILL = SPARSE_DECODE, SPARSE_PREFILL
 CONFIG = PlannerConfig(
     device="cpu",
     route="direct",
@@ -197,7 +198,7 @@ class Promising(Model):
 
         def bind(request: Request) -> Any:
             def call(q: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-                out, lse = getattr(self, primitive.value)(q, *arguments, **options)
+                out, lse = getattr(self, str(primitive))(q, *arguments, **options)
                 counted = {"counts rows": q.shape[:-2].numel(), "asks for rows": request.rows}
                 if any(fault in self.faults and rows == 1 for fault, rows in counted.items()):
                     bits = lse.view(torch.int32)

@@ -24,16 +24,6 @@ from typer.testing import CliRunner
 
 from mla_portable import reference
 from mla_portable.api import serving
-from mla_portable.bench import interleaved, kernel_machine
-from mla_portable.bench.candidates import decode_schedule, our_candidates
-from mla_portable.bench.floors import Ceilings, measure_ceilings
-from mla_portable.bench.kernel_cases import ATTENTION, TIMED, KernelCase, kernel_cases
-from mla_portable.bench.kernel_problems import Problem, Workshop
-from mla_portable.bench.kernel_records import append_lines, kernel_lines, read_lines
-from mla_portable.bench.kernels import KernelReport, time_kernels
-from mla_portable.bench.plot import plot_lines
-from mla_portable.bench.rivals import load_rivals
-from mla_portable.cli import app
 from mla_portable.contracts import (
     Implementation,
     InvalidArgument,
@@ -50,15 +40,26 @@ from mla_portable.contracts import (
     TileSchedule,
     hookimpl,
 )
+from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
+from mla_portable.tools.bench import interleaved, kernel_machine
+from mla_portable.tools.bench.candidates import decode_schedule, our_candidates
+from mla_portable.tools.bench.floors import Ceilings, measure_ceilings
+from mla_portable.tools.bench.kernel_cases import ATTENTION, TIMED, KernelCase, kernel_cases
+from mla_portable.tools.bench.kernel_problems import Problem, Workshop
+from mla_portable.tools.bench.kernel_records import append_lines, kernel_lines, read_lines
+from mla_portable.tools.bench.kernels import KernelReport, time_kernels
+from mla_portable.tools.bench.plot import plot_lines
+from mla_portable.tools.bench.rivals import load_rivals
+from mla_portable.tools.cli import app
 
 CPU = torch.device("cpu")
 SMALL: dict[Primitive, KernelCase] = {
-    Primitive.SPARSE_DECODE: KernelCase(Primitive.SPARSE_DECODE, 3, "fp8_ds_mla", 2, 16, 64),
-    Primitive.SPARSE_PREFILL: KernelCase(Primitive.SPARSE_PREFILL, 5, "bf16", 2, 16, 64, 50),
-    Primitive.CONVERT_INDICES: KernelCase(Primitive.CONVERT_INDICES, 5, topk=16),
-    Primitive.GATHER_UPCONVERT: KernelCase(Primitive.GATHER_UPCONVERT, 130, "fp8_ds_mla"),
-    Primitive.CACHE_WRITE: KernelCase(Primitive.CACHE_WRITE, 5, "fp8_ds_mla"),
+    SPARSE_DECODE: KernelCase(SPARSE_DECODE, 3, "fp8_ds_mla", 2, 16, 64),
+    SPARSE_PREFILL: KernelCase(SPARSE_PREFILL, 5, "bf16", 2, 16, 64, 50),
+    CONVERT_INDICES: KernelCase(CONVERT_INDICES, 5, topk=16),
+    GATHER_UPCONVERT: KernelCase(GATHER_UPCONVERT, 130, "fp8_ds_mla"),
+    CACHE_WRITE: KernelCase(CACHE_WRITE, 5, "fp8_ds_mla"),
 }
 
 
@@ -74,11 +75,11 @@ def run(*cases: KernelCase, registry: Registry | None = None, **options: Any) ->
 
 
 def test_the_default_sweep_has_the_sizes_of_a_serving_rank():
-    decode = kernel_cases([Primitive.SPARSE_DECODE], layouts=["fp8_ds_mla"])
+    decode = kernel_cases([SPARSE_DECODE], layouts=["fp8_ds_mla"])
     assert [case.num_heads for case in decode[::6]] == [16, 32, 64, 128]
     assert [case.rows for case in decode[:6]] == [1, 4, 16, 64, 128, 256]
     assert all(case.width // case.rows >= 2048 for case in decode), "each row has a context of its own"
-    prefill = kernel_cases([Primitive.SPARSE_PREFILL], layouts=["bf16"], overlaps=(0, 80))
+    prefill = kernel_cases([SPARSE_PREFILL], layouts=["bf16"], overlaps=(0, 80))
     assert {(case.rows, case.width) for case in prefill} == {(1024, 8192), (4096, 65536)}
     assert {case.overlap for case in prefill} == {0, 80}
     assert {case.primitive for case in kernel_cases()} == set(TIMED)
@@ -97,19 +98,19 @@ def test_the_default_sweep_has_the_sizes_of_a_serving_rank():
 )
 def test_a_size_that_cannot_be_made_is_refused(sizes, word):
     with pytest.raises(InvalidArgument, match=word):
-        kernel_cases([Primitive.SPARSE_PREFILL], **sizes)
+        kernel_cases([SPARSE_PREFILL], **sizes)
 
 
 def test_a_primitive_that_is_not_timed_is_refused():
     with pytest.raises(InvalidArgument, match="merge_states"):
-        kernel_cases([Primitive.MERGE_STATES])
+        kernel_cases([MERGE_STATES])
 
 
 # ---------------------------------------------------------------------- problems
 
 
 def test_decode_rows_read_contexts_of_their_own():
-    problem = workshop().make(KernelCase(Primitive.SPARSE_DECODE, 4, "bf16", 1, 16, 128))
+    problem = workshop().make(KernelCase(SPARSE_DECODE, 4, "bf16", 1, 16, 128))
     rows = problem.arguments["indices"][:, 0]
     assert rows.shape == (4, 16)
     assert len(rows.unique()) == 64
@@ -117,7 +118,7 @@ def test_decode_rows_read_contexts_of_their_own():
 
 
 def test_where_the_cache_is_too_small_rows_share_it_and_its_bytes_count_once():
-    case = KernelCase(Primitive.SPARSE_DECODE, 8, "fp8_ds_mla", 1, 64, 64)
+    case = KernelCase(SPARSE_DECODE, 8, "fp8_ds_mla", 1, 64, 64)
     problem = workshop().make(case)
     assert all(len(row.unique()) == 64 for row in problem.arguments["indices"][:, 0])
     q, out, lse, indices = (problem.arguments[name].nbytes for name in ("q", "out", "lse_out", "indices"))
@@ -127,7 +128,7 @@ def test_where_the_cache_is_too_small_rows_share_it_and_its_bytes_count_once():
 
 @pytest.mark.parametrize("percent", [0, 50, 100])
 def test_neighbouring_tokens_share_what_the_case_says(percent):
-    problem = workshop().make(KernelCase(Primitive.SPARSE_PREFILL, 4, "bf16", 1, 32, 256, percent))
+    problem = workshop().make(KernelCase(SPARSE_PREFILL, 4, "bf16", 1, 32, 256, percent))
     rows = [set(row.tolist()) for row in problem.arguments["indices"]]
     assert all(len(row) == 32 for row in rows)
     assert all(len(a & b) == 32 * percent // 100 for a, b in pairwise(rows))
@@ -144,7 +145,7 @@ def test_the_reference_passes_and_what_is_spoiled_does_not(primitive, layout):
     assert any(finding.message for finding in problem.check(problem.call(WRONG[str(primitive)])))
 
 
-@pytest.mark.parametrize("primitive", [each for each in TIMED if each is not Primitive.CONVERT_INDICES])
+@pytest.mark.parametrize("primitive", [each for each in TIMED if each is not CONVERT_INDICES])
 def test_fp8_rows_have_the_scales_that_the_case_says(primitive):
     one, other = (
         workshop().make(replace(SMALL[primitive], kv_layout="fp8_ds_mla", scale_format=name)) for name in ("pow2", "amax")
@@ -152,7 +153,7 @@ def test_fp8_rows_have_the_scales_that_the_case_says(primitive):
     for problem in (one, other):
         problem.poison()
         assert not any(finding.message for finding in problem.check(problem.call(getattr(reference, str(primitive)))))
-        cached = problem.arguments["kv" if primitive is Primitive.SPARSE_PREFILL else "kv_cache"].flatten(0, 1)
+        cached = problem.arguments["kv" if primitive is SPARSE_PREFILL else "kv_cache"].flatten(0, 1)
         rows = cached[problem.arguments.get("slot_mapping", torch.arange(3))]
         mantissas = rows[:, 512:528].contiguous().view(torch.float32).frexp().mantissa
         assert bool((mantissas == 0.5).all()) == (problem.case.scale_format == "pow2")
@@ -169,15 +170,15 @@ def test_what_was_not_written_is_not_right(primitive):
     problem.call(getattr(reference, str(primitive)))
     problem.poison()
     left = {
-        Primitive.CACHE_WRITE: lambda: arguments["kv_cache"],
-        Primitive.GATHER_UPCONVERT: lambda: arguments["out"],
-        Primitive.CONVERT_INDICES: lambda: arguments["out"],
+        CACHE_WRITE: lambda: arguments["kv_cache"],
+        GATHER_UPCONVERT: lambda: arguments["out"],
+        CONVERT_INDICES: lambda: arguments["out"],
     }.get(primitive, lambda: (arguments["out"], arguments["lse_out"]))
     assert any(finding.message for finding in problem.check(left()))
 
 
 def test_the_same_seed_makes_the_same_problem():
-    one, other, third = (workshop(seed=seed).make(SMALL[Primitive.SPARSE_DECODE]).arguments for seed in (1, 1, 2))
+    one, other, third = (workshop(seed=seed).make(SMALL[SPARSE_DECODE]).arguments for seed in (1, 1, 2))
     assert torch.equal(one["q"], other["q"]) and torch.equal(one["kv_cache"], other["kv_cache"])
     assert not torch.equal(one["q"], third["q"])
 
@@ -188,7 +189,7 @@ def test_the_same_seed_makes_the_same_problem():
 def schedule_of(problem: Problem, kind: str, padded: int) -> Any:
     made = Implementation(
         "acme.v1",
-        Primitive.SPARSE_DECODE,
+        SPARSE_DECODE,
         Support(source="this test", device_types=("cpu",), kv_layouts=("fp8_ds_mla",)),
         lambda request: reference.sparse_decode,
         schedule_kind=kind,
@@ -200,7 +201,7 @@ def schedule_of(problem: Problem, kind: str, padded: int) -> Any:
 def test_decode_gets_the_schedule_that_the_planner_makes():
     from machines import H200
 
-    problem = workshop().make(KernelCase(Primitive.SPARSE_DECODE, 4, "fp8_ds_mla", 16, 128, 512))
+    problem = workshop().make(KernelCase(SPARSE_DECODE, 4, "fp8_ds_mla", 16, 128, 512))
     assert schedule_of(problem, "none", 16) is None
     split = schedule_of(problem, "split_kv", 16)
     assert isinstance(split, SplitSchedule) and (split.num_rows, split.num_heads, split.topk) == (4, 16, 128)
@@ -241,7 +242,7 @@ def test_who_tells_no_lse_is_timed_and_judged_without(told):
         return reference.sparse_decode(*args, **options)[0], torch.empty(0)
 
     spoiled = Spoiled({"sparse_decode": quiet}, lse=told)
-    (case,) = run(SMALL[Primitive.SPARSE_DECODE], registry=registry_with(("spoiled", spoiled), probe=False)).cases
+    (case,) = run(SMALL[SPARSE_DECODE], registry=registry_with(("spoiled", spoiled), probe=False)).cases
     each = next(each for each in case.times if each.name == NAME)
     assert "lse" not in each.errors and each.remark == ("" if told else "tells no lse")
     assert each.ok != told, "who says that it tells one has to"
@@ -249,15 +250,15 @@ def test_who_tells_no_lse_is_timed_and_judged_without(told):
 
 def test_backends_can_be_named_and_one_that_is_switched_off_says_so():
     registry = registry_with(("spoiled", Spoiled()), probe=False, environ={"MLA_PORTABLE_DISABLE": "reference"})
-    (case,) = run(SMALL[Primitive.CACHE_WRITE], registry=registry).cases
+    (case,) = run(SMALL[CACHE_WRITE], registry=registry).cases
     assert [each.name for each in case.times] == [NAME]
     assert [(each.name, each.reasons[0].subject) for each in case.refused] == [("reference.torch", "disabled")]
-    assert run(SMALL[Primitive.CACHE_WRITE], registry=registry, backends=["reference.torch"]).cases[0].times == ()
+    assert run(SMALL[CACHE_WRITE], registry=registry, backends=["reference.torch"]).cases[0].times == ()
 
 
 def test_a_demand_of_the_environment_does_not_narrow_the_benchmark():
     registry = registry_with(("spoiled", Spoiled()), probe=False, environ={"MLA_PORTABLE_BACKEND": "reference"})
-    (case,) = run(SMALL[Primitive.CACHE_WRITE], registry=registry).cases
+    (case,) = run(SMALL[CACHE_WRITE], registry=registry).cases
     assert [each.name for each in case.times] == ["reference.torch", NAME]
 
 
@@ -274,7 +275,7 @@ def decode_rival(name: str = "other.v1", *, factor: float = 1.0, reasons: tuple[
 
         return RivalCall(work, lambda: (last[0] * factor, last[1]))
 
-    return Rival(name, Primitive.SPARSE_DECODE, lambda request: reasons, prepare, "nothing is padded")
+    return Rival(name, SPARSE_DECODE, lambda request: reasons, prepare, "nothing is padded")
 
 
 class RivalPlugin:
@@ -362,8 +363,8 @@ def test_the_floor_is_the_longer_of_moving_and_multiplying():
 
 @pytest.fixture(scope="module")
 def lines() -> list[dict[str, Any]]:
-    cases = [KernelCase(Primitive.SPARSE_DECODE, rows, "bf16", heads, 16, 64) for heads in (1, 2) for rows in (1, 2, 4)]
-    return kernel_lines(run(*cases, SMALL[Primitive.CACHE_WRITE], rivals=[decode_rival()]), "the command")
+    cases = [KernelCase(SPARSE_DECODE, rows, "bf16", heads, 16, 64) for heads in (1, 2) for rows in (1, 2, 4)]
+    return kernel_lines(run(*cases, SMALL[CACHE_WRITE], rivals=[decode_rival()]), "the command")
 
 
 def test_a_line_says_what_ran_where_and_how(lines, tmp_path):
@@ -519,7 +520,7 @@ def test_the_driver_is_asked_of_each_vendors_tool_in_turn(monkeypatch, answers, 
 def test_plain_torch_is_timed_on_a_gpu_where_it_is_named_and_a_plugin_that_was_not_imported_is_left_out():
     plugins = [("reference", "mla_portable.reference"), ("acme", make_plugin(implementation("acme.v1")))]
     registry = Registry(plugins=plugins, facts={"cuda": H200}, environ={"MLA_PORTABLE_DISABLE": "acme"})
-    problem = SimpleNamespace(request=Request(Primitive.MERGE_STATES, H200, lse=True))
+    problem = SimpleNamespace(request=Request(MERGE_STATES, H200, lse=True))
     for backends, wanted in (((), []), (("reference",), ["reference.torch"])):
         found, refused = our_candidates(problem, registry, torch.device("cpu"), backends)
         assert [each.name for each in found] == wanted

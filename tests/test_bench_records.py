@@ -18,20 +18,21 @@ from machines import A100, H200
 
 from mla_portable.api import serving
 from mla_portable.contracts import Implementation, Primitive, Registrar, Request, Support, hookimpl
-from mla_portable.matrix.benchmarks import benchmark_records, measured_times
-from mla_portable.matrix.claims import Declarations
-from mla_portable.matrix.errors import RecordError
-from mla_portable.matrix.evidence import Evidence, problems_of
-from mla_portable.matrix.gates import regressions
-from mla_portable.matrix.generated import generate
-from mla_portable.matrix.levels import Hashes, evaluate
-from mla_portable.matrix.profiles import load_profiles
-from mla_portable.matrix.record import Origin
+from mla_portable.primitives import CONVERT_INDICES, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry, get_registry, reset_registry
 from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, costs_text, installed_hash, packaged_costs, parse_costs
 from mla_portable.registry.policy import Policy
 from mla_portable.registry.select import decide
 from mla_portable.sources import source_hash
+from mla_portable.tools.matrix.benchmarks import benchmark_records, measured_times
+from mla_portable.tools.matrix.claims import Declarations
+from mla_portable.tools.matrix.errors import RecordError
+from mla_portable.tools.matrix.evidence import Evidence, problems_of
+from mla_portable.tools.matrix.gates import regressions
+from mla_portable.tools.matrix.generated import generate
+from mla_portable.tools.matrix.levels import Hashes, evaluate
+from mla_portable.tools.matrix.profiles import load_profiles
+from mla_portable.tools.matrix.record import Origin
 
 ROOT = Path(__file__).parents[1]
 PROFILES = load_profiles(ROOT / "capability" / "profiles")
@@ -207,13 +208,13 @@ def times(*rows: tuple[str, str | None, int | None, int, float], primitive: str 
     ]
 
 
-def named(name: str, preference: float = 50.0, primitive: Primitive = Primitive.SPARSE_DECODE) -> Implementation:
+def named(name: str, preference: float = 50.0, primitive: Primitive = SPARSE_DECODE) -> Implementation:
     support = Support(source="this test", kv_layouts=("bf16", "fp8_ds_mla"))
     return Implementation(name, primitive, support, lambda request: lambda: None, preference=preference, sources=SOURCES)
 
 
 def request(**changes: Any) -> Request:
-    return Request(Primitive.SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, lse=True).but(**changes)
+    return Request(SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, lse=True).but(**changes)
 
 
 FP8 = "fp8_ds_mla"
@@ -293,7 +294,7 @@ def test_prefill_of_few_heads_is_chosen_by_times_that_are_on_record(heads: int):
         "nvidia.flashmla": {16: 2490.62, 64: 2274.37},
     }
     rows = [(name, "bf16", count, 4096, us) for name, by_heads in kernels.items() for count, us in by_heads.items()]
-    prefill = Primitive.SPARSE_PREFILL
+    prefill = SPARSE_PREFILL
     preferences = {"nvidia.native": 8.0, "nvidia.native_wide": 20.0, "nvidia.flashmla": 10.0}
     offered = [named(name, preference, prefill) for name, preference in preferences.items()]
     costs = MeasuredCosts(times(*rows, primitive="sparse_prefill"))
@@ -354,7 +355,7 @@ def test_sources_are_read_once_and_only_where_there_are_times():
         return INSTALLED
 
     costs = MeasuredCosts(times(("a.v1", FP8, 16, 1, 10.0)), hash_of=hash_of)
-    for changes in ({"device": A100}, {"topk": 1024}, {"primitive": Primitive.SPARSE_PREFILL}):
+    for changes in ({"device": A100}, {"topk": 1024}, {"primitive": SPARSE_PREFILL}):
         assert costs(named("a.v1"), request(**changes)) is None
     assert costs(named("b.v1"), request()) is None
     assert asked == []
@@ -367,15 +368,15 @@ def test_sources_are_read_once_and_only_where_there_are_times():
 
 def test_layouts_are_compared_with_one_another():
     prefill = MeasuredCosts(times(("a.v1", FP8, 16, 1024, 30.0), ("b.v1", "bf16", 16, 1024, 10.0), primitive="sparse_prefill"))
-    asked = request(primitive=Primitive.SPARSE_PREFILL)
-    assert prefill(named("a.v1", primitive=Primitive.SPARSE_PREFILL), asked)[0] == 30
-    assert prefill(named("b.v1", primitive=Primitive.SPARSE_PREFILL), asked.but(kv_layout="bf16"))[0] == 10
+    asked = request(primitive=SPARSE_PREFILL)
+    assert prefill(named("a.v1", primitive=SPARSE_PREFILL), asked)[0] == 30
+    assert prefill(named("b.v1", primitive=SPARSE_PREFILL), asked.but(kv_layout="bf16"))[0] == 10
 
 
 def test_a_primitive_without_heads_and_layout_is_found():
     convert = MeasuredCosts(times(("a.v1", None, None, 64, 3.0), ("b.v1", None, None, 64, 2.0), primitive="convert_indices"))
-    asked = Request(Primitive.CONVERT_INDICES, H200, topk=2048, block_size=64)
-    assert convert(named("a.v1", primitive=Primitive.CONVERT_INDICES), asked)[0] == 15
+    asked = Request(CONVERT_INDICES, H200, topk=2048, block_size=64)
+    assert convert(named("a.v1", primitive=CONVERT_INDICES), asked)[0] == 15
 
 
 def plugin(*implementations: Implementation) -> object:
@@ -441,7 +442,7 @@ def test_every_device_that_was_timed_has_one_profile_whose_facts_find_its_costs(
 def test_the_process_finds_the_same_costs_for_a_driver_and_for_a_profile():
     registry = Registry(environ={}, probe=False, costs=packaged_costs())
     simulated = PROFILES["h100"].device_facts()
-    asked = Request(Primitive.SPARSE_DECODE, simulated, kv_layout="bf16", num_heads=128, topk=2048, block_size=64, rows=256)
+    asked = Request(SPARSE_DECODE, simulated, kv_layout="bf16", num_heads=128, topk=2048, block_size=64, rows=256)
     there = asked.but(device=replace(simulated, name="NVIDIA H100 80GB HBM3"))
     profile, driver = (registry.decide(each, probe=False) for each in (asked, there))
     assert [(v.implementation, v.cost) for v in profile.verdicts] == [(v.implementation, v.cost) for v in driver.verdicts]
@@ -458,7 +459,7 @@ def test_the_registry_of_the_process_has_the_costs_that_ship(monkeypatch):
     try:
         registry = get_registry()
         with serving(registry):
-            registry.decide(Request(Primitive.MERGE_STATES, registry.facts("cpu")), probe=False)
+            registry.decide(Request(MERGE_STATES, registry.facts("cpu")), probe=False)
     finally:
         reset_registry()
     assert "reference.torch" in seen
@@ -479,7 +480,7 @@ def test_the_file_is_generated_beside_the_package_of_the_same_checkout_alone(tmp
 
 
 def test_the_script_turns_times_into_records(tmp_path):
-    from mla_portable.bench.kernel_records import KIND, SCHEMA
+    from mla_portable.tools.bench.kernel_records import KIND, SCHEMA
 
     path, out = tmp_path / "times.jsonl", tmp_path / "records.jsonl"
     named_so = {"kind": KIND, "schema": SCHEMA}

@@ -18,16 +18,17 @@ from spoiled import WRONG, HalfSpoiled, Spoiled, registry_with
 from typer.testing import CliRunner
 
 from mla_portable.api import serving
-from mla_portable.bench.inputs import default_shape
-from mla_portable.cli import app
 from mla_portable.contracts import Primitive, Reason
-from mla_portable.matrix import RecordError
+from mla_portable.primitives import INDEXER_LOGITS, MERGE_STATES
 from mla_portable.registry import Registry
+from mla_portable.tools.bench.inputs import default_shape
+from mla_portable.tools.cli import app
+from mla_portable.tools.matrix import RecordError
 
 RUNNER = CliRunner()
 SIZES = "--heads 2 --topk 48 --decodes 3 --prefills 2 --prefill-tokens 6 --context 90 --block-size 16 --repeat 1 --check-rows 0"
 SMALL = SIZES.split()
-OF_A_STEP = [primitive.value for primitive in Primitive if primitive is not Primitive.INDEXER_LOGITS]
+OF_A_STEP = [str(primitive) for primitive in Primitive.all() if primitive is not INDEXER_LOGITS]
 """What `run` runs: the indexer works before the step, whose positions are drawn at random."""
 
 
@@ -64,7 +65,7 @@ def in_a_process(*arguments: str, code: int = 0, **environment: str) -> subproce
 
 @pytest.mark.parametrize("words", [[], ["run"], ["doctor"], ["explain"], ["conform"], ["bench"], ["bench", "step"]])
 def test_help_needs_no_torch(words):
-    code = "import sys; from mla_portable.cli import main\ntry: main()\nfinally: sys.exit(int('torch' in sys.modules))"
+    code = "import sys; from mla_portable.tools.cli import main\ntry: main()\nfinally: sys.exit(int('torch' in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code, *words, "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Usage" in done.stdout
@@ -72,7 +73,7 @@ def test_help_needs_no_torch(words):
 
 def test_help_of_explain_names_every_primitive():
     text = invoke("explain", "--help").stdout.replace("│", " ")
-    assert set(Primitive) <= set(text.replace(",", " ").replace(";", " ").split())
+    assert set(Primitive.all()) <= set(text.replace(",", " ").replace(";", " ").split())
 
 
 def test_version():
@@ -181,7 +182,7 @@ def test_the_probe_keeps_a_wrong_backend_from_being_used():
 
 
 def test_run_with_a_forced_backend_that_cannot_serve():
-    registry = registry_with(("spoiled", Spoiled(only=[Primitive.MERGE_STATES])))
+    registry = registry_with(("spoiled", Spoiled(only=[MERGE_STATES])))
     done = invoke("run", *SMALL, "--backend", "spoiled", registry=registry, code=1)
     assert done.stdout == "" and "sparse_decode" in done.stderr and "spoiled offers merge_states" in done.stderr
 
@@ -203,7 +204,8 @@ def test_a_plugin_that_prints_does_not_spoil_the_document():
 
 LOUD = """
 import atexit, ctypes, os
-from mla_portable.contracts import Implementation, Primitive, Support, hookimpl
+from mla_portable.contracts import Implementation, Support, hookimpl
+from mla_portable.primitives import MERGE_STATES
 
 def say(what):
     print("python: " + what)
@@ -221,7 +223,7 @@ def bind(request):
 @hookimpl
 def mla_portable_register(registrar):
     support = Support(source="this test", device_types=("cpu",))
-    registrar.add(Implementation("loud.v1", Primitive.MERGE_STATES, support, bind, check=check, preference=1))
+    registrar.add(Implementation("loud.v1", MERGE_STATES, support, bind, check=check, preference=1))
 
 say("import")
 atexit.register(say, "exit")
@@ -317,11 +319,11 @@ def test_explain_asks_what_the_options_say():
     assert "lse" not in answer["request"] and "scale_format" not in answer["request"]
 
 
-@pytest.mark.parametrize("primitive", Primitive)
+@pytest.mark.parametrize("primitive", Primitive.all())
 def test_explain_every_primitive(primitive):
-    answer = document("explain", primitive.value)
-    assert answer["ok"] and answer["primitive"] == primitive.value
-    assert ("lse=yes" in answer["request"]) == primitive.value.startswith("sparse_")
+    answer = document("explain", str(primitive))
+    assert answer["ok"] and answer["primitive"] == str(primitive)
+    assert ("lse=yes" in answer["request"]) == str(primitive).startswith("sparse_")
 
 
 def test_explain_route():
@@ -378,7 +380,7 @@ def test_explain_on_this_machine_says_that_it_checked():
 
 
 def test_explain_for_the_profile_of_a_device_that_is_here_says_how_to_examine_it(monkeypatch):
-    monkeypatch.setattr("mla_portable.cli.elsewhere.gpu_names", lambda: ["NVIDIA H200"])
+    monkeypatch.setattr("mla_portable.tools.cli.elsewhere.gpu_names", lambda: ["NVIDIA H200"])
     text = invoke("explain", "merge_states", "--device", "h200", registry=installed()).stdout
     assert "is not here" not in text and "--device cuda examines the one that is here" in text
     assert "is not here" in invoke("explain", "merge_states", "--device", "h100", registry=installed()).stdout
@@ -404,7 +406,7 @@ def test_explain_says_why_a_profile_is_unknown_without_a_checkout(monkeypatch):
     def nowhere(given=None):
         raise RecordError("/site-packages/capability", "no folder with profiles/")
 
-    monkeypatch.setattr("mla_portable.matrix.find_records", nowhere)
+    monkeypatch.setattr("mla_portable.tools.matrix.find_records", nowhere)
     error = " ".join(invoke("explain", "merge_states", "--device", "h200", code=2).stderr.replace("│", " ").split())
     assert "part of a checkout" in error and "capability/profiles was not found" in error
 
@@ -431,7 +433,7 @@ def missing_library(device):
 def test_doctor_is_content_with_a_sound_machine():
     answer = document("doctor")
     assert answer["ok"] and answer["problems"] == [] and answer["devices"][0][0] == "cpu"
-    assert {row["primitive"] for row in answer["choices"]} == {primitive.value for primitive in Primitive}
+    assert {row["primitive"] for row in answer["choices"]} == {str(primitive) for primitive in Primitive.all()}
     assert all(not row["reasons"] and row["probe"]["ok"] for row in answer["examined"])
     text = invoke("doctor").stdout
     assert "No problems found" in text and "torch" in text and "no backend is forced" in text
@@ -465,7 +467,7 @@ BROKEN = {
         "wrong values",
     ),
     "a primitive that it lacks": (
-        [("spoiled", Spoiled(only=[Primitive.MERGE_STATES]))],
+        [("spoiled", Spoiled(only=[MERGE_STATES]))],
         {"MLA_PORTABLE_BACKEND_SPARSE_DECODE": "spoiled"},
         "not offered",
     ),
@@ -487,7 +489,7 @@ def test_doctor_fails_when_what_is_selected_is_broken(plugins, environ, words):
     assert "BROKEN" in invoke("doctor", registry=registry, code=1).stdout
 
 
-ALL_WRONG = Spoiled(WRONG, only=tuple(Primitive(name) for name in WRONG))
+ALL_WRONG = Spoiled(WRONG, only=tuple(Primitive.named(name) for name in WRONG))
 
 
 @pytest.mark.parametrize("plugins", [[("spoiled", Spoiled(check=missing_library))], [("spoiled", ALL_WRONG)]])
@@ -593,12 +595,12 @@ def test_conform_passes_and_records(tmp_path):
 
 
 def test_levels_are_those_of_the_suite_and_are_checked_before_anything_is_loaded():
-    from mla_portable.cli.conform import _LEVELS
-    from mla_portable.conformance.params import LEVELS
+    from mla_portable.tools.cli.conform import _LEVELS
+    from mla_portable.tools.conformance.params import LEVELS
 
     assert _LEVELS == LEVELS
     code = (
-        "import sys\nfrom mla_portable.cli.app import app\n"
+        "import sys\nfrom mla_portable.tools.cli.app import app\n"
         "try: app(['conform', 'triton', '--level', 'turbo'])\nexcept SystemExit as end: assert end.code == 2, end.code\n"
         "assert 'torch' not in sys.modules"
     )
@@ -627,7 +629,7 @@ def test_conform_fails_and_names_the_cases():
 def test_a_suite_that_ran_nothing_fails():
     registry = registry_with(("spoiled", Spoiled(check=missing_library)))
     answer = document("conform", "spoiled", "--level", "smoke", registry=registry, code=1)
-    assert answer["totals"]["cases"] == 0 and len(answer["unavailable"]) == len(Primitive)
+    assert answer["totals"]["cases"] == 0 and len(answer["unavailable"]) == len(Primitive.all())
     text = invoke("conform", "spoiled", "--level", "smoke", registry=registry, code=1).stdout
     assert "No test case applied to this device." in text and "spoiled_kernels" in text
     assert document("conform", "reference", "--match", "no such case", code=1)["totals"]["cases"] == 0

@@ -15,16 +15,26 @@ import pytest
 import torch
 from conformance_faults import CPU, Model
 
-from mla_portable.conformance import TOLERANCES, cases_for, run_case, run_suite, tolerance_table_markdown
-from mla_portable.conformance.attention import AttentionParams, DecodeParams
-from mla_portable.conformance.compare import close, field_of, same_bits
-from mla_portable.conformance.cover import covering
-from mla_portable.conformance.inputs import corpus, hole_mask
-from mla_portable.conformance.poison import poisoned
-from mla_portable.conformance.problem import guarded
-from mla_portable.conformance.tolerances import Tolerance
 from mla_portable.contracts import FP8_DS_MLA, DeviceFacts, InvalidArgument, Primitive, UnknownBackend
+from mla_portable.primitives import (
+    CACHE_WRITE,
+    CONVERT_INDICES,
+    GATHER_UPCONVERT,
+    INDEXER_LOGITS,
+    MERGE_STATES,
+    QUANTIZE_PER_TENSOR,
+    SPARSE_DECODE,
+    SPARSE_PREFILL,
+)
 from mla_portable.registry import get_registry
+from mla_portable.tools.conformance import TOLERANCES, cases_for, run_case, run_suite, tolerance_table_markdown
+from mla_portable.tools.conformance.attention import AttentionParams, DecodeParams
+from mla_portable.tools.conformance.compare import close, field_of, same_bits
+from mla_portable.tools.conformance.cover import covering
+from mla_portable.tools.conformance.inputs import corpus, hole_mask
+from mla_portable.tools.conformance.poison import poisoned
+from mla_portable.tools.conformance.problem import guarded
+from mla_portable.tools.conformance.tolerances import Tolerance
 
 P = Primitive
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,27 +59,27 @@ def reference_report():
 def test_the_reference_passes_at_quick(reference_report):
     assert reference_report.ok, complaints(reference_report)
     assert reference_report.skipped == 0
-    assert {r.case.primitive for r in reference_report.results} == set(Primitive)
+    assert {r.case.primitive for r in reference_report.results} == set(Primitive.all())
 
 
 def test_the_portable_kernels_pass_at_smoke():
     report = run_suite(get_registry(), "triton", device=DEVICE, level="smoke")
     assert report.ok, complaints(report)
     assert not report.unavailable
-    assert {r.case.primitive for r in report.results} == set(Primitive)
+    assert {r.case.primitive for r in report.results} == set(Primitive.all())
 
 
 def test_every_tolerance_is_exercised(reference_report):
     measured = {(r.case.primitive, quantity) for r in reference_report.results for quantity in r.errors}
     assert {(primitive, quantity) for primitive, _, quantity in TOLERANCES} <= measured
-    assert {primitive for primitive, _, _ in TOLERANCES} == set(Primitive)
+    assert {primitive for primitive, _, _ in TOLERANCES} == set(Primitive.all())
 
 
 @pytest.mark.parametrize("variant", [("bf16 probabilities",), ("scales rounded to bf16", "bf16 probabilities")])
 def test_what_vendors_may_do_stays_within_the_tolerances(variant):
     """The two roundings that tensor-core kernels make, and FlashMLA on Hopper: judged by the table, not by luck."""
     model = Model(*variant)
-    for primitive in (P.SPARSE_DECODE, P.SPARSE_PREFILL):
+    for primitive in (SPARSE_DECODE, SPARSE_PREFILL):
         implementation = model.implementation(primitive)
         cases = [c for c in cases_for(implementation, CPU, "quick") if isinstance(c.params, AttentionParams)]
         cases = [c for c in cases if c.params.topk <= 128 and c.params.scene == ""]
@@ -83,7 +93,7 @@ def test_what_vendors_may_do_stays_within_the_tolerances(variant):
 
 # ---------------------------------------------------------------------------------------------- what is wrong is caught
 
-DECODE, PREFILL, BOTH = (P.SPARSE_DECODE,), (P.SPARSE_PREFILL,), (P.SPARSE_DECODE, P.SPARSE_PREFILL)
+DECODE, PREFILL, BOTH = (SPARSE_DECODE,), (SPARSE_PREFILL,), (SPARSE_DECODE, SPARSE_PREFILL)
 FAULTS = [
     # fault, primitives, words that the ids of cases have which all catch it, what their messages say
     ("reads -1 as slot 0", BOTH, "front", "got nan"),
@@ -108,40 +118,40 @@ FAULTS = [
     ("counts duplicates once", BOTH, "duplicates", "lse["),
     ("ignores the block stride", BOTH, "dense strided !k1", "got nan"),
     ("takes two blocks for adjacent", BOTH, "pair", "got nan"),
-    ("takes two blocks for adjacent", (P.CACHE_WRITE,), "pair", "cache["),
-    ("takes two blocks for adjacent", (P.GATHER_UPCONVERT,), "pair", "latent["),
-    ("takes two blocks for adjacent", (P.INDEXER_LOGITS,), "pair", "got nan"),
+    ("takes two blocks for adjacent", (CACHE_WRITE,), "pair", "cache["),
+    ("takes two blocks for adjacent", (GATHER_UPCONVERT,), "pair", "latent["),
+    ("takes two blocks for adjacent", (INDEXER_LOGITS,), "pair", "got nan"),
     ("takes no maximum off", BOTH, "large dense", "expected"),
     ("one exponent for all heads", BOTH, "loud_head", "out["),
     ("one exponent for all keys", BOTH, "loud_keys", "out["),
     ("one exponent for the groups of a key", BOTH, "loud_group", "lse["),
-    ("divides by the exponential of a rounded lse", (P.MERGE_STATES,), "huge", "out["),
+    ("divides by the exponential of a rounded lse", (MERGE_STATES,), "huge", "out["),
     ("scales cut to powers of two", BOTH, "amax dense", "out["),
     ("changes its indices", BOTH, "corpus !inviews", "input indices"),
     ("differs from run to run", BOTH, "repeat dense", "second run"),
-    ("writes whole blocks", (P.GATHER_UPCONVERT,), "gaps lens_borders", "rows that no request owns"),
-    ("skips invalid blocks", (P.GATHER_UPCONVERT,), "table_holes lens_borders", "rope["),
-    ("believes the table", (P.CONVERT_INDICES,), "table_holes !workspace_all !last !first !absent !k1", "indices["),
-    ("compacts out of order", (P.CONVERT_INDICES,), "holes compact", "indices["),
-    ("counts without the last", (P.CONVERT_INDICES,), "last !workspace_all !table_huge !table_holes", "counts["),
-    ("limits the workspace by the table", (P.CONVERT_INDICES,), "corpus workspace_all", "indices["),
-    ("writes skipped tokens", (P.CACHE_WRITE,), "skips_some", "cache["),
-    ("floor instead of ceil", (P.CACHE_WRITE,), "pow2", "cache["),
-    ("truncates", (P.CACHE_WRITE,), "pow2", ": latent "),
-    ("multiplies dead parts by 0", (P.MERGE_STATES,), "dead_some", "got nan"),
-    ("truncates", (P.QUANTIZE_PER_TENSOR,), "plain rows", "x_q["),
-    ("divides by zero", (P.QUANTIZE_PER_TENSOR,), "zeros", "scale"),
-    ("no relu", (P.INDEXER_LOGITS,), "prefill !table_holes", "out["),
-    ("relu after the weights", (P.INDEXER_LOGITS,), "decode !table_holes", "out["),
-    ("looks ahead", (P.INDEXER_LOGITS,), "prefill !narrow !table_holes", "expected -inf"),
-    ("leaves the unseen", (P.INDEXER_LOGITS,), "wide prefill", "expected -inf"),
-    ("scores tokens of nobody", (P.INDEXER_LOGITS,), "tail2 prefill !narrow", "expected -inf"),
-    ("counts tokens from the first start", (P.INDEXER_LOGITS,), "starts_late", "expected"),
-    ("counts tokens from the first start", (P.INDEXER_LOGITS,), "starts_outside", "expected"),
-    ("ends requests with the tokens", (P.INDEXER_LOGITS,), "starts_outside", "expected"),
-    ("scores tokens of nobody", (P.INDEXER_LOGITS,), "starts_late", "expected -inf"),
-    ("believes the table", (P.INDEXER_LOGITS,), "table_holes prefill !narrow", "expected -inf"),
-    ("ignores the block stride", (P.INDEXER_LOGITS,), "strided prefill !table_holes", "got nan"),
+    ("writes whole blocks", (GATHER_UPCONVERT,), "gaps lens_borders", "rows that no request owns"),
+    ("skips invalid blocks", (GATHER_UPCONVERT,), "table_holes lens_borders", "rope["),
+    ("believes the table", (CONVERT_INDICES,), "table_holes !workspace_all !last !first !absent !k1", "indices["),
+    ("compacts out of order", (CONVERT_INDICES,), "holes compact", "indices["),
+    ("counts without the last", (CONVERT_INDICES,), "last !workspace_all !table_huge !table_holes", "counts["),
+    ("limits the workspace by the table", (CONVERT_INDICES,), "corpus workspace_all", "indices["),
+    ("writes skipped tokens", (CACHE_WRITE,), "skips_some", "cache["),
+    ("floor instead of ceil", (CACHE_WRITE,), "pow2", "cache["),
+    ("truncates", (CACHE_WRITE,), "pow2", ": latent "),
+    ("multiplies dead parts by 0", (MERGE_STATES,), "dead_some", "got nan"),
+    ("truncates", (QUANTIZE_PER_TENSOR,), "plain rows", "x_q["),
+    ("divides by zero", (QUANTIZE_PER_TENSOR,), "zeros", "scale"),
+    ("no relu", (INDEXER_LOGITS,), "prefill !table_holes", "out["),
+    ("relu after the weights", (INDEXER_LOGITS,), "decode !table_holes", "out["),
+    ("looks ahead", (INDEXER_LOGITS,), "prefill !narrow !table_holes", "expected -inf"),
+    ("leaves the unseen", (INDEXER_LOGITS,), "wide prefill", "expected -inf"),
+    ("scores tokens of nobody", (INDEXER_LOGITS,), "tail2 prefill !narrow", "expected -inf"),
+    ("counts tokens from the first start", (INDEXER_LOGITS,), "starts_late", "expected"),
+    ("counts tokens from the first start", (INDEXER_LOGITS,), "starts_outside", "expected"),
+    ("ends requests with the tokens", (INDEXER_LOGITS,), "starts_outside", "expected"),
+    ("scores tokens of nobody", (INDEXER_LOGITS,), "starts_late", "expected -inf"),
+    ("believes the table", (INDEXER_LOGITS,), "table_holes prefill !narrow", "expected -inf"),
+    ("ignores the block stride", (INDEXER_LOGITS,), "strided prefill !table_holes", "got nan"),
 ]
 
 
@@ -155,7 +165,7 @@ def quick_cases(primitive):
 
 @cache
 def honest_result(case):
-    return run_case(case, getattr(Model(), case.primitive.value), torch.device("cpu"))
+    return run_case(case, getattr(Model(), str(case.primitive)), torch.device("cpu"))
 
 
 def cases_named(primitive, words):
@@ -173,7 +183,7 @@ def test_a_fault_is_caught_by_the_cases_made_for_it(fault, primitives, words, me
         for case in cases:
             honest = honest_result(case)
             assert honest.status == "passed", f"{case.id}: {honest.message}"
-            faulty = run_case(case, getattr(Model(fault), primitive.value), torch.device("cpu"))
+            faulty = run_case(case, getattr(Model(fault), str(primitive)), torch.device("cpu"))
             assert faulty.status == "failed" and message in faulty.message, f"{case.id}: {faulty.status} {faulty.message}"
 
 
@@ -191,7 +201,7 @@ def test_promised_cases_are_clean_and_let_the_lse_go_untold(primitive):
             limit = torch.full(indices.shape[:-1], indices.shape[-1]) if lengths is None else lengths
             past = torch.arange(indices.shape[-1]) >= limit.unsqueeze(-1)
             seen.append(bool(((indices >= -1) & (indices < slots)).all() and (indices[past] == -1).all()))
-            out, lse = getattr(Model(), primitive.value)(q, kv, indices, lengths=lengths, **rest)
+            out, lse = getattr(Model(), str(primitive))(q, kv, indices, lengths=lengths, **rest)
             return out, change(lse)
 
         return call
@@ -232,7 +242,7 @@ class NoStream:
         pass
 
 
-@pytest.mark.parametrize("primitive", list(Primitive), ids=str)
+@pytest.mark.parametrize("primitive", list(Primitive.all()), ids=str)
 def test_a_replayed_graph_is_judged_on_the_inputs_it_was_replayed_with(primitive, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: NoStream())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: NoStream())
@@ -243,7 +253,7 @@ def test_a_replayed_graph_is_judged_on_the_inputs_it_was_replayed_with(primitive
     assert cases
 
     def status(case, frozen=""):
-        recorded = Recorded(getattr(Model(), primitive.value), frozen)
+        recorded = Recorded(getattr(Model(), str(primitive)), frozen)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: recorded)
         result = run_case(case, recorded.bound, torch.device("cpu"))
         assert result.status == "passed" or "replayed on other inputs: " in result.message, result.message
@@ -265,7 +275,7 @@ def test_an_exception_is_an_error_of_its_case_and_the_run_goes_on():
 
     seen = []
     report = run_suite(
-        Broken(), "model", device="cpu", level="smoke", primitives=[P.MERGE_STATES], progress=lambda *step: seen.append(step)
+        Broken(), "model", device="cpu", level="smoke", primitives=[MERGE_STATES], progress=lambda *step: seen.append(step)
     )
     broken = [r for r in report.results if r.status == "error"]
     assert broken and all("ZeroDivisionError: one part is none" in r.message for r in broken)
@@ -280,7 +290,7 @@ def test_an_exception_is_an_error_of_its_case_and_the_run_goes_on():
 def everything(level, facts=CPU):
     model = Model()
     limits = {"device_types": ("cpu", "cuda")}
-    return [c for p in Primitive for c in cases_for(model.implementation(p, **limits), facts, level)]
+    return [c for p in Primitive.all() for c in cases_for(model.implementation(p, **limits), facts, level)]
 
 
 def values(cases, name):
@@ -298,12 +308,12 @@ def test_quick_covers_what_the_contract_promises():
     assert values(attention, "pattern") >= {"front", "middle", "end", "absent", "corpus", "duplicates"}
     assert values(attention, "kv") == {"workspace", "bf16", "fp8_ds_mla"}
     assert values(cases, "scale_format") == {None, "pow2", "amax"}
-    for primitive in (P.SPARSE_DECODE, P.SPARSE_PREFILL, P.CACHE_WRITE, P.GATHER_UPCONVERT):
+    for primitive in (SPARSE_DECODE, SPARSE_PREFILL, CACHE_WRITE, GATHER_UPCONVERT):
         mine = [c for c in cases if c.primitive is primitive]
         assert {"packed", "strided"} <= values(mine, "blocks") and "address" in values(mine, "scene")
-    for primitive in (*BOTH, P.CONVERT_INDICES):
+    for primitive in (*BOTH, CONVERT_INDICES):
         assert "views" in values([c for c in cases if c.primitive is primitive], "outputs")
-    assert any(c.request.rows == 0 for c in cases if c.primitive is P.SPARSE_DECODE)
+    assert any(c.request.rows == 0 for c in cases if c.primitive is SPARSE_DECODE)
     assert corpus(1000) == (-(2**31), -123456, -1, 1000, 115514, 2**31 - 1)
 
 
@@ -318,7 +328,7 @@ def test_ids_are_unique_and_seeds_are_stable():
     cases = everything("quick", H200)
     assert len({c.id for c in cases}) == len(cases)
     assert [c.id for c in cases] == [c.id for c in everything("quick", H200)]
-    first = next(c for c in cases if c.primitive is P.MERGE_STATES)
+    first = next(c for c in cases if c.primitive is MERGE_STATES)
     assert (first.id, first.seed) == ("merge_states[model.torch-p2-th-bf16]", 222140122410383963)
 
 
@@ -327,7 +337,7 @@ def test_only_what_is_claimed_is_asked_for_and_all_of_it():
         "num_heads": (64, 128), "padded_heads": (64, 128), "topk_multiple": 64, "block_sizes": (64, 256), "max_query_len": 2,
         "kv_layouts": ("fp8_ds_mla",), "scale_formats": ("pow2",), "lse": False, "attn_sink": False, "lengths": False,
     }  # fmt: skip
-    implementation = Model().implementation(P.SPARSE_DECODE, **limits)
+    implementation = Model().implementation(SPARSE_DECODE, **limits)
     for level in ("smoke", "quick", "full"):
         cases = cases_for(implementation, CPU, level)
         assert cases and not any(implementation.support.reasons(case.request) for case in cases)
@@ -340,47 +350,47 @@ def test_only_what_is_claimed_is_asked_for_and_all_of_it():
 
 
 def test_an_odd_claim_gets_cases_too():
-    implementation = Model().implementation(P.SPARSE_DECODE, num_heads=(48,), block_size_multiple=128, max_topk=512)
+    implementation = Model().implementation(SPARSE_DECODE, num_heads=(48,), block_size_multiple=128, max_topk=512)
     cases = cases_for(implementation, CPU, "quick")
     assert values(cases, "heads") == {48} and values(cases, "block_size") == {128, 384}
     assert values(cases, "topk") == {1, 64, 100, 128, 512}  # topk_multiple is 1
 
 
 def test_a_kernel_for_workspaces_alone_gets_no_paged_cache():
-    implementation = Model().implementation(P.SPARSE_PREFILL, kv_layouts=("bf16",), block_sizes=())
+    implementation = Model().implementation(SPARSE_PREFILL, kv_layouts=("bf16",), block_sizes=())
     cases = cases_for(implementation, CPU, "quick")
     assert values(cases, "kv") == {"workspace"} and values(cases, "pattern") >= {"front", "middle", "end"}
 
 
 def test_a_device_that_is_not_claimed_has_no_cases():
-    assert cases_for(Model().implementation(P.SPARSE_DECODE), H200, "full") == ()
+    assert cases_for(Model().implementation(SPARSE_DECODE), H200, "full") == ()
     report = run_suite(_Elsewhere(), "model", device="cpu", level="smoke")
     assert not report.results and not report.ok and report.skipped == 0
     assert {(u.primitive, str(u.reasons[0])) for u in report.unavailable} == {
-        (p, "device type cpu (supports cuda)") for p in Primitive
+        (p, "device type cpu (supports cuda)") for p in Primitive.all()
     }
 
 
 class _Elsewhere(Model):
     def implementations(self, primitive=None):
-        return tuple(self.implementation(p, device_types=("cuda",)) for p in Primitive if primitive in (None, p))
+        return tuple(self.implementation(p, device_types=("cuda",)) for p in Primitive.all() if primitive in (None, p))
 
 
 def test_gpus_get_graphs_and_large_problems():
     cases = everything("quick", H200)
     graphed = [c for c in cases if c.params.run == "graph"]
-    assert {c.primitive for c in graphed} == set(Primitive) and all(c.request.graph for c in graphed)
+    assert {c.primitive for c in graphed} == set(Primitive.all()) and all(c.request.graph for c in graphed)
     assert {c.params.kv for c in cases if getattr(c.params, "kv", None) and c.params.scene == "address"} == {
         "workspace", "bf16", "fp8_ds_mla",
     }  # fmt: skip
-    assert any(c.request.rows == 70_000 for c in everything("full", H200) if c.primitive is P.SPARSE_DECODE)
+    assert any(c.request.rows == 70_000 for c in everything("full", H200) if c.primitive is SPARSE_DECODE)
     small = DeviceFacts(vendor="nvidia", name="small", arch="sm89", memory_bytes=3 << 30, graph_capture=False)
     assert not any(c.params.run == "graph" or getattr(c.params, "scene", "") for c in everything("full", small))
 
 
 def test_the_levels_are_named():
     with pytest.raises(InvalidArgument, match="got 'thorough', expected one of smoke, quick, full"):
-        cases_for(Model().implementation(P.MERGE_STATES), CPU, "thorough")
+        cases_for(Model().implementation(MERGE_STATES), CPU, "thorough")
     with pytest.raises(UnknownBackend, match=r"got 'modle'\. Expected one of model, model\.torch"):
         run_suite(Model(), "modle", device="cpu")
 
@@ -457,7 +467,7 @@ def test_a_report_is_plain_data(reference_report):
     assert data["totals"]["skipped"] == data["totals"]["failed"] == 0 and data["ok"]
     assert {row["quantity"] for row in data["worst"]} >= {"out", "out cosine", "lse"}
     model = Model("+inf on empty rows")
-    failing = run_suite(model, "model", device="cpu", level="smoke", primitives=[P.SPARSE_PREFILL], match="absent")
+    failing = run_suite(model, "model", device="cpu", level="smoke", primitives=[SPARSE_PREFILL], match="absent")
     assert failing.failed and json.dumps(failing.as_dict(), allow_nan=False)
 
 

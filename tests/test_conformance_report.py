@@ -12,9 +12,10 @@ import torch
 from conformance_faults import Model
 from rich.console import Console
 
-from mla_portable.cli.conform import _for_a_person
-from mla_portable.conformance import run_suite
 from mla_portable.contracts import InvalidArgument, Primitive
+from mla_portable.primitives import CACHE_WRITE, GATHER_UPCONVERT, INDEXER_LOGITS, MERGE_STATES
+from mla_portable.tools.cli.conform import _for_a_person
+from mla_portable.tools.conformance import run_suite
 
 P = Primitive
 
@@ -26,10 +27,10 @@ def failing(fault: str, primitive: Primitive, match: str = ""):
 @pytest.mark.parametrize(
     ("fault", "primitive", "match", "shared"),
     [
-        ("writes whole blocks", P.GATHER_UPCONVERT, "", "placing=gaps"),
-        ("multiplies dead parts by 0", P.MERGE_STATES, "", "dead=all|rows|some"),
-        ("writes skipped tokens", P.CACHE_WRITE, "", "skips=corpus|some"),
-        ("leaves the unseen", P.INDEXER_LOGITS, "", ""),
+        ("writes whole blocks", GATHER_UPCONVERT, "", "placing=gaps"),
+        ("multiplies dead parts by 0", MERGE_STATES, "", "dead=all|rows|some"),
+        ("writes skipped tokens", CACHE_WRITE, "", "skips=corpus|some"),
+        ("leaves the unseen", INDEXER_LOGITS, "", ""),
     ],
 )
 def test_a_report_names_what_failing_cases_share(fault: str, primitive: Primitive, match: str, shared: str):
@@ -40,13 +41,13 @@ def test_a_report_names_what_failing_cases_share(fault: str, primitive: Primitiv
 
 
 def test_nothing_is_shared_by_no_failure_or_by_one():
-    assert failing("", P.MERGE_STATES).common() == ()
-    one = failing("multiplies dead parts by 0", P.MERGE_STATES, "dead_all")
+    assert failing("", MERGE_STATES).common() == ()
+    one = failing("multiplies dead parts by 0", MERGE_STATES, "dead_all")
     assert one.failed >= 1 and one.passed == 0 and one.common() == ()
 
 
 def test_the_command_prints_it_after_the_failures():
-    report = failing("multiplies dead parts by 0", P.MERGE_STATES)
+    report = failing("multiplies dead parts by 0", MERGE_STATES)
     console = Console(width=200, record=True, file=io.StringIO())
     for part in _for_a_person(report):
         console.print(part)

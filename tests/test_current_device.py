@@ -19,6 +19,7 @@ import mla_portable as mp
 from mla_portable import reference
 from mla_portable.api import serving
 from mla_portable.contracts import Batch, Primitive
+from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, MERGE_STATES
 
 HERE = 1
 """The index that all tensors claim."""
@@ -41,7 +42,7 @@ class Gpus:
 
     def watched(self, primitive: Primitive):
         """The reference, which notes the current device."""
-        call = getattr(reference, primitive.value)
+        call = getattr(reference, str(primitive))
 
         def run(*args, **options):
             self.met.append((primitive, self.current))
@@ -62,7 +63,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
 
 @pytest.fixture
 def registry(gpus: Gpus):
-    plugin = Spoiled({primitive.value: gpus.watched(primitive) for primitive in Primitive})
+    plugin = Spoiled({str(primitive): gpus.watched(primitive) for primitive in Primitive.all()})
     return registry_with(("spoiled", plugin), probe=False)
 
 
@@ -75,7 +76,7 @@ def test_a_convenience_call_runs_where_its_tensors_are(gpus, registry, current):
             out, _ = mp.merge_states(outs, lses, backend="spoiled")
             assert gpus.current == current
             torch.testing.assert_close(out, reference.merge_states(outs, lses)[0])
-    assert gpus.met == [(Primitive.MERGE_STATES, HERE)] * 2
+    assert gpus.met == [(MERGE_STATES, HERE)] * 2
     assert (gpus.changes == 0) == (current == HERE)
 
 
@@ -95,6 +96,6 @@ def test_a_layer_runs_where_it_was_built(gpus, registry, current):
     layer.cache_write(torch.ones(1, 512).bfloat16(), torch.ones(1, 64).bfloat16(), cache, torch.tensor([16]))
     out, lse = layer.forward(q, cache, topk, plan)
     assert gpus.current == current and {device for _, device in gpus.met} == {HERE}
-    assert {primitive for primitive, _ in gpus.met} >= {Primitive.CACHE_WRITE, Primitive.CONVERT_INDICES}
+    assert {primitive for primitive, _ in gpus.met} >= {CACHE_WRITE, CONVERT_INDICES}
     assert gpus.changes == (0 if current == HERE else 2)
     assert (cache[1, 0] == 1).all() and out.shape == (3, 2, 512) and lse.isfinite().all()

@@ -20,26 +20,24 @@ from mla_portable.contracts import (
     MLAPortableError,
     PlanMismatch,
     PluginError,
-    Primitive,
     Reason,
     Request,
     UnknownBackend,
     UnsupportedRequest,
     Verdict,
 )
+from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry import Registry
 from mla_portable.registry.limits import PluginTimeout
 
 REASON = Reason("arch", "sm90", "supports sm80", "use another backend")
-DECISION = Decision(
-    Request(Primitive.SPARSE_DECODE, H200, num_heads=16), None, "default", None, (Verdict("a.v1", (REASON,), 1),)
-)
+DECISION = Decision(Request(SPARSE_DECODE, H200, num_heads=16), None, "default", None, (Verdict("a.v1", (REASON,), 1),))
 
 
 def unsupported_route() -> UnsupportedRoute:
     limits = {"num_heads": 2, "kv_layout": "bf16", "block_size": 4, "topk": 8, "softmax_scale": 0.1}
     spec = AttentionSpec(**limits, max_num_tokens=4, max_num_reqs=2, max_model_len=16)
-    plugin = make_plugin(implementation("a.v1", Primitive.SPARSE_DECODE))
+    plugin = make_plugin(implementation("a.v1", SPARSE_DECODE))
     registry = Registry(plugins=[("a", plugin)], facts={"cpu": CPU}, environ={})
     with pytest.raises(UnsupportedRoute) as refusal:
         SparseMLAAttention(spec, device="cpu", registry=registry)

@@ -17,10 +17,19 @@ from torch.utils._pytree import tree_leaves
 import mla_portable_triton
 from mla_portable import reference
 from mla_portable.contracts import DeviceFacts, Primitive, Request, pack_fp8
+from mla_portable.primitives import (
+    CACHE_WRITE,
+    CONVERT_INDICES,
+    GATHER_UPCONVERT,
+    INDEXER_LOGITS,
+    MERGE_STATES,
+    QUANTIZE_PER_TENSOR,
+    SPARSE_DECODE,
+    SPARSE_PREFILL,
+)
 from mla_portable.reference import oracle
 from mla_portable.reference.rows import _e4m3_pairs
 
-P = Primitive
 CPU = DeviceFacts(vendor="cpu", name="any CPU", arch="cpu", device_type="cpu")
 WITHOUT_FP64 = DeviceFacts(vendor="cpu", name="no float64", arch="cpu", device_type="cpu", has_fp64=False)
 SCALE = 192**-0.5
@@ -74,17 +83,17 @@ def arguments(primitive: Primitive) -> tuple[tuple[Any, ...], dict[str, Any]]:
     table, attend = int32([2, 0, 1]), {"softmax_scale": SCALE, "attn_sink": normal(3), "lengths": int32(24, 7, 0, 30)}
     indexer = (normal(4, 3, 128).bfloat16(), normal(4, 3), normal(3, 16, 128).bfloat16(), int32(0, 4), int32(40), table)
     return {
-        P.CACHE_WRITE: ((normal(3, 512).bfloat16(), normal(3, 64).bfloat16(), cache, torch.tensor([5, -1, 40])), {}),
-        P.CONVERT_INDICES: ((indices, int32(0, 0, 0, 1), table), {"block_size": 16, "compact": True}),
-        P.GATHER_UPCONVERT: ((cache, table, int32(40), int32(1)), {"out": torch.zeros(44, 576, dtype=torch.bfloat16)}),
-        P.SPARSE_DECODE: (
+        CACHE_WRITE: ((normal(3, 512).bfloat16(), normal(3, 64).bfloat16(), cache, torch.tensor([5, -1, 40])), {}),
+        CONVERT_INDICES: ((indices, int32(0, 0, 0, 1), table), {"block_size": 16, "compact": True}),
+        GATHER_UPCONVERT: ((cache, table, int32(40), int32(1)), {"out": torch.zeros(44, 576, dtype=torch.bfloat16)}),
+        SPARSE_DECODE: (
             (q.view(2, 2, 3, 576), cache, indices.view(2, 2, 24)),
             attend | {"lengths": attend["lengths"].view(2, 2)},
         ),
-        P.SPARSE_PREFILL: ((q, rows.bfloat16(), indices), attend),
-        P.MERGE_STATES: ((normal(3, 4, 8).bfloat16(), normal(3, 4)), {}),
-        P.QUANTIZE_PER_TENSOR: ((normal(5, 7),), {}),
-        P.INDEXER_LOGITS: (indexer, {"out": torch.zeros(4, 50)}),
+        SPARSE_PREFILL: ((q, rows.bfloat16(), indices), attend),
+        MERGE_STATES: ((normal(3, 4, 8).bfloat16(), normal(3, 4)), {}),
+        QUANTIZE_PER_TENSOR: ((normal(5, 7),), {}),
+        INDEXER_LOGITS: (indexer, {"out": torch.zeros(4, 50)}),
     }[primitive]
 
 
@@ -96,7 +105,7 @@ def bound(primitive: Primitive, facts: DeviceFacts = CPU, backend: Any = referen
 
     collector = Collector()
     backend.mla_portable_register(collector)
-    layout = "bf16" if primitive is P.SPARSE_PREFILL else "fp8_ds_mla" if collector.found.support.kv_layouts else None
+    layout = "bf16" if primitive is SPARSE_PREFILL else "fp8_ds_mla" if collector.found.support.kv_layouts else None
     return collector.found.bind(Request(primitive, facts, kv_layout=layout, num_heads=3, topk=24, block_size=16))
 
 
@@ -105,7 +114,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def written(primitive: Primitive, results: Any, given: tuple[Any, ...]) -> list[Tensor]:
-    return [given[2]] if primitive is P.CACHE_WRITE else list(tree_leaves(results))
+    return [given[2]] if primitive is CACHE_WRITE else list(tree_leaves(results))
 
 
 @pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
@@ -114,7 +123,7 @@ def written(primitive: Primitive, results: Any, given: tuple[Any, ...]) -> list[
     [(reference, CPU), (reference, WITHOUT_FP64), (mla_portable_triton, CPU)],
     ids=["reference-float64", "reference-float32", "triton"],
 )
-@pytest.mark.parametrize("primitive", list(P), ids=str)
+@pytest.mark.parametrize("primitive", list(Primitive.all()), ids=str)
 def test_defaults_change_no_bit(
     primitive: Primitive, backend: Any, facts: DeviceFacts, hostile: Callable[[], AbstractContextManager[Any]]
 ):
@@ -148,10 +157,10 @@ class Multiplications(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("primitive", list(P), ids=str)
+@pytest.mark.parametrize("primitive", list(Primitive.all()), ids=str)
 def test_no_matrix_product_is_taken_in_float32(primitive: Primitive):
     args, options = arguments(primitive)
-    multiplies = primitive in (P.SPARSE_DECODE, P.SPARSE_PREFILL, P.INDEXER_LOGITS)
+    multiplies = primitive in (SPARSE_DECODE, SPARSE_PREFILL, INDEXER_LOGITS)
     with Multiplications() as seen:
         bound(primitive)(*args, **options)
     assert seen.dtypes == ({torch.float64} if multiplies else set())
@@ -171,7 +180,7 @@ class OutsideOfAutocast(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("primitive", list(P), ids=str)
+@pytest.mark.parametrize("primitive", list(Primitive.all()), ids=str)
 def test_autocast_is_off_inside(primitive: Primitive):
     args, options = arguments(primitive)
     call = bound(primitive)
@@ -180,10 +189,10 @@ def test_autocast_is_off_inside(primitive: Primitive):
     assert seen.count > 1
 
 
-@pytest.mark.parametrize("primitive", [P.SPARSE_DECODE, P.SPARSE_PREFILL, P.INDEXER_LOGITS], ids=str)
+@pytest.mark.parametrize("primitive", [SPARSE_DECODE, SPARSE_PREFILL, INDEXER_LOGITS], ids=str)
 def test_without_float64_the_products_are_close(primitive: Primitive):
     args, options = arguments(primitive)
-    want = tree_leaves(getattr(oracle, primitive.value)(*args, **options))
+    want = tree_leaves(getattr(oracle, str(primitive))(*args, **options))
 
     class Wide(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -198,7 +207,7 @@ def test_without_float64_the_products_are_close(primitive: Primitive):
         torch.testing.assert_close(mine.double(), theirs, rtol=tolerance, atol=1e-5)
 
 
-@pytest.mark.parametrize("primitive", list(P), ids=str)
+@pytest.mark.parametrize("primitive", list(Primitive.all()), ids=str)
 def test_a_negated_view_is_its_values(primitive: Primitive):
     """`x.conj().imag` and the like carry a bit that says "negated" instead of negated memory."""
     args, options = arguments(primitive)
@@ -214,6 +223,6 @@ def test_a_negated_view_is_its_values(primitive: Primitive):
 
 def test_no_gradient_is_recorded():
     """A recorded call would keep the scratch of every chunk alive."""
-    args, options = arguments(P.SPARSE_PREFILL)
-    out, lse = bound(P.SPARSE_PREFILL)(args[0].requires_grad_(), *args[1:], **options)
+    args, options = arguments(SPARSE_PREFILL)
+    out, lse = bound(SPARSE_PREFILL)(args[0].requires_grad_(), *args[1:], **options)
     assert not out.requires_grad and not lse.requires_grad and math.isinf(lse[2, 0])

@@ -15,7 +15,8 @@ from machines import A100, B200, BI_V150, CPU, H200, MACHINES, MI300X, RTX_4090,
 
 from mla_portable.attention import AttentionSpec
 from mla_portable.attention.routes import choose_route
-from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Reason, Request, Support, UnsupportedRequest
+from mla_portable.contracts import DeviceFacts, InvalidArgument, Reason, Request, Support, UnsupportedRequest
+from mla_portable.primitives import GATHER_UPCONVERT, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Policy, Registry, gather_facts, use
 from mla_portable.registry.facts import RawDevice, interpret
 from mla_portable.registry.select import decide as decide_purely
@@ -26,7 +27,7 @@ DECODE = {"kv_layout": "fp8_ds_mla", "num_heads": 128, "topk": 2048, "block_size
 
 def decide(machine: DeviceFacts, **fields: object):
     registry = Registry(plugins=PLUGINS, facts={machine.device_type: machine}, environ={})
-    request = Request(Primitive.SPARSE_DECODE, registry.facts(machine.device_type), **{**DECODE, **fields})
+    request = Request(SPARSE_DECODE, registry.facts(machine.device_type), **{**DECODE, **fields})
     return registry.decide(request, thorough=True)
 
 
@@ -133,7 +134,7 @@ def test_a_graph_is_refused_where_the_device_cannot_capture():
 
 def test_a_forced_backend_that_cannot_serve_says_everything():
     registry = Registry(plugins=PLUGINS, facts={"cuda": A100}, environ={})
-    request = Request(Primitive.SPARSE_DECODE, A100, **{**DECODE, "num_heads": 16})
+    request = Request(SPARSE_DECODE, A100, **{**DECODE, "num_heads": 16})
     with pytest.raises(UnsupportedRequest) as refusal:
         registry.select(request, backend="acme")
     decision = refusal.value.decision
@@ -155,14 +156,14 @@ def test_a_forced_backend_that_cannot_serve_says_everything():
 
 def test_padded_heads_serve_smaller_ranks():
     registry = Registry(plugins=PLUGINS, facts={"cuda": H200}, environ={})
-    request = Request(Primitive.SPARSE_PREFILL, H200, kv_layout="bf16", num_heads=16, topk=2048)
+    request = Request(SPARSE_PREFILL, H200, kv_layout="bf16", num_heads=16, topk=2048)
     assert registry.decide(request).chosen == "acme.fused"
     assert registry.decide(request.but(num_heads=129)).chosen == "plain.torch"
 
 
 def test_a_padded_head_count_serves_itself():
     support = Support(source="this test", padded_heads=(64, 128))
-    request = Request(Primitive.SPARSE_PREFILL, H200, topk=2048)
+    request = Request(SPARSE_PREFILL, H200, topk=2048)
     refused = [heads for heads in range(1, 131) if support.reasons(request.but(num_heads=heads))]
     assert refused == [129, 130]
 
@@ -172,7 +173,7 @@ def test_simulated_devices_answer_for_every_index_and_the_rest_is_refused():
     assert registry.facts("cuda:0") is registry.facts(torch.device("cuda", 7)) is registry.facts("cuda") is H200
     assert registry.facts("cuda:1") is A100
     with pytest.raises(InvalidArgument, match="simulated"):
-        registry.probe(registry.implementations(Primitive.SPARSE_DECODE)[0], torch.device("cuda:1"))
+        registry.probe(registry.implementations(SPARSE_DECODE)[0], torch.device("cuda:1"))
 
 
 # Facts of what torch names
@@ -300,8 +301,8 @@ REFERENCE = ("reference", "mla_portable.reference")
 
 
 def accelerated(machine: DeviceFacts = A100, *, environ: dict[str, str] | None = None, **fields: object) -> Registry:
-    made = implementation("kernels.v1", Primitive.SPARSE_DECODE, **fields)
-    other = implementation("kernels.v1", Primitive.MERGE_STATES, Support(source="a test", archs=("sm120",)))
+    made = implementation("kernels.v1", SPARSE_DECODE, **fields)
+    other = implementation("kernels.v1", MERGE_STATES, Support(source="a test", archs=("sm120",)))
     plugins = [REFERENCE, ("kernels", make_plugin(made, other))]
     return Registry(plugins=plugins, facts={machine.device_type: machine}, environ=environ or {})
 
@@ -319,7 +320,7 @@ SHAPES = {"support": Support(source="a test", kv_layouts=("bf16",))}
 )
 def test_the_reference_does_not_take_the_place_of_a_kernel_that_fits_the_device(environ, fields, cause):
     registry = accelerated(environ=environ, **fields)
-    request = Request(Primitive.SPARSE_DECODE, A100, **DECODE)
+    request = Request(SPARSE_DECODE, A100, **DECODE)
     decision = registry.decide(request)
     assert decision.chosen is None
     assert [v.implementation for v in decision.causes] == ["kernels.v1", "reference.torch"]
@@ -339,20 +340,20 @@ def test_the_reference_does_not_take_the_place_of_a_kernel_that_fits_the_device(
 def test_a_kernel_that_fails_on_the_device_does_not_hand_over_to_the_reference():
     candidates = [
         each
-        for each in accelerated(check=lambda device: ()).implementations(Primitive.SPARSE_DECODE)
+        for each in accelerated(check=lambda device: ()).implementations(SPARSE_DECODE)
         if each.backend in ("kernels", "reference")
     ]
     wrong = Reason("probe", "wrong values", "they must agree")
-    request = Request(Primitive.SPARSE_DECODE, A100, **DECODE)
+    request = Request(SPARSE_DECODE, A100, **DECODE)
     for looks in ({"check": lambda i: (wrong,) * (i.backend == "kernels")}, {"probe": lambda i: (wrong,)}):
         decision = decide_purely(request, candidates, Policy(), **looks)
         assert decision.chosen is None and wrong in decision.causes[0].reasons
 
 
 def test_the_reference_serves_where_nothing_fits_the_device_and_on_a_cpu():
-    assert accelerated().decide(Request(Primitive.MERGE_STATES, A100)).chosen == "reference.torch"
-    assert accelerated().decide(Request(Primitive.GATHER_UPCONVERT, A100)).chosen == "reference.torch"
-    decision = accelerated(CPU, **SHAPES).decide(Request(Primitive.SPARSE_DECODE, CPU, **DECODE))
+    assert accelerated().decide(Request(MERGE_STATES, A100)).chosen == "reference.torch"
+    assert accelerated().decide(Request(GATHER_UPCONVERT, A100)).chosen == "reference.torch"
+    decision = accelerated(CPU, **SHAPES).decide(Request(SPARSE_DECODE, CPU, **DECODE))
     assert decision.chosen == "reference.torch"
 
 
@@ -383,12 +384,12 @@ def test_a_refusal_says_the_cause_first_in_ten_lines_or_less(forced: str | None)
     elsewhere = Support(source="a test", archs=("ivcore11",))
     fitting = Support(source="a test", kv_layouts=("bf16",))
     plugins = [
-        ("other", make_plugin(*(implementation(f"other.v{n}", Primitive.SPARSE_DECODE, elsewhere) for n in range(60)))),
-        ("kernels", make_plugin(*(implementation(f"kernels.v{n}", Primitive.SPARSE_DECODE, fitting) for n in range(16)))),
+        ("other", make_plugin(*(implementation(f"other.v{n}", SPARSE_DECODE, elsewhere) for n in range(60)))),
+        ("kernels", make_plugin(*(implementation(f"kernels.v{n}", SPARSE_DECODE, fitting) for n in range(16)))),
     ]
     registry = Registry(plugins=plugins, facts={"cuda": H200}, environ={})
     with pytest.raises(UnsupportedRequest) as refusal:
-        registry.select(Request(Primitive.SPARSE_DECODE, H200, **DECODE), backend=forced)
+        registry.select(Request(SPARSE_DECODE, H200, **DECODE), backend=forced)
     decision, lines = refusal.value.decision, str(refusal.value).splitlines()
     assert len(decision.verdicts) == 76 and len(lines) <= 10
     cause = "arch sm90 (supports ivcore11)" if forced == "other" else "kv_layout fp8_ds_mla (supports bf16)"

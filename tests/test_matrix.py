@@ -20,11 +20,11 @@ from xml.etree import ElementTree
 import pytest
 from acme_claim import acme_claim
 
-import mla_portable.matrix.evidence as evidence_module
-from mla_portable.matrix.claims import Claim, Declarations, Objection, load_declarations, wider
-from mla_portable.matrix.errors import RecordError
-from mla_portable.matrix.evidence import Evidence, append_evidence, parse_evidence, problems_of
-from mla_portable.matrix.gates import (
+import mla_portable.tools.matrix.evidence as evidence_module
+from mla_portable.tools.matrix.claims import Claim, Declarations, Objection, load_declarations, wider
+from mla_portable.tools.matrix.errors import RecordError
+from mla_portable.tools.matrix.evidence import Evidence, append_evidence, parse_evidence, problems_of
+from mla_portable.tools.matrix.gates import (
     append_only,
     claims_within_evidence,
     compiled_as_recorded,
@@ -33,11 +33,11 @@ from mla_portable.matrix.gates import (
     strict_expectations,
     untested_claims,
 )
-from mla_portable.matrix.levels import Cell, Hashes, evaluate
-from mla_portable.matrix.profiles import load_profiles, parse_profile
-from mla_portable.matrix.records import Records, read_records
-from mla_portable.matrix.render import FORMATS, markdown
-from mla_portable.matrix.table import make_table
+from mla_portable.tools.matrix.levels import Cell, Hashes, evaluate
+from mla_portable.tools.matrix.profiles import load_profiles, parse_profile
+from mla_portable.tools.matrix.records import Records, read_records
+from mla_portable.tools.matrix.render import FORMATS, markdown
+from mla_portable.tools.matrix.table import make_table
 
 ROOT = Path(__file__).parents[1]
 NOW, OLD, SUITE = "a" * 64, "b" * 64, "c" * 64
@@ -566,7 +566,7 @@ def test_declarations_survive_the_file(tmp_path: Path) -> None:
 
 def test_drawing_takes_no_torch_and_no_plugin() -> None:
     code = (
-        "import sys\nfrom mla_portable.cli.app import app\n"
+        "import sys\nfrom mla_portable.tools.cli.app import app\n"
         "try: app(['matrix', '--format', 'md'])\nexcept SystemExit as end: assert not end.code, end.code\n"
         "heavy = {'torch', 'triton', 'mla_portable.contracts', 'mla_portable.registry', 'mla_portable_triton', 'numpy'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"

@@ -16,18 +16,21 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mla_portable.cli.app import app
-from mla_portable.conformance import run_suite
-from mla_portable.contracts import Implementation, Primitive, Registrar, Request, Support, hookimpl
-from mla_portable.matrix import RecordError, read_records
-from mla_portable.matrix.claims import Declarations, wider
-from mla_portable.matrix.collect import collect_declarations, suite_cases, support_data
-from mla_portable.matrix.evidence import append_evidence, problems_of
-from mla_portable.matrix.gates import untested_claims
-from mla_portable.matrix.generated import differences, generate
-from mla_portable.matrix.hashes import module_file, source_hash
-from mla_portable.matrix.profiles import load_profiles
-from mla_portable.matrix.record import (
+from mla_portable.contracts import Implementation, Registrar, Request, Support, hookimpl
+from mla_portable.primitives import MERGE_STATES
+from mla_portable.reference import merge_states
+from mla_portable.registry import Registry
+from mla_portable.tools.cli.app import app
+from mla_portable.tools.conformance import run_suite
+from mla_portable.tools.matrix import RecordError, read_records
+from mla_portable.tools.matrix.claims import Declarations, wider
+from mla_portable.tools.matrix.collect import collect_declarations, suite_cases, support_data
+from mla_portable.tools.matrix.evidence import append_evidence, problems_of
+from mla_portable.tools.matrix.gates import untested_claims
+from mla_portable.tools.matrix.generated import differences, generate
+from mla_portable.tools.matrix.hashes import module_file, source_hash
+from mla_portable.tools.matrix.profiles import load_profiles
+from mla_portable.tools.matrix.record import (
     Origin,
     compiled_records,
     conformance_records,
@@ -36,8 +39,6 @@ from mla_portable.matrix.record import (
     profile_of,
     shared_memory_limit,
 )
-from mla_portable.reference import merge_states
-from mla_portable.registry import Registry
 
 ROOT = Path(__file__).parents[1]
 PROFILES = load_profiles(ROOT / "capability" / "profiles")
@@ -62,7 +63,7 @@ class Plugin:
             return merge_states
 
         support = Support(source="this test", device_types=("cpu", "cuda"), **self.limits)
-        registrar.add(Implementation("acme.v1", Primitive.MERGE_STATES, support, bind, sources=self.sources))
+        registrar.add(Implementation("acme.v1", MERGE_STATES, support, bind, sources=self.sources))
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_without_an_interpreter_a_foreign_plugin_on_a_cpu_ran_on_a_stand_in(kern
 def test_the_core_itself_is_native_on_a_cpu_and_verified_there_alone(folder: Path) -> None:
     chosen = Registry(environ={}, probe=False)
     declared = collect_declarations(chosen, PROFILES)
-    report = run_suite(chosen, "reference", device=torch.device("cpu"), level="quick", primitives=[Primitive.MERGE_STATES])
+    report = run_suite(chosen, "reference", device=torch.device("cpu"), level="quick", primitives=[MERGE_STATES])
     (record,) = conformance_records(report, declared, PROFILES, ORIGIN, environ={"TRITON_INTERPRET": "1"})
     assert record["mode"] == "native"
     append_evidence(folder / "evidence" / "cpu" / "reference.jsonl", [record], PROFILES)
@@ -350,7 +351,7 @@ def test_records_from_a_machine_without_git_are_bound_to_the_commit_with_their_s
 
     chosen = Registry(environ={}, probe=False)
     declared = collect_declarations(chosen, PROFILES)
-    only = [Primitive.MERGE_STATES]
+    only = [MERGE_STATES]
     report = run_suite(chosen, "reference", device=torch.device("cpu"), level="smoke", primitives=only)
     path = tmp_path / "unbound.jsonl"
     record_evidence.write_unbound(path, conformance_records(report, declared, PROFILES, ORIGIN))

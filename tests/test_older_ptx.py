@@ -16,21 +16,21 @@ from typing import Any
 import pytest
 from machines import H200
 
-from mla_portable.conformance import CaseResult, Report, cases_for
-from mla_portable.contracts import Primitive
-from mla_portable.matrix.collect import collect_declarations
-from mla_portable.matrix.evidence import Evidence, problems_of
-from mla_portable.matrix.levels import Cell, Hashes, evaluate
-from mla_portable.matrix.profiles import load_profiles
-from mla_portable.matrix.record import Origin, compiled_records, conformance_records, kernels_of
+from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
+from mla_portable.tools.conformance import CaseResult, Report, cases_for
+from mla_portable.tools.matrix.collect import collect_declarations
+from mla_portable.tools.matrix.evidence import Evidence, problems_of
+from mla_portable.tools.matrix.levels import Cell, Hashes, evaluate
+from mla_portable.tools.matrix.profiles import load_profiles
+from mla_portable.tools.matrix.record import Origin, compiled_records, conformance_records, kernels_of
 
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[1]
 PROFILES = load_profiles(ROOT / "capability" / "profiles")
 ORIGIN = Origin("0" * 40, False, "2026-11-01T00:00:00Z", "pytest")
-STEP = (Primitive.CONVERT_INDICES, Primitive.CACHE_WRITE, Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL)
+STEP = (CONVERT_INDICES, CACHE_WRITE, SPARSE_DECODE, SPARSE_PREFILL)
 """What a step on an FP8 cache takes where prefill reads the cache itself."""
 
 KERNEL = """
@@ -112,13 +112,13 @@ def run(case, device):
         tmp_path,
         """
 from worker_file import LOADED, run
-from mla_portable.conformance import run_suite
-from mla_portable.contracts import Primitive
+from mla_portable.tools.conformance import run_suite
+from mla_portable.primitives import CONVERT_INDICES
 from mla_portable.registry import Registry, get_registry
 
 if __name__ == "__main__":
     registry = Registry(facts={"cpu": get_registry().facts("cpu")}, environ={}, probe=False)
-    only = [Primitive.CONVERT_INDICES]
+    only = [CONVERT_INDICES]
     report = run_suite(registry, "reference", device="cpu", level="smoke", primitives=only, jobs=2, worker=run)
     alone = run_suite(registry, "reference", device="cpu", level="smoke", primitives=only)
     assert [each.case.id for each in report.results] == [each.case.id for each in alone.results] and alone.ok
@@ -172,10 +172,10 @@ def test_a_run_at_level_quick_covers_the_whole_fp8_step_on_every_device_of_the_a
 ) -> None:
     found = cells(portable, arch)
     devices = {slug for slug, profile in PROFILES.items() if profile.arch == arch}
-    for primitive in (*STEP, Primitive.GATHER_UPCONVERT):
+    for primitive in (*STEP, GATHER_UPCONVERT):
         mine = {(device, layout): cell for (device, name, layout), cell in found.items() if name == primitive}
         assert {device for device, _ in mine} == devices
-        assert {layout for _, layout in mine} >= {None if primitive is Primitive.CONVERT_INDICES else "fp8_ds_mla"}
+        assert {layout for _, layout in mine} >= {None if primitive is CONVERT_INDICES else "fp8_ds_mla"}
     assert {cell.state for cell in found.values()} == {"compiled+run"}
     assert all(f"the code for {arch} ran on {H200.name}" in cell.reasons for cell in found.values())
 

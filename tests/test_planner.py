@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from mla_portable.bench.plan import PLAN_CASES, PlanCase, time_plans
 from mla_portable.contracts import Batch, InvalidArgument, StepPlan, TileSchedule
 from mla_portable.planner import Planner, PlannerConfig, tile_schedule
 from mla_portable.planner.staging import StagingRing
+from mla_portable.tools.bench.plan import PLAN_CASES, PlanCase, time_plans
 
 CONFIG = PlannerConfig(
     device="cpu",

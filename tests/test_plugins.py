@@ -18,10 +18,11 @@ from fake_plugins import ANYWHERE, implementation, make_plugin
 from machines import CPU, H200
 
 from mla_portable import __version__
-from mla_portable.bench.rivals import load_tunables
-from mla_portable.contracts import DeviceFacts, Primitive, Registrar, Request, Variable, hookimpl
+from mla_portable.contracts import DeviceFacts, Registrar, Request, Variable, hookimpl
+from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable.registry import Registry
 from mla_portable.registry.plugins import installed_plugins
+from mla_portable.tools.bench.rivals import load_tunables
 
 GOOD = ("good", make_plugin(implementation("good.v1")))
 
@@ -67,7 +68,7 @@ def test_a_broken_plugin_is_reported_and_isolated(name: str):
     assert good.ok and good.implementations == ("good.v1 / merge_states",) and (good.error, good.traceback) == ("", "")
     assert names(registry) == ["good.v1 / merge_states"], "nothing half registered stays"
     assert registry.facts("cpu").vendor == "cpu", "nor does a detector"
-    decision = registry.decide(Request(Primitive.MERGE_STATES, CPU))
+    decision = registry.decide(Request(MERGE_STATES, CPU))
     assert decision.chosen == "good.v1"
     assert decision.plugin_failures == ((name, f"did not load: {report.error}"),)
     assert f"plugin did not load: {BROKEN[name]}" in decision.text()
@@ -126,7 +127,7 @@ def test_a_disabled_plugin_is_not_imported(tmp_path: Path, monkeypatch: pytest.M
         assert (report.ok, report.loaded, report.error) == (True, False, "")
         assert report.disabled in ("MLA_PORTABLE_DISABLE", f"policy file {policy}")
         assert "hang_plugin" not in sys.modules
-        registry.decide(Request(Primitive.MERGE_STATES, CPU))
+        registry.decide(Request(MERGE_STATES, CPU))
     monkeypatch.setenv("MLA_PORTABLE_DISABLE", "hang")
     assert "hang" not in dict(load_tunables().failures)
     monkeypatch.setenv("MLA_PORTABLE_DISABLE", "")
@@ -135,13 +136,13 @@ def test_a_disabled_plugin_is_not_imported(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_reference_is_loaded_even_where_it_is_disabled():
     registry = Registry(plugins=[("reference", "mla_portable.reference")], environ={"MLA_PORTABLE_DISABLE": "reference"})
-    assert registry.implementations() and registry.decide(Request(Primitive.MERGE_STATES, CPU)).chosen is None
+    assert registry.implementations() and registry.decide(Request(MERGE_STATES, CPU)).chosen is None
 
 
 def test_a_disabled_plugin_may_have_a_kernel_for_the_accelerator():
     plugins = [("reference", "mla_portable.reference"), ("acme", make_plugin(implementation("acme.v1")))]
     registry = Registry(plugins=plugins, facts={"cuda": H200}, environ={"MLA_PORTABLE_DISABLE": "acme"})
-    decision = registry.decide(Request(Primitive.MERGE_STATES, H200))
+    decision = registry.decide(Request(MERGE_STATES, H200))
     assert decision.chosen is None and "take acme out of MLA_PORTABLE_DISABLE" in decision.failure_text()
     assert json.loads(json.dumps(decision.as_dict(), allow_nan=False))["candidates"][-1]["implementation"] == "acme"
 
@@ -183,7 +184,7 @@ def test_a_pair_of_name_and_primitive_is_taken_once_and_the_whole_second_plugin_
     registry = registry_with(("first", first), ("second", second))
     assert "shared.v1 / merge_states: already registered by the plugin 'first'" in registry.plugin_reports[1].error
     assert names(registry) == ["good.v1 / merge_states", "shared.v1 / merge_states"]
-    other = make_plugin(implementation("shared.v1", Primitive.SPARSE_DECODE))
+    other = make_plugin(implementation("shared.v1", SPARSE_DECODE))
     assert all(r.ok for r in registry_with(("first", first), ("second", other)).plugin_reports)
 
 
@@ -260,7 +261,7 @@ def test_a_detector_that_fails_is_passed_over_and_reported(failure: object, capl
     assert registry.facts("cpu") is vendor, "the next detector is asked"
     report = registry.plugin_reports[0]
     assert not report.ok and report.error.startswith("its detector failed on cpu: ")
-    text = registry.decide(Request(Primitive.MERGE_STATES, vendor)).text()
+    text = registry.decide(Request(MERGE_STATES, vendor)).text()
     assert f"plugin loaded, but {report.error}" in text and "did not load" not in text
     assert "bad.v1 / merge_states" in names(registry), "the implementations stay"
     assert [r.levelname for r in caplog.records] == ["WARNING"]
@@ -311,8 +312,8 @@ def test_installed_distributions_are_found_and_one_broken_takes_nothing_down(tmp
     assert not beta.ok and beta.error.startswith("SyntaxError: ") and beta.version == "0.3"
     assert "duplicate plugin name 'beta'" in by_pair["beta", "beta-second"].error
     assert by_pair["reference", "mla-portable"].ok
-    assert "zeta.v1" in [i.name for i in registry.implementations(Primitive.MERGE_STATES)]
-    assert "reference.torch" in [i.name for i in registry.implementations(Primitive.MERGE_STATES)]
+    assert "zeta.v1" in [i.name for i in registry.implementations(MERGE_STATES)]
+    assert "reference.torch" in [i.name for i in registry.implementations(MERGE_STATES)]
 
 
 def test_a_second_distribution_of_the_cores_name_is_not_the_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

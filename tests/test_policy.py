@@ -14,15 +14,16 @@ import pytest
 from fake_plugins import implementation, make_plugin
 from machines import H200
 
-from mla_portable.contracts import InvalidArgument, Primitive, Request, UnknownBackend, UnsupportedRequest
+from mla_portable.contracts import InvalidArgument, Request, UnknownBackend, UnsupportedRequest
+from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable.registry import Policy, Registry, use
 from mla_portable.registry.policy import Rule, active_rules
 from mla_portable.registry.variables import CORE_VARIABLES
 from mla_portable.vllm import settings
 
 BACKENDS = ("alpha", "beta", "gamma", "delta", "zeta", "eta", "theta")
-DECODE = Request(Primitive.SPARSE_DECODE, H200)
-MERGE = Request(Primitive.MERGE_STATES, H200)
+DECODE = Request(SPARSE_DECODE, H200)
+MERGE = Request(MERGE_STATES, H200)
 
 
 def plugins() -> list[tuple[str, object]]:
@@ -31,9 +32,9 @@ def plugins() -> list[tuple[str, object]]:
         (
             name,
             make_plugin(
-                implementation(f"{name}.v1", Primitive.SPARSE_DECODE, preference=10 + rank),
-                implementation(f"{name}.v2", Primitive.SPARSE_DECODE, preference=20 + rank),
-                implementation(f"{name}.v1", Primitive.MERGE_STATES, preference=10 + rank),
+                implementation(f"{name}.v1", SPARSE_DECODE, preference=10 + rank),
+                implementation(f"{name}.v2", SPARSE_DECODE, preference=20 + rank),
+                implementation(f"{name}.v1", MERGE_STATES, preference=10 + rank),
             ),
         )
         for rank, name in enumerate(BACKENDS)
@@ -193,7 +194,7 @@ def test_environment_and_file_are_read_once_and_again_on_request(monkeypatch: py
 
 
 def test_a_policy_in_code_replaces_the_environment():
-    policy = Policy(rules=(Rule("beta", "a test", Primitive.SPARSE_DECODE),), disabled=(("alpha", "a test"),))
+    policy = Policy(rules=(Rule("beta", "a test", SPARSE_DECODE),), disabled=(("alpha", "a test"),))
     reg = Registry(plugins=plugins(), facts={"cuda": H200}, policy=policy, environ={"MLA_PORTABLE_BACKEND": "zeta"})
     assert choice(reg) == ("beta.v1", "a test")
     assert choice(reg, MERGE) == ("beta.v1", "default")

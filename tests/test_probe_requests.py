@@ -123,7 +123,7 @@ def test_memory_of_its_own_is_asked_of_primitives_without_outputs_too():
     assert "in the memory of an earlier call" in chosen(candidate(MERGE, change(MERGE, after=after)))[1]
 
 
-@pytest.mark.parametrize("primitive", Primitive)
+@pytest.mark.parametrize("primitive", Primitive.all())
 def test_the_problem_has_the_sizes_and_features_of_the_request(primitive: Primitive):
     made = candidate(primitive, RIGHT[primitive])
     features = {"attn_sink": True, "lengths": True, "compact": True, "prefill_workspace": True, "scale_format": "pow2"}

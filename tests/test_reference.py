@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from mla_portable import reference
 from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Request
+from mla_portable.primitives import INDEXER_LOGITS, MERGE_STATES, QUANTIZE_PER_TENSOR
 from mla_portable.reference import oracle
 from mla_portable.reference.rows import CacheRows, decode_e4m3
 
@@ -73,13 +74,13 @@ def test_the_hook_offers_every_primitive_once():
 
     collector = Collector()
     reference.mla_portable_register(collector)
-    assert sorted(i.primitive for i in collector.found) == sorted(Primitive)
+    assert sorted(i.primitive for i in collector.found) == sorted(Primitive.all())
     cpu = DeviceFacts(vendor="cpu", name="cpu", arch="cpu", device_type="cpu", has_bf16=False)
     gpu = DeviceFacts(vendor="amd", name="gfx", arch="gfx942")
     tpu = DeviceFacts(vendor="google", name="tpu", arch="v5", device_type="xla")
     for i in collector.found:
         assert (i.name, i.preference, i.schedule_kind) == ("reference.torch", 1000, "none")
-        without = (Primitive.MERGE_STATES, Primitive.QUANTIZE_PER_TENSOR, Primitive.INDEXER_LOGITS)
+        without = (MERGE_STATES, QUANTIZE_PER_TENSOR, INDEXER_LOGITS)
         touches_cache = i.primitive not in without
         for device in (cpu, gpu):
             request = Request(
@@ -87,7 +88,7 @@ def test_the_hook_offers_every_primitive_once():
                 lengths=True, compact=True, prefill_workspace=True, kv_layout="fp8_ds_mla" if touches_cache else None,
             )  # fmt: skip
             assert i.support.reasons(request) == ()
-            assert i.bind(request) is getattr(reference, i.primitive.value)
+            assert i.bind(request) is getattr(reference, str(i.primitive))
         assert [r.subject for r in i.support.reasons(Request(i.primitive, gpu, graph=True))] == ["graph"]
         assert [r.subject for r in i.support.reasons(Request(i.primitive, tpu))] == ["device type"]
         for module in i.sources:

@@ -29,6 +29,7 @@ from mla_portable.contracts import (
     Support,
     UnsupportedRequest,
 )
+from mla_portable.primitives import CACHE_WRITE, MERGE_STATES, QUANTIZE_PER_TENSOR, SPARSE_DECODE
 from mla_portable.registry import Policy, Registry, get_registry, reset_registry, use
 from mla_portable.registry.limits import limited
 from mla_portable.registry.policy import Rule
@@ -76,7 +77,7 @@ def registry(*vendors: Vendor, **fields: Any) -> Registry:
 
 
 def merge(reg: Registry, **fields: Any) -> Request:
-    return Request(Primitive.MERGE_STATES, reg.facts("cpu"), **fields)
+    return Request(MERGE_STATES, reg.facts("cpu"), **fields)
 
 
 ABSENT = Reason("libfast", "not found", "needs 2.1", "pip install libfast")
@@ -135,7 +136,7 @@ def test_shape_and_library_reasons_come_together():
 def test_scales_of_an_unknown_format_are_read_as_amax():
     support = Support(source="a test", device_types=("cpu",), kv_layouts=("fp8_ds_mla",), scale_formats=("pow2",))
     cpu = DeviceFacts(vendor="cpu", name="cpu", arch="cpu", device_type="cpu")
-    request = Request(Primitive.SPARSE_DECODE, cpu, kv_layout="fp8_ds_mla")
+    request = Request(SPARSE_DECODE, cpu, kv_layout="fp8_ds_mla")
     found = {name: [str(r) for r in support.reasons(request.but(scale_format=name))] for name in (None, "amax", "pow2")}
     assert found["pow2"] == [] and "unknown, read as amax" in found[None][0] and "amax" in found["amax"][0]
 
@@ -143,7 +144,7 @@ def test_scales_of_an_unknown_format_are_read_as_amax():
 def test_a_kernel_for_64_heads_takes_64():
     support = Support(source="a test", device_types=("cpu",), padded_heads=(64,))
     cpu = DeviceFacts(vendor="cpu", name="cpu", arch="cpu", device_type="cpu")
-    accepted = [n for n in (1, 63, 64, 65) if not support.reasons(Request(Primitive.MERGE_STATES, cpu, num_heads=n))]
+    accepted = [n for n in (1, 63, 64, 65) if not support.reasons(Request(MERGE_STATES, cpu, num_heads=n))]
     assert accepted == [1, 63, 64]
 
 
@@ -170,9 +171,9 @@ def test_a_machine_that_is_not_here_is_never_touched(machine: str):
     vendor = Vendor("fast", 1, missing=(ABSENT,), wrong=True)
     facts = MACHINES[machine]
     simulated = registry(vendor, facts={facts.device_type: facts})
-    request = Request(Primitive.MERGE_STATES, simulated.facts(facts.device_type))
+    request = Request(MERGE_STATES, simulated.facts(facts.device_type))
     assert simulated.decide(request, thorough=True).chosen == "fast.v1"
-    assert registry(vendor).decide(Request(Primitive.MERGE_STATES, facts)).chosen == "fast.v1", "facts from elsewhere"
+    assert registry(vendor).decide(Request(MERGE_STATES, facts)).chosen == "fast.v1", "facts from elsewhere"
     assert (vendor.checked, vendor.bound) == ([], [])
 
 
@@ -226,7 +227,7 @@ def test_a_forced_backend_without_this_primitive_says_what_it_offers():
     reg = registry(Vendor("fast"), facts={"cuda": H200})
     for control, text in (({}, "argument"), ({"MLA_PORTABLE_BACKEND": "fast"}, "MLA_PORTABLE_BACKEND")):
         reg = registry(Vendor("fast"), facts={"cuda": H200}, environ=control)
-        decision = reg.decide(Request(Primitive.SPARSE_DECODE, H200), backend=None if control else "fast")
+        decision = reg.decide(Request(SPARSE_DECODE, H200), backend=None if control else "fast")
         assert (decision.chosen, decision.control) == (None, text)
         (verdict,) = decision.verdicts
         assert (verdict.implementation, str(verdict.reasons[0])) == (
@@ -242,7 +243,7 @@ def test_nothing_can_run_is_told_with_every_reason():
     reasons = {v.implementation: [r.subject for r in v.reasons] for v in refusal.value.decision.verdicts}
     assert reasons == {"gpu.v1": ["device type"], "fast.v1": ["libfast"]}
     with pytest.raises(UnsupportedRequest, match="no installed plugin offers this primitive"):
-        reg.select(Request(Primitive.CACHE_WRITE, reg.facts("cpu")))
+        reg.select(Request(CACHE_WRITE, reg.facts("cpu")))
 
 
 # A property: the choice is the least cost among those without a reason
@@ -267,7 +268,7 @@ _supports = st.builds(
 )
 _requests = st.builds(
     Request,
-    primitive=st.just(Primitive.SPARSE_DECODE),
+    primitive=st.just(SPARSE_DECODE),
     device=st.sampled_from(tuple(MACHINES.values())),
     kv_layout=st.sampled_from(("bf16", "fp8_ds_mla")),
     num_heads=st.sampled_from((1, 16, 64, 128)),
@@ -285,8 +286,7 @@ _candidates = st.lists(st.tuples(_supports, st.integers(0, 3), st.booleans()), m
 def test_the_choice_is_the_cheapest_without_a_reason(request: Request, drawn: list, off: set[int], forced: int | None):
     """Against a brute-force statement: filter, then take the least (cost, name)."""
     candidates = [
-        implementation(f"b{rank}.v", Primitive.SPARSE_DECODE, support, preference=cost)
-        for rank, (support, cost, _) in enumerate(drawn)
+        implementation(f"b{rank}.v", SPARSE_DECODE, support, preference=cost) for rank, (support, cost, _) in enumerate(drawn)
     ]
     passes = {f"b{rank}.v": good for rank, (_, _, good) in enumerate(drawn)}
     policy = Policy(
@@ -434,7 +434,7 @@ def log_lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
 def test_passing_over_a_cheaper_candidate_is_logged_once_per_reason(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     reg = registry(Vendor("fast", 1, WIDE), Vendor("plain", 9), facts={"cuda": H200})
-    request = Request(Primitive.MERGE_STATES, H200)
+    request = Request(MERGE_STATES, H200)
     reg.select(request.but(topk=64))
     assert log_lines(caplog) == []
     for topk in (100, 100, 101):
@@ -466,7 +466,7 @@ def test_the_level_says_whether_something_is_lost(vendor: Vendor, level: str, ca
 def test_what_is_logged_is_the_cause_and_a_count(caplog: pytest.LogCaptureFixture):
     others = [Vendor(f"other{n}", 1, Support(source="a test", archs=("ivcore11",))) for n in range(45)]
     reg = registry(Vendor("fast", 1, WIDE), *others, Vendor("plain", 9), facts={"cuda": H200})
-    reg.select(Request(Primitive.MERGE_STATES, H200, topk=100))
+    reg.select(Request(MERGE_STATES, H200, topk=100))
     ((_, text),) = log_lines(caplog)
     lines = text.splitlines()
     assert lines[0].startswith("merge_states: plain.v1") and "fast.v1: topk 100 (a multiple of 64)" in lines[1]
@@ -477,10 +477,10 @@ def test_plain_torch_on_an_accelerator_is_a_warning_with_the_plugins_that_are_br
     plugins = [("reference", "mla_portable.reference"), ("kernels", "fake_plugins.raises_on_import")]
     reg = Registry(plugins=plugins, facts={"cuda": H200}, environ={})
     for _ in range(2):
-        assert reg.select(Request(Primitive.MERGE_STATES, H200))[0].name == "reference.torch"
+        assert reg.select(Request(MERGE_STATES, H200))[0].name == "reference.torch"
     ((level, text),) = log_lines(caplog)
     assert level == "WARNING" and "kernels: plugin did not load: ImportError" in text
-    reg.select(Request(Primitive.QUANTIZE_PER_TENSOR, H200), backend="reference")
+    reg.select(Request(QUANTIZE_PER_TENSOR, H200), backend="reference")
     assert len(log_lines(caplog)) == 1, "it was asked for"
 
 
@@ -506,7 +506,7 @@ def test_the_process_has_one_registry_with_the_installed_plugins(own_process_reg
     assert len({id(reg) for reg in found}) == 1
     (reg,) = set(found)
     assert "reference" in reg.backends and reg is get_registry()
-    assert {i.primitive for i in reg.implementations() if i.backend == "reference"} == set(Primitive)
+    assert {i.primitive for i in reg.implementations() if i.backend == "reference"} == set(Primitive.all())
     reset_registry()
     assert get_registry() is not reg
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from spoiled import WRONG, Spoiled, inexact_merge_states, registry_with, wrong_lse
 
-from mla_portable.bench.inputs import StepShape, default_shape, make_inputs, step_bytes
-from mla_portable.bench.step import run_step
-from mla_portable.bench.timing import measure, quantile, run_and_measure
 from mla_portable.contracts import InvalidArgument, UnsupportedRequest
+from mla_portable.primitives import CACHE_WRITE, GATHER_UPCONVERT, MERGE_STATES
+from mla_portable.tools.bench.inputs import StepShape, default_shape, make_inputs, step_bytes
+from mla_portable.tools.bench.step import run_step
+from mla_portable.tools.bench.timing import measure, quantile, run_and_measure
 
 CPU = torch.device("cpu")
 SMALL = StepShape(num_heads=2, topk=48, decodes=3, prefills=2, prefill_tokens=6, context=90, block_size=16)
@@ -106,7 +107,7 @@ def test_every_primitive_agrees_with_the_oracle(shape, route):
         route = "direct"
     report = run_step(shape, device=CPU, registry=registry_with(), route=route, repeat=1, check_rows=0)
     assert report.ok, report.failures()
-    served = {result.decision.request.primitive.value for result in report.primitives if result.findings}
+    served = {str(result.decision.request.primitive) for result in report.primitives if result.findings}
     assert served == set(WRONG)
     assert all(result.timing is not None and result.timing.n == 1 for result in report.primitives)
     assert report.route == (route if route != "auto" else "direct")
@@ -118,10 +119,10 @@ def test_the_primitive_that_is_wrong_is_named(primitive, route):
     registry = registry_with(("spoiled", Spoiled({primitive: WRONG[primitive]})), probe=False)
     report = run_step(SMALL, device=CPU, registry=registry, route=route, repeat=1, check_rows=0)
     assert not report.ok
-    found = {result.decision.request.primitive.value for result in report.primitives if not result.ok}
+    found = {str(result.decision.request.primitive) for result in report.primitives if not result.ok}
     # merge_states is given the parts that sparse_decode makes, so a wrong decode shows there as well
     assert found == ({primitive, "merge_states"} if primitive == "sparse_decode" else {primitive})
-    on_route = {result.decision.request.primitive.value for result in report.primitives if result.on_route}
+    on_route = {str(result.decision.request.primitive) for result in report.primitives if result.on_route}
     spoils_the_step = primitive in on_route - {"cache_write"}  # attention is judged by the bytes that are in the cache
     assert bool([finding for finding in report.findings if finding.message]) == spoils_the_step
     assert all(line.startswith(("step: ", *WRONG)) for line in report.failures())
@@ -158,9 +159,9 @@ def test_a_demand_for_one_primitive_leaves_the_others():
 def test_off_the_route_nothing_need_serve():
     from mla_portable.contracts import Primitive
 
-    without = [p for p in Primitive if p not in (Primitive.GATHER_UPCONVERT, Primitive.MERGE_STATES)]
+    without = [p for p in Primitive.all() if p not in (GATHER_UPCONVERT, MERGE_STATES)]
     registry = registry_with(("spoiled", Spoiled(only=without)))
-    each = {primitive.value: "spoiled" for primitive in Primitive}
+    each = {str(primitive): "spoiled" for primitive in Primitive.all()}
     report = run_step(SMALL, device=CPU, registry=registry, backend=each, repeat=1, check_rows=2)
     unserved = {result.name for result in report.primitives if result.implementation is None}
     assert unserved == {"gather_upconvert", "merge_states"}
@@ -173,7 +174,7 @@ def test_off_the_route_nothing_need_serve():
 def test_on_the_route_something_must():
     from mla_portable.contracts import Primitive
 
-    registry = registry_with(("spoiled", Spoiled(only=[p for p in Primitive if p is not Primitive.CACHE_WRITE])))
+    registry = registry_with(("spoiled", Spoiled(only=[p for p in Primitive.all() if p is not CACHE_WRITE])))
     with pytest.raises(UnsupportedRequest, match="cache_write"):
         run_step(SMALL, device=CPU, registry=registry, backend={"cache_write": "spoiled"}, repeat=1)
 
@@ -232,8 +233,8 @@ def test_a_size_out_of_range_is_refused(field, value):
 
 
 def test_a_step_that_does_not_fit_is_refused_before_anything_is_drawn(monkeypatch):
-    monkeypatch.setattr("mla_portable.bench.step.make_inputs", lambda *given: pytest.fail("drawn"))
-    monkeypatch.setattr("mla_portable.bench.step.host_memory", lambda: 1 << 30)
+    monkeypatch.setattr("mla_portable.tools.bench.step.make_inputs", lambda *given: pytest.fail("drawn"))
+    monkeypatch.setattr("mla_portable.tools.bench.step.host_memory", lambda: 1 << 30)
     with pytest.raises(InvalidArgument, match=r"about \d+\.\d GiB, expected no more than the 1\.0 GiB"):
         run_step(replace(SMALL, decodes=20, block_size=1 << 16), device=CPU, registry=registry_with())
 

@@ -16,6 +16,7 @@ from torch import Tensor
 import mla_portable as mp
 from mla_portable.api import serving
 from mla_portable.contracts import Batch, neutral_defaults, pack_fp8
+from mla_portable.primitives import MERGE_STATES
 from mla_portable.registry import Registry
 
 CPU = torch.device("cpu")
@@ -176,7 +177,7 @@ def test_checks_and_detectors_run_under_torchs_own_defaults():
     for limit in ("120", "0"):  # in a thread, and without a limit in the caller's own
         with default_dtype(torch.bfloat16), torch.device("meta"), torch.autocast("cpu"), torch.inference_mode():
             registry = Registry(plugins=[("fast", plugin)], environ={"MLA_PORTABLE_PLUGIN_TIMEOUT": limit}, probe=False)
-            registry.decide(mp.Request(mp.Primitive.MERGE_STATES, registry.facts("cpu")))
+            registry.decide(mp.Request(MERGE_STATES, registry.facts("cpu")))
     assert seen == [(torch.float32, CPU, False, False, False)] * 4
 
 
@@ -188,7 +189,7 @@ def test_a_gpu_is_served_by_a_kernel_under_each_setting(setting: str, layout: st
     registry = Registry(environ={})
     fields = {"kv_layout": layout, "num_heads": 16, "topk": 2048, "block_size": 64, "query_len": 1, "lse": True}
     with hostile:
-        decision = registry.decide(mp.Request(mp.Primitive.SPARSE_DECODE, registry.facts("cuda"), **fields))
+        decision = registry.decide(mp.Request(mp.SPARSE_DECODE, registry.facts("cuda"), **fields))
         assert decision.chosen not in (None, "reference.torch"), decision.text()
         registry.bind(decision.request)
 

@@ -21,18 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.conformance.poison import poisoned
-from mla_portable.contracts import (
-    DeviceFacts,
-    Primitive,
-    Request,
-    SparseDecode,
-    SparsePrefill,
-    SplitSchedule,
-    pack_fp8,
-    split_kv,
-)
+from mla_portable.contracts import DeviceFacts, Request, SplitSchedule, pack_fp8, split_kv
+from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable.reference import oracle
+from mla_portable.tools.conformance.poison import poisoned
 from mla_portable_triton.attention_configs import CONFIGS, attention_config
 from mla_portable_triton.bind_attention import bind_merge_states, bind_sparse_decode, bind_sparse_prefill
 from mla_portable_triton.kernels.bfloat16 import dot_operand, to_bfloat16
@@ -107,11 +99,11 @@ class Problem:
         self.sink = torch.randn(heads, generator=generator).to(device)
 
     def decode(self, facts: DeviceFacts) -> SparseDecode:
-        request = Request(Primitive.SPARSE_DECODE, facts, kv_layout=self.layout, num_heads=self.heads, topk=self.topk)
+        request = Request(SPARSE_DECODE, facts, kv_layout=self.layout, num_heads=self.heads, topk=self.topk)
         return bind_sparse_decode(request)
 
     def prefill(self, facts: DeviceFacts) -> SparsePrefill:
-        request = Request(Primitive.SPARSE_PREFILL, facts, kv_layout=self.layout, num_heads=self.heads, topk=self.topk)
+        request = Request(SPARSE_PREFILL, facts, kv_layout=self.layout, num_heads=self.heads, topk=self.topk)
         return bind_sparse_prefill(request)
 
     def schedule(self, num_splits: int, split_len: int) -> SplitSchedule:
@@ -414,7 +406,7 @@ def test_no_rows_no_launch(device: torch.device, facts: DeviceFacts, monkeypatch
     assert out.shape == (0, 1, 2, 512) and lse.shape == (0, 1, 2)
     prefill = problem.prefill(facts)(problem.q[:, 0], problem.cache.view(-1, 576), problem.indices[:, 0], softmax_scale=SCALE)
     assert prefill[0].shape == (0, 2, 512)
-    merged = bind_merge_states(Request(Primitive.MERGE_STATES, facts))(out[None], lse[None])
+    merged = bind_merge_states(Request(MERGE_STATES, facts))(out[None], lse[None])
     assert merged[0].shape == out.shape and merged[1].shape == lse.shape
 
 
@@ -448,7 +440,7 @@ def test_merge_states(device: torch.device, facts: DeviceFacts, dtype: torch.dty
     if shape[0] > 1:
         lses[:, -1] = -INF  # a row that every part is empty for
     outs[lses == -INF] = NAN
-    got = bind_merge_states(Request(Primitive.MERGE_STATES, facts))(outs.to(device), lses.to(device))
+    got = bind_merge_states(Request(MERGE_STATES, facts))(outs.to(device), lses.to(device))
     assert got[0].dtype == dtype and got[1].dtype == torch.float32
     want = oracle.merge_states(outs, lses)
     assert not got[0].isnan().any()
@@ -462,7 +454,7 @@ def test_merge_states_of_large_lses(device: torch.device, facts: DeviceFacts, si
     """Weights are relative to the largest lse of a row, wherever that lies; the result carries no rounding of an lse."""
     outs = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0))
     lses = size + torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
-    got = bind_merge_states(Request(Primitive.MERGE_STATES, facts))(outs.to(device), lses.to(device))
+    got = bind_merge_states(Request(MERGE_STATES, facts))(outs.to(device), lses.to(device))
     want = oracle.merge_states(outs, lses)
     torch.testing.assert_close(got[0].cpu().double(), want[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got[1].cpu().double(), want[1], rtol=1e-6, atol=0)
@@ -472,7 +464,7 @@ def test_merge_states_of_views(device: torch.device, facts: DeviceFacts):
     generator = torch.Generator().manual_seed(2)
     outs = torch.randn(4, 16, 3, generator=generator).to(device).permute(2, 0, 1)
     lses = torch.randn(4, 3, generator=generator).to(device).t()
-    got = bind_merge_states(Request(Primitive.MERGE_STATES, facts))(outs, lses)
+    got = bind_merge_states(Request(MERGE_STATES, facts))(outs, lses)
     want = oracle.merge_states(outs, lses)
     torch.testing.assert_close(got[0].cpu().double(), want[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(got[1].cpu().double(), want[1], rtol=1e-6, atol=1e-6)

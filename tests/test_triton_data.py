@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.conformance.poison import poisoned
+from mla_portable import primitives as protocols
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Request, pack_fp8
-from mla_portable.contracts import primitives as protocols
+from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, QUANTIZE_PER_TENSOR
 from mla_portable.reference import oracle
+from mla_portable.tools.conformance.poison import poisoned
 from mla_portable_triton import bind_data
 from mla_portable_triton.kernels import convert_indices as convert_indices_kernel
 from mla_portable_triton.kernels import gather_upconvert as gather_upconvert_kernel
@@ -191,7 +192,7 @@ def bound(primitive: Primitive, facts: DeviceFacts):
 def test_a_bound_callable_has_the_signature_of_its_protocol(primitive: str, facts: DeviceFacts) -> None:
     protocol = getattr(protocols, "".join(word.capitalize() for word in primitive.split("_")))
     want = list(inspect.signature(protocol.__call__).parameters.values())[1:]
-    got = list(inspect.signature(bound(Primitive(primitive), facts)).parameters.values())
+    got = list(inspect.signature(bound(Primitive.named(primitive), facts)).parameters.values())
     assert [(p.name, p.kind, p.default) for p in got] == [(p.name, p.kind, p.default) for p in want]
 
 
@@ -215,7 +216,7 @@ def test_cache_write_stores_the_expected_bytes_and_no_others(
     before = memory.clone()
     want = oracle.cache_write(kv_c, k_pe, cache, slots, scale_format=scale_format)
     arguments = (kv_c.to(device), both.to(device)[:, 10:74], cache, slots.to(device))
-    bound(Primitive.CACHE_WRITE, facts)(*arguments, scale_format=scale_format)
+    bound(CACHE_WRITE, facts)(*arguments, scale_format=scale_format)
 
     assert not same_bits(memory, before)
     assert same_bits(cache, want)
@@ -233,7 +234,7 @@ def test_cache_write_keeps_nan_and_infinity_to_their_group(
     k_pe = torch.full((2, 64), float("nan"), dtype=torch.bfloat16)
     cache, _ = strided_cache(1, 2, torch.uint8, gap=0, device=device)
     slots = torch.tensor([1, 0], device=device)
-    bound(Primitive.CACHE_WRITE, facts)(kv_c.to(device), k_pe.to(device), cache, slots, scale_format=scale_format)
+    bound(CACHE_WRITE, facts)(kv_c.to(device), k_pe.to(device), cache, slots, scale_format=scale_format)
     got, want = cache[0].cpu().flip(0), pack_fp8(kv_c, k_pe, scale_format=scale_format)
 
     scales, wanted_scales = (rows[:, 512:528].contiguous().view(torch.float32) for rows in (got, want))
@@ -266,7 +267,7 @@ def check_convert(
 ) -> tuple[Tensor, Tensor]:
     """Run, compare both results with the oracle, return the expected ones."""
     here = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in options.items()}
-    got = bound(Primitive.CONVERT_INDICES, facts)(*(x.to(device) for x in arguments), **here)
+    got = bound(CONVERT_INDICES, facts)(*(x.to(device) for x in arguments), **here)
     want = oracle.convert_indices(*arguments, **options)
     assert same_bits(got[0], want[0])
     assert same_bits(got[1], want[1])
@@ -393,7 +394,7 @@ def test_convert_indices_writes_to_out(device: torch.device, facts: DeviceFacts)
     out = wide[:, 1:4], torch.empty(2, dtype=torch.int32, device=device)
     pos = torch.tensor([[5, -1, 6], [0, 1, 2]], dtype=torch.int32, device=device)
     arguments = (pos, torch.zeros(2, dtype=torch.int32, device=device), torch.tensor([[3]], dtype=torch.int32, device=device))
-    got = bound(Primitive.CONVERT_INDICES, facts)(*arguments, block_size=8, compact=True, out=out)
+    got = bound(CONVERT_INDICES, facts)(*arguments, block_size=8, compact=True, out=out)
     assert got[0] is out[0]
     assert got[1] is out[1]
     assert wide.tolist() == [[77, 29, 30, -1, 77, 77], [77, 24, 25, 26, 77, 77]]
@@ -434,7 +435,7 @@ def test_gather_upconvert_fills_the_rows_that_requests_own(
     num_rows = int(starts[-1] + lens[-1]) + 3
     out = torch.full((num_rows, 576), 7.5, dtype=torch.bfloat16, device=device)
     want = oracle.gather_upconvert(cache, table, lens, starts, out=out)
-    got = bound(Primitive.GATHER_UPCONVERT, facts)(cache, table.to(device), lens.to(device), starts.to(device), out=out)
+    got = bound(GATHER_UPCONVERT, facts)(cache, table.to(device), lens.to(device), starts.to(device), out=out)
     assert got is out
     assert same_bits(out, want)
     assert (want[-3:] == 7.5).all()
@@ -449,7 +450,7 @@ def test_gather_upconvert_reads_no_row_that_nobody_asks_for(
     table = torch.tensor([[2, 0, 3]], dtype=torch.int32, device=device)
     out = torch.zeros(9, 576, dtype=torch.bfloat16, device=device)
     lens, starts = torch.tensor([[5], [2]], dtype=torch.int32, device=device)
-    bound(Primitive.GATHER_UPCONVERT, facts)(cache, table, lens, starts, out=out)
+    bound(GATHER_UPCONVERT, facts)(cache, table, lens, starts, out=out)
     assert not out.isnan().any()
     assert (out != 0).any(1).tolist() == [False] * 2 + [True] * 5 + [False] * 2
 
@@ -468,7 +469,7 @@ def test_gather_upconvert_takes_requests_in_any_order_and_number(
     num_rows = int(lens.clamp(min=0).sum()) - 3  # the workspace ends before the last requests do
     out = torch.full((num_rows, 576), -3.0, dtype=torch.bfloat16, device=device)
     want = oracle.gather_upconvert(cache, table, lens, starts, out=out)
-    bound(Primitive.GATHER_UPCONVERT, facts)(cache, table.to(device), lens.to(device), starts.to(device), out=out)
+    bound(GATHER_UPCONVERT, facts)(cache, table.to(device), lens.to(device), starts.to(device), out=out)
     assert same_bits(out, want)
 
 
@@ -480,11 +481,11 @@ def test_a_cache_may_pass_2_to_the_31_bytes(device: torch.device, facts: DeviceF
         memory = torch.zeros(2 * block_stride + 656 * 4, dtype=torch.uint8, device=device)
     cache = memory.as_strided((3, 4, 656), (block_stride, 656, 1))
     kv_c, k_pe = latents(1, generator).bfloat16().to(device), torch.ones(1, 64, dtype=torch.bfloat16, device=device)
-    bound(Primitive.CACHE_WRITE, facts)(kv_c, k_pe, cache, torch.tensor([11], device=device))
+    bound(CACHE_WRITE, facts)(kv_c, k_pe, cache, torch.tensor([11], device=device))
     assert same_bits(cache[2, 3], pack_fp8(kv_c.cpu(), k_pe.cpu())[0])
     out = torch.empty(4, 576, dtype=torch.bfloat16, device=device)
     arguments = torch.tensor([[[2]], [[4]], [[0]]], dtype=torch.int32, device=device)
-    bound(Primitive.GATHER_UPCONVERT, facts)(cache, arguments[0], arguments[1, 0], arguments[2, 0], out=out)
+    bound(GATHER_UPCONVERT, facts)(cache, arguments[0], arguments[1, 0], arguments[2, 0], out=out)
     assert same_bits(out, oracle.gather_upconvert(cache[2:], torch.zeros(1, 1), arguments[1, 0], arguments[2, 0], out=out))
 
 
@@ -503,7 +504,7 @@ def test_quantize_per_tensor_is_exact(
     generator: torch.Generator,
 ) -> None:
     x = (torch.randn(shape, generator=generator) * 3).to(source)
-    codes, scale = bound(Primitive.QUANTIZE_PER_TENSOR, facts)(x.to(device), dtype)
+    codes, scale = bound(QUANTIZE_PER_TENSOR, facts)(x.to(device), dtype)
     want, wanted_scale = oracle.quantize_per_tensor(x, dtype)
     assert same_bits(codes, want)
     assert scale.shape == ()
@@ -514,7 +515,7 @@ def test_quantize_per_tensor_is_exact(
 @pytest.mark.parametrize("value", [0.0, 1e-12, 6e4], ids=str)
 def test_quantize_per_tensor_of_a_constant(value: float, device: torch.device, facts: DeviceFacts) -> None:
     x = torch.full((10,), value)
-    codes, scale = bound(Primitive.QUANTIZE_PER_TENSOR, facts)(x.to(device))
+    codes, scale = bound(QUANTIZE_PER_TENSOR, facts)(x.to(device))
     want, wanted_scale = oracle.quantize_per_tensor(x, torch.float8_e4m3fn)
     assert same_bits(codes, want)
     assert float(scale) == float(wanted_scale) > 0
@@ -522,7 +523,7 @@ def test_quantize_per_tensor_of_a_constant(value: float, device: torch.device, f
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter divides with numpy
 def test_quantize_per_tensor_of_nan_infinity_and_nothing(device: torch.device, facts: DeviceFacts) -> None:
-    quantize = bound(Primitive.QUANTIZE_PER_TENSOR, facts)
+    quantize = bound(QUANTIZE_PER_TENSOR, facts)
     codes, scale = quantize(torch.tensor([1.0, float("nan"), 2.0], device=device))
     assert scale.isnan()
     assert codes.float().isnan().all()
@@ -537,7 +538,7 @@ def test_quantize_per_tensor_of_nan_infinity_and_nothing(device: torch.device, f
 def test_quantize_per_tensor_takes_any_strides(device: torch.device, facts: DeviceFacts, generator: torch.Generator) -> None:
     x = torch.randn(6, 10, generator=generator).to(device)
     for view in (x.t(), x[:, ::3], x[:1].expand(4, 10)):
-        codes, _ = bound(Primitive.QUANTIZE_PER_TENSOR, facts)(view)
+        codes, _ = bound(QUANTIZE_PER_TENSOR, facts)(view)
         assert same_bits(codes, oracle.quantize_per_tensor(view, torch.float8_e4m3fn)[0])
 
 
@@ -557,7 +558,7 @@ def test_quantize_per_tensor_reduces_more_parts_than_one(device: torch.device, g
 
 def test_quantize_per_tensor_refuses_other_types(device: torch.device, facts: DeviceFacts) -> None:
     with pytest.raises(InvalidArgument, match=r"float8_e4m3fnuz, expected torch\.float8_e4m3fn or torch\.float8_e5m2"):
-        bound(Primitive.QUANTIZE_PER_TENSOR, facts)(torch.ones(3, device=device), torch.float8_e4m3fnuz)
+        bound(QUANTIZE_PER_TENSOR, facts)(torch.ones(3, device=device), torch.float8_e4m3fnuz)
 
 
 # all of them
@@ -569,12 +570,12 @@ def test_no_tokens_no_launch(device: torch.device, facts: DeviceFacts) -> None:
 
     cache = torch.zeros(2, 4, 656, dtype=torch.uint8, device=device)
     half = {"dtype": torch.bfloat16}
-    bound(Primitive.CACHE_WRITE, facts)(none(0, 512, **half), none(0, 64, **half), cache, none(0, dtype=torch.int64))
+    bound(CACHE_WRITE, facts)(none(0, 512, **half), none(0, 64, **half), cache, none(0, dtype=torch.int64))
     assert not cache.any()
-    indices, counts = bound(Primitive.CONVERT_INDICES, facts)(none(0, 64), none(0), none(2, 3), block_size=4)
+    indices, counts = bound(CONVERT_INDICES, facts)(none(0, 64), none(0), none(2, 3), block_size=4)
     assert indices.shape == (0, 64)
     assert counts.shape == (0,)
-    gather = bound(Primitive.GATHER_UPCONVERT, facts)
+    gather = bound(GATHER_UPCONVERT, facts)
     out = torch.ones(3, 576, dtype=torch.bfloat16, device=device)
     assert (gather(cache, none(0, 3), none(0), none(0), out=out) == 1).all()
     assert gather(cache, none(2, 3), none(2), none(2), out=out[:0]).shape == (0, 576)
@@ -585,12 +586,12 @@ def test_an_empty_table_makes_everything_absent(device: torch.device, facts: Dev
     zero = torch.zeros(1, dtype=torch.int32, device=device)
     for shape in ((1, 0), (0, 4)):
         table = torch.empty(shape, dtype=torch.int32, device=device)
-        indices, counts = bound(Primitive.CONVERT_INDICES, facts)(pos, zero, table, block_size=4)
+        indices, counts = bound(CONVERT_INDICES, facts)(pos, zero, table, block_size=4)
         assert indices.tolist() == [[-1, -1]]
         assert counts.tolist() == [0]
     cache = torch.full((0, 4, 576), 1.0, dtype=torch.bfloat16, device=device)
     out = torch.ones(3, 576, dtype=torch.bfloat16, device=device)
-    bound(Primitive.GATHER_UPCONVERT, facts)(cache, zero[:, None], zero + 2, zero, out=out)
+    bound(GATHER_UPCONVERT, facts)(cache, zero[:, None], zero + 2, zero, out=out)
     assert out[:, 0].tolist() == [0.0, 0.0, 1.0]
 
 

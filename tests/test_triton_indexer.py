@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, IndexerLogits, Primitive, Request
+from mla_portable.contracts import DeviceFacts, Request
+from mla_portable.primitives import INDEXER_LOGITS, IndexerLogits
 from mla_portable.reference import oracle
 from mla_portable_triton.bind_indexer import bind_indexer_logits
 from mla_portable_triton.kernels import indexer_logits as kernel
@@ -42,7 +43,7 @@ def problem(heads: int, size: int, queries: list[int], lengths: list[int], tail:
 
 def solve(arguments: list[Tensor], width: int) -> tuple[Tensor, Tensor]:
     """What the kernel wrote, and the oracle's answer."""
-    bound = bind_indexer_logits(Request(Primitive.INDEXER_LOGITS, FACTS))
+    bound = bind_indexer_logits(Request(INDEXER_LOGITS, FACTS))
     out = torch.full((arguments[0].shape[0], width), math.nan, device=DEVICE)
     assert bound(*(x.to(DEVICE) for x in arguments), out=out) is out
     return out.cpu().double(), oracle.indexer_logits(*arguments, out=out)
@@ -95,7 +96,7 @@ def test_starts_that_do_not_ascend_read_nothing_outside(starts: list[int]):
     arguments[3] = int32(starts)
     wide = torch.zeros(3, 4, dtype=torch.int32)  # block 0 is in no column of the table, but stands behind it
     wide[:, :1] = arguments[5][:, :1]
-    bound = bind_indexer_logits(Request(Primitive.INDEXER_LOGITS, FACTS))
+    bound = bind_indexer_logits(Request(INDEXER_LOGITS, FACTS))
     out = torch.full((7, 40), math.nan, device=DEVICE)
     bound(*(x.to(DEVICE) for x in arguments[:5]), wide.to(DEVICE)[:, :1], out=out)
     assert not out.isnan().any() and (out[:, 16:] == -math.inf).all()
@@ -124,7 +125,7 @@ def test_keys_that_nobody_names_may_be_nan():
 
 
 def test_the_signature_is_the_protocols():
-    bound = bind_indexer_logits(Request(Primitive.INDEXER_LOGITS, FACTS))
+    bound = bind_indexer_logits(Request(INDEXER_LOGITS, FACTS))
     expected = list(inspect.signature(IndexerLogits.__call__).parameters.values())[1:]
     found = list(inspect.signature(bound).parameters.values())
     assert [(p.name, p.kind) for p in found] == [(p.name, p.kind) for p in expected]
@@ -144,7 +145,7 @@ def test_a_cache_past_two_to_the_31_elements():
     cache[-1] = far.to(DEVICE)
     arguments = problem(2, 16, [2], [16])
     small = [*arguments[:2], far[None], *arguments[3:5], int32([[0]])]
-    bound = bind_indexer_logits(Request(Primitive.INDEXER_LOGITS, FACTS))
+    bound = bind_indexer_logits(Request(INDEXER_LOGITS, FACTS))
     here = [x.to(DEVICE) for x in (*arguments[:2], *arguments[3:5], int32([[blocks - 1]]))]
     out = torch.full((2, 16), math.nan, device=DEVICE)
     bound(*here[:2], cache, *here[2:], out=out)

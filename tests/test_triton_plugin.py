@@ -26,6 +26,14 @@ from mla_portable.contracts import (
     Request,
     split_kv,
 )
+from mla_portable.primitives import (
+    CONVERT_INDICES,
+    INDEXER_LOGITS,
+    MERGE_STATES,
+    QUANTIZE_PER_TENSOR,
+    SPARSE_DECODE,
+    SPARSE_PREFILL,
+)
 from mla_portable_triton import support
 from mla_portable_triton.attention_configs import attention_config
 
@@ -52,7 +60,7 @@ class Recorder:
 def offered() -> dict[Primitive, Implementation]:
     recorder = Recorder()
     mla_portable_triton.mla_portable_register(recorder)
-    assert len(recorder.implementations) == len(Primitive)
+    assert len(recorder.implementations) == len(Primitive.all())
     return {implementation.primitive: implementation for implementation in recorder.implementations}
 
 
@@ -61,11 +69,11 @@ def reasons(device: DeviceFacts) -> list[Reason]:
 
 
 def test_it_offers_every_primitive(offered: dict[Primitive, Implementation]) -> None:
-    assert set(offered) == set(Primitive)
+    assert set(offered) == set(Primitive.all())
     assert {implementation.name for implementation in offered.values()} == {"triton.portable"}
     assert {implementation.preference for implementation in offered.values()} == {50.0}
     kinds = {primitive: implementation.schedule_kind for primitive, implementation in offered.items()}
-    assert kinds.pop(Primitive.SPARSE_DECODE) == "split_kv"
+    assert kinds.pop(SPARSE_DECODE) == "split_kv"
     assert set(kinds.values()) == {"none"}
 
 
@@ -85,32 +93,32 @@ def test_sources_are_modules_that_exist_and_include_every_kernel(offered: dict[P
         assert used - listed <= incidental, f"{primitive}: add {sorted(used - listed - incidental)} to its sources"
 
 
-@pytest.mark.parametrize("primitive", list(Primitive), ids=str)
+@pytest.mark.parametrize("primitive", list(Primitive.all()), ids=str)
 def test_support_accepts_what_it_should(primitive: Primitive, offered: dict[Primitive, Implementation]) -> None:
     shapes = {"kv_layout": "fp8_ds_mla", "num_heads": 16, "topk": 100, "block_size": 61, "graph": True}
-    if primitive in (Primitive.MERGE_STATES, Primitive.QUANTIZE_PER_TENSOR):
+    if primitive in (MERGE_STATES, QUANTIZE_PER_TENSOR):
         shapes = {"graph": True}
-    elif primitive is Primitive.INDEXER_LOGITS:
+    elif primitive is INDEXER_LOGITS:
         shapes = {"num_heads": 64, "block_size": 61, "graph": True}
     declared = offered[primitive].support
     assert declared.reasons(Request(primitive, H200, **shapes)) == ()
     assert declared.reasons(Request(primitive, CPU, **shapes)) == ()
     assert [reason.subject for reason in declared.reasons(Request(primitive, H200, num_heads=129))] == (
-        ["num_heads"] if primitive in (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL) else []
+        ["num_heads"] if primitive in (SPARSE_DECODE, SPARSE_PREFILL) else []
     )
 
 
 def test_a_small_device_is_told_what_attention_needs(offered: dict[Primitive, Implementation]) -> None:
     small = DeviceFacts(vendor="acme", name="acme", arch="a1", shared_memory=32 << 10)
-    found = offered[Primitive.SPARSE_DECODE].support.reasons(Request(Primitive.SPARSE_DECODE, small))
+    found = offered[SPARSE_DECODE].support.reasons(Request(SPARSE_DECODE, small))
     assert [str(reason) for reason in found] == ["shared memory 32768 bytes (needs 49152)"]
-    assert offered[Primitive.CONVERT_INDICES].support.reasons(Request(Primitive.CONVERT_INDICES, small)) == ()
+    assert offered[CONVERT_INDICES].support.reasons(Request(CONVERT_INDICES, small)) == ()
 
 
 def test_declared_scratch_is_what_a_decode_call_takes(offered: dict[Primitive, Implementation]) -> None:
-    scratch = offered[Primitive.SPARSE_DECODE].support.workspace_bytes
+    scratch = offered[SPARSE_DECODE].support.workspace_bytes
     assert scratch is not None
-    request = Request(Primitive.SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, rows=4)
+    request = Request(SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, rows=4)
     config = attention_config("sm90", "fp8_ds_mla", 16)
     num_splits, _ = split_kv(num_rows=4, num_heads=16, topk=2048, num_sms=132, program=config.program)
     assert num_splits > 1
@@ -125,8 +133,8 @@ def test_a_planner_cuts_rows_for_the_blocks_that_run(
     offered: dict[Primitive, Implementation], heads: int, rows: int, splits: int
 ) -> None:
     """Blocks of 64 heads have 8 warps, of which a multiprocessor of an H200 runs one; 16 heads have 4."""
-    request = Request(Primitive.SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=heads)
-    program = offered[Primitive.SPARSE_DECODE].program(request)
+    request = Request(SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=heads)
+    program = offered[SPARSE_DECODE].program(request)
     assert split_kv(num_rows=rows, num_heads=heads, topk=2048, num_sms=132, program=program)[0] == splits
 
 
@@ -213,11 +221,11 @@ def test_bind_returns_something_that_computes(offered: dict[Primitive, Implement
     if not torch.cuda.is_available() and not support.interpreter_is_on():
         pytest.fail("no GPU, and Triton's interpreter is off: set TRITON_INTERPRET=1")
     device, facts = ("cuda", H200) if torch.cuda.is_available() else ("cpu", CPU)
-    merge_states = offered[Primitive.MERGE_STATES].bind(Request(Primitive.MERGE_STATES, facts))
+    merge_states = offered[MERGE_STATES].bind(Request(MERGE_STATES, facts))
     out, lse = merge_states(torch.tensor([[[2.0]], [[4.0]]], device=device), torch.zeros(2, 1, device=device))
     assert out.tolist() == [[3.0]]
     assert lse.tolist() == pytest.approx([0.6931471805599453])
-    quantize = offered[Primitive.QUANTIZE_PER_TENSOR].bind(Request(Primitive.QUANTIZE_PER_TENSOR, facts))
+    quantize = offered[QUANTIZE_PER_TENSOR].bind(Request(QUANTIZE_PER_TENSOR, facts))
     codes, scale = quantize(torch.tensor([448.0, -1.0], device=device))
     assert codes.float().tolist() == [448.0, -1.0]
     assert float(scale) == 1.0

@@ -18,17 +18,18 @@ from machines import B200, BI_V150, CPU, H200, MACHINES, MI300X, RTX_4090
 from typer.testing import CliRunner
 
 from mla_portable.api import current_registry
-from mla_portable.bench.rivals import load_tunables
-from mla_portable.cli import app
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, ProgramShape, Request, SplitSchedule, split_kv
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
 from mla_portable.registry.tuned import TunedEntry, read_table, write_table
+from mla_portable.tools.bench.rivals import load_tunables
+from mla_portable.tools.cli import app
 from mla_portable_triton import NAME, bind_attention
 from mla_portable_triton.aot import SHARED_MEMORY
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig, attention_config
 from mla_portable_triton.attention_tuning import bound_config, configurations, shared_memory
 
-DECODE, PREFILL = Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL
+DECODE, PREFILL = SPARSE_DECODE, SPARSE_PREFILL
 LAYOUTS = ("bf16", "fp8_ds_mla")
 CONFIGURATION = {"block_h": 16, "block_n": 64, "num_warps": 8, "num_stages": 1}
 

@@ -17,15 +17,10 @@ from typer.testing import CliRunner
 
 from mla_portable import reference
 from mla_portable.api import serving
-from mla_portable.bench.kernel_cases import KernelCase
-from mla_portable.bench.rivals import Brought, load_tunables
-from mla_portable.bench.tune import Attempt, TuneResult, tune
-from mla_portable.cli import app
 from mla_portable.contracts import (
     BoundPrimitive,
     Implementation,
     InvalidArgument,
-    Primitive,
     Registrar,
     Request,
     Support,
@@ -33,13 +28,18 @@ from mla_portable.contracts import (
     TunableRegistrar,
     hookimpl,
 )
+from mla_portable.primitives import CACHE_WRITE, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
 from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
 from mla_portable.registry.tuned import TunedConfigurations, TunedEntry, read_table, table_path, write_table
 from mla_portable.sources import source_hash
+from mla_portable.tools.bench.kernel_cases import KernelCase
+from mla_portable.tools.bench.rivals import Brought, load_tunables
+from mla_portable.tools.bench.tune import Attempt, TuneResult, tune
+from mla_portable.tools.cli import app
 
 NAME = "acme.v1"
-DECODE = Primitive.SPARSE_DECODE
+DECODE = SPARSE_DECODE
 CASES = [KernelCase(DECODE, rows, "bf16", 2, 16, 64) for rows in (1, 3)]
 CONFIGURATIONS = [{"delay": 4, "wrong": 0}, {"delay": 0, "wrong": 0}, {"delay": 0, "wrong": 1}, {"delay": 0, "wrong": 2}]
 """Untuned, the fastest, a wrong one, one that fails with several rows."""
@@ -59,7 +59,7 @@ CLOCK = Clock()
 
 @pytest.fixture(autouse=True)
 def times_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mla_portable.bench.interleaved.time", CLOCK)
+    monkeypatch.setattr("mla_portable.tools.bench.interleaved.time", CLOCK)
 
 
 def bind(request: Request, configuration: Mapping[str, int]) -> BoundPrimitive:
@@ -142,7 +142,7 @@ def test_where_nothing_is_right_nothing_is_written():
 
 def test_what_cannot_serve_or_was_not_asked_for_is_not_tuned():
     assert run(Plugin(max_heads=1)) == []
-    assert run(Plugin(), KernelCase(Primitive.CACHE_WRITE, 3, "bf16")) == []
+    assert run(Plugin(), KernelCase(CACHE_WRITE, 3, "bf16")) == []
     assert run(Plugin(), backends=["triton"]) == []
     assert len(run(Plugin(), backends=["acme"])) == 1
 
@@ -186,7 +186,7 @@ def test_an_entry_holds_for_its_requests_alone(tmp_path):
     write_table(path, [entry(heads=64, configuration={"block_n": 64})])
     assert tuned(request(rows=7, graph=True)) == {"block_n": 32}
     assert tuned(request(num_heads=64)) == {"block_n": 64}
-    for other in (request(num_heads=32), request(kv_layout="fp8_ds_mla"), request(primitive=Primitive.SPARSE_PREFILL)):
+    for other in (request(num_heads=32), request(kv_layout="fp8_ds_mla"), request(primitive=SPARSE_PREFILL)):
         assert tuned(other) is None
     assert tuned(request(), "acme.v2") is None
     write_table(path, [entry(configuration={"block_n": 16})])
@@ -294,7 +294,7 @@ def test_where_the_table_is():
 def command(monkeypatch: pytest.MonkeyPatch, path: Path, *words: str, plugin: Plugin | None = None, code: int = 0) -> str:
     plugin = plugin or Plugin()
     monkeypatch.setenv("MLA_PORTABLE_TUNED", str(path))
-    monkeypatch.setattr("mla_portable.bench.rivals.load_tunables", lambda: Brought((plugin.tunable,)))
+    monkeypatch.setattr("mla_portable.tools.bench.rivals.load_tunables", lambda: Brought((plugin.tunable,)))
     registry: Registry = registry_with(("acme", plugin), probe=False)
     with serving(registry):
         done = CliRunner().invoke(app, ["tune", "--device", "cpu", "--heads", "2", "--rows", "1,3", "--repeat", "2", *words])

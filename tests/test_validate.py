@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_portable
 from mla_portable.api import serving
-from mla_portable.contracts import InvalidArgument, PlanMismatch, Primitive, Request, SplitSchedule, Support, TileSchedule
+from mla_portable.contracts import InvalidArgument, PlanMismatch, Request, SplitSchedule, Support, TileSchedule
+from mla_portable.primitives import SPARSE_DECODE
 
 BF16, INT32, UINT8 = torch.bfloat16, torch.int32, torch.uint8
 B, S, H, K = 3, 2, 4, 8
@@ -556,7 +557,7 @@ def test_remedies_say_what_to_do():
 
 
 def request(**changes: Any) -> Request:
-    return Request(**{"primitive": Primitive.SPARSE_DECODE, "device": CPU, **changes})
+    return Request(**{"primitive": SPARSE_DECODE, "device": CPU, **changes})
 
 
 def support(**changes: Any) -> Support:

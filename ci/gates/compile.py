@@ -16,9 +16,9 @@ from datetime import datetime, timezone
 
 from gate import ROOT, finish, live_records
 
-from mla_portable.matrix.collect import COMPILER
-from mla_portable.matrix.gates import compiled_as_recorded
-from mla_portable.matrix.record import compiled_records, origin_of
+from mla_portable.tools.matrix.collect import COMPILER
+from mla_portable.tools.matrix.gates import compiled_as_recorded
+from mla_portable.tools.matrix.record import compiled_records, origin_of
 
 records = live_records()
 declared = records.declarations

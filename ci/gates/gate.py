@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from mla_portable.matrix import Records, read_records
+from mla_portable.tools.matrix import Records, read_records
 
 ROOT = Path(__file__).parents[2]
 CAPABILITY = ROOT / "capability"
@@ -25,9 +25,9 @@ def finish(name: str, problems: list[str]) -> NoReturn:
 
 def live_records() -> Records:
     """The records, with what the installed plugins declare now instead of what is recorded of it."""
-    from mla_portable.matrix.collect import collect_declarations
-    from mla_portable.matrix.profiles import load_profiles
     from mla_portable.registry import get_registry
+    from mla_portable.tools.matrix.collect import collect_declarations
+    from mla_portable.tools.matrix.profiles import load_profiles
 
     return read_records(CAPABILITY, collect_declarations(get_registry(), load_profiles(CAPABILITY / "profiles")))
 

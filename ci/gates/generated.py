@@ -5,6 +5,6 @@ from __future__ import annotations
 
 from gate import CAPABILITY, finish
 
-from mla_portable.matrix.generated import differences, generate
+from mla_portable.tools.matrix.generated import differences, generate
 
 finish("generated", differences(generate(CAPABILITY)))

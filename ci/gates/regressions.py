@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from gate import CAPABILITY, finish
 
-from mla_portable.matrix import read_records
-from mla_portable.matrix.gates import regressions
+from mla_portable.tools.matrix import read_records
+from mla_portable.tools.matrix.gates import regressions
 
 finish("regressions", regressions(read_records(CAPABILITY).evidence))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from gate import CAPABILITY, base_commit, base_files, finish
 
-from mla_portable.matrix import RecordError, read_records
-from mla_portable.matrix.gates import append_only
+from mla_portable.tools.matrix import RecordError, read_records
+from mla_portable.tools.matrix.gates import append_only
 
 try:
     records = read_records(CAPABILITY)

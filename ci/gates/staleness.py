@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from gate import finish, live_records
 
-from mla_portable.matrix.gates import staleness
+from mla_portable.tools.matrix.gates import staleness
 
 records = live_records()
 finish("staleness", staleness(records.cells(), records.profiles))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from gate import ROOT, finish
 
-from mla_portable.matrix.gates import strict_expectations
+from mla_portable.tools.matrix.gates import strict_expectations
 
 paths = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "backends").glob("*/tests/**/*.py")]
 files = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(paths)}

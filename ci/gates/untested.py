@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from gate import finish, live_records
 
-from mla_portable.matrix.collect import suite_cases
-from mla_portable.matrix.gates import untested_claims
 from mla_portable.registry import get_registry
+from mla_portable.tools.matrix.collect import suite_cases
+from mla_portable.tools.matrix.gates import untested_claims
 
 records = live_records()
 finish("untested", untested_claims(records.declarations.claims, records.profiles, suite_cases(get_registry())))

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.bench.interleaved import captured
+from mla_portable.tools.bench.interleaved import captured
 
 __all__ = ["Turns", "measure"]
 

@@ -84,7 +84,7 @@ def find(primitive: str, backend: str | None, tensor: Tensor, facts: tuple[Any, 
     served: Served | None = registry.served.get(key)
     if served is None:
         given = dict(zip(_FACTS[primitive], facts, strict=True))
-        request = Request(Primitive(primitive), registry.facts(tensor.device), graph=graph, **given)
+        request = Request(Primitive.named(primitive), registry.facts(tensor.device), graph=graph, **given)
         implementation, _ = registry.select(request, backend=backend)
         call = registry.bind(request, backend=backend)
         served = Served(call, implementation.name, SCHEDULE_TYPES.get(implementation.schedule_kind))

@@ -30,7 +30,7 @@ def explain(
     Returns: the Decision; print `.text()`. A request that nothing can serve is an answer here, not an error.
     Raises: InvalidArgument for an unknown primitive or field; UnknownBackend. May probe kernels; not graph-safe.
     """
-    names = [each.value for each in Primitive]
+    names = [str(each) for each in Primitive.all()]
     if primitive not in names:
         raise InvalidArgument("explain", "primitive", got=repr(primitive), expected=f"one of {', '.join(names)}")
     allowed = [field.name for field in fields(Request) if field.name not in ("primitive", "device", "configuration")]
@@ -41,5 +41,5 @@ def explain(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     facts = device if isinstance(device, DeviceFacts) else registry.facts(device)
-    request = Request(Primitive(primitive), facts, **request_fields)
+    request = Request(Primitive.named(primitive), facts, **request_fields)
     return registry.decide(request, backend=backend, thorough=True)

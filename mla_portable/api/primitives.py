@@ -14,7 +14,7 @@ What all functions share:
 - Graph-safe means: with the outputs given, a call allocates nothing and reads nothing back, so a CUDA graph may capture it
   once a call of the same kind has run outside. Implementations that are not are passed over during capture.
 - A call runs on the device of its tensors. What `bind` returned is launched on the current device, which then must be that one.
-- Axes, absent indices, lse and sinks: `mla_portable.contracts.primitives`.
+- Axes, absent indices, lse and sinks: `mla_portable.primitives`.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from mla_portable.contracts import (
     Reason,
     Request,
 )
+from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
 from mla_portable.registry.plugins import AUTO
 from mla_portable.registry.policy import ARGUMENT, DEFAULT, Rule, active_rules
@@ -28,8 +29,8 @@ from mla_portable.registry.registry import check_backend
 
 __all__ = ["BackendChoice", "Demand", "left_out"]
 
-_ATTENTION: Final = (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL)
-_LAYERS: Final = (*_ATTENTION, Primitive.CONVERT_INDICES, Primitive.GATHER_UPCONVERT, Primitive.CACHE_WRITE)
+_ATTENTION: Final = (SPARSE_DECODE, SPARSE_PREFILL)
+_LAYERS: Final = (*_ATTENTION, CONVERT_INDICES, GATHER_UPCONVERT, CACHE_WRITE)
 """The primitives of a layer."""
 
 BackendChoice = str | Mapping[str, str] | None
@@ -42,7 +43,7 @@ class Demand:
     def __init__(self, registry: Registry, backend: BackendChoice) -> None:
         """Raises: InvalidArgument when a mapping names something that is no primitive, or a backend is no name."""
         self._registry = registry
-        names = [primitive.value for primitive in Primitive]
+        names = [str(primitive) for primitive in Primitive.all()]
         for name in backend if isinstance(backend, Mapping) else ():
             if name not in names:
                 expected = f"keys among {', '.join(names)}"
@@ -53,7 +54,7 @@ class Demand:
 
     def _argument(self, primitive: Primitive) -> str | None:
         if isinstance(self._backend, Mapping):
-            return self._backend.get(primitive.value)
+            return self._backend.get(str(primitive))
         return self._backend
 
     def _rule(self, primitive: Primitive) -> Rule | None:

@@ -30,13 +30,13 @@ from mla_portable.contracts import (
     Decision,
     Implementation,
     InvalidArgument,
-    Primitive,
     Request,
     StepPlan,
     UnsupportedRequest,
 )
 from mla_portable.contracts.values import describe, device_of
 from mla_portable.planner import PlannerConfig
+from mla_portable.primitives import CACHE_WRITE
 from mla_portable.registry import Registry, get_registry
 
 __all__ = ["SparseMLAAttention"]
@@ -119,7 +119,7 @@ class SparseMLAAttention:
     def _write_request(self) -> Request:
         spec = self.spec
         return Request(
-            Primitive.CACHE_WRITE,
+            CACHE_WRITE,
             self.facts,
             kv_layout=spec.kv_layout,
             block_size=spec.block_size,

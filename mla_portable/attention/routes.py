@@ -21,9 +21,10 @@ from typing import Any, Final
 
 from mla_portable.attention.demand import left_out
 from mla_portable.attention.spec import AUTO_ROUTE, AttentionSpec
-from mla_portable.contracts import HEAD_SIZE, ROUTES, Decision, DeviceFacts, Primitive, Reason, Request, UnsupportedRequest
+from mla_portable.contracts import HEAD_SIZE, ROUTES, Decision, DeviceFacts, Reason, Request, UnsupportedRequest
 from mla_portable.contracts.decision import grouped
 from mla_portable.planner.config import MIN_HEADS_FOR_SEPARATE
+from mla_portable.primitives import CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry.select import cost_rank, least_cost
 
 __all__ = ["RouteDecision", "RoutePart", "RouteVerdict", "UnsupportedRoute", "choose_route", "route_requests"]
@@ -231,16 +232,14 @@ def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Req
     }
     # a small deployment is served by who is fast at its size, where that was measured
     rows = spec.max_num_reqs * spec.decode_query_len
-    decode = Request(
-        Primitive.SPARSE_DECODE, **attention, **cache, query_len=spec.decode_query_len, rows=rows, graph=spec.graph
-    )
+    decode = Request(SPARSE_DECODE, **attention, **cache, query_len=spec.decode_query_len, rows=rows, graph=spec.graph)
     seen: dict[str, Any] = (
         cache if fp8 else {"kv_layout": "bf16", "cache_alignment": spec.cache_alignment}
     )  # sparse_prefill sees a bf16 cache as flat rows
     return {
-        "convert": Request(Primitive.CONVERT_INDICES, device, topk=spec.topk, block_size=spec.block_size, graph=spec.graph),
+        "convert": Request(CONVERT_INDICES, device, topk=spec.topk, block_size=spec.block_size, graph=spec.graph),
         "workspace_convert": Request(
-            Primitive.CONVERT_INDICES,
+            CONVERT_INDICES,
             device,
             topk=spec.topk,
             block_size=spec.block_size,
@@ -248,9 +247,9 @@ def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Req
             graph=spec.graph,
         ),
         "decode": decode,
-        "cache_prefill": Request(Primitive.SPARSE_PREFILL, **attention, **seen),
-        "bf16_prefill": Request(Primitive.SPARSE_PREFILL, **attention, kv_layout="bf16"),
-        "gather": Request(Primitive.GATHER_UPCONVERT, device, **cache),
+        "cache_prefill": Request(SPARSE_PREFILL, **attention, **seen),
+        "bf16_prefill": Request(SPARSE_PREFILL, **attention, kv_layout="bf16"),
+        "gather": Request(GATHER_UPCONVERT, device, **cache),
     }
 
 

@@ -8,7 +8,7 @@ implements one hook (two more, for the benchmark's rivals and for tuning, are op
 
     @hookimpl
     def mla_portable_register(registrar: Registrar) -> None:
-        registrar.add(Implementation(name="acme.v1", primitive=Primitive.MERGE_STATES, ...))
+        registrar.add(Implementation(name="acme.v1", primitive=MERGE_STATES, ...))
 
 The module should be light: import the vendor's library in `check` and `bind`, not at import. pluggy carries registration
 only; nothing of it is on the path of a call.
@@ -26,7 +26,7 @@ import torch
 
 from mla_portable.contracts.device import DeviceFacts
 from mla_portable.contracts.errors import PluginError
-from mla_portable.contracts.primitives import BoundPrimitive, Primitive
+from mla_portable.contracts.primitive import BoundPrimitive, Primitive
 from mla_portable.contracts.request import Request
 from mla_portable.contracts.schedule import ProgramShape
 from mla_portable.contracts.support import Reason, Support
@@ -105,7 +105,7 @@ class Implementation:
         if not _NAME.fullmatch(self.name):
             raise PluginError(f"implementation name {self.name!r}: expected '<backend>.<variant>' in lower case")
         if not isinstance(self.primitive, Primitive):
-            raise PluginError(f"{self.name}: primitive {self.primitive!r} is not one of {', '.join(Primitive)}")
+            raise PluginError(f"{self.name}: primitive {self.primitive!r} is not one of {', '.join(Primitive.all())}")
         if not isinstance(self.support, Support):
             raise PluginError(f"{self.name} / {self.primitive}: support must be a Support, got {type(self.support).__name__}")
         if not callable(self.bind):
@@ -196,7 +196,7 @@ class Rival:
         if not _NAME.fullmatch(self.name):
             raise PluginError(f"rival name {self.name!r}: expected '<owner>.<variant>' in lower case")
         if not isinstance(self.primitive, Primitive):
-            raise PluginError(f"{self.name}: primitive {self.primitive!r} is not one of {', '.join(Primitive)}")
+            raise PluginError(f"{self.name}: primitive {self.primitive!r} is not one of {', '.join(Primitive.all())}")
 
 
 @dataclass(frozen=True, slots=True)

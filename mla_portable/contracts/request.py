@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from mla_portable.contracts.device import DeviceFacts
 from mla_portable.contracts.layouts import LAYOUTS, SCALE_FORMATS
-from mla_portable.contracts.primitives import Primitive
+from mla_portable.contracts.primitive import Primitive
 from mla_portable.contracts.values import CACHE_ALIGNMENT, INT32_MAX, check_alignment, check_fields, describe, refuse
 
 __all__ = ["Request"]

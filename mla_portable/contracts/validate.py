@@ -2,7 +2,7 @@
 """What every primitive requires of its arguments, whatever backend runs it: one function per primitive.
 
 Each takes the primitive's own arguments, raises before any kernel can run, reads nothing back from a device, and returns
-the few facts that choosing an implementation depends on. Axes are those of `mla_portable.contracts.primitives`. Values
+the few facts that choosing an implementation depends on. Axes are those of `mla_portable.primitives`. Values
 that live on a device (indices, lengths, tables) are not looked at: the primitives define what every value means.
 """
 

@@ -14,6 +14,24 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from mla_portable.contracts import LAYOUTS, BoundPrimitive, Implementation, Primitive, Registrar, Request, Support, hookimpl
+from mla_portable.primitives import (
+    CACHE_WRITE,
+    CONVERT_INDICES,
+    GATHER_UPCONVERT,
+    INDEXER_LOGITS,
+    MERGE_STATES,
+    QUANTIZE_PER_TENSOR,
+    SPARSE_DECODE,
+    SPARSE_PREFILL,
+    CacheWrite,
+    ConvertIndices,
+    GatherUpconvert,
+    IndexerLogits,
+    MergeStates,
+    QuantizePerTensor,
+    SparseDecode,
+    SparsePrefill,
+)
 from mla_portable.reference.attention import chunk_bytes, sparse_decode, sparse_prefill
 from mla_portable.reference.cache import cache_write, gather_upconvert
 from mla_portable.reference.indexer import indexer_logits
@@ -39,33 +57,22 @@ _CACHED: Final = tuple(LAYOUTS)
 _ROWS: Final = "mla_portable.reference.rows"
 _ARITHMETIC: Final = "mla_portable.reference.arithmetic"
 _LAYOUT: Final = "mla_portable.contracts.layouts"
-_PRODUCTS: Final = (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL, Primitive.INDEXER_LOGITS)
+_PRODUCTS: Final = (SPARSE_DECODE, SPARSE_PREFILL, INDEXER_LOGITS)
 """Those that multiply matrices, and take the `dtype` to do it in."""
 
 # primitive -> its function, the cache layouts it reads or writes, the modules below mla_portable.reference that decide it
 _PRIMITIVES: Final[dict[Primitive, tuple[BoundPrimitive, tuple[str, ...], tuple[str, ...]]]] = {
-    Primitive.CACHE_WRITE: (cache_write, _CACHED, ("mla_portable.reference.cache", _ROWS, _LAYOUT)),
-    Primitive.CONVERT_INDICES: (convert_indices, _CACHED, ("mla_portable.reference.indices",)),
-    Primitive.GATHER_UPCONVERT: (gather_upconvert, _CACHED, ("mla_portable.reference.cache", _ROWS, _LAYOUT)),
-    Primitive.SPARSE_DECODE: (sparse_decode, _CACHED, ("mla_portable.reference.attention", _ROWS, _LAYOUT)),
-    Primitive.SPARSE_PREFILL: (sparse_prefill, _CACHED, ("mla_portable.reference.attention", _ROWS, _LAYOUT)),
-    Primitive.MERGE_STATES: (merge_states, (), ("mla_portable.reference.merge",)),
-    Primitive.QUANTIZE_PER_TENSOR: (quantize_per_tensor, (), ("mla_portable.reference.quantize",)),
-    Primitive.INDEXER_LOGITS: (indexer_logits, (), ("mla_portable.reference.indexer",)),
+    CACHE_WRITE: (cache_write, _CACHED, ("mla_portable.reference.cache", _ROWS, _LAYOUT)),
+    CONVERT_INDICES: (convert_indices, _CACHED, ("mla_portable.reference.indices",)),
+    GATHER_UPCONVERT: (gather_upconvert, _CACHED, ("mla_portable.reference.cache", _ROWS, _LAYOUT)),
+    SPARSE_DECODE: (sparse_decode, _CACHED, ("mla_portable.reference.attention", _ROWS, _LAYOUT)),
+    SPARSE_PREFILL: (sparse_prefill, _CACHED, ("mla_portable.reference.attention", _ROWS, _LAYOUT)),
+    MERGE_STATES: (merge_states, (), ("mla_portable.reference.merge",)),
+    QUANTIZE_PER_TENSOR: (quantize_per_tensor, (), ("mla_portable.reference.quantize",)),
+    INDEXER_LOGITS: (indexer_logits, (), ("mla_portable.reference.indexer",)),
 }
 
 if TYPE_CHECKING:
-    from mla_portable.contracts import (
-        CacheWrite,
-        ConvertIndices,
-        GatherUpconvert,
-        IndexerLogits,
-        MergeStates,
-        QuantizePerTensor,
-        SparseDecode,
-        SparsePrefill,
-    )
-
     # the type checker holds each function against its Protocol here
     _cache: tuple[CacheWrite, GatherUpconvert, ConvertIndices] = (cache_write, gather_upconvert, convert_indices)
     _attention: tuple[SparseDecode, SparsePrefill] = (sparse_decode, sparse_prefill)
@@ -90,7 +97,7 @@ def _attention_workspace(request: Request) -> int:
 @hookimpl
 def mla_portable_register(registrar: Registrar) -> None:
     """Offer `reference.torch` for every primitive, on CPUs and on whatever torch drives through its CUDA interface."""
-    attention = (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL)
+    attention = (SPARSE_DECODE, SPARSE_PREFILL)
     for primitive, (function, kv_layouts, sources) in _PRIMITIVES.items():
         registrar.add(
             Implementation(

@@ -46,7 +46,7 @@ def sparse_decode(
     lse_out: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of B x S query tokens over chosen slots of the paged cache; `contracts.primitives.SparseDecode`.
+    """Attention of B x S query tokens over chosen slots of the paged cache; `primitives.SparseDecode`.
 
     `schedule` is not used. `dtype` is that of the arithmetic. Allocates about `chunk_bytes` beyond the outputs, whatever B
     and S. Not graph-safe.
@@ -81,7 +81,7 @@ def sparse_prefill(
     lse_out: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of T query tokens over rows of a workspace or slots of a paged cache; `contracts.primitives.SparsePrefill`.
+    """Attention of T query tokens over rows of a workspace or slots of a paged cache; `primitives.SparsePrefill`.
 
     `dtype` is that of the arithmetic. Allocates about `chunk_bytes` beyond the outputs, whatever T. Not graph-safe.
     """

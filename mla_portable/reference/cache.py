@@ -20,7 +20,7 @@ _CHUNK_TOKENS: Final = 16384
 
 @isolated
 def cache_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2") -> None:
-    """Write new tokens into the paged cache; `contracts.primitives.CacheWrite`.
+    """Write new tokens into the paged cache; `primitives.CacheWrite`.
 
     FP8 rows are exactly `contracts.pack_fp8`'s. Synchronises the host on a GPU. Not graph-safe.
     """
@@ -42,7 +42,7 @@ def cache_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tens
 def gather_upconvert(
     kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace_starts: Tensor, *, out: Tensor
 ) -> Tensor:
-    """Copy each request's cached tokens into consecutive bf16 rows of `out`; `contracts.primitives.GatherUpconvert`.
+    """Copy each request's cached tokens into consecutive bf16 rows of `out`; `primitives.GatherUpconvert`.
 
     Negative lengths count as 0. Synchronises the host on a GPU, once. Not graph-safe.
     """

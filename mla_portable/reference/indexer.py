@@ -30,7 +30,7 @@ def indexer_logits(
     out: Tensor,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Weighted sums over heads of what is positive of q.k; `contracts.primitives.IndexerLogits`.
+    """Weighted sums over heads of what is positive of q.k; `primitives.IndexerLogits`.
 
     `dtype` is that of the arithmetic. Synchronises the host on a GPU. Not graph-safe.
     """

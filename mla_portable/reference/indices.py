@@ -37,7 +37,7 @@ def convert_indices(
     compact: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Global slots or workspace rows of each token's positions; `contracts.primitives.ConvertIndices`.
+    """Global slots or workspace rows of each token's positions; `primitives.ConvertIndices`.
 
     Allocates temporaries of at most about 256 MiB. Not graph-safe.
     """

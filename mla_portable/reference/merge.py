@@ -17,7 +17,7 @@ _CHUNK_BYTES: Final = 256 << 20
 
 @isolated
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """The weighted sum of P partial results, in float32, part by part; `contracts.primitives.MergeStates`.
+    """The weighted sum of P partial results, in float32, part by part; `primitives.MergeStates`.
 
     Allocates about 256 MiB beyond the outputs, except where a single entry of the first axis after P takes more.
     """

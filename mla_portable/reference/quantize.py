@@ -17,7 +17,7 @@ _LEAST_AMAX: Final = 1e-10
 
 @isolated
 def quantize_per_tensor(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
-    """x_q and scale with x ~= x_q * scale; `contracts.primitives.QuantizePerTensor`.
+    """x_q and scale with x ~= x_q * scale; `primitives.QuantizePerTensor`.
 
     Args:
         x: floating point, any shape. dtype: torch.float8_e4m3fn or torch.float8_e5m2.

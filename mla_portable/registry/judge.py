@@ -15,19 +15,29 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Primitive
+from mla_portable.primitives import (
+    CACHE_WRITE,
+    CONVERT_INDICES,
+    GATHER_UPCONVERT,
+    INDEXER_LOGITS,
+    MERGE_STATES,
+    QUANTIZE_PER_TENSOR,
+    SPARSE_DECODE,
+    SPARSE_PREFILL,
+)
 from mla_portable.registry.tiny import Call
 
 __all__ = ["RESULTS", "Results", "changed_inputs", "mismatch", "read_back", "results_of", "shared_memory"]
 
 RESULTS: Final[dict[Primitive, tuple[str, ...]]] = {
-    Primitive.CACHE_WRITE: (),
-    Primitive.CONVERT_INDICES: ("indices", "counts"),
-    Primitive.GATHER_UPCONVERT: ("out",),
-    Primitive.SPARSE_DECODE: ("out", "lse"),
-    Primitive.SPARSE_PREFILL: ("out", "lse"),
-    Primitive.MERGE_STATES: ("out", "lse"),
-    Primitive.QUANTIZE_PER_TENSOR: ("x_q", "scale"),
-    Primitive.INDEXER_LOGITS: ("out",),
+    CACHE_WRITE: (),
+    CONVERT_INDICES: ("indices", "counts"),
+    GATHER_UPCONVERT: ("out",),
+    SPARSE_DECODE: ("out", "lse"),
+    SPARSE_PREFILL: ("out", "lse"),
+    MERGE_STATES: ("out", "lse"),
+    QUANTIZE_PER_TENSOR: ("x_q", "scale"),
+    INDEXER_LOGITS: ("out",),
 }
 """What each primitive returns, by name."""
 RELATIVE: Final = 2e-2
@@ -124,11 +134,11 @@ def mismatch(primitive: Primitive, call: Call, got: Results, want: Results) -> t
             return f"{name} has dtype {_short(actual.dtype)}, expected {_short(expected.dtype)}", ""
         if actual.shape != expected.shape:
             return f"{name} has shape {list(actual.shape)}, expected {list(expected.shape)}", ""
-    if primitive in (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL, Primitive.MERGE_STATES):
+    if primitive in (SPARSE_DECODE, SPARSE_PREFILL, MERGE_STATES):
         return _attention_mismatch(call, got, want)
-    if primitive is Primitive.QUANTIZE_PER_TENSOR:
+    if primitive is QUANTIZE_PER_TENSOR:
         return _quantised_mismatch(got, want)
-    if primitive is Primitive.INDEXER_LOGITS:
+    if primitive is INDEXER_LOGITS:
         return _logits_mismatch(call, got["out"].double(), want["out"].double())
     for name, expected in want.items():
         where = _first_difference(got[name], expected)
@@ -164,14 +174,14 @@ def _exact_text(
     primitive: Primitive, name: str, call: Call, got: Tensor, want: Tensor, where: tuple[int, ...]
 ) -> tuple[str, str]:
     value, expected = got[where].item(), want[where].item()
-    if primitive is Primitive.CONVERT_INDICES:
+    if primitive is CONVERT_INDICES:
         if name == "counts":
             return f"the count is {value}, expected {expected}", f"row {where[0]}"
         if call.kwargs.get("compact"):
             return f"entry {where[1]} of a compacted row is {value}, expected {expected}", f"row {where[0]}"
         position = int(call.args["topk_indices"][where])
         return f"position {position} became slot {value}, expected {expected}", f"row {where[0]}"
-    if primitive is Primitive.CACHE_WRITE:
+    if primitive is CACHE_WRITE:
         unit = "byte" if got.dtype == torch.uint8 else "element"
         at = f"{unit} {where[2]} of block {where[0]}, offset {where[1]}"
         if name != "kv_cache":

@@ -34,6 +34,7 @@ from mla_portable.contracts import (
     ScheduleKind,
     Variable,
 )
+from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry.limits import DEFAULT_SECONDS, limited
 from mla_portable.registry.variables import CORE_VARIABLES, prefix_of
 
@@ -63,7 +64,7 @@ AUTO: Final = "auto"
 """What users write for "let the registry choose"; no backend may carry the name."""
 
 _EVERYTHING: Final = Request(
-    Primitive.SPARSE_DECODE,
+    SPARSE_DECODE,
     DeviceFacts(vendor="cpu", name="any", arch="cpu", device_type="cpu"),
     kv_layout=FP8_DS_MLA.name,
     num_heads=1,

@@ -93,7 +93,7 @@ class Policy:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Policy:
         """The policy of MLA_PORTABLE_BACKEND[_<PRIMITIVE>] and MLA_PORTABLE_DISABLE; an empty variable is not set."""
-        names = {f"{ENV_BACKEND}_{primitive.value.upper()}": primitive for primitive in Primitive}
+        names = {f"{ENV_BACKEND}_{str(primitive).upper()}": primitive for primitive in Primitive.all()}
         rules = [Rule(value, name, primitive) for name, primitive in names.items() if (value := environ.get(name, "").strip())]
         if value := environ.get(ENV_BACKEND, "").strip():
             rules.append(Rule(value, ENV_BACKEND))
@@ -122,14 +122,14 @@ class Policy:
         if not isinstance(table, dict):
             raise InvalidArgument(where, "backend", got=repr(table), expected="a table")
         wishes = cast(dict[str, Any], table)
-        _require_keys(f"{where} [backend]", wishes, ["default", "disable", *(p.value for p in Primitive)])
+        _require_keys(f"{where} [backend]", wishes, ["default", "disable", *(str(p) for p in Primitive.all())])
         disable = wishes.pop("disable", [])
         if not isinstance(disable, list) or not all(isinstance(name, str) for name in cast(list[Any], disable)):
             raise InvalidArgument(where, "disable", got=repr(cast(Any, disable)), expected="a list of names")
         for key, value in wishes.items():
             if not isinstance(value, str) or not value.strip():
                 raise InvalidArgument(where, key, got=repr(value), expected="the name of a backend or implementation")
-        rules = [Rule(value.strip(), where, Primitive(key)) for key, value in wishes.items() if key != "default"]
+        rules = [Rule(value.strip(), where, Primitive.named(key)) for key, value in wishes.items() if key != "default"]
         if "default" in wishes:
             rules.append(Rule(wishes["default"].strip(), where))
         return cls(tuple(rules), tuple((name.strip(), where) for name in cast(list[str], disable)))
@@ -228,7 +228,7 @@ def use(backend: str | None = None, **per_primitive: str) -> Generator[None, Non
     there. Leave a block in the thread or task that entered it: a generator that is closed elsewhere takes nothing away.
     Raises: InvalidArgument for a keyword that is no primitive, or a value that is no name.
     """
-    names = [primitive.value for primitive in Primitive]
+    names = [str(primitive) for primitive in Primitive.all()]
     for key, value in {"backend": backend, **per_primitive}.items():
         if key != "backend" and key not in names:
             raise InvalidArgument(
@@ -236,7 +236,7 @@ def use(backend: str | None = None, **per_primitive: str) -> Generator[None, Non
             )
         if not isinstance(value, str | None if key == "backend" else str) or value == "":
             raise InvalidArgument("use", key, got=repr(value), expected="the name of a backend or implementation")
-    rules = [Rule(target, CONTEXT, Primitive(key)) for key, target in per_primitive.items()]
+    rules = [Rule(target, CONTEXT, Primitive.named(key)) for key, target in per_primitive.items()]
     if backend is not None:
         rules.append(Rule(backend, CONTEXT))
     _context.set((*rules, *_context.get()))

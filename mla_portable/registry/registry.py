@@ -92,7 +92,7 @@ class Registry:
             disabled=disabled_plugins(environ, policy),
             seconds=_seconds(environ),
         )
-        order = {primitive: rank for rank, primitive in enumerate(Primitive)}
+        order = {primitive: rank for rank, primitive in enumerate(Primitive.all())}
         self._implementations = tuple(sorted(loaded.implementations, key=lambda i: (order[i.primitive], i.preference, i.name)))
         self._reports, self._variables = loaded.reports, loaded.variables
         self._unloaded = frozenset(r.name for r in self._reports if not r.loaded)

@@ -28,6 +28,16 @@ from mla_portable.contracts import (
     Request,
     Support,
 )
+from mla_portable.primitives import (
+    CACHE_WRITE,
+    CONVERT_INDICES,
+    GATHER_UPCONVERT,
+    INDEXER_LOGITS,
+    MERGE_STATES,
+    QUANTIZE_PER_TENSOR,
+    SPARSE_DECODE,
+    SPARSE_PREFILL,
+)
 from mla_portable.registry.tiny_attention import SOFTMAX_SCALE, attention_call, attention_requests
 from mla_portable.registry.tiny_parts import (
     Call,
@@ -131,11 +141,11 @@ def _complete(request: Request, implementation: Implementation) -> Request:
         "query_len": 1 if support.max_query_len == 1 else 2,
     }
     names = _FAMILIES[primitive].sizes
-    if primitive is Primitive.SPARSE_PREFILL and request.kv_layout != FP8_DS_MLA.name:
+    if primitive is SPARSE_PREFILL and request.kv_layout != FP8_DS_MLA.name:
         names = tuple(name for name in names if name != "block_size")  # bfloat16 rows are flat
     filled: dict[str, Any] = {name: smallest[name] for name in names if getattr(request, name) is None}
-    if request.kv_layout == FP8_DS_MLA.name and primitive is not Primitive.CONVERT_INDICES:
-        usual = "pow2" if primitive is Primitive.CACHE_WRITE else "amax"  # a reader meets arbitrary scales
+    if request.kv_layout == FP8_DS_MLA.name and primitive is not CONVERT_INDICES:
+        usual = "pow2" if primitive is CACHE_WRITE else "amax"  # a reader meets arbitrary scales
         wanted = request.scale_format or usual
         # a user may allow more than is declared, at a loss: what is declared is what is compared
         filled["scale_format"] = wanted if wanted in support.scale_formats else support.scale_formats[0]
@@ -275,16 +285,16 @@ def _indexer_call(request: Request, name: str, device: torch.device, *, rows: in
 
 _CPU: Final = torch.device("cpu")
 _WITHOUT_CACHE: Final = (
-    Primitive.CONVERT_INDICES, Primitive.MERGE_STATES, Primitive.QUANTIZE_PER_TENSOR, Primitive.INDEXER_LOGITS,
+    CONVERT_INDICES, MERGE_STATES, QUANTIZE_PER_TENSOR, INDEXER_LOGITS,
 )  # fmt: skip
 _ATTENTION: Final = _Family(("num_heads", "topk", "block_size", "query_len"), attention_requests, attention_call)
 _FAMILIES: Final[dict[Primitive, _Family]] = {
-    Primitive.CACHE_WRITE: _Family(("block_size",), _write_requests, _write_call),
-    Primitive.CONVERT_INDICES: _Family(("topk", "block_size"), _convert_requests, _convert_call, rows=3),
-    Primitive.GATHER_UPCONVERT: _Family(("block_size",), _one("ragged"), _gather_call),
-    Primitive.SPARSE_DECODE: _ATTENTION,
-    Primitive.SPARSE_PREFILL: _ATTENTION._replace(sizes=("num_heads", "topk", "block_size")),
-    Primitive.MERGE_STATES: _Family(("num_heads",), _one("empty parts"), _merge_call, rows=3),
-    Primitive.QUANTIZE_PER_TENSOR: _Family((), _one("odd size"), _quantize_call),
-    Primitive.INDEXER_LOGITS: _Family(("num_heads", "block_size"), _one("ragged"), _indexer_call, rows=5),
+    CACHE_WRITE: _Family(("block_size",), _write_requests, _write_call),
+    CONVERT_INDICES: _Family(("topk", "block_size"), _convert_requests, _convert_call, rows=3),
+    GATHER_UPCONVERT: _Family(("block_size",), _one("ragged"), _gather_call),
+    SPARSE_DECODE: _ATTENTION,
+    SPARSE_PREFILL: _ATTENTION._replace(sizes=("num_heads", "topk", "block_size")),
+    MERGE_STATES: _Family(("num_heads",), _one("empty parts"), _merge_call, rows=3),
+    QUANTIZE_PER_TENSOR: _Family((), _one("odd size"), _quantize_call),
+    INDEXER_LOGITS: _Family(("num_heads", "block_size"), _one("ragged"), _indexer_call, rows=5),
 }

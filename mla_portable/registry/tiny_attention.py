@@ -9,7 +9,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import BF16, HEAD_SIZE, KV_LORA_RANK, Primitive, Request, Support
+from mla_portable.contracts import BF16, HEAD_SIZE, KV_LORA_RANK, Request, Support
+from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry.tiny_parts import (
     Call,
     cache_rows,
@@ -46,7 +47,7 @@ def attention_requests(request: Request, support: Support) -> Iterator[tuple[str
 def attention_call(request: Request, name: str, device: torch.device, *, rows: int) -> Call:
     """sparse_decode on a paged cache; sparse_prefill on a bf16 workspace or the paged FP8 cache. `rows`: query rows."""
     heads, topk, query_len = request.num_heads or 1, request.topk or 1, request.query_len or 1
-    decode, layout = request.primitive is Primitive.SPARSE_DECODE, call_layout(request, BF16)
+    decode, layout = request.primitive is SPARSE_DECODE, call_layout(request, BF16)
     paged = decode or layout.is_quantized
     block_size = request.block_size or 16
     num_slots = num_blocks_of(block_size) * block_size

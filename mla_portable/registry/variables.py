@@ -22,7 +22,7 @@ _BACKEND_NAME: Final = "the name of a backend or of one of its variants, or auto
 
 CORE_VARIABLES: Final = (
     Variable(ENV_BACKEND, _BACKEND_NAME),
-    *(Variable(f"{ENV_BACKEND}_{primitive.value.upper()}", _BACKEND_NAME) for primitive in Primitive),
+    *(Variable(f"{ENV_BACKEND}_{str(primitive).upper()}", _BACKEND_NAME) for primitive in Primitive.all()),
     Variable(ENV_DISABLE, "names of backends or of their variants, separated by commas"),
     Variable(ENV_POLICY, "the path of a TOML file"),
     Variable(TABLE_VARIABLE, "the path of a JSON file"),
@@ -78,7 +78,7 @@ def check_variables(environ: Mapping[str, str], variables: Iterable[Variable], u
 
 def _without_primitives(names: Iterable[str]) -> list[str]:
     """Sorted names, those of primitives as one."""
-    primitives = {f"{ENV_BACKEND}_{primitive.value.upper()}" for primitive in Primitive}
+    primitives = {f"{ENV_BACKEND}_{str(primitive).upper()}" for primitive in Primitive.all()}
     return sorted({f"{ENV_BACKEND}_<PRIMITIVE>" if name in primitives else name for name in names})
 
 

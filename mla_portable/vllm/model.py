@@ -18,9 +18,9 @@ from mla_portable.contracts import (
     DeviceFacts,
     InvalidArgument,
     MLAPortableError,
-    Primitive,
     neutral_defaults,
 )
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import get_registry
 from mla_portable.vllm import compat, settings
 from mla_portable.vllm.writer import Writer, choose_writer
@@ -33,7 +33,7 @@ BLOCK_SIZE: Final = 64
 LAYOUT_OF_DTYPE: Final = {None: "bf16", "auto": "bf16", "bfloat16": "bf16", "fp8": "fp8_ds_mla", "fp8_ds_mla": "fp8_ds_mla"}
 """vLLM's names of cache formats. `fp8` is what users write; vLLM turns it into `fp8_ds_mla` before a layer is built."""
 
-_ATTENTION: Final = (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL)
+_ATTENTION: Final = (SPARSE_DECODE, SPARSE_PREFILL)
 
 
 @dataclass(frozen=True, slots=True)

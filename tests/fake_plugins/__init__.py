@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from mla_portable.contracts import Detector, Implementation, Primitive, Registrar, Request, Support, hookimpl
+from mla_portable.primitives import MERGE_STATES
 
 ANYWHERE = Support(source="a test", device_types=("cpu", "cuda"), kv_layouts=("bf16", "fp8_ds_mla"))
 
@@ -21,7 +22,7 @@ def never_runs(request: Request) -> Callable[..., Any]:
 
 
 def implementation(
-    name: str, primitive: Primitive = Primitive.MERGE_STATES, support: Support = ANYWHERE, **fields: Any
+    name: str, primitive: Primitive = MERGE_STATES, support: Support = ANYWHERE, **fields: Any
 ) -> Implementation:
     """An implementation that can be chosen; it computes nothing unless `bind` is given."""
     return Implementation(name=name, primitive=primitive, support=support, **{"bind": never_runs, **fields})

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from fake_plugins import never_runs
 from mla_portable.contracts import Implementation, Primitive, Registrar, Support, hookimpl
+from mla_portable.primitives import SPARSE_DECODE
 
 LAYOUTS = ("bf16", "fp8_ds_mla")
 ANY_GPU = Support(source="a test", kv_layouts=LAYOUTS, max_heads=128, min_shared_memory=49_152)
@@ -13,6 +14,6 @@ NATIVE = Support(source="a test", kv_layouts=LAYOUTS, max_heads=128, needs_fp8_c
 
 @hookimpl
 def mla_portable_register(registrar: Registrar) -> None:
-    registrar.add(Implementation("handy.native", Primitive.SPARSE_DECODE, NATIVE, never_runs, preference=40))
-    for primitive in Primitive:
+    registrar.add(Implementation("handy.native", SPARSE_DECODE, NATIVE, never_runs, preference=40))
+    for primitive in Primitive.all():
         registrar.add(Implementation("handy.portable", primitive, ANY_GPU, never_runs, preference=50))

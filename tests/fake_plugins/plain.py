@@ -9,5 +9,5 @@ from mla_portable.contracts import Implementation, Primitive, Registrar, hookimp
 
 @hookimpl
 def mla_portable_register(registrar: Registrar) -> None:
-    for primitive in Primitive:
+    for primitive in Primitive.all():
         registrar.add(Implementation("plain.torch", primitive, ANYWHERE, never_runs, preference=1000))

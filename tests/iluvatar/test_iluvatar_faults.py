@@ -10,6 +10,14 @@ import torch
 from corex_machine import BI_V150, COREX_32, COREX_42, COREX_45, installed, registry
 
 from mla_portable.contracts import Primitive, Request, UnsupportedRequest
+from mla_portable.primitives import (
+    CACHE_WRITE,
+    CONVERT_INDICES,
+    GATHER_UPCONVERT,
+    INDEXER_LOGITS,
+    SPARSE_DECODE,
+    SPARSE_PREFILL,
+)
 from mla_portable.reference import oracle
 
 V2 = "ixtriturbo._C:ops.flash_mla_sparse_v2"
@@ -19,7 +27,7 @@ CONCAT = "ixformer.inference.functions:vllm_concat_and_cache_mla"
 GATHER = "vllm._custom_ops:cp_gather_and_upconvert_fp8_kv_cache"
 PAGED_32 = "ixformer.functions:vllm_paged_attention_mla"
 PAGED = "ixformer.inference.functions:vllm_paged_attention_mla"
-PREFILL = Request(Primitive.SPARSE_PREFILL, BI_V150, kv_layout="bf16", num_heads=16, topk=128)
+PREFILL = Request(SPARSE_PREFILL, BI_V150, kv_layout="bf16", num_heads=16, topk=128)
 V2_VARIANTS = ["flash_mla_sparse_v2", "flash_mla_sparse_v2_h64", "flash_mla_sparse_v2_sink"]
 
 SYMPTOMS = {
@@ -67,14 +75,14 @@ def test_a_forced_vendor_whose_ops_all_fail_is_refused_with_every_reason():
 
 def test_an_op_that_changes_its_input_is_rejected():
     with installed({**COREX_45, V2: faults.changes_q}):
-        found = reasons_against(registry(), "flash_mla_sparse_v2", Primitive.SPARSE_PREFILL)
+        found = reasons_against(registry(), "flash_mla_sparse_v2", SPARSE_PREFILL)
     assert found == [("probe", "it changed its input q")]
 
 
 def test_a_missing_symbol_is_named():
     with installed({place: op for place, op in COREX_45.items() if place != V2} | {"ixtriturbo._C:ops.other": ops.attend}):
         machine = registry()
-        assert reasons_against(machine, "flash_mla_sparse_v2", Primitive.SPARSE_PREFILL) == [
+        assert reasons_against(machine, "flash_mla_sparse_v2", SPARSE_PREFILL) == [
             ("symbol", "ixtriturbo._C.ops.flash_mla_sparse_v2")
         ]
         assert machine.select(PREFILL)[0].name == "iluvatar.ds4_sparse_fwd"
@@ -96,22 +104,22 @@ def test_a_sink_that_is_ignored_takes_down_its_own_variant_alone():
 def test_an_lse_in_another_base_is_recognised():
     with installed({**COREX_42, PAGED: faults.lse_in_base_2(torch.int32)}):
         machine = registry()
-        found = reasons_against(machine, "paged_mla_inference_i32_lse", Primitive.SPARSE_PREFILL)
+        found = reasons_against(machine, "paged_mla_inference_i32_lse", SPARSE_PREFILL)
         assert any("looks like base 2" in given for _, given in found)
-        assert reasons_against(machine, "paged_mla_inference_i32", Primitive.SPARSE_PREFILL) == []
+        assert reasons_against(machine, "paged_mla_inference_i32", SPARSE_PREFILL) == []
 
 
 def test_an_lse_that_does_not_come_is_said():
     with installed({**COREX_42, PAGED: faults.lse_missing(torch.int32)}):
-        found = reasons_against(registry(), "paged_mla_inference_i32_lse", Primitive.SPARSE_PREFILL)
+        found = reasons_against(registry(), "paged_mla_inference_i32_lse", SPARSE_PREFILL)
     assert any("instead of (out, lse)" in given for _, given in found)
 
 
 def test_a_dense_op_that_takes_no_blocks_of_one_token_says_so_and_is_passed_over():
     with installed({**COREX_32, PAGED_32: faults.wants_larger_blocks(torch.int64)}):
         machine = registry()
-        found = reasons_against(machine, "paged_mla_functions_i64", Primitive.SPARSE_DECODE)
-        chosen, _ = machine.select(Request(Primitive.SPARSE_DECODE, BI_V150, kv_layout="bf16", num_heads=16, topk=128))
+        found = reasons_against(machine, "paged_mla_functions_i64", SPARSE_DECODE)
+        chosen, _ = machine.select(Request(SPARSE_DECODE, BI_V150, kv_layout="bf16", num_heads=16, topk=128))
     assert any("block_size 1 is not supported" in given for _, given in found), found
     assert chosen.name == "reference.torch"
 
@@ -122,7 +130,7 @@ def test_a_topk_that_covers_the_context_is_the_dense_op_exactly():
     rows = [torch.randperm(64)[:count] for count in (50, 64)]
     indices = torch.stack([torch.nn.functional.pad(row, (0, 64 - len(row)), value=-1) for row in rows]).to(torch.int32)
     want, want_lse = oracle.sparse_decode(q, cache, indices[:, None], softmax_scale=0.05)
-    request = Request(Primitive.SPARSE_DECODE, BI_V150, kv_layout="bf16", num_heads=16, topk=64, lse=True)
+    request = Request(SPARSE_DECODE, BI_V150, kv_layout="bf16", num_heads=16, topk=64, lse=True)
     with installed(COREX_42):
         machine = registry()
         assert machine.select(request)[0].name == "iluvatar.paged_mla_inference_i32_lse"
@@ -139,21 +147,21 @@ def test_the_wrong_dtype_of_a_block_table_leaves_the_other():
 def test_a_convert_that_loses_offsets_is_rejected_and_the_next_serves():
     with installed({**COREX_45, MAP_PREFILL: faults.convert_loses_the_offset}):
         machine = registry()
-        found = reasons_against(machine, "map_prefill", Primitive.CONVERT_INDICES)
+        found = reasons_against(machine, "map_prefill", CONVERT_INDICES)
         assert any("became slot" in given for _, given in found)
-        chosen, _ = machine.select(Request(Primitive.CONVERT_INDICES, BI_V150, topk=64, block_size=64))
+        chosen, _ = machine.select(Request(CONVERT_INDICES, BI_V150, topk=64, block_size=64))
     assert chosen.name == "iluvatar.map_decode"
 
 
 def test_a_convert_that_forgets_the_workspace_is_rejected():
     with installed({**COREX_45, MAP_PREFILL: faults.convert_forgets_the_workspace}):
-        found = reasons_against(registry(), "map_prefill", Primitive.CONVERT_INDICES)
+        found = reasons_against(registry(), "map_prefill", CONVERT_INDICES)
     assert any("became slot" in given for _, given in found)
 
 
 def test_an_absent_position_that_becomes_a_slot_is_absent_again():
     with installed({**COREX_45, MAP_PREFILL: faults.convert_gives_absent_a_slot}):
-        assert reasons_against(registry(), "map_prefill", Primitive.CONVERT_INDICES) == []
+        assert reasons_against(registry(), "map_prefill", CONVERT_INDICES) == []
 
 
 @pytest.mark.parametrize(
@@ -166,10 +174,10 @@ def test_an_absent_position_that_becomes_a_slot_is_absent_again():
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_faulty_scores_are_rejected_by_their_symptom_and_the_next_op_serves(fault, subject, symptom):
-    request = Request(Primitive.INDEXER_LOGITS, BI_V150, num_heads=64, block_size=64)
+    request = Request(INDEXER_LOGITS, BI_V150, num_heads=64, block_size=64)
     with installed({**COREX_45, LOGITS: fault}):
         machine = registry()
-        found = reasons_against(machine, "block_sparse_logits", Primitive.INDEXER_LOGITS)
+        found = reasons_against(machine, "block_sparse_logits", INDEXER_LOGITS)
         assert machine.select(request)[0].name == "iluvatar.dsa_indexer_logits"
         with pytest.raises(UnsupportedRequest) as refused:
             machine.select(request, backend="iluvatar.block_sparse_logits")
@@ -179,13 +187,13 @@ def test_faulty_scores_are_rejected_by_their_symptom_and_the_next_op_serves(faul
 
 def test_a_cache_write_that_skips_nothing_is_rejected():
     with installed({**COREX_45, CONCAT: faults.concat_writes_skipped}):
-        found = reasons_against(registry(), "concat_mla_inference", Primitive.CACHE_WRITE, "bf16")
+        found = reasons_against(registry(), "concat_mla_inference", CACHE_WRITE, "bf16")
     assert any("element" in given for _, given in found)
 
 
 def test_a_gather_without_scales_is_rejected():
     with installed({**COREX_45, GATHER: faults.gather_forgets_the_scales}):
-        found = reasons_against(registry(), "gather_implied", Primitive.GATHER_UPCONVERT, "fp8_ds_mla")
+        found = reasons_against(registry(), "gather_implied", GATHER_UPCONVERT, "fp8_ds_mla")
     assert any("out is" in given for _, given in found)
 
 
@@ -199,7 +207,7 @@ def test_a_gather_without_scales_is_rejected():
 def test_each_convention_of_the_gather_is_told_by_its_parameters(op, variant):
     with installed({GATHER: op}):
         machine = registry()
-        chosen, decision = machine.select(Request(Primitive.GATHER_UPCONVERT, BI_V150, kv_layout="fp8_ds_mla"))
+        chosen, decision = machine.select(Request(GATHER_UPCONVERT, BI_V150, kv_layout="fp8_ds_mla"))
         assert chosen.name == f"iluvatar.{variant}"
         decision = machine.decide(decision.request, thorough=True)
     others = [v for v in decision.verdicts if v.implementation.startswith("iluvatar.gather") and not v.can_run]

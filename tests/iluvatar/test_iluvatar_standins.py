@@ -7,8 +7,9 @@ import pytest
 import torch
 from corex_machine import BI_V150, GENERATIONS, NEWEST, installed, registry
 
-from mla_portable.conformance import run_suite
 from mla_portable.contracts import Primitive, Request
+from mla_portable.primitives import SPARSE_PREFILL
+from mla_portable.tools.conformance import run_suite
 
 SERVED = {
     "corex 3.2": {"concat_mla_functions", "paged_mla_functions_i64"},
@@ -68,7 +69,7 @@ def test_each_adapter_passes_the_quick_suite(generation, variant):
 
 def request_for(primitive: str, **fields) -> Request:
     layout = {"gather_upconvert": "fp8_ds_mla", "convert_indices": None, "indexer_logits": None}.get(primitive, "bf16")
-    return Request(Primitive(primitive), BI_V150, kv_layout=layout, **fields)
+    return Request(Primitive.named(primitive), BI_V150, kv_layout=layout, **fields)
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
@@ -116,7 +117,7 @@ def test_nothing_is_imported_on_another_vendors_machine(monkeypatch):
     asked: list[str] = []
     monkeypatch.setattr("mla_portable_iluvatar.resolve.import_module", lambda name: asked.append(name))
     machine = registry(facts={"cuda": A100})
-    decision = machine.decide(Request(Primitive.SPARSE_PREFILL, A100, kv_layout="bf16"), thorough=True)
+    decision = machine.decide(Request(SPARSE_PREFILL, A100, kv_layout="bf16"), thorough=True)
     ours = [v for v in decision.verdicts if v.implementation.startswith("iluvatar.")]
     assert ours and all("vendor" in [r.subject for r in v.reasons] for v in ours) and not asked
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from corex_machine import NEWEST, installed, registry
 
-from mla_portable.cli.diagnosis import diagnose
-from mla_portable.cli.output import plain
-from mla_portable.conformance import run_suite
-from mla_portable.contracts import Primitive
+from mla_portable.primitives import CONVERT_INDICES
+from mla_portable.tools.cli.diagnosis import diagnose
+from mla_portable.tools.cli.output import plain
+from mla_portable.tools.conformance import run_suite
 
 SCRIPT = Path(__file__).parents[2] / "ci" / "check_report.py"
 spec = importlib.util.spec_from_file_location("check_report", SCRIPT)
@@ -30,7 +30,7 @@ def documents():
     """A real run on the stand-ins, with the device called what it would be called on the hardware; and doctor's report."""
     with installed({place: op for place, op in NEWEST.items() if "map_" in place}):
         machine = registry()
-        report = run_suite(machine, "iluvatar", device="cpu", level="quick", primitives=[Primitive.CONVERT_INDICES])
+        report = run_suite(machine, "iluvatar", device="cpu", level="quick", primitives=[CONVERT_INDICES])
         doctor = plain(diagnose(machine, torch.device("cpu")).as_dict())
     document = json.loads(json.dumps(plain(report.as_dict())))
     assert document["totals"]["passed"] > 50

@@ -7,13 +7,13 @@ import pytest
 import torch
 from corex_machine import NEWEST, installed, registry
 
-from mla_portable.conformance import cases_for, run_case, run_suite
-from mla_portable.contracts import Primitive
+from mla_portable.primitives import CONVERT_INDICES, INDEXER_LOGITS, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.reference import oracle
+from mla_portable.tools.conformance import cases_for, run_case, run_suite
 
 CPU = torch.device("cpu")
-PRIMITIVES = (Primitive.CONVERT_INDICES, Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL, Primitive.INDEXER_LOGITS)
-COUNTS = {Primitive.CONVERT_INDICES: 2, Primitive.INDEXER_LOGITS: 1}
+PRIMITIVES = (CONVERT_INDICES, SPARSE_DECODE, SPARSE_PREFILL, INDEXER_LOGITS)
+COUNTS = {CONVERT_INDICES: 2, INDEXER_LOGITS: 1}
 
 
 def published(implementation, facts):
@@ -76,10 +76,10 @@ def test_they_catch_what_they_are_for(primitive):
     machine = registry()
     (implementation,) = (i for i in machine.implementations(primitive) if i.name == "reference.torch")
     wrong = {
-        Primitive.CONVERT_INDICES: wrong_slots,
-        Primitive.SPARSE_DECODE: reads_holes(oracle.sparse_decode),
-        Primitive.SPARSE_PREFILL: reads_holes(oracle.sparse_prefill),
-        Primitive.INDEXER_LOGITS: scores_without_relu,
+        CONVERT_INDICES: wrong_slots,
+        SPARSE_DECODE: reads_holes(oracle.sparse_decode),
+        SPARSE_PREFILL: reads_holes(oracle.sparse_prefill),
+        INDEXER_LOGITS: scores_without_relu,
     }[primitive]
     for case in published(implementation, machine.facts("cpu")):
         assert run_case(case, wrong, CPU).status == "failed", case.id

@@ -8,11 +8,11 @@ import torch
 from flashmla_standins import GENERATIONS, installed
 from simulated_gpu import FACTS, registry
 
-from mla_portable.conformance import run_suite
-from mla_portable.contracts import Primitive
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.tools.conformance import run_suite
 from mla_portable_nvidia import discovery
 
-ATTENTION = (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL)
+ATTENTION = (SPARSE_DECODE, SPARSE_PREFILL)
 NAMES = {"sm90": "nvidia.flashmla", "sm100": "nvidia.flashmla_sm100"}
 
 

@@ -17,7 +17,6 @@ from mla_portable.contracts import (
     Batch,
     InvalidArgument,
     PlanMismatch,
-    Primitive,
     Request,
     SplitSchedule,
     TileSchedule,
@@ -25,6 +24,7 @@ from mla_portable.contracts import (
 )
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.planner.flashmla import num_sm_parts, tile_schedule
+from mla_portable.primitives import SPARSE_DECODE
 from mla_portable_nvidia import head_padding
 from mla_portable_nvidia.boundary import TorchBoundary
 from mla_portable_nvidia.sparse_decode import FlashMLADecode, rows_per_call
@@ -45,7 +45,7 @@ def problem(batch: int, query_len: int, heads: int, topk: int, *, block_size: in
 
 def bound(heads: int, topk: int = 64, *, query_len: int = 1, **features):
     request = Request(
-        Primitive.SPARSE_DECODE,
+        SPARSE_DECODE,
         FACTS["sm90"],
         kv_layout="fp8_ds_mla",
         num_heads=heads,
@@ -162,7 +162,7 @@ def test_a_foreign_schedule_is_refused_before_anything_runs(schedule, message):
 def adapter(library: Library, max_scratch_bytes: int) -> FlashMLADecode:
     from mla_portable_nvidia.discovery import find_kernel
 
-    found = find_kernel(Primitive.SPARSE_DECODE, FACTS["sm90"])
+    found = find_kernel(SPARSE_DECODE, FACTS["sm90"])
     library.calls, library.accumulators = [], 0
     return FlashMLADecode(
         found.kernel,
@@ -202,8 +202,8 @@ def test_many_tokens_of_one_row_become_rows_of_one_token():
 
 
 def test_a_mixed_batch_of_32768_tokens_needs_less_than_256_mib():
-    request = Request(Primitive.SPARSE_DECODE, FACTS["sm90"], num_heads=16, topk=2048, query_len=1, rows=32_768)
-    support = attention_support(Primitive.SPARSE_DECODE, "sm90")
+    request = Request(SPARSE_DECODE, FACTS["sm90"], num_heads=16, topk=2048, query_len=1, rows=32_768)
+    support = attention_support(SPARSE_DECODE, "sm90")
     rows = rows_per_call("sm90", num_sms=132, query_len=1, heads=64)
     one_call = 4 * (rows + 132) * 64 * 513 + rows * (64 * (576 + 512) * 2 + 4 * 2048)
     assert 0 < one_call <= support.workspace_bytes(request) < 256 * MIB

@@ -16,16 +16,17 @@ from simulated_gpu import FACTS, registry
 
 import mla_portable.contracts
 import mla_portable_nvidia
-from mla_portable.conformance import cases_for
-from mla_portable.contracts import MLAPortableError, Primitive, Request, UnsupportedRequest
-from mla_portable.matrix.hashes import module_file
+from mla_portable.contracts import MLAPortableError, Request, UnsupportedRequest
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
+from mla_portable.tools.conformance import cases_for
+from mla_portable.tools.matrix.hashes import module_file
 from mla_portable_nvidia import discovery
 from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, find_kernel
 from mla_portable_nvidia.support import TRUNCATION_VARIABLE
 
 SM90 = FACTS["sm90"]
-DECODE, PREFILL = Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL
+DECODE, PREFILL = SPARSE_DECODE, SPARSE_PREFILL
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,10 @@ from flashmla_standins import installed
 from machines import H200
 from simulated_gpu import FACTS, StandInPlugin
 
-from mla_portable.conformance import run_suite
-from mla_portable.contracts import InvalidArgument, Primitive, Registrar, Request, hookimpl
+from mla_portable.contracts import InvalidArgument, Registrar, Request, hookimpl
+from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry import Registry
+from mla_portable.tools.conformance import run_suite
 from mla_portable_nvidia import discovery
 from mla_portable_nvidia.flat_decode import FlatDecode, flat_implementations
 
@@ -54,7 +55,7 @@ def test_blocks_that_are_not_whole_rows_apart_are_refused():
 
 def test_it_comes_before_portable_kernels_and_leaves_fp8_to_the_decode_kernel():
     (implementation,) = flat_implementations()
-    request = Request(Primitive.SPARSE_DECODE, H200, kv_layout="bf16", num_heads=64, topk=2048, block_size=64, query_len=1)
+    request = Request(SPARSE_DECODE, H200, kv_layout="bf16", num_heads=64, topk=2048, block_size=64, query_len=1)
     assert implementation.support.reasons(request.but(graph=True, attn_sink=True, lengths=True)) == ()
     assert [reason.subject for reason in implementation.support.reasons(request.but(lse=True))] == ["lse"]
     assert 10 < implementation.preference < 50

@@ -12,7 +12,8 @@ import torch
 from machines import H200
 
 import mla_portable_nvidia
-from mla_portable.contracts import Primitive, Request
+from mla_portable.contracts import Request
+from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry import Registry
 from mla_portable_nvidia.native import images, nvrtc, sparse_decode
 from mla_portable_nvidia.native.choice import SMALL
@@ -142,7 +143,7 @@ def test_the_installed_compiler_is_told_by_its_version_and_size():
 
 def test_the_variable_is_known_to_the_registry():
     machine = Registry(plugins=[("nvidia", mla_portable_nvidia)], environ={images.VARIABLE: "off"}, probe=False)
-    assert machine.decide(Request(Primitive.SPARSE_DECODE, H200, kv_layout="bf16", num_heads=16, topk=64), probe=False).verdicts
+    assert machine.decide(Request(SPARSE_DECODE, H200, kv_layout="bf16", num_heads=16, topk=64), probe=False).verdicts
 
 
 def test_where_images_are_kept(monkeypatch, tmp_path):

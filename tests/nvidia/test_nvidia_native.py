@@ -11,7 +11,8 @@ from machines import H200
 from native_model import Model, parameters
 
 from mla_portable import reference
-from mla_portable.contracts import LAYOUTS, InvalidArgument, MLAPortableError, Primitive, Request
+from mla_portable.contracts import LAYOUTS, InvalidArgument, MLAPortableError, Request
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia import attention
 from mla_portable_nvidia.flat_decode import flat_implementations
 from mla_portable_nvidia.native import bind, sparse_decode
@@ -19,7 +20,7 @@ from mla_portable_nvidia.native.choice import BUILDS, FEW, LARGE, MANY, builds
 from mla_portable_nvidia.native.nvrtc import NvrtcNotFound
 
 SCALE = 576**-0.5
-REQUEST = Request(Primitive.SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, block_size=64, lse=True)
+REQUEST = Request(SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, block_size=64, lse=True)
 BOTH = pytest.mark.parametrize("layout", LAYOUTS)
 
 # ---------------------------------------------------------------------------------------------------- a launch
@@ -128,7 +129,7 @@ def test_one_token_of_one_query_is_a_prefill_token(models, layout):
     q, indices = problem(6, 1, 16, 64, 64)
     lengths = torch.randint(0, 65, (6,), dtype=torch.int32)
     decoded = bind.bind_sparse_decode(request)(q, kv, indices, softmax_scale=SCALE, lengths=lengths[:, None])
-    prefill = bind.bind_sparse_prefill(replace(request, primitive=Primitive.SPARSE_PREFILL))
+    prefill = bind.bind_sparse_prefill(replace(request, primitive=SPARSE_PREFILL))
     rows = kv.flatten(0, 1) if layout == "bf16" else kv
     out, lse = torch.zeros(6, 16, 512).bfloat16(), torch.zeros(6, 16)
     for options in ({}, {"out": out, "lse_out": lse}):
@@ -147,7 +148,7 @@ def test_a_cache_that_16_byte_copies_cannot_read_is_refused_before_a_launch(mode
         bind.bind_sparse_decode(request)(q, kv, indices, softmax_scale=SCALE)
     assert f"a start at {offset % 16}" in str(caught.value)
     assert f"blocks {4 * LAYOUTS[layout].row_bytes + gap} bytes apart" in str(caught.value)
-    prefill = bind.bind_sparse_prefill(replace(request, primitive=Primitive.SPARSE_PREFILL))
+    prefill = bind.bind_sparse_prefill(replace(request, primitive=SPARSE_PREFILL))
     with pytest.raises(InvalidArgument, match="multiples of 16 bytes"):
         prefill(q[:, 0], kv, indices[:, 0], softmax_scale=SCALE)
     assert launches(models) == []
@@ -247,7 +248,7 @@ def test_a_shape_is_cut_once(models):
 
 
 def test_few_heads_come_before_many_and_both_before_flashmla():
-    offered = {each.name: each for each in bind.native_implementations() if each.primitive is Primitive.SPARSE_DECODE}
+    offered = {each.name: each for each in bind.native_implementations() if each.primitive is SPARSE_DECODE}
     assert offered["nvidia.native"].preference < offered["nvidia.native_wide"].preference < 10
     needed = {name: each.support.min_shared_memory for name, each in offered.items()}
     assert needed["nvidia.native"] < MANY.shared_bytes == needed["nvidia.native_wide"]
@@ -274,9 +275,7 @@ def test_a_cache_that_16_byte_copies_cannot_read_is_a_reason_and_no_error_of_a_c
         assert offered.support.reasons(request) == ()
         (reason,) = offered.support.reasons(request.but(cache_alignment=alignment))
         assert reason.subject == "cache_alignment" and "needs 16" in str(reason)
-        flat = (
-            offered.name in ("nvidia.flashmla_bf16", "nvidia.flashmla_sm100") and offered.primitive is Primitive.SPARSE_DECODE
-        )
+        flat = offered.name in ("nvidia.flashmla_bf16", "nvidia.flashmla_sm100") and offered.primitive is SPARSE_DECODE
         assert [reason.subject for reason in offered.support.reasons(request.but(uneven_blocks=True))] == [
             "uneven_blocks"
         ] * flat

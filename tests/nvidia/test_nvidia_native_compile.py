@@ -14,11 +14,11 @@ import pytest
 from native_model import SOURCES
 
 import mla_portable_nvidia
-from mla_portable.matrix.collect import collect_declarations
-from mla_portable.matrix.evidence import problems_of
-from mla_portable.matrix.profiles import load_profiles
-from mla_portable.matrix.record import Origin, compiled_records, kernels_of
 from mla_portable.registry import Registry
+from mla_portable.tools.matrix.collect import collect_declarations
+from mla_portable.tools.matrix.evidence import problems_of
+from mla_portable.tools.matrix.profiles import load_profiles
+from mla_portable.tools.matrix.record import Origin, compiled_records, kernels_of
 from mla_portable_nvidia import compile_all
 from mla_portable_nvidia.native import sparse_decode
 from mla_portable_nvidia.native.bind import ARCHS

@@ -11,7 +11,7 @@ from flashmla_standins import installed
 from simulated_gpu import FACTS
 
 from mla_portable import reference
-from mla_portable.contracts import Primitive
+from mla_portable.primitives import SPARSE_PREFILL
 from mla_portable_nvidia.boundary import TorchBoundary
 from mla_portable_nvidia.discovery import find_kernel
 from mla_portable_nvidia.sparse_prefill import NATIVE_HEADS, FlashMLAPrefill
@@ -27,7 +27,7 @@ def problem(tokens: int, heads: int, topk: int):
 
 
 def adapter(library, arch: str = "sm90", **options) -> FlashMLAPrefill:
-    found = find_kernel(Primitive.SPARSE_PREFILL, FACTS[arch])
+    found = find_kernel(SPARSE_PREFILL, FACTS[arch])
     library.prefill_calls, library.sinks, library.lengths = [], 0, 0
     return FlashMLAPrefill(
         found.kernel, TorchBoundary(), lse_base_2=found.traits.lse_base_2, heads=found.traits.heads, **options

@@ -13,9 +13,10 @@ from test_nvidia_decode import SCALE, problem, schedule_for
 
 from mla_portable import reference
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
-from mla_portable.bench.inputs import SOFTMAX_SCALE, StepShape, make_inputs
-from mla_portable.contracts import Primitive, Request
+from mla_portable.contracts import Request
 from mla_portable.planner import Planner
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.tools.bench.inputs import SOFTMAX_SCALE, StepShape, make_inputs
 from mla_portable_nvidia import attention
 from mla_portable_nvidia.boundary import TorchBoundary
 from mla_portable_nvidia.discovery import find_kernel
@@ -48,7 +49,7 @@ def passes(monkeypatch) -> list[str]:
 
 def bound(heads: int, topk: int = 64, *, query_len: int = 1, **features):
     request = Request(
-        Primitive.SPARSE_DECODE, FACTS["sm90"], kv_layout="fp8_ds_mla", num_heads=heads, topk=topk, block_size=64,
+        SPARSE_DECODE, FACTS["sm90"], kv_layout="fp8_ds_mla", num_heads=heads, topk=topk, block_size=64,
         query_len=query_len, scale_format="pow2", **features,
     )  # fmt: skip
     return registry(probe=False).bind(request, backend="nvidia")
@@ -135,7 +136,7 @@ def test_what_is_not_promised_is_not_left_out(features, passes):
 @pytest.mark.parametrize("left", [math.nan, 1.0])
 def test_a_provider_that_leaves_something_in_empty_rows_is_mended(generation, left, passes):
     with installed(generation, empty_out={128: left}):
-        traits = find_kernel(Primitive.SPARSE_DECODE, FACTS["sm90"]).traits
+        traits = find_kernel(SPARSE_DECODE, FACTS["sm90"]).traits
         assert traits.zeroes_empty == (64,)
         for heads, mended in ((128, ["finish"]), (100, ["finish"]), (64, []), (16, [])):
             passes.clear()
@@ -156,7 +157,7 @@ def test_calibration_asks_for_every_way_to_an_empty_row():
             return decode(q, kv, indices, scale, sink, length, plan, out)
 
         library.decode = watched
-        assert find_kernel(Primitive.SPARSE_DECODE, FACTS["sm90"]).traits.zeroes_empty == (64, 128)
+        assert find_kernel(SPARSE_DECODE, FACTS["sm90"]).traits.zeroes_empty == (64, 128)
     assert before == [(heads, keys, sink, True) for sink in (False, True) for heads in (64, 128) for keys in (64, 512)]
 
 
@@ -169,7 +170,7 @@ def test_a_head_count_that_is_refused_is_not_believed_to_be_finished():
             return decode(q, *rest)
 
         library.decode = few
-        assert find_kernel(Primitive.SPARSE_DECODE, FACTS["sm90"]).traits.zeroes_empty == (64,)
+        assert find_kernel(SPARSE_DECODE, FACTS["sm90"]).traits.zeroes_empty == (64,)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +262,7 @@ def test_prefill_reads_clean_indices_in_place_whatever_their_lengths(generation,
     indices = torch.randint(0, 200, (5, 128), generator=g, dtype=torch.int32)
     indices = indices.masked_fill(torch.arange(128) >= lengths[:, None], -1)
     request = Request(
-        Primitive.SPARSE_PREFILL, FACTS["sm90"], kv_layout="bf16", num_heads=64, topk=128, lengths=True, lse=True,
+        SPARSE_PREFILL, FACTS["sm90"], kv_layout="bf16", num_heads=64, topk=128, lengths=True, lse=True,
         clean_indices=promised,
     )  # fmt: skip
     with installed(generation) as library:

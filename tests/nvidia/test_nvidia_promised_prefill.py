@@ -15,16 +15,17 @@ from test_nvidia_promised import passes
 
 from mla_portable import reference
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
-from mla_portable.bench.inputs import SOFTMAX_SCALE, StepShape, make_inputs
-from mla_portable.contracts import Primitive, Request
+from mla_portable.contracts import Request
 from mla_portable.planner import Planner
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.tools.bench.inputs import SOFTMAX_SCALE, StepShape, make_inputs
 from mla_portable_nvidia.discovery import find_kernel
 from mla_portable_nvidia.flat_decode import bind_flat_decode
 
 __all__ = ["passes"]  # a fixture
 
-PREFILL = {"primitive": Primitive.SPARSE_PREFILL, "kv_layout": "bf16", "topk": 128, "clean_indices": True, "lse": False}
-DECODE = PREFILL | {"primitive": Primitive.SPARSE_DECODE, "block_size": 20, "query_len": 2}
+PREFILL = {"primitive": SPARSE_PREFILL, "kv_layout": "bf16", "topk": 128, "clean_indices": True, "lse": False}
+DECODE = PREFILL | {"primitive": SPARSE_DECODE, "block_size": 20, "query_len": 2}
 
 
 def problem(heads: int):
@@ -112,7 +113,7 @@ def test_an_lse_that_is_asked_for_is_told(passes):
 @pytest.mark.parametrize("generation", ["vllm 0.33", "vllm 0.24"])
 def test_a_provider_that_leaves_something_in_empty_rows_is_mended(generation, left, call, features, passes):
     with installed(generation, empty_out={128: left}):
-        assert find_kernel(Primitive.SPARSE_PREFILL, FACTS["sm90"]).traits.zeroes_empty == (64,)
+        assert find_kernel(SPARSE_PREFILL, FACTS["sm90"]).traits.zeroes_empty == (64,)
         for heads, mended in ((128, ["finish"]), (100, ["finish"]), (64, []), (16, [])):
             passes.clear()
             check(call, features, heads)

@@ -14,11 +14,12 @@ from simulated_gpu import FACTS
 from test_nvidia_vllm_ops import vllm
 
 import mla_portable_nvidia
-from mla_portable.bench.candidates import rival_candidates
-from mla_portable.bench.kernel_cases import KernelCase
-from mla_portable.bench.kernel_problems import Problem, Workshop
-from mla_portable.bench.rivals import load_rivals
 from mla_portable.contracts import Primitive
+from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.tools.bench.candidates import rival_candidates
+from mla_portable.tools.bench.kernel_cases import KernelCase
+from mla_portable.tools.bench.kernel_problems import Problem, Workshop
+from mla_portable.tools.bench.rivals import load_rivals
 from mla_portable_nvidia.rivals import triton_function
 
 CPU = torch.device("cpu")
@@ -48,7 +49,7 @@ def problem(
     topk: int = 128,
     scale_format: str = "pow2",
 ):
-    with_topk = primitive not in (Primitive.GATHER_UPCONVERT, Primitive.CACHE_WRITE)
+    with_topk = primitive not in (GATHER_UPCONVERT, CACHE_WRITE)
     width = 512 if heads else 0
     case = KernelCase(primitive, rows, layout, heads, topk if with_topk else None, width, scale_format=scale_format)
     return Workshop(CPU, FACTS["sm90"]).make(case)
@@ -73,22 +74,22 @@ def why(made: Problem) -> dict[str, str]:
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_decode_is_right_on_padded_heads_with_every_generation(generation):
     with installed(generation):
-        assert timed(problem(Primitive.SPARSE_DECODE, "fp8_ds_mla", heads=16)) == {"flashmla.decode": []}
-        assert timed(problem(Primitive.SPARSE_PREFILL, "fp8_ds_mla", heads=128)) == {"flashmla.decode": []}
+        assert timed(problem(SPARSE_DECODE, "fp8_ds_mla", heads=16)) == {"flashmla.decode": []}
+        assert timed(problem(SPARSE_PREFILL, "fp8_ds_mla", heads=128)) == {"flashmla.decode": []}
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_prefill_is_right_padded_and_native_with_every_generation(generation):
     with installed(generation) as lib:
         expected = {"flashmla.prefill": []} | ({"flashmla.prefill_native": []} if 16 in lib.native else {})
-        assert timed(problem(Primitive.SPARSE_PREFILL, "bf16", heads=16)) == expected
-        assert timed(problem(Primitive.SPARSE_DECODE, "bf16", heads=16)) == expected
-        assert timed(problem(Primitive.SPARSE_PREFILL, "bf16", heads=64)) == {"flashmla.prefill": []}
+        assert timed(problem(SPARSE_PREFILL, "bf16", heads=16)) == expected
+        assert timed(problem(SPARSE_DECODE, "bf16", heads=16)) == expected
+        assert timed(problem(SPARSE_PREFILL, "bf16", heads=64)) == {"flashmla.prefill": []}
 
 
 def prepared_decode(lib: Library) -> tuple[int, int]:
     """Plans made before the first run, and plans made by two runs."""
-    made = problem(Primitive.SPARSE_DECODE, "fp8_ds_mla", heads=16)
+    made = problem(SPARSE_DECODE, "fp8_ds_mla", heads=16)
     (candidate,), _ = rival_candidates(made, rivals())
     run, _ = candidate.prepare()
     before = lib.plans
@@ -108,14 +109,14 @@ def test_a_rival_that_is_not_here_says_why():
     from mla_portable_nvidia import discovery
 
     discovery.forget()
-    reasons = why(problem(Primitive.SPARSE_DECODE, "fp8_ds_mla", heads=16))
+    reasons = why(problem(SPARSE_DECODE, "fp8_ds_mla", heads=16))
     assert "provider flash_mla not usable" in reasons["flashmla.decode"]
     assert "supports bf16" in reasons["flashmla.prefill"]
-    reasons = why(problem(Primitive.SPARSE_PREFILL, "bf16", heads=16, topk=96))
+    reasons = why(problem(SPARSE_PREFILL, "bf16", heads=16, topk=96))
     assert "topk 96 (a multiple of 128)" in reasons["flashmla.prefill"]
     assert "No module named 'vllm" in reasons["vllm.triton_bf16"]
-    assert "not registered" in why(problem(Primitive.GATHER_UPCONVERT, "fp8_ds_mla", rows=130))["vllm.cp_gather"]
-    assert "supports fp8_ds_mla" in why(problem(Primitive.CACHE_WRITE, "bf16"))["vllm.concat_and_cache_mla"]
+    assert "not registered" in why(problem(GATHER_UPCONVERT, "fp8_ds_mla", rows=130))["vllm.cp_gather"]
+    assert "supports fp8_ds_mla" in why(problem(CACHE_WRITE, "bf16"))["vllm.concat_and_cache_mla"]
 
 
 def triton_bf16_mla_sparse_interface(q, kv, indices, sm_scale, d_v=512, block_dpe=64):
@@ -130,16 +131,16 @@ def test_vllms_triton_kernel_reads_a_cache_as_flat_rows():
     module = ModuleType(TRITON_MODULE.replace("__", "."))
     module.triton_bf16_mla_sparse_interface = triton_bf16_mla_sparse_interface
     with modules(**{TRITON_MODULE: module}):
-        assert timed(problem(Primitive.SPARSE_PREFILL, "bf16", heads=16))["vllm.triton_bf16"] == []
-        assert timed(problem(Primitive.SPARSE_DECODE, "bf16", heads=16))["vllm.triton_bf16"] == []
+        assert timed(problem(SPARSE_PREFILL, "bf16", heads=16))["vllm.triton_bf16"] == []
+        assert timed(problem(SPARSE_DECODE, "bf16", heads=16))["vllm.triton_bf16"] == []
 
 
 @pytest.mark.parametrize("version", ["0.24", "0.26", "0.33"])
 def test_vllms_operators_of_every_version(version):
     with vllm(version):
-        assert timed(problem(Primitive.GATHER_UPCONVERT, "fp8_ds_mla", rows=130)) == {"vllm.cp_gather": []}
-        assert timed(problem(Primitive.CONVERT_INDICES)) == {"vllm.convert": []}
-        pow2, amax = (problem(Primitive.CACHE_WRITE, "fp8_ds_mla", scale_format=each) for each in ("pow2", "amax"))
+        assert timed(problem(GATHER_UPCONVERT, "fp8_ds_mla", rows=130)) == {"vllm.cp_gather": []}
+        assert timed(problem(CONVERT_INDICES)) == {"vllm.convert": []}
+        pow2, amax = (problem(CACHE_WRITE, "fp8_ds_mla", scale_format=each) for each in ("pow2", "amax"))
         same, other = (pow2, amax) if version == "0.33" else (amax, pow2)
         assert timed(same) == {"vllm.concat_and_cache_mla": []} and timed(other) == {}
         assert f"writes {other.case.scale_format}" in why(other)["vllm.concat_and_cache_mla"]

@@ -9,9 +9,9 @@ from flashmla_standins import installed
 from simulated_gpu import registry
 
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
-from mla_portable.bench.inputs import SOFTMAX_SCALE, StepShape, make_inputs
-from mla_portable.bench.step import run_step
 from mla_portable.planner import Planner
+from mla_portable.tools.bench.inputs import SOFTMAX_SCALE, StepShape, make_inputs
+from mla_portable.tools.bench.step import run_step
 
 
 def shape(heads: int) -> StepShape:

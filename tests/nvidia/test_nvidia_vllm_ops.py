@@ -11,9 +11,10 @@ import torch
 from flashmla_standins import modules
 from simulated_gpu import FACTS
 
-from mla_portable.conformance import run_suite
-from mla_portable.contracts import Primitive, Registrar, hookimpl, pack_fp8, unpack_fp8
+from mla_portable.contracts import Registrar, hookimpl, pack_fp8, unpack_fp8
+from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT
 from mla_portable.registry import Registry
+from mla_portable.tools.conformance import run_suite
 from mla_portable_nvidia import vllm_ops
 
 CONVERT_MODULE = "vllm__v1__attention__backends__mla__sparse_utils"
@@ -118,7 +119,7 @@ def test_every_version_conforms(version):
         report = run_suite(machine(), "nvidia", device="cpu", level="quick" if version != "0.26" else "smoke")
         wrong = [f"{r.case.id}: {r.status}: {r.message}" for r in report.results if r.status != "passed"]
         assert report.ok and not wrong, "\n".join(wrong[:5])
-        expected = {Primitive.CACHE_WRITE, Primitive.GATHER_UPCONVERT, Primitive.CONVERT_INDICES}
+        expected = {CACHE_WRITE, GATHER_UPCONVERT, CONVERT_INDICES}
         assert {r.case.primitive for r in report.results} == expected
         other = {"amax": "nvidia.vllm_pow2", "pow2": "nvidia.vllm_amax"}[VERSIONS[version][1]]
         assert [left_out.implementation for left_out in report.unavailable] == [other]
@@ -142,7 +143,7 @@ def test_every_version_passes_the_probe(version):
         (writer,) = [i for i in registry.implementations() if i.name == f"nvidia.vllm_{VERSIONS[version][1]}"]
         report = registry.probe(writer, "cpu")
         assert report.ok and report.stage == "compare", report.reasons
-        for primitive in (Primitive.GATHER_UPCONVERT, Primitive.CONVERT_INDICES):
+        for primitive in (GATHER_UPCONVERT, CONVERT_INDICES):
             (implementation,) = [i for i in registry.implementations(primitive) if i.backend == "nvidia"]
             report = registry.probe(implementation, "cpu")
             assert report.ok and report.stage == "compare", report.reasons

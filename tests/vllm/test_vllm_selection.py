@@ -245,7 +245,7 @@ class Vendor:
 
     @hookimpl
     def mla_portable_register(self, registrar) -> None:
-        for primitive in Primitive:
+        for primitive in Primitive.all():
             registrar.add(Implementation("acme.v1", primitive, self.support, bind=lambda request: print))
 
 
@@ -279,7 +279,7 @@ def test_vllms_defaults_for_new_tensors_do_not_reach_the_implementations(monkeyp
                 return ()
 
             support = Support(source="made up", device_types=("cpu",), kv_layouts=("bf16", "fp8_ds_mla"))
-            for primitive in Primitive:
+            for primitive in Primitive.all():
                 registrar.add(Implementation("acme.v1", primitive, support, bind=lambda request: print, check=check))
 
     registry = Registry(plugins=[("acme", Curious())], environ={}, probe=False)

@@ -35,10 +35,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.bench.interleaved import captured
-from mla_portable.bench.kernel_machine import driver_version
-from mla_portable.bench.timing import measure
-from mla_portable.conformance import run_suite
 from mla_portable.contracts import (
     HEAD_SIZE,
     KV_LORA_RANK,
@@ -50,8 +46,13 @@ from mla_portable.contracts import (
     pack_fp8,
 )
 from mla_portable.planner.flashmla import Tiles, TileSchedules, num_sm_parts, tile_schedule
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.reference import oracle
 from mla_portable.registry import get_registry
+from mla_portable.tools.bench.interleaved import captured
+from mla_portable.tools.bench.kernel_machine import driver_version
+from mla_portable.tools.bench.timing import measure
+from mla_portable.tools.conformance import run_suite
 from mla_portable_nvidia.attention import bind_sparse_decode, bind_sparse_prefill
 from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, find_kernel
 from mla_portable_nvidia.sparse_decode import rows_per_call
@@ -187,8 +188,8 @@ class Bench:
     def __init__(self, level: str, jobs: int) -> None:
         self.device, self.level, self.jobs = torch.device("cuda", torch.cuda.current_device()), level, jobs
         self.facts: DeviceFacts = get_registry().facts(self.device)
-        self.decode = find_kernel(Primitive.SPARSE_DECODE, self.facts)
-        self.prefill = find_kernel(Primitive.SPARSE_PREFILL, self.facts)
+        self.decode = find_kernel(SPARSE_DECODE, self.facts)
+        self.prefill = find_kernel(SPARSE_PREFILL, self.facts)
         self.generator = torch.Generator().manual_seed(0)
 
     def normal(self, *shape: int) -> Tensor:
@@ -218,7 +219,7 @@ class Bench:
 
     def bound_decode(self, heads: int, **others: Any) -> BoundPrimitive:
         cache: Row = {"kv_layout": "fp8_ds_mla", "block_size": BLOCK, "query_len": 1, "scale_format": "pow2"}
-        return bind_sparse_decode(self.request(Primitive.SPARSE_DECODE, heads, **cache, **others))
+        return bind_sparse_decode(self.request(SPARSE_DECODE, heads, **cache, **others))
 
     # ----------------------------------------------------------------------------------------------------- the parts
 
@@ -277,7 +278,7 @@ class Bench:
                 q = self.normal(tokens, heads, HEAD_SIZE)
                 out = torch.empty((tokens, heads, KV_LORA_RANK), dtype=torch.bfloat16, device=self.device)
                 lse = torch.empty((tokens, heads), device=self.device)
-                bound = bind_sparse_prefill(self.request(Primitive.SPARSE_PREFILL, heads, kv_layout="bf16"))
+                bound = bind_sparse_prefill(self.request(SPARSE_PREFILL, heads, kv_layout="bf16"))
 
                 def ours(
                     bound: Any = bound, q: Tensor = q, kv: Tensor = kv, i: Tensor = indices, o: Tensor = out, e: Tensor = lse

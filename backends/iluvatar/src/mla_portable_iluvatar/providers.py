@@ -21,6 +21,14 @@ from typing import Any, Final
 import torch
 
 from mla_portable.contracts import BoundPrimitive, Primitive, Support
+from mla_portable.primitives import (
+    CACHE_WRITE,
+    CONVERT_INDICES,
+    GATHER_UPCONVERT,
+    INDEXER_LOGITS,
+    SPARSE_DECODE,
+    SPARSE_PREFILL,
+)
 from mla_portable_iluvatar import attention, cache, conventions, convert, gather, indexer
 from mla_portable_iluvatar.attention import SparseOp
 from mla_portable_iluvatar.native import Trial
@@ -28,7 +36,7 @@ from mla_portable_iluvatar.resolve import Place
 
 __all__ = ["PROVIDERS", "Provider"]
 
-_SPARSE: Final = (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL)
+_SPARSE: Final = (SPARSE_DECODE, SPARSE_PREFILL)
 _PACKAGE: Final = "mla_portable_iluvatar"
 
 Op = Callable[..., Any]
@@ -87,7 +95,7 @@ def _attention(
         return SparseOp(op, convention, kernel_heads=kernel_heads, own_lse=own_lse)
 
     def bind(op: Op, primitive: Primitive) -> BoundPrimitive:
-        decode = primitive is Primitive.SPARSE_DECODE
+        decode = primitive is SPARSE_DECODE
         return (attention.bind_sparse_decode if decode else attention.bind_sparse_prefill)(wrap(op))
 
     return Provider(
@@ -111,7 +119,7 @@ def _convert(
         variant=variant,
         place=place,
         preference=preference,
-        support={Primitive.CONVERT_INDICES: _support(source, needs_bf16=False, prefill_workspace=workspace)},
+        support={CONVERT_INDICES: _support(source, needs_bf16=False, prefill_workspace=workspace)},
         bind=lambda op, _: convert.bind_convert_indices(op, convention),
         trial=lambda op, device: convert.convert_trial(op, convention, device),
         sources=_modules("convert"),
@@ -123,7 +131,7 @@ def _cache_write(variant: str, place: Place, preference: float, source: str) -> 
         variant=variant,
         place=place,
         preference=preference,
-        support={Primitive.CACHE_WRITE: _support(source, kv_layouts=("bf16",))},
+        support={CACHE_WRITE: _support(source, kv_layouts=("bf16",))},
         bind=lambda op, _: cache.bind_cache_write(op),
         trial=cache.cache_write_trial,
         sources=_modules("cache", "rows"),
@@ -135,7 +143,7 @@ def _gather(variant: str, place: Place, convention: gather.GatherConvention, pre
         variant=variant,
         place=place,
         preference=preference,
-        support={Primitive.GATHER_UPCONVERT: _support(source, kv_layouts=("fp8_ds_mla",))},
+        support={GATHER_UPCONVERT: _support(source, kv_layouts=("fp8_ds_mla",))},
         bind=lambda op, _: gather.bind_gather_upconvert(op, convention),
         trial=lambda op, device: gather.gather_trial(op, convention, device),
         sources=_modules("gather"),
@@ -148,7 +156,7 @@ def _indexer(variant: str, place: Place, convention: indexer.IndexerConvention, 
         variant=variant,
         place=place,
         preference=preference,
-        support={Primitive.INDEXER_LOGITS: _support(source, **limits)},
+        support={INDEXER_LOGITS: _support(source, **limits)},
         bind=lambda op, _: indexer.bind_indexer_logits(op, convention),
         trial=lambda op, device: indexer.indexer_trial(op, convention, _INDEXER_HEADS, device),
         sources=_modules("indexer"),
@@ -201,7 +209,7 @@ PROVIDERS: Final[tuple[Provider, ...]] = (
     _attention("ds4_sparse_fwd", _DS4, conventions.ds4_sparse_fwd, 13, _VENDOR_IMAGE),
     _attention("ds4_sparse_fwd_sink", _DS4, conventions.ds4_sparse_fwd, 13.5, _VENDOR_IMAGE, sink=True),
     _attention(
-        "ds4_with_kvcache", _DS4_CACHE, conventions.ds4_with_kvcache, 14, _VENDOR_IMAGE, primitives=[Primitive.SPARSE_DECODE]
+        "ds4_with_kvcache", _DS4_CACHE, conventions.ds4_with_kvcache, 14, _VENDOR_IMAGE, primitives=[SPARSE_DECODE]
     ),
     _attention("sparse_flash_attn", _SPARSE_ATTN, conventions.sparse_flash_attn, 15, _INFINICORE),
     _attention("fork_sparse_prefill", _FORK_PREFILL, conventions.sparse_prefill_returning, 16, _FORK),

@@ -16,6 +16,7 @@ from mla_portable.contracts import (
     Reason,
     Request,
 )
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia.boundary import boundary_for
 from mla_portable_nvidia.discovery import Found, find_kernel
 from mla_portable_nvidia.head_padding import kernel_heads
@@ -87,12 +88,12 @@ def _check(primitive: Primitive, device: DeviceFacts) -> tuple[Reason, ...]:
 
 def check_sparse_decode(device: DeviceFacts) -> tuple[Reason, ...]:
     """See _check."""
-    return _check(Primitive.SPARSE_DECODE, device)
+    return _check(SPARSE_DECODE, device)
 
 
 def check_sparse_prefill(device: DeviceFacts) -> tuple[Reason, ...]:
     """See _check."""
-    return _check(Primitive.SPARSE_PREFILL, device)
+    return _check(SPARSE_PREFILL, device)
 
 
 def attention_implementations(
@@ -108,8 +109,8 @@ def attention_implementations(
     for arch in ARCHS:
         yield Implementation(
             name=_NAMES[arch],
-            primitive=Primitive.SPARSE_DECODE,
-            support=attention_support(Primitive.SPARSE_DECODE, arch, device_types=device_types, allow_truncation=allow),
+            primitive=SPARSE_DECODE,
+            support=attention_support(SPARSE_DECODE, arch, device_types=device_types, allow_truncation=allow),
             bind=bind_sparse_decode,
             check=check_sparse_decode,
             preference=_PREFERENCE,
@@ -119,8 +120,8 @@ def attention_implementations(
         )
         yield Implementation(
             name=_NAMES[arch],
-            primitive=Primitive.SPARSE_PREFILL,
-            support=attention_support(Primitive.SPARSE_PREFILL, arch, device_types=device_types),
+            primitive=SPARSE_PREFILL,
+            support=attention_support(SPARSE_PREFILL, arch, device_types=device_types),
             bind=bind_sparse_prefill,
             check=check_sparse_prefill,
             preference=_PREFERENCE,

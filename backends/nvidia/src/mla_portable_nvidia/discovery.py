@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 
 from mla_portable.contracts import DeviceFacts, Primitive, Reason
+from mla_portable.primitives import SPARSE_DECODE
 from mla_portable_nvidia.calibration import DecodeTraits, PrefillTraits, calibrate_decode, calibrate_prefill
 from mla_portable_nvidia.conventions import DecodeKernel, NotThisConvention, PrefillKernel
 from mla_portable_nvidia.decode_conventions import OperatorDecode, decode_of_module
@@ -248,7 +249,7 @@ def _find(primitive: Primitive, facts: DeviceFacts, environ: Mapping[str, str]) 
 
 
 def _try(primitive: Primitive, source: _Source, device: torch.device) -> tuple[Kernel, Traits]:
-    if primitive is Primitive.SPARSE_DECODE:
+    if primitive is SPARSE_DECODE:
         decode = source.decode()
         return decode, calibrate_decode(decode, device)
     prefill = source.prefill()

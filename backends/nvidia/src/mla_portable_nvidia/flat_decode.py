@@ -20,11 +20,10 @@ from mla_portable.contracts import (
     BoundPrimitive,
     Implementation,
     InvalidArgument,
-    Primitive,
     Request,
-    SparsePrefill,
     Support,
 )
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparsePrefill
 from mla_portable_nvidia.attention import bind_sparse_prefill, check_sparse_prefill
 from mla_portable_nvidia.head_padding import KERNEL_HEADS
 
@@ -105,7 +104,7 @@ def _flat(kv_cache: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 
 def bind_flat_decode(request: Request) -> BoundPrimitive:
     """sparse_decode on the prefill kernel of this device's provider. Raises: MLAPortableError where there is none."""
-    prefill = request.but(primitive=Primitive.SPARSE_PREFILL, block_size=None, query_len=None)
+    prefill = request.but(primitive=SPARSE_PREFILL, block_size=None, query_len=None)
     return FlatDecode(bind_sparse_prefill(prefill))
 
 
@@ -113,7 +112,7 @@ def flat_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterat
     """sparse_decode of a BF16 cache, for SM90. device_types: ("cuda",) but for tests with stand-ins of the kernel."""
     yield Implementation(
         name="nvidia.flashmla_bf16",
-        primitive=Primitive.SPARSE_DECODE,
+        primitive=SPARSE_DECODE,
         support=Support(
             source="FlashMLA 9241ae3: flash_mla_sparse_fwd, a query token as a token of a prefill",
             device_types=device_types,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, Primitive, Reason, Request, Rival, RivalCall
+from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia.conventions import DecodeKernel, PrefillKernel
 from mla_portable_nvidia.discovery import find_kernel
 from mla_portable_nvidia.head_padding import kernel_heads
@@ -78,12 +79,12 @@ def _decode_reasons(request: Request) -> Iterator[Reason]:
         yield Reason("kv_layout", str(request.kv_layout), f"supports {FP8_DS_MLA.name}", _OTHER)
         return
     yield from _multiple(request, _DECODE_TOPK)
-    yield from _missing_kernel(Primitive.SPARSE_DECODE, request)
+    yield from _missing_kernel(SPARSE_DECODE, request)
 
 
 def _prepare_decode(request: Request, arguments: Arguments) -> RivalCall:
     """The decode kernel on padded heads, a batch row for each query token, with its own plan made beforehand."""
-    found = find_kernel(Primitive.SPARSE_DECODE, request.device)
+    found = find_kernel(SPARSE_DECODE, request.device)
     kernel: DecodeKernel = found.kernel
     q, indices = _rows(arguments)
     query = _padded(q, kernel_heads(q.shape[1])).unsqueeze(1)  # [R, 1, H', 576]
@@ -113,18 +114,18 @@ def _prefill_reasons(request: Request, *, native: bool) -> Iterator[Reason]:
         yield Reason("kv_layout", str(request.kv_layout), "supports bf16", _OTHER)
         return
     yield from _multiple(request, _PREFILL_TOPK)
-    missing = list(_missing_kernel(Primitive.SPARSE_PREFILL, request))
+    missing = list(_missing_kernel(SPARSE_PREFILL, request))
     yield from missing
     heads = request.num_heads or 0
     if native and not missing:
-        few = [count for count in find_kernel(Primitive.SPARSE_PREFILL, request.device).traits.heads if count < 64]
+        few = [count for count in find_kernel(SPARSE_PREFILL, request.device).traits.heads if count < 64]
         if heads not in few:
             yield Reason("num_heads", str(heads), f"this build has {', '.join(map(str, few)) or 'none'} below 64")
 
 
 def _prepare_prefill(request: Request, arguments: Arguments, *, native: bool) -> RivalCall:
     """The prefill kernel on the cache or workspace as flat rows."""
-    found = find_kernel(Primitive.SPARSE_PREFILL, request.device)
+    found = find_kernel(SPARSE_PREFILL, request.device)
     kernel: PrefillKernel = found.kernel
     q, indices = _rows(arguments)
     query = q.contiguous() if native else _padded(q, kernel_heads(q.shape[1]))
@@ -224,7 +225,7 @@ _CONVERT_BLOCK: Final = 128
 
 def _convert_reasons(request: Request) -> Iterator[Reason]:
     yield from _multiple(request, _CONVERT_BLOCK)
-    yield from _absent(Primitive.CONVERT_INDICES, request)
+    yield from _absent(CONVERT_INDICES, request)
 
 
 def _prepare_convert(request: Request, arguments: Arguments) -> RivalCall:
@@ -249,16 +250,16 @@ def rivals() -> Iterator[Rival]:
     native, padded = {"native": True}, {"native": False}
     padding = "queries padded beforehand, padding of the result left in"
     few = "its own path for few heads"
-    for primitive in (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL):
+    for primitive in (SPARSE_DECODE, SPARSE_PREFILL):
         yield Rival("flashmla.decode", primitive, _decode_reasons, _prepare_decode, f"{padding}; planned beforehand")
         for name, how, remark in (("flashmla.prefill", padded, padding), ("flashmla.prefill_native", native, few)):
             yield Rival(name, primitive, partial(_prefill_reasons, **how), partial(_prepare_prefill, **how), remark)
         yield Rival("vllm.triton_bf16", primitive, _triton_reasons, _prepare_triton)
     unguarded = "indices, slots and table entries are taken as valid"
     for name, primitive, prepare in (
-        ("vllm.concat_and_cache_mla", Primitive.CACHE_WRITE, _prepare_write),
-        ("vllm.cp_gather", Primitive.GATHER_UPCONVERT, _prepare_gather),
+        ("vllm.concat_and_cache_mla", CACHE_WRITE, _prepare_write),
+        ("vllm.cp_gather", GATHER_UPCONVERT, _prepare_gather),
     ):
         yield Rival(name, primitive, _fp8_reasons(primitive), prepare, unguarded)
     uncounted = f"{unguarded}; nothing is counted"
-    yield Rival("vllm.convert", Primitive.CONVERT_INDICES, _convert_reasons, _prepare_convert, uncounted)
+    yield Rival("vllm.convert", CONVERT_INDICES, _convert_reasons, _prepare_convert, uncounted)

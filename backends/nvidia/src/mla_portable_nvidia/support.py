@@ -20,6 +20,7 @@ from mla_portable.contracts import (
     Request,
     Support,
 )
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia.head_padding import KERNEL_HEADS, kernel_heads
 
 __all__ = ["ARCHS", "TRUNCATION_VARIABLE", "attention_support", "truncation_allowed"]
@@ -29,15 +30,15 @@ TRUNCATION_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_TRUNCATED_SCALES"
 """Set to "allow", SM100 may read scales that are no powers of two, each cut down to one: values lose up to half."""
 
 _SOURCES: Final[dict[tuple[Primitive, str], str]] = {
-    (Primitive.SPARSE_DECODE, "sm90"): "FlashMLA 9241ae3: csrc/api/sparse_decode.h, README; a scale is rounded to bf16, within "
+    (SPARSE_DECODE, "sm90"): "FlashMLA 9241ae3: csrc/api/sparse_decode.h, README; a scale is rounded to bf16, within "
     "the tolerances of amax",
-    (Primitive.SPARSE_DECODE, "sm100"): "FlashMLA 9241ae3: csrc/api/sparse_decode.h, README, pull request 184 (scales cut down "
+    (SPARSE_DECODE, "sm100"): "FlashMLA 9241ae3: csrc/api/sparse_decode.h, README, pull request 184 (scales cut down "
     "to powers of two); not run here",
     (
-        Primitive.SPARSE_PREFILL,
+        SPARSE_PREFILL,
         "sm90",
     ): "FlashMLA 9241ae3: flash_mla_sparse_fwd and its tests; vLLM 0.33.0's flash_mla_interface.py",
-    (Primitive.SPARSE_PREFILL, "sm100"): "FlashMLA 9241ae3: flash_mla_sparse_fwd and its tests; not run here",
+    (SPARSE_PREFILL, "sm100"): "FlashMLA 9241ae3: flash_mla_sparse_fwd and its tests; not run here",
 }
 
 
@@ -85,7 +86,7 @@ def attention_support(
         "padded_heads": KERNEL_HEADS,
         "cache_alignment": 16,
     }
-    if primitive is Primitive.SPARSE_PREFILL:
+    if primitive is SPARSE_PREFILL:
         return Support(**common, kv_layouts=("bf16",))
     kind = _AnyScales if arch == "sm100" and allow_truncation else Support
     scale_formats = SCALE_FORMATS if arch == "sm90" else ("pow2",)

@@ -24,10 +24,7 @@ from mla_portable.contracts import (
     QK_ROPE_HEAD_DIM,
     SCALE_FORMATS,
     BoundPrimitive,
-    CacheWrite,
-    ConvertIndices,
     DeviceFacts,
-    GatherUpconvert,
     Implementation,
     MLAPortableError,
     Primitive,
@@ -36,6 +33,7 @@ from mla_portable.contracts import (
     Support,
     tile_scales,
 )
+from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, CacheWrite, ConvertIndices, GatherUpconvert
 from mla_portable_nvidia.discovery import device_with
 
 __all__ = ["FLOAT16", "data_implementations", "gather_call"]
@@ -320,9 +318,9 @@ def data_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterat
     for scale_format in SCALE_FORMATS:
         support = Support("vLLM 0.24 to 0.33: concat_and_cache_mla's schema", scale_formats=(scale_format,), **fp8)
         name, check = f"nvidia.vllm_{scale_format}", _check_writer(scale_format)
-        yield offer(name, Primitive.CACHE_WRITE, support, bind_cache_write, check)
+        yield offer(name, CACHE_WRITE, support, bind_cache_write, check)
     gather = Support("vLLM 0.24 to 0.33: cp_gather_and_upconvert_fp8_kv_cache's schema", **fp8)
-    yield offer("nvidia.vllm", Primitive.GATHER_UPCONVERT, gather, bind_gather_upconvert, _check_gather)
+    yield offer("nvidia.vllm", GATHER_UPCONVERT, gather, bind_gather_upconvert, _check_gather)
     convert = Support(
         "vLLM 0.24 to 0.33: sparse_utils.py",
         kv_layouts=("bf16", FP8_DS_MLA.name),
@@ -331,4 +329,4 @@ def data_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterat
         prefill_workspace=False,
         **declared,
     )
-    yield offer("nvidia.vllm", Primitive.CONVERT_INDICES, convert, bind_convert_indices, _check_convert)
+    yield offer("nvidia.vllm", CONVERT_INDICES, convert, bind_convert_indices, _check_convert)

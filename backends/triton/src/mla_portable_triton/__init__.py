@@ -21,6 +21,16 @@ from mla_portable.contracts import (
     TunableRegistrar,
     hookimpl,
 )
+from mla_portable.primitives import (
+    CACHE_WRITE,
+    CONVERT_INDICES,
+    GATHER_UPCONVERT,
+    INDEXER_LOGITS,
+    MERGE_STATES,
+    QUANTIZE_PER_TENSOR,
+    SPARSE_DECODE,
+    SPARSE_PREFILL,
+)
 from mla_portable_triton.support import SUPPORT, check
 
 __all__ = ["NAME", "mla_portable_register", "mla_portable_register_tunables"]
@@ -41,20 +51,20 @@ _ATTENTION: Final = (
 )
 # primitive -> the module with its bind_<primitive>, and the other modules whose text decides what it computes
 _PRIMITIVES: Final[dict[Primitive, tuple[str, tuple[str, ...]]]] = {
-    Primitive.CACHE_WRITE: ("bind_data", (f"{_KERNELS}.cache_write", f"{_KERNELS}.e4m3_encode", *_ROWS)),
-    Primitive.CONVERT_INDICES: ("bind_data", (f"{_KERNELS}.convert_indices",)),
-    Primitive.GATHER_UPCONVERT: ("bind_data", (f"{_KERNELS}.gather_upconvert", f"{_KERNELS}.e4m3_decode", *_ROWS)),
-    Primitive.SPARSE_DECODE: ("bind_attention", (*_ATTENTION, f"{_KERNELS}.merge_states")),
-    Primitive.SPARSE_PREFILL: ("bind_attention", _ATTENTION),
-    Primitive.MERGE_STATES: (
+    CACHE_WRITE: ("bind_data", (f"{_KERNELS}.cache_write", f"{_KERNELS}.e4m3_encode", *_ROWS)),
+    CONVERT_INDICES: ("bind_data", (f"{_KERNELS}.convert_indices",)),
+    GATHER_UPCONVERT: ("bind_data", (f"{_KERNELS}.gather_upconvert", f"{_KERNELS}.e4m3_decode", *_ROWS)),
+    SPARSE_DECODE: ("bind_attention", (*_ATTENTION, f"{_KERNELS}.merge_states")),
+    SPARSE_PREFILL: ("bind_attention", _ATTENTION),
+    MERGE_STATES: (
         "bind_attention",
         (f"{_KERNELS}.merge_states", f"{_KERNELS}.strides", f"{_KERNELS}.bfloat16"),
     ),
-    Primitive.QUANTIZE_PER_TENSOR: (
+    QUANTIZE_PER_TENSOR: (
         "bind_data",
         (f"{_KERNELS}.quantize_per_tensor", f"{_KERNELS}.e4m3_encode", f"{_KERNELS}.bfloat16"),
     ),
-    Primitive.INDEXER_LOGITS: ("bind_indexer", (f"{_KERNELS}.indexer_logits", f"{_KERNELS}.bfloat16")),
+    INDEXER_LOGITS: ("bind_indexer", (f"{_KERNELS}.indexer_logits", f"{_KERNELS}.bfloat16")),
 }
 
 
@@ -85,7 +95,7 @@ def mla_portable_register(registrar: Registrar) -> None:
                 bind=_late_bind(module, primitive),
                 check=check,
                 preference=_PREFERENCE,
-                schedule_kind="split_kv" if primitive is Primitive.SPARSE_DECODE else "none",
+                schedule_kind="split_kv" if primitive is SPARSE_DECODE else "none",
                 program=_program,
                 sources=(f"{_PACKAGE}.{module}", "mla_portable.contracts.triton_launcher", *others),
             )
@@ -97,5 +107,5 @@ def mla_portable_register_tunables(registrar: TunableRegistrar) -> None:
     """Both attention primitives: one kernel, whose tiles, warps and stages depend on the device."""
     from mla_portable_triton.attention_tuning import configurations
 
-    for primitive in (Primitive.SPARSE_DECODE, Primitive.SPARSE_PREFILL):
+    for primitive in (SPARSE_DECODE, SPARSE_PREFILL):
         registrar.add(Tunable(NAME, primitive, configurations))

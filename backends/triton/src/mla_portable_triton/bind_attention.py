@@ -10,17 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import (
-    KV_LORA_RANK,
-    DecodeSchedule,
-    MergeStates,
-    Request,
-    SparseDecode,
-    SparsePrefill,
-    SplitSchedule,
-    attention_results,
-    split_kv,
-)
+from mla_portable.contracts import KV_LORA_RANK, DecodeSchedule, Request, SplitSchedule, attention_results, split_kv
+from mla_portable.primitives import MergeStates, SparseDecode, SparsePrefill
 from mla_portable_triton.attention_tuning import bound_config
 from mla_portable_triton.kernels import merge_states as merge
 from mla_portable_triton.kernels import sparse_attention as attention

@@ -10,14 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import (
-    CacheWrite,
-    ConvertIndices,
-    GatherUpconvert,
-    InvalidArgument,
-    QuantizePerTensor,
-    Request,
-)
+from mla_portable.contracts import InvalidArgument, Request
+from mla_portable.primitives import CacheWrite, ConvertIndices, GatherUpconvert, QuantizePerTensor
 from mla_portable_triton.kernels import cache_write as cache_write_kernel
 from mla_portable_triton.kernels import convert_indices as convert_indices_kernel
 from mla_portable_triton.kernels import gather_upconvert as gather_upconvert_kernel

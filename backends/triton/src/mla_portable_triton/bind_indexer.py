@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mla_portable.contracts import IndexerLogits, Request
+from mla_portable.contracts import Request
+from mla_portable.primitives import IndexerLogits
 from mla_portable_triton.kernels import indexer_logits as indexer_logits_kernel
 from mla_portable_triton.kernels.config import config_for
 from mla_portable_triton.support import interpreter_is_on

@@ -25,6 +25,16 @@ from mla_portable.contracts import (
     Support,
     split_kv,
 )
+from mla_portable.primitives import (
+    CACHE_WRITE,
+    CONVERT_INDICES,
+    GATHER_UPCONVERT,
+    INDEXER_LOGITS,
+    MERGE_STATES,
+    QUANTIZE_PER_TENSOR,
+    SPARSE_DECODE,
+    SPARSE_PREFILL,
+)
 from mla_portable_triton.attention_configs import attention_config
 
 __all__ = ["SUPPORT", "check", "interpreter_is_on"]
@@ -64,14 +74,14 @@ _ATTENTION: Final[dict[str, Any]] = {
     "batch_invariant": True,
 }
 SUPPORT: Final[dict[Primitive, Support]] = {
-    Primitive.CACHE_WRITE: _support("cache_write"),
-    Primitive.CONVERT_INDICES: _support("convert_indices", needs_bf16=False),
-    Primitive.GATHER_UPCONVERT: _support("gather_upconvert"),
-    Primitive.SPARSE_DECODE: _support("sparse_attention", **_ATTENTION, workspace_bytes=_split_scratch),
-    Primitive.SPARSE_PREFILL: _support("sparse_attention", **_ATTENTION),
-    Primitive.MERGE_STATES: _support("merge_states", kv_layouts=()),
-    Primitive.QUANTIZE_PER_TENSOR: _support("quantize_per_tensor", kv_layouts=(), needs_bf16=False),
-    Primitive.INDEXER_LOGITS: _support("indexer_logits", kv_layouts=(), min_shared_memory=_ATTENTION_SHARED_MEMORY),
+    CACHE_WRITE: _support("cache_write"),
+    CONVERT_INDICES: _support("convert_indices", needs_bf16=False),
+    GATHER_UPCONVERT: _support("gather_upconvert"),
+    SPARSE_DECODE: _support("sparse_attention", **_ATTENTION, workspace_bytes=_split_scratch),
+    SPARSE_PREFILL: _support("sparse_attention", **_ATTENTION),
+    MERGE_STATES: _support("merge_states", kv_layouts=()),
+    QUANTIZE_PER_TENSOR: _support("quantize_per_tensor", kv_layouts=(), needs_bf16=False),
+    INDEXER_LOGITS: _support("indexer_logits", kv_layouts=(), min_shared_memory=_ATTENTION_SHARED_MEMORY),
 }
 
 

@@ -13,18 +13,18 @@ from mla_portable.contracts import (
     BoundPrimitive,
     DeviceFacts,
     Implementation,
-    Primitive,
     Reason,
     Registrar,
     Request,
     Support,
     hookimpl,
 )
+from mla_portable.primitives import SPARSE_PREFILL
 
 LIBRARY = "mla_portable_acme.vendor_library"
 SYMBOL = "sparse_mla_fwd"
 
-SPARSE_PREFILL = Support(
+SUPPORT = Support(
     source="acme kernel manual 1.2, section 3",
     device_types=("cpu", "cuda"),
     kv_layouts=("bf16",),
@@ -60,8 +60,8 @@ def mla_portable_register(registrar: Registrar) -> None:
     registrar.add(
         Implementation(
             name="acme.v1",
-            primitive=Primitive.SPARSE_PREFILL,
-            support=SPARSE_PREFILL,
+            primitive=SPARSE_PREFILL,
+            support=SUPPORT,
             bind=bind,
             check=check,
             preference=20,

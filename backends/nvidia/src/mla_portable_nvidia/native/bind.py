@@ -23,11 +23,10 @@ from mla_portable.contracts import (
     Primitive,
     Reason,
     Request,
-    SparseDecode,
-    SparsePrefill,
     Support,
     attention_results,
 )
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_nvidia.discovery import device_with
 from mla_portable_nvidia.head_padding import aligned
 from mla_portable_nvidia.native.choice import FEW, Cut, builds, choose
@@ -239,8 +238,8 @@ def check(device: DeviceFacts) -> Iterator[Reason]:
 def native_implementations() -> Iterator[Implementation]:
     """sparse_decode and sparse_prefill, preferred to FlashMLA's but for prefills of more than few heads."""
     bind: dict[Primitive, Any] = {
-        Primitive.SPARSE_DECODE: bind_sparse_decode,
-        Primitive.SPARSE_PREFILL: bind_sparse_prefill,
+        SPARSE_DECODE: bind_sparse_decode,
+        SPARSE_PREFILL: bind_sparse_prefill,
     }
     for name, max_heads, preferences in (("nvidia.native", FEW, (8.0, 8.0)), ("nvidia.native_wide", _MANY, (9.0, 20.0))):
         offered = [build for layout in LAYOUTS for build in builds(layout, max_heads)]
@@ -264,7 +263,7 @@ def native_implementations() -> Iterator[Implementation]:
                 bind=function,
                 check=check,
                 preference=preference,
-                prefills_as=name if primitive is Primitive.SPARSE_DECODE else "",
+                prefills_as=name if primitive is SPARSE_DECODE else "",
                 sources=(
                     *(f"mla_portable_nvidia.native.{module}" for module in (*_MODULES, *kernels)),
                     "mla_portable_nvidia.head_padding",

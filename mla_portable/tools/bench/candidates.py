@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Candidate: one way to do a case's work, ours or a rival's, with all that is prepared once outside of the timing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from mla_portable.contracts import (
+    Batch,
+    BoundPrimitive,
+    DecodeSchedule,
+    Implementation,
+    Reason,
+    Request,
+    Rival,
+)
+from mla_portable.planner import Planner, PlannerConfig
+from mla_portable.primitives import SPARSE_DECODE
+from mla_portable.registry import Registry
+from mla_portable.tools.bench.kernel_problems import Problem
+
+__all__ = ["Candidate", "Refusal", "decode_schedule", "our_candidates", "prepared", "rival_candidates"]
+
+_CONTEXT: Final = 1
+"""Tokens a planned request has in the cache: a schedule of decode depends on topk, not on that."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A way to do the work.
+
+    Attributes:
+        name: of the implementation or the rival. implementation: None for a rival. remark: see `Rival`.
+        prepare: makes (run, result) for the problem: see `RivalCall`. May compile and allocate.
+    """
+
+    name: str
+    implementation: Implementation | None
+    remark: str
+    prepare: Callable[[], tuple[Callable[[], object], Callable[[], Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A way that cannot do a case, and why."""
+
+    name: str
+    reasons: tuple[Reason, ...]
+
+
+def our_candidates(
+    problem: Problem, registry: Registry, device: torch.device, backends: Collection[str]
+) -> tuple[list[Candidate], list[Refusal]]:
+    """Every implementation of the primitive that claims this device; what the registry's checks refuse is refused here.
+
+    Numeric probes are left out: the benchmark judges each result itself, on a larger problem. Who offers no lse is timed
+    without.
+
+    Args:
+        backends: names of backends or implementations to consider; empty means all.
+    """
+    named = next(iter(backends), "auto")  # every candidate gets a verdict all the same; a named reference is timed on a GPU too
+    decision = registry.decide(problem.request.but(lse=False), backend=named, probe=False, thorough=True)
+    by_name = {each.name: each for each in registry.implementations(problem.request.primitive)}
+    found: list[Candidate] = []
+    refused: list[Refusal] = []
+    for verdict in decision.verdicts:
+        implementation = by_name.get(verdict.implementation)
+        if implementation is None:  # a backend that is disabled, and so was not imported
+            continue
+        if backends and implementation.name not in backends and implementation.backend not in backends:
+            continue
+        if not verdict.reasons:
+            found.append(_ours(problem, implementation, registry, device))
+        elif not any(implementation.support.device_reasons(problem.request.device)):
+            refused.append(Refusal(implementation.name, verdict.reasons))
+    return sorted(found, key=lambda candidate: candidate.name), refused
+
+
+def _ours(problem: Problem, implementation: Implementation, registry: Registry, device: torch.device) -> Candidate:
+    prepare = partial(prepared, problem, implementation, partial(registry.bind_implementation, implementation), device)
+    remark = "" if _request(problem, implementation) == problem.request else "tells no lse"
+    return Candidate(implementation.name, implementation, remark, prepare)
+
+
+def _request(problem: Problem, implementation: Implementation) -> Request:
+    return problem.request if implementation.support.lse else problem.request.but(lse=False)
+
+
+def prepared(
+    problem: Problem, implementation: Implementation, bind: Callable[[Request], BoundPrimitive], device: torch.device
+) -> tuple[Callable[[], object], Callable[[], Any]]:
+    """(run, result) of what `bind` makes for the problem, with the schedule that the implementation takes."""
+    request = _request(problem, implementation)
+    bound = bind(request)
+    others: dict[str, Any] = {}
+    schedule = decode_schedule(implementation, problem, device)
+    if schedule is not None:
+        others["schedule"] = schedule
+    last: list[Any] = [None]
+
+    def run() -> None:
+        last[0] = problem.call(bound, **others)
+
+    return run, lambda: last[0] if request.lse == problem.request.lse else (last[0][0], None)
+
+
+def decode_schedule(implementation: Implementation, problem: Problem, device: torch.device) -> DecodeSchedule | None:
+    """What the planner makes for a batch of this many decodes; None where the implementation takes no schedule."""
+    case = problem.case
+    if case.primitive is not SPARSE_DECODE or implementation.schedule_kind == "none":
+        return None
+    planner = Planner(_planner_config(implementation, problem.request, device, case.rows, case.num_heads or 1, case.topk or 1))
+    batch = Batch(
+        query_start_loc=np.arange(case.rows + 1, dtype=np.int32),
+        seq_lens=np.full(case.rows, _CONTEXT, dtype=np.int32),
+        block_table=torch.zeros((case.rows, 1), dtype=torch.int32, device=device),
+    )
+    return planner.plan(batch).decode_schedule
+
+
+def _planner_config(
+    implementation: Implementation, request: Request, device: torch.device, rows: int, heads: int, topk: int
+) -> PlannerConfig:
+    facts = request.device
+    return PlannerConfig(
+        device=device,
+        route="fused",
+        num_heads=heads,
+        topk=topk,
+        max_num_reqs=rows,
+        max_num_tokens=rows,
+        max_model_len=_CONTEXT,
+        schedule_kind=implementation.schedule_kind,
+        program=implementation.program(request),
+        num_sms=facts.num_sms,
+        arch=facts.arch,
+        padded_heads=implementation.padded_heads(heads),
+    )
+
+
+def rival_candidates(problem: Problem, rivals: Iterable[Rival]) -> tuple[list[Candidate], list[Refusal]]:
+    """Every rival of the primitive; what has reasons against it is refused."""
+    found: list[Candidate] = []
+    refused: list[Refusal] = []
+    for rival in rivals:
+        if rival.primitive is not problem.request.primitive:
+            continue
+        reasons = tuple(rival.reasons(problem.request))
+        if reasons:
+            refused.append(Refusal(rival.name, reasons))
+        else:
+            found.append(_theirs(problem, rival))
+    return found, refused
+
+
+def _theirs(problem: Problem, rival: Rival) -> Candidate:
+    def prepare() -> tuple[Callable[[], object], Callable[[], Any]]:
+        call = rival.prepare(problem.request, problem.arguments)
+        return call.run, call.result
+
+    return Candidate(rival.name, None, rival.remark, prepare)

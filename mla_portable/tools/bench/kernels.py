@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time every implementation of a primitive, and its rivals, on the same problems, in turns; judge each result first.
+
+A result that is wrong gets no time. On a GPU every candidate is one CUDA graph, captured once per case and replayed with a
+cold last-level cache; what is judged is what the graph wrote into poisoned memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+
+from mla_portable.contracts import DeviceFacts, Implementation, Rival
+from mla_portable.registry import Registry
+from mla_portable.registry.plugins import first_line
+from mla_portable.tools.bench.candidates import Candidate, Refusal, our_candidates, rival_candidates
+from mla_portable.tools.bench.floors import Ceilings, measure_ceilings
+from mla_portable.tools.bench.interleaved import captured, measure_in_turns
+from mla_portable.tools.bench.kernel_cases import KernelCase
+from mla_portable.tools.bench.kernel_machine import MachineState, machine_state
+from mla_portable.tools.bench.kernel_problems import Problem, Workshop
+from mla_portable.tools.bench.timing import Timing
+
+__all__ = ["CaseTimes", "KernelReport", "KernelTime", "time_candidates", "time_kernels"]
+
+_SECONDS_PER_CASE: Final = 10.0
+"""Rounds end early beyond that, where something is very slow."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """One candidate on one case.
+
+    Attributes:
+        implementation: None for a rival. timing: None where the result is wrong or the run failed.
+        errors: quantity -> error as the tolerance table measures it. wrong: what is beyond tolerance, in words.
+        failure: what the run raised, "" when it did not.
+    """
+
+    name: str
+    implementation: Implementation | None
+    timing: Timing | None
+    errors: dict[str, float]
+    wrong: tuple[str, ...] = ()
+    failure: str = ""
+    remark: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.timing is not None
+
+    @property
+    def median_us(self) -> float | None:
+        return None if self.timing is None else 1e3 * self.timing.median_ms
+
+
+@dataclass(frozen=True, slots=True)
+class CaseTimes:
+    """All candidates on one case. floor_us: what no kernel can undercut. refused: ways that cannot do it, with reasons."""
+
+    case: KernelCase
+    floor_us: float
+    bytes_moved: int
+    flops: int
+    times: tuple[KernelTime, ...]
+    refused: tuple[Refusal, ...]
+
+    @property
+    def best_rival_us(self) -> float | None:
+        """Of the fastest rival, None where none has a time."""
+        return min((each.median_us for each in self.times if each.median_us and each.implementation is None), default=None)
+
+    def lead_of(self, each: KernelTime) -> float | None:
+        """The best rival's time over that of one of ours: above 1 where ours is faster; None where either has no time."""
+        rival = self.best_rival_us
+        return None if rival is None or not each.median_us or each.implementation is None else rival / each.median_us
+
+
+@dataclass(frozen=True, slots=True)
+class KernelReport:
+    """A run of the benchmark."""
+
+    facts: DeviceFacts
+    machine: MachineState
+    ceilings: Ceilings
+    cases: tuple[CaseTimes, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Something was timed, and no implementation of ours is wrong or failed."""
+        ours = [each for case in self.cases for each in case.times if each.implementation is not None]
+        return any(each.ok for each in ours) and all(each.ok for each in ours)
+
+    def defects(self) -> list[str]:
+        """A line on each candidate that is wrong or failed, rivals included."""
+        return [
+            f"{case.case}  {each.name}: {each.failure or '; '.join(each.wrong)}"
+            for case in self.cases
+            for each in case.times
+            if not each.ok
+        ]
+
+
+def time_kernels(
+    cases: Sequence[KernelCase],
+    *,
+    device: torch.device,
+    registry: Registry,
+    rivals: Sequence[Rival] = (),
+    backends: Collection[str] = (),
+    repeat: int = 30,
+    check_rows: int = 4,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> KernelReport:
+    """Run the cases one after the other; they share caches, so that a sweep costs little beside its kernels.
+
+    Args:
+        backends: only these backends or implementations; empty means all that can. rivals: beside them.
+        repeat: timed runs of each candidate. check_rows: attention rows that the oracle judges.
+    Raises: errors that leave the device unusable. Any other failure of a candidate is noted beside its name.
+    """
+    facts = registry.facts(device)
+    workshop = Workshop(device, facts, seed=seed, check_rows=check_rows)
+    ceilings = measure_ceilings(device)
+    machine = machine_state(device, facts)
+    found: list[CaseTimes] = []
+    with torch.no_grad():
+        for number, case in enumerate(cases):
+            if progress is not None:
+                progress(str(case), number, len(cases))
+            found.append(_time_case(workshop.make(case), device, registry, rivals, backends, repeat, ceilings))
+    return KernelReport(facts, machine, ceilings, tuple(found))
+
+
+def _time_case(
+    problem: Problem,
+    device: torch.device,
+    registry: Registry,
+    rivals: Sequence[Rival],
+    backends: Collection[str],
+    repeat: int,
+    ceilings: Ceilings,
+) -> CaseTimes:
+    ours, refused = our_candidates(problem, registry, device, backends)
+    theirs, refused_rivals = rival_candidates(problem, rivals)
+    times = time_candidates(problem, (*ours, *theirs), device=device, repeat=repeat)
+    floor = ceilings.floor_us(problem.bytes_moved, problem.flops)
+    return CaseTimes(problem.case, floor, problem.bytes_moved, problem.flops, times, (*refused, *refused_rivals))
+
+
+def time_candidates(
+    problem: Problem, candidates: Sequence[Candidate], *, device: torch.device, repeat: int
+) -> tuple[KernelTime, ...]:
+    """Judge each, then time those that are right, in turns. Raises: errors that leave the device unusable."""
+    judged = [_judge(problem, candidate, device) for candidate in candidates]
+    sound = [place for place, (_, run) in enumerate(judged) if run is not None]
+    runs = [run for _, run in judged if run is not None]
+    timings = measure_in_turns(runs, device=device, repeat=repeat, max_seconds=_SECONDS_PER_CASE)
+    found = dict(zip(sound, timings, strict=True))
+    return tuple(replace(each, timing=found.get(place)) for place, (each, _) in enumerate(judged))
+
+
+def _judge(problem: Problem, candidate: Candidate, device: torch.device) -> tuple[KernelTime, Callable[[], object] | None]:
+    """What became of a first run, still without a time; and the call as it will be timed, None unless all of it is right."""
+    judged = KernelTime(candidate.name, candidate.implementation, None, {}, remark=candidate.remark)
+    try:
+        call, result = candidate.prepare()
+        run = call if device.type == "cpu" else captured(call, device)
+        problem.poison()
+        run()
+        written: Any = result()
+        findings = list(problem.check(written))
+    except Exception as error:  # whatever a kernel raises is that kernel's result here
+        _require_usable(device, error)
+        return replace(judged, failure=first_line(error)), None
+    wrong = tuple(each.message for each in findings if each.message)
+    judged = replace(judged, errors={each.quantity: each.error for each in findings}, wrong=wrong)
+    return judged, None if wrong else run
+
+
+def _require_usable(device: torch.device, error: Exception) -> None:
+    """Raise `error` where the device no longer answers: nothing that is timed after it would mean anything."""
+    if device.type == "cpu":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        raise error from None

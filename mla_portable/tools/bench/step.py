@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job: a DeepSeek-V3.2-shaped step from cache write to output, each primitive checked and timed.
+
+The layer itself (`SparseMLAAttention`) walks the step, as an engine would have it; then every primitive is run by itself on
+the step's tensors, those that the route taken does not need included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.attention import AttentionSpec, RouteDecision, SparseMLAAttention
+from mla_portable.attention.demand import Demand
+from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, Request
+from mla_portable.planner import Planner
+from mla_portable.primitives import CACHE_WRITE, SPARSE_DECODE
+from mla_portable.reference import oracle
+from mla_portable.registry import Registry, get_registry
+from mla_portable.tools.bench.inputs import SOFTMAX_SCALE, StepInputs, StepShape, host_memory, make_inputs, require_room
+from mla_portable.tools.bench.jobs import Job, cache_write_job, jobs_after
+from mla_portable.tools.bench.judged import Step
+from mla_portable.tools.bench.timing import Timing, measure, run_and_measure
+from mla_portable.tools.conformance.compare import Finding
+
+__all__ = ["PrimitiveResult", "Progress", "StepReport", "run_step"]
+
+Progress = Callable[[str, int, int], None]
+"""Called before each part with (what is being done, parts done, parts in all)."""
+
+_PARTS: Final = 13
+"""Drawing inputs, filling the cache, cache write, plan, oracle, step, then seven primitives; a bf16 cache has one less."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrimitiveResult:
+    """What became of one primitive.
+
+    Attributes:
+        name: of the primitive, with a remark where it appears twice. on_route: the step itself needs it.
+        decision: who serves it, and why not the others. shape: of the call. checked: how much the oracle judged.
+        findings: error and limit of each quantity; empty where nothing serves. timing: None likewise.
+    """
+
+    name: str
+    on_route: bool
+    decision: Decision
+    shape: str
+    checked: str
+    findings: tuple[Finding, ...] = ()
+    timing: Timing | None = None
+
+    @property
+    def implementation(self) -> str | None:
+        return self.decision.chosen
+
+    @property
+    def ok(self) -> bool:
+        """Nothing that ran is wrong; a primitive off the route that nothing serves is no failure."""
+        return not any(finding.message for finding in self.findings) and (self.decision.chosen is not None or not self.on_route)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "primitive": str(self.decision.request.primitive),
+            "on_route": self.on_route,
+            "implementation": self.implementation,
+            "ok": self.ok,
+            "shape": self.shape,
+            "checked": self.checked,
+            "findings": [asdict(finding) for finding in self.findings],
+            "timing": self.timing.as_dict() if self.timing else None,
+            "decision": self.decision.as_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What became of a step.
+
+    Attributes:
+        shape: its size. device: where, as torch names it; facts: what that is. checked: how much of `out` was judged.
+        route_decision: the route taken, and why not the others. plan: host time of `Planner.plan`. forward: time of the layer.
+        findings: of the layer's out and lse. primitives: one by one.
+    """
+
+    shape: StepShape
+    device: str
+    facts: DeviceFacts
+    route_decision: RouteDecision
+    plan: Timing
+    forward: Timing
+    checked: str
+    findings: tuple[Finding, ...]
+    primitives: tuple[PrimitiveResult, ...]
+
+    @property
+    def route(self) -> str:
+        return self.route_decision.verdict.route
+
+    @property
+    def ok(self) -> bool:
+        """Every error is within its limit, and everything that the route needs was served."""
+        return not any(finding.message for finding in self.findings) and all(result.ok for result in self.primitives)
+
+    def failures(self) -> list[str]:
+        """A line for each quantity beyond its limit."""
+        named = [("step", self.findings), *((result.name, result.findings) for result in self.primitives)]
+        return [f"{name}: {finding.message}" for name, findings in named for finding in findings if finding.message]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "device": self.device,
+            "facts": asdict(self.facts),
+            "shape": asdict(self.shape),
+            "route": self.route,
+            "routes": self.route_decision.as_dict()["routes"],
+            "plan": self.plan.as_dict(),
+            "step": {
+                "checked": self.checked,
+                "findings": [asdict(finding) for finding in self.findings],
+                "timing": self.forward.as_dict(),
+            },
+            "primitives": [result.as_dict() for result in self.primitives],
+            "failures": self.failures(),
+        }
+
+
+def run_step(
+    shape: StepShape,
+    *,
+    device: torch.device,
+    registry: Registry | None = None,
+    backend: str | Mapping[str, str] | None = None,
+    route: str = "auto",
+    repeat: int = 5,
+    check_rows: int = 64,
+    max_seconds: float | None = None,
+    progress: Progress | None = None,
+) -> StepReport:
+    """Run a step of `shape` on `device`, check it against the oracle, time it.
+
+    Args:
+        registry: whom to ask; the process's own by default. backend, route: demanded, as in `SparseMLAAttention`.
+        repeat: timed runs of each part. check_rows: attention rows that the oracle computes, spread over decodes and
+            prefills; 0 for all. max_seconds: bound on the timed runs of one part, after at least one.
+        progress: told what is being done.
+    Raises: InvalidArgument for check_rows < 0, repeat < 1, or a step that does not fit the device's memory;
+        UnsupportedRoute and UnsupportedRequest where no route is served or nothing writes the cache; whatever an
+        implementation raises.
+    """
+    if check_rows < 0:
+        raise InvalidArgument("run_step", "check_rows", got=check_rows, expected="0 (all) or more")
+    if repeat < 1:
+        raise InvalidArgument("run_step", "repeat", got=repeat, expected="at least 1")
+    registry = get_registry() if registry is None else registry
+    require_room(shape, host_memory() if device.type == "cpu" else registry.facts(device).memory_bytes)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        return _run_step(shape, device, registry, backend, route, repeat, check_rows, max_seconds, _Told(progress))
+
+
+def _run_step(
+    shape: StepShape,
+    device: torch.device,
+    registry: Registry,
+    backend: str | Mapping[str, str] | None,
+    route: str,
+    repeat: int,
+    check_rows: int,
+    max_seconds: float | None,
+    told: _Told,
+) -> StepReport:
+    demand = Demand(registry, backend)
+    layer = SparseMLAAttention(_spec(shape, route), device=device, registry=registry, backend=backend)
+    needed = _needed(layer)
+    told("drawing the step")
+    inputs = make_inputs(shape, device)
+    kv_cache = inputs.kv_cache
+    told("filling the cache")
+    layer.cache_write(inputs.history_kv_c, inputs.history_k_pe, kv_cache, inputs.history_slots)
+
+    def run(job: Job) -> PrimitiveResult:
+        told(job.name)
+        decision = demand.decide(job.request)
+        on_route = job.request in needed
+        if decision.chosen is None:
+            return PrimitiveResult(job.name, on_route, decision, job.shape, "nothing serves it here")
+        bound = demand.bind(job.request)
+        result, timing = run_and_measure(lambda: job.call(bound), device=device, repeat=repeat, max_seconds=max_seconds)
+        findings = tuple(job.check(result))
+        return PrimitiveResult(job.name, on_route, decision, job.shape, job.checked, findings, timing)
+
+    results = [run(cache_write_job(inputs, layer, kv_cache.clone()))]
+    layer.cache_write(inputs.kv_c, inputs.k_pe, kv_cache, inputs.slot_mapping)
+    told("planning")
+    planner = Planner(layer.planner_config())
+    plan_time = measure(lambda: planner.plan(inputs.batch), device=torch.device("cpu"), repeat=max(repeat, 20), warmup=3)
+    plan = planner.plan(inputs.batch)
+    told("asking the oracle")
+    rows = _judged_rows(shape, check_rows)
+    slots, _ = oracle.convert_indices(
+        inputs.topk_indices, inputs.req_id_per_token, inputs.batch.block_table, block_size=shape.block_size
+    )
+    want = oracle.sparse_prefill(inputs.q[rows.to(device)], kv_cache, slots[rows], softmax_scale=SOFTMAX_SCALE)
+    told("the step")
+    out, lse = _empty_results(inputs)
+    _, forward = run_and_measure(
+        lambda: layer.forward(inputs.q, kv_cache, inputs.topk_indices, plan, out=out, lse_out=lse),
+        device=device,
+        repeat=repeat,
+        max_seconds=max_seconds,
+    )
+    step = Step(inputs, layer, plan, kv_cache, rows, slots, *want)
+    everything = slice(0, shape.num_tokens)
+    findings = tuple(step.judge(SPARSE_DECODE, out, lse, everything))
+    results += map(run, jobs_after(step, lambda request: demand.bind(request) if demand.decide(request).chosen else None))
+    return StepReport(
+        shape=shape,
+        device=str(device),
+        facts=layer.facts,
+        route_decision=layer.route_decision,
+        plan=plan_time,
+        forward=forward,
+        checked=step.says_checked(everything),
+        findings=findings,
+        primitives=tuple(results),
+    )
+
+
+class _Told:
+    """Counts the parts of the work for `progress`."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress, self._done = progress, 0
+
+    def __call__(self, what: str) -> None:
+        if self._progress:
+            self._progress(what, self._done, max(_PARTS, self._done + 1))
+        self._done += 1
+
+
+def _spec(shape: StepShape, route: str) -> AttentionSpec:
+    return AttentionSpec(
+        num_heads=shape.num_heads,
+        softmax_scale=SOFTMAX_SCALE,
+        max_num_tokens=shape.num_tokens,
+        max_num_reqs=shape.num_reqs,
+        max_model_len=shape.context + max(shape.decode_query_len, shape.prefill_tokens),
+        kv_layout=shape.kv_layout,
+        block_size=shape.block_size,
+        topk=shape.topk,
+        scale_format=shape.scale_format,
+        decode_query_len=shape.decode_query_len,
+        route=route,
+        concat_query=False,
+    )
+
+
+def _needed(layer: SparseMLAAttention) -> set[Request]:
+    """What the layer asks for on its route; cache writes belong to every step."""
+    verdict = layer.route_decision.verdict
+    shape = layer.spec
+    write = Request(
+        CACHE_WRITE,
+        layer.facts,
+        kv_layout=shape.kv_layout,
+        block_size=shape.block_size,
+        scale_format=shape.scale_format if shape.kv_layout != "bf16" else None,
+    )
+    return {write, *(part.decision.request for part in verdict.parts)}
+
+
+def _judged_rows(shape: StepShape, count: int) -> Tensor:
+    """[n] int64: tokens for the oracle, half of them decodes where both are there; always the first and last of each."""
+    decode_tokens = shape.decodes * shape.decode_query_len
+    parts = [(0, decode_tokens), (decode_tokens, shape.num_tokens)]
+    parts = [(begin, end) for begin, end in parts if end > begin]
+    if count == 0 or count >= shape.num_tokens:
+        return torch.arange(shape.num_tokens)
+    generator = torch.Generator().manual_seed(shape.seed)
+    left, chosen = count, set[int]()
+    for index, (begin, end) in enumerate(parts):
+        share = min(end - begin, -(-left // (len(parts) - index)))
+        left -= share
+        inner = (torch.randperm(end - begin, generator=generator) + begin).tolist()
+        ends = list(dict.fromkeys([begin, end - 1]))
+        chosen.update([*ends, *(row for row in inner if row not in ends)][:share])
+    return torch.tensor(sorted(chosen), dtype=torch.int64)
+
+
+def _empty_results(inputs: StepInputs) -> tuple[Tensor, Tensor]:
+    shape, device = inputs.shape, inputs.q.device
+    out = torch.full((shape.num_tokens, shape.num_heads, 512), torch.nan, dtype=torch.bfloat16, device=device)
+    return out, torch.full((shape.num_tokens, shape.num_heads), torch.nan, dtype=torch.float32, device=device)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The typer application that the commands hang on."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import mla_portable
+from mla_portable.tools.cli.bench import bench
+from mla_portable.tools.cli.conform import conform
+from mla_portable.tools.cli.doctor import doctor
+from mla_portable.tools.cli.explain import explain
+from mla_portable.tools.cli.matrix import matrix
+from mla_portable.tools.cli.output import close_stdout
+from mla_portable.tools.cli.run import run
+from mla_portable.tools.cli.tune import tune
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="mla-portable",
+    help="Sparse MLA attention (DeepSeek-V3.2 style) on whatever is installed here. "
+    "Exit codes: 0 all is well; 1 something is broken, wrong or cannot be served; 2 invalid arguments.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _command in (doctor, explain, matrix, run, conform, tune):
+    app.command()(_command)
+app.add_typer(bench, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(mla_portable.__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+def main() -> None:
+    """Entry point of `mla-portable`."""
+    try:
+        app()
+    finally:
+        close_stdout()

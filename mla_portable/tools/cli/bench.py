@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mla-portable bench kernels | plan | dispatch | step`: what kernels, planning, dispatch and a step cost on this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import typer
+
+from mla_portable.tools.cli.bench_kernels import kernels
+from mla_portable.tools.cli.options import DeviceOption, JsonOption, resolve_device
+from mla_portable.tools.cli.output import EXIT_FAILED, command, table
+from mla_portable.tools.cli.step_options import (
+    BlockSizeOption,
+    CheckRowsOption,
+    ContextOption,
+    DecodeQueryLenOption,
+    DecodesOption,
+    DemandOption,
+    HeadsOption,
+    KvLayoutOption,
+    PrefillsOption,
+    PrefillTokensOption,
+    RouteOption,
+    ScaleFormatOption,
+    SeedOption,
+    TopkOption,
+    chosen_step,
+)
+from mla_portable.tools.cli.words import step_headlines
+
+if TYPE_CHECKING:
+    from mla_portable.contracts import DeviceFacts, ScheduleKind
+    from mla_portable.tools.bench.step import StepReport
+
+__all__ = ["bench"]
+
+bench = typer.Typer(no_args_is_help=True, help="Measure what kernels, planning, dispatch and a step cost on this machine.")
+bench.command()(kernels)
+
+
+@bench.command()
+def plan(
+    device: DeviceOption = None,
+    route: Annotated[str, typer.Option("--route", metavar="ROUTE", help="fused, split, direct or upconvert.")] = "split",
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            "--schedule", metavar="KIND", help="none, split_kv or flashmla_tiles. Default: what sparse_decode wants here."
+        ),
+    ] = None,
+    heads: Annotated[int, typer.Option("--heads", min=1, help="Query heads.")] = 128,
+    topk: Annotated[int, typer.Option("--topk", min=1, help="Indices per token.")] = 2048,
+    arch: Annotated[
+        str | None, typer.Option("--arch", metavar="ARCH", help="Plan for this architecture, e.g. sm90. Default: the device's.")
+    ] = None,
+    num_sms: Annotated[
+        int | None, typer.Option("--num-sms", min=0, help="Plan for so many multiprocessors. Default: the device's.")
+    ] = None,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed plans per case.")] = 200,
+    as_json: JsonOption = False,
+) -> None:
+    """Time `Planner.plan` on steps of common sizes: host time, and until its copy has landed."""
+    with command(as_json=as_json) as output:
+        where = resolve_device(device)
+        from mla_portable.api import current_registry
+        from mla_portable.planner import PlannerConfig
+        from mla_portable.tools.bench.plan import PLAN_CASES, time_plans
+
+        facts = current_registry().facts(where)
+        config = PlannerConfig(
+            device=where,
+            route=route,
+            num_heads=heads,
+            topk=topk,
+            max_num_reqs=max(case.num_reqs for case in PLAN_CASES),
+            max_num_tokens=max(case.num_tokens for case in PLAN_CASES),
+            max_model_len=163_840,  # DeepSeek-V3.2's
+            schedule_kind=_schedule_kind(schedule) if schedule else _wanted_schedule(facts, heads, topk),
+            num_sms=facts.num_sms if num_sms is None else num_sms,
+            arch=arch or facts.arch,
+        )
+        with output.progress() as advance:
+            advance("planning", 0, len(PLAN_CASES))
+            rows = time_plans(config, repeat=repeat)
+        if as_json:
+            output.document({"command": "bench plan", "ok": True, "facts": facts, "config": config, "rows": rows})
+            return
+        cells = [
+            [
+                row.case,
+                str(row.num_reqs),
+                str(row.num_tokens),
+                f"{row.median_us:.1f}",
+                f"{row.p10_us:.1f}",
+                f"{row.p90_us:.1f}",
+                "" if row.landed_us is None else f"{row.landed_us:.1f}",
+                f"{row.copies_per_plan:g}",
+                str(row.n),
+            ]
+            for row in rows
+        ]
+        headings = ["step", "requests", "tokens", "median us", "p10 us", "p90 us", "landed us", "copies", "n"]
+        output.show(
+            f"device  {facts} [{where}]",
+            f"plans   route {config.route}, schedule {config.schedule_kind}, {heads} heads, topk {topk}",
+            table("Planner.plan on the host", headings, cells, numbers=headings[1:]),
+        )
+
+
+@bench.command()
+def dispatch(
+    device: DeviceOption = None,
+    batches: Annotated[int, typer.Option("--batches", min=1, help="Samples.")] = 201,
+    calls: Annotated[int, typer.Option("--calls", min=1, help="Calls in a sample.")] = 100,
+    as_json: JsonOption = False,
+) -> None:
+    """Time the ways to reach a kernel that does nothing: directly, bound, by the convenience call, through a layer."""
+    with command(as_json=as_json) as output:
+        where = resolve_device(device)
+        from mla_portable.tools.bench.dispatch import measure_dispatch
+
+        rows = measure_dispatch(where, batches=batches, calls=calls)
+        if as_json:
+            output.document({"command": "bench dispatch", "ok": True, "device": where, "rows": rows})
+            return
+        cells = [
+            [
+                row.call,
+                f"{row.median_ns / 1e3:.2f}",
+                f"{row.p10_ns / 1e3:.2f}",
+                f"{row.p90_ns / 1e3:.2f}",
+                "" if row.over_ns is None else f"{row.over_ns / 1e3:+.2f} over {row.over}",
+                f"{row.batches} x {row.calls}",
+            ]
+            for row in rows
+        ]
+        headings = ["call", "median us", "p10 us", "p90 us", "adds us", "n"]
+        output.show(f"device  {where}", table("Host time of one call", headings, cells, numbers=headings[1:4]))
+
+
+@bench.command()
+def step(
+    device: DeviceOption = None,
+    backend: DemandOption = None,
+    route: RouteOption = "auto",
+    heads: HeadsOption = None,
+    topk: TopkOption = None,
+    decodes: DecodesOption = None,
+    query_len: DecodeQueryLenOption = None,
+    prefills: PrefillsOption = None,
+    prefill_tokens: PrefillTokensOption = None,
+    context: ContextOption = None,
+    block_size: BlockSizeOption = None,
+    kv_layout: KvLayoutOption = None,
+    scale_format: ScaleFormatOption = None,
+    seed: SeedOption = None,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each part.")] = 30,
+    check_rows: CheckRowsOption = 16,
+    as_json: JsonOption = False,
+) -> None:
+    """Time every primitive of a step, with no bound on the time that takes. Exit code 1 when a result is wrong."""
+    with command(as_json=as_json) as output:
+        report = chosen_step(
+            output,
+            device=device,
+            backend=backend,
+            route=route,
+            repeat=repeat,
+            check_rows=check_rows,
+            num_heads=heads,
+            topk=topk,
+            decodes=decodes,
+            decode_query_len=query_len,
+            prefills=prefills,
+            prefill_tokens=prefill_tokens,
+            context=context,
+            block_size=block_size,
+            kv_layout=kv_layout,
+            scale_format=scale_format,
+            seed=seed,
+        )
+        if as_json:
+            output.document({"command": "bench step", **report.as_dict()})
+        else:
+            headings = ["what", "served by", "shape", "median ms", "p10 ms", "p90 ms", "n"]
+            output.show(*step_headlines(report), table("", headings, _timings(report), numbers=headings[3:]))
+            output.show(*(f"WRONG  {line}" for line in report.failures()))
+        if not report.ok:
+            raise typer.Exit(EXIT_FAILED)
+
+
+def _timings(report: StepReport) -> list[list[str]]:
+    parts = [
+        *((result.name, result.implementation or "none", result.shape, result.timing) for result in report.primitives),
+        ("the whole step", f"route {report.route}", f"T {report.shape.num_tokens}", report.forward),
+        ("planning the step", "", f"R {report.shape.num_reqs}", report.plan),
+    ]
+    return [
+        [name, who, shape, f"{t.median_ms:.4f}", f"{t.p10_ms:.4f}", f"{t.p90_ms:.4f}", str(t.n)]
+        for name, who, shape, t in parts
+        if t is not None
+    ]
+
+
+def _schedule_kind(text: str) -> ScheduleKind:
+    from mla_portable.contracts import ScheduleKind
+
+    for kind in get_args(ScheduleKind):
+        if text == kind:
+            return kind
+    raise typer.BadParameter(f"got {text!r}, expected one of {', '.join(get_args(ScheduleKind))}", param_hint="--schedule")
+
+
+def _wanted_schedule(facts: DeviceFacts, heads: int, topk: int) -> ScheduleKind:
+    """What the implementation that would serve sparse_decode takes."""
+    from mla_portable.api import current_registry
+    from mla_portable.contracts import Request
+    from mla_portable.primitives import SPARSE_DECODE
+
+    request = Request(
+        SPARSE_DECODE,
+        facts,
+        kv_layout="fp8_ds_mla",
+        num_heads=heads,
+        topk=topk,
+        block_size=64,
+        scale_format="pow2",
+        query_len=1,
+        lse=True,
+    )
+    implementation, _ = current_registry().select(request)
+    return implementation.schedule_kind

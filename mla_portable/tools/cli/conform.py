@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mla-portable conform`: hold a backend against the conformance suite on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import RenderableType
+
+from mla_portable.tools.cli.options import DeviceOption, JsonOption, primitive_named, resolve_device
+from mla_portable.tools.cli.output import EXIT_FAILED, command, plain, table
+
+if TYPE_CHECKING:
+    from mla_portable.tools.conformance import CaseResult, Report
+
+__all__ = ["conform"]
+
+_LEVELS = ("smoke", "quick", "full")
+"""As in mla_portable.tools.conformance, which takes torch to import."""
+
+
+def conform(
+    name: Annotated[str, typer.Argument(help="A backend ('triton') or one implementation ('triton.portable').")],
+    level: Annotated[
+        str, typer.Option("--level", metavar="LEVEL", help="smoke (each kind of case once), quick, or full.")
+    ] = "quick",
+    device: DeviceOption = None,
+    primitive: Annotated[
+        list[str] | None, typer.Option("--primitive", metavar="PRIMITIVE", help="Only this one; may be repeated.")
+    ] = None,
+    match: Annotated[str, typer.Option("--match", metavar="TEXT", help="Only cases whose id contains this.")] = "",
+    jobs: Annotated[
+        int, typer.Option("--jobs", metavar="N", help="Worker processes on the device; compiling and judging need a core each.")
+    ] = 1,
+    record: Annotated[
+        Path | None,
+        typer.Option("--record", metavar="FILE", help="Append the report to FILE, one JSON document per line.", dir_okay=False),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the conformance suite, its cases generated from what the backend declares, against a float64 oracle.
+
+    Exit code 0 only when at least one case ran and all passed.
+    """
+    if level not in _LEVELS:
+        raise typer.BadParameter(f"got {level!r}, expected one of {', '.join(_LEVELS)}", param_hint="--level")
+    with command(as_json=as_json) as output:
+        where = resolve_device(device)
+        only = [primitive_named(each, param_hint="--primitive") for each in primitive or ()] or None
+        from mla_portable.api import current_registry
+        from mla_portable.tools.conformance import run_suite
+
+        with output.progress() as advance:
+
+            def after(done: int, total: int, result: CaseResult) -> None:
+                advance(str(result.case.primitive), done, total)
+                if result.status != "passed":
+                    output.note(f"{result.status} {result.case.id}")
+
+            report = run_suite(
+                current_registry(), name, device=where, level=level, primitives=only, match=match, jobs=jobs, progress=after
+            )
+        if record is not None:
+            record.parent.mkdir(parents=True, exist_ok=True)
+            with record.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(plain(report.as_dict()), allow_nan=False) + "\n")
+        if as_json:
+            output.document({"command": "conform", **report.as_dict()})
+        else:
+            output.show(*_for_a_person(report))
+        if not report.ok:
+            raise typer.Exit(EXIT_FAILED)
+
+
+def _for_a_person(report: Report) -> list[RenderableType]:
+    counts = [
+        [str(primitive), name, str(count["passed"]), str(count["failed"]), str(count["error"])]
+        for (name, primitive), count in report.counts().items()
+    ]
+    worst = [
+        [str(row.primitive), row.implementation, row.quantity, f"{row.error:.2e}", f"{row.tolerance:.2e}", row.case]
+        for row in report.worst()
+    ]
+    shown: list[RenderableType] = [f"device  {report.device}", f"suite   {report.backend}, level {report.level}"]
+    ends = ["passed", "failed", "raised"]
+    if counts:
+        shown.append(table("Cases", ["primitive", "implementation", *ends], counts, numbers=ends))
+    if worst:
+        headings = ["primitive", "implementation", "quantity", "error", "tolerance", "case"]
+        shown.append(table("Largest error of each quantity that is not exact", headings, worst, numbers=["error", "tolerance"]))
+    shown += [
+        f"not run: {each.primitive} by {each.implementation}: {'; '.join(map(str, each.reasons))}"
+        for each in report.unavailable
+    ]
+    bad = [result for result in report.results if result.status != "passed"]
+    for result in bad:
+        shown += [f"{result.status.upper()} {result.case.id}", *(f"    {line}" for line in result.message.splitlines())]
+    shown += report.common()
+    total = f"{len(report.results)} cases, {report.seconds:.1f} s of work: {report.passed} passed, {report.failed} failed."
+    shown.append(total if report.results else f"{total} No test case applied to this device.")
+    return shown

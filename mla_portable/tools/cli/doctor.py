@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mla-portable doctor`: what is installed here, what works, and how to fix the rest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import RenderableType
+
+from mla_portable.tools.cli.options import DeviceOption, JsonOption, resolve_device
+from mla_portable.tools.cli.output import EXIT_FAILED, command, table
+
+if TYPE_CHECKING:
+    from mla_portable.registry import PluginReport
+    from mla_portable.tools.cli.diagnosis import Diagnosis, Examined
+    from mla_portable.vllm.status import VllmStatus
+
+__all__ = ["doctor"]
+
+
+def doctor(
+    device: DeviceOption = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the tracebacks of plugins that did not load.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Examine devices, plugins and policy, probe every implementation, and say how to fix each problem.
+
+    Exit code 1 when a selected backend is broken: the policy names one that did not load or fails its probe, or
+    nothing can serve some primitive.
+    """
+    with command(as_json=as_json) as output:
+        where = resolve_device(device)
+        from mla_portable.api import current_registry
+        from mla_portable.tools.cli.diagnosis import diagnose
+        from mla_portable.vllm.status import vllm_status
+
+        diagnosis = diagnose(current_registry(), where)
+        # without a policy that can be followed nothing is chosen, for vLLM's layers neither
+        vllm = vllm_status(current_registry(), where) if diagnosis.choices else None
+        if as_json:
+            output.document({"command": "doctor", **diagnosis.as_dict(), "vllm": vllm and vllm.as_dict()})
+        else:
+            output.show(*_for_a_person(diagnosis, verbose=verbose), _vllm(vllm))
+        if not diagnosis.ok:
+            raise typer.Exit(EXIT_FAILED)
+
+
+def _for_a_person(diagnosis: Diagnosis, *, verbose: bool) -> list[RenderableType]:
+    shown: list[RenderableType] = ["  ".join(f"{name} {version}" for name, version in diagnosis.versions)]
+    shown.append(_devices(diagnosis))
+    shown.append(_plugins(diagnosis))
+    if verbose:
+        shown += [f"{report.name}:\n{report.traceback}" for report in diagnosis.plugins if report.traceback]
+    shown.append(_policy(diagnosis))
+    shown.append(_implementations(diagnosis))
+    if not diagnosis.problems:
+        shown.append("No problems found.")
+    for problem in diagnosis.problems:
+        shown += [f"{problem.word}  {problem.what}", f"        remedy: {problem.remedy}"]
+    if diagnosis.ok and any(problem.broken for problem in diagnosis.problems):
+        shown.append("Nothing that is broken was selected: exit code 0.")
+    return shown
+
+
+def _devices(diagnosis: Diagnosis) -> RenderableType:
+    rows: list[list[str]] = []
+    for name, facts in diagnosis.devices:
+        able = {"bf16": facts.has_bf16, "e4m3 conversion": facts.has_fp8_conversion, "fp64": facts.has_fp64}
+        rows.append(
+            [
+                name + (" *" if name == diagnosis.device else ""),
+                str(facts),
+                facts.vendor,
+                str(facts.num_sms or ""),
+                f"{facts.shared_memory / 1024:g} KiB" if facts.shared_memory else "",
+                f"{facts.memory_bytes / 2**30:.0f} GiB" if facts.memory_bytes else "",
+                ", ".join(word for word, has in able.items() if has),
+                {True: "yes", False: "no", None: "not tried"}[facts.graph_capture],
+            ]
+        )
+    headings = ["device", "name", "vendor", "SMs", "shared memory", "memory", "abilities", "graphs"]
+    return table("Devices (* = examined below)", headings, rows)
+
+
+def _plugins(diagnosis: Diagnosis) -> RenderableType:
+    rows = [
+        [
+            report.name,
+            f"{report.distribution} {report.version}".strip() or report.module,
+            _state(report),
+        ]
+        for report in diagnosis.plugins
+    ]
+    return table("Plugins", ["plugin", "distribution", "state"], rows)
+
+
+def _state(report: PluginReport) -> str:
+    if report.disabled:
+        return f"not imported, disabled by {report.disabled}"
+    return f"{len(report.implementations)} implementations" if report.ok else f"BROKEN  {report.error}"
+
+
+def _policy(diagnosis: Diagnosis) -> RenderableType:
+    if not diagnosis.choices:
+        return "Policy: cannot be followed, see below."
+    rows = [[control, f"{primitive}: {target}"] for primitive, target, control in diagnosis.rules]
+    rows += [[control, f"disabled: {name}"] for name, control in diagnosis.disabled]
+    rows += [[name, value] for name, value in diagnosis.environment if not any(name == row[0] for row in rows)]
+    if not rows:
+        return "Policy: no backend is forced; the registry chooses by cost."
+    return table("Policy in force, strongest first", ["forced by", "what"], rows)
+
+
+def _implementations(diagnosis: Diagnosis) -> RenderableType:
+    chosen = {(choice.primitive, choice.chosen): choice.control for choice in diagnosis.choices}
+    rows = [
+        [
+            each.primitive,
+            each.implementation,
+            f"{each.cost:g} {each.cost_source.partition(' ')[0]}",
+            "works" if each.ok else "; ".join(map(str, each.reasons)),
+            _probe(each),
+            chosen.get((each.primitive, each.implementation), ""),
+        ]
+        for each in diagnosis.examined
+    ]
+    headings = ["primitive", "implementation", "cost", f"on {diagnosis.device}", "probe", "selected by"]
+    return table("Implementations", headings, rows, numbers=["cost"])
+
+
+def _probe(each: Examined) -> str:
+    if each.probe is None:
+        return ""
+    return f"{each.probe.stage}, {each.probe.seconds * 1e3:.0f} ms"
+
+
+def _vllm(status: VllmStatus | None) -> RenderableType:
+    if status is None:
+        return "vLLM: not examined, because the policy cannot be followed"
+    if status.version is None:
+        return "vLLM: not installed"
+    title = f"vLLM {status.version}: plugin {'registered' if status.registered else 'NOT registered'} ({status.note})"
+    if not status.choices:
+        return title
+    rows = [[layout, str(heads), route or "none", served] for layout, heads, route, served in status.choices]
+    return table(f"{title}; for DeepSeek-V3.2 it would choose", ["cache", "heads per GPU", "route", "served by"], rows)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decisions for a device that is known by its profile alone: what is declared, and how far the matrix says it is proven.
+
+Nothing is checked or probed there, so no candidate "can run": the chosen one would be tried first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from mla_portable.tools.cli.words import for_other_devices
+
+if TYPE_CHECKING:
+    from mla_portable.attention import RouteDecision
+    from mla_portable.contracts import Decision, DeviceFacts, Verdict
+    from mla_portable.tools.matrix.profiles import Profile
+
+__all__ = ["Elsewhere", "find_profile", "gpu_names"]
+
+_HERE = ("cpu", "cuda")
+"""What `--device` names on this machine; every other name is a device profile's."""
+
+_State = Mapping[tuple[str, str, "str | None"], str]
+"""(implementation, primitive, layout) -> state in the matrix."""
+
+
+def find_profile(name: str) -> Elsewhere | None:
+    """The device profile of that name; None for the name of a device of this machine.
+
+    Raises: typer.BadParameter for a name that neither torch nor a profile knows.
+    """
+    from mla_portable.tools.matrix import RecordError, find_records
+    from mla_portable.tools.matrix.profiles import load_profiles
+
+    if name.partition(":")[0] in _HERE:
+        return None
+    try:
+        folder = find_records()
+        profiles = load_profiles(folder / "profiles")
+    except RecordError as error:
+        if _torch_knows(name):
+            return None
+        raise typer.BadParameter(
+            f"{name!r} is no torch device (cpu, cuda or cuda:N), and device profiles are part of a checkout: "
+            "capability/profiles was not found",
+            param_hint="--device",
+        ) from error
+    if name not in profiles:
+        known = ", ".join((*_HERE, *(each for each in profiles if each not in _HERE)))
+        raise typer.BadParameter(f"got {name!r}, expected one of {known}", param_hint="--device")
+    return Elsewhere(profiles[name], folder)
+
+
+def _torch_knows(name: str) -> bool:
+    import torch
+
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return False
+    return True
+
+
+def gpu_names() -> list[str]:
+    """The GPUs of this machine, as their driver names them."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.cuda.get_device_name(index) for index in range(count)]
+
+
+class Elsewhere:
+    """A device that is not here. profile: what is published of it."""
+
+    def __init__(self, profile: Profile, folder: Path) -> None:
+        self.profile, self._folder = profile, folder
+
+    @property
+    def facts(self) -> DeviceFacts:
+        """The device as the registry would see it."""
+        return self.profile.device_facts()
+
+    def document(self, decision: Decision | RouteDecision) -> dict[str, Any]:
+        """The decision for `--json`: can_run is null where no declaration is against it, and each candidate has its level."""
+        from mla_portable.contracts import Decision
+
+        states = self._states()
+        if isinstance(decision, Decision):
+            return self._one(decision, states)
+        document = decision.as_dict()
+        for told, verdict in zip(document["routes"], decision.verdicts, strict=True):
+            told["can_run"] = None if verdict.can_run else False
+            told["parts"] = [
+                {**part, **self._one(each.decision, states)} for part, each in zip(told["parts"], verdict.parts, strict=True)
+            ]
+        return {**document, "checked": False}
+
+    def _one(self, decision: Decision, states: _State) -> dict[str, Any]:
+        document = decision.as_dict()
+        for told, verdict in zip(document["candidates"], decision.verdicts, strict=True):
+            told["can_run"] = None if verdict.can_run else False
+            told["matrix"] = _state(states, decision, verdict.implementation)
+        return {**document, "checked": False}
+
+    def text(self, decision: Decision | RouteDecision) -> str:
+        """The decision for a person."""
+        from mla_portable.contracts import Decision
+
+        states = self._states()
+        where = f"{self.profile.name} (profile {self.profile.slug}){'' if self._is_here() else ' is not here'}"
+        head = f"{where}: declarations only, nothing was checked or probed"
+        if self._is_here():
+            head += "; --device cuda examines the one that is here"
+        if decision.chosen is None:
+            return f"{head}\n{decision.failure_text()}"
+        if isinstance(decision, Decision):
+            return "\n".join([head, *_lines(decision, states)])
+        control = "forced by route=" if decision.forced else "automatic"
+        lines = [head, f"route: {decision.chosen} would be tried first ({control})"]
+        lines += [f"  {verdict.route:<10} {verdict}" for verdict in decision.verdicts]
+        parts = {part.decision.request: part.decision for part in decision.verdict.parts}
+        return "\n".join([*lines, *(line for part in parts.values() for line in _lines(part, states))])
+
+    def _is_here(self) -> bool:
+        """A GPU of this machine is such a device; its profile still stands for any of them."""
+        return any(map(self.profile.matches, gpu_names()))
+
+    def _states(self) -> _State:
+        """What the matrix says of this device; read once a command. Raises: RecordError."""
+        from mla_portable.tools.matrix import read_records
+
+        records = read_records(self._folder)
+        here = replace(records, profiles={self.profile.slug: self.profile})
+        return {(cell.implementation, cell.primitive, cell.layout): cell.state for cell in here.cells()}
+
+
+def _state(states: _State, decision: Decision, implementation: str) -> str | None:
+    """The state of an implementation at the request's layout; None where the matrix does not have it."""
+    primitive, layout = str(decision.request.primitive), decision.request.kv_layout
+    return states.get((implementation, primitive, layout), states.get((implementation, primitive, None)))
+
+
+def _lines(decision: Decision, states: _State) -> list[str]:
+    shown = [verdict for verdict in decision.verdicts if not for_other_devices(verdict)]
+    width = max((len(verdict.implementation) for verdict in shown), default=0)
+    lines = [
+        f"{decision.request.primitive}: {decision.chosen} would be tried first ({decision.control})",
+        f"  request   {decision.request}",
+        *(f"  {verdict.implementation:<{width}}  {_judgement(decision, verdict, states)}" for verdict in shown),
+    ]
+    others = len(decision.verdicts) - len(shown)
+    lines += [f"  and {others} for other devices; --json lists them"] if others else []
+    return lines
+
+
+def _judgement(decision: Decision, verdict: Verdict, states: _State) -> str:
+    first = verdict.implementation == decision.chosen
+    words = "; ".join(map(str, verdict.reasons)) or ("would be tried first" if first else "not checked")
+    state = _state(states, decision, verdict.implementation)
+    matrix = f"; matrix: {state}" if state else ""
+    return f"{words} [{verdict.cost_source} cost {verdict.cost:g}{matrix}]"

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mla-portable explain`: which implementation serves a request, and every reason against each of the others."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mla_portable.tools.cli.elsewhere import find_profile
+from mla_portable.tools.cli.options import BackendOption, JsonOption, primitive_named, resolve_device
+from mla_portable.tools.cli.output import EXIT_FAILED, EXIT_OK, command
+
+if TYPE_CHECKING:
+    from mla_portable.attention import RouteDecision
+    from mla_portable.contracts import Decision, DeviceFacts
+
+__all__ = ["explain"]
+
+_CACHE = {"kv_layout": "fp8_ds_mla", "block_size": 64, "scale_format": "pow2"}
+_ATTENTION = {
+    "num_heads": 16,
+    "topk": 2048,
+    "rows": None,
+    "lse": True,
+    "attn_sink": False,
+    "lengths": False,
+    "batch_invariant": False,
+}
+_ALWAYS = {"graph": False}
+_FIELDS: dict[str, dict[str, Any]] = {
+    "cache_write": {**_CACHE, **_ALWAYS},
+    "convert_indices": {"topk": 2048, "block_size": 64, "compact": False, "prefill_workspace": False, **_ALWAYS},
+    "gather_upconvert": {**_CACHE, **_ALWAYS},
+    "sparse_decode": {**_CACHE, **_ATTENTION, "query_len": 1, **_ALWAYS},
+    "sparse_prefill": {**_CACHE, **_ATTENTION, **_ALWAYS},
+    "merge_states": _ALWAYS,
+    "quantize_per_tensor": _ALWAYS,
+    "indexer_logits": {"num_heads": 64, "block_size": 64, **_ALWAYS},
+}
+"""What a request for each primitive says of its call, with the values of a DeepSeek-V3.2 rank of eight."""
+_OPTION = {"num_heads": "--heads", "kv_layout": "--layout", "attn_sink": "--sink"}
+_ROUTE = "route"
+_UNKNOWN = "unknown"
+_ROUTE_FIELDS: dict[str, Any] = {
+    **_CACHE,
+    "num_heads": 16,
+    "topk": 2048,
+    "query_len": 1,
+    "rows": 256,
+    "lse": False,
+    "attn_sink": False,
+    "batch_invariant": False,
+    "graph": False,
+}
+"""What a layer in vLLM asks for: no lse, and as many requests as vLLM schedules at once by default."""
+_ROUTE_REMARK = "The defaults are what a layer in vLLM asks for: 256 requests that decode at once (--rows), no lse (--lse)."
+_MAX_NUM_TOKENS, _MAX_MODEL_LEN = 8192, 163_840
+"""Of a step, by vLLM's default; of a sequence, DeepSeek-V3.2's. They size the workspace."""
+
+
+def explain(
+    primitive: Annotated[
+        str,
+        typer.Argument(
+            help="cache_write, convert_indices, gather_upconvert, sparse_decode, sparse_prefill, merge_states, "
+            "quantize_per_tensor, indexer_logits; or 'route' for how a layer would compose them."
+        ),
+    ],
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="DEVICE",
+            help="cpu, cuda or cuda:N; or a profile of capability/, such as a100-80g, for a device that is not here. "
+            "Default: the first GPU, else the CPU.",
+        ),
+    ] = None,
+    backend: BackendOption = None,
+    heads: Annotated[int | None, typer.Option("--heads", min=1, help="Query heads. Default: 16, of the indexer 64.")] = None,
+    topk: Annotated[int | None, typer.Option("--topk", min=1, help="Indices per token. Default: 2048.")] = None,
+    layout: Annotated[
+        str | None, typer.Option("--layout", metavar="LAYOUT", help="fp8_ds_mla (default) or bf16, of the cache or workspace.")
+    ] = None,
+    block_size: Annotated[int | None, typer.Option("--block-size", min=1, help="Tokens per block. Default: 64.")] = None,
+    scale_format: Annotated[
+        str | None, typer.Option("--scale-format", metavar="FORMAT", help="pow2 (default), amax, or 'unknown', read as amax.")
+    ] = None,
+    query_len: Annotated[int | None, typer.Option("--query-len", min=1, help="Tokens per decode. Default: 1.")] = None,
+    rows: Annotated[
+        int | None,
+        typer.Option(
+            "--rows",
+            min=1,
+            help="Query rows, where costs depend on them; of a route, requests that decode at once. Default: of a route 256.",
+        ),
+    ] = None,
+    lse: Annotated[bool | None, typer.Option("--lse/--no-lse", help="Request the lse. Default: yes; for a route no.")] = None,
+    sink: Annotated[bool | None, typer.Option("--sink/--no-sink", help="Use an attention sink. Default: no.")] = None,
+    lengths: Annotated[bool | None, typer.Option("--lengths/--no-lengths", help="Row lengths are given. Default: no.")] = None,
+    compact: Annotated[bool | None, typer.Option("--compact/--no-compact", help="Indices are compacted. Default: no.")] = None,
+    prefill_workspace: Annotated[
+        bool | None, typer.Option("--prefill-workspace/--no-prefill-workspace", help="Some indices go to a workspace.")
+    ] = None,
+    batch_invariant: Annotated[
+        bool | None,
+        typer.Option(
+            "--batch-invariant/--no-batch-invariant",
+            help="Results must not depend on the other rows of the batch. Default: no.",
+        ),
+    ] = None,
+    graph: Annotated[
+        bool | None, typer.Option("--graph/--no-graph", help="The call must be capturable in a CUDA graph. Default: no.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show which implementation would serve a call, and every reason against each of the others.
+
+    Candidates are probed as they would be before the first real call. For a device that is not here the declarations alone
+    are compared: nothing is checked or probed. Exit code 1 when nothing, or not the forced backend, can serve.
+    """
+    given: dict[str, Any] = {
+        "num_heads": heads,
+        "topk": topk,
+        "kv_layout": layout,
+        "block_size": block_size,
+        "scale_format": scale_format,
+        "query_len": query_len,
+        "rows": rows,
+        "lse": lse,
+        "attn_sink": sink,
+        "lengths": lengths,
+        "compact": compact,
+        "prefill_workspace": prefill_workspace,
+        "batch_invariant": batch_invariant,
+        "graph": graph,
+    }
+    with command(as_json=as_json) as output:
+        asked = {name: value for name, value in given.items() if value is not None}
+        ask = _ask_for_route if primitive == _ROUTE else _ask_for_primitive
+        elsewhere = None if device is None else find_profile(device)
+        decision = ask(primitive, device if elsewhere is None else elsewhere.facts, backend, asked)
+        served = decision.chosen is not None
+        if as_json:
+            told = {**decision.as_dict(), "checked": True} if elsewhere is None else elsewhere.document(decision)
+            output.document(
+                {"command": "explain", "ok": served, "primitive": primitive, "arguments": _arguments(decision), **told}
+            )
+        elif elsewhere is not None:
+            output.show(elsewhere.text(decision))
+        else:
+            output.show(decision.text() if served else decision.failure_text(all=True))
+        if primitive == _ROUTE and not as_json:
+            output.show(_ROUTE_REMARK)
+        raise typer.Exit(EXIT_OK if served else EXIT_FAILED)
+
+
+def _ask_for_primitive(name: str, device: str | DeviceFacts | None, backend: str | None, given: dict[str, Any]) -> Decision:
+    """Who serves one primitive; `device` as torch or the registry names it, or facts."""
+    from mla_portable.api import explain as ask
+
+    name = primitive_named(name, param_hint="PRIMITIVE")
+    defaults = _FIELDS[name]
+    _refuse_others(name, given, defaults)
+    fields = {**defaults, **given}
+    if fields.get("scale_format") == _UNKNOWN or fields.get("kv_layout") == "bf16":
+        fields["scale_format"] = None
+    if name == "sparse_prefill" and fields["kv_layout"] == "bf16" and "block_size" not in given:
+        fields["block_size"] = None  # a workspace, or a cache seen as flat rows
+    return ask(name, device=device, backend=backend, **fields)
+
+
+def _ask_for_route(name: str, device: str | DeviceFacts | None, backend: str | None, given: dict[str, Any]) -> RouteDecision:
+    """How a layer would compose the primitives."""
+    from mla_portable.api import current_registry
+    from mla_portable.attention import AttentionSpec
+    from mla_portable.attention.demand import Demand
+    from mla_portable.attention.routes import choose_route
+
+    _refuse_others(name, given, _ROUTE_FIELDS)
+    fields = {**_ROUTE_FIELDS, **given}
+    if fields["scale_format"] == _UNKNOWN:
+        fields["scale_format"] = None
+    query_len, num_reqs = fields.pop("query_len"), fields.pop("rows")
+    spec = AttentionSpec(
+        softmax_scale=192**-0.5,
+        max_num_tokens=max(_MAX_NUM_TOKENS, num_reqs * query_len),
+        max_num_reqs=num_reqs,
+        max_model_len=_MAX_MODEL_LEN,
+        decode_query_len=query_len,
+        need_lse=fields.pop("lse"),
+        **fields,
+    )
+    registry = current_registry()
+    demand = Demand(registry, backend)
+    facts = device
+    if facts is None or isinstance(facts, str):
+        facts = registry.facts(resolve_device(None) if facts is None else facts)
+    return choose_route(spec, facts, demand.decide, demand.schedule_kind)
+
+
+def _arguments(decision: Decision | RouteDecision) -> dict[str, Any]:
+    """What was asked, as an object; "request" in the same document is its text."""
+    from mla_portable.contracts import Decision
+
+    if not isinstance(decision, Decision):
+        return asdict(decision.spec)
+    names = [each.name for each in fields(decision.request) if each.name not in ("primitive", "device")]
+    return {name: getattr(decision.request, name) for name in names}
+
+
+def _refuse_others(name: str, given: dict[str, Any], allowed: dict[str, Any]) -> None:
+    for field in given:
+        if field not in allowed:
+            known = ", ".join(_option(each) for each in allowed)
+            raise typer.BadParameter(f"does not apply to {name} (valid: {known})", param_hint=_option(field))
+
+
+def _option(field: str) -> str:
+    return _OPTION.get(field, f"--{field.replace('_', '-')}")

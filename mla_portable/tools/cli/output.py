@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a command prints: tables or one JSON document on stdout, everything else on stderr; how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from typing import Any, TextIO, cast
+
+import typer
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["EXIT_FAILED", "EXIT_OK", "EXIT_USAGE", "Advance", "Output", "close_stdout", "command", "plain", "table"]
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+"""Something is broken, wrong or cannot be served."""
+EXIT_USAGE = 2
+"""Invalid arguments."""
+
+_PIPE_WIDTH = 200
+"""Columns where stdout is no terminal and COLUMNS is not set: a table in a log should not be folded at 80."""
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+Advance = Callable[[str, int, int], None]
+"""Progress of long work: (what is being done, steps done, steps in all)."""
+
+
+class Output:
+    """Where a command writes.
+
+    Attributes:
+        as_json: one JSON document on stdout instead of tables. stdout, stderr: rich consoles; use stdout for results only.
+    """
+
+    def __init__(self, *, as_json: bool, stream: TextIO) -> None:
+        self.as_json = as_json
+        self._stream = stream
+        self.stdout = _console(stream)
+        self.stderr = _console(sys.stderr)
+
+    def document(self, value: object) -> None:
+        """Print the JSON document; once per command."""
+        self.text(json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
+
+    def text(self, value: str) -> None:
+        """Write a result as it is. Raises: typer.Exit where the reader has closed the pipe."""
+        try:
+            self._stream.write(value)
+            self._stream.flush()
+        except BrokenPipeError:
+            raise typer.Exit(EXIT_FAILED) from None
+
+    def show(self, *renderables: RenderableType) -> None:
+        """Print results for a person; a plain string is printed as it is, without markup."""
+        for renderable in renderables:
+            self.stdout.print(Text(renderable) if isinstance(renderable, str) else renderable, soft_wrap=True)
+
+    def note(self, message: str) -> None:
+        """A line for a person on stderr."""
+        self.stderr.print(Text(message), soft_wrap=True)
+
+    @contextlib.contextmanager
+    def progress(self) -> Generator[Advance]:
+        """A bar on stderr while long work runs; where stderr is no terminal, a line every few seconds."""
+        if not self.stderr.is_terminal:
+            yield self._report_now_and_then()
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.stderr, transient=True) as bar:
+            task = bar.add_task("", total=None)
+
+            def advance(what: str, done: int, total: int) -> None:
+                bar.update(task, description=what, completed=done, total=total)
+
+            yield advance
+
+    def _report_now_and_then(self) -> Advance:
+        last = time.monotonic()
+
+        def advance(what: str, done: int, total: int) -> None:
+            nonlocal last
+            if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                self.note(f"{done} of {total}: {what}")
+
+        return advance
+
+
+@contextlib.contextmanager
+def command(*, as_json: bool) -> Generator[Output]:
+    """The frame of every command: keeps stdout for results, and turns typed failures into a message and an exit code.
+
+    Whatever else writes to stdout, from Python or through file descriptor 1, goes to stderr. Imports no torch.
+
+    Raises: typer.Exit with 2 for an argument that breaks a contract or names no backend, with 1 for every other failure
+    of mla_portable. Anything else is a defect: under `as_json` it becomes a document, its traceback goes to stderr.
+    """
+    with _results_alone(redirect=as_json) as stream:
+        output = Output(as_json=as_json, stream=stream)
+        try:
+            yield output
+        except typer.Exit:
+            raise
+        except Exception as error:
+            if isinstance(error, _typed()):
+                _failure(output, error)
+                raise typer.Exit(EXIT_USAGE if _is_usage(error) else EXIT_FAILED) from error
+            if not as_json or isinstance(error, typer.BadParameter):
+                raise
+            traceback.print_exc(file=sys.stderr)
+            _failure(output, error)
+            raise typer.Exit(EXIT_FAILED) from error
+
+
+@contextlib.contextmanager
+def _results_alone(*, redirect: bool) -> Generator[TextIO]:
+    """A stream to the real stdout, while `sys.stdout` and, with `redirect`, file descriptor 1 lead to stderr.
+
+    Where `sys.stdout` is not the process's own, as in a test, the stream is `sys.stdout`.
+    """
+    ours = sys.stdout
+    if not redirect:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield ours
+        return
+    ours.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        own = ours is sys.__stdout__
+        with contextlib.redirect_stdout(sys.stderr):
+            if own:
+                stream = os.fdopen(os.dup(kept), "w", encoding="utf-8")
+                try:
+                    yield stream
+                finally:
+                    with contextlib.suppress(BrokenPipeError):
+                        stream.close()
+            else:
+                yield ours
+    finally:
+        # what a C library has buffered must not reach fd 1 after it is stdout again
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def close_stdout() -> None:
+    """Send to stderr what writes to stdout from here to the end of the process, such as a plugin's exit handler."""
+    stdout: TextIO | None = getattr(sys, "stdout", None)
+    if stdout is None:  # the process was started without one
+        return
+    target = 2
+    try:
+        stdout.flush()
+    except BrokenPipeError:  # its reader has gone, and Python would try again
+        target = os.open(os.devnull, os.O_WRONLY)
+    with contextlib.suppress(OSError):  # the process has no stderr
+        os.dup2(target, 1)
+
+
+def _typed() -> tuple[type[Exception], ...]:
+    """The failures that mla_portable raises on purpose; classes of modules that are not loaded were not raised."""
+    modules = (("mla_portable.contracts", "MLAPortableError"), ("mla_portable.tools.matrix.errors", "RecordError"))
+    return tuple(getattr(sys.modules[module], name) for module, name in modules if module in sys.modules)
+
+
+def _is_usage(error: Exception) -> bool:
+    contracts = sys.modules.get("mla_portable.contracts")
+    return contracts is not None and isinstance(error, contracts.InvalidArgument)
+
+
+def _failure(output: Output, error: Exception) -> None:
+    output.note(f"{type(error).__name__}: {error}")
+    if output.as_json:
+        output.document({"ok": False, "error": {"type": type(error).__name__, "message": str(error)}})
+
+
+def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Collection[str] = ()) -> Table:
+    """A table of plain strings; the columns named in `numbers` are aligned to the right."""
+    result = Table(title=title or None, title_justify="left", title_style="bold", header_style="bold")
+    for heading in headings:
+        result.add_column(Text(heading), justify="right" if heading in numbers else "left", overflow="fold")
+    for row in rows:
+        result.add_row(*(Text(cell) for cell in row))
+    return result
+
+
+def plain(value: object) -> Any:
+    """`value` as JSON can hold it: values become objects, enums their text, infinities and NaN the strings "inf", "nan"."""
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in cast(Sequence[Any], value)]
+    return str(value)
+
+
+def _console(stream: TextIO) -> Console:
+    if stream.isatty() or os.environ.get("COLUMNS", "").isdigit():
+        return Console(file=stream)
+    return Console(file=stream, width=_PIPE_WIDTH)

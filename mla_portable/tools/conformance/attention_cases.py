@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which attention cases there are: their axes, how many combinations a level takes, the special scenes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Final
+
+from mla_portable.contracts import DeviceFacts, Implementation, Request
+from mla_portable.primitives import SPARSE_DECODE
+from mla_portable.tools.conformance.attention import WORKSPACE, AttentionParams, DecodeParams, PrefillParams
+from mla_portable.tools.conformance.cover import Choice, covering, crossed
+from mla_portable.tools.conformance.inputs import PAIR_BLOCK, PATTERNS, SIZES
+from mla_portable.tools.conformance.params import (
+    Storage,
+    accepted,
+    block_sizes,
+    can_capture,
+    can_hold_vast,
+    heads,
+    narrow_topks,
+    query_lens,
+    says_something,
+    storages,
+    topks,
+)
+
+__all__ = ["attention_params"]
+
+MANY_ROWS: Final = 70_000
+"""More rows than the second and third axis of a CUDA grid can have (65535)."""
+BATCH_ROWS: Final = {"none": 300, "split_kv": 40}
+"""By kind of schedule: more rows than any GPU needs to be busy, and so few that a schedule of them has splits."""
+FEW_BATCH_ROWS: Final = 6
+"""On a CPU."""
+INTERPRETED_WORK: Final = 64
+"""What a case of the quick level may cost on a CPU, in tiles of 16 x 32: there kernels run in an interpreter that needs about
+25 ms for each. Combinations that cost more are left to GPUs, and to the one case of the largest shape."""
+
+
+def attention_params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[AttentionParams]:
+    """What a level asks of an implementation of sparse_decode or sparse_prefill."""
+    axes = _axes(implementation, facts, level)
+    if not all(axes.values()):
+        return
+    budget = INTERPRETED_WORK if facts.device_type == "cpu" and level == "quick" else None
+
+    def allowed(choice: Choice) -> bool:
+        return _is_claimed(choice, implementation, facts) and _makes_sense(choice) and _is_affordable(choice, budget)
+
+    seeds = crossed(axes, [name for name in ("storage", "heads", "topk", "query_len") if name in axes])
+    choices = covering(axes, strength=1 if level == "smoke" else 2, allowed=allowed, seeds=seeds if level == "full" else [])
+    for choice in choices:
+        yield _params(implementation, choice, budget)
+    yield from _promised(implementation, facts, level, axes, budget)
+    yield from _batches(implementation, facts, level, axes)
+    yield from _scenes(implementation, facts, level, axes)
+
+
+def _axes(implementation: Implementation, facts: DeviceFacts, level: str) -> dict[str, list[Any]]:
+    support, smoke = implementation.support, level == "smoke"
+    is_decode = implementation.primitive is SPARSE_DECODE
+    flags = {name: accepted(implementation, facts, name, [False, True]) for name in ("attn_sink", "lengths")}
+    sizes: list[int | None] = [*block_sizes(implementation, facts, level)]
+    kinds: list[Storage] = storages(implementation)
+    if not is_decode and "bf16" in support.kv_layouts:  # bf16 rows come flat; only the FP8 cache is read in place
+        kinds, sizes = [(WORKSPACE, None), *(kind for kind in kinds if kind[0] != "bf16")], [None, *sizes]
+    axes: dict[str, list[Any]] = {
+        "storage": kinds,
+        "pattern": ["corpus", "absent", "last", "front", "dense"] if smoke else list(PATTERNS),
+        "heads": heads(implementation, facts, level),
+        "topk": topks(implementation, facts, level),
+        "block_size": sizes,
+        "sink": ["none", "finite", "minus_inf", "plus_inf"] if True in flags["attn_sink"] else ["none"],
+        "lengths": flags["lengths"],
+        "outputs": ["fresh", "packed", "views"],
+        "inputs": ["packed", "views"],
+        "blocks": ["packed", "strided"],
+        "size": ["plain", "large"],
+        "schedule": ["none"],
+        "run": ["once"] if smoke else ["once", "repeat"],
+        "rows": ["few"] if level != "full" else ["few", "more"],
+    }
+    if is_decode:
+        axes["query_len"] = query_lens(implementation, facts, level)
+        axes["schedule"] = list(dict.fromkeys(["none", implementation.schedule_kind]))
+    return axes
+
+
+def _is_claimed(choice: Choice, implementation: Implementation, facts: DeviceFacts) -> bool:
+    """Nothing in a partial choice speaks against the implementation's own declaration."""
+    kv, scale_format = choice.get("storage", (None, None))
+    request = Request(
+        primitive=implementation.primitive,
+        device=facts,
+        kv_layout="bf16" if kv == WORKSPACE else kv,
+        scale_format=scale_format,
+        num_heads=choice.get("heads"),
+        topk=choice.get("topk"),
+        block_size=choice.get("block_size"),
+        query_len=choice.get("query_len"),
+        attn_sink=choice.get("sink", "none") != "none",
+        lengths=choice.get("lengths", False),
+    )
+    return not any(True for _ in implementation.support.shape_reasons(request))
+
+
+def _makes_sense(choice: Choice) -> bool:
+    """A partial choice is something that exists, and that the suite can judge."""
+    if not says_something(choice):
+        return False
+    if "storage" not in choice:
+        return True
+    kv, scale_format = choice["storage"]
+    flat = kv == WORKSPACE
+    if "block_size" in choice and (choice["block_size"] is None) != flat:
+        return False
+    if flat and choice.get("blocks", "packed") != "packed":
+        return False
+    # bf16 arithmetic on amax scales is off by 2^-8 of a score; at hundreds that says nothing about the kernel
+    return not (scale_format == "amax" and choice.get("size") in ("large", "loud_head"))
+
+
+def _work(rows: int, heads: int, topk: int) -> int:
+    """Tiles of 16 heads and 32 indices that a kernel walks over."""
+    return rows * -(-heads // 16) * -(-topk // 32)
+
+
+def _is_affordable(choice: Choice, budget: int | None) -> bool:
+    """A partial choice can be completed within what the level may spend on a case."""
+    heads, topk, query_len = choice.get("heads", 1), choice.get("topk", 1), choice.get("query_len", 1)
+    if choice.get("rows") == "more" and heads * topk > 32 * 1024:
+        return False  # the oracle would take seconds for each
+    if budget is None:
+        return True
+    least = _work(query_len, heads, topk)
+    return least <= (budget if query_len == 1 else 2 * budget) and (choice.get("run") != "repeat" or least <= budget)
+
+
+def _num_rows(choice: Choice, budget: int | None) -> int:
+    """Query rows of a whole choice: a multiple of S, fewer where each is much work."""
+    query_len, wanted = choice.get("query_len", 1), 33 if choice["rows"] == "more" else 4
+    rows = query_len * max(1, wanted // query_len)
+    while budget is not None and rows > query_len and _work(rows, choice["heads"], choice["topk"]) > budget:
+        rows -= query_len
+    return rows
+
+
+def _params(implementation: Implementation, choice: Choice, budget: int | None = None) -> AttentionParams:
+    """The parameters for a whole choice of `_axes`."""
+    fields: dict[str, Any] = choice | {"rows": _num_rows(choice, budget), "query_len": choice.get("query_len")}
+    kv, scale_format = fields.pop("storage")
+    kind = DecodeParams if implementation.primitive is SPARSE_DECODE else PrefillParams
+    return kind(
+        kv=kv,
+        scale_format=scale_format,
+        with_lse=implementation.support.lse,
+        padded_heads=implementation.padded_heads(choice["heads"]),
+        **fields,
+    )
+
+
+def _scenes(
+    implementation: Implementation, facts: DeviceFacts, level: str, axes: dict[str, list[Any]]
+) -> Iterator[AttentionParams]:
+    """One or a few cases for each thing that is not an axis."""
+
+    def allowed(choice: Choice) -> bool:
+        return _is_claimed(choice, implementation, facts) and _makes_sense(choice)
+
+    def params(chosen: dict[str, list[Any]], strength: int = 1) -> Iterator[AttentionParams]:
+        for choice in covering(chosen, strength=strength, allowed=allowed):
+            yield _params(implementation, choice)
+
+    plain = {name: values[:1] for name, values in axes.items()} | {
+        "storage": axes["storage"],
+        "block_size": [None, axes["block_size"][-1]] if None in axes["block_size"] else axes["block_size"][-1:],
+        "heads": _near(axes["heads"], 16),
+        "topk": _near(axes["topk"], 64),
+        "pattern": ["holes"],
+    }
+    base = list(params(plain))
+    yield from (replace(p, rows=0) for p in base)
+    if level == "smoke":
+        return
+    yield from (replace(p, scene="address") for p in base if can_hold_vast(p.kv_layout, facts, level))
+    pair = plain | {"blocks": ["pair"], "block_size": [size for size in axes["block_size"][-1:] if size and size >= PAIR_BLOCK]}
+    yield from params(pair) if pair["block_size"] else ()
+    narrow = plain | {"topk": narrow_topks(implementation, facts), "pattern": ["dense", "absent"], "lengths": axes["lengths"]}
+    yield from params(narrow) if narrow["topk"] else ()
+    loud = plain | {
+        "size": [size for size in SIZES if size not in axes["size"]],
+        "heads": list(dict.fromkeys([*plain["heads"], *_near(axes["heads"], 64)])),
+        "topk": _near(axes["topk"], 64 if facts.device_type == "cpu" else 1024),
+        "pattern": ["dense"],
+    }
+    yield from params(loud, strength=2)
+    largest = plain | {"storage": axes["storage"][-1:], "heads": axes["heads"][-1:], "topk": axes["topk"][-1:]}
+    yield from (replace(p, rows=p.query_len or 1) for p in params(largest))
+    if level == "full" and facts.device_type != "cpu" and facts.memory_bytes >= 32 << 30:
+        fewest = plain | {"heads": axes["heads"][:1]}
+        yield from (replace(p, rows=MANY_ROWS * (p.query_len or 1)) for p in params(fewest) if p.heads <= 16)
+    if can_capture(implementation, facts):
+        graphed = {name: axes[name] for name in ("sink", "lengths", "blocks", "query_len") if name in axes} | {
+            "topk": axes["topk"] if level == "full" else axes["topk"][-1:],
+            "heads": axes["heads"] if level == "full" else plain["heads"],
+            "pattern": ["holes", "absent", "corpus"],
+            "outputs": ["packed"],
+            "schedule": axes["schedule"][-1:],
+        }
+        yield from (replace(p, run="graph") for p in params(plain | graphed))
+
+
+def _promised(
+    implementation: Implementation, facts: DeviceFacts, level: str, axes: dict[str, list[Any]], budget: int | None
+) -> Iterator[AttentionParams]:
+    """Clean indices are promised and no lse is asked for, as layers do: the less there is to pad, the more may be left out."""
+    support, widths = implementation.support, topks(implementation, facts, "quick")
+    kernel_heads = accepted(implementation, facts, "num_heads", support.padded_heads)
+    axes = axes | {
+        "pattern": ["absent", "holes", "dense"],
+        "heads": list(dict.fromkeys([*kernel_heads, *_near(axes["heads"], 16)])),
+        "topk": list(dict.fromkeys([*_near(widths, 64), *_near(widths, 1024), *_near(widths, 100)])),
+        "block_size": [None, *axes["block_size"][-1:]] if None in axes["block_size"] else axes["block_size"][-1:],
+        "outputs": ["packed", "fresh", "views"],
+        "blocks": ["packed"],
+        "size": ["plain"],
+        "schedule": axes["schedule"][::-1],
+        "run": ["once", "graph"] if can_capture(implementation, facts) else ["once"],
+        "rows": ["few"],
+    }
+
+    def allowed(choice: Choice) -> bool:
+        in_graph = choice.get("run") == "graph" and choice.get("outputs") == "fresh"
+        sound = _is_claimed(choice, implementation, facts) and _makes_sense(choice) and _is_affordable(choice, budget)
+        return sound and not in_graph
+
+    smoke, least = level == "smoke", {"sink": "none", "inputs": "packed", "outputs": "packed"}
+    seeds = [least | choice for choice in crossed(axes, ["heads", "topk", "run"])]
+    for choice in covering(axes, strength=1 if smoke else 2, allowed=allowed, seeds=[] if smoke else seeds):
+        yield replace(_params(implementation, choice, budget), promised=True, with_lse=False)
+
+
+def _batches(
+    implementation: Implementation, facts: DeviceFacts, level: str, axes: dict[str, list[Any]]
+) -> Iterator[AttentionParams]:
+    """Rows of batches of several sizes, with K so wide that a row by itself invites splits; only where that is promised."""
+    if level == "smoke" or not implementation.support.batch_invariant:
+        return
+    on_cpu = facts.device_type == "cpu"
+    axes = {name: values[:1] for name, values in axes.items()} | {
+        **{name: axes[name] for name in ("storage", "block_size", "sink", "lengths", "query_len") if name in axes},
+        "schedule": [kind for kind in axes["schedule"] if kind in BATCH_ROWS],
+        "heads": axes["heads"] if level == "full" else _near(axes["heads"], 16),
+        "topk": _near(topks(implementation, facts, "quick"), 128 if on_cpu else 1024),
+        "pattern": ["dense", "holes"],
+        "run": ["batches"],
+    }
+
+    def allowed(choice: Choice) -> bool:
+        return _is_claimed(choice, implementation, facts) and _makes_sense(choice)
+
+    for choice in covering(axes, strength=1, allowed=allowed):
+        query_len = choice.get("query_len", 1)
+        rows = FEW_BATCH_ROWS if on_cpu else BATCH_ROWS[choice["schedule"]]
+        yield replace(_params(implementation, choice), rows=-(-rows // query_len) * query_len)
+
+
+def _near(values: list[int], wanted: int) -> list[int]:
+    return [min(values, key=lambda value: abs(value - wanted))]

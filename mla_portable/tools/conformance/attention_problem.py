@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build one attention problem: queries, a cache full of NaN but for the tokens that are named, indices, and the judge."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import (
+    HEAD_SIZE,
+    KV_LORA_RANK,
+    LAYOUTS,
+    BoundPrimitive,
+    DecodeSchedule,
+    DeviceFacts,
+    SplitSchedule,
+    TileSchedule,
+    split_kv,
+)
+from mla_portable.planner.flashmla import num_sm_parts, tile_schedule
+from mla_portable.primitives import SPARSE_DECODE
+from mla_portable.reference import oracle
+from mla_portable.tools.conformance.compare import Finding, attributes, close, cosine, same_object
+from mla_portable.tools.conformance.inputs import Paged, cached_rows, generator, index_rows, paged, queries, shuffled, vast
+from mla_portable.tools.conformance.problem import Guarded, Problem, Stage
+from mla_portable.tools.conformance.tolerances import tolerance
+
+if TYPE_CHECKING:
+    from mla_portable.tools.conformance.attention import AttentionParams
+
+__all__ = ["SOFTMAX_SCALE", "build_attention", "make_schedule"]
+
+SOFTMAX_SCALE: Final = 192**-0.5
+"""That of DeepSeek-V3's 128 + 64 wide queries, which absorbed weights do not change."""
+JUDGED_ROWS: Final = 96
+"""Of a problem with very many rows the first, the last and others between are compared."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _KV:
+    """The cache on the device; on the CPU one with the same tokens for the oracle; the slots that hold tokens, in each."""
+
+    placed: Tensor
+    original: Tensor
+    used: Tensor
+    original_used: Tensor
+    unused: Tensor
+    limit: int
+
+
+def build_attention(params: AttentionParams, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
+    """The problem that `params` describe; see AttentionParams."""
+    g, stage = generator(seed), Stage(device)
+    rows, topk, heads = params.rows, params.topk, params.heads
+    kv = _vast_kv(params, stage, g) if params.scene == "address" else _kv(params, stage, g)
+    q = queries(rows, heads, params.size, g)
+    lengths = _lengths(params, g) if params.lengths else None
+    picks = torch.arange(len(kv.used))
+    unused = len(picks) + torch.arange(len(kv.unused))
+    names = index_rows(params.pattern, rows, topk, picks, unused, kv.limit, lengths, g)  # into used, then unused
+    if params.promised:
+        names = names.masked_fill(names >= len(picks), -1).clamp(min=-1)
+    indices = _renamed(names, torch.cat([kv.used, kv.unused]), params)
+    original_indices = _renamed(names, torch.cat([kv.original_used, kv.unused]), params)
+
+    shape = (rows // params.query_len, params.query_len) if params.query_len else (rows,)
+    q, original_indices = q.view(*shape, heads, HEAD_SIZE), original_indices.view(*shape, topk)
+    lengths = None if lengths is None else lengths.view(shape)
+    sink = _sink(params, q, kv.original, original_indices, lengths, g)
+    apart = params.inputs == "views"
+    q_placed = stage.read("q", q, strided=apart)
+    indices_placed = stage.read("indices", indices.view(*shape, topk), strided=apart)
+    keywords: dict[str, Any] = {"softmax_scale": SOFTMAX_SCALE}
+    if lengths is not None:
+        keywords["lengths"] = stage.read("lengths", lengths, strided=apart)
+    if sink is not None:
+        keywords["attn_sink"] = stage.read("attn_sink", sink)
+    if params.outputs != "fresh":
+        strided = params.outputs == "views"
+        keywords["out"] = stage.write("out", (*shape, heads, KV_LORA_RANK), torch.bfloat16, strided=strided)
+        if params.with_lse or params.promised:
+            keywords["lse_out"] = stage.write("lse_out", (*shape, heads), torch.float32, strided=strided)
+    if params.schedule != "none" and rows:
+        keywords["schedule"] = make_schedule(params, device, facts)
+
+    judged = torch.linspace(0, rows - 1, JUDGED_ROWS).long() if rows > JUDGED_ROWS else torch.arange(rows)
+    expected = _expected(params, q, kv.original, original_indices, lengths, sink, judged)
+
+    def call(bound: BoundPrimitive) -> tuple[Tensor, ...]:
+        return tuple(bound(q_placed, kv.placed, indices_placed, **keywords))
+
+    def part(bound: BoundPrimitive, some: slice) -> tuple[Tensor, ...]:
+        own = {name: value for name, value in keywords.items() if name in ("softmax_scale", "attn_sink")}
+        if "lengths" in keywords:
+            own["lengths"] = keywords["lengths"][some]
+        if "schedule" in keywords:
+            own["schedule"] = make_schedule(params, device, facts, num_rows=q_placed[some].shape[:-2].numel())
+        results = tuple(bound(q_placed[some], kv.placed, indices_placed[some], **own))
+        return results if params.with_lse else results[:1]
+
+    def judge(results: tuple[Tensor, ...], writes: dict[str, Guarded]) -> Iterator[Finding]:
+        return _judge(params, shape, device, expected, judged, results, writes)
+
+    return Problem(stage, call, judge, part)
+
+
+def _kv(params: AttentionParams, stage: Stage, g: torch.Generator) -> _KV:
+    """A small cache (a workspace is one block of it), most of whose slots hold tokens at shuffled places."""
+    layout = LAYOUTS[params.kv_layout]
+    wanted = params.topk + params.topk // 4 + 10
+    block_size = params.block_size or wanted
+    if params.block_size is None or params.blocks == "pair":
+        num_blocks = 1 if params.block_size is None else 2
+    else:
+        num_blocks = max(3, -(-wanted // block_size) + 1)
+    limit = num_blocks * block_size
+    order = shuffled(limit - 2, g) + 1  # slot 0 and the last slot are special
+    edge = torch.tensor([0, limit - 1] if params.pattern == "dense" else [limit - 1])
+    count = min(params.topk + params.topk // 8, limit - 8)
+    used = torch.cat([edge, order])[:count]
+    unused = torch.cat([torch.tensor([], dtype=torch.int64) if params.pattern == "dense" else torch.tensor([0]), order[-6:]])
+    cache = paged(layout, num_blocks, block_size, strided=params.blocks != "packed")
+    cache.put(used, cached_rows(count, layout, params.scale_format, g, size=params.size))
+    view = cache.view[0] if params.block_size is None else cache.view
+    return _KV(stage.read("kv", view), view, used, used, unused, limit)
+
+
+def _vast_kv(params: AttentionParams, stage: Stage, g: torch.Generator) -> _KV:
+    """A cache of more than 2**31 elements, and a small one with the same tokens in order for the oracle."""
+    layout = LAYOUTS[params.kv_layout]
+    placed, device_rows, used = vast(layout, params.block_size or 1, stage.device)
+    tokens = cached_rows(len(used), layout, params.scale_format, g)
+    block_size = device_rows.shape[1]
+    device_rows[(used // block_size).to(stage.device), (used % block_size).to(stage.device)] = tokens.to(stage.device)
+    small: Paged = paged(layout, len(used), 1)
+    original_used = torch.arange(len(used))
+    small.put(original_used, tokens)
+    nothing = torch.tensor([], dtype=torch.int64)
+    limit = placed.shape[0] * block_size
+    flat = params.block_size is None
+    return _KV(placed.flatten(0, 1) if flat else placed, small.view, used, original_used, nothing, limit)
+
+
+def _renamed(names: Tensor, slots: Tensor, params: AttentionParams) -> Tensor:
+    """Positions in `slots` -> slots; what `index_rows` put in as invalid stays as it is."""
+    valid = (names >= 0) & (names < len(slots))
+    return torch.where(valid, slots[names.clamp(0, len(slots) - 1).long()], names).to(torch.int32)
+
+
+def _lengths(params: AttentionParams, g: torch.Generator) -> Tensor:
+    """[rows] int32: nothing, everything, and values that are clamped to [0, topk]; which row has which depends on the seed."""
+    rows, topk = params.rows, params.topk
+    values = torch.randint(1, topk + 1, (rows,), generator=g, dtype=torch.int32)
+    fixed = [max(1, topk // 2), topk + 7, 0, topk, -3]
+    turn = g.initial_seed() % len(fixed) if rows > 1 else 0  # never the same twice when a graph is replayed on the next seed
+    fixed = fixed[turn:] + fixed[:turn]
+    if params.pattern == "last":  # of which a shorter first row would show nothing
+        fixed = [topk, topk + 7, 0, max(1, topk // 2)]
+    values[: len(fixed)] = torch.tensor(fixed, dtype=torch.int32)[:rows]
+    return values
+
+
+def _sink(
+    params: AttentionParams, q: Tensor, kv: Tensor, indices: Tensor, lengths: Tensor | None, g: torch.Generator
+) -> Tensor | None:
+    """[H] float32, finite ones near the lse of the first row that has one, so that they change its result visibly."""
+    if params.sink == "none":
+        return None
+    sink = torch.randn(params.heads, generator=g)
+    for row in range(params.rows):
+        _, lse = _expected(params, q, kv, indices, lengths, None, torch.tensor([row]))
+        if lse.isfinite().all():
+            sink += lse[0].float()
+            break
+    if params.sink != "finite":
+        minus, plus = (0, 1) if params.sink == "minus_inf" else (1, 0)
+        sink[minus::3] = -math.inf
+        sink[plus::3] = math.inf
+    return sink
+
+
+def make_schedule(
+    params: AttentionParams, device: torch.device, facts: DeviceFacts, *, num_rows: int | None = None
+) -> DecodeSchedule:
+    """A schedule for the decode call that `params` describe; its scratch holds NaN. A CPU gets that of 16 processors.
+
+    Args:
+        num_rows: rows of another call, whose rows a split-KV schedule cuts as it does for all of them.
+    """
+    num_rows = params.rows if num_rows is None else num_rows
+    heads, topk, query_len = params.heads, params.topk, params.query_len or 1
+    num_sms = facts.num_sms or 16
+    if params.schedule == "flashmla_tiles":
+        padded, batch = params.padded_heads or heads, params.rows // query_len
+        parts = num_sm_parts(facts.arch, num_sms=num_sms, query_len=query_len, num_heads=padded)
+        tiles = tile_schedule([topk] * batch, num_sm_parts=parts)
+        metadata, num_splits = (torch.from_numpy(words).to(device) for words in (tiles.metadata, tiles.num_splits))
+        return TileSchedule(batch, query_len, padded, topk, parts, metadata, num_splits)
+    num_splits, split_len = split_kv(num_rows=params.rows, num_heads=heads, topk=topk, num_sms=num_sms)
+    partial_out = partial_lse = None
+    if num_splits > 1:
+        partial_out = torch.full((num_splits, num_rows, heads, KV_LORA_RANK), math.nan, device=device)
+        partial_lse = torch.full((num_splits, num_rows, heads), math.nan, device=device)
+    return SplitSchedule(num_rows, heads, topk, num_splits, split_len, partial_out, partial_lse)
+
+
+def _expected(
+    params: AttentionParams,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lengths: Tensor | None,
+    sink: Tensor | None,
+    judged: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The oracle's (out [n, H, 512], lse [n, H]) of the judged rows, float64."""
+    compute = oracle.sparse_decode if params.primitive is SPARSE_DECODE else oracle.sparse_prefill
+    count = len(judged)
+    lead = (count, 1) if params.query_len else (count,)
+    heads, topk = params.heads, params.topk
+    out, lse = compute(
+        q.reshape(params.rows, heads, HEAD_SIZE)[judged].view(*lead, heads, HEAD_SIZE),
+        kv,
+        indices.reshape(params.rows, topk)[judged].view(*lead, topk),
+        softmax_scale=SOFTMAX_SCALE,
+        lengths=None if lengths is None else lengths.reshape(params.rows)[judged].view(lead),
+        attn_sink=sink,
+    )
+    return out.view(count, heads, KV_LORA_RANK), lse.view(count, heads)
+
+
+def _judge(
+    params: AttentionParams,
+    shape: tuple[int, ...],
+    device: torch.device,
+    expected: tuple[Tensor, Tensor],
+    judged: Tensor,
+    results: tuple[Tensor, ...],
+    writes: dict[str, Guarded],
+) -> Iterator[Finding]:
+    heads, primitive, storage = params.heads, params.primitive, params.storage_name
+    shapes = {"out": ((*shape, heads, KV_LORA_RANK), torch.bfloat16), "lse": ((*shape, heads), torch.float32)}
+    names = ("out", "lse_out") if params.with_lse else ("out",)
+    for (name, (wanted, dtype)), got, _ in zip(shapes.items(), results, names, strict=False):
+        found = attributes(f"{name} tensor", got, wanted, dtype, device)
+        yield found
+        if found.message:
+            return
+    for name, got in zip(names, results, strict=False):
+        if name in writes:
+            yield same_object(f"{name} identity", got, writes[name].view)
+    for name, written in writes.items():
+        yield written.outside(name)
+    want_out, want_lse = expected
+    out = results[0].flatten(0, len(shape) - 1).cpu()[judged]
+    absent = want_lse == -math.inf
+    yield _zero("out of rows without a valid entry", out[absent])
+    limit = tolerance(primitive, storage, "out")
+    yield close("out", out, want_out, limit, rows=judged)
+    if limit.cosine is not None:
+        yield cosine("out cosine", out, want_out, limit.cosine)
+    lse = results[1]
+    if params.with_lse or lse.numel():
+        lse = lse.flatten(0, len(shape) - 1).cpu()[judged]
+        if not params.with_lse:  # NaN says that it is none
+            lse = torch.where(lse.isnan(), want_lse, lse)
+        yield close("lse", lse, want_lse, tolerance(primitive, storage, "lse"), rows=judged)
+
+
+def _zero(quantity: str, got: Tensor) -> Finding:
+    """Every element is 0 (of either sign)."""
+    wrong = got != 0  # NaN is not 0
+    count = int(wrong.sum())
+    if not count:
+        return Finding(quantity, 0, 0)
+    return Finding(quantity, count, 0, f"{quantity}: got {got[wrong][0].item()}, expected 0; {count} elements are not 0")

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every kind of case has in common, and the values that shapes take: those of a fixed list that a Support accepts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import torch
+
+from mla_portable.contracts import LAYOUTS, DeviceFacts, Implementation, Primitive, Request
+from mla_portable.tools.conformance.cover import Choice
+from mla_portable.tools.conformance.problem import Problem
+
+__all__ = [
+    "LEVELS",
+    "Params",
+    "Storage",
+    "accepted",
+    "block_sizes",
+    "can_capture",
+    "can_hold_vast",
+    "heads",
+    "narrow_topks",
+    "query_lens",
+    "says_something",
+    "storages",
+    "topks",
+]
+
+LEVELS: Final = ("smoke", "quick", "full")
+"""smoke: a handful of cases, seconds. quick: every pair of values of all axes, and every special scene. full: the cross
+product of shapes with everything else spread over it; meant for GPUs."""
+
+HEADS: Final = (1, 8, 16, 24, 32, 64, 128)
+TOPKS: Final = (64, 100, 128, 1024, 2048)
+BLOCK_SIZES: Final = (1, 16, 53, 64)
+QUERY_LENS: Final = (1, 2, 4)
+NARROW: Final = 8
+
+Storage = tuple[str, str | None]
+"""(kv_layout, scale_format); the latter is None for a layout without scales."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Params(ABC):
+    """The parameters of a case. Subclasses add a primitive's own.
+
+    Attributes:
+        run: "once"; "repeat", two calls that must agree bit for bit; "graph", captured, then replayed on other inputs;
+            "batches", rows in batches of several sizes, which must agree bit for bit.
+    """
+
+    primitive: ClassVar[Primitive]
+    run: str = "once"
+
+    @abstractmethod
+    def words(self) -> list[str]:
+        """The parameters as words of an id; usual values go unsaid."""
+
+    @abstractmethod
+    def request(self, device: DeviceFacts) -> Request:
+        """What this case asks of the registry."""
+
+    @abstractmethod
+    def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
+        """The problem on a device. The same seed gives the same values on every device."""
+
+
+def accepted(implementation: Implementation, facts: DeviceFacts, field: str, candidates: Sequence[Any]) -> list[Any]:
+    """The candidates for one field of a Request that the implementation claims, each once, in order."""
+    base = Request(primitive=implementation.primitive, device=facts)
+    return [
+        value
+        for value in dict.fromkeys(candidates)
+        if not any(True for _ in implementation.support.shape_reasons(base.but(**{field: value})))
+    ]
+
+
+def storages(implementation: Implementation) -> list[Storage]:
+    """The caches that the implementation claims to read or write."""
+    support = implementation.support
+    return [
+        (name, scale_format)
+        for name in support.kv_layouts
+        for scale_format in (support.scale_formats if LAYOUTS[name].is_quantized else (None,))
+    ]
+
+
+def heads(implementation: Implementation, facts: DeviceFacts, level: str) -> list[int]:
+    """Head counts: the usual ones, those that the implementation names, and one below each count it pads to."""
+    support = implementation.support
+    named = [*(support.num_heads or ()), *support.padded_heads, *(padded - 1 for padded in support.padded_heads)]
+    limit = [support.max_heads] if support.max_heads is not None and support.max_heads <= 256 else []
+    found = sorted(accepted(implementation, facts, "num_heads", [n for n in (*HEADS, *named, *limit) if n > 0]))
+    return _few(found, near=16) if level == "smoke" else found
+
+
+def topks(implementation: Implementation, facts: DeviceFacts, level: str) -> list[int]:
+    """Widths that make an axis: the usual ones, the multiple that is asked for, the largest that is allowed."""
+    found = _topks(implementation, facts)
+    wide = [n for n in found if n >= NARROW] or found
+    return _few(wide, near=100) if level == "smoke" else wide
+
+
+def narrow_topks(implementation: Implementation, facts: DeviceFacts) -> list[int]:
+    """Widths that are claimed and too narrow for a front, a middle and an end; they get cases of their own."""
+    return [n for n in _topks(implementation, facts) if n < NARROW]
+
+
+def _topks(implementation: Implementation, facts: DeviceFacts) -> list[int]:
+    support = implementation.support
+    limit = [support.max_topk] if support.max_topk is not None and support.max_topk <= 4096 else []
+    return sorted(accepted(implementation, facts, "topk", (*TOPKS, support.topk_multiple, *limit)))
+
+
+def block_sizes(implementation: Implementation, facts: DeviceFacts, level: str) -> list[int]:
+    """Block sizes: the usual ones, those that are named, odd multiples of the granule."""
+    support = implementation.support
+    granule = support.block_size_multiple
+    named = [*(support.block_sizes or ()), *((granule, 3 * granule) if granule > 1 else ())]
+    found = sorted(accepted(implementation, facts, "block_size", (*BLOCK_SIZES, *named)))
+    return _few(found, near=64) if level == "smoke" else found
+
+
+def query_lens(implementation: Implementation, facts: DeviceFacts, level: str) -> list[int]:
+    """Query tokens per batch row."""
+    limit = implementation.support.max_query_len
+    found = sorted(accepted(implementation, facts, "query_len", (*QUERY_LENS, *([limit] if limit and limit <= 8 else []))))
+    return found[:2] if level == "smoke" else found
+
+
+def _few(values: list[int], *, near: int) -> list[int]:
+    return sorted(values, key=lambda value: abs(value - near))[:1]
+
+
+def can_hold_vast(layout_name: str, facts: DeviceFacts, level: str) -> bool:
+    """A cache of more than 2**31 elements is affordable here: always virtually on a CPU, with room to spare on a GPU.
+
+    bf16 takes twice the bytes of FP8; on a CPU it is left to the full level.
+    """
+    if level == "smoke" or (level == "quick" and facts.device_type == "cpu" and layout_name == "bf16"):
+        return False
+    return facts.device_type == "cpu" or facts.memory_bytes >= 2 * 2**31 * LAYOUTS[layout_name].dtype.itemsize
+
+
+def can_capture(implementation: Implementation, facts: DeviceFacts) -> bool:
+    """The implementation claims CUDA graphs, and the device is not known to lack them."""
+    return implementation.support.graph and facts.device_type == "cuda" and facts.graph_capture is not False
+
+
+def says_something(choice: Choice) -> bool:
+    """A narrow row is full or wholly invalid; no other pattern is to be seen in it."""
+    return choice.get("topk", NARROW) >= NARROW or choice.get("pattern", "dense") in ("dense", "absent")

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Benchmarks as evidence, and the times that the registry ranks by: both from lines of `bench kernels`, neither by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from mla_portable.registry.costs import MeasuredTime
+from mla_portable.tools.matrix.claims import Declarations
+from mla_portable.tools.matrix.errors import RecordError
+from mla_portable.tools.matrix.evidence import Evidence
+from mla_portable.tools.matrix.levels import Hashes
+from mla_portable.tools.matrix.profiles import Profile
+from mla_portable.tools.matrix.record import Origin, common_fields, profile_of
+
+__all__ = ["benchmark_records", "measured_times", "timed_devices"]
+
+Line = Mapping[str, Any]
+_CASE: Final = ("recorded", "command", "primitive", "layout", "shape")
+"""Fields that lines of one problem in one run share."""
+_COPIED: Final = ("recorded", "command", "layout", "driver", "versions", "clocks", "shape", "rows", "overlap", "source_hash")
+_FIGURES: Final = ("median_us", "p10_us", "p90_us", "runs")
+
+
+def benchmark_records(
+    lines: Iterable[Line], declarations: Declarations, profiles: Mapping[str, Profile], origin: Origin
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """One record per implementation and case that was timed beside a rival.
+
+    Args:
+        lines: of `mla-portable bench kernels --out`. origin: of this checkout; each record keeps the time, the command and the
+            source hash of the run it comes from.
+    Returns: the records, and a line on everything that was left out.
+    Raises: RecordError for a device without a profile and for an implementation that is not declared.
+    """
+    claims = {(claim.implementation, claim.primitive): claim for claim in declarations.claims}
+    cases: dict[tuple[Any, ...], list[Line]] = {}
+    for line in lines:
+        cases.setdefault(tuple(line[name] for name in _CASE), []).append(line)
+    records: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    for case in cases.values():
+        rivals = [line for line in case if line["role"] == "rival" and line["median_us"] is not None]
+        rival = min(rivals, key=lambda line: line["median_us"], default=None)
+        for line in case:
+            if line["role"] == "rival":
+                continue
+            name = f"{line['name']} / {line['primitive']}, {line['shape']}"
+            why = _unfit(line, rival)
+            if why:
+                left_out.append(f"{name}: {why}")
+                continue
+            claim = claims.get((line["name"], line["primitive"]))
+            if claim is None:
+                raise RecordError(name, "no plugin here declares it; install the plugin, or remove the lines")
+            assert rival is not None, "an unfit line was left out above"
+            profile = profile_of(line["device"]["name"], profiles)
+            records.append(
+                {
+                    **common_fields(claim, origin, "benchmark"),
+                    **{field: line[field] for field in _COPIED},
+                    **{field: line[field] for field in _FIGURES},
+                    "device": {"profile": profile.slug, "name": line["device"]["name"], "arch": line["device"]["arch"]},
+                    "heads": [line["heads"]] if line["heads"] else [],
+                    "topk": [line["topk"]] if line["topk"] else [],
+                    "floor": {"name": _floor_name(line), "median_us": line["floor_us"]},
+                    "rival": {"name": rival["name"], "median_us": rival["median_us"]},
+                }
+            )
+    return records, left_out
+
+
+def _unfit(line: Line, rival: Line | None) -> str:
+    """Why a line is no evidence; "" when it is."""
+    if line["median_us"] is None:
+        return line["failure"] or "; ".join(line["wrong"])
+    if line["tuned"]:
+        return "a table of the user's may have configured it, and the sources do not say how"
+    if line["source_hash"] is None:
+        return "it declares no sources that evidence could be bound to"
+    return "" if rival is not None else "no rival was timed in the same run"
+
+
+def _floor_name(line: Line) -> str:
+    ceilings = line["ceilings"]
+    copied, multiplied = ceilings["bytes_per_second"] / 1e12, ceilings["flops_per_second"] / 1e12
+    return f"copy at {copied:.3g} TB/s, bf16 product at {multiplied:.3g} TFLOP/s"
+
+
+def measured_times(evidence: Sequence[Evidence], hashes: Hashes) -> list[MeasuredTime]:
+    """The newest benchmark of each implementation, device and size: of today's sources, from a clean tree, without overlap."""
+    newest: dict[tuple[Any, ...], MeasuredTime] = {}
+    for each in evidence:
+        data = each.data
+        if each.kind != "benchmark" or "rows" not in data or data.get("overlap") or data["dirty"]:
+            continue
+        if data["source_hash"] != hashes.sources.get((data["implementation"], data["primitive"])):
+            continue
+        time = MeasuredTime(
+            device=data["device"]["name"],
+            primitive=data["primitive"],
+            layout=data["layout"],
+            heads=next(iter(data["heads"]), None),
+            topk=next(iter(data["topk"]), None),
+            rows=data["rows"],
+            implementation=data["implementation"],
+            us=round(data["median_us"], 2),
+            recorded=each.recorded.partition("T")[0],
+            source_hash=data["source_hash"],
+        )
+        newest[time.device, time.primitive, time.layout, time.heads, time.topk, time.rows, time.implementation] = time
+    return list(newest.values())
+
+
+def timed_devices(times: Iterable[MeasuredTime], profiles: Iterable[Profile]) -> dict[str, str]:
+    """Name -> pattern of the profiles that the times' devices match."""
+    names = {each.device for each in times}
+    return {profile.name: profile.pattern for profile in profiles if any(map(profile.matches, names))}

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far each claim is proven: a pure function of declarations, evidence and the hashes of today's sources.
+
+Nothing here reads a file, a clock or a device, and no level is an input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from mla_portable.tools.matrix.claims import Claim, wider
+from mla_portable.tools.matrix.evidence import Evidence
+from mla_portable.tools.matrix.profiles import Profile
+
+__all__ = ["LEVELS", "SUITE_LEVELS", "Cell", "Hashes", "Proof", "evaluate"]
+
+LEVELS: Final = ("declared", "compiled", "interpreted", "compiled+run", "verified", "measured")
+"""In rising order. "compiled+run": the code for this architecture ran on a newer device, which its driver recompiled it for."""
+SUITE_LEVELS: Final = ("quick", "full")
+"""Levels of the conformance suite that prove something; "smoke" is for a first look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hashes:
+    """Today's sources.
+
+    Attributes:
+        sources: (implementation, primitive) -> hash. suite: of the conformance suite and its oracle.
+    """
+
+    sources: Mapping[tuple[str, str], str]
+    suite: str
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What the newest evidence says about one level of a cell.
+
+    Attributes:
+        level: that it would establish. status: "ok", "stale", "partial" or "failing". reasons: why not "ok".
+        evidence: the record.
+    """
+
+    level: str
+    status: str
+    reasons: tuple[str, ...]
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One claim on one device.
+
+    Attributes:
+        device: profile slug. implementation, primitive, layout: None where no layout plays a part.
+        preference: declared cost, smaller is taken first. level: the highest that is proven.
+        state: the level; or "failing", "stale", "partial" where newer or higher evidence is not good any more; or
+            "unknown", "never". reasons: for every state that is no level, and remarks on the others.
+        proofs: what the evidence says, by level.
+    """
+
+    device: str
+    implementation: str
+    primitive: str
+    layout: str | None
+    preference: float
+    level: str
+    state: str
+    reasons: tuple[str, ...]
+    proofs: tuple[Proof, ...]
+
+    @property
+    def rank(self) -> int:
+        """Higher is better known; -1 for what cannot be said to work."""
+        return -1 if self.state in ("never", "unknown", "failing") else LEVELS.index(self.level)
+
+
+def evaluate(
+    claims: Iterable[Claim], evidence: Sequence[Evidence], hashes: Hashes, profiles: Mapping[str, Profile]
+) -> tuple[Cell, ...]:
+    """Every claim on every device.
+
+    Args:
+        claims: what is declared. evidence: in the order it was recorded. hashes: today's. profiles: by slug.
+    """
+    by_claim: dict[tuple[str, str], list[Evidence]] = {}
+    for each in evidence:
+        by_claim.setdefault((each.data["implementation"], each.data["primitive"]), []).append(each)
+    cells: list[Cell] = []
+    for claim in claims:
+        mine = by_claim.get((claim.implementation, claim.primitive), [])
+        cells += [_cell(claim, layout, profile, mine, hashes) for profile in profiles.values() for layout in claim.layouts]
+    return tuple(cells)
+
+
+def _cell(claim: Claim, layout: str | None, profile: Profile, evidence: Sequence[Evidence], hashes: Hashes) -> Cell:
+    def made(level: str, state: str, reasons: Iterable[str], proofs: Iterable[Proof] = ()) -> Cell:
+        key = (profile.slug, claim.implementation, claim.primitive, layout, claim.preference)
+        return Cell(*key, level, state, tuple(dict.fromkeys(reasons)), tuple(proofs))
+
+    objections = claim.devices.get(profile.slug)
+    if objections is None:
+        return made("declared", "unknown", ["the declarations were collected before this profile was there"])
+    certain = [each for each in objections if each.subject not in profile.unknown_subjects]
+    if certain:
+        return made("declared", "never", map(str, certain))
+    if objections:
+        return made("declared", "unknown", [f"{each.subject} is not published for this device" for each in objections])
+
+    proofs = list(_proofs(claim, layout, profile, evidence, hashes))
+    good = {proof.level for proof in proofs if proof.status == "ok"}
+    remarks: list[str] = []
+    if "measured" in good and "verified" not in good:
+        good.discard("measured")
+        remarks.append("measured: counts only beside a passed conformance run of the same sources")
+    compiles = profile.arch in claim.targets
+    if "compiled+run" in good and "compiled" not in good:
+        good.discard("compiled+run")
+        remarks.append(f"compiled+run, but not compiled for {profile.arch}")
+    if "interpreted" in good and compiles and "compiled" not in good and "verified" not in good:
+        good.discard("interpreted")
+        remarks.append(f"interpreted, but not compiled for {profile.arch}")
+    level = max(good | {"declared"}, key=LEVELS.index)
+    reasons = [f"{proof.level}: {reason}" for proof in proofs if proof.status != "ok" for reason in proof.reasons]
+    bad = {proof.status for proof in proofs if proof.status == "failing" or LEVELS.index(proof.level) > LEVELS.index(level)}
+    bad -= {"ok"}
+    if remarks and "failing" not in bad:
+        bad.add("partial")
+    state = next((status for status in ("failing", "stale", "partial") if status in bad), level)
+    if claim.targets and not compiles and profile.device_type != "cpu" and level != "declared" and state == level:
+        remarks.append(f"no ahead-of-time target for {profile.arch}")
+    if state == level == "compiled+run":
+        ran_on = next(proof.evidence.data["device"]["name"] for proof in proofs if proof.level == level)
+        remarks.append(f"the code for {profile.arch} ran on {ran_on}")
+    return made(level, state, [*reasons, *remarks], proofs)
+
+
+def _proofs(
+    claim: Claim, layout: str | None, profile: Profile, evidence: Sequence[Evidence], hashes: Hashes
+) -> Iterable[Proof]:
+    """The newest word on each level: of a record of today's sources where there is one, else of the newest stale one."""
+    found: dict[str, list[Evidence]] = {}
+    for each in evidence:
+        level = _level_of(each, layout, profile)
+        if level is not None:
+            found.setdefault(level, []).append(each)
+    for level in LEVELS:
+        records = found.get(level, [])
+        current = [each for each in records if _out_of_date(each, claim, hashes) is None]
+        if current:
+            yield _judge(level, current, claim)
+        elif records:
+            newest = records[-1]
+            why = _out_of_date(newest, claim, hashes) or ""
+            yield Proof(level, "stale", (why,), newest)
+
+
+def _level_of(evidence: Evidence, layout: str | None, profile: Profile) -> str | None:
+    """The level that a record speaks about in this cell; None when it is about another one."""
+    data = evidence.data
+    if evidence.kind == "compiled":
+        return "compiled" if data["target"] == profile.arch else None
+    if data["layout"] != layout:
+        return None
+    if evidence.kind == "benchmark":
+        return "measured" if evidence.profile == profile.slug else None
+    if data["mode"] == "ptx":
+        return "compiled+run" if data["target"] == profile.arch else None
+    if data["mode"] != "native":
+        return "interpreted"
+    return "verified" if evidence.profile == profile.slug else None
+
+
+def _out_of_date(evidence: Evidence, claim: Claim, hashes: Hashes) -> str | None:
+    day = evidence.recorded.partition("T")[0]
+    if evidence.data["source_hash"] != hashes.sources[claim.implementation, claim.primitive]:
+        return f"the sources changed since {day}"
+    if evidence.kind == "conformance" and evidence.data["suite_hash"] != hashes.suite:
+        return f"the conformance suite changed since {day}"
+    return None
+
+
+def _judge(level: str, current: Sequence[Evidence], claim: Claim) -> Proof:
+    """Of records about the same sources the newest counts; a complete one is not undone by a later, narrower one."""
+    newest = current[-1]
+    if newest.kind != "benchmark" and newest.failed:
+        return Proof(level, "failing", (f"{newest.failed} of {newest.failed + newest.passed} failed",), newest)
+    last_failure = max((i for i, each in enumerate(current) if each.kind != "benchmark" and each.failed), default=-1)
+    best: Proof | None = None
+    for each in current[last_failure + 1 :]:
+        gaps = _gaps(each, claim)
+        proof = Proof(level, "partial" if gaps else "ok", tuple(gaps), each)
+        if best is None or proof.status == "ok" or best.status != "ok":
+            best = proof
+    assert best is not None, "the newest record has no failure, so at least that one was looked at"
+    return best
+
+
+def _gaps(evidence: Evidence, claim: Claim) -> list[str]:
+    """Why a record without a failure still does not prove all that is claimed."""
+    data = evidence.data
+    gaps = [f"declared beyond the evidence: {more}" for more in wider(data["support"], claim.support)]
+    if evidence.kind == "benchmark":
+        if data["dirty"]:
+            gaps.append("from a tree with uncommitted changes")
+        return gaps
+    if evidence.skipped:
+        gaps.append(f"{evidence.skipped} case{'' if evidence.skipped == 1 else 's'} skipped")
+    if not evidence.passed:
+        gaps.append("nothing ran")
+    if evidence.kind == "conformance":
+        if data["match"]:
+            gaps.append(f"only cases that contain {data['match']!r}")
+        if data["level"] not in SUITE_LEVELS:
+            gaps.append(f"level {data['level']} of the suite")
+        if data["mode"] in ("native", "ptx") and data["dirty"]:
+            gaps.append("from a tree with uncommitted changes")
+    return gaps

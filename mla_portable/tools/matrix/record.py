@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make evidence records from what was run: a report of the conformance suite, the output of a plugin's compiler."""
+
+from __future__ import annotations
+
+import ast
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from mla_portable.contracts import DeviceFacts
+from mla_portable.tools.conformance import Report
+from mla_portable.tools.matrix.claims import LAYOUT_FREE, Claim, Declarations
+from mla_portable.tools.matrix.errors import RecordError
+from mla_portable.tools.matrix.hashes import module_file, source_hash, suite_hash
+from mla_portable.tools.matrix.profiles import Profile
+
+__all__ = [
+    "Origin",
+    "common_fields",
+    "compiled_records",
+    "conformance_records",
+    "kernels_of",
+    "mode_of",
+    "origin_of",
+    "profile_of",
+    "shared_memory_limit",
+]
+
+_CUDA_KERNEL: Final = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\s*\(")
+_RECORDS: Final = "capability/"
+"""What lies here may change without making a tree dirty: evidence is written while it is gathered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where evidence comes from. commit: None outside git. dirty: tracked or new files differ from it. recorded: UTC."""
+
+    commit: str | None
+    dirty: bool
+    recorded: str
+    command: str
+
+
+def origin_of(root: Path, command: str) -> Origin:
+    """The state of the checkout at `root`, now."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout
+
+    recorded = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    try:
+        commit = git("rev-parse", "HEAD").strip()
+        changed = [line[3:] for line in git("status", "--porcelain", "--untracked-files=all").splitlines()]
+    except (OSError, subprocess.CalledProcessError):
+        return Origin(None, True, recorded, command)
+    return Origin(commit, any(not path.startswith(_RECORDS) for path in changed), recorded, command)
+
+
+def profile_of(device_name: str, profiles: Mapping[str, Profile]) -> Profile:
+    """The profile of a device by the name its driver reports. Raises: RecordError for a device without a profile."""
+    found = [profile for profile in profiles.values() if profile.matches(device_name)]
+    if len(found) != 1:
+        which = f"{len(found)} profiles match: {', '.join(p.slug for p in found)}" if found else "no profile matches"
+        raise RecordError(f"device {device_name!r}", f"{which}; add or mend one in capability/profiles (docs/matrix.md)")
+    return found[0]
+
+
+def common_fields(claim: Claim, origin: Origin, kind: str) -> dict[str, Any]:
+    """What records of every kind carry."""
+    return {
+        "schema": 1,
+        "kind": kind,
+        "recorded": origin.recorded,
+        "implementation": claim.implementation,
+        "primitive": claim.primitive,
+        "provider": {"distribution": claim.distribution, "version": claim.version},
+        "commit": origin.commit,
+        "dirty": origin.dirty,
+        "source_hash": source_hash(claim.sources),
+        "support": dict(claim.support),
+        "command": origin.command,
+    }
+
+
+def mode_of(claim: Claim, device_type: str, environ: Mapping[str, str]) -> str:
+    """How an implementation ran: on a device as it is; on a CPU in an interpreter or on a stand-in, the core's own apart."""
+    if device_type != "cpu" or claim.core:
+        return "native"
+    return "interpreter" if environ.get("TRITON_INTERPRET", "0") not in ("", "0") else "stand_in"
+
+
+def conformance_records(
+    report: Report,
+    declarations: Declarations,
+    profiles: Mapping[str, Profile],
+    origin: Origin,
+    *,
+    match: str = "",
+    driver: str | None = None,
+    ran_on: DeviceFacts | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> list[dict[str, Any]]:
+    """One record per implementation, primitive and layout that the report has cases of.
+
+    Args:
+        report: of `run_suite`, in this process. match: the filter it ran with. driver: its version, None on a CPU.
+        ran_on: the device that ran code for the architecture of the report's device, which itself is not here.
+    Raises: RecordError for a device without a profile.
+    """
+    device = report.device if ran_on is None else ran_on
+    profile = profile_of(device.name, profiles)
+    code: dict[str, Any] = {} if ran_on is None else {"mode": "ptx", "target": report.device.arch}
+    claims = {(claim.implementation, claim.primitive): claim for claim in declarations.claims}
+    groups: dict[tuple[str, str, str | None], list[Any]] = {}
+    for result in report.results:
+        primitive = str(result.case.primitive)
+        layout = None if primitive in LAYOUT_FREE else result.case.request.kv_layout
+        groups.setdefault((result.case.implementation, primitive, layout), []).append(result)
+    records: list[dict[str, Any]] = []
+    for (implementation, primitive, layout), results in groups.items():
+        claim = claims[implementation, primitive]
+        requests = [result.case.request for result in results]
+        passed = sum(result.status == "passed" for result in results)
+        failed = sum(result.status in ("failed", "error") for result in results)
+        records.append(
+            {
+                **common_fields(claim, origin, "conformance"),
+                "layout": layout,
+                "device": {"profile": profile.slug, "name": device.name, "arch": device.arch},
+                "driver": driver,
+                "versions": dict(report.versions),
+                "mode": mode_of(claim, report.device.device_type, environ),
+                "level": report.level,
+                "match": match,
+                "suite_hash": suite_hash(),
+                "heads": sorted({r.num_heads for r in requests if r.num_heads is not None}),
+                "topk": sorted({r.topk for r in requests if r.topk is not None}),
+                "cases": {"passed": passed, "failed": failed, "skipped": len(results) - passed - failed},
+                "errors": _worst(results),
+                **code,
+            }
+        )
+    return records
+
+
+def _worst(results: Sequence[Any]) -> dict[str, Any]:
+    """By quantity the case that came nearest to its tolerance; what is exact and holds is left out."""
+    found: dict[str, tuple[float, dict[str, Any]]] = {}
+    for result in results:
+        said = result.as_dict()
+        for quantity, error in said["errors"].items():
+            limit = said["tolerances"][quantity]
+            share = float(error) / float(limit) if float(limit) else float("inf")
+            if quantity not in found or share > found[quantity][0]:
+                found[quantity] = (share, {"error": error, "tolerance": limit, "case": said["id"]})
+    return {quantity: row for quantity, (_, row) in found.items()}
+
+
+def kernels_of(claim: Claim) -> dict[str, str]:
+    """Kernels that the claim's sources define -> the module, or the "package:file".
+
+    In Python they are functions whose names end in `_kernel`; in any other file, what is declared `__global__`.
+    """
+    found: dict[str, str] = {}
+    for module in claim.sources:
+        text = module_file(module).read_text(encoding="utf-8")
+        if ":" in module:
+            found.update(dict.fromkeys(_CUDA_KERNEL.findall(text), module))
+            continue
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                found[node.name] = module
+    return found
+
+
+def compiled_records(
+    lines: Iterable[Mapping[str, Any]], module: str, declarations: Declarations, profiles: Mapping[str, Profile], origin: Origin
+) -> list[dict[str, Any]]:
+    """One record per implementation, primitive and architecture of one plugin, for claims with targets.
+
+    Args:
+        lines: what `python -m <plugin>.compile_all --json` printed. module: the plugin's. A line's `versions`, where it has
+            them, are of compilers that are no Python distributions.
+    The limit on shared memory is the smallest of the profiles of an architecture, so that a kernel fits each of them.
+    Raises: RecordError when a kernel of a claim was not compiled for an architecture that others were compiled for.
+    """
+    by_arch: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for line in lines:
+        by_arch.setdefault(line["arch"], {}).setdefault(line["kernel"], []).append(line)
+    records: list[dict[str, Any]] = []
+    for claim in declarations.claims:
+        if claim.module != module or not claim.targets:
+            continue
+        wanted = kernels_of(claim)
+        if not wanted:
+            continue
+        for arch, compiled in by_arch.items():
+            absent = [kernel for kernel in wanted if kernel not in compiled]
+            if absent:
+                raise RecordError(
+                    f"{claim.implementation} / {claim.primitive} for {arch}", f"not compiled: {', '.join(absent)}"
+                )
+            limit = shared_memory_limit(arch, profiles)
+            failures = [text for kernel in wanted for line in compiled[kernel] for text in _failures(line, arch, limit)]
+            variants = sum(len(compiled[kernel]) for kernel in wanted)
+            bad = sum(bool(_failures(line, arch, limit)) for kernel in wanted for line in compiled[kernel])
+            versions = _toolchain()
+            for line in (line for kernel in wanted for line in compiled[kernel]):
+                versions |= line.get("versions", {})
+            records.append(
+                {
+                    **common_fields(claim, origin, "compiled"),
+                    "target": arch,
+                    "versions": versions,
+                    "shared_memory_limit": limit,
+                    "cases": {"passed": variants - bad, "failed": bad, "skipped": 0},
+                    "kernels": {kernel: _usage(compiled[kernel]) for kernel in sorted(wanted)},
+                    "failures": failures,
+                }
+            )
+    return records
+
+
+def shared_memory_limit(arch: str, profiles: Mapping[str, Profile]) -> int:
+    """Bytes that every device of an architecture gives to a thread block. Raises: RecordError where no profile says."""
+    known = [p.facts["shared_memory"] for p in profiles.values() if p.arch == arch and "shared_memory" in p.facts]
+    if not known:
+        raise RecordError(
+            f"architecture {arch}", "no profile says how much shared memory it has; add one to capability/profiles"
+        )
+    return min(known)
+
+
+def _failures(line: Mapping[str, Any], arch: str, limit: int) -> list[str]:
+    if line["error"]:
+        return [f"{line['label']}: {line['error']}"]
+    if line["shared"] > limit:
+        return [f"{line['label']}: {line['shared']} bytes of shared memory, {arch} has {limit}"]
+    return []
+
+
+def _usage(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The largest of each resource over a kernel's variants; None where the compiler does not say."""
+
+    def largest(name: str) -> int | None:
+        known = [line[name] for line in lines if line.get(name) is not None]
+        return max(known) if known else None
+
+    return {
+        "variants": len(lines),
+        "shared": largest("shared") or 0,
+        "registers": largest("registers"),
+        "spilled": largest("spilled"),
+    }
+
+
+def _toolchain() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("torch", "triton"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
