@@ -16,7 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import KV_LORA_RANK, InvalidArgument
+from mla_portable.contracts import InvalidArgument
+from mla_portable.layouts import KV_LORA_RANK
 
 __all__ = ["AbsorbedProjections"]
 

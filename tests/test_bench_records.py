@@ -42,7 +42,7 @@ SUPPORT = {"source": "this test", "device_types": ["cuda"], "kv_layouts": ["fp8_
 HASHES = Hashes({("acme.v1", "sparse_decode"): HASH}, SUITE)
 
 claim = partial(
-    acme_claim, sources=("mla_portable.contracts.layouts",), targets=(), support=SUPPORT, devices=dict.fromkeys(PROFILES, ())
+    acme_claim, sources=("mla_portable.layouts.base",), targets=(), support=SUPPORT, devices=dict.fromkeys(PROFILES, ())
 )
 
 
@@ -196,7 +196,7 @@ def test_the_newest_time_of_todays_sources_counts():
     assert measured_times(evidence(older | {"overlap": 50}), HASHES) == []
 
 
-SOURCES = ("mla_portable.contracts.layouts",)
+SOURCES = ("mla_portable.layouts.base",)
 INSTALLED = source_hash(SOURCES)
 
 

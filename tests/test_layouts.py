@@ -11,17 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_portable.contracts import (
-    BF16,
-    FP8_DS_MLA,
-    LAYOUTS,
-    SCALE_FORMATS,
-    InvalidArgument,
-    layout_of,
-    pack_fp8,
-    tile_scales,
-    unpack_fp8,
-)
+from mla_portable.contracts import InvalidArgument
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, LAYOUTS, SCALE_FORMATS, layout_of, tile_scales
 
 TINY = 2.0**-126  # the smallest normal float32
 
@@ -48,10 +39,11 @@ def latent_with(amax: float) -> torch.Tensor:
 
 
 def test_offsets_are_those_of_the_published_row():
-    assert (FP8_DS_MLA.latent_offset, FP8_DS_MLA.scale_offset, FP8_DS_MLA.rope_offset) == (0, 512, 528)
+    assert (FP8_DS_MLA.scale_offset, FP8_DS_MLA.rope_offset, FP8_DS_MLA.alignment) == (512, 528, 4)
     assert (FP8_DS_MLA.row_bytes, FP8_DS_MLA.row_width, FP8_DS_MLA.is_quantized) == (656, 656, True)
     assert (BF16.row_width, BF16.row_bytes, BF16.rope_offset, BF16.is_quantized) == (576, 1152, 1024, False)
-    assert LAYOUTS == {"bf16": BF16, "fp8_ds_mla": FP8_DS_MLA}
+    assert (BF16_NOPE.row_width, BF16_NOPE.row_bytes, BF16_NOPE.rope_width, BF16_NOPE.is_quantized) == (512, 1024, 0, False)
+    assert LAYOUTS == {"bf16": BF16, "fp8_ds_mla": FP8_DS_MLA, "bf16_nope": BF16_NOPE}
 
 
 def test_unpack_reads_every_e4m3_byte_by_the_formula():
@@ -62,11 +54,11 @@ def test_unpack_reads_every_e4m3_byte_by_the_formula():
         scale = struct.unpack("<f", struct.pack("<f", scales[position // 128]))[0]
         expected.append(e4m3_value(byte) * scale)
     expected = torch.tensor([expected], dtype=torch.float64)
-    got = unpack_fp8(row, dtype=torch.float64)
+    got = FP8_DS_MLA.unpack(row, dtype=torch.float64)
     torch.testing.assert_close(got[:, :512], expected, rtol=0, atol=0, equal_nan=True)
     assert got[:, :512].isnan().sum() == 4
     assert torch.equal(got[:, 512:], torch.ones(1, 64, dtype=torch.float64))
-    as_bf16 = unpack_fp8(row)
+    as_bf16 = FP8_DS_MLA.unpack(row)
     assert as_bf16.dtype == torch.bfloat16
     torch.testing.assert_close(as_bf16[:, :512], expected.float().bfloat16(), rtol=0, atol=0, equal_nan=True)
 
@@ -81,8 +73,8 @@ def test_e4m3_formula_is_torchs():
 
 def test_rope_survives_bit_for_bit():
     patterns = torch.arange(0, 65536, 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(-1, 64)  # NaNs too
-    rows = pack_fp8(torch.zeros(len(patterns), 512, dtype=torch.bfloat16), patterns)
-    back = unpack_fp8(rows)[:, 512:]
+    rows = FP8_DS_MLA.pack(torch.zeros(len(patterns), 512, dtype=torch.bfloat16), patterns)
+    back = FP8_DS_MLA.unpack(rows)[:, 512:]
     assert torch.equal(back.contiguous().view(torch.int16), patterns.view(torch.int16))
 
 
@@ -108,7 +100,7 @@ def test_pow2_scale_steps_exactly_at_448_times_a_power(exponent: int):
 
 def test_an_unknown_scale_format_is_refused():
     with pytest.raises(InvalidArgument, match=r"scale_format: got 'ue8m0', expected 'pow2' or 'amax'"):
-        pack_fp8(torch.zeros(1, 512), torch.zeros(1, 64), scale_format="ue8m0")
+        FP8_DS_MLA.pack(torch.zeros(1, 512), torch.zeros(1, 64), "ue8m0")
 
 
 @st.composite
@@ -125,10 +117,10 @@ def latents(draw: st.DrawFn) -> torch.Tensor:
 @settings(max_examples=100, deadline=None)
 @given(latent=latents(), scale_format=st.sampled_from(SCALE_FORMATS))
 def test_packing_loses_no_more_than_half_a_step(latent: torch.Tensor, scale_format: str):
-    rows = pack_fp8(latent, torch.zeros(2, 64, dtype=torch.bfloat16), scale_format=scale_format)
+    rows = FP8_DS_MLA.pack(latent, torch.zeros(2, 64, dtype=torch.bfloat16), scale_format=scale_format)
     assert rows.shape == (2, 656)
     scales = rows[:, 512:528].contiguous().view(torch.float32).double().repeat_interleave(128, dim=1)
-    error = (unpack_fp8(rows, dtype=torch.float64)[:, :512] - latent.double()).abs()
+    error = (FP8_DS_MLA.unpack(rows, dtype=torch.float64)[:, :512] - latent.double()).abs()
     # half a step is 1/16 of a normal number and 2**-10 below; the float32 quotient and scale are themselves rounded
     bound = torch.maximum(latent.double().abs() / 16, scales * 2.0**-10) * (1 + 2.0**-20)
     assert (error <= bound).all()
@@ -147,21 +139,21 @@ def test_pow2_scales_are_the_least_sufficient_powers_of_two(latent: torch.Tensor
 def test_packing_saturates_and_keeps_signed_zero():
     latent = latent_with(449.0)
     latent[0, 0], latent[0, 1] = 0.0, -0.0
-    row = pack_fp8(latent, torch.zeros(1, 64))[0]
+    row = FP8_DS_MLA.pack(latent, torch.zeros(1, 64))[0]
     assert row[[0, 1]].tolist() == [0, 0x80]
     # an infinity has a finite scale of 2**120 and becomes the greatest value, 0x7e, not NaN
-    assert pack_fp8(latent_with(math.inf), torch.zeros(1, 64))[0, [5, 133]].tolist() == [0x7E, 0xFE]
+    assert FP8_DS_MLA.pack(latent_with(math.inf), torch.zeros(1, 64))[0, [5, 133]].tolist() == [0x7E, 0xFE]
     # amax scales: the largest value lands on 448 exactly, 0x7e
-    assert pack_fp8(latent, torch.zeros(1, 64), scale_format="amax")[0, [5, 133]].tolist() == [0x7E, 0xFE]
+    assert FP8_DS_MLA.pack(latent, torch.zeros(1, 64), scale_format="amax")[0, [5, 133]].tolist() == [0x7E, 0xFE]
 
 
 def test_unpack_takes_any_strides_and_no_rows():
-    rows = pack_fp8(torch.randn(6, 512), torch.randn(6, 64))
+    rows = FP8_DS_MLA.pack(torch.randn(6, 512), torch.randn(6, 64))
     wide = torch.full((3, 2, 700), 255, dtype=torch.uint8)
     wide[..., :656] = rows.view(3, 2, 656)
-    assert torch.equal(unpack_fp8(wide[..., :656]).view(6, 576), unpack_fp8(rows))
-    assert unpack_fp8(rows[:0]).shape == (0, 576)
-    assert pack_fp8(torch.zeros(0, 512), torch.zeros(0, 64)).shape == (0, 656)
+    assert torch.equal(FP8_DS_MLA.unpack(wide[..., :656]).view(6, 576), FP8_DS_MLA.unpack(rows))
+    assert FP8_DS_MLA.unpack(rows[:0]).shape == (0, 576)
+    assert FP8_DS_MLA.pack(torch.zeros(0, 512), torch.zeros(0, 64)).shape == (0, 656)
 
 
 def test_layout_is_told_by_dtype_and_width():

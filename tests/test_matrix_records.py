@@ -214,7 +214,7 @@ def test_a_tree_is_dirty_as_soon_as_something_but_the_records_differs(tmp_path: 
 
 
 def test_the_hash_follows_every_byte_and_no_order(kernel_file: Path) -> None:
-    both = ("kernel_of_a_test", "mla_portable.contracts.layouts")
+    both = ("kernel_of_a_test", "mla_portable.layouts.base")
     before = source_hash(both)
     assert source_hash(both[::-1]) == before
     kernel_file.write_text(KERNEL + " ")

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from mla_portable import reference
 from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Request
+from mla_portable.layouts import decode_e4m3
 from mla_portable.primitives import INDEXER_LOGITS, MERGE_STATES, QUANTIZE_PER_TENSOR
 from mla_portable.reference import oracle
-from mla_portable.reference.rows import CacheRows, decode_e4m3
+from mla_portable.reference.rows import CacheRows
 
 INT_MAX = 2**31 - 1
 LAYOUTS = ["bf16", "fp8_ds_mla"]

@@ -119,7 +119,7 @@ def test_configurations_are_ranked_as_implementations_are():
     result = TuneResult(NAME, "sparse_decode", "bf16", 16, attempts, "a device", "now")
     assert math.prod(small.values()) < math.prod(large.values()), "a geometric mean would say otherwise"
     assert result.best is attempts[1] and result.gain == pytest.approx(201 / 64)
-    names, sources = ("acme.v1", "acme.v2"), ("mla_portable.contracts.layouts",)
+    names, sources = ("acme.v1", "acme.v2"), ("mla_portable.layouts.base",)
     times = [
         MeasuredTime(H200.name, "sparse_decode", "bf16", 16, 2048, rows, name, us, "2026-11-02", source_hash(sources))
         for name, each in zip(names, (small, large), strict=True)

@@ -28,6 +28,7 @@ from mla_portable.contracts import (
     PlanMismatch,
     validate,
 )
+from mla_portable.layouts import LAYOUTS
 
 __all__ = [
     "cache_write",
@@ -59,10 +60,10 @@ def cache_write(
         slot_mapping: [T] int64; a slot that is negative or past the cache is skipped.
         scale_format: how FP8 scales are made: "pow2" (powers of two) or "amax" (amax / 448). A bf16 cache has none.
         backend: see the module.
-    Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe. Row format: `contracts.layouts`.
+    Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe. Row formats: `mla_portable.layouts`.
     """
     place = validate.cache_write(kv_c, k_pe, kv_cache, slot_mapping, scale_format)
-    facts = (*place, scale_format if place[0] != "bf16" else None)
+    facts = (*place, scale_format if LAYOUTS[place[0]].is_quantized else None)
     call = find("cache_write", backend, kv_c, facts).call
     call(kv_c, k_pe, kv_cache, slot_mapping, scale_format=scale_format)
 

@@ -7,31 +7,6 @@ Imports nothing else of mla_portable; plugins import nothing but this package.
 from mla_portable.contracts.decision import Decision, Verdict
 from mla_portable.contracts.defaults import neutral_defaults
 from mla_portable.contracts.device import DeviceFacts
-from mla_portable.contracts.errors import (
-    InvalidArgument,
-    MLAPortableError,
-    PlanMismatch,
-    PluginError,
-    UnknownBackend,
-    UnsupportedRequest,
-)
-from mla_portable.contracts.layouts import (
-    BF16,
-    E4M3_MAX,
-    FP8_DS_MLA,
-    HEAD_SIZE,
-    INDEX_HEAD_SIZE,
-    KV_LORA_RANK,
-    LAYOUTS,
-    QK_ROPE_HEAD_DIM,
-    SCALE_FORMATS,
-    SCALE_GROUP,
-    CacheLayout,
-    layout_of,
-    pack_fp8,
-    tile_scales,
-    unpack_fp8,
-)
 from mla_portable.contracts.plan import ROUTES, Batch, PrefillChunk, StepPlan
 from mla_portable.contracts.plugin import (
     ENTRY_POINT_GROUP,
@@ -64,6 +39,31 @@ from mla_portable.contracts.schedule import (
     split_kv,
 )
 from mla_portable.contracts.support import Reason, Support
+from mla_portable.errors import (
+    InvalidArgument,
+    MLAPortableError,
+    PlanMismatch,
+    PluginError,
+    UnknownBackend,
+    UnsupportedRequest,
+)
+from mla_portable.layouts import (
+    BF16,
+    E4M3_MAX,
+    FP8_DS_MLA,
+    HEAD_SIZE,
+    INDEX_HEAD_SIZE,
+    KV_LORA_RANK,
+    LAYOUTS,
+    QK_ROPE_HEAD_DIM,
+    SCALE_FORMATS,
+    SCALE_GROUP,
+    CacheLayout,
+    layout_of,
+    tile_scales,
+)
+
+pack_fp8, unpack_fp8 = FP8_DS_MLA.pack, FP8_DS_MLA.unpack
 
 __all__ = [
     "BF16",

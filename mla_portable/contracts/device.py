@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mla_portable.contracts.errors import InvalidArgument
+from mla_portable.errors import InvalidArgument
 
 __all__ = ["DeviceFacts"]
 

@@ -25,11 +25,11 @@ import pluggy
 import torch
 
 from mla_portable.contracts.device import DeviceFacts
-from mla_portable.contracts.errors import PluginError
 from mla_portable.contracts.primitive import BoundPrimitive, Primitive
 from mla_portable.contracts.request import Request
 from mla_portable.contracts.schedule import ProgramShape
 from mla_portable.contracts.support import Reason, Support
+from mla_portable.errors import PluginError
 
 __all__ = [
     "ENTRY_POINT_GROUP",

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from mla_portable.contracts.device import DeviceFacts
-from mla_portable.contracts.layouts import LAYOUTS, SCALE_FORMATS
 from mla_portable.contracts.primitive import Primitive
 from mla_portable.contracts.values import CACHE_ALIGNMENT, INT32_MAX, check_alignment, check_fields, describe, refuse
+from mla_portable.layouts import LAYOUTS, scale_formats
 
 __all__ = ["Request"]
 
@@ -22,7 +22,7 @@ class Request:
 
     Attributes:
         primitive, device: what to run, where.
-        kv_layout: "bf16" or "fp8_ds_mla", of the cache or workspace that is read or written.
+        kv_layout: one of `mla_portable.layouts.LAYOUTS`, of the cache or workspace that is read or written.
         num_heads: H. topk: K. block_size: of the paged cache. query_len: S of sparse_decode.
         rows: query rows (B * S or T) where a choice may depend on the amount of work; never decides what can run.
         scale_format: how the FP8 scales in the cache were made; None where unknown, which is read as arbitrary.
@@ -71,7 +71,7 @@ class Request:
             refuse("Request", "primitive", describe(self.primitive), "a mla_portable.contracts.Primitive")
         if not isinstance(self.device, DeviceFacts):  # pyright: ignore[reportUnnecessaryIsInstance]
             refuse("Request", "device", describe(self.device), "DeviceFacts", "Ask `get_registry().facts(device)` for them.")
-        for name, allowed in (("kv_layout", LAYOUTS), ("scale_format", SCALE_FORMATS)):
+        for name, allowed in (("kv_layout", tuple(LAYOUTS)), ("scale_format", scale_formats())):
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 refuse("Request", name, repr(value), f"one of {', '.join(allowed)}")

@@ -14,8 +14,8 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.layouts import BF16, FP8_DS_MLA, CacheLayout, layout_of
 from mla_portable.contracts.values import CACHE_ALIGNMENT, describe, refuse
+from mla_portable.layouts import LAYOUTS, CacheLayout, layout_of
 
 __all__ = [
     "check_cache",
@@ -31,8 +31,6 @@ __all__ = [
 _NO_SCRATCH: Final[Mapping[str, tuple[int, int]]] = MappingProxyType({})
 
 _STRIDED: Final = torch.strided
-_SCALE_ALIGNMENT: Final = 4
-"""Bytes; the float32 scales inside an FP8 row are read as such, and 656 is a multiple of it."""
 
 
 def check_dense(where: str, argument: str, value: Any, axes: str) -> None:
@@ -114,27 +112,20 @@ def _check_device(where: str, argument: str, value: Tensor, device: torch.device
 
 
 def check_cache(where: str, argument: str, value: Any, device: torch.device) -> tuple[CacheLayout, int, int, int]:
-    """A paged cache: [blocks, block_size, 576] bfloat16 or [blocks, block_size, 656] uint8.
+    """A paged cache [blocks, block_size, row width] of one of `mla_portable.layouts`.
 
-    Rows are contiguous and adjacent within a block; blocks may lie further apart than a block is long. FP8 rows start at
-    multiples of 4 bytes, because float32 scales stand inside them.
+    Rows are contiguous and adjacent within a block; blocks may lie further apart than a block is long. Blocks of a quantised
+    layout start at multiples of its alignment, because float32 scales stand inside them.
 
     Returns: its layout, block_size, elements from block to block (0 for a single block), `cache_alignment` as in a Request.
     """
-    axes = "[blocks, block_size, 576] bfloat16 or [blocks, block_size, 656] uint8"
     if not isinstance(value, Tensor) or value.is_nested or value.layout is not _STRIDED:
-        check_dense(where, argument, value, axes)
+        check_dense(where, argument, value, _cache_axes())
     shape = value.shape
     if len(shape) != 3:
         one_head = len(shape) == 4 and shape[2] == 1
-        refuse(where, argument, f"shape {list(shape)}", axes, f"Pass {argument}.squeeze(2)." if one_head else "")
-    dtype, (blocks, block_size, width) = value.dtype, shape
-    if dtype is torch.uint8 and width == FP8_DS_MLA.row_width:
-        layout = FP8_DS_MLA
-    elif dtype is torch.bfloat16 and width == BF16.row_width:
-        layout = BF16
-    else:
-        layout = layout_of(value, where=where, argument=argument)  # says what is wrong
+        refuse(where, argument, f"shape {list(shape)}", _cache_axes(), f"Pass {argument}.squeeze(2)." if one_head else "")
+    layout, (blocks, block_size, width) = layout_of(value, where=where, argument=argument), shape
     if block_size < 1:
         refuse(where, argument, f"block_size {block_size}", "a block of at least 1 token")
     _check_device(where, argument, value, device)
@@ -148,16 +139,21 @@ def check_cache(where: str, argument: str, value: Any, device: torch.device) -> 
             "Slice the cache by blocks only.",
         )
     address, apart = value.data_ptr(), block_stride if blocks > 1 else 0
-    alignment = _alignment(address, apart if layout is FP8_DS_MLA else 2 * apart)
-    if layout is FP8_DS_MLA and alignment < _SCALE_ALIGNMENT:
+    alignment = _alignment(address, apart * layout.dtype.itemsize)
+    if alignment < layout.alignment:
         refuse(
             where,
             argument,
-            f"address {address:#x}, block stride {block_stride} bytes",
-            f"both multiples of {_SCALE_ALIGNMENT} bytes, for the float32 scales inside a row",
+            f"address {address:#x}, block stride {block_stride * layout.dtype.itemsize} bytes",
+            f"both multiples of {layout.alignment} bytes, for the float32 scales inside a row",
             "Allocate the cache by itself, or pad its blocks.",
         )
     return layout, block_size, apart, alignment
+
+
+def _cache_axes() -> str:
+    caches = (f"[blocks, block_size, {row.row_width}] {str(row.dtype).removeprefix('torch.')}" for row in LAYOUTS.values())
+    return " or ".join(caches)
 
 
 def _alignment(address: int, stride: int) -> int:
@@ -167,8 +163,8 @@ def _alignment(address: int, stride: int) -> int:
 
 
 def rows_alignment(rows: Tensor) -> int:
-    """`cache_alignment` of contiguous bf16 rows [W, 576], each of which is 72 times 16 bytes long."""
-    return _alignment(rows.data_ptr(), 0)
+    """`cache_alignment` of contiguous flat rows [W, row width]."""
+    return _alignment(rows.data_ptr(), rows.shape[1] * rows.element_size())
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:

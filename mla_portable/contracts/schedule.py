@@ -14,8 +14,8 @@ from typing import Final
 
 from torch import Tensor
 
-from mla_portable.contracts.layouts import KV_LORA_RANK
 from mla_portable.contracts.values import INT32_MAX, check_fields, refuse
+from mla_portable.layouts import KV_LORA_RANK
 
 __all__ = [
     "DEFAULT_SCRATCH_BYTES",
@@ -127,6 +127,7 @@ def split_kv(
     num_heads: int,
     topk: int,
     num_sms: int,
+    value_width: int = KV_LORA_RANK,
     program: ProgramShape = ProgramShape(),
     max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
 ) -> tuple[int, int]:
@@ -137,13 +138,14 @@ def split_kv(
 
     Args:
         num_rows, num_heads, topk: B * S, H, K. num_sms: multiprocessors, 0 (a CPU) means no splitting.
+        value_width: of the cache's layout.
         program: of the kernel that is called, `Implementation.program`.
-        max_scratch_bytes: bound on float32 [num_splits, num_rows, H, 512 + 1].
+        max_scratch_bytes: bound on float32 [num_splits, num_rows, H, value_width + 1].
     """
     tile = -(-_LEAST_SPLIT // program.tile) * program.tile
     num_tiles = max(1, -(-topk // tile))
     programs = num_rows * -(-num_heads // program.heads)
-    row_bytes = 4 * num_rows * num_heads * (KV_LORA_RANK + 1)
+    row_bytes = 4 * num_rows * num_heads * (value_width + 1)
     if programs == 0 or num_sms == 0:
         return 1, num_tiles * tile
     wanted = min(program.per_sm * num_sms // programs, max_scratch_bytes // row_bytes, num_tiles)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mla_portable.contracts.device import DeviceFacts
-from mla_portable.contracts.errors import InvalidArgument
-from mla_portable.contracts.layouts import LAYOUTS, SCALE_FORMATS
 from mla_portable.contracts.request import Request
 from mla_portable.contracts.values import INT32_MAX, check_alignment, check_fields
+from mla_portable.errors import InvalidArgument
+from mla_portable.layouts import LAYOUTS, SCALE_FORMATS, scale_formats
 
 __all__ = ["Reason", "Support"]
 
@@ -53,13 +53,13 @@ class Support:
     Attributes:
         source: where the limits come from (a document, a file, a measurement), for readers of the matrix.
         device_types, vendors, archs: of DeviceFacts.
-        kv_layouts: cache layouts, () for primitives that touch no cache.
+        kv_layouts: names of cache layouts, () for primitives that touch no cache; None for every layout, of plugins too.
         num_heads: exact counts that are accepted; max_heads: or every count up to this.
         padded_heads: kernel head counts that smaller requests are padded to inside; () means none.
         topk_multiple, max_topk: of K. block_sizes: exact; block_size_multiple: or every multiple of this.
         max_query_len: of S. scale_formats: FP8 scales read without a loss of meaning.
         cache_alignment: bytes, a power of two up to 16 that must divide the address of the cache (or of the rows of kv)
-            and the stride between its blocks; 1 where the contract's own minimum will do, 4 for FP8 and 2 for bf16.
+            and the stride between its blocks; 1 where the layout's own alignment will do.
         needs_whole_rows: the stride between blocks must be a whole number of rows.
         lse, attn_sink, lengths, compact, prefill_workspace, batch_invariant, graph: features that are there.
         min_shared_memory: bytes a thread block needs. needs_bf16, needs_fp8_conversion: abilities of the device.
@@ -70,7 +70,7 @@ class Support:
     device_types: tuple[str, ...] = ("cuda",)
     vendors: tuple[str, ...] | None = None
     archs: tuple[str, ...] | None = None
-    kv_layouts: tuple[str, ...] = ()
+    kv_layouts: tuple[str, ...] | None = ()
     num_heads: tuple[int, ...] | None = None
     max_heads: int | None = None
     padded_heads: tuple[int, ...] = ()
@@ -100,14 +100,19 @@ class Support:
         check_alignment(where, self.cache_alignment)
         if not self.source:
             raise InvalidArgument(where, "source", got="''", expected="where the limits come from")
-        unknown = [name for name in self.kv_layouts if name not in LAYOUTS]
+        unknown = [name for name in self.layouts if name not in LAYOUTS]
         if unknown:
             raise InvalidArgument(where, "kv_layouts", got=_words(unknown), expected=f"among {_words(LAYOUTS)}")
-        unknown = [name for name in self.scale_formats if name not in SCALE_FORMATS]
+        unknown = [name for name in self.scale_formats if name not in scale_formats()]
         if unknown:
-            raise InvalidArgument(where, "scale_formats", got=_words(unknown), expected=f"among {_words(SCALE_FORMATS)}")
+            raise InvalidArgument(where, "scale_formats", got=_words(unknown), expected=f"among {_words(scale_formats())}")
         if not self.device_types:
             raise InvalidArgument(where, "device_types", got="()", expected="at least one device type")
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Names of the cache layouts: `kv_layouts`, or all that are known."""
+        return tuple(LAYOUTS) if self.kv_layouts is None else self.kv_layouts
 
     def reasons(self, request: Request) -> tuple[Reason, ...]:
         """Every reason why `request` cannot run, device reasons first; empty means supported."""
@@ -131,9 +136,10 @@ class Support:
     def shape_reasons(self, request: Request) -> Iterator[Reason]:
         """The reasons that come from the request's shapes and features."""
         r = request
-        if r.kv_layout is not None and r.kv_layout not in self.kv_layouts:
-            remedy = "take the upconvert route, which gathers to bf16 first" if r.kv_layout == "fp8_ds_mla" else ""
-            yield Reason("kv_layout", r.kv_layout, f"supports {_words(self.kv_layouts) or 'none'}", remedy)
+        layout = None if r.kv_layout is None else LAYOUTS[r.kv_layout]
+        if layout is not None and layout.name not in self.layouts:
+            remedy = "take the upconvert route, which gathers to bf16 first" if layout.is_quantized else ""
+            yield Reason("kv_layout", layout.name, f"supports {_words(self.layouts) or 'none'}", remedy)
         if r.num_heads is not None and not self._accepts_heads(r.num_heads):
             yield Reason("num_heads", str(r.num_heads), f"supports {self._heads_text()}", "change tensor parallelism")
         if r.topk is not None:
@@ -152,8 +158,9 @@ class Support:
                 )
         if r.query_len is not None and self.max_query_len is not None and r.query_len > self.max_query_len:
             yield Reason("query_len", str(r.query_len), f"at most {self.max_query_len}", "decode the tokens as separate rows")
-        if r.kv_layout == "fp8_ds_mla" and (r.scale_format or "amax") not in self.scale_formats:
-            given = r.scale_format or "unknown, read as amax"
+        general = layout.scale_formats[-1] if layout is not None and layout.is_quantized else None
+        if general is not None and (r.scale_format or general) not in self.scale_formats:
+            given = r.scale_format or f"unknown, read as {general}"
             yield Reason("scale_format", given, f"supports {_words(self.scale_formats)}", "write the cache with pow2 scales")
         if r.cache_alignment % self.cache_alignment:
             yield Reason(

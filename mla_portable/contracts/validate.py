@@ -13,16 +13,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.errors import PlanMismatch
-from mla_portable.contracts.layouts import (
-    BF16,
-    HEAD_SIZE,
-    INDEX_HEAD_SIZE,
-    KV_LORA_RANK,
-    QK_ROPE_HEAD_DIM,
-    SCALE_FORMATS,
-    layout_of,
-)
 from mla_portable.contracts.rules import (
     check_cache,
     check_dense,
@@ -34,6 +24,14 @@ from mla_portable.contracts.rules import (
 )
 from mla_portable.contracts.schedule import DecodeSchedule, SplitSchedule, TileSchedule
 from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, check_scale, describe, refuse
+from mla_portable.errors import PlanMismatch
+from mla_portable.layouts import (
+    INDEX_HEAD_SIZE,
+    KV_LORA_RANK,
+    SCALE_FORMATS,
+    CacheLayout,
+    layout_of,
+)
 
 __all__ = [
     "QUANTIZED_DTYPES",
@@ -62,9 +60,10 @@ def cache_write(
     dtype, device = kv_c.dtype, kv_c.device
     if dtype not in _HALF:
         refuse(where, "kv_c", dtype, "torch.bfloat16 or torch.float16")
-    check_tensor(where, "kv_c", kv_c, dtype, (num_tokens, KV_LORA_RANK), device, "[T, 512]")
-    check_tensor(where, "k_pe", k_pe, dtype, (num_tokens, QK_ROPE_HEAD_DIM), device, "[T, 64]")
     layout, block_size, apart, alignment = check_cache(where, "kv_cache", kv_cache, device)
+    value_width, rope_width = layout.value_width, layout.rope_width
+    check_tensor(where, "kv_c", kv_c, dtype, (num_tokens, value_width), device, f"[T, {value_width}]")
+    check_tensor(where, "k_pe", k_pe, dtype, (num_tokens, rope_width), device, f"[T, {rope_width}]")
     check_tensor(where, "slot_mapping", slot_mapping, torch.int64, (num_tokens,), device, "[T]")
     if scale_format not in SCALE_FORMATS:
         refuse(where, "scale_format", repr(scale_format), "'pow2' or 'amax'")
@@ -135,7 +134,7 @@ def gather_upconvert(
     How many rows `out` needs is known on the device only; rows past it are not written.
     """
     where, int32 = "gather_upconvert", torch.int32
-    shape_of(where, "kv_cache", kv_cache, 3, "[blocks, block_size, 576 or 656]")
+    shape_of(where, "kv_cache", kv_cache, 3, "[blocks, block_size, row width]")
     device = kv_cache.device
     layout, block_size, apart, alignment = check_cache(where, "kv_cache", kv_cache, device)
     table_shape = shape_of(where, "block_table", block_table, 2, "[P, columns]")
@@ -143,17 +142,19 @@ def gather_upconvert(
     check_tensor(where, "block_table", block_table, int32, table_shape, device, "[P, columns]")
     check_tensor(where, "seq_lens", seq_lens, int32, (num_prefills,), device, "[P]")
     check_tensor(where, "workspace_starts", workspace_starts, int32, (num_prefills,), device, "[P]")
-    _check_rows(where, "out", out, device, "[W, 576]")
+    _check_rows(where, "out", out, layout.workspace, device)
     read = {"kv_cache": kv_cache, "block_table": block_table, "seq_lens": seq_lens, "workspace_starts": workspace_starts}
     check_disjoint(where, {"out": out}, read)
     return layout.name, block_size, alignment, bool(apart % layout.row_width)
 
 
-def _check_rows(where: str, argument: str, rows: Tensor, device: torch.device, axes: str) -> None:
-    """[W, 576] bfloat16 whose rows follow one another."""
+def _check_rows(where: str, argument: str, rows: Tensor, layout: CacheLayout, device: torch.device) -> None:
+    """[W, row width] of a layout without scales, whose rows follow one another."""
+    width = layout.row_width
+    axes = f"[W, {width}]"
     num_rows, _ = shape_of(where, argument, rows, 2, axes)
-    check_tensor(where, argument, rows, torch.bfloat16, (num_rows, HEAD_SIZE), device, axes)
-    if num_rows > 1 and rows.stride()[0] != HEAD_SIZE:
+    check_tensor(where, argument, rows, layout.dtype, (num_rows, width), device, axes)
+    if num_rows > 1 and rows.stride()[0] != width:
         refuse(where, argument, f"strides {list(rows.stride())}", f"{axes} contiguous", f"Pass {argument}.contiguous().")
 
 
@@ -173,12 +174,14 @@ def sparse_decode(
     Raises: PlanMismatch when `schedule` was made for other shapes.
     """
     where = "sparse_decode"
-    batch, query_len, num_heads, _ = shape_of(where, "q", q, 4, "[B, S, H, 576]")
+    check_dense(where, "q", q, "[B, S, H, key width]")
     device = q.device
-    check_tensor(where, "q", q, torch.bfloat16, (batch, query_len, num_heads, HEAD_SIZE), device, "[B, S, H, 576]")
-    if query_len < 1 or num_heads < 1:
-        refuse(where, "q", f"shape {list(q.shape)}", "[B, S, H, 576] with S and H of at least 1")
     layout, block_size, apart, alignment = check_cache(where, "kv_cache", kv_cache, device)
+    axes = f"[B, S, H, {layout.key_width}]"
+    batch, query_len, num_heads, _ = shape_of(where, "q", q, 4, axes)
+    check_tensor(where, "q", q, torch.bfloat16, (batch, query_len, num_heads, layout.key_width), device, axes)
+    if query_len < 1 or num_heads < 1:
+        refuse(where, "q", f"shape {list(q.shape)}", f"{axes} with S and H of at least 1")
     topk = shape_of(where, "indices", indices, 3, "[B, S, K]")[2]
     check_tensor(where, "indices", indices, torch.int32, (batch, query_len, topk), device, "[B, S, K]")
     if topk < 1:
@@ -189,11 +192,11 @@ def sparse_decode(
     if attn_sink is not None:
         check_tensor(where, "attn_sink", attn_sink, torch.float32, (num_heads,), device, "[H]")
     if schedule is not None:
-        check_schedule(where, schedule, batch, query_len, num_heads, topk, device)
+        check_schedule(where, schedule, batch, query_len, num_heads, topk, device, layout.value_width)
     if out is not None or lse_out is not None:
         if out is not None:
-            shape = (batch, query_len, num_heads, KV_LORA_RANK)
-            check_tensor(where, "out", out, torch.bfloat16, shape, device, "[B, S, H, 512]")
+            shape = (batch, query_len, num_heads, layout.value_width)
+            check_tensor(where, "out", out, torch.bfloat16, shape, device, f"[B, S, H, {layout.value_width}]")
         if lse_out is not None:
             check_tensor(where, "lse_out", lse_out, torch.float32, (batch, query_len, num_heads), device, "[B, S, H]")
         read = {"q": q, "kv_cache": kv_cache, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
@@ -202,9 +205,18 @@ def sparse_decode(
 
 
 def check_schedule(
-    where: str, schedule: DecodeSchedule, batch: int, query_len: int, num_heads: int, topk: int, device: torch.device
+    where: str,
+    schedule: DecodeSchedule,
+    batch: int,
+    query_len: int,
+    num_heads: int,
+    topk: int,
+    device: torch.device,
+    value_width: int = KV_LORA_RANK,
 ) -> None:
     """A decode schedule fits a call of `batch` x `query_len` rows, `num_heads` heads and width `topk`, and its scratch fits it.
+
+    value_width: of the cache's layout.
 
     Raises: PlanMismatch with both sides.
     """
@@ -217,8 +229,8 @@ def check_schedule(
         if schedule.num_splits > 1:
             rows = (schedule.num_splits, schedule.num_rows, num_heads)
             check_tensor(
-                where, "schedule.partial_out", schedule.partial_out, torch.float32, (*rows, KV_LORA_RANK), device,
-                "[num_splits, B * S, H, 512]",
+                where, "schedule.partial_out", schedule.partial_out, torch.float32, (*rows, value_width), device,
+                f"[num_splits, B * S, H, {value_width}]",
             )  # fmt: skip
             check_tensor(
                 where, "schedule.partial_lse", schedule.partial_lse, torch.float32, rows, device, "[num_splits, B * S, H]"
@@ -262,23 +274,25 @@ def sparse_prefill(
     block_size is None for bfloat16 rows, which are flat.
     """
     where = "sparse_prefill"
-    num_tokens, num_heads, _ = shape_of(where, "q", q, 3, "[T, H, 576]")
+    check_dense(where, "q", q, "[T, H, key width]")
     device = q.device
-    check_tensor(where, "q", q, torch.bfloat16, (num_tokens, num_heads, HEAD_SIZE), device, "[T, H, 576]")
-    if num_heads < 1:
-        refuse(where, "q", f"shape {list(q.shape)}", "[T, H, 576] with H of at least 1")
     block_size = None
-    if isinstance(kv, Tensor) and kv.dtype is torch.uint8:  # pyright: ignore[reportUnnecessaryIsInstance]
+    check_dense(where, "kv", kv, "[W, row width] or [blocks, block_size, row width]")
+    layout = layout_of(kv, where=where, argument="kv")
+    width = layout.row_width
+    if layout.is_quantized:
         remedy = "Pass the paged cache itself: FP8 rows are read in place."
-        shape_of(where, "kv", kv, 3, "[blocks, block_size, 656]", remedy)
-        layout, block_size, apart, alignment = check_cache(where, "kv", kv, device)
+        shape_of(where, "kv", kv, 3, f"[blocks, block_size, {width}]", remedy)
+        _, block_size, apart, alignment = check_cache(where, "kv", kv, device)
     else:
-        if isinstance(kv, Tensor) and kv.dtype is not torch.bfloat16:  # pyright: ignore[reportUnnecessaryIsInstance]
-            layout_of(kv, where=where, argument="kv")  # says what is wrong
-        remedy = "Flatten a bfloat16 cache: kv_cache.view(-1, 576)."
-        shape_of(where, "kv", kv, 2, "[W, 576]", remedy)
-        _check_rows(where, "kv", kv, device, "[W, 576]")
-        layout, apart, alignment = BF16, 0, rows_alignment(kv)
+        shape_of(where, "kv", kv, 2, f"[W, {width}]", f"Flatten a bfloat16 cache: kv_cache.view(-1, {width}).")
+        _check_rows(where, "kv", kv, layout, device)
+        apart, alignment = 0, rows_alignment(kv)
+    axes = f"[T, H, {layout.key_width}]"
+    num_tokens, num_heads, _ = shape_of(where, "q", q, 3, axes)
+    check_tensor(where, "q", q, torch.bfloat16, (num_tokens, num_heads, layout.key_width), device, axes)
+    if num_heads < 1:
+        refuse(where, "q", f"shape {list(q.shape)}", f"{axes} with H of at least 1")
     topk = shape_of(where, "indices", indices, 2, "[T, K]")[1]
     check_tensor(where, "indices", indices, torch.int32, (num_tokens, topk), device, "[T, K]")
     if topk < 1:
@@ -290,7 +304,8 @@ def sparse_prefill(
         check_tensor(where, "attn_sink", attn_sink, torch.float32, (num_heads,), device, "[H]")
     if out is not None or lse_out is not None:
         if out is not None:
-            check_tensor(where, "out", out, torch.bfloat16, (num_tokens, num_heads, KV_LORA_RANK), device, "[T, H, 512]")
+            shape = (num_tokens, num_heads, layout.value_width)
+            check_tensor(where, "out", out, torch.bfloat16, shape, device, f"[T, H, {layout.value_width}]")
         if lse_out is not None:
             check_tensor(where, "lse_out", lse_out, torch.float32, (num_tokens, num_heads), device, "[T, H]")
         read = {"q": q, "kv": kv, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}

@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.errors import InvalidArgument
+from mla_portable.errors import InvalidArgument
 
 __all__ = [
     "CACHE_ALIGNMENT",

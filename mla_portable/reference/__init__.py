@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from mla_portable.contracts import LAYOUTS, BoundPrimitive, Implementation, Primitive, Registrar, Request, Support, hookimpl
+from mla_portable.contracts import BoundPrimitive, Implementation, Primitive, Registrar, Request, Support, hookimpl
 from mla_portable.primitives import (
     CACHE_WRITE,
     CONVERT_INDICES,
@@ -53,20 +53,21 @@ __all__ = [
 
 _NAME: Final = "reference.torch"
 _PREFERENCE: Final = 1000.0
-_CACHED: Final = tuple(LAYOUTS)
+_CACHED: Final = None
+"""Every layout, by its own `split` and `pack`."""
 _ROWS: Final = "mla_portable.reference.rows"
+_LAYOUTS: Final = ("mla_portable.layouts.base", "mla_portable.layouts.bf16", "mla_portable.layouts.fp8_ds_mla")
 _ARITHMETIC: Final = "mla_portable.reference.arithmetic"
-_LAYOUT: Final = "mla_portable.contracts.layouts"
 _PRODUCTS: Final = (SPARSE_DECODE, SPARSE_PREFILL, INDEXER_LOGITS)
 """Those that multiply matrices, and take the `dtype` to do it in."""
 
 # primitive -> its function, the cache layouts it reads or writes, the modules below mla_portable.reference that decide it
-_PRIMITIVES: Final[dict[Primitive, tuple[BoundPrimitive, tuple[str, ...], tuple[str, ...]]]] = {
-    CACHE_WRITE: (cache_write, _CACHED, ("mla_portable.reference.cache", _ROWS, _LAYOUT)),
+_PRIMITIVES: Final[dict[Primitive, tuple[BoundPrimitive, tuple[str, ...] | None, tuple[str, ...]]]] = {
+    CACHE_WRITE: (cache_write, _CACHED, ("mla_portable.reference.cache", _ROWS, *_LAYOUTS)),
     CONVERT_INDICES: (convert_indices, _CACHED, ("mla_portable.reference.indices",)),
-    GATHER_UPCONVERT: (gather_upconvert, _CACHED, ("mla_portable.reference.cache", _ROWS, _LAYOUT)),
-    SPARSE_DECODE: (sparse_decode, _CACHED, ("mla_portable.reference.attention", _ROWS, _LAYOUT)),
-    SPARSE_PREFILL: (sparse_prefill, _CACHED, ("mla_portable.reference.attention", _ROWS, _LAYOUT)),
+    GATHER_UPCONVERT: (gather_upconvert, _CACHED, ("mla_portable.reference.cache", _ROWS, *_LAYOUTS)),
+    SPARSE_DECODE: (sparse_decode, _CACHED, ("mla_portable.reference.attention", _ROWS, *_LAYOUTS)),
+    SPARSE_PREFILL: (sparse_prefill, _CACHED, ("mla_portable.reference.attention", _ROWS, *_LAYOUTS)),
     MERGE_STATES: (merge_states, (), ("mla_portable.reference.merge",)),
     QUANTIZE_PER_TENSOR: (quantize_per_tensor, (), ("mla_portable.reference.quantize",)),
     INDEXER_LOGITS: (indexer_logits, (), ("mla_portable.reference.indexer",)),

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """sparse_decode and sparse_prefill in plain torch: for a few query rows at a time, fetch their keys and attend.
 
-scores = softmax_scale * q @ keys^T, out = softmax(scores) @ keys[:, :512], lse = logsumexp(scores), all in `dtype`: float64,
+scores = softmax_scale * q @ keys^T, out = softmax(scores) @ latents, lse = logsumexp(scores), all in `dtype`: float64,
 or float32 on a device whose float64 cannot be trusted (`arithmetic.products`).
 Absent entries score -inf. Their keys must not be read from just anywhere, for 0 * NaN is NaN: an absent entry reads a
 slot that another entry of the same row names, so what no index names is never fetched where it could matter.
-Cost per query row: K rows of the cache fetched and widened to 4608 bytes, and 2 * K * H * (576 + 512) operations.
+Cost per query row: K rows of the cache fetched and widened to 8 bytes a number, and 2 * K * H * (key + value width) operations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM, DecodeSchedule, attention_results
+from mla_portable.contracts import DecodeSchedule, attention_results
 from mla_portable.reference.arithmetic import isolated, products
 from mla_portable.reference.rows import CacheRows
 
@@ -51,7 +51,7 @@ def sparse_decode(
     `schedule` is not used. `dtype` is that of the arithmetic. Allocates about `chunk_bytes` beyond the outputs, whatever B
     and S. Not graph-safe.
     """
-    out, lse_out = attention_results(q, out, lse_out)
+    out, lse_out = attention_results(q, kv_cache, out, lse_out)
     rows = CacheRows(kv_cache)
     for s in range(q.shape[1]):  # [:, s] is a view for any strides; flattening [B, S] might be a copy
         _attend(
@@ -85,7 +85,7 @@ def sparse_prefill(
 
     `dtype` is that of the arithmetic. Allocates about `chunk_bytes` beyond the outputs, whatever T. Not graph-safe.
     """
-    out, lse_out = attention_results(q, out, lse_out)
+    out, lse_out = attention_results(q, kv, out, lse_out)
     _attend(q, CacheRows(kv), indices, softmax_scale, lengths, attn_sink, out, lse_out, dtype)
     return out, lse_out
 
@@ -101,15 +101,19 @@ def _attend(
     lse: Tensor,
     dtype: torch.dtype,
 ) -> None:
-    """Fill out [T, H, 512] and lse [T, H] from q [T, H, 576], indices [T, K], lengths [T]; all may be strided views."""
-    num_tokens, num_heads, _ = q.shape
+    """Fill out [T, H, V] and lse [T, H] from q [T, H, V + R], indices [T, K], lengths [T]; all may be strided views.
+
+    V and R are the widths of the layout's latent and rotary part.
+    """
+    num_tokens, num_heads, key_width = q.shape
+    value_width = rows.layout.value_width
     topk = indices.shape[1]
     if topk == 0 or rows.num_slots == 0 or out.numel() == 0:  # nothing to read: torch reduces no empty dimension
         out.zero_()
         lse.fill_(-math.inf)
         return
     # keys in `dtype` and float32, their stored bytes, the same bytes as table indices; scores and their temporaries per head
-    row_bytes = topk * ((dtype.itemsize + 4) * HEAD_SIZE + 3 * rows.layout.row_bytes + 2 * dtype.itemsize * num_heads)
+    row_bytes = topk * ((dtype.itemsize + 4) * key_width + 3 * rows.layout.row_bytes + 2 * dtype.itemsize * num_heads)
     step = max(1, chunk_bytes(q.device.type) // row_bytes)
     column = torch.arange(topk, dtype=torch.int64, device=q.device)
     for begin in range(0, num_tokens, step):
@@ -122,16 +126,17 @@ def _attend(
         present = index.masked_fill(~valid, -1)
         stand_in = present.amax(dim=1, keepdim=True).clamp_(min=0)  # [C, 1] a named slot; 0 where no entry is valid
         latent, rope = rows.values(torch.where(valid, index, stand_in).flatten(), dtype)
-        latent, rope = latent.view(-1, topk, KV_LORA_RANK), rope.view(-1, topk, QK_ROPE_HEAD_DIM)  # [C, K, 512], [C, K, 64]
-        query = q[chunk].to(dtype) * softmax_scale  # [C, H, 576]
-        scores = products(query[..., :KV_LORA_RANK], latent)  # [C, H, K]
-        scores += products(query[..., KV_LORA_RANK:], rope)
+        latent, rope = (part.view(len(valid), topk, part.shape[-1]) for part in (latent, rope))  # [C, K, V], [C, K, R]
+        query = q[chunk].to(dtype) * softmax_scale  # [C, H, V + R]
+        scores = products(query[..., :value_width], latent)  # [C, H, K]
+        if value_width < key_width:
+            scores += products(query[..., value_width:], rope)
         scores.masked_fill_(~valid.unsqueeze(1), -math.inf)
         top = scores.amax(dim=-1, keepdim=True).masked_fill_(empty[:, None, None], 0.0)  # [C, H, 1]
         weights = scores.sub_(top).exp_()
         total = weights.sum(dim=-1, keepdim=True)  # [C, H, 1]
         row_lse = (top + total.log()).squeeze(-1)  # [C, H]; log(0) is -inf where the row is empty
-        values = products(weights, latent.mT).div_(total)  # [C, H, 512]
+        values = products(weights, latent.mT).div_(total)  # [C, H, V]
         if attn_sink is not None:
             values *= torch.sigmoid(row_lse - attn_sink.to(dtype)).unsqueeze(-1)
         values.masked_fill_(empty[:, None, None], 0.0)  # 0 / 0 until here

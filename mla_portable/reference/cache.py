@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import HEAD_SIZE, layout_of, pack_fp8, unpack_fp8
+from mla_portable.layouts import layout_of
 from mla_portable.reference.arithmetic import isolated
 from mla_portable.reference.rows import CacheRows
 
@@ -22,7 +22,7 @@ _CHUNK_TOKENS: Final = 16384
 def cache_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2") -> None:
     """Write new tokens into the paged cache; `primitives.CacheWrite`.
 
-    FP8 rows are exactly `contracts.pack_fp8`'s. Synchronises the host on a GPU. Not graph-safe.
+    Rows are exactly what the layout's `pack` makes. Synchronises the host on a GPU. Not graph-safe.
     """
     layout = layout_of(kv_cache, where="cache_write")
     blocks, block_size, _ = kv_cache.shape
@@ -31,11 +31,11 @@ def cache_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tens
         slots = slot_mapping[chunk].long()
         kept = ((slots >= 0) & (slots < blocks * block_size)).nonzero().squeeze(1)
         slots, latent, rope = slots[kept], kv_c[chunk][kept], k_pe[chunk][kept]
-        if layout.is_quantized:
-            rows = pack_fp8(latent, rope, scale_format=scale_format)
-        else:
-            rows = torch.cat([latent, rope], dim=1).to(layout.dtype)
-        kv_cache[slots // block_size, slots % block_size] = rows
+        rows = layout.pack(latent, rope, scale_format)
+        first = 0
+        for part in layout.parts(kv_cache):
+            part[slots // block_size, slots % block_size] = rows[:, first : first + part.shape[2]]
+            first += part.shape[2]
 
 
 @isolated
@@ -70,9 +70,8 @@ def gather_upconvert(
             block = torch.zeros_like(column)
         if rows.num_slots:
             slot = torch.where(valid, block * block_size + position % block_size, 0)
-            stored = rows.raw(slot)
-            values = unpack_fp8(stored) if rows.layout.is_quantized else stored
+            values = rows.layout.unpack(rows.raw(slot))
         else:
-            values = torch.zeros((row.numel(), HEAD_SIZE), dtype=torch.bfloat16, device=out.device)
+            values = torch.zeros((row.numel(), out.shape[1]), dtype=torch.bfloat16, device=out.device)
         out[row] = values.masked_fill(~valid.unsqueeze(1), 0)
     return out

@@ -4,34 +4,13 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import FP8_DS_MLA, KV_LORA_RANK, SCALE_GROUP, layout_of
+from mla_portable.layouts import layout_of
 
-__all__ = ["CacheRows", "decode_e4m3"]
-
-
-@cache
-def _e4m3_pairs() -> Tensor:
-    """[65536] int64 on the CPU: for each 16-bit pattern the float32 values of its two e4m3 bytes, as 64 bits."""
-    patterns = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.uint16)
-    return patterns.view(torch.float8_e4m3fn).float().view(torch.int64)
-
-
-def decode_e4m3(data: Tensor) -> Tensor:
-    """The float32 values of e4m3 bytes, all 256 of them exact, NaN included.
-
-    Args:
-        data: [n, m] uint8, m even, rows at even distances from an even offset.
-    Returns: [n, m] float32. On a CPU by a table of byte pairs, which costs a quarter of torch's own conversion.
-    """
-    if not data.is_cpu:
-        return data.view(torch.float8_e4m3fn).float()
-    pairs = data.view(torch.uint16).to(torch.int32).flatten()
-    return _e4m3_pairs().index_select(0, pairs).view(torch.float32).view(data.shape)
+__all__ = ["CacheRows"]
 
 
 class CacheRows:
@@ -42,19 +21,11 @@ class CacheRows:
     """
 
     def __init__(self, kv: Tensor) -> None:
-        """Look at `kv`: [blocks, block_size, 576 | 656] with any strides, or [W, 576 | 656]."""
+        """Look at `kv`: a paged cache [blocks, block_size, row width] with any strides, or flat rows [W, row width]."""
         self.layout = layout_of(kv, where="reference.torch", argument="kv")
         paged = kv if kv.dim() == 3 else kv.unsqueeze(0)
-        blocks, self._block_size, width = paged.shape
-        self.num_slots = blocks * self._block_size
-        block_stride, row_stride, element_stride = paged.stride()
-        # One index must reach every row, though blocks may lie apart: a view whose rows start at each common divisor
-        # of the two strides (and so overlap) has them all. index_select on it copies whole rows, which on a CPU is
-        # twenty times faster than indexing by (block, offset).
-        unit = math.gcd(block_stride, row_stride) or 1
-        self._block_step, self._row_step = block_stride // unit, row_stride // unit
-        reach = (blocks - 1) * self._block_step + (self._block_size - 1) * self._row_step + 1
-        self._rows = paged.as_strided((reach if self.num_slots else 0, width), (unit, element_stride))
+        self.num_slots, self._block_size = paged.shape[0] * paged.shape[1], paged.shape[1]
+        self._parts = [_Part(part) for part in self.layout.parts(paged)]
 
     def raw(self, slots: Tensor) -> Tensor:
         """The rows as they are stored.
@@ -63,20 +34,33 @@ class CacheRows:
             slots: [n] int64, each in [0, num_slots).
         Returns: [n, row_width] of the layout's dtype, contiguous.
         """
-        if self._block_step == self._block_size * self._row_step:
-            return self._rows.index_select(0, slots * self._row_step)
-        start = slots // self._block_size * self._block_step + slots % self._block_size * self._row_step
-        return self._rows.index_select(0, start)
+        parts = [part.rows(slots, self._block_size) for part in self._parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def values(self, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The rows as numbers of `dtype`, FP8 latents multiplied by their scales. Takes slots as `raw` does.
 
-        Returns: latent [n, 512] and rope [n, 64], contiguous; apart, for joining them would be one more pass.
+        Returns: latent [n, value width] and rope [n, rope width]; apart, for joining them would be one more pass.
         """
-        raw = self.raw(slots)
-        if not self.layout.is_quantized:
-            return raw[:, :KV_LORA_RANK].to(dtype), raw[:, KV_LORA_RANK:].to(dtype)
-        latent = decode_e4m3(raw[:, :KV_LORA_RANK]).to(dtype)
-        scales = raw[:, KV_LORA_RANK : FP8_DS_MLA.rope_offset].view(torch.float32).to(dtype)  # [n, 4]
-        latent.unflatten(1, (KV_LORA_RANK // SCALE_GROUP, SCALE_GROUP)).mul_(scales.unsqueeze(-1))
-        return latent, raw[:, FP8_DS_MLA.rope_offset :].view(torch.bfloat16).to(dtype)
+        return self.layout.split(self.raw(slots), dtype)
+
+
+class _Part:
+    """[blocks, block_size, width]: rows, or what of them lies together."""
+
+    def __init__(self, paged: Tensor) -> None:
+        blocks, block_size, width = paged.shape
+        block_stride, row_stride, element_stride = paged.stride()
+        # One index must reach every row, though blocks may lie apart: a view whose rows start at each common divisor
+        # of the two strides (and so overlap) has them all. index_select on it copies whole rows, which on a CPU is
+        # twenty times faster than indexing by (block, offset).
+        unit = math.gcd(block_stride, row_stride) or 1
+        self._block_step, self._row_step = block_stride // unit, row_stride // unit
+        reach = (blocks - 1) * self._block_step + (block_size - 1) * self._row_step + 1
+        self._rows = paged.as_strided((reach if blocks * block_size else 0, width), (unit, element_stride))
+
+    def rows(self, slots: Tensor, block_size: int) -> Tensor:
+        if self._block_step == block_size * self._row_step:
+            return self._rows.index_select(0, slots * self._row_step)
+        start = slots // block_size * self._block_step + slots % block_size * self._row_step
+        return self._rows.index_select(0, start)

@@ -22,7 +22,6 @@ import pluggy
 from mla_portable import __version__
 from mla_portable.contracts import (
     ENTRY_POINT_GROUP,
-    FP8_DS_MLA,
     PROJECT_NAME,
     BackendSpec,
     Detector,
@@ -34,6 +33,7 @@ from mla_portable.contracts import (
     ScheduleKind,
     Variable,
 )
+from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry.limits import DEFAULT_SECONDS, limited
 from mla_portable.registry.variables import CORE_VARIABLES, prefix_of

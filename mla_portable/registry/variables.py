@@ -7,7 +7,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from mla_portable.contracts import ROUTES, SCALE_FORMATS, InvalidArgument, Primitive, Variable
+from mla_portable.contracts import ROUTES, InvalidArgument, Primitive, Variable
+from mla_portable.layouts import SCALE_FORMATS
 from mla_portable.registry.limits import PLUGIN_TIMEOUT
 from mla_portable.registry.names import closest
 from mla_portable.registry.tuned import TABLE_VARIABLE

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layouts of the paged cache, one module each, and what a layout is (`base`)."""
+
+from typing import Final
+
+from mla_portable.layouts.base import LAYOUTS, CacheLayout, add_layout, layout_of, scale_formats
+from mla_portable.layouts.bf16 import BF16, HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from mla_portable.layouts.bf16_nope import BF16_NOPE
+from mla_portable.layouts.fp8_ds_mla import (
+    E4M3_MAX,
+    FP8_DS_MLA,
+    POW2_MIN_EXPONENT,
+    SCALE_FORMATS,
+    SCALE_GROUP,
+    decode_e4m3,
+    tile_scales,
+)
+
+__all__ = [
+    "BF16",
+    "BF16_NOPE",
+    "E4M3_MAX",
+    "FP8_DS_MLA",
+    "HEAD_SIZE",
+    "INDEX_HEAD_SIZE",
+    "KV_LORA_RANK",
+    "LAYOUTS",
+    "POW2_MIN_EXPONENT",
+    "QK_ROPE_HEAD_DIM",
+    "SCALE_FORMATS",
+    "SCALE_GROUP",
+    "CacheLayout",
+    "add_layout",
+    "decode_e4m3",
+    "layout_of",
+    "scale_formats",
+    "tile_scales",
+]
+
+INDEX_HEAD_SIZE: Final = 128
+"""Of the indexer's queries and keys, whose cache is [blocks, block_size, 128] bfloat16."""

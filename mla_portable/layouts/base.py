@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CacheLayout: how a cached token lies in memory, as a value; and the table of the layouts that are known.
+
+A token is a latent of `value_width` numbers, which is its value and the first part of its key, and a rotary part of
+`rope_width` numbers, the rest of its key. Whatever depends on these widths, or on where they lie, asks the layout.
+
+A plugin adds a layout where it is imported: `add_layout(CacheLayout(...))`. Names, and pairs of dtype and row width, are
+taken once in a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.errors import InvalidArgument
+
+__all__ = ["LAYOUTS", "CacheLayout", "add_layout", "layout_of", "scale_formats"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLayout:
+    """One row format of the paged cache `[blocks, block_size, row_width]`, or of flat rows `[W, row_width]`.
+
+    A layout whose rows are latent and rotary part side by side, in one dtype, is an instance of this class. Any other is a
+    subclass with `pack` and `split` of its own.
+
+    Attributes:
+        name: what requests, declarations and records call it.
+        dtype: of the tensor. row_width: elements of `dtype` in a row.
+        value_width: numbers of the latent. rope_width: numbers of the rotary part, 0 where there is none.
+        rope_offset: bytes from the start of a row to its rotary part; the latent starts with the row.
+        scale_offset: bytes from the start of a row to its scales, None where a row carries none.
+        scale_formats: ways to choose the scales, the most general last: readers take scales of unknown origin for that one.
+            Empty for layouts that are not quantised.
+        apart_bytes: the last bytes of a row, where they lie behind the rows of their block instead of inside the row: those of
+            token t of a block at block_size * (row_bytes - apart_bytes) + t * apart_bytes. Offsets count as if they were
+            inside.
+        alignment: bytes, of the widest number in a row; addresses of blocks are multiples of it.
+        upconverted: the layout of the rows that gather_upconvert makes of these; None for layouts that are not quantised,
+            whose rows are copied.
+        contents: a row in words, for error messages.
+    Raises: InvalidArgument for widths and offsets that contradict each other.
+    """
+
+    name: str
+    dtype: torch.dtype
+    row_width: int
+    value_width: int
+    rope_width: int = 0
+    rope_offset: int
+    scale_offset: int | None = None
+    scale_formats: tuple[str, ...] = ()
+    apart_bytes: int = 0
+    alignment: int
+    upconverted: CacheLayout | None = None
+    contents: str = ""
+
+    def __post_init__(self) -> None:
+        def check(field: str, holds: bool, expected: str) -> None:
+            if not holds:
+                raise InvalidArgument(f"CacheLayout {self.name!r}", field, got=getattr(self, field), expected=expected)
+
+        check("value_width", self.value_width >= 1, "at least 1")
+        check("rope_width", self.rope_width >= 0, "at least 0")
+        check("rope_offset", 0 <= self.rope_offset <= self.row_bytes, f"at most row_bytes = {self.row_bytes}")
+        check("apart_bytes", 0 <= self.apart_bytes < self.row_bytes, f"less than row_bytes = {self.row_bytes}")
+        check("alignment", self.alignment in (1, 2, 4, 8, 16), "a power of two up to 16")
+        if not self.is_quantized:
+            check("row_width", self.row_width == self.key_width, f"key_width = {self.key_width} for a layout without scales")
+            check("upconverted", self.upconverted is None, "None for a layout without scales")
+        else:
+            check("scale_offset", self.scale_offset is not None, "the offset of the scales")
+            rows = self.upconverted
+            widths = None if rows is None else (rows.is_quantized, rows.value_width, rows.key_width)
+            wanted = (False, self.value_width, self.key_width)
+            check("upconverted", widths == wanted, "a layout of the same widths without scales")
+
+    @property
+    def key_width(self) -> int:
+        """Numbers of a query and of a key."""
+        return self.value_width + self.rope_width
+
+    @property
+    def row_bytes(self) -> int:
+        return self.row_width * self.dtype.itemsize
+
+    @property
+    def is_quantized(self) -> bool:
+        """Rows carry scales, and are read from the paged cache in place. Others may be read as flat rows."""
+        return bool(self.scale_formats)
+
+    @property
+    def workspace(self) -> CacheLayout:
+        """The layout of a workspace that rows of this one are gathered into."""
+        return self.upconverted or self
+
+    def parts(self, cache: Tensor) -> tuple[Tensor, ...]:
+        """Views of a paged cache [blocks, block_size, row_width] that together, side by side, are its rows.
+
+        Returns: the cache itself, or [blocks, block_size, ...] of what lies inside the rows and of what lies apart.
+        """
+        if not self.apart_bytes:
+            return (cache,)
+        blocks, size, width = cache.shape
+        apart = self.apart_bytes // self.dtype.itemsize
+        whole = cache.as_strided((blocks, size * width), (cache.stride(0), 1))
+        inside, behind = whole.split([size * (width - apart), size * apart], dim=1)
+        return inside.unflatten(1, (size, width - apart)), behind.unflatten(1, (size, apart))
+
+    def pack(self, latent: Tensor, rope: Tensor, scale_format: str | None = None) -> Tensor:
+        """Tokens as rows.
+
+        Args:
+            latent: [T, value_width] floating point. rope: [T, rope_width]. scale_format: one of `scale_formats`, None for the
+                first; ignored by layouts without scales.
+        Returns: [T, row_width] of `dtype`.
+        """
+        return torch.cat([latent, rope], dim=-1).to(self.dtype)
+
+    def split(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Rows as numbers, the two parts apart.
+
+        Args:
+            rows: [..., row_width], any strides, on any device. dtype: of the result. Products with scales are taken in float64
+                where that is asked for, else in float32, and rounded once.
+        Returns: latent [..., value_width] and rope [..., rope_width].
+        """
+        return rows[..., : self.value_width].to(dtype), rows[..., self.value_width :].to(dtype)
+
+    def unpack(self, rows: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Rows [..., row_width] as keys [..., key_width] of `dtype`; `split` in one tensor."""
+        return torch.cat(self.split(rows, dtype), dim=-1)
+
+
+_layouts: dict[str, CacheLayout] = {}
+_by_rows: dict[tuple[torch.dtype, int], CacheLayout] = {}
+LAYOUTS: Final[Mapping[str, CacheLayout]] = MappingProxyType(_layouts)
+"""name -> layout: the core's, then those that plugins added."""
+
+
+def add_layout(layout: CacheLayout) -> CacheLayout:
+    """Make a layout known in this process, and return it. To add an equal one again changes nothing.
+
+    Raises: InvalidArgument when another layout has the name, or the same dtype and row width, by which tensors are told apart.
+    """
+    if not isinstance(layout, CacheLayout):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument("add_layout", "layout", got=type(layout).__name__, expected="a CacheLayout")
+    rows = (layout.dtype, layout.row_width)
+    for known in (_layouts.get(layout.name), _by_rows.get(rows)):
+        if known is not None and known != layout:
+            got = f"{layout.name!r}, {layout.dtype} rows of {layout.row_width}"
+            expected = f"a name, and rows, other than those of {known.name!r} ({known.dtype} rows of {known.row_width})"
+            raise InvalidArgument("add_layout", "layout", got=got, expected=expected)
+    _layouts[layout.name] = _by_rows[rows] = layout
+    return layout
+
+
+def scale_formats() -> tuple[str, ...]:
+    """The scale formats of all layouts."""
+    return tuple(dict.fromkeys(name for layout in LAYOUTS.values() for name in layout.scale_formats))
+
+
+def layout_of(kv: Tensor, *, where: str = "layout_of", argument: str = "kv_cache") -> CacheLayout:
+    """The layout of a cache or workspace, recognised by dtype and row width.
+
+    Args:
+        kv: [..., row_width] of a layout's dtype. where, argument: names for the error message.
+    Raises: InvalidArgument when no layout has this dtype and last dimension.
+    """
+    dtype, width = kv.dtype, kv.shape[-1] if kv.dim() else 0
+    layout = _by_rows.get((dtype, width))
+    if layout is not None:
+        return layout
+    remedy = ""
+    if dtype.itemsize == 1 and dtype != torch.uint8 and (torch.uint8, width) in _by_rows:
+        remedy = "Pass the same bytes as uint8: kv_cache.view(torch.uint8)."
+    elif dtype == torch.uint8:
+        remedy = next((f"A row holds {row.contents}: do not slice it." for row in LAYOUTS.values() if row.dtype == dtype), "")
+    raise InvalidArgument(
+        where,
+        argument,
+        got=f"{dtype} rows of {width}",
+        expected=" or ".join(f"{row.dtype} rows of {row.row_width} ({row.name})" for row in LAYOUTS.values()),
+        remedy=remedy,
+    )
