@@ -16,8 +16,8 @@ from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.contracts import (
     Batch,
     StepPlan,
-    pack_fp8,
 )
+from mla_portable.layouts import LAYOUTS as CACHE_LAYOUTS
 from mla_portable.planner import Planner
 from mla_portable.primitives import CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.reference import oracle
@@ -25,7 +25,7 @@ from mla_portable.registry import Registry
 
 HEADS, TOPK, BLOCK, BLOCKS, MODEL_LEN = 3, 12, 8, 40, 48
 ROUTES = ("fused", "split", "direct", "upconvert")
-LAYOUTS = ("fp8_ds_mla", "bf16")
+LAYOUTS = ("fp8_ds_mla", "bf16", "bf16_nope")
 SPEC = AttentionSpec(
     num_heads=HEADS,
     softmax_scale=0.06,
@@ -95,23 +95,23 @@ def make_step(name: str, layout: str, sink: Tensor | None = None) -> Step:
                 chosen, where = chosen[:0], where[:0]
             topk[token, where] = chosen.to(torch.int32)
             slots[token, where] = table[request, chosen // BLOCK].long() * BLOCK + chosen % BLOCK
-    q = torch.randn(rows, HEADS, 576, generator=generator).bfloat16()
+    row = CACHE_LAYOUTS[layout]
+    q = torch.randn(rows, HEADS, row.key_width, generator=generator).bfloat16()
     q[num_tokens:] = math.nan  # padding rows hold anything
-    flat = cache.view(-1, cache.shape[-1]) if layout == "bf16" else cache
+    flat = cache if row.is_quantized else cache.view(-1, row.row_width)
     out, lse = oracle.sparse_prefill(q, flat, slots, softmax_scale=SPEC.softmax_scale, attn_sink=sink)
     return Step(Batch(starts, seq_lens, table, padded), q, cache, topk, out, lse)
 
 
 def written_cache(layout: str, table: Tensor, seq_lens: list[int], generator: torch.Generator) -> Tensor:
     """Rows of the requests' tokens; every other byte is 0xFF, which is NaN in every format."""
-    width = 1152 if layout == "bf16" else 656
-    cache = torch.full((BLOCKS, BLOCK, width), 0xFF, dtype=torch.uint8)
+    row = CACHE_LAYOUTS[layout]
+    cache = torch.full((BLOCKS, BLOCK, row.row_bytes), 0xFF, dtype=torch.uint8).view(row.dtype)
     for request, total in enumerate(seq_lens):
         position = torch.arange(total)
-        latent = torch.randn(total, 576, generator=generator)
-        rows = latent.bfloat16().view(torch.uint8) if layout == "bf16" else pack_fp8(latent[:, :512], latent[:, 512:])
-        cache[table[request, position // BLOCK].long(), position % BLOCK] = rows
-    return cache.view(torch.bfloat16) if layout == "bf16" else cache
+        latent, rope = torch.randn(total, row.key_width, generator=generator).split([row.value_width, row.rope_width], dim=1)
+        cache[table[request, position // BLOCK].long(), position % BLOCK] = row.pack(latent, rope)
+    return cache
 
 
 REFERENCE = Registry(environ={})

@@ -151,7 +151,8 @@ def test_a_given_workspace_is_used():
 def test_cache_write_makes_what_attention_reads(layout: str):
     layer = make_layer("fused", layout, scale_format="amax" if layout == "fp8_ds_mla" else None)
     cache = torch.zeros_like(make_step("one token", layout).kv_cache)
-    kv_c, k_pe = torch.randn(5, 512).bfloat16(), torch.randn(5, 64).bfloat16()
+    row = layer.spec.layout
+    kv_c, k_pe = torch.randn(5, row.value_width).bfloat16(), torch.randn(5, row.rope_width).bfloat16()
     slots = torch.tensor([3, -1, 17, 319, 320])
     expected = oracle.cache_write(kv_c, k_pe, cache, slots, scale_format="amax")
     layer.cache_write(kv_c, k_pe, cache, slots)

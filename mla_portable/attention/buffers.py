@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.attention.step import Step, divide
-from mla_portable.contracts import HEAD_SIZE, InvalidArgument, StepPlan, neutral_defaults
+from mla_portable.contracts import InvalidArgument, StepPlan, neutral_defaults
 from mla_portable.contracts.rules import extent
 from mla_portable.contracts.values import CACHE_ALIGNMENT, describe
 
@@ -27,8 +27,8 @@ class StepBuffers:
     Attributes:
         indices: [max_num_tokens, K] int32. counts: [max_num_tokens] int32. Where convert_indices writes.
         lse: [max_num_tokens, H] float32, for layers that return none; None where every layer does.
-        query: [max_num_tokens, H, 576] bf16, where a (ql_nope, q_pe) pair is joined; None where none is expected.
-        workspace: [W, 576] bf16 for gathered prefill contexts; None for routes without one.
+        query: [max_num_tokens, H, key width] bf16, where a (ql_nope, q_pe) pair is joined; None where none is expected.
+        workspace: [W, key width] bf16 for gathered prefill contexts; None for routes without one.
     """
 
     indices: Tensor
@@ -45,35 +45,35 @@ class StepBuffers:
         """Buffers for layers of `spec` on `device`.
 
         Args:
-            has_workspace: the route gathers. workspace: one that the caller owns, [W, 576] bf16; allocated where None.
+            has_workspace: the route gathers. workspace: one that the caller owns, [W, key width] bf16; allocated where None.
         """
-        tokens, heads = spec.max_num_tokens, spec.num_heads
+        tokens, heads, width = spec.max_num_tokens, spec.num_heads, spec.layout.key_width
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
         with neutral_defaults():
             if has_workspace and workspace is None:
-                workspace = empty(spec.workspace_rows, HEAD_SIZE, dtype=torch.bfloat16)
+                workspace = empty(spec.workspace_rows, width, dtype=torch.bfloat16)
             return cls(
                 indices=empty(tokens, spec.topk, dtype=torch.int32),
                 counts=empty(tokens, dtype=torch.int32),
                 lse=None if spec.need_lse else empty(tokens, heads, dtype=torch.float32),
-                query=empty(tokens, heads, HEAD_SIZE, dtype=torch.bfloat16) if spec.concat_query else None,
+                query=empty(tokens, heads, width, dtype=torch.bfloat16) if spec.concat_query else None,
                 workspace=workspace if has_workspace else None,
             )
 
     def check(self, spec: AttentionSpec, device: torch.device, *, has_workspace: bool) -> None:
         """Raise InvalidArgument unless layers of `spec` can use these buffers."""
-        tokens, heads = spec.max_num_tokens, spec.num_heads
+        tokens, heads, width = spec.max_num_tokens, spec.num_heads, spec.layout.key_width
         _check("indices", self.indices, (tokens, spec.topk), torch.int32, device)
         _check("counts", self.counts, (tokens,), torch.int32, device)
         if not spec.need_lse:
             _check("lse", self.lse, (tokens, heads), torch.float32, device)
         if spec.concat_query:
-            _check("query", self.query, (tokens, heads, HEAD_SIZE), torch.bfloat16, device)
+            _check("query", self.query, (tokens, heads, width), torch.bfloat16, device)
         if has_workspace:
-            _check("workspace", self.workspace, (spec.workspace_rows, HEAD_SIZE), torch.bfloat16, device)
+            _check("workspace", self.workspace, (spec.workspace_rows, width), torch.bfloat16, device)
 
     def step(self, plan: StepPlan, *, decodes: bool) -> Step:
         """The parts of a plan that fits, on these buffers; made once for all layers of the step.

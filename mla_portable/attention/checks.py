@@ -12,9 +12,6 @@ from torch import Tensor
 from mla_portable.attention.buffers import StepBuffers
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.contracts import (
-    HEAD_SIZE,
-    KV_LORA_RANK,
-    QK_ROPE_HEAD_DIM,
     InvalidArgument,
     PlanMismatch,
     StepPlan,
@@ -44,8 +41,9 @@ class StepCheck:
         flat_cache: bool,
         schedule_kind: str,
     ) -> None:
-        """`flat_cache`: sparse_prefill reads the bf16 cache as flat rows. `schedule_kind`: of the layer's sparse_decode."""
+        """`flat_cache`: sparse_prefill reads the cache as flat rows. `schedule_kind`: of the layer's sparse_decode."""
         self._spec, self._route, self._device, self._sink, self._flat = spec, route, device, attn_sink, flat_cache
+        self._layout = spec.layout
         self._known: object = self  # the last plan that passed _check_plan; no plan yet
         self._schedule_type = SCHEDULE_TYPES.get(schedule_kind)
         self._buffers = buffers
@@ -94,7 +92,8 @@ class StepCheck:
         rows = max(tokens, given)
         check_tensor(_WHERE, "topk_indices", topk_indices, torch.int32, (rows, spec.topk), device, "[T or more, K]")
         if out is not None:
-            check_tensor(_WHERE, "out", out, torch.bfloat16, (tokens, heads, KV_LORA_RANK), device, "[T, H, 512]")
+            width = self._layout.value_width
+            check_tensor(_WHERE, "out", out, torch.bfloat16, (tokens, heads, width), device, f"[T, H, {width}]")
         if lse_out is not None:
             check_tensor(_WHERE, "lse_out", lse_out, torch.float32, (tokens, heads), device, "[T, H]")
         read = {**parts, "kv_cache": kv_cache, "topk_indices": topk_indices, "attn_sink": self._sink}
@@ -105,16 +104,18 @@ class StepCheck:
 
     def _query_parts(self, q: Tensor | tuple[Tensor, Tensor]) -> tuple[Mapping[str, Tensor], tuple[int, ...]]:
         """The tensors of the query by name, and their widths."""
+        layout = self._layout
         if isinstance(q, Tensor):
-            return {"q": q}, (HEAD_SIZE,)
-        expected = "a tensor [T, H, 576], or the pair (ql_nope [T, H, 512], q_pe [T, H, 64])"
+            return {"q": q}, (layout.key_width,)
+        tensor, halves = f"[T, H, {layout.key_width}]", (layout.value_width, layout.rope_width)
+        expected = f"a tensor {tensor}, or the pair (ql_nope [T, H, {halves[0]}], q_pe [T, H, {halves[1]}])"
         if not isinstance(q, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
             refuse(_WHERE, "q", describe(q), expected)
         if len(q) != 2:  # pyright: ignore[reportUnnecessaryComparison]
             refuse(_WHERE, "q", f"a tuple of {len(q)}", expected)
         if self._buffers.query is None:
-            refuse(_WHERE, "q", "a pair", "one tensor [T, H, 576]", "Build the layer with concat_query=True.")
-        return {"q[0]": q[0], "q[1]": q[1]}, (KV_LORA_RANK, QK_ROPE_HEAD_DIM)
+            refuse(_WHERE, "q", "a pair", f"one tensor {tensor}", "Build the layer with concat_query=True.")
+        return {"q[0]": q[0], "q[1]": q[1]}, halves
 
     def _check_plan(self, plan: StepPlan) -> None:
         """What depends on the plan alone: once a plan, for it never changes."""
@@ -140,7 +141,7 @@ class StepCheck:
                     f"{_CONFIGURE}"
                 )
             rows = plan.num_decodes, plan.decode_query_len
-            check_schedule(_WHERE, schedule, *rows, spec.num_heads, spec.topk, self._device)
+            check_schedule(_WHERE, schedule, *rows, spec.num_heads, spec.topk, self._device, self._layout.value_width)
         for chunk in plan.prefill_chunks:
             if chunk.workspace_rows > self._workspace_rows:
                 raise PlanMismatch(

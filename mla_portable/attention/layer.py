@@ -24,8 +24,6 @@ from mla_portable.attention.routes import RouteDecision, choose_route
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.attention.step import JoinQuery, Part, Step, join_halves
 from mla_portable.contracts import (
-    HEAD_SIZE,
-    KV_LORA_RANK,
     BoundPrimitive,
     Decision,
     Implementation,
@@ -73,7 +71,7 @@ class SparseMLAAttention:
         Args:
             spec: shared by the model's layers. device: where they run. registry: None for the process's own.
             backend: forced for every primitive of the layer, or a mapping from primitive names to backends.
-            workspace: [W, 576] bf16, at least `spec.workspace_rows`; allocated where None and the route gathers.
+            workspace: [W, key width] bf16, at least `spec.workspace_rows`; allocated where None and the route gathers.
             attn_sink: [H] float32, exactly when `spec.attn_sink`. buffers: of another layer of the same spec and route.
             join_query: writes the halves of a (ql_nope, q_pe) pair side by side into its third argument; `torch.cat` if None.
         Raises: UnsupportedRoute with the reasons against every route; UnknownBackend; InvalidArgument for tensors that do
@@ -81,7 +79,7 @@ class SparseMLAAttention:
         """
         if not isinstance(spec, AttentionSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgument("SparseMLAAttention", "spec", got=describe(spec), expected="an AttentionSpec")
-        self.spec = spec
+        self.spec, self._layout = spec, spec.layout
         self.device = device_of("SparseMLAAttention", device)
         registry = get_registry() if registry is None else registry
         self.facts = registry.facts(self.device)
@@ -99,13 +97,15 @@ class SparseMLAAttention:
         self._decoder: Implementation | None = demand.chosen(parts["decode"]) if "decode" in parts else None
         self._program = demand.program(self._decoder, requests.get("decode"))
         self._together = self.route == "direct" and not spec.batch_invariant and _is_one_kernel(self._decoder, parts)
+        formats = self._layout.scale_formats
+        self._scales = {"scale_format": spec.scale_format or formats[0]} if formats else {}
         self._writes = demand.decide(self._write_request())
         self._write = demand.bind(self._writes.request) if self._writes.chosen else None
         self._index = torch.empty(0, dtype=torch.uint8, device=self.device).get_device()  # -1 for a CPU
         self._attn_sink = checked_sink(spec, attn_sink, self.device)
         self._join_query = join_halves if join_query is None else join_query
         self.buffers = self._ready_buffers(buffers, workspace)
-        flat_cache = self._prefill is not None and self._gather is None and spec.kv_layout == "bf16"
+        flat_cache = self._prefill is not None and self._gather is None and not self._layout.is_quantized
         self._check = StepCheck(
             spec,
             self.route,
@@ -123,7 +123,7 @@ class SparseMLAAttention:
             self.facts,
             kv_layout=spec.kv_layout,
             block_size=spec.block_size,
-            scale_format=(spec.scale_format or "pow2") if spec.kv_layout != "bf16" else None,
+            scale_format=self._scales.get("scale_format"),
             cache_alignment=spec.cache_alignment,
             uneven_blocks=not spec.contiguous_blocks,
             graph=spec.graph,
@@ -163,6 +163,7 @@ class SparseMLAAttention:
             padded_heads=decoder.padded_heads(spec.num_heads) if decoder else None,
             batch_invariant=spec.batch_invariant,
             max_scratch_bytes=spec.max_scratch_bytes,
+            value_width=self._layout.value_width,
             block_size=spec.block_size,
         )
 
@@ -178,7 +179,7 @@ class SparseMLAAttention:
             with torch.cuda.device(self._index):
                 self.cache_write(kv_c, k_pe, kv_cache, slot_mapping)
         else:
-            self._write(kv_c, k_pe, kv_cache, slot_mapping, scale_format=self.spec.scale_format or "pow2")
+            self._write(kv_c, k_pe, kv_cache, slot_mapping, **self._scales)
 
     def forward(
         self,
@@ -193,12 +194,12 @@ class SparseMLAAttention:
         """Attention of a step's tokens over the cache.
 
         Args:
-            q: [T, H, 576] bf16, or the pair ql_nope [T, H, 512], q_pe [T, H, 64] where `spec.concat_query`;
-                T = plan.num_padded_tokens.
-            kv_cache: [blocks, block_size, 576] bf16 or [blocks, block_size, 656] uint8, as in the spec.
+            q: [T, H, V + R] bf16, or the pair ql_nope [T, H, V], q_pe [T, H, R] where `spec.concat_query`; V and R are the
+                widths of the layout's latent and rotary part, T = plan.num_padded_tokens.
+            kv_cache: [blocks, block_size, row width] of `spec.layout`.
             topk_indices: [T or more, K] int32, positions in each token's request, negative = absent; rows of padding hold -1.
             plan: made for this batch by a planner of `planner_config()`.
-            out: [T, H, 512] bf16, written. lse_out: [T, H] float32, written where `spec.need_lse`, else scratch.
+            out: [T, H, V] bf16, written. lse_out: [T, H] float32, written where `spec.need_lse`, else scratch.
         Returns: out and lse, natural logarithm; lse is None unless `spec.need_lse`. A row without a valid index, padding
             included, has out = 0 and lse = -inf.
         Raises: PlanMismatch when the plan was made for another batch, route or kernel, or a later plan of its planner has
@@ -213,7 +214,7 @@ class SparseMLAAttention:
         self._check(q, kv_cache, topk_indices, plan, out, lse_out)
         spec, num_tokens = self.spec, plan.num_padded_tokens
         if out is None:
-            out = torch.empty((num_tokens, spec.num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=self.device)
+            out = torch.empty((num_tokens, spec.num_heads, self._layout.value_width), dtype=torch.bfloat16, device=self.device)
         step = self.step(plan)
         if lse_out is None:
             lse_out = step.lse
@@ -238,7 +239,7 @@ class SparseMLAAttention:
             self._attend(self._decode, step.decode, query, kv_cache, lengths, out, lse_out, schedule=schedule)
         for part in step.prefills:
             if part.gathered is None or self._gather is None:
-                kv = kv_cache.view(-1, HEAD_SIZE) if spec.kv_layout == "bf16" else kv_cache
+                kv = kv_cache if self._layout.is_quantized else kv_cache.view(-1, self._layout.row_width)
             else:
                 chunk, kv = part.gathered
                 self._gather(kv_cache, chunk.block_table, chunk.seq_lens, chunk.workspace_starts, out=kv)

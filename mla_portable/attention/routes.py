@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from mla_portable.attention.demand import left_out
 from mla_portable.attention.spec import AUTO_ROUTE, AttentionSpec
-from mla_portable.contracts import HEAD_SIZE, ROUTES, Decision, DeviceFacts, Reason, Request, UnsupportedRequest
+from mla_portable.contracts import ROUTES, Decision, DeviceFacts, Reason, Request, UnsupportedRequest
 from mla_portable.contracts.decision import grouped
 from mla_portable.planner.config import MIN_HEADS_FOR_SEPARATE
 from mla_portable.primitives import CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
@@ -40,8 +40,6 @@ _EVERY_STEP: Final = 200.0
 """What upconvert costs beyond its parts."""
 _SHOWN_SHARE: Final = 1e-3
 """Of the memory: below it the price of a workspace is not worth a term in the text."""
-_ROW_BYTES: Final = 2 * HEAD_SIZE
-"""Of a bf16 workspace."""
 
 _WIDTH: Final = max(map(len, ROUTES))
 _NOT_SERVED: Final = "not served"
@@ -222,20 +220,20 @@ def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Req
         "attn_sink": spec.attn_sink,
         "batch_invariant": spec.batch_invariant,
     }
-    fp8 = spec.kv_layout != "bf16"
+    layout = spec.layout
     cache: dict[str, Any] = {
         "kv_layout": spec.kv_layout,
         "block_size": spec.block_size,
-        "scale_format": spec.scale_format if fp8 else None,
+        "scale_format": spec.scale_format if layout.is_quantized else None,
         "cache_alignment": spec.cache_alignment,
         "uneven_blocks": not spec.contiguous_blocks,
     }
     # a small deployment is served by who is fast at its size, where that was measured
     rows = spec.max_num_reqs * spec.decode_query_len
     decode = Request(SPARSE_DECODE, **attention, **cache, query_len=spec.decode_query_len, rows=rows, graph=spec.graph)
-    seen: dict[str, Any] = (
-        cache if fp8 else {"kv_layout": "bf16", "cache_alignment": spec.cache_alignment}
-    )  # sparse_prefill sees a bf16 cache as flat rows
+    # sparse_prefill sees a cache without scales as flat rows
+    flat: dict[str, Any] = {"kv_layout": layout.name, "cache_alignment": spec.cache_alignment}
+    seen = cache if layout.is_quantized else flat
     return {
         "convert": Request(CONVERT_INDICES, device, topk=spec.topk, block_size=spec.block_size, graph=spec.graph),
         "workspace_convert": Request(
@@ -248,7 +246,7 @@ def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Req
         ),
         "decode": decode,
         "cache_prefill": Request(SPARSE_PREFILL, **attention, **seen),
-        "bf16_prefill": Request(SPARSE_PREFILL, **attention, kv_layout="bf16"),
+        "bf16_prefill": Request(SPARSE_PREFILL, **attention, kv_layout=layout.workspace.name),
         "gather": Request(GATHER_UPCONVERT, device, **cache),
     }
 
@@ -262,7 +260,7 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, decide: Decide, sched
     refused (`left_out`).
     """
     requests = route_requests(spec, device)
-    workspace_bytes = spec.workspace_rows * _ROW_BYTES
+    workspace_bytes = spec.workspace_rows * spec.layout.workspace.row_bytes
     memory_share = workspace_bytes / device.memory_bytes if device.memory_bytes else 0.0
     known: dict[str, Decision] = {}
 
@@ -315,7 +313,7 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, decide: Decide, sched
             verdict = replace(verdict, workspace_bytes=workspace_bytes, memory_share=memory_share)
         prefill = part("prefill", "cache_prefill").decision
         forcible = [part("decode", "decode").decision, prefill if prefill.chosen else part("prefill", "bf16_prefill").decision]
-        if spec.route == AUTO_ROUTE and spec.kv_layout != "bf16":
+        if spec.route == AUTO_ROUTE and spec.layout.is_quantized:
             forcible.append(part("gather", "gather").decision)
         present = [each.decision for each in verdict.parts]
         against = [reason for decision in forcible for reason in left_out(decision, present)]
@@ -347,16 +345,17 @@ def _ranked(verdicts: list[RouteVerdict]) -> tuple[RouteVerdict, ...]:
 
 def _pointless(spec: AttentionSpec) -> tuple[Reason, ...]:
     """A bf16 cache is read in place; copying it to bf16 rows first is only done on demand."""
-    if spec.kv_layout != "bf16" or spec.route != AUTO_ROUTE:
+    if spec.layout.is_quantized or spec.route != AUTO_ROUTE:
         return ()
-    return (Reason("kv_layout", "bf16", "a workspace would only copy it", "force the route to have it all the same"),)
+    return (Reason("kv_layout", spec.kv_layout, "a workspace would only copy it", "force the route to have it all the same"),)
 
 
 def _gaps(spec: AttentionSpec) -> tuple[Reason, ...]:
-    """sparse_prefill reads a bf16 cache as flat rows."""
-    if spec.kv_layout != "bf16" or spec.contiguous_blocks:
+    """sparse_prefill reads a cache without scales as flat rows."""
+    if spec.layout.is_quantized or spec.contiguous_blocks:
         return ()
-    return (Reason("contiguous_blocks", "no", "a bf16 cache is read as flat rows", "take route fused, split or upconvert"),)
+    why = f"a {spec.kv_layout} cache is read as flat rows"
+    return (Reason("contiguous_blocks", "no", why, "take route fused, split or upconvert"),)
 
 
 def _verdict(

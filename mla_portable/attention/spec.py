@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, LAYOUTS, ROUTES, SCALE_FORMATS, InvalidArgument
+from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, ROUTES, InvalidArgument
 from mla_portable.contracts.values import CACHE_ALIGNMENT, INT32_MAX, check_alignment, check_fields, check_scale
+from mla_portable.layouts import LAYOUTS, CacheLayout, scale_formats
 
 __all__ = ["AUTO_ROUTE", "WORKSPACE_SEQUENCES", "AttentionSpec"]
 
@@ -25,7 +26,7 @@ class AttentionSpec:
 
     Attributes:
         num_heads: H, query heads of this rank. softmax_scale: factor on q.k before the softmax.
-        kv_layout: "fp8_ds_mla" or "bf16". block_size: of the paged cache, in tokens. topk: K.
+        kv_layout: one of `mla_portable.layouts.LAYOUTS`. block_size: of the paged cache, in tokens. topk: K.
         scale_format: how the FP8 scales in the cache are made: "pow2", "amax", or None where unknown (they are then read
             as arbitrary, and `cache_write` makes "pow2").
         cache_alignment: bytes, a power of two up to 16 that divides the address of every layer's cache and the stride
@@ -41,7 +42,7 @@ class AttentionSpec:
         attn_sink: the layer has a sink per head. graph: uniform decode batches are captured in CUDA graphs.
         batch_invariant: a row's result does not depend, in a single bit, on what else is in the batch, as long as it is served
             as a decode, or as a prefill, in both; an implementation that cannot promise that is passed over.
-        concat_query: `forward` may be given (ql_nope, q_pe) pairs, for which a [max_num_tokens, H, 576] buffer is kept.
+        concat_query: `forward` may be given (ql_nope, q_pe) pairs, for which a [max_num_tokens, H, key width] buffer is kept.
         max_scratch_bytes: bound on the split-KV scratch.
     Raises: InvalidArgument for a value of another type or out of range.
     """
@@ -74,7 +75,7 @@ class AttentionSpec:
         check_alignment(where, self.cache_alignment)
         for name, value, allowed in (
             ("kv_layout", self.kv_layout, tuple(LAYOUTS)),
-            ("scale_format", self.scale_format, (None, *SCALE_FORMATS)),
+            ("scale_format", self.scale_format, (None, *scale_formats())),
             ("route", self.route, (AUTO_ROUTE, *ROUTES)),
         ):
             if value not in allowed:
@@ -87,6 +88,11 @@ class AttentionSpec:
                 expected=f"at least max_model_len = {self.max_model_len}, so that any one sequence fits",
                 remedy="Give a larger workspace, or take a route without one: 'fused' or 'direct'.",
             )
+
+    @property
+    def layout(self) -> CacheLayout:
+        """Of the cache."""
+        return LAYOUTS[self.kv_layout]
 
     @property
     def workspace_rows(self) -> int:

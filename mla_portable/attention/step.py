@@ -2,6 +2,7 @@
 """The parts of a step's plan, each with its rows of the buffers that the layers share.
 
 Creating tensor views costs host time comparable to a kernel launch, so they are created once per step and shared by all layers.
+V and R are the widths of the cache layout's latent and rotary part.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mla_portable.contracts import PrefillChunk, StepPlan
 __all__ = ["JoinQuery", "Part", "Step", "divide", "join_halves"]
 
 JoinQuery = Callable[[Tensor, Tensor, Tensor], None]
-"""Writes the halves of a query, ql_nope [T, H, 512] and q_pe [T, H, 64], side by side into the third argument, [T, H, 576]."""
+"""Writes the halves of a query, ql_nope [T, H, V] and q_pe [T, H, R], side by side into the third argument, [T, H, V + R]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +28,7 @@ class Part:
     Attributes:
         begin, end: the step's tokens. shape: how the call wants them, (B, S) for sparse_decode, (T,) for sparse_prefill.
         indices: [*shape, K] int32. lengths: [*shape] int32. kept: tensors of all tokens, each with its rows of this part.
-        gathered: what is gathered beforehand, and into which rows [W, 576]; None where nothing is.
+        gathered: what is gathered beforehand, and into which rows [W, V + R]; None where nothing is.
     """
 
     begin: int
@@ -51,7 +52,7 @@ class Step:
     """A plan's parts.
 
     Attributes:
-        plan: as given. indices: [T, K], counts: [T], lse: [T, H], query: [T, H, 576]: the buffers' rows of all tokens.
+        plan: as given. indices: [T, K], counts: [T], lse: [T, H], query: [T, H, V + R]: the buffers' rows of all tokens.
         decodes: sparse_decode serves what the plan says it does; else sparse_prefill serves that too.
         decode: the leading tokens, None where nothing decodes. prefills: what follows, in order.
         end: tokens that the parts serve.
@@ -68,14 +69,14 @@ class Step:
     end: int
 
     def join_query(self, pair: tuple[Tensor, Tensor], join: JoinQuery) -> Tensor:
-        """(ql_nope [T, H, 512], q_pe [T, H, 64]) -> [T, H, 576] at a stable address; the last pair is overwritten."""
+        """(ql_nope [T, H, V], q_pe [T, H, R]) -> [T, H, V + R] at a stable address; the last pair is overwritten."""
         assert self.query is not None  # StepCheck refuses a pair where the buffers have no room for it
         join(*pair, self.query)
         return self.query
 
 
 def join_halves(ql_nope: Tensor, q_pe: Tensor, out: Tensor) -> None:
-    """Write ql_nope [T, H, 512] and q_pe [T, H, 64] side by side into out [T, H, 576]."""
+    """Write ql_nope [T, H, V] and q_pe [T, H, R] side by side into out [T, H, V + R]."""
     torch.cat((ql_nope, q_pe), dim=-1, out=out)
 
 

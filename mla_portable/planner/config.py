@@ -10,6 +10,7 @@ import torch
 
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, ROUTES, InvalidArgument, ProgramShape, ScheduleKind
 from mla_portable.contracts.values import INT32_MAX, check_fields
+from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.planner.flashmla import accumulator_bytes, num_sm_parts
 
 __all__ = ["DEFAULT_WORKSPACE_SEQUENCES", "MIN_HEADS_FOR_SEPARATE", "PlannerConfig"]
@@ -50,6 +51,7 @@ class PlannerConfig:
         max_scratch_bytes: bound on split-KV scratch, or on the accumulators of one FlashMLA call.
         block_size: tokens in a block of the cache; a sequence that its row of the block table cannot hold is then refused.
             None where unknown: keys past the end of a row would be left out silently.
+        value_width: of the cache's layout, and so of partial results.
     Raises: InvalidArgument for each value that is out of range, with the limit and what to change.
     """
 
@@ -71,6 +73,7 @@ class PlannerConfig:
     batch_invariant: bool = False
     max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES
     block_size: int | None = None
+    value_width: int = KV_LORA_RANK
 
     def __post_init__(self) -> None:
         where = "PlannerConfig"

@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from mla_portable.contracts import KV_LORA_RANK, InvalidArgument, TileSchedule
+from mla_portable.contracts import InvalidArgument, TileSchedule
+from mla_portable.layouts import KV_LORA_RANK
 
 __all__ = ["METADATA_WORDS", "TileSchedules", "Tiles", "accumulator_bytes", "num_sm_parts", "tile_schedule"]
 

@@ -70,6 +70,7 @@ class Planner:
                     topk=config.topk,
                     num_sms=config.num_sms,
                     program=config.program,
+                    value_width=config.value_width,
                     max_num_rows=self._max_decode_rows,
                     batch_invariant=config.batch_invariant,
                     max_scratch_bytes=config.max_scratch_bytes,

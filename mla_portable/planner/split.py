@@ -8,7 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import KV_LORA_RANK, ProgramShape, SplitSchedule, split_kv
+from mla_portable.contracts import ProgramShape, SplitSchedule, split_kv
+from mla_portable.layouts import KV_LORA_RANK
 
 __all__ = ["SplitSchedules"]
 
@@ -38,15 +39,16 @@ class SplitSchedules:
         max_scratch_bytes: int,
         device: torch.device,
         program: ProgramShape,
+        value_width: int = KV_LORA_RANK,
     ) -> None:
-        self._program = program
+        self._program, self._value_width = program, value_width
         self._num_heads, self._topk, self._num_sms, self._max_scratch_bytes = num_heads, topk, num_sms, max_scratch_bytes
         self._known: dict[int, SplitSchedule] = {}
         self._invariant = self._one_length(max_num_rows) if batch_invariant else None
         # split_kv leaves rows whole where more than half of the blocks that run at once would have one each.
         counts = (max_num_rows,) if batch_invariant else range(1, min(max_num_rows, program.per_sm * num_sms // 2) + 1)
         split_rows = (rows * num_splits for rows in counts if (num_splits := self._split(rows)[0]) > 1)
-        needed = max(split_rows, default=0) * num_heads * (KV_LORA_RANK + 1)
+        needed = max(split_rows, default=0) * num_heads * (value_width + 1)
         self._scratch: Tensor | None = torch.empty(needed, dtype=torch.float32, device=device) if needed else None
 
     @property
@@ -65,7 +67,7 @@ class SplitSchedules:
         """(num_splits, split_len) for every row count."""
         tile = self._program.tile
         num_tiles = -(-self._topk // tile)
-        affordable = self._max_scratch_bytes // (4 * max_num_rows * self._num_heads * (KV_LORA_RANK + 1))
+        affordable = self._max_scratch_bytes // (4 * max_num_rows * self._num_heads * (self._value_width + 1))
         if self._num_sms == 0 or affordable <= 1:
             return 1, num_tiles * tile
         tiles = min(num_tiles, max(-(-_INVARIANT_LENGTH // tile), -(-num_tiles // affordable)))
@@ -79,6 +81,7 @@ class SplitSchedules:
             num_heads=self._num_heads,
             topk=self._topk,
             num_sms=self._num_sms,
+            value_width=self._value_width,
             program=self._program,
             max_scratch_bytes=self._max_scratch_bytes,
         )
@@ -89,8 +92,8 @@ class SplitSchedules:
         if num_splits > 1:
             assert self._scratch is not None  # sized for every row count in __init__
             lse_words = num_splits * num_rows * self._num_heads
-            out_words = lse_words * KV_LORA_RANK
-            partial_out = self._scratch[:out_words].view(num_splits, num_rows, self._num_heads, KV_LORA_RANK)
+            out_words = lse_words * self._value_width
+            partial_out = self._scratch[:out_words].view(num_splits, num_rows, self._num_heads, self._value_width)
             partial_lse = self._scratch[out_words : out_words + lse_words].view(num_splits, num_rows, self._num_heads)
         return SplitSchedule(
             num_rows=num_rows,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionBackend
 
-from mla_portable.contracts import FP8_DS_MLA, HEAD_SIZE
+from mla_portable.layouts import LAYOUTS
 from mla_portable.vllm import compat, model
 from mla_portable.vllm.builder import MLAPortableMetadataBuilder
 from mla_portable.vllm.impl import MLAPortableImpl
@@ -53,7 +53,7 @@ class MLAPortableBackend(AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return [HEAD_SIZE]
+        return list(model.HEAD_SIZES)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any | None = None) -> list[Any]:
@@ -65,8 +65,8 @@ class MLAPortableBackend(AttentionBackend):
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         """[blocks, block_size, 656] bytes for FP8, else [blocks, block_size, 576]. Asked by vLLM up to 0.28."""
-        quantized = model.LAYOUT_OF_DTYPE.get(cache_dtype_str) == FP8_DS_MLA.name
-        return num_blocks, block_size, FP8_DS_MLA.row_width if quantized else head_size
+        layout = LAYOUTS.get(model.LAYOUT_OF_DTYPE.get(cache_dtype_str, ""))
+        return num_blocks, block_size, layout.row_width if layout and layout.is_quantized else head_size
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mla_portable.attention import SparseMLAAttention, StepBuffers
-from mla_portable.contracts import KV_LORA_RANK, InvalidArgument
+from mla_portable.contracts import InvalidArgument
+from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.vllm import compat, model, scratch, shadow
 from mla_portable.vllm.metadata import MLAPortableMetadata
 from mla_portable.vllm.writer import Writer
@@ -194,7 +195,9 @@ class MLAPortableImpl(compat.IMPL_BASE):
             raise InvalidArgument("vLLM", "topk_indices_buffer", got="None", expected="an indexer's buffer, [tokens, K] int32")
         num_tokens = (q if isinstance(q, Tensor) else q[0]).shape[0]
         kv_cache = self._rows(kv_c_and_k_pe_cache)
-        out = torch.empty((num_tokens, self.num_heads, KV_LORA_RANK), dtype=torch.bfloat16, device=kv_cache.device)
+        out = torch.empty(
+            (num_tokens, self.num_heads, attention.spec.layout.value_width), dtype=torch.bfloat16, device=kv_cache.device
+        )
         result = attention.forward(q, kv_cache, topk_indices, attn_metadata.plan, out=out)
         if self._shadow is not None and attn_metadata.shadow is not None:
             self._shadow.compare(q, kv_c_and_k_pe_cache, attn_metadata.shadow, layer, out, topk_indices[:num_tokens])

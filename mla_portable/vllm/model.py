@@ -13,25 +13,25 @@ from mla_portable.attention import AttentionSpec, RouteDecision, UnsupportedRout
 from mla_portable.attention.demand import Demand
 from mla_portable.attention.routes import choose_route
 from mla_portable.contracts import (
-    FP8_DS_MLA,
-    HEAD_SIZE,
     DeviceFacts,
     InvalidArgument,
     MLAPortableError,
     neutral_defaults,
 )
+from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import get_registry
 from mla_portable.vllm import compat, settings
 from mla_portable.vllm.writer import Writer, choose_writer
 
-__all__ = ["BLOCK_SIZE", "LAYOUT_OF_DTYPE", "Resolved", "facts_of", "is_served", "refusal", "resolve"]
+__all__ = ["BLOCK_SIZE", "HEAD_SIZES", "LAYOUT_OF_DTYPE", "Resolved", "facts_of", "is_served", "refusal", "resolve"]
 
 BLOCK_SIZE: Final = 64
 """Tokens of a cache block, that of the indexer's cache beside ours. vLLM cuts larger blocks into these."""
 
 LAYOUT_OF_DTYPE: Final = {None: "bf16", "auto": "bf16", "bfloat16": "bf16", "fp8": "fp8_ds_mla", "fp8_ds_mla": "fp8_ds_mla"}
 """vLLM's names of cache formats. `fp8` is what users write; vLLM turns it into `fp8_ds_mla` before a layer is built."""
+HEAD_SIZES: Final = tuple(sorted({LAYOUTS[name].key_width for name in LAYOUT_OF_DTYPE.values()}))
 
 _ATTENTION: Final = (SPARSE_DECODE, SPARSE_PREFILL)
 
@@ -104,9 +104,9 @@ def resolve(
 
 def _is_contiguous(layout: str, gap: int | None) -> bool:
     """What AttentionSpec.contiguous_blocks means for the layout; `gap` in bytes, None for whole rows (compat.align_blocks)."""
-    if layout != FP8_DS_MLA.name:
+    if not LAYOUTS[layout].is_quantized:
         return gap == 0
-    return gap is None or gap % FP8_DS_MLA.row_width == 0
+    return gap is None or gap % LAYOUTS[layout].row_bytes == 0
 
 
 def _route(spec: AttentionSpec, device: torch.device) -> RouteDecision:
@@ -120,8 +120,8 @@ def refusal(
     vllm_config: Any, device: torch.device, *, head_size: int, kv_cache_dtype: str | None, block_size: int | None
 ) -> str | None:
     """Why the plugin cannot serve this configuration, every reason in one text; None where it can."""
-    if head_size != HEAD_SIZE:
-        return f"head_size {head_size} (supports {HEAD_SIZE}: a latent of 512 and 64 of rope)"
+    if head_size not in HEAD_SIZES:
+        return f"head_size {head_size} (supports {', '.join(map(str, HEAD_SIZES))}: a latent of 512 and 64 of rope)"
     if block_size is not None and block_size % BLOCK_SIZE:
         return f"block_size {block_size} (supports multiples of {BLOCK_SIZE}): start vLLM with --block-size {BLOCK_SIZE}"
     try:

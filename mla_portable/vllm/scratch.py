@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, StepBuffers
-from mla_portable.contracts import HEAD_SIZE, InvalidArgument, neutral_defaults
+from mla_portable.contracts import InvalidArgument, neutral_defaults
 from mla_portable.vllm import compat
 
 __all__ = ["step_buffers"]
@@ -34,7 +34,7 @@ def step_buffers(spec: AttentionSpec, device: torch.device, *, has_workspace: bo
 
     Raises: InvalidArgument when vLLM's workspace is locked already and too small.
     """
-    tokens, heads = spec.max_num_tokens, spec.num_heads
+    tokens, heads, width = spec.max_num_tokens, spec.num_heads, spec.layout.key_width
     shapes: dict[str, _Shape] = {
         "indices": ((tokens, spec.topk), torch.int32),
         "counts": ((tokens,), torch.int32),
@@ -42,9 +42,9 @@ def step_buffers(spec: AttentionSpec, device: torch.device, *, has_workspace: bo
     if not spec.need_lse:
         shapes["lse"] = (tokens, heads), torch.float32
     if spec.concat_query:
-        shapes["query"] = (tokens, heads, HEAD_SIZE), torch.bfloat16
+        shapes["query"] = (tokens, heads, width), torch.bfloat16
     if has_workspace:
-        shapes["workspace"] = (spec.workspace_rows, HEAD_SIZE), torch.bfloat16
+        shapes["workspace"] = (spec.workspace_rows, width), torch.bfloat16
     with neutral_defaults():
         if microbatches:
             device = torch.empty(0, device=device).device  # with its index

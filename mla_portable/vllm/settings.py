@@ -8,7 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
-from mla_portable.contracts import ROUTES, SCALE_FORMATS, InvalidArgument
+from mla_portable.contracts import ROUTES, InvalidArgument
+from mla_portable.layouts import SCALE_FORMATS
 
 __all__ = [
     "ENV_MODE",

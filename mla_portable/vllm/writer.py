@@ -18,7 +18,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from mla_portable.contracts import E4M3_MAX, FP8_DS_MLA, KV_LORA_RANK, LAYOUTS, QK_ROPE_HEAD_DIM, InvalidArgument, unpack_fp8
+from mla_portable.contracts import InvalidArgument
+from mla_portable.layouts import E4M3_MAX, LAYOUTS
 from mla_portable.vllm import settings
 
 __all__ = ["Trial", "Writer", "choose_writer", "try_vllm"]
@@ -48,12 +49,12 @@ class Trial(NamedTuple):
 def try_vllm(layout: str, device: torch.device) -> Trial:
     """Write one token of `layout` with vLLM's operator on `device` and look at the row. Waits for the device."""
     row = LAYOUTS[layout]
-    kv_c = torch.full((1, KV_LORA_RANK), _LATENT, dtype=torch.bfloat16, device=device)
-    k_pe = torch.arange(QK_ROPE_HEAD_DIM, dtype=torch.bfloat16, device=device)[None]
+    kv_c = torch.full((1, row.value_width), _LATENT, dtype=torch.bfloat16, device=device)
+    k_pe = torch.arange(row.rope_width, dtype=torch.bfloat16, device=device)[None]
     kv_cache = torch.zeros((2, _BLOCK, row.row_width), dtype=row.dtype, device=device)
     slots = torch.tensor([_BLOCK + 1], dtype=torch.int64, device=device)
     scale = torch.ones((), dtype=torch.float32, device=device)
-    name = "fp8_ds_mla" if row.is_quantized else "auto"
+    name = layout if row.is_quantized else "auto"
     try:
         import_module("vllm._custom_ops").concat_and_cache_mla(kv_c, k_pe, kv_cache, slots, kv_cache_dtype=name, scale=scale)
         found = kv_cache[1, 1].cpu()
@@ -62,10 +63,10 @@ def try_vllm(layout: str, device: torch.device) -> Trial:
     wanted = torch.cat([kv_c[0], k_pe[0]]).cpu()
     if not row.is_quantized:
         return Trial(True) if torch.equal(found, wanted) else Trial(False, reason="a bf16 row came out wrong")
-    scales = found[KV_LORA_RANK : KV_LORA_RANK + 16].view(torch.float32)
+    scales = found[row.scale_offset : row.rope_offset].view(torch.float32)
     made = next((name for name, scale in _SCALES.items() if math.isclose(scales[0], scale, rel_tol=1e-6)), None)
-    if made is None or not torch.equal(unpack_fp8(found[None])[0].to(torch.bfloat16), wanted):
-        return Trial(False, reason=f"an fp8_ds_mla row came out wrong; its scales are {scales.tolist()}")
+    if made is None or not torch.equal(row.unpack(found[None])[0], wanted):
+        return Trial(False, reason=f"an {layout} row came out wrong; its scales are {scales.tolist()}")
     return Trial(True, made)
 
 
@@ -80,7 +81,7 @@ def choose_writer(layout: str, device: torch.device, vllm_config: Any | None) ->
         expected = f"another writer: vLLM's does not write {layout} on {device} ({trial.reason})"
         raise InvalidArgument("environment", settings.ENV_WRITER, got="'vllm'", expected=expected)
     who = "vllm" if trial.works and forced != "mla_portable" else "mla_portable"
-    if layout != FP8_DS_MLA.name:
+    if not LAYOUTS[layout].is_quantized:
         return Writer(who, None)
     made = trial.scale_format if who == "vllm" else stated or "pow2"
     # Compiled graphs may fuse vLLM's own write into the rotary embedding, whoever writes otherwise.
