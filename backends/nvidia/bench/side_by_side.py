@@ -35,16 +35,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import (
-    HEAD_SIZE,
-    KV_LORA_RANK,
-    BoundPrimitive,
-    DeviceFacts,
-    Primitive,
-    Request,
-    TileSchedule,
-    pack_fp8,
-)
+from mla_portable.contracts import BoundPrimitive, DeviceFacts, Primitive, Request, TileSchedule
+from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK
 from mla_portable.planner.flashmla import Tiles, TileSchedules, num_sm_parts, tile_schedule
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.reference import oracle
@@ -200,7 +192,7 @@ class Bench:
 
     def cache(self, num_blocks: int) -> Tensor:
         tokens = torch.randn(num_blocks * BLOCK, HEAD_SIZE, generator=self.generator)
-        return pack_fp8(tokens[:, :KV_LORA_RANK], tokens[:, KV_LORA_RANK:]).view(num_blocks, BLOCK, -1).to(self.device)
+        return FP8_DS_MLA.pack(tokens[:, :KV_LORA_RANK], tokens[:, KV_LORA_RANK:]).view(num_blocks, BLOCK, -1).to(self.device)
 
     def indices(self, rows: int, limit: int) -> Tensor:
         """[rows, 2048] int32, distinct within a block of 64 rows at most."""

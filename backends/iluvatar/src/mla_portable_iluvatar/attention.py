@@ -14,7 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, DecodeSchedule, attention_results
+from mla_portable.contracts import DecodeSchedule, attention_results
+from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK
 from mla_portable_iluvatar.conventions import Arguments, Convention
 from mla_portable_iluvatar.native import Trial
 from mla_portable_iluvatar.rows import flat_rows, gathered, pick
@@ -144,7 +145,7 @@ def bind_sparse_prefill(sparse: SparseOp) -> Callable[..., tuple[Tensor, Tensor]
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse_out = attention_results(q, out, lse_out)
+        out, lse_out = attention_results(q, kv, out, lse_out)
         if q.shape[0]:
             sparse.attend(
                 q, kv, indices, softmax_scale=softmax_scale, lengths=lengths, attn_sink=attn_sink, out=out, lse_out=lse_out
@@ -170,7 +171,7 @@ def bind_sparse_decode(sparse: SparseOp) -> Callable[..., tuple[Tensor, Tensor]]
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         batch, query_len, num_heads, _ = q.shape
-        out, lse_out = attention_results(q, out, lse_out)
+        out, lse_out = attention_results(q, kv_cache, out, lse_out)
         if batch == 0:
             return out, lse_out
         rows = batch * query_len

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK
+from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK
 from mla_portable_iluvatar.native import Trial
 from mla_portable_iluvatar.rows import flat_rows
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, SCALE_GROUP, pack_fp8
+from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, SCALE_GROUP
 from mla_portable_iluvatar.native import Trial
 
 __all__ = ["GatherConvention", "bind_gather_upconvert", "gather_trial", "with_seq_lens", "without_seq_lens"]
@@ -89,7 +89,7 @@ def gather_trial(op: Callable[..., Any], convention: GatherConvention, device: t
     """A problem on which a loop over tokens shows."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn((TRIAL_TOKENS, HEAD_SIZE), generator=generator)
-    rows = pack_fp8(tokens[:, :KV_LORA_RANK], tokens[:, KV_LORA_RANK:], scale_format="pow2")
+    rows = FP8_DS_MLA.pack(tokens[:, :KV_LORA_RANK], tokens[:, KV_LORA_RANK:], scale_format="pow2")
     cache = rows.view(-1, TRIAL_BLOCK, FP8_DS_MLA.row_width).to(device)
     columns = cache.shape[0] // 2
     table = torch.arange(2 * columns, dtype=torch.int32).view(2, columns).to(device)

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import INDEX_HEAD_SIZE
+from mla_portable.layouts import INDEX_HEAD_SIZE
 from mla_portable_iluvatar.native import Trial
 
 __all__ = ["IndexerConvention", "LogitsArguments", "bind_indexer_logits", "block_sparse", "dsa_indexer", "indexer_trial"]

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import HEAD_SIZE
+from mla_portable.layouts import HEAD_SIZE
 
 __all__ = ["INT32_MAX", "FlatRows", "Picked", "flat_rows", "gathered", "pick"]
 

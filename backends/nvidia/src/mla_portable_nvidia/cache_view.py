@@ -12,7 +12,8 @@ from typing import Final
 
 from torch import Tensor
 
-from mla_portable.contracts import FP8_DS_MLA, InvalidArgument
+from mla_portable.contracts import InvalidArgument
+from mla_portable.layouts import FP8_DS_MLA
 
 __all__ = ["CacheView"]
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM, pack_fp8
+from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from mla_portable_nvidia.conventions import DecodeKernel, NotThisConvention, PrefillKernel
 from mla_portable_nvidia.head_padding import KERNEL_HEADS
 
@@ -69,7 +69,7 @@ def calibrate_decode(kernel: DecodeKernel, device: torch.device) -> DecodeTraits
     Raises: NotThisConvention when the provider refuses the call or computes something else; device faults as they come.
     """
     q = torch.zeros((1, 1, 64, HEAD_SIZE), dtype=torch.bfloat16, device=device)
-    row = pack_fp8(torch.zeros(1, KV_LORA_RANK), torch.zeros(1, QK_ROPE_HEAD_DIM))
+    row = FP8_DS_MLA.pack(torch.zeros(1, KV_LORA_RANK), torch.zeros(1, QK_ROPE_HEAD_DIM))
     kv = row.expand(_DECODE_KEYS, -1).contiguous().to(device).view(-1, _PAGE, 1, row.shape[1])
     indices = torch.arange(_DECODE_KEYS, dtype=torch.int32, device=device).view(1, 1, -1)
     try:
@@ -84,7 +84,7 @@ def calibrate_decode(kernel: DecodeKernel, device: torch.device) -> DecodeTraits
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         raise _refused("sparse decode", error) from error
     # of ones: a mean over keys that do not count would show
-    row = pack_fp8(torch.ones(1, KV_LORA_RANK), torch.ones(1, QK_ROPE_HEAD_DIM))
+    row = FP8_DS_MLA.pack(torch.ones(1, KV_LORA_RANK), torch.ones(1, QK_ROPE_HEAD_DIM))
     kv = row.expand(_DECODE_KEYS, -1).contiguous().to(device).view_as(kv)
     absent = [torch.full((1, 1, keys), -1, dtype=torch.int32, device=device) for keys in (_PAGE, _DECODE_KEYS)]
     rows = [(indices, dict[str, Any]()) for indices in absent]  # in one part and in several

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import KV_LORA_RANK
+from mla_portable.layouts import KV_LORA_RANK
 from mla_portable_nvidia.conventions import DecodeKernel, NotThisConvention, Plan, Positions, PreparedDecode, parameters_of
 
 __all__ = ["OperatorDecode", "ScheduleObjectDecode", "TensorsDecode", "decode_of_module"]

@@ -13,16 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import (
-    BF16,
-    HEAD_SIZE,
-    KV_LORA_RANK,
-    BoundPrimitive,
-    Implementation,
-    InvalidArgument,
-    Request,
-    Support,
-)
+from mla_portable.contracts import BoundPrimitive, Implementation, InvalidArgument, Request, Support
+from mla_portable.layouts import BF16, HEAD_SIZE, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparsePrefill
 from mla_portable_nvidia.attention import bind_sparse_prefill, check_sparse_prefill
 from mla_portable_nvidia.head_padding import KERNEL_HEADS

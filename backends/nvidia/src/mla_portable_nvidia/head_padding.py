@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import HEAD_SIZE
+from mla_portable.layouts import HEAD_SIZE
 
 __all__ = ["KERNEL_HEADS", "PaddedQueries", "aligned", "kernel_heads"]
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from mla_portable.contracts import KV_LORA_RANK
+from mla_portable.layouts import KV_LORA_RANK
 from mla_portable_nvidia.conventions import NotThisConvention, Positions, PrefillKernel, parameters_of
 
 __all__ = ["OperatorPrefill", "PythonPrefill", "prefill_of_module"]

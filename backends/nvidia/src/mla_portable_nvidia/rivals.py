@@ -16,7 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, Primitive, Reason, Request, Rival, RivalCall
+from mla_portable.contracts import Primitive, Reason, Request, Rival, RivalCall
+from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia.conventions import DecodeKernel, PrefillKernel
 from mla_portable_nvidia.discovery import find_kernel

@@ -14,14 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import (
-    DEFAULT_SCRATCH_BYTES,
-    KV_LORA_RANK,
-    DecodeSchedule,
-    PlanMismatch,
-    TileSchedule,
-    attention_results,
-)
+from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, DecodeSchedule, PlanMismatch, TileSchedule, attention_results
+from mla_portable.layouts import KV_LORA_RANK
 from mla_portable_nvidia.boundary import Boundary
 from mla_portable_nvidia.cache_view import CacheView
 from mla_portable_nvidia.conventions import DecodeKernel, Plan, PreparedDecode
@@ -123,7 +117,7 @@ class FlashMLADecode:
                 return out, self._no_lse
         batch, query_len, num_heads, _ = q.shape
         if self._finishes:
-            out, lse_out = attention_results(q, out, lse_out)
+            out, lse_out = attention_results(q, kv_cache, out, lse_out)
         else:
             lse_out = self._no_lse
         if batch == 0 or kv_cache.shape[0] == 0:

@@ -15,7 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, attention_results
+from mla_portable.contracts import attention_results
+from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK
 from mla_portable_nvidia.boundary import Boundary
 from mla_portable_nvidia.conventions import PrefillKernel
 from mla_portable_nvidia.head_padding import PaddedQueries, aligned, kernel_heads
@@ -85,7 +86,7 @@ class FlashMLAPrefill:
         """
         num_tokens, num_heads, _ = q.shape
         if self._finishes:
-            out, lse_out = attention_results(q, out, lse_out)
+            out, lse_out = attention_results(q, kv, out, lse_out)
         else:
             out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device) if out is None else out
             lse_out = self._no_lse

@@ -9,17 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from mla_portable.contracts import (
-    DEFAULT_SCRATCH_BYTES,
-    FP8_DS_MLA,
-    HEAD_SIZE,
-    KV_LORA_RANK,
-    SCALE_FORMATS,
-    Primitive,
-    Reason,
-    Request,
-    Support,
-)
+from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, Primitive, Reason, Request, Support
+from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, SCALE_FORMATS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia.head_padding import KERNEL_HEADS, kernel_heads
 

@@ -18,11 +18,6 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import (
-    FP8_DS_MLA,
-    HEAD_SIZE,
-    KV_LORA_RANK,
-    QK_ROPE_HEAD_DIM,
-    SCALE_FORMATS,
     BoundPrimitive,
     DeviceFacts,
     Implementation,
@@ -31,8 +26,8 @@ from mla_portable.contracts import (
     Reason,
     Request,
     Support,
-    tile_scales,
 )
+from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM, SCALE_FORMATS, tile_scales
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, CacheWrite, ConvertIndices, GatherUpconvert
 from mla_portable_nvidia.discovery import device_with
 

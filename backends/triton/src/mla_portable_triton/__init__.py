@@ -40,7 +40,8 @@ _PREFERENCE: Final = 50.0
 _PACKAGE: Final = "mla_portable_triton"
 
 _KERNELS: Final = f"{_PACKAGE}.kernels"
-_ROWS: Final = (f"{_KERNELS}.bfloat16", f"{_KERNELS}.row_layout", "mla_portable.contracts.layouts")
+_LAYOUTS: Final = ("mla_portable.layouts.bf16", "mla_portable.layouts.fp8_ds_mla")
+_ROWS: Final = (f"{_KERNELS}.bfloat16", f"{_KERNELS}.row_layout", *_LAYOUTS)
 _ATTENTION: Final = (
     f"{_PACKAGE}.attention_configs",
     f"{_PACKAGE}.attention_tuning",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mla_portable.contracts import ProgramShape
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA
 
 __all__ = ["CONFIGS", "AttentionConfig", "attention_config"]
 
@@ -57,28 +58,30 @@ _RDNA = AttentionConfig(block_h=16, block_n=16, num_warps=8, num_stages=1)
 _INTERPRETED_16 = AttentionConfig(block_h=16, block_n=128, num_warps=1, num_stages=1)
 _INTERPRETED_64 = AttentionConfig(block_h=64, block_n=128, num_warps=1, num_stages=1)
 _CDNA: Rows = ((16, _CDNA_16), (32, _CDNA_32), (64, _CDNA_64))
-_99_KIB: dict[str, Rows] = {
-    "fp8_ds_mla": ((16, _16), (32, _32)),
-    "bf16": ((16, _16), (32, _32), (64, _64_SHORT)),
-}
+
+
+def _layouts(fp8: Rows, bf16: Rows) -> Mapping[str, Rows]:
+    """BF16 rows without a rotary part are cut like those with one."""
+    return {FP8_DS_MLA.name: fp8, BF16.name: bf16, BF16_NOPE.name: bf16}
+
+
+_99_KIB: Final = _layouts(((16, _16), (32, _32)), ((16, _16), (32, _32), (64, _64_SHORT)))
+_INTERPRETED: Rows = ((16, _INTERPRETED_16), (64, _INTERPRETED_64))
 
 CONFIGS: Final[Mapping[str, Mapping[str, Rows]]] = {
     # fits 48 KiB, the least that any target is known to have
-    "default": {"fp8_ds_mla": ((16, _SMALL),), "bf16": ((16, _SMALL),)},
-    "sm80": {"fp8_ds_mla": ((16, _16), (32, _32)), "bf16": ((16, _16), (32, _32), (64, _64))},
+    "default": _layouts(((16, _SMALL),), ((16, _SMALL),)),
+    "sm80": _layouts(((16, _16), (32, _32)), ((16, _16), (32, _32), (64, _64))),
     "sm86": _99_KIB,
     "sm89": _99_KIB,
-    "sm90": {"fp8_ds_mla": ((16, _16), (32, _32), (64, _64)), "bf16": ((16, _16), (32, _32), (64, _64))},
-    "sm100": {"fp8_ds_mla": ((16, _16), (32, _32), (64, _64)), "bf16": ((16, _16), (32, _32))},
+    "sm90": _layouts(((16, _16), (32, _32), (64, _64)), ((16, _16), (32, _32), (64, _64))),
+    "sm100": _layouts(((16, _16), (32, _32), (64, _64)), ((16, _16), (32, _32))),
     "sm120": _99_KIB,
-    "gfx942": {"fp8_ds_mla": _CDNA, "bf16": _CDNA},
-    "gfx950": {"fp8_ds_mla": _CDNA, "bf16": _CDNA},
-    "gfx1100": {"fp8_ds_mla": ((16, _RDNA),), "bf16": ((16, _RDNA),)},
+    "gfx942": _layouts(_CDNA, _CDNA),
+    "gfx950": _layouts(_CDNA, _CDNA),
+    "gfx1100": _layouts(((16, _RDNA),), ((16, _RDNA),)),
     # Triton's interpreter: large tiles, because its cost is per operation
-    "cpu": {
-        "fp8_ds_mla": ((16, _INTERPRETED_16), (64, _INTERPRETED_64)),
-        "bf16": ((16, _INTERPRETED_16), (64, _INTERPRETED_64)),
-    },
+    "cpu": _layouts(_INTERPRETED, _INTERPRETED),
 }
 """DeviceFacts.arch -> cache layout -> rows."""
 
@@ -86,7 +89,7 @@ CONFIGS: Final[Mapping[str, Mapping[str, Rows]]] = {
 def attention_config(arch: str, kv_layout: str | None, num_heads: int | None) -> AttentionConfig:
     """The configuration for a device, a layout and a head count; the small one where any of them is not known."""
     if kv_layout is None:
-        arch, kv_layout = "default", "bf16"
+        arch, kv_layout = "default", BF16.name
     rows = CONFIGS.get(arch, CONFIGS["default"])[kv_layout]
     for max_heads, config in rows:
         if (num_heads or 1) <= max_heads:

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, astuple, fields
 from typing import Final
 
-from mla_portable.contracts import LAYOUTS, DeviceFacts, InvalidArgument, Request
+from mla_portable.contracts import DeviceFacts, InvalidArgument, Request
+from mla_portable.layouts import BF16, LAYOUTS
 from mla_portable_triton import NAME
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig, attention_config
 
@@ -34,7 +35,7 @@ _NAMES: Final = tuple(field.name for field in fields(AttentionConfig))
 def configurations(request: Request) -> list[dict[str, int]]:
     """What is worth a try for a request, at most 24, what ships first: tall tiles before flat ones, then those like it."""
     shipped = attention_config(request.device.arch, request.kv_layout, request.num_heads)
-    layout, device = request.kv_layout or "bf16", request.device
+    layout, device = request.kv_layout or BF16.name, request.device
     fitting = [config for config in _grid(device, layout, request.num_heads or 1) if _fits(config, layout, device)]
     fitting.sort(key=lambda config: (-config.block_h, _distance(config, shipped)))
     return [asdict(config) for config in dict.fromkeys([shipped, *fitting])][:_MOST]
@@ -50,7 +51,7 @@ def bound_config(request: Request) -> AttentionConfig:
     configuration = dict(request.configuration)
     if set(configuration) != set(_NAMES):
         raise _refused(request, configuration, f"the names {', '.join(_NAMES)}")
-    config, device, layout = AttentionConfig(**configuration), request.device, request.kv_layout or "bf16"
+    config, device, layout = AttentionConfig(**configuration), request.device, request.kv_layout or BF16.name
     tiles = (config.block_h, config.block_n)
     if not all(map(_is_power_of_two, (*tiles, config.num_warps))) or min(tiles) < _LEAST_TILE or config.num_stages < 1:
         limits = f"powers of two, tiles of at least {_LEAST_TILE}, and num_stages of at least 1"
@@ -74,8 +75,8 @@ def shared_memory(config: AttentionConfig, kv_layout: str, arch: str) -> int:
     # a product reads a second copy of the rows where they are decoded, or where a group of warps multiplies as one
     grouped = arch in ("sm90", "sm100") and config.block_h >= 64
     copied = layout.is_quantized or grouped or not ahead
-    row = ahead * (layout.row_bytes + 16) + (LAYOUTS["bf16"].row_bytes if copied else 0) + 128
-    return config.block_h * LAYOUTS["bf16"].row_bytes + config.block_n * row
+    row = ahead * (layout.row_bytes + 16) + (layout.workspace.row_bytes if copied else 0) + 128
+    return config.block_h * layout.workspace.row_bytes + config.block_n * row
 
 
 def _grid(device: DeviceFacts, kv_layout: str, num_heads: int) -> list[AttentionConfig]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import KV_LORA_RANK, DecodeSchedule, Request, SplitSchedule, attention_results, split_kv
+from mla_portable.contracts import DecodeSchedule, Request, SplitSchedule, attention_results, split_kv
+from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.primitives import MergeStates, SparseDecode, SparsePrefill
 from mla_portable_triton.attention_tuning import bound_config
 from mla_portable_triton.kernels import merge_states as merge
@@ -44,7 +45,7 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         batch, query_len, num_heads, _ = q.shape
-        out, lse_out = attention_results(q, out, lse_out)
+        out, lse_out = attention_results(q, kv_cache, out, lse_out)
         if schedule is None:
             num_rows, topk = batch * query_len, indices.shape[2]
             num_splits, split_len = split_kv(
@@ -107,7 +108,7 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse_out = attention_results(q, out, lse_out)
+        out, lse_out = attention_results(q, kv, out, lse_out)
         attention.launch(
             out.unsqueeze(1),
             lse_out.unsqueeze(1),

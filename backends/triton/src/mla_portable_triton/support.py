@@ -14,17 +14,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
 
-from mla_portable.contracts import (
-    DEFAULT_SCRATCH_BYTES,
-    KV_LORA_RANK,
-    LAYOUTS,
-    DeviceFacts,
-    Primitive,
-    Reason,
-    Request,
-    Support,
-    split_kv,
-)
+from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, DeviceFacts, Primitive, Reason, Request, Support, split_kv
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, KV_LORA_RANK
 from mla_portable.primitives import (
     CACHE_WRITE,
     CONVERT_INDICES,
@@ -47,8 +38,11 @@ _ATTENTION_SHARED_MEMORY: Final = 48 << 10
 """Bytes: what the smallest attention configuration (`attention_configs`) and the indexer's tile keep within."""
 
 
+_LAYOUTS: Final = (BF16.name, FP8_DS_MLA.name, BF16_NOPE.name)
+
+
 def _support(kernel: str, **limits: Any) -> Support:
-    declared = {"device_types": ("cuda", "cpu"), "kv_layouts": tuple(LAYOUTS), **limits}
+    declared = {"device_types": ("cuda", "cpu"), "kv_layouts": _LAYOUTS, **limits}
     return Support(source=f"mla_portable_triton.kernels.{kernel}", **declared)
 
 

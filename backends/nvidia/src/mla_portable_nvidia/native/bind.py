@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import (
-    FP8_DS_MLA,
-    LAYOUTS,
     DeviceFacts,
     Implementation,
     InvalidArgument,
@@ -26,6 +24,7 @@ from mla_portable.contracts import (
     Support,
     attention_results,
 )
+from mla_portable.layouts import BF16, FP8_DS_MLA, LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_nvidia.discovery import device_with
 from mla_portable_nvidia.head_padding import aligned
@@ -38,6 +37,7 @@ __all__ = ["ARCHS", "native_implementations"]
 
 ARCHS: Final = {"sm90": "sm_90a"}
 """DeviceFacts.arch -> what NVRTC compiles for."""
+_LAYOUTS: Final = (BF16.name, FP8_DS_MLA.name)
 _MANY: Final = 128
 _LAUNCHES: Final = 1024
 _LOG2_E: Final = 1.4426950408889634
@@ -162,7 +162,7 @@ class NativeAttention:
         lse_out: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Either primitive, by the axes of q. A launch is prepared for the first call of its shapes and strides."""
-        out, lse_out = attention_results(q, out, lse_out)
+        out, lse_out = attention_results(q, kv, out, lse_out)
         q_at, kv_at, out_at = q.data_ptr(), kv.data_ptr(), out.data_ptr()
         shapes = (q.shape, kv.shape, indices.shape, q.get_device(), kv.dtype)
         strides = (q.stride(), kv.stride(), indices.stride(), out.stride(), lse_out.stride())
@@ -242,7 +242,7 @@ def native_implementations() -> Iterator[Implementation]:
         SPARSE_PREFILL: bind_sparse_prefill,
     }
     for name, max_heads, preferences in (("nvidia.native", FEW, (8.0, 8.0)), ("nvidia.native_wide", _MANY, (9.0, 20.0))):
-        offered = [build for layout in LAYOUTS for build in builds(layout, max_heads)]
+        offered = [build for layout in _LAYOUTS for build in builds(layout, max_heads)]
         kernels = tuple(dict.fromkeys(build.kernel for build in offered))
         for (primitive, function), preference in zip(bind.items(), preferences, strict=True):
             yield Implementation(
@@ -253,7 +253,7 @@ def native_implementations() -> Iterator[Implementation]:
                     device_types=("cuda",),
                     vendors=("nvidia",),
                     archs=tuple(ARCHS),
-                    kv_layouts=tuple(LAYOUTS),
+                    kv_layouts=_LAYOUTS,
                     max_heads=max_heads,
                     cache_alignment=16,
                     min_shared_memory=max(build.shared_bytes for build in offered),

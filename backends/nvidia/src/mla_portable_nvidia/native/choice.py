@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from mla_portable.contracts import BF16, FP8_DS_MLA
+from mla_portable.layouts import BF16, FP8_DS_MLA
 from mla_portable_nvidia.native.sparse_decode import MAX_SPLITS, Build
 from mla_portable_nvidia.native.sparse_decode_bf16 import Bf16Build
 from mla_portable_nvidia.native.sparse_decode_fp8 import Fp8Build

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from mla_portable.contracts import BF16
+from mla_portable.layouts import BF16
 from mla_portable_nvidia.native.sparse_decode import Build
 
 __all__ = ["Bf16Build"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from mla_portable.contracts import FP8_DS_MLA
+from mla_portable.layouts import FP8_DS_MLA
 from mla_portable_nvidia.native.sparse_decode import Build
 
 __all__ = ["WideBuild"]

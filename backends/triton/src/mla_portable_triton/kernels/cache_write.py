@@ -7,7 +7,8 @@ latent    e4m3(x / scale), to nearest even, saturating; rope as bfloat16
 skipped   slot < 0, or past the cache
 
 amax is a maximum over bits: non-negative floats order as integers do, and a NaN, the largest of them, is not lost.
-Cost: 1152 B read and 656 or 1152 B written per token; the launch dominates below some thousand tokens.
+Cost: 1152 B read and 656 or 1152 B written per token, 1024 B each where there is no rotary part; the launch dominates
+below some thousand tokens.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.contracts.layouts import E4M3_MAX, POW2_MIN_EXPONENT
 from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable.layouts import BF16, BF16_NOPE, E4M3_MAX, FP8_DS_MLA, POW2_MIN_EXPONENT
 from mla_portable_triton.aot import AotVariant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16, to_float32
 from mla_portable_triton.kernels.config import Config, config_for
 from mla_portable_triton.kernels.e4m3_encode import e4m3_encode, encodes_natively
-from mla_portable_triton.kernels.row_layout import GROUP, GROUPS, HEAD, LATENT, ROPE, ROPE_BYTE, ROW_BYTES, SCALE_BYTE
+from mla_portable_triton.kernels.row_layout import GROUP, GROUPS, LATENT, ROPE_BYTE, ROW_BYTES, SCALE_BYTE
 
 __all__ = ["CONFIGS", "aot_variants", "cache_write_kernel", "launch", "tile_scale"]
 
@@ -65,6 +66,7 @@ def cache_write_kernel(
     k_pe_stride,
     block_stride,
     CACHE_BLOCK: tl.constexpr,
+    ROPE: tl.constexpr,  # width of k_pe; 0: there is none, and its pointer is not read
     FP8: tl.constexpr,
     POW2: tl.constexpr,
     E4M3_NATIVE: tl.constexpr,
@@ -77,16 +79,17 @@ def cache_write_kernel(
     slot = tl.load(slot_ptr + token, mask=given, other=-1)  # [BLOCK_T] int64
     block = slot // CACHE_BLOCK  # [BLOCK_T]; meaningless where slot < 0
     written = (slot >= 0) & (block < num_blocks)  # [BLOCK_T]
-    ROW: tl.constexpr = ROW_BYTES if FP8 else HEAD
+    ROW: tl.constexpr = ROW_BYTES if FP8 else LATENT + ROPE
     row = cache_ptr + (block * block_stride + slot % CACHE_BLOCK * ROW)  # [BLOCK_T] pointers
 
     group = tl.arange(0, GROUPS)[None, :]  # [1, GROUPS]
     column = group[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]  # [1, GROUPS, GROUP]
     latent = tl.load(kv_c_ptr + token[:, None, None] * kv_c_stride + column, mask=given[:, None, None])
-    d = tl.arange(0, ROPE)[None, :]  # [1, ROPE]
-    rope = tl.load(k_pe_ptr + token[:, None] * k_pe_stride + d, mask=given[:, None])  # [BLOCK_T, ROPE]
-    if rope.dtype != tl.bfloat16:
-        rope = to_bfloat16(to_float32(rope, BF16_NATIVE), BF16_NATIVE)
+    if ROPE > 0:
+        d = tl.arange(0, ROPE)[None, :]  # [1, ROPE]
+        rope = tl.load(k_pe_ptr + token[:, None] * k_pe_stride + d, mask=given[:, None])  # [BLOCK_T, ROPE]
+        if rope.dtype != tl.bfloat16:
+            rope = to_bfloat16(to_float32(rope, BF16_NATIVE), BF16_NATIVE)
 
     if FP8:
         latent = to_float32(latent, BF16_NATIVE)  # [BLOCK_T, GROUPS, GROUP]
@@ -105,7 +108,8 @@ def cache_write_kernel(
         if latent.dtype != tl.bfloat16:
             latent = to_bfloat16(to_float32(latent, BF16_NATIVE), BF16_NATIVE)
         tl.store(row[:, None, None] + column, latent, mask=written[:, None, None])
-        tl.store(row[:, None] + LATENT + d, rope, mask=written[:, None])
+        if ROPE > 0:
+            tl.store(row[:, None] + LATENT + d, rope, mask=written[:, None])
 
 
 _launch = TritonLauncher(cache_write_kernel)
@@ -123,7 +127,7 @@ def launch(
     bf16_native: bool,
     config: Config,
 ) -> None:
-    """Write the tokens' rows of `kv_cache`. Graph-safe.
+    """Write the tokens' rows of `kv_cache`, of kv_c [T, 512] and k_pe [T, 64] or [T, 0]. Graph-safe.
 
     Rows of `kv_c` and `k_pe` and blocks of the cache may lie apart; rows within a block are contiguous.
     """
@@ -142,6 +146,7 @@ def launch(
         k_pe.stride(0),
         kv_cache.stride(0),
         CACHE_BLOCK=kv_cache.shape[1],
+        ROPE=k_pe.shape[1],
         FP8=fp8,
         POW2=pow2,
         E4M3_NATIVE=e4m3_native,
@@ -153,19 +158,22 @@ def launch(
 
 
 def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[AotVariant]:
-    """Both layouts, both scale formats, both input types; e4m3 encoded by bits, as every target can, or natively."""
+    """All layouts, both scale formats, both input types; e4m3 encoded by bits, as every target can, or natively."""
     config = config_for(CONFIGS, arch)
     sizes = ["num_tokens", "num_blocks", "kv_c_stride", "k_pe_stride", "block_stride"]
     variants: list[AotVariant] = []
-    for fp8, pow2, dtype in ((True, True, "bf16"), (True, False, "fp16"), (False, True, "fp16")):
+    rows = ((FP8_DS_MLA, True, "bf16"), (FP8_DS_MLA, False, "fp16"), (BF16, True, "fp16"), (BF16_NOPE, True, "bf16"))
+    for layout, pow2, dtype in rows:
+        fp8 = layout.is_quantized
         signature = {"kv_c_ptr": f"*{dtype}", "k_pe_ptr": f"*{dtype}", "cache_ptr": "*u8" if fp8 else "*bf16"}
-        layout = ("fp8_ds_mla-pow2" if pow2 else "fp8_ds_mla-amax") if fp8 else "bf16"
+        name = f"{layout.name}-{'pow2' if pow2 else 'amax'}" if fp8 else layout.name
         variants.append(
             AotVariant(
                 kernel=cache_write_kernel,
                 signature={**signature, "slot_ptr": "*i64", **dict.fromkeys(sizes, "i32")},
                 constexprs={
                     "CACHE_BLOCK": 64,
+                    "ROPE": layout.rope_width,
                     "FP8": fp8,
                     "POW2": pow2,
                     "E4M3_NATIVE": encodes_natively(arch, e4m3_native),
@@ -174,7 +182,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
                 },
                 num_warps=config.num_warps,
                 num_stages=1,
-                label=f"cache_write-{layout}-from-{dtype}",
+                label=f"cache_write-{name}-from-{dtype}",
             )
         )
     return variants

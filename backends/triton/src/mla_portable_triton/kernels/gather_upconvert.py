@@ -21,11 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, KV_LORA_RANK
 from mla_portable_triton.aot import AotVariant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16
 from mla_portable_triton.kernels.config import Config, config_for
 from mla_portable_triton.kernels.e4m3_decode import e4m3_to_float32
-from mla_portable_triton.kernels.row_layout import GROUP, GROUPS, HEAD, LATENT, ROPE, ROPE_BYTE, ROW_BYTES, SCALE_BYTE
+from mla_portable_triton.kernels.row_layout import GROUP, GROUPS, LATENT, ROPE_BYTE, ROW_BYTES, SCALE_BYTE
 
 __all__ = ["CONFIGS", "aot_variants", "gather_upconvert_kernel", "launch"]
 
@@ -62,6 +63,7 @@ def gather_upconvert_kernel(
     num_requests,
     num_rows,
     CACHE_BLOCK: tl.constexpr,
+    ROPE: tl.constexpr,  # width of the rotary part; 0: there is none
     FP8: tl.constexpr,
     E4M3_NATIVE: tl.constexpr,
     BF16_NATIVE: tl.constexpr,
@@ -77,11 +79,13 @@ def gather_upconvert_kernel(
     in_table = owned & (column < table_width)  # [BLOCK_R]
     block = tl.load(table_ptr + owner.to(tl.int64) * table_stride + column, mask=in_table, other=-1).to(tl.int64)
     present = (block >= 0) & (block < num_blocks)  # [BLOCK_R]
-    WIDTH: tl.constexpr = ROW_BYTES if FP8 else HEAD
+    KEY: tl.constexpr = LATENT + ROPE
+    WIDTH: tl.constexpr = ROW_BYTES if FP8 else KEY
     source = cache_ptr + (block * block_stride + position % CACHE_BLOCK * WIDTH)  # [BLOCK_R] pointers
-    target = out_ptr + row * HEAD  # [BLOCK_R] pointers
+    target = out_ptr + row * KEY  # [BLOCK_R] pointers
 
-    d = tl.arange(0, ROPE)[None, :]  # [1, ROPE]
+    if ROPE > 0:
+        d = tl.arange(0, ROPE)[None, :]  # [1, ROPE]
     if FP8:
         group = tl.arange(0, GROUPS)[None, :]  # [1, GROUPS]
         latent_column = group[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]  # [1, GROUPS, GROUP]
@@ -96,9 +100,11 @@ def gather_upconvert_kernel(
     else:
         latent_column = tl.arange(0, LATENT)[None, :]  # [1, LATENT]
         latent = tl.load(source[:, None] + latent_column, mask=present[:, None], other=0.0)  # [BLOCK_R, LATENT]
-        rope = tl.load(source[:, None] + LATENT + d, mask=present[:, None], other=0.0)  # [BLOCK_R, ROPE]
+        if ROPE > 0:
+            rope = tl.load(source[:, None] + LATENT + d, mask=present[:, None], other=0.0)  # [BLOCK_R, ROPE]
         tl.store(target[:, None] + latent_column, latent, mask=owned[:, None])
-    tl.store(target[:, None] + LATENT + d, rope, mask=owned[:, None])
+    if ROPE > 0:
+        tl.store(target[:, None] + LATENT + d, rope, mask=owned[:, None])
 
 
 _launch = TritonLauncher(gather_upconvert_kernel)
@@ -116,7 +122,7 @@ def launch(
     bf16_native: bool,
     config: Config,
 ) -> None:
-    """Write the rows of `out` [W, 576] that requests own. Graph-safe.
+    """Write the rows of `out` [W, 512 + ROPE] that requests own. Graph-safe.
 
     Blocks of the cache and rows of `block_table` may lie apart; everything else is contiguous.
     """
@@ -138,6 +144,7 @@ def launch(
         num_requests,
         num_rows,
         CACHE_BLOCK=kv_cache.shape[1],
+        ROPE=out.shape[1] - KV_LORA_RANK,
         FP8=fp8,
         E4M3_NATIVE=e4m3_native,
         BF16_NATIVE=bf16_native,
@@ -149,7 +156,7 @@ def launch(
 
 
 def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[AotVariant]:
-    """Both layouts; e4m3 decoded by bits, as every target can, or natively."""
+    """All layouts; e4m3 decoded by bits, as every target can, or natively."""
     config = config_for(CONFIGS, arch)
     sizes = ["num_blocks", "block_stride", "table_width", "table_stride", "num_requests", "num_rows"]
     pointers = {"out_ptr": "*bf16", "table_ptr": "*i32", "len_ptr": "*i32", "start_ptr": "*i32"}
@@ -157,11 +164,18 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
     return [
         AotVariant(
             kernel=gather_upconvert_kernel,
-            signature={**pointers, "cache_ptr": "*u8" if fp8 else "*bf16", **dict.fromkeys(sizes, "i32")},
-            constexprs={"CACHE_BLOCK": 64, "FP8": fp8, "E4M3_NATIVE": e4m3_native, "BF16_NATIVE": True, **tiles},
+            signature={**pointers, "cache_ptr": "*u8" if layout.is_quantized else "*bf16", **dict.fromkeys(sizes, "i32")},
+            constexprs={
+                "CACHE_BLOCK": 64,
+                "ROPE": layout.rope_width,
+                "FP8": layout.is_quantized,
+                "E4M3_NATIVE": e4m3_native,
+                "BF16_NATIVE": True,
+                **tiles,
+            },
             num_warps=config.num_warps,
             num_stages=1,
-            label=f"gather_upconvert-{'fp8_ds_mla' if fp8 else 'bf16'}",
+            label=f"gather_upconvert-{layout.name}",
         )
-        for fp8 in (True, False)
+        for layout in (FP8_DS_MLA, BF16, BF16_NOPE)
     ]

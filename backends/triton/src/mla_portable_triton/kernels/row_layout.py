@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache's row layouts as compile-time constants of kernels; `mla_portable.contracts.layouts` is where they are defined.
+"""The cache's row layouts as compile-time constants of kernels; `mla_portable.layouts` is where they are defined.
 
-LATENT, ROPE, HEAD in elements; GROUP latent values share each of GROUPS scales; SCALE_BYTE, ROPE_BYTE and ROW_BYTES
-place things in an FP8 row.
+LATENT in elements; GROUP latent values share each of GROUPS scales; SCALE_BYTE, ROPE_BYTE and ROW_BYTES
+place things in an FP8 row. The width of
+the rotary part, 0 where a layout has none, is a parameter of kernels: ROPE.
 """
 
 from __future__ import annotations
 
 import triton.language as tl
 
-from mla_portable.contracts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM, SCALE_GROUP
+from mla_portable.layouts import FP8_DS_MLA, KV_LORA_RANK, SCALE_GROUP
 
-__all__ = ["GROUP", "GROUPS", "HEAD", "LATENT", "ROPE", "ROPE_BYTE", "ROW_BYTES", "SCALE_BYTE"]
+__all__ = ["GROUP", "GROUPS", "LATENT", "ROPE_BYTE", "ROW_BYTES", "SCALE_BYTE"]
 
 LATENT = tl.constexpr(KV_LORA_RANK)
-ROPE = tl.constexpr(QK_ROPE_HEAD_DIM)
-HEAD = tl.constexpr(HEAD_SIZE)
 GROUP = tl.constexpr(SCALE_GROUP)
 GROUPS = tl.constexpr(KV_LORA_RANK // SCALE_GROUP)
 SCALE_BYTE = tl.constexpr(FP8_DS_MLA.scale_offset)

@@ -3,7 +3,7 @@
 
 One program serves BLOCK_H heads of a row over one split of its indices, BLOCK_N at a time: gather the tokens once, use
 their latent as key and as value, keep a running maximum and sum in base 2 (`softmax_scale * log2(e)` is folded into the
-scores). Splits write normalised partial results for `merge_states`. A workspace [W, 576] is a cache of one-token blocks.
+scores). Splits write normalised partial results for `merge_states`. A workspace is a cache of one-token blocks.
 
 FP8 rows: e4m3 is exact in bf16, so the dots run on the codes and the float32 scale of each 128 columns multiplies the
 scores (float32) and the probabilities (before they round to bf16). That is at least as accurate as rounding the product
@@ -12,7 +12,8 @@ e4m3 * scale, and costs 8 multiplies for a head and a token instead of 512 for a
 Absence: an index that is negative, not below `num_slots` or past `lengths` loads zeros (never the row's bytes, which may
 be NaN) and scores -inf. The maximum starts at a finite value below any score, so that no -inf meets another.
 
-Cost of a row: K * 656 B (FP8) or K * 1152 B (bf16) from memory once for each head tile, 2 * H * K * 1088 flops.
+Cost of a row: K * 656 B (FP8), K * 1152 B (bf16) or K * 1024 B (bf16 without a rotary part) from memory once for each head
+tile, 2 * H * K * (1024 + ROPE) flops.
 """
 
 import itertools
@@ -22,13 +23,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.contracts import LAYOUTS
 from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable.layouts import LAYOUTS
 from mla_portable_triton.aot import AotVariant
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig
 from mla_portable_triton.kernels.bfloat16 import dot_operand, to_bfloat16
 from mla_portable_triton.kernels.e4m3_decode import e4m3_decode
-from mla_portable_triton.kernels.row_layout import ROPE_BYTE, SCALE_BYTE
+from mla_portable_triton.kernels.row_layout import LATENT, ROPE_BYTE, SCALE_BYTE
 from mla_portable_triton.kernels.strides import stride_unit
 
 LOG2_E = 1.4426950408889634
@@ -118,6 +119,7 @@ def sparse_attention_kernel(
     TOKEN_STRIDE: tl.constexpr,  # between tokens of a block, in elements of kv
     BLOCK_STRIDE: tl.constexpr,  # between blocks
     STRIDE_UNIT: tl.constexpr,
+    ROPE: tl.constexpr,  # width of the rotary part; 0: there is none
     IS_SPLIT: tl.constexpr,  # write a part for merge_states: float32, lse in base 2, no sink
     E4M3_NATIVE: tl.constexpr,
     BF16_NATIVE: tl.constexpr,
@@ -141,7 +143,8 @@ def sparse_attention_kernel(
     q1 = _slice(q_rows, 128, 128, in_heads, BF16_NATIVE)
     q2 = _slice(q_rows, 256, 128, in_heads, BF16_NATIVE)
     q3 = _slice(q_rows, 384, 128, in_heads, BF16_NATIVE)
-    q_rope = _slice(q_rows, 512, 64, in_heads, BF16_NATIVE)  # [BLOCK_H, 64]
+    if ROPE > 0:
+        q_rope = _slice(q_rows, LATENT, ROPE, in_heads, BF16_NATIVE)  # [BLOCK_H, ROPE]
 
     indices_row = indices_ptr + b * indices_stride_b + s * indices_stride_s
     begin = split.to(tl.int32) * split_len
@@ -177,15 +180,19 @@ def sparse_attention_kernel(
             f1 = tl.load(scales + 1, mask=valid, other=0.0)
             f2 = tl.load(scales + 2, mask=valid, other=0.0)
             f3 = tl.load(scales + 3, mask=valid, other=0.0)
-            k_rope = _slice(rope_ptr + (token // 2)[:, None], ROPE_BYTE // 2, 64, valid, BF16_NATIVE)  # [BLOCK_N, 64]
+            k_rope = _slice(rope_ptr + (token // 2)[:, None], ROPE_BYTE // 2, ROPE, valid, BF16_NATIVE)  # [BLOCK_N, ROPE]
         else:
             f0 = None
             f1 = None
             f2 = None
             f3 = None
-            k_rope = _slice(rows, 512, 64, valid, BF16_NATIVE)
+            if ROPE > 0:
+                k_rope = _slice(rows, LATENT, ROPE, valid, BF16_NATIVE)
 
-        scores = tl.dot(q_rope, tl.trans(k_rope))  # [BLOCK_H, BLOCK_N]
+        if ROPE > 0:
+            scores = tl.dot(q_rope, tl.trans(k_rope))  # [BLOCK_H, BLOCK_N]
+        else:
+            scores = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
         v0 = _latent(rows, 0, valid, E4M3_NATIVE, BF16_NATIVE)  # [BLOCK_N, 128]
         scores = _add_scores(scores, q0, v0, f0, IS_FP8)
         v1 = _latent(rows, 128, valid, E4M3_NATIVE, BF16_NATIVE)
@@ -253,10 +260,11 @@ def launch(
     Args:
         out: [B, S, H, 512] bf16 and lse_out [B, S, H] float32, natural; or, where num_splits > 1, the parts for
             merge_states, [num_splits, B * S, H, 512] and [num_splits, B * S, H] float32, lse in base 2, no sink applied.
-        q: [B, S, H, 576] bf16. kv: [W, 576] bf16, or [blocks, block_size, 576] bf16 or [.., 656] uint8, whole rows that
-            follow one another within a block. indices: [B, S, K] int32. lengths: [B, S] int32. attn_sink: [H] float32.
+        q: [B, S, H, 512 + ROPE] bf16. kv: [W, 512 + ROPE] bf16, or [blocks, block_size, 512 + ROPE] bf16 or [.., 656] uint8,
+            whole rows that follow one another within a block. ROPE is 64 or, for bf16 rows without a rotary part, 0.
+        indices: [B, S, K] int32. lengths: [B, S] int32. attn_sink: [H] float32.
     """
-    batch, query_len, num_heads, _ = q.shape
+    batch, query_len, num_heads, key_width = q.shape
     num_rows = batch * query_len
     if num_rows == 0:
         return
@@ -309,6 +317,7 @@ def launch(
         TOKEN_STRIDE=token_stride,
         BLOCK_STRIDE=block_stride,
         STRIDE_UNIT=unit,
+        ROPE=key_width - out.shape[-1],
         IS_SPLIT=is_split,
         E4M3_NATIVE=e4m3_native,
         BF16_NATIVE=bf16_native,
@@ -335,7 +344,7 @@ def slot_geometry(kv: Tensor) -> tuple[int, int, int, int]:
 
 
 def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> Iterator[AotVariant]:
-    """What `arch` runs: each of its configurations on both layouts, whole rows with a sink and lengths, and splits."""
+    """What `arch` runs: each of its configurations on all layouts, whole rows with a sink and lengths, and splits."""
     integers = [name for name in sparse_attention_kernel.arg_names if "_stride_" in name]
     sizes = dict.fromkeys(["topk", "split_len", "num_slots", *integers], "i32")
     for kv_layout, table in CONFIGS.get(arch, CONFIGS["default"]).items():
@@ -367,6 +376,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> Iterato
                     "QUERY_LEN": 1,
                     **geometry,
                     "STRIDE_UNIT": 8,
+                    "ROPE": layout.rope_width,
                     "IS_SPLIT": is_split,
                     "E4M3_NATIVE": e4m3_native,
                     "BF16_NATIVE": True,
