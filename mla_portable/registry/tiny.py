@@ -18,10 +18,9 @@ import torch
 
 from mla_portable.contracts import (
     FP8_DS_MLA,
-    HEAD_SIZE,
     INDEX_HEAD_SIZE,
     KV_LORA_RANK,
-    QK_ROPE_HEAD_DIM,
+    LAYOUTS,
     DeviceFacts,
     Implementation,
     Primitive,
@@ -81,7 +80,7 @@ def tiny_layouts(implementation: Implementation, layout: str | None) -> tuple[st
     """The cache layouts to try an implementation on: `layout`, else all it declares; (None,) where no cache is touched."""
     if implementation.primitive in _WITHOUT_CACHE:
         return (None,)
-    return (layout,) if layout is not None else implementation.support.kv_layouts or (None,)
+    return (layout,) if layout is not None else implementation.support.layouts or (None,)
 
 
 def tiny_cases(implementation: Implementation, device: DeviceFacts, layout: str | None) -> Iterator[TinyCase]:
@@ -141,10 +140,12 @@ def _complete(request: Request, implementation: Implementation) -> Request:
         "query_len": 1 if support.max_query_len == 1 else 2,
     }
     names = _FAMILIES[primitive].sizes
-    if primitive is SPARSE_PREFILL and request.kv_layout != FP8_DS_MLA.name:
-        names = tuple(name for name in names if name != "block_size")  # bfloat16 rows are flat
+    layout = None if request.kv_layout is None else LAYOUTS[request.kv_layout]
+    quantized = layout is not None and layout.is_quantized
+    if primitive is SPARSE_PREFILL and not quantized:
+        names = tuple(name for name in names if name != "block_size")  # rows without scales are flat
     filled: dict[str, Any] = {name: smallest[name] for name in names if getattr(request, name) is None}
-    if request.kv_layout == FP8_DS_MLA.name and primitive is not CONVERT_INDICES:
+    if quantized and primitive is not CONVERT_INDICES:
         usual = "pow2" if primitive is CACHE_WRITE else "amax"  # a reader meets arbitrary scales
         wanted = request.scale_format or usual
         # a user may allow more than is declared, at a loss: what is declared is what is compared
@@ -199,7 +200,7 @@ def _gather_call(request: Request, name: str, device: torch.device, *, rows: int
     layout, size = call_layout(request, FP8_DS_MLA), request.block_size or 1
     generator = generator_of(request, name)
     kv = torch.full((num_blocks_of(size), size, layout.row_width), poison_of(layout), dtype=layout.dtype, device=_CPU)
-    used = cache_tokens(layout, normal(generator, 2 * size, HEAD_SIZE), request.scale_format or "amax").view(2, size, -1)
+    used = cache_tokens(layout, normal(generator, 2 * size, layout.key_width), request.scale_format or "amax").view(2, size, -1)
     tail = min(3, size)  # tokens of the first request's second block
     kv[2], kv[0, :tail], kv[1, 0] = used[0], used[1, :tail], used[1, 0]
     args = {
@@ -208,12 +209,12 @@ def _gather_call(request: Request, name: str, device: torch.device, *, rows: int
         "seq_lens": int32([size + tail, 1, 1]).to(device),
         "workspace_starts": int32([0, size + 5, size + 7]).to(device),
     }
-    out = torch.full((size + 10, HEAD_SIZE), 7.0, dtype=torch.bfloat16, device=device)
+    out = torch.full((size + 10, layout.key_width), 7.0, dtype=torch.bfloat16, device=device)
     return Call(args, {"out": out}, written=frozenset({"out"}))
 
 
 def _write_requests(request: Request, support: Support) -> Iterator[tuple[str, Request]]:
-    if call_layout(request, FP8_DS_MLA) is FP8_DS_MLA:
+    if call_layout(request, FP8_DS_MLA).is_quantized:
         for scale_format in support.scale_formats:
             yield f"skip, {scale_format} scales", request.but(scale_format=scale_format)
     else:
@@ -226,13 +227,13 @@ def _write_call(request: Request, name: str, device: torch.device, *, rows: int)
     num_blocks = num_blocks_of(size)
     generator = generator_of(request, name)
     kv = torch.full((num_blocks, size, layout.row_width), 90, dtype=layout.dtype, device=_CPU)
-    kv_c = normal(generator, 4, KV_LORA_RANK)
+    kv_c = normal(generator, 4, layout.value_width)
     kv_c[0, :128] = 0.0  # a group whose amax is zero
     cache, memory = with_slack(kv, device, fill=90)
     slots = torch.tensor([num_blocks * size - 1, -1, 1, num_blocks * size], dtype=torch.int64, device=_CPU)
     args = {
         "kv_c": kv_c.to(device),
-        "k_pe": normal(generator, 4, QK_ROPE_HEAD_DIM).to(device),
+        "k_pe": normal(generator, 4, layout.rope_width).to(device),
         "kv_cache": cache,
         "slot_mapping": slots.to(device),
     }

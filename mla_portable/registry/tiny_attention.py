@@ -9,7 +9,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import BF16, HEAD_SIZE, KV_LORA_RANK, Request, Support
+from mla_portable.contracts import Request, Support
+from mla_portable.layouts import BF16
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry.tiny_parts import (
     Call,
@@ -61,9 +62,9 @@ def attention_call(request: Request, name: str, device: torch.device, *, rows: i
         kwargs["lengths"] = lengths.view(lead).to(device)
     if request.attn_sink:
         kwargs["attn_sink"] = _sink(name, heads).to(device)
-    kwargs["out"] = torch.full((*lead, heads, KV_LORA_RANK), float("nan"), dtype=torch.bfloat16, device=device)
+    kwargs["out"] = torch.full((*lead, heads, layout.value_width), float("nan"), dtype=torch.bfloat16, device=device)
     kwargs["lse_out"] = torch.full((*lead, heads), float("nan"), dtype=torch.float32, device=device)
-    q = normal(generator, *lead, heads, HEAD_SIZE).to(device)
+    q = normal(generator, *lead, heads, layout.key_width).to(device)
     args = {"q": q, "kv_cache" if decode else "kv": kv, "indices": indices.view(*lead, topk).to(device)}
     outputs = frozenset({"out", "lse_out"})
     return Call(args, kwargs, written=outputs, optional=outputs)

@@ -14,7 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import BF16, FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, CacheLayout, Request, pack_fp8
+from mla_portable.contracts import Request
+from mla_portable.layouts import LAYOUTS, CacheLayout
 
 __all__ = [
     "Call",
@@ -100,12 +101,12 @@ def with_slack(tensor: Tensor, device: torch.device, fill: float) -> tuple[Tenso
 
 def call_layout(request: Request, default: CacheLayout) -> CacheLayout:
     """The cache layout that a request names, else `default`."""
-    return {FP8_DS_MLA.name: FP8_DS_MLA, BF16.name: BF16}.get(request.kv_layout or "", default)
+    return LAYOUTS.get(request.kv_layout or "", default)
 
 
 def poison_of(layout: CacheLayout) -> float:
     """What fills unused cache rows: 0xFF bytes are NaN as e4m3, as float32 and as bfloat16."""
-    return 255 if layout is FP8_DS_MLA else float("nan")
+    return 255 if layout.dtype == torch.uint8 else float("nan")
 
 
 def num_blocks_of(block_size: int) -> int:
@@ -119,14 +120,12 @@ def cache_rows(generator: torch.Generator, layout: CacheLayout, num_slots: int, 
     Returns: [num_slots, row_width] on the CPU and the used slots [USED_SLOTS] int64.
     """
     used = torch.randperm(num_slots, generator=generator, device=_CPU)[:USED_SLOTS]
-    tokens = normal(generator, len(used), HEAD_SIZE)
+    tokens = normal(generator, len(used), layout.key_width)
     rows = torch.full((num_slots, layout.row_width), poison_of(layout), dtype=layout.dtype, device=_CPU)
     rows[used] = cache_tokens(layout, tokens, scale_format)
     return rows, used
 
 
 def cache_tokens(layout: CacheLayout, tokens: Tensor, scale_format: str) -> Tensor:
-    """Tokens [T, 576] bf16 as rows of `layout`."""
-    if not layout.is_quantized:
-        return tokens
-    return pack_fp8(tokens[:, :KV_LORA_RANK], tokens[:, KV_LORA_RANK:], scale_format=scale_format)
+    """Tokens [T, key width] bf16 as rows of `layout`."""
+    return layout.pack(tokens[:, : layout.value_width], tokens[:, layout.value_width :], scale_format)
