@@ -53,7 +53,8 @@ class Support:
     Attributes:
         source: where the limits come from (a document, a file, a measurement), for readers of the matrix.
         device_types, vendors, archs: of DeviceFacts.
-        kv_layouts: names of cache layouts, () for primitives that touch no cache; None for every layout, of plugins too.
+        kv_layouts: names of cache layouts, () for primitives that touch no cache; None for every layout, of plugins too,
+            and all of their scale formats.
         num_heads: exact counts that are accepted; max_heads: or every count up to this.
         padded_heads: kernel head counts that smaller requests are padded to inside; () means none.
         topk_multiple, max_topk: of K. block_sizes: exact; block_size_multiple: or every multiple of this.
@@ -159,7 +160,7 @@ class Support:
         if r.query_len is not None and self.max_query_len is not None and r.query_len > self.max_query_len:
             yield Reason("query_len", str(r.query_len), f"at most {self.max_query_len}", "decode the tokens as separate rows")
         general = layout.scale_formats[-1] if layout is not None and layout.is_quantized else None
-        if general is not None and (r.scale_format or general) not in self.scale_formats:
+        if general is not None and self.kv_layouts is not None and (r.scale_format or general) not in self.scale_formats:
             given = r.scale_format or f"unknown, read as {general}"
             yield Reason("scale_format", given, f"supports {_words(self.scale_formats)}", "write the cache with pow2 scales")
         if r.cache_alignment % self.cache_alignment:

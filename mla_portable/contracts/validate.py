@@ -28,9 +28,9 @@ from mla_portable.errors import PlanMismatch
 from mla_portable.layouts import (
     INDEX_HEAD_SIZE,
     KV_LORA_RANK,
-    SCALE_FORMATS,
     CacheLayout,
     layout_of,
+    scale_formats,
 )
 
 __all__ = [
@@ -65,8 +65,9 @@ def cache_write(
     check_tensor(where, "kv_c", kv_c, dtype, (num_tokens, value_width), device, f"[T, {value_width}]")
     check_tensor(where, "k_pe", k_pe, dtype, (num_tokens, rope_width), device, f"[T, {rope_width}]")
     check_tensor(where, "slot_mapping", slot_mapping, torch.int64, (num_tokens,), device, "[T]")
-    if scale_format not in SCALE_FORMATS:
-        refuse(where, "scale_format", repr(scale_format), "'pow2' or 'amax'")
+    formats = layout.scale_formats or scale_formats()
+    if scale_format not in formats:
+        refuse(where, "scale_format", repr(scale_format), " or ".join(map(repr, formats)))
     read = {"kv_c": kv_c, "k_pe": k_pe, "slot_mapping": slot_mapping}
     check_disjoint(where, {"kv_cache": kv_cache}, read)
     return layout.name, block_size, alignment, bool(apart % layout.row_width)
