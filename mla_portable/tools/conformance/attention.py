@@ -9,14 +9,25 @@ from typing import Final
 import torch
 
 from mla_portable.contracts import DeviceFacts, Request
+from mla_portable.layouts import BF16
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.tools.conformance.attention_problem import build_attention
 from mla_portable.tools.conformance.params import Params
 from mla_portable.tools.conformance.problem import Problem
 
-__all__ = ["WORKSPACE", "AttentionParams", "DecodeParams", "PrefillParams"]
+__all__ = ["WORKSPACE", "AttentionParams", "DecodeParams", "PrefillParams", "layout_of_storage", "workspace_of"]
 
 WORKSPACE: Final = "workspace"
+
+
+def workspace_of(layout: str) -> str:
+    """What cases call flat rows of a layout: the name of the storage starts with WORKSPACE."""
+    return WORKSPACE if layout == BF16.name else f"{WORKSPACE}_{layout}"
+
+
+def layout_of_storage(kv: str) -> str:
+    """The layout of a storage, which is a paged layout or what `workspace_of` made of one."""
+    return BF16.name if kv == WORKSPACE else kv.removeprefix(f"{WORKSPACE}_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +35,7 @@ class AttentionParams(Params):
     """One attention call.
 
     Attributes:
-        kv: "workspace" (flat bf16), "bf16" or "fp8_ds_mla" (paged). scale_format: of an FP8 cache.
+        kv: a layout (paged), or `workspace_of` one (flat rows). scale_format: of an FP8 cache.
         heads, topk, block_size, query_len: H, K, tokens a block (None for a workspace), S (None for prefill).
         rows: query rows, B * S or T.
         pattern: where indices are invalid (`inputs.PATTERNS`).
@@ -63,7 +74,7 @@ class AttentionParams(Params):
     @property
     def kv_layout(self) -> str:
         """The layout of the rows that are read."""
-        return "bf16" if self.kv == WORKSPACE else self.kv
+        return layout_of_storage(self.kv)
 
     @property
     def storage_name(self) -> str:

@@ -8,8 +8,16 @@ from dataclasses import replace
 from typing import Any, Final
 
 from mla_portable.contracts import DeviceFacts, Implementation, Request
+from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE
-from mla_portable.tools.conformance.attention import WORKSPACE, AttentionParams, DecodeParams, PrefillParams
+from mla_portable.tools.conformance.attention import (
+    WORKSPACE,
+    AttentionParams,
+    DecodeParams,
+    PrefillParams,
+    layout_of_storage,
+    workspace_of,
+)
 from mla_portable.tools.conformance.cover import Choice, covering, crossed
 from mla_portable.tools.conformance.inputs import PAIR_BLOCK, PATTERNS, SIZES
 from mla_portable.tools.conformance.params import (
@@ -64,8 +72,10 @@ def _axes(implementation: Implementation, facts: DeviceFacts, level: str) -> dic
     flags = {name: accepted(implementation, facts, name, [False, True]) for name in ("attn_sink", "lengths")}
     sizes: list[int | None] = [*block_sizes(implementation, facts, level)]
     kinds: list[Storage] = storages(implementation)
-    if not is_decode and "bf16" in support.kv_layouts:  # bf16 rows come flat; only the FP8 cache is read in place
-        kinds, sizes = [(WORKSPACE, None), *(kind for kind in kinds if kind[0] != "bf16")], [None, *sizes]
+    flat = [] if is_decode else [name for name in support.layouts if not LAYOUTS[name].is_quantized]
+    if flat:  # rows without scales come flat; only the FP8 cache is read in place
+        paged = [kind for kind in kinds if kind[0] not in flat]
+        kinds, sizes = [*((workspace_of(name), None) for name in flat), *paged], [None, *sizes]
     axes: dict[str, list[Any]] = {
         "storage": kinds,
         "pattern": ["corpus", "absent", "last", "front", "dense"] if smoke else list(PATTERNS),
@@ -94,7 +104,7 @@ def _is_claimed(choice: Choice, implementation: Implementation, facts: DeviceFac
     request = Request(
         primitive=implementation.primitive,
         device=facts,
-        kv_layout="bf16" if kv == WORKSPACE else kv,
+        kv_layout=None if kv is None else layout_of_storage(kv),
         scale_format=scale_format,
         num_heads=choice.get("heads"),
         topk=choice.get("topk"),
@@ -113,7 +123,7 @@ def _makes_sense(choice: Choice) -> bool:
     if "storage" not in choice:
         return True
     kv, scale_format = choice["storage"]
-    flat = kv == WORKSPACE
+    flat = kv.startswith(WORKSPACE)
     if "block_size" in choice and (choice["block_size"] is None) != flat:
         return False
     if flat and choice.get("blocks", "packed") != "packed":

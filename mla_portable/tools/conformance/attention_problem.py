@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import (
-    HEAD_SIZE,
-    KV_LORA_RANK,
     LAYOUTS,
     BoundPrimitive,
     DecodeSchedule,
@@ -58,7 +56,8 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
     g, stage = generator(seed), Stage(device)
     rows, topk, heads = params.rows, params.topk, params.heads
     kv = _vast_kv(params, stage, g) if params.scene == "address" else _kv(params, stage, g)
-    q = queries(rows, heads, params.size, g)
+    layout = LAYOUTS[params.kv_layout]
+    q = queries(rows, heads, layout, params.size, g)
     lengths = _lengths(params, g) if params.lengths else None
     picks = torch.arange(len(kv.used))
     unused = len(picks) + torch.arange(len(kv.unused))
@@ -69,7 +68,7 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
     original_indices = _renamed(names, torch.cat([kv.original_used, kv.unused]), params)
 
     shape = (rows // params.query_len, params.query_len) if params.query_len else (rows,)
-    q, original_indices = q.view(*shape, heads, HEAD_SIZE), original_indices.view(*shape, topk)
+    q, original_indices = q.view(*shape, heads, layout.key_width), original_indices.view(*shape, topk)
     lengths = None if lengths is None else lengths.view(shape)
     sink = _sink(params, q, kv.original, original_indices, lengths, g)
     apart = params.inputs == "views"
@@ -82,7 +81,7 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
         keywords["attn_sink"] = stage.read("attn_sink", sink)
     if params.outputs != "fresh":
         strided = params.outputs == "views"
-        keywords["out"] = stage.write("out", (*shape, heads, KV_LORA_RANK), torch.bfloat16, strided=strided)
+        keywords["out"] = stage.write("out", (*shape, heads, layout.value_width), torch.bfloat16, strided=strided)
         if params.with_lse or params.promised:
             keywords["lse_out"] = stage.write("lse_out", (*shape, heads), torch.float32, strided=strided)
     if params.schedule != "none" and rows:
@@ -204,7 +203,7 @@ def make_schedule(
     num_splits, split_len = split_kv(num_rows=params.rows, num_heads=heads, topk=topk, num_sms=num_sms)
     partial_out = partial_lse = None
     if num_splits > 1:
-        partial_out = torch.full((num_splits, num_rows, heads, KV_LORA_RANK), math.nan, device=device)
+        partial_out = torch.full((num_splits, num_rows, heads, LAYOUTS[params.kv_layout].value_width), math.nan, device=device)
         partial_lse = torch.full((num_splits, num_rows, heads), math.nan, device=device)
     return SplitSchedule(num_rows, heads, topk, num_splits, split_len, partial_out, partial_lse)
 
@@ -224,14 +223,14 @@ def _expected(
     lead = (count, 1) if params.query_len else (count,)
     heads, topk = params.heads, params.topk
     out, lse = compute(
-        q.reshape(params.rows, heads, HEAD_SIZE)[judged].view(*lead, heads, HEAD_SIZE),
+        q.reshape(params.rows, *q.shape[-2:])[judged].view(*lead, *q.shape[-2:]),
         kv,
         indices.reshape(params.rows, topk)[judged].view(*lead, topk),
         softmax_scale=SOFTMAX_SCALE,
         lengths=None if lengths is None else lengths.reshape(params.rows)[judged].view(lead),
         attn_sink=sink,
     )
-    return out.view(count, heads, KV_LORA_RANK), lse.view(count, heads)
+    return out.view(count, heads, out.shape[-1]), lse.view(count, heads)
 
 
 def _judge(
@@ -244,7 +243,7 @@ def _judge(
     writes: dict[str, Guarded],
 ) -> Iterator[Finding]:
     heads, primitive, storage = params.heads, params.primitive, params.storage_name
-    shapes = {"out": ((*shape, heads, KV_LORA_RANK), torch.bfloat16), "lse": ((*shape, heads), torch.float32)}
+    shapes = {"out": ((*shape, heads, expected[0].shape[-1]), torch.bfloat16), "lse": ((*shape, heads), torch.float32)}
     names = ("out", "lse_out") if params.with_lse else ("out",)
     for (name, (wanted, dtype)), got, _ in zip(shapes.items(), results, names, strict=False):
         found = attributes(f"{name} tensor", got, wanted, dtype, device)

@@ -14,7 +14,6 @@ from mla_portable.contracts import (
     E4M3_MAX,
     KV_LORA_RANK,
     LAYOUTS,
-    QK_ROPE_HEAD_DIM,
     SCALE_GROUP,
     BoundPrimitive,
     CacheLayout,
@@ -90,8 +89,9 @@ class CacheWriteParams(Params):
     def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
         """See Params."""
         g, stage, layout = generator(seed), Stage(device), LAYOUTS[self.layout]
-        values = _edges(self.tokens, g) if self.values == "edges" else torch.randn(self.tokens, 576, generator=g) * 3
-        kv_c, k_pe = values.to(self.dtype).split([KV_LORA_RANK, QK_ROPE_HEAD_DIM], dim=-1)
+        width = layout.key_width
+        values = _edges(self.tokens, width, g) if self.values == "edges" else torch.randn(self.tokens, width, generator=g) * 3
+        kv_c, k_pe = values.to(self.dtype).split([layout.value_width, layout.rope_width], dim=-1)
         apart = self.inputs == "views"
         kv_c_placed = stage.read("kv_c", kv_c.contiguous(), strided=apart)
         k_pe_placed = stage.read("k_pe", k_pe.contiguous(), strided=apart)
@@ -172,9 +172,9 @@ def _skip(skips: str, slots: Tensor, num_slots: int) -> Tensor:
     return slots
 
 
-def _edges(count: int, generator: torch.Generator) -> Tensor:
-    """[count, 576] float32 whose groups hold what rounding and scaling stumble over."""
-    values = torch.randn(count, 576, generator=generator)
+def _edges(count: int, width: int, generator: torch.Generator) -> Tensor:
+    """[count, width] float32 whose groups hold what rounding and scaling stumble over."""
+    values = torch.randn(count, width, generator=generator)
     for i, group in enumerate(g for token in values[:, :KV_LORA_RANK].split(1) for g in token[0].split(SCALE_GROUP)):
         kind, exponent = i % 6, 2.0 ** (i % 11 - 7)
         if kind == 0:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import (
-    HEAD_SIZE,
-    KV_LORA_RANK,
     LAYOUTS,
     BoundPrimitive,
     DeviceFacts,
@@ -140,7 +138,7 @@ class GatherUpconvertParams(Params):
         table_placed = stage.read("block_table", table, strided=self.inputs == "views")
         lens_placed = stage.read("seq_lens", torch.tensor(lens, dtype=torch.int32))
         starts_placed = stage.read("workspace_starts", torch.tensor(starts, dtype=torch.int32))
-        out = stage.write("out", (num_rows, HEAD_SIZE), torch.bfloat16)
+        out = stage.write("out", (num_rows, layout.key_width), torch.bfloat16)
         want = oracle.gather_upconvert(
             original,
             table_original,
@@ -158,10 +156,10 @@ class GatherUpconvertParams(Params):
         def judge(results: tuple[Tensor, ...], writes: dict[str, Guarded]) -> Iterator[Finding]:
             yield same_object("out identity", results[0], writes["out"].view)
             yield writes["out"].outside("out")
-            got = writes["out"].view.cpu()
+            got, width = writes["out"].view.cpu(), layout.value_width
             yield same_bits("rows that no request owns", got[~is_owned], want[~is_owned])
-            yield same_bits("rope", got[is_owned, KV_LORA_RANK:], want[is_owned, KV_LORA_RANK:])
-            latent, expected = got[is_owned, :KV_LORA_RANK], want[is_owned, :KV_LORA_RANK]
+            yield same_bits("rope", got[is_owned, width:], want[is_owned, width:])
+            latent, expected = got[is_owned, :width], want[is_owned, :width]
             limit = tolerance(self.primitive, self.scale_format or "bf16", "latent")
             yield same_bits("latent", latent, expected) if limit.exact else close("latent", latent, expected, limit)
 

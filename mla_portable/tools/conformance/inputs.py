@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import BF16, HEAD_SIZE, KV_LORA_RANK, SCALE_GROUP, CacheLayout, pack_fp8
+from mla_portable.layouts import SCALE_GROUP, CacheLayout
 
 __all__ = [
     "PAIR_BLOCK",
@@ -72,17 +72,17 @@ def shuffled(count: int, g: torch.Generator) -> Tensor:
     return torch.randperm(count, generator=g)
 
 
-def queries(rows: int, heads: int, size: str, g: torch.Generator) -> Tensor:
-    """[rows, heads, 576] bf16 of a size in SIZES."""
-    q = torch.randn(rows, heads, HEAD_SIZE, generator=g)
+def queries(rows: int, heads: int, layout: CacheLayout, size: str, g: torch.Generator) -> Tensor:
+    """[rows, heads, key width] bf16 of a size in SIZES."""
+    q = torch.randn(rows, heads, layout.key_width, generator=g)
     if size == "large":
         q *= 8
     elif size == "loud_head":
         q[:, min(1, heads - 1)] *= 2.0**20
     elif size == "loud_keys":
         q *= 2.0**-4
-        q[..., KV_LORA_RANK:] = 0
-        q[..., KV_LORA_RANK] = 32
+        q[..., _loud(layout) :] = 0
+        q[..., _loud(layout)] = 32
     elif size == "loud_group":
         q[..., :SCALE_GROUP] = 0
     return q.bfloat16()
@@ -92,21 +92,24 @@ def cached_rows(
     count: int, layout: CacheLayout, scale_format: str | None, g: torch.Generator, *, size: str = "plain"
 ) -> Tensor:
     """[count, row_bytes] uint8: tokens as the cache holds them, of a size in SIZES; groups of a token differ by up to 2^4."""
-    values = torch.randn(count, HEAD_SIZE, generator=g)
-    loudness = 2.0 ** torch.randint(-3, 2, (count, HEAD_SIZE // 64), generator=g).repeat_interleave(64, dim=-1)
+    values = torch.randn(count, layout.key_width, generator=g)
+    loudness = 2.0 ** torch.randint(-3, 2, (count, layout.key_width // 64), generator=g).repeat_interleave(64, dim=-1)
     values = values * loudness
     if size == "large":
         values *= 8
     elif size == "loud_keys":
-        values[::4, :KV_LORA_RANK] *= 2.0**16
-        values[:, KV_LORA_RANK:] = 0
-        values[::4, KV_LORA_RANK] = -20_000  # with the queries' 32 a score below all others by more than 10,000
+        values[::4, : _loud(layout)] *= 2.0**16
+        values[:, _loud(layout) :] = 0
+        values[::4, _loud(layout)] = -20_000  # with the queries' 32 a score below all others by more than 10,000
     elif size == "loud_group":
         values[:, :SCALE_GROUP] *= 2.0**12
-    if layout is BF16:
-        return values.bfloat16().view(torch.uint8)
-    assert scale_format is not None, "an FP8 cache has a scale format"
-    return pack_fp8(values[:, :KV_LORA_RANK], values[:, KV_LORA_RANK:], scale_format=scale_format)
+    assert scale_format is not None or not layout.is_quantized, "an FP8 cache has a scale format"
+    return layout.pack(values[:, : layout.value_width], values[:, layout.value_width :], scale_format).view(torch.uint8)
+
+
+def _loud(layout: CacheLayout) -> int:
+    """The first number of the rotary part, which loud keys have alone; the last of the latent where there is none."""
+    return min(layout.value_width, layout.key_width - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

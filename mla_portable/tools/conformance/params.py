@@ -84,7 +84,7 @@ def storages(implementation: Implementation) -> list[Storage]:
     support = implementation.support
     return [
         (name, scale_format)
-        for name in support.kv_layouts
+        for name in support.layouts
         for scale_format in (support.scale_formats if LAYOUTS[name].is_quantized else (None,))
     ]
 
@@ -141,7 +141,7 @@ def can_hold_vast(layout_name: str, facts: DeviceFacts, level: str) -> bool:
 
     bf16 takes twice the bytes of FP8; on a CPU it is left to the full level.
     """
-    if level == "smoke" or (level == "quick" and facts.device_type == "cpu" and layout_name == "bf16"):
+    if level == "smoke" or (level == "quick" and facts.device_type == "cpu" and not LAYOUTS[layout_name].is_quantized):
         return False
     return facts.device_type == "cpu" or facts.memory_bytes >= 2 * 2**31 * LAYOUTS[layout_name].dtype.itemsize
 

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import (
-    HEAD_SIZE,
-    KV_LORA_RANK,
     LAYOUTS,
     BoundPrimitive,
     DeviceFacts,
@@ -115,7 +113,7 @@ class _PublishedAttention(Params):
     @property
     def is_flat(self) -> bool:
         """Rows of a workspace instead of a paged cache."""
-        return self.primitive is SPARSE_PREFILL and self.kv_layout == "bf16"
+        return self.primitive is SPARSE_PREFILL and not LAYOUTS[self.kv_layout].is_quantized
 
     def words(self) -> list[str]:
         """See Params."""
@@ -144,8 +142,8 @@ class _PublishedAttention(Params):
         shape = (_TOKENS, 1) if self.primitive is SPARSE_DECODE else (_TOKENS,)
         cache = paged(layout, _SLOTS // _BLOCK, _BLOCK)
         cache.put(torch.arange(_CACHED), cached_rows(_CACHED, layout, self.scale_format, g))
-        kv = cache.view.view(_SLOTS, HEAD_SIZE) if self.is_flat else cache.view
-        q = torch.randn(*shape, _HEADS, HEAD_SIZE, generator=g).bfloat16()
+        kv = cache.view.view(_SLOTS, layout.row_width) if self.is_flat else cache.view
+        q = torch.randn(*shape, _HEADS, layout.key_width, generator=g).bfloat16()
         indices = torch.stack([torch.randperm(_CACHED, generator=g)[:_TOPK] for _ in range(_TOKENS)]).to(torch.int32)
         indices[:, _HOLE] = -1
         indices[1, _PAST_THE_CACHE] = _SLOTS
@@ -166,7 +164,7 @@ class _PublishedAttention(Params):
             return results if self.with_lse else results[:1]
 
         def judge(results: tuple[Tensor, ...], writes: dict[str, Guarded]) -> Iterator[Finding]:
-            yield attributes("out tensor", results[0], (*shape, _HEADS, KV_LORA_RANK), torch.bfloat16, device)
+            yield attributes("out tensor", results[0], (*shape, _HEADS, layout.value_width), torch.bfloat16, device)
             yield close("out", results[0].cpu(), want_out, tolerance(self.primitive, storage, "out"))
             if self.with_lse:
                 yield close("lse", results[1].cpu(), want_lse, tolerance(self.primitive, storage, "lse"))
