@@ -12,14 +12,16 @@ and switch only inside of MoE's communication, so they share it; so do all layer
 
 from __future__ import annotations
 
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from mla_portable.attention import AttentionSpec, StepBuffers
+from mla_portable.attention import StepBuffers
 from mla_portable.contracts import HEAD_SIZE, InvalidArgument, neutral_defaults
 from mla_portable.vllm import compat
+from mla_portable.vllm.model import Resolved
 
 __all__ = ["step_buffers"]
 
@@ -29,11 +31,12 @@ _shared: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
 """Tensors of microbatches by device, name, shape and dtype, for as long as a layer or a builder holds them."""
 
 
-def step_buffers(spec: AttentionSpec, device: torch.device, *, has_workspace: bool, microbatches: bool) -> StepBuffers | None:
-    """Buffers for layers of `spec` on `device`; None where there is no workspace of vLLM's, and layers allocate their own.
+def step_buffers(resolved: Resolved, vllm_config: Any, device: torch.device) -> StepBuffers | None:
+    """Buffers for layers that are served as `resolved`; None where there is no workspace of vLLM's: they allocate their own.
 
     Raises: InvalidArgument when vLLM's workspace is locked already and too small.
     """
+    spec = resolved.spec
     tokens, heads = spec.max_num_tokens, spec.num_heads
     shapes: dict[str, _Shape] = {
         "indices": ((tokens, spec.topk), torch.int32),
@@ -43,10 +46,10 @@ def step_buffers(spec: AttentionSpec, device: torch.device, *, has_workspace: bo
         shapes["lse"] = (tokens, heads), torch.float32
     if spec.concat_query:
         shapes["query"] = (tokens, heads, HEAD_SIZE), torch.bfloat16
-    if has_workspace:
+    if resolved.gathers:
         shapes["workspace"] = (spec.workspace_rows, HEAD_SIZE), torch.bfloat16
     with neutral_defaults():
-        if microbatches:
+        if compat.runs_microbatches(vllm_config):
             device = torch.empty(0, device=device).device  # with its index
             return StepBuffers(**{name: _shared_tensor(device, name, *shape) for name, shape in shapes.items()})
         try:
