@@ -60,9 +60,8 @@ def parameters(node: ast.FunctionDef) -> str:
 
 def describe_class(node: ast.ClassDef) -> dict[str, object]:
     methods = [n for n in node.body if isinstance(n, ast.FunctionDef)]
-    assigned = [
-        n.targets if isinstance(n, ast.Assign) else [n.target] for n in node.body if isinstance(n, ast.Assign | ast.AnnAssign)
-    ]
+    targets = [n.target for n in node.body if isinstance(n, ast.AnnAssign)]
+    targets += [target for n in node.body if isinstance(n, ast.Assign) for target in n.targets]
     return {
         "bases": " ".join(ast.unparse(base).partition("[")[0] for base in node.bases),
         "abstract": " ".join(n.name for n in methods if any("abstractmethod" in ast.unparse(d) for d in n.decorator_list)),
