@@ -12,6 +12,7 @@ and switch only inside of MoE's communication, so they share it; so do all layer
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -19,13 +20,13 @@ import torch
 from torch import Tensor
 
 from mla_portable.attention import StepBuffers
-from mla_portable.contracts import HEAD_SIZE, InvalidArgument, neutral_defaults
+from mla_portable.contracts import InvalidArgument, neutral_defaults
 from mla_portable.vllm import compat
 from mla_portable.vllm.model import Resolved
 
 __all__ = ["step_buffers"]
 
-_Shape = tuple[tuple[int, ...], torch.dtype]
+_NAMES = tuple(field.name for field in fields(StepBuffers) if field.init)
 
 _shared: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
 """Tensors of microbatches by device, name, shape and dtype, for as long as a layer or a builder holds them."""
@@ -36,35 +37,26 @@ def step_buffers(resolved: Resolved, vllm_config: Any, device: torch.device) -> 
 
     Raises: InvalidArgument when vLLM's workspace is locked already and too small.
     """
-    spec = resolved.spec
-    tokens, heads = spec.max_num_tokens, spec.num_heads
-    shapes: dict[str, _Shape] = {
-        "indices": ((tokens, spec.topk), torch.int32),
-        "counts": ((tokens,), torch.int32),
-    }
-    if not spec.need_lse:
-        shapes["lse"] = (tokens, heads), torch.float32
-    if spec.concat_query:
-        shapes["query"] = (tokens, heads, HEAD_SIZE), torch.bfloat16
-    if resolved.gathers:
-        shapes["workspace"] = (spec.workspace_rows, HEAD_SIZE), torch.bfloat16
     with neutral_defaults():
+        wanted = StepBuffers.allocate(resolved.spec, torch.device("meta"), has_workspace=resolved.gathers)
+        named = {name: tensor for name in _NAMES if (tensor := getattr(wanted, name)) is not None}
         if compat.runs_microbatches(vllm_config):
             device = torch.empty(0, device=device).device  # with its index
-            return StepBuffers(**{name: _shared_tensor(device, name, *shape) for name, shape in shapes.items()})
+            return StepBuffers(**{name: _shared_tensor(device, name, tensor) for name, tensor in named.items()})
         try:
-            found = compat.shared_scratch(list(shapes.values()))
+            found = compat.shared_scratch([(tuple(tensor.shape), tensor.dtype) for tensor in named.values()])
         except AssertionError as error:
-            need = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes.values())
+            tokens, heads = resolved.spec.max_num_tokens, resolved.spec.num_heads
+            need = sum(tensor.nbytes for tensor in named.values())
             expected = f"{need} bytes for {tokens} tokens of {heads} heads before the workspace is locked"
             remedy = "Lower --max-num-batched-tokens or --max-model-len."
             raise InvalidArgument("vLLM", "workspace", got=str(error), expected=expected, remedy=remedy) from error
-    return None if found is None else StepBuffers(**dict(zip(shapes, found, strict=True)))
+    return None if found is None else StepBuffers(**dict(zip(named, found, strict=True)))
 
 
-def _shared_tensor(device: torch.device, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    key = (device, name, shape, dtype)
+def _shared_tensor(device: torch.device, name: str, wanted: Tensor) -> Tensor:
+    key = (device, name, wanted.shape, wanted.dtype)
     tensor = _shared.get(key)
     if tensor is None:
-        tensor = _shared[key] = torch.empty(shape, dtype=dtype, device=device)
+        tensor = _shared[key] = torch.empty_like(wanted, device=device)
     return tensor
