@@ -9,22 +9,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_vllm_forward import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
 from vllm.v1.worker import workspace
-from vllm_engine import BLOCK, CPU, LATENT, ROPE, expected, make_builder, make_engine, make_step
+from vllm_engine import BLOCK, CPU, LATENT, ROPE, assert_close, check_step, expected, make_builder, make_engine, make_step
 
 from mla_portable.attention import SparseMLAAttention, UnsupportedRoute
 from mla_portable.contracts import FP8_DS_MLA, InvalidArgument
 from mla_portable.vllm import compat, settings
-
-
-def check_step(engine, query_lens: list[int], seq_lens: list[int], seed: int = 0) -> None:
-    step = make_step(engine, query_lens, seq_lens, seed=seed)
-    metadata = engine.builder.build(0, step.common)
-    out, _ = engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
-    assert_close(out, expected(engine, step)[0], len(step.requests))
 
 
 @pytest.mark.parametrize("microbatches", [False, True])
