@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -131,30 +132,46 @@ def test_a_failure_names_the_first_error_and_the_last(kit: Any):
     assert kit.kit.errors_of("killed") == ["killed"]
 
 
-ENGINE = """
-import json, subprocess, sys, time
-job = json.load(open(sys.argv[1]))
-options = job["options"]
-print("mla_portable serves 2 layers on x by route fused: convert_indices triton.portable, sparse_decode triton.portable; cache")
-if options.get("fail"):
-    raise RuntimeError("no luck")
-if options.get("worker"):
-    worker = subprocess.Popen(["sleep", "60"])
-    open(options["worker"], "w").write(str(worker.pid))
-time.sleep(options.get("sleep", 0))
-json.dump({"runs": options.get("runs", [])}, open(sys.argv[2], "w"))
+VLLM = """
+import os, subprocess, time
+from types import SimpleNamespace as Some
+
+SamplingParams = Some
+
+
+class LLM:
+    def __init__(self, **given):
+        print("mla_portable serves 2 layers on x by route fused: sparse_decode triton.portable; cache", flush=True)
+        if given["block_size"] != 64:
+            raise RuntimeError("no luck") from ValueError("block_size 16")
+        if os.environ.get("WORKER"):
+            with open(os.environ["WORKER"], "w") as file:
+                file.write(str(subprocess.Popen(["sleep", "60"]).pid))
+        time.sleep(int(os.environ.get("SLEEP", 0)))
+        layers = {"a": Some(impl=given["attention_config"])}
+        self.llm_engine = Some(vllm_config=Some(compilation_config=Some(static_forward_context=layers)))
+
+    def generate(self, requests, sampling, use_tqdm):
+        texts = [Some(token_ids=[7] * one.max_tokens, logprobs=[{7: Some(logprob=-0.5)}] * one.max_tokens) for one in sampling]
+        return [Some(outputs=[text], **request) for text, request in zip(texts, requests, strict=True)]
 """
 
 
 @pytest.fixture
-def engines(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The processes run a stand-in for the engine; the folder for what they leave."""
-    program = tmp_path / "stand_in.py"
-    program.write_text(ENGINE)
-    monkeypatch.setattr(kit.kit, "ENGINE", program)
-    out = tmp_path / "out"
-    out.mkdir()
-    return out
+def job(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Makes a job whose process runs the kit's engine on a stand-in for vLLM."""
+    package = tmp_path / "modules" / "vllm"
+    (package / "config").mkdir(parents=True)
+    (package / "__init__.py").write_text(VLLM)
+    (package / "config" / "__init__.py").touch()
+    (package / "config" / "attention.py").write_text("class AttentionConfig:\n    sparse_mla_force_mqa = False\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")]))
+
+    def make(name: str, task: str = "generate", *, block: int = 64, says: str = "", **more: Any) -> Any:
+        options = {"lengths": (3, 5), "tokens": 2, "repeats": 2, "says": says}
+        return kit.jobs.Job(name, task, "plugin", arguments={"block_size": block}, options=options, **more)
+
+    return make
 
 
 def ended(pid: int) -> bool:
@@ -163,26 +180,30 @@ def ended(pid: int) -> bool:
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_processes_leave_results_or_errors_and_end_with_their_workers(kit: Any, engines: Path):
-    worker = engines / "worker"
+def test_processes_leave_results_or_errors_and_end_with_their_workers(kit: Any, job: Callable[..., Any], tmp_path: Path):
+    worker, begin = tmp_path / "worker", time.monotonic()
     todo = [
-        kit.jobs.Job("good", "generate", "plugin", options={"runs": [[prompt(17, [1])]], "worker": str(worker)}),
-        kit.jobs.Job("bad", "generate", "plugin", options={"fail": True}),
-        kit.jobs.Job("slow", "generate", "plugin", options={"sleep": 60}, seconds=1),
+        job("good", environ={"WORKER": str(worker)}),
+        job("bad", block=16),
+        job("slow", environ={"SLEEP": "90"}, seconds=2),
+        job("refuse-block", "refuse", block=16, says="block_size"),
+        job("refuse-none", "refuse", says="block_size"),
     ]
-    begin = time.monotonic()
-    found = kit.kit.run(todo, engines, engines, parallel=3, end=begin + 30)
-    assert time.monotonic() - begin < 20
-    assert found["good"].runs == [[prompt(17, [1])]] and not found["good"].error
-    assert found["good"].served == "fused: convert_indices triton.portable, sparse_decode triton.portable"
-    assert found["bad"].runs == [] and "RuntimeError: no luck" in found["bad"].error
-    assert found["slow"].error.startswith("ran out of time")
+    found = kit.kit.run(todo, tmp_path, tmp_path, parallel=5, end=begin + 80)
+    assert time.monotonic() - begin < 80
+    good = {"tokens": [7, 7], "logprobs": [{"7": -0.5}, {"7": -0.5}]}
+    assert found["good"].runs == [[{"length": 3, **good}, {"length": 5, **good}]] * 2
+    assert not found["good"].error and found["good"].result["impl"] == ["dict"], "dense attention for short prompts is off"
+    assert found["good"].served == "fused: sparse_decode triton.portable"
     assert ended(int(worker.read_text()))
+    assert found["bad"].runs == [] and found["bad"].error == "exit 1\nValueError: block_size 16\nRuntimeError: no luck"
+    assert found["slow"].error.startswith("ran out of time")
+    lines = {line.name: line.passed for line in kit.judge.agreement(found, [], tmp_path)}
+    assert lines == {"refuse-block": True, "refuse-none": False}
 
 
-def test_nothing_starts_when_time_is_over(kit: Any, engines: Path):
-    job = kit.jobs.Job("late", "generate", "plugin")
-    assert kit.kit.run([job], engines, engines, parallel=1, end=time.monotonic()) == {}
+def test_nothing_starts_when_time_is_over(kit: Any, job: Callable[..., Any], tmp_path: Path):
+    assert kit.kit.run([job("late")], tmp_path, tmp_path, parallel=1, end=time.monotonic()) == {}
 
 
 def test_nobody_measures_while_an_engine_starts(kit: Any, tmp_path: Path):
