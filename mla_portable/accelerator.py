@@ -27,6 +27,7 @@ __all__ = [
     "device_names",
     "is_device_error",
     "known_types",
+    "without_autocast",
 ]
 
 _HOST: Final = "cpu"
@@ -187,6 +188,13 @@ def known_types(named: Iterable[str] = ()) -> list[str]:
 def default_device(named: Iterable[str] = ()) -> torch.device:
     """The first device of the first accelerator that is here, of torch's own or of the types in `named`; else the CPU."""
     return next(torch.device(name) for each in known_types(named) for name in device_names(each)[:1])
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Turns autocast off for a device type, in a `with` block. Types that know no autocast are left alone."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def add_error_words(device_type: str, *words: str) -> None:

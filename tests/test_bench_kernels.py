@@ -478,8 +478,8 @@ def test_what_cannot_be_meant_is_code_2(words):
 def test_a_graph_holds_so_many_calls_and_keeps_what_they_read(monkeypatch):
     cuda = MagicMock()
     cuda.device.side_effect = cuda.stream.side_effect = cuda.graph.side_effect = lambda *args: nullcontext()
-    monkeypatch.setattr(torch, "cuda", cuda)
     gpu = Accelerator(torch.device("cuda", 0))
+    gpu.module = cuda
     monkeypatch.setattr(interleaved, "accelerator", lambda device: gpu)
 
     class Call:

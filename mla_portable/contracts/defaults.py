@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from mla_portable.accelerator import known_types
+from mla_portable.accelerator import known_types, without_autocast
 
 __all__ = ["neutral_defaults"]
 
@@ -27,8 +27,7 @@ def neutral_defaults() -> Generator[None, None, None]:
     try:
         with torch.device("cpu"), torch.inference_mode(False), ExitStack() as stack:
             for device_type in known_types():
-                if torch.is_autocast_enabled(device_type):
-                    stack.enter_context(torch.autocast(device_type, enabled=False))
+                stack.enter_context(without_autocast(device_type))
             yield
     finally:
         torch.set_default_dtype(before)
