@@ -90,12 +90,11 @@ with serving(registry):
     torch.testing.assert_close(mp.merge_states(*there)[0].cpu(), want)
     assert acme.guards[guards:] and set(acme.guards[guards:]) == {0} and acme.current == [1]
     acme.current[0] = 0
-    values, scale = torch.randn(3, 4), torch.tensor([0.5])
-    fp8 = mp.quantize_per_tensor(values.bfloat16().to("acme"), scale.to("acme"))
-    fp8 = fp8[0] if isinstance(fp8, tuple) else fp8
-    expected = reference.quantize_per_tensor(values.bfloat16(), scale)
-    expected = expected[0] if isinstance(expected, tuple) else expected
-    assert fp8.device.type == "acme" and torch.equal(fp8.cpu().view(torch.uint8), expected.view(torch.uint8))
+    values = torch.randn(3, 4).bfloat16()
+    fp8, scale = mp.quantize_per_tensor(values.to("acme"))
+    expected, expected_scale = reference.quantize_per_tensor(values)
+    assert fp8.device.type == scale.device.type == "acme" and torch.equal(scale.cpu(), expected_scale)
+    assert torch.equal(fp8.cpu().view(torch.uint8), expected.view(torch.uint8))
     decision = mp.explain("merge_states")
     assert decision.chosen == "acme.merge" and decision.request.device == acme.FACTS
     shapes = dict(num_heads=16, topk=64, block_size=16, kv_layout="bf16", query_len=1)

@@ -32,9 +32,11 @@ def find_profile(name: str) -> Elsewhere | None:
     Raises: typer.BadParameter for a name that neither torch nor a profile knows.
     """
     from mla_portable.accelerator import known_types
+    from mla_portable.api import current_registry
     from mla_portable.tools.matrix import RecordError, find_records
     from mla_portable.tools.matrix.profiles import load_profiles
 
+    current_registry()  # first: a vendor's plugin may bring the device type
     if _torch_knows(name):
         return None
     try:
