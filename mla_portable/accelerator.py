@@ -14,7 +14,7 @@ import functools
 import re
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
@@ -58,10 +58,11 @@ class Accelerator:
         self.module = torch.get_device_module(device)
         # torch's function makes fewer Python calls than the module's, and needs what only a backend in C++ registers
         known = torch.accelerator.current_accelerator()
-        own = known is not None and known.type == device.type != torch._C._get_privateuse1_backend_name()
+        registered: str = torch._C._get_privateuse1_backend_name()  # pyright: ignore[reportPrivateUsage]
+        own = known is not None and known.type == device.type != registered
         self.current_index = torch.accelerator.current_device_index if own else self.module.current_device
         self.is_capturing = getattr(self.module, "is_current_stream_capturing", _never)
-        index: int | None = device.index  # None for a bare type, whatever torch's stub says
+        index = cast("int | None", device.index)  # None for a bare type, whatever torch's stub says
         self.index = self.current_index() if index is None else index
         self.device = torch.device(device.type, self.index)
 
