@@ -14,6 +14,7 @@ from recorder import Recorder, registry_of
 
 import mla_portable
 from mla_portable import primitives
+from mla_portable.accelerator import Accelerator
 from mla_portable.api import dispatch, serving
 from mla_portable.contracts import (
     InvalidArgument,
@@ -188,6 +189,9 @@ def test_a_call_under_graph_capture_is_another_kind(tape, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    gpu = Accelerator(torch.device("cuda", 0))
+    gpu.is_capturing = lambda: capturing
+    monkeypatch.setattr(dispatch, "accelerator", lambda device: gpu)
     monkeypatch.setattr(Registry, "facts", lambda self, device: H200)
     outs, lses = torch.zeros(2, 3, 4), torch.zeros(2, 3)
     for capturing in (False, True, False, True):  # noqa: B007 (read by the lambda above)
@@ -197,10 +201,12 @@ def test_a_call_under_graph_capture_is_another_kind(tape, monkeypatch):
 
 def test_calls_on_another_device_are_another_kind(tape, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    gpus = [Accelerator(torch.device("cuda", index)) for index in range(2)]
     outs, lses = torch.zeros(2, 3, 4), torch.zeros(2, 3)
     for index in (0, 1, 0):
         monkeypatch.setattr(torch.Tensor, "get_device", lambda self, index=index: index)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda index=index: index)
+        gpus[index].current_index = lambda index=index: index
+        monkeypatch.setattr(dispatch, "accelerator", lambda device, index=index: gpus[index])
         mla_portable.merge_states(outs, lses)
     assert len(dispatch.current_registry().served) == 2
 

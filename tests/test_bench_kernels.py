@@ -23,6 +23,7 @@ from spoiled import NAME, WRONG, Spoiled, registry_with
 from typer.testing import CliRunner
 
 from mla_portable import reference
+from mla_portable.accelerator import Accelerator
 from mla_portable.api import serving
 from mla_portable.contracts import (
     Implementation,
@@ -477,7 +478,9 @@ def test_what_cannot_be_meant_is_code_2(words):
 def test_a_graph_holds_so_many_calls_and_keeps_what_they_read(monkeypatch):
     cuda = MagicMock()
     cuda.device.side_effect = cuda.stream.side_effect = cuda.graph.side_effect = lambda *args: nullcontext()
-    monkeypatch.setattr(interleaved.torch, "cuda", cuda)
+    gpu = Accelerator(torch.device("cuda", 0))
+    gpu.module = cuda
+    monkeypatch.setattr(interleaved, "accelerator", lambda device: gpu)
 
     class Call:
         made = 0

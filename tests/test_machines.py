@@ -270,7 +270,7 @@ def test_facts_of_a_gpu_are_collected_from_torch(one_fake_gpu: SimpleNamespace):
 
 
 def test_a_gpu_that_is_not_there_is_an_error(one_fake_gpu: SimpleNamespace):
-    with pytest.raises(InvalidArgument, match=r"got cuda:3, expected one of the 1 GPUs"):
+    with pytest.raises(InvalidArgument, match=r"got cuda:3, expected one of the 1 cuda devices"):
         gather_facts("cuda:3")
     with pytest.raises(InvalidArgument, match="got 'gpu', expected a torch device"):
         gather_facts("gpu")

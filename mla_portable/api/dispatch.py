@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-import torch
 from torch import Tensor
 
+from mla_portable.accelerator import Accelerator, accelerator
 from mla_portable.contracts import BoundPrimitive, Primitive, Request, SplitSchedule, TileSchedule
 from mla_portable.contracts.schedule import SCHEDULE_TYPES
 from mla_portable.registry import Registry, get_registry
@@ -73,14 +73,16 @@ def find(primitive: str, backend: str | None, tensor: Tensor, facts: tuple[Any, 
     """
     if backend is not None:
         check_backend(backend, primitive)
-    device = tensor.get_device()
-    if device >= 0 and torch.cuda.current_device() != device:  # a kernel is launched on the current GPU
-        with torch.cuda.device(device):
-            served = find(primitive, backend, tensor, facts)
-        return served._replace(call=partial(_call_on, device, served.call))
+    where, graph = None, False
+    if tensor.get_device() >= 0:
+        where = accelerator(tensor.device)
+        if where.current_index() != where.index:  # a kernel is launched on the current device
+            with where.guard():
+                served = find(primitive, backend, tensor, facts)
+            return served._replace(call=partial(_call_on, where, served.call))
+        graph = where.is_capturing()
     registry = get_registry() if _override is None else _override
-    graph = device >= 0 and torch.cuda.is_current_stream_capturing()
-    key = (primitive, backend, device, graph, facts, registry.choice_token())
+    key = (primitive, backend, where, graph, facts, registry.choice_token())
     served: Served | None = registry.served.get(key)
     if served is None:
         given = dict(zip(_FACTS[primitive], facts, strict=True))
@@ -94,6 +96,6 @@ def find(primitive: str, backend: str | None, tensor: Tensor, facts: tuple[Any, 
     return served
 
 
-def _call_on(device: int, call: BoundPrimitive, *args: Any, **kwargs: Any) -> Any:
-    with torch.cuda.device(device):
+def _call_on(where: Accelerator, call: BoundPrimitive, *args: Any, **kwargs: Any) -> Any:
+    with where.guard():
         return call(*args, **kwargs)

@@ -9,6 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from mla_portable.accelerator import accelerator
 from mla_portable.attention.buffers import StepBuffers
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.contracts import (
@@ -165,8 +166,8 @@ class StepCheck:
 
 
 def _is_capturing(device: torch.device) -> bool:
-    """A CUDA graph is being captured: it keeps plans on purpose, and later plans write the numbers that its replays read."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """A graph is being captured: it keeps plans on purpose, and later plans write the numbers that its replays read."""
+    return accelerator(device).is_capturing()
 
 
 def checked_sink(spec: AttentionSpec, attn_sink: Tensor | None, device: torch.device) -> Tensor | None:

@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from mla_portable.accelerator import accelerator
 from mla_portable.attention.buffers import StepBuffers
 from mla_portable.attention.checks import StepCheck, checked_sink
 from mla_portable.attention.demand import BackendChoice, Demand
@@ -101,7 +102,8 @@ class SparseMLAAttention:
         self._together = self.route == "direct" and not spec.batch_invariant and _is_one_kernel(self._decoder, parts)
         self._writes = demand.decide(self._write_request())
         self._write = demand.bind(self._writes.request) if self._writes.chosen else None
-        self._index = torch.empty(0, dtype=torch.uint8, device=self.device).get_device()  # -1 for a CPU
+        self._accelerator = accelerator(self.device)
+        self._index = self._accelerator.index  # -1 for a CPU
         self._attn_sink = checked_sink(spec, attn_sink, self.device)
         self._join_query = join_halves if join_query is None else join_query
         self.buffers = self._ready_buffers(buffers, workspace)
@@ -175,7 +177,7 @@ class SparseMLAAttention:
         if self._write is None:
             raise UnsupportedRequest(self._writes)
         if self._is_elsewhere():
-            with torch.cuda.device(self._index):
+            with self._accelerator.guard():
                 self.cache_write(kv_c, k_pe, kv_cache, slot_mapping)
         else:
             self._write(kv_c, k_pe, kv_cache, slot_mapping, scale_format=self.spec.scale_format or "pow2")
@@ -208,7 +210,7 @@ class SparseMLAAttention:
         read-back.
         """
         if self._is_elsewhere():
-            with torch.cuda.device(self._index):
+            with self._accelerator.guard():
                 return self.forward(q, kv_cache, topk_indices, plan, out=out, lse_out=lse_out)
         self._check(q, kv_cache, topk_indices, plan, out, lse_out)
         spec, num_tokens = self.spec, plan.num_padded_tokens
@@ -258,8 +260,8 @@ class SparseMLAAttention:
         return self.buffers.step(plan, decodes=self._decode is not None and not together)
 
     def _is_elsewhere(self) -> bool:
-        """Another GPU than the layer's is the current one, on which kernels are launched."""
-        return self._index >= 0 and torch.cuda.current_device() != self._index
+        """Another device than the layer's is the current one, on which kernels are launched."""
+        return self._index >= 0 and self._accelerator.current_index() != self._index
 
     def _attend(
         self,

@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mla_portable.accelerator import accelerator
+
 __all__ = ["Fence", "StagingBuffer", "StagingRing"]
 
 _DEPTH: Final = 4
@@ -24,7 +26,7 @@ _LIMIT: Final = 32
 
 
 class Fence(Protocol):
-    """A point in a stream. torch.cuda.Event has these methods; tests bring their own."""
+    """A point in a stream. torch.Event has these methods; tests bring their own."""
 
     def record(self) -> None:
         """Place it behind everything enqueued so far."""
@@ -61,7 +63,8 @@ class StagingBuffer:
 class StagingRing:
     """Staging buffers for one tensor on a device, each of its size, taken in turn.
 
-    `take`, fill, `send`, once per step and on the stream that uses the result. On a CPU there is one buffer and plain copies.
+    `take`, fill, `send`, once per step and on the stream that uses the result. Where no memory can be pinned there is one
+    buffer, and plain copies.
     """
 
     def __init__(
@@ -74,9 +77,9 @@ class StagingRing:
     ) -> None:
         """target: [n] int32. depth, limit: buffers at first, and at most. make_fence overrides the kind of fence."""
         self._target = target
-        self._pinned = target.device.type == "cuda"
+        self._pinned = accelerator(target.device).can_pin()
         self._limit = limit
-        self._make_fence = make_fence or _fence_maker(target.device)
+        self._make_fence = make_fence or (_fence_maker(target.device) if self._pinned else None)
         self._buffers = [self._new() for _ in range(depth if self._make_fence else 1)]
         self._next = 0
         self.num_copies = 0
@@ -114,17 +117,19 @@ class StagingRing:
         return StagingBuffer(self._target.numel(), pinned=self._pinned, fence=fence)
 
 
-class _CudaFence:
-    """A CUDA event on whatever stream of `device` is current when it is recorded, the one a copy to it runs on."""
+class _EventFence:
+    """An event on whatever stream of `device` is current when it is recorded, the one a copy to it runs on."""
 
-    __slots__ = ("_event", "_index")
+    __slots__ = ("_current_stream", "_event", "_index")
 
     def __init__(self, device: torch.device) -> None:
         self._index = device.index  # with an index alone torch finds the stream in less time
-        self._event = torch.cuda.Event()
+        where = accelerator(device)
+        self._event = where.event()
+        self._current_stream = where.module.current_stream
 
     def record(self) -> None:
-        self._event.record(torch.cuda.current_stream(self._index))
+        self._event.record(self._current_stream(self._index))
 
     def query(self) -> bool:
         return self._event.query()
@@ -133,5 +138,5 @@ class _CudaFence:
         self._event.synchronize()
 
 
-def _fence_maker(device: torch.device) -> Callable[[], Fence] | None:
-    return (lambda: _CudaFence(device)) if device.type == "cuda" else None
+def _fence_maker(device: torch.device) -> Callable[[], Fence]:
+    return lambda: _EventFence(device)

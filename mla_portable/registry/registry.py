@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 import torch
 
+from mla_portable.accelerator import default_device, known_types
 from mla_portable.contracts import (
     BoundPrimitive,
     Decision,
@@ -176,6 +177,14 @@ class Registry:
     def choice_token(self) -> object:
         """A cheap hashable value; while it stays equal, equal requests get equal choices. For caches in front of `bind`."""
         return self._generation, active_rules()
+
+    def device_types(self) -> list[str]:
+        """The device types that torch or a plugin's declaration names, torch's accelerator first, "cpu" last."""
+        return known_types(each for i in self._implementations for each in i.support.device_types or ())
+
+    def default_device(self) -> torch.device:
+        """The first device that is here of `device_types`: an accelerator where there is one, else the CPU."""
+        return default_device(self.device_types())
 
     def facts(self, device: torch.device | str) -> DeviceFacts:
         """The facts of a device, gathered once; simulated ones as they were given.

@@ -24,6 +24,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from mla_portable.accelerator import accelerator
 from mla_portable.vllm import settings
 from mla_portable.vllm.metadata import MLAPortableMetadata
 
@@ -162,7 +163,7 @@ class ShadowLayer:
         theirs, _ = self._impl.forward_mqa(q, kv_cache, metadata, layer)
         self._numbers[1:].copy_(difference(ours, theirs, topk_indices))
         self._numbers[0] += 1
-        if not (ours.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not accelerator(ours.device).is_capturing():
             self._recorder.flush(name)
 
     def follow(self, ours: Any) -> None:
