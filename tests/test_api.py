@@ -17,11 +17,11 @@ from mla_portable import primitives
 from mla_portable.accelerator import Accelerator
 from mla_portable.api import dispatch, serving
 from mla_portable.contracts import (
+    SPLIT_KV,
     InvalidArgument,
     PlanMismatch,
     Primitive,
     SplitSchedule,
-    TileSchedule,
     UnknownBackend,
     UnsupportedRequest,
     pack_fp8,
@@ -30,6 +30,7 @@ from mla_portable.primitives import MERGE_STATES
 from mla_portable.reference import oracle
 from mla_portable.registry import Registry, get_registry, reset_registry
 from mla_portable.tools.bench.dispatch import measure_dispatch
+from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule
 
 B, S, H, K, BLOCKS, BLOCK = 3, 2, 4, 24, 5, 16
 SLOTS = BLOCKS * BLOCK
@@ -301,12 +302,12 @@ def tile_schedule() -> TileSchedule:
 @pytest.mark.parametrize(
     ("kind", "schedule", "served"),
     [
-        ("split_kv", split_schedule, True),
-        ("split_kv", tile_schedule, False),
-        ("flashmla_tiles", tile_schedule, True),
-        ("flashmla_tiles", split_schedule, False),
-        ("none", split_schedule, True),
-        ("none", tile_schedule, True),
+        (SPLIT_KV, split_schedule, True),
+        (SPLIT_KV, tile_schedule, False),
+        (FLASHMLA_TILES, tile_schedule, True),
+        (FLASHMLA_TILES, split_schedule, False),
+        (None, split_schedule, True),
+        (None, tile_schedule, True),
     ],
 )
 def test_schedule_must_be_of_the_kind_that_the_kernel_takes(kind, schedule, served):

@@ -28,9 +28,11 @@ from recorder import Recorder, registry_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_portable.attention import SparseMLAAttention
+from mla_portable.contracts import SPLIT_KV, ScheduleKind
 from mla_portable.planner import Planner
 from mla_portable.reference import oracle
 from mla_portable.registry import Registry
+from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
 # results
 
@@ -188,19 +190,21 @@ def test_parts_write_their_rows_of_the_outputs():
 @pytest.mark.parametrize(
     ("kind", "support", "told"),
     [
-        ("split_kv", {}, {"sparse_decode", "sparse_prefill"}),
-        ("flashmla_tiles", {}, {"sparse_prefill"}),  # a plan of tiles is made for K keys in every row
-        ("split_kv", {"lengths": False}, set()),
-        ("split_kv", {"compact": False}, set()),
+        (SPLIT_KV, {}, {"sparse_decode", "sparse_prefill"}),
+        (FLASHMLA_TILES, {}, {"sparse_prefill"}),  # a plan of tiles is made for K keys in every row
+        (SPLIT_KV, {"lengths": False}, set()),
+        (SPLIT_KV, {"compact": False}, set()),
     ],
 )
-def test_rows_shorter_than_topk_are_compacted_for_who_can_skip_the_rest(kind: str, support: dict[str, bool], told: set[str]):
+def test_rows_shorter_than_topk_are_compacted_for_who_can_skip_the_rest(
+    kind: ScheduleKind, support: dict[str, bool], told: set[str]
+):
     plugin = Recorder(schedule_kind=kind, support=support)
     spec = replace(SPEC, route="split", decode_query_len=2)
     layer = SparseMLAAttention(spec, device="cpu", registry=registry_of(plugin))
     assert {str(request.primitive) for request in plugin.bound if request.lengths} == told
     assert any(request.compact for request in plugin.bound) is bool(told)
-    if kind == "flashmla_tiles":
+    if kind is FLASHMLA_TILES:
         return  # no plan of tiles can be made for a CPU
     step = make_step("two-token decodes and prefills", "fp8_ds_mla")
     layer(step.q, step.kv_cache, step.topk_indices, plan_for(layer, step.batch))
@@ -233,7 +237,7 @@ def test_slots_of_the_cache_are_promised_to_be_clean(route: str, promised: set[s
 
 @pytest.mark.parametrize(("most", "query_len"), [(4, 1), (256, 2)])
 def test_decode_is_chosen_for_the_largest_batch_of_the_deployment(most: int, query_len: int):
-    plugin = Recorder(schedule_kind="split_kv")
+    plugin = Recorder(schedule_kind=SPLIT_KV)
     spec = replace(SPEC, max_num_reqs=most, max_num_tokens=1024, decode_query_len=query_len)
     SparseMLAAttention(spec, device="cpu", registry=registry_of(plugin))
     rows = {str(request.primitive): request.rows for request in plugin.bound}

@@ -16,7 +16,7 @@ PLUGINS = sorted(path.name for path in (ROOT / "backends").iterdir() if (path / 
 
 BASE = {"accelerator", "contracts", "primitives"}
 PLUGINS_MAY_IMPORT = tuple(f"mla_portable.{name}" for name in sorted(BASE))
-MIDDLE = BASE | {"api", "attention", "absorb", "planner", "reference", "registry"}
+MIDDLE = BASE | {"api", "attention", "planner", "reference", "registry"}
 MAY_IMPORT = {
     "accelerator": set(),
     "contracts": {"accelerator"},
@@ -25,9 +25,8 @@ MAY_IMPORT = {
     "reference": BASE,
     "registry": BASE | {"sources"},
     "planner": BASE,
-    "absorb": BASE,
     "api": BASE | {"registry"},
-    "attention": BASE | {"planner", "registry", "absorb"},
+    "attention": BASE | {"planner", "registry"},
     "vllm": MIDDLE,
     "tools": MIDDLE | {"sources", "vllm"},
     "__init__": MIDDLE,

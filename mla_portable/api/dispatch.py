@@ -16,8 +16,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor
 
 from mla_portable.accelerator import Accelerator, accelerator
-from mla_portable.contracts import BoundPrimitive, Primitive, Request, SplitSchedule, TileSchedule
-from mla_portable.contracts.schedule import SCHEDULE_TYPES
+from mla_portable.contracts import BoundPrimitive, DecodeSchedule, Primitive, Request
 from mla_portable.registry import Registry, get_registry
 from mla_portable.registry.registry import check_backend
 
@@ -44,7 +43,7 @@ class Served(NamedTuple):
 
     call: BoundPrimitive
     name: str
-    schedule_type: type[SplitSchedule] | type[TileSchedule] | None
+    schedule_type: type[DecodeSchedule] | None
 
 
 _override: Registry | None = None
@@ -89,7 +88,8 @@ def find(primitive: str, backend: str | None, tensor: Tensor, facts: tuple[Any, 
         request = Request(Primitive.named(primitive), registry.facts(tensor.device), graph=graph, **given)
         implementation, _ = registry.select(request, backend=backend)
         call = registry.bind(request, backend=backend)
-        served = Served(call, implementation.name, SCHEDULE_TYPES.get(implementation.schedule_kind))
+        kind = implementation.schedule_kind
+        served = Served(call, implementation.name, None if kind is None else kind.schedule_type)
         if len(registry.served) >= _CACHE_LIMIT:
             registry.served.clear()
         registry.served[key] = served

@@ -46,17 +46,13 @@ class StagingBuffer:
 
     Attributes:
         words: [n] int32, what the host writes; zero at first. tensor: the same memory, the source of the copy.
-        used: a mark for whoever fills it; the ring leaves it alone.
-        spans: (begin, end) -> where to and where from, of spans that were sent.
     """
 
-    __slots__ = ("fence", "spans", "tensor", "used", "words")
+    __slots__ = ("fence", "tensor", "words")
 
     def __init__(self, num_words: int, *, pinned: bool, fence: Fence | None) -> None:
         self.tensor = torch.zeros(num_words, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.words: npt.NDArray[np.int32] = self.tensor.numpy()
-        self.used = 0
-        self.spans: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.fence = fence
 
 
@@ -99,15 +95,9 @@ class StagingRing:
         self._next = (self._next + 1) % len(self._buffers)
         return buffer
 
-    def send(self, buffer: StagingBuffer, begin: int, end: int) -> None:
-        """Enqueue target[begin:end] = buffer[begin:end] on the current stream of the target's device.
-
-        Views of a span are kept, so spans should be few.
-        """
-        span = buffer.spans.get((begin, end))
-        if span is None:
-            span = buffer.spans[begin, end] = self._target[begin:end], buffer.tensor[begin:end]
-        span[0].copy_(span[1], non_blocking=self._pinned)
+    def send(self, buffer: StagingBuffer, end: int) -> None:
+        """Enqueue target[:end] = buffer[:end] on the current stream of the target's device."""
+        self._target[:end].copy_(buffer.tensor[:end], non_blocking=self._pinned)
         if buffer.fence is not None:
             buffer.fence.record()
         self.num_copies += 1

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 from weakref import WeakSet
 
 import torch
@@ -32,7 +32,6 @@ from mla_portable.contracts import (
     UnsupportedRequest,
     neutral_defaults,
 )
-from mla_portable.registry.costs import packaged_costs
 from mla_portable.registry.limits import DEFAULT_SECONDS, plugin_timeout, running
 from mla_portable.registry.machine import Machine
 from mla_portable.registry.plugins import (
@@ -73,7 +72,7 @@ class Registry:
         policy: Policy | None = None,
         environ: Mapping[str, str] | None = None,
         probe: bool = True,
-        costs: CostTable | None = None,
+        costs: CostTable | Literal["measured"] | None = None,
     ) -> None:
         """Load plugins and read the policy; no device is touched.
 
@@ -83,7 +82,8 @@ class Registry:
                 here declarations alone decide: neither `check` nor a probe looks at the machine that is.
             policy: instead of environment and policy file. environ: instead of os.environ; names the tuning table too.
             probe: False trusts `check` and computes nothing.
-            costs: measured costs, which rank before declared preferences; None where only these count.
+            costs: measured costs, which rank before declared preferences; None where only these count. "measured" for the
+                times that plugins bring.
         A broken plugin or policy does not raise here: `plugin_reports` tells of the one, every choice raises the other.
         """
         self._given_policy, self._environ = policy, environ
@@ -103,7 +103,7 @@ class Registry:
             references=(i for i in self._implementations if i.name == REFERENCE),
             simulated=facts,
         )
-        self._probing, self._costs = probe, costs
+        self._probing, self._costs = probe, loaded.costs if costs == "measured" else costs
         self._policy, self._tuned = Policy(), TunedConfigurations(None, {})
         self._policy_error: InvalidArgument | None = None
         self._generation = 0
@@ -358,7 +358,7 @@ _following_forks = False
 def get_registry() -> Registry:
     """The registry of this process, built at the first call: loads the installed plugins, reads environment and file.
 
-    It ranks by the costs that were measured on the device, where the package has any.
+    It ranks by the times that were measured on the device, where plugins bring any.
 
     Raises: PluginError when a plugin asks for it while registering.
     """
@@ -374,7 +374,7 @@ def get_registry() -> Registry:
                 raise PluginError("the registry was asked for while it is being built: a plugin's hook may only register")
             _building = True
             try:
-                _registry = Registry(costs=packaged_costs())
+                _registry = Registry(costs="measured")
             finally:
                 _building = False
         return _registry

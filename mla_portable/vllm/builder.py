@@ -56,7 +56,7 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             self.attention = SparseMLAAttention(resolved.spec, device=device, buffers=buffers, join_query=join)
             # Lengths may be upper bounds, or those of a dummy batch: the block table need not reach that far.
             config = replace(self.attention.planner_config(), block_size=None)
-            if config.schedule_kind == "flashmla_tiles":
+            if config.schedule_kind is not None and config.schedule_kind.assumes_topk:
                 config = replace(config, few_tokens=compat.few_decode_tokens())
             self.planner = Planner(config)
         for impl in impls:

@@ -17,6 +17,7 @@ from vllm_engine import BLOCK, CPU, LATENT, ROPE, assert_close, check_step, expe
 from mla_portable.attention import SparseMLAAttention, UnsupportedRoute
 from mla_portable.contracts import FP8_DS_MLA, InvalidArgument
 from mla_portable.vllm import compat, settings
+from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
 
 @pytest.mark.parametrize("microbatches", [False, True])
@@ -95,7 +96,7 @@ def test_captures_of_one_shape_are_kept_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         SparseMLAAttention,
         "planner_config",
-        lambda self: replace(own(self), schedule_kind="flashmla_tiles", num_sms=132, arch="sm90", padded_heads=64),
+        lambda self: replace(own(self), schedule_kind=FLASHMLA_TILES, num_sms=132, arch="sm90"),
     )
     engine = make_engine("fp8")
     schedules = []

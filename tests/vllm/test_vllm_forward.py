@@ -34,6 +34,7 @@ from mla_portable.planner import PlannerConfig
 from mla_portable.reference import oracle
 from mla_portable.registry import use
 from mla_portable.vllm import compat
+from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
 BATCHES = {
     "decodes": ([1] * 5, [1, 64, 65, 130, 256], {}),
@@ -115,7 +116,7 @@ def planned_for_flashmla(monkeypatch: pytest.MonkeyPatch):
     own = SparseMLAAttention.planner_config
 
     def config(attention: SparseMLAAttention) -> PlannerConfig:
-        return replace(own(attention), schedule_kind="flashmla_tiles", num_sms=132, arch="sm90", padded_heads=64)
+        return replace(own(attention), schedule_kind=FLASHMLA_TILES, num_sms=132, arch="sm90")
 
     monkeypatch.setattr(SparseMLAAttention, "planner_config", config)
     monkeypatch.setenv("MLA_PORTABLE_VLLM_ROUTE", "split")
