@@ -159,6 +159,7 @@ class Planner:
         if buffers is None:
             buffers = self._buffers = self._allocate()
         chunks: tuple[PrefillChunk, ...] = ()
+        workspace_starts = buffers.workspace_starts[:num_prefills] if in_chunks else None
         key = (shared, num_reqs) if shared else None
         if in_chunks or key is None or not buffers.holds(key):
             if query_lens is None:
@@ -166,10 +167,10 @@ class Planner:
             else:
                 ids = self._requests[:num_reqs].repeat(query_lens)
             self._counter.count += 1  # earlier plans no longer hold their step
-            if in_chunks:
-                chunks = self._send_chunks(batch, parts, buffers, ids, decode_tokens, padded)
-            else:
+            if workspace_starts is None:
                 buffers.send_ids(ids, key)
+            else:
+                chunks = self._send_chunks(batch, parts, buffers, ids, decode_tokens, padded, workspace_starts)
 
         return StepPlan(
             route=config.route,
@@ -184,7 +185,7 @@ class Planner:
             block_table=_rows(batch.block_table, 0, num_reqs),
             req_id_per_token=buffers.req_ids[:padded],
             prefill_request_ids=buffers.prefill_ids[:padded] if in_chunks else None,
-            prefill_workspace_starts=buffers.workspace_starts[:num_prefills] if in_chunks else None,
+            prefill_workspace_starts=workspace_starts,
             prefill_chunks=chunks,
             decode_schedule=schedule,
             counter=self._counter,
@@ -225,16 +226,21 @@ class Planner:
         ids: npt.NDArray[np.int32],
         decode_tokens: int,
         padded: int,
+        starts: Tensor,
     ) -> tuple[PrefillChunk, ...]:
-        """Lay the prefill sequences out in the workspace and send the step's numbers; `ids` are its request ids, [T]."""
+        """Lay the prefill sequences out in the workspace and send the step's numbers.
+
+        Args:
+            ids: the batch's request ids, [T]. starts: where the device gets the workspace starts, [num_prefills].
+        """
         _, first, end = parts
-        prefill_ids = np.full(padded, -1, dtype=np.int32)
+        prefill_ids = np.empty(padded, dtype=np.int32)
+        prefill_ids[:decode_tokens] = prefill_ids[len(ids) :] = -1
         np.subtract(ids[decode_tokens:], first, out=prefill_ids[decode_tokens : len(ids)])
         lens = batch.seq_lens[first:end]
-        workspace_starts = np.empty_like(lens)
-        bounds, rows = fill_chunks(lens, self._config.workspace_tokens, out=workspace_starts)
-        buffers.send_chunks(ids, prefill_ids, workspace_starts, lens)
-        starts = buffers.workspace_starts[: end - first]
+        staged_starts = np.empty(end - first, dtype=np.int32)
+        bounds, rows = fill_chunks(lens, self._config.workspace_tokens, out=staged_starts)
+        buffers.send_chunks(ids, prefill_ids, staged_starts, lens)
         lens_on_device = batch.seq_lens_device
         lens_on_device = buffers.seq_lens[: end - first] if lens_on_device is None else lens_on_device[first:end]
         requests = [first + bound for bound in bounds]
