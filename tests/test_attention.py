@@ -28,7 +28,7 @@ from recorder import Recorder, registry_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_portable.attention import SparseMLAAttention
-from mla_portable.contracts import SPLIT_KV, ScheduleKind
+from mla_portable.contracts import SPLIT_KV, DecodeSchedule, PlanMismatch, ScheduleKind, ScheduleLimits, SplitSchedule
 from mla_portable.planner import Planner
 from mla_portable.reference import oracle
 from mla_portable.registry import Registry
@@ -185,6 +185,49 @@ def test_parts_write_their_rows_of_the_outputs():
     for (_, _, given), rows in ((decode, slice(0, 4)), (first, slice(4, 11)), (second, slice(11, 14))):
         assert given["out"].data_ptr() == out[rows].data_ptr() and given["out"].numel() == out[rows].numel()
         assert given["lse_out"].data_ptr() == lse[rows].data_ptr() and given["lse_out"].numel() == lse[rows].numel()
+
+
+class Halves(DecodeSchedule):
+    """A schedule of a kind that the core does not know."""
+
+    def __init__(self, limits: ScheduleLimits, batch: int, query_len: int) -> None:
+        self.limits, self.shape = limits, (batch, query_len)
+
+    def check(self, where: str, batch: int, query_len: int, num_heads: int, topk: int, device: torch.device) -> None:
+        given, made_for = (batch, query_len, num_heads, topk), (*self.shape, self.limits.num_heads, self.limits.topk)
+        if given != made_for:
+            raise PlanMismatch(f"{where}: {given}, made for {made_for}")
+
+
+class HalvesPlanner:
+    def __init__(self, limits: ScheduleLimits) -> None:
+        self.limits = limits
+
+    def get(self, batch: int, query_len: int) -> Halves:
+        return Halves(self.limits, batch, query_len)
+
+    def invalidate(self) -> None:
+        pass
+
+
+def test_a_plugin_brings_schedules_of_its_own_kind():
+    plugin = Recorder(schedule_kind=ScheduleKind("halves", Halves, HalvesPlanner))
+    spec = replace(SPEC, route="split", decode_query_len=2)
+    layer = SparseMLAAttention(spec, device="cpu", registry=registry_of(plugin))
+    step = make_step("two-token decodes and prefills", "fp8_ds_mla")
+    plan = plan_for(layer, step.batch)
+    schedule = plan.decode_schedule
+    assert isinstance(schedule, Halves) and schedule.shape == (plan.num_decodes, 2)
+    limits = schedule.limits
+    assert (limits.num_heads, limits.topk, limits.max_query_len) == (HEADS, TOPK, 2)
+    assert limits.request is not None and limits.request.query_len == 2
+    layer(step.q, step.kv_cache, step.topk_indices, plan)
+    assert {name: given for name, _, given in plugin.calls}["sparse_decode"]["schedule"] is schedule
+    with pytest.raises(PlanMismatch, match="made for"):
+        layer(step.q, step.kv_cache, step.topk_indices, replace(plan, decode_schedule=Halves(limits, 7, 2)))
+    cut = SplitSchedule(plan.num_decode_tokens, HEADS, TOPK, 1, 64)
+    with pytest.raises(PlanMismatch, match="takes a Halves"):
+        layer(step.q, step.kv_cache, step.topk_indices, replace(plan, decode_schedule=cut))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ __all__ = ["attention_params"]
 
 MANY_ROWS: Final = 70_000
 """More rows than the second and third axis of a CUDA grid can have (65535)."""
-BATCH_ROWS: Final = {None: 300, SplitSchedule: 40}
+BATCH_ROWS: Final[dict[type[DecodeSchedule] | None, int]] = {None: 300, SplitSchedule: 40}
 """By type of schedule: more rows than any GPU needs to be busy, and so few that a schedule of them has splits."""
 FEW_BATCH_ROWS: Final = 6
 """On a CPU."""
