@@ -20,13 +20,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-
-__all__ = ["IN_MATH", "Finding", "lint_file", "lint_source"]
 
 KERNELS: Final = Path(__file__).parents[1] / "backends" / "triton" / "src" / "mla_portable_triton" / "kernels"
 IN_MATH: Final = frozenset({"div_rn", "exp2", "log2"})
@@ -42,7 +41,6 @@ IN_2_1_AND_3_1: Final = frozenset(
 )  # fmt: skip
 FLOAT8: Final = frozenset({"float8e4nv", "float8e5", "float8e4b15", "float8e4b8", "float8e5b16"})
 LAUNCH_OPTIONS: Final = frozenset({"num_warps", "num_stages"})
-JIT_OPTIONS: Final = frozenset({"do_not_specialize"})
 GATE: Final = "NATIVE"
 
 
@@ -66,138 +64,79 @@ def lint_file(path: Path) -> list[Finding]:
 def lint_source(source: str, file: str = "<text>") -> list[Finding]:
     """Every finding in the text of one file."""
     tree = ast.parse(source)
-    found: list[tuple[ast.AST, str, str]] = []
-    for function in _jitted(tree):
-        found += _decorator(function)
-        found += _names(function)
-        found += _dots(function)
-        found += _shapes(function)
-        found += _integers(function)
+    found = [each for function, jit in _jitted(tree) for each in _kernel(function, jit)]
     found += _launches(tree)
-    return [Finding(file, getattr(node, "lineno", 0), rule, text) for node, rule, text in found]
+    return [Finding(file, node.lineno, rule, text) for node, rule, text in found]
 
 
-def _jit_of(function: ast.FunctionDef) -> ast.expr | None:
-    """The decorator that makes it a kernel: `triton.jit`, bare or called."""
-    for decorator in function.decorator_list:
-        called = decorator.func if isinstance(decorator, ast.Call) else decorator
-        if ast.unparse(called) in ("triton.jit", "jit"):
-            return decorator
-    return None
+def _jitted(tree: ast.AST) -> Iterator[tuple[ast.FunctionDef, ast.expr]]:
+    """Kernels and their helpers, with the decorator `triton.jit`, bare or called."""
+    for node in ast.walk(tree):
+        for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+            if ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator) in ("triton.jit", "jit"):
+                yield node, decorator
 
 
-def _jitted(tree: ast.AST) -> Iterator[ast.FunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _jit_of(node) is not None)
-
-
-def _decorator(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, str, str]]:
-    jit = _jit_of(function)
-    for keyword in jit.keywords if isinstance(jit, ast.Call) else ():
-        if keyword.arg not in JIT_OPTIONS:
-            yield keyword.value, "launch", f"triton.jit({keyword.arg}=...) is not known to every Triton"
-
-
-def _names(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, str, str]]:
-    gated = {id(inner) for branch in _gated(function) for statement in branch for inner in ast.walk(statement)}
-    for node in ast.walk(function):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in ("fp64", "float64"):
-            yield node, "float64", repr(node.value)
-        if isinstance(node, ast.Attribute) and _is_tl(node.value, "math") and node.attr not in IN_MATH:
-            yield (
-                node,
-                "names",
-                f"tl.math.{node.attr} is not known to be in Triton 2.1; compare with its wheel, then list it here",
-            )
-        if not isinstance(node, ast.Attribute) or not _is_tl(node.value) or node.attr == "math":
-            continue
-        name = node.attr
-        if name == "float64":
-            yield node, "float64", "tl.float64"
-        elif name in FLOAT8:
-            if id(node) not in gated:
-                yield node, "float8", f"tl.{name} outside of `if ..{GATE}:`"
-        elif name in IN_MATH:
-            yield node, "names", f"tl.{name} is tl.math.{name} in Triton 2.1"
-        elif name not in IN_2_1_AND_3_1:
-            yield node, "names", f"tl.{name} is not known to be in Triton 2.1; compare with its wheel, then list it here"
-
-
-def _is_tl(node: ast.expr, module: str = "") -> bool:
-    """`tl`, or `tl.<module>`."""
-    if module:
-        return isinstance(node, ast.Attribute) and node.attr == module and _is_tl(node.value)
-    return isinstance(node, ast.Name) and node.id == "tl"
-
-
-def _gated(function: ast.FunctionDef) -> Iterator[list[ast.stmt]]:
-    """What runs only where a constexpr ..NATIVE is true. Guards that are more than a name do not count."""
-    constexprs = {a.arg for a in _arguments(function) if _is_constexpr(a) and a.arg.endswith(GATE)}
-    for node in ast.walk(function):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id in constexprs:
-            yield node.body
-
-
-def _arguments(function: ast.FunctionDef) -> list[ast.arg]:
-    return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-
-
-def _is_constexpr(argument: ast.arg) -> bool:
-    return argument.annotation is not None and ast.unparse(argument.annotation).endswith("constexpr")
-
-
-def _dots(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, str, str]]:
-    for node in ast.walk(function):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.dot" and (len(node.args) > 2 or node.keywords):
-            yield node, "dot", f"{ast.unparse(node)}: 2 operands, and no option"
-
-
-def _shapes(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, str, str]]:
-    for node in ast.walk(function):
-        if not isinstance(node, ast.Call) or ast.unparse(node.func) not in ("tl.full", "tl.zeros"):
-            continue
-        given = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "shape")]
-        if any(isinstance(shape, (ast.List, ast.Tuple)) and not shape.elts for shape in given):
-            yield node, "shapes", f"{ast.unparse(node)}: no axis; start from a number"
-
-
-def _integers(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, str, str]]:
-    """Of a kernel that is launched: helpers get their arguments as the kernel has them."""
-    if not function.name.endswith("_kernel"):
-        return
-    marked = _unspecialised(function)
-    loose = {a.arg for a in _arguments(function) if not _is_constexpr(a) and not a.arg.endswith("_ptr")} - marked
-    unknown = marked - {a.arg for a in _arguments(function)}
-    for name in sorted(unknown):
+def _kernel(function: ast.FunctionDef, jit: ast.expr) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
+    """What one function may not do: (where, rule, what)."""
+    given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    constexprs = {a.arg for a in given if a.annotation is not None and ast.unparse(a.annotation).endswith("constexpr")}
+    marked: set[str] = set()
+    for option in jit.keywords if isinstance(jit, ast.Call) else ():
+        if option.arg == "do_not_specialize":
+            marked = {n.value for n in ast.walk(option.value) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        else:
+            yield option.value, "launch", f"triton.jit({option.arg}=...) is not known to every Triton"
+    for name in sorted(marked - {a.arg for a in given}):
         yield function, "integers", f"do_not_specialize names {name}, which is no argument"
-    for node in ast.walk(function):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in loose:
-            yield node, "integers", f"{ast.unparse(node)}: {node.value.id} is a constant where it is 1; mark it"
-        if isinstance(node, (ast.If, ast.IfExp, ast.While)):
+    # Helpers get their arguments as the kernel has them.
+    runtime = {a.arg for a in given if not a.arg.endswith("_ptr")} if function.name.endswith("_kernel") else set()
+    loose = runtime - constexprs - marked
+    nodes = list(ast.walk(function))
+    # What runs only where a constexpr ..NATIVE is true; guards that are more than a name do not count.
+    gates = [n for n in nodes if isinstance(n, ast.If) and isinstance(n.test, ast.Name) and n.test.id.endswith(GATE)]
+    gated = {inner for gate in gates if gate.test.id in constexprs for line in gate.body for inner in ast.walk(line)}
+    for node in nodes:
+        text = ast.unparse(node) if isinstance(node, ast.expr) else ""
+        if text in ("'fp64'", "'float64'", "tl.float64"):
+            yield node, "float64", text
+        elif isinstance(node, ast.Attribute) and (name := re.fullmatch(r"tl\.(math\.)?(\w+)", text)):
+            yield from ((node, rule, what) for rule, what in _name(name[2], bool(name[1]), node in gated))
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in loose:
+            yield node, "integers", f"{text}: {node.value.id} is a constant where it is 1; mark it"
+        elif isinstance(node, ast.Call):
+            called, shapes = ast.unparse(node.func), [*node.args[:1], *(keyword.value for keyword in node.keywords)]
+            if called == "tl.dot" and (len(node.args) > 2 or node.keywords):
+                yield node, "dot", f"{text}: 2 operands, and no option"
+            if called in ("tl.full", "tl.zeros") and any(ast.unparse(shape) in ("[]", "()") for shape in shapes):
+                yield node, "shapes", f"{text}: no axis; start from a number"
+        elif isinstance(node, ast.If | ast.IfExp | ast.While):
             for name in sorted({n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)} & loose):
                 yield node, "integers", f"a branch on {name}, which is a constant where it is 1; mark it"
 
 
-def _unspecialised(function: ast.FunctionDef) -> set[str]:
-    """The names in do_not_specialize, a literal list."""
-    jit = _jit_of(function)
-    for keyword in jit.keywords if isinstance(jit, ast.Call) else ():
-        if keyword.arg == "do_not_specialize":
-            return {n.value for n in ast.walk(keyword.value) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-    return set()
+def _name(name: str, in_math: bool, gated: bool) -> Iterator[tuple[str, str]]:
+    """What speaks against `tl.<name>` or `tl.math.<name>`: (rule, what)."""
+    known = IN_MATH if in_math else IN_2_1_AND_3_1 | {"math"}
+    if name in FLOAT8 and not in_math:
+        if not gated:
+            yield "float8", f"tl.{name} outside of `if ..{GATE}:`"
+    elif name in IN_MATH and not in_math:
+        yield "names", f"tl.{name} is tl.math.{name} in Triton 2.1"
+    elif name not in known:
+        full = f"tl.math.{name}" if in_math else f"tl.{name}"
+        yield "names", f"{full} is not known to be in Triton 2.1; compare with its wheel, then list it here"
 
 
-def _launches(tree: ast.AST) -> Iterator[tuple[ast.AST, str, str]]:
+def _launches(tree: ast.AST) -> Iterator[tuple[ast.expr, str, str]]:
     """Calls `kernel[grid](...)`: constexprs are written in capitals here, so every other keyword is an option."""
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Subscript):
-            continue
-        if not ast.unparse(node.func.value).endswith("_kernel"):
-            continue
-        for keyword in node.keywords:
-            if keyword.arg is None:
-                yield keyword.value, "launch", "**options hide what is passed"
-            elif not keyword.arg.isupper() and keyword.arg not in LAUNCH_OPTIONS:
-                yield keyword.value, "launch", f"{keyword.arg}= is no option of every Triton"
+        if isinstance(node, ast.Call) and re.match(r"[\w.]*_kernel\[", ast.unparse(node.func)):
+            for keyword in node.keywords:
+                if keyword.arg is None:
+                    yield keyword.value, "launch", "**options hide what is passed"
+                elif not keyword.arg.isupper() and keyword.arg not in LAUNCH_OPTIONS:
+                    yield keyword.value, "launch", f"{keyword.arg}= is no option of every Triton"
 
 
 def main() -> int:

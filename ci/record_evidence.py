@@ -114,7 +114,7 @@ def conform(options: argparse.Namespace) -> int:
     from mla_portable.tools.conformance import run_suite
 
     records, declared = read()
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(options.device or get_registry().default_device())
     facts = get_registry().facts(device)
     profile = profile_of(facts.name, records.profiles)
     claims = [c for c in declared.claims if options.backend in (c.implementation, c.implementation.partition(".")[0])]

@@ -5,9 +5,10 @@
     pip download --no-deps vllm==0.26.0
     ci/vllm_interfaces.py vllm-0.26.0-*.whl        # writes tests/vllm/interfaces/0.26.0.json
 
-What a file holds: per class its methods, which are abstract, their parameters (a trailing "=" marks a default), its bases
-and class variables; the fields of the common metadata; which optional functions are there; what MLAAttention and the layers
-around it read from an implementation and from the metadata; which of the plugin's own imports from vLLM would succeed.
+What a file holds, as words in a string: per class its methods with their parameters (a trailing "=" marks a default), which
+are abstract, its bases and class variables; the fields of the common metadata; which optional functions are there; what
+MLAAttention and the layers around it read from an implementation and from the metadata; which of the plugin's own imports
+from vLLM would succeed.
 """
 
 from __future__ import annotations
@@ -46,36 +47,32 @@ CALLERS = {"vllm/model_executor/layers/mla.py": "self.mla_attn.impl", "vllm/mode
 """Models' own layers around MLAAttention, and how they name its implementation."""
 
 
-def parameters(node: ast.FunctionDef) -> list[str]:
+def parameters(node: ast.FunctionDef) -> str:
     """Names in order; "name=" has a default, "*name" and "**name" collect the rest."""
     plain = [*node.args.posonlyargs, *node.args.args]
-    first_default = len(plain) - len(node.args.defaults)
-    found = [arg.arg + ("=" if i >= first_default else "") for i, arg in enumerate(plain)]
-    if node.args.vararg:
-        found.append(f"*{node.args.vararg.arg}")
-    pairs = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-    found += [arg.arg + ("=" if default is not None else "") for arg, default in pairs]
-    if node.args.kwarg:
-        found.append(f"**{node.args.kwarg.arg}")
-    return found
+    required = len(plain) - len(node.args.defaults)
+    found = [arg.arg + "=" * (at >= required) for at, arg in enumerate(plain)]
+    found += [f"*{arg.arg}" for arg in (node.args.vararg,) if arg]
+    found += [a.arg + "=" * (d is not None) for a, d in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]
+    found += [f"**{arg.arg}" for arg in (node.args.kwarg,) if arg]
+    return " ".join(found)
 
 
 def describe_class(node: ast.ClassDef) -> dict[str, object]:
-    methods = {n.name: parameters(n) for n in node.body if isinstance(n, ast.FunctionDef)}
-    abstract = [
-        n.name
-        for n in node.body
-        if isinstance(n, ast.FunctionDef) and any("abstractmethod" in ast.unparse(d) for d in n.decorator_list)
-    ]
-    names = [n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
-    names += [t.id for n in node.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
-    bases = [ast.unparse(base).partition("[")[0] for base in node.bases]
-    return {"bases": bases, "abstract": abstract, "methods": methods, "variables": names}
+    methods = [n for n in node.body if isinstance(n, ast.FunctionDef)]
+    targets = [n.target for n in node.body if isinstance(n, ast.AnnAssign)]
+    targets += [target for n in node.body if isinstance(n, ast.Assign) for target in n.targets]
+    return {
+        "bases": " ".join(ast.unparse(base).partition("[")[0] for base in node.bases),
+        "abstract": " ".join(n.name for n in methods if any("abstractmethod" in ast.unparse(d) for d in n.decorator_list)),
+        "methods": {n.name: parameters(n) for n in methods},
+        "variables": " ".join(target.id for target in targets if isinstance(target, ast.Name)),
+    }
 
 
-def attributes_of(tree: ast.AST, owner: str) -> list[str]:
+def attributes_of(tree: ast.AST, owner: str) -> set[str]:
     """Names N in expressions `owner`.N."""
-    return sorted({n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == owner})
+    return {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == owner}
 
 
 def plugin_imports() -> list[tuple[str, str]]:
@@ -89,25 +86,24 @@ def plugin_imports() -> list[tuple[str, str]]:
 
 
 def defines(archive: zipfile.ZipFile, present: set[str], module: str, name: str) -> bool:
-    """`from module import name` would find something."""
+    """`from module import name` would find something: a module, or a name that the module binds or quotes."""
     path = module.replace(".", "/")
-    if f"{path}/{name}.py" in present or f"{path}/{name}/__init__.py" in present:
+    if not present.isdisjoint((f"{path}/{name}.py", f"{path}/{name}/__init__.py")):
         return True
-    for file in (f"{path}.py", f"{path}/__init__.py"):
-        if file in present:
-            text = archive.read(file).decode()
-            return any(name in names_of(node) for node in ast.walk(ast.parse(text))) or f'"{name}"' in text
-    return False
+    texts = [archive.read(file).decode() for file in (f"{path}.py", f"{path}/__init__.py") if file in present]
+    return any(f'"{name}"' in text or name in bound_names(ast.parse(text)) for text in texts)
 
 
-def names_of(node: ast.AST) -> set[str]:
-    if isinstance(node, ast.ClassDef | ast.FunctionDef):
-        return {node.name}
-    if isinstance(node, ast.ImportFrom | ast.Import):
-        return {alias.asname or alias.name for alias in node.names}
-    if isinstance(node, ast.Assign):
-        return {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return set()
+def bound_names(tree: ast.AST) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return found
 
 
 def extract(wheel: Path) -> dict[str, object]:
@@ -121,32 +117,24 @@ def extract(wheel: Path) -> dict[str, object]:
         found["classes"] |= {n.name: describe_class(n) for n in body if isinstance(n, ast.ClassDef) and n.name in names}
     for path, names in FUNCTIONS.items():
         body = trees[path].body if path in trees else []
-        functions = {n.name: parameters(n) for n in body if isinstance(n, ast.FunctionDef) and n.name in names}
+        functions = {n.name: parameters(n) for n in body if isinstance(n, ast.FunctionDef)}
         found["functions"] |= {f"{path}:{name}": functions.get(name) for name in names}
     layer = next(n for n in trees[LAYER].body if isinstance(n, ast.ClassDef) and n.name == "MLAAttention")
     forward = next(n for n in layer.body if isinstance(n, ast.FunctionDef) and n.name == "forward_impl")
-    calls = [n for n in ast.walk(layer) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "impl_cls"]
-    callers = [attributes_of(trees[path], name) for path, name in CALLERS.items() if path in trees]
-    found["layer"] = {
+    calls = [n for n in ast.walk(layer) if isinstance(n, ast.Call) and ast.unparse(n.func) == "impl_cls"]
+    read = [attributes_of(trees[path], name) for path, name in CALLERS.items() if path in trees]
+    names = {
         "metadata": attributes_of(forward, "attn_metadata"),
-        "impl": sorted({*attributes_of(layer, "self.impl"), *(name for names in callers for name in names)}),
-        "impl_arguments": sorted({k.arg for call in calls for k in call.keywords if k.arg}),
+        "impl": attributes_of(layer, "self.impl").union(*read),
+        "impl_arguments": {keyword.arg for call in calls for keyword in call.keywords if keyword.arg},
     }
-    return found
-
-
-def main(wheels: list[str]) -> int:
-    if not wheels:
-        print(__doc__)
-        return 2
-    OUT.mkdir(parents=True, exist_ok=True)
-    for wheel in map(Path, wheels):
-        version = wheel.name.split("-")[1]
-        target = OUT / f"{version}.json"
-        target.write_text(json.dumps(extract(wheel), indent=1) + "\n")
-        print(target)
-    return 0
+    return {**found, "layer": {what: " ".join(sorted(several)) for what, several in names.items()}}
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if not sys.argv[1:]:
+        sys.exit(__doc__)
+    for wheel in map(Path, sys.argv[1:]):
+        target = OUT / f"{wheel.name.split('-')[1]}.json"
+        target.write_text(json.dumps(extract(wheel), indent=1) + "\n")
+        print(target)

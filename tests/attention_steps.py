@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.contracts import (
+    SPLIT_KV,
     Batch,
     StepPlan,
 )
@@ -22,6 +23,7 @@ from mla_portable.planner import Planner
 from mla_portable.primitives import CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.reference import oracle
 from mla_portable.registry import Registry
+from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
 HEADS, TOPK, BLOCK, BLOCKS, MODEL_LEN = 3, 12, 8, 40, 48
 ROUTES = ("fused", "split", "direct", "upconvert")
@@ -136,19 +138,19 @@ def assert_matches(step: Step, out: Tensor, lse: Tensor | None) -> None:
 
 
 def recorded_layer(route: str = "split", query_len: int = 2) -> tuple[Recorder, SparseMLAAttention]:
-    plugin = Recorder(schedule_kind="split_kv")
+    plugin = Recorder(schedule_kind=SPLIT_KV)
     spec = replace(SPEC, route=route, decode_query_len=query_len)
     return plugin, SparseMLAAttention(spec, device="cpu", registry=registry_of(plugin))
 
 
 FLASH = Recorder(
     "flash.mla",
-    "flashmla_tiles",
+    FLASHMLA_TILES,
     support={"kv_layouts": ("fp8_ds_mla",), "padded_heads": (64, 128)},
     primitives=(SPARSE_DECODE,),
 )
 FLASH_PREFILL = Recorder("flashp.mla", support={"kv_layouts": ("bf16",)}, primitives=(SPARSE_PREFILL,))
-PORTABLE = Recorder("portable.kernels", "split_kv", preference=50.0)
+PORTABLE = Recorder("portable.kernels", SPLIT_KV, preference=50.0)
 SLOW = Recorder("slow.torch", preference=1000.0, support={"graph": False})
 MOVERS = Recorder("movers.kernels", preference=50.0, primitives=(GATHER_UPCONVERT, CONVERT_INDICES))
 PLODDING = Recorder("plodding.decode", preference=90.0, primitives=(SPARSE_DECODE,))

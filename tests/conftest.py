@@ -12,7 +12,16 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and commands fold their tables at it
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerators() -> None:
+    """A test that pretends a device patches torch's module of it, whose functions an accelerator looks up once."""
+    from mla_portable.accelerator import accelerator
+
+    accelerator.cache_clear()

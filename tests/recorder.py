@@ -8,7 +8,17 @@ from typing import Any
 
 from machines import CPU
 
-from mla_portable.contracts import LAYOUTS, DeviceFacts, Implementation, Primitive, Registrar, Request, Support, hookimpl
+from mla_portable.contracts import (
+    LAYOUTS,
+    DeviceFacts,
+    Implementation,
+    Primitive,
+    Registrar,
+    Request,
+    ScheduleKind,
+    Support,
+    hookimpl,
+)
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry import Registry
 
@@ -19,7 +29,7 @@ class Recorder:
     def __init__(
         self,
         name: str = "recorder.tape",
-        schedule_kind: str = "none",
+        schedule_kind: ScheduleKind | None = None,
         preference: float = 10.0,
         support: Mapping[str, Any] | None = None,
         primitives: Collection[Primitive] = tuple(Primitive.all()),
@@ -42,13 +52,9 @@ class Recorder:
                     bind=self._bind,
                     preference=self.preference,
                     schedule_kind=self.schedule_kind,
-                    padded_heads=self.padded_heads,
                     prefills_as=self.prefills_as if primitive is SPARSE_DECODE else "",
                 )
             )
-
-    def padded_heads(self, heads: int) -> int:
-        return 128 if self.schedule_kind == "flashmla_tiles" else heads
 
     def _bind(self, request: Request):
         self.bound.append(request)

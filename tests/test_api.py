@@ -14,13 +14,14 @@ from recorder import Recorder, registry_of
 
 import mla_portable
 from mla_portable import primitives
+from mla_portable.accelerator import Accelerator
 from mla_portable.api import dispatch, serving
 from mla_portable.contracts import (
+    SPLIT_KV,
     InvalidArgument,
     PlanMismatch,
     Primitive,
     SplitSchedule,
-    TileSchedule,
     UnknownBackend,
     UnsupportedRequest,
     pack_fp8,
@@ -29,6 +30,7 @@ from mla_portable.primitives import MERGE_STATES
 from mla_portable.reference import oracle
 from mla_portable.registry import Registry, get_registry, reset_registry
 from mla_portable.tools.bench.dispatch import measure_dispatch
+from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule
 
 B, S, H, K, BLOCKS, BLOCK = 3, 2, 4, 24, 5, 16
 SLOTS = BLOCKS * BLOCK
@@ -188,6 +190,9 @@ def test_a_call_under_graph_capture_is_another_kind(tape, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    gpu = Accelerator(torch.device("cuda", 0))
+    gpu.is_capturing = lambda: capturing
+    monkeypatch.setattr(dispatch, "accelerator", lambda device: gpu)
     monkeypatch.setattr(Registry, "facts", lambda self, device: H200)
     outs, lses = torch.zeros(2, 3, 4), torch.zeros(2, 3)
     for capturing in (False, True, False, True):  # noqa: B007 (read by the lambda above)
@@ -197,10 +202,12 @@ def test_a_call_under_graph_capture_is_another_kind(tape, monkeypatch):
 
 def test_calls_on_another_device_are_another_kind(tape, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    gpus = [Accelerator(torch.device("cuda", index)) for index in range(2)]
     outs, lses = torch.zeros(2, 3, 4), torch.zeros(2, 3)
     for index in (0, 1, 0):
         monkeypatch.setattr(torch.Tensor, "get_device", lambda self, index=index: index)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda index=index: index)
+        gpus[index].current_index = lambda index=index: index
+        monkeypatch.setattr(dispatch, "accelerator", lambda device, index=index: gpus[index])
         mla_portable.merge_states(outs, lses)
     assert len(dispatch.current_registry().served) == 2
 
@@ -295,12 +302,12 @@ def tile_schedule() -> TileSchedule:
 @pytest.mark.parametrize(
     ("kind", "schedule", "served"),
     [
-        ("split_kv", split_schedule, True),
-        ("split_kv", tile_schedule, False),
-        ("flashmla_tiles", tile_schedule, True),
-        ("flashmla_tiles", split_schedule, False),
-        ("none", split_schedule, True),
-        ("none", tile_schedule, True),
+        (SPLIT_KV, split_schedule, True),
+        (SPLIT_KV, tile_schedule, False),
+        (FLASHMLA_TILES, tile_schedule, True),
+        (FLASHMLA_TILES, split_schedule, False),
+        (None, split_schedule, True),
+        (None, tile_schedule, True),
     ],
 )
 def test_schedule_must_be_of_the_kind_that_the_kernel_takes(kind, schedule, served):

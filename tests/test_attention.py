@@ -28,9 +28,11 @@ from recorder import Recorder, registry_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_portable.attention import SparseMLAAttention
+from mla_portable.contracts import SPLIT_KV, DecodeSchedule, PlanMismatch, ScheduleKind, ScheduleLimits, SplitSchedule
 from mla_portable.planner import Planner
 from mla_portable.reference import oracle
 from mla_portable.registry import Registry
+from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
 # results
 
@@ -186,22 +188,67 @@ def test_parts_write_their_rows_of_the_outputs():
         assert given["lse_out"].data_ptr() == lse[rows].data_ptr() and given["lse_out"].numel() == lse[rows].numel()
 
 
+class Halves(DecodeSchedule):
+    """A schedule of a kind that the core does not know."""
+
+    def __init__(self, limits: ScheduleLimits, batch: int, query_len: int) -> None:
+        self.limits, self.shape = limits, (batch, query_len)
+
+    def check(self, where: str, batch: int, query_len: int, num_heads: int, topk: int, device: torch.device) -> None:
+        given, made_for = (batch, query_len, num_heads, topk), (*self.shape, self.limits.num_heads, self.limits.topk)
+        if given != made_for:
+            raise PlanMismatch(f"{where}: {given}, made for {made_for}")
+
+
+class HalvesPlanner:
+    def __init__(self, limits: ScheduleLimits) -> None:
+        self.limits = limits
+
+    def get(self, batch: int, query_len: int) -> Halves:
+        return Halves(self.limits, batch, query_len)
+
+    def invalidate(self) -> None:
+        pass
+
+
+def test_a_plugin_brings_schedules_of_its_own_kind():
+    plugin = Recorder(schedule_kind=ScheduleKind("halves", Halves, HalvesPlanner))
+    spec = replace(SPEC, route="split", decode_query_len=2)
+    layer = SparseMLAAttention(spec, device="cpu", registry=registry_of(plugin))
+    step = make_step("two-token decodes and prefills", "fp8_ds_mla")
+    plan = plan_for(layer, step.batch)
+    schedule = plan.decode_schedule
+    assert isinstance(schedule, Halves) and schedule.shape == (plan.num_decodes, 2)
+    limits = schedule.limits
+    assert (limits.num_heads, limits.topk, limits.max_query_len) == (HEADS, TOPK, 2)
+    assert limits.request is not None and limits.request.query_len == 2
+    layer(step.q, step.kv_cache, step.topk_indices, plan)
+    assert {name: given for name, _, given in plugin.calls}["sparse_decode"]["schedule"] is schedule
+    with pytest.raises(PlanMismatch, match="made for"):
+        layer(step.q, step.kv_cache, step.topk_indices, replace(plan, decode_schedule=Halves(limits, 7, 2)))
+    cut = SplitSchedule(plan.num_decode_tokens, HEADS, TOPK, 1, 64)
+    with pytest.raises(PlanMismatch, match="takes a Halves"):
+        layer(step.q, step.kv_cache, step.topk_indices, replace(plan, decode_schedule=cut))
+
+
 @pytest.mark.parametrize(
     ("kind", "support", "told"),
     [
-        ("split_kv", {}, {"sparse_decode", "sparse_prefill"}),
-        ("flashmla_tiles", {}, {"sparse_prefill"}),  # a plan of tiles is made for K keys in every row
-        ("split_kv", {"lengths": False}, set()),
-        ("split_kv", {"compact": False}, set()),
+        (SPLIT_KV, {}, {"sparse_decode", "sparse_prefill"}),
+        (FLASHMLA_TILES, {}, {"sparse_prefill"}),  # a plan of tiles is made for K keys in every row
+        (SPLIT_KV, {"lengths": False}, set()),
+        (SPLIT_KV, {"compact": False}, set()),
     ],
 )
-def test_rows_shorter_than_topk_are_compacted_for_who_can_skip_the_rest(kind: str, support: dict[str, bool], told: set[str]):
+def test_rows_shorter_than_topk_are_compacted_for_who_can_skip_the_rest(
+    kind: ScheduleKind, support: dict[str, bool], told: set[str]
+):
     plugin = Recorder(schedule_kind=kind, support=support)
     spec = replace(SPEC, route="split", decode_query_len=2)
     layer = SparseMLAAttention(spec, device="cpu", registry=registry_of(plugin))
     assert {str(request.primitive) for request in plugin.bound if request.lengths} == told
     assert any(request.compact for request in plugin.bound) is bool(told)
-    if kind == "flashmla_tiles":
+    if kind is FLASHMLA_TILES:
         return  # no plan of tiles can be made for a CPU
     step = make_step("two-token decodes and prefills", "fp8_ds_mla")
     layer(step.q, step.kv_cache, step.topk_indices, plan_for(layer, step.batch))
@@ -234,7 +281,7 @@ def test_slots_of_the_cache_are_promised_to_be_clean(route: str, promised: set[s
 
 @pytest.mark.parametrize(("most", "query_len"), [(4, 1), (256, 2)])
 def test_decode_is_chosen_for_the_largest_batch_of_the_deployment(most: int, query_len: int):
-    plugin = Recorder(schedule_kind="split_kv")
+    plugin = Recorder(schedule_kind=SPLIT_KV)
     spec = replace(SPEC, max_num_reqs=most, max_num_tokens=1024, decode_query_len=query_len)
     SparseMLAAttention(spec, device="cpu", registry=registry_of(plugin))
     rows = {str(request.primitive): request.rows for request in plugin.bound}

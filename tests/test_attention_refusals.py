@@ -33,9 +33,9 @@ from mla_portable.contracts import (
     InvalidArgument,
     PlanMismatch,
     StepPlan,
-    TileSchedule,
 )
 from mla_portable.planner import Planner
+from mla_portable_nvidia.tile_schedules import TileSchedule
 
 # what is refused
 

@@ -33,6 +33,7 @@ from mla_portable.contracts import (
 )
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry, use
+from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
 
 @pytest.mark.parametrize(
@@ -334,7 +335,8 @@ def test_a_route_is_chosen_for_the_rows_and_the_lse_of_its_spec():
 
 def test_planner_config_follows_the_decoder():
     config = route_of(FLASH, FLASH_PREFILL, PORTABLE, num_heads=64).planner_config()
-    assert (config.route, config.schedule_kind, config.num_heads) == ("split", "flashmla_tiles", 64)
-    assert (config.arch, config.num_sms, config.kernel_heads) == ("sm90", 132, 128)
+    assert (config.route, config.schedule_kind, config.num_heads) == ("split", FLASHMLA_TILES, 64)
+    assert (config.arch, config.num_sms) == ("sm90", 132)
+    assert config.decode_request is not None and config.decode_request.num_heads == 64
     assert config.workspace_tokens == SPEC.workspace_rows
     assert route_of(PORTABLE).planner_config().workspace_tokens == 0

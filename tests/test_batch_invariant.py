@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.contracts import (
+    SPLIT_KV,
     Batch,
     Implementation,
     InvalidArgument,
@@ -33,6 +34,7 @@ from mla_portable.tools.cli import app
 from mla_portable.tools.conformance import cases_for
 from mla_portable.tools.conformance.attention_problem import make_schedule
 from mla_portable.tools.conformance.runner import _bind_and_run
+from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
 DECODE, PREFILL = SPARSE_DECODE, SPARSE_PREFILL
 CONFIG = PlannerConfig(
@@ -43,7 +45,7 @@ CONFIG = PlannerConfig(
     max_num_reqs=64,
     max_num_tokens=64,
     max_model_len=64,
-    schedule_kind="split_kv",
+    schedule_kind=SPLIT_KV,
     num_sms=132,
 )
 
@@ -85,7 +87,7 @@ def test_explain_takes_it():
 
 
 def test_a_layer_is_served_by_who_offers_it_and_plans_for_it():
-    fast, steady = Recorder("fast.tape"), Recorder("steady.tape", "split_kv", 50.0, {"batch_invariant": True})
+    fast, steady = Recorder("fast.tape"), Recorder("steady.tape", SPLIT_KV, 50.0, {"batch_invariant": True})
     spec = AttentionSpec(num_heads=4, softmax_scale=1.0, max_num_tokens=8, max_num_reqs=4, max_model_len=8, topk=16)
     for wanted, served in ((False, "fast.tape"), (True, "steady.tape")):
         layer = SparseMLAAttention(replace(spec, batch_invariant=wanted), device="cpu", registry=registry_of(fast, steady))
@@ -151,7 +153,7 @@ class Summing(Recorder):
 
 @pytest.mark.parametrize("invariant", [True, False])
 def test_a_layer_gives_a_row_the_same_bits_in_every_batch(invariant: bool):
-    kernel = Summing("summing.tape", "split_kv", 5.0, {"batch_invariant": True}, primitives=(DECODE,))
+    kernel = Summing("summing.tape", SPLIT_KV, 5.0, {"batch_invariant": True}, primitives=(DECODE,))
     spec = AttentionSpec(
         num_heads=2, softmax_scale=1.0, max_num_tokens=512, max_num_reqs=128, max_model_len=512, kv_layout="bf16", topk=512,
         batch_invariant=invariant,
@@ -182,9 +184,9 @@ def test_a_prefill_of_few_tokens_stays_a_prefill():
 
 
 def test_a_tile_schedule_cannot_be_had_for_it():
-    tiles = {"schedule_kind": "flashmla_tiles", "arch": "sm90", "padded_heads": 64}
+    tiles = {"schedule_kind": FLASHMLA_TILES, "arch": "sm90"}
     with pytest.raises(InvalidArgument, match="batch_invariant: got True, expected False for schedule_kind flashmla_tiles"):
-        replace(CONFIG, batch_invariant=True, **tiles)
+        Planner(replace(CONFIG, batch_invariant=True, **tiles))
 
 
 # ------------------------------------------------------------------ the suite
@@ -232,10 +234,10 @@ def test_who_promises_nothing_is_not_asked():
 
 def test_scheduled_rows_keep_their_cut():
     gpu = replace(H200, memory_bytes=0)
-    made = replace(Promising().implementation(DECODE, device_types=("cuda",)), schedule_kind="split_kv")
+    made = replace(Promising().implementation(DECODE, device_types=("cuda",)), schedule_kind=SPLIT_KV)
     params = [case.params for case in cases_for(made, gpu, "quick") if case.params.run == "batches"]
-    assert {each.schedule: each.rows >= 40 for each in params} == {"none": True, "split_kv": True}
-    (one,) = [each for each in params if each.schedule != "none"][:1]
+    assert {each.schedule: each.rows >= 40 for each in params} == {None: True, SPLIT_KV: True}
+    (one,) = [each for each in params if each.schedule is not None][:1]
     whole, alone = (make_schedule(one, torch.device("cpu"), gpu, num_rows=rows) for rows in (None, 1))
     assert isinstance(whole, SplitSchedule) and isinstance(alone, SplitSchedule)
     assert whole.num_splits == alone.num_splits > 1 and alone.partial_out is not None and alone.partial_out.shape[1] == 1

@@ -23,8 +23,10 @@ from spoiled import NAME, WRONG, Spoiled, registry_with
 from typer.testing import CliRunner
 
 from mla_portable import reference
+from mla_portable.accelerator import Accelerator
 from mla_portable.api import serving
 from mla_portable.contracts import (
+    SPLIT_KV,
     Implementation,
     InvalidArgument,
     PluginError,
@@ -35,9 +37,9 @@ from mla_portable.contracts import (
     Rival,
     RivalCall,
     RivalRegistrar,
+    ScheduleKind,
     SplitSchedule,
     Support,
-    TileSchedule,
     hookimpl,
 )
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
@@ -52,6 +54,7 @@ from mla_portable.tools.bench.kernels import KernelReport, time_kernels
 from mla_portable.tools.bench.plot import plot_lines
 from mla_portable.tools.bench.rivals import load_rivals
 from mla_portable.tools.cli import app
+from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule
 
 CPU = torch.device("cpu")
 SMALL: dict[Primitive, KernelCase] = {
@@ -186,14 +189,13 @@ def test_the_same_seed_makes_the_same_problem():
 # ---------------------------------------------------------------------- candidates
 
 
-def schedule_of(problem: Problem, kind: str, padded: int) -> Any:
+def schedule_of(problem: Problem, kind: ScheduleKind | None) -> Any:
     made = Implementation(
         "acme.v1",
         SPARSE_DECODE,
         Support(source="this test", device_types=("cpu",), kv_layouts=("fp8_ds_mla",)),
         lambda request: reference.sparse_decode,
         schedule_kind=kind,
-        padded_heads=lambda heads: padded,
     )
     return decode_schedule(made, problem, CPU)
 
@@ -202,11 +204,11 @@ def test_decode_gets_the_schedule_that_the_planner_makes():
     from machines import H200
 
     problem = workshop().make(KernelCase(SPARSE_DECODE, 4, "fp8_ds_mla", 16, 128, 512))
-    assert schedule_of(problem, "none", 16) is None
-    split = schedule_of(problem, "split_kv", 16)
+    assert schedule_of(problem, None) is None
+    split = schedule_of(problem, SPLIT_KV)
     assert isinstance(split, SplitSchedule) and (split.num_rows, split.num_heads, split.topk) == (4, 16, 128)
     problem = replace(problem, request=problem.request.but(device=H200))
-    tiles = schedule_of(problem, "flashmla_tiles", 64)
+    tiles = schedule_of(problem, FLASHMLA_TILES)
     assert isinstance(tiles, TileSchedule) and (tiles.num_rows, tiles.num_heads, tiles.num_sm_parts) == (4, 64, 132)
 
 
@@ -477,7 +479,9 @@ def test_what_cannot_be_meant_is_code_2(words):
 def test_a_graph_holds_so_many_calls_and_keeps_what_they_read(monkeypatch):
     cuda = MagicMock()
     cuda.device.side_effect = cuda.stream.side_effect = cuda.graph.side_effect = lambda *args: nullcontext()
-    monkeypatch.setattr(interleaved.torch, "cuda", cuda)
+    gpu = Accelerator(torch.device("cuda", 0))
+    gpu.module = cuda
+    monkeypatch.setattr(interleaved, "accelerator", lambda device: gpu)
 
     class Call:
         made = 0

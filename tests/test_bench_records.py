@@ -16,11 +16,11 @@ import pytest
 from acme_claim import acme_claim
 from machines import A100, H200
 
-from mla_portable.api import serving
 from mla_portable.contracts import Implementation, Primitive, Registrar, Request, Support, hookimpl
 from mla_portable.primitives import CONVERT_INDICES, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry, get_registry, reset_registry
-from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, costs_text, installed_hash, packaged_costs, parse_costs
+from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, costs_text, installed_hash, parse_costs
+from mla_portable.registry.plugins import installed_plugins, load_plugins
 from mla_portable.registry.policy import Policy
 from mla_portable.registry.select import decide
 from mla_portable.sources import source_hash
@@ -414,8 +414,8 @@ def test_the_file_says_the_same_whatever_the_order():
     assert text == costs_text(some[::-1])
     assert text.count("\n") == 3 + 2 + 1, "a line for each implementation and head count"
     asked = request(num_heads=128)
-    assert parse_costs(text)(named("b.v1"), asked) == MeasuredCosts(some)(named("b.v1"), asked)
-    assert parse_costs(costs_text([]))(named("a.v1"), request()) is None
+    assert MeasuredCosts(*parse_costs(text))(named("b.v1"), asked) == MeasuredCosts(some)(named("b.v1"), asked)
+    assert parse_costs(costs_text([])) == ([], {})
     for broken in ('[{"device": "x"}]', "{}", '{"devices": {}, "times": [{"device": "x", "us": {"1": 2}}]}', "["):
         with pytest.raises((TypeError, ValueError)):
             parse_costs(broken)
@@ -423,7 +423,7 @@ def test_the_file_says_the_same_whatever_the_order():
 
 def test_a_device_is_found_by_its_profile_and_by_its_drivers_name():
     known = {"NVIDIA H200 141GB": "NVIDIA H200( NVL)?"}
-    costs = parse_costs(costs_text(times(("a.v1", FP8, 16, 1, 10.0)), known))
+    costs = MeasuredCosts(*parse_costs(costs_text(times(("a.v1", FP8, 16, 1, 10.0)), known)))
     for name, found in {"NVIDIA H200": 1, "NVIDIA H200 NVL": 1, "NVIDIA H200 141GB": 1, "NVIDIA H200 MIG": 0}.items():
         asked = request(device=replace(H200, name=name))
         assert (costs(named("a.v1"), asked) is not None) == bool(found), name
@@ -431,8 +431,9 @@ def test_a_device_is_found_by_its_profile_and_by_its_drivers_name():
 
 
 def test_every_device_that_was_timed_has_one_profile_whose_facts_find_its_costs():
-    costs = packaged_costs()
-    names = {each["device"] for each in json.loads((ROOT / "mla_portable" / "registry" / "costs.json").read_text())["times"]}
+    costs = load_plugins(installed_plugins()).costs
+    files = ROOT.glob("backends/*/src/*/costs.json")
+    names = {time.device for path in files for time in parse_costs(path.read_text(encoding="utf-8"))[0]}
     assert names and len(costs.device_names) == len(names)
     for name in names:
         (profile,) = [each for each in PROFILES.values() if each.matches(name)]
@@ -440,7 +441,7 @@ def test_every_device_that_was_timed_has_one_profile_whose_facts_find_its_costs(
 
 
 def test_the_process_finds_the_same_costs_for_a_driver_and_for_a_profile():
-    registry = Registry(environ={}, probe=False, costs=packaged_costs())
+    registry = Registry(environ={}, probe=False, costs="measured")
     simulated = PROFILES["h100"].device_facts()
     asked = Request(SPARSE_DECODE, simulated, kv_layout="bf16", num_heads=128, topk=2048, block_size=64, rows=256)
     there = asked.but(device=replace(simulated, name="NVIDIA H100 80GB HBM3"))
@@ -448,34 +449,75 @@ def test_the_process_finds_the_same_costs_for_a_driver_and_for_a_profile():
     assert [(v.implementation, v.cost) for v in profile.verdicts] == [(v.implementation, v.cost) for v in driver.verdicts]
 
 
-def test_the_registry_of_the_process_has_the_costs_that_ship(monkeypatch):
-    seen: list[str] = []
+class Timed:
+    """A plugin with one implementation and times of it."""
 
-    def spy(implementation: Implementation, asked: Request) -> None:
-        seen.append(implementation.name)
+    def __init__(self, name: str, us: float, *, of: str = "", text: str = "") -> None:
+        self.name, self.text = name, text or costs_text(times((of or name, FP8, 16, 1, us)), {"H200": ".*H200.*"})
 
-    monkeypatch.setattr("mla_portable.registry.registry.packaged_costs", lambda: spy)
+    @hookimpl
+    def mla_portable_register(self, registrar: Registrar) -> None:
+        registrar.add(named(self.name))
+        registrar.add_costs(self.text)
+
+
+def measured(*plugins: Timed) -> Registry:
+    given = [(plugin.name.partition(".")[0], plugin) for plugin in plugins]
+    return Registry(plugins=given, facts={"cuda": H200}, environ={}, probe=False, costs="measured")
+
+
+def test_the_times_of_all_plugins_are_ranked_together():
+    fast, slow = Timed("a.v1", 10.0), Timed("b.v1", 25.0)
+    decision = measured(slow, fast).decide(request(rows=1), probe=False)
+    assert [(v.implementation, v.cost) for v in decision.verdicts] == [("a.v1", 10.0), ("b.v1", 25.0)]
+    assert measured(slow).decide(request(rows=1), probe=False).verdicts[0].cost == 10.0
+
+
+@pytest.mark.parametrize(
+    ("plugin", "message"),
+    [
+        (Timed("b.v1", 9.0, text="{}"), "costs cannot be read"),
+        (Timed("b.v1", 9.0, text="no JSON"), "costs cannot be read"),
+        (Timed("b.v1", 9.0, text='{"devices": {}, "times": [{"us": {"1": 2}}]}'), "costs cannot be read"),
+        (Timed("b.v1", 9.0, of="a.v1"), "brings costs of a.v1, which it does not offer"),
+    ],
+)
+def test_a_plugin_with_costs_that_are_not_its_own_does_not_load(plugin: Timed, message: str):
+    registry = measured(Timed("a.v1", 10.0), plugin)
+    good, bad = registry.plugin_reports
+    assert good.ok and not bad.loaded and message in bad.error
+    assert [v.implementation for v in registry.decide(request(rows=1), probe=False).verdicts] == ["a.v1"]
+
+
+def test_the_registry_of_the_process_has_the_costs_that_ship():
     reset_registry()
     try:
+        shipped = load_plugins(installed_plugins()).costs
+        asked = Request(MERGE_STATES, PROFILES["h200"].device_facts())
         registry = get_registry()
-        with serving(registry):
-            registry.decide(Request(MERGE_STATES, registry.facts("cpu")), probe=False)
+        for each in registry.implementations(MERGE_STATES):
+            verdicts = registry.decide(asked, probe=False, thorough=True).verdicts
+            found = next(v for v in verdicts if v.implementation == each.name)
+            cost = shipped(each, asked)
+            assert (found.measured, found.cost if cost else None) == (cost is not None, cost[0] if cost else None)
     finally:
         reset_registry()
-    assert "reference.torch" in seen
-    assert isinstance(packaged_costs(), MeasuredCosts)
 
 
-def test_the_file_is_generated_beside_the_package_of_the_same_checkout_alone(tmp_path):
+def test_costs_are_generated_for_the_plugins_of_the_same_checkout_alone(tmp_path):
     (tmp_path / "capability").mkdir()
     (tmp_path / "capability" / "profiles").symlink_to(ROOT / "capability" / "profiles")
-    registry = Registry(plugins=[("reference", "mla_portable.reference")], environ={}, probe=False)
+    plugins = [("reference", "mla_portable.reference"), ("triton", "mla_portable_triton")]
+    registry = Registry(plugins=plugins, environ={}, probe=False)
 
     def names() -> Sequence[str]:
         return [path.name for path in generate(tmp_path / "capability", registry)]
 
     assert "costs.json" not in names()
-    (tmp_path / "mla_portable" / "registry").mkdir(parents=True)
+    home = tmp_path / "backends" / "triton" / "src" / "mla_portable_triton"
+    home.mkdir(parents=True)
+    assert "costs.json" not in names(), "nothing was timed"
+    (home / "costs.json").write_text("")
     assert names()[-1] == "costs.json"
 
 

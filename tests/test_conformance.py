@@ -15,6 +15,7 @@ import pytest
 import torch
 from conformance_faults import CPU, Model
 
+from mla_portable.accelerator import Accelerator
 from mla_portable.contracts import FP8_DS_MLA, DeviceFacts, InvalidArgument, Primitive, UnknownBackend
 from mla_portable.primitives import (
     CACHE_WRITE,
@@ -27,7 +28,7 @@ from mla_portable.primitives import (
     SPARSE_PREFILL,
 )
 from mla_portable.registry import get_registry
-from mla_portable.tools.conformance import TOLERANCES, cases_for, run_case, run_suite, tolerance_table_markdown
+from mla_portable.tools.conformance import TOLERANCES, cases_for, run_case, run_suite, runner, tolerance_table_markdown
 from mla_portable.tools.conformance.attention import AttentionParams, DecodeParams
 from mla_portable.tools.conformance.compare import close, field_of, same_bits
 from mla_portable.tools.conformance.cover import covering
@@ -244,6 +245,9 @@ class NoStream:
 
 @pytest.mark.parametrize("primitive", list(Primitive.all()), ids=str)
 def test_a_replayed_graph_is_judged_on_the_inputs_it_was_replayed_with(primitive, monkeypatch):
+    gpu = Accelerator(torch.device("cuda", 0))
+    monkeypatch.setattr(runner, "accelerator", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: NoStream())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: NoStream())
     for context in ("stream", "graph"):

@@ -17,7 +17,9 @@ from spoiled import Spoiled, registry_with
 
 import mla_portable as mp
 from mla_portable import reference
-from mla_portable.api import serving
+from mla_portable.accelerator import Accelerator
+from mla_portable.api import dispatch, serving
+from mla_portable.attention import layer
 from mla_portable.contracts import Batch, Primitive
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, MERGE_STATES
 
@@ -58,6 +60,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: pretended.current)
     monkeypatch.setattr(torch.cuda, "device", pretended.device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    gpu = Accelerator(torch.device("cuda", HERE))
+    for module in (dispatch, layer):
+        monkeypatch.setattr(module, "accelerator", lambda device: gpu)
     return pretended
 
 
@@ -86,15 +91,15 @@ def test_a_layer_runs_where_it_was_built(gpus, registry, current):
         num_heads=2, kv_layout="bf16", block_size=16, topk=32, softmax_scale=0.1, max_num_tokens=8, max_num_reqs=4,
         max_model_len=64, graph=False, need_lse=True,
     )  # fmt: skip
-    layer = mp.SparseMLAAttention(spec, device="cpu", registry=registry, backend="spoiled")
+    built = mp.SparseMLAAttention(spec, device="cpu", registry=registry, backend="spoiled")
     tokens = np.arange(4, dtype=np.int32)
     batch = Batch(query_start_loc=tokens, seq_lens=tokens[1:], block_table=torch.arange(3, dtype=torch.int32).view(3, 1))
-    plan = mp.Planner(layer.planner_config()).plan(batch)
+    plan = mp.Planner(built.planner_config()).plan(batch)
     cache = torch.randn(3, 16, 576).bfloat16()
     q, topk = torch.randn(3, 2, 576).bfloat16(), torch.zeros(3, 32, dtype=torch.int32)
     gpus.current, gpus.changes, gpus.met = current, 0, []
-    layer.cache_write(torch.ones(1, 512).bfloat16(), torch.ones(1, 64).bfloat16(), cache, torch.tensor([16]))
-    out, lse = layer.forward(q, cache, topk, plan)
+    built.cache_write(torch.ones(1, 512).bfloat16(), torch.ones(1, 64).bfloat16(), cache, torch.tensor([16]))
+    out, lse = built.forward(q, cache, topk, plan)
     assert gpus.current == current and {device for _, device in gpus.met} == {HERE}
     assert {primitive for primitive, _ in gpus.met} >= {CACHE_WRITE, CONVERT_INDICES}
     assert gpus.changes == (0 if current == HERE else 2)

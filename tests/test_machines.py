@@ -270,7 +270,7 @@ def test_facts_of_a_gpu_are_collected_from_torch(one_fake_gpu: SimpleNamespace):
 
 
 def test_a_gpu_that_is_not_there_is_an_error(one_fake_gpu: SimpleNamespace):
-    with pytest.raises(InvalidArgument, match=r"got cuda:3, expected one of the 1 GPUs"):
+    with pytest.raises(InvalidArgument, match=r"got cuda:3, expected one of the 1 cuda devices"):
         gather_facts("cuda:3")
     with pytest.raises(InvalidArgument, match="got 'gpu', expected a torch device"):
         gather_facts("gpu")
@@ -369,7 +369,7 @@ def test_a_route_that_only_the_reference_could_serve_is_not_taken():
         max_model_len=64,
     )
     registry = accelerated(**SHAPES)  # decodes bf16 alone; every other primitive is the reference's
-    decision = choose_route(spec, A100, registry.decide, lambda decision: "none")
+    decision = choose_route(spec, A100, registry.decide, lambda decision: None)
     assert decision.chosen == "direct" and decision.verdict.part("decode") is None, "sparse_prefill serves all tokens"
     refused = {v.route: [r.subject for r in v.reasons] for v in decision.verdicts if v.reasons}
     assert refused == {"fused": ["sparse_decode"], "split": ["sparse_decode"]}

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_portable.contracts import Batch, StepPlan
+from mla_portable.contracts import SPLIT_KV, Batch, StepPlan
 from mla_portable.planner import Planner, PlannerConfig
 
 MAX_MODEL_LEN = 32
@@ -192,7 +192,7 @@ def test_a_plan_means_what_the_slow_statement_says(
         prefill_workspace_tokens=workspace,
         decode_threshold=threshold,
         few_tokens=few_tokens,
-        schedule_kind="split_kv",
+        schedule_kind=SPLIT_KV,
         num_sms=8,
     )
     planner = Planner(config, make_fence=LaggingFence if lag else None)

@@ -206,8 +206,7 @@ NONSENSE = {
     "preference is not a number": lambda: implementation("bad.v1", preference=float("nan")),
     "bind cannot be called": lambda: implementation("bad.v1", bind="kernel"),
     "check cannot be called": lambda: implementation("bad.v1", check=True),
-    "padded_heads cannot be called": lambda: implementation("bad.v1", padded_heads=64),
-    "unknown schedule": lambda: implementation("bad.v1", schedule_kind="tiles"),
+    "a schedule kind in words": lambda: implementation("bad.v1", schedule_kind="tiles"),
 }
 
 

@@ -18,8 +18,6 @@ from mla_portable.contracts import InvalidArgument, Request, UnknownBackend, Uns
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable.registry import Policy, Registry, use
 from mla_portable.registry.policy import Rule, active_rules
-from mla_portable.registry.variables import CORE_VARIABLES
-from mla_portable.vllm import settings
 
 BACKENDS = ("alpha", "beta", "gamma", "delta", "zeta", "eta", "theta")
 DECODE = Request(SPARSE_DECODE, H200)
@@ -362,13 +360,6 @@ def test_variables_that_mean_something_are_accepted_and_listed():
     vendors = [("nvidia", "mla_portable_nvidia"), ("iluvatar", "mla_portable_iluvatar")]
     reg = Registry(plugins=[*plugins(), *vendors], facts={"cuda": H200}, environ={**given, **kubernetes, "HOME": "/me"})
     assert reg.decide(MERGE).chosen and dict(reg.environment) == given
-
-
-def test_the_variables_of_vllm_are_those_that_its_plugin_reads():
-    known = {each.name: each for each in CORE_VARIABLES}
-    for name, values in {settings.ENV_MODE: settings.MODES, settings.ENV_WRITER: settings.WRITERS}.items():
-        assert all(map(known[name].accepts, values)) and not known[name].accepts("foo")
-    assert {value for name, value in vars(settings).items() if name.startswith("ENV_")} <= set(known)
 
 
 def test_variables_of_a_plugin_that_is_broken_or_disabled_are_not_typos():

@@ -80,7 +80,7 @@ def test_the_hook_offers_every_primitive_once():
     gpu = DeviceFacts(vendor="amd", name="gfx", arch="gfx942")
     tpu = DeviceFacts(vendor="google", name="tpu", arch="v5", device_type="xla")
     for i in collector.found:
-        assert (i.name, i.preference, i.schedule_kind) == ("reference.torch", 1000, "none")
+        assert (i.name, i.preference, i.schedule_kind) == ("reference.torch", 1000, None)
         without = (MERGE_STATES, QUANTIZE_PER_TENSOR, INDEXER_LOGITS)
         touches_cache = i.primitive not in without
         for device in (cpu, gpu):

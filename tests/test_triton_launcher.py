@@ -67,7 +67,6 @@ def _same(one: object, other: object) -> bool:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(module, "_machine_code", lambda: Machine.Compiled)
     return Machine()
 
@@ -89,7 +88,6 @@ CALLS = st.tuples(
 @given(calls=st.lists(CALLS, min_size=2, max_size=12), repeats=st.integers(0, 11))
 def test_a_call_gets_the_compilation_that_triton_would_choose(calls: list[Any], repeats: int):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(module, "_machine_code", lambda: Machine.Compiled)
         machine = Machine()
         launch = TritonLauncher(machine)
@@ -154,10 +152,10 @@ def test_a_second_compilation_for_calls_that_look_alike_leaves_all_launches_to_t
     assert "compiled" in caplog.text and len(caplog.records) == 1
 
 
-def test_another_device_has_a_compilation_of_its_own(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+def test_another_device_has_a_compilation_of_its_own(machine: Machine):
     launch, a = TritonLauncher(machine), MEMORY[torch.bfloat16]
     for device, first in ((0, 1), (1, 2), (0, 3), (1, 4), (0, 4), (1, 4)):
-        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+        launch._current_index = lambda device=device: device
         launch((1,), a, a, None, 0.5, 16, 1, 1, FLAG=False, WIDTH=64, num_warps=4)
         assert machine.first == first
 

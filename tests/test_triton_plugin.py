@@ -24,6 +24,7 @@ from mla_portable.contracts import (
     ProgramShape,
     Reason,
     Request,
+    ScheduleLimits,
     split_kv,
 )
 from mla_portable.primitives import (
@@ -34,6 +35,7 @@ from mla_portable.primitives import (
     SPARSE_DECODE,
     SPARSE_PREFILL,
 )
+from mla_portable.registry.costs import parse_costs
 from mla_portable_triton import support
 from mla_portable_triton.attention_configs import attention_config
 
@@ -51,6 +53,9 @@ class Recorder:
 
     def add(self, implementation: Implementation) -> None:
         self.implementations.append(implementation)
+
+    def add_costs(self, costs: str) -> None:
+        assert parse_costs(costs)[0]
 
     def add_detector(self, detector: Detector) -> None:
         raise AssertionError(f"the Triton plugin knows no devices of its own, got {detector}")
@@ -73,8 +78,8 @@ def test_it_offers_every_primitive(offered: dict[Primitive, Implementation]) -> 
     assert {implementation.name for implementation in offered.values()} == {"triton.portable"}
     assert {implementation.preference for implementation in offered.values()} == {50.0}
     kinds = {primitive: implementation.schedule_kind for primitive, implementation in offered.items()}
-    assert kinds.pop(SPARSE_DECODE) == "split_kv"
-    assert set(kinds.values()) == {"none"}
+    assert kinds.pop(SPARSE_DECODE).name == "split_kv"
+    assert set(kinds.values()) == {None}
 
 
 def test_sources_are_modules_that_exist_and_include_every_kernel(offered: dict[Primitive, Implementation]) -> None:
@@ -134,14 +139,20 @@ def test_a_planner_cuts_rows_for_the_blocks_that_run(
 ) -> None:
     """Blocks of 64 heads have 8 warps, of which a multiprocessor of an H200 runs one; 16 heads have 4."""
     request = Request(SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=heads)
-    program = offered[SPARSE_DECODE].program(request)
-    assert split_kv(num_rows=rows, num_heads=heads, topk=2048, num_sms=132, program=program)[0] == splits
+    limits = ScheduleLimits(torch.device("cpu"), heads, 2048, max_num_rows=64, num_sms=132, request=request)
+    assert offered[SPARSE_DECODE].schedule_kind.planner(limits).get(rows, 1).num_splits == splits
 
 
 def test_a_layer_gives_its_planner_the_shape_of_a_block() -> None:
     spec = AttentionSpec(num_heads=16, softmax_scale=0.1, max_num_tokens=4, max_num_reqs=4, max_model_len=64, topk=16)
     layer = SparseMLAAttention(spec, device="cpu", backend="triton")
-    assert layer.planner_config().program == attention_config("cpu", "fp8_ds_mla", 16).program != ProgramShape()
+    config = layer.planner_config()
+    limits = ScheduleLimits(layer.device, 16, 2048, 4, num_sms=132, request=config.decode_request)
+    schedule = config.schedule_kind.planner(limits).get(2, 2)
+    program = attention_config("cpu", "fp8_ds_mla", 16).program
+    assert program != ProgramShape()
+    shape = {"num_rows": 4, "num_heads": 16, "topk": 2048, "num_sms": 132}
+    assert (schedule.num_splits, schedule.split_len) == split_kv(**shape, program=program) != split_kv(**shape)
 
 
 def test_importing_and_registering_bring_in_neither_triton_nor_a_kernel() -> None:
@@ -150,6 +161,7 @@ import sys
 import mla_portable_triton
 class Registrar:
     def add(self, implementation): pass
+    def add_costs(self, costs): pass
 mla_portable_triton.mla_portable_register(Registrar())
 heavy = [name for name in sys.modules if name == "triton" or name.startswith("mla_portable_triton.kernels")]
 assert not heavy, heavy

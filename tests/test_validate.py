@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_portable
 from mla_portable.api import serving
-from mla_portable.contracts import InvalidArgument, PlanMismatch, Request, SplitSchedule, Support, TileSchedule
+from mla_portable.contracts import InvalidArgument, PlanMismatch, Request, SplitSchedule, Support
 from mla_portable.primitives import SPARSE_DECODE
+from mla_portable_nvidia.tile_schedules import TileSchedule
 
 BF16, INT32, UINT8 = torch.bfloat16, torch.int32, torch.uint8
 B, S, H, K = 3, 2, 4, 8
@@ -360,7 +361,7 @@ BAD = [
         "3",
         "its own",
     ),
-    ("sparse_decode", "a schedule in words", "schedule", "x", "str 'x'", "a SplitSchedule or a TileSchedule"),
+    ("sparse_decode", "a schedule in words", "schedule", "x", "str 'x'", "a schedule from a planner"),
     ("sparse_decode", "scratch in one place", "schedule.partial_out", scratch_in_one_place(), "strides", "contiguous"),
     ("sparse_decode", "a negated query", "q", torch._neg_view(bf16(B, S, H, 576)), "negative bit", "without"),
     ("sparse_decode", "a sparse query", "q", bf16(B, S, H, 576).to_sparse(), "sparse", "a dense tensor"),

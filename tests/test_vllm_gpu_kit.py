@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 KIT = Path(__file__).parents[1] / "ci" / "vllm_gpu"
-MODULES = ("checkpoint", "jobs", "judge", "pool", "report", "engine", "timing", "kit")
+MODULES = ("checkpoint", "jobs", "judge", "engine", "timing", "kit")
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +75,15 @@ def test_what_may_differ_follows_stocks_own_noise(kit: Any):
     assert kit.judge.limit(math.inf) == 0.1
 
 
-def test_shadow_mode_must_have_recorded_something_small(kit: Any):
-    line = '{"step": 1, "layer": "a", "rows": 2, "relative": %s, "worst_row": 0.01, "max_abs": 0.1, "pid": 1}'
-    assert kit.judge.read_shadow([line % "0.002", line % "0.004"]).passed
-    assert not kit.judge.read_shadow([]).passed
-    assert not kit.judge.read_shadow([line % "0.02"]).passed
-    assert not kit.judge.read_shadow([line % "NaN"]).passed
+def test_shadow_mode_must_have_recorded_something_small(kit: Any, tmp_path: Path):
+    def passed(*errors: str) -> bool:
+        file = tmp_path / "shadow"
+        file.write_text("".join(f'{{"layer": "a", "relative": {error}}}\n' for error in errors))
+        return kit.judge.read_shadow(file)[0]
+
+    assert passed("0.002", "0.004")
+    assert not passed() and not passed("0.002", "0.02") and not passed("NaN")
+    assert not kit.judge.read_shadow(tmp_path / "absent")[0]
 
 
 def test_jobs_cover_the_matrix_and_have_names_of_their_own(kit: Any):
@@ -98,7 +102,7 @@ def test_stock_runs_without_the_plugin_and_eager_plugins_run_shadowed(
 ):
     monkeypatch.setenv("MLA_PORTABLE_BACKEND", "reference")
     for job in kit.jobs.agreement():
-        environ = kit.pool.environ(job, tmp_path)
+        environ = job.process_environ(tmp_path)
         assert environ.get("MLA_PORTABLE_BACKEND") == ("triton" if job.who == "triton" else None), "the caller's wish leaked"
         assert (environ["MLA_PORTABLE_VLLM"] == "off") == (job.who == "stock")
         if job.task == "generate" and job.mode == "eager":
@@ -106,96 +110,116 @@ def test_stock_runs_without_the_plugin_and_eager_plugins_run_shadowed(
 
 
 def test_every_engine_gets_the_same_prompts(kit: Any):
-    assert kit.engine.prompts([3, 5]) == kit.engine.prompts([3, 5])
-    assert [len(p["prompt_token_ids"]) for p in kit.engine.prompts([3, 5])] == [3, 5]
+    assert kit.checkpoint.prompts([3, 5]) == kit.checkpoint.prompts([3, 5])
+    assert [len(p["prompt_token_ids"]) for p in kit.checkpoint.prompts([3, 5])] == [3, 5]
     job = next(job for job in kit.jobs.agreement() if job.name == "plugin-fp8-h16-eager")
-    given = kit.engine.arguments(job.as_dict(), Path("checkpoints"))
+    given = job.llm_arguments(Path("checkpoints"))
     assert given["attention_backend"] == "CUSTOM" and given["enforce_eager"] and given["model"] == "checkpoints/heads16"
 
 
 LOG = """INFO 11-22 10:00:00 [core.py:1] starting
 Traceback (most recent call last):
-  File "a.py", line 1, in <module>
-    work()
   File "b.py", line 2, in work
     raise ValueError("first")
 ValueError: first
-
-During handling of the above exception, another exception occurred:
-
-(Worker_TP0 pid=7) ERROR 11-22 10:00:01 [exec.py:2] Traceback (most recent call last):
 (Worker_TP0 pid=7) ERROR 11-22 10:00:01 [exec.py:2]   File "c.py", line 3, in stop
 (Worker_TP0 pid=7) ERROR 11-22 10:00:01 [exec.py:2] RuntimeError: last
 """
 
 
 def test_a_failure_names_the_first_error_and_the_last(kit: Any):
-    told = kit.pool.failure(LOG, "exit 1").splitlines()
-    assert told == [
-        "exit 1",
-        'File "a.py", line 1, in <module>',
-        'File "b.py", line 2, in work',
-        "ValueError: first",
-        "... and at last: RuntimeError: last",
-    ]
-    assert kit.pool.failure("killed", "exit -9") == "exit -9\nkilled"
+    assert kit.kit.errors_of(LOG) == ["ValueError: first", "RuntimeError: last"]
+    assert kit.kit.errors_of("killed") == ["killed"]
 
 
-ENGINE = """
-import json, sys, time
-job = json.load(open(sys.argv[1]))
-print("mla_portable serves 2 layers on x by route fused: convert_indices triton.portable, sparse_decode triton.portable; cache")
-if job["options"].get("sleep"):
-    time.sleep(job["options"]["sleep"])
-if job["options"].get("fail"):
-    raise RuntimeError("no luck")
-with open(sys.argv[2], "w") as file:
-    json.dump({"runs": job["options"].get("runs", [])}, file)
-time.sleep(job["options"].get("linger", 0))
+VLLM = """
+import os, subprocess, time
+from types import SimpleNamespace as Some
+
+SamplingParams = Some
+
+
+class LLM:
+    def __init__(self, **given):
+        print("mla_portable serves 2 layers on x by route fused: sparse_decode triton.portable; cache", flush=True)
+        if given["block_size"] != 64:
+            raise RuntimeError("no luck") from ValueError("block_size 16")
+        if os.environ.get("WORKER"):
+            with open(os.environ["WORKER"], "w") as file:
+                file.write(str(subprocess.Popen(["sleep", "60"]).pid))
+        time.sleep(int(os.environ.get("SLEEP", 0)))
+        layers = {"a": Some(impl=given["attention_config"])}
+        self.llm_engine = Some(vllm_config=Some(compilation_config=Some(static_forward_context=layers)))
+
+    def generate(self, requests, sampling, use_tqdm):
+        texts = [Some(token_ids=[7] * one.max_tokens, logprobs=[{7: Some(logprob=-0.5)}] * one.max_tokens) for one in sampling]
+        return [Some(outputs=[text], **request) for text, request in zip(texts, requests, strict=True)]
 """
 
 
 @pytest.fixture
-def engines(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The processes run a stand-in for the engine; the folder for what they leave."""
-    program = tmp_path / "stand_in.py"
-    program.write_text(ENGINE)
-    monkeypatch.setattr(kit.pool, "_ENGINE", program)
-    out = tmp_path / "out"
-    out.mkdir()
-    return out
+def job(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Makes a job whose process runs the kit's engine on a stand-in for vLLM."""
+    package = tmp_path / "modules" / "vllm"
+    (package / "config").mkdir(parents=True)
+    (package / "__init__.py").write_text(VLLM)
+    (package / "config" / "__init__.py").touch()
+    (package / "config" / "attention.py").write_text("class AttentionConfig:\n    sparse_mla_force_mqa = False\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")]))
+
+    def make(name: str, task: str = "generate", *, block: int = 64, says: str = "", **more: Any) -> Any:
+        options = {"lengths": (3, 5), "tokens": 2, "repeats": 2, "says": says}
+        return kit.jobs.Job(name, task, "plugin", arguments={"block_size": block}, options=options, **more)
+
+    return make
 
 
-def test_processes_run_at_a_time_and_leave_results_or_errors(kit: Any, engines: Path):
+def ended(pid: int) -> bool:
+    """The process is gone, or only waits to be collected."""
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_processes_leave_results_or_errors_and_end_with_their_workers(kit: Any, job: Callable[..., Any], tmp_path: Path):
+    worker, begin = tmp_path / "worker", time.monotonic()
     todo = [
-        kit.jobs.Job("good", "generate", "plugin", options={"runs": [[prompt(17, [1])]]}),
-        kit.jobs.Job("bad", "generate", "plugin", options={"fail": True}),
-        kit.jobs.Job("slow", "generate", "plugin", options={"sleep": 60}, seconds=1),
+        job("good", environ={"WORKER": str(worker)}),
+        job("bad", block=16),
+        job("slow", environ={"SLEEP": "90"}, seconds=2),
+        job("refuse-block", "refuse", block=16, says="block_size"),
+        job("refuse-none", "refuse", says="block_size"),
     ]
-    found = {done.job.name: done for done in kit.pool.run(todo, engines, engines, parallel=3, end=time.monotonic() + 30)}
-    assert found["good"].runs == [[prompt(17, [1])]] and not found["good"].error
-    assert found["good"].served == "fused: convert_indices triton.portable, sparse_decode triton.portable"
-    assert found["bad"].runs == [] and "RuntimeError: no luck" in found["bad"].error
-    assert found["slow"].error.startswith("ran out of time") and found["slow"].seconds < 20
+    found = kit.kit.run(todo, tmp_path, tmp_path, parallel=5, end=begin + 80)
+    assert time.monotonic() - begin < 80
+    good = {"tokens": [7, 7], "logprobs": [{"7": -0.5}, {"7": -0.5}]}
+    assert found["good"].runs == [[{"length": 3, **good}, {"length": 5, **good}]] * 2
+    assert not found["good"].error and found["good"].result["impl"] == ["dict"], "dense attention for short prompts is off"
+    assert found["good"].served == "fused: sparse_decode triton.portable"
+    assert ended(int(worker.read_text()))
+    assert found["bad"].runs == [] and found["bad"].error == "exit 1\nValueError: block_size 16\nRuntimeError: no luck"
+    assert found["slow"].error.startswith("ran out of time")
+    lines = {line.name: line.passed for line in kit.judge.agreement(found, [], tmp_path)}
+    assert lines == {"refuse-block": True, "refuse-none": False}
 
 
-def test_an_engine_that_does_not_end_is_ended(kit: Any, engines: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kit.pool, "_TO_END", 0.5)
-    job = kit.jobs.Job("lingers", "generate", "plugin", options={"linger": 60})
-    (done,) = kit.pool.run([job], engines, engines, parallel=1, end=time.monotonic() + 50)
-    assert not done.error and done.seconds < 20
+def test_nothing_starts_when_time_is_over(kit: Any, job: Callable[..., Any], tmp_path: Path):
+    assert kit.kit.run([job("late")], tmp_path, tmp_path, parallel=1, end=time.monotonic()) == {}
 
 
-def test_nothing_starts_when_time_is_over(kit: Any, engines: Path):
-    job = kit.jobs.Job("late", "generate", "plugin")
-    assert kit.pool.run([job], engines, engines, parallel=1, end=time.monotonic()) == []
+def test_nobody_measures_while_an_engine_starts(kit: Any, tmp_path: Path):
+    order: list[str] = []
 
+    def measure() -> None:
+        with kit.timing.turn(tmp_path):
+            order.append("turn")
 
-def test_measuring_begins_when_all_are_up_or_gone(kit: Any, engines: Path):
-    todo = [kit.jobs.Job("gone", "speed", "plugin", options={"fail": True}), kit.jobs.Job("up", "speed", "plugin")]
-    (engines / "1.ready").touch()
-    found = kit.pool.run_together(todo, engines, engines, end=time.monotonic() + 60)
-    assert {done.job.name for done in found} == {"gone", "up"} and (engines / "go").exists()
+    with kit.timing.starting(tmp_path), kit.timing.starting(tmp_path):
+        thread = threading.Thread(target=measure)
+        thread.start()
+        thread.join(0.3)
+        order.append("started")
+    thread.join(10)
+    assert order == ["started", "turn"]
 
 
 def run_of(
@@ -203,7 +227,7 @@ def run_of(
 ):
     several = [*kit.jobs.agreement(), *kit.jobs.speed(), *kit.jobs.tensor_parallel()]
     job = next(job for job in several if job.name == name)
-    return {name: kit.pool.Done(job, {"runs": list(runs), **result}, "", served, 1.0)}
+    return {name: kit.judge.Done(job, {"runs": list(runs), **result}, "", served)}
 
 
 def cell(kit: Any, ours: float, out: Path, served: str = "fused: sparse_decode nvidia.flashmla", relative: str = "0.001"):
@@ -215,10 +239,9 @@ def cell(kit: Any, ours: float, out: Path, served: str = "fused: sparse_decode n
     ran = run_of(kit, "stock-fp8-h64-eager", texts(0, 0), texts(0, 0.1), served="")
     ran |= run_of(kit, "stock-fp8-h64-graphs", texts(0, -0.1), served="")
     ran |= run_of(kit, "plugin-fp8-h64-eager", texts(ours / 4, ours), served=served)
-    record = '{"step": 1, "layer": "a", "rows": 2, "relative": %s, "worst_row": 0.001, "max_abs": 0.1, "pid": 1}'
-    (out / "plugin-fp8-h64-eager.shadow").write_text(record % relative)
+    (out / "plugin-fp8-h64-eager.shadow").write_text(f'{{"layer": "a", "relative": {relative}}}')
     planned = [job for job in kit.jobs.agreement() if "fp8-h64" in job.name and job.who in ("stock", "plugin", "triton")]
-    lines = {line.name: line for line in kit.report.agreement(ran, planned, out)}
+    lines = {line.name: line for line in kit.judge.agreement(ran, planned, out)}
     assert lines.keys() == {job.name for job in planned} - {"stock-fp8-h64-graphs"}
     return lines["plugin-fp8-h64-eager"], lines["triton-fp8-h64-graphs"]
 
@@ -238,7 +261,7 @@ def test_requests_must_be_preempted_and_none_cut_short(kit: Any):
         ran = run_of(kit, "requests-plugin-one", *texts) | run_of(kit, "requests-stock-one", *texts)
         for who in ("plugin", "stock"):
             ran |= run_of(kit, f"requests-{who}-small", *texts, wanted=[tokens], preempted=preempted)
-        return {line.name: line for line in kit.report._requests(ran)}["requests-plugin"]
+        return {line.name: line for line in kit.judge._requests(ran)}["requests-plugin"]
 
     assert line(3).passed and not line(0).passed and not line(3, tokens=5).passed
 
@@ -246,15 +269,12 @@ def test_requests_must_be_preempted_and_none_cut_short(kit: Any):
 def test_times_are_judged_against_stock(kit: Any):
     def lines(step: float, build: float, cell: str = "fp8-h64", forward: float = 101.0) -> dict[str, Any]:
         builds = {"256 decodes + 32 prefills": {"ours": (build, build), "stock": (1000.0, 1100.0)}}
-        kernels = {"ours": {"void at::native::cat<int, 4>(int)": 2.0, "split_fwd": 28.0}, "stock": {}}
-        layers = {"128": {"relative": 1e-3, "ours": (30.0, 31.0), "stock": (30.0, 31.0), "kernels": kernels}}
+        layers = {"128": {"relative": 1e-3, "ours": [31.0], "stock": [31.0]}}
         forwards = {"64 decodes + 4 prefills": {"relative": 1e-3, "ours": (90.0, forward), "stock": (80.0, 100.0)}}
-        steps = {"batch": 128, "step_us": step, "build_us": 50.0}
-        ran = run_of(kit, f"speed-stock-{cell}", steps={**steps, "step_us": 1000.0})
+        ran = run_of(kit, f"speed-stock-{cell}", steps={"batch": 128, "step_us": 1000.0})
+        steps = {"batch": 128, "step_us": step}
         ran |= run_of(kit, f"speed-plugin-{cell}", steps=steps, builds=builds, forwards=forwards, layers=layers)
-        told = list(kit.report.speed(ran))
-        assert next(line.found for line in told if "kernels, ours" in line.name) == "split_fwd 28.0, cat 2.0"
-        return {line.name.strip(): line.passed for line in told if "kernels" not in line.name}
+        return {line.name.strip(): line.passed for line in kit.judge.speed(ran)}
 
     assert lines(1020.0, 90.0) == {
         "speed-stock-fp8-h64": None,
@@ -269,14 +289,14 @@ def test_times_are_judged_against_stock(kit: Any):
     assert lines(1040.0, 110.0, "bf16-h64")["build 256 decodes + 32 prefills"], "a tenth is asked of FP8 caches"
 
 
-def test_tensor_parallelism_is_held_against_stocks(kit: Any, tmp_path: Path):
+def test_tensor_parallelism_is_held_against_stocks(kit: Any):
     def passed(shift: float, *more: float) -> Any:
         def texts(by: float) -> list[dict[str, Any]]:
             return [prompt(17, [1], shift=by), prompt(3000, [2], shift=by)]
 
         ran = run_of(kit, "tp1-stock", texts(0), *map(texts, more)) | run_of(kit, "tp2-stock", texts(0.1))
         ran |= run_of(kit, "tp1-plugin", texts(0)) | run_of(kit, "tp2-plugin", texts(shift))
-        return {line.name: line.passed for line in kit.report.tensor_parallel(ran, tmp_path)}["tp-plugin"]
+        return {line.name: line.passed for line in kit.judge.tensor_parallel(ran)}["tp-plugin"]
 
     assert passed(0.14) and not passed(0.2)
     assert passed(0.2, 0.05, 0.14) and not passed(0.22, 0.05, 0.14), "stock differs from itself on one GPU as well"
@@ -298,7 +318,3 @@ def test_checkpoints_share_what_they_have_in_common(kit: Any):
     name = "model.layers.0.self_attn.indexer.wq_b.weight"
     assert small.keys() == large.keys() and small[name].equal(large[name])
     assert large["model.layers.1.self_attn.q_b_proj.weight"].shape == (64 * 192, 256)
-
-
-def test_the_script_can_be_run():
-    assert os.access(KIT.parent / "gpu_vllm", os.X_OK)

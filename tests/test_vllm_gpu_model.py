@@ -79,7 +79,7 @@ def logprobs(weights: dict[str, Tensor], ids: Tensor, fp8: bool, attend: Attend,
 
 
 def rounded_anew(scores: Tensor, counts: Tensor, values: Tensor) -> Tensor:
-    """As the kit's own: at most one unit of bfloat16."""
+    """Every element times 1 + u * 2**-8, u uniform in [-1, 1]: at most one unit of bfloat16."""
     out = attend(scores, counts, values)
     return rounded(out * (1 + 2**-8 * (2 * torch.rand(out.shape, generator=torch.Generator().manual_seed(1)) - 1)))
 
@@ -117,7 +117,7 @@ def kit():
         yield weights, import_module("judge")
     finally:
         sys.path.remove(str(KIT))
-        for name in ("checkpoint", "judge"):
+        for name in ("checkpoint", "jobs", "judge"):
             sys.modules.pop(name, None)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import zlib
 from pathlib import Path
 from typing import Any, Final
@@ -20,9 +21,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-__all__ = ["VOCAB", "tensors", "write", "write_dense_config"]
+__all__ = ["SEED", "prompts", "tensors", "write", "write_dense_config"]
 
+SEED: Final = 20261
 VOCAB: Final = 4096
+_FIRST_TOKEN: Final = 2  # 0 and 1 begin and end a text
 LAYERS: Final = 2
 HIDDEN, FEED_FORWARD, Q_RANK = 512, 1024, 256
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
@@ -87,6 +90,12 @@ def _config(heads: int) -> dict[str, Any]:
             "mscale_all_dim": 1.0,
         },
     }
+
+
+def prompts(lengths: list[int]) -> list[dict[str, list[int]]]:
+    """Random token ids, the same for every engine."""
+    draw = random.Random(SEED)
+    return [{"prompt_token_ids": [draw.randrange(_FIRST_TOKEN, VOCAB) for _ in range(length)]} for length in lengths]
 
 
 def _drawn(name: str, shape: tuple[int, ...]) -> Tensor:

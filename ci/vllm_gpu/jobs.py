@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines to start, as data: which model, who attends, how vLLM is configured, and what the process is to do.
+"""The engines to start, as data: which model, which attention, how vLLM is configured, and what the process is to do.
 
 A job is one process with one engine. Everything that differs between them is in the fields, so that judging needs no look
 into a process, and a list can be checked without a GPU.
@@ -7,19 +7,18 @@ into a process, and a list can be checked without a GPU.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["HEADS", "KV_DTYPES", "LENGTHS", "TOKENS", "TOPK", "Job", "agreement", "cell", "speed", "tensor_parallel"]
+__all__ = ["HEADS", "KV_DTYPES", "TOPK", "Job", "agreement", "cell", "speed", "tensor_parallel"]
 
 HEADS: Final = (64, 16, 128)
 KV_DTYPES: Final = ("fp8_ds_mla", "auto")
-LENGTHS: Final = (17, 300, 1000, 1900, 2500, 3500, 5000)
-"""Prompts that run together: a part of a block, less than top-k, more than it, more than a chunk of prefill."""
 TOPK: Final = 2048
-TOKENS: Final = 24
 
 WHO: Final[dict[str, tuple[str | None, dict[str, str]]]] = {
     "stock": ("FLASHMLA_SPARSE", {"MLA_PORTABLE_VLLM": "off"}),
@@ -28,7 +27,7 @@ WHO: Final[dict[str, tuple[str | None, dict[str, str]]]] = {
     "override": (None, {"MLA_PORTABLE_VLLM": "override"}),
     "untouched": (None, {"MLA_PORTABLE_VLLM": "auto"}),
 }
-"""Who attends: the backend that vLLM is asked for (None: it chooses by itself), and the plugin's environment."""
+"""The backend that vLLM is asked for (None: it chooses by itself), and the plugin's environment."""
 
 MODES: Final[dict[str, dict[str, Any]]] = {
     "eager": {"enforce_eager": True},
@@ -36,6 +35,20 @@ MODES: Final[dict[str, dict[str, Any]]] = {
     "default": {},
 }
 """graphs: decode steps as CUDA graphs without torch.compile, which takes a minute. default: all that vLLM does by itself."""
+
+_ENVIRON: Final = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "2",
+}
+"""Few threads, because many engines run at once; nothing that asks the network."""
+
+# Prompts that run together: a part of a block, less than top-k, more than it, more than a chunk of prefill.
+_TEXTS: Final = {"lengths": (17, 300, 1000, 1900, 2500, 3500, 5000), "tokens": 24}
 
 
 @dataclass(frozen=True)
@@ -61,13 +74,30 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     seconds: int = 150
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    def llm_arguments(self, checkpoints: Path) -> dict[str, Any]:
+        """For vllm.LLM. The cache's size is given, so that the memory of a GPU that many processes share is not measured."""
+        backend, _ = WHO[self.who]
+        return {
+            "model": str(checkpoints / self.options.get("model", f"heads{self.heads}")),
+            "skip_tokenizer_init": True,
+            "kv_cache_dtype": self.kv,
+            "max_model_len": 8192,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 2048,
+            "gpu_memory_utilization": 0.04,
+            "kv_cache_memory_bytes": 1 << 30,
+            "enable_prefix_caching": False,
+            "seed": 0,
+            **({"attention_backend": backend} if backend else {}),
+            **MODES[self.mode],
+            **self.arguments,
+        }
 
-    @property
-    def model(self) -> str:
-        """The checkpoint's folder, below the one for all checkpoints."""
-        return self.options.get("model", f"heads{self.heads}")
+    def process_environ(self, out: Path) -> dict[str, str]:
+        """Of the job's process; nothing of this project in the caller's environment reaches it."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("MLA_PORTABLE_")}
+        shadow = {"MLA_PORTABLE_VLLM_SHADOW_FILE": str(out / f"{self.name}.shadow")}
+        return {**kept, **_ENVIRON, **shadow, **WHO[self.who][1], **self.environ}
 
 
 def cell(kv: str, heads: int) -> str:
@@ -76,16 +106,10 @@ def cell(kv: str, heads: int) -> str:
 
 
 def _generate(who: str, kv: str, heads: int, mode: str, **more: Any) -> Job:
-    name = f"{who}-{cell(kv, heads)}-{mode}"
-    options = {"repeats": 3 if (who, mode) == ("stock", "eager") else 1, "lengths": LENGTHS, "tokens": TOKENS}
+    options = {**_TEXTS, "repeats": 3 if (who, mode) == ("stock", "eager") else 1}
     environ = {"MLA_PORTABLE_VLLM_SHADOW": "1"} if mode == "eager" and who not in ("stock", "untouched") else {}
+    name = f"{who}-{cell(kv, heads)}-{mode}"
     return Job(name, "generate", who, kv, heads, mode, environ=environ, options=options, **more)
-
-
-def _rounded(kv: str, heads: int) -> Job:
-    """Stock with its attention's output rounded once more: the effect of a difference that any two correct kernels have."""
-    options = {"repeats": 1, "lengths": LENGTHS, "tokens": TOKENS, "rounds": True}
-    return Job(f"rounded-{cell(kv, heads)}-eager", "generate", "stock", kv, heads, "eager", options=options)
 
 
 def _requests() -> Iterator[Job]:
@@ -99,34 +123,24 @@ def _requests() -> Iterator[Job]:
 
 def _refusals() -> Iterator[Job]:
     """Configurations that must not start, and what the message must say."""
-    cases: dict[str, tuple[str, dict[str, Any], dict[str, str], dict[str, Any]]] = {
-        "dtype": ("dtype not supported", {"dtype": "float16"}, {}, {}),
-        "cache": ("kv_cache_dtype", {"kv_cache_dtype": "fp8_e5m2"}, {}, {}),
-        "block": ("block_size", {"block_size": 16}, {}, {}),
-        "dense": ("non-sparse not supported", {"load_format": "dummy"}, {}, {"model": "dense"}),
-        "nobody": ("no route serves", {}, {"MLA_PORTABLE_DISABLE": "triton,nvidia,reference"}, {}),
-    }
-    for name, (text, arguments, environ, options) in cases.items():
-        yield Job(
-            f"refuse-{name}",
-            "refuse",
-            "plugin",
-            heads=16,
-            arguments=arguments,
-            environ=environ,
-            options={"says": text, **options},
-        )
+    nobody = {"MLA_PORTABLE_DISABLE": "triton,nvidia,reference"}
+    for name, says, changes in (
+        ("dtype", "dtype not supported", {"arguments": {"dtype": "float16"}}),
+        ("cache", "kv_cache_dtype", {"arguments": {"kv_cache_dtype": "fp8_e5m2"}}),
+        ("block", "block_size", {"arguments": {"block_size": 16}}),
+        ("dense", "non-sparse not supported", {"arguments": {"load_format": "dummy"}, "options": {"model": "dense"}}),
+        ("nobody", "no route serves", {"environ": nobody}),
+    ):
+        options = {"says": says, **changes.pop("options", {})}
+        yield Job(f"refuse-{name}", "refuse", "plugin", heads=16, options=options, **changes)
 
 
 def agreement() -> list[Job]:
     """Everything whose results are compared; the first ones are of every kind, so that what fails is seen early."""
-    jobs = list(_requests())[:1]
-    jobs += [
-        _generate(who, "fp8_ds_mla", 64, mode) for mode, who in product(("eager", "graphs"), ("stock", "plugin", "triton"))
-    ]
-    jobs += [_rounded(kv, heads) for heads, kv in product(HEADS, KV_DTYPES)]
-    jobs += [_generate("plugin", "fp8_ds_mla", 16, "default", seconds=240)]
-    jobs += list(_requests())[1:]
+    first, *others = _requests()
+    jobs = [first]
+    jobs += [_generate(who, "fp8_ds_mla", 64, mode) for mode in ("eager", "graphs") for who in ("stock", "plugin", "triton")]
+    jobs += [_generate("plugin", "fp8_ds_mla", 16, "default", seconds=240), *others]
     for heads, kv, who, mode in product(HEADS, KV_DTYPES, ("stock", "plugin", "triton"), ("eager", "graphs")):
         if (heads, kv) != (64, "fp8_ds_mla"):
             jobs.append(_generate(who, kv, heads, mode))
@@ -137,46 +151,26 @@ def agreement() -> list[Job]:
 
 def speed() -> list[Job]:
     """Engines that take turns to time their steps, on a machine that does nothing else."""
-    arguments = {"max_num_seqs": 512, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 6 << 30}
     sizes = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 64, 128, 256]}
-    fp8 = [("plugin", 64), ("stock", 64), ("plugin", 128), ("stock", 128), ("plugin", 16), ("stock", 16), ("triton", 16)]
-    order = [(who, heads, "fp8_ds_mla") for who, heads in fp8] + [("plugin", 64, "auto"), ("stock", 64, "auto")]
+    arguments = {"max_num_seqs": 512, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 6 << 30}
+    arguments["compilation_config"] = sizes
+    more = {"options": {"batches": (64, 128), "context": 4096, "prompt": 2100, "tokens": 512}, "seconds": 200}
+    order = [(who, heads, "fp8_ds_mla") for heads in (64, 128, 16) for who in ("plugin", "stock")]
+    order += [("triton", 16, "fp8_ds_mla"), ("plugin", 64, "auto"), ("stock", 64, "auto")]
     return [
-        Job(
-            f"speed-{who}-{cell(kv, heads)}",
-            "speed",
-            who,
-            kv,
-            heads,
-            mode="graphs",
-            arguments={**arguments, "compilation_config": sizes},
-            options={"batches": (64, 128), "context": 4096, "prompt": 2100, "tokens": 512},
-            seconds=200,
-        )
+        Job(f"speed-{who}-{cell(kv, heads)}", "speed", who, kv, heads, "graphs", arguments=arguments, **more)
         for who, heads, kv in order
     ]
 
 
 def tensor_parallel() -> list[Job]:
     """32 heads on one GPU and on two, 16 a rank, by the plugin and by stock."""
+    environ = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}  # it wants NVLink multicast, which a node may have switched off
+    more = {"heads": 32, "mode": "graphs", "environ": environ, "seconds": 300}
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     jobs: list[Job] = []
-    for who, gpus in product(("plugin", "stock"), (1, 2)):
-        arguments = {"tensor_parallel_size": gpus, "distributed_executor_backend": "mp"} if gpus > 1 else {}
-        environ = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}  # it wants NVLink multicast, which a node may have switched off
-        options = {"repeats": 3 if who == "stock" else 1, "lengths": LENGTHS, "tokens": TOKENS}
-        name = f"tp{gpus}-{who}"
-        jobs.append(
-            Job(
-                name,
-                "generate",
-                who,
-                heads=32,
-                mode="graphs",
-                gpus=gpus,
-                arguments=arguments,
-                environ=environ,
-                options=options,
-                seconds=300,
-            )
-        )
+    for who, repeats in (("plugin", 1), ("stock", 3)):
+        options = {**_TEXTS, "repeats": repeats}
+        jobs.append(Job(f"tp1-{who}", "generate", who, options=options, **more))
+        jobs.append(Job(f"tp2-{who}", "generate", who, gpus=2, arguments=two, options=options, **more))
     return jobs

@@ -1,26 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the results say: comparisons of log-probabilities, of layers in shadow mode, of times. Pure functions of the results.
+"""From what engines left to a line for each comparison: log-probabilities, layers in shadow mode, refusals, times.
 
 Greedy texts can be compared up to the first token that differs, because from there on they have different pasts. That token
 may differ where both runs hold both candidates for about equally likely. Prompts shorter than top-k attend to everything, so
-only rounding tells two runs apart; the report tells beside them what the model makes of rounding alone. Longer ones are
-compared with what stock shows against itself, whose near-ties flip as well.
+only rounding separates two runs. Longer ones are compared with what stock shows against itself, whose near-ties flip as well.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations, product
+from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["SHADOW_LIMIT", "TOLERANCE", "Agreement", "Run", "Shadow", "agree", "limit", "noise", "read_shadow", "worst"]
+import jobs
+
+__all__ = ["Agreement", "Done", "Line", "agree", "agreement", "limit", "read_shadow", "speed", "tensor_parallel"]
 
 TOLERANCE: Final = 0.1
 """Log-probabilities of two correct implementations differ by no more where nothing is selected away."""
 NOISE_FACTOR: Final = 1.5
 SHADOW_LIMIT: Final = 1e-2
+
+CHEAPER_BUILD: Final = 10
+STEP_LIMIT: Final = 1.03
+
+_SHORT: Final = {"longest": jobs.TOPK}
+_LONG: Final = {"shortest": jobs.TOPK + 1}
 
 Run = Sequence[dict[str, Any]]
 """Of each prompt its length, tokens, and log-probabilities by token at each."""
@@ -80,45 +89,169 @@ def agree(one: Run, other: Run, *, shortest: int = 0, longest: int = 2**31) -> A
     return Agreement(largest, compared, tuple(parted))
 
 
-def noise(*pairs: tuple[Run, Run], shortest: int) -> float:
-    """The largest difference that stock shows against itself on long prompts; 0 where there is nothing to compare."""
-    found = [agree(one, other, shortest=shortest) for one, other in pairs]
-    return max((agreement.difference for agreement in found), default=0.0)
-
-
 def limit(difference: float) -> float:
     """What may differ where stock differs from itself by `difference`; an infinite one allows nothing."""
     return max(TOLERANCE, NOISE_FACTOR * difference) if math.isfinite(difference) else TOLERANCE
 
 
-@dataclass(frozen=True)
-class Shadow:
-    """What shadow mode recorded: how many layers' steps, of how many layers, and the largest relative errors."""
+def read_shadow(file: Path) -> tuple[bool, str]:
+    """Of shadow mode's file: every record is within SHADOW_LIMIT, and there are some; the largest error in words."""
+    records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    errors = [record["relative"] for record in records]
+    worst = max((error if math.isfinite(error) else math.inf for error in errors), default=math.inf)
+    return worst < SHADOW_LIMIT, f"{worst:.1e} in {len(errors)} records of {len({r['layer'] for r in records})} layers"
 
-    records: int
-    layers: int
-    relative: float
-    worst_row: float
+
+@dataclass(frozen=True)
+class Done:
+    """A job that ran: its result ({} where it left none), what went wrong ("" where nothing did), which kernels served."""
+
+    job: jobs.Job
+    result: dict[str, Any]
+    error: str = ""
+    served: str = ""
 
     @property
-    def passed(self) -> bool:
-        return self.records > 0 and self.relative < SHADOW_LIMIT
+    def runs(self) -> list[Run]:
+        """What was generated; empty where the process failed."""
+        return self.result.get("runs", [])
+
+
+Ran = Mapping[str, Done]
+
+
+@dataclass(frozen=True)
+class Line:
+    """What was compared, what was found, and whether that is right; None where it is reported for information."""
+
+    name: str
+    found: str
+    passed: bool | None = None
 
     def __str__(self) -> str:
-        return f"{self.relative:.1e} (row {self.worst_row:.1e}) in {self.records} records of {self.layers} layers"
+        return f"{ {True: 'ok  ', False: 'FAIL', None: '    '}[self.passed] } {self.name:26} {self.found}"
 
 
-def read_shadow(lines: Sequence[str]) -> Shadow:
-    """Of shadow mode's file; an error that is no number counts as infinite."""
-    records = [json.loads(line) for line in lines]
-    return Shadow(
-        len(records),
-        len({record["layer"] for record in records}),
-        worst(record["relative"] for record in records),
-        worst(record["worst_row"] for record in records),
-    )
+def _runs(ran: Ran, name: str) -> list[Run]:
+    return ran[name].runs if name in ran else []
 
 
-def worst(numbers: Any) -> float:
-    """The largest, 0 of none, inf where one is no number."""
-    return max((number if math.isfinite(number) else math.inf for number in numbers), default=0.0)
+def agreement(ran: Ran, planned: Sequence[jobs.Job], out: Path) -> Iterator[Line]:
+    """What is compared with stock or with itself, and what must be refused, as far as it was planned."""
+    names = {job.name for job in planned}
+    for heads, kv in product(jobs.HEADS, jobs.KV_DTYPES):
+        yield from (line for line in _cell(ran, out, jobs.cell(kv, heads)) if line.name in names)
+    if "untouched-fp8-h64-eager" in names:
+        done = ran.get("untouched-fp8-h64-eager")
+        chosen = done.result.get("impl") if done is not None else None
+        yield Line("untouched-fp8-h64-eager", f"vLLM's own choice is {chosen}", chosen == ["FlashMLASparseImpl"])
+    if any(name.startswith("requests-") for name in names):
+        yield from _requests(ran)
+    for name, done in ran.items():
+        if done.job.task == "refuse":
+            messages, says = done.result.get("refused", []), done.job.options["says"]
+            refused = any(says in text for text in messages)
+            yield Line(name, says if refused else f"expected {says!r}: {messages or 'it started'}", refused)
+
+
+def _cell(ran: Ran, out: Path, cell: str) -> Iterator[Line]:
+    """One head count and cache format: stock against itself, then all others against stock."""
+    stock = {mode: _runs(ran, f"stock-{cell}-{mode}") for mode in ("eager", "graphs")}
+    pairs = list(combinations([*stock["eager"], *stock["graphs"]], 2)) if stock["eager"] else []
+    short, long = (max((agree(*pair, **side).difference for pair in pairs), default=0.0) for side in (_SHORT, _LONG))
+    found = f"against itself: short {short:.3f}, long {long:.3f}" if pairs else "did not finish"
+    yield Line(f"stock-{cell}-eager", found, None if pairs else False)
+    for who, mode in product(("plugin", "triton", "override"), jobs.MODES):
+        theirs = stock["eager" if mode == "eager" else "graphs"]
+        yield _against(ran, out, f"{who}-{cell}-{mode}", theirs, limit(long))
+
+
+def _against(ran: Ran, out: Path, name: str, stock: list[Run], limit: float) -> Line:
+    ours = _runs(ran, name)
+    if not ours or not stock:
+        return Line(name, f"not compared: {'stock' if ours else name} did not finish", False)
+    done = ran[name]
+    short, long = (agree(ours[0], stock[0], **side) for side in (_SHORT, _LONG))
+    passed = short.within(TOLERANCE) and long.difference <= limit
+    found = f"short {short}; long {long} (limit {limit:.2f})"
+    if "MLA_PORTABLE_VLLM_SHADOW" in done.job.environ:
+        same, shadow = read_shadow(out / f"{name}.shadow")
+        passed, found = passed and same, f"{found}; shadow {shadow}"
+    if not done.served or (done.job.who == "triton" and "nvidia." in done.served):
+        return Line(name, f"{found}; served by {done.served or 'others'}", False)
+    return Line(name, found, passed)
+
+
+def _requests(ran: Ran) -> Iterator[Line]:
+    allowed = TOLERANCE
+    for who in ("stock", "plugin"):
+        one, small = _runs(ran, f"requests-{who}-one"), _runs(ran, f"requests-{who}-small")
+        if not one or not small:
+            yield Line(f"requests-{who}", "did not finish", False)
+            continue
+        found, result = agree(small[0], one[0]), ran[f"requests-{who}-small"].result
+        lost = sum(len(p["tokens"]) != wanted for p, wanted in zip(small[0], result["wanted"], strict=True))
+        text = f"{len(small[0])} requests, {lost} cut short, {result['preempted']} preemptions; one by one: {found}"
+        if who == "stock":
+            allowed = limit(found.difference)
+            yield Line("requests-stock", text)
+        else:
+            yield Line("requests-plugin", text, lost == 0 and result["preempted"] > 0 and found.within(allowed))
+
+
+def tensor_parallel(ran: Ran) -> Iterator[Line]:
+    """Two GPUs against one: sums are split, and so rounded, differently.
+
+    The limit follows the differences of stock from its first run on one GPU: on two, and on one again.
+    """
+    limits = [TOLERANCE, TOLERANCE]
+    for who in ("stock", "plugin"):
+        one, two = _runs(ran, f"tp1-{who}"), _runs(ran, f"tp2-{who}")
+        if not one or not two:
+            yield Line(f"tp-{who}", "did not finish", False)
+            continue
+        short, long = (agree(one[0], two[0], **side) for side in (_SHORT, _LONG))
+        text = f"two GPUs against one: short {short}; long {long}"
+        if who == "stock":
+            again = [*two, *one[1:]]
+            limits = [limit(max(agree(one[0], run, **side).difference for run in again)) for side in (_SHORT, _LONG)]
+            yield Line("tp-stock", text)
+        else:
+            right = short.within(limits[0]) and long.difference <= limits[1] and bool(ran["tp2-plugin"].served)
+            yield Line("tp-plugin", f"{text} (limits {limits[0]:.2f}, {limits[1]:.2f})", right)
+
+
+def speed(ran: Ran) -> Iterator[Line]:
+    """Steps of engines, and builds and layers within one engine: ours against stock's."""
+    for name, done in ran.items():
+        if not done.result:
+            yield Line(name, "did not finish", False)
+            continue
+        job, cell = done.job, jobs.cell(done.job.kv, done.job.heads)
+        counts = job.who == "plugin" and job.heads >= 64
+        steps, stock = done.result["steps"], ran.get(f"speed-stock-{cell}")
+        text = f"a decode of {steps['batch']}: {steps['step_us']:.0f} us"
+        if job.who == "stock" or stock is None or not stock.result:
+            yield Line(name, text, False if counts else None)
+        else:
+            ratio = steps["step_us"] / stock.result["steps"]["step_us"]
+            yield Line(name, f"{text}, {ratio:.3f} of stock's step", ratio <= STEP_LIMIT if counts else None)
+        for batch, times in done.result.get("builds", {}).items():
+            factor = CHEAPER_BUILD if "256 decodes + 32" in batch and cell == "fp8-h64" else 1
+            yield _times(f"  build {batch}", times, 0, 1 / factor if job.who == "plugin" else None)
+        for batch, times in done.result.get("forwards", {}).items():
+            # decodes alone are replayed from a graph, and judged as layers
+            yield _times(f"  forward {batch}", times, 1, STEP_LIMIT if counts and "+" in batch else None)
+        for batch, times in done.result.get("layers", {}).items():
+            yield _times(f"  layer, {batch} decodes", times, 0, STEP_LIMIT if counts else None)
+
+
+def _times(name: str, times: dict[str, Any], which: int, most: float | None) -> Line:
+    """Times of ours and of stock's, in microseconds; `which` is at most `most` times stock's, where that is judged.
+
+    Of a call they are two: until it returns, and until the device is done.
+    """
+    ours, stock = times["ours"], times["stock"]
+    text = "; ".join(f"{who} {', '.join(f'{time:.1f}' for time in times[who])} us" for who in ("ours", "stock"))
+    differ = f"; differ by {times['relative']:.1e}" if "relative" in times else ""
+    return Line(name, text + differ, None if most is None else ours[which] <= most * stock[which])

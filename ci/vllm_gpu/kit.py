@@ -9,22 +9,68 @@ FOLDER (default: vllm-report) gets every process's result and log, and `report.t
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import re
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Final
 
 import checkpoint
-import jobs
-import pool
-import report
-import torch
+import judge
+from jobs import Job, agreement, speed, tensor_parallel
+from judge import Done
 
+ENGINE: Final = Path(__file__).with_name("engine.py")
 _FOR_TIMES: Final = 0.35
 """Share of the budget that is kept for what is timed, which runs last."""
-_MOST_OF_FAILURES: Final = 3000
+_SERVES: Final = re.compile(r"mla_portable serves .*? by route (\S+: .*?); cache")
+_ERROR: Final = re.compile(r"^(?:.*\] )?([\w.]+(?:Error|Exception|Argument|Request|Route|Mismatch): .{0,800})", re.MULTILINE)
+
+
+def run_job(job: Job, out: Path, checkpoints: Path, end: float) -> Done | None:
+    """One process, until its time is over or `end` (time.monotonic) comes; None where that is past already."""
+    seconds = min(job.seconds, end - time.monotonic())
+    if seconds <= 0:
+        return None
+    given, result, log = (out / f"{job.name}.{kind}" for kind in ("job", "json", "log"))
+    given.write_text(json.dumps(asdict(job)))
+    command = [sys.executable, str(ENGINE), str(given), str(result), str(checkpoints)]
+    begin, environ = time.monotonic(), job.process_environ(out)
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environ, start_new_session=True)
+        status = "ran out of time"
+        with suppress(subprocess.TimeoutExpired):
+            status = f"exit {process.wait(seconds)}"
+        with suppress(ProcessLookupError):  # the workers that it leaves behind
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    text = log.read_text(errors="replace")
+    served = "; ".join(dict.fromkeys(_SERVES.findall(text)))
+    error = "" if status == "exit 0" and result.exists() else "\n".join([status, *errors_of(text)])
+    print(f"{job.name:32} {time.monotonic() - begin:5.0f} s  {status}", flush=True)
+    return Done(job, {} if error else json.loads(result.read_text()), error, served)
+
+
+def errors_of(log: str) -> list[str]:
+    """The first error that a log names and the last, or its last lines."""
+    found = _ERROR.findall(log)
+    return list(dict.fromkeys([found[0], found[-1]])) if found else log.splitlines()[-6:]
+
+
+def run(todo: Sequence[Job], out: Path, checkpoints: Path, *, parallel: int, end: float) -> dict[str, Done]:
+    """Every job that can be started before `end`, `parallel` at a time; the others are left out."""
+    with ThreadPoolExecutor(max(1, parallel)) as pool:
+        several = pool.map(lambda job: run_job(job, out, checkpoints, end), todo)
+        return {done.job.name: done for done in several if done is not None}
 
 
 def _parse(words: Sequence[str] | None) -> argparse.Namespace:
@@ -39,19 +85,17 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Raises: SystemExit when --only names nothing, or the folder holds an earlier run."""
-    args = _parse(words)
-    begin = time.monotonic()
-    out = args.folder.resolve()
+    args, begin = _parse(words), time.monotonic()
+    out, end = args.folder.resolve(), begin + args.budget
     if out.exists() and any(out.iterdir()):
         raise SystemExit(f"{out} is not empty: name another folder, so that no earlier result passes for one of this run")
     out.mkdir(parents=True, exist_ok=True)
 
-    def chosen(several: list[jobs.Job]) -> list[jobs.Job]:
-        texts = args.only.split(",")
-        return [job for job in several if any(text in job.name for text in texts)]
+    def chosen(several: list[Job]) -> list[Job]:
+        return [job for job in several if any(text in job.name for text in args.only.split(","))]
 
-    compared = chosen(jobs.tensor_parallel() if args.tensor_parallel else jobs.agreement())
-    timed = [] if args.tensor_parallel else chosen(jobs.speed())
+    compared = chosen(tensor_parallel() if args.tensor_parallel else agreement())
+    timed = [] if args.tensor_parallel else chosen(speed())
     if not compared and not timed:
         raise SystemExit(f"--only {args.only}: no job has that in its name")
     checkpoints = out / "checkpoints"
@@ -59,37 +103,20 @@ def main(words: Sequence[str] | None = None) -> int:
         checkpoint.write(checkpoints / f"heads{heads}", heads)
     checkpoint.write_dense_config(checkpoints / "dense")
 
-    end = begin + args.budget
-    ran = {
-        done.job.name: done
-        for done in pool.run(
-            compared, out, checkpoints, parallel=args.parallel, end=end - (_FOR_TIMES * args.budget if timed else 0)
-        )
-    }
-    times = {done.job.name: done for done in pool.run_together(timed, out, checkpoints, end=end)}
-    lines = [*(report.tensor_parallel(ran, out) if args.tensor_parallel else report.agreement(ran, compared, out))]
-    lines += report.speed(times)
-    left_out = [job.name for job in compared if job.name not in ran]
-    text = "\n".join([_machine(), *map(str, lines)])
-    errors = "\n\n".join(report.failures({**ran, **times}))
-    if len(errors) > _MOST_OF_FAILURES:
-        errors = f"{errors[:_MOST_OF_FAILURES]}\n[cut; the logs hold all]"
-    summary = f"{sum(line.passed is True for line in lines)} as they must be, {sum(line.passed is False for line in lines)} not"
-    if left_out:
-        summary += f"; no time for {', '.join(left_out)}"
-    whole = "\n\n".join(part for part in (errors, text, f"{summary}; {time.monotonic() - begin:.0f} s") if part)
-    (out / "report.txt").write_text(f"{whole}\n")
-    print(f"\n{whole}", flush=True)
-    return int(any(line.passed is False for line in lines) or bool(left_out))
-
-
-def _machine() -> str:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    try:
-        vllm = version("vllm")
-    except PackageNotFoundError:
-        vllm = "none"
-    return f"vLLM {vllm}, torch {torch.__version__}, {device}"
+    first = end - _FOR_TIMES * args.budget if timed else end
+    ran = run(compared, out, checkpoints, parallel=args.parallel, end=first)
+    times = run(timed, out, checkpoints, parallel=len(timed), end=end)
+    lines = [*(judge.tensor_parallel(ran) if args.tensor_parallel else judge.agreement(ran, compared, out))]
+    lines += judge.speed(times)
+    left_out = [job.name for job in (*compared, *timed) if job.name not in {**ran, **times}]
+    report = [f"{name}: {done.error}\n" for name, done in {**ran, **times}.items() if done.error]
+    report += [" ".join(f"{name} {metadata.version(name)}" for name in ("vllm", "torch")), *map(str, lines)]
+    failed = sum(line.passed is False for line in lines)
+    report += [f"{len(lines)} lines, {failed} failed; no time for: {', '.join(left_out) or 'none'}"]
+    text = "\n".join(report)
+    (out / "report.txt").write_text(f"{text}\n")
+    print(f"\n{text}", flush=True)
+    return int(bool(failed or left_out))
 
 
 if __name__ == "__main__":

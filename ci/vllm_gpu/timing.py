@@ -2,7 +2,8 @@
 """Times inside of a running engine: a decode step, what building its metadata costs the host, and a layer's attention.
 
 Ours and stock's are measured in the same process on the same inputs where that is possible: builders on batches that are made
-up, layers as CUDA graphs over a cache of random tokens. A decode step is the whole engine's: engines time theirs by turns.
+up, layers as CUDA graphs over a cache of random tokens. A decode step is the whole engine's: engines time theirs by turns, and
+none while another one starts. One lock says whose turn it is, shared while an engine starts; it ends with its process.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import fcntl
 import os
 import statistics
 import time
-import timeit
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from checkpoint import prompts
 from torch import Tensor
 
 from mla_portable.tools.bench.interleaved import captured
 
-__all__ = ["Turns", "measure"]
+__all__ = ["measure", "starting"]
 
 _BATCHES: Final = {
     "256 decodes + 32 prefills": ([1] * 256, [64] * 32),
@@ -40,50 +41,33 @@ _BUILDS, _FORWARDS, _STEPS, _LAYERS = 200, 50, 40, 10
 _TURNS: Final = 6
 """Of each engine, each _STEPS long; a prompt's tokens last for all of them and for the prefills of the others."""
 
-
-class Turns:
-    """Engines that share a machine measure by turns, and none while another one starts."""
-
-    def __init__(self, where: Path) -> None:
-        """Wait until the file `go` in `where` says that all engines are up."""
-        self._lock, self._core = where / "lock", where / "core"
-        (where / f"{time.time_ns()}.ready").touch()
-        while not (where / "go").exists():
-            time.sleep(0.1)
-
-    @contextmanager
-    def turn(self) -> Generator[None, None, None]:
-        """Alone on the machine, on the one core that all take turns on; whoever waits comes before our next turn.
-
-        Cores of a shared machine differ by half, and it is the host's time that most of these times are.
-        """
-        allowed = os.sched_getaffinity(0)
-        with self._lock.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if not self._core.exists():
-                self._core.write_text(str(min(allowed, key=_speed_of_core)))
-            os.sched_setaffinity(0, {int(self._core.read_text())})
-            try:
-                yield
-            finally:
-                os.sched_setaffinity(0, allowed)
-        time.sleep(0.1)
+Sides = dict[str, Any]
+"""Of "ours" and of "stock"."""
 
 
-def _speed_of_core(core: int) -> float:
-    """Seconds of a loop in Python there."""
-    os.sched_setaffinity(0, {core})
-    return min(timeit.repeat("sum(range(1000))", number=200, repeat=5))
+@contextmanager
+def starting(where: Path) -> Generator[None, None, None]:
+    """An engine starts: nobody measures."""
+    with (where / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield
 
 
-def _runner(llm: Any) -> Any:
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+@contextmanager
+def turn(where: Path) -> Generator[None, None, None]:
+    """Alone on the machine, on the one core that all take turns on; an engine that waits comes before our next turn.
 
-
-def _builder(runner: Any) -> Any:
-    """The builder of the sparse attention layers: the other group is the indexer's."""
-    groups = [group for several in runner.attn_groups for group in several if group.backend.get_name() == "FLASHMLA_SPARSE"]
-    return groups[0].get_metadata_builder()
+    Cores of a shared machine differ by half, and it is the host's time that most of these times are.
+    """
+    allowed = os.sched_getaffinity(0)
+    with (where / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.sched_setaffinity(0, {min(allowed)})
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, allowed)
+    time.sleep(0.1)
 
 
 def _common(runner: Any, decodes: list[int], prefills: list[int], context: int) -> Any:
@@ -114,20 +98,17 @@ def _common(runner: Any, decodes: list[int], prefills: list[int], context: int) 
 
 
 def _host_us(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
-    """Median microseconds until `call` returns, and until the device has done what it asked for."""
-    returned: list[float] = []
-    finished: list[float] = []
-    for turn in range(repeats + 20):
+    """Median microseconds until `call` returns, and until the device has done what it was given."""
+    times: list[tuple[float, float]] = []
+    for _ in range(repeats + 20):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         call()
         middle = time.perf_counter()
         torch.cuda.synchronize()
-        end = time.perf_counter()
-        if turn >= 20:
-            returned.append((middle - begin) * 1e6)
-            finished.append((end - begin) * 1e6)
-    return round(statistics.median(returned), 1), round(statistics.median(finished), 1)
+        times.append((middle - begin, time.perf_counter() - begin))
+    returned, finished = (round(statistics.median(column) * 1e6, 1) for column in zip(*times[20:], strict=True))
+    return returned, finished
 
 
 def _stock(llm: Any, runner: Any, ours: Any) -> tuple[Any, Any]:
@@ -160,12 +141,12 @@ def _stock(llm: Any, runner: Any, ours: Any) -> tuple[Any, Any]:
     return builder, impl
 
 
-def _builds(runner: Any, builders: dict[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
-    times: dict[str, dict[str, tuple[float, float]]] = {}
-    for name, (decodes, prefills) in _BATCHES.items():
-        common = _common(runner, decodes, prefills, _BUILD_CONTEXT)
-        times[name] = {who: _host_us(partial(builder.build, 0, common), _BUILDS) for who, builder in builders.items()}
-    return times
+def _builds(runner: Any, builders: Sides) -> dict[str, dict[str, tuple[float, float]]]:
+    commons = {name: _common(runner, *lengths, _BUILD_CONTEXT) for name, lengths in _BATCHES.items()}
+    return {
+        name: {who: _host_us(partial(builder.build, 0, common), _BUILDS) for who, builder in builders.items()}
+        for name, common in commons.items()
+    }
 
 
 def _fill(layer: Any, blocks: int) -> None:
@@ -179,29 +160,18 @@ def _fill(layer: Any, blocks: int) -> None:
         layer.impl.do_kv_cache_update(latent, rope, layer.kv_cache, slots, layer.kv_cache_dtype, one)
 
 
-def _replay_us(replay: Callable[[], Any], before: Callable[[], Any] | None = None) -> float:
-    """Microseconds a layer; with `before`, each replay follows it, as a step follows its build."""
+def _replay_us(build: Callable[[], Any], replay: Callable[[], Any]) -> float:
+    """Microseconds a layer, with its share of the build that each replay follows."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for turn in range(_STEPS + 5):
-        if turn == 5:
+    for number in range(_STEPS + 5):
+        if number == 5:
             torch.cuda.synchronize()
             begin.record()
-        if before is not None:
-            before()
+        build()
         replay()
     end.record()
     torch.cuda.synchronize()
     return begin.elapsed_time(end) * 1e3 / (_STEPS * _LAYERS)
-
-
-def _kernels(call: Callable[[], Any]) -> dict[str, float]:
-    """Microseconds that a call spends in each kernel, which says where a difference comes from."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(_LAYERS):
-            call()
-        torch.cuda.synchronize()
-    times = {event.key: round(event.self_device_time_total / _LAYERS, 2) for event in profile.key_averages()}
-    return {name: time for name, time in times.items() if time}
 
 
 def _queries(layer: Any, tokens: int, context: int) -> tuple[Tensor, Tensor]:
@@ -219,12 +189,11 @@ def _apart(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.float() - theirs.float()).norm() / theirs.float().norm())
 
 
-def _forwards(runner: Any, builders: dict[str, Any], impls: dict[str, Any], layer: Any) -> dict[str, dict[str, Any]]:
+def _forwards(runner: Any, builders: Sides, impls: Sides, layer: Any) -> dict[str, dict[str, Any]]:
     """A layer's attention called from Python, as steps that no graph holds call it: like `_builds`, and how far apart."""
     found: dict[str, dict[str, Any]] = {}
     for name in _EAGER:
-        decodes, prefills = _BATCHES[name]
-        common = _common(runner, decodes, prefills, _BUILD_CONTEXT)
+        common = _common(runner, *_BATCHES[name], _BUILD_CONTEXT)
         q = _queries(layer, common.num_actual_tokens, _BUILD_CONTEXT)
         calls = {
             who: partial(impl.forward_mqa, q, layer.kv_cache, builders[who].build(0, common), layer)
@@ -235,10 +204,8 @@ def _forwards(runner: Any, builders: dict[str, Any], impls: dict[str, Any], laye
     return found
 
 
-def _layer(
-    runner: Any, builders: dict[str, Any], impls: dict[str, Any], layer: Any, batch: int, context: int
-) -> dict[str, Any]:
-    """A decode's attention in one layer, ours and stock's by turns: (microseconds alone, with its share of the build)."""
+def _layer(runner: Any, builders: Sides, impls: Sides, layer: Any, batch: int, context: int) -> dict[str, Any]:
+    """A decode's attention in one layer, ours and stock's by turns."""
     common = _common(runner, [1] * batch, [], context)
     q = _queries(layer, batch, context)
     outs: dict[str, Tensor] = {}
@@ -247,75 +214,56 @@ def _layer(
         outs[who] = impls[who].forward_mqa(q, layer.kv_cache, metadata, layer)[0]
 
     builds = {who: partial(builder.build, 0, common) for who, builder in builders.items()}
-    calls = {who: partial(attend, who, build()) for who, build in builds.items()}
-    replays = {who: captured(call, runner.device, calls=_LAYERS) for who, call in calls.items()}
-    times: dict[str, list[tuple[float, float]]] = {who: [] for who in replays}
-    for _ in range(5):
-        for who, replay in replays.items():
-            step = _replay_us(replay, builds[who])
-            times[who].append((_replay_us(replay), step))
-    return {
-        "relative": _apart(outs["ours"], outs["stock"]),
-        "kernels": {who: _kernels(call) for who, call in calls.items()},
-        **{
-            who: [round(statistics.median(column), 2) for column in zip(*several, strict=True)]
-            for who, several in times.items()
-        },
-    }
+    replays = {who: captured(partial(attend, who, build()), runner.device, calls=_LAYERS) for who, build in builds.items()}
+    rounds = [{who: _replay_us(builds[who], replay) for who, replay in replays.items()} for _ in range(5)]
+    medians = {who: [statistics.median(each[who] for each in rounds)] for who in replays}
+    return {"relative": _apart(outs["ours"], outs["stock"]), **medians}
 
 
-def _steps(llm: Any, builder: Any, options: dict[str, Any], turns: Turns) -> dict[str, Any]:
-    """A decode step of the engine, the median of turns that engines take one after the other; what `build` took in them."""
-    from engine import prompts
+def _steps(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
+    """A decode step of the engine: the median of turns that engines take one after the other."""
     from vllm import SamplingParams
 
-    engine, taken = llm.llm_engine, []
-    build = builder.build
-
-    def timed(*given: Any, **named: Any) -> Any:
-        begin = time.perf_counter()
-        metadata = build(*given, **named)
-        taken.append((time.perf_counter() - begin) * 1e6)
-        return metadata
-
-    batch = max(options["batches"])
+    engine, batch = llm.llm_engine, max(options["batches"])
     wanted = SamplingParams(temperature=0, max_tokens=options["tokens"], ignore_eos=True, detokenize=False)
     names = [f"step-{number}" for number in range(batch)]
-    with turns.turn():
+    with turn(where):
         for name, prompt in zip(names, prompts([options["prompt"]] * batch), strict=True):
             engine.add_request(name, prompt, wanted)
         waiting = set(names)
         while waiting:
             waiting -= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
-    builder.build = timed
     steps: list[float] = []
     for _ in range(_TURNS):
-        with turns.turn():
+        with turn(where):
             for _ in range(4):  # what the engines before us left in caches
                 engine.step()
             begin = time.perf_counter()
             for _ in range(_STEPS):
                 engine.step()
             steps.append((time.perf_counter() - begin) * 1e6 / _STEPS)
-    builder.build = build
     unfinished = engine.get_num_unfinished_requests()
     engine.abort_request(names)
     while engine.has_unfinished_requests():
         engine.step()
     if unfinished != batch:
         raise RuntimeError(f"{batch - unfinished} of {batch} requests ended while their steps were timed")
-    return {"batch": batch, "step_us": round(statistics.median(steps), 1), "build_us": round(statistics.median(taken), 1)}
+    return {"batch": batch, "step_us": round(statistics.median(steps), 1)}
 
 
-def measure(llm: Any, options: dict[str, Any], turns: Turns) -> dict[str, Any]:
-    """steps: of this engine. builds, layers: of ours and stock's, in an engine that ours serves."""
-    runner = _runner(llm)
-    ours = _builder(runner)
-    found: dict[str, Any] = {"steps": _steps(llm, ours, options, turns)}
-    layer = llm.llm_engine.vllm_config.compilation_config.static_forward_context[ours.layer_names[0]]
+def measure(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
+    """steps: of this engine. builds, forwards, layers: of ours and stock's, in an engine that ours serves.
+
+    where: the folder of the lock that all engines share.
+    """
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    groups = [group for several in runner.attn_groups for group in several]  # the other group is the indexer's
+    ours = next(group for group in groups if group.backend.get_name() == "FLASHMLA_SPARSE").get_metadata_builder()
+    found: dict[str, Any] = {"steps": _steps(llm, options, where)}
     if not hasattr(ours, "planner"):
         return found
-    with turns.turn(), torch.inference_mode():
+    layer = llm.llm_engine.vllm_config.compilation_config.static_forward_context[ours.layer_names[0]]
+    with turn(where), torch.inference_mode():
         builder, impl = _stock(llm, runner, ours)
         builders, impls = {"ours": ours, "stock": builder}, {"ours": layer.impl, "stock": impl}
         found["builds"] = _builds(runner, builders)

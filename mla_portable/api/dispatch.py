@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-import torch
 from torch import Tensor
 
-from mla_portable.contracts import BoundPrimitive, Primitive, Request, SplitSchedule, TileSchedule
-from mla_portable.contracts.schedule import SCHEDULE_TYPES
+from mla_portable.accelerator import Accelerator, accelerator
+from mla_portable.contracts import BoundPrimitive, DecodeSchedule, Primitive, Request
 from mla_portable.registry import Registry, get_registry
 from mla_portable.registry.registry import check_backend
 
@@ -44,7 +43,7 @@ class Served(NamedTuple):
 
     call: BoundPrimitive
     name: str
-    schedule_type: type[SplitSchedule] | type[TileSchedule] | None
+    schedule_type: type[DecodeSchedule] | None
 
 
 _override: Registry | None = None
@@ -73,27 +72,30 @@ def find(primitive: str, backend: str | None, tensor: Tensor, facts: tuple[Any, 
     """
     if backend is not None:
         check_backend(backend, primitive)
-    device = tensor.get_device()
-    if device >= 0 and torch.cuda.current_device() != device:  # a kernel is launched on the current GPU
-        with torch.cuda.device(device):
-            served = find(primitive, backend, tensor, facts)
-        return served._replace(call=partial(_call_on, device, served.call))
+    where, graph = None, False
+    if tensor.get_device() >= 0:
+        where = accelerator(tensor.device)
+        if where.current_index() != where.index:  # a kernel is launched on the current device
+            with where.guard():
+                served = find(primitive, backend, tensor, facts)
+            return served._replace(call=partial(_call_on, where, served.call))
+        graph = where.is_capturing()
     registry = get_registry() if _override is None else _override
-    graph = device >= 0 and torch.cuda.is_current_stream_capturing()
-    key = (primitive, backend, device, graph, facts, registry.choice_token())
+    key = (primitive, backend, where, graph, facts, registry.choice_token())
     served: Served | None = registry.served.get(key)
     if served is None:
         given = dict(zip(_FACTS[primitive], facts, strict=True))
         request = Request(Primitive.named(primitive), registry.facts(tensor.device), graph=graph, **given)
         implementation, _ = registry.select(request, backend=backend)
         call = registry.bind(request, backend=backend)
-        served = Served(call, implementation.name, SCHEDULE_TYPES.get(implementation.schedule_kind))
+        kind = implementation.schedule_kind
+        served = Served(call, implementation.name, None if kind is None else kind.schedule_type)
         if len(registry.served) >= _CACHE_LIMIT:
             registry.served.clear()
         registry.served[key] = served
     return served
 
 
-def _call_on(device: int, call: BoundPrimitive, *args: Any, **kwargs: Any) -> Any:
-    with torch.cuda.device(device):
+def _call_on(where: Accelerator, call: BoundPrimitive, *args: Any, **kwargs: Any) -> Any:
+    with where.guard():
         return call(*args, **kwargs)

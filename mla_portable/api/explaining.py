@@ -24,8 +24,8 @@ def explain(
     """Who would serve a primitive, and every reason against everyone else.
 
     Args:
-        primitive: its name. device: where; facts of a device that is not at hand are welcome; None means the first GPU, or
-            the CPU where there is none.
+        primitive: its name. device: where; facts of a device that is not at hand are welcome; None means the first accelerator,
+            or the CPU where there is none.
         backend: as if that were demanded. request_fields: of `mla_portable.contracts.Request`, e.g. num_heads=16.
     Returns: the Decision; print `.text()`. A request that nothing can serve is an answer here, not an error.
     Raises: InvalidArgument for an unknown primitive or field; UnknownBackend. May probe kernels; not graph-safe.
@@ -39,7 +39,7 @@ def explain(
             raise InvalidArgument("explain", name, got="an unknown field", expected=f"one of {', '.join(allowed)}")
     registry = current_registry()
     if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = registry.default_device()
     facts = device if isinstance(device, DeviceFacts) else registry.facts(device)
     request = Request(Primitive.named(primitive), facts, **request_fields)
     return registry.decide(request, backend=backend, thorough=True)

@@ -9,16 +9,16 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from mla_portable.accelerator import accelerator
 from mla_portable.attention.buffers import StepBuffers
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.contracts import (
+    DecodeSchedule,
     InvalidArgument,
     PlanMismatch,
     StepPlan,
 )
 from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor, shape_of
-from mla_portable.contracts.schedule import SCHEDULE_TYPES
-from mla_portable.contracts.validate import check_schedule
 from mla_portable.contracts.values import describe, refuse
 
 __all__ = ["StepCheck", "checked_sink"]
@@ -39,13 +39,16 @@ class StepCheck:
         device: torch.device,
         attn_sink: Tensor | None,
         flat_cache: bool,
-        schedule_kind: str,
+        schedule_type: type[DecodeSchedule] | None,
     ) -> None:
-        """`flat_cache`: sparse_prefill reads the cache as flat rows. `schedule_kind`: of the layer's sparse_decode."""
+        """`flat_cache`: sparse_prefill reads the cache as flat rows.
+
+        `schedule_type`: what the layer's sparse_decode takes, None for any.
+        """
         self._spec, self._route, self._device, self._sink, self._flat = spec, route, device, attn_sink, flat_cache
         self._layout = spec.layout
         self._known: object = self  # the last plan that passed _check_plan; no plan yet
-        self._schedule_type = SCHEDULE_TYPES.get(schedule_kind)
+        self._schedule_type = DecodeSchedule if schedule_type is None else schedule_type
         self._buffers = buffers
         self._workspace_rows = 0 if buffers.workspace is None else buffers.workspace.shape[0]
         self._look_at_buffers()
@@ -135,13 +138,13 @@ class StepCheck:
             )
         wanted, schedule = self._schedule_type, plan.decode_schedule
         if schedule is not None:
-            if wanted is not None and not isinstance(schedule, wanted):
+            if not isinstance(schedule, wanted):
                 raise PlanMismatch(
                     f"{_WHERE}: the plan has a {type(schedule).__name__}, the layer's sparse_decode takes a {wanted.__name__}. "
                     f"{_CONFIGURE}"
                 )
             rows = plan.num_decodes, plan.decode_query_len
-            check_schedule(_WHERE, schedule, *rows, spec.num_heads, spec.topk, self._device, self._layout.value_width)
+            schedule.check(_WHERE, *rows, spec.num_heads, spec.topk, self._device)
         for chunk in plan.prefill_chunks:
             if chunk.workspace_rows > self._workspace_rows:
                 raise PlanMismatch(
@@ -166,8 +169,8 @@ class StepCheck:
 
 
 def _is_capturing(device: torch.device) -> bool:
-    """A CUDA graph is being captured: it keeps plans on purpose, and later plans write the numbers that its replays read."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """A graph is being captured: it keeps plans on purpose, and later plans write the numbers that its replays read."""
+    return accelerator(device).is_capturing()
 
 
 def checked_sink(spec: AttentionSpec, attn_sink: Tensor | None, device: torch.device) -> Tensor | None:

@@ -17,9 +17,9 @@ from mla_portable.contracts import (
     Implementation,
     InvalidArgument,
     Primitive,
-    ProgramShape,
     Reason,
     Request,
+    ScheduleKind,
 )
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
@@ -95,16 +95,14 @@ class Demand:
         offered = self._registry.implementations(decision.request.primitive)
         return next((found for found in offered if found.name == decision.chosen), None)
 
-    def program(self, decoder: Implementation | None, request: Request | None) -> ProgramShape:
-        """What a thread block of the chosen sparse_decode does; the default without one."""
-        if decoder is None or request is None:
-            return ProgramShape()
-        return decoder.program(self._registry.configured(decoder, request))
+    def configured(self, implementation: Implementation, request: Request) -> Request:
+        """What `implementation` is bound for when it serves `request`."""
+        return self._registry.configured(implementation, request)
 
-    def schedule_kind(self, decision: Decision) -> str:
-        """What the chosen implementation of sparse_decode takes as a schedule; "none" without one."""
+    def schedule_kind(self, decision: Decision) -> ScheduleKind | None:
+        """What the chosen implementation of sparse_decode takes as a schedule."""
         found = self.chosen(decision)
-        return found.schedule_kind if found else "none"
+        return found.schedule_kind if found else None
 
 
 def left_out(decision: Decision, on_route: Sequence[Decision]) -> tuple[Reason, ...]:

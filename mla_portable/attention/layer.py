@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mla_portable.accelerator import accelerator
 from mla_portable.attention.buffers import StepBuffers
 from mla_portable.attention.checks import StepCheck, checked_sink
 from mla_portable.attention.demand import BackendChoice, Demand
@@ -24,11 +25,13 @@ from mla_portable.attention.routes import RouteDecision, choose_route
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.attention.step import JoinQuery, Part, Step, join_halves
 from mla_portable.contracts import (
+    WORKSPACE_ROUTES,
     BoundPrimitive,
     Decision,
     Implementation,
     InvalidArgument,
     Request,
+    ScheduleKind,
     StepPlan,
     UnsupportedRequest,
 )
@@ -39,11 +42,9 @@ from mla_portable.registry import Registry, get_registry
 
 __all__ = ["SparseMLAAttention"]
 
-_WORKSPACE_ROUTES: Final = ("split", "upconvert")
-
 
 class SparseMLAAttention:
-    """The attention of one layer, in the latent space (weights absorbed; see `mla_portable.absorb`).
+    """The attention of one layer, in the latent space (weights absorbed).
 
     A layer is not thread-safe, and neither are layers that share buffers: call `forward` from one thread at a time.
 
@@ -95,13 +96,14 @@ class SparseMLAAttention:
         self._convert, self._decode = bound["convert"], bound.get("decode")
         self._prefill, self._gather = bound.get("prefill"), bound.get("gather")
         self._decoder: Implementation | None = demand.chosen(parts["decode"]) if "decode" in parts else None
-        self._program = demand.program(self._decoder, requests.get("decode"))
+        self._planned = demand.configured(self._decoder, requests["decode"]) if self._decoder else None
         self._together = self.route == "direct" and not spec.batch_invariant and _is_one_kernel(self._decoder, parts)
         formats = self._layout.scale_formats
         self._scales = {"scale_format": spec.scale_format or formats[0]} if formats else {}
         self._writes = demand.decide(self._write_request())
         self._write = demand.bind(self._writes.request) if self._writes.chosen else None
-        self._index = torch.empty(0, dtype=torch.uint8, device=self.device).get_device()  # -1 for a CPU
+        self._accelerator = accelerator(self.device)
+        self._index = self._accelerator.index  # -1 for a CPU
         self._attn_sink = checked_sink(spec, attn_sink, self.device)
         self._join_query = join_halves if join_query is None else join_query
         self.buffers = self._ready_buffers(buffers, workspace)
@@ -113,7 +115,7 @@ class SparseMLAAttention:
             device=self.device,
             attn_sink=self._attn_sink,
             flat_cache=flat_cache,
-            schedule_kind=self._decoder.schedule_kind if self._decoder else "none",
+            schedule_type=kind.schedule_type if (kind := self._schedule_kind()) else None,
         )
 
     def _write_request(self) -> Request:
@@ -130,7 +132,7 @@ class SparseMLAAttention:
         )
 
     def _ready_buffers(self, buffers: StepBuffers | None, workspace: Tensor | None) -> StepBuffers:
-        has_workspace = self.route in _WORKSPACE_ROUTES
+        has_workspace = self.route in WORKSPACE_ROUTES
         if buffers is None:
             buffers = StepBuffers.allocate(self.spec, self.device, has_workspace=has_workspace, workspace=workspace)
         elif workspace is not None:
@@ -139,13 +141,16 @@ class SparseMLAAttention:
         buffers.check(self.spec, self.device, has_workspace=has_workspace)
         return buffers
 
+    def _schedule_kind(self) -> ScheduleKind | None:
+        return self._decoder.schedule_kind if self._decoder else None
+
     def explain(self) -> str:
         """The route and every primitive's implementation, with the reasons against the others."""
         return self.route_decision.text()
 
     def planner_config(self) -> PlannerConfig:
         """The configuration of a planner for this layer."""
-        spec, decoder = self.spec, self._decoder
+        spec = self.spec
         return PlannerConfig(
             device=self.device,
             route=self.route,
@@ -154,16 +159,14 @@ class SparseMLAAttention:
             max_num_reqs=spec.max_num_reqs,
             max_num_tokens=spec.max_num_tokens,
             max_model_len=spec.max_model_len,
-            prefill_workspace_tokens=spec.workspace_rows if self.route in _WORKSPACE_ROUTES else 0,
+            prefill_workspace_tokens=spec.workspace_rows if self.route in WORKSPACE_ROUTES else 0,
             decode_threshold=spec.decode_query_len,
-            schedule_kind=decoder.schedule_kind if decoder else "none",
-            program=self._program,
+            schedule_kind=self._schedule_kind(),
+            decode_request=self._planned,
             num_sms=self.facts.num_sms,
             arch=self.facts.arch,
-            padded_heads=decoder.padded_heads(spec.num_heads) if decoder else None,
             batch_invariant=spec.batch_invariant,
             max_scratch_bytes=spec.max_scratch_bytes,
-            value_width=self._layout.value_width,
             block_size=spec.block_size,
         )
 
@@ -176,7 +179,7 @@ class SparseMLAAttention:
         if self._write is None:
             raise UnsupportedRequest(self._writes)
         if self._is_elsewhere():
-            with torch.cuda.device(self._index):
+            with self._accelerator.guard():
                 self.cache_write(kv_c, k_pe, kv_cache, slot_mapping)
         else:
             self._write(kv_c, k_pe, kv_cache, slot_mapping, **self._scales)
@@ -209,7 +212,7 @@ class SparseMLAAttention:
         read-back.
         """
         if self._is_elsewhere():
-            with torch.cuda.device(self._index):
+            with self._accelerator.guard():
                 return self.forward(q, kv_cache, topk_indices, plan, out=out, lse_out=lse_out)
         self._check(q, kv_cache, topk_indices, plan, out, lse_out)
         spec, num_tokens = self.spec, plan.num_padded_tokens
@@ -259,8 +262,8 @@ class SparseMLAAttention:
         return self.buffers.step(plan, decodes=self._decode is not None and not together)
 
     def _is_elsewhere(self) -> bool:
-        """Another GPU than the layer's is the current one, on which kernels are launched."""
-        return self._index >= 0 and torch.cuda.current_device() != self._index
+        """Another device than the layer's is the current one, on which kernels are launched."""
+        return self._index >= 0 and self._accelerator.current_index() != self._index
 
     def _attend(
         self,
@@ -298,7 +301,7 @@ def _bound_requests(demand: Demand, parts: Mapping[str, Decision]) -> dict[str, 
     past its end, so for them nothing is promised.
 
     A token early in its sequence has fewer than K keys. Implementations that accept `lengths` skip the missing keys, with the
-    counts of compacted indices as lengths. FlashMLA's decode does not accept them; its schedule assumes K keys in every row.
+    counts of compacted indices as lengths. A sparse_decode whose schedule assumes K keys in every row is not given any.
     """
     requests = {role: decision.request for role, decision in parts.items()}
     convert = demand.chosen(parts["convert"])
@@ -308,7 +311,8 @@ def _bound_requests(demand: Demand, parts: Mapping[str, Decision]) -> dict[str, 
         if role == "decode" or "gather" not in parts:
             requests[role] = requests[role].but(clean_indices=True)
         found = demand.chosen(parts[role])
-        can_skip = found is not None and found.support.lengths and (role, found.schedule_kind) != ("decode", "flashmla_tiles")
+        kind = found.schedule_kind if found and role == "decode" else None
+        can_skip = found is not None and found.support.lengths and not (kind and kind.assumes_topk)
         if can_skip and convert is not None and convert.support.compact:
             requests[role] = requests[role].but(lengths=True, clean_lengths=True)
             requests["convert"] = requests["convert"].but(compact=True)

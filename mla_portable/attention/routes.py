@@ -21,9 +21,8 @@ from typing import Any, Final
 
 from mla_portable.attention.demand import left_out
 from mla_portable.attention.spec import AUTO_ROUTE, AttentionSpec
-from mla_portable.contracts import ROUTES, Decision, DeviceFacts, Reason, Request, UnsupportedRequest
+from mla_portable.contracts import ROUTES, Decision, DeviceFacts, Reason, Request, ScheduleKind, UnsupportedRequest
 from mla_portable.contracts.decision import grouped
-from mla_portable.planner.config import MIN_HEADS_FOR_SEPARATE
 from mla_portable.primitives import CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry.select import cost_rank, least_cost
 
@@ -32,7 +31,7 @@ __all__ = ["RouteDecision", "RoutePart", "RouteVerdict", "UnsupportedRoute", "ch
 _FUSED_PREFILL: Final = 2.0
 """Prefill tokens through sparse_decode."""
 _FUSED_PREFILL_FEW_HEADS: Final = 0.5
-"""The same with FlashMLA's tiles and fewer than MIN_HEADS_FOR_SEPARATE heads."""
+"""The same with fewer heads than `ScheduleKind.fused_below_heads`."""
 _GATHER_PREFILL: Final = 0.05
 """The gather of prefill contexts, of a prefill's time: 2 % where all of a prompt is in the chunk (an H200, 64 heads), more with
 a longer history."""
@@ -47,7 +46,7 @@ _NOT_OFFERED: Final = "no installed plugin offers it"
 
 Decide = Callable[[Request], Decision]
 """Asks the registry who serves a request."""
-ScheduleKindOf = Callable[[Decision], str]
+ScheduleKindOf = Callable[[Decision], ScheduleKind | None]
 """The schedule kind of the implementation that a decision on sparse_decode chose."""
 
 
@@ -272,10 +271,11 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, decide: Decide, sched
 
     def fused() -> RouteVerdict:
         decode = part("decode", "decode", 1.0)
-        kind = schedule_kind(decode.decision) if decode.decision.chosen else "none"
-        few = kind == "flashmla_tiles" and spec.num_heads < MIN_HEADS_FOR_SEPARATE
+        kind = schedule_kind(decode.decision)
+        least = kind.fused_below_heads if kind else 0
+        few = spec.num_heads < least
         prefill = part("prefill", "decode", _FUSED_PREFILL_FEW_HEADS if few else _FUSED_PREFILL)
-        note = f"fewer than {MIN_HEADS_FOR_SEPARATE} heads: prefill tokens need no kernel of their own" if few else ""
+        note = f"fewer than {least} heads: prefill tokens need no kernel of their own" if few else ""
         return _verdict("fused", (part("convert", "convert"), decode, prefill), note=note)
 
     def direct() -> RouteVerdict:

@@ -6,15 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, ROUTES, InvalidArgument
+from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, ROUTES, WORKSPACE_SEQUENCES, InvalidArgument
 from mla_portable.contracts.values import CACHE_ALIGNMENT, INT32_MAX, check_alignment, check_fields, check_scale
 from mla_portable.layouts import LAYOUTS, CacheLayout, scale_formats
 
-__all__ = ["AUTO_ROUTE", "WORKSPACE_SEQUENCES", "AttentionSpec"]
+__all__ = ["AUTO_ROUTE", "AttentionSpec"]
 
 AUTO_ROUTE: Final = "auto"
-WORKSPACE_SEQUENCES: Final = 5
-"""Sequences of the greatest length that the prefill workspace holds by default, as in vLLM."""
 _LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
     ("num_heads", "block_size", "topk", "max_num_tokens", "max_num_reqs", "max_model_len", "decode_query_len"), (1, INT32_MAX)
 )

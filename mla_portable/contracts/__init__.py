@@ -7,7 +7,7 @@ Imports nothing else of mla_portable; plugins import nothing but this package.
 from mla_portable.contracts.decision import Decision, Verdict
 from mla_portable.contracts.defaults import neutral_defaults
 from mla_portable.contracts.device import DeviceFacts
-from mla_portable.contracts.plan import ROUTES, Batch, PrefillChunk, StepPlan
+from mla_portable.contracts.plan import ROUTES, WORKSPACE_ROUTES, WORKSPACE_SEQUENCES, Batch, PrefillChunk, StepPlan
 from mla_portable.contracts.plugin import (
     ENTRY_POINT_GROUP,
     PROJECT_NAME,
@@ -18,7 +18,6 @@ from mla_portable.contracts.plugin import (
     Rival,
     RivalCall,
     RivalRegistrar,
-    ScheduleKind,
     Tunable,
     TunableRegistrar,
     Variable,
@@ -33,11 +32,12 @@ from mla_portable.contracts.results import attention_results
 from mla_portable.contracts.schedule import (
     DEFAULT_SCRATCH_BYTES,
     DecodeSchedule,
-    ProgramShape,
-    SplitSchedule,
-    TileSchedule,
-    split_kv,
+    ScheduleKind,
+    ScheduleLimits,
+    SchedulePlanner,
+    refuse_schedule,
 )
+from mla_portable.contracts.split_kv import SPLIT_KV, ProgramShape, SplitSchedule, split_kv, split_kv_kind
 from mla_portable.contracts.support import Reason, Support
 from mla_portable.errors import (
     InvalidArgument,
@@ -80,6 +80,9 @@ __all__ = [
     "ROUTES",
     "SCALE_FORMATS",
     "SCALE_GROUP",
+    "SPLIT_KV",
+    "WORKSPACE_ROUTES",
+    "WORKSPACE_SEQUENCES",
     "BackendSpec",
     "Batch",
     "BoundPrimitive",
@@ -103,10 +106,11 @@ __all__ = [
     "RivalCall",
     "RivalRegistrar",
     "ScheduleKind",
+    "ScheduleLimits",
+    "SchedulePlanner",
     "SplitSchedule",
     "StepPlan",
     "Support",
-    "TileSchedule",
     "Tunable",
     "TunableRegistrar",
     "UnknownBackend",
@@ -118,7 +122,9 @@ __all__ = [
     "layout_of",
     "neutral_defaults",
     "pack_fp8",
+    "refuse_schedule",
     "split_kv",
+    "split_kv_kind",
     "tile_scales",
     "unpack_fp8",
 ]

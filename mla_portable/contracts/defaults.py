@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
-from typing import Final
 
 import torch
 
-__all__ = ["neutral_defaults"]
+from mla_portable.accelerator import known_types, without_autocast
 
-_AUTOCAST: Final = ("cpu", "cuda")
+__all__ = ["neutral_defaults"]
 
 
 @contextmanager
@@ -27,9 +26,8 @@ def neutral_defaults() -> Generator[None, None, None]:
     torch.set_default_dtype(torch.float32)
     try:
         with torch.device("cpu"), torch.inference_mode(False), ExitStack() as stack:
-            for device_type in _AUTOCAST:
-                if torch.is_autocast_enabled(device_type):
-                    stack.enter_context(torch.autocast(device_type, enabled=False))
+            for device_type in known_types():
+                stack.enter_context(without_autocast(device_type))
             yield
     finally:
         torch.set_default_dtype(before)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_portable.contracts.schedule import DecodeSchedule
 
-__all__ = ["ROUTES", "Batch", "PlanCounter", "PrefillChunk", "StepPlan"]
+__all__ = ["ROUTES", "WORKSPACE_ROUTES", "WORKSPACE_SEQUENCES", "Batch", "PlanCounter", "PrefillChunk", "StepPlan"]
 
 ROUTES = ("fused", "split", "direct", "upconvert")
 """Compositions of primitives that serve a batch.
@@ -21,6 +21,11 @@ split      decode tokens through sparse_decode; prefill through gather_upconvert
 direct     decode tokens through sparse_decode; prefill through sparse_prefill on the paged cache, no workspace
 upconvert  every token through gather_upconvert and sparse_prefill (vendors whose kernels read bf16 only)
 """
+WORKSPACE_ROUTES = ("split", "upconvert")
+"""Those that gather prefill sequences into a bf16 workspace."""
+WORKSPACE_SEQUENCES = 5
+"""Sequences of the greatest length that the workspace holds by default, as in vLLM. 5 x 163 840 tokens of 1152 bytes are 0.9
+GiB."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import pluggy
 import torch
@@ -27,7 +27,7 @@ import torch
 from mla_portable.contracts.device import DeviceFacts
 from mla_portable.contracts.primitive import BoundPrimitive, Primitive
 from mla_portable.contracts.request import Request
-from mla_portable.contracts.schedule import ProgramShape
+from mla_portable.contracts.schedule import ScheduleKind
 from mla_portable.contracts.support import Reason, Support
 from mla_portable.errors import PluginError
 
@@ -41,7 +41,6 @@ __all__ = [
     "Rival",
     "RivalCall",
     "RivalRegistrar",
-    "ScheduleKind",
     "Tunable",
     "TunableRegistrar",
     "Variable",
@@ -54,16 +53,11 @@ ENTRY_POINT_GROUP: Final = "mla_portable.backends"
 hookspec = pluggy.HookspecMarker(PROJECT_NAME)
 hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
 
-ScheduleKind = Literal["none", "split_kv", "flashmla_tiles"]
 _NAME = re.compile(r"[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*")
 
 
 def _nothing_missing(device: DeviceFacts) -> Iterable[Reason]:
     return ()
-
-
-def _default_program(request: Request) -> ProgramShape:
-    return ProgramShape()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +74,7 @@ class Implementation:
         check: library found, symbols found, calling convention identified on this device? Returns the reasons why not.
             It runs once a process, before the numeric probe.
         preference: declared cost, smaller is preferred. Vendor kernels about 10, portable kernels 50, reference 1000.
-        schedule_kind: what `schedule=` of sparse_decode takes: "none", "split_kv" or "flashmla_tiles".
-        program: of a kernel that takes "split_kv", what one thread block of it does for a request; planners cut rows by it.
-        padded_heads: the head count the kernel runs with for a request's; the identity where nothing is padded. Planners
-            of "flashmla_tiles" need it.
+        schedule_kind: what `schedule=` of sparse_decode takes, and who plans it; None where any is ignored.
         prefills_as: of sparse_decode, the name of the sparse_prefill that is the same kernel on the same cache, so that one
             call may serve a step's decodes and prefills together; "" for none.
         sources: modules whose text decides the result, "package:file" for another file; evidence is bound to their hash.
@@ -95,9 +86,7 @@ class Implementation:
     bind: Callable[[Request], BoundPrimitive]
     check: Callable[[DeviceFacts], Iterable[Reason]] = _nothing_missing
     preference: float = 50.0
-    schedule_kind: ScheduleKind = "none"
-    program: Callable[[Request], ProgramShape] = _default_program
-    padded_heads: Callable[[int], int] = field(default=int)
+    schedule_kind: ScheduleKind | None = None
     prefills_as: str = ""
     sources: tuple[str, ...] = ()
 
@@ -112,6 +101,9 @@ class Implementation:
             raise PluginError(f"{self.name} / {self.primitive}: bind must be callable, got {type(self.bind).__name__}")
         if not 0 <= self.preference < float("inf"):
             raise PluginError(f"{self.name} / {self.primitive}: preference {self.preference} must be finite and 0 or more")
+        if self.schedule_kind is not None and not isinstance(self.schedule_kind, ScheduleKind):
+            got = type(self.schedule_kind).__name__
+            raise PluginError(f"{self.name} / {self.primitive}: schedule_kind must be a ScheduleKind or None, got {got}")
 
     @property
     def backend(self) -> str:
@@ -155,6 +147,13 @@ class Registrar(Protocol):
 
     def add_detector(self, detector: Detector) -> None:
         """Recognise this vendor's devices before torch's own names are believed."""
+        ...
+
+    def add_costs(self, costs: str) -> None:
+        """Bring times that were measured of the plugin's implementations: the text of a file that `costs_text` wrote.
+
+        They rank implementations on the devices that were timed. The fastest time on record is over those of all plugins.
+        """
         ...
 
     def add_variable(self, variable: Variable) -> None:

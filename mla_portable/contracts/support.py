@@ -68,7 +68,7 @@ class Support:
     """
 
     source: str
-    device_types: tuple[str, ...] = ("cuda",)
+    device_types: tuple[str, ...] | None = ("cuda",)
     vendors: tuple[str, ...] | None = None
     archs: tuple[str, ...] | None = None
     kv_layouts: tuple[str, ...] | None = ()
@@ -107,7 +107,7 @@ class Support:
         unknown = [name for name in self.scale_formats if name not in scale_formats()]
         if unknown:
             raise InvalidArgument(where, "scale_formats", got=_words(unknown), expected=f"among {_words(scale_formats())}")
-        if not self.device_types:
+        if self.device_types == ():
             raise InvalidArgument(where, "device_types", got="()", expected="at least one device type")
 
     @property
@@ -121,7 +121,7 @@ class Support:
 
     def device_reasons(self, device: DeviceFacts) -> Iterator[Reason]:
         """The reasons that hold on this device whatever the shapes are."""
-        if device.device_type not in self.device_types:
+        if self.device_types is not None and device.device_type not in self.device_types:
             yield Reason("device type", device.device_type, f"supports {_words(self.device_types)}", "use another backend")
         if self.vendors is not None and device.vendor not in self.vendors:
             yield Reason("vendor", device.vendor, f"supports {_words(self.vendors)}", "use another backend")

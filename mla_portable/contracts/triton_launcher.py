@@ -2,7 +2,7 @@
 """Launching a Triton kernel again at half of the host time that Triton takes.
 
 At each launch Triton inspects every argument to find the compilation that the call needs. Here it is asked at the first two
-calls of each key, which holds what Triton tells calls apart by (`triton.runtime.jit` of 3.5 to 3.7, for CUDA devices): the
+calls of each key, which holds what Triton tells calls apart by (`triton.runtime.jit` of 3.5 to 3.7): the
 device; the values of options and constants; of a pointer its type and whether it is a multiple of 16; the value of any other
 argument that is specialised. One that is not has to be an integer of 32 bits; Triton takes a larger one as 64.
 
@@ -19,6 +19,8 @@ from operator import itemgetter
 from typing import Any, Final
 
 import torch
+
+from mla_portable.accelerator import accelerator, default_device
 
 __all__ = ["TritonLauncher"]
 
@@ -52,11 +54,12 @@ class TritonLauncher:
     The second call of a key goes through Triton too, and must get the same compilation; otherwise every later call does.
     """
 
-    __slots__ = ("_exact", "_free", "_kernel", "_known", "_met", "_names", "_pointers")
+    __slots__ = ("_current_index", "_exact", "_free", "_kernel", "_known", "_met", "_names", "_pointers")
 
     def __init__(self, kernel: Any) -> None:
         """kernel: what `triton.jit` made; interpreted ones are called as they are."""
         self._kernel = kernel
+        self._current_index: Callable[[], int] | None = None
         self._known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], list[Any]]] | None = None
         self._met: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}  # keys of one call so far
         params = [param for param in getattr(kernel, "params", ()) if not param.is_constexpr]
@@ -81,7 +84,8 @@ class TritonLauncher:
             return
         pointers = [t if t is None else (t.dtype, not t.data_ptr() & 15) for t in self._pointers(arguments)]
         constants = named.values()
-        key = (torch.cuda.current_device(), *pointers, *self._exact(arguments), *constants)
+        current_index = self._current_index or self._find_current_index(arguments)
+        key = (current_index(), *pointers, *self._exact(arguments), *constants)
         kinds = [*map(type, arguments), *map(type, constants), *named]
         found = known.get(key)
         if found is None:
@@ -90,6 +94,12 @@ class TritonLauncher:
             found[0][(*grid, 1, 1)](*arguments, *found[1])
         else:
             self._kernel[grid](*arguments, **named)
+
+    def _find_current_index(self, arguments: tuple[Any, ...]) -> Callable[[], int]:
+        """How to ask for the current device, of the type that the first call's tensors are on."""
+        device = next((t.device for t in self._pointers(arguments) if t is not None), None)
+        self._current_index = accelerator(default_device() if device is None else device).current_index
+        return self._current_index
 
     def _remember(self, key: tuple[Any, ...], compiled: Any, named: dict[str, Any], kinds: list[Any]) -> None:
         """Keep what Triton launched for this key, once it was the same at two calls."""

@@ -22,12 +22,10 @@ from mla_portable.contracts.rules import (
     rows_alignment,
     shape_of,
 )
-from mla_portable.contracts.schedule import DecodeSchedule, SplitSchedule, TileSchedule
+from mla_portable.contracts.schedule import DecodeSchedule
 from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, check_scale, describe, refuse
-from mla_portable.errors import PlanMismatch
 from mla_portable.layouts import (
     INDEX_HEAD_SIZE,
-    KV_LORA_RANK,
     CacheLayout,
     layout_of,
     scale_formats,
@@ -36,7 +34,6 @@ from mla_portable.layouts import (
 __all__ = [
     "QUANTIZED_DTYPES",
     "cache_write",
-    "check_schedule",
     "convert_indices",
     "gather_upconvert",
     "indexer_logits",
@@ -193,7 +190,9 @@ def sparse_decode(
     if attn_sink is not None:
         check_tensor(where, "attn_sink", attn_sink, torch.float32, (num_heads,), device, "[H]")
     if schedule is not None:
-        check_schedule(where, schedule, batch, query_len, num_heads, topk, device, layout.value_width)
+        if not isinstance(schedule, DecodeSchedule):  # pyright: ignore[reportUnnecessaryIsInstance]
+            refuse(where, "schedule", describe(schedule), "a schedule from a planner, or None")
+        schedule.check(where, batch, query_len, num_heads, topk, device)
     if out is not None or lse_out is not None:
         if out is not None:
             shape = (batch, query_len, num_heads, layout.value_width)
@@ -203,61 +202,6 @@ def sparse_decode(
         read = {"q": q, "kv_cache": kv_cache, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
         check_disjoint(where, {"out": out, "lse_out": lse_out}, read)
     return layout.name, num_heads, topk, block_size, query_len, alignment, bool(apart % layout.row_width)
-
-
-def check_schedule(
-    where: str,
-    schedule: DecodeSchedule,
-    batch: int,
-    query_len: int,
-    num_heads: int,
-    topk: int,
-    device: torch.device,
-    value_width: int = KV_LORA_RANK,
-) -> None:
-    """A decode schedule fits a call of `batch` x `query_len` rows, `num_heads` heads and width `topk`, and its scratch fits it.
-
-    value_width: of the cache's layout.
-
-    Raises: PlanMismatch with both sides.
-    """
-    if not isinstance(schedule, (SplitSchedule, TileSchedule)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        refuse(where, "schedule", describe(schedule), "a SplitSchedule or a TileSchedule, from a planner, or None")
-    if isinstance(schedule, SplitSchedule):
-        made_for = (schedule.num_rows, schedule.num_heads, schedule.topk)
-        if made_for != (batch * query_len, num_heads, topk):
-            _mismatch(where, (batch * query_len, num_heads, topk), made_for)
-        if schedule.num_splits > 1:
-            rows = (schedule.num_splits, schedule.num_rows, num_heads)
-            check_tensor(
-                where, "schedule.partial_out", schedule.partial_out, torch.float32, (*rows, value_width), device,
-                f"[num_splits, B * S, H, {value_width}]",
-            )  # fmt: skip
-            check_tensor(
-                where, "schedule.partial_lse", schedule.partial_lse, torch.float32, rows, device, "[num_splits, B * S, H]"
-            )
-            for name, scratch in (("partial_out", schedule.partial_out), ("partial_lse", schedule.partial_lse)):
-                if scratch is not None and not scratch.is_contiguous():
-                    refuse(where, f"schedule.{name}", f"strides {list(scratch.stride())}", "contiguous scratch")
-        return
-    made_for = (schedule.num_rows * schedule.query_len, schedule.num_heads, schedule.topk)
-    if schedule.num_rows != batch or schedule.query_len != query_len or schedule.topk != topk:
-        _mismatch(where, (batch * query_len, num_heads, topk), made_for)
-    if schedule.num_heads < num_heads:  # more is padding
-        _mismatch(where, (batch * query_len, num_heads, topk), made_for)
-    parts = (schedule.num_sm_parts, 8)
-    check_tensor(
-        where, "schedule.tile_scheduler_metadata", schedule.tile_scheduler_metadata, torch.int32, parts, device, "[parts, 8]"
-    )
-    rows = min(batch, schedule.rows_per_call or batch)
-    check_tensor(where, "schedule.num_splits", schedule.num_splits, torch.int32, (rows + 1,), device, "[rows of a call + 1]")
-
-
-def _mismatch(where: str, given: tuple[int, int, int], made_for: tuple[int, int, int]) -> None:
-    words = [f"{rows} rows, {heads} heads and topk {topk}" for rows, heads, topk in (given, made_for)]
-    raise PlanMismatch(
-        f"{where}: the call has {words[0]}, its schedule was made for {words[1]}. A plan serves one batch: plan again."
-    )
 
 
 def sparse_prefill(

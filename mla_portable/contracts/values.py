@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, cast
 
 import torch
 from torch import Tensor
 
+from mla_portable.accelerator import device_count
 from mla_portable.errors import InvalidArgument
 
 __all__ = [
@@ -120,6 +121,9 @@ def device_of(where: str, device: Any) -> torch.device:
     if not isinstance(device, (str, torch.device)):
         refuse(where, "device", describe(device), expected)
     try:
+        index = cast("int | None", torch.device(device).index)  # None for a bare type, whatever torch's stub says
+        if index is not None and index >= device_count(torch.device(device).type):
+            refuse(where, "device", repr(str(device)), expected)
         return torch.empty(0, dtype=torch.uint8, device=device).device
     except (RuntimeError, AssertionError) as error:  # what torch raises for an unknown name and for a missing device
         message = str(error).strip().partition("\n")[0]

@@ -2,7 +2,6 @@
 """The planner: one frozen StepPlan per engine step, shared by all layers, made without reading anything back."""
 
 from mla_portable.planner.config import PlannerConfig
-from mla_portable.planner.flashmla import Tiles, num_sm_parts, tile_schedule
 from mla_portable.planner.planner import Planner
 
-__all__ = ["Planner", "PlannerConfig", "Tiles", "num_sm_parts", "tile_schedule"]
+__all__ = ["Planner", "PlannerConfig"]

@@ -4,25 +4,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, get_args
+from typing import Final
 
 import torch
 
-from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, ROUTES, InvalidArgument, ProgramShape, ScheduleKind
-from mla_portable.contracts.values import INT32_MAX, check_fields
-from mla_portable.layouts import KV_LORA_RANK
-from mla_portable.planner.flashmla import accumulator_bytes, num_sm_parts
+from mla_portable.contracts import (
+    DEFAULT_SCRATCH_BYTES,
+    ROUTES,
+    WORKSPACE_ROUTES,
+    WORKSPACE_SEQUENCES,
+    InvalidArgument,
+    Request,
+    ScheduleKind,
+)
+from mla_portable.contracts.values import INT32_MAX, check_fields, describe
 
-__all__ = ["DEFAULT_WORKSPACE_SEQUENCES", "MIN_HEADS_FOR_SEPARATE", "PlannerConfig"]
+__all__ = ["PlannerConfig"]
 
-DEFAULT_WORKSPACE_SEQUENCES: Final = 5
-"""Default workspace, in sequences of max_model_len tokens. 5 x 163 840 tokens of 1152 bytes are 0.9 GiB."""
-MIN_HEADS_FOR_SEPARATE: Final = 32
-"""From this many query heads on, prefill is worth a kernel of its own beside FlashMLA's decode."""
-_WORKSPACE_ROUTES: Final = ("split", "upconvert")
 _LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
-    ("num_heads", "topk", "max_num_reqs", "max_num_tokens", "max_model_len", "decode_threshold", "block_size", "padded_heads"),
-    (1, INT32_MAX),
+    ("num_heads", "topk", "max_num_reqs", "max_num_tokens", "max_model_len", "decode_threshold", "block_size"), (1, INT32_MAX)
 )
 
 
@@ -41,17 +41,16 @@ class PlannerConfig:
             decodes of a batch share one length.
         few_tokens: leading requests of one greater length are decodes too where they have at most this many tokens together;
             0 for none. Routes "direct" and "split".
-        schedule_kind: what the sparse_decode implementation wants, `Implementation.schedule_kind`.
-        program: what a thread block of that implementation does, `Implementation.program`; for "split_kv".
-        num_sms: multiprocessors, 0 for a CPU. arch: `DeviceFacts.arch`; "flashmla_tiles" needs both.
-        padded_heads: head count that the decode kernel runs with, None for num_heads.
+        schedule_kind: what the sparse_decode implementation wants, `Implementation.schedule_kind`; None for no schedules.
+        decode_request: what that implementation is bound for; its schedules may depend on it. None where unknown.
+        num_sms: multiprocessors, 0 for a CPU. arch: `DeviceFacts.arch`. A schedule kind may need both.
         batch_invariant: the splits of a decode row have one length in every batch, so that the order of a row's sums does not
             depend on the batch; `few_tokens` counts as 0. The length depends on topk, num_heads, max_num_reqs,
-            decode_threshold and max_scratch_bytes (route "fused": max_num_tokens). Not for "flashmla_tiles".
-        max_scratch_bytes: bound on split-KV scratch, or on the accumulators of one FlashMLA call.
+            decode_threshold and max_scratch_bytes (route "fused": max_num_tokens). A planner of a schedule kind that cannot
+            promise it refuses it.
+        max_scratch_bytes: bound on the scratch of a decode call.
         block_size: tokens in a block of the cache; a sequence that its row of the block table cannot hold is then refused.
             None where unknown: keys past the end of a row would be left out silently.
-        value_width: of the cache's layout, and so of partial results.
     Raises: InvalidArgument for each value that is out of range, with the limit and what to change.
     """
 
@@ -65,58 +64,24 @@ class PlannerConfig:
     prefill_workspace_tokens: int | None = None
     decode_threshold: int = 1
     few_tokens: int = 0
-    schedule_kind: ScheduleKind = "none"
-    program: ProgramShape = ProgramShape()  # noqa: RUF009  frozen
+    schedule_kind: ScheduleKind | None = None
+    decode_request: Request | None = None
     num_sms: int = 0
     arch: str = ""
-    padded_heads: int | None = None
     batch_invariant: bool = False
     max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES
     block_size: int | None = None
-    value_width: int = KV_LORA_RANK
 
     def __post_init__(self) -> None:
         where = "PlannerConfig"
         check_fields(self, _LIMITS)
         if self.route not in ROUTES:
             raise InvalidArgument(where, "route", got=repr(self.route), expected=f"one of {', '.join(ROUTES)}")
-        kinds = get_args(ScheduleKind)
-        if self.schedule_kind not in kinds:
-            raise InvalidArgument(where, "schedule_kind", got=repr(self.schedule_kind), expected=f"one of {', '.join(kinds)}")
-        if self.kernel_heads < self.num_heads:
-            expected = f"at least num_heads ({self.num_heads}), or None where the kernel pads nothing"
-            raise InvalidArgument(where, "padded_heads", got=self.padded_heads, expected=expected)
-        self._check_workspace()
-        if self.schedule_kind == "flashmla_tiles":
-            self._check_tiles()
-            if self.batch_invariant:
-                expected = "False for schedule_kind flashmla_tiles, which cuts rows where a part of the batch ends"
-                remedy = "Take an implementation of sparse_decode that offers it."
-                raise InvalidArgument(where, "batch_invariant", got=True, expected=expected, remedy=remedy)
-
-    @property
-    def has_workspace(self) -> bool:
-        """The route gathers prefill sequences into a bf16 workspace."""
-        return self.route in _WORKSPACE_ROUTES
-
-    @property
-    def workspace_tokens(self) -> int:
-        """Rows of the workspace, 0 for a route without one."""
-        if not self.has_workspace:
-            return 0
-        if self.prefill_workspace_tokens is None:
-            return DEFAULT_WORKSPACE_SEQUENCES * self.max_model_len
-        return self.prefill_workspace_tokens
-
-    @property
-    def kernel_heads(self) -> int:
-        """Heads that the decode kernel runs with."""
-        return self.num_heads if self.padded_heads is None else self.padded_heads
-
-    def _check_workspace(self) -> None:
+        if self.schedule_kind is not None and not isinstance(self.schedule_kind, ScheduleKind):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(where, "schedule_kind", got=describe(self.schedule_kind), expected="a ScheduleKind or None")
         if self.has_workspace and not self.max_model_len <= self.workspace_tokens <= INT32_MAX:
             raise InvalidArgument(
-                "PlannerConfig",
+                where,
                 "prefill_workspace_tokens",
                 got=self.workspace_tokens,
                 expected=f"max_model_len ({self.max_model_len}) to {INT32_MAX} on route {self.route}",
@@ -124,26 +89,16 @@ class PlannerConfig:
                 "without one (fused, direct).",
             )
 
-    def _check_tiles(self) -> None:
-        where, heads = "PlannerConfig", self.kernel_heads
-        if self.num_sms < 1:
-            raise InvalidArgument(where, "num_sms", got=self.num_sms, expected="1 or more for schedule_kind flashmla_tiles")
-        if heads % 64:
-            raise InvalidArgument(
-                where,
-                "padded_heads",
-                got=heads,
-                expected="a multiple of 64 for schedule_kind flashmla_tiles",
-                remedy="Pass the head count that the kernel pads to.",
-            )
-        for query_len in range(1, max(self.decode_threshold, self.few_tokens) + 1):
-            parts = num_sm_parts(self.arch, num_sms=self.num_sms, query_len=query_len, num_heads=heads)
-            needed = (1 + parts) * accumulator_bytes(query_len, heads)
-            if needed > self.max_scratch_bytes:
-                raise InvalidArgument(
-                    where,
-                    "max_scratch_bytes",
-                    got=self.max_scratch_bytes,
-                    expected=f"at least {needed}, the accumulators of one row of {query_len} tokens and {parts} parts",
-                    remedy="Raise it, or lower decode_threshold and few_tokens.",
-                )
+    @property
+    def has_workspace(self) -> bool:
+        """The route gathers prefill sequences into a bf16 workspace."""
+        return self.route in WORKSPACE_ROUTES
+
+    @property
+    def workspace_tokens(self) -> int:
+        """Rows of the workspace, 0 for a route without one."""
+        if not self.has_workspace:
+            return 0
+        if self.prefill_workspace_tokens is None:
+            return WORKSPACE_SEQUENCES * self.max_model_len
+        return self.prefill_workspace_tokens

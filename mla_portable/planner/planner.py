@@ -2,8 +2,8 @@
 """Planner: a Batch in, a StepPlan out, once per engine step.
 
 Everything it needs lies on the host, so nothing is read back and nothing waits. Work is done on whole arrays; the only
-loops are over prefill chunks and, for a FlashMLA shape seen for the first time, over its parts. At most one host-to-device
-copy leaves per plan, from page-locked memory; a decode batch like the last one needs none.
+loop is over prefill chunks. At most one host-to-device copy leaves per plan, from page-locked memory; a decode batch like the
+last one needs none. Whoever plans the decode schedules may copy one of a new shape beside it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, split_with_sizes
 
-from mla_portable.contracts import Batch, DecodeSchedule, PrefillChunk, StepPlan, neutral_defaults
+from mla_portable.contracts import Batch, PrefillChunk, ScheduleLimits, SchedulePlanner, StepPlan, neutral_defaults
 from mla_portable.contracts.plan import PlanCounter
 from mla_portable.contracts.values import device_of
 from mla_portable.planner.buffers import StepBuffers
 from mla_portable.planner.checks import check_lengths, check_sizes
 from mla_portable.planner.config import PlannerConfig
-from mla_portable.planner.flashmla import TileSchedules
 from mla_portable.planner.parts import Parts, divide, fill_chunks
-from mla_portable.planner.split import SplitSchedules
 from mla_portable.planner.staging import Fence
 
 __all__ = ["Planner"]
@@ -40,13 +38,14 @@ class Planner:
     """
 
     def __init__(self, config: PlannerConfig, *, make_fence: Callable[[], Fence] | None = None) -> None:
-        """Allocate the scratch of split-KV schedules.
+        """Make the planner of the decode schedules, which allocates their scratch.
 
-        The first plan allocates all other buffers. Device memory does not grow after it, except for FlashMLA schedules of new
-        shapes.
+        The first plan allocates all other buffers. Device memory does not grow after it, except for schedules of new shapes
+        where the kind keeps them on the device.
 
         Args:
             config: limits and choices. make_fence: replaces the events that show whether a copy has landed.
+        Raises: InvalidArgument for a device that is not there, and for a configuration that the schedule kind refuses.
         """
         self._config = config
         self._device = device_of("Planner", config.device)
@@ -61,29 +60,22 @@ class Planner:
         if config.batch_invariant and config.route != "fused":  # fused: every token is a row of sparse_decode
             # The scratch holds all splits of the largest batch, so padding beyond its rows is not decoded.
             self._max_decode_rows = min(config.max_num_tokens, config.max_num_reqs * config.decode_threshold)
-        self._splits: SplitSchedules | None = None
-        self._tiles: TileSchedules | None = None
-        if config.schedule_kind == "split_kv" and config.route != "upconvert":
-            with neutral_defaults():
-                self._splits = SplitSchedules(
-                    num_heads=config.num_heads,
-                    topk=config.topk,
-                    num_sms=config.num_sms,
-                    program=config.program,
-                    value_width=config.value_width,
-                    max_num_rows=self._max_decode_rows,
-                    batch_invariant=config.batch_invariant,
-                    max_scratch_bytes=config.max_scratch_bytes,
-                    device=self._device,
-                )
-        elif config.schedule_kind == "flashmla_tiles" and config.route != "upconvert":
-            self._tiles = TileSchedules(
+        self._schedules: SchedulePlanner | None = None
+        if config.schedule_kind is not None and config.route != "upconvert":
+            limits = ScheduleLimits(
+                device=self._device,
+                num_heads=config.num_heads,
                 topk=config.topk,
-                num_heads=config.kernel_heads,
+                max_num_rows=self._max_decode_rows,
+                max_query_len=max(config.decode_threshold, self._few_tokens),
                 num_sms=config.num_sms,
                 arch=config.arch,
                 max_scratch_bytes=config.max_scratch_bytes,
+                batch_invariant=config.batch_invariant,
+                request=config.decode_request,
             )
+            with neutral_defaults():
+                self._schedules = config.schedule_kind.planner(limits)
 
     def _allocate(self) -> StepBuffers:
         """The buffers whose contents outlive a step.
@@ -91,10 +83,9 @@ class Planner:
         They are allocated by the first plan because an engine may build the planner inside a memory pool whose contents it
         discards, as vLLM does for sleep mode.
         """
-        config, tiles = self._config, self._tiles
+        config = self._config
         with neutral_defaults():
             return StepBuffers(
-                tile_words=0 if tiles is None else tiles.max_words(config.max_num_tokens, config.decode_threshold),
                 max_num_reqs=config.max_num_reqs,
                 max_num_tokens=config.max_num_tokens,
                 workspace=config.has_workspace,
@@ -106,13 +97,13 @@ class Planner:
         """Forget what the device memory holds: to be called when its contents were lost, for example by an engine's sleep mode.
 
         The next plan writes all of its numbers again. Plans made before, and graphs captured with them, are not repaired until
-        then, and a FlashMLA schedule that a captured graph reads is not repaired at all: capture again.
+        then, and a schedule in device memory that a captured graph reads is not repaired at all: capture again.
         """
         self._counter.count += 1
         if self._buffers is not None:
             self._buffers.invalidate()
-        if self._tiles is not None:
-            self._tiles.clear()
+        if self._schedules is not None:
+            self._schedules.invalidate()
 
     @property
     def config(self) -> PlannerConfig:
@@ -160,11 +151,15 @@ class Planner:
         num_prefills = 0 if config.route == "fused" else parts.end_prefill - parts.first_prefill
         in_chunks = num_prefills > 0 and config.has_workspace
 
-        schedule, missing = self._decode_schedule(decode_tokens, query_len)
+        schedule = None
+        if self._schedules is not None and decode_tokens:
+            schedule = self._schedules.get(decode_tokens // query_len, query_len)
         # Everything that can be refused has been refused; from here on buffers are written.
         buffers = self._buffers
         if buffers is None:
             buffers = self._buffers = self._allocate()
+        chunks: tuple[PrefillChunk, ...] = ()
+        workspace_starts = buffers.workspace_starts[:num_prefills] if in_chunks else None
         key = (shared, num_reqs) if shared else None
         if in_chunks or key is None or not buffers.holds(key):
             if query_lens is None:
@@ -172,17 +167,10 @@ class Planner:
             else:
                 ids = self._requests[:num_reqs].repeat(query_lens)
             self._counter.count += 1  # earlier plans no longer hold their step
-            buffers.write_ids(ids, key)
-            if in_chunks:
-                buffers.write_prefill_ids(ids, decode_tokens, parts.first_prefill, padded)
-        workspace_starts = buffers.workspace_starts.first(num_prefills) if in_chunks else None
-        chunks = () if workspace_starts is None else self._chunks(batch, parts, buffers, workspace_starts)
-        if missing is not None:
-            buffers.write_tiles(missing)
-        buffers.send()
-        if missing is not None and self._tiles is not None:
-            tiles = buffers.tiles[: len(missing)]
-            schedule = self._tiles.adopt(decode_tokens // query_len, query_len, tiles)
+            if workspace_starts is None:
+                buffers.send_ids(ids, key)
+            else:
+                chunks = self._send_chunks(batch, parts, buffers, ids, decode_tokens, padded, workspace_starts)
 
         return StepPlan(
             route=config.route,
@@ -195,8 +183,8 @@ class Planner:
             num_prefills=num_prefills,
             num_prefill_tokens=num_tokens - decode_tokens if num_prefills else 0,
             block_table=_rows(batch.block_table, 0, num_reqs),
-            req_id_per_token=buffers.req_ids.first(padded),
-            prefill_request_ids=buffers.prefill_ids.first(padded) if in_chunks else None,
+            req_id_per_token=buffers.req_ids[:padded],
+            prefill_request_ids=buffers.prefill_ids[:padded] if in_chunks else None,
             prefill_workspace_starts=workspace_starts,
             prefill_chunks=chunks,
             decode_schedule=schedule,
@@ -230,30 +218,31 @@ class Planner:
             return int(starts[parts.first_prefill]), query_len
         return padded if padded % query_len == 0 and padded <= self._max_decode_rows else num_tokens, query_len
 
-    def _decode_schedule(
-        self, decode_tokens: int, query_len: int
-    ) -> tuple[DecodeSchedule | None, npt.NDArray[np.int32] | None]:
-        """(schedule, what the device lacks to make it): one of them is None, both are where no schedule is wanted."""
-        if decode_tokens == 0:
-            return None, None
-        if self._splits is not None:
-            return self._splits.get(decode_tokens), None
-        if self._tiles is not None:
-            num_rows = decode_tokens // query_len
-            schedule = self._tiles.get(num_rows, query_len)
-            return schedule, self._tiles.missing(num_rows, query_len) if schedule is None else None
-        return None, None
+    def _send_chunks(
+        self,
+        batch: Batch,
+        parts: Parts,
+        buffers: StepBuffers,
+        ids: npt.NDArray[np.int32],
+        decode_tokens: int,
+        padded: int,
+        starts: Tensor,
+    ) -> tuple[PrefillChunk, ...]:
+        """Lay the prefill sequences out in the workspace and send the step's numbers.
 
-    def _chunks(self, batch: Batch, parts: Parts, buffers: StepBuffers, starts: Tensor) -> tuple[PrefillChunk, ...]:
-        """Lay the prefill sequences out in the workspace; stage their lengths, and their starts for `starts`, [P]."""
+        Args:
+            ids: the batch's request ids, [T]. starts: where the device gets the workspace starts, [num_prefills].
+        """
         _, first, end = parts
+        prefill_ids = np.empty(padded, dtype=np.int32)
+        prefill_ids[:decode_tokens] = prefill_ids[len(ids) :] = -1
+        np.subtract(ids[decode_tokens:], first, out=prefill_ids[decode_tokens : len(ids)])
         lens = batch.seq_lens[first:end]
-        bounds, rows = fill_chunks(lens, self._config.workspace_tokens, out=buffers.staged_starts(end - first))
-        if batch.seq_lens_device is None:
-            buffers.write_seq_lens(lens)
-            lens_on_device = buffers.seq_lens[: end - first]
-        else:
-            lens_on_device = batch.seq_lens_device[first:end]
+        staged_starts = np.empty(end - first, dtype=np.int32)
+        bounds, rows = fill_chunks(lens, self._config.workspace_tokens, out=staged_starts)
+        buffers.send_chunks(ids, prefill_ids, staged_starts, lens)
+        lens_on_device = batch.seq_lens_device
+        lens_on_device = buffers.seq_lens[: end - first] if lens_on_device is None else lens_on_device[first:end]
         requests = [first + bound for bound in bounds]
         tokens: list[int] = [batch.query_start_loc.item(request) for request in requests]
         table = _rows(batch.block_table, first, end)

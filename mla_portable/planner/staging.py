@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mla_portable.accelerator import accelerator
+
 __all__ = ["Fence", "StagingBuffer", "StagingRing"]
 
 _DEPTH: Final = 4
@@ -24,7 +26,7 @@ _LIMIT: Final = 32
 
 
 class Fence(Protocol):
-    """A point in a stream. torch.cuda.Event has these methods; tests bring their own."""
+    """A point in a stream. torch.Event has these methods; tests bring their own."""
 
     def record(self) -> None:
         """Place it behind everything enqueued so far."""
@@ -44,24 +46,21 @@ class StagingBuffer:
 
     Attributes:
         words: [n] int32, what the host writes; zero at first. tensor: the same memory, the source of the copy.
-        used: a mark for whoever fills it; the ring leaves it alone.
-        spans: (begin, end) -> where to and where from, of spans that were sent.
     """
 
-    __slots__ = ("fence", "spans", "tensor", "used", "words")
+    __slots__ = ("fence", "tensor", "words")
 
     def __init__(self, num_words: int, *, pinned: bool, fence: Fence | None) -> None:
         self.tensor = torch.zeros(num_words, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.words: npt.NDArray[np.int32] = self.tensor.numpy()
-        self.used = 0
-        self.spans: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.fence = fence
 
 
 class StagingRing:
     """Staging buffers for one tensor on a device, each of its size, taken in turn.
 
-    `take`, fill, `send`, once per step and on the stream that uses the result. On a CPU there is one buffer and plain copies.
+    `take`, fill, `send`, once per step and on the stream that uses the result. Where no memory can be pinned there is one
+    buffer, and plain copies.
     """
 
     def __init__(
@@ -74,9 +73,9 @@ class StagingRing:
     ) -> None:
         """target: [n] int32. depth, limit: buffers at first, and at most. make_fence overrides the kind of fence."""
         self._target = target
-        self._pinned = target.device.type == "cuda"
+        self._pinned = accelerator(target.device).can_pin()
         self._limit = limit
-        self._make_fence = make_fence or _fence_maker(target.device)
+        self._make_fence = make_fence or (_fence_maker(target.device) if self._pinned else None)
         self._buffers = [self._new() for _ in range(depth if self._make_fence else 1)]
         self._next = 0
         self.num_copies = 0
@@ -96,15 +95,9 @@ class StagingRing:
         self._next = (self._next + 1) % len(self._buffers)
         return buffer
 
-    def send(self, buffer: StagingBuffer, begin: int, end: int) -> None:
-        """Enqueue target[begin:end] = buffer[begin:end] on the current stream of the target's device.
-
-        Views of a span are kept, so spans should be few.
-        """
-        span = buffer.spans.get((begin, end))
-        if span is None:
-            span = buffer.spans[begin, end] = self._target[begin:end], buffer.tensor[begin:end]
-        span[0].copy_(span[1], non_blocking=self._pinned)
+    def send(self, buffer: StagingBuffer, end: int) -> None:
+        """Enqueue target[:end] = buffer[:end] on the current stream of the target's device."""
+        self._target[:end].copy_(buffer.tensor[:end], non_blocking=self._pinned)
         if buffer.fence is not None:
             buffer.fence.record()
         self.num_copies += 1
@@ -114,17 +107,19 @@ class StagingRing:
         return StagingBuffer(self._target.numel(), pinned=self._pinned, fence=fence)
 
 
-class _CudaFence:
-    """A CUDA event on whatever stream of `device` is current when it is recorded, the one a copy to it runs on."""
+class _EventFence:
+    """An event on whatever stream of `device` is current when it is recorded, the one a copy to it runs on."""
 
-    __slots__ = ("_event", "_index")
+    __slots__ = ("_current_stream", "_event", "_index")
 
     def __init__(self, device: torch.device) -> None:
         self._index = device.index  # with an index alone torch finds the stream in less time
-        self._event = torch.cuda.Event()
+        where = accelerator(device)
+        self._event = where.event()
+        self._current_stream = where.module.current_stream
 
     def record(self) -> None:
-        self._event.record(torch.cuda.current_stream(self._index))
+        self._event.record(self._current_stream(self._index))
 
     def query(self) -> bool:
         return self._event.query()
@@ -133,5 +128,5 @@ class _CudaFence:
         self._event.synchronize()
 
 
-def _fence_maker(device: torch.device) -> Callable[[], Fence] | None:
-    return (lambda: _CudaFence(device)) if device.type == "cuda" else None
+def _fence_maker(device: torch.device) -> Callable[[], Fence]:
+    return lambda: _EventFence(device)

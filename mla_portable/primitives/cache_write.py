@@ -16,6 +16,7 @@ class CacheWrite(Protocol):
     """Write new tokens into the paged cache.
 
     kv_c [T, 512] bf16/fp16, k_pe [T, 64] same dtype; kv_cache [blocks, block_size, 576] bf16 or [.., 656] uint8, written;
+    for a layout without a rotary part k_pe is [T, 0], whose memory is not read;
     slot_mapping [T] int64, a negative or out-of-range slot is skipped; scale_format "pow2" or "amax" (FP8 only).
     """
 

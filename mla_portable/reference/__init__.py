@@ -97,7 +97,7 @@ def _attention_workspace(request: Request) -> int:
 
 @hookimpl
 def mla_portable_register(registrar: Registrar) -> None:
-    """Offer `reference.torch` for every primitive, on CPUs and on whatever torch drives through its CUDA interface."""
+    """Offer `reference.torch` for every primitive, on every device that torch can use."""
     attention = (SPARSE_DECODE, SPARSE_PREFILL)
     for primitive, (function, kv_layouts, sources) in _PRIMITIVES.items():
         registrar.add(
@@ -106,7 +106,7 @@ def mla_portable_register(registrar: Registrar) -> None:
                 primitive=primitive,
                 support=Support(
                     source="mla_portable.reference: plain torch, arithmetic in float64 or float32",
-                    device_types=("cpu", "cuda"),
+                    device_types=None,
                     kv_layouts=kv_layouts,
                     graph=False,  # it allocates as it goes, and loops on the host
                     needs_bf16=False,

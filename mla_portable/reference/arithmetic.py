@@ -15,6 +15,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from mla_portable.accelerator import without_autocast
+
 __all__ = ["isolated", "products"]
 
 _P = ParamSpec("_P")
@@ -27,7 +29,7 @@ def isolated(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with torch.no_grad(), without_autocast(device.type):
             return function(*args, **kwargs)
 
     return call

@@ -9,6 +9,7 @@ Each implementation is ranked by its own times at its own nearest head count: th
 kernel that pads would run it; else the greatest below, as many times as cover the heads. Both are upper bounds, since heads are
 independent. `topk` must be equal. A device is known by the name of its profile or by a name that the profile's pattern matches.
 
+Each plugin brings the times of its own implementations (`Registrar.add_costs`); the least time on record is over all of them.
 Times are bound to the sources that were timed. Where the installed sources differ, or any of the above was not timed, there is
 no measured cost, and the implementation keeps its declared one, which ranks behind all measured ones (`select.cost_rank`).
 """
@@ -21,25 +22,20 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from importlib import resources
 from typing import Any, Final
 
 from mla_portable.contracts import Implementation, Request
 from mla_portable.sources import SourceNotFound, source_hash
 
 __all__ = [
-    "COSTS_FILE",
     "MeasuredCosts",
     "MeasuredTime",
     "costs_text",
     "installed_hash",
-    "packaged_costs",
     "parse_costs",
     "time_spent",
 ]
 
-COSTS_FILE: Final = "costs.json"
-"""Beside this module; generated from the benchmark records in capability/."""
 _FASTEST: Final = 10.0
 
 
@@ -156,7 +152,7 @@ def _estimate(by_heads: Mapping[int | None, Mapping[int, MeasuredTime]], wanted:
 
 
 def costs_text(times: Iterable[MeasuredTime], devices: Mapping[str, str] | None = None) -> str:
-    """The content of COSTS_FILE: times that differ in rows alone share a line, in an order that depends on the times alone."""
+    """What `Registrar.add_costs` takes: a line for times that differ in rows alone, in an order that depends on them alone."""
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for each in sorted(times, key=lambda each: tuple("" if v is None else f"{v:>12}" for v in asdict(each).values())):
         fields = asdict(each)
@@ -166,19 +162,13 @@ def costs_text(times: Iterable[MeasuredTime], devices: Mapping[str, str] | None 
     return f'{{"devices": {json.dumps(dict(sorted((devices or {}).items())))},\n"times": [\n{lines}\n]}}\n'
 
 
-def parse_costs(text: str) -> MeasuredCosts:
-    """What `costs_text` wrote. Raises: ValueError or TypeError for anything else."""
+def parse_costs(text: str) -> tuple[list[MeasuredTime], dict[str, str]]:
+    """(times, devices), what `costs_text` was given. Raises: ValueError or TypeError for anything else."""
     document = json.loads(text)
     if not isinstance(document, dict) or document.keys() != {"devices", "times"}:  # pyright: ignore[reportUnknownMemberType]
-        raise ValueError(f"{COSTS_FILE}: expected an object of devices and times")
+        raise ValueError("expected an object of devices and times")
     found: list[MeasuredTime] = []
     for group in document["times"]:
         by_rows = group.pop("us")
         found += [MeasuredTime(**group, rows=int(rows), us=us) for rows, us in by_rows.items()]
-    return MeasuredCosts(found, document["devices"])
-
-
-@lru_cache(maxsize=1)
-def packaged_costs() -> MeasuredCosts:
-    """The times that ship with this package."""
-    return parse_costs(resources.files("mla_portable.registry").joinpath(COSTS_FILE).read_text(encoding="utf-8"))
+    return found, dict(document["devices"])

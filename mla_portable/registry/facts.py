@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 
 import torch
 
+from mla_portable.accelerator import accelerator, device_count
 from mla_portable.contracts import Detector, DeviceFacts, InvalidArgument
 
 __all__ = ["RawDevice", "ask_detector", "collect", "gather_facts", "interpret", "resolve_device"]
@@ -54,7 +55,7 @@ class RawDevice:
 def resolve_device(device: torch.device | str) -> torch.device:
     """`device` with its index filled in: "cuda" means the current one.
 
-    Raises: InvalidArgument when the text names no torch device, or torch finds no such GPU here.
+    Raises: InvalidArgument when the text names no torch device, or torch finds no such device here.
     """
     try:
         found = torch.device(device)
@@ -62,44 +63,45 @@ def resolve_device(device: torch.device | str) -> torch.device:
         raise InvalidArgument(
             "facts", "device", got=repr(device), expected="a torch device such as 'cpu' or 'cuda:0'"
         ) from error
-    if found.type != "cuda":
+    if found.type == "cpu":
         return found
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = cast("int | None", found.index)  # None for a bare "cuda", whatever torch's stub says
+    count = device_count(found.type)
+    index = cast("int | None", found.index)  # None for a bare type, whatever torch's stub says
     if index is None:
-        index = torch.cuda.current_device() if count else 0
+        index = accelerator(found).current_index() if count else 0
     if index >= count:
         raise InvalidArgument(
             "facts",
             "device",
-            got=f"cuda:{index}",
-            expected=f"one of the {count} GPUs that torch {torch.__version__} can use here",
+            got=f"{found.type}:{index}",
+            expected=f"one of the {count} {found.type} devices that torch {torch.__version__} can use here",
             remedy="`python -m torch.utils.collect_env` shows what torch was built for and which driver it found.",
         )
-    return torch.device("cuda", index)
+    return torch.device(found.type, index)
 
 
 def collect(device: torch.device) -> RawDevice:
-    """Read what torch says about one device of this machine. Initialises CUDA for a "cuda" device.
+    """Read what torch says about one device of this machine. Initialises the type's runtime.
 
     Raises: InvalidArgument when torch finds no such device here.
     """
     device = resolve_device(device)
-    if device.type != "cuda":
-        name = f"CPU {platform.machine()}".strip() if device.type == "cpu" else device.type
+    where = accelerator(device)
+    properties: Any = where.properties()  # types and builds of torch differ in the fields: read them all by name
+    if properties is None:
+        name = f"CPU {platform.machine()}".strip() if where.is_host else device.type
         return RawDevice(device_type=device.type, name=name, libraries=library_versions())
-    # The stub of the properties lacks fields that only some builds of torch have: read them all by name.
-    properties: Any = torch.cuda.get_device_properties(device)
+    major, minor = (getattr(properties, part, None) for part in ("major", "minor"))
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or getattr(properties, "shared_memory_per_block", 0)
     return RawDevice(
         device_type=device.type,
-        name=str(properties.name),
-        capability=(int(properties.major), int(properties.minor)),
+        name=str(getattr(properties, "name", device.type)),
+        capability=None if major is None or minor is None else (int(major), int(minor)),
         gcn_arch=str(getattr(properties, "gcnArchName", "")) if torch.version.hip else "",
-        num_sms=int(properties.multi_processor_count),
+        num_sms=int(getattr(properties, "multi_processor_count", 0)),
         shared_memory=int(shared),
         warp_size=int(getattr(properties, "warp_size", 0)),
-        memory_bytes=int(properties.total_memory),
+        memory_bytes=int(getattr(properties, "total_memory", 0)),
         hip=torch.version.hip is not None,
         libraries=library_versions(),
     )
@@ -217,7 +219,7 @@ def gather_facts(device: torch.device | str, *, detectors: Iterable[Detector] = 
         device: a torch device; "cuda" means the current one. detectors: vendors' own, asked in order before torch's
             names are believed; the first answer that is not None counts.
     Raises: InvalidArgument when there is no such device here, or a detector answers nonsense.
-    Not graph-safe: it may initialise CUDA.
+    Not graph-safe: it may initialise the device's runtime.
     """
     found = resolve_device(device)
     for detector in detectors:

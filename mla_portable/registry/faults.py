@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from typing import Final
 
 import torch
+
+from mla_portable.accelerator import is_device_error
 
 __all__ = ["blame", "is_fatal"]
 
@@ -18,7 +20,6 @@ _REFUSED_LAUNCHES: Final = (
     "operation not supported",
     "invalid argument",
 )
-_RUNTIME_ERROR: Final = re.compile(r"(CUDA|HIP) error\b")
 _DRIVER_ERROR: Final = re.compile(r"CUDA driver error (\d+)")
 _DRIVER_FAULTS: Final = frozenset({214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 999})
 """Codes of the CUDA driver after which its context is unusable: ECC and NVLink errors, illegal addresses and instructions,
@@ -33,7 +34,6 @@ def is_fatal(error: BaseException, device_type: str) -> bool:
     """
     if not isinstance(error, (Exception, SystemExit)) or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    accelerator: Any = getattr(torch, "AcceleratorError", ())
     message = str(error)
     if "can't allocate memory" in message:  # torch's CPU allocator, a RuntimeError
         return True
@@ -41,9 +41,7 @@ def is_fatal(error: BaseException, device_type: str) -> bool:
         code = _DRIVER_ERROR.search(message)
         if code is not None:
             return int(code[1]) in _DRIVER_FAULTS
-    if isinstance(error, accelerator) or (
-        isinstance(error, RuntimeError) and device_type != "cpu" and _RUNTIME_ERROR.search(message)
-    ):
+    if is_device_error(error, device_type):
         return not any(text in message for text in _REFUSED_LAUNCHES)
     return False
 

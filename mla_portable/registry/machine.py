@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from mla_portable.accelerator import device_names
 from mla_portable.contracts import (
     BoundPrimitive,
     Detector,
@@ -135,8 +136,7 @@ class Machine:
         with self._alone():
             if facts not in self._devices and facts.device_type not in self._searched:
                 self._searched.add(facts.device_type)
-                count = torch.cuda.device_count() if facts.device_type == "cuda" and torch.cuda.is_available() else 0
-                for name in ["cpu"] if facts.device_type == "cpu" else [f"cuda:{index}" for index in range(count)]:
+                for name in device_names(facts.device_type):
                     self.facts(name)
             return self._devices.get(facts)
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import threading
 import traceback as traceback_module
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module, metadata
-from typing import Any, Final, TypeVar, get_args
+from typing import Any, Final, TypeVar
 
 import pluggy
 
@@ -30,11 +30,11 @@ from mla_portable.contracts import (
     PluginError,
     Primitive,
     Request,
-    ScheduleKind,
     Variable,
 )
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import SPARSE_DECODE
+from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, parse_costs
 from mla_portable.registry.limits import DEFAULT_SECONDS, limited
 from mla_portable.registry.variables import CORE_VARIABLES, prefix_of
 
@@ -137,12 +137,14 @@ class Loaded:
     """All that plugins brought: implementations and detectors of those that loaded, a report on each.
 
     `detectors` pairs each with the name of its plugin. `variables` are the core's and those of the plugins that loaded.
+    `costs` are over the measured times of all of them.
     """
 
     implementations: tuple[Implementation, ...]
     detectors: tuple[tuple[str, Detector], ...]
     reports: tuple[PluginReport, ...]
     variables: tuple[Variable, ...] = CORE_VARIABLES
+    costs: MeasuredCosts = field(default_factory=lambda: MeasuredCosts(()))
 
 
 def installed_plugins() -> tuple[PluginSource, ...]:
@@ -195,6 +197,8 @@ def load_plugins(
     detectors: list[tuple[str, Detector]] = []
     reports: list[PluginReport] = []
     variables = list(CORE_VARIABLES)
+    times: list[MeasuredTime] = []
+    timed_devices: dict[str, str] = {}
     for source in sources:
         report = PluginReport(source.name, source.module, source.distribution, source.version, ok=True)
         if source.name in disabled and source.module != CORE_MODULE:
@@ -216,9 +220,12 @@ def load_plugins(
         implementations += staged.implementations
         detectors += [(source.name, detector) for detector in staged.detectors]
         variables += staged.variables
+        times += staged.times
+        timed_devices |= staged.timed_devices
         offered = tuple(f"{i.name} / {i.primitive}" for i in staged.implementations)
         reports.append(replace(report, implementations=offered))
-    return Loaded(tuple(implementations), tuple(detectors), tuple(reports), tuple(variables))
+    costs = MeasuredCosts(times, timed_devices)
+    return Loaded(tuple(implementations), tuple(detectors), tuple(reports), tuple(variables), costs)
 
 
 def guarded(what: str, seconds: float, work: Callable[[], T]) -> T:
@@ -284,6 +291,9 @@ def call_hook(source: PluginSource, registrar: StagingRegistrar) -> None:
         hook(registrar=registrar)
     finally:
         registrar.close()
+    foreign = {time.implementation for time in registrar.times} - {each.name for each in registrar.implementations}
+    if foreign:
+        raise PluginError(f"{source.module} brings costs of {', '.join(sorted(foreign))}, which it does not offer")
     if not registrar.implementations and not registrar.detectors:
         raise PluginError(
             f"{source.module} registered nothing; offer every implementation and let `check` say what is missing here"
@@ -300,6 +310,8 @@ class StagingRegistrar:
         self.implementations: list[Implementation] = []
         self.detectors: list[Detector] = []
         self.variables: list[Variable] = []
+        self.times: list[MeasuredTime] = []
+        self.timed_devices: dict[str, str] = {}
         self._plugin, self._taken, self._reserved = plugin, dict(taken), reserved
         self._open = True
 
@@ -328,6 +340,16 @@ class StagingRegistrar:
             raise PluginError(f"a detector must be callable, got {type(detector).__name__}")
         self.detectors.append(detector)
 
+    def add_costs(self, costs: str) -> None:
+        """Bring measured times. Raises: PluginError for a text that `costs_text` did not write."""
+        self._require_open()
+        try:
+            times, devices = parse_costs(costs)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise PluginError(f"costs cannot be read: {first_line(error)}") from error
+        self.times += times
+        self.timed_devices |= devices
+
     def add_variable(self, variable: Variable) -> None:
         """Declare an environment variable. Raises: PluginError when it is malformed, declared twice or not the plugin's own."""
         self._require_open()
@@ -354,13 +376,10 @@ def check_implementation(implementation: object) -> None:
     if not isinstance(implementation, Implementation):
         raise PluginError(f"expected an Implementation, got {type(implementation).__name__}")
     where = f"{implementation.name} / {implementation.primitive}"
-    if implementation.schedule_kind not in get_args(ScheduleKind):
-        raise PluginError(f"{where}: schedule_kind {implementation.schedule_kind!r}, expected {get_args(ScheduleKind)}")
-    for field in ("check", "padded_heads"):
-        if not callable(getattr(implementation, field)):
-            raise PluginError(f"{where}: {field} must be callable, got {type(getattr(implementation, field)).__name__}")
+    if not callable(implementation.check):
+        raise PluginError(f"{where}: check must be callable, got {type(implementation.check).__name__}")
     support = implementation.support
-    for field in (
+    for name in (
         "device_types",
         "vendors",
         "archs",
@@ -370,9 +389,9 @@ def check_implementation(implementation: object) -> None:
         "block_sizes",
         "scale_formats",
     ):
-        value = getattr(support, field)
+        value = getattr(support, name)
         if value is not None and not isinstance(value, tuple):
-            raise PluginError(f"{where}: Support.{field} must be a tuple, got {type(value).__name__} {value!r}")
+            raise PluginError(f"{where}: Support.{name} must be a tuple, got {type(value).__name__} {value!r}")
     try:
         for reason in support.reasons(_EVERYTHING):
             str(reason)

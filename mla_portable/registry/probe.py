@@ -17,6 +17,7 @@ from typing import Final, Literal, NamedTuple
 
 import torch
 
+from mla_portable.accelerator import accelerator
 from mla_portable.contracts import (
     BoundPrimitive,
     DeviceFacts,
@@ -150,11 +151,11 @@ def probe_implementation(
 
 def require_no_capture(implementation: Implementation, device: torch.device) -> None:
     """Raise InvalidArgument while the current stream is captured: a probe compiles, allocates and reads back."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if accelerator(device).is_capturing():
         raise InvalidArgument(
             "probe",
             implementation.name,
-            got="a stream under CUDA graph capture",
+            got="a stream under graph capture",
             expected="an ordinary stream",
             remedy="Bind, or call once, before capturing: implementations are chosen and probed then.",
         )
@@ -185,8 +186,7 @@ def solve(
             return f"bind returned {type(bound).__name__}, expected a callable"
         reached = "compute"
         returned: list[object] = [bound(*each.args.values(), **each.kwargs) for each in calls]
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # a fault of a kernel surfaces here
+        accelerator(device).synchronize()  # a fault of a kernel surfaces here
         return returned
 
     where = f"case {case.name}"

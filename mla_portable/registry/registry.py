@@ -13,11 +13,12 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 from weakref import WeakSet
 
 import torch
 
+from mla_portable.accelerator import default_device, known_types
 from mla_portable.contracts import (
     BoundPrimitive,
     Decision,
@@ -31,7 +32,6 @@ from mla_portable.contracts import (
     UnsupportedRequest,
     neutral_defaults,
 )
-from mla_portable.registry.costs import packaged_costs
 from mla_portable.registry.limits import DEFAULT_SECONDS, plugin_timeout, running
 from mla_portable.registry.machine import Machine
 from mla_portable.registry.plugins import (
@@ -72,7 +72,7 @@ class Registry:
         policy: Policy | None = None,
         environ: Mapping[str, str] | None = None,
         probe: bool = True,
-        costs: CostTable | None = None,
+        costs: CostTable | Literal["measured"] | None = None,
     ) -> None:
         """Load plugins and read the policy; no device is touched.
 
@@ -82,7 +82,8 @@ class Registry:
                 here declarations alone decide: neither `check` nor a probe looks at the machine that is.
             policy: instead of environment and policy file. environ: instead of os.environ; names the tuning table too.
             probe: False trusts `check` and computes nothing.
-            costs: measured costs, which rank before declared preferences; None where only these count.
+            costs: measured costs, which rank before declared preferences; None where only these count. "measured" for the
+                times that plugins bring.
         A broken plugin or policy does not raise here: `plugin_reports` tells of the one, every choice raises the other.
         """
         self._given_policy, self._environ = policy, environ
@@ -102,7 +103,7 @@ class Registry:
             references=(i for i in self._implementations if i.name == REFERENCE),
             simulated=facts,
         )
-        self._probing, self._costs = probe, costs
+        self._probing, self._costs = probe, loaded.costs if costs == "measured" else costs
         self._policy, self._tuned = Policy(), TunedConfigurations(None, {})
         self._policy_error: InvalidArgument | None = None
         self._generation = 0
@@ -176,6 +177,14 @@ class Registry:
     def choice_token(self) -> object:
         """A cheap hashable value; while it stays equal, equal requests get equal choices. For caches in front of `bind`."""
         return self._generation, active_rules()
+
+    def device_types(self) -> list[str]:
+        """The device types that torch or a plugin's declaration names, torch's accelerator first, "cpu" last."""
+        return known_types(each for i in self._implementations for each in i.support.device_types or ())
+
+    def default_device(self) -> torch.device:
+        """The first device that is here of `device_types`: an accelerator where there is one, else the CPU."""
+        return default_device(self.device_types())
 
     def facts(self, device: torch.device | str) -> DeviceFacts:
         """The facts of a device, gathered once; simulated ones as they were given.
@@ -349,7 +358,7 @@ _following_forks = False
 def get_registry() -> Registry:
     """The registry of this process, built at the first call: loads the installed plugins, reads environment and file.
 
-    It ranks by the costs that were measured on the device, where the package has any.
+    It ranks by the times that were measured on the device, where plugins bring any.
 
     Raises: PluginError when a plugin asks for it while registering.
     """
@@ -365,7 +374,7 @@ def get_registry() -> Registry:
                 raise PluginError("the registry was asked for while it is being built: a plugin's hook may only register")
             _building = True
             try:
-                _registry = Registry(costs=packaged_costs())
+                _registry = Registry(costs="measured")
             finally:
                 _building = False
         return _registry

@@ -16,17 +16,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from mla_portable.contracts import (
-    FP8_DS_MLA,
-    INDEX_HEAD_SIZE,
-    KV_LORA_RANK,
-    LAYOUTS,
-    DeviceFacts,
-    Implementation,
-    Primitive,
-    Request,
-    Support,
-)
+from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Request, Support
+from mla_portable.layouts import FP8_DS_MLA, INDEX_HEAD_SIZE, KV_LORA_RANK, LAYOUTS
 from mla_portable.primitives import (
     CACHE_WRITE,
     CONVERT_INDICES,

@@ -7,7 +7,7 @@ builder   one StepPlan per step                      metadata  what travels from
 impl      one layer's attention                      scratch   buffers, from vLLM's workspace manager where it has one
 writer    who writes the cache, with which scales    shadow    runs a stock implementation beside ours and compares
 settings  environment variables                      compat    all that differs between versions of vLLM
-status    what `mla-portable doctor` says about it    words    a decision in one line
+status    what `mla-portable doctor` says about it    routing   the route for a spec, and its decision in a line
 
-Nothing here imports vLLM before vLLM itself asks for the plugin; `settings`, `status` and `words` never do.
+Nothing here imports vLLM before vLLM itself asks for the plugin; `settings`, `status` and `routing` never do.
 """

@@ -12,6 +12,7 @@ vLLM's registry holds paths, and imports them only when a model chooses its atte
 from __future__ import annotations
 
 import inspect
+from importlib import import_module
 from typing import Any, Final
 
 from mla_portable.vllm.settings import logger
@@ -63,8 +64,6 @@ def _ours() -> Any:
 
 
 def _resolve(path: str) -> Any:
-    from importlib import import_module
-
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
 
@@ -92,10 +91,12 @@ def _against_device(path: str) -> str | None:
 
 def _against_configuration(backend: Any) -> list[str]:
     """Why `backend` cannot serve the sparse-MLA model of the configuration in force; empty where there is no such model."""
+    from vllm.config import get_current_vllm_config_or_none
+
     from mla_portable.vllm import compat
 
-    config = compat.current_config()
-    if config is None or config.model_config is None or compat.model_numbers(config).topk is None:
+    config = get_current_vllm_config_or_none()
+    if config is None or config.model_config is None or compat.topk(config) is None:
         return []
     known = inspect.signature(backend.validate_configuration).parameters
     arguments = {name: value for name, value in compat.selection_arguments(config).items() if name in known}

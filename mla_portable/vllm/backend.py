@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionBackend
 
 from mla_portable.layouts import LAYOUTS
@@ -109,7 +110,7 @@ class MLAPortableBackend(AttentionBackend):
         Binds nothing, but tries implementations on tiny problems. Without a configuration in force it only knows the
         arguments. `more` and `named` are what versions add in between, and the capability; the device itself is asked.
         """
-        config = compat.current_config()
+        config = get_current_vllm_config_or_none()
         if not use_mla or not use_sparse or config is None or config.model_config is None:
             return None
         reasons = model.refusal(

@@ -16,8 +16,8 @@ from mla_portable.contracts import Batch, DecodeSchedule, InvalidArgument, neutr
 from mla_portable.planner import Planner
 from mla_portable.vllm import compat, model, scratch, shadow
 from mla_portable.vllm.metadata import MLAPortableMetadata
+from mla_portable.vllm.routing import served_by
 from mla_portable.vllm.settings import logger
-from mla_portable.vllm.words import served_by
 
 __all__ = ["MLAPortableMetadataBuilder"]
 
@@ -40,8 +40,7 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         if len(demands) > 1:
             got, expected = f"layers that differ: {sorted(demands, key=str)}", "one head count, scale and cache format"
             raise InvalidArgument("vLLM", "layer_names", got=got, expected=expected)
-        stored = getattr(kv_cache_spec, "cache_dtype_str", None) or vllm_config.cache_config.cache_dtype
-        heads, scale, stored, need_lse = next(iter(demands), (None, None, stored, False))
+        heads, scale, stored, need_lse = next(iter(demands), (None, None, _stored(vllm_config, kv_cache_spec), False))
         resolved = model.resolve(
             vllm_config,
             device,
@@ -52,15 +51,12 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             block_gap=compat.block_gap(vllm_config, kv_cache_spec),
             need_lse=need_lse,
         )
-        gathers = resolved.decision.verdict.part("gather") is not None
-        microbatches = compat.runs_microbatches(vllm_config)
         with neutral_defaults():
-            buffers = scratch.step_buffers(resolved.spec, device, has_workspace=gathers, microbatches=microbatches)
-            joiner = compat.query_joiner()
-            self.attention = SparseMLAAttention(resolved.spec, device=device, buffers=buffers, join_query=joiner)
+            buffers, join = scratch.step_buffers(resolved, vllm_config, device), compat.query_joiner()
+            self.attention = SparseMLAAttention(resolved.spec, device=device, buffers=buffers, join_query=join)
             # Lengths may be upper bounds, or those of a dummy batch: the block table need not reach that far.
             config = replace(self.attention.planner_config(), block_size=None)
-            if config.schedule_kind == "flashmla_tiles":
+            if config.schedule_kind is not None and config.schedule_kind.assumes_topk:
                 config = replace(config, few_tokens=compat.few_decode_tokens())
             self.planner = Planner(config)
         for impl in impls:
@@ -85,9 +81,8 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
 
         Raises: UnsupportedRoute when nothing serves the model.
         """
-        stored = getattr(kv_cache_spec, "cache_dtype_str", None) or vllm_config.cache_config.cache_dtype
         # The spec's blocks are the manager's here; kernels will see smaller ones.
-        gap = compat.block_gap(vllm_config, kv_cache_spec)
+        stored, gap = _stored(vllm_config, kv_cache_spec), compat.block_gap(vllm_config, kv_cache_spec)
         resolved = model.resolve(vllm_config, compat.device(), kv_cache_dtype=stored, block_gap=gap)
         return cls._cudagraph_support if resolved.spec.graph else AttentionCGSupport.NEVER
 
@@ -149,3 +144,8 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             lengths = np.where(query_lens > 0, np.int32(min(common.max_seq_len, limit)), np.int32(0))
         lengths = np.maximum(lengths, query_lens)
         return np.minimum(lengths, limit, out=lengths)
+
+
+def _stored(vllm_config: Any, kv_cache_spec: Any) -> str:
+    """vLLM's name of the cache's format."""
+    return getattr(kv_cache_spec, "cache_dtype_str", None) or vllm_config.cache_config.cache_dtype

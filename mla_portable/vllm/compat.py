@@ -11,53 +11,17 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention import backend as _backend
-
-__all__ = [
-    "IMPL_BASE",
-    "ModelNumbers",
-    "align_blocks",
-    "block_gap",
-    "capture_sizes",
-    "current_config",
-    "decode_query_len",
-    "device",
-    "few_decode_tokens",
-    "host_lengths",
-    "impls_of",
-    "model_numbers",
-    "query_joiner",
-    "runs_microbatches",
-    "selection_arguments",
-    "shared_scratch",
-    "unsupported_features",
-    "wants_full_graphs",
-    "workspace_rows",
-]
 
 IMPL_BASE: Any = getattr(_backend, "SparseMLAAttentionImpl", None) or _backend.MLAAttentionImpl
 """0.16 to 0.25 tell a sparse implementation by this class, later versions by its `is_sparse`."""
 
 _FEW_TOKENS: Final = 32
-
-
-class ModelNumbers(NamedTuple):
-    """What the model's configuration says: heads of this rank, K (None where the model is not sparse), nominal scale."""
-
-    num_heads: int
-    topk: int | None
-    softmax_scale: float
-
-
-def current_config() -> Any | None:
-    """The VllmConfig in force, None outside of one."""
-    return get_current_vllm_config_or_none()
 
 
 def device() -> torch.device:
@@ -66,14 +30,20 @@ def device() -> torch.device:
     return torch.device(found.type) if found is not None else torch.device("cpu")
 
 
-def model_numbers(vllm_config: Any) -> ModelNumbers:
-    """Numbers of the model that vLLM serves."""
+def topk(vllm_config: Any) -> int | None:
+    """The keys that the model's indexer selects for a token; None where the model is not sparse."""
     model = vllm_config.model_config
-    text = getattr(model, "hf_text_config", None) or model.hf_config
-    topk = getattr(text, "index_topk", None) or getattr(model.hf_config, "index_topk", None)
-    width = getattr(text, "qk_nope_head_dim", 128) + getattr(text, "qk_rope_head_dim", 64)
-    heads = model.get_num_attention_heads(vllm_config.parallel_config)
-    return ModelNumbers(heads, topk, 1.0 / math.sqrt(width))
+    return getattr(_text_config(model), "index_topk", None) or getattr(model.hf_config, "index_topk", None)
+
+
+def nominal_scale(vllm_config: Any) -> float:
+    """The softmax scale of the query's width; a layer's own may differ, by YaRN's factor."""
+    text = _text_config(vllm_config.model_config)
+    return 1.0 / math.sqrt(getattr(text, "qk_nope_head_dim", 128) + getattr(text, "qk_rope_head_dim", 64))
+
+
+def _text_config(model: Any) -> Any:
+    return getattr(model, "hf_text_config", None) or model.hf_config
 
 
 def impls_of(vllm_config: Any, layer_names: list[str]) -> list[Any]:

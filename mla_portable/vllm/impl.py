@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 from weakref import ref
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
 
 from mla_portable.attention import SparseMLAAttention, StepBuffers
 from mla_portable.contracts import InvalidArgument
@@ -17,7 +18,11 @@ from mla_portable.vllm import compat, model, scratch, shadow
 from mla_portable.vllm.metadata import MLAPortableMetadata
 from mla_portable.vllm.writer import Writer
 
-__all__ = ["MLAPortableImpl"]
+__all__ = ["READS", "REFUSED", "MLAPortableImpl"]
+
+READS: Final = ("num_heads", "num_kv_heads", "head_size", "scale", "kv_cache_dtype", "attn_type")
+"""Arguments of vLLM's that must be there; `kv_lora_rank`, `indexer` and `topk_indices_buffer` may be."""
+REFUSED: Final = ("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name", "q_pad_num_heads")
 
 
 class MLAPortableImpl(compat.IMPL_BASE):
@@ -35,62 +40,33 @@ class MLAPortableImpl(compat.IMPL_BASE):
     supports_pcp: bool = False
     supports_dcp: bool = False
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        indexer: Any | None = None,
-        topk_indices_buffer: Tensor | None = None,
-        **mla_args: Any,
-    ) -> None:
+    def __init__(self, **arguments: Any) -> None:
         """Checks that the layer can be served and reserves its scratch, so that vLLM fails early and profiles it.
 
+        Args:
+            arguments: what vLLM passes to every implementation of MLA, by name; those of READS are used here.
         Raises: InvalidArgument for what sparse MLA does not have; UnsupportedRoute when nothing here serves the model.
         """
-        for name, value in (
-            ("alibi_slopes", alibi_slopes),
-            ("sliding_window", sliding_window),
-            ("logits_soft_cap", logits_soft_cap),
-            ("kv_sharing_target_layer_name", kv_sharing_target_layer_name),
-            ("q_pad_num_heads", mla_args.get("q_pad_num_heads")),
-        ):
-            if value:
-                raise InvalidArgument("vLLM", name, got=repr(value), expected="None: sparse MLA does not support it")
-        if attn_type != "decoder":
-            raise InvalidArgument("vLLM", "attn_type", got=repr(attn_type), expected="'decoder'")
-        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
-        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
-        self.kv_lora_rank: int = mla_args.get("kv_lora_rank", KV_LORA_RANK)
-        self._indexer, self._topk_indices_buffer = indexer, topk_indices_buffer
+        for name in REFUSED:
+            if arguments.get(name):
+                raise InvalidArgument("vLLM", name, got=repr(arguments[name]), expected="None: sparse MLA does not support it")
+        if arguments["attn_type"] != "decoder":
+            raise InvalidArgument("vLLM", "attn_type", got=repr(arguments["attn_type"]), expected="'decoder'")
+        self.num_heads: int = arguments["num_heads"]
+        self.num_kv_heads: int = arguments["num_kv_heads"]
+        self.head_size: int = arguments["head_size"]
+        self.scale = float(arguments["scale"])
+        self.kv_cache_dtype: str = arguments["kv_cache_dtype"]
+        self.kv_lora_rank: int = arguments.get("kv_lora_rank", KV_LORA_RANK)
+        self._indexer: Any | None = arguments.get("indexer")
+        self._topk_indices_buffer: Tensor | None = arguments.get("topk_indices_buffer")
         self._attention: ref[SparseMLAAttention] | None = None
         self._writer: Writer | None = None
         self._scratch: StepBuffers | None = None
-        config = compat.current_config()
+        config = get_current_vllm_config_or_none()
         if config is not None:
             self._reserve(config)
-        self._shadow = shadow.layer(
-            num_heads=num_heads,
-            head_size=head_size,
-            scale=scale,
-            num_kv_heads=num_kv_heads,
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            kv_cache_dtype=kv_cache_dtype,
-            logits_soft_cap=logits_soft_cap,
-            attn_type=attn_type,
-            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-            indexer=indexer,
-            topk_indices_buffer=topk_indices_buffer,
-            **mla_args,
-        )
+        self._shadow = shadow.layer(**arguments)
         if self._shadow is not None:
             self._shadow.follow(self)
 
@@ -103,10 +79,9 @@ class MLAPortableImpl(compat.IMPL_BASE):
             softmax_scale=self.scale,
             need_lse=self.need_to_return_lse_for_decode,
         )
-        gathers = resolved.decision.verdict.part("gather") is not None
-        microbatches = compat.runs_microbatches(config)
-        buffers = scratch.step_buffers(resolved.spec, compat.device(), has_workspace=gathers, microbatches=microbatches)
-        self._scratch = buffers if microbatches else None  # vLLM's workspace may grow, and must not be held
+        buffers = scratch.step_buffers(resolved, config, compat.device())
+        # vLLM's workspace may grow, and must not be held
+        self._scratch = buffers if compat.runs_microbatches(config) else None
 
     @property
     def topk_indices_buffer(self) -> Tensor | None:
@@ -142,17 +117,11 @@ class MLAPortableImpl(compat.IMPL_BASE):
         """Called by vLLM 0.33 when the indexer's kernels are enqueued; nothing to do, everything here is on the same stream."""
 
     def do_kv_cache_update(
-        self,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        kv_cache_dtype: str,
-        k_scale: Tensor,
-        *more: Any,
-        **options: Any,
+        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *more: Any, **options: Any
     ) -> None:
         """Write new tokens: kv_c_normed [T, 512], k_pe [T, 1, 64] or [T, 64]; slot_mapping [T or fewer], negative = skip.
+
+        `more` and `options` are vLLM's operator's: the cache's format, its scale, and what versions add.
 
         Raises: InvalidArgument when no builder was made for the layer yet.
         """
@@ -163,7 +132,7 @@ class MLAPortableImpl(compat.IMPL_BASE):
             got, expected = "a layer without a metadata builder", "one builder for each group of layers, made before a step"
             raise InvalidArgument("vLLM", "do_kv_cache_update", got=got, expected=expected)
         if self._writer.who == "vllm":
-            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, *more, **options)
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, *more, **options)
             return
         slots = slot_mapping.flatten()
         rows = slots.shape[0]
@@ -186,11 +155,8 @@ class MLAPortableImpl(compat.IMPL_BASE):
         """
         attention, topk_indices = attn_metadata.attention, self.topk_indices_buffer
         if attention.spec.softmax_scale != self.scale:
-            got, expected = (
-                f"a layer that scales by {self.scale}",
-                f"{attention.spec.softmax_scale}, as the builder's layers do",
-            )
-            raise InvalidArgument("vLLM", "scale", got=got, expected=expected)
+            expected = f"{attention.spec.softmax_scale}, as the builder's layers do"
+            raise InvalidArgument("vLLM", "scale", got=f"a layer that scales by {self.scale}", expected=expected)
         if topk_indices is None:
             raise InvalidArgument("vLLM", "topk_indices_buffer", got="None", expected="an indexer's buffer, [tokens, K] int32")
         num_tokens = (q if isinstance(q, Tensor) else q[0]).shape[0]

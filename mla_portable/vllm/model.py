@@ -10,18 +10,12 @@ from typing import Any, Final
 import torch
 
 from mla_portable.attention import AttentionSpec, RouteDecision, UnsupportedRoute
-from mla_portable.attention.demand import Demand
-from mla_portable.attention.routes import choose_route
-from mla_portable.contracts import (
-    DeviceFacts,
-    InvalidArgument,
-    MLAPortableError,
-    neutral_defaults,
-)
+from mla_portable.contracts import DeviceFacts, InvalidArgument, MLAPortableError, neutral_defaults
 from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import get_registry
 from mla_portable.vllm import compat, settings
+from mla_portable.vllm.routing import decide_route
 from mla_portable.vllm.writer import Writer, choose_writer
 
 __all__ = ["BLOCK_SIZE", "HEAD_SIZES", "LAYOUT_OF_DTYPE", "Resolved", "facts_of", "is_served", "refusal", "resolve"]
@@ -44,7 +38,13 @@ class Resolved:
     decision: RouteDecision
     writer: Writer
 
+    @property
+    def gathers(self) -> bool:
+        """The route wants the bf16 prefill workspace."""
+        return self.decision.verdict.part("gather") is not None
 
+
+@neutral_defaults()
 def resolve(
     vllm_config: Any,
     device: torch.device,
@@ -66,25 +66,25 @@ def resolve(
     if layout is None:
         expected = f"one of {', '.join(name for name in LAYOUT_OF_DTYPE if name)}"
         raise InvalidArgument("vLLM", "kv_cache_dtype", got=repr(kv_cache_dtype), expected=expected)
-    numbers, scheduler = compat.model_numbers(vllm_config), vllm_config.scheduler_config
-    if numbers.topk is None:
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    topk = compat.topk(vllm_config)
+    if topk is None:
         raise InvalidArgument("vLLM", "index_topk", got="nothing in the model's config", expected="a sparse-MLA model")
     refused = compat.unsupported_features(vllm_config)
     if refused:
         raise InvalidArgument("vLLM", "configuration", got="; ".join(refused), expected="what this backend supports")
     decode_query_len, captured = compat.decode_query_len(vllm_config), compat.capture_sizes(vllm_config)
-    with neutral_defaults():
-        writer = choose_writer(layout, device, vllm_config)
+    writer = choose_writer(layout, device, vllm_config)
     spec = AttentionSpec(
-        num_heads=num_heads or numbers.num_heads,
-        softmax_scale=softmax_scale or numbers.softmax_scale,
+        num_heads=num_heads or model.get_num_attention_heads(vllm_config.parallel_config),
+        softmax_scale=softmax_scale or compat.nominal_scale(vllm_config),
         max_num_tokens=max(scheduler.max_num_batched_tokens, captured),
         max_num_reqs=max(scheduler.max_num_seqs, captured),
         # Drafts may be verified past the last position that is kept.
-        max_model_len=vllm_config.model_config.max_model_len + decode_query_len,
+        max_model_len=model.max_model_len + decode_query_len,
         kv_layout=layout,
         block_size=block_size,
-        topk=numbers.topk,
+        topk=topk,
         scale_format=writer.scale_format,
         contiguous_blocks=_is_contiguous(layout, block_gap),
         decode_query_len=decode_query_len,
@@ -93,10 +93,10 @@ def resolve(
         need_lse=need_lse,
         graph=compat.wants_full_graphs(vllm_config),
     )
-    decision = _route(spec, device)
+    decision = decide_route(get_registry(), spec, device)
     if decision.chosen is None and spec.graph:
         spec = replace(spec, graph=False)
-        decision = _route(spec, device)
+        decision = decide_route(get_registry(), spec, device)
     if decision.chosen is None:
         raise UnsupportedRoute(decision)
     return Resolved(spec, decision, writer)
@@ -107,13 +107,6 @@ def _is_contiguous(layout: str, gap: int | None) -> bool:
     if not LAYOUTS[layout].is_quantized:
         return gap == 0
     return gap is None or gap % LAYOUTS[layout].row_bytes == 0
-
-
-def _route(spec: AttentionSpec, device: torch.device) -> RouteDecision:
-    registry = get_registry()
-    demand = Demand(registry, None)
-    with neutral_defaults():
-        return choose_route(spec, registry.facts(device), demand.decide, demand.schedule_kind)
 
 
 def refusal(

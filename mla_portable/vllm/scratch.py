@@ -12,56 +12,51 @@ and switch only inside of MoE's communication, so they share it; so do all layer
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from mla_portable.attention import AttentionSpec, StepBuffers
+from mla_portable.attention import StepBuffers
 from mla_portable.contracts import InvalidArgument, neutral_defaults
 from mla_portable.vllm import compat
+from mla_portable.vllm.model import Resolved
 
 __all__ = ["step_buffers"]
 
-_Shape = tuple[tuple[int, ...], torch.dtype]
+_NAMES = tuple(field.name for field in fields(StepBuffers) if field.init)
 
 _shared: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
 """Tensors of microbatches by device, name, shape and dtype, for as long as a layer or a builder holds them."""
 
 
-def step_buffers(spec: AttentionSpec, device: torch.device, *, has_workspace: bool, microbatches: bool) -> StepBuffers | None:
-    """Buffers for layers of `spec` on `device`; None where there is no workspace of vLLM's, and layers allocate their own.
+def step_buffers(resolved: Resolved, vllm_config: Any, device: torch.device) -> StepBuffers | None:
+    """Buffers for layers that are served as `resolved`; None where there is no workspace of vLLM's: they allocate their own.
 
     Raises: InvalidArgument when vLLM's workspace is locked already and too small.
     """
-    tokens, heads, width = spec.max_num_tokens, spec.num_heads, spec.layout.key_width
-    shapes: dict[str, _Shape] = {
-        "indices": ((tokens, spec.topk), torch.int32),
-        "counts": ((tokens,), torch.int32),
-    }
-    if not spec.need_lse:
-        shapes["lse"] = (tokens, heads), torch.float32
-    if spec.concat_query:
-        shapes["query"] = (tokens, heads, width), torch.bfloat16
-    if has_workspace:
-        shapes["workspace"] = (spec.workspace_rows, width), torch.bfloat16
     with neutral_defaults():
-        if microbatches:
+        wanted = StepBuffers.allocate(resolved.spec, torch.device("meta"), has_workspace=resolved.gathers)
+        named = {name: tensor for name in _NAMES if (tensor := getattr(wanted, name)) is not None}
+        if compat.runs_microbatches(vllm_config):
             device = torch.empty(0, device=device).device  # with its index
-            return StepBuffers(**{name: _shared_tensor(device, name, *shape) for name, shape in shapes.items()})
+            return StepBuffers(**{name: _shared_tensor(device, name, tensor) for name, tensor in named.items()})
         try:
-            found = compat.shared_scratch(list(shapes.values()))
+            found = compat.shared_scratch([(tuple(tensor.shape), tensor.dtype) for tensor in named.values()])
         except AssertionError as error:
-            need = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes.values())
+            tokens, heads = resolved.spec.max_num_tokens, resolved.spec.num_heads
+            need = sum(tensor.nbytes for tensor in named.values())
             expected = f"{need} bytes for {tokens} tokens of {heads} heads before the workspace is locked"
             remedy = "Lower --max-num-batched-tokens or --max-model-len."
             raise InvalidArgument("vLLM", "workspace", got=str(error), expected=expected, remedy=remedy) from error
-    return None if found is None else StepBuffers(**dict(zip(shapes, found, strict=True)))
+    return None if found is None else StepBuffers(**dict(zip(named, found, strict=True)))
 
 
-def _shared_tensor(device: torch.device, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    key = (device, name, shape, dtype)
+def _shared_tensor(device: torch.device, name: str, wanted: Tensor) -> Tensor:
+    key = (device, name, wanted.shape, wanted.dtype)
     tensor = _shared.get(key)
     if tensor is None:
-        tensor = _shared[key] = torch.empty(shape, dtype=dtype, device=device)
+        tensor = _shared[key] = torch.empty_like(wanted, device=device)
     return tensor

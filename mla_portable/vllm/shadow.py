@@ -16,6 +16,7 @@ import atexit
 import json
 import os
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +24,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from mla_portable.accelerator import accelerator
 from mla_portable.vllm import settings
 from mla_portable.vllm.metadata import MLAPortableMetadata
 
@@ -114,15 +116,11 @@ class _Recorder:
             settings.logger.info("shadow: %s", "\nshadow: ".join(lines))
 
 
-_recorders: dict[str | None, _Recorder] = {}
-
-
-def _recorder() -> _Recorder:
-    path = settings.shadow_file()
-    if path not in _recorders:
-        recorder = _recorders[path] = _Recorder(path)
-        atexit.register(recorder.flush)
-    return _recorders[path]
+@cache
+def _recorder(path: str | None) -> _Recorder:
+    recorder = _Recorder(path)
+    atexit.register(recorder.flush)
+    return recorder
 
 
 def _stock() -> Any | None:
@@ -138,7 +136,7 @@ class ShadowSteps:
 
     def __init__(self, builder: Any) -> None:
         self._builder = builder
-        self._recorder = _recorder()
+        self._recorder = _recorder(settings.shadow_file())
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool) -> Any:
         """Record the step before, then the stock metadata of this one."""
@@ -152,7 +150,7 @@ class ShadowLayer:
 
     def __init__(self, impl: Any) -> None:
         self._impl = impl
-        self._recorder = _recorder()
+        self._recorder = _recorder(settings.shadow_file())
         self._numbers: Tensor | None = None
 
     def compare(self, q: Any, kv_cache: Tensor, metadata: Any, layer: Any, ours: Tensor, topk_indices: Tensor) -> None:
@@ -165,7 +163,7 @@ class ShadowLayer:
         theirs, _ = self._impl.forward_mqa(q, kv_cache, metadata, layer)
         self._numbers[1:].copy_(difference(ours, theirs, topk_indices))
         self._numbers[0] += 1
-        if not (ours.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not accelerator(ours.device).is_capturing():
             self._recorder.flush(name)
 
     def follow(self, ours: Any) -> None:

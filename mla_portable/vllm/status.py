@@ -5,26 +5,39 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from mla_portable.attention import AttentionSpec
-from mla_portable.attention.demand import Demand
-from mla_portable.attention.routes import choose_route
 from mla_portable.contracts import InvalidArgument
 from mla_portable.registry import Registry
 from mla_portable.vllm import settings
-from mla_portable.vllm.words import served_by
+from mla_portable.vllm.routing import decide_route, served_by
 
-__all__ = ["GROUP", "VllmStatus", "vllm_status"]
+__all__ = ["Choice", "VllmStatus", "vllm_status"]
 
-GROUP: Final = "vllm.general_plugins"
+_GROUP: Final = "vllm.general_plugins"
 _ENTRY_POINT: Final = "mla_portable"
 _HEADS: Final = (16, 128)
 """DeepSeek-V3.2's 128 query heads over eight ranks, and on one."""
+
+_MEANING: Final = {
+    "custom": "chosen with --attention-backend CUSTOM",
+    "override": "in place of FLASHMLA_SPARSE, except for models that only stock serves",
+    "auto": "chosen with --attention-backend CUSTOM, and where stock does not serve the device or the configuration",
+}
+
+
+class Choice(NamedTuple):
+    """For DeepSeek-V3.2: the route and what serves each of its primitives; None and the reasons where nothing serves."""
+
+    kv_layout: str
+    num_heads: int
+    route: str | None
+    served_by: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +47,17 @@ class VllmStatus:
     Attributes:
         version: of vLLM, None where it is not installed. registered: vLLM will load the plugin.
         mode: MLA_PORTABLE_VLLM, as it takes effect. note: what stands in the way, or what the mode means here.
-        choices: (cache layout, heads of a rank, route, what serves each of its primitives) for DeepSeek-V3.2; the route is
-            None and the last the reasons where nothing serves.
+        choices: for each cache layout and number of heads of a rank.
     """
 
     version: str | None
     registered: bool
     mode: str
     note: str
-    choices: tuple[tuple[str, int, str | None, str], ...] = ()
+    choices: tuple[Choice, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        choices = [{"kv_layout": k, "num_heads": h, "route": r, "served_by": s} for k, h, r, s in self.choices]
-        return {
-            "version": self.version,
-            "registered": self.registered,
-            "mode": self.mode,
-            "note": self.note,
-            "choices": choices,
-        }
+        return {**asdict(self), "choices": [choice._asdict() for choice in self.choices]}
 
 
 def vllm_status(registry: Registry, device: torch.device, *, environ: Mapping[str, str] | None = None) -> VllmStatus:
@@ -70,30 +75,22 @@ def vllm_status(registry: Registry, device: torch.device, *, environ: Mapping[st
         return VllmStatus(version, False, "off", str(error))
     note = _obstacle(mode, environ)
     choices = tuple(_choice(registry, device, layout, heads) for layout in ("fp8_ds_mla", "bf16") for heads in _HEADS)
-    return VllmStatus(version, not note, mode, note or _meaning(mode), choices)
+    return VllmStatus(version, not note, mode, note or _MEANING[mode], choices)
 
 
 def _obstacle(mode: str, environ: Mapping[str, str]) -> str:
     """Why vLLM does not get to see the backend, "" where it does."""
     if mode == "off":
         return f"{settings.ENV_MODE}=off"
-    if not any(point.name == _ENTRY_POINT for point in metadata.entry_points(group=GROUP)):
-        return f"no entry point {_ENTRY_POINT!r} in the group {GROUP}: install mla-portable again"
+    if not any(point.name == _ENTRY_POINT for point in metadata.entry_points(group=_GROUP)):
+        return f"no entry point {_ENTRY_POINT!r} in the group {_GROUP}: install mla-portable again"
     allowed = environ.get("VLLM_PLUGINS")
     if allowed is not None and _ENTRY_POINT not in allowed.split(","):
         return f"VLLM_PLUGINS={allowed} leaves {_ENTRY_POINT!r} out"
     return ""
 
 
-def _meaning(mode: str) -> str:
-    return {
-        "custom": "chosen with --attention-backend CUSTOM",
-        "override": "in place of FLASHMLA_SPARSE, except for models that only stock serves",
-        "auto": "chosen with --attention-backend CUSTOM, and where stock does not serve the device or the configuration",
-    }[mode]
-
-
-def _choice(registry: Registry, device: torch.device, layout: str, heads: int) -> tuple[str, int, str | None, str]:
+def _choice(registry: Registry, device: torch.device, layout: str, heads: int) -> Choice:
     spec = AttentionSpec(
         num_heads=heads,
         softmax_scale=192**-0.5,
@@ -103,6 +100,5 @@ def _choice(registry: Registry, device: torch.device, layout: str, heads: int) -
         kv_layout=layout,
         need_lse=False,
     )
-    demand = Demand(registry, None)
-    decision = choose_route(spec, registry.facts(device), demand.decide, demand.schedule_kind)
-    return layout, heads, decision.chosen, served_by(decision)
+    decision = decide_route(registry, spec, device)
+    return Choice(layout, heads, decision.chosen, served_by(decision))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from fake_plugins import never_runs
 from mla_portable.contracts import Implementation, Registrar, Support, hookimpl
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
 FUSED = Support(
     source="Acme's manual, page 3",
@@ -24,5 +25,5 @@ PREFILL = Support(
 
 @hookimpl
 def mla_portable_register(registrar: Registrar) -> None:
-    registrar.add(Implementation("acme.fused", SPARSE_DECODE, FUSED, never_runs, preference=10, schedule_kind="flashmla_tiles"))
+    registrar.add(Implementation("acme.fused", SPARSE_DECODE, FUSED, never_runs, preference=10, schedule_kind=FLASHMLA_TILES))
     registrar.add(Implementation("acme.fused", SPARSE_PREFILL, PREFILL, never_runs, preference=10))

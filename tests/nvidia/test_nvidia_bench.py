@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_portable.planner.flashmla import tile_schedule
+from mla_portable_nvidia.tile_schedules import tile_schedule
 
 SCRIPT = Path(__file__).parents[2] / "backends" / "nvidia" / "bench" / "side_by_side.py"
 

@@ -19,16 +19,15 @@ from mla_portable.contracts import (
     PlanMismatch,
     Request,
     SplitSchedule,
-    TileSchedule,
     pack_fp8,
 )
 from mla_portable.planner import Planner, PlannerConfig
-from mla_portable.planner.flashmla import num_sm_parts, tile_schedule
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable_nvidia import head_padding
 from mla_portable_nvidia.boundary import TorchBoundary
 from mla_portable_nvidia.sparse_decode import FlashMLADecode, rows_per_call
 from mla_portable_nvidia.support import attention_support
+from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule, num_sm_parts, tile_schedule
 
 SCALE = 192**-0.5
 MIB = 1 << 20
@@ -121,7 +120,7 @@ def test_a_generation_with_plans_of_another_layout_makes_its_own_once():
 def test_a_plan_of_the_real_planner_serves_a_step():
     config = PlannerConfig(
         device="cpu", route="fused", num_heads=16, topk=64, max_num_reqs=4, max_num_tokens=64, max_model_len=256,
-        schedule_kind="flashmla_tiles", num_sms=132, arch="sm90", padded_heads=64, max_scratch_bytes=140 * 64 * 4 * 513,
+        schedule_kind=FLASHMLA_TILES, num_sms=132, arch="sm90", max_scratch_bytes=140 * 64 * 4 * 513,
     )  # fmt: skip
     batch = Batch(
         query_start_loc=np.array([0, 1, 2, 21], dtype=np.int32),

@@ -9,22 +9,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_vllm_forward import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
 from vllm.v1.worker import workspace
-from vllm_engine import BLOCK, CPU, LATENT, ROPE, expected, make_builder, make_engine, make_step
+from vllm_engine import BLOCK, CPU, LATENT, ROPE, assert_close, check_step, expected, make_builder, make_engine, make_step
 
 from mla_portable.attention import SparseMLAAttention, UnsupportedRoute
 from mla_portable.contracts import FP8_DS_MLA, InvalidArgument
 from mla_portable.vllm import compat, settings
-
-
-def check_step(engine, query_lens: list[int], seq_lens: list[int], seed: int = 0) -> None:
-    step = make_step(engine, query_lens, seq_lens, seed=seed)
-    metadata = engine.builder.build(0, step.common)
-    out, _ = engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
-    assert_close(out, expected(engine, step)[0], len(step.requests))
+from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
 
 @pytest.mark.parametrize("microbatches", [False, True])
@@ -103,7 +96,7 @@ def test_captures_of_one_shape_are_kept_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         SparseMLAAttention,
         "planner_config",
-        lambda self: replace(own(self), schedule_kind="flashmla_tiles", num_sms=132, arch="sm90", padded_heads=64),
+        lambda self: replace(own(self), schedule_kind=FLASHMLA_TILES, num_sms=132, arch="sm90"),
     )
     engine = make_engine("fp8")
     schedules = []

@@ -11,7 +11,22 @@ import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
-from vllm_engine import BLOCK, HEADS, LATENT, MAX_LEN, NOPE, ROPE, SCALE, V_DIM, expected, make_engine, make_step, run_layer
+from vllm_engine import (
+    BLOCK,
+    HEADS,
+    LATENT,
+    MAX_LEN,
+    NOPE,
+    ROPE,
+    SCALE,
+    V_DIM,
+    assert_close,
+    check_step,
+    expected,
+    make_engine,
+    make_step,
+    run_layer,
+)
 
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.contracts import InvalidArgument, PlanMismatch, unpack_fp8
@@ -19,6 +34,7 @@ from mla_portable.planner import PlannerConfig
 from mla_portable.reference import oracle
 from mla_portable.registry import use
 from mla_portable.vllm import compat
+from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
 BATCHES = {
     "decodes": ([1] * 5, [1, 64, 65, 130, 256], {}),
@@ -36,14 +52,6 @@ SPECULATIVE = {
     "uneven drafts": ([3, 3, 2, 1], [20, 100, 8, 90], {}),
     "padded drafts": ([3] * 3, [20, 100, 8], {"padded_tokens": 12, "padded_reqs": 4}),
 }
-
-
-def assert_close(out: torch.Tensor, wanted: torch.Tensor, requests: int) -> None:
-    """bfloat16 output of float32 sums: each value to 2 ** -8 of itself, and of its row's size where it cancels."""
-    error = (out.double() - wanted).abs()
-    size = wanted.abs().amax(dim=-1, keepdim=True)
-    assert (error <= 2**-7 * wanted.abs() + 2**-9 * size).all(), f"off by {error.max()}"
-    assert requests and wanted[:requests].abs().amax(dim=(1, 2)).min() > 0.01  # the oracle says something of every token
 
 
 @pytest.mark.parametrize("pair", [False, True], ids=["tensor", "pair"])
@@ -108,7 +116,7 @@ def planned_for_flashmla(monkeypatch: pytest.MonkeyPatch):
     own = SparseMLAAttention.planner_config
 
     def config(attention: SparseMLAAttention) -> PlannerConfig:
-        return replace(own(attention), schedule_kind="flashmla_tiles", num_sms=132, arch="sm90", padded_heads=64)
+        return replace(own(attention), schedule_kind=FLASHMLA_TILES, num_sms=132, arch="sm90")
 
     monkeypatch.setattr(SparseMLAAttention, "planner_config", config)
     monkeypatch.setenv("MLA_PORTABLE_VLLM_ROUTE", "split")
@@ -153,10 +161,7 @@ def test_portable_kernels_alone_serve_a_mixed_batch():
     with use("triton"):
         engine = make_engine("fp8")
         assert {part.decision.chosen for part in engine.builder.attention.route_decision.verdict.parts} == {"triton.portable"}
-        step = make_step(engine, [1, 1, 2], [70, 3, 40], padded_tokens=5)
-    metadata = engine.builder.build(0, step.common)
-    out, _ = engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
-    assert_close(out, expected(engine, step)[0], 4)
+    check_step(engine, [1, 1, 2], [70, 3, 40], padded_tokens=5)
 
 
 @pytest.mark.parametrize("batch", SPECULATIVE)
@@ -165,13 +170,10 @@ def test_drafts_are_verified_as_decodes(dtype: str, batch: str):
     query_lens, seq_lens, padding = SPECULATIVE[batch]
     engine = make_engine(dtype, drafts=2)
     assert engine.builder.reorder_batch_threshold == 3
-    step = make_step(engine, query_lens, seq_lens, **padding)
-    metadata = engine.builder.build(0, step.common)
+    metadata = check_step(engine, query_lens, seq_lens, **padding)
     if batch != "uneven drafts":
         assert metadata.plan.decode_query_len == 3
         assert metadata.plan.num_decode_tokens == (padding.get("padded_tokens") or 3 * query_lens.count(3))
-    out, _ = engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
-    assert_close(out, expected(engine, step)[0], len(step.requests))
 
 
 def test_lse_is_returned_where_vllm_merges_partial_results(monkeypatch: pytest.MonkeyPatch):
@@ -209,10 +211,7 @@ def test_one_builder_serves_step_after_step():
     engine = make_engine("fp8")
     addresses = set()
     for seed, (query_lens, seq_lens) in enumerate([([1, 40, 60], [9, 40, 60]), ([1, 1], [30, 64]), ([1] * 9, [50] * 9)]):
-        step = make_step(engine, query_lens, seq_lens, seed=seed)
-        metadata = engine.builder.build(0, step.common)
-        out, _ = engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
-        assert_close(out, expected(engine, step)[0], len(step.requests))
+        metadata = check_step(engine, query_lens, seq_lens, seed=seed)
         addresses.add(metadata.plan.req_id_per_token.data_ptr())
     assert len(addresses) == 1
 

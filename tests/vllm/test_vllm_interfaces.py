@@ -21,7 +21,7 @@ from vllm_engine import make_config
 from mla_portable.vllm import compat, shadow
 from mla_portable.vllm.backend import MLAPortableBackend
 from mla_portable.vllm.builder import MLAPortableMetadataBuilder
-from mla_portable.vllm.impl import MLAPortableImpl
+from mla_portable.vllm.impl import READS, MLAPortableImpl
 from mla_portable.vllm.metadata import MLAPortableMetadata
 
 FILES = {path.stem: path for path in sorted((Path(__file__).parent / "interfaces").glob("*.json"))}
@@ -45,7 +45,7 @@ def interface(request: pytest.FixtureRequest) -> dict[str, Any]:
 def bases(interface: dict[str, Any], name: str) -> list[str]:
     """The class and those above it, as far as they were read."""
     classes = interface["classes"]
-    return [name, *(b for base in classes[name]["bases"] if base in classes for b in bases(interface, base))]
+    return [name, *(b for base in classes[name]["bases"].split() if base in classes for b in bases(interface, base))]
 
 
 def impl_base(interface: dict[str, Any]) -> str:
@@ -66,7 +66,7 @@ def test_the_versions_that_are_promised_are_there():
 
 def test_every_abstract_method_is_ours(interface: dict[str, Any]):
     for ours, name in pairs(interface):
-        wanted = {method for base in bases(interface, name) for method in interface["classes"][base]["abstract"]}
+        wanted = {method for base in bases(interface, name) for method in interface["classes"][base]["abstract"].split()}
         missing = {
             method for method in wanted if not any(method in vars(c) for c in ours.__mro__ if "mla_portable" in c.__module__)
         }
@@ -81,7 +81,7 @@ def test_what_vllm_may_pass_is_accepted(interface: dict[str, Any]):
                 if method not in vars(ours) or isinstance(vars(ours)[method], property):
                     continue
                 signature = inspect.signature(inspect.unwrap(getattr(vars(ours)[method], "__func__", vars(ours)[method])))
-                arguments = [p.rstrip("=") for p in parameters if not p.startswith("*")]
+                arguments = [p.rstrip("=") for p in parameters.split() if not p.startswith("*")]
                 signature.bind(**dict.fromkeys(arguments))  # by name
                 if method != "__init__":  # an implementation is only ever made with names
                     signature.bind(*arguments)
@@ -92,15 +92,15 @@ def test_what_vllm_may_pass_is_accepted(interface: dict[str, Any]):
 
 
 def test_a_layer_finds_what_it_reads(interface: dict[str, Any]):
-    layer = interface["layer"]
-    assert set(layer["metadata"]) <= {field.name for field in dataclasses.fields(MLAPortableMetadata)}
+    layer = {what: set(names.split()) for what, names in interface["layer"].items()}
+    assert layer["metadata"] <= {field.name for field in dataclasses.fields(MLAPortableMetadata)}
     above = interface["classes"]
-    inherited = {
-        name for base in bases(interface, impl_base(interface)) for name in [*above[base]["methods"], *above[base]["variables"]]
-    }
+    inherited: set[str] = set()
+    for base in bases(interface, impl_base(interface)):
+        inherited |= {*above[base]["methods"], *above[base]["variables"].split()}
     ours = {name for c in MLAPortableImpl.__mro__ if "mla_portable" in c.__module__ for name in vars(c)}
-    assert set(layer["impl"]) <= ours | inherited | set(NOT_REACHED)
-    inspect.signature(MLAPortableImpl.__init__).bind(None, **dict.fromkeys(layer["impl_arguments"]))
+    assert layer["impl"] <= ours | inherited | set(NOT_REACHED)
+    assert {*READS, "indexer"} <= layer["impl_arguments"]
 
 
 def test_what_computes_is_known_and_all_else_is_a_hook(interface: dict[str, Any]):
@@ -111,14 +111,14 @@ def test_what_computes_is_known_and_all_else_is_a_hook(interface: dict[str, Any]
 
 
 def test_what_selection_is_asked_with_is_all_that_it_needs(interface: dict[str, Any]):
-    parameters = interface["classes"]["AttentionBackend"]["methods"]["validate_configuration"]
+    parameters = interface["classes"]["AttentionBackend"]["methods"]["validate_configuration"].split()
     config = make_config()
     needed = {name for name in parameters if not name.endswith("=")} - {"cls"}
     assert needed <= set(compat.selection_arguments(config))
 
 
 def test_lengths_on_the_host_have_a_name_we_know(interface: dict[str, Any]):
-    fields = interface["classes"]["CommonAttentionMetadata"]["variables"]
+    fields = interface["classes"]["CommonAttentionMetadata"]["variables"].split()
     assert "seq_lens_cpu_upper_bound" in fields
     used = {"query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len"}
     assert used | {"max_seq_len", "block_table_tensor", "slot_mapping"} <= set(fields)
@@ -136,8 +136,8 @@ def test_what_was_read_is_what_python_sees():
     interface = json.loads(FILES[metadata.version("vllm")].read_text())
     for name in ("AttentionBackend", "AttentionMetadataBuilder", "AttentionImplBase", "MLAAttentionImpl"):
         read, real = interface["classes"][name], getattr(stock, name)
-        assert set(read["abstract"]) <= real.__abstractmethods__
+        assert set(read["abstract"].split()) <= real.__abstractmethods__
         for method, parameters in read["methods"].items():
             function = inspect.unwrap(inspect.getattr_static(real, method))
             function = getattr(function, "__func__", getattr(function, "fget", function))
-            assert [p.rstrip("=").lstrip("*") for p in parameters] == list(inspect.signature(function).parameters)
+            assert [p.rstrip("=").lstrip("*") for p in parameters.split()] == list(inspect.signature(function).parameters)

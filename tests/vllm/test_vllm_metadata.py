@@ -9,18 +9,10 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
+from test_vllm_forward import BATCHES
 from vllm_engine import BLOCK, MAX_LEN, TOPK, make_engine, make_step
 
 from mla_portable.vllm.metadata import MLAPortableMetadata
-
-BATCHES = {
-    "decodes": ([1] * 5, [1, 64, 65, 130, 256], {}),
-    "prefills": ([7, 70, 3], [7, 70, 30], {}),
-    "mixed": ([1, 1, 1, 9, 33], [100, 7, 256, 9, 33], {}),
-    "padded decodes": ([1] * 3, [70, 1, 200], {"padded_tokens": 8, "padded_reqs": 8}),
-    "padded tokens alone": ([1] * 3, [70, 1, 200], {"padded_tokens": 8}),
-    "padded mixed": ([1, 1, 30], [70, 3, 200], {"padded_tokens": 40, "padded_reqs": 4}),
-}
 
 
 @pytest.mark.parametrize("capture", [False, True], ids=["step", "capture"])

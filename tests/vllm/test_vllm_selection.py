@@ -50,7 +50,7 @@ def members():
         member.clear_override()
 
 
-@pytest.mark.parametrize("mode", settings.MODES)
+@pytest.mark.parametrize("mode", ["auto", "custom", "override", "off"])
 def test_registration_follows_the_mode_and_is_reentrant(mode: str, members, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(settings.ENV_MODE, mode)
     for _ in range(2):
@@ -89,18 +89,23 @@ def test_what_another_plugin_registered_is_left_alone(members, caplog: pytest.Lo
     assert "somebody.else.Backend was registered for it before" in caplog.text
 
 
-@pytest.mark.parametrize("capability, ours", [((8, 0), True), ((8, 9), True), ((9, 0), False), ((10, 0), False)])
-def test_auto_stands_in_where_stock_does_not_serve(capability, ours: bool, members, monkeypatch: pytest.MonkeyPatch):
+def on_device(monkeypatch: pytest.MonkeyPatch, *capability: int, flashmla: tuple[bool, str | None] = (True, None)) -> None:
+    """vLLM runs on a CUDA device of this capability, with or without FlashMLA."""
     from vllm.platforms import current_platform
-    from vllm.v1.attention.ops import flashmla
+    from vllm.v1.attention.ops import flashmla as stock
 
     monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *a, **k: DeviceCapability(*capability))
-    monkeypatch.setattr(flashmla, "is_flashmla_sparse_supported", lambda: (True, None))
+    monkeypatch.setattr(stock, "is_flashmla_sparse_supported", lambda: flashmla)
+
+
+@pytest.mark.parametrize("capability, ours", [((8, 0), True), ((8, 9), True), ((9, 0), False), ((10, 0), False)])
+def test_auto_stands_in_where_stock_does_not_serve(capability, ours: bool, members, monkeypatch: pytest.MonkeyPatch):
+    on_device(monkeypatch, *capability)
     plugin.register()
     chosen = members.FLASHMLA_SPARSE.get_class()
     assert (chosen is MLAPortableBackend) == ours
     assert chosen.get_name() == "FLASHMLA_SPARSE"
-    monkeypatch.setattr(flashmla, "is_flashmla_sparse_supported", lambda: (False, "not built"))
+    on_device(monkeypatch, *capability, flashmla=(False, "not built"))
     assert members.FLASHMLA_SPARSE.get_class() is MLAPortableBackend
 
 
@@ -108,15 +113,6 @@ def choose(members, member: str, config):
     """As vLLM's selection does: the class of a member, under the configuration in force."""
     with set_current_vllm_config(config):
         return members[member].get_class()
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch):
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.ops import flashmla
-
-    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *a, **k: DeviceCapability(9, 0))
-    monkeypatch.setattr(flashmla, "is_flashmla_sparse_supported", lambda: (True, None))
 
 
 def stock_serves(monkeypatch: pytest.MonkeyPatch, member: str, refuses: str | None) -> type:
@@ -132,7 +128,8 @@ def stock_serves(monkeypatch: pytest.MonkeyPatch, member: str, refuses: str | No
 
 
 @pytest.mark.parametrize("refused", [None, "head_size", "context parallelism"])
-def test_override_leaves_to_stock_what_only_stock_serves(refused: str | None, members, hopper, monkeypatch: pytest.MonkeyPatch):
+def test_override_leaves_to_stock_what_only_stock_serves(refused: str | None, members, monkeypatch: pytest.MonkeyPatch):
+    on_device(monkeypatch, 9, 0)
     monkeypatch.setenv(settings.ENV_MODE, "override")
     plugin.register()
     config = make_config(**({"get_head_size": lambda: 512} if refused == "head_size" else {}))
@@ -147,12 +144,7 @@ def test_override_leaves_to_stock_what_only_stock_serves(refused: str | None, me
 @pytest.mark.parametrize("member", auto.PLACES)
 @pytest.mark.parametrize("refuses", [None, "requires FlashInfer"])
 def test_auto_asks_whether_stock_serves_the_configuration(member: str, refuses, members, monkeypatch: pytest.MonkeyPatch):
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.ops import flashmla
-
-    capability = DeviceCapability(9, 0) if member == "FLASHMLA_SPARSE" else DeviceCapability(12, 0)
-    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *a, **k: capability)
-    monkeypatch.setattr(flashmla, "is_flashmla_sparse_supported", lambda: (True, None))
+    on_device(monkeypatch, 9 if member == "FLASHMLA_SPARSE" else 12, 0)
     plugin.register()
     stock = stock_serves(monkeypatch, member, refuses)
     assert choose(members, member, make_config()) is (MLAPortableBackend if refuses else stock)
@@ -163,9 +155,7 @@ def test_auto_asks_whether_stock_serves_the_configuration(member: str, refuses, 
 
 def test_auto_serves_sm12x_without_flashinfer(members, monkeypatch: pytest.MonkeyPatch):
     """vLLM's own class there needs FlashInfer, which is not installed here, and refuses."""
-    from vllm.platforms import current_platform
-
-    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *a, **k: DeviceCapability(12, 0))
+    on_device(monkeypatch, 12, 0)
     plugin.register()
     assert choose(members, "FLASHINFER_MLA_SPARSE_SM120", make_config("fp8")) is MLAPortableBackend
 
@@ -181,22 +171,10 @@ def test_vllm_finds_the_entry_point():
 
 
 def validate(config, *, capability: tuple[int, int] = (8, 0), **changes):
-    arguments = {
-        "head_size": 576,
-        "dtype": torch.bfloat16,
-        "kv_cache_dtype": "auto",
-        "block_size": None,
-        "use_mla": True,
-        "has_sink": False,
-        "use_sparse": True,
-        "use_mm_prefix": False,
-        "use_per_head_quant_scales": False,
-        "device_capability": DeviceCapability(*capability),
-        "attn_type": "decoder",
-        **changes,
-    }
     with set_current_vllm_config(config):
-        return MLAPortableBackend.validate_configuration(**arguments)
+        arguments = {**compat.selection_arguments(config), "kv_cache_dtype": "auto"}
+        arguments["device_capability"] = DeviceCapability(*capability)
+        return MLAPortableBackend.validate_configuration(**{**arguments, **changes})
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8", "fp8_ds_mla"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import fake_stock
 import pytest
 import torch
-from vllm_engine import make_engine, make_step
+from vllm_engine import check_step, make_engine, make_step
 
 from mla_portable.contracts import InvalidArgument
 from mla_portable.vllm import settings, shadow
@@ -31,9 +31,7 @@ def test_each_layer_and_step_is_recorded(error: float, records, caplog: pytest.L
     fake_stock.ERROR["relative"] = error
     engine = make_engine("auto")
     for seed in range(2):
-        step = make_step(engine, [1, 1, 9], [100, 64, 9], padded_tokens=14, padded_reqs=5, seed=seed)
-        metadata = engine.builder.build(0, step.common)
-        engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
+        check_step(engine, [1, 1, 9], [100, 64, 9], padded_tokens=14, padded_reqs=5, seed=seed)
     found = records()
     assert [(r["step"], r["layer"], r["rows"]) for r in found] == [(n, engine.layer.layer_name, 11) for n in (1, 2)]
     for record in found:

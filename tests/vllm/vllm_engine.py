@@ -215,3 +215,24 @@ def run_layer(engine: Engine, metadata: Any, slots: Tensor, q: Tensor, kv_c: Ten
     name = engine.layer.layer_name
     with set_forward_context({name: metadata}, engine.config, slot_mapping={name: slots}):
         return engine.layer(q, kv_c, k_pe, output_shape=torch.Size((len(q), HEADS * V_DIM)))
+
+
+def assert_close(out: torch.Tensor, wanted: torch.Tensor, requests: int) -> None:
+    """bfloat16 output of float32 sums: each value to 2 ** -8 of itself, and of its row's size where it cancels."""
+    error = (out.double() - wanted).abs()
+    size = wanted.abs().amax(dim=-1, keepdim=True)
+    assert (error <= 2**-7 * wanted.abs() + 2**-9 * size).all(), f"off by {error.max()}"
+    assert requests and wanted[:requests].abs().amax(dim=(1, 2)).min() > 0.01  # the oracle says something of every token
+
+
+def attend(engine: Engine, step: Step) -> tuple[Any, Tensor]:
+    """Build the step's metadata and run the layer's attention; out is what the oracle says. Returns: metadata, out."""
+    metadata = engine.builder.build(0, step.common)
+    out, _ = engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
+    assert_close(out, expected(engine, step)[0], len(step.requests))
+    return metadata, out
+
+
+def check_step(engine: Engine, query_lens: Sequence[int], seq_lens: Sequence[int], **more: Any) -> Any:
+    """Make a step and attend; returns its metadata."""
+    return attend(engine, make_step(engine, query_lens, seq_lens, **more))[0]

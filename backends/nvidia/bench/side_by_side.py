@@ -35,9 +35,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import BoundPrimitive, DeviceFacts, Primitive, Request, TileSchedule
+from mla_portable.contracts import BoundPrimitive, DeviceFacts, Primitive, Request, ScheduleLimits
 from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK
-from mla_portable.planner.flashmla import Tiles, TileSchedules, num_sm_parts, tile_schedule
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.reference import oracle
 from mla_portable.registry import get_registry
@@ -48,6 +47,7 @@ from mla_portable.tools.conformance import run_suite
 from mla_portable_nvidia.attention import bind_sparse_decode, bind_sparse_prefill
 from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, find_kernel
 from mla_portable_nvidia.sparse_decode import rows_per_call
+from mla_portable_nvidia.tile_schedules import Tiles, TileSchedule, TileSchedules, num_sm_parts, tile_schedule
 
 TOPK: Final = 2048
 SCALE: Final = 192**-0.5
@@ -200,11 +200,9 @@ class Bench:
         return picks.repeat(-(-rows // len(picks)), 1)[:rows].to(torch.int32).to(self.device)
 
     def schedule(self, rows: int, heads: int) -> TileSchedule:
-        schedules = TileSchedules(
-            topk=TOPK, num_heads=heads, num_sms=self.facts.num_sms, arch=self.facts.arch, max_scratch_bytes=64 << 20
-        )
-        words = torch.from_numpy(schedules.missing(rows, 1)).to(self.device)
-        return schedules.adopt(rows, 1, words)
+        facts = self.facts
+        limits = ScheduleLimits(torch.device(self.device), heads, TOPK, rows, num_sms=facts.num_sms, arch=facts.arch)
+        return TileSchedules(limits).get(rows, 1)
 
     def request(self, primitive: Primitive, heads: int, **others: Any) -> Request:
         return Request(primitive, self.facts, num_heads=heads, topk=TOPK, **({"lse": True} | others))

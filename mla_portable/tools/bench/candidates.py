@@ -114,7 +114,7 @@ def prepared(
 def decode_schedule(implementation: Implementation, problem: Problem, device: torch.device) -> DecodeSchedule | None:
     """What the planner makes for a batch of this many decodes; None where the implementation takes no schedule."""
     case = problem.case
-    if case.primitive is not SPARSE_DECODE or implementation.schedule_kind == "none":
+    if case.primitive is not SPARSE_DECODE or implementation.schedule_kind is None:
         return None
     planner = Planner(_planner_config(implementation, problem.request, device, case.rows, case.num_heads or 1, case.topk or 1))
     batch = Batch(
@@ -138,10 +138,9 @@ def _planner_config(
         max_num_tokens=rows,
         max_model_len=_CONTEXT,
         schedule_kind=implementation.schedule_kind,
-        program=implementation.program(request),
+        decode_request=request,
         num_sms=facts.num_sms,
         arch=facts.arch,
-        padded_heads=implementation.padded_heads(heads),
     )
 
 

@@ -91,7 +91,7 @@ class _Idle:
     @hookimpl
     def mla_portable_register(self, registrar: Registrar) -> None:
         """Offer every primitive."""
-        support = Support(source="does nothing", device_types=("cpu", "cuda"), kv_layouts=tuple(LAYOUTS))
+        support = Support(source="does nothing", device_types=None, kv_layouts=tuple(LAYOUTS))
         for primitive in Primitive.all():
             registrar.add(Implementation(name=_NAME, primitive=primitive, support=support, bind=self.bind))
 

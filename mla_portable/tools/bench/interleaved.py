@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several calls timed in turns, so that a clock that changes or a busy moment strikes all of them; on a GPU as CUDA graphs."""
+"""Several calls timed in turns, so that a clock that changes or a busy moment strikes all of them; on a GPU as graphs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 
+from mla_portable.accelerator import accelerator
 from mla_portable.tools.bench.timing import Timing, flush_buffer, recorded, summary
 
 __all__ = ["captured", "measure_in_turns"]
@@ -21,28 +22,26 @@ _ROUNDS_PER_LOOK: Final = 10
 
 
 def captured(call: Callable[[], object], device: torch.device, *, calls: int = 1) -> Callable[[], object]:
-    """A call that replays `calls` calls from one CUDA graph; two eager ones come first, which compile and allocate.
+    """A call that replays `calls` calls from one graph; two eager ones come first, which compile and allocate.
 
     What the captured run allocates belongs to the graph: it lives as long as the returned call, at the same addresses.
     Raises: whatever `call` raises, under capture too.
     """
-    with torch.cuda.device(device):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+    where = accelerator(device)
+    with where.guard():
+        with where.side_stream():
             call()
             call()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        where.synchronize()
+        graph = where.graph()
+        with where.capture(graph):
             for _ in range(calls):
                 call()
     # what the call reads (a schedule, say) may be known to the call alone, and has to live as long as the graph
     return partial(_replay, graph, call)
 
 
-def _replay(graph: torch.cuda.CUDAGraph, _kept: Callable[[], object]) -> None:
+def _replay(graph: Any, _kept: Callable[[], object]) -> None:
     graph.replay()
 
 
@@ -57,7 +56,7 @@ def measure_in_turns(
     if device.type == "cpu":
         samples = _on_the_host(calls, repeat, max_seconds)
         return [summary(each, clock="perf_counter", cold_l2=False) for each in samples]
-    with torch.cuda.device(device):
+    with accelerator(device).guard():
         samples = _on_the_device(calls, device, repeat, max_seconds)
     return [summary(each, clock="device events", cold_l2=True) for each in samples]
 
@@ -78,20 +77,20 @@ def _on_the_host(calls: Sequence[Callable[[], object]], repeat: int, max_seconds
 def _on_the_device(
     calls: Sequence[Callable[[], object]], device: torch.device, repeat: int, max_seconds: float
 ) -> list[list[float]]:
-    flush = flush_buffer(device)
-    pairs: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
+    where, flush = accelerator(device), flush_buffer(device)
+    pairs: list[list[tuple[Any, Any]]] = [[] for _ in calls]
     for call in calls:
         call()
-    torch.cuda.synchronize()
+    where.synchronize()
     first = time.perf_counter()
     for done in range(repeat):
         if done % _ROUNDS_PER_LOOK == 0:
-            torch.cuda.synchronize()
+            where.synchronize()
             if done and time.perf_counter() - first > max_seconds:
                 break
             for _ in range(_LEAD):
                 flush.zero_()
         for call, events in zip(calls, pairs, strict=True):
-            events.append(recorded(call, flush))
-    torch.cuda.synchronize()
+            events.append(recorded(call, flush, where))
+    where.synchronize()
     return [[start.elapsed_time(stop) for start, stop in events] for events in pairs]

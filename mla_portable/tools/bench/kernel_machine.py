@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from mla_portable.accelerator import accelerator
 from mla_portable.contracts import DeviceFacts
 
 __all__ = ["MachineState", "driver_version", "machine_state"]
@@ -45,7 +46,7 @@ class MachineState:
 def machine_state(device: torch.device, facts: DeviceFacts) -> MachineState:
     """The state now: ask while the device is warm, for an idle one lowers its clocks."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, **dict(facts.libraries)}
-    told = _nvidia_smi(device) if facts.vendor == "nvidia" and device.type == "cuda" else {}
+    told = _nvidia_smi(device) if facts.vendor == "nvidia" else {}
     clocks: dict[str, float] = {}
     for name, value in told.items():
         try:
@@ -73,7 +74,7 @@ def _nvidia_smi(device: torch.device) -> dict[str, str]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return {}
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    uuid = getattr(accelerator(device).properties(), "uuid", None)
     which = [f"--id=GPU-{uuid}"] if uuid is not None else []
     command = [tool, f"--query-gpu={','.join(_QUERIES)}", "--format=csv,noheader,nounits", *which]
     try:

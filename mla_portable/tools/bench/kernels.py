@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time every implementation of a primitive, and its rivals, on the same problems, in turns; judge each result first.
 
-A result that is wrong gets no time. On a GPU every candidate is one CUDA graph, captured once per case and replayed with a
+A result that is wrong gets no time. On a GPU every candidate is one graph, captured once per case and replayed with a
 cold last-level cache; what is judged is what the graph wrote into poisoned memory.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from mla_portable.accelerator import accelerator
 from mla_portable.contracts import DeviceFacts, Implementation, Rival
 from mla_portable.registry import Registry
 from mla_portable.registry.plugins import first_line
@@ -186,9 +187,7 @@ def _judge(problem: Problem, candidate: Candidate, device: torch.device) -> tupl
 
 def _require_usable(device: torch.device, error: Exception) -> None:
     """Raise `error` where the device no longer answers: nothing that is timed after it would mean anything."""
-    if device.type == "cpu":
-        return
     try:
-        torch.cuda.synchronize(device)
+        accelerator(device).synchronize()
     except RuntimeError:
         raise error from None

@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from mla_portable.accelerator import accelerator
 from mla_portable.contracts import Batch, InvalidArgument
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.tools.bench.timing import quantile
@@ -161,5 +162,4 @@ def _batches(case: PlanCase, device: torch.device, context: int) -> Sequence[Bat
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    accelerator(device).synchronize()

@@ -8,13 +8,13 @@ the step's tensors, those that the route taken does not need included.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from mla_portable.accelerator import accelerator
 from mla_portable.attention import AttentionSpec, RouteDecision, SparseMLAAttention
 from mla_portable.attention.demand import Demand
 from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, Request
@@ -161,7 +161,7 @@ def run_step(
         raise InvalidArgument("run_step", "repeat", got=repeat, expected="at least 1")
     registry = get_registry() if registry is None else registry
     require_room(shape, host_memory() if device.type == "cpu" else registry.facts(device).memory_bytes)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with accelerator(device).guard():
         return _run_step(shape, device, registry, backend, route, repeat, check_rows, max_seconds, _Told(progress))
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from mla_portable.accelerator import Accelerator, accelerator
 from mla_portable.contracts import InvalidArgument
 
 __all__ = ["Timing", "flush_buffer", "measure", "quantile", "recorded", "run_and_measure", "summary"]
@@ -130,24 +131,25 @@ def _host_samples(call: Callable[[], object], repeat: int, max_seconds: float | 
 def _event_samples(
     call: Callable[[], object], device: torch.device, repeat: int, flush_l2: bool, max_seconds: float | None
 ) -> list[float]:
-    with torch.cuda.device(device):
+    where = accelerator(device)
+    with where.guard():
         flush = flush_buffer(device) if flush_l2 else torch.empty(0, dtype=torch.int8, device=device)
-        pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        torch.cuda.synchronize()
+        pairs: list[tuple[Any, Any]] = []
+        where.synchronize()
         first = time.perf_counter()
         for _ in range(repeat):
-            pairs.append(recorded(call, flush))
+            pairs.append(recorded(call, flush, where))
             if max_seconds is not None:
-                torch.cuda.synchronize()
+                where.synchronize()
                 if time.perf_counter() - first > max_seconds:
                     break
-        torch.cuda.synchronize()
+        where.synchronize()
         return [start.elapsed_time(stop) for start, stop in pairs]
 
 
-def recorded(call: Callable[[], object], flush: torch.Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+def recorded(call: Callable[[], object], flush: torch.Tensor, where: Accelerator) -> tuple[Any, Any]:
     """Call it on the current stream, behind the overwriting of `flush`; the events around it, which may not have passed yet."""
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, stop = where.event(timing=True), where.event(timing=True)
     flush.zero_()
     start.record()
     call()
@@ -157,5 +159,5 @@ def recorded(call: Callable[[], object], flush: torch.Tensor) -> tuple[torch.cud
 
 def flush_buffer(device: torch.device) -> torch.Tensor:
     """Bytes whose overwriting leaves nothing else in the last-level cache of a GPU."""
-    known: int = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
+    known: int = getattr(accelerator(device).properties(), "L2_cache_size", 0)
     return torch.empty(_FLUSH_FACTOR * known or _FLUSH_FALLBACK_BYTES, dtype=torch.int8, device=device)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, get_args
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,6 +32,7 @@ from mla_portable.tools.cli.words import step_headlines
 
 if TYPE_CHECKING:
     from mla_portable.contracts import DeviceFacts, ScheduleKind
+    from mla_portable.planner import PlannerConfig
     from mla_portable.tools.bench.step import StepReport
 
 __all__ = ["bench"]
@@ -46,7 +48,7 @@ def plan(
     schedule: Annotated[
         str | None,
         typer.Option(
-            "--schedule", metavar="KIND", help="none, split_kv or flashmla_tiles. Default: what sparse_decode wants here."
+            "--schedule", metavar="KIND", help="none, or a kind of an installed plugin. Default: what sparse_decode wants here."
         ),
     ] = None,
     heads: Annotated[int, typer.Option("--heads", min=1, help="Query heads.")] = 128,
@@ -68,6 +70,7 @@ def plan(
         from mla_portable.tools.bench.plan import PLAN_CASES, time_plans
 
         facts = current_registry().facts(where)
+        kind = _schedule_kind(schedule) if schedule else _wanted_schedule(facts, heads, topk)
         config = PlannerConfig(
             device=where,
             route=route,
@@ -76,7 +79,7 @@ def plan(
             max_num_reqs=max(case.num_reqs for case in PLAN_CASES),
             max_num_tokens=max(case.num_tokens for case in PLAN_CASES),
             max_model_len=163_840,  # DeepSeek-V3.2's
-            schedule_kind=_schedule_kind(schedule) if schedule else _wanted_schedule(facts, heads, topk),
+            schedule_kind=kind,
             num_sms=facts.num_sms if num_sms is None else num_sms,
             arch=arch or facts.arch,
         )
@@ -84,7 +87,7 @@ def plan(
             advance("planning", 0, len(PLAN_CASES))
             rows = time_plans(config, repeat=repeat)
         if as_json:
-            output.document({"command": "bench plan", "ok": True, "facts": facts, "config": config, "rows": rows})
+            output.document({"command": "bench plan", "ok": True, "facts": facts, "config": _fields(config), "rows": rows})
             return
         cells = [
             [
@@ -103,7 +106,7 @@ def plan(
         headings = ["step", "requests", "tokens", "median us", "p10 us", "p90 us", "landed us", "copies", "n"]
         output.show(
             f"device  {facts} [{where}]",
-            f"plans   route {config.route}, schedule {config.schedule_kind}, {heads} heads, topk {topk}",
+            f"plans   route {config.route}, schedule {kind.name if kind else 'none'}, {heads} heads, topk {topk}",
             table("Planner.plan on the host", headings, cells, numbers=headings[1:]),
         )
 
@@ -203,16 +206,26 @@ def _timings(report: StepReport) -> list[list[str]]:
     ]
 
 
-def _schedule_kind(text: str) -> ScheduleKind:
-    from mla_portable.contracts import ScheduleKind
-
-    for kind in get_args(ScheduleKind):
-        if text == kind:
-            return kind
-    raise typer.BadParameter(f"got {text!r}, expected one of {', '.join(get_args(ScheduleKind))}", param_hint="--schedule")
+def _fields(config: PlannerConfig) -> dict[str, Any]:
+    """What a document says of the configuration: the schedule kind by its name."""
+    kind = config.schedule_kind
+    values = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "decode_request"}
+    return values | {"schedule_kind": kind.name if kind else "none"}
 
 
-def _wanted_schedule(facts: DeviceFacts, heads: int, topk: int) -> ScheduleKind:
+def _schedule_kind(name: str) -> ScheduleKind | None:
+    """The kind of that name among those of all plugins."""
+    from mla_portable.api import current_registry
+    from mla_portable.primitives import SPARSE_DECODE
+
+    offered = (each.schedule_kind for each in current_registry().implementations(SPARSE_DECODE))
+    kinds = {"none": None} | {kind.name: kind for kind in offered if kind}
+    if name not in kinds:
+        raise typer.BadParameter(f"got {name!r}, expected one of {', '.join(kinds)}", param_hint="--schedule")
+    return kinds[name]
+
+
+def _wanted_schedule(facts: DeviceFacts, heads: int, topk: int) -> ScheduleKind | None:
     """What the implementation that would serve sparse_decode takes."""
     from mla_portable.api import current_registry
     from mla_portable.contracts import Request

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from mla_portable import __version__
+from mla_portable.accelerator import device_names
 from mla_portable.contracts import (
     Decision,
     DeviceFacts,
@@ -169,8 +170,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 
 def _devices(registry: Registry) -> Iterator[tuple[str, DeviceFacts]]:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for name in ("cpu", *(f"cuda:{index}" for index in range(count))):
+    for name in ("cpu", *(name for each in registry.device_types() if each != "cpu" for name in device_names(each))):
         yield name, registry.facts(name)
 
 

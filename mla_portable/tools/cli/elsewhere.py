@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Elsewhere", "find_profile", "gpu_names"]
 
-_HERE = ("cpu", "cuda")
-"""What `--device` names on this machine; every other name is a device profile's."""
-
 _State = Mapping[tuple[str, str, "str | None"], str]
 """(implementation, primitive, layout) -> state in the matrix."""
 
@@ -34,24 +31,25 @@ def find_profile(name: str) -> Elsewhere | None:
 
     Raises: typer.BadParameter for a name that neither torch nor a profile knows.
     """
+    from mla_portable.accelerator import known_types
+    from mla_portable.api import current_registry
     from mla_portable.tools.matrix import RecordError, find_records
     from mla_portable.tools.matrix.profiles import load_profiles
 
-    if name.partition(":")[0] in _HERE:
+    current_registry()  # first: a vendor's plugin may bring the device type
+    if _torch_knows(name):
         return None
     try:
         folder = find_records()
         profiles = load_profiles(folder / "profiles")
     except RecordError as error:
-        if _torch_knows(name):
-            return None
         raise typer.BadParameter(
-            f"{name!r} is no torch device (cpu, cuda or cuda:N), and device profiles are part of a checkout: "
+            f"{name!r} is no torch device (cpu, cuda, cuda:N, ...), and device profiles are part of a checkout: "
             "capability/profiles was not found",
             param_hint="--device",
         ) from error
     if name not in profiles:
-        known = ", ".join((*_HERE, *(each for each in profiles if each not in _HERE)))
+        known = ", ".join(dict.fromkeys((*known_types(), *profiles)))
         raise typer.BadParameter(f"got {name!r}, expected one of {known}", param_hint="--device")
     return Elsewhere(profiles[name], folder)
 
@@ -68,10 +66,11 @@ def _torch_knows(name: str) -> bool:
 
 def gpu_names() -> list[str]:
     """The GPUs of this machine, as their driver names them."""
-    import torch
+    from mla_portable.accelerator import device_names
+    from mla_portable.api import current_registry
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [torch.cuda.get_device_name(index) for index in range(count)]
+    registry = current_registry()
+    return [registry.facts(name).name for each in registry.device_types() if each != "cpu" for name in device_names(each)]
 
 
 class Elsewhere:
@@ -115,7 +114,7 @@ class Elsewhere:
         where = f"{self.profile.name} (profile {self.profile.slug}){'' if self._is_here() else ' is not here'}"
         head = f"{where}: declarations only, nothing was checked or probed"
         if self._is_here():
-            head += "; --device cuda examines the one that is here"
+            head += "; --device with torch's name of it examines the one that is here"
         if decision.chosen is None:
             return f"{head}\n{decision.failure_text()}"
         if isinstance(decision, Decision):

@@ -73,8 +73,8 @@ def explain(
         typer.Option(
             "--device",
             metavar="DEVICE",
-            help="cpu, cuda or cuda:N; or a profile of capability/, such as a100-80g, for a device that is not here. "
-            "Default: the first GPU, else the CPU.",
+            help="torch's name: cpu, cuda, cuda:N, ...; or a profile of capability/, such as a100-80g, for a device not here. "
+            "Default: the first accelerator, else the CPU.",
         ),
     ] = None,
     backend: BackendOption = None,
@@ -111,7 +111,7 @@ def explain(
         ),
     ] = None,
     graph: Annotated[
-        bool | None, typer.Option("--graph/--no-graph", help="The call must be capturable in a CUDA graph. Default: no.")
+        bool | None, typer.Option("--graph/--no-graph", help="The call must be capturable in a graph. Default: no.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

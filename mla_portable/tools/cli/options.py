@@ -19,7 +19,11 @@ JsonOption = Annotated[
 ]
 DeviceOption = Annotated[
     str | None,
-    typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N. Default: the first GPU, else the CPU."),
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        help="torch's name: cpu, cuda, cuda:N, ... Default: the first accelerator, else the CPU.",
+    ),
 ]
 BackendOption = Annotated[
     str | None,
@@ -33,25 +37,22 @@ BackendOption = Annotated[
 
 
 def resolve_device(text: str | None) -> torch.device:
-    """The device that `--device` names, with its index; the first GPU where the option is absent, else the CPU.
+    """The device that `--device` names, with its index; the first accelerator where the option is absent, else the CPU.
 
-    A GPU becomes the current one, where kernels are launched.
-    Raises: typer.BadParameter for a device type that nothing here serves; InvalidArgument for a name torch does not know
-    and for a GPU that is not there.
+    An accelerator becomes the current one, where kernels are launched.
+    Raises: typer.BadParameter for a second CPU; InvalidArgument for a name torch does not know and a device that is not there.
     """
-    import torch
-
+    from mla_portable.accelerator import accelerator
+    from mla_portable.api import current_registry
     from mla_portable.registry.facts import resolve_device as resolve
 
-    device = resolve(text or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-    if device.type not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"got {text!r}, expected cpu, cuda or cuda:N", param_hint="--device")
-    if device.type == "cpu":
-        if device.index:
-            raise typer.BadParameter(f"got {text!r}; there is one CPU device, cpu", param_hint="--device")
-        return torch.device("cpu")
-    torch.cuda.set_device(device)
-    return device
+    registry = current_registry()  # first: a vendor's plugin may bring the device type
+    device = resolve(text or registry.default_device())
+    where = accelerator(device)
+    if where.is_host and device.index:
+        raise typer.BadParameter(f"got {text!r}; there is one CPU device, cpu", param_hint="--device")
+    where.make_current()
+    return where.device
 
 
 def primitive_named(text: str, *, param_hint: str) -> Primitive:

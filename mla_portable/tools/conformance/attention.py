@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from mla_portable.contracts import DeviceFacts, Request
+from mla_portable.contracts import DeviceFacts, Request, ScheduleKind
 from mla_portable.layouts import BF16
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.tools.conformance.attention_problem import build_attention
@@ -45,7 +45,7 @@ class AttentionParams(Params):
         inputs, outputs: "packed" or "views" into larger memory; outputs also "fresh", allocated by the callee.
         blocks: "packed"; "strided", further apart than they are long; "pair", so, and a cache of two blocks only.
         size: magnitudes of queries and tokens (`inputs.SIZES`).
-        schedule: the kind to pass, "none" for no schedule. padded_heads: the head count that the kernel runs with.
+        schedule: the kind to pass, None for no schedule.
         with_lse: it is asked for.
         promised: indices are clean, as the request then says; what is absent is -1, past a length as well.
         scene: "" or "address" (a cache of more than 2**31 elements).
@@ -65,8 +65,7 @@ class AttentionParams(Params):
     outputs: str = "fresh"
     blocks: str = "packed"
     size: str = "plain"
-    schedule: str = "none"
-    padded_heads: int | None = None
+    schedule: ScheduleKind | None = None
     with_lse: bool = True
     promised: bool = False
     scene: str = ""
@@ -94,7 +93,7 @@ class AttentionParams(Params):
             f"out_{self.outputs}": self.outputs != "fresh",
             self.blocks: self.blocks != "packed",
             self.size: self.size != "plain",
-            "scheduled": self.schedule != "none",
+            "scheduled": self.schedule is not None,
             "promised": self.promised,
             self.scene: bool(self.scene),
             self.run: self.run != "once",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
-from mla_portable.contracts import DeviceFacts, Implementation, Request
+from mla_portable.contracts import DecodeSchedule, DeviceFacts, Implementation, Request, ScheduleKind, SplitSchedule
 from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.tools.conformance.attention import (
@@ -38,8 +38,8 @@ __all__ = ["attention_params"]
 
 MANY_ROWS: Final = 70_000
 """More rows than the second and third axis of a CUDA grid can have (65535)."""
-BATCH_ROWS: Final = {"none": 300, "split_kv": 40}
-"""By kind of schedule: more rows than any GPU needs to be busy, and so few that a schedule of them has splits."""
+BATCH_ROWS: Final[dict[type[DecodeSchedule] | None, int]] = {None: 300, SplitSchedule: 40}
+"""By type of schedule: more rows than any GPU needs to be busy, and so few that a schedule of them has splits."""
 FEW_BATCH_ROWS: Final = 6
 """On a CPU."""
 INTERPRETED_WORK: Final = 64
@@ -88,13 +88,13 @@ def _axes(implementation: Implementation, facts: DeviceFacts, level: str) -> dic
         "inputs": ["packed", "views"],
         "blocks": ["packed", "strided"],
         "size": ["plain", "large"],
-        "schedule": ["none"],
+        "schedule": [None],
         "run": ["once"] if smoke else ["once", "repeat"],
         "rows": ["few"] if level != "full" else ["few", "more"],
     }
     if is_decode:
         axes["query_len"] = query_lens(implementation, facts, level)
-        axes["schedule"] = list(dict.fromkeys(["none", implementation.schedule_kind]))
+        axes["schedule"] = list(dict.fromkeys([None, implementation.schedule_kind]))
     return axes
 
 
@@ -166,7 +166,6 @@ def _params(implementation: Implementation, choice: Choice, budget: int | None =
         kv=kv,
         scale_format=scale_format,
         with_lse=implementation.support.lse,
-        padded_heads=implementation.padded_heads(choice["heads"]),
         **fields,
     )
 
@@ -261,7 +260,7 @@ def _batches(
     on_cpu = facts.device_type == "cpu"
     axes = {name: values[:1] for name, values in axes.items()} | {
         **{name: axes[name] for name in ("storage", "block_size", "sink", "lengths", "query_len") if name in axes},
-        "schedule": [kind for kind in axes["schedule"] if kind in BATCH_ROWS],
+        "schedule": [kind for kind in axes["schedule"] if _schedule_type(kind) in BATCH_ROWS],
         "heads": axes["heads"] if level == "full" else _near(axes["heads"], 16),
         "topk": _near(topks(implementation, facts, "quick"), 128 if on_cpu else 1024),
         "pattern": ["dense", "holes"],
@@ -273,8 +272,12 @@ def _batches(
 
     for choice in covering(axes, strength=1, allowed=allowed):
         query_len = choice.get("query_len", 1)
-        rows = FEW_BATCH_ROWS if on_cpu else BATCH_ROWS[choice["schedule"]]
+        rows = FEW_BATCH_ROWS if on_cpu else BATCH_ROWS[_schedule_type(choice["schedule"])]
         yield replace(_params(implementation, choice), rows=-(-rows // query_len) * query_len)
+
+
+def _schedule_type(kind: ScheduleKind | None) -> type[DecodeSchedule] | None:
+    return None if kind is None else kind.schedule_type
 
 
 def _near(values: list[int], wanted: int) -> list[int]:

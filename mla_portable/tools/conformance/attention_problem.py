@@ -16,11 +16,10 @@ from mla_portable.contracts import (
     BoundPrimitive,
     DecodeSchedule,
     DeviceFacts,
+    ScheduleLimits,
     SplitSchedule,
-    TileSchedule,
     split_kv,
 )
-from mla_portable.planner.flashmla import num_sm_parts, tile_schedule
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.reference import oracle
 from mla_portable.tools.conformance.compare import Finding, attributes, close, cosine, same_object
@@ -84,7 +83,7 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
         keywords["out"] = stage.write("out", (*shape, heads, layout.value_width), torch.bfloat16, strided=strided)
         if params.with_lse or params.promised:
             keywords["lse_out"] = stage.write("lse_out", (*shape, heads), torch.float32, strided=strided)
-    if params.schedule != "none" and rows:
+    if params.schedule is not None and rows:
         keywords["schedule"] = make_schedule(params, device, facts)
 
     judged = torch.linspace(0, rows - 1, JUDGED_ROWS).long() if rows > JUDGED_ROWS else torch.arange(rows)
@@ -194,12 +193,10 @@ def make_schedule(
     num_rows = params.rows if num_rows is None else num_rows
     heads, topk, query_len = params.heads, params.topk, params.query_len or 1
     num_sms = facts.num_sms or 16
-    if params.schedule == "flashmla_tiles":
-        padded, batch = params.padded_heads or heads, params.rows // query_len
-        parts = num_sm_parts(facts.arch, num_sms=num_sms, query_len=query_len, num_heads=padded)
-        tiles = tile_schedule([topk] * batch, num_sm_parts=parts)
-        metadata, num_splits = (torch.from_numpy(words).to(device) for words in (tiles.metadata, tiles.num_splits))
-        return TileSchedule(batch, query_len, padded, topk, parts, metadata, num_splits)
+    assert params.schedule is not None
+    if params.schedule.schedule_type is not SplitSchedule:
+        limits = ScheduleLimits(device, heads, topk, params.rows, query_len, num_sms, facts.arch)
+        return params.schedule.planner(limits).get(params.rows // query_len, query_len)
     num_splits, split_len = split_kv(num_rows=params.rows, num_heads=heads, topk=topk, num_sms=num_sms)
     partial_out = partial_lse = None
     if num_splits > 1:

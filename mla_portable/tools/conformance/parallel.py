@@ -17,6 +17,7 @@ from typing import Final
 
 import torch
 
+from mla_portable.accelerator import accelerator
 from mla_portable.tools.conformance.cases import Case
 from mla_portable.tools.conformance.report import CaseResult, Progress
 
@@ -85,10 +86,9 @@ def _quieten() -> None:
 def _run_alone(run: RunOne, case: Case, device: torch.device) -> CaseResult:
     """In a worker: leave CPU cores and device memory to the others."""
     torch.set_num_threads(1)
-    if device.type != "cuda":
-        return run(case, device)
-    torch.cuda.set_device(device)
+    where = accelerator(device)
+    where.make_current()
     try:
         return run(case, device)
     finally:
-        torch.cuda.empty_cache()
+        where.empty_cache()

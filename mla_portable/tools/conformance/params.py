@@ -147,8 +147,8 @@ def can_hold_vast(layout_name: str, facts: DeviceFacts, level: str) -> bool:
 
 
 def can_capture(implementation: Implementation, facts: DeviceFacts) -> bool:
-    """The implementation claims CUDA graphs, and the device is not known to lack them."""
-    return implementation.support.graph and facts.device_type == "cuda" and facts.graph_capture is not False
+    """The implementation claims graphs, and the device is not known to lack them."""
+    return implementation.support.graph and facts.device_type != "cpu" and facts.graph_capture is not False
 
 
 def says_something(choice: Choice) -> bool:

@@ -7,12 +7,12 @@ import platform
 import time
 import traceback
 from collections.abc import Collection, Iterator
-from contextlib import nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mla_portable.accelerator import accelerator
 from mla_portable.contracts import (
     BoundPrimitive,
     DeviceFacts,
@@ -115,15 +115,13 @@ def _everything(results: tuple[Tensor, ...], problem: Problem) -> dict[str, Tens
 
 
 def _replay(case: Case, problem: Problem, bound: BoundPrimitive, device: torch.device) -> Iterator[Finding]:
-    """Capture the call in a CUDA graph, then replay it on other inputs and on the first ones again."""
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
+    """Capture the call in a graph, then replay it on other inputs and on the first ones again."""
+    where = accelerator(device)
+    with where.side_stream():
         for _ in range(WARM_UP_CALLS):
             problem.call(bound)
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with poisoned(), torch.cuda.graph(graph):
+    graph = where.graph()
+    with poisoned(), where.capture(graph):
         results = problem.call(bound)
     other = case.params.build(case.seed + 1, device, case.request.device)
     first = case.params.build(case.seed, device, case.request.device)
@@ -138,8 +136,7 @@ def _replay(case: Case, problem: Problem, bound: BoundPrimitive, device: torch.d
 
 def _wait(device: torch.device) -> None:
     """Let a fault of the device surface in the case that caused it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    accelerator(device).synchronize()
 
 
 def _describe(error: Exception) -> str:
@@ -201,7 +198,7 @@ def run_suite(
         results = run_in_processes(worker or run_installed, [case for _, case in work], where, jobs=jobs, progress=progress)
     else:
         results = []
-        with torch.cuda.device(where) if where.type == "cuda" else nullcontext():
+        with accelerator(where).guard():
             for implementation, case in work:
                 results.append(_bind_and_run(implementation, case, where))
                 if progress is not None:

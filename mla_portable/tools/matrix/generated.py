@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated files: declarations from the registry; MATRIX.md, matrix.svg and the registry's costs from the records."""
+"""The generated files: declarations from the registry; MATRIX.md, matrix.svg and the plugins' costs from the records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from mla_portable.registry import Registry
-from mla_portable.registry.costs import COSTS_FILE, costs_text
+from mla_portable.registry.costs import costs_text
 from mla_portable.tools.matrix.benchmarks import measured_times, timed_devices
 from mla_portable.tools.matrix.collect import collect_declarations
 from mla_portable.tools.matrix.profiles import load_profiles
@@ -18,10 +18,12 @@ from mla_portable.tools.matrix.render import markdown
 from mla_portable.tools.matrix.svg import svg
 from mla_portable.tools.matrix.table import make_table
 
-__all__ = ["MATRIX", "PICTURE", "differences", "generate"]
+__all__ = ["COSTS_FILE", "MATRIX", "PICTURE", "differences", "generate"]
 
 MATRIX: Final = "MATRIX.md"
 PICTURE: Final = "matrix.svg"
+COSTS_FILE: Final = "costs.json"
+"""In the package of a plugin."""
 _SHOWN: Final = 12
 """Lines of a difference that are shown."""
 
@@ -29,16 +31,20 @@ _SHOWN: Final = 12
 def generate(folder: Path, registry: Registry | None = None) -> dict[Path, str]:
     """Path -> what should stand there. registry: instead of a new one of everything that is installed.
 
-    The registry's costs are among them where `folder` lies in a checkout, beside the package that they ship with.
+    The measured costs of each plugin are among them where `folder` lies in a checkout, in the package that they ship with.
     """
-    declared = collect_declarations(registry or Registry(environ={}, probe=False), load_profiles(folder / "profiles"))
+    registry = registry or Registry(environ={}, probe=False)
+    declared = collect_declarations(registry, load_profiles(folder / "profiles"))
     records = read_records(folder, declared)
     table = make_table(records)
     files = {folder / DECLARATIONS: declared.text(), folder / MATRIX: markdown(table), folder / PICTURE: svg(table)}
-    home = folder.resolve().parent / "mla_portable" / "registry"
-    if home.is_dir():
-        times = measured_times(records.evidence, records.hashes)
-        files[home / COSTS_FILE] = costs_text(times, timed_devices(times, records.profiles.values()))
+    times = measured_times(records.evidence, records.hashes)
+    for report in registry.plugin_reports:
+        path = folder.resolve().parent / "backends" / report.name / "src" / report.module / COSTS_FILE
+        names = {offered.partition(" ")[0] for offered in report.implementations}
+        own = [time for time in times if time.implementation in names]
+        if path.exists() or (own and path.parent.is_dir()):
+            files[path] = costs_text(own, timed_devices(own, records.profiles.values()))
     return files
 
 

@@ -7,7 +7,7 @@ nothing of the vendor; `check` and `bind` do, on a device that the detector reco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -69,14 +69,6 @@ def mla_portable_register(registrar: Registrar) -> None:
                     bind=served.bind,
                     check=served.check,
                     preference=provider.preference,
-                    padded_heads=_padding(provider.support[primitive].padded_heads),
                     sources=provider.sources,
                 )
             )
-
-
-def _padding(kernel_heads: tuple[int, ...]) -> Callable[[int], int]:
-    """The kernel's head count for a request's."""
-    if not kernel_heads:
-        return int
-    return lambda heads: next((padded for padded in kernel_heads if heads <= padded), heads)

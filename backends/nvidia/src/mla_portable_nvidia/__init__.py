@@ -6,6 +6,8 @@ Importing it and registering look for no library and touch no device; `check` an
 
 from __future__ import annotations
 
+from importlib import resources
+
 from mla_portable.contracts import Registrar, RivalRegistrar, Variable, hookimpl
 from mla_portable_nvidia.attention import attention_implementations
 from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, PROVIDERS
@@ -29,6 +31,7 @@ def mla_portable_register(registrar: Registrar) -> None:
         *data_implementations(),
     ):
         registrar.add(implementation)
+    registrar.add_costs(resources.files(__name__).joinpath("costs.json").read_text(encoding="utf-8"))
     registrar.add_variable(Variable(PROVIDER_VARIABLE, f"one of {', '.join(PROVIDERS)}", lambda value: value in PROVIDERS))
     registrar.add_variable(Variable(LIBRARY_VARIABLE, "the path of a shared library"))
     registrar.add_variable(Variable.choice(TRUNCATION_VARIABLE, "allow"))

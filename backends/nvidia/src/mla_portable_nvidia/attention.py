@@ -23,6 +23,7 @@ from mla_portable_nvidia.head_padding import kernel_heads
 from mla_portable_nvidia.sparse_decode import TOPK_MULTIPLE, FlashMLADecode
 from mla_portable_nvidia.sparse_prefill import NATIVE_HEADS, FlashMLAPrefill
 from mla_portable_nvidia.support import ARCHS, attention_support, truncation_allowed
+from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
 __all__ = ["attention_implementations", "bind_sparse_decode", "bind_sparse_prefill"]
 
@@ -114,9 +115,11 @@ def attention_implementations(
             bind=bind_sparse_decode,
             check=check_sparse_decode,
             preference=_PREFERENCE,
-            schedule_kind="flashmla_tiles",
-            padded_heads=kernel_heads,
-            sources=(*(f"{_PACKAGE}.{name}" for name in ("sparse_decode", "cache_view", "decode_conventions")), *_SHARED),
+            schedule_kind=FLASHMLA_TILES,
+            sources=(
+                *(f"{_PACKAGE}.{name}" for name in ("sparse_decode", "tile_schedules", "cache_view", "decode_conventions")),
+                *_SHARED,
+            ),
         )
         yield Implementation(
             name=_NAMES[arch],

@@ -14,12 +14,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, DecodeSchedule, PlanMismatch, TileSchedule, attention_results
+from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, DecodeSchedule, PlanMismatch, attention_results
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable_nvidia.boundary import Boundary
 from mla_portable_nvidia.cache_view import CacheView
 from mla_portable_nvidia.conventions import DecodeKernel, Plan, PreparedDecode
 from mla_portable_nvidia.head_padding import PaddedQueries, aligned, kernel_heads
+from mla_portable_nvidia.tile_schedules import TileSchedule
 
 __all__ = ["TOPK_MULTIPLE", "FlashMLADecode", "rows_per_call"]
 
@@ -168,12 +169,12 @@ class FlashMLADecode:
         if not isinstance(schedule, TileSchedule):
             raise PlanMismatch(
                 f"sparse_decode: FlashMLA got a {type(schedule).__name__}, it takes a TileSchedule. Plan with the "
-                'implementation\'s own schedule_kind, "flashmla_tiles".'
+                "implementation's own schedule_kind."
             )
         if schedule.num_heads != heads:
             raise PlanMismatch(
                 f"sparse_decode: FlashMLA runs with {heads} heads, the plan was made for {schedule.num_heads}. Plan with "
-                "padded_heads from the implementation."
+                "the implementation's own schedule_kind."
             )
         rest = batch % (schedule.rows_per_call or batch)
         if rest and (schedule.tail is None or schedule.tail.num_rows != rest):

@@ -7,7 +7,7 @@ Importing this module and registering bring in neither triton nor a kernel; `che
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
+from importlib import import_module, resources
 from typing import Final
 
 from mla_portable.contracts import (
@@ -20,6 +20,7 @@ from mla_portable.contracts import (
     Tunable,
     TunableRegistrar,
     hookimpl,
+    split_kv_kind,
 )
 from mla_portable.primitives import (
     CACHE_WRITE,
@@ -96,11 +97,11 @@ def mla_portable_register(registrar: Registrar) -> None:
                 bind=_late_bind(module, primitive),
                 check=check,
                 preference=_PREFERENCE,
-                schedule_kind="split_kv" if primitive is SPARSE_DECODE else "none",
-                program=_program,
+                schedule_kind=split_kv_kind(_program) if primitive is SPARSE_DECODE else None,
                 sources=(f"{_PACKAGE}.{module}", "mla_portable.contracts.triton_launcher", *others),
             )
         )
+    registrar.add_costs(resources.files(_PACKAGE).joinpath("costs.json").read_text(encoding="utf-8"))
 
 
 @hookimpl

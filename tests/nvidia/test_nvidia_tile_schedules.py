@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashMLA's tile schedules against a block-by-block restatement and known values, and what is kept of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_portable.contracts import InvalidArgument, ScheduleLimits
+from mla_portable_nvidia.tile_schedules import TileSchedule, TileSchedules, accumulator_bytes, num_sm_parts, tile_schedule
+
+OVERHEAD = 5
+
+Piece = tuple[int, int, int]
+"""(row, first block, end block)"""
+
+
+def deal(lens: list[int], parts: int, block: int = 64, overhead: int = OVERHEAD) -> tuple[int, list[list[Piece]]]:
+    """Deal the rows' blocks out to the parts, one after the other: (budget of a part, its pieces)."""
+    rows = [max(1, (n + block - 1) // block) for n in lens]
+    budget = (sum(rows) + overhead * len(rows) + parts - 1) // parts + overhead
+    hands: list[list[Piece]] = []
+    row = done = 0
+    for _ in range(parts):
+        left, hand = budget, []
+        while row < len(rows):
+            if rows[row] - done + overhead <= left:
+                hand.append((row, done, rows[row]))
+                left -= rows[row] - done + overhead
+                row, done = row + 1, 0
+                continue
+            if left > overhead:
+                hand.append((row, done, done + left - overhead))
+                done += left - overhead
+            break
+        hands.append(hand)
+    assert row == len(rows), "the budget always suffices"
+    return budget, hands
+
+
+def describe(lens: list[int], hands: list[list[Piece]], block: int = 64) -> tuple[list[list[int]], list[int]]:
+    """(metadata, num_splits) that say who reads what."""
+    rows = [max(1, (n + block - 1) // block) for n in lens]
+    pieces = [piece for hand in hands for piece in hand]
+    of_row = {row: [p for p in pieces if p[0] == row] for row in range(len(rows))}
+    metadata = []
+    for hand in hands:
+        if not hand:
+            metadata.append([len(rows), len(rows) - 1, 0, rows[-1], 0, 0, 0, 0])
+            continue
+        first, last = hand[0], hand[-1]
+        cut_before, cut_after = first[1] > 0, last[2] < rows[last[0]]
+        if first[0] == last[0]:
+            cut_before = cut_after = cut_before or cut_after
+        split = of_row[first[0]].index(first)
+        metadata.append([first[0], last[0], first[1], last[2], split, int(cut_before), int(cut_after), 0])
+    num_splits = [0]
+    for row in range(len(rows)):
+        num_splits.append(num_splits[-1] + len(of_row[row]))
+    return metadata, num_splits
+
+
+@settings(max_examples=400, deadline=None, database=None)
+@given(lens=st.lists(st.integers(-1, 4000), min_size=1, max_size=60), parts=st.integers(1, 150))
+def test_tiles_are_what_dealing_block_by_block_gives(lens: list[int], parts: int):
+    budget, hands = deal(lens, parts)
+    metadata, num_splits = describe(lens, hands)
+    tiles = tile_schedule(lens, num_sm_parts=parts)
+    assert tiles.payload == budget
+    assert tiles.num_splits.tolist() == num_splits
+    assert tiles.metadata.tolist() == metadata
+    assert tiles.metadata.dtype == tiles.num_splits.dtype == np.int32
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(
+    rows=st.integers(1, 300),
+    topk=st.sampled_from([1, 64, 100, 2048, 2049]),
+    parts=st.integers(1, 148),
+    overhead=st.integers(1, 6),
+)
+def test_uniform_tiles_are_what_dealing_gives(rows: int, topk: int, parts: int, overhead: int):
+    budget, hands = deal([topk] * rows, parts, overhead=overhead)
+    tiles = tile_schedule(np.full(rows, topk), num_sm_parts=parts, overhead=overhead)
+    assert (tiles.payload, tiles.metadata.tolist(), tiles.num_splits.tolist()) == (
+        budget,
+        *describe([topk] * rows, hands),
+    )
+
+
+@settings(max_examples=150, deadline=None, database=None)
+@given(lens=st.lists(st.integers(0, 3000), min_size=1, max_size=40), parts=st.integers(1, 64))
+def test_each_block_is_read_exactly_once(lens: list[int], parts: int):
+    rows = [max(1, -(-n // 64)) for n in lens]
+    read: Counter[tuple[int, int]] = Counter()
+    for begin_row, end_row, begin_block, end_block, *_ in tile_schedule(lens, num_sm_parts=parts).metadata.tolist():
+        for row in range(begin_row, end_row + 1):
+            first = begin_block if row == begin_row else 0
+            end = end_block if row == end_row else rows[row]
+            read.update((row, block) for block in range(first, end))
+    assert read == Counter((row, block) for row, n in enumerate(rows) for block in range(n))
+
+
+# parts, rows, payload, parts in use, most blocks of a part, most splits of a row, all splits, balance; topk 2048
+GOLDEN = [
+    (132, 1, 6, 32, 1, 32, 32, 0.24),
+    (132, 2, 6, 64, 1, 32, 64, 0.48),
+    (132, 4, 7, 64, 2, 16, 64, 0.48),
+    (132, 8, 8, 88, 3, 11, 88, 0.65),
+    (132, 16, 10, 112, 5, 7, 112, 0.78),
+    (132, 32, 14, 128, 9, 4, 128, 0.86),
+    (132, 64, 23, 128, 18, 2, 128, 0.86),
+    (132, 74, 26, 130, 21, 3, 185, 0.85),
+    (132, 128, 41, 128, 32, 1, 128, 0.97),
+    (132, 132, 42, 132, 32, 1, 132, 1.00),
+    (132, 148, 47, 130, 37, 2, 259, 0.97),
+    (132, 256, 77, 128, 64, 1, 256, 0.97),
+    (66, 1, 6, 32, 1, 32, 32, 0.48),
+    (66, 8, 10, 56, 5, 7, 56, 0.78),
+    (66, 32, 23, 64, 18, 2, 64, 0.86),
+    (66, 64, 41, 64, 32, 1, 64, 0.97),
+    (66, 74, 47, 65, 37, 2, 129, 0.97),
+    (66, 128, 77, 64, 64, 1, 128, 0.97),
+    (33, 2, 8, 22, 3, 11, 22, 0.65),
+    (33, 64, 77, 32, 64, 1, 64, 0.97),
+    (33, 74, 88, 33, 73, 2, 98, 0.98),
+    (33, 128, 149, 32, 128, 1, 128, 0.97),
+]
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=lambda g: f"parts{g[0]}-b{g[1]}")
+def test_golden_schedules_of_132_multiprocessors(golden: tuple[int, int, int, int, int, int, int, float]):
+    parts, rows, payload, used, most_blocks, most_splits, total, balance = golden
+    tiles = tile_schedule([2048] * rows, num_sm_parts=parts)
+    begin_row, end_row, begin_block, end_block = (tiles.metadata[:, i].astype(int) for i in range(4))
+    busy = begin_row < rows
+    blocks = ((end_row - begin_row) * 32 + end_block - begin_block)[busy]
+    assert tiles.payload == payload
+    assert busy.sum() == used
+    assert blocks.max() == most_blocks
+    assert np.diff(tiles.num_splits).max() == most_splits
+    assert tiles.num_splits[-1] == total
+    assert round(rows * 32 / (parts * blocks.max()), 2) == balance
+
+
+@pytest.mark.parametrize(
+    ("arch", "num_heads", "query_len", "parts"),
+    [
+        ("sm90", 64, 1, 132),
+        ("sm90", 128, 1, 66),
+        ("sm90", 64, 2, 66),
+        ("sm90", 128, 2, 33),
+        ("sm90", 128, 4, 16),
+        ("sm90a", 64, 3, 44),
+        ("sm90", 64, 200, 1),
+        ("sm100", 64, 1, 132),
+        ("sm100", 128, 1, 132),
+        ("sm103", 128, 2, 66),
+    ],
+)
+def test_parts_of_132_multiprocessors(arch: str, num_heads: int, query_len: int, parts: int):
+    assert num_sm_parts(arch, num_sms=132, query_len=query_len, num_heads=num_heads) == parts
+
+
+def test_tiles_refuse_what_has_no_meaning():
+    with pytest.raises(InvalidArgument, match="arch: got 'sm80', expected sm90 or sm10x"):
+        num_sm_parts("sm80", num_sms=108, query_len=1, num_heads=64)
+    with pytest.raises(InvalidArgument, match="lens: got no rows"):
+        tile_schedule([], num_sm_parts=4)
+    with pytest.raises(InvalidArgument, match="num_sm_parts: got 0"):
+        tile_schedule([64], num_sm_parts=0)
+
+
+def make_tiles(max_scratch_bytes: int = 64 << 20, num_heads: int = 64) -> TileSchedules:
+    limits = ScheduleLimits(
+        torch.device("cpu"), num_heads, 2048, 1024, num_sms=132, arch="sm90", max_scratch_bytes=max_scratch_bytes
+    )
+    return TileSchedules(limits)
+
+
+def assert_is_call(schedule: TileSchedule, rows: int, parts: int):
+    expected = tile_schedule([2048] * rows, num_sm_parts=parts)
+    assert schedule.num_sm_parts == parts
+    assert schedule.tile_scheduler_metadata.tolist() == expected.metadata.tolist()
+    assert schedule.num_splits.tolist() == expected.num_splits.tolist()
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 900), st.integers(1, 2)), min_size=1, max_size=12),
+    scratch=st.integers(40 << 20, 80 << 20),
+)
+def test_kept_tile_schedules_serve_every_row_within_the_bound(shapes: list[tuple[int, int]], scratch: int):
+    schedules = make_tiles(scratch)
+    for num_rows, query_len in shapes:
+        schedule = schedules.get(num_rows, query_len)
+        assert (schedule.num_rows, schedule.query_len, schedule.num_heads, schedule.topk) == (num_rows, query_len, 64, 2048)
+        parts = 132 // query_len
+        first = min(num_rows, schedule.rows_per_call or num_rows)
+        assert_is_call(schedule, first, parts)
+        assert (first + parts) * query_len * 64 * (512 + 1) * 4 <= scratch
+        rest = num_rows % first
+        assert (schedule.tail is None) == (rest == 0)
+        if schedule.tail is not None:
+            assert_is_call(schedule.tail, rest, parts)
+        assert schedules.get(num_rows, query_len) is schedule, "a shape seen before is free"
+        schedule.check("sparse_decode", num_rows, query_len, 16, 2048, torch.device("cpu"))
+
+
+def test_a_call_takes_as_many_rows_as_the_bound_allows():
+    schedules = make_tiles(64 << 20)
+    limit = schedules.rows_per_call(1)
+    assert (limit + 132) * accumulator_bytes(1, 64) <= 64 << 20 < (limit + 133) * accumulator_bytes(1, 64)
+    assert schedules.get(limit, 1).rows_per_call is None
+    assert schedules.get(limit + 1, 1).rows_per_call == limit
+    assert schedules.get(2 * limit, 1).tail is None
+
+
+def test_old_tile_schedules_leave_and_come_back_the_same():
+    schedules = make_tiles(2 << 30)
+    first = schedules.get(1, 1)
+    for rows in range(2, 2100):
+        schedules.get(rows, 1)
+    again = schedules.get(1, 1)
+    assert again is not first
+    assert again.tile_scheduler_metadata.equal(first.tile_scheduler_metadata)
+    schedules.invalidate()
+    assert schedules.get(1, 1) is not again
+
+
+def test_batches_of_several_calls_share_the_schedules_of_their_calls():
+    schedules = make_tiles()
+    limit = schedules.rows_per_call(1)
+    schedule = schedules.get(3 * limit + 5, 1)
+    assert (schedule.num_rows, schedule.rows_per_call) == (3 * limit + 5, limit)
+    assert schedule.tail is schedules.get(5, 1)
+    assert schedule.tile_scheduler_metadata is schedules.get(limit, 1).tile_scheduler_metadata

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device type that the core has never heard of, brought by a plugin: torch's privateuse1 as "acme" (see another_device).
+
+In a process of its own, because torch renames privateuse1 once. The device's tensors are pretended (CPU memory); what is shown
+is that no step from the arguments to the kernel, and no command, needs the type to be known to the core.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.utils import backend_registration
+
+HERE = Path(__file__).parent
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch takes no backend in Python",
+)
+
+BEFORE = """
+import numpy as np
+import torch
+import another_device as acme
+import mla_portable as mp
+from mla_portable import reference
+from mla_portable.accelerator import accelerator, add_error_words, default_device, is_device_error
+from mla_portable.api import serving
+from mla_portable.contracts import Batch, InvalidArgument
+from mla_portable.registry import Registry
+
+registry = Registry(plugins=[("reference", reference), ("acme", acme)], environ={})
+"""
+
+
+def run(body: str, *words: str) -> str:
+    """stdout of a process that runs `body` after BEFORE."""
+    done = subprocess.run(
+        [sys.executable, "-c", BEFORE + body, *words],
+        cwd=HERE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_facts_and_the_default_device_and_a_device_that_is_not_there():
+    run("""
+assert registry.facts("acme") == registry.facts("acme:0") == acme.FACTS
+assert registry.default_device() == torch.device("acme:0"), registry.default_device()
+assert registry.device_types()[-1] == "cpu" and "acme" in registry.device_types()
+where = accelerator(torch.device("acme", 0))
+assert not where.is_host and not where.has_graphs and not where.can_pin() and not where.is_capturing()
+for ask in (registry.facts, lambda name: mp.SparseMLAAttention(spec, device=name, registry=registry)):
+    spec = mp.AttentionSpec(num_heads=2, kv_layout="bf16", block_size=16, topk=32, softmax_scale=0.1, max_num_tokens=8,
+                            max_num_reqs=4, max_model_len=64, graph=False)
+    try:
+        ask("acme:7")
+    except InvalidArgument as error:
+        assert "acme:7" in str(error)
+    else:
+        raise AssertionError("acme:7 was accepted")
+assert is_device_error(RuntimeError("ACME error: lost"), "acme") and not is_device_error(RuntimeError("a lost bus"), "acme")
+add_error_words("acme", "a lost bus")
+assert is_device_error(RuntimeError("a lost bus"), "acme") and is_device_error(RuntimeError("ACME error: lost"), "acme")
+""")
+
+
+def test_convenience_calls_reach_the_vendor_and_the_reference():
+    run("""
+outs, lses = torch.randn(2, 3, 4), torch.randn(2, 3)
+want, _ = reference.merge_states(outs, lses)
+with serving(registry):
+    there = outs.to("acme"), lses.to("acme")
+    for backend, number in (("acme", 1), (None, 2)):
+        out, lse = mp.merge_states(*there, backend=backend)
+        assert out.device == lse.device == torch.device("acme:0")
+        torch.testing.assert_close(out.cpu(), want)
+    assert set(acme.served) == {"acme"}, acme.served  # the probe's calls as well
+    guards = len(acme.guards)
+    acme.current[0] = 1  # pretend that another device is the current one
+    torch.testing.assert_close(mp.merge_states(*there)[0].cpu(), want)
+    assert acme.guards[guards:] and set(acme.guards[guards:]) == {0} and acme.current == [1]
+    acme.current[0] = 0
+    values = torch.randn(3, 4).bfloat16()
+    fp8, scale = mp.quantize_per_tensor(values.to("acme"))
+    expected, expected_scale = reference.quantize_per_tensor(values)
+    assert fp8.device.type == scale.device.type == "acme" and torch.equal(scale.cpu(), expected_scale)
+    assert torch.equal(fp8.cpu().view(torch.uint8), expected.view(torch.uint8))
+    decision = mp.explain("merge_states")
+    assert decision.chosen == "acme.merge" and decision.request.device == acme.FACTS
+    shapes = dict(num_heads=16, topk=64, block_size=16, kv_layout="bf16", query_len=1)
+    assert mp.explain("sparse_decode", **shapes).chosen == "reference.torch"
+""")
+
+
+def test_a_layer_decodes_on_it():
+    run("""
+spec = mp.AttentionSpec(num_heads=2, kv_layout="bf16", block_size=16, topk=32, softmax_scale=0.1, max_num_tokens=8,
+                        max_num_reqs=4, max_model_len=64, graph=False, need_lse=True)
+tokens = np.arange(4, dtype=np.int32)
+table = torch.arange(3, dtype=torch.int32).view(3, 1)
+torch.manual_seed(1)
+cache, q = torch.randn(3, 16, 576).bfloat16(), torch.randn(3, 2, 576).bfloat16()
+latent, rope, slots = torch.randn(2, 512).bfloat16(), torch.randn(2, 64).bfloat16(), torch.tensor([16, 33])
+topk = torch.zeros(3, 32, dtype=torch.int32)
+
+
+def step(device):
+    layer = mp.SparseMLAAttention(spec, device=device, registry=registry)
+    assert {part.decision.chosen for part in layer.route_decision.verdict.parts} == {"reference.torch"}
+    kv = cache.clone().to(device)
+    layer.cache_write(latent.to(device), rope.to(device), kv, slots.to(device))
+    batch = Batch(query_start_loc=tokens, seq_lens=tokens[1:], block_table=table.to(device))
+    plan = mp.Planner(layer.planner_config()).plan(batch)
+    assert plan.req_id_per_token.device.type == torch.device(device).type
+    out, lse = layer.forward(q.to(device), kv, topk.to(device), plan)
+    assert out.device.type == lse.device.type == torch.device(device).type
+    return out.cpu(), lse.cpu()
+
+
+for there, here in zip(step("acme"), step("cpu"), strict=True):
+    assert torch.equal(there, here)
+acme.guards.clear()
+acme.current[0] = 1
+step("acme")
+assert set(acme.guards) == {0}
+""")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "doctor --device acme",
+        "explain merge_states --device acme",
+        "explain route --device acme:0",
+        "explain route",
+        "conform acme --device acme --level smoke",
+    ],
+)
+def test_the_commands_take_it(words, tmp_path):
+    folder = tmp_path / "acme-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1\n")
+    (folder / "entry_points.txt").write_text("[mla_portable.backends]\nacme = another_device\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "mla_portable", *words.split(), "--json"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE), *filter(None, sys.path)])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    document = json.loads(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert document["ok"]
+    if "merge_states" in words:
+        assert "acme.merge" in done.stdout
