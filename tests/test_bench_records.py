@@ -350,7 +350,7 @@ def test_times_of_other_sources_rank_nobody():
 def test_sources_are_read_once_and_only_where_there_are_times():
     asked: list[tuple[str, ...]] = []
 
-    def hash_of(sources: tuple[str, ...]) -> str:
+    def hash_of(sources: tuple[str, ...], arch: str) -> str:
         asked.append(sources)
         return INSTALLED
 

@@ -22,7 +22,7 @@ from mla_portable.contracts import Primitive, Reason
 from mla_portable.primitives import INDEXER_LOGITS, MERGE_STATES
 from mla_portable.registry import Registry
 from mla_portable.tools.bench.inputs import default_shape
-from mla_portable.tools.cli import app
+from mla_portable.tools.cli.app import app
 from mla_portable.tools.matrix import RecordError
 
 RUNNER = CliRunner()

@@ -43,7 +43,8 @@ _PACKAGE: Final = "mla_portable_triton"
 _KERNELS: Final = f"{_PACKAGE}.kernels"
 _ROWS: Final = (f"{_KERNELS}.bfloat16", f"{_KERNELS}.row_layout", "mla_portable.contracts.layouts")
 _ATTENTION: Final = (
-    f"{_PACKAGE}.attention_configs",
+    f"{_PACKAGE}.attention_configs::CONFIGS[{{arch}}]",
+    f"{_PACKAGE}.attention_configs::attention_config",
     f"{_PACKAGE}.attention_tuning",
     f"{_KERNELS}.sparse_attention",
     f"{_KERNELS}.strides",
