@@ -3,7 +3,7 @@
 
     python ci/claimed.py native          backends that claim a CPU and run there as they are: the core's own
     python ci/claimed.py interpreted     those of everybody else that claim one
-    python ci/claimed.py gpu [DEVICE,..] jobs for self-hosted GPU runners as JSON: one per (vendor, device) that something claims
+    python ci/claimed.py gpu [DEVICE,..] jobs for self-hosted GPU runners as JSON, one for each device that something claims
 
 `gpu` takes the profiles that have a runner (the repository variable GPU_DEVICES); without it every profile is listed. A runner
 carries the labels self-hosted, its vendor and its profile.

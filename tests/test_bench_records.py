@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from acme_claim import acme_claim
+from acme_records import acme_claim
 from machines import A100, H200
 
 from mla_portable.contracts import Implementation, Primitive, Registrar, Request, Support, hookimpl
@@ -26,11 +26,11 @@ from mla_portable.registry.select import decide
 from mla_portable.sources import source_hash
 from mla_portable.tools.matrix.benchmarks import benchmark_records, measured_times
 from mla_portable.tools.matrix.claims import Declarations
-from mla_portable.tools.matrix.errors import RecordError
 from mla_portable.tools.matrix.evidence import Evidence, problems_of
 from mla_portable.tools.matrix.gates import regressions
 from mla_portable.tools.matrix.generated import generate
 from mla_portable.tools.matrix.levels import Hashes, evaluate
+from mla_portable.tools.matrix.model import RecordError
 from mla_portable.tools.matrix.profiles import load_profiles
 from mla_portable.tools.matrix.record import Origin
 
@@ -39,7 +39,7 @@ PROFILES = load_profiles(ROOT / "capability" / "profiles")
 HASH, OLD, SUITE = "a" * 64, "b" * 64, "c" * 64
 ORIGIN = Origin("0123456789" * 4, False, "2026-11-09T00:00:00Z", "record it")
 SUPPORT = {"source": "this test", "device_types": ["cuda"], "kv_layouts": ["fp8_ds_mla"], "lse": True}
-HASHES = Hashes({("acme.v1", "sparse_decode"): HASH}, SUITE)
+HASHES = Hashes({("acme.v1", "sparse_decode", profile.arch): HASH for profile in PROFILES.values()}, SUITE)
 
 claim = partial(
     acme_claim, sources=("mla_portable.contracts.layouts",), targets=(), support=SUPPORT, devices=dict.fromkeys(PROFILES, ())

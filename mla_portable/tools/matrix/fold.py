@@ -95,7 +95,5 @@ def wrongly_removed(before: Mapping[str, str], now: Mapping[str, str]) -> list[s
             record = Evidence(f"{path}:{number}", scrubbed(json.loads(line)))
             if record_line(record.data) not in there and not superseded(record, remaining.get(series_of(record), [])):
                 failing = "; it has a failure, which only a later run without one supersedes" if record.failed else ""
-                found.append(
-                    f"{record.where}: removed or changed, and no record that remains supersedes it{failing}; restore it"
-                )
+                found.append(f"{record.where}: gone or changed, and no record that remains supersedes it{failing}; restore it")
     return found
