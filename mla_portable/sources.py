@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -144,7 +145,9 @@ def _dump_module(text: str) -> str:
 
 def _dump(value: Any) -> Iterator[str]:
     """A tree as text that is the same in every version of Python, whatever fields it has added to the nodes."""
-    if isinstance(value, ast.AST):
+    if isinstance(value, ast.JoinedStr):
+        yield from _dump_fstring(value)
+    elif isinstance(value, ast.AST):
         yield f"{type(value).__name__}("
         for name in value._fields:
             field = getattr(value, name, None)
@@ -159,6 +162,19 @@ def _dump(value: Any) -> Iterator[str]:
                 yield ","
     else:
         yield ascii(value)
+
+
+def _dump_fstring(node: ast.JoinedStr) -> Iterator[str]:
+    """Python 3.12 splits the text between two fields, and adds empty texts."""
+    yield "f("
+    for is_text, parts in groupby(node.values, lambda each: isinstance(each, ast.Constant)):
+        if is_text:
+            text = "".join(str(each.value) for each in parts if isinstance(each, ast.Constant))
+            yield ascii(text) if text else ""
+        else:
+            for each in parts:
+                yield from _dump(each)
+    yield ")"
 
 
 def _is_docstring(node: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from acme_records import acme_claim
 from typer.testing import CliRunner
 
 from mla_portable import sources
@@ -25,15 +26,15 @@ from mla_portable.registry import Registry
 from mla_portable.tools.cli.app import app
 from mla_portable.tools.conformance import run_suite
 from mla_portable.tools.matrix import RecordError, read_records
-from mla_portable.tools.matrix.claims import Declarations, collect_declarations, suite_cases
+from mla_portable.tools.matrix.claims import Declarations, collect_declarations
 from mla_portable.tools.matrix.evidence import append_evidence, problems_of
-from mla_portable.tools.matrix.gates import untested_claims
 from mla_portable.tools.matrix.profiles import load_profiles
 from mla_portable.tools.matrix.record import (
     Origin,
     compiled_records,
     conformance_records,
     kernels_of,
+    mode_of,
     origin_of,
     profile_of,
     shared_memory_limit,
@@ -99,12 +100,17 @@ def test_a_run_of_the_suite_becomes_evidence_that_an_edit_or_a_wider_claim_outgr
     assert set(states(folder, registry(Plugin(attn_sink=True))).values()) == {"partial"}
 
 
-@pytest.mark.parametrize(("environ", "mode"), [({}, "stand_in"), ({"TRITON_INTERPRET": "1"}, "interpreter")])
-def test_how_a_foreign_plugin_ran_on_a_cpu(kernel_file: Path, environ: dict[str, str], mode: str) -> None:
-    chosen = registry(Plugin())
-    report = run_suite(chosen, "acme", device=CPU, level="smoke")
-    (record,) = conformance_records(report, collect_declarations(chosen, PROFILES), PROFILES, ORIGIN, environ=environ)
-    assert (record["mode"], record["level"]) == (mode, "smoke")
+@pytest.mark.parametrize(
+    ("device", "core", "interpreted", "mode"),
+    [
+        ("cuda", False, False, "native"),
+        ("cpu", True, True, "native"),
+        ("cpu", False, True, "interpreter"),
+        ("cpu", False, False, "stand_in"),
+    ],
+)
+def test_how_an_implementation_ran(device: str, core: bool, interpreted: bool, mode: str) -> None:
+    assert mode_of(acme_claim(core=core), device, {"TRITON_INTERPRET": "1"} if interpreted else {}) == mode
 
 
 def test_the_core_itself_is_native_on_a_cpu_and_verified_there_alone(folder: Path) -> None:
@@ -285,23 +291,6 @@ def test_a_plugin_outside_of_the_tree_keeps_profiles_and_evidence_of_its_own(
         answer = json.loads(command("explain", "merge_states", "--device", "acme-1", "--records", str(folder), "--json"))
         assert "ACME-1" in answer["request"]
     command("explain", "merge_states", "--device", "acme-1", code=2)
-
-
-def test_explain_answers_for_a_device_that_is_not_here() -> None:
-    words = ["explain", "--device", "a100-80g", "sparse_decode", "--heads", "16", "--json"]
-    document = json.loads(command(*words))
-    assert "NVIDIA A100 80GB (sm80)" in document["request"] and document["chosen"]
-    command("explain", "route", "--device", "bi-v150", "--json")
-    command("explain", "merge_states", "--device", "a1000", code=2)
-
-
-def test_the_suite_has_cases_for_every_core_claim() -> None:
-    chosen = Registry(environ={}, probe=False)
-    few = {slug: PROFILES[slug] for slug in ("cpu", "h200")}
-    claims = collect_declarations(chosen, few).claims
-    small = [claim for claim in claims if claim.core and claim.primitive in ("sparse_decode", "merge_states")]
-    assert len(small) == 2
-    assert untested_claims(small, few, suite_cases(chosen, "smoke")) == []
 
 
 def test_scripts_learn_what_to_run_from_the_declarations() -> None:

@@ -151,6 +151,12 @@ def test_device_code_is_its_code(folder: Path, old: str, new: str, changed: bool
     assert moved(folder / "code.cu", old, new, "coded:code.cu") is changed
 
 
+def test_every_version_of_python_makes_the_same_hash(folder: Path) -> None:
+    text = "def show(x, w):\n    return f'a{x:<{w}}b' 'c' f'{x!r}{{}}', None, ..., 1.5, b'x'\n\n\nclass A(dict): pass\n"
+    (folder / "coded.py").write_text(text)
+    assert source_hash(["coded"]) == "b506cb2e20b8feff37e03fa45b34255564f8ec1a41dab6b57d1fbeb352f5d9e2"
+
+
 def test_no_order_plays_a_part_and_every_name_does(folder: Path) -> None:
     both = ("coded", "coded:code.cu")
     assert source_hash(both) == source_hash(both[::-1]) == source_hash((*both, *both))
