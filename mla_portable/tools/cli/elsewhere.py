@@ -48,6 +48,16 @@ def find_profile(name: str, records: Path | None = None) -> Elsewhere | None:
     return Elsewhere(profiles[name], folder)
 
 
+def _torch_knows(name: str) -> bool:
+    import torch
+
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return False
+    return True
+
+
 def gpu_names() -> list[str]:
     """The GPUs of this machine, as their driver names them."""
     from mla_portable.accelerator import device_names
