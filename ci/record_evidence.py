@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run something and append what came of it to capability/evidence.
+"""Run something and append what came of it to capability/evidence; or remove what later records supersede.
 
     python ci/record_evidence.py compiled [--all] [PLUGIN ...]      every plugin that compiles ahead of time
     python ci/record_evidence.py conform BACKEND [--device D] [--level L] [--jobs N] [--all]
     python ci/record_evidence.py bench TIMES [--out FILE]          what `mla-portable bench kernels --out TIMES` timed
     python ci/record_evidence.py add FILE                          records that were made on another machine
+    python ci/record_evidence.py fold                              keep what can still matter (mla_portable.tools.matrix.fold)
 
 `--out FILE` writes the records to a file instead, where the device's machine has no git; `add` then binds them to the commit
 whose sources have their hashes. A benchmark counts beside a passed conformance run of the same sources only.
@@ -30,22 +31,21 @@ import torch
 
 from mla_portable.registry import get_registry
 from mla_portable.tools.bench.kernel_machine import driver_version
+from mla_portable.tools.matrix import Records, read_records
 from mla_portable.tools.matrix.benchmarks import benchmark_records
-from mla_portable.tools.matrix.claims import Declarations
-from mla_portable.tools.matrix.collect import COMPILER, collect_declarations
-from mla_portable.tools.matrix.evidence import append_evidence
+from mla_portable.tools.matrix.claims import COMPILER, Declarations, collect_declarations
+from mla_portable.tools.matrix.evidence import Evidence, append_evidence, parse_evidence, record_line
+from mla_portable.tools.matrix.fold import fold, scrubbed
 from mla_portable.tools.matrix.record import Origin, compiled_records, conformance_records, mode_of, origin_of, profile_of
-from mla_portable.tools.matrix.records import EVIDENCE, Records, find_records, hashes_of, read_records
+from mla_portable.tools.matrix.records import EVIDENCE, hashes_of, read_profiles
 
 ROOT = Path(__file__).parents[1]
+CAPABILITY = ROOT / "capability"
 
 
 def read() -> tuple[Records, Declarations]:
-    from mla_portable.tools.matrix.profiles import load_profiles
-
-    folder = find_records(ROOT / "capability")
-    declared = collect_declarations(get_registry(), load_profiles(folder / "profiles"))
-    return read_records(folder, declared), declared
+    records = read_records(CAPABILITY, get_registry())
+    return records, records.declarations
 
 
 def good(records: Records, level: str) -> set[tuple[str, str, str]]:
@@ -59,7 +59,7 @@ def good(records: Records, level: str) -> set[tuple[str, str, str]]:
 
 def refuse_if_changed(records: Records, declared: Declarations) -> None:
     """Sources that change while they run are proven in neither state. Raises: SystemExit."""
-    if hashes_of(declared) != records.hashes:
+    if hashes_of(declared, [profile.arch for profile in records.profiles.values()]) != records.hashes:
         raise SystemExit("sources changed while they ran; nothing is recorded, run this again")
 
 
@@ -160,7 +160,7 @@ def conform(options: argparse.Namespace) -> int:
 
 def write_unbound(path: Path, made: list[dict[str, Any]]) -> None:
     """Records that are bound to no commit yet, for `add`."""
-    lines = [json.dumps({**record, "commit": None, "dirty": True}, sort_keys=True) + "\n" for record in made]
+    lines = [record_line({**record, "commit": None, "dirty": True}) for record in made]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(lines)
@@ -192,7 +192,23 @@ def bench(options: argparse.Namespace) -> int:
 
 def add(options: argparse.Namespace) -> int:
     records, _ = read()
-    return append_bound([json.loads(line) for line in options.file.read_text(encoding="utf-8").splitlines()], records)
+    lines = options.file.read_text(encoding="utf-8").splitlines()
+    return append_bound([scrubbed(json.loads(line)) for line in lines], records)
+
+
+def fold_all(_: argparse.Namespace) -> int:
+    """Rewrite each file of evidence with what can still matter; commands lose the folders that they name."""
+    profiles = read_profiles(CAPABILITY)
+    declared = collect_declarations(get_registry(), profiles)
+    hashes = hashes_of(declared, [profile.arch for profile in profiles.values()])
+    for path in sorted((CAPABILITY / EVIDENCE).rglob("*.jsonl")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        text = "".join(record_line(scrubbed(json.loads(line))) for line in lines)
+        found = sorted(parse_evidence(text, path.name, profiles), key=lambda each: each.recorded)
+        kept = fold(found, lambda each: not hashes.changed(each))
+        path.write_text("".join(record_line(each.data) for each in kept), encoding="utf-8")
+        print(f"{path.relative_to(CAPABILITY)}: {len(lines)} records, {len(kept)} kept")
+    return 0
 
 
 def append_bound(made: list[dict[str, Any]], records: Records) -> int:
@@ -216,10 +232,9 @@ def bind(record: dict[str, Any], records: Records, origin: Origin) -> None:
         raise SystemExit(
             f"{name}: it is bound to no commit, and this tree has uncommitted changes: commit, then run this again"
         )
-    if record["source_hash"] != records.hashes.sources.get((record["implementation"], record["primitive"])):
-        raise SystemExit(f"{name}: it ran other sources than those of this tree; check out the commit that ran")
-    if record.get("suite_hash", records.hashes.suite) != records.hashes.suite:
-        raise SystemExit(f"{name}: another conformance suite judged it than that of this tree; check out the commit that ran")
+    changed = records.hashes.changed(Evidence(name, record))
+    if changed:
+        raise SystemExit(f"{name}: {changed} that ran are not those of this tree; check out the commit that ran")
     record.update(commit=origin.commit, dirty=False)
 
 
@@ -242,6 +257,7 @@ def main() -> int:
     command.set_defaults(run=bench)
     command.add_argument("times", type=Path)
     command.add_argument("--out", type=Path)
+    commands.add_parser("fold").set_defaults(run=fold_all)
     command = commands.add_parser("add")
     command.set_defaults(run=add)
     command.add_argument("file", type=Path)

@@ -1,19 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hash of the sources that a result is bound to; modules are found and read, never imported. Needs no torch."""
+"""The hash of the code that a result is bound to. Modules are found and read, never imported; needs no torch.
+
+A source names code in one of four ways:
+
+    package.module                  all code of a module
+    package.module::NAME            one object of it, with everything at module level that the object uses
+    package.module::NAME[{arch}]    the row of a table for the device's architecture, else its row "default"
+    package.module:file             another file beside the module
+
+Python counts as its syntax tree, without comments, docstrings and layout; C and CUDA without comments and blank lines.
+"""
 
 from __future__ import annotations
 
+import ast
 import hashlib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
+from typing import Any, Final
 
-__all__ = ["SourceNotFound", "module_file", "source_hash"]
+__all__ = ["ARCH", "SourceNotFound", "module_file", "module_of", "source_hash", "tree_hash"]
+
+ARCH: Final = "{arch}"
+"""In a source, stands for DeviceFacts.arch of the device that ran."""
+_C_SUFFIXES: Final = (".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".mu")
+_C_COMMENT: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
+_NO_CODE: Final = ("ctx", "kind", "type_comment")
+"""Fields of a syntax tree that follow from others, or are comments."""
 
 
 class SourceNotFound(ValueError):
-    """A module or file is not installed here. `what` names it, `problem` says what was looked for."""
+    """A module, file or object is not installed here. `what` names it, `problem` says what was looked for."""
 
     def __init__(self, what: str, problem: str) -> None:
         self.what, self.problem = what, problem
@@ -28,29 +49,193 @@ def _top(package: str) -> Path:
     return Path(spec.origin)
 
 
-def module_file(module: str) -> Path:
-    """The file of a module, or of "package:file" in it. Raises: SourceNotFound when it is not installed here, or not there."""
-    module, _, data = module.partition(":")
-    if data:
-        path = module_file(module).with_name(data)
+def module_of(source: str) -> str:
+    """The module that a source lies in, or beside."""
+    return source.partition(":")[0]
+
+
+def module_file(source: str) -> Path:
+    """The file of a source. Raises: SourceNotFound when its module is not installed here, or the file not there."""
+    module, _, rest = source.partition(":")
+    if rest and not rest.startswith(":"):
+        path = module_file(module).with_name(rest)
         if not path.is_file():
-            raise SourceNotFound(f"file {data} of {module}", f"no such file: {path}")
+            raise SourceNotFound(f"file {rest} of {module}", f"no such file: {path}")
         return path
-    top, *rest = module.split(".")
+    top, *inner = module.split(".")
     base = _top(top)
-    if not rest:
+    if not inner:
         return base
-    stem = base.parent.joinpath(*rest)
+    stem = base.parent.joinpath(*inner)
     for path in (stem.with_suffix(".py"), stem / "__init__.py"):
         if path.is_file():
             return path
     raise SourceNotFound(f"module {module}", f"no such file: {stem.with_suffix('.py')}")
 
 
-def source_hash(modules: Iterable[str]) -> str:
-    """SHA-256 over the names and the bytes of modules, whatever their order. Raises: SourceNotFound, OSError."""
+def source_hash(sources: Iterable[str], arch: str = "") -> str:
+    """SHA-256 over the names and the code of sources, whatever their order.
+
+    Args:
+        arch: the architecture whose rows count, for sources that name a table by `{arch}`.
+    Raises: SourceNotFound, OSError; SyntaxError for a module that is no Python.
+    """
+    named = sorted(set(sources))
     digest = hashlib.sha256()
-    for module in sorted(set(modules)):
-        content = module_file(module).read_bytes()
-        digest.update(f"{module}\0{len(content)}\0".encode() + content)
+    for source in named:
+        path = module_file(source)
+        module, _, name = source.partition("::")
+        if name:
+            apart = {other.removeprefix(f"{module}::") for other in named if other.startswith(f"{module}::")}
+            code = _object(source, path.read_text(encoding="utf-8"), name, arch, apart - {name})
+        else:
+            code = _code(path)
+        digest.update(f"{source}\0{len(code)}\0{code}".encode())
     return digest.hexdigest()
+
+
+def tree_hash(packages: Iterable[str], following: tuple[str, ...] = ()) -> str:
+    """SHA-256 over the code of every module of packages, and of what they import from the packages in `following`.
+
+    A package that is not there has no modules. Raises: SourceNotFound for what is imported and is not there.
+    """
+    found: dict[str, Path] = {}
+    for package in packages:
+        try:
+            folder = module_file(package).parent
+        except SourceNotFound:
+            continue
+        found |= {f"{package}/{path.relative_to(folder).as_posix()}": path for path in folder.rglob("*.py")}
+    waiting = list(found.values())
+    while waiting:
+        for module in _imports(waiting.pop().read_text(encoding="utf-8")):
+            if module not in found and any(module == each or module.startswith(f"{each}.") for each in following):
+                try:
+                    path = module_file(module)
+                except SourceNotFound:  # an object of a module, which is imported as well
+                    continue
+                if path not in found.values():
+                    found[module] = path
+                    waiting.append(path)
+    digest = hashlib.sha256()
+    for name, path in sorted(found.items()):
+        digest.update(f"{name}\0{_code(path)}\0".encode())
+    return digest.hexdigest()
+
+
+def _code(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return _dump_module(text)
+    if path.suffix in _C_SUFFIXES:
+        text = _C_COMMENT.sub(lambda found: " " if found[0].startswith("/") else found[0], text)
+        return "\n".join(filter(None, map(str.strip, text.splitlines())))
+    return text
+
+
+@lru_cache(maxsize=512)
+def _parse(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+@lru_cache(maxsize=512)
+def _dump_module(text: str) -> str:
+    return "".join(_dump(_parse(text)))
+
+
+def _dump(value: Any) -> Iterator[str]:
+    """A tree as text that is the same in every version of Python, whatever fields it has added to the nodes."""
+    if isinstance(value, ast.JoinedStr):
+        yield from _dump_fstring(value)
+    elif isinstance(value, ast.AST):
+        yield f"{type(value).__name__}("
+        for name in value._fields:
+            field = getattr(value, name, None)
+            if name not in _NO_CODE and field is not None and field != []:
+                yield f"{name}="
+                yield from _dump(field)
+        yield ")"
+    elif isinstance(value, list):
+        for each in value:  # pyright: ignore[reportUnknownVariableType]
+            if not _is_docstring(each):
+                yield from _dump(each)
+                yield ","
+    else:
+        yield ascii(value)
+
+
+def _dump_fstring(node: ast.JoinedStr) -> Iterator[str]:
+    """Python 3.12 splits the text between two fields, and adds empty texts."""
+    yield "f("
+    for is_text, parts in groupby(node.values, lambda each: isinstance(each, ast.Constant)):
+        if is_text:
+            text = "".join(str(each.value) for each in parts if isinstance(each, ast.Constant))
+            yield ascii(text) if text else ""
+        else:
+            for each in parts:
+                yield from _dump(each)
+    yield ")"
+
+
+def _is_docstring(node: Any) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _imports(text: str) -> Iterator[str]:
+    for node in ast.walk(_parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _object(source: str, text: str, name: str, arch: str, apart: set[str]) -> str:
+    """The code of an object, or of a table's row, with the module's other definitions that it uses.
+
+    apart: objects of the module that are sources themselves, and count as those say.
+    """
+    name, _, key = name.partition("[")
+    definitions = _definitions(_parse(text))
+    if name not in definitions:
+        raise SourceNotFound(source, f"{module_of(source)} defines no {name}")
+    wanted: list[ast.AST] = [*definitions[name]]
+    if key:
+        wanted = [_row(source, definitions[name], key.removesuffix("]").replace(ARCH, arch))]
+    seen = {name, *(each.partition("[")[0] for each in apart)}
+    for node in wanted:  # grows as it goes
+        used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} - seen
+        for each in sorted(used & definitions.keys()):
+            wanted += [more for more in definitions[each] if more not in wanted]
+        seen |= used
+    return "".join(part for node in wanted for part in _dump(node))
+
+
+def _definitions(tree: ast.Module) -> dict[str, list[ast.stmt]]:
+    """Name -> the statements at module level that bind it."""
+    found: dict[str, list[ast.stmt]] = {}
+    for statement in tree.body:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names = {statement.name}
+        else:
+            names = {each.id for each in ast.walk(statement) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+            names |= {(a.asname or a.name).partition(".")[0] for a in ast.walk(statement) if isinstance(a, ast.alias)}
+            names |= {each.name for each in ast.walk(statement) if isinstance(each, (ast.FunctionDef, ast.ClassDef))}
+        for name in names:
+            found.setdefault(name, []).append(statement)
+    return found
+
+
+def _row(source: str, statements: list[ast.stmt], key: str) -> ast.expr:
+    tables = [each.value for each in statements if isinstance(each, (ast.Assign, ast.AnnAssign))]
+    rows = {
+        each.value: row
+        for table in tables
+        if isinstance(table, ast.Dict)
+        for each, row in zip(table.keys, table.values, strict=True)
+        if isinstance(each, ast.Constant)
+    }
+    row = rows.get(key, rows.get("default"))
+    if row is None:
+        raise SourceNotFound(source, f"no table with a row {key!r} or 'default', written as a dict")
+    return row

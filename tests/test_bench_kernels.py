@@ -53,7 +53,7 @@ from mla_portable.tools.bench.kernel_records import append_lines, kernel_lines, 
 from mla_portable.tools.bench.kernels import KernelReport, time_kernels
 from mla_portable.tools.bench.plot import plot_lines
 from mla_portable.tools.bench.rivals import load_rivals
-from mla_portable.tools.cli import app
+from mla_portable.tools.cli.app import app
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule
 
 CPU = torch.device("cpu")

@@ -22,8 +22,7 @@ from mla_portable.contracts import Primitive, Reason
 from mla_portable.primitives import INDEXER_LOGITS, MERGE_STATES
 from mla_portable.registry import Registry
 from mla_portable.tools.bench.inputs import default_shape
-from mla_portable.tools.cli import app
-from mla_portable.tools.matrix import RecordError
+from mla_portable.tools.cli.app import app
 
 RUNNER = CliRunner()
 SIZES = "--heads 2 --topk 48 --decodes 3 --prefills 2 --prefill-tokens 6 --context 90 --block-size 16 --repeat 1 --check-rows 0"
@@ -400,15 +399,6 @@ def test_tables_in_a_pipe_are_as_wide_as_columns_says(monkeypatch, columns, wide
     lines = [line for line in invoke("matrix").stdout.splitlines() if line.startswith(("┃", "│"))]
     assert lines and max(map(len, lines)) <= widest
     assert widest == 90 or any(len(line) > 90 for line in lines)
-
-
-def test_explain_says_why_a_profile_is_unknown_without_a_checkout(monkeypatch):
-    def nowhere(given=None):
-        raise RecordError("/site-packages/capability", "no folder with profiles/")
-
-    monkeypatch.setattr("mla_portable.tools.matrix.find_records", nowhere)
-    error = " ".join(invoke("explain", "merge_states", "--device", "h200", code=2).stderr.replace("│", " ").split())
-    assert "part of a checkout" in error and "capability/profiles was not found" in error
 
 
 def test_explain_route_asks_what_a_layer_in_vllm_asks():

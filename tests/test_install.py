@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[1]
 NO_TORCH = "requirements-no-torch.txt"
 FROM_THE_MACHINE = {"torch", "triton", "vllm", "packaging"}
 """What the core imports and such an installation leaves alone. `packaging` is used where it is installed."""
-DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CLI = PROJECT["optional-dependencies"]["cli"]
 
 
 def requirements(name: str) -> list[str]:
@@ -32,10 +33,12 @@ def distribution(requirement: str) -> str:
     return re.split(r"[^\w-]", requirement)[0]
 
 
-def imported() -> set[str]:
-    """Every package outside of the standard library that a module of the core imports, wherever in the module."""
+def imported(tools: bool) -> set[str]:
+    """Every package outside of the standard library that modules of the core, or of its tools, import anywhere."""
     found: set[str] = set()
     for path in (ROOT / "mla_portable").rglob("*.py"):
+        if (ROOT / "mla_portable" / "tools" in path.parents) != tools:
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
@@ -45,13 +48,31 @@ def imported() -> set[str]:
 
 
 def test_the_list_without_torch_is_the_list_of_dependencies_without_torch() -> None:
-    assert requirements(NO_TORCH) == [each for each in DECLARED if distribution(each) != "torch"]
+    assert requirements(NO_TORCH) == [each for each in (*PROJECT["dependencies"], *CLI) if distribution(each) != "torch"]
+    assert "-e .[cli]" in requirements("requirements.txt")
 
 
-def test_the_list_brings_everything_that_the_core_imports() -> None:
-    assert imported() - FROM_THE_MACHINE == {distribution(each) for each in requirements(NO_TORCH)}
-    (marked,) = [each for each in requirements(NO_TORCH) if distribution(each) == "tomli"]
+def test_what_is_imported_is_declared() -> None:
+    needed = {distribution(each) for each in PROJECT["dependencies"]}
+    assert imported(tools=False) - FROM_THE_MACHINE == needed - {"torch"}
+    assert imported(tools=True) - FROM_THE_MACHINE - needed == set(map(distribution, CLI))
+    (marked,) = [each for each in PROJECT["dependencies"] if distribution(each) == "tomli"]
     assert marked.endswith("python_version < '3.11'"), "Python 3.10 has no tomllib"
+
+
+def test_what_an_engine_imports_needs_no_tool() -> None:
+    """Modules of the extra are not there, and no module of the tools is loaded."""
+    code = (
+        f"import sys\nfor name in {[distribution(each) for each in CLI]}: sys.modules[name] = None\n"
+        "import mla_portable\nfor name in mla_portable.__all__: getattr(mla_portable, name)\n"
+        "import mla_portable.attention, mla_portable.registry, mla_portable.vllm.plugin\n"
+        "mla_portable.get_registry().implementations()\n"
+        "print([name for name in sys.modules if name.startswith('mla_portable.tools')])\n"
+        "from mla_portable.tools.cli import main\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+    assert done.returncode == 1 and "pip install 'mla-portable[cli]'" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_every_page_gives_the_same_command() -> None:

@@ -19,7 +19,7 @@ from machines import H200
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
 from mla_portable.tools.conformance import CaseResult, Report, cases_for
-from mla_portable.tools.matrix.collect import collect_declarations
+from mla_portable.tools.matrix.claims import collect_declarations
 from mla_portable.tools.matrix.evidence import Evidence, problems_of
 from mla_portable.tools.matrix.levels import Cell, Hashes, evaluate
 from mla_portable.tools.matrix.profiles import load_profiles
@@ -61,7 +61,7 @@ def python(folder: Path, script: str) -> None:
     (folder / "no_driver.py").write_text(NO_DRIVER)
     (folder / "script.py").write_text(script)
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "ci"), str(folder)])
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "ci"), str(folder)])
     command = [sys.executable, str(folder / "script.py")]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -160,7 +160,7 @@ def cells(registry: Registry, arch: str, *, level: str = "quick", dead: str = ""
     assert [problem for record in made for problem in problems_of(record, PROFILES)] == []
     evidence = [Evidence("here", record) for record in made]
     suite = next(record["suite_hash"] for record in made if record["kind"] == "conformance")
-    hashes = Hashes({(each["implementation"], each["primitive"]): each["source_hash"] for each in made}, suite)
+    hashes = Hashes({(each["implementation"], each["primitive"], arch): each["source_hash"] for each in made}, suite)
     same_arch = {slug: profile for slug, profile in PROFILES.items() if profile.arch == arch}
     found = evaluate(claims, evidence, hashes, same_arch)
     return {(cell.device, cell.primitive, cell.layout): cell for cell in found}

@@ -92,8 +92,8 @@ def test_the_hook_offers_every_primitive_once():
             assert i.bind(request) is getattr(reference, str(i.primitive))
         assert [r.subject for r in i.support.reasons(Request(i.primitive, gpu, graph=True))] == ["graph"]
         assert [r.subject for r in i.support.reasons(Request(i.primitive, tpu))] == ["device type"]
-        for module in i.sources:
-            assert module in sys.modules
+        for source in i.sources:
+            assert source.partition(":")[0] in sys.modules
 
 
 # --- rows

@@ -23,7 +23,7 @@ from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
 from mla_portable.registry.tuned import TunedEntry, read_table, write_table
 from mla_portable.tools.bench.rivals import load_tunables
-from mla_portable.tools.cli import app
+from mla_portable.tools.cli.app import app
 from mla_portable_triton import NAME, bind_attention
 from mla_portable_triton.aot import SHARED_MEMORY
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig, attention_config

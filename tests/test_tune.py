@@ -36,7 +36,7 @@ from mla_portable.sources import source_hash
 from mla_portable.tools.bench.kernel_cases import KernelCase
 from mla_portable.tools.bench.rivals import Brought, load_tunables
 from mla_portable.tools.bench.tune import Attempt, TuneResult, tune
-from mla_portable.tools.cli import app
+from mla_portable.tools.cli.app import app
 
 NAME = "acme.v1"
 DECODE = SPARSE_DECODE

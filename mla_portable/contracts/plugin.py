@@ -77,7 +77,8 @@ class Implementation:
         schedule_kind: what `schedule=` of sparse_decode takes, and who plans it; None where any is ignored.
         prefills_as: of sparse_decode, the name of the sparse_prefill that is the same kernel on the same cache, so that one
             call may serve a step's decodes and prefills together; "" for none.
-        sources: modules whose text decides the result, "package:file" for another file; evidence is bound to their hash.
+        sources: modules whose code decides the result, or parts of them (`mla_portable.sources`); evidence is bound to
+            their hash.
     """
 
     name: str

@@ -84,10 +84,10 @@ def time_spent(us: Iterable[float]) -> float:
 
 
 @lru_cache(maxsize=512)
-def installed_hash(sources: tuple[str, ...]) -> str | None:
+def installed_hash(sources: tuple[str, ...], arch: str = "") -> str | None:
     """The hash of an implementation's sources as they are installed, read once; None where it has none or one is missing."""
     try:
-        return source_hash(sources) if sources else None
+        return source_hash(sources, arch) if sources else None
     except (SourceNotFound, OSError):
         return None
 
@@ -100,7 +100,7 @@ class MeasuredCosts:
         times: Iterable[MeasuredTime],
         devices: Mapping[str, str] | None = None,
         *,
-        hash_of: Callable[[tuple[str, ...]], str | None] = installed_hash,
+        hash_of: Callable[[tuple[str, ...], str], str | None] = installed_hash,
     ) -> None:
         """devices: name of a device's profile -> regular expression for the names that its drivers report."""
         self._devices, self._hash_of = dict(devices or {}), hash_of
@@ -129,7 +129,7 @@ class MeasuredCosts:
         own = _estimate(timed, request.num_heads) if timed else None
         if own is None:
             return None
-        installed = self._hash_of(implementation.sources)
+        installed = self._hash_of(implementation.sources, request.device.arch)
         sizes = [rows for rows, time in own.by_rows.items() if time.source_hash == installed]
         if not sizes:
             return None

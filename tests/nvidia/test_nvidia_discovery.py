@@ -19,8 +19,8 @@ import mla_portable_nvidia
 from mla_portable.contracts import MLAPortableError, Request, UnsupportedRequest
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
+from mla_portable.sources import module_file
 from mla_portable.tools.conformance import cases_for
-from mla_portable.tools.matrix.hashes import module_file
 from mla_portable_nvidia import discovery
 from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, find_kernel
 from mla_portable_nvidia.support import TRUNCATION_VARIABLE

@@ -15,7 +15,7 @@ from native_model import SOURCES
 
 import mla_portable_nvidia
 from mla_portable.registry import Registry
-from mla_portable.tools.matrix.collect import collect_declarations
+from mla_portable.tools.matrix.claims import collect_declarations
 from mla_portable.tools.matrix.evidence import problems_of
 from mla_portable.tools.matrix.profiles import load_profiles
 from mla_portable.tools.matrix.record import Origin, compiled_records, kernels_of

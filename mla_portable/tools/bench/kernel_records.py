@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from mla_portable.contracts import InvalidArgument
 from mla_portable.registry.tuned import TunedConfigurations
+from mla_portable.sources import source_hash
 from mla_portable.tools.bench.kernels import CaseTimes, KernelReport, KernelTime
-from mla_portable.tools.matrix.hashes import source_hash
 
 __all__ = ["KIND", "append_lines", "kernel_lines", "read_lines"]
 
@@ -38,7 +38,9 @@ def kernel_lines(report: KernelReport, command: str) -> list[dict[str, Any]]:
         **report.machine.as_dict(),
         "tuned": bool(TunedConfigurations.read(os.environ).entries),
     }
-    return [{**common, **_of_case(case), **_of_candidate(each)} for case in report.cases for each in case.times]
+    return [
+        {**common, **_of_case(case), **_of_candidate(each, report.facts.arch)} for case in report.cases for each in case.times
+    ]
 
 
 def _of_case(times: CaseTimes) -> dict[str, Any]:
@@ -58,8 +60,9 @@ def _of_case(times: CaseTimes) -> dict[str, Any]:
     }
 
 
-def _of_candidate(each: KernelTime) -> dict[str, Any]:
+def _of_candidate(each: KernelTime, arch: str) -> dict[str, Any]:
     implementation, timing = each.implementation, each.timing
+    sources = () if implementation is None else implementation.sources
     figures = {"median_us": None, "p10_us": None, "p90_us": None, "runs": 0, "clock": None, "cold_l2": None}
     if timing is not None:
         figures = {
@@ -73,7 +76,7 @@ def _of_candidate(each: KernelTime) -> dict[str, Any]:
     return {
         "name": each.name,
         "role": "rival" if implementation is None else "implementation",
-        "source_hash": source_hash(implementation.sources) if implementation is not None and implementation.sources else None,
+        "source_hash": source_hash(sources, arch) if sources else None,
         "remark": each.remark,
         "errors": {quantity: _finite(error) for quantity, error in each.errors.items()},
         "wrong": list(each.wrong),

@@ -1,6 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `mla-portable doctor | explain | run | conform | bench`, a file per command."""
+"""The command line, a file for each command. It needs the extra `cli`."""
 
-from mla_portable.tools.cli.app import app, main
+from __future__ import annotations
 
-__all__ = ["app", "main"]
+__all__ = ["main"]
+
+_EXTRA = ("pydantic", "rich", "typer")
+
+
+def main() -> None:
+    """Entry point of `mla-portable`. Raises: SystemExit with what to install where the extra is missing."""
+    try:
+        from mla_portable.tools.cli.app import main as run
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise
+        raise SystemExit(
+            f"mla-portable needs {error.name}, which is not installed here; install the extra: pip install 'mla-portable[cli]'"
+        ) from None
+    run()

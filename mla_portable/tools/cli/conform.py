@@ -39,6 +39,15 @@ def conform(
         Path | None,
         typer.Option("--record", metavar="FILE", help="Append the report to FILE, one JSON document per line.", dir_okay=False),
     ] = None,
+    evidence: Annotated[
+        Path | None,
+        typer.Option(
+            "--evidence",
+            metavar="FILE",
+            help="Append evidence for the matrix to FILE, which `matrix --records` reads. Device profiles may lie beside it.",
+            dir_okay=False,
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the conformance suite, its cases generated from what the backend declares, against a float64 oracle.
@@ -51,6 +60,7 @@ def conform(
         where = resolve_device(device)
         only = [primitive_named(each, param_hint="--primitive") for each in primitive or ()] or None
         from mla_portable.api import current_registry
+        from mla_portable.tools.bench.kernel_machine import driver_version
         from mla_portable.tools.conformance import run_suite
 
         with output.progress() as advance:
@@ -67,12 +77,30 @@ def conform(
             record.parent.mkdir(parents=True, exist_ok=True)
             with record.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(plain(report.as_dict()), allow_nan=False) + "\n")
+        if evidence is not None:
+            _append_evidence(evidence, report, match, driver_version(where))
         if as_json:
             output.document({"command": "conform", **report.as_dict()})
         else:
             output.show(*_for_a_person(report))
         if not report.ok:
             raise typer.Exit(EXIT_FAILED)
+
+
+def _append_evidence(path: Path, report: Report, match: str, driver: str | None) -> None:
+    """Add what the report proves to a file. Raises: RecordError for a device without a profile."""
+    from mla_portable.api import current_registry
+    from mla_portable.tools.matrix import read_profiles
+    from mla_portable.tools.matrix.claims import collect_declarations
+    from mla_portable.tools.matrix.evidence import append_evidence
+    from mla_portable.tools.matrix.record import conformance_records, origin_of_package
+
+    profiles = read_profiles(path.parent)
+    declared = collect_declarations(current_registry(), profiles)
+    names = {result.case.implementation for result in report.results}
+    ran = [claim for claim in declared.claims if claim.implementation in names]
+    origin = origin_of_package(ran, f"mla-portable conform {report.backend} --level {report.level} --evidence {path.name}")
+    append_evidence(path, conformance_records(report, declared, profiles, origin, match=match, driver=driver), profiles)
 
 
 def _for_a_person(report: Report) -> list[RenderableType]:

@@ -26,28 +26,22 @@ _State = Mapping[tuple[str, str, "str | None"], str]
 """(implementation, primitive, layout) -> state in the matrix."""
 
 
-def find_profile(name: str) -> Elsewhere | None:
+def find_profile(name: str, records: Path | None = None) -> Elsewhere | None:
     """The device profile of that name; None for the name of a device of this machine.
 
-    Raises: typer.BadParameter for a name that neither torch nor a profile knows.
+    Args:
+        records: a folder of records instead of those that ship.
+    Raises: typer.BadParameter for a name that no profile has; RecordError.
     """
     from mla_portable.accelerator import known_types
     from mla_portable.api import current_registry
-    from mla_portable.tools.matrix import RecordError, find_records
-    from mla_portable.tools.matrix.profiles import load_profiles
+    from mla_portable.tools.matrix import find_records, read_profiles
 
     current_registry()  # first: a vendor's plugin may bring the device type
     if _torch_knows(name):
         return None
-    try:
-        folder = find_records()
-        profiles = load_profiles(folder / "profiles")
-    except RecordError as error:
-        raise typer.BadParameter(
-            f"{name!r} is no torch device (cpu, cuda, cuda:N, ...), and device profiles are part of a checkout: "
-            "capability/profiles was not found",
-            param_hint="--device",
-        ) from error
+    folder = find_records(records)
+    profiles = read_profiles(folder)
     if name not in profiles:
         known = ", ".join(dict.fromkeys((*known_types(), *profiles)))
         raise typer.BadParameter(f"got {name!r}, expected one of {known}", param_hint="--device")

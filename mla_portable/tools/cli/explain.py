@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -73,7 +74,7 @@ def explain(
         typer.Option(
             "--device",
             metavar="DEVICE",
-            help="torch's name: cpu, cuda, cuda:N, ...; or a profile of capability/, such as a100-80g, for a device not here. "
+            help="torch's name: cpu, cuda, cuda:N, ...; or a device profile, such as a100-80g, for a device not here. "
             "Default: the first accelerator, else the CPU.",
         ),
     ] = None,
@@ -113,6 +114,10 @@ def explain(
     graph: Annotated[
         bool | None, typer.Option("--graph/--no-graph", help="The call must be capturable in a graph. Default: no.")
     ] = None,
+    records: Annotated[
+        Path | None,
+        typer.Option("--records", metavar="DIR", help="Profiles and evidence in DIR, for a device that is not here."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show which implementation would serve a call, and every reason against each of the others.
@@ -139,7 +144,7 @@ def explain(
     with command(as_json=as_json) as output:
         asked = {name: value for name, value in given.items() if value is not None}
         ask = _ask_for_route if primitive == _ROUTE else _ask_for_primitive
-        elsewhere = None if device is None else find_profile(device)
+        elsewhere = None if device is None else find_profile(device, records)
         decision = ask(primitive, device if elsewhere is None else elsewhere.facts, backend, asked)
         served = decision.chosen is not None
         if as_json:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mla-portable matrix`: what runs where and how far it is proven, drawn from the records without loading torch."""
+"""`mla-portable matrix`: what runs where and how far it is proven, drawn from the records and from what the plugins declare."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ _TERMINAL = "terminal"
 
 
 def matrix(
-    form: Annotated[
-        str, typer.Option("--format", metavar="FORMAT", help="terminal (default), md, json, html or svg.")
-    ] = _TERMINAL,
+    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="terminal (default), md or json.")] = _TERMINAL,
     vendor: Annotated[str | None, typer.Option("--vendor", metavar="VENDOR", help="Only this vendor's devices.")] = None,
     device: Annotated[str | None, typer.Option("--device", metavar="PROFILE", help="Only this device.")] = None,
     records: Annotated[
         Path | None,
-        typer.Option("--records", metavar="DIR", help="The folder of records. Default: capability/ of the checkout."),
+        typer.Option("--records", metavar="DIR", help="Evidence in DIR, instead of what ships with mla-portable."),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare every generated file with the plugins and records; write nothing.")
@@ -84,7 +82,7 @@ def _show(output: Output, found: Records, form: str) -> None:
 
 
 def _generated(output: Output, folder: Path, *, write: bool) -> None:
-    """Write or compare declarations.json, MATRIX.md and matrix.svg. Raises: typer.Exit where one is not what it should be."""
+    """Write or compare MATRIX.md and the costs. Raises: typer.Exit where one is not what it should be."""
     from mla_portable.tools.matrix.generated import differences, generate
 
     files = generate(folder)

@@ -175,7 +175,11 @@ def close_stdout() -> None:
 
 def _typed() -> tuple[type[Exception], ...]:
     """The failures that mla_portable raises on purpose; classes of modules that are not loaded were not raised."""
-    modules = (("mla_portable.contracts", "MLAPortableError"), ("mla_portable.tools.matrix.errors", "RecordError"))
+    modules = (
+        ("mla_portable.contracts", "MLAPortableError"),
+        ("mla_portable.tools.matrix.model", "RecordError"),
+        ("mla_portable.sources", "SourceNotFound"),
+    )
     return tuple(getattr(sys.modules[module], name) for module, name in modules if module in sys.modules)
 
 

@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from mla_portable.registry.costs import MeasuredTime
 from mla_portable.tools.matrix.claims import Declarations
-from mla_portable.tools.matrix.errors import RecordError
-from mla_portable.tools.matrix.evidence import Evidence
+from mla_portable.tools.matrix.evidence import Evidence, without_folders
 from mla_portable.tools.matrix.levels import Hashes
+from mla_portable.tools.matrix.model import RecordError
 from mla_portable.tools.matrix.profiles import Profile
 from mla_portable.tools.matrix.record import Origin, common_fields, profile_of
 
@@ -19,7 +19,7 @@ __all__ = ["benchmark_records", "measured_times", "timed_devices"]
 Line = Mapping[str, Any]
 _CASE: Final = ("recorded", "command", "primitive", "layout", "shape")
 """Fields that lines of one problem in one run share."""
-_COPIED: Final = ("recorded", "command", "layout", "driver", "versions", "clocks", "shape", "rows", "overlap", "source_hash")
+_COPIED: Final = ("recorded", "layout", "driver", "versions", "clocks", "shape", "rows", "overlap", "source_hash")
 _FIGURES: Final = ("median_us", "p10_us", "p90_us", "runs")
 
 
@@ -58,9 +58,10 @@ def benchmark_records(
             profile = profile_of(line["device"]["name"], profiles)
             records.append(
                 {
-                    **common_fields(claim, origin, "benchmark"),
+                    **common_fields(claim, origin, "benchmark", line["device"]["arch"]),
                     **{field: line[field] for field in _COPIED},
                     **{field: line[field] for field in _FIGURES},
+                    "command": without_folders(line["command"]),
                     "device": {"profile": profile.slug, "name": line["device"]["name"], "arch": line["device"]["arch"]},
                     "heads": [line["heads"]] if line["heads"] else [],
                     "topk": [line["topk"]] if line["topk"] else [],
@@ -95,7 +96,7 @@ def measured_times(evidence: Sequence[Evidence], hashes: Hashes) -> list[Measure
         data = each.data
         if each.kind != "benchmark" or "rows" not in data or data.get("overlap") or data["dirty"]:
             continue
-        if data["source_hash"] != hashes.sources.get((data["implementation"], data["primitive"])):
+        if hashes.changed(each):
             continue
         time = MeasuredTime(
             device=data["device"]["name"],

@@ -1,39 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims: what implementations declare, as plain data, so that the matrix is drawn without loading torch or a plugin."""
+"""Claims: what the installed implementations declare, as plain data, and held against every device profile."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Final
 
-from mla_portable.tools.matrix.errors import RecordError
+from mla_portable.contracts import Implementation, Primitive, Reason, Support
+from mla_portable.registry import PluginReport, Registry
+from mla_portable.registry.plugins import CORE_DISTRIBUTION, CORE_MODULE
+from mla_portable.tools.matrix.profiles import Profile
 
-__all__ = ["LAYOUT_FREE", "Claim", "Declarations", "Objection", "load_declarations", "wider"]
+__all__ = ["COMPILER", "Claim", "Declarations", "collect_declarations", "suite_cases", "support_data", "wider"]
 
-LAYOUT_FREE: Final = ("convert_indices", "merge_states", "quantize_per_tensor", "indexer_logits")
-"""Primitives whose work does not depend on the layout of a cache."""
-_SETS: Final = ("device_types", "vendors", "archs", "kv_layouts", "num_heads", "padded_heads", "block_sizes", "scale_formats")
-_LIMITS: Final = ("max_heads", "max_topk", "max_query_len")
-_MULTIPLES: Final = ("topk_multiple", "block_size_multiple", "cache_alignment")
-_FEATURES: Final = ("lse", "attn_sink", "lengths", "compact", "prefill_workspace", "batch_invariant", "graph")
-_NEEDS: Final = ("needs_bf16", "needs_fp8_conversion", "needs_whole_rows", "min_shared_memory")
-_EMPTY_IS_NONE: Final = ("padded_heads", "kv_layouts", "scale_formats")
+COMPILER: Final = "compile_all"
+"""A plugin whose kernels compile ahead of time has a module of this name: `TARGETS` lists its architectures, and
+`python -m <plugin>.compile_all --json [--quick] [ARCH ...]` compiles for them. Where some of its implementations bring
+kernels of others that it cannot compile, `IMPLEMENTATIONS` names the rest."""
 _HEADS: Final = ("num_heads", "max_heads", "padded_heads")
-
-
-@dataclass(frozen=True, slots=True)
-class Objection:
-    """Why a declaration excludes a device: a Reason of the contracts, as text."""
-
-    subject: str
-    given: str
-    limit: str
-
-    def __str__(self) -> str:
-        return f"{self.subject} {self.given} ({self.limit})"
+_NOT_LIMITS: Final = ("source", "workspace_bytes")
+"""Fields of Support that claim nothing about what can run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +32,10 @@ class Claim:
 
     Attributes:
         plugin, module, distribution, version: what brought it. preference: its declared cost.
-        sources: modules its evidence is bound to. support: the declaration, as JSON holds it.
+        sources: code that its evidence is bound to. support: the declaration, as JSON holds it.
         targets: architectures that its plugin compiles for ahead of time, () where it cannot.
         core: it belongs to the core distribution, so that a CPU runs it as it is.
-        devices: profile slug -> objections; empty where the declaration includes the device.
+        devices: profile slug -> reasons against it; empty where the declaration includes the device.
     """
 
     implementation: str
@@ -59,12 +49,16 @@ class Claim:
     sources: tuple[str, ...]
     targets: tuple[str, ...]
     support: Mapping[str, Any]
-    devices: Mapping[str, tuple[Objection, ...]]
+    devices: Mapping[str, tuple[Reason, ...]]
+
+    @property
+    def backend(self) -> str:
+        return self.implementation.partition(".")[0]
 
     @property
     def layouts(self) -> tuple[str | None, ...]:
         """The rows that the claim fills in the matrix."""
-        return (None,) if self.primitive in LAYOUT_FREE else tuple(self.support["kv_layouts"])
+        return tuple(self.support["kv_layouts"]) if Primitive.named(self.primitive).has_layout else (None,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,70 +68,121 @@ class Declarations:
     claims: tuple[Claim, ...]
     missing: tuple[tuple[str, str], ...] = ()
 
-    def text(self) -> str:
-        """The file's content."""
-        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+
+def collect_declarations(registry: Registry, profiles: Mapping[str, Profile]) -> Declarations:
+    """Everything that is registered, held against every profile. No device is touched."""
+    owner = {entry: report for report in registry.plugin_reports for entry in report.implementations}
+    facts = {slug: profile.device_facts() for slug, profile in profiles.items()}
+    claims: list[Claim] = []
+    for implementation in registry.implementations():
+        report = owner[f"{implementation.name} / {implementation.primitive}"]
+        devices = {slug: tuple(implementation.support.device_reasons(each)) for slug, each in facts.items()}
+        claims.append(_claim(implementation, report, devices))
+    missing = tuple((report.name, report.error) for report in registry.plugin_reports if not report.loaded)
+    return Declarations(tuple(claims), missing)
 
 
-def load_declarations(path: Path) -> Declarations:
-    """Read what `Declarations.text` wrote. Raises: RecordError."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        claims = tuple(_claim(each) for each in data["claims"])
-        return Declarations(claims, tuple((name, why) for name, why in data["missing"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        remedy = "run ci/refresh_evidence, or `mla-portable matrix --write`"
-        raise RecordError(str(path), f"{type(error).__name__}: {error}; {remedy}") from error
+def suite_cases(registry: Registry, level: str = "quick") -> Callable[[Claim, Profile], list[dict[str, Any]]]:
+    """Collects the suite for a claim on a device: the fields of each case's request. Nothing is run."""
+    from mla_portable.tools.conformance import cases_for
+
+    by_name = {(each.name, str(each.primitive)): each for each in registry.implementations()}
+
+    def collect(claim: Claim, profile: Profile) -> list[dict[str, Any]]:
+        implementation = by_name[claim.implementation, claim.primitive]
+        requests = [case.request for case in cases_for(implementation, profile.device_facts(), level)]
+        names = ("kv_layout", "num_heads", "topk", "block_size")
+        return [{name: getattr(request, name) for name in names} for request in requests]
+
+    return collect
 
 
-def _claim(data: dict[str, Any]) -> Claim:
-    devices = {slug: tuple(Objection(**each) for each in found) for slug, found in data["devices"].items()}
-    fields: dict[str, Any] = {**data, "sources": tuple(data["sources"]), "targets": tuple(data["targets"]), "devices": devices}
-    return Claim(**fields)
+def _claim(implementation: Implementation, report: PluginReport, devices: Mapping[str, tuple[Reason, ...]]) -> Claim:
+    return Claim(
+        implementation=implementation.name,
+        primitive=str(implementation.primitive),
+        plugin=report.name,
+        module=report.module,
+        distribution=report.distribution,
+        version=report.version,
+        preference=implementation.preference,
+        core=(report.distribution, report.module) == (CORE_DISTRIBUTION, CORE_MODULE),
+        sources=tuple(sorted(implementation.sources)),
+        targets=_targets(report.module, implementation.name),
+        support=support_data(implementation.support),
+        devices=devices,
+    )
 
 
-def _set(support: Mapping[str, Any], name: str) -> set[Any] | None:
-    """The allowed values; None for no limit."""
-    value: Sequence[Any] | None = support.get(name)
-    if value is None and name in _EMPTY_IS_NONE:
-        return set()
-    return None if value is None else set(value)
+def support_data(support: Support) -> dict[str, Any]:
+    """A declaration as JSON holds it, with its source; what a function computes is left out."""
+    values = {field.name: getattr(support, field.name) for field in fields(support) if field.name != "workspace_bytes"}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _compiler(module: str) -> ModuleType | None:
+    package = module.partition(":")[0]
+    if find_spec(package) is None or not hasattr(import_module(package), "__path__"):
+        return None
+    name = f"{package}.{COMPILER}"
+    return None if find_spec(name) is None else import_module(name)
+
+
+def _targets(module: str, implementation: str) -> tuple[str, ...]:
+    compiler = _compiler(module)
+    if compiler is None or implementation not in getattr(compiler, "IMPLEMENTATIONS", (implementation,)):
+        return ()
+    return tuple(compiler.TARGETS)
 
 
 def wider(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What declaration `new` claims beyond `old`, in words; [] when everything it claims was claimed before."""
-    found: list[str] = []
-    for name in _SETS:
-        if name in _HEADS:
-            continue
-        before, after = _set(old, name), _set(new, name)
-        if before is not None and (after is None or after - before):
-            more = "any" if after is None else ", ".join(sorted(map(str, after - before)))
-            found.append(f"{name} {more} (evidence covers {', '.join(sorted(map(str, before))) or 'none'})")
-    found += _wider_heads(old, new)
-    for name in _LIMITS:
-        before, after = old.get(name), new.get(name)
-        if name not in _HEADS and before is not None and (after is None or after > before):
-            found.append(f"{name} {'without limit' if after is None else after} (evidence covers {before})")
-    for name in _MULTIPLES:
-        if new.get(name, 1) % old.get(name, 1):
-            found.append(f"{name} {new.get(name, 1)} (evidence covers {old.get(name, 1)})")
-    found += [f"{name} (evidence is without)" for name in _FEATURES if new.get(name) and not old.get(name)]
-    found += [
-        f"{name} {new.get(name)} (evidence has {old.get(name)})" for name in _NEEDS if new.get(name, 0) < old.get(name, 0)
-    ]
+    """What declaration `new` claims beyond `old`, in words; [] when everything it claims was claimed before.
+
+    What a field limits follows from its type and name in Support, so that a new field counts at once. A field that one of the
+    declarations lacks has its default there.
+    """
+    found = _wider_heads(old, new)
+    for field in fields(Support):
+        if field.name not in (*_HEADS, *_NOT_LIMITS):
+            default = None if field.name == "source" else field.default
+            before, after = (_plain(each.get(field.name, default)) for each in (old, new))
+            if before != after:
+                found += _wider(field.name, str(field.type), before, after)
     return found
+
+
+def _plain(value: Any) -> Any:
+    return frozenset(value) if isinstance(value, (list, tuple)) else value  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _wider(name: str, annotation: str, before: Any, after: Any) -> list[str]:
+    """One field: `tuple` allows its elements and None everything; `max_` is a limit; `needs_` and `min_` ask for something of
+    the device; another bool is a feature; another int divides what is accepted."""
+    if annotation.startswith("tuple"):
+        if before is None or (after is not None and after <= before):
+            return []
+        more = "any" if after is None else ", ".join(sorted(map(str, after - before)))
+        return [f"{name} {more} (evidence covers {', '.join(sorted(map(str, before))) or 'none'})"]
+    if name.startswith("max_"):
+        if before is None or (after is not None and after < before):
+            return []
+        return [f"{name} {'without limit' if after is None else after} (evidence covers {before})"]
+    if name.startswith(("needs_", "min_")):
+        return [f"{name} {after} (evidence has {before})"] if after < before else []
+    if annotation == "bool":
+        return [f"{name} (evidence is without)"] if after else []
+    return [f"{name} {after} (evidence covers {before})"] if after % before else []
 
 
 def _wider_heads(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Head counts are one claim in three fields: all absent means every count."""
-    highest = max([new.get("max_heads") or 0, *(new.get("num_heads") or ()), *(new.get("padded_heads") or ())])
     if not any(old.get(name) for name in _HEADS):
         return []
-    if not highest:
+    if not any(new.get(name) for name in _HEADS):
         return ["num_heads any (evidence covers a limited set)"]
+    highest = max([new.get("max_heads") or 0, *(new.get("num_heads") or ()), *(new.get("padded_heads") or ())])
     more = [heads for heads in range(1, highest + 1) if _accepts(new, heads) and not _accepts(old, heads)]
-    return [f"num_heads {_ranges(more)} (evidence is without)"] if more else []
+    return [f"num_heads {_range(more)} (evidence is without)"] if more else []
 
 
 def _accepts(support: Mapping[str, Any], heads: int) -> bool:
@@ -148,5 +193,5 @@ def _accepts(support: Mapping[str, Any], heads: int) -> bool:
     )
 
 
-def _ranges(values: Sequence[int]) -> str:
+def _range(values: Sequence[int]) -> str:
     return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"

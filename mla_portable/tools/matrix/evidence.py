@@ -1,20 +1,144 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evidence: append-only JSON lines, held against a schema and against the device profiles when they are read."""
+"""Evidence: JSON lines, each something that was run and what came of it, held against a schema and the device profiles."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final, Literal
 
-from mla_portable.tools.matrix.errors import RecordError
+from pydantic import Field, TypeAdapter, ValidationError
+
+from mla_portable.contracts import Primitive
+from mla_portable.tools.matrix.model import Count, Model, Positive, RecordError, Text, validation_problems
 from mla_portable.tools.matrix.profiles import Profile
 
-__all__ = ["Evidence", "append_evidence", "load_evidence", "parse_evidence", "problems_of", "validator"]
+__all__ = [
+    "Benchmark",
+    "Compiled",
+    "Conformance",
+    "Evidence",
+    "append_evidence",
+    "load_evidence",
+    "parse_evidence",
+    "problems_of",
+    "record_line",
+    "without_folders",
+]
+
+_Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_Figure = Annotated[float, Field(gt=0)]
+_ABSOLUTE: Final = re.compile(r"(?<![^\s='\"])/(?:[^\s/]+/)*(?=[^\s/])")
+"""The folders in front of a file of the recording machine, which say nothing elsewhere."""
+
+
+class _Device(Model):
+    profile: Text
+    name: Text
+    arch: Text
+
+
+class _Provider(Model):
+    distribution: str
+    version: str
+
+
+class _Cases(Model):
+    passed: Count
+    failed: Count
+    skipped: Count
+
+
+class _Usage(Model):
+    variants: Positive
+    shared: Count
+    registers: Count | None
+    spilled: Count | None
+
+
+class _Error(Model):
+    error: float | str
+    tolerance: float | str
+    case: str
+
+
+class _Time(Model):
+    name: Text
+    median_us: _Figure
+
+
+class _Record(Model):
+    version: Literal[1] = Field(alias="schema")
+    recorded: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z$")]
+    implementation: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*$")]
+    primitive: Text
+    provider: _Provider
+    versions: dict[str, str]
+    commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None
+    dirty: bool
+    source_hash: _Hash
+    support: dict[str, Any]
+    command: Text
+
+
+class _OnDevice(_Record):
+    layout: str | None
+    device: _Device
+    driver: str | None
+    heads: list[Positive]
+    topk: list[Positive]
+
+
+class Compiled(_Record):
+    """What a plugin's compiler made of the kernels of one implementation for one architecture, `target`."""
+
+    kind: Literal["compiled"]
+    target: Text
+    shared_memory_limit: Count
+    cases: _Cases
+    kernels: Annotated[dict[str, _Usage], Field(min_length=1)]
+    failures: list[str]
+
+
+class Conformance(_OnDevice):
+    """A run of the conformance suite. target: of mode "ptx", the architecture whose code ran."""
+
+    kind: Literal["conformance"]
+    mode: Literal["native", "interpreter", "stand_in", "ptx"]
+    level: Literal["smoke", "quick", "full"]
+    match: str
+    suite_hash: _Hash
+    cases: _Cases
+    errors: dict[str, _Error]
+    target: Text | None = None
+
+
+class Benchmark(_OnDevice):
+    """One time, with the roofline bound and the fastest baseline of the same run."""
+
+    kind: Literal["benchmark"]
+    shape: Text
+    median_us: _Figure
+    p10_us: _Figure
+    p90_us: _Figure
+    runs: Positive
+    floor: _Time
+    rival: _Time
+    rows: Positive | None = None
+    overlap: Annotated[int, Field(ge=0, le=100)] | None = None
+    clocks: dict[str, float] | None = None
+
+
+_AnyRecord = Annotated[Compiled | Conformance | Benchmark, Field(discriminator="kind")]
+
+
+@lru_cache(maxsize=1)
+def _schema() -> TypeAdapter[Any]:
+    return TypeAdapter(_AnyRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,46 +162,44 @@ class Evidence:
 
     @property
     def passed(self) -> int:
-        return self.data["cases"]["passed"]
+        return self.data["cases"]["passed"] if "cases" in self.data else 1
 
     @property
     def failed(self) -> int:
-        return self.data["cases"]["failed"]
+        return self.data["cases"]["failed"] if "cases" in self.data else 0
 
     @property
     def skipped(self) -> int:
-        return self.data["cases"]["skipped"]
+        return self.data["cases"]["skipped"] if "cases" in self.data else 0
 
     @property
     def profile(self) -> str | None:
         return self.data["device"]["profile"] if "device" in self.data else None
 
-
-@lru_cache(maxsize=1)
-def validator() -> Any:
-    """A jsonschema validator of one record, made once."""
-    from jsonschema import Draft202012Validator
-
-    schema = json.loads(
-        resources.files("mla_portable.tools.matrix").joinpath("evidence.schema.json").read_text(encoding="utf-8")
-    )
-    return Draft202012Validator(_without_references(schema, schema.pop("$defs")))
+    @property
+    def arch(self) -> str:
+        """The architecture whose code ran or was compiled."""
+        return self.data.get("target") or self.data["device"]["arch"]
 
 
-def _without_references(part: Any, definitions: Mapping[str, Any]) -> Any:
-    """The same schema; to follow a reference costs the validator more than to check what it names, and records are many."""
-    if isinstance(part, Mapping):
-        if "$ref" in part:
-            return _without_references(definitions[part["$ref"].removeprefix("#/$defs/")], definitions)
-        return {key: _without_references(value, definitions) for key, value in part.items()}
-    return [_without_references(value, definitions) for value in part] if isinstance(part, list) else part
+def without_folders(command: str) -> str:
+    """A command with the files that it names, without the folders of the machine that ran it."""
+    return _ABSOLUTE.sub("", command)
 
 
 def problems_of(data: Any, profiles: Mapping[str, Profile]) -> list[str]:
     """What is wrong with a record: the schema first, then what no schema can say."""
-    found = [f"{'/'.join(map(str, e.absolute_path)) or 'record'}: {e.message}" for e in validator().iter_errors(data)]
-    if found:
-        return found
+    try:
+        _schema().validate_python(data)
+    except ValidationError as error:
+        return validation_problems(error)
+    found: list[str] = []
+    if data["primitive"] not in Primitive.all():
+        found.append(f"primitive: {data['primitive']!r} is none of {', '.join(Primitive.all())}")
+    if "python" not in data["versions"]:
+        found.append("versions: python is missing")
+    if without_folders(data["command"]) != data["command"]:
+        found.append(f"command: names a folder of the machine that ran it: {data['command']!r}")
     device = data.get("device")
     if device is not None:
         profile = profiles.get(device["profile"])
@@ -88,9 +210,11 @@ def problems_of(data: Any, profiles: Mapping[str, Profile]) -> list[str]:
         elif profile.arch != device["arch"]:
             found.append(f"device/arch: {device['arch']!r}, but {profile.slug} is {profile.arch!r}")
     native = data["kind"] == "benchmark" or data.get("mode") in ("native", "ptx")
-    if native and data["commit"] is None:
-        found.append("commit: null; a run on a device is bound to a commit")
+    if native and data["commit"] is None and data["dirty"]:
+        found.append("commit: null, and not from an installed package; a run on a device is bound to a commit")
     known = sorted({profile.arch for profile in profiles.values()})
+    if data.get("mode") == "ptx" and "target" not in data:
+        found.append("target: missing; mode ptx is a run of the code for another architecture")
     if "target" in data and data["target"] not in known:
         found.append(f"target: no profile has the architecture {data['target']!r}; expected one of {', '.join(known)}")
     if data["kind"] == "compiled":
@@ -126,6 +250,11 @@ def load_evidence(folder: Path, profiles: Mapping[str, Profile]) -> list[Evidenc
     return sorted(found, key=lambda e: e.recorded)  # stable: lines of one second stay in their order
 
 
+def record_line(record: Mapping[str, Any]) -> str:
+    """A record as a line of a file."""
+    return json.dumps(record, sort_keys=True, allow_nan=False) + "\n"
+
+
 def append_evidence(path: Path, records: Iterable[Mapping[str, Any]], profiles: Mapping[str, Profile]) -> int:
     """Add records to the end of a file; all are valid, or nothing is written. Returns: how many. Raises: RecordError."""
     lines: list[str] = []
@@ -133,7 +262,7 @@ def append_evidence(path: Path, records: Iterable[Mapping[str, Any]], profiles: 
         problems = problems_of(record, profiles)
         if problems:
             raise RecordError(f"new record for {path.name}", "; ".join(problems))
-        lines.append(json.dumps(record, sort_keys=True, allow_nan=False) + "\n")
+        lines.append(record_line(record))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(lines)

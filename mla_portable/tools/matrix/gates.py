@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What continuous integration refuses, one function per gate; each returns its problems in words, [] when all is well.
+"""What continuous integration refuses, a function for each gate; it returns its problems in words, [] when all is well.
 
-A gate is a pure function of what it is given. The scripts in ci/ read the records, call one gate and print.
+A gate is a pure function of what it is given. `ci/gates.py` reads the records, calls the gates and prints.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from mla_portable.tools.matrix.profiles import Profile
 __all__ = [
     "CHECKABLE",
     "SLOWER",
-    "append_only",
     "claims_within_evidence",
     "compiled_as_recorded",
     "regressions",
@@ -34,15 +33,6 @@ CHECKABLE: Final = ("compiled", "interpreted")
 _COMPARED: Final = ("shared", "registers", "spilled")
 _NO_COMPILER: Final = ("python", "torch")
 """What a compiled record names the version of, though no kernel depends on it."""
-
-
-def append_only(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Evidence files of the base commit, path -> text, are the beginnings of today's."""
-    return [
-        f"{path}: evidence is append-only, yet the base's was {'removed' if path not in now else 'changed'}; restore it"
-        for path, text in before.items()
-        if not now.get(path, "").startswith(text)
-    ]
 
 
 def staleness(cells: Iterable[Cell], profiles: Mapping[str, Profile]) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated files: declarations from the registry; MATRIX.md, matrix.svg and the plugins' costs from the records."""
+"""The generated files: MATRIX.md and the plugins' costs, from the records and the registry."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ from typing import Final
 from mla_portable.registry import Registry
 from mla_portable.registry.costs import costs_text
 from mla_portable.tools.matrix.benchmarks import measured_times, timed_devices
-from mla_portable.tools.matrix.collect import collect_declarations
-from mla_portable.tools.matrix.profiles import load_profiles
-from mla_portable.tools.matrix.records import DECLARATIONS, read_records
+from mla_portable.tools.matrix.records import read_records
 from mla_portable.tools.matrix.render import markdown
-from mla_portable.tools.matrix.svg import svg
 from mla_portable.tools.matrix.table import make_table
 
-__all__ = ["COSTS_FILE", "MATRIX", "PICTURE", "differences", "generate"]
+__all__ = ["COSTS_FILE", "MATRIX", "differences", "generate"]
 
 MATRIX: Final = "MATRIX.md"
-PICTURE: Final = "matrix.svg"
 COSTS_FILE: Final = "costs.json"
 """In the package of a plugin."""
 _SHOWN: Final = 12
@@ -34,10 +30,8 @@ def generate(folder: Path, registry: Registry | None = None) -> dict[Path, str]:
     The measured costs of each plugin are among them where `folder` lies in a checkout, in the package that they ship with.
     """
     registry = registry or Registry(environ={}, probe=False)
-    declared = collect_declarations(registry, load_profiles(folder / "profiles"))
-    records = read_records(folder, declared)
-    table = make_table(records)
-    files = {folder / DECLARATIONS: declared.text(), folder / MATRIX: markdown(table), folder / PICTURE: svg(table)}
+    records = read_records(folder, registry)
+    files = {folder / MATRIX: markdown(make_table(records))}
     times = measured_times(records.evidence, records.hashes)
     for report in registry.plugin_reports:
         path = folder.resolve().parent / "backends" / report.name / "src" / report.module / COSTS_FILE

@@ -27,11 +27,21 @@ class Hashes:
     """Today's sources.
 
     Attributes:
-        sources: (implementation, primitive) -> hash. suite: of the conformance suite and its oracle.
+        sources: (implementation, primitive, architecture that runs or is compiled for) -> hash.
+        suite: of the conformance suite and its oracle.
     """
 
-    sources: Mapping[tuple[str, str], str]
+    sources: Mapping[tuple[str, str, str], str]
     suite: str
+
+    def changed(self, evidence: Evidence) -> str:
+        """What has changed since a record was made; "" when it is of today's sources."""
+        data = evidence.data
+        if data["source_hash"] != self.sources.get((data["implementation"], data["primitive"], evidence.arch)):
+            return "the sources"
+        if evidence.kind == "conformance" and data["suite_hash"] != self.suite:
+            return "the conformance suite"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +158,13 @@ def _proofs(
             found.setdefault(level, []).append(each)
     for level in LEVELS:
         records = found.get(level, [])
-        current = [each for each in records if _out_of_date(each, claim, hashes) is None]
+        current = [each for each in records if not hashes.changed(each)]
         if current:
             yield _judge(level, current, claim)
         elif records:
             newest = records[-1]
-            why = _out_of_date(newest, claim, hashes) or ""
-            yield Proof(level, "stale", (why,), newest)
+            day = newest.recorded.partition("T")[0]
+            yield Proof(level, "stale", (f"{hashes.changed(newest)} changed since {day}",), newest)
 
 
 def _level_of(evidence: Evidence, layout: str | None, profile: Profile) -> str | None:
@@ -173,21 +183,12 @@ def _level_of(evidence: Evidence, layout: str | None, profile: Profile) -> str |
     return "verified" if evidence.profile == profile.slug else None
 
 
-def _out_of_date(evidence: Evidence, claim: Claim, hashes: Hashes) -> str | None:
-    day = evidence.recorded.partition("T")[0]
-    if evidence.data["source_hash"] != hashes.sources[claim.implementation, claim.primitive]:
-        return f"the sources changed since {day}"
-    if evidence.kind == "conformance" and evidence.data["suite_hash"] != hashes.suite:
-        return f"the conformance suite changed since {day}"
-    return None
-
-
 def _judge(level: str, current: Sequence[Evidence], claim: Claim) -> Proof:
     """Of records about the same sources the newest counts; a complete one is not undone by a later, narrower one."""
     newest = current[-1]
-    if newest.kind != "benchmark" and newest.failed:
+    if newest.failed:
         return Proof(level, "failing", (f"{newest.failed} of {newest.failed + newest.passed} failed",), newest)
-    last_failure = max((i for i, each in enumerate(current) if each.kind != "benchmark" and each.failed), default=-1)
+    last_failure = max((i for i, each in enumerate(current) if each.failed), default=-1)
     best: Proof | None = None
     for each in current[last_failure + 1 :]:
         gaps = _gaps(each, claim)

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from mla_portable.contracts import DeviceFacts
+from mla_portable.sources import module_file, source_hash
 from mla_portable.tools.conformance import Report
-from mla_portable.tools.matrix.claims import LAYOUT_FREE, Claim, Declarations
-from mla_portable.tools.matrix.errors import RecordError
-from mla_portable.tools.matrix.hashes import module_file, source_hash, suite_hash
+from mla_portable.tools.matrix.claims import Claim, Declarations
+from mla_portable.tools.matrix.evidence import without_folders
+from mla_portable.tools.matrix.model import RecordError
 from mla_portable.tools.matrix.profiles import Profile
+from mla_portable.tools.matrix.records import suite_hash
 
 __all__ = [
     "Origin",
@@ -30,6 +32,7 @@ __all__ = [
     "kernels_of",
     "mode_of",
     "origin_of",
+    "origin_of_package",
     "profile_of",
     "shared_memory_limit",
 ]
@@ -64,17 +67,27 @@ def origin_of(root: Path, command: str) -> Origin:
     return Origin(commit, any(not path.startswith(_RECORDS) for path in changed), recorded, command)
 
 
+def origin_of_package(claims: Iterable[Claim], command: str) -> Origin:
+    """Where installed plugins come from: their checkout; else no commit, and the versions of their distributions say it."""
+    files = [module_file(source) for claim in claims for source in claim.sources]
+    for path in files:
+        tracked = subprocess.run(["git", "ls-files", path.name], cwd=path.parent, capture_output=True, text=True, check=False)
+        if tracked.stdout.strip():
+            return origin_of(path.parent, command)
+    return Origin(None, False, origin_of(Path(), command).recorded, command)
+
+
 def profile_of(device_name: str, profiles: Mapping[str, Profile]) -> Profile:
     """The profile of a device by the name its driver reports. Raises: RecordError for a device without a profile."""
     found = [profile for profile in profiles.values() if profile.matches(device_name)]
     if len(found) != 1:
         which = f"{len(found)} profiles match: {', '.join(p.slug for p in found)}" if found else "no profile matches"
-        raise RecordError(f"device {device_name!r}", f"{which}; add or mend one in capability/profiles (docs/matrix.md)")
+        raise RecordError(f"device {device_name!r}", f"{which}; add or correct one in capability/profiles (docs/matrix.md)")
     return found[0]
 
 
-def common_fields(claim: Claim, origin: Origin, kind: str) -> dict[str, Any]:
-    """What records of every kind carry."""
+def common_fields(claim: Claim, origin: Origin, kind: str, arch: str) -> dict[str, Any]:
+    """What records of every kind carry. arch: whose code ran or was compiled."""
     return {
         "schema": 1,
         "kind": kind,
@@ -84,9 +97,9 @@ def common_fields(claim: Claim, origin: Origin, kind: str) -> dict[str, Any]:
         "provider": {"distribution": claim.distribution, "version": claim.version},
         "commit": origin.commit,
         "dirty": origin.dirty,
-        "source_hash": source_hash(claim.sources),
+        "source_hash": source_hash(claim.sources, arch),
         "support": dict(claim.support),
-        "command": origin.command,
+        "command": without_folders(origin.command),
     }
 
 
@@ -122,7 +135,7 @@ def conformance_records(
     groups: dict[tuple[str, str, str | None], list[Any]] = {}
     for result in report.results:
         primitive = str(result.case.primitive)
-        layout = None if primitive in LAYOUT_FREE else result.case.request.kv_layout
+        layout = result.case.request.kv_layout if result.case.primitive.has_layout else None
         groups.setdefault((result.case.implementation, primitive, layout), []).append(result)
     records: list[dict[str, Any]] = []
     for (implementation, primitive, layout), results in groups.items():
@@ -132,7 +145,7 @@ def conformance_records(
         failed = sum(result.status in ("failed", "error") for result in results)
         records.append(
             {
-                **common_fields(claim, origin, "conformance"),
+                **common_fields(claim, origin, "conformance", report.device.arch),
                 "layout": layout,
                 "device": {"profile": profile.slug, "name": device.name, "arch": device.arch},
                 "driver": driver,
@@ -171,6 +184,8 @@ def kernels_of(claim: Claim) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for module in claim.sources:
+        if "::" in module:
+            continue
         text = module_file(module).read_text(encoding="utf-8")
         if ":" in module:
             found.update(dict.fromkeys(_CUDA_KERNEL.findall(text), module))
@@ -217,7 +232,7 @@ def compiled_records(
                 versions |= line.get("versions", {})
             records.append(
                 {
-                    **common_fields(claim, origin, "compiled"),
+                    **common_fields(claim, origin, "compiled", arch),
                     "target": arch,
                     "versions": versions,
                     "shared_memory_limit": limit,
@@ -231,7 +246,7 @@ def compiled_records(
 
 def shared_memory_limit(arch: str, profiles: Mapping[str, Profile]) -> int:
     """Bytes that every device of an architecture gives to a thread block. Raises: RecordError where no profile says."""
-    known = [p.facts["shared_memory"] for p in profiles.values() if p.arch == arch and "shared_memory" in p.facts]
+    known = [p.facts.shared_memory for p in profiles.values() if p.arch == arch and p.facts.shared_memory is not None]
     if not known:
         raise RecordError(
             f"architecture {arch}", "no profile says how much shared memory it has; add one to capability/profiles"

@@ -1,32 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All records of a checkout, read together: profiles, declarations, evidence, and the hashes of today's sources."""
+"""All records, read together: profiles, evidence, what the installed plugins declare, and the hashes of today's sources."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import mla_portable
-from mla_portable.tools.matrix.claims import Declarations, load_declarations
-from mla_portable.tools.matrix.errors import RecordError
+from mla_portable.registry import Registry
+from mla_portable.sources import ARCH, source_hash, tree_hash
+from mla_portable.tools.matrix.claims import Declarations, collect_declarations
 from mla_portable.tools.matrix.evidence import Evidence, load_evidence
-from mla_portable.tools.matrix.hashes import source_hash, suite_hash
 from mla_portable.tools.matrix.levels import Cell, Hashes, evaluate
+from mla_portable.tools.matrix.model import RecordError
 from mla_portable.tools.matrix.profiles import Profile, load_profiles
 
-__all__ = ["DECLARATIONS", "EVIDENCE", "Records", "find_records", "hashes_of", "read_records"]
+__all__ = ["EVIDENCE", "Records", "find_records", "hashes_of", "read_profiles", "read_records", "suite_hash"]
 
-DECLARATIONS = "declarations.json"
 EVIDENCE = "evidence"
 _PROFILES = "profiles"
+_JUDGES: Final = ("mla_portable.tools.conformance", "mla_portable.problems")
+"""Packages that make and judge the suite's cases, with what they import of the reference: a result is worth what they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What `capability/` holds.
+    """What `capability/` holds, and what is installed.
 
     Attributes:
-        folder: where. profiles: by slug. declarations, evidence: as recorded. hashes: of the sources as they are now.
+        folder: where. profiles: by slug. declarations: of the installed plugins. evidence: as recorded.
+        hashes: of the sources as they are now.
     """
 
     folder: Path
@@ -41,31 +46,49 @@ class Records:
 
 
 def find_records(given: Path | None = None) -> Path:
-    """The folder of records: the one that is given, `capability` here or above, or that of an editable installation.
+    """The folder that is given; else the records of this installation: those in its wheel, or `capability/` of its checkout.
 
     Raises: RecordError when there is none.
     """
-    if given is not None:
-        candidates = [given]
-    else:
-        here = Path.cwd()
-        homes = [here, *here.parents, Path(mla_portable.__file__).parents[1]]
-        candidates = [home / "capability" for home in homes]
-    for folder in candidates:
-        if (folder / _PROFILES).is_dir():
-            return folder
-    remedy = "records are part of the repository, not of an installed wheel: run it in a checkout, or give --records"
-    raise RecordError(str(candidates[0]), f"no folder with {_PROFILES}/; {remedy}")
+    if given is None:
+        package = Path(mla_portable.__file__).parent
+        packaged = package / "tools" / "matrix" / "capability"
+        given = packaged if packaged.is_dir() else package.parent / "capability"
+    if not given.is_dir():
+        raise RecordError(str(given), "no such folder; give one with --records")
+    return given
 
 
-def hashes_of(declarations: Declarations) -> Hashes:
+def suite_hash() -> str:
+    """Of the conformance suite with the oracle that judges for it."""
+    return tree_hash(_JUDGES, following=("mla_portable.reference",))
+
+
+def hashes_of(declarations: Declarations, archs: Iterable[str]) -> Hashes:
     """Today's hashes of everything that is declared."""
-    return Hashes({(c.implementation, c.primitive): source_hash(c.sources) for c in declarations.claims}, suite_hash())
+    found: dict[tuple[str, str, str], str] = {}
+    for claim in declarations.claims:
+        fixed = None if any(ARCH in source for source in claim.sources) else source_hash(claim.sources)
+        for arch in set(archs):
+            found[claim.implementation, claim.primitive, arch] = fixed or source_hash(claim.sources, arch)
+    return Hashes(found, suite_hash())
 
 
-def read_records(folder: Path, declarations: Declarations | None = None) -> Records:
-    """Read a folder of records; `declarations` instead of the recorded ones. Raises: RecordError."""
-    profiles = load_profiles(folder / _PROFILES)
-    declared = load_declarations(folder / DECLARATIONS) if declarations is None else declarations
-    evidence = load_evidence(folder / EVIDENCE, profiles)
-    return Records(folder, profiles, declared, tuple(evidence), hashes_of(declared))
+def read_profiles(folder: Path) -> dict[str, Profile]:
+    """The profiles of this installation, and those of a folder of records beside or instead of them. Raises: RecordError."""
+    own = folder / _PROFILES
+    return load_profiles(find_records() / _PROFILES) | (load_profiles(own) if own.is_dir() else {})
+
+
+def read_records(folder: Path, registry: Registry | None = None) -> Records:
+    """Read a folder of records: every *.jsonl in it is evidence.
+
+    Args:
+        registry: whose declarations to hold them against; a new one of everything that is installed where it is None.
+    Raises: RecordError.
+    """
+    profiles = read_profiles(folder)
+    declared = collect_declarations(registry or Registry(environ={}, probe=False), profiles)
+    evidence = load_evidence(folder, profiles)
+    hashes = hashes_of(declared, [profile.arch for profile in profiles.values()])
+    return Records(folder, profiles, declared, tuple(evidence), hashes)

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mla_portable.tools.matrix.claims import LAYOUT_FREE
+from mla_portable.contracts import LAYOUTS, Primitive
 from mla_portable.tools.matrix.levels import LEVELS, Cell
 from mla_portable.tools.matrix.records import Records
 
@@ -30,19 +29,6 @@ STATES: Final[dict[str, str]] = {
 }
 """State -> what it means, best first."""
 _WORD: Final = {None: "", "fp8_ds_mla": "FP8", "bf16": "BF16"}
-_ORDER: Final = (
-    "cache_write",
-    "convert_indices",
-    "gather_upconvert",
-    "sparse_decode",
-    "sparse_prefill",
-    "merge_states",
-    "quantize_per_tensor",
-    "indexer_logits",
-)
-_LAYOUTS: Final = ("fp8_ds_mla", "bf16")
-_ABSOLUTE: Final = re.compile(r"(?<![^\s=])/(?:[^\s/]+/)*(?=[^\s/])")
-"""The folders in front of a file of the recording machine, which say nothing elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +92,7 @@ class Table:
 def make_table(records: Records) -> Table:
     """Arrange the cells; a pure function of the records."""
     cells = records.cells()
-    columns = tuple((p, layout) for p in _ORDER for layout in ((None,) if p in LAYOUT_FREE else _LAYOUTS))
+    columns = tuple((str(p), layout) for p in Primitive.all() for layout in (tuple(LAYOUTS) if p.has_layout else (None,)))
     places: dict[tuple[str, str, str | None], list[Cell]] = {}
     for cell in cells:
         places.setdefault((cell.device, cell.primitive, cell.layout), []).append(cell)
@@ -153,7 +139,7 @@ def _sources(cells: Sequence[Cell]) -> tuple[str, ...]:
         commit += " with uncommitted changes" if data["dirty"] else ""
         versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("torch", "triton") if name in data["versions"])
         what = f"{proof.level}: {data['implementation']} on {device}{how}"
-        key = f"{what}, {data['recorded'][:10]}, {versions}, {commit}: `{_ABSOLUTE.sub('', data['command'])}`"
+        key = f"{what}, {data['recorded'][:10]}, {versions}, {commit}: `{data['command']}`"
         first, kinds, count = groups.setdefault(key, (key, set(), 0))
         kinds.add(data["target"] if "target" in data else data["primitive"])
         groups[key] = (first, kinds, count + (data["cases"]["passed"] if "cases" in data else 1))

@@ -44,7 +44,8 @@ _KERNELS: Final = f"{_PACKAGE}.kernels"
 _LAYOUTS: Final = ("mla_portable.layouts.bf16", "mla_portable.layouts.fp8_ds_mla")
 _ROWS: Final = (f"{_KERNELS}.bfloat16", f"{_KERNELS}.row_layout", *_LAYOUTS)
 _ATTENTION: Final = (
-    f"{_PACKAGE}.attention_configs",
+    f"{_PACKAGE}.attention_configs::CONFIGS[{{arch}}]",
+    f"{_PACKAGE}.attention_configs::attention_config",
     f"{_PACKAGE}.attention_tuning",
     f"{_KERNELS}.sparse_attention",
     f"{_KERNELS}.strides",

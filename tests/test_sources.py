@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hash of sources follows code, not wording: which edits make evidence stale, and which do not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mla_portable import sources
+from mla_portable.registry import Registry
+from mla_portable.sources import SourceNotFound, module_file, source_hash, tree_hash
+from mla_portable.tools.matrix.records import suite_hash
+
+MODULE = '''
+"""A kernel."""
+from __future__ import annotations
+import math
+
+LIMIT = 4  # tokens
+OTHER = 9
+
+
+def helper(x):
+    """Twice x."""
+    return x * 2
+
+
+def kernel(x):
+    return helper(x) + LIMIT
+
+
+def apart(x):
+    return math.sqrt(x)
+
+
+_SMALL = (16, 2)
+_LARGE = (64, helper(2))
+TABLE: dict = {
+    "default": {"bf16": _SMALL},
+    "sm80": {"bf16": (32, 2)},
+    "sm90": {"bf16": _LARGE},
+}
+"""Architecture -> tile."""
+
+
+def pick(arch):
+    return TABLE[arch]
+'''
+KERNEL = """
+// a kernel
+__global__ void add(int* to) {
+    *to = 1; /* one */
+    print("// no comment");
+}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "coded.py").write_text(MODULE)
+    (tmp_path / "code.cu").write_text(KERNEL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sources._top.cache_clear()
+    yield tmp_path
+    sources._top.cache_clear()
+
+
+def moved(path: Path, old: str, new: str, *names: str, arch: str = "") -> bool:
+    """An edit changes the hash."""
+    text = path.read_text()
+    assert old in text
+    before = source_hash(names, arch)
+    path.write_text(text.replace(old, new, 1))
+    after = source_hash(names, arch)
+    path.write_text(text)
+    assert source_hash(names, arch) == before
+    return before != after
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changed"),
+    [
+        ("A kernel.", "One kernel.", False),
+        ("Twice x.", "x, doubled.", False),
+        ("Architecture -> tile.", "Tiles.", False),
+        ("  # tokens", "", False),
+        ("\n\n\n", "\n\n\n\n", False),
+        ("(16, 2)", "(\n    16,\n    2,\n)", False),
+        ("x * 2", "x * 3", True),
+        ("x * 2", "2 * x", True),
+        ("LIMIT = 4", "LIMIT = 5", True),
+        ("LIMIT = 4", 'LIMIT = "4"', True),
+        ("OTHER = 9", "OTHER = None", True),
+        ("def apart", "@helper\ndef apart", True),
+    ],
+)
+def test_a_module_is_its_code(folder: Path, old: str, new: str, changed: bool) -> None:
+    assert moved(folder / "coded.py", old, new, "coded") is changed
+
+
+@pytest.mark.parametrize(
+    ("source", "old", "new", "changed"),
+    [
+        ("kernel", "x * 2", "x * 3", True),
+        ("kernel", "LIMIT = 4", "LIMIT = 5", True),
+        ("kernel", "OTHER = 9", "OTHER = 8", False),
+        ("kernel", "Twice", "Two times", False),
+        ("kernel", "math.sqrt", "math.exp", False),
+        ("apart", "import math", "import cmath as math", True),
+        ("pick", "(32, 2)", "(32, 3)", True),
+    ],
+)
+def test_an_object_is_its_code_and_what_it_uses(folder: Path, source: str, old: str, new: str, changed: bool) -> None:
+    assert moved(folder / "coded.py", old, new, f"coded::{source}") is changed
+
+
+@pytest.mark.parametrize(
+    ("arch", "old", "new", "changed"),
+    [
+        ("sm80", "(32, 2)", "(32, 3)", True),
+        ("sm90", "(32, 2)", "(32, 3)", False),
+        ("sm90", "_LARGE = (64", "_LARGE = (48", True),
+        ("sm90", "x * 2", "x * 3", True),
+        ("sm80", "x * 2", "x * 3", False),
+        ("xy1", "(16, 2)", "(16, 1)", True),
+        ("xy1", "(32, 2)", "(32, 3)", False),
+    ],
+)
+def test_of_a_table_the_row_of_the_architecture_counts(folder: Path, arch: str, old: str, new: str, changed: bool) -> None:
+    assert moved(folder / "coded.py", old, new, "coded::TABLE[{arch}]", arch=arch) is changed
+    both = ("coded::TABLE[{arch}]", "coded::pick")
+    assert moved(folder / "coded.py", old, new, *both, arch=arch) is changed, "what is named apart counts as it is named"
+    assert moved(folder / "coded.py", "return TABLE[arch]", "return TABLE['sm80']", *both, arch=arch)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changed"),
+    [
+        ("// a kernel", "// the kernel", False),
+        ("/* one */", "", False),
+        ("    *to", "\t\n  *to", False),
+        ("*to = 1", "*to = 2", True),
+        ("// no comment", "// another", True),
+    ],
+)
+def test_device_code_is_its_code(folder: Path, old: str, new: str, changed: bool) -> None:
+    assert moved(folder / "code.cu", old, new, "coded:code.cu") is changed
+
+
+def test_every_version_of_python_makes_the_same_hash(folder: Path) -> None:
+    text = "def show(x, w):\n    return f'a{x:<{w}}b' 'c' f'{x!r}{{}}', None, ..., 1.5, b'x'\n\n\nclass A(dict): pass\n"
+    (folder / "coded.py").write_text(text)
+    assert source_hash(["coded"]) == "b506cb2e20b8feff37e03fa45b34255564f8ec1a41dab6b57d1fbeb352f5d9e2"
+
+
+def test_no_order_plays_a_part_and_every_name_does(folder: Path) -> None:
+    both = ("coded", "coded:code.cu")
+    assert source_hash(both) == source_hash(both[::-1]) == source_hash((*both, *both))
+    assert len({source_hash(names) for names in ((), both[:1], both[1:], both, ("coded::kernel",), ("coded::pick",))}) == 6
+    assert module_file("coded:code.cu") == folder / "code.cu" and module_file("coded::kernel") == folder / "coded.py"
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ("mla_portable.nothing_here", "no such file"),
+        ("no_such_package.kernel", "not installed"),
+        ("no_such_package:code.cu", "not installed"),
+        ("coded:none.cu", r"file none.cu of coded: no such file: .*none\.cu"),
+        ("coded::nothing", "defines no nothing"),
+        ("coded::LIMIT[{arch}]", "no table with a row"),
+    ],
+)
+def test_what_is_not_there_is_said(folder: Path, source: str, word: str) -> None:
+    with pytest.raises(SourceNotFound, match=word):
+        source_hash([source], "sm90")
+
+
+def test_the_hash_of_a_suite_follows_what_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {
+        "suite/__init__.py": "",
+        "suite/cases.py": "def case():\n    from judge import oracle\n",
+        "judge/__init__.py": "",
+        "judge/oracle.py": "import judge.rounding\nimport math\n",
+        "judge/rounding.py": "EPS = 1\n",
+        "judge/unused.py": "A = 1\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sources._top.cache_clear()
+
+    def now() -> str:
+        return tree_hash(["suite", "not_there"], following=("judge",))
+
+    before = now()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text + "B = 2\n")
+        assert (now() != before) == (name != "judge/unused.py"), name
+        (tmp_path / name).write_text(text)
+    assert now() == before
+    (tmp_path / "suite" / "more.py").write_text("")
+    assert now() != before
+    sources._top.cache_clear()
+    assert len(suite_hash()) == 64
+
+
+def test_an_sm80_row_of_the_attention_kernel_is_no_source_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry(plugins=[("triton", "mla_portable_triton")], environ={}, probe=False)
+    decode = next(
+        each for each in registry.implementations() if (each.name, each.primitive) == ("triton.portable", "sparse_decode")
+    )
+    path = module_file("mla_portable_triton.attention_configs")
+    text = path.read_text()
+    archs = ("sm80", "sm90", "cpu")
+    before = {arch: source_hash(decode.sources, arch) for arch in archs}
+    assert len(set(before.values())) == 3
+    edited = text.replace('"sm80": {"fp8_ds_mla": ((16, _16),', '"sm80": {"fp8_ds_mla": ((8, _16),')
+    assert edited != text
+    original = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self, **options: edited if self == path else original(self, **options))
+    assert {arch for arch in archs if source_hash(decode.sources, arch) != before[arch]} == {"sm80"}
+
+
+def test_hashing_needs_no_torch() -> None:
+    code = "import sys, mla_portable.sources as s; s.source_hash(['mla_portable.sources']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
