@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import corex_ops as ops
 import torch
@@ -13,20 +12,20 @@ import torch
 def ignores_lens(out, q, kv, indices, topk_lens, scale, attn_sink=None):
     """Reads -1 as slot 0, whatever the length says."""
     full = torch.full_like(topk_lens, indices.shape[2])
-    ops.attend("faulty", out, q, kv[:, 0].nan_to_num(), indices[:, 0].clamp(min=0), full, scale, attn_sink)
+    ops.attend("faulty", out, q, kv[:, 0].nan_to_num(), indices[:, 0].clamp(min=0), full, scale)
 
 
 def reads_past_the_row(out, q, kv, indices, topk_lens, scale, attn_sink=None):
     """Takes one index too many: -1 reaches back to the cache's last row."""
     lens = (topk_lens + 1).clamp(max=indices.shape[2])
     rows = kv[:, 0]
-    ops.attend("faulty", out, q, rows, indices[:, 0].remainder(rows.shape[0]), lens, scale, attn_sink)
+    ops.attend("faulty", out, q, rows, indices[:, 0].remainder(rows.shape[0]), lens, scale)
 
 
 def writes_half(out, q, kv, indices, topk_lens, scale, attn_sink=None):
     half = -(-q.shape[0] // 2)
     whole = torch.empty_like(out)
-    ops.flash_mla_sparse_v2(whole, q, kv, indices, topk_lens, scale, attn_sink)
+    ops.flash_mla_sparse_v2(whole, q, kv, indices, topk_lens, scale)
     out[:half] = whole[:half]
 
 
@@ -35,72 +34,27 @@ def raises(out, q, kv, indices, topk_lens, scale, attn_sink=None):
 
 
 def forgets_the_scale(out, q, kv, indices, topk_lens, scale, attn_sink=None):
-    ops.flash_mla_sparse_v2(out, q, kv, indices, topk_lens, 1.0, attn_sink)
-
-
-def forgets_the_sink(out, q, kv, indices, topk_lens, scale, attn_sink=None):
-    ops.flash_mla_sparse_v2(out, q, kv, indices, topk_lens, scale, None)
+    ops.flash_mla_sparse_v2(out, q, kv, indices, topk_lens, 1.0)
 
 
 def changes_q(out, q, kv, indices, topk_lens, scale, attn_sink=None):
-    ops.flash_mla_sparse_v2(out, q, kv, indices, topk_lens, scale, attn_sink)
+    ops.flash_mla_sparse_v2(out, q, kv, indices, topk_lens, scale)
     q.mul_(scale)
 
 
 def wants_64_heads(out, q, kv, indices, topk_lens, scale, attn_sink=None):
     if q.shape[1] % 64:
         raise RuntimeError("num_heads must be a multiple of 64")
-    ops.flash_mla_sparse_v2(out, q, kv, indices, topk_lens, scale, attn_sink)
+    ops.flash_mla_sparse_v2(out, q, kv, indices, topk_lens, scale)
 
 
-def ref_flash_mla_sparse_v2(out, q, kv, indices, topk_lens, scale, attn_sink):
-    ops.flash_mla_sparse_v2(out, q, kv, indices, topk_lens, scale, attn_sink)
+def ref_flash_mla_sparse_v2(out, q, kv, indices, topk_lens, scale):
+    ops.flash_mla_sparse_v2(out, q, kv, indices, topk_lens, scale)
 
 
 def falls_to_a_twin(out, q, kv, indices, topk_lens, scale, attn_sink=None):
     """The vendor's own twin behind the op's name: right, and no slower here than the stand-in itself."""
-    ref_flash_mla_sparse_v2(out, q, kv, indices, topk_lens, scale, attn_sink)
-
-
-def loops(out, q, kv, indices, topk_lens, scale, attn_sink=None):
-    """Right, token by token, each as slow as a dozen launches and a read-back would make it."""
-    for token in range(q.shape[0]):
-        part = slice(token, token + 1)
-        mine = torch.empty_like(out[part])
-        ops.flash_mla_sparse_v2(mine, q[part], kv, indices[part], topk_lens[part], scale, attn_sink)
-        out[part] = mine
-        time.sleep(1.5e-2)
-
-
-def lse_in_base_2(table_dtype):
-    right = ops.paged_mla(table_dtype, knows_lse=True)
-
-    def op(output, query, kv_cache, scale, block_tables, context_lens, max_context_len, return_softmax_lse=False):
-        returned = right(output, query, kv_cache, scale, block_tables, context_lens, max_context_len, False, True)
-        return (output, returned[1] / math.log(2)) if return_softmax_lse else output
-
-    return op
-
-
-def wants_larger_blocks(table_dtype):
-    """As a kernel for engines' block sizes alone: a row of slots is no block table for it."""
-    right = ops.paged_mla(table_dtype, knows_lse=False)
-
-    def op(output, query, kv_cache, scale, block_tables, context_lens, max_context_len, use_cuda_graph=False):
-        if kv_cache.shape[1] % 16:
-            raise RuntimeError(f"block_size {kv_cache.shape[1]} is not supported")
-        return right(output, query, kv_cache, scale, block_tables, context_lens, max_context_len)
-
-    return op
-
-
-def lse_missing(table_dtype):
-    right = ops.paged_mla(table_dtype, knows_lse=True)
-
-    def op(output, query, kv_cache, scale, block_tables, context_lens, max_context_len, return_softmax_lse=False):
-        return right(output, query, kv_cache, scale, block_tables, context_lens, max_context_len)
-
-    return op
+    ref_flash_mla_sparse_v2(out, q, kv, indices, topk_lens, scale)
 
 
 def convert_loses_the_offset(req_id, block_table, token_indices, block_size, **more):
@@ -145,9 +99,3 @@ def logits_half_written(q, cu_q, cu_kv, cache, block_table, weights, logits_out,
     ops.compute_block_sparse_mqa_logits_perf(q, cu_q, cu_kv, cache, block_table, weights, whole, max_q, max_kv, max_ctx)
     logits_out.fill_(math.nan)
     logits_out[:, : max_ctx // 4] = whole[:, : max_ctx // 4]
-
-
-def gather_forgets_the_scales(src, dst, block_table, workspace_starts, batch_size, seq_starts=None):
-    plain = src.clone()
-    plain[..., 512:528] = torch.ones(4).view(torch.uint8)
-    ops.cp_gather_without_seq_lens(plain, dst, block_table, workspace_starts, batch_size)

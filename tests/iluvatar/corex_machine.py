@@ -14,7 +14,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import corex_ops as ops
-import torch
 
 import mla_portable.reference
 import mla_portable_iluvatar
@@ -37,36 +36,23 @@ BI_V150 = DeviceFacts(
 )
 _KERNELS = "vllm_iluvatar.custom_kernels"
 _MAP_PREFILL = "map_prefill_request_block_indices_to_global_blocks"
-_MAP_DECODE = "map_decode_request_block_indices_to_global_blocks"
-_GATHER = "vllm._custom_ops:cp_gather_and_upconvert_fp8_kv_cache"
 _LOGITS = "compute_block_sparse_mqa_logits"
 _FUNCTIONS = "ixformer.inference.functions"
 
-COREX_32: Packages = {
-    "ixformer.functions:vllm_concat_and_cache_mla": ops.vllm_concat_and_cache_mla,
-    "ixformer.functions:vllm_paged_attention_mla": ops.paged_mla(torch.int64, knows_lse=False),
-}
 COREX_42: Packages = {
     f"{_FUNCTIONS}:vllm_concat_and_cache_mla": ops.vllm_concat_and_cache_mla,
-    f"{_FUNCTIONS}:vllm_paged_attention_mla": ops.paged_mla(torch.int32, knows_lse=True),
     f"{_FUNCTIONS}:dsa_indexer_mqa_logits_with_blocks": ops.dsa_indexer_mqa_logits_with_blocks,
     "vllm._custom_ops:dsa_convert_req_index_to_global_index": ops.dsa_convert_req_index_to_global_index,
     "vllm.v1.attention.ops.flashmla:flash_mla_sparse_prefill": ops.flash_mla_sparse_prefill,
-    _GATHER: ops.cp_gather_with_seq_lens,
 }
 COREX_45: Packages = {
     f"{_FUNCTIONS}:vllm_concat_and_cache_mla": ops.vllm_concat_and_cache_mla,
-    f"{_FUNCTIONS}:ds4_flash_mla_sparse_fwd": ops.ds4_flash_mla_sparse_fwd,
-    f"{_FUNCTIONS}:ds4_flash_mla_with_kvcache": ops.ds4_flash_mla_with_kvcache,
     f"{_FUNCTIONS}:dsa_indexer_mqa_logits_with_blocks": ops.dsa_indexer_mqa_logits_with_blocks,
     f"{_KERNELS}.{_LOGITS}.perf_impl:{_LOGITS}_perf": ops.compute_block_sparse_mqa_logits_perf,
     "ixtriturbo._C:ops.flash_mla_sparse_v2": ops.flash_mla_sparse_v2,
-    "vllm_iluvatar._C:sparse_flash_attn": ops.sparse_flash_attn,
     f"{_KERNELS}.{_MAP_PREFILL}.perf_impl:{_MAP_PREFILL}_perf": ops.map_prefill_request_block_indices_to_global_blocks_perf,
-    f"{_KERNELS}.{_MAP_DECODE}.perf_impl:{_MAP_DECODE}_perf": ops.map_decode_request_block_indices_to_global_blocks_perf,
-    _GATHER: ops.cp_gather_without_seq_lens,
 }
-GENERATIONS = {"corex 3.2": COREX_32, "corex 4.2": COREX_42, "corex 4.5": COREX_45}
+GENERATIONS = {"corex 4.2": COREX_42, "corex 4.5": COREX_45}
 NEWEST = COREX_45
 
 

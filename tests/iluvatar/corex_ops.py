@@ -22,8 +22,8 @@ def need(op: str, name: str, tensor: object, dtype: torch.dtype, shape: tuple[in
         raise RuntimeError(f"{op}: {name} must be contiguous, got strides {list(tensor.stride())}")
 
 
-def attend(op: str, out: Tensor, q: Tensor, rows: Tensor, indices: Tensor, lens: Tensor | None, scale: float, sink=None):
-    """Write out [T, H, V]; return the natural lse [T, H]. Indices [T, K] come first in their rows, then -1."""
+def attend(op: str, out: Tensor, q: Tensor, rows: Tensor, indices: Tensor, lens: Tensor | None, scale: float):
+    """Write out [T, H, V]. Indices [T, K] come first in their rows, then -1."""
     if not isinstance(scale, float):
         raise TypeError(f"{op}: scale must be a float")
     value_width = out.shape[-1]
@@ -40,11 +40,7 @@ def attend(op: str, out: Tensor, q: Tensor, rows: Tensor, indices: Tensor, lens:
     keys = rows[torch.where(used, indices, 0).long()].float().masked_fill(~used.unsqueeze(-1), 0)  # [T, K, D]
     scores = torch.bmm(q.float(), keys.transpose(1, 2)) * scale
     scores = scores.masked_fill(~used.unsqueeze(1), float("-inf"))
-    lse = scores.logsumexp(-1)
-    total = lse if sink is None else torch.logaddexp(lse, sink)
-    weights = torch.exp(scores - total.unsqueeze(-1))
-    out.copy_(torch.bmm(weights, keys[..., :value_width]))
-    return lse
+    out.copy_(torch.bmm(scores.softmax(-1), keys[..., :value_width]))
 
 
 def need_sparse(op: str, out: Tensor, q: Tensor, kv: Tensor, indices: Tensor) -> None:
@@ -63,13 +59,8 @@ def flash_mla_sparse_v2(out, q, kv, indices, topk_lens, scale, attn_sink=None):
     need_sparse("flash_mla_sparse_v2", out, q, kv, indices)
     need("flash_mla_sparse_v2", "topk_lens", topk_lens, torch.int32, (q.shape[0],))
     if attn_sink is not None:
-        need("flash_mla_sparse_v2", "attn_sink", attn_sink, torch.float32, (q.shape[1],))
-    attend("flash_mla_sparse_v2", out, q, kv[:, 0], indices[:, 0], topk_lens, scale, attn_sink)
-
-
-def sparse_flash_attn(out, q, kv, indices, scale):
-    need_sparse("sparse_flash_attn", out, q, kv, indices)
-    attend("sparse_flash_attn", out, q, kv[:, 0], indices[:, 0], None, scale)
+        raise RuntimeError("flash_mla_sparse_v2: a sink is not modelled")
+    attend("flash_mla_sparse_v2", out, q, kv[:, 0], indices[:, 0], topk_lens, scale)
 
 
 def flash_mla_sparse_prefill(q, kv, topk, sm_scale):
@@ -77,69 +68,6 @@ def flash_mla_sparse_prefill(q, kv, topk, sm_scale):
     need_sparse("flash_mla_sparse_prefill", out, q, kv, topk)
     attend("flash_mla_sparse_prefill", out, q, kv[:, 0], topk[:, 0], None, sm_scale)
     return out
-
-
-def ds4_flash_mla_sparse_fwd(*, q, kv, indices, sm_scale, attn_sink, topk_length, output):
-    need_sparse("ds4_flash_mla_sparse_fwd", output, q, kv, indices)
-    need("ds4_flash_mla_sparse_fwd", "topk_length", topk_length, torch.int32, (q.shape[0],))
-    attend("ds4_flash_mla_sparse_fwd", output, q, kv[:, 0], indices[:, 0], topk_length, sm_scale, attn_sink)
-
-
-def ds4_flash_mla_with_kvcache(
-    *, q, k_cache, indices, topk_length, sm_scale, attn_sink, extra_k_cache, extra_indices, extra_topk_length, output
-):
-    op = "ds4_flash_mla_with_kvcache"
-    if any(x is not None for x in (extra_k_cache, extra_indices, extra_topk_length)):
-        raise RuntimeError(f"{op}: a second cache is not modelled")
-    tokens, heads = q.shape[0], q.shape[2]
-    need(op, "q", q, torch.bfloat16, (None, 1, None, 576))
-    need(op, "k_cache", k_cache, torch.bfloat16, (None, None, 1, 576))
-    need(op, "indices", indices, torch.int32, (tokens, 1, None))
-    need(op, "topk_length", topk_length, torch.int32, (tokens,))
-    need(op, "output", output, torch.bfloat16, (tokens, 1, heads, 512))
-    attend(op, output[:, 0], q[:, 0], k_cache.view(-1, 576), indices[:, 0], topk_length, sm_scale, attn_sink)
-
-
-def paged_mla(table_dtype: torch.dtype, *, knows_lse: bool):
-    """vllm_paged_attention_mla of an older package, and of a newer one that returns the lse on request."""
-    op = "vllm_paged_attention_mla"
-
-    def run(output, query, kv_cache, scale, block_tables, context_lens, max_context_len):
-        tokens, heads = query.shape[:2]
-        need(op, "query", query, torch.bfloat16, (None, None, 576))
-        need(op, "kv_cache", kv_cache, torch.bfloat16, (None, None, 576))
-        need(op, "output", output, torch.bfloat16, (tokens, heads, 512))
-        need(op, "block_tables", block_tables, table_dtype, (tokens, None))
-        need(op, "context_lens", context_lens, torch.int32, (tokens,))
-        if bool((context_lens > max_context_len).any()):
-            raise RuntimeError(f"{op}: a context longer than max_context_len")
-        size = kv_cache.shape[1]
-        position = torch.arange(max_context_len)
-        blocks = block_tables[:, position // size]
-        if bool((blocks < 0).any()):
-            raise RuntimeError(f"{op}: a negative block")
-        slots = blocks * size + position % size
-        return attend(op, output, query, kv_cache.view(-1, 576), slots, context_lens, scale)
-
-    def older(output, query, kv_cache, scale, block_tables, context_lens, max_context_len, use_cuda_graph=False):
-        run(output, query, kv_cache, scale, block_tables, context_lens, max_context_len)
-        return output
-
-    def newer(
-        output,
-        query,
-        kv_cache,
-        scale,
-        block_tables,
-        context_lens,
-        max_context_len,
-        use_cuda_graph=False,
-        return_softmax_lse=False,
-    ):
-        lse = run(output, query, kv_cache, scale, block_tables, context_lens, max_context_len)
-        return (output, lse) if return_softmax_lse else output
-
-    return newer if knows_lse else older
 
 
 def need_convert(op: str, req_id: Tensor, table: Tensor, positions: Tensor, block_size: int) -> None:
@@ -165,11 +93,6 @@ def to_slots(op: str, req_id: Tensor, table: Tensor, positions: Tensor, block_si
 def dsa_convert_req_index_to_global_index(req_id_per_token, block_table, topk_indices, block_size):
     need_convert("dsa_convert", req_id_per_token, block_table, topk_indices, block_size)
     return to_slots("dsa_convert", req_id_per_token, block_table, topk_indices, block_size)
-
-
-def map_decode_request_block_indices_to_global_blocks_perf(req_id, block_table, token_indices, block_size, out=None):
-    need_convert("map_decode", req_id, block_table, token_indices, block_size)
-    return to_slots("map_decode", req_id, block_table, token_indices, block_size)
 
 
 def map_prefill_request_block_indices_to_global_blocks_perf(
@@ -213,45 +136,6 @@ def vllm_concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype
         raise RuntimeError(f"{op}: a slot that is neither -1 nor in the cache")
     written = slot_mapping >= 0
     kv_cache.view(-1, 576)[slot_mapping[written]] = torch.cat([kv_c, k_pe], -1)[written]
-
-
-_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-
-
-def gather_rows(op: str, src: Tensor, table: Tensor, lens: list[int], starts: list[int], width: int) -> Tensor:
-    """[width, 576] bf16: each request's tokens from its start on; NaN where nobody's."""
-    need(op, "src", src, torch.uint8, (None, None, 656))
-    need(op, "block_table", table, torch.int32, (len(lens), None))
-    out = torch.full((width, 576), float("nan"), dtype=torch.bfloat16)
-    for request, (count, start) in enumerate(zip(lens, starts, strict=True)):
-        if start < 0 or count < 0 or start + count > width:
-            raise RuntimeError(f"{op}: request {request} does not fit")
-        position = torch.arange(count)
-        blocks = table[request, position // src.shape[1]].long()
-        if bool((blocks < 0).any()) or bool((blocks >= src.shape[0]).any()):
-            raise RuntimeError(f"{op}: a block past the cache")
-        rows = src[blocks, position % src.shape[1]]
-        scales = rows[:, 512:528].contiguous().view(torch.float32).repeat_interleave(128, dim=1)
-        out[start : start + count, :512] = (_E4M3[rows[:, :512].long()] * scales).bfloat16()
-        out[start : start + count, 512:] = rows[:, 528:].contiguous().view(torch.bfloat16)
-    return out
-
-
-def cp_gather_with_seq_lens(src, dst, block_table, seq_lens, workspace_starts, batch_size):
-    op = "cp_gather_and_upconvert_fp8_kv_cache"
-    need(op, "dst", dst, torch.bfloat16, (None, 576))
-    need(op, "seq_lens", seq_lens, torch.int32, (batch_size,))
-    need(op, "workspace_starts", workspace_starts, torch.int32, (batch_size,))
-    dst.copy_(gather_rows(op, src, block_table, seq_lens.tolist(), workspace_starts.tolist(), dst.shape[0]))
-
-
-def cp_gather_without_seq_lens(src, dst, block_table, workspace_starts, batch_size, seq_starts=None):
-    op = "cp_gather_and_upconvert_fp8_kv_cache"
-    need(op, "dst", dst, torch.bfloat16, (None, 576))
-    need(op, "workspace_starts", workspace_starts, torch.int32, (batch_size,))
-    starts = workspace_starts.tolist()
-    lens = [end - begin for begin, end in zip(starts, [*starts[1:], dst.shape[0]], strict=True)]
-    dst.copy_(gather_rows(op, src, block_table, lens, starts, dst.shape[0]))
 
 
 def mqa_logits(op: str, q, cu_seqlens_q, cu_seqlens_kv, kv_cache, block_table, weights, logits, lens, *, relu=True) -> None:

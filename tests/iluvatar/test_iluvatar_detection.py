@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from mla_portable_iluvatar import detector
-from mla_portable_iluvatar.detection import Evidence, Signals, characterise, recognise
-from mla_portable_iluvatar.parts import part_named
+from mla_portable_iluvatar.detection import Evidence, Signals, arch_named, characterise, recognise
 
 TAG = ("2.10.0", "2.10.0+corex.4.5.0")
 A100 = Signals("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166_912, torch_versions=("2.13.0+cu130", "2.13.0"), cuda="13.0")
@@ -58,12 +57,12 @@ def test_recognise(signals, rule):
     ],
 )  # fmt: skip
 def test_published_names_tell_the_architecture(name, arch):
-    assert part_named(name).arch == arch
+    assert arch_named(name) == arch
 
 
 @pytest.mark.parametrize("name", ["Tesla V100-SXM2", "NVIDIA A100", "BI-V1500", "XBI-V150", "AMD BI-V150", "", "V100"])
 def test_other_names_are_no_part(name):
-    assert part_named(name) is None
+    assert arch_named(name) is None
 
 
 def test_the_name_tells_the_architecture_before_the_capability_does():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sparse_prefill and sparse_decode on a bf16 cache, through whichever sparse op of the vendor a provider names.
+"""sparse_prefill and sparse_decode on a bf16 cache, through a sparse op of the vendor.
 
 The adapter does what the contract asks and the ops do not: absent indices anywhere, rows without any, caches whose blocks
 lie apart, inputs and outputs that are not contiguous. It allocates, so it claims no graph safety.
@@ -9,58 +9,59 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from mla_portable.contracts import DecodeSchedule, attention_results
 from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK
-from mla_portable_iluvatar.conventions import Arguments, Convention
-from mla_portable_iluvatar.native import Trial
+from mla_portable_iluvatar.resolve import Op
 from mla_portable_iluvatar.rows import flat_rows, gathered, pick
 
-__all__ = ["SparseOp", "attention_trial", "bind_sparse_decode", "bind_sparse_prefill"]
+__all__ = [
+    "SparseCall", "SparseOp", "attention_trial", "bind_sparse_decode", "bind_sparse_prefill", "flash_mla_sparse_v2",
+    "sparse_prefill_returning",
+]  # fmt: skip
 
 GATHERED_ROWS: Final = 1 << 17
 """Rows of a cache that are copied at a time where the op cannot read it in place: 151 MB."""
-TRIAL_TOKENS: Final = 32
-TRIAL_HEADS: Final = 4
-TRIAL_KEYS: Final = 64
+
+SparseCall = Callable[[Op, Tensor, Tensor, Tensor, Tensor, Tensor, float], None]
+"""(op, out [T, H, 512] bf16, q [T, H, 576] bf16, rows [N, 576] bf16, indices [T, K'] int32, lens [T] int32, scale): calls
+the op on contiguous tensors and fills out. No op returns an lse."""
 
 
+def flash_mla_sparse_v2(op: Op, out: Tensor, q: Tensor, rows: Tensor, indices: Tensor, lens: Tensor, scale: float) -> None:
+    """(out, q, kv [N, 1, 576], indices [T, 1, K], topk_lens, scale, attn_sink=None): writes out, returns nothing."""
+    op(out, q, rows.unsqueeze(1), indices.unsqueeze(1), lens, scale)
+
+
+def sparse_prefill_returning(op: Op, out: Tensor, q: Tensor, rows: Tensor, indices: Tensor, lens: Tensor, scale: float) -> None:
+    """(q, kv [N, 1, 576], indices [T, 1, K], sm_scale): returns out alone; upstream's op of that name, a tuple led by it."""
+    returned = op(q, rows.unsqueeze(1), indices.unsqueeze(1), scale)
+    out.copy_(returned[0] if isinstance(returned, tuple) else returned)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SparseOp:
-    """A vendor's op with its convention.
+    """A vendor's op with its calling convention.
 
-    Args:
-        op, convention: see `conventions`. kernel_heads: pad q to this many heads, None to hand over any count.
-        own_lse: compute the lse here, in torch, because the op does not tell it.
+    Attributes:
+        op, call: see `SparseCall`. kernel_heads: q is padded to so many heads, None to hand over any count.
+        own_lse: compute the lse here, in torch, because the op does not return it.
     """
 
-    def __init__(
-        self,
-        op: Callable[..., Any],
-        convention: Convention,
-        *,
-        kernel_heads: int | None = None,
-        own_lse: bool = False,
-    ) -> None:
-        self._op, self._convention = op, convention
-        self.kernel_heads, self._own_lse = kernel_heads, own_lse
+    op: Op
+    call: SparseCall
+    kernel_heads: int | None = None
+    own_lse: bool = False
 
     def attend(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        indices: Tensor,
-        *,
-        softmax_scale: float,
-        lengths: Tensor | None,
-        attn_sink: Tensor | None,
-        out: Tensor,
-        lse_out: Tensor,
+        self, q: Tensor, kv: Tensor, indices: Tensor, lengths: Tensor | None, scale: float, out: Tensor, lse_out: Tensor
     ) -> None:
-        """Write `out` [T, H, 512] and `lse_out` [T, H], which holds NaN afterwards where neither op nor adapter tells it.
+        """Write `out` [T, H, 512] and `lse_out` [T, H], which holds NaN where it is not computed.
 
         q [T, H, 576]; kv [W, 576] or [blocks, block_size, 576]; indices [T, K]; lengths [T].
         """
@@ -71,49 +72,31 @@ class SparseOp:
             return
         picked = pick(indices, cache.num_slots, lengths)
         if cache.rows is not None:
-            slots = picked.slots
-            if cache.block_rows != cache.block_size:
-                slots = torch.where(slots >= 0, cache.row_of(slots), -1)
-            self._write(q, cache.rows, slots, picked.lens, softmax_scale, attn_sink, out, lse_out)
+            slots = torch.where(picked.slots >= 0, cache.row_of(picked.slots), -1)
+            self._write(q, cache.rows, slots, picked.lens, scale, out, lse_out)
         else:
             paged = kv.unsqueeze(0) if kv.dim() == 2 else kv
             step = max(1, GATHERED_ROWS // picked.slots.shape[1])
             for first in range(0, q.shape[0], step):
                 part = slice(first, first + step)
                 rows, places = gathered(paged, picked.slots[part])
-                lens = picked.lens[part]
-                self._write(q[part], rows, places, lens, softmax_scale, attn_sink, out[part], lse_out[part])
+                self._write(q[part], rows, places, picked.lens[part], scale, out[part], lse_out[part])
         out.masked_fill_(picked.empty.view(-1, 1, 1), 0)
         lse_out.masked_fill_(picked.empty.view(-1, 1), -math.inf)
 
     def _write(
-        self,
-        q: Tensor,
-        rows: Tensor,
-        indices: Tensor,
-        lens: Tensor,
-        scale: float,
-        sink: Tensor | None,
-        out: Tensor,
-        lse_out: Tensor,
+        self, q: Tensor, rows: Tensor, indices: Tensor, lens: Tensor, scale: float, out: Tensor, lse_out: Tensor
     ) -> None:
         """One call of the op on contiguous tensors, copied back where the caller's are not."""
-        num_tokens, num_heads, _ = q.shape
+        num_heads = q.shape[1]
         heads = self.kernel_heads or num_heads
-        own_out = heads != num_heads or not out.is_contiguous()
-        if heads != num_heads:
-            padded = q.new_zeros((num_tokens, heads, HEAD_SIZE))
-            padded[:, :num_heads] = q
-            asked = padded
-        else:
-            asked = q.contiguous()
-        target = out.new_full((num_tokens, heads, KV_LORA_RANK), math.nan) if own_out else out
-        lse = self._convention(self._op, Arguments(target, asked, rows, indices.contiguous(), lens, scale, sink))
-        if own_out:
+        in_place = heads == num_heads and out.is_contiguous()
+        padded = q.contiguous() if heads == num_heads else torch.nn.functional.pad(q, (0, 0, 0, heads - num_heads))
+        target = out if in_place else out.new_full((q.shape[0], heads, KV_LORA_RANK), math.nan)
+        self.call(self.op, target, padded, rows, indices.contiguous(), lens, scale)
+        if not in_place:
             out.copy_(target[:, :num_heads])
-        if lse is not None:
-            lse_out.copy_(lse[:, :num_heads])
-        elif self._own_lse:
+        if self.own_lse:
             _write_lse(q, rows, indices, lens, scale, lse_out)
         else:
             lse_out.fill_(math.nan)  # nobody asks for it: Support says so
@@ -132,7 +115,7 @@ def _write_lse(q: Tensor, rows: Tensor, indices: Tensor, lens: Tensor, scale: fl
 
 
 def bind_sparse_prefill(sparse: SparseOp) -> Callable[..., tuple[Tensor, Tensor]]:
-    """sparse_prefill over bf16 rows."""
+    """sparse_prefill over bf16 rows. Support declares no attn_sink."""
 
     def sparse_prefill(
         q: Tensor,
@@ -147,16 +130,14 @@ def bind_sparse_prefill(sparse: SparseOp) -> Callable[..., tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         out, lse_out = attention_results(q, kv, out, lse_out)
         if q.shape[0]:
-            sparse.attend(
-                q, kv, indices, softmax_scale=softmax_scale, lengths=lengths, attn_sink=attn_sink, out=out, lse_out=lse_out
-            )
+            sparse.attend(q, kv, indices, lengths, softmax_scale, out, lse_out)
         return out, lse_out
 
     return sparse_prefill
 
 
 def bind_sparse_decode(sparse: SparseOp) -> Callable[..., tuple[Tensor, Tensor]]:
-    """sparse_decode over a paged bf16 cache: B * S rows of one query each. Takes no schedule."""
+    """sparse_decode over a paged bf16 cache: B * S rows of one query each. Takes no schedule and no attn_sink."""
 
     def sparse_decode(
         q: Tensor,
@@ -170,23 +151,13 @@ def bind_sparse_decode(sparse: SparseOp) -> Callable[..., tuple[Tensor, Tensor]]
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        batch, query_len, num_heads, _ = q.shape
         out, lse_out = attention_results(q, kv_cache, out, lse_out)
-        if batch == 0:
+        if q.shape[0] == 0:
             return out, lse_out
-        rows = batch * query_len
+        rows = None if lengths is None else lengths.flatten()
         # a caller's views may not fold into rows: then the op writes to memory of ours, and the views are filled from it
-        flat_out, flat_lse = _folded(out, rows), _folded(lse_out, rows)
-        sparse.attend(
-            q.reshape(rows, num_heads, HEAD_SIZE),
-            kv_cache,
-            indices.reshape(rows, indices.shape[2]),
-            softmax_scale=softmax_scale,
-            lengths=None if lengths is None else lengths.reshape(rows),
-            attn_sink=attn_sink,
-            out=flat_out,
-            lse_out=flat_lse,
-        )
+        flat_out, flat_lse = out.flatten(0, 1), lse_out.flatten(0, 1)
+        sparse.attend(q.flatten(0, 1), kv_cache, indices.flatten(0, 1), rows, softmax_scale, flat_out, flat_lse)
         for tensor, flat in ((out, flat_out), (lse_out, flat_lse)):
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.copy_(flat.view(tensor.shape))
@@ -195,29 +166,8 @@ def bind_sparse_decode(sparse: SparseOp) -> Callable[..., tuple[Tensor, Tensor]]
     return sparse_decode
 
 
-def _folded(tensor: Tensor, rows: int) -> Tensor:
-    """`tensor` [B, S, ...] as [B * S, ...]: a view where strides allow, else new memory of that shape."""
-    try:
-        return tensor.view(rows, *tensor.shape[2:])
-    except RuntimeError:
-        return torch.empty((rows, *tensor.shape[2:]), dtype=tensor.dtype, device=tensor.device)
-
-
-def attention_trial(sparse: SparseOp, device: torch.device, *, sink: bool) -> Trial:
-    """A problem on which a loop over tokens shows: many tokens, few keys, and few heads unless the op is given more."""
-    generator = torch.Generator().manual_seed(0)
-    heads = sparse.kernel_heads or TRIAL_HEADS
-    shape = (TRIAL_TOKENS, heads, HEAD_SIZE)
-    q = torch.randn(shape, generator=generator).bfloat16().to(device)
-    kv = torch.randn((TRIAL_KEYS, HEAD_SIZE), generator=generator).bfloat16().to(device)
-    picks = torch.rand((TRIAL_TOKENS, TRIAL_KEYS), generator=generator).argsort(1)
-    indices = picks.to(torch.int32).to(device)
-    attn_sink = torch.zeros(heads, device=device) if sink else None
-    bound, scale = bind_sparse_prefill(sparse), HEAD_SIZE**-0.5
-
-    def plain() -> Tensor:
-        keys = kv[indices.long()].float()  # [T, K, 576]
-        scores = torch.bmm(q.float(), keys.transpose(1, 2)) * scale
-        return torch.bmm(scores.softmax(-1), keys[..., :KV_LORA_RANK]).bfloat16()
-
-    return Trial(lambda: bound(q, kv, indices, softmax_scale=scale, attn_sink=attn_sink), plain, device)
+def attention_trial(sparse: SparseOp, device: torch.device) -> None:
+    """One call on a small problem."""
+    q = torch.zeros((4, 64, HEAD_SIZE), dtype=torch.bfloat16, device=device)
+    indices = torch.arange(64, dtype=torch.int32, device=device).expand(4, -1)
+    bind_sparse_prefill(sparse)(q, q.new_zeros((64, HEAD_SIZE)), indices, softmax_scale=HEAD_SIZE**-0.5)

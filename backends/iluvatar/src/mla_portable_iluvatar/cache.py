@@ -8,21 +8,18 @@ counted in those rows; where that cannot be, the rows are stored one by one by t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK
-from mla_portable_iluvatar.native import Trial
+from mla_portable_iluvatar.resolve import Op
 from mla_portable_iluvatar.rows import flat_rows
 
 __all__ = ["bind_cache_write", "cache_write_trial"]
 
-TRIAL_TOKENS: Final = 1024
 
-
-def bind_cache_write(op: Callable[..., Any]) -> Callable[..., None]:
+def bind_cache_write(op: Op) -> Callable[..., None]:
     """cache_write through concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale)."""
 
     def cache_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2") -> None:
@@ -45,17 +42,12 @@ def bind_cache_write(op: Callable[..., Any]) -> Callable[..., None]:
     return cache_write
 
 
-def cache_write_trial(op: Callable[..., Any], device: torch.device) -> Trial:
-    """A problem on which a loop over tokens shows."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randn((TRIAL_TOKENS, HEAD_SIZE), generator=generator).bfloat16().to(device)
-    kv_c, k_pe = tokens[:, :KV_LORA_RANK].contiguous(), tokens[:, KV_LORA_RANK:].contiguous()
-    cache = torch.zeros((TRIAL_TOKENS // 64, 64, HEAD_SIZE), dtype=torch.bfloat16, device=device)
-    slots = torch.randperm(TRIAL_TOKENS, generator=generator).to(device)
-    other = torch.zeros_like(cache).view(-1, HEAD_SIZE)
-    bound = bind_cache_write(op)
-
-    def plain() -> None:
-        other[slots] = torch.cat([kv_c, k_pe], dim=-1)
-
-    return Trial(lambda: bound(kv_c, k_pe, cache, slots), plain, device)
+def cache_write_trial(op: Op, device: torch.device) -> None:
+    """One call on a small problem."""
+    tokens = torch.zeros((64, HEAD_SIZE), dtype=torch.bfloat16, device=device)
+    bind_cache_write(op)(
+        tokens[:, :KV_LORA_RANK],
+        tokens[:, KV_LORA_RANK:],
+        tokens.new_zeros((1, 64, HEAD_SIZE)),
+        torch.arange(64, device=device),
+    )

@@ -9,43 +9,28 @@ limited to slots that exist after it. A -1 that the op maps to any negative numb
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_portable_iluvatar.native import Trial
+from mla_portable_iluvatar.resolve import Op
 from mla_portable_iluvatar.rows import INT32_MAX
 
-__all__ = ["ConvertConvention", "bind_convert_indices", "convert_trial", "dsa_convert", "map_decode", "map_prefill"]
-
-TRIAL_TOKENS: Final = 512
-TRIAL_WIDTH: Final = 64
-TRIAL_BLOCK: Final = 64
+__all__ = ["ConvertCall", "bind_convert_indices", "convert_trial", "dsa_convert", "map_prefill"]
 
 Workspace = tuple[Tensor, Tensor]
 """(request ids [T], starts [P]), int32."""
-ConvertConvention = Callable[[Callable[..., Any], Tensor, Tensor, Tensor, int, "Workspace | None"], Tensor]
+ConvertCall = Callable[[Op, Tensor, Tensor, Tensor, int, "Workspace | None"], Tensor]
 """(op, req_id [T], block_table [R, B], positions [T, K], block_size, workspace) -> [T, K]; all contiguous int32."""
 
 
-def dsa_convert(
-    op: Callable[..., Any], req_id: Tensor, table: Tensor, positions: Tensor, size: int, workspace: Workspace | None
-) -> Tensor:
+def dsa_convert(op: Op, req_id: Tensor, table: Tensor, positions: Tensor, size: int, workspace: Workspace | None) -> Tensor:
     """(req_id_per_token, block_table, topk_indices, block_size), positional; knows no workspace."""
     return op(req_id, table, positions, size)
 
 
-def map_decode(
-    op: Callable[..., Any], req_id: Tensor, table: Tensor, positions: Tensor, size: int, workspace: Workspace | None
-) -> Tensor:
-    """(req_id, block_table, token_indices, block_size, out=None); knows no workspace."""
-    return op(req_id, table, positions, size)
-
-
-def map_prefill(
-    op: Callable[..., Any], req_id: Tensor, table: Tensor, positions: Tensor, size: int, workspace: Workspace | None
-) -> Tensor:
+def map_prefill(op: Op, req_id: Tensor, table: Tensor, positions: Tensor, size: int, workspace: Workspace | None) -> Tensor:
     """The same with the prefill workspace as keywords; returns (indices, counts or None). Counts are made here."""
     more: dict[str, Any] = {}
     if workspace is not None:
@@ -59,7 +44,7 @@ def map_prefill(
     return returned[0] if isinstance(returned, (tuple, list)) else returned
 
 
-def bind_convert_indices(op: Callable[..., Any], convention: ConvertConvention) -> Callable[..., tuple[Tensor, Tensor]]:
+def bind_convert_indices(op: Op, *, call: ConvertCall) -> Callable[..., tuple[Tensor, Tensor]]:
     """convert_indices through `op`; allocates, so no graph safety is claimed."""
 
     def convert_indices(
@@ -95,7 +80,7 @@ def bind_convert_indices(op: Callable[..., Any], convention: ConvertConvention) 
         allowed &= topk_indices >= 0
         if num_reqs == 0 or columns == 0:  # nothing to look up, and ops may not take an empty table
             block_table = topk_indices.new_full((1, 1), -1)
-        slots = convention(
+        slots = call(
             op,
             torch.where(known, req_id_per_token, 0).contiguous(),
             torch.where((block_table < 0) | (block_table > INT32_MAX // block_size), -1, block_table).contiguous(),
@@ -119,17 +104,8 @@ def bind_convert_indices(op: Callable[..., Any], convention: ConvertConvention) 
     return convert_indices
 
 
-def convert_trial(op: Callable[..., Any], convention: ConvertConvention, device: torch.device) -> Trial:
-    """A problem on which a loop over tokens shows."""
-    generator = torch.Generator().manual_seed(0)
-    positions = torch.randint(8 * TRIAL_BLOCK, (TRIAL_TOKENS, TRIAL_WIDTH), generator=generator, dtype=torch.int32).to(device)
-    req_id = torch.randint(4, (TRIAL_TOKENS,), generator=generator, dtype=torch.int32).to(device)
-    table = torch.randperm(32, generator=generator).view(4, 8).to(torch.int32).to(device)
-    bound = bind_convert_indices(op, convention)
-
-    def plain() -> Tensor:
-        blocks = table[req_id.long()].gather(1, (positions // TRIAL_BLOCK).long())
-        slots = blocks * TRIAL_BLOCK + positions % TRIAL_BLOCK
-        return torch.where(positions >= 0, slots, -1)
-
-    return Trial(lambda: bound(positions, req_id, table, block_size=TRIAL_BLOCK), plain, device)
+def convert_trial(op: Op, device: torch.device, *, call: ConvertCall) -> None:
+    """One call on a small problem."""
+    positions = torch.arange(64, dtype=torch.int32, device=device).expand(4, -1)
+    table = torch.zeros((1, 1), dtype=torch.int32, device=device)
+    bind_convert_indices(op, call=call)(positions, torch.zeros(4, dtype=torch.int32, device=device), table, block_size=64)

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from mla_portable.contracts import DeviceFacts
-from mla_portable_iluvatar.parts import arch_of_capability, part_named, shared_memory_of
 
-__all__ = ["COREX_VARIABLES", "OVERRIDE", "Evidence", "Signals", "characterise", "is_override", "recognise"]
+__all__ = ["COREX_VARIABLES", "OVERRIDE", "Evidence", "Signals", "arch_named", "characterise", "is_override", "recognise"]
 
 OVERRIDE: Final = "MLA_PORTABLE_ILUVATAR"
 COREX_VARIABLES: Final = ("COREX_HOME", "COREX_PATH", "COREX_VERSION")
@@ -36,6 +35,19 @@ _OTHER_VENDORS: Final = re.compile(
     r"nvidia|geforce|tesla|quadro|titan|amd|radeon|instinct|intel|moore threads|metax|hygon|ascend|cambricon", re.IGNORECASE
 )
 _ARCH: Final = re.compile(r"ivcore\d+")
+_PARTS: Final = (
+    (r"BI-V100[A-Z]*", "ivcore10"),
+    (r"BI-V150[A-Z]*", "ivcore11"),
+    (r"MR-(V100|V50|50)[A-Z]*", "ivcore11"),
+    (r"TG-V200[A-Z]*", "ivcore20"),
+    (r"TG-V300[A-Z]*", "ivcore30"),
+)
+"""(pattern of the whole name without the vendor's, architecture)."""
+_FORM_FACTOR: Final = r"([ -][\w-]+)?"
+"""What follows a part's name: "OAM", "-72-A2"."""
+_CAPABILITIES: Final = {(7, 0): "ivcore10", (7, 1): "ivcore11", (8, 0): "ivcore20"}
+_SHARED_MEMORY: Final = {"ivcore10": 48 << 10, "ivcore11": 128 << 10, "ivcore30": 192 << 10}
+"""Bytes that a thread block may use, where torch does not say; 48 KiB, as the smallest part, where nothing is published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +79,7 @@ class Signals:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Why a device counts as Iluvatar's. rule: which of the module's rules spoke. arch: what an override demands, or None."""
+    """Why a device counts as Iluvatar's. rule: which of the module's rules spoke. arch: what an override names, or None."""
 
     rule: str
     arch: str | None = None
@@ -77,6 +89,12 @@ def is_override(value: str) -> bool:
     """Whether the value of MLA_PORTABLE_ILUVATAR has a meaning."""
     value = value.strip().lower()
     return value in _OFF + _ON or _ARCH.fullmatch(value) is not None
+
+
+def arch_named(name: str) -> str | None:
+    """The architecture of the part that a device name belongs to; None for any other name, other vendors' included."""
+    bare = re.sub(r"^iluvatar\s+", "", name.strip(), flags=re.IGNORECASE)
+    return next((arch for pattern, arch in _PARTS if re.fullmatch(pattern + _FORM_FACTOR, bare, flags=re.IGNORECASE)), None)
 
 
 def recognise(signals: Signals) -> Evidence | None:
@@ -94,7 +112,7 @@ def recognise(signals: Signals) -> Evidence | None:
         return Evidence("torch.corex")
     if any("+corex" in version for version in signals.torch_versions):
         return Evidence("+corex tag")
-    if part_named(signals.name) or "iluvatar" in signals.name.lower():
+    if arch_named(signals.name) or "iluvatar" in signals.name.lower():
         return Evidence("device name")
     if signals.corex_variables and signals.cuda == COREX_CUDA:
         return Evidence("environment")
@@ -110,15 +128,15 @@ def characterise(signals: Signals, evidence: Evidence, *, graph_capture: bool | 
     The architecture comes from the override, the name, then the capability. Warps have 64 threads, e4m3 is not converted
     in hardware and float64 is not to be trusted (copies to the device are reported to arrive as zeros) on all parts known.
     """
-    part = part_named(signals.name)
-    arch = evidence.arch or (part.arch if part else None) or arch_of_capability(signals.capability) or "ivcore"
+    reported = _CAPABILITIES.get(signals.capability) if signals.capability else None
+    arch = evidence.arch or arch_named(signals.name) or reported or "ivcore"
     return DeviceFacts(
         vendor="iluvatar",
         name=signals.name or "unnamed CoreX device",
         arch=arch,
         device_type=signals.device_type,
         num_sms=signals.num_sms,
-        shared_memory=signals.shared_memory or shared_memory_of(arch),
+        shared_memory=signals.shared_memory or _SHARED_MEMORY.get(arch, 48 << 10),
         warp_size=64,
         memory_bytes=signals.memory_bytes,
         has_bf16=has_bf16,

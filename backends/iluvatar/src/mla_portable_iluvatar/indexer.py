@@ -14,20 +14,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from mla_portable.layouts import INDEX_HEAD_SIZE
-from mla_portable_iluvatar.native import Trial
+from mla_portable_iluvatar.resolve import Op
 
-__all__ = ["IndexerConvention", "LogitsArguments", "bind_indexer_logits", "block_sparse", "dsa_indexer", "indexer_trial"]
+__all__ = [
+    "BLOCK_SIZES", "HEADS", "LogitsArguments", "LogitsCall", "bind_indexer_logits", "block_sparse", "dsa_indexer",
+    "indexer_trial",
+]  # fmt: skip
 
-TRIAL_REQUESTS: Final = 16
-TRIAL_TOKENS: Final = 2
-"""Of each request."""
-TRIAL_BLOCK: Final = 64
+HEADS: Final = 64
+"""The only number publicly tested (InfiniCore, test/infinicore/ops/dsa.py), and that of DeepSeek-V3.2."""
+BLOCK_SIZES: Final = (16, 32, 64)
+"""Those with a kernel; for others the older op falls to its twin (a comment in vllm-iluvatar 0.1.0)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,11 +50,11 @@ class LogitsArguments:
     weights: Tensor
 
 
-IndexerConvention = Callable[[Callable[..., Any], LogitsArguments], Tensor]
+LogitsCall = Callable[[Op, LogitsArguments], Tensor]
 """Calls the op; returns the logits [T, width], which need not be the tensor that was given."""
 
 
-def dsa_indexer(op: Callable[..., Any], a: LogitsArguments) -> Tensor:
+def dsa_indexer(op: Op, a: LogitsArguments) -> Tensor:
     """(q, cu_seqlens_q, cu_seqlens_kv, kv_cache, block_table, weights, logits=, max_q_len=, ..): returns the logits."""
     width = a.logits.shape[1]
     returned = op(
@@ -61,14 +64,14 @@ def dsa_indexer(op: Callable[..., Any], a: LogitsArguments) -> Tensor:
     return returned if isinstance(returned, Tensor) else a.logits
 
 
-def block_sparse(op: Callable[..., Any], a: LogitsArguments) -> Tensor:
+def block_sparse(op: Op, a: LogitsArguments) -> Tensor:
     """The same by position, with the logits before the three lengths: writes them."""
     width = a.logits.shape[1]
     op(a.q, a.ends_q, a.ends_kv, a.cache, a.table, a.weights, a.logits, a.q.shape[0], width, width)
     return a.logits
 
 
-def bind_indexer_logits(op: Callable[..., Any], convention: IndexerConvention) -> Callable[..., Tensor]:
+def bind_indexer_logits(op: Op, *, call: LogitsCall) -> Callable[..., Tensor]:
     """indexer_logits through `op`; weights are rounded to bf16."""
 
     def indexer_logits(
@@ -92,14 +95,14 @@ def bind_indexer_logits(op: Callable[..., Any], convention: IndexerConvention) -
         pad = torch.nn.functional.pad
         inside = query_start_loc.clamp(0, num_tokens).cummax(0).values.to(torch.int32)
         ends_q = pad(pad(inside, (1, 0), value=0), (0, 1), value=num_tokens)  # [R + 3]: requests 0 and R + 1 are nobody's
-        told = pad(lengths, (1, 1)).maximum(ends_q.diff()).clamp(1, capacity)
-        logits = convention(
+        given = pad(lengths, (1, 1)).maximum(ends_q.diff()).clamp(1, capacity)
+        logits = call(
             op,
             LogitsArguments(
                 q.new_empty((num_tokens, capacity), dtype=torch.float32),
                 q.contiguous(),
                 ends_q,
-                pad(told.cumsum(0, dtype=torch.int32), (1, 0)),
+                pad(given.cumsum(0, dtype=torch.int32), (1, 0)),
                 index_cache.contiguous(),
                 pad(torch.where(present, block_table, 0), (0, 0, 1, 1)),
                 weights.to(torch.bfloat16).contiguous(),
@@ -119,24 +122,12 @@ def bind_indexer_logits(op: Callable[..., Any], convention: IndexerConvention) -
     return indexer_logits
 
 
-def indexer_trial(op: Callable[..., Any], convention: IndexerConvention, heads: int, device: torch.device) -> Trial:
-    """A problem on which a loop over requests or tokens shows."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = TRIAL_REQUESTS * TRIAL_TOKENS
-    q = torch.randn((tokens, heads, INDEX_HEAD_SIZE), generator=generator).bfloat16().to(device)
-    weights = torch.randn((tokens, heads), generator=generator).to(device)
-    cache = torch.randn((TRIAL_REQUESTS, TRIAL_BLOCK, INDEX_HEAD_SIZE), generator=generator).bfloat16().to(device)
-    table = torch.arange(TRIAL_REQUESTS, dtype=torch.int32).view(-1, 1).to(device)
-    starts = (TRIAL_TOKENS * torch.arange(TRIAL_REQUESTS + 1, dtype=torch.int32)).to(device)
-    lengths = torch.full((TRIAL_REQUESTS,), TRIAL_BLOCK, dtype=torch.int32, device=device)
-    out = torch.empty((tokens, TRIAL_BLOCK), dtype=torch.float32, device=device)
-    bound = bind_indexer_logits(op, convention)
-
-    def plain() -> Tensor:
-        rows = q.float().view(TRIAL_REQUESTS, -1, INDEX_HEAD_SIZE)  # [R, tokens * H, 128]
-        scores = torch.bmm(rows, cache[table[:, 0].long()].float().transpose(1, 2)).relu()
-        weighted = scores.view(tokens, heads, TRIAL_BLOCK) * weights.unsqueeze(-1)
-        own = TRIAL_BLOCK - TRIAL_TOKENS + torch.arange(tokens, device=device) % TRIAL_TOKENS
-        return weighted.sum(1).masked_fill(torch.arange(TRIAL_BLOCK, device=device) > own.unsqueeze(1), -math.inf)
-
-    return Trial(lambda: bound(q, weights, cache, starts, lengths, table, out=out), plain, device)
+def indexer_trial(op: Op, device: torch.device, *, call: LogitsCall) -> None:
+    """One call on a small problem: four tokens of one request."""
+    q = torch.zeros((4, HEADS, INDEX_HEAD_SIZE), dtype=torch.bfloat16, device=device)
+    starts = torch.tensor([0, 4], dtype=torch.int32, device=device)
+    lengths, table = torch.full_like(starts[:1], 64), torch.zeros_like(starts[:1]).view(1, 1)
+    out = torch.empty((4, 64), dtype=torch.float32, device=device)
+    bind_indexer_logits(op, call=call)(
+        q, q.new_zeros((4, HEADS)), q.new_zeros((1, 64, INDEX_HEAD_SIZE)), starts, lengths, table, out=out
+    )

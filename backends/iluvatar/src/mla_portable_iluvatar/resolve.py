@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding one op in the vendor's packages: a place is a module and an attribute, and each has its own calling convention.
+"""Finding one op in the vendor's packages, and telling a kernel from its slow twin.
 
-Names moved between generations of CoreX, so the same op has several places; each is a candidate of its own
-(`providers`). Nothing is imported before a device of the vendor is there, and sys.path is never touched.
+Nothing is imported before a device of the vendor is there, and sys.path is never touched. The vendor's package carries a
+plain torch twin, named `ref_...`, of nearly every op, and an op may fall to it without a word: right results, about a
+hundred times slower. Values cannot tell, so Python's profile hook notes the functions of that name that one call runs.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from types import FrameType
 from typing import Any
 
 from mla_portable.contracts import Reason
 
-__all__ = ["Place", "parameter_names"]
+__all__ = ["Op", "Place", "parameter_names", "twins_called"]
 
+Op = Callable[..., Any]
+"""A vendor's op, of one of the calling conventions that the adapters know."""
 _WHERE_PACKAGES_ARE = "put CoreX's dist-packages (often /usr/local/corex/lib64/python3/dist-packages) on PYTHONPATH"
 
 
@@ -39,7 +44,7 @@ class Place:
     def __str__(self) -> str:
         return f"{self.module}.{self.attribute}"
 
-    def find(self) -> Callable[..., Any]:
+    def find(self) -> Op:
         """The op. Raises: ImportError, AttributeError."""
         for name in self.before:
             import_module(name)
@@ -66,7 +71,7 @@ class Place:
                 "calling convention",
                 f"{self.attribute}({', '.join(names)})",
                 f"expects {', '.join(self.parameters)}",
-                "another convention of the same op may serve; `mla-portable doctor` lists them",
+                "install a version of CoreX's ops with that convention",
             )
 
 
@@ -84,7 +89,7 @@ def _module_or_attribute(name: str) -> Any:
         return getattr(container, last)
 
 
-def parameter_names(op: Callable[..., Any]) -> tuple[str, ...] | None:
+def parameter_names(op: Op) -> tuple[str, ...] | None:
     """The names of an op's parameters in order; None where it does not tell, or takes anything."""
     schema = getattr(op, "_schema", None)
     if schema is not None and hasattr(schema, "arguments"):
@@ -96,3 +101,20 @@ def parameter_names(op: Callable[..., Any]) -> tuple[str, ...] | None:
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return None
     return tuple(p.name for p in parameters)
+
+
+def twins_called(call: Callable[[], object]) -> tuple[str, ...]:
+    """The names of the vendor's twins that run while `call` does, in order. Errors of the call travel up."""
+    seen: dict[str, None] = {}
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_name.startswith("ref_"):
+            seen[frame.f_code.co_name] = None
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return tuple(seen)

@@ -1,80 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Telling a kernel from a slow twin; finding ops where a generation puts them."""
+"""Finding ops where a generation puts them, and telling a kernel from its twin."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
-import pytest
 import torch
-from corex_machine import installed
+from corex_machine import BI_V150, NEWEST, installed
 
-from mla_portable_iluvatar import native
-from mla_portable_iluvatar.native import FLOOR, LIMIT, Trial, not_native
-from mla_portable_iluvatar.resolve import Place, parameter_names
-
-CPU = torch.device("cpu")
+from mla_portable_iluvatar import PROVIDERS
+from mla_portable_iluvatar.resolve import Place, parameter_names, twins_called
 
 
 def nothing() -> None:
     return None
 
 
-class Clock:
-    """Time passes where a test says so, not while the machine is busy with something else."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-@pytest.fixture
-def clock(monkeypatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(native, "time", made)
-    return made
-
-
-def test_a_kernel_is_no_twin(clock):
-    assert list(not_native("op", Trial(nothing, lambda: clock.sleep(1e-3), CPU))) == []
-
-
-def test_a_slow_op_is_one(clock):
-    (reason,) = not_native("op", Trial(lambda: clock.sleep(20 * FLOOR), nothing, CPU))
-    assert reason.subject == "speed" and "op took" in reason.given and f"{LIMIT:g} times" in reason.limit
-
-
-def test_slow_runs_are_forgiven_for_a_fast_one(clock):
-    """A busy machine slows single runs: the op's best counts."""
-    runs = iter([0.0, 0.1, 0.0, *[0.1] * 9])
-    assert list(not_native("op", Trial(lambda: clock.sleep(next(runs)), nothing, CPU))) == []
-
-
-def test_a_yardstick_that_is_slowed_once_hides_nothing(clock):
-    runs = iter([0.0, 0.2, *[0.0] * 20])
-    found = list(not_native("op", Trial(lambda: clock.sleep(0.03), lambda: clock.sleep(next(runs)), CPU)))
-    assert [reason.subject for reason in found] == ["speed"]
-
-
-def test_a_few_microseconds_are_no_reason(clock):
-    assert list(not_native("op", Trial(lambda: clock.sleep(FLOOR / 4), nothing, CPU))) == []
-
-
 def ref_op() -> None:
     return None
 
 
-def test_a_twin_is_told_by_its_name_however_deep_and_fast():
-    def op() -> None:
-        (lambda: ref_op())()
-
-    (reason,) = not_native("op", Trial(op, nothing, CPU))
-    assert "ref_op" in reason.given
+def test_a_twin_is_found_by_its_name_however_deep():
+    assert twins_called(lambda: (lambda: ref_op())()) == ("ref_op",)
+    assert twins_called(nothing) == ()
 
 
 def test_the_profile_hook_of_others_is_given_back():
@@ -83,7 +32,7 @@ def test_the_profile_hook_of_others_is_given_back():
 
     sys.setprofile(theirs)
     try:
-        list(not_native("op", Trial(nothing, nothing, CPU)))
+        twins_called(nothing)
         assert sys.getprofile() is theirs
     finally:
         sys.setprofile(None)
@@ -91,7 +40,8 @@ def test_the_profile_hook_of_others_is_given_back():
 
 def test_a_stream_under_capture_is_not_disturbed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    (reason,) = not_native("op", Trial(lambda: pytest.fail("it ran"), nothing, torch.device("cuda")))
+    with installed(NEWEST):
+        (reason,) = PROVIDERS[0].check(replace(BI_V150, device_type="cuda"))
     assert "before capturing" in reason.remedy
 
 
