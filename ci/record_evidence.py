@@ -182,7 +182,7 @@ def bench(options: argparse.Namespace) -> int:
     for why in left_out:
         print(f"left out: {why}")
     if not made:
-        raise SystemExit(f"{options.times}: no line is evidence; time kernels beside their rivals, on a device with a profile")
+        raise SystemExit(f"{options.times}: no line is evidence; time kernels beside baselines, on a device with a profile")
     if options.out is not None:
         write_unbound(options.out, made)
         print(f"{len(made)} records written to {options.out}")

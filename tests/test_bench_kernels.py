@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel benchmark: its problems are what they claim, wrong results get no time, rivals stand beside ours."""
+"""The kernel benchmark: its problems are what they claim, wrong results get no time, baselines stand beside ours."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import weakref
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -27,6 +26,9 @@ from mla_portable.accelerator import Accelerator
 from mla_portable.api import serving
 from mla_portable.contracts import (
     SPLIT_KV,
+    Baseline,
+    BaselineCall,
+    BaselineRegistrar,
     Implementation,
     InvalidArgument,
     PluginError,
@@ -34,9 +36,6 @@ from mla_portable.contracts import (
     Reason,
     Registrar,
     Request,
-    Rival,
-    RivalCall,
-    RivalRegistrar,
     ScheduleKind,
     SplitSchedule,
     Support,
@@ -44,15 +43,15 @@ from mla_portable.contracts import (
 )
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
-from mla_portable.tools.bench import interleaved, kernel_machine
+from mla_portable.tools.bench import kernel_machine, timing
 from mla_portable.tools.bench.candidates import decode_schedule, our_candidates
-from mla_portable.tools.bench.floors import Ceilings, measure_ceilings
 from mla_portable.tools.bench.kernel_cases import ATTENTION, TIMED, KernelCase, kernel_cases
 from mla_portable.tools.bench.kernel_problems import Problem, Workshop
 from mla_portable.tools.bench.kernel_records import append_lines, kernel_lines, read_lines
 from mla_portable.tools.bench.kernels import KernelReport, time_kernels
+from mla_portable.tools.bench.offers import load_baselines
 from mla_portable.tools.bench.plot import plot_lines
-from mla_portable.tools.bench.rivals import load_rivals
+from mla_portable.tools.bench.roofline import Ceilings, measure_ceilings
 from mla_portable.tools.cli.app import app
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule
 
@@ -212,13 +211,13 @@ def test_decode_gets_the_schedule_that_the_planner_makes():
     assert isinstance(tiles, TileSchedule) and (tiles.num_rows, tiles.num_heads, tiles.num_sm_parts) == (4, 64, 132)
 
 
-def test_ours_and_only_ours_are_timed_where_no_rival_is_given():
+def test_ours_and_only_ours_are_timed_without_baselines():
     report = run(*SMALL.values())
     assert report.ok and not report.defects()
     for case in report.cases:
         assert [each.name for each in case.times] == ["reference.torch"]
         (each,) = case.times
-        assert case.best_rival_us is None and case.lead_of(each) is None and case.floor_us > 0
+        assert case.best_baseline_us is None and case.lead_of(each) is None and case.bound_us > 0
         assert each.timing is not None and each.timing.n == 2 and each.errors
 
 
@@ -264,101 +263,105 @@ def test_a_demand_of_the_environment_does_not_narrow_the_benchmark():
     assert [each.name for each in case.times] == ["reference.torch", NAME]
 
 
-# ---------------------------------------------------------------------- rivals
+# ---------------------------------------------------------------------- baselines
 
 
-def decode_rival(name: str = "other.v1", *, factor: float = 1.0, reasons: tuple[Reason, ...] = ()) -> Rival:
-    def prepare(request: Request, arguments: Any) -> RivalCall:
+def decode_baseline(name: str = "other.v1", *, factor: float = 1.0, reasons: tuple[Reason, ...] = ()) -> Baseline:
+    def prepare(request: Request, arguments: Any) -> BaselineCall:
         q, kv, indices = (arguments[name] for name in ("q", "kv_cache", "indices"))
         last: list[Any] = []
 
         def work() -> None:
             last[:] = reference.sparse_decode(q, kv, indices, softmax_scale=arguments["softmax_scale"])
 
-        return RivalCall(work, lambda: (last[0] * factor, last[1]))
+        return BaselineCall(work, lambda: (last[0] * factor, last[1]))
 
-    return Rival(name, SPARSE_DECODE, lambda request: reasons, prepare, "nothing is padded")
+    return Baseline(name, SPARSE_DECODE, lambda request: reasons, prepare, "nothing is padded")
 
 
-class RivalPlugin:
-    def __init__(self, *rivals: Any) -> None:
-        self.rivals = rivals
+class BaselinePlugin:
+    def __init__(self, *baselines: Any) -> None:
+        self.baselines = baselines
 
     @hookimpl
     def mla_portable_register(self, registrar: Registrar) -> None:
-        raise AssertionError("the benchmark asks for rivals alone")
+        raise AssertionError("the benchmark asks for baselines alone")
 
     @hookimpl
-    def mla_portable_register_rivals(self, registrar: RivalRegistrar) -> None:
-        for rival in self.rivals:
-            registrar.add(rival)
+    def mla_portable_register_baselines(self, registrar: BaselineRegistrar) -> None:
+        for baseline in self.baselines:
+            registrar.add(baseline)
 
 
-def test_a_rival_is_judged_and_timed_like_ours():
+def test_a_baseline_is_judged_and_timed_like_ours():
     absent = Reason("library", "absent", "needed")
-    rivals = [decode_rival(), decode_rival("other.wrong", factor=1.1), decode_rival("other.absent", reasons=(absent,))]
-    report = run(*(SMALL[each] for each in ATTENTION), rivals=rivals)
+    baselines = [
+        decode_baseline(),
+        decode_baseline("other.wrong", factor=1.1),
+        decode_baseline("other.absent", reasons=(absent,)),
+    ]
+    report = run(*(SMALL[each] for each in ATTENTION), baselines=baselines)
     decode, prefill = report.cases
     by_name = {each.name: each for each in decode.times}
     assert by_name["other.v1"].ok and by_name["other.v1"].implementation is None
     assert by_name["other.v1"].remark == "nothing is padded"
     assert not by_name["other.wrong"].ok
-    assert report.ok, "a rival's mistake is not ours"
+    assert report.ok, "a baseline's mistake is not ours"
     assert [(each.name, each.reasons) for each in decode.refused] == [("other.absent", (absent,))]
-    ours, rival = by_name["reference.torch"], by_name["other.v1"]
-    assert decode.best_rival_us == rival.median_us
-    assert decode.lead_of(ours) == pytest.approx(rival.median_us / ours.median_us)
-    assert decode.lead_of(rival) is None and decode.lead_of(by_name["other.wrong"]) is None
-    assert {each.name for each in prefill.times} == {"reference.torch"}, "a rival of one primitive is none of another"
+    ours, baseline = by_name["reference.torch"], by_name["other.v1"]
+    assert decode.best_baseline_us == baseline.median_us
+    assert decode.lead_of(ours) == pytest.approx(baseline.median_us / ours.median_us)
+    assert decode.lead_of(baseline) is None and decode.lead_of(by_name["other.wrong"]) is None
+    assert {each.name for each in prefill.times} == {"reference.torch"}, "a baseline of one primitive is none of another"
 
 
-def test_a_plugin_whose_rivals_fail_costs_only_its_own():
+def test_a_plugin_whose_baselines_fail_costs_only_its_own():
     class Broken:
         @hookimpl
-        def mla_portable_register_rivals(self, registrar: RivalRegistrar) -> None:
-            registrar.add(decode_rival("broken.v1"))
+        def mla_portable_register_baselines(self, registrar: BaselineRegistrar) -> None:
+            registrar.add(decode_baseline("broken.v1"))
             raise OSError("no library")
 
     given = [
-        ("good", RivalPlugin(decode_rival())),
+        ("good", BaselinePlugin(decode_baseline())),
         ("broken", Broken()),
-        ("twice", RivalPlugin(decode_rival())),
-        ("none", RivalPlugin("a rival")),
+        ("twice", BaselinePlugin(decode_baseline())),
+        ("none", BaselinePlugin("a baseline")),
         ("without", "mla_portable.reference"),
     ]
-    found = load_rivals(given)
-    assert [rival.name for rival in found.found] == ["other.v1"]
+    found = load_baselines(given)
+    assert [baseline.name for baseline in found.found] == ["other.v1"]
     assert dict(found.failures) == {
         "broken": "OSError: no library",
-        "twice": "PluginError: other.v1 / sparse_decode: there is a Rival of that name already",
-        "none": "PluginError: expected a Rival, got str",
+        "twice": "PluginError: other.v1 / sparse_decode: there is a Baseline of that name already",
+        "none": "PluginError: expected a Baseline, got str",
     }
 
 
-def test_a_rival_must_be_named_and_have_a_primitive():
+def test_a_baseline_must_be_named_and_have_a_primitive():
     with pytest.raises(PluginError, match="in lower case"):
-        decode_rival("Other")
+        decode_baseline("Other")
     with pytest.raises(PluginError, match="is not one of"):
-        Rival("other.v1", "sparse_decode_", lambda request: (), lambda request, arguments: None)
+        Baseline("other.v1", "sparse_decode_", lambda request: (), lambda request, arguments: None)
 
 
-def test_the_registry_takes_no_notice_of_rivals():
+def test_the_registry_takes_no_notice_of_baselines():
     class Both(Spoiled):
         @hookimpl
-        def mla_portable_register_rivals(self, registrar: RivalRegistrar) -> None:
+        def mla_portable_register_baselines(self, registrar: BaselineRegistrar) -> None:
             raise AssertionError("asked by a registry")
 
     registry = registry_with(("both", Both()), probe=False)
     assert [report.ok for report in registry.plugin_reports] == [True, True]
 
 
-# ---------------------------------------------------------------------- floors, records, plot
+# ---------------------------------------------------------------------- roofline bound, records, plot
 
 
 def test_the_floor_is_the_longer_of_moving_and_multiplying():
     ceilings = Ceilings(bytes_per_second=1e12, flops_per_second=1e14, copy_bytes=1, side=1)
-    assert ceilings.floor_us(10**6, 10**6) == pytest.approx(1.0)
-    assert ceilings.floor_us(10**6, 10**9) == pytest.approx(10.0)
+    assert ceilings.bound_us(10**6, 10**6) == pytest.approx(1.0)
+    assert ceilings.bound_us(10**6, 10**9) == pytest.approx(10.0)
     measured = measure_ceilings(CPU)
     assert measured.bytes_per_second > 1e8 and measured.flops_per_second > 1e8
 
@@ -366,7 +369,7 @@ def test_the_floor_is_the_longer_of_moving_and_multiplying():
 @pytest.fixture(scope="module")
 def lines() -> list[dict[str, Any]]:
     cases = [KernelCase(SPARSE_DECODE, rows, "bf16", heads, 16, 64) for heads in (1, 2) for rows in (1, 2, 4)]
-    return kernel_lines(run(*cases, SMALL[CACHE_WRITE], rivals=[decode_rival()]), "the command")
+    return kernel_lines(run(*cases, SMALL[CACHE_WRITE], baselines=[decode_baseline()]), "the command")
 
 
 def test_a_line_says_what_ran_where_and_how(lines, tmp_path):
@@ -374,15 +377,15 @@ def test_a_line_says_what_ran_where_and_how(lines, tmp_path):
     append_lines(path, lines[:1])
     append_lines(path, lines[1:])
     assert read_lines(path) == json.loads(json.dumps(lines))
-    ours, rival = lines[0], lines[1]
-    assert (ours["name"], ours["role"], rival["name"], rival["role"]) == (
+    ours, baseline = lines[0], lines[1]
+    assert (ours["name"], ours["role"], baseline["name"], baseline["role"]) == (
         "reference.torch",
         "implementation",
         "other.v1",
-        "rival",
+        "baseline",
     )
     assert (ours["rows"], ours["heads"], ours["topk"], ours["layout"], ours["width"]) == (1, 1, 16, "bf16", 64)
-    assert len(ours["source_hash"]) == 64 and rival["source_hash"] is None
+    assert len(ours["source_hash"]) == 64 and baseline["source_hash"] is None
     assert ours["versions"]["torch"] == torch.__version__ and ours["driver"] is None
     assert ours["p10_us"] <= ours["median_us"] <= ours["p90_us"] and ours["runs"] == 2
     assert len({line["recorded"] for line in lines}) == 1
@@ -396,26 +399,18 @@ def test_a_file_of_something_else_is_refused(tmp_path):
             read_lines(path)
 
 
-def named(root: ElementTree.Element, tag: str) -> Iterator[ElementTree.Element]:
-    return root.iter(f"{{http://www.w3.org/2000/svg}}{tag}")
-
-
-def test_the_plot_shows_every_candidate_and_the_floor_in_every_panel(lines):
-    root = ElementTree.fromstring(plot_lines(lines))
-    texts = [each.text for each in named(root, "text")]
-    assert {"1 heads", "2 heads", "reference.torch", "other.v1", "floor"} <= set(texts)
-    assert len(list(named(root, "polyline"))) == 3 + 3 + 2, "two panels of decode with three lines, one of cache_write with two"
-    titles = [each.text for each in named(root, "title")]
-    assert sum(title.startswith("other.v1, 4 rows") for title in titles) == 2
-    width, height = float(root.get("width")), float(root.get("height"))
-    points = [tuple(map(float, p.split(","))) for each in named(root, "polyline") for p in each.get("points").split()]
-    assert all(0 <= x <= width and 0 <= y <= height for x, y in points)
-
-
-def test_the_plot_leaves_out_what_has_no_time(lines):
-    spoiled = [{**line, "median_us": None} if line["role"] == "rival" else line for line in lines]
-    assert "other.v1" not in plot_lines(spoiled)
-    assert "nothing was timed" in plot_lines([])
+def test_the_plot_shows_every_candidate_that_has_a_time(lines, tmp_path):
+    path = tmp_path / "times.svg"
+    spoiled = [{**line, "median_us": None} if line["role"] == "baseline" else line for line in lines]
+    for given, panels in ((lines, 3), (spoiled, 3)):
+        plot_lines(given, path)
+        assert ElementTree.parse(path).getroot().tag.endswith("svg")
+        text = path.read_text()
+        assert text.count("<!-- roofline bound -->") == panels, "two panels of decode, one of cache_write"
+        assert ("<!-- other.v1 -->" in text) == (given is lines)
+    for bad, to in (([], path), (lines, tmp_path / "times.nonsense")):
+        with pytest.raises(InvalidArgument, match="plot"):
+            plot_lines(bad, to)
 
 
 # ---------------------------------------------------------------------- the command
@@ -433,10 +428,10 @@ def command(*words: str, registry: Registry | None = None, code: int = 0):
 
 
 def test_the_command_prints_a_table_for_each_primitive_and_layout():
-    text = command("--no-rivals").stdout
+    text = command("--no-baselines").stdout
     for primitive in TIMED:
         assert str(primitive) in text
-    assert "B 3, S 1, H 2, K 16, N 64" in text and "reference.torch" in text and "best rival" in text
+    assert "B 3, S 1, H 2, K 16, N 64" in text and "reference.torch" in text and "best baseline" in text
     assert "ceilings  copy" in text
 
 
@@ -453,7 +448,7 @@ def test_the_command_writes_lines_and_a_plot(tmp_path):
 
 def test_the_command_fails_when_one_of_ours_is_wrong():
     spoiled = registry_with(("spoiled", Spoiled({"cache_write": WRONG["cache_write"]})), probe=False)
-    done = command("--primitive", "cache_write", "--no-rivals", registry=spoiled, code=1)
+    done = command("--primitive", "cache_write", "--no-baselines", registry=spoiled, code=1)
     assert "WRONG     cache_write fp8_ds_mla T 2" in done.stdout and "wrong" in done.stdout
 
 
@@ -481,7 +476,7 @@ def test_a_graph_holds_so_many_calls_and_keeps_what_they_read(monkeypatch):
     cuda.device.side_effect = cuda.stream.side_effect = cuda.graph.side_effect = lambda *args: nullcontext()
     gpu = Accelerator(torch.device("cuda", 0))
     gpu.module = cuda
-    monkeypatch.setattr(interleaved, "accelerator", lambda device: gpu)
+    monkeypatch.setattr(timing, "accelerator", lambda device: gpu)
 
     class Call:
         made = 0
@@ -490,7 +485,7 @@ def test_a_graph_holds_so_many_calls_and_keeps_what_they_read(monkeypatch):
             self.made += 1
 
     call = Call()
-    replay = interleaved.captured(call, torch.device("cuda", 0), calls=5)
+    replay = timing.captured(call, torch.device("cuda", 0), calls=5)
     assert call.made == 2 + 5
     alive = weakref.ref(call)
     del call

@@ -65,9 +65,9 @@ def line(name: str = "acme.v1", us: float | None = 50.0, **changes: Any) -> dict
         "rows": 64,
         "overlap": 0,
         "shape": "B 64, S 1, H 16, K 2048",
-        "floor_us": 20.0,
+        "bound_us": 20.0,
         "name": name,
-        "role": "implementation" if ours else "rival",
+        "role": "implementation" if ours else "baseline",
         "source_hash": HASH if ours else None,
         "wrong": [],
         "failure": "",
@@ -79,7 +79,7 @@ def line(name: str = "acme.v1", us: float | None = 50.0, **changes: Any) -> dict
     } | changes
 
 
-RIVALS = [line("other.slow", 90.0), line("other.fast", 80.0), line("other.wrong", None, wrong=["out[0]"])]
+BASELINES = [line("other.slow", 90.0), line("other.fast", 80.0), line("other.wrong", None, wrong=["out[0]"])]
 
 
 def records(*lines: dict[str, Any]) -> list[dict[str, Any]]:
@@ -102,8 +102,8 @@ CONFORMANCE = conformance(
 # ---------------------------------------------------------------------- evidence
 
 
-def test_a_time_beside_its_best_rival_is_evidence():
-    (record,) = records(line(), *RIVALS)
+def test_a_time_beside_its_best_baseline_is_evidence():
+    (record,) = records(line(), *BASELINES)
     assert problems_of(record, PROFILES) == []
     assert record["rival"] == {"name": "other.fast", "median_us": 80.0}
     assert record["floor"] == {"name": "copy at 4.3 TB/s, bf16 product at 790 TFLOP/s", "median_us": 20.0}
@@ -115,13 +115,13 @@ def test_a_time_beside_its_best_rival_is_evidence():
 @pytest.mark.parametrize(
     ("lines", "why"),
     [
-        ([line()], "no rival was timed in the same run"),
-        ([line(), line("other.fast", 80.0, recorded="2026-11-03T10:00:00Z")], "no rival was timed in the same run"),
-        ([line(), line("other.fast", 80.0, shape="B 4")], "no rival was timed in the same run"),
-        ([line(us=None, wrong=["out[0]: got 1"]), *RIVALS], "out[0]: got 1"),
-        ([line(us=None, failure="RuntimeError: no"), *RIVALS], "RuntimeError: no"),
-        ([line(source_hash=None), *RIVALS], "no sources"),
-        ([line(tuned=True), *RIVALS], "a table of the user's"),
+        ([line()], "no baseline was timed in the same run"),
+        ([line(), line("other.fast", 80.0, recorded="2026-11-03T10:00:00Z")], "no baseline was timed in the same run"),
+        ([line(), line("other.fast", 80.0, shape="B 4")], "no baseline was timed in the same run"),
+        ([line(us=None, wrong=["out[0]: got 1"]), *BASELINES], "out[0]: got 1"),
+        ([line(us=None, failure="RuntimeError: no"), *BASELINES], "RuntimeError: no"),
+        ([line(source_hash=None), *BASELINES], "no sources"),
+        ([line(tuned=True), *BASELINES], "a table of the user's"),
     ],
 )
 def test_what_is_no_evidence_is_left_out_with_the_reason(lines, why):
@@ -132,14 +132,14 @@ def test_what_is_no_evidence_is_left_out_with_the_reason(lines, why):
 
 def test_an_undeclared_implementation_and_an_unknown_device_are_refused():
     with pytest.raises(RecordError, match="no plugin here declares it"):
-        records(line("acme.v2"), *RIVALS)
+        records(line("acme.v2"), *BASELINES)
     elsewhere = {"name": "NVIDIA H201", "arch": "sm90", "vendor": "nvidia"}
     with pytest.raises(RecordError, match="no profile matches"):
-        records(*(each | {"device": elsewhere} for each in (line(), *RIVALS)))
+        records(*(each | {"device": elsewhere} for each in (line(), *BASELINES)))
 
 
 def test_a_benchmark_makes_a_cell_measured_beside_its_conformance_run():
-    made = records(line(), *RIVALS)
+    made = records(line(), *BASELINES)
 
     def state(*chosen: dict[str, Any]) -> str:
         cells = evaluate([claim()], evidence(*chosen), HASHES, PROFILES)
@@ -154,7 +154,7 @@ def test_a_benchmark_makes_a_cell_measured_beside_its_conformance_run():
 
 
 def test_the_newest_time_of_todays_sources_counts():
-    older, newer = records(line(), *RIVALS)[0], records(line(us=40.0), *RIVALS)[0] | {"recorded": "2026-11-05T00:00:00Z"}
+    older, newer = records(line(), *BASELINES)[0], records(line(us=40.0), *BASELINES)[0] | {"recorded": "2026-11-05T00:00:00Z"}
     (time,) = measured_times(evidence(older, newer), HASHES)
     assert time == MeasuredTime(
         "NVIDIA H200", "sparse_decode", "fp8_ds_mla", 16, 2048, 64, "acme.v1", us=40.0, recorded="2026-11-05", source_hash=HASH
@@ -296,7 +296,7 @@ def test_a_tie_is_said_where_it_decides():
     offered = [named("a.v1", 9.0), named("b.v1", 8.0), named("c.v1", 7.0)]
     found = {v.implementation: v.cost_source for v in decide(request(rows=1), offered, Policy(), costs=costs).verdicts}
     assert list(found) == ["b.v1", "a.v1", "c.v1"]
-    assert found["b.v1"].endswith("1: 101; tie within 3%, preference 8 decides;")
+    assert found["b.v1"].endswith("1: 101; tie within 3%, declared cost 8 decides;")
     assert "tie" in found["a.v1"] and "tie" not in found["c.v1"]
     alone = decide(request(rows=1), [offered[0], offered[2]], Policy(), costs=costs)
     assert not any("tie" in v.cost_source for v in alone.verdicts)
@@ -497,7 +497,7 @@ def test_the_script_turns_times_into_records(tmp_path):
     named_so = {"kind": KIND, "schema": SCHEMA}
     ours = line("reference.torch", 50.0, role="implementation", source_hash=HASH)
     path.write_text(
-        "".join(json.dumps(each | named_so) + "\n" for each in (ours, line("acme.v1", None, failure="no"), *RIVALS))
+        "".join(json.dumps(each | named_so) + "\n" for each in (ours, line("acme.v1", None, failure="no"), *BASELINES))
     )
     command = [sys.executable, "ci/record_evidence.py", "bench", str(path), "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

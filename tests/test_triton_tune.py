@@ -22,7 +22,7 @@ from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Prog
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
 from mla_portable.registry.tuned import TunedEntry, read_table, write_table
-from mla_portable.tools.bench.rivals import load_tunables
+from mla_portable.tools.bench.offers import load_tunables
 from mla_portable.tools.cli.app import app
 from mla_portable_triton import NAME, bind_attention
 from mla_portable_triton.aot import SHARED_MEMORY

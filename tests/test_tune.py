@@ -34,7 +34,7 @@ from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
 from mla_portable.registry.tuned import TunedConfigurations, TunedEntry, read_table, table_path, write_table
 from mla_portable.sources import source_hash
 from mla_portable.tools.bench.kernel_cases import KernelCase
-from mla_portable.tools.bench.rivals import Brought, load_tunables
+from mla_portable.tools.bench.offers import Brought, load_tunables
 from mla_portable.tools.bench.tune import Attempt, TuneResult, tune
 from mla_portable.tools.cli.app import app
 
@@ -59,7 +59,7 @@ CLOCK = Clock()
 
 @pytest.fixture(autouse=True)
 def times_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mla_portable.tools.bench.interleaved.time", CLOCK)
+    monkeypatch.setattr("mla_portable.tools.bench.timing.time", CLOCK)
 
 
 def bind(request: Request, configuration: Mapping[str, int]) -> BoundPrimitive:
@@ -147,7 +147,7 @@ def test_what_cannot_serve_or_was_not_asked_for_is_not_tuned():
     assert len(run(Plugin(), backends=["acme"])) == 1
 
 
-def test_tunables_are_loaded_like_rivals():
+def test_tunables_are_loaded_like_baselines():
     assert load_tunables([("acme", Plugin())]).found[0].implementation == NAME
     twice = load_tunables([("one", Plugin()), ("two", Plugin())])
     assert len(twice.found) == 1 and "already" in dict(twice.failures)["two"]
@@ -294,7 +294,7 @@ def test_where_the_table_is():
 def command(monkeypatch: pytest.MonkeyPatch, path: Path, *words: str, plugin: Plugin | None = None, code: int = 0) -> str:
     plugin = plugin or Plugin()
     monkeypatch.setenv("MLA_PORTABLE_TUNED", str(path))
-    monkeypatch.setattr("mla_portable.tools.bench.rivals.load_tunables", lambda: Brought((plugin.tunable,)))
+    monkeypatch.setattr("mla_portable.tools.bench.offers.load_tunables", lambda: Brought((plugin.tunable,)))
     registry: Registry = registry_with(("acme", plugin), probe=False)
     with serving(registry):
         done = CliRunner().invoke(app, ["tune", "--device", "cpu", "--heads", "2", "--rows", "1,3", "--repeat", "2", *words])

@@ -22,7 +22,7 @@ import torch
 from checkpoint import prompts
 from torch import Tensor
 
-from mla_portable.tools.bench.interleaved import captured
+from mla_portable.tools.bench.timing import captured
 
 __all__ = ["measure", "starting"]
 

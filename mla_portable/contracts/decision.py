@@ -115,7 +115,10 @@ class Decision:
         return "\n".join(lines)
 
     def text(self, *, all: bool = True) -> str:
-        """The decision for a person: chosen, by whom, every other candidate with all its reasons; or, in brief, the causes."""
+        """The decision for a person: chosen, by whom, every other candidate with all its reasons; or, in brief, the causes.
+
+        Candidates of another vendor get one line for each backend.
+        """
         head = f"{self.request.primitive}: {self.chosen or 'nothing can run it'} ({self.control})"
         return "\n".join([head, *(self._body() if all else self._brief())])
 
@@ -136,9 +139,17 @@ class Decision:
     def _body(self) -> list[str]:
         width = max([len(v.implementation) for v in self.verdicts] + [len(n) for n, _ in self.plugin_failures], default=0)
         lines = [f"  request   {self.request}"]
+        elsewhere: dict[tuple[str, str], int] = {}
         for v in self.verdicts:
+            vendor = next((str(r) for r in v.reasons if r.subject == "vendor"), None)
+            if vendor is not None:
+                of = v.implementation.partition(".")[0], vendor
+                elsewhere[of] = elsewhere.get(of, 0) + 1
+                continue
             state = "; ".join(map(str, v.reasons)) or ("chosen" if v.implementation == self.chosen else "can run")
             lines.append(f"  {v.implementation:<{width}}  {state} [{v.cost_source} cost {v.cost:g}]")
+        for (backend, vendor), count in elsewhere.items():
+            lines.append(f"  {backend:<{width}}  {vendor}: {count} implementation{'s'[: count > 1]}")
         lines += [f"  {name:<{width}}  plugin {why}" for name, why in self.plugin_failures]
         if not self.verdicts:
             lines.append("  no installed plugin offers this primitive")

@@ -2,7 +2,7 @@
 """The plugin API: all that a vendor's package needs to know of mla_portable.
 
 A plugin is an installed distribution with an entry point in the group `mla_portable.backends`, naming a module that
-implements one hook (two more, for the benchmark's rivals and for tuning, are optional):
+implements one hook (two more, for the benchmark's baselines and for tuning, are optional):
 
     from mla_portable.contracts import Implementation, Primitive, Registrar, Support, hookimpl
 
@@ -35,12 +35,12 @@ __all__ = [
     "ENTRY_POINT_GROUP",
     "PROJECT_NAME",
     "BackendSpec",
+    "Baseline",
+    "BaselineCall",
+    "BaselineRegistrar",
     "Detector",
     "Implementation",
     "Registrar",
-    "Rival",
-    "RivalCall",
-    "RivalRegistrar",
     "Tunable",
     "TunableRegistrar",
     "Variable",
@@ -163,11 +163,11 @@ class Registrar(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RivalCall:
-    """A rival made ready for one problem.
+class BaselineCall:
+    """A baseline made ready for one problem.
 
     Attributes:
-        run: does the work on arguments that already are as the rival wants them; timed, on a GPU by replaying a CUDA graph.
+        run: does the work on arguments that already are as the baseline wants them; timed, on a GPU by replaying a CUDA graph.
         result: what the latest `run` left, in the primitive's own meaning (base, infinities, head count); never timed.
     """
 
@@ -176,7 +176,7 @@ class RivalCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Rival:
+class Baseline:
     """Somebody else's way to do a primitive's work: timed by `mla-portable bench kernels`, never chosen to serve.
 
     Attributes:
@@ -189,12 +189,12 @@ class Rival:
     name: str
     primitive: Primitive
     reasons: Callable[[Request], Iterable[Reason]]
-    prepare: Callable[[Request, Mapping[str, Any]], RivalCall]
+    prepare: Callable[[Request, Mapping[str, Any]], BaselineCall]
     remark: str = ""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise PluginError(f"rival name {self.name!r}: expected '<owner>.<variant>' in lower case")
+            raise PluginError(f"baseline name {self.name!r}: expected '<owner>.<variant>' in lower case")
         if not isinstance(self.primitive, Primitive):
             raise PluginError(f"{self.name}: primitive {self.primitive!r} is not one of {', '.join(Primitive.all())}")
 
@@ -223,11 +223,11 @@ class TunableRegistrar(Protocol):
         ...
 
 
-class RivalRegistrar(Protocol):
-    """What the rivals' hook receives."""
+class BaselineRegistrar(Protocol):
+    """What the baselines' hook receives."""
 
-    def add(self, rival: Rival) -> None:
-        """Offer a rival. A second one of the same name and primitive is an error."""
+    def add(self, baseline: Baseline) -> None:
+        """Offer a baseline. A second one of the same name and primitive is an error."""
         ...
 
 
@@ -239,8 +239,8 @@ class BackendSpec:
         """Register every implementation (and detector) of a plugin. Called once per registry."""
 
     @hookspec
-    def mla_portable_register_rivals(self, registrar: RivalRegistrar) -> None:
-        """Bring rivals to the benchmark; optional. Called by the benchmark alone."""
+    def mla_portable_register_baselines(self, registrar: BaselineRegistrar) -> None:
+        """Bring baselines to the benchmark; optional. Called by the benchmark alone."""
 
     @hookspec
     def mla_portable_register_tunables(self, registrar: TunableRegistrar) -> None:

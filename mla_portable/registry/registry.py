@@ -82,7 +82,7 @@ class Registry:
                 here declarations alone decide: neither `check` nor a probe looks at the machine that is.
             policy: instead of environment and policy file. environ: instead of os.environ; names the tuning table too.
             probe: False trusts `check` and computes nothing.
-            costs: measured costs, which rank before declared preferences; None where only these count. "measured" for the
+            costs: measured costs, which rank before declared costs; None where only these count. "measured" for the
                 times that plugins bring.
         A broken plugin or policy does not raise here: `plugin_reports` tells of the one, every choice raises the other.
         """
@@ -126,7 +126,7 @@ class Registry:
         self._machine.renew_lock()
 
     def implementations(self, primitive: Primitive | None = None) -> tuple[Implementation, ...]:
-        """All that loaded plugins offer (for one primitive), by primitive, declared preference and name."""
+        """All that loaded plugins offer (for one primitive), by primitive, declared cost and name."""
         return tuple(i for i in self._implementations if primitive is None or i.primitive is primitive)
 
     @property

@@ -87,9 +87,9 @@ def decide(
         policy: what users demand; its names are known to be right.
         check, probe: what the machine says of an implementation; None on a device that is not at hand.
         thorough: examine every candidate, for an explanation, instead of stopping at the first that can run.
-        costs: measured costs. An implementation that has none ranks by its declared preference, behind all that have one.
+        costs: measured costs. An implementation that has none ranks by its declared cost, behind all that have one.
         plugin_failures: (plugin, what became of it), handed through to the decision.
-    Returns: the first candidate without a reason, by `cost_rank`, then declared preference, then name; among the forced ones
+    Returns: the first candidate without a reason, by `cost_rank`, then declared cost, then name; among the forced ones
         when a backend is forced. When nothing can run, `chosen` is None and every candidate that fits the device was checked.
         An automatic choice gives an accelerator to the reference only where no other candidate fits the device.
     """
@@ -161,10 +161,10 @@ def _rank(candidate: _Candidate, least: float) -> tuple[tuple[bool, float], floa
 
 
 def _tell_ties(candidates: Sequence[_Candidate], least: float) -> None:
-    """Say it where declared preferences decide among measured costs."""
+    """Say it where declared costs decide among measured costs."""
     tied = [c for c in candidates if c.measured and cost_rank(True, c.cost, least) == (False, least)]
     for candidate in tied if len(tied) > 1 else ():
-        candidate.cost_source += f" tie within {_TIE - 1:.0%}, preference {candidate.implementation.preference:g} decides;"
+        candidate.cost_source += f" tie within {_TIE - 1:.0%}, declared cost {candidate.implementation.preference:g} decides;"
 
 
 def _meets(rule: Rule, implementation: Implementation) -> bool:

@@ -40,9 +40,8 @@ from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.reference import oracle
 from mla_portable.registry import get_registry
-from mla_portable.tools.bench.interleaved import captured
 from mla_portable.tools.bench.kernel_machine import driver_version
-from mla_portable.tools.bench.timing import measure
+from mla_portable.tools.bench.timing import captured, measure
 from mla_portable.tools.conformance import run_suite
 from mla_portable_nvidia.attention import bind_sparse_decode, bind_sparse_prefill
 from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, find_kernel

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidate: one way to do a case's work, ours or a rival's, with all that is prepared once outside of the timing."""
+"""Candidate: one way to do a case's work, ours or a baseline's, with all that is prepared once outside of the timing."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy as np
 import torch
 
 from mla_portable.contracts import (
+    Baseline,
     Batch,
     BoundPrimitive,
     DecodeSchedule,
     Implementation,
     Reason,
     Request,
-    Rival,
 )
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry import Registry
 from mla_portable.tools.bench.kernel_problems import Problem
 
-__all__ = ["Candidate", "Refusal", "decode_schedule", "our_candidates", "prepared", "rival_candidates"]
+__all__ = ["Candidate", "Refusal", "baseline_candidates", "decode_schedule", "our_candidates", "prepared"]
 
 _CONTEXT: Final = 1
 """Tokens a planned request has in the cache: a schedule of decode depends on topk, not on that."""
@@ -36,8 +36,8 @@ class Candidate:
     """A way to do the work.
 
     Attributes:
-        name: of the implementation or the rival. implementation: None for a rival. remark: see `Rival`.
-        prepare: makes (run, result) for the problem: see `RivalCall`. May compile and allocate.
+        name: of the implementation or the baseline. implementation: None for a baseline. remark: see `Baseline`.
+        prepare: makes (run, result) for the problem: see `BaselineCall`. May compile and allocate.
     """
 
     name: str
@@ -144,24 +144,24 @@ def _planner_config(
     )
 
 
-def rival_candidates(problem: Problem, rivals: Iterable[Rival]) -> tuple[list[Candidate], list[Refusal]]:
-    """Every rival of the primitive; what has reasons against it is refused."""
+def baseline_candidates(problem: Problem, baselines: Iterable[Baseline]) -> tuple[list[Candidate], list[Refusal]]:
+    """Every baseline of the primitive; what has reasons against it is refused."""
     found: list[Candidate] = []
     refused: list[Refusal] = []
-    for rival in rivals:
-        if rival.primitive is not problem.request.primitive:
+    for baseline in baselines:
+        if baseline.primitive is not problem.request.primitive:
             continue
-        reasons = tuple(rival.reasons(problem.request))
+        reasons = tuple(baseline.reasons(problem.request))
         if reasons:
-            refused.append(Refusal(rival.name, reasons))
+            refused.append(Refusal(baseline.name, reasons))
         else:
-            found.append(_theirs(problem, rival))
+            found.append(_theirs(problem, baseline))
     return found, refused
 
 
-def _theirs(problem: Problem, rival: Rival) -> Candidate:
+def _theirs(problem: Problem, baseline: Baseline) -> Candidate:
     def prepare() -> tuple[Callable[[], object], Callable[[], Any]]:
-        call = rival.prepare(problem.request, problem.arguments)
+        call = baseline.prepare(problem.request, problem.arguments)
         return call.run, call.result
 
-    return Candidate(rival.name, None, rival.remark, prepare)
+    return Candidate(baseline.name, None, baseline.remark, prepare)

@@ -35,7 +35,7 @@ from mla_portable.contracts import (
 )
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry import Registry
-from mla_portable.tools.bench.timing import quantile
+from mla_portable.tools.bench.timing import quantiles
 
 __all__ = ["DispatchRow", "measure_dispatch"]
 
@@ -135,19 +135,10 @@ def measure_dispatch(device: torch.device | str = "cpu", *, batches: int = 201, 
     }
     with serving(registry):
         samples = _sample([call for _, call in ways.values()], batches, calls)
-    medians = {name: quantile(times, 0.5) for name, times in zip(ways, samples, strict=True)}
+    figures = {name: quantiles(times) for name, times in zip(ways, samples, strict=True)}
     return tuple(
-        DispatchRow(
-            call=name,
-            median_ns=medians[name],
-            p10_ns=quantile(times, 0.1),
-            p90_ns=quantile(times, 0.9),
-            over=over,
-            over_ns=None if over is None else medians[name] - medians[over],
-            batches=batches,
-            calls=calls,
-        )
-        for (name, (over, _)), times in zip(ways.items(), samples, strict=True)
+        DispatchRow(name, *figures[name], over, None if over is None else figures[name][0] - figures[over][0], batches, calls)
+        for name, (over, _) in ways.items()
     )
 
 

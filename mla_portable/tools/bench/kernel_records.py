@@ -18,7 +18,7 @@ from mla_portable.tools.bench.kernels import CaseTimes, KernelReport, KernelTime
 __all__ = ["KIND", "append_lines", "kernel_lines", "read_lines"]
 
 KIND: Final = "kernel_time"
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 
 
 def kernel_lines(report: KernelReport, command: str) -> list[dict[str, Any]]:
@@ -56,7 +56,7 @@ def _of_case(times: CaseTimes) -> dict[str, Any]:
         "shape": case.shape,
         "bytes": times.bytes_moved,
         "flops": times.flops,
-        "floor_us": times.floor_us,
+        "bound_us": times.bound_us,
     }
 
 
@@ -75,7 +75,7 @@ def _of_candidate(each: KernelTime, arch: str) -> dict[str, Any]:
         }
     return {
         "name": each.name,
-        "role": "rival" if implementation is None else "implementation",
+        "role": "baseline" if implementation is None else "implementation",
         "source_hash": source_hash(sources, arch) if sources else None,
         "remark": each.remark,
         "errors": {quantity: _finite(error) for quantity, error in each.errors.items()},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time every implementation of a primitive, and its rivals, on the same problems, in turns; judge each result first.
+"""Time every implementation of a primitive, and its baselines, on the same problems, in turns; judge each result first.
 
 A result that is wrong gets no time. On a GPU every candidate is one graph, captured once per case and replayed with a
 cold last-level cache; what is judged is what the graph wrote into poisoned memory.
@@ -13,17 +13,15 @@ from typing import Any, Final
 
 import torch
 
-from mla_portable.accelerator import accelerator
-from mla_portable.contracts import DeviceFacts, Implementation, Rival
+from mla_portable.contracts import Baseline, DeviceFacts, Implementation
 from mla_portable.registry import Registry
 from mla_portable.registry.plugins import first_line
-from mla_portable.tools.bench.candidates import Candidate, Refusal, our_candidates, rival_candidates
-from mla_portable.tools.bench.floors import Ceilings, measure_ceilings
-from mla_portable.tools.bench.interleaved import captured, measure_in_turns
+from mla_portable.tools.bench.candidates import Candidate, Refusal, baseline_candidates, our_candidates
 from mla_portable.tools.bench.kernel_cases import KernelCase
 from mla_portable.tools.bench.kernel_machine import MachineState, machine_state
 from mla_portable.tools.bench.kernel_problems import Problem, Workshop
-from mla_portable.tools.bench.timing import Timing
+from mla_portable.tools.bench.roofline import Ceilings, measure_ceilings
+from mla_portable.tools.bench.timing import Timing, captured, measure_in_turns
 
 __all__ = ["CaseTimes", "KernelReport", "KernelTime", "time_candidates", "time_kernels"]
 
@@ -38,7 +36,7 @@ class KernelTime:
     """One candidate on one case.
 
     Attributes:
-        implementation: None for a rival. timing: None where the result is wrong or the run failed.
+        implementation: None for a baseline. timing: None where the result is wrong or the run failed.
         errors: quantity -> error as the tolerance table measures it. wrong: what is beyond tolerance, in words.
         failure: what the run raised, "" when it did not.
     """
@@ -62,24 +60,24 @@ class KernelTime:
 
 @dataclass(frozen=True, slots=True)
 class CaseTimes:
-    """All candidates on one case. floor_us: what no kernel can undercut. refused: ways that cannot do it, with reasons."""
+    """All candidates on one case. bound_us: the roofline bound. refused: ways that cannot do it, with reasons."""
 
     case: KernelCase
-    floor_us: float
+    bound_us: float
     bytes_moved: int
     flops: int
     times: tuple[KernelTime, ...]
     refused: tuple[Refusal, ...]
 
     @property
-    def best_rival_us(self) -> float | None:
-        """Of the fastest rival, None where none has a time."""
+    def best_baseline_us(self) -> float | None:
+        """Of the fastest baseline, None where none has a time."""
         return min((each.median_us for each in self.times if each.median_us and each.implementation is None), default=None)
 
     def lead_of(self, each: KernelTime) -> float | None:
-        """The best rival's time over that of one of ours: above 1 where ours is faster; None where either has no time."""
-        rival = self.best_rival_us
-        return None if rival is None or not each.median_us or each.implementation is None else rival / each.median_us
+        """The best baseline's time over that of one of ours: above 1 where ours is faster; None where either has no time."""
+        baseline = self.best_baseline_us
+        return None if baseline is None or not each.median_us or each.implementation is None else baseline / each.median_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ class KernelReport:
         return any(each.ok for each in ours) and all(each.ok for each in ours)
 
     def defects(self) -> list[str]:
-        """A line on each candidate that is wrong or failed, rivals included."""
+        """A line on each candidate that is wrong or failed, baselines included."""
         return [
             f"{case.case}  {each.name}: {each.failure or '; '.join(each.wrong)}"
             for case in self.cases
@@ -112,7 +110,7 @@ def time_kernels(
     *,
     device: torch.device,
     registry: Registry,
-    rivals: Sequence[Rival] = (),
+    baselines: Sequence[Baseline] = (),
     backends: Collection[str] = (),
     repeat: int = 30,
     check_rows: int = 4,
@@ -122,7 +120,7 @@ def time_kernels(
     """Run the cases one after the other; they share caches, so that a sweep costs little beside its kernels.
 
     Args:
-        backends: only these backends or implementations; empty means all that can. rivals: beside them.
+        backends: only these backends or implementations; empty means all that can. baselines: beside them.
         repeat: timed runs of each candidate. check_rows: attention rows that the oracle judges.
     Raises: errors that leave the device unusable. Any other failure of a candidate is noted beside its name.
     """
@@ -135,7 +133,7 @@ def time_kernels(
         for number, case in enumerate(cases):
             if progress is not None:
                 progress(str(case), number, len(cases))
-            found.append(_time_case(workshop.make(case), device, registry, rivals, backends, repeat, ceilings))
+            found.append(_time_case(workshop.make(case), device, registry, baselines, backends, repeat, ceilings))
     return KernelReport(facts, machine, ceilings, tuple(found))
 
 
@@ -143,16 +141,16 @@ def _time_case(
     problem: Problem,
     device: torch.device,
     registry: Registry,
-    rivals: Sequence[Rival],
+    baselines: Sequence[Baseline],
     backends: Collection[str],
     repeat: int,
     ceilings: Ceilings,
 ) -> CaseTimes:
     ours, refused = our_candidates(problem, registry, device, backends)
-    theirs, refused_rivals = rival_candidates(problem, rivals)
+    theirs, refused_baselines = baseline_candidates(problem, baselines)
     times = time_candidates(problem, (*ours, *theirs), device=device, repeat=repeat)
-    floor = ceilings.floor_us(problem.bytes_moved, problem.flops)
-    return CaseTimes(problem.case, floor, problem.bytes_moved, problem.flops, times, (*refused, *refused_rivals))
+    bound = ceilings.bound_us(problem.bytes_moved, problem.flops)
+    return CaseTimes(problem.case, bound, problem.bytes_moved, problem.flops, times, (*refused, *refused_baselines))
 
 
 def time_candidates(

@@ -18,7 +18,7 @@ import torch
 from mla_portable.accelerator import accelerator
 from mla_portable.contracts import Batch, InvalidArgument
 from mla_portable.planner import Planner, PlannerConfig
-from mla_portable.tools.bench.timing import quantile
+from mla_portable.tools.bench.timing import quantiles
 
 __all__ = ["PLAN_CASES", "PlanCase", "PlanTiming", "time_plans"]
 
@@ -133,16 +133,17 @@ def _time_case(planner: Planner, case: PlanCase, repeat: int, warmup: int) -> Pl
         _synchronize(planner.device)
         landed.append((time.perf_counter() - start) * 1e6)
         on_host.append((returned - start) * 1e6)
+    median_us, p10_us, p90_us = quantiles(on_host)
     return PlanTiming(
         case=case.name,
         route=planner.config.route,
         device=str(planner.device),
         num_reqs=case.num_reqs,
         num_tokens=case.num_tokens,
-        median_us=quantile(on_host, 0.5),
-        p10_us=quantile(on_host, 0.1),
-        p90_us=quantile(on_host, 0.9),
-        landed_us=None if planner.device.type == "cpu" else quantile(landed, 0.5),
+        median_us=median_us,
+        p10_us=p10_us,
+        p90_us=p90_us,
+        landed_us=None if planner.device.type == "cpu" else quantiles(landed)[0],
         copies_per_plan=(planner.num_copies - copies) / repeat,
         n=repeat,
     )

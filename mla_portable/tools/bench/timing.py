@@ -1,26 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timing: the median duration of a call, by device events on a GPU and by `time.perf_counter` on a CPU."""
+"""Timing: the median duration of calls, by device events on a GPU and by `time.perf_counter` on a CPU.
+
+Several calls are timed in turns, so that a clock that changes or a busy moment strikes all of them.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Final, TypeVar
 
+import numpy as np
 import torch
 
 from mla_portable.accelerator import Accelerator, accelerator
 from mla_portable.contracts import InvalidArgument
 
-__all__ = ["Timing", "flush_buffer", "measure", "quantile", "recorded", "run_and_measure", "summary"]
+__all__ = ["Timing", "captured", "measure", "measure_in_turns", "quantiles", "run_and_measure"]
 
 T = TypeVar("T")
 
-_FLUSH_FACTOR = 4
+_FLUSH_FACTOR: Final = 4
 """The buffer that is overwritten between runs, in units of the last-level cache: LRU-like caches keep nothing older."""
-_FLUSH_FALLBACK_BYTES = 256 << 20
+_FLUSH_FALLBACK_BYTES: Final = 256 << 20
 """Where torch does not know the cache's size."""
+_LEAD: Final = 16
+"""Cache flushes that are queued after a look, so that the host never falls behind the device."""
+_ROUNDS_PER_LOOK: Final = 10
+"""Rounds between two looks at the clock, where a round is short."""
+_LONG_ROUND: Final = 0.05
+"""Seconds of the first round from which on the clock is looked at after each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +64,10 @@ def measure(
     flush_l2: bool = True,
     max_seconds: float | None = None,
 ) -> Timing:
-    """Time `call` on `device`.
-
-    On a GPU each run lies between two events on the current stream; the cache flush in front of it keeps the device busy
-    while the host prepares the run, so a short kernel is not charged with the host's launch. All events are read after the
-    last run: there is one synchronisation in all, one per run where `max_seconds` bounds the time.
+    """Time `call` on `device`, its result dropped.
 
     Args:
-        call: what to time; its result is dropped. repeat: timed runs, at least 1. warmup: runs before them.
-        flush_l2: overwrite the last-level cache before each run (GPU only).
+        repeat: timed runs, at least 1. warmup: runs before them. flush_l2: see `measure_in_turns`.
         max_seconds: stop early once the timed runs took this long; at least one run is always made.
     Raises: InvalidArgument for repeat < 1 or warmup < 0; whatever `call` raises.
     """
@@ -71,11 +77,7 @@ def measure(
         raise InvalidArgument("measure", "warmup", got=warmup, expected="0 or more")
     for _ in range(warmup):
         call()
-    if device.type == "cpu":
-        samples = _host_samples(call, repeat, max_seconds)
-        return summary(samples, clock="perf_counter", cold_l2=False)
-    samples = _event_samples(call, device, repeat, flush_l2, max_seconds)
-    return summary(samples, clock="device events", cold_l2=flush_l2)
+    return measure_in_turns([call], device=device, repeat=repeat, max_seconds=max_seconds, flush_l2=flush_l2)[0]
 
 
 def run_and_measure(
@@ -90,64 +92,112 @@ def run_and_measure(
     result = call()
     seconds = time.perf_counter() - begin
     if device.type == "cpu" and max_seconds is not None and seconds > max_seconds:
-        return result, summary([seconds * 1e3], clock="perf_counter", cold_l2=False)
+        return result, _host_timing([seconds * 1e3])
     return result, measure(call, device=device, repeat=repeat, warmup=0, max_seconds=max_seconds)
 
 
-def quantile(samples: list[float], fraction: float) -> float:
-    """The value below which `fraction` of the samples lie, linear between neighbours. samples: not empty."""
-    ordered = sorted(samples)
-    position = fraction * (len(ordered) - 1)
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+def measure_in_turns(
+    calls: Sequence[Callable[[], object]],
+    *,
+    device: torch.device,
+    repeat: int,
+    max_seconds: float | None = None,
+    flush_l2: bool = True,
+) -> list[Timing]:
+    """A Timing for each call; every round runs each once.
+
+    On a GPU each run lies between two events on the current stream. The cache flush in front of it keeps the device busy
+    while the host prepares the run, so a short kernel is not charged with the host's launch. Events are read after the
+    last run.
+
+    Args:
+        calls: each was run once before. repeat: rounds at most. max_seconds: end after the round that passes it.
+        flush_l2: overwrite the last-level cache before each run (GPU only).
+    """
+    if device.type == "cpu":
+        return [_host_timing(samples) for samples in _on_the_host(calls, repeat, max_seconds)]
+    where = accelerator(device)
+    with where.guard():
+        samples = _on_the_device(calls, where, repeat, max_seconds, flush_l2)
+    return [_timing(each, clock="device events", cold_l2=flush_l2) for each in samples]
 
 
-def summary(samples: list[float], *, clock: str, cold_l2: bool) -> Timing:
+def captured(call: Callable[[], object], device: torch.device, *, calls: int = 1) -> Callable[[], object]:
+    """A call that replays `calls` calls from one graph; two eager ones come first, which compile and allocate.
+
+    What the captured run allocates belongs to the graph: it lives as long as the returned call, at the same addresses.
+    Raises: whatever `call` raises, under capture too.
+    """
+    where = accelerator(device)
+    with where.guard():
+        with where.side_stream():
+            call()
+            call()
+        where.synchronize()
+        graph = where.graph()
+        with where.capture(graph):
+            for _ in range(calls):
+                call()
+    # what the call reads (a schedule, say) may be known to the call alone, and has to live as long as the graph
+    return partial(_replay, graph, call)
+
+
+def _replay(graph: Any, _kept: Callable[[], object]) -> None:
+    graph.replay()
+
+
+def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """Median, 10th and 90th percentile, linear between neighbours. samples: not empty."""
+    median, p10, p90 = np.quantile(samples, (0.5, 0.1, 0.9)).tolist()
+    return median, p10, p90
+
+
+def _timing(samples: Sequence[float], *, clock: str, cold_l2: bool) -> Timing:
     """The Timing of samples in milliseconds, not empty."""
-    return Timing(
-        median_ms=quantile(samples, 0.5),
-        p10_ms=quantile(samples, 0.1),
-        p90_ms=quantile(samples, 0.9),
-        n=len(samples),
-        clock=clock,
-        cold_l2=cold_l2,
-    )
+    return Timing(*quantiles(samples), n=len(samples), clock=clock, cold_l2=cold_l2)
 
 
-def _host_samples(call: Callable[[], object], repeat: int, max_seconds: float | None) -> list[float]:
-    samples: list[float] = []
+def _host_timing(samples: Sequence[float]) -> Timing:
+    return _timing(samples, clock="perf_counter", cold_l2=False)
+
+
+def _on_the_host(calls: Sequence[Callable[[], object]], repeat: int, max_seconds: float | None) -> list[list[float]]:
+    samples: list[list[float]] = [[] for _ in calls]
     first = time.perf_counter()
     for _ in range(repeat):
-        start = time.perf_counter()
-        call()
-        stop = time.perf_counter()
-        samples.append((stop - start) * 1e3)
-        if max_seconds is not None and stop - first > max_seconds:
+        for call, times in zip(calls, samples, strict=True):
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e3)
+        if max_seconds is not None and time.perf_counter() - first > max_seconds:
             break
     return samples
 
 
-def _event_samples(
-    call: Callable[[], object], device: torch.device, repeat: int, flush_l2: bool, max_seconds: float | None
-) -> list[float]:
-    where = accelerator(device)
-    with where.guard():
-        flush = flush_buffer(device) if flush_l2 else torch.empty(0, dtype=torch.int8, device=device)
-        pairs: list[tuple[Any, Any]] = []
-        where.synchronize()
-        first = time.perf_counter()
-        for _ in range(repeat):
-            pairs.append(recorded(call, flush, where))
-            if max_seconds is not None:
-                where.synchronize()
-                if time.perf_counter() - first > max_seconds:
-                    break
-        where.synchronize()
-        return [start.elapsed_time(stop) for start, stop in pairs]
+def _on_the_device(
+    calls: Sequence[Callable[[], object]], where: Accelerator, repeat: int, max_seconds: float | None, flush_l2: bool
+) -> list[list[float]]:
+    flush = _flush_buffer(where) if flush_l2 else torch.empty(0, dtype=torch.int8, device=where.device)
+    pairs: list[list[tuple[Any, Any]]] = [[] for _ in calls]
+    rounds_per_look = 1
+    first = time.perf_counter()
+    for done in range(repeat):
+        if done % rounds_per_look == 0:
+            where.synchronize()
+            spent = time.perf_counter() - first
+            if done and max_seconds is not None and spent > max_seconds:
+                break
+            if done == 1 and spent < _LONG_ROUND:
+                rounds_per_look = _ROUNDS_PER_LOOK
+            for _ in range(_LEAD):
+                flush.zero_()
+        for call, events in zip(calls, pairs, strict=True):
+            events.append(_recorded(call, flush, where))
+    where.synchronize()
+    return [[start.elapsed_time(stop) for start, stop in events] for events in pairs]
 
 
-def recorded(call: Callable[[], object], flush: torch.Tensor, where: Accelerator) -> tuple[Any, Any]:
+def _recorded(call: Callable[[], object], flush: torch.Tensor, where: Accelerator) -> tuple[Any, Any]:
     """Call it on the current stream, behind the overwriting of `flush`; the events around it, which may not have passed yet."""
     start, stop = where.event(timing=True), where.event(timing=True)
     flush.zero_()
@@ -157,7 +207,7 @@ def recorded(call: Callable[[], object], flush: torch.Tensor, where: Accelerator
     return start, stop
 
 
-def flush_buffer(device: torch.device) -> torch.Tensor:
+def _flush_buffer(where: Accelerator) -> torch.Tensor:
     """Bytes whose overwriting leaves nothing else in the last-level cache of a GPU."""
-    known: int = getattr(accelerator(device).properties(), "L2_cache_size", 0)
-    return torch.empty(_FLUSH_FACTOR * known or _FLUSH_FALLBACK_BYTES, dtype=torch.int8, device=device)
+    known: int = getattr(where.properties(), "L2_cache_size", 0)
+    return torch.empty(_FLUSH_FACTOR * known or _FLUSH_FALLBACK_BYTES, dtype=torch.int8, device=where.device)

@@ -12,10 +12,10 @@ from mla_portable.tools.cli.bench import bench
 from mla_portable.tools.cli.conform import conform
 from mla_portable.tools.cli.doctor import doctor
 from mla_portable.tools.cli.explain import explain
+from mla_portable.tools.cli.kernels import tune
 from mla_portable.tools.cli.matrix import matrix
 from mla_portable.tools.cli.output import close_stdout
-from mla_portable.tools.cli.run import run
-from mla_portable.tools.cli.tune import tune
+from mla_portable.tools.cli.step import run
 
 __all__ = ["app", "main"]
 

@@ -8,37 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mla_portable.tools.cli.bench_kernels import kernels
+from mla_portable.tools.cli.kernels import kernels
 from mla_portable.tools.cli.options import DeviceOption, JsonOption, resolve_device
-from mla_portable.tools.cli.output import EXIT_FAILED, command, table
-from mla_portable.tools.cli.step_options import (
-    BlockSizeOption,
-    CheckRowsOption,
-    ContextOption,
-    DecodeQueryLenOption,
-    DecodesOption,
-    DemandOption,
-    HeadsOption,
-    KvLayoutOption,
-    PrefillsOption,
-    PrefillTokensOption,
-    RouteOption,
-    ScaleFormatOption,
-    SeedOption,
-    TopkOption,
-    chosen_step,
-)
-from mla_portable.tools.cli.words import step_headlines
+from mla_portable.tools.cli.output import command, table
+from mla_portable.tools.cli.step import bench_step
 
 if TYPE_CHECKING:
     from mla_portable.contracts import DeviceFacts, ScheduleKind
     from mla_portable.planner import PlannerConfig
-    from mla_portable.tools.bench.step import StepReport
 
 __all__ = ["bench"]
 
 bench = typer.Typer(no_args_is_help=True, help="Measure what kernels, planning, dispatch and a step cost on this machine.")
 bench.command()(kernels)
+bench.command("step")(bench_step)
 
 
 @bench.command()
@@ -140,70 +123,6 @@ def dispatch(
         ]
         headings = ["call", "median us", "p10 us", "p90 us", "adds us", "n"]
         output.show(f"device  {where}", table("Host time of one call", headings, cells, numbers=headings[1:4]))
-
-
-@bench.command()
-def step(
-    device: DeviceOption = None,
-    backend: DemandOption = None,
-    route: RouteOption = "auto",
-    heads: HeadsOption = None,
-    topk: TopkOption = None,
-    decodes: DecodesOption = None,
-    query_len: DecodeQueryLenOption = None,
-    prefills: PrefillsOption = None,
-    prefill_tokens: PrefillTokensOption = None,
-    context: ContextOption = None,
-    block_size: BlockSizeOption = None,
-    kv_layout: KvLayoutOption = None,
-    scale_format: ScaleFormatOption = None,
-    seed: SeedOption = None,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each part.")] = 30,
-    check_rows: CheckRowsOption = 16,
-    as_json: JsonOption = False,
-) -> None:
-    """Time every primitive of a step, with no bound on the time that takes. Exit code 1 when a result is wrong."""
-    with command(as_json=as_json) as output:
-        report = chosen_step(
-            output,
-            device=device,
-            backend=backend,
-            route=route,
-            repeat=repeat,
-            check_rows=check_rows,
-            num_heads=heads,
-            topk=topk,
-            decodes=decodes,
-            decode_query_len=query_len,
-            prefills=prefills,
-            prefill_tokens=prefill_tokens,
-            context=context,
-            block_size=block_size,
-            kv_layout=kv_layout,
-            scale_format=scale_format,
-            seed=seed,
-        )
-        if as_json:
-            output.document({"command": "bench step", **report.as_dict()})
-        else:
-            headings = ["what", "served by", "shape", "median ms", "p10 ms", "p90 ms", "n"]
-            output.show(*step_headlines(report), table("", headings, _timings(report), numbers=headings[3:]))
-            output.show(*(f"WRONG  {line}" for line in report.failures()))
-        if not report.ok:
-            raise typer.Exit(EXIT_FAILED)
-
-
-def _timings(report: StepReport) -> list[list[str]]:
-    parts = [
-        *((result.name, result.implementation or "none", result.shape, result.timing) for result in report.primitives),
-        ("the whole step", f"route {report.route}", f"T {report.shape.num_tokens}", report.forward),
-        ("planning the step", "", f"R {report.shape.num_reqs}", report.plan),
-    ]
-    return [
-        [name, who, shape, f"{t.median_ms:.4f}", f"{t.p10_ms:.4f}", f"{t.p90_ms:.4f}", str(t.n)]
-        for name, who, shape, t in parts
-        if t is not None
-    ]
 
 
 def _fields(config: PlannerConfig) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -124,9 +125,17 @@ def _implementations(diagnosis: Diagnosis) -> RenderableType:
             chosen.get((each.primitive, each.implementation), ""),
         ]
         for each in diagnosis.examined
+        if not _of_another_vendor(each)
     ]
+    others = Counter(each.implementation.partition(".")[0] for each in diagnosis.examined if _of_another_vendor(each))
+    note = "for another vendor's devices; --json lists them"
+    rows += [["", f"{count} of {backend}", "", note, "", ""] for backend, count in others.items()]
     headings = ["primitive", "implementation", "cost", f"on {diagnosis.device}", "probe", "selected by"]
     return table("Implementations", headings, rows, numbers=["cost"])
+
+
+def _of_another_vendor(each: Examined) -> bool:
+    return any(reason.subject == "vendor" for reason in each.reasons)
 
 
 def _probe(each: Examined) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mla_portable.tools.cli.words import for_other_devices
+from mla_portable.tools.cli.output import for_other_devices
 
 if TYPE_CHECKING:
     from mla_portable.attention import RouteDecision
@@ -86,18 +86,18 @@ class Elsewhere:
         if isinstance(decision, Decision):
             return self._one(decision, states)
         document = decision.as_dict()
-        for told, verdict in zip(document["routes"], decision.verdicts, strict=True):
-            told["can_run"] = None if verdict.can_run else False
-            told["parts"] = [
-                {**part, **self._one(each.decision, states)} for part, each in zip(told["parts"], verdict.parts, strict=True)
+        for entry, verdict in zip(document["routes"], decision.verdicts, strict=True):
+            entry["can_run"] = None if verdict.can_run else False
+            entry["parts"] = [
+                {**part, **self._one(each.decision, states)} for part, each in zip(entry["parts"], verdict.parts, strict=True)
             ]
         return {**document, "checked": False}
 
     def _one(self, decision: Decision, states: _State) -> dict[str, Any]:
         document = decision.as_dict()
-        for told, verdict in zip(document["candidates"], decision.verdicts, strict=True):
-            told["can_run"] = None if verdict.can_run else False
-            told["matrix"] = _state(states, decision, verdict.implementation)
+        for entry, verdict in zip(document["candidates"], decision.verdicts, strict=True):
+            entry["can_run"] = None if verdict.can_run else False
+            entry["matrix"] = _state(states, decision, verdict.implementation)
         return {**document, "checked": False}
 
     def text(self, decision: Decision | RouteDecision) -> str:
@@ -139,7 +139,7 @@ def _state(states: _State, decision: Decision, implementation: str) -> str | Non
 
 
 def _lines(decision: Decision, states: _State) -> list[str]:
-    shown = [verdict for verdict in decision.verdicts if not for_other_devices(verdict)]
+    shown = [verdict for verdict in decision.verdicts if not for_other_devices(verdict.reasons)]
     width = max((len(verdict.implementation) for verdict in shown), default=0)
     lines = [
         f"{decision.request.primitive}: {decision.chosen} would be tried first ({decision.control})",

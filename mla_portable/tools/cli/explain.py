@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mla_portable.tools.cli.elsewhere import find_profile
-from mla_portable.tools.cli.options import BackendOption, JsonOption, primitive_named, resolve_device
+from mla_portable.tools.cli.options import BackendOption, JsonOption, primitive_named, resolve_device, with_options
 from mla_portable.tools.cli.output import EXIT_FAILED, EXIT_OK, command
 
 if TYPE_CHECKING:
@@ -61,6 +61,48 @@ _MAX_NUM_TOKENS, _MAX_MODEL_LEN = 8192, 163_840
 """Of a step, by vLLM's default; of a sequence, DeepSeek-V3.2's. They size the workspace."""
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a request says of a call, by the names of Request's fields; None for the default."""
+
+    num_heads: Annotated[int | None, typer.Option("--heads", min=1, help="Query heads. Default: 16, of the indexer 64.")] = None
+    topk: Annotated[int | None, typer.Option("--topk", min=1, help="Indices per token. Default: 2048.")] = None
+    kv_layout: Annotated[
+        str | None, typer.Option("--layout", metavar="LAYOUT", help="fp8_ds_mla (default) or bf16, of the cache or workspace.")
+    ] = None
+    block_size: Annotated[int | None, typer.Option("--block-size", min=1, help="Tokens per block. Default: 64.")] = None
+    scale_format: Annotated[
+        str | None, typer.Option("--scale-format", metavar="FORMAT", help="pow2 (default), amax, or 'unknown', read as amax.")
+    ] = None
+    query_len: Annotated[int | None, typer.Option("--query-len", min=1, help="Tokens per decode. Default: 1.")] = None
+    rows: Annotated[
+        int | None,
+        typer.Option(
+            "--rows",
+            min=1,
+            help="Query rows, where costs depend on them; of a route, requests that decode at once. Default: of a route 256.",
+        ),
+    ] = None
+    lse: Annotated[bool | None, typer.Option("--lse/--no-lse", help="Request the lse. Default: yes; for a route no.")] = None
+    attn_sink: Annotated[bool | None, typer.Option("--sink/--no-sink", help="Use an attention sink. Default: no.")] = None
+    lengths: Annotated[bool | None, typer.Option("--lengths/--no-lengths", help="Row lengths are given. Default: no.")] = None
+    compact: Annotated[bool | None, typer.Option("--compact/--no-compact", help="Indices are compacted. Default: no.")] = None
+    prefill_workspace: Annotated[
+        bool | None, typer.Option("--prefill-workspace/--no-prefill-workspace", help="Some indices go to a workspace.")
+    ] = None
+    batch_invariant: Annotated[
+        bool | None,
+        typer.Option(
+            "--batch-invariant/--no-batch-invariant",
+            help="Results must not depend on the other rows of the batch. Default: no.",
+        ),
+    ] = None
+    graph: Annotated[
+        bool | None, typer.Option("--graph/--no-graph", help="The call must be capturable in a graph. Default: no.")
+    ] = None
+
+
+@with_options(Call)
 def explain(
     primitive: Annotated[
         str,
@@ -79,78 +121,29 @@ def explain(
         ),
     ] = None,
     backend: BackendOption = None,
-    heads: Annotated[int | None, typer.Option("--heads", min=1, help="Query heads. Default: 16, of the indexer 64.")] = None,
-    topk: Annotated[int | None, typer.Option("--topk", min=1, help="Indices per token. Default: 2048.")] = None,
-    layout: Annotated[
-        str | None, typer.Option("--layout", metavar="LAYOUT", help="fp8_ds_mla (default) or bf16, of the cache or workspace.")
-    ] = None,
-    block_size: Annotated[int | None, typer.Option("--block-size", min=1, help="Tokens per block. Default: 64.")] = None,
-    scale_format: Annotated[
-        str | None, typer.Option("--scale-format", metavar="FORMAT", help="pow2 (default), amax, or 'unknown', read as amax.")
-    ] = None,
-    query_len: Annotated[int | None, typer.Option("--query-len", min=1, help="Tokens per decode. Default: 1.")] = None,
-    rows: Annotated[
-        int | None,
-        typer.Option(
-            "--rows",
-            min=1,
-            help="Query rows, where costs depend on them; of a route, requests that decode at once. Default: of a route 256.",
-        ),
-    ] = None,
-    lse: Annotated[bool | None, typer.Option("--lse/--no-lse", help="Request the lse. Default: yes; for a route no.")] = None,
-    sink: Annotated[bool | None, typer.Option("--sink/--no-sink", help="Use an attention sink. Default: no.")] = None,
-    lengths: Annotated[bool | None, typer.Option("--lengths/--no-lengths", help="Row lengths are given. Default: no.")] = None,
-    compact: Annotated[bool | None, typer.Option("--compact/--no-compact", help="Indices are compacted. Default: no.")] = None,
-    prefill_workspace: Annotated[
-        bool | None, typer.Option("--prefill-workspace/--no-prefill-workspace", help="Some indices go to a workspace.")
-    ] = None,
-    batch_invariant: Annotated[
-        bool | None,
-        typer.Option(
-            "--batch-invariant/--no-batch-invariant",
-            help="Results must not depend on the other rows of the batch. Default: no.",
-        ),
-    ] = None,
-    graph: Annotated[
-        bool | None, typer.Option("--graph/--no-graph", help="The call must be capturable in a graph. Default: no.")
-    ] = None,
     records: Annotated[
         Path | None,
         typer.Option("--records", metavar="DIR", help="Profiles and evidence in DIR, for a device that is not here."),
     ] = None,
     as_json: JsonOption = False,
+    *,
+    options: Call,
 ) -> None:
     """Show which implementation would serve a call, and every reason against each of the others.
 
     Candidates are probed as they would be before the first real call. For a device that is not here the declarations alone
     are compared: nothing is checked or probed. Exit code 1 when nothing, or not the forced backend, can serve.
     """
-    given: dict[str, Any] = {
-        "num_heads": heads,
-        "topk": topk,
-        "kv_layout": layout,
-        "block_size": block_size,
-        "scale_format": scale_format,
-        "query_len": query_len,
-        "rows": rows,
-        "lse": lse,
-        "attn_sink": sink,
-        "lengths": lengths,
-        "compact": compact,
-        "prefill_workspace": prefill_workspace,
-        "batch_invariant": batch_invariant,
-        "graph": graph,
-    }
     with command(as_json=as_json) as output:
-        asked = {name: value for name, value in given.items() if value is not None}
+        asked = {name: value for name, value in asdict(options).items() if value is not None}
         ask = _ask_for_route if primitive == _ROUTE else _ask_for_primitive
         elsewhere = None if device is None else find_profile(device, records)
         decision = ask(primitive, device if elsewhere is None else elsewhere.facts, backend, asked)
         served = decision.chosen is not None
         if as_json:
-            told = {**decision.as_dict(), "checked": True} if elsewhere is None else elsewhere.document(decision)
+            answer = {**decision.as_dict(), "checked": True} if elsewhere is None else elsewhere.document(decision)
             output.document(
-                {"command": "explain", "ok": served, "primitive": primitive, "arguments": _arguments(decision), **told}
+                {"command": "explain", "ok": served, "primitive": primitive, "arguments": _arguments(decision), **answer}
             )
         elif elsewhere is not None:
             output.show(elsewhere.text(decision))

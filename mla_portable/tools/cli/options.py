@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import functools
+from collections.abc import Callable
+from dataclasses import fields
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -12,7 +16,7 @@ if TYPE_CHECKING:
 
     from mla_portable.contracts import Primitive
 
-__all__ = ["BackendOption", "DeviceOption", "JsonOption", "primitive_named", "resolve_device"]
+__all__ = ["BackendOption", "DeviceOption", "JsonOption", "numbers", "primitive_named", "resolve_device", "with_options"]
 
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else; messages go to stderr.")
@@ -65,3 +69,44 @@ def primitive_named(text: str, *, param_hint: str) -> Primitive:
         raise typer.BadParameter(
             f"got {text!r}, expected one of {', '.join(Primitive.all())}", param_hint=param_hint
         ) from error
+
+
+def numbers(text: str | None, option: str) -> tuple[int, ...] | None:
+    """'16,32' as numbers. Raises: typer.BadParameter."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(f"got {text!r}, expected numbers such as 16,32", param_hint=option) from error
+
+
+def with_options(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the fields of a dataclass as options of its own; the command gets an instance as `options`.
+
+    Each field is annotated as a parameter of a typer command is.
+    """
+    hints = get_type_hints(options, include_extras=True)
+    shared = [Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name]) for f in fields(options)]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            command(
+                **{name: value for name, value in given.items() if name not in hints},
+                options=options(**{name: value for name, value in given.items() if name in hints}),
+            )
+
+        own = [
+            each.replace(kind=Parameter.KEYWORD_ONLY, annotation=get_type_hints(command, include_extras=True)[each.name])
+            for each in signature(command).parameters.values()
+            if each.name != "options"
+        ]
+        parameters = sorted([*own, *shared], key=lambda each: each.default is not Parameter.empty)
+        vars(run).update(
+            __signature__=signature(command).replace(parameters=parameters),
+            __annotations__={each.name: each.annotation for each in parameters},
+        )
+        return run
+
+    return decorate

@@ -11,10 +11,10 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from enum import Enum
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 from rich.console import Console, RenderableType
@@ -22,7 +22,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["EXIT_FAILED", "EXIT_OK", "EXIT_USAGE", "Advance", "Output", "close_stdout", "command", "plain", "table"]
+if TYPE_CHECKING:
+    from mla_portable.contracts import Reason
+
+__all__ = [
+    "EXIT_FAILED", "EXIT_OK", "EXIT_USAGE", "Advance", "Output", "close_stdout", "command",
+    "for_other_devices", "plain", "table",
+]  # fmt: skip
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -202,6 +208,11 @@ def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *,
     for row in rows:
         result.add_row(*(Text(cell) for cell in row))
     return result
+
+
+def for_other_devices(reasons: Iterable[Reason]) -> bool:
+    """A candidate is declared for other vendors or kinds of device, so that nothing else about it matters here."""
+    return any(reason.subject in ("device type", "vendor") for reason in reasons)
 
 
 def plain(value: object) -> Any:

@@ -26,7 +26,7 @@ _FIGURES: Final = ("median_us", "p10_us", "p90_us", "runs")
 def benchmark_records(
     lines: Iterable[Line], declarations: Declarations, profiles: Mapping[str, Profile], origin: Origin
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """One record per implementation and case that was timed beside a rival.
+    """One record per implementation and case that was timed beside a baseline.
 
     Args:
         lines: of `mla-portable bench kernels --out`. origin: of this checkout; each record keeps the time, the command and the
@@ -41,20 +41,20 @@ def benchmark_records(
     records: list[dict[str, Any]] = []
     left_out: list[str] = []
     for case in cases.values():
-        rivals = [line for line in case if line["role"] == "rival" and line["median_us"] is not None]
-        rival = min(rivals, key=lambda line: line["median_us"], default=None)
+        baselines = [line for line in case if line["role"] == "baseline" and line["median_us"] is not None]
+        baseline = min(baselines, key=lambda line: line["median_us"], default=None)
         for line in case:
-            if line["role"] == "rival":
+            if line["role"] == "baseline":
                 continue
             name = f"{line['name']} / {line['primitive']}, {line['shape']}"
-            why = _unfit(line, rival)
+            why = _unfit(line, baseline)
             if why:
                 left_out.append(f"{name}: {why}")
                 continue
             claim = claims.get((line["name"], line["primitive"]))
             if claim is None:
                 raise RecordError(name, "no plugin here declares it; install the plugin, or remove the lines")
-            assert rival is not None, "an unfit line was left out above"
+            assert baseline is not None, "an unfit line was left out above"
             profile = profile_of(line["device"]["name"], profiles)
             records.append(
                 {
@@ -65,14 +65,14 @@ def benchmark_records(
                     "device": {"profile": profile.slug, "name": line["device"]["name"], "arch": line["device"]["arch"]},
                     "heads": [line["heads"]] if line["heads"] else [],
                     "topk": [line["topk"]] if line["topk"] else [],
-                    "floor": {"name": _floor_name(line), "median_us": line["floor_us"]},
-                    "rival": {"name": rival["name"], "median_us": rival["median_us"]},
+                    "floor": {"name": _bound_name(line), "median_us": line["bound_us"]},
+                    "rival": {"name": baseline["name"], "median_us": baseline["median_us"]},
                 }
             )
     return records, left_out
 
 
-def _unfit(line: Line, rival: Line | None) -> str:
+def _unfit(line: Line, baseline: Line | None) -> str:
     """Why a line is no evidence; "" when it is."""
     if line["median_us"] is None:
         return line["failure"] or "; ".join(line["wrong"])
@@ -80,10 +80,10 @@ def _unfit(line: Line, rival: Line | None) -> str:
         return "a table of the user's may have configured it, and the sources do not say how"
     if line["source_hash"] is None:
         return "it declares no sources that evidence could be bound to"
-    return "" if rival is not None else "no rival was timed in the same run"
+    return "" if baseline is not None else "no baseline was timed in the same run"
 
 
-def _floor_name(line: Line) -> str:
+def _bound_name(line: Line) -> str:
     ceilings = line["ceilings"]
     copied, multiplied = ceilings["bytes_per_second"] / 1e12, ceilings["flops_per_second"] / 1e12
     return f"copy at {copied:.3g} TB/s, bf16 product at {multiplied:.3g} TFLOP/s"

@@ -14,7 +14,7 @@ from mla_portable.tools.matrix.records import Records
 __all__ = ["STATES", "Coverage", "Entry", "Row", "Table", "make_table"]
 
 STATES: Final[dict[str, str]] = {
-    "measured": "verified, and benchmarked beside a floor and a rival in the same run",
+    "measured": "verified, and benchmarked beside a roofline bound and a baseline in the same run",
     "verified": "the conformance suite passed on that device at level quick or full, nothing skipped",
     "compiled+run": "the code compiled for the architecture passed the conformance suite on a newer device, named in the note",
     "interpreted": "the numerics hold on a CPU, in an interpreter with the configuration for unknown devices or against a "

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from importlib import resources
 
-from mla_portable.contracts import Registrar, RivalRegistrar, Variable, hookimpl
+from mla_portable.contracts import BaselineRegistrar, Registrar, Variable, hookimpl
 from mla_portable_nvidia.attention import attention_implementations
+from mla_portable_nvidia.baselines import baselines
 from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, PROVIDERS
 from mla_portable_nvidia.flat_decode import flat_implementations
 from mla_portable_nvidia.native.bind import native_implementations
 from mla_portable_nvidia.native.images import VARIABLE as CACHE_VARIABLE
-from mla_portable_nvidia.rivals import rivals
 from mla_portable_nvidia.support import TRUNCATION_VARIABLE
 from mla_portable_nvidia.vllm_ops import data_implementations
 
-__all__ = ["mla_portable_register", "mla_portable_register_rivals"]
+__all__ = ["mla_portable_register", "mla_portable_register_baselines"]
 
 
 @hookimpl
@@ -39,7 +39,7 @@ def mla_portable_register(registrar: Registrar) -> None:
 
 
 @hookimpl
-def mla_portable_register_rivals(registrar: RivalRegistrar) -> None:
+def mla_portable_register_baselines(registrar: BaselineRegistrar) -> None:
     """Bring FlashMLA and vLLM, called directly, to the benchmark."""
-    for rival in rivals():
-        registrar.add(rival)
+    for baseline in baselines():
+        registrar.add(baseline)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rivals of this project's kernels on NVIDIA GPUs, for `mla-portable bench kernels`: FlashMLA and vLLM called directly.
+"""Baselines of this project's kernels on NVIDIA GPUs, for `mla-portable bench kernels`: FlashMLA and vLLM called directly.
 
 Each gets its arguments as it likes them best: queries padded to its head counts, plans made, results allocated, all outside
 of the timing. What it then leaves to its caller (undoing the padding, sanitising indices, counting) is not charged to it.
@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import Primitive, Reason, Request, Rival, RivalCall
+from mla_portable.contracts import Primitive, Reason, Request, Baseline, BaselineCall
 from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia.conventions import DecodeKernel, PrefillKernel
@@ -24,7 +24,7 @@ from mla_portable_nvidia.discovery import find_kernel
 from mla_portable_nvidia.head_padding import kernel_heads
 from mla_portable_nvidia.vllm_ops import FLOAT16, data_implementations, gather_call
 
-__all__ = ["rivals"]
+__all__ = ["baselines"]
 
 _LN2: Final = math.log(2.0)
 _TRITON_MODULES: Final = ("vllm.v1.attention.ops.xpu_mla_sparse", "vllm.v1.attention.ops.triton_mla_sparse")
@@ -33,7 +33,7 @@ _TRITON: Final = "triton_bf16_mla_sparse_interface"
 _TRITON_TOPK: Final = 16
 _DECODE_TOPK: Final = 64
 _PREFILL_TOPK: Final = 128
-_OTHER: Final = "another rival serves it"
+_OTHER: Final = "another baseline serves it"
 
 Arguments = Mapping[str, Any]
 
@@ -83,7 +83,7 @@ def _decode_reasons(request: Request) -> Iterator[Reason]:
     yield from _missing_kernel(SPARSE_DECODE, request)
 
 
-def _prepare_decode(request: Request, arguments: Arguments) -> RivalCall:
+def _prepare_decode(request: Request, arguments: Arguments) -> BaselineCall:
     """The decode kernel on padded heads, a batch row for each query token, with its own plan made beforehand."""
     found = find_kernel(SPARSE_DECODE, request.device)
     kernel: DecodeKernel = found.kernel
@@ -106,7 +106,7 @@ def _prepare_decode(request: Request, arguments: Arguments) -> RivalCall:
         out, lse = last[0]
         return _in_our_meaning(arguments, out[:, 0], lse[:, :, 0], found.traits.lse_base_2)
 
-    return RivalCall(run, result)
+    return BaselineCall(run, result)
 
 
 def _prefill_reasons(request: Request, *, native: bool) -> Iterator[Reason]:
@@ -124,7 +124,7 @@ def _prefill_reasons(request: Request, *, native: bool) -> Iterator[Reason]:
             yield Reason("num_heads", str(heads), f"this build has {', '.join(map(str, few)) or 'none'} below 64")
 
 
-def _prepare_prefill(request: Request, arguments: Arguments, *, native: bool) -> RivalCall:
+def _prepare_prefill(request: Request, arguments: Arguments, *, native: bool) -> BaselineCall:
     """The prefill kernel on the cache or workspace as flat rows."""
     found = find_kernel(SPARSE_PREFILL, request.device)
     kernel: PrefillKernel = found.kernel
@@ -141,7 +141,7 @@ def _prepare_prefill(request: Request, arguments: Arguments, *, native: bool) ->
     def run() -> None:
         last[:] = [kernel(query, kv, rows, scale, **options)]
 
-    return RivalCall(run, lambda: _in_our_meaning(arguments, *last[0], found.traits.lse_base_2))
+    return BaselineCall(run, lambda: _in_our_meaning(arguments, *last[0], found.traits.lse_base_2))
 
 
 # --------------------------------------------------------------------------------------------------------------- vLLM
@@ -169,7 +169,7 @@ def _triton_reasons(request: Request) -> Iterator[Reason]:
         yield Reason("function", _TRITON, function, "install vLLM")
 
 
-def _prepare_triton(request: Request, arguments: Arguments) -> RivalCall:
+def _prepare_triton(request: Request, arguments: Arguments) -> BaselineCall:
     function: Any = triton_function()
     q, indices = _rows(arguments)
     kv = arguments["kv_cache" if "kv_cache" in arguments else "kv"].reshape(-1, 1, HEAD_SIZE)
@@ -179,7 +179,7 @@ def _prepare_triton(request: Request, arguments: Arguments) -> RivalCall:
     def run() -> None:
         last[:] = [function(q, kv, rows, scale)]
 
-    return RivalCall(run, lambda: _in_our_meaning(arguments, last[0][0], last[0][2], False))
+    return BaselineCall(run, lambda: _in_our_meaning(arguments, last[0][0], last[0][2], False))
 
 
 def _absent(primitive: Primitive, request: Request) -> tuple[Reason, ...]:
@@ -204,20 +204,20 @@ def _fp8_reasons(primitive: Primitive) -> Callable[[Request], Iterator[Reason]]:
     return reasons
 
 
-def _prepare_write(request: Request, arguments: Arguments) -> RivalCall:
+def _prepare_write(request: Request, arguments: Arguments) -> BaselineCall:
     operator = torch.ops._C_cache_ops.concat_and_cache_mla.default
     kv_c, k_pe, target, slots = (arguments[name] for name in ("kv_c", "k_pe", "kv_cache", "slot_mapping"))
     scale = torch.ones(1, dtype=torch.float32, device=target.device)  # not read for this layout
-    return RivalCall(lambda: operator(kv_c, k_pe, target, slots, FP8_DS_MLA.name, scale), lambda: target)
+    return BaselineCall(lambda: operator(kv_c, k_pe, target, slots, FP8_DS_MLA.name, scale), lambda: target)
 
 
-def _prepare_gather(request: Request, arguments: Arguments) -> RivalCall:
+def _prepare_gather(request: Request, arguments: Arguments) -> BaselineCall:
     """The benchmark's workspace is packed, so both conventions mean the same: lengths given, or up to the next start."""
     operator = torch.ops._C_cache_ops.cp_gather_and_upconvert_fp8_kv_cache.default
     source, table, lens, starts, out = (
         arguments[name] for name in ("kv_cache", "block_table", "seq_lens", "workspace_starts", "out")
     )
-    return RivalCall(gather_call(operator, source, out, table, lens, starts), lambda: out)
+    return BaselineCall(gather_call(operator, source, out, table, lens, starts), lambda: out)
 
 
 _CONVERT_BLOCK: Final = 128
@@ -229,7 +229,7 @@ def _convert_reasons(request: Request) -> Iterator[Reason]:
     yield from _absent(CONVERT_INDICES, request)
 
 
-def _prepare_convert(request: Request, arguments: Arguments) -> RivalCall:
+def _prepare_convert(request: Request, arguments: Arguments) -> BaselineCall:
     module: Any = import_module("vllm.v1.attention.backends.mla.sparse_utils")
     function = module.triton_convert_req_index_to_global_index
     positions, owner, table = (arguments[name] for name in ("topk_indices", "req_id_per_token", "block_table"))
@@ -239,28 +239,28 @@ def _prepare_convert(request: Request, arguments: Arguments) -> RivalCall:
     def run() -> None:
         last[:] = [function(owner, table, positions, BLOCK_SIZE=size, NUM_TOPK_TOKENS=topk, BLOCK_N=_CONVERT_BLOCK)]
 
-    return RivalCall(run, lambda: (last[0], (last[0] >= 0).sum(dim=1, dtype=torch.int32)))
+    return BaselineCall(run, lambda: (last[0], (last[0] >= 0).sum(dim=1, dtype=torch.int32)))
 
 
 # -------------------------------------------------------------------------------------------------------------- offer
 
 
-def rivals() -> Iterator[Rival]:
+def baselines() -> Iterator[Baseline]:
     """Everything that can be called directly; each says for itself whether it is here."""
 
     native, padded = {"native": True}, {"native": False}
     padding = "queries padded beforehand, padding of the result left in"
     few = "its own path for few heads"
     for primitive in (SPARSE_DECODE, SPARSE_PREFILL):
-        yield Rival("flashmla.decode", primitive, _decode_reasons, _prepare_decode, f"{padding}; planned beforehand")
+        yield Baseline("flashmla.decode", primitive, _decode_reasons, _prepare_decode, f"{padding}; planned beforehand")
         for name, how, remark in (("flashmla.prefill", padded, padding), ("flashmla.prefill_native", native, few)):
-            yield Rival(name, primitive, partial(_prefill_reasons, **how), partial(_prepare_prefill, **how), remark)
-        yield Rival("vllm.triton_bf16", primitive, _triton_reasons, _prepare_triton)
+            yield Baseline(name, primitive, partial(_prefill_reasons, **how), partial(_prepare_prefill, **how), remark)
+        yield Baseline("vllm.triton_bf16", primitive, _triton_reasons, _prepare_triton)
     unguarded = "indices, slots and table entries are taken as valid"
     for name, primitive, prepare in (
         ("vllm.concat_and_cache_mla", CACHE_WRITE, _prepare_write),
         ("vllm.cp_gather", GATHER_UPCONVERT, _prepare_gather),
     ):
-        yield Rival(name, primitive, _fp8_reasons(primitive), prepare, unguarded)
+        yield Baseline(name, primitive, _fp8_reasons(primitive), prepare, unguarded)
     uncounted = f"{unguarded}; nothing is counted"
-    yield Rival("vllm.convert", CONVERT_INDICES, _convert_reasons, _prepare_convert, uncounted)
+    yield Baseline("vllm.convert", CONVERT_INDICES, _convert_reasons, _prepare_convert, uncounted)

@@ -10,12 +10,12 @@ from typing import Any, Generic, TypeVar
 
 import pluggy
 
-from mla_portable.contracts import PROJECT_NAME, PluginError, Rival, Tunable
+from mla_portable.contracts import PROJECT_NAME, Baseline, PluginError, Tunable
 from mla_portable.contracts.plugin import BackendSpec
 from mla_portable.registry.plugins import PluginSource, first_line, given_plugins, import_plugin, installed_plugins
 from mla_portable.registry.policy import disabled_plugins
 
-__all__ = ["Brought", "load_rivals", "load_tunables"]
+__all__ = ["Brought", "load_baselines", "load_tunables"]
 
 T = TypeVar("T")
 Plugins = Iterable[tuple[str, object]]
@@ -48,9 +48,9 @@ class _Collector(Generic[T]):
         self.found.append(each)
 
 
-def load_rivals(plugins: Plugins | None = None) -> Brought[Rival]:
+def load_baselines(plugins: Plugins | None = None) -> Brought[Baseline]:
     """Ask every installed plugin, or those that are given as for `Registry`. Never raises on a plugin's behalf."""
-    return _load(plugins, "mla_portable_register_rivals", Rival, lambda rival: f"{rival.name} / {rival.primitive}")
+    return _load(plugins, "mla_portable_register_baselines", Baseline, lambda each: f"{each.name} / {each.primitive}")
 
 
 def load_tunables(plugins: Plugins | None = None) -> Brought[Tunable]:

@@ -16,11 +16,11 @@ from test_nvidia_vllm_ops import vllm
 import mla_portable_nvidia
 from mla_portable.contracts import Primitive
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.tools.bench.candidates import rival_candidates
+from mla_portable.tools.bench.candidates import baseline_candidates
 from mla_portable.tools.bench.kernel_cases import KernelCase
 from mla_portable.tools.bench.kernel_problems import Problem, Workshop
-from mla_portable.tools.bench.rivals import load_rivals
-from mla_portable_nvidia.rivals import triton_function
+from mla_portable.tools.bench.offers import load_baselines
+from mla_portable_nvidia.baselines import triton_function
 
 CPU = torch.device("cpu")
 TRITON_MODULE = "vllm__v1__attention__ops__xpu_mla_sparse"
@@ -34,8 +34,8 @@ def nothing_known() -> Iterator[None]:
     triton_function.cache_clear()
 
 
-def rivals():
-    found = load_rivals([("nvidia", mla_portable_nvidia)])
+def baselines():
+    found = load_baselines([("nvidia", mla_portable_nvidia)])
     assert not found.failures
     return found.found
 
@@ -56,8 +56,8 @@ def problem(
 
 
 def timed(made: Problem) -> dict[str, Any]:
-    """Rival -> what is wrong with its result, for those that are here."""
-    found, _ = rival_candidates(made, rivals())
+    """Baseline -> what is wrong with its result, for those that are here."""
+    found, _ = baseline_candidates(made, baselines())
     verdicts: dict[str, Any] = {}
     for candidate in found:
         made.poison()
@@ -68,7 +68,7 @@ def timed(made: Problem) -> dict[str, Any]:
 
 
 def why(made: Problem) -> dict[str, str]:
-    return {each.name: "; ".join(map(str, each.reasons)) for each in rival_candidates(made, rivals())[1]}
+    return {each.name: "; ".join(map(str, each.reasons)) for each in baseline_candidates(made, baselines())[1]}
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
@@ -90,7 +90,7 @@ def test_prefill_is_right_padded_and_native_with_every_generation(generation):
 def prepared_decode(lib: Library) -> tuple[int, int]:
     """Plans made before the first run, and plans made by two runs."""
     made = problem(SPARSE_DECODE, "fp8_ds_mla", heads=16)
-    (candidate,), _ = rival_candidates(made, rivals())
+    (candidate,), _ = baseline_candidates(made, baselines())
     run, _ = candidate.prepare()
     before = lib.plans
     run()
@@ -105,7 +105,7 @@ def test_decode_is_planned_and_padded_before_it_is_timed():
         assert {heads for _, _, heads, _ in lib.calls[-2:]} == {64}, "what is timed; learning about the kernel took others"
 
 
-def test_a_rival_that_is_not_here_says_why():
+def test_a_baseline_that_is_not_here_says_why():
     from mla_portable_nvidia import discovery
 
     discovery.forget()

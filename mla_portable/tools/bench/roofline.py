@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floors: no kernel can be faster than this machine moves its bytes or multiplies its numbers, both measured here."""
+"""Roofline bound: no kernel is faster than this machine moves its bytes or multiplies its numbers, both measured here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Ceilings:
     copy_bytes: int
     side: int
 
-    def floor_us(self, bytes_moved: int, flops: int) -> float:
+    def bound_us(self, bytes_moved: int, flops: int) -> float:
         """The least time for both, overlapped wholly."""
         return 1e6 * max(bytes_moved / self.bytes_per_second, flops / self.flops_per_second)
 

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mla-portable bench kernels` and `mla-portable tune`: implementations, baselines and configurations on the same problems."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from mla_portable.tools.cli.options import DeviceOption, JsonOption, numbers, primitive_named, resolve_device, with_options
+from mla_portable.tools.cli.output import EXIT_FAILED, Output, command, table
+
+if TYPE_CHECKING:
+    from mla_portable.contracts import Primitive
+    from mla_portable.tools.bench.kernels import CaseTimes, KernelReport, KernelTime
+    from mla_portable.tools.bench.tune import Attempt, TuneResult
+
+__all__ = ["kernels", "tune"]
+
+_CPU_HEADS, _CPU_TOPK = "16", 64
+"""Where the option is not given: a CPU shows that the benchmark works, not what a kernel is worth."""
+_DECODE_ROWS, _PREFILL_ROWS = (1, 16, 128), (1024,)
+"""Sizes that count together in tuning where none are given: what a rank decodes at once, and a prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cases:
+    """What is timed."""
+
+    device: DeviceOption = None
+    primitive: Annotated[
+        list[str] | None,
+        typer.Option("--primitive", metavar="NAME", help="sparse_decode, sparse_prefill, ...; repeatable. Default: all."),
+    ] = None
+    heads: Annotated[
+        str | None, typer.Option("--heads", metavar="N,N", help="Head counts of attention. Default: by primitive; 16 on a CPU.")
+    ] = None
+    rows: Annotated[
+        str | None,
+        typer.Option("--rows", metavar="N,N", help="Batch rows, tokens, workspace rows. Default: by primitive; few on a CPU."),
+    ] = None
+    layout: Annotated[
+        list[str] | None,
+        typer.Option("--layout", metavar="LAYOUT", help="fp8_ds_mla or bf16; repeatable. Default: by primitive."),
+    ] = None
+    topk: Annotated[int | None, typer.Option("--topk", min=1, help="Indices per row. Default: 2048; 64 on a CPU.")] = None
+    backend: Annotated[
+        list[str] | None,
+        typer.Option("--backend", metavar="NAME", help="This backend or implementation only; repeatable. Default: all."),
+    ] = None
+    check_rows: Annotated[int, typer.Option("--check-rows", min=1, help="Attention rows that the oracle judges.")] = 4
+    as_json: JsonOption = False
+
+    def primitives(self) -> list[Primitive]:
+        """Those that are named. Raises: typer.BadParameter."""
+        return [primitive_named(name, param_hint="--primitive") for name in self.primitive or ()]
+
+
+@with_options(Cases)
+def kernels(
+    *,
+    options: Cases,
+    width: Annotated[
+        int | None,
+        typer.Option(
+            "--width", min=1, help="Tokens of the cache, rows of the workspace. Default: a decode row shares none with another."
+        ),
+    ] = None,
+    overlap: Annotated[
+        str, typer.Option("--overlap", metavar="P,P", help="Percent of a prefill token's indices that its neighbour has too.")
+    ] = "0",
+    scale_format: Annotated[
+        str, typer.Option("--scale-format", metavar="FORMAT", help="Of FP8 rows, read or written: pow2 or amax.")
+    ] = "pow2",
+    baselines: Annotated[
+        bool, typer.Option("--baselines/--no-baselines", help="Time what plugins bring as baselines, too.")
+    ] = True,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each.")] = 30,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of everything random.")] = 0,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Append a JSON line for each time.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw time over rows, with matplotlib; .svg, .png or .pdf.")
+    ] = None,
+) -> None:
+    """Time kernels and their baselines. A wrong result gets no time; exit code 1 when one of ours is wrong or fails."""
+    with command(as_json=options.as_json) as output:
+        where = resolve_device(options.device)
+        from mla_portable.api import current_registry
+        from mla_portable.tools.bench.kernel_cases import TIMED, kernel_cases
+        from mla_portable.tools.bench.kernel_records import append_lines, kernel_lines
+        from mla_portable.tools.bench.kernels import time_kernels
+        from mla_portable.tools.bench.offers import Brought, load_baselines
+
+        cpu = where.type == "cpu"
+        cases = kernel_cases(
+            options.primitives() or TIMED,
+            heads=numbers(options.heads or (_CPU_HEADS if cpu else None), "--heads"),
+            rows=numbers(options.rows or ("1,16" if cpu else None), "--rows"),
+            layouts=options.layout,
+            topk=options.topk or (_CPU_TOPK if cpu else 2048),
+            width=width or (1024 if cpu else None),
+            overlaps=numbers(overlap, "--overlap") or (0,),
+            scale_format=scale_format,
+        )
+        brought = load_baselines() if baselines else Brought(())
+        for name, why in brought.failures:
+            output.note(f"no baselines from the plugin {name}: {why}")
+        with output.progress() as advance:
+            report = time_kernels(
+                cases,
+                device=where,
+                registry=current_registry(),
+                baselines=brought.found,
+                backends=options.backend or (),
+                repeat=repeat,
+                check_rows=options.check_rows,
+                seed=seed,
+                progress=advance,
+            )
+        lines = kernel_lines(report, shlex.join(["mla-portable", *sys.argv[1:]]))
+        if out is not None:
+            append_lines(out, lines)
+            output.note(f"{len(lines)} lines appended to {out}")
+        if plot is not None:
+            from mla_portable.tools.bench.plot import plot_lines
+
+            plot.parent.mkdir(parents=True, exist_ok=True)
+            plot_lines(lines, plot)
+            output.note(f"drawn: {plot}")
+        if options.as_json:
+            output.document({"command": "bench kernels", "ok": report.ok, "lines": lines, "refused": _refused(report)})
+        else:
+            _show(output, report)
+        if not report.ok:
+            raise typer.Exit(EXIT_FAILED)
+
+
+@with_options(Cases)
+def tune(
+    *,
+    options: Cases,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each configuration and size.")] = 20,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="The table to add to. Default: the one that plugins read, see docs/cli.md."),
+    ] = None,
+) -> None:
+    """Find the fastest configuration of every tunable kernel here. A wrong one never wins.
+
+    Exit code 1 when nothing could be tuned, or no configuration of something is right.
+    """
+    with command(as_json=options.as_json) as output:
+        where = resolve_device(options.device)
+        from mla_portable.api import current_registry
+        from mla_portable.contracts import InvalidArgument
+        from mla_portable.primitives import SPARSE_DECODE
+        from mla_portable.registry.tuned import read_table, table_path, write_table
+        from mla_portable.tools.bench.kernel_cases import ATTENTION, kernel_cases
+        from mla_portable.tools.bench.offers import load_tunables
+        from mla_portable.tools.bench.tune import tune as run
+
+        cpu = where.type == "cpu"
+        path = out or table_path()
+        if path is None:
+            expected = "a file to write to, for neither XDG_CONFIG_HOME nor HOME is set"
+            raise InvalidArgument("tune", "--out", got="none", expected=expected)
+        read_table(path)  # a file that is no table is refused before the work, not after it
+        cases = [
+            case
+            for each in options.primitives() or ATTENTION
+            for case in kernel_cases(
+                [each],
+                heads=numbers(options.heads or (_CPU_HEADS if cpu else None), "--heads"),
+                rows=numbers(options.rows, "--rows")
+                or ((4,) if cpu else _PREFILL_ROWS if each is not SPARSE_DECODE else _DECODE_ROWS),
+                layouts=options.layout,
+                topk=options.topk or (_CPU_TOPK if cpu else 2048),
+                width=256 if cpu else None,
+            )
+        ]
+        brought = load_tunables()
+        for name, why in brought.failures:
+            output.note(f"nothing to tune from the plugin {name}: {why}")
+        with output.progress() as advance:
+            results = run(
+                cases,
+                brought.found,
+                device=where,
+                registry=current_registry(),
+                backends=options.backend or (),
+                repeat=repeat,
+                check_rows=options.check_rows,
+                progress=advance,
+            )
+        entries = [entry for entry in (result.entry() for result in results) if entry is not None]
+        if entries:
+            write_table(path, entries)
+            output.note(f"{len(entries)} entries written to {path}")
+        ok = bool(results) and len(entries) == len(results)
+        if options.as_json:
+            output.document({"command": "tune", "ok": ok, "table": path, "entries": entries, "results": results})
+        else:
+            headings = ["what", "heads", "fastest", "us by rows", "over untuned", "tried", "wrong"]
+            rows_shown = [_tuned_row(result) for result in results]
+            output.show(table("", headings, rows_shown, numbers=["heads", "over untuned", "tried", "wrong"]))
+            output.show(*(f"WRONG  {line}" for result in results for line in _wrong(result)))
+            if not results:
+                output.show("nothing here can be tuned: no plugin offers a kernel with configurations for this device")
+        if not ok:
+            raise typer.Exit(EXIT_FAILED)
+
+
+def _tuned_row(result: TuneResult) -> list[str]:
+    best, gain = result.best, result.gain
+    return [
+        f"{result.implementation} / {result.primitive} {result.layout or ''}".strip(),
+        "" if result.heads is None else str(result.heads),
+        "none" if best is None else _words(best),
+        "" if best is None else ", ".join(f"{rows}: {us:.1f}" for rows, us in sorted(best.us.items())),
+        "" if gain is None else f"{gain:.2f} x",
+        str(len(result.attempts)),
+        str(sum(bool(attempt.why) for attempt in result.attempts)),
+    ]
+
+
+def _words(attempt: Attempt) -> str:
+    return " ".join(f"{name}={value}" for name, value in attempt.configuration.items())
+
+
+def _wrong(result: TuneResult) -> list[str]:
+    """A line on every configuration that is wrong or fails."""
+    what = f"{result.implementation} / {result.primitive} {result.layout or ''} {result.heads or ''}"
+    return [f"{what} {_words(attempt)}: {attempt.why}" for attempt in result.attempts if attempt.why]
+
+
+def _refused(report: KernelReport) -> dict[str, list[str]]:
+    """What ran on no case of a primitive, implementation or baseline -> its reasons, each once."""
+    ran = {f"{each.name} / {case.case.primitive}" for case in report.cases for each in case.times}
+    found: dict[str, dict[str, None]] = {}
+    for case in report.cases:
+        for refusal in case.refused:
+            name = f"{refusal.name} / {case.case.primitive}"
+            if name not in ran:
+                found.setdefault(name, {}).update(dict.fromkeys(map(str, refusal.reasons)))
+    return {name: list(reasons) for name, reasons in found.items()}
+
+
+def _show(output: Output, report: KernelReport) -> None:
+    copied, multiplied = report.ceilings.bytes_per_second / 1e12, report.ceilings.flops_per_second / 1e12
+    clocks = ", ".join(f"{name} {value:g}" for name, value in report.machine.clocks.items())
+    output.show(
+        f"device    {report.facts}" + (f", driver {report.machine.driver}" if report.machine.driver else ""),
+        f"clocks    {clocks}" if clocks else "clocks    unknown",
+        f"ceilings  copy {copied:.3g} TB/s, bf16 product {multiplied:.3g} TFLOP/s",
+    )
+    groups: dict[tuple[str, str], list[CaseTimes]] = {}
+    for each in report.cases:
+        groups.setdefault((str(each.case.primitive), each.case.kv_layout or ""), []).append(each)
+    for (primitive, layout), cases in groups.items():
+        output.show(_table(f"{primitive} {layout}".strip(), cases))
+    output.show(*(f"not here  {name}: {'; '.join(reasons)}" for name, reasons in _refused(report).items()))
+    remarks = {each.name: each.remark for case in report.cases for each in case.times if each.remark}
+    output.show(*(f"baseline     {name}: {remark}" for name, remark in remarks.items()))
+    output.show(*(f"WRONG     {line}" for line in report.defects()))
+
+
+def _table(title: str, cases: Sequence[CaseTimes]) -> Table:
+    """Microseconds; ours first, with the best baseline's time over theirs in brackets, then baselines."""
+    columns = {each.name: each.implementation is None for case in cases for each in case.times}
+    names = sorted(columns, key=lambda name: columns[name])
+    rows: list[list[str]] = []
+    for case in cases:
+        cells = {each.name: _cell(case, each) for each in case.times}
+        rows.append([case.case.shape, f"{case.bound_us:.1f}", *(cells.get(name, "") for name in names)])
+    headings = ["us (best baseline / this)", "roofline bound", *names]
+    return table(title, headings, rows, numbers=headings[1:])
+
+
+def _cell(case: CaseTimes, each: KernelTime) -> str:
+    if each.median_us is None:
+        return "failed" if each.failure else "wrong"
+    lead = case.lead_of(each)
+    return f"{each.median_us:.1f}" + ("" if lead is None else f" ({lead:.2f})")
