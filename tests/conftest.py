@@ -8,6 +8,7 @@ side, a process for each core: torch gets one thread in each, for threads that w
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and commands fold their tables at it
@@ -25,3 +26,13 @@ def fresh_accelerators() -> None:
     from mla_portable.accelerator import accelerator
 
     accelerator.cache_clear()
+
+
+@pytest.fixture
+def a_bare_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No GPU and no policy of whoever runs the tests, so that defaults are the same everywhere."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    for name in [name for name in os.environ if name.startswith("MLA_PORTABLE_")]:
+        monkeypatch.delenv(name)
+    yield

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from mla_portable.accelerator import accelerator
 from mla_portable.contracts import Baseline, DeviceFacts, Implementation
 from mla_portable.registry import Registry
 from mla_portable.registry.plugins import first_line

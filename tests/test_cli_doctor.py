@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mla-portable doctor`: what it finds, and the code it exits with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from commands import document, in_a_process, invoke, missing_library
+from spoiled import WRONG, HalfSpoiled, Spoiled, registry_with
+
+from mla_portable.contracts import Primitive
+from mla_portable.primitives import MERGE_STATES
+from mla_portable.registry import Registry
+
+pytestmark = pytest.mark.usefixtures("a_bare_machine")
+
+
+def test_doctor_is_content_with_a_sound_machine():
+    answer = document("doctor")
+    assert answer["ok"] and answer["problems"] == [] and answer["devices"][0][0] == "cpu"
+    assert {row["primitive"] for row in answer["choices"]} == {str(primitive) for primitive in Primitive.all()}
+    assert all(not row["reasons"] and row["probe"]["ok"] for row in answer["examined"])
+    text = invoke("doctor").stdout
+    assert "No problems found" in text and "torch" in text and "no backend is forced" in text
+
+
+def test_doctor_tells_of_a_broken_plugin_that_nobody_selected():
+    registry = registry_with(("raises_on_import", "fake_plugins.raises_on_import"))
+    answer = document("doctor", registry=registry)
+    assert answer["ok"]
+    assert any("raises_on_import" in problem["what"] and problem["remedy"] for problem in answer["problems"])
+    text = invoke("doctor", registry=registry).stdout
+    assert "Traceback" not in text and "Nothing that is broken was selected: exit code 0." in text
+    assert text.count("BROKEN") == 2 and "\nBROKEN  the plugin raises_on_import" in text and "\nnote" not in text
+    assert "Traceback" in invoke("doctor", "--verbose", registry=registry).stdout
+
+
+BROKEN = {
+    "a plugin that does not load": (
+        [("raises_on_import", "fake_plugins.raises_on_import")],
+        {"MLA_PORTABLE_BACKEND": "raises_on_import"},
+        "did not load",
+    ),
+    "a library that is missing": (
+        [("spoiled", Spoiled(check=missing_library))],
+        {"MLA_PORTABLE_BACKEND": "spoiled"},
+        "pip install",
+    ),
+    "a probe that fails": (
+        [("spoiled", Spoiled({"convert_indices": WRONG["convert_indices"]}))],
+        {"MLA_PORTABLE_BACKEND_CONVERT_INDICES": "spoiled"},
+        "wrong values",
+    ),
+    "a primitive that it lacks": (
+        [("spoiled", Spoiled(only=[MERGE_STATES]))],
+        {"MLA_PORTABLE_BACKEND_SPARSE_DECODE": "spoiled"},
+        "not offered",
+    ),
+    "a variant beside a sound one": ([("spoiled", HalfSpoiled())], {"MLA_PORTABLE_BACKEND": "spoiled"}, "spoiled.worse"),
+    "everything switched off": ([], {"MLA_PORTABLE_DISABLE": "reference"}, "MLA_PORTABLE_DISABLE"),
+    "a name that nobody has": ([], {"MLA_PORTABLE_BACKEND": "referense"}, "Did you mean 'reference'"),
+    "a variable that means nothing": ([], {"MLA_PORTABLE_BACKEND_SPARSE_DEKODE": "reference"}, "does not exist"),
+    "a policy file that is not there": ([], {"MLA_PORTABLE_POLICY": "/nowhere/policy.toml"}, "policy.toml"),
+}
+
+
+@pytest.mark.parametrize(("plugins", "environ", "words"), BROKEN.values(), ids=BROKEN)
+def test_doctor_fails_when_what_is_selected_is_broken(plugins, environ, words):
+    registry = registry_with(*plugins, environ=environ)
+    answer = document("doctor", registry=registry, code=1)
+    fatal = [problem for problem in answer["problems"] if problem["fatal"]]
+    assert fatal and all(problem["remedy"] for problem in fatal)
+    assert any(words in problem["what"] + problem["remedy"] for problem in fatal)
+    assert "BROKEN" in invoke("doctor", registry=registry, code=1).stdout
+
+
+ALL_WRONG = Spoiled(WRONG, only=tuple(Primitive.named(name) for name in WRONG))
+
+
+@pytest.mark.parametrize("plugins", [[("spoiled", Spoiled(check=missing_library))], [("spoiled", ALL_WRONG)]])
+def test_doctor_mentions_what_is_passed_over(plugins):
+    answer = document("doctor", registry=registry_with(*plugins))
+    assert answer["ok"] and len(answer["problems"]) >= 1
+    assert "spoiled.torch" in answer["problems"][0]["what"]
+    assert {choice["chosen"] for choice in answer["choices"]} == {"reference.torch"}
+
+
+def test_doctor_reports_a_device_that_fails_while_probing():
+    def out_of_memory(*args, **options):
+        raise MemoryError("no room")
+
+    registry = registry_with(("spoiled", Spoiled({"cache_write": out_of_memory})))
+    answer = document("doctor", registry=registry, code=1)
+    assert any("MemoryError: no room" in problem["what"] for problem in answer["problems"] if problem["fatal"])
+
+
+def test_doctor_shows_the_policy_and_where_it_comes_from(tmp_path):
+    policy = tmp_path / "policy.toml"
+    policy.write_text('[backend]\nmerge_states = "reference"\n')
+    environ = {"MLA_PORTABLE_POLICY": str(policy), "MLA_PORTABLE_BACKEND": "auto"}
+    registry = registry_with(environ=environ)
+    answer = document("doctor", registry=registry)
+    assert ["all", "auto", "MLA_PORTABLE_BACKEND"] in answer["rules"]
+    assert any(rule[:2] == ["merge_states", "reference"] and str(policy) in rule[2] for rule in answer["rules"])
+    assert "MLA_PORTABLE_BACKEND" in invoke("doctor", registry=registry).stdout
+
+
+def test_doctor_leaves_alone_what_is_disabled():
+    def never(device: object) -> object:
+        raise AssertionError("it was checked")
+
+    plugins = ("spoiled", Spoiled(check=never)), ("acme", "fake_plugins.raises_on_import")
+    environ = {"MLA_PORTABLE_DISABLE": "spoiled.torch,acme", "MLA_PORTABLE_ACME_PATH": "/x"}
+    registry = registry_with(*plugins, environ=environ)
+    answer = document("doctor", registry=registry)
+    of_it = [each for each in answer["examined"] if each["implementation"] == "spoiled.torch"]
+    assert of_it and all(each["reasons"][0]["subject"] == "disabled" and each["probe"] is None for each in of_it)
+    assert [each["disabled"] for each in answer["plugins"] if each["name"] == "acme"] == ["MLA_PORTABLE_DISABLE"]
+    assert not answer["problems"] and "disabled by MLA_PORTABLE_DISABLE" in invoke("doctor", registry=registry).stdout
+
+
+def test_doctor_does_not_list_a_variable_that_does_not_exist():
+    registry = registry_with(environ={"MLA_PORTABLE_BACKND": "reference", "MLA_PORTABLE_VLLM": "off"})
+    answer = document("doctor", registry=registry, code=1)
+    assert answer["environment"] == [["MLA_PORTABLE_VLLM", "off"]]
+    assert any("Did you mean 'MLA_PORTABLE_BACKEND'" in problem["what"] for problem in answer["problems"] if problem["fatal"])
+
+
+@pytest.mark.parametrize(("name", "value"), [("MLA_PORTABLE_VLLM", "foo"), ("MLA_PORTABLE_VLLM_CACHE_WRITER", "nobody")])
+def test_doctor_fails_at_a_variable_of_the_vllm_plugin_that_means_nothing(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.26.0")
+    registry = registry_with(environ={name: value})
+    answer = document("doctor", registry=registry, code=1)
+    (problem,) = [problem for problem in answer["problems"] if problem["fatal"]]
+    assert name in problem["what"] and value in problem["what"] and "unset" in problem["remedy"]
+    text = invoke("doctor", registry=registry, code=1).stdout
+    assert "BROKEN  " in text and "vLLM" in text
+    assert name != "MLA_PORTABLE_VLLM" or "heads per GPU" not in text
+
+
+def test_doctor_with_vllm_reports_a_policy_that_cannot_be_followed(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.26.0")
+    registry = registry_with(environ={"MLA_PORTABLE_BACKEND": "referense"})
+    answer = document("doctor", registry=registry, code=1)
+    assert answer["vllm"] is None and any("referense" in problem["what"] for problem in answer["problems"])
+    text = invoke("doctor", registry=registry, code=1).stdout
+    assert "BROKEN  the policy cannot be followed" in text and "vLLM: not examined" in text
+
+
+def test_doctor_shows_the_cost_that_decides():
+    def costs(implementation, request):
+        return (3.0, "measured yesterday on this CPU;") if implementation.name == "reference.torch" else None
+
+    registry = Registry(plugins=[("reference", "mla_portable.reference")], environ={}, probe=False, costs=costs)
+    row = document("doctor", registry=registry)["examined"][0]
+    assert (row["cost"], row["cost_source"]) == (3.0, "measured yesterday on this CPU;") and "preference" not in row
+    assert "3 measured" in invoke("doctor", registry=registry).stdout
+    assert "1000 declared" in invoke("doctor").stdout
+
+
+def test_doctor_in_a_process_of_its_own():
+    done = in_a_process("doctor", "--device", "cpu", "--json", code=1, MLA_PORTABLE_DISABLE="reference,triton")
+    answer = json.loads(done.stdout)
+    assert ["MLA_PORTABLE_DISABLE", "reference,triton"] in answer["environment"]

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mla-portable explain`: what it prints, as text and as JSON, and the code it exits with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from commands import document, in_a_process, invoke
+from machines import H200
+
+from mla_portable.contracts import Primitive
+from mla_portable.registry import Registry
+
+pytestmark = pytest.mark.usefixtures("a_bare_machine")
+
+
+def simulated(**options) -> Registry:
+    plugins = [(name, f"fake_plugins.{name}") for name in ("plain", "handy", "acme")]
+    return Registry(plugins=plugins, facts={"cuda": H200}, environ={}, **options)
+
+
+def test_explain_gives_every_reason_against_every_candidate():
+    words = "explain sparse_decode --device cuda --heads 16 --topk 100 --sink"
+    answer = document(*words.split(), registry=simulated())
+    assert answer["ok"] and answer["chosen"] == "handy.native"
+    acme = next(c for c in answer["candidates"] if c["implementation"] == "acme.fused")
+    assert {reason["subject"] for reason in acme["reasons"]} == {"num_heads", "topk", "attn_sink"}
+    text = invoke(*words.split(), registry=simulated()).stdout
+    for words in (
+        "num_heads 16 (supports 64, 128)",
+        "topk 100 (a multiple of 64)",
+        "attn_sink yes (supports no)",
+        "plain.torch",
+    ):
+        assert words in text
+
+
+def test_explain_says_when_nothing_can_serve():
+    words = ["explain", "sparse_decode", "--device", "cuda", "--heads", "16", "--backend", "acme"]
+    answer = document(*words, registry=simulated(), code=1)
+    assert answer["ok"] is False and answer["chosen"] is None and answer["forced"] == "acme"
+    text = invoke(*words, registry=simulated(), code=1).stdout
+    assert "never falls back" in text and "num_heads 16 (supports 64, 128)" in text and "remedy" in text
+
+
+def test_explain_asks_what_the_options_say():
+    words = "explain sparse_decode --device cuda --heads 64 --query-len 2 --rows 7 --no-lse --graph --scale-format unknown"
+    answer = document(*words.split(), registry=simulated())
+    for words in ("num_heads=64", "query_len=2", "rows=7", "graph=yes", "topk=2048", "block_size=64"):
+        assert words in answer["request"]
+    assert "lse" not in answer["request"] and "scale_format" not in answer["request"]
+
+
+@pytest.mark.parametrize("primitive", Primitive.all())
+def test_explain_every_primitive(primitive):
+    answer = document("explain", str(primitive))
+    assert answer["ok"] and answer["primitive"] == str(primitive)
+    assert ("lse=yes" in answer["request"]) == str(primitive).startswith("sparse_")
+
+
+def test_explain_route():
+    answer = document("explain", "route", "--device", "cuda", "--heads", "64", registry=simulated())
+    assert answer["ok"] and {route["route"] for route in answer["routes"]} == {"fused", "split", "direct", "upconvert"}
+    assert "route: " in invoke("explain", "route", "--device", "cuda", registry=simulated()).stdout
+
+
+def test_explain_names_a_device_that_is_not_here():
+    assert "cuda" in invoke("explain", "sparse_decode", "--device", "cuda:7", code=2).stderr
+
+
+def test_the_environment_decides_in_a_process_of_its_own():
+    done = in_a_process("explain", "merge_states", "--device", "cpu", "--json", MLA_PORTABLE_BACKEND_MERGE_STATES="reference")
+    answer = json.loads(done.stdout)
+    assert answer["chosen"] == "reference.torch" and answer["control"] == "MLA_PORTABLE_BACKEND_MERGE_STATES"
+
+
+# ---------------------------------------------------------------------- explain, for a device that is not here
+
+
+def installed() -> Registry:
+    """Everything in this tree, without measured costs: what a process would have built."""
+    return Registry(environ={})
+
+
+def test_explain_for_a_profile_claims_no_more_than_the_declarations():
+    words = "explain sparse_decode --device bi-v150 --layout bf16 --no-lse"
+    answer = document(*words.split(), registry=installed())
+    assert answer["ok"] and answer["checked"] is False and answer["chosen"].startswith("iluvatar.")
+    candidates = {each["implementation"]: each for each in answer["candidates"]}
+    assert candidates[answer["chosen"]]["can_run"] is None and candidates[answer["chosen"]]["matrix"] == "declared"
+    assert all(each["can_run"] is (False if each["reasons"] else None) for each in candidates.values())
+    text = invoke(*words.split(), registry=installed()).stdout
+    assert "BI-V150 (profile bi-v150) is not here: declarations only, nothing was checked or probed" in text
+    assert f"{answer['chosen']} would be tried first" in text and "matrix: declared" in text
+    assert "chosen" not in text and "can run" not in text
+    assert "nvidia.native" not in text and "for other devices; --json lists them" in text and "nvidia.native" in candidates
+
+
+def test_explain_route_for_a_profile_claims_no_more_than_the_declarations():
+    words = "explain route --device bi-v150 --layout bf16"
+    answer = document(*words.split(), registry=installed())
+    assert answer["ok"] and answer["checked"] is False
+    assert {route["can_run"] for route in answer["routes"]} == {None, False}
+    parts = [part for route in answer["routes"] for part in route["parts"]]
+    assert parts and not any(each["can_run"] for part in parts for each in part["candidates"])
+    text = invoke(*words.split(), registry=installed()).stdout
+    assert "is not here" in text and "would be tried first" in text and "chosen" not in text and "can run" not in text
+
+
+def test_explain_on_this_machine_says_that_it_checked():
+    assert document("explain", "merge_states", "--device", "cpu")["checked"] is True
+
+
+def test_explain_for_the_profile_of_a_device_that_is_here_says_how_to_examine_it(monkeypatch):
+    monkeypatch.setattr("mla_portable.tools.cli.elsewhere.gpu_names", lambda: ["NVIDIA H200"])
+    text = invoke("explain", "merge_states", "--device", "h200", registry=installed()).stdout
+    assert "is not here" not in text and "--device with torch's name of it examines the one that is here" in text
+    assert "is not here" in invoke("explain", "merge_states", "--device", "h100", registry=installed()).stdout
+
+
+def test_explain_gives_what_was_asked_as_an_object():
+    words = "explain sparse_decode --device cuda --heads 64 --rows 7 --graph"
+    asked = document(*words.split(), registry=simulated())["arguments"]
+    assert (asked["num_heads"], asked["rows"], asked["graph"], asked["kv_layout"]) == (64, 7, True, "fp8_ds_mla")
+    asked = document("explain", "route", "--device", "cuda", "--rows", "7", registry=simulated())["arguments"]
+    assert (asked["max_num_reqs"], asked["need_lse"]) == (7, False)
+
+
+@pytest.mark.parametrize(("columns", "widest"), [("", 200), ("90", 90)])
+def test_tables_in_a_pipe_are_as_wide_as_columns_says(monkeypatch, columns, widest):
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = [line for line in invoke("matrix").stdout.splitlines() if line.startswith(("┃", "│"))]
+    assert lines and max(map(len, lines)) <= widest
+    assert widest == 90 or any(len(line) > 90 for line in lines)
+
+
+def test_explain_route_asks_what_a_layer_in_vllm_asks():
+    answer = document("explain", "route", "--device", "cuda", registry=simulated())
+    decode = next(part for part in answer["routes"][0]["parts"] if part["role"] == "decode")["request"]
+    assert "rows=256" in decode and "lse" not in decode
+    assert "no lse (--lse)" in invoke("explain", "route", "--device", "cuda", registry=simulated()).stdout
+    answer = document(
+        *["explain", "route", "--device", "cuda", "--rows", "3", "--query-len", "2", "--lse"], registry=simulated()
+    )
+    decode = next(part for part in answer["routes"][0]["parts"] if part["role"] == "decode")["request"]
+    assert "rows=6" in decode and "lse=yes" in decode
