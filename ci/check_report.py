@@ -45,7 +45,7 @@ def check_report(report: Any, vendor: str | None = None, rejected: frozenset[Ser
     yield from _device(report["device"], vendor)
     absent = [name for name in _NEEDED_VERSIONS if not report["versions"].get(name)]
     if absent:
-        yield f"versions of {', '.join(absent)} are not told"
+        yield f"versions of {', '.join(absent)} are not given"
     if report["level"] not in _LEVELS:
         yield f"level {report['level']!r} proves too little: run quick or full"
     yield from _cases(report, rejected)

@@ -245,7 +245,7 @@ def test_who_tells_no_lse_is_timed_and_judged_without(told):
     spoiled = Spoiled({"sparse_decode": quiet}, lse=told)
     (case,) = run(SMALL[SPARSE_DECODE], registry=registry_with(("spoiled", spoiled), probe=False)).cases
     each = next(each for each in case.times if each.name == NAME)
-    assert "lse" not in each.errors and each.remark == ("" if told else "tells no lse")
+    assert "lse" not in each.errors and each.remark == ("" if told else "returns no lse")
     assert each.ok != told, "who says that it tells one has to"
 
 

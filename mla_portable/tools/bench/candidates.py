@@ -85,7 +85,7 @@ def our_candidates(
 
 def _ours(problem: Problem, implementation: Implementation, registry: Registry, device: torch.device) -> Candidate:
     prepare = partial(prepared, problem, implementation, partial(registry.bind_implementation, implementation), device)
-    remark = "" if _request(problem, implementation) == problem.request else "tells no lse"
+    remark = "" if _request(problem, implementation) == problem.request else "returns no lse"
     return Candidate(implementation.name, implementation, remark, prepare)
 
 

@@ -31,7 +31,7 @@ class MachineState:
     """A device as it was during a run.
 
     Attributes:
-        driver: its version, None where no tool tells. clocks: MHz and watts by the tool's names, {} where none tells.
+        driver: its version, None where no tool reports it. clocks: MHz and watts by the tool's names, {} where none reports any.
         versions: of Python, torch and the libraries that matter.
     """
 
@@ -46,18 +46,18 @@ class MachineState:
 def machine_state(device: torch.device, facts: DeviceFacts) -> MachineState:
     """The state now: ask while the device is warm, for an idle one lowers its clocks."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, **dict(facts.libraries)}
-    told = _nvidia_smi(device) if facts.vendor == "nvidia" else {}
+    reported = _nvidia_smi(device) if facts.vendor == "nvidia" else {}
     clocks: dict[str, float] = {}
-    for name, value in told.items():
+    for name, value in reported.items():
         try:
             clocks[name] = float(value)
-        except ValueError:  # "[N/A]" on devices that do not tell
+        except ValueError:  # "[N/A]" on devices that do not report it
             continue
     return MachineState(driver_version(device), clocks, versions)
 
 
 def driver_version(device: torch.device) -> str | None:
-    """The version of the device's driver; None for a CPU, and where no tool tells."""
+    """The version of the device's driver; None for a CPU, and where no tool reports it."""
     if device.type == "cpu":
         return None
     for command in _DRIVERS:

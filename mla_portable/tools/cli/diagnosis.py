@@ -94,7 +94,7 @@ class Diagnosis:
     Attributes:
         versions: (name, version), "not installed" where absent. devices: (torch name, facts) of all that are here.
         device: torch name of the one that was examined. plugins: what became of each.
-        rules: (primitive or "all", target, who demands it), strongest first. disabled: (name, by whom).
+        rules: (primitive or "all", target, who forces it), strongest first. disabled: (name, by whom).
         environment: variables of this project that are set.
         examined: every implementation. choices: for each primitive; empty where the policy cannot be followed.
         problems: what is wrong, fatal ones first.
@@ -143,7 +143,7 @@ def diagnose(registry: Registry, device: torch.device) -> Diagnosis:
         problems += _unserved(decisions, facts)
         examined = tuple(_with_cost(each, decisions) for each in examined)
         choices = tuple(Choice(str(d.request.primitive), d.chosen, d.control, d.forced) for d in decisions)
-    problems += _plugin_demands(registry, rules)
+    problems += _forced_plugins(registry, rules)
     problems += _defects(examined, rules, choices)
     return Diagnosis(
         versions=_versions(),
@@ -267,7 +267,7 @@ def _remedies(reasons: Iterable[Reason]) -> list[str]:
     return list(dict.fromkeys(reason.remedy for reason in reasons if reason.remedy))
 
 
-def _plugin_demands(registry: Registry, rules: tuple[tuple[str, str, str], ...]) -> Iterator[Problem]:
+def _forced_plugins(registry: Registry, rules: tuple[tuple[str, str, str], ...]) -> Iterator[Problem]:
     """Plugins that the policy names and that did not load, or whose detector failed."""
     broken = {report.name: report for report in registry.plugin_reports if not report.ok}
     for target, control in dict.fromkeys((target, control) for _, target, control in rules):
@@ -282,7 +282,7 @@ def _defects(
 ) -> Iterator[Problem]:
     """Implementations that are declared for the device and do not work, fatal where the policy names them.
 
-    Those whose failure leaves a demand unserved are told of already.
+    Those whose failure leaves a forced choice unserved are reported already.
     """
     forced = {choice.primitive for choice in choices if choice.chosen is None and choice.forced}
     groups: dict[tuple[str, str, tuple[Reason, ...]], list[str]] = {}
