@@ -18,8 +18,8 @@ else:
 
 ROOT = Path(__file__).parents[1]
 NO_TORCH = "requirements-no-torch.txt"
-FROM_THE_MACHINE = {"torch", "triton", "vllm", "packaging"}
-"""What the core imports and such an installation leaves alone. `packaging` is used where it is installed."""
+FROM_THE_MACHINE = {"torch", "triton", "vllm", "packaging", "matplotlib"}
+"""What the core imports and such an installation leaves alone. The last two are used where they are installed."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CLI = PROJECT["optional-dependencies"]["cli"]
 
