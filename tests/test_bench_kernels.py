@@ -8,6 +8,7 @@ import subprocess
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -494,6 +495,51 @@ def test_a_graph_holds_so_many_calls_and_keeps_what_they_read(monkeypatch):
     cuda.CUDAGraph.return_value.replay.assert_called_once_with()
     del replay
     assert alive() is None
+
+
+class PretendedGpu:
+    """Work advances the clock where it is enqueued; events read it."""
+
+    device = CPU
+
+    def __init__(self) -> None:
+        self.now, self.looks = 0.0, 0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def guard(self):
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        self.looks += 1
+
+    def properties(self) -> SimpleNamespace:
+        return SimpleNamespace(L2_cache_size=16)
+
+    def event(self, *, timing: bool) -> Any:
+        made = SimpleNamespace(at=None)
+        made.record = lambda: setattr(made, "at", self.now)
+        made.elapsed_time = lambda other: 1e3 * (other.at - made.at)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("seconds", "runs", "looks"), [(1e-3, 30, 5), (0.1, 6, 8)], ids=["a look in ten rounds", "a look after each long one"]
+)
+def test_rounds_on_a_gpu_end_once_they_took_too_long(monkeypatch, seconds, runs, looks):
+    gpu = PretendedGpu()
+    monkeypatch.setattr(timing, "accelerator", lambda device: gpu)
+    monkeypatch.setattr(timing, "time", gpu)
+
+    def call(share: float) -> None:
+        gpu.now += share * seconds
+
+    calls = [partial(call, 0.25), partial(call, 0.75)]
+    short, long = timing.measure_in_turns(calls, device=torch.device("cuda", 0), repeat=30, max_seconds=0.55)
+    assert (short.n, long.n, gpu.looks) == (runs, runs, looks)
+    assert short.median_ms == pytest.approx(250 * seconds) and long.median_ms == pytest.approx(750 * seconds)
+    assert short.clock == "device events" and short.cold_l2
 
 
 @pytest.mark.parametrize(

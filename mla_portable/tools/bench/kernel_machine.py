@@ -31,7 +31,8 @@ class MachineState:
     """A device as it was during a run.
 
     Attributes:
-        driver: its version, None where no tool reports it. clocks: MHz and watts by the tool's names, {} where none reports any.
+        driver: its version, None where no tool reports it. clocks: MHz and watts by the tool's names, {}
+            where none reports any.
         versions: of Python, torch and the libraries that matter.
     """
 
