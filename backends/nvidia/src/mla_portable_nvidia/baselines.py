@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import Primitive, Reason, Request, Baseline, BaselineCall
+from mla_portable.contracts import Baseline, BaselineCall, Primitive, Reason, Request
 from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia.conventions import DecodeKernel, PrefillKernel
