@@ -17,14 +17,13 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import torch_reference as reference
 from fake_plugins import implementation, make_plugin
 from machines import H200
 from spoiled import NAME, WRONG, Spoiled, registry_with
 from typer.testing import CliRunner
 
-from mla_portable import reference
 from mla_portable.accelerator import Accelerator
-from mla_portable.api import serving
 from mla_portable.contracts import (
     SPLIT_KV,
     Implementation,
@@ -36,12 +35,12 @@ from mla_portable.contracts import (
     Request,
     Rival,
     RivalCall,
-    RivalRegistrar,
     ScheduleKind,
     SplitSchedule,
     Support,
     hookimpl,
 )
+from mla_portable.dispatch import serving
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
 from mla_portable.tools.bench import interleaved, kernel_machine
@@ -289,7 +288,7 @@ class RivalPlugin:
         raise AssertionError("the benchmark asks for rivals alone")
 
     @hookimpl
-    def mla_portable_register_rivals(self, registrar: RivalRegistrar) -> None:
+    def mla_portable_register_rivals(self, registrar: Registrar) -> None:
         for rival in self.rivals:
             registrar.add(rival)
 
@@ -315,7 +314,7 @@ def test_a_rival_is_judged_and_timed_like_ours():
 def test_a_plugin_whose_rivals_fail_costs_only_its_own():
     class Broken:
         @hookimpl
-        def mla_portable_register_rivals(self, registrar: RivalRegistrar) -> None:
+        def mla_portable_register_rivals(self, registrar: Registrar) -> None:
             registrar.add(decode_rival("broken.v1"))
             raise OSError("no library")
 
@@ -330,7 +329,7 @@ def test_a_plugin_whose_rivals_fail_costs_only_its_own():
     assert [rival.name for rival in found.found] == ["other.v1"]
     assert dict(found.failures) == {
         "broken": "OSError: no library",
-        "twice": "PluginError: other.v1 / sparse_decode: there is a Rival of that name already",
+        "twice": "PluginError: other.v1 / sparse_decode: already registered by the plugin 'good'",
         "none": "PluginError: expected a Rival, got str",
     }
 
@@ -345,7 +344,7 @@ def test_a_rival_must_be_named_and_have_a_primitive():
 def test_the_registry_takes_no_notice_of_rivals():
     class Both(Spoiled):
         @hookimpl
-        def mla_portable_register_rivals(self, registrar: RivalRegistrar) -> None:
+        def mla_portable_register_rivals(self, registrar: Registrar) -> None:
             raise AssertionError("asked by a registry")
 
     registry = registry_with(("both", Both()), probe=False)

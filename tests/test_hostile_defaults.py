@@ -27,8 +27,8 @@ from mla_portable.primitives import (
     SPARSE_DECODE,
     SPARSE_PREFILL,
 )
+from mla_portable.primitives._reference import _e4m3_pairs
 from mla_portable.reference import oracle
-from mla_portable.reference.rows import _e4m3_pairs
 
 CPU = DeviceFacts(vendor="cpu", name="any CPU", arch="cpu", device_type="cpu")
 WITHOUT_FP64 = DeviceFacts(vendor="cpu", name="no float64", arch="cpu", device_type="cpu", has_fp64=False)

@@ -8,6 +8,7 @@ from mla_portable.contracts.decision import Decision, Verdict
 from mla_portable.contracts.defaults import neutral_defaults
 from mla_portable.contracts.device import DeviceFacts
 from mla_portable.contracts.errors import (
+    DRIVER_FAULTS,
     InvalidArgument,
     MLAPortableError,
     PlanMismatch,
@@ -42,16 +43,11 @@ from mla_portable.contracts.plugin import (
     Registrar,
     Rival,
     RivalCall,
-    RivalRegistrar,
     Tunable,
-    TunableRegistrar,
     Variable,
     hookimpl,
 )
-from mla_portable.contracts.primitive import (
-    BoundPrimitive,
-    Primitive,
-)
+from mla_portable.contracts.primitive import Primitive
 from mla_portable.contracts.request import Request
 from mla_portable.contracts.results import attention_results
 from mla_portable.contracts.schedule import (
@@ -68,6 +64,7 @@ from mla_portable.contracts.support import Reason, Support
 __all__ = [
     "BF16",
     "DEFAULT_SCRATCH_BYTES",
+    "DRIVER_FAULTS",
     "E4M3_MAX",
     "ENTRY_POINT_GROUP",
     "FP8_DS_MLA",
@@ -85,7 +82,6 @@ __all__ = [
     "WORKSPACE_SEQUENCES",
     "BackendSpec",
     "Batch",
-    "BoundPrimitive",
     "CacheLayout",
     "Decision",
     "DecodeSchedule",
@@ -104,7 +100,6 @@ __all__ = [
     "Request",
     "Rival",
     "RivalCall",
-    "RivalRegistrar",
     "ScheduleKind",
     "ScheduleLimits",
     "SchedulePlanner",
@@ -112,7 +107,6 @@ __all__ = [
     "StepPlan",
     "Support",
     "Tunable",
-    "TunableRegistrar",
     "UnknownBackend",
     "UnsupportedRequest",
     "Variable",

@@ -14,10 +14,11 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.layouts import BF16, FP8_DS_MLA, CacheLayout, layout_of
+from mla_portable.contracts.layouts import BF16, FP8_DS_MLA, HEAD_SIZE, CacheLayout, layout_of
 from mla_portable.contracts.values import CACHE_ALIGNMENT, describe, refuse
 
 __all__ = [
+    "check_bf16_rows",
     "check_cache",
     "check_dense",
     "check_disjoint",
@@ -169,6 +170,14 @@ def _alignment(address: int, stride: int) -> int:
 def rows_alignment(rows: Tensor) -> int:
     """`cache_alignment` of contiguous bf16 rows [W, 576], each of which is 72 times 16 bytes long."""
     return _alignment(rows.data_ptr(), 0)
+
+
+def check_bf16_rows(where: str, argument: str, rows: Tensor, device: torch.device, axes: str) -> None:
+    """[W, 576] bfloat16 whose rows follow one another."""
+    num_rows, _ = shape_of(where, argument, rows, 2, axes)
+    check_tensor(where, argument, rows, torch.bfloat16, (num_rows, HEAD_SIZE), device, axes)
+    if num_rows > 1 and rows.stride()[0] != HEAD_SIZE:
+        refuse(where, argument, f"strides {list(rows.stride())}", f"{axes} contiguous", f"Pass {argument}.contiguous().")
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:

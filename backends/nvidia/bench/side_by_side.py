@@ -38,7 +38,6 @@ from torch import Tensor
 from mla_portable.contracts import (
     HEAD_SIZE,
     KV_LORA_RANK,
-    BoundPrimitive,
     DeviceFacts,
     Primitive,
     Request,
@@ -215,7 +214,7 @@ class Bench:
     def request(self, primitive: Primitive, heads: int, **others: Any) -> Request:
         return Request(primitive, self.facts, num_heads=heads, topk=TOPK, **({"lse": True} | others))
 
-    def bound_decode(self, heads: int, **others: Any) -> BoundPrimitive:
+    def bound_decode(self, heads: int, **others: Any) -> Callable[..., Any]:
         cache: Row = {"kv_layout": "fp8_ds_mla", "block_size": BLOCK, "query_len": 1, "scale_format": "pow2"}
         return bind_sparse_decode(self.request(SPARSE_DECODE, heads, **cache, **others))
 

@@ -16,7 +16,7 @@ import torch
 from mla_portable.accelerator import accelerator
 from mla_portable.contracts import DeviceFacts, Implementation, Rival
 from mla_portable.registry import Registry
-from mla_portable.registry.plugins import first_line
+from mla_portable.registry.faults import first_line
 from mla_portable.tools.bench.candidates import Candidate, Refusal, our_candidates, rival_candidates
 from mla_portable.tools.bench.floors import Ceilings, measure_ceilings
 from mla_portable.tools.bench.interleaved import captured, measure_in_turns

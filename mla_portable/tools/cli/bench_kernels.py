@@ -71,7 +71,7 @@ def kernels(
     """Time kernels and their rivals. A wrong result gets no time; exit code 1 when one of ours is wrong or fails."""
     with command(as_json=as_json) as output:
         where = resolve_device(device)
-        from mla_portable.api import current_registry
+        from mla_portable.dispatch import current_registry
         from mla_portable.tools.bench.kernel_cases import TIMED, kernel_cases
         from mla_portable.tools.bench.kernel_records import append_lines, kernel_lines
         from mla_portable.tools.bench.kernels import time_kernels

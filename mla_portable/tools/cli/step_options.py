@@ -114,7 +114,7 @@ def chosen_step(
     """
     where = resolve_device(device)
     demand = _demanded(backend)
-    from mla_portable.api import current_registry
+    from mla_portable.dispatch import current_registry
     from mla_portable.tools.bench.inputs import default_shape
     from mla_portable.tools.bench.step import run_step
 

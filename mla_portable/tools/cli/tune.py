@@ -56,8 +56,8 @@ def tune(
     """
     with command(as_json=as_json) as output:
         where = resolve_device(device)
-        from mla_portable.api import current_registry
         from mla_portable.contracts import InvalidArgument
+        from mla_portable.dispatch import current_registry
         from mla_portable.primitives import SPARSE_DECODE
         from mla_portable.registry.tuned import read_table, table_path, write_table
         from mla_portable.tools.bench.kernel_cases import ATTENTION, kernel_cases

@@ -7,14 +7,13 @@ nothing of the vendor; `check` and `bind` do, on a device that the detector reco
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from mla_portable.contracts import (
-    BoundPrimitive,
     DeviceFacts,
     Implementation,
     Primitive,
@@ -49,7 +48,7 @@ class _Served:
             trial = self.provider.trial(self.provider.place.find(), torch.device(device.device_type))
             yield from not_native(self.provider.place.attribute, trial)
 
-    def bind(self, request: Request) -> BoundPrimitive:
+    def bind(self, request: Request) -> Callable[..., Any]:
         return self.provider.bind(self.provider.place.find(), self.primitive)
 
 

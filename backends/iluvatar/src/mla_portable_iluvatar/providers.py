@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 
-from mla_portable.contracts import BoundPrimitive, Primitive, Support
+from mla_portable.contracts import Primitive, Support
 from mla_portable.primitives import (
     CACHE_WRITE,
     CONVERT_INDICES,
@@ -56,7 +56,7 @@ class Provider:
     place: Place
     preference: float
     support: dict[Primitive, Support]
-    bind: Callable[[Op, Primitive], BoundPrimitive]
+    bind: Callable[[Op, Primitive], Callable[..., Any]]
     trial: Callable[[Op, torch.device], Trial]
     sources: tuple[str, ...] = field(default=())
 
@@ -94,7 +94,7 @@ def _attention(
     def wrap(op: Op) -> SparseOp:
         return SparseOp(op, convention, kernel_heads=kernel_heads, own_lse=own_lse)
 
-    def bind(op: Op, primitive: Primitive) -> BoundPrimitive:
+    def bind(op: Op, primitive: Primitive) -> Callable[..., Any]:
         decode = primitive is SPARSE_DECODE
         return (attention.bind_sparse_decode if decode else attention.bind_sparse_prefill)(wrap(op))
 

@@ -23,7 +23,6 @@ from mla_portable.contracts import (
     KV_LORA_RANK,
     QK_ROPE_HEAD_DIM,
     SCALE_FORMATS,
-    BoundPrimitive,
     DeviceFacts,
     Implementation,
     MLAPortableError,
@@ -33,6 +32,7 @@ from mla_portable.contracts import (
     Support,
     tile_scales,
 )
+from mla_portable.contracts.primitive import F
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, CacheWrite, ConvertIndices, GatherUpconvert
 from mla_portable_nvidia.discovery import device_with
 
@@ -308,11 +308,11 @@ def data_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterat
 
     def offer(
         name: str,
-        primitive: Primitive,
+        primitive: Primitive[F],
         support: Support,
-        bind: Callable[[Request], BoundPrimitive],
+        bind: Callable[[Request], F],
         check: Callable[[DeviceFacts], Iterator[Reason]],
-    ) -> Implementation:
+    ) -> Implementation[F]:
         return Implementation(name, primitive, support, bind, check=check, preference=_PREFERENCE, sources=sources)
 
     for scale_format in SCALE_FORMATS:
