@@ -10,110 +10,55 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from mla_portable.attention import AttentionSpec as AttentionSpec
+    from mla_portable.attention import SparseMLAAttention as SparseMLAAttention
+    from mla_portable.contracts import Batch as Batch
+    from mla_portable.contracts import Decision as Decision
+    from mla_portable.contracts import DeviceFacts as DeviceFacts
+    from mla_portable.contracts import Implementation as Implementation
+    from mla_portable.contracts import InvalidArgument as InvalidArgument
+    from mla_portable.contracts import MLAPortableError as MLAPortableError
+    from mla_portable.contracts import PlanMismatch as PlanMismatch
+    from mla_portable.contracts import Primitive as Primitive
+    from mla_portable.contracts import Request as Request
+    from mla_portable.contracts import StepPlan as StepPlan
+    from mla_portable.contracts import Support as Support
+    from mla_portable.contracts import UnknownBackend as UnknownBackend
+    from mla_portable.contracts import UnsupportedRequest as UnsupportedRequest
+    from mla_portable.explaining import explain as explain
+    from mla_portable.planner import Planner as Planner
+    from mla_portable.planner import PlannerConfig as PlannerConfig
+    from mla_portable.primitives import *
+    from mla_portable.registry import get_registry as get_registry
+    from mla_portable.registry import use as use
+
 __version__ = "0.1.0"
 
+_PRIMITIVES = "mla_portable.primitives"
 _HOME = {
-    "AttentionSpec": "mla_portable.attention",
-    "Batch": "mla_portable.contracts",
-    "Decision": "mla_portable.contracts",
-    "DeviceFacts": "mla_portable.contracts",
-    "Implementation": "mla_portable.contracts",
-    "InvalidArgument": "mla_portable.contracts",
-    "MLAPortableError": "mla_portable.contracts",
-    "PlanMismatch": "mla_portable.contracts",
-    "Planner": "mla_portable.planner",
-    "PlannerConfig": "mla_portable.planner",
-    "Primitive": "mla_portable.contracts",
-    "Request": "mla_portable.contracts",
-    "SparseMLAAttention": "mla_portable.attention",
-    "StepPlan": "mla_portable.contracts",
-    "Support": "mla_portable.contracts",
-    "UnknownBackend": "mla_portable.contracts",
-    "UnsupportedRequest": "mla_portable.contracts",
-    "cache_write": "mla_portable.api",
-    "convert_indices": "mla_portable.api",
-    "explain": "mla_portable.api",
-    "gather_upconvert": "mla_portable.api",
-    "get_registry": "mla_portable.registry",
-    "indexer_logits": "mla_portable.api",
-    "merge_states": "mla_portable.api",
-    "quantize_per_tensor": "mla_portable.api",
-    "sparse_decode": "mla_portable.api",
-    "sparse_prefill": "mla_portable.api",
-    "use": "mla_portable.registry",
+    **dict.fromkeys(("AttentionSpec", "SparseMLAAttention"), "mla_portable.attention"),
+    **dict.fromkeys(("Batch", "Decision", "DeviceFacts", "Implementation", "InvalidArgument"), "mla_portable.contracts"),
+    **dict.fromkeys(("MLAPortableError", "PlanMismatch", "Primitive", "Request"), "mla_portable.contracts"),
+    **dict.fromkeys(("StepPlan", "Support", "UnknownBackend", "UnsupportedRequest"), "mla_portable.contracts"),
+    "explain": "mla_portable.explaining",
+    **dict.fromkeys(("Planner", "PlannerConfig"), "mla_portable.planner"),
+    **dict.fromkeys(("get_registry", "use"), "mla_portable.registry"),
 }
-
-if TYPE_CHECKING:
-    from mla_portable.api import (
-        cache_write,
-        convert_indices,
-        explain,
-        gather_upconvert,
-        indexer_logits,
-        merge_states,
-        quantize_per_tensor,
-        sparse_decode,
-        sparse_prefill,
-    )
-    from mla_portable.attention import AttentionSpec, SparseMLAAttention
-    from mla_portable.contracts import (
-        Batch,
-        Decision,
-        DeviceFacts,
-        Implementation,
-        InvalidArgument,
-        MLAPortableError,
-        PlanMismatch,
-        Primitive,
-        Request,
-        StepPlan,
-        Support,
-        UnknownBackend,
-        UnsupportedRequest,
-    )
-    from mla_portable.planner import Planner, PlannerConfig
-    from mla_portable.registry import get_registry, use
-
-__all__ = [
-    "AttentionSpec",
-    "Batch",
-    "Decision",
-    "DeviceFacts",
-    "Implementation",
-    "InvalidArgument",
-    "MLAPortableError",
-    "PlanMismatch",
-    "Planner",
-    "PlannerConfig",
-    "Primitive",
-    "Request",
-    "SparseMLAAttention",
-    "StepPlan",
-    "Support",
-    "UnknownBackend",
-    "UnsupportedRequest",
-    "__version__",
-    "cache_write",
-    "convert_indices",
-    "explain",
-    "gather_upconvert",
-    "get_registry",
-    "indexer_logits",
-    "merge_states",
-    "quantize_per_tensor",
-    "sparse_decode",
-    "sparse_prefill",
-    "use",
-]
+"""Where names are that load on first use; all others are looked for among the primitives."""
 
 
 def __getattr__(name: str) -> object:
-    if name in _HOME:
-        value = getattr(import_module(_HOME[name]), name)
-        globals()[name] = value
-        return value
+    if name == "__all__":
+        return __dir__()
+    if not name.startswith("_"):
+        value = getattr(import_module(_HOME.get(name, _PRIMITIVES)), name, None)
+        if value is not None:
+            globals()[name] = value
+            return value
     raise AttributeError(f"module 'mla_portable' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    exported = vars(import_module(_PRIMITIVES))
+    return sorted([*_HOME, "__version__", *(name for name in exported if not name.startswith("_"))])

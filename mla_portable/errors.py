@@ -8,12 +8,13 @@ later travels up unchanged.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from mla_portable.contracts.decision import Decision
 
 __all__ = [
+    "DRIVER_FAULTS",
     "InvalidArgument",
     "MLAPortableError",
     "PlanMismatch",
@@ -21,6 +22,10 @@ __all__ = [
     "UnknownBackend",
     "UnsupportedRequest",
 ]
+
+DRIVER_FAULTS: Final = frozenset({214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 999})
+"""Codes of the CUDA driver after which its context is unusable: ECC and NVLink errors, illegal addresses and instructions,
+launch timeouts, asserts, a destroyed context, unknown errors. Source: CUresult in cuda.h."""
 
 
 class MLAPortableError(Exception):

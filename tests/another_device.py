@@ -14,7 +14,6 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from mla_portable import reference
 from mla_portable.contracts import DeviceFacts, Implementation, Support, hookimpl
 from mla_portable.primitives import MERGE_STATES
 
@@ -116,7 +115,7 @@ def detect(device: torch.device) -> DeviceFacts | None:
 
 def merge(outs, lses, **given):
     served.append(outs.device.type)
-    return reference.merge_states(outs, lses, **given)
+    return MERGE_STATES.reference(outs, lses, **given)
 
 
 @hookimpl

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch_reference as reference
 from fake_plugins import make_plugin
 from torch import Tensor
 
-from mla_portable import reference
 from mla_portable.contracts import Implementation, Primitive, Support
 from mla_portable.primitives import (
     CACHE_WRITE,

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from mla_portable import reference
-from mla_portable.contracts import BoundPrimitive, Implementation, Primitive, Registrar, Request, Support, hookimpl
+import torch_reference as reference
+
+from mla_portable.contracts import Implementation, Primitive, Registrar, Request, Support, hookimpl
 from mla_portable.primitives import INDEXER_LOGITS, MERGE_STATES, QUANTIZE_PER_TENSOR
 from mla_portable.registry import Registry
 
@@ -65,7 +66,7 @@ def wrong_quantize_per_tensor(*args, **options):
 
 
 # of every primitive that a step runs
-WRONG: dict[str, BoundPrimitive] = {
+WRONG: dict[str, Callable[..., Any]] = {
     "cache_write": wrong_cache_write,
     "convert_indices": wrong_convert_indices,
     "gather_upconvert": wrong_gather_upconvert,
@@ -84,7 +85,7 @@ class Spoiled:
 
     def __init__(
         self,
-        replaced: dict[str, BoundPrimitive] | None = None,
+        replaced: dict[str, Callable[..., Any]] | None = None,
         *,
         loud=False,
         check=None,
@@ -99,13 +100,15 @@ class Spoiled:
         for primitive in self.only:
             self.offer(registrar, NAME, primitive, self.bind)
 
-    def offer(self, registrar: Registrar, name: str, primitive: Primitive, bind: Callable[[Request], BoundPrimitive]) -> None:
+    def offer(
+        self, registrar: Registrar, name: str, primitive: Primitive, bind: Callable[[Request], Callable[..., Any]]
+    ) -> None:
         without = (MERGE_STATES, QUANTIZE_PER_TENSOR, INDEXER_LOGITS)
         layouts = () if primitive in without else ("bf16", "fp8_ds_mla")
         support = Support(source="a test", device_types=("cpu",), kv_layouts=layouts, graph=False, lse=self.lse)
         registrar.add(Implementation(name, primitive, support, bind, check=self.check, preference=10))
 
-    def bind(self, request: Request) -> BoundPrimitive:
+    def bind(self, request: Request) -> Callable[..., Any]:
         if self.loud:
             sys.stdout.write(f"binding {request.primitive}\n")
         return self.replaced.get(str(request.primitive), getattr(reference, str(request.primitive)))

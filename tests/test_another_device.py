@@ -29,8 +29,9 @@ import torch
 import another_device as acme
 import mla_portable as mp
 from mla_portable import reference
+from mla_portable.primitives import MERGE_STATES, QUANTIZE_PER_TENSOR
 from mla_portable.accelerator import accelerator, add_error_words, default_device, is_device_error
-from mla_portable.api import serving
+from mla_portable.dispatch import serving
 from mla_portable.contracts import Batch, InvalidArgument
 from mla_portable.registry import Registry
 
@@ -77,7 +78,7 @@ assert is_device_error(RuntimeError("a lost bus"), "acme") and is_device_error(R
 def test_convenience_calls_reach_the_vendor_and_the_reference():
     run("""
 outs, lses = torch.randn(2, 3, 4), torch.randn(2, 3)
-want, _ = reference.merge_states(outs, lses)
+want, _ = MERGE_STATES.reference(outs, lses)
 with serving(registry):
     there = outs.to("acme"), lses.to("acme")
     for backend, number in (("acme", 1), (None, 2)):
@@ -92,7 +93,7 @@ with serving(registry):
     acme.current[0] = 0
     values = torch.randn(3, 4).bfloat16()
     fp8, scale = mp.quantize_per_tensor(values.to("acme"))
-    expected, expected_scale = reference.quantize_per_tensor(values)
+    expected, expected_scale = QUANTIZE_PER_TENSOR.reference(values)
     assert fp8.device.type == scale.device.type == "acme" and torch.equal(scale.cpu(), expected_scale)
     assert torch.equal(fp8.cpu().view(torch.uint8), expected.view(torch.uint8))
     decision = mp.explain("merge_states")

@@ -13,9 +13,8 @@ from machines import H200
 from recorder import Recorder, registry_of
 
 import mla_portable
-from mla_portable import primitives
+from mla_portable import dispatch, primitives
 from mla_portable.accelerator import Accelerator
-from mla_portable.api import dispatch, serving
 from mla_portable.contracts import (
     SPLIT_KV,
     InvalidArgument,
@@ -26,6 +25,7 @@ from mla_portable.contracts import (
     UnsupportedRequest,
     pack_fp8,
 )
+from mla_portable.dispatch import serving
 from mla_portable.primitives import MERGE_STATES
 from mla_portable.reference import oracle
 from mla_portable.registry import Registry, get_registry, reset_registry

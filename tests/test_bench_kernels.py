@@ -17,19 +17,17 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import torch_reference as reference
 from fake_plugins import implementation, make_plugin
 from machines import H200
 from spoiled import NAME, WRONG, Spoiled, registry_with
 from typer.testing import CliRunner
 
-from mla_portable import reference
 from mla_portable.accelerator import Accelerator
-from mla_portable.api import serving
 from mla_portable.contracts import (
     SPLIT_KV,
     Baseline,
     BaselineCall,
-    BaselineRegistrar,
     Implementation,
     InvalidArgument,
     PluginError,
@@ -42,6 +40,7 @@ from mla_portable.contracts import (
     Support,
     hookimpl,
 )
+from mla_portable.dispatch import serving
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
 from mla_portable.tools.bench import kernel_machine, timing
@@ -289,7 +288,7 @@ class BaselinePlugin:
         raise AssertionError("the benchmark asks for baselines alone")
 
     @hookimpl
-    def mla_portable_register_baselines(self, registrar: BaselineRegistrar) -> None:
+    def mla_portable_register_baselines(self, registrar: Registrar) -> None:
         for baseline in self.baselines:
             registrar.add(baseline)
 
@@ -319,7 +318,7 @@ def test_a_baseline_is_judged_and_timed_like_ours():
 def test_a_plugin_whose_baselines_fail_costs_only_its_own():
     class Broken:
         @hookimpl
-        def mla_portable_register_baselines(self, registrar: BaselineRegistrar) -> None:
+        def mla_portable_register_baselines(self, registrar: Registrar) -> None:
             registrar.add(decode_baseline("broken.v1"))
             raise OSError("no library")
 
@@ -334,7 +333,7 @@ def test_a_plugin_whose_baselines_fail_costs_only_its_own():
     assert [baseline.name for baseline in found.found] == ["other.v1"]
     assert dict(found.failures) == {
         "broken": "OSError: no library",
-        "twice": "PluginError: other.v1 / sparse_decode: there is a Baseline of that name already",
+        "twice": "PluginError: other.v1 / sparse_decode: already registered by the plugin 'good'",
         "none": "PluginError: expected a Baseline, got str",
     }
 
@@ -349,7 +348,7 @@ def test_a_baseline_must_be_named_and_have_a_primitive():
 def test_the_registry_takes_no_notice_of_baselines():
     class Both(Spoiled):
         @hookimpl
-        def mla_portable_register_baselines(self, registrar: BaselineRegistrar) -> None:
+        def mla_portable_register_baselines(self, registrar: Registrar) -> None:
             raise AssertionError("asked by a registry")
 
     registry = registry_with(("both", Both()), probe=False)

@@ -20,9 +20,10 @@ from mla_portable.contracts import Implementation, Primitive, Registrar, Request
 from mla_portable.primitives import CONVERT_INDICES, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry, get_registry, reset_registry
 from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, costs_text, installed_hash, parse_costs
-from mla_portable.registry.plugins import installed_plugins, load_plugins
+from mla_portable.registry.plugins import load_plugins
 from mla_portable.registry.policy import Policy
 from mla_portable.registry.select import decide
+from mla_portable.registry.sources import installed_plugins
 from mla_portable.sources import source_hash
 from mla_portable.tools.matrix.benchmarks import benchmark_records, measured_times
 from mla_portable.tools.matrix.claims import Declarations

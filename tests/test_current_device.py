@@ -13,14 +13,15 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+import torch_reference as reference
 from spoiled import Spoiled, registry_with
 
 import mla_portable as mp
-from mla_portable import reference
+from mla_portable import dispatch
 from mla_portable.accelerator import Accelerator
-from mla_portable.api import dispatch, serving
 from mla_portable.attention import layer
 from mla_portable.contracts import Batch, Primitive
+from mla_portable.dispatch import serving
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, MERGE_STATES
 
 HERE = 1

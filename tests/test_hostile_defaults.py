@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 import mla_portable_triton
 from mla_portable import reference
 from mla_portable.contracts import DeviceFacts, Primitive, Request, pack_fp8
+from mla_portable.layouts.fp8_ds_mla import _e4m3_pairs
 from mla_portable.primitives import (
     CACHE_WRITE,
     CONVERT_INDICES,
@@ -28,7 +29,6 @@ from mla_portable.primitives import (
     SPARSE_PREFILL,
 )
 from mla_portable.reference import oracle
-from mla_portable.reference.rows import _e4m3_pairs
 
 CPU = DeviceFacts(vendor="cpu", name="any CPU", arch="cpu", device_type="cpu")
 WITHOUT_FP64 = DeviceFacts(vendor="cpu", name="no float64", arch="cpu", device_type="cpu", has_fp64=False)

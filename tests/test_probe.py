@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch_reference as reference
 from faulty import (
     BOTH,
     CONVERT,
@@ -35,7 +36,6 @@ from faulty import (
 from machines import CPU
 from torch import Tensor
 
-from mla_portable import reference
 from mla_portable.contracts import (
     FP8_DS_MLA,
     DeviceFacts,

@@ -215,7 +215,7 @@ def test_an_error_of_the_registrys_own_is_raised(place: str, monkeypatch: pytest
     if place == "make":
         monkeypatch.setattr(tiny_attention, "cache_rows", fail)
     elif place == "read_back":
-        monkeypatch.setattr(probing, "read_back", fail)
+        monkeypatch.setattr("mla_portable.registry.judge.read_back", fail)
     else:
         monkeypatch.setattr(Machine, "_bind_reference", lambda self, request: fail)
     made = candidate(DECODE, RIGHT[DECODE])

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 from acme_records import acme_claim
+from torch_reference import merge_states
 from typer.testing import CliRunner
 
 from mla_portable import sources
-from mla_portable.api import serving
 from mla_portable.contracts import Implementation, Registrar, Request, Support, hookimpl
+from mla_portable.dispatch import serving
 from mla_portable.primitives import MERGE_STATES
-from mla_portable.reference import merge_states
 from mla_portable.registry import Registry
 from mla_portable.tools.cli.app import app
 from mla_portable.tools.conformance import run_suite

@@ -515,7 +515,7 @@ def test_a_plugin_that_asks_for_the_registry_while_it_is_built_is_reported(
     own_process_registry: None, monkeypatch: pytest.MonkeyPatch
 ):
     from mla_portable.contracts import hookimpl
-    from mla_portable.registry import plugins as loading
+    from mla_portable.registry import sources as loading
 
     module = make_plugin()
     vars(module)["mla_portable_register"] = hookimpl(lambda registrar: get_registry())
@@ -530,7 +530,7 @@ def test_a_plugin_that_asks_for_the_registry_from_another_thread_is_refused_and_
     own_process_registry: None, monkeypatch: pytest.MonkeyPatch
 ):
     from mla_portable.contracts import hookimpl
-    from mla_portable.registry import plugins as loading
+    from mla_portable.registry import sources as loading
 
     module = make_plugin()
     vars(module)["mla_portable_register"] = hookimpl(lambda registrar: limited("import of nosy", 20, get_registry))

@@ -14,21 +14,22 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "mla_portable"
 PLUGINS = sorted(path.name for path in (ROOT / "backends").iterdir() if (path / "pyproject.toml").exists())
 
-BASE = {"accelerator", "contracts", "layouts", "primitives"}
-PLUGINS_MAY_IMPORT = tuple(f"mla_portable.{name}" for name in sorted(BASE))
-MIDDLE = BASE | {"api", "attention", "planner", "reference", "registry"}
+LOW = {"accelerator", "contracts", "errors", "layouts"}
+PLUGINS_MAY_IMPORT = tuple(f"mla_portable.{name}" for name in ("accelerator", "contracts", "layouts", "primitives"))
+MIDDLE = LOW | {"attention", "dispatch", "explaining", "planner", "primitives", "reference", "registry"}
 MAY_IMPORT = {
     "accelerator": set(),
     "errors": {"contracts"},  # for type checking alone
     "layouts": {"errors"},
     "contracts": {"accelerator", "errors", "layouts"},
-    "primitives": {"contracts"},
     "sources": set(),
-    "reference": BASE,
-    "registry": BASE | {"sources"},
-    "planner": BASE,
-    "api": BASE | {"registry"},
-    "attention": BASE | {"planner", "registry"},
+    "registry": LOW | {"primitives", "sources"},  # primitives only while it probes, see below
+    "dispatch": LOW | {"registry"},
+    "explaining": LOW | {"dispatch"},
+    "primitives": LOW | {"dispatch"},
+    "reference": LOW,
+    "planner": LOW | {"primitives"},
+    "attention": LOW | {"planner", "primitives", "registry"},
     "vllm": MIDDLE,
     "tools": MIDDLE | {"sources", "vllm"},
     "__init__": MIDDLE,
@@ -81,12 +82,18 @@ def test_importing_mla_portable_loads_neither_torch_nor_plugins():
     assert done.stdout.strip() == "[]"
 
 
+def test_the_registry_needs_no_primitive_to_be_imported():
+    code = "import sys, mla_portable.registry; print('mla_portable.primitives' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
 def test_every_public_name_is_there():
     import mla_portable
+    from mla_portable.contracts import Primitive
 
     for name in mla_portable.__all__:
         assert getattr(mla_portable, name) is not None
-    assert set(mla_portable._HOME) | {"__version__"} == set(mla_portable.__all__)
+    assert {"SparseMLAAttention", "explain", *Primitive.all()} <= set(mla_portable.__all__)
 
 
 @pytest.mark.parametrize("path", sorted([*CORE.rglob("*.py"), *(ROOT / "backends").rglob("*.py")]), ids=lambda path: path.name)

@@ -14,8 +14,8 @@ from fake_plugins import implementation, make_plugin
 from torch import Tensor
 
 import mla_portable as mp
-from mla_portable.api import serving
 from mla_portable.contracts import Batch, neutral_defaults, pack_fp8
+from mla_portable.dispatch import serving
 from mla_portable.primitives import MERGE_STATES
 from mla_portable.registry import Registry
 

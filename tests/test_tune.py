@@ -5,29 +5,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch_reference as reference
 from machines import CPU, H200
 from spoiled import WRONG, registry_with
 from typer.testing import CliRunner
 
-from mla_portable import reference
-from mla_portable.api import serving
 from mla_portable.contracts import (
-    BoundPrimitive,
     Implementation,
     InvalidArgument,
     Registrar,
     Request,
     Support,
     Tunable,
-    TunableRegistrar,
     hookimpl,
 )
+from mla_portable.dispatch import serving
 from mla_portable.primitives import CACHE_WRITE, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
 from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
@@ -62,7 +60,7 @@ def times_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mla_portable.tools.bench.timing.time", CLOCK)
 
 
-def bind(request: Request, configuration: Mapping[str, int]) -> BoundPrimitive:
+def bind(request: Request, configuration: Mapping[str, int]) -> Callable[..., Any]:
     def decode(*args: Any, **options: Any) -> Any:
         CLOCK.now += (1 + configuration["delay"]) * 1e-3
         if configuration["wrong"] == 2 and args[0].shape[0] > 1:
@@ -83,7 +81,7 @@ class Plugin:
     def mla_portable_register(self, registrar: Registrar) -> None:
         registrar.add(Implementation(NAME, DECODE, self.support, self.bind, preference=10))
 
-    def bind(self, request: Request) -> BoundPrimitive:
+    def bind(self, request: Request) -> Callable[..., Any]:
         configuration = dict(request.configuration or CONFIGURATIONS[0])
         if set(configuration) != set(CONFIGURATIONS[0]):
             raise InvalidArgument(NAME, "configuration", got=configuration, expected="delay and wrong")
@@ -91,7 +89,7 @@ class Plugin:
         return bind(request, configuration)
 
     @hookimpl
-    def mla_portable_register_tunables(self, registrar: TunableRegistrar) -> None:
+    def mla_portable_register_tunables(self, registrar: Registrar) -> None:
         registrar.add(self.tunable)
 
 

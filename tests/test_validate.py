@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_portable
-from mla_portable.api import serving
 from mla_portable.contracts import InvalidArgument, PlanMismatch, Request, SplitSchedule, Support
+from mla_portable.dispatch import serving
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable_nvidia.tile_schedules import TileSchedule
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Final
 
 from mla_portable.contracts import (
-    BoundPrimitive,
     Decision,
     Implementation,
     InvalidArgument,
@@ -21,11 +20,11 @@ from mla_portable.contracts import (
     Request,
     ScheduleKind,
 )
+from mla_portable.contracts.primitive import F
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
-from mla_portable.registry.plugins import AUTO
+from mla_portable.registry.names import AUTO, check_backend
 from mla_portable.registry.policy import ARGUMENT, DEFAULT, Rule, active_rules
-from mla_portable.registry.registry import check_backend
 
 __all__ = ["BackendChoice", "Demand", "left_out"]
 
@@ -85,7 +84,7 @@ class Demand:
             return self._registry.decide(request, backend=self._argument(request.primitive))
         return replace(self._registry.decide(request, backend=rule.target), control=rule.control)
 
-    def bind(self, request: Request) -> BoundPrimitive:
+    def bind(self, request: Request[F]) -> F:
         """The callable that serves `request`. Raises: UnsupportedRequest."""
         rule = self._rule(request.primitive)
         return self._registry.bind(request, backend=rule.target if rule else self._argument(request.primitive))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +22,9 @@ from mla_portable.attention.checks import StepCheck, checked_sink
 from mla_portable.attention.demand import BackendChoice, Demand
 from mla_portable.attention.routes import RouteDecision, choose_route
 from mla_portable.attention.spec import AttentionSpec
-from mla_portable.attention.step import JoinQuery, Part, Step, join_halves
+from mla_portable.attention.step import JoinQuery, Step, join_halves
 from mla_portable.contracts import (
     WORKSPACE_ROUTES,
-    BoundPrimitive,
     Decision,
     Implementation,
     InvalidArgument,
@@ -35,9 +33,21 @@ from mla_portable.contracts import (
     StepPlan,
     UnsupportedRequest,
 )
+from mla_portable.contracts.primitive import F, Primitive
 from mla_portable.contracts.values import describe, device_of
 from mla_portable.planner import PlannerConfig
-from mla_portable.primitives import CACHE_WRITE
+from mla_portable.primitives import (
+    CACHE_WRITE,
+    CONVERT_INDICES,
+    GATHER_UPCONVERT,
+    SPARSE_DECODE,
+    SPARSE_PREFILL,
+    CacheWrite,
+    ConvertIndices,
+    GatherUpconvert,
+    SparseDecode,
+    SparsePrefill,
+)
 from mla_portable.registry import Registry, get_registry
 
 __all__ = ["SparseMLAAttention"]
@@ -92,16 +102,18 @@ class SparseMLAAttention:
         requests = _bound_requests(demand, parts)
         self._compact = requests["convert"].compact
         self._decode_lengths, self._prefill_lengths = (r in requests and requests[r].lengths for r in ("decode", "prefill"))
-        bound = {role: demand.bind(request) for role, request in requests.items()}
-        self._convert, self._decode = bound["convert"], bound.get("decode")
-        self._prefill, self._gather = bound.get("prefill"), bound.get("gather")
+        self._convert: ConvertIndices = demand.bind(requests["convert"].of(CONVERT_INDICES))
+        self._decode: SparseDecode | None = _bound(demand, requests.get("decode"), SPARSE_DECODE)
+        self._prefill: SparsePrefill | None = _bound(demand, requests.get("prefill"), SPARSE_PREFILL)
+        self._gather: GatherUpconvert | None = _bound(demand, requests.get("gather"), GATHER_UPCONVERT)
         self._decoder: Implementation | None = demand.chosen(parts["decode"]) if "decode" in parts else None
         self._planned = demand.configured(self._decoder, requests["decode"]) if self._decoder else None
         self._together = self.route == "direct" and not spec.batch_invariant and _is_one_kernel(self._decoder, parts)
         formats = self._layout.scale_formats
         self._scales = {"scale_format": spec.scale_format or formats[0]} if formats else {}
-        self._writes = demand.decide(self._write_request())
-        self._write = demand.bind(self._writes.request) if self._writes.chosen else None
+        write = self._write_request()
+        self._writes = demand.decide(write)
+        self._write: CacheWrite | None = demand.bind(write) if self._writes.chosen else None
         self._accelerator = accelerator(self.device)
         self._index = self._accelerator.index  # -1 for a CPU
         self._attn_sink = checked_sink(spec, attn_sink, self.device)
@@ -118,7 +130,7 @@ class SparseMLAAttention:
             schedule_type=kind.schedule_type if (kind := self._schedule_kind()) else None,
         )
 
-    def _write_request(self) -> Request:
+    def _write_request(self) -> Request[CacheWrite]:
         spec = self.spec
         return Request(
             CACHE_WRITE,
@@ -238,8 +250,18 @@ class SparseMLAAttention:
             out=(step.indices, step.counts),
         )
         if step.decode is not None and self._decode is not None:
-            lengths, schedule = self._decode_lengths, plan.decode_schedule
-            self._attend(self._decode, step.decode, query, kv_cache, lengths, out, lse_out, schedule=schedule)
+            part = step.decode
+            self._decode(
+                part.rows(query),
+                kv_cache,
+                part.indices,
+                softmax_scale=spec.softmax_scale,
+                lengths=part.lengths if self._decode_lengths else None,
+                attn_sink=self._attn_sink,
+                schedule=plan.decode_schedule,
+                out=part.rows(out),
+                lse_out=part.rows(lse_out),
+            )
         for part in step.prefills:
             if part.gathered is None or self._gather is None:
                 kv = kv_cache if self._layout.is_quantized else kv_cache.view(-1, self._layout.row_width)
@@ -247,7 +269,16 @@ class SparseMLAAttention:
                 chunk, kv = part.gathered
                 self._gather(kv_cache, chunk.block_table, chunk.seq_lens, chunk.workspace_starts, out=kv)
             assert self._prefill is not None  # route fused is the only one without, and its plans have no prefills
-            self._attend(self._prefill, part, query, kv, self._prefill_lengths, out, lse_out)
+            self._prefill(
+                part.rows(query),
+                kv,
+                part.indices,
+                softmax_scale=spec.softmax_scale,
+                lengths=part.lengths if self._prefill_lengths else None,
+                attn_sink=self._attn_sink,
+                out=part.rows(out),
+                lse_out=part.rows(lse_out),
+            )
         if step.end < num_tokens:
             out[step.end :].zero_()
             if spec.need_lse:
@@ -265,29 +296,9 @@ class SparseMLAAttention:
         """Another device than the layer's is the current one, on which kernels are launched."""
         return self._index >= 0 and self._accelerator.current_index() != self._index
 
-    def _attend(
-        self,
-        primitive: BoundPrimitive,
-        part: Part,
-        q: Tensor,
-        kv: Tensor,
-        lengths: bool,
-        out: Tensor,
-        lse: Tensor,
-        **given: Any,
-    ) -> None:
-        """One call for a part's rows of q, out and lse."""
-        primitive(
-            part.rows(q),
-            kv,
-            part.indices,
-            softmax_scale=self.spec.softmax_scale,
-            lengths=part.lengths if lengths else None,
-            attn_sink=self._attn_sink,
-            out=part.rows(out),
-            lse_out=part.rows(lse),
-            **given,
-        )
+
+def _bound(demand: Demand, request: Request | None, primitive: Primitive[F]) -> F | None:
+    return None if request is None else demand.bind(request.of(primitive))
 
 
 def _is_one_kernel(decoder: Implementation | None, parts: Mapping[str, Decision]) -> bool:

@@ -14,19 +14,14 @@ from mla_portable.contracts.plugin import (
     BackendSpec,
     Baseline,
     BaselineCall,
-    BaselineRegistrar,
     Detector,
     Implementation,
     Registrar,
     Tunable,
-    TunableRegistrar,
     Variable,
     hookimpl,
 )
-from mla_portable.contracts.primitive import (
-    BoundPrimitive,
-    Primitive,
-)
+from mla_portable.contracts.primitive import Primitive
 from mla_portable.contracts.request import Request
 from mla_portable.contracts.results import attention_results
 from mla_portable.contracts.schedule import (
@@ -40,6 +35,7 @@ from mla_portable.contracts.schedule import (
 from mla_portable.contracts.split_kv import SPLIT_KV, ProgramShape, SplitSchedule, split_kv, split_kv_kind
 from mla_portable.contracts.support import Reason, Support
 from mla_portable.errors import (
+    DRIVER_FAULTS,
     InvalidArgument,
     MLAPortableError,
     PlanMismatch,
@@ -68,6 +64,7 @@ pack_fp8, unpack_fp8 = FP8_DS_MLA.pack, FP8_DS_MLA.unpack
 __all__ = [
     "BF16",
     "DEFAULT_SCRATCH_BYTES",
+    "DRIVER_FAULTS",
     "E4M3_MAX",
     "ENTRY_POINT_GROUP",
     "FP8_DS_MLA",
@@ -86,9 +83,7 @@ __all__ = [
     "BackendSpec",
     "Baseline",
     "BaselineCall",
-    "BaselineRegistrar",
     "Batch",
-    "BoundPrimitive",
     "CacheLayout",
     "Decision",
     "DecodeSchedule",
@@ -112,7 +107,6 @@ __all__ = [
     "StepPlan",
     "Support",
     "Tunable",
-    "TunableRegistrar",
     "UnknownBackend",
     "UnsupportedRequest",
     "Variable",

@@ -19,13 +19,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, Protocol
 
 import pluggy
 import torch
 
 from mla_portable.contracts.device import DeviceFacts
-from mla_portable.contracts.primitive import BoundPrimitive, Primitive
+from mla_portable.contracts.primitive import F, Primitive
 from mla_portable.contracts.request import Request
 from mla_portable.contracts.schedule import ScheduleKind
 from mla_portable.contracts.support import Reason, Support
@@ -37,12 +37,10 @@ __all__ = [
     "BackendSpec",
     "Baseline",
     "BaselineCall",
-    "BaselineRegistrar",
     "Detector",
     "Implementation",
     "Registrar",
     "Tunable",
-    "TunableRegistrar",
     "Variable",
     "hookimpl",
     "hookspec",
@@ -61,7 +59,7 @@ def _nothing_missing(device: DeviceFacts) -> Iterable[Reason]:
 
 
 @dataclass(frozen=True, slots=True)
-class Implementation:
+class Implementation(Generic[F]):
     """One way to run one primitive.
 
     Attributes:
@@ -82,9 +80,9 @@ class Implementation:
     """
 
     name: str
-    primitive: Primitive
+    primitive: Primitive[F]
     support: Support
-    bind: Callable[[Request], BoundPrimitive]
+    bind: Callable[[Request[F]], F]
     check: Callable[[DeviceFacts], Iterable[Reason]] = _nothing_missing
     preference: float = 50.0
     schedule_kind: ScheduleKind | None = None
@@ -140,10 +138,10 @@ class Variable:
 
 
 class Registrar(Protocol):
-    """What the hook receives. A malformed registration raises PluginError on the plugin's own line."""
+    """What each hook receives. A malformed registration raises PluginError on the plugin's own line."""
 
-    def add(self, implementation: Implementation) -> None:
-        """Offer an implementation. A second one of the same name and primitive is an error."""
+    def add(self, offer: Implementation | Baseline | Tunable) -> None:
+        """Offer what the hook is for. A second one of the same name and primitive is an error."""
         ...
 
     def add_detector(self, detector: Detector) -> None:
@@ -215,22 +213,6 @@ class Tunable:
     configurations: Callable[[Request], Iterable[Mapping[str, int]]]
 
 
-class TunableRegistrar(Protocol):
-    """What the tunables' hook receives."""
-
-    def add(self, tunable: Tunable) -> None:
-        """Offer a tunable. A second one of the same implementation and primitive is an error."""
-        ...
-
-
-class BaselineRegistrar(Protocol):
-    """What the baselines' hook receives."""
-
-    def add(self, baseline: Baseline) -> None:
-        """Offer a baseline. A second one of the same name and primitive is an error."""
-        ...
-
-
 class BackendSpec:
     """The hook specification."""
 
@@ -239,9 +221,9 @@ class BackendSpec:
         """Register every implementation (and detector) of a plugin. Called once per registry."""
 
     @hookspec
-    def mla_portable_register_baselines(self, registrar: BaselineRegistrar) -> None:
+    def mla_portable_register_baselines(self, registrar: Registrar) -> None:
         """Bring baselines to the benchmark; optional. Called by the benchmark alone."""
 
     @hookspec
-    def mla_portable_register_tunables(self, registrar: TunableRegistrar) -> None:
+    def mla_portable_register_tunables(self, registrar: Registrar) -> None:
         """Say which implementations can be tuned; optional. Called by `mla-portable tune` alone."""

@@ -7,16 +7,21 @@ known of it is an attribute. Core primitives are in `mla_portable.primitives`, o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic
 
-__all__ = ["BoundPrimitive", "Primitive"]
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
 
-BoundPrimitive = Callable[..., Any]
-"""A callable of some primitive's Protocol, chosen and configured for one Request."""
+    F = TypeVar("F", default=Any)
+else:
+    from typing import TypeVar
 
-F = TypeVar("F")
+    F = TypeVar("F")
+
+__all__ = ["F", "Primitive"]
+
 _CORE = "mla_portable.primitives"
 _named: dict[str, Primitive[Any]] = {}
 
@@ -24,27 +29,53 @@ _named: dict[str, Primitive[Any]] = {}
 class Primitive(str, Generic[F]):
     """A primitive whose implementations are callables of type F, a Protocol.
 
+    `Request[F]` and `Implementation[F]` carry the Protocol on, so that a type checker follows a call to the function that a
+    plugin registered. Without an argument each of the three stands for any primitive.
+
     Attributes:
+        module: where the value is, for pickling and for the sources of evidence.
         facts: the Request fields that a call's arguments decide, in the order in which its argument check returns them.
+        stated: further Request fields that affect a choice, which only the caller knows.
+        typical: values of those fields that an explanation starts from, where they differ from other primitives'.
         results: what a call returns, by name; empty for a call that writes to an argument.
         has_layout: `kv_layout` matters: it reads or writes the paged cache.
-        module: where the value is, for pickling.
+        reference: the primitive in plain torch, on any device; None where a plugin registers its own.
+        reference_float32: the same in float32, for devices whose float64 cannot be trusted; None where that is no other.
+        sources: modules besides `module` whose text decides what the reference computes.
     """
 
+    module: str
     facts: tuple[str, ...]
+    stated: tuple[str, ...]
+    typical: Mapping[str, Any]
     results: tuple[str, ...]
     has_layout: bool
-    module: str
+    reference: F | None
+    reference_float32: F | None
+    sources: tuple[str, ...]
 
     def __new__(
-        cls, name: str, *, module: str, facts: tuple[str, ...] = (), results: tuple[str, ...] = (), has_layout: bool = False
+        cls,
+        name: str,
+        *,
+        module: str,
+        facts: tuple[str, ...] = (),
+        stated: tuple[str, ...] = (),
+        typical: Mapping[str, Any] | None = None,
+        results: tuple[str, ...] = (),
+        has_layout: bool = False,
+        reference: F | None = None,
+        reference_float32: F | None = None,
+        sources: tuple[str, ...] = (),
     ) -> Primitive[F]:
         """Make the primitive and remember its name. Raises: ValueError for a name that another module has taken."""
         known = _named.get(name)
         if known is not None and known.module != module:
             raise ValueError(f"primitive {name!r} is defined in {known.module} already")
         self = super().__new__(cls, name)
-        self.facts, self.results, self.has_layout, self.module = facts, results, has_layout, module
+        self.module, self.facts, self.stated, self.typical = module, facts, stated, dict(typical or {})
+        self.results, self.has_layout = results, has_layout
+        self.reference, self.reference_float32, self.sources = reference, reference_float32, sources
         _named[name] = self
         return self
 
@@ -55,7 +86,7 @@ class Primitive(str, Generic[F]):
     def all() -> tuple[Primitive[Any], ...]:
         """Every primitive of the core and of the plugins that were imported, the core's first."""
         import_module(_CORE)
-        return tuple(_named.values())
+        return tuple(sorted(_named.values(), key=lambda each: not each.module.startswith(f"{_CORE}.")))
 
     @staticmethod
     def named(name: str) -> Primitive[Any]:

@@ -4,20 +4,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar, cast
 
 from mla_portable.contracts.device import DeviceFacts
-from mla_portable.contracts.primitive import Primitive
+from mla_portable.contracts.primitive import F, Primitive
 from mla_portable.contracts.values import CACHE_ALIGNMENT, INT32_MAX, check_alignment, check_fields, describe, refuse
 from mla_portable.layouts import LAYOUTS, scale_formats
 
 __all__ = ["Request"]
 
+G = TypeVar("G")
+
 _LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(("num_heads", "topk", "block_size", "query_len"), (1, INT32_MAX))
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Request(Generic[F]):
     """The static facts of a call; a field that does not matter for a primitive stays None (or False).
 
     Attributes:
@@ -43,7 +45,7 @@ class Request:
             chosen implementation just before `bind`; it never decides what can run.
     """
 
-    primitive: Primitive
+    primitive: Primitive[F]
     device: DeviceFacts
     kv_layout: str | None = None
     num_heads: int | None = None
@@ -77,7 +79,13 @@ class Request:
                 refuse("Request", name, repr(value), f"one of {', '.join(allowed)}")
         check_alignment("Request", self.cache_alignment)
 
-    def but(self, **changes: Any) -> Request:
+    def of(self, primitive: Primitive[G]) -> Request[G]:
+        """This request with its type narrowed to `primitive`, which it must be for. Raises: InvalidArgument."""
+        if self.primitive != primitive:
+            refuse("Request", "primitive", repr(str(self.primitive)), repr(str(primitive)))
+        return cast("Request[G]", self)
+
+    def but(self, **changes: Any) -> Request[F]:
         """The same request with some fields changed."""
         return replace(self, **changes)
 

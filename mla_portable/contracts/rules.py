@@ -21,6 +21,7 @@ __all__ = [
     "check_cache",
     "check_dense",
     "check_disjoint",
+    "check_flat_rows",
     "check_resolved",
     "check_tensor",
     "extent",
@@ -165,6 +166,16 @@ def _alignment(address: int, stride: int) -> int:
 def rows_alignment(rows: Tensor) -> int:
     """`cache_alignment` of contiguous flat rows [W, row width]."""
     return _alignment(rows.data_ptr(), rows.shape[1] * rows.element_size())
+
+
+def check_flat_rows(where: str, argument: str, rows: Tensor, layout: CacheLayout, device: torch.device) -> None:
+    """[W, row width] of a layout without scales, whose rows follow one another."""
+    width = layout.row_width
+    axes = f"[W, {width}]"
+    num_rows, _ = shape_of(where, argument, rows, 2, axes)
+    check_tensor(where, argument, rows, layout.dtype, (num_rows, width), device, axes)
+    if num_rows > 1 and rows.stride()[0] != width:
+        refuse(where, argument, f"strides {list(rows.stride())}", f"{axes} contiguous", f"Pass {argument}.contiguous().")
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The primitives, one module each: names, signatures and their one meaning, whatever a vendor does inside.
+"""The primitives, one module each: the Protocol, the argument check, the public function, the reference, the value.
 
 Axes: T tokens, H query heads of this rank, K top-k width, N cache slots, R requests, P prefill requests, W workspace
 rows, N logits of a row, B x S decode rows (S query tokens for each of B batch rows). A slot is block * block_size + offset.
@@ -16,48 +16,29 @@ rows, N logits of a row, B x S decode rows (S query tokens for each of B batch r
 - Addresses are 64-bit. Any block size, any stride between blocks, any K.
 - With `out` (and `lse_out`, `schedule`) given: no allocation, no host synchronisation, safe to capture in a CUDA graph.
 
-An implementation is a callable of exactly its Protocol below: the public function without `backend=`.
+An implementation is a callable of exactly its Protocol: the public function without `backend=`. Each public function checks
+its arguments as far as they are known on the host, asks a cache for the bound implementation (the registry on the first call
+of a kind), and hands over. What is called in every step binds once instead: `SparseMLAAttention`, or
+`get_registry().bind(request)`. What all functions share:
+
+- `backend` names a backend ("triton") or one of its variants ("triton.portable"); None lets `use(...)`, the environment, the
+  policy file and the costs decide. A forced backend never falls back.
+- InvalidArgument: the arguments break the contract, whoever serves. UnknownBackend: nobody carries that name.
+  UnsupportedRequest: nothing here, or not the forced backend, can serve; `.decision` holds all reasons. All three come
+  before anything runs; what a kernel or driver raises travels up unchanged.
+- Graph-safe means: with the outputs given, a call allocates nothing and reads nothing back, so a CUDA graph may capture it
+  once a call of the same kind has run outside. Implementations that are not are passed over during capture.
+- A call runs on the device of its tensors. What `bind` returned is launched on the current device, which then must be that one.
+
+A new primitive is a module here and a line below; the order is that of `Primitive.all()`.
 """
 
-from typing import Any, Final
-
-from mla_portable.contracts.primitive import Primitive
-from mla_portable.primitives.cache_write import CACHE_WRITE, CacheWrite
-from mla_portable.primitives.convert_indices import CONVERT_INDICES, ConvertIndices
-from mla_portable.primitives.gather_upconvert import GATHER_UPCONVERT, GatherUpconvert
-from mla_portable.primitives.indexer_logits import INDEXER_LOGITS, IndexerLogits
-from mla_portable.primitives.merge_states import MERGE_STATES, MergeStates
-from mla_portable.primitives.quantize_per_tensor import QUANTIZE_PER_TENSOR, QuantizePerTensor
-from mla_portable.primitives.sparse_decode import SPARSE_DECODE, SparseDecode
-from mla_portable.primitives.sparse_prefill import SPARSE_PREFILL, SparsePrefill
-
-__all__ = [
-    "CACHE_WRITE",
-    "CONVERT_INDICES",
-    "GATHER_UPCONVERT",
-    "INDEXER_LOGITS",
-    "MERGE_STATES",
-    "PRIMITIVES",
-    "QUANTIZE_PER_TENSOR",
-    "SPARSE_DECODE",
-    "SPARSE_PREFILL",
-    "CacheWrite",
-    "ConvertIndices",
-    "GatherUpconvert",
-    "IndexerLogits",
-    "MergeStates",
-    "QuantizePerTensor",
-    "SparseDecode",
-    "SparsePrefill",
-]
-
-PRIMITIVES: Final[tuple[Primitive[Any], ...]] = (
-    CACHE_WRITE,
-    CONVERT_INDICES,
-    GATHER_UPCONVERT,
-    SPARSE_DECODE,
-    SPARSE_PREFILL,
-    MERGE_STATES,
-    QUANTIZE_PER_TENSOR,
-    INDEXER_LOGITS,
-)
+# isort: off
+from mla_portable.primitives.cache_write import *
+from mla_portable.primitives.convert_indices import *
+from mla_portable.primitives.gather_upconvert import *
+from mla_portable.primitives.sparse_decode import *
+from mla_portable.primitives.sparse_prefill import *
+from mla_portable.primitives.merge_states import *
+from mla_portable.primitives.quantize_per_tensor import *
+from mla_portable.primitives.indexer_logits import *

@@ -5,11 +5,21 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
+import torch
 from torch import Tensor
 
-from mla_portable.contracts.primitive import Primitive
+from mla_portable.contracts import Primitive
+from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor, shape_of
+from mla_portable.contracts.values import refuse
+from mla_portable.dispatch import find
+from mla_portable.layouts import layout_of, scale_formats
+from mla_portable.primitives._reference import isolated
 
-__all__ = ["CACHE_WRITE", "CacheWrite"]
+__all__ = ["CACHE_WRITE", "CacheWrite", "cache_write"]
+
+_HALF: Final = (torch.bfloat16, torch.float16)
+_CHUNK_TOKENS: Final = 16384
+"""Tokens handled at a time: some 100 MB of float32 rows with their temporaries, whatever the batch."""
 
 
 class CacheWrite(Protocol):
@@ -25,9 +35,81 @@ class CacheWrite(Protocol):
     ) -> None: ...
 
 
+def cache_write(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale_format: str = "pow2",
+    backend: str | None = None,
+) -> None:
+    """Write new tokens into the paged cache.
+
+    Args:
+        kv_c: [T, 512] bf16 or fp16, the compressed latent. k_pe: [T, 64] of the same dtype, the rotary key.
+        kv_cache: [blocks, block_size, 576] bf16 or [blocks, block_size, 656] uint8, written in place; blocks may lie
+            further apart than a block is long.
+        slot_mapping: [T] int64; a slot that is negative or past the cache is skipped.
+        scale_format: how FP8 scales are made: "pow2" (powers of two) or "amax" (amax / 448). A bf16 cache has none.
+        backend: see `mla_portable.primitives`.
+    Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe. Row formats: `mla_portable.layouts`.
+    """
+    facts = check(kv_c, k_pe, kv_cache, slot_mapping, scale_format)
+    find(CACHE_WRITE, backend, kv_c, facts).call(kv_c, k_pe, kv_cache, slot_mapping, scale_format=scale_format)
+
+
+def check(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scale_format: str) -> tuple[object, ...]:
+    """Raise InvalidArgument, or return the facts."""
+    where = "cache_write"
+    num_tokens, _ = shape_of(where, "kv_c", kv_c, 2, "[T, 512]")
+    dtype, device = kv_c.dtype, kv_c.device
+    if dtype not in _HALF:
+        refuse(where, "kv_c", dtype, "torch.bfloat16 or torch.float16")
+    layout, block_size, apart, alignment = check_cache(where, "kv_cache", kv_cache, device)
+    value_width, rope_width = layout.value_width, layout.rope_width
+    check_tensor(where, "kv_c", kv_c, dtype, (num_tokens, value_width), device, f"[T, {value_width}]")
+    check_tensor(where, "k_pe", k_pe, dtype, (num_tokens, rope_width), device, f"[T, {rope_width}]")
+    check_tensor(where, "slot_mapping", slot_mapping, torch.int64, (num_tokens,), device, "[T]")
+    formats = layout.scale_formats or scale_formats()
+    if scale_format not in formats:
+        refuse(where, "scale_format", repr(scale_format), " or ".join(map(repr, formats)))
+    read = {"kv_c": kv_c, "k_pe": k_pe, "slot_mapping": slot_mapping}
+    check_disjoint(where, {"kv_cache": kv_cache}, read)
+    written = scale_format if layout.is_quantized else None
+    return layout.name, block_size, alignment, bool(apart % layout.row_width), written
+
+
+@isolated
+def reference(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2") -> None:
+    """Write new tokens into the paged cache.
+
+    Rows are exactly what the layout's `pack` makes. Synchronises the host on a GPU. Not graph-safe.
+    """
+    layout = layout_of(kv_cache, where="cache_write")
+    blocks, block_size, _ = kv_cache.shape
+    for begin in range(0, slot_mapping.shape[0], _CHUNK_TOKENS):
+        chunk = slice(begin, begin + _CHUNK_TOKENS)
+        slots = slot_mapping[chunk].long()
+        kept = ((slots >= 0) & (slots < blocks * block_size)).nonzero().squeeze(1)
+        slots, latent, rope = slots[kept], kv_c[chunk][kept], k_pe[chunk][kept]
+        rows = layout.pack(latent, rope, scale_format)
+        first = 0
+        for part in layout.parts(kv_cache):
+            part[slots // block_size, slots % block_size] = rows[:, first : first + part.shape[2]]
+            first += part.shape[2]
+
+
 CACHE_WRITE: Final = Primitive[CacheWrite](
     "cache_write",
     module=__name__,
     facts=("kv_layout", "block_size", "cache_alignment", "uneven_blocks", "scale_format"),
     has_layout=True,
+    reference=reference,
+    sources=(
+        "mla_portable.primitives._reference",
+        "mla_portable.layouts.base",
+        "mla_portable.layouts.bf16",
+        "mla_portable.layouts.fp8_ds_mla",
+    ),
 )

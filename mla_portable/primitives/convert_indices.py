@@ -5,11 +5,20 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
+import torch
 from torch import Tensor
 
-from mla_portable.contracts.primitive import Primitive
+from mla_portable.contracts import Primitive
+from mla_portable.contracts.rules import check_disjoint, check_tensor, shape_of
+from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, refuse
+from mla_portable.dispatch import find
+from mla_portable.primitives._reference import isolated
 
-__all__ = ["CONVERT_INDICES", "ConvertIndices"]
+__all__ = ["CONVERT_INDICES", "ConvertIndices", "convert_indices"]
+
+_CHUNK_BYTES: Final = 256 << 20
+_TEMPORARY_BYTES: Final = 64
+"""Of int64 and bool temporaries per index."""
 
 
 class ConvertIndices(Protocol):
@@ -35,9 +44,177 @@ class ConvertIndices(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+def convert_indices(
+    topk_indices: Tensor,
+    req_id_per_token: Tensor,
+    block_table: Tensor,
+    *,
+    block_size: int,
+    num_slots: int | None = None,
+    prefill_request_ids: Tensor | None = None,
+    prefill_workspace_starts: Tensor | None = None,
+    compact: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Turn positions within a request into global cache slots, or into rows of the prefill workspace.
+
+    Args:
+        topk_indices: [T, K] int32, positions; negative = absent. req_id_per_token: [T] int32, rows of `block_table`.
+        block_table: [R, columns] int32, block of each run of `block_size` positions; negative = no block.
+        block_size: tokens in a block. num_slots: blocks * block_size of the cache; slots past it become -1.
+        prefill_request_ids: [T] int32; a token whose entry is 0 or more gets prefill_workspace_starts[entry] + position.
+        prefill_workspace_starts: [P] int32, first workspace row of each prefill request; the two are given together.
+        compact: valid entries come first, in their order, -1 after them.
+        out: (indices [T, K], counts [T]) int32, written; they overlap no input.
+        backend: see `mla_portable.primitives`.
+    Returns: (indices, counts): indices [T, K] int32, -1 = absent; counts [T] int32, the valid entries of each row.
+    Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe with `out`.
+    """
+    facts = check(
+        topk_indices,
+        req_id_per_token,
+        block_table,
+        block_size,
+        num_slots,
+        prefill_request_ids,
+        prefill_workspace_starts,
+        compact,
+        out,
+    )
+    return find(CONVERT_INDICES, backend, topk_indices, facts).call(
+        topk_indices,
+        req_id_per_token,
+        block_table,
+        block_size=block_size,
+        num_slots=num_slots,
+        prefill_request_ids=prefill_request_ids,
+        prefill_workspace_starts=prefill_workspace_starts,
+        compact=compact,
+        out=out,
+    )
+
+
+def check(
+    topk_indices: Tensor,
+    req_id_per_token: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    num_slots: int | None,
+    prefill_request_ids: Tensor | None,
+    prefill_workspace_starts: Tensor | None,
+    compact: bool,
+    out: tuple[Tensor, Tensor] | None,
+) -> tuple[object, ...]:
+    """Raise InvalidArgument, or return the facts."""
+    where, int32 = "convert_indices", torch.int32
+    num_tokens, topk = shape_of(where, "topk_indices", topk_indices, 2, "[T, K]")
+    device = topk_indices.device
+    check_tensor(where, "topk_indices", topk_indices, int32, (num_tokens, topk), device, "[T, K]")
+    if topk < 1:
+        refuse(where, "topk_indices", f"shape {[num_tokens, topk]}", "[T, K] with K of at least 1")
+    check_tensor(where, "req_id_per_token", req_id_per_token, int32, (num_tokens,), device, "[T]")
+    table_shape = shape_of(where, "block_table", block_table, 2, "[R, columns]")
+    check_tensor(where, "block_table", block_table, int32, table_shape, device, "[R, columns]")
+    check_count(where, "block_size", block_size, 1, INT32_MAX)
+    check_flag(where, "compact", compact)
+    if num_slots is not None:
+        check_count(where, "num_slots", num_slots, 0)
+    if prefill_request_ids is not None or prefill_workspace_starts is not None:
+        if prefill_workspace_starts is None:
+            refuse(where, "prefill_workspace_starts", "None", "[P] int32, because prefill_request_ids is given")
+        if prefill_request_ids is None:
+            refuse(where, "prefill_request_ids", "None", "[T] int32, because prefill_workspace_starts is given")
+        check_tensor(where, "prefill_request_ids", prefill_request_ids, int32, (num_tokens,), device, "[T]")
+        starts_shape = shape_of(where, "prefill_workspace_starts", prefill_workspace_starts, 1, "[P]")
+        check_tensor(where, "prefill_workspace_starts", prefill_workspace_starts, int32, starts_shape, device, "[P]")
+    if out is not None:
+        if not (isinstance(out, tuple) and len(out) == 2):  # pyright: ignore[reportUnnecessaryComparison]
+            refuse(where, "out", type(out).__name__, "a tuple (indices [T, K], counts [T])")
+        indices, counts = out
+        check_tensor(where, "out[0]", indices, int32, (num_tokens, topk), device, "[T, K]")
+        check_tensor(where, "out[1]", counts, int32, (num_tokens,), device, "[T]")
+        read = {
+            "topk_indices": topk_indices,
+            "req_id_per_token": req_id_per_token,
+            "block_table": block_table,
+            "prefill_request_ids": prefill_request_ids,
+            "prefill_workspace_starts": prefill_workspace_starts,
+        }
+        check_disjoint(where, {"out[0]": indices, "out[1]": counts}, read)
+    return topk, block_size, prefill_request_ids is not None, compact
+
+
+@isolated
+def reference(
+    topk_indices: Tensor,
+    req_id_per_token: Tensor,
+    block_table: Tensor,
+    *,
+    block_size: int,
+    num_slots: int | None = None,
+    prefill_request_ids: Tensor | None = None,
+    prefill_workspace_starts: Tensor | None = None,
+    compact: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Global slots or workspace rows of each token's positions.
+
+    Allocates temporaries of at most about 256 MiB. Not graph-safe.
+    """
+    num_tokens, topk = topk_indices.shape
+    if out is None:
+        out = (
+            torch.empty((num_tokens, topk), dtype=torch.int32, device=topk_indices.device),
+            torch.empty((num_tokens,), dtype=torch.int32, device=topk_indices.device),
+        )
+    indices, counts = out
+    step = max(1, _CHUNK_BYTES // (_TEMPORARY_BYTES * max(topk, 1)))
+    for begin in range(0, num_tokens, step):
+        chunk = slice(begin, begin + step)
+        pos = topk_indices[chunk].long()
+        slot = _slots(pos, req_id_per_token[chunk].long(), block_table, block_size, num_slots)
+        if prefill_request_ids is not None:
+            request = prefill_request_ids[chunk].long()
+            row = _workspace_rows(pos, request, prefill_workspace_starts)
+            slot = torch.where((request >= 0).unsqueeze(1), row, slot)
+        valid = slot >= 0
+        if compact:
+            order = torch.sort(valid.to(torch.uint8), dim=1, descending=True, stable=True).indices
+            slot = slot.gather(1, order)
+        indices[chunk] = slot.to(torch.int32)
+        counts[chunk] = valid.sum(dim=1, dtype=torch.int32)
+    return indices, counts
+
+
+def _slots(pos: Tensor, req_id: Tensor, block_table: Tensor, block_size: int, num_slots: int | None) -> Tensor:
+    """Slots [n, K] int64 of pos [n, K] in the requests req_id [n]; -1 where there is none."""
+    num_reqs, columns = block_table.shape
+    if num_reqs == 0 or columns == 0:
+        return torch.full_like(pos, -1)
+    column = pos.div(block_size, rounding_mode="floor")
+    valid = (pos >= 0) & (column < columns) & ((req_id >= 0) & (req_id < num_reqs)).unsqueeze(1)
+    block = block_table[req_id.clamp(0, num_reqs - 1).unsqueeze(1), column.clamp(0, columns - 1)].long()
+    slot = block * block_size + pos % block_size
+    limit = INT32_MAX if num_slots is None else min(num_slots - 1, INT32_MAX)
+    return slot.masked_fill_(~(valid & (block >= 0) & (slot <= limit)), -1)
+
+
+def _workspace_rows(pos: Tensor, request: Tensor, starts: Tensor | None) -> Tensor:
+    """Workspace rows [n, K] int64 of pos [n, K] in the prefill requests request [n]; no starts means no such request."""
+    num_prefills = 0 if starts is None else starts.shape[0]
+    if starts is None or num_prefills == 0:
+        return torch.full_like(pos, -1)
+    row = starts[request.clamp(0, num_prefills - 1)].long().unsqueeze(1) + pos
+    known = ((request >= 0) & (request < num_prefills)).unsqueeze(1)
+    return row.masked_fill_(~(known & (pos >= 0) & (row >= 0) & (row <= INT32_MAX)), -1)
+
+
 CONVERT_INDICES: Final = Primitive[ConvertIndices](
     "convert_indices",
     module=__name__,
     facts=("topk", "block_size", "prefill_workspace", "compact"),
     results=("indices", "counts"),
+    reference=reference,
+    sources=("mla_portable.primitives._reference",),
 )

@@ -5,11 +5,18 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
+import torch
 from torch import Tensor
 
-from mla_portable.contracts.primitive import Primitive
+from mla_portable.contracts import Primitive
+from mla_portable.contracts.rules import check_cache, check_disjoint, check_flat_rows, check_tensor, shape_of
+from mla_portable.dispatch import find
+from mla_portable.primitives._reference import CacheRows, isolated
 
-__all__ = ["GATHER_UPCONVERT", "GatherUpconvert"]
+__all__ = ["GATHER_UPCONVERT", "GatherUpconvert", "gather_upconvert"]
+
+_CHUNK_TOKENS: Final = 16384
+"""Tokens handled at a time: some 100 MB of float32 rows with their temporaries, whatever the batch."""
 
 
 class GatherUpconvert(Protocol):
@@ -25,10 +32,98 @@ class GatherUpconvert(Protocol):
     ) -> Tensor: ...
 
 
+def gather_upconvert(
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    workspace_starts: Tensor,
+    *,
+    out: Tensor,
+    backend: str | None = None,
+) -> Tensor:
+    """Copy the cached tokens of each prefill request into consecutive bf16 rows, undoing the FP8 scales.
+
+    Args:
+        kv_cache: [blocks, block_size, 656] uint8 or [blocks, block_size, 576] bf16.
+        block_table: [P, columns] int32. seq_lens: [P] int32, tokens to copy. workspace_starts: [P] int32, first row in `out`.
+        out: [W, 576] bf16, written. Rows that no request owns stay as they were, nothing is written past W.
+        backend: see `mla_portable.primitives`.
+    Returns: `out`: latent = bf16(e4m3 * float32 scale), rope bit for bit, zeros for a token without a block.
+    Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe.
+    """
+    facts = check(kv_cache, block_table, seq_lens, workspace_starts, out)
+    return find(GATHER_UPCONVERT, backend, kv_cache, facts).call(kv_cache, block_table, seq_lens, workspace_starts, out=out)
+
+
+def check(kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace_starts: Tensor, out: Tensor) -> tuple[object, ...]:
+    """Raise InvalidArgument, or return the facts.
+
+    How many rows `out` needs is known on the device only; rows past it are not written.
+    """
+    where, int32 = "gather_upconvert", torch.int32
+    shape_of(where, "kv_cache", kv_cache, 3, "[blocks, block_size, row width]")
+    device = kv_cache.device
+    layout, block_size, apart, alignment = check_cache(where, "kv_cache", kv_cache, device)
+    table_shape = shape_of(where, "block_table", block_table, 2, "[P, columns]")
+    num_prefills = table_shape[0]
+    check_tensor(where, "block_table", block_table, int32, table_shape, device, "[P, columns]")
+    check_tensor(where, "seq_lens", seq_lens, int32, (num_prefills,), device, "[P]")
+    check_tensor(where, "workspace_starts", workspace_starts, int32, (num_prefills,), device, "[P]")
+    check_flat_rows(where, "out", out, layout.workspace, device)
+    read = {"kv_cache": kv_cache, "block_table": block_table, "seq_lens": seq_lens, "workspace_starts": workspace_starts}
+    check_disjoint(where, {"out": out}, read)
+    return layout.name, block_size, alignment, bool(apart % layout.row_width)
+
+
+@isolated
+def reference(kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace_starts: Tensor, *, out: Tensor) -> Tensor:
+    """Copy each request's cached tokens into consecutive bf16 rows of `out`.
+
+    Negative lengths count as 0. Synchronises the host on a GPU, once. Not graph-safe.
+    """
+    rows = CacheRows(kv_cache)
+    num_blocks, block_size, _ = kv_cache.shape
+    columns = block_table.shape[1]
+    starts = workspace_starts.long()
+    # of a request only tokens whose rows lie in the workspace are counted, so the work is bounded by W for each request
+    first = (-starts).clamp_(min=0)  # [P]
+    tokens = (torch.minimum(seq_lens.long(), out.shape[0] - starts) - first).clamp_(min=0)  # [P]
+    ends = tokens.cumsum(0)
+    total = int(ends[-1]) if ends.numel() else 0
+    for begin in range(0, total, _CHUNK_TOKENS):
+        # [n] tokens counted over all requests
+        token = torch.arange(begin, min(begin + _CHUNK_TOKENS, total), dtype=torch.int64, device=out.device)
+        request = torch.searchsorted(ends, token, right=True)
+        position = first[request] + token - (ends - tokens)[request]
+        row = starts[request] + position
+        column = position // block_size
+        valid = column < columns
+        if columns:
+            block = block_table[request, column.clamp(max=columns - 1)].long()
+            valid &= (block >= 0) & (block < num_blocks)
+        else:
+            block = torch.zeros_like(column)
+        if rows.num_slots:
+            slot = torch.where(valid, block * block_size + position % block_size, 0)
+            values = rows.layout.unpack(rows.raw(slot))
+        else:
+            values = torch.zeros((row.numel(), out.shape[1]), dtype=torch.bfloat16, device=out.device)
+        out[row] = values.masked_fill(~valid.unsqueeze(1), 0)
+    return out
+
+
 GATHER_UPCONVERT: Final = Primitive[GatherUpconvert](
     "gather_upconvert",
     module=__name__,
     facts=("kv_layout", "block_size", "cache_alignment", "uneven_blocks"),
     results=("out",),
     has_layout=True,
+    stated=("scale_format",),
+    reference=reference,
+    sources=(
+        "mla_portable.primitives._reference",
+        "mla_portable.layouts.base",
+        "mla_portable.layouts.bf16",
+        "mla_portable.layouts.fp8_ds_mla",
+    ),
 )

@@ -3,14 +3,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final, Protocol
 
+import torch
 from torch import Tensor
 
-from mla_portable.contracts.primitive import Primitive
-from mla_portable.contracts.schedule import DecodeSchedule
+from mla_portable.contracts import (
+    DecodeSchedule,
+    PlanMismatch,
+    Primitive,
+    attention_results,
+)
+from mla_portable.contracts.rules import check_cache, check_dense, check_disjoint, check_tensor, shape_of
+from mla_portable.contracts.values import check_scale, describe, refuse
+from mla_portable.dispatch import find
+from mla_portable.primitives._attention import attend
+from mla_portable.primitives._reference import CacheRows, isolated
 
-__all__ = ["SPARSE_DECODE", "SparseDecode"]
+__all__ = ["SPARSE_DECODE", "SparseDecode", "sparse_decode"]
 
 
 class SparseDecode(Protocol):
@@ -36,6 +47,138 @@ class SparseDecode(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+def sparse_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    *,
+    softmax_scale: float,
+    lengths: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    schedule: DecodeSchedule | None = None,
+    out: Tensor | None = None,
+    lse_out: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of B x S query tokens over chosen slots of the paged cache.
+
+    Args:
+        q: [B, S, H, 576] bf16. kv_cache: [blocks, block_size, 656] uint8 or [blocks, block_size, 576] bf16.
+        indices: [B, S, K] int32, global slots; negative or past the cache = absent; duplicates count each time.
+        softmax_scale: factor on q.k. lengths: [B, S] int32, only that many leading entries of a row are read.
+        attn_sink: [H] float32; out is multiplied by exp(lse) / (exp(lse) + exp(sink)).
+        schedule: from a planner, for B * S rows of H heads and width K; its scratch is used instead of fresh memory.
+        out: [B, S, H, 512] bf16, lse_out: [B, S, H] float32, written; they overlap no input.
+        backend: see `mla_portable.primitives`.
+    Returns: (out, lse): lse is the natural logarithm, without the sink; a row without a valid index has 0 and -inf.
+    Raises: InvalidArgument, PlanMismatch (a schedule made for other shapes or another kind of kernel), UnknownBackend,
+        UnsupportedRequest. Graph-safe with `out`, `lse_out` and, where the kernel takes one, `schedule`.
+    """
+    facts = check(q, kv_cache, indices, softmax_scale, lengths, attn_sink, schedule, out, lse_out)
+    served = find(SPARSE_DECODE, backend, q, facts)
+    if schedule is not None and served.schedule_type is not None and not isinstance(schedule, served.schedule_type):
+        raise PlanMismatch(
+            f"sparse_decode: schedule is a {type(schedule).__name__}, {served.name} takes a {served.schedule_type.__name__}. "
+            "Plan with the schedule_kind of the implementation that serves, or force the one that was planned for."
+        )
+    return served.call(
+        q,
+        kv_cache,
+        indices,
+        softmax_scale=softmax_scale,
+        lengths=lengths,
+        attn_sink=attn_sink,
+        schedule=schedule,
+        out=out,
+        lse_out=lse_out,
+    )
+
+
+def check(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    softmax_scale: float,
+    lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    schedule: DecodeSchedule | None,
+    out: Tensor | None,
+    lse_out: Tensor | None,
+) -> tuple[object, ...]:
+    """Raise InvalidArgument, or return the facts.
+
+    Raises: PlanMismatch when `schedule` was made for other shapes.
+    """
+    where = "sparse_decode"
+    check_dense(where, "q", q, "[B, S, H, key width]")
+    device = q.device
+    layout, block_size, apart, alignment = check_cache(where, "kv_cache", kv_cache, device)
+    axes = f"[B, S, H, {layout.key_width}]"
+    batch, query_len, num_heads, _ = shape_of(where, "q", q, 4, axes)
+    check_tensor(where, "q", q, torch.bfloat16, (batch, query_len, num_heads, layout.key_width), device, axes)
+    if query_len < 1 or num_heads < 1:
+        refuse(where, "q", f"shape {list(q.shape)}", f"{axes} with S and H of at least 1")
+    topk = shape_of(where, "indices", indices, 3, "[B, S, K]")[2]
+    check_tensor(where, "indices", indices, torch.int32, (batch, query_len, topk), device, "[B, S, K]")
+    if topk < 1:
+        refuse(where, "indices", f"shape {list(indices.shape)}", "[B, S, K] with K of at least 1")
+    check_scale(where, "softmax_scale", softmax_scale)
+    if lengths is not None:
+        check_tensor(where, "lengths", lengths, torch.int32, (batch, query_len), device, "[B, S]")
+    if attn_sink is not None:
+        check_tensor(where, "attn_sink", attn_sink, torch.float32, (num_heads,), device, "[H]")
+    if schedule is not None:
+        if not isinstance(schedule, DecodeSchedule):  # pyright: ignore[reportUnnecessaryIsInstance]
+            refuse(where, "schedule", describe(schedule), "a schedule from a planner, or None")
+        schedule.check(where, batch, query_len, num_heads, topk, device)
+    if out is not None or lse_out is not None:
+        if out is not None:
+            shape = (batch, query_len, num_heads, layout.value_width)
+            check_tensor(where, "out", out, torch.bfloat16, shape, device, f"[B, S, H, {layout.value_width}]")
+        if lse_out is not None:
+            check_tensor(where, "lse_out", lse_out, torch.float32, (batch, query_len, num_heads), device, "[B, S, H]")
+        read = {"q": q, "kv_cache": kv_cache, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
+        check_disjoint(where, {"out": out, "lse_out": lse_out}, read)
+    uneven, with_lengths, with_sink = bool(apart % layout.row_width), lengths is not None, attn_sink is not None
+    return layout.name, num_heads, topk, block_size, query_len, alignment, uneven, with_lengths, with_sink, True
+
+
+@isolated
+def reference(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    *,
+    softmax_scale: float,
+    lengths: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    schedule: DecodeSchedule | None = None,
+    out: Tensor | None = None,
+    lse_out: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Attention of B x S query tokens over chosen slots of the paged cache.
+
+    `schedule` is not used. `dtype` is that of the arithmetic. Allocates about `chunk_bytes` beyond the outputs, whatever B
+    and S. Not graph-safe.
+    """
+    out, lse_out = attention_results(q, kv_cache, out, lse_out)
+    rows = CacheRows(kv_cache)
+    for s in range(q.shape[1]):  # [:, s] is a view for any strides; flattening [B, S] might be a copy
+        attend(
+            q[:, s],
+            rows,
+            indices[:, s],
+            softmax_scale,
+            None if lengths is None else lengths[:, s],
+            attn_sink,
+            out[:, s],
+            lse_out[:, s],
+            dtype,
+        )
+    return out, lse_out
+
+
 SPARSE_DECODE: Final = Primitive[SparseDecode](
     "sparse_decode",
     module=__name__,
@@ -53,4 +196,14 @@ SPARSE_DECODE: Final = Primitive[SparseDecode](
     ),
     results=("out", "lse"),
     has_layout=True,
+    stated=("scale_format", "rows", "batch_invariant"),
+    reference=reference,
+    reference_float32=partial(reference, dtype=torch.float32),
+    sources=(
+        "mla_portable.primitives._attention",
+        "mla_portable.primitives._reference",
+        "mla_portable.layouts.base",
+        "mla_portable.layouts.bf16",
+        "mla_portable.layouts.fp8_ds_mla",
+    ),
 )

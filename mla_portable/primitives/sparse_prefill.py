@@ -3,13 +3,29 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final, Protocol
 
+import torch
 from torch import Tensor
 
-from mla_portable.contracts.primitive import Primitive
+from mla_portable.contracts import Primitive, attention_results
+from mla_portable.contracts.rules import (
+    check_cache,
+    check_dense,
+    check_disjoint,
+    check_flat_rows,
+    check_tensor,
+    rows_alignment,
+    shape_of,
+)
+from mla_portable.contracts.values import check_scale, refuse
+from mla_portable.dispatch import find
+from mla_portable.layouts import layout_of
+from mla_portable.primitives._attention import attend
+from mla_portable.primitives._reference import CacheRows, isolated
 
-__all__ = ["SPARSE_PREFILL", "SparsePrefill"]
+__all__ = ["SPARSE_PREFILL", "SparsePrefill", "sparse_prefill"]
 
 
 class SparsePrefill(Protocol):
@@ -35,10 +51,130 @@ class SparsePrefill(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+def sparse_prefill(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    softmax_scale: float,
+    lengths: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    out: Tensor | None = None,
+    lse_out: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of T query tokens over chosen rows of a workspace, of a flat bf16 cache, or of the paged FP8 cache.
+
+    Args:
+        q: [T, H, 576] bf16. kv: [W, 576] bf16, or the paged [blocks, block_size, 656] uint8.
+        indices: [T, K] int32, rows of kv or slots of the cache; negative or past the end = absent.
+        softmax_scale, lengths [T] int32, attn_sink [H] float32: as in `sparse_decode`.
+        out: [T, H, 512] bf16, lse_out: [T, H] float32, written; they overlap no input.
+        backend: see `mla_portable.primitives`.
+    Returns: (out, lse) as in `sparse_decode`.
+    Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe with `out` and `lse_out`.
+    """
+    facts = check(q, kv, indices, softmax_scale, lengths, attn_sink, out, lse_out)
+    return find(SPARSE_PREFILL, backend, q, facts).call(
+        q,
+        kv,
+        indices,
+        softmax_scale=softmax_scale,
+        lengths=lengths,
+        attn_sink=attn_sink,
+        out=out,
+        lse_out=lse_out,
+    )
+
+
+def check(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    softmax_scale: float,
+    lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    out: Tensor | None,
+    lse_out: Tensor | None,
+) -> tuple[object, ...]:
+    """Raise InvalidArgument, or return the facts; block_size is None for bfloat16 rows, which are flat."""
+    where = "sparse_prefill"
+    check_dense(where, "q", q, "[T, H, key width]")
+    device = q.device
+    block_size = None
+    check_dense(where, "kv", kv, "[W, row width] or [blocks, block_size, row width]")
+    layout = layout_of(kv, where=where, argument="kv")
+    width = layout.row_width
+    if layout.is_quantized:
+        remedy = "Pass the paged cache itself: FP8 rows are read in place."
+        shape_of(where, "kv", kv, 3, f"[blocks, block_size, {width}]", remedy)
+        _, block_size, apart, alignment = check_cache(where, "kv", kv, device)
+    else:
+        shape_of(where, "kv", kv, 2, f"[W, {width}]", f"Flatten a bfloat16 cache: kv_cache.view(-1, {width}).")
+        check_flat_rows(where, "kv", kv, layout, device)
+        apart, alignment = 0, rows_alignment(kv)
+    axes = f"[T, H, {layout.key_width}]"
+    num_tokens, num_heads, _ = shape_of(where, "q", q, 3, axes)
+    check_tensor(where, "q", q, torch.bfloat16, (num_tokens, num_heads, layout.key_width), device, axes)
+    if num_heads < 1:
+        refuse(where, "q", f"shape {list(q.shape)}", f"{axes} with H of at least 1")
+    topk = shape_of(where, "indices", indices, 2, "[T, K]")[1]
+    check_tensor(where, "indices", indices, torch.int32, (num_tokens, topk), device, "[T, K]")
+    if topk < 1:
+        refuse(where, "indices", f"shape {list(indices.shape)}", "[T, K] with K of at least 1")
+    check_scale(where, "softmax_scale", softmax_scale)
+    if lengths is not None:
+        check_tensor(where, "lengths", lengths, torch.int32, (num_tokens,), device, "[T]")
+    if attn_sink is not None:
+        check_tensor(where, "attn_sink", attn_sink, torch.float32, (num_heads,), device, "[H]")
+    if out is not None or lse_out is not None:
+        if out is not None:
+            shape = (num_tokens, num_heads, layout.value_width)
+            check_tensor(where, "out", out, torch.bfloat16, shape, device, f"[T, H, {layout.value_width}]")
+        if lse_out is not None:
+            check_tensor(where, "lse_out", lse_out, torch.float32, (num_tokens, num_heads), device, "[T, H]")
+        read = {"q": q, "kv": kv, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
+        check_disjoint(where, {"out": out, "lse_out": lse_out}, read)
+    uneven, with_lengths, with_sink = bool(apart % layout.row_width), lengths is not None, attn_sink is not None
+    return layout.name, num_heads, topk, block_size, alignment, uneven, with_lengths, with_sink, True
+
+
+@isolated
+def reference(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    softmax_scale: float,
+    lengths: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    out: Tensor | None = None,
+    lse_out: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Attention of T query tokens over rows of a workspace or slots of a paged cache.
+
+    `dtype` is that of the arithmetic. Allocates about `chunk_bytes` beyond the outputs, whatever T. Not graph-safe.
+    """
+    out, lse_out = attention_results(q, kv, out, lse_out)
+    attend(q, CacheRows(kv), indices, softmax_scale, lengths, attn_sink, out, lse_out, dtype)
+    return out, lse_out
+
+
 SPARSE_PREFILL: Final = Primitive[SparsePrefill](
     "sparse_prefill",
     module=__name__,
     facts=("kv_layout", "num_heads", "topk", "block_size", "cache_alignment", "uneven_blocks", "lengths", "attn_sink", "lse"),
     results=("out", "lse"),
     has_layout=True,
+    stated=("scale_format", "rows", "batch_invariant"),
+    reference=reference,
+    reference_float32=partial(reference, dtype=torch.float32),
+    sources=(
+        "mla_portable.primitives._attention",
+        "mla_portable.primitives._reference",
+        "mla_portable.layouts.base",
+        "mla_portable.layouts.bf16",
+        "mla_portable.layouts.fp8_ds_mla",
+    ),
 )

@@ -1,119 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference backend: every primitive in plain torch, on any device; attention and the indexer in float64 where it can.
+"""The reference backend: every core primitive in plain torch, on any device; attention and the indexer in float64 where it can.
 
 It is the embedded default: always there, never fast on a GPU. `mla_portable.reference.oracle` judges it, and every other
-backend, in float64 on the CPU.
+backend, in float64 on the CPU. What it computes is in `mla_portable.primitives`, beside each primitive.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-import torch
+from mla_portable.contracts import Implementation, Primitive, Registrar, Request, Support, hookimpl
+from mla_portable.contracts.primitive import F
 
-from mla_portable.contracts import BoundPrimitive, Implementation, Primitive, Registrar, Request, Support, hookimpl
-from mla_portable.primitives import (
-    CACHE_WRITE,
-    CONVERT_INDICES,
-    GATHER_UPCONVERT,
-    INDEXER_LOGITS,
-    MERGE_STATES,
-    QUANTIZE_PER_TENSOR,
-    SPARSE_DECODE,
-    SPARSE_PREFILL,
-    CacheWrite,
-    ConvertIndices,
-    GatherUpconvert,
-    IndexerLogits,
-    MergeStates,
-    QuantizePerTensor,
-    SparseDecode,
-    SparsePrefill,
-)
-from mla_portable.reference.attention import chunk_bytes, sparse_decode, sparse_prefill
-from mla_portable.reference.cache import cache_write, gather_upconvert
-from mla_portable.reference.indexer import indexer_logits
-from mla_portable.reference.indices import convert_indices
-from mla_portable.reference.merge import merge_states
-from mla_portable.reference.quantize import quantize_per_tensor
-
-__all__ = [
-    "cache_write",
-    "convert_indices",
-    "gather_upconvert",
-    "indexer_logits",
-    "merge_states",
-    "mla_portable_register",
-    "quantize_per_tensor",
-    "sparse_decode",
-    "sparse_prefill",
-]
+__all__ = ["mla_portable_register"]
 
 _NAME: Final = "reference.torch"
 _PREFERENCE: Final = 1000.0
-_CACHED: Final = None
-"""Every layout, by its own `split` and `pack`."""
-_ROWS: Final = "mla_portable.reference.rows"
-_LAYOUTS: Final = ("mla_portable.layouts.base", "mla_portable.layouts.bf16", "mla_portable.layouts.fp8_ds_mla")
-_ARITHMETIC: Final = "mla_portable.reference.arithmetic"
-_PRODUCTS: Final = (SPARSE_DECODE, SPARSE_PREFILL, INDEXER_LOGITS)
-"""Those that multiply matrices, and take the `dtype` to do it in."""
-
-# primitive -> its function, the cache layouts it reads or writes, the modules below mla_portable.reference that decide it
-_PRIMITIVES: Final[dict[Primitive, tuple[BoundPrimitive, tuple[str, ...] | None, tuple[str, ...]]]] = {
-    CACHE_WRITE: (cache_write, _CACHED, ("mla_portable.reference.cache", _ROWS, *_LAYOUTS)),
-    CONVERT_INDICES: (convert_indices, _CACHED, ("mla_portable.reference.indices",)),
-    GATHER_UPCONVERT: (gather_upconvert, _CACHED, ("mla_portable.reference.cache", _ROWS, *_LAYOUTS)),
-    SPARSE_DECODE: (sparse_decode, _CACHED, ("mla_portable.reference.attention", _ROWS, *_LAYOUTS)),
-    SPARSE_PREFILL: (sparse_prefill, _CACHED, ("mla_portable.reference.attention", _ROWS, *_LAYOUTS)),
-    MERGE_STATES: (merge_states, (), ("mla_portable.reference.merge",)),
-    QUANTIZE_PER_TENSOR: (quantize_per_tensor, (), ("mla_portable.reference.quantize",)),
-    INDEXER_LOGITS: (indexer_logits, (), ("mla_portable.reference.indexer",)),
-}
-
-if TYPE_CHECKING:
-    # the type checker holds each function against its Protocol here
-    _cache: tuple[CacheWrite, GatherUpconvert, ConvertIndices] = (cache_write, gather_upconvert, convert_indices)
-    _attention: tuple[SparseDecode, SparsePrefill] = (sparse_decode, sparse_prefill)
-    _rest: tuple[MergeStates, QuantizePerTensor, IndexerLogits] = (merge_states, quantize_per_tensor, indexer_logits)
-
-
-def _bind_to(function: BoundPrimitive, primitive: Primitive) -> Callable[[Request], BoundPrimitive]:
-    """A `bind`: one function for every shape; products in float32 where the device's float64 cannot be trusted."""
-
-    def bind(request: Request) -> BoundPrimitive:
-        if primitive in _PRODUCTS and not request.device.has_fp64:
-            return partial(function, dtype=torch.float32)
-        return function
-
-    return bind
-
-
-def _attention_workspace(request: Request) -> int:
-    return chunk_bytes(request.device.device_type)
 
 
 @hookimpl
 def mla_portable_register(registrar: Registrar) -> None:
     """Offer `reference.torch` for every primitive, on every device that torch can use."""
-    attention = (SPARSE_DECODE, SPARSE_PREFILL)
-    for primitive, (function, kv_layouts, sources) in _PRIMITIVES.items():
-        registrar.add(
-            Implementation(
-                name=_NAME,
-                primitive=primitive,
-                support=Support(
-                    source="mla_portable.reference: plain torch, arithmetic in float64 or float32",
-                    device_types=None,
-                    kv_layouts=kv_layouts,
-                    graph=False,  # it allocates as it goes, and loops on the host
-                    needs_bf16=False,
-                    workspace_bytes=_attention_workspace if primitive in attention else None,
-                ),
-                bind=_bind_to(function, primitive),
-                preference=_PREFERENCE,
-                sources=(*sources, _ARITHMETIC),
-            )
-        )
+    for primitive in Primitive.all():
+        if primitive.reference is not None:
+            registrar.add(_implementation(primitive, primitive.reference))
+
+
+def _implementation(primitive: Primitive[F], reference: F) -> Implementation[F]:
+    support = Support(
+        source="mla_portable.primitives: plain torch, arithmetic in float64 or float32",
+        device_types=None,
+        kv_layouts=None if primitive.has_layout else (),
+        graph=False,  # it allocates as it goes, and loops on the host
+        needs_bf16=False,
+    )
+    sources = (primitive.module, *primitive.sources)
+    bind = _bind_to(reference, primitive.reference_float32)
+    return Implementation(_NAME, primitive, support, bind, preference=_PREFERENCE, sources=sources)
+
+
+def _bind_to(reference: F, in_float32: F | None) -> Callable[[Request[F]], F]:
+    """A `bind`: one function for every shape; products in float32 where the device's float64 cannot be trusted."""
+
+    def bind(request: Request[F]) -> F:
+        return reference if in_float32 is None or request.device.has_fp64 else in_float32
+
+    return bind

@@ -9,8 +9,9 @@ from typing import Final
 import torch
 
 from mla_portable.accelerator import is_device_error
+from mla_portable.contracts import DRIVER_FAULTS
 
-__all__ = ["blame", "is_fatal"]
+__all__ = ["blame", "first_line", "is_fatal"]
 
 _REFUSED_LAUNCHES: Final = (
     "no kernel image is available",
@@ -21,9 +22,6 @@ _REFUSED_LAUNCHES: Final = (
     "invalid argument",
 )
 _DRIVER_ERROR: Final = re.compile(r"CUDA driver error (\d+)")
-_DRIVER_FAULTS: Final = frozenset({214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 999})
-"""Codes of the CUDA driver after which its context is unusable: ECC and NVLink errors, illegal addresses and instructions,
-launch timeouts, asserts, a destroyed context, unknown errors. Source: CUresult in cuda.h."""
 
 
 def is_fatal(error: BaseException, device_type: str) -> bool:
@@ -40,7 +38,7 @@ def is_fatal(error: BaseException, device_type: str) -> bool:
     if isinstance(error, RuntimeError) and device_type != "cpu":
         code = _DRIVER_ERROR.search(message)
         if code is not None:
-            return int(code[1]) in _DRIVER_FAULTS
+            return int(code[1]) in DRIVER_FAULTS
     if is_device_error(error, device_type):
         return not any(text in message for text in _REFUSED_LAUNCHES)
     return False
@@ -56,3 +54,9 @@ def blame(error: BaseException, text: str) -> None:
     message, rest = (str(error.args[0]), error.args[1:]) if error.args else ("", ())
     if text not in message:
         error.args = (f"{message}\n{text}" if message else text, *rest)
+
+
+def first_line(error: BaseException) -> str:
+    """`error` in one line: its type and the first line of its message."""
+    message = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {message[0]}" if message else type(error).__name__

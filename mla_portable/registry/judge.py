@@ -18,7 +18,6 @@ from mla_portable.contracts import Primitive
 from mla_portable.primitives import (
     CACHE_WRITE,
     CONVERT_INDICES,
-    GATHER_UPCONVERT,
     INDEXER_LOGITS,
     MERGE_STATES,
     QUANTIZE_PER_TENSOR,
@@ -27,19 +26,8 @@ from mla_portable.primitives import (
 )
 from mla_portable.registry.tiny import Call
 
-__all__ = ["RESULTS", "Results", "changed_inputs", "mismatch", "read_back", "results_of", "shared_memory"]
+__all__ = ["Results", "changed_inputs", "mismatch", "read_back", "results_of", "shared_memory"]
 
-RESULTS: Final[dict[Primitive, tuple[str, ...]]] = {
-    CACHE_WRITE: (),
-    CONVERT_INDICES: ("indices", "counts"),
-    GATHER_UPCONVERT: ("out",),
-    SPARSE_DECODE: ("out", "lse"),
-    SPARSE_PREFILL: ("out", "lse"),
-    MERGE_STATES: ("out", "lse"),
-    QUANTIZE_PER_TENSOR: ("x_q", "scale"),
-    INDEXER_LOGITS: ("out",),
-}
-"""What each primitive returns, by name."""
 RELATIVE: Final = 2e-2
 """Of the largest expected magnitude, for attention and logits."""
 LN2: Final = math.log(2.0)
@@ -53,7 +41,7 @@ def results_of(primitive: Primitive, call: Call, returned: object, *, with_lse: 
     Args:
         returned: what the implementation gave back. with_lse: False where the call does not ask for the lse.
     """
-    names = RESULTS[primitive]
+    names = primitive.results
     values: tuple[Any, ...]
     if len(names) > 1:
         if not isinstance(returned, (tuple, list)) or len(cast(Any, returned)) != len(names):

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 from mla_portable.contracts import InvalidArgument, PluginError
 
-__all__ = ["DEFAULT_SECONDS", "PLUGIN_TIMEOUT", "PluginTimeout", "limited", "plugin_timeout", "running"]
+__all__ = ["DEFAULT_SECONDS", "PLUGIN_TIMEOUT", "PluginTimeout", "guarded", "limited", "plugin_timeout", "running"]
 
 PLUGIN_TIMEOUT: Final = "MLA_PORTABLE_PLUGIN_TIMEOUT"
 """The environment variable with the limit in seconds; 0 means no limit."""
@@ -88,3 +88,23 @@ def limited(what: str, seconds: float, work: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     raise PluginTimeout(f"{what} did not finish within {seconds:g} s; {PLUGIN_TIMEOUT} sets another limit, 0 none")
+
+
+def guarded(what: str, seconds: float, work: Callable[[], T]) -> T:
+    """Run code of a plugin under a time limit; its own KeyboardInterrupt is a failure, the user's is not.
+
+    Signals reach the main thread alone, so one that is raised in the thread of the work is the plugin's. Without a limit the
+    work runs in the caller's thread, and an interrupt there is taken for the user's.
+
+    Raises: PluginTimeout; PluginError for a KeyboardInterrupt of the plugin's; what the work raises.
+    """
+
+    def run() -> T:
+        try:
+            return work()
+        except KeyboardInterrupt as error:
+            if threading.current_thread() is threading.main_thread():
+                raise
+            raise PluginError(f"{what} raised KeyboardInterrupt") from error
+
+    return limited(what, seconds, run)

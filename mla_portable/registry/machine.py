@@ -8,13 +8,12 @@ import threading
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from mla_portable.accelerator import device_names
 from mla_portable.contracts import (
-    BoundPrimitive,
     Detector,
     DeviceFacts,
     Implementation,
@@ -25,12 +24,14 @@ from mla_portable.contracts import (
     Request,
 )
 from mla_portable.registry.facts import ask_detector, collect, interpret, resolve_device
-from mla_portable.registry.faults import blame, is_fatal
+from mla_portable.registry.faults import blame, first_line, is_fatal
 from mla_portable.registry.limits import DEFAULT_SECONDS, running
-from mla_portable.registry.plugins import REFERENCE, first_line
+from mla_portable.registry.names import REFERENCE
 from mla_portable.registry.probe import ProbeReport, probe_implementation, run_check
 from mla_portable.registry.sandbox import isolated
-from mla_portable.registry.tiny import TinyCase, request_case, tiny_cases, tiny_layouts
+
+if TYPE_CHECKING:  # problems need the primitives, which need the registry
+    from mla_portable.registry.tiny import TinyCase
 
 __all__ = ["Machine"]
 
@@ -157,6 +158,8 @@ class Machine:
         Raises: InvalidArgument when the device is simulated, not here or under graph capture; out of memory and device
             faults as they come, to be met again at the next call.
         """
+        from mla_portable.registry.tiny import tiny_cases, tiny_layouts
+
         facts = self.facts(device)
         found = self.device_of(facts)
         if found is None:
@@ -181,10 +184,12 @@ class Machine:
         known = self._requests.get(key)
         if known is not None:
             return known
+        from mla_portable.registry.tiny import request_cases, tiny_layouts
+
         with self._alone():
             if key not in self._requests:
                 reports = [
-                    self._solve(implementation, device, request.device, layout, [request_case(implementation, asked)])
+                    self._solve(implementation, device, request.device, layout, request_cases(implementation, asked))
                     for layout in tiny_layouts(implementation, request.kv_layout)
                     for asked in [request.but(kv_layout=layout or request.kv_layout)]
                 ]
@@ -205,7 +210,7 @@ class Machine:
         cases = () if implementation.name == REFERENCE else cases
         return probe_implementation(implementation, device, layout, check, cases, self._bind_reference, self.limit)
 
-    def _bind_reference(self, request: Request) -> BoundPrimitive | None:
+    def _bind_reference(self, request: Request) -> Any:
         """The reference, bound for the same problem on the CPU."""
         reference = self._references.get(request.primitive)
         if reference is None:

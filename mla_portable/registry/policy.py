@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +26,8 @@ else:
 
 from mla_portable.contracts import Implementation, InvalidArgument, Primitive, Reason, UnknownBackend
 from mla_portable.registry.files import named_path, read_text_file
-from mla_portable.registry.names import closest
-from mla_portable.registry.plugins import AUTO
-from mla_portable.registry.variables import ENV_BACKEND, ENV_DISABLE, ENV_POLICY
+from mla_portable.registry.names import AUTO, closest
+from mla_portable.registry.variables import ENV_BACKEND, ENV_DISABLE, ENV_POLICY, backend_variables
 
 __all__ = ["Policy", "Rule", "active_rules", "check_names", "disabled_plugins", "known_names", "use"]
 
@@ -93,12 +92,14 @@ class Policy:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Policy:
         """The policy of MLA_PORTABLE_BACKEND[_<PRIMITIVE>] and MLA_PORTABLE_DISABLE; an empty variable is not set."""
-        names = {f"{ENV_BACKEND}_{str(primitive).upper()}": primitive for primitive in Primitive.all()}
-        rules = [Rule(value, name, primitive) for name, primitive in names.items() if (value := environ.get(name, "").strip())]
+        rules = [
+            Rule(value, name, primitive)
+            for name, primitive in backend_variables().items()
+            if (value := environ.get(name, "").strip())
+        ]
         if value := environ.get(ENV_BACKEND, "").strip():
             rules.append(Rule(value, ENV_BACKEND))
-        listed = [word.strip() for word in environ.get(ENV_DISABLE, "").split(",")]
-        return cls(tuple(rules), tuple((word, ENV_DISABLE) for word in listed if word))
+        return cls(tuple(rules), tuple((word, ENV_DISABLE) for word in _disabled_words(environ)))
 
     @classmethod
     def from_file(cls, path: Path) -> Policy:
@@ -111,12 +112,8 @@ class Policy:
 
         Raises: InvalidArgument when the file cannot be read, is no TOML, or holds a key or value that means nothing.
         """
-        where = f"policy file {path}"
-        try:
-            document: dict[str, Any] = tomllib.loads(read_text_file(path))
-        except (OSError, ValueError, RecursionError) as error:  # TOML that is malformed or nested too deeply is among them
-            expected = "a readable TOML file with a [backend] table"
-            raise InvalidArgument(ENV_POLICY, "file", got=f"{path}: {error}", expected=expected) from error
+        where = _policy_file(path)
+        document = _document(path)
         _require_keys(where, document, ["backend"])
         table = document.get("backend", {})
         if not isinstance(table, dict):
@@ -135,18 +132,43 @@ class Policy:
         return cls(tuple(rules), tuple((name.strip(), where) for name in cast(list[str], disable)))
 
 
+def _policy_file(path: Path) -> str:
+    return f"policy file {path}"
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """The content of a TOML file. Raises: InvalidArgument."""
+    try:
+        return tomllib.loads(read_text_file(path))
+    except (OSError, ValueError, RecursionError) as error:  # TOML that is malformed or nested too deeply is among them
+        expected = "a readable TOML file with a [backend] table"
+        raise InvalidArgument(ENV_POLICY, "file", got=f"{path}: {error}", expected=expected) from error
+
+
+def _disabled_words(environ: Mapping[str, str]) -> list[str]:
+    return [word.strip() for word in environ.get(ENV_DISABLE, "").split(",") if word.strip()]
+
+
 def disabled_reason(name: str, control: str, what: str) -> Reason:
     """Why `what` does not run: `control` disables `name`, its own name or its backend's."""
     return Reason("disabled", f"by {control}", f"it names {name}", f"take {name} out of {control} to let {what} run")
 
 
 def disabled_plugins(environ: Mapping[str, str], policy: Policy | None = None) -> dict[str, str]:
-    """Names that are disabled -> what disables them, before plugins are loaded. What is malformed is reported later."""
-    try:
-        policy = Policy.read(environ) if policy is None else policy
-    except InvalidArgument:
-        policy = Policy.from_environment(environ)
-    return dict(reversed(policy.disabled))
+    """Names that are disabled -> what disables them, read before plugins are loaded, so before their primitives are known.
+
+    What is malformed is reported when the policy is read.
+    """
+    if policy is not None:
+        return dict(reversed(policy.disabled))
+    path = environ.get(ENV_POLICY, "").strip()
+    listed: Any = []
+    if path:
+        with suppress(InvalidArgument, KeyError, TypeError):
+            listed = _document(named_path(path))["backend"]["disable"]
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    found = dict.fromkeys((name.strip() for name in names), _policy_file(named_path(path)) if path else "")
+    return {**found, **dict.fromkeys(_disabled_words(environ), ENV_DISABLE)}
 
 
 def _require_keys(where: str, table: Mapping[str, Any], allowed: list[str]) -> None:
@@ -212,6 +234,13 @@ def active_rules() -> tuple[Rule, ...]:
     return _context.get()
 
 
+def _load_plugins() -> None:
+    """One of them may bring the primitive that is asked for."""
+    from mla_portable.registry.process import get_registry
+
+    get_registry()
+
+
 @contextmanager
 def use(backend: str | None = None, **per_primitive: str) -> Generator[None, None, None]:
     """Choose backends inside a `with` block, for the current thread or task.
@@ -228,6 +257,8 @@ def use(backend: str | None = None, **per_primitive: str) -> Generator[None, Non
     there. Leave a block in the thread or task that entered it: a generator that is closed elsewhere takes nothing away.
     Raises: InvalidArgument for a keyword that is no primitive, or a value that is no name.
     """
+    if not per_primitive.keys() <= set(Primitive.all()):
+        _load_plugins()
     names = [str(primitive) for primitive in Primitive.all()]
     for key, value in {"backend": backend, **per_primitive}.items():
         if key != "backend" and key not in names:

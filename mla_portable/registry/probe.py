@@ -13,13 +13,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 
 from mla_portable.accelerator import accelerator
 from mla_portable.contracts import (
-    BoundPrimitive,
     DeviceFacts,
     Implementation,
     InvalidArgument,
@@ -28,18 +27,19 @@ from mla_portable.contracts import (
     Request,
     neutral_defaults,
 )
-from mla_portable.registry.faults import blame, is_fatal
-from mla_portable.registry.judge import Results, changed_inputs, mismatch, read_back, results_of, shared_memory
+from mla_portable.registry.faults import blame, first_line, is_fatal
 from mla_portable.registry.limits import PluginTimeout
-from mla_portable.registry.plugins import first_line
 from mla_portable.registry.sandbox import isolated
-from mla_portable.registry.tiny import Call, TinyCase
+
+if TYPE_CHECKING:  # problems need the primitives, which need the registry
+    from mla_portable.registry.judge import Results
+    from mla_portable.registry.tiny import Call, TinyCase
 
 __all__ = ["BindReference", "ProbeReport", "Stage", "probe_implementation", "run_check"]
 
 Stage = Literal["check", "bind", "compute", "compare"]
 STAGES: Final[tuple[Stage, ...]] = ("check", "bind", "compute", "compare")
-BindReference = Callable[[Request], "BoundPrimitive | None"]
+BindReference = Callable[[Request], Any]
 """Binds the reference implementation for a request on the CPU; None when none is registered for its primitive."""
 
 _CPU: Final = torch.device("cpu")
@@ -214,7 +214,10 @@ def _compare(
 
     Returns: the stage reached, what is wrong, "" if nothing, and where.
     """
-    primitive, found = case.request.primitive, list[Results]()
+    from mla_portable.registry.judge import changed_inputs, mismatch, read_back, results_of, shared_memory
+
+    primitive = case.request.primitive
+    found: list[Results] = []
     for call, each in zip(calls, returned, strict=True):
         results = results_of(primitive, call, each, with_lse=case.request.lse)
         if isinstance(results, str):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registry: plugins, machine and policy in one place; it answers who serves a request.
 
-A process has one, built at its first use by `get_registry()`; a test builds its own, with plugins, devices and a policy of
-its choice. A bound callable is the implementation's own and never comes back here. The functions of `mla_portable.api` ask for
-`choice_token` in each call, to notice a changed policy.
+A process has one (`process`); a test builds its own, with plugins, devices and a policy of its choice. A bound callable is
+the implementation's own and never comes back here. The public functions ask for `choice_token` in each call, to notice a
+changed policy.
 """
 
 from __future__ import annotations
@@ -13,48 +13,43 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 from weakref import WeakSet
 
 import torch
 
 from mla_portable.accelerator import default_device, known_types
 from mla_portable.contracts import (
-    BoundPrimitive,
     Decision,
     DeviceFacts,
     Implementation,
     InvalidArgument,
-    PluginError,
-    Primitive,
     Reason,
     Request,
     UnsupportedRequest,
     neutral_defaults,
 )
-from mla_portable.registry.limits import DEFAULT_SECONDS, plugin_timeout, running
+from mla_portable.contracts.primitive import F, Primitive
+from mla_portable.registry.faults import first_line
+from mla_portable.registry.limits import DEFAULT_SECONDS, plugin_timeout
 from mla_portable.registry.machine import Machine
-from mla_portable.registry.plugins import (
-    REFERENCE,
-    PluginReport,
-    first_line,
-    given_plugins,
-    installed_plugins,
-    load_plugins,
-)
+from mla_portable.registry.names import REFERENCE, check_backend
+from mla_portable.registry.plugins import PluginReport, load_plugins
 from mla_portable.registry.policy import ARGUMENT, Policy, Rule, active_rules, check_names, disabled_plugins, known_names
 from mla_portable.registry.probe import ProbeReport
 from mla_portable.registry.select import CostTable, decide
+from mla_portable.registry.sources import given_plugins, installed_plugins
 from mla_portable.registry.tuned import TunedConfigurations
 from mla_portable.registry.variables import check_variables, set_variables
 
-__all__ = ["Registry", "check_backend", "get_registry", "reset_registry"]
+__all__ = ["Registry"]
 
 CACHE_LIMIT: Final = 4096
 """Choices, bound callables and log keys that are kept of each; beyond that all are dropped and made again as needed."""
 
 logger = logging.getLogger("mla_portable.registry")
 
+T = TypeVar("T")
 _Key = tuple[Request, "str | None", tuple[Rule, ...]]
 
 
@@ -109,7 +104,7 @@ class Registry:
         self._generation = 0
         self._names_checked: set[tuple[Rule, ...]] = set()
         self._selected: dict[_Key, tuple[Implementation | None, Decision]] = {}
-        self._bound: dict[_Key, BoundPrimitive] = {}
+        self._bound: dict[_Key, Any] = {}
         self.served: dict[tuple[Any, ...], Any] = {}
         """For the caller's own cache in front of `bind`: it goes where the registry goes."""
         self._logged: set[object] = set()
@@ -118,14 +113,14 @@ class Registry:
             self.reload_policy()
         except InvalidArgument as error:
             self._policy_error = error
-        _follow_forks(self)
+        _alive.add(self)
 
     def renew_locks(self) -> None:
         """Forget who held the locks: for the child of a fork, where those threads do not exist."""
         self._lock = threading.RLock()
         self._machine.renew_lock()
 
-    def implementations(self, primitive: Primitive | None = None) -> tuple[Implementation, ...]:
+    def implementations(self, primitive: Primitive[F] | None = None) -> tuple[Implementation[F], ...]:
         """All that loaded plugins offer (for one primitive), by primitive, declared cost and name."""
         return tuple(i for i in self._implementations if primitive is None or i.primitive is primitive)
 
@@ -216,7 +211,11 @@ class Registry:
         A request that nothing can serve is no error here: `chosen` is None.
         """
         check_backend(backend)
-        stronger = active_rules() if backend is None else (Rule(backend, ARGUMENT), *active_rules())
+        return self._decide((request, backend, active_rules()), probe=probe, thorough=thorough)
+
+    def _decide(self, key: _Key, *, probe: bool = True, thorough: bool = False) -> Decision:
+        request, backend, active = key
+        stronger = active if backend is None else (Rule(backend, ARGUMENT), *active)
         policy = self.policy.under(stronger)
         if stronger not in self._names_checked:
             check_names(Policy(stronger), self._known)
@@ -243,30 +242,28 @@ class Registry:
             plugin_failures=[(report.name, report.trouble) for report in self.plugin_reports if not report.ok],
         )
 
-    def select(self, request: Request, *, backend: str | None = None) -> tuple[Implementation, Decision]:
+    def select(self, request: Request[F], *, backend: str | None = None) -> tuple[Implementation[F], Decision]:
         """The implementation that serves `request`, and the decision; remembered for equal requests, refusals too.
 
         Raises: UnsupportedRequest with all reasons when nothing, or not the forced backend, can; as `decide` otherwise.
         """
         check_backend(backend)
-        key = (request, backend, active_rules())
+        return self._select(request, (request, backend, active_rules()))
+
+    def _select(self, request: Request[F], key: _Key) -> tuple[Implementation[F], Decision]:
         known = self._selected.get(key)
         if known is None:
             generation = self._generation
-            decision = self.decide(request, backend=backend)
+            decision = self._decide(key)
             known = next((i for i in self.implementations(request.primitive) if i.name == decision.chosen), None), decision
             self._log_once(decision)
-            with self._lock:
-                if generation == self._generation:
-                    if len(self._selected) >= CACHE_LIMIT:
-                        self._selected.clear()
-                    self._selected[key] = known
+            self._keep(self._selected, key, known, generation)
         chosen, decision = known
         if chosen is None:
             raise UnsupportedRequest(decision)
         return chosen, decision
 
-    def bind(self, request: Request, *, backend: str | None = None) -> BoundPrimitive:
+    def bind(self, request: Request[F], *, backend: str | None = None) -> F:
         """The callable that serves `request`, exactly as its implementation made it; the same one for equal requests.
 
         It runs on the current device: who has several GPUs makes the tensors' own the current one around a call.
@@ -279,20 +276,23 @@ class Registry:
         if bound is not None:
             return bound
         generation = self._generation
-        implementation, _ = self.select(request, backend=backend)
-        bound = self.bind_implementation(implementation, request)
-        with self._lock:
-            if generation == self._generation:
-                if len(self._bound) >= CACHE_LIMIT:
-                    self._bound.clear()
-                bound = self._bound.setdefault(key, bound)
-        return bound
+        implementation, _ = self._select(request, key)
+        return self._keep(self._bound, key, self.bind_implementation(implementation, request), generation)
 
-    def configured(self, implementation: Implementation, request: Request) -> Request:
+    def _keep(self, known: dict[_Key, T], key: _Key, value: T, generation: int) -> T:
+        """Remember a value that was found under the policy of `generation`. Returns: what an equal request gets from now on."""
+        with self._lock:
+            if generation != self._generation:
+                return value
+            if len(known) >= CACHE_LIMIT:
+                known.clear()
+            return known.setdefault(key, value)
+
+    def configured(self, implementation: Implementation, request: Request[F]) -> Request[F]:
         """`request` with the configuration that the user's tuning table has for this implementation."""
         return request.but(configuration=self._tuned.of(implementation.name, request))
 
-    def bind_implementation(self, implementation: Implementation, request: Request) -> BoundPrimitive:
+    def bind_implementation(self, implementation: Implementation[F], request: Request[F]) -> F:
         """The callable of a given implementation for `request`, with the configuration that the user's tuning table has for it.
 
         Raises: InvalidArgument, which names the table, where the implementation refuses that configuration; whatever its own
@@ -341,66 +341,13 @@ def _seconds(environ: Mapping[str, str]) -> float:
         return DEFAULT_SECONDS
 
 
-def check_backend(backend: object, where: str = "registry") -> None:
-    """Raise InvalidArgument unless `backend` is a name or None; whether anything carries the name is checked elsewhere."""
-    if backend is not None and not isinstance(backend, str):
-        expected = "the name of a backend or of one of its variants, such as 'triton' or 'triton.portable', or None"
-        raise InvalidArgument(where, "backend", got=f"{backend!r} ({type(backend).__name__})", expected=expected)
-
-
-_registry: Registry | None = None
-_building = False
-_registry_lock = threading.RLock()
 _alive: WeakSet[Registry] = WeakSet()
-_following_forks = False
-
-
-def get_registry() -> Registry:
-    """The registry of this process, built at the first call: loads the installed plugins, reads environment and file.
-
-    It ranks by the times that were measured on the device, where plugins bring any.
-
-    Raises: PluginError when a plugin asks for it while registering.
-    """
-    global _registry, _building
-    registry = _registry
-    if registry is not None:
-        return registry
-    if _building and running():  # in the thread of a plugin's import, while another one builds and waits for it
-        raise PluginError("the registry was asked for while it is being built: a plugin's hook may only register")
-    with _registry_lock:
-        if _registry is None:
-            if _building:
-                raise PluginError("the registry was asked for while it is being built: a plugin's hook may only register")
-            _building = True
-            try:
-                _registry = Registry(costs="measured")
-            finally:
-                _building = False
-        return _registry
-
-
-def reset_registry() -> None:
-    """Drop the registry of this process, with all that it chose and bound; the next `get_registry()` builds another. For tests.
-
-    What callers keep (layers, bound callables) goes on to work.
-    """
-    global _registry
-    with _registry_lock:
-        _registry = None
-
-
-def _follow_forks(registry: Registry) -> None:
-    """Give every living registry fresh locks in the child of a fork."""
-    global _following_forks
-    _alive.add(registry)
-    if not _following_forks and hasattr(os, "register_at_fork"):
-        _following_forks = True
-        os.register_at_fork(after_in_child=_after_fork)
 
 
 def _after_fork() -> None:
-    global _registry_lock, _building
-    _registry_lock, _building = threading.RLock(), False
     for registry in list(_alive):
         registry.renew_locks()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

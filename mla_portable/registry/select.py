@@ -15,7 +15,7 @@ from functools import partial
 from typing import Final
 
 from mla_portable.contracts import Decision, DeviceFacts, Implementation, Primitive, Reason, Request, Verdict
-from mla_portable.registry.plugins import AUTO, REFERENCE
+from mla_portable.registry.names import AUTO, REFERENCE
 from mla_portable.registry.policy import Policy, Rule, disabled_reason
 
 __all__ = ["CostTable", "Finding", "cost_rank", "decide", "least_cost"]

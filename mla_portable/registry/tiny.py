@@ -42,7 +42,7 @@ from mla_portable.registry.tiny_parts import (
     with_slack,
 )
 
-__all__ = ["SOFTMAX_SCALE", "Call", "TinyCase", "request_case", "tiny_cases", "tiny_layouts"]
+__all__ = ["SOFTMAX_SCALE", "Call", "TinyCase", "request_case", "request_cases", "tiny_cases", "tiny_layouts"]
 
 TINY_ROWS: Final = 4
 """Query rows of a tiny attention problem: one full, one with holes, one empty, one with a single entry."""
@@ -69,7 +69,7 @@ class _Family(NamedTuple):
 
 def tiny_layouts(implementation: Implementation, layout: str | None) -> tuple[str | None, ...]:
     """The cache layouts to try an implementation on: `layout`, else all it declares; (None,) where no cache is touched."""
-    if implementation.primitive in _WITHOUT_CACHE:
+    if not implementation.primitive.has_layout:
         return (None,)
     return (layout,) if layout is not None else implementation.support.layouts or (None,)
 
@@ -79,12 +79,20 @@ def tiny_cases(implementation: Implementation, device: DeviceFacts, layout: str 
 
     The first one is repeated, with outputs given and left out.
     """
-    family, support = _FAMILIES[implementation.primitive], implementation.support
+    family, support = _FAMILIES.get(implementation.primitive), implementation.support
+    if family is None:
+        return
     request = Request(implementation.primitive, device, kv_layout=layout, rows=family.rows)
     request = _complete(request, implementation)
     for number, (name, asked) in enumerate(family.requests(request, support)):
         make = partial(family.call, asked, name, rows=family.rows)
         yield TinyCase(name, asked, make, repeat=number == 0)
+
+
+def request_cases(implementation: Implementation, request: Request) -> Iterator[TinyCase]:
+    """The problem of a request; none for a primitive of a plugin, for which there are no problems."""
+    if implementation.primitive in _FAMILIES:
+        yield request_case(implementation, request)
 
 
 def request_case(implementation: Implementation, request: Request) -> TinyCase:
@@ -276,9 +284,6 @@ def _indexer_call(request: Request, name: str, device: torch.device, *, rows: in
 
 
 _CPU: Final = torch.device("cpu")
-_WITHOUT_CACHE: Final = (
-    CONVERT_INDICES, MERGE_STATES, QUANTIZE_PER_TENSOR, INDEXER_LOGITS,
-)  # fmt: skip
 _ATTENTION: Final = _Family(("num_heads", "topk", "block_size", "query_len"), attention_requests, attention_call)
 _FAMILIES: Final[dict[Primitive, _Family]] = {
     CACHE_WRITE: _Family(("block_size",), _write_requests, _write_call),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Final
+from typing import Any, Final
 
 from mla_portable.contracts import ROUTES, InvalidArgument, Primitive, Variable
 from mla_portable.layouts import SCALE_FORMATS
@@ -13,7 +13,16 @@ from mla_portable.registry.limits import PLUGIN_TIMEOUT
 from mla_portable.registry.names import closest
 from mla_portable.registry.tuned import TABLE_VARIABLE
 
-__all__ = ["CORE_VARIABLES", "ENV_BACKEND", "ENV_DISABLE", "ENV_POLICY", "check_variables", "prefix_of", "set_variables"]
+__all__ = [
+    "ENV_BACKEND",
+    "ENV_DISABLE",
+    "ENV_POLICY",
+    "backend_variables",
+    "check_variables",
+    "core_variables",
+    "prefix_of",
+    "set_variables",
+]
 
 PREFIX: Final = "MLA_PORTABLE_"
 ENV_BACKEND: Final = "MLA_PORTABLE_BACKEND"
@@ -21,9 +30,8 @@ ENV_DISABLE: Final = "MLA_PORTABLE_DISABLE"
 ENV_POLICY: Final = "MLA_PORTABLE_POLICY"
 _BACKEND_NAME: Final = "the name of a backend or of one of its variants, or auto"
 
-CORE_VARIABLES: Final = (
+_FIXED: Final = (
     Variable(ENV_BACKEND, _BACKEND_NAME),
-    *(Variable(f"{ENV_BACKEND}_{str(primitive).upper()}", _BACKEND_NAME) for primitive in Primitive.all()),
     Variable(ENV_DISABLE, "names of backends or of their variants, separated by commas"),
     Variable(ENV_POLICY, "the path of a TOML file"),
     Variable(TABLE_VARIABLE, "the path of a JSON file"),
@@ -41,6 +49,17 @@ CORE_VARIABLES: Final = (
 )
 """Names, paths and seconds are checked where they are read."""
 
+
+def backend_variables() -> dict[str, Primitive[Any]]:
+    """The variable that forces a backend for each primitive that is known so far -> the primitive."""
+    return {f"{ENV_BACKEND}_{str(primitive).upper()}": primitive for primitive in Primitive.all()}
+
+
+def core_variables() -> tuple[Variable, ...]:
+    """Every variable that no plugin declares; those of primitives follow from the primitives that are known so far."""
+    return (*_FIXED, *(Variable(name, _BACKEND_NAME) for name in backend_variables()))
+
+
 _KUBERNETES: Final = re.compile(r".*_SERVICE_(HOST|PORT(_.+)?)|(.+_)?PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")
 """What Kubernetes sets in every container of a namespace with a service called mla-portable, or mla-portable-something."""
 
@@ -50,14 +69,14 @@ def prefix_of(plugin: str) -> str:
     return PREFIX + re.sub(r"\W", "_", plugin).upper()
 
 
-def check_variables(environ: Mapping[str, str], variables: Iterable[Variable], unloaded: Collection[str] = ()) -> None:
+def check_variables(environ: Mapping[str, str], variables: Iterable[Variable] = (), unloaded: Collection[str] = ()) -> None:
     """Every variable of this project that is set is known and has an allowed value; an empty one is not set.
 
     Args:
-        variables: those that are known. unloaded: plugins whose variables are not known, because they are broken or disabled.
+        variables: those that plugins declared. unloaded: plugins whose variables are not known, as they did not load.
     Raises: InvalidArgument for the first, in alphabetical order, that is not.
     """
-    known = {variable.name: variable for variable in variables}
+    known = {variable.name: variable for variable in (*core_variables(), *variables)}
     for name, value in sorted(environ.items()):
         value = value.strip()
         if not name.startswith(PREFIX) or not value or _KUBERNETES.fullmatch(name):
@@ -79,10 +98,11 @@ def check_variables(environ: Mapping[str, str], variables: Iterable[Variable], u
 
 def _without_primitives(names: Iterable[str]) -> list[str]:
     """Sorted names, those of primitives as one."""
-    primitives = {f"{ENV_BACKEND}_{str(primitive).upper()}" for primitive in Primitive.all()}
+    primitives = backend_variables()
     return sorted({f"{ENV_BACKEND}_<PRIMITIVE>" if name in primitives else name for name in names})
 
 
 def set_variables(environ: Mapping[str, str], variables: Iterable[Variable]) -> tuple[tuple[str, str], ...]:
-    """(name, value) of the known variables that are set, sorted."""
-    return tuple(sorted((each.name, value) for each in variables if (value := environ.get(each.name, "").strip())))
+    """(name, value) of the core's variables and of `variables` that are set, sorted."""
+    known = (*core_variables(), *variables)
+    return tuple(sorted((each.name, value) for each in known if (value := environ.get(each.name, "").strip())))

@@ -138,5 +138,5 @@ def facts_of(device: torch.device, capability: Any | None) -> DeviceFacts:
 
 def is_served(facts: DeviceFacts) -> bool:
     """Somebody declares sparse attention for this device. Whether that works is seen when the configuration is known."""
-    offered = (i for primitive in _ATTENTION for i in get_registry().implementations(primitive))
+    offered = (i for i in get_registry().implementations() if i.primitive in _ATTENTION)
     return any(not list(i.support.device_reasons(facts)) for i in offered)

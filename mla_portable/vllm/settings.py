@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
-from mla_portable.registry.variables import CORE_VARIABLES, check_variables
+from mla_portable.registry.variables import check_variables
 
 logger = logging.getLogger("vllm.mla_portable")
 """Below vLLM's own logger, so that what the plugin says is seen where vLLM's lines are."""
@@ -26,7 +26,7 @@ STOCK_BACKEND: Final = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLAS
 def _read(name: str, environ: Mapping[str, str] | None = None) -> str:
     """The value, "" where it is not set. Raises: InvalidArgument for one that is not allowed."""
     value = (os.environ if environ is None else environ).get(name, "").strip()
-    check_variables({name: value}, CORE_VARIABLES)
+    check_variables({name: value})
     return value
 
 

@@ -18,9 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch_reference as reference
 from torch import Tensor
 
-from mla_portable import reference
 from mla_portable_nvidia import native
 from mla_portable_nvidia.native.sparse_decode import HEADER, Build
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch_reference as reference
 from flashmla_standins import Library, installed
 from simulated_gpu import FACTS, registry
 
-from mla_portable import reference
 from mla_portable.contracts import (
     Batch,
     InvalidArgument,

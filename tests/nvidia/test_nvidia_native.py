@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch_reference as reference
 from machines import H200
 from native_model import Model, parameters
 
-from mla_portable import reference
 from mla_portable.contracts import InvalidArgument, MLAPortableError, Request
 from mla_portable.layouts import BF16, FP8_DS_MLA, LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL

@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
+import torch_reference as reference
 from flashmla_standins import installed
 from simulated_gpu import FACTS
 
-from mla_portable import reference
 from mla_portable.primitives import SPARSE_PREFILL
 from mla_portable_nvidia.boundary import TorchBoundary
 from mla_portable_nvidia.discovery import find_kernel

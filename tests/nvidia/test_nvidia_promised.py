@@ -7,11 +7,11 @@ import math
 
 import pytest
 import torch
+import torch_reference as reference
 from flashmla_standins import Library, installed
 from simulated_gpu import FACTS, registry
 from test_nvidia_decode import SCALE, problem, schedule_for
 
-from mla_portable import reference
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.contracts import Request
 from mla_portable.planner import Planner

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch_reference as reference
 from flashmla_standins import installed
 from simulated_gpu import FACTS, registry
 from test_nvidia_decode import SCALE
 from test_nvidia_promised import passes
 
-from mla_portable import reference
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.contracts import Request
 from mla_portable.planner import Planner

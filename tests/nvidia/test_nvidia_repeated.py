@@ -7,12 +7,12 @@ import math
 
 import pytest
 import torch
+import torch_reference as reference
 from flashmla_standins import installed
 from test_nvidia_decode import SCALE, schedule_for
 from test_nvidia_promised import PROMISE, assert_out, bound, clean_problem, passes, watch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mla_portable import reference
 from mla_portable.contracts import InvalidArgument, PlanMismatch, SplitSchedule
 
 __all__ = ["passes"]  # a fixture

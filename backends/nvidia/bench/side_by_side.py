@@ -35,7 +35,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import BoundPrimitive, DeviceFacts, Primitive, Request, ScheduleLimits
+from mla_portable.contracts import DeviceFacts, Primitive, Request, ScheduleLimits
 from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.reference import oracle
@@ -206,7 +206,7 @@ class Bench:
     def request(self, primitive: Primitive, heads: int, **others: Any) -> Request:
         return Request(primitive, self.facts, num_heads=heads, topk=TOPK, **({"lse": True} | others))
 
-    def bound_decode(self, heads: int, **others: Any) -> BoundPrimitive:
+    def bound_decode(self, heads: int, **others: Any) -> Callable[..., Any]:
         cache: Row = {"kv_layout": "fp8_ds_mla", "block_size": BLOCK, "query_len": 1, "scale_format": "pow2"}
         return bind_sparse_decode(self.request(SPARSE_DECODE, heads, **cache, **others))
 

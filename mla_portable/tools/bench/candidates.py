@@ -14,7 +14,6 @@ import torch
 from mla_portable.contracts import (
     Baseline,
     Batch,
-    BoundPrimitive,
     DecodeSchedule,
     Implementation,
     Reason,
@@ -94,7 +93,7 @@ def _request(problem: Problem, implementation: Implementation) -> Request:
 
 
 def prepared(
-    problem: Problem, implementation: Implementation, bind: Callable[[Request], BoundPrimitive], device: torch.device
+    problem: Problem, implementation: Implementation, bind: Callable[[Request], Callable[..., Any]], device: torch.device
 ) -> tuple[Callable[[], object], Callable[[], Any]]:
     """(run, result) of what `bind` makes for the problem, with the schedule that the implementation takes."""
     request = _request(problem, implementation)

@@ -15,14 +15,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.api import serving, sparse_decode
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.contracts import (
     FP8_DS_MLA,
     HEAD_SIZE,
     KV_LORA_RANK,
     LAYOUTS,
-    BoundPrimitive,
     DeviceFacts,
     Implementation,
     InvalidArgument,
@@ -33,7 +31,8 @@ from mla_portable.contracts import (
     Support,
     hookimpl,
 )
-from mla_portable.primitives import SPARSE_DECODE
+from mla_portable.dispatch import serving
+from mla_portable.primitives import SPARSE_DECODE, sparse_decode
 from mla_portable.registry import Registry
 from mla_portable.tools.bench.timing import quantiles
 
@@ -79,7 +78,7 @@ class _Idle:
         """Where a kernel would be launched."""
         return self.result
 
-    def bind(self, request: Request) -> BoundPrimitive:
+    def bind(self, request: Request) -> Callable[..., Any]:
         """As vendors' adapters do: a closure that hands the arguments to the launcher with what was fixed when binding."""
         launch, config = self.launch, request.topk
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.attention.routes import route_requests
-from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, BoundPrimitive, Request
+from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, Request
 from mla_portable.primitives import (
     CACHE_WRITE,
     GATHER_UPCONVERT,
@@ -51,7 +51,7 @@ class Job:
     request: Request
     shape: str
     checked: str
-    call: Callable[[BoundPrimitive], Any]
+    call: Callable[[Callable[..., Any]], Any]
     check: Callable[[Any], Iterator[Finding]]
 
 
@@ -60,7 +60,7 @@ def cache_write_job(inputs: StepInputs, layer: SparseMLAAttention, before: Tenso
     shape, layout = inputs.shape, inputs.shape.kv_layout
     target = before.clone()
 
-    def call(bound: BoundPrimitive) -> Tensor:
+    def call(bound: Callable[..., Any]) -> Tensor:
         bound(inputs.kv_c, inputs.k_pe, target, inputs.slot_mapping, scale_format=shape.scale_format)
         return target
 
@@ -78,7 +78,7 @@ def cache_write_job(inputs: StepInputs, layer: SparseMLAAttention, before: Tenso
     return Job("cache_write", request, f"T {shape.num_tokens}, {layout}", "the whole cache", call, check)
 
 
-def jobs_after(step: Step, bind_decode: Callable[[Request], BoundPrimitive | None]) -> list[Job]:
+def jobs_after(step: Step, bind_decode: Callable[[Request], Callable[..., Any] | None]) -> list[Job]:
     """Every primitive but cache_write. bind_decode: who serves a sparse_decode request, None where nobody does."""
     requests = route_requests(step.layer.spec, step.layer.facts)
     workspace = _Workspace.of(step)
@@ -109,7 +109,7 @@ def _convert_job(step: Step, request: Request) -> Job:
         "prefill_workspace_starts": plan.prefill_workspace_starts,
     }
 
-    def call(bound: BoundPrimitive) -> tuple[Tensor, Tensor]:
+    def call(bound: Callable[..., Any]) -> tuple[Tensor, Tensor]:
         return bound(inputs.topk_indices, plan.req_id_per_token, plan.block_table, **places, out=out)
 
     def check(result: tuple[Tensor, Tensor]) -> Iterator[Finding]:
@@ -157,7 +157,7 @@ def _gather_job(step: Step, request: Request, workspace: _Workspace) -> Job:
     out = torch.empty(workspace.rows.shape, dtype=torch.bfloat16, device=step.kv_cache.device)
     rows = out.shape[0]
 
-    def call(bound: BoundPrimitive) -> Tensor:
+    def call(bound: Callable[..., Any]) -> Tensor:
         return bound(step.kv_cache, workspace.block_table, workspace.seq_lens, workspace.starts, out=out)
 
     def check(result: Tensor) -> Iterator[Finding]:
@@ -190,7 +190,7 @@ def _decode_job(step: Step, request: Request) -> Job:
     schedule = step.plan.decode_schedule if step.plan.num_decode_tokens else None
     results = _results_for(q)
 
-    def call(bound: BoundPrimitive) -> tuple[Tensor, Tensor]:
+    def call(bound: Callable[..., Any]) -> tuple[Tensor, Tensor]:
         return bound(q, step.kv_cache, indices, softmax_scale=step.scale, schedule=schedule, **results)
 
     def check(result: tuple[Tensor, Tensor]) -> Iterator[Finding]:
@@ -200,7 +200,7 @@ def _decode_job(step: Step, request: Request) -> Job:
     return Job("sparse_decode", request, shape, step.says_checked(tokens), call, check)
 
 
-def _prefill_call(step: Step, kv: Tensor, indices: Tensor) -> Callable[[BoundPrimitive], tuple[Tensor, Tensor]]:
+def _prefill_call(step: Step, kv: Tensor, indices: Tensor) -> Callable[[Callable[..., Any]], tuple[Tensor, Tensor]]:
     q = step.inputs.q[step.prefill_tokens]
     on_device, results = indices.to(q.device), _results_for(q)
     return lambda bound: bound(q, kv, on_device, softmax_scale=step.scale, **results)
@@ -234,7 +234,7 @@ def _workspace_prefill_job(step: Step, request: Request, workspace: _Workspace) 
     return Job("sparse_prefill (workspace)", request, shape, step.says_checked(tokens), call, check)
 
 
-def _merge_job(step: Step, decode: BoundPrimitive) -> Job:
+def _merge_job(step: Step, decode: Callable[..., Any]) -> Job:
     """Two decodes over one half of every row's indices each, merged, against the decode over all of them."""
     tokens, q, indices = _decode_tensors(step)
     in_first = torch.arange(indices.shape[-1], device=q.device) < indices.shape[-1] // 2

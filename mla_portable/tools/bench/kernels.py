@@ -16,7 +16,7 @@ import torch
 from mla_portable.accelerator import accelerator
 from mla_portable.contracts import Baseline, DeviceFacts, Implementation
 from mla_portable.registry import Registry
-from mla_portable.registry.plugins import first_line
+from mla_portable.registry.faults import first_line
 from mla_portable.tools.bench.candidates import Candidate, Refusal, baseline_candidates, our_candidates
 from mla_portable.tools.bench.kernel_cases import KernelCase
 from mla_portable.tools.bench.kernel_machine import MachineState, machine_state

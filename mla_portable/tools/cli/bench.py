@@ -48,7 +48,7 @@ def plan(
     """Time `Planner.plan` on steps of common sizes: host time, and until its copy has landed."""
     with command(as_json=as_json) as output:
         where = resolve_device(device)
-        from mla_portable.api import current_registry
+        from mla_portable.dispatch import current_registry
         from mla_portable.planner import PlannerConfig
         from mla_portable.tools.bench.plan import PLAN_CASES, time_plans
 
@@ -134,7 +134,7 @@ def _fields(config: PlannerConfig) -> dict[str, Any]:
 
 def _schedule_kind(name: str) -> ScheduleKind | None:
     """The kind of that name among those of all plugins."""
-    from mla_portable.api import current_registry
+    from mla_portable.dispatch import current_registry
     from mla_portable.primitives import SPARSE_DECODE
 
     offered = (each.schedule_kind for each in current_registry().implementations(SPARSE_DECODE))
@@ -146,8 +146,8 @@ def _schedule_kind(name: str) -> ScheduleKind | None:
 
 def _wanted_schedule(facts: DeviceFacts, heads: int, topk: int) -> ScheduleKind | None:
     """What the implementation that would serve sparse_decode takes."""
-    from mla_portable.api import current_registry
     from mla_portable.contracts import Request
+    from mla_portable.dispatch import current_registry
     from mla_portable.primitives import SPARSE_DECODE
 
     request = Request(

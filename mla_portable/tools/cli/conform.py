@@ -59,7 +59,7 @@ def conform(
     with command(as_json=as_json) as output:
         where = resolve_device(device)
         only = [primitive_named(each, param_hint="--primitive") for each in primitive or ()] or None
-        from mla_portable.api import current_registry
+        from mla_portable.dispatch import current_registry
         from mla_portable.tools.bench.kernel_machine import driver_version
         from mla_portable.tools.conformance import run_suite
 
@@ -89,7 +89,7 @@ def conform(
 
 def _append_evidence(path: Path, report: Report, match: str, driver: str | None) -> None:
     """Add what the report proves to a file. Raises: RecordError for a device without a profile."""
-    from mla_portable.api import current_registry
+    from mla_portable.dispatch import current_registry
     from mla_portable.tools.matrix import read_profiles
     from mla_portable.tools.matrix.claims import collect_declarations
     from mla_portable.tools.matrix.evidence import append_evidence

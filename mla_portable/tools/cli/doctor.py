@@ -32,7 +32,7 @@ def doctor(
     """
     with command(as_json=as_json) as output:
         where = resolve_device(device)
-        from mla_portable.api import current_registry
+        from mla_portable.dispatch import current_registry
         from mla_portable.tools.cli.diagnosis import diagnose
         from mla_portable.vllm.status import vllm_status
 

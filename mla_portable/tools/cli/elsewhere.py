@@ -34,7 +34,7 @@ def find_profile(name: str, records: Path | None = None) -> Elsewhere | None:
     Raises: typer.BadParameter for a name that no profile has; RecordError.
     """
     from mla_portable.accelerator import known_types
-    from mla_portable.api import current_registry
+    from mla_portable.dispatch import current_registry
     from mla_portable.tools.matrix import find_records, read_profiles
 
     current_registry()  # first: a vendor's plugin may bring the device type
@@ -61,7 +61,7 @@ def _torch_knows(name: str) -> bool:
 def gpu_names() -> list[str]:
     """The GPUs of this machine, as their driver names them."""
     from mla_portable.accelerator import device_names
-    from mla_portable.api import current_registry
+    from mla_portable.dispatch import current_registry
 
     registry = current_registry()
     return [registry.facts(name).name for each in registry.device_types() if each != "cpu" for name in device_names(each)]

@@ -19,42 +19,29 @@ if TYPE_CHECKING:
 
 __all__ = ["explain"]
 
-_CACHE = {"kv_layout": "fp8_ds_mla", "block_size": 64, "scale_format": "pow2"}
-_ATTENTION = {
+_TYPICAL: dict[str, Any] = {
+    "kv_layout": "fp8_ds_mla",
+    "block_size": 64,
+    "scale_format": "pow2",
     "num_heads": 16,
     "topk": 2048,
+    "query_len": 1,
     "rows": None,
     "lse": True,
     "attn_sink": False,
     "lengths": False,
+    "compact": False,
+    "prefill_workspace": False,
     "batch_invariant": False,
+    "graph": False,
 }
-_ALWAYS = {"graph": False}
-_FIELDS: dict[str, dict[str, Any]] = {
-    "cache_write": {**_CACHE, **_ALWAYS},
-    "convert_indices": {"topk": 2048, "block_size": 64, "compact": False, "prefill_workspace": False, **_ALWAYS},
-    "gather_upconvert": {**_CACHE, **_ALWAYS},
-    "sparse_decode": {**_CACHE, **_ATTENTION, "query_len": 1, **_ALWAYS},
-    "sparse_prefill": {**_CACHE, **_ATTENTION, **_ALWAYS},
-    "merge_states": _ALWAYS,
-    "quantize_per_tensor": _ALWAYS,
-    "indexer_logits": {"num_heads": 64, "block_size": 64, **_ALWAYS},
-}
-"""What a request for each primitive says of its call, with the values of a DeepSeek-V3.2 rank of eight."""
+"""What a request says of its call, with the values of a DeepSeek-V3.2 rank of eight; a primitive's own values come before."""
 _OPTION = {"num_heads": "--heads", "kv_layout": "--layout", "attn_sink": "--sink"}
 _ROUTE = "route"
 _UNKNOWN = "unknown"
 _ROUTE_FIELDS: dict[str, Any] = {
-    **_CACHE,
-    "num_heads": 16,
-    "topk": 2048,
-    "query_len": 1,
-    "rows": 256,
-    "lse": False,
-    "attn_sink": False,
-    "batch_invariant": False,
-    "graph": False,
-}
+    name: value for name, value in _TYPICAL.items() if name not in ("lengths", "compact", "prefill_workspace")
+} | {"rows": 256, "lse": False}
 """What a layer in vLLM asks for: no lse, and as many requests as vLLM schedules at once by default."""
 _ROUTE_REMARK = "The defaults are what a layer in vLLM asks for: 256 requests that decode at once (--rows), no lse (--lse)."
 _MAX_NUM_TOKENS, _MAX_MODEL_LEN = 8192, 163_840
@@ -107,8 +94,8 @@ def explain(
     primitive: Annotated[
         str,
         typer.Argument(
-            help="cache_write, convert_indices, gather_upconvert, sparse_decode, sparse_prefill, merge_states, "
-            "quantize_per_tensor, indexer_logits; or 'route' for how a layer would compose them."
+            help="A primitive, such as sparse_decode (`mla-portable doctor` lists all); or 'route' for how a layer would "
+            "compose them."
         ),
     ],
     device: Annotated[
@@ -156,14 +143,17 @@ def explain(
 
 def _ask_for_primitive(name: str, device: str | DeviceFacts | None, backend: str | None, given: dict[str, Any]) -> Decision:
     """Who serves one primitive; `device` as torch or the registry names it, or facts."""
-    from mla_portable.api import explain as ask
+    from mla_portable.contracts import Primitive
+    from mla_portable.explaining import explain as ask
 
     name = primitive_named(name, param_hint="PRIMITIVE")
-    defaults = _FIELDS[name]
+    primitive = Primitive.named(name)
+    known = (*primitive.facts, *primitive.stated, "graph")
+    defaults = {field: value for field, value in {**_TYPICAL, **primitive.typical}.items() if field in known}
     _refuse_others(name, given, defaults)
     fields = {**defaults, **given}
     if fields.get("scale_format") == _UNKNOWN or fields.get("kv_layout") == "bf16":
-        fields["scale_format"] = None
+        fields.pop("scale_format", None)
     if name == "sparse_prefill" and fields["kv_layout"] == "bf16" and "block_size" not in given:
         fields["block_size"] = None  # a workspace, or a cache seen as flat rows
     return ask(name, device=device, backend=backend, **fields)
@@ -171,10 +161,10 @@ def _ask_for_primitive(name: str, device: str | DeviceFacts | None, backend: str
 
 def _ask_for_route(name: str, device: str | DeviceFacts | None, backend: str | None, given: dict[str, Any]) -> RouteDecision:
     """How a layer would compose the primitives."""
-    from mla_portable.api import current_registry
     from mla_portable.attention import AttentionSpec
     from mla_portable.attention.demand import Demand
     from mla_portable.attention.routes import choose_route
+    from mla_portable.dispatch import current_registry
 
     _refuse_others(name, given, _ROUTE_FIELDS)
     fields = {**_ROUTE_FIELDS, **given}

@@ -91,7 +91,7 @@ def kernels(
     """Time kernels and their baselines. A wrong result gets no time; exit code 1 when one of ours is wrong or fails."""
     with command(as_json=options.as_json) as output:
         where = resolve_device(options.device)
-        from mla_portable.api import current_registry
+        from mla_portable.dispatch import current_registry
         from mla_portable.tools.bench.kernel_cases import TIMED, kernel_cases
         from mla_portable.tools.bench.kernel_records import append_lines, kernel_lines
         from mla_portable.tools.bench.kernels import time_kernels
@@ -157,8 +157,8 @@ def tune(
     """
     with command(as_json=options.as_json) as output:
         where = resolve_device(options.device)
-        from mla_portable.api import current_registry
         from mla_portable.contracts import InvalidArgument
+        from mla_portable.dispatch import current_registry
         from mla_portable.primitives import SPARSE_DECODE
         from mla_portable.registry.tuned import read_table, table_path, write_table
         from mla_portable.tools.bench.kernel_cases import ATTENTION, kernel_cases

@@ -47,7 +47,7 @@ def resolve_device(text: str | None) -> torch.device:
     Raises: typer.BadParameter for a second CPU; InvalidArgument for a name torch does not know and a device that is not there.
     """
     from mla_portable.accelerator import accelerator
-    from mla_portable.api import current_registry
+    from mla_portable.dispatch import current_registry
     from mla_portable.registry.facts import resolve_device as resolve
 
     registry = current_registry()  # first: a vendor's plugin may bring the device type
@@ -62,7 +62,9 @@ def resolve_device(text: str | None) -> torch.device:
 def primitive_named(text: str, *, param_hint: str) -> Primitive:
     """The primitive called `text`. Raises: typer.BadParameter with all names."""
     from mla_portable.contracts import Primitive
+    from mla_portable.dispatch import current_registry
 
+    current_registry()  # loads the plugins, which may bring primitives
     try:
         return Primitive.named(text)
     except ValueError as error:

@@ -145,7 +145,7 @@ def _report(
     """Run the step that the options choose. Raises: typer.BadParameter; otherwise as `run_step`."""
     where = resolve_device(device)
     forced = _forced(backend)
-    from mla_portable.api import current_registry
+    from mla_portable.dispatch import current_registry
     from mla_portable.tools.bench.inputs import default_shape
     from mla_portable.tools.bench.step import run_step
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mla_portable.contracts import (
     LAYOUTS,
-    BoundPrimitive,
     DecodeSchedule,
     DeviceFacts,
     ScheduleLimits,
@@ -89,10 +88,10 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
     judged = torch.linspace(0, rows - 1, JUDGED_ROWS).long() if rows > JUDGED_ROWS else torch.arange(rows)
     expected = _expected(params, q, kv.original, original_indices, lengths, sink, judged)
 
-    def call(bound: BoundPrimitive) -> tuple[Tensor, ...]:
+    def call(bound: Callable[..., Any]) -> tuple[Tensor, ...]:
         return tuple(bound(q_placed, kv.placed, indices_placed, **keywords))
 
-    def part(bound: BoundPrimitive, some: slice) -> tuple[Tensor, ...]:
+    def part(bound: Callable[..., Any], some: slice) -> tuple[Tensor, ...]:
         own = {name: value for name, value in keywords.items() if name in ("softmax_scale", "attn_sink")}
         if "lengths" in keywords:
             own["lengths"] = keywords["lengths"][some]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -15,7 +15,6 @@ from mla_portable.contracts import (
     KV_LORA_RANK,
     LAYOUTS,
     SCALE_GROUP,
-    BoundPrimitive,
     CacheLayout,
     DeviceFacts,
     Implementation,
@@ -115,7 +114,7 @@ class CacheWriteParams(Params):
             row, byte = divmod(where[0], row_bytes)
             return f"{_name_row(row - first_row, cache.rows)}, {field_of(layout, byte)}"
 
-        def call(bound: BoundPrimitive) -> tuple[Tensor, ...]:
+        def call(bound: Callable[..., Any]) -> tuple[Tensor, ...]:
             bound(kv_c_placed, k_pe_placed, written, slots_placed, scale_format=scale_format)
             return ()
 
@@ -139,7 +138,7 @@ class CacheWriteParams(Params):
         want = oracle.cache_write(kv_c, k_pe, small.view, torch.searchsorted(near, targets), scale_format=scale_format)
         want_rows = want.view(torch.uint8).view(len(near), layout.row_bytes)
 
-        def call(bound: BoundPrimitive) -> tuple[Tensor, ...]:
+        def call(bound: Callable[..., Any]) -> tuple[Tensor, ...]:
             bound(kv_c_placed, k_pe_placed, view, targets_placed, scale_format=scale_format)
             return ()
 

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import BoundPrimitive, DeviceFacts, Implementation, Request
+from mla_portable.contracts import DeviceFacts, Implementation, Request
 from mla_portable.primitives import CONVERT_INDICES
 from mla_portable.reference import oracle
 from mla_portable.tools.conformance.compare import Finding, attributes, same_bits, same_object
@@ -128,7 +128,7 @@ class ConvertIndicesParams(Params):
         want = oracle.convert_indices(**judged_originals, **static)
         positional = [placed.pop(name) for name in ("topk_indices", "req_id_per_token", "block_table")]
 
-        def call(bound: BoundPrimitive) -> tuple[Tensor, ...]:
+        def call(bound: Callable[..., Any]) -> tuple[Tensor, ...]:
             indices, counts = bound(*positional, **placed, **static, out=given)
             return indices, counts
 

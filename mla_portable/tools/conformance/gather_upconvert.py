@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mla_portable.contracts import (
     LAYOUTS,
-    BoundPrimitive,
     DeviceFacts,
     Implementation,
     Request,
@@ -150,7 +149,7 @@ class GatherUpconvertParams(Params):
         for start, length in zip(starts, lens, strict=True):
             is_owned[start : start + length] = True
 
-        def call(bound: BoundPrimitive) -> tuple[Tensor, ...]:
+        def call(bound: Callable[..., Any]) -> tuple[Tensor, ...]:
             return (bound(kv_placed, table_placed, lens_placed, starts_placed, out=out),)
 
         def judge(results: tuple[Tensor, ...], writes: dict[str, Guarded]) -> Iterator[Finding]:

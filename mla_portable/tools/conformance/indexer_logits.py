@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import INDEX_HEAD_SIZE, BoundPrimitive, DeviceFacts, Implementation, Request
+from mla_portable.contracts import INDEX_HEAD_SIZE, DeviceFacts, Implementation, Request
 from mla_portable.primitives import INDEXER_LOGITS
 from mla_portable.reference import oracle
 from mla_portable.tools.conformance.compare import Finding, close, same_object
@@ -143,7 +143,7 @@ class IndexerLogitsParams(Params):
         out = stage.write("out", (num_tokens, width), torch.float32, strided=self.outputs == "views")
         want = oracle.indexer_logits(*arguments.values(), out=out)
 
-        def call(bound: BoundPrimitive) -> tuple[Tensor, ...]:
+        def call(bound: Callable[..., Any]) -> tuple[Tensor, ...]:
             return (bound(*placed, out=out),)
 
         def judge(results: tuple[Tensor, ...], writes: dict[str, Guarded]) -> Iterator[Finding]:

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import BoundPrimitive, DeviceFacts, Implementation, Request
+from mla_portable.contracts import DeviceFacts, Implementation, Request
 from mla_portable.primitives import MERGE_STATES
 from mla_portable.reference import oracle
 from mla_portable.tools.conformance.compare import Finding, attributes, close, cosine
@@ -88,7 +88,7 @@ class MergeStatesParams(Params):
         outs_placed, lses_placed = stage.read("outs", outs, strided=apart), stage.read("lses", lses, strided=apart)
         want_out, want_lse = oracle.merge_states(outs, lses)
 
-        def call(bound: BoundPrimitive) -> tuple[Tensor, ...]:
+        def call(bound: Callable[..., Any]) -> tuple[Tensor, ...]:
             out, lse = bound(outs_placed, lses_placed)
             return out, lse
 

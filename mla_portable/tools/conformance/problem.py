@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import BoundPrimitive
 from mla_portable.tools.conformance.compare import Finding, same_bits
 
 __all__ = ["Guarded", "Problem", "Stage", "guarded"]
@@ -127,9 +127,9 @@ class Problem:
     """
 
     stage: Stage
-    call: Callable[[BoundPrimitive], tuple[Tensor, ...]]
+    call: Callable[[Callable[..., Any]], tuple[Tensor, ...]]
     judge: Callable[[tuple[Tensor, ...], dict[str, Guarded]], Iterator[Finding]]
-    part: Callable[[BoundPrimitive, slice], tuple[Tensor, ...]] | None = None
+    part: Callable[[Callable[..., Any], slice], tuple[Tensor, ...]] | None = None
 
     def findings(self, results: tuple[Tensor, ...], stage: Stage | None = None) -> Iterator[Finding]:
         """Every comparison; `stage` is the one the call ran on, this problem's own unless it was loaded elsewhere."""

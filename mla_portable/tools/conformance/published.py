@@ -12,7 +12,7 @@ indexer_logits    the shapes of the first of these tests: one request of 4 token
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from mla_portable.contracts import (
     LAYOUTS,
-    BoundPrimitive,
     DeviceFacts,
     Implementation,
     Request,
@@ -86,7 +85,7 @@ class PublishedConvert(Params):
         table = stage.read("block_table", torch.tensor(_TABLE, dtype=torch.int32))
         want = torch.tensor(slots, dtype=torch.int32)
 
-        def call(bound: BoundPrimitive) -> tuple[Tensor, ...]:
+        def call(bound: Callable[..., Any]) -> tuple[Tensor, ...]:
             return tuple(bound(placed, owner, table, block_size=_CONVERT_BLOCK))
 
         def judge(results: tuple[Tensor, ...], writes: dict[str, Guarded]) -> Iterator[Finding]:
@@ -159,7 +158,7 @@ class _PublishedAttention(Params):
             keywords["lengths"] = stage.read("lengths", lengths.view(shape))
         storage = self.scale_format or "bf16"
 
-        def call(bound: BoundPrimitive) -> tuple[Tensor, ...]:
+        def call(bound: Callable[..., Any]) -> tuple[Tensor, ...]:
             results = tuple(bound(q_placed, kv_placed, indices_placed, **keywords))
             return results if self.with_lse else results[:1]
 

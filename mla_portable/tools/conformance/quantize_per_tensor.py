@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import BoundPrimitive, DeviceFacts, Implementation, Request
+from mla_portable.contracts import DeviceFacts, Implementation, Request
 from mla_portable.primitives import QUANTIZE_PER_TENSOR
 from mla_portable.reference import oracle
 from mla_portable.tools.conformance.compare import Finding, attributes, close
@@ -81,7 +81,7 @@ class QuantizePerTensorParams(Params):
         exponent = torch.frexp(exact)[1] - 1  # of |y| = 1.m * 2**exponent
         half_step = 2.0 ** (exponent.clamp(min=least_exponent) - mantissa_bits - 1).double()
 
-        def call(bound: BoundPrimitive) -> tuple[Tensor, ...]:
+        def call(bound: Callable[..., Any]) -> tuple[Tensor, ...]:
             x_q, scale = bound(x_placed, dtype)
             return x_q, scale
 

@@ -6,15 +6,14 @@ from __future__ import annotations
 import platform
 import time
 import traceback
-from collections.abc import Collection, Iterator
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mla_portable.accelerator import accelerator
 from mla_portable.contracts import (
-    BoundPrimitive,
     DeviceFacts,
     Implementation,
     InvalidArgument,
@@ -50,7 +49,7 @@ class SuiteRegistry(Protocol):
         ...
 
 
-def run_case(case: Case, bound: BoundPrimitive, device: torch.device) -> CaseResult:
+def run_case(case: Case, bound: Callable[..., Any], device: torch.device) -> CaseResult:
     """Run one case on a bound implementation.
 
     Args:
@@ -74,7 +73,7 @@ def run_case(case: Case, bound: BoundPrimitive, device: torch.device) -> CaseRes
     return CaseResult(case, status, errors, limits, "\n".join(messages), time.perf_counter() - start)
 
 
-def _run(case: Case, problem: Problem, bound: BoundPrimitive, device: torch.device) -> Iterator[Finding]:
+def _run(case: Case, problem: Problem, bound: Callable[..., Any], device: torch.device) -> Iterator[Finding]:
     """Run the problem the way the case wants, and judge it."""
     if case.params.run == "graph":
         yield from _replay(case, problem, bound, device)
@@ -95,7 +94,7 @@ def _run(case: Case, problem: Problem, bound: BoundPrimitive, device: torch.devi
 
 
 def _in_other_batches(
-    whole: tuple[Tensor, ...], problem: Problem, bound: BoundPrimitive, device: torch.device
+    whole: tuple[Tensor, ...], problem: Problem, bound: Callable[..., Any], device: torch.device
 ) -> Iterator[Finding]:
     """Rows by themselves, and in batches of other sizes, against the same rows of the whole batch."""
     assert problem.part is not None, "only problems with rows of a batch have such cases"
@@ -114,7 +113,7 @@ def _everything(results: tuple[Tensor, ...], problem: Problem) -> dict[str, Tens
     return made | {name: written.storage.cpu().clone() for name, written in problem.stage.writes.items()}
 
 
-def _replay(case: Case, problem: Problem, bound: BoundPrimitive, device: torch.device) -> Iterator[Finding]:
+def _replay(case: Case, problem: Problem, bound: Callable[..., Any], device: torch.device) -> Iterator[Finding]:
     """Capture the call in a graph, then replay it on other inputs and on the first ones again."""
     where = accelerator(device)
     with where.side_stream():
@@ -230,7 +229,7 @@ def _bind_and_run(implementation: Implementation, case: Case, device: torch.devi
     return run_case(case, bound, device)
 
 
-def _bound_for_each_size(implementation: Implementation, case: Case) -> BoundPrimitive:
+def _bound_for_each_size(implementation: Implementation, case: Case) -> Callable[..., Any]:
     """Each call by what is bound for its number of rows, as it would be if that batch were the only one."""
 
     def call(q: Tensor, *arguments: Tensor, **options: object) -> object:

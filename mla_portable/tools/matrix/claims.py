@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from mla_portable.contracts import Implementation, Primitive, Reason, Support
 from mla_portable.registry import PluginReport, Registry
-from mla_portable.registry.plugins import CORE_DISTRIBUTION, CORE_MODULE
+from mla_portable.registry.names import CORE_DISTRIBUTION, CORE_MODULE
 from mla_portable.tools.matrix.profiles import Profile
 
 __all__ = ["COMPILER", "Claim", "Declarations", "collect_declarations", "suite_cases", "support_data", "wider"]

@@ -17,7 +17,6 @@ from typing import Any, Final
 import torch
 
 from mla_portable.contracts import (
-    BoundPrimitive,
     DeviceFacts,
     Implementation,
     Primitive,
@@ -60,7 +59,7 @@ class Provider:
     place: Place
     cost: float
     source: str
-    bind: Callable[[Op], BoundPrimitive]
+    bind: Callable[[Op], Callable[..., Any]]
     trial: Callable[[Op, torch.device], None]
     limits: dict[str, Any]
     modules: tuple[str, ...]
@@ -93,7 +92,7 @@ class Provider:
             sources=(_PACKAGE, *(f"{_PACKAGE}.{name}" for name in ("resolve", *self.modules))),
         )
 
-    def _bind_request(self, request: Request) -> BoundPrimitive:
+    def _bind_request(self, request: Request) -> Callable[..., Any]:
         return self.bind(self.place.find())
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from importlib import resources
 
-from mla_portable.contracts import BaselineRegistrar, Registrar, Variable, hookimpl
+from mla_portable.contracts import Registrar, Variable, hookimpl
 from mla_portable_nvidia.attention import attention_implementations
 from mla_portable_nvidia.baselines import baselines
 from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, PROVIDERS
@@ -39,7 +39,7 @@ def mla_portable_register(registrar: Registrar) -> None:
 
 
 @hookimpl
-def mla_portable_register_baselines(registrar: BaselineRegistrar) -> None:
+def mla_portable_register_baselines(registrar: Registrar) -> None:
     """Bring FlashMLA and vLLM, called directly, to the benchmark."""
     for baseline in baselines():
         registrar.add(baseline)

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from mla_portable.contracts import (
-    BoundPrimitive,
     DeviceFacts,
     Implementation,
     MLAPortableError,
@@ -16,7 +15,7 @@ from mla_portable.contracts import (
     Reason,
     Request,
 )
-from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_nvidia.boundary import boundary_for
 from mla_portable_nvidia.discovery import Found, find_kernel
 from mla_portable_nvidia.head_padding import kernel_heads
@@ -42,7 +41,7 @@ def _kernel(request: Request) -> Found:
     return found
 
 
-def bind_sparse_decode(request: Request) -> BoundPrimitive:
+def bind_sparse_decode(request: Request) -> SparseDecode:
     """sparse_decode on the provider of this device. Raises: MLAPortableError where there is none."""
     found, device = _kernel(request), request.device
     return FlashMLADecode(
@@ -66,7 +65,7 @@ def _comes_finished(found: Found, request: Request) -> bool:
     return kernel_heads(request.num_heads) in found.traits.zeroes_empty
 
 
-def bind_sparse_prefill(request: Request) -> BoundPrimitive:
+def bind_sparse_prefill(request: Request) -> SparsePrefill:
     """sparse_prefill on the provider of this device. Raises: MLAPortableError where there is none."""
     found, device = _kernel(request), request.device
     return FlashMLAPrefill(

@@ -13,9 +13,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import BoundPrimitive, Implementation, InvalidArgument, Request, Support
+from mla_portable.contracts import Implementation, InvalidArgument, Request, Support
 from mla_portable.layouts import BF16, HEAD_SIZE, KV_LORA_RANK
-from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparsePrefill
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_nvidia.attention import bind_sparse_prefill, check_sparse_prefill
 from mla_portable_nvidia.head_padding import KERNEL_HEADS
 
@@ -94,7 +94,7 @@ def _flat(kv_cache: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return kv, torch.where(inside, indices + indices // block * (pitch - block), -1)
 
 
-def bind_flat_decode(request: Request) -> BoundPrimitive:
+def bind_flat_decode(request: Request) -> SparseDecode:
     """sparse_decode on the prefill kernel of this device's provider. Raises: MLAPortableError where there is none."""
     prefill = request.but(primitive=SPARSE_PREFILL, block_size=None, query_len=None)
     return FlatDecode(bind_sparse_prefill(prefill))

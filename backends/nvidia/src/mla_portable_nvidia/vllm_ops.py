@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import (
-    BoundPrimitive,
     DeviceFacts,
     Implementation,
     MLAPortableError,
@@ -27,6 +26,7 @@ from mla_portable.contracts import (
     Request,
     Support,
 )
+from mla_portable.contracts.primitive import F
 from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM, SCALE_FORMATS, tile_scales
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, CacheWrite, ConvertIndices, GatherUpconvert
 from mla_portable_nvidia.discovery import device_with
@@ -303,11 +303,11 @@ def data_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterat
 
     def offer(
         name: str,
-        primitive: Primitive,
+        primitive: Primitive[F],
         support: Support,
-        bind: Callable[[Request], BoundPrimitive],
+        bind: Callable[[Request], F],
         check: Callable[[DeviceFacts], Iterator[Reason]],
-    ) -> Implementation:
+    ) -> Implementation[F]:
         return Implementation(name, primitive, support, bind, check=check, preference=_PREFERENCE, sources=sources)
 
     for scale_format in SCALE_FORMATS:

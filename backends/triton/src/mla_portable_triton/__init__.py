@@ -7,21 +7,20 @@ Importing this module and registering bring in neither triton nor a kernel; `che
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module, resources
+from importlib import resources
 from typing import Final
 
 from mla_portable.contracts import (
-    BoundPrimitive,
     Implementation,
     Primitive,
     ProgramShape,
     Registrar,
     Request,
     Tunable,
-    TunableRegistrar,
     hookimpl,
     split_kv_kind,
 )
+from mla_portable.contracts.primitive import F
 from mla_portable.primitives import (
     CACHE_WRITE,
     CONVERT_INDICES,
@@ -31,6 +30,14 @@ from mla_portable.primitives import (
     QUANTIZE_PER_TENSOR,
     SPARSE_DECODE,
     SPARSE_PREFILL,
+    CacheWrite,
+    ConvertIndices,
+    GatherUpconvert,
+    IndexerLogits,
+    MergeStates,
+    QuantizePerTensor,
+    SparseDecode,
+    SparsePrefill,
 )
 from mla_portable_triton.support import SUPPORT, check
 
@@ -52,32 +59,54 @@ _ATTENTION: Final = (
     f"{_KERNELS}.e4m3_decode",
     *_ROWS,
 )
-# primitive -> the module with its bind_<primitive>, and the other modules whose text decides what it computes
-_PRIMITIVES: Final[dict[Primitive, tuple[str, tuple[str, ...]]]] = {
-    CACHE_WRITE: ("bind_data", (f"{_KERNELS}.cache_write", f"{_KERNELS}.e4m3_encode", *_ROWS)),
-    CONVERT_INDICES: ("bind_data", (f"{_KERNELS}.convert_indices",)),
-    GATHER_UPCONVERT: ("bind_data", (f"{_KERNELS}.gather_upconvert", f"{_KERNELS}.e4m3_decode", *_ROWS)),
-    SPARSE_DECODE: ("bind_attention", (*_ATTENTION, f"{_KERNELS}.merge_states")),
-    SPARSE_PREFILL: ("bind_attention", _ATTENTION),
-    MERGE_STATES: (
-        "bind_attention",
-        (f"{_KERNELS}.merge_states", f"{_KERNELS}.strides", f"{_KERNELS}.bfloat16"),
-    ),
-    QUANTIZE_PER_TENSOR: (
-        "bind_data",
-        (f"{_KERNELS}.quantize_per_tensor", f"{_KERNELS}.e4m3_encode", f"{_KERNELS}.bfloat16"),
-    ),
-    INDEXER_LOGITS: ("bind_indexer", (f"{_KERNELS}.indexer_logits", f"{_KERNELS}.bfloat16")),
-}
 
 
-def _late_bind(module: str, primitive: Primitive) -> Callable[..., BoundPrimitive]:
-    """`bind_<primitive>` of a module that is imported when it is first called for."""
+def _cache_write(request: Request) -> CacheWrite:
+    from mla_portable_triton.bind_data import bind_cache_write
 
-    def bind(request: Request) -> BoundPrimitive:
-        return getattr(import_module(f"{_PACKAGE}.{module}"), f"bind_{primitive}")(request)
+    return bind_cache_write(request)
 
-    return bind
+
+def _convert_indices(request: Request) -> ConvertIndices:
+    from mla_portable_triton.bind_data import bind_convert_indices
+
+    return bind_convert_indices(request)
+
+
+def _gather_upconvert(request: Request) -> GatherUpconvert:
+    from mla_portable_triton.bind_data import bind_gather_upconvert
+
+    return bind_gather_upconvert(request)
+
+
+def _sparse_decode(request: Request) -> SparseDecode:
+    from mla_portable_triton.bind_attention import bind_sparse_decode
+
+    return bind_sparse_decode(request)
+
+
+def _sparse_prefill(request: Request) -> SparsePrefill:
+    from mla_portable_triton.bind_attention import bind_sparse_prefill
+
+    return bind_sparse_prefill(request)
+
+
+def _merge_states(request: Request) -> MergeStates:
+    from mla_portable_triton.bind_attention import bind_merge_states
+
+    return bind_merge_states(request)
+
+
+def _quantize_per_tensor(request: Request) -> QuantizePerTensor:
+    from mla_portable_triton.bind_data import bind_quantize_per_tensor
+
+    return bind_quantize_per_tensor(request)
+
+
+def _indexer_logits(request: Request) -> IndexerLogits:
+    from mla_portable_triton.bind_indexer import bind_indexer_logits
+
+    return bind_indexer_logits(request)
 
 
 def _program(request: Request) -> ProgramShape:
@@ -86,27 +115,61 @@ def _program(request: Request) -> ProgramShape:
     return bound_config(request).program
 
 
+def _offer(primitive: Primitive[F], bind: Callable[[Request[F]], F], module: str, others: tuple[str, ...]) -> Implementation[F]:
+    """`bind` takes its function from `module`; `others` are further modules whose text decides what it computes."""
+    return Implementation(
+        name=NAME,
+        primitive=primitive,
+        support=SUPPORT[primitive],
+        bind=bind,
+        check=check,
+        preference=_PREFERENCE,
+        schedule_kind=split_kv_kind(_program) if primitive == SPARSE_DECODE else None,
+        sources=(f"{_PACKAGE}.{module}", "mla_portable.contracts.triton_launcher", *others),
+    )
+
+
 @hookimpl
 def mla_portable_register(registrar: Registrar) -> None:
     """Offer `triton.portable` for every primitive."""
-    for primitive, (module, others) in _PRIMITIVES.items():
-        registrar.add(
-            Implementation(
-                name=NAME,
-                primitive=primitive,
-                support=SUPPORT[primitive],
-                bind=_late_bind(module, primitive),
-                check=check,
-                preference=_PREFERENCE,
-                schedule_kind=split_kv_kind(_program) if primitive is SPARSE_DECODE else None,
-                sources=(f"{_PACKAGE}.{module}", "mla_portable.contracts.triton_launcher", *others),
-            )
+    registrar.add(
+        _offer(CACHE_WRITE, _cache_write, "bind_data", (f"{_KERNELS}.cache_write", f"{_KERNELS}.e4m3_encode", *_ROWS))
+    )
+    registrar.add(_offer(CONVERT_INDICES, _convert_indices, "bind_data", (f"{_KERNELS}.convert_indices",)))
+    registrar.add(
+        _offer(
+            GATHER_UPCONVERT,
+            _gather_upconvert,
+            "bind_data",
+            (f"{_KERNELS}.gather_upconvert", f"{_KERNELS}.e4m3_decode", *_ROWS),
         )
+    )
+    registrar.add(_offer(SPARSE_DECODE, _sparse_decode, "bind_attention", (*_ATTENTION, f"{_KERNELS}.merge_states")))
+    registrar.add(_offer(SPARSE_PREFILL, _sparse_prefill, "bind_attention", _ATTENTION))
+    registrar.add(
+        _offer(
+            MERGE_STATES,
+            _merge_states,
+            "bind_attention",
+            (f"{_KERNELS}.merge_states", f"{_KERNELS}.strides", f"{_KERNELS}.bfloat16"),
+        )
+    )
+    registrar.add(
+        _offer(
+            QUANTIZE_PER_TENSOR,
+            _quantize_per_tensor,
+            "bind_data",
+            (f"{_KERNELS}.quantize_per_tensor", f"{_KERNELS}.e4m3_encode", f"{_KERNELS}.bfloat16"),
+        )
+    )
+    registrar.add(
+        _offer(INDEXER_LOGITS, _indexer_logits, "bind_indexer", (f"{_KERNELS}.indexer_logits", f"{_KERNELS}.bfloat16"))
+    )
     registrar.add_costs(resources.files(_PACKAGE).joinpath("costs.json").read_text(encoding="utf-8"))
 
 
 @hookimpl
-def mla_portable_register_tunables(registrar: TunableRegistrar) -> None:
+def mla_portable_register_tunables(registrar: Registrar) -> None:
     """Both attention primitives: one kernel, whose tiles, warps and stages depend on the device."""
     from mla_portable_triton.attention_tuning import configurations
 

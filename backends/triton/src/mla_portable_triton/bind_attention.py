@@ -56,11 +56,15 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
                 program=config.program,
             )
             schedule = _new_schedule(num_rows, num_heads, topk, num_splits, split_len, q.device)
-        partial_out, partial_lse = schedule.partial_out, schedule.partial_lse
-        is_split = schedule.num_splits > 1
+        assert isinstance(schedule, SplitSchedule)
+        results, result_lses = out, lse_out
+        if schedule.num_splits > 1:
+            assert schedule.partial_out is not None and schedule.partial_lse is not None
+            results, result_lses = schedule.partial_out, schedule.partial_lse
+        is_split = results is not out
         attention.launch(
-            partial_out if is_split else out,
-            partial_lse if is_split else lse_out,
+            results,
+            result_lses,
             q,
             kv_cache,
             indices,
@@ -74,7 +78,7 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
             bf16_native=bf16_native,
         )
         if is_split:
-            merge.launch(out, lse_out, partial_out, partial_lse, attn_sink=attn_sink, base_2=True, bf16_native=bf16_native)
+            merge.launch(out, lse_out, results, result_lses, attn_sink=attn_sink, base_2=True, bf16_native=bf16_native)
         return out, lse_out
 
     return sparse_decode

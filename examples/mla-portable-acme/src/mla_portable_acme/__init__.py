@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from importlib import import_module
 
 from mla_portable.contracts import (
-    BoundPrimitive,
     DeviceFacts,
     Implementation,
     Reason,
@@ -19,7 +18,7 @@ from mla_portable.contracts import (
     Support,
     hookimpl,
 )
-from mla_portable.primitives import SPARSE_PREFILL
+from mla_portable.primitives import SPARSE_PREFILL, SparsePrefill
 
 LIBRARY = "mla_portable_acme.vendor_library"
 SYMBOL = "sparse_mla_fwd"
@@ -47,7 +46,7 @@ def check(device: DeviceFacts) -> Iterable[Reason]:
     return []
 
 
-def bind(request: Request) -> BoundPrimitive:
+def bind(request: Request) -> SparsePrefill:
     """The callable for one request; the adapter is imported only when it is wanted."""
     from mla_portable_acme.sparse_prefill import AcmeSparsePrefill
 

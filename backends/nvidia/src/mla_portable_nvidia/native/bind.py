@@ -203,10 +203,14 @@ def _as_decode(of: Tensors) -> Tensors:
     """A prefill's tensors with the axis that decode has; flat rows are one block."""
     if of.q.dim() == 4:
         return of
-    q, kv, *others, lengths = of
-    tokens = (tensor.unsqueeze(1) for tensor in others)
+    q, kv, indices, out, lse_out, lengths = of
     return Tensors(
-        q.unsqueeze(1), kv if kv.dim() == 3 else kv.unsqueeze(0), *tokens, None if lengths is None else lengths.unsqueeze(1)
+        q.unsqueeze(1),
+        kv if kv.dim() == 3 else kv.unsqueeze(0),
+        indices.unsqueeze(1),
+        out.unsqueeze(1),
+        lse_out.unsqueeze(1),
+        None if lengths is None else lengths.unsqueeze(1),
     )
 
 

@@ -16,6 +16,8 @@ from typing import Any, Final
 
 import torch
 
+from mla_portable.contracts import DRIVER_FAULTS
+
 __all__ = ["DriverError", "Kernel", "Launch", "Module", "driver_version"]
 
 _BUFFER_POINTER: Final = 1
@@ -25,8 +27,6 @@ _WIDE_CLUSTERS: Final = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWE
 _CLUSTER_DIMENSION: Final = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _INVALID_CONTEXT: Final = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread has no current context
 _INVALID_CLUSTER_SIZE: Final = 912  # CUDA_ERROR_INVALID_CLUSTER_SIZE
-_FAULTS: Final = frozenset({214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 999})
-"""Errors after which no CUDA call of the process works: cuda.h, "leaves the process in an inconsistent state"."""
 
 
 class DriverError(RuntimeError):
@@ -43,7 +43,7 @@ class DriverError(RuntimeError):
 
     @property
     def fault(self) -> bool:
-        return self.code in _FAULTS
+        return self.code in DRIVER_FAULTS
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def _check(code: int, what: str) -> None:
     text = ctypes.c_char_p()
     _driver().cuGetErrorString(code, ctypes.byref(text))
     words = text.value.decode() if text.value else "unknown error"
-    error = f"{what}: {'CUDA error: ' if code in _FAULTS else ''}{words} (CUDA driver error {code})"
+    error = f"{what}: {'CUDA error: ' if code in DRIVER_FAULTS else ''}{words} (CUDA driver error {code})"
     if code == 2:
         raise torch.cuda.OutOfMemoryError(error)
     raise DriverError(error, code)

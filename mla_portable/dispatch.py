@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation serves a kind of call: a cache between the convenience functions and the registry.
+"""Which implementation serves a kind of call: a cache between the primitives' public functions and the registry.
 
 A kind of call is everything its arguments say that may decide the choice. It is looked up in one dictionary, which the registry
 owns, so that a call after the first costs a few microseconds. A change of policy (`use(...)`, `reload_policy()`) changes the
@@ -10,38 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Final, Generic, cast
 
 from torch import Tensor
 
 from mla_portable.accelerator import Accelerator, accelerator
-from mla_portable.contracts import BoundPrimitive, DecodeSchedule, Primitive, Request
+from mla_portable.contracts import DecodeSchedule, Request
+from mla_portable.contracts.primitive import F, Primitive
 from mla_portable.registry import Registry, get_registry
-from mla_portable.registry.registry import check_backend
+from mla_portable.registry.names import check_backend
 
 __all__ = ["Served", "current_registry", "find", "serving"]
 
 _CACHE_LIMIT: Final = 4096
 """Kinds of calls whose implementation is kept; beyond that all are dropped and asked for again."""
-_PLACE: Final = ("cache_alignment", "uneven_blocks")
-_FACTS: Final[dict[str, tuple[str, ...]]] = {
-    "cache_write": ("kv_layout", "block_size", *_PLACE, "scale_format"),
-    "convert_indices": ("topk", "block_size", "prefill_workspace", "compact"),
-    "gather_upconvert": ("kv_layout", "block_size", *_PLACE),
-    "sparse_decode": ("kv_layout", "num_heads", "topk", "block_size", "query_len", *_PLACE, "lengths", "attn_sink", "lse"),
-    "sparse_prefill": ("kv_layout", "num_heads", "topk", "block_size", *_PLACE, "lengths", "attn_sink", "lse"),
-    "merge_states": (),
-    "quantize_per_tensor": (),
-    "indexer_logits": ("num_heads", "block_size"),
-}
-"""The Request fields that a call's arguments decide, in the order in which `mla_portable.api` gives them."""
 
 
-class Served(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Served(Generic[F]):
     """Who serves a kind of call. schedule_type: what `schedule=` must be; None where any is ignored."""
 
-    call: BoundPrimitive
+    call: F
     name: str
     schedule_type: type[DecodeSchedule] | None
 
@@ -51,7 +41,7 @@ _override: Registry | None = None
 
 @contextmanager
 def serving(registry: Registry) -> Generator[None, None, None]:
-    """Let `mla_portable.api` ask `registry` instead of the process's own: for tests and measurements, in one thread."""
+    """Let the public functions ask `registry` instead of the process's own: for tests and measurements, in one thread."""
     global _override
     before, _override = _override, registry
     try:
@@ -65,10 +55,13 @@ def current_registry() -> Registry:
     return get_registry() if _override is None else _override
 
 
-def find(primitive: str, backend: str | None, tensor: Tensor, facts: tuple[Any, ...]) -> Served:
+def find(primitive: Primitive[F], backend: str | None, tensor: Tensor, facts: tuple[object, ...]) -> Served[F]:
     """Who serves this kind of call: from the cache, else from the registry. `tensor` is on the call's device.
 
     The call runs there, be it the current device or not.
+
+    Args:
+        facts: values of `primitive.facts`, in that order.
     """
     if backend is not None:
         check_backend(backend, primitive)
@@ -78,14 +71,14 @@ def find(primitive: str, backend: str | None, tensor: Tensor, facts: tuple[Any, 
         if where.current_index() != where.index:  # a kernel is launched on the current device
             with where.guard():
                 served = find(primitive, backend, tensor, facts)
-            return served._replace(call=partial(_call_on, where, served.call))
+            return replace(served, call=_on_device(where, served.call))
         graph = where.is_capturing()
     registry = get_registry() if _override is None else _override
     key = (primitive, backend, where, graph, facts, registry.choice_token())
-    served: Served | None = registry.served.get(key)
+    served: Served[F] | None = registry.served.get(key)
     if served is None:
-        given = dict(zip(_FACTS[primitive], facts, strict=True))
-        request = Request(Primitive.named(primitive), registry.facts(tensor.device), graph=graph, **given)
+        given: dict[str, Any] = dict(zip(primitive.facts, facts, strict=True))
+        request = Request(primitive, registry.facts(tensor.device), graph=graph, **given)
         implementation, _ = registry.select(request, backend=backend)
         call = registry.bind(request, backend=backend)
         kind = implementation.schedule_kind
@@ -96,6 +89,12 @@ def find(primitive: str, backend: str | None, tensor: Tensor, facts: tuple[Any, 
     return served
 
 
-def _call_on(where: Accelerator, call: BoundPrimitive, *args: Any, **kwargs: Any) -> Any:
-    with where.guard():
-        return call(*args, **kwargs)
+def _on_device(where: Accelerator, call: F) -> F:
+    """`call` with that device as the current one."""
+    inner = cast(Any, call)
+
+    def elsewhere(*args: Any, **kwargs: Any) -> Any:
+        with where.guard():
+            return inner(*args, **kwargs)
+
+    return cast(F, elsewhere)

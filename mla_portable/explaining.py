@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from mla_portable.api.dispatch import current_registry
 from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, Primitive, Request
+from mla_portable.dispatch import current_registry
 
 __all__ = ["explain"]
 
@@ -26,10 +26,11 @@ def explain(
     Args:
         primitive: its name. device: where; facts of a device that is not at hand are welcome; None means the first accelerator,
             or the CPU where there is none.
-        backend: as if that were demanded. request_fields: of `mla_portable.contracts.Request`, e.g. num_heads=16.
+        backend: as if that were forced. request_fields: of `mla_portable.contracts.Request`, e.g. num_heads=16.
     Returns: the Decision; print `.text()`. A request that nothing can serve is an answer here, not an error.
     Raises: InvalidArgument for an unknown primitive or field; UnknownBackend. May probe kernels; not graph-safe.
     """
+    registry = current_registry()  # loads the plugins, which may bring primitives
     names = [str(each) for each in Primitive.all()]
     if primitive not in names:
         raise InvalidArgument("explain", "primitive", got=repr(primitive), expected=f"one of {', '.join(names)}")
@@ -37,7 +38,6 @@ def explain(
     for name in request_fields:
         if name not in allowed:
             raise InvalidArgument("explain", name, got="an unknown field", expected=f"one of {', '.join(allowed)}")
-    registry = current_registry()
     if device is None:
         device = registry.default_device()
     facts = device if isinstance(device, DeviceFacts) else registry.facts(device)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sparse_decode and sparse_prefill in plain torch: for a few query rows at a time, fetch their keys and attend.
+"""The reference of sparse_decode and sparse_prefill: for a few query rows at a time, fetch their keys and attend.
 
 scores = softmax_scale * q @ keys^T, out = softmax(scores) @ latents, lse = logsumexp(scores), all in `dtype`: float64,
-or float32 on a device whose float64 cannot be trusted (`arithmetic.products`).
+or float32 on a device whose float64 cannot be trusted (`_reference.products`).
 Absent entries score -inf. Their keys must not be read from just anywhere, for 0 * NaN is NaN: an absent entry reads a
 slot that another entry of the same row names, so what no index names is never fetched where it could matter.
 Cost per query row: K rows of the cache fetched and widened to 8 bytes a number, and 2 * K * H * (key + value width) operations.
@@ -16,11 +16,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DecodeSchedule, attention_results
-from mla_portable.reference.arithmetic import isolated, products
-from mla_portable.reference.rows import CacheRows
+from mla_portable.primitives._reference import CacheRows, products
 
-__all__ = ["chunk_bytes", "sparse_decode", "sparse_prefill"]
+__all__ = ["attend", "chunk_bytes"]
 
 _CHUNK_BYTES: Final = {"cpu": 16 << 20}
 """Scratch of one chunk on a CPU: about what a last-level cache holds, beyond which each pass goes to memory."""
@@ -32,65 +30,7 @@ def chunk_bytes(device_type: str) -> int:
     return _CHUNK_BYTES.get(device_type, _CHUNK_BYTES_ELSEWHERE)
 
 
-@isolated
-def sparse_decode(
-    q: Tensor,
-    kv_cache: Tensor,
-    indices: Tensor,
-    *,
-    softmax_scale: float,
-    lengths: Tensor | None = None,
-    attn_sink: Tensor | None = None,
-    schedule: DecodeSchedule | None = None,
-    out: Tensor | None = None,
-    lse_out: Tensor | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor]:
-    """Attention of B x S query tokens over chosen slots of the paged cache; `primitives.SparseDecode`.
-
-    `schedule` is not used. `dtype` is that of the arithmetic. Allocates about `chunk_bytes` beyond the outputs, whatever B
-    and S. Not graph-safe.
-    """
-    out, lse_out = attention_results(q, kv_cache, out, lse_out)
-    rows = CacheRows(kv_cache)
-    for s in range(q.shape[1]):  # [:, s] is a view for any strides; flattening [B, S] might be a copy
-        _attend(
-            q[:, s],
-            rows,
-            indices[:, s],
-            softmax_scale,
-            None if lengths is None else lengths[:, s],
-            attn_sink,
-            out[:, s],
-            lse_out[:, s],
-            dtype,
-        )
-    return out, lse_out
-
-
-@isolated
-def sparse_prefill(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    *,
-    softmax_scale: float,
-    lengths: Tensor | None = None,
-    attn_sink: Tensor | None = None,
-    out: Tensor | None = None,
-    lse_out: Tensor | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor]:
-    """Attention of T query tokens over rows of a workspace or slots of a paged cache; `primitives.SparsePrefill`.
-
-    `dtype` is that of the arithmetic. Allocates about `chunk_bytes` beyond the outputs, whatever T. Not graph-safe.
-    """
-    out, lse_out = attention_results(q, kv, out, lse_out)
-    _attend(q, CacheRows(kv), indices, softmax_scale, lengths, attn_sink, out, lse_out, dtype)
-    return out, lse_out
-
-
-def _attend(
+def attend(
     q: Tensor,
     rows: CacheRows,
     indices: Tensor,

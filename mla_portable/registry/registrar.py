@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The registrar that a plugin's hook receives: checks on the plugin's own line, keeps everything until the hook is through."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+from mla_portable.contracts import (
+    FP8_DS_MLA,
+    Baseline,
+    Detector,
+    DeviceFacts,
+    Implementation,
+    PluginError,
+    Request,
+    Tunable,
+    Variable,
+)
+from mla_portable.registry.costs import MeasuredTime, parse_costs
+from mla_portable.registry.faults import first_line
+from mla_portable.registry.names import AUTO
+from mla_portable.registry.variables import core_variables, prefix_of
+
+__all__ = ["KINDS", "Offer", "StagingRegistrar", "Taken"]
+
+Offer = Implementation | Baseline | Tunable
+Taken = dict[tuple[str, str], str]
+"""(name, primitive) of an offer -> the plugin that made it."""
+KINDS: Final = {
+    "mla_portable_register": Implementation,
+    "mla_portable_register_baselines": Baseline,
+    "mla_portable_register_tunables": Tunable,
+}
+"""Hook -> what its registrar takes."""
+_EVERYTHING: Final[dict[str, Any]] = {
+    **dict.fromkeys(("num_heads", "topk", "block_size", "query_len", "rows"), 1),
+    **dict.fromkeys(("uneven_blocks", "lse", "attn_sink", "lengths", "compact", "prefill_workspace", "graph"), True),
+    "kv_layout": FP8_DS_MLA.name,
+    "scale_format": "amax",
+    "cache_alignment": 1,
+}
+"""Fields of a request that touches every field of a Support."""
+_ANY_DEVICE: Final = DeviceFacts(vendor="cpu", name="any", arch="cpu", device_type="cpu")
+_TUPLES: Final = (
+    "device_types", "vendors", "archs", "kv_layouts", "num_heads", "padded_heads", "block_sizes", "scale_formats",
+)  # fmt: skip
+
+
+class StagingRegistrar:
+    """The registrar of one plugin for one hook; what it holds counts only once the hook has returned."""
+
+    def __init__(
+        self, plugin: str, taken: Mapping[tuple[str, str], str], hook: str, *, reserved: Collection[str] = frozenset()
+    ) -> None:
+        """`taken` are the offers that were made to this hook before; `reserved` are the other plugins' names."""
+        self.offers: list[Any] = []
+        self.detectors: list[Detector] = []
+        self.variables: list[Variable] = []
+        self.times: list[MeasuredTime] = []
+        self.timed_devices: dict[str, str] = {}
+        self.taken: Taken = dict(taken)
+        self._plugin, self._kind, self._reserved = plugin, KINDS[hook], reserved
+        self._open = True
+
+    def add(self, offer: Offer) -> None:
+        """Offer what the hook is for. Raises: PluginError when it is malformed or its name is taken."""
+        self._require_open()
+        if not isinstance(offer, self._kind):
+            article = "an" if self._kind is Implementation else "a"
+            raise PluginError(f"expected {article} {self._kind.__name__}, got {type(offer).__name__}")
+        if isinstance(offer, Implementation):
+            _check_implementation(offer)
+            self._check_backend(offer)
+        name = offer.implementation if isinstance(offer, Tunable) else offer.name
+        owner = self.taken.get((name, offer.primitive))
+        if owner is not None:
+            raise PluginError(f"{name} / {offer.primitive}: already registered by the plugin {owner!r}")
+        self.taken[name, offer.primitive] = self._plugin
+        self.offers.append(offer)
+
+    def _check_backend(self, implementation: Implementation) -> None:
+        name, backend = implementation.name, implementation.backend
+        if backend == AUTO:
+            raise PluginError(f"{name}: {AUTO!r} means an automatic choice and cannot name a backend")
+        if backend in self._reserved:
+            raise PluginError(
+                f"{name}: the backend name {backend!r} belongs to the plugin of that name; "
+                f"register it as '{self._plugin}.<variant>'"
+            )
+
+    def add_detector(self, detector: Detector) -> None:
+        """Offer a detector. Raises: PluginError when it cannot be called."""
+        self._require_open()
+        if not callable(detector):
+            raise PluginError(f"a detector must be callable, got {type(detector).__name__}")
+        self.detectors.append(detector)
+
+    def add_costs(self, costs: str) -> None:
+        """Bring measured times. Raises: PluginError for a text that `costs_text` did not write."""
+        self._require_open()
+        try:
+            times, devices = parse_costs(costs)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise PluginError(f"costs cannot be read: {first_line(error)}") from error
+        self.times += times
+        self.timed_devices |= devices
+
+    def add_variable(self, variable: Variable) -> None:
+        """Declare an environment variable. Raises: PluginError when it is malformed, declared twice or not the plugin's own."""
+        self._require_open()
+        if not isinstance(variable, Variable):
+            raise PluginError(f"expected a Variable, got {type(variable).__name__}")
+        prefix = prefix_of(self._plugin)
+        if variable.name != prefix and not variable.name.startswith(f"{prefix}_"):
+            raise PluginError(f"variable {variable.name!r}: expected {prefix}, or a name that starts with {prefix}_")
+        if variable.name in {each.name for each in (*core_variables(), *self.variables)}:
+            raise PluginError(f"variable {variable.name!r}: declared already")
+        self.variables.append(variable)
+
+    def close(self) -> None:
+        """End registration: what is added later would reach nobody."""
+        self._open = False
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise PluginError(f"the plugin {self._plugin!r} registers after its hook has returned")
+
+
+def _check_implementation(implementation: Implementation) -> None:
+    """Raise PluginError unless every field can be used as declared. Contracts check the rest when the value is made."""
+    where = f"{implementation.name} / {implementation.primitive}"
+    if not callable(implementation.check):
+        raise PluginError(f"{where}: check must be callable, got {type(implementation.check).__name__}")
+    for field in _TUPLES:
+        value = getattr(implementation.support, field)
+        if value is not None and not isinstance(value, tuple):
+            raise PluginError(f"{where}: Support.{field} must be a tuple, got {type(value).__name__} {value!r}")
+    try:
+        for reason in implementation.support.reasons(Request(implementation.primitive, _ANY_DEVICE, **_EVERYTHING)):
+            str(reason)
+    except Exception as error:  # whatever a wrongly typed limit leads to
+        raise PluginError(f"{where}: its Support cannot be evaluated: {first_line(error)}") from error

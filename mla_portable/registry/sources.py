@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where plugins come from, and the one way into their code: under a time limit, through a hook that pluggy has checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from importlib import import_module, metadata
+from typing import Any, Final
+
+import pluggy
+
+from mla_portable import __version__
+from mla_portable.contracts import ENTRY_POINT_GROUP, PROJECT_NAME, BackendSpec, PluginError
+from mla_portable.registry.limits import guarded
+from mla_portable.registry.names import CORE_DISTRIBUTION, CORE_MODULE
+from mla_portable.registry.registrar import StagingRegistrar
+
+__all__ = ["HOOK", "PluginSource", "call_hook", "given_plugins", "installed_plugins"]
+
+HOOK: Final = "mla_portable_register"
+
+
+@dataclass(frozen=True, slots=True)
+class PluginSource:
+    """Where a plugin comes from, before any of its code runs.
+
+    Attributes:
+        load: returns its module (or any object with the hook). requires: its distribution's requirements, as in metadata.
+    """
+
+    name: str
+    module: str
+    load: Callable[[], object]
+    distribution: str = ""
+    version: str = ""
+    requires: tuple[str, ...] = ()
+
+
+def installed_plugins() -> tuple[PluginSource, ...]:
+    """The core's own plugin, then every other entry point of the group by name; reads metadata, imports nothing.
+
+    The core is this package, whatever distributions call themselves.
+    """
+
+    def source(point: metadata.EntryPoint) -> PluginSource:
+        distribution = point.dist
+        return PluginSource(
+            name=point.name,
+            module=point.value,
+            load=point.load,
+            distribution=distribution.name if distribution else "",
+            version=distribution.version if distribution else "",
+            requires=tuple(distribution.requires or ()) if distribution else (),
+        )
+
+    core = PluginSource("reference", CORE_MODULE, lambda: import_module(CORE_MODULE), CORE_DISTRIBUTION, __version__)
+    points = metadata.entry_points(group=ENTRY_POINT_GROUP)
+    found = [source(point) for point in points if point.value != CORE_MODULE]
+    return (core, *sorted(found, key=lambda s: (s.name, s.distribution)))
+
+
+def given_plugins(plugins: Iterable[tuple[str, object]]) -> tuple[PluginSource, ...]:
+    """Sources for plugins handed over in code: (name, module or object with the hook, or the name of a module)."""
+
+    def source(name: str, plugin: object) -> PluginSource:
+        if isinstance(plugin, str):
+            return PluginSource(name=name, module=plugin, load=lambda: import_module(plugin))
+        return PluginSource(name=name, module=getattr(plugin, "__name__", type(plugin).__name__), load=lambda: plugin)
+
+    return tuple(source(name, plugin) for name, plugin in plugins)
+
+
+def call_hook(source: PluginSource, hook: str, registrar: StagingRegistrar, seconds: float) -> None:
+    """Import a plugin and let it register by one of its hooks, through a plugin manager that holds no other plugin.
+
+    A plugin without `hook` does nothing, but one without `mla_portable_register` is broken.
+    Raises: PluginTimeout after `seconds`; PluginError; whatever the plugin raises.
+    """
+    guarded(f"loading the plugin {source.name}", seconds, partial(_call, source, hook, registrar))
+
+
+def _call(source: PluginSource, name: str, registrar: StagingRegistrar) -> None:
+    _require_core(source)
+    manager = pluggy.PluginManager(PROJECT_NAME)
+    manager.add_hookspecs(BackendSpec)
+    plugin = source.load()
+    manager.register(plugin, source.name)
+    manager.check_pending()  # a hookimpl of an unknown name, which pluggy alone would leave uncalled
+    hook: Any = getattr(manager.hook, name)
+    if name == HOOK and not hook.get_hookimpls():
+        close = get_close_matches(HOOK, dir(plugin), n=1)
+        hint = f"; did you mean {close[0]!r}, and is it decorated with @hookimpl?" if close else ""
+        raise PluginError(f"{source.module} has no @hookimpl named {HOOK}{hint}")
+    hook(registrar=registrar)
+    foreign = {time.implementation for time in registrar.times} - {each.name for each in registrar.offers}
+    if foreign:
+        raise PluginError(f"{source.module} brings costs of {', '.join(sorted(foreign))}, which it does not offer")
+    if name == HOOK and not registrar.offers and not registrar.detectors:
+        raise PluginError(
+            f"{source.module} registered nothing; offer every implementation and let `check` say what is missing here"
+        )
+
+
+def _require_core(source: PluginSource) -> None:
+    """Raise PluginError where the plugin's distribution requires another version of this package.
+
+    Reads requirements with `packaging`, where that is installed; installers check them too.
+    """
+    try:
+        from packaging.requirements import InvalidRequirement, Requirement
+        from packaging.utils import canonicalize_name
+    except ImportError:
+        return
+    for line in source.requires:
+        try:
+            wanted = Requirement(line)
+        except InvalidRequirement:
+            continue
+        if canonicalize_name(wanted.name) != CORE_DISTRIBUTION or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+            continue
+        if not wanted.specifier.contains(__version__, prereleases=True):
+            raise PluginError(f"{source.distribution} {source.version} requires {line}, and {__version__} is installed")
