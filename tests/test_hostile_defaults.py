@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ from mla_portable.primitives import (
     SPARSE_DECODE,
     SPARSE_PREFILL,
 )
-from mla_portable.reference import oracle
 from mla_portable.reference.rows import _e4m3_pairs
 
 CPU = DeviceFacts(vendor="cpu", name="any CPU", arch="cpu", device_type="cpu")

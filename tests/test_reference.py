@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 
+import oracle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,6 @@ from hypothesis import strategies as st
 from mla_portable import reference
 from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Request
 from mla_portable.primitives import INDEXER_LOGITS, MERGE_STATES, QUANTIZE_PER_TENSOR
-from mla_portable.reference import oracle
 from mla_portable.reference.rows import CacheRows, decode_e4m3
 
 INT_MAX = 2**31 - 1

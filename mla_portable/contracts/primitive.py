@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from mla_portable.problems.base import Problems
 
 __all__ = ["BoundPrimitive", "Primitive"]
 
@@ -18,6 +21,7 @@ BoundPrimitive = Callable[..., Any]
 
 F = TypeVar("F")
 _CORE = "mla_portable.primitives"
+_CORE_PROBLEMS = "mla_portable.problems"
 _named: dict[str, Primitive[Any]] = {}
 
 
@@ -35,18 +39,38 @@ class Primitive(str, Generic[F]):
     results: tuple[str, ...]
     has_layout: bool
     module: str
+    _problems: str
 
     def __new__(
-        cls, name: str, *, module: str, facts: tuple[str, ...] = (), results: tuple[str, ...] = (), has_layout: bool = False
+        cls,
+        name: str,
+        *,
+        module: str,
+        facts: tuple[str, ...] = (),
+        results: tuple[str, ...] = (),
+        has_layout: bool = False,
+        problems: str = "",
     ) -> Primitive[F]:
-        """Make the primitive and remember its name. Raises: ValueError for a name that another module has taken."""
+        """Make the primitive and remember its name.
+
+        Args:
+            problems: the module whose PROBLEMS says how implementations are tried and judged; of a core primitive the one of
+                its name in `mla_portable.problems`.
+        Raises: ValueError for a name that another module has taken.
+        """
         known = _named.get(name)
         if known is not None and known.module != module:
             raise ValueError(f"primitive {name!r} is defined in {known.module} already")
         self = super().__new__(cls, name)
         self.facts, self.results, self.has_layout, self.module = facts, results, has_layout, module
+        self._problems = problems or (f"{_CORE_PROBLEMS}.{name}" if module.startswith(f"{_CORE}.") else "")
         _named[name] = self
         return self
+
+    @property
+    def problems(self) -> Problems | None:
+        """How implementations are tried and judged, imported on first use; None where the primitive brings nothing."""
+        return import_module(self._problems).PROBLEMS if self._problems else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _load, (str(self), self.module)

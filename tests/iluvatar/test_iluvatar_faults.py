@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import corex_faults as faults
 import corex_ops as ops
+import oracle
 import pytest
 import torch
 from corex_machine import BI_V150, COREX_32, COREX_42, COREX_45, installed, registry
@@ -18,7 +19,6 @@ from mla_portable.primitives import (
     SPARSE_DECODE,
     SPARSE_PREFILL,
 )
-from mla_portable.reference import oracle
 
 V2 = "ixtriturbo._C:ops.flash_mla_sparse_v2"
 LOGITS = next(place for place in COREX_45 if "mqa_logits_perf" in place)

@@ -124,7 +124,8 @@ def test_nothing_is_imported_on_another_vendors_machine(monkeypatch):
 
 def test_a_cache_whose_blocks_lie_apart_by_part_of_a_row_is_served():
     """The op cannot read it in place: the named rows are copied, chunk by chunk."""
-    from mla_portable.reference import oracle
+    import oracle
+
     from mla_portable_iluvatar import attention
 
     storage = torch.full((5, 16 * 576 + 8), float("nan"), dtype=torch.bfloat16)
@@ -140,8 +141,9 @@ def test_a_cache_whose_blocks_lie_apart_by_part_of_a_row_is_served():
 
 def test_a_gather_takes_no_more_memory_than_its_workspace():
     """A length far past the workspace, a request before it: what lies outside is neither written nor made room for."""
+    import oracle
+
     from mla_portable.contracts import pack_fp8
-    from mla_portable.reference import oracle
 
     cache = pack_fp8(torch.randn(64, 512), torch.randn(64, 64), scale_format="pow2").view(4, 16, 656)
     table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)

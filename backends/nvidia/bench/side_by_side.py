@@ -46,7 +46,7 @@ from mla_portable.contracts import (
     pack_fp8,
 )
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.reference import oracle
+from mla_portable.problems.sparse_decode import sparse_decode
 from mla_portable.registry import get_registry
 from mla_portable.tools.bench.interleaved import captured
 from mla_portable.tools.bench.kernel_machine import driver_version
@@ -304,7 +304,7 @@ class Bench:
         lse = torch.empty((tokens, 1, heads), device=self.device)
         bound = self.bound_decode(heads)
         judged = torch.tensor([0, 1, 500, tokens // 2, tokens - 1])
-        want, _ = oracle.sparse_decode(q[judged].cpu(), cache.cpu(), slots[judged].cpu(), softmax_scale=SCALE)
+        want, _ = sparse_decode(q[judged].cpu(), cache.cpu(), slots[judged].cpu(), softmax_scale=SCALE)
         for name, schedule in (("planned", self.schedule(tokens, 64)), ("unplanned", None)):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()

@@ -15,14 +15,13 @@ import torch
 
 from mla_portable.accelerator import accelerator
 from mla_portable.contracts import DeviceFacts, Implementation, Rival
+from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
 from mla_portable.registry import Registry
 from mla_portable.registry.plugins import first_line
 from mla_portable.tools.bench.candidates import Candidate, Refusal, our_candidates, rival_candidates
 from mla_portable.tools.bench.floors import Ceilings, measure_ceilings
 from mla_portable.tools.bench.interleaved import captured, measure_in_turns
-from mla_portable.tools.bench.kernel_cases import KernelCase
 from mla_portable.tools.bench.kernel_machine import MachineState, machine_state
-from mla_portable.tools.bench.kernel_problems import Problem, Workshop
 from mla_portable.tools.bench.timing import Timing
 
 __all__ = ["CaseTimes", "KernelReport", "KernelTime", "time_candidates", "time_kernels"]
@@ -140,7 +139,7 @@ def time_kernels(
 
 
 def _time_case(
-    problem: Problem,
+    problem: BenchProblem,
     device: torch.device,
     registry: Registry,
     rivals: Sequence[Rival],
@@ -156,7 +155,7 @@ def _time_case(
 
 
 def time_candidates(
-    problem: Problem, candidates: Sequence[Candidate], *, device: torch.device, repeat: int
+    problem: BenchProblem, candidates: Sequence[Candidate], *, device: torch.device, repeat: int
 ) -> tuple[KernelTime, ...]:
     """Judge each, then time those that are right, in turns. Raises: errors that leave the device unusable."""
     judged = [_judge(problem, candidate, device) for candidate in candidates]
@@ -167,7 +166,7 @@ def time_candidates(
     return tuple(replace(each, timing=found.get(place)) for place, (each, _) in enumerate(judged))
 
 
-def _judge(problem: Problem, candidate: Candidate, device: torch.device) -> tuple[KernelTime, Callable[[], object] | None]:
+def _judge(problem: BenchProblem, candidate: Candidate, device: torch.device) -> tuple[KernelTime, Callable[[], object] | None]:
     """What became of a first run, still without a time; and the call as it will be timed, None unless all of it is right."""
     judged = KernelTime(candidate.name, candidate.implementation, None, {}, remark=candidate.remark)
     try:

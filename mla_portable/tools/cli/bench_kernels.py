@@ -72,14 +72,14 @@ def kernels(
     with command(as_json=as_json) as output:
         where = resolve_device(device)
         from mla_portable.api import current_registry
-        from mla_portable.tools.bench.kernel_cases import TIMED, kernel_cases
+        from mla_portable.problems.bench import kernel_cases
         from mla_portable.tools.bench.kernel_records import append_lines, kernel_lines
         from mla_portable.tools.bench.kernels import time_kernels
         from mla_portable.tools.bench.rivals import Brought, load_rivals
 
         cpu = where.type == "cpu"
         cases = kernel_cases(
-            [primitive_named(name, param_hint="--primitive") for name in primitive] if primitive else TIMED,
+            [primitive_named(name, param_hint="--primitive") for name in primitive] if primitive else (),
             heads=numbers(heads or (_CPU_HEADS if cpu else None), "--heads"),
             rows=numbers(rows or (_CPU_ROWS if cpu else None), "--rows"),
             layouts=layout,

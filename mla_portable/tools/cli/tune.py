@@ -58,14 +58,18 @@ def tune(
         where = resolve_device(device)
         from mla_portable.api import current_registry
         from mla_portable.contracts import InvalidArgument
-        from mla_portable.primitives import SPARSE_DECODE
+        from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+        from mla_portable.problems.bench import kernel_cases
         from mla_portable.registry.tuned import read_table, table_path, write_table
-        from mla_portable.tools.bench.kernel_cases import ATTENTION, kernel_cases
         from mla_portable.tools.bench.rivals import load_tunables
         from mla_portable.tools.bench.tune import tune as run
 
         cpu = where.type == "cpu"
-        wanted = [primitive_named(name, param_hint="--primitive") for name in primitive] if primitive else list(ATTENTION)
+        wanted = (
+            [primitive_named(name, param_hint="--primitive") for name in primitive]
+            if primitive
+            else [SPARSE_DECODE, SPARSE_PREFILL]
+        )
         path = out or table_path()
         if path is None:
             expected = "a file to write to, for neither XDG_CONFIG_HOME nor HOME is set"

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mla_portable.contracts import Decision, Verdict
+    from mla_portable.problems import Finding
     from mla_portable.tools.bench.step import StepReport
     from mla_portable.tools.bench.timing import Timing
-    from mla_portable.tools.conformance.compare import Finding
 
 __all__ = ["describe_findings", "describe_time", "for_other_devices", "step_headlines", "why", "why_not_another"]
 

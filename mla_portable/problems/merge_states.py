@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of merge_states."""
+"""How merge_states is tried and judged."""
 
 from __future__ import annotations
 
@@ -11,20 +11,49 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import BoundPrimitive, DeviceFacts, Implementation, Request
+from mla_portable.contracts import DeviceFacts, Implementation, Request
 from mla_portable.primitives import MERGE_STATES
-from mla_portable.reference import oracle
-from mla_portable.tools.conformance.compare import Finding, attributes, close, cosine
-from mla_portable.tools.conformance.cover import covering
-from mla_portable.tools.conformance.inputs import generator
-from mla_portable.tools.conformance.params import Params, can_capture
-from mla_portable.tools.conformance.problem import Guarded, Problem, Stage
-from mla_portable.tools.conformance.tolerances import tolerance
+from mla_portable.problems.attention import judge_state
+from mla_portable.problems.base import Params, Problems, one_variant
+from mla_portable.problems.compare import Finding, Tolerance
+from mla_portable.problems.cover import covering
+from mla_portable.problems.draw import generator
+from mla_portable.problems.shapes import can_capture
+from mla_portable.problems.stage import Problem, Results, Stage
 
-__all__ = ["MergeStatesParams", "merge_states_params"]
+__all__ = ["PROBLEMS", "MergeStatesParams", "merge_states"]
 
+TOLERANCES: Final = {
+    ("float32", "out"): Tolerance(
+        1e-6, 5e-5, "exp(lse - total) in float32, where lse may be 300 and has steps of 3e-5", "row", cosine=1e-9
+    ),
+    ("bfloat16", "out"): Tolerance(1e-6, 4.2e-3, "one rounding to bf16, 2^-8", "row", cosine=1e-5),
+    ("float16", "out"): Tolerance(1e-6, 6e-4, "one rounding to fp16, 2^-11", "row", cosine=1e-6),
+    ("any", "lse"): Tolerance(1e-5, 1e-6, "float32 exp and log"),
+}
 SHAPES: Final[dict[str, tuple[int, ...]]] = {"th": (3, 5, 512), "bsh": (2, 2, 16, 512), "t": (7, 100), "one": (1, 1)}
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """out [..., D] and lse [...], float64."""
+    parts, part_lses = outs.detach().cpu().double(), lses.detach().cpu().double()
+    total = torch.zeros(part_lses.shape[1:], dtype=torch.float64, device="cpu")
+    out = torch.zeros(parts.shape[1:], dtype=torch.float64, device="cpu")
+    top = part_lses.amax(dim=0) if part_lses.shape[0] else total
+    for part, part_lse in zip(parts, part_lses, strict=True):
+        counts = part_lse != -math.inf
+        weight = torch.where(counts, torch.exp(part_lse - top), 0.0)
+        total = total + weight
+        out = out + torch.where(counts[..., None], weight[..., None] * part, 0.0)
+    empty = total == 0
+    lse = torch.where(empty, -math.inf, top + total.log())
+    return torch.where(empty[..., None], 0.0, out / total[..., None]), lse
+
+
+def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor], *, remark: str = "") -> Iterator[Finding]:
+    """out [.., D] and lse [..]; storage is the dtype of out."""
+    yield from judge_state(TOLERANCES, storage, got, want, remark=remark)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +63,10 @@ class MergeStatesParams(Params):
     Attributes:
         parts: P. shape: a key of SHAPES, [..., D]; "empty" has no rows. dtype: of outs, a key of DTYPES.
         dead: which parts have lse -inf, with NaN in their out: "none"; "some", each part of some rows; "rows", some rows
-            wholly; "all".
+            wholly; "mixed", both; "all".
         size: "plain"; "large", lse of +-300, past what exp can take; "apart", one part outweighs the others by e^200;
             "huge", lse near 3e4, -3e4 and 1e6, where float32 has steps of up to 0.06.
-        inputs: "packed" or "views".
+        inputs: "packed" or "views". heads: of the shape "th".
     """
 
     primitive = MERGE_STATES
@@ -47,12 +76,14 @@ class MergeStatesParams(Params):
     dead: str = "none"
     size: str = "plain"
     inputs: str = "packed"
+    heads: int = 5
 
     def words(self) -> list[str]:
         """See Params."""
         remarks = {
             f"dead_{self.dead}": self.dead != "none",
             self.size: self.size != "plain",
+            f"h{self.heads}": self.heads != 5,
             "inviews": self.inputs == "views",
             self.run: self.run != "once",
         }
@@ -65,7 +96,7 @@ class MergeStatesParams(Params):
     def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
         """See Params."""
         g, stage, dtype = generator(seed), Stage(device), DTYPES[self.dtype]
-        shape = (0, 5, 512) if self.shape == "empty" else SHAPES[self.shape]
+        shape = {**SHAPES, "empty": (0, 5, 512), "th": (3, self.heads, 512)}[self.shape]
         outs = torch.randn(self.parts, *shape, generator=g).to(dtype)
         lses = 3 * torch.randn(self.parts, *shape[:-1], generator=g)
         if self.size == "large":
@@ -78,6 +109,8 @@ class MergeStatesParams(Params):
         rows = torch.arange(lses[0].numel()).view(lses.shape[1:])
         if self.dead == "some":
             dead = (rows + torch.arange(self.parts).view(-1, *[1] * rows.dim())) % 3 == 0
+        elif self.dead == "mixed":
+            dead[1, 1], dead[:, 2] = True, True
         elif self.dead == "rows":
             dead = (rows % 2 == 0).expand(lses.shape)
         elif self.dead == "all":
@@ -85,29 +118,17 @@ class MergeStatesParams(Params):
         lses = lses.masked_fill(dead, -math.inf)
         outs = outs.masked_fill(dead.unsqueeze(-1), math.nan)
         apart = self.inputs == "views"
-        outs_placed, lses_placed = stage.read("outs", outs, strided=apart), stage.read("lses", lses, strided=apart)
-        want_out, want_lse = oracle.merge_states(outs, lses)
+        args = {"outs": stage.read("outs", outs, strided=apart), "lses": stage.read("lses", lses, strided=apart)}
+        want = dict(zip(("out", "lse"), merge_states(outs, lses), strict=True))
 
-        def call(bound: BoundPrimitive) -> tuple[Tensor, ...]:
-            out, lse = bound(outs_placed, lses_placed)
-            return out, lse
+        def judge(results: Results, stage: Stage) -> Iterator[Finding]:
+            yield from findings(str(dtype).removeprefix("torch."), results, want)
 
-        def judge(results: tuple[Tensor, ...], writes: dict[str, Guarded]) -> Iterator[Finding]:
-            expected = (("out", want_out, dtype), ("lse", want_lse, torch.float32))
-            for got, (name, want, wanted_dtype) in zip(results, expected, strict=True):
-                found = attributes(f"{name} tensor", got, tuple(want.shape), wanted_dtype, device)
-                yield found
-                if found.message:
-                    return
-                limit = tolerance(self.primitive, str(dtype).removeprefix("torch."), name)
-                yield close(name, got, want, limit)
-                if limit.cosine is not None:
-                    yield cosine(f"{name} cosine", got, want, limit.cosine)
-
-        return Problem(stage, call, judge)
+        returns = {"out": (shape, dtype), "lse": (shape[:-1], torch.float32)}
+        return Problem(stage, args, {}, returns, judge)
 
 
-def merge_states_params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[MergeStatesParams]:
+def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[MergeStatesParams]:
     """What a level asks of an implementation of merge_states."""
     axes: dict[str, list[Any]] = {
         "parts": [2, 1, 3, 16],
@@ -126,3 +147,20 @@ def merge_states_params(implementation: Implementation, facts: DeviceFacts, leve
     yield replace(base, parts=3, size="huge")
     if level != "smoke" and can_capture(implementation, facts):
         yield replace(base, run="graph")
+
+
+def _of_request(request: Request, name: str) -> MergeStatesParams:
+    return MergeStatesParams(parts=3, dead="mixed", heads=request.num_heads or 1)
+
+
+PROBLEMS: Final = Problems(
+    primitive=MERGE_STATES,
+    oracle=merge_states,
+    tolerances=TOLERANCES,
+    findings=findings,
+    params=_params,
+    of_request=_of_request,
+    sizes=("num_heads",),
+    variants=one_variant("empty parts"),
+    rows=3,
+)
