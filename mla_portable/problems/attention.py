@@ -217,6 +217,10 @@ class AttentionParams(Params):
         scene: "" or "address" (a cache of more than 2**31 elements).
     """
 
+    says = (
+        "{kv}! {scale_format} h{heads}! k{topk}! b{block_size} s{query_len} {pattern}! t{unusual_rows} sink_{sink} lengths{lengths} "
+        "in{inputs} out_{outputs} {blocks} {size} scheduled{scheduled} promised{promised} {scene}"
+    )
     kv: str
     scale_format: str | None
     heads: int
@@ -242,30 +246,18 @@ class AttentionParams(Params):
         return "bf16" if self.kv == WORKSPACE else self.kv
 
     @property
+    def unusual_rows(self) -> int | None:
+        """The rows where their number is worth a word of the id."""
+        return self.rows if self.rows == 0 or self.rows > 4 else None
+
+    @property
+    def scheduled(self) -> bool:
+        return self.schedule is not None
+
+    @property
     def storage_name(self) -> str:
         """What the tolerance table calls it."""
         return self.scale_format or "bf16"
-
-    def words(self) -> list[str]:
-        """See Params."""
-        shape = [f"h{self.heads}", f"k{self.topk}"]
-        shape += [f"b{self.block_size}"] if self.block_size else []
-        shape += [f"s{self.query_len}"] if self.query_len else []
-        remarks = {
-            f"t{self.rows}": self.rows == 0 or self.rows > 4,
-            f"sink_{self.sink}": self.sink != "none",
-            "lengths": self.lengths,
-            "inviews": self.inputs == "views",
-            f"out_{self.outputs}": self.outputs != "fresh",
-            self.blocks: self.blocks != "packed",
-            self.size: self.size != "plain",
-            "scheduled": self.schedule is not None,
-            "promised": self.promised,
-            self.scene: bool(self.scene),
-            self.run: self.run != "once",
-        }
-        kv = [word for word in (self.kv, self.scale_format) if word]
-        return [*kv, *shape, self.pattern, *(word for word, said in remarks.items() if said)]
 
     def request(self, device: DeviceFacts) -> Request:
         """See Params."""

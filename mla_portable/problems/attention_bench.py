@@ -53,7 +53,7 @@ def make_attention(workshop: Workshop, case: KernelCase) -> BenchProblem:
 
     def judge(results: Results) -> Iterator[Finding]:
         got = {name: value.reshape(rows, heads, *value.shape[decode + 2 :])[judged] for name, value in results.items()}
-        yield from findings(case.storage, got, dict(zip(("out", "lse"), wanted(), strict=True)), rows=judged.cpu())
+        yield from findings(case.storage, got, dict[str, Tensor](zip(("out", "lse"), wanted(), strict=True)), rows=judged.cpu())
 
     named_tokens = int(indices.unique().numel())
     moved = named_tokens * layout.row_bytes + q.nbytes + out.nbytes + lse.nbytes + indices.nbytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
@@ -39,6 +39,9 @@ LEVELS: Final = ("smoke", "quick", "full")
 product of shapes with everything else spread over it; meant for GPUs."""
 
 
+_HALF: Final = "fp16"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Params(ABC):
     """The parameters of a case. Subclasses add a primitive's own.
@@ -48,12 +51,23 @@ class Params(ABC):
             "batches", rows in batches of several sizes, which must agree bit for bit.
     """
 
-    primitive: ClassVar[Primitive]
+    primitive: ClassVar[Primitive[Any]]
     run: str = "once"
 
-    @abstractmethod
+    says: ClassVar[str]
+    """Templates for the words of an id, of one field each; without "!" at the end, usual values go unsaid."""
+
     def words(self) -> list[str]:
-        """The parameters as words of an id; usual values go unsaid."""
+        """The parameters as words of an id."""
+        usual = {each.name: each.default for each in fields(self)}
+        found: list[str] = []
+        for template in f"{self.says} {{run}}".split():
+            name = template[template.index("{") + 1 : template.index("}")]
+            value = getattr(self, name)
+            if template.endswith("!") or (value != usual.get(name) and value is not None and value is not False):
+                word = "" if value is True else _HALF if value is torch.float16 else value
+                found.append(template.rstrip("!").format(**{name: word}))
+        return found
 
     @abstractmethod
     def request(self, device: DeviceFacts) -> Request:
@@ -89,7 +103,7 @@ class Problems:
         bench: what is timed; None where nothing is.
     """
 
-    primitive: Primitive
+    primitive: Primitive[Any]
     oracle: Callable[..., Any]
     tolerances: Mapping[tuple[str, str], Tolerance]
     findings: Callable[..., Iterator[Finding]]
@@ -115,7 +129,7 @@ class Case:
     request: Request
 
     @property
-    def primitive(self) -> Primitive:
+    def primitive(self) -> Primitive[Any]:
         return self.params.primitive
 
     @property
@@ -158,7 +172,7 @@ def cases_for(implementation: Implementation, device: DeviceFacts, level: str) -
     return tuple(cases.values())
 
 
-def tolerances() -> dict[tuple[Primitive, str, str], Tolerance]:
+def tolerances() -> dict[tuple[Primitive[Any], str, str], Tolerance]:
     """(primitive, storage, quantity) -> limit, for every primitive that is known."""
     return {
         (primitive, storage, quantity): row

@@ -61,12 +61,12 @@ class Bench:
     overlaps: bool = False
 
 
-def timed_primitives() -> tuple[Primitive, ...]:
+def timed_primitives() -> tuple[Primitive[Any], ...]:
     """The primitives that have something to time."""
     return tuple(each for each in Primitive.all() if each.problems is not None and each.problems.bench is not None)
 
 
-def _bench(primitive: Primitive) -> Bench:
+def _bench(primitive: Primitive[Any]) -> Bench:
     bench = None if primitive.problems is None else primitive.problems.bench
     if bench is None:
         raise InvalidArgument("KernelCase", "primitive", got=primitive, expected=f"one of {', '.join(timed_primitives())}")
@@ -87,7 +87,7 @@ class KernelCase:
     Raises: InvalidArgument for a size that cannot be made.
     """
 
-    primitive: Primitive
+    primitive: Primitive[Any]
     rows: int
     kv_layout: str | None = None
     num_heads: int | None = None
@@ -128,7 +128,7 @@ class KernelCase:
 
 
 def kernel_cases(
-    primitives: Sequence[Primitive] = (),
+    primitives: Sequence[Primitive[Any]] = (),
     *,
     heads: Sequence[int] | None = None,
     rows: Sequence[int] | None = None,

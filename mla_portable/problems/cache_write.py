@@ -79,6 +79,7 @@ class CacheWriteParams(Params):
     """
 
     primitive = CACHE_WRITE
+    says = "{layout}! {scale_format} b{block_size}! {dtype} t{tokens} skips_{skips} {values} in{inputs} {blocks} {scene}"
     layout: str
     scale_format: str | None
     block_size: int
@@ -89,21 +90,6 @@ class CacheWriteParams(Params):
     inputs: str = "packed"
     blocks: str = "packed"
     scene: str = ""
-
-    def words(self) -> list[str]:
-        """See Params."""
-        remarks = {
-            "fp16": self.dtype == torch.float16,
-            f"t{self.tokens}": self.tokens != NUM_TOKENS,
-            f"skips_{self.skips}": self.skips != "none",
-            self.values: self.values != "plain",
-            "inviews": self.inputs == "views",
-            self.blocks: self.blocks != "packed",
-            self.scene: bool(self.scene),
-            self.run: self.run != "once",
-        }
-        kv = [word for word in (self.layout, self.scale_format) if word]
-        return [*kv, f"b{self.block_size}", *(word for word, said in remarks.items() if said)]
 
     def request(self, device: DeviceFacts) -> Request:
         """See Params."""

@@ -135,6 +135,10 @@ class ConvertIndicesParams(Params):
     """
 
     primitive = CONVERT_INDICES
+    says = (
+        "k{topk}! b{block_size}! {pattern}! t{tokens} table_{table} limit{limit} "
+        "compact{compact} workspace_{workspace} in{inputs} out_{outputs}"
+    )
     topk: int
     block_size: int
     tokens: int = NUM_TOKENS
@@ -145,20 +149,6 @@ class ConvertIndicesParams(Params):
     workspace: str = "none"
     inputs: str = "packed"
     outputs: str = "fresh"
-
-    def words(self) -> list[str]:
-        """See Params."""
-        remarks = {
-            f"t{self.tokens}": self.tokens != NUM_TOKENS,
-            f"table_{self.table}": self.table != "plain",
-            "limit": self.limit,
-            "compact": self.compact,
-            f"workspace_{self.workspace}": self.workspace != "none",
-            "inviews": self.inputs == "views",
-            f"out_{self.outputs}": self.outputs != "fresh",
-            self.run: self.run != "once",
-        }
-        return [f"k{self.topk}", f"b{self.block_size}", self.pattern, *(word for word, said in remarks.items() if said)]
 
     def request(self, device: DeviceFacts) -> Request:
         """See Params."""
@@ -209,7 +199,7 @@ class ConvertIndicesParams(Params):
         judged = torch.linspace(0, self.tokens - 1, 96).long() if self.tokens > 96 else torch.arange(self.tokens)
         per_token = ("topk_indices", "req_id_per_token", "prefill_request_ids")
         judged_originals = {name: t[judged] if name in per_token else t for name, t in originals.items()}
-        want = dict(zip(("indices", "counts"), convert_indices(**judged_originals, **static), strict=True))
+        want = dict[str, Tensor](zip(("indices", "counts"), convert_indices(**judged_originals, **static), strict=True))
         args = {name: placed.pop(name) for name in ("topk_indices", "req_id_per_token", "block_table")}
         keywords = {**placed, **static}
         if self.outputs != "fresh":
@@ -350,13 +340,13 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
     out = (workshop.empty(tokens, topk, dtype=torch.int32), workshop.empty(tokens, dtype=torch.int32))
     places: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_slots": requests * _CONTEXT}
     arguments = {"topk_indices": positions, "req_id_per_token": owner, "block_table": table, **places, "out": out}
-    targets = dict(zip(("indices", "counts"), out, strict=True))
+    targets = dict[str, Tensor](zip(("indices", "counts"), out, strict=True))
     judged = spread(tokens, _JUDGED_TOKENS, workshop.device)
 
     def judge(results: Results) -> Iterator[Finding]:
         want = convert_indices(positions[judged], owner[judged], table, **places)
         got = {name: value[judged].cpu() for name, value in results.items()}
-        yield from findings("any", got, dict(zip(("indices", "counts"), want, strict=True)), rows=judged.cpu())
+        yield from findings("any", got, dict[str, Tensor](zip(("indices", "counts"), want, strict=True)), rows=judged.cpu())
 
     moved = sum(each.nbytes for each in (positions, owner, table, *out))
     return BenchProblem(case, workshop.request(case, block_size=BLOCK_SIZE), arguments, 3, targets, moved, 0, judge)

@@ -101,6 +101,7 @@ class GatherUpconvertParams(Params):
     """
 
     primitive = GATHER_UPCONVERT
+    says = "{layout}! {scale_format} b{block_size}! lens_{lens}! table_{table} {placing} in{inputs} {blocks} {scene}"
     layout: str
     scale_format: str | None
     block_size: int
@@ -110,20 +111,6 @@ class GatherUpconvertParams(Params):
     inputs: str = "packed"
     blocks: str = "packed"
     scene: str = ""
-
-    def words(self) -> list[str]:
-        """See Params."""
-        remarks = {
-            f"lens_{self.lens}": True,
-            f"table_{self.table}": self.table != "plain",
-            self.placing: self.placing != "tight",
-            "inviews": self.inputs == "views",
-            self.blocks: self.blocks != "packed",
-            self.scene: bool(self.scene),
-            self.run: self.run != "once",
-        }
-        kv = [word for word in (self.layout, self.scale_format) if word]
-        return [*kv, f"b{self.block_size}", *(word for word, said in remarks.items() if said)]
 
     def request(self, device: DeviceFacts) -> Request:
         """See Params."""

@@ -101,6 +101,7 @@ class IndexerLogitsParams(Params):
     """
 
     primitive = INDEXER_LOGITS
+    says = "h{heads}! b{block_size}! {batch}! tail{tail} starts_{starts} table_{table} {width} in{inputs} out{outputs} {blocks}"
     heads: int
     block_size: int
     batch: str = "prefill"
@@ -111,21 +112,6 @@ class IndexerLogitsParams(Params):
     inputs: str = "packed"
     outputs: str = "packed"
     blocks: str = "packed"
-
-    def words(self) -> list[str]:
-        """See Params."""
-        remarks = {
-            self.batch: True,
-            f"tail{self.tail}": self.tail > 0,
-            f"starts_{self.starts}": self.starts != "zero",
-            f"table_{self.table}": self.table != "plain",
-            self.width: self.width != "exact",
-            "inviews": self.inputs == "views",
-            "outviews": self.outputs == "views",
-            self.blocks: self.blocks != "packed",
-            self.run: self.run != "once",
-        }
-        return [f"h{self.heads}", f"b{self.block_size}", *(word for word, said in remarks.items() if said)]
 
     def request(self, device: DeviceFacts) -> Request:
         """See Params."""

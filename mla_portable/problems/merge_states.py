@@ -70,6 +70,7 @@ class MergeStatesParams(Params):
     """
 
     primitive = MERGE_STATES
+    says = ("p{parts}!", "{shape}!", "{dtype}!", "dead_{dead}", "{size}", "h{heads}", "in{inputs}")
     parts: int
     shape: str = "th"
     dtype: str = "fp32"
@@ -77,17 +78,6 @@ class MergeStatesParams(Params):
     size: str = "plain"
     inputs: str = "packed"
     heads: int = 5
-
-    def words(self) -> list[str]:
-        """See Params."""
-        remarks = {
-            f"dead_{self.dead}": self.dead != "none",
-            self.size: self.size != "plain",
-            f"h{self.heads}": self.heads != 5,
-            "inviews": self.inputs == "views",
-            self.run: self.run != "once",
-        }
-        return [f"p{self.parts}", self.shape, self.dtype, *(word for word, said in remarks.items() if said)]
 
     def request(self, device: DeviceFacts) -> Request:
         """See Params."""
@@ -119,7 +109,7 @@ class MergeStatesParams(Params):
         outs = outs.masked_fill(dead.unsqueeze(-1), math.nan)
         apart = self.inputs == "views"
         args = {"outs": stage.read("outs", outs, strided=apart), "lses": stage.read("lses", lses, strided=apart)}
-        want = dict(zip(("out", "lse"), merge_states(outs, lses), strict=True))
+        want = dict[str, Tensor](zip(("out", "lse"), merge_states(outs, lses), strict=True))
 
         def judge(results: Results, stage: Stage) -> Iterator[Finding]:
             yield from findings(str(dtype).removeprefix("torch."), results, want)

@@ -75,16 +75,12 @@ class QuantizePerTensorParams(Params):
     """
 
     primitive = QUANTIZE_PER_TENSOR
+    says = ("{shape}!", "{source}!", "{target}!", "{values}!", "in{inputs}")
     shape: str
     source: str
     target: str
     values: str = "plain"
     inputs: str = "packed"
-
-    def words(self) -> list[str]:
-        """See Params."""
-        remarks = {"inviews": self.inputs == "views", self.run: self.run != "once"}
-        return [self.shape, self.source, self.target, self.values, *(word for word, said in remarks.items() if said)]
 
     def request(self, device: DeviceFacts) -> Request:
         """See Params."""

@@ -232,7 +232,7 @@ def _merge_job(step: Step, decode: BoundPrimitive) -> Job:
 
     def check(result: tuple[Tensor, Tensor]) -> Iterator[Finding]:
         out, lse = result
-        want = dict(zip(("out", "lse"), merge_states.merge_states(outs, lses), strict=True))
+        want = dict[str, Tensor](zip(("out", "lse"), merge_states.merge_states(outs, lses), strict=True))
         yield from merge_states.findings("bfloat16", {"out": out, "lse": lse}, want)
         yield from step.judge(out, lse, tokens, remark=" of the whole")
 
