@@ -218,8 +218,8 @@ class AttentionParams(Params):
     """
 
     says = (
-        "{kv}! {scale_format} h{heads}! k{topk}! b{block_size} s{query_len} {pattern}! t{unusual_rows} sink_{sink} lengths{lengths} "
-        "in{inputs} out_{outputs} {blocks} {size} scheduled{scheduled} promised{promised} {scene}"
+        "{kv}! {scale_format} h{heads}! k{topk}! b{block_size} s{query_len} {pattern}! t{unusual_rows} sink_{sink} "
+        "lengths{lengths} in{inputs} out_{outputs} {blocks} {size} scheduled{scheduled} promised{promised} {scene}"
     )
     kv: str
     scale_format: str | None

@@ -70,7 +70,7 @@ class MergeStatesParams(Params):
     """
 
     primitive = MERGE_STATES
-    says = ("p{parts}!", "{shape}!", "{dtype}!", "dead_{dead}", "{size}", "h{heads}", "in{inputs}")
+    says = "p{parts}! {shape}! {dtype}! dead_{dead} {size} h{heads} in{inputs}"
     parts: int
     shape: str = "th"
     dtype: str = "fp32"

@@ -75,7 +75,7 @@ class QuantizePerTensorParams(Params):
     """
 
     primitive = QUANTIZE_PER_TENSOR
-    says = ("{shape}!", "{source}!", "{target}!", "{values}!", "in{inputs}")
+    says = "{shape}! {source}! {target}! {values}! in{inputs}"
     shape: str
     source: str
     target: str
