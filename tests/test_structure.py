@@ -16,14 +16,15 @@ PLUGINS = sorted(path.name for path in (ROOT / "backends").iterdir() if (path / 
 
 BASE = {"accelerator", "contracts", "primitives"}
 PLUGINS_MAY_IMPORT = tuple(f"mla_portable.{name}" for name in sorted(BASE))
-MIDDLE = BASE | {"api", "attention", "planner", "reference", "registry"}
+MIDDLE = BASE | {"api", "attention", "planner", "problems", "reference", "registry"}
 MAY_IMPORT = {
     "accelerator": set(),
     "contracts": {"accelerator"},
     "primitives": {"contracts"},
     "sources": set(),
     "reference": BASE,
-    "registry": BASE | {"sources"},
+    "problems": BASE | {"planner"},
+    "registry": BASE | {"sources", "problems"},
     "planner": BASE,
     "api": BASE | {"registry"},
     "attention": BASE | {"planner", "registry"},

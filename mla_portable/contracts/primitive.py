@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from mla_portable.problems.base import Problems
+from typing import Any, Generic, TypeVar
 
 __all__ = ["BoundPrimitive", "Primitive"]
 
@@ -68,8 +65,9 @@ class Primitive(str, Generic[F]):
         return self
 
     @property
-    def problems(self) -> Problems | None:
-        """How implementations are tried and judged, imported on first use; None where the primitive brings nothing."""
+    def problems(self) -> Any:
+        """How implementations are tried and judged, a `mla_portable.problems.Problems` that is imported on first use; None where
+        the primitive brings nothing."""
         return import_module(self._problems).PROBLEMS if self._problems else None
 
     def __reduce__(self) -> tuple[Any, ...]:
