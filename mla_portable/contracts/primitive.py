@@ -66,8 +66,8 @@ class Primitive(str, Generic[F]):
 
     @property
     def problems(self) -> Any:
-        """How implementations are tried and judged, a `mla_portable.problems.Problems` that is imported on first use; None where
-        the primitive brings nothing."""
+        """How implementations are tried and judged, a `mla_portable.problems.Problems` that is imported on first use; None
+        where the primitive brings nothing."""
         return import_module(self._problems).PROBLEMS if self._problems else None
 
     def __reduce__(self) -> tuple[Any, ...]:
