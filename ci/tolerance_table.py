@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tolerance table of `mla_portable/tools/conformance/tolerances.py` into docs/numerics.md.
+"""Write the tolerance table of `mla_portable.problems` into docs/numerics.md.
 
 python ci/tolerance_table.py
 """

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
+import oracle
 import torch
 from machines import H200
 from recorder import Recorder, registry_of
@@ -21,7 +22,6 @@ from mla_portable.contracts import (
 from mla_portable.layouts import LAYOUTS as CACHE_LAYOUTS
 from mla_portable.planner import Planner
 from mla_portable.primitives import CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.reference import oracle
 from mla_portable.registry import Registry
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 

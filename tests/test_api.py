@@ -7,6 +7,7 @@ import gc
 import inspect
 import weakref
 
+import oracle
 import pytest
 import torch
 from machines import H200
@@ -27,7 +28,6 @@ from mla_portable.contracts import (
 )
 from mla_portable.dispatch import serving
 from mla_portable.primitives import MERGE_STATES
-from mla_portable.reference import oracle
 from mla_portable.registry import Registry, get_registry, reset_registry
 from mla_portable.tools.bench.dispatch import measure_dispatch
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule

@@ -7,6 +7,7 @@ import copy
 import math
 from dataclasses import replace
 
+import oracle
 import pytest
 import torch
 from attention_steps import (
@@ -30,7 +31,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.contracts import SPLIT_KV, DecodeSchedule, PlanMismatch, ScheduleKind, ScheduleLimits, SplitSchedule
 from mla_portable.planner import Planner
-from mla_portable.reference import oracle
 from mla_portable.registry import Registry
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 

@@ -29,10 +29,10 @@ from mla_portable.contracts import (
 )
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.problems.attention_problem import make_schedule
 from mla_portable.registry import Registry
 from mla_portable.tools.cli.app import app
 from mla_portable.tools.conformance import cases_for
-from mla_portable.tools.conformance.attention_problem import make_schedule
 from mla_portable.tools.conformance.runner import _bind_and_run
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 

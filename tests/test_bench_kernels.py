@@ -42,11 +42,10 @@ from mla_portable.contracts import (
 )
 from mla_portable.dispatch import serving
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop, kernel_cases, timed_primitives
 from mla_portable.registry import Registry
 from mla_portable.tools.bench import kernel_machine, timing
 from mla_portable.tools.bench.candidates import decode_schedule, our_candidates
-from mla_portable.tools.bench.kernel_cases import ATTENTION, TIMED, KernelCase, kernel_cases
-from mla_portable.tools.bench.kernel_problems import Problem, Workshop
 from mla_portable.tools.bench.kernel_records import append_lines, kernel_lines, read_lines
 from mla_portable.tools.bench.kernels import KernelReport, time_kernels
 from mla_portable.tools.bench.offers import load_baselines
@@ -56,6 +55,8 @@ from mla_portable.tools.cli.app import app
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule
 
 CPU = torch.device("cpu")
+ATTENTION = (SPARSE_DECODE, SPARSE_PREFILL)
+TIMED = timed_primitives()
 SMALL: dict[Primitive, KernelCase] = {
     SPARSE_DECODE: KernelCase(SPARSE_DECODE, 3, "fp8_ds_mla", 2, 16, 64),
     SPARSE_PREFILL: KernelCase(SPARSE_PREFILL, 5, "bf16", 2, 16, 64, 50),
@@ -188,7 +189,7 @@ def test_the_same_seed_makes_the_same_problem():
 # ---------------------------------------------------------------------- candidates
 
 
-def schedule_of(problem: Problem, kind: ScheduleKind | None) -> Any:
+def schedule_of(problem: BenchProblem, kind: ScheduleKind | None) -> Any:
     made = Implementation(
         "acme.v1",
         SPARSE_DECODE,

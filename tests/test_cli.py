@@ -265,8 +265,8 @@ def test_conform_passes_and_records(tmp_path):
 
 
 def test_levels_are_those_of_the_suite_and_are_checked_before_anything_is_loaded():
+    from mla_portable.problems import LEVELS
     from mla_portable.tools.cli.conform import _LEVELS
-    from mla_portable.tools.conformance.params import LEVELS
 
     assert _LEVELS == LEVELS
     code = (

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from torch import Tensor
@@ -28,7 +29,6 @@ from mla_portable.primitives import (
     SPARSE_DECODE,
     SPARSE_PREFILL,
 )
-from mla_portable.reference import oracle
 
 CPU = DeviceFacts(vendor="cpu", name="any CPU", arch="cpu", device_type="cpu")
 WITHOUT_FP64 = DeviceFacts(vendor="cpu", name="no float64", arch="cpu", device_type="cpu", has_fp64=False)

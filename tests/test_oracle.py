@@ -6,13 +6,13 @@ from __future__ import annotations
 import math
 import struct
 
+import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_portable.contracts import pack_fp8
-from mla_portable.reference import oracle
 
 N_BLOCKS, BLOCK = 3, 4
 N = N_BLOCKS * BLOCK

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 
+import oracle
 import pytest
 import torch
 import torch_reference as reference
@@ -17,7 +18,6 @@ import mla_portable.reference
 from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Request
 from mla_portable.layouts import decode_e4m3
 from mla_portable.primitives._reference import CacheRows
-from mla_portable.reference import oracle
 
 INT_MAX = 2**31 - 1
 LAYOUTS = ["bf16", "fp8_ds_mla"]

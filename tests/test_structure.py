@@ -16,14 +16,15 @@ PLUGINS = sorted(path.name for path in (ROOT / "backends").iterdir() if (path / 
 
 LOW = {"accelerator", "contracts", "errors", "layouts"}
 PLUGINS_MAY_IMPORT = tuple(f"mla_portable.{name}" for name in ("accelerator", "contracts", "layouts", "primitives"))
-MIDDLE = LOW | {"attention", "dispatch", "explaining", "planner", "primitives", "reference", "registry"}
+MIDDLE = LOW | {"attention", "dispatch", "explaining", "planner", "primitives", "problems", "reference", "registry"}
 MAY_IMPORT = {
     "accelerator": set(),
     "errors": {"contracts"},  # for type checking alone
     "layouts": {"errors"},
     "contracts": {"accelerator", "errors", "layouts"},
     "sources": set(),
-    "registry": LOW | {"primitives", "sources"},  # primitives only while it probes, see below
+    "registry": LOW | {"primitives", "problems", "sources"},  # primitives and problems only while it probes, see below
+    "problems": LOW | {"planner", "primitives"},
     "dispatch": LOW | {"registry"},
     "explaining": LOW | {"dispatch"},
     "primitives": LOW | {"dispatch"},

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import triton
@@ -23,7 +24,6 @@ from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, Request, SplitSchedule, pack_fp8, split_kv
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
-from mla_portable.reference import oracle
 from mla_portable.tools.conformance.poison import poisoned
 from mla_portable_triton.attention_configs import CONFIGS, attention_config
 from mla_portable_triton.bind_attention import bind_merge_states, bind_sparse_decode, bind_sparse_prefill

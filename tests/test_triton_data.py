@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator
 
 import numpy as np
+import oracle
 import pytest
 import torch
 import triton
@@ -16,7 +17,6 @@ from torch import Tensor
 from mla_portable import primitives as protocols
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Request, pack_fp8
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, QUANTIZE_PER_TENSOR
-from mla_portable.reference import oracle
 from mla_portable.tools.conformance.poison import poisoned
 from mla_portable_triton import bind_data
 from mla_portable_triton.kernels import convert_indices as convert_indices_kernel

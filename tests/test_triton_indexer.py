@@ -7,13 +7,13 @@ import inspect
 import math
 from itertools import pairwise
 
+import oracle
 import pytest
 import torch
 from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, Request
 from mla_portable.primitives import INDEXER_LOGITS, IndexerLogits
-from mla_portable.reference import oracle
 from mla_portable_triton.bind_indexer import bind_indexer_logits
 from mla_portable_triton.kernels import indexer_logits as kernel
 from mla_portable_triton.kernels.indexer_logits import HEAD_TILE, REQUEST_TILE

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import oracle
 import pytest
 import torch
 from attention_steps import BATCHES, HEADS, LAYOUTS, ROUTES, SPEC, assert_matches, make_step, plan_for
 
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.layouts import LAYOUTS as CACHE_LAYOUTS
-from mla_portable.reference import oracle
 from mla_portable.registry import Registry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -27,11 +27,11 @@ from mla_portable.contracts import (
 )
 from mla_portable.dispatch import serving
 from mla_portable.primitives import CACHE_WRITE, SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.problems.bench import KernelCase
 from mla_portable.registry import Registry
 from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
 from mla_portable.registry.tuned import TunedConfigurations, TunedEntry, read_table, table_path, write_table
 from mla_portable.sources import source_hash
-from mla_portable.tools.bench.kernel_cases import KernelCase
 from mla_portable.tools.bench.offers import Brought, load_tunables
 from mla_portable.tools.bench.tune import Attempt, TuneResult, tune
 from mla_portable.tools.cli.app import app

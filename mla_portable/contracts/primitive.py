@@ -23,6 +23,7 @@ else:
 __all__ = ["F", "Primitive"]
 
 _CORE = "mla_portable.primitives"
+_CORE_PROBLEMS = "mla_portable.problems"
 _named: dict[str, Primitive[Any]] = {}
 
 
@@ -53,6 +54,7 @@ class Primitive(str, Generic[F]):
     reference: F | None
     reference_float32: F | None
     sources: tuple[str, ...]
+    _problems: str
 
     def __new__(
         cls,
@@ -67,8 +69,15 @@ class Primitive(str, Generic[F]):
         reference: F | None = None,
         reference_float32: F | None = None,
         sources: tuple[str, ...] = (),
+        problems: str = "",
     ) -> Primitive[F]:
-        """Make the primitive and remember its name. Raises: ValueError for a name that another module has taken."""
+        """Make the primitive and remember its name.
+
+        Args:
+            problems: the module whose PROBLEMS says how implementations are tried and judged; of a core primitive the one of
+                its name in `mla_portable.problems`.
+        Raises: ValueError for a name that another module has taken.
+        """
         known = _named.get(name)
         if known is not None and known.module != module:
             raise ValueError(f"primitive {name!r} is defined in {known.module} already")
@@ -76,8 +85,15 @@ class Primitive(str, Generic[F]):
         self.module, self.facts, self.stated, self.typical = module, facts, stated, dict(typical or {})
         self.results, self.has_layout = results, has_layout
         self.reference, self.reference_float32, self.sources = reference, reference_float32, sources
+        self._problems = problems or (f"{_CORE_PROBLEMS}.{name}" if module.startswith(f"{_CORE}.") else "")
         _named[name] = self
         return self
+
+    @property
+    def problems(self) -> Any:
+        """How implementations are tried and judged, a `mla_portable.problems.Problems` that is imported on first use; None
+        where the primitive brings nothing."""
+        return import_module(self._problems).PROBLEMS if self._problems else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _load, (str(self), self.module)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -30,8 +30,8 @@ from mla_portable.registry.names import REFERENCE
 from mla_portable.registry.probe import ProbeReport, probe_implementation, run_check
 from mla_portable.registry.sandbox import isolated
 
-if TYPE_CHECKING:  # problems need the primitives, which need the registry
-    from mla_portable.registry.tiny import TinyCase
+if TYPE_CHECKING:
+    from mla_portable.problems.probe import ProbeCase
 
 __all__ = ["Machine"]
 
@@ -48,17 +48,15 @@ class Machine:
         self,
         *,
         detectors: Iterable[tuple[str, Detector]] = (),
-        references: Iterable[Implementation] = (),
         simulated: Mapping[str, DeviceFacts] | None = None,
     ) -> None:
         """Touches no device.
 
         Args:
-            detectors: each with the name of its plugin. references: the reference's implementations.
+            detectors: each with the name of its plugin.
             simulated: facts by torch name; "cuda" stands for every index of it.
         """
         self._detectors = tuple(detectors)
-        self._references = {i.primitive: i for i in references}
         self._simulated = dict(simulated or {})
         self.limit = DEFAULT_SECONDS
         """Seconds that a detector, a check or one problem of a probe may take."""
@@ -158,18 +156,18 @@ class Machine:
         Raises: InvalidArgument when the device is simulated, not here or under graph capture; out of memory and device
             faults as they come, to be met again at the next call.
         """
-        from mla_portable.registry.tiny import tiny_cases, tiny_layouts
+        from mla_portable.problems.probe import probe_cases, probe_layouts
 
         facts = self.facts(device)
         found = self.device_of(facts)
         if found is None:
             raise InvalidArgument("probe", "device", got=f"{device}, a simulated {facts}", expected="a device of this machine")
         reports: list[ProbeReport] = []
-        for each in tiny_layouts(implementation, layout):
+        for each in probe_layouts(implementation, layout):
             key = (implementation.name, implementation.primitive, each, facts)
             with self._alone():
                 if key not in self._probes:
-                    cases = tiny_cases(implementation, facts, each)
+                    cases = probe_cases(implementation, facts, each)
                     self._probes[key] = self._solve(implementation, found, facts, each, cases)
                 reports.append(self._probes[key])
         return ProbeReport.merged(reports)
@@ -184,13 +182,13 @@ class Machine:
         known = self._requests.get(key)
         if known is not None:
             return known
-        from mla_portable.registry.tiny import request_cases, tiny_layouts
+        from mla_portable.problems.probe import probe_layouts, request_case
 
         with self._alone():
             if key not in self._requests:
                 reports = [
-                    self._solve(implementation, device, request.device, layout, request_cases(implementation, asked))
-                    for layout in tiny_layouts(implementation, request.kv_layout)
+                    self._solve(implementation, device, request.device, layout, request_case(implementation, asked))
+                    for layout in probe_layouts(implementation, request.kv_layout)
                     for asked in [request.but(kv_layout=layout or request.kv_layout)]
                 ]
                 if len(self._requests) >= REQUEST_LIMIT:
@@ -204,15 +202,8 @@ class Machine:
         device: torch.device,
         facts: DeviceFacts,
         layout: str | None,
-        cases: Iterable[TinyCase],
+        cases: Iterable[ProbeCase],
     ) -> ProbeReport:
         check = self.check(implementation, facts)
         cases = () if implementation.name == REFERENCE else cases
-        return probe_implementation(implementation, device, layout, check, cases, self._bind_reference, self.limit)
-
-    def _bind_reference(self, request: Request) -> Any:
-        """The reference, bound for the same problem on the CPU."""
-        reference = self._references.get(request.primitive)
-        if reference is None:
-            return None
-        return reference.bind(request.but(device=interpret(collect(torch.device("cpu")))))
+        return probe_implementation(implementation, device, layout, check, cases, self.limit)

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Probing: is an implementation's library there, does it bind, and does it compute small problems correctly?
 
-The results are compared with those of the reference implementation on the CPU. Whatever the implementation does wrong is a
-reason not to use it: an exception from `check`, `bind` or a call, a wrong value, a call that does not finish. Out of memory
-and device faults are raised to the caller instead, with the implementation's name, because they say nothing about it or leave
-the device unusable. A launch that the driver refuses (no code for this architecture, too many resources) ran nothing and is
-a reason. Exceptions of the registry's own code (making a problem, reading results back, the reference) are raised unchanged.
+The results are judged by the float64 oracle, with the tolerances of the conformance suite. Whatever the implementation does
+wrong is a reason not to use it: an exception from `check`, `bind` or a call, a wrong value, a call that does not finish. Out of
+memory and device faults are raised to the caller instead, with the implementation's name, because they say nothing about it or
+leave the device unusable. A launch that the driver refuses (no code for this architecture, too many resources) ran nothing and
+is a reason. Exceptions of the registry's own code (making a problem, reading results back, the oracle) are raised unchanged.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mla_portable.accelerator import accelerator
 from mla_portable.contracts import (
@@ -24,25 +25,20 @@ from mla_portable.contracts import (
     InvalidArgument,
     Primitive,
     Reason,
-    Request,
     neutral_defaults,
 )
 from mla_portable.registry.faults import blame, first_line, is_fatal
 from mla_portable.registry.limits import PluginTimeout
 from mla_portable.registry.sandbox import isolated
 
-if TYPE_CHECKING:  # problems need the primitives, which need the registry
-    from mla_portable.registry.judge import Results
-    from mla_portable.registry.tiny import Call, TinyCase
+if TYPE_CHECKING:
+    from mla_portable.problems.probe import ProbeCase
+    from mla_portable.problems.stage import Problem, Results
 
-__all__ = ["BindReference", "ProbeReport", "Stage", "probe_implementation", "run_check"]
+__all__ = ["ProbeReport", "Stage", "probe_implementation", "run_check"]
 
 Stage = Literal["check", "bind", "compute", "compare"]
 STAGES: Final[tuple[Stage, ...]] = ("check", "bind", "compute", "compare")
-BindReference = Callable[[Request], Any]
-"""Binds the reference implementation for a request on the CPU; None when none is registered for its primitive."""
-
-_CPU: Final = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +49,7 @@ class ProbeReport:
         implementation, primitive: what was probed. layout: the cache layout, None for all of them or none.
         ok: nothing speaks against using it here. reasons: what does.
         seconds: the probe took, compilation included.
-        stage: the last one that every problem reached. "compute" and ok means that there was no reference to compare
-            with; "check" and ok means the reference itself.
+        stage: the last one that every problem reached. "check" and ok means that there was no problem: the reference itself.
     """
 
     implementation: str
@@ -113,8 +108,7 @@ def probe_implementation(
     device: torch.device,
     layout: str | None,
     check: tuple[Reason, ...],
-    cases: Iterable[TinyCase],
-    bind_reference: BindReference,
+    cases: Iterable[ProbeCase],
     limit: float,
 ) -> ProbeReport:
     """Bind, compute and compare, on this machine.
@@ -132,7 +126,7 @@ def probe_implementation(
         with neutral_defaults(), torch.no_grad():
             for case in cases:
                 require_no_capture(implementation, device)
-                outcomes.append(solve(implementation, case, device, bind_reference, limit))
+                outcomes.append(solve(implementation, case, device, limit))
                 if not outcomes[-1].finished:
                     break
         # one reason per symptom: a library that cannot be bound fails every case in the same way
@@ -169,14 +163,12 @@ class Outcome(NamedTuple):
     finished: bool = True
 
 
-def solve(
-    implementation: Implementation, case: TinyCase, device: torch.device, bind_reference: BindReference, limit: float
-) -> Outcome:
+def solve(implementation: Implementation, case: ProbeCase, device: torch.device, limit: float) -> Outcome:
     """One problem: only what `bind` and the calls do counts against the implementation."""
-    call = case.make(device)
-    calls = [call]
+    problem = case.build(device)
+    given = [True]  # whether each call is given its outputs
     if case.repeat:  # without outputs twice: each call must return memory of its own
-        calls += [call.without_outputs(), call.without_outputs()] if call.optional else [call]
+        given += [False, False] if problem.outputs else [True]
     reached: Stage = "bind"
 
     def run() -> list[object] | str:
@@ -185,7 +177,7 @@ def solve(
         if not callable(bound):
             return f"bind returned {type(bound).__name__}, expected a callable"
         reached = "compute"
-        returned: list[object] = [bound(*each.args.values(), **each.kwargs) for each in calls]
+        returned = [problem.call(bound, given=each) for each in given]
         accelerator(device).synchronize()  # a fault of a kernel surfaces here
         return returned
 
@@ -201,47 +193,54 @@ def solve(
         return Outcome(reached, _reason(implementation, f"{reached} raised {first_line(error)}", where))
     if isinstance(returned, str):
         return Outcome("bind", _reason(implementation, returned, where))
-    stage, symptom, place = _compare(case, calls, returned, bind_reference)
+    stage, symptom, place = _compare(problem, given, returned)
     if not symptom:
         return Outcome(stage, None)
     return Outcome(stage, _reason(implementation, symptom, f"{where}, {place}" if place else where))
 
 
-def _compare(
-    case: TinyCase, calls: list[Call], returned: list[object], bind_reference: BindReference
-) -> tuple[Stage, str, str]:
-    """Hold what each call returned against its contract and against the reference.
+def _compare(problem: Problem, given: list[bool], returned: list[object]) -> tuple[Stage, str, str]:
+    """Hold what each call returned against its contract and against the oracle.
 
     Returns: the stage reached, what is wrong, "" if nothing, and where.
     """
-    from mla_portable.registry.judge import changed_inputs, mismatch, read_back, results_of, shared_memory
-
-    primitive = case.request.primitive
     found: list[Results] = []
-    for call, each in zip(calls, returned, strict=True):
-        results = results_of(primitive, call, each, with_lse=case.request.lse)
+    for with_outputs, each in zip(given, returned, strict=True):
+        results = problem.results_of(each, given=with_outputs)
         if isinstance(results, str):
             return "compute", results, ""
-        shared = [name for earlier in found if (name := shared_memory(call, earlier, results))]
+        own = results if not with_outputs else {n: t for n, t in results.items() if n not in problem.stage.writes}
+        shared = [name for earlier in found if (name := _shared_memory(earlier, own))]
         if shared:
             return "compare", f"returned {shared[0]} in the memory of an earlier call's results", ""
         found.append(results)
-    pristine = case.make(_CPU)
-    touched = changed_inputs(pristine, calls[0])
-    if touched:
-        return "compare", f"it changed its input {touched}", ""
-    reference = bind_reference(case.request)
-    if reference is None:
-        return "compute", "", ""
-    expected = results_of(primitive, pristine, reference(*pristine.args.values(), **pristine.kwargs))
-    if isinstance(expected, str):
-        raise RuntimeError(f"the reference implementation of {primitive} {expected}")
-    want = read_back(pristine, expected)
-    for call, results in zip(calls, found, strict=True):
-        wrong = mismatch(primitive, pristine, read_back(call, results), want)
-        if wrong is not None:
-            return "compare", f"wrong values: {wrong[0]}", wrong[1]
+    for finding in problem.changed():
+        if finding.message:
+            return "compare", finding.symptom, ""
+    for results in found:
+        for finding in problem.judged(results):
+            if finding.message:
+                return "compare", f"wrong values: {finding.symptom or finding.message}", finding.place
     return "compare", "", ""
+
+
+def _shared_memory(earlier: Results, later: Results) -> str | None:
+    """The name of a result of `later` that lies in the memory of a result of `earlier`, None when each call had its own."""
+    spans = [_span(value) for value in earlier.values()]
+    for name, value in later.items():
+        begin, end = _span(value)
+        if any(max(begin, other) < min(end, other_end) for other, other_end in spans):
+            return name
+    return None
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First byte and the byte after the last one that a tensor may touch."""
+    begin = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return begin, begin
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + reach * tensor.element_size()
 
 
 def _name(implementation: Implementation) -> str:

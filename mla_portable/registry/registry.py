@@ -95,7 +95,6 @@ class Registry:
         self._known = known_names((i.name for i in self._implementations), self._unloaded)
         self._machine = Machine(
             detectors=loaded.detectors,
-            references=(i for i in self._implementations if i.name == REFERENCE),
             simulated=facts,
         )
         self._probing, self._costs = probe, loaded.costs if costs == "measured" else costs

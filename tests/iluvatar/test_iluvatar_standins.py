@@ -91,7 +91,8 @@ def test_nothing_is_imported_on_another_vendors_machine(monkeypatch):
 
 def test_a_cache_whose_blocks_lie_apart_by_part_of_a_row_is_served():
     """The op cannot read it in place: the named rows are copied, chunk by chunk."""
-    from mla_portable.reference import oracle
+    import oracle
+
     from mla_portable_iluvatar import attention
 
     storage = torch.full((5, 16 * 576 + 8), float("nan"), dtype=torch.bfloat16)

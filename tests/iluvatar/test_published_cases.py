@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import oracle
 import pytest
 import torch
 from corex_machine import NEWEST, installed, registry
 
 from mla_portable.primitives import CONVERT_INDICES, INDEXER_LOGITS, SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.reference import oracle
 from mla_portable.tools.conformance import cases_for, run_case, run_suite
 
 CPU = torch.device("cpu")

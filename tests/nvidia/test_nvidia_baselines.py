@@ -16,9 +16,8 @@ from test_nvidia_vllm_ops import vllm
 import mla_portable_nvidia
 from mla_portable.contracts import Primitive
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
 from mla_portable.tools.bench.candidates import baseline_candidates
-from mla_portable.tools.bench.kernel_cases import KernelCase
-from mla_portable.tools.bench.kernel_problems import Problem, Workshop
 from mla_portable.tools.bench.offers import load_baselines
 from mla_portable_nvidia.baselines import triton_function
 
@@ -55,7 +54,7 @@ def problem(
     return Workshop(CPU, FACTS["sm90"]).make(case)
 
 
-def timed(made: Problem) -> dict[str, Any]:
+def timed(made: BenchProblem) -> dict[str, Any]:
     """Baseline -> what is wrong with its result, for those that are here."""
     found, _ = baseline_candidates(made, baselines())
     verdicts: dict[str, Any] = {}
@@ -67,7 +66,7 @@ def timed(made: Problem) -> dict[str, Any]:
     return verdicts
 
 
-def why(made: Problem) -> dict[str, str]:
+def why(made: BenchProblem) -> dict[str, str]:
     return {each.name: "; ".join(map(str, each.reasons)) for each in baseline_candidates(made, baselines())[1]}
 
 

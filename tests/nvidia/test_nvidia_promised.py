@@ -16,7 +16,8 @@ from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.contracts import Request
 from mla_portable.planner import Planner
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.tools.bench.inputs import SOFTMAX_SCALE, StepShape, make_inputs
+from mla_portable.problems.attention import SOFTMAX_SCALE
+from mla_portable.tools.bench.inputs import StepShape, make_inputs
 from mla_portable_nvidia import attention
 from mla_portable_nvidia.boundary import TorchBoundary
 from mla_portable_nvidia.discovery import find_kernel

@@ -10,7 +10,8 @@ from simulated_gpu import registry
 
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.planner import Planner
-from mla_portable.tools.bench.inputs import SOFTMAX_SCALE, StepShape, make_inputs
+from mla_portable.problems.attention import SOFTMAX_SCALE
+from mla_portable.tools.bench.inputs import StepShape, make_inputs
 from mla_portable.tools.bench.step import run_step
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import oracle
 import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -31,7 +32,6 @@ from vllm_engine import (
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.contracts import InvalidArgument, PlanMismatch, unpack_fp8
 from mla_portable.planner import PlannerConfig
-from mla_portable.reference import oracle
 from mla_portable.registry import use
 from mla_portable.vllm import compat
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import oracle
 import torch
 from torch import Tensor
 from vllm.config import CacheConfig, SchedulerConfig, VllmConfig, set_current_vllm_config
@@ -19,7 +20,6 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from mla_portable.reference import oracle
 from mla_portable.vllm.backend import MLAPortableBackend
 
 CPU = torch.device("cpu")

@@ -38,7 +38,7 @@ from torch import Tensor
 from mla_portable.contracts import DeviceFacts, Primitive, Request, ScheduleLimits
 from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.reference import oracle
+from mla_portable.problems.sparse_decode import sparse_decode
 from mla_portable.registry import get_registry
 from mla_portable.tools.bench.kernel_machine import driver_version
 from mla_portable.tools.bench.timing import captured, measure
@@ -295,7 +295,7 @@ class Bench:
         lse = torch.empty((tokens, 1, heads), device=self.device)
         bound = self.bound_decode(heads)
         judged = torch.tensor([0, 1, 500, tokens // 2, tokens - 1])
-        want, _ = oracle.sparse_decode(q[judged].cpu(), cache.cpu(), slots[judged].cpu(), softmax_scale=SCALE)
+        want, _ = sparse_decode(q[judged].cpu(), cache.cpu(), slots[judged].cpu(), softmax_scale=SCALE)
         for name, schedule in (("planned", self.schedule(tokens, 64)), ("unplanned", None)):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()

@@ -21,8 +21,8 @@ from mla_portable.contracts import (
 )
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE
+from mla_portable.problems.bench import BenchProblem
 from mla_portable.registry import Registry
-from mla_portable.tools.bench.kernel_problems import Problem
 
 __all__ = ["Candidate", "Refusal", "baseline_candidates", "decode_schedule", "our_candidates", "prepared"]
 
@@ -54,7 +54,7 @@ class Refusal:
 
 
 def our_candidates(
-    problem: Problem, registry: Registry, device: torch.device, backends: Collection[str]
+    problem: BenchProblem, registry: Registry, device: torch.device, backends: Collection[str]
 ) -> tuple[list[Candidate], list[Refusal]]:
     """Every implementation of the primitive that claims this device; what the registry's checks refuse is refused here.
 
@@ -82,18 +82,18 @@ def our_candidates(
     return sorted(found, key=lambda candidate: candidate.name), refused
 
 
-def _ours(problem: Problem, implementation: Implementation, registry: Registry, device: torch.device) -> Candidate:
+def _ours(problem: BenchProblem, implementation: Implementation, registry: Registry, device: torch.device) -> Candidate:
     prepare = partial(prepared, problem, implementation, partial(registry.bind_implementation, implementation), device)
     remark = "" if _request(problem, implementation) == problem.request else "returns no lse"
     return Candidate(implementation.name, implementation, remark, prepare)
 
 
-def _request(problem: Problem, implementation: Implementation) -> Request:
+def _request(problem: BenchProblem, implementation: Implementation) -> Request:
     return problem.request if implementation.support.lse else problem.request.but(lse=False)
 
 
 def prepared(
-    problem: Problem, implementation: Implementation, bind: Callable[[Request], Callable[..., Any]], device: torch.device
+    problem: BenchProblem, implementation: Implementation, bind: Callable[[Request], Callable[..., Any]], device: torch.device
 ) -> tuple[Callable[[], object], Callable[[], Any]]:
     """(run, result) of what `bind` makes for the problem, with the schedule that the implementation takes."""
     request = _request(problem, implementation)
@@ -110,7 +110,7 @@ def prepared(
     return run, lambda: last[0] if request.lse == problem.request.lse else (last[0][0], None)
 
 
-def decode_schedule(implementation: Implementation, problem: Problem, device: torch.device) -> DecodeSchedule | None:
+def decode_schedule(implementation: Implementation, problem: BenchProblem, device: torch.device) -> DecodeSchedule | None:
     """What the planner makes for a batch of this many decodes; None where the implementation takes no schedule."""
     case = problem.case
     if case.primitive is not SPARSE_DECODE or implementation.schedule_kind is None:
@@ -143,7 +143,7 @@ def _planner_config(
     )
 
 
-def baseline_candidates(problem: Problem, baselines: Iterable[Baseline]) -> tuple[list[Candidate], list[Refusal]]:
+def baseline_candidates(problem: BenchProblem, baselines: Iterable[Baseline]) -> tuple[list[Candidate], list[Refusal]]:
     """Every baseline of the primitive; what has reasons against it is refused."""
     found: list[Candidate] = []
     refused: list[Refusal] = []
@@ -158,7 +158,7 @@ def baseline_candidates(problem: Problem, baselines: Iterable[Baseline]) -> tupl
     return found, refused
 
 
-def _theirs(problem: Problem, baseline: Baseline) -> Candidate:
+def _theirs(problem: BenchProblem, baseline: Baseline) -> Candidate:
     def prepare() -> tuple[Callable[[], object], Callable[[], Any]]:
         call = baseline.prepare(problem.request, problem.arguments)
         return call.run, call.result

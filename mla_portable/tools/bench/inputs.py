@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, LAYOUTS, QK_ROPE_HEAD_DIM, SCALE_FORMATS, Batch, InvalidArgument
+from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, LAYOUTS, SCALE_FORMATS, Batch, InvalidArgument
 
 __all__ = [
-    "SOFTMAX_SCALE",
     "StepInputs",
     "StepShape",
     "default_shape",
@@ -24,8 +23,6 @@ __all__ = [
     "step_bytes",
 ]
 
-SOFTMAX_SCALE = (128 + QK_ROPE_HEAD_DIM) ** -0.5
-"""DeepSeek-V3.2 scales by the head size before absorption: 128 without and 64 with rotary embedding."""
 _POISON = 0xFF
 """A byte that is NaN in e4m3, and twice NaN in bfloat16: what no token was written to must not reach an output."""
 _SPARE_BLOCKS = 3

@@ -19,22 +19,14 @@ from mla_portable.attention.routes import route_requests
 from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, Request
 from mla_portable.primitives import (
     CACHE_WRITE,
-    GATHER_UPCONVERT,
     MERGE_STATES,
     QUANTIZE_PER_TENSOR,
-    SPARSE_DECODE,
-    SPARSE_PREFILL,
 )
-from mla_portable.reference import oracle
+from mla_portable.problems import Finding, cache_write, convert_indices, gather_upconvert, merge_states, quantize_per_tensor
 from mla_portable.tools.bench.inputs import StepInputs
-from mla_portable.tools.bench.judged import Step, attention_findings
-from mla_portable.tools.conformance import tolerance
-from mla_portable.tools.conformance.compare import Finding, close, same_bits
+from mla_portable.tools.bench.judged import Step
 
 __all__ = ["Job", "cache_write_job", "jobs_after"]
-
-_MANTISSA_BITS, _LEAST_EXPONENT = 3, -6
-"""Of e4m3: bits after the point, exponent of the smallest normal number."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +57,9 @@ def cache_write_job(inputs: StepInputs, layer: SparseMLAAttention, before: Tenso
         return target
 
     def check(result: Tensor) -> Iterator[Finding]:
-        want = oracle.cache_write(inputs.kv_c, inputs.k_pe, before, inputs.slot_mapping, scale_format=shape.scale_format)
-        yield same_bits("bytes", result.cpu(), want)
+        tokens = (inputs.kv_c, inputs.k_pe, before, inputs.slot_mapping)
+        want = cache_write.cache_write(*tokens, scale_format=shape.scale_format)
+        yield from cache_write.findings(shape.scale_format, {"kv_cache": result}, {"kv_cache": want})
 
     request = Request(
         CACHE_WRITE,
@@ -113,9 +106,10 @@ def _convert_job(step: Step, request: Request) -> Job:
         return bound(inputs.topk_indices, plan.req_id_per_token, plan.block_table, **places, out=out)
 
     def check(result: tuple[Tensor, Tensor]) -> Iterator[Finding]:
-        want = oracle.convert_indices(inputs.topk_indices, plan.req_id_per_token, plan.block_table, **places)
-        yield same_bits("indices", result[0].cpu(), want[0])
-        yield same_bits("counts", result[1].cpu(), want[1])
+        want = convert_indices.convert_indices(inputs.topk_indices, plan.req_id_per_token, plan.block_table, **places)
+        got = {"indices": result[0].cpu(), "counts": result[1].cpu()}
+        positions = inputs.topk_indices.cpu()
+        yield from convert_indices.findings("any", got, {"indices": want[0], "counts": want[1]}, positions=positions)
 
     return Job("convert_indices", request, f"T {tokens}, K {shape.topk}", f"{tokens} of {tokens} rows", call, check)
 
@@ -148,7 +142,7 @@ class _Workspace:
             block_table=table,
             seq_lens=seq_lens.to(table.device),
             starts=starts.to(table.device),
-            rows=oracle.gather_upconvert(step.kv_cache, table, seq_lens, starts, out=unowned),
+            rows=gather_upconvert.gather_upconvert(step.kv_cache, table, seq_lens, starts, out=unowned),
             indices=torch.where(positions >= 0, positions + offset, -1),
         )
 
@@ -161,11 +155,7 @@ def _gather_job(step: Step, request: Request, workspace: _Workspace) -> Job:
         return bound(step.kv_cache, workspace.block_table, workspace.seq_lens, workspace.starts, out=out)
 
     def check(result: Tensor) -> Iterator[Finding]:
-        got, want = result.cpu(), workspace.rows
-        limit = tolerance(GATHER_UPCONVERT, step.storage, "latent")
-        latent, want_latent = got[:, :KV_LORA_RANK], want[:, :KV_LORA_RANK]
-        yield same_bits("latent", latent, want_latent) if limit.exact else close("latent", latent, want_latent.double(), limit)
-        yield same_bits("rope", got[:, KV_LORA_RANK:], want[:, KV_LORA_RANK:])
+        yield from gather_upconvert.findings(step.storage, {"out": result}, {"out": workspace.rows})
 
     shape = f"P {len(workspace.seq_lens)}, W {rows}"
     return Job("gather_upconvert", request, shape, f"{rows} of {rows} rows", call, check)
@@ -194,7 +184,7 @@ def _decode_job(step: Step, request: Request) -> Job:
         return bound(q, step.kv_cache, indices, softmax_scale=step.scale, schedule=schedule, **results)
 
     def check(result: tuple[Tensor, Tensor]) -> Iterator[Finding]:
-        yield from step.judge(SPARSE_DECODE, *result, tokens)
+        yield from step.judge(*result, tokens)
 
     shape = f"B {q.shape[0]}, S {q.shape[1]}, H {q.shape[2]}, K {indices.shape[-1]}"
     return Job("sparse_decode", request, shape, step.says_checked(tokens), call, check)
@@ -211,7 +201,7 @@ def _cache_prefill_job(step: Step, request: Request) -> Job:
     kv = step.kv_cache if step.storage != "bf16" else step.kv_cache.view(-1, HEAD_SIZE)
 
     def check(result: tuple[Tensor, Tensor]) -> Iterator[Finding]:
-        yield from step.judge(SPARSE_PREFILL, *result, tokens)
+        yield from step.judge(*result, tokens)
 
     shape = f"T {tokens.stop - tokens.start}, H {size.num_heads}, K {size.topk}"
     call = _prefill_call(step, kv, step.slots[tokens])
@@ -223,11 +213,7 @@ def _workspace_prefill_job(step: Step, request: Request, workspace: _Workspace) 
     kv = workspace.rows.to(step.kv_cache.device)
 
     def check(result: tuple[Tensor, Tensor]) -> Iterator[Finding]:
-        places = step.judged(tokens)[1]
-        q = step.inputs.q[tokens].cpu()[places]
-        want_out, want_lse = oracle.sparse_prefill(q, workspace.rows, workspace.indices[places], softmax_scale=step.scale)
-        out, lse = result[0].cpu()[places], result[1].cpu()[places]
-        yield from attention_findings(SPARSE_PREFILL, "bf16", out, lse, want_out, want_lse)
+        yield from step.judge_workspace(*result, workspace.rows, workspace.indices)
 
     shape = f"T {tokens.stop - tokens.start}, H {size.num_heads}, K {size.topk}, W {kv.shape[0]}"
     call = _prefill_call(step, kv, workspace.indices)
@@ -246,9 +232,9 @@ def _merge_job(step: Step, decode: Callable[..., Any]) -> Job:
 
     def check(result: tuple[Tensor, Tensor]) -> Iterator[Finding]:
         out, lse = result
-        want_out, want_lse = oracle.merge_states(outs, lses)
-        yield from attention_findings(MERGE_STATES, "bfloat16", out, lse, want_out, want_lse)
-        yield from step.judge(SPARSE_DECODE, out, lse, tokens, remark=" of the whole")
+        want = dict[str, Tensor](zip(("out", "lse"), merge_states.merge_states(outs, lses), strict=True))
+        yield from merge_states.findings("bfloat16", {"out": out, "lse": lse}, want)
+        yield from step.judge(out, lse, tokens, remark=" of the whole")
 
     request = Request(MERGE_STATES, step.layer.facts)
     shape = f"2 halves of B {q.shape[0]}, S {q.shape[1]}, H {q.shape[2]}"
@@ -259,14 +245,8 @@ def _quantize_job(step: Step) -> Job:
     x = step.inputs.kv_c
 
     def check(result: tuple[Tensor, Tensor]) -> Iterator[Finding]:
-        x_q, scale = result
-        _, want_scale = oracle.quantize_per_tensor(x)
-        yield close("scale", scale.cpu(), want_scale.double(), tolerance(QUANTIZE_PER_TENSOR, "any", "scale"))
-        exact = x.cpu().double() / want_scale.double()
-        exponent = torch.frexp(exact)[1] - 1  # of |y| = 1.m * 2**exponent
-        half_step = 2.0 ** (exponent.clamp(min=_LEAST_EXPONENT) - _MANTISSA_BITS - 1).double()
-        limit = tolerance(QUANTIZE_PER_TENSOR, "any", "x_q")
-        yield close("x_q", x_q.cpu().float(), exact, limit, steps=half_step)
+        want = {"x": x, "scale": quantize_per_tensor.quantize_per_tensor(x)[1]}
+        yield from quantize_per_tensor.findings("any", {"x_q": result[0], "scale": result[1]}, want)
 
     request = Request(QUANTIZE_PER_TENSOR, step.layer.facts)
     shape = " x ".join(map(str, x.shape))

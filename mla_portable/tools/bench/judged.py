@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step with what the float64 oracle says of it, and the judgement of attention results by that."""
+"""A step with what the float64 oracle says of it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mla_portable.attention import SparseMLAAttention
-from mla_portable.contracts import Primitive, StepPlan
+from mla_portable.contracts import LAYOUTS, StepPlan
+from mla_portable.problems import Finding
+from mla_portable.problems.attention import attend, findings
 from mla_portable.tools.bench.inputs import StepInputs
-from mla_portable.tools.conformance import tolerance
-from mla_portable.tools.conformance.compare import Finding, close, cosine
 
-__all__ = ["Step", "attention_findings"]
+__all__ = ["Step"]
 
 _FEW = 8
 """Decode rows to try where the step has none."""
@@ -43,7 +43,7 @@ class Step:
     def storage(self) -> str:
         """The tolerance table's word for what the cache holds."""
         shape = self.inputs.shape
-        return shape.scale_format if shape.kv_layout != "bf16" else "bf16"
+        return shape.scale_format if LAYOUTS[shape.kv_layout].is_quantized else "bf16"
 
     @property
     def scale(self) -> float:
@@ -71,21 +71,21 @@ class Step:
     def says_checked(self, tokens: slice) -> str:
         return f"{len(self.judged(tokens)[0])} of {tokens.stop - tokens.start} rows"
 
-    def judge(self, primitive: Primitive, out: Tensor, lse: Tensor, tokens: slice, *, remark: str = "") -> Iterator[Finding]:
+    def judge(self, out: Tensor, lse: Tensor, tokens: slice, *, remark: str = "") -> Iterator[Finding]:
         """Attention of `tokens` over the cache, out [.., H, 512] and lse [.., H], against the oracle's rows."""
         judged, places = self.judged(tokens)
-        got_out, got_lse = out.cpu().reshape(-1, *out.shape[-2:])[places], lse.cpu().reshape(-1, lse.shape[-1])[places]
-        want_out, want_lse = self.want_out[judged], self.want_lse[judged]
-        yield from attention_findings(primitive, self.storage, got_out, got_lse, want_out, want_lse, remark=remark)
+        got = _rows_of(out, lse, places)
+        want = {"out": self.want_out[judged], "lse": self.want_lse[judged]}
+        yield from findings(self.storage, got, want, rows=places, remark=remark)
+
+    def judge_workspace(self, out: Tensor, lse: Tensor, rows: Tensor, indices: Tensor) -> Iterator[Finding]:
+        """Attention of the prefill tokens over a bf16 workspace `rows` [W, 576]; indices [T', K] into it."""
+        places = self.judged(self.prefill_tokens)[1]
+        q = self.inputs.q[self.prefill_tokens].cpu()[places]
+        want = attend(q, rows, indices[places], softmax_scale=self.scale, lengths=None, attn_sink=None)
+        yield from findings("bf16", _rows_of(out, lse, places), {"out": want[0], "lse": want[1]}, rows=places)
 
 
-def attention_findings(
-    primitive: Primitive, storage: str, out: Tensor, lse: Tensor | None, want_out: Tensor, want_lse: Tensor, *, remark: str = ""
-) -> Iterator[Finding]:
-    """Judge attention rows [n, H, 512] and [n, H] by the tolerances of a primitive; lse is None where none is told."""
-    limit = tolerance(primitive, storage, "out")
-    yield close(f"out{remark}", out, want_out, limit)
-    if limit.cosine is not None:
-        yield cosine(f"1 - cosine{remark}", out, want_out, limit.cosine)
-    if lse is not None:
-        yield close(f"lse{remark}", lse, want_lse, tolerance(primitive, storage, "lse"))
+def _rows_of(out: Tensor, lse: Tensor, places: Tensor) -> dict[str, Tensor]:
+    flat = out.reshape(-1, *out.shape[-2:]), lse.reshape(-1, lse.shape[-1])
+    return {name: each[places.to(each.device)].cpu() for name, each in zip(("out", "lse"), flat, strict=True)}

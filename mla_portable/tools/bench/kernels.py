@@ -15,12 +15,11 @@ import torch
 
 from mla_portable.accelerator import accelerator
 from mla_portable.contracts import Baseline, DeviceFacts, Implementation
+from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
 from mla_portable.registry import Registry
 from mla_portable.registry.faults import first_line
 from mla_portable.tools.bench.candidates import Candidate, Refusal, baseline_candidates, our_candidates
-from mla_portable.tools.bench.kernel_cases import KernelCase
 from mla_portable.tools.bench.kernel_machine import MachineState, machine_state
-from mla_portable.tools.bench.kernel_problems import Problem, Workshop
 from mla_portable.tools.bench.roofline import Ceilings, measure_ceilings
 from mla_portable.tools.bench.timing import Timing, captured, measure_in_turns
 
@@ -139,7 +138,7 @@ def time_kernels(
 
 
 def _time_case(
-    problem: Problem,
+    problem: BenchProblem,
     device: torch.device,
     registry: Registry,
     baselines: Sequence[Baseline],
@@ -155,7 +154,7 @@ def _time_case(
 
 
 def time_candidates(
-    problem: Problem, candidates: Sequence[Candidate], *, device: torch.device, repeat: int
+    problem: BenchProblem, candidates: Sequence[Candidate], *, device: torch.device, repeat: int
 ) -> tuple[KernelTime, ...]:
     """Judge each, then time those that are right, in turns. Raises: errors that leave the device unusable."""
     judged = [_judge(problem, candidate, device) for candidate in candidates]
@@ -166,7 +165,7 @@ def time_candidates(
     return tuple(replace(each, timing=found.get(place)) for place, (each, _) in enumerate(judged))
 
 
-def _judge(problem: Problem, candidate: Candidate, device: torch.device) -> tuple[KernelTime, Callable[[], object] | None]:
+def _judge(problem: BenchProblem, candidate: Candidate, device: torch.device) -> tuple[KernelTime, Callable[[], object] | None]:
     """What became of a first run, still without a time; and the call as it will be timed, None unless all of it is right."""
     judged = KernelTime(candidate.name, candidate.implementation, None, {}, remark=candidate.remark)
     try:

@@ -19,14 +19,15 @@ from mla_portable.attention import AttentionSpec, RouteDecision, SparseMLAAttent
 from mla_portable.attention.demand import Demand
 from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, Request
 from mla_portable.planner import Planner
-from mla_portable.primitives import CACHE_WRITE, SPARSE_DECODE
-from mla_portable.reference import oracle
+from mla_portable.primitives import CACHE_WRITE
+from mla_portable.problems import Finding
+from mla_portable.problems.attention import SOFTMAX_SCALE, attend
+from mla_portable.problems.convert_indices import convert_indices
 from mla_portable.registry import Registry, get_registry
-from mla_portable.tools.bench.inputs import SOFTMAX_SCALE, StepInputs, StepShape, host_memory, make_inputs, require_room
+from mla_portable.tools.bench.inputs import StepInputs, StepShape, host_memory, make_inputs, require_room
 from mla_portable.tools.bench.jobs import Job, cache_write_job, jobs_after
 from mla_portable.tools.bench.judged import Step
 from mla_portable.tools.bench.timing import Timing, measure, run_and_measure
-from mla_portable.tools.conformance.compare import Finding
 
 __all__ = ["PrimitiveResult", "Progress", "StepReport", "run_step"]
 
@@ -204,10 +205,11 @@ def _run_step(
     plan = planner.plan(inputs.batch)
     told("asking the oracle")
     rows = _judged_rows(shape, check_rows)
-    slots, _ = oracle.convert_indices(
+    slots, _ = convert_indices(
         inputs.topk_indices, inputs.req_id_per_token, inputs.batch.block_table, block_size=shape.block_size
     )
-    want = oracle.sparse_prefill(inputs.q[rows.to(device)], kv_cache, slots[rows], softmax_scale=SOFTMAX_SCALE)
+    judged_q = inputs.q[rows.to(device)]
+    want = attend(judged_q, kv_cache, slots[rows], softmax_scale=SOFTMAX_SCALE, lengths=None, attn_sink=None)
     told("the step")
     out, lse = _empty_results(inputs)
     _, forward = run_and_measure(
@@ -218,7 +220,7 @@ def _run_step(
     )
     step = Step(inputs, layer, plan, kv_cache, rows, slots, *want)
     everything = slice(0, shape.num_tokens)
-    findings = tuple(step.judge(SPARSE_DECODE, out, lse, everything))
+    findings = tuple(step.judge(out, lse, everything))
     results += map(run, jobs_after(step, lambda request: demand.bind(request) if demand.decide(request).chosen else None))
     return StepReport(
         shape=shape,

@@ -12,12 +12,11 @@ from functools import partial
 import torch
 
 from mla_portable.contracts import Implementation, Request, Tunable
+from mla_portable.problems.bench import KernelCase, Workshop
 from mla_portable.registry import Registry
 from mla_portable.registry.costs import time_spent
 from mla_portable.registry.tuned import TunedEntry
 from mla_portable.tools.bench.candidates import Candidate, prepared
-from mla_portable.tools.bench.kernel_cases import KernelCase
-from mla_portable.tools.bench.kernel_problems import Workshop
 from mla_portable.tools.bench.kernels import KernelTime, time_candidates
 
 __all__ = ["Attempt", "TuneResult", "tune"]

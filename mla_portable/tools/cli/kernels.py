@@ -92,14 +92,14 @@ def kernels(
     with command(as_json=options.as_json) as output:
         where = resolve_device(options.device)
         from mla_portable.dispatch import current_registry
-        from mla_portable.tools.bench.kernel_cases import TIMED, kernel_cases
+        from mla_portable.problems.bench import kernel_cases
         from mla_portable.tools.bench.kernel_records import append_lines, kernel_lines
         from mla_portable.tools.bench.kernels import time_kernels
         from mla_portable.tools.bench.offers import Brought, load_baselines
 
         cpu = where.type == "cpu"
         cases = kernel_cases(
-            options.primitives() or TIMED,
+            options.primitives() or (),
             heads=numbers(options.heads or (_CPU_HEADS if cpu else None), "--heads"),
             rows=numbers(options.rows or ("1,16" if cpu else None), "--rows"),
             layouts=options.layout,
@@ -159,9 +159,9 @@ def tune(
         where = resolve_device(options.device)
         from mla_portable.contracts import InvalidArgument
         from mla_portable.dispatch import current_registry
-        from mla_portable.primitives import SPARSE_DECODE
+        from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+        from mla_portable.problems.bench import kernel_cases
         from mla_portable.registry.tuned import read_table, table_path, write_table
-        from mla_portable.tools.bench.kernel_cases import ATTENTION, kernel_cases
         from mla_portable.tools.bench.offers import load_tunables
         from mla_portable.tools.bench.tune import tune as run
 
@@ -173,7 +173,7 @@ def tune(
         read_table(path)  # a file that is no table is refused before the work, not after it
         cases = [
             case
-            for each in options.primitives() or ATTENTION
+            for each in options.primitives() or (SPARSE_DECODE, SPARSE_PREFILL)
             for case in kernel_cases(
                 [each],
                 heads=numbers(options.heads or (_CPU_HEADS if cpu else None), "--heads"),

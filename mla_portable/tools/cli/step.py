@@ -15,9 +15,9 @@ from mla_portable.tools.cli.output import EXIT_FAILED, Output, command, for_othe
 
 if TYPE_CHECKING:
     from mla_portable.contracts import Decision, Verdict
+    from mla_portable.problems.compare import Finding
     from mla_portable.tools.bench.step import StepReport
     from mla_portable.tools.bench.timing import Timing
-    from mla_portable.tools.conformance.compare import Finding
 
 __all__ = ["bench_step", "run"]
 

@@ -10,15 +10,12 @@
 `mla-portable conform NAME` does the same. Tolerances and the meaning of every quantity: docs/numerics.md.
 """
 
-from mla_portable.tools.conformance.cases import Case, cases_for
-from mla_portable.tools.conformance.params import LEVELS
+from mla_portable.problems import LEVELS, Case, Tolerance, cases_for, tolerance_table_markdown, tolerances
 from mla_portable.tools.conformance.report import CaseResult, Progress, Report, Unavailable, Worst
 from mla_portable.tools.conformance.runner import run_case, run_suite
-from mla_portable.tools.conformance.tolerances import TOLERANCES, Tolerance, tolerance, tolerance_table_markdown
 
 __all__ = [
     "LEVELS",
-    "TOLERANCES",
     "Case",
     "CaseResult",
     "Progress",
@@ -29,6 +26,6 @@ __all__ = [
     "cases_for",
     "run_case",
     "run_suite",
-    "tolerance",
     "tolerance_table_markdown",
+    "tolerances",
 ]

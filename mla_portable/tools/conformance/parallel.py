@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 from mla_portable.accelerator import accelerator
-from mla_portable.tools.conformance.cases import Case
+from mla_portable.problems.base import Case
 from mla_portable.tools.conformance.report import CaseResult, Progress
 
 __all__ = ["RunOne", "run_in_processes"]

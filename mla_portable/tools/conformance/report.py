@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Literal
 
 from mla_portable.contracts import DeviceFacts, Primitive, Reason
-from mla_portable.tools.conformance.cases import Case
+from mla_portable.problems.base import Case
 
 __all__ = ["CaseResult", "Progress", "Report", "Unavailable", "Worst"]
 

@@ -22,13 +22,13 @@ from mla_portable.contracts import (
     UnknownBackend,
     neutral_defaults,
 )
+from mla_portable.problems.base import Case, cases_for, check_level
+from mla_portable.problems.compare import Finding, same_bits
+from mla_portable.problems.stage import Problem
 from mla_portable.registry import get_registry
 from mla_portable.registry.facts import resolve_device
-from mla_portable.tools.conformance.cases import Case, cases_for, check_level
-from mla_portable.tools.conformance.compare import Finding, same_bits
 from mla_portable.tools.conformance.parallel import RunOne, run_in_processes
 from mla_portable.tools.conformance.poison import poisoned
-from mla_portable.tools.conformance.problem import Problem
 from mla_portable.tools.conformance.report import CaseResult, Progress, Report, Unavailable
 
 __all__ = ["SuiteRegistry", "run_case", "run_installed", "run_suite"]
@@ -93,10 +93,9 @@ def _run(case: Case, problem: Problem, bound: Callable[..., Any], device: torch.
     yield from problem.findings(results)
 
 
-def _in_other_batches(
-    whole: tuple[Tensor, ...], problem: Problem, bound: Callable[..., Any], device: torch.device
-) -> Iterator[Finding]:
+def _in_other_batches(returned: object, problem: Problem, bound: Callable[..., Any], device: torch.device) -> Iterator[Finding]:
     """Rows by themselves, and in batches of other sizes, against the same rows of the whole batch."""
+    whole = _tensors(returned)
     assert problem.part is not None, "only problems with rows of a batch have such cases"
     count = whole[0].shape[0]
     for begin, end in dict.fromkeys(((0, 1), (count - 1, count), (count // 2, count // 2 + 2), (1, count))):
@@ -107,9 +106,14 @@ def _in_other_batches(
             yield same_bits(f"rows {begin} to {end - 1} by themselves, result {number}", got.cpu(), expected[begin:end].cpu())
 
 
-def _everything(results: tuple[Tensor, ...], problem: Problem) -> dict[str, Tensor]:
+def _tensors(returned: object) -> tuple[Tensor, ...]:
+    values: tuple[object, ...] = returned if isinstance(returned, tuple) else (returned,)
+    return tuple(value for value in values if isinstance(value, Tensor))
+
+
+def _everything(returned: object, problem: Problem) -> dict[str, Tensor]:
     """Copies of all that a call produced."""
-    made = {f"result {i}": tensor.detach().cpu().clone() for i, tensor in enumerate(results)}
+    made = {f"result {i}": tensor.detach().cpu().clone() for i, tensor in enumerate(_tensors(returned))}
     return made | {name: written.storage.cpu().clone() for name, written in problem.stage.writes.items()}
 
 
@@ -213,7 +217,7 @@ def _reasons_against(implementation: Implementation, facts: DeviceFacts) -> tupl
     try:
         return tuple(implementation.check(facts))
     except Exception as error:
-        return (Reason("check", "raised", _describe(error), "mend the plugin's check, which should return reasons"),)
+        return (Reason("check", "raised", _describe(error), "fix the plugin's check, which should return reasons"),)
 
 
 def _bind_and_run(implementation: Implementation, case: Case, device: torch.device) -> CaseResult:

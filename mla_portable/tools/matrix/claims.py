@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from mla_portable.contracts import Implementation, Primitive, Reason, Support
+from mla_portable.layouts import LAYOUTS
 from mla_portable.registry import PluginReport, Registry
 from mla_portable.registry.names import CORE_DISTRIBUTION, CORE_MODULE
 from mla_portable.tools.matrix.profiles import Profile
@@ -58,7 +59,10 @@ class Claim:
     @property
     def layouts(self) -> tuple[str | None, ...]:
         """The rows that the claim fills in the matrix."""
-        return tuple(self.support["kv_layouts"]) if Primitive.named(self.primitive).has_layout else (None,)
+        if not Primitive.named(self.primitive).has_layout:
+            return (None,)
+        declared = self.support["kv_layouts"]
+        return tuple(LAYOUTS) if declared is None else tuple(declared)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare a result with what was expected and say, where it differs, at which coordinate and by how much."""
+"""How far a result may lie from the oracle, and the comparisons: what differs, at which coordinate, by how much.
+
+`storage` is what the numbers were read from: "bf16", or the scale format of an FP8 cache, "pow2" or "amax"; for primitives
+without a cache it is the dtype, or "any".
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from mla_portable.contracts import CacheLayout
-from mla_portable.tools.conformance.tolerances import Tolerance
 
-__all__ = ["Finding", "attributes", "close", "cosine", "field_of", "same_bits", "same_object"]
+__all__ = ["BITS", "Finding", "Symptom", "Tolerance", "close", "cosine", "field_of", "limit_of", "same_bits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """A limit on the distance to the oracle: `|got - expected| <= max(abs, rel * magnitude)`.
+
+    Attributes:
+        abs, rel: both 0 means bit for bit.
+        magnitude: what `rel` multiplies: the "row"'s largest expected absolute value, the "element"'s own, or its "step",
+            half the distance between neighbours of the target dtype.
+        cosine: limit on 1 - 2 sum(x y) / sum(x x + y y) over the whole tensor; None where it is not judged.
+        origin: where the figures come from.
+    """
+
+    abs: float
+    rel: float
+    origin: str
+    magnitude: str = "element"
+    cosine: float | None = None
+
+    @property
+    def exact(self) -> bool:
+        return self.abs == 0 and self.rel == 0
+
+
+BITS: Final = Tolerance(0, 0, "the contract defines every bit")
+
+
+def limit_of(table: Mapping[tuple[str, str], Tolerance], storage: str, quantity: str) -> Tolerance:
+    """The row of (storage, quantity); a row for "any" storage holds for all. Raises: KeyError."""
+    return table.get((storage, quantity)) or table["any", quantity]
+
+
+Symptom = Callable[[tuple[int, ...]], tuple[str, str]]
+"""The first wrong coordinate -> (what that looks like, in words without the coordinate; where it is, for a reader)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +62,23 @@ class Finding:
     Attributes:
         quantity: what was compared. error: what was measured. limit: what it may be.
         message: what is wrong, with coordinate and both values; empty when it holds.
+        symptom, place: the same in few words, and the row; both may be empty.
     """
 
     quantity: str
     error: float
     limit: float
     message: str = ""
+    symptom: str = ""
+    place: str = ""
+
+
+def _said(symptom: Symptom | None, where: tuple[int, ...]) -> tuple[str, str, str]:
+    """Symptom, place, and both as a remark in parentheses."""
+    if symptom is None:
+        return "", "", ""
+    what, place = symptom(where)
+    return what, place, f" ({', '.join(filter(None, (what, place)))})"
 
 
 def _at(name: str, coordinate: tuple[int, ...]) -> str:
@@ -45,11 +95,11 @@ def _bytes(tensor: Tensor) -> Tensor:
     return flat.reshape(-1).view(torch.uint8).view(*flat.shape, flat.element_size())
 
 
-def same_bits(quantity: str, got: Tensor, want: Tensor, *, explain: Callable[[tuple[int, ...]], str] | None = None) -> Finding:
+def same_bits(quantity: str, got: Tensor, want: Tensor, *, symptom: Symptom | None = None) -> Finding:
     """Every bit agrees, NaN and the sign of zero included; `error` counts the elements that do not.
 
     Args:
-        explain: says more about the first coordinate that differs.
+        symptom: says more about the first coordinate that differs.
     """
     if got.shape != want.shape or got.dtype != want.dtype:
         message = f"{quantity}: got {got.dtype} {list(got.shape)}, expected {want.dtype} {list(want.shape)}"
@@ -59,12 +109,12 @@ def same_bits(quantity: str, got: Tensor, want: Tensor, *, explain: Callable[[tu
     if count == 0:
         return Finding(quantity, 0, 0)
     where = _first(differs)
-    remark = f" ({explain(where)})" if explain else ""
+    what, place, remark = _said(symptom, where)
     message = (
         f"{_at(quantity, where)}: got {got[where].item()}, expected {want[where].item()}{remark}; "
         f"{count} of {differs.numel()} differ"
     )
-    return Finding(quantity, count, 0, message)
+    return Finding(quantity, count, 0, message, what, place)
 
 
 def field_of(layout: CacheLayout, byte: int) -> str:
@@ -80,13 +130,21 @@ def field_of(layout: CacheLayout, byte: int) -> str:
 
 
 def close(
-    quantity: str, got: Tensor, want: Tensor, limit: Tolerance, *, steps: Tensor | None = None, rows: Tensor | None = None
+    quantity: str,
+    got: Tensor,
+    want: Tensor,
+    limit: Tolerance,
+    *,
+    steps: Tensor | None = None,
+    rows: Tensor | None = None,
+    symptom: Symptom | None = None,
 ) -> Finding:
     """`got` lies within the tolerance of `want`; infinities must agree exactly and NaN never does.
 
     Args:
         want: float64. steps: for tolerances in steps, half a step at each element.
         rows: where only some rows are compared, which ones; the message then names those.
+        symptom: says more about the coordinate of the largest error, of the rows that are compared.
     """
     if got.shape != want.shape:
         return Finding(quantity, math.inf, limit.rel, f"{quantity}: got shape {list(got.shape)}, expected {list(want.shape)}")
@@ -100,20 +158,22 @@ def close(
     elif limit.magnitude == "step":
         assert steps is not None, "a tolerance in steps needs them"
         magnitude = steps
-    floor = limit.abs / limit.rel if limit.rel else 1.0
-    error = torch.where(finite, (got - want).abs() / magnitude.clamp(min=max(floor, torch.finfo(torch.float64).tiny)), 0.0)
+    least = limit.abs / limit.rel if limit.rel else 1.0
+    error = torch.where(finite, (got - want).abs() / magnitude.clamp(min=max(least, torch.finfo(torch.float64).tiny)), 0.0)
     error = torch.where(finite | (got == want), error, math.inf).nan_to_num(nan=math.inf, posinf=math.inf)
     bound = limit.rel if limit.rel else limit.abs
     worst, wrong = float(error.max()), error > bound
     if not wrong.any():
         return Finding(quantity, worst, bound)
     where = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
-    place = where if rows is None else (int(rows[where[0]]), *where[1:])
+    named = where if rows is None else (int(rows[where[0]]), *where[1:])
+    what, place, remark = _said(symptom, where)
     message = (
-        f"{_at(quantity, place)}: got {got[where].item():.6g}, expected {want[where].item():.6g}, "
-        f"error {worst:.3g} of {limit.magnitude} magnitude, limit {bound:.3g}; {int(wrong.sum())} of {wrong.numel()} exceed it"
+        f"{_at(quantity, named)}: got {got[where].item():.6g}, expected {want[where].item():.6g}, "
+        f"error {worst:.3g} of {limit.magnitude} magnitude, limit {bound:.3g}; "
+        f"{int(wrong.sum())} of {wrong.numel()} exceed it{remark}"
     )
-    return Finding(quantity, worst, bound, message)
+    return Finding(quantity, worst, bound, message, what, place)
 
 
 def cosine(quantity: str, got: Tensor, want: Tensor, limit: float) -> Finding:
@@ -124,21 +184,3 @@ def cosine(quantity: str, got: Tensor, want: Tensor, limit: float) -> Finding:
     error = math.inf if math.isnan(error) else max(error, 0.0)
     message = "" if error <= limit else f"{quantity}: {error:.3g}, limit {limit:.3g}"
     return Finding(quantity, error, limit, message)
-
-
-def attributes(quantity: str, got: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Finding:
-    """A result is a tensor of this shape, dtype and device."""
-    wanted = f"{dtype} {list(shape)} on {device.type}"
-    if not isinstance(got, Tensor):
-        return Finding(quantity, math.inf, 0, f"{quantity}: got {type(got).__name__}, expected a tensor {wanted}")
-    if tuple(got.shape) == shape and got.dtype == dtype and got.device.type == device.type:
-        return Finding(quantity, 0, 0)
-    found = f"{got.dtype} {list(got.shape)} on {got.device.type}"
-    return Finding(quantity, math.inf, 0, f"{quantity}: got {found}, expected {wanted}")
-
-
-def same_object(quantity: str, got: object, given: Tensor) -> Finding:
-    """The result is the tensor that the caller passed for it, not another one."""
-    if got is given:
-        return Finding(quantity, 0, 0)
-    return Finding(quantity, math.inf, 0, f"{quantity}: a tensor was given to write to, another one was returned")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,8 +12,12 @@ import torch
 from torch import Tensor
 
 from mla_portable.layouts import SCALE_GROUP, CacheLayout
+from mla_portable.problems.exact import INT32_MAX, INT32_MIN
 
 __all__ = [
+    "GUARD_ROWS",
+    "MIXED",
+    "MIXED_TOKENS",
     "PAIR_BLOCK",
     "PATTERNS",
     "SIZES",
@@ -20,12 +25,17 @@ __all__ = [
     "cached_rows",
     "corpus",
     "generator",
+    "guard_rows",
     "hole_mask",
     "index_rows",
+    "mixed_kinds",
+    "near",
     "paged",
+    "paged_cache",
     "queries",
     "seed_of",
     "shuffled",
+    "vast",
 ]
 
 PATTERNS: Final = ("dense", "holes", "front", "middle", "end", "absent", "corpus", "duplicates", "first", "last")
@@ -48,8 +58,13 @@ loud_group  the first 128 values of every token are 2^12 times larger, and the q
 """
 PAIR_BLOCK: Final = 8
 """Tokens that a block must hold for a cache of two of them to make a case."""
-INT32_MIN: Final = -(2**31)
-INT32_MAX: Final = 2**31 - 1
+MIXED: Final = "mixed"
+"""The pattern of a probe: rows in turn that are full, have four holes, are absent and have a single entry, or the last three
+where there are not as many rows as that. What is invalid is so by little (`near`): memory that a faulty kernel may read."""
+MIXED_TOKENS: Final = 48
+"""Tokens that such a problem's cache holds."""
+GUARD_ROWS: Final = 64
+"""Rows at least before and behind the blocks of a cache, which keep their alignment."""
 
 
 def seed_of(text: str) -> int:
@@ -65,6 +80,11 @@ def generator(seed: int) -> torch.Generator:
 def corpus(limit: int) -> tuple[int, ...]:
     """The int32 values that are invalid where `limit` indices exist."""
     return (INT32_MIN, -123456, -1, limit, limit + 114514, INT32_MAX)
+
+
+def near(limit: int) -> tuple[int, ...]:
+    """Values that are invalid by little where `limit` indices exist."""
+    return (-1, limit, -2, limit + 1)
 
 
 def shuffled(count: int, g: torch.Generator) -> Tensor:
@@ -131,27 +151,35 @@ class Paged:
         self.rows[slots // block_size, slots % block_size] = rows
 
 
-def paged(layout: CacheLayout, num_blocks: int, block_size: int, *, strided: bool = False) -> Paged:
-    """A cache in which every byte is 0xFF: NaN as e4m3, as bf16 and as float32.
+def guard_rows(block_size: int) -> int:
+    """Rows before and behind the blocks of a cache: at least one block."""
+    return max(block_size, GUARD_ROWS)
+
+
+def paged(dtype: torch.dtype, width: int, num_blocks: int, block_size: int, *, gap_bytes: int = 0) -> Paged:
+    """A cache of rows of `width` elements in which every byte is 0xFF: NaN as e4m3, as bf16 and as float32.
 
     Args:
-        strided: blocks lie three rows further apart than they are long.
+        gap_bytes: between blocks.
     """
-    row, guard = layout.row_bytes, block_size * layout.row_bytes
-    stride = (block_size + (3 if strided else 0)) * row
+    row = width * dtype.itemsize
+    guard, stride = guard_rows(block_size) * row, block_size * row + gap_bytes
     storage = torch.full((guard + num_blocks * stride + guard,), 0xFF, dtype=torch.uint8)
-    return Paged(storage, *_views(storage, layout, num_blocks, block_size, stride, guard))
+    return Paged(storage, *_views(storage, dtype, width, num_blocks, block_size, stride, guard))
+
+
+def paged_cache(layout: CacheLayout, num_blocks: int, block_size: int, *, strided: bool = False) -> Paged:
+    """Likewise of a layout. strided: blocks lie three rows further apart than they are long."""
+    return paged(layout.dtype, layout.row_width, num_blocks, block_size, gap_bytes=3 * layout.row_bytes if strided else 0)
 
 
 def _views(
-    storage: Tensor, layout: CacheLayout, num_blocks: int, block_size: int, stride: int, offset: int
+    storage: Tensor, dtype: torch.dtype, width: int, num_blocks: int, block_size: int, stride: int, offset: int
 ) -> tuple[Tensor, Tensor]:
-    rows = storage.as_strided((num_blocks, block_size, layout.row_bytes), (stride, layout.row_bytes, 1), offset)
-    width = layout.dtype.itemsize
-    view = storage.view(layout.dtype).as_strided(
-        (num_blocks, block_size, layout.row_width), (stride // width, layout.row_width, 1), offset // width
-    )
-    return rows, view
+    size = dtype.itemsize
+    rows = storage.as_strided((num_blocks, block_size, width * size), (stride, width * size, 1), offset)
+    shape, strides = (num_blocks, block_size, width), (stride // size, width, 1)
+    return rows, storage.view(dtype).as_strided(shape, strides, offset // size)
 
 
 def vast(layout: CacheLayout, block_size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,14 +192,31 @@ def vast(layout: CacheLayout, block_size: int, device: torch.device) -> tuple[Te
     num_blocks = -(-(boundary + 4096) // block_size)
     num_slots = num_blocks * block_size
     storage = torch.empty(num_slots * layout.row_bytes, dtype=torch.uint8, device=device)
-    rows, view = _views(storage, layout, num_blocks, block_size, block_size * layout.row_bytes, 0)
+    stride = block_size * layout.row_bytes
+    rows, view = _views(storage, layout.dtype, layout.row_width, num_blocks, block_size, stride, 0)
     rows[0, 0] = 0xFF  # where a careless kernel looks for tokens that are absent
     ends = [torch.arange(1, 9), torch.arange(boundary - 8, boundary + 8), torch.arange(num_slots - 8, num_slots)]
     return view, rows, torch.cat(ends)
 
 
+_MIXED_MASKS: Final[dict[str, Callable[[Tensor, int], Tensor]]] = {
+    "full": lambda column, topk: column < 0,
+    "holes": lambda column, topk: torch.isin(column, torch.tensor([0, topk // 3, topk // 2, topk - 1])),
+    "absent": lambda column, topk: column >= 0,
+    "single": lambda column, topk: column < topk - 1,
+}
+
+
+def mixed_kinds(rows: int, topk: int) -> list[str]:
+    """What each row of a `MIXED` problem is about. A row of a few entries has no room for holes."""
+    kinds = list(_MIXED_MASKS)[rows % 4 != 0 :] if topk >= 8 else ["full", "absent"]
+    return [kinds[row % len(kinds)] for row in range(rows)]
+
+
 def hole_mask(pattern: str, rows: int, topk: int, g: torch.Generator) -> Tensor:
     """[rows, topk] bool, True where the pattern wants an invalid entry."""
+    if pattern == MIXED:
+        return torch.stack([_MIXED_MASKS[kind](torch.arange(topk), topk) for kind in mixed_kinds(rows, topk)])
     column = torch.arange(topk).expand(rows, topk)
     third = max(1, topk // 3)
     if pattern == "front":
@@ -209,8 +254,10 @@ def index_rows(
         pick = pick[:, torch.arange(topk) % len(used)]
     chosen = used[pick]
     mask = hole_mask(pattern, rows, topk, g)
-    fill = torch.tensor(corpus(limit) if pattern in ("corpus", "absent") else (-1,))
-    chosen = torch.where(mask, fill[torch.arange(rows * topk).view(rows, topk) % len(fill)], chosen)
+    values = {"corpus": corpus(limit), "absent": corpus(limit), MIXED: near(limit)}
+    fill = torch.tensor(values.get(pattern, (-1,)))
+    turn = mask.cumsum(dim=1) - 1 if pattern == MIXED else torch.arange(rows * topk).view(rows, topk)
+    chosen = torch.where(mask, fill[turn % len(fill)], chosen)
     if lengths is not None and len(unused):
         beyond = torch.arange(topk) >= lengths.unsqueeze(-1)
         chosen = torch.where(beyond, unused[torch.arange(topk) % len(unused)], chosen)

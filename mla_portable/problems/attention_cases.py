@@ -10,7 +10,7 @@ from typing import Any, Final
 from mla_portable.contracts import DecodeSchedule, DeviceFacts, Implementation, Request, ScheduleKind, SplitSchedule
 from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE
-from mla_portable.tools.conformance.attention import (
+from mla_portable.problems.attention import (
     WORKSPACE,
     AttentionParams,
     DecodeParams,
@@ -18,9 +18,9 @@ from mla_portable.tools.conformance.attention import (
     layout_of_storage,
     workspace_of,
 )
-from mla_portable.tools.conformance.cover import Choice, covering, crossed
-from mla_portable.tools.conformance.inputs import PAIR_BLOCK, PATTERNS, SIZES
-from mla_portable.tools.conformance.params import (
+from mla_portable.problems.cover import Choice, covering, crossed
+from mla_portable.problems.draw import PAIR_BLOCK, PATTERNS, SIZES
+from mla_portable.problems.shapes import (
     Storage,
     accepted,
     block_sizes,

@@ -1,27 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every kind of case has in common, and the values that shapes take: those of a fixed list that a Support accepts."""
+"""The values that shapes take: those of a fixed list that a Support accepts; what a device has room and graphs for."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
-import torch
-
-from mla_portable.contracts import LAYOUTS, DeviceFacts, Implementation, Primitive, Request
-from mla_portable.tools.conformance.cover import Choice
-from mla_portable.tools.conformance.problem import Problem
+from mla_portable.contracts import DeviceFacts, Implementation, Request
+from mla_portable.layouts import LAYOUTS
+from mla_portable.problems.cover import Choice
 
 __all__ = [
-    "LEVELS",
-    "Params",
     "Storage",
     "accepted",
     "block_sizes",
     "can_capture",
     "can_hold_vast",
+    "claimed",
     "heads",
     "narrow_topks",
     "query_lens",
@@ -29,10 +24,6 @@ __all__ = [
     "storages",
     "topks",
 ]
-
-LEVELS: Final = ("smoke", "quick", "full")
-"""smoke: a handful of cases, seconds. quick: every pair of values of all axes, and every special scene. full: the cross
-product of shapes with everything else spread over it; meant for GPUs."""
 
 HEADS: Final = (1, 8, 16, 24, 32, 64, 128)
 TOPKS: Final = (64, 100, 128, 1024, 2048)
@@ -42,31 +33,6 @@ NARROW: Final = 8
 
 Storage = tuple[str, str | None]
 """(kv_layout, scale_format); the latter is None for a layout without scales."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Params(ABC):
-    """The parameters of a case. Subclasses add a primitive's own.
-
-    Attributes:
-        run: "once"; "repeat", two calls that must agree bit for bit; "graph", captured, then replayed on other inputs;
-            "batches", rows in batches of several sizes, which must agree bit for bit.
-    """
-
-    primitive: ClassVar[Primitive]
-    run: str = "once"
-
-    @abstractmethod
-    def words(self) -> list[str]:
-        """The parameters as words of an id; usual values go unsaid."""
-
-    @abstractmethod
-    def request(self, device: DeviceFacts) -> Request:
-        """What this case asks of the registry."""
-
-    @abstractmethod
-    def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
-        """The problem on a device. The same seed gives the same values on every device."""
 
 
 def accepted(implementation: Implementation, facts: DeviceFacts, field: str, candidates: Sequence[Any]) -> list[Any]:
@@ -154,3 +120,11 @@ def can_capture(implementation: Implementation, facts: DeviceFacts) -> bool:
 def says_something(choice: Choice) -> bool:
     """A narrow row is full or wholly invalid; no other pattern is to be seen in it."""
     return choice.get("topk", NARROW) >= NARROW or choice.get("pattern", "dense") in ("dense", "absent")
+
+
+def claimed(implementation: Implementation, facts: DeviceFacts, choice: Choice) -> bool:
+    """Nothing in a partial choice of storage and block size speaks against the implementation's own declaration."""
+    layout, scale_format = choice.get("storage", (None, None))
+    size = choice.get("block_size")
+    request = Request(implementation.primitive, facts, layout, block_size=size, scale_format=scale_format)
+    return not any(True for _ in implementation.support.shape_reasons(request))

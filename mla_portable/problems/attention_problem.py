@@ -6,33 +6,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import (
-    LAYOUTS,
-    DecodeSchedule,
-    DeviceFacts,
-    ScheduleLimits,
-    SplitSchedule,
-    split_kv,
+from mla_portable.contracts import DecodeSchedule, DeviceFacts, ScheduleLimits, SplitSchedule, split_kv
+from mla_portable.layouts import LAYOUTS
+from mla_portable.problems.attention import SOFTMAX_SCALE, AttentionParams, attend, findings
+from mla_portable.problems.compare import Finding
+from mla_portable.problems.draw import (
+    MIXED,
+    MIXED_TOKENS,
+    cached_rows,
+    generator,
+    index_rows,
+    mixed_kinds,
+    paged_cache,
+    queries,
+    shuffled,
+    vast,
 )
-from mla_portable.primitives import SPARSE_DECODE
-from mla_portable.reference import oracle
-from mla_portable.tools.conformance.compare import Finding, attributes, close, cosine, same_object
-from mla_portable.tools.conformance.inputs import Paged, cached_rows, generator, index_rows, paged, queries, shuffled, vast
-from mla_portable.tools.conformance.problem import Guarded, Problem, Stage
-from mla_portable.tools.conformance.tolerances import tolerance
+from mla_portable.problems.stage import Problem, Results, Stage
 
-if TYPE_CHECKING:
-    from mla_portable.tools.conformance.attention import AttentionParams
+__all__ = ["build_attention", "make_schedule"]
 
-__all__ = ["SOFTMAX_SCALE", "build_attention", "make_schedule"]
-
-SOFTMAX_SCALE: Final = 192**-0.5
-"""That of DeepSeek-V3's 128 + 64 wide queries, which absorbed weights do not change."""
 JUDGED_ROWS: Final = 96
 """Of a problem with very many rows the first, the last and others between are compared."""
 
@@ -65,13 +63,19 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
     indices = _renamed(names, torch.cat([kv.used, kv.unused]), params)
     original_indices = _renamed(names, torch.cat([kv.original_used, kv.unused]), params)
 
+    if params.promised and lengths is not None and params.pattern == MIXED:  # compacted rows and their counts
+        order = (indices < 0).to(torch.uint8).argsort(dim=1, stable=True)
+        indices, original_indices = indices.gather(1, order), original_indices.gather(1, order)
+        lengths = (indices >= 0).sum(1, dtype=torch.int32)
+
     shape = (rows // params.query_len, params.query_len) if params.query_len else (rows,)
     q, original_indices = q.view(*shape, heads, layout.key_width), original_indices.view(*shape, topk)
     lengths = None if lengths is None else lengths.view(shape)
     sink = _sink(params, q, kv.original, original_indices, lengths, g)
     apart = params.inputs == "views"
-    q_placed = stage.read("q", q, strided=apart)
-    indices_placed = stage.read("indices", indices.view(*shape, topk), strided=apart)
+    kv_name = "kv_cache" if params.query_len else "kv"
+    args = {"q": stage.read("q", q, strided=apart), kv_name: kv.placed}
+    args["indices"] = stage.read("indices", indices.view(*shape, topk), strided=apart)
     keywords: dict[str, Any] = {"softmax_scale": SOFTMAX_SCALE}
     if lengths is not None:
         keywords["lengths"] = stage.read("lengths", lengths, strided=apart)
@@ -80,36 +84,38 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
     if params.outputs != "fresh":
         strided = params.outputs == "views"
         keywords["out"] = stage.write("out", (*shape, heads, layout.value_width), torch.bfloat16, strided=strided)
-        if params.with_lse or params.promised:
-            keywords["lse_out"] = stage.write("lse_out", (*shape, heads), torch.float32, strided=strided)
+        if params.with_lse or params.promised or params.pattern == MIXED:
+            keywords["lse_out"] = stage.write("lse", (*shape, heads), torch.float32, strided=strided)
     if params.schedule is not None and rows:
         keywords["schedule"] = make_schedule(params, device, facts)
 
     judged = torch.linspace(0, rows - 1, JUDGED_ROWS).long() if rows > JUDGED_ROWS else torch.arange(rows)
-    expected = _expected(params, q, kv.original, original_indices, lengths, sink, judged)
-
-    def call(bound: Callable[..., Any]) -> tuple[Tensor, ...]:
-        return tuple(bound(q_placed, kv.placed, indices_placed, **keywords))
+    want_out, want_lse = _expected(params, q, kv.original, original_indices, lengths, sink, judged)
 
     def part(bound: Callable[..., Any], some: slice) -> tuple[Tensor, ...]:
         own = {name: value for name, value in keywords.items() if name in ("softmax_scale", "attn_sink")}
         if "lengths" in keywords:
             own["lengths"] = keywords["lengths"][some]
         if "schedule" in keywords:
-            own["schedule"] = make_schedule(params, device, facts, num_rows=q_placed[some].shape[:-2].numel())
-        results = tuple(bound(q_placed[some], kv.placed, indices_placed[some], **own))
+            own["schedule"] = make_schedule(params, device, facts, num_rows=args["q"][some].shape[:-2].numel())
+        results = tuple(bound(args["q"][some], args[kv_name], args["indices"][some], **own))
         return results if params.with_lse else results[:1]
 
-    def judge(results: tuple[Tensor, ...], writes: dict[str, Guarded]) -> Iterator[Finding]:
-        return _judge(params, shape, device, expected, judged, results, writes)
+    def judge(results: Results, stage: Stage) -> Iterator[Finding]:
+        got = {name: value.flatten(0, len(shape) - 1)[judged] for name, value in results.items()}
+        if not params.with_lse and "lse" in got:  # NaN says that it is none
+            got["lse"] = torch.where(got["lse"].isnan(), want_lse, got["lse"])
+        yield from findings(params.storage_name, got, {"out": want_out, "lse": want_lse}, rows=judged, sink=sink)
 
-    return Problem(stage, call, judge, part)
+    returns = {"out": ((*shape, heads, layout.value_width), torch.bfloat16), "lse": ((*shape, heads), torch.float32)}
+    outputs, untold = frozenset({"out", "lse_out"}), frozenset(() if params.with_lse else ("lse",))
+    return Problem(stage, args, keywords, returns, judge, outputs, untold, part)
 
 
 def _kv(params: AttentionParams, stage: Stage, g: torch.Generator) -> _KV:
     """A small cache (a workspace is one block of it), most of whose slots hold tokens at shuffled places."""
     layout = LAYOUTS[params.kv_layout]
-    wanted = params.topk + params.topk // 4 + 10
+    wanted = 2 * MIXED_TOKENS if params.pattern == MIXED else params.topk + params.topk // 4 + 10
     block_size = params.block_size or wanted
     if params.block_size is None or params.blocks == "pair":
         num_blocks = 1 if params.block_size is None else 2
@@ -118,10 +124,10 @@ def _kv(params: AttentionParams, stage: Stage, g: torch.Generator) -> _KV:
     limit = num_blocks * block_size
     order = shuffled(limit - 2, g) + 1  # slot 0 and the last slot are special
     edge = torch.tensor([0, limit - 1] if params.pattern == "dense" else [limit - 1])
-    count = min(params.topk + params.topk // 8, limit - 8)
+    count = min(MIXED_TOKENS if params.pattern == MIXED else params.topk + params.topk // 8, limit - 8)
     used = torch.cat([edge, order])[:count]
     unused = torch.cat([torch.tensor([], dtype=torch.int64) if params.pattern == "dense" else torch.tensor([0]), order[-6:]])
-    cache = paged(layout, num_blocks, block_size, strided=params.blocks != "packed")
+    cache = paged_cache(layout, num_blocks, block_size, strided=params.blocks != "packed")
     cache.put(used, cached_rows(count, layout, params.scale_format, g, size=params.size))
     view = cache.view[0] if params.block_size is None else cache.view
     return _KV(stage.read("kv", view), view, used, used, unused, limit)
@@ -134,7 +140,7 @@ def _vast_kv(params: AttentionParams, stage: Stage, g: torch.Generator) -> _KV:
     tokens = cached_rows(len(used), layout, params.scale_format, g)
     block_size = device_rows.shape[1]
     device_rows[(used // block_size).to(stage.device), (used % block_size).to(stage.device)] = tokens.to(stage.device)
-    small: Paged = paged(layout, len(used), 1)
+    small = paged_cache(layout, len(used), 1)
     original_used = torch.arange(len(used))
     small.put(original_used, tokens)
     nothing = torch.tensor([], dtype=torch.int64)
@@ -152,6 +158,9 @@ def _renamed(names: Tensor, slots: Tensor, params: AttentionParams) -> Tensor:
 def _lengths(params: AttentionParams, g: torch.Generator) -> Tensor:
     """[rows] int32: nothing, everything, and values that are clamped to [0, topk]; which row has which depends on the seed."""
     rows, topk = params.rows, params.topk
+    if params.pattern == MIXED:
+        kinds = {"full": -(-topk // 2), "holes": topk - topk // 4}
+        return torch.tensor([kinds.get(kind, topk) for kind in mixed_kinds(rows, topk)], dtype=torch.int32)
     values = torch.randint(1, topk + 1, (rows,), generator=g, dtype=torch.int32)
     fixed = [max(1, topk // 2), topk + 7, 0, topk, -3]
     turn = g.initial_seed() % len(fixed) if rows > 1 else 0  # never the same twice when a graph is replayed on the next seed
@@ -214,63 +223,7 @@ def _expected(
     judged: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The oracle's (out [n, H, 512], lse [n, H]) of the judged rows, float64."""
-    compute = oracle.sparse_decode if params.primitive is SPARSE_DECODE else oracle.sparse_prefill
-    count = len(judged)
-    lead = (count, 1) if params.query_len else (count,)
-    heads, topk = params.heads, params.topk
-    out, lse = compute(
-        q.reshape(params.rows, *q.shape[-2:])[judged].view(*lead, *q.shape[-2:]),
-        kv,
-        indices.reshape(params.rows, topk)[judged].view(*lead, topk),
-        softmax_scale=SOFTMAX_SCALE,
-        lengths=None if lengths is None else lengths.reshape(params.rows)[judged].view(lead),
-        attn_sink=sink,
-    )
-    return out.view(count, heads, out.shape[-1]), lse.view(count, heads)
-
-
-def _judge(
-    params: AttentionParams,
-    shape: tuple[int, ...],
-    device: torch.device,
-    expected: tuple[Tensor, Tensor],
-    judged: Tensor,
-    results: tuple[Tensor, ...],
-    writes: dict[str, Guarded],
-) -> Iterator[Finding]:
-    heads, primitive, storage = params.heads, params.primitive, params.storage_name
-    shapes = {"out": ((*shape, heads, expected[0].shape[-1]), torch.bfloat16), "lse": ((*shape, heads), torch.float32)}
-    names = ("out", "lse_out") if params.with_lse else ("out",)
-    for (name, (wanted, dtype)), got, _ in zip(shapes.items(), results, names, strict=False):
-        found = attributes(f"{name} tensor", got, wanted, dtype, device)
-        yield found
-        if found.message:
-            return
-    for name, got in zip(names, results, strict=False):
-        if name in writes:
-            yield same_object(f"{name} identity", got, writes[name].view)
-    for name, written in writes.items():
-        yield written.outside(name)
-    want_out, want_lse = expected
-    out = results[0].flatten(0, len(shape) - 1).cpu()[judged]
-    absent = want_lse == -math.inf
-    yield _zero("out of rows without a valid entry", out[absent])
-    limit = tolerance(primitive, storage, "out")
-    yield close("out", out, want_out, limit, rows=judged)
-    if limit.cosine is not None:
-        yield cosine("out cosine", out, want_out, limit.cosine)
-    lse = results[1]
-    if params.with_lse or lse.numel():
-        lse = lse.flatten(0, len(shape) - 1).cpu()[judged]
-        if not params.with_lse:  # NaN says that it is none
-            lse = torch.where(lse.isnan(), want_lse, lse)
-        yield close("lse", lse, want_lse, tolerance(primitive, storage, "lse"), rows=judged)
-
-
-def _zero(quantity: str, got: Tensor) -> Finding:
-    """Every element is 0 (of either sign)."""
-    wrong = got != 0  # NaN is not 0
-    count = int(wrong.sum())
-    if not count:
-        return Finding(quantity, 0, 0)
-    return Finding(quantity, count, 0, f"{quantity}: got {got[wrong][0].item()}, expected 0; {count} elements are not 0")
+    rows = q.reshape(params.rows, params.heads, q.shape[-1])[judged]
+    named = indices.reshape(params.rows, params.topk)[judged]
+    limits = None if lengths is None else lengths.reshape(params.rows)[judged]
+    return attend(rows, kv, named, softmax_scale=SOFTMAX_SCALE, lengths=limits, attn_sink=sink)

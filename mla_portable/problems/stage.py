@@ -10,14 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from mla_portable.tools.conformance.compare import Finding, same_bits
+from mla_portable.problems.compare import Finding, same_bits
 
-__all__ = ["Guarded", "Problem", "Stage", "guarded"]
+__all__ = ["Guarded", "Judge", "Problem", "Results", "Stage", "guarded"]
+
+Results = dict[str, Tensor]
+"""What a call returned, by name."""
 
 _GUARD_ELEMENTS = 64
 _FLOAT_POISON = 0xFF
@@ -92,8 +95,11 @@ class Stage:
         Args:
             strided: place the same values in rows that lie further apart than they are long instead.
         """
-        if strided:
-            values, original = original, guarded(tuple(original.shape), original.dtype, torch.device("cpu"), strided=True).view
+        if strided or original.untyped_storage().nbytes() == original.nbytes:  # nothing surrounds it yet
+            values, original = (
+                original,
+                guarded(tuple(original.shape), original.dtype, torch.device("cpu"), strided=strided).view,
+            )
             original.copy_(values)
         base = original.as_strided((original.untyped_storage().nbytes() // original.element_size(),), (1,), 0)
         placed = base.to(self.device, copy=True)
@@ -113,30 +119,93 @@ class Stage:
         return view
 
 
+Judge = Callable[[Results, Stage], Iterator[Finding]]
+"""Compares results, copied to the CPU, and what the stage's call wrote with the oracle. It reads CPU originals of its own
+problem alone, so that it can judge another problem's tensors after they were loaded with this problem's values."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
     """One call, ready to run.
 
     Attributes:
         stage: its tensors.
-        call: runs an implementation on them; returns its results.
+        args: positional arguments by name, in order. kwargs: keyword arguments, given outputs among them.
+        returns: what the call returns, by name, in order: shape and dtype.
+        judge: see Judge.
+        outputs: the keywords of outputs, which a caller may leave out.
+        untold: results that the call does not ask for: NaN or no elements, or else they must be right.
         part: runs an implementation on some of the batch rows, into fresh memory; returns the leading results, as far as they
             mean something. None where a problem has no such rows.
-        judge: compares (results, what was written) with the oracle. It uses CPU originals alone, so that it can judge
-            another problem's tensors after they were loaded with this problem's values.
     """
 
     stage: Stage
-    call: Callable[[Callable[..., Any]], tuple[Tensor, ...]]
-    judge: Callable[[tuple[Tensor, ...], dict[str, Guarded]], Iterator[Finding]]
+    args: dict[str, Any]
+    kwargs: dict[str, Any]
+    returns: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    judge: Judge
+    outputs: frozenset[str] = frozenset()
+    untold: frozenset[str] = frozenset()
     part: Callable[[Callable[..., Any], slice], tuple[Tensor, ...]] | None = None
 
-    def findings(self, results: tuple[Tensor, ...], stage: Stage | None = None) -> Iterator[Finding]:
-        """Every comparison; `stage` is the one the call ran on, this problem's own unless it was loaded elsewhere."""
+    def call(self, bound: Callable[..., Any], *, given: bool = True) -> object:
+        """Run an implementation. given: pass the outputs; without, it allocates them. Returns: what it returned."""
+        kwargs = {name: value for name, value in self.kwargs.items() if given or name not in self.outputs}
+        return bound(*self.args.values(), **kwargs)
+
+    def results_of(self, returned: object, stage: Stage | None = None, *, given: bool = True) -> Results | str:
+        """The tensors that a call returned, by name; or what is wrong with what it returned. See `call`."""
+        names, writes = tuple(self.returns), (stage or self.stage).writes if given else {}
+        values = (returned,) if len(names) == 1 else ()
+        if len(names) > 1:
+            if not isinstance(returned, (tuple, list)) or len(cast(Any, returned)) != len(names):
+                return f"returned {_kind(returned)}, expected ({', '.join(names)})"
+            values = tuple(cast(Any, returned))
+        device = next(iter(self.args.values())).device
+        found: Results = {}
+        for name, value in zip(names, values, strict=True):
+            shape, dtype = self.returns[name]
+            if not isinstance(value, Tensor):
+                return f"returned {_kind(value)} as {name}, expected a tensor"
+            if name in self.untold and not value.numel():
+                continue
+            if value.device != device:
+                return f"returned {name} on {value.device}, expected {device}"
+            if name in writes and name not in self.untold and not _same_place(value, writes[name].view):
+                return f"returned another tensor than the `{name}` that it was given to write"
+            if value.dtype != dtype:
+                return f"{name} has dtype {_short(value.dtype)}, expected {_short(dtype)}"
+            if tuple(value.shape) != shape:
+                return f"{name} has shape {list(value.shape)}, expected {list(shape)}"
+            found[name] = value
+        return found
+
+    def changed(self, stage: Stage | None = None) -> Iterator[Finding]:
+        """Every input against what it was; `stage` is the one the call ran on, this problem's own unless loaded elsewhere."""
         ran_on = stage or self.stage
         for name, pristine in self.stage.pristine.items():
-            yield same_bits(f"input {name}", ran_on.reads[name], pristine)
-        yield from self.judge(results, ran_on.writes)
+
+            def symptom(where: tuple[int, ...], name: str = name) -> tuple[str, str]:
+                return f"it changed its input {name}", ""
+
+            yield same_bits(f"input {name}", ran_on.reads[name], pristine, symptom=symptom)
+
+    def judged(self, results: Results, stage: Stage | None = None) -> Iterator[Finding]:
+        """The results of `results_of`, and what lies around them."""
+        ran_on = stage or self.stage
+        for name, written in ran_on.writes.items():
+            if name in self.returns:
+                yield written.outside(name)
+        yield from self.judge({name: value.detach().cpu() for name, value in results.items()}, ran_on)
+
+    def findings(self, returned: object, stage: Stage | None = None) -> Iterator[Finding]:
+        """Every comparison of a call with given outputs."""
+        yield from self.changed(stage)
+        results = self.results_of(returned, stage)
+        if isinstance(results, str):
+            yield Finding("results", math.inf, 0, results)
+        else:
+            yield from self.judged(results, stage)
 
     def load(self, other: Problem) -> None:
         """Overwrite this problem's tensors, where they are, with those of another problem of the same shapes."""
@@ -144,3 +213,17 @@ class Problem:
             self.stage.reads[name].copy_(pristine)
         for name, written in other.stage.writes.items():
             self.stage.writes[name].storage.copy_(written.initial)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(cast(Any, value)).__name__} of {len(cast(Any, value))}"
+    return type(value).__name__
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _same_place(got: Tensor, given: Tensor) -> bool:
+    return got.data_ptr() == given.data_ptr() and (got.stride() == given.stride() or got.shape != given.shape)

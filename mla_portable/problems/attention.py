@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sparse_decode and sparse_prefill share: the oracle, the tolerances, the judge, the parameters of a case."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import DeviceFacts, Request, ScheduleKind, Support
+from mla_portable.layouts import BF16, KV_LORA_RANK, LAYOUTS
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.problems import exact
+from mla_portable.problems.base import Params
+from mla_portable.problems.compare import Finding, Symptom, Tolerance, close, cosine, limit_of
+from mla_portable.problems.draw import MIXED
+from mla_portable.problems.stage import Problem
+
+__all__ = [
+    "SOFTMAX_SCALE",
+    "TOLERANCES",
+    "WORKSPACE",
+    "AttentionParams",
+    "DecodeParams",
+    "PrefillParams",
+    "attend",
+    "attention_of_request",
+    "attention_variants",
+    "findings",
+    "judge_state",
+    "layout_of_storage",
+    "workspace_of",
+]
+
+SOFTMAX_SCALE: Final = 192**-0.5
+"""That of DeepSeek-V3's 128 + 64 wide queries, which absorbed weights do not change."""
+WORKSPACE: Final = "workspace"
+INFINITE: Final = "infinite sinks"
+_NEAR: Final = 2e-2
+"""How well a wrong lse must fit an explanation, relative."""
+
+_OUT = Tolerance(
+    1e-6,
+    1e-2,
+    "result and probabilities each rounded to bf16 (2^-8); FlashMLA's own tests allow 2.01/128 of each element",
+    "row",
+    cosine=1e-5,
+)
+_OUT_AMAX = Tolerance(
+    1e-6,
+    3e-2,
+    "two more roundings: FlashMLA on SM90 rounds the scale to bf16, and the product with it; a model of that reaches 0.019",
+    "row",
+    cosine=2e-4,
+)
+_LSE = Tolerance(1e-4, 1.2e-4, "float32 sums of exact products; FlashMLA's own tests allow 8.01/65536 relative")
+_LSE_AMAX = Tolerance(3e-2, 3e-3, "a scale rounded to bf16 moves a score by 2^-8 of its parts; a model of that reaches 0.011")
+TOLERANCES: Final = {
+    (storage, quantity): row
+    for storage, out, lse in (("bf16", _OUT, _LSE), ("pow2", _OUT, _LSE), ("amax", _OUT_AMAX, _LSE_AMAX))
+    for quantity, row in (("out", out), ("lse", lse))
+}
+
+
+def workspace_of(layout: str) -> str:
+    """What cases call flat rows of a layout: the name of the storage starts with WORKSPACE."""
+    return WORKSPACE if layout == BF16.name else f"{WORKSPACE}_{layout}"
+
+
+def layout_of_storage(kv: str) -> str:
+    """The layout of a storage, which is a paged layout or what `workspace_of` made of one."""
+    return BF16.name if kv == WORKSPACE else kv.removeprefix(f"{WORKSPACE}_")
+
+
+def attend(
+    q: Tensor, kv: Tensor, indices: Tensor, *, softmax_scale: float, lengths: Tensor | None, attn_sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """out [T, H, 512] and lse [T, H], float64, one query row at a time; kv is a workspace or a paged cache."""
+    queries, cache, index = q.detach().cpu().double(), kv.detach().cpu(), indices.cpu().long()
+    sink = None if attn_sink is None else attn_sink.detach().cpu().double()
+    limits = [index.shape[1]] * index.shape[0] if lengths is None else lengths.tolist()
+    num_slots = cache.shape[0] if cache.dim() == 2 else cache.shape[0] * cache.shape[1]
+    out = torch.empty((*queries.shape[:2], KV_LORA_RANK), dtype=torch.float64, device="cpu")
+    lse = torch.empty(queries.shape[:2], dtype=torch.float64, device="cpu")
+    for token, limit in enumerate(limits):
+        named = index[token, : max(0, limit)]
+        named, times = named[(named >= 0) & (named < num_slots)].unique(return_counts=True)
+        out[token], lse[token] = _attend_row(queries[token], exact.named_rows(cache, named), times, softmax_scale, sink)
+    return out, lse
+
+
+def _attend_row(
+    q: Tensor, rows: Tensor, times: Tensor, softmax_scale: float, attn_sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """out [H, 512] and lse [H] of a query row q [H, 576] float64 over stored rows [n, width], each times [n] times."""
+    if rows.shape[0] == 0:
+        return q.new_zeros(q.shape[0], KV_LORA_RANK), q.new_full((q.shape[0],), -math.inf)
+    latent = exact.latent(rows)  # [n, 512]
+    keys = torch.cat([latent, exact.rope(rows).double()], dim=1)  # [n, 576]
+    scores = softmax_scale * (q @ keys.T)  # [H, n]
+    top = scores.max(dim=1, keepdim=True).values
+    weights = times * torch.exp(scores - top)
+    total = weights.sum(dim=1, keepdim=True)  # [H, 1]
+    lse = (top + total.log())[:, 0]
+    if attn_sink is not None:  # the sink is one more entry of the sum, with a value of zero
+        total = total + torch.exp(attn_sink[:, None] - top)
+    return (weights @ latent) / total, lse
+
+
+# --------------------------------------------------------------------------------------------------------- the judge
+
+
+def findings(
+    storage: str,
+    got: dict[str, Tensor],
+    want: dict[str, Tensor],
+    *,
+    rows: Tensor | None = None,
+    sink: Tensor | None = None,
+    remark: str = "",
+) -> Iterator[Finding]:
+    """Attention rows out [n, H, 512] and, where it is there, lse [n, H] against the oracle's, float64.
+
+    Args:
+        rows: [n], the numbers of the rows where they are some of many. sink: [H], for what an error may come from.
+        remark: to be added to each quantity.
+    """
+    yield from judge_state(TOLERANCES, storage, got, want, rows=rows, sink=sink, remark=remark)
+
+
+def judge_state(
+    table: dict[tuple[str, str], Tolerance],
+    storage: str,
+    got: dict[str, Tensor],
+    want: dict[str, Tensor],
+    *,
+    rows: Tensor | None = None,
+    sink: Tensor | None = None,
+    remark: str = "",
+) -> Iterator[Finding]:
+    """A state of attention, out [.., D] and lse [..], by the tolerances of `table`; see `findings`."""
+    out, want_out, want_lse = got["out"].cpu(), want["out"], want["lse"].double()
+    if "lse" in got:
+        lse = got["lse"].cpu()
+        symptom = _lse_symptom(lse.double(), want_lse, rows, sink)
+        yield close(f"lse{remark}", lse, want_lse, limit_of(table, storage, "lse"), rows=rows, symptom=symptom)
+    absent = want_lse == -math.inf
+    yield _zero(f"out of rows without a valid entry{remark}", out, absent, rows)
+    limit = limit_of(table, storage, "out")
+    yield close(f"out{remark}", out, want_out, limit, rows=rows, symptom=_out_symptom(out.double(), want_out.double(), rows))
+    if limit.cosine is not None:
+        yield cosine(f"out cosine{remark}", out, want_out, limit.cosine)
+
+
+def _row(where: tuple[int, ...], rows: Tensor | None) -> str:
+    return f"row {where[0] if rows is None else int(rows[where[0]])}" if where else ""
+
+
+def _lse_symptom(lse: Tensor, want: Tensor, rows: Tensor | None, sink: Tensor | None) -> Symptom:
+    def symptom(where: tuple[int, ...]) -> tuple[str, str]:
+        value, expected = float(lse[where]), float(want[where])
+        if expected == -math.inf:
+            return f"lse of a row without valid entries is {value:g}, expected -inf", _row(where, rows)
+        if not math.isfinite(value):
+            return f"lse is {value:g} where entries are valid (inputs that do not count hold NaN)", _row(where, rows)
+        return f"lse is {value:.5g}, expected {expected:.5g}{_lse_hint(lse, want, sink)}", _row(where, rows)
+
+    return symptom
+
+
+def _lse_hint(lse: Tensor, want: Tensor, sink: Tensor | None) -> str:
+    """What a wrong lse looks like: another base, or the sink counted in."""
+    counts = want != -math.inf
+    if torch.allclose(lse[counts] * math.log(2.0), want[counts], rtol=_NEAR, atol=_NEAR):
+        return " (it looks like base 2)"
+    if sink is not None and torch.allclose(lse[counts], torch.logaddexp(want, sink.double())[counts], rtol=_NEAR, atol=_NEAR):
+        return " (it looks as if the sink were counted in)"
+    return ""
+
+
+def _out_symptom(out: Tensor, want: Tensor, rows: Tensor | None) -> Symptom:
+    def symptom(where: tuple[int, ...]) -> tuple[str, str]:
+        if not math.isfinite(out[where]):
+            return "out holds NaN or inf (inputs that do not count hold NaN)", _row(where, rows)
+        error, largest = float((out - want).abs().max()), float(want.abs().max())
+        return f"out is off by {error:.3g} where it is up to {largest:.3g}", _row(where, rows)
+
+    return symptom
+
+
+def _zero(quantity: str, out: Tensor, absent: Tensor, rows: Tensor | None) -> Finding:
+    """Every element of the absent rows is 0, of either sign."""
+    wrong = absent.unsqueeze(-1) & (out != 0)  # NaN is not 0
+    count = int(wrong.sum())
+    if not count:
+        return Finding(quantity, 0, 0)
+    where = tuple(int(i) for i in wrong.nonzero()[0])
+    symptom = "out of a row without valid entries is not 0"
+    if not out[wrong].isfinite().all():
+        symptom = "out holds NaN or inf (inputs that do not count hold NaN)"
+    message = f"{quantity}: got {out[where].item()}, expected 0; {count} elements are not 0"
+    return Finding(quantity, count, 0, message, symptom, _row(where, rows))
+
+
+# -------------------------------------------------------------------------------------------------------- parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionParams(Params):
+    """One attention call.
+
+    Attributes:
+        kv: a layout (paged), or `workspace_of` one (flat rows). scale_format: of an FP8 cache.
+        heads, topk, block_size, query_len: H, K, tokens a block (None for a workspace), S (None for prefill).
+        rows: query rows, B * S or T.
+        pattern: where indices are invalid (`draw.PATTERNS`), MIXED for a probe.
+        sink: "none", "finite"; "minus_inf" and "plus_inf" give heads -inf, +inf and finite sinks in turn, starting
+            with that one.
+        lengths: pass them; 0, K and values outside of [0, K] among them.
+        inputs, outputs: "packed" or "views" into larger memory; outputs also "fresh", allocated by the callee.
+        blocks: "packed"; "strided", further apart than they are long; "pair", so, and a cache of two blocks only.
+        size: magnitudes of queries and tokens (`draw.SIZES`).
+        schedule: the kind to pass, None for no schedule.
+        with_lse: it is asked for.
+        promised: indices are clean, as the request then says; what is absent is -1, past a length as well.
+        scene: "" or "address" (a cache of more than 2**31 elements).
+    """
+
+    says = (
+        "{kv}! {scale_format} h{heads}! k{topk}! b{block_size} s{query_len} {pattern}! t{unusual_rows} sink_{sink} "
+        "lengths{lengths} in{inputs} out_{outputs} {blocks} {size} scheduled{scheduled} promised{promised} {scene}"
+    )
+    kv: str
+    scale_format: str | None
+    heads: int
+    topk: int
+    block_size: int | None
+    query_len: int | None
+    rows: int
+    pattern: str = "dense"
+    sink: str = "none"
+    lengths: bool = False
+    inputs: str = "packed"
+    outputs: str = "fresh"
+    blocks: str = "packed"
+    size: str = "plain"
+    schedule: ScheduleKind | None = None
+    with_lse: bool = True
+    promised: bool = False
+    scene: str = ""
+
+    @property
+    def kv_layout(self) -> str:
+        """The layout of the rows that are read."""
+        return layout_of_storage(self.kv)
+
+    @property
+    def unusual_rows(self) -> int | None:
+        """The rows where their number is worth a word of the id."""
+        return self.rows if self.rows == 0 or self.rows > 4 else None
+
+    @property
+    def scheduled(self) -> bool:
+        return self.schedule is not None
+
+    @property
+    def storage_name(self) -> str:
+        """What the tolerance table calls it."""
+        return self.scale_format or "bf16"
+
+    def request(self, device: DeviceFacts) -> Request:
+        """See Params."""
+        return Request(
+            primitive=self.primitive,
+            device=device,
+            kv_layout=self.kv_layout,
+            num_heads=self.heads,
+            topk=self.topk,
+            block_size=self.block_size,
+            query_len=self.query_len,
+            rows=self.rows,
+            scale_format=self.scale_format,
+            lse=self.with_lse,
+            attn_sink=self.sink != "none",
+            lengths=self.lengths,
+            clean_indices=self.promised,
+            batch_invariant=self.run == "batches",
+            graph=self.run == "graph",
+        )
+
+    def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
+        """See Params."""
+        from mla_portable.problems.attention_problem import build_attention
+
+        return build_attention(self, seed, device, facts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeParams(AttentionParams):
+    """sparse_decode."""
+
+    primitive = SPARSE_DECODE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillParams(AttentionParams):
+    """sparse_prefill."""
+
+    primitive = SPARSE_PREFILL
+
+
+# ------------------------------------------------------------------------------------------------------- of the probe
+
+
+def attention_variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:
+    """What to try: a plain call, every feature at once, sinks without bounds, and the call that `SparseMLAAttention` binds."""
+    plain = request.but(lse=support.lse)
+    yield "holes", plain
+    features = {"lengths": support.lengths, "sink": support.attn_sink}
+    if any(features.values()):
+        asked = plain.but(lengths=support.lengths, attn_sink=support.attn_sink)
+        yield " and ".join(word for word, on in features.items() if on), asked
+        if support.attn_sink:
+            yield INFINITE, asked
+    yield "promises", request.but(lengths=support.lengths, clean_indices=True, clean_lengths=support.lengths)
+
+
+def attention_of_request(request: Request, name: str) -> AttentionParams:
+    """A call of the request's sizes and features, with outputs given; a name of INFINITE asks for infinite sinks."""
+    decode = request.primitive is SPARSE_DECODE
+    layout = LAYOUTS[request.kv_layout or BF16.name]
+    flat = not decode and not layout.is_quantized
+    heads = request.num_heads or 1
+    infinite = name == INFINITE or (heads >= 3 and name.startswith("request"))
+    return (DecodeParams if decode else PrefillParams)(
+        kv=workspace_of(layout.name) if flat else layout.name,
+        scale_format=(request.scale_format or "amax") if layout.is_quantized else None,
+        heads=heads,
+        topk=request.topk or 1,
+        block_size=None if flat else request.block_size or 16,
+        query_len=(request.query_len or 1) if decode else None,
+        rows=request.rows or 4,
+        pattern=MIXED,
+        sink=("plus_inf" if infinite else "finite") if request.attn_sink else "none",
+        lengths=request.lengths,
+        outputs="packed",
+        with_lse=request.lse,
+        promised=request.clean_indices,
+    )

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention problems that are timed: decode rows with contexts of their own, prefill rows that share what a case says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_portable.layouts import BF16, LAYOUTS
+from mla_portable.primitives import SPARSE_DECODE
+from mla_portable.problems.attention import SOFTMAX_SCALE, attend, findings
+from mla_portable.problems.bench import BLOCK_SIZE, BenchProblem, KernelCase, Workshop, spread
+from mla_portable.problems.compare import Finding
+from mla_portable.problems.stage import Results
+
+__all__ = ["make_attention"]
+
+
+def make_attention(workshop: Workshop, case: KernelCase) -> BenchProblem:
+    """A case of sparse_decode (S 1) or sparse_prefill."""
+    decode, layout = case.primitive is SPARSE_DECODE, LAYOUTS[case.kv_layout or BF16.name]
+    rows, heads, topk = case.rows, case.num_heads or 1, case.topk or 1
+    kv = workshop.cache(case, case.width)
+    flat = kv.flatten(0, 1)
+    indices = (_decode_indices if decode else _prefill_indices)(workshop, case)  # [rows, K] int32
+    q = workshop.normal(rows, heads, layout.key_width)
+    out = workshop.empty(rows, heads, layout.value_width, dtype=torch.bfloat16)
+    lse = workshop.empty(rows, heads, dtype=torch.float32)
+    paged = decode or layout.is_quantized
+    arguments: dict[str, Any] = {
+        "q": q.unsqueeze(1) if decode else q,
+        "kv_cache" if decode else "kv": kv if paged else flat,
+        "indices": indices.unsqueeze(1) if decode else indices,
+        "softmax_scale": SOFTMAX_SCALE,
+        "out": out.unsqueeze(1) if decode else out,
+        "lse_out": lse.unsqueeze(1) if decode else lse,
+    }
+    request = workshop.request(
+        case, block_size=BLOCK_SIZE if paged else None, query_len=1 if decode else None, lse=True
+    )  # fmt: skip
+    judged = spread(rows, workshop.check_rows, workshop.device)
+
+    @cache
+    def wanted() -> tuple[Tensor, Tensor]:
+        """out [n, H, 512] and lse [n, H], float64."""
+        named = flat[indices[judged].long().flatten()].cpu()  # [n * K, row]
+        own = torch.arange(named.shape[0]).view(-1, topk)
+        return attend(q[judged], named, own, softmax_scale=SOFTMAX_SCALE, lengths=None, attn_sink=None)
+
+    def judge(results: Results) -> Iterator[Finding]:
+        got = {name: value.reshape(rows, heads, *value.shape[decode + 2 :])[judged] for name, value in results.items()}
+        yield from findings(case.storage, got, dict[str, Tensor](zip(("out", "lse"), wanted(), strict=True)), rows=judged.cpu())
+
+    named_tokens = int(indices.unique().numel())
+    moved = named_tokens * layout.row_bytes + q.nbytes + out.nbytes + lse.nbytes + indices.nbytes
+    flops = 2 * rows * heads * topk * (layout.key_width + layout.value_width)
+    return BenchProblem(case, request, arguments, 3, {"out": out, "lse": lse}, moved, flops, judge)
+
+
+def _decode_indices(workshop: Workshop, case: KernelCase) -> Tensor:
+    """[B, K] int32, distinct in a row: each from a context of its own where the cache has room, else from all of it."""
+    topk = case.topk or 1
+    context = case.width // case.rows
+    own = context >= topk
+    chosen = workshop.scores(case.rows, context if own else case.width).topk(topk, dim=1).indices
+    if own:
+        chosen += context * torch.arange(case.rows, device=workshop.device).unsqueeze(1)
+    return chosen.to(torch.int32)
+
+
+def _prefill_indices(workshop: Workshop, case: KernelCase) -> Tensor:
+    """[T, K] int32: windows of one permutation of the rows, each moved on by what is not shared, in random order."""
+    topk, device = case.topk or 1, workshop.device
+    step = topk * (100 - case.overlap) // 100
+    starts = step * torch.arange(case.rows, device=device).unsqueeze(1)
+    window = workshop.permutation(case.width)[(starts + torch.arange(topk, device=device)) % case.width]
+    order = workshop.scores(case.rows, topk).argsort(dim=1)
+    return window.gather(1, order).to(torch.int32)

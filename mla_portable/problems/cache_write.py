@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How cache_write is tried and judged: every byte of the cache, its guards and its gaps is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import DeviceFacts, Implementation, Request, Support
+from mla_portable.layouts import E4M3_MAX, FP8_DS_MLA, KV_LORA_RANK, LAYOUTS, SCALE_GROUP, CacheLayout
+from mla_portable.primitives import CACHE_WRITE
+from mla_portable.problems.base import Params, Problems
+from mla_portable.problems.bench import BLOCK_SIZE, Bench, BenchProblem, KernelCase, Workshop, spread
+from mla_portable.problems.compare import BITS, Finding, Symptom, field_of, same_bits
+from mla_portable.problems.cover import Choice, covering
+from mla_portable.problems.draw import PAIR_BLOCK, generator, guard_rows, near, paged_cache, shuffled, vast
+from mla_portable.problems.exact import INT32_MAX, INT32_MIN, fp8_row
+from mla_portable.problems.shapes import block_sizes, can_capture, can_hold_vast, claimed, storages
+from mla_portable.problems.stage import Problem, Results, Stage
+
+__all__ = ["PROBLEMS", "CacheWriteParams", "cache_write"]
+
+NUM_TOKENS: Final = 12
+_JUDGED_TOKENS: Final = 64
+"""Tokens of a timed write that the oracle judges."""
+
+
+def cache_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2") -> Tensor:
+    """The cache [blocks, block_size, width], contiguous, as it must be after the write; `kv_cache` is left alone."""
+    latent, rope = kv_c.cpu().double(), k_pe.cpu().double()
+    cache = kv_cache.detach().cpu().clone(memory_format=torch.contiguous_format)
+    blocks, block_size, _ = cache.shape
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if not 0 <= slot < blocks * block_size:
+            continue
+        if cache.dtype == torch.bfloat16:
+            row = torch.cat([latent[token], rope[token]]).to(torch.bfloat16)
+        else:
+            row = fp8_row(latent[token], rope[token], scale_format)
+        cache[slot // block_size, slot % block_size] = row
+    return cache
+
+
+def findings(
+    storage: str, got: dict[str, Tensor], want: dict[str, Tensor], *, symptom: Symptom | None = None
+) -> Iterator[Finding]:
+    """Caches, their storages or some of their rows, byte by byte."""
+    yield same_bits("cache", got["kv_cache"], want["kv_cache"], symptom=symptom)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheWriteParams(Params):
+    """One cache_write call.
+
+    Attributes:
+        layout, scale_format, block_size: of the cache. dtype: of the tokens. tokens: T.
+        skips: "none"; "some" negative slots; "corpus", negative and too large ones of every size; "near", by little.
+        values: "plain"; "edges": zeros, signed zeros, a group's maximum on and next to a power of two, ties, extremes;
+            "zero_group": the first group of the first token is 0.
+        inputs: "packed", or "views" of a wider projection. blocks: "packed"; "strided"; "pair", two that
+            lie apart.
+        scene: "" or "address".
+    """
+
+    primitive = CACHE_WRITE
+    says = "{layout}! {scale_format} b{block_size}! {dtype} t{tokens} skips_{skips} {values} in{inputs} {blocks} {scene}"
+    layout: str
+    scale_format: str | None
+    block_size: int
+    dtype: torch.dtype = torch.bfloat16
+    tokens: int = NUM_TOKENS
+    skips: str = "none"
+    values: str = "plain"
+    inputs: str = "packed"
+    blocks: str = "packed"
+    scene: str = ""
+
+    def request(self, device: DeviceFacts) -> Request:
+        """See Params."""
+        return Request(
+            primitive=self.primitive,
+            device=device,
+            kv_layout=self.layout,
+            block_size=self.block_size,
+            rows=self.tokens,
+            scale_format=self.scale_format,
+            graph=self.run == "graph",
+        )
+
+    def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
+        """See Params."""
+        g, stage, layout = generator(seed), Stage(device), LAYOUTS[self.layout]
+        width = layout.key_width
+        values = _edges(self.tokens, width, g) if self.values == "edges" else torch.randn(self.tokens, width, generator=g) * 3
+        if self.values == "zero_group":
+            values[0, :SCALE_GROUP] = 0
+        kv_c, k_pe = values.to(self.dtype).split([layout.value_width, layout.rope_width], dim=-1)
+        apart = self.inputs == "views"
+        kv_c_placed = stage.read("kv_c", kv_c.contiguous(), strided=apart)
+        k_pe_placed = stage.read("k_pe", k_pe.contiguous(), strided=apart)
+        scale_format = self.scale_format or "pow2"
+        if self.scene == "address":
+            return self._vast(stage, layout, kv_c, k_pe, kv_c_placed, k_pe_placed)
+
+        num_blocks = 2 if self.blocks == "pair" else max(3, -(-3 * NUM_TOKENS // self.block_size))
+        cache = paged_cache(layout, num_blocks, self.block_size, strided=self.blocks != "packed")
+        num_slots = num_blocks * self.block_size
+        slots = torch.cat([torch.tensor([0, num_slots - 1]), shuffled(num_slots - 2, g) + 1])[: self.tokens]
+        if self.skips == "near":  # what wraps around meets a slot that nobody writes
+            slots = shuffled(num_slots - 4, g)[: self.tokens] + 2
+        slots = _skip(self.skips, slots, num_slots)[shuffled(self.tokens, g)]
+        slots_placed = stage.read("slot_mapping", slots)
+        written = stage.adopt("kv_cache", cache.storage, cache.view)
+        want = cache.storage.clone()
+        want_view = want.view(layout.dtype).as_strided(cache.view.shape, cache.view.stride(), cache.view.storage_offset())
+        want_view.copy_(cache_write(kv_c, k_pe, cache.view, slots, scale_format=scale_format))
+
+        def judge(results: Results, stage: Stage) -> Iterator[Finding]:
+            got = stage.writes["kv_cache"].storage.view(torch.uint8).cpu()
+
+            def symptom(where: tuple[int, ...]) -> tuple[str, str]:
+                row, byte = divmod(where[0], layout.row_bytes)
+                row -= guard_rows(self.block_size)
+                field, name = field_of(layout, byte), _name_row(row, cache.rows)
+                if name is None:
+                    return f"byte {byte} outside the cache was written", f"{field}, a slot that is negative or past the cache"
+                return f"byte {byte} of {name} is {int(got[where])}, expected {int(want[where])}", field
+
+            yield from findings(scale_format, {"kv_cache": got}, {"kv_cache": want}, symptom=symptom)
+
+        args = {"kv_c": kv_c_placed, "k_pe": k_pe_placed, "kv_cache": written, "slot_mapping": slots_placed}
+        return Problem(stage, args, {"scale_format": scale_format}, {}, judge)
+
+    def _vast(
+        self, stage: Stage, layout: CacheLayout, kv_c: Tensor, k_pe: Tensor, kv_c_placed: Tensor, k_pe_placed: Tensor
+    ) -> Problem:
+        """Slots on both sides of element 2**31; what is written there is compared, and the neighbours in between."""
+        view, rows, slots = vast(layout, self.block_size, stage.device)
+        targets = slots[:: len(slots) // self.tokens][: self.tokens].contiguous()
+        scale_format = self.scale_format or "pow2"
+        beside = torch.cat([slots, targets.clamp(max=view.shape[0] * self.block_size - 2) + 1]).unique()
+        near_rows = ((beside // self.block_size).to(stage.device), (beside % self.block_size).to(stage.device))
+        rows[near_rows] = 0xFF
+        targets_placed = stage.read("slot_mapping", targets)
+        small = paged_cache(layout, len(beside), 1)
+        want = cache_write(kv_c, k_pe, small.view, torch.searchsorted(beside, targets), scale_format=scale_format)
+        want_rows = want.view(torch.uint8).view(len(beside), layout.row_bytes)
+
+        def symptom(where: tuple[int, ...]) -> tuple[str, str]:
+            return field_of(layout, where[1]), f"slot {int(beside[where[0]])}"
+
+        def judge(results: Results, stage: Stage) -> Iterator[Finding]:
+            yield from findings(scale_format, {"kv_cache": rows[near_rows]}, {"kv_cache": want_rows}, symptom=symptom)
+
+        args = {"kv_c": kv_c_placed, "k_pe": k_pe_placed, "kv_cache": view, "slot_mapping": targets_placed}
+        return Problem(stage, args, {"scale_format": scale_format}, {}, judge)
+
+
+def _name_row(row: int, rows: Tensor) -> str | None:
+    """Which part of the cache a row of its storage is; None outside of it."""
+    num_blocks, block_size, row_bytes = rows.shape
+    block, offset = divmod(row, rows.stride(0) // row_bytes)
+    if row < 0 or block >= num_blocks:
+        return None
+    return f"block {block}, offset {offset}" if offset < block_size else f"the gap after block {block}"
+
+
+def _skip(skips: str, slots: Tensor, num_slots: int) -> Tensor:
+    """Replace some slots by ones that must be skipped."""
+    if skips == "none":
+        return slots
+    every = [-1, INT32_MIN, num_slots, num_slots + 114514, INT32_MAX, 2**40, -(2**40)]
+    bad = {"some": [-1], "near": list(near(num_slots)), "corpus": every}[skips]
+    slots = slots.clone()
+    for i, value in enumerate(bad):
+        slots[(2 + i) :: len(bad) + 2] = value
+    return slots
+
+
+def _edges(count: int, width: int, generator: torch.Generator) -> Tensor:
+    """[count, width] float32 whose groups hold what rounding and scaling stumble over."""
+    values = torch.randn(count, width, generator=generator)
+    for i, group in enumerate(g for token in values[:, :KV_LORA_RANK].split(1) for g in token[0].split(SCALE_GROUP)):
+        kind, exponent = i % 6, 2.0 ** (i % 11 - 7)
+        if kind == 0:
+            group.zero_()
+            group[::2] = -0.0
+        elif kind == 1:  # amax / 448 is a power of two: values that are e4m3 already, ties between them, none to clip
+            group.copy_(torch.arange(SCALE_GROUP) * 3.5 * exponent)
+            group[-1] = E4M3_MAX * exponent
+        elif kind == 2:  # just above: the next power of two
+            group.mul_(0.01)
+            group[7] = -E4M3_MAX * exponent * (1 + 2**-7)
+        elif kind == 3:  # too small for the least pow2 scale
+            group.mul_(2.0**-12)
+        elif kind == 4:  # one value drowns the others
+            group.mul_(2.0**-8)
+            group[64] = 30000.0
+        else:
+            group.copy_(torch.linspace(-1, 1, SCALE_GROUP) * exponent)
+    return values
+
+
+def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[CacheWriteParams]:
+    """What a level asks of an implementation of cache_write."""
+    axes: dict[str, list[Any]] = {
+        "storage": storages(implementation),
+        "block_size": block_sizes(implementation, facts, level),
+        "values": ["plain", "edges"],
+        "skips": ["none", "some", "corpus"],
+        "dtype": [torch.bfloat16, torch.float16],
+        "inputs": ["packed", "views"],
+        "blocks": ["packed", "strided"],
+        "run": ["once", "repeat"],
+    }
+    if not all(axes.values()):
+        return
+
+    def make(choice: Choice) -> CacheWriteParams:
+        layout, scale_format = choice["storage"]
+        return CacheWriteParams(layout=layout, scale_format=scale_format, **{k: v for k, v in choice.items() if k != "storage"})
+
+    def allowed(choice: Choice) -> bool:
+        return claimed(implementation, facts, choice)
+
+    strength = {"smoke": 1, "quick": 2, "full": 3}[level]
+    for choice in covering(axes, strength=strength, allowed=allowed):
+        yield make(choice)
+    plain = {name: values[:1] for name, values in axes.items()} | {
+        "storage": axes["storage"], "block_size": axes["block_size"][-1:],
+    }  # fmt: skip
+    for choice in covering(plain, strength=1, allowed=allowed):
+        params = make(choice)
+        yield replace(params, tokens=0)
+        if level != "smoke" and params.block_size >= PAIR_BLOCK:
+            yield replace(params, blocks="pair")
+        if can_hold_vast(params.layout, facts, level):
+            yield replace(params, scene="address")
+        if level != "smoke" and can_capture(implementation, facts):
+            yield replace(params, run="graph", skips="corpus")
+
+
+def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:
+    """What a probe writes: every scale format that is declared."""
+    if LAYOUTS[request.kv_layout or FP8_DS_MLA.name].is_quantized:
+        for scale_format in support.scale_formats:
+            yield f"skip, {scale_format} scales", request.but(scale_format=scale_format)
+    else:
+        yield "skip", request
+
+
+def _of_request(request: Request, name: str) -> CacheWriteParams:
+    layout = LAYOUTS[request.kv_layout or FP8_DS_MLA.name]
+    return CacheWriteParams(
+        layout=layout.name,
+        scale_format=(request.scale_format or "pow2") if layout.is_quantized else None,
+        block_size=request.block_size or 16,
+        skips="near",
+        values="zero_group",
+    )
+
+
+def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
+    layout, tokens = LAYOUTS[case.kv_layout or FP8_DS_MLA.name], case.rows
+    blocks = -(-tokens // BLOCK_SIZE)
+    cached = workshop.empty(blocks, BLOCK_SIZE, layout.row_width, dtype=layout.dtype)
+    kv_c, k_pe = workshop.normal(tokens, layout.value_width), workshop.normal(tokens, layout.rope_width)
+    slots = workshop.permutation(blocks * BLOCK_SIZE)[:tokens]
+    judged = spread(tokens, _JUDGED_TOKENS, workshop.device)
+
+    def judge(results: Results) -> Iterator[Finding]:
+        count = judged.shape[0]
+        blank = torch.zeros(count, 1, layout.row_width, dtype=layout.dtype)
+        want = cache_write(kv_c[judged], k_pe[judged], blank, torch.arange(count), scale_format=case.scale_format)
+        got = results["kv_cache"].flatten(0, 1)[slots[judged]].cpu()
+        yield from findings(case.storage, {"kv_cache": got}, {"kv_cache": want[:, 0]})
+
+    arguments = {"kv_c": kv_c, "k_pe": k_pe, "kv_cache": cached, "slot_mapping": slots, "scale_format": case.scale_format}
+    request = workshop.request(case, block_size=BLOCK_SIZE)
+    moved = sum(each.nbytes for each in (kv_c, k_pe, slots)) + tokens * layout.row_bytes
+    return BenchProblem(case, request, arguments, 4, {"kv_cache": cached}, moved, 0, judge)
+
+
+PROBLEMS: Final = Problems(
+    primitive=CACHE_WRITE,
+    oracle=cache_write,
+    tolerances={("any", "cache"): BITS},
+    findings=findings,
+    params=_params,
+    of_request=_of_request,
+    sizes=("block_size",),
+    variants=_variants,
+    bench=Bench(rows=(16, 128, 1_024, 4_096), layouts=("fp8_ds_mla",), make=_make, shape=lambda case: f"T {case.rows}"),
+)

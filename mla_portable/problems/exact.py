@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the oracles share: exact arithmetic in float64 on the CPU, in the most obvious way.
+
+The oracles judge every backend, the reference among them, so they share no code with any of them: e4m3 is decoded by the
+formula of the format, rounding is a search for the nearest value. They read the very bytes that a kernel reads: what
+quantisation lost is not charged to the kernel.
+
+An oracle takes the arguments of its primitive, wherever these live, and returns new CPU tensors. Indices, counts and bytes are
+exact; attention results are float64. Inputs are taken as well-formed.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.layouts import KV_LORA_RANK, SCALE_GROUP
+
+__all__ = ["INT32_MAX", "INT32_MIN", "float32", "fp8_row", "greatest", "latent", "named_rows", "nearest_code", "rope"]
+
+INT32_MIN: Final = -(2**31)
+INT32_MAX: Final = 2**31 - 1
+
+
+def _minifloat(code: int, *, mantissa_bits: int, bias: int) -> float:
+    """The value of a sign-less small float: (1.m) * 2**(e - bias), or (0.m) * 2**(1 - bias) where e is 0."""
+    exponent, mantissa = code >> mantissa_bits, code & (2**mantissa_bits - 1)
+    if exponent == 0:
+        return mantissa * 2.0 ** (1 - bias - mantissa_bits)
+    return (2**mantissa_bits + mantissa) * 2.0 ** (exponent - bias - mantissa_bits)
+
+
+def _e4m3(byte: int) -> float:
+    """One e4m3 (fn) byte: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinity, NaN when all seven are set."""
+    if byte & 0x7F == 0x7F:
+        return math.nan
+    value = _minifloat(byte & 0x7F, mantissa_bits=3, bias=7)
+    return -value if byte & 0x80 else value
+
+
+_ROPE: Final = KV_LORA_RANK + 4 * (KV_LORA_RANK // SCALE_GROUP)
+"""Offset of the rotary part of an fp8_ds_mla row; the float32 scales lie between it and the latent."""
+_E4M3: Final = torch.tensor([_e4m3(byte) for byte in range(256)], dtype=torch.float64, device="cpu")
+# finite values without sign, by code: what float8 formats can round to
+_CODES: Final = {
+    torch.float8_e4m3fn: [_minifloat(code, mantissa_bits=3, bias=7) for code in range(0x7F)],
+    torch.float8_e5m2: [_minifloat(code, mantissa_bits=2, bias=15) for code in range(0x7C)],
+}
+
+
+def nearest_code(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes of the values of a float8 `dtype` nearest to x float64; a tie goes to the even code, the excess to the last."""
+    codes = _CODES[dtype]
+    midpoints = torch.tensor([(low + high) / 2 for low, high in pairwise(codes)], dtype=torch.float64, device="cpu")
+    size = x.abs().contiguous()
+    below = torch.searchsorted(midpoints, size, right=False)  # midpoints strictly below: ties stay at the lower code
+    tie = (below < len(midpoints)) & (size == midpoints[below.clamp(max=len(midpoints) - 1)])
+    code = torch.where(tie & (below % 2 == 1), below + 1, below)
+    code = torch.where(size.isnan(), 0x7F, code)
+    return torch.where(torch.signbit(x), code + 0x80, code).to(torch.uint8)
+
+
+def float32(x: Tensor) -> Tensor:
+    """x rounded to float32 and back. Products and quotients of float32 numbers come out as float32 arithmetic has them."""
+    return x.to(torch.float32).to(torch.float64)
+
+
+def _scale(group: Tensor, scale_format: str) -> float:
+    """The scale of 128 latent values."""
+    amax = float(group.abs().max())
+    if scale_format == "pow2":
+        return 2.0 ** math.ceil(math.log2(max(amax / 448.0, 1e-4)))
+    if scale_format == "amax":
+        return float(float32(torch.tensor(max(amax / 448.0, 2.0**-126), dtype=torch.float64, device="cpu")))
+    raise ValueError(f"oracle: scale_format {scale_format!r}, expected 'pow2' or 'amax'")
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def fp8_row(compressed: Tensor, rotary: Tensor, scale_format: str) -> Tensor:
+    """The bytes of one token of fp8_ds_mla: compressed [512] and rotary [64] float64."""
+    groups = compressed.reshape(-1, SCALE_GROUP)
+    scales = torch.tensor([_scale(group, scale_format) for group in groups], dtype=torch.float64, device="cpu")
+    codes = nearest_code(float32(groups / scales[:, None]), torch.float8_e4m3fn)
+    return torch.cat([codes.flatten(), _bytes(scales.to(torch.float32)), _bytes(rotary.to(torch.bfloat16))])
+
+
+def greatest(dtype: torch.dtype) -> float:
+    """The largest finite value of a float8 dtype."""
+    return _CODES[dtype][-1]
+
+
+def latent(rows: Tensor) -> Tensor:
+    """The latent [n, 512] float64 of stored rows [n, 576] bf16 or [n, 656] uint8, products not rounded."""
+    if rows.dtype == torch.bfloat16:
+        return rows[:, :KV_LORA_RANK].double()
+    scales = rows[:, KV_LORA_RANK:_ROPE].contiguous().view(torch.float32).double()  # [n, 4]
+    return _E4M3[rows[:, :KV_LORA_RANK].long()] * scales.repeat_interleave(SCALE_GROUP, dim=1)
+
+
+def rope(rows: Tensor) -> Tensor:
+    """The rotary part [n, 64] bfloat16 of stored rows, bit for bit."""
+    return rows[:, KV_LORA_RANK:] if rows.dtype == torch.bfloat16 else rows[:, _ROPE:].contiguous().view(torch.bfloat16)
+
+
+def named_rows(kv: Tensor, slots: Tensor) -> Tensor:
+    """Stored rows of a workspace [W, width] or a paged cache [blocks, block_size, width]; slots [n] int64, all valid."""
+    if kv.dim() == 2:
+        return kv[slots]
+    return kv[slots // kv.shape[1], slots % kv.shape[1]]

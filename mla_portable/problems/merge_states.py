@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How merge_states is tried and judged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import DeviceFacts, Implementation, Request
+from mla_portable.primitives import MERGE_STATES
+from mla_portable.problems.attention import judge_state
+from mla_portable.problems.base import Params, Problems, one_variant
+from mla_portable.problems.compare import Finding, Tolerance
+from mla_portable.problems.cover import covering
+from mla_portable.problems.draw import generator
+from mla_portable.problems.shapes import can_capture
+from mla_portable.problems.stage import Problem, Results, Stage
+
+__all__ = ["PROBLEMS", "MergeStatesParams", "merge_states"]
+
+TOLERANCES: Final = {
+    ("float32", "out"): Tolerance(
+        1e-6, 5e-5, "exp(lse - total) in float32, where lse may be 300 and has steps of 3e-5", "row", cosine=1e-9
+    ),
+    ("bfloat16", "out"): Tolerance(1e-6, 4.2e-3, "one rounding to bf16, 2^-8", "row", cosine=1e-5),
+    ("float16", "out"): Tolerance(1e-6, 6e-4, "one rounding to fp16, 2^-11", "row", cosine=1e-6),
+    ("any", "lse"): Tolerance(1e-5, 1e-6, "float32 exp and log"),
+}
+SHAPES: Final[dict[str, tuple[int, ...]]] = {"th": (3, 5, 512), "bsh": (2, 2, 16, 512), "t": (7, 100), "one": (1, 1)}
+DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """out [..., D] and lse [...], float64."""
+    parts, part_lses = outs.detach().cpu().double(), lses.detach().cpu().double()
+    total = torch.zeros(part_lses.shape[1:], dtype=torch.float64, device="cpu")
+    out = torch.zeros(parts.shape[1:], dtype=torch.float64, device="cpu")
+    top = part_lses.amax(dim=0) if part_lses.shape[0] else total
+    for part, part_lse in zip(parts, part_lses, strict=True):
+        counts = part_lse != -math.inf
+        weight = torch.where(counts, torch.exp(part_lse - top), 0.0)
+        total = total + weight
+        out = out + torch.where(counts[..., None], weight[..., None] * part, 0.0)
+    empty = total == 0
+    lse = torch.where(empty, -math.inf, top + total.log())
+    return torch.where(empty[..., None], 0.0, out / total[..., None]), lse
+
+
+def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor], *, remark: str = "") -> Iterator[Finding]:
+    """out [.., D] and lse [..]; storage is the dtype of out."""
+    yield from judge_state(TOLERANCES, storage, got, want, remark=remark)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeStatesParams(Params):
+    """One merge_states call.
+
+    Attributes:
+        parts: P. shape: a key of SHAPES, [..., D]; "empty" has no rows. dtype: of outs, a key of DTYPES.
+        dead: which parts have lse -inf, with NaN in their out: "none"; "some", each part of some rows; "rows", some rows
+            wholly; "mixed", both; "all".
+        size: "plain"; "large", lse of +-300, past what exp can take; "apart", one part outweighs the others by e^200;
+            "huge", lse near 3e4, -3e4 and 1e6, where float32 has steps of up to 0.06.
+        inputs: "packed" or "views". heads: of the shape "th".
+    """
+
+    primitive = MERGE_STATES
+    says = "p{parts}! {shape}! {dtype}! dead_{dead} {size} h{heads} in{inputs}"
+    parts: int
+    shape: str = "th"
+    dtype: str = "fp32"
+    dead: str = "none"
+    size: str = "plain"
+    inputs: str = "packed"
+    heads: int = 5
+
+    def request(self, device: DeviceFacts) -> Request:
+        """See Params."""
+        return Request(primitive=self.primitive, device=device, graph=self.run == "graph")
+
+    def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
+        """See Params."""
+        g, stage, dtype = generator(seed), Stage(device), DTYPES[self.dtype]
+        shape = {**SHAPES, "empty": (0, 5, 512), "th": (3, self.heads, 512)}[self.shape]
+        outs = torch.randn(self.parts, *shape, generator=g).to(dtype)
+        lses = 3 * torch.randn(self.parts, *shape[:-1], generator=g)
+        if self.size == "large":
+            lses = lses + torch.tensor([300.0, -300.0])[torch.arange(lses[0].numel()) % 2].view(lses.shape[1:])
+        elif self.size == "apart":
+            lses[0] += 200
+        elif self.size == "huge":
+            lses = lses + torch.tensor([3e4, -3e4, 1e6])[torch.arange(lses[0].numel()) % 3].view(lses.shape[1:])
+        dead = torch.zeros(lses.shape, dtype=torch.bool)
+        rows = torch.arange(lses[0].numel()).view(lses.shape[1:])
+        if self.dead == "some":
+            dead = (rows + torch.arange(self.parts).view(-1, *[1] * rows.dim())) % 3 == 0
+        elif self.dead == "mixed":
+            dead[1, 1], dead[:, 2] = True, True
+        elif self.dead == "rows":
+            dead = (rows % 2 == 0).expand(lses.shape)
+        elif self.dead == "all":
+            dead = ~dead
+        lses = lses.masked_fill(dead, -math.inf)
+        outs = outs.masked_fill(dead.unsqueeze(-1), math.nan)
+        apart = self.inputs == "views"
+        args = {"outs": stage.read("outs", outs, strided=apart), "lses": stage.read("lses", lses, strided=apart)}
+        want = dict[str, Tensor](zip(("out", "lse"), merge_states(outs, lses), strict=True))
+
+        def judge(results: Results, stage: Stage) -> Iterator[Finding]:
+            yield from findings(str(dtype).removeprefix("torch."), results, want)
+
+        returns = {"out": (shape, dtype), "lse": (shape[:-1], torch.float32)}
+        return Problem(stage, args, {}, returns, judge)
+
+
+def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[MergeStatesParams]:
+    """What a level asks of an implementation of merge_states."""
+    axes: dict[str, list[Any]] = {
+        "parts": [2, 1, 3, 16],
+        "shape": list(SHAPES),
+        "dtype": list(DTYPES),
+        "dead": ["none", "some", "rows", "all"],
+        "size": ["plain", "large", "apart"],
+        "inputs": ["packed", "views"],
+        "run": ["once", "repeat"],
+    }
+    strength = {"smoke": 1, "quick": 2, "full": 3}[level]
+    for choice in covering(axes, strength=strength):
+        yield MergeStatesParams(**choice)
+    base = MergeStatesParams(parts=2, dead="some")
+    yield replace(base, shape="empty")
+    yield replace(base, parts=3, size="huge")
+    if level != "smoke" and can_capture(implementation, facts):
+        yield replace(base, run="graph")
+
+
+def _of_request(request: Request, name: str) -> MergeStatesParams:
+    return MergeStatesParams(parts=3, dead="mixed", heads=request.num_heads or 1)
+
+
+PROBLEMS: Final = Problems(
+    primitive=MERGE_STATES,
+    oracle=merge_states,
+    tolerances=TOLERANCES,
+    findings=findings,
+    params=_params,
+    of_request=_of_request,
+    sizes=("num_heads",),
+    variants=one_variant("empty parts"),
+    rows=3,
+)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How sparse_decode is tried and judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from torch import Tensor
+
+from mla_portable.contracts import DeviceFacts, Implementation
+from mla_portable.primitives import SPARSE_DECODE
+from mla_portable.problems.attention import TOLERANCES, attend, attention_of_request, attention_variants, findings
+from mla_portable.problems.attention_bench import make_attention
+from mla_portable.problems.attention_cases import attention_params
+from mla_portable.problems.base import Params, Problems
+from mla_portable.problems.bench import BLOCK_SIZE, Bench, KernelCase
+from mla_portable.problems.published import published_attention
+
+__all__ = ["PROBLEMS", "sparse_decode"]
+
+_CACHED: Final = 65_536
+"""Least size of the cache that a timed decode reads; it grows until every row has K tokens of its own."""
+
+
+def sparse_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    *,
+    softmax_scale: float,
+    lengths: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out [B, S, H, 512] and lse [B, S, H], float64: each of the B x S query tokens stands alone."""
+    limits = None if lengths is None else lengths.flatten()
+    rows, named = q.flatten(0, 1), indices.flatten(0, 1)
+    out, lse = attend(rows, kv_cache, named, softmax_scale=softmax_scale, lengths=limits, attn_sink=attn_sink)
+    return out.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])
+
+
+def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[Params]:
+    yield from attention_params(implementation, facts, level)
+    yield from published_attention(implementation, facts, level)
+
+
+def _width(rows: int, topk: int) -> int:
+    """Tokens of a cache where every row reads a context of its own, as requests do; whole blocks."""
+    return -(-max(_CACHED, rows * topk) // BLOCK_SIZE) * BLOCK_SIZE
+
+
+def _shape(case: KernelCase) -> str:
+    return f"B {case.rows}, S 1, H {case.num_heads}, K {case.topk}, N {case.width}"
+
+
+PROBLEMS: Final = Problems(
+    primitive=SPARSE_DECODE,
+    oracle=sparse_decode,
+    tolerances=TOLERANCES,
+    findings=findings,
+    params=_params,
+    of_request=attention_of_request,
+    sizes=("num_heads", "topk", "block_size", "query_len"),
+    variants=attention_variants,
+    bench=Bench(
+        rows=(1, 4, 16, 64, 128, 256),
+        layouts=("fp8_ds_mla", "bf16"),
+        make=make_attention,
+        shape=_shape,
+        width=_width,
+    ),
+)

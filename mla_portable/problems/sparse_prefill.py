@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How sparse_prefill is tried and judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from torch import Tensor
+
+from mla_portable.contracts import DeviceFacts, Implementation
+from mla_portable.primitives import SPARSE_PREFILL
+from mla_portable.problems.attention import TOLERANCES, attend, attention_of_request, attention_variants, findings
+from mla_portable.problems.attention_bench import make_attention
+from mla_portable.problems.attention_cases import attention_params
+from mla_portable.problems.base import Params, Problems
+from mla_portable.problems.bench import Bench, KernelCase
+from mla_portable.problems.published import published_attention
+
+__all__ = ["PROBLEMS", "sparse_prefill"]
+
+_NARROW_TOKENS: Final = 1_024
+_NARROW: Final = 8_192
+_WIDE: Final = 65_536
+"""Rows of a timed workspace for up to _NARROW_TOKENS tokens, and beyond."""
+
+
+def sparse_prefill(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    softmax_scale: float,
+    lengths: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out [T, H, 512] and lse [T, H], float64; kv is a workspace or a paged cache."""
+    return attend(q, kv, indices, softmax_scale=softmax_scale, lengths=lengths, attn_sink=attn_sink)
+
+
+def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[Params]:
+    yield from attention_params(implementation, facts, level)
+    yield from published_attention(implementation, facts, level)
+
+
+def _width(rows: int, topk: int) -> int:
+    return max(_NARROW if rows <= _NARROW_TOKENS else _WIDE, topk)
+
+
+def _shape(case: KernelCase) -> str:
+    overlap = f", overlap {case.overlap} %" if case.overlap else ""
+    return f"T {case.rows}, H {case.num_heads}, K {case.topk}, W {case.width}{overlap}"
+
+
+PROBLEMS: Final = Problems(
+    primitive=SPARSE_PREFILL,
+    oracle=sparse_prefill,
+    tolerances=TOLERANCES,
+    findings=findings,
+    params=_params,
+    of_request=attention_of_request,
+    sizes=("num_heads", "topk", "block_size"),
+    variants=attention_variants,
+    bench=Bench(
+        rows=(1_024, 4_096),
+        layouts=("fp8_ds_mla", "bf16"),
+        make=make_attention,
+        shape=_shape,
+        width=_width,
+        overlaps=True,
+    ),
+)
