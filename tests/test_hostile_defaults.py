@@ -103,9 +103,12 @@ def bound(primitive: Primitive, facts: DeviceFacts = CPU, backend: Any = referen
             if implementation.primitive is primitive:
                 self.found = implementation
 
+        def add_costs(self, costs: str) -> None:
+            pass
+
     collector = Collector()
     backend.mla_portable_register(collector)
-    layout = "bf16" if primitive is SPARSE_PREFILL else "fp8_ds_mla" if collector.found.support.kv_layouts else None
+    layout = "bf16" if primitive is SPARSE_PREFILL else "fp8_ds_mla" if collector.found.support.layouts else None
     return collector.found.bind(Request(primitive, facts, kv_layout=layout, num_heads=3, topk=24, block_size=16))
 
 

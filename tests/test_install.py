@@ -39,7 +39,16 @@ def imported(tools: bool) -> set[str]:
     for path in (ROOT / "mla_portable").rglob("*.py"):
         if (ROOT / "mla_portable" / "tools" in path.parents) != tools:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        unseen = [
+            n
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for n in node.body
+        ]
+        for node in ast.walk(tree):
+            if node in unseen:
+                continue
             if isinstance(node, ast.Import):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:

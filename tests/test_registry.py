@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import CPU, H200, MACHINES
 
-from mla_portable import reference
 from mla_portable.contracts import (
     DeviceFacts,
     Implementation,
@@ -62,7 +61,7 @@ class Vendor:
         def merge(outs: Any, lses: Any) -> Any:
             if self.wrong:
                 raise RuntimeError("not implemented for this build")
-            return reference.merge_states(outs, lses)
+            return MERGE_STATES.reference(outs, lses)
 
         return merge
 

@@ -204,7 +204,7 @@ def test_a_schedule_of_its_own_is_cut_by_the_tuned_tiles(monkeypatch: pytest.Mon
     wanted = [split_kv(**shape, program=ProgramShape(*program)) for program in ((32, 32, 1), (16, 64, 1))]
     assert wanted[0] != wanted[1]
     for each in (request, configured(request, CONFIGURATION)):
-        bind_attention.bind_sparse_decode(each)(q, torch.zeros(1, 64, 656), indices, softmax_scale=1.0)
+        bind_attention.bind_sparse_decode(each)(q, torch.zeros(1, 64, 656, dtype=torch.uint8), indices, softmax_scale=1.0)
     assert made == wanted
 
 

@@ -25,7 +25,7 @@ def test_the_reference_passes_them(primitive):
     machine = registry()
     (implementation,) = (i for i in machine.implementations(primitive) if i.name == "reference.torch")
     cases = published(implementation, machine.facts("cpu"))
-    assert len(cases) == COUNTS.get(primitive, 6)  # of attention: two formats and bf16, lengths or not
+    assert len(cases) == COUNTS.get(primitive, 8)  # of attention: two formats and both of bf16, lengths or not
     for case in cases:
         result = run_case(case, implementation.bind(case.request), CPU)
         assert result.status == "passed", result.message

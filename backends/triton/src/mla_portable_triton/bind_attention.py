@@ -7,6 +7,8 @@ A bound callable validates nothing and looks nothing up. It allocates only what 
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -56,11 +58,11 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
                 program=config.program,
             )
             schedule = _new_schedule(num_rows, num_heads, topk, num_splits, split_len, q.device)
-        assert isinstance(schedule, SplitSchedule)
+        cut = cast("SplitSchedule", schedule)  # the type of `schedule_kind`, which the callers check
         results, result_lses = out, lse_out
-        if schedule.num_splits > 1:
-            assert schedule.partial_out is not None and schedule.partial_lse is not None
-            results, result_lses = schedule.partial_out, schedule.partial_lse
+        if cut.num_splits > 1:
+            assert cut.partial_out is not None and cut.partial_lse is not None
+            results, result_lses = cut.partial_out, cut.partial_lse
         is_split = results is not out
         attention.launch(
             results,
@@ -71,8 +73,8 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
             softmax_scale=softmax_scale,
             lengths=lengths,
             attn_sink=None if is_split else attn_sink,
-            num_splits=schedule.num_splits,
-            split_len=schedule.split_len,
+            num_splits=cut.num_splits,
+            split_len=cut.split_len,
             config=config,
             e4m3_native=e4m3_native,
             bf16_native=bf16_native,
