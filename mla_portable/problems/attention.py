@@ -18,12 +18,12 @@ from mla_portable.problems import exact
 from mla_portable.problems.base import Params
 from mla_portable.problems.compare import Finding, Symptom, Tolerance, close, cosine, limit_of
 from mla_portable.problems.draw import MIXED
+from mla_portable.problems.shapes import layout_of_storage, workspace_of
 from mla_portable.problems.stage import Problem
 
 __all__ = [
     "SOFTMAX_SCALE",
     "TOLERANCES",
-    "WORKSPACE",
     "AttentionParams",
     "DecodeParams",
     "PrefillParams",
@@ -32,13 +32,10 @@ __all__ = [
     "attention_variants",
     "findings",
     "judge_state",
-    "layout_of_storage",
-    "workspace_of",
 ]
 
 SOFTMAX_SCALE: Final = 192**-0.5
 """That of DeepSeek-V3's 128 + 64 wide queries, which absorbed weights do not change."""
-WORKSPACE: Final = "workspace"
 INFINITE: Final = "infinite sinks"
 _NEAR: Final = 2e-2
 """How well a wrong lse must fit an explanation, relative."""
@@ -64,16 +61,6 @@ TOLERANCES: Final = {
     for storage, out, lse in (("bf16", _OUT, _LSE), ("pow2", _OUT, _LSE), ("amax", _OUT_AMAX, _LSE_AMAX))
     for quantity, row in (("out", out), ("lse", lse))
 }
-
-
-def workspace_of(layout: str) -> str:
-    """What cases call flat rows of a layout: the name of the storage starts with WORKSPACE."""
-    return WORKSPACE if layout == BF16.name else f"{WORKSPACE}_{layout}"
-
-
-def layout_of_storage(kv: str) -> str:
-    """The layout of a storage, which is a paged layout or what `workspace_of` made of one."""
-    return BF16.name if kv == WORKSPACE else kv.removeprefix(f"{WORKSPACE}_")
 
 
 def attend(
@@ -234,6 +221,10 @@ class AttentionParams(Params):
         "{kv}! {scale_format} h{heads}! k{topk}! b{block_size} s{query_len} {pattern}! t{unusual_rows} sink_{sink} "
         "lengths{lengths} in{inputs} out_{outputs} {blocks} {size} scheduled{scheduled} promised{promised} {scene}"
     )
+    asks = (
+        "kv_layout=kv num_heads=heads topk block_size query_len rows scale_format lse=with_lse attn_sink=sink lengths "
+        "clean_indices=promised"
+    )
     kv: str
     scale_format: str | None
     heads: int
@@ -271,26 +262,6 @@ class AttentionParams(Params):
     def storage_name(self) -> str:
         """What the tolerance table calls it."""
         return self.scale_format or "bf16"
-
-    def request(self, device: DeviceFacts) -> Request:
-        """See Params."""
-        return Request(
-            primitive=self.primitive,
-            device=device,
-            kv_layout=self.kv_layout,
-            num_heads=self.heads,
-            topk=self.topk,
-            block_size=self.block_size,
-            query_len=self.query_len,
-            rows=self.rows,
-            scale_format=self.scale_format,
-            lse=self.with_lse,
-            attn_sink=self.sink != "none",
-            lengths=self.lengths,
-            clean_indices=self.promised,
-            batch_invariant=self.run == "batches",
-            graph=self.run == "graph",
-        )
 
     def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
         """See Params."""

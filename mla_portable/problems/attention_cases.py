@@ -7,32 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
-from mla_portable.contracts import DecodeSchedule, DeviceFacts, Implementation, Request, ScheduleKind, SplitSchedule
+from mla_portable.contracts import DecodeSchedule, DeviceFacts, Implementation, ScheduleKind, SplitSchedule
 from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE
-from mla_portable.problems.attention import (
-    WORKSPACE,
-    AttentionParams,
-    DecodeParams,
-    PrefillParams,
-    layout_of_storage,
-    workspace_of,
-)
+from mla_portable.problems import shapes
+from mla_portable.problems.attention import AttentionParams, DecodeParams, PrefillParams
 from mla_portable.problems.cover import Choice, covering, crossed
 from mla_portable.problems.draw import PAIR_BLOCK, PATTERNS, SIZES
-from mla_portable.problems.shapes import (
-    Storage,
-    accepted,
-    block_sizes,
-    can_capture,
-    can_hold_vast,
-    heads,
-    narrow_topks,
-    query_lens,
-    says_something,
-    storages,
-    topks,
-)
+from mla_portable.problems.shapes import WORKSPACE, Storage, accepted, can_capture
 
 __all__ = ["attention_params"]
 
@@ -55,7 +37,11 @@ def attention_params(implementation: Implementation, facts: DeviceFacts, level: 
     budget = INTERPRETED_WORK if facts.device_type == "cpu" and level == "quick" else None
 
     def allowed(choice: Choice) -> bool:
-        return _is_claimed(choice, implementation, facts) and _makes_sense(choice) and _is_affordable(choice, budget)
+        return (
+            _kind(implementation).claimed(implementation, facts, choice)
+            and _makes_sense(choice)
+            and _is_affordable(choice, budget)
+        )
 
     seeds = crossed(axes, [name for name in ("storage", "heads", "topk", "query_len") if name in axes])
     choices = covering(axes, strength=1 if level == "smoke" else 2, allowed=allowed, seeds=seeds if level == "full" else [])
@@ -70,17 +56,17 @@ def _axes(implementation: Implementation, facts: DeviceFacts, level: str) -> dic
     support, smoke = implementation.support, level == "smoke"
     is_decode = implementation.primitive is SPARSE_DECODE
     flags = {name: accepted(implementation, facts, name, [False, True]) for name in ("attn_sink", "lengths")}
-    sizes: list[int | None] = [*block_sizes(implementation, facts, level)]
-    kinds: list[Storage] = storages(implementation)
+    sizes: list[int | None] = [*shapes.block_sizes(implementation, facts, level)]
+    kinds: list[Storage] = shapes.storages(implementation)
     flat = [] if is_decode else [name for name in support.layouts if not LAYOUTS[name].is_quantized]
     if flat:  # rows without scales come flat; only the FP8 cache is read in place
         paged = [kind for kind in kinds if kind[0] not in flat]
-        kinds, sizes = [*((workspace_of(name), None) for name in flat), *paged], [None, *sizes]
+        kinds, sizes = [*((shapes.workspace_of(name), None) for name in flat), *paged], [None, *sizes]
     axes: dict[str, list[Any]] = {
         "storage": kinds,
         "pattern": ["corpus", "absent", "last", "front", "dense"] if smoke else list(PATTERNS),
-        "heads": heads(implementation, facts, level),
-        "topk": topks(implementation, facts, level),
+        "heads": shapes.heads(implementation, facts, level),
+        "topk": shapes.topks(implementation, facts, level),
         "block_size": sizes,
         "sink": ["none", "finite", "minus_inf", "plus_inf"] if True in flags["attn_sink"] else ["none"],
         "lengths": flags["lengths"],
@@ -90,35 +76,17 @@ def _axes(implementation: Implementation, facts: DeviceFacts, level: str) -> dic
         "size": ["plain", "large"],
         "schedule": [None],
         "run": ["once"] if smoke else ["once", "repeat"],
-        "rows": ["few"] if level != "full" else ["few", "more"],
+        "amount": ["few"] if level != "full" else ["few", "more"],
     }
     if is_decode:
-        axes["query_len"] = query_lens(implementation, facts, level)
+        axes["query_len"] = shapes.query_lens(implementation, facts, level)
         axes["schedule"] = list(dict.fromkeys([None, implementation.schedule_kind]))
     return axes
 
 
-def _is_claimed(choice: Choice, implementation: Implementation, facts: DeviceFacts) -> bool:
-    """Nothing in a partial choice speaks against the implementation's own declaration."""
-    kv, scale_format = choice.get("storage", (None, None))
-    request = Request(
-        primitive=implementation.primitive,
-        device=facts,
-        kv_layout=None if kv is None else layout_of_storage(kv),
-        scale_format=scale_format,
-        num_heads=choice.get("heads"),
-        topk=choice.get("topk"),
-        block_size=choice.get("block_size"),
-        query_len=choice.get("query_len"),
-        attn_sink=choice.get("sink", "none") != "none",
-        lengths=choice.get("lengths", False),
-    )
-    return not any(True for _ in implementation.support.shape_reasons(request))
-
-
 def _makes_sense(choice: Choice) -> bool:
     """A partial choice is something that exists, and that the suite can judge."""
-    if not says_something(choice):
+    if not shapes.says_something(choice):
         return False
     if "storage" not in choice:
         return True
@@ -140,7 +108,7 @@ def _work(rows: int, heads: int, topk: int) -> int:
 def _is_affordable(choice: Choice, budget: int | None) -> bool:
     """A partial choice can be completed within what the level may spend on a case."""
     heads, topk, query_len = choice.get("heads", 1), choice.get("topk", 1), choice.get("query_len", 1)
-    if choice.get("rows") == "more" and heads * topk > 32 * 1024:
+    if choice.get("amount") == "more" and heads * topk > 32 * 1024:
         return False  # the oracle would take seconds for each
     if budget is None:
         return True
@@ -150,7 +118,7 @@ def _is_affordable(choice: Choice, budget: int | None) -> bool:
 
 def _num_rows(choice: Choice, budget: int | None) -> int:
     """Query rows of a whole choice: a multiple of S, fewer where each is much work."""
-    query_len, wanted = choice.get("query_len", 1), 33 if choice["rows"] == "more" else 4
+    query_len, wanted = choice.get("query_len", 1), 33 if choice["amount"] == "more" else 4
     rows = query_len * max(1, wanted // query_len)
     while budget is not None and rows > query_len and _work(rows, choice["heads"], choice["topk"]) > budget:
         rows -= query_len
@@ -159,15 +127,13 @@ def _num_rows(choice: Choice, budget: int | None) -> int:
 
 def _params(implementation: Implementation, choice: Choice, budget: int | None = None) -> AttentionParams:
     """The parameters for a whole choice of `_axes`."""
-    fields: dict[str, Any] = choice | {"rows": _num_rows(choice, budget), "query_len": choice.get("query_len")}
-    kv, scale_format = fields.pop("storage")
-    kind = DecodeParams if implementation.primitive is SPARSE_DECODE else PrefillParams
-    return kind(
-        kv=kv,
-        scale_format=scale_format,
-        with_lse=implementation.support.lse,
-        **fields,
-    )
+    fixed = {"rows": _num_rows(choice, budget), "query_len": choice.get("query_len"), "with_lse": implementation.support.lse}
+    own = {name: value for name, value in choice.items() if name != "amount"}
+    return _kind(implementation).of(own | fixed)
+
+
+def _kind(implementation: Implementation) -> type[AttentionParams]:
+    return DecodeParams if implementation.primitive is SPARSE_DECODE else PrefillParams
 
 
 def _scenes(
@@ -176,7 +142,7 @@ def _scenes(
     """One or a few cases for each thing that is not an axis."""
 
     def allowed(choice: Choice) -> bool:
-        return _is_claimed(choice, implementation, facts) and _makes_sense(choice)
+        return _kind(implementation).claimed(implementation, facts, choice) and _makes_sense(choice)
 
     def params(chosen: dict[str, list[Any]], strength: int = 1) -> Iterator[AttentionParams]:
         for choice in covering(chosen, strength=strength, allowed=allowed):
@@ -193,10 +159,14 @@ def _scenes(
     yield from (replace(p, rows=0) for p in base)
     if level == "smoke":
         return
-    yield from (replace(p, scene="address") for p in base if can_hold_vast(p.kv_layout, facts, level))
+    yield from (replace(p, scene="address") for p in base if shapes.can_hold_vast(p.kv_layout, facts, level))
     pair = plain | {"blocks": ["pair"], "block_size": [size for size in axes["block_size"][-1:] if size and size >= PAIR_BLOCK]}
     yield from params(pair) if pair["block_size"] else ()
-    narrow = plain | {"topk": narrow_topks(implementation, facts), "pattern": ["dense", "absent"], "lengths": axes["lengths"]}
+    narrow = plain | {
+        "topk": shapes.narrow_topks(implementation, facts),
+        "pattern": ["dense", "absent"],
+        "lengths": axes["lengths"],
+    }
     yield from params(narrow) if narrow["topk"] else ()
     loud = plain | {
         "size": [size for size in SIZES if size not in axes["size"]],
@@ -225,7 +195,7 @@ def _promised(
     implementation: Implementation, facts: DeviceFacts, level: str, axes: dict[str, list[Any]], budget: int | None
 ) -> Iterator[AttentionParams]:
     """Clean indices are promised and no lse is asked for, as layers do: the less there is to pad, the more may be left out."""
-    support, widths = implementation.support, topks(implementation, facts, "quick")
+    support, widths = implementation.support, shapes.topks(implementation, facts, "quick")
     kernel_heads = accepted(implementation, facts, "num_heads", support.padded_heads)
     axes = axes | {
         "pattern": ["absent", "holes", "dense"],
@@ -237,12 +207,16 @@ def _promised(
         "size": ["plain"],
         "schedule": axes["schedule"][::-1],
         "run": ["once", "graph"] if can_capture(implementation, facts) else ["once"],
-        "rows": ["few"],
+        "amount": ["few"],
     }
 
     def allowed(choice: Choice) -> bool:
         in_graph = choice.get("run") == "graph" and choice.get("outputs") == "fresh"
-        sound = _is_claimed(choice, implementation, facts) and _makes_sense(choice) and _is_affordable(choice, budget)
+        sound = (
+            _kind(implementation).claimed(implementation, facts, choice)
+            and _makes_sense(choice)
+            and _is_affordable(choice, budget)
+        )
         return sound and not in_graph
 
     smoke, least = level == "smoke", {"sink": "none", "inputs": "packed", "outputs": "packed"}
@@ -262,13 +236,13 @@ def _batches(
         **{name: axes[name] for name in ("storage", "block_size", "sink", "lengths", "query_len") if name in axes},
         "schedule": [kind for kind in axes["schedule"] if _schedule_type(kind) in BATCH_ROWS],
         "heads": axes["heads"] if level == "full" else _near(axes["heads"], 16),
-        "topk": _near(topks(implementation, facts, "quick"), 128 if on_cpu else 1024),
+        "topk": _near(shapes.topks(implementation, facts, "quick"), 128 if on_cpu else 1024),
         "pattern": ["dense", "holes"],
         "run": ["batches"],
     }
 
     def allowed(choice: Choice) -> bool:
-        return _is_claimed(choice, implementation, facts) and _makes_sense(choice)
+        return _kind(implementation).claimed(implementation, facts, choice) and _makes_sense(choice)
 
     for choice in covering(axes, strength=1, allowed=allowed):
         query_len = choice.get("query_len", 1)

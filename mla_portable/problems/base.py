@@ -16,10 +16,14 @@ import torch
 
 from mla_portable.contracts import DeviceFacts, Implementation, InvalidArgument, Primitive, Request, Support
 from mla_portable.problems.compare import Finding, Tolerance
+from mla_portable.problems.cover import Choice
 from mla_portable.problems.draw import seed_of
+from mla_portable.problems.shapes import layout_of_storage, unpacked
 from mla_portable.problems.stage import Problem
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from mla_portable.problems.bench import Bench
 
 __all__ = [
@@ -40,6 +44,7 @@ product of shapes with everything else spread over it; meant for GPUs."""
 
 
 _HALF: Final = "fp16"
+_FEATURES: Final = frozenset(each.name for each in fields(Request) if each.default is False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,8 @@ class Params(ABC):
     primitive: ClassVar[Primitive[Any]]
     run: str = "once"
 
+    asks: ClassVar[str] = ""
+    """What a request states, "field" or "field=parameter"; a feature is asked for by any word but "none"."""
     says: ClassVar[str]
     """Templates for the words of an id, of one field each; without "!" at the end, usual values go unsaid."""
 
@@ -69,9 +76,35 @@ class Params(ABC):
                 found.append(template.rstrip("!").format(**{name: word}))
         return found
 
-    @abstractmethod
+    @classmethod
+    def asked(cls, device: DeviceFacts, values: Mapping[str, Any]) -> Request:
+        """What some parameters, by name, ask of the registry."""
+        stated: dict[str, Any] = {}
+        for word in cls.asks.split():
+            field, _, name = word.partition("=")
+            if (name or field) in values:
+                value = values[name or field]
+                if field in _FEATURES and isinstance(value, str):
+                    value = value != "none"
+                stated[field] = layout_of_storage(value) if field == "kv_layout" else value
+        return Request(cls.primitive, device, **stated)
+
+    @classmethod
+    def claimed(cls, implementation: Implementation, device: DeviceFacts, choice: Choice) -> bool:
+        """Nothing in a partial choice speaks against the implementation's own declaration."""
+        reasons = implementation.support.shape_reasons(cls.asked(device, unpacked(choice)))
+        return not any(True for _ in reasons)
+
+    @classmethod
+    def of(cls, choice: Choice) -> Self:
+        """The parameters for a choice of values, a storage among them."""
+        return cls(**unpacked(choice))
+
     def request(self, device: DeviceFacts) -> Request:
         """What this case asks of the registry."""
+        names = (word.rpartition("=")[2] for word in self.asks.split())
+        asked = self.asked(device, {name: getattr(self, name) for name in names})
+        return asked.but(graph=self.run == "graph", batch_invariant=self.run == "batches")
 
     @abstractmethod
     def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:

@@ -19,7 +19,7 @@ from mla_portable.problems.compare import BITS, Finding, Symptom, field_of, same
 from mla_portable.problems.cover import Choice, covering
 from mla_portable.problems.draw import PAIR_BLOCK, generator, guard_rows, near, paged_cache, shuffled, vast
 from mla_portable.problems.exact import INT32_MAX, INT32_MIN, fp8_row
-from mla_portable.problems.shapes import block_sizes, can_capture, can_hold_vast, claimed, storages
+from mla_portable.problems.shapes import block_sizes, can_capture, can_hold_vast, storages
 from mla_portable.problems.stage import Problem, Results, Stage
 
 __all__ = ["PROBLEMS", "CacheWriteParams", "cache_write"]
@@ -57,7 +57,7 @@ class CacheWriteParams(Params):
     """One cache_write call.
 
     Attributes:
-        layout, scale_format, block_size: of the cache. dtype: of the tokens. tokens: T.
+        kv, scale_format, block_size: layout of the cache. dtype: of the tokens. tokens: T.
         skips: "none"; "some" negative slots; "corpus", negative and too large ones of every size; "near", by little.
         values: "plain"; "edges": zeros, signed zeros, a group's maximum on and next to a power of two, ties, extremes;
             "zero_group": the first group of the first token is 0.
@@ -67,8 +67,9 @@ class CacheWriteParams(Params):
     """
 
     primitive = CACHE_WRITE
-    says = "{layout}! {scale_format} b{block_size}! {dtype} t{tokens} skips_{skips} {values} in{inputs} {blocks} {scene}"
-    layout: str
+    says = "{kv}! {scale_format} b{block_size}! {dtype} t{tokens} skips_{skips} {values} in{inputs} {blocks} {scene}"
+    asks = "kv_layout=kv block_size rows=tokens scale_format"
+    kv: str
     scale_format: str | None
     block_size: int
     dtype: torch.dtype = torch.bfloat16
@@ -79,21 +80,9 @@ class CacheWriteParams(Params):
     blocks: str = "packed"
     scene: str = ""
 
-    def request(self, device: DeviceFacts) -> Request:
-        """See Params."""
-        return Request(
-            primitive=self.primitive,
-            device=device,
-            kv_layout=self.layout,
-            block_size=self.block_size,
-            rows=self.tokens,
-            scale_format=self.scale_format,
-            graph=self.run == "graph",
-        )
-
     def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
         """See Params."""
-        g, stage, layout = generator(seed), Stage(device), LAYOUTS[self.layout]
+        g, stage, layout = generator(seed), Stage(device), LAYOUTS[self.kv]
         width = layout.key_width
         values = _edges(self.tokens, width, g) if self.values == "edges" else torch.randn(self.tokens, width, generator=g) * 3
         if self.values == "zero_group":
@@ -220,25 +209,21 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     if not all(axes.values()):
         return
 
-    def make(choice: Choice) -> CacheWriteParams:
-        layout, scale_format = choice["storage"]
-        return CacheWriteParams(layout=layout, scale_format=scale_format, **{k: v for k, v in choice.items() if k != "storage"})
-
     def allowed(choice: Choice) -> bool:
-        return claimed(implementation, facts, choice)
+        return CacheWriteParams.claimed(implementation, facts, choice)
 
     strength = {"smoke": 1, "quick": 2, "full": 3}[level]
     for choice in covering(axes, strength=strength, allowed=allowed):
-        yield make(choice)
+        yield CacheWriteParams.of(choice)
     plain = {name: values[:1] for name, values in axes.items()} | {
         "storage": axes["storage"], "block_size": axes["block_size"][-1:],
     }  # fmt: skip
     for choice in covering(plain, strength=1, allowed=allowed):
-        params = make(choice)
+        params = CacheWriteParams.of(choice)
         yield replace(params, tokens=0)
         if level != "smoke" and params.block_size >= PAIR_BLOCK:
             yield replace(params, blocks="pair")
-        if can_hold_vast(params.layout, facts, level):
+        if can_hold_vast(params.kv, facts, level):
             yield replace(params, scene="address")
         if level != "smoke" and can_capture(implementation, facts):
             yield replace(params, run="graph", skips="corpus")
@@ -256,7 +241,7 @@ def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request
 def _of_request(request: Request, name: str) -> CacheWriteParams:
     layout = LAYOUTS[request.kv_layout or FP8_DS_MLA.name]
     return CacheWriteParams(
-        layout=layout.name,
+        kv=layout.name,
         scale_format=(request.scale_format or "pow2") if layout.is_quantized else None,
         block_size=request.block_size or 16,
         skips="near",

@@ -139,6 +139,7 @@ class ConvertIndicesParams(Params):
         "k{topk}! b{block_size}! {pattern}! t{tokens} table_{table} limit{limit} "
         "compact{compact} workspace_{workspace} in{inputs} out_{outputs}"
     )
+    asks = "topk block_size rows=tokens compact prefill_workspace=workspace"
     topk: int
     block_size: int
     tokens: int = NUM_TOKENS
@@ -149,19 +150,6 @@ class ConvertIndicesParams(Params):
     workspace: str = "none"
     inputs: str = "packed"
     outputs: str = "fresh"
-
-    def request(self, device: DeviceFacts) -> Request:
-        """See Params."""
-        return Request(
-            primitive=self.primitive,
-            device=device,
-            topk=self.topk,
-            block_size=self.block_size,
-            rows=self.tokens,
-            compact=self.compact,
-            prefill_workspace=self.workspace != "none",
-            graph=self.run == "graph",
-        )
 
     def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
         """See Params."""
@@ -274,17 +262,7 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
         return
 
     def allowed(choice: Choice) -> bool:
-        if not says_something(choice):
-            return False
-        request = Request(
-            primitive=CONVERT_INDICES,
-            device=facts,
-            topk=choice.get("topk"),
-            block_size=choice.get("block_size"),
-            compact=choice.get("compact", False),
-            prefill_workspace=choice.get("workspace", "none") != "none",
-        )
-        return not any(True for _ in implementation.support.shape_reasons(request))
+        return says_something(choice) and ConvertIndicesParams.claimed(implementation, facts, choice)
 
     seeds = crossed(axes, ["topk", "block_size", "compact", "workspace"]) if level == "full" else []
     for choice in covering(axes, strength=1 if level == "smoke" else 2, allowed=allowed, seeds=seeds):

@@ -20,7 +20,7 @@ from mla_portable.problems.compare import BITS, Finding, Tolerance, close, limit
 from mla_portable.problems.cover import Choice, covering
 from mla_portable.problems.draw import PAIR_BLOCK, cached_rows, generator, paged_cache, shuffled, vast
 from mla_portable.problems.exact import INT32_MIN
-from mla_portable.problems.shapes import block_sizes, can_capture, can_hold_vast, claimed, storages
+from mla_portable.problems.shapes import block_sizes, can_capture, can_hold_vast, storages
 from mla_portable.problems.stage import Problem, Results, Stage
 
 __all__ = ["PROBLEMS", "GatherUpconvertParams", "gather_upconvert"]
@@ -90,7 +90,7 @@ class GatherUpconvertParams(Params):
     """One gather_upconvert call.
 
     Attributes:
-        layout, scale_format, block_size: of the cache.
+        kv, scale_format, block_size: layout of the cache.
         lens: "borders", lengths on and next to those of blocks, an empty request between them; "long", one request of
             many blocks; "empty", requests without tokens; "none", no request at all; "few", what a probe takes.
         table: "plain"; "holes", negative entries and blocks past the cache, whose tokens become rows of zeros; "near", by
@@ -102,8 +102,9 @@ class GatherUpconvertParams(Params):
     """
 
     primitive = GATHER_UPCONVERT
-    says = "{layout}! {scale_format} b{block_size}! lens_{lens}! table_{table} {placing} in{inputs} {blocks} {scene}"
-    layout: str
+    says = "{kv}! {scale_format} b{block_size}! lens_{lens}! table_{table} {placing} in{inputs} {blocks} {scene}"
+    asks = "kv_layout=kv block_size scale_format"
+    kv: str
     scale_format: str | None
     block_size: int
     lens: str = "borders"
@@ -112,17 +113,6 @@ class GatherUpconvertParams(Params):
     inputs: str = "packed"
     blocks: str = "packed"
     scene: str = ""
-
-    def request(self, device: DeviceFacts) -> Request:
-        """See Params."""
-        return Request(
-            primitive=self.primitive,
-            device=device,
-            kv_layout=self.layout,
-            block_size=self.block_size,
-            scale_format=self.scale_format,
-            graph=self.run == "graph",
-        )
 
     def _lengths(self) -> list[int]:
         block = self.block_size
@@ -151,7 +141,7 @@ class GatherUpconvertParams(Params):
 
     def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
         """See Params."""
-        g, stage, layout = generator(seed), Stage(device), LAYOUTS[self.layout]
+        g, stage, layout = generator(seed), Stage(device), LAYOUTS[self.kv]
         kinds = self._lengths()
         lens = [kinds[i] for i in shuffled(len(kinds), g).tolist()]
         starts, num_rows = self._starts(lens)
@@ -218,29 +208,24 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     if not all(axes.values()):
         return
 
-    def make(choice: Choice) -> GatherUpconvertParams:
-        layout, scale_format = choice["storage"]
-        rest = {name: value for name, value in choice.items() if name != "storage"}
-        return GatherUpconvertParams(layout=layout, scale_format=scale_format, **rest)
-
     def allowed(choice: Choice) -> bool:
         if choice.get("lens") in ("empty", "none") and choice.get("placing") == "short":
             return False
-        return claimed(implementation, facts, choice)
+        return GatherUpconvertParams.claimed(implementation, facts, choice)
 
     strength = {"smoke": 1, "quick": 2, "full": 3}[level]
     for choice in covering(axes, strength=strength, allowed=allowed):
-        yield make(choice)
+        yield GatherUpconvertParams.of(choice)
     if level == "smoke":
         return
     plain = {name: values[:1] for name, values in axes.items()} | {
         "storage": axes["storage"], "block_size": axes["block_size"][-1:],
     }  # fmt: skip
     for choice in covering(plain, strength=1, allowed=allowed):
-        params = make(choice)
+        params = GatherUpconvertParams.of(choice)
         if params.block_size >= PAIR_BLOCK:
             yield replace(params, blocks="pair")
-        if can_hold_vast(params.layout, facts, level):
+        if can_hold_vast(params.kv, facts, level):
             yield replace(params, scene="address")
         if can_capture(implementation, facts):
             yield replace(params, run="graph", placing="gaps", table="holes")
@@ -249,7 +234,7 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
 def _of_request(request: Request, name: str) -> GatherUpconvertParams:
     layout = LAYOUTS[request.kv_layout or FP8_DS_MLA.name]
     return GatherUpconvertParams(
-        layout=layout.name,
+        kv=layout.name,
         scale_format=(request.scale_format or "amax") if layout.is_quantized else None,
         block_size=request.block_size or 16,
         lens="few",

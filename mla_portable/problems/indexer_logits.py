@@ -102,6 +102,7 @@ class IndexerLogitsParams(Params):
 
     primitive = INDEXER_LOGITS
     says = "h{heads}! b{block_size}! {batch}! tail{tail} starts_{starts} table_{table} {width} in{inputs} out{outputs} {blocks}"
+    asks = "num_heads=heads block_size"
     heads: int
     block_size: int
     batch: str = "prefill"
@@ -112,16 +113,6 @@ class IndexerLogitsParams(Params):
     inputs: str = "packed"
     outputs: str = "packed"
     blocks: str = "packed"
-
-    def request(self, device: DeviceFacts) -> Request:
-        """See Params."""
-        return Request(
-            primitive=self.primitive,
-            device=device,
-            num_heads=self.heads,
-            block_size=self.block_size,
-            graph=self.run == "graph",
-        )
 
     def _batch(self, columns: int) -> list[tuple[int, int]]:
         """(query tokens, length) of each request."""

@@ -79,10 +79,6 @@ class MergeStatesParams(Params):
     inputs: str = "packed"
     heads: int = 5
 
-    def request(self, device: DeviceFacts) -> Request:
-        """See Params."""
-        return Request(primitive=self.primitive, device=device, graph=self.run == "graph")
-
     def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
         """See Params."""
         g, stage, dtype = generator(seed), Stage(device), DTYPES[self.dtype]

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, Implementation, Request
+from mla_portable.contracts import DeviceFacts, Implementation
 from mla_portable.primitives import QUANTIZE_PER_TENSOR
 from mla_portable.problems import exact
 from mla_portable.problems.base import Params, Problems, one_variant
@@ -81,10 +81,6 @@ class QuantizePerTensorParams(Params):
     target: str
     values: str = "plain"
     inputs: str = "packed"
-
-    def request(self, device: DeviceFacts) -> Request:
-        """See Params."""
-        return Request(primitive=self.primitive, device=device, graph=self.run == "graph")
 
     def _values(self, g: torch.Generator) -> Tensor:
         shape, source = SHAPES[self.shape], INPUTS[self.source]

@@ -7,22 +7,25 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from mla_portable.contracts import DeviceFacts, Implementation, Request
-from mla_portable.layouts import LAYOUTS
+from mla_portable.layouts import BF16, LAYOUTS
 from mla_portable.problems.cover import Choice
 
 __all__ = [
+    "WORKSPACE",
     "Storage",
     "accepted",
     "block_sizes",
     "can_capture",
     "can_hold_vast",
-    "claimed",
     "heads",
+    "layout_of_storage",
     "narrow_topks",
     "query_lens",
     "says_something",
     "storages",
     "topks",
+    "unpacked",
+    "workspace_of",
 ]
 
 HEADS: Final = (1, 8, 16, 24, 32, 64, 128)
@@ -32,7 +35,18 @@ QUERY_LENS: Final = (1, 2, 4)
 NARROW: Final = 8
 
 Storage = tuple[str, str | None]
-"""(kv_layout, scale_format); the latter is None for a layout without scales."""
+"""(kv, scale_format): a layout or `workspace_of` one; None for a layout without scales."""
+WORKSPACE: Final = "workspace"
+
+
+def workspace_of(layout: str) -> str:
+    """What cases call flat rows of a layout: the name of the storage starts with WORKSPACE."""
+    return WORKSPACE if layout == BF16.name else f"{WORKSPACE}_{layout}"
+
+
+def layout_of_storage(kv: str) -> str:
+    """The layout of a storage, which is a paged layout or what `workspace_of` made of one."""
+    return BF16.name if kv == WORKSPACE else kv.removeprefix(f"{WORKSPACE}_")
 
 
 def accepted(implementation: Implementation, facts: DeviceFacts, field: str, candidates: Sequence[Any]) -> list[Any]:
@@ -122,9 +136,7 @@ def says_something(choice: Choice) -> bool:
     return choice.get("topk", NARROW) >= NARROW or choice.get("pattern", "dense") in ("dense", "absent")
 
 
-def claimed(implementation: Implementation, facts: DeviceFacts, choice: Choice) -> bool:
-    """Nothing in a partial choice of storage and block size speaks against the implementation's own declaration."""
-    layout, scale_format = choice.get("storage", (None, None))
-    size = choice.get("block_size")
-    request = Request(implementation.primitive, facts, layout, block_size=size, scale_format=scale_format)
-    return not any(True for _ in implementation.support.shape_reasons(request))
+def unpacked(choice: Choice) -> Choice:
+    """The choice with layout and scale format in the place of a storage."""
+    rest = {name: value for name, value in choice.items() if name != "storage"}
+    return rest | (dict(zip(("kv", "scale_format"), choice["storage"], strict=True)) if "storage" in choice else {})
