@@ -322,7 +322,7 @@ def test_quick_covers_what_the_contract_promises():
 
 
 def test_every_two_values_of_attention_meet_at_quick():
-    cases = [c.params for c in everything("quick", H200) if isinstance(c.params, DecodeParams) and c.params.rows]
+    cases = [c.params for c in everything("quick", H200) if type(c.params) is DecodeParams and c.params.rows]
     for left, right in combinations(("kv", "heads", "topk", "block_size", "query_len", "pattern", "sink", "outputs"), 2):
         met = {(getattr(p, left), getattr(p, right)) for p in cases if p.topk > 1}
         assert met == set(product({a for a, _ in met}, {b for _, b in met})), f"{left} x {right}"

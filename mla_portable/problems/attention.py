@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -101,24 +102,6 @@ def _attend_row(
 # --------------------------------------------------------------------------------------------------------- the judge
 
 
-def findings(
-    storage: str,
-    got: dict[str, Tensor],
-    want: dict[str, Tensor],
-    *,
-    rows: Tensor | None = None,
-    sink: Tensor | None = None,
-    remark: str = "",
-) -> Iterator[Finding]:
-    """Attention rows out [n, H, 512] and, where it is there, lse [n, H] against the oracle's, float64.
-
-    Args:
-        rows: [n], the numbers of the rows where they are some of many. sink: [H], for what an error may come from.
-        remark: to be added to each quantity.
-    """
-    yield from judge_state(TOLERANCES, storage, got, want, rows=rows, sink=sink, remark=remark)
-
-
 def judge_state(
     table: dict[tuple[str, str], Tolerance],
     storage: str,
@@ -129,7 +112,12 @@ def judge_state(
     sink: Tensor | None = None,
     remark: str = "",
 ) -> Iterator[Finding]:
-    """A state of attention, out [.., D] and lse [..], by the tolerances of `table`; see `findings`."""
+    """A state of attention, out [.., D] and where it is there lse [..], against the oracle's, by the tolerances of `table`.
+
+    Args:
+        rows: [n], the numbers of the rows where they are some of many. sink: [H], for what an error may come from.
+        remark: to be added to each quantity.
+    """
     out, want_out, want_lse = got["out"].cpu(), want["out"], want["lse"].double()
     if "lse" in got:
         lse = got["lse"].cpu()
@@ -141,6 +129,10 @@ def judge_state(
     yield close(f"out{remark}", out, want_out, limit, rows=rows, symptom=_out_symptom(out.double(), want_out.double(), rows))
     if limit.cosine is not None:
         yield cosine(f"out cosine{remark}", out, want_out, limit.cosine)
+
+
+findings = partial(judge_state, TOLERANCES)
+"""Attention rows, out [n, H, 512] and lse [n, H]; see `judge_state`."""
 
 
 def _row(where: tuple[int, ...], rows: Tensor | None) -> str:
@@ -225,6 +217,7 @@ class AttentionParams(Params):
         "kv_layout=kv num_heads=heads topk block_size query_len rows scale_format lse=with_lse attn_sink=sink lengths "
         "clean_indices=promised"
     )
+    softmax_scale: ClassVar[float] = SOFTMAX_SCALE
     kv: str
     scale_format: str | None
     heads: int

@@ -14,6 +14,7 @@ from mla_portable.problems import shapes
 from mla_portable.problems.attention import AttentionParams, DecodeParams, PrefillParams
 from mla_portable.problems.cover import Choice, covering, crossed
 from mla_portable.problems.draw import PAIR_BLOCK, PATTERNS, SIZES
+from mla_portable.problems.published import published_attention
 from mla_portable.problems.shapes import WORKSPACE, Storage, accepted, can_capture
 
 __all__ = ["attention_params"]
@@ -37,11 +38,7 @@ def attention_params(implementation: Implementation, facts: DeviceFacts, level: 
     budget = INTERPRETED_WORK if facts.device_type == "cpu" and level == "quick" else None
 
     def allowed(choice: Choice) -> bool:
-        return (
-            _kind(implementation).claimed(implementation, facts, choice)
-            and _makes_sense(choice)
-            and _is_affordable(choice, budget)
-        )
+        return _is_sound(choice, implementation, facts) and _is_affordable(choice, budget)
 
     seeds = crossed(axes, [name for name in ("storage", "heads", "topk", "query_len") if name in axes])
     choices = covering(axes, strength=1 if level == "smoke" else 2, allowed=allowed, seeds=seeds if level == "full" else [])
@@ -50,6 +47,7 @@ def attention_params(implementation: Implementation, facts: DeviceFacts, level: 
     yield from _promised(implementation, facts, level, axes, budget)
     yield from _batches(implementation, facts, level, axes)
     yield from _scenes(implementation, facts, level, axes)
+    yield from published_attention(implementation, facts, level)
 
 
 def _axes(implementation: Implementation, facts: DeviceFacts, level: str) -> dict[str, list[Any]]:
@@ -84,9 +82,9 @@ def _axes(implementation: Implementation, facts: DeviceFacts, level: str) -> dic
     return axes
 
 
-def _makes_sense(choice: Choice) -> bool:
-    """A partial choice is something that exists, and that the suite can judge."""
-    if not shapes.says_something(choice):
+def _is_sound(choice: Choice, implementation: Implementation, facts: DeviceFacts) -> bool:
+    """A partial choice is claimed, exists, and can be judged by the suite."""
+    if not (shapes.says_something(choice) and _kind(implementation).claimed(implementation, facts, choice)):
         return False
     if "storage" not in choice:
         return True
@@ -142,7 +140,7 @@ def _scenes(
     """One or a few cases for each thing that is not an axis."""
 
     def allowed(choice: Choice) -> bool:
-        return _kind(implementation).claimed(implementation, facts, choice) and _makes_sense(choice)
+        return _is_sound(choice, implementation, facts)
 
     def params(chosen: dict[str, list[Any]], strength: int = 1) -> Iterator[AttentionParams]:
         for choice in covering(chosen, strength=strength, allowed=allowed):
@@ -212,12 +210,7 @@ def _promised(
 
     def allowed(choice: Choice) -> bool:
         in_graph = choice.get("run") == "graph" and choice.get("outputs") == "fresh"
-        sound = (
-            _kind(implementation).claimed(implementation, facts, choice)
-            and _makes_sense(choice)
-            and _is_affordable(choice, budget)
-        )
-        return sound and not in_graph
+        return not in_graph and _is_sound(choice, implementation, facts) and _is_affordable(choice, budget)
 
     smoke, least = level == "smoke", {"sink": "none", "inputs": "packed", "outputs": "packed"}
     seeds = [least | choice for choice in crossed(axes, ["heads", "topk", "run"])]
@@ -242,7 +235,7 @@ def _batches(
     }
 
     def allowed(choice: Choice) -> bool:
-        return _kind(implementation).claimed(implementation, facts, choice) and _makes_sense(choice)
+        return _is_sound(choice, implementation, facts)
 
     for choice in covering(axes, strength=1, allowed=allowed):
         query_len = choice.get("query_len", 1)

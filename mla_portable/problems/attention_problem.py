@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mla_portable.contracts import DecodeSchedule, DeviceFacts, ScheduleLimits, SplitSchedule, split_kv
 from mla_portable.layouts import LAYOUTS
-from mla_portable.problems.attention import SOFTMAX_SCALE, AttentionParams, attend, findings
+from mla_portable.problems.attention import AttentionParams, attend, findings
 from mla_portable.problems.compare import Finding
 from mla_portable.problems.draw import (
     MIXED,
@@ -29,10 +29,26 @@ from mla_portable.problems.draw import (
 )
 from mla_portable.problems.stage import Problem, Results, Stage
 
-__all__ = ["build_attention", "make_schedule"]
+__all__ = ["Drawn", "build_attention", "make_schedule", "problem_of"]
 
 JUDGED_ROWS: Final = 96
 """Of a problem with very many rows the first, the last and others between are compared."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """The tensors of a call: q [rows, H, key width], indices [rows, K] and lengths [rows] on the CPU, kv on the device.
+
+    Attributes:
+        original_kv, original_indices: on the CPU, for the oracle: a cache with the same tokens, and their places in it.
+    """
+
+    q: Tensor
+    kv: Tensor
+    original_kv: Tensor
+    indices: Tensor
+    original_indices: Tensor
+    lengths: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,10 +66,9 @@ class _KV:
 def build_attention(params: AttentionParams, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
     """The problem that `params` describe; see AttentionParams."""
     g, stage = generator(seed), Stage(device)
-    rows, topk, heads = params.rows, params.topk, params.heads
+    rows, topk = params.rows, params.topk
     kv = _vast_kv(params, stage, g) if params.scene == "address" else _kv(params, stage, g)
-    layout = LAYOUTS[params.kv_layout]
-    q = queries(rows, heads, layout, params.size, g)
+    q = queries(rows, params.heads, LAYOUTS[params.kv_layout], params.size, g)
     lengths = _lengths(params, g) if params.lengths else None
     picks = torch.arange(len(kv.used))
     unused = len(picks) + torch.arange(len(kv.unused))
@@ -67,16 +82,22 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
         order = (indices < 0).to(torch.uint8).argsort(dim=1, stable=True)
         indices, original_indices = indices.gather(1, order), original_indices.gather(1, order)
         lengths = (indices >= 0).sum(1, dtype=torch.int32)
+    return problem_of(params, Drawn(q, kv.placed, kv.original, indices, original_indices, lengths), stage, g, facts)
 
+
+def problem_of(params: AttentionParams, drawn: Drawn, stage: Stage, g: torch.Generator, facts: DeviceFacts) -> Problem:
+    """The call on what was drawn, with outputs, sinks and schedule as `params` want them, and its judge."""
+    rows, topk, heads, device = params.rows, params.topk, params.heads, stage.device
+    layout, lengths = LAYOUTS[params.kv_layout], drawn.lengths
     shape = (rows // params.query_len, params.query_len) if params.query_len else (rows,)
-    q, original_indices = q.view(*shape, heads, layout.key_width), original_indices.view(*shape, topk)
+    q, original_indices = drawn.q.view(*shape, heads, layout.key_width), drawn.original_indices.view(*shape, topk)
     lengths = None if lengths is None else lengths.view(shape)
-    sink = _sink(params, q, kv.original, original_indices, lengths, g)
+    sink = _sink(params, q, drawn.original_kv, original_indices, lengths, g)
     apart = params.inputs == "views"
     kv_name = "kv_cache" if params.query_len else "kv"
-    args = {"q": stage.read("q", q, strided=apart), kv_name: kv.placed}
-    args["indices"] = stage.read("indices", indices.view(*shape, topk), strided=apart)
-    keywords: dict[str, Any] = {"softmax_scale": SOFTMAX_SCALE}
+    args = {"q": stage.read("q", q, strided=apart), kv_name: drawn.kv}
+    args["indices"] = stage.read("indices", drawn.indices.view(*shape, topk), strided=apart)
+    keywords: dict[str, Any] = {"softmax_scale": params.softmax_scale}
     if lengths is not None:
         keywords["lengths"] = stage.read("lengths", lengths, strided=apart)
     if sink is not None:
@@ -90,7 +111,7 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
         keywords["schedule"] = make_schedule(params, device, facts)
 
     judged = torch.linspace(0, rows - 1, JUDGED_ROWS).long() if rows > JUDGED_ROWS else torch.arange(rows)
-    want_out, want_lse = _expected(params, q, kv.original, original_indices, lengths, sink, judged)
+    want_out, want_lse = _expected(params, q, drawn.original_kv, original_indices, lengths, sink, judged)
 
     def part(bound: Callable[..., Any], some: slice) -> tuple[Tensor, ...]:
         own = {name: value for name, value in keywords.items() if name in ("softmax_scale", "attn_sink")}
@@ -226,4 +247,4 @@ def _expected(
     rows = q.reshape(params.rows, params.heads, q.shape[-1])[judged]
     named = indices.reshape(params.rows, params.topk)[judged]
     limits = None if lengths is None else lengths.reshape(params.rows)[judged]
-    return attend(rows, kv, named, softmax_scale=SOFTMAX_SCALE, lengths=limits, attn_sink=sink)
+    return attend(rows, kv, named, softmax_scale=params.softmax_scale, lengths=limits, attn_sink=sink)

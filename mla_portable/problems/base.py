@@ -84,9 +84,11 @@ class Params(ABC):
             field, _, name = word.partition("=")
             if (name or field) in values:
                 value = values[name or field]
-                if field in _FEATURES and isinstance(value, str):
+                if field == "kv_layout":
+                    value = layout_of_storage(value)
+                elif field in _FEATURES and isinstance(value, str):
                     value = value != "none"
-                stated[field] = layout_of_storage(value) if field == "kv_layout" else value
+                stated[field] = value
         return Request(cls.primitive, device, **stated)
 
     @classmethod

@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, Implementation
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.problems.attention import TOLERANCES, attend, attention_of_request, attention_variants, findings
 from mla_portable.problems.attention_bench import make_attention
 from mla_portable.problems.attention_cases import attention_params
-from mla_portable.problems.base import Params, Problems
+from mla_portable.problems.base import Problems
 from mla_portable.problems.bench import BLOCK_SIZE, Bench, KernelCase
-from mla_portable.problems.published import published_attention
 
 __all__ = ["PROBLEMS", "sparse_decode"]
 
@@ -39,11 +36,6 @@ def sparse_decode(
     return out.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])
 
 
-def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[Params]:
-    yield from attention_params(implementation, facts, level)
-    yield from published_attention(implementation, facts, level)
-
-
 def _width(rows: int, topk: int) -> int:
     """Tokens of a cache where every row reads a context of its own, as requests do; whole blocks."""
     return -(-max(_CACHED, rows * topk) // BLOCK_SIZE) * BLOCK_SIZE
@@ -58,7 +50,7 @@ PROBLEMS: Final = Problems(
     oracle=sparse_decode,
     tolerances=TOLERANCES,
     findings=findings,
-    params=_params,
+    params=attention_params,
     of_request=attention_of_request,
     sizes=("num_heads", "topk", "block_size", "query_len"),
     variants=attention_variants,

@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, Implementation
 from mla_portable.primitives import SPARSE_PREFILL
 from mla_portable.problems.attention import TOLERANCES, attend, attention_of_request, attention_variants, findings
 from mla_portable.problems.attention_bench import make_attention
 from mla_portable.problems.attention_cases import attention_params
-from mla_portable.problems.base import Params, Problems
+from mla_portable.problems.base import Problems
 from mla_portable.problems.bench import Bench, KernelCase
-from mla_portable.problems.published import published_attention
 
 __all__ = ["PROBLEMS", "sparse_prefill"]
 
@@ -38,11 +35,6 @@ def sparse_prefill(
     return attend(q, kv, indices, softmax_scale=softmax_scale, lengths=lengths, attn_sink=attn_sink)
 
 
-def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[Params]:
-    yield from attention_params(implementation, facts, level)
-    yield from published_attention(implementation, facts, level)
-
-
 def _width(rows: int, topk: int) -> int:
     return max(_NARROW if rows <= _NARROW_TOKENS else _WIDE, topk)
 
@@ -57,7 +49,7 @@ PROBLEMS: Final = Problems(
     oracle=sparse_prefill,
     tolerances=TOLERANCES,
     findings=findings,
-    params=_params,
+    params=attention_params,
     of_request=attention_of_request,
     sizes=("num_heads", "topk", "block_size"),
     variants=attention_variants,

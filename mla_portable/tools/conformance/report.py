@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Literal
 
@@ -175,7 +175,10 @@ class Report:
                 {"implementation": name, "primitive": str(primitive), **counts}
                 for (name, primitive), counts in self.counts().items()
             ],
-            "worst": [_row(asdict(row)) for row in self.worst()],
+            "worst": [
+                asdict(row) | {"primitive": str(row.primitive), "error": _plain(row.error), "tolerance": _plain(row.tolerance)}
+                for row in self.worst()
+            ],
             "unavailable": [
                 {"implementation": u.implementation, "primitive": str(u.primitive), "reasons": [str(r) for r in u.reasons]}
                 for u in self.unavailable
@@ -195,10 +198,3 @@ def _share(error: float, limit: float) -> float:
 
 def _plain(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
-
-
-def _row(fields: Iterable[tuple[str, Any]] | dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: str(value) if isinstance(value, Primitive) else _plain(value) if isinstance(value, float) else value
-        for name, value in dict(fields).items()
-    }
