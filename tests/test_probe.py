@@ -6,13 +6,12 @@ The misbehaving implementations are the reference with one fault each; a wrapper
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch_reference as reference
+from conformance_faults import Model
 from faulty import (
     BOTH,
     CONVERT,
@@ -110,20 +109,6 @@ def test_problems_are_the_same_every_time_and_leave_the_global_generator_alone(p
 # What is wrong is rejected
 
 
-def zero_is_absent(results: Any, q: Tensor, kv: Tensor, indices: Tensor, **kwargs: Any) -> Any:
-    """Absent indices read slot 0 as if it were meant."""
-    clean = indices.clamp(min=0)
-    return RIGHT[DECODE](q, kv, clean, **kwargs)
-
-
-def leaks_nan(results: tuple[Tensor, Tensor], *args: Any, **kwargs: Any) -> Any:
-    return in_place(results, out=results[0] + torch.where(torch.isinf(results[1]), torch.nan, 0.0)[..., None])
-
-
-def with_sink(lse: Tensor, sink: Tensor | None) -> Tensor:
-    return lse if sink is None else torch.where(torch.isinf(lse), lse, torch.logaddexp(lse, sink))
-
-
 def transposed_scales(call: dict[str, Any]) -> tuple[Any, ...]:
     q, kv, indices = call["args"]
     if kv.dtype == torch.uint8:  # each group of 128 takes its neighbour's scale
@@ -133,45 +118,26 @@ def transposed_scales(call: dict[str, Any]) -> tuple[Any, ...]:
     return q, kv, indices
 
 
-def reads_past_the_cache(call: dict[str, Any]) -> tuple[Any, ...]:
-    """An index past the cache wraps around to its beginning."""
-    q, kv, indices = call["args"]
-    slots = kv.shape[0] * kv.shape[1]
-    return q, kv, torch.where(indices >= slots, indices - slots, indices)
-
-
 ATTENTION_FAULTS = {
-    "lse +inf on empty rows": (
-        lambda r, *a, **k: in_place(r, lse=torch.where(torch.isinf(r[1]), torch.inf, r[1])),
-        "lse of a row without valid entries is inf, expected -inf (case holes, row 2)",
+    "out not 0 on empty rows": (
+        lambda r, *a, **k: in_place(r, out=r[0] + torch.isinf(r[1])[..., None].to(r[0].dtype)),
+        "out of a row without valid entries is not 0 (case holes, row 2)",
     ),
     "lse NaN on empty rows": (
         lambda r, *a, **k: in_place(r, lse=torch.where(torch.isinf(r[1]), torch.nan, r[1])),
         "lse of a row without valid entries is nan, expected -inf",
     ),
-    "lse base 2": (lambda r, *a, **k: in_place(r, lse=r[1] / math.log(2.0)), "(it looks like base 2)"),
     "lse shifted": (lambda r, *a, **k: in_place(r, lse=r[1] + 1.0), "lse is"),
-    "lse NaN": (lambda r, *a, **k: in_place(r, lse=r[1] * torch.nan + r[1]), "lse is nan where entries are valid"),
     "lse NaN where valid": (
         lambda r, *a, **k: in_place(r, lse=torch.where(torch.isinf(r[1]), r[1], torch.nan)),
         "lse is nan where entries are valid",
     ),
-    "NaN leak": (leaks_nan, "out holds NaN or inf (inputs that do not count hold NaN) (case holes, row 2)"),
-    "out not 0 on empty rows": (
-        lambda r, *a, **k: in_place(r, out=r[0] + torch.isinf(r[1])[..., None].to(r[0].dtype)),
-        "out of a row without valid entries is not 0 (case holes, row 2)",
-    ),
     "out scaled": (lambda r, *a, **k: in_place(r, out=r[0] * 1.05), "out is off by"),
     "out of another dtype": (lambda r, *a, **k: (r[0].float(), r[1]), "`out` that it was given"),
-    "ignores out": (
-        lambda r, *a, **k: (r[0].clone(), r[1]),
-        "returned another tensor than the `out` that it was given to write",
-    ),
     "ignores lse_out": (lambda r, *a, **k: (r[0], r[1].clone()), "another tensor than the `lse`"),
     "no lse": (lambda r, *a, **k: r[0], "returned Tensor, expected (out, lse)"),
     "lse None": (lambda r, *a, **k: (r[0], None), "returned NoneType as lse, expected a tensor"),
     "three results": (lambda r, *a, **k: (*r, r[0]), "returned a tuple of 3, expected (out, lse)"),
-    "writes its input": (lambda r, *a, **k: (a[2].zero_(), r)[1], "it changed its input indices"),
 }
 
 
@@ -184,18 +150,61 @@ def test_wrong_attention_is_rejected_by_symptom(primitive: Primitive, fault: str
     assert symptom in symptoms(report)
 
 
-OTHER_FAULTS: dict[str, tuple[Primitive, object, str, str]] = {
-    "negative indices read slot 0": (DECODE, change(DECODE, after=zero_is_absent), "compare", "lse"),
-    "wraps past the cache": (DECODE, change(DECODE, before=reads_past_the_cache), "compare", "case holes, row "),
-    "ignores lengths": (DECODE, change(DECODE, before=drop("lengths")), "compare", "case lengths and sink"),
-    "counts the sink in": (
-        DECODE,
-        change(DECODE, after=lambda r, *a, **k: in_place(r, lse=with_sink(r[1], k.get("attn_sink")))),
-        "compare",
-        "(it looks as if the sink were counted in) (case lengths and sink, row ",
+ATTENTION = (DECODE, PREFILL)
+MISTAKES = [
+    # of conformance_faults.Model: fault, primitives, what a probe says of it
+    ("+inf on empty rows", ATTENTION, "lse of a row without valid entries is inf, expected -inf (case holes, row 2)"),
+    ("lse in base 2", ATTENTION, "(it looks like base 2) (case holes, row 0)"),
+    ("leaks NaN", ATTENTION, "out holds NaN or inf (inputs that do not count hold NaN) (case holes, row 1)"),
+    ("allocates instead of out=", ATTENTION, "returned another tensor than the `out` that it was given to write"),
+    ("changes its indices", ATTENTION, "it changed its input indices (case holes)"),
+    (
+        "reads -1 as slot 0",
+        ATTENTION,
+        "lse is nan where entries are valid (inputs that do not count hold NaN) (case holes",
     ),
-    "ignores the sink": (DECODE, change(DECODE, before=drop("attn_sink")), "compare", "out is off by"),
-    "prefill ignores lengths": (PREFILL, change(PREFILL, before=drop("lengths")), "compare", "case lengths and sink"),
+    ("reads past the cache", ATTENTION, "lse is nan where entries are valid"),
+    (
+        "drops the last index",
+        ATTENTION,
+        "lse is -inf where entries are valid",
+    ),
+    ("ignores lengths", ATTENTION, "case lengths and sink, row 0"),
+    ("counts the sink in lse", ATTENTION, "(it looks as if the sink were counted in) (case lengths and sink, row 3)"),
+    ("ignores the sink", ATTENTION, "(case lengths and sink, row 3) | probe wrong values: out is off by"),
+    ("takes an infinite sink for none", ATTENTION, "(case infinite sinks, row "),
+    ("believes the table", (CONVERT,), "position 35 became slot 3, expected -1 (case holes, row 0)"),
+    ("limits the workspace by the table", (CONVERT,), "position 96 became slot -1, expected 96 (case workspace, row 3)"),
+    ("compacts out of order", (CONVERT,), "entry 0 of a compacted row is 16, expected 19 (case compact, row 0)"),
+    ("counts without the last", (CONVERT,), "the count is 61, expected 62 (case workspace, row 3)"),
+    ("writes whole blocks", (GATHER,), "expected nan (case ragged, row 22, column 0)"),
+    ("skips invalid blocks", (GATHER,), "out is nan, expected 0 (case ragged, row 25, column 0)"),
+    ("writes skipped tokens", (WRITE,), "byte 0 of block 2, offset 14 is"),
+    ("floor instead of ceil", (WRITE,), "(case skip, pow2 scales, byte 0: latent 0, byte 0)"),
+    (
+        "multiplies dead parts by 0",
+        (MERGE,),
+        "(inputs that do not count hold NaN) (case empty parts, row ",
+    ),
+    ("truncates", (QUANTIZE,), "rounded (case odd size, element [0, 4])"),
+    ("no relu", (INDEXER,), "below 0 though no weight is: it looks as if the ReLU were missing"),
+    ("relu after the weights", (INDEXER,), "the logit of position 2 is"),
+    ("looks ahead", (INDEXER,), "expected -inf (case ragged, row 0)"),
+    ("leaves the unseen", (INDEXER,), "is nan, expected -inf (case ragged, row 0)"),
+    ("scores tokens of nobody", (INDEXER,), "the logit of position 0 is 0, expected -inf (case ragged, row 4)"),
+]
+
+
+@pytest.mark.parametrize(("fault", "primitive", "symptom"), [(f, p, s) for f, primitives, s in MISTAKES for p in primitives])
+def test_a_mistake_of_the_conformance_suite_is_rejected_by_its_symptom(fault: str, primitive: Primitive, symptom: str):
+    limits = {"kv_layouts": ()} if primitive is INDEXER else {}
+    report = probe(candidate(primitive, getattr(Model(fault), str(primitive)), **limits))
+    assert (report.ok, report.stage) == (False, "compute" if "allocates" in fault else "compare")
+    assert symptom in symptoms(report)
+    assert ("ReLU" in symptoms(report)) == (fault == "no relu")
+
+
+OTHER_FAULTS: dict[str, tuple[Primitive, object, str, str]] = {
     "mixes up scales": (DECODE, change(DECODE, before=transposed_scales), "compare", "wrong values"),
     "wants another keyword": (DECODE, lambda q, kv, indices, *, scale: None, "compute", "compute raised TypeError"),
     "not implemented": (
@@ -217,31 +226,12 @@ OTHER_FAULTS: dict[str, tuple[Primitive, object, str, str]] = {
         "compare",
         "position 96 became slot 7, expected -1 (case holes, row 0)",
     ),
-    "an absent block is block 0": (
-        CONVERT,
-        change(CONVERT, before=lambda call: (*call["args"][:2], call["args"][2].clamp(min=0))),
-        "compare",
-        "expected -1 (case holes, row ",
-    ),
-    "a workspace as narrow as the table": (
-        CONVERT,
-        change(CONVERT, before=lambda call: (call["args"][0].masked_fill(call["args"][0] >= WIDTH, -1), *call["args"][1:])),
-        "compare",
-        "case workspace, row 3",
-    ),
     "ignores num_slots": (CONVERT, change(CONVERT, before=drop("num_slots")), "compare", "expected -1"),
-    "ignores compact": (CONVERT, change(CONVERT, before=drop("compact")), "compare", "of a compacted row is -1"),
     "ignores the workspace": (
         CONVERT,
         change(CONVERT, before=drop("prefill_request_ids", "prefill_workspace_starts")),
         "compare",
         "case workspace, row 3",
-    ),
-    "counts everything": (
-        CONVERT,
-        change(CONVERT, after=lambda r, *a, **k: in_place(r, lse=torch.full_like(r[1], 64))),
-        "compare",
-        "the count is 64, expected",
     ),
     "int64 indices": (
         CONVERT,
@@ -267,12 +257,6 @@ OTHER_FAULTS: dict[str, tuple[Primitive, object, str, str]] = {
         "compare",
         "out is 0, expected nan (case ragged, row 0, column 0)",
     ),
-    "absent block left alone": (
-        GATHER,
-        change(GATHER, before=lambda call: (call["args"][0], call["args"][1][:2], *(x[:2] for x in call["args"][2:]))),
-        "compare",
-        "out is nan, expected",
-    ),
     "rounds twice": (
         GATHER,
         change(GATHER, after=lambda r, *a, **k: r.copy_(r.half() * 1.01)),
@@ -291,12 +275,6 @@ OTHER_FAULTS: dict[str, tuple[Primitive, object, str, str]] = {
         "compare",
         "byte 0 of block 0, offset 0 is 1, expected 255",
     ),
-    "a skipped slot is slot 0": (
-        WRITE,
-        change(WRITE, before=lambda call: (*call["args"][:3], call["args"][3].clamp(min=0))),
-        "compare",
-        "byte 0 of block 0, offset 0 is",
-    ),
     "a slot past the cache wraps around": (
         WRITE,
         change(WRITE, before=lambda call: (*call["args"][:3], call["args"][3] % 48)),
@@ -304,24 +282,6 @@ OTHER_FAULTS: dict[str, tuple[Primitive, object, str, str]] = {
         "byte 0 of block 0, offset 0 is",
     ),
     "does not write": (WRITE, lambda *a, **k: None, "compare", "is 255, expected"),
-    "ignores empty parts": (
-        MERGE,
-        lambda outs, lses: (
-            (outs * (lses - lses.logsumexp(0)).exp()[..., None]).sum(0),
-            lses.logsumexp(0),
-        ),
-        "compare",
-        "out holds NaN",
-    ),
-    "weighs empty parts with 0, though they hold NaN": (
-        MERGE,
-        lambda outs, lses: (
-            (outs * (lses - lses.logsumexp(0)).exp().nan_to_num()[..., None]).sum(0),
-            lses.logsumexp(0),
-        ),
-        "compare",
-        "out holds NaN or inf (inputs that do not count hold NaN) (case empty parts, row ",
-    ),
     "merge drops the dtype": (
         MERGE,
         change(MERGE, after=lambda r, *a, **k: (r[0].bfloat16(), r[1])),
@@ -494,19 +454,6 @@ def test_a_kernel_that_is_wrong_with_promises_only_is_rejected():
     assert "out is off by" in symptoms(report) and "case promises" in symptoms(report)
 
 
-@pytest.mark.parametrize("layout", BOTH)
-def test_infinite_sinks_that_leak_nan_are_rejected(layout: str):
-    def after(results: tuple[Tensor, Tensor], *args: Any, attn_sink: Tensor | None = None, **kwargs: Any) -> Any:
-        if attn_sink is None:
-            return results
-        out, lse = results  # exp(lse) / (exp(lse) + exp(sink)) as it stands: inf / inf, 0 / 0
-        weight = torch.where(torch.isinf(attn_sink), lse.exp() / (lse.exp() + attn_sink.exp()) * 0 + attn_sink * 0, 0.0)
-        return in_place(results, out=(out.float() + weight[..., None]).bfloat16())
-
-    report = probe(candidate(DECODE, change(DECODE, after=after)), layout=layout)
-    assert "out holds NaN" in symptoms(report) and "case infinite sinks" in symptoms(report)
-
-
 # What must not be swallowed
 
 
@@ -645,49 +592,3 @@ def test_results_wait_on_the_cpu_by_name():
     call = case.build(torch.device("cpu"))
     results = call.results_of(call.call(RIGHT[CONVERT]))
     assert isinstance(results, dict) and list(results) == ["indices", "counts"]
-
-
-# The indexer's scores
-
-
-def scores(fault: str) -> Kernel:
-    """The reference's rows, made anew from its arguments with one thing wrong."""
-
-    def kernel(q, weights, index_cache, query_start_loc, seq_lens, block_table, *, out):
-        if fault == "weights before the relu":
-            return reference.indexer_logits(q, weights.abs(), index_cache, query_start_loc, seq_lens, block_table, out=out)
-        if fault == "no relu":  # x = relu(x) - relu(-x)
-            call = (weights, index_cache, query_start_loc, seq_lens, block_table)
-            negative = reference.indexer_logits(-q, *call, out=torch.empty_like(out))
-            return reference.indexer_logits(q, *call, out=out).sub_(negative.nan_to_num(neginf=0.0))
-        if fault == "looks ahead":
-            last = query_start_loc.clone()
-            for request in range(len(seq_lens)):
-                for token in range(int(last[request]), int(last[request + 1])):
-                    row = torch.tensor([0, 1], dtype=torch.int32)
-                    one = slice(token, token + 1)
-                    here = slice(request, request + 1)
-                    reference.indexer_logits(
-                        q[one], weights[one], index_cache, row, seq_lens[here], block_table[here], out=out[one]
-                    )
-            out[int(last[-1]) :] = -torch.inf
-            return out
-        reference.indexer_logits(q, weights, index_cache, query_start_loc, seq_lens, block_table, out=out)
-        return out.nan_to_num_(neginf=0.0)
-
-    return kernel
-
-
-@pytest.mark.parametrize(
-    ("fault", "symptom"),
-    [
-        ("no relu", "below 0 though no weight is: it looks as if the ReLU were missing"),
-        ("weights before the relu", "the logit of position"),
-        ("looks ahead", "expected -inf"),
-        ("zeros for what is not seen", "is 0, expected -inf"),
-    ],
-)
-def test_wrong_scores_are_rejected_by_their_symptom(fault: str, symptom: str):
-    report = probe(candidate(INDEXER, scores(fault), kv_layouts=()))
-    assert not report.ok and symptom in symptoms(report)
-    assert ("ReLU" in symptoms(report)) == (fault == "no relu")
