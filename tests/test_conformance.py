@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conformance_faults import CPU, Model
+from machines import H200
 
 from mla_portable.accelerator import Accelerator
 from mla_portable.contracts import FP8_DS_MLA, DeviceFacts, InvalidArgument, Primitive, UnknownBackend
@@ -39,10 +40,6 @@ from mla_portable.tools.conformance.poison import poisoned
 
 P = Primitive
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-H200 = DeviceFacts(
-    vendor="nvidia", name="NVIDIA H200", arch="sm90", num_sms=132, shared_memory=232448, memory_bytes=141 << 30,
-    has_fp8_conversion=True, graph_capture=True,
-)  # fmt: skip
 
 
 def complaints(report):

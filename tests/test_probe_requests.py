@@ -32,7 +32,7 @@ from machines import CPU, H200
 from torch import Tensor
 
 from mla_portable.contracts import Implementation, InvalidArgument, Primitive, Request, UnsupportedRequest
-from mla_portable.problems import attention_problem
+from mla_portable.problems import attention_problem, draw
 from mla_portable.problems.probe import request_case
 from mla_portable.problems.stage import Problem
 from mla_portable.registry import Registry
@@ -218,7 +218,7 @@ def test_an_error_of_the_registrys_own_is_raised(place: str, monkeypatch: pytest
         raise RuntimeError("no such operation in this build of torch")
 
     if place == "build":
-        monkeypatch.setattr(attention_problem, "cached_rows", fail)
+        monkeypatch.setattr(draw, "cached_rows", fail)
     elif place == "read_back":
         monkeypatch.setattr(Problem, "judged", fail)
     else:

@@ -65,7 +65,13 @@ TOLERANCES: Final = {
 
 
 def attend(
-    q: Tensor, kv: Tensor, indices: Tensor, *, softmax_scale: float, lengths: Tensor | None, attn_sink: Tensor | None
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    softmax_scale: float,
+    lengths: Tensor | None = None,
+    attn_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [T, H, 512] and lse [T, H], float64, one query row at a time; kv is a workspace or a paged cache."""
     queries, cache, index = q.detach().cpu().double(), kv.detach().cpu(), indices.cpu().long()

@@ -13,20 +13,9 @@ from torch import Tensor
 
 from mla_portable.contracts import DecodeSchedule, DeviceFacts, ScheduleLimits, SplitSchedule, split_kv
 from mla_portable.layouts import LAYOUTS
+from mla_portable.problems import draw
 from mla_portable.problems.attention import AttentionParams, attend, findings
 from mla_portable.problems.compare import Finding
-from mla_portable.problems.draw import (
-    MIXED,
-    MIXED_TOKENS,
-    cached_rows,
-    generator,
-    index_rows,
-    mixed_kinds,
-    paged_cache,
-    queries,
-    shuffled,
-    vast,
-)
 from mla_portable.problems.stage import Problem, Results, Stage
 
 __all__ = ["Drawn", "build_attention", "make_schedule", "problem_of"]
@@ -65,20 +54,20 @@ class _KV:
 
 def build_attention(params: AttentionParams, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
     """The problem that `params` describe; see AttentionParams."""
-    g, stage = generator(seed), Stage(device)
+    g, stage = draw.generator(seed), Stage(device)
     rows, topk = params.rows, params.topk
     kv = _vast_kv(params, stage, g) if params.scene == "address" else _kv(params, stage, g)
-    q = queries(rows, params.heads, LAYOUTS[params.kv_layout], params.size, g)
+    q = draw.queries(rows, params.heads, LAYOUTS[params.kv_layout], params.size, g)
     lengths = _lengths(params, g) if params.lengths else None
     picks = torch.arange(len(kv.used))
     unused = len(picks) + torch.arange(len(kv.unused))
-    names = index_rows(params.pattern, rows, topk, picks, unused, kv.limit, lengths, g)  # into used, then unused
+    names = draw.index_rows(params.pattern, rows, topk, picks, unused, kv.limit, lengths, g)  # into used, then unused
     if params.promised:
         names = names.masked_fill(names >= len(picks), -1).clamp(min=-1)
     indices = _renamed(names, torch.cat([kv.used, kv.unused]), params)
     original_indices = _renamed(names, torch.cat([kv.original_used, kv.unused]), params)
 
-    if params.promised and lengths is not None and params.pattern == MIXED:  # compacted rows and their counts
+    if params.promised and lengths is not None and params.pattern == draw.MIXED:  # compacted rows and their counts
         order = (indices < 0).to(torch.uint8).argsort(dim=1, stable=True)
         indices, original_indices = indices.gather(1, order), original_indices.gather(1, order)
         lengths = (indices >= 0).sum(1, dtype=torch.int32)
@@ -105,7 +94,7 @@ def problem_of(params: AttentionParams, drawn: Drawn, stage: Stage, g: torch.Gen
     if params.outputs != "fresh":
         strided = params.outputs == "views"
         keywords["out"] = stage.write("out", (*shape, heads, layout.value_width), torch.bfloat16, strided=strided)
-        if params.with_lse or params.promised or params.pattern == MIXED:
+        if params.with_lse or params.promised or params.pattern == draw.MIXED:
             keywords["lse_out"] = stage.write("lse", (*shape, heads), torch.float32, strided=strided)
     if params.schedule is not None and rows:
         keywords["schedule"] = make_schedule(params, device, facts)
@@ -136,20 +125,20 @@ def problem_of(params: AttentionParams, drawn: Drawn, stage: Stage, g: torch.Gen
 def _kv(params: AttentionParams, stage: Stage, g: torch.Generator) -> _KV:
     """A small cache (a workspace is one block of it), most of whose slots hold tokens at shuffled places."""
     layout = LAYOUTS[params.kv_layout]
-    wanted = 2 * MIXED_TOKENS if params.pattern == MIXED else params.topk + params.topk // 4 + 10
+    wanted = 2 * draw.MIXED_TOKENS if params.pattern == draw.MIXED else params.topk + params.topk // 4 + 10
     block_size = params.block_size or wanted
     if params.block_size is None or params.blocks == "pair":
         num_blocks = 1 if params.block_size is None else 2
     else:
         num_blocks = max(3, -(-wanted // block_size) + 1)
     limit = num_blocks * block_size
-    order = shuffled(limit - 2, g) + 1  # slot 0 and the last slot are special
+    order = draw.shuffled(limit - 2, g) + 1  # slot 0 and the last slot are special
     edge = torch.tensor([0, limit - 1] if params.pattern == "dense" else [limit - 1])
-    count = min(MIXED_TOKENS if params.pattern == MIXED else params.topk + params.topk // 8, limit - 8)
+    count = min(draw.MIXED_TOKENS if params.pattern == draw.MIXED else params.topk + params.topk // 8, limit - 8)
     used = torch.cat([edge, order])[:count]
     unused = torch.cat([torch.tensor([], dtype=torch.int64) if params.pattern == "dense" else torch.tensor([0]), order[-6:]])
-    cache = paged_cache(layout, num_blocks, block_size, strided=params.blocks != "packed")
-    cache.put(used, cached_rows(count, layout, params.scale_format, g, size=params.size))
+    cache = draw.paged_cache(layout, num_blocks, block_size, strided=params.blocks != "packed")
+    cache.put(used, draw.cached_rows(count, layout, params.scale_format, g, size=params.size))
     view = cache.view[0] if params.block_size is None else cache.view
     return _KV(stage.read("kv", view), view, used, used, unused, limit)
 
@@ -157,11 +146,11 @@ def _kv(params: AttentionParams, stage: Stage, g: torch.Generator) -> _KV:
 def _vast_kv(params: AttentionParams, stage: Stage, g: torch.Generator) -> _KV:
     """A cache of more than 2**31 elements, and a small one with the same tokens in order for the oracle."""
     layout = LAYOUTS[params.kv_layout]
-    placed, device_rows, used = vast(layout, params.block_size or 1, stage.device)
-    tokens = cached_rows(len(used), layout, params.scale_format, g)
+    placed, device_rows, used = draw.vast(layout, params.block_size or 1, stage.device)
+    tokens = draw.cached_rows(len(used), layout, params.scale_format, g)
     block_size = device_rows.shape[1]
     device_rows[(used // block_size).to(stage.device), (used % block_size).to(stage.device)] = tokens.to(stage.device)
-    small = paged_cache(layout, len(used), 1)
+    small = draw.paged_cache(layout, len(used), 1)
     original_used = torch.arange(len(used))
     small.put(original_used, tokens)
     nothing = torch.tensor([], dtype=torch.int64)
@@ -179,9 +168,9 @@ def _renamed(names: Tensor, slots: Tensor, params: AttentionParams) -> Tensor:
 def _lengths(params: AttentionParams, g: torch.Generator) -> Tensor:
     """[rows] int32: nothing, everything, and values that are clamped to [0, topk]; which row has which depends on the seed."""
     rows, topk = params.rows, params.topk
-    if params.pattern == MIXED:
+    if params.pattern == draw.MIXED:
         kinds = {"full": -(-topk // 2), "holes": topk - topk // 4}
-        return torch.tensor([kinds.get(kind, topk) for kind in mixed_kinds(rows, topk)], dtype=torch.int32)
+        return torch.tensor([kinds.get(kind, topk) for kind in draw.mixed_kinds(rows, topk)], dtype=torch.int32)
     values = torch.randint(1, topk + 1, (rows,), generator=g, dtype=torch.int32)
     fixed = [max(1, topk // 2), topk + 7, 0, topk, -3]
     turn = g.initial_seed() % len(fixed) if rows > 1 else 0  # never the same twice when a graph is replayed on the next seed

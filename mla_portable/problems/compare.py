@@ -119,14 +119,14 @@ def same_bits(quantity: str, got: Tensor, want: Tensor, *, symptom: Symptom | No
 
 def field_of(layout: CacheLayout, byte: int) -> str:
     """Which field of a cache row a byte belongs to, e.g. "byte 515: scale 0, byte 3"."""
-    if byte >= layout.rope_offset:
-        inside = byte - layout.rope_offset
-        return f"byte {byte}: rope {inside // 2}, byte {inside % 2}"
-    if layout.scale_offset is not None and byte >= layout.scale_offset:
-        inside = byte - layout.scale_offset
-        return f"byte {byte}: scale {inside // 4}, byte {inside % 4}"
-    size = 1 if layout.is_quantized else 2
-    return f"byte {byte}: latent {byte // size}, byte {byte % size}"
+    fields = (
+        ("rope", layout.rope_offset, 2),
+        ("scale", layout.scale_offset, 4),
+        ("latent", 0, 1 if layout.is_quantized else 2),
+    )
+    name, offset, size = next((n, start, size) for n, start, size in fields if start is not None and byte >= start)
+    inside = byte - offset
+    return f"byte {byte}: {name} {inside // size}, byte {inside % size}"
 
 
 def close(

@@ -35,7 +35,6 @@ _REQUESTS: Final = 128
 """Requests at most that a timed conversion serves."""
 _CONTEXT: Final = 8_192
 """Tokens of each of those requests."""
-_PUBLISHED_BLOCK: Final = 64
 _TABLE: Final = [[2, 3], [5, 6]]
 _PUBLISHED_ROWS: Final = (
     (0, [0, 63, 64, -1], [128, 191, 192, -1]),
@@ -215,16 +214,16 @@ class PublishedConvert(Params):
     """The published positions. part: "prefill", all four rows; "decode", one of each request."""
 
     primitive = CONVERT_INDICES
+    says = "{pattern}! k{topk}! b{block_size}! {part}!"
+    asks = "topk block_size rows"
     part: str
+    pattern: str = "published"
+    topk: int = len(_PUBLISHED_ROWS[0][1])
+    block_size: int = 64
 
-    def words(self) -> list[str]:
-        """See Params."""
-        return ["published", f"k{len(_PUBLISHED_ROWS[0][1])}", f"b{_PUBLISHED_BLOCK}", self.part]
-
-    def request(self, device: DeviceFacts) -> Request:
-        """See Params."""
-        rows = len(_PARTS[self.part])
-        return Request(self.primitive, device, topk=len(_PUBLISHED_ROWS[0][1]), block_size=_PUBLISHED_BLOCK, rows=rows)
+    @property
+    def rows(self) -> int:
+        return len(_PARTS[self.part])
 
     def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
         """See Params. Nothing is random."""
@@ -239,7 +238,7 @@ class PublishedConvert(Params):
             yield from findings("any", results, want)
 
         returns = {name: (tuple(each.shape), torch.int32) for name, each in want.items()}
-        return Problem(stage, args, {"block_size": _PUBLISHED_BLOCK}, returns, judge)
+        return Problem(stage, args, {"block_size": self.block_size}, returns, judge)
 
 
 def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[Params]:

@@ -219,23 +219,20 @@ def hole_mask(pattern: str, rows: int, topk: int, g: torch.Generator) -> Tensor:
         return torch.stack([_MIXED_MASKS[kind](torch.arange(topk), topk) for kind in mixed_kinds(rows, topk)])
     column = torch.arange(topk).expand(rows, topk)
     third = max(1, topk // 3)
-    if pattern == "front":
-        return column < third
-    if pattern == "middle":
-        return (column >= third) & (column < 2 * third)
-    if pattern == "end":
-        return column >= topk - third
-    if pattern == "first":
-        return column > 0
-    if pattern == "last":
-        return column < topk - 1
     if pattern in ("holes", "absent", "corpus"):
         share = 0.5 if pattern == "corpus" else 0.4
         mask = torch.rand(rows, topk, generator=g) < share
         if pattern == "absent":
             mask[::2] = True
         return mask
-    return torch.zeros(rows, topk, dtype=torch.bool)
+    masks = {
+        "front": column < third,
+        "middle": (column >= third) & (column < 2 * third),
+        "end": column >= topk - third,
+        "first": column > 0,
+        "last": column < topk - 1,
+    }
+    return masks.get(pattern, column < 0)
 
 
 def index_rows(

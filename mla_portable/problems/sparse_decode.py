@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -21,18 +21,11 @@ _CACHED: Final = 65_536
 
 
 def sparse_decode(
-    q: Tensor,
-    kv_cache: Tensor,
-    indices: Tensor,
-    *,
-    softmax_scale: float,
-    lengths: Tensor | None = None,
-    attn_sink: Tensor | None = None,
+    q: Tensor, kv_cache: Tensor, indices: Tensor, *, lengths: Tensor | None = None, **rest: Any
 ) -> tuple[Tensor, Tensor]:
-    """out [B, S, H, 512] and lse [B, S, H], float64: each of the B x S query tokens stands alone."""
+    """out [B, S, H, 512] and lse [B, S, H], float64: each of the B x S query tokens stands alone; rest: as `attend`."""
     limits = None if lengths is None else lengths.flatten()
-    rows, named = q.flatten(0, 1), indices.flatten(0, 1)
-    out, lse = attend(rows, kv_cache, named, softmax_scale=softmax_scale, lengths=limits, attn_sink=attn_sink)
+    out, lse = attend(q.flatten(0, 1), kv_cache, indices.flatten(0, 1), lengths=limits, **rest)
     return out.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])
 
 

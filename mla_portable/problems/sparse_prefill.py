@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from torch import Tensor
-
 from mla_portable.primitives import SPARSE_PREFILL
 from mla_portable.problems.attention import TOLERANCES, attend, attention_of_request, attention_variants, findings
 from mla_portable.problems.attention_bench import make_attention
@@ -22,17 +20,8 @@ _WIDE: Final = 65_536
 """Rows of a timed workspace for up to _NARROW_TOKENS tokens, and beyond."""
 
 
-def sparse_prefill(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    *,
-    softmax_scale: float,
-    lengths: Tensor | None = None,
-    attn_sink: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """out [T, H, 512] and lse [T, H], float64; kv is a workspace or a paged cache."""
-    return attend(q, kv, indices, softmax_scale=softmax_scale, lengths=lengths, attn_sink=attn_sink)
+sparse_prefill = attend
+"""Of T tokens over the rows of a workspace or a paged cache."""
 
 
 def _width(rows: int, topk: int) -> int:

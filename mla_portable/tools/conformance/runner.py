@@ -7,7 +7,7 @@ import platform
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,28 +25,16 @@ from mla_portable.contracts import (
 from mla_portable.problems.base import Case, cases_for, check_level
 from mla_portable.problems.compare import Finding, same_bits
 from mla_portable.problems.stage import Problem
-from mla_portable.registry import get_registry
+from mla_portable.registry import Registry, get_registry
 from mla_portable.registry.facts import resolve_device
 from mla_portable.tools.conformance.parallel import RunOne, run_in_processes
 from mla_portable.tools.conformance.poison import poisoned
 from mla_portable.tools.conformance.report import CaseResult, Progress, Report, Unavailable
 
-__all__ = ["SuiteRegistry", "run_case", "run_installed", "run_suite"]
+__all__ = ["run_case", "run_installed", "run_suite"]
 
 WARM_UP_CALLS = 2
 """Calls on a side stream before a graph is captured, so that nothing compiles or initialises during the capture."""
-
-
-class SuiteRegistry(Protocol):
-    """What the suite needs of a registry."""
-
-    def implementations(self, primitive: Primitive | None = None) -> tuple[Implementation, ...]:
-        """Everything that is registered."""
-        ...
-
-    def facts(self, device: torch.device | str) -> DeviceFacts:
-        """What is known about a device."""
-        ...
 
 
 def run_case(case: Case, bound: Callable[..., Any], device: torch.device) -> CaseResult:
@@ -148,7 +136,7 @@ def _describe(error: Exception) -> str:
 
 
 def run_suite(
-    registry: SuiteRegistry,
+    registry: Registry,
     backend: str,
     *,
     device: torch.device | str,
