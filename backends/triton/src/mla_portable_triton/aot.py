@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import triton
 
-__all__ = ["SHARED_MEMORY", "TARGETS", "TENSOR_MEMORY", "AotVariant", "CompiledSummary", "compile_variant", "excess"]
+__all__ = ["SHARED_MEMORY", "TARGETS", "TENSOR_MEMORY", "AotVariant", "CompiledSummary", "compile_variant", "excess", "variant"]
 
 TARGETS: Final[dict[str, tuple[str, int | str, int]]] = {
     "sm80": ("cuda", 80, 32),
@@ -89,6 +89,17 @@ class CompiledSummary:
     registers: int | None
     spilled: int | None
     asm: tuple[str, ...]
+
+
+def variant(kernel: Any, label: str, num_warps: int, num_stages: int = 1, **given: object) -> AotVariant:
+    """An instance of `kernel`. given: parameter -> Triton type where it is a string, else the value of a constexpr.
+
+    What is not given is a size or a stride, "i32"; pointers (`_ptr`) and constexprs (upper case) have to be.
+    """
+    sizes = [name for name in kernel.arg_names if name not in given and name.islower() and not name.endswith("_ptr")]
+    types = {name: value for name, value in given.items() if isinstance(value, str)}
+    constexprs = {name: value for name, value in given.items() if name not in types}
+    return AotVariant(kernel, types | dict.fromkeys(sizes, "i32"), constexprs, num_warps, num_stages, label)
 
 
 def compile_variant(variant: AotVariant, arch: str) -> CompiledSummary:
