@@ -73,6 +73,10 @@ def _recorded(call: Callable[[], Any], result: Callable[[Any], Any]) -> Baseline
     return BaselineCall(run, lambda: result(last[0]))
 
 
+def _cache_of(arguments: Arguments) -> Tensor:
+    return arguments["kv_cache" if "kv_cache" in arguments else "kv"]
+
+
 def _missing_kernel(primitive: Primitive, request: Request) -> Iterator[Reason]:
     found = find_kernel(primitive, request.device)
     if found.provider is None:
@@ -100,7 +104,7 @@ def _prepare_decode(request: Request, arguments: Arguments) -> BaselineCall:
     q, indices = _rows(arguments)
     query = _padded(q, kernel_heads(q.shape[1])).unsqueeze(1)  # [R, 1, H', 576]
     slots = indices.unsqueeze(1).contiguous()
-    kv = arguments["kv_cache" if "kv_cache" in arguments else "kv"].unsqueeze(2)
+    kv = _cache_of(arguments).unsqueeze(2)
     scale = arguments["softmax_scale"]
     options: dict[str, Any] = {}
     if kernel.takes_plan:
@@ -135,7 +139,7 @@ def _prepare_prefill(request: Request, arguments: Arguments, *, native: bool) ->
     q, indices = _rows(arguments)
     query = q.contiguous() if native else _padded(q, kernel_heads(q.shape[1]))
     rows = indices.unsqueeze(1).contiguous()
-    kv = arguments["kv_cache" if "kv_cache" in arguments else "kv"].reshape(-1, 1, HEAD_SIZE)
+    kv = _cache_of(arguments).reshape(-1, 1, HEAD_SIZE)
     scale = arguments["softmax_scale"]
     options: dict[str, Any] = {}
     if kernel.takes_out:
@@ -174,7 +178,7 @@ def _triton_reasons(request: Request) -> Iterator[Reason]:
 def _prepare_triton(request: Request, arguments: Arguments) -> BaselineCall:
     function: Any = triton_function()
     q, indices = _rows(arguments)
-    kv = arguments["kv_cache" if "kv_cache" in arguments else "kv"].reshape(-1, 1, HEAD_SIZE)
+    kv = _cache_of(arguments).reshape(-1, 1, HEAD_SIZE)
     rows, scale = indices.unsqueeze(1).contiguous(), arguments["softmax_scale"]
     return _recorded(lambda: function(q, kv, rows, scale), lambda got: _in_our_meaning(arguments, got[0], got[2], False))
 
