@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import triton
 
-__all__ = ["SHARED_MEMORY", "TARGETS", "TENSOR_MEMORY", "AotVariant", "CompiledSummary", "compile_variant", "excess", "variant"]
+__all__ = ["SHARED_MEMORY", "TARGETS", "TENSOR_MEMORY", "AotVariant", "CompiledSummary", "compile_variant", "variant"]
 
 TARGETS: Final[dict[str, tuple[str, int | str, int]]] = {
     "sm80": ("cuda", 80, 32),
@@ -126,17 +126,6 @@ def compile_variant(variant: AotVariant, arch: str) -> CompiledSummary:
         registers=registers,
         spilled=spilled,
         asm=tuple(compiled.asm),
-    )
-
-
-def excess(summary: CompiledSummary) -> tuple[str, ...]:
-    """What the kernel needs beyond what its architecture has, in words; empty means that it can be launched."""
-    limits = {"shared memory, bytes": (summary.shared, SHARED_MEMORY[summary.arch])}
-    limits["tensor memory, columns"] = (summary.tensor_memory, TENSOR_MEMORY)
-    return tuple(
-        f"{summary.label} on {summary.arch}: {what}: needs {need}, has {limit}"
-        for what, (need, limit) in limits.items()
-        if need > limit
     )
 
 
