@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention kernels of the Triton plugin against the oracle: in Triton's interpreter, or on a GPU where there is one.
+"""The attention kernels of the Triton plugin in what conformance does not see: splits, strides, launches, configurations.
+
+In Triton's interpreter, or on a GPU where there is one.
 
 Rows of the cache that no index names, gaps between blocks, outputs and scratch are NaN before every call.
 """
 
 from __future__ import annotations
 
-import json
-import mmap
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -143,48 +140,6 @@ def check(got: Pair, want: Pair) -> None:
     assert (error <= 4e-3 * size + 1e-30).all(), f"relative error {(error / size).max():.1e}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("heads", [1, 8, 16, 17, 64, 128])
-def test_decode_for_any_number_of_heads(device: torch.device, facts: DeviceFacts, layout: str, heads: int):
-    problem = Problem(device, layout, heads=heads, topk=100)
-    got = problem.decode(facts)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
-    check(got, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("topk", [12, 64, 128, 1024])
-def test_decode_for_any_width(device: torch.device, facts: DeviceFacts, layout: str, topk: int):
-    problem = Problem(device, layout, heads=16, topk=topk, blocks=40)
-    got = problem.decode(facts)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
-    check(got, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("blocks", "block_size", "gap"), [(60, 1, 64), (5, 16, 52), (7, 13, 4 * 656), (2, 16, 52), (1, 64, 16)]
-)
-def test_blocks_may_lie_apart(device: torch.device, facts: DeviceFacts, layout: str, blocks: int, block_size: int, gap: int):
-    problem = Problem(device, layout, heads=16, topk=64, blocks=blocks, block_size=block_size)
-    spaced = Problem(device, layout, heads=16, topk=64, blocks=blocks, block_size=block_size, gap=gap)
-    decode = problem.decode(facts)
-    want = decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
-    check(want, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE))
-    got = decode(spaced.q, spaced.cache, spaced.indices, softmax_scale=SCALE)
-    assert all(map(torch.equal, got, want))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_row_without_entries(device: torch.device, facts: DeviceFacts, layout: str):
-    problem = Problem(device, layout, heads=16, topk=64, rows=(2, 1))
-    problem.indices[1] = torch.where(problem.indices[1] % 2 == 0, -7, problem.indices[1])
-    decode = problem.decode(facts)
-    for sink in (None, problem.sink, torch.full_like(problem.sink, -INF)):
-        for schedule in (None, problem.schedule(2, 32)) if sink is None else (None,):
-            out, lse = decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE, attn_sink=sink, schedule=schedule)
-            assert (out[1] == 0).all() and (lse[1] == -INF).all()
-            assert (out[0] != 0).any()
-
-
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_sinks(device: torch.device, facts: DeviceFacts, num_splits: int):
     problem = Problem(device, "fp8_ds_mla", heads=8, topk=100)
@@ -281,68 +236,6 @@ def test_aligned_strides_are_counted_in_units(strides: tuple[int, ...]):
     assert stride_unit(*strides, 4) == 1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_prefill(device: torch.device, facts: DeviceFacts, layout: str):
-    problem = Problem(device, layout, heads=17, topk=100, rows=(3,))
-    prefill = problem.prefill(facts)
-    kv = problem.cache if layout == "fp8_ds_mla" else problem.cache.view(-1, 576)
-    lengths = torch.tensor([100, 0, 31], dtype=torch.int32, device=device)
-    got = prefill(problem.q, kv, problem.indices, softmax_scale=SCALE, lengths=lengths, attn_sink=problem.sink)
-    want = oracle.sparse_prefill(problem.q, kv, problem.indices, softmax_scale=SCALE, lengths=lengths, attn_sink=problem.sink)
-    check(got, want)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_prefill_on_the_paged_cache_equals_decode(device: torch.device, facts: DeviceFacts, layout: str):
-    problem = Problem(device, layout, heads=16, topk=64, rows=(2,), gap=32)
-    out = torch.full((3, 16, 512), NAN, dtype=torch.bfloat16, device=device)
-    lse = torch.full((3, 16), NAN, device=device)
-    got = problem.prefill(facts)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE, out=out[:2], lse_out=lse[:2])
-    assert got[0].data_ptr() == out.data_ptr() and out[2].isnan().all() and lse[2].isnan().all()
-    want = problem.decode(facts)(problem.q.unsqueeze(1), problem.cache, problem.indices.unsqueeze(1), softmax_scale=SCALE)
-    assert torch.equal(got[0], want[0].squeeze(1)) and torch.equal(got[1], want[1].squeeze(1))
-
-
-def test_prefill_on_a_gathered_workspace_agrees_with_prefill_on_the_fp8_cache(device: torch.device, facts: DeviceFacts):
-    problem = Problem(device, "fp8_ds_mla", heads=16, topk=64, rows=(2,))
-    rows = problem.cache.flatten(0, 1).clone()
-    rows[1::2] = rows[::2]  # no NaN to carry over
-    table = torch.arange(5, dtype=torch.int32)[None]
-    workspace = oracle.gather_upconvert(
-        rows.view(5, 16, 656), table, torch.tensor([80]), torch.tensor([0]), out=torch.zeros(80, 576, dtype=torch.bfloat16)
-    ).to(device)
-    direct = problem.prefill(facts)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
-    bf16 = Problem(device, "bf16", heads=16, topk=64)
-    gathered = bf16.prefill(facts)(problem.q, workspace, problem.indices, softmax_scale=SCALE)
-    check(gathered, oracle.sparse_prefill(problem.q, workspace, problem.indices, softmax_scale=SCALE))
-    torch.testing.assert_close(gathered[0].float(), direct[0].float(), rtol=0.0, atol=0.03)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_row_does_not_depend_on_the_others(device: torch.device, facts: DeviceFacts, layout: str):
-    problem = Problem(device, layout, heads=16, topk=64, rows=(2, 1))
-    decode = problem.decode(facts)
-
-    def run(rows: slice) -> Pair:
-        q, indices = problem.q[rows], problem.indices[rows]
-        schedule = make_schedule(q.shape[0], 16, 64, 2, 32, device)
-        return decode(q, problem.cache, indices, softmax_scale=SCALE, schedule=schedule)
-
-    together, alone = run(slice(0, 2)), run(slice(1, 2))
-    assert torch.equal(alone[0][0], together[0][1]) and torch.equal(alone[1][0], together[1][1])
-
-
-def test_duplicates_count_each_time(device: torch.device, facts: DeviceFacts):
-    problem = Problem(device, "fp8_ds_mla", heads=2, topk=64)
-    problem.indices[:] = -1
-    problem.indices[..., 20] = 4
-    once = problem.decode(facts)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
-    problem.indices[..., 63] = 4
-    twice = problem.decode(facts)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
-    torch.testing.assert_close(twice[1] - once[1], torch.full_like(once[1], 0.6931472), rtol=0.0, atol=1e-5)
-    torch.testing.assert_close(twice[0], once[0])
-
-
 def test_nan_in_a_named_row_is_seen(device: torch.device, facts: DeviceFacts):
     problem = Problem(device, "fp8_ds_mla", heads=2, topk=64, rows=(2, 1))
     problem.indices[1, 0, 30] = 1  # a row of NaN
@@ -350,46 +243,6 @@ def test_nan_in_a_named_row_is_seen(device: torch.device, facts: DeviceFacts):
         out, lse = problem.decode(facts)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE, schedule=schedule)
         assert out[1].isnan().all() and lse[1].isnan().all()
         assert not out[0].isnan().any() and not lse[0].isnan().any()
-
-
-@pytest.mark.parametrize("value", [3e4, -3e4])
-def test_scores_far_from_zero(device: torch.device, facts: DeviceFacts, value: float):
-    problem = Problem(device, "bf16", heads=2, topk=40)
-    problem.q[..., 512] = value
-    problem.cache[:, ::2, 512] = 16.0
-    got = problem.decode(facts)(problem.q, problem.cache, problem.indices, softmax_scale=1.0)
-    want = oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=1.0)
-    assert got[1].isfinite().all()
-    torch.testing.assert_close(got[1].cpu().double(), want[1], rtol=1e-5, atol=0.0)
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_fp8_scales_far_from_one(device: torch.device, facts: DeviceFacts, scale: float):
-    problem = Problem(device, "fp8_ds_mla", heads=2, topk=40)
-    scales = problem.cache[..., 512:528].clone().view(torch.float32)
-    scales[:, ::2, 3] = scale  # of the last 128 columns, which these queries do not look at
-    problem.cache[..., 512:528] = scales.view(torch.uint8)
-    problem.q[..., 384:512] = 0.0
-    got = problem.decode(facts)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
-    want = oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
-    for columns in (slice(0, 384), slice(384, 512)):
-        check((got[0][..., columns], got[1]), (want[0][..., columns], want[1]))
-
-
-def test_slots_past_two_to_the_31_elements(device: torch.device, facts: DeviceFacts):
-    block_stride = 2**30 + 656  # bytes between four blocks of two tokens; pages that nobody touches take no memory
-    if device.type == "cpu":
-        storage = torch.frombuffer(mmap.mmap(-1, 3 * block_stride + 1312), dtype=torch.uint8)
-    else:
-        storage = torch.zeros(3 * block_stride + 1312, dtype=torch.uint8, device=device)
-    cache = storage.as_strided((4, 2, 656), (block_stride, 656, 1))
-    problem = Problem(device, "fp8_ds_mla", heads=2, topk=12, blocks=4, block_size=2)
-    cache.copy_(problem.cache)
-    problem.indices[:] = -1
-    problem.indices[..., 3] = 6
-    problem.indices[..., 7] = 0
-    got = problem.decode(facts)(problem.q, cache, problem.indices, softmax_scale=SCALE)
-    check(got, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE))
 
 
 def test_a_cache_without_slots(device: torch.device, facts: DeviceFacts):
@@ -430,8 +283,8 @@ def test_nothing_is_allocated_where_all_is_given(device: torch.device, facts: De
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("shape", [(1, 2, 512), (3, 2, 2, 512), (9, 3, 7), (140, 3, 1)])
-def test_merge_states(device: torch.device, facts: DeviceFacts, dtype: torch.dtype, shape: tuple[int, ...]):
+@pytest.mark.parametrize("shape", [(9, 3, 7), (140, 3, 1)])
+def test_merge_states_in_several_tiles(device: torch.device, facts: DeviceFacts, dtype: torch.dtype, shape: tuple[int, ...]):
     generator = torch.Generator().manual_seed(1)
     outs = torch.randn(shape, generator=generator).to(dtype)
     lses = torch.randn(shape[:-1], generator=generator) * 20
@@ -447,27 +300,6 @@ def test_merge_states(device: torch.device, facts: DeviceFacts, dtype: torch.dty
     torch.testing.assert_close(got[1].cpu().double(), want[1], rtol=1e-6, atol=1e-6)
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(got[0].cpu().double(), want[0], rtol=step, atol=max(step * 1e-2, 1e-5))
-
-
-@pytest.mark.parametrize("size", [-200.0, 200.0, 3e4, -3e4, 1e6])
-def test_merge_states_of_large_lses(device: torch.device, facts: DeviceFacts, size: float):
-    """Weights are relative to the largest lse of a row, wherever that lies; the result carries no rounding of an lse."""
-    outs = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0))
-    lses = size + torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
-    got = bind_merge_states(Request(MERGE_STATES, facts))(outs.to(device), lses.to(device))
-    want = oracle.merge_states(outs, lses)
-    torch.testing.assert_close(got[0].cpu().double(), want[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(got[1].cpu().double(), want[1], rtol=1e-6, atol=0)
-
-
-def test_merge_states_of_views(device: torch.device, facts: DeviceFacts):
-    generator = torch.Generator().manual_seed(2)
-    outs = torch.randn(4, 16, 3, generator=generator).to(device).permute(2, 0, 1)
-    lses = torch.randn(4, 3, generator=generator).to(device).t()
-    got = bind_merge_states(Request(MERGE_STATES, facts))(outs, lses)
-    want = oracle.merge_states(outs, lses)
-    torch.testing.assert_close(got[0].cpu().double(), want[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(got[1].cpu().double(), want[1], rtol=1e-6, atol=1e-6)
 
 
 @triton.jit
@@ -518,41 +350,3 @@ def test_every_configuration_is_one_that_a_dot_accepts(arch: str):
 )
 def test_choosing_a_configuration(arch: str, layout: str | None, heads: int | None, block_h: int):
     assert attention_config(arch, layout, heads).block_h == block_h
-
-
-# runs without the interpreter; prints one JSON object
-AHEAD_OF_TIME = """
-import json
-from mla_portable_triton.aot import compile_variant, excess
-from mla_portable_triton.kernels import merge_states, sparse_attention
-
-def specialized(kernel):
-    return [p.name for p in kernel.params if not (p.is_constexpr or p.do_not_specialize or p.name.endswith("_ptr"))]
-
-def compiled(variants, arch, label):
-    summary = compile_variant(next(v for v in variants if v.label == label), arch)
-    return [label, arch, list(excess(summary)), list(summary.asm)]
-
-print(json.dumps({
-    "specialized": specialized(sparse_attention.sparse_attention_kernel) + specialized(merge_states.merge_states_kernel),
-    "compiled": [
-        compiled(sparse_attention.aot_variants("sm80"), "sm80", "sparse_attention-fp8_ds_mla-h32-split"),
-        compiled(sparse_attention.aot_variants("sm90", e4m3_native=True), "sm90", "sparse_attention-fp8_ds_mla-h64-whole"),
-        compiled(sparse_attention.aot_variants("sm120"), "sm120", "sparse_attention-bf16-h64-whole"),
-        compiled(sparse_attention.aot_variants("gfx942"), "gfx942", "sparse_attention-fp8_ds_mla-h16-split"),
-        compiled(merge_states.aot_variants(), "sm86", "merge_states-split_kv"),
-    ],
-}))
-"""
-
-
-def test_kernels_compile_for_other_machines_and_fit_them():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", AHEAD_OF_TIME], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    # the scale is a float, which triton never specialises; any integer here would compile again for some batch
-    assert report["specialized"] == ["scale_log2"]
-    for label, arch, too_much, stages in report["compiled"]:
-        assert too_much == [], label
-        assert ("hsaco" if arch.startswith("gfx") else "cubin") in stages

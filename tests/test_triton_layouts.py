@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import oracle
 import pytest
 import torch
-from attention_steps import BATCHES, HEADS, LAYOUTS, ROUTES, SPEC, assert_matches, make_step, plan_for
+from attention_steps import BATCHES, ROUTES, SPEC, assert_matches, make_step, plan_for
 
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.layouts import LAYOUTS as CACHE_LAYOUTS
@@ -37,33 +36,3 @@ def test_a_step_without_a_rotary_part_is_the_oracles(route: str):
     assert out.shape[-1] == CACHE_LAYOUTS[layout].value_width
     assert lse is not None
     assert_matches(step, out.cpu(), lse.cpu())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_cache_write_makes_the_oracles_rows(layout: str, dtype: torch.dtype):
-    layer, row = layer_of(layout), CACHE_LAYOUTS[layout]
-    generator = torch.Generator().manual_seed(5)
-    kv_c, k_pe = (torch.randn(9, n, generator=generator).to(dtype) for n in (row.value_width, row.rope_width))
-    cache = torch.full((3, SPEC.block_size, row.row_width), 90, dtype=row.dtype)
-    slots = torch.tensor([0, 23, -1, 7, 24, 12, 3, 11, 2])
-    want = oracle.cache_write(kv_c, k_pe, cache, slots, scale_format="amax")
-    cache = cache.to(DEVICE)
-    layer.cache_write(kv_c.to(DEVICE), k_pe.to(DEVICE), cache, slots.to(DEVICE))
-    assert torch.equal(cache.cpu().view(torch.uint8), want.view(torch.uint8))
-
-
-def test_heads_of_several_tiles_share_a_row_without_a_rotary_part():
-    """More heads than a tile, split and whole, through the public function."""
-    import mla_portable
-
-    generator = torch.Generator().manual_seed(6)
-    q = torch.randn(2, 1, 40 + HEADS, 512, generator=generator).bfloat16()
-    cache = torch.randn(5, 16, 512, generator=generator).bfloat16()
-    indices = torch.randint(-3, 80, (2, 1, 70), generator=generator, dtype=torch.int32)
-    want = oracle.sparse_decode(q, cache, indices, softmax_scale=0.06)
-    out, lse = mla_portable.sparse_decode(
-        q.to(DEVICE), cache.to(DEVICE), indices.to(DEVICE), softmax_scale=0.06, backend="triton"
-    )
-    torch.testing.assert_close(out.cpu().double(), want[0], rtol=1e-2, atol=8e-3)
-    torch.testing.assert_close(lse.cpu().double(), want[1], rtol=1e-5, atol=1e-5)

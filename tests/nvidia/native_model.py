@@ -61,31 +61,6 @@ _EVEN = {kernel: int(re.search(r"block_size == (\d) \? \(i64\)slot \* ROW", text
 """The block size that tells a kernel that all rows lie side by side."""
 
 
-FAR = int(re.search(r"#define FAR (\d+)", SOURCES["sparse_decode_wide"])[1])
-"""Largest values of heads that share a scale in the kernel for many heads are at most 2^FAR apart."""
-
-
-def wide_scores(q: Tensor, keys: Tensor, far: int = FAR) -> Tensor:
-    """Scores [H, n] of the kernel for 64 heads, in its arithmetic for q: q [H, 576] bf16, keys [n, 576] float64.
-
-    far: a large one is the rule that all heads share one scale.
-    """
-    size = q[:, :512].double().abs().nan_to_num(math.inf, posinf=math.inf).amax(1)
-    broken = ~q.isfinite().all(1)
-    if far == FAR:
-        size[broken] = math.inf
-    exponent = (size.clamp(max=2.0**128).frexp().exponent - 1).clamp(-60, 128)
-    most, least = exponent.max(), exponent[size != 0].min()
-    apart = far == FAR and (bool(broken.any()) or bool(most - least > far))
-    if not apart:
-        exponent = most.expand_as(exponent)
-    shrink = 2.0 ** (13 - exponent.double())[:, None]
-    latent = (q[:, :512].double() * shrink).half().double()
-    rope = (q[:, 512:].double() * shrink).bfloat16().double()
-    scores = (latent @ keys[:, :512].T + rope @ keys[:, 512:].T) / shrink
-    return scores.masked_fill(broken[:, None], math.nan) if apart else scores
-
-
 class Memory:
     """All that lives in tensors now; what lies elsewhere is not read but refused."""
 

@@ -195,19 +195,6 @@ def test_a_sink_that_the_kernel_cannot_apply_is_applied_after_it(generation, hea
         assert passes == expected
 
 
-@pytest.mark.parametrize("generation", ["vllm 0.33", "vllm 0.24"])
-@pytest.mark.parametrize("heads", [16, 64, 100])
-def test_padded_heads_and_an_output_in_larger_memory_need_neither_pass(generation, heads, passes):
-    with installed(generation):
-        args = clean_problem(5, 1, heads, 64)
-        memory = torch.full((5, 2, heads, 520), math.nan, dtype=torch.bfloat16)
-        out = memory[:, :1, :, :512]
-        assert bound(heads, **PROMISE)(*args, softmax_scale=SCALE, out=out)[0] is out
-        assert_out(out, *args)
-        assert memory[:, 1].isnan().all() and memory[..., 512:].isnan().all()
-    assert passes == []
-
-
 def test_indices_that_the_kernel_cannot_take_are_copied(passes):
     with installed("vllm 0.33") as library:
         args = clean_problem(5, 1, 64, 100)  # no multiple of 64
@@ -231,27 +218,6 @@ def test_chunks_are_kernel_calls_alone(generation, given, passes):
         got, _ = call(*args, softmax_scale=SCALE, schedule=schedule_for(7, 1, 64, 64, rows=3), out=out)
         assert [shape[0] for shape in library.calls] == [3, 3, 1] and passes == []
         assert_out(got, *args)
-
-
-def test_lengths_only_repeat_what_the_indices_say(passes):
-    with installed("vllm 0.33"):
-        q, cache, indices = clean_problem(5, 1, 64, 64)
-        lengths = torch.tensor([[0], [5], [64], [0], [33]], dtype=torch.int32)
-        indices = indices.masked_fill(torch.arange(64) >= lengths.unsqueeze(-1), -1)
-        got, _ = bound(64, lengths=True, **PROMISE)(q, cache, indices, softmax_scale=SCALE, lengths=lengths)
-        assert_out(got, q, cache, indices, lengths=lengths)
-    assert passes == []
-
-
-def test_nothing_to_attend_to_gives_zeros():
-    with installed("vllm 0.33") as library:
-        call, (q, cache, indices) = bound(64, **PROMISE), clean_problem(5, 1, 64, 64)
-        library.calls = []
-        for rows, blocks in ((5, 0), (0, 3)):
-            out = torch.full((rows, 1, 64, 512), math.nan, dtype=torch.bfloat16)
-            got, lse = call(q[:rows], cache[:blocks], indices[:rows], softmax_scale=SCALE, out=out)
-            assert got is out and not out.any() and lse.numel() == 0
-        assert library.calls == []
 
 
 @pytest.mark.parametrize(("promised", "expected"), [(True, ["finish"]), (False, ["sanitise", "finish"])])

@@ -12,23 +12,10 @@ from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.planner import Planner
 from mla_portable.problems.attention import SOFTMAX_SCALE
 from mla_portable.tools.bench.inputs import StepShape, make_inputs
-from mla_portable.tools.bench.step import run_step
 
 
 def shape(heads: int) -> StepShape:
     return StepShape(num_heads=heads, topk=128, decodes=2, decode_query_len=2, prefills=2, prefill_tokens=5, context=150)
-
-
-@pytest.mark.parametrize(
-    ("generation", "heads", "route"), [("vllm 0.33", 16, "auto"), ("vllm 0.33", 64, "split"), ("flash_mla 2025", 16, "auto")]
-)
-def test_a_mixed_step_is_right(generation, heads, route):
-    with installed(generation):
-        report = run_step(shape(heads), device=torch.device("cpu"), registry=registry(), route=route, repeat=1)
-    assert report.ok, report.failures()
-    served = {result.name: result.implementation for result in report.primitives}
-    assert served["sparse_decode"] == "nvidia.flashmla"
-    assert report.route == ("fused" if route == "auto" else route)
 
 
 @pytest.mark.parametrize(

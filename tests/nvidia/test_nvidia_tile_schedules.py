@@ -77,22 +77,6 @@ def test_tiles_are_what_dealing_block_by_block_gives(lens: list[int], parts: int
     assert tiles.metadata.dtype == tiles.num_splits.dtype == np.int32
 
 
-@settings(max_examples=200, deadline=None, database=None)
-@given(
-    rows=st.integers(1, 300),
-    topk=st.sampled_from([1, 64, 100, 2048, 2049]),
-    parts=st.integers(1, 148),
-    overhead=st.integers(1, 6),
-)
-def test_uniform_tiles_are_what_dealing_gives(rows: int, topk: int, parts: int, overhead: int):
-    budget, hands = deal([topk] * rows, parts, overhead=overhead)
-    tiles = tile_schedule(np.full(rows, topk), num_sm_parts=parts, overhead=overhead)
-    assert (tiles.payload, tiles.metadata.tolist(), tiles.num_splits.tolist()) == (
-        budget,
-        *describe([topk] * rows, hands),
-    )
-
-
 @settings(max_examples=150, deadline=None, database=None)
 @given(lens=st.lists(st.integers(0, 3000), min_size=1, max_size=40), parts=st.integers(1, 64))
 def test_each_block_is_read_exactly_once(lens: list[int], parts: int):
@@ -104,48 +88,6 @@ def test_each_block_is_read_exactly_once(lens: list[int], parts: int):
             end = end_block if row == end_row else rows[row]
             read.update((row, block) for block in range(first, end))
     assert read == Counter((row, block) for row, n in enumerate(rows) for block in range(n))
-
-
-# parts, rows, payload, parts in use, most blocks of a part, most splits of a row, all splits, balance; topk 2048
-GOLDEN = [
-    (132, 1, 6, 32, 1, 32, 32, 0.24),
-    (132, 2, 6, 64, 1, 32, 64, 0.48),
-    (132, 4, 7, 64, 2, 16, 64, 0.48),
-    (132, 8, 8, 88, 3, 11, 88, 0.65),
-    (132, 16, 10, 112, 5, 7, 112, 0.78),
-    (132, 32, 14, 128, 9, 4, 128, 0.86),
-    (132, 64, 23, 128, 18, 2, 128, 0.86),
-    (132, 74, 26, 130, 21, 3, 185, 0.85),
-    (132, 128, 41, 128, 32, 1, 128, 0.97),
-    (132, 132, 42, 132, 32, 1, 132, 1.00),
-    (132, 148, 47, 130, 37, 2, 259, 0.97),
-    (132, 256, 77, 128, 64, 1, 256, 0.97),
-    (66, 1, 6, 32, 1, 32, 32, 0.48),
-    (66, 8, 10, 56, 5, 7, 56, 0.78),
-    (66, 32, 23, 64, 18, 2, 64, 0.86),
-    (66, 64, 41, 64, 32, 1, 64, 0.97),
-    (66, 74, 47, 65, 37, 2, 129, 0.97),
-    (66, 128, 77, 64, 64, 1, 128, 0.97),
-    (33, 2, 8, 22, 3, 11, 22, 0.65),
-    (33, 64, 77, 32, 64, 1, 64, 0.97),
-    (33, 74, 88, 33, 73, 2, 98, 0.98),
-    (33, 128, 149, 32, 128, 1, 128, 0.97),
-]
-
-
-@pytest.mark.parametrize("golden", GOLDEN, ids=lambda g: f"parts{g[0]}-b{g[1]}")
-def test_golden_schedules_of_132_multiprocessors(golden: tuple[int, int, int, int, int, int, int, float]):
-    parts, rows, payload, used, most_blocks, most_splits, total, balance = golden
-    tiles = tile_schedule([2048] * rows, num_sm_parts=parts)
-    begin_row, end_row, begin_block, end_block = (tiles.metadata[:, i].astype(int) for i in range(4))
-    busy = begin_row < rows
-    blocks = ((end_row - begin_row) * 32 + end_block - begin_block)[busy]
-    assert tiles.payload == payload
-    assert busy.sum() == used
-    assert blocks.max() == most_blocks
-    assert np.diff(tiles.num_splits).max() == most_splits
-    assert tiles.num_splits[-1] == total
-    assert round(rows * 32 / (parts * blocks.max()), 2) == balance
 
 
 @pytest.mark.parametrize(

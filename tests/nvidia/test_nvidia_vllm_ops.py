@@ -136,19 +136,6 @@ def test_a_writer_that_takes_float16_for_bfloat16_is_left_out():
         assert (reason.subject, reason.given) == ("dtype of kv_c", "float16") and "bfloat16" in reason.limit
 
 
-@pytest.mark.parametrize("version", ["0.24", "0.33"])
-def test_every_version_passes_the_probe(version):
-    with vllm(version):
-        registry = machine()
-        (writer,) = [i for i in registry.implementations() if i.name == f"nvidia.vllm_{VERSIONS[version][1]}"]
-        report = registry.probe(writer, "cpu")
-        assert report.ok and report.stage == "compare", report.reasons
-        for primitive in (GATHER_UPCONVERT, CONVERT_INDICES):
-            (implementation,) = [i for i in registry.implementations(primitive) if i.backend == "nvidia"]
-            report = registry.probe(implementation, "cpu")
-            assert report.ok and report.stage == "compare", report.reasons
-
-
 def test_without_vllm_nothing_is_offered_and_each_says_why():
     registry = machine()
     for implementation in registry.implementations():

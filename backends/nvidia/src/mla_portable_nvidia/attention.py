@@ -5,32 +5,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Final
 
-from mla_portable.contracts import (
-    DeviceFacts,
-    Implementation,
-    MLAPortableError,
-    Primitive,
-    Reason,
-    Request,
-)
+from mla_portable.contracts import DeviceFacts, Implementation, MLAPortableError, Primitive, Reason, Request
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_nvidia.boundary import boundary_for
 from mla_portable_nvidia.discovery import Found, find_kernel
 from mla_portable_nvidia.head_padding import kernel_heads
 from mla_portable_nvidia.sparse_decode import TOPK_MULTIPLE, FlashMLADecode
 from mla_portable_nvidia.sparse_prefill import NATIVE_HEADS, FlashMLAPrefill
-from mla_portable_nvidia.support import ARCHS, attention_support, truncation_allowed
+from mla_portable_nvidia.support import attention_support, truncation_allowed
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
-__all__ = ["attention_implementations", "bind_sparse_decode", "bind_sparse_prefill"]
+__all__ = ["attention_implementations", "bind_sparse_decode", "bind_sparse_prefill", "check_kernel"]
 
 _NAMES: Final = {"sm90": "nvidia.flashmla", "sm100": "nvidia.flashmla_sm100"}
 _PREFERENCE: Final = 10.0
-_PACKAGE: Final = "mla_portable_nvidia"
+
+
+def _sources(*names: str) -> tuple[str, ...]:
+    return tuple(f"mla_portable_nvidia.{name}" for name in names)
+
+
 _MODULES: Final = ("attention", "boundary", "boundary_kernels", "calibration", "conventions", "discovery", "head_padding")
-_SHARED: Final = ("mla_portable.contracts.triton_launcher", *(f"{_PACKAGE}.{name}" for name in _MODULES))
+_SHARED: Final = ("mla_portable.contracts.triton_launcher", *_sources(*_MODULES))
 
 
 def _kernel(request: Request) -> Found:
@@ -80,20 +79,10 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
     )
 
 
-def _check(primitive: Primitive, device: DeviceFacts) -> tuple[Reason, ...]:
+def check_kernel(primitive: Primitive, device: DeviceFacts) -> tuple[Reason, ...]:
     """Every provider's reason why it cannot serve, unless one can."""
     found = find_kernel(primitive, device)
     return () if found.provider is not None else found.reasons
-
-
-def check_sparse_decode(device: DeviceFacts) -> tuple[Reason, ...]:
-    """See _check."""
-    return _check(SPARSE_DECODE, device)
-
-
-def check_sparse_prefill(device: DeviceFacts) -> tuple[Reason, ...]:
-    """See _check."""
-    return _check(SPARSE_PREFILL, device)
 
 
 def attention_implementations(
@@ -106,26 +95,23 @@ def attention_implementations(
         environ: instead of os.environ; read for TRUNCATION_VARIABLE alone.
     """
     allow = truncation_allowed(os.environ if environ is None else environ)
-    for arch in ARCHS:
+    for arch, name in _NAMES.items():
         yield Implementation(
-            name=_NAMES[arch],
-            primitive=SPARSE_DECODE,
-            support=attention_support(SPARSE_DECODE, arch, device_types=device_types, allow_truncation=allow),
-            bind=bind_sparse_decode,
-            check=check_sparse_decode,
+            name,
+            SPARSE_DECODE,
+            attention_support(SPARSE_DECODE, arch, device_types=device_types, allow_truncation=allow),
+            bind_sparse_decode,
+            check=partial(check_kernel, SPARSE_DECODE),
             preference=_PREFERENCE,
             schedule_kind=FLASHMLA_TILES,
-            sources=(
-                *(f"{_PACKAGE}.{name}" for name in ("sparse_decode", "tile_schedules", "cache_view", "decode_conventions")),
-                *_SHARED,
-            ),
+            sources=(*_sources("sparse_decode", "tile_schedules", "cache_view", "decode_conventions"), *_SHARED),
         )
         yield Implementation(
-            name=_NAMES[arch],
-            primitive=SPARSE_PREFILL,
-            support=attention_support(SPARSE_PREFILL, arch, device_types=device_types),
-            bind=bind_sparse_prefill,
-            check=check_sparse_prefill,
+            name,
+            SPARSE_PREFILL,
+            attention_support(SPARSE_PREFILL, arch, device_types=device_types),
+            bind_sparse_prefill,
+            check=partial(check_kernel, SPARSE_PREFILL),
             preference=_PREFERENCE,
-            sources=(*(f"{_PACKAGE}.{name}" for name in ("sparse_prefill", "prefill_conventions")), *_SHARED),
+            sources=(*_sources("sparse_prefill", "prefill_conventions"), *_SHARED),
         )

@@ -63,6 +63,20 @@ def _in_our_meaning(arguments: Arguments, out: Tensor, lse: Tensor, base_2: bool
     return out[:, :heads].reshape(*q.shape[:-1], KV_LORA_RANK), natural.reshape(q.shape[:-1])
 
 
+def _recorded(call: Callable[[], Any], result: Callable[[Any], Any]) -> BaselineCall:
+    """`call`, and what it returned last as the primitive means it."""
+    last: list[Any] = []
+
+    def run() -> None:
+        last[:] = [call()]
+
+    return BaselineCall(run, lambda: result(last[0]))
+
+
+def _cache_of(arguments: Arguments) -> Tensor:
+    return arguments["kv_cache" if "kv_cache" in arguments else "kv"]
+
+
 def _missing_kernel(primitive: Primitive, request: Request) -> Iterator[Reason]:
     found = find_kernel(primitive, request.device)
     if found.provider is None:
@@ -90,23 +104,17 @@ def _prepare_decode(request: Request, arguments: Arguments) -> BaselineCall:
     q, indices = _rows(arguments)
     query = _padded(q, kernel_heads(q.shape[1])).unsqueeze(1)  # [R, 1, H', 576]
     slots = indices.unsqueeze(1).contiguous()
-    kv = arguments["kv_cache" if "kv_cache" in arguments else "kv"].unsqueeze(2)
+    kv = _cache_of(arguments).unsqueeze(2)
     scale = arguments["softmax_scale"]
     options: dict[str, Any] = {}
     if kernel.takes_plan:
         options["plan"] = kernel.plan(query, kv, slots)
     if kernel.takes_out:
         options["out"] = torch.empty((*query.shape[:3], KV_LORA_RANK), dtype=query.dtype, device=query.device)
-    last: list[tuple[Tensor, Tensor]] = []
-
-    def run() -> None:
-        last[:] = [kernel(query, kv, slots, scale, **options)]
-
-    def result() -> tuple[Tensor, Tensor]:
-        out, lse = last[0]
-        return _in_our_meaning(arguments, out[:, 0], lse[:, :, 0], found.traits.lse_base_2)
-
-    return BaselineCall(run, result)
+    return _recorded(
+        lambda: kernel(query, kv, slots, scale, **options),
+        lambda got: _in_our_meaning(arguments, got[0][:, 0], got[1][:, :, 0], found.traits.lse_base_2),
+    )
 
 
 def _prefill_reasons(request: Request, *, native: bool) -> Iterator[Reason]:
@@ -131,17 +139,15 @@ def _prepare_prefill(request: Request, arguments: Arguments, *, native: bool) ->
     q, indices = _rows(arguments)
     query = q.contiguous() if native else _padded(q, kernel_heads(q.shape[1]))
     rows = indices.unsqueeze(1).contiguous()
-    kv = arguments["kv_cache" if "kv_cache" in arguments else "kv"].reshape(-1, 1, HEAD_SIZE)
+    kv = _cache_of(arguments).reshape(-1, 1, HEAD_SIZE)
     scale = arguments["softmax_scale"]
     options: dict[str, Any] = {}
     if kernel.takes_out:
         options["out"] = torch.empty((*query.shape[:2], KV_LORA_RANK), dtype=query.dtype, device=query.device)
-    last: list[tuple[Tensor, Tensor]] = []
-
-    def run() -> None:
-        last[:] = [kernel(query, kv, rows, scale, **options)]
-
-    return BaselineCall(run, lambda: _in_our_meaning(arguments, *last[0], found.traits.lse_base_2))
+    return _recorded(
+        lambda: kernel(query, kv, rows, scale, **options),
+        lambda got: _in_our_meaning(arguments, *got, found.traits.lse_base_2),
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- vLLM
@@ -172,14 +178,9 @@ def _triton_reasons(request: Request) -> Iterator[Reason]:
 def _prepare_triton(request: Request, arguments: Arguments) -> BaselineCall:
     function: Any = triton_function()
     q, indices = _rows(arguments)
-    kv = arguments["kv_cache" if "kv_cache" in arguments else "kv"].reshape(-1, 1, HEAD_SIZE)
+    kv = _cache_of(arguments).reshape(-1, 1, HEAD_SIZE)
     rows, scale = indices.unsqueeze(1).contiguous(), arguments["softmax_scale"]
-    last: list[tuple[Tensor, ...]] = []
-
-    def run() -> None:
-        last[:] = [function(q, kv, rows, scale)]
-
-    return BaselineCall(run, lambda: _in_our_meaning(arguments, last[0][0], last[0][2], False))
+    return _recorded(lambda: function(q, kv, rows, scale), lambda got: _in_our_meaning(arguments, got[0], got[2], False))
 
 
 def _absent(primitive: Primitive, request: Request) -> tuple[Reason, ...]:
@@ -234,12 +235,10 @@ def _prepare_convert(request: Request, arguments: Arguments) -> BaselineCall:
     function = module.triton_convert_req_index_to_global_index
     positions, owner, table = (arguments[name] for name in ("topk_indices", "req_id_per_token", "block_table"))
     size, topk = arguments["block_size"], positions.shape[1]
-    last: list[Tensor] = []
-
-    def run() -> None:
-        last[:] = [function(owner, table, positions, BLOCK_SIZE=size, NUM_TOPK_TOKENS=topk, BLOCK_N=_CONVERT_BLOCK)]
-
-    return BaselineCall(run, lambda: (last[0], (last[0] >= 0).sum(dim=1, dtype=torch.int32)))
+    return _recorded(
+        lambda: function(owner, table, positions, BLOCK_SIZE=size, NUM_TOPK_TOKENS=topk, BLOCK_N=_CONVERT_BLOCK),
+        lambda got: (got, (got >= 0).sum(dim=1, dtype=torch.int32)),
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- offer

@@ -20,7 +20,7 @@ from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HE
 from mla_portable_nvidia.conventions import DecodeKernel, NotThisConvention, PrefillKernel
 from mla_portable_nvidia.head_padding import KERNEL_HEADS
 
-__all__ = ["DecodeTraits", "PrefillTraits", "calibrate_decode", "calibrate_prefill"]
+__all__ = ["Traits", "calibrate_decode", "calibrate_prefill"]
 
 _PAGE: Final = 64
 _DECODE_KEYS: Final = 512
@@ -28,42 +28,32 @@ _PREFILL_KEYS: Final = 128
 _EIGHT_BLOCKS: Final = [[0, 0, part, part + 1, part, 1, 1, 0] for part in range(8)]
 """Entries of a plan for one row of 8 blocks, 13 parts or more: payload 6, of which 5 are overhead, so a block for each part.
 begin_req, end_req, begin_block, end_block, begin_split, first_is_split, last_is_split, 0."""
+_REFUSING: Final = (RuntimeError, TypeError, ValueError, AssertionError)
+"""What a provider raises that does not take a call."""
 _REFUSALS: Final = ("no kernel image is available", "invalid device function")
 """CUDA errors that leave the device usable: nothing was launched."""
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeTraits:
-    """What a provider's decode does.
+class Traits:
+    """What a provider's kernel does.
 
     Attributes:
-        lse_base_2: the returned lse is to base 2. takes_plan: the closed-form schedule is the provider's own, field by field.
-        zeroes_empty: the head counts of the kernel with which rows that have no valid index come out as zeros.
-        zeroes_with_sink: likewise, where the kernel applies a sink.
+        lse_base_2: the returned lse is to base 2.
+        zeroes_empty: the head counts of the kernel with which rows that have no valid index come out as zeros; of prefill, by
+            indices and by length. zeroes_with_sink: likewise, where the kernel applies a sink.
+        takes_plan: of decode; the closed-form schedule is the provider's own, field by field.
+        heads: of prefill; the head counts among those asked for that the kernel accepts.
     """
 
     lse_base_2: bool
-    takes_plan: bool
     zeroes_empty: tuple[int, ...]
     zeroes_with_sink: tuple[int, ...]
+    takes_plan: bool = False
+    heads: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillTraits:
-    """What a provider's prefill does.
-
-    Attributes:
-        lse_base_2: the returned lse is to base 2. heads: the head counts among those asked for that the kernel accepts.
-        zeroes_empty, zeroes_with_sink: as of decode; a row is empty by its indices or by its length.
-    """
-
-    lse_base_2: bool
-    heads: tuple[int, ...]
-    zeroes_empty: tuple[int, ...]
-    zeroes_with_sink: tuple[int, ...]
-
-
-def calibrate_decode(kernel: DecodeKernel, device: torch.device) -> DecodeTraits:
+def calibrate_decode(kernel: DecodeKernel, device: torch.device) -> Traits:
     """Two calls on one row of 512 keys, and a few on rows without any; waits for the device.
 
     Raises: NotThisConvention when the provider refuses the call or computes something else; device faults as they come.
@@ -81,14 +71,14 @@ def calibrate_decode(kernel: DecodeKernel, device: torch.device) -> DecodeTraits
             # the eighth word of a part is padding, which a provider may leave unwritten
             words = [part[:7] for part in metadata[:8].tolist()]
             takes_plan = words == [part[:7] for part in _EIGHT_BLOCKS] and num_splits.tolist() == [0, 8]
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+    except _REFUSING as error:
         raise _refused("sparse decode", error) from error
     # of ones: a mean over keys that do not count would show
     row = FP8_DS_MLA.pack(torch.ones(1, KV_LORA_RANK), torch.ones(1, QK_ROPE_HEAD_DIM))
     kv = row.expand(_DECODE_KEYS, -1).contiguous().to(device).view_as(kv)
     absent = [torch.full((1, 1, keys), -1, dtype=torch.int32, device=device) for keys in (_PAGE, _DECODE_KEYS)]
     rows = [(indices, dict[str, Any]()) for indices in absent]  # in one part and in several
-    return DecodeTraits(base_2, takes_plan, *_zeroes_empty("sparse decode", kernel, kv, (1, 1), KERNEL_HEADS, rows))
+    return Traits(base_2, *_zeroes_empty("sparse decode", kernel, kv, (1, 1), KERNEL_HEADS, rows), takes_plan=takes_plan)
 
 
 def _zeroes_empty(
@@ -120,7 +110,7 @@ def _zeroes_empty(
                 out, _ = kernel(q, kv, indices, 1.0, **given)
                 if not bool((out == 0).all()):
                     return False
-            except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+            except _REFUSING as error:
                 _refused(f"{what} with {count} heads", error)  # raises what leaves the device unusable
                 return False
         return True
@@ -129,7 +119,7 @@ def _zeroes_empty(
     return plain, sunk
 
 
-def calibrate_prefill(kernel: PrefillKernel, device: torch.device, heads: tuple[int, ...]) -> PrefillTraits:
+def calibrate_prefill(kernel: PrefillKernel, device: torch.device, heads: tuple[int, ...]) -> Traits:
     """One call on one token of 128 keys for each count in `heads`, and a few on tokens without any; waits for the device.
 
     Raises: NotThisConvention when none is accepted or the provider computes something else; device faults as they come.
@@ -144,7 +134,7 @@ def calibrate_prefill(kernel: PrefillKernel, device: torch.device, heads: tuple[
         try:
             out, lse = kernel(q, kv, indices, 1.0)
             base_2 = _base_2("sparse prefill", q, out, lse, (1, count), _PREFILL_KEYS)
-        except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        except _REFUSING as error:
             refusal = _refused(f"sparse prefill with {count} heads", error)
             continue
         accepted.append(count)
@@ -155,7 +145,7 @@ def calibrate_prefill(kernel: PrefillKernel, device: torch.device, heads: tuple[
     if kernel.takes_lengths:
         rows += [(each, {"lengths": torch.zeros(1, dtype=torch.int32, device=device)}) for each in (indices, rows[0][0])]
     counts = [count for count in KERNEL_HEADS if count in accepted]  # a sink is not applied to padded heads, as fewer may be
-    return PrefillTraits(base_2, tuple(accepted), *_zeroes_empty("sparse prefill", kernel, kv, (1,), counts, rows))
+    return Traits(base_2, *_zeroes_empty("sparse prefill", kernel, kv, (1,), counts, rows), heads=tuple(accepted))
 
 
 def _base_2(what: str, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, lse_shape: tuple[int, ...], keys: int) -> bool:

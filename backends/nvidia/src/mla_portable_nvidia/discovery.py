@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,9 +23,9 @@ from typing import Any, Final
 import torch
 
 from mla_portable.contracts import DeviceFacts, Primitive, Reason
-from mla_portable.primitives import SPARSE_DECODE
-from mla_portable_nvidia.calibration import DecodeTraits, PrefillTraits, calibrate_decode, calibrate_prefill
-from mla_portable_nvidia.conventions import DecodeKernel, NotThisConvention, PrefillKernel
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable_nvidia.calibration import calibrate_decode, calibrate_prefill
+from mla_portable_nvidia.conventions import NotThisConvention
 from mla_portable_nvidia.decode_conventions import OperatorDecode, decode_of_module
 from mla_portable_nvidia.prefill_conventions import OperatorPrefill, prefill_of_module
 
@@ -36,9 +37,6 @@ PREFILL_HEADS: Final = (64, 128, 8, 16, 32)
 """Head counts to try on a prefill kernel; the small ones exist in some builds for SM90."""
 _LIBRARIES: Final = ("_flashmla_C", "sgl_kernel", "flash_mla_legacy", "flash_mla")
 """Operator libraries that FlashMLA is known to register."""
-
-Kernel = DecodeKernel | PrefillKernel
-Traits = DecodeTraits | PrefillTraits
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +56,21 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """decode, prefill: load what is needed and return the adapter. remedy: how to get the provider."""
+    """find: load what is needed and return the adapter of a primitive. remedy: how to get the provider."""
 
-    decode: Callable[[], DecodeKernel]
-    prefill: Callable[[], PrefillKernel]
+    find: Callable[[Primitive], Any]
     remedy: str
+
+
+_OPERATORS: Final[dict[Primitive, tuple[str, Callable[[Any], Any]]]] = {
+    SPARSE_DECODE: ("sparse_decode_fwd", OperatorDecode),
+    SPARSE_PREFILL: ("sparse_prefill_fwd", OperatorPrefill),
+}
+"""primitive -> the name of FlashMLA's operator, and its adapter."""
+_OF_MODULE: Final[dict[Primitive, Callable[[Any], Any]]] = {
+    SPARSE_DECODE: decode_of_module,
+    SPARSE_PREFILL: prefill_of_module,
+}
 
 
 def _operator(library: str, name: str) -> Any | None:
@@ -92,84 +100,57 @@ def _load(path: Path) -> None:
         raise NotThisConvention(f"{path} does not load: {' '.join(str(error).split())[:200]}") from error
 
 
-def _from_library(library: str, load: Callable[[], None], name: str, adapter: Callable[[Any], Any]) -> Any:
-    """The adapter of an operator, whose library is loaded unless it is there."""
-    operator = _operator(library, name)
-    if operator is None:
-        load()
-        operator = _operator(library, name)
-    if operator is None:
-        raise NotThisConvention(f"torch.ops.{library} has no {name}")
-    return adapter(operator)
-
-
-def _import(name: str) -> Any:
-    """A module of a provider; whatever keeps it from being imported is a reason against the provider."""
+def _of_module(name: str, primitive: Primitive) -> Any:
+    """The adapter of a Python module; whatever keeps it from being imported is a reason against the provider."""
     try:
-        return import_module(name)
+        module = import_module(name)
     except Exception as error:
         raise NotThisConvention(f"import {name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
-
-
-def _first(*ways: Callable[[], Any]) -> Any:
-    """What the first way that works returns. Raises: NotThisConvention with the failures of all."""
-    failures: list[str] = []
-    for way in ways:
-        try:
-            return way()
-        except NotThisConvention as failure:
-            failures.append(str(failure))
-    raise NotThisConvention("; ".join(failures))
+    return _OF_MODULE[primitive](module)
 
 
 def _operator_source(library: str, package: str, pattern: str, module: str | None, remedy: str) -> _Source:
     """A package with a library of operators; `module` holds the older generation, where there was one."""
 
-    def load() -> None:
-        _load_from(package, pattern)
+    def find(primitive: Primitive) -> Any:
+        name, adapter = _OPERATORS[primitive]
+        try:
+            if _operator(library, name) is None:
+                _load_from(package, pattern)
+            operator = _operator(library, name)
+            if operator is None:
+                raise NotThisConvention(f"torch.ops.{library} has no {name}")
+            return adapter(operator)
+        except NotThisConvention as failure:
+            if module is None:
+                raise
+            try:
+                return _of_module(module, primitive)
+            except NotThisConvention as older:
+                raise NotThisConvention(f"{failure}; {older}") from older
 
-    def decode() -> DecodeKernel:
-        ways: list[Callable[[], Any]] = [lambda: _from_library(library, load, "sparse_decode_fwd", OperatorDecode)]
-        ways += [lambda: decode_of_module(_import(module))] if module else []
-        return _first(*ways)
-
-    def prefill() -> PrefillKernel:
-        ways: list[Callable[[], Any]] = [lambda: _from_library(library, load, "sparse_prefill_fwd", OperatorPrefill)]
-        ways += [lambda: prefill_of_module(_import(module))] if module else []
-        return _first(*ways)
-
-    return _Source(decode, prefill, remedy)
+    return _Source(find, remedy)
 
 
 def _library_source(path: str) -> _Source:
     """A library of operators named by its path: whichever of the known libraries appears when it is loaded."""
 
-    def load() -> None:
+    def find(primitive: Primitive) -> Any:
         if not Path(path).is_file():
             raise NotThisConvention(f"{path} is no file")
         _load(Path(path))
-
-    def find(name: str, adapter: Callable[[Any], Any]) -> Any:
-        load()
+        name, adapter = _OPERATORS[primitive]
         for library in _LIBRARIES:
             operator = _operator(library, name)
             if operator is not None:
                 return adapter(operator)
         raise NotThisConvention(f"{path} registers {name} under none of {', '.join(_LIBRARIES)}")
 
-    return _Source(
-        lambda: find("sparse_decode_fwd", OperatorDecode),
-        lambda: find("sparse_prefill_fwd", OperatorPrefill),
-        f"set {LIBRARY_VARIABLE} to a library of FlashMLA that fits this torch",
-    )
+    return _Source(find, f"set {LIBRARY_VARIABLE} to a library of FlashMLA that fits this torch")
 
 
 _SOURCES: Final[dict[str, _Source]] = {
-    "flash_mla": _Source(
-        lambda: decode_of_module(_import("flash_mla")),
-        lambda: prefill_of_module(_import("flash_mla")),
-        "install FlashMLA from source (up to 2026-09 for SM90)",
-    ),
+    "flash_mla": _Source(partial(_of_module, "flash_mla"), "install FlashMLA from source (up to 2026-09 for SM90)"),
     "vllm": _operator_source(
         "_flashmla_C", "vllm", "_flashmla_C*.so", "vllm.third_party.flashmla.flash_mla_interface", "install vLLM 0.24 or newer"
     ),
@@ -194,14 +175,6 @@ def device_with(facts: DeviceFacts) -> torch.device | None:
         if f"sm{major}{minor}" == facts.arch:
             return torch.device("cuda", index)
     return None
-
-
-def _wanted(environ: Mapping[str, str]) -> Iterator[tuple[str, _Source]]:
-    """The providers to ask, in order."""
-    path = environ.get(LIBRARY_VARIABLE, "").strip()
-    forced = environ.get(PROVIDER_VARIABLE, "").strip()
-    sources = ({"library": _library_source(path)} if path or forced == "library" else {}) | _SOURCES
-    yield from ((name, source) for name, source in sources.items() if forced in ("", name))
 
 
 _lock = threading.Lock()
@@ -237,20 +210,18 @@ def _find(primitive: Primitive, facts: DeviceFacts, environ: Mapping[str, str]) 
         limit = f"{PROVIDER_VARIABLE} may be {', '.join(PROVIDERS)}"
         return Found(None, None, None, (Reason("provider", forced, limit, f"correct {PROVIDER_VARIABLE} or unset it"),))
     reasons: list[Reason] = []
-    for name, source in _wanted(environ):
+    path = environ.get(LIBRARY_VARIABLE, "").strip()
+    sources = ({"library": _library_source(path)} if path or forced == "library" else {}) | _SOURCES
+    for name, source in sources.items():
+        if forced not in ("", name):
+            continue
         try:
-            kernel, traits = _try(primitive, source, device)
+            kernel = source.find(primitive)
+            is_decode = primitive is SPARSE_DECODE
+            traits = calibrate_decode(kernel, device) if is_decode else calibrate_prefill(kernel, device, PREFILL_HEADS)
         except NotThisConvention as failure:
             remedy = source.remedy if not forced else f"{source.remedy}, or unset {PROVIDER_VARIABLE}"
             reasons.append(Reason(f"provider {name}", "not usable:", str(failure), remedy))
         else:
             return Found(name, kernel, traits, tuple(reasons))
     return Found(None, None, None, tuple(reasons))
-
-
-def _try(primitive: Primitive, source: _Source, device: torch.device) -> tuple[Kernel, Traits]:
-    if primitive is SPARSE_DECODE:
-        decode = source.decode()
-        return decode, calibrate_decode(decode, device)
-    prefill = source.prefill()
-    return prefill, calibrate_prefill(prefill, device, PREFILL_HEADS)

@@ -8,6 +8,7 @@ rows on, and with 64 heads or more, nothing here is faster than this kernel, whi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from mla_portable.contracts import Implementation, InvalidArgument, Request, Support
 from mla_portable.layouts import BF16, HEAD_SIZE, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
-from mla_portable_nvidia.attention import bind_sparse_prefill, check_sparse_prefill
+from mla_portable_nvidia.attention import bind_sparse_prefill, check_kernel
 from mla_portable_nvidia.head_padding import KERNEL_HEADS
 
 __all__ = ["FlatDecode", "flat_implementations"]
@@ -24,8 +25,10 @@ __all__ = ["FlatDecode", "flat_implementations"]
 _PREFERENCE: Final = 15.0
 """After the native kernels where nothing was measured, because they split keys. On an H200 this kernel takes half of their time
 from 64 heads and 64 rows on, and up to 4.5 times it below; one number cannot say both."""
-_MODULES: Final = ("flat_decode", "attention", "sparse_prefill", "prefill_conventions", "boundary", "boundary_kernels")
-_SHARED: Final = ("calibration", "conventions", "discovery", "head_padding")
+_MODULES: Final = (
+    *("flat_decode", "attention", "sparse_prefill", "prefill_conventions", "boundary", "boundary_kernels"),
+    *("calibration", "conventions", "discovery", "head_padding"),
+)
 
 
 class FlatDecode:
@@ -117,11 +120,8 @@ def flat_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterat
             needs_whole_rows=True,
         ),
         bind=bind_flat_decode,
-        check=check_sparse_prefill,
+        check=partial(check_kernel, SPARSE_PREFILL),
         preference=_PREFERENCE,
         prefills_as="nvidia.flashmla",
-        sources=(
-            "mla_portable.contracts.triton_launcher",
-            *(f"mla_portable_nvidia.{name}" for name in (*_MODULES, *_SHARED)),
-        ),
+        sources=("mla_portable.contracts.triton_launcher", *(f"mla_portable_nvidia.{name}" for name in _MODULES)),
     )

@@ -20,7 +20,7 @@ from mla_portable_nvidia.boundary import Boundary
 from mla_portable_nvidia.cache_view import CacheView
 from mla_portable_nvidia.conventions import DecodeKernel, Plan, PreparedDecode
 from mla_portable_nvidia.head_padding import PaddedQueries, aligned, kernel_heads
-from mla_portable_nvidia.tile_schedules import TileSchedule
+from mla_portable_nvidia.tile_schedules import TileSchedule, accumulator_bytes, num_sm_parts
 
 __all__ = ["TOPK_MULTIPLE", "FlashMLADecode", "rows_per_call"]
 
@@ -36,9 +36,8 @@ def rows_per_call(arch: str, *, num_sms: int, query_len: int, heads: int, max_by
 
     Less than 1 where not even a single row does.
     """
-    per_part = heads // 64 if arch == "sm90" else 1
-    parts = max(num_sms // query_len // per_part, 1)
-    return max_bytes // (4 * query_len * heads * (KV_LORA_RANK + 1)) - parts
+    parts = num_sm_parts(arch, num_sms=num_sms, query_len=query_len, num_heads=heads)
+    return max_bytes // accumulator_bytes(query_len, heads) - parts
 
 
 class FlashMLADecode:
@@ -123,9 +122,7 @@ class FlashMLADecode:
             lse_out = self._no_lse
         if batch == 0 or kv_cache.shape[0] == 0:
             out = _fresh(q) if out is None else out
-            if self._finishes:
-                lse_out.fill_(-math.inf)
-            return out.zero_(), lse_out
+            return out.zero_(), lse_out.fill_(-math.inf)
         kv = self._cache_view.of(kv_cache)
         tiles = None
         if schedule is not None:
@@ -151,13 +148,8 @@ class FlashMLADecode:
         return out, lse_out
 
     def _rows_per_call(self, query_len: int, num_heads: int) -> int:
-        return rows_per_call(
-            self._arch,
-            num_sms=self._num_sms,
-            query_len=query_len,
-            heads=kernel_heads(num_heads),
-            max_bytes=self._max_scratch_bytes,
-        )
+        heads, most = kernel_heads(num_heads), self._max_scratch_bytes
+        return rows_per_call(self._arch, num_sms=self._num_sms, query_len=query_len, heads=heads, max_bytes=most)
 
     def _plan_of(self, tiles: TileSchedule | None) -> Plan | None:
         """What the provider is given of a schedule."""

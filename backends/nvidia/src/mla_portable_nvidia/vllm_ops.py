@@ -17,16 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import (
-    DeviceFacts,
-    Implementation,
-    MLAPortableError,
-    Primitive,
-    Reason,
-    Request,
-    Support,
-)
-from mla_portable.contracts.primitive import F
+from mla_portable.contracts import DeviceFacts, Implementation, MLAPortableError, Reason, Request, Support
 from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM, SCALE_FORMATS, tile_scales
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, CacheWrite, ConvertIndices, GatherUpconvert
 from mla_portable_nvidia.discovery import device_with
@@ -300,22 +291,13 @@ def data_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterat
     # rows are read and written in vectors
     fp8: dict[str, Any] = {"kv_layouts": (FP8_DS_MLA.name,), "cache_alignment": 16, **declared}
     sources = tuple(f"mla_portable_nvidia.{name}" for name in ("vllm_ops", "discovery"))
-
-    def offer(
-        name: str,
-        primitive: Primitive[F],
-        support: Support,
-        bind: Callable[[Request], F],
-        check: Callable[[DeviceFacts], Iterator[Reason]],
-    ) -> Implementation[F]:
-        return Implementation(name, primitive, support, bind, check=check, preference=_PREFERENCE, sources=sources)
-
+    common: dict[str, Any] = {"preference": _PREFERENCE, "sources": sources}
     for scale_format in SCALE_FORMATS:
         support = Support("vLLM 0.24 to 0.33: concat_and_cache_mla's schema", scale_formats=(scale_format,), **fp8)
         name, check = f"nvidia.vllm_{scale_format}", _check_writer(scale_format)
-        yield offer(name, CACHE_WRITE, support, bind_cache_write, check)
+        yield Implementation(name, CACHE_WRITE, support, bind_cache_write, check=check, **common)
     gather = Support("vLLM 0.24 to 0.33: cp_gather_and_upconvert_fp8_kv_cache's schema", **fp8)
-    yield offer("nvidia.vllm", GATHER_UPCONVERT, gather, bind_gather_upconvert, _check_gather)
+    yield Implementation("nvidia.vllm", GATHER_UPCONVERT, gather, bind_gather_upconvert, check=_check_gather, **common)
     convert = Support(
         "vLLM 0.24 to 0.33: sparse_utils.py",
         kv_layouts=("bf16", FP8_DS_MLA.name),
@@ -324,4 +306,4 @@ def data_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterat
         prefill_workspace=False,
         **declared,
     )
-    yield offer("nvidia.vllm", CONVERT_INDICES, convert, bind_convert_indices, _check_convert)
+    yield Implementation("nvidia.vllm", CONVERT_INDICES, convert, bind_convert_indices, check=_check_convert, **common)

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import triton
 
-__all__ = ["SHARED_MEMORY", "TARGETS", "TENSOR_MEMORY", "AotVariant", "CompiledSummary", "compile_variant", "excess"]
+__all__ = ["SHARED_MEMORY", "TARGETS", "TENSOR_MEMORY", "AotVariant", "CompiledSummary", "compile_variant", "variant"]
 
 TARGETS: Final[dict[str, tuple[str, int | str, int]]] = {
     "sm80": ("cuda", 80, 32),
@@ -91,6 +91,17 @@ class CompiledSummary:
     asm: tuple[str, ...]
 
 
+def variant(kernel: Any, label: str, num_warps: int, num_stages: int = 1, **given: object) -> AotVariant:
+    """An instance of `kernel`. given: parameter -> Triton type where it is a string, else the value of a constexpr.
+
+    What is not given is a size or a stride, "i32"; pointers (`_ptr`) and constexprs (upper case) have to be.
+    """
+    sizes = [name for name in kernel.arg_names if name not in given and name.islower() and not name.endswith("_ptr")]
+    types = {name: value for name, value in given.items() if isinstance(value, str)}
+    constexprs = {name: value for name, value in given.items() if name not in types}
+    return AotVariant(kernel, types | dict.fromkeys(sizes, "i32"), constexprs, num_warps, num_stages, label)
+
+
 def compile_variant(variant: AotVariant, arch: str) -> CompiledSummary:
     """Compile `variant` for `arch`, one of TARGETS. Raises what Triton raises when it does not compile."""
     from triton.backends.compiler import GPUTarget
@@ -115,17 +126,6 @@ def compile_variant(variant: AotVariant, arch: str) -> CompiledSummary:
         registers=registers,
         spilled=spilled,
         asm=tuple(compiled.asm),
-    )
-
-
-def excess(summary: CompiledSummary) -> tuple[str, ...]:
-    """What the kernel needs beyond what its architecture has, in words; empty means that it can be launched."""
-    limits = {"shared memory, bytes": (summary.shared, SHARED_MEMORY[summary.arch])}
-    limits["tensor memory, columns"] = (summary.tensor_memory, TENSOR_MEMORY)
-    return tuple(
-        f"{summary.label} on {summary.arch}: {what}: needs {need}, has {limit}"
-        for what, (need, limit) in limits.items()
-        if need > limit
     )
 
 

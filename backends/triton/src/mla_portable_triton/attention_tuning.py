@@ -15,8 +15,8 @@ from typing import Final
 
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Request
 from mla_portable.layouts import BF16, LAYOUTS
-from mla_portable_triton import NAME
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig, attention_config
+from mla_portable_triton.support import NAME
 
 __all__ = ["bound_config", "configurations", "shared_memory"]
 

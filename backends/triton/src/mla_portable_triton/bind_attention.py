@@ -16,8 +16,6 @@ from mla_portable.contracts import DecodeSchedule, Request, SplitSchedule, atten
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.primitives import MergeStates, SparseDecode, SparsePrefill
 from mla_portable_triton.attention_tuning import bound_config
-from mla_portable_triton.kernels import merge_states as merge
-from mla_portable_triton.kernels import sparse_attention as attention
 
 __all__ = ["bind_merge_states", "bind_sparse_decode", "bind_sparse_prefill"]
 
@@ -29,6 +27,9 @@ def _bf16_native(request: Request) -> bool:
 
 def bind_sparse_decode(request: Request) -> SparseDecode:
     """sparse_decode for `request`; `schedule` is a SplitSchedule, made from the shapes of the call where none is given."""
+    from mla_portable_triton.kernels import merge_states as merge
+    from mla_portable_triton.kernels import sparse_attention as attention
+
     device = request.device
     config = bound_config(request)
     num_sms = 0 if request.batch_invariant else device.num_sms  # 0: rows stay whole, however few they are
@@ -51,11 +52,7 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
         if schedule is None:
             num_rows, topk = batch * query_len, indices.shape[2]
             num_splits, split_len = split_kv(
-                num_rows=num_rows,
-                num_heads=num_heads,
-                topk=topk,
-                num_sms=num_sms,
-                program=config.program,
+                num_rows=num_rows, num_heads=num_heads, topk=topk, num_sms=num_sms, program=config.program
             )
             schedule = _new_schedule(num_rows, num_heads, topk, num_splits, split_len, q.device)
         cut = cast("SplitSchedule", schedule)  # the type of `schedule_kind`, which the callers check
@@ -99,6 +96,8 @@ def _new_schedule(
 
 def bind_sparse_prefill(request: Request) -> SparsePrefill:
     """sparse_prefill for `request`: the attention kernel with one split, tokens as batch rows of one query each."""
+    from mla_portable_triton.kernels import sparse_attention as attention
+
     device = request.device
     config = bound_config(request)
     e4m3_native, bf16_native = device.has_fp8_conversion, _bf16_native(request)
@@ -137,6 +136,8 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
 
 def bind_merge_states(request: Request) -> MergeStates:
     """merge_states for any shapes; `request` tells no more than the device."""
+    from mla_portable_triton.kernels import merge_states as merge
+
     bf16_native = _bf16_native(request)
 
     def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,13 +146,7 @@ def bind_merge_states(request: Request) -> MergeStates:
         lse = torch.empty(lses.shape[1:], dtype=torch.float32, device=outs.device)
         rows = (lse.numel(), 1, 1)
         merge.launch(
-            out.view(*rows, out.shape[-1]),
-            lse.view(rows),
-            outs,
-            lses,
-            attn_sink=None,
-            base_2=False,
-            bf16_native=bf16_native,
+            out.view(*rows, out.shape[-1]), lse.view(rows), outs, lses, attn_sink=None, base_2=False, bf16_native=bf16_native
         )
         return out, lse
 

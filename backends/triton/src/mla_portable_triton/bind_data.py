@@ -2,7 +2,8 @@
 """The data-movement primitives bound to their kernels: everything that a call need not decide is decided here.
 
 Each `bind_<primitive>(request)` returns a callable of that primitive's Protocol in `mla_portable.contracts`. It trusts its
-arguments, reads no environment and nothing back from the device, and allocates only what the caller did not give.
+arguments, reads no environment and nothing back from the device, and allocates only what the caller did not give. Kernels,
+and triton with them, are imported when a primitive is bound.
 """
 
 from __future__ import annotations
@@ -12,13 +13,6 @@ from torch import Tensor
 
 from mla_portable.contracts import InvalidArgument, Request
 from mla_portable.primitives import CacheWrite, ConvertIndices, GatherUpconvert, QuantizePerTensor
-from mla_portable_triton.kernels import cache_write as cache_write_kernel
-from mla_portable_triton.kernels import convert_indices as convert_indices_kernel
-from mla_portable_triton.kernels import gather_upconvert as gather_upconvert_kernel
-from mla_portable_triton.kernels import quantize_per_tensor as quantize_kernel
-from mla_portable_triton.kernels.config import config_for
-from mla_portable_triton.kernels.convert_indices import INT32_MAX
-from mla_portable_triton.kernels.e4m3_encode import encodes_natively
 from mla_portable_triton.support import interpreter_is_on
 
 __all__ = ["bind_cache_write", "bind_convert_indices", "bind_gather_upconvert", "bind_quantize_per_tensor"]
@@ -28,12 +22,15 @@ _E5M2 = {torch.float8_e4m3fn: False, torch.float8_e5m2: True}
 
 def bind_cache_write(request: Request) -> CacheWrite:
     """cache_write on the layout that each cache shows; graph-safe."""
-    config = config_for(cache_write_kernel.CONFIGS, request.device.arch)
+    from mla_portable_triton.kernels import cache_write as kernel
+    from mla_portable_triton.kernels.e4m3_encode import encodes_natively
+
+    config = kernel.config_for(kernel.CONFIGS, request.device.arch)
     bf16_native = not interpreter_is_on()
     e4m3_native = bf16_native and encodes_natively(request.device.arch, request.device.has_fp8_conversion)
 
     def cache_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2") -> None:
-        cache_write_kernel.launch(
+        kernel.launch(
             kv_c,
             k_pe,
             kv_cache,
@@ -50,7 +47,9 @@ def bind_cache_write(request: Request) -> CacheWrite:
 
 def bind_convert_indices(request: Request) -> ConvertIndices:
     """convert_indices, compacting or not; graph-safe where `out` is given."""
-    config = config_for(convert_indices_kernel.CONFIGS, request.device.arch)
+    from mla_portable_triton.kernels import convert_indices as kernel
+
+    config = kernel.config_for(kernel.CONFIGS, request.device.arch)
 
     def convert_indices(
         topk_indices: Tensor,
@@ -70,7 +69,7 @@ def bind_convert_indices(request: Request) -> ConvertIndices:
             counts = torch.empty(topk_indices.shape[:1], dtype=torch.int32, device=device)
         else:
             indices, counts = out
-        convert_indices_kernel.launch(
+        kernel.launch(
             indices,
             counts,
             topk_indices,
@@ -79,7 +78,7 @@ def bind_convert_indices(request: Request) -> ConvertIndices:
             prefill_request_ids,
             prefill_workspace_starts,
             block_size=block_size,
-            last_slot=INT32_MAX if num_slots is None else min(num_slots - 1, INT32_MAX),
+            last_slot=kernel.INT32_MAX if num_slots is None else min(num_slots - 1, kernel.INT32_MAX),
             compact=compact,
             config=config,
         )
@@ -90,14 +89,16 @@ def bind_convert_indices(request: Request) -> ConvertIndices:
 
 def bind_gather_upconvert(request: Request) -> GatherUpconvert:
     """gather_upconvert from the layout that each cache shows; graph-safe."""
-    config = config_for(gather_upconvert_kernel.CONFIGS, request.device.arch)
+    from mla_portable_triton.kernels import gather_upconvert as kernel
+
+    config = kernel.config_for(kernel.CONFIGS, request.device.arch)
     bf16_native = not interpreter_is_on()
     e4m3_native = bf16_native and request.device.has_fp8_conversion
 
     def gather_upconvert(
         kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace_starts: Tensor, *, out: Tensor
     ) -> Tensor:
-        gather_upconvert_kernel.launch(
+        kernel.launch(
             out,
             kv_cache,
             block_table,
@@ -115,7 +116,9 @@ def bind_gather_upconvert(request: Request) -> GatherUpconvert:
 
 def bind_quantize_per_tensor(request: Request) -> QuantizePerTensor:
     """quantize_per_tensor to e4m3 or e5m2; graph-safe, its results and scratch come from the caching allocator."""
-    config = config_for(quantize_kernel.CONFIGS, request.device.arch)
+    from mla_portable_triton.kernels import quantize_per_tensor as kernel
+
+    config = kernel.config_for(kernel.CONFIGS, request.device.arch)
     bf16_native = not interpreter_is_on()
 
     def quantize_per_tensor(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
@@ -125,9 +128,9 @@ def bind_quantize_per_tensor(request: Request) -> QuantizePerTensor:
         dense = x.contiguous()
         codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
         scale = torch.empty((), dtype=torch.float32, device=x.device)
-        num_parts = quantize_kernel.num_parts(x.numel(), config)
+        num_parts = kernel.num_parts(x.numel(), config)
         parts = torch.empty((num_parts,), dtype=torch.int32, device=x.device)
-        quantize_kernel.launch(codes, scale, parts, dense, e5m2=e5m2, bf16_native=bf16_native, config=config)
+        kernel.launch(codes, scale, parts, dense, e5m2=e5m2, bf16_native=bf16_native, config=config)
         return codes.view(dtype), scale
 
     return quantize_per_tensor

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from mla_portable.contracts import Request
 from mla_portable.primitives import IndexerLogits
-from mla_portable_triton.kernels import indexer_logits as indexer_logits_kernel
-from mla_portable_triton.kernels.config import config_for
 from mla_portable_triton.support import interpreter_is_on
 
 __all__ = ["bind_indexer_logits"]
@@ -16,7 +14,9 @@ __all__ = ["bind_indexer_logits"]
 
 def bind_indexer_logits(request: Request) -> IndexerLogits:
     """indexer_logits for any number of heads; graph-safe."""
-    config = config_for(indexer_logits_kernel.CONFIGS, request.device.arch)
+    from mla_portable_triton.kernels import indexer_logits as kernel
+
+    config = kernel.config_for(kernel.CONFIGS, request.device.arch)
     bf16_native = not interpreter_is_on()
 
     def indexer_logits(
@@ -29,16 +29,8 @@ def bind_indexer_logits(request: Request) -> IndexerLogits:
         *,
         out: Tensor,
     ) -> Tensor:
-        indexer_logits_kernel.launch(
-            out,
-            q,
-            weights,
-            index_cache,
-            query_start_loc,
-            seq_lens,
-            block_table,
-            bf16_native=bf16_native,
-            config=config,
+        kernel.launch(
+            out, q, weights, index_cache, query_start_loc, seq_lens, block_table, bf16_native=bf16_native, config=config
         )
         return out
 

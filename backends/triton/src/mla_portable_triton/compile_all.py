@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from mla_portable_triton import kernels
-from mla_portable_triton.aot import SHARED_MEMORY, TARGETS, AotVariant, compile_variant
+from mla_portable_triton.aot import SHARED_MEMORY, TARGETS, TENSOR_MEMORY, AotVariant, compile_variant
 
 __all__ = ["E4M3_NATIVE_ARCHS", "compile_arch", "kernel_modules", "main", "variants_of"]
 
@@ -71,6 +71,9 @@ def compile_arch(arch: str, *, names: Sequence[str] = (), quick: bool = False) -
             else:
                 if record["shared"] > limit:
                     record["error"] = f"{record['shared']} bytes of shared memory, {arch} has {limit}: choose a smaller tile"
+                elif record["tensor_memory"] > TENSOR_MEMORY:
+                    columns = record["tensor_memory"]
+                    record["error"] = f"{columns} columns of tensor memory, {arch} has {TENSOR_MEMORY}: choose a smaller tile"
             yield record | {"seconds": round(time.perf_counter() - begin, 3)}
 
 

@@ -28,8 +28,9 @@ from mla_portable.primitives import (
 )
 from mla_portable_triton.attention_configs import attention_config
 
-__all__ = ["SUPPORT", "check", "interpreter_is_on"]
+__all__ = ["NAME", "SUPPORT", "check", "interpreter_is_on"]
 
+NAME: Final = "triton.portable"
 _LEAST_TRITON: Final = (2, 1)
 """A vendor still ships it, and the kernels keep to its language; what a probe computes decides for every version."""
 _LEAST_INTERPRETER: Final = (3, 5)
@@ -90,7 +91,7 @@ def interpreter_is_on() -> bool:
 
 def check(device: DeviceFacts) -> Iterator[Reason]:
     """Triton is importable, new enough, and can run on a device of this type."""
-    needs = f"needs {_words(_LEAST_TRITON)} or newer"
+    needs = f"needs {_LEAST_TRITON[0]}.{_LEAST_TRITON[1]} or newer"
     try:
         triton = import_module("triton")
     except ImportError as error:
@@ -102,16 +103,8 @@ def check(device: DeviceFacts) -> Iterator[Reason]:
         yield Reason("triton", version, needs, "pip install --upgrade triton")
     elif interpreter_is_on():
         if numbers < _LEAST_INTERPRETER:
-            limit = f"needs {_words(_LEAST_INTERPRETER)} or newer"
+            limit = f"needs {_LEAST_INTERPRETER[0]}.{_LEAST_INTERPRETER[1]} or newer"
             yield Reason("triton's interpreter", version, limit, "unset TRITON_INTERPRET on a GPU; elsewhere upgrade triton")
     elif device.device_type == "cpu":
-        yield Reason(
-            "device type",
-            "cpu",
-            "triton runs on a CPU only in its interpreter",
-            "set TRITON_INTERPRET=1 before Python starts",
-        )
-
-
-def _words(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
+        limit = "triton runs on a CPU only in its interpreter"
+        yield Reason("device type", "cpu", limit, "set TRITON_INTERPRET=1 before Python starts")

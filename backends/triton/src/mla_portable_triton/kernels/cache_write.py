@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable.layouts import BF16, BF16_NOPE, E4M3_MAX, FP8_DS_MLA, POW2_MIN_EXPONENT
-from mla_portable_triton.aot import AotVariant
+from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16, to_float32
 from mla_portable_triton.kernels.config import Config, config_for
 from mla_portable_triton.kernels.e4m3_encode import e4m3_encode, encodes_natively
@@ -160,29 +160,23 @@ def launch(
 def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[AotVariant]:
     """All layouts, both scale formats, both input types; e4m3 encoded by bits, as every target can, or natively."""
     config = config_for(CONFIGS, arch)
-    sizes = ["num_tokens", "num_blocks", "kv_c_stride", "k_pe_stride", "block_stride"]
-    variants: list[AotVariant] = []
     rows = ((FP8_DS_MLA, True, "bf16"), (FP8_DS_MLA, False, "fp16"), (BF16, True, "fp16"), (BF16_NOPE, True, "bf16"))
-    for layout, pow2, dtype in rows:
-        fp8 = layout.is_quantized
-        signature = {"kv_c_ptr": f"*{dtype}", "k_pe_ptr": f"*{dtype}", "cache_ptr": "*u8" if fp8 else "*bf16"}
-        name = f"{layout.name}-{'pow2' if pow2 else 'amax'}" if fp8 else layout.name
-        variants.append(
-            AotVariant(
-                kernel=cache_write_kernel,
-                signature={**signature, "slot_ptr": "*i64", **dict.fromkeys(sizes, "i32")},
-                constexprs={
-                    "CACHE_BLOCK": 64,
-                    "ROPE": layout.rope_width,
-                    "FP8": fp8,
-                    "POW2": pow2,
-                    "E4M3_NATIVE": encodes_natively(arch, e4m3_native),
-                    "BF16_NATIVE": True,
-                    "BLOCK_T": config.tile,
-                },
-                num_warps=config.num_warps,
-                num_stages=1,
-                label=f"cache_write-{name}-from-{dtype}",
-            )
+    return [
+        variant(
+            cache_write_kernel,
+            f"cache_write-{layout.name}{('-pow2' if pow2 else '-amax') if layout.is_quantized else ''}-from-{dtype}",
+            config.num_warps,
+            kv_c_ptr=f"*{dtype}",
+            k_pe_ptr=f"*{dtype}",
+            cache_ptr="*u8" if layout.is_quantized else "*bf16",
+            slot_ptr="*i64",
+            CACHE_BLOCK=64,
+            ROPE=layout.rope_width,
+            FP8=layout.is_quantized,
+            POW2=pow2,
+            E4M3_NATIVE=encodes_natively(arch, e4m3_native),
+            BF16_NATIVE=True,
+            BLOCK_T=config.tile,
         )
-    return variants
+        for layout, pow2, dtype in rows
+    ]

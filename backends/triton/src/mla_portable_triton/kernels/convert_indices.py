@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.contracts.triton_launcher import TritonLauncher
-from mla_portable_triton.aot import AotVariant
+from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.config import Config, config_for
 
 __all__ = ["CONFIGS", "INT32_MAX", "aot_variants", "convert_indices_kernel", "launch"]
@@ -161,29 +161,21 @@ def launch(
 
 
 def aot_variants(arch: str = "default") -> list[AotVariant]:
-    """Plain and compacting, with and without a prefill workspace, at the width and block size of DeepSeek-V3.2."""
-    pointers = ["indices_ptr", "counts_ptr", "topk_ptr", "req_id_ptr", "table_ptr"]
-    prefill_pointers = ["prefill_id_ptr", "prefill_start_ptr"]
-    sizes = ["topk_stride", "indices_stride", "num_reqs", "table_width", "table_stride", "num_prefills", "last_slot"]
+    """Decode tokens in place; and prefill tokens, compacted."""
     config = config_for(CONFIGS, arch)
-    variants: list[AotVariant] = []
-    for prefill, compact in ((False, False), (True, True)):
-        given = pointers + prefill_pointers if prefill else pointers
-        constexprs: dict[str, object] = {
-            "TOPK": 2048,
-            "CACHE_BLOCK": 64,
-            "PREFILL": prefill,
-            "COMPACT": compact,
-            "BLOCK_K": config.tile,
-        }
-        variants.append(
-            AotVariant(
-                kernel=convert_indices_kernel,
-                signature=dict.fromkeys(given, "*i32") | dict.fromkeys(sizes, "i32"),
-                constexprs=constexprs if prefill else constexprs | dict.fromkeys(prefill_pointers),
-                num_warps=config.num_warps,
-                num_stages=1,
-                label="convert_indices-prefill-compact" if prefill else "convert_indices",
-            )
+    pointers = dict.fromkeys(["indices_ptr", "counts_ptr", "topk_ptr", "req_id_ptr", "table_ptr"], "*i32")
+    constants = {"TOPK": 2048, "CACHE_BLOCK": 64, "BLOCK_K": config.tile}
+    return [
+        variant(
+            convert_indices_kernel,
+            "convert_indices-prefill-compact" if prefill else "convert_indices",
+            config.num_warps,
+            **pointers,
+            prefill_id_ptr="*i32" if prefill else None,
+            prefill_start_ptr="*i32" if prefill else None,
+            PREFILL=prefill,
+            COMPACT=prefill,
+            **constants,
         )
-    return variants
+        for prefill in (False, True)
+    ]

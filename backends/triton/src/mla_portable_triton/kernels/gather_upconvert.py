@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, KV_LORA_RANK
-from mla_portable_triton.aot import AotVariant
+from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16
 from mla_portable_triton.kernels.config import Config, config_for
 from mla_portable_triton.kernels.e4m3_decode import e4m3_to_float32
@@ -158,24 +158,23 @@ def launch(
 def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[AotVariant]:
     """All layouts; e4m3 decoded by bits, as every target can, or natively."""
     config = config_for(CONFIGS, arch)
-    sizes = ["num_blocks", "block_stride", "table_width", "table_stride", "num_requests", "num_rows"]
-    pointers = {"out_ptr": "*bf16", "table_ptr": "*i32", "len_ptr": "*i32", "start_ptr": "*i32"}
-    tiles = {"BLOCK_R": config.tile, "BLOCK_P": REQUEST_TILE}
     return [
-        AotVariant(
-            kernel=gather_upconvert_kernel,
-            signature={**pointers, "cache_ptr": "*u8" if layout.is_quantized else "*bf16", **dict.fromkeys(sizes, "i32")},
-            constexprs={
-                "CACHE_BLOCK": 64,
-                "ROPE": layout.rope_width,
-                "FP8": layout.is_quantized,
-                "E4M3_NATIVE": e4m3_native,
-                "BF16_NATIVE": True,
-                **tiles,
-            },
-            num_warps=config.num_warps,
-            num_stages=1,
-            label=f"gather_upconvert-{layout.name}",
+        variant(
+            gather_upconvert_kernel,
+            f"gather_upconvert-{layout.name}",
+            config.num_warps,
+            out_ptr="*bf16",
+            cache_ptr="*u8" if layout.is_quantized else "*bf16",
+            table_ptr="*i32",
+            len_ptr="*i32",
+            start_ptr="*i32",
+            CACHE_BLOCK=64,
+            ROPE=layout.rope_width,
+            FP8=layout.is_quantized,
+            E4M3_NATIVE=e4m3_native,
+            BF16_NATIVE=True,
+            BLOCK_R=config.tile,
+            BLOCK_P=REQUEST_TILE,
         )
         for layout in (FP8_DS_MLA, BF16, BF16_NOPE)
     ]

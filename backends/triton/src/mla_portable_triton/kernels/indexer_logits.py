@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.contracts.triton_launcher import TritonLauncher
-from mla_portable_triton.aot import AotVariant
+from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.bfloat16 import dot_operand
 from mla_portable_triton.kernels.config import Config, config_for
 
@@ -153,25 +153,20 @@ def launch(
 def aot_variants(arch: str = "default") -> list[AotVariant]:
     """The 64 heads of DeepSeek-V3.2's indexer, and one."""
     config = config_for(CONFIGS, arch)
-    integers = ["num_requests", "num_blocks", "block_stride", "table_width", "table_stride", "num_logits", "out_stride"]
-    strides = ["q_stride_t", "q_stride_h", "weight_stride"]
     pointers = {"out_ptr": "*fp32", "q_ptr": "*bf16", "weight_ptr": "*fp32", "cache_ptr": "*bf16"}
     pointers |= dict.fromkeys(["start_ptr", "len_ptr", "table_ptr"], "*i32")
+    tiles = {"BLOCK_N": config.tile, "BLOCK_R": REQUEST_TILE}
     return [
-        AotVariant(
-            kernel=indexer_logits_kernel,
-            signature={**pointers, **dict.fromkeys([*integers, *strides], "i32")},
-            constexprs={
-                "NUM_HEADS": num_heads,
-                "CACHE_BLOCK": 64,
-                "BF16_NATIVE": True,
-                "BLOCK_H": max(16, num_heads),
-                "BLOCK_N": config.tile,
-                "BLOCK_R": REQUEST_TILE,
-            },
-            num_warps=config.num_warps,
-            num_stages=1,
-            label=f"indexer_logits-h{num_heads}",
+        variant(
+            indexer_logits_kernel,
+            f"indexer_logits-h{num_heads}",
+            config.num_warps,
+            **pointers,
+            NUM_HEADS=num_heads,
+            CACHE_BLOCK=64,
+            BF16_NATIVE=True,
+            BLOCK_H=max(16, num_heads),
+            **tiles,
         )
         for num_heads in (64, 1)
     ]

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.contracts.triton_launcher import TritonLauncher
-from mla_portable_triton.aot import AotVariant
+from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16, to_float32
 from mla_portable_triton.kernels.strides import stride_unit
 
@@ -157,24 +157,12 @@ def launch(
 
 def aot_variants() -> list[AotVariant]:
     """Split-KV's use (float32 parts in base 2, a sink, bf16 out) and the primitive's on bf16 parts."""
-    sizes = [name for name in merge_states_kernel.arg_names if name == "num_parts" or "_stride_" in name]
-    tiles = {"BLOCK_D": 512, "BLOCK_L": LSE_TILE, "BLOCK_P": PART_TILE}
     shape = {"STRIDE_UNIT": 8, "NUM_HEADS": 16, "QUERY_LEN": 1, "HEAD_DIM": 512, "BF16_NATIVE": True}
-    pointers = {"out_ptr": "*bf16", "lse_ptr": "*fp32", "lses_ptr": "*fp32", **dict.fromkeys(sizes, "i32")}
-    split = AotVariant(
-        kernel=merge_states_kernel,
-        signature={**pointers, "outs_ptr": "*fp32", "sink_ptr": "*fp32"},
-        constexprs={**shape, **tiles, "BASE_2": True},
-        num_warps=NUM_WARPS,
-        num_stages=1,
-        label="merge_states-split_kv",
-    )
-    primitive = AotVariant(
-        kernel=merge_states_kernel,
-        signature={**pointers, "outs_ptr": "*bf16"},
-        constexprs={**shape, **tiles, "BASE_2": False, "sink_ptr": None},
-        num_warps=NUM_WARPS,
-        num_stages=1,
-        label="merge_states-bf16",
-    )
-    return [split, primitive]
+    tiles = {"BLOCK_D": 512, "BLOCK_L": LSE_TILE, "BLOCK_P": PART_TILE}
+    common = {"out_ptr": "*bf16", "lse_ptr": "*fp32", "lses_ptr": "*fp32", **shape, **tiles}
+    split = {"outs_ptr": "*fp32", "sink_ptr": "*fp32", "BASE_2": True}
+    primitive = {"outs_ptr": "*bf16", "sink_ptr": None, "BASE_2": False}
+    return [
+        variant(merge_states_kernel, f"merge_states-{name}", NUM_WARPS, **common, **given)
+        for name, given in (("split_kv", split), ("bf16", primitive))
+    ]

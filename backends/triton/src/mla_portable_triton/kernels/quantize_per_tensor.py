@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.contracts.triton_launcher import TritonLauncher
-from mla_portable_triton.aot import AotVariant
+from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.bfloat16 import to_float32
 from mla_portable_triton.kernels.config import Config, config_for
 from mla_portable_triton.kernels.e4m3_encode import e4m3_encode, e5m2_encode
@@ -126,26 +126,10 @@ def launch(codes: Tensor, scale: Tensor, parts: Tensor, x: Tensor, *, e5m2: bool
 def aot_variants(arch: str = "default") -> list[AotVariant]:
     """Both launches, to both FP8 types."""
     config = config_for(CONFIGS, arch)
-    tile = {"BF16_NATIVE": True, "BLOCK": config.tile}
-    launch_options = {"num_warps": config.num_warps, "num_stages": 1}
-    amax = AotVariant(
-        kernel=partial_amax_kernel,
-        signature={"part_ptr": "*i32", "x_ptr": "*bf16", "num_elements": "i32"},
-        constexprs=tile,
-        label="quantize_per_tensor-amax",
-        **launch_options,
-    )
-    pointers = {"code_ptr": "*u8", "scale_ptr": "*fp32", "x_ptr": "*bf16", "part_ptr": "*i32"}
+    warps, tile = config.num_warps, {"x_ptr": "*bf16", "BF16_NATIVE": True, "BLOCK": config.tile}
+    codes = {"code_ptr": "*u8", "scale_ptr": "*fp32", "part_ptr": "*i32", "BLOCK_PARTS": MAX_PARTS, **tile}
     return [
-        amax,
-        *(
-            AotVariant(
-                kernel=quantize_kernel,
-                signature={**pointers, "num_parts": "i32", "num_elements": "i32"},
-                constexprs={"E5M2": e5m2, "BLOCK_PARTS": MAX_PARTS, **tile},
-                label=f"quantize_per_tensor-{'e5m2' if e5m2 else 'e4m3'}",
-                **launch_options,
-            )
-            for e5m2 in (False, True)
-        ),
+        variant(partial_amax_kernel, "quantize_per_tensor-amax", warps, part_ptr="*i32", **tile),
+        variant(quantize_kernel, "quantize_per_tensor-e4m3", warps, E5M2=False, **codes),
+        variant(quantize_kernel, "quantize_per_tensor-e5m2", warps, E5M2=True, **codes),
     ]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable.layouts import LAYOUTS
-from mla_portable_triton.aot import AotVariant
+from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig
 from mla_portable_triton.kernels.bfloat16 import dot_operand, to_bfloat16
 from mla_portable_triton.kernels.e4m3_decode import e4m3_decode
@@ -345,45 +345,34 @@ def slot_geometry(kv: Tensor) -> tuple[int, int, int, int]:
 
 def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> Iterator[AotVariant]:
     """What `arch` runs: each of its configurations on all layouts, whole rows with a sink and lengths, and splits."""
-    integers = [name for name in sparse_attention_kernel.arg_names if "_stride_" in name]
-    sizes = dict.fromkeys(["topk", "split_len", "num_slots", *integers], "i32")
     for kv_layout, table in CONFIGS.get(arch, CONFIGS["default"]).items():
         layout = LAYOUTS[kv_layout]
         # blocks of 64 tokens, padded for FP8 so that slots are divided into block and offset
         padded = layout.is_quantized
-        geometry = {
-            "CACHE_BLOCK": 64 if padded else 1,
-            "TOKEN_STRIDE": layout.row_width,
-            "BLOCK_STRIDE": 65 * layout.row_width if padded else layout.row_width,
-        }
         for (max_heads, config), is_split in itertools.product(table, (False, True)):
-            optional = {} if is_split else {"lengths_ptr": "*i32", "sink_ptr": "*fp32"}
-            yield AotVariant(
-                kernel=sparse_attention_kernel,
-                signature={
-                    "out_ptr": "*fp32" if is_split else "*bf16",
-                    "lse_ptr": "*fp32",
-                    "q_ptr": "*bf16",
-                    "kv_ptr": "*u8" if padded else "*bf16",
-                    "indices_ptr": "*i32",
-                    "scale_log2": "fp32",
-                    **optional,
-                    **sizes,
-                },
-                constexprs={
-                    **({"lengths_ptr": None, "sink_ptr": None} if is_split else {}),
-                    "NUM_HEADS": max_heads,
-                    "QUERY_LEN": 1,
-                    **geometry,
-                    "STRIDE_UNIT": 8,
-                    "ROPE": layout.rope_width,
-                    "IS_SPLIT": is_split,
-                    "E4M3_NATIVE": e4m3_native,
-                    "BF16_NATIVE": True,
-                    "BLOCK_H": config.block_h,
-                    "BLOCK_N": config.block_n,
-                },
-                num_warps=config.num_warps,
-                num_stages=config.num_stages,
-                label=f"sparse_attention-{kv_layout}-h{max_heads}-{'split' if is_split else 'whole'}",
+            yield variant(
+                sparse_attention_kernel,
+                f"sparse_attention-{kv_layout}-h{max_heads}-{'split' if is_split else 'whole'}",
+                config.num_warps,
+                config.num_stages,
+                out_ptr="*fp32" if is_split else "*bf16",
+                lse_ptr="*fp32",
+                q_ptr="*bf16",
+                kv_ptr="*u8" if padded else "*bf16",
+                indices_ptr="*i32",
+                lengths_ptr=None if is_split else "*i32",
+                sink_ptr=None if is_split else "*fp32",
+                scale_log2="fp32",
+                NUM_HEADS=max_heads,
+                QUERY_LEN=1,
+                CACHE_BLOCK=64 if padded else 1,
+                TOKEN_STRIDE=layout.row_width,
+                BLOCK_STRIDE=65 * layout.row_width if padded else layout.row_width,
+                STRIDE_UNIT=8,
+                ROPE=layout.rope_width,
+                IS_SPLIT=is_split,
+                E4M3_NATIVE=e4m3_native,
+                BF16_NATIVE=True,
+                BLOCK_H=config.block_h,
+                BLOCK_N=config.block_n,
             )
