@@ -8,17 +8,8 @@ from typing import Any
 
 from machines import CPU
 
-from mla_portable.contracts import (
-    LAYOUTS,
-    DeviceFacts,
-    Implementation,
-    Primitive,
-    Registrar,
-    Request,
-    ScheduleKind,
-    Support,
-    hookimpl,
-)
+from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Registrar, Request, ScheduleKind, Support, hookimpl
+from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry import Registry
 

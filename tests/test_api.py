@@ -24,9 +24,9 @@ from mla_portable.contracts import (
     SplitSchedule,
     UnknownBackend,
     UnsupportedRequest,
-    pack_fp8,
 )
 from mla_portable.dispatch import serving
+from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import MERGE_STATES
 from mla_portable.registry import Registry, get_registry, reset_registry
 from mla_portable.tools.bench.dispatch import measure_dispatch
@@ -42,7 +42,7 @@ def decode_arguments(heads: int = H, topk: int = K, layout: str = "fp8_ds_mla", 
     if layout == "bf16":
         cache = latents.bfloat16().view(BLOCKS, BLOCK, 576)
     else:
-        cache = pack_fp8(latents[:, :512], latents[:, 512:]).view(BLOCKS, BLOCK, 656)
+        cache = FP8_DS_MLA.pack(latents[:, :512], latents[:, 512:]).view(BLOCKS, BLOCK, 656)
     return {
         "q": torch.randn(B, S, heads, 576, generator=generator).bfloat16(),
         "kv_cache": cache,

@@ -16,17 +16,8 @@ from recorder import Recorder, registry_of
 from typer.testing import CliRunner
 
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
-from mla_portable.contracts import (
-    SPLIT_KV,
-    Batch,
-    Implementation,
-    InvalidArgument,
-    Primitive,
-    Request,
-    SplitSchedule,
-    Support,
-    pack_fp8,
-)
+from mla_portable.contracts import SPLIT_KV, Batch, Implementation, InvalidArgument, Primitive, Request, SplitSchedule, Support
+from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.attention_problem import make_schedule
@@ -277,7 +268,7 @@ def test_portable_decode_gives_a_row_the_same_bits_in_every_batch_of_a_planner(l
     cache = torch.randn(topk // 64, 64, 576, generator=generator).bfloat16()
     if layout == "fp8_ds_mla":
         rows = cache.view(-1, 576)
-        cache = pack_fp8(rows[:, :512], rows[:, 512:]).view(-1, 64, 656)
+        cache = FP8_DS_MLA.pack(rows[:, :512], rows[:, 512:]).view(-1, 64, 656)
     queries = torch.randn(most, heads, 576, generator=generator).bfloat16().to(device)
     chosen = torch.stack([torch.randperm(topk, generator=generator) for _ in range(most)]).int().to(device)
     spec = AttentionSpec(

@@ -17,7 +17,8 @@ from conformance_faults import CPU, Model
 from machines import H200
 
 from mla_portable.accelerator import Accelerator
-from mla_portable.contracts import FP8_DS_MLA, DeviceFacts, InvalidArgument, Primitive, UnknownBackend
+from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, UnknownBackend
+from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import (
     CACHE_WRITE,
     CONVERT_INDICES,

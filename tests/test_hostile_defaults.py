@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 import mla_portable_triton
 from mla_portable import reference
-from mla_portable.contracts import DeviceFacts, Primitive, Request, pack_fp8
+from mla_portable.contracts import DeviceFacts, Primitive, Request
+from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.layouts.fp8_ds_mla import _e4m3_pairs
 from mla_portable.primitives import (
     CACHE_WRITE,
@@ -78,7 +79,7 @@ def arguments(primitive: Primitive) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return torch.randn(shape, generator=g)
 
     rows = normal(48, 576)
-    cache = pack_fp8(rows[:, :512], rows[:, 512:], scale_format="amax").view(3, 16, 656)
+    cache = FP8_DS_MLA.pack(rows[:, :512], rows[:, 512:], scale_format="amax").view(3, 16, 656)
     q, indices = normal(4, 3, 576).bfloat16(), torch.randint(-3, 50, (4, 24), generator=g, dtype=torch.int32)
     table, attend = int32([2, 0, 1]), {"softmax_scale": SCALE, "attn_sink": normal(3), "lengths": int32(24, 7, 0, 30)}
     indexer = (normal(4, 3, 128).bfloat16(), normal(4, 3), normal(3, 16, 128).bfloat16(), int32(0, 4), int32(40), table)

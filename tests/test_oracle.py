@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_portable.contracts import pack_fp8
+from mla_portable.layouts import FP8_DS_MLA
 
 N_BLOCKS, BLOCK = 3, 4
 N = N_BLOCKS * BLOCK
@@ -52,7 +52,7 @@ def make_cache(layout: str, seed: int = 0) -> torch.Tensor:
     latent, rope = torch.randn(N, 512, generator=generator), torch.randn(N, 64, generator=generator)
     if layout == "bf16":
         return torch.cat([latent, rope], dim=1).bfloat16().view(N_BLOCKS, BLOCK, 576)
-    return pack_fp8(latent, rope, scale_format="amax").view(N_BLOCKS, BLOCK, 656)
+    return FP8_DS_MLA.pack(latent, rope, scale_format="amax").view(N_BLOCKS, BLOCK, 656)
 
 
 @pytest.mark.parametrize("sink", [None, (0.25, -2.0), (-math.inf, 700.0)])
@@ -118,7 +118,7 @@ def test_written_bytes_are_those_of_the_layout(dtype: torch.dtype, scale_format:
     slots = torch.randperm(N, generator=generator)
     before = torch.full((N_BLOCKS, BLOCK, 656), 255, dtype=torch.uint8)
     after = oracle.cache_write(latent, rope, before, slots, scale_format=scale_format)
-    assert torch.equal(after.view(N, 656)[slots], pack_fp8(latent, rope, scale_format=scale_format))
+    assert torch.equal(after.view(N, 656)[slots], FP8_DS_MLA.pack(latent, rope, scale_format=scale_format))
     assert (before == 255).all()
 
 

@@ -35,16 +35,8 @@ from faulty import (
 from machines import CPU
 from torch import Tensor
 
-from mla_portable.contracts import (
-    FP8_DS_MLA,
-    DeviceFacts,
-    Implementation,
-    InvalidArgument,
-    Primitive,
-    Reason,
-    Request,
-    unpack_fp8,
-)
+from mla_portable.contracts import DeviceFacts, Implementation, InvalidArgument, Primitive, Reason, Request
+from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.problems.attention import SOFTMAX_SCALE
 from mla_portable.problems.probe import probe_cases, probe_layouts
 from mla_portable.registry.faults import blame, is_fatal
@@ -558,14 +550,14 @@ def test_the_attention_problem_has_the_traps_it_promises(layout: str):
     valid = (indices >= 0) & (indices < slots)
     assert [int(n) for n in valid.sum(-1)] == [64, 60, 0, 1]
     assert {int(i) for i in indices[1][~valid[1]]} == {-1, -2, slots, slots + 1}
-    rows = (unpack_fp8(cache) if layout == FP8_DS_MLA.name else cache).reshape(slots, 576)
+    rows = (FP8_DS_MLA.unpack(cache) if layout == FP8_DS_MLA.name else cache).reshape(slots, 576)
     assert torch.isfinite(rows[indices[valid].long()]).all()
     unused = torch.ones(slots, dtype=torch.bool)
     unused[indices[valid].long()] = False
     assert torch.isnan(rows[unused].float()).any(dim=-1).sum() >= slots // 2
     call = lengths.build(torch.device("cpu"))
     counts, indices, cache = call.kwargs["lengths"].reshape(4), call.args["indices"].reshape(4, -1), call.args["kv_cache"]
-    rows = (unpack_fp8(cache) if layout == FP8_DS_MLA.name else cache).reshape(slots, 576)
+    rows = (FP8_DS_MLA.unpack(cache) if layout == FP8_DS_MLA.name else cache).reshape(slots, 576)
     assert torch.isnan(rows[indices[0, int(counts[0])].long()].float()).any(), "past a length stands a NaN row"
     assert call.kwargs["softmax_scale"] == SOFTMAX_SCALE and call.kwargs["attn_sink"].shape == (2,)
 

@@ -8,8 +8,9 @@ from itertools import product
 import pytest
 import torch
 
-from mla_portable.contracts import KV_LORA_RANK, PlanMismatch, ProgramShape, ScheduleLimits, split_kv
+from mla_portable.contracts import PlanMismatch, ProgramShape, ScheduleLimits, split_kv
 from mla_portable.contracts.split_kv import SplitSchedules
+from mla_portable.layouts import KV_LORA_RANK
 
 
 def make_splits(

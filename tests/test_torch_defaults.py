@@ -14,8 +14,9 @@ from fake_plugins import implementation, make_plugin
 from torch import Tensor
 
 import mla_portable as mp
-from mla_portable.contracts import Batch, neutral_defaults, pack_fp8
+from mla_portable.contracts import Batch, neutral_defaults
 from mla_portable.dispatch import serving
+from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import MERGE_STATES
 from mla_portable.registry import Registry
 
@@ -73,7 +74,7 @@ def int32(*values: object) -> Tensor:
 
 def inputs() -> dict[str, tuple[tuple, dict]]:
     """Arguments of each convenience function; `out` is left out wherever that is allowed."""
-    fp8 = pack_fp8(normal(32, 512, seed=1), normal(32, 64, seed=2)).view(4, 8, 656)
+    fp8 = FP8_DS_MLA.pack(normal(32, 512, seed=1), normal(32, 64, seed=2)).view(4, 8, 656)
     indices = int32([3, -1, 7, 9, 30, 31, 99, 0], [-1] * 8)
     sink = torch.tensor([0.5, -0.5], dtype=torch.float32, device=CPU)
     table = int32([0, 1], [2, -1])

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, Request, SplitSchedule, pack_fp8, split_kv
+from mla_portable.contracts import DeviceFacts, Request, SplitSchedule, split_kv
+from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable.tools.conformance.poison import poisoned
 from mla_portable_triton.attention_configs import CONFIGS, attention_config
@@ -114,7 +115,7 @@ def make_cache(layout: str, blocks: int, block_size: int, gap: int, generator: t
     if layout == "bf16":
         packed, bad = rows.bfloat16(), NAN
     else:
-        packed, bad = pack_fp8(rows[:, :512], rows[:, 512:], scale_format="amax"), 0xFF
+        packed, bad = FP8_DS_MLA.pack(rows[:, :512], rows[:, 512:], scale_format="amax"), 0xFF
     packed[1::2] = bad
     width = packed.shape[1]
     storage = torch.full((blocks, block_size * width + gap), bad, dtype=packed.dtype, device=device)

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable import primitives as protocols
-from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Request, pack_fp8
+from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Request
+from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, QUANTIZE_PER_TENSOR
 from mla_portable.tools.conformance.poison import poisoned
 from mla_portable_triton import bind_data
@@ -205,7 +206,7 @@ def test_cache_write_keeps_nan_and_infinity_to_their_group(
     cache, _ = strided_cache(1, 2, torch.uint8, gap=0, device=device)
     slots = torch.tensor([1, 0], device=device)
     bound(CACHE_WRITE, facts)(kv_c.to(device), k_pe.to(device), cache, slots, scale_format=scale_format)
-    got, want = cache[0].cpu().flip(0), pack_fp8(kv_c, k_pe, scale_format=scale_format)
+    got, want = cache[0].cpu().flip(0), FP8_DS_MLA.pack(kv_c, k_pe, scale_format=scale_format)
 
     scales, wanted_scales = (rows[:, 512:528].contiguous().view(torch.float32) for rows in (got, want))
     assert torch.equal(scales.nan_to_num(nan=-1.0), wanted_scales.nan_to_num(nan=-1.0))
@@ -279,7 +280,7 @@ def filled_cache(
     cache, _ = strided_cache(blocks, block_size, dtype, gap=148, device=device)
     kv_c = latents(used.numel(), generator).bfloat16()
     k_pe = torch.randn(used.numel(), 64, generator=generator).bfloat16()
-    rows = torch.cat([kv_c, k_pe], 1) if layout == "bf16" else pack_fp8(kv_c, k_pe, scale_format=layout)
+    rows = torch.cat([kv_c, k_pe], 1) if layout == "bf16" else FP8_DS_MLA.pack(kv_c, k_pe, scale_format=layout)
     cache[(used // block_size).to(device), (used % block_size).to(device)] = rows.to(device)
     return cache
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import pack_fp8, unpack_fp8
+from mla_portable.layouts import FP8_DS_MLA
 
 KIT = Path(__file__).parents[1] / "ci" / "vllm_gpu"
 HEADS, TOKENS, FIRST = 16, 160, 16
@@ -65,8 +65,8 @@ def logprobs(weights: dict[str, Tensor], ids: Tensor, fp8: bool, attend: Attend,
         kv = linear(y, f"{own}.kv_a_proj_with_mqa")
         latent, k_rope = normed(kv[:, :512], weights[f"{own}.kv_a_layernorm.weight"]), rotated(kv[:, 512:])
         if fp8:
-            rows = pack_fp8(latent.to(torch.bfloat16), k_rope.to(torch.bfloat16), scale_format="amax")
-            latent = unpack_fp8(rows, dtype=torch.float32)[:, :512]
+            rows = FP8_DS_MLA.pack(latent.to(torch.bfloat16), k_rope.to(torch.bfloat16), scale_format="amax")
+            latent = FP8_DS_MLA.unpack(rows, dtype=torch.float32)[:, :512]
         up = weights[f"{own}.kv_b_proj.weight"].view(HEADS, 256, 512)
         absorbed = rounded(torch.einsum("thn,hnl->htl", q[..., :128], up[:, :128]))
         scores = (absorbed @ latent.T + rope * (rotated(q[..., 128:]).transpose(0, 1) @ k_rope.T)) * SCALE

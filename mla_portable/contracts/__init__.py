@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language that core and plugins share: layouts, requests, support, plans, signatures, errors, the hook.
-
-Imports nothing else of mla_portable; plugins import nothing but this package.
-"""
+"""The language that core and plugins share: requests, support, plans, errors, the hook."""
 
 from mla_portable.contracts.decision import Decision, Verdict
 from mla_portable.contracts.defaults import neutral_defaults
@@ -43,40 +40,13 @@ from mla_portable.errors import (
     UnknownBackend,
     UnsupportedRequest,
 )
-from mla_portable.layouts import (
-    BF16,
-    E4M3_MAX,
-    FP8_DS_MLA,
-    HEAD_SIZE,
-    INDEX_HEAD_SIZE,
-    KV_LORA_RANK,
-    LAYOUTS,
-    QK_ROPE_HEAD_DIM,
-    SCALE_FORMATS,
-    SCALE_GROUP,
-    CacheLayout,
-    layout_of,
-    tile_scales,
-)
-
-pack_fp8, unpack_fp8 = FP8_DS_MLA.pack, FP8_DS_MLA.unpack
 
 __all__ = [
-    "BF16",
     "DEFAULT_SCRATCH_BYTES",
     "DRIVER_FAULTS",
-    "E4M3_MAX",
     "ENTRY_POINT_GROUP",
-    "FP8_DS_MLA",
-    "HEAD_SIZE",
-    "INDEX_HEAD_SIZE",
-    "KV_LORA_RANK",
-    "LAYOUTS",
     "PROJECT_NAME",
-    "QK_ROPE_HEAD_DIM",
     "ROUTES",
-    "SCALE_FORMATS",
-    "SCALE_GROUP",
     "SPLIT_KV",
     "WORKSPACE_ROUTES",
     "WORKSPACE_SEQUENCES",
@@ -84,7 +54,6 @@ __all__ = [
     "Baseline",
     "BaselineCall",
     "Batch",
-    "CacheLayout",
     "Decision",
     "DecodeSchedule",
     "Detector",
@@ -113,12 +82,8 @@ __all__ = [
     "Verdict",
     "attention_results",
     "hookimpl",
-    "layout_of",
     "neutral_defaults",
-    "pack_fp8",
     "refuse_schedule",
     "split_kv",
     "split_kv_kind",
-    "tile_scales",
-    "unpack_fp8",
 ]

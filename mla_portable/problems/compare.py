@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import CacheLayout
+from mla_portable.layouts import CacheLayout
 
 __all__ = ["BITS", "Finding", "Symptom", "Tolerance", "close", "cosine", "field_of", "limit_of", "same_bits"]
 

@@ -6,17 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
-from mla_portable.contracts import (
-    FP8_DS_MLA,
-    Baseline,
-    Detector,
-    DeviceFacts,
-    Implementation,
-    PluginError,
-    Request,
-    Tunable,
-    Variable,
-)
+from mla_portable.contracts import Baseline, Detector, DeviceFacts, Implementation, PluginError, Request, Tunable, Variable
+from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.registry.costs import MeasuredTime, parse_costs
 from mla_portable.registry.faults import first_line
 from mla_portable.registry.names import AUTO

@@ -13,14 +13,8 @@ import torch_reference as reference
 from flashmla_standins import Library, installed
 from simulated_gpu import FACTS, registry
 
-from mla_portable.contracts import (
-    Batch,
-    InvalidArgument,
-    PlanMismatch,
-    Request,
-    SplitSchedule,
-    pack_fp8,
-)
+from mla_portable.contracts import Batch, InvalidArgument, PlanMismatch, Request, SplitSchedule
+from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable_nvidia import head_padding
@@ -36,7 +30,7 @@ MIB = 1 << 20
 def problem(batch: int, query_len: int, heads: int, topk: int, *, block_size: int = 64):
     g = torch.Generator().manual_seed(batch * 1000 + heads)
     tokens = torch.randn(3 * block_size, 576, generator=g)
-    cache = pack_fp8(tokens[:, :512], tokens[:, 512:]).view(3, block_size, 656)
+    cache = FP8_DS_MLA.pack(tokens[:, :512], tokens[:, 512:]).view(3, block_size, 656)
     q = torch.randn(batch, query_len, heads, 576, generator=g).bfloat16()
     indices = torch.randint(-20, 3 * block_size + 20, (batch, query_len, topk), generator=g, dtype=torch.int32)
     return q, cache, indices

@@ -11,7 +11,8 @@ import torch
 from flashmla_standins import modules
 from simulated_gpu import FACTS
 
-from mla_portable.contracts import Registrar, hookimpl, pack_fp8, unpack_fp8
+from mla_portable.contracts import Registrar, hookimpl
+from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT
 from mla_portable.registry import Registry
 from mla_portable.tools.conformance import run_suite
@@ -37,7 +38,7 @@ def write(scale_format, kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scal
     need(kv_cache_dtype == "fp8_ds_mla" and kv_cache.dtype == torch.uint8 and kv_cache.shape[2] == 656, "layout")
     need(kv_c.dtype == k_pe.dtype and kv_c.element_size() == 2 and slot_mapping.dtype == torch.int64, "dtypes")
     need(scale.dtype == torch.float32 and scale.numel() == 1 and not skip_scale, "scale")
-    rows = pack_fp8(kv_c, k_pe.view(torch.bfloat16), scale_format=scale_format)  # the rotary part is copied bit by bit
+    rows = FP8_DS_MLA.pack(kv_c, k_pe.view(torch.bfloat16), scale_format=scale_format)  # the rotary part is copied bit by bit
     for row, slot in zip(rows, slot_mapping.tolist(), strict=True):
         need(slot < kv_cache.shape[0] * kv_cache.shape[1], "wrote past the cache")
         if slot >= 0:
@@ -55,7 +56,7 @@ def gather(src_cache, dst, block_table, seq_lens, workspace_starts, batch_size):
             need(position // size < len(table), "read past the block table")
             block = table[position // size]
             need(0 <= block < len(src_cache), "an entry led to wild memory")
-            dst[start + position] = unpack_fp8(src_cache[block, position % size])
+            dst[start + position] = FP8_DS_MLA.unpack(src_cache[block, position % size])
 
 
 def gather_without_lengths(src_cache, dst, block_table, workspace_starts, batch_size, seq_starts, *others):

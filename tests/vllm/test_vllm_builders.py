@@ -15,7 +15,8 @@ from vllm.v1.worker import workspace
 from vllm_engine import BLOCK, CPU, LATENT, ROPE, assert_close, check_step, expected, make_builder, make_engine, make_step
 
 from mla_portable.attention import SparseMLAAttention, UnsupportedRoute
-from mla_portable.contracts import FP8_DS_MLA, InvalidArgument
+from mla_portable.contracts import InvalidArgument
+from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.vllm import compat, settings
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 

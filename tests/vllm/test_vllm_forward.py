@@ -30,7 +30,8 @@ from vllm_engine import (
 )
 
 from mla_portable.attention import SparseMLAAttention
-from mla_portable.contracts import InvalidArgument, PlanMismatch, unpack_fp8
+from mla_portable.contracts import InvalidArgument, PlanMismatch
+from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.planner import PlannerConfig
 from mla_portable.registry import use
 from mla_portable.vllm import compat
@@ -244,7 +245,7 @@ def test_the_whole_layer_is_dense_attention_over_the_chosen_tokens(dtype: str):
     out = run_layer(engine, metadata, torch.tensor(slots), q, kv_c, k_pe).view(tokens, HEADS, V_DIM)
 
     cached = engine.kv_cache.flatten(0, 1)
-    cached = (unpack_fp8(cached, dtype=torch.float64) if dtype == "fp8" else cached).double()
+    cached = (FP8_DS_MLA.unpack(cached, dtype=torch.float64) if dtype == "fp8" else cached).double()
     assert torch.equal(cached[slots][:, LATENT:], k_pe[:, 0].double())  # the layer wrote its tokens
     w_k, w_v = engine.layer.kv_b_proj.weight.double().view(HEADS, NOPE + V_DIM, LATENT).split([NOPE, V_DIM], dim=1)
     for token, r in enumerate(step.requests):

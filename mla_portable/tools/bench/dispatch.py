@@ -17,10 +17,6 @@ from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.contracts import (
-    FP8_DS_MLA,
-    HEAD_SIZE,
-    KV_LORA_RANK,
-    LAYOUTS,
     DeviceFacts,
     Implementation,
     InvalidArgument,
@@ -32,6 +28,7 @@ from mla_portable.contracts import (
     hookimpl,
 )
 from mla_portable.dispatch import serving
+from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE, sparse_decode
 from mla_portable.registry import Registry
 from mla_portable.tools.bench.timing import quantiles

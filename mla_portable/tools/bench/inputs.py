@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, LAYOUTS, SCALE_FORMATS, Batch, InvalidArgument
+from mla_portable.contracts import Batch, InvalidArgument
+from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK, LAYOUTS, SCALE_FORMATS
 
 __all__ = [
     "StepInputs",

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.attention.routes import route_requests
-from mla_portable.contracts import HEAD_SIZE, KV_LORA_RANK, Request
+from mla_portable.contracts import Request
+from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK
 from mla_portable.primitives import (
     CACHE_WRITE,
     MERGE_STATES,

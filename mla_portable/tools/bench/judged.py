@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mla_portable.attention import SparseMLAAttention
-from mla_portable.contracts import LAYOUTS, StepPlan
+from mla_portable.contracts import StepPlan
+from mla_portable.layouts import LAYOUTS
 from mla_portable.problems import Finding
 from mla_portable.problems.attention import attend, findings
 from mla_portable.tools.bench.inputs import StepInputs

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mla_portable.contracts import LAYOUTS, Primitive
+from mla_portable.contracts import Primitive
+from mla_portable.layouts import LAYOUTS
 from mla_portable.tools.matrix.levels import LEVELS, Cell
 from mla_portable.tools.matrix.records import Records
 
