@@ -17,8 +17,9 @@ from mla_portable.attention import AttentionSpec
 from mla_portable.attention.routes import choose_route
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Reason, Request, Support, UnsupportedRequest
 from mla_portable.primitives import GATHER_UPCONVERT, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.registry import Policy, Registry, gather_facts, use
+from mla_portable.registry import Policy, Registry, use
 from mla_portable.registry.facts import RawDevice, interpret
+from mla_portable.registry.machine import Machine
 from mla_portable.registry.select import decide as decide_purely
 
 PLUGINS = [("plain", fake_plugins.plain), ("acme", fake_plugins.acme), ("handy", fake_plugins.handy)]
@@ -233,11 +234,11 @@ def test_a_look_alike_is_not_taken_for_nvidia():
 
 
 def test_the_cpu_of_this_machine():
-    facts = gather_facts("cpu")
+    facts = Machine().facts("cpu")
     assert (facts.vendor, facts.arch, facts.device_type, facts.num_sms) == ("cpu", "cpu", "cpu", 0)
     assert facts.graph_capture is False
     assert dict(facts.libraries)["torch"].startswith(torch.__version__.partition("+")[0])
-    assert gather_facts(torch.device("cpu")) == facts
+    assert Machine().facts(torch.device("cpu")) == facts
 
 
 @pytest.fixture
@@ -262,18 +263,18 @@ def one_fake_gpu(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_facts_of_a_gpu_are_collected_from_torch(one_fake_gpu: SimpleNamespace):
-    facts = gather_facts("cuda")
+    facts = Machine().facts("cuda")
     assert (facts.name, facts.arch, facts.num_sms, facts.shared_memory) == ("NVIDIA H200", "sm90", 132, 232_448)
     del one_fake_gpu.shared_memory_per_block_optin, one_fake_gpu.warp_size  # as in builds of torch that lack them
-    facts = gather_facts("cuda:0")
+    facts = Machine().facts("cuda:0")
     assert (facts.shared_memory, facts.warp_size) == (49_152, 32)
 
 
 def test_a_gpu_that_is_not_there_is_an_error(one_fake_gpu: SimpleNamespace):
     with pytest.raises(InvalidArgument, match=r"got cuda:3, expected one of the 1 cuda devices"):
-        gather_facts("cuda:3")
+        Machine().facts("cuda:3")
     with pytest.raises(InvalidArgument, match="got 'gpu', expected a torch device"):
-        gather_facts("gpu")
+        Machine().facts("gpu")
 
 
 def test_a_detector_speaks_before_torch_does(one_fake_gpu: SimpleNamespace):
@@ -284,15 +285,10 @@ def test_a_detector_speaks_before_torch_does(one_fake_gpu: SimpleNamespace):
         asked.append(device)
         return BI_V150 if device.type == "cuda" else None
 
-    assert gather_facts("cuda", detectors=[lambda device: None, recognise]) == BI_V150
+    machine = Machine(detectors=[("nosy", lambda device: None), ("iluvatar", recognise)])
+    assert machine.facts("cuda") == BI_V150
     assert asked == [torch.device("cuda:0")], "the index is filled in"
-    assert gather_facts("cpu", detectors=[recognise]).vendor == "cpu"
-
-
-@pytest.mark.parametrize("answer", [CPU, "Iluvatar BI-V150"], ids=["another device type", "no facts"])
-def test_a_detector_that_answers_nonsense_is_refused(answer: object, one_fake_gpu: SimpleNamespace):
-    with pytest.raises(InvalidArgument, match="detector"):
-        gather_facts("cuda", detectors=[lambda device: answer])
+    assert machine.facts("cpu").vendor == "cpu"
 
 
 # Plain torch on an accelerator

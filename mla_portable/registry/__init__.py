@@ -9,11 +9,10 @@ select    chooses: a pure function of all that
 registry  ties them together; process keeps the one of this process
 """
 
-from mla_portable.registry.facts import gather_facts
 from mla_portable.registry.plugins import PluginReport
 from mla_portable.registry.policy import Policy, use
 from mla_portable.registry.probe import ProbeReport
 from mla_portable.registry.process import get_registry, reset_registry
 from mla_portable.registry.registry import Registry
 
-__all__ = ["PluginReport", "Policy", "ProbeReport", "Registry", "gather_facts", "get_registry", "reset_registry", "use"]
+__all__ = ["PluginReport", "Policy", "ProbeReport", "Registry", "get_registry", "reset_registry", "use"]

@@ -9,7 +9,6 @@ name says so: capability numbers are shared between vendors.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Final, cast
@@ -19,7 +18,7 @@ import torch
 from mla_portable.accelerator import accelerator, device_count
 from mla_portable.contracts import Detector, DeviceFacts, InvalidArgument
 
-__all__ = ["RawDevice", "ask_detector", "collect", "gather_facts", "interpret", "resolve_device"]
+__all__ = ["RawDevice", "ask_detector", "collect", "interpret", "resolve_device"]
 
 NVIDIA_NAMES: Final = ("nvidia", "tesla", "geforce", "quadro", "titan", "grid")
 """First words of an NVIDIA device's name; drivers of the V100 and T4 era leave the vendor out."""
@@ -125,108 +124,41 @@ def library_versions() -> tuple[tuple[str, str], ...]:
 
 
 def interpret(raw: RawDevice) -> DeviceFacts:
-    """Name vendor, architecture and abilities: a pure function of what was read."""
-    if raw.device_type == "cpu":
-        return DeviceFacts(
-            vendor="cpu",
-            name=raw.name,
-            arch="cpu",
-            device_type="cpu",
-            warp_size=1,
-            graph_capture=False,
-            libraries=raw.libraries,
-        )
-    if raw.hip and raw.gcn_arch:
-        return _amd(raw)
-    if raw.device_type == "cuda" and raw.capability is not None:
-        return _nvidia(raw) if raw.name.lower().startswith(NVIDIA_NAMES) else _unrecognised(raw)
-    return DeviceFacts(
-        vendor=raw.device_type,
-        name=raw.name,
-        arch=raw.device_type,
-        device_type=raw.device_type,
-        num_sms=raw.num_sms,
-        shared_memory=raw.shared_memory,
-        memory_bytes=raw.memory_bytes,
-        libraries=raw.libraries,
-    )
+    """Name vendor, architecture and abilities: a pure function of what was read.
 
-
-def _nvidia(raw: RawDevice) -> DeviceFacts:
+    A "cuda" device whose name is no NVIDIA name gets an arch that is on nobody's list, so only kernels that claim every device
+    are considered. bfloat16 is assumed there because nothing here works without it; the probe will tell.
+    """
     major, minor = raw.capability or (0, 0)
-    return DeviceFacts(
-        vendor="nvidia",
-        name=raw.name,
-        arch=f"sm{major}{minor}",
-        device_type=raw.device_type,
-        num_sms=raw.num_sms,
-        shared_memory=raw.shared_memory,
-        warp_size=raw.warp_size or 32,
-        memory_bytes=raw.memory_bytes,
-        has_bf16=(major, minor) >= (8, 0),  # PTX ISA: bf16 mma from sm_80
-        has_fp8_conversion=(major, minor) >= (8, 9),  # PTX ISA: cvt with e4m3x2 from sm_89
-        libraries=raw.libraries,
-    )
+    found: dict[str, Any] = {"vendor": raw.device_type, "arch": raw.device_type}
+    if raw.device_type == "cpu":
+        found.update(warp_size=1, graph_capture=False)
+    elif raw.hip and raw.gcn_arch:
+        found = _amd(raw)
+    elif raw.device_type == "cuda" and raw.capability is not None:
+        found = {"vendor": "unknown", "arch": f"cc{major}{minor}", "has_fp64": False}
+        if raw.name.lower().startswith(NVIDIA_NAMES):
+            found = {"vendor": "nvidia", "arch": f"sm{major}{minor}"}
+            found["has_bf16"] = raw.capability >= (8, 0)  # PTX ISA: bf16 mma from sm_80
+            found["has_fp8_conversion"] = raw.capability >= (8, 9)  # PTX ISA: cvt with e4m3x2 from sm_89
+    if raw.warp_size:
+        found["warp_size"] = raw.warp_size
+    shared = {name: getattr(raw, name) for name in ("device_type", "num_sms", "shared_memory", "memory_bytes", "libraries")}
+    return DeviceFacts(name=raw.name or "unnamed device", **shared, **found)
 
 
-def _amd(raw: RawDevice) -> DeviceFacts:
+def _amd(raw: RawDevice) -> dict[str, Any]:
     arch = raw.gcn_arch.partition(":")[0]  # "gfx942:sramecc+:xnack-" -> "gfx942"
-    # Wavefronts have 64 lanes on GCN and CDNA (gfx9...) and 32 on RDNA, whose kernels torch builds that way.
-    warp_size = raw.warp_size or (64 if arch.startswith("gfx9") else 32)
-    cdna_matrix = ("gfx90a", "gfx942", "gfx950", "gfx908")
-    return DeviceFacts(
-        vendor="amd",
-        name=raw.name,
-        arch=arch,
-        device_type=raw.device_type,
-        num_sms=raw.num_sms,
-        shared_memory=raw.shared_memory,
-        warp_size=warp_size,
-        memory_bytes=raw.memory_bytes,
-        has_bf16=arch in cdna_matrix or arch.startswith(("gfx11", "gfx12")),
+    return {
+        "vendor": "amd",
+        "arch": arch,
+        # Wavefronts have 64 lanes on GCN and CDNA (gfx9...) and 32 on RDNA, whose kernels torch builds that way.
+        "warp_size": 64 if arch.startswith("gfx9") else 32,
+        "has_bf16": arch.startswith(("gfx908", "gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")),
         # Up to gfx942 the hardware's e4m3 is the FNUZ format, whose bytes mean half of what the cache's bytes mean;
         # OCP e4m3 is native on CDNA4 (gfx950) and RDNA4 (gfx12).
-        has_fp8_conversion=arch == "gfx950" or arch.startswith("gfx12"),
-        libraries=raw.libraries,
-    )
-
-
-def _unrecognised(raw: RawDevice) -> DeviceFacts:
-    """A "cuda" device that no detector claimed and whose name is no NVIDIA name.
-
-    Its arch is on nobody's list, so only kernels that claim every device are considered. bfloat16 is assumed because
-    nothing here works without it; the probe will tell.
-    """
-    major, minor = raw.capability or (0, 0)
-    return DeviceFacts(
-        vendor="unknown",
-        name=raw.name or "unnamed device",
-        arch=f"cc{major}{minor}",
-        device_type=raw.device_type,
-        num_sms=raw.num_sms,
-        shared_memory=raw.shared_memory,
-        warp_size=raw.warp_size or 32,
-        memory_bytes=raw.memory_bytes,
-        has_fp64=False,
-        libraries=raw.libraries,
-    )
-
-
-def gather_facts(device: torch.device | str, *, detectors: Iterable[Detector] = ()) -> DeviceFacts:
-    """The facts of one device of this machine.
-
-    Args:
-        device: a torch device; "cuda" means the current one. detectors: vendors' own, asked in order before torch's
-            names are believed; the first answer that is not None counts.
-    Raises: InvalidArgument when there is no such device here, or a detector answers nonsense.
-    Not graph-safe: it may initialise the device's runtime.
-    """
-    found = resolve_device(device)
-    for detector in detectors:
-        facts = ask_detector(detector, found)
-        if facts is not None:
-            return facts
-    return interpret(collect(found))
+        "has_fp8_conversion": arch == "gfx950" or arch.startswith("gfx12"),
+    }
 
 
 def ask_detector(detector: Detector, device: torch.device) -> DeviceFacts | None:
