@@ -8,11 +8,15 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Final, TypeVar
 
-from mla_portable.contracts import InvalidArgument, PluginError
+import torch
 
-__all__ = ["DEFAULT_SECONDS", "PLUGIN_TIMEOUT", "PluginTimeout", "guarded", "limited", "plugin_timeout", "running"]
+from mla_portable.accelerator import accelerator
+from mla_portable.contracts import InvalidArgument, PluginError, neutral_defaults
+
+__all__ = ["DEFAULT_SECONDS", "PLUGIN_TIMEOUT", "PluginTimeout", "guarded", "isolated", "limited", "plugin_timeout", "running"]
 
 PLUGIN_TIMEOUT: Final = "MLA_PORTABLE_PLUGIN_TIMEOUT"
 """The environment variable with the limit in seconds; 0 means no limit."""
@@ -108,3 +112,18 @@ def guarded(what: str, seconds: float, work: Callable[[], T]) -> T:
             raise PluginError(f"{what} raised KeyboardInterrupt") from error
 
     return limited(what, seconds, run)
+
+
+def isolated(what: str, device: torch.device | None, seconds: float, work: Callable[[], T]) -> T:
+    """Run `work` under neutral defaults and a time limit; given a device, on that and the caller's current stream of it.
+
+    Raises: PluginTimeout; whatever `work` raises.
+    """
+    carried = nullcontext() if device is None else accelerator(device).carried()
+
+    def run() -> T:  # in a thread that has no current device or stream yet
+        with torch.no_grad(), carried:
+            return work()
+
+    with neutral_defaults():  # here, so that the default dtype of the process is restored even after a timeout
+        return limited(what, seconds, run)

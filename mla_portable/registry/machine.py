@@ -25,10 +25,9 @@ from mla_portable.contracts import (
 )
 from mla_portable.registry.facts import ask_detector, collect, interpret, resolve_device
 from mla_portable.registry.faults import blame, first_line, is_fatal
-from mla_portable.registry.limits import DEFAULT_SECONDS, running
+from mla_portable.registry.limits import DEFAULT_SECONDS, isolated, running
 from mla_portable.registry.names import REFERENCE
 from mla_portable.registry.probe import ProbeReport, probe_implementation, run_check
-from mla_portable.registry.sandbox import isolated
 
 if TYPE_CHECKING:
     from mla_portable.problems.probe import ProbeCase

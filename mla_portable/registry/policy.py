@@ -234,13 +234,6 @@ def active_rules() -> tuple[Rule, ...]:
     return _context.get()
 
 
-def _load_plugins() -> None:
-    """One of them may bring the primitive that is asked for."""
-    from mla_portable.registry.process import get_registry
-
-    get_registry()
-
-
 @contextmanager
 def use(backend: str | None = None, **per_primitive: str) -> Generator[None, None, None]:
     """Choose backends inside a `with` block, for the current thread or task.
@@ -258,7 +251,9 @@ def use(backend: str | None = None, **per_primitive: str) -> Generator[None, Non
     Raises: InvalidArgument for a keyword that is no primitive, or a value that is no name.
     """
     if not per_primitive.keys() <= set(Primitive.all()):
-        _load_plugins()
+        from mla_portable.registry import get_registry
+
+        get_registry()  # loads the plugins: one of them may bring the primitive
     names = [str(primitive) for primitive in Primitive.all()]
     for key, value in {"backend": backend, **per_primitive}.items():
         if key != "backend" and key not in names:

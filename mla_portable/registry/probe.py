@@ -28,8 +28,7 @@ from mla_portable.contracts import (
     neutral_defaults,
 )
 from mla_portable.registry.faults import blame, first_line, is_fatal
-from mla_portable.registry.limits import PluginTimeout
-from mla_portable.registry.sandbox import isolated
+from mla_portable.registry.limits import PluginTimeout, isolated
 
 if TYPE_CHECKING:
     from mla_portable.problems.probe import ProbeCase

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registry: plugins, machine and policy in one place; it answers who serves a request.
 
-A process has one (`process`); a test builds its own, with plugins, devices and a policy of its choice. A bound callable is
+A process has one (`get_registry`); a test builds its own, with plugins, devices and a policy of its choice. A bound callable is
 the implementation's own and never comes back here. The public functions ask for `choice_token` in each call, to notice a
 changed policy.
 """
@@ -24,6 +24,7 @@ from mla_portable.contracts import (
     DeviceFacts,
     Implementation,
     InvalidArgument,
+    PluginError,
     Reason,
     Request,
     UnsupportedRequest,
@@ -31,7 +32,7 @@ from mla_portable.contracts import (
 )
 from mla_portable.contracts.primitive import F, Primitive
 from mla_portable.registry.faults import first_line
-from mla_portable.registry.limits import DEFAULT_SECONDS, plugin_timeout
+from mla_portable.registry.limits import DEFAULT_SECONDS, plugin_timeout, running
 from mla_portable.registry.machine import Machine
 from mla_portable.registry.names import REFERENCE, check_backend
 from mla_portable.registry.plugins import PluginReport, load_plugins
@@ -42,12 +43,14 @@ from mla_portable.registry.sources import given_plugins, installed_plugins
 from mla_portable.registry.tuned import TunedConfigurations
 from mla_portable.registry.variables import check_variables, set_variables
 
-__all__ = ["Registry"]
+__all__ = ["Registry", "get_registry", "reset_registry"]
 
 CACHE_LIMIT: Final = 4096
 """Choices, bound callables and log keys that are kept of each; beyond that all are dropped and made again as needed."""
 
 logger = logging.getLogger("mla_portable.registry")
+
+_REENTERED: Final = "the registry was asked for while it is being built: a plugin's hook may only register"
 
 T = TypeVar("T")
 _Key = tuple[Request, "str | None", tuple[Rule, ...]]
@@ -340,10 +343,53 @@ def _seconds(environ: Mapping[str, str]) -> float:
         return DEFAULT_SECONDS
 
 
+_registry: Registry | None = None
+_building = False
+_registry_lock = threading.RLock()
+
+
+def get_registry() -> Registry:
+    """The registry of this process, built at the first call: loads the installed plugins, reads environment and file.
+
+    It ranks by the times that were measured on the device, where plugins bring any.
+
+    Raises: PluginError when a plugin asks for it while registering.
+    """
+    global _registry, _building
+    registry = _registry
+    if registry is not None:
+        return registry
+    if _building and running():  # in the thread of a plugin's import, while another one builds and waits for it
+        raise PluginError(_REENTERED)
+    with _registry_lock:
+        if _registry is None:
+            if _building:
+                raise PluginError(_REENTERED)
+            _building = True
+            try:
+                _registry = Registry(costs="measured")
+            finally:
+                _building = False
+        return _registry
+
+
+def reset_registry() -> None:
+    """Drop the registry of this process, with all that it chose and bound; the next `get_registry()` builds another. For tests.
+
+    What callers keep (layers, bound callables) goes on to work.
+    """
+    global _registry
+    with _registry_lock:
+        _registry = None
+
+
 _alive: WeakSet[Registry] = WeakSet()
 
 
 def _after_fork() -> None:
+    """Forget who held the locks: those threads do not exist in the child."""
+    global _registry_lock, _building
+    _registry_lock, _building = threading.RLock(), False
     for registry in list(_alive):
         registry.renew_locks()
 
