@@ -10,6 +10,7 @@ behind the host.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ __all__ = ["Fence", "StagingBuffer", "StagingRing"]
 
 _DEPTH: Final = 4
 _LIMIT: Final = 32
+_MOST_VIEWS: Final = 256
 
 
 class Fence(Protocol):
@@ -48,12 +50,13 @@ class StagingBuffer:
         words: [n] int32, what the host writes; zero at first. tensor: the same memory, the source of the copy.
     """
 
-    __slots__ = ("fence", "tensor", "words")
+    __slots__ = ("fence", "tensor", "views", "words")
 
     def __init__(self, num_words: int, *, pinned: bool, fence: Fence | None) -> None:
         self.tensor = torch.zeros(num_words, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.words: npt.NDArray[np.int32] = self.tensor.numpy()
         self.fence = fence
+        self.views: dict[int, tuple[Tensor, Tensor]] = {}  # end -> target[:end], tensor[:end]: a slice takes 1 us
 
 
 class StagingRing:
@@ -75,7 +78,7 @@ class StagingRing:
         self._target = target
         self._pinned = accelerator(target.device).can_pin()
         self._limit = limit
-        self._make_fence = make_fence or (_fence_maker(target.device) if self._pinned else None)
+        self._make_fence = make_fence or (partial(_EventFence, target.device) if self._pinned else None)
         self._buffers = [self._new() for _ in range(depth if self._make_fence else 1)]
         self._next = 0
         self.num_copies = 0
@@ -97,7 +100,12 @@ class StagingRing:
 
     def send(self, buffer: StagingBuffer, end: int) -> None:
         """Enqueue target[:end] = buffer[:end] on the current stream of the target's device."""
-        self._target[:end].copy_(buffer.tensor[:end], non_blocking=self._pinned)
+        views = buffer.views.get(end)
+        if views is None:
+            if len(buffer.views) >= _MOST_VIEWS:
+                buffer.views.clear()
+            views = buffer.views[end] = self._target[:end], buffer.tensor[:end]
+        views[0].copy_(views[1], non_blocking=self._pinned)
         if buffer.fence is not None:
             buffer.fence.record()
         self.num_copies += 1
@@ -110,23 +118,15 @@ class StagingRing:
 class _EventFence:
     """An event on whatever stream of `device` is current when it is recorded, the one a copy to it runs on."""
 
-    __slots__ = ("_current_stream", "_event", "_index")
+    __slots__ = ("_current_stream", "_event", "_index", "query", "synchronize")
 
     def __init__(self, device: torch.device) -> None:
         self._index = device.index  # with an index alone torch finds the stream in less time
         where = accelerator(device)
         self._event = where.event()
         self._current_stream = where.module.current_stream
+        self.query: Callable[[], bool] = self._event.query
+        self.synchronize: Callable[[], None] = self._event.synchronize
 
     def record(self) -> None:
         self._event.record(self._current_stream(self._index))
-
-    def query(self) -> bool:
-        return self._event.query()
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-
-def _fence_maker(device: torch.device) -> Callable[[], Fence]:
-    return lambda: _EventFence(device)

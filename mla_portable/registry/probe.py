@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from mla_portable.accelerator import accelerator
 from mla_portable.contracts import (
@@ -27,6 +26,7 @@ from mla_portable.contracts import (
     Reason,
     neutral_defaults,
 )
+from mla_portable.contracts.rules import extent
 from mla_portable.registry.faults import blame, first_line, is_fatal
 from mla_portable.registry.limits import PluginTimeout, isolated
 
@@ -225,21 +225,12 @@ def _compare(problem: Problem, given: list[bool], returned: list[object]) -> tup
 
 def _shared_memory(earlier: Results, later: Results) -> str | None:
     """The name of a result of `later` that lies in the memory of a result of `earlier`, None when each call had its own."""
-    spans = [_span(value) for value in earlier.values()]
+    spans = [extent(value) for value in earlier.values()]
     for name, value in later.items():
-        begin, end = _span(value)
+        begin, end = extent(value)
         if any(max(begin, other) < min(end, other_end) for other, other_end in spans):
             return name
     return None
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """First byte and the byte after the last one that a tensor may touch."""
-    begin = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return begin, begin
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + reach * tensor.element_size()
 
 
 def _name(implementation: Implementation) -> str:
