@@ -101,12 +101,13 @@ class Support:
         check_alignment(where, self.cache_alignment)
         if not self.source:
             raise InvalidArgument(where, "source", got="''", expected="where the limits come from")
-        unknown = [name for name in self.layouts if name not in LAYOUTS]
-        if unknown:
-            raise InvalidArgument(where, "kv_layouts", got=_words(unknown), expected=f"among {_words(LAYOUTS)}")
-        unknown = [name for name in self.scale_formats if name not in scale_formats()]
-        if unknown:
-            raise InvalidArgument(where, "scale_formats", got=_words(unknown), expected=f"among {_words(scale_formats())}")
+        for name, given, allowed in (
+            ("kv_layouts", self.layouts, tuple(LAYOUTS)),
+            ("scale_formats", self.scale_formats, scale_formats()),
+        ):
+            unknown = [each for each in given if each not in allowed]
+            if unknown:
+                raise InvalidArgument(where, name, got=_words(unknown), expected=f"among {_words(allowed)}")
         if self.device_types == ():
             raise InvalidArgument(where, "device_types", got="()", expected="at least one device type")
 
@@ -121,12 +122,13 @@ class Support:
 
     def device_reasons(self, device: DeviceFacts) -> Iterator[Reason]:
         """The reasons that hold on this device whatever the shapes are."""
-        if self.device_types is not None and device.device_type not in self.device_types:
-            yield Reason("device type", device.device_type, f"supports {_words(self.device_types)}", "use another backend")
-        if self.vendors is not None and device.vendor not in self.vendors:
-            yield Reason("vendor", device.vendor, f"supports {_words(self.vendors)}", "use another backend")
-        if self.archs is not None and device.arch not in self.archs:
-            yield Reason("arch", device.arch, f"supports {_words(self.archs)}", "use another backend")
+        for subject, given, allowed in (
+            ("device type", device.device_type, self.device_types),
+            ("vendor", device.vendor, self.vendors),
+            ("arch", device.arch, self.archs),
+        ):
+            if allowed is not None and given not in allowed:
+                yield Reason(subject, given, f"supports {_words(allowed)}", "use another backend")
         if self.needs_bf16 and not device.has_bf16:
             yield Reason("bfloat16", "absent", "needed", "use another device")
         if self.needs_fp8_conversion and not device.has_fp8_conversion:
@@ -143,22 +145,19 @@ class Support:
             yield Reason("kv_layout", layout.name, f"supports {_words(self.layouts) or 'none'}", remedy)
         if r.num_heads is not None and not self._accepts_heads(r.num_heads):
             yield Reason("num_heads", str(r.num_heads), f"supports {self._heads_text()}", "change tensor parallelism")
-        if r.topk is not None:
-            if r.topk % self.topk_multiple:
-                yield Reason("topk", str(r.topk), f"a multiple of {self.topk_multiple}", "pad the indices with -1")
-            if self.max_topk is not None and r.topk > self.max_topk:
-                yield Reason("topk", str(r.topk), f"at most {self.max_topk}")
-        if r.block_size is not None:
-            if self.block_sizes is not None and r.block_size not in self.block_sizes:
-                yield Reason(
-                    "block_size", str(r.block_size), f"supports {_words(self.block_sizes)}", "set the cache's block size"
-                )
-            if r.block_size % self.block_size_multiple:
-                yield Reason(
-                    "block_size", str(r.block_size), f"a multiple of {self.block_size_multiple}", "set the cache's block size"
-                )
-        if r.query_len is not None and self.max_query_len is not None and r.query_len > self.max_query_len:
-            yield Reason("query_len", str(r.query_len), f"at most {self.max_query_len}", "decode the tokens as separate rows")
+        for subject, allowed, multiple, most, remedy in (
+            ("topk", None, self.topk_multiple, None, "pad the indices with -1"),
+            ("topk", None, 1, self.max_topk, ""),
+            ("block_size", self.block_sizes, self.block_size_multiple, None, "set the cache's block size"),
+            ("query_len", None, 1, self.max_query_len, "decode the tokens as separate rows"),
+        ):
+            given = getattr(r, subject)
+            if given is not None and allowed is not None and given not in allowed:
+                yield Reason(subject, str(given), f"supports {_words(allowed)}", remedy)
+            if given is not None and given % multiple:
+                yield Reason(subject, str(given), f"a multiple of {multiple}", remedy)
+            if given is not None and most is not None and given > most:
+                yield Reason(subject, str(given), f"at most {most}", remedy)
         general = layout.scale_formats[-1] if layout is not None and layout.is_quantized else None
         if general is not None and self.kv_layouts is not None and (r.scale_format or general) not in self.scale_formats:
             given = r.scale_format or f"unknown, read as {general}"
@@ -181,11 +180,7 @@ class Support:
     def _accepts_heads(self, heads: int) -> bool:
         if self.num_heads is None and self.max_heads is None and not self.padded_heads:
             return True
-        return (
-            (self.num_heads is not None and heads in self.num_heads)
-            or (self.max_heads is not None and heads <= self.max_heads)
-            or any(heads <= padded for padded in self.padded_heads)
-        )
+        return heads in (self.num_heads or ()) or heads <= max(self.max_heads or 0, *self.padded_heads, 0)
 
     def _heads_text(self) -> str:
         parts: list[str] = []

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -29,7 +29,7 @@ from mla_portable.registry.files import named_path, read_text_file
 from mla_portable.registry.names import AUTO, closest
 from mla_portable.registry.variables import ENV_BACKEND, ENV_DISABLE, ENV_POLICY, backend_variables
 
-__all__ = ["Policy", "Rule", "active_rules", "check_names", "disabled_plugins", "known_names", "use"]
+__all__ = ["KnownNames", "Policy", "Rule", "active_rules", "check_names", "disabled_plugins", "use"]
 
 ARGUMENT: Final = "argument"
 CONTEXT: Final = "use(...)"
@@ -99,7 +99,7 @@ class Policy:
         ]
         if value := environ.get(ENV_BACKEND, "").strip():
             rules.append(Rule(value, ENV_BACKEND))
-        return cls(tuple(rules), tuple((word, ENV_DISABLE) for word in _disabled_words(environ)))
+        return cls(tuple(rules), _disabled(environ))
 
     @classmethod
     def from_file(cls, path: Path) -> Policy:
@@ -145,8 +145,8 @@ def _document(path: Path) -> dict[str, Any]:
         raise InvalidArgument(ENV_POLICY, "file", got=f"{path}: {error}", expected=expected) from error
 
 
-def _disabled_words(environ: Mapping[str, str]) -> list[str]:
-    return [word.strip() for word in environ.get(ENV_DISABLE, "").split(",") if word.strip()]
+def _disabled(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple((word.strip(), ENV_DISABLE) for word in environ.get(ENV_DISABLE, "").split(",") if word.strip())
 
 
 def disabled_reason(name: str, control: str, what: str) -> Reason:
@@ -159,16 +159,13 @@ def disabled_plugins(environ: Mapping[str, str], policy: Policy | None = None) -
 
     What is malformed is reported when the policy is read.
     """
-    if policy is not None:
-        return dict(reversed(policy.disabled))
+    found = _disabled(environ) if policy is None else policy.disabled
     path = environ.get(ENV_POLICY, "").strip()
-    listed: Any = []
-    if path:
-        with suppress(InvalidArgument, KeyError, TypeError):
-            listed = _document(named_path(path))["backend"]["disable"]
-    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
-    found = dict.fromkeys((name.strip() for name in names), _policy_file(named_path(path)) if path else "")
-    return {**found, **dict.fromkeys(_disabled_words(environ), ENV_DISABLE)}
+    if path and policy is None:
+        file = named_path(path)
+        with suppress(InvalidArgument, KeyError, TypeError, AttributeError):
+            found += tuple((name.strip(), _policy_file(file)) for name in _document(file)["backend"]["disable"])
+    return dict(reversed(found))
 
 
 def _require_keys(where: str, table: Mapping[str, Any], allowed: list[str]) -> None:
@@ -179,27 +176,20 @@ def _require_keys(where: str, table: Mapping[str, Any], allowed: list[str]) -> N
             )
 
 
-@dataclass(frozen=True, slots=True)
 class KnownNames:
-    """Names that a wish may carry.
+    """Names that a wish may carry: of `backends` and `implementations`, and of plugins that are broken or disabled.
 
-    Attributes:
-        backends, implementations: of the plugins that loaded.
-        unloaded: plugins that are broken or disabled: naming one is no typo, the refusal says what became of it.
+    Naming one of the latter (`unloaded`) is no typo: the refusal says what became of it.
     """
 
-    backends: tuple[str, ...]
-    implementations: tuple[str, ...]
-    unloaded: frozenset[str] = field(default_factory=frozenset[str])
+    def __init__(self, implementations: Iterable[str], unloaded: Iterable[str] = ()) -> None:
+        """implementations: "<backend>.<variant>"."""
+        self.implementations = tuple(sorted(set(implementations)))
+        self.backends = tuple(sorted({name.partition(".")[0] for name in self.implementations}))
+        self.unloaded = frozenset(unloaded)
 
     def __contains__(self, name: str) -> bool:
-        return name == AUTO or name in self.backends or name in self.implementations or name.partition(".")[0] in self.unloaded
-
-
-def known_names(implementations: Iterable[str], unloaded: Iterable[str] = ()) -> KnownNames:
-    """The names that `implementations` ("<backend>.<variant>") make known."""
-    full = tuple(sorted(set(implementations)))
-    return KnownNames(tuple(sorted({name.partition(".")[0] for name in full})), full, frozenset(unloaded))
+        return name in (AUTO, *self.backends, *self.implementations) or name.partition(".")[0] in self.unloaded
 
 
 def check_names(policy: Policy, known: KnownNames) -> None:

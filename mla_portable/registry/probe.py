@@ -70,12 +70,8 @@ class ProbeReport:
             ok=all(part.ok for part in parts),
             reasons=tuple(dict.fromkeys(reason for part in parts for reason in part.reasons)),
             seconds=sum(part.seconds for part in parts),
-            stage=_earliest(part.stage for part in parts),
+            stage=min((part.stage for part in parts), key=STAGES.index),
         )
-
-
-def _earliest(stages: Iterable[Stage]) -> Stage:
-    return STAGES[min(map(STAGES.index, stages))]
 
 
 def run_check(implementation: Implementation, facts: DeviceFacts, device: torch.device, limit: float) -> tuple[Reason, ...]:
@@ -119,7 +115,7 @@ def probe_implementation(
         which a probe would break.
     """
     begin = time.perf_counter()
-    reasons, stage = check, _earliest(STAGES)
+    reasons, stage = check, STAGES[0]
     if not reasons:
         outcomes: list[Outcome] = []
         with neutral_defaults(), torch.no_grad():
@@ -130,7 +126,7 @@ def probe_implementation(
                     break
         # one reason per symptom: a library that cannot be bound fails every case in the same way
         reasons = tuple({found.given: found for _, found, _ in reversed(outcomes) if found is not None}.values())[::-1]
-        stage = _earliest(outcome.stage for outcome in outcomes) if outcomes else stage
+        stage = min((outcome.stage for outcome in outcomes), key=STAGES.index, default=stage)
     return ProbeReport(
         implementation=implementation.name,
         primitive=implementation.primitive,

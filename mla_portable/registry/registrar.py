@@ -4,9 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import fields
 from typing import Any, Final
 
-from mla_portable.contracts import Baseline, Detector, DeviceFacts, Implementation, PluginError, Request, Tunable, Variable
+from mla_portable.contracts import (
+    Baseline,
+    Detector,
+    DeviceFacts,
+    Implementation,
+    PluginError,
+    Request,
+    Support,
+    Tunable,
+    Variable,
+)
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.registry.costs import MeasuredTime, parse_costs
 from mla_portable.registry.faults import first_line
@@ -33,9 +44,7 @@ _EVERYTHING: Final[dict[str, Any]] = {
 }
 """Fields of a request that touches every field of a Support."""
 _ANY_DEVICE: Final = DeviceFacts(vendor="cpu", name="any", arch="cpu", device_type="cpu")
-_TUPLES: Final = (
-    "device_types", "vendors", "archs", "kv_layouts", "num_heads", "padded_heads", "block_sizes", "scale_formats",
-)  # fmt: skip
+_TUPLES: Final = tuple(field.name for field in fields(Support) if str(field.type).startswith("tuple"))
 
 
 class StagingRegistrar:

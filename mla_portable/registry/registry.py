@@ -36,7 +36,7 @@ from mla_portable.registry.limits import DEFAULT_SECONDS, plugin_timeout, runnin
 from mla_portable.registry.machine import Machine
 from mla_portable.registry.names import REFERENCE, check_backend
 from mla_portable.registry.plugins import PluginReport, load_plugins
-from mla_portable.registry.policy import ARGUMENT, Policy, Rule, active_rules, check_names, disabled_plugins, known_names
+from mla_portable.registry.policy import ARGUMENT, KnownNames, Policy, Rule, active_rules, check_names, disabled_plugins
 from mla_portable.registry.probe import ProbeReport
 from mla_portable.registry.select import CostTable, decide
 from mla_portable.registry.sources import given_plugins, installed_plugins
@@ -95,11 +95,8 @@ class Registry:
         self._implementations = tuple(sorted(loaded.implementations, key=lambda i: (order[i.primitive], i.preference, i.name)))
         self._reports, self._variables = loaded.reports, loaded.variables
         self._unloaded = frozenset(r.name for r in self._reports if not r.loaded)
-        self._known = known_names((i.name for i in self._implementations), self._unloaded)
-        self._machine = Machine(
-            detectors=loaded.detectors,
-            simulated=facts,
-        )
+        self._known = KnownNames((i.name for i in self._implementations), self._unloaded)
+        self._machine = Machine(detectors=loaded.detectors, simulated=facts)
         self._probing, self._costs = probe, loaded.costs if costs == "measured" else costs
         self._policy, self._tuned = Policy(), TunedConfigurations(None, {})
         self._policy_error: InvalidArgument | None = None
