@@ -216,12 +216,6 @@ def test_a_device_that_is_not_there_is_refused(device):
         SparseMLAAttention(SPEC, device=device, registry=REFERENCE)
 
 
-@pytest.mark.parametrize("backend", [5, ["reference"], {"sparse_decode": 5}])
-def test_a_backend_is_a_name(backend):
-    with pytest.raises(InvalidArgument, match=r"SparseMLAAttention: backend: got .*expected the name of a backend"):
-        SparseMLAAttention(SPEC, device="cpu", registry=REFERENCE, backend=backend)
-
-
 def test_what_is_no_spec_is_refused():
     with pytest.raises(InvalidArgument, match="SparseMLAAttention: spec: got None, expected an AttentionSpec"):
         SparseMLAAttention(None, device="cpu", registry=REFERENCE)

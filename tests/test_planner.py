@@ -55,88 +55,6 @@ def batch_of(
     return Batch(starts, np.array(seq_lens, dtype=np.int32), table, num_padded_tokens)
 
 
-def test_chunks_start_anew_in_the_workspace():
-    plan = Planner(CONFIG).plan(batch_of([2, 2, 2, 2], [10, 15, 20, 5]))
-    assert plan.prefill_workspace_starts is not None
-    assert plan.prefill_workspace_starts.tolist() == [0, 10, 0, 20]
-    assert [c.requests for c in plan.prefill_chunks] == [slice(0, 2), slice(2, 4)]
-    assert [c.tokens for c in plan.prefill_chunks] == [slice(0, 4), slice(4, 8)]
-    assert [c.workspace_rows for c in plan.prefill_chunks] == [25, 25]
-    assert [c.seq_lens.tolist() for c in plan.prefill_chunks] == [[10, 15], [20, 5]]
-    assert [c.block_table.tolist() for c in plan.prefill_chunks] == [
-        [[0, 1, 2, 3], [4, 5, 6, 7]],
-        [[8, 9, 10, 11], [12, 13, 14, 15]],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("workspace", "rows"), [(40, [40, 40]), (59, [40, 40]), (60, [60, 20]), (79, [60, 20]), (80, [80]), (200, [80])]
-)
-def test_a_workspace_that_just_fits_is_filled(workspace: int, rows: list[int]):
-    plan = Planner(replace(CONFIG, prefill_workspace_tokens=workspace)).plan(batch_of([2, 2, 2], [40, 20, 20]))
-    assert [c.workspace_rows for c in plan.prefill_chunks] == rows
-
-
-def test_a_chunk_of_empty_requests_is_left_out():
-    plan = Planner(replace(CONFIG, prefill_workspace_tokens=40)).plan(batch_of([5, 0, 0, 5], [40, 30, 10, 40]))
-    assert [(c.requests, c.tokens) for c in plan.prefill_chunks] == [
-        (slice(0, 1), slice(0, 5)),
-        (slice(3, 4), slice(5, 10)),
-    ]
-
-
-def test_a_mixed_batch_in_the_split_route():
-    plan = Planner(CONFIG).plan(batch_of([1, 1, 1, 4, 2], [9, 8, 7, 6, 5], num_padded_tokens=12))
-    assert (plan.num_decodes, plan.num_decode_tokens, plan.decode_query_len) == (3, 3, 1)
-    assert (plan.num_prefills, plan.num_prefill_tokens) == (2, 6)
-    assert plan.req_id_per_token.tolist() == [0, 1, 2, 3, 3, 3, 3, 4, 4, 0, 0, 0]
-    assert plan.prefill_request_ids is not None
-    assert plan.prefill_request_ids.tolist() == [-1, -1, -1, 0, 0, 0, 0, 1, 1, -1, -1, -1]
-
-
-@pytest.mark.parametrize(
-    ("query_lens", "threshold", "decodes", "query_len", "prefills"),
-    [
-        ([1, 1, 1], 1, 3, 1, 0),
-        ([2, 2, 2], 1, 0, 1, 3),
-        ([2, 2, 2], 2, 3, 2, 0),
-        ([2, 2, 1], 2, 2, 2, 1),
-        ([1, 2, 2], 2, 1, 1, 2),
-        ([2, 2, 9, 2], 2, 2, 2, 2),
-        ([9, 1, 1], 1, 0, 1, 3),
-        ([2, 2, 0, 0], 2, 2, 2, 0),
-        ([0, 1, 0, 1, 5, 0, 5, 0], 1, 2, 1, 3),
-        ([0, 0, 5], 1, 0, 1, 1),
-        ([0, 0], 1, 0, 1, 0),
-        ([], 1, 0, 1, 0),
-    ],
-)
-def test_decodes_are_the_leading_requests_of_one_length(
-    query_lens: list[int], threshold: int, decodes: int, query_len: int, prefills: int
-):
-    plan = Planner(replace(CONFIG, decode_threshold=threshold)).plan(batch_of(query_lens))
-    assert (plan.num_decodes, plan.decode_query_len, plan.num_prefills) == (decodes, query_len, prefills)
-
-
-@pytest.mark.parametrize(
-    ("route", "query_lens", "decodes", "query_len", "prefills"),
-    [
-        ("split", [4, 9], 1, 4, 1),
-        ("split", [4, 4, 9], 2, 4, 1),
-        ("direct", [4, 0, 4], 2, 4, 0),
-        ("split", [4, 4, 4, 9], 0, 1, 4),  # 12 tokens
-        ("split", [9, 4], 0, 1, 2),
-        ("split", [2, 2, 2, 2, 2], 5, 2, 0),  # decodes by the threshold, however many
-        ("split", [1, 4], 1, 1, 1),  # decodes lead, and what follows has another length
-        ("fused", [4], 4, 1, 0),
-    ],
-)
-def test_few_tokens_decode_too(route: str, query_lens: list[int], decodes: int, query_len: int, prefills: int):
-    config = replace(CONFIG, route=route, decode_threshold=2, few_tokens=8)
-    plan = Planner(config).plan(batch_of(query_lens))
-    assert (plan.num_decodes, plan.decode_query_len, plan.num_prefills) == (decodes, query_len, prefills)
-
-
 @pytest.mark.parametrize(
     ("route", "query_lens", "padded", "rows"),
     [
@@ -159,17 +77,6 @@ def test_rows_of_the_decode_call(route: str, query_lens: list[int], padded: int,
     assert (plan.decode_schedule is None) == (rows[0] == 0)
     if plan.decode_schedule is not None:
         assert plan.decode_schedule.num_rows == rows[1]
-
-
-def test_a_captured_graph_reads_the_next_plan():
-    """The tensors of the plan that was captured are those of every later plan, with the later numbers."""
-    planner = Planner(CONFIG)
-    captured = planner.plan(batch_of([1] * 8))
-    assert captured.req_id_per_token.tolist() == list(range(8))
-    planner.plan(batch_of([3, 3, 3]))
-    replayed = planner.plan(batch_of([1] * 5, num_padded_tokens=8))
-    assert replayed.req_id_per_token.data_ptr() == captured.req_id_per_token.data_ptr()
-    assert captured.req_id_per_token.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
 
 
 def test_every_tensor_of_a_plan_keeps_its_address():
@@ -443,12 +350,6 @@ def test_a_device_that_is_not_there_is_refused(device: Any):
 def test_a_configuration_holds_integers(field: str, value: Any):
     with pytest.raises(InvalidArgument, match=f"PlannerConfig: {field}: .*expected an integer"):
         replace(CONFIG, **{field: value})
-
-
-@pytest.mark.parametrize("value", [1, 0, "no", None])
-def test_a_configuration_holds_flags(value: Any):
-    with pytest.raises(InvalidArgument, match=r"PlannerConfig: batch_invariant: .*expected True or False"):
-        replace(CONFIG, batch_invariant=value)
 
 
 def test_a_mixed_batch_is_checked_as_a_uniform_one_is():
