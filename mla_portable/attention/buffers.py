@@ -81,7 +81,7 @@ class StepBuffers:
         decodes: the layer has a sparse_decode.
         """
         if not self._last or self._last[0].plan is not plan or self._last[0].decodes is not decodes:
-            self._last[:] = [divide(plan, decodes, self.indices, self.counts, self.lse, self.query, self.workspace)]
+            self._last[:] = [divide(plan, decodes, self)]
         return self._last[0]
 
     def extents(self, *, query: bool, lse: bool) -> dict[str, tuple[int, int]]:

@@ -26,10 +26,8 @@ from mla_portable.attention.step import JoinQuery, Step, join_halves
 from mla_portable.contracts import (
     WORKSPACE_ROUTES,
     Decision,
-    Implementation,
     InvalidArgument,
     Request,
-    ScheduleKind,
     StepPlan,
     UnsupportedRequest,
 )
@@ -95,7 +93,7 @@ class SparseMLAAttention:
         registry = get_registry() if registry is None else registry
         self.facts = registry.facts(self.device)
         demand = Demand(registry, backend)
-        self.route_decision: RouteDecision = choose_route(spec, self.facts, demand.decide, demand.schedule_kind)
+        self.route_decision: RouteDecision = choose_route(spec, self.facts, demand)
         verdict = self.route_decision.verdict  # raises where there is none
         self.route = verdict.route
         parts = {part.role: part.decision for part in verdict.parts if (self.route, part.role) != ("fused", "prefill")}
@@ -106,12 +104,24 @@ class SparseMLAAttention:
         self._decode: SparseDecode | None = _bound(demand, requests.get("decode"), SPARSE_DECODE)
         self._prefill: SparsePrefill | None = _bound(demand, requests.get("prefill"), SPARSE_PREFILL)
         self._gather: GatherUpconvert | None = _bound(demand, requests.get("gather"), GATHER_UPCONVERT)
-        self._decoder: Implementation | None = demand.chosen(parts["decode"]) if "decode" in parts else None
-        self._planned = demand.configured(self._decoder, requests["decode"]) if self._decoder else None
-        self._together = self.route == "direct" and not spec.batch_invariant and _is_one_kernel(self._decoder, parts)
+        decoder = demand.chosen(parts["decode"]) if "decode" in parts else None
+        self._schedule_kind = decoder.schedule_kind if decoder else None
+        self._planned = demand.configured(decoder, requests["decode"]) if decoder else None
+        self._together = False
+        if decoder and self.route == "direct" and not spec.batch_invariant:
+            self._together = decoder.prefills_as == parts["prefill"].chosen
         formats = self._layout.scale_formats
         self._scales = {"scale_format": spec.scale_format or formats[0]} if formats else {}
-        write = self._write_request()
+        write = Request(
+            CACHE_WRITE,
+            self.facts,
+            kv_layout=spec.kv_layout,
+            block_size=spec.block_size,
+            scale_format=self._scales.get("scale_format"),
+            cache_alignment=spec.cache_alignment,
+            uneven_blocks=not spec.contiguous_blocks,
+            graph=spec.graph,
+        )
         self._writes = demand.decide(write)
         self._write: CacheWrite | None = demand.bind(write) if self._writes.chosen else None
         self._accelerator = accelerator(self.device)
@@ -127,20 +137,7 @@ class SparseMLAAttention:
             device=self.device,
             attn_sink=self._attn_sink,
             flat_cache=flat_cache,
-            schedule_type=kind.schedule_type if (kind := self._schedule_kind()) else None,
-        )
-
-    def _write_request(self) -> Request[CacheWrite]:
-        spec = self.spec
-        return Request(
-            CACHE_WRITE,
-            self.facts,
-            kv_layout=spec.kv_layout,
-            block_size=spec.block_size,
-            scale_format=self._scales.get("scale_format"),
-            cache_alignment=spec.cache_alignment,
-            uneven_blocks=not spec.contiguous_blocks,
-            graph=spec.graph,
+            schedule_type=self._schedule_kind.schedule_type if self._schedule_kind else None,
         )
 
     def _ready_buffers(self, buffers: StepBuffers | None, workspace: Tensor | None) -> StepBuffers:
@@ -152,9 +149,6 @@ class SparseMLAAttention:
             raise InvalidArgument("SparseMLAAttention", "workspace", got="a tensor", expected=expected)
         buffers.check(self.spec, self.device, has_workspace=has_workspace)
         return buffers
-
-    def _schedule_kind(self) -> ScheduleKind | None:
-        return self._decoder.schedule_kind if self._decoder else None
 
     def explain(self) -> str:
         """The route and every primitive's implementation, with the reasons against the others."""
@@ -173,7 +167,7 @@ class SparseMLAAttention:
             max_model_len=spec.max_model_len,
             prefill_workspace_tokens=spec.workspace_rows if self.route in WORKSPACE_ROUTES else 0,
             decode_threshold=spec.decode_query_len,
-            schedule_kind=self._schedule_kind(),
+            schedule_kind=self._schedule_kind,
             decode_request=self._planned,
             num_sms=self.facts.num_sms,
             arch=self.facts.arch,
@@ -299,10 +293,6 @@ class SparseMLAAttention:
 
 def _bound(demand: Demand, request: Request | None, primitive: Primitive[F]) -> F | None:
     return None if request is None else demand.bind(request.of(primitive))
-
-
-def _is_one_kernel(decoder: Implementation | None, parts: Mapping[str, Decision]) -> bool:
-    return decoder is not None and decoder.prefills_as == parts["prefill"].chosen
 
 
 def _bound_requests(demand: Demand, parts: Mapping[str, Decision]) -> dict[str, Request]:

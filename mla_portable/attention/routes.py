@@ -15,13 +15,13 @@ is ranked by their sum, as a declared 10 stands for a vendor's kernel and a meas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from mla_portable.attention.demand import left_out
+from mla_portable.attention.demand import Demand, left_out
 from mla_portable.attention.spec import AUTO_ROUTE, AttentionSpec
-from mla_portable.contracts import ROUTES, Decision, DeviceFacts, Reason, Request, ScheduleKind, UnsupportedRequest
+from mla_portable.contracts import ROUTES, Decision, DeviceFacts, Reason, Request, UnsupportedRequest
 from mla_portable.contracts.decision import grouped
 from mla_portable.primitives import CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry.select import cost_rank, least_cost
@@ -43,11 +43,6 @@ _SHOWN_SHARE: Final = 1e-3
 _WIDTH: Final = max(map(len, ROUTES))
 _NOT_SERVED: Final = "not served"
 _NOT_OFFERED: Final = "no installed plugin offers it"
-
-Decide = Callable[[Request], Decision]
-"""Asks the registry who serves a request."""
-ScheduleKindOf = Callable[[Decision], ScheduleKind | None]
-"""The schedule kind of the implementation that a decision on sparse_decode chose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +128,7 @@ class RouteDecision:
     device: DeviceFacts
     chosen: str | None
     forced: str | None
-    verdicts: tuple[RouteVerdict, ...] = field(default=())
+    verdicts: tuple[RouteVerdict, ...] = ()
 
     @property
     def verdict(self) -> RouteVerdict:
@@ -233,16 +228,10 @@ def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Req
     # sparse_prefill sees a cache without scales as flat rows
     flat: dict[str, Any] = {"kv_layout": layout.name, "cache_alignment": spec.cache_alignment}
     seen = cache if layout.is_quantized else flat
+    convert = Request(CONVERT_INDICES, device, topk=spec.topk, block_size=spec.block_size, graph=spec.graph)
     return {
-        "convert": Request(CONVERT_INDICES, device, topk=spec.topk, block_size=spec.block_size, graph=spec.graph),
-        "workspace_convert": Request(
-            CONVERT_INDICES,
-            device,
-            topk=spec.topk,
-            block_size=spec.block_size,
-            prefill_workspace=True,
-            graph=spec.graph,
-        ),
+        "convert": convert,
+        "workspace_convert": convert.but(prefill_workspace=True),
         "decode": decode,
         "cache_prefill": Request(SPARSE_PREFILL, **attention, **seen),
         "bf16_prefill": Request(SPARSE_PREFILL, **attention, kv_layout=layout.workspace.name),
@@ -250,8 +239,8 @@ def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Req
     }
 
 
-def choose_route(spec: AttentionSpec, device: DeviceFacts, decide: Decide, schedule_kind: ScheduleKindOf) -> RouteDecision:
-    """Rank the routes for `spec` on `device`; a pure function of what `decide` and `schedule_kind` answer.
+def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> RouteDecision:
+    """Rank the routes for `spec` on `device`; a pure function of what `demand` answers.
 
     A forced route (`spec.route`) is considered alone. An automatic choice takes the first by `cost_rank` that can serve, ties
     by the smaller workspace, then in the order direct, split, fused, upconvert. Without any implementation of sparse_decode,
@@ -266,12 +255,12 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, decide: Decide, sched
     def part(role: str, name: str, weight: float = 0.0, *, graph: bool = False) -> RoutePart:
         key = f"{name}+graph" if graph else name
         if key not in known:
-            known[key] = decide(requests[name].but(graph=True) if graph else requests[name])
+            known[key] = demand.decide(requests[name].but(graph=True) if graph else requests[name])
         return RoutePart(role, known[key], weight)
 
     def fused() -> RouteVerdict:
         decode = part("decode", "decode", 1.0)
-        kind = schedule_kind(decode.decision)
+        kind = demand.schedule_kind(decode.decision)
         least = kind.fused_below_heads if kind else 0
         few = spec.num_heads < least
         prefill = part("prefill", "decode", _FUSED_PREFILL_FEW_HEADS if few else _FUSED_PREFILL)
@@ -296,11 +285,7 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, decide: Decide, sched
         return _verdict("split", parts, _pointless(spec))
 
     def upconvert() -> RouteVerdict:
-        parts = (
-            part("convert", "workspace_convert"),
-            part("prefill", "bf16_prefill", 2.0),
-            part("gather", "gather", 1.0),
-        )
+        parts = part("convert", "workspace_convert"), part("prefill", "bf16_prefill", 2.0), part("gather", "gather", 1.0)
         against = _pointless(spec)
         if spec.graph:
             limit = "upconvert gathers as many rows as the batch has: supports no"

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mla_portable.contracts import PrefillChunk, StepPlan
+
+if TYPE_CHECKING:
+    from mla_portable.attention.buffers import StepBuffers
 
 __all__ = ["JoinQuery", "Part", "Step", "divide", "join_halves"]
 
@@ -80,19 +84,11 @@ def join_halves(ql_nope: Tensor, q_pe: Tensor, out: Tensor) -> None:
     torch.cat((ql_nope, q_pe), dim=-1, out=out)
 
 
-def divide(
-    plan: StepPlan,
-    decodes: bool,
-    indices: Tensor,
-    counts: Tensor,
-    lse: Tensor | None,
-    query: Tensor | None,
-    workspace: Tensor | None,
-) -> Step:
+def divide(plan: StepPlan, decodes: bool, buffers: StepBuffers) -> Step:
     """The step of a plan on buffers that are large enough for it."""
-    tokens = plan.num_padded_tokens
-    indices, counts = indices[:tokens], counts[:tokens]
-    lse, query = None if lse is None else lse[:tokens], None if query is None else query[:tokens]
+    tokens, workspace = plan.num_padded_tokens, buffers.workspace
+    indices, counts = buffers.indices[:tokens], buffers.counts[:tokens]
+    lse, query = (None if tensor is None else tensor[:tokens] for tensor in (buffers.lse, buffers.query))
 
     def part(begin: int, end: int, shape: tuple[int, ...], chunk: PrefillChunk | None = None) -> Part:
         own = [indices, counts, *(tensor for tensor in (lse, query) if tensor is not None)]

@@ -16,7 +16,7 @@ __all__ = ["decide_route", "served_by"]
 def decide_route(registry: Registry, spec: AttentionSpec, device: torch.device) -> RouteDecision:
     """The routes for layers of `spec` on `device`, ranked; probes implementations that were not tried before."""
     demand = Demand(registry, None)
-    return choose_route(spec, registry.facts(device), demand.decide, demand.schedule_kind)
+    return choose_route(spec, registry.facts(device), demand)
 
 
 def served_by(decision: RouteDecision) -> str:

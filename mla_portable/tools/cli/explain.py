@@ -185,7 +185,7 @@ def _ask_for_route(name: str, device: str | DeviceFacts | None, backend: str | N
     facts = device
     if facts is None or isinstance(facts, str):
         facts = registry.facts(resolve_device(None) if facts is None else facts)
-    return choose_route(spec, facts, demand.decide, demand.schedule_kind)
+    return choose_route(spec, facts, demand)
 
 
 def _arguments(decision: Decision | RouteDecision) -> dict[str, Any]:
