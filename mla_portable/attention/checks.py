@@ -12,12 +12,7 @@ from torch import Tensor
 from mla_portable.accelerator import accelerator
 from mla_portable.attention.buffers import StepBuffers
 from mla_portable.attention.spec import AttentionSpec
-from mla_portable.contracts import (
-    DecodeSchedule,
-    InvalidArgument,
-    PlanMismatch,
-    StepPlan,
-)
+from mla_portable.contracts import DecodeSchedule, InvalidArgument, PlanMismatch, StepPlan
 from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor, shape_of
 from mla_portable.contracts.values import describe, refuse
 

@@ -11,15 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from mla_portable.contracts import (
-    Decision,
-    Implementation,
-    InvalidArgument,
-    Primitive,
-    Reason,
-    Request,
-    ScheduleKind,
-)
+from mla_portable.contracts import Decision, Implementation, InvalidArgument, Primitive, Reason, Request, ScheduleKind
 from mla_portable.contracts.primitive import F
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry

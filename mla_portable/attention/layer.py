@@ -23,14 +23,7 @@ from mla_portable.attention.demand import BackendChoice, Demand
 from mla_portable.attention.routes import RouteDecision, choose_route
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.attention.step import JoinQuery, Step, join_halves
-from mla_portable.contracts import (
-    WORKSPACE_ROUTES,
-    Decision,
-    InvalidArgument,
-    Request,
-    StepPlan,
-    UnsupportedRequest,
-)
+from mla_portable.contracts import WORKSPACE_ROUTES, Decision, InvalidArgument, Request, StepPlan, UnsupportedRequest
 from mla_portable.contracts.primitive import F, Primitive
 from mla_portable.contracts.values import describe, device_of
 from mla_portable.planner import PlannerConfig

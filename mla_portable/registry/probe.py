@@ -18,14 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 import torch
 
 from mla_portable.accelerator import accelerator
-from mla_portable.contracts import (
-    DeviceFacts,
-    Implementation,
-    InvalidArgument,
-    Primitive,
-    Reason,
-    neutral_defaults,
-)
+from mla_portable.contracts import DeviceFacts, Implementation, InvalidArgument, Primitive, Reason, neutral_defaults
 from mla_portable.contracts.rules import extent
 from mla_portable.registry.faults import blame, first_line, is_fatal
 from mla_portable.registry.limits import PluginTimeout, isolated
