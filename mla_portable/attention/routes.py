@@ -2,10 +2,7 @@
 """Choosing a route: which composition of primitives serves a layer, ranked like implementations, with reasons as data.
 
 A route's cost is the sum of what serves its decode tokens, its prefill tokens and its gather: the cost of the implementation
-that the registry chose times a weight. Weights are judgements about work, not measurements. FlashMLA's bf16 prefill
-pads few heads to 64 and needs a gathered copy, so below 32 heads its decode kernel serves prefill tokens better; splitting keys
-gains nothing on prefill; and upconvert gathers every context in every step, decodes included, so it is for devices where only
-the reference (cost 1000) decodes FP8.
+that the registry chose times a weight. Weights are judgements about work, not measurements.
 
 A workspace has a price: the cost grows by the share of the device's memory that it takes (0 where the memory is not known).
 A route is measured if all its weighted parts are and it has no surcharge. `cost_rank` then ranks routes as it ranks
@@ -36,7 +33,7 @@ _GATHER_PREFILL: Final = 0.05
 """The gather of prefill contexts, of a prefill's time: 2 % where all of a prompt is in the chunk (an H200, 64 heads), more with
 a longer history."""
 _EVERY_STEP: Final = 200.0
-"""What upconvert costs beyond its parts."""
+"""What upconvert costs beyond its parts: it is for devices where only the reference (cost 1000) decodes FP8."""
 _SHOWN_SHARE: Final = 1e-3
 """Of the memory: below it the price of a workspace is not worth a term in the text."""
 

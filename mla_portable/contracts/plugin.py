@@ -1,17 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin API: all that a vendor's package needs to know of mla_portable.
+"""The plugin API: what a vendor's package registers, by the hooks of `BackendSpec` in a module that its entry point names.
 
-A plugin is an installed distribution with an entry point in the group `mla_portable.backends`, naming a module that
-implements one hook (two more, for the benchmark's baselines and for tuning, are optional):
-
-    from mla_portable.contracts import Implementation, Primitive, Registrar, Support, hookimpl
-
-    @hookimpl
-    def mla_portable_register(registrar: Registrar) -> None:
-        registrar.add(Implementation(name="acme.v1", primitive=MERGE_STATES, ...))
-
-The module should be light: import the vendor's library in `check` and `bind`, not at import. pluggy carries registration
-only; nothing of it is on the path of a call.
+The module should be light: import the vendor's library in `check` and `bind`, not at import. pluggy carries registration only;
+nothing of it is on the path of a call.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planner: a Batch in, a StepPlan out, once per engine step.
 
-Everything it needs lies on the host, so nothing is read back and nothing waits. Work is done on whole arrays; the only
-loop is over prefill chunks. At most one host-to-device copy leaves per plan, from page-locked memory; a decode batch like the
-last one needs none. Whoever plans the decode schedules may copy one of a new shape beside it.
+Everything it needs lies on the host, so nothing is read back and nothing waits. At most one host-to-device copy leaves per
+plan, from page-locked memory; a decode batch like the last one needs none. A decode schedule of a new shape may be another.
 """
 
 from __future__ import annotations
@@ -78,11 +77,7 @@ class Planner:
                 self._schedules = config.schedule_kind.planner(limits)
 
     def _allocate(self) -> StepBuffers:
-        """The buffers whose contents outlive a step.
-
-        They are allocated by the first plan because an engine may build the planner inside a memory pool whose contents it
-        discards, as vLLM does for sleep mode.
-        """
+        """By the first plan: an engine may build the planner inside a memory pool whose contents it discards, as vLLM does."""
         config = self._config
         with neutral_defaults():
             return StepBuffers(

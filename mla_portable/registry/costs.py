@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measured costs: how much longer an implementation takes than the fastest one that was timed on a device.
 
-The cost is 10 times the implementation's time over the least time on record for the same number of rows, of either layout, so
-that routes which read different layouts stay comparable. A primitive is bound once for steps of many sizes: without `rows` in
-the request, the sum over all row counts that were timed decides (`time_spent`). With `rows`, the nearest count does.
+The cost is 10 times the implementation's time over the least time on record for the same number of rows, over all plugins and
+either layout, so that routes which read different layouts stay comparable. Without `rows` in the request the sum over all row
+counts that were timed decides (`time_spent`); with `rows`, the nearest count does.
 
-Each implementation is ranked by its own times at its own nearest head count: the least that was timed and is no smaller, as a
-kernel that pads would run it; else the greatest below, as many times as cover the heads. Both are upper bounds, since heads are
-independent. `topk` must be equal. A device is known by the name of its profile or by a name that the profile's pattern matches.
-
-Each plugin brings the times of its own implementations (`Registrar.add_costs`); the least time on record is over all of them.
-Times are bound to the sources that were timed. Where the installed sources differ, or any of the above was not timed, there is
-no measured cost, and the implementation keeps its declared one, which ranks behind all measured ones (`select.cost_rank`).
+Each implementation is ranked at its own nearest head count: the least that was timed and is no smaller, as a kernel that pads
+would run it; else the greatest below, as many times as cover the heads. `topk` must be equal. Where installed sources differ
+from those that were timed, or anything was not timed, there is no measured cost.
 """
 
 from __future__ import annotations

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading plugins: each one alone, wholly or not at all, with a report whatever happens.
-
-A plugin may fail in any way (its module raises, exits or does not return, the hook is missing, misspelled or raises, a
-registration is malformed or taken); the others and the core never notice, and nothing that it had registered before it failed
-stays. A plugin that is disabled by its name is not imported at all.
-"""
+"""Loading plugins: each one alone, wholly or not at all, with a report whatever happens."""
 
 from __future__ import annotations
 

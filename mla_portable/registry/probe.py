@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import torch
@@ -227,13 +227,10 @@ def _name(implementation: Implementation) -> str:
 
 
 def _unfinished(implementation: Implementation, stage: str, limit: float, where: str) -> Reason:
-    remedy = "set MLA_PORTABLE_PLUGIN_TIMEOUT to more seconds if it is only slow"
-    return Reason("probe", f"{stage} did not finish within {limit:g} s", where, f"{_remedy(implementation)}; {remedy}")
+    found = _reason(implementation, f"{stage} did not finish within {limit:g} s", where)
+    return replace(found, remedy=f"{found.remedy}; set MLA_PORTABLE_PLUGIN_TIMEOUT to more seconds if it is only slow")
 
 
 def _reason(implementation: Implementation, symptom: str, where: str) -> Reason:
-    return Reason("probe", symptom, where, _remedy(implementation))
-
-
-def _remedy(implementation: Implementation) -> str:
-    return f"report it to the authors of {implementation.backend}; `mla-portable doctor` repeats the probe"
+    remedy = f"report it to the authors of {implementation.backend}; `mla-portable doctor` repeats the probe"
+    return Reason("probe", symptom, where, remedy)

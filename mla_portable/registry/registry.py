@@ -181,22 +181,11 @@ class Registry:
         return default_device(self.device_types())
 
     def facts(self, device: torch.device | str) -> DeviceFacts:
-        """The facts of a device, gathered once; simulated ones as they were given.
-
-        Raises: InvalidArgument when the device is neither simulated nor here.
-        """
+        """As `Machine.facts`."""
         return self._machine.facts(device)
 
     def probe(self, implementation: Implementation, device: torch.device | str, *, layout: str | None = None) -> ProbeReport:
-        """Check, bind and compute tiny problems with every declared feature, once per implementation, layout and device.
-
-        A choice does not ask this: it computes one problem of the request's own sizes and features.
-
-        Args:
-            layout: one cache layout; None means every one that the implementation declares.
-        Raises: InvalidArgument when the device is simulated, not here or under graph capture; out of memory and device
-            faults as they come, to be met again at the next call.
-        """
+        """As `Machine.probe`. A choice does not ask this: it computes one problem of the request's own sizes and features."""
         return self._machine.probe(implementation, torch.device(device), layout)
 
     def decide(self, request: Request, *, backend: str | None = None, probe: bool = True, thorough: bool = False) -> Decision:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 from mla_portable.contracts import Decision, DeviceFacts, Implementation, Primitive, Reason, Request, Verdict
 from mla_portable.registry.names import AUTO, REFERENCE
-from mla_portable.registry.policy import Policy, Rule, disabled_reason
+from mla_portable.registry.policy import Policy, disabled_reason
 
 __all__ = ["CostTable", "Finding", "cost_rank", "decide", "least_cost"]
 
@@ -102,8 +101,8 @@ def decide(
     fit = [c for c in ranked if not c.reasons]
     least = least_cost((c.measured, c.cost) for c in fit)
     _tell_ties(fit, least)
-    ranked.sort(key=partial(_rank, least=least))
-    pool = [c for c in ranked if _meets(rule, c.implementation)]
+    ranked.sort(key=lambda c: (cost_rank(c.measured, c.cost, least), c.implementation.preference, c.implementation.name))
+    pool = [c for c in ranked if rule.target in (AUTO, c.implementation.backend, c.implementation.name)]
     chosen: _Candidate | None = None
     for candidate in pool:
         candidate.examine(check, probe)
@@ -154,21 +153,11 @@ def _reserve_reference(candidates: Sequence[_Candidate], device: DeviceFacts, *,
             candidate.reasons += (reason,)
 
 
-def _rank(candidate: _Candidate, least: float) -> tuple[tuple[bool, float], float, str]:
-    """What candidates are sorted by."""
-    rank = cost_rank(candidate.measured, candidate.cost, least)
-    return rank, candidate.implementation.preference, candidate.implementation.name
-
-
 def _tell_ties(candidates: Sequence[_Candidate], least: float) -> None:
     """Say it where declared costs decide among measured costs."""
     tied = [c for c in candidates if c.measured and cost_rank(True, c.cost, least) == (False, least)]
     for candidate in tied if len(tied) > 1 else ():
         candidate.cost_source += f" tie within {_TIE - 1:.0%}, declared cost {candidate.implementation.preference:g} decides;"
-
-
-def _meets(rule: Rule, implementation: Implementation) -> bool:
-    return rule.target in (AUTO, implementation.backend, implementation.name)
 
 
 def _first_look(candidate: Implementation, request: Request, policy: Policy, costs: CostTable | None) -> _Candidate:

@@ -87,19 +87,14 @@ def check_variables(environ: Mapping[str, str], variables: Iterable[Variable] = 
                 raise InvalidArgument("environment", name, got=repr(value), expected=known[name].expected, remedy=remedy)
         elif not any(name == prefix_of(plugin) or name.startswith(f"{prefix_of(plugin)}_") for plugin in unloaded):
             names = {each.removeprefix(PREFIX): each for each in known}
+            listed = {f"{ENV_BACKEND}_<PRIMITIVE>" if each in backend_variables() else each for each in known}
             raise InvalidArgument(
                 "environment",
                 name,
                 got="a variable that does not exist",
-                expected=f"one of {', '.join(_without_primitives(known))}",
+                expected=f"one of {', '.join(sorted(listed))}",
                 remedy=closest(name.removeprefix(PREFIX), names, prefix=PREFIX) or f"Unset {name}.",
             )
-
-
-def _without_primitives(names: Iterable[str]) -> list[str]:
-    """Sorted names, those of primitives as one."""
-    primitives = backend_variables()
-    return sorted({f"{ENV_BACKEND}_<PRIMITIVE>" if name in primitives else name for name in names})
 
 
 def set_variables(environ: Mapping[str, str], variables: Iterable[Variable]) -> tuple[tuple[str, str], ...]:

@@ -59,7 +59,7 @@ def test_without_lse_the_ops_out_is_all_there_is(machine):
 
     spec = AttentionSpec(num_heads=16, softmax_scale=0.1, max_num_tokens=8, max_num_reqs=2, max_model_len=99, need_lse=False)
     demand = Demand(machine, None)
-    decision = choose_route(spec, BI_V150, demand.decide, demand.schedule_kind)
+    decision = choose_route(spec, BI_V150, demand)
     assert decision.chosen == "split"
     assert decision.verdict.part("prefill").decision.chosen == "iluvatar.flash_mla_sparse_v2"
 
@@ -72,7 +72,7 @@ def route_with_triton(spec):
 
     machine = registry(("triton", mla_portable_triton))
     demand = Demand(machine, None)
-    return choose_route(spec, BI_V150, demand.decide, demand.schedule_kind)
+    return choose_route(spec, BI_V150, demand)
 
 
 @pytest.mark.parametrize("need_lse", [False, True])
