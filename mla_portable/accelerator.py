@@ -107,18 +107,9 @@ class Accelerator:
             self.is_capturing()  # the first call of a thread binds the device's context to it
             yield
 
-    @property
-    def has_graphs(self) -> bool:
-        """Work can be captured in a graph and replayed."""
-        return hasattr(self.module, "graph") and hasattr(self.module, self._graph_class)
-
-    @property
-    def _graph_class(self) -> str:
-        return f"{self.device.type.upper()}Graph"
-
     def graph(self) -> Any:
         """A new, empty graph, with the methods of `torch.cuda.CUDAGraph`."""
-        return getattr(self.module, self._graph_class)()
+        return getattr(self.module, f"{self.device.type.upper()}Graph")()
 
     def capture(self, graph: Any) -> AbstractContextManager[object]:
         """Captures the block's work in `graph` instead of running it. Raises: what the type's module raises."""

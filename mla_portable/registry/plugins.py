@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import traceback as traceback_module
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from mla_portable.contracts import Detector, Implementation, PluginError, Variable
-from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
+from mla_portable.registry.costs import MeasuredCosts
 from mla_portable.registry.faults import first_line
 from mla_portable.registry.limits import DEFAULT_SECONDS
 from mla_portable.registry.names import CORE_MODULE
@@ -60,8 +60,8 @@ class Loaded:
     implementations: tuple[Implementation, ...]
     detectors: tuple[tuple[str, Detector], ...]
     reports: tuple[PluginReport, ...]
-    variables: tuple[Variable, ...] = ()
-    costs: MeasuredCosts = field(default_factory=lambda: MeasuredCosts(()))
+    variables: tuple[Variable, ...]
+    costs: MeasuredCosts
 
 
 def collect(
@@ -92,12 +92,8 @@ def load_plugins(
     sources, disabled = tuple(sources), disabled or {}
     names = frozenset(source.name for source in sources)
     taken: Taken = {}
-    implementations: list[Implementation] = []
-    detectors: list[tuple[str, Detector]] = []
     reports: list[PluginReport] = []
-    variables: list[Variable] = []
-    times: list[MeasuredTime] = []
-    timed_devices: dict[str, str] = {}
+    loaded: list[tuple[str, StagingRegistrar]] = []
     for source in sources:
         report = PluginReport(source.name, source.module, source.distribution, source.version, ok=True)
         if source.name in disabled and source.module != CORE_MODULE:
@@ -113,13 +109,13 @@ def load_plugins(
             text = "".join(traceback_module.format_exception(error))
             reports.append(replace(report, ok=False, loaded=False, error=first_line(error), traceback=text))
             continue
-        implementations += staged.offers
-        detectors += [(source.name, detector) for detector in staged.detectors]
-        variables += staged.variables
-        times += staged.times
-        timed_devices |= staged.timed_devices
-        offered = tuple(f"{i.name} / {i.primitive}" for i in staged.offers)
-        reports.append(replace(report, implementations=offered))
+        loaded.append((source.name, staged))
+        reports.append(replace(report, implementations=tuple(f"{i.name} / {i.primitive}" for i in staged.offers)))
+    devices = {name: pattern for _, staged in loaded for name, pattern in staged.timed_devices.items()}
     return Loaded(
-        tuple(implementations), tuple(detectors), tuple(reports), tuple(variables), MeasuredCosts(times, timed_devices)
+        implementations=tuple(offer for _, staged in loaded for offer in staged.offers),
+        detectors=tuple((name, detector) for name, staged in loaded for detector in staged.detectors),
+        reports=tuple(reports),
+        variables=tuple(variable for _, staged in loaded for variable in staged.variables),
+        costs=MeasuredCosts((time for _, staged in loaded for time in staged.times), devices),
     )
