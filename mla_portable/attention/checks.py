@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ __all__ = ["StepCheck", "checked_sink"]
 
 _WHERE: Final = "SparseMLAAttention.forward"
 _CONFIGURE: Final = "Configure the planner with planner_config()."
+_PLAN_AGAIN: Final = "A plan serves one batch: plan again."
 
 
 class StepCheck:
@@ -75,14 +76,9 @@ class StepCheck:
         name, first = next(iter(parts.items()))
         given = shape_of(_WHERE, name, first, 3, f"[T, H, {widths[0]}]")[0]
         if given != tokens:
-            raise PlanMismatch(
-                f"{_WHERE}: q has {given} tokens, the plan was made for {tokens}. A plan serves one batch: plan again."
-            )
+            _mismatch(f"q has {given} tokens, the plan was made for {tokens}. {_PLAN_AGAIN}")
         if plan.counter is not None and plan.generation != plan.counter.count and not _is_capturing(device):
-            raise PlanMismatch(
-                f"{_WHERE}: a later plan() of the same planner has overwritten the numbers of this plan. "
-                "A plan serves one batch: plan again."
-            )
+            _mismatch(f"a later plan() of the same planner has overwritten the numbers of this plan. {_PLAN_AGAIN}")
         self._check_cache(kv_cache)
         for (name, part), size in zip(parts.items(), widths, strict=True):
             check_tensor(_WHERE, name, part, torch.bfloat16, (tokens, heads, size), device, f"[T, H, {size}]")
@@ -117,35 +113,23 @@ class StepCheck:
 
     def _check_plan(self, plan: StepPlan) -> None:
         """What depends on the plan alone: once a plan, for it never changes."""
-        spec, tokens = self._spec, plan.num_padded_tokens
+        spec, tokens, schedule = self._spec, plan.num_padded_tokens, plan.decode_schedule
+        made_on, wanted = plan.req_id_per_token.device, self._schedule_type
         if plan.route != self._route:
-            raise PlanMismatch(
-                f"{_WHERE}: the layer takes route {self._route!r}, the plan was made for {plan.route!r}. {_CONFIGURE}"
-            )
-        if plan.req_id_per_token.device != self._device:
-            raise PlanMismatch(
-                f"{_WHERE}: the layer is on {self._device}, the plan was made on {plan.req_id_per_token.device}. {_CONFIGURE}"
-            )
+            _mismatch(f"the layer takes route {self._route!r}, the plan was made for {plan.route!r}. {_CONFIGURE}")
+        if made_on != self._device:
+            _mismatch(f"the layer is on {self._device}, the plan was made on {made_on}. {_CONFIGURE}")
         if tokens > spec.max_num_tokens:
-            raise PlanMismatch(
-                f"{_WHERE}: the plan has {tokens} tokens, the layer was built for at most {spec.max_num_tokens}. "
-                "Build it with a larger max_num_tokens."
-            )
-        wanted, schedule = self._schedule_type, plan.decode_schedule
+            limit = f"the layer was built for at most {spec.max_num_tokens}. Build it with a larger max_num_tokens."
+            _mismatch(f"the plan has {tokens} tokens, {limit}")
         if schedule is not None:
             if not isinstance(schedule, wanted):
-                raise PlanMismatch(
-                    f"{_WHERE}: the plan has a {type(schedule).__name__}, the layer's sparse_decode takes a {wanted.__name__}. "
-                    f"{_CONFIGURE}"
-                )
-            rows = plan.num_decodes, plan.decode_query_len
-            schedule.check(_WHERE, *rows, spec.num_heads, spec.topk, self._device)
-        for chunk in plan.prefill_chunks:
-            if chunk.workspace_rows > self._workspace_rows:
-                raise PlanMismatch(
-                    f"{_WHERE}: a prefill chunk needs {chunk.workspace_rows} workspace rows, the layer has "
-                    f"{self._workspace_rows}. {_CONFIGURE}"
-                )
+                takes = f"the layer's sparse_decode takes a {wanted.__name__}. {_CONFIGURE}"
+                _mismatch(f"the plan has a {type(schedule).__name__}, {takes}")
+            schedule.check(_WHERE, plan.num_decodes, plan.decode_query_len, spec.num_heads, spec.topk, self._device)
+        needed = max((chunk.workspace_rows for chunk in plan.prefill_chunks), default=0)
+        if needed > self._workspace_rows:
+            _mismatch(f"a prefill chunk needs {needed} workspace rows, the layer has {self._workspace_rows}. {_CONFIGURE}")
 
     def _check_cache(self, kv_cache: Tensor) -> None:
         layout, block_size, apart, alignment = check_cache(_WHERE, "kv_cache", kv_cache, self._device)
@@ -161,6 +145,10 @@ class StepCheck:
             expected = f"{block_size * width}: the spec promises contiguous blocks, which route {self._route!r} may rely on"
             remedy = "Build the layer with contiguous_blocks=False for blocks that lie apart."
             refuse(_WHERE, "kv_cache", f"block stride {apart}", expected, remedy)
+
+
+def _mismatch(text: str) -> NoReturn:
+    raise PlanMismatch(f"{_WHERE}: {text}")
 
 
 def _is_capturing(device: torch.device) -> bool:

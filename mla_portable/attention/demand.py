@@ -86,10 +86,6 @@ class Demand:
         offered = self._registry.implementations(decision.request.primitive)
         return next((found for found in offered if found.name == decision.chosen), None)
 
-    def configured(self, implementation: Implementation, request: Request) -> Request:
-        """What `implementation` is bound for when it serves `request`."""
-        return self._registry.configured(implementation, request)
-
     def schedule_kind(self, decision: Decision) -> ScheduleKind | None:
         """What the chosen implementation of sparse_decode takes as a schedule."""
         found = self.chosen(decision)

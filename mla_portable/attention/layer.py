@@ -99,7 +99,7 @@ class SparseMLAAttention:
         self._gather: GatherUpconvert | None = _bound(demand, requests.get("gather"), GATHER_UPCONVERT)
         decoder = demand.chosen(parts["decode"]) if "decode" in parts else None
         self._schedule_kind = decoder.schedule_kind if decoder else None
-        self._planned = demand.configured(decoder, requests["decode"]) if decoder else None
+        self._planned = registry.configured(decoder, requests["decode"]) if decoder else None
         self._together = False
         if decoder and self.route == "direct" and not spec.batch_invariant:
             self._together = decoder.prefills_as == parts["prefill"].chosen

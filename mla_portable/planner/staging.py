@@ -118,15 +118,19 @@ class StagingRing:
 class _EventFence:
     """An event on whatever stream of `device` is current when it is recorded, the one a copy to it runs on."""
 
-    __slots__ = ("_current_stream", "_event", "_index", "query", "synchronize")
+    __slots__ = ("_current_stream", "_event", "_index")
 
     def __init__(self, device: torch.device) -> None:
         self._index = device.index  # with an index alone torch finds the stream in less time
         where = accelerator(device)
         self._event = where.event()
         self._current_stream = where.module.current_stream
-        self.query: Callable[[], bool] = self._event.query
-        self.synchronize: Callable[[], None] = self._event.synchronize
 
     def record(self) -> None:
         self._event.record(self._current_stream(self._index))
+
+    def query(self) -> bool:
+        return self._event.query()
+
+    def synchronize(self) -> None:
+        self._event.synchronize()

@@ -63,7 +63,7 @@ class ProbeReport:
             ok=all(part.ok for part in parts),
             reasons=tuple(dict.fromkeys(reason for part in parts for reason in part.reasons)),
             seconds=sum(part.seconds for part in parts),
-            stage=min((part.stage for part in parts), key=STAGES.index),
+            stage=min(parts, key=lambda part: STAGES.index(part.stage)).stage,
         )
 
 
@@ -119,7 +119,8 @@ def probe_implementation(
                     break
         # one reason per symptom: a library that cannot be bound fails every case in the same way
         reasons = tuple({found.given: found for _, found, _ in reversed(outcomes) if found is not None}.values())[::-1]
-        stage = min((outcome.stage for outcome in outcomes), key=STAGES.index, default=stage)
+        if outcomes:
+            stage = min(outcomes, key=lambda outcome: STAGES.index(outcome.stage)).stage
     return ProbeReport(
         implementation=implementation.name,
         primitive=implementation.primitive,
