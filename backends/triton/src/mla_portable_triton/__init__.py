@@ -30,6 +30,7 @@ from mla_portable.primitives import (
     QUANTIZE_PER_TENSOR,
     SPARSE_DECODE,
     SPARSE_PREFILL,
+    TOPK_SELECT,
     CacheWrite,
     ConvertIndices,
     GatherUpconvert,
@@ -38,6 +39,7 @@ from mla_portable.primitives import (
     QuantizePerTensor,
     SparseDecode,
     SparsePrefill,
+    TopkSelect,
 )
 from mla_portable_triton.support import SUPPORT, check
 
@@ -109,6 +111,12 @@ def _indexer_logits(request: Request) -> IndexerLogits:
     return bind_indexer_logits(request)
 
 
+def _topk_select(request: Request) -> TopkSelect:
+    from mla_portable_triton.bind_indexer import bind_topk_select
+
+    return bind_topk_select(request)
+
+
 def _program(request: Request) -> ProgramShape:
     from mla_portable_triton.attention_tuning import bound_config
 
@@ -165,6 +173,7 @@ def mla_portable_register(registrar: Registrar) -> None:
     registrar.add(
         _offer(INDEXER_LOGITS, _indexer_logits, "bind_indexer", (f"{_KERNELS}.indexer_logits", f"{_KERNELS}.bfloat16"))
     )
+    registrar.add(_offer(TOPK_SELECT, _topk_select, "bind_indexer", (f"{_KERNELS}.topk_select",)))
     registrar.add_costs(resources.files(_PACKAGE).joinpath("costs.json").read_text(encoding="utf-8"))
 
 
