@@ -12,7 +12,6 @@ import math
 import torch
 
 from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Support
-from mla_portable.primitives import INDEXER_LOGITS, MERGE_STATES, QUANTIZE_PER_TENSOR
 
 CPU = DeviceFacts(vendor="cpu", name="any CPU", arch="cpu", device_type="cpu")
 
@@ -33,8 +32,7 @@ class Model:
         return tuple(self.implementation(p) for p in Primitive.all() if primitive in (None, p))
 
     def implementation(self, primitive: Primitive, **limits) -> Implementation:
-        without = (MERGE_STATES, QUANTIZE_PER_TENSOR, INDEXER_LOGITS)
-        layouts = () if primitive in without else ("bf16", "fp8_ds_mla")
+        layouts = ("bf16", "fp8_ds_mla") if primitive.has_layout else ()
         support = Support(source="a test", **({"device_types": ("cpu",), "kv_layouts": layouts} | limits))
         return Implementation("model.torch", primitive, support, bind=lambda request: getattr(self, str(primitive)))
 
@@ -253,6 +251,23 @@ class Model:
         if "truncates" in self.faults:
             scaled = scaled * (1 - 2**-4)
         return scaled.to(dtype), scale
+
+    def topk_select(self, logits, row_starts, row_ends, *, topk, out=None):
+        column = torch.arange(logits.shape[1])
+        found = torch.full((logits.shape[0], topk), -1, dtype=torch.int32) if out is None else out.fill_(-1)
+        for row, (start, end) in enumerate(zip(row_starts.tolist(), row_ends.tolist(), strict=True)):
+            start = start if "keeps negative starts" in self.faults else max(start, 0)
+            inside = (column >= start) & (column < end)
+            if "chooses what is absent" not in self.faults:
+                inside &= logits[row] > -math.inf
+            places = column[inside]
+            order = logits[row, places].nan_to_num(nan=-math.inf).add(0.0)
+            if "takes later ties" in self.faults:
+                places, order = places.flip(0), order.flip(0)
+            best = places[order.sort(descending=True, stable=True).indices[:topk]].sort().values
+            offset = 0 if "counts from column 0" in self.faults else start
+            found[row, : len(best)] = (best - offset).int()
+        return found
 
     def indexer_logits(self, q, weights, index_cache, query_start_loc, seq_lens, block_table, *, out):
         if "leaves the unseen" not in self.faults:

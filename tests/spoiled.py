@@ -10,7 +10,7 @@ from typing import Any
 import torch_reference as reference
 
 from mla_portable.contracts import Implementation, Primitive, Registrar, Request, Support, hookimpl
-from mla_portable.primitives import INDEXER_LOGITS, MERGE_STATES, QUANTIZE_PER_TENSOR
+from mla_portable.primitives import MERGE_STATES
 from mla_portable.registry import Registry
 
 NAME = "spoiled.torch"
@@ -103,8 +103,7 @@ class Spoiled:
     def offer(
         self, registrar: Registrar, name: str, primitive: Primitive, bind: Callable[[Request], Callable[..., Any]]
     ) -> None:
-        without = (MERGE_STATES, QUANTIZE_PER_TENSOR, INDEXER_LOGITS)
-        layouts = () if primitive in without else ("bf16", "fp8_ds_mla")
+        layouts = ("bf16", "fp8_ds_mla") if primitive.has_layout else ()
         support = Support(source="a test", device_types=("cpu",), kv_layouts=layouts, graph=False, lse=self.lse)
         registrar.add(Implementation(name, primitive, support, bind, check=self.check, preference=10))
 

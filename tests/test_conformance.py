@@ -28,6 +28,7 @@ from mla_portable.primitives import (
     QUANTIZE_PER_TENSOR,
     SPARSE_DECODE,
     SPARSE_PREFILL,
+    TOPK_SELECT,
 )
 from mla_portable.problems import Tolerance, tolerance_table_markdown, tolerances
 from mla_portable.problems.attention import AttentionParams, DecodeParams
@@ -140,6 +141,10 @@ FAULTS = [
     ("multiplies dead parts by 0", (MERGE_STATES,), "dead_some", "got nan"),
     ("truncates", (QUANTIZE_PER_TENSOR,), "plain rows", "x_q["),
     ("divides by zero", (QUANTIZE_PER_TENSOR,), "zeros", "scale"),
+    ("takes later ties", (TOPK_SELECT,), "equal !n1 !ranges_mixed", "out"),
+    ("chooses what is absent", (TOPK_SELECT,), "absent", "out"),
+    ("counts from column 0", (TOPK_SELECT,), "ranges_mixed !absent !n1", "out"),
+    ("keeps negative starts", (TOPK_SELECT,), "ranges_mixed !absent", "out"),
     ("no relu", (INDEXER_LOGITS,), "prefill !table_holes", "out["),
     ("relu after the weights", (INDEXER_LOGITS,), "decode !table_holes", "out["),
     ("looks ahead", (INDEXER_LOGITS,), "prefill !narrow !table_holes", "expected -inf"),

@@ -29,6 +29,7 @@ from mla_portable.primitives import (
     QUANTIZE_PER_TENSOR,
     SPARSE_DECODE,
     SPARSE_PREFILL,
+    TOPK_SELECT,
 )
 
 CPU = DeviceFacts(vendor="cpu", name="any CPU", arch="cpu", device_type="cpu")
@@ -95,6 +96,7 @@ def arguments(primitive: Primitive) -> tuple[tuple[Any, ...], dict[str, Any]]:
         MERGE_STATES: ((normal(3, 4, 8).bfloat16(), normal(3, 4)), {}),
         QUANTIZE_PER_TENSOR: ((normal(5, 7),), {}),
         INDEXER_LOGITS: (indexer, {"out": torch.zeros(4, 50)}),
+        TOPK_SELECT: ((normal(4, 50), int32(0, 1, 2, 3), int32(50, 40, 7, 2)), {"topk": 8}),
     }[primitive]
 
 

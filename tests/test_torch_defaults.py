@@ -96,6 +96,7 @@ def inputs() -> dict[str, tuple[tuple, dict]]:
             (normal(3, 2, 128, seed=5), weights, index_cache, int32(0, 2, 3), int32(9, 2), table),
             {"out": logits},
         ),
+        "topk_select": ((normal(3, 16, seed=8).float(), int32(0, 1, 2), int32(16, 9, 3)), {"topk": 4}),
     }
 
 

@@ -33,6 +33,7 @@ from mla_portable.primitives import (
     QUANTIZE_PER_TENSOR,
     SPARSE_DECODE,
     SPARSE_PREFILL,
+    TOPK_SELECT,
 )
 from mla_portable.registry.costs import parse_costs
 from mla_portable.sources import module_file, module_of
@@ -102,6 +103,8 @@ def test_support_accepts_what_it_should(primitive: Primitive, offered: dict[Prim
     shapes = {"kv_layout": "fp8_ds_mla", "num_heads": 16, "topk": 100, "block_size": 61, "graph": True}
     if primitive in (MERGE_STATES, QUANTIZE_PER_TENSOR):
         shapes = {"graph": True}
+    elif primitive is TOPK_SELECT:
+        shapes = {"topk": 100, "graph": True}
     elif primitive is INDEXER_LOGITS:
         shapes = {"num_heads": 64, "block_size": 61, "graph": True}
     declared = offered[primitive].support

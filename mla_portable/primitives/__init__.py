@@ -42,3 +42,4 @@ from mla_portable.primitives.sparse_prefill import *
 from mla_portable.primitives.merge_states import *
 from mla_portable.primitives.quantize_per_tensor import *
 from mla_portable.primitives.indexer_logits import *
+from mla_portable.primitives.topk_select import *

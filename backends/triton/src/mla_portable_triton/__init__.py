@@ -21,6 +21,7 @@ from mla_portable.primitives import (
     QUANTIZE_PER_TENSOR,
     SPARSE_DECODE,
     SPARSE_PREFILL,
+    TOPK_SELECT,
 )
 from mla_portable_triton.attention_tuning import bound_config, configurations
 from mla_portable_triton.bind_attention import bind_merge_states, bind_sparse_decode, bind_sparse_prefill
@@ -30,7 +31,7 @@ from mla_portable_triton.bind_data import (
     bind_gather_upconvert,
     bind_quantize_per_tensor,
 )
-from mla_portable_triton.bind_indexer import bind_indexer_logits
+from mla_portable_triton.bind_indexer import bind_indexer_logits, bind_topk_select
 from mla_portable_triton.support import NAME, SUPPORT, check
 
 __all__ = ["NAME", "mla_portable_register", "mla_portable_register_tunables"]
@@ -83,6 +84,7 @@ def mla_portable_register(registrar: Registrar) -> None:
     registrar.add(_offer(MERGE_STATES, bind_merge_states, merge, strides, rounded))
     registrar.add(_offer(QUANTIZE_PER_TENSOR, bind_quantize_per_tensor, f"{_KERNELS}.quantize_per_tensor", encoded, rounded))
     registrar.add(_offer(INDEXER_LOGITS, bind_indexer_logits, f"{_KERNELS}.indexer_logits", rounded))
+    registrar.add(_offer(TOPK_SELECT, bind_topk_select, f"{_KERNELS}.topk_select"))
     registrar.add_costs(resources.files(_PACKAGE).joinpath("costs.json").read_text(encoding="utf-8"))
 
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""indexer_logits bound to its kernel."""
+"""indexer_logits and topk_select bound to their kernels."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from mla_portable.contracts import Request
-from mla_portable.primitives import IndexerLogits
+from mla_portable.primitives import IndexerLogits, TopkSelect
 from mla_portable_triton.support import interpreter_is_on
 
-__all__ = ["bind_indexer_logits"]
+__all__ = ["bind_indexer_logits", "bind_topk_select"]
 
 
 def bind_indexer_logits(request: Request) -> IndexerLogits:
@@ -35,3 +36,16 @@ def bind_indexer_logits(request: Request) -> IndexerLogits:
         return out
 
     return indexer_logits
+
+
+def bind_topk_select(request: Request) -> TopkSelect:
+    """topk_select for any K; graph-safe with `out`."""
+    from mla_portable_triton.kernels import topk_select as kernel
+
+    def topk_select(logits: Tensor, row_starts: Tensor, row_ends: Tensor, *, topk: int, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = torch.empty((logits.shape[0], topk), dtype=torch.int32, device=logits.device)
+        kernel.launch(out, logits, row_starts, row_ends)
+        return out
+
+    return topk_select

@@ -25,6 +25,7 @@ from mla_portable.primitives import (
     QUANTIZE_PER_TENSOR,
     SPARSE_DECODE,
     SPARSE_PREFILL,
+    TOPK_SELECT,
 )
 from mla_portable_triton.attention_configs import attention_config
 
@@ -76,6 +77,7 @@ SUPPORT: Final[dict[Primitive, Support]] = {
     SPARSE_PREFILL: _support("sparse_attention", **_ATTENTION),
     MERGE_STATES: _support("merge_states", kv_layouts=()),
     QUANTIZE_PER_TENSOR: _support("quantize_per_tensor", kv_layouts=(), needs_bf16=False),
+    TOPK_SELECT: _support("topk_select", kv_layouts=(), needs_bf16=False, workspace_bytes=lambda request: 33 << 20),
     INDEXER_LOGITS: _support("indexer_logits", kv_layouts=(), min_shared_memory=_ATTENTION_SHARED_MEMORY),
 }
 

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""topk_select: the positions of the K largest scores of each row, of a range of its columns."""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import Primitive
+from mla_portable.contracts.rules import check_disjoint, check_tensor, shape_of
+from mla_portable.contracts.values import INT32_MAX, check_count
+from mla_portable.dispatch import find
+from mla_portable.primitives._reference import isolated
+
+__all__ = ["TOPK_SELECT", "TopkSelect", "topk_select"]
+
+_CHUNK_ELEMENTS: Final = 1 << 24
+"""Scores that are sorted at a time: 320 MiB with their positions and temporaries."""
+
+
+class TopkSelect(Protocol):
+    """The positions of the K largest scores of each row, in ascending order.
+
+    logits [T, N] float32; row t is searched from column row_starts[t] to row_ends[t], [T] int32, clamped to [0, N]; the
+    range is empty where the end is not past the start. Returns out [T, topk] int32, which is `out` where given: positions
+    relative to the clamped start, then -1. Of equal scores (0.0 equals -0.0) the lower positions are chosen; -inf and NaN
+    never are.
+    Graph-safe with `out`; scratch of at most 64 MiB may be allocated on the current stream.
+    """
+
+    def __call__(
+        self, logits: Tensor, row_starts: Tensor, row_ends: Tensor, *, topk: int, out: Tensor | None = None
+    ) -> Tensor: ...
+
+
+def topk_select(
+    logits: Tensor,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    *,
+    topk: int,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The positions of the K largest scores of each row, in ascending order.
+
+    Args:
+        logits: [T, N] float32. row_starts, row_ends: [T] int32, the columns of each row that count, clamped to [0, N].
+        topk: K, at least 1. out: [T, K] int32, written; it overlaps no input. backend: see `mla_portable.primitives`.
+    Returns: [T, K] int32, positions relative to the row's start, then -1 where fewer than K scores are finite. Of equal scores
+        the lower positions are chosen; -inf and NaN never are.
+    Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe with `out`.
+    """
+    facts = check(logits, row_starts, row_ends, topk, out)
+    return find(TOPK_SELECT, backend, logits, facts).call(logits, row_starts, row_ends, topk=topk, out=out)
+
+
+def check(logits: Tensor, row_starts: Tensor, row_ends: Tensor, topk: int, out: Tensor | None) -> tuple[object, ...]:
+    """Raise InvalidArgument, or return the facts."""
+    where, int32 = "topk_select", torch.int32
+    num_rows, num_logits = shape_of(where, "logits", logits, 2, "[T, N]")
+    device = logits.device
+    check_tensor(where, "logits", logits, torch.float32, (num_rows, num_logits), device, "[T, N]")
+    check_tensor(where, "row_starts", row_starts, int32, (num_rows,), device, "[T]")
+    check_tensor(where, "row_ends", row_ends, int32, (num_rows,), device, "[T]")
+    check_count(where, "topk", topk, 1, INT32_MAX)
+    if out is not None:
+        check_tensor(where, "out", out, int32, (num_rows, topk), device, "[T, K]")
+        read = {"logits": logits, "row_starts": row_starts, "row_ends": row_ends}
+        check_disjoint(where, {"out": out}, read)
+    return (topk,)
+
+
+@isolated
+def reference(logits: Tensor, row_starts: Tensor, row_ends: Tensor, *, topk: int, out: Tensor | None = None) -> Tensor:
+    """A stable sort of each row. Allocates about 320 MiB beyond the output, except where one row takes more."""
+    num_rows, num_logits = logits.shape
+    if out is None:
+        out = torch.empty((num_rows, topk), dtype=torch.int32, device=logits.device)
+    out.fill_(-1)
+    column = torch.arange(num_logits, dtype=torch.int64, device=logits.device)
+    step = max(1, _CHUNK_ELEMENTS // max(num_logits, 1))
+    for begin in range(0, num_rows, step):
+        rows = slice(begin, begin + step)
+        starts = row_starts[rows].long().clamp(min=0).unsqueeze(1)  # [C, 1]
+        inside = (column >= starts) & (column < row_ends[rows].unsqueeze(1))
+        scores = torch.where(inside & (logits[rows] > -torch.inf), logits[rows] + 0.0, -torch.inf)  # [C, N]; NaN is not greater
+        best, order = scores.sort(dim=1, descending=True, stable=True)
+        best, order = best[:, :topk], order[:, :topk]
+        chosen = torch.where(best > -torch.inf, order - starts, num_logits).sort(dim=1).values
+        out[rows, : chosen.shape[1]] = torch.where(chosen < num_logits, chosen, -1).to(torch.int32)
+    return out
+
+
+TOPK_SELECT: Final = Primitive[TopkSelect](
+    "topk_select",
+    module=__name__,
+    facts=("topk",),
+    results=("out",),
+    reference=reference,
+    sources=("mla_portable.primitives._reference",),
+)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How topk_select is tried and judged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import DeviceFacts, Implementation, Request
+from mla_portable.primitives import TOPK_SELECT
+from mla_portable.problems.base import Params, Problems, one_variant
+from mla_portable.problems.compare import BITS, Finding, same_bits
+from mla_portable.problems.cover import covering
+from mla_portable.problems.draw import generator
+from mla_portable.problems.shapes import can_capture, topks
+from mla_portable.problems.stage import Problem, Results, Stage
+
+__all__ = ["PROBLEMS", "TopkSelectParams", "topk_select"]
+
+TOLERANCES: Final = {("any", "out"): BITS}
+ROWS: Final = 6
+LONG: Final = 20_000
+"""Scores of a row that no block of threads holds in registers."""
+
+
+def topk_select(logits: Tensor, row_starts: Tensor, row_ends: Tensor, *, topk: int) -> Tensor:
+    """[T, topk] int32: score by score, the larger first, of equal ones the earlier."""
+    out = torch.full((logits.shape[0], topk), -1, dtype=torch.int32, device="cpu")
+    for t, (start, end) in enumerate(zip(row_starts.tolist(), row_ends.tolist(), strict=True)):
+        row: list[float] = logits[t, max(start, 0) : max(end, 0)].tolist()
+        ranked = sorted((-score, position) for position, score in enumerate(row) if score > -math.inf)
+        best = [position for _, position in ranked[:topk]]
+        out[t, : len(best)] = torch.tensor(sorted(best), dtype=torch.int32)
+    return out
+
+
+def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor], *, remark: str = "") -> Iterator[Finding]:
+    """Positions, exactly."""
+    yield same_bits(f"out{remark}", got["out"], want["out"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopkSelectParams(Params):
+    """One topk_select call.
+
+    Attributes:
+        topk: K. length: N.
+        scores: "plain"; "ties", few different ones; "equal", all of them; "ascending", the largest last; "holes", -inf, NaN,
+            +inf and zeros of both signs among them; "absent", nothing but -inf.
+        ranges: "whole"; "mixed": ends before K, at K and past N, negative starts, a start past the end, one column.
+        inputs, outputs: "packed" or "views"; outputs also "fresh", allocated by the callee.
+    """
+
+    primitive = TOPK_SELECT
+    says = "k{topk}! n{length}! {scores} ranges_{ranges} in{inputs} out_{outputs}"
+    topk: int
+    length: int
+    scores: str = "plain"
+    ranges: str = "whole"
+    inputs: str = "packed"
+    outputs: str = "fresh"
+
+    def request(self, device: DeviceFacts) -> Request:
+        """See Params."""
+        return Request(primitive=self.primitive, device=device, topk=self.topk, graph=self.run == "graph")
+
+    def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
+        """See Params."""
+        g, stage, apart = generator(seed), Stage(device), self.inputs == "views"
+        logits = torch.randn(ROWS, self.length, generator=g)
+        if self.scores == "ties":
+            logits = (2 * logits).round() / 2
+        elif self.scores == "equal":
+            logits.fill_(-3.5)
+        elif self.scores == "ascending":
+            logits = logits.sort(dim=1).values
+        elif self.scores == "holes":
+            for i, value in enumerate((-math.inf, math.nan, math.inf, 0.0, -0.0)):
+                logits[:, i::9] = value
+        elif self.scores == "absent":
+            logits.fill_(-math.inf)
+        starts, ends = torch.zeros(ROWS, dtype=torch.int32), torch.full((ROWS,), self.length, dtype=torch.int32)
+        if self.ranges == "mixed":
+            starts = torch.tensor([0, 3, -7, 5, self.length + 9, 1], dtype=torch.int32)
+            ends = torch.tensor([self.topk, self.length + 100, self.length, 2, self.length, 2], dtype=torch.int32)
+        args = {
+            "logits": stage.read("logits", logits, strided=apart),
+            "row_starts": stage.read("row_starts", starts),
+            "row_ends": stage.read("row_ends", ends),
+        }
+        shape = (ROWS, self.topk)
+        keywords: dict[str, Any] = {"topk": self.topk}
+        if self.outputs != "fresh":
+            keywords["out"] = stage.write("out", shape, torch.int32, strided=self.outputs == "views")
+        want = topk_select(logits, starts, ends, topk=self.topk)
+
+        def judge(results: Results, stage: Stage) -> Iterator[Finding]:
+            yield from findings("any", results, {"out": want})
+
+        return Problem(stage, args, keywords, {"out": (shape, torch.int32)}, judge, frozenset({"out"}))
+
+
+def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[TopkSelectParams]:
+    """What a level asks of an implementation of topk_select."""
+    widths = topks(implementation, facts, level)
+    axes: dict[str, list[Any]] = {
+        "topk": [1, *widths][: None if level != "smoke" else 2],
+        "length": [300, 1, 3000],
+        "scores": ["plain", "ties", "equal", "ascending", "holes", "absent"],
+        "ranges": ["whole", "mixed"],
+        "inputs": ["packed", "views"],
+        "outputs": ["fresh", "packed", "views"],
+        "run": ["once", "repeat"],
+    }
+    if facts.device_type == "cpu":
+        axes["topk"] = [topk for topk in axes["topk"] if topk <= 128]
+    for choice in covering(axes, strength={"smoke": 1, "quick": 2, "full": 3}[level]):
+        yield TopkSelectParams(**choice)
+    if level == "smoke":
+        return
+    base = TopkSelectParams(topk=axes["topk"][-1], length=LONG, ranges="mixed")
+    yield from (replace(base, scores=scores) for scores in axes["scores"])
+    if can_capture(implementation, facts):
+        yield replace(base, run="graph", outputs="packed")
+
+
+def _of_request(request: Request, name: str) -> TopkSelectParams:
+    return TopkSelectParams(topk=request.topk or 64, length=300, scores="holes", ranges="mixed", outputs="packed")
+
+
+PROBLEMS: Final = Problems(
+    primitive=TOPK_SELECT,
+    oracle=topk_select,
+    tolerances=TOLERANCES,
+    findings=findings,
+    params=_params,
+    of_request=_of_request,
+    sizes=("topk",),
+    variants=one_variant("holes"),
+    rows=ROWS,
+)
