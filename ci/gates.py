@@ -28,6 +28,7 @@ from pathlib import Path
 from mla_portable.registry import get_registry
 from mla_portable.tools.matrix import RecordError, Records, gates, read_records
 from mla_portable.tools.matrix.claims import COMPILER, suite_cases
+from mla_portable.tools.matrix.evidence import is_native
 from mla_portable.tools.matrix.fold import wrongly_removed
 from mla_portable.tools.matrix.generated import differences, generate
 from mla_portable.tools.matrix.record import compiled_records, origin_of
@@ -66,7 +67,7 @@ def schema(options: argparse.Namespace) -> list[str]:
         unbound = [
             f"{each.where}: bound to no commit; enter it with ci/record_evidence.py add"
             for each in records().evidence
-            if each.data["commit"] is None and (each.kind == "benchmark" or each.data.get("mode") in ("native", "ptx"))
+            if each.data["commit"] is None and is_native(each.data)
         ]
     except RecordError as error:
         return [str(error)]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,8 +238,8 @@ def test_regressions_catches_a_benchmark_slower_than_its_record(records: Records
 
 
 def test_untested_catches_a_promise_without_a_case() -> None:
-    whole = ({"kv_layout": "bf16", "num_heads": 128}, {"kv_layout": "bf16", "num_heads": 1})
-    sized = [case | {"block_size": 64} for case in whole]
+    whole = [SimpleNamespace(kv_layout="bf16", num_heads=heads, block_size=None) for heads in (128, 1)]
+    sized = [SimpleNamespace(**vars(case) | {"block_size": 64}) for case in whole]
     for collected, more, word in (
         (whole, {}, ""),
         ((), {}, "no case"),
