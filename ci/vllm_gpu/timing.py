@@ -24,8 +24,6 @@ from torch import Tensor
 
 from mla_portable.tools.bench.timing import captured
 
-__all__ = ["measure", "starting"]
-
 _BATCHES: Final = {
     "256 decodes + 32 prefills": ([1] * 256, [64] * 32),
     "64 decodes + 4 prefills": ([1] * 64, [512] * 4),
