@@ -117,7 +117,7 @@ def choose(members, member: str, config):
 
 def stock_serves(monkeypatch: pytest.MonkeyPatch, member: str, refuses: str | None) -> type:
     """The stock class of a member, made to serve every configuration or to refuse with a reason."""
-    stock = auto._resolve(AttentionBackendEnum[member].value)
+    stock = auto._stock(member)[0]
     reasons = [refuses] if refuses else []
     # vLLM's own signature, so that what is passed is checked against it.
     check = functools.wraps(stock.validate_configuration.__func__)
