@@ -228,11 +228,6 @@ def test_times_that_cannot_be_told_apart_leave_the_choice_to_declared_preference
     assert chosen(100.0, 104.0) == "a.v1"
 
 
-def test_heads_are_those_of_the_next_larger_count_that_was_timed():
-    assert cost("ours.v1", num_heads=8, rows=1) == cost("ours.v1", num_heads=16, rows=1) == 10
-    assert cost("ours.v1", num_heads=17, rows=1) == cost("ours.v1", num_heads=64, rows=1) == 20
-
-
 def test_each_implementation_has_its_own_nearest_head_count():
     """Up to 16 heads `few` was timed, `many` for 16 and 64: 32 heads are two calls of the one, a padded call of the other."""
     known = MeasuredCosts(
@@ -408,15 +403,6 @@ def test_every_device_that_was_timed_has_one_profile_whose_facts_find_its_costs(
     for name in names:
         (profile,) = [each for each in PROFILES.values() if each.matches(name)]
         assert costs.device_of(name) == costs.device_of(profile.device_facts().name) == profile.name
-
-
-def test_the_process_finds_the_same_costs_for_a_driver_and_for_a_profile():
-    registry = Registry(environ={}, probe=False, costs="measured")
-    simulated = PROFILES["h100"].device_facts()
-    asked = Request(SPARSE_DECODE, simulated, kv_layout="bf16", num_heads=128, topk=2048, block_size=64, rows=256)
-    there = asked.but(device=replace(simulated, name="NVIDIA H100 80GB HBM3"))
-    profile, driver = (registry.decide(each, probe=False) for each in (asked, there))
-    assert [(v.implementation, v.cost) for v in profile.verdicts] == [(v.implementation, v.cost) for v in driver.verdicts]
 
 
 class Timed:

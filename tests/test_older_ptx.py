@@ -91,47 +91,6 @@ else:
     )
 
 
-def test_processes_share_the_work_and_one_that_dies_is_a_failed_case(tmp_path: Path) -> None:
-    """On the reference, with a kernel compiled beside each case; the registry is one that no worker could build."""
-    (tmp_path / "worker_file.py").write_text(
-        """
-import os
-from pathlib import Path
-from no_driver import compiled, run_older_ptx
-LOADED = Path("loaded").resolve()
-
-def run(case, device):
-    result = run_older_ptx.run_older(80, LOADED, case, device)
-    compiled(80)
-    if "-absent-" in case.id:
-        os._exit(3)
-    return result
-"""
-    )
-    python(
-        tmp_path,
-        """
-from worker_file import LOADED, run
-from mla_portable.tools.conformance import run_suite
-from mla_portable.primitives import CONVERT_INDICES
-from mla_portable.registry import Registry, get_registry
-
-if __name__ == "__main__":
-    registry = Registry(facts={"cpu": get_registry().facts("cpu")}, environ={}, probe=False)
-    only = [CONVERT_INDICES]
-    report = run_suite(registry, "reference", device="cpu", level="smoke", primitives=only, jobs=2, worker=run)
-    alone = run_suite(registry, "reference", device="cpu", level="smoke", primitives=only)
-    assert [each.case.id for each in report.results] == [each.case.id for each in alone.results] and alone.ok
-    lines = LOADED.read_text().splitlines()
-    assert [line.split()[1] for line in lines] == ["double"] * len(report.results)
-    assert len({line.split()[0] for line in lines}) == 3, "two workers, and one in place of the dead one"
-    bad = {each.case.id: each for each in report.results if each.status != "passed"}
-    assert [name for name in bad if "-absent-" in name] == list(bad) and len(bad) == 1 and not report.ok
-    assert all("BrokenProcessPool" in each.message for each in bad.values())
-""",
-    )
-
-
 # ------------------------------------------------------------------ what a record of such a run is worth
 
 
