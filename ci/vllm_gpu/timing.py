@@ -39,6 +39,12 @@ _BUILDS, _FORWARDS, _STEPS, _LAYERS = 200, 50, 40, 10
 _TURNS: Final = 6
 """Of each engine, each _STEPS long; a prompt's tokens last for all of them and for the prefills of the others."""
 
+_OF_THE_LAYER: Final = (
+    *("num_heads", "head_size", "scale", "kv_cache_dtype", "indexer", "kv_b_proj", "kv_lora_rank", "q_lora_rank"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"),
+)
+"""What a layer passes to its implementation as it has it."""
+
 Sides = dict[str, Any]
 """Of "ours" and of "stock"."""
 
@@ -118,25 +124,12 @@ def _stock(llm: Any, runner: Any, ours: Any) -> tuple[Any, Any]:
     config = llm.llm_engine.vllm_config
     layer = config.compilation_config.static_forward_context[ours.layer_names[0]]
     unlock_workspace()  # the engine's is as large as its own backend wants it
-    sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "q_lora_rank", "kv_b_proj")
+    copied = {name: getattr(layer, name) for name in _OF_THE_LAYER}
+    absent = dict.fromkeys(("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name"))
+    given = {"num_kv_heads": 1, "attn_type": "decoder", "topk_indices_buffer": layer.impl.topk_indices_buffer}
     with set_current_vllm_config(config):
         builder = FlashMLASparseBackend.get_builder_cls()(ours.kv_cache_spec, ours.layer_names, config, runner.device)
-        impl = FlashMLASparseBackend.get_impl_cls()(
-            num_heads=layer.num_heads,
-            head_size=layer.head_size,
-            scale=layer.scale,
-            num_kv_heads=1,
-            alibi_slopes=None,
-            sliding_window=None,
-            kv_cache_dtype=layer.kv_cache_dtype,
-            logits_soft_cap=None,
-            attn_type="decoder",
-            kv_sharing_target_layer_name=None,
-            indexer=layer.indexer,
-            topk_indices_buffer=layer.impl.topk_indices_buffer,
-            **{name: getattr(layer, name) for name in sizes},
-        )
-    return builder, impl
+        return builder, FlashMLASparseBackend.get_impl_cls()(**copied, **absent, **given)
 
 
 def _builds(runner: Any, builders: Sides) -> dict[str, dict[str, tuple[float, float]]]:
