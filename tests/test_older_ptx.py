@@ -43,6 +43,8 @@ def double(x):
     tl.store(x, 2 * tl.load(x))
 """
 NO_DRIVER = """
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 import run_older_ptx, triton
 from kernel_file import double
@@ -52,28 +54,7 @@ run_older_ptx.triton_driver = SimpleNamespace(active=SimpleNamespace())
 
 def compiled(capability):
     return triton.compile(ASTSource(double, {"x": "*fp32"}, constexprs={}), target=GPUTarget("cuda", capability, 32))
-"""
 
-
-def python(folder: Path, script: str) -> None:
-    """Run a script in a process of its own, whose modules are `kernel_file`, `no_driver` and those of ci/."""
-    (folder / "kernel_file.py").write_text(KERNEL)
-    (folder / "no_driver.py").write_text(NO_DRIVER)
-    (folder / "script.py").write_text(script)
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "ci"), str(folder)])
-    command = [sys.executable, str(folder / "script.py")]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_compiled_kernel_hands_its_ptx_to_the_driver(tmp_path: Path) -> None:
-    python(
-        tmp_path,
-        """
-import sys
-from pathlib import Path
-from no_driver import GPUTarget, compiled, run_older_ptx
 loaded = Path("loaded")
 run_older_ptx.load_ptx_instead(80, loaded)
 run_older_ptx.load_ptx_instead(80, loaded)
@@ -87,8 +68,18 @@ except RuntimeError as error:
     assert "not for sm_80" in str(error)
 else:
     sys.exit("PTX for another architecture went through")
-""",
-    )
+"""
+
+
+def test_a_compiled_kernel_hands_its_ptx_to_the_driver(tmp_path: Path) -> None:
+    """In a process of its own, whose driver is a stand-in."""
+    (tmp_path / "kernel_file.py").write_text(KERNEL)
+    (tmp_path / "script.py").write_text(NO_DRIVER)
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "ci"), str(tmp_path)])
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # ------------------------------------------------------------------ what a record of such a run is worth

@@ -76,7 +76,7 @@ def vllm_status(registry: Registry, device: torch.device, *, environ: Mapping[st
     note = _obstacle(mode, environ)
     choices: list[Choice] = []
     for layout, heads in product(("fp8_ds_mla", "bf16"), _HEADS):
-        limits = {"max_num_tokens": 8192, "max_num_reqs": 256, "max_model_len": 163840}
+        limits: dict[str, Any] = {"max_num_tokens": 8192, "max_num_reqs": 256, "max_model_len": 163840}
         spec = AttentionSpec(num_heads=heads, softmax_scale=192**-0.5, kv_layout=layout, need_lse=False, **limits)
         decision = decide_route(registry, spec, device)
         choices.append(Choice(layout, heads, decision.chosen, served_by(decision)))

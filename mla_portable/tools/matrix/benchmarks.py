@@ -105,9 +105,3 @@ def measured_times(evidence: Sequence[Evidence], hashes: Hashes) -> list[Measure
         )
         newest[astuple(replace(time, us=0, recorded="", source_hash=""))] = time
     return list(newest.values())
-
-
-def timed_devices(times: Iterable[MeasuredTime], profiles: Iterable[Profile]) -> dict[str, str]:
-    """Name -> pattern of the profiles that the times' devices match."""
-    names = {each.device for each in times}
-    return {profile.name: profile.pattern for profile in profiles if any(map(profile.matches, names))}
