@@ -132,14 +132,6 @@ def _stock(llm: Any, runner: Any, ours: Any) -> tuple[Any, Any]:
         return builder, FlashMLASparseBackend.get_impl_cls()(**copied, **absent, **given)
 
 
-def _builds(runner: Any, builders: Sides) -> dict[str, dict[str, tuple[float, float]]]:
-    commons = {name: _common(runner, *lengths, _BUILD_CONTEXT) for name, lengths in _BATCHES.items()}
-    return {
-        name: {who: _host_us(partial(builder.build, 0, common), _BUILDS) for who, builder in builders.items()}
-        for name, common in commons.items()
-    }
-
-
 def _fill(layer: Any, blocks: int) -> None:
     """Random tokens in the first `blocks` blocks of the layer's cache."""
     device = layer.kv_cache.device
@@ -257,7 +249,10 @@ def measure(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
     with turn(where), torch.inference_mode():
         builder, impl = _stock(llm, runner, ours)
         builders, impls = {"ours": ours, "stock": builder}, {"ours": layer.impl, "stock": impl}
-        found["builds"] = _builds(runner, builders)
+        for name, lengths in _BATCHES.items():
+            common = _common(runner, *lengths, _BUILD_CONTEXT)
+            builds = {who: _host_us(partial(each.build, 0, common), _BUILDS) for who, each in builders.items()}
+            found.setdefault("builds", {})[name] = builds
         _fill(layer, 1 + max(options["batches"]) * -(-options["context"] // 64))
         found["forwards"] = _forwards(runner, builders, impls, layer)
         found["layers"] = {
