@@ -102,15 +102,16 @@ def test_configurations_suit_warps_of_64_and_the_least_dot(arch):
 def test_no_corex_device_asks_for_the_e4m3_type(monkeypatch):
     """What opens the gate of the float8 rule is the device's fact."""
     from mla_portable_iluvatar.detection import Evidence, Signals, characterise
-    from mla_portable_triton import bind_attention
+    from mla_portable_triton.bind_attention import bind_sparse_prefill
+    from mla_portable_triton.kernels import sparse_attention
 
     facts = characterise(Signals("cuda", "TG-V200 OAM", (8, 0)), Evidence("device name"), graph_capture=None)
     assert isinstance(facts, DeviceFacts) and facts.warp_size == 64
     seen: list[bool] = []
-    monkeypatch.setattr(bind_attention.attention, "launch", lambda *args, e4m3_native, **more: seen.append(e4m3_native))
+    monkeypatch.setattr(sparse_attention, "launch", lambda *args, e4m3_native, **more: seen.append(e4m3_native))
     import torch
 
-    call = bind_attention.bind_sparse_prefill(Request(SPARSE_PREFILL, facts, kv_layout="fp8_ds_mla", num_heads=2))
+    call = bind_sparse_prefill(Request(SPARSE_PREFILL, facts, kv_layout="fp8_ds_mla", num_heads=2))
     q, kv = torch.zeros(1, 2, 576, dtype=torch.bfloat16), torch.zeros(1, 1, 656, dtype=torch.uint8)
     call(q, kv, torch.zeros(1, 4, dtype=torch.int32), softmax_scale=1.0)
     assert seen == [False]
