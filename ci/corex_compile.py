@@ -87,9 +87,7 @@ def compile_2(triton: Any, variant: Any) -> None:
         places = {name: place for place, name in enumerate(variant.kernel.arg_names)}
         signature = {places[name]: kind for name, kind in signature_of(variant).items()}
         pointers = tuple(place for place, kind in signature.items() if kind.startswith("*"))
-        descriptor = namedtuple(
-            "instance_descriptor", ["divisible_by_16", "equal_to_1", "ids_of_folded_args", "divisible_by_8"]
-        )
+        descriptor = namedtuple("instance_descriptor", "divisible_by_16 equal_to_1 ids_of_folded_args divisible_by_8")
         triton.compile(
             variant.kernel,
             signature=signature,

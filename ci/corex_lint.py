@@ -23,9 +23,8 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 KERNELS: Final = Path(__file__).parents[1] / "backends" / "triton" / "src" / "mla_portable_triton" / "kernels"
 IN_MATH: Final = frozenset({"div_rn", "exp2", "log2"})
@@ -44,29 +43,20 @@ LAUNCH_OPTIONS: Final = frozenset({"num_warps", "num_stages"})
 GATE: Final = "NATIVE"
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One thing that a CoreX Triton would not accept. rule: of the module's docstring."""
 
-    file: str
     line: int
     rule: str
     text: str
 
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.rule}: {self.text}"
 
-
-def lint_file(path: Path) -> list[Finding]:
-    return lint_source(path.read_text(encoding="utf-8"), path.name)
-
-
-def lint_source(source: str, file: str = "<text>") -> list[Finding]:
+def lint_source(source: str) -> list[Finding]:
     """Every finding in the text of one file."""
     tree = ast.parse(source)
     found = [each for function, jit in _jitted(tree) for each in _kernel(function, jit)]
     found += _launches(tree)
-    return [Finding(file, node.lineno, rule, text) for node, rule, text in found]
+    return [Finding(node.lineno, rule, text) for node, rule, text in found]
 
 
 def _jitted(tree: ast.AST) -> Iterator[tuple[ast.FunctionDef, ast.expr]]:
@@ -143,8 +133,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, default=sorted(KERNELS.glob("*.py")))
     options = parser.parse_args()
-    found = [finding for path in options.files for finding in lint_file(path)]
-    print(*found, sep="\n", end="\n" if found else "")
+    found = [(path.name, *each) for path in options.files for each in lint_source(path.read_text(encoding="utf-8"))]
+    for file, line, rule, text in found:
+        print(f"{file}:{line}: {rule}: {text}")
     print(f"{len(options.files)} files, {len(found)} findings")
     return 1 if found else 0
 

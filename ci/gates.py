@@ -21,13 +21,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 
 from mla_portable.registry import get_registry
 from mla_portable.tools.matrix import RecordError, Records, gates, read_records
-from mla_portable.tools.matrix.claims import COMPILER, suite_cases
+from mla_portable.tools.matrix.claims import COMPILER, Claim, suite_cases
+from mla_portable.tools.matrix.evidence import is_native
 from mla_portable.tools.matrix.fold import wrongly_removed
 from mla_portable.tools.matrix.generated import differences, generate
 from mla_portable.tools.matrix.record import compiled_records, origin_of
@@ -66,7 +68,7 @@ def schema(options: argparse.Namespace) -> list[str]:
         unbound = [
             f"{each.where}: bound to no commit; enter it with ci/record_evidence.py add"
             for each in records().evidence
-            if each.data["commit"] is None and (each.kind == "benchmark" or each.data.get("mode") in ("native", "ptx"))
+            if each.data["commit"] is None and is_native(each.data)
         ]
     except RecordError as error:
         return [str(error)]
@@ -77,18 +79,6 @@ def schema(options: argparse.Namespace) -> list[str]:
     return unbound + wrongly_removed(before, now)
 
 
-def staleness(_: argparse.Namespace) -> list[str]:
-    return gates.staleness(records().cells(), records().profiles)
-
-
-def claims(_: argparse.Namespace) -> list[str]:
-    return gates.claims_within_evidence(records().cells(), records().declarations.claims, records().profiles)
-
-
-def untested(_: argparse.Namespace) -> list[str]:
-    return gates.untested_claims(records().declarations.claims, records().profiles, suite_cases(get_registry()))
-
-
 def strict(_: argparse.Namespace) -> list[str]:
     paths = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "backends").glob("*/tests/**/*.py")]
     files = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(paths)}
@@ -96,14 +86,6 @@ def strict(_: argparse.Namespace) -> list[str]:
     if "xfail_strict = true" not in (ROOT / "pyproject.toml").read_text(encoding="utf-8"):
         problems.append("pyproject.toml: xfail_strict = true is gone from [tool.pytest.ini_options]")
     return problems
-
-
-def regressions(_: argparse.Namespace) -> list[str]:
-    return gates.regressions(records().evidence)
-
-
-def generated(_: argparse.Namespace) -> list[str]:
-    return differences(generate(CAPABILITY))
 
 
 def compile_again(options: argparse.Namespace) -> list[str]:
@@ -128,8 +110,20 @@ def compile_again(options: argparse.Namespace) -> list[str]:
     return problems
 
 
-GATES = {each.__name__: each for each in (schema, staleness, claims, untested, strict, regressions, generated)}
-GATES["compile"] = compile_again
+def claimed() -> tuple[Claim, ...]:
+    return records().declarations.claims
+
+
+GATES: dict[str, Callable[[argparse.Namespace], list[str]]] = {
+    "schema": schema,
+    "staleness": lambda _: gates.staleness(records().cells(), records().profiles),
+    "claims": lambda _: gates.claims_within_evidence(records().cells(), claimed(), records().profiles),
+    "untested": lambda _: gates.untested_claims(claimed(), records().profiles, suite_cases(get_registry())),
+    "strict": strict,
+    "regressions": lambda _: gates.regressions(records().evidence),
+    "generated": lambda _: differences(generate(CAPABILITY)),
+    "compile": compile_again,
+}
 
 
 def main() -> int:

@@ -33,7 +33,7 @@ from mla_portable.registry import get_registry
 from mla_portable.tools.bench.kernel_machine import driver_version
 from mla_portable.tools.matrix import Records, read_records
 from mla_portable.tools.matrix.benchmarks import benchmark_records
-from mla_portable.tools.matrix.claims import COMPILER, Declarations, collect_declarations
+from mla_portable.tools.matrix.claims import COMPILER, Claim, collect_declarations
 from mla_portable.tools.matrix.evidence import Evidence, append_evidence, parse_evidence, record_line
 from mla_portable.tools.matrix.fold import fold, scrubbed
 from mla_portable.tools.matrix.record import Origin, compiled_records, conformance_records, mode_of, origin_of, profile_of
@@ -41,25 +41,31 @@ from mla_portable.tools.matrix.records import EVIDENCE, hashes_of, read_profiles
 
 ROOT = Path(__file__).parents[1]
 CAPABILITY = ROOT / "capability"
+UNBOUND = {"commit": None, "dirty": True}
 
 
-def read() -> tuple[Records, Declarations]:
-    records = read_records(CAPABILITY, get_registry())
-    return records, records.declarations
+def read() -> Records:
+    return read_records(CAPABILITY, get_registry())
 
 
-def good(records: Records, level: str) -> set[tuple[str, str, str]]:
-    """(implementation, primitive, device) that today's sources have a good proof of a level for."""
-    return {
+def unproven(records: Records, claims: list[Claim], level: str) -> set[tuple[str, str]]:
+    """(primitive, device) of claims of one backend that today's sources have no good proof of a level for."""
+    good = {
         (cell.implementation, cell.primitive, cell.device)
         for cell in records.cells()
         if any(proof.level == level and proof.status == "ok" for proof in cell.proofs)
     }
+    return {
+        (claim.primitive, slug)
+        for claim in claims
+        for slug in records.profiles
+        if not claim.devices[slug] and (claim.implementation, claim.primitive, slug) not in good
+    }
 
 
-def refuse_if_changed(records: Records, declared: Declarations) -> None:
+def refuse_if_changed(records: Records) -> None:
     """Sources that change while they run are proven in neither state. Raises: SystemExit."""
-    if hashes_of(declared, [profile.arch for profile in records.profiles.values()]) != records.hashes:
+    if hashes_of(records.declarations, [profile.arch for profile in records.profiles.values()]) != records.hashes:
         raise SystemExit("sources changed while they ran; nothing is recorded, run this again")
 
 
@@ -75,24 +81,14 @@ def compile_lines(module: str, targets: list[str]) -> list[dict[str, Any]]:
 
 
 def compiled(options: argparse.Namespace) -> int:
-    records, declared = read()
-    proven = good(records, "compiled")
-    failed = 0
-    for module in dict.fromkeys(claim.module for claim in declared.claims if claim.targets):
-        claims = [claim for claim in declared.claims if claim.module == module and claim.targets]
-        if options.plugin and claims[0].plugin not in options.plugin:
-            continue
-        missing = [
-            target
-            for target in claims[0].targets
-            if options.all
-            or any(
-                (claim.implementation, claim.primitive, slug) not in proven
-                for claim in claims
-                for slug, profile in records.profiles.items()
-                if profile.arch == target and not claim.devices[slug]
-            )
-        ]
+    records, failed = read(), 0
+    by_module: dict[str, list[Claim]] = {}
+    for claim in records.declarations.claims:
+        if claim.targets and claim.plugin in (options.plugin or [claim.plugin]):
+            by_module.setdefault(claim.module, []).append(claim)
+    for module, claims in by_module.items():
+        archs = {records.profiles[slug].arch for claim in claims for slug in unproven(records, claim, "compiled")}
+        missing = [target for target in claims[0].targets if options.all or target in archs]
         if not missing:
             print(f"{claims[0].plugin}: compiled for {', '.join(claims[0].targets)} already, from these sources")
             continue
@@ -100,10 +96,9 @@ def compiled(options: argparse.Namespace) -> int:
         with ThreadPoolExecutor(2) as pool:
             lines = [line for part in pool.map(partial(compile_lines, module), halves) for line in part]
         origin = origin_of(ROOT, f"python -m {module}.{COMPILER} --json {' '.join(missing)}")
-        refuse_if_changed(records, declared)
-        made = compiled_records(lines, module, declared, records.profiles, origin)
-        backend = claims[0].implementation.partition(".")[0]
-        append_evidence(records.folder / EVIDENCE / "compiled" / f"{backend}.jsonl", made, records.profiles)
+        refuse_if_changed(records)
+        made = compiled_records(lines, module, records.declarations, records.profiles, origin)
+        append_all(made, records)
         failed += sum(record["cases"]["failed"] for record in made)
         print(f"{claims[0].plugin}: {len(lines)} variants compiled for {', '.join(missing)}; {len(made)} records")
     return int(failed > 0)
@@ -113,21 +108,17 @@ def conform(options: argparse.Namespace) -> int:
     from mla_portable.contracts import Primitive
     from mla_portable.tools.conformance import run_suite
 
-    records, declared = read()
+    records = read()
     device = torch.device(options.device or get_registry().default_device())
     facts = get_registry().facts(device)
     profile = profile_of(facts.name, records.profiles)
-    claims = [c for c in declared.claims if options.backend in (c.implementation, c.implementation.partition(".")[0])]
+    claims = [c for c in records.declarations.claims if options.backend in (c.implementation, c.backend)]
     if not claims:
         raise SystemExit(f"{options.backend}: no such backend; there is {', '.join(get_registry().backends)}")
     native = any(mode_of(claim, device.type, os.environ) == "native" for claim in claims)
-    proven = good(records, "verified" if native else "interpreted")
-    todo = [
-        claim.primitive
-        for claim in claims
-        if not claim.devices[profile.slug]
-        and (options.all or (claim.implementation, claim.primitive, profile.slug) not in proven)
-    ]
+    missing = unproven(records, claims, "verified" if native else "interpreted")
+    included = dict.fromkeys(claim.primitive for claim in claims if not claim.devices[profile.slug])
+    todo = [primitive for primitive in included if options.all or (primitive, profile.slug) in missing]
     if not todo:
         print(f"{options.backend}: proven on {profile.slug} already, from these sources")
         return 0
@@ -147,20 +138,27 @@ def conform(options: argparse.Namespace) -> int:
         print(f"{bad.status} {bad.case.id}: {bad.message}")
     for each in report.unavailable:
         print(f"not run: {each.implementation} / {each.primitive}: {'; '.join(map(str, each.reasons))}")
-    refuse_if_changed(records, declared)
-    made = conformance_records(report, declared, records.profiles, origin, driver=driver(device))
+    refuse_if_changed(records)
+    made = conformance_records(report, records.declarations, records.profiles, origin, driver=driver(device))
     if options.out is not None:
         write_unbound(options.out, made)
     else:
-        path = records.folder / EVIDENCE / profile.slug / f"{options.backend.partition('.')[0]}.jsonl"
-        append_evidence(path, made, records.profiles)
+        append_all(made, records)
     print(f"{options.backend} on {profile.slug}: {report.passed} passed, {report.failed} failed; {len(made)} records")
     return int(not report.ok)
 
 
+def append_all(made: list[dict[str, Any]], records: Records) -> None:
+    """Append records to the files of their devices and backends."""
+    for record in made:
+        folder = record["device"]["profile"] if "device" in record else "compiled"
+        path = records.folder / EVIDENCE / folder / f"{record['implementation'].partition('.')[0]}.jsonl"
+        append_evidence(path, [record], records.profiles)
+
+
 def write_unbound(path: Path, made: list[dict[str, Any]]) -> None:
     """Records that are bound to no commit yet, for `add`."""
-    lines = [record_line({**record, "commit": None, "dirty": True}) for record in made]
+    lines = [record_line(record | UNBOUND) for record in made]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(lines)
@@ -177,8 +175,8 @@ def driver(device: torch.device) -> str | None:
 def bench(options: argparse.Namespace) -> int:
     from mla_portable.tools.bench.kernel_records import read_lines
 
-    records, declared = read()
-    made, left_out = benchmark_records(read_lines(options.times), declared, records.profiles, origin_of(ROOT, ""))
+    records, lines = read(), read_lines(options.times)
+    made, left_out = benchmark_records(lines, records.declarations, records.profiles, origin_of(ROOT, ""))
     for why in left_out:
         print(f"left out: {why}")
     if not made:
@@ -187,13 +185,12 @@ def bench(options: argparse.Namespace) -> int:
         write_unbound(options.out, made)
         print(f"{len(made)} records written to {options.out}")
         return 0
-    return append_bound([{**record, "commit": None, "dirty": True} for record in made], records)
+    return append_bound([record | UNBOUND for record in made], records)
 
 
 def add(options: argparse.Namespace) -> int:
-    records, _ = read()
     lines = options.file.read_text(encoding="utf-8").splitlines()
-    return append_bound([scrubbed(json.loads(line)) for line in lines], records)
+    return append_bound([scrubbed(json.loads(line)) for line in lines], read())
 
 
 def fold_all(_: argparse.Namespace) -> int:
@@ -217,10 +214,7 @@ def append_bound(made: list[dict[str, Any]], records: Records) -> int:
     for record in made:
         if record["commit"] is None:
             bind(record, records, origin)
-    for record in made:
-        home = record["device"]["profile"] if "device" in record else "compiled"
-        path = records.folder / EVIDENCE / home / f"{record['implementation'].partition('.')[0]}.jsonl"
-        append_evidence(path, [record], records.profiles)
+    append_all(made, records)
     print(f"{len(made)} records added")
     return 0
 
@@ -229,9 +223,7 @@ def bind(record: dict[str, Any], records: Records, origin: Origin) -> None:
     """Give a record the commit of this tree, which must be clean and hold the very sources that ran. Raises: SystemExit."""
     name = f"{record['implementation']} / {record['primitive']}"
     if origin.dirty or origin.commit is None:
-        raise SystemExit(
-            f"{name}: it is bound to no commit, and this tree has uncommitted changes: commit, then run this again"
-        )
+        raise SystemExit(f"{name}: bound to no commit, and this tree has uncommitted changes: commit, then run this again")
     changed = records.hashes.changed(Evidence(name, record))
     if changed:
         raise SystemExit(f"{name}: {changed} that ran are not those of this tree; check out the commit that ran")
@@ -241,26 +233,21 @@ def bind(record: dict[str, Any], records: Records, origin: Origin) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("compiled")
-    command.set_defaults(run=compiled)
-    command.add_argument("plugin", nargs="*")
-    command.add_argument("--all", action="store_true")
-    command = commands.add_parser("conform")
-    command.set_defaults(run=conform)
-    command.add_argument("backend")
-    command.add_argument("--device")
-    command.add_argument("--level", default="quick", choices=("quick", "full"))
-    command.add_argument("--jobs", type=int, default=1)
-    command.add_argument("--all", action="store_true")
-    command.add_argument("--out", type=Path)
-    command = commands.add_parser("bench")
-    command.set_defaults(run=bench)
-    command.add_argument("times", type=Path)
-    command.add_argument("--out", type=Path)
-    commands.add_parser("fold").set_defaults(run=fold_all)
-    command = commands.add_parser("add")
-    command.set_defaults(run=add)
-    command.add_argument("file", type=Path)
+    tasks = {"compiled": compiled, "conform": conform, "bench": bench, "fold": fold_all, "add": add}
+    command = {name: commands.add_parser(name) for name in tasks}
+    for name, run in tasks.items():
+        command[name].set_defaults(run=run)
+    command["compiled"].add_argument("plugin", nargs="*")
+    command["conform"].add_argument("backend")
+    command["conform"].add_argument("--device")
+    command["conform"].add_argument("--level", default="quick", choices=("quick", "full"))
+    command["conform"].add_argument("--jobs", type=int, default=1)
+    command["bench"].add_argument("times", type=Path)
+    command["add"].add_argument("file", type=Path)
+    for name in ("compiled", "conform"):
+        command[name].add_argument("--all", action="store_true")
+    for name in ("conform", "bench"):
+        command[name].add_argument("--out", type=Path)
     options = parser.parse_args()
     return options.run(options)
 

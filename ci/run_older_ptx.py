@@ -80,7 +80,7 @@ def main() -> int:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("needs an NVIDIA GPU that is newer than the architecture")
-    records, declared = read()
+    records = read()
     older = next((profile for profile in records.profiles.values() if profile.arch == options.arch), None)
     if older is None or not options.arch.startswith("sm"):
         raise SystemExit(f"{options.arch}: no NVIDIA profile has this architecture")
@@ -94,24 +94,17 @@ def main() -> int:
         loaded.touch()
         if options.jobs == 1:
             load_ptx_instead(capability, loaded)
-        worker = partial(run_older, capability, loaded)
-        report = run_suite(
-            registry,
-            options.backend,
-            device="cuda",
-            level=options.level,
-            primitives=options.primitive,
-            jobs=options.jobs,
-            worker=worker,
-        )
+        how = {"device": "cuda", "level": options.level, "primitives": options.primitive, "jobs": options.jobs}
+        report = run_suite(registry, options.backend, **how, worker=partial(run_older, capability, loaded))
         kernels = len(loaded.read_text(encoding="utf-8").splitlines())
     if not kernels:
         raise SystemExit(f"{options.backend} loaded no Triton kernel: nothing of {options.arch} ran")
     for bad in (result for result in report.results if result.status != "passed"):
         print(f"{bad.status} {bad.case.id}: {bad.message}")
     origin = origin_of(ROOT, shlex.join(["python", "ci/run_older_ptx.py", *sys.argv[1:]]))
-    where = torch.device("cuda")
-    made = conformance_records(report, declared, records.profiles, origin, driver=driver(where), ran_on=here)
+    made = conformance_records(
+        report, records.declarations, records.profiles, origin, driver=driver(torch.device("cuda")), ran_on=here
+    )
     write_unbound(options.out, made)
     print(f"{options.arch} code on {here}, triton {triton.__version__}: {report.passed} passed, {report.failed} failed")
     print(f"{kernels} kernels loaded as PTX; {len(made)} records in {options.out}")

@@ -18,6 +18,7 @@ import json
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "tests" / "vllm" / "interfaces"
@@ -58,7 +59,7 @@ def parameters(node: ast.FunctionDef) -> str:
     return " ".join(found)
 
 
-def describe_class(node: ast.ClassDef) -> dict[str, object]:
+def describe_class(node: ast.ClassDef) -> dict[str, str | dict[str, str]]:
     methods = [n for n in node.body if isinstance(n, ast.FunctionDef)]
     targets = [n.target for n in node.body if isinstance(n, ast.AnnAssign)]
     targets += [target for n in node.body if isinstance(n, ast.Assign) for target in n.targets]
@@ -77,12 +78,9 @@ def attributes_of(tree: ast.AST, owner: str) -> set[str]:
 
 def plugin_imports() -> list[tuple[str, str]]:
     """(module, name) of every `from vllm... import name` in the plugin."""
-    found: set[tuple[str, str]] = set()
-    for path in PLUGIN.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-                found |= {(node.module or "", alias.name) for alias in node.names}
-    return sorted(found)
+    nodes = [node for path in PLUGIN.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module and n.module.split(".")[0] == "vllm"]
+    return sorted({(node.module, alias.name) for node in imports for alias in node.names})
 
 
 def defines(archive: zipfile.ZipFile, present: set[str], module: str, name: str) -> bool:
@@ -106,23 +104,27 @@ def bound_names(tree: ast.AST) -> set[str]:
     return found
 
 
-def extract(wheel: Path) -> dict[str, object]:
+def defined(tree: ast.AST, kind: type) -> dict[str, Any]:
+    """Name -> classes or functions of a module or a class."""
+    return {node.name: node for node in tree.body if isinstance(node, kind)}
+
+
+def extract(wheel: Path) -> dict[str, Any]:
     with zipfile.ZipFile(wheel) as archive:
-        present = set(archive.namelist())
-        trees = {path: ast.parse(archive.read(path)) for path in {*CLASSES, *FUNCTIONS, LAYER, *CALLERS} if path in present}
+        present, paths = set(archive.namelist()), {*CLASSES, *FUNCTIONS, LAYER, *CALLERS}
+        trees = {path: ast.parse(archive.read(path) if path in present else "") for path in paths}
         imports = {f"{module}:{name}": defines(archive, present, module, name) for module, name in plugin_imports()}
-    found: dict[str, object] = {"classes": {}, "functions": {}, "imports": imports}
+    found: dict[str, Any] = {"classes": {}, "functions": {}, "imports": imports}
     for path, names in CLASSES.items():
-        body = trees[path].body if path in trees else []
-        found["classes"] |= {n.name: describe_class(n) for n in body if isinstance(n, ast.ClassDef) and n.name in names}
+        classes = defined(trees[path], ast.ClassDef).items()
+        found["classes"] |= {name: describe_class(node) for name, node in classes if name in names}
     for path, names in FUNCTIONS.items():
-        body = trees[path].body if path in trees else []
-        functions = {n.name: parameters(n) for n in body if isinstance(n, ast.FunctionDef)}
+        functions = {name: parameters(node) for name, node in defined(trees[path], ast.FunctionDef).items()}
         found["functions"] |= {f"{path}:{name}": functions.get(name) for name in names}
-    layer = next(n for n in trees[LAYER].body if isinstance(n, ast.ClassDef) and n.name == "MLAAttention")
-    forward = next(n for n in layer.body if isinstance(n, ast.FunctionDef) and n.name == "forward_impl")
+    layer = defined(trees[LAYER], ast.ClassDef)["MLAAttention"]
+    forward = defined(layer, ast.FunctionDef)["forward_impl"]
     calls = [n for n in ast.walk(layer) if isinstance(n, ast.Call) and ast.unparse(n.func) == "impl_cls"]
-    read = [attributes_of(trees[path], name) for path, name in CALLERS.items() if path in trees]
+    read = [attributes_of(trees[path], name) for path, name in CALLERS.items()]
     names = {
         "metadata": attributes_of(forward, "attn_metadata"),
         "impl": attributes_of(layer, "self.impl").union(*read),

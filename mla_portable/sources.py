@@ -23,7 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["ARCH", "SourceNotFound", "module_file", "module_of", "source_hash", "tree_hash"]
+__all__ = ["ARCH", "SourceNotFound", "module_file", "source_hash", "tree_hash"]
 
 ARCH: Final = "{arch}"
 """In a source, stands for DeviceFacts.arch of the device that ran."""
@@ -47,11 +47,6 @@ def _top(package: str) -> Path:
     if spec is None or spec.origin is None:
         raise SourceNotFound(f"module {package}", "not installed here, so its sources cannot be hashed; install the plugin")
     return Path(spec.origin)
-
-
-def module_of(source: str) -> str:
-    """The module that a source lies in, or beside."""
-    return source.partition(":")[0]
 
 
 def module_file(source: str) -> Path:
@@ -94,29 +89,12 @@ def source_hash(sources: Iterable[str], arch: str = "") -> str:
     return digest.hexdigest()
 
 
-def tree_hash(packages: Iterable[str], following: tuple[str, ...] = ()) -> str:
-    """SHA-256 over the code of every module of packages, and of what they import from the packages in `following`.
-
-    A package that is not there has no modules. Raises: SourceNotFound for what is imported and is not there.
-    """
+def tree_hash(packages: Iterable[str]) -> str:
+    """SHA-256 over the code of every module of packages."""
     found: dict[str, Path] = {}
     for package in packages:
-        try:
-            folder = module_file(package).parent
-        except SourceNotFound:
-            continue
+        folder = module_file(package).parent
         found |= {f"{package}/{path.relative_to(folder).as_posix()}": path for path in folder.rglob("*.py")}
-    waiting = list(found.values())
-    while waiting:
-        for module in _imports(waiting.pop().read_text(encoding="utf-8")):
-            if module not in found and any(module == each or module.startswith(f"{each}.") for each in following):
-                try:
-                    path = module_file(module)
-                except SourceNotFound:  # an object of a module, which is imported as well
-                    continue
-                if path not in found.values():
-                    found[module] = path
-                    waiting.append(path)
     digest = hashlib.sha256()
     for name, path in sorted(found.items()):
         digest.update(f"{name}\0{_code(path)}\0".encode())
@@ -126,7 +104,7 @@ def tree_hash(packages: Iterable[str], following: tuple[str, ...] = ()) -> str:
 def _code(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
-        return _dump_module(text)
+        return _python(text)
     if path.suffix in _C_SUFFIXES:
         text = _C_COMMENT.sub(lambda found: " " if found[0].startswith("/") else found[0], text)
         return "\n".join(filter(None, map(str.strip, text.splitlines())))
@@ -139,7 +117,7 @@ def _parse(text: str) -> ast.Module:
 
 
 @lru_cache(maxsize=512)
-def _dump_module(text: str) -> str:
+def _python(text: str) -> str:
     return "".join(_dump(_parse(text)))
 
 
@@ -181,15 +159,6 @@ def _is_docstring(node: Any) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def _imports(text: str) -> Iterator[str]:
-    for node in ast.walk(_parse(text)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
 def _object(source: str, text: str, name: str, arch: str, apart: set[str]) -> str:
     """The code of an object, or of a table's row, with the module's other definitions that it uses.
 
@@ -198,7 +167,7 @@ def _object(source: str, text: str, name: str, arch: str, apart: set[str]) -> st
     name, _, key = name.partition("[")
     definitions = _definitions(_parse(text))
     if name not in definitions:
-        raise SourceNotFound(source, f"{module_of(source)} defines no {name}")
+        raise SourceNotFound(source, f"{source.partition(':')[0]} defines no {name}")
     wanted: list[ast.AST] = [*definitions[name]]
     if key:
         wanted = [_row(source, definitions[name], key.removesuffix("]").replace(ARCH, arch))]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from acme_records import acme_claim, conformance
+from acme_records import acme_claim
 from machines import A100, H200
 
 from mla_portable.contracts import Implementation, Primitive, Registrar, Request, Support, hookimpl
@@ -29,7 +29,7 @@ from mla_portable.tools.matrix.benchmarks import benchmark_records, measured_tim
 from mla_portable.tools.matrix.claims import Declarations
 from mla_portable.tools.matrix.evidence import Evidence, problems_of
 from mla_portable.tools.matrix.generated import generate
-from mla_portable.tools.matrix.levels import Hashes, evaluate
+from mla_portable.tools.matrix.levels import Hashes
 from mla_portable.tools.matrix.model import RecordError
 from mla_portable.tools.matrix.profiles import load_profiles
 from mla_portable.tools.matrix.record import Origin
@@ -95,11 +95,6 @@ def evidence(*made: dict[str, Any]) -> list[Evidence]:
     return [Evidence(f"test:{number}", record) for number, record in enumerate(made, 1)]
 
 
-CONFORMANCE = conformance(
-    layout="fp8_ds_mla", support=SUPPORT, device={"profile": "h200", "name": "NVIDIA H200", "arch": "sm90"}, topk=[2048]
-)
-
-
 # ---------------------------------------------------------------------- evidence
 
 
@@ -137,18 +132,6 @@ def test_an_undeclared_implementation_and_an_unknown_device_are_refused():
     elsewhere = {"name": "NVIDIA H201", "arch": "sm90", "vendor": "nvidia"}
     with pytest.raises(RecordError, match="no profile matches"):
         records(*(each | {"device": elsewhere} for each in (line(), *BASELINES)))
-
-
-def test_a_benchmark_makes_a_cell_measured_beside_its_conformance_run():
-    made = records(line(), *BASELINES)
-
-    def state(*chosen: dict[str, Any]) -> str:
-        cells = evaluate([claim()], evidence(*chosen), HASHES, PROFILES)
-        return next(cell.state for cell in cells if cell.device == "h200")
-
-    assert state(CONFORMANCE) == "verified"
-    assert state(CONFORMANCE, *made) == "measured"
-    assert state(*made) == "partial"
 
 
 # ---------------------------------------------------------------------- times that costs are made of
@@ -211,13 +194,6 @@ def test_the_fastest_costs_ten_and_the_others_in_proportion():
     assert (cost("ours.v1", rows=200), cost("ours.v1", rows=2)) == (40, 10), "the nearest size, in ratio"
 
 
-def test_without_rows_the_sum_over_all_sizes_decides():
-    assert cost("ours.v1") > cost("theirs.v1"), "the larger step takes more of the time"
-    more = MeasuredCosts(times(("a.v1", FP8, 16, 1, 10.0), ("a.v1", FP8, 16, 4, 90.0), ("b.v1", FP8, 16, 4, 10.0)))
-    assert more(named("a.v1"), request())[0] == 50, "100 against 20"
-    assert more(named("b.v1"), request())[0] == 10, "on the sizes that it was timed at"
-
-
 def test_times_that_cannot_be_told_apart_leave_the_choice_to_declared_preferences():
     def chosen(of_a: float, of_b: float) -> str:
         costs = MeasuredCosts(times(("a.v1", FP8, 16, 1, of_a), ("b.v1", FP8, 16, 1, of_b)))
@@ -226,11 +202,6 @@ def test_times_that_cannot_be_told_apart_leave_the_choice_to_declared_preference
 
     assert chosen(100.0, 102.0) == chosen(102.0, 100.0) == "b.v1"
     assert chosen(100.0, 104.0) == "a.v1"
-
-
-def test_heads_are_those_of_the_next_larger_count_that_was_timed():
-    assert cost("ours.v1", num_heads=8, rows=1) == cost("ours.v1", num_heads=16, rows=1) == 10
-    assert cost("ours.v1", num_heads=17, rows=1) == cost("ours.v1", num_heads=64, rows=1) == 20
 
 
 def test_each_implementation_has_its_own_nearest_head_count():
@@ -272,16 +243,6 @@ def test_prefill_of_few_heads_is_chosen_by_times_that_are_on_record(heads: int):
     decision = decide(asked.but(num_heads=heads), offered, Policy(), costs=costs)
     assert decision.chosen == "nvidia.flashmla" and decision.verdicts[0].measured
     assert decide(asked, offered, Policy(), costs=costs).chosen == "nvidia.native"
-
-
-def test_what_was_measured_ranks_before_what_was_not():
-    """8 is less than the 10 of the fastest that was timed, on another scale."""
-    timed, declared = replace(named("a.v1"), preference=30.0), replace(named("b.v1"), preference=8.0)
-    slow, cheap = replace(named("c.v1"), preference=70.0), replace(named("d.v1"), preference=7.0)
-    costs = MeasuredCosts(times(("a.v1", FP8, 16, 1, 10.0), ("c.v1", FP8, 16, 1, 500.0)))
-    decision = decide(request(rows=1), [timed, declared, slow, cheap], Policy(), costs=costs)
-    assert [v.implementation for v in decision.verdicts] == ["a.v1", "c.v1", "d.v1", "b.v1"]
-    assert [v.measured for v in decision.verdicts] == [True, True, False, False]
 
 
 def test_passing_over_an_unmeasured_implementation_is_no_fallback():
@@ -408,15 +369,6 @@ def test_every_device_that_was_timed_has_one_profile_whose_facts_find_its_costs(
     for name in names:
         (profile,) = [each for each in PROFILES.values() if each.matches(name)]
         assert costs.device_of(name) == costs.device_of(profile.device_facts().name) == profile.name
-
-
-def test_the_process_finds_the_same_costs_for_a_driver_and_for_a_profile():
-    registry = Registry(environ={}, probe=False, costs="measured")
-    simulated = PROFILES["h100"].device_facts()
-    asked = Request(SPARSE_DECODE, simulated, kv_layout="bf16", num_heads=128, topk=2048, block_size=64, rows=256)
-    there = asked.but(device=replace(simulated, name="NVIDIA H100 80GB HBM3"))
-    profile, driver = (registry.decide(each, probe=False) for each in (asked, there))
-    assert [(v.implementation, v.cost) for v in profile.verdicts] == [(v.implementation, v.cost) for v in driver.verdicts]
 
 
 class Timed:

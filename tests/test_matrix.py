@@ -40,14 +40,7 @@ from mla_portable.tools.matrix.render import FORMATS, markdown
 ROOT = Path(__file__).parents[1]
 
 
-def state(*records: dict[str, Any], device: str = "big", **options: Any) -> str:
-    return cells(*records, **options)[device].state
-
-
-def test_each_kind_of_evidence_raises_the_level_by_one() -> None:
-    assert [state(*ALL[:count]) for count in range(5)] == ["declared", "compiled", "interpreted", "verified", "measured"]
-
-
+LADDER = ("declared", "compiled", "interpreted", "verified", "measured")
 RAN_OLDER = conformance(mode="ptx", target="xy1")
 BOTH_TARGETS = acme_claim(targets=("sm90", "xy1"))
 BAD = conformance(cases=cases(8, failed=1))
@@ -57,8 +50,8 @@ NARROW = conformance(match="holes")
 @pytest.mark.parametrize(
     ("records", "device", "level", "shown", "options"),
     [
-        # no level without its evidence
-        ((), "big", "declared", "declared", {}),
+        # each kind of evidence raises the level by one, and there is no level without it
+        *((ALL[:count], "big", level, level, {}) for count, level in enumerate(LADDER)),
         ((compiled(), benchmark()), "big", "compiled", "partial", {}),
         ((interpreted(),), "big", "declared", "partial", {}),
         ((interpreted(),), "odd", "interpreted", "interpreted", {}),
@@ -168,13 +161,8 @@ def test_every_way_to_widen_a_declaration_is_noticed(name: str) -> None:
     (found,) = wider(old, old | {name: after})
     assert (WIDER[name][2] if name in WIDER else name) in found
     assert wider(old, old) == [] == wider(old | {name: after}, old)
+    assert wider(SUPPORT, {"source": "s"})[0].startswith("num_heads any")
     assert json.loads(json.dumps(support_data(Support(source="s")))).keys() == support_data(Support(source="s")).keys()
-
-
-def test_without_a_limit_on_heads_every_count_is_claimed() -> None:
-    assert wider(SUPPORT, {k: v for k, v in SUPPORT.items() if k != "max_heads"}) == [
-        "num_heads any (evidence covers a limited set)"
-    ]
 
 
 # profiles

@@ -43,6 +43,8 @@ def double(x):
     tl.store(x, 2 * tl.load(x))
 """
 NO_DRIVER = """
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 import run_older_ptx, triton
 from kernel_file import double
@@ -52,28 +54,7 @@ run_older_ptx.triton_driver = SimpleNamespace(active=SimpleNamespace())
 
 def compiled(capability):
     return triton.compile(ASTSource(double, {"x": "*fp32"}, constexprs={}), target=GPUTarget("cuda", capability, 32))
-"""
 
-
-def python(folder: Path, script: str) -> None:
-    """Run a script in a process of its own, whose modules are `kernel_file`, `no_driver` and those of ci/."""
-    (folder / "kernel_file.py").write_text(KERNEL)
-    (folder / "no_driver.py").write_text(NO_DRIVER)
-    (folder / "script.py").write_text(script)
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "ci"), str(folder)])
-    command = [sys.executable, str(folder / "script.py")]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_compiled_kernel_hands_its_ptx_to_the_driver(tmp_path: Path) -> None:
-    python(
-        tmp_path,
-        """
-import sys
-from pathlib import Path
-from no_driver import GPUTarget, compiled, run_older_ptx
 loaded = Path("loaded")
 run_older_ptx.load_ptx_instead(80, loaded)
 run_older_ptx.load_ptx_instead(80, loaded)
@@ -87,49 +68,18 @@ except RuntimeError as error:
     assert "not for sm_80" in str(error)
 else:
     sys.exit("PTX for another architecture went through")
-""",
-    )
-
-
-def test_processes_share_the_work_and_one_that_dies_is_a_failed_case(tmp_path: Path) -> None:
-    """On the reference, with a kernel compiled beside each case; the registry is one that no worker could build."""
-    (tmp_path / "worker_file.py").write_text(
-        """
-import os
-from pathlib import Path
-from no_driver import compiled, run_older_ptx
-LOADED = Path("loaded").resolve()
-
-def run(case, device):
-    result = run_older_ptx.run_older(80, LOADED, case, device)
-    compiled(80)
-    if "-absent-" in case.id:
-        os._exit(3)
-    return result
 """
-    )
-    python(
-        tmp_path,
-        """
-from worker_file import LOADED, run
-from mla_portable.tools.conformance import run_suite
-from mla_portable.primitives import CONVERT_INDICES
-from mla_portable.registry import Registry, get_registry
 
-if __name__ == "__main__":
-    registry = Registry(facts={"cpu": get_registry().facts("cpu")}, environ={}, probe=False)
-    only = [CONVERT_INDICES]
-    report = run_suite(registry, "reference", device="cpu", level="smoke", primitives=only, jobs=2, worker=run)
-    alone = run_suite(registry, "reference", device="cpu", level="smoke", primitives=only)
-    assert [each.case.id for each in report.results] == [each.case.id for each in alone.results] and alone.ok
-    lines = LOADED.read_text().splitlines()
-    assert [line.split()[1] for line in lines] == ["double"] * len(report.results)
-    assert len({line.split()[0] for line in lines}) == 3, "two workers, and one in place of the dead one"
-    bad = {each.case.id: each for each in report.results if each.status != "passed"}
-    assert [name for name in bad if "-absent-" in name] == list(bad) and len(bad) == 1 and not report.ok
-    assert all("BrokenProcessPool" in each.message for each in bad.values())
-""",
-    )
+
+def test_a_compiled_kernel_hands_its_ptx_to_the_driver(tmp_path: Path) -> None:
+    """In a process of its own, whose driver is a stand-in."""
+    (tmp_path / "kernel_file.py").write_text(KERNEL)
+    (tmp_path / "script.py").write_text(NO_DRIVER)
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "ci"), str(tmp_path)])
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # ------------------------------------------------------------------ what a record of such a run is worth

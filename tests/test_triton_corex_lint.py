@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,15 +16,7 @@ ROOT = Path(__file__).parents[1]
 KERNELS = sorted((ROOT / "backends" / "triton" / "src" / "mla_portable_triton" / "kernels").glob("*.py"))
 
 
-def load_lint():
-    spec = importlib.util.spec_from_file_location("corex_lint", ROOT / "ci" / "corex_lint.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["corex_lint"] = module  # its dataclass looks itself up there
-    spec.loader.exec_module(module)
-    return module
-
-
-lint = load_lint()
+lint = SimpleNamespace(**runpy.run_path(str(ROOT / "ci" / "corex_lint.py")))
 
 KERNEL = """
 @triton.jit(do_not_specialize=["n"])
@@ -63,7 +55,7 @@ def rules(body: str, option: str = "") -> list[str]:
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
 def test_the_kernels_keep_to_triton_2_1(path):
-    assert lint.lint_file(path) == []
+    assert lint.lint_source(path.read_text()) == []
 
 
 def test_there_are_kernels_to_look_at():
@@ -110,15 +102,16 @@ def test_configurations_suit_warps_of_64_and_the_least_dot(arch):
 def test_no_corex_device_asks_for_the_e4m3_type(monkeypatch):
     """What opens the gate of the float8 rule is the device's fact."""
     from mla_portable_iluvatar.detection import Evidence, Signals, characterise
-    from mla_portable_triton import bind_attention
+    from mla_portable_triton.bind_attention import bind_sparse_prefill
+    from mla_portable_triton.kernels import sparse_attention
 
     facts = characterise(Signals("cuda", "TG-V200 OAM", (8, 0)), Evidence("device name"), graph_capture=None)
     assert isinstance(facts, DeviceFacts) and facts.warp_size == 64
     seen: list[bool] = []
-    monkeypatch.setattr(bind_attention.attention, "launch", lambda *args, e4m3_native, **more: seen.append(e4m3_native))
+    monkeypatch.setattr(sparse_attention, "launch", lambda *args, e4m3_native, **more: seen.append(e4m3_native))
     import torch
 
-    call = bind_attention.bind_sparse_prefill(Request(SPARSE_PREFILL, facts, kv_layout="fp8_ds_mla", num_heads=2))
+    call = bind_sparse_prefill(Request(SPARSE_PREFILL, facts, kv_layout="fp8_ds_mla", num_heads=2))
     q, kv = torch.zeros(1, 2, 576, dtype=torch.bfloat16), torch.zeros(1, 1, 656, dtype=torch.uint8)
     call(q, kv, torch.zeros(1, 4, dtype=torch.int32), softmax_scale=1.0)
     assert seen == [False]

@@ -37,14 +37,19 @@ def prompt(length: int, tokens: list[int], *, shift: float = 0.0, other: float =
     return {"length": length, "tokens": tokens, "logprobs": likeliest}
 
 
-def test_a_shift_is_found_and_judged(kit: Any):
-    found = kit.judge.agree([prompt(17, [1, 2])], [prompt(17, [1, 2], shift=0.06)])
+def test_what_differs_is_found_and_judged(kit: Any):
+    def agree(one: dict[str, Any], two: dict[str, Any], **sides: int) -> Any:
+        return kit.judge.agree([one], [two], **sides)
+
+    found = agree(prompt(17, [1, 2]), prompt(17, [1, 2], shift=0.06))
     assert found.compared == 2 and math.isclose(found.difference, 0.06) and not found.parted
     assert found.within(0.1) and not found.within(0.05)
-
-
-def test_nothing_compared_is_no_agreement(kit: Any):
-    assert not kit.judge.agree([prompt(17, [1])], [prompt(17, [1])], shortest=100).within(0.1)
+    assert not agree(prompt(17, [1]), prompt(17, [1]), shortest=100).within(0.1), "nothing compared is no agreement"
+    unlisted = agree(prompt(17, [1]), prompt(17, [5]))
+    assert unlisted.parted[0][2] == math.inf and unlisted.difference == math.inf and not unlisted.within(10.0)
+    assert agree(prompt(17, [1]), prompt(17, [1], shift=math.nan)).difference == math.inf
+    with pytest.raises(ValueError, match="other prompts"):
+        agree(prompt(17, [1]), prompt(18, [1]))
 
 
 @pytest.mark.parametrize(("other", "tie"), [(-1.05, True), (-1.5, False)])
@@ -54,20 +59,6 @@ def test_texts_may_part_only_at_ties(kit: Any, other: float, tie: bool):
     assert found.compared == 2, "what follows the first difference has another past"
     assert [(length, at) for length, at, _ in found.parted] == [(17, 1)]
     assert found.within(0.1) is tie
-
-
-def test_a_token_that_one_run_does_not_list_is_no_tie(kit: Any):
-    found = kit.judge.agree([prompt(17, [1])], [prompt(17, [5])])
-    assert found.parted[0][2] == math.inf and found.difference == math.inf and not found.within(10.0)
-
-
-def test_a_logprob_that_is_no_number_differs(kit: Any):
-    assert kit.judge.agree([prompt(17, [1])], [prompt(17, [1], shift=math.nan)]).difference == math.inf
-
-
-def test_other_prompts_are_not_compared(kit: Any):
-    with pytest.raises(ValueError, match="other prompts"):
-        kit.judge.agree([prompt(17, [1])], [prompt(18, [1])])
 
 
 def test_what_may_differ_follows_stocks_own_noise(kit: Any):
@@ -95,6 +86,11 @@ def test_jobs_cover_the_matrix_and_have_names_of_their_own(kit: Any):
             for mode in ("eager", "graphs"):
                 assert {(who, kv, heads, mode) for who in ("stock", "plugin", "triton")} <= covered
     assert {job.task for job in several} == set(kit.engine.TASKS)
+    assert kit.checkpoint.prompts([3, 5]) == kit.checkpoint.prompts([3, 5])
+    assert [len(p["prompt_token_ids"]) for p in kit.checkpoint.prompts([3, 5])] == [3, 5]
+    job = next(job for job in several if job.name == "plugin-fp8-h16-eager")
+    given = job.llm_arguments(Path("checkpoints"))
+    assert given["attention_backend"] == "CUSTOM" and given["enforce_eager"] and given["model"] == "checkpoints/heads16"
 
 
 def test_stock_runs_without_the_plugin_and_eager_plugins_run_shadowed(
@@ -107,14 +103,6 @@ def test_stock_runs_without_the_plugin_and_eager_plugins_run_shadowed(
         assert (environ["MLA_PORTABLE_VLLM"] == "off") == (job.who == "stock")
         if job.task == "generate" and job.mode == "eager":
             assert ("MLA_PORTABLE_VLLM_SHADOW" in environ) == (job.who in ("plugin", "triton", "override"))
-
-
-def test_every_engine_gets_the_same_prompts(kit: Any):
-    assert kit.checkpoint.prompts([3, 5]) == kit.checkpoint.prompts([3, 5])
-    assert [len(p["prompt_token_ids"]) for p in kit.checkpoint.prompts([3, 5])] == [3, 5]
-    job = next(job for job in kit.jobs.agreement() if job.name == "plugin-fp8-h16-eager")
-    given = job.llm_arguments(Path("checkpoints"))
-    assert given["attention_backend"] == "CUSTOM" and given["enforce_eager"] and given["model"] == "checkpoints/heads16"
 
 
 LOG = """INFO 11-22 10:00:00 [core.py:1] starting
@@ -281,7 +269,7 @@ def test_times_are_judged_against_stock(kit: Any):
         "speed-plugin-fp8-h64": True,
         "build 256 decodes + 32 prefills": True,
         "forward 64 decodes + 4 prefills": True,
-        "layer, 128 decodes": True,
+        "layer 128": True,
     }
     assert lines(1020.0, 90.0, forward=104.0)["forward 64 decodes + 4 prefills"] is False
     assert lines(1040.0, 110.0)["speed-plugin-fp8-h64"] is False
@@ -302,15 +290,11 @@ def test_tensor_parallelism_is_held_against_stocks(kit: Any):
     assert passed(0.2, 0.05, 0.14) and not passed(0.22, 0.05, 0.14), "stock differs from itself on one GPU as well"
 
 
-def test_the_kit_refuses_a_folder_with_earlier_results(kit: Any, tmp_path: Path):
-    (tmp_path / "old.json").touch()
-    with pytest.raises(SystemExit, match="not empty"):
-        kit.kit.main([str(tmp_path)])
-
-
-def test_the_kit_refuses_to_run_nothing(kit: Any, tmp_path: Path):
+def test_the_kit_refuses_earlier_results_and_to_run_nothing(kit: Any, tmp_path: Path):
     with pytest.raises(SystemExit, match="no job"):
         kit.kit.main([str(tmp_path / "new"), "--only", "nonsense"])
+    with pytest.raises(SystemExit, match="not empty"):
+        kit.kit.main([str(tmp_path)])
 
 
 def test_checkpoints_share_what_they_have_in_common(kit: Any):

@@ -21,8 +21,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-__all__ = ["SEED", "prompts", "tensors", "write", "write_dense_config"]
-
 SEED: Final = 20261
 VOCAB: Final = 4096
 _FIRST_TOKEN: Final = 2  # 0 and 1 begin and end a text

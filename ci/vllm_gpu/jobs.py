@@ -14,8 +14,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["HEADS", "KV_DTYPES", "TOPK", "Job", "agreement", "cell", "speed", "tensor_parallel"]
-
 HEADS: Final = (64, 16, 128)
 KV_DTYPES: Final = ("fp8_ds_mla", "auto")
 TOPK: Final = 2048

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, Final
 
 import jobs
-
-__all__ = ["Agreement", "Done", "Line", "agree", "agreement", "limit", "read_shadow", "speed", "tensor_parallel"]
 
 TOLERANCE: Final = 0.1
 """Log-probabilities of two correct implementations differ by no more where nothing is selected away."""
@@ -55,16 +53,9 @@ class Agreement:
         return f"{self.difference:.3f} over {self.compared} tokens{ties}"
 
 
-def _difference(one: dict[str, float], other: dict[str, float]) -> float:
-    """Of tokens that both list; inf where they list none in common, or one is no number."""
-    found = [abs(one[token] - other[token]) for token in one.keys() & other.keys()]
-    return max(found) if found and all(map(math.isfinite, found)) else math.inf
-
-
-def _gap(one: dict[str, float], other: dict[str, float], pair: tuple[str, str]) -> float:
-    if any(token not in run for token in pair for run in (one, other)):
-        return math.inf
-    return max(abs(run[pair[0]] - run[pair[1]]) for run in (one, other))
+def _largest(found: Iterable[float]) -> float:
+    """inf where there is none, or one is no number."""
+    return max((each if math.isfinite(each) else math.inf for each in found), default=math.inf)
 
 
 def agree(one: Run, other: Run, *, shortest: int = 0, longest: int = 2**31) -> Agreement:
@@ -82,9 +73,11 @@ def agree(one: Run, other: Run, *, shortest: int = 0, longest: int = 2**31) -> A
             continue
         for at, (token, its) in enumerate(zip(a["tokens"], b["tokens"], strict=True)):
             compared += 1
-            largest = max(largest, _difference(a["logprobs"][at], b["logprobs"][at]))
+            both = a["logprobs"][at], b["logprobs"][at]
+            largest = max(largest, _largest(abs(both[0][each] - both[1][each]) for each in both[0].keys() & both[1].keys()))
             if token != its:
-                parted.append((a["length"], at, _gap(a["logprobs"][at], b["logprobs"][at], (str(token), str(its)))))
+                gaps = [abs(run.get(str(token), math.inf) - run.get(str(its), math.inf)) for run in both]
+                parted.append((a["length"], at, _largest(gaps)))
                 break
     return Agreement(largest, compared, tuple(parted))
 
@@ -97,9 +90,8 @@ def limit(difference: float) -> float:
 def read_shadow(file: Path) -> tuple[bool, str]:
     """Of shadow mode's file: every record is within SHADOW_LIMIT, and there are some; the largest error in words."""
     records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    errors = [record["relative"] for record in records]
-    worst = max((error if math.isfinite(error) else math.inf for error in errors), default=math.inf)
-    return worst < SHADOW_LIMIT, f"{worst:.1e} in {len(errors)} records of {len({r['layer'] for r in records})} layers"
+    worst = _largest(record["relative"] for record in records)
+    return worst < SHADOW_LIMIT, f"{worst:.1e} in {len(records)} records of {len({r['layer'] for r in records})} layers"
 
 
 @dataclass(frozen=True)
@@ -236,14 +228,14 @@ def speed(ran: Ran) -> Iterator[Line]:
         else:
             ratio = steps["step_us"] / stock.result["steps"]["step_us"]
             yield Line(name, f"{text}, {ratio:.3f} of stock's step", ratio <= STEP_LIMIT if counts else None)
-        for batch, times in done.result.get("builds", {}).items():
-            factor = CHEAPER_BUILD if "256 decodes + 32" in batch and cell == "fp8-h64" else 1
-            yield _times(f"  build {batch}", times, 0, 1 / factor if job.who == "plugin" else None)
-        for batch, times in done.result.get("forwards", {}).items():
-            # decodes alone are replayed from a graph, and judged as layers
-            yield _times(f"  forward {batch}", times, 1, STEP_LIMIT if counts and "+" in batch else None)
-        for batch, times in done.result.get("layers", {}).items():
-            yield _times(f"  layer, {batch} decodes", times, 0, STEP_LIMIT if counts else None)
+        # Decodes alone are replayed from a graph, and judged as layers.
+        for name, which in (("builds", 0), ("forwards", 1), ("layers", 0)):
+            for batch, times in done.result.get(name, {}).items():
+                judged = job.who == "plugin" if name == "builds" else counts and (name == "layers" or "+" in batch)
+                most = STEP_LIMIT if name != "builds" else 1.0
+                if name == "builds" and "256 decodes + 32" in batch and cell == "fp8-h64":
+                    most = 1 / CHEAPER_BUILD
+                yield _times(f"  {name[:-1]} {batch}", times, which, most if judged else None)
 
 
 def _times(name: str, times: dict[str, Any], which: int, most: float | None) -> Line:

@@ -73,19 +73,15 @@ def run(todo: Sequence[Job], out: Path, checkpoints: Path, *, parallel: int, end
         return {done.job.name: done for done in several if done is not None}
 
 
-def _parse(words: Sequence[str] | None) -> argparse.Namespace:
+def main(words: Sequence[str] | None = None) -> int:
+    """Raises: SystemExit when --only names nothing, or the folder holds an earlier run."""
     parser = argparse.ArgumentParser(prog="ci/gpu_vllm", description="The vLLM plugin in real engines on a GPU.")
     parser.add_argument("folder", nargs="?", type=Path, default=Path("vllm-report"), help="for results and logs")
     parser.add_argument("--tensor-parallel", action="store_true", help="two GPUs against one, and nothing else")
     parser.add_argument("--only", default="", help="jobs whose name contains one of these, comma-separated")
     parser.add_argument("--parallel", type=int, default=10, help="processes at a time on the GPU")
     parser.add_argument("--budget", type=int, default=500, help="seconds for all of it")
-    return parser.parse_args(words)
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Raises: SystemExit when --only names nothing, or the folder holds an earlier run."""
-    args, begin = _parse(words), time.monotonic()
+    args, begin = parser.parse_args(words), time.monotonic()
     out, end = args.folder.resolve(), begin + args.budget
     if out.exists() and any(out.iterdir()):
         raise SystemExit(f"{out} is not empty: name another folder, so that no earlier result passes for one of this run")
@@ -108,8 +104,9 @@ def main(words: Sequence[str] | None = None) -> int:
     times = run(timed, out, checkpoints, parallel=len(timed), end=end)
     lines = [*(judge.tensor_parallel(ran) if args.tensor_parallel else judge.agreement(ran, compared, out))]
     lines += judge.speed(times)
-    left_out = [job.name for job in (*compared, *timed) if job.name not in {**ran, **times}]
-    report = [f"{name}: {done.error}\n" for name, done in {**ran, **times}.items() if done.error]
+    both = {**ran, **times}
+    left_out = [job.name for job in (*compared, *timed) if job.name not in both]
+    report = [f"{name}: {done.error}\n" for name, done in both.items() if done.error]
     report += [" ".join(f"{name} {metadata.version(name)}" for name in ("vllm", "torch")), *map(str, lines)]
     failed = sum(line.passed is False for line in lines)
     report += [f"{len(lines)} lines, {failed} failed; no time for: {', '.join(left_out) or 'none'}"]

@@ -24,8 +24,6 @@ from torch import Tensor
 
 from mla_portable.tools.bench.timing import captured
 
-__all__ = ["measure", "starting"]
-
 _BATCHES: Final = {
     "256 decodes + 32 prefills": ([1] * 256, [64] * 32),
     "64 decodes + 4 prefills": ([1] * 64, [512] * 4),
@@ -40,6 +38,12 @@ _BUILD_CONTEXT: Final = 1024  # all prefills together fit stock's workspace, as 
 _BUILDS, _FORWARDS, _STEPS, _LAYERS = 200, 50, 40, 10
 _TURNS: Final = 6
 """Of each engine, each _STEPS long; a prompt's tokens last for all of them and for the prefills of the others."""
+
+_OF_THE_LAYER: Final = (
+    *("num_heads", "head_size", "scale", "kv_cache_dtype", "indexer", "kv_b_proj", "kv_lora_rank", "q_lora_rank"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"),
+)
+"""What a layer passes to its implementation as it has it."""
 
 Sides = dict[str, Any]
 """Of "ours" and of "stock"."""
@@ -120,33 +124,12 @@ def _stock(llm: Any, runner: Any, ours: Any) -> tuple[Any, Any]:
     config = llm.llm_engine.vllm_config
     layer = config.compilation_config.static_forward_context[ours.layer_names[0]]
     unlock_workspace()  # the engine's is as large as its own backend wants it
-    sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "q_lora_rank", "kv_b_proj")
+    copied = {name: getattr(layer, name) for name in _OF_THE_LAYER}
+    absent = dict.fromkeys(("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name"))
+    given = {"num_kv_heads": 1, "attn_type": "decoder", "topk_indices_buffer": layer.impl.topk_indices_buffer}
     with set_current_vllm_config(config):
         builder = FlashMLASparseBackend.get_builder_cls()(ours.kv_cache_spec, ours.layer_names, config, runner.device)
-        impl = FlashMLASparseBackend.get_impl_cls()(
-            num_heads=layer.num_heads,
-            head_size=layer.head_size,
-            scale=layer.scale,
-            num_kv_heads=1,
-            alibi_slopes=None,
-            sliding_window=None,
-            kv_cache_dtype=layer.kv_cache_dtype,
-            logits_soft_cap=None,
-            attn_type="decoder",
-            kv_sharing_target_layer_name=None,
-            indexer=layer.indexer,
-            topk_indices_buffer=layer.impl.topk_indices_buffer,
-            **{name: getattr(layer, name) for name in sizes},
-        )
-    return builder, impl
-
-
-def _builds(runner: Any, builders: Sides) -> dict[str, dict[str, tuple[float, float]]]:
-    commons = {name: _common(runner, *lengths, _BUILD_CONTEXT) for name, lengths in _BATCHES.items()}
-    return {
-        name: {who: _host_us(partial(builder.build, 0, common), _BUILDS) for who, builder in builders.items()}
-        for name, common in commons.items()
-    }
+        return builder, FlashMLASparseBackend.get_impl_cls()(**copied, **absent, **given)
 
 
 def _fill(layer: Any, blocks: int) -> None:
@@ -266,7 +249,10 @@ def measure(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
     with turn(where), torch.inference_mode():
         builder, impl = _stock(llm, runner, ours)
         builders, impls = {"ours": ours, "stock": builder}, {"ours": layer.impl, "stock": impl}
-        found["builds"] = _builds(runner, builders)
+        for name, lengths in _BATCHES.items():
+            common = _common(runner, *lengths, _BUILD_CONTEXT)
+            builds = {who: _host_us(partial(each.build, 0, common), _BUILDS) for who, each in builders.items()}
+            found.setdefault("builds", {})[name] = builds
         _fill(layer, 1 + max(options["batches"]) * -(-options["context"] // 64))
         found["forwards"] = _forwards(runner, builders, impls, layer)
         found["layers"] = {

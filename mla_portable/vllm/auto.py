@@ -12,7 +12,7 @@ vLLM's registry holds paths, and imports them only when a model chooses its atte
 from __future__ import annotations
 
 import inspect
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, Final
 
 from mla_portable.vllm.settings import logger
@@ -28,30 +28,23 @@ OVERRIDE: Final = "override_"
 
 def stock_or_ours(member: str) -> Any:
     """The class for `member` in mode auto."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    path = AttentionBackendEnum[member].value
-    reason = _against_device(path)
+    stock, reason = _stock(member)
+    ours = _ours()
     if reason is None:
-        stock, ours = _resolve(path), _ours()
         reasons = _against_configuration(stock)
         if not reasons or _against_configuration(ours):
             return stock
         reason = "; ".join(reasons)
     logger.info("mla_portable serves in place of %s: %s", member, reason)
-    return _ours()
+    return ours
 
 
 def ours_or_stock(member: str) -> Any:
     """The class for `member` in mode override."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    path, ours = AttentionBackendEnum[member].value, _ours()
+    ours = _ours()
     reasons = _against_configuration(ours)
-    if not reasons or _against_device(path) is not None:
-        return ours
-    stock = _resolve(path)
-    if _against_configuration(stock):
+    stock, reason = _stock(member) if reasons else (None, None)
+    if stock is None or reason is not None or _against_configuration(stock):
         return ours
     logger.warning("stock %s serves this model, mla_portable does not: %s", member, "; ".join(reasons))
     return stock
@@ -63,30 +56,26 @@ def _ours() -> Any:
     return MLAPortableBackend
 
 
-def _resolve(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)
-
-
-def _against_device(path: str) -> str | None:
-    """Why the stock backend cannot serve this device, None where it can."""
+def _stock(member: str) -> tuple[Any, str | None]:
+    """The stock backend, and why it cannot serve this device, None where it can."""
     from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     try:
-        stock = _resolve(path)
+        stock: Any = resolve_name(":".join(AttentionBackendEnum[member].value.rsplit(".", 1)))
     except (ImportError, AttributeError) as error:
-        return f"it cannot be imported ({error})"
+        return None, f"it cannot be imported ({error})"
     capability = current_platform.get_device_capability()
     if capability is None:
-        return "the platform names no compute capability"
+        return stock, "the platform names no compute capability"
     if not stock.supports_compute_capability(capability):
-        return f"it does not support compute capability {capability.major}.{capability.minor}"
+        return stock, f"it does not support compute capability {capability.major}.{capability.minor}"
     if stock.get_name() == "FLASHMLA_SPARSE":
         from vllm.v1.attention.ops import flashmla
 
         built, why = flashmla.is_flashmla_sparse_supported()
-        return None if built else str(why)
-    return None
+        return stock, None if built else str(why)
+    return stock, None
 
 
 def _against_configuration(backend: Any) -> list[str]:

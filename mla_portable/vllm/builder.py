@@ -35,7 +35,7 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         """Raises: UnsupportedRoute with every reason when nothing here serves the layers; InvalidArgument when they differ."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        impls = [impl for impl in compat.impls_of(vllm_config, layer_names) if hasattr(impl, "attach")]
+        impls = compat.impls_of(vllm_config, layer_names)
         demands = {(impl.num_heads, impl.scale, impl.kv_cache_dtype, impl.need_to_return_lse_for_decode) for impl in impls}
         if len(demands) > 1:
             got, expected = f"layers that differ: {sorted(demands, key=str)}", "one head count, scale and cache format"

@@ -47,29 +47,25 @@ def _text_config(model: Any) -> Any:
 
 
 def impls_of(vllm_config: Any, layer_names: list[str]) -> list[Any]:
-    """The implementations of these layers, as far as they are built."""
+    """Our implementations of these layers, as far as they are built."""
     layers = vllm_config.compilation_config.static_forward_context
     found = (getattr(layers.get(name), "impl", None) for name in layer_names)
-    return [impl for impl in found if impl is not None]
+    return [impl for impl in found if hasattr(impl, "attach")]
 
 
 def decode_query_len(vllm_config: Any) -> int:
     """Query tokens of a decode: 1, more where drafts are verified in one step (twice as many where drafted in parallel)."""
     speculative = vllm_config.speculative_config
-    drafts = getattr(speculative, "num_speculative_tokens", None) if speculative is not None else None
-    if not drafts:
-        return 1
+    drafts = getattr(speculative, "num_speculative_tokens", None) or 0
     return 1 + (2 if getattr(speculative, "parallel_drafting", False) else 1) * drafts
 
 
 def few_decode_tokens() -> int:
     """Tokens of leading requests of one length that FlashMLA decodes, as under vLLM's own backend: 32, none up to 0.25.
 
-    From 0.26 on that backend decodes leading requests of one length up to 128 to 1024 tokens each (its builder sets
-    `require_uniform_decodes`). The two kernels round differently, so a plan with the same split gives the same bits. But
-    FlashMLA's decode reads K keys for every token, valid or not: measured on an H200 at 64 heads, 39 us for 16 tokens and
-    236 us for 256. Its prefill reads the valid keys. So few tokens follow vLLM, where that costs little and saves the
-    gathering of a long context; many do not.
+    From 0.26 on that backend decodes leading requests of one length up to 128 to 1024 tokens each (`require_uniform_decodes`).
+    The two kernels round differently, so the same split gives the same bits. But FlashMLA's decode reads K keys for each token,
+    valid or not (H200, 64 heads: 39 us for 16 tokens, 236 us for 256), its prefill the valid ones. So only few tokens follow.
     """
     try:
         stock = import_module("vllm.v1.attention.backends.mla.flashmla_sparse")
@@ -181,9 +177,8 @@ def shared_scratch(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> list[to
         from vllm.v1.worker import workspace
     except ImportError:
         return None
-    if not workspace.is_workspace_manager_initialized():
-        return None
-    return workspace.current_workspace_manager().get_simultaneous(*shapes)
+    known = workspace.is_workspace_manager_initialized()
+    return workspace.current_workspace_manager().get_simultaneous(*shapes) if known else None
 
 
 def align_blocks(spec: Any) -> Any:

@@ -71,14 +71,8 @@ class MLAPortableImpl(compat.IMPL_BASE):
             self._shadow.follow(self)
 
     def _reserve(self, config: Any) -> None:
-        resolved = model.resolve(
-            config,
-            compat.device(),
-            kv_cache_dtype=self.kv_cache_dtype,
-            num_heads=self.num_heads,
-            softmax_scale=self.scale,
-            need_lse=self.need_to_return_lse_for_decode,
-        )
+        layer = {"num_heads": self.num_heads, "softmax_scale": self.scale, "need_lse": self.need_to_return_lse_for_decode}
+        resolved = model.resolve(config, compat.device(), kv_cache_dtype=self.kv_cache_dtype, **layer)
         buffers = scratch.step_buffers(resolved, config, compat.device())
         # vLLM's workspace may grow, and must not be held
         self._scratch = buffers if compat.runs_microbatches(config) else None
@@ -139,11 +133,7 @@ class MLAPortableImpl(compat.IMPL_BASE):
         attention.cache_write(kv_c_normed[:rows], k_pe.flatten(1)[:rows], self._rows(kv_cache), slots)
 
     def forward_mqa(
-        self,
-        q: Tensor | tuple[Tensor, Tensor],
-        kv_c_and_k_pe_cache: Tensor,
-        attn_metadata: MLAPortableMetadata,
-        layer: Any,
+        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: MLAPortableMetadata, layer: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of a step's tokens.
 
@@ -161,9 +151,8 @@ class MLAPortableImpl(compat.IMPL_BASE):
             raise InvalidArgument("vLLM", "topk_indices_buffer", got="None", expected="an indexer's buffer, [tokens, K] int32")
         num_tokens = (q if isinstance(q, Tensor) else q[0]).shape[0]
         kv_cache = self._rows(kv_c_and_k_pe_cache)
-        out = torch.empty(
-            (num_tokens, self.num_heads, attention.spec.layout.value_width), dtype=torch.bfloat16, device=kv_cache.device
-        )
+        shape = num_tokens, self.num_heads, attention.spec.layout.value_width
+        out = torch.empty(shape, dtype=torch.bfloat16, device=kv_cache.device)
         result = attention.forward(q, kv_cache, topk_indices, attn_metadata.plan, out=out)
         if self._shadow is not None and attn_metadata.shadow is not None:
             self._shadow.compare(q, kv_c_and_k_pe_cache, attn_metadata.shadow, layer, out, topk_indices[:num_tokens])

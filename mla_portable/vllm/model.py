@@ -66,12 +66,10 @@ def resolve(
     if layout is None:
         expected = f"one of {', '.join(name for name in LAYOUT_OF_DTYPE if name)}"
         raise InvalidArgument("vLLM", "kv_cache_dtype", got=repr(kv_cache_dtype), expected=expected)
-    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    topk = compat.topk(vllm_config)
+    model, scheduler, topk = vllm_config.model_config, vllm_config.scheduler_config, compat.topk(vllm_config)
     if topk is None:
         raise InvalidArgument("vLLM", "index_topk", got="nothing in the model's config", expected="a sparse-MLA model")
-    refused = compat.unsupported_features(vllm_config)
-    if refused:
+    if refused := compat.unsupported_features(vllm_config):
         raise InvalidArgument("vLLM", "configuration", got="; ".join(refused), expected="what this backend supports")
     decode_query_len, captured = compat.decode_query_len(vllm_config), compat.capture_sizes(vllm_config)
     writer = choose_writer(layout, device, vllm_config)

@@ -50,6 +50,7 @@ def register() -> None:
 
 
 def _claim(member: Any, path: str) -> None:
+    """Register a path for a member, unless somebody else's plugin was there first."""
     from vllm.v1.attention.backends.registry import register_backend
 
     taken = member.get_path() if member.is_overridden() else None

@@ -37,11 +37,7 @@ def check(environ: Mapping[str, str] | None = None) -> None:
 
 
 def mode(environ: Mapping[str, str] | None = None) -> str:
-    """What the plugin registers.
-
-    auto: replace stock's sparse-MLA classes where they do not serve the device or the configuration. custom: register only.
-    override: replace FLASHMLA_SPARSE, unless only the stock class serves the model. off: nothing.
-    """
+    """What the plugin registers: auto, custom, override or off; see `plugin.register`."""
     return _read(ENV_MODE, environ).lower() or "auto"
 
 

@@ -17,8 +17,8 @@ import json
 import os
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Final
 
 import torch
@@ -53,11 +53,13 @@ def difference(ours: Tensor, theirs: Tensor, topk_indices: Tensor) -> Tensor:
         the same of the token that is worst; and the largest absolute difference. The last three are 0 where nothing counts.
     """
     counts = (topk_indices >= 0).any(dim=1)
+    rows: list[tuple[Tensor, Tensor, Tensor]] = []
     # A number of rows at a time: in float32 a whole step of many tokens may not fit beside the model.
-    parts = [
-        _row_sizes(*rows) for rows in zip(*(tensor.split(_ROWS_AT_ONCE) for tensor in (ours, theirs, counts)), strict=True)
-    ]
-    rows_apart, rows_size, largest = (torch.cat(column) for column in zip(*parts, strict=True))
+    for a, b, kept in zip(*(tensor.split(_ROWS_AT_ONCE) for tensor in (ours, theirs, counts[:, None, None])), strict=True):
+        # Rows that do not count may hold anything, NaN as well: they are replaced, not multiplied.
+        apart, size = torch.where(kept, a.float() - b.float(), 0.0), torch.where(kept, b.float(), 0.0)
+        rows.append((apart.square().sum(dim=(1, 2)), size.square().sum(dim=(1, 2)), apart.abs().amax(dim=(1, 2))))
+    rows_apart, rows_size, largest = (torch.cat(column) for column in zip(*rows, strict=True))
     tiny = torch.finfo(torch.float32).tiny
     return torch.stack(
         [
@@ -69,43 +71,25 @@ def difference(ours: Tensor, theirs: Tensor, topk_indices: Tensor) -> Tensor:
     )
 
 
-def _row_sizes(ours: Tensor, theirs: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows [t, H, 512] that count [t]: the squared difference, the squared size of `theirs`, the largest difference, [t]."""
-    # Rows that do not count may hold anything, NaN as well: they are replaced, not multiplied.
-    kept = counts[:, None, None]
-    apart = torch.where(kept, ours.float() - theirs.float(), 0.0)
-    size = torch.where(kept, theirs.float(), 0.0)
-    return apart.square().sum(dim=(1, 2)), size.square().sum(dim=(1, 2)), apart.abs().amax(dim=(1, 2))
-
-
 class _Recorder:
     """The records of this process: reads what layers left on the device, and writes a line for each run that is new."""
 
     def __init__(self, path: str | None) -> None:
         self._path = None if path is None else Path(path)
         self.step = 0
-        self._layers: dict[str, Tensor] = {}
+        self.layers: dict[str, Tensor] = {}
+        """Layer -> its numbers [5], as _FIELDS."""
         self._seen: dict[str, int] = {}
-
-    def watch(self, name: str, numbers: Tensor) -> None:
-        """`numbers` [5], as _FIELDS, are those of the layer `name`."""
-        self._layers[name] = numbers
-        self._seen.setdefault(name, 0)
 
     def flush(self, *names: str) -> None:
         """Record what ran since it was last read; every layer where none is named. Waits for the device."""
-        wanted = list(names or self._layers)
-        if not wanted:
-            return
+        wanted = list(names or self.layers)
         lines: list[str] = []
-        for name, values in zip(wanted, torch.stack([self._layers[name] for name in wanted]).tolist(), strict=True):
-            numbers = dict(zip(_FIELDS, values, strict=True))
-            runs = int(numbers.pop("runs"))
-            if runs == self._seen[name]:
-                continue
-            self._seen[name] = runs
-            numbers["rows"] = int(numbers["rows"])
-            if numbers["rows"]:
+        found = torch.stack([self.layers[name] for name in wanted]).tolist() if wanted else []
+        for name, (runs, rows, *values) in zip(wanted, found, strict=True):
+            is_new, self._seen[name] = runs != self._seen.get(name, 0), runs
+            if is_new and rows:
+                numbers = {"rows": int(rows), **dict(zip(_FIELDS[2:], values, strict=True))}
                 lines.append(json.dumps({"step": self.step, "layer": name, **numbers, "pid": os.getpid()}))
                 if not numbers["relative"] <= LIMIT:  # NaN warns too
                     settings.logger.warning("shadow: layer %s differs from stock: %s", name, lines[-1])
@@ -125,10 +109,7 @@ def _recorder(path: str | None) -> _Recorder:
 
 def _stock() -> Any | None:
     path = settings.shadow_backend()
-    if path is None:
-        return None
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)
+    return None if path is None else resolve_name(":".join(path.rsplit(".", 1)))
 
 
 class ShadowSteps:
@@ -159,7 +140,7 @@ class ShadowLayer:
         # The first run is vLLM's warm-up: outside of capture, so these numbers are no part of a graph's memory.
         if self._numbers is None:
             self._numbers = torch.zeros(len(_FIELDS), dtype=torch.float32, device=ours.device)
-            self._recorder.watch(name, self._numbers)
+            self._recorder.layers[name] = self._numbers
         theirs, _ = self._impl.forward_mqa(q, kv_cache, metadata, layer)
         self._numbers[1:].copy_(difference(ours, theirs, topk_indices))
         self._numbers[0] += 1
@@ -172,7 +153,6 @@ class ShadowLayer:
             setattr(ours, name, _both(getattr(ours, name), getattr(self._impl, name)))
 
     def use_topk(self, buffer: Tensor | None) -> None:
-        """Read the selection from `buffer`."""
         self._impl.topk_indices_buffer = buffer
 
 
@@ -185,16 +165,15 @@ def hooks(ours: type, theirs: type) -> list[str]:
 def _both(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
     """Call both, each with its own metadata; the result is that of `ours`."""
 
+    def its_own(argument: Any) -> Any:
+        return argument.shadow if isinstance(argument, MLAPortableMetadata) else argument
+
     def call(*arguments: Any, **named: Any) -> Any:
         result = ours(*arguments, **named)
-        theirs(*map(_its_own, arguments), **{name: _its_own(value) for name, value in named.items()})
+        theirs(*map(its_own, arguments), **{name: its_own(value) for name, value in named.items()})
         return result
 
     return call
-
-
-def _its_own(argument: Any) -> Any:
-    return argument.shadow if isinstance(argument, MLAPortableMetadata) else argument
 
 
 def layer(**arguments: Any) -> ShadowLayer | None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from itertools import product
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -45,9 +46,8 @@ class VllmStatus:
     """The plugin as `doctor` sees it.
 
     Attributes:
-        version: of vLLM, None where it is not installed. registered: vLLM will load the plugin.
-        mode: MLA_PORTABLE_VLLM, as it takes effect. note: what stands in the way, or what the mode means here.
-        choices: for each cache layout and number of heads of a rank.
+        version: of vLLM, None where it is not installed. registered: vLLM will load the plugin. mode: as it takes effect.
+        note: what stands in the way, or what the mode means here. choices: for each cache layout and heads of a rank.
     """
 
     version: str | None
@@ -74,8 +74,13 @@ def vllm_status(registry: Registry, device: torch.device, *, environ: Mapping[st
     except InvalidArgument as error:
         return VllmStatus(version, False, "off", str(error))
     note = _obstacle(mode, environ)
-    choices = tuple(_choice(registry, device, layout, heads) for layout in ("fp8_ds_mla", "bf16") for heads in _HEADS)
-    return VllmStatus(version, not note, mode, note or _MEANING[mode], choices)
+    choices: list[Choice] = []
+    for layout, heads in product(("fp8_ds_mla", "bf16"), _HEADS):
+        limits: dict[str, Any] = {"max_num_tokens": 8192, "max_num_reqs": 256, "max_model_len": 163840}
+        spec = AttentionSpec(num_heads=heads, softmax_scale=192**-0.5, kv_layout=layout, need_lse=False, **limits)
+        decision = decide_route(registry, spec, device)
+        choices.append(Choice(layout, heads, decision.chosen, served_by(decision)))
+    return VllmStatus(version, not note, mode, note or _MEANING[mode], tuple(choices))
 
 
 def _obstacle(mode: str, environ: Mapping[str, str]) -> str:
@@ -88,17 +93,3 @@ def _obstacle(mode: str, environ: Mapping[str, str]) -> str:
     if allowed is not None and _ENTRY_POINT not in allowed.split(","):
         return f"VLLM_PLUGINS={allowed} leaves {_ENTRY_POINT!r} out"
     return ""
-
-
-def _choice(registry: Registry, device: torch.device, layout: str, heads: int) -> Choice:
-    spec = AttentionSpec(
-        num_heads=heads,
-        softmax_scale=192**-0.5,
-        max_num_tokens=8192,
-        max_num_reqs=256,
-        max_model_len=163840,
-        kv_layout=layout,
-        need_lse=False,
-    )
-    decision = decide_route(registry, spec, device)
-    return Choice(layout, heads, decision.chosen, served_by(decision))

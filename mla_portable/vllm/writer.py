@@ -38,7 +38,7 @@ class Writer(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """The result of writing one token with vLLM's operator: it works, with these scales (FP8), or why it does not."""
+    """One token was written with vLLM's operator: it works, with these scales (FP8), or why it does not."""
 
     works: bool
     scale_format: str | None = None

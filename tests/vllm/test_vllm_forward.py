@@ -151,12 +151,6 @@ def test_few_tokens_follow_what_stocks_builder_does(builder: dict | None, tokens
     assert compat.few_decode_tokens() == tokens
 
 
-def test_no_prompt_decodes_where_vllm_prefills_all(planned_for_flashmla: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mla_portable.vllm.compat.few_decode_tokens", lambda: 0)  # vLLM up to 0.25
-    engine = make_engine("fp8")
-    assert engine.builder.build(0, make_step(engine, [17, 70], [17, 70]).common).plan.num_decodes == 0
-
-
 def test_portable_kernels_alone_serve_a_mixed_batch():
     """Triton's kernels, in its interpreter: no other code of a backend runs."""
     with use("triton"):
@@ -308,18 +302,13 @@ def test_dummy_lengths_are_brought_into_range(monkeypatch: pytest.MonkeyPatch):
     assert np.array_equal(batches[0].seq_lens, [3, MAX_LEN + 3, 9])
 
 
-def test_a_batch_beyond_the_limits_is_refused():
-    engine = make_engine("fp8")
-    step = make_step(engine, [1, 1], [30, 64])
-    step.common.num_actual_tokens = 10_000
-    with pytest.raises(InvalidArgument, match="num_padded_tokens: got 10000"):
-        engine.builder.build(0, step.common)
-
-
-def test_a_layer_of_another_scale_is_refused():
+def test_a_batch_beyond_the_limits_and_a_layer_of_another_scale_are_refused():
     engine = make_engine("fp8")
     step = make_step(engine, [1, 1], [30, 64])
     metadata = engine.builder.build(0, step.common)
     engine.impl.scale *= 2
     with pytest.raises(InvalidArgument, match="scale"):
         engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
+    step.common.num_actual_tokens = 10_000
+    with pytest.raises(InvalidArgument, match="num_padded_tokens: got 10000"):
+        engine.builder.build(0, step.common)

@@ -117,7 +117,7 @@ def choose(members, member: str, config):
 
 def stock_serves(monkeypatch: pytest.MonkeyPatch, member: str, refuses: str | None) -> type:
     """The stock class of a member, made to serve every configuration or to refuse with a reason."""
-    stock = auto._resolve(AttentionBackendEnum[member].value)
+    stock = auto._stock(member)[0]
     reasons = [refuses] if refuses else []
     # vLLM's own signature, so that what is passed is checked against it.
     check = functools.wraps(stock.validate_configuration.__func__)
@@ -151,13 +151,6 @@ def test_auto_asks_whether_stock_serves_the_configuration(member: str, refuses, 
     neither = make_config(get_head_size=lambda: 512)
     assert choose(members, member, neither) is stock
     assert members[member].get_class() is stock  # no model: the device decides
-
-
-def test_auto_serves_sm12x_without_flashinfer(members, monkeypatch: pytest.MonkeyPatch):
-    """vLLM's own class there needs FlashInfer, which is not installed here, and refuses."""
-    on_device(monkeypatch, 12, 0)
-    plugin.register()
-    assert choose(members, "FLASHINFER_MLA_SPARSE_SM120", make_config("fp8")) is MLAPortableBackend
 
 
 def test_vllm_finds_the_entry_point():
@@ -199,18 +192,15 @@ def test_refusals_name_the_reason(changes, reason: str):
     assert reason in " | ".join(validate(make_config(), **changes))
 
 
-def test_a_model_without_topk_and_context_parallelism_are_refused():
+def test_what_no_layer_here_can_do_is_refused():
     plain = SimpleNamespace(qk_nope_head_dim=128, qk_rope_head_dim=64)
     assert "index_topk" in validate(make_config(hf_config=plain, hf_text_config=plain))[0]
     config = make_config()
     config.parallel_config.decode_context_parallel_size = 2
-    assert "decode context parallelism 2 (supports 1): set decode_context_parallel_size=1" in validate(config)[0]
-
-
-def test_a_cache_in_host_memory_is_refused():
-    config = make_config()
-    config.attention_config = SimpleNamespace(hisparse_config=object())  # from 0.30 on
-    assert "HiSparse" in validate(config)[0] and "leave hisparse_config and HiSparseConnector out" in validate(config)[0]
+    config.attention_config = SimpleNamespace(hisparse_config=object())  # a cache in host memory, from 0.30 on
+    (said,) = validate(config)
+    assert "decode context parallelism 2 (supports 1): set decode_context_parallel_size=1" in said
+    assert "HiSparse" in said and "leave hisparse_config and HiSparseConnector out" in said
 
 
 class Vendor:

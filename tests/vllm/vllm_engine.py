@@ -196,12 +196,12 @@ def make_step(
     return Step(common, requests, table, topk, q)
 
 
-def expected(engine: Engine, step: Step, num_tokens: int | None = None) -> tuple[Tensor, Tensor]:
+def expected(engine: Engine, step: Step) -> tuple[Tensor, Tensor]:
     """out [T, H, 512] and lse [T, H] in float64: one token after the other, its slots looked up one by one."""
-    tokens = len(step.q) if num_tokens is None else num_tokens
+    tokens = len(step.q)
     out = torch.zeros((tokens, HEADS, LATENT), dtype=torch.float64)
     lse = torch.full((tokens, HEADS), -torch.inf, dtype=torch.float64)
-    for token in range(min(tokens, len(step.requests))):
+    for token in range(len(step.requests)):
         blocks = step.table[step.requests[token]].tolist()
         slots = [blocks[p // BLOCK] * BLOCK + p % BLOCK for p in step.topk[token].tolist() if p >= 0]
         indices = torch.tensor(slots, dtype=torch.int32)[None, None]
@@ -225,14 +225,10 @@ def assert_close(out: torch.Tensor, wanted: torch.Tensor, requests: int) -> None
     assert requests and wanted[:requests].abs().amax(dim=(1, 2)).min() > 0.01  # the oracle says something of every token
 
 
-def attend(engine: Engine, step: Step) -> tuple[Any, Tensor]:
-    """Build the step's metadata and run the layer's attention; out is what the oracle says. Returns: metadata, out."""
+def check_step(engine: Engine, query_lens: Sequence[int], seq_lens: Sequence[int], **more: Any) -> Any:
+    """Make a step and attend; out is what the oracle says. Returns: the step's metadata."""
+    step = make_step(engine, query_lens, seq_lens, **more)
     metadata = engine.builder.build(0, step.common)
     out, _ = engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
     assert_close(out, expected(engine, step)[0], len(step.requests))
-    return metadata, out
-
-
-def check_step(engine: Engine, query_lens: Sequence[int], seq_lens: Sequence[int], **more: Any) -> Any:
-    """Make a step and attend; returns its metadata."""
-    return attend(engine, make_step(engine, query_lens, seq_lens, **more))[0]
+    return metadata

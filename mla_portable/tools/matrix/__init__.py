@@ -7,20 +7,8 @@ levels    claims + evidence + hashes -> cells, a pure function; table arranges t
 gates     what continuous integration refuses
 """
 
-from mla_portable.tools.matrix.levels import LEVELS, Cell, evaluate
 from mla_portable.tools.matrix.model import RecordError
 from mla_portable.tools.matrix.records import Records, find_records, read_profiles, read_records
-from mla_portable.tools.matrix.table import Table, make_table
+from mla_portable.tools.matrix.table import make_table
 
-__all__ = [
-    "LEVELS",
-    "Cell",
-    "RecordError",
-    "Records",
-    "Table",
-    "evaluate",
-    "find_records",
-    "make_table",
-    "read_profiles",
-    "read_records",
-]
+__all__ = ["RecordError", "Records", "find_records", "make_table", "read_profiles", "read_records"]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, replace
 from typing import Any, Final
 
 from mla_portable.registry.costs import MeasuredTime
@@ -14,13 +15,13 @@ from mla_portable.tools.matrix.model import RecordError
 from mla_portable.tools.matrix.profiles import Profile
 from mla_portable.tools.matrix.record import Origin, common_fields, profile_of
 
-__all__ = ["benchmark_records", "measured_times", "timed_devices"]
-
 Line = Mapping[str, Any]
 _CASE: Final = ("recorded", "command", "primitive", "layout", "shape")
 """Fields that lines of one problem in one run share."""
-_COPIED: Final = ("recorded", "layout", "driver", "versions", "clocks", "shape", "rows", "overlap", "source_hash")
-_FIGURES: Final = ("median_us", "p10_us", "p90_us", "runs")
+_COPIED: Final = (
+    *("recorded", "layout", "driver", "versions", "clocks", "shape", "rows", "overlap", "source_hash"),
+    *("median_us", "p10_us", "p90_us", "runs"),
+)
 
 
 def benchmark_records(
@@ -43,9 +44,7 @@ def benchmark_records(
     for case in cases.values():
         baselines = [line for line in case if line["role"] == "baseline" and line["median_us"] is not None]
         baseline = min(baselines, key=lambda line: line["median_us"], default=None)
-        for line in case:
-            if line["role"] == "baseline":
-                continue
+        for line in (line for line in case if line["role"] != "baseline"):
             name = f"{line['name']} / {line['primitive']}, {line['shape']}"
             why = _unfit(line, baseline)
             if why:
@@ -55,17 +54,19 @@ def benchmark_records(
             if claim is None:
                 raise RecordError(name, "no plugin here declares it; install the plugin, or remove the lines")
             assert baseline is not None, "an unfit line was left out above"
-            profile = profile_of(line["device"]["name"], profiles)
+            name, arch = line["device"]["name"], line["device"]["arch"]
+            ceilings = line["ceilings"]
+            rates = ceilings["bytes_per_second"] / 1e12, ceilings["flops_per_second"] / 1e12
+            bound = f"copy at {rates[0]:.3g} TB/s, bf16 product at {rates[1]:.3g} TFLOP/s"
             records.append(
                 {
-                    **common_fields(claim, origin, "benchmark", line["device"]["arch"]),
+                    **common_fields(claim, origin, "benchmark", arch),
                     **{field: line[field] for field in _COPIED},
-                    **{field: line[field] for field in _FIGURES},
                     "command": without_folders(line["command"]),
-                    "device": {"profile": profile.slug, "name": line["device"]["name"], "arch": line["device"]["arch"]},
+                    "device": {"profile": profile_of(name, profiles).slug, "name": name, "arch": arch},
                     "heads": [line["heads"]] if line["heads"] else [],
                     "topk": [line["topk"]] if line["topk"] else [],
-                    "floor": {"name": _bound_name(line), "median_us": line["bound_us"]},
+                    "floor": {"name": bound, "median_us": line["bound_us"]},
                     "rival": {"name": baseline["name"], "median_us": baseline["median_us"]},
                 }
             )
@@ -83,20 +84,12 @@ def _unfit(line: Line, baseline: Line | None) -> str:
     return "" if baseline is not None else "no baseline was timed in the same run"
 
 
-def _bound_name(line: Line) -> str:
-    ceilings = line["ceilings"]
-    copied, multiplied = ceilings["bytes_per_second"] / 1e12, ceilings["flops_per_second"] / 1e12
-    return f"copy at {copied:.3g} TB/s, bf16 product at {multiplied:.3g} TFLOP/s"
-
-
 def measured_times(evidence: Sequence[Evidence], hashes: Hashes) -> list[MeasuredTime]:
     """The newest benchmark of each implementation, device and size: of today's sources, from a clean tree, without overlap."""
     newest: dict[tuple[Any, ...], MeasuredTime] = {}
     for each in evidence:
         data = each.data
-        if each.kind != "benchmark" or "rows" not in data or data.get("overlap") or data["dirty"]:
-            continue
-        if hashes.changed(each):
+        if each.kind != "benchmark" or "rows" not in data or data.get("overlap") or data["dirty"] or hashes.changed(each):
             continue
         time = MeasuredTime(
             device=data["device"]["name"],
@@ -110,11 +103,5 @@ def measured_times(evidence: Sequence[Evidence], hashes: Hashes) -> list[Measure
             recorded=each.recorded.partition("T")[0],
             source_hash=data["source_hash"],
         )
-        newest[time.device, time.primitive, time.layout, time.heads, time.topk, time.rows, time.implementation] = time
+        newest[astuple(replace(time, us=0, recorded="", source_hash=""))] = time
     return list(newest.values())
-
-
-def timed_devices(times: Iterable[MeasuredTime], profiles: Iterable[Profile]) -> dict[str, str]:
-    """Name -> pattern of the profiles that the times' devices match."""
-    names = {each.device for each in times}
-    return {profile.name: profile.pattern for profile in profiles if any(map(profile.matches, names))}

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any, Final
 
-from mla_portable.contracts import Implementation, Primitive, Reason, Support
+from mla_portable.contracts import Primitive, Reason, Request, Support
 from mla_portable.layouts import LAYOUTS
-from mla_portable.registry import PluginReport, Registry
+from mla_portable.registry import Registry
 from mla_portable.registry.names import CORE_DISTRIBUTION, CORE_MODULE
 from mla_portable.tools.matrix.profiles import Profile
 
@@ -78,44 +77,26 @@ def collect_declarations(registry: Registry, profiles: Mapping[str, Profile]) ->
     owner = {entry: report for report in registry.plugin_reports for entry in report.implementations}
     facts = {slug: profile.device_facts() for slug, profile in profiles.items()}
     claims: list[Claim] = []
-    for implementation in registry.implementations():
-        report = owner[f"{implementation.name} / {implementation.primitive}"]
-        devices = {slug: tuple(implementation.support.device_reasons(each)) for slug, each in facts.items()}
-        claims.append(_claim(implementation, report, devices))
+    for each in registry.implementations():
+        report = owner[f"{each.name} / {each.primitive}"]
+        claims.append(
+            Claim(
+                implementation=each.name,
+                primitive=str(each.primitive),
+                plugin=report.name,
+                module=report.module,
+                distribution=report.distribution,
+                version=report.version,
+                preference=each.preference,
+                core=(report.distribution, report.module) == (CORE_DISTRIBUTION, CORE_MODULE),
+                sources=tuple(sorted(each.sources)),
+                targets=_targets(report.module, each.name),
+                support=support_data(each.support),
+                devices={slug: tuple(each.support.device_reasons(device)) for slug, device in facts.items()},
+            )
+        )
     missing = tuple((report.name, report.error) for report in registry.plugin_reports if not report.loaded)
     return Declarations(tuple(claims), missing)
-
-
-def suite_cases(registry: Registry, level: str = "quick") -> Callable[[Claim, Profile], list[dict[str, Any]]]:
-    """Collects the suite for a claim on a device: the fields of each case's request. Nothing is run."""
-    from mla_portable.tools.conformance import cases_for
-
-    by_name = {(each.name, str(each.primitive)): each for each in registry.implementations()}
-
-    def collect(claim: Claim, profile: Profile) -> list[dict[str, Any]]:
-        implementation = by_name[claim.implementation, claim.primitive]
-        requests = [case.request for case in cases_for(implementation, profile.device_facts(), level)]
-        names = ("kv_layout", "num_heads", "topk", "block_size")
-        return [{name: getattr(request, name) for name in names} for request in requests]
-
-    return collect
-
-
-def _claim(implementation: Implementation, report: PluginReport, devices: Mapping[str, tuple[Reason, ...]]) -> Claim:
-    return Claim(
-        implementation=implementation.name,
-        primitive=str(implementation.primitive),
-        plugin=report.name,
-        module=report.module,
-        distribution=report.distribution,
-        version=report.version,
-        preference=implementation.preference,
-        core=(report.distribution, report.module) == (CORE_DISTRIBUTION, CORE_MODULE),
-        sources=tuple(sorted(implementation.sources)),
-        targets=_targets(report.module, implementation.name),
-        support=support_data(implementation.support),
-        devices=devices,
-    )
 
 
 def support_data(support: Support) -> dict[str, Any]:
@@ -124,16 +105,25 @@ def support_data(support: Support) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
-def _compiler(module: str) -> ModuleType | None:
-    package = module.partition(":")[0]
-    if find_spec(package) is None or not hasattr(import_module(package), "__path__"):
-        return None
-    name = f"{package}.{COMPILER}"
-    return None if find_spec(name) is None else import_module(name)
+def suite_cases(registry: Registry, level: str = "quick") -> Callable[[Claim, Profile], list[Request]]:
+    """Collects the requests of the suite's cases for a claim on a device. Nothing is run."""
+    from mla_portable.tools.conformance import cases_for
+
+    by_name = {(each.name, str(each.primitive)): each for each in registry.implementations()}
+
+    def collect(claim: Claim, profile: Profile) -> list[Request]:
+        implementation = by_name[claim.implementation, claim.primitive]
+        return [case.request for case in cases_for(implementation, profile.device_facts(), level)]
+
+    return collect
 
 
 def _targets(module: str, implementation: str) -> tuple[str, ...]:
-    compiler = _compiler(module)
+    package = module.partition(":")[0]
+    if find_spec(package) is None or not hasattr(import_module(package), "__path__"):
+        return ()
+    name = f"{package}.{COMPILER}"
+    compiler = None if find_spec(name) is None else import_module(name)
     if compiler is None or implementation not in getattr(compiler, "IMPLEMENTATIONS", (implementation,)):
         return ()
     return tuple(compiler.TARGETS)
@@ -142,40 +132,34 @@ def _targets(module: str, implementation: str) -> tuple[str, ...]:
 def wider(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What declaration `new` claims beyond `old`, in words; [] when everything it claims was claimed before.
 
-    What a field limits follows from its type and name in Support, so that a new field counts at once. A field that one of the
-    declarations lacks has its default there.
+    What a field limits follows from its type and name in Support, so that a new field counts at once: a tuple allows its
+    elements and None everything; `max_` is a limit; `needs_` and `min_` ask for something of the device; another bool is a
+    feature; another int divides what is accepted. A field that one of the declarations lacks has its default there.
     """
     found = _wider_heads(old, new)
     for field in fields(Support):
-        if field.name not in (*_HEADS, *_NOT_LIMITS):
-            default = None if field.name == "source" else field.default
-            before, after = (_plain(each.get(field.name, default)) for each in (old, new))
-            if before != after:
-                found += _wider(field.name, str(field.type), before, after)
+        name = field.name
+        if name in (*_HEADS, *_NOT_LIMITS):
+            continue
+        before, after = (each.get(name, field.default) for each in (old, new))
+        if str(field.type).startswith("tuple"):
+            if before is not None and (after is None or not {*after} <= {*before}):
+                more = "any" if after is None else _words({*after} - {*before})
+                found.append(f"{name} {more} (evidence covers {_words(before)})")
+        elif name.startswith("max_"):
+            if before is not None and (after is None or after > before):
+                found.append(f"{name} {'without limit' if after is None else after} (evidence covers {before})")
+        elif name.startswith(("needs_", "min_")):
+            found += [f"{name} {after} (evidence has {before})"] if after < before else []
+        elif field.type == "bool":
+            found += [f"{name} (evidence is without)"] if after > before else []
+        elif after % before:
+            found.append(f"{name} {after} (evidence covers {before})")
     return found
 
 
-def _plain(value: Any) -> Any:
-    return frozenset(value) if isinstance(value, (list, tuple)) else value  # pyright: ignore[reportUnknownArgumentType]
-
-
-def _wider(name: str, annotation: str, before: Any, after: Any) -> list[str]:
-    """One field: `tuple` allows its elements and None everything; `max_` is a limit; `needs_` and `min_` ask for something of
-    the device; another bool is a feature; another int divides what is accepted."""
-    if annotation.startswith("tuple"):
-        if before is None or (after is not None and after <= before):
-            return []
-        more = "any" if after is None else ", ".join(sorted(map(str, after - before)))
-        return [f"{name} {more} (evidence covers {', '.join(sorted(map(str, before))) or 'none'})"]
-    if name.startswith("max_"):
-        if before is None or (after is not None and after < before):
-            return []
-        return [f"{name} {'without limit' if after is None else after} (evidence covers {before})"]
-    if name.startswith(("needs_", "min_")):
-        return [f"{name} {after} (evidence has {before})"] if after < before else []
-    if annotation == "bool":
-        return [f"{name} (evidence is without)"] if after else []
-    return [f"{name} {after} (evidence covers {before})"] if after % before else []
+def _words(values: Iterable[Any]) -> str:
+    return ", ".join(sorted(map(str, values))) or "none"
 
 
 def _wider_heads(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -184,18 +168,11 @@ def _wider_heads(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         return []
     if not any(new.get(name) for name in _HEADS):
         return ["num_heads any (evidence covers a limited set)"]
-    highest = max([new.get("max_heads") or 0, *(new.get("num_heads") or ()), *(new.get("padded_heads") or ())])
-    more = [heads for heads in range(1, highest + 1) if _accepts(new, heads) and not _accepts(old, heads)]
-    return [f"num_heads {_range(more)} (evidence is without)"] if more else []
+    more = sorted(_heads(new) - _heads(old))
+    span = "" if not more else str(more[0]) if len(more) == 1 else f"{more[0]} to {more[-1]}"
+    return [f"num_heads {span} (evidence is without)"] if more else []
 
 
-def _accepts(support: Mapping[str, Any], heads: int) -> bool:
-    return (
-        heads in (support.get("num_heads") or ())
-        or heads <= (support.get("max_heads") or 0)
-        or any(heads <= padded for padded in support.get("padded_heads") or ())
-    )
-
-
-def _range(values: Sequence[int]) -> str:
-    return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
+def _heads(support: Mapping[str, Any]) -> set[int]:
+    highest = max([support.get("max_heads") or 0, *(support.get("padded_heads") or ())])
+    return {*range(1, highest + 1), *(support.get("num_heads") or ())}

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -16,19 +15,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 from mla_portable.contracts import Primitive
 from mla_portable.tools.matrix.model import Count, Model, Positive, RecordError, Text, validation_problems
 from mla_portable.tools.matrix.profiles import Profile
-
-__all__ = [
-    "Benchmark",
-    "Compiled",
-    "Conformance",
-    "Evidence",
-    "append_evidence",
-    "load_evidence",
-    "parse_evidence",
-    "problems_of",
-    "record_line",
-    "without_folders",
-]
 
 _Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Figure = Annotated[float, Field(gt=0)]
@@ -133,21 +119,13 @@ class Benchmark(_OnDevice):
     clocks: dict[str, float] | None = None
 
 
-_AnyRecord = Annotated[Compiled | Conformance | Benchmark, Field(discriminator="kind")]
-
-
-@lru_cache(maxsize=1)
-def _schema() -> TypeAdapter[Any]:
-    return TypeAdapter(_AnyRecord)
+_SCHEMA: Final[TypeAdapter[Any]] = TypeAdapter(Annotated[Compiled | Conformance | Benchmark, Field(discriminator="kind")])
+_ONE_TIME: Final = {"passed": 1, "failed": 0, "skipped": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One line.
-
-    Attributes:
-        where: file and line. data: the record, valid by the schema.
-    """
+    """One line. where: file and number. data: the record, valid by the schema."""
 
     where: str
     data: Mapping[str, Any]
@@ -162,15 +140,15 @@ class Evidence:
 
     @property
     def passed(self) -> int:
-        return self.data["cases"]["passed"] if "cases" in self.data else 1
+        return self.data.get("cases", _ONE_TIME)["passed"]
 
     @property
     def failed(self) -> int:
-        return self.data["cases"]["failed"] if "cases" in self.data else 0
+        return self.data.get("cases", _ONE_TIME)["failed"]
 
     @property
     def skipped(self) -> int:
-        return self.data["cases"]["skipped"] if "cases" in self.data else 0
+        return self.data.get("cases", _ONE_TIME)["skipped"]
 
     @property
     def profile(self) -> str | None:
@@ -190,40 +168,34 @@ def without_folders(command: str) -> str:
 def problems_of(data: Any, profiles: Mapping[str, Profile]) -> list[str]:
     """What is wrong with a record: the schema first, then what no schema can say."""
     try:
-        _schema().validate_python(data)
+        _SCHEMA.validate_python(data)
     except ValidationError as error:
         return validation_problems(error)
-    found: list[str] = []
-    if data["primitive"] not in Primitive.all():
-        found.append(f"primitive: {data['primitive']!r} is none of {', '.join(Primitive.all())}")
-    if "python" not in data["versions"]:
-        found.append("versions: python is missing")
-    if without_folders(data["command"]) != data["command"]:
-        found.append(f"command: names a folder of the machine that ran it: {data['command']!r}")
-    device = data.get("device")
-    if device is not None:
-        profile = profiles.get(device["profile"])
-        if profile is None:
-            found.append(f"device/profile: unknown device {device['profile']!r}; expected one of {', '.join(profiles)}")
-        elif not profile.matches(device["name"]):
-            found.append(f"device/name: {device['name']!r} is no {profile.slug} (its pattern is {profile.pattern!r})")
-        elif profile.arch != device["arch"]:
-            found.append(f"device/arch: {device['arch']!r}, but {profile.slug} is {profile.arch!r}")
-    native = data["kind"] == "benchmark" or data.get("mode") in ("native", "ptx")
-    if native and data["commit"] is None and data["dirty"]:
-        found.append("commit: null, and not from an installed package; a run on a device is bound to a commit")
-    known = sorted({profile.arch for profile in profiles.values()})
-    if data.get("mode") == "ptx" and "target" not in data:
-        found.append("target: missing; mode ptx is a run of the code for another architecture")
-    if "target" in data and data["target"] not in known:
-        found.append(f"target: no profile has the architecture {data['target']!r}; expected one of {', '.join(known)}")
-    if data["kind"] == "compiled":
-        over = [name for name, use in data["kernels"].items() if use["shared"] > data["shared_memory_limit"]]
-        if over and not data["failures"]:
-            found.append(f"kernels: {', '.join(over)} above shared_memory_limit, yet failures is empty")
-        if bool(data["failures"]) != bool(data["cases"]["failed"]):
-            found.append("failures: says something else than cases/failed")
-    return found
+    name = data.get("device", {}).get("name")
+    profile = profiles.get(data["device"]["profile"]) if name else None
+    target, known = data.get("target"), sorted({each.arch for each in profiles.values()})
+    over = [kernel for kernel, use in data.get("kernels", {}).items() if use["shared"] > data["shared_memory_limit"]]
+    unbound = data["commit"] is None and data["dirty"]
+    checks = {
+        f"primitive: {data['primitive']!r} is none of {', '.join(Primitive.all())}": data["primitive"] not in Primitive.all(),
+        "versions: python is missing": "python" not in data["versions"],
+        "command: names a folder of the machine that ran it": without_folders(data["command"]) != data["command"],
+        f"device/profile: expected one of {', '.join(profiles)}": name and profile is None,
+        f"device/name: {name!r} does not match the profile's pattern": profile and not profile.matches(name),
+        "device/arch: not the profile's": profile and profile.arch != data["device"]["arch"],
+        "commit: null, and not from an installed package; a run on a device is bound to a commit": unbound and is_native(data),
+        "target: missing; mode ptx is a run of the code for another architecture": data.get("mode") == "ptx" and not target,
+        f"target: {target!r} is no profile's architecture; expected one of {', '.join(known)}": target and target not in known,
+        f"kernels: {', '.join(over)} above shared_memory_limit, yet failures is empty": over and not data["failures"],
+        "failures: says something else than cases/failed": bool(data.get("failures"))
+        != bool(data["kind"] == "compiled" and data["cases"]["failed"]),
+    }
+    return [problem for problem, is_so in checks.items() if is_so]
+
+
+def is_native(data: Mapping[str, Any]) -> bool:
+    """The record is of a run on a device as it is, which has to be bound to a commit."""
+    return data["kind"] == "benchmark" or data.get("mode") in ("native", "ptx")
 
 
 def parse_evidence(text: str, where: str, profiles: Mapping[str, Profile]) -> list[Evidence]:

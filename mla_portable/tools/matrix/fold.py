@@ -21,8 +21,6 @@ from typing import Any, Final
 from mla_portable.tools.matrix.claims import wider
 from mla_portable.tools.matrix.evidence import Evidence, record_line, without_folders
 
-__all__ = ["fold", "scrubbed", "superseded", "wrongly_removed"]
-
 _SERIES: Final = ("implementation", "primitive", "kind", "mode", "layout", "target", "level", "match", "shape", "overlap")
 _HASHES: Final = ("source_hash", "suite_hash")
 
@@ -30,7 +28,7 @@ _HASHES: Final = ("source_hash", "suite_hash")
 def series_of(record: Evidence) -> tuple[Any, ...]:
     """What was run, and how. The shape of a benchmark includes heads and top-k; those of a suite follow from its level."""
     data = record.data
-    sizes = (tuple(data["heads"]), tuple(data["topk"])) if record.kind == "benchmark" else ()
+    sizes = (str(data["heads"]), str(data["topk"])) if record.kind == "benchmark" else ()
     return (data["device"]["name"] if "device" in data else None, *(data.get(name) for name in _SERIES), *sizes)
 
 

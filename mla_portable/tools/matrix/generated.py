@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
 from mla_portable.registry import Registry
 from mla_portable.registry.costs import costs_text
-from mla_portable.tools.matrix.benchmarks import measured_times, timed_devices
+from mla_portable.tools.matrix.benchmarks import measured_times
 from mla_portable.tools.matrix.records import read_records
 from mla_portable.tools.matrix.render import markdown
 from mla_portable.tools.matrix.table import make_table
@@ -20,8 +21,6 @@ __all__ = ["COSTS_FILE", "MATRIX", "differences", "generate"]
 MATRIX: Final = "MATRIX.md"
 COSTS_FILE: Final = "costs.json"
 """In the package of a plugin."""
-_SHOWN: Final = 12
-"""Lines of a difference that are shown."""
 
 
 def generate(folder: Path, registry: Registry | None = None) -> dict[Path, str]:
@@ -38,7 +37,8 @@ def generate(folder: Path, registry: Registry | None = None) -> dict[Path, str]:
         names = {offered.partition(" ")[0] for offered in report.implementations}
         own = [time for time in times if time.implementation in names]
         if path.exists() or (own and path.parent.is_dir()):
-            files[path] = costs_text(own, timed_devices(own, records.profiles.values()))
+            timed = [each for each in records.profiles.values() if any(each.matches(time.device) for time in own)]
+            files[path] = costs_text(own, {profile.name: profile.pattern for profile in timed})
     return files
 
 
@@ -48,7 +48,7 @@ def differences(files: Mapping[Path, str]) -> list[str]:
     for path, wanted in files.items():
         there = path.read_text(encoding="utf-8") if path.exists() else ""
         if there != wanted:
-            lines = list(difflib.unified_diff(there.splitlines(), wanted.splitlines(), "there", "generated", lineterm="", n=0))
-            shown = [line[:160] for line in lines[2 : 2 + _SHOWN]]
+            lines = difflib.unified_diff(there.splitlines(), wanted.splitlines(), lineterm="", n=0)
+            shown = [line[:160] for line in islice(lines, 2, 14)]
             found.append("\n".join([f"{path.name} is not what the records say; run ci/refresh_evidence", *shown]))
     return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mla_portable.tools.matrix.claims import Claim, wider
-from mla_portable.tools.matrix.evidence import Evidence
+from mla_portable.tools.matrix.evidence import Evidence, is_native
 from mla_portable.tools.matrix.profiles import Profile
 
 __all__ = ["LEVELS", "SUITE_LEVELS", "Cell", "Hashes", "Proof", "evaluate"]
@@ -82,6 +82,10 @@ class Cell:
     proofs: tuple[Proof, ...]
 
     @property
+    def name(self) -> str:
+        return f"{self.implementation} / {self.primitive}" + (f" / {self.layout}" if self.layout else "")
+
+    @property
     def rank(self) -> int:
         """Higher is better known; -1 for what cannot be said to work."""
         return -1 if self.state in ("never", "unknown", "failing") else LEVELS.index(self.level)
@@ -110,9 +114,7 @@ def _cell(claim: Claim, layout: str | None, profile: Profile, evidence: Sequence
         key = (profile.slug, claim.implementation, claim.primitive, layout, claim.preference)
         return Cell(*key, level, state, tuple(dict.fromkeys(reasons)), tuple(proofs))
 
-    objections = claim.devices.get(profile.slug)
-    if objections is None:
-        return made("declared", "unknown", ["the declarations were collected before this profile was there"])
+    objections = claim.devices[profile.slug]
     certain = [each for each in objections if each.subject not in profile.unknown_subjects]
     if certain:
         return made("declared", "never", map(str, certain))
@@ -121,23 +123,20 @@ def _cell(claim: Claim, layout: str | None, profile: Profile, evidence: Sequence
 
     proofs = list(_proofs(claim, layout, profile, evidence, hashes))
     good = {proof.level for proof in proofs if proof.status == "ok"}
-    remarks: list[str] = []
-    if "measured" in good and "verified" not in good:
-        good.discard("measured")
-        remarks.append("measured: counts only beside a passed conformance run of the same sources")
     compiles = profile.arch in claim.targets
-    if "compiled+run" in good and "compiled" not in good:
-        good.discard("compiled+run")
-        remarks.append(f"compiled+run, but not compiled for {profile.arch}")
-    if "interpreted" in good and compiles and "compiled" not in good and "verified" not in good:
-        good.discard("interpreted")
-        remarks.append(f"interpreted, but not compiled for {profile.arch}")
+    uncompiled = f", but not compiled for {profile.arch}"
+    baseless = {
+        "measured": ("verified" not in good, ": counts only beside a passed conformance run of the same sources"),
+        "compiled+run": ("compiled" not in good, uncompiled),
+        "interpreted": (compiles and not good & {"compiled", "verified"}, uncompiled),
+    }
+    alone = [level for level, (is_so, _) in baseless.items() if is_so and level in good]
+    remarks = [f"{level}{baseless[level][1]}" for level in alone]
+    good -= {*alone}
     level = max(good | {"declared"}, key=LEVELS.index)
     reasons = [f"{proof.level}: {reason}" for proof in proofs if proof.status != "ok" for reason in proof.reasons]
     bad = {proof.status for proof in proofs if proof.status == "failing" or LEVELS.index(proof.level) > LEVELS.index(level)}
-    bad -= {"ok"}
-    if remarks and "failing" not in bad:
-        bad.add("partial")
+    bad |= {"partial"} if remarks and "failing" not in bad else set()
     state = next((status for status in ("failing", "stale", "partial") if status in bad), level)
     if claim.targets and not compiles and profile.device_type != "cpu" and level != "declared" and state == level:
         remarks.append(f"no ahead-of-time target for {profile.arch}")
@@ -189,33 +188,22 @@ def _judge(level: str, current: Sequence[Evidence], claim: Claim) -> Proof:
     if newest.failed:
         return Proof(level, "failing", (f"{newest.failed} of {newest.failed + newest.passed} failed",), newest)
     last_failure = max((i for i, each in enumerate(current) if each.failed), default=-1)
-    best: Proof | None = None
+    proofs: list[Proof] = []
     for each in current[last_failure + 1 :]:
         gaps = _gaps(each, claim)
-        proof = Proof(level, "partial" if gaps else "ok", tuple(gaps), each)
-        if best is None or proof.status == "ok" or best.status != "ok":
-            best = proof
-    assert best is not None, "the newest record has no failure, so at least that one was looked at"
-    return best
+        proofs.append(Proof(level, "partial" if gaps else "ok", tuple(gaps), each))
+    return next((proof for proof in reversed(proofs) if proof.status == "ok"), proofs[-1])
 
 
 def _gaps(evidence: Evidence, claim: Claim) -> list[str]:
     """Why a record without a failure still does not prove all that is claimed."""
     data = evidence.data
+    checks = {
+        f"{evidence.skipped} case{'' if evidence.skipped == 1 else 's'} skipped": evidence.skipped,
+        "nothing ran": not evidence.passed,
+        f"only cases that contain {data.get('match')!r}": data.get("match"),
+        f"level {data.get('level')} of the suite": data.get("level", "full") not in SUITE_LEVELS,
+        "from a tree with uncommitted changes": is_native(data) and data["dirty"],
+    }
     gaps = [f"declared beyond the evidence: {more}" for more in wider(data["support"], claim.support)]
-    if evidence.kind == "benchmark":
-        if data["dirty"]:
-            gaps.append("from a tree with uncommitted changes")
-        return gaps
-    if evidence.skipped:
-        gaps.append(f"{evidence.skipped} case{'' if evidence.skipped == 1 else 's'} skipped")
-    if not evidence.passed:
-        gaps.append("nothing ran")
-    if evidence.kind == "conformance":
-        if data["match"]:
-            gaps.append(f"only cases that contain {data['match']!r}")
-        if data["level"] not in SUITE_LEVELS:
-            gaps.append(f"level {data['level']} of the suite")
-        if data["mode"] in ("native", "ptx") and data["dirty"]:
-            gaps.append("from a tree with uncommitted changes")
-    return gaps
+    return gaps + [gap for gap, is_so in checks.items() if is_so]

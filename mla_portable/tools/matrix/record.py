@@ -11,31 +11,18 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from mla_portable.contracts import DeviceFacts
+from mla_portable.registry.facts import library_versions
 from mla_portable.sources import module_file, source_hash
-from mla_portable.tools.conformance import Report
+from mla_portable.tools.conformance import CaseResult, Report
 from mla_portable.tools.matrix.claims import Claim, Declarations
 from mla_portable.tools.matrix.evidence import without_folders
 from mla_portable.tools.matrix.model import RecordError
 from mla_portable.tools.matrix.profiles import Profile
 from mla_portable.tools.matrix.records import suite_hash
-
-__all__ = [
-    "Origin",
-    "common_fields",
-    "compiled_records",
-    "conformance_records",
-    "kernels_of",
-    "mode_of",
-    "origin_of",
-    "origin_of_package",
-    "profile_of",
-    "shared_memory_limit",
-]
 
 _CUDA_KERNEL: Final = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\s*\(")
 _RECORDS: Final = "capability/"
@@ -132,17 +119,16 @@ def conformance_records(
     profile = profile_of(device.name, profiles)
     code: dict[str, Any] = {} if ran_on is None else {"mode": "ptx", "target": report.device.arch}
     claims = {(claim.implementation, claim.primitive): claim for claim in declarations.claims}
-    groups: dict[tuple[str, str, str | None], list[Any]] = {}
+    groups: dict[tuple[str, str, str | None], list[CaseResult]] = {}
     for result in report.results:
-        primitive = str(result.case.primitive)
-        layout = result.case.request.kv_layout if result.case.primitive.has_layout else None
-        groups.setdefault((result.case.implementation, primitive, layout), []).append(result)
+        case = result.case
+        layout = case.request.kv_layout if case.primitive.has_layout else None
+        groups.setdefault((case.implementation, str(case.primitive), layout), []).append(result)
     records: list[dict[str, Any]] = []
     for (implementation, primitive, layout), results in groups.items():
         claim = claims[implementation, primitive]
         requests = [result.case.request for result in results]
         passed = sum(result.status == "passed" for result in results)
-        failed = sum(result.status in ("failed", "error") for result in results)
         records.append(
             {
                 **common_fields(claim, origin, "conformance", report.device.arch),
@@ -156,7 +142,7 @@ def conformance_records(
                 "suite_hash": suite_hash(),
                 "heads": sorted({r.num_heads for r in requests if r.num_heads is not None}),
                 "topk": sorted({r.topk for r in requests if r.topk is not None}),
-                "cases": {"passed": passed, "failed": failed, "skipped": len(results) - passed - failed},
+                "cases": {"passed": passed, "failed": len(results) - passed, "skipped": 0},
                 "errors": _worst(results),
                 **code,
             }
@@ -164,11 +150,10 @@ def conformance_records(
     return records
 
 
-def _worst(results: Sequence[Any]) -> dict[str, Any]:
+def _worst(results: Sequence[CaseResult]) -> dict[str, Any]:
     """By quantity the case that came nearest to its tolerance; what is exact and holds is left out."""
     found: dict[str, tuple[float, dict[str, Any]]] = {}
-    for result in results:
-        said = result.as_dict()
+    for said in (result.as_dict() for result in results):
         for quantity, error in said["errors"].items():
             limit = said["tolerances"][quantity]
             share = float(error) / float(limit) if float(limit) else float("inf")
@@ -210,25 +195,20 @@ def compiled_records(
     by_arch: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     for line in lines:
         by_arch.setdefault(line["arch"], {}).setdefault(line["kernel"], []).append(line)
+    libraries = {name: version for name, version in library_versions() if name in ("torch", "triton")}
     records: list[dict[str, Any]] = []
     for claim in declarations.claims:
-        if claim.module != module or not claim.targets:
-            continue
-        wanted = kernels_of(claim)
-        if not wanted:
-            continue
-        for arch, compiled in by_arch.items():
+        wanted = kernels_of(claim) if claim.module == module and claim.targets else {}
+        for arch, compiled in by_arch.items() if wanted else ():
             absent = [kernel for kernel in wanted if kernel not in compiled]
             if absent:
-                raise RecordError(
-                    f"{claim.implementation} / {claim.primitive} for {arch}", f"not compiled: {', '.join(absent)}"
-                )
+                name = f"{claim.implementation} / {claim.primitive} for {arch}"
+                raise RecordError(name, f"not compiled: {', '.join(absent)}")
             limit = shared_memory_limit(arch, profiles)
-            failures = [text for kernel in wanted for line in compiled[kernel] for text in _failures(line, arch, limit)]
-            variants = sum(len(compiled[kernel]) for kernel in wanted)
-            bad = sum(bool(_failures(line, arch, limit)) for kernel in wanted for line in compiled[kernel])
-            versions = _toolchain()
-            for line in (line for kernel in wanted for line in compiled[kernel]):
+            variants = [line for kernel in wanted for line in compiled[kernel]]
+            failures = [failure for line in variants if (failure := _failure(line, arch, limit))]
+            versions = {"python": platform.python_version(), **libraries}
+            for line in variants:
                 versions |= line.get("versions", {})
             records.append(
                 {
@@ -236,7 +216,7 @@ def compiled_records(
                     "target": arch,
                     "versions": versions,
                     "shared_memory_limit": limit,
-                    "cases": {"passed": variants - bad, "failed": bad, "skipped": 0},
+                    "cases": {"passed": len(variants) - len(failures), "failed": len(failures), "skipped": 0},
                     "kernels": {kernel: _usage(compiled[kernel]) for kernel in sorted(wanted)},
                     "failures": failures,
                 }
@@ -248,40 +228,20 @@ def shared_memory_limit(arch: str, profiles: Mapping[str, Profile]) -> int:
     """Bytes that every device of an architecture gives to a thread block. Raises: RecordError where no profile says."""
     known = [p.facts.shared_memory for p in profiles.values() if p.arch == arch and p.facts.shared_memory is not None]
     if not known:
-        raise RecordError(
-            f"architecture {arch}", "no profile says how much shared memory it has; add one to capability/profiles"
-        )
+        problem = "no profile says how much shared memory it has; add one to capability/profiles"
+        raise RecordError(f"architecture {arch}", problem)
     return min(known)
 
 
-def _failures(line: Mapping[str, Any], arch: str, limit: int) -> list[str]:
-    if line["error"]:
-        return [f"{line['label']}: {line['error']}"]
-    if line["shared"] > limit:
-        return [f"{line['label']}: {line['shared']} bytes of shared memory, {arch} has {limit}"]
-    return []
+def _failure(line: Mapping[str, Any], arch: str, limit: int) -> str:
+    if not line["error"] and line["shared"] > limit:
+        return f"{line['label']}: {line['shared']} bytes of shared memory, {arch} has {limit}"
+    return f"{line['label']}: {line['error']}" if line["error"] else ""
 
 
 def _usage(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The largest of each resource over a kernel's variants; None where the compiler does not say."""
-
-    def largest(name: str) -> int | None:
-        known = [line[name] for line in lines if line.get(name) is not None]
-        return max(known) if known else None
-
-    return {
-        "variants": len(lines),
-        "shared": largest("shared") or 0,
-        "registers": largest("registers"),
-        "spilled": largest("spilled"),
-    }
-
-
-def _toolchain() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("torch", "triton"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    names = ("shared", "registers", "spilled")
+    known = {name: [line[name] for line in lines if line.get(name) is not None] for name in names}
+    largest = {name: max(values, default=0 if name == "shared" else None) for name, values in known.items()}
+    return {"variants": len(lines), **largest}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -10,9 +11,10 @@ from typing import Any, Final
 from mla_portable.contracts import Primitive
 from mla_portable.layouts import LAYOUTS
 from mla_portable.tools.matrix.levels import LEVELS, Cell
+from mla_portable.tools.matrix.profiles import Profile
 from mla_portable.tools.matrix.records import Records
 
-__all__ = ["STATES", "Coverage", "Entry", "Row", "Table", "make_table"]
+__all__ = ["STATES", "Entry", "Table", "make_table"]
 
 STATES: Final[dict[str, str]] = {
     "measured": "verified, and benchmarked beside a roofline bound and a baseline in the same run",
@@ -29,43 +31,17 @@ STATES: Final[dict[str, str]] = {
     "never": "the declarations exclude this device, or nothing claims it",
 }
 """State -> what it means, best first."""
-_WORD: Final = {None: "", "fp8_ds_mla": "FP8", "bf16": "BF16"}
+_WORD: Final = {"fp8_ds_mla": "FP8", "bf16": "BF16"}
+_HOW: Final = {"interpreter": " in the interpreter", "stand_in": " on a stand-in"}
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One place of the table. cells: all claims, best first; () where nobody claims anything. notes: numbers of notes."""
+    """One place. implementation: "" where none can be named. note: its number, 0 where there is nothing to add."""
 
-    cells: tuple[Cell, ...]
-    notes: tuple[int, ...]
-
-    @property
-    def state(self) -> str:
-        return self.cells[0].state if self.cells else "never"
-
-    @property
-    def implementation(self) -> str:
-        return self.cells[0].implementation if self.cells and self.state not in ("never", "unknown") else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One device."""
-
-    device: str
-    name: str
-    vendor: str
-    arch: str
-    entries: tuple[Entry, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Coverage:
-    """Of one vendor's devices: how many places of the table stand in each state."""
-
-    vendor: str
-    places: int
-    counts: dict[str, int]
+    state: str
+    implementation: str
+    note: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,41 +49,45 @@ class Table:
     """Everything that a rendering shows.
 
     Attributes:
-        columns: (primitive, layout). notes: text of note n at index n - 1. missing: plugins that did not load.
-        sources: evidence that the table rests on, one line each: what ran, where, when, from which commit.
+        headings: of the columns: the primitive and, where it matters, the layout. rows: of each device, an entry a column.
+        notes: text of note n at index n - 1. sources: evidence that the table rests on, a line each: what ran, where, when,
+        from which commit. missing: plugins that did not load, with why.
     """
 
-    columns: tuple[tuple[str, str | None], ...]
-    rows: tuple[Row, ...]
+    headings: tuple[str, ...]
+    rows: tuple[tuple[Profile, tuple[Entry, ...]], ...]
     notes: tuple[str, ...]
-    coverage: tuple[Coverage, ...]
     sources: tuple[str, ...]
     missing: tuple[tuple[str, str], ...]
     cells: tuple[Cell, ...]
 
-    def headings(self) -> list[str]:
-        """A heading per column: the primitive and, where it matters, the layout."""
-        return [f"{primitive} {_WORD.get(layout, layout or '')}".strip() for primitive, layout in self.columns]
+    def coverage(self) -> dict[str, dict[str, int]]:
+        """Vendor -> state -> how many places of its devices stand in it, best first."""
+        found: dict[str, Counter[str]] = {}
+        for profile, entries in self.rows:
+            found.setdefault(profile.vendor, Counter()).update(entry.state for entry in entries)
+        return {vendor: {state: counts[state] for state in STATES if state in counts} for vendor, counts in found.items()}
 
 
 def make_table(records: Records) -> Table:
     """Arrange the cells; a pure function of the records."""
     cells = records.cells()
-    columns = tuple((str(p), layout) for p in Primitive.all() for layout in (tuple(LAYOUTS) if p.has_layout else (None,)))
+    columns = [(str(p), layout) for p in Primitive.all() for layout in (LAYOUTS if p.has_layout else (None,))]
     places: dict[tuple[str, str, str | None], list[Cell]] = {}
     for cell in cells:
         places.setdefault((cell.device, cell.primitive, cell.layout), []).append(cell)
-    notes: dict[str, int] = {}
-    rows: list[Row] = []
+    notes: dict[str, int] = {"": 0}
+    rows: list[tuple[Profile, tuple[Entry, ...]]] = []
     for profile in sorted(records.profiles.values(), key=lambda p: (p.vendor == "cpu", p.vendor, len(p.arch), p.arch, p.slug)):
         entries: list[Entry] = []
-        for primitive, layout in columns:
-            found = sorted(places.get((profile.slug, primitive, layout), []), key=lambda c: (-c.rank, c.preference))
-            text = _note(found)
-            numbers = (notes.setdefault(text, len(notes) + 1),) if text else ()
-            entries.append(Entry(tuple(found), numbers))
-        rows.append(Row(profile.slug, profile.name, profile.vendor, profile.arch, tuple(entries)))
-    return Table(columns, tuple(rows), tuple(notes), _coverage(rows), _sources(cells), records.declarations.missing, cells)
+        for column in columns:
+            found = sorted(places.get((profile.slug, *column), []), key=lambda c: (-c.rank, c.preference))
+            state = found[0].state if found else "never"
+            named = "" if state in ("never", "unknown") else found[0].implementation
+            entries.append(Entry(state, named, notes.setdefault(_note(found), len(notes))))
+        rows.append((profile, tuple(entries)))
+    headings = tuple(f"{primitive} {_WORD.get(layout or '', layout or '')}".strip() for primitive, layout in columns)
+    return Table(headings, tuple(rows), tuple(notes)[1:], _sources(cells), records.declarations.missing, cells)
 
 
 def _note(found: Sequence[Cell]) -> str:
@@ -121,39 +101,26 @@ def _note(found: Sequence[Cell]) -> str:
     return "; ".join(dict.fromkeys(f"{cell.implementation}: {', '.join(cell.reasons)}" for cell in who))
 
 
-def _coverage(rows: Sequence[Row]) -> tuple[Coverage, ...]:
-    found: list[Coverage] = []
-    for vendor in dict.fromkeys(row.vendor for row in rows):
-        states = [entry.state for row in rows if row.vendor == vendor for entry in row.entries]
-        found.append(Coverage(vendor, len(states), {state: states.count(state) for state in STATES if state in states}))
-    return tuple(found)
-
-
 def _sources(cells: Sequence[Cell]) -> tuple[str, ...]:
-    """What the good proofs rest on, grouped: one line per run."""
-    groups: dict[str, tuple[str, set[str], int]] = {}
-    for proof in {proof.evidence.where: proof for cell in cells for proof in cell.proofs if proof.status == "ok"}.values():
+    """What the good proofs rest on, grouped: one line per run, of the highest levels first."""
+    proofs = {proof.evidence.where: proof for cell in cells for proof in cell.proofs if proof.status == "ok"}
+    kinds: dict[tuple[int, str], set[str]] = {}
+    counts: Counter[tuple[int, str]] = Counter()
+    for proof in proofs.values():
         data: dict[str, Any] = dict(proof.evidence.data)
         device = data["device"]["name"] if "device" in data else "no device"
-        how = {"interpreter": " in the interpreter", "stand_in": " on a stand-in"}.get(data.get("mode", ""), "")
         commit = f"commit {data['commit'][:12]}" if data["commit"] else "no commit"
         commit += " with uncommitted changes" if data["dirty"] else ""
         versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("torch", "triton") if name in data["versions"])
-        what = f"{proof.level}: {data['implementation']} on {device}{how}"
-        key = f"{what}, {data['recorded'][:10]}, {versions}, {commit}: `{data['command']}`"
-        first, kinds, count = groups.setdefault(key, (key, set(), 0))
-        kinds.add(data["target"] if "target" in data else data["primitive"])
-        groups[key] = (first, kinds, count + (data["cases"]["passed"] if "cases" in data else 1))
-    return tuple(
-        f"{key} ({_counted(key.partition(':')[0], count)}; {', '.join(sorted(kinds))})"
-        for key, (_, kinds, count) in sorted(
-            groups.items(), key=lambda item: (-LEVELS.index(item[0].partition(":")[0]), item[0])
-        )
-    )
+        what = f"{proof.level}: {data['implementation']} on {device}{_HOW.get(data.get('mode', ''), '')}"
+        key = -LEVELS.index(proof.level), f"{what}, {data['recorded'][:10]}, {versions}, {commit}: `{data['command']}`"
+        kinds.setdefault(key, set()).add(data.get("target") or data["primitive"])
+        counts[key] += proof.evidence.passed
+    return tuple(f"{key[1]} ({_counted(-key[0], counts[key])}; {', '.join(sorted(kinds[key]))})" for key in sorted(kinds))
 
 
-def _counted(level: str, count: int) -> str:
+def _counted(level: int, count: int) -> str:
     """What a run consists of, e.g. "9 cases"."""
-    unit = {"compiled": "kernel variant", "measured": "benchmark"}.get(level, "case")
-    twice = ", one that serves two primitives counted twice" if level == "compiled" else ""
+    unit = {"compiled": "kernel variant", "measured": "benchmark"}.get(LEVELS[level], "case")
+    twice = ", one that serves two primitives counted twice" if LEVELS[level] == "compiled" else ""
     return f"{count} {unit}{'' if count == 1 else 's'}{twice}"
