@@ -106,14 +106,14 @@ def measure_dispatch(device: torch.device | str = "cpu", *, batches: int = 201, 
     idle = _Idle()
     facts = DeviceFacts(vendor="idle", name="a device that is not used", arch="idle", device_type=device.type)
     registry = Registry(plugins=[("idle", idle)], facts={device.type: facts}, environ={}, probe=False)
-    sizes = {"num_heads": _HEADS, "topk": _TOPK, "block_size": _BLOCK}
+    sizes: dict[str, Any] = {"num_heads": _HEADS, "topk": _TOPK, "block_size": _BLOCK}
     bound = registry.bind(Request(SPARSE_DECODE, facts, kv_layout="fp8_ds_mla", query_len=1, **sizes))
     q = torch.zeros((_ROWS, 1, _HEADS, HEAD_SIZE), dtype=torch.bfloat16, device=device)
     cache = torch.zeros((2, _BLOCK, FP8_DS_MLA.row_width), dtype=torch.uint8, device=device)
     indices = torch.zeros((_ROWS, 1, _TOPK), dtype=torch.int32, device=device)
     out = torch.zeros((_ROWS, 1, _HEADS, KV_LORA_RANK), dtype=torch.bfloat16, device=device)
     lse = torch.zeros((_ROWS, 1, _HEADS), dtype=torch.float32, device=device)
-    limits = {"max_num_tokens": _ROWS, "max_num_reqs": _ROWS, "max_model_len": _BLOCK}
+    limits: dict[str, Any] = {"max_num_tokens": _ROWS, "max_num_reqs": _ROWS, "max_model_len": _BLOCK}
     spec = AttentionSpec(softmax_scale=_SCALE, concat_query=False, route="direct", **sizes, **limits)
     layer = SparseMLAAttention(spec, device=device, registry=registry)
     decodes = np.arange(_ROWS + 1, dtype=np.int32), np.ones(_ROWS, dtype=np.int32)

@@ -113,14 +113,15 @@ class Step:
         """How many of `tokens` the oracle judged."""
         return f"{len(self.judged(tokens)[0])} of {tokens.stop - tokens.start} rows"
 
-    def judge(self, out: Tensor, lse: Tensor, tokens: slice, *, remark: str = "") -> Iterator[Finding]:
+    def judge(self, result: Pair, tokens: slice, *, remark: str = "") -> Iterator[Finding]:
         """Attention of `tokens` over the cache, out [.., H, 512] and lse [.., H], against the oracle's rows."""
         judged, places = self.judged(tokens)
         want = {"out": self.want_out[judged], "lse": self.want_lse[judged]}
-        yield from attention.findings(self.storage, _rows_of(out, lse, places), want, rows=places, remark=remark)
+        yield from attention.findings(self.storage, _rows_of(result, places), want, rows=places, remark=remark)
 
 
-def _rows_of(out: Tensor, lse: Tensor, places: Tensor) -> dict[str, Tensor]:
+def _rows_of(result: Pair, places: Tensor) -> dict[str, Tensor]:
+    out, lse = result
     flat = {"out": out.reshape(-1, *out.shape[-2:]), "lse": lse.reshape(-1, lse.shape[-1])}
     return {name: each[places.to(each.device)].cpu() for name, each in flat.items()}
 
@@ -186,8 +187,8 @@ def _convert_job(step: Step, request: Request) -> Job:
         yield from convert_indices.findings("any", got, {"indices": want[0], "counts": want[1]}, positions=positions)
 
     checked = f"{tokens} of {tokens} rows"
-    call = lambda bound: bound(*given, **places, out=out)  # noqa: E731
-    return Job("convert_indices", request, f"T {tokens}, K {topk}", checked, call, check)
+    sizes = f"T {tokens}, K {topk}"
+    return Job("convert_indices", request, sizes, checked, lambda bound: bound(*given, **places, out=out), check)
 
 
 def _gather_job(step: Step, request: Request) -> tuple[Tensor, Tensor, Job]:
@@ -229,7 +230,7 @@ def _decode_job(step: Step, request: Request) -> Job:
     schedule = step.plan.decode_schedule if step.plan.num_decode_tokens else None
     call = _attention_call(step, q, step.kv_cache, indices, schedule=schedule)
     shape = f"B {q.shape[0]}, S {q.shape[1]}, H {q.shape[2]}, K {indices.shape[-1]}"
-    return Job("sparse_decode", request, shape, step.checked(tokens), call, lambda result: step.judge(*result, tokens))
+    return Job("sparse_decode", request, shape, step.checked(tokens), call, lambda result: step.judge(result, tokens))
 
 
 def _cache_prefill_job(step: Step, request: Request) -> Job:
@@ -237,8 +238,7 @@ def _cache_prefill_job(step: Step, request: Request) -> Job:
     kv = step.kv_cache if step.storage != "bf16" else step.kv_cache.view(-1, HEAD_SIZE)
     shape = f"T {tokens.stop - tokens.start}, H {size.num_heads}, K {size.topk}"
     call = _attention_call(step, step.inputs.q[tokens], kv, step.slots[tokens])
-    check = lambda result: step.judge(*result, tokens)  # noqa: E731
-    return Job("sparse_prefill (cache)", request, shape, step.checked(tokens), call, check)
+    return Job("sparse_prefill (cache)", request, shape, step.checked(tokens), call, lambda result: step.judge(result, tokens))
 
 
 def _workspace_prefill_job(step: Step, request: Request, rows: Tensor, indices: Tensor) -> Job:
@@ -248,7 +248,7 @@ def _workspace_prefill_job(step: Step, request: Request, rows: Tensor, indices: 
     def check(result: Pair) -> Iterator[Finding]:
         places = step.judged(tokens)[1]
         want = attention.attend(q.cpu()[places], rows, indices[places], softmax_scale=step.scale, lengths=None, attn_sink=None)
-        got = _rows_of(*result, places)
+        got = _rows_of(result, places)
         yield from attention.findings("bf16", got, {"out": want[0], "lse": want[1]}, rows=places)
 
     shape = f"T {tokens.stop - tokens.start}, H {size.num_heads}, K {size.topk}, W {len(rows)}"
@@ -267,10 +267,10 @@ def _merge_job(step: Step, decode: Callable[..., Any]) -> Job:
     lses = torch.stack([lse for _, lse in halves])  # [2, B, S, H]
 
     def check(result: Pair) -> Iterator[Finding]:
-        out, lse = result
         want = merge_states.merge_states(outs, lses)
-        yield from merge_states.findings("bfloat16", {"out": out, "lse": lse}, {"out": want[0], "lse": want[1]})
-        yield from step.judge(out, lse, tokens, remark=" of the whole")
+        got = {"out": result[0], "lse": result[1]}
+        yield from merge_states.findings("bfloat16", got, {"out": want[0], "lse": want[1]})
+        yield from step.judge(result, tokens, remark=" of the whole")
 
     request = Request(MERGE_STATES, step.layer.facts)
     shape = f"2 halves of B {q.shape[0]}, S {q.shape[1]}, H {q.shape[2]}"

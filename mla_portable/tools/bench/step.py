@@ -7,8 +7,8 @@ the step's tensors, those that the route taken does not need included.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import count
 from typing import Any, Final
 
@@ -26,11 +26,10 @@ from mla_portable.problems.convert_indices import convert_indices
 from mla_portable.registry import Registry, get_registry
 from mla_portable.tools.bench.inputs import StepShape, host_memory, make_inputs, require_room
 from mla_portable.tools.bench.jobs import Job, Step, cache_write_job, cache_write_request, jobs_after
+from mla_portable.tools.bench.kernels import Progress
 from mla_portable.tools.bench.timing import Timing, measure, run_and_measure
 
-__all__ = ["PrimitiveResult", "Progress", "StepReport", "run_step"]
-
-Progress = Callable[[str, int, int], None]
+__all__ = ["PrimitiveResult", "StepReport", "run_step"]
 
 _PARTS: Final = 13
 """Drawing inputs, filling the cache, cache write, plan, oracle, step, then seven primitives; a bf16 cache has one less."""
@@ -149,7 +148,6 @@ def run_step(
         registry: the process's own by default. backend, route: forced, as in `SparseMLAAttention`.
         repeat: timed runs of each part. check_rows: attention rows that the oracle computes, spread over decodes and
             prefills; 0 for all. max_seconds: bound on the timed runs of one part, after at least one.
-        progress: called before each part with (what is being done, parts done, parts in all).
     Raises: InvalidArgument for check_rows < 0, repeat < 1, or a step that does not fit the device's memory;
         UnsupportedRoute and UnsupportedRequest where no route is served or nothing writes the cache; whatever an
         implementation raises.
@@ -168,78 +166,60 @@ def run_step(
             progress(what, done, max(_PARTS, done + 1))
 
     with accelerator(device).guard():
-        return _run_step(shape, device, registry, backend, route, repeat, check_rows, max_seconds, begin)
+        timed = partial(run_and_measure, device=device, repeat=repeat, max_seconds=max_seconds)
+        demand = Demand(registry, backend)
+        layer = SparseMLAAttention(_spec(shape, route), device=device, registry=registry, backend=backend)
+        needed = {cache_write_request(layer), *(part.decision.request for part in layer.route_decision.verdict.parts)}
+        begin("drawing the step")
+        inputs = make_inputs(shape, device)
+        kv_cache = inputs.kv_cache
+        begin("filling the cache")
+        layer.cache_write(inputs.history_kv_c, inputs.history_k_pe, kv_cache, inputs.history_slots)
 
+        def run(job: Job) -> PrimitiveResult:
+            begin(job.name)
+            decision = demand.decide(job.request)
+            on_route = job.request in needed
+            if decision.chosen is None:
+                return PrimitiveResult(job.name, on_route, decision, job.shape, "nothing serves it here")
+            bound = demand.bind(job.request)
+            result, timing = timed(lambda: job.call(bound))
+            findings = tuple(job.check(result))
+            return PrimitiveResult(job.name, on_route, decision, job.shape, job.checked, findings, timing)
 
-def _run_step(
-    shape: StepShape,
-    device: torch.device,
-    registry: Registry,
-    backend: BackendChoice,
-    route: str,
-    repeat: int,
-    check_rows: int,
-    max_seconds: float | None,
-    begin: Callable[[str], None],
-) -> StepReport:
-    demand = Demand(registry, backend)
-    layer = SparseMLAAttention(_spec(shape, route), device=device, registry=registry, backend=backend)
-    needed = {cache_write_request(layer), *(part.decision.request for part in layer.route_decision.verdict.parts)}
-    begin("drawing the step")
-    inputs = make_inputs(shape, device)
-    kv_cache = inputs.kv_cache
-    begin("filling the cache")
-    layer.cache_write(inputs.history_kv_c, inputs.history_k_pe, kv_cache, inputs.history_slots)
-
-    def run(job: Job) -> PrimitiveResult:
-        begin(job.name)
-        decision = demand.decide(job.request)
-        on_route = job.request in needed
-        if decision.chosen is None:
-            return PrimitiveResult(job.name, on_route, decision, job.shape, "nothing serves it here")
-        bound = demand.bind(job.request)
-        result, timing = run_and_measure(lambda: job.call(bound), device=device, repeat=repeat, max_seconds=max_seconds)
-        findings = tuple(job.check(result))
-        return PrimitiveResult(job.name, on_route, decision, job.shape, job.checked, findings, timing)
-
-    results = [run(cache_write_job(inputs, layer, kv_cache.clone()))]
-    layer.cache_write(inputs.kv_c, inputs.k_pe, kv_cache, inputs.slot_mapping)
-    begin("planning")
-    planner = Planner(layer.planner_config())
-    plan_time = measure(lambda: planner.plan(inputs.batch), device=torch.device("cpu"), repeat=max(repeat, 20), warmup=3)
-    plan = planner.plan(inputs.batch)
-    begin("computing the oracle")
-    rows = _judged_rows(shape, check_rows)
-    slots, _ = convert_indices(
-        inputs.topk_indices, inputs.req_id_per_token, inputs.batch.block_table, block_size=shape.block_size
-    )
-    judged_q = inputs.q[rows.to(device)]
-    want = attend(judged_q, kv_cache, slots[rows], softmax_scale=SOFTMAX_SCALE, lengths=None, attn_sink=None)
-    begin("the step")
-    sizes = shape.num_tokens, shape.num_heads
-    out = torch.full((*sizes, KV_LORA_RANK), torch.nan, dtype=torch.bfloat16, device=device)
-    lse = torch.full(sizes, torch.nan, dtype=torch.float32, device=device)
-    _, forward = run_and_measure(
-        lambda: layer.forward(inputs.q, kv_cache, inputs.topk_indices, plan, out=out, lse_out=lse),
-        device=device,
-        repeat=repeat,
-        max_seconds=max_seconds,
-    )
-    step = Step(inputs, layer, plan, kv_cache, rows, slots, *want)
-    everything = slice(0, shape.num_tokens)
-    findings = tuple(step.judge(out, lse, everything))
-    results += map(run, jobs_after(step, lambda request: demand.bind(request) if demand.decide(request).chosen else None))
-    return StepReport(
-        shape=shape,
-        device=str(device),
-        facts=layer.facts,
-        route_decision=layer.route_decision,
-        plan=plan_time,
-        forward=forward,
-        checked=step.checked(everything),
-        findings=findings,
-        primitives=tuple(results),
-    )
+        results = [run(cache_write_job(inputs, layer, kv_cache.clone()))]
+        layer.cache_write(inputs.kv_c, inputs.k_pe, kv_cache, inputs.slot_mapping)
+        begin("planning")
+        planner = Planner(layer.planner_config())
+        plan_time = measure(lambda: planner.plan(inputs.batch), device=torch.device("cpu"), repeat=max(repeat, 20), warmup=3)
+        plan = planner.plan(inputs.batch)
+        begin("computing the oracle")
+        rows = _judged_rows(shape, check_rows)
+        slots, _ = convert_indices(
+            inputs.topk_indices, inputs.req_id_per_token, inputs.batch.block_table, block_size=shape.block_size
+        )
+        judged_q = inputs.q[rows.to(device)]
+        want = attend(judged_q, kv_cache, slots[rows], softmax_scale=SOFTMAX_SCALE, lengths=None, attn_sink=None)
+        begin("the step")
+        sizes = shape.num_tokens, shape.num_heads
+        out = torch.full((*sizes, KV_LORA_RANK), torch.nan, dtype=torch.bfloat16, device=device)
+        lse = torch.full(sizes, torch.nan, dtype=torch.float32, device=device)
+        _, forward = timed(lambda: layer.forward(inputs.q, kv_cache, inputs.topk_indices, plan, out=out, lse_out=lse))
+        step = Step(inputs, layer, plan, kv_cache, rows, slots, *want)
+        everything = slice(0, shape.num_tokens)
+        findings = tuple(step.judge((out, lse), everything))
+        results += map(run, jobs_after(step, lambda request: demand.bind(request) if demand.decide(request).chosen else None))
+        return StepReport(
+            shape=shape,
+            device=str(device),
+            facts=layer.facts,
+            route_decision=layer.route_decision,
+            plan=plan_time,
+            forward=forward,
+            checked=step.checked(everything),
+            findings=findings,
+            primitives=tuple(results),
+        )
 
 
 def _spec(shape: StepShape, route: str) -> AttentionSpec:

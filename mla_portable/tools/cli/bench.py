@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -120,7 +120,7 @@ def _schedule_kind(name: str | None, facts: DeviceFacts, heads: int, topk: int) 
 
     registry = current_registry()
     if name is None:
-        cache = {"kv_layout": "fp8_ds_mla", "block_size": 64, "scale_format": "pow2"}
+        cache: dict[str, Any] = {"kv_layout": "fp8_ds_mla", "block_size": 64, "scale_format": "pow2"}
         request = Request(SPARSE_DECODE, facts, num_heads=heads, topk=topk, query_len=1, lse=True, **cache)
         return registry.select(request)[0].schedule_kind
     offered = (each.schedule_kind for each in registry.implementations(SPARSE_DECODE))

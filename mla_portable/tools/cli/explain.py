@@ -112,7 +112,7 @@ def explain(
     with command(as_json=as_json) as output:
         ask = _ask_for_route if primitive == _ROUTE else _ask_for_primitive
         elsewhere = None if device is None else find_profile(device, records)
-        decision = ask(primitive, device if elsewhere is None else elsewhere.facts, backend, options)
+        decision = ask(primitive, device if elsewhere is None else elsewhere.profile.device_facts(), backend, options)
         served = decision.chosen is not None
         if as_json:
             answer = {**decision.as_dict(), "checked": True} if elsewhere is None else elsewhere.document(decision)
