@@ -7,7 +7,6 @@ case alternate, since what repeats exactly may cost nothing.
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -105,9 +104,13 @@ def time_plans(
         raise InvalidArgument("time_plans", "repeat", got=repeat, expected="at least 1")
     if warmup < 0:
         raise InvalidArgument("time_plans", "warmup", got=warmup, expected="0 or more")
-    limits = config.max_num_reqs, config.max_num_tokens, config.max_model_len
-    fitting = [case for case in cases if all(map(operator.le, (case.num_reqs, case.num_tokens, case.longest_query), limits))]
-    return [_time_case(Planner(config), case, repeat, warmup) for case in fitting]
+    return [
+        _time_case(Planner(config), case, repeat, warmup)
+        for case in cases
+        if case.num_reqs <= config.max_num_reqs
+        and case.num_tokens <= config.max_num_tokens
+        and case.longest_query <= config.max_model_len
+    ]
 
 
 def _time_case(planner: Planner, case: PlanCase, repeat: int, warmup: int) -> PlanTiming:

@@ -35,7 +35,7 @@ _TYPICAL: dict[str, Any] = {
     "batch_invariant": False,
     "graph": False,
 }
-"""What a request says of its call, with the values of a DeepSeek-V3.2 rank of eight; a primitive's own values come before."""
+"""Facts of a call, with the values of a DeepSeek-V3.2 rank of eight; a primitive's own values come before."""
 _OPTION = {"num_heads": "--heads", "kv_layout": "--layout", "attn_sink": "--sink"}
 _ROUTE = "route"
 _UNKNOWN = "unknown"
@@ -74,7 +74,7 @@ _CALL = {
     ),
     "graph": _option("--graph/--no-graph", "The call must be capturable in a graph. Default: no.", of=bool),
 }
-"""What a request says of a call, by the names of Request's fields."""
+"""By the names of Request's fields."""
 
 
 @with_options(_CALL)
@@ -129,7 +129,7 @@ def explain(
 
 
 def _ask_for_primitive(name: str, device: str | DeviceFacts | None, backend: str | None, given: dict[str, Any]) -> Decision:
-    """Who serves one primitive; `device` as torch or the registry names it, or facts."""
+    """The decision on one primitive; `device` as torch or the registry names it, or facts."""
     from mla_portable.contracts import Primitive
     from mla_portable.explaining import explain as ask
 
@@ -169,10 +169,9 @@ def _ask_for_route(name: str, device: str | DeviceFacts | None, backend: str | N
     )
     registry = current_registry()
     demand = Demand(registry, backend)
-    facts = device
-    if facts is None or isinstance(facts, str):
-        facts = registry.facts(resolve_device(None) if facts is None else facts)
-    return choose_route(spec, facts, demand)
+    if device is None or isinstance(device, str):
+        device = registry.facts(device or resolve_device(None))
+    return choose_route(spec, device, demand)
 
 
 def _arguments(decision: Decision | RouteDecision) -> dict[str, Any]:
