@@ -18,7 +18,8 @@ from torch import Tensor
 from mla_portable.accelerator import accelerator
 from mla_portable.attention import AttentionSpec, RouteDecision, SparseMLAAttention
 from mla_portable.attention.demand import BackendChoice, Demand
-from mla_portable.contracts import KV_LORA_RANK, Decision, DeviceFacts, InvalidArgument
+from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument
+from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.planner import Planner
 from mla_portable.problems import Finding
 from mla_portable.problems.attention import SOFTMAX_SCALE, attend
