@@ -402,6 +402,6 @@ def test_dispatch_is_measured_way_by_way():
     assert rows["launcher"].over is None and rows["launcher"].over_ns is None
     for row in list(rows.values())[1:]:
         assert row.over_ns == row.median_ns - rows[row.over].median_ns
-    assert rows["bound"].as_dict()["over"] == "launcher"
+    assert rows["bound"].over == "launcher"
     with pytest.raises(InvalidArgument, match="batches"):
         measure_dispatch(batches=0)

@@ -201,8 +201,6 @@ def schedule_of(problem: BenchProblem, kind: ScheduleKind | None) -> Any:
 
 
 def test_decode_gets_the_schedule_that_the_planner_makes():
-    from machines import H200
-
     problem = workshop().make(KernelCase(SPARSE_DECODE, 4, "fp8_ds_mla", 16, 128, 512))
     assert schedule_of(problem, None) is None
     split = schedule_of(problem, SPLIT_KV)
@@ -222,7 +220,7 @@ def test_ours_and_only_ours_are_timed_without_baselines():
         assert each.timing is not None and each.timing.n == 2 and each.errors
 
 
-def test_a_wrong_result_gets_no_time_and_a_failure_is_told():
+def test_a_wrong_result_gets_no_time_and_a_failure_is_reported():
     def broken(*args: Any, **options: Any) -> Any:
         raise RuntimeError("no such kernel")
 
@@ -238,16 +236,16 @@ def test_a_wrong_result_gets_no_time_and_a_failure_is_told():
     assert lines["sparse_prefill", NAME]["failure"]
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_who_tells_no_lse_is_timed_and_judged_without(told):
+@pytest.mark.parametrize("declared", [False, True])
+def test_an_implementation_without_lse_is_timed_and_judged_without(declared):
     def quiet(*args: Any, **options: Any) -> Any:
         return reference.sparse_decode(*args, **options)[0], torch.empty(0)
 
-    spoiled = Spoiled({"sparse_decode": quiet}, lse=told)
+    spoiled = Spoiled({"sparse_decode": quiet}, lse=declared)
     (case,) = run(SMALL[SPARSE_DECODE], registry=registry_with(("spoiled", spoiled), probe=False)).cases
     each = next(each for each in case.times if each.name == NAME)
-    assert "lse" not in each.errors and each.remark == ("" if told else "returns no lse")
-    assert each.ok != told, "who says that it tells one has to"
+    assert "lse" not in each.errors and each.remark == ("" if declared else "returns no lse")
+    assert each.ok != declared, "an lse that is declared has to be returned"
 
 
 def test_backends_can_be_named_and_one_that_is_switched_off_says_so():
@@ -258,7 +256,7 @@ def test_backends_can_be_named_and_one_that_is_switched_off_says_so():
     assert run(SMALL[CACHE_WRITE], registry=registry, backends=["reference.torch"]).cases[0].times == ()
 
 
-def test_a_demand_of_the_environment_does_not_narrow_the_benchmark():
+def test_a_backend_forced_by_the_environment_does_not_narrow_the_benchmark():
     registry = registry_with(("spoiled", Spoiled()), probe=False, environ={"MLA_PORTABLE_BACKEND": "reference"})
     (case,) = run(SMALL[CACHE_WRITE], registry=registry).cases
     assert [each.name for each in case.times] == ["reference.torch", NAME]
@@ -359,7 +357,7 @@ def test_the_registry_takes_no_notice_of_baselines():
 # ---------------------------------------------------------------------- roofline bound, records, plot
 
 
-def test_the_floor_is_the_longer_of_moving_and_multiplying():
+def test_the_roofline_bound_is_the_longer_of_moving_and_multiplying():
     ceilings = Ceilings(bytes_per_second=1e12, flops_per_second=1e14, copy_bytes=1, side=1)
     assert ceilings.bound_us(10**6, 10**6) == pytest.approx(1.0)
     assert ceilings.bound_us(10**6, 10**9) == pytest.approx(10.0)

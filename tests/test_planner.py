@@ -491,7 +491,7 @@ def test_the_timing_has_a_row_per_case_that_fits():
         ("mixed", 20, 1.0),
     ]
     assert all(0 < row.p10_us <= row.median_us <= row.p90_us for row in rows)
-    assert rows[0].as_dict()["landed_us"] is None
+    assert rows[0].landed_us is None
     assert {case.num_tokens for case in PLAN_CASES} >= {256, 2304, 4096}
     with pytest.raises(InvalidArgument, match="repeat: got 0"):
         time_plans(CONFIG, repeat=0)

@@ -247,8 +247,8 @@ def test_a_default_table_that_cannot_be_read_is_no_table(tmp_path, caplog):
         asked = Request(DECODE, registry.facts("cpu"), kv_layout="bf16", num_heads=2, topk=16)
         assert registry.decide(asked).chosen == NAME, what
         registry.bind(asked)
-        told = [r.levelname for r in caplog.records if "no tuning table" in r.getMessage()]
-        assert told == (["INFO"] if environ else []), what
+        levels = [r.levelname for r in caplog.records if "no tuning table" in r.getMessage()]
+        assert levels == (["INFO"] if environ else []), what
         assert plugin.bound_with[-1] == CONFIGURATIONS[0]
 
 

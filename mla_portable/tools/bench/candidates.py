@@ -11,14 +11,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from mla_portable.contracts import (
-    Baseline,
-    Batch,
-    DecodeSchedule,
-    Implementation,
-    Reason,
-    Request,
-)
+from mla_portable.contracts import Baseline, Batch, DecodeSchedule, Implementation, Reason, Request
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.problems.bench import BenchProblem
@@ -58,8 +51,8 @@ def our_candidates(
 ) -> tuple[list[Candidate], list[Refusal]]:
     """Every implementation of the primitive that claims this device; what the registry's checks refuse is refused here.
 
-    Numeric probes are left out: the benchmark judges each result itself, on a larger problem. Who offers no lse is timed
-    without.
+    Numeric probes are left out: the benchmark judges each result itself, on a larger problem. An implementation without lse
+    is timed without.
 
     Args:
         backends: names of backends or implementations to consider; empty means all.
@@ -69,39 +62,30 @@ def our_candidates(
     by_name = {each.name: each for each in registry.implementations(problem.request.primitive)}
     found: list[Candidate] = []
     refused: list[Refusal] = []
-    for verdict in decision.verdicts:
+    for verdict in sorted(decision.verdicts, key=lambda each: each.implementation):
         implementation = by_name.get(verdict.implementation)
         if implementation is None:  # a backend that is disabled, and so was not imported
             continue
         if backends and implementation.name not in backends and implementation.backend not in backends:
             continue
         if not verdict.reasons:
-            found.append(_ours(problem, implementation, registry, device))
+            bind = partial(registry.bind_implementation, implementation)
+            remark = "" if implementation.support.lse or not problem.request.lse else "returns no lse"
+            prepare = partial(prepared, problem, implementation, bind, device)
+            found.append(Candidate(implementation.name, implementation, remark, prepare))
         elif not any(implementation.support.device_reasons(problem.request.device)):
             refused.append(Refusal(implementation.name, verdict.reasons))
-    return sorted(found, key=lambda candidate: candidate.name), refused
-
-
-def _ours(problem: BenchProblem, implementation: Implementation, registry: Registry, device: torch.device) -> Candidate:
-    prepare = partial(prepared, problem, implementation, partial(registry.bind_implementation, implementation), device)
-    remark = "" if _request(problem, implementation) == problem.request else "returns no lse"
-    return Candidate(implementation.name, implementation, remark, prepare)
-
-
-def _request(problem: BenchProblem, implementation: Implementation) -> Request:
-    return problem.request if implementation.support.lse else problem.request.but(lse=False)
+    return found, refused
 
 
 def prepared(
     problem: BenchProblem, implementation: Implementation, bind: Callable[[Request], Callable[..., Any]], device: torch.device
 ) -> tuple[Callable[[], object], Callable[[], Any]]:
     """(run, result) of what `bind` makes for the problem, with the schedule that the implementation takes."""
-    request = _request(problem, implementation)
+    request = problem.request if implementation.support.lse else problem.request.but(lse=False)
     bound = bind(request)
-    others: dict[str, Any] = {}
     schedule = decode_schedule(implementation, problem, device)
-    if schedule is not None:
-        others["schedule"] = schedule
+    others = {} if schedule is None else {"schedule": schedule}
     last: list[Any] = [None]
 
     def run() -> None:
@@ -112,35 +96,28 @@ def prepared(
 
 def decode_schedule(implementation: Implementation, problem: BenchProblem, device: torch.device) -> DecodeSchedule | None:
     """What the planner makes for a batch of this many decodes; None where the implementation takes no schedule."""
-    case = problem.case
+    case, facts = problem.case, problem.request.device
     if case.primitive is not SPARSE_DECODE or implementation.schedule_kind is None:
         return None
-    planner = Planner(_planner_config(implementation, problem.request, device, case.rows, case.num_heads or 1, case.topk or 1))
+    config = PlannerConfig(
+        device=device,
+        route="fused",
+        num_heads=case.num_heads or 1,
+        topk=case.topk or 1,
+        max_num_reqs=case.rows,
+        max_num_tokens=case.rows,
+        max_model_len=_CONTEXT,
+        schedule_kind=implementation.schedule_kind,
+        decode_request=problem.request,
+        num_sms=facts.num_sms,
+        arch=facts.arch,
+    )
     batch = Batch(
         query_start_loc=np.arange(case.rows + 1, dtype=np.int32),
         seq_lens=np.full(case.rows, _CONTEXT, dtype=np.int32),
         block_table=torch.zeros((case.rows, 1), dtype=torch.int32, device=device),
     )
-    return planner.plan(batch).decode_schedule
-
-
-def _planner_config(
-    implementation: Implementation, request: Request, device: torch.device, rows: int, heads: int, topk: int
-) -> PlannerConfig:
-    facts = request.device
-    return PlannerConfig(
-        device=device,
-        route="fused",
-        num_heads=heads,
-        topk=topk,
-        max_num_reqs=rows,
-        max_num_tokens=rows,
-        max_model_len=_CONTEXT,
-        schedule_kind=implementation.schedule_kind,
-        decode_request=request,
-        num_sms=facts.num_sms,
-        arch=facts.arch,
-    )
+    return Planner(config).plan(batch).decode_schedule
 
 
 def baseline_candidates(problem: BenchProblem, baselines: Iterable[Baseline]) -> tuple[list[Candidate], list[Refusal]]:
@@ -154,13 +131,10 @@ def baseline_candidates(problem: BenchProblem, baselines: Iterable[Baseline]) ->
         if reasons:
             refused.append(Refusal(baseline.name, reasons))
         else:
-            found.append(_theirs(problem, baseline))
+            found.append(Candidate(baseline.name, None, baseline.remark, partial(_prepared_baseline, baseline, problem)))
     return found, refused
 
 
-def _theirs(problem: BenchProblem, baseline: Baseline) -> Candidate:
-    def prepare() -> tuple[Callable[[], object], Callable[[], Any]]:
-        call = baseline.prepare(problem.request, problem.arguments)
-        return call.run, call.result
-
-    return Candidate(baseline.name, None, baseline.remark, prepare)
+def _prepared_baseline(baseline: Baseline, problem: BenchProblem) -> tuple[Callable[[], object], Callable[[], Any]]:
+    call = baseline.prepare(problem.request, problem.arguments)
+    return call.run, call.result

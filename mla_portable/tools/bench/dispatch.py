@@ -9,26 +9,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.contracts import (
+    Batch,
     DeviceFacts,
     Implementation,
     InvalidArgument,
     Primitive,
     Registrar,
     Request,
-    StepPlan,
     Support,
     hookimpl,
 )
 from mla_portable.dispatch import serving
 from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, LAYOUTS
+from mla_portable.planner import Planner
 from mla_portable.primitives import SPARSE_DECODE, sparse_decode
 from mla_portable.registry import Registry
 from mla_portable.tools.bench.timing import quantiles
@@ -45,11 +47,11 @@ _SCALE: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class DispatchRow:
-    """The cost of one way to call.
+    """The cost of one way to call, in nanoseconds of one call.
 
     Attributes:
-        call: the way. median_ns, p10_ns, p90_ns: of one call, over batches. over: the way it is compared with, None for the
-            first; over_ns: what it adds to that, median less median. batches, calls: how many batches, of how many calls.
+        median_ns, p10_ns, p90_ns: over batches. over: the way it is compared with, None for the first; over_ns: what it adds
+            to that, median less median.
     """
 
     call: str
@@ -61,15 +63,12 @@ class DispatchRow:
     batches: int
     calls: int
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-@dataclass(frozen=True, slots=True)
 class _Idle:
-    """The plugin: `result` is what its attention returns without having looked at anything."""
+    """The plugin, whose attention returns at once."""
 
-    result: tuple[Tensor, Tensor] = field(default_factory=lambda: (torch.empty(0), torch.empty(0)))
+    def __init__(self) -> None:
+        self.result = torch.empty(0), torch.empty(0)
 
     def launch(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Where a kernel would be launched."""
@@ -107,16 +106,18 @@ def measure_dispatch(device: torch.device | str = "cpu", *, batches: int = 201, 
     idle = _Idle()
     facts = DeviceFacts(vendor="idle", name="a device that is not used", arch="idle", device_type=device.type)
     registry = Registry(plugins=[("idle", idle)], facts={device.type: facts}, environ={}, probe=False)
-    request = Request(
-        SPARSE_DECODE, facts, kv_layout="fp8_ds_mla", num_heads=_HEADS, topk=_TOPK, block_size=_BLOCK, query_len=1
-    )
-    bound = registry.bind(request)
+    sizes: dict[str, Any] = {"num_heads": _HEADS, "topk": _TOPK, "block_size": _BLOCK}
+    bound = registry.bind(Request(SPARSE_DECODE, facts, kv_layout="fp8_ds_mla", query_len=1, **sizes))
     q = torch.zeros((_ROWS, 1, _HEADS, HEAD_SIZE), dtype=torch.bfloat16, device=device)
     cache = torch.zeros((2, _BLOCK, FP8_DS_MLA.row_width), dtype=torch.uint8, device=device)
     indices = torch.zeros((_ROWS, 1, _TOPK), dtype=torch.int32, device=device)
     out = torch.zeros((_ROWS, 1, _HEADS, KV_LORA_RANK), dtype=torch.bfloat16, device=device)
     lse = torch.zeros((_ROWS, 1, _HEADS), dtype=torch.float32, device=device)
-    layer, plan = _layer(registry, device)
+    limits: dict[str, Any] = {"max_num_tokens": _ROWS, "max_num_reqs": _ROWS, "max_model_len": _BLOCK}
+    spec = AttentionSpec(softmax_scale=_SCALE, concat_query=False, route="direct", **sizes, **limits)
+    layer = SparseMLAAttention(spec, device=device, registry=registry)
+    decodes = np.arange(_ROWS + 1, dtype=np.int32), np.ones(_ROWS, dtype=np.int32)
+    plan = Planner(layer.planner_config()).plan(Batch(*decodes, torch.zeros((_ROWS, 1), dtype=torch.int32, device=device)))
     flat_q, topk, flat_out, flat_lse = q[:, 0], indices[:, 0], out[:, 0], lse[:, 0]
     launcher = idle.launch
     ways: dict[str, tuple[str | None, Callable[[], object]]] = {
@@ -136,35 +137,6 @@ def measure_dispatch(device: torch.device | str = "cpu", *, batches: int = 201, 
         DispatchRow(name, *figures[name], over, None if over is None else figures[name][0] - figures[over][0], batches, calls)
         for name, (over, _) in ways.items()
     )
-
-
-def _layer(registry: Registry, device: torch.device) -> tuple[SparseMLAAttention, StepPlan]:
-    """A layer and the plan of a decode batch for it."""
-    spec = AttentionSpec(
-        num_heads=_HEADS,
-        softmax_scale=_SCALE,
-        max_num_tokens=_ROWS,
-        max_num_reqs=_ROWS,
-        max_model_len=_BLOCK,
-        topk=_TOPK,
-        block_size=_BLOCK,
-        concat_query=False,
-        route="direct",
-    )
-    plan = StepPlan(
-        route="direct",
-        num_reqs=_ROWS,
-        num_tokens=_ROWS,
-        num_padded_tokens=_ROWS,
-        num_decodes=_ROWS,
-        num_decode_tokens=_ROWS,
-        decode_query_len=1,
-        num_prefills=0,
-        num_prefill_tokens=0,
-        block_table=torch.zeros((_ROWS, 1), dtype=torch.int32, device=device),
-        req_id_per_token=torch.zeros(_ROWS, dtype=torch.int32, device=device),
-    )
-    return SparseMLAAttention(spec, device=device, registry=registry), plan
 
 
 def _sample(ways: list[Callable[[], object]], batches: int, calls: int) -> list[list[float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -14,15 +14,9 @@ from torch import Tensor
 from mla_portable.contracts import Batch, InvalidArgument
 from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK, LAYOUTS, SCALE_FORMATS
 
-__all__ = [
-    "StepInputs",
-    "StepShape",
-    "default_shape",
-    "host_memory",
-    "make_inputs",
-    "require_room",
-    "step_bytes",
-]
+__all__ = ["StepInputs", "StepShape", "default_shape", "host_memory", "make_inputs", "require_room", "step_bytes"]
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 _POISON = 0xFF
 """A byte that is NaN in e4m3, and twice NaN in bfloat16: what no token was written to must not reach an output."""
@@ -107,45 +101,14 @@ class StepShape:
 
 
 def default_shape(device_type: str) -> StepShape:
-    """The step that is run where nobody says otherwise: DeepSeek-V3.2's topk, with work that fits the device.
+    """DeepSeek-V3.2's topk, with work that fits the device.
 
-    A CPU gets 16 heads (a rank of eight) and few tokens, so that plain torch is done within a minute on two cores. A GPU
-    gets all 128 heads, as under data-parallel attention, and enough rows to fill it.
+    A CPU gets 16 heads (a rank of eight) and few tokens, so that plain torch is done within a minute on two cores; a GPU all
+    128 heads, as under data-parallel attention, and enough rows to fill it.
     """
     if device_type == "cpu":
         return StepShape()
     return StepShape(num_heads=128, decodes=64, prefill_tokens=512, context=8192)
-
-
-def step_bytes(shape: StepShape) -> int:
-    """About how much memory a step takes, on a host or a device that holds all of it."""
-    contexts = _context_lens(shape, np.random.default_rng(shape.seed))
-    query_lens = np.array([shape.decode_query_len] * shape.decodes + [shape.prefill_tokens] * shape.prefills, dtype=np.int64)
-    blocks = int((-(-(contexts + query_lens) // shape.block_size)).sum()) + _SPARE_BLOCKS
-    cache = blocks * shape.block_size * LAYOUTS[shape.kv_layout].row_bytes
-    latents = int((contexts + query_lens).sum()) * _LATENT_BYTES
-    return _CACHES * cache + latents + shape.num_tokens * (_Q_LIKE * shape.num_heads * HEAD_SIZE * 2 + 3 * shape.topk * 4)
-
-
-def require_room(shape: StepShape, memory_bytes: int) -> None:
-    """Raises: InvalidArgument, before anything is allocated, for a step that does not fit the memory of its device."""
-    needed = step_bytes(shape)
-    if memory_bytes and needed > memory_bytes:
-        raise InvalidArgument(
-            "run_step",
-            "shape",
-            got=f"a step of about {needed / 2**30:.1f} GiB",
-            expected=f"no more than the {memory_bytes / 2**30:.1f} GiB of the device",
-            remedy="Take fewer heads, requests or tokens, a shorter context, or smaller blocks.",
-        )
-
-
-def host_memory() -> int:
-    """Bytes of memory of this machine, 0 where the system does not say."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,17 +144,25 @@ def make_inputs(shape: StepShape, device: torch.device) -> StepInputs:
     """Draw a step on the host, so that a seed means the same on every device, then copy it to `device`."""
     rng = np.random.default_rng(shape.seed)
     generator = torch.Generator().manual_seed(shape.seed)
-    query_lens = np.array([shape.decode_query_len] * shape.decodes + [shape.prefill_tokens] * shape.prefills, dtype=np.int64)
-    contexts = _context_lens(shape, rng)
+    contexts, query_lens = _lens(shape, rng)
     seq_lens = contexts + query_lens
     block_table, num_blocks = _block_table(seq_lens, shape.block_size, rng)
+
+    def slots(request: Ints, position: Ints) -> Tensor:
+        blocks = block_table[request, position // shape.block_size].astype(np.int64)
+        return torch.from_numpy(blocks * shape.block_size + position % shape.block_size).to(device)
+
+    def latents(count: int) -> tuple[Tensor, Tensor]:
+        """[count, 512] and [count, 64] of unit variance, as a normalised latent and a rotary key have."""
+        both = torch.randn(count, HEAD_SIZE, generator=generator).bfloat16().to(device)
+        return both[:, :KV_LORA_RANK].contiguous(), both[:, KV_LORA_RANK:].contiguous()
+
     history_request, history_position = _ragged(np.zeros_like(contexts), contexts)
     request, position = _ragged(contexts, query_lens)
-
     layout = LAYOUTS[shape.kv_layout]
     cache = torch.full((num_blocks, shape.block_size, layout.row_bytes), _POISON, dtype=torch.uint8, device=device)
-    history = _latents(len(history_position), generator)
-    new = _latents(len(position), generator)
+    history_kv_c, history_k_pe = latents(len(history_position))
+    kv_c, k_pe = latents(len(position))
     q = torch.empty(shape.num_tokens, shape.num_heads, HEAD_SIZE, dtype=torch.bfloat16)
     for row in q:  # one row at a time: float32 of the whole would be twice the size
         row.copy_(torch.randn(row.shape, generator=generator))
@@ -205,65 +176,74 @@ def make_inputs(shape: StepShape, device: torch.device) -> StepInputs:
         positions=torch.from_numpy(position),
         req_id_per_token=torch.from_numpy(request),
         kv_cache=cache.view(layout.dtype),
-        history_kv_c=history[0].to(device),
-        history_k_pe=history[1].to(device),
-        history_slots=_slots(block_table, history_request, history_position, shape.block_size).to(device),
-        kv_c=new[0].to(device),
-        k_pe=new[1].to(device),
-        slot_mapping=_slots(block_table, request, position, shape.block_size).to(device),
+        history_kv_c=history_kv_c,
+        history_k_pe=history_k_pe,
+        history_slots=slots(history_request, history_position),
+        kv_c=kv_c,
+        k_pe=k_pe,
+        slot_mapping=slots(request, position),
         q=q.to(device),
         topk_indices=_causal_topk(position, shape.topk, generator).to(device),
     )
 
 
-def _context_lens(shape: StepShape, rng: np.random.Generator) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    lens = rng.integers(shape.context // 8, shape.context, size=shape.num_reqs, endpoint=True, dtype=np.int64)
+def step_bytes(shape: StepShape) -> int:
+    """About how much memory a step takes, on a host or a device that holds all of it."""
+    contexts, query_lens = _lens(shape, np.random.default_rng(shape.seed))
+    blocks = int((-(-(contexts + query_lens) // shape.block_size)).sum()) + _SPARE_BLOCKS
+    cache = blocks * shape.block_size * LAYOUTS[shape.kv_layout].row_bytes
+    latents = int((contexts + query_lens).sum()) * _LATENT_BYTES
+    return _CACHES * cache + latents + shape.num_tokens * (_Q_LIKE * shape.num_heads * HEAD_SIZE * 2 + 3 * shape.topk * 4)
+
+
+def require_room(shape: StepShape, memory_bytes: int) -> None:
+    """Raises: InvalidArgument, before anything is allocated, for a step that does not fit the memory of its device."""
+    needed = step_bytes(shape)
+    if memory_bytes and needed > memory_bytes:
+        raise InvalidArgument(
+            "run_step",
+            "shape",
+            got=f"a step of about {needed / 2**30:.1f} GiB",
+            expected=f"no more than the {memory_bytes / 2**30:.1f} GiB of the device",
+            remedy="Take fewer heads, requests or tokens, a shorter context, or smaller blocks.",
+        )
+
+
+def host_memory() -> int:
+    """Bytes of memory of this machine, 0 where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 0
+
+
+def _lens(shape: StepShape, rng: np.random.Generator) -> tuple[Ints, Ints]:
+    """Tokens of each request in the cache, and in the step."""
+    contexts = rng.integers(shape.context // 8, shape.context, size=shape.num_reqs, endpoint=True, dtype=np.int64)
     if shape.decodes:
-        lens[0] = shape.context
+        contexts[0] = shape.context
     if shape.prefills:
-        lens[shape.decodes] = 0
-    return lens
+        contexts[shape.decodes] = 0
+    return contexts, np.repeat([shape.decode_query_len, shape.prefill_tokens], [shape.decodes, shape.prefills])
 
 
-def _block_table(
-    seq_lens: np.ndarray[tuple[int], np.dtype[np.int64]], block_size: int, rng: np.random.Generator
-) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.int32]], int]:
+def _block_table(seq_lens: Ints, block_size: int, rng: np.random.Generator) -> tuple[np.ndarray[Any, np.dtype[np.int32]], int]:
     """[R, columns], blocks scattered over the cache, -1 past a request's end; and how many blocks there are."""
     needed = -(-seq_lens // block_size)
     num_blocks = int(needed.sum()) + _SPARE_BLOCKS
-    blocks = rng.permutation(num_blocks)[: int(needed.sum())]
     table = np.full((len(seq_lens), int(needed.max())), -1, dtype=np.int32)
-    rows, columns = _ragged(np.zeros_like(needed), needed)
-    table[rows, columns] = blocks
+    table[_ragged(np.zeros_like(needed), needed)] = rng.permutation(num_blocks)[: int(needed.sum())]
     return table, num_blocks
 
 
-def _ragged(
-    starts: np.ndarray[tuple[int], np.dtype[np.int64]], lens: np.ndarray[tuple[int], np.dtype[np.int64]]
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
+def _ragged(starts: Ints, lens: Ints) -> tuple[Ints, Ints]:
     """Row number and value of every element of the rows starts[i], starts[i] + 1, ... of lens[i] elements."""
     rows = np.repeat(np.arange(len(lens), dtype=np.int64), lens)
     first = np.cumsum(lens) - lens
     return rows, np.arange(len(rows), dtype=np.int64) - first[rows] + starts[rows]
 
 
-def _slots(
-    block_table: np.ndarray[tuple[int, int], np.dtype[np.int32]],
-    request: np.ndarray[tuple[int], np.dtype[np.int64]],
-    position: np.ndarray[tuple[int], np.dtype[np.int64]],
-    block_size: int,
-) -> Tensor:
-    blocks = block_table[request, position // block_size].astype(np.int64)
-    return torch.from_numpy(blocks * block_size + position % block_size)
-
-
-def _latents(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """[count, 512] and [count, 64] bf16 of unit variance, as a normalised latent and a rotary key have."""
-    both = torch.randn(count, HEAD_SIZE, generator=generator).bfloat16()
-    return both[:, :KV_LORA_RANK].contiguous(), both[:, KV_LORA_RANK:].contiguous()
-
-
-def _causal_topk(position: np.ndarray[tuple[int], np.dtype[np.int64]], topk: int, generator: torch.Generator) -> Tensor:
+def _causal_topk(position: Ints, topk: int, generator: torch.Generator) -> Tensor:
     """[T, K] int32: of each token's position and those before it, K at random in random order, then -1."""
     result = torch.full((len(position), topk), -1, dtype=torch.int32)
     longest = int(position.max()) + 1

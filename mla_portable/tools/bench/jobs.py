@@ -9,25 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.attention.routes import route_requests
-from mla_portable.contracts import Request
-from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK
-from mla_portable.primitives import (
-    CACHE_WRITE,
-    MERGE_STATES,
-    QUANTIZE_PER_TENSOR,
+from mla_portable.contracts import Request, StepPlan
+from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK, LAYOUTS
+from mla_portable.primitives import CACHE_WRITE, MERGE_STATES, QUANTIZE_PER_TENSOR
+from mla_portable.problems import (
+    Finding,
+    attention,
+    cache_write,
+    convert_indices,
+    gather_upconvert,
+    merge_states,
+    quantize_per_tensor,
 )
-from mla_portable.problems import Finding, cache_write, convert_indices, gather_upconvert, merge_states, quantize_per_tensor
 from mla_portable.tools.bench.inputs import StepInputs
-from mla_portable.tools.bench.judged import Step
 
-__all__ = ["Job", "cache_write_job", "jobs_after"]
+__all__ = ["Job", "Step", "cache_write_job", "cache_write_request", "jobs_after"]
+
+Pair = tuple[Tensor, Tensor]
+_FEW: Final = 8
+"""Decode rows to try where the step has none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,9 +56,87 @@ class Job:
     check: Callable[[Any], Iterator[Finding]]
 
 
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A step whose tokens are in the cache, with the oracle's results.
+
+    Attributes:
+        kv_cache: after the step's cache write. rows: [n] int64 on the host, the tokens that the oracle judged.
+        slots: [T, K] int32 on the host, the oracle's. want_out: [n, H, 512] float64. want_lse: [n, H] float64.
+    """
+
+    inputs: StepInputs
+    layer: SparseMLAAttention
+    plan: StepPlan
+    kv_cache: Tensor
+    rows: Tensor
+    slots: Tensor
+    want_out: Tensor
+    want_lse: Tensor
+
+    @property
+    def storage(self) -> str:
+        """The tolerance table's word for what the cache holds."""
+        shape = self.inputs.shape
+        return shape.scale_format if LAYOUTS[shape.kv_layout].is_quantized else "bf16"
+
+    @property
+    def scale(self) -> float:
+        return self.layer.spec.softmax_scale
+
+    @property
+    def prefill_tokens(self) -> slice:
+        """The tokens of the requests that prefill, of all requests where none does."""
+        shape = self.inputs.shape
+        return slice(shape.decodes * shape.decode_query_len if shape.prefills else 0, shape.num_tokens)
+
+    @cached_property
+    def decode_tensors(self) -> tuple[slice, Tensor, Tensor]:
+        """The tokens of sparse_decode, their q [B, S, H, 576] and indices [B, S, K].
+
+        They are those that are planned as decodes, else the requests that decode, else a few tokens.
+        """
+        plan, shape = self.plan, self.inputs.shape
+        sizes = (shape.decodes, shape.decode_query_len) if shape.decodes else (min(_FEW, shape.num_tokens), 1)
+        if plan.num_decode_tokens:
+            sizes = plan.num_decodes, plan.decode_query_len
+        tokens = slice(0, sizes[0] * sizes[1])
+        q = self.inputs.q[tokens].unflatten(0, sizes)
+        return tokens, q, self.slots[tokens].to(q.device).unflatten(0, sizes)
+
+    def judged(self, tokens: slice) -> Pair:
+        """Of the judged tokens those in `tokens`: their places among the judged ones, and within `tokens`."""
+        inside = ((self.rows >= tokens.start) & (self.rows < tokens.stop)).nonzero()[:, 0]
+        return inside, self.rows[inside] - tokens.start
+
+    def checked(self, tokens: slice) -> str:
+        """How many of `tokens` the oracle judged."""
+        return f"{len(self.judged(tokens)[0])} of {tokens.stop - tokens.start} rows"
+
+    def judge(self, result: Pair, tokens: slice, *, remark: str = "") -> Iterator[Finding]:
+        """Attention of `tokens` over the cache, out [.., H, 512] and lse [.., H], against the oracle's rows."""
+        judged, places = self.judged(tokens)
+        want = {"out": self.want_out[judged], "lse": self.want_lse[judged]}
+        yield from attention.findings(self.storage, _rows_of(result, places), want, rows=places, remark=remark)
+
+
+def _rows_of(result: Pair, places: Tensor) -> dict[str, Tensor]:
+    out, lse = result
+    flat = {"out": out.reshape(-1, *out.shape[-2:]), "lse": lse.reshape(-1, lse.shape[-1])}
+    return {name: each[places.to(each.device)].cpu() for name, each in flat.items()}
+
+
+def cache_write_request(layer: SparseMLAAttention) -> Request:
+    """What a layer asks for to write its cache."""
+    spec = layer.spec
+    scale_format = spec.scale_format if spec.kv_layout != "bf16" else None
+    size = spec.block_size
+    return Request(CACHE_WRITE, layer.facts, kv_layout=spec.kv_layout, block_size=size, scale_format=scale_format)
+
+
 def cache_write_job(inputs: StepInputs, layer: SparseMLAAttention, before: Tensor) -> Job:
     """The step's tokens into the cache as it was `before` the step; every byte is judged."""
-    shape, layout = inputs.shape, inputs.shape.kv_layout
+    shape = inputs.shape
     target = before.clone()
 
     def call(bound: Callable[..., Any]) -> Tensor:
@@ -62,168 +148,117 @@ def cache_write_job(inputs: StepInputs, layer: SparseMLAAttention, before: Tenso
         want = cache_write.cache_write(*tokens, scale_format=shape.scale_format)
         yield from cache_write.findings(shape.scale_format, {"kv_cache": result}, {"kv_cache": want})
 
-    request = Request(
-        CACHE_WRITE,
-        layer.facts,
-        kv_layout=layout,
-        block_size=shape.block_size,
-        scale_format=shape.scale_format if layout != "bf16" else None,
-    )
-    return Job("cache_write", request, f"T {shape.num_tokens}, {layout}", "the whole cache", call, check)
+    sizes = f"T {shape.num_tokens}, {shape.kv_layout}"
+    return Job("cache_write", cache_write_request(layer), sizes, "the whole cache", call, check)
 
 
-def jobs_after(step: Step, bind_decode: Callable[[Request], Callable[..., Any] | None]) -> list[Job]:
-    """Every primitive but cache_write. bind_decode: who serves a sparse_decode request, None where nobody does."""
+def jobs_after(step: Step, bind_decode: Callable[[Request], Callable[..., Any] | None]) -> Iterator[Job]:
+    """Every primitive but cache_write. bind_decode: the callable for a sparse_decode request, None where nothing serves it."""
     requests = route_requests(step.layer.spec, step.layer.facts)
-    workspace = _Workspace.of(step)
-    jobs = [
-        _convert_job(step, requests["workspace_convert" if step.layer.buffers.workspace is not None else "convert"]),
-        _gather_job(step, requests["gather"], workspace),
-        _decode_job(step, requests["decode"]),
-        _cache_prefill_job(step, requests["cache_prefill"]),
-    ]
+    rows, indices, gather = _gather_job(step, requests["gather"])
+    yield _convert_job(step, requests["workspace_convert" if step.layer.buffers.workspace is not None else "convert"])
+    yield gather
+    yield _decode_job(step, requests["decode"])
+    yield _cache_prefill_job(step, requests["cache_prefill"])
     if step.storage != "bf16":
-        jobs.append(_workspace_prefill_job(step, requests["bf16_prefill"], workspace))
+        yield _workspace_prefill_job(step, requests["bf16_prefill"], rows, indices)
     decode = bind_decode(requests["decode"])
     if decode is not None:
-        jobs.append(_merge_job(step, decode))
-    jobs.append(_quantize_job(step))
-    return jobs
+        yield _merge_job(step, decode)
+    yield _quantize_job(step)
 
 
 def _convert_job(step: Step, request: Request) -> Job:
-    inputs, plan, shape = step.inputs, step.plan, step.inputs.shape
-    tokens = inputs.topk_indices.shape[0]
-    num_slots = step.kv_cache.shape[0] * shape.block_size
+    inputs, plan = step.inputs, step.plan
+    tokens, topk = inputs.topk_indices.shape
     out = (torch.empty_like(inputs.topk_indices), torch.empty_like(inputs.topk_indices[:, 0]))
     places: dict[str, Any] = {
-        "block_size": shape.block_size,
-        "num_slots": num_slots,
+        "block_size": inputs.shape.block_size,
+        "num_slots": step.kv_cache.shape[0] * inputs.shape.block_size,
         "prefill_request_ids": plan.prefill_request_ids,
         "prefill_workspace_starts": plan.prefill_workspace_starts,
     }
+    given = inputs.topk_indices, plan.req_id_per_token, plan.block_table
 
-    def call(bound: Callable[..., Any]) -> tuple[Tensor, Tensor]:
-        return bound(inputs.topk_indices, plan.req_id_per_token, plan.block_table, **places, out=out)
-
-    def check(result: tuple[Tensor, Tensor]) -> Iterator[Finding]:
-        want = convert_indices.convert_indices(inputs.topk_indices, plan.req_id_per_token, plan.block_table, **places)
+    def check(result: Pair) -> Iterator[Finding]:
+        want = convert_indices.convert_indices(*given, **places)
         got = {"indices": result[0].cpu(), "counts": result[1].cpu()}
         positions = inputs.topk_indices.cpu()
         yield from convert_indices.findings("any", got, {"indices": want[0], "counts": want[1]}, positions=positions)
 
-    return Job("convert_indices", request, f"T {tokens}, K {shape.topk}", f"{tokens} of {tokens} rows", call, check)
+    checked = f"{tokens} of {tokens} rows"
+    sizes = f"T {tokens}, K {topk}"
+    return Job("convert_indices", request, sizes, checked, lambda bound: bound(*given, **places, out=out), check)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Workspace:
-    """The contexts of the requests that prefill, one after the other, as gather_upconvert must write them.
+def _gather_job(step: Step, request: Request) -> tuple[Tensor, Tensor, Job]:
+    """The contexts of the requests that prefill, one after the other.
 
-    block_table [P, columns], seq_lens [P], starts [P] int32 on the device; rows [W, 576] bf16 on the host; indices [T', K]
-    int32 on the host: of each prefill token, rows of the workspace.
+    Returns: rows [W, 576] bf16 on the host, as gather_upconvert must write them; indices [T', K] int32 on the host, of each
+        prefill token, into them; the job.
     """
-
-    block_table: Tensor
-    seq_lens: Tensor
-    starts: Tensor
-    rows: Tensor
-    indices: Tensor
-
-    @classmethod
-    def of(cls, step: Step) -> _Workspace:
-        inputs, tokens = step.inputs, step.prefill_tokens
-        first = int(inputs.req_id_per_token[tokens.start])
-        seq_lens = torch.from_numpy(inputs.batch.seq_lens[first:].copy())
-        starts = torch.cumsum(seq_lens, 0, dtype=torch.int32) - seq_lens
-        table = inputs.batch.block_table[first:]
-        unowned = torch.full((int(seq_lens.sum()), HEAD_SIZE), torch.nan, dtype=torch.bfloat16)
-        positions = inputs.topk_indices[tokens].cpu()
-        offset = starts[inputs.req_id_per_token[tokens] - first].unsqueeze(1)
-        return cls(
-            block_table=table,
-            seq_lens=seq_lens.to(table.device),
-            starts=starts.to(table.device),
-            rows=gather_upconvert.gather_upconvert(step.kv_cache, table, seq_lens, starts, out=unowned),
-            indices=torch.where(positions >= 0, positions + offset, -1),
-        )
-
-
-def _gather_job(step: Step, request: Request, workspace: _Workspace) -> Job:
-    out = torch.empty(workspace.rows.shape, dtype=torch.bfloat16, device=step.kv_cache.device)
-    rows = out.shape[0]
-
-    def call(bound: Callable[..., Any]) -> Tensor:
-        return bound(step.kv_cache, workspace.block_table, workspace.seq_lens, workspace.starts, out=out)
+    inputs, tokens, device = step.inputs, step.prefill_tokens, step.kv_cache.device
+    first = int(inputs.req_id_per_token[tokens.start])
+    seq_lens = torch.from_numpy(inputs.batch.seq_lens[first:].copy())
+    starts = torch.cumsum(seq_lens, 0, dtype=torch.int32) - seq_lens
+    table = inputs.batch.block_table[first:]
+    unowned = torch.full((int(seq_lens.sum()), HEAD_SIZE), torch.nan, dtype=torch.bfloat16)
+    rows = gather_upconvert.gather_upconvert(step.kv_cache, table, seq_lens, starts, out=unowned)
+    positions = inputs.topk_indices[tokens].cpu()
+    offset = starts[inputs.req_id_per_token[tokens] - first].unsqueeze(1)
+    given = step.kv_cache, table, seq_lens.to(device), starts.to(device)
+    out = torch.empty(rows.shape, dtype=torch.bfloat16, device=device)
 
     def check(result: Tensor) -> Iterator[Finding]:
-        yield from gather_upconvert.findings(step.storage, {"out": result}, {"out": workspace.rows})
+        yield from gather_upconvert.findings(step.storage, {"out": result}, {"out": rows})
 
-    shape = f"P {len(workspace.seq_lens)}, W {rows}"
-    return Job("gather_upconvert", request, shape, f"{rows} of {rows} rows", call, check)
-
-
-def _decode_tensors(step: Step) -> tuple[slice, Tensor, Tensor]:
-    """The tokens of sparse_decode, their q [B, S, H, 576] and indices [B, S, K]."""
-    rows = step.decode_rows
-    tokens = slice(0, rows[0] * rows[1])
-    q = step.inputs.q[tokens].unflatten(0, rows)
-    return tokens, q, step.slots[tokens].to(q.device).unflatten(0, rows)
+    shape, checked = f"P {len(seq_lens)}, W {len(rows)}", f"{len(rows)} of {len(rows)} rows"
+    job = Job("gather_upconvert", request, shape, checked, lambda bound: bound(*given, out=out), check)
+    return rows, torch.where(positions >= 0, positions + offset, -1), job
 
 
-def _results_for(q: Tensor) -> dict[str, Tensor]:
-    """`out` and `lse_out` of an attention call."""
+def _attention_call(step: Step, q: Tensor, kv: Tensor, indices: Tensor, **options: Any) -> Callable[[Callable[..., Any]], Pair]:
+    """A call that fills the same tensors each time."""
     out = torch.empty(*q.shape[:-1], KV_LORA_RANK, dtype=torch.bfloat16, device=q.device)
-    return {"out": out, "lse_out": torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)}
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    indices = indices.to(q.device)
+    return lambda bound: bound(q, kv, indices, softmax_scale=step.scale, out=out, lse_out=lse, **options)
 
 
 def _decode_job(step: Step, request: Request) -> Job:
-    tokens, q, indices = _decode_tensors(step)
+    tokens, q, indices = step.decode_tensors
     schedule = step.plan.decode_schedule if step.plan.num_decode_tokens else None
-    results = _results_for(q)
-
-    def call(bound: Callable[..., Any]) -> tuple[Tensor, Tensor]:
-        return bound(q, step.kv_cache, indices, softmax_scale=step.scale, schedule=schedule, **results)
-
-    def check(result: tuple[Tensor, Tensor]) -> Iterator[Finding]:
-        yield from step.judge(*result, tokens)
-
+    call = _attention_call(step, q, step.kv_cache, indices, schedule=schedule)
     shape = f"B {q.shape[0]}, S {q.shape[1]}, H {q.shape[2]}, K {indices.shape[-1]}"
-    return Job("sparse_decode", request, shape, step.says_checked(tokens), call, check)
-
-
-def _prefill_call(step: Step, kv: Tensor, indices: Tensor) -> Callable[[Callable[..., Any]], tuple[Tensor, Tensor]]:
-    q = step.inputs.q[step.prefill_tokens]
-    on_device, results = indices.to(q.device), _results_for(q)
-    return lambda bound: bound(q, kv, on_device, softmax_scale=step.scale, **results)
+    return Job("sparse_decode", request, shape, step.checked(tokens), call, lambda result: step.judge(result, tokens))
 
 
 def _cache_prefill_job(step: Step, request: Request) -> Job:
     tokens, size = step.prefill_tokens, step.inputs.shape
     kv = step.kv_cache if step.storage != "bf16" else step.kv_cache.view(-1, HEAD_SIZE)
-
-    def check(result: tuple[Tensor, Tensor]) -> Iterator[Finding]:
-        yield from step.judge(*result, tokens)
-
     shape = f"T {tokens.stop - tokens.start}, H {size.num_heads}, K {size.topk}"
-    call = _prefill_call(step, kv, step.slots[tokens])
-    return Job("sparse_prefill (cache)", request, shape, step.says_checked(tokens), call, check)
+    call = _attention_call(step, step.inputs.q[tokens], kv, step.slots[tokens])
+    return Job("sparse_prefill (cache)", request, shape, step.checked(tokens), call, lambda result: step.judge(result, tokens))
 
 
-def _workspace_prefill_job(step: Step, request: Request, workspace: _Workspace) -> Job:
+def _workspace_prefill_job(step: Step, request: Request, rows: Tensor, indices: Tensor) -> Job:
     tokens, size = step.prefill_tokens, step.inputs.shape
-    kv = workspace.rows.to(step.kv_cache.device)
+    q = step.inputs.q[tokens]
 
-    def check(result: tuple[Tensor, Tensor]) -> Iterator[Finding]:
-        yield from step.judge_workspace(*result, workspace.rows, workspace.indices)
+    def check(result: Pair) -> Iterator[Finding]:
+        places = step.judged(tokens)[1]
+        want = attention.attend(q.cpu()[places], rows, indices[places], softmax_scale=step.scale, lengths=None, attn_sink=None)
+        got = _rows_of(result, places)
+        yield from attention.findings("bf16", got, {"out": want[0], "lse": want[1]}, rows=places)
 
-    shape = f"T {tokens.stop - tokens.start}, H {size.num_heads}, K {size.topk}, W {kv.shape[0]}"
-    call = _prefill_call(step, kv, workspace.indices)
-    return Job("sparse_prefill (workspace)", request, shape, step.says_checked(tokens), call, check)
+    shape = f"T {tokens.stop - tokens.start}, H {size.num_heads}, K {size.topk}, W {len(rows)}"
+    call = _attention_call(step, q, rows.to(q.device), indices)
+    return Job("sparse_prefill (workspace)", request, shape, step.checked(tokens), call, check)
 
 
 def _merge_job(step: Step, decode: Callable[..., Any]) -> Job:
     """Two decodes over one half of every row's indices each, merged, against the decode over all of them."""
-    tokens, q, indices = _decode_tensors(step)
+    tokens, q, indices = step.decode_tensors
     in_first = torch.arange(indices.shape[-1], device=q.device) < indices.shape[-1] // 2
     halves = [
         decode(q, step.kv_cache, torch.where(half, indices, -1), softmax_scale=step.scale) for half in (in_first, ~in_first)
@@ -231,11 +266,11 @@ def _merge_job(step: Step, decode: Callable[..., Any]) -> Job:
     outs = torch.stack([out for out, _ in halves])  # [2, B, S, H, 512]
     lses = torch.stack([lse for _, lse in halves])  # [2, B, S, H]
 
-    def check(result: tuple[Tensor, Tensor]) -> Iterator[Finding]:
-        out, lse = result
-        want = dict[str, Tensor](zip(("out", "lse"), merge_states.merge_states(outs, lses), strict=True))
-        yield from merge_states.findings("bfloat16", {"out": out, "lse": lse}, want)
-        yield from step.judge(out, lse, tokens, remark=" of the whole")
+    def check(result: Pair) -> Iterator[Finding]:
+        want = merge_states.merge_states(outs, lses)
+        got = {"out": result[0], "lse": result[1]}
+        yield from merge_states.findings("bfloat16", got, {"out": want[0], "lse": want[1]})
+        yield from step.judge(result, tokens, remark=" of the whole")
 
     request = Request(MERGE_STATES, step.layer.facts)
     shape = f"2 halves of B {q.shape[0]}, S {q.shape[1]}, H {q.shape[2]}"
@@ -245,7 +280,7 @@ def _merge_job(step: Step, decode: Callable[..., Any]) -> Job:
 def _quantize_job(step: Step) -> Job:
     x = step.inputs.kv_c
 
-    def check(result: tuple[Tensor, Tensor]) -> Iterator[Finding]:
+    def check(result: Pair) -> Iterator[Finding]:
         want = {"x": x, "scale": quantize_per_tensor.quantize_per_tensor(x)[1]}
         yield from quantize_per_tensor.findings("any", {"x_q": result[0], "scale": result[1]}, want)
 

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import platform
-import shutil
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -31,29 +31,26 @@ class MachineState:
     """A device as it was during a run.
 
     Attributes:
-        driver: its version, None where no tool reports it. clocks: MHz and watts by the tool's names, {}
-            where none reports any.
-        versions: of Python, torch and the libraries that matter.
+        driver: its version, None where no tool reports it. clocks: MHz and watts by nvidia-smi's names, {} where it reports
+            none. versions: of Python, torch and the libraries that matter.
     """
 
     driver: str | None
     clocks: Mapping[str, float]
     versions: Mapping[str, str]
 
-    def as_dict(self) -> dict[str, Any]:
-        return {"driver": self.driver, "clocks": dict(self.clocks), "versions": dict(self.versions)}
-
 
 def machine_state(device: torch.device, facts: DeviceFacts) -> MachineState:
     """The state now: ask while the device is warm, for an idle one lowers its clocks."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__, **dict(facts.libraries)}
-    reported = _nvidia_smi(device) if facts.vendor == "nvidia" else {}
     clocks: dict[str, float] = {}
-    for name, value in reported.items():
-        try:
-            clocks[name] = float(value)
-        except ValueError:  # "[N/A]" on devices that do not report it
-            continue
+    if facts.vendor == "nvidia":
+        uuid = getattr(accelerator(device).properties(), "uuid", None)
+        which = () if uuid is None else (f"--id=GPU-{uuid}",)
+        line = _first_line("nvidia-smi", f"--query-gpu={','.join(_QUERIES)}", "--format=csv,noheader,nounits", *which)
+        for name, value in zip(_QUERIES, line.split(","), strict=False):
+            with suppress(ValueError):  # "[N/A]" on devices that do not report it
+                clocks[name] = float(value)
+    versions = {"python": platform.python_version(), "torch": torch.__version__, **dict(facts.libraries)}
     return MachineState(driver_version(device), clocks, versions)
 
 
@@ -61,26 +58,13 @@ def driver_version(device: torch.device) -> str | None:
     """The version of the device's driver; None for a CPU, and where no tool reports it."""
     if device.type == "cpu":
         return None
-    for command in _DRIVERS:
-        try:
-            done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
-            return done.stdout.splitlines()[0].strip()
-        except (OSError, subprocess.SubprocessError, IndexError):
-            continue
-    return None
+    return next(filter(None, (_first_line(*command) for command in _DRIVERS)), None)
 
 
-def _nvidia_smi(device: torch.device) -> dict[str, str]:
-    """What nvidia-smi says of the device; {} where the tool is not there or refuses."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return {}
-    uuid = getattr(accelerator(device).properties(), "uuid", None)
-    which = [f"--id=GPU-{uuid}"] if uuid is not None else []
-    command = [tool, f"--query-gpu={','.join(_QUERIES)}", "--format=csv,noheader,nounits", *which]
+def _first_line(*command: str) -> str:
+    """What a tool prints; "" where it is not there, fails or prints nothing."""
     try:
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
     except (OSError, subprocess.SubprocessError):
-        return {}
-    values = [value.strip() for value in done.stdout.splitlines()[0].split(",")] if done.stdout.strip() else []
-    return dict(zip(_QUERIES, values, strict=False))
+        return ""
+    return done.stdout.partition("\n")[0].strip()

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +16,7 @@ from mla_portable.contracts import InvalidArgument
 from mla_portable.registry.tuned import TunedConfigurations
 from mla_portable.sources import source_hash
 from mla_portable.tools.bench.kernels import CaseTimes, KernelReport, KernelTime
+from mla_portable.tools.bench.timing import Timing
 
 __all__ = ["KIND", "append_lines", "kernel_lines", "read_lines"]
 
@@ -27,19 +30,21 @@ def kernel_lines(report: KernelReport, command: str) -> list[dict[str, Any]]:
     `tuned` is true where a user's table may have configured the kernels; `median_us` is null where the result was wrong or the
     run failed. Sources are hashed now: call this in the process that ran.
     """
-    recorded = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    facts = report.facts
     common: dict[str, Any] = {
         "schema": SCHEMA,
         "kind": KIND,
-        "recorded": recorded,
+        "recorded": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "command": command,
-        "device": {"name": report.facts.name, "arch": report.facts.arch, "vendor": report.facts.vendor},
-        "ceilings": report.ceilings.as_dict(),
-        **report.machine.as_dict(),
+        "device": {"name": facts.name, "arch": facts.arch, "vendor": facts.vendor},
+        "ceilings": asdict(report.ceilings),
+        **asdict(report.machine),
         "tuned": bool(TunedConfigurations.read(os.environ).entries),
     }
     return [
-        {**common, **_of_case(case), **_of_candidate(each, report.facts.arch)} for case in report.cases for each in case.times
+        common | _of_case(case) | _of_candidate(each, facts.arch) | _figures(each.timing)
+        for case in report.cases
+        for each in case.times
     ]
 
 
@@ -49,11 +54,7 @@ def _of_case(times: CaseTimes) -> dict[str, Any]:
         "primitive": str(case.primitive),
         "layout": case.kv_layout,
         "heads": case.num_heads,
-        "topk": case.topk,
-        "rows": case.rows,
-        "width": case.width,
-        "overlap": case.overlap,
-        "shape": case.shape,
+        **{name: getattr(case, name) for name in ("topk", "rows", "width", "overlap", "shape")},
         "bytes": times.bytes_moved,
         "flops": times.flops,
         "bound_us": times.bound_us,
@@ -61,32 +62,23 @@ def _of_case(times: CaseTimes) -> dict[str, Any]:
 
 
 def _of_candidate(each: KernelTime, arch: str) -> dict[str, Any]:
-    implementation, timing = each.implementation, each.timing
-    sources = () if implementation is None else implementation.sources
-    figures = {"median_us": None, "p10_us": None, "p90_us": None, "runs": 0, "clock": None, "cold_l2": None}
-    if timing is not None:
-        figures = {
-            "median_us": 1e3 * timing.median_ms,
-            "p10_us": 1e3 * timing.p10_ms,
-            "p90_us": 1e3 * timing.p90_ms,
-            "runs": timing.n,
-            "clock": timing.clock,
-            "cold_l2": timing.cold_l2,
-        }
+    sources = () if each.implementation is None else each.implementation.sources
     return {
         "name": each.name,
-        "role": "baseline" if implementation is None else "implementation",
+        "role": "baseline" if each.implementation is None else "implementation",
         "source_hash": source_hash(sources, arch) if sources else None,
         "remark": each.remark,
-        "errors": {quantity: _finite(error) for quantity, error in each.errors.items()},
+        "errors": {name: error if math.isfinite(error) else str(error) for name, error in each.errors.items()},
         "wrong": list(each.wrong),
         "failure": each.failure,
-        **figures,
     }
 
 
-def _finite(value: float) -> float | str:
-    return value if abs(value) != float("inf") and value == value else str(value)
+def _figures(timing: Timing | None) -> dict[str, Any]:
+    if timing is None:
+        return {"median_us": None, "p10_us": None, "p90_us": None, "runs": 0, "clock": None, "cold_l2": None}
+    times = {f"{name}_us": 1e3 * getattr(timing, f"{name}_ms") for name in ("median", "p10", "p90")}
+    return {**times, "runs": timing.n, "clock": timing.clock, "cold_l2": timing.cold_l2}
 
 
 def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -103,14 +95,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             line = json.loads(text)
         except json.JSONDecodeError as error:
-            raise _foreign(path, number, f"no JSON document ({error})") from error
+            line, got = None, f"no JSON document ({error})"
+        else:
+            got = "a document of another kind"
         if not isinstance(line, dict) or line.get("kind") != KIND or line.get("schema") != SCHEMA:
-            raise _foreign(path, number, "a document of another kind")
+            remedy = "Give the file that `mla-portable bench kernels --out FILE` wrote."
+            expected = f"a line of kind {KIND!r}, schema {SCHEMA}"
+            raise InvalidArgument(f"{path}:{number}", "line", got=got, expected=expected, remedy=remedy)
         found.append(line)
     return found
-
-
-def _foreign(path: Path, number: int, got: str) -> InvalidArgument:
-    remedy = "Give the file that `mla-portable bench kernels --out FILE` wrote."
-    expected = f"a line of kind {KIND!r}, schema {SCHEMA}"
-    return InvalidArgument(f"{path}:{number}", "line", got=got, expected=expected, remedy=remedy)

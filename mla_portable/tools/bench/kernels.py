@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -23,12 +23,13 @@ from mla_portable.tools.bench.kernel_machine import MachineState, machine_state
 from mla_portable.tools.bench.roofline import Ceilings, measure_ceilings
 from mla_portable.tools.bench.timing import Timing, captured, measure_in_turns
 
-__all__ = ["CaseTimes", "KernelReport", "KernelTime", "time_candidates", "time_kernels"]
+__all__ = ["CaseTimes", "KernelReport", "KernelTime", "Progress", "time_candidates", "time_kernels"]
 
 _SECONDS_PER_CASE: Final = 10.0
 """Rounds end early beyond that, where something is very slow."""
 
 Progress = Callable[[str, int, int], None]
+"""Called before each part with (what is being done, parts done, parts in all)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,24 +134,14 @@ def time_kernels(
         for number, case in enumerate(cases):
             if progress is not None:
                 progress(str(case), number, len(cases))
-            found.append(_time_case(workshop.make(case), device, registry, baselines, backends, repeat, ceilings))
+            problem = workshop.make(case)
+            ours, refused = our_candidates(problem, registry, device, backends)
+            theirs, refused_baselines = baseline_candidates(problem, baselines)
+            times = time_candidates(problem, (*ours, *theirs), device=device, repeat=repeat)
+            bound = ceilings.bound_us(problem.bytes_moved, problem.flops)
+            refusals = (*refused, *refused_baselines)
+            found.append(CaseTimes(case, bound, problem.bytes_moved, problem.flops, times, refusals))
     return KernelReport(facts, machine, ceilings, tuple(found))
-
-
-def _time_case(
-    problem: BenchProblem,
-    device: torch.device,
-    registry: Registry,
-    baselines: Sequence[Baseline],
-    backends: Collection[str],
-    repeat: int,
-    ceilings: Ceilings,
-) -> CaseTimes:
-    ours, refused = our_candidates(problem, registry, device, backends)
-    theirs, refused_baselines = baseline_candidates(problem, baselines)
-    times = time_candidates(problem, (*ours, *theirs), device=device, repeat=repeat)
-    bound = ceilings.bound_us(problem.bytes_moved, problem.flops)
-    return CaseTimes(problem.case, bound, problem.bytes_moved, problem.flops, times, (*refused, *refused_baselines))
 
 
 def time_candidates(
@@ -173,19 +164,13 @@ def _judge(problem: BenchProblem, candidate: Candidate, device: torch.device) ->
         run = call if device.type == "cpu" else captured(call, device)
         problem.poison()
         run()
-        written: Any = result()
-        findings = list(problem.check(written))
+        findings = list(problem.check(result()))
     except Exception as error:  # whatever a kernel raises is that kernel's result here
-        _require_usable(device, error)
+        try:
+            accelerator(device).synchronize()
+        except RuntimeError:  # nothing that is timed after it would mean anything
+            raise error from None
         return replace(judged, failure=first_line(error)), None
     wrong = tuple(each.message for each in findings if each.message)
     judged = replace(judged, errors={each.quantity: each.error for each in findings}, wrong=wrong)
     return judged, None if wrong else run
-
-
-def _require_usable(device: torch.device, error: Exception) -> None:
-    """Raise `error` where the device no longer answers: nothing that is timed after it would mean anything."""
-    try:
-        accelerator(device).synchronize()
-    except RuntimeError:
-        raise error from None

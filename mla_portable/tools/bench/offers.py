@@ -40,16 +40,13 @@ def load_tunables(plugins: Plugins | None = None) -> Brought[Tunable]:
 
 
 def _load(plugins: Plugins | None, hook: str) -> Brought[Any]:
-    sources = installed_plugins() if plugins is None else given_plugins(plugins)
     disabled = disabled_plugins(os.environ)
     taken: Taken = {}
     found: list[Any] = []
     failures: list[tuple[str, str]] = []
-    for source in sources:
-        if source.name in disabled:
-            continue
+    for source in installed_plugins() if plugins is None else given_plugins(plugins):
         try:
-            found += collect(source, taken, hook).offers
+            found += () if source.name in disabled else collect(source, taken, hook).offers
         except (Exception, SystemExit) as error:
             failures.append((source.name, first_line(error)))
     return Brought(tuple(found), tuple(failures))

@@ -8,9 +8,9 @@ case alternate, since what repeats exactly may cost nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -50,13 +50,6 @@ class PlanCase:
     @property
     def longest_query(self) -> int:
         return self.prefill_tokens if self.prefills else self.decode_query_len
-
-    def fits(self, config: PlannerConfig) -> bool:
-        return (
-            self.num_reqs <= config.max_num_reqs
-            and self.num_tokens <= config.max_num_tokens
-            and self.longest_query <= config.max_model_len
-        )
 
 
 PLAN_CASES: Final = (
@@ -99,9 +92,6 @@ class PlanTiming:
     copies_per_plan: float
     n: int
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def time_plans(
     config: PlannerConfig, *, cases: Iterable[PlanCase] = PLAN_CASES, repeat: int = 200, warmup: int = 20
@@ -114,23 +104,29 @@ def time_plans(
         raise InvalidArgument("time_plans", "repeat", got=repeat, expected="at least 1")
     if warmup < 0:
         raise InvalidArgument("time_plans", "warmup", got=warmup, expected="0 or more")
-    return [_time_case(Planner(config), case, repeat, warmup) for case in cases if case.fits(config)]
+    return [
+        _time_case(Planner(config), case, repeat, warmup)
+        for case in cases
+        if case.num_reqs <= config.max_num_reqs
+        and case.num_tokens <= config.max_num_tokens
+        and case.longest_query <= config.max_model_len
+    ]
 
 
 def _time_case(planner: Planner, case: PlanCase, repeat: int, warmup: int) -> PlanTiming:
     batches = _batches(case, planner.device, min(_CONTEXT, planner.config.max_model_len - case.longest_query))
     for i in range(warmup):
         planner.plan(batches[i % len(batches)])
-    copies = planner.num_copies
+    copies, synchronize = planner.num_copies, accelerator(planner.device).synchronize
     on_host: list[float] = []
     landed: list[float] = []
     for i in range(repeat):
         batch = batches[i % len(batches)]
-        _synchronize(planner.device)
+        synchronize()
         start = time.perf_counter()
         planner.plan(batch)
         returned = time.perf_counter()
-        _synchronize(planner.device)
+        synchronize()
         landed.append((time.perf_counter() - start) * 1e6)
         on_host.append((returned - start) * 1e6)
     median_us, p10_us, p90_us = quantiles(on_host)
@@ -149,18 +145,12 @@ def _time_case(planner: Planner, case: PlanCase, repeat: int, warmup: int) -> Pl
     )
 
 
-def _batches(case: PlanCase, device: torch.device, context: int) -> Sequence[Batch]:
+def _batches(case: PlanCase, device: torch.device, context: int) -> list[Batch]:
     columns = 1 + (context + case.longest_query) // 64
     table = torch.zeros(case.num_reqs, columns, dtype=torch.int32, device=device)
-    sizes = (case.decodes, case.decodes - 1) if case.varying else (case.decodes, case.decodes)
     batches: list[Batch] = []
-    for decodes in sizes:
+    for decodes in (case.decodes, case.decodes - case.varying):
         query_lens = np.array([case.decode_query_len] * decodes + [case.prefill_tokens] * case.prefills, dtype=np.int32)
-        starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
-        np.cumsum(query_lens, out=starts[1:])
+        starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
         batches.append(Batch(starts, query_lens + np.int32(context), table))
     return batches
-
-
-def _synchronize(device: torch.device) -> None:
-    accelerator(device).synchronize()

@@ -7,8 +7,9 @@ the step's tensors, those that the route taken does not need included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import count
 from typing import Any, Final
 
 import torch
@@ -16,23 +17,20 @@ from torch import Tensor
 
 from mla_portable.accelerator import accelerator
 from mla_portable.attention import AttentionSpec, RouteDecision, SparseMLAAttention
-from mla_portable.attention.demand import Demand
-from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, Request
+from mla_portable.attention.demand import BackendChoice, Demand
+from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument
+from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.planner import Planner
-from mla_portable.primitives import CACHE_WRITE
 from mla_portable.problems import Finding
 from mla_portable.problems.attention import SOFTMAX_SCALE, attend
 from mla_portable.problems.convert_indices import convert_indices
 from mla_portable.registry import Registry, get_registry
-from mla_portable.tools.bench.inputs import StepInputs, StepShape, host_memory, make_inputs, require_room
-from mla_portable.tools.bench.jobs import Job, cache_write_job, jobs_after
-from mla_portable.tools.bench.judged import Step
+from mla_portable.tools.bench.inputs import StepShape, host_memory, make_inputs, require_room
+from mla_portable.tools.bench.jobs import Job, Step, cache_write_job, cache_write_request, jobs_after
+from mla_portable.tools.bench.kernels import Progress
 from mla_portable.tools.bench.timing import Timing, measure, run_and_measure
 
-__all__ = ["PrimitiveResult", "Progress", "StepReport", "run_step"]
-
-Progress = Callable[[str, int, int], None]
-"""Called before each part with (what is being done, parts done, parts in all)."""
+__all__ = ["PrimitiveResult", "StepReport", "run_step"]
 
 _PARTS: Final = 13
 """Drawing inputs, filling the cache, cache write, plan, oracle, step, then seven primitives; a bf16 cache has one less."""
@@ -44,7 +42,7 @@ class PrimitiveResult:
 
     Attributes:
         name: of the primitive, with a remark where it appears twice. on_route: the step itself needs it.
-        decision: who serves it, and why not the others. shape: of the call. checked: how much the oracle judged.
+        decision: the choice, with the reasons against the others. shape: of the call. checked: how much the oracle judged.
         findings: error and limit of each quantity; empty where nothing serves. timing: None likewise.
     """
 
@@ -75,7 +73,7 @@ class PrimitiveResult:
             "shape": self.shape,
             "checked": self.checked,
             "findings": [asdict(finding) for finding in self.findings],
-            "timing": self.timing.as_dict() if self.timing else None,
+            "timing": asdict(self.timing) if self.timing else None,
             "decision": self.decision.as_dict(),
         }
 
@@ -122,11 +120,11 @@ class StepReport:
             "shape": asdict(self.shape),
             "route": self.route,
             "routes": self.route_decision.as_dict()["routes"],
-            "plan": self.plan.as_dict(),
+            "plan": asdict(self.plan),
             "step": {
                 "checked": self.checked,
                 "findings": [asdict(finding) for finding in self.findings],
-                "timing": self.forward.as_dict(),
+                "timing": asdict(self.forward),
             },
             "primitives": [result.as_dict() for result in self.primitives],
             "failures": self.failures(),
@@ -138,7 +136,7 @@ def run_step(
     *,
     device: torch.device,
     registry: Registry | None = None,
-    backend: str | Mapping[str, str] | None = None,
+    backend: BackendChoice = None,
     route: str = "auto",
     repeat: int = 5,
     check_rows: int = 64,
@@ -148,10 +146,9 @@ def run_step(
     """Run a step of `shape` on `device`, check it against the oracle, time it.
 
     Args:
-        registry: whom to ask; the process's own by default. backend, route: demanded, as in `SparseMLAAttention`.
+        registry: the process's own by default. backend, route: forced, as in `SparseMLAAttention`.
         repeat: timed runs of each part. check_rows: attention rows that the oracle computes, spread over decodes and
             prefills; 0 for all. max_seconds: bound on the timed runs of one part, after at least one.
-        progress: told what is being done.
     Raises: InvalidArgument for check_rows < 0, repeat < 1, or a step that does not fit the device's memory;
         UnsupportedRoute and UnsupportedRequest where no route is served or nothing writes the cache; whatever an
         implementation raises.
@@ -162,89 +159,68 @@ def run_step(
         raise InvalidArgument("run_step", "repeat", got=repeat, expected="at least 1")
     registry = get_registry() if registry is None else registry
     require_room(shape, host_memory() if device.type == "cpu" else registry.facts(device).memory_bytes)
+    parts = count()
+
+    def begin(what: str) -> None:
+        if progress:
+            done = next(parts)
+            progress(what, done, max(_PARTS, done + 1))
+
     with accelerator(device).guard():
-        return _run_step(shape, device, registry, backend, route, repeat, check_rows, max_seconds, _Told(progress))
+        timed = partial(run_and_measure, device=device, repeat=repeat, max_seconds=max_seconds)
+        demand = Demand(registry, backend)
+        layer = SparseMLAAttention(_spec(shape, route), device=device, registry=registry, backend=backend)
+        needed = {cache_write_request(layer), *(part.decision.request for part in layer.route_decision.verdict.parts)}
+        begin("drawing the step")
+        inputs = make_inputs(shape, device)
+        kv_cache = inputs.kv_cache
+        begin("filling the cache")
+        layer.cache_write(inputs.history_kv_c, inputs.history_k_pe, kv_cache, inputs.history_slots)
 
+        def run(job: Job) -> PrimitiveResult:
+            begin(job.name)
+            decision = demand.decide(job.request)
+            on_route = job.request in needed
+            if decision.chosen is None:
+                return PrimitiveResult(job.name, on_route, decision, job.shape, "nothing serves it here")
+            bound = demand.bind(job.request)
+            result, timing = timed(lambda: job.call(bound))
+            findings = tuple(job.check(result))
+            return PrimitiveResult(job.name, on_route, decision, job.shape, job.checked, findings, timing)
 
-def _run_step(
-    shape: StepShape,
-    device: torch.device,
-    registry: Registry,
-    backend: str | Mapping[str, str] | None,
-    route: str,
-    repeat: int,
-    check_rows: int,
-    max_seconds: float | None,
-    told: _Told,
-) -> StepReport:
-    demand = Demand(registry, backend)
-    layer = SparseMLAAttention(_spec(shape, route), device=device, registry=registry, backend=backend)
-    needed = _needed(layer)
-    told("drawing the step")
-    inputs = make_inputs(shape, device)
-    kv_cache = inputs.kv_cache
-    told("filling the cache")
-    layer.cache_write(inputs.history_kv_c, inputs.history_k_pe, kv_cache, inputs.history_slots)
-
-    def run(job: Job) -> PrimitiveResult:
-        told(job.name)
-        decision = demand.decide(job.request)
-        on_route = job.request in needed
-        if decision.chosen is None:
-            return PrimitiveResult(job.name, on_route, decision, job.shape, "nothing serves it here")
-        bound = demand.bind(job.request)
-        result, timing = run_and_measure(lambda: job.call(bound), device=device, repeat=repeat, max_seconds=max_seconds)
-        findings = tuple(job.check(result))
-        return PrimitiveResult(job.name, on_route, decision, job.shape, job.checked, findings, timing)
-
-    results = [run(cache_write_job(inputs, layer, kv_cache.clone()))]
-    layer.cache_write(inputs.kv_c, inputs.k_pe, kv_cache, inputs.slot_mapping)
-    told("planning")
-    planner = Planner(layer.planner_config())
-    plan_time = measure(lambda: planner.plan(inputs.batch), device=torch.device("cpu"), repeat=max(repeat, 20), warmup=3)
-    plan = planner.plan(inputs.batch)
-    told("asking the oracle")
-    rows = _judged_rows(shape, check_rows)
-    slots, _ = convert_indices(
-        inputs.topk_indices, inputs.req_id_per_token, inputs.batch.block_table, block_size=shape.block_size
-    )
-    judged_q = inputs.q[rows.to(device)]
-    want = attend(judged_q, kv_cache, slots[rows], softmax_scale=SOFTMAX_SCALE, lengths=None, attn_sink=None)
-    told("the step")
-    out, lse = _empty_results(inputs)
-    _, forward = run_and_measure(
-        lambda: layer.forward(inputs.q, kv_cache, inputs.topk_indices, plan, out=out, lse_out=lse),
-        device=device,
-        repeat=repeat,
-        max_seconds=max_seconds,
-    )
-    step = Step(inputs, layer, plan, kv_cache, rows, slots, *want)
-    everything = slice(0, shape.num_tokens)
-    findings = tuple(step.judge(out, lse, everything))
-    results += map(run, jobs_after(step, lambda request: demand.bind(request) if demand.decide(request).chosen else None))
-    return StepReport(
-        shape=shape,
-        device=str(device),
-        facts=layer.facts,
-        route_decision=layer.route_decision,
-        plan=plan_time,
-        forward=forward,
-        checked=step.says_checked(everything),
-        findings=findings,
-        primitives=tuple(results),
-    )
-
-
-class _Told:
-    """Counts the parts of the work for `progress`."""
-
-    def __init__(self, progress: Progress | None) -> None:
-        self._progress, self._done = progress, 0
-
-    def __call__(self, what: str) -> None:
-        if self._progress:
-            self._progress(what, self._done, max(_PARTS, self._done + 1))
-        self._done += 1
+        results = [run(cache_write_job(inputs, layer, kv_cache.clone()))]
+        layer.cache_write(inputs.kv_c, inputs.k_pe, kv_cache, inputs.slot_mapping)
+        begin("planning")
+        planner = Planner(layer.planner_config())
+        plan_time = measure(lambda: planner.plan(inputs.batch), device=torch.device("cpu"), repeat=max(repeat, 20), warmup=3)
+        plan = planner.plan(inputs.batch)
+        begin("computing the oracle")
+        rows = _judged_rows(shape, check_rows)
+        slots, _ = convert_indices(
+            inputs.topk_indices, inputs.req_id_per_token, inputs.batch.block_table, block_size=shape.block_size
+        )
+        judged_q = inputs.q[rows.to(device)]
+        want = attend(judged_q, kv_cache, slots[rows], softmax_scale=SOFTMAX_SCALE, lengths=None, attn_sink=None)
+        begin("the step")
+        sizes = shape.num_tokens, shape.num_heads
+        out = torch.full((*sizes, KV_LORA_RANK), torch.nan, dtype=torch.bfloat16, device=device)
+        lse = torch.full(sizes, torch.nan, dtype=torch.float32, device=device)
+        _, forward = timed(lambda: layer.forward(inputs.q, kv_cache, inputs.topk_indices, plan, out=out, lse_out=lse))
+        step = Step(inputs, layer, plan, kv_cache, rows, slots, *want)
+        everything = slice(0, shape.num_tokens)
+        findings = tuple(step.judge((out, lse), everything))
+        results += map(run, jobs_after(step, lambda request: demand.bind(request) if demand.decide(request).chosen else None))
+        return StepReport(
+            shape=shape,
+            device=str(device),
+            facts=layer.facts,
+            route_decision=layer.route_decision,
+            plan=plan_time,
+            forward=forward,
+            checked=step.checked(everything),
+            findings=findings,
+            primitives=tuple(results),
+        )
 
 
 def _spec(shape: StepShape, route: str) -> AttentionSpec:
@@ -264,39 +240,12 @@ def _spec(shape: StepShape, route: str) -> AttentionSpec:
     )
 
 
-def _needed(layer: SparseMLAAttention) -> set[Request]:
-    """What the layer asks for on its route; cache writes belong to every step."""
-    verdict = layer.route_decision.verdict
-    shape = layer.spec
-    write = Request(
-        CACHE_WRITE,
-        layer.facts,
-        kv_layout=shape.kv_layout,
-        block_size=shape.block_size,
-        scale_format=shape.scale_format if shape.kv_layout != "bf16" else None,
-    )
-    return {write, *(part.decision.request for part in verdict.parts)}
-
-
 def _judged_rows(shape: StepShape, count: int) -> Tensor:
-    """[n] int64: tokens for the oracle, half of them decodes where both are there; always the first and last of each."""
-    decode_tokens = shape.decodes * shape.decode_query_len
-    parts = [(0, decode_tokens), (decode_tokens, shape.num_tokens)]
-    parts = [(begin, end) for begin, end in parts if end > begin]
+    """[n] int64: tokens for the oracle, spread evenly, half of them decodes where both are there; 0 for all."""
     if count == 0 or count >= shape.num_tokens:
         return torch.arange(shape.num_tokens)
-    generator = torch.Generator().manual_seed(shape.seed)
-    left, chosen = count, set[int]()
-    for index, (begin, end) in enumerate(parts):
-        share = min(end - begin, -(-left // (len(parts) - index)))
-        left -= share
-        inner = (torch.randperm(end - begin, generator=generator) + begin).tolist()
-        ends = list(dict.fromkeys([begin, end - 1]))
-        chosen.update([*ends, *(row for row in inner if row not in ends)][:share])
-    return torch.tensor(sorted(chosen), dtype=torch.int64)
-
-
-def _empty_results(inputs: StepInputs) -> tuple[Tensor, Tensor]:
-    shape, device = inputs.shape, inputs.q.device
-    out = torch.full((shape.num_tokens, shape.num_heads, 512), torch.nan, dtype=torch.bfloat16, device=device)
-    return out, torch.full((shape.num_tokens, shape.num_heads), torch.nan, dtype=torch.float32, device=device)
+    decodes = shape.decodes * shape.decode_query_len
+    prefills = shape.num_tokens - decodes
+    share = min(decodes, max(count - count // 2, count - prefills))
+    parts = (torch.linspace(0, decodes - 1, share), torch.linspace(decodes, shape.num_tokens - 1, min(count - share, prefills)))
+    return torch.cat(parts).round().long().unique()

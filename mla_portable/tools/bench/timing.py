@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -50,9 +49,6 @@ class Timing:
     n: int
     clock: str
     cold_l2: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def measure(
@@ -119,7 +115,7 @@ def measure_in_turns(
     where = accelerator(device)
     with where.guard():
         samples = _on_the_device(calls, where, repeat, max_seconds, flush_l2)
-    return [_timing(each, clock="device events", cold_l2=flush_l2) for each in samples]
+    return [Timing(*quantiles(each), n=len(each), clock="device events", cold_l2=flush_l2) for each in samples]
 
 
 def captured(call: Callable[[], object], device: torch.device, *, calls: int = 1) -> Callable[[], object]:
@@ -139,11 +135,7 @@ def captured(call: Callable[[], object], device: torch.device, *, calls: int = 1
             for _ in range(calls):
                 call()
     # what the call reads (a schedule, say) may be known to the call alone, and has to live as long as the graph
-    return partial(_replay, graph, call)
-
-
-def _replay(graph: Any, _kept: Callable[[], object]) -> None:
-    graph.replay()
+    return lambda kept=call: graph.replay()
 
 
 def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
@@ -152,13 +144,8 @@ def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
     return median, p10, p90
 
 
-def _timing(samples: Sequence[float], *, clock: str, cold_l2: bool) -> Timing:
-    """The Timing of samples in milliseconds, not empty."""
-    return Timing(*quantiles(samples), n=len(samples), clock=clock, cold_l2=cold_l2)
-
-
 def _host_timing(samples: Sequence[float]) -> Timing:
-    return _timing(samples, clock="perf_counter", cold_l2=False)
+    return Timing(*quantiles(samples), n=len(samples), clock="perf_counter", cold_l2=False)
 
 
 def _on_the_host(calls: Sequence[Callable[[], object]], repeat: int, max_seconds: float | None) -> list[list[float]]:
@@ -192,19 +179,14 @@ def _on_the_device(
             for _ in range(_LEAD):
                 flush.zero_()
         for call, events in zip(calls, pairs, strict=True):
-            events.append(_recorded(call, flush, where))
+            start, stop = where.event(timing=True), where.event(timing=True)
+            flush.zero_()  # the run lies behind it: its kernels are enqueued before the device is idle
+            start.record()
+            call()
+            stop.record()
+            events.append((start, stop))
     where.synchronize()
     return [[start.elapsed_time(stop) for start, stop in events] for events in pairs]
-
-
-def _recorded(call: Callable[[], object], flush: torch.Tensor, where: Accelerator) -> tuple[Any, Any]:
-    """Call it on the current stream, behind the overwriting of `flush`; the events around it, which may not have passed yet."""
-    start, stop = where.event(timing=True), where.event(timing=True)
-    flush.zero_()
-    start.record()
-    call()
-    stop.record()
-    return start, stop
 
 
 def _flush_buffer(where: Accelerator) -> torch.Tensor:

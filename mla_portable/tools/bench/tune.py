@@ -12,18 +12,16 @@ from functools import partial
 import torch
 
 from mla_portable.contracts import Implementation, Request, Tunable
-from mla_portable.problems.bench import KernelCase, Workshop
+from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
 from mla_portable.registry import Registry
 from mla_portable.registry.costs import time_spent
 from mla_portable.registry.tuned import TunedEntry
 from mla_portable.tools.bench.candidates import Candidate, prepared
-from mla_portable.tools.bench.kernels import KernelTime, time_candidates
+from mla_portable.tools.bench.kernels import Progress, time_candidates
 
 __all__ = ["Attempt", "TuneResult", "tune"]
 
 Configuration = Mapping[str, int]
-_Group = tuple[str, "str | None", "int | None"]
-"""(primitive, layout, heads): what an entry of the table holds for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +71,9 @@ class TuneResult:
         best = self.best
         if best is None:
             return None
-        return TunedEntry(
-            device=self.device,
-            implementation=self.implementation,
-            primitive=self.primitive,
-            layout=self.layout,
-            heads=self.heads,
-            configuration=dict(best.configuration),
-            us={str(rows): round(us, 2) for rows, us in sorted(best.us.items())},
-            recorded=self.recorded,
-        )
+        us = {str(rows): round(us, 2) for rows, us in sorted(best.us.items())}
+        what = (self.device, self.implementation, self.primitive, self.layout, self.heads)
+        return TunedEntry(*what, configuration=dict(best.configuration), us=us, recorded=self.recorded)
 
 
 def tune(
@@ -95,7 +86,7 @@ def tune(
     repeat: int = 30,
     check_rows: int = 4,
     seed: int = 0,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[TuneResult]:
     """Time all configurations of every tunable that can serve the cases, one result for each (primitive, layout, heads).
 
@@ -107,75 +98,57 @@ def tune(
     recorded = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     workshop = Workshop(device, facts, seed=seed, check_rows=check_rows)
     offered = {(each.name, each.primitive): each for each in registry.implementations()}
-    groups: dict[_Group, list[KernelCase]] = {}
+    groups: dict[tuple[str, str | None, int | None], list[KernelCase]] = {}
     for case in cases:
         groups.setdefault((str(case.primitive), case.kv_layout, case.num_heads), []).append(case)
     found: list[TuneResult] = []
     with torch.no_grad():
-        for number, ((primitive, layout, heads), sizes) in enumerate(groups.items()):
+        for number, (group, sizes) in enumerate(groups.items()):
             for tunable in tunables:
                 implementation = offered.get((tunable.implementation, tunable.primitive))
-                if implementation is None or str(tunable.primitive) != primitive:
+                if implementation is None or str(tunable.primitive) != group[0]:
                     continue
                 if backends and not {implementation.name, implementation.backend} & set(backends):
                     continue
                 if progress is not None:
-                    progress(" ".join(map(str, (primitive, layout or "", heads or ""))), number, len(groups))
-                attempts = _attempts(tunable, implementation, sizes, workshop, registry, device, repeat)
+                    progress(" ".join(str(word) for word in group if word), number, len(groups))
+                problems = map(workshop.make, sizes)
+                attempts = _attempts(tunable, implementation, problems, registry, device, repeat)
                 if attempts:
-                    found.append(TuneResult(implementation.name, primitive, layout, heads, attempts, facts.name, recorded))
+                    found.append(TuneResult(implementation.name, *group, attempts, facts.name, recorded))
     return found
 
 
 def _attempts(
     tunable: Tunable,
     implementation: Implementation,
-    sizes: Sequence[KernelCase],
-    workshop: Workshop,
+    problems: Iterable[BenchProblem],
     registry: Registry,
     device: torch.device,
     repeat: int,
 ) -> tuple[Attempt, ...]:
     """Every configuration on every size; () where the implementation cannot serve such requests here."""
     configurations: list[Configuration] = []
-    times: list[list[tuple[int, KernelTime]]] = []
-    for case in sizes:
-        problem = workshop.make(case)
+    us: list[dict[int, float]] = []
+    why: list[dict[str, None]] = []
+    for problem in problems:
         if not configurations:
             request = problem.request.but(rows=None)
             decision = registry.decide(request, backend="auto", probe=False, thorough=True)
             if not any(verdict.implementation == implementation.name and verdict.can_run for verdict in decision.verdicts):
                 return ()
             configurations = [dict(each) for each in tunable.configurations(request)]
-            times = [[] for _ in configurations]
-        candidates = [
-            Candidate(
-                _words(configuration),
-                implementation,
-                "",
-                partial(prepared, problem, implementation, _bind(implementation, configuration), device),
-            )
-            for configuration in configurations
-        ]
-        for timed, each in zip(times, time_candidates(problem, candidates, device=device, repeat=repeat), strict=True):
-            timed.append((case.rows, each))
-    return tuple(_attempt(configuration, timed) for configuration, timed in zip(configurations, times, strict=True))
+            us, why = [{} for _ in configurations], [{} for _ in configurations]
+        binds = [partial(_bind, implementation, each) for each in configurations]
+        calls = [partial(prepared, problem, implementation, bind, device) for bind in binds]
+        candidates = [Candidate(implementation.name, implementation, "", call) for call in calls]
+        for number, each in enumerate(time_candidates(problem, candidates, device=device, repeat=repeat)):
+            if each.median_us is None:
+                why[number][each.failure or "; ".join(each.wrong)] = None
+            else:
+                us[number][problem.case.rows] = each.median_us
+    return tuple(Attempt(each, us[number], "; ".join(why[number])) for number, each in enumerate(configurations))
 
 
-def _bind(implementation: Implementation, configuration: Configuration) -> Callable[[Request], Callable[..., object]]:
-    return lambda request: implementation.bind(request.but(configuration=tuple(configuration.items())))
-
-
-def _words(configuration: Configuration) -> str:
-    return " ".join(f"{name}={value}" for name, value in configuration.items())
-
-
-def _attempt(configuration: Configuration, timed: Iterable[tuple[int, KernelTime]]) -> Attempt:
-    us: dict[int, float] = {}
-    why: dict[str, None] = {}
-    for rows, each in timed:
-        if each.median_us is None:
-            why[each.failure or "; ".join(each.wrong)] = None
-        else:
-            us[rows] = each.median_us
-    return Attempt(configuration, us, "; ".join(why))
+def _bind(implementation: Implementation, configuration: Configuration, request: Request) -> Callable[..., object]:
+    return implementation.bind(request.but(configuration=tuple(configuration.items())))

@@ -15,7 +15,6 @@ from mla_portable.tools.cli.step import bench_step
 
 if TYPE_CHECKING:
     from mla_portable.contracts import DeviceFacts, ScheduleKind
-    from mla_portable.planner import PlannerConfig
 
 __all__ = ["bench"]
 
@@ -53,7 +52,7 @@ def plan(
         from mla_portable.tools.bench.plan import PLAN_CASES, time_plans
 
         facts = current_registry().facts(where)
-        kind = _schedule_kind(schedule) if schedule else _wanted_schedule(facts, heads, topk)
+        kind = _schedule_kind(schedule, facts, heads, topk)
         config = PlannerConfig(
             device=where,
             route=route,
@@ -70,23 +69,15 @@ def plan(
             advance("planning", 0, len(PLAN_CASES))
             rows = time_plans(config, repeat=repeat)
         if as_json:
-            output.document({"command": "bench plan", "ok": True, "facts": facts, "config": _fields(config), "rows": rows})
+            values = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "decode_request"}
+            shown = values | {"schedule_kind": kind.name if kind else "none"}
+            output.document({"command": "bench plan", "ok": True, "facts": facts, "config": shown, "rows": rows})
             return
-        cells = [
-            [
-                row.case,
-                str(row.num_reqs),
-                str(row.num_tokens),
-                f"{row.median_us:.1f}",
-                f"{row.p10_us:.1f}",
-                f"{row.p90_us:.1f}",
-                "" if row.landed_us is None else f"{row.landed_us:.1f}",
-                f"{row.copies_per_plan:g}",
-                str(row.n),
-            ]
-            for row in rows
-        ]
+        sizes = [[row.case, str(row.num_reqs), str(row.num_tokens)] for row in rows]
+        times = [_figures(row.median_us, row.p10_us, row.p90_us, row.landed_us) for row in rows]
+        counts = [[f"{row.copies_per_plan:g}", str(row.n)] for row in rows]
         headings = ["step", "requests", "tokens", "median us", "p10 us", "p90 us", "landed us", "copies", "n"]
+        cells = [[*each, *us, *count] for each, us, count in zip(sizes, times, counts, strict=True)]
         output.show(
             f"device  {facts} [{where}]",
             f"plans   route {config.route}, schedule {kind.name if kind else 'none'}, {heads} heads, topk {topk}",
@@ -110,56 +101,30 @@ def dispatch(
         if as_json:
             output.document({"command": "bench dispatch", "ok": True, "device": where, "rows": rows})
             return
-        cells = [
-            [
-                row.call,
-                f"{row.median_ns / 1e3:.2f}",
-                f"{row.p10_ns / 1e3:.2f}",
-                f"{row.p90_ns / 1e3:.2f}",
-                "" if row.over_ns is None else f"{row.over_ns / 1e3:+.2f} over {row.over}",
-                f"{row.batches} x {row.calls}",
-            ]
-            for row in rows
-        ]
+        adds = ["" if row.over_ns is None else f"{row.over_ns / 1e3:+.2f} over {row.over}" for row in rows]
+        times = [_figures(row.median_ns / 1e3, row.p10_ns / 1e3, row.p90_ns / 1e3, digits=2) for row in rows]
+        cells = [[row.call, *us, more, f"{batches} x {calls}"] for row, us, more in zip(rows, times, adds, strict=True)]
         headings = ["call", "median us", "p10 us", "p90 us", "adds us", "n"]
         output.show(f"device  {where}", table("Host time of one call", headings, cells, numbers=headings[1:4]))
 
 
-def _fields(config: PlannerConfig) -> dict[str, Any]:
-    """What a document says of the configuration: the schedule kind by its name."""
-    kind = config.schedule_kind
-    values = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "decode_request"}
-    return values | {"schedule_kind": kind.name if kind else "none"}
+def _figures(*values: float | None, digits: int = 1) -> list[str]:
+    return ["" if value is None else f"{value:.{digits}f}" for value in values]
 
 
-def _schedule_kind(name: str) -> ScheduleKind | None:
-    """The kind of that name among those of all plugins."""
-    from mla_portable.dispatch import current_registry
-    from mla_portable.primitives import SPARSE_DECODE
-
-    offered = (each.schedule_kind for each in current_registry().implementations(SPARSE_DECODE))
-    kinds = {"none": None} | {kind.name: kind for kind in offered if kind}
-    if name not in kinds:
-        raise typer.BadParameter(f"got {name!r}, expected one of {', '.join(kinds)}", param_hint="--schedule")
-    return kinds[name]
-
-
-def _wanted_schedule(facts: DeviceFacts, heads: int, topk: int) -> ScheduleKind | None:
-    """What the implementation that would serve sparse_decode takes."""
+def _schedule_kind(name: str | None, facts: DeviceFacts, heads: int, topk: int) -> ScheduleKind | None:
+    """The kind of that name among those of all plugins; without a name, what the chosen sparse_decode takes."""
     from mla_portable.contracts import Request
     from mla_portable.dispatch import current_registry
     from mla_portable.primitives import SPARSE_DECODE
 
-    request = Request(
-        SPARSE_DECODE,
-        facts,
-        kv_layout="fp8_ds_mla",
-        num_heads=heads,
-        topk=topk,
-        block_size=64,
-        scale_format="pow2",
-        query_len=1,
-        lse=True,
-    )
-    implementation, _ = current_registry().select(request)
-    return implementation.schedule_kind
+    registry = current_registry()
+    if name is None:
+        cache: dict[str, Any] = {"kv_layout": "fp8_ds_mla", "block_size": 64, "scale_format": "pow2"}
+        request = Request(SPARSE_DECODE, facts, num_heads=heads, topk=topk, query_len=1, lse=True, **cache)
+        return registry.select(request)[0].schedule_kind
+    offered = (each.schedule_kind for each in registry.implementations(SPARSE_DECODE))
+    kinds = {"none": None} | {kind.name: kind for kind in offered if kind}
+    if name not in kinds:
+        raise typer.BadParameter(f"got {name!r}, expected one of {', '.join(kinds)}", param_hint="--schedule")
+    return kinds[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any, Final
 
@@ -13,16 +13,9 @@ import torch
 
 from mla_portable import __version__
 from mla_portable.accelerator import device_names
-from mla_portable.contracts import (
-    Decision,
-    DeviceFacts,
-    InvalidArgument,
-    MLAPortableError,
-    Primitive,
-    Reason,
-    Request,
-)
+from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, MLAPortableError, Primitive, Reason, Request
 from mla_portable.registry import PluginReport, Policy, ProbeReport, Registry
+from mla_portable.registry.faults import first_line
 
 __all__ = ["Choice", "Diagnosis", "Examined", "Problem", "diagnose"]
 
@@ -43,19 +36,13 @@ class Problem:
     fatal: bool = False
     broken: bool = False
 
-    @property
-    def word(self) -> str:
-        """What it is called in a listing."""
-        return "BROKEN" if self.fatal or self.broken else "note"
-
 
 @dataclass(frozen=True, slots=True)
 class Examined:
     """One implementation on the device.
 
     Attributes:
-        implementation, primitive: what it is. cost, cost_source: what it is ranked by here, for a call of which only the
-            primitive is known; cost_source is "declared" or the record of a measurement.
+        cost, cost_source: what it is ranked by for a call of which only the primitive is known.
         reasons: all that speak against it; empty means that it works. probe: what its probe found, None where it was not
             tried because it does not claim the device, or because the probe itself broke down.
     """
@@ -67,19 +54,10 @@ class Examined:
     reasons: tuple[Reason, ...]
     probe: ProbeReport | None
 
-    @property
-    def ok(self) -> bool:
-        return not self.reasons
-
-    @property
-    def claims_device(self) -> bool:
-        """Its declaration covers the device, so reasons against it are defects or missing pieces."""
-        return self.probe is not None or any(reason.subject == "probe" for reason in self.reasons)
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who serves a primitive on the device under the policy in force; chosen is None when nobody can."""
+    """The implementation that is chosen for a primitive on the device; None when none can serve it."""
 
     primitive: str
     chosen: str | None
@@ -93,11 +71,9 @@ class Diagnosis:
 
     Attributes:
         versions: (name, version), "not installed" where absent. devices: (torch name, facts) of all that are here.
-        device: torch name of the one that was examined. plugins: what became of each.
-        rules: (primitive or "all", target, who forces it), strongest first. disabled: (name, by whom).
-        environment: variables of this project that are set.
-        examined: every implementation. choices: for each primitive; empty where the policy cannot be followed.
-        problems: what is wrong, fatal ones first.
+        device: torch name of the one that was examined. rules: (primitive or "all", target, control), strongest first.
+        disabled: (name, control). environment: variables of this project that are set.
+        choices: for each primitive; empty where the policy cannot be followed. problems: fatal ones first.
     """
 
     versions: tuple[tuple[str, str], ...]
@@ -125,33 +101,37 @@ def diagnose(registry: Registry, device: torch.device) -> Diagnosis:
 
     What goes wrong on the way becomes a problem; nothing is raised on a plugin's behalf.
     """
-    problems: list[Problem] = list(_plugin_problems(registry))
+    problems = list(_plugin_problems(registry))
     facts = registry.facts(device)
-    examined = tuple(_examine(registry, device, facts, problems))
-    rules: tuple[tuple[str, str, str], ...] = ()
-    disabled: tuple[tuple[str, str], ...] = ()
-    choices: tuple[Choice, ...] = ()
+    policy, decisions = Policy(), list[Decision]()
     try:
         policy = registry.policy
     except InvalidArgument as error:
         remedy = "fix or unset the variable, or fix the file, that it names"
         problems.append(Problem(f"the policy cannot be followed: {error}", remedy, fatal=True))
+        examined = tuple(_examine(registry, device, facts, policy, {}, problems))
     else:
-        rules = tuple((str(rule.primitive or "all"), rule.target, rule.control) for rule in policy.rules)
-        disabled = policy.disabled
-        decisions = tuple(_decisions(registry, facts, problems))
-        problems += _unserved(decisions, facts)
-        examined = tuple(_with_cost(each, decisions) for each in examined)
-        choices = tuple(Choice(str(d.request.primitive), d.chosen, d.control, d.forced) for d in decisions)
+        reported = list[Problem]()
+        decisions = list(_decisions(registry, facts, reported))
+        costs = {
+            (verdict.implementation, str(decision.request.primitive)): (verdict.cost, verdict.cost_source)
+            for decision in decisions
+            for verdict in decision.verdicts
+        }
+        examined = tuple(_examine(registry, device, facts, policy, costs, problems))
+        problems += [*reported, *_unserved(decisions, facts)]
+    rules = tuple((str(rule.primitive or "all"), rule.target, rule.control) for rule in policy.rules)
+    choices = tuple(Choice(str(d.request.primitive), d.chosen, d.control, d.forced) for d in decisions)
     problems += _forced_plugins(registry, rules)
     problems += _defects(examined, rules, choices)
+    devices = ("cpu", *(name for each in registry.device_types() if each != "cpu" for name in device_names(each)))
     return Diagnosis(
-        versions=_versions(),
-        devices=tuple(_devices(registry)),
+        versions=(("mla_portable", __version__), ("python", platform.python_version()), *map(_version, PACKAGES)),
+        devices=tuple((name, registry.facts(name)) for name in devices),
         device=str(device),
         plugins=registry.plugin_reports,
         rules=rules,
-        disabled=disabled,
+        disabled=policy.disabled,
         environment=registry.environment,
         examined=examined,
         choices=choices,
@@ -159,19 +139,11 @@ def diagnose(registry: Registry, device: torch.device) -> Diagnosis:
     )
 
 
-def _versions() -> tuple[tuple[str, str], ...]:
-    found = [("mla_portable", __version__), ("python", platform.python_version())]
-    for name in PACKAGES:
-        try:
-            found.append((name, metadata.version(name)))
-        except metadata.PackageNotFoundError:
-            found.append((name, "not installed"))
-    return tuple(found)
-
-
-def _devices(registry: Registry) -> Iterator[tuple[str, DeviceFacts]]:
-    for name in ("cpu", *(name for each in registry.device_types() if each != "cpu" for name in device_names(each))):
-        yield name, registry.facts(name)
+def _version(package: str) -> tuple[str, str]:
+    try:
+        return package, metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return package, "not installed"
 
 
 def _plugin_problems(registry: Registry) -> Iterator[Problem]:
@@ -186,51 +158,45 @@ def _plugin_problems(registry: Registry) -> Iterator[Problem]:
             )
 
 
-def _examine(registry: Registry, device: torch.device, facts: DeviceFacts, problems: list[Problem]) -> Iterator[Examined]:
+def _examine(
+    registry: Registry,
+    device: torch.device,
+    facts: DeviceFacts,
+    policy: Policy,
+    costs: dict[tuple[str, str], tuple[float, str]],
+    problems: list[Problem],
+) -> Iterator[Examined]:
     """Each implementation on the device. After a fault of the device itself nothing more is probed."""
     usable = True
-    try:
-        policy = registry.policy
-    except InvalidArgument:  # reported as a problem of its own
-        policy = Policy()
     for implementation in registry.implementations():
+        name, primitive = implementation.name, str(implementation.primitive)
         reasons = (*policy.against(implementation), *implementation.support.device_reasons(facts))
         report: ProbeReport | None = None
-        if not reasons and usable:
+        if not reasons and not usable:
+            reasons = (Reason("probe", "not run", "the device failed before"),)
+        elif not reasons:
             try:
                 report = registry.probe(implementation, device)
                 reasons = report.reasons
             except Exception as error:
                 usable = False
-                text = _one_line(error)
-                reasons = (Reason("probe", f"raised {text}", "it should finish"),)
-                problems.append(
-                    Problem(
-                        f"the device failed while {implementation.name} / {implementation.primitive} was probed: {text}",
-                        f"free its memory or reset it, or set MLA_PORTABLE_DISABLE={implementation.backend}",
-                        fatal=True,
-                    )
-                )
-        elif not reasons:
-            reasons = (Reason("probe", "not run", "the device failed before"),)
-        name, primitive = implementation.name, str(implementation.primitive)
-        yield Examined(name, primitive, implementation.preference, "declared", reasons, report)
-
-
-def _one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+                reasons = (Reason("probe", f"raised {first_line(error)}", "it should finish"),)
+                what = f"the device failed while {name} / {primitive} was probed: {first_line(error)}"
+                remedy = f"free its memory or reset it, or set MLA_PORTABLE_DISABLE={implementation.backend}"
+                problems.append(Problem(what, remedy, fatal=True))
+        cost = costs.get((name, primitive), (implementation.preference, "declared"))
+        yield Examined(name, primitive, *cost, reasons, report)
 
 
 def _decisions(registry: Registry, facts: DeviceFacts, problems: list[Problem]) -> Iterator[Decision]:
-    """Who serves each primitive here, whatever the shapes of a call are."""
+    """The choice for each primitive here, whatever the shapes of a call are."""
     for primitive in Primitive.all():
         try:
             yield registry.decide(Request(primitive, facts))
         except MLAPortableError as error:
             problems.append(Problem(f"{primitive}: {error}", "fix what it names", fatal=True))
         except Exception as error:  # of the device, which a probe ran into
-            problems.append(Problem(f"{primitive}: {_one_line(error)}", "see what the table says of its probe", fatal=True))
+            problems.append(Problem(f"{primitive}: {first_line(error)}", "see its probe in the table", fatal=True))
 
 
 def _unserved(decisions: Iterable[Decision], facts: DeviceFacts) -> Iterator[Problem]:
@@ -241,30 +207,21 @@ def _unserved(decisions: Iterable[Decision], facts: DeviceFacts) -> Iterator[Pro
             continue
         who = f"{decision.forced}, forced by {decision.control}, cannot" if decision.forced else "nothing installed can"
         reasons = "; ".join(f"{v.implementation}: {_words(v.reasons)}" for v in decision.causes)
-        remedies = _remedies(reason for v in decision.causes for reason in v.reasons)
+        remedy = _remedies(reason for v in decision.causes for reason in v.reasons)
         if decision.forced:
-            remedies = [f"drop {decision.control} to let the registry choose", *remedies]
-        key = (who, reasons or "no plugin offers it", " or ".join(remedies) or "install a backend for this device")
+            remedy = " or ".join(filter(None, (f"drop {decision.control} to let the registry choose", remedy)))
+        key = (who, reasons or "no plugin offers it", remedy or "install a backend for this device")
         unserved.setdefault(key, []).append(str(decision.request.primitive))
     for (who, reasons, remedy), primitives in unserved.items():
         yield Problem(f"{who} serve {', '.join(primitives)} on {facts}: {reasons}", remedy, fatal=True)
-
-
-def _with_cost(each: Examined, decisions: Iterable[Decision]) -> Examined:
-    """The same with the cost that decided."""
-    for decision in decisions:
-        for verdict in decision.verdicts:
-            if (verdict.implementation, str(decision.request.primitive)) == (each.implementation, each.primitive):
-                return replace(each, cost=verdict.cost, cost_source=verdict.cost_source)
-    return each
 
 
 def _words(reasons: Iterable[Reason]) -> str:
     return ", ".join(map(str, reasons))
 
 
-def _remedies(reasons: Iterable[Reason]) -> list[str]:
-    return list(dict.fromkeys(reason.remedy for reason in reasons if reason.remedy))
+def _remedies(reasons: Iterable[Reason]) -> str:
+    return " or ".join(dict.fromkeys(reason.remedy for reason in reasons if reason.remedy))
 
 
 def _forced_plugins(registry: Registry, rules: tuple[tuple[str, str, str], ...]) -> Iterator[Problem]:
@@ -287,7 +244,8 @@ def _defects(
     forced = {choice.primitive for choice in choices if choice.chosen is None and choice.forced}
     groups: dict[tuple[str, str, tuple[Reason, ...]], list[str]] = {}
     for each in examined:
-        if each.ok or not each.claims_device:
+        claims_device = each.probe is not None or any(reason.subject == "probe" for reason in each.reasons)
+        if not each.reasons or not claims_device:
             continue
         names = (each.implementation, each.implementation.partition(".")[0])
         controls = [control for primitive, target, control in rules if target in names and primitive in ("all", each.primitive)]
@@ -296,7 +254,7 @@ def _defects(
             groups.setdefault(key, []).append(each.primitive)
     for (name, control, reasons), primitives in groups.items():
         what = f"{name} ({', '.join(primitives)}) does not work here: {_words(reasons)}"
-        remedy = " or ".join(_remedies(reasons)) or "install what it misses; it is left out until then"
+        remedy = _remedies(reasons) or "install what it misses; it is left out until then"
         if control:
             yield Problem(f"{control} names {name}, but {what}", f"drop {control} or {remedy}", fatal=True)
         else:

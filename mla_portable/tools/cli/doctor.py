@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +15,7 @@ from mla_portable.tools.cli.output import EXIT_FAILED, command, table
 
 if TYPE_CHECKING:
     from mla_portable.registry import PluginReport
-    from mla_portable.tools.cli.diagnosis import Diagnosis, Examined
+    from mla_portable.tools.cli.diagnosis import Diagnosis
     from mla_portable.vllm.status import VllmStatus
 
 __all__ = ["doctor"]
@@ -47,21 +48,25 @@ def doctor(
             raise typer.Exit(EXIT_FAILED)
 
 
-def _for_a_person(diagnosis: Diagnosis, *, verbose: bool) -> list[RenderableType]:
-    shown: list[RenderableType] = ["  ".join(f"{name} {version}" for name, version in diagnosis.versions)]
-    shown.append(_devices(diagnosis))
-    shown.append(_plugins(diagnosis))
+def _for_a_person(diagnosis: Diagnosis, *, verbose: bool) -> Iterator[RenderableType]:
+    yield "  ".join(f"{name} {version}" for name, version in diagnosis.versions)
+    yield _devices(diagnosis)
+    plugins = [
+        [report.name, f"{report.distribution} {report.version}".strip() or report.module, _state(report)]
+        for report in diagnosis.plugins
+    ]
+    yield table("Plugins", ["plugin", "distribution", "state"], plugins)
     if verbose:
-        shown += [f"{report.name}:\n{report.traceback}" for report in diagnosis.plugins if report.traceback]
-    shown.append(_policy(diagnosis))
-    shown.append(_implementations(diagnosis))
+        yield from (f"{report.name}:\n{report.traceback}" for report in diagnosis.plugins if report.traceback)
+    yield _policy(diagnosis)
+    yield _implementations(diagnosis)
     if not diagnosis.problems:
-        shown.append("No problems found.")
+        yield "No problems found."
     for problem in diagnosis.problems:
-        shown += [f"{problem.word}  {problem.what}", f"        remedy: {problem.remedy}"]
+        yield f"{'BROKEN' if problem.fatal or problem.broken else 'note'}  {problem.what}"
+        yield f"        remedy: {problem.remedy}"
     if diagnosis.ok and any(problem.broken for problem in diagnosis.problems):
-        shown.append("Nothing that is broken was selected: exit code 0.")
-    return shown
+        yield "Nothing that is broken was selected: exit code 0."
 
 
 def _devices(diagnosis: Diagnosis) -> RenderableType:
@@ -84,18 +89,6 @@ def _devices(diagnosis: Diagnosis) -> RenderableType:
     return table("Devices (* = examined below)", headings, rows)
 
 
-def _plugins(diagnosis: Diagnosis) -> RenderableType:
-    rows = [
-        [
-            report.name,
-            f"{report.distribution} {report.version}".strip() or report.module,
-            _state(report),
-        ]
-        for report in diagnosis.plugins
-    ]
-    return table("Plugins", ["plugin", "distribution", "state"], rows)
-
-
 def _state(report: PluginReport) -> str:
     if report.disabled:
         return f"not imported, disabled by {report.disabled}"
@@ -115,33 +108,26 @@ def _policy(diagnosis: Diagnosis) -> RenderableType:
 
 def _implementations(diagnosis: Diagnosis) -> RenderableType:
     chosen = {(choice.primitive, choice.chosen): choice.control for choice in diagnosis.choices}
-    rows = [
-        [
-            each.primitive,
-            each.implementation,
-            f"{each.cost:g} {each.cost_source.partition(' ')[0]}",
-            "works" if each.ok else "; ".join(map(str, each.reasons)),
-            _probe(each),
-            chosen.get((each.primitive, each.implementation), ""),
-        ]
-        for each in diagnosis.examined
-        if not _of_another_vendor(each)
-    ]
-    others = Counter(each.implementation.partition(".")[0] for each in diagnosis.examined if _of_another_vendor(each))
+    rows: list[list[str]] = []
+    others = Counter[str]()
+    for each in diagnosis.examined:
+        if any(reason.subject == "vendor" for reason in each.reasons):
+            others[each.implementation.partition(".")[0]] += 1
+            continue
+        rows.append(
+            [
+                each.primitive,
+                each.implementation,
+                f"{each.cost:g} {each.cost_source.partition(' ')[0]}",
+                "; ".join(map(str, each.reasons)) or "works",
+                f"{each.probe.stage}, {each.probe.seconds * 1e3:.0f} ms" if each.probe else "",
+                chosen.get((each.primitive, each.implementation), ""),
+            ]
+        )
     note = "for another vendor's devices; --json lists them"
     rows += [["", f"{count} of {backend}", "", note, "", ""] for backend, count in others.items()]
     headings = ["primitive", "implementation", "cost", f"on {diagnosis.device}", "probe", "selected by"]
     return table("Implementations", headings, rows, numbers=["cost"])
-
-
-def _of_another_vendor(each: Examined) -> bool:
-    return any(reason.subject == "vendor" for reason in each.reasons)
-
-
-def _probe(each: Examined) -> str:
-    if each.probe is None:
-        return ""
-    return f"{each.probe.stage}, {each.probe.seconds * 1e3:.0f} ms"
 
 
 def _vllm(status: VllmStatus | None) -> RenderableType:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,7 +35,7 @@ _TYPICAL: dict[str, Any] = {
     "batch_invariant": False,
     "graph": False,
 }
-"""What a request says of its call, with the values of a DeepSeek-V3.2 rank of eight; a primitive's own values come before."""
+"""Facts of a call, with the values of a DeepSeek-V3.2 rank of eight; a primitive's own values come before."""
 _OPTION = {"num_heads": "--heads", "kv_layout": "--layout", "attn_sink": "--sink"}
 _ROUTE = "route"
 _UNKNOWN = "unknown"
@@ -48,48 +48,36 @@ _MAX_NUM_TOKENS, _MAX_MODEL_LEN = 8192, 163_840
 """Of a step, by vLLM's default; of a sequence, DeepSeek-V3.2's. They size the workspace."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What a request says of a call, by the names of Request's fields; None for the default."""
-
-    num_heads: Annotated[int | None, typer.Option("--heads", min=1, help="Query heads. Default: 16, of the indexer 64.")] = None
-    topk: Annotated[int | None, typer.Option("--topk", min=1, help="Indices per token. Default: 2048.")] = None
-    kv_layout: Annotated[
-        str | None, typer.Option("--layout", metavar="LAYOUT", help="fp8_ds_mla (default) or bf16, of the cache or workspace.")
-    ] = None
-    block_size: Annotated[int | None, typer.Option("--block-size", min=1, help="Tokens per block. Default: 64.")] = None
-    scale_format: Annotated[
-        str | None, typer.Option("--scale-format", metavar="FORMAT", help="pow2 (default), amax, or 'unknown', read as amax.")
-    ] = None
-    query_len: Annotated[int | None, typer.Option("--query-len", min=1, help="Tokens per decode. Default: 1.")] = None
-    rows: Annotated[
-        int | None,
-        typer.Option(
-            "--rows",
-            min=1,
-            help="Query rows, where costs depend on them; of a route, requests that decode at once. Default: of a route 256.",
-        ),
-    ] = None
-    lse: Annotated[bool | None, typer.Option("--lse/--no-lse", help="Request the lse. Default: yes; for a route no.")] = None
-    attn_sink: Annotated[bool | None, typer.Option("--sink/--no-sink", help="Use an attention sink. Default: no.")] = None
-    lengths: Annotated[bool | None, typer.Option("--lengths/--no-lengths", help="Row lengths are given. Default: no.")] = None
-    compact: Annotated[bool | None, typer.Option("--compact/--no-compact", help="Indices are compacted. Default: no.")] = None
-    prefill_workspace: Annotated[
-        bool | None, typer.Option("--prefill-workspace/--no-prefill-workspace", help="Some indices go to a workspace.")
-    ] = None
-    batch_invariant: Annotated[
-        bool | None,
-        typer.Option(
-            "--batch-invariant/--no-batch-invariant",
-            help="Results must not depend on the other rows of the batch. Default: no.",
-        ),
-    ] = None
-    graph: Annotated[
-        bool | None, typer.Option("--graph/--no-graph", help="The call must be capturable in a graph. Default: no.")
-    ] = None
+def _option(words: str, text: str, *, of: Any = int, metavar: str | None = None) -> Any:
+    return Annotated[of | None, typer.Option(words, metavar=metavar, min=1 if of is int else None, help=text)]
 
 
-@with_options(Call)
+_CALL = {
+    "num_heads": _option("--heads", "Query heads. Default: 16, of the indexer 64."),
+    "topk": _option("--topk", "Indices per token. Default: 2048."),
+    "kv_layout": _option("--layout", "fp8_ds_mla (default) or bf16, of the cache or workspace.", of=str, metavar="LAYOUT"),
+    "block_size": _option("--block-size", "Tokens per block. Default: 64."),
+    "scale_format": _option("--scale-format", "pow2 (default), amax, or 'unknown', read as amax.", of=str, metavar="FORMAT"),
+    "query_len": _option("--query-len", "Tokens per decode. Default: 1."),
+    "rows": _option(
+        "--rows", "Query rows, where costs depend on them; of a route, requests that decode at once. Default: of a route 256."
+    ),
+    "lse": _option("--lse/--no-lse", "Request the lse. Default: yes; for a route no.", of=bool),
+    "attn_sink": _option("--sink/--no-sink", "Use an attention sink. Default: no.", of=bool),
+    "lengths": _option("--lengths/--no-lengths", "Row lengths are given. Default: no.", of=bool),
+    "compact": _option("--compact/--no-compact", "Indices are compacted. Default: no.", of=bool),
+    "prefill_workspace": _option("--prefill-workspace/--no-prefill-workspace", "Some indices go to a workspace.", of=bool),
+    "batch_invariant": _option(
+        "--batch-invariant/--no-batch-invariant",
+        "Results must not depend on the other rows of the batch. Default: no.",
+        of=bool,
+    ),
+    "graph": _option("--graph/--no-graph", "The call must be capturable in a graph. Default: no.", of=bool),
+}
+"""By the names of Request's fields."""
+
+
+@with_options(_CALL)
 def explain(
     primitive: Annotated[
         str,
@@ -114,7 +102,7 @@ def explain(
     ] = None,
     as_json: JsonOption = False,
     *,
-    options: Call,
+    options: dict[str, Any],
 ) -> None:
     """Show which implementation would serve a call, and every reason against each of the others.
 
@@ -122,10 +110,9 @@ def explain(
     are compared: nothing is checked or probed. Exit code 1 when nothing, or not the forced backend, can serve.
     """
     with command(as_json=as_json) as output:
-        asked = {name: value for name, value in asdict(options).items() if value is not None}
         ask = _ask_for_route if primitive == _ROUTE else _ask_for_primitive
         elsewhere = None if device is None else find_profile(device, records)
-        decision = ask(primitive, device if elsewhere is None else elsewhere.facts, backend, asked)
+        decision = ask(primitive, device if elsewhere is None else elsewhere.profile.device_facts(), backend, options)
         served = decision.chosen is not None
         if as_json:
             answer = {**decision.as_dict(), "checked": True} if elsewhere is None else elsewhere.document(decision)
@@ -142,7 +129,7 @@ def explain(
 
 
 def _ask_for_primitive(name: str, device: str | DeviceFacts | None, backend: str | None, given: dict[str, Any]) -> Decision:
-    """Who serves one primitive; `device` as torch or the registry names it, or facts."""
+    """The decision on one primitive; `device` as torch or the registry names it, or facts."""
     from mla_portable.contracts import Primitive
     from mla_portable.explaining import explain as ask
 
@@ -182,10 +169,9 @@ def _ask_for_route(name: str, device: str | DeviceFacts | None, backend: str | N
     )
     registry = current_registry()
     demand = Demand(registry, backend)
-    facts = device
-    if facts is None or isinstance(facts, str):
-        facts = registry.facts(resolve_device(None) if facts is None else facts)
-    return choose_route(spec, facts, demand)
+    if device is None or isinstance(device, str):
+        device = registry.facts(device or resolve_device(None))
+    return choose_route(spec, device, demand)
 
 
 def _arguments(decision: Decision | RouteDecision) -> dict[str, Any]:
@@ -199,11 +185,10 @@ def _arguments(decision: Decision | RouteDecision) -> dict[str, Any]:
 
 
 def _refuse_others(name: str, given: dict[str, Any], allowed: dict[str, Any]) -> None:
+    def flag(field: str) -> str:
+        return _OPTION.get(field, f"--{field.replace('_', '-')}")
+
     for field in given:
         if field not in allowed:
-            known = ", ".join(_option(each) for each in allowed)
-            raise typer.BadParameter(f"does not apply to {name} (valid: {known})", param_hint=_option(field))
-
-
-def _option(field: str) -> str:
-    return _OPTION.get(field, f"--{field.replace('_', '-')}")
+            known = ", ".join(map(flag, allowed))
+            raise typer.BadParameter(f"does not apply to {name} (valid: {known})", param_hint=flag(field))

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -17,55 +15,55 @@ from mla_portable.tools.cli.options import DeviceOption, JsonOption, numbers, pr
 from mla_portable.tools.cli.output import EXIT_FAILED, Output, command, table
 
 if TYPE_CHECKING:
+    import torch
+
     from mla_portable.contracts import Primitive
     from mla_portable.tools.bench.kernels import CaseTimes, KernelReport, KernelTime
     from mla_portable.tools.bench.tune import Attempt, TuneResult
 
 __all__ = ["kernels", "tune"]
 
-_CPU_HEADS, _CPU_TOPK = "16", 64
-"""Where the option is not given: a CPU shows that the benchmark works, not what a kernel is worth."""
 _DECODE_ROWS, _PREFILL_ROWS = (1, 16, 128), (1024,)
 """Sizes that count together in tuning where none are given: what a rank decodes at once, and a prefill."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cases:
-    """What is timed."""
-
-    device: DeviceOption = None
-    primitive: Annotated[
-        list[str] | None,
-        typer.Option("--primitive", metavar="NAME", help="sparse_decode, sparse_prefill, ...; repeatable. Default: all."),
-    ] = None
-    heads: Annotated[
-        str | None, typer.Option("--heads", metavar="N,N", help="Head counts of attention. Default: by primitive; 16 on a CPU.")
-    ] = None
-    rows: Annotated[
-        str | None,
-        typer.Option("--rows", metavar="N,N", help="Batch rows, tokens, workspace rows. Default: by primitive; few on a CPU."),
-    ] = None
-    layout: Annotated[
-        list[str] | None,
-        typer.Option("--layout", metavar="LAYOUT", help="fp8_ds_mla or bf16; repeatable. Default: by primitive."),
-    ] = None
-    topk: Annotated[int | None, typer.Option("--topk", min=1, help="Indices per row. Default: 2048; 64 on a CPU.")] = None
-    backend: Annotated[
-        list[str] | None,
-        typer.Option("--backend", metavar="NAME", help="This backend or implementation only; repeatable. Default: all."),
-    ] = None
-    check_rows: Annotated[int, typer.Option("--check-rows", min=1, help="Attention rows that the oracle judges.")] = 4
-    as_json: JsonOption = False
-
-    def primitives(self) -> list[Primitive]:
-        """Those that are named. Raises: typer.BadParameter."""
-        return [primitive_named(name, param_hint="--primitive") for name in self.primitive or ()]
+def _option(flag: str, metavar: str | None, text: str, *, of: Any = str) -> Any:
+    return Annotated[of | None, typer.Option(flag, metavar=metavar, min=1 if of is int else None, help=text)]
 
 
-@with_options(Cases)
+_CASES = {
+    "primitive": _option("--primitive", "NAME", "sparse_decode, sparse_prefill, ...; repeatable. Default: all.", of=list[str]),
+    "heads": _option("--heads", "N,N", "Head counts of attention. Default: by primitive; 16 on a CPU."),
+    "rows": _option("--rows", "N,N", "Batch rows, tokens, workspace rows. Default: by primitive; few on a CPU."),
+    "layout": _option("--layout", "LAYOUT", "fp8_ds_mla or bf16; repeatable. Default: by primitive.", of=list[str]),
+    "topk": _option("--topk", None, "Indices per row. Default: 2048; 64 on a CPU.", of=int),
+    "backend": _option("--backend", "NAME", "This backend or implementation only; repeatable. Default: all.", of=list[str]),
+}
+"""What is timed."""
+CheckRowsOption = Annotated[int, typer.Option("--check-rows", min=1, help="Attention rows that the oracle judges.")]
+
+
+def _primitives(options: dict[str, Any]) -> list[Primitive]:
+    return [primitive_named(name, param_hint="--primitive") for name in options.get("primitive", ())]
+
+
+def _sizes(options: dict[str, Any], where: torch.device) -> dict[str, Any]:
+    """Arguments of kernel_cases but rows. A CPU shows that the benchmark works, not what a kernel is worth."""
+    cpu = where.type == "cpu"
+    return {
+        "heads": numbers(options.get("heads", "16" if cpu else None), "--heads"),
+        "layouts": options.get("layout"),
+        "topk": options.get("topk", 64 if cpu else 2048),
+    }
+
+
+@with_options(_CASES)
 def kernels(
     *,
-    options: Cases,
+    options: dict[str, Any],
+    device: DeviceOption = None,
+    check_rows: CheckRowsOption = 4,
+    as_json: JsonOption = False,
     width: Annotated[
         int | None,
         typer.Option(
@@ -89,8 +87,8 @@ def kernels(
     ] = None,
 ) -> None:
     """Time kernels and their baselines. A wrong result gets no time; exit code 1 when one of ours is wrong or fails."""
-    with command(as_json=options.as_json) as output:
-        where = resolve_device(options.device)
+    with command(as_json=as_json) as output:
+        where = resolve_device(device)
         from mla_portable.dispatch import current_registry
         from mla_portable.problems.bench import kernel_cases
         from mla_portable.tools.bench.kernel_records import append_lines, kernel_lines
@@ -99,14 +97,12 @@ def kernels(
 
         cpu = where.type == "cpu"
         cases = kernel_cases(
-            options.primitives() or (),
-            heads=numbers(options.heads or (_CPU_HEADS if cpu else None), "--heads"),
-            rows=numbers(options.rows or ("1,16" if cpu else None), "--rows"),
-            layouts=options.layout,
-            topk=options.topk or (_CPU_TOPK if cpu else 2048),
+            _primitives(options),
+            rows=numbers(options.get("rows", "1,16" if cpu else None), "--rows"),
             width=width or (1024 if cpu else None),
             overlaps=numbers(overlap, "--overlap") or (0,),
             scale_format=scale_format,
+            **_sizes(options, where),
         )
         brought = load_baselines() if baselines else Brought(())
         for name, why in brought.failures:
@@ -117,9 +113,9 @@ def kernels(
                 device=where,
                 registry=current_registry(),
                 baselines=brought.found,
-                backends=options.backend or (),
+                backends=options.get("backend", ()),
                 repeat=repeat,
-                check_rows=options.check_rows,
+                check_rows=check_rows,
                 seed=seed,
                 progress=advance,
             )
@@ -133,7 +129,7 @@ def kernels(
             plot.parent.mkdir(parents=True, exist_ok=True)
             plot_lines(lines, plot)
             output.note(f"drawn: {plot}")
-        if options.as_json:
+        if as_json:
             output.document({"command": "bench kernels", "ok": report.ok, "lines": lines, "refused": _refused(report)})
         else:
             _show(output, report)
@@ -141,10 +137,13 @@ def kernels(
             raise typer.Exit(EXIT_FAILED)
 
 
-@with_options(Cases)
+@with_options(_CASES)
 def tune(
     *,
-    options: Cases,
+    options: dict[str, Any],
+    device: DeviceOption = None,
+    check_rows: CheckRowsOption = 4,
+    as_json: JsonOption = False,
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each configuration and size.")] = 20,
     out: Annotated[
         Path | None,
@@ -155,8 +154,8 @@ def tune(
 
     Exit code 1 when nothing could be tuned, or no configuration of something is right.
     """
-    with command(as_json=options.as_json) as output:
-        where = resolve_device(options.device)
+    with command(as_json=as_json) as output:
+        where = resolve_device(device)
         from mla_portable.contracts import InvalidArgument
         from mla_portable.dispatch import current_registry
         from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
@@ -165,23 +164,20 @@ def tune(
         from mla_portable.tools.bench.offers import load_tunables
         from mla_portable.tools.bench.tune import tune as run
 
-        cpu = where.type == "cpu"
         path = out or table_path()
         if path is None:
             expected = "a file to write to, for neither XDG_CONFIG_HOME nor HOME is set"
             raise InvalidArgument("tune", "--out", got="none", expected=expected)
         read_table(path)  # a file that is no table is refused before the work, not after it
+        cpu, rows = where.type == "cpu", numbers(options.get("rows"), "--rows")
         cases = [
             case
-            for each in options.primitives() or (SPARSE_DECODE, SPARSE_PREFILL)
+            for each in _primitives(options) or (SPARSE_DECODE, SPARSE_PREFILL)
             for case in kernel_cases(
                 [each],
-                heads=numbers(options.heads or (_CPU_HEADS if cpu else None), "--heads"),
-                rows=numbers(options.rows, "--rows")
-                or ((4,) if cpu else _PREFILL_ROWS if each is not SPARSE_DECODE else _DECODE_ROWS),
-                layouts=options.layout,
-                topk=options.topk or (_CPU_TOPK if cpu else 2048),
+                rows=rows or ((4,) if cpu else _DECODE_ROWS if each is SPARSE_DECODE else _PREFILL_ROWS),
                 width=256 if cpu else None,
+                **_sizes(options, where),
             )
         ]
         brought = load_tunables()
@@ -193,9 +189,9 @@ def tune(
                 brought.found,
                 device=where,
                 registry=current_registry(),
-                backends=options.backend or (),
+                backends=options.get("backend", ()),
                 repeat=repeat,
-                check_rows=options.check_rows,
+                check_rows=check_rows,
                 progress=advance,
             )
         entries = [entry for entry in (result.entry() for result in results) if entry is not None]
@@ -203,13 +199,15 @@ def tune(
             write_table(path, entries)
             output.note(f"{len(entries)} entries written to {path}")
         ok = bool(results) and len(entries) == len(results)
-        if options.as_json:
+        if as_json:
             output.document({"command": "tune", "ok": ok, "table": path, "entries": entries, "results": results})
         else:
             headings = ["what", "heads", "fastest", "us by rows", "over untuned", "tried", "wrong"]
-            rows_shown = [_tuned_row(result) for result in results]
-            output.show(table("", headings, rows_shown, numbers=["heads", "over untuned", "tried", "wrong"]))
-            output.show(*(f"WRONG  {line}" for result in results for line in _wrong(result)))
+            shown = [_tuned_row(result) for result in results]
+            output.show(table("", headings, shown, numbers=["heads", "over untuned", "tried", "wrong"]))
+            for each in results:
+                what = f"{each.implementation} / {each.primitive} {each.layout or ''} {each.heads or ''}"
+                output.show(*(f"WRONG  {what} {_words(attempt)}: {attempt.why}" for attempt in each.attempts if attempt.why))
             if not results:
                 output.show("nothing here can be tuned: no plugin offers a kernel with configurations for this device")
         if not ok:
@@ -220,7 +218,7 @@ def _tuned_row(result: TuneResult) -> list[str]:
     best, gain = result.best, result.gain
     return [
         f"{result.implementation} / {result.primitive} {result.layout or ''}".strip(),
-        "" if result.heads is None else str(result.heads),
+        str(result.heads or ""),
         "none" if best is None else _words(best),
         "" if best is None else ", ".join(f"{rows}: {us:.1f}" for rows, us in sorted(best.us.items())),
         "" if gain is None else f"{gain:.2f} x",
@@ -231,12 +229,6 @@ def _tuned_row(result: TuneResult) -> list[str]:
 
 def _words(attempt: Attempt) -> str:
     return " ".join(f"{name}={value}" for name, value in attempt.configuration.items())
-
-
-def _wrong(result: TuneResult) -> list[str]:
-    """A line on every configuration that is wrong or fails."""
-    what = f"{result.implementation} / {result.primitive} {result.layout or ''} {result.heads or ''}"
-    return [f"{what} {_words(attempt)}: {attempt.why}" for attempt in result.attempts if attempt.why]
 
 
 def _refused(report: KernelReport) -> dict[str, list[str]]:
@@ -256,24 +248,23 @@ def _show(output: Output, report: KernelReport) -> None:
     clocks = ", ".join(f"{name} {value:g}" for name, value in report.machine.clocks.items())
     output.show(
         f"device    {report.facts}" + (f", driver {report.machine.driver}" if report.machine.driver else ""),
-        f"clocks    {clocks}" if clocks else "clocks    unknown",
+        f"clocks    {clocks or 'unknown'}",
         f"ceilings  copy {copied:.3g} TB/s, bf16 product {multiplied:.3g} TFLOP/s",
     )
-    groups: dict[tuple[str, str], list[CaseTimes]] = {}
+    groups: dict[str, list[CaseTimes]] = {}
     for each in report.cases:
-        groups.setdefault((str(each.case.primitive), each.case.kv_layout or ""), []).append(each)
-    for (primitive, layout), cases in groups.items():
-        output.show(_table(f"{primitive} {layout}".strip(), cases))
+        groups.setdefault(f"{each.case.primitive} {each.case.kv_layout or ''}".strip(), []).append(each)
+    output.show(*(_table(title, cases) for title, cases in groups.items()))
     output.show(*(f"not here  {name}: {'; '.join(reasons)}" for name, reasons in _refused(report).items()))
     remarks = {each.name: each.remark for case in report.cases for each in case.times if each.remark}
     output.show(*(f"baseline     {name}: {remark}" for name, remark in remarks.items()))
     output.show(*(f"WRONG     {line}" for line in report.defects()))
 
 
-def _table(title: str, cases: Sequence[CaseTimes]) -> Table:
+def _table(title: str, cases: list[CaseTimes]) -> Table:
     """Microseconds; ours first, with the best baseline's time over theirs in brackets, then baselines."""
-    columns = {each.name: each.implementation is None for case in cases for each in case.times}
-    names = sorted(columns, key=lambda name: columns[name])
+    is_baseline = {each.name: each.implementation is None for case in cases for each in case.times}
+    names = sorted(is_baseline, key=lambda name: is_baseline[name])
     rows: list[list[str]] = []
     for case in cases:
         cells = {each.name: _cell(case, each) for each in case.times}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,8 +38,8 @@ def matrix(
 
     Exit code 1 when a record cannot be believed or, under --check, a generated file is not what the records say.
     """
-    from mla_portable.tools.matrix import find_records, read_records
-    from mla_portable.tools.matrix.render import FORMATS
+    from mla_portable.tools.matrix import find_records, make_table, read_records
+    from mla_portable.tools.matrix.render import FORMATS, terminal
 
     form = "json" if as_json else form
     if check and write:
@@ -50,13 +51,16 @@ def matrix(
         if check or write:
             _generated(output, folder, write=write)
         else:
-            _show(output, _only(read_records(folder), vendor, device), form)
+            drawn = make_table(_only(read_records(folder), vendor, device))
+            if form == _TERMINAL:
+                for each in terminal(drawn):
+                    output.stdout.print(each)
+            else:
+                output.text(FORMATS[form](drawn))
 
 
 def _only(found: Records, vendor: str | None, device: str | None) -> Records:
     """The records with some profiles left out. Raises: typer.Exit for a name that no profile carries."""
-    from dataclasses import replace
-
     chosen = {
         slug: profile for slug, profile in found.profiles.items() if vendor in (None, profile.vendor) and device in (None, slug)
     }
@@ -67,18 +71,6 @@ def _only(found: Records, vendor: str | None, device: str | None) -> Records:
         sys.stderr.write(f"no profile for {asked}; {known}\n")
         raise typer.Exit(EXIT_USAGE)
     return replace(found, profiles=chosen)
-
-
-def _show(output: Output, found: Records, form: str) -> None:
-    from mla_portable.tools.matrix import make_table
-    from mla_portable.tools.matrix.render import FORMATS, terminal
-
-    table = make_table(found)
-    if form == _TERMINAL:
-        for each in terminal(table):
-            output.stdout.print(each)
-    else:
-        output.text(FORMATS[form](table))
 
 
 def _generated(output: Output, folder: Path, *, write: bool) -> None:

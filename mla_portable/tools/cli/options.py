@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -83,24 +82,23 @@ def numbers(text: str | None, option: str) -> tuple[int, ...] | None:
         raise typer.BadParameter(f"got {text!r}, expected numbers such as 16,32", param_hint=option) from error
 
 
-def with_options(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the fields of a dataclass as options of its own; the command gets an instance as `options`.
+def with_options(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command options of its own beside its parameters; it gets those that are given, by name, as `options`.
 
-    Each field is annotated as a parameter of a typer command is.
+    Args:
+        options: name -> annotation, as of a parameter of a typer command; the default of each is None.
     """
-    hints = get_type_hints(options, include_extras=True)
-    shared = [Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name]) for f in fields(options)]
+    shared = [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=each) for name, each in options.items()]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            command(
-                **{name: value for name, value in given.items() if name not in hints},
-                options=options(**{name: value for name, value in given.items() if name in hints}),
-            )
+            chosen = {name: given.pop(name) for name in options}
+            command(**given, options={name: value for name, value in chosen.items() if value not in (None, [])})
 
+        hints = get_type_hints(command, include_extras=True)
         own = [
-            each.replace(kind=Parameter.KEYWORD_ONLY, annotation=get_type_hints(command, include_extras=True)[each.name])
+            each.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[each.name])
             for each in signature(command).parameters.values()
             if each.name != "options"
         ]

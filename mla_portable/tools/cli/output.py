@@ -22,6 +22,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from mla_portable.errors import InvalidArgument, MLAPortableError
+from mla_portable.sources import SourceNotFound
+
 if TYPE_CHECKING:
     from mla_portable.contracts import Reason
 
@@ -119,13 +122,13 @@ def command(*, as_json: bool) -> Generator[Output]:
         output = Output(as_json=as_json, stream=stream)
         try:
             yield output
-        except typer.Exit:
+        except (typer.Exit, typer.BadParameter):
             raise
+        except (MLAPortableError, SourceNotFound) as error:
+            _failure(output, error)
+            raise typer.Exit(EXIT_USAGE if isinstance(error, InvalidArgument) else EXIT_FAILED) from error
         except Exception as error:
-            if isinstance(error, _typed()):
-                _failure(output, error)
-                raise typer.Exit(EXIT_USAGE if _is_usage(error) else EXIT_FAILED) from error
-            if not as_json or isinstance(error, typer.BadParameter):
+            if not as_json:
                 raise
             traceback.print_exc(file=sys.stderr)
             _failure(output, error)
@@ -145,24 +148,22 @@ def _results_alone(*, redirect: bool) -> Generator[TextIO]:
         return
     ours.flush()
     kept = os.dup(1)
-    try:
-        os.dup2(2, 1)
-        own = ours is sys.__stdout__
-        with contextlib.redirect_stdout(sys.stderr):
-            if own:
-                stream = os.fdopen(os.dup(kept), "w", encoding="utf-8")
-                try:
-                    yield stream
-                finally:
-                    with contextlib.suppress(BrokenPipeError):
-                        stream.close()
-            else:
-                yield ours
-    finally:
+    os.dup2(2, 1)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, kept)
+        stack.callback(os.dup2, kept, 1)
         # what a C library has buffered must not reach fd 1 after it is stdout again
-        ctypes.CDLL(None).fflush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
+        stack.callback(ctypes.CDLL(None).fflush, None)
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if ours is not sys.__stdout__:
+            yield ours
+            return
+        stream = os.fdopen(os.dup(kept), "w", encoding="utf-8")
+        try:
+            yield stream
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
 
 
 def close_stdout() -> None:
@@ -177,21 +178,6 @@ def close_stdout() -> None:
         target = os.open(os.devnull, os.O_WRONLY)
     with contextlib.suppress(OSError):  # the process has no stderr
         os.dup2(target, 1)
-
-
-def _typed() -> tuple[type[Exception], ...]:
-    """The failures that mla_portable raises on purpose; classes of modules that are not loaded were not raised."""
-    modules = (
-        ("mla_portable.contracts", "MLAPortableError"),
-        ("mla_portable.tools.matrix.model", "RecordError"),
-        ("mla_portable.sources", "SourceNotFound"),
-    )
-    return tuple(getattr(sys.modules[module], name) for module, name in modules if module in sys.modules)
-
-
-def _is_usage(error: Exception) -> bool:
-    contracts = sys.modules.get("mla_portable.contracts")
-    return contracts is not None and isinstance(error, contracts.InvalidArgument)
 
 
 def _failure(output: Output, error: Exception) -> None:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from mla_portable.errors import MLAPortableError
+
 __all__ = ["Count", "Model", "Positive", "RecordError", "Text", "validation_problems"]
 
 Count = Annotated[int, Field(ge=0)]
@@ -14,7 +16,7 @@ Positive = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
 
 
-class RecordError(ValueError):
+class RecordError(MLAPortableError, ValueError):
     """A record is malformed, or says what cannot be. `where` names the file and line or the profile."""
 
     def __init__(self, where: str, problem: str) -> None:

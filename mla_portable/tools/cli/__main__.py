@@ -1,7 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""`python -m mla_portable.tools.cli`, the same as `mla-portable`."""
-
-from mla_portable.tools.cli import main
-
-if __name__ == "__main__":
-    main()
