@@ -240,11 +240,12 @@ def test_scheduled_rows_keep_their_cut():
 def test_a_portable_decode_without_a_schedule_splits_no_row(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("triton")
     from mla_portable_triton import bind_attention
+    from mla_portable_triton.kernels import merge_states, sparse_attention
     from mla_portable_triton.support import SUPPORT
 
     seen: list[int] = []
-    monkeypatch.setattr(bind_attention.attention, "launch", lambda *a, num_splits, **more: seen.append(num_splits))
-    monkeypatch.setattr(bind_attention.merge, "launch", lambda *a, **more: None)
+    monkeypatch.setattr(sparse_attention, "launch", lambda *a, num_splits, **more: seen.append(num_splits))
+    monkeypatch.setattr(merge_states, "launch", lambda *a, **more: None)
     request = Request(DECODE, H200, kv_layout="bf16", num_heads=16, topk=2048, rows=1)
     scratch = SUPPORT[DECODE].workspace_bytes
     assert scratch is not None and scratch(request) > 0 == scratch(request.but(batch_invariant=True))

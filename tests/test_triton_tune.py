@@ -28,6 +28,7 @@ from mla_portable_triton import NAME, bind_attention
 from mla_portable_triton.aot import SHARED_MEMORY
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig, attention_config
 from mla_portable_triton.attention_tuning import bound_config, configurations, shared_memory
+from mla_portable_triton.kernels import merge_states, sparse_attention
 
 DECODE, PREFILL = SPARSE_DECODE, SPARSE_PREFILL
 LAYOUTS = ("bf16", "fp8_ds_mla")
@@ -173,8 +174,8 @@ def test_a_row_without_names_is_refused():
 @pytest.mark.parametrize("primitive", [DECODE, PREFILL])
 def test_the_configuration_is_taken_when_binding(monkeypatch: pytest.MonkeyPatch, primitive: Primitive):
     used: list[AttentionConfig] = []
-    monkeypatch.setattr(bind_attention.attention, "launch", lambda *args, config, **options: used.append(config))
-    monkeypatch.setattr(bind_attention.merge, "launch", lambda *args, **options: None)
+    monkeypatch.setattr(sparse_attention, "launch", lambda *args, config, **options: used.append(config))
+    monkeypatch.setattr(merge_states, "launch", lambda *args, **options: None)
     bind = getattr(bind_attention, f"bind_{primitive}")
     request = request_for(primitive=primitive)
     requests = configured(request, CONFIGURATION), configured(request, CONFIGURATION | {"num_stages": 2})
@@ -196,8 +197,8 @@ def test_a_schedule_of_its_own_is_cut_by_the_tuned_tiles(monkeypatch: pytest.Mon
         return SplitSchedule(*args)
 
     monkeypatch.setattr(bind_attention, "SplitSchedule", recorded)
-    monkeypatch.setattr(bind_attention.attention, "launch", lambda *args, **options: None)
-    monkeypatch.setattr(bind_attention.merge, "launch", lambda *args, **options: None)
+    monkeypatch.setattr(sparse_attention, "launch", lambda *args, **options: None)
+    monkeypatch.setattr(merge_states, "launch", lambda *args, **options: None)
     request = request_for(heads=32)
     q, indices = torch.zeros(8, 1, 32, 576, dtype=torch.bfloat16), torch.zeros(8, 1, 2048, dtype=torch.int32)
     shape = {"num_rows": 8, "num_heads": 32, "topk": 2048, "num_sms": H200.num_sms}
@@ -236,14 +237,14 @@ def test_tune_writes_what_the_next_bind_reads(table: Path, monkeypatch: pytest.M
 def test_what_is_tried_computes_what_is_timed(monkeypatch: pytest.MonkeyPatch):
     """A configuration that tune binds is the one that runs: spoil one, and it alone is found wrong."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    real = bind_attention.attention.launch
+    real = sparse_attention.launch
 
     def launch(*args: Any, config: AttentionConfig, **options: Any) -> None:
         real(*args, config=config, **options)
         if config.block_n == 64:
             args[0].fill_(1.0)
 
-    monkeypatch.setattr(bind_attention.attention, "launch", launch)
+    monkeypatch.setattr(sparse_attention, "launch", launch)
     words = ["tune", "--device", device, "--primitive", "sparse_decode", "--layout", "bf16", "--backend", NAME, "--json"]
     sizes = ["--heads", "16", "--rows", "1", "--topk", "16", "--repeat", "1", "--check-rows", "1"]
     done = CliRunner().invoke(app, [*words, *sizes])
