@@ -87,7 +87,7 @@ def compiled(options: argparse.Namespace) -> int:
         if claim.targets and claim.plugin in (options.plugin or [claim.plugin]):
             by_module.setdefault(claim.module, []).append(claim)
     for module, claims in by_module.items():
-        archs = {records.profiles[slug].arch for claim in claims for slug in unproven(records, claim, "compiled")}
+        archs = {records.profiles[slug].arch for _, slug in unproven(records, claims, "compiled")}
         missing = [target for target in claims[0].targets if options.all or target in archs]
         if not missing:
             print(f"{claims[0].plugin}: compiled for {', '.join(claims[0].targets)} already, from these sources")
