@@ -59,7 +59,10 @@ assert registry.facts("acme") == registry.facts("acme:0") == acme.FACTS
 assert registry.default_device() == torch.device("acme:0"), registry.default_device()
 assert registry.device_types()[-1] == "cpu" and "acme" in registry.device_types()
 where = accelerator(torch.device("acme", 0))
-assert not where.is_host and not where.can_pin() and not where.is_capturing()
+assert not where.is_host and not where.is_capturing()
+empty, torch.empty = torch.empty, lambda *sizes, pin_memory, **options: empty(*sizes, **options)
+assert not where.can_pin(), "memory could be pinned, but no event tells when a copy is done"
+torch.empty = empty
 for ask in (registry.facts, lambda name: mp.SparseMLAAttention(spec, device=name, registry=registry)):
     spec = mp.AttentionSpec(num_heads=2, kv_layout="bf16", block_size=16, topk=32, softmax_scale=0.1, max_num_tokens=8,
                             max_num_reqs=4, max_model_len=64, graph=False)
@@ -70,6 +73,7 @@ for ask in (registry.facts, lambda name: mp.SparseMLAAttention(spec, device=name
     else:
         raise AssertionError("acme:7 was accepted")
 assert is_device_error(RuntimeError("ACME error: lost"), "acme") and not is_device_error(RuntimeError("a lost bus"), "acme")
+assert not is_device_error(RuntimeError("CPU error: lost"), "cpu"), "its text is no sign"
 add_error_words("acme", "a lost bus")
 assert is_device_error(RuntimeError("a lost bus"), "acme") and is_device_error(RuntimeError("ACME error: lost"), "acme")
 """)
@@ -130,7 +134,11 @@ def step(device):
 
 for there, here in zip(step("acme"), step("cpu"), strict=True):
     assert torch.equal(there, here)
+spec_of_one = mp.SparseMLAAttention(spec, device="acme", registry=registry)
 acme.guards.clear()
+kv = cache.clone().to("acme")
+spec_of_one.cache_write(latent.to("acme"), rope.to("acme"), kv, slots.to("acme"))
+assert acme.guards == [], "the device is the current one already"
 acme.current[0] = 1
 step("acme")
 assert set(acme.guards) == {0}
