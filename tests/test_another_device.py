@@ -70,6 +70,7 @@ for ask in (registry.facts, lambda name: mp.SparseMLAAttention(spec, device=name
     else:
         raise AssertionError("acme:7 was accepted")
 assert is_device_error(RuntimeError("ACME error: lost"), "acme") and not is_device_error(RuntimeError("a lost bus"), "acme")
+assert not is_device_error(RuntimeError("CPU error: lost"), "cpu"), "its text is no sign"
 add_error_words("acme", "a lost bus")
 assert is_device_error(RuntimeError("a lost bus"), "acme") and is_device_error(RuntimeError("ACME error: lost"), "acme")
 """)
@@ -130,7 +131,11 @@ def step(device):
 
 for there, here in zip(step("acme"), step("cpu"), strict=True):
     assert torch.equal(there, here)
+spec_of_one = mp.SparseMLAAttention(spec, device="acme", registry=registry)
 acme.guards.clear()
+kv = cache.clone().to("acme")
+spec_of_one.cache_write(latent.to("acme"), rope.to("acme"), kv, slots.to("acme"))
+assert acme.guards == [], "the device is the current one already"
 acme.current[0] = 1
 step("acme")
 assert set(acme.guards) == {0}

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
 
@@ -83,14 +82,6 @@ def test_a_sink_reaches_every_part_of_a_route(route: str):
     assert_matches(step, *layer(step.q, step.kv_cache, step.topk_indices, plan_for(layer, step.batch)))
 
 
-def test_padding_rows_are_zero_and_minus_infinity():
-    for route in ROUTES:
-        step = make_step("decodes of two tokens, padded by half a request", "fp8_ds_mla")
-        layer = make_layer(route, query_len=2)
-        out, lse = layer(step.q, step.kv_cache, step.topk_indices, plan_for(layer, step.batch))
-        assert out[4:].eq(0).all() and lse[4:].eq(-math.inf).all()
-
-
 def test_a_pair_of_queries_is_joined_at_one_address():
     step = make_step("decodes and prefills in chunks", "fp8_ds_mla")
     layer = make_layer("direct")
@@ -108,14 +99,6 @@ def test_without_need_of_an_lse_none_is_returned():
     out, lse = layer(step.q, step.kv_cache, step.topk_indices, plan_for(layer, step.batch))
     assert lse is None
     assert_matches(step, out, None)
-
-
-def test_a_copied_layer_serves_the_same_steps():
-    step = make_step("decodes", "bf16")
-    layer = make_layer("fused", "bf16")
-    copied = copy.deepcopy(layer)
-    out, lse = copied(step.q, step.kv_cache, step.topk_indices, plan_for(copied, step.batch))
-    assert_matches(step, out, lse)
 
 
 def test_layers_share_buffers():

@@ -23,7 +23,7 @@ from attention_steps import (
     route_of,
 )
 from machines import H200
-from recorder import Recorder, registry_of
+from recorder import Recorder
 
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.contracts import (
@@ -141,20 +141,6 @@ def test_a_forced_route_never_falls_back():
         route_of(PORTABLE, route="upconvert", graph=True)
     (verdict,) = caught.value.route_decision.verdicts
     assert [reason.subject for reason in verdict.reasons] == ["graph"]
-
-
-def test_graph_capture_passes_over_what_cannot_be_captured():
-    layer = route_of(Recorder("fast.eager", support={"graph": False}), PORTABLE, graph=True)
-    chosen = {part.role: part.decision.chosen for part in layer.route_decision.verdict.parts}
-    assert chosen["decode"] == chosen["convert"] == "portable.kernels"
-
-
-def test_backend_may_differ_by_primitive():
-    demanded = {"convert_indices": "slow", "sparse_decode": "slow.torch"}
-    spec = replace(SPEC, route="direct")
-    layer = SparseMLAAttention(spec, device="cpu", registry=registry_of(PORTABLE, SLOW), backend=demanded)
-    chosen = {part.role: part.decision.chosen for part in layer.route_decision.verdict.parts}
-    assert chosen == {"convert": "slow.torch", "decode": "slow.torch", "prefill": "portable.kernels"}
 
 
 # a forced backend holds on the route that serves
@@ -336,7 +322,7 @@ def test_a_route_is_chosen_for_the_rows_and_the_lse_of_its_spec():
 def test_planner_config_follows_the_decoder():
     config = route_of(FLASH, FLASH_PREFILL, PORTABLE, num_heads=64).planner_config()
     assert (config.route, config.schedule_kind, config.num_heads) == ("split", FLASHMLA_TILES, 64)
-    assert (config.arch, config.num_sms) == ("sm90", 132)
+    assert (config.arch, config.num_sms, config.block_size) == ("sm90", 132, SPEC.block_size)
     assert config.decode_request is not None and config.decode_request.num_heads == 64
     assert config.workspace_tokens == SPEC.workspace_rows
     assert route_of(PORTABLE).planner_config().workspace_tokens == 0

@@ -16,7 +16,14 @@ from recorder import Recorder, registry_of
 from typer.testing import CliRunner
 
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
-from mla_portable.contracts import SPLIT_KV, Batch, Implementation, InvalidArgument, Primitive, Request, SplitSchedule, Support
+from mla_portable.contracts import (
+    SPLIT_KV,
+    Batch,
+    Implementation,
+    Primitive,
+    Request,
+    SplitSchedule,
+)
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
@@ -25,7 +32,6 @@ from mla_portable.registry import Registry
 from mla_portable.tools.cli.app import app
 from mla_portable.tools.conformance import cases_for
 from mla_portable.tools.conformance.runner import _bind_and_run
-from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
 DECODE, PREFILL = SPARSE_DECODE, SPARSE_PREFILL
 CONFIG = PlannerConfig(
@@ -39,15 +45,6 @@ CONFIG = PlannerConfig(
     schedule_kind=SPLIT_KV,
     num_sms=132,
 )
-
-
-def test_who_does_not_offer_it_says_so_with_a_remedy():
-    request = Request(DECODE, H200, batch_invariant=True)
-    support = Support(source="this test")
-    (reason,) = support.reasons(request)
-    assert str(reason) == "batch_invariant yes (supports no)" and "other rows" in reason.remedy
-    assert not list(replace(support, batch_invariant=True).reasons(request)) and not list(support.reasons(request.but()))[1:]
-    assert "batch_invariant=yes" in str(request)
 
 
 @pytest.mark.parametrize("primitive", [DECODE, PREFILL])
@@ -125,59 +122,11 @@ def test_padding_beyond_the_largest_decode_batch_is_not_decoded():
         assert plan.num_decode_tokens == rows and plan.num_padded_tokens == padded
 
 
-class Summing(Recorder):
-    """A decode kernel whose sums follow the splits of its schedule, in float32, and so does their rounding."""
-
-    def _bind(self, request: Request) -> Any:
-        def call(
-            q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, *, schedule: SplitSchedule, **more: Any
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            self.calls.append((str(schedule.num_splits), (), {}))
-            rows = kv.view(-1, 576)[:, :512].float()
-            for row, chosen in enumerate(indices.view(-1, indices.shape[-1])):
-                runs = rows[chosen.long()].split(schedule.split_len)
-                more["lse_out"].view(-1, q.shape[2])[row] = sum(run.sum() for run in runs)
-            return more["out"], more["lse_out"]
-
-        return call
-
-
-@pytest.mark.parametrize("invariant", [True, False])
-def test_a_layer_gives_a_row_the_same_bits_in_every_batch(invariant: bool):
-    kernel = Summing("summing.tape", SPLIT_KV, 5.0, {"batch_invariant": True}, primitives=(DECODE,))
-    spec = AttentionSpec(
-        num_heads=2, softmax_scale=1.0, max_num_tokens=512, max_num_reqs=128, max_model_len=512, kv_layout="bf16", topk=512,
-        batch_invariant=invariant,
-    )  # fmt: skip
-    registry = registry_of(kernel, Recorder("other.tape", support={"batch_invariant": True}), facts={"cpu": H200})
-    layer = SparseMLAAttention(spec, device="cpu", registry=registry, backend={"sparse_decode": "summing"})
-    generator = torch.Generator().manual_seed(1)
-    cache = torch.randn(8, 64, 576, generator=generator).bfloat16()
-    layer.buffers.indices[:] = torch.randperm(512, generator=generator).int()
-    found: set[int] = set()
-    planner = Planner(layer.planner_config())
-    for rows in (1, 2, 40, 128):
-        lens, table = np.full(rows, 512, dtype=np.int32), torch.zeros((rows, 8), dtype=torch.int32)
-        plan = planner.plan(Batch(np.arange(rows + 1, dtype=np.int32), lens, table))
-        q = torch.zeros(rows, 2, 576, dtype=torch.bfloat16)
-        _, lse = layer(q, cache, torch.zeros(rows, 512, dtype=torch.int32), plan)
-        assert lse is not None
-        found.add(int(lse.view(torch.int32)[0, 0]))
-    assert (len(found) == 1) is invariant
-    assert {splits for splits, _, _ in kernel.calls} == ({"2"} if invariant else {"8", "4", "2"})
-
-
 def test_a_prefill_of_few_tokens_stays_a_prefill():
     batch = Batch(np.array([0, 3], dtype=np.int32), np.array([9], dtype=np.int32), torch.zeros((1, 1), dtype=torch.int32))
     config = replace(CONFIG, few_tokens=16)
     assert Planner(config).plan(batch).num_decode_tokens == 3
     assert Planner(replace(config, batch_invariant=True)).plan(batch).num_decode_tokens == 0
-
-
-def test_a_tile_schedule_cannot_be_had_for_it():
-    tiles = {"schedule_kind": FLASHMLA_TILES, "arch": "sm90"}
-    with pytest.raises(InvalidArgument, match="batch_invariant: got True, expected False for schedule_kind flashmla_tiles"):
-        Planner(replace(CONFIG, batch_invariant=True, **tiles))
 
 
 # ------------------------------------------------------------------ the suite

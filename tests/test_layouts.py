@@ -63,14 +63,6 @@ def test_unpack_reads_every_e4m3_byte_by_the_formula():
     torch.testing.assert_close(as_bf16[:, :512], expected.float().bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_e4m3_formula_is_torchs():
-    patterns = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-    by_formula = torch.tensor([e4m3_value(byte) for byte in range(256)], dtype=torch.float64)
-    by_torch = patterns.view(torch.float8_e4m3fn).double()
-    torch.testing.assert_close(by_torch, by_formula, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(torch.signbit(by_torch[[0, 0x80]]), torch.tensor([False, True]))
-
-
 def test_rope_survives_bit_for_bit():
     patterns = torch.arange(0, 65536, 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(-1, 64)  # NaNs too
     rows = FP8_DS_MLA.pack(torch.zeros(len(patterns), 512, dtype=torch.bfloat16), patterns)
@@ -154,11 +146,6 @@ def test_unpack_takes_any_strides_and_no_rows():
     assert torch.equal(FP8_DS_MLA.unpack(wide[..., :656]).view(6, 576), FP8_DS_MLA.unpack(rows))
     assert FP8_DS_MLA.unpack(rows[:0]).shape == (0, 576)
     assert FP8_DS_MLA.pack(torch.zeros(0, 512), torch.zeros(0, 64)).shape == (0, 656)
-
-
-def test_layout_is_told_by_dtype_and_width():
-    assert layout_of(torch.empty(2, 64, 656, dtype=torch.uint8)) is FP8_DS_MLA
-    assert layout_of(torch.empty(7, 576, dtype=torch.bfloat16)) is BF16
 
 
 @pytest.mark.parametrize(

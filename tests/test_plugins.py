@@ -6,12 +6,11 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-import fake_plugins.plain
 import pytest
 import torch
 from fake_plugins import ANYWHERE, implementation, make_plugin
@@ -35,43 +34,65 @@ def names(registry: Registry) -> list[str]:
     return [f"{i.name} / {i.primitive}" for i in registry.implementations()]
 
 
-@pytest.fixture(autouse=True)
-def forget_fakes() -> Iterator[None]:
-    """A module that failed is not kept by Python; one that was imported would not run again."""
-    yield
-    for name in [name for name in sys.modules if name.startswith("fake_plugins.")]:
-        if name not in ("fake_plugins.plain",):
-            del sys.modules[name]
+HOOK = """
+from fake_plugins import implementation
+from mla_portable.contracts import DeviceFacts, hookimpl
+
+{mark}
+def {name}(registrar{more}):
+{body}
+"""
 
 
-BROKEN = {
-    "raises_on_import": "ImportError: libacme.so.4: cannot open shared object file",
-    "exits_on_import": "SystemExit: no licence found",
-    "not_there": "ModuleNotFoundError: No module named 'fake_plugins.not_there'",
-    "misspelled": "PluginValidationError: unknown hook 'mla_portable_registr'",
-    "undecorated": "PluginError: fake_plugins.undecorated has no @hookimpl named mla_portable_register; did you mean",
-    "wrong_signature": "PluginValidationError",
-    "registers_twice": "PluginError: registers_twice.v1 / merge_states: already registered by the plugin 'registers_twice'",
-    "half_then_raises": "OSError: the second half of the library is missing",
-    "registers_nothing": "PluginError: fake_plugins.registers_nothing registered nothing",
-}
+def hook(*body: str, mark: str = "@hookimpl", name: str = "mla_portable_register", more: str = "") -> str:
+    return HOOK.format(mark=mark, name=name, more=more, body="\n".join(f"    {line}" for line in body or ("pass",)))
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_plugin_is_reported_and_isolated(name: str):
-    registry = registry_with((name, f"fake_plugins.{name}"))
+ADD = 'registrar.add(implementation("broken.v1", preference=0))'
+CLAIM = 'registrar.add_detector(lambda device: DeviceFacts("half", "half", "half", device_type=device.type))'
+FAIL = 'raise OSError("the second half of the library is missing")'
+BROKEN: dict[str, tuple[str | None, str]] = {
+    "the vendor's library is broken": (
+        'raise ImportError("libacme.so.4: cannot open shared object file")',
+        "ImportError: libacme.so.4: cannot open shared object file",
+    ),
+    "it thinks it is a program": ('raise SystemExit("no licence found")', "SystemExit: no licence found"),
+    "it is not there": (None, "ModuleNotFoundError: No module named 'broken_plugin'"),
+    "the hook's name has a letter too few": (
+        hook(ADD, name="mla_portable_registr"), "PluginValidationError: unknown hook 'mla_portable_registr'",
+    ),
+    "no @hookimpl": (
+        hook(ADD, mark=""), "PluginError: broken_plugin has no @hookimpl named mla_portable_register; did you mean",
+    ),
+    "the hook wants an argument that nobody passes": (hook(more=", device"), "PluginValidationError"),
+    "one implementation twice": (
+        hook(ADD, ADD), "PluginError: broken.v1 / merge_states: already registered by the plugin 'broken'",
+    ),
+    "it fails when half is registered": (hook(ADD, CLAIM, FAIL), "OSError: the second half of the library is missing"),
+    "it registers nothing": (hook(), "PluginError: broken_plugin registered nothing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_plugin_is_reported_and_isolated(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source, error = BROKEN[how]
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_plugin", raising=False)
+    if source is not None:
+        (tmp_path / "broken_plugin.py").write_text(source)
+    registry = registry_with(("broken", "broken_plugin"))
+    sys.modules.pop("broken_plugin", None)
     report, good = registry.plugin_reports
-    assert (report.name, report.module, report.ok, report.implementations) == (name, f"fake_plugins.{name}", False, ())
-    assert report.error.startswith(BROKEN[name])
-    assert "\n" not in report.error
+    assert (report.name, report.module, report.ok, report.implementations) == ("broken", "broken_plugin", False, ())
+    assert report.error.startswith(error) and "\n" not in report.error
     assert report.traceback.startswith("Traceback") and report.error.partition(":")[0] in report.traceback
     assert good.ok and good.implementations == ("good.v1 / merge_states",) and (good.error, good.traceback) == ("", "")
     assert names(registry) == ["good.v1 / merge_states"], "nothing half registered stays"
     assert registry.facts("cpu").vendor == "cpu", "nor does a detector"
     decision = registry.decide(Request(MERGE_STATES, CPU))
     assert decision.chosen == "good.v1"
-    assert decision.plugin_failures == ((name, f"did not load: {report.error}"),)
-    assert f"plugin did not load: {BROKEN[name]}" in decision.text()
+    assert decision.plugin_failures == (("broken", f"did not load: {report.error}"),)
+    assert f"plugin did not load: {error}" in decision.text()
 
 
 def with_hook(hook: Callable[[Registrar], None]) -> ModuleType:
@@ -232,12 +253,16 @@ def test_a_detector_must_be_callable():
 
 
 def test_registering_after_the_hook_has_returned_is_refused():
-    import fake_plugins.late
+    kept: list[Registrar] = []
 
-    registry = registry_with(("late", fake_plugins.late))
+    def hook(registrar: Registrar) -> None:
+        registrar.add(implementation("late.v1"))
+        kept.append(registrar)
+
+    registry = registry_with(("late", with_hook(hook)))
     assert registry.plugin_reports[0].ok
     with pytest.raises(Exception, match="registers after its hook has returned"):
-        fake_plugins.late.KEPT[-1].add(implementation("late.v2"))
+        kept[-1].add(implementation("late.v2"))
     assert "late.v2 / merge_states" not in names(registry)
 
 
@@ -348,8 +373,3 @@ def test_the_cores_own_plugin_is_first_whatever_others_are_called(tmp_path: Path
     assert "aaa_plugin" not in sys.modules, "listing imports nothing"
     rest = [(source.name, source.distribution) for source in sources[1:]]
     assert rest == sorted(rest)
-
-
-def test_simulated_facts_need_no_detector():
-    registry = Registry(plugins=[("plain", fake_plugins.plain)], facts={"cuda": H200}, environ={})
-    assert registry.facts("cuda") is H200

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import os
 import threading
@@ -102,16 +101,6 @@ def test_use_ends_with_its_block_also_after_an_error():
     assert active_rules() == ()
 
 
-def test_blocks_that_are_left_out_of_order_leave_nothing_behind():
-    first, second = use("beta"), use("gamma")
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert [rule.target for rule in active_rules()] == ["gamma"]
-    second.__exit__(None, None, None)
-    assert active_rules() == ()
-
-
 def test_a_generator_inside_a_block_may_be_closed_in_another_thread():
     def serving() -> Iterator[str]:
         with use("beta"):
@@ -156,21 +145,6 @@ def test_use_holds_for_its_own_thread():
         seen["here"] = choice(reg)[0]
     thread.join()
     assert seen == {"outside": "alpha.v1", "own": "gamma.v1", "here": "beta.v1"}
-
-
-def test_use_holds_for_its_own_task():
-    reg = registry()
-
-    async def ask(backend: str) -> str | None:
-        with use(backend):
-            for _ in range(3):
-                await asyncio.sleep(0)
-            return choice(reg)[0]
-
-    async def main() -> list[str | None]:
-        return await asyncio.gather(*(ask(name) for name in BACKENDS))
-
-    assert asyncio.run(main()) == [f"{name}.v1" for name in BACKENDS]
 
 
 def test_environment_and_file_are_read_once_and_again_on_request(monkeypatch: pytest.MonkeyPatch):

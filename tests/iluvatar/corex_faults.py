@@ -37,11 +37,6 @@ def forgets_the_scale(out, q, kv, indices, topk_lens, scale, attn_sink=None):
     ops.flash_mla_sparse_v2(out, q, kv, indices, topk_lens, 1.0)
 
 
-def changes_q(out, q, kv, indices, topk_lens, scale, attn_sink=None):
-    ops.flash_mla_sparse_v2(out, q, kv, indices, topk_lens, scale)
-    q.mul_(scale)
-
-
 def wants_64_heads(out, q, kv, indices, topk_lens, scale, attn_sink=None):
     if q.shape[1] % 64:
         raise RuntimeError("num_heads must be a multiple of 64")

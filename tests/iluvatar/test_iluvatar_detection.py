@@ -127,27 +127,18 @@ def test_the_registry_asks_it_before_it_believes_torch(corex_torch, monkeypatch)
     assert not [report for report in machine.plugin_reports if not report.ok]
 
 
-def test_a_capture_that_the_driver_refuses_is_a_fact(monkeypatch):
+@pytest.mark.parametrize("lacks_newer_name", [False, True], ids=["torch 2.5 and later", "torch 2.1, as with CoreX 4.2"])
+def test_a_capture_that_the_driver_refuses_is_a_fact(monkeypatch, lacks_newer_name):
     def refuse(*args):
         raise RuntimeError("CUDA error: operation not supported (ixErrorNotSupported)")
 
+    if lacks_newer_name:
+        monkeypatch.delattr(torch, "OutOfMemoryError")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", refuse)
     assert detector.can_capture(torch.device("cuda", 0)) is False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert detector.can_capture(torch.device("cuda", 0)) is None
-
-
-def test_a_capture_that_fails_is_a_fact_on_a_torch_without_the_newer_name(monkeypatch):
-    """torch before 2.5; CoreX 4.2 brings 2.1."""
-
-    def refuse(*args):
-        raise RuntimeError("CUDA error: operation not supported (ixErrorNotSupported)")
-
-    monkeypatch.delattr(torch, "OutOfMemoryError")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device", refuse)
-    assert detector.can_capture(torch.device("cuda", 0)) is False
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of every primitive that are in order, and short names for the tensors that tests spoil them with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_portable.contracts import SplitSchedule
+from mla_portable_nvidia.tile_schedules import TileSchedule
+
+BF16, INT32, UINT8 = torch.bfloat16, torch.int32, torch.uint8
+B, S, H, K = 3, 2, 4, 8
+T, P, W = 5, 2, 40
+BLOCKS, BLOCK = 6, 16
+
+Arguments = dict[str, Any]
+
+
+def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def bf16(*shape: int) -> Tensor:
+    return zeros(*shape)
+
+
+def f32(*shape: int) -> Tensor:
+    return zeros(*shape, dtype=torch.float32)
+
+
+def i32(*shape: int) -> Tensor:
+    return zeros(*shape, dtype=INT32)
+
+
+def i64(*shape: int) -> Tensor:
+    return zeros(*shape, dtype=torch.int64)
+
+
+def u8(*shape: int) -> Tensor:
+    return zeros(*shape, dtype=UINT8)
+
+
+def on_a_gpu(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """A tensor that says it lives on a GPU; none is needed for that."""
+    with FakeTensorMode():
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def fp8_cache() -> Tensor:
+    return zeros(BLOCKS, BLOCK, 656, dtype=UINT8)
+
+
+def raw_cache(block_stride: int, offset: int = 0) -> Tensor:
+    """[3, 16, 656] whose blocks lie `block_stride` bytes apart, from byte `offset` on."""
+    return u8(40_000).as_strided((3, 16, 656), (block_stride, 656, 1), offset)
+
+
+def good(primitive: str) -> Arguments:
+    """Arguments that are in order, every optional one among them."""
+    return {
+        "cache_write": lambda: {
+            "kv_c": zeros(T, 512),
+            "k_pe": zeros(T, 64),
+            "kv_cache": fp8_cache(),
+            "slot_mapping": zeros(T, dtype=torch.int64),
+            "scale_format": "amax",
+        },
+        "convert_indices": lambda: {
+            "topk_indices": zeros(T, K, dtype=INT32),
+            "req_id_per_token": zeros(T, dtype=INT32),
+            "block_table": zeros(3, 7, dtype=INT32),
+            "block_size": BLOCK,
+            "num_slots": BLOCKS * BLOCK,
+            "prefill_request_ids": zeros(T, dtype=INT32),
+            "prefill_workspace_starts": zeros(P, dtype=INT32),
+            "compact": True,
+            "out": (zeros(T, K, dtype=INT32), zeros(T, dtype=INT32)),
+        },
+        "gather_upconvert": lambda: {
+            "kv_cache": fp8_cache(),
+            "block_table": zeros(P, 7, dtype=INT32),
+            "seq_lens": zeros(P, dtype=INT32),
+            "workspace_starts": zeros(P, dtype=INT32),
+            "out": zeros(W, 576),
+        },
+        "sparse_decode": lambda: {
+            "q": zeros(B, S, H, 576),
+            "kv_cache": fp8_cache(),
+            "indices": zeros(B, S, K, dtype=INT32),
+            "softmax_scale": 0.1,
+            "lengths": zeros(B, S, dtype=INT32),
+            "attn_sink": zeros(H, dtype=torch.float32),
+            "schedule": split_schedule(),
+            "out": zeros(B, S, H, 512),
+            "lse_out": zeros(B, S, H, dtype=torch.float32),
+        },
+        "sparse_prefill": lambda: {
+            "q": zeros(T, H, 576),
+            "kv": zeros(W, 576),
+            "indices": zeros(T, K, dtype=INT32),
+            "softmax_scale": 0.1,
+            "lengths": zeros(T, dtype=INT32),
+            "attn_sink": zeros(H, dtype=torch.float32),
+            "out": zeros(T, H, 512),
+            "lse_out": zeros(T, H, dtype=torch.float32),
+        },
+        "merge_states": lambda: {"outs": zeros(3, T, H, 16), "lses": zeros(3, T, H, dtype=torch.float32)},
+        "quantize_per_tensor": lambda: {"x": zeros(T, H), "dtype": torch.float8_e4m3fn},
+        "topk_select": lambda: {
+            "logits": f32(T, 99),
+            "row_starts": i32(T),
+            "row_ends": i32(T),
+            "topk": K,
+            "out": i32(T, K),
+        },
+        "indexer_logits": lambda: {
+            "q": zeros(T, H, 128),
+            "weights": zeros(T, H, dtype=torch.float32),
+            "index_cache": zeros(BLOCKS, BLOCK, 128),
+            "query_start_loc": zeros(P + 1, dtype=INT32),
+            "seq_lens": zeros(P, dtype=INT32),
+            "block_table": zeros(P, 7, dtype=INT32),
+            "out": zeros(T, 99, dtype=torch.float32),
+        },
+    }[primitive]()
+
+
+def split_schedule(**changes: Any) -> SplitSchedule:
+    fields = {
+        "num_rows": B * S,
+        "num_heads": H,
+        "topk": K,
+        "num_splits": 2,
+        "split_len": 4,
+        "partial_out": zeros(2, B * S, H, 512, dtype=torch.float32),
+        "partial_lse": zeros(2, B * S, H, dtype=torch.float32),
+    }
+    return SplitSchedule(**{**fields, **changes})
+
+
+def tile_schedule(**changes: Any) -> TileSchedule:
+    fields = {
+        "num_rows": B,
+        "query_len": S,
+        "num_heads": 64,
+        "topk": K,
+        "num_sm_parts": 5,
+        "tile_scheduler_metadata": zeros(5, 8, dtype=INT32),
+        "num_splits": zeros(B + 1, dtype=INT32),
+    }
+    return TileSchedule(**{**fields, **changes})
+
+
+def strided(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """A tensor with these strides in memory that is large enough."""
+    return zeros(1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)), dtype=dtype).as_strided(
+        shape, strides
+    )

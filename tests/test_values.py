@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of Request, Support, schedules, specs and configurations that mean nothing are refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from arguments import split_schedule, tile_schedule
+from attention_steps import MODEL_LEN, SPEC
+from machines import CPU
+
+import mla_portable
+from mla_portable.contracts import InvalidArgument, Request, Support
+from mla_portable.planner import Planner, PlannerConfig
+from mla_portable.primitives import SPARSE_DECODE
+from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
+
+
+def request(**changes: Any) -> Request:
+    return Request(**{"primitive": SPARSE_DECODE, "device": CPU, **changes})
+
+
+def support(**changes: Any) -> Support:
+    return Support(**{"source": "a test", **changes})
+
+
+CONFIG = PlannerConfig(
+    device="cpu", route="split", num_heads=16, topk=128, max_num_reqs=16, max_num_tokens=64, max_model_len=40,
+    prefill_workspace_tokens=44,
+)  # fmt: skip
+spec, config = partial(replace, SPEC), partial(replace, CONFIG)
+NO_INTEGERS = (1.5, True, "8", math.nan, [8], torch.tensor(8), np.int64(8))
+
+
+@pytest.mark.parametrize("value", NO_INTEGERS, ids=[type(value).__name__ for value in NO_INTEGERS])
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (request, "num_heads"),
+        (request, "rows"),
+        (support, "topk_multiple"),
+        (support, "max_heads"),
+        (split_schedule, "num_splits"),
+        (tile_schedule, "rows_per_call"),
+        (spec, "topk"),
+        (spec, "prefill_workspace_tokens"),
+        (config, "num_heads"),
+        (config, "few_tokens"),
+    ],
+)
+def test_integer_fields_hold_integers(make: Callable[..., object], field: str, value: Any):
+    with pytest.raises(InvalidArgument, match="expected an integer of at least") as caught:
+        make(**{field: value})
+    assert caught.value.argument == field
+
+
+@pytest.mark.parametrize("value", ["no", 0, None])
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [(request, "lse"), (request, "uneven_blocks"), (support, "graph"), (spec, "need_lse"), (config, "batch_invariant")],
+)
+def test_flags_are_true_or_false(make: Callable[..., object], field: str, value: Any):
+    with pytest.raises(InvalidArgument, match="expected True or False") as caught:
+        make(**{field: value})
+    assert caught.value.argument == field
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "argument"),
+    [
+        (request, {"topk": 0}, "topk"),
+        (request, {"rows": -1}, "rows"),
+        (request, {"num_heads": 2**31}, "num_heads"),
+        (request, {"kv_layout": 3}, "kv_layout"),
+        (request, {"scale_format": "e8m0"}, "scale_format"),
+        (request, {"cache_alignment": 12}, "cache_alignment"),
+        (request, {"device": "cpu"}, "device"),
+        (request, {"primitive": "sparse_decode"}, "primitive"),
+        (support, {"source": 5}, "source"),
+        (support, {"block_size_multiple": 0}, "block_size_multiple"),
+        (support, {"cache_alignment": 0}, "cache_alignment"),
+        (split_schedule, {"num_splits": 0}, "num_splits"),
+        (split_schedule, {"split_len": 0}, "split_len"),
+        (split_schedule, {"split_len": 3}, "split_len"),
+        (tile_schedule, {"num_sm_parts": 0}, "num_sm_parts"),
+        (spec, {"num_heads": 0}, "num_heads"),
+        (spec, {"decode_query_len": 0}, "decode_query_len"),
+        (spec, {"max_model_len": 10**400}, "max_model_len"),
+        (spec, {"max_scratch_bytes": -1}, "max_scratch_bytes"),
+        (spec, {"softmax_scale": 0.0}, "softmax_scale"),
+        (spec, {"softmax_scale": 1e39}, "softmax_scale"),
+        (spec, {"softmax_scale": None}, "softmax_scale"),
+        (spec, {"kv_layout": "fp8"}, "kv_layout"),
+        (spec, {"kv_layout": ["bf16"]}, "kv_layout"),
+        (spec, {"scale_format": "e8m0"}, "scale_format"),
+        (spec, {"route": "mixed"}, "route"),
+        (spec, {"cache_alignment": 32}, "cache_alignment"),
+        (spec, {"prefill_workspace_tokens": MODEL_LEN - 1}, "prefill_workspace_tokens"),
+        (config, {"route": "mixed"}, "route"),
+        (config, {"schedule_kind": "split_kv"}, "schedule_kind"),
+        (config, {"max_num_tokens": -4}, "max_num_tokens"),
+        (config, {"decode_threshold": 0}, "decode_threshold"),
+        (config, {"num_sms": -1}, "num_sms"),
+        (config, {"max_scratch_bytes": -1}, "max_scratch_bytes"),
+        (config, {"prefill_workspace_tokens": 39}, "prefill_workspace_tokens"),
+        (config, {"prefill_workspace_tokens": 0, "route": "upconvert"}, "prefill_workspace_tokens"),
+        (config, {"max_model_len": 2**30, "prefill_workspace_tokens": None}, "prefill_workspace_tokens"),
+    ],
+)
+def test_fields_stay_in_their_range(make: Callable[..., object], changes: dict[str, Any], argument: str):
+    with pytest.raises(InvalidArgument) as caught:
+        make(**changes)
+    assert caught.value.argument == argument
+
+
+TILES: dict[str, Any] = {
+    "topk": 2048, "max_num_reqs": 512, "max_num_tokens": 1024, "schedule_kind": FLASHMLA_TILES, "num_sms": 132, "arch": "sm90",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (TILES | {"num_sms": 0}, "num_sms: got 0, expected 1 or more"),
+        (TILES | {"num_heads": 144}, "num_heads: got 144, expected at most 128, or a multiple of 64"),
+        (TILES | {"arch": "sm80"}, "arch: got 'sm80'"),
+        (TILES | {"max_scratch_bytes": 1 << 20}, "max_scratch_bytes: got 1048576, expected at least 17466624"),
+        (TILES | {"batch_invariant": True}, "batch_invariant: got True, expected False for schedule_kind flashmla_tiles"),
+        ({"device": "cuda:99"}, "Planner: device: got .*expected a device that torch can use here"),
+        ({"device": None}, "Planner: device: got .*expected a device that torch can use here"),
+    ],
+)
+def test_a_configuration_that_no_planner_can_serve_is_refused(changes: dict[str, Any], message: str):
+    with pytest.raises(InvalidArgument, match=message):
+        Planner(config(**changes))
+
+
+def test_workspace_of_each_route():
+    assert spec(prefill_workspace_tokens=None).workspace_rows == 5 * MODEL_LEN
+    default = config(prefill_workspace_tokens=None)
+    assert Planner(default).workspace_tokens == config(route="upconvert", prefill_workspace_tokens=None).workspace_tokens == 200
+    assert config(route="direct", prefill_workspace_tokens=0).workspace_tokens == config(route="fused").workspace_tokens == 0
+    assert CONFIG.workspace_tokens == 44
+
+
+@pytest.mark.parametrize("fields", [{"lse": "no"}, {"topk": 2048.0}])
+def test_explain_takes_values_of_the_right_types(fields: dict[str, Any]):
+    with pytest.raises(InvalidArgument, match=f"Request: {next(iter(fields))}: "):
+        mla_portable.explain("sparse_decode", device="cpu", **fields)
+
+
+@pytest.mark.parametrize(
+    ("declared", "asked", "subjects"),
+    [
+        ({}, {"cache_alignment": 1, "uneven_blocks": True}, []),
+        ({"cache_alignment": 16, "needs_whole_rows": True}, {}, []),
+        ({"cache_alignment": 16}, {"cache_alignment": 8}, ["cache_alignment"]),
+        ({"cache_alignment": 4}, {"cache_alignment": 8}, []),
+        ({"needs_whole_rows": True}, {"uneven_blocks": True}, ["uneven_blocks"]),
+        ({"kv_layouts": ("fp8_ds_mla",), "scale_formats": ("pow2",)}, {"kv_layout": "fp8_ds_mla"}, ["scale_format"]),
+        ({"padded_heads": (64, 128)}, {"num_heads": 64}, []),
+        ({"padded_heads": (64, 128)}, {"num_heads": 1}, []),
+        ({"padded_heads": (64, 128)}, {"num_heads": 129}, ["num_heads"]),
+        ({}, {"batch_invariant": True}, ["batch_invariant"]),
+    ],
+)
+def test_reasons_of_a_declaration_against_a_request(declared: dict[str, Any], asked: dict[str, Any], subjects: list[str]):
+    reasons = support(device_types=("cpu",), **declared).reasons(request(**asked))
+    assert [reason.subject for reason in reasons] == subjects
+    assert all(reason.remedy for reason in reasons if reason.subject in ("cache_alignment", "uneven_blocks", "batch_invariant"))
