@@ -23,7 +23,7 @@ FACTS = DeviceFacts(
     vendor="acme", name="Acme One", arch="a1", device_type=TYPE, num_sms=4, memory_bytes=1 << 34, graph_capture=False
 )
 current, guards, served = [0], [], []
-"""The current device; the indices that were made current for a block; the device types that acme.merge met."""
+"""The current device; the indices that were made current for a block; (device type, current device) of acme.merge's calls."""
 
 
 class AcmeTensor(torch.Tensor):
@@ -114,7 +114,7 @@ def detect(device: torch.device) -> DeviceFacts | None:
 
 
 def merge(outs, lses, **given):
-    served.append(outs.device.type)
+    served.append((outs.device.type, current[0]))
     return MERGE_STATES.reference(outs, lses, **given)
 
 

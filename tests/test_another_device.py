@@ -89,11 +89,12 @@ with serving(registry):
         out, lse = mp.merge_states(*there, backend=backend)
         assert out.device == lse.device == torch.device("acme:0")
         torch.testing.assert_close(out.cpu(), want)
-    assert set(acme.served) == {"acme"}, acme.served  # the probe's calls as well
+    assert set(acme.served) == {("acme", 0)}, acme.served  # the probe's calls as well
     guards = len(acme.guards)
     acme.current[0] = 1  # pretend that another device is the current one
     torch.testing.assert_close(mp.merge_states(*there)[0].cpu(), want)
     assert acme.guards[guards:] and set(acme.guards[guards:]) == {0} and acme.current == [1]
+    assert acme.served[-1] == ("acme", 0), "a kernel is launched on the current device"
     acme.current[0] = 0
     values = torch.randn(3, 4).bfloat16()
     fp8, scale = mp.quantize_per_tensor(values.to("acme"))
