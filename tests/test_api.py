@@ -88,6 +88,7 @@ def test_request_says_what_the_call_needs(tape):
     )
     tokens = torch.zeros(2, 512).bfloat16(), torch.zeros(2, 64).bfloat16(), arguments["kv_cache"]
     mla_portable.cache_write(*tokens, torch.zeros(2, dtype=torch.int64), scale_format="amax")
+    mla_portable.cache_write(*tokens[:2], torch.zeros(2, 4, 576).bfloat16(), torch.zeros(2, dtype=torch.int64))
     workspace = torch.zeros(9, 576).bfloat16()
     mla_portable.gather_upconvert(arguments["kv_cache"], torch.zeros(3, 2, dtype=torch.int32), ids, ids, out=workspace)
     mla_portable.indexer_logits(
@@ -102,6 +103,7 @@ def test_request_says_what_the_call_needs(tape):
         "kv_layout=bf16 num_heads=4 topk=24 lse=yes lengths=yes on CPU",
         "topk=24 block_size=16 compact=yes prefill_workspace=yes on CPU",
         "kv_layout=fp8_ds_mla block_size=16 scale_format=amax on CPU",
+        "kv_layout=bf16 block_size=4 on CPU",
         "kv_layout=fp8_ds_mla block_size=16 on CPU",
         "num_heads=64 block_size=16 on CPU",
     ]
