@@ -267,7 +267,9 @@ def test_registering_after_the_hook_has_returned_is_refused():
 
 
 @pytest.mark.parametrize(
-    "failure", [OSError("no driver"), SystemExit("no licence"), "nonsense"], ids=["raises", "exits", "lies"]
+    "failure",
+    [OSError("no driver"), SystemExit("no licence"), "nonsense", H200],
+    ids=["raises", "exits", "lies", "speaks of another device"],
 )
 def test_a_detector_that_fails_is_passed_over_and_reported(failure: object, caplog: pytest.LogCaptureFixture):
     def broken(device: torch.device) -> DeviceFacts | None:
