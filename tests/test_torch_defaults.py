@@ -238,16 +238,18 @@ def bound(primitive: Primitive, facts: DeviceFacts = CPU_FACTS) -> Callable[...,
 
 
 class Dtypes(TorchDispatchMode):
-    """Records the dtypes of all results, and those that matrix products are taken in."""
+    """Records the dtypes of all results, those that matrix products are taken in, and whether autocast was on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.made: set[torch.dtype] = set()
         self.multiplied: set[torch.dtype] = set()
+        self.autocast: set[bool] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(word in func.__name__.split(".")[0] for word in ("mm", "matmul", "mv", "dot", "linear", "conv", "attention")):
             self.multiplied |= {x.dtype for x in args if isinstance(x, Tensor)}
+        self.autocast.add(torch.is_autocast_enabled("cpu"))
         result = func(*args, **(kwargs or {}))
         self.made |= {x.dtype for x in tree_leaves(result) if isinstance(x, Tensor)}
         return result
@@ -281,6 +283,15 @@ def test_a_negated_view_is_its_values(primitive: Primitive):
     want = written(primitive, bound(primitive)(*args, **options), args)
     got = written(primitive, bound(primitive)(*views, **again), tuple(views))
     assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("primitive", PRIMITIVES, ids=str)
+def test_autocast_is_off_inside(primitive: Primitive):
+    args, options = arguments(primitive)
+    call = bound(primitive)
+    with torch.autocast("cpu"), Dtypes() as seen:
+        call(*args, **options)
+    assert seen.autocast == {False}
 
 
 def test_no_gradient_is_recorded():
