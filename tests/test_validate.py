@@ -165,6 +165,7 @@ BAD = [
     ("topk_select", "one start too few", "row_starts", i32(T - 1), f"[{T - 1}]", f"[{T}]"),
     ("topk_select", "long ends", "row_ends", zeros(T, dtype=torch.int64), "int64", "int32"),
     ("topk_select", "no K", "topk", 0, "0", "at least 1"),
+    ("topk_select", "results over the scores", "out", overlay("logits", torch.int32, T, K), "overlaps logits", "of its own"),
     ("topk_select", "results of another width", "out", i32(T, K + 1), f"[{T}, {K + 1}]", f"[{T}, {K}]"),
     ("indexer_logits", "a head of another size", "q", bf16(T, H, 64), f"[{T}, {H}, 64]", f"[{T}, {H}, 128]"),
     ("indexer_logits", "bf16 weights", "weights", bf16(T, H), "bfloat16", "float32"),
