@@ -144,7 +144,7 @@ CHUNKS = {
     "_attention": ("_CHUNK_BYTES", {"cpu": 2_000_000}),
     "convert_indices": ("_CHUNK_BYTES", 20_000),
     "indexer_logits": ("_CHUNK_ELEMENTS", 30_000),
-    "topk_select": ("_CHUNK_ELEMENTS", 500),
+    "topk_select": ("_CHUNK_ELEMENTS", 8_000),
     "merge_states": ("_CHUNK_BYTES", 9_000),
     "gather_upconvert": ("_CHUNK_TOKENS", 5),
     "cache_write": ("_CHUNK_TOKENS", 7),
