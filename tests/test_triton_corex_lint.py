@@ -13,10 +13,8 @@ from mla_portable.contracts import DeviceFacts, Request
 from mla_portable.primitives import SPARSE_PREFILL
 
 ROOT = Path(__file__).parents[1]
-KERNELS = sorted((ROOT / "backends" / "triton" / "src" / "mla_portable_triton" / "kernels").glob("*.py"))
-
-
 lint = SimpleNamespace(**runpy.run_path(str(ROOT / "ci" / "corex_lint.py")))
+KERNELS = lint.kernels()
 
 KERNEL = """
 @triton.jit(do_not_specialize=["n"])
@@ -115,3 +113,16 @@ def test_no_corex_device_asks_for_the_e4m3_type(monkeypatch):
     q, kv = torch.zeros(1, 2, 576, dtype=torch.bfloat16), torch.zeros(1, 1, 656, dtype=torch.uint8)
     call(q, kv, torch.zeros(1, 4, dtype=torch.int32), softmax_scale=1.0)
     assert seen == [False]
+
+
+def test_what_needs_triton_3_is_refused_below_it(monkeypatch: pytest.MonkeyPatch):
+    from mla_portable_triton import support
+
+    module = SimpleNamespace(__version__="2.1.0")
+    monkeypatch.setattr(support, "import_module", lambda name: module)
+    monkeypatch.setattr(support, "interpreter_is_on", lambda: False)
+    gpu = DeviceFacts(vendor="iluvatar", name="BI-V150", arch="ivcore11")
+    assert [str(reason) for reason in support.check_triton_3(gpu)] == ["triton 2.1.0 (topk_select needs 3.0 or newer)"]
+    module.__version__ = "3.1.0"
+    assert list(support.check_triton_3(gpu)) == []
+    assert all((lint.KERNELS / name).is_file() for name in lint.NEED_TRITON_3)

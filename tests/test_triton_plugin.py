@@ -36,7 +36,7 @@ from mla_portable.primitives import (
     TOPK_SELECT,
 )
 from mla_portable.registry.costs import parse_costs
-from mla_portable.sources import module_file, module_of
+from mla_portable.sources import module_file
 from mla_portable_triton import support
 from mla_portable_triton.attention_configs import attention_config
 
@@ -90,7 +90,7 @@ def test_sources_are_modules_that_exist_and_include_every_kernel(offered: dict[P
     # what a listed module imports of the plugin decides the result too, unless it is named here
     incidental = {"mla_portable_triton.aot", "mla_portable_triton.support", "mla_portable_triton.kernels.config"}
     for primitive, implementation in offered.items():
-        listed = set(map(module_of, implementation.sources))
+        listed = {source.partition(":")[0] for source in implementation.sources}
         used: set[str] = set()
         for module in listed - {implementation.sources[0]}:
             homes = [getattr(value, "__module__", None) or "" for value in vars(import_module(module)).values()]

@@ -32,7 +32,7 @@ from mla_portable_triton.bind_data import (
     bind_quantize_per_tensor,
 )
 from mla_portable_triton.bind_indexer import bind_indexer_logits, bind_topk_select
-from mla_portable_triton.support import NAME, SUPPORT, check
+from mla_portable_triton.support import NAME, SUPPORT, check, check_triton_3
 
 __all__ = ["NAME", "mla_portable_register", "mla_portable_register_tunables"]
 
@@ -64,7 +64,7 @@ def _offer(primitive: Primitive[F], bind: Callable[[Request[F]], F], *others: st
         primitive=primitive,
         support=SUPPORT[primitive],
         bind=bind,
-        check=check,
+        check=check_triton_3 if primitive == TOPK_SELECT else check,
         preference=_PREFERENCE,
         schedule_kind=split_kv_kind(_program) if primitive == SPARSE_DECODE else None,
         sources=(bind.__module__, "mla_portable.contracts.triton_launcher", *others),

@@ -29,7 +29,7 @@ from mla_portable.primitives import (
 )
 from mla_portable_triton.attention_configs import attention_config
 
-__all__ = ["NAME", "SUPPORT", "check", "interpreter_is_on"]
+__all__ = ["NAME", "SUPPORT", "check", "check_triton_3", "interpreter_is_on"]
 
 NAME: Final = "triton.portable"
 _LEAST_TRITON: Final = (2, 1)
@@ -110,3 +110,12 @@ def check(device: DeviceFacts) -> Iterator[Reason]:
     elif device.device_type == "cpu":
         limit = "triton runs on a CPU only in its interpreter"
         yield Reason("device type", "cpu", limit, "set TRITON_INTERPRET=1 before Python starts")
+
+
+def check_triton_3(device: DeviceFacts) -> Iterator[Reason]:
+    """`check`, and a Triton whose language has tensors without an axis."""
+    found = list(check(device))
+    yield from found
+    version = "" if found else str(import_module("triton").__version__)
+    if version.startswith(("1.", "2.")):
+        yield Reason("triton", version, "topk_select needs 3.0 or newer", "pip install --upgrade triton")
