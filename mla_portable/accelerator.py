@@ -194,8 +194,7 @@ def add_error_words(device_type: str, *words: str) -> None:
 
     Not needed where torch raises `torch.AcceleratorError`, or the text says "<TYPE> error" with the type in upper case.
     """
-    known = _ERROR_WORDS.get(device_type, (f"{device_type.upper()} error",))
-    _ERROR_WORDS[device_type] = tuple(dict.fromkeys((*known, *words)))
+    _ERROR_WORDS[device_type] = tuple(dict.fromkeys((*_error_words(device_type), *words)))
 
 
 def is_device_error(error: BaseException, device_type: str) -> bool:
@@ -204,5 +203,8 @@ def is_device_error(error: BaseException, device_type: str) -> bool:
         return True
     if device_type == _HOST or not isinstance(error, RuntimeError):
         return False
-    words = _ERROR_WORDS.get(device_type, (f"{device_type.upper()} error",))
-    return re.search(rf"({'|'.join(map(re.escape, words))})\b", str(error)) is not None
+    return re.search(rf"({'|'.join(map(re.escape, _error_words(device_type)))})\b", str(error)) is not None
+
+
+def _error_words(device_type: str) -> tuple[str, ...]:
+    return _ERROR_WORDS.get(device_type, (f"{device_type.upper()} error",))

@@ -107,10 +107,10 @@ class Primitive(str, Generic[F]):
     @staticmethod
     def named(name: str) -> Primitive[Any]:
         """The primitive of that name. Raises: ValueError."""
-        for each in Primitive.all():
-            if each == name:
-                return each
-        raise ValueError(f"{name!r} is no primitive; there are {', '.join(Primitive.all())}")
+        import_module(_CORE)
+        if name not in _named:
+            raise ValueError(f"{name!r} is no primitive; there are {', '.join(Primitive.all())}")
+        return _named[name]
 
 
 def _load(name: str, module: str) -> Primitive[Any]:

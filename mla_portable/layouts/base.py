@@ -147,7 +147,7 @@ LAYOUTS: Final[Mapping[str, CacheLayout]] = MappingProxyType(_layouts)
 def add_layout(layout: CacheLayout) -> CacheLayout:
     """Make a layout known in this process, and return it. To add an equal one again changes nothing.
 
-    Raises: InvalidArgument when another layout has the name, or the same dtype and row width, by which tensors are told apart.
+    Raises: InvalidArgument when another layout has the name, or the same dtype and row width, which identify a tensor's layout.
     """
     if not isinstance(layout, CacheLayout):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument("add_layout", "layout", got=type(layout).__name__, expected="a CacheLayout")
