@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 KERNELS: Final = Path(__file__).parents[1] / "backends" / "triton" / "src" / "mla_portable_triton" / "kernels"
-NEED_TRITON_3: Final = ("topk_select.py",)
+NEED_TRITON_3: Final = ("index_keys.py", "indexer_logits.py", "indexer_logits_ragged.py", "topk_select.py")
 """Kernels that the plugin offers from Triton 3.0 on alone."""
 IN_MATH: Final = frozenset({"div_rn", "exp2", "log2"})
 """To be written `tl.math.`: `tl` itself has them since Triton 3 only."""

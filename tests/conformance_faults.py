@@ -32,7 +32,7 @@ class Model:
         return tuple(self.implementation(p) for p in Primitive.all() if primitive in (None, p))
 
     def implementation(self, primitive: Primitive, **limits) -> Implementation:
-        layouts = ("bf16", "fp8_ds_mla") if primitive.has_layout else ()
+        layouts = ("bf16", "fp8_ds_mla") if primitive.cache == "kv" else ()
         support = Support(source="a test", **({"device_types": ("cpu",), "kv_layouts": layouts} | limits))
         return Implementation("model.torch", primitive, support, bind=lambda request: getattr(self, str(primitive)))
 

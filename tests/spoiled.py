@@ -103,7 +103,7 @@ class Spoiled:
     def offer(
         self, registrar: Registrar, name: str, primitive: Primitive, bind: Callable[[Request], Callable[..., Any]]
     ) -> None:
-        layouts = ("bf16", "fp8_ds_mla") if primitive.has_layout else ()
+        layouts = ("bf16", "fp8_ds_mla") if primitive.cache == "kv" else ()
         support = Support(source="a test", device_types=("cpu",), kv_layouts=layouts, graph=False, lse=self.lse)
         registrar.add(Implementation(name, primitive, support, bind, check=self.check, preference=10))
 

@@ -83,9 +83,10 @@ def test_the_hook_offers_every_primitive_once():
     for i in collector.found:
         assert (i.name, i.preference, i.schedule_kind) == ("reference.torch", 1000, None)
         for device in (cpu, gpu):
+            layout = {"kv": "fp8_ds_mla", "index": "index_fp8"}.get(i.primitive.cache)
             request = Request(
                 i.primitive, device, num_heads=7, topk=100, block_size=17, query_len=5, lse=True, attn_sink=True,
-                lengths=True, compact=True, prefill_workspace=True, kv_layout="fp8_ds_mla" if i.primitive.has_layout else None,
+                lengths=True, compact=True, prefill_workspace=True, kv_layout=layout,
             )  # fmt: skip
             assert i.support.reasons(request) == ()
             assert i.bind(request) is i.primitive.reference

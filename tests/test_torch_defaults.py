@@ -232,7 +232,7 @@ def test_neutral_defaults_undo_each_setting_inside_and_restore_it_after(setting:
 
 
 def bound(primitive: Primitive, facts: DeviceFacts = CPU_FACTS) -> Callable[..., Any]:
-    layout = {SPARSE_PREFILL: "bf16"}.get(primitive, "fp8_ds_mla" if primitive.has_layout else None)
+    layout = {SPARSE_PREFILL: "bf16"}.get(primitive, "fp8_ds_mla" if primitive.cache == "kv" else None)
     registry = Registry(plugins=[("reference", "mla_portable.reference")], facts={"cpu": facts}, environ={})
     return registry.bind(Request(primitive, facts, kv_layout=layout, num_heads=3, topk=24, block_size=16))
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, ROUTES, WORKSPACE_SEQUENCES, InvalidArgument
 from mla_portable.contracts.values import CACHE_ALIGNMENT, INT32_MAX, check_alignment, check_fields, check_scale
-from mla_portable.layouts import LAYOUTS, CacheLayout, scale_formats
+from mla_portable.layouts import LAYOUTS, CacheLayout, layout_names, scale_formats
 
 __all__ = ["AUTO_ROUTE", "AttentionSpec"]
 
@@ -72,7 +72,7 @@ class AttentionSpec:
         check_scale(where, "softmax_scale", self.softmax_scale)
         check_alignment(where, self.cache_alignment)
         for name, value, allowed in (
-            ("kv_layout", self.kv_layout, tuple(LAYOUTS)),
+            ("kv_layout", self.kv_layout, layout_names()),
             ("scale_format", self.scale_format, (None, *scale_formats())),
             ("route", self.route, (AUTO_ROUTE, *ROUTES)),
         ):

@@ -99,6 +99,12 @@ class Implementation(Generic[F]):
     def backend(self) -> str:
         return self.name.partition(".")[0]
 
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Names of the layouts that it declares of the primitive's cache; () where the primitive touches none."""
+        declared = self.support.layouts
+        return tuple(name for name in self.primitive.layouts if name in declared)
+
 
 Detector = Callable[[torch.device], DeviceFacts | None]
 """Recognises a vendor's device and characterises it; None means "not mine". Must not raise on other vendors' machines."""

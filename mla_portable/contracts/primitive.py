@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic
 
+from mla_portable.layouts import layout_names
+
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
@@ -39,7 +41,7 @@ class Primitive(str, Generic[F]):
         stated: further Request fields that affect a choice, which only the caller knows.
         typical: values of those fields that an explanation starts from, where they differ from other primitives'.
         results: what a call returns, by name; empty for a call that writes to an argument.
-        has_layout: `kv_layout` matters: it reads or writes the paged cache.
+        cache: the paged cache that it reads or writes, KV or INDEX of `mla_portable.layouts`; "" for none.
         reference: the primitive in plain torch, on any device; None where a plugin registers its own.
         reference_float32: the same in float32, for devices whose float64 cannot be trusted; None where that is no other.
         sources: modules besides `module` whose text decides what the reference computes.
@@ -50,7 +52,7 @@ class Primitive(str, Generic[F]):
     stated: tuple[str, ...]
     typical: Mapping[str, Any]
     results: tuple[str, ...]
-    has_layout: bool
+    cache: str
     reference: F | None
     reference_float32: F | None
     sources: tuple[str, ...]
@@ -65,7 +67,7 @@ class Primitive(str, Generic[F]):
         stated: tuple[str, ...] = (),
         typical: Mapping[str, Any] | None = None,
         results: tuple[str, ...] = (),
-        has_layout: bool = False,
+        cache: str = "",
         reference: F | None = None,
         reference_float32: F | None = None,
         sources: tuple[str, ...] = (),
@@ -83,11 +85,16 @@ class Primitive(str, Generic[F]):
             raise ValueError(f"primitive {name!r} is defined in {known.module} already")
         self = super().__new__(cls, name)
         self.module, self.facts, self.stated, self.typical = module, facts, stated, dict(typical or {})
-        self.results, self.has_layout = results, has_layout
+        self.results, self.cache = results, cache
         self.reference, self.reference_float32, self.sources = reference, reference_float32, sources
         self._problems = problems or (f"{_CORE_PROBLEMS}.{name}" if module.startswith(f"{_CORE}.") else "")
         _named[name] = self
         return self
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Names of the layouts of its cache, those that plugins added included; () where it touches none."""
+        return layout_names(self.cache)
 
     @property
     def problems(self) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts.values import CACHE_ALIGNMENT, describe, refuse
-from mla_portable.layouts import LAYOUTS, CacheLayout, layout_of
+from mla_portable.layouts import KV, LAYOUTS, CacheLayout, layout_names, layout_of
 
 __all__ = [
     "check_cache",
@@ -112,8 +112,10 @@ def _check_device(where: str, argument: str, value: Tensor, device: torch.device
         refuse(where, argument, f"a tensor on {value.device}", f"one on {device}, like the call's first tensor")
 
 
-def check_cache(where: str, argument: str, value: Any, device: torch.device) -> tuple[CacheLayout, int, int, int]:
-    """A paged cache [blocks, block_size, row width] of one of `mla_portable.layouts`.
+def check_cache(
+    where: str, argument: str, value: Any, device: torch.device, cache: str = KV
+) -> tuple[CacheLayout, int, int, int]:
+    """A paged cache [blocks, block_size, row width] of one of `mla_portable.layouts`: of `cache`, KV or INDEX.
 
     Rows are contiguous and adjacent within a block; blocks may lie further apart than a block is long. Blocks of a quantised
     layout start at multiples of its alignment, because float32 scales stand inside them.
@@ -121,12 +123,12 @@ def check_cache(where: str, argument: str, value: Any, device: torch.device) -> 
     Returns: its layout, block_size, elements from block to block (0 for a single block), `cache_alignment` as in a Request.
     """
     if not isinstance(value, Tensor) or value.is_nested or value.layout is not _STRIDED:
-        check_dense(where, argument, value, _cache_axes())
+        check_dense(where, argument, value, _cache_axes(cache))
     shape = value.shape
     if len(shape) != 3:
         one_head = len(shape) == 4 and shape[2] == 1
-        refuse(where, argument, f"shape {list(shape)}", _cache_axes(), f"Pass {argument}.squeeze(2)." if one_head else "")
-    layout, (blocks, block_size, width) = layout_of(value, where=where, argument=argument), shape
+        refuse(where, argument, f"shape {list(shape)}", _cache_axes(cache), f"Pass {argument}.squeeze(2)." if one_head else "")
+    layout, (blocks, block_size, width) = layout_of(value, where=where, argument=argument, cache=cache), shape
     if block_size < 1:
         refuse(where, argument, f"block_size {block_size}", "a block of at least 1 token")
     _check_device(where, argument, value, device)
@@ -152,8 +154,9 @@ def check_cache(where: str, argument: str, value: Any, device: torch.device) -> 
     return layout, block_size, apart, alignment
 
 
-def _cache_axes() -> str:
-    caches = (f"[blocks, block_size, {row.row_width}] {str(row.dtype).removeprefix('torch.')}" for row in LAYOUTS.values())
+def _cache_axes(cache: str) -> str:
+    known = (LAYOUTS[name] for name in layout_names(cache))
+    caches = (f"[blocks, block_size, {row.row_width}] {str(row.dtype).removeprefix('torch.')}" for row in known)
     return " or ".join(caches)
 
 

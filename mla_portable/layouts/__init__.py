@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layouts of the paged cache, one module each, and what a layout is (`base`)."""
+"""The layouts of the paged caches, one module each, and what a layout is (`base`)."""
 
-from typing import Final
-
-from mla_portable.layouts.base import LAYOUTS, CacheLayout, add_layout, layout_of, scale_formats
+from mla_portable.layouts.base import INDEX, KV, LAYOUTS, CacheLayout, add_layout, layout_names, layout_of, scale_formats
 from mla_portable.layouts.bf16 import BF16, HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from mla_portable.layouts.bf16_nope import BF16_NOPE
 from mla_portable.layouts.fp8_ds_mla import (
@@ -15,6 +13,7 @@ from mla_portable.layouts.fp8_ds_mla import (
     decode_e4m3,
     tile_scales,
 )
+from mla_portable.layouts.index import INDEX_BF16, INDEX_FP8, INDEX_HEAD_SIZE, INDEX_LEAST_AMAX, index_query_dtype
 
 __all__ = [
     "BF16",
@@ -22,7 +21,12 @@ __all__ = [
     "E4M3_MAX",
     "FP8_DS_MLA",
     "HEAD_SIZE",
+    "INDEX",
+    "INDEX_BF16",
+    "INDEX_FP8",
     "INDEX_HEAD_SIZE",
+    "INDEX_LEAST_AMAX",
+    "KV",
     "KV_LORA_RANK",
     "LAYOUTS",
     "POW2_MIN_EXPONENT",
@@ -32,10 +36,9 @@ __all__ = [
     "CacheLayout",
     "add_layout",
     "decode_e4m3",
+    "index_query_dtype",
+    "layout_names",
     "layout_of",
     "scale_formats",
     "tile_scales",
 ]
-
-INDEX_HEAD_SIZE: Final = 128
-"""Of the indexer's queries and keys, whose cache is [blocks, block_size, 128] bfloat16."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """CacheLayout: how a cached token lies in memory, as a value; and the table of the layouts that are known.
 
-A token is a latent of `value_width` numbers, which is its value and the first part of its key, and a rotary part of
-`rope_width` numbers, the rest of its key. Whatever depends on these widths, or on where they lie, asks the layout.
+There are two caches: "kv", which attention reads, and "index", the keys that the indexer scores. A token is a latent of
+`value_width` numbers, which is its value and the first part of its key, and a rotary part of `rope_width` numbers, the rest of
+its key; a token of the indexer is a latent alone. Whatever depends on these widths, or on where they lie, asks the layout.
 
 A plugin adds a layout where it is imported: `add_layout(CacheLayout(...))`. Names, and pairs of dtype and row width, are
 taken once in a process.
@@ -20,7 +21,10 @@ from torch import Tensor
 
 from mla_portable.errors import InvalidArgument
 
-__all__ = ["LAYOUTS", "CacheLayout", "add_layout", "layout_of", "scale_formats"]
+__all__ = ["INDEX", "KV", "LAYOUTS", "CacheLayout", "add_layout", "layout_names", "layout_of", "scale_formats"]
+
+KV: Final = "kv"
+INDEX: Final = "index"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,7 @@ class CacheLayout:
 
     Attributes:
         name: what requests, declarations and records call it.
+        cache: KV or INDEX, the cache that has such rows.
         dtype: of the tensor. row_width: elements of `dtype` in a row.
         value_width: numbers of the latent. rope_width: numbers of the rotary part, 0 where there is none.
         rope_offset: bytes from the start of a row to its rotary part; the latent starts with the row.
@@ -49,6 +54,7 @@ class CacheLayout:
     """
 
     name: str
+    cache: str = KV
     dtype: torch.dtype
     row_width: int
     value_width: int
@@ -66,6 +72,7 @@ class CacheLayout:
             if not holds:
                 raise InvalidArgument(f"CacheLayout {self.name!r}", field, got=getattr(self, field), expected=expected)
 
+        check("cache", self.cache in (KV, INDEX), f"{KV!r} or {INDEX!r}")
         check("value_width", self.value_width >= 1, "at least 1")
         check("rope_width", self.rope_width >= 0, "at least 0")
         check("rope_offset", 0 <= self.rope_offset <= self.row_bytes, f"at most row_bytes = {self.row_bytes}")
@@ -77,8 +84,8 @@ class CacheLayout:
         else:
             check("scale_offset", self.scale_offset is not None, "the offset of the scales")
             rows = self.upconverted
-            widths = None if rows is None else (rows.is_quantized, rows.value_width, rows.key_width)
-            wanted = (False, self.value_width, self.key_width)
+            widths = None if rows is None else (rows.cache, rows.is_quantized, rows.value_width, rows.key_width)
+            wanted = (self.cache, False, self.value_width, self.key_width)
             check("upconverted", widths == wanted, "a layout of the same widths without scales")
 
     @property
@@ -161,31 +168,36 @@ def add_layout(layout: CacheLayout) -> CacheLayout:
     return layout
 
 
+def layout_names(cache: str = KV) -> tuple[str, ...]:
+    """Names of the layouts of one cache: the core's, then those that plugins added."""
+    return tuple(layout.name for layout in LAYOUTS.values() if layout.cache == cache)
+
+
 def scale_formats() -> tuple[str, ...]:
     """The scale formats of all layouts."""
     return tuple(dict.fromkeys(name for layout in LAYOUTS.values() for name in layout.scale_formats))
 
 
-def layout_of(kv: Tensor, *, where: str = "layout_of", argument: str = "kv_cache") -> CacheLayout:
+def layout_of(kv: Tensor, *, where: str = "layout_of", argument: str = "kv_cache", cache: str = KV) -> CacheLayout:
     """The layout of a cache or workspace, recognised by dtype and row width.
 
     Args:
-        kv: [..., row_width] of a layout's dtype. where, argument: names for the error message.
-    Raises: InvalidArgument when no layout has this dtype and last dimension.
+        kv: [..., row_width] of a layout's dtype. where, argument: names for the error message. cache: KV or INDEX.
+    Raises: InvalidArgument when no layout of that cache has this dtype and last dimension.
     """
     dtype, width = kv.dtype, kv.shape[-1] if kv.dim() else 0
     layout = _by_rows.get((dtype, width))
-    if layout is not None:
+    if layout is not None and layout.cache == cache:
         return layout
-    remedy = ""
+    remedy, known = "", [LAYOUTS[name] for name in layout_names(cache)]
     if dtype.itemsize == 1 and dtype != torch.uint8 and (torch.uint8, width) in _by_rows:
         remedy = "Pass the same bytes as uint8: kv_cache.view(torch.uint8)."
     elif dtype == torch.uint8:
-        remedy = next((f"A row holds {row.contents}: do not slice it." for row in LAYOUTS.values() if row.dtype == dtype), "")
+        remedy = next((f"A row holds {row.contents}: do not slice it." for row in known if row.dtype == dtype), "")
     raise InvalidArgument(
         where,
         argument,
         got=f"{dtype} rows of {width}",
-        expected=" or ".join(f"{row.dtype} rows of {row.row_width} ({row.name})" for row in LAYOUTS.values()),
+        expected=" or ".join(f"{row.dtype} rows of {row.row_width} ({row.name})" for row in known),
         remedy=remedy,
     )

@@ -27,6 +27,7 @@ __all__ = [
     "SCALE_GROUP",
     "Fp8DsMla",
     "decode_e4m3",
+    "e4m3_scales",
     "tile_scales",
 ]
 
@@ -36,6 +37,8 @@ E4M3_MAX: Final = 448.0
 SCALE_FORMATS: Final = ("pow2", "amax")
 POW2_MIN_EXPONENT: Final = -13
 """ceil(log2(1e-4)): the least exponent of a `pow2` scale, also that of an all-zero group."""
+_LEAST_AMAX: Final = {"pow2": E4M3_MAX * 2.0**POW2_MIN_EXPONENT, "amax": E4M3_MAX * torch.finfo(torch.float32).tiny}
+"""The magnitude that a smaller one counts as."""
 _NUM_SCALES: Final = KV_LORA_RANK // SCALE_GROUP
 _ROPE_OFFSET: Final = KV_LORA_RANK + 4 * _NUM_SCALES
 _ROW_BYTES: Final = _ROPE_OFFSET + 2 * QK_ROPE_HEAD_DIM
@@ -94,19 +97,29 @@ def tile_scales(latent: Tensor, scale_format: str) -> Tensor:
     Args:
         latent: [..., 512] floating point. scale_format: "pow2" or "amax" (module docstring).
     Returns: [..., 4] float32 on the same device.
-
-    "pow2" is computed on the bits of amax, without a logarithm or a division, so that every writer gets the same
-    byte: with amax = m * 2**e and 1 <= m < 2, amax / 448 = (m / 1.75) * 2**(e - 8).
     """
     if scale_format not in SCALE_FORMATS:
         raise InvalidArgument("tile_scales", "scale_format", got=repr(scale_format), expected="'pow2' or 'amax'")
     amax = latent.float().unflatten(-1, (_NUM_SCALES, SCALE_GROUP)).abs().amax(dim=-1)  # [..., 4]
+    return e4m3_scales(amax.clamp(min=_LEAST_AMAX[scale_format]), scale_format)
+
+
+def e4m3_scales(amax: Tensor, scale_format: str) -> Tensor:
+    """amax / 448 for "amax", 2 ** ceil(log2(amax / 448)) for "pow2".
+
+    Args:
+        amax: float32, the largest magnitude of each group of values, at least 448 * 2**-126.
+    Returns: float32 of the same shape and device.
+
+    "pow2" is computed on the bits of amax, without a logarithm or a division, so that every writer gets the same
+    byte: with amax = m * 2**e and 1 <= m < 2, amax / 448 = (m / 1.75) * 2**(e - 8).
+    """
     if scale_format == "amax":
         # divided by a tensor: on GPUs torch multiplies by the reciprocal of a Python number, which may differ by a bit
-        return (amax / torch.full_like(amax, E4M3_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
+        return amax / torch.full_like(amax, E4M3_MAX)
     bits = amax.view(torch.int32)
     exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).to(torch.int32)
-    return ((exponent.clamp(min=POW2_MIN_EXPONENT) + 127) << 23).view(torch.float32)
+    return ((exponent + 127) << 23).view(torch.float32)
 
 
 @cache

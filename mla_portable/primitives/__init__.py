@@ -11,7 +11,7 @@ rows, N logits of a row, B x S decode rows (S query tokens for each of B batch r
   no valid entry has out = 0 and lse = -inf. `attn_sink` [H] float32 multiplies out by exp(lse) / (exp(lse) + exp(sink)).
 - Whoever is bound for a Request may leave out an lse that it does not ask for, and take its promises (`clean_indices`,
   `clean_lengths`) at their word. The public functions ask for the lse and promise nothing.
-- indexer_logits: what a token does not see has the score -inf, so that a top-k never prefers it.
+- The indexer's scores: what a token does not see has the score -inf, which a top-k never chooses.
 - NaN in rows that no index names never reaches an output.
 - Addresses are 64-bit. Any block size, any stride between blocks, any K.
 - With `out` (and `lse_out`, `schedule`) given: no allocation, no host synchronisation, safe to capture in a CUDA graph.
@@ -41,5 +41,8 @@ from mla_portable.primitives.sparse_decode import *
 from mla_portable.primitives.sparse_prefill import *
 from mla_portable.primitives.merge_states import *
 from mla_portable.primitives.quantize_per_tensor import *
+from mla_portable.primitives.indexer_cache_write import *
 from mla_portable.primitives.indexer_logits import *
+from mla_portable.primitives.indexer_logits_ragged import *
 from mla_portable.primitives.topk_select import *
+from mla_portable.primitives.indexer_select import *

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.accelerator import without_autocast
-from mla_portable.layouts import layout_of
+from mla_portable.layouts import KV, layout_of
 
 __all__ = ["CacheRows", "isolated", "products"]
 
@@ -57,9 +57,12 @@ class CacheRows:
         layout: of a row. num_slots: rows there are; a slot is block * block_size + offset, or the row of a workspace.
     """
 
-    def __init__(self, kv: Tensor) -> None:
-        """Look at `kv`: a paged cache [blocks, block_size, row width] with any strides, or flat rows [W, row width]."""
-        self.layout = layout_of(kv, where="reference.torch", argument="kv")
+    def __init__(self, kv: Tensor, cache: str = KV) -> None:
+        """Look at `kv`: a paged cache [blocks, block_size, row width] with any strides, or flat rows [W, row width].
+
+        cache: KV or INDEX.
+        """
+        self.layout = layout_of(kv, where="reference.torch", argument="kv", cache=cache)
         paged = kv if kv.dim() == 3 else kv.unsqueeze(0)
         self.num_slots, self._block_size = paged.shape[0] * paged.shape[1], paged.shape[1]
         self._parts = [_Part(part) for part in self.layout.parts(paged)]

@@ -12,7 +12,7 @@ from mla_portable.contracts import Primitive
 from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor, shape_of
 from mla_portable.contracts.values import refuse
 from mla_portable.dispatch import find
-from mla_portable.layouts import layout_of, scale_formats
+from mla_portable.layouts import KV, CacheLayout, layout_of, scale_formats
 from mla_portable.primitives._reference import isolated
 
 __all__ = ["CACHE_WRITE", "CacheWrite", "cache_write"]
@@ -86,16 +86,22 @@ def reference(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor
 
     Rows are exactly what the layout's `pack` makes. Synchronises the host on a GPU. Not graph-safe.
     """
-    layout = layout_of(kv_cache, where="cache_write")
-    blocks, block_size, _ = kv_cache.shape
+    write_rows(layout_of(kv_cache, where="cache_write"), kv_cache, slot_mapping, kv_c, k_pe, scale_format)
+
+
+def write_rows(
+    layout: CacheLayout, cache: Tensor, slot_mapping: Tensor, latent: Tensor, rope: Tensor, scale_format: str
+) -> None:
+    """Pack the tokens [T, ..] whose slot is in the cache, and place them."""
+    blocks, block_size, _ = cache.shape
     for begin in range(0, slot_mapping.shape[0], _CHUNK_TOKENS):
         chunk = slice(begin, begin + _CHUNK_TOKENS)
         slots = slot_mapping[chunk].long()
         kept = ((slots >= 0) & (slots < blocks * block_size)).nonzero().squeeze(1)
-        slots, latent, rope = slots[kept], kv_c[chunk][kept], k_pe[chunk][kept]
-        rows = layout.pack(latent, rope, scale_format)
+        slots = slots[kept]
+        rows = layout.pack(latent[chunk][kept], rope[chunk][kept], scale_format)
         first = 0
-        for part in layout.parts(kv_cache):
+        for part in layout.parts(cache):
             part[slots // block_size, slots % block_size] = rows[:, first : first + part.shape[2]]
             first += part.shape[2]
 
@@ -104,7 +110,7 @@ CACHE_WRITE: Final = Primitive[CacheWrite](
     "cache_write",
     module=__name__,
     facts=("kv_layout", "block_size", "cache_alignment", "uneven_blocks", "scale_format"),
-    has_layout=True,
+    cache=KV,
     reference=reference,
     sources=(
         "mla_portable.primitives._reference",

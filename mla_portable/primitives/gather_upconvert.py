@@ -11,6 +11,7 @@ from torch import Tensor
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.rules import check_cache, check_disjoint, check_flat_rows, check_tensor, shape_of
 from mla_portable.dispatch import find
+from mla_portable.layouts import KV
 from mla_portable.primitives._reference import CacheRows, isolated
 
 __all__ = ["GATHER_UPCONVERT", "GatherUpconvert", "gather_upconvert"]
@@ -117,7 +118,7 @@ GATHER_UPCONVERT: Final = Primitive[GatherUpconvert](
     module=__name__,
     facts=("kv_layout", "block_size", "cache_alignment", "uneven_blocks"),
     results=("out",),
-    has_layout=True,
+    cache=KV,
     stated=("scale_format",),
     reference=reference,
     sources=(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from itertools import pairwise
 from typing import Final, Protocol
 
 import torch
@@ -13,21 +12,19 @@ from torch import Tensor
 
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.rules import check_disjoint, check_tensor, shape_of
-from mla_portable.contracts.values import refuse
 from mla_portable.dispatch import find
-from mla_portable.layouts import INDEX_HEAD_SIZE
-from mla_portable.primitives._reference import isolated, products
+from mla_portable.layouts import INDEX
+from mla_portable.primitives._indexer import check_pages, seen_scores
+from mla_portable.primitives._reference import isolated
 
 __all__ = ["INDEXER_LOGITS", "IndexerLogits", "indexer_logits"]
-
-_CHUNK_ELEMENTS: Final = 1 << 25
-"""Of the scores of all heads that are held at a time: 256 MiB in float64."""
 
 
 class IndexerLogits(Protocol):
     """How much each query token wants each cached token of its request: what the top-k is taken of.
 
-    q [T, H, 128] bf16 and weights [T, H] float32, of the indexer's own heads; index_cache [blocks, block_size, 128] bf16;
+    q [T, H, 128] and weights [T, H] float32, of the indexer's own heads; index_cache [blocks, block_size, 128] bf16, with q in
+    bf16, or [blocks, block_size, 132] uint8 (`mla_portable.layouts.index`), with q in e4m3 and its scales in `weights`;
     query_start_loc [R + 1] int32, ascending; seq_lens [R] int32; block_table [R, columns] int32. A length counts as one in
     [0, columns * block_size]. Token t belongs to the request r with query_start_loc[r] <= t < query_start_loc[r + 1], at
     position seq_lens[r] - query_start_loc[r + 1] + t. The first value may be below or above 0 and the last above or below T:
@@ -64,8 +61,10 @@ def indexer_logits(
     """Score the cached tokens of each request for each of its query tokens: what the top-k is taken of.
 
     Args:
-        q: [T, H, 128] bf16. weights: [T, H] float32, of either sign. H are the indexer's own heads, 64 in DeepSeek-V3.2.
-        index_cache: [blocks, block_size, 128] bf16, the indexer's keys; blocks may lie further apart than a block is long.
+        q: [T, H, 128] bf16 for a bf16 cache, float8_e4m3fn for an FP8 cache. H are the indexer's own heads, 64 in
+            DeepSeek-V3.2. weights: [T, H] float32, of either sign; scales of q are multiplied into them.
+        index_cache: the indexer's keys, [blocks, block_size, 128] bf16 or [blocks, block_size, 132] uint8, whose blocks are
+            block_size * 128 e4m3 bytes and then block_size float32 scales. Blocks may lie further apart than a block is long.
         query_start_loc: [R + 1] int32, ascending: the first token of each request, and the end of the last one. Token t of
             request r is at position seq_lens[r] - query_start_loc[r + 1] + t. On a CPU the values must lie in [0, T]. On a GPU
             they are not read back: tokens outside of [0, T) do not exist and shift no position.
@@ -93,32 +92,10 @@ def check(
     out: Tensor,
 ) -> tuple[object, ...]:
     """Raise InvalidArgument, or return the facts."""
-    where, int32, axes = "indexer_logits", torch.int32, "[blocks, block_size, 128]"
-    num_tokens, num_heads, _ = shape_of(where, "q", q, 3, "[T, H, 128]")
-    device = q.device
-    check_tensor(where, "q", q, torch.bfloat16, (num_tokens, num_heads, INDEX_HEAD_SIZE), device, "[T, H, 128]")
-    if num_heads < 1:
-        refuse(where, "q", f"shape {list(q.shape)}", "[T, H, 128] with H of at least 1")
-    check_tensor(where, "weights", weights, torch.float32, (num_tokens, num_heads), device, "[T, H]")
-    blocks, block_size, _ = shape_of(where, "index_cache", index_cache, 3, axes)
-    check_tensor(where, "index_cache", index_cache, torch.bfloat16, (blocks, block_size, INDEX_HEAD_SIZE), device, axes)
-    if block_size < 1:
-        refuse(where, "index_cache", f"block_size {block_size}", "a block of at least 1 token")
-    block_stride, row_stride, _ = index_cache.stride()
-    length = block_size * INDEX_HEAD_SIZE
-    if (row_stride != INDEX_HEAD_SIZE and block_size > 1) or (block_stride < length and blocks > 1):
-        limit = f"[{length} or more, {INDEX_HEAD_SIZE}, 1]: whole rows, one after the other within a block"
-        refuse(where, "index_cache", f"strides {list(index_cache.stride())}", limit, "Slice the cache by blocks only.")
-    num_reqs, columns = shape_of(where, "block_table", block_table, 2, "[R, columns]")
-    check_tensor(where, "query_start_loc", query_start_loc, int32, (num_reqs + 1,), device, "[R + 1]")
-    if query_start_loc.is_cpu:  # nothing has to be read back
-        first, last = int(query_start_loc[0]), int(query_start_loc[-1])
-        if first < 0 or last > num_tokens:
-            refuse(where, "query_start_loc", f"values from {first} to {last}", f"values from 0 to T = {num_tokens}")
-    check_tensor(where, "seq_lens", seq_lens, int32, (num_reqs,), device, "[R]")
-    check_tensor(where, "block_table", block_table, int32, (num_reqs, columns), device, "[R, columns]")
+    where = "indexer_logits"
+    facts = check_pages(where, q, weights, index_cache, query_start_loc, seq_lens, block_table)
     width = shape_of(where, "out", out, 2, "[T, N]")[1]
-    check_tensor(where, "out", out, torch.float32, (num_tokens, width), device, "[T, N]")
+    check_tensor(where, "out", out, torch.float32, (q.shape[0], width), q.device, "[T, N]")
     read = {
         "q": q,
         "weights": weights,
@@ -128,7 +105,7 @@ def check(
         "block_table": block_table,
     }
     check_disjoint(where, {"out": out}, read)
-    return num_heads, block_size
+    return facts
 
 
 @isolated
@@ -147,37 +124,27 @@ def reference(
 
     `dtype` is that of the arithmetic. Synchronises the host on a GPU. Not graph-safe.
     """
-    num_blocks, block_size, head_size = index_cache.shape
     out.fill_(-math.inf)
-    lengths = seq_lens.clamp(0, block_table.shape[1] * block_size).tolist()
-    for request, (begin, end) in enumerate(pairwise(query_start_loc.tolist())):
-        after_own = lengths[request] - end  # added to a token, its own position
-        begin, end = max(begin, 0), min(end, q.shape[0])
-        seen = min(lengths[request], out.shape[1])
-        if begin >= end or seen == 0 or num_blocks == 0:
-            continue
-        position = torch.arange(seen, dtype=torch.int64, device=out.device)
-        block = block_table[request, position // block_size].long()
-        valid = (block >= 0) & (block < num_blocks)
-        keys = index_cache[torch.where(valid, block, 0), position % block_size].to(dtype)  # [seen, 128]
-        keys.masked_fill_(~valid.unsqueeze(1), 0)
-        step = max(1, _CHUNK_ELEMENTS // (max(q.shape[1], head_size) * seen))
-        for start in range(begin, end, step):
-            rows = slice(start, min(start + step, end))
-            scores = products(q[rows].to(dtype), keys).relu_()  # [rows, H, seen]
-            logits = scores.mul_(weights[rows].to(dtype).unsqueeze(-1)).sum(dim=1)
-            token = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=out.device).unsqueeze(1)
-            out[rows, :seen] = torch.where(valid & (position <= token + after_own), logits, -math.inf)
+    pages = index_cache, query_start_loc, seq_lens, block_table
+    for rows, found in seen_scores(q, weights, *pages, width=out.shape[1], dtype=dtype):
+        out[rows, : found.shape[1]] = found
     return out
 
 
 INDEXER_LOGITS: Final = Primitive[IndexerLogits](
     "indexer_logits",
     module=__name__,
-    facts=("num_heads", "block_size"),
+    facts=("kv_layout", "num_heads", "block_size", "cache_alignment", "uneven_blocks"),
     results=("out",),
-    typical={"num_heads": 64},
+    cache=INDEX,
+    typical={"num_heads": 64, "kv_layout": "index_fp8"},
     reference=reference,
     reference_float32=partial(reference, dtype=torch.float32),
-    sources=("mla_portable.primitives._reference",),
+    sources=(
+        "mla_portable.primitives._indexer",
+        "mla_portable.primitives._reference",
+        "mla_portable.layouts.base",
+        "mla_portable.layouts.index",
+        "mla_portable.layouts.fp8_ds_mla",
+    ),
 )

@@ -18,6 +18,7 @@ from mla_portable.contracts import (
 from mla_portable.contracts.rules import check_cache, check_dense, check_disjoint, check_tensor, shape_of
 from mla_portable.contracts.values import check_scale, describe, refuse
 from mla_portable.dispatch import find
+from mla_portable.layouts import KV
 from mla_portable.primitives._attention import attend
 from mla_portable.primitives._reference import CacheRows, isolated
 
@@ -195,7 +196,7 @@ SPARSE_DECODE: Final = Primitive[SparseDecode](
         "lse",
     ),
     results=("out", "lse"),
-    has_layout=True,
+    cache=KV,
     stated=("scale_format", "rows", "batch_invariant"),
     reference=reference,
     reference_float32=partial(reference, dtype=torch.float32),

@@ -21,7 +21,7 @@ from mla_portable.contracts.rules import (
 )
 from mla_portable.contracts.values import check_scale, refuse
 from mla_portable.dispatch import find
-from mla_portable.layouts import layout_of
+from mla_portable.layouts import KV, layout_of
 from mla_portable.primitives._attention import attend
 from mla_portable.primitives._reference import CacheRows, isolated
 
@@ -166,7 +166,7 @@ SPARSE_PREFILL: Final = Primitive[SparsePrefill](
     module=__name__,
     facts=("kv_layout", "num_heads", "topk", "block_size", "cache_alignment", "uneven_blocks", "lengths", "attn_sink", "lse"),
     results=("out", "lse"),
-    has_layout=True,
+    cache=KV,
     stated=("scale_format", "rows", "batch_invariant"),
     reference=reference,
     reference_float32=partial(reference, dtype=torch.float32),

@@ -51,12 +51,12 @@ def attention_params(implementation: Implementation, facts: DeviceFacts, level: 
 
 
 def _axes(implementation: Implementation, facts: DeviceFacts, level: str) -> dict[str, list[Any]]:
-    support, smoke = implementation.support, level == "smoke"
+    smoke = level == "smoke"
     is_decode = implementation.primitive is SPARSE_DECODE
     flags = {name: accepted(implementation, facts, name, [False, True]) for name in ("attn_sink", "lengths")}
     sizes: list[int | None] = [*shapes.block_sizes(implementation, facts, level)]
     kinds: list[Storage] = shapes.storages(implementation)
-    flat = [] if is_decode else [name for name in support.layouts if not LAYOUTS[name].is_quantized]
+    flat = [] if is_decode else [name for name in implementation.layouts if not LAYOUTS[name].is_quantized]
     if flat:  # rows without scales come flat; only the FP8 cache is read in place
         paged = [kind for kind in kinds if kind[0] not in flat]
         kinds, sizes = [*((shapes.workspace_of(name), None) for name in flat), *paged], [None, *sizes]

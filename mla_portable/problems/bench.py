@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Request
-from mla_portable.layouts import BF16, LAYOUTS, SCALE_FORMATS
+from mla_portable.layouts import BF16, INDEX_FP8, LAYOUTS, SCALE_FORMATS
 from mla_portable.problems.compare import Finding
 from mla_portable.problems.stage import Results
 
@@ -37,7 +37,7 @@ class Bench:
     """What is timed of a primitive.
 
     Attributes:
-        rows, layouts: by default. make: builds a case's problem. shape: its sizes in words.
+        rows, layouts, heads: by default. make: builds a case's problem. shape: its sizes in words.
         width: (rows, topk) -> tokens that attention chooses from by default; None where nothing is chosen.
         overlaps: rows may share indices.
     """
@@ -46,6 +46,7 @@ class Bench:
     make: Callable[[Workshop, KernelCase], BenchProblem]
     shape: Callable[[KernelCase], str]
     layouts: tuple[str, ...] = ()
+    heads: tuple[int, ...] = HEADS
     width: Callable[[int, int], int] | None = None
     overlaps: bool = False
 
@@ -91,8 +92,9 @@ class KernelCase:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidArgument(where, name, got=value, expected="at least 1")
-        if self.kv_layout is not None and self.kv_layout not in LAYOUTS:
-            raise InvalidArgument(where, "kv_layout", got=repr(self.kv_layout), expected=f"one of {', '.join(LAYOUTS)}")
+        known = self.primitive.layouts
+        if self.kv_layout is not None and self.kv_layout not in known:
+            raise InvalidArgument(where, "kv_layout", got=repr(self.kv_layout), expected=f"one of {', '.join(known)}")
         if self.scale_format not in SCALE_FORMATS:
             expected = f"one of {', '.join(SCALE_FORMATS)}"
             raise InvalidArgument(where, "scale_format", got=repr(self.scale_format), expected=expected)
@@ -139,7 +141,7 @@ def kernel_cases(
         bench = _bench(primitive)
         sizes = rows or bench.rows
         if bench.width is not None:
-            grid = product(layouts or bench.layouts, heads or HEADS, sizes, overlaps if bench.overlaps else (0,))
+            grid = product(layouts or bench.layouts, heads or bench.heads, sizes, overlaps if bench.overlaps else (0,))
             for layout, count, size, overlap in grid:
                 chosen_from = width or bench.width(size, topk)
                 found.append(KernelCase(primitive, size, layout, count, topk, chosen_from, overlap, scale_format))
@@ -234,6 +236,17 @@ class Workshop:
             rows = drawn.repeat(times, 1)[: blocks * BLOCK_SIZE]
             kept = self._caches[key] = rows.view(blocks, BLOCK_SIZE, rows.shape[1])
         return kept[:blocks]
+
+    def index_pages(self, case: KernelCase, blocks: int) -> Tensor:
+        """[blocks, 64, row] of the indexer's keys, of unit variance."""
+        layout = LAYOUTS[case.kv_layout or INDEX_FP8.name]
+        drawn = self.normal(min(blocks * BLOCK_SIZE, _DRAWN), layout.key_width)
+        rows = layout.pack(drawn, drawn[:, :0], case.scale_format).view(-1, BLOCK_SIZE, layout.row_width)
+        pages = self.empty(*rows.shape, dtype=layout.dtype)
+        widths = [part.shape[2] for part in layout.parts(pages)]
+        for part, values in zip(layout.parts(pages), rows.split(widths, dim=2), strict=True):
+            part.copy_(values)
+        return pages.repeat(-(-blocks // pages.shape[0]), 1, 1)[:blocks]
 
     def request(self, case: KernelCase, **others: Any) -> Request:
         """What a case asks of the registry."""

@@ -22,7 +22,7 @@ from mla_portable.problems.exact import INT32_MAX, INT32_MIN, fp8_row
 from mla_portable.problems.shapes import block_sizes, can_capture, can_hold_vast, storages
 from mla_portable.problems.stage import Problem, Results, Stage
 
-__all__ = ["PROBLEMS", "CacheWriteParams", "cache_write"]
+__all__ = ["NUM_TOKENS", "PROBLEMS", "CacheWriteParams", "cache_write", "edges", "findings", "skip"]
 
 NUM_TOKENS: Final = 12
 _JUDGED_TOKENS: Final = 64
@@ -84,7 +84,7 @@ class CacheWriteParams(Params):
         """See Params."""
         g, stage, layout = generator(seed), Stage(device), LAYOUTS[self.kv]
         width = layout.key_width
-        values = _edges(self.tokens, width, g) if self.values == "edges" else torch.randn(self.tokens, width, generator=g) * 3
+        values = edges(self.tokens, width, g) if self.values == "edges" else torch.randn(self.tokens, width, generator=g) * 3
         if self.values == "zero_group":
             values[0, :SCALE_GROUP] = 0
         kv_c, k_pe = values.to(self.dtype).split([layout.value_width, layout.rope_width], dim=-1)
@@ -101,7 +101,7 @@ class CacheWriteParams(Params):
         slots = torch.cat([torch.tensor([0, num_slots - 1]), shuffled(num_slots - 2, g) + 1])[: self.tokens]
         if self.skips == "near":  # what wraps around meets a slot that nobody writes
             slots = shuffled(num_slots - 4, g)[: self.tokens] + 2
-        slots = _skip(self.skips, slots, num_slots)[shuffled(self.tokens, g)]
+        slots = skip(self.skips, slots, num_slots)[shuffled(self.tokens, g)]
         slots_placed = stage.read("slot_mapping", slots)
         written = stage.adopt("kv_cache", cache.storage, cache.view)
         want = cache.storage.clone()
@@ -158,7 +158,7 @@ def _name_row(row: int, rows: Tensor) -> str | None:
     return f"block {block}, offset {offset}" if offset < block_size else f"the gap after block {block}"
 
 
-def _skip(skips: str, slots: Tensor, num_slots: int) -> Tensor:
+def skip(skips: str, slots: Tensor, num_slots: int) -> Tensor:
     """Replace some slots by ones that must be skipped."""
     if skips == "none":
         return slots
@@ -170,7 +170,7 @@ def _skip(skips: str, slots: Tensor, num_slots: int) -> Tensor:
     return slots
 
 
-def _edges(count: int, width: int, generator: torch.Generator) -> Tensor:
+def edges(count: int, width: int, generator: torch.Generator) -> Tensor:
     """[count, width] float32 whose groups hold what rounding and scaling stumble over."""
     values = torch.randn(count, width, generator=generator)
     for i, group in enumerate(g for token in values[:, :KV_LORA_RANK].split(1) for g in token[0].split(SCALE_GROUP)):

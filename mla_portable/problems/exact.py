@@ -20,7 +20,18 @@ from torch import Tensor
 
 from mla_portable.layouts import KV_LORA_RANK, SCALE_GROUP
 
-__all__ = ["INT32_MAX", "INT32_MIN", "float32", "fp8_row", "greatest", "latent", "named_rows", "nearest_code", "rope"]
+__all__ = [
+    "INT32_MAX",
+    "INT32_MIN",
+    "e4m3_values",
+    "float32",
+    "fp8_row",
+    "greatest",
+    "latent",
+    "named_rows",
+    "nearest_code",
+    "rope",
+]
 
 INT32_MIN: Final = -(2**31)
 INT32_MAX: Final = 2**31 - 1
@@ -50,6 +61,11 @@ _CODES: Final = {
     torch.float8_e4m3fn: [_minifloat(code, mantissa_bits=3, bias=7) for code in range(0x7F)],
     torch.float8_e5m2: [_minifloat(code, mantissa_bits=2, bias=15) for code in range(0x7C)],
 }
+
+
+def e4m3_values(codes: Tensor) -> Tensor:
+    """float64 values of e4m3 bytes, on the CPU."""
+    return _E4M3[codes.cpu().long()]
 
 
 def nearest_code(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -51,9 +51,9 @@ class ProbeCase:
 
 def probe_layouts(implementation: Implementation, layout: str | None) -> tuple[str | None, ...]:
     """The cache layouts to try an implementation on: `layout`, else all it declares; (None,) where no cache is touched."""
-    if not implementation.primitive.has_layout:
+    if not implementation.primitive.cache:
         return (None,)
-    return (layout,) if layout is not None else implementation.support.layouts or (None,)
+    return (layout,) if layout is not None else implementation.layouts or (None,)
 
 
 def probe_cases(implementation: Implementation, device: DeviceFacts, layout: str | None) -> Iterator[ProbeCase]:
@@ -117,7 +117,7 @@ def _complete(request: Request, implementation: Implementation, problems: Proble
     params = problems.of_request(request, "")
     if getattr(params, "block_size", 1) is None:
         filled.pop("block_size", None)  # the rows of a workspace are flat
-    if request.primitive.has_layout and request.kv_layout is not None and LAYOUTS[request.kv_layout].is_quantized:
+    if request.kv_layout is not None and LAYOUTS[request.kv_layout].is_quantized:
         # what is declared is what is compared: a user may allow more than that, at a loss
         wanted = request.scale_format or getattr(params, "scale_format", None)
         filled["scale_format"] = wanted if wanted in support.scale_formats else support.scale_formats[0]

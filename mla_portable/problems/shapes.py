@@ -64,7 +64,7 @@ def storages(implementation: Implementation) -> list[Storage]:
     support = implementation.support
     return [
         (name, scale_format)
-        for name in support.layouts
+        for name in implementation.layouts
         for scale_format in (support.scale_formats if LAYOUTS[name].is_quantized else (None,))
     ]
 

@@ -31,7 +31,7 @@ def _implementation(primitive: Primitive[F], reference: F) -> Implementation[F]:
     support = Support(
         source="mla_portable.primitives: plain torch, arithmetic in float64 or float32",
         device_types=None,
-        kv_layouts=None if primitive.has_layout else (),
+        kv_layouts=None if primitive.cache else (),
         graph=False,  # it allocates as it goes, and loops on the host
         needs_bf16=False,
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Batch, InvalidArgument
-from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK, LAYOUTS, SCALE_FORMATS
+from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK, LAYOUTS, SCALE_FORMATS, layout_names
 
 __all__ = ["StepInputs", "StepShape", "default_shape", "host_memory", "make_inputs", "require_room", "step_bytes"]
 
@@ -85,8 +85,9 @@ class StepShape:
                 expected=f"more than decode_query_len ({self.decode_query_len})",
                 remedy="A request of fewer query tokens is served as a decode.",
             )
-        if self.kv_layout not in LAYOUTS:
-            raise InvalidArgument(where, "kv_layout", got=repr(self.kv_layout), expected=f"one of {', '.join(LAYOUTS)}")
+        if self.kv_layout not in layout_names():
+            expected = f"one of {', '.join(layout_names())}"
+            raise InvalidArgument(where, "kv_layout", got=repr(self.kv_layout), expected=expected)
         if self.scale_format not in SCALE_FORMATS:
             expected = f"one of {', '.join(SCALE_FORMATS)}"
             raise InvalidArgument(where, "scale_format", got=repr(self.scale_format), expected=expected)

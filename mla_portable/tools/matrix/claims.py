@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from mla_portable.contracts import Primitive, Reason, Request, Support
-from mla_portable.layouts import LAYOUTS
 from mla_portable.registry import Registry
 from mla_portable.registry.names import CORE_DISTRIBUTION, CORE_MODULE
 from mla_portable.tools.matrix.profiles import Profile
@@ -58,10 +57,11 @@ class Claim:
     @property
     def layouts(self) -> tuple[str | None, ...]:
         """The rows that the claim fills in the matrix."""
-        if not Primitive.named(self.primitive).has_layout:
+        primitive = Primitive.named(self.primitive)
+        if not primitive.cache:
             return (None,)
         declared = self.support["kv_layouts"]
-        return tuple(LAYOUTS) if declared is None else tuple(declared)
+        return primitive.layouts if declared is None else tuple(declared)
 
 
 @dataclass(frozen=True, slots=True)

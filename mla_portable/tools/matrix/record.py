@@ -122,7 +122,7 @@ def conformance_records(
     groups: dict[tuple[str, str, str | None], list[CaseResult]] = {}
     for result in report.results:
         case = result.case
-        layout = case.request.kv_layout if case.primitive.has_layout else None
+        layout = case.request.kv_layout if case.primitive.cache else None
         groups.setdefault((case.implementation, str(case.primitive), layout), []).append(result)
     records: list[dict[str, Any]] = []
     for (implementation, primitive, layout), results in groups.items():

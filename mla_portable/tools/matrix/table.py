@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mla_portable.contracts import Primitive
-from mla_portable.layouts import LAYOUTS
 from mla_portable.tools.matrix.levels import LEVELS, Cell
 from mla_portable.tools.matrix.profiles import Profile
 from mla_portable.tools.matrix.records import Records
@@ -72,7 +71,7 @@ class Table:
 def make_table(records: Records) -> Table:
     """Arrange the cells; a pure function of the records."""
     cells = records.cells()
-    columns = [(str(p), layout) for p in Primitive.all() for layout in (LAYOUTS if p.has_layout else (None,))]
+    columns = [(str(p), layout) for p in Primitive.all() for layout in (p.layouts or (None,))]
     places: dict[tuple[str, str, str | None], list[Cell]] = {}
     for cell in cells:
         places.setdefault((cell.device, cell.primitive, cell.layout), []).append(cell)

@@ -27,6 +27,7 @@ from mla_portable.contracts import (
     Variable,
     hookimpl,
 )
+from mla_portable.layouts import INDEX_BF16
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, INDEXER_LOGITS, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_iluvatar import attention, cache, convert, indexer
 from mla_portable_iluvatar.detection import OVERRIDE, is_override
@@ -131,7 +132,7 @@ def _convert(variant: str, place: Place, call: convert.ConvertCall, cost: float,
 
 def _indexer(variant: str, place: Place, call: indexer.LogitsCall, cost: float, source: str) -> Provider:
     bind, trial = partial(indexer.bind_indexer_logits, call=call), partial(indexer.indexer_trial, call=call)
-    limits = {"num_heads": (indexer.HEADS,), "block_sizes": indexer.BLOCK_SIZES}
+    limits = {"kv_layouts": (INDEX_BF16.name,), "num_heads": (indexer.HEADS,), "block_sizes": indexer.BLOCK_SIZES}
     return Provider(variant, INDEXER_LOGITS, place, cost, source, bind, trial, limits, ("indexer",))
 
 

@@ -16,7 +16,10 @@ from mla_portable.primitives import (
     CACHE_WRITE,
     CONVERT_INDICES,
     GATHER_UPCONVERT,
+    INDEXER_CACHE_WRITE,
     INDEXER_LOGITS,
+    INDEXER_LOGITS_RAGGED,
+    INDEXER_SELECT,
     MERGE_STATES,
     QUANTIZE_PER_TENSOR,
     SPARSE_DECODE,
@@ -31,7 +34,13 @@ from mla_portable_triton.bind_data import (
     bind_gather_upconvert,
     bind_quantize_per_tensor,
 )
-from mla_portable_triton.bind_indexer import bind_indexer_logits, bind_topk_select
+from mla_portable_triton.bind_indexer import (
+    bind_indexer_cache_write,
+    bind_indexer_logits,
+    bind_indexer_logits_ragged,
+    bind_indexer_select,
+    bind_topk_select,
+)
 from mla_portable_triton.support import NAME, SUPPORT, check, check_triton_3
 
 __all__ = ["NAME", "mla_portable_register", "mla_portable_register_tunables"]
@@ -53,6 +62,10 @@ _ATTENTION: Final = (
 )
 
 
+_TRITON_3: Final = (INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, TOPK_SELECT, INDEXER_SELECT)
+"""Primitives whose kernels are pipelined by `tl.range`, or have tensors without an axis."""
+
+
 def _program(request: Request) -> ProgramShape:
     return bound_config(request).program
 
@@ -64,7 +77,7 @@ def _offer(primitive: Primitive[F], bind: Callable[[Request[F]], F], *others: st
         primitive=primitive,
         support=SUPPORT[primitive],
         bind=bind,
-        check=check_triton_3 if primitive == TOPK_SELECT else check,
+        check=check_triton_3 if primitive in _TRITON_3 else check,
         preference=_PREFERENCE,
         schedule_kind=split_kv_kind(_program) if primitive == SPARSE_DECODE else None,
         sources=(bind.__module__, "mla_portable.contracts.triton_launcher", *others),
@@ -83,8 +96,14 @@ def mla_portable_register(registrar: Registrar) -> None:
     registrar.add(_offer(SPARSE_PREFILL, bind_sparse_prefill, *_ATTENTION))
     registrar.add(_offer(MERGE_STATES, bind_merge_states, merge, strides, rounded))
     registrar.add(_offer(QUANTIZE_PER_TENSOR, bind_quantize_per_tensor, f"{_KERNELS}.quantize_per_tensor", encoded, rounded))
-    registrar.add(_offer(INDEXER_LOGITS, bind_indexer_logits, f"{_KERNELS}.indexer_logits", rounded))
-    registrar.add(_offer(TOPK_SELECT, bind_topk_select, f"{_KERNELS}.topk_select"))
+    scores = (f"{_KERNELS}.indexer_logits", f"{_KERNELS}.index_keys", decoded, rounded, "mla_portable.layouts.index")
+    topk = f"{_KERNELS}.topk_select"
+    written = (f"{_KERNELS}.indexer_cache_write", f"{_KERNELS}.cache_write::scaled_tile", encoded, rounded, scores[-1])
+    registrar.add(_offer(INDEXER_CACHE_WRITE, bind_indexer_cache_write, *written))
+    registrar.add(_offer(INDEXER_LOGITS, bind_indexer_logits, *scores))
+    registrar.add(_offer(INDEXER_LOGITS_RAGGED, bind_indexer_logits_ragged, f"{_KERNELS}.indexer_logits_ragged", *scores))
+    registrar.add(_offer(TOPK_SELECT, bind_topk_select, topk))
+    registrar.add(_offer(INDEXER_SELECT, bind_indexer_select, f"{_KERNELS}.indexer_select", *scores, topk))
     registrar.add_costs(resources.files(_PACKAGE).joinpath("costs.json").read_text(encoding="utf-8"))
 
 

@@ -1,24 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""indexer_logits and topk_select bound to their kernels."""
+"""The indexer's primitives bound to their kernels."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_portable.contracts import Request
-from mla_portable.primitives import IndexerLogits, TopkSelect
+from mla_portable.layouts import LAYOUTS
+from mla_portable.primitives import IndexerCacheWrite, IndexerLogits, IndexerLogitsRagged, IndexerSelect, TopkSelect
 from mla_portable_triton.support import interpreter_is_on
 
-__all__ = ["bind_indexer_logits", "bind_topk_select"]
+__all__ = [
+    "bind_indexer_cache_write",
+    "bind_indexer_logits",
+    "bind_indexer_logits_ragged",
+    "bind_indexer_select",
+    "bind_topk_select",
+]
 
 
-def bind_indexer_logits(request: Request) -> IndexerLogits:
-    """indexer_logits for any number of heads; graph-safe."""
+def _options(request: Request[Any]) -> dict[str, Any]:
+    """How a request's numbers are stored and multiplied, for the kernels that score."""
+    from mla_portable_triton.kernels.index_keys import form_of, has_fp8_dots
+
+    device, hardware = request.device, not interpreter_is_on()
+    quantized = request.kv_layout is not None and LAYOUTS[request.kv_layout].is_quantized
+    fp8_dots = hardware and has_fp8_dots(device.arch, device.has_fp8_conversion)
+    return {"form": form_of(quantized, fp8_dots), "bf16_native": hardware, "arch": device.arch}
+
+
+def bind_indexer_cache_write(request: Request[IndexerCacheWrite]) -> IndexerCacheWrite:
+    """indexer_cache_write; graph-safe."""
+    from mla_portable_triton.kernels import indexer_cache_write as kernel
+    from mla_portable_triton.kernels.e4m3_encode import encodes_natively
+
+    config, hardware = kernel.config_for(kernel.CONFIGS, request.device.arch), not interpreter_is_on()
+    e4m3_native = hardware and encodes_natively(request.device.arch, request.device.has_fp8_conversion)
+
+    def indexer_cache_write(k: Tensor, index_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2") -> None:
+        pow2 = scale_format == "pow2"
+        kernel.launch(k, index_cache, slot_mapping, pow2=pow2, e4m3_native=e4m3_native, bf16_native=hardware, config=config)
+
+    return indexer_cache_write
+
+
+def bind_indexer_logits(request: Request[IndexerLogits]) -> IndexerLogits:
+    """indexer_logits for up to 128 heads; graph-safe."""
     from mla_portable_triton.kernels import indexer_logits as kernel
 
-    config = kernel.config_for(kernel.CONFIGS, request.device.arch)
-    bf16_native = not interpreter_is_on()
+    options = _options(request) | {"num_sms": request.device.num_sms}
 
     def indexer_logits(
         q: Tensor,
@@ -30,15 +63,35 @@ def bind_indexer_logits(request: Request) -> IndexerLogits:
         *,
         out: Tensor,
     ) -> Tensor:
-        kernel.launch(
-            out, q, weights, index_cache, query_start_loc, seq_lens, block_table, bf16_native=bf16_native, config=config
-        )
+        kernel.launch(out, q, weights, index_cache, query_start_loc, seq_lens, block_table, **options)
         return out
 
     return indexer_logits
 
 
-def bind_topk_select(request: Request) -> TopkSelect:
+def bind_indexer_logits_ragged(request: Request[IndexerLogitsRagged]) -> IndexerLogitsRagged:
+    """indexer_logits_ragged for up to 128 heads; graph-safe."""
+    from mla_portable_triton.kernels import indexer_logits_ragged as kernel
+
+    options = _options(request)
+
+    def indexer_logits_ragged(
+        q: Tensor,
+        weights: Tensor,
+        keys: Tensor,
+        key_scales: Tensor | None,
+        row_starts: Tensor,
+        row_ends: Tensor,
+        *,
+        out: Tensor,
+    ) -> Tensor:
+        kernel.launch(out, q, weights, keys, key_scales, row_starts, row_ends, **options)
+        return out
+
+    return indexer_logits_ragged
+
+
+def bind_topk_select(request: Request[TopkSelect]) -> TopkSelect:
     """topk_select for any K; graph-safe with `out`."""
     from mla_portable_triton.kernels import topk_select as kernel
 
@@ -49,3 +102,28 @@ def bind_topk_select(request: Request) -> TopkSelect:
         return out
 
     return topk_select
+
+
+def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
+    """indexer_select for any K and up to 128 heads; graph-safe with `out`."""
+    from mla_portable_triton.kernels import indexer_select as kernel
+
+    options = _options(request) | {"num_sms": request.device.num_sms}
+
+    def indexer_select(
+        q: Tensor,
+        weights: Tensor,
+        index_cache: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        *,
+        topk: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if out is None:
+            out = torch.empty((q.shape[0], topk), dtype=torch.int32, device=q.device)
+        kernel.launch(out, q, weights, index_cache, query_start_loc, seq_lens, block_table, **options)
+        return out
+
+    return indexer_select

@@ -31,10 +31,10 @@ E4M3_NATIVE_ARCHS: Final = ("sm89", "sm90", "sm100", "sm120", "gfx950")
 
 
 def kernel_modules() -> list[ModuleType]:
-    """The files of `kernels` that launch something; the others hold what these share."""
+    """The files of `kernels` that have kernels; the others hold what these share."""
     names = sorted(module.name for module in pkgutil.iter_modules(kernels.__path__))
     modules = [import_module(f"{kernels.__name__}.{name}") for name in names]
-    return [module for module in modules if hasattr(module, "launch")]
+    return [module for module in modules if hasattr(module, "aot_variants")]
 
 
 def variants_of(module: ModuleType, arch: str) -> list[AotVariant]:

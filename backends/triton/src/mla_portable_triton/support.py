@@ -15,12 +15,15 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, DeviceFacts, Primitive, Reason, Request, Support, split_kv
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, KV_LORA_RANK
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, INDEX_BF16, INDEX_FP8, KV_LORA_RANK
 from mla_portable.primitives import (
     CACHE_WRITE,
     CONVERT_INDICES,
     GATHER_UPCONVERT,
+    INDEXER_CACHE_WRITE,
     INDEXER_LOGITS,
+    INDEXER_LOGITS_RAGGED,
+    INDEXER_SELECT,
     MERGE_STATES,
     QUANTIZE_PER_TENSOR,
     SPARSE_DECODE,
@@ -41,6 +44,7 @@ _ATTENTION_SHARED_MEMORY: Final = 48 << 10
 
 
 _LAYOUTS: Final = (BF16.name, FP8_DS_MLA.name, BF16_NOPE.name)
+_INDEX: Final = (INDEX_BF16.name, INDEX_FP8.name)
 
 
 def _support(kernel: str, **limits: Any) -> Support:
@@ -69,6 +73,7 @@ _ATTENTION: Final[dict[str, Any]] = {
     "min_shared_memory": _ATTENTION_SHARED_MEMORY,
     "batch_invariant": True,
 }
+_SCORES: Final[dict[str, Any]] = {"kv_layouts": _INDEX, "max_heads": 128, "min_shared_memory": _ATTENTION_SHARED_MEMORY}
 SUPPORT: Final[dict[Primitive, Support]] = {
     CACHE_WRITE: _support("cache_write"),
     CONVERT_INDICES: _support("convert_indices", needs_bf16=False),
@@ -78,7 +83,10 @@ SUPPORT: Final[dict[Primitive, Support]] = {
     MERGE_STATES: _support("merge_states", kv_layouts=()),
     QUANTIZE_PER_TENSOR: _support("quantize_per_tensor", kv_layouts=(), needs_bf16=False),
     TOPK_SELECT: _support("topk_select", kv_layouts=(), needs_bf16=False, workspace_bytes=lambda request: 33 << 20),
-    INDEXER_LOGITS: _support("indexer_logits", kv_layouts=(), min_shared_memory=_ATTENTION_SHARED_MEMORY),
+    INDEXER_CACHE_WRITE: _support("indexer_cache_write", kv_layouts=_INDEX),
+    INDEXER_LOGITS: _support("indexer_logits", **_SCORES),
+    INDEXER_LOGITS_RAGGED: _support("indexer_logits_ragged", **_SCORES),
+    INDEXER_SELECT: _support("indexer_select", **_SCORES, workspace_bytes=lambda request: 64 << 20),
 }
 
 
@@ -91,9 +99,9 @@ def interpreter_is_on() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1" and find_spec("triton.runtime.interpreter") is not None
 
 
-def check(device: DeviceFacts) -> Iterator[Reason]:
+def check(device: DeviceFacts, least: tuple[int, int] = _LEAST_TRITON) -> Iterator[Reason]:
     """Triton is importable, new enough, and can run on a device of this type."""
-    needs = f"needs {_LEAST_TRITON[0]}.{_LEAST_TRITON[1]} or newer"
+    needs = f"needs {least[0]}.{least[1]} or newer"
     try:
         triton = import_module("triton")
     except ImportError as error:
@@ -101,7 +109,7 @@ def check(device: DeviceFacts) -> Iterator[Reason]:
         return
     version = str(getattr(triton, "__version__", "of unknown version"))
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    if numbers < _LEAST_TRITON:
+    if numbers < least:
         yield Reason("triton", version, needs, "pip install --upgrade triton")
     elif interpreter_is_on():
         if numbers < _LEAST_INTERPRETER:
@@ -113,9 +121,5 @@ def check(device: DeviceFacts) -> Iterator[Reason]:
 
 
 def check_triton_3(device: DeviceFacts) -> Iterator[Reason]:
-    """`check`, and a Triton whose language has tensors without an axis."""
-    found = list(check(device))
-    yield from found
-    version = "" if found else str(import_module("triton").__version__)
-    if version.startswith(("1.", "2.")):
-        yield Reason("triton", version, "topk_select needs 3.0 or newer", "pip install --upgrade triton")
+    """`check`, with a Triton that has `tl.range` and tensors without an axis."""
+    return check(device, (3, 0))

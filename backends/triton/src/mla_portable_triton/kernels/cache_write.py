@@ -27,31 +27,32 @@ from mla_portable_triton.kernels.config import Config, config_for
 from mla_portable_triton.kernels.e4m3_encode import e4m3_encode, encodes_natively
 from mla_portable_triton.kernels.row_layout import GROUP, GROUPS, LATENT, ROPE_BYTE, ROW_BYTES, SCALE_BYTE
 
-__all__ = ["CONFIGS", "aot_variants", "cache_write_kernel", "launch", "tile_scale"]
+__all__ = ["CONFIGS", "aot_variants", "cache_write_kernel", "launch", "scaled_tile"]
 
 CONFIGS: Final = {"default": Config(tile=4, num_warps=4)}  # tile: tokens; untuned
 
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
-_SMALLEST_NORMAL = tl.constexpr(0x00800000)  # bits of 2**-126
-_POW2_MIN_EXPONENT = tl.constexpr(POW2_MIN_EXPONENT)
+# float32 bits of 448 = 1.75 * 2**8 times the least scale, 2**-13 or 2**-126
+_LEAST_POW2_BITS = tl.constexpr(((8 + POW2_MIN_EXPONENT + 127) << 23) | 0x600000)
+_LEAST_AMAX_BITS = tl.constexpr(((8 - 126 + 127) << 23) | 0x600000)
 
 
 @triton.jit
-def tile_scale(amax_bits, POW2: tl.constexpr):
-    """The float32 scale and, for POW2, its exact reciprocal, from the bits (int32) of a group's largest magnitude."""
+def scaled_tile(values, amax_bits, POW2: tl.constexpr):
+    """values / scale, and the scale, float32 and without the last axis.
+
+    values: float32. amax_bits: int32, of the largest magnitude along their last axis, raised to the least that counts.
+    """
     if POW2:
         # amax = m * 2**e with 1 <= m < 2, and 448 = 1.75 * 2**8: one more where m > 1.75
         exponent = (amax_bits >> 23) - 135 + ((amax_bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-        exponent = tl.maximum(exponent, _POW2_MIN_EXPONENT)
         scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
         reciprocal = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+        scaled = values * tl.expand_dims(reciprocal, -1)  # exact but for underflow, like the division
     else:
         scale = tl.math.div_rn(amax_bits.to(tl.float32, bitcast=True), _E4M3_MAX)
-        # by bits again, so that a NaN stays
-        bits = tl.maximum(scale.to(tl.int32, bitcast=True), _SMALLEST_NORMAL)
-        scale = bits.to(tl.float32, bitcast=True)
-        reciprocal = scale  # not used
-    return scale, reciprocal
+        scaled = tl.math.div_rn(values, tl.broadcast_to(tl.expand_dims(scale, -1), values.shape))
+    return scaled, scale
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks"])
@@ -94,11 +95,9 @@ def cache_write_kernel(
     if FP8:
         latent = to_float32(latent, BF16_NATIVE)  # [BLOCK_T, GROUPS, GROUP]
         amax_bits = tl.max(latent.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)  # [BLOCK_T, GROUPS]
-        scale, reciprocal = tile_scale(amax_bits, POW2)  # [BLOCK_T, GROUPS] float32
-        if POW2:
-            scaled = latent * reciprocal[:, :, None]  # exact but for underflow, like the division
-        else:
-            scaled = tl.math.div_rn(latent, tl.broadcast_to(scale[:, :, None], latent.shape))
+        # by bits, so that a NaN stays
+        amax_bits = tl.maximum(amax_bits, _LEAST_POW2_BITS if POW2 else _LEAST_AMAX_BITS)
+        scaled, scale = scaled_tile(latent, amax_bits, POW2)  # [BLOCK_T, GROUPS, GROUP], [BLOCK_T, GROUPS]
         tl.store(row[:, None, None] + column, e4m3_encode(scaled, E4M3_NATIVE), mask=written[:, None, None])
         scale_row = (row + SCALE_BYTE).to(tl.pointer_type(tl.float32))  # [BLOCK_T] pointers
         tl.store(scale_row[:, None] + group, scale, mask=written[:, None])

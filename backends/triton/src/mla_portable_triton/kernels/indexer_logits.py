@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """indexer_logits: q, head weights and the indexer's paged keys -> a float32 score for each token and position it sees.
 
-value     sum_h weight[h] * max(q[h] . k[position], 0); the dots in float32 over bf16, the ReLU before the weights
-request   the number of requests that end at or before the token: ends ascend, so nothing is read back. A token before the
-          first request's start, or past the last end, belongs to none
-position  a token sees the positions up to its own, length - (end of its request - token)
-absent    -inf: not seen, no valid block, a token of no request
+Scores, number formats and the request of a token: `index_keys`. A token sees the positions up to its own,
+length - (end of its request - token). What is not seen, has no valid block, or belongs to no request is -inf.
 
-One program serves one token and BLOCK_N positions, with all heads in tiles of BLOCK_H. Tokens of a request read the same keys;
-they come from L2. Cost of a token and a position: 256 B from cache or memory and 256 flops a head.
+decode    a program serves one token: q stays, every so many tiles of keys pass, so that programs of a short context are few.
+          128 B (256 B in bf16) and 256 flops a head for a position
+prefill   a program serves one tile of keys and some tokens, request by request: the keys stay, queries pass
+
+FILL writes the whole matrix [T, N]. Without it only what a token sees is written, and to `end_ptr` how much that is: what a
+top-k of the row needs to know (`indexer_select`). Rows are counted from `first_token` then.
 """
 
 from __future__ import annotations
@@ -21,83 +22,128 @@ from torch import Tensor
 
 from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant, variant
-from mla_portable_triton.kernels.bfloat16 import dot_operand
-from mla_portable_triton.kernels.config import Config, config_for
+from mla_portable_triton.kernels import index_keys
+from mla_portable_triton.kernels.index_keys import (
+    REQUEST_TILE,
+    Tiles,
+    find_request,
+    head_block,
+    key_tile,
+    operand,
+    query_tile,
+    tile_scores,
+    visible_bytes,
+)
 
-__all__ = ["CONFIGS", "aot_variants", "indexer_logits_kernel", "launch"]
+__all__ = ["DECODE", "PREFILL", "aot_variants", "launch"]
 
-CONFIGS: Final = {"default": Config(tile=64, num_warps=4)}  # tile: positions; untuned
-HEAD_TILE: Final = 64
-REQUEST_TILE: Final = 64
-_KEY = tl.constexpr(128)
-_INT32_MAX = tl.constexpr(2**31 - 1)
+DECODE: Final = {
+    "default": Tiles(positions=64, num_warps=4, num_stages=2),
+    "sm80": Tiles(positions=128, num_warps=4, num_stages=2),
+    "sm90": Tiles(positions=256, num_warps=4, num_stages=2),
+}
+PREFILL: Final = {
+    "default": Tiles(positions=64, num_warps=4, num_stages=2, tokens=32),
+    "sm80": Tiles(positions=128, num_warps=4, num_stages=2, tokens=32),
+    "sm90": Tiles(positions=256, num_warps=4, num_stages=3, tokens=64),
+}
+"""DeviceFacts.arch -> tiles, for up to 64 heads; half the positions for more. Tuned on an H200 for sm90."""
+_TOKENS_A_REQUEST: Final = 4
+"""From here on, on average, keys stay instead of queries."""
+_PROGRAMS: Final = 8
+"""Of decode for each multiprocessor, of which two run at a time: the tail of the last wave is short."""
+_FREE: Final = ["first_token", "num_requests", "num_blocks", "table_width", "table_stride", "num_logits", "out_stride"]
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_blocks", "table_width", "table_stride", "num_logits", "out_stride"])
-def indexer_logits_kernel(
-    out_ptr,
-    q_ptr,
-    weight_ptr,
-    cache_ptr,
-    start_ptr,
-    len_ptr,
-    table_ptr,
-    num_requests,
-    num_blocks,
-    block_stride,
-    table_width,
-    table_stride,
-    num_logits,
-    out_stride,
-    q_stride_t,
-    q_stride_h,
-    weight_stride,
-    NUM_HEADS: tl.constexpr,
-    CACHE_BLOCK: tl.constexpr,
-    BF16_NATIVE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """One token and BLOCK_N positions a program."""
-    token = tl.program_id(0).to(tl.int64)
-    position = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-
-    request = 0
-    for begin in range(0, num_requests, BLOCK_R):
-        r = begin + tl.arange(0, BLOCK_R)  # [BLOCK_R]
-        ends = tl.load(start_ptr + r + 1, mask=r < num_requests, other=_INT32_MAX)  # [BLOCK_R]
-        request += tl.sum((ends <= token).to(tl.int32), 0)
-    is_request = request < num_requests
-    begin = tl.load(start_ptr + request, mask=is_request, other=0)
-    end = tl.load(start_ptr + request + 1, mask=is_request, other=0)
-    owned = (begin <= token) & (token < end)  # false past the last request; values that do not ascend leave no table row
+@triton.jit(do_not_specialize=_FREE)
+def decode_kernel(
+    out_ptr, end_ptr, q_ptr, weight_ptr, cache_ptr, start_ptr, len_ptr, table_ptr, first_token, num_requests, num_blocks,
+    block_stride, table_width, table_stride, num_logits, out_stride, q_stride_t, q_stride_h, weight_stride,
+    NUM_HEADS: tl.constexpr, CACHE_BLOCK: tl.constexpr, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr, FILL: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One token, and every so many tiles of BLOCK_N positions, a program."""
+    row = tl.program_id(1).to(tl.int64)
+    token = first_token + tl.program_id(1)
+    request, end, owned = find_request(token, start_ptr, num_requests, BLOCK_R)
     length = tl.load(len_ptr + request, mask=owned, other=0).to(tl.int64)
     length = tl.minimum(tl.maximum(length, 0), table_width.to(tl.int64) * CACHE_BLOCK)
-    own = length - (end - token)  # negative where the request has more tokens than context
+    seen = tl.where(owned, tl.maximum(length - (end - token) + 1, 0), 0).to(tl.int32)
+    seen = tl.minimum(seen, num_logits)
+    if not FILL:  # noqa: SIM102 - one is known when the kernel is compiled
+        if tl.program_id(0) == 0:
+            tl.store(end_ptr + row, seen)
+    first, step = tl.program_id(0) * BLOCK_N, tl.num_programs(0) * BLOCK_N
+    out_row = out_ptr + row * out_stride
+    n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    if first < seen:
+        q, weight = query_tile(q_ptr, weight_ptr, token, q_stride_t, q_stride_h, weight_stride, NUM_HEADS, BLOCK_H)
+        q = operand(q, FORM, BF16_NATIVE)
+        table_row = table_ptr + request.to(tl.int64) * table_stride
+        for begin in tl.range(first, seen, step, num_stages=STAGES):
+            position = begin + n  # [BLOCK_N]
+            keys, scale, there = key_tile(
+                cache_ptr, table_row, position, position < seen, num_blocks, block_stride, FORM, CACHE_BLOCK
+            )
+            scores = tile_scores(operand(keys, FORM, BF16_NATIVE), scale, q, weight)
+            scores = tl.where(there, scores, float("-inf"))
+            if FILL:
+                tl.store(out_row + position, scores, mask=position < num_logits)
+            else:
+                tl.store(out_row + position, scores, mask=position < seen)
+    if FILL:
+        written = (tl.maximum(seen - first, 0) + step - 1) // step * step
+        for begin in range(first + written, num_logits, step):
+            tl.store(out_row + begin + n, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=begin + n < num_logits)
 
-    seen = owned & (position <= own)  # [BLOCK_N]; so the column is in the table
-    column = position // CACHE_BLOCK  # [BLOCK_N]
-    table_row = table_ptr + request.to(tl.int64) * table_stride
-    block = tl.load(table_row + column, mask=seen, other=-1).to(tl.int64)  # [BLOCK_N]
-    valid = seen & (block >= 0) & (block < num_blocks)  # [BLOCK_N]
-    rows = cache_ptr + (block * block_stride + position % CACHE_BLOCK * _KEY)  # [BLOCK_N] pointers
-    d = tl.arange(0, _KEY)[None, :]  # [1, 128]
-    keys = tl.load(rows[:, None] + d, mask=valid[:, None], other=0.0)  # [BLOCK_N, 128]
-    keys = tl.trans(dot_operand(keys, BF16_NATIVE))  # [128, BLOCK_N]
 
-    logits = tl.zeros([BLOCK_N], tl.float32)
-    for first in range(0, NUM_HEADS, BLOCK_H):
-        h = first + tl.arange(0, BLOCK_H)  # [BLOCK_H]
-        q_rows = q_ptr + token * q_stride_t + h[:, None] * q_stride_h  # [BLOCK_H, 1] pointers
-        q = tl.load(q_rows + d, mask=h[:, None] < NUM_HEADS, other=0.0)  # [BLOCK_H, 128]
-        weight = tl.load(weight_ptr + token * weight_stride + h, mask=h < NUM_HEADS, other=0.0)  # [BLOCK_H]
-        scores = tl.dot(dot_operand(q, BF16_NATIVE), keys)  # [BLOCK_H, BLOCK_N]
-        logits += tl.sum(tl.maximum(scores, 0.0) * weight[:, None], 0)
-    tl.store(out_ptr + token * out_stride + position, tl.where(valid, logits, float("-inf")), mask=position < num_logits)
+@triton.jit(do_not_specialize=[*_FREE, "last_token"])
+def prefill_kernel(
+    out_ptr, end_ptr, q_ptr, weight_ptr, cache_ptr, start_ptr, len_ptr, table_ptr, first_token, num_requests, num_blocks,
+    block_stride, table_width, table_stride, num_logits, out_stride, q_stride_t, q_stride_h, weight_stride, last_token,
+    NUM_HEADS: tl.constexpr, CACHE_BLOCK: tl.constexpr, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr, FILL: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, REPEAT: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """REPEAT tokens, those of one request after the other, and one tile of BLOCK_N positions a program."""
+    position = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    token = first_token + tl.program_id(1) * REPEAT
+    last = tl.minimum(token + REPEAT, last_token)
+    r = tl.arange(0, REPEAT)  # [REPEAT]
+    while token < last:
+        request, end, owned = find_request(token, start_ptr, num_requests, BLOCK_R)
+        length = tl.load(len_ptr + request, mask=owned, other=0).to(tl.int64)
+        length = tl.minimum(tl.maximum(length, 0), table_width.to(tl.int64) * CACHE_BLOCK)
+        stop = tl.where(owned, tl.minimum(end, last), token + 1)
+        after_own = tl.where(owned, length - end, -token - 1).to(tl.int32)  # added to a token, its own position
+        if not FILL:  # noqa: SIM102
+            if tl.program_id(0) == 0:
+                tokens = token + r  # [REPEAT]
+                tl.store(end_ptr + tokens - first_token, tl.maximum(tokens + after_own + 1, 0), mask=tokens < stop)
+        if tl.program_id(0) * BLOCK_N < stop + after_own:  # the last of these tokens sees some of the tile
+            table_row = table_ptr + request.to(tl.int64) * table_stride
+            inside = position < stop + after_own
+            keys, scale, there = key_tile(cache_ptr, table_row, position, inside, num_blocks, block_stride, FORM, CACHE_BLOCK)
+            keys = operand(keys, FORM, BF16_NATIVE)
+            for i in tl.range(0, stop - token, num_stages=STAGES):
+                t = token + i
+                q, weight = query_tile(q_ptr, weight_ptr, t, q_stride_t, q_stride_h, weight_stride, NUM_HEADS, BLOCK_H)
+                scores = tile_scores(keys, scale, operand(q, FORM, BF16_NATIVE), weight)
+                seen = position <= t + after_own
+                scores = tl.where(there & seen, scores, float("-inf"))
+                out_row = out_ptr + (t - first_token).to(tl.int64) * out_stride
+                if FILL:
+                    tl.store(out_row + position, scores, mask=position < num_logits)
+                else:
+                    tl.store(out_row + position, scores, mask=seen)
+        elif FILL:
+            for i in range(stop - token):
+                t = token + i
+                out_row = out_ptr + (t - first_token).to(tl.int64) * out_stride
+                tl.store(out_row + position, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=position < num_logits)
+        token = stop
 
 
-_launch = TritonLauncher(indexer_logits_kernel)
+_decode, _prefill = TritonLauncher(decode_kernel), TritonLauncher(prefill_kernel)
 
 
 def launch(
@@ -109,64 +155,62 @@ def launch(
     seq_lens: Tensor,
     block_table: Tensor,
     *,
+    form: int,
     bf16_native: bool,
-    config: Config,
+    arch: str,
+    num_sms: int,
+    ends: Tensor | None = None,
+    first_token: int = 0,
 ) -> None:
-    """Write `out` [T, N]. Graph-safe.
+    """Write `out` [T', N], of the T' tokens from `first_token` on. Graph-safe.
 
-    Blocks of the cache may lie apart, and rows of q, weights, block_table and out; everything else is contiguous.
+    Without `ends` every element is written. With it, [T'] int32, the positions that tokens see are, and how many these are to
+    `ends`. Blocks of the cache may lie apart, and rows of q, weights, block_table and out; everything else is contiguous.
     """
-    num_tokens, num_logits = out.shape
-    if num_tokens == 0 or num_logits == 0:
+    num_rows, num_logits = out.shape
+    if num_rows == 0 or num_logits == 0:
         return
-    num_heads = q.shape[1]
-    _launch(
-        (num_tokens, triton.cdiv(num_logits, config.tile)),
-        out,
-        q,
-        weights,
-        index_cache,
-        query_start_loc,
-        seq_lens,
-        block_table,
-        seq_lens.shape[0],
-        index_cache.shape[0],
-        index_cache.stride(0),
-        block_table.shape[1],
-        block_table.stride(0),
-        num_logits,
-        out.stride(0),
-        q.stride(0),
-        q.stride(1),
-        weights.stride(0),
-        NUM_HEADS=num_heads,
-        CACHE_BLOCK=index_cache.shape[1],
-        BF16_NATIVE=bf16_native,
-        BLOCK_H=min(max(16, triton.next_power_of_2(num_heads)), HEAD_TILE),
-        BLOCK_N=config.tile,
-        BLOCK_R=REQUEST_TILE,
-        num_warps=config.num_warps,
-        num_stages=1,
-    )
+    num_tokens, num_heads, _ = q.shape
+    num_requests, columns = block_table.shape
+    prefill = num_tokens >= _TOKENS_A_REQUEST * max(num_requests, 1)
+    table = PREFILL if prefill else DECODE
+    tiles = table.get(arch, table["default"])
+    block_h = head_block(num_heads)
+    positions = tiles.positions if block_h <= 64 else tiles.positions // 2
+    arguments = (
+        out, out if ends is None else ends, visible_bytes(q), weights, index_cache, query_start_loc, seq_lens, block_table,
+        first_token, num_requests, index_cache.shape[0], index_cache.stride(0), columns, block_table.stride(0), num_logits,
+        out.stride(0), q.stride(0), q.stride(1), weights.stride(0),
+    )  # fmt: skip
+    options = {
+        "NUM_HEADS": num_heads, "CACHE_BLOCK": index_cache.shape[1], "FORM": form, "BF16_NATIVE": bf16_native,
+        "FILL": ends is None, "BLOCK_H": block_h, "BLOCK_N": positions, "BLOCK_R": REQUEST_TILE,
+        "STAGES": tiles.num_stages, "num_warps": tiles.num_warps,
+    }  # fmt: skip
+    if prefill:
+        grid = triton.cdiv(num_logits, positions), triton.cdiv(num_rows, tiles.tokens)
+        _prefill(grid, *arguments, first_token + num_rows, REPEAT=tiles.tokens, **options)
+    else:
+        programs = triton.cdiv(max(num_sms, 1) * _PROGRAMS, num_rows)
+        _decode((min(triton.cdiv(num_logits, positions), programs), num_rows), *arguments, **options)
 
 
-def aot_variants(arch: str = "default") -> list[AotVariant]:
-    """The 64 heads of DeepSeek-V3.2's indexer, and one."""
-    config = config_for(CONFIGS, arch)
-    pointers = {"out_ptr": "*fp32", "q_ptr": "*bf16", "weight_ptr": "*fp32", "cache_ptr": "*bf16"}
-    pointers |= dict.fromkeys(["start_ptr", "len_ptr", "table_ptr"], "*i32")
-    tiles = {"BLOCK_N": config.tile, "BLOCK_R": REQUEST_TILE}
+def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[AotVariant]:
+    """The 64 heads of DeepSeek-V3.2's indexer, in FP8 and bfloat16; the matrix, and what a top-k needs."""
+    pointers = dict.fromkeys(["start_ptr", "len_ptr", "table_ptr", "end_ptr"], "*i32") | {
+        "weight_ptr": "*fp32",
+        "out_ptr": "*fp32",
+    }
+    quantized = index_keys.form_of(True, index_keys.has_fp8_dots(arch, e4m3_native))
     return [
         variant(
-            indexer_logits_kernel,
-            f"indexer_logits-h{num_heads}",
-            config.num_warps,
-            **pointers,
-            NUM_HEADS=num_heads,
-            CACHE_BLOCK=64,
-            BF16_NATIVE=True,
-            BLOCK_H=max(16, num_heads),
-            **tiles,
+            kernel, f"indexer_logits-{name}-{word}{'-fill' if fill else ''}", tiles.num_warps, **pointers, **tokens,
+            q_ptr=stored, cache_ptr=stored, NUM_HEADS=64, CACHE_BLOCK=64, FORM=form, BF16_NATIVE=True, FILL=fill, BLOCK_H=64,
+            BLOCK_N=tiles.positions, BLOCK_R=REQUEST_TILE, STAGES=tiles.num_stages,
         )
-        for num_heads in (64, 1)
-    ]
+        for kernel, name, table in ((decode_kernel, "decode", DECODE), (prefill_kernel, "prefill", PREFILL))
+        for tiles in (table.get(arch, table["default"]),)
+        for tokens in ({"REPEAT": tiles.tokens} if tiles.tokens else {},)
+        for word, form, stored in (("fp8", quantized, "*u8"), ("bf16", index_keys.BF16, "*bf16"))
+        for fill in (False, True)
+    ]  # fmt: skip

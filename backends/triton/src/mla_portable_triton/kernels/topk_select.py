@@ -15,6 +15,7 @@ is read twice, and 16 bytes a candidate.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
@@ -25,15 +26,17 @@ from torch import Tensor
 from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant, variant
 
-__all__ = ["CANDIDATES", "aot_variants", "launch", "scratch_bytes"]
+__all__ = ["HELD", "aot_variants", "candidates", "launch", "scratch_bytes"]
 
-CANDIDATES: Final = 8192
-"""Scores that a program of `select` holds in registers."""
+HELD: Final = (4096, 8192)
+"""Scores that a program of `select` may hold in registers."""
 _PART: Final = 4096
 """Scores of a program of `count` and `compact`."""
 _SAMPLE: Final = 2048
 _CHUNK_ROWS: Final = 512
-"""Rows that share the scratch: 64 KiB of candidates each."""
+"""Rows that share the scratch: at most 64 KiB of candidates each."""
+_MANY_ROWS: Final = 128
+"""From here on rows fill a device, and fewer warps for each serve more of them at a time."""
 
 
 @triton.jit
@@ -55,7 +58,9 @@ def _kth(keys, k, BITS: tl.constexpr):
 
 @triton.jit
 def _bounds(start_ptr, end_ptr, row, num_logits):
-    begin = tl.maximum(tl.load(start_ptr + row), 0)
+    begin = 0
+    if start_ptr is not None:
+        begin = tl.maximum(tl.load(start_ptr + row), 0)
     return begin, tl.maximum(tl.minimum(tl.load(end_ptr + row), num_logits), begin)
 
 
@@ -186,40 +191,54 @@ def select_kernel(
 _guess, _count, _compact, _select = map(TritonLauncher, (guess_kernel, count_kernel, compact_kernel, select_kernel))
 
 
-def scratch_bytes(num_rows: int, num_logits: int) -> int:
+def candidates(num_logits: int, topk: int) -> int:
+    """How many scores of a row `select` is to hold: all, or those above the guess, with 5 standard deviations to spare."""
+    small, large = HELD
+    if num_logits <= small:
+        return small
+    share = topk * _SAMPLE / num_logits
+    rank = share + 4.5 * math.sqrt(share) + 8
+    return small if rank + 5 * math.sqrt(rank) <= small * _SAMPLE / num_logits else large
+
+
+def scratch_bytes(num_rows: int, num_logits: int, topk: int) -> int:
     """What `launch` allocates for rows of up to `num_logits` scores: at most 33 MiB."""
-    rows = min(num_rows, _CHUNK_ROWS)
-    return 4 * rows * (2 + triton.cdiv(num_logits, _PART) + 2 * CANDIDATES) if num_logits > CANDIDATES else 0
+    held, rows = candidates(num_logits, topk), min(num_rows, _CHUNK_ROWS)
+    return 4 * rows * (2 + triton.cdiv(num_logits, _PART) + 2 * held) if num_logits > held else 0
 
 
-def launch(out: Tensor, logits: Tensor, row_starts: Tensor, row_ends: Tensor) -> None:
+def launch(out: Tensor, logits: Tensor, row_starts: Tensor | None, row_ends: Tensor) -> None:
     """Write `out` [T, K]. Allocates `scratch_bytes` where rows may be longer than CANDIDATES; may be captured in a CUDA graph.
 
-    Rows of logits and out may lie apart; everything else is contiguous.
+    Rows of logits and out may lie apart; everything else is contiguous. row_starts: None where all are 0.
     """
     num_rows, num_logits = logits.shape
-    topk, long = out.shape[1], num_logits > CANDIDATES
+    topk = out.shape[1]
+    held = candidates(num_logits, topk)
+    long = num_logits > held
     parts = triton.cdiv(num_logits, _PART)
     key = position = total = out
     if long:
         rows = min(num_rows, _CHUNK_ROWS)
-        key, position = torch.empty((2, rows, CANDIDATES), dtype=torch.int32, device=out.device)
+        key, position = torch.empty((2, rows, held), dtype=torch.int32, device=out.device)
         total, guess = torch.empty((2, rows), dtype=torch.int32, device=out.device)
         count = torch.empty((rows, parts), dtype=torch.int32, device=out.device)
+    warps = 16 if held == HELD[0] and (not long or num_rows >= _MANY_ROWS) else 32
     for first in range(0, num_rows, _CHUNK_ROWS if long else max(num_rows, 1)):
         some = slice(first, first + _CHUNK_ROWS) if long else slice(None)
-        each = logits[some], row_starts[some], row_ends[some], num_logits, logits.stride(0)
+        starts = None if row_starts is None else row_starts[some]
+        each = logits[some], starts, row_ends[some], num_logits, logits.stride(0)
         rows = each[0].shape[0]
         if long:
-            _guess((rows,), guess, *each, TOPK=topk, SAMPLE=_SAMPLE, CANDIDATES=CANDIDATES, num_warps=4)
-            _count((rows, parts), count, guess, *each, parts, PART=_PART, CANDIDATES=CANDIDATES, num_warps=8)
+            _guess((rows,), guess, *each, TOPK=topk, SAMPLE=_SAMPLE, CANDIDATES=held, num_warps=4)
+            _count((rows, parts), count, guess, *each, parts, PART=_PART, CANDIDATES=held, num_warps=8)
             _compact(
                 (rows, parts), key, position, total, count, guess, *each, parts,
-                PART=_PART, PARTS=triton.next_power_of_2(parts), CANDIDATES=CANDIDATES, num_warps=8,
+                PART=_PART, PARTS=triton.next_power_of_2(parts), CANDIDATES=held, num_warps=8,
             )  # fmt: skip
         _select(
             (rows,), out[some], key, position, total, *each, out.stride(0),
-            TOPK=topk, BLOCK_K=triton.next_power_of_2(topk), CANDIDATES=CANDIDATES, LONG=long, num_warps=32,
+            TOPK=topk, BLOCK_K=triton.next_power_of_2(topk), CANDIDATES=held, LONG=long, num_warps=warps,
         )  # fmt: skip
 
 
@@ -228,14 +247,15 @@ def aot_variants(arch: str = "default") -> list[AotVariant]:
     rows = {"logits_ptr": "*fp32", "start_ptr": "*i32", "end_ptr": "*i32", "num_logits": "i32", "logits_stride": "i32"}
     guess, count = {"guess_ptr": "*i32"}, {"count_ptr": "*i32"}
     kept = {"key_ptr": "*i32", "position_ptr": "*i32", "total_ptr": "*i32"}
-    sizes = {"PART": _PART, "CANDIDATES": CANDIDATES}
+    held = HELD[-1]
+    sizes = {"PART": _PART, "CANDIDATES": held}
     parts = {"num_parts": "i32"}
     return [
-        variant(guess_kernel, "topk_select-guess", 4, **guess, **rows, TOPK=2048, SAMPLE=_SAMPLE, CANDIDATES=CANDIDATES),
+        variant(guess_kernel, "topk_select-guess", 4, **guess, **rows, TOPK=2048, SAMPLE=_SAMPLE, CANDIDATES=held),
         variant(count_kernel, "topk_select-count", 8, **count, **guess, **rows, **parts, **sizes),
         variant(compact_kernel, "topk_select-compact", 8, **kept, **count, **guess, **rows, **parts, **sizes, PARTS=64),
         variant(
             select_kernel, "topk_select-select", 32, out_ptr="*i32", **kept, **rows, out_stride="i32",
-            TOPK=2048, BLOCK_K=2048, CANDIDATES=CANDIDATES, LONG=True,
+            TOPK=2048, BLOCK_K=2048, CANDIDATES=held, LONG=True,
         ),
     ]  # fmt: skip

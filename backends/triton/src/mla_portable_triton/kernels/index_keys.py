@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the indexer's kernels share: number formats of q and keys, the request of a token, a tile of keys from pages.
+
+form      FORM says how q and keys are stored and multiplied:
+          BF16         bfloat16 numbers
+          FP8_DECODED  e4m3 bytes, decoded by integers into bfloat16, which holds each of them exactly
+          FP8          e4m3 bytes as they are, on targets whose matrix units take them
+score     sum_h weight[h] * max(q[h] . k[position], 0) * scale of the key; dots and sums in float32, the ReLU before the weights
+tile      positions are rows of the dot and heads its columns, so that the sum over heads stays within a warp
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_portable.layouts import INDEX_HEAD_SIZE
+from mla_portable_triton.kernels.bfloat16 import dot_operand
+from mla_portable_triton.kernels.e4m3_decode import e4m3_decode
+
+__all__ = [
+    "BF16",
+    "FP8",
+    "FP8_DECODED",
+    "KEY",
+    "MAX_HEADS",
+    "REQUEST_TILE",
+    "Tiles",
+    "find_request",
+    "form_of",
+    "has_fp8_dots",
+    "head_block",
+    "key_tile",
+    "operand",
+    "query_tile",
+    "tile_scores",
+    "visible_bytes",
+]
+
+BF16: Final = 0
+FP8_DECODED: Final = 1
+FP8: Final = 2
+MAX_HEADS: Final = 128
+REQUEST_TILE: Final = 64
+KEY = tl.constexpr(INDEX_HEAD_SIZE)
+_BF16 = tl.constexpr(BF16)
+_FP8 = tl.constexpr(FP8)
+_INT32_MAX = tl.constexpr(2**31 - 1)
+_UINT8, _E4M3 = torch.uint8, torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How the work is cut. positions: of a tile. tokens: of a program whose keys stay."""
+
+    positions: int
+    num_warps: int
+    num_stages: int
+    tokens: int = 0
+
+
+def has_fp8_dots(arch: str, has_fp8_conversion: bool) -> bool:
+    """Whether Triton multiplies tl.float8e4nv on the target's matrix units. Other vendors' e4m3 is another format."""
+    return has_fp8_conversion and arch.startswith("sm") and int(arch.removeprefix("sm")) >= 89
+
+
+def form_of(quantized: bool, fp8_dots: bool) -> int:
+    """FORM for a layout and a target."""
+    if not quantized:
+        return BF16
+    return FP8 if fp8_dots else FP8_DECODED
+
+
+def head_block(num_heads: int) -> int:
+    """Columns of the dot."""
+    return max(16, triton.next_power_of_2(num_heads))
+
+
+def visible_bytes(tensor: Tensor) -> Tensor:
+    """e4m3 numbers as uint8, of which every target can load; all else as it is."""
+    return tensor.view(_UINT8) if tensor.dtype == _E4M3 else tensor
+
+
+@triton.jit
+def operand(numbers, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr):
+    """A tile as it was loaded, as an operand of tl.dot."""
+    if FORM == _FP8:
+        value = numbers.to(tl.float8e4nv, bitcast=True)
+    elif FORM == _BF16:
+        value = dot_operand(numbers, BF16_NATIVE)
+    else:
+        value = dot_operand(e4m3_decode(numbers, False), BF16_NATIVE)
+    return value
+
+
+@triton.jit
+def find_request(token, start_ptr, num_requests, BLOCK_R: tl.constexpr):
+    """The request of a token: how many end at or before it, since ends ascend. Also its first token, its end and whether it
+    is one: tokens before the first start or past the last end belong to none."""
+    request = 0
+    for begin in range(0, num_requests, BLOCK_R):
+        r = begin + tl.arange(0, BLOCK_R)  # [BLOCK_R]
+        ends = tl.load(start_ptr + r + 1, mask=r < num_requests, other=_INT32_MAX)  # [BLOCK_R]
+        request += tl.sum((ends <= token).to(tl.int32), 0)
+    is_request = request < num_requests
+    begin = tl.load(start_ptr + request, mask=is_request, other=0)
+    end = tl.load(start_ptr + request + 1, mask=is_request, other=0)
+    return request, end, (begin <= token) & (token < end)  # values that do not ascend leave no table row
+
+
+@triton.jit
+def query_tile(q_ptr, weight_ptr, token, q_stride_t, q_stride_h, weight_stride, NUM_HEADS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """q [BLOCK_H, 128] as stored and weights [BLOCK_H] of a token; 0 past the last head."""
+    h = tl.arange(0, BLOCK_H)  # [BLOCK_H]
+    d = tl.arange(0, KEY)  # [128]
+    row = q_ptr + token.to(tl.int64) * q_stride_t + h[:, None] * q_stride_h
+    q = tl.load(row + d[None, :], mask=h[:, None] < NUM_HEADS, other=0)  # [BLOCK_H, 128]
+    weight = tl.load(weight_ptr + token.to(tl.int64) * weight_stride + h, mask=h < NUM_HEADS, other=0.0)  # [BLOCK_H]
+    return q, weight
+
+
+@triton.jit
+def key_tile(
+    cache_ptr, table_row_ptr, position, inside, num_blocks, block_stride, FORM: tl.constexpr, CACHE_BLOCK: tl.constexpr
+):
+    """The keys [BLOCK_N, 128] as stored, their scales [BLOCK_N] (1 where there are none), and which are there [BLOCK_N].
+
+    position: [BLOCK_N]. inside: [BLOCK_N], those whose column is in the table. block_stride: in elements of the cache.
+    """
+    block = tl.load(table_row_ptr + position // CACHE_BLOCK, mask=inside, other=-1).to(tl.int64)  # [BLOCK_N]
+    there = inside & (block >= 0) & (block < num_blocks)
+    page = cache_ptr + tl.where(there, block, 0) * block_stride  # [BLOCK_N] pointers
+    at = position % CACHE_BLOCK  # [BLOCK_N]
+    keys = tl.load(page[:, None] + at[:, None] * KEY + tl.arange(0, KEY)[None, :], mask=there[:, None], other=0)
+    if FORM == _BF16:
+        scale = tl.full(position.shape, 1.0, tl.float32)
+    else:
+        scale = tl.load((page + CACHE_BLOCK * KEY).to(tl.pointer_type(tl.float32)) + at, mask=there, other=0.0)
+    return keys, scale, there
+
+
+@triton.jit
+def tile_scores(keys, scale, q, weight):
+    """[BLOCK_N] scores: operands keys [BLOCK_N, 128] and q [BLOCK_H, 128]."""
+    dots = tl.dot(keys, tl.trans(q))  # [BLOCK_N, BLOCK_H] float32
+    return tl.sum(tl.maximum(dots, 0.0) * weight[None, :], 1) * scale

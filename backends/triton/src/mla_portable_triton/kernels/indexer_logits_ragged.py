@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""indexer_logits_ragged: q, head weights and gathered keys -> a float32 score for each token and key of its range, else -inf.
+
+A program serves a tile of keys, which stay, and some tokens, whose queries pass. Scores and number formats: `index_keys`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable_triton.aot import AotVariant, variant
+from mla_portable_triton.kernels import index_keys
+from mla_portable_triton.kernels.index_keys import KEY, head_block, operand, query_tile, tile_scores, visible_bytes
+from mla_portable_triton.kernels.indexer_logits import PREFILL
+
+__all__ = ["aot_variants", "launch"]
+
+_BF16 = tl.constexpr(index_keys.BF16)
+_FREE: Final = ["num_tokens", "num_keys", "out_stride"]
+
+
+@triton.jit(do_not_specialize=_FREE)
+def ragged_kernel(
+    out_ptr, q_ptr, weight_ptr, key_ptr, scale_ptr, start_ptr, end_ptr, num_tokens, num_keys, out_stride, key_stride,
+    q_stride_t, q_stride_h, weight_stride,
+    NUM_HEADS: tl.constexpr, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    REPEAT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """REPEAT tokens and one tile of BLOCK_N keys a program."""
+    first = tl.program_id(0) * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    token = tl.program_id(1) * REPEAT
+    last = tl.minimum(token + REPEAT, num_tokens)
+    tokens = token + tl.arange(0, REPEAT)  # [REPEAT]
+    starts = tl.load(start_ptr + tokens, mask=tokens < last, other=0)
+    ends = tl.load(end_ptr + tokens, mask=tokens < last, other=0)
+    wanted = (starts < ends) & (starts < first + BLOCK_N) & (ends > first)  # [REPEAT]
+    if tl.max(wanted.to(tl.int32), 0) > 0:
+        there = n < num_keys
+        d = tl.arange(0, KEY)
+        keys = tl.load(key_ptr + n.to(tl.int64)[:, None] * key_stride + d[None, :], mask=there[:, None], other=0)
+        keys = operand(keys, FORM, BF16_NATIVE)
+        if FORM == _BF16:
+            scale = tl.full([BLOCK_N], 1.0, tl.float32)
+        else:
+            scale = tl.load(scale_ptr + n, mask=there, other=0.0)
+        for i in tl.range(0, last - token, num_stages=STAGES):
+            t = token + i
+            q, weight = query_tile(q_ptr, weight_ptr, t, q_stride_t, q_stride_h, weight_stride, NUM_HEADS, BLOCK_H)
+            scores = tile_scores(keys, scale, operand(q, FORM, BF16_NATIVE), weight)
+            seen = (n >= tl.load(start_ptr + t)) & (n < tl.load(end_ptr + t))
+            row = out_ptr + t.to(tl.int64) * out_stride
+            tl.store(row + n, tl.where(seen, scores, float("-inf")), mask=there)
+    else:
+        for i in range(last - token):
+            t = token + i
+            row = out_ptr + t.to(tl.int64) * out_stride
+            tl.store(row + n, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=n < num_keys)
+
+
+_launch = TritonLauncher(ragged_kernel)
+
+
+def launch(
+    out: Tensor,
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    key_scales: Tensor | None,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    *,
+    form: int,
+    bf16_native: bool,
+    arch: str,
+) -> None:
+    """Write `out` [T, N]. Graph-safe. Rows of q, weights, keys and out may lie apart; everything else is contiguous."""
+    num_tokens, num_keys = out.shape
+    if num_tokens == 0 or num_keys == 0:
+        return
+    num_heads, tiles = q.shape[1], PREFILL.get(arch, PREFILL["default"])
+    block_h = head_block(num_heads)
+    positions = tiles.positions if block_h <= 64 else tiles.positions // 2
+    _launch(
+        (triton.cdiv(num_keys, positions), triton.cdiv(num_tokens, tiles.tokens)),
+        out,
+        visible_bytes(q),
+        weights,
+        visible_bytes(keys),
+        weights if key_scales is None else key_scales,
+        row_starts,
+        row_ends,
+        num_tokens,
+        num_keys,
+        out.stride(0),
+        keys.stride(0),
+        q.stride(0),
+        q.stride(1),
+        weights.stride(0),
+        NUM_HEADS=num_heads,
+        FORM=form,
+        BF16_NATIVE=bf16_native,
+        BLOCK_H=block_h,
+        BLOCK_N=positions,
+        REPEAT=tiles.tokens,
+        STAGES=tiles.num_stages,
+        num_warps=tiles.num_warps,
+    )
+
+
+def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[AotVariant]:
+    """The 64 heads of DeepSeek-V3.2's indexer, in FP8 and bfloat16."""
+    tiles = PREFILL.get(arch, PREFILL["default"])
+    pointers = dict.fromkeys(["out_ptr", "weight_ptr", "scale_ptr"], "*fp32") | dict.fromkeys(["start_ptr", "end_ptr"], "*i32")
+    quantized = index_keys.form_of(True, index_keys.has_fp8_dots(arch, e4m3_native))
+    return [
+        variant(
+            ragged_kernel, f"indexer_logits_ragged-{word}", tiles.num_warps, **pointers, q_ptr=stored,
+            key_ptr=stored, NUM_HEADS=64, FORM=form, BF16_NATIVE=True, BLOCK_H=64, BLOCK_N=tiles.positions,
+            REPEAT=tiles.tokens, STAGES=tiles.num_stages,
+        )
+        for word, form, stored in (("fp8", quantized, "*u8"), ("bf16", index_keys.BF16, "*bf16"))
+    ]  # fmt: skip

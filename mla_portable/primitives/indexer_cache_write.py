@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""indexer_cache_write: write the indexer's keys of new tokens into its paged cache."""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import Primitive
+from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor, shape_of
+from mla_portable.contracts.values import refuse
+from mla_portable.dispatch import find
+from mla_portable.layouts import INDEX, INDEX_HEAD_SIZE, SCALE_FORMATS, layout_of
+from mla_portable.primitives._reference import isolated
+from mla_portable.primitives.cache_write import write_rows
+
+__all__ = ["INDEXER_CACHE_WRITE", "IndexerCacheWrite", "indexer_cache_write"]
+
+_HALF: Final = (torch.bfloat16, torch.float16)
+
+
+class IndexerCacheWrite(Protocol):
+    """Write the indexer's keys of new tokens into its paged cache.
+
+    k [T, 128] bf16/fp16; index_cache [blocks, block_size, 128] bf16 or [blocks, block_size, 132] uint8, written;
+    slot_mapping [T] int64: a slot that is negative or past the cache is skipped; slots are distinct.
+    scale_format "pow2" or "amax" (`mla_portable.layouts.index`); a bf16 cache has no scales and ignores it.
+    """
+
+    def __call__(self, k: Tensor, index_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2") -> None: ...
+
+
+def indexer_cache_write(
+    k: Tensor, index_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2", backend: str | None = None
+) -> None:
+    """Write the indexer's keys of new tokens into its paged cache.
+
+    Args:
+        k: [T, 128] bf16 or fp16.
+        index_cache: [blocks, block_size, 128] bf16, or [blocks, block_size, 132] uint8, whose blocks are block_size * 128 e4m3
+            bytes and then block_size float32 scales; written.
+        slot_mapping: [T] int64; a slot that is negative or past the cache is skipped. Slots are distinct.
+        scale_format: "pow2" or "amax", how FP8 scales are chosen; ignored for a bf16 cache.
+        backend: see `mla_portable.primitives`.
+    Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe. Formats: `mla_portable.layouts.index`.
+    """
+    facts = check(k, index_cache, slot_mapping, scale_format)
+    find(INDEXER_CACHE_WRITE, backend, k, facts).call(k, index_cache, slot_mapping, scale_format=scale_format)
+
+
+def check(k: Tensor, index_cache: Tensor, slot_mapping: Tensor, scale_format: str) -> tuple[object, ...]:
+    """Raise InvalidArgument, or return the facts."""
+    where = "indexer_cache_write"
+    num_tokens = shape_of(where, "k", k, 2, "[T, 128]")[0]
+    dtype, device = k.dtype, k.device
+    if dtype not in _HALF:
+        refuse(where, "k", dtype, "torch.bfloat16 or torch.float16")
+    check_tensor(where, "k", k, dtype, (num_tokens, INDEX_HEAD_SIZE), device, "[T, 128]")
+    layout, block_size, apart, alignment = check_cache(where, "index_cache", index_cache, device, INDEX)
+    check_tensor(where, "slot_mapping", slot_mapping, torch.int64, (num_tokens,), device, "[T]")
+    if scale_format not in SCALE_FORMATS:
+        refuse(where, "scale_format", repr(scale_format), " or ".join(map(repr, SCALE_FORMATS)))
+    check_disjoint(where, {"index_cache": index_cache}, {"k": k, "slot_mapping": slot_mapping})
+    written = scale_format if layout.is_quantized else None
+    return layout.name, block_size, alignment, bool(apart % layout.row_width), written
+
+
+@isolated
+def reference(k: Tensor, index_cache: Tensor, slot_mapping: Tensor, *, scale_format: str = "pow2") -> None:
+    """Rows are exactly what the layout's `pack` makes. Synchronises the host on a GPU. Not graph-safe."""
+    layout = layout_of(index_cache, where="indexer_cache_write", argument="index_cache", cache=INDEX)
+    write_rows(layout, index_cache, slot_mapping, k, k[:, :0], scale_format)
+
+
+INDEXER_CACHE_WRITE: Final = Primitive[IndexerCacheWrite](
+    "indexer_cache_write",
+    module=__name__,
+    facts=("kv_layout", "block_size", "cache_alignment", "uneven_blocks", "scale_format"),
+    cache=INDEX,
+    typical={"kv_layout": "index_fp8"},
+    reference=reference,
+    sources=(
+        "mla_portable.primitives.cache_write::write_rows",
+        "mla_portable.primitives._reference",
+        "mla_portable.layouts.base",
+        "mla_portable.layouts.index",
+        "mla_portable.layouts.fp8_ds_mla",
+    ),
+)

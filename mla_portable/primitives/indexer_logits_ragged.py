@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""indexer_logits_ragged: scores of gathered keys, of a range of them for each query token."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import Primitive
+from mla_portable.contracts.rules import check_disjoint, check_tensor, shape_of
+from mla_portable.contracts.values import refuse
+from mla_portable.dispatch import find
+from mla_portable.layouts import INDEX, INDEX_BF16, INDEX_FP8, INDEX_HEAD_SIZE
+from mla_portable.primitives._indexer import check_queries, scores
+from mla_portable.primitives._reference import isolated
+
+__all__ = ["INDEXER_LOGITS_RAGGED", "IndexerLogitsRagged", "indexer_logits_ragged"]
+
+_CHUNK_ELEMENTS: Final = 1 << 25
+"""Of the scores of all heads that are held at a time: 256 MiB in float64."""
+
+
+class IndexerLogitsRagged(Protocol):
+    """How much each query token wants each of a range of gathered keys.
+
+    q [T, H, 128] and weights [T, H] float32; keys [N, 128] bf16 with q in bf16 and key_scales None, or keys in e4m3 with
+    key_scales [N] float32 and q in e4m3, its scales in `weights`; row_starts, row_ends [T] int32, clamped to [0, N].
+    Returns out [T, N] float32: out[t, s] = sum_h weights[t, h] * max(q[t, h] . k[s], 0), where k[s] is multiplied by its scale,
+    for row_starts[t] <= s < row_ends[t]; -inf elsewhere.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        keys: Tensor,
+        key_scales: Tensor | None,
+        row_starts: Tensor,
+        row_ends: Tensor,
+        *,
+        out: Tensor,
+    ) -> Tensor: ...
+
+
+def indexer_logits_ragged(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    key_scales: Tensor | None,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    *,
+    out: Tensor,
+    backend: str | None = None,
+) -> Tensor:
+    """Score gathered keys, of a range of them for each query token.
+
+    Args:
+        q: [T, H, 128] bf16 for bf16 keys, float8_e4m3fn for e4m3 keys. weights: [T, H] float32, of either sign; scales of q
+            are multiplied into them.
+        keys: [N, 128] bf16 or float8_e4m3fn. key_scales: [N] float32 for e4m3 keys, else None.
+        row_starts, row_ends: [T] int32, the keys that each token sees, clamped to [0, N].
+        out: [T, N] float32, written. backend: see `mla_portable.primitives`.
+    Returns: `out` = sum over heads of weights * max(q.k, 0) for keys of the token's range, -inf elsewhere.
+    Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe.
+    """
+    facts = check(q, weights, keys, key_scales, row_starts, row_ends, out)
+    return find(INDEXER_LOGITS_RAGGED, backend, q, facts).call(q, weights, keys, key_scales, row_starts, row_ends, out=out)
+
+
+def check(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    key_scales: Tensor | None,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    out: Tensor,
+) -> tuple[object, ...]:
+    """Raise InvalidArgument, or return the facts."""
+    where, device = "indexer_logits_ragged", q.device
+    num_keys = shape_of(where, "keys", keys, 2, "[N, 128]")[0]
+    if keys.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
+        refuse(where, "keys", keys.dtype, "torch.bfloat16 or torch.float8_e4m3fn")
+    layout = INDEX_BF16 if keys.dtype == torch.bfloat16 else INDEX_FP8
+    num_tokens, num_heads = check_queries(where, q, weights, layout)
+    check_tensor(where, "keys", keys, keys.dtype, (num_keys, INDEX_HEAD_SIZE), device, "[N, 128]")
+    if key_scales is not None or layout.is_quantized:
+        if key_scales is None or not layout.is_quantized:
+            got = "None" if key_scales is None else "a tensor"
+            refuse(where, "key_scales", got, "[N] float32 for e4m3 keys, None for bf16 keys")
+        check_tensor(where, "key_scales", key_scales, torch.float32, (num_keys,), device, "[N]")
+    for name, rows in (("row_starts", row_starts), ("row_ends", row_ends)):
+        check_tensor(where, name, rows, torch.int32, (num_tokens,), device, "[T]")
+    check_tensor(where, "out", out, torch.float32, (num_tokens, num_keys), device, "[T, N]")
+    read = {
+        "q": q,
+        "weights": weights,
+        "keys": keys,
+        "key_scales": key_scales,
+        "row_starts": row_starts,
+        "row_ends": row_ends,
+    }
+    check_disjoint(where, {"out": out}, read)
+    return layout.name, num_heads
+
+
+@isolated
+def reference(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    key_scales: Tensor | None,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    *,
+    out: Tensor,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Weighted sums over heads of what is positive of q.k. `dtype` is that of the arithmetic."""
+    values = keys.float().to(dtype)
+    if key_scales is not None:
+        values.mul_(key_scales.to(dtype).unsqueeze(1))
+    column = torch.arange(keys.shape[0], dtype=torch.int64, device=q.device)
+    step = max(1, _CHUNK_ELEMENTS // max(q.shape[1] * keys.shape[0], 1))
+    for begin in range(0, q.shape[0], step):
+        rows = slice(begin, begin + step)
+        seen = (column >= row_starts[rows].unsqueeze(1)) & (column < row_ends[rows].unsqueeze(1))
+        out[rows] = torch.where(seen, scores(q[rows], weights[rows], values), -math.inf)
+    return out
+
+
+INDEXER_LOGITS_RAGGED: Final = Primitive[IndexerLogitsRagged](
+    "indexer_logits_ragged",
+    module=__name__,
+    facts=("kv_layout", "num_heads"),
+    results=("out",),
+    cache=INDEX,
+    typical={"num_heads": 64, "kv_layout": "index_fp8"},
+    reference=reference,
+    reference_float32=partial(reference, dtype=torch.float32),
+    sources=("mla_portable.primitives._indexer", "mla_portable.primitives._reference"),
+)

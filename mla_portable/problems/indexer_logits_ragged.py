@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How indexer_logits_ragged is tried and judged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import DeviceFacts, Implementation, Request
+from mla_portable.layouts import INDEX_BF16, INDEX_HEAD_SIZE, LAYOUTS, index_query_dtype
+from mla_portable.primitives import INDEXER_LOGITS_RAGGED
+from mla_portable.problems.base import Params, Problems, one_variant
+from mla_portable.problems.compare import Finding
+from mla_portable.problems.cover import covering
+from mla_portable.problems.draw import generator
+from mla_portable.problems.indexer_logits import findings
+from mla_portable.problems.indexer_pages import SCORES, query_values, score
+from mla_portable.problems.shapes import can_capture, heads
+from mla_portable.problems.stage import Problem, Results, Stage
+
+__all__ = ["PROBLEMS", "IndexerLogitsRaggedParams", "indexer_logits_ragged"]
+
+
+def indexer_logits_ragged(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    key_scales: Tensor | None,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    *,
+    out: Tensor,
+) -> Tensor:
+    """[T, N] float64; of `out` only the shape is looked at."""
+    queries, factors, values = query_values(q), weights.cpu().double(), query_values(keys)
+    if key_scales is not None:
+        values = values * key_scales.cpu().double().unsqueeze(1)
+    logits = torch.full(tuple(out.shape), -math.inf, dtype=torch.float64, device="cpu")
+    for token, (begin, end) in enumerate(zip(row_starts.tolist(), row_ends.tolist(), strict=True)):
+        begin, end = max(begin, 0), min(end, values.shape[0])
+        if begin < end:
+            logits[token, begin:end] = score(queries[token], factors[token], values[begin:end])
+    return logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerLogitsRaggedParams(Params):
+    """One indexer_logits_ragged call.
+
+    Attributes:
+        kv: the layout whose number format q and keys have. heads: H. tokens: T. keys: N.
+        ranges: "causal", each token sees one key more than the one before it; "mixed", starts and ends past both ends of the
+            keys, empty ranges, single keys.
+        inputs, outputs: "packed", or "views" of wider tensors.
+    """
+
+    primitive = INDEXER_LOGITS_RAGGED
+    says = "{kv}! h{heads}! t{tokens}! n{keys}! {ranges} in{inputs} out{outputs}"
+    asks = "kv_layout=kv num_heads=heads"
+    kv: str
+    heads: int
+    tokens: int = 6
+    keys: int = 300
+    ranges: str = "causal"
+    inputs: str = "packed"
+    outputs: str = "packed"
+
+    def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
+        """See Params."""
+        g, stage, layout = generator(seed), Stage(device), LAYOUTS[self.kv]
+        dtype, tokens, apart = index_query_dtype(layout), self.tokens, self.inputs == "views"
+        turn = torch.arange(tokens)
+        if self.ranges == "causal":
+            starts, ends = torch.zeros(tokens).long(), self.keys - tokens + 1 + turn
+        else:
+            starts = torch.tensor([0, -7, 5, self.keys - 1, self.keys + 9, 70])[turn % 6]
+            ends = torch.tensor([self.keys, self.keys + 100, 5, self.keys, self.keys + 20, 71])[turn % 6]
+        arguments: dict[str, Any] = {
+            "q": torch.randn(tokens, self.heads, INDEX_HEAD_SIZE, generator=g).to(dtype),
+            "weights": torch.randn(tokens, self.heads, generator=g),
+            "keys": torch.randn(self.keys, INDEX_HEAD_SIZE, generator=g).to(dtype),
+            "key_scales": torch.rand(self.keys, generator=g) + 0.1 if layout.is_quantized else None,
+            "row_starts": starts.to(torch.int32),
+            "row_ends": ends.to(torch.int32),
+        }
+        args = {
+            name: value if value is None else stage.read(name, value, strided=apart and name in ("q", "weights", "keys"))
+            for name, value in arguments.items()
+        }
+        out = stage.write("out", (tokens, self.keys), torch.float32, strided=self.outputs == "views")
+        want = {"out": indexer_logits_ragged(**arguments, out=out), "weights": arguments["weights"]}
+
+        def judge(results: Results, stage: Stage) -> Iterator[Finding]:
+            yield from findings("any", results, want)
+
+        return Problem(stage, args, {"out": out}, {"out": (tuple(out.shape), torch.float32)}, judge)
+
+
+def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[IndexerLogitsRaggedParams]:
+    """What a level asks of an implementation of indexer_logits_ragged."""
+    axes: dict[str, list[Any]] = {
+        "kv": list(implementation.layouts),
+        "heads": heads(implementation, facts, level),
+        "tokens": [6, 0, 1, 37],
+        "keys": [300, 1, 0, 2100],
+        "ranges": ["causal", "mixed"],
+        "inputs": ["packed", "views"],
+        "outputs": ["packed", "views"],
+        "run": ["once", "repeat"],
+    }
+    if not all(axes.values()):
+        return
+    for choice in covering(axes, strength={"smoke": 1, "quick": 2, "full": 3}[level]):
+        yield IndexerLogitsRaggedParams(**choice)
+    if level != "smoke" and can_capture(implementation, facts):
+        base = IndexerLogitsRaggedParams(kv=axes["kv"][-1], heads=axes["heads"][-1], ranges="mixed")
+        yield replace(base, run="graph")
+
+
+def _of_request(request: Request, name: str) -> IndexerLogitsRaggedParams:
+    kv = request.kv_layout or INDEX_BF16.name
+    return IndexerLogitsRaggedParams(kv=kv, heads=request.num_heads or 1, ranges="mixed")
+
+
+PROBLEMS: Final = Problems(
+    primitive=INDEXER_LOGITS_RAGGED,
+    oracle=indexer_logits_ragged,
+    tolerances={("any", "out"): SCORES},
+    findings=findings,
+    params=_params,
+    of_request=_of_request,
+    sizes=("num_heads",),
+    variants=one_variant("mixed"),
+    rows=6,
+)

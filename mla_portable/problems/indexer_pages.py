@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the problems of indexer_logits and indexer_select share: the batch, the pages of keys, the scores in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import DeviceFacts, Implementation
+from mla_portable.layouts import INDEX_HEAD_SIZE, LAYOUTS, index_query_dtype
+from mla_portable.problems.base import Params
+from mla_portable.problems.compare import Tolerance
+from mla_portable.problems.draw import generator, paged_cache, shuffled, vast
+from mla_portable.problems.exact import INT32_MIN, e4m3_values
+from mla_portable.problems.shapes import block_sizes, heads, storages
+from mla_portable.problems.stage import Stage
+
+__all__ = ["FEW", "SCORES", "PageParams", "Pages", "key_values", "page_axes", "query_values", "score", "scored"]
+
+FEW: Final = 70
+"""Tokens of context that are more than one block of 64."""
+_LONG: Final = 9000
+"""Tokens of context that no block of threads holds."""
+SCORES: Final = Tolerance(
+    1e-4, 1e-3, "float32 sums of exact products, over 128 channels and then over heads, whose terms may cancel", "row"
+)
+
+
+def query_values(q: Tensor) -> Tensor:
+    """[.., 128] bf16 or e4m3 as float64 on the CPU."""
+    q = q.detach().cpu()
+    return e4m3_values(q.view(torch.uint8)) if q.dtype == torch.float8_e4m3fn else q.double()
+
+
+def key_values(cache: Tensor, block: int) -> Tensor:
+    """The keys [block_size, 128] float64 of a block, on the CPU, products with scales not rounded."""
+    size = cache.shape[1]
+    page = cache[block].flatten().cpu()  # a block is whole, though blocks may lie apart
+    if cache.dtype == torch.bfloat16:
+        return page.view(size, INDEX_HEAD_SIZE).double()
+    codes, scales = page[: size * INDEX_HEAD_SIZE].view(size, INDEX_HEAD_SIZE), page[size * INDEX_HEAD_SIZE :]
+    return e4m3_values(codes) * scales.clone().view(torch.float32).double().unsqueeze(1)
+
+
+def score(queries: Tensor, factors: Tensor, keys: Tensor) -> Tensor:
+    """[n] float64: queries [H, 128], factors [H] and keys [n, 128], all float64."""
+    return (factors[:, None] * (queries @ keys.T).clamp(min=0)).sum(dim=0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pages:
+    """Arguments on the CPU, by name, and where they were placed.
+
+    Attributes:
+        arguments: as the oracle reads them. args: as the callee gets them. capacity: positions that the table reaches.
+        longest: of the contexts.
+    """
+
+    arguments: dict[str, Tensor]
+    args: dict[str, Tensor]
+    capacity: int
+    longest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageParams(Params):
+    """Queries of several requests against a paged index cache.
+
+    Attributes:
+        kv, scale_format, heads, block_size: layout of the index cache; H.
+        batch: "decode", one token a request; "prefill", several, on and next to the borders of blocks; "chunk", dozens;
+            "long", contexts of thousands; "overlong", more tokens than context, a length past the table and a negative one;
+            "empty", requests without tokens or context; "none", no tokens at all; "published", one request of 4 tokens and no
+            context, as in InfiniCore's test test/infinicore/ops/dsa.py; "ragged", that of a probe: weights of one sign in each
+            row, three blocks.
+        tail: tokens of no request after the last one's.
+        starts: "zero", the first request starts at token 0; "late", two tokens of no request come before it; "outside", it
+            starts at token -1, and the last one ends after the last token.
+        table: "plain"; "holes", negative entries and blocks past the cache; "near", past it by little.
+        inputs: "packed" or "views" of wider tensors; so are outputs. blocks: "packed"; "strided"; of a single request: "pair",
+            two that lie apart; "address", four on both sides of element 2**31 of a cache.
+    """
+
+    asks = "kv_layout=kv num_heads=heads block_size scale_format"
+    kv: str
+    scale_format: str | None = None
+    heads: int
+    block_size: int
+    batch: str = "prefill"
+    tail: int = 0
+    starts: str = "zero"
+    table: str = "plain"
+    inputs: str = "packed"
+    outputs: str = "packed"
+    blocks: str = "packed"
+
+    def _batch(self, columns: int) -> list[tuple[int, int]]:
+        """(query tokens, length) of each request."""
+        block = self.block_size
+        if self.blocks in ("pair", "address"):
+            return [(3, columns * block - 1)]
+        kinds = {
+            "decode": [(1, 1), (1, block), (1, block + 1), (1, FEW)],
+            "prefill": [(3, 3), (2, block + 1), (5, block + 5), (1, FEW)],
+            "chunk": [(40, 130), (33, 33), (1, FEW), (7, 300)],
+            "long": [(1, _LONG), (2, 2500), (1, 5)],
+            "overlong": [(4, 2), (2, columns * block + 9), (1, -5), (2, INT32_MIN)],
+            "empty": [(0, FEW), (2, 0), (0, 0), (1, 1)],
+            "none": [(0, 0), (0, FEW)],
+            "published": [(4, 4)],
+            "ragged": [(3, 2 * block + min(3, block)), (1, 1)],
+        }
+        return kinds[self.batch]
+
+    def pages(self, seed: int, stage: Stage) -> Pages:
+        """The arguments of a call."""
+        g, layout, block_size = generator(seed), LAYOUTS[self.kv], self.block_size
+        longest = {"chunk": 300, "long": _LONG}.get(self.batch, max(FEW, block_size + 5))
+        kind = self.blocks if self.blocks in ("pair", "address") else self.batch
+        columns = {"pair": 2, "address": 4, "ragged": 3}.get(kind, -(-longest // block_size))
+        batch = self._batch(columns)
+        if self.batch != "ragged":
+            batch = [batch[i] for i in shuffled(len(batch), g).tolist()]
+        if self.starts == "outside":  # requests of several tokens at both ends, so that parts of them are cut off
+            *rest, large, largest = sorted(batch)
+            batch = [large, *rest, largest]
+        queries, lengths = ([each[i] for each in batch] for i in (0, 1))
+        first, more = {"zero": (0, 0), "late": (2, 2), "outside": (-1, -2)}[self.starts]
+        num_tokens = sum(queries) + self.tail + more
+        owned = len(batch) * columns
+        if self.blocks == "address":
+            cache, _, slots = vast(layout, block_size, stage.device)
+            table = (slots // block_size).unique()[[0, 1, -2, -1]].view(1, 4).to(torch.int32)
+        else:
+            num_blocks = owned + (0 if self.blocks == "pair" else 2)
+            table = shuffled(num_blocks, g)[:owned].view(len(batch), columns).to(torch.int32)
+            cache = paged_cache(layout, num_blocks, block_size, strided=self.blocks != "packed").view  # NaN
+        parts = layout.parts(cache)
+        for request, length in enumerate(lengths):
+            position = torch.arange(min(max(length, 0), columns * block_size))
+            keys = torch.randn(len(position), INDEX_HEAD_SIZE, generator=g)
+            rows = layout.pack(keys, keys[:, :0], self.scale_format).to(cache.device)
+            block, at = table[request, position // block_size].long(), position % block_size
+            widths = [part.shape[2] for part in parts]
+            for part, values in zip(parts, rows.split(widths, dim=1), strict=True):
+                part[block.to(cache.device), at.to(cache.device)] = values
+        num_blocks = cache.shape[0]
+        if self.table == "near":
+            table[0, 1], table[1, 1], table[1, 2] = -1, num_blocks, -1
+        elif self.table == "holes":
+            for i, bad in enumerate((-1, num_blocks, INT32_MIN, num_blocks + 114514)):
+                table.view(-1)[i::7] = bad
+        starts = torch.tensor([first, *queries]).cumsum(0).to(torch.int32)
+        # bf16 numbers, so that an op which takes them so loses nothing
+        weights = torch.randn(num_tokens, self.heads, generator=g).bfloat16().float()
+        if self.batch == "ragged":  # logits of the first two tokens can only be negative without the ReLU
+            weights[:2], weights[2] = weights[:2].abs(), -weights[2].abs()
+        q = torch.randn(num_tokens, self.heads, INDEX_HEAD_SIZE, generator=g)
+        arguments = {
+            "q": q.to(index_query_dtype(layout)),
+            "weights": weights,
+            "index_cache": cache,
+            "query_start_loc": starts,
+            "seq_lens": torch.tensor(lengths, dtype=torch.int32),
+            "block_table": table,
+        }
+        apart = self.inputs == "views"
+        args = {
+            name: stage.read(name, tensor, strided=apart and name in ("q", "weights", "block_table"))
+            for name, tensor in arguments.items()
+            if name != "index_cache" or self.blocks != "address"
+        }
+        args = {name: args.get(name, cache) for name in arguments}
+        return Pages(arguments, args, columns * block_size, longest)
+
+
+def page_axes(implementation: Implementation, facts: DeviceFacts, level: str) -> dict[str, list[Any]]:
+    """What a level asks of an implementation."""
+    return {
+        "storage": storages(implementation),
+        "heads": heads(implementation, facts, level),
+        "block_size": block_sizes(implementation, facts, level),
+        "batch": ["prefill", "decode", "overlong", "empty", "none"],
+        "tail": [0, 2],
+        "table": ["plain", "holes"],
+        "inputs": ["packed", "views"],
+        "outputs": ["packed", "views"],
+        "blocks": ["packed", "strided"],
+        "run": ["once", "repeat"],
+    }
+
+
+def scored(
+    q: Tensor,
+    weights: Tensor,
+    index_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    width: int,
+) -> Tensor:
+    """[T, width] float64 on the CPU: the meaning of indexer_logits, token by token and block by block."""
+    queries, factors = query_values(q), weights.detach().cpu().double()
+    cache, table = index_cache.detach(), block_table.cpu()
+    num_blocks, block_size, _ = cache.shape
+    logits = torch.full((q.shape[0], width), -math.inf, dtype=torch.float64, device="cpu")
+    starts = query_start_loc.tolist()
+    for request, length in enumerate(seq_lens.tolist()):
+        last = min(max(length, 0), table.shape[1] * block_size) - 1  # position of the request's last token
+        tokens = range(max(starts[request], 0), min(starts[request + 1], logits.shape[0]))
+        for column in range(-(-(last + 1) // block_size) if tokens else 0):
+            block = int(table[request, column])
+            if not 0 <= block < num_blocks:
+                continue
+            keys, begin = key_values(cache, block), column * block_size
+            for token in tokens:
+                own = last - (starts[request + 1] - 1 - token)
+                end = min(begin + block_size, own + 1, width)
+                if end > begin:
+                    logits[token, begin:end] = score(queries[token], factors[token], keys[: end - begin])
+    return logits

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How indexer_select is tried and judged: order and number of the positions, and by how much a chosen score is too low."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import DeviceFacts, Implementation, Request
+from mla_portable.layouts import INDEX_BF16, LAYOUTS
+from mla_portable.primitives import INDEXER_SELECT
+from mla_portable.problems.base import Problems, one_variant
+from mla_portable.problems.bench import Bench
+from mla_portable.problems.compare import BITS, Finding, Tolerance, limit_of, same_bits
+from mla_portable.problems.cover import Choice, covering
+from mla_portable.problems.draw import PAIR_BLOCK
+from mla_portable.problems.indexer_bench import make_select, shape_of_case
+from mla_portable.problems.indexer_pages import SCORES, PageParams, page_axes, scored
+from mla_portable.problems.shapes import can_capture, can_hold_vast, topks
+from mla_portable.problems.stage import Problem, Results, Stage
+
+__all__ = ["PROBLEMS", "IndexerSelectParams", "findings", "indexer_select"]
+
+TOLERANCES: Final = {
+    ("any", "order"): BITS,
+    ("any", "score"): Tolerance(
+        SCORES.abs, 2 * SCORES.rel, "two scores of indexer_logits, each off by its tolerance, may change places", "row"
+    ),
+}
+
+
+def indexer_select(
+    q: Tensor,
+    weights: Tensor,
+    index_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    *,
+    topk: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """[T, N] float64: the scores that positions are chosen by, -inf where none may be; N is what the table reaches."""
+    return scored(q, weights, index_cache, query_start_loc, seq_lens, block_table, block_table.shape[1] * index_cache.shape[1])
+
+
+def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> Iterator[Finding]:
+    """out [T, K] against the scores [T, N] in `want`.
+
+    order: a row lists as many positions as it must, ascending, then -1; each may be chosen. score: how far the lowest chosen
+    score lies below the highest that was left out, of the row's largest magnitude.
+    """
+    out, scores = got["out"].cpu().long(), want["out"]
+    topk, open_ = out.shape[1], scores > -math.inf
+    count = open_.sum(dim=1).clamp(max=topk)
+    named = torch.arange(topk) < count.unsqueeze(1)
+    shape = torch.where(named, out, -1)
+    inside = (out >= 0) & (out < scores.shape[1])
+    place = torch.where(inside & named, out, 0)
+    sound = (~named | (inside & open_.gather(1, place) if scores.shape[1] else inside)) & (named | (out == -1))
+    sound[:, 1:] &= ~named[:, 1:] | (out[:, 1:] > out[:, :-1])
+    yield same_bits("order", torch.where(sound, shape, out + (1 << 40)), shape)
+    if not sound.all() or not scores.shape[1]:
+        return
+    taken = torch.zeros_like(open_)
+    taken.scatter_(1, place, named)
+    taken[:, 0] = ((out == 0) & named).any(dim=1)  # what is not named was placed there
+    lowest = torch.where(taken, scores, math.inf).amin(dim=1)
+    highest = torch.where(open_ & ~taken, scores, -math.inf).amax(dim=1)
+    limit = limit_of(TOLERANCES, storage, "score")
+    size = torch.where(open_, scores, 0).abs().amax(dim=1).clamp(min=limit.abs / limit.rel)
+    error = ((highest - lowest) / size).clamp(min=0).nan_to_num(nan=0.0)
+    worst = int(error.argmax()) if error.numel() else 0
+    value = float(error[worst]) if error.numel() else 0.0
+    message = ""
+    if value > limit.rel:
+        message = f"row {worst}: a chosen score is {float(lowest[worst]):g}, one that was left out {float(highest[worst]):g}"
+    yield Finding("score", value, limit.rel, message, "a lower score was chosen" if message else "", f"row {worst}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerSelectParams(PageParams):
+    """One indexer_select call.
+
+    Attributes:
+        topk: K.
+    """
+
+    primitive = INDEXER_SELECT
+    says = (
+        "{kv}! {scale_format} h{heads}! b{block_size}! k{topk}! {batch}! tail{tail} starts_{starts} table_{table} "
+        "in{inputs} out_{outputs} {blocks}"
+    )
+    asks = f"{PageParams.asks} topk"
+    topk: int
+
+    def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
+        """See Params."""
+        stage = Stage(device)
+        pages = self.pages(seed, stage)
+        shape = (pages.args["q"].shape[0], self.topk)
+        keywords: dict[str, Any] = {"topk": self.topk}
+        if self.outputs != "fresh":
+            keywords["out"] = stage.write("out", shape, torch.int32, strided=self.outputs == "views")
+        want = {"out": indexer_select(**pages.arguments, topk=self.topk)}
+
+        def judge(results: Results, stage: Stage) -> Iterator[Finding]:
+            yield from findings("any", results, want)
+
+        return Problem(stage, dict(pages.args), keywords, {"out": (shape, torch.int32)}, judge, frozenset({"out"}))
+
+
+def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[IndexerSelectParams]:
+    """What a level asks of an implementation of indexer_select."""
+    widths = topks(implementation, facts, level)
+    axes: dict[str, list[Any]] = page_axes(implementation, facts, level) | {
+        "topk": [1, *widths][: None if level != "smoke" else 2],
+        "outputs": ["fresh", "packed", "views"],
+    }
+    if facts.device_type == "cpu":
+        axes["topk"] = [topk for topk in axes["topk"] if topk <= 128]
+    if not all(axes.values()):
+        return
+
+    def allowed(choice: Choice) -> bool:
+        return IndexerSelectParams.claimed(implementation, facts, choice)
+
+    for choice in covering(axes, strength={"smoke": 1, "quick": 2, "full": 3}[level], allowed=allowed):
+        yield IndexerSelectParams.of(choice)
+    if level == "smoke":
+        return
+    for kv, scale_format in axes["storage"]:
+        base = IndexerSelectParams(
+            kv=kv, scale_format=scale_format, heads=axes["heads"][-1], block_size=axes["block_size"][-1], topk=axes["topk"][-1]
+        )
+        yield from (replace(base, starts=starts) for starts in ("late", "outside"))
+        yield from (replace(base, batch=batch, tail=1) for batch in ("chunk", "long"))
+        if base.block_size >= PAIR_BLOCK:
+            yield replace(base, blocks="pair")
+        if can_hold_vast(kv, facts, level):
+            yield replace(base, blocks="address")
+        if can_capture(implementation, facts):
+            yield replace(base, run="graph", table="holes", tail=2)
+
+
+def _of_request(request: Request, name: str) -> IndexerSelectParams:
+    layout = LAYOUTS[request.kv_layout or INDEX_BF16.name]
+    return IndexerSelectParams(
+        kv=layout.name,
+        scale_format=(request.scale_format or "amax") if layout.is_quantized else None,
+        heads=request.num_heads or 1,
+        block_size=request.block_size or 1,
+        topk=request.topk or 64,
+        batch="ragged",
+        tail=1,
+        table="near",
+    )
+
+
+PROBLEMS: Final = Problems(
+    primitive=INDEXER_SELECT,
+    oracle=indexer_select,
+    tolerances=TOLERANCES,
+    findings=findings,
+    params=_params,
+    of_request=_of_request,
+    sizes=("num_heads", "block_size", "topk"),
+    variants=one_variant("ragged"),
+    rows=5,
+    bench=Bench(
+        rows=(1, 16, 64),
+        layouts=("index_fp8",),
+        heads=(64,),
+        make=make_select,
+        shape=shape_of_case,
+        width=lambda rows, topk: 32_768,
+    ),
+)
