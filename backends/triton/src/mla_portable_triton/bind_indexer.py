@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from mla_portable.contracts import Request
 from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import IndexerCacheWrite, IndexerLogits, IndexerLogitsRagged, IndexerSelect, TopkSelect
 from mla_portable_triton.support import interpreter_is_on
+
+if TYPE_CHECKING:
+    from mla_portable_triton.kernels.index_keys import Numbers
 
 __all__ = [
     "bind_indexer_cache_write",
@@ -22,14 +25,13 @@ __all__ = [
 ]
 
 
-def _options(request: Request[Any]) -> dict[str, Any]:
-    """How a request's numbers are stored and multiplied, for the kernels that score."""
-    from mla_portable_triton.kernels.index_keys import form_of, has_fp8_dots
+def _numbers(request: Request[Any]) -> Numbers:
+    from mla_portable_triton.kernels.index_keys import Numbers, form_of, has_fp8_dots
 
     device, hardware = request.device, not interpreter_is_on()
     quantized = request.kv_layout is not None and LAYOUTS[request.kv_layout].is_quantized
-    fp8_dots = hardware and has_fp8_dots(device.arch, device.has_fp8_conversion)
-    return {"form": form_of(quantized, fp8_dots), "bf16_native": hardware, "arch": device.arch}
+    form = form_of(quantized, hardware and has_fp8_dots(device.arch, device.has_fp8_conversion))
+    return Numbers(form, hardware, device.arch, device.num_sms)
 
 
 def bind_indexer_cache_write(request: Request[IndexerCacheWrite]) -> IndexerCacheWrite:
@@ -51,7 +53,7 @@ def bind_indexer_logits(request: Request[IndexerLogits]) -> IndexerLogits:
     """indexer_logits for up to 128 heads; graph-safe."""
     from mla_portable_triton.kernels import indexer_logits as kernel
 
-    options = _options(request) | {"num_sms": request.device.num_sms}
+    numbers = _numbers(request)
 
     def indexer_logits(
         q: Tensor,
@@ -63,7 +65,7 @@ def bind_indexer_logits(request: Request[IndexerLogits]) -> IndexerLogits:
         *,
         out: Tensor,
     ) -> Tensor:
-        kernel.launch(out, q, weights, index_cache, query_start_loc, seq_lens, block_table, **options)
+        kernel.launch(out, q, weights, index_cache, query_start_loc, seq_lens, block_table, numbers=numbers)
         return out
 
     return indexer_logits
@@ -73,7 +75,7 @@ def bind_indexer_logits_ragged(request: Request[IndexerLogitsRagged]) -> Indexer
     """indexer_logits_ragged for up to 128 heads; graph-safe."""
     from mla_portable_triton.kernels import indexer_logits_ragged as kernel
 
-    options = _options(request)
+    numbers = _numbers(request)
 
     def indexer_logits_ragged(
         q: Tensor,
@@ -85,7 +87,7 @@ def bind_indexer_logits_ragged(request: Request[IndexerLogitsRagged]) -> Indexer
         *,
         out: Tensor,
     ) -> Tensor:
-        kernel.launch(out, q, weights, keys, key_scales, row_starts, row_ends, **options)
+        kernel.launch(out, q, weights, keys, key_scales, row_starts, row_ends, numbers=numbers)
         return out
 
     return indexer_logits_ragged
@@ -108,7 +110,7 @@ def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
     """indexer_select for any K and up to 128 heads; graph-safe with `out`."""
     from mla_portable_triton.kernels import indexer_select as kernel
 
-    options = _options(request) | {"num_sms": request.device.num_sms}
+    numbers = _numbers(request)
 
     def indexer_select(
         q: Tensor,
@@ -123,7 +125,7 @@ def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
     ) -> Tensor:
         if out is None:
             out = torch.empty((q.shape[0], topk), dtype=torch.int32, device=q.device)
-        kernel.launch(out, q, weights, index_cache, query_start_loc, seq_lens, block_table, **options)
+        kernel.launch(out, q, weights, index_cache, query_start_loc, seq_lens, block_table, numbers=numbers)
         return out
 
     return indexer_select

@@ -30,6 +30,7 @@ __all__ = [
     "KEY",
     "MAX_HEADS",
     "REQUEST_TILE",
+    "Numbers",
     "Tiles",
     "find_request",
     "form_of",
@@ -67,6 +68,20 @@ class Tiles:
 def has_fp8_dots(arch: str, has_fp8_conversion: bool) -> bool:
     """Whether Triton multiplies tl.float8e4nv on the target's matrix units. Other vendors' e4m3 is another format."""
     return has_fp8_conversion and arch.startswith("sm") and int(arch.removeprefix("sm")) >= 89
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a launch needs of the request that it was bound for.
+
+    Attributes:
+        form: FORM. bf16_native: False in Triton's interpreter. arch, num_sms: of the device.
+    """
+
+    form: int
+    bf16_native: bool
+    arch: str
+    num_sms: int
 
 
 def form_of(quantized: bool, fp8_dots: bool) -> int:

@@ -25,6 +25,7 @@ from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels import index_keys
 from mla_portable_triton.kernels.index_keys import (
     REQUEST_TILE,
+    Numbers,
     Tiles,
     find_request,
     head_block,
@@ -155,10 +156,7 @@ def launch(
     seq_lens: Tensor,
     block_table: Tensor,
     *,
-    form: int,
-    bf16_native: bool,
-    arch: str,
-    num_sms: int,
+    numbers: Numbers,
     ends: Tensor | None = None,
     first_token: int = 0,
 ) -> None:
@@ -174,7 +172,7 @@ def launch(
     num_requests, columns = block_table.shape
     prefill = num_tokens >= _TOKENS_A_REQUEST * max(num_requests, 1)
     table = PREFILL if prefill else DECODE
-    tiles = table.get(arch, table["default"])
+    tiles = table.get(numbers.arch, table["default"])
     block_h = head_block(num_heads)
     positions = tiles.positions if block_h <= 64 else tiles.positions // 2
     arguments = (
@@ -183,7 +181,7 @@ def launch(
         out.stride(0), q.stride(0), q.stride(1), weights.stride(0),
     )  # fmt: skip
     options = {
-        "NUM_HEADS": num_heads, "CACHE_BLOCK": index_cache.shape[1], "FORM": form, "BF16_NATIVE": bf16_native,
+        "NUM_HEADS": num_heads, "CACHE_BLOCK": index_cache.shape[1], "FORM": numbers.form, "BF16_NATIVE": numbers.bf16_native,
         "FILL": ends is None, "BLOCK_H": block_h, "BLOCK_N": positions, "BLOCK_R": REQUEST_TILE,
         "STAGES": tiles.num_stages, "num_warps": tiles.num_warps,
     }  # fmt: skip
@@ -191,7 +189,7 @@ def launch(
         grid = triton.cdiv(num_logits, positions), triton.cdiv(num_rows, tiles.tokens)
         _prefill(grid, *arguments, first_token + num_rows, REPEAT=tiles.tokens, **options)
     else:
-        programs = triton.cdiv(max(num_sms, 1) * _PROGRAMS, num_rows)
+        programs = triton.cdiv(max(numbers.num_sms, 1) * _PROGRAMS, num_rows)
         _decode((min(triton.cdiv(num_logits, positions), programs), num_rows), *arguments, **options)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels import index_keys
-from mla_portable_triton.kernels.index_keys import KEY, head_block, operand, query_tile, tile_scores, visible_bytes
+from mla_portable_triton.kernels.index_keys import KEY, Numbers, head_block, operand, query_tile, tile_scores, visible_bytes
 from mla_portable_triton.kernels.indexer_logits import PREFILL
 
 __all__ = ["aot_variants", "launch"]
@@ -75,15 +75,13 @@ def launch(
     row_starts: Tensor,
     row_ends: Tensor,
     *,
-    form: int,
-    bf16_native: bool,
-    arch: str,
+    numbers: Numbers,
 ) -> None:
     """Write `out` [T, N]. Graph-safe. Rows of q, weights, keys and out may lie apart; everything else is contiguous."""
     num_tokens, num_keys = out.shape
     if num_tokens == 0 or num_keys == 0:
         return
-    num_heads, tiles = q.shape[1], PREFILL.get(arch, PREFILL["default"])
+    num_heads, tiles = q.shape[1], PREFILL.get(numbers.arch, PREFILL["default"])
     block_h = head_block(num_heads)
     positions = tiles.positions if block_h <= 64 else tiles.positions // 2
     _launch(
@@ -103,8 +101,8 @@ def launch(
         q.stride(1),
         weights.stride(0),
         NUM_HEADS=num_heads,
-        FORM=form,
-        BF16_NATIVE=bf16_native,
+        FORM=numbers.form,
+        BF16_NATIVE=numbers.bf16_native,
         BLOCK_H=block_h,
         BLOCK_N=positions,
         REPEAT=tiles.tokens,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mla_portable_triton.kernels import indexer_logits, topk_select
+from mla_portable_triton.kernels.index_keys import Numbers
 
 __all__ = ["SCRATCH_BYTES", "launch", "rows_at_a_time"]
 
@@ -33,10 +34,7 @@ def launch(
     seq_lens: Tensor,
     block_table: Tensor,
     *,
-    form: int,
-    bf16_native: bool,
-    arch: str,
-    num_sms: int,
+    numbers: Numbers,
 ) -> None:
     """Write `out` [T, K]. Allocates up to SCRATCH_BYTES on the current stream; may be captured in a CUDA graph."""
     num_tokens, num_logits = q.shape[0], block_table.shape[1] * index_cache.shape[1]
@@ -52,6 +50,6 @@ def launch(
         some = slice(0, min(rows, num_tokens - first))
         indexer_logits.launch(
             logits[some], q, weights, index_cache, query_start_loc, seq_lens, block_table,
-            form=form, bf16_native=bf16_native, arch=arch, num_sms=num_sms, ends=ends[some], first_token=first,
+            numbers=numbers, ends=ends[some], first_token=first,
         )  # fmt: skip
         topk_select.launch(out[first : first + rows], logits[some], None, ends[some])
