@@ -19,9 +19,9 @@ __all__ = ["SCRATCH_BYTES", "launch", "rows_at_a_time"]
 SCRATCH_BYTES: Final = 64 << 20
 
 
-def rows_at_a_time(num_tokens: int, num_logits: int, topk: int) -> int:
+def rows_at_a_time(num_tokens: int, num_logits: int) -> int:
     """Tokens whose scores are held at a time, at least 1."""
-    each = 4 * (num_logits + 2) + topk_select.scratch_bytes(1, num_logits, topk)
+    each = 4 * (num_logits + 2) + topk_select.scratch_bytes(1, num_logits)
     return max(1, min(num_tokens, (SCRATCH_BYTES - (1 << 10)) // each))
 
 
@@ -43,7 +43,7 @@ def launch(
     if num_logits == 0 or index_cache.shape[0] == 0:
         out.fill_(-1)
         return
-    rows = rows_at_a_time(num_tokens, num_logits, out.shape[1])
+    rows = rows_at_a_time(num_tokens, num_logits)
     logits = torch.empty((rows, num_logits), dtype=torch.float32, device=q.device)
     ends = torch.empty(rows, dtype=torch.int32, device=q.device)
     for first in range(0, num_tokens, rows):

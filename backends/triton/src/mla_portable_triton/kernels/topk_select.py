@@ -2,7 +2,7 @@
 """topk_select: the positions of the K largest scores of each row, in ascending order.
 
 key       a float32 score as a uint32 that sorts like it; -0.0 is 0.0, and 0 stands for -inf and NaN, which are never chosen
-row       of up to CANDIDATES scores: one program holds all keys in registers and finds the K-th largest, bit by bit
+row       of up to SHORT scores: one program holds all keys in registers and finds the K-th largest, bit by bit
 longer    guess    a score below which, by a sample of the row, the K largest probably do not lie; about 2 K lie above it
           count    how many do, for each part of the row
           compact  their keys and positions into scratch, in order, for each part at its place
@@ -15,7 +15,6 @@ is read twice, and 16 bytes a candidate.
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 import torch
@@ -26,15 +25,16 @@ from torch import Tensor
 from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant, variant
 
-__all__ = ["HELD", "aot_variants", "candidates", "launch", "scratch_bytes"]
+__all__ = ["CANDIDATES", "SHORT", "aot_variants", "launch", "scratch_bytes"]
 
-HELD: Final = (4096, 8192)
-"""Scores that a program of `select` may hold in registers."""
+SHORT: Final = 4096
+CANDIDATES: Final = 8192
+"""Scores that a program of `select` holds in registers: of a short row, or of most that were guessed; of all that may be."""
 _PART: Final = 4096
 """Scores of a program of `count` and `compact`."""
 _SAMPLE: Final = 2048
 _CHUNK_ROWS: Final = 512
-"""Rows that share the scratch: at most 64 KiB of candidates each."""
+"""Rows that share the scratch: 64 KiB of candidates each."""
 _MANY_ROWS: Final = 128
 """From here on rows fill a device, and fewer warps for each serve more of them at a time."""
 
@@ -67,13 +67,13 @@ def _bounds(start_ptr, end_ptr, row, num_logits):
 @triton.jit(do_not_specialize=["num_logits"])
 def guess_kernel(
     guess_ptr, logits_ptr, start_ptr, end_ptr, num_logits, logits_stride,
-    TOPK: tl.constexpr, SAMPLE: tl.constexpr, CANDIDATES: tl.constexpr,
+    TOPK: tl.constexpr, SAMPLE: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """One row a program: a key that about 4.5 standard deviations more than K keys of the row reach."""
     row = tl.program_id(0).to(tl.int64)
     begin, end = _bounds(start_ptr, end_ptr, row, num_logits)
     length = end - begin
-    if length > CANDIDATES:
+    if length > SHORT:
         i = tl.arange(0, SAMPLE).to(tl.int64)  # [SAMPLE]
         scores = tl.load(logits_ptr + row * logits_stride + begin + i * length // SAMPLE)
         share = TOPK * SAMPLE / length.to(tl.float32)
@@ -85,12 +85,12 @@ def guess_kernel(
 @triton.jit(do_not_specialize=["num_logits", "num_parts"])
 def count_kernel(
     count_ptr, guess_ptr, logits_ptr, start_ptr, end_ptr, num_logits, logits_stride, num_parts,
-    PART: tl.constexpr, CANDIDATES: tl.constexpr,
+    PART: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """One part of a row a program."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin, end = _bounds(start_ptr, end_ptr, row, num_logits)
-    if end - begin > CANDIDATES:
+    if end - begin > SHORT:
         guess = tl.load(guess_ptr + row).to(tl.uint32, bitcast=True)
         place = begin + part * PART + tl.arange(0, PART)  # [PART]
         scores = tl.load(logits_ptr + row * logits_stride + place, mask=place < end, other=float("-inf"))
@@ -101,12 +101,12 @@ def count_kernel(
 def compact_kernel(
     key_ptr, position_ptr, total_ptr, count_ptr, guess_ptr,
     logits_ptr, start_ptr, end_ptr, num_logits, logits_stride, num_parts,
-    PART: tl.constexpr, PARTS: tl.constexpr, CANDIDATES: tl.constexpr,
+    PART: tl.constexpr, PARTS: tl.constexpr, SHORT: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """One part of a row a program."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin, end = _bounds(start_ptr, end_ptr, row, num_logits)
-    if end - begin > CANDIDATES:
+    if end - begin > SHORT:
         i = tl.arange(0, PARTS)  # [PARTS]
         counts = tl.load(count_ptr + row * num_parts + i, mask=i < num_parts, other=0)
         total = tl.sum(counts, 0)
@@ -137,53 +137,82 @@ def _emit(out_ptr, keys, positions, kth, ties, above_before, ties_before):
     return above_before + (total >> 16), ties_before + (total & 0xFFFF)
 
 
+@triton.jit
+def _choose(out_row, keys, positions, TOPK: tl.constexpr):
+    """Write the positions of the TOPK largest keys above 0. Returns: how many there are."""
+    chosen = tl.minimum(tl.sum((keys > 0).to(tl.int32), 0), TOPK)
+    kth = tl.zeros([], tl.uint32)
+    if chosen == TOPK:
+        kth = _kth(keys, TOPK, 32)
+    _emit(out_row, keys, positions, kth, chosen - tl.sum((keys > kth).to(tl.int32), 0), 0, 0)
+    return chosen
+
+
+@triton.jit
+def _candidates(key_ptr, position_ptr, row, total, i, STRIDE: tl.constexpr):
+    keys = tl.load(key_ptr + row * STRIDE + i, mask=i < total, other=0).to(tl.uint32, bitcast=True)
+    return keys, tl.load(position_ptr + row * STRIDE + i, mask=i < total, other=0)
+
+
+@triton.jit
+def _choose_by_reading(out_row, scores_ptr, length, TOPK: tl.constexpr, TILE: tl.constexpr):
+    """`_choose` of a row that is read again for each bit."""
+    i = tl.arange(0, TILE)  # [TILE]
+    chosen = 0
+    for first in range(0, length, TILE):
+        keys = _key(tl.load(scores_ptr + first + i, mask=first + i < length, other=float("-inf")))
+        chosen += tl.sum((keys > 0).to(tl.int32), 0)
+    chosen = tl.minimum(chosen, TOPK)
+    kth = tl.zeros([], tl.uint32)
+    for bit in tl.static_range(32):
+        higher = kth | tl.full([], 1 << (31 - bit), tl.uint32)
+        reached = 0
+        for first in range(0, length, TILE):
+            keys = _key(tl.load(scores_ptr + first + i, mask=first + i < length, other=float("-inf")))
+            reached += tl.sum((keys >= higher).to(tl.int32), 0)
+        kth = tl.where(reached >= TOPK, higher, kth)
+    ties = chosen
+    for first in range(0, length, TILE):
+        keys = _key(tl.load(scores_ptr + first + i, mask=first + i < length, other=float("-inf")))
+        ties -= tl.sum((keys > kth).to(tl.int32), 0)
+    above, tied = 0, 0
+    for first in range(0, length, TILE):
+        keys = _key(tl.load(scores_ptr + first + i, mask=first + i < length, other=float("-inf")))
+        above, tied = _emit(out_row, keys, first + i, kth, ties, above, tied)
+    return chosen
+
+
 @triton.jit(do_not_specialize=["num_logits"])
 def select_kernel(
     out_ptr, key_ptr, position_ptr, total_ptr, logits_ptr, start_ptr, end_ptr, num_logits, logits_stride, out_stride,
-    TOPK: tl.constexpr, BLOCK_K: tl.constexpr, CANDIDATES: tl.constexpr, LONG: tl.constexpr,
+    TOPK: tl.constexpr, BLOCK_K: tl.constexpr, SHORT: tl.constexpr, CANDIDATES: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. LONG: rows may be longer than CANDIDATES."""
+    """One row a program. LONG: rows may be longer than SHORT."""
     row = tl.program_id(0).to(tl.int64)
     begin, end = _bounds(start_ptr, end_ptr, row, num_logits)
     length = end - begin
     scores_ptr, out_row = logits_ptr + row * logits_stride + begin, out_ptr + row * out_stride
-    i = tl.arange(0, CANDIDATES)  # [CANDIDATES]
-    keys = _key(tl.load(scores_ptr + i, mask=i < length, other=float("-inf")))
-    positions = i
-    everything = length <= CANDIDATES
-    if LONG and length > CANDIDATES:
-        total = tl.load(total_ptr + row)
-        everything = (total >= TOPK) & (total <= CANDIDATES)
-        here = everything & (i < total)
-        keys = tl.load(key_ptr + row * CANDIDATES + i, mask=here, other=0).to(tl.uint32, bitcast=True)
-        positions = tl.load(position_ptr + row * CANDIDATES + i, mask=here, other=0)
+    i = tl.arange(0, SHORT)  # [SHORT]
     chosen = 0
-    kth = tl.zeros([], tl.uint32)
-    if everything:
-        chosen = tl.minimum(tl.sum((keys > 0).to(tl.int32), 0), TOPK)
-        if chosen == TOPK:
-            kth = _kth(keys, TOPK, 32)
-        _emit(out_row, keys, positions, kth, chosen - tl.sum((keys > kth).to(tl.int32), 0), 0, 0)
+    if LONG:
+        total = 0
+        if length > SHORT:
+            total = tl.load(total_ptr + row)
+        if (total > SHORT) & (total <= CANDIDATES):
+            many = tl.arange(0, CANDIDATES)  # [CANDIDATES]
+            keys, positions = _candidates(key_ptr, position_ptr, row, total, many, CANDIDATES)
+            chosen = _choose(out_row, keys, positions, TOPK)
+        elif (length > SHORT) & ((total > CANDIDATES) | (total < TOPK)):
+            chosen = _choose_by_reading(out_row, scores_ptr, length, TOPK, CANDIDATES)
+        else:
+            keys = _key(tl.load(scores_ptr + i, mask=(i < length) & (length <= SHORT), other=float("-inf")))
+            positions = i
+            if length > SHORT:
+                keys, positions = _candidates(key_ptr, position_ptr, row, total, i, CANDIDATES)
+            chosen = _choose(out_row, keys, positions, TOPK)
     else:
-        for first in range(0, length, CANDIDATES):
-            keys = _key(tl.load(scores_ptr + first + i, mask=first + i < length, other=float("-inf")))
-            chosen += tl.sum((keys > 0).to(tl.int32), 0)
-        chosen = tl.minimum(chosen, TOPK)
-        for bit in tl.static_range(32):
-            higher = kth | tl.full([], 1 << (31 - bit), tl.uint32)
-            reached = 0
-            for first in range(0, length, CANDIDATES):
-                keys = _key(tl.load(scores_ptr + first + i, mask=first + i < length, other=float("-inf")))
-                reached += tl.sum((keys >= higher).to(tl.int32), 0)
-            kth = tl.where(reached >= TOPK, higher, kth)
-        ties = chosen
-        for first in range(0, length, CANDIDATES):
-            keys = _key(tl.load(scores_ptr + first + i, mask=first + i < length, other=float("-inf")))
-            ties -= tl.sum((keys > kth).to(tl.int32), 0)
-        above, tied = 0, 0
-        for first in range(0, length, CANDIDATES):
-            keys = _key(tl.load(scores_ptr + first + i, mask=first + i < length, other=float("-inf")))
-            above, tied = _emit(out_row, keys, first + i, kth, ties, above, tied)
+        keys = _key(tl.load(scores_ptr + i, mask=i < length, other=float("-inf")))
+        chosen = _choose(out_row, keys, i, TOPK)
     k = tl.arange(0, BLOCK_K)  # [BLOCK_K]
     tl.store(out_row + k, -1, mask=(k >= chosen) & (k < TOPK))
 
@@ -191,54 +220,43 @@ def select_kernel(
 _guess, _count, _compact, _select = map(TritonLauncher, (guess_kernel, count_kernel, compact_kernel, select_kernel))
 
 
-def candidates(num_logits: int, topk: int) -> int:
-    """How many scores of a row `select` is to hold: all, or those above the guess, with 5 standard deviations to spare."""
-    small, large = HELD
-    if num_logits <= small:
-        return small
-    share = topk * _SAMPLE / num_logits
-    rank = share + 4.5 * math.sqrt(share) + 8
-    return small if rank + 5 * math.sqrt(rank) <= small * _SAMPLE / num_logits else large
-
-
-def scratch_bytes(num_rows: int, num_logits: int, topk: int) -> int:
+def scratch_bytes(num_rows: int, num_logits: int) -> int:
     """What `launch` allocates for rows of up to `num_logits` scores: at most 33 MiB."""
-    held, rows = candidates(num_logits, topk), min(num_rows, _CHUNK_ROWS)
-    return 4 * rows * (2 + triton.cdiv(num_logits, _PART) + 2 * held) if num_logits > held else 0
+    rows = min(num_rows, _CHUNK_ROWS)
+    return 4 * rows * (2 + triton.cdiv(num_logits, _PART) + 2 * CANDIDATES) if num_logits > SHORT else 0
 
 
 def launch(out: Tensor, logits: Tensor, row_starts: Tensor | None, row_ends: Tensor) -> None:
-    """Write `out` [T, K]. Allocates `scratch_bytes` where rows may be longer than CANDIDATES; may be captured in a CUDA graph.
+    """Write `out` [T, K]. Allocates `scratch_bytes` where rows may be longer than SHORT; may be captured in a CUDA graph.
 
     Rows of logits and out may lie apart; everything else is contiguous. row_starts: None where all are 0.
     """
     num_rows, num_logits = logits.shape
-    topk = out.shape[1]
-    held = candidates(num_logits, topk)
-    long = num_logits > held
+    topk, long = out.shape[1], num_logits > SHORT
     parts = triton.cdiv(num_logits, _PART)
     key = position = total = out
     if long:
         rows = min(num_rows, _CHUNK_ROWS)
-        key, position = torch.empty((2, rows, held), dtype=torch.int32, device=out.device)
+        key, position = torch.empty((2, rows, CANDIDATES), dtype=torch.int32, device=out.device)
         total, guess = torch.empty((2, rows), dtype=torch.int32, device=out.device)
         count = torch.empty((rows, parts), dtype=torch.int32, device=out.device)
-    warps = 16 if held == HELD[0] and (not long or num_rows >= _MANY_ROWS) else 32
+    sizes = {"SHORT": SHORT, "CANDIDATES": CANDIDATES}
+    warps = 32 if long and num_rows < _MANY_ROWS else 16
     for first in range(0, num_rows, _CHUNK_ROWS if long else max(num_rows, 1)):
         some = slice(first, first + _CHUNK_ROWS) if long else slice(None)
         starts = None if row_starts is None else row_starts[some]
         each = logits[some], starts, row_ends[some], num_logits, logits.stride(0)
         rows = each[0].shape[0]
         if long:
-            _guess((rows,), guess, *each, TOPK=topk, SAMPLE=_SAMPLE, CANDIDATES=held, num_warps=4)
-            _count((rows, parts), count, guess, *each, parts, PART=_PART, CANDIDATES=held, num_warps=8)
+            _guess((rows,), guess, *each, TOPK=topk, SAMPLE=_SAMPLE, SHORT=SHORT, num_warps=4)
+            _count((rows, parts), count, guess, *each, parts, PART=_PART, SHORT=SHORT, num_warps=8)
             _compact(
                 (rows, parts), key, position, total, count, guess, *each, parts,
-                PART=_PART, PARTS=triton.next_power_of_2(parts), CANDIDATES=held, num_warps=8,
+                PART=_PART, PARTS=triton.next_power_of_2(parts), **sizes, num_warps=8,
             )  # fmt: skip
         _select(
             (rows,), out[some], key, position, total, *each, out.stride(0),
-            TOPK=topk, BLOCK_K=triton.next_power_of_2(topk), CANDIDATES=held, LONG=long, num_warps=warps,
+            TOPK=topk, BLOCK_K=triton.next_power_of_2(topk), **sizes, LONG=long, num_warps=warps,
         )  # fmt: skip
 
 
@@ -247,15 +265,14 @@ def aot_variants(arch: str = "default") -> list[AotVariant]:
     rows = {"logits_ptr": "*fp32", "start_ptr": "*i32", "end_ptr": "*i32", "num_logits": "i32", "logits_stride": "i32"}
     guess, count = {"guess_ptr": "*i32"}, {"count_ptr": "*i32"}
     kept = {"key_ptr": "*i32", "position_ptr": "*i32", "total_ptr": "*i32"}
-    held = HELD[-1]
-    sizes = {"PART": _PART, "CANDIDATES": held}
-    parts = {"num_parts": "i32"}
+    short, part, parts = {"SHORT": SHORT}, {"PART": _PART}, {"num_parts": "i32"}
+    sizes = {**short, "CANDIDATES": CANDIDATES}
     return [
-        variant(guess_kernel, "topk_select-guess", 4, **guess, **rows, TOPK=2048, SAMPLE=_SAMPLE, CANDIDATES=held),
-        variant(count_kernel, "topk_select-count", 8, **count, **guess, **rows, **parts, **sizes),
-        variant(compact_kernel, "topk_select-compact", 8, **kept, **count, **guess, **rows, **parts, **sizes, PARTS=64),
+        variant(guess_kernel, "topk_select-guess", 4, **guess, **rows, TOPK=2048, SAMPLE=_SAMPLE, **short),
+        variant(count_kernel, "topk_select-count", 8, **count, **guess, **rows, **parts, **part, **short),
+        variant(compact_kernel, "topk_select-compact", 8, **kept, **count, **guess, **rows, **parts, **part, **sizes, PARTS=64),
         variant(
             select_kernel, "topk_select-select", 32, out_ptr="*i32", **kept, **rows, out_stride="i32",
-            TOPK=2048, BLOCK_K=2048, CANDIDATES=held, LONG=True,
+            TOPK=2048, BLOCK_K=2048, **sizes, LONG=True,
         ),
     ]  # fmt: skip
