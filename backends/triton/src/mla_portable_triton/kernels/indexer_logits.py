@@ -51,7 +51,7 @@ PREFILL: Final = {
 """DeviceFacts.arch -> tiles, for up to 64 heads; half the positions for more. Tuned on an H200 for sm90."""
 _TOKENS_A_REQUEST: Final = 4
 """From here on, on average, keys stay instead of queries."""
-_PROGRAMS: Final = 8
+_PROGRAMS: Final = 16
 """Of decode for each multiprocessor, of which two run at a time: the tail of the last wave is short."""
 _FREE: Final = ["first_token", "num_requests", "num_blocks", "table_width", "table_stride", "num_logits", "out_stride"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 import torch
+import triton
 from torch import Tensor
 
 from mla_portable_triton.kernels import indexer_logits, topk_select
@@ -19,10 +20,11 @@ __all__ = ["SCRATCH_BYTES", "launch", "rows_at_a_time"]
 SCRATCH_BYTES: Final = 64 << 20
 
 
-def rows_at_a_time(num_tokens: int, num_logits: int) -> int:
-    """Tokens whose scores are held at a time, at least 1."""
-    each = 4 * (num_logits + 2) + topk_select.scratch_bytes(1, num_logits)
-    return max(1, min(num_tokens, (SCRATCH_BYTES - (1 << 10)) // each))
+def rows_at_a_time(num_tokens: int, num_logits: int, topk: int) -> int:
+    """Tokens whose scores are held at a time, at least 1; alike in all parts but the last."""
+    each = 4 * (num_logits + 1) + topk_select.scratch_bytes(1, num_logits, topk)
+    most = max(1, (SCRATCH_BYTES - (1 << 10)) // each)
+    return triton.cdiv(num_tokens, triton.cdiv(num_tokens, most))
 
 
 def launch(
@@ -43,7 +45,7 @@ def launch(
     if num_logits == 0 or index_cache.shape[0] == 0:
         out.fill_(-1)
         return
-    rows = rows_at_a_time(num_tokens, num_logits)
+    rows = rows_at_a_time(num_tokens, num_logits, out.shape[1])
     logits = torch.empty((rows, num_logits), dtype=torch.float32, device=q.device)
     ends = torch.empty(rows, dtype=torch.int32, device=q.device)
     for first in range(0, num_tokens, rows):

@@ -15,6 +15,7 @@ is read twice, and 16 bytes a candidate.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
@@ -25,16 +26,15 @@ from torch import Tensor
 from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant, variant
 
-__all__ = ["CANDIDATES", "SHORT", "aot_variants", "launch", "scratch_bytes"]
+__all__ = ["SHORT", "aot_variants", "launch", "rows_at_a_time", "scratch_bytes"]
 
 SHORT: Final = 4096
-CANDIDATES: Final = 8192
-"""Scores that a program of `select` holds in registers: of a short row, or of most that were guessed; of all that may be."""
+"""Scores of a row that a program of `select` holds in registers, however long rows may be."""
 _PART: Final = 4096
 """Scores of a program of `count` and `compact`."""
 _SAMPLE: Final = 2048
-_CHUNK_ROWS: Final = 512
-"""Rows that share the scratch: 64 KiB of candidates each."""
+_CANDIDATE_BYTES: Final = 32 << 20
+"""Of the candidates of all rows that are chosen from at a time."""
 _MANY_ROWS: Final = 128
 """From here on rows fill a device, and fewer warps for each serve more of them at a time."""
 
@@ -198,12 +198,15 @@ def select_kernel(
         total = 0
         if length > SHORT:
             total = tl.load(total_ptr + row)
-        if (total > SHORT) & (total <= CANDIDATES):
-            many = tl.arange(0, CANDIDATES)  # [CANDIDATES]
-            keys, positions = _candidates(key_ptr, position_ptr, row, total, many, CANDIDATES)
-            chosen = _choose(out_row, keys, positions, TOPK)
-        elif (length > SHORT) & ((total > CANDIDATES) | (total < TOPK)):
+        held = length <= SHORT
+        if length > SHORT:
+            held = (total >= TOPK) & (total <= CANDIDATES)
+        if not held:
             chosen = _choose_by_reading(out_row, scores_ptr, length, TOPK, CANDIDATES)
+        elif CANDIDATES > SHORT and total > SHORT:
+            many = tl.arange(0, CANDIDATES)  # [CANDIDATES]
+            every_key, place = _candidates(key_ptr, position_ptr, row, total, many, CANDIDATES)
+            chosen = _choose(out_row, every_key, place, TOPK)
         else:
             keys = _key(tl.load(scores_ptr + i, mask=(i < length) & (length <= SHORT), other=float("-inf")))
             positions = i
@@ -220,10 +223,24 @@ def select_kernel(
 _guess, _count, _compact, _select = map(TritonLauncher, (guess_kernel, count_kernel, compact_kernel, select_kernel))
 
 
-def scratch_bytes(num_rows: int, num_logits: int) -> int:
-    """What `launch` allocates for rows of up to `num_logits` scores: at most 33 MiB."""
-    rows = min(num_rows, _CHUNK_ROWS)
-    return 4 * rows * (2 + triton.cdiv(num_logits, _PART) + 2 * CANDIDATES) if num_logits > SHORT else 0
+def candidates(num_logits: int, topk: int) -> int:
+    """Scores above the guess that a row may have: SHORT where that leaves 5 standard deviations to spare, else twice that."""
+    share = topk * _SAMPLE / max(num_logits, 1)
+    rank = share + 4.5 * math.sqrt(share) + 8
+    return SHORT if (rank + 5 * math.sqrt(rank)) * num_logits <= SHORT * _SAMPLE else 2 * SHORT
+
+
+def rows_at_a_time(num_rows: int, num_logits: int, topk: int) -> int:
+    """Rows that share the scratch."""
+    return min(num_rows, _CANDIDATE_BYTES // (8 * candidates(num_logits, topk))) if num_logits > SHORT else num_rows
+
+
+def scratch_bytes(num_rows: int, num_logits: int, topk: int) -> int:
+    """What `launch` allocates for rows of up to `num_logits` scores: 33 MiB, or a little more for rows of millions."""
+    if num_logits <= SHORT:
+        return 0
+    rows = rows_at_a_time(num_rows, num_logits, topk)
+    return 4 * rows * (2 + triton.cdiv(num_logits, _PART) + 2 * candidates(num_logits, topk))
 
 
 def launch(out: Tensor, logits: Tensor, row_starts: Tensor | None, row_ends: Tensor) -> None:
@@ -235,15 +252,16 @@ def launch(out: Tensor, logits: Tensor, row_starts: Tensor | None, row_ends: Ten
     topk, long = out.shape[1], num_logits > SHORT
     parts = triton.cdiv(num_logits, _PART)
     key = position = total = out
+    held, step = candidates(num_logits, topk), max(rows_at_a_time(num_rows, num_logits, topk), 1)
     if long:
-        rows = min(num_rows, _CHUNK_ROWS)
-        key, position = torch.empty((2, rows, CANDIDATES), dtype=torch.int32, device=out.device)
+        rows = min(num_rows, step)
+        key, position = torch.empty((2, rows, held), dtype=torch.int32, device=out.device)
         total, guess = torch.empty((2, rows), dtype=torch.int32, device=out.device)
         count = torch.empty((rows, parts), dtype=torch.int32, device=out.device)
-    sizes = {"SHORT": SHORT, "CANDIDATES": CANDIDATES}
+    sizes = {"SHORT": SHORT, "CANDIDATES": held}
     warps = 32 if long and num_rows < _MANY_ROWS else 16
-    for first in range(0, num_rows, _CHUNK_ROWS if long else max(num_rows, 1)):
-        some = slice(first, first + _CHUNK_ROWS) if long else slice(None)
+    for first in range(0, num_rows, step):
+        some = slice(first, first + step)
         starts = None if row_starts is None else row_starts[some]
         each = logits[some], starts, row_ends[some], num_logits, logits.stride(0)
         rows = each[0].shape[0]
@@ -266,7 +284,7 @@ def aot_variants(arch: str = "default") -> list[AotVariant]:
     guess, count = {"guess_ptr": "*i32"}, {"count_ptr": "*i32"}
     kept = {"key_ptr": "*i32", "position_ptr": "*i32", "total_ptr": "*i32"}
     short, part, parts = {"SHORT": SHORT}, {"PART": _PART}, {"num_parts": "i32"}
-    sizes = {**short, "CANDIDATES": CANDIDATES}
+    sizes = {**short, "CANDIDATES": 2 * SHORT}
     return [
         variant(guess_kernel, "topk_select-guess", 4, **guess, **rows, TOPK=2048, SAMPLE=_SAMPLE, **short),
         variant(count_kernel, "topk_select-count", 8, **count, **guess, **rows, **parts, **part, **short),
