@@ -16,14 +16,14 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["ARCH", "SourceNotFound", "module_file", "source_hash", "tree_hash"]
+__all__ = ["ARCH", "SourceNotFound", "imported", "module_file", "modules_of", "source_hash"]
 
 ARCH: Final = "{arch}"
 """In a source, stands for DeviceFacts.arch of the device that ran."""
@@ -89,16 +89,38 @@ def source_hash(sources: Iterable[str], arch: str = "") -> str:
     return digest.hexdigest()
 
 
-def tree_hash(packages: Iterable[str]) -> str:
-    """SHA-256 over the code of every module of packages."""
-    found: dict[str, Path] = {}
-    for package in packages:
-        folder = module_file(package).parent
-        found |= {f"{package}/{path.relative_to(folder).as_posix()}": path for path in folder.rglob("*.py")}
-    digest = hashlib.sha256()
-    for name, path in sorted(found.items()):
-        digest.update(f"{name}\0{_code(path)}\0".encode())
-    return digest.hexdigest()
+def imported(modules: Iterable[str], packages: Sequence[str]) -> set[str]:
+    """`modules`, and those of `packages` that they import, directly or through each other, wherever the import stands."""
+    found: set[str] = set()
+    todo = list(modules)
+    while todo:
+        module = todo.pop()
+        if module in found:
+            continue
+        found.add(module)
+        for node in ast.walk(_parse(module_file(module).read_text(encoding="utf-8"))):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            todo += [name for name in names if name.startswith(tuple(packages)) and _is_module(name)]
+    return found
+
+
+def modules_of(package: str) -> list[str]:
+    """A package and all modules in it."""
+    folder = module_file(package).parent
+    inner = [path.relative_to(folder).with_suffix("").parts for path in folder.rglob("*.py")]
+    return sorted(".".join([package, *(part for part in parts if part != "__init__")]) for parts in inner)
+
+
+def _is_module(name: str) -> bool:
+    try:
+        module_file(name)
+    except SourceNotFound:
+        return False
+    return True
 
 
 def _code(path: Path) -> str:

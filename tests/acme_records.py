@@ -118,7 +118,7 @@ def evidence(*records: dict[str, Any]) -> list[Evidence]:
 
 
 def hashes(sources: str = NOW, suite: str = SUITE) -> Hashes:
-    return Hashes({("acme.v1", "sparse_decode", arch): sources for arch in ("sm90", "xy1", "cpu")}, suite)
+    return Hashes({("acme.v1", "sparse_decode", arch): sources for arch in ("sm90", "xy1", "cpu")}, {"sparse_decode": suite})
 
 
 def cells(*records: dict[str, Any], claimed: Claim | None = None, sources: str = NOW) -> dict[str, Cell]:

@@ -109,7 +109,7 @@ def cells(registry: Registry, arch: str, *, level: str = "quick", dead: str = ""
     made += compiled_records(lines, claims[0].module, replace(declared, claims=tuple(claims)), PROFILES, ORIGIN)
     assert [problem for record in made for problem in problems_of(record, PROFILES)] == []
     evidence = [Evidence("here", record) for record in made]
-    suite = next(record["suite_hash"] for record in made if record["kind"] == "conformance")
+    suite = {record["primitive"]: record["suite_hash"] for record in made if record["kind"] == "conformance"}
     hashes = Hashes({(each["implementation"], each["primitive"], arch): each["source_hash"] for each in made}, suite)
     same_arch = {slug: profile for slug, profile in PROFILES.items() if profile.arch == arch}
     found = evaluate(claims, evidence, hashes, same_arch)

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from mla_portable import sources
+from mla_portable.primitives import CACHE_WRITE, TOPK_SELECT
 from mla_portable.registry import Registry
-from mla_portable.sources import SourceNotFound, module_file, source_hash, tree_hash
-from mla_portable.tools.matrix.records import suite_hash
+from mla_portable.sources import SourceNotFound, imported, module_file, modules_of, source_hash
+from mla_portable.tools.matrix import records
 
 MODULE = '''
 """A kernel."""
@@ -180,16 +181,30 @@ def test_what_is_not_there_is_said(folder: Path, source: str, word: str) -> None
         source_hash([source], "sm90")
 
 
-def test_the_hash_of_a_suite_is_that_of_all_its_modules(folder: Path) -> None:
+def test_imports_are_followed_within_the_packages(folder: Path) -> None:
+    texts = {
+        "__init__": "import json\n",
+        "cases": "from suite.more import A\nimport os.path\n",
+        "more": "def f():\n    from suite import deep\nA = 1\n",
+        "deep": "from suite.cases import A\n",
+        "other": "",
+    }
     (folder / "suite").mkdir()
-    for name in ("__init__.py", "cases.py", "more.py"):
-        before = None if name == "__init__.py" else tree_hash(["suite"])
-        (folder / "suite" / name).write_text("A = 1\n")
-        assert tree_hash(["suite"]) != before
-    before = tree_hash(["suite"])
-    (folder / "suite" / "cases.py").write_text("A = 2\n")
-    assert tree_hash(["suite"]) != before
-    assert len(suite_hash()) == 64
+    for name, text in texts.items():
+        (folder / "suite" / f"{name}.py").write_text(text)
+    assert modules_of("suite") == ["suite", *(f"suite.{name}" for name in ("cases", "deep", "more", "other"))]
+    assert imported(["suite.cases"], ["suite"]) == {"suite", "suite.cases", "suite.deep", "suite.more"}
+    assert imported(["suite.other"], ["suite"]) == {"suite.other"}
+
+
+def test_the_suite_of_a_primitive_has_its_own_problems_and_what_judges_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[set[str]] = []
+    monkeypatch.setattr(records, "source_hash", lambda sources: seen.append(set(sources)) or "")
+    for primitive in (CACHE_WRITE, TOPK_SELECT):
+        records.suite_hash.__wrapped__(primitive)
+    problems = {name.rpartition(".")[2] for name in seen[0] ^ seen[1]}
+    assert problems == {"cache_write", "topk_select"}
+    assert {"mla_portable.problems.stage", "mla_portable.tools.conformance.runner"} <= seen[0] & seen[1]
 
 
 def test_an_sm80_row_of_the_attention_kernel_is_no_source_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:

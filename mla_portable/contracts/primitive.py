@@ -45,6 +45,7 @@ class Primitive(str, Generic[F]):
         reference: the primitive in plain torch, on any device; None where a plugin registers its own.
         reference_float32: the same in float32, for devices whose float64 cannot be trusted; None where that is no other.
         sources: modules besides `module` whose text decides what the reference computes.
+        problems_module: the module whose PROBLEMS are `problems`; "" for none.
     """
 
     module: str
@@ -56,7 +57,7 @@ class Primitive(str, Generic[F]):
     reference: F | None
     reference_float32: F | None
     sources: tuple[str, ...]
-    _problems: str
+    problems_module: str
 
     def __new__(
         cls,
@@ -87,7 +88,7 @@ class Primitive(str, Generic[F]):
         self.module, self.facts, self.stated, self.typical = module, facts, stated, dict(typical or {})
         self.results, self.cache = results, cache
         self.reference, self.reference_float32, self.sources = reference, reference_float32, sources
-        self._problems = problems or (f"{_CORE_PROBLEMS}.{name}" if module.startswith(f"{_CORE}.") else "")
+        self.problems_module = problems or (f"{_CORE_PROBLEMS}.{name}" if module.startswith(f"{_CORE}.") else "")
         _named[name] = self
         return self
 
@@ -100,7 +101,7 @@ class Primitive(str, Generic[F]):
     def problems(self) -> Any:
         """How implementations are tried and judged, a `mla_portable.problems.Problems` that is imported on first use; None
         where the primitive brings nothing."""
-        return import_module(self._problems).PROBLEMS if self._problems else None
+        return import_module(self.problems_module).PROBLEMS if self.problems_module else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _load, (str(self), self.module)

@@ -28,18 +28,18 @@ class Hashes:
 
     Attributes:
         sources: (implementation, primitive, architecture that runs or is compiled for) -> hash.
-        suite: of the conformance suite and its oracle.
+        suite: primitive -> of the conformance suite with its problems and its oracle.
     """
 
     sources: Mapping[tuple[str, str, str], str]
-    suite: str
+    suite: Mapping[str, str]
 
     def changed(self, evidence: Evidence) -> str:
         """What has changed since a record was made; "" when it is of today's sources."""
         data = evidence.data
         if data["source_hash"] != self.sources.get((data["implementation"], data["primitive"], evidence.arch)):
             return "the sources"
-        if evidence.kind == "conformance" and data["suite_hash"] != self.suite:
+        if evidence.kind == "conformance" and data["suite_hash"] != self.suite.get(data["primitive"]):
             return "the conformance suite"
         return ""
 

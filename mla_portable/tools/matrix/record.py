@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final
 
-from mla_portable.contracts import DeviceFacts
+from mla_portable.contracts import DeviceFacts, Primitive
 from mla_portable.registry.facts import library_versions
 from mla_portable.sources import module_file, source_hash
 from mla_portable.tools.conformance import CaseResult, Report
@@ -139,7 +139,7 @@ def conformance_records(
                 "mode": mode_of(claim, report.device.device_type, environ),
                 "level": report.level,
                 "match": match,
-                "suite_hash": suite_hash(),
+                "suite_hash": suite_hash(Primitive.named(primitive)),
                 "heads": sorted({r.num_heads for r in requests if r.num_heads is not None}),
                 "topk": sorted({r.topk for r in requests if r.topk is not None}),
                 "cases": {"passed": passed, "failed": len(results) - passed, "skipped": 0},

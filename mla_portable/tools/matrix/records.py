@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
 import mla_portable
+from mla_portable.contracts import Primitive
 from mla_portable.registry import Registry
-from mla_portable.sources import ARCH, source_hash, tree_hash
+from mla_portable.sources import ARCH, imported, modules_of, source_hash
 from mla_portable.tools.matrix.claims import Declarations, collect_declarations
 from mla_portable.tools.matrix.evidence import Evidence, load_evidence
 from mla_portable.tools.matrix.levels import Cell, Hashes, evaluate
@@ -21,8 +23,9 @@ __all__ = ["EVIDENCE", "Records", "find_records", "hashes_of", "read_profiles", 
 
 EVIDENCE = "evidence"
 _PROFILES = "profiles"
-_JUDGES: Final = ("mla_portable.tools.conformance", "mla_portable.problems")
-"""Packages that make and judge the suite's cases, with what they import of the reference: a result is worth what they are."""
+_SUITE: Final = "mla_portable.tools.conformance"
+_JUDGES: Final = (_SUITE, "mla_portable.problems")
+"""Packages that make and judge the suite's cases: a result is worth what they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +62,11 @@ def find_records(given: Path | None = None) -> Path:
     return given
 
 
-def suite_hash() -> str:
-    """Of the conformance suite with the oracle that judges for it."""
-    return tree_hash(_JUDGES)
+@cache
+def suite_hash(primitive: Primitive) -> str:
+    """Of the conformance suite, with the primitive's problems, its oracle, and what these import."""
+    own = [primitive.problems_module] if primitive.problems_module else []
+    return source_hash(imported([*own, *modules_of(_SUITE)], _JUDGES))
 
 
 def hashes_of(declarations: Declarations, archs: Iterable[str]) -> Hashes:
@@ -71,7 +76,7 @@ def hashes_of(declarations: Declarations, archs: Iterable[str]) -> Hashes:
         fixed = None if any(ARCH in source for source in claim.sources) else source_hash(claim.sources)
         for arch in set(archs):
             found[claim.implementation, claim.primitive, arch] = fixed or source_hash(claim.sources, arch)
-    return Hashes(found, suite_hash())
+    return Hashes(found, {str(each): suite_hash(each) for each in Primitive.all()})
 
 
 def read_profiles(folder: Path) -> dict[str, Profile]:
