@@ -3,8 +3,8 @@
 
     python ci/run_older_ptx.py sm80 BACKEND [--level smoke] [--primitive P] [--jobs N] --out FILE
 
-Triton is told that the GPU is of the older architecture, and the PTX that it makes is given to the driver in place of the
-binary, so that the driver compiles it for the chip. Kernels are configured as for a device of that architecture (its profile).
+Triton compiles for the older architecture, and the driver compiles its PTX for the chip (`vllm_gpu/older_ptx.py`). Kernels are
+configured as for a device of that architecture (its profile).
 The result speaks of the numerics of that code path: shared memory and registers of the older device are checked when it is
 compiled (`ci/compile`), and its speed is not known from here. Nothing but Triton's kernels can be run this way.
 
@@ -14,53 +14,22 @@ compiled (`ci/compile`), and its speed is not known from here. Nothing but Trito
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 import tempfile
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
 from record_evidence import ROOT, driver, read, write_unbound
-from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import CompiledKernel
-from triton.runtime import driver as triton_driver
+from vllm_gpu.older_ptx import load_ptx_instead
 
 from mla_portable.contracts import Primitive
 from mla_portable.registry import Registry, get_registry
 from mla_portable.tools.conformance import Case, CaseResult, run_suite
 from mla_portable.tools.conformance.runner import run_installed
 from mla_portable.tools.matrix.record import conformance_records, origin_of
-
-
-def ptx_of(kernel: Any, capability: int) -> bytes:
-    """The PTX of a compiled kernel. Raises: RuntimeError when it is for another architecture."""
-    text = kernel.asm["ptx"]
-    if f".target sm_{capability}" not in text:
-        raise RuntimeError(f"{kernel.name}: the PTX is not for sm_{capability}; an older copy in Triton's cache?")
-    return text.encode()
-
-
-@cache
-def load_ptx_instead(capability: int, loaded: Path) -> None:
-    """From now on Triton compiles for `capability` (80 is sm_80) in this process, and hands PTX to the driver.
-
-    The file `loaded`, which processes share, gets the name of every kernel: a run that loaded none has shown nothing.
-    """
-    target = GPUTarget("cuda", capability, 32)
-    triton_driver.active.get_current_target = lambda: target
-    make = CompiledKernel.__init__
-
-    def make_then_replace(self: Any, *arguments: Any, **options: Any) -> None:
-        make(self, *arguments, **options)
-        self.kernel = ptx_of(self, capability)
-        with loaded.open("a", encoding="utf-8") as file:
-            file.write(f"{os.getpid()} {self.name}\n")
-
-    CompiledKernel.__init__ = make_then_replace
 
 
 def run_older(capability: int, loaded: Path, case: Case, device: torch.device) -> CaseResult:

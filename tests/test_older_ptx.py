@@ -46,19 +46,20 @@ NO_DRIVER = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-import run_older_ptx, triton
+import triton
+from vllm_gpu import older_ptx
 from kernel_file import double
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-run_older_ptx.triton_driver = SimpleNamespace(active=SimpleNamespace())
+older_ptx.triton_driver = SimpleNamespace(active=SimpleNamespace())
 
 def compiled(capability):
     return triton.compile(ASTSource(double, {"x": "*fp32"}, constexprs={}), target=GPUTarget("cuda", capability, 32))
 
 loaded = Path("loaded")
-run_older_ptx.load_ptx_instead(80, loaded)
-run_older_ptx.load_ptx_instead(80, loaded)
-assert run_older_ptx.triton_driver.active.get_current_target() == GPUTarget("cuda", 80, 32)
+older_ptx.load_ptx_instead(80, loaded)
+older_ptx.load_ptx_instead(80, loaded)
+assert older_ptx.triton_driver.active.get_current_target() == GPUTarget("cuda", 80, 32)
 made = compiled(80)
 assert b".target sm_80" in made.kernel and b".visible .entry double" in made.kernel
 assert [line.split()[1] for line in loaded.read_text().splitlines()] == ["double"]

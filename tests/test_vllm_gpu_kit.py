@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 KIT = Path(__file__).parents[1] / "ci" / "vllm_gpu"
-MODULES = ("checkpoint", "jobs", "judge", "engine", "timing", "kit")
+MODULES = ("checkpoint", "rehearse", "selections", "jobs", "judge", "engine", "timing", "kit")
 
 
 @pytest.fixture(scope="module")
@@ -173,11 +173,13 @@ def test_processes_leave_results_or_errors_and_end_with_their_workers(kit: Any, 
     todo = [
         job("good", environ={"WORKER": str(worker)}),
         job("bad", block=16),
+        job("without", rehearsal={"hidden": ["flashmla"]}),
+        job("misnamed", rehearsal={"hidden": ["flashmall"]}),
         job("slow", environ={"SLEEP": "90"}, seconds=2),
         job("refuse-block", "refuse", block=16, says="block_size"),
         job("refuse-none", "refuse", says="block_size"),
     ]
-    found = kit.kit.run(todo, tmp_path, tmp_path, parallel=5, end=begin + 80)
+    found = kit.kit.run(todo, tmp_path, tmp_path, parallel=7, end=begin + 80)
     assert time.monotonic() - begin < 80
     good = {"tokens": [7, 7], "logprobs": [{"7": -0.5}, {"7": -0.5}]}
     assert found["good"].runs == [[{"length": 3, **good}, {"length": 5, **good}]] * 2
@@ -185,6 +187,7 @@ def test_processes_leave_results_or_errors_and_end_with_their_workers(kit: Any, 
     assert found["good"].served == "fused: sparse_decode triton.portable"
     assert ended(int(worker.read_text()))
     assert found["bad"].runs == [] and found["bad"].error == "exit 1\nValueError: block_size 16\nRuntimeError: no luck"
+    assert found["without"].runs == found["good"].runs and "flashmall" in found["misnamed"].error
     assert found["slow"].error.startswith("ran out of time")
     lines = {line.name: line.passed for line in kit.judge.agreement(found, [], tmp_path)}
     assert lines == {"refuse-block": True, "refuse-none": False}

@@ -117,7 +117,7 @@ def kit():
         yield weights, import_module("judge")
     finally:
         sys.path.remove(str(KIT))
-        for name in ("checkpoint", "jobs", "judge"):
+        for name in ("checkpoint", "jobs", "judge", "rehearse", "selections"):
             sys.modules.pop(name, None)
 
 

@@ -17,8 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import rehearse
 from checkpoint import SEED, prompts
 from jobs import Job
+from selections import Watch
 
 LOGPROBS: Final = 5
 
@@ -49,12 +51,20 @@ def run_prompts(llm: Any, lengths: list[int], tokens: list[int]) -> list[dict[st
 
 
 def generate(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
-    """All prompts together, as often as the job says."""
+    """All prompts together, as often as the job says; the selections of the first time where it says so."""
     llm, options = start(job, checkpoints), job.options
-    lengths = list(options["lengths"])
-    runs = [run_prompts(llm, lengths, [options["tokens"]] * len(lengths)) for _ in range(options["repeats"])]
+    lengths, found = list(options["lengths"]), dict[str, Any]()
+    tokens = [options["tokens"]] * len(lengths)
+    watch = Watch(llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()) if options.get("watch") else None
+    runs = [run_prompts(llm, lengths, tokens)]
+    if watch is not None:
+        found["watch"] = watch.end(where / f"{job.name}.selections")
+    runs += [run_prompts(llm, lengths, tokens) for _ in range(options["repeats"] - 1)]
+    if job.rehearsal.get("arch"):
+        found["rehearsed"] = rehearse.state(where / f"{job.name}.kernels")
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    return {"runs": runs, "impl": sorted({type(layer.impl).__qualname__ for layer in layers if hasattr(layer, "impl")})}
+    impl = sorted({type(layer.impl).__qualname__ for layer in layers if hasattr(layer, "impl")})
+    return {"runs": runs, "impl": impl, **found}
 
 
 def requests(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
@@ -103,6 +113,8 @@ TASKS: Final = {"generate": generate, "requests": requests, "refuse": refuse, "s
 def main() -> None:
     given, result, checkpoints = (Path(word) for word in sys.argv[1:])
     job = Job(**json.loads(given.read_text()))
+    if job.rehearsal:
+        rehearse.install(result.parent / f"{job.name}.kernels", **job.rehearsal)
     result.write_text(json.dumps(TASKS[job.task](job, checkpoints, result.parent)))
     sys.stdout.flush()
     os._exit(0)  # an engine may take long to shut down, or not end at all

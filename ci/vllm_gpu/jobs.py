@@ -14,6 +14,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
+import rehearse
+
 HEADS: Final = (64, 16, 128)
 KV_DTYPES: Final = ("fp8_ds_mla", "auto")
 TOPK: Final = 2048
@@ -24,8 +26,24 @@ WHO: Final[dict[str, tuple[str | None, dict[str, str]]]] = {
     "triton": ("CUSTOM", {"MLA_PORTABLE_VLLM": "custom", "MLA_PORTABLE_BACKEND": "triton"}),
     "override": (None, {"MLA_PORTABLE_VLLM": "override"}),
     "untouched": (None, {"MLA_PORTABLE_VLLM": "auto"}),
+    "sm80": (None, {"MLA_PORTABLE_VLLM": "auto"}),
+    "sm80bare": (None, {"MLA_PORTABLE_VLLM": "auto"}),
+    "sm89": (None, {"MLA_PORTABLE_VLLM": "auto"}),
+    "bare": ("CUSTOM", {"MLA_PORTABLE_VLLM": "custom"}),
+    "indexer": ("FLASHMLA_SPARSE", {"MLA_PORTABLE_VLLM": "auto", "MLA_PORTABLE_VLLM_INDEXER": "on"}),
 }
 """The backend that vLLM is asked for (None: it chooses by itself), and the plugin's environment."""
+
+REHEARSALS: Final[dict[str, dict[str, Any]]] = {
+    "sm80": {"arch": "sm80", "refusing": ["deep_gemm"]},
+    "sm80bare": {"arch": "sm80", "hidden": ["deep_gemm", "flashmla", "flash_attention_3"]},
+    "sm89": {"arch": "sm89", "refusing": ["deep_gemm"]},
+    "bare": {"hidden": ["deep_gemm", "flashmla"]},
+    "indexer": {"refusing": ["deep_gemm"]},
+}
+"""By a key of WHO, arguments of `rehearse.install`. A bare process has packages missing. On an older GPU the DeepGEMM of
+vLLM's wheel can be imported and refuses. So it does in `indexer`: there ours must serve on request, and a call of DeepGEMM's
+is fatal."""
 
 MODES: Final[dict[str, dict[str, Any]]] = {
     "eager": {"enforce_eager": True},
@@ -57,7 +75,7 @@ class Job:
         name: unique. task: generate, requests, speed or refuse, functions of `engine`. who: a key of WHO. kv, heads: the cache
             format, query heads of the checkpoint. mode: a key of MODES. gpus: tensor parallelism.
         arguments: more arguments of vllm.LLM. environ: more environment variables. options: of the task.
-        seconds: it may take.
+        rehearsal: arguments of `rehearse.install`, none for a process as it is. seconds: it may take.
     """
 
     name: str
@@ -70,6 +88,7 @@ class Job:
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
     environ: dict[str, str] = field(default_factory=dict[str, str])
     options: dict[str, Any] = field(default_factory=dict[str, Any])
+    rehearsal: dict[str, Any] = field(default_factory=dict[str, Any])
     seconds: int = 150
 
     def llm_arguments(self, checkpoints: Path) -> dict[str, Any]:
@@ -95,7 +114,8 @@ class Job:
         """Of the job's process; nothing of this project in the caller's environment reaches it."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("MLA_PORTABLE_")}
         shadow = {"MLA_PORTABLE_VLLM_SHADOW_FILE": str(out / f"{self.name}.shadow")}
-        return {**kept, **_ENVIRON, **shadow, **WHO[self.who][1], **self.environ}
+        older = rehearse.environ(self.rehearsal.get("arch", ""), out / "caches")
+        return {**kept, **_ENVIRON, **older, **shadow, **WHO[self.who][1], **self.environ}
 
 
 def cell(kv: str, heads: int) -> str:
@@ -104,10 +124,11 @@ def cell(kv: str, heads: int) -> str:
 
 
 def _generate(who: str, kv: str, heads: int, mode: str, **more: Any) -> Job:
-    options = {**_TEXTS, "repeats": 3 if (who, mode) == ("stock", "eager") else 1}
-    environ = {"MLA_PORTABLE_VLLM_SHADOW": "1"} if mode == "eager" and who not in ("stock", "untouched") else {}
-    name = f"{who}-{cell(kv, heads)}-{mode}"
-    return Job(name, "generate", who, kv, heads, mode, environ=environ, options=options, **more)
+    watch = mode != "default" and who in ("stock", *REHEARSALS)  # torch.compile leaves no module to watch
+    options = {**_TEXTS, "repeats": 3 if (who, mode) == ("stock", "eager") else 1, "watch": watch}
+    environ = {"MLA_PORTABLE_VLLM_SHADOW": "1"} if mode == "eager" and who in ("plugin", "triton", "override") else {}
+    more |= {"environ": environ, "options": options, "rehearsal": REHEARSALS.get(who, {})}
+    return Job(f"{who}-{cell(kv, heads)}-{mode}", "generate", who, kv, heads, mode, **more)
 
 
 def _requests() -> Iterator[Job]:
@@ -145,6 +166,26 @@ def agreement() -> list[Job]:
     # `fp8` is what users write for fp8_ds_mla, and what vLLM's automatic choice turns into it
     jobs += [_generate(who, "fp8", 64, "eager") for who in ("override", "untouched")]
     return [*jobs, *_refusals()]
+
+
+def indexer() -> list[Job]:
+    """Engines with our indexer: on rehearsed older GPUs, without DeepGEMM and FlashMLA, on request; stock to compare with."""
+    cells = list(product((16, 128), KV_DTYPES))
+    apart = [(16, "fp8_ds_mla", "eager"), (128, "auto", "eager"), (16, "auto", "graphs"), (128, "fp8_ds_mla", "graphs")]
+    every = [(heads, kv, mode) for mode in ("eager", "graphs") for heads, kv in cells]
+    jobs = [*_rehearsed_refusals()]
+    jobs += [_generate(who, "fp8_ds_mla", 16, "eager", seconds=240) for who in ("sm80", "sm89", "bare", "indexer", "stock")]
+    jobs += [_generate("sm80", "fp8_ds_mla", 16, "default", seconds=300)]
+    sets = {"sm80": every, "sm89": every, "stock": every, "bare": apart, "indexer": apart, "sm80bare": apart[1:3]}
+    jobs += [_generate(who, kv, heads, mode, seconds=240) for who, several in sets.items() for heads, kv, mode in several]
+    return list({job.name: job for job in jobs}.values())
+
+
+def _rehearsed_refusals() -> Iterator[Job]:
+    """Stock's indexer on an A100: what users meet there, and a rehearsal must meet."""
+    for who, says in (("sm80", "fp8e4nv"), ("sm80bare", "requires DeepGEMM")):
+        more = {"environ": {"MLA_PORTABLE_VLLM_INDEXER": "off"}, "options": {"says": says}, "rehearsal": REHEARSALS[who]}
+        yield Job(f"refuse-{who}-off", "refuse", who, heads=16, seconds=240, **more)
 
 
 def speed() -> list[Job]:

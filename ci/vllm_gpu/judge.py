@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import jobs
+import selections
 
 TOLERANCE: Final = 0.1
 """Log-probabilities of two correct implementations differ by no more where nothing is selected away."""
@@ -96,12 +97,16 @@ def read_shadow(file: Path) -> tuple[bool, str]:
 
 @dataclass(frozen=True)
 class Done:
-    """A job that ran: its result ({} where it left none), what went wrong ("" where nothing did), which kernels served."""
+    """A job that ran: its result ({} where it left none), what went wrong ("" where nothing did), which kernels served.
+
+    indexer: whose indexer selected, as the plugin's log says it.
+    """
 
     job: jobs.Job
     result: dict[str, Any]
     error: str = ""
     served: str = ""
+    indexer: str = ""
 
     @property
     def runs(self) -> list[Run]:
@@ -153,7 +158,7 @@ def _cell(ran: Ran, out: Path, cell: str) -> Iterator[Line]:
     short, long = (max((agree(*pair, **side).difference for pair in pairs), default=0.0) for side in (_SHORT, _LONG))
     found = f"against itself: short {short:.3f}, long {long:.3f}" if pairs else "did not finish"
     yield Line(f"stock-{cell}-eager", found, None if pairs else False)
-    for who, mode in product(("plugin", "triton", "override"), jobs.MODES):
+    for who, mode in product(("plugin", "triton", "override", *jobs.REHEARSALS), jobs.MODES):
         theirs = stock["eager" if mode == "eager" else "graphs"]
         yield _against(ran, out, f"{who}-{cell}-{mode}", theirs, limit(long))
 
@@ -169,9 +174,36 @@ def _against(ran: Ran, out: Path, name: str, stock: list[Run], limit: float) -> 
     if "MLA_PORTABLE_VLLM_SHADOW" in done.job.environ:
         same, shadow = read_shadow(out / f"{name}.shadow")
         passed, found = passed and same, f"{found}; shadow {shadow}"
+    if done.job.options.get("watch"):
+        rows = [
+            selections.read(out / f"{each}.selections")
+            for each in (name, f"stock-{jobs.cell(done.job.kv, done.job.heads)}-{done.job.mode}")
+        ]
+        same, watched = selections.judge(*rows)
+        passed, found = passed and same and not done.result["watch"], f"{found}; {done.result['watch'] or watched}"
+    if done.job.rehearsal:
+        found = f"{found}; indexer {done.indexer or 'not named'}"
+    wrongly = _served_wrongly(done)
+    return Line(name, f"{found}; {wrongly}", False) if wrongly else Line(name, found, passed)
+
+
+def _served_wrongly(done: Done) -> str:
+    """Which part of the engine was not what the job asks for; "" where all was."""
+    if done.job.who == "indexer":
+        impl = done.result.get("impl")
+        return "" if impl == ["FlashMLASparseImpl"] else f"attention is {impl}"
     if not done.served or (done.job.who == "triton" and "nvidia." in done.served):
-        return Line(name, f"{found}; served by {done.served or 'others'}", False)
-    return Line(name, found, passed)
+        return f"served by {done.served or 'others'}"
+    arch = done.job.rehearsal.get("arch")
+    if arch is None:
+        return ""
+    state = done.result["rehearsed"]
+    foreign = [name for name in state["foreign"] if name in done.served]
+    if set(state["archs"].values()) != {arch} or not state["kernels"] or foreign:
+        return (
+            f"{arch} not rehearsed: {state['archs']}, {state['kernels']} kernels; of other architectures: {foreign or 'none'}"
+        )
+    return ""
 
 
 def _requests(ran: Ran) -> Iterator[Line]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM plugin in real engines on a GPU: runs the jobs, judges what they left, prints a line for each comparison.
 
-    ci/gpu_vllm [FOLDER] [--tensor-parallel] [--only TEXT] [--parallel N] [--budget SECONDS]
+    ci/gpu_vllm [FOLDER] [--indexer | --tensor-parallel] [--only TEXT] [--parallel N] [--budget SECONDS]
 
 FOLDER (default: vllm-report) gets every process's result and log, and `report.txt`. Exit status 1 where a line says FAIL.
 """
@@ -26,13 +26,14 @@ from typing import Final
 
 import checkpoint
 import judge
-from jobs import Job, agreement, speed, tensor_parallel
+from jobs import Job, agreement, indexer, speed, tensor_parallel
 from judge import Done
 
 ENGINE: Final = Path(__file__).with_name("engine.py")
 _FOR_TIMES: Final = 0.35
 """Share of the budget that is kept for what is timed, which runs last."""
 _SERVES: Final = re.compile(r"mla_portable serves .*? by route (\S+: .*?); cache")
+_INDEXER: Final = re.compile(r"the DSA indexer is (.*)")
 _ERROR: Final = re.compile(r"^(?:.*\] )?([\w.]+(?:Error|Exception|Argument|Request|Route|Mismatch): .{0,800})", re.MULTILINE)
 
 
@@ -54,10 +55,10 @@ def run_job(job: Job, out: Path, checkpoints: Path, end: float) -> Done | None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     text = log.read_text(errors="replace")
-    served = "; ".join(dict.fromkeys(_SERVES.findall(text)))
+    served, indexer = ("; ".join(dict.fromkeys(pattern.findall(text))) for pattern in (_SERVES, _INDEXER))
     error = "" if status == "exit 0" and result.exists() else "\n".join([status, *errors_of(text)])
     print(f"{job.name:32} {time.monotonic() - begin:5.0f} s  {status}", flush=True)
-    return Done(job, {} if error else json.loads(result.read_text()), error, served)
+    return Done(job, {} if error else json.loads(result.read_text()), error, served, indexer)
 
 
 def errors_of(log: str) -> list[str]:
@@ -77,7 +78,9 @@ def main(words: Sequence[str] | None = None) -> int:
     """Raises: SystemExit when --only names nothing, or the folder holds an earlier run."""
     parser = argparse.ArgumentParser(prog="ci/gpu_vllm", description="The vLLM plugin in real engines on a GPU.")
     parser.add_argument("folder", nargs="?", type=Path, default=Path("vllm-report"), help="for results and logs")
-    parser.add_argument("--tensor-parallel", action="store_true", help="two GPUs against one, and nothing else")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--indexer", action="store_true", help="the indexer, also on rehearsed older GPUs, and nothing else")
+    other.add_argument("--tensor-parallel", action="store_true", help="two GPUs against one, and nothing else")
     parser.add_argument("--only", default="", help="jobs whose name contains one of these, comma-separated")
     parser.add_argument("--parallel", type=int, default=10, help="processes at a time on the GPU")
     parser.add_argument("--budget", type=int, default=500, help="seconds for all of it")
@@ -90,8 +93,8 @@ def main(words: Sequence[str] | None = None) -> int:
     def chosen(several: list[Job]) -> list[Job]:
         return [job for job in several if any(text in job.name for text in args.only.split(","))]
 
-    compared = chosen(tensor_parallel() if args.tensor_parallel else agreement())
-    timed = [] if args.tensor_parallel else chosen(speed())
+    compared = chosen(tensor_parallel() if args.tensor_parallel else indexer() if args.indexer else agreement())
+    timed = [] if args.tensor_parallel or args.indexer else chosen(speed())
     if not compared and not timed:
         raise SystemExit(f"--only {args.only}: no job has that in its name")
     checkpoints = out / "checkpoints"

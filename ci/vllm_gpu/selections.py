@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the indexer of a running engine selects, judged by the logits of its own inputs, and against another engine's.
+
+The indexer's module is watched in steps that run eagerly. Of some tokens of each step its logits are computed again in
+float64, from the queries, the weights and the bytes of the cache that it was given. A selection is right if every token left
+out has a logit that exceeds the smallest selected one by NEAR at most. Engines run the same prompts together in the same
+steps, so the row of a step names the same token in all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+NEAR: Final = 1e-3
+"""Of a row's largest logit: as far apart as two logits may be that an accurate indexer takes one for the other."""
+ALIKE: Final = 0.05
+"""Of a row's largest logit: as much may the first layer's logits of two engines differ. Their queries are rounded to e4m3."""
+
+_ROWS: Final = 8
+"""Tokens of a chunk of prefill that are looked at, and of a step's decodes."""
+_WIDTH, _SCALE_BYTES = 128, 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """A token's selection. logits: [n] float32, of all positions that it sees. chosen: positions. decode: not of a prompt."""
+
+    logits: Tensor
+    chosen: Tensor
+    topk: int
+    decode: bool
+
+    def wrong(self) -> float:
+        """How far beyond the exact selection's edge a position was taken or left out, relative; inf for no selection at all."""
+        count, taken = len(self.logits), len(self.chosen)
+        distinct = taken == len(self.chosen.unique()) == min(count, self.topk)
+        if not distinct or (taken and not 0 <= int(self.chosen.min()) <= int(self.chosen.max()) < count):
+            return math.inf
+        if count <= self.topk:
+            return 0.0
+        left = torch.ones(count, dtype=torch.bool)
+        left[self.chosen] = False
+        apart = float(self.logits[left].max() - self.logits[self.chosen].min())
+        return max(0.0, apart) / self._size() if math.isfinite(apart) else math.inf
+
+    def apart(self, other: Row) -> float:
+        """The largest difference of two rows' logits, relative."""
+        return float((self.logits - other.logits).abs().max()) / self._size()
+
+    def differing(self, other: Row) -> int:
+        """Positions that one selects and the other does not."""
+        return len(self.chosen) - int(torch.isin(self.chosen, other.chosen).sum())
+
+    def _size(self) -> float:
+        return float(self.logits.abs().max().clamp(min=1e-30))
+
+
+Rows = dict[tuple[int, int, int], Row]
+"""By step, layer and the token's row in the step."""
+
+
+def exact_logits(query: Tensor, weights: Tensor, cache: Tensor, blocks: Tensor, count: int) -> Tensor:
+    """[count] float64: sum over heads of weight * relu(query . key).
+
+    Args:
+        query: [H, 128] e4m3 or bf16. weights: [H]. blocks: of the token's request, in order. count: positions that it sees.
+        cache: uint8 [blocks, block_size, 132]: a page is block_size * 128 e4m3 bytes, then block_size float32 scales.
+    """
+    block_size = cache.shape[1]
+    pages = cache[blocks[: -(-count // block_size)].long()].flatten(1)  # [pages, block_size * 132]
+    values, scales = pages.split([block_size * _WIDTH, block_size * _SCALE_BYTES], dim=1)
+    keys = values.contiguous().view(torch.float8_e4m3fn).view(-1, _WIDTH).double()
+    keys = keys * scales.contiguous().view(torch.float32).view(-1, 1).double()
+    return weights.double() @ (query.double() @ keys[:count].T).relu()
+
+
+def _sampled(count: int) -> list[int]:
+    """Up to _ROWS of `count` rows, evenly spaced, the last one among them."""
+    return [count - 1 - number * count // _ROWS for number in range(_ROWS)] if count > _ROWS else list(range(count))
+
+
+def _seen(metadata: Any) -> Iterator[tuple[int, Tensor, int, bool]]:
+    """(row in the step, its request's blocks, positions it sees, whether it is a decode) of the rows that are looked at."""
+    for chunk in metadata.prefill.chunks if metadata.num_prefills else ():
+        for row in _sampled(chunk.token_end - chunk.token_start):
+            start, end = int(chunk.cu_seqlen_ks[row]), int(chunk.cu_seqlen_ke[row])
+            request = int(torch.searchsorted(chunk.cu_seq_lens, start, right=True)) - 1
+            yield chunk.token_start + row, chunk.block_table[request], end - start, False
+    if metadata.num_decodes:
+        lengths = metadata.decode.seq_lens.flatten()
+        for row in _sampled(metadata.num_decode_tokens):
+            yield row, metadata.decode.block_table[row], int(lengths[row]), True
+
+
+class Watch:
+    """Looks at the selections of an engine in this process, from when it is made until `end`."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.rows: Rows = {}
+        self.failure = ""
+        found = [each for each in model.modules() if "SparseAttnIndexer" in {base.__name__ for base in type(each).__mro__}]
+        self._steps = [0] * len(found)
+        self._hooks = [each.register_forward_hook(partial(self._look, layer)) for layer, each in enumerate(found)]
+
+    def _look(self, layer: int, indexer: Any, given: tuple[Any, ...], selected: Any) -> None:
+        """A failure is kept for the judge: the engine goes on."""
+        if self.failure:
+            return
+        try:
+            self._add(layer, indexer, given)
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+
+    def _add(self, layer: int, indexer: Any, given: tuple[Any, ...]) -> None:
+        from vllm.forward_context import get_forward_context
+
+        metadata = get_forward_context().attn_metadata
+        if not isinstance(metadata, dict) or (given[1].is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        _, queries, _, weights = given
+        step, cache, topk = self._steps[layer], indexer.k_cache, indexer.topk_tokens
+        self._steps[layer] += 1
+        for row, blocks, count, decode in _seen(metadata[cache.prefix]):
+            logits = exact_logits(queries[row], weights[row], cache.kv_cache, blocks, count)
+            chosen = indexer.topk_indices_buffer[row, :topk]
+            chosen = chosen[chosen >= 0].long().cpu()
+            self.rows[step, layer, row] = Row(logits.float().cpu(), chosen, topk, decode)
+
+    def end(self, file: Path) -> str:
+        """Stop, write the rows; what failed."""
+        for hook in self._hooks:
+            hook.remove()
+        kept = {key: (row.logits, row.chosen.int(), row.topk, row.decode) for key, row in self.rows.items()}
+        torch.save(kept, file)
+        return self.failure
+
+
+def read(file: Path) -> Rows:
+    """The rows that an engine left, {} where it left none."""
+    kept = torch.load(file) if file.exists() else {}
+    return {key: Row(logits, chosen.long(), topk, decode) for key, (logits, chosen, topk, decode) in kept.items()}
+
+
+def judge(ours: Rows, stock: Rows) -> tuple[bool, str]:
+    """Whether the selections are right and those of prompts are stock's but for near-ties; what was found."""
+    if not ours:
+        return False, "no selection was seen"
+    wrong = max(row.wrong() for row in ours.values())
+    long = [row for row in ours.values() if len(row.logits) > row.topk]
+    alike = [(key[1], row, stock[key]) for key, row in ours.items() if not row.decode and key in stock]
+    alike = [(layer, row, other) for layer, row, other in alike if len(row.logits) == len(other.logits)]
+    first = max((row.apart(other) for layer, row, other in alike if layer == 0), default=math.inf)
+    differing = sum(row.differing(other) for _, row, other in alike)
+    chosen = sum(len(row.chosen) for _, row, _ in alike)
+    text = f"{len(ours)} selections, {len(long)} of more keys than top-k, off by {wrong:.1e} of a logit; against stock's"
+    text += f" {differing} of {chosen} positions of {len(alike)} differ, logits of layer 0 by {first:.1e}"
+    return wrong <= NEAR and first <= ALIKE and bool(long), text
