@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -71,7 +72,6 @@ def driver():  # Triton's, without a GPU
 
     utils = SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": 227 << 10, "multiprocessor_count": 132})
     older_ptx.triton_driver = SimpleNamespace(active=SimpleNamespace(utils=utils))
-    del sys.modules["triton"]  # as a fresh process, for rehearse.install
     return older_ptx.triton_driver.active
 """
 
@@ -95,7 +95,7 @@ AS_AN_A100 = """
 triton = driver()
 rehearse.install(loaded, arch="sm80", refusing=["deep_gemm"])
 properties = torch.cuda.get_device_properties("cuda")
-assert torch.cuda.get_device_capability() == (8, 0)
+assert torch.cuda.get_device_capability() == (8, 0) and torch.cuda.get_device_name() == "NVIDIA A100-SXM4-80GB"
 assert (properties.shared_memory_per_block_optin, properties.multi_processor_count) == (163 << 10, 132)
 assert triton.get_current_target().arch == 80
 assert triton.utils.get_device_properties(0) == {"max_shared_mem": 163 << 10, "multiprocessor_count": 132}
@@ -161,8 +161,9 @@ def test_a_rehearsal_that_comes_late_is_refused(tmp_path: Path):
 
 @pytest.mark.parametrize(("arch", "profile"), [("sm80", "a100-80g"), ("sm89", "l40s")])
 def test_what_an_older_gpu_reports_is_what_its_profile_says(kit: Any, arch: str, profile: str):
-    facts = load_profiles(ROOT / "capability" / "profiles")[profile].device_facts()
-    gpu = kit.rehearse.GPUS[arch]
+    known = load_profiles(ROOT / "capability" / "profiles")[profile]
+    facts, gpu = known.device_facts(), kit.rehearse.GPUS[arch]
+    assert re.fullmatch(known.pattern, gpu.name)
     assert "sm{}{}".format(*gpu.capability) == facts.arch == arch
     assert gpu.shared_memory[0] == facts.shared_memory
 

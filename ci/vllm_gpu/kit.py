@@ -33,7 +33,7 @@ ENGINE: Final = Path(__file__).with_name("engine.py")
 _FOR_TIMES: Final = 0.35
 """Share of the budget that is kept for what is timed, which runs last."""
 _SERVES: Final = re.compile(r"mla_portable serves .*? by route (\S+: .*?); cache")
-_INDEXER: Final = re.compile(r"the DSA indexer is (.*)")
+_INDEXER: Final = re.compile(r"(?:mla_portable serves the DSA indexer on|the DSA indexer is) (.*)")
 _ERROR: Final = re.compile(r"^(?:.*\] )?([\w.]+(?:Error|Exception|Argument|Request|Route|Mismatch): .{0,800})", re.MULTILINE)
 
 

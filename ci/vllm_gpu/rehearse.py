@@ -2,13 +2,13 @@
 """Make this process run as it would on an older NVIDIA GPU, or without some of the packages that are installed.
 
 As on the older GPU are
-- the compute capability and the shared memory of a block, as torch and NVML report them, and with them all that torch, Triton,
-  vLLM and mla_portable conclude;
+- its name, compute capability and shared memory, as torch and NVML report them, and with them all that torch, Triton, vLLM and
+  mla_portable conclude;
 - every Triton kernel, vLLM's own included: it is compiled for that architecture, and only its PTX for the chip (`older_ptx`);
 - packages: a hidden one cannot be imported or loaded, one that refuses can be imported and its kernels raise.
 
-As on the GPU that is there are its name, memory and number of SMs, its speed, and code that was compiled ahead: torch, cuBLAS
-and vLLM's operators run what they hold for the chip.
+As on the GPU that is there are its memory, number of SMs and speed, and code that was compiled ahead: torch, cuBLAS and vLLM's
+operators run what they hold for the chip.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NoReturn
@@ -31,15 +30,16 @@ import torch
 class OlderGPU:
     """What a GPU reports. shared_memory: bytes, for a block that opts in, and for an SM."""
 
+    name: str
     capability: tuple[int, int]
     shared_memory: tuple[int, int]
 
 
 GPUS: Final = {
-    "sm80": OlderGPU((8, 0), (163 << 10, 164 << 10)),
-    "sm89": OlderGPU((8, 9), (99 << 10, 100 << 10)),
+    "sm80": OlderGPU("NVIDIA A100-SXM4-80GB", (8, 0), (163 << 10, 164 << 10)),
+    "sm89": OlderGPU("NVIDIA L40S", (8, 9), (99 << 10, 100 << 10)),
 }
-"""An A100 and an L40S (capability/profiles)."""
+"""Their profiles say the same (capability/profiles)."""
 
 PACKAGES: Final = {
     "deep_gemm": ("deep_gemm", "vllm.third_party.deep_gemm"),
@@ -53,14 +53,14 @@ _KERNELS: Final = ("gemm", "logits", "einsum")
 
 
 def install(loaded: Path, *, arch: str = "", hidden: Sequence[str] = (), refusing: Sequence[str] = ()) -> None:
-    """Before anything asks torch for the device, and before vLLM is imported.
+    """Call this before anything asks torch for the device, and before vLLM is imported.
 
     Args:
         loaded: the file that gets the name of each Triton kernel.
         arch: a key of GPUS; "" for the GPU that is there. hidden: keys of PACKAGES. refusing: likewise, "deep_gemm" alone.
-    Raises: RuntimeError where something has asked already.
+    Raises: RuntimeError where vLLM or mla_portable is imported already.
     """
-    late = [name for name in ("triton", "vllm", "torch._inductor", "mla_portable") if name in sys.modules]
+    late = [name for name in ("vllm", "mla_portable") if name in sys.modules]
     if late:
         raise RuntimeError(f"{', '.join(late)} imported before the rehearsal of {arch or hidden or refusing}: install it first")
     hide([module for package in hidden for module in PACKAGES[package]])
@@ -73,20 +73,20 @@ def install(loaded: Path, *, arch: str = "", hidden: Sequence[str] = (), refusin
 
 
 def report(gpu: OlderGPU) -> None:
-    """torch and NVML report the capability of `gpu` and its shared memory."""
+    """torch and NVML report what `gpu` does."""
     read = torch.cuda.get_device_properties
     block, multiprocessor = gpu.shared_memory
-    older = {"major": gpu.capability[0], "minor": gpu.capability[1]}
+    older: dict[str, Any] = {"name": gpu.name, "major": gpu.capability[0], "minor": gpu.capability[1]}
     older |= {"shared_memory_per_block_optin": block, "shared_memory_per_multiprocessor": multiprocessor}
 
     def properties(device: Any = None) -> SimpleNamespace:
         found = read(device)
         return SimpleNamespace(**{name: getattr(found, name) for name in dir(found) if not name.startswith("_")} | older)
 
-    torch.cuda.get_device_properties = properties  # torch.cuda.get_device_capability and is_bf16_supported ask it
-    nvml = import_module("vllm.third_party.pynvml") if find_spec("vllm") else None
-    if nvml is not None:
-        nvml.nvmlDeviceGetCudaComputeCapability = lambda handle: list(gpu.capability)
+    torch.cuda.get_device_properties = properties  # torch.cuda.get_device_capability and get_device_name ask it
+    nvml = import_module("vllm.third_party.pynvml")
+    nvml.nvmlDeviceGetCudaComputeCapability = lambda handle: list(gpu.capability)
+    nvml.nvmlDeviceGetName = lambda handle: gpu.name
 
 
 def compile_for(gpu: OlderGPU, loaded: Path) -> None:
@@ -159,7 +159,7 @@ def environ(arch: str, caches: Path) -> dict[str, str]:
 def state(loaded: Path) -> dict[str, Any]:
     """What this process takes its device for, to be judged.
 
-    archs: by who reports it. kernels: how many Triton has loaded as PTX. foreign: implementations for other architectures.
+    archs: by who reports it. kernels: those that Triton loaded as PTX. foreign: implementations for other architectures alone.
     """
     from triton.runtime import driver
     from vllm.platforms import current_platform
@@ -174,6 +174,7 @@ def state(loaded: Path) -> dict[str, Any]:
         "triton": f"sm{driver.active.get_current_target().arch}",
         "mla_portable": facts.arch,
     }
-    foreign = {one.name for one in registry.implementations() if one.support.archs and facts.arch not in one.support.archs}
+    implementations = list(registry.implementations())
+    native = {one.name for one in implementations if one.support.archs is None or facts.arch in one.support.archs}
     kernels = loaded.read_text(encoding="utf-8").split("\n")[:-1] if loaded.exists() else []
-    return {"archs": found, "kernels": len(kernels), "foreign": sorted(foreign)}
+    return {"archs": found, "kernels": len(kernels), "foreign": sorted({one.name for one in implementations} - native)}
