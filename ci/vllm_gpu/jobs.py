@@ -123,8 +123,7 @@ def cell(kv: str, heads: int) -> str:
     return f"{'bf16' if kv == 'auto' else 'fp8'}-h{heads}"
 
 
-def _generate(who: str, kv: str, heads: int, mode: str, **more: Any) -> Job:
-    watch = mode != "default" and who in ("stock", *REHEARSALS)  # torch.compile leaves no module to watch
+def _generate(who: str, kv: str, heads: int, mode: str, *, watch: bool = False, **more: Any) -> Job:
     options = {**_TEXTS, "repeats": 3 if (who, mode) == ("stock", "eager") else 1, "watch": watch}
     environ = {"MLA_PORTABLE_VLLM_SHADOW": "1"} if mode == "eager" and who in ("plugin", "triton", "override") else {}
     more |= {"environ": environ, "options": options, "rehearsal": REHEARSALS.get(who, {})}
@@ -169,23 +168,24 @@ def agreement() -> list[Job]:
 
 
 def indexer() -> list[Job]:
-    """Engines with our indexer: on rehearsed older GPUs, without DeepGEMM and FlashMLA, on request; stock to compare with."""
-    cells = list(product((16, 128), KV_DTYPES))
+    """Engines with our indexer: on rehearsed older GPUs, without DeepGEMM and FlashMLA, on request; stock to compare with.
+
+    The first ones are of every kind. Selections are watched where torch.compile leaves a module to watch.
+    """
+    cells = [(heads, kv, mode) for mode in ("eager", "graphs") for heads, kv in product((16, 128), KV_DTYPES)]
     apart = [(16, "fp8_ds_mla", "eager"), (128, "auto", "eager"), (16, "auto", "graphs"), (128, "fp8_ds_mla", "graphs")]
-    every = [(heads, kv, mode) for mode in ("eager", "graphs") for heads, kv in cells]
-    jobs = [*_rehearsed_refusals()]
-    jobs += [_generate(who, "fp8_ds_mla", 16, "eager", seconds=240) for who in ("sm80", "sm89", "bare", "indexer", "stock")]
-    jobs += [_generate("sm80", "fp8_ds_mla", 16, "default", seconds=300)]
-    sets = {"sm80": every, "sm89": every, "stock": every, "bare": apart, "indexer": apart, "sm80bare": apart[1:3]}
-    jobs += [_generate(who, kv, heads, mode, seconds=240) for who, several in sets.items() for heads, kv, mode in several]
-    return list({job.name: job for job in jobs}.values())
+    sets = {"stock": cells, "sm80": cells, "sm89": cells, "bare": apart, "indexer": apart, "sm80bare": apart[1:3]}
+    several = [(who, *several[0]) for who, several in sets.items()] + [("sm80", 16, "fp8_ds_mla", "default")]
+    several += [(who, *cell) for who, some in sets.items() for cell in some[1:]]
+    jobs = [_generate(who, kv, h, mode, watch=mode != "default", seconds=300) for who, h, kv, mode in several]
+    return [*_rehearsed_refusals(), *jobs]
 
 
 def _rehearsed_refusals() -> Iterator[Job]:
     """Stock's indexer on an A100: what users meet there, and a rehearsal must meet."""
     for who, says in (("sm80", "fp8e4nv"), ("sm80bare", "requires DeepGEMM")):
         more = {"environ": {"MLA_PORTABLE_VLLM_INDEXER": "off"}, "options": {"says": says}, "rehearsal": REHEARSALS[who]}
-        yield Job(f"refuse-{who}-off", "refuse", who, heads=16, seconds=240, **more)
+        yield Job(f"refuse-{who}-off", "refuse", who, heads=16, seconds=300, **more)
 
 
 def speed() -> list[Job]:
