@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[1]
 KIT = ROOT / "ci" / "vllm_gpu"
-MODULES = ("jobs", "judge", "rehearse", "selections")
+MODULES = ("checkpoint", "jobs", "judge", "kit", "rehearse", "selections")
 
 
 @pytest.fixture(scope="module")
@@ -274,6 +274,7 @@ def test_selections_are_compared_with_stocks(kit: Any, row: Any, tmp_path: Path)
     tie = replace(row, chosen=torch.tensor([0, 2, 4, 6]))
     assert judge({(0, 0, 3): row}, {(0, 0, 3): tie}) == (True, judge({(0, 0, 3): row}, {(0, 0, 3): tie})[1])
     assert "1 of 4 positions of 1 differ" in judge({(0, 0, 3): row}, {(0, 0, 3): tie})[1]
+    assert judge({(0, 0, 3): row}, None)[0] and not judge({(0, 0, 3): replace(row, topk=3)}, None)[0]
     assert not judge({}, {(0, 0, 3): row})[0], "nothing was seen"
     assert not judge({(0, 0, 3): row}, {(0, 1, 3): row})[0], "nothing to compare with"
     assert not judge({(0, 0, 3): row}, {(0, 0, 3): replace(row, logits=row.logits * 1.2)})[0], "other logits in layer 0"
@@ -338,3 +339,87 @@ def test_a_watch_that_fails_does_not_stop_the_engine(kit: Any, tmp_path: Path, m
     watch = kit.selections.Watch(indexer)
     indexer(None, torch.zeros((1, 2, 128)), None, torch.zeros((1, 2)))
     assert "get_forward_context" in watch.end(tmp_path / "rows")
+
+
+# ------------------------------------------------------------------ all of it, on a stand-in for vLLM
+
+ENGINE = """
+import os
+from importlib.util import find_spec
+from types import SimpleNamespace as Some
+
+import torch
+from selections import exact_logits
+from vllm import forward_context
+
+SamplingParams = Some
+
+
+class SparseAttnIndexer(torch.nn.Module):
+    def __init__(self, pages):
+        super().__init__()
+        self.k_cache, self.topk_tokens = Some(prefix="cache", kv_cache=pages), 4
+        self.topk_indices_buffer = torch.full((16, 4), -1, dtype=torch.int32)
+
+    def forward(self, hidden, queries, keys, weights):
+        for row in range(len(queries)):
+            logits = exact_logits(queries[row], weights[row], self.k_cache.kv_cache, torch.tensor([0]), 20 + row)
+            best = logits.topk(4, largest=not os.environ.get("WORST")).indices
+            self.topk_indices_buffer[row] = best.int()
+        return self.topk_indices_buffer
+
+
+class LLM:
+    def __init__(self, **given):
+        if os.environ["MLA_PORTABLE_VLLM"] != "off":
+            here = find_spec("vllm.third_party.deep_gemm") is not None
+            print("mla_portable serves 2 layers on x by route fused: sparse_decode triton.portable; cache")
+            print(f"the DSA indexer is mla_portable's, fused, because DeepGEMM is {here}", flush=True)
+        drawn = torch.Generator().manual_seed(1)
+        codes = torch.randn((64, 128), generator=drawn).to(torch.float8_e4m3fn).view(torch.uint8).flatten()
+        pages = torch.cat([codes, torch.ones(64).view(torch.uint8)]).view(1, 64, 132)
+        self.inputs = torch.randn((3, 2, 128), generator=drawn).to(torch.float8_e4m3fn), torch.rand((3, 2), generator=drawn)
+        self.model = SparseAttnIndexer(pages)
+        worker = Some(model_runner=Some(get_model=lambda: self.model))
+        layers = {"a": Some(impl=None)}
+        config = Some(compilation_config=Some(static_forward_context=layers))
+        self.llm_engine = Some(vllm_config=config, model_executor=Some(driver_worker=Some(worker=worker)))
+
+    def generate(self, requests, sampling, use_tqdm):
+        row = torch.arange(3)
+        chunk = Some(token_start=0, token_end=3, cu_seqlen_ks=0 * row, cu_seqlen_ke=20 + row, cu_seq_lens=torch.tensor([0, 22]))
+        chunk.block_table = torch.tensor([[0]])
+        step = Some(num_prefills=1, num_decodes=0, prefill=Some(chunks=[chunk]))
+        forward_context.now = Some(attn_metadata={"cache": step})
+        self.model(None, self.inputs[0], None, self.inputs[1])
+        texts = [Some(token_ids=[7] * one.max_tokens, logprobs=[{7: Some(logprob=-0.5)}] * one.max_tokens) for one in sampling]
+        return [Some(outputs=[text], **request) for text, request in zip(texts, requests, strict=True)]
+"""
+
+
+def test_a_whole_run_is_judged(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    files = {**STAND_INS, "vllm/__init__.py": ENGINE, "vllm/config/attention.py": "class AttentionConfig:\n    pass\n"}
+    files |= {"vllm/config/__init__.py": "", "vllm/forward_context.py": "def get_forward_context():\n    return now\n"}
+    for name, text in files.items():
+        file = tmp_path / "modules" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "modules"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setattr(kit.checkpoint, "write", lambda folder, heads: None)
+    monkeypatch.setattr(kit.kit.metadata, "version", lambda name: "0")
+
+    def report(folder: str, only: str) -> tuple[int, str]:
+        status = kit.kit.main([str(tmp_path / folder), "--indexer", "--only", only, "--parallel", "2"])
+        return status, (tmp_path / folder / "report.txt").read_text()
+
+    status, text = report("both", "stock-fp8-h16-eager,bare-fp8-h16-eager")
+    assert status == 0 and "ok   bare-fp8-h16-eager" in text, text
+    assert (
+        "3 selections, 3 of more keys than top-k, off by 0.0e+00 of a logit; against stock's 0 of 12 positions of 3 differ"
+        in text
+    )
+    assert "indexer mla_portable's, fused, because DeepGEMM is False" in text
+    status, text = report("alone", "bare-fp8-h16-eager")
+    assert status == 0 and "without stock; 3 selections" in text, text
+    monkeypatch.setenv("WORST", "1")
+    assert report("worst", "bare-fp8-h16-eager")[0] == 1

@@ -164,22 +164,23 @@ def _cell(ran: Ran, out: Path, cell: str) -> Iterator[Line]:
 
 
 def _against(ran: Ran, out: Path, name: str, stock: list[Run], limit: float) -> Line:
+    """Where stock was not asked to run, because it does not run here, watched selections are judged by themselves."""
     ours = _runs(ran, name)
-    if not ours or not stock:
+    theirs = f"stock-{name.partition('-')[2]}"
+    alone = not stock and theirs not in ran
+    if not ours or (not stock and not (alone and ran[name].job.options.get("watch"))):
         return Line(name, f"not compared: {'stock' if ours else name} did not finish", False)
-    done = ran[name]
-    short, long = (agree(ours[0], stock[0], **side) for side in (_SHORT, _LONG))
-    passed = short.within(TOLERANCE) and long.difference <= limit
-    found = f"short {short}; long {long} (limit {limit:.2f})"
+    done, passed, found = ran[name], True, "without stock"
+    if stock:
+        short, long = (agree(ours[0], stock[0], **side) for side in (_SHORT, _LONG))
+        passed = short.within(TOLERANCE) and long.difference <= limit
+        found = f"short {short}; long {long} (limit {limit:.2f})"
     if "MLA_PORTABLE_VLLM_SHADOW" in done.job.environ:
         same, shadow = read_shadow(out / f"{name}.shadow")
         passed, found = passed and same, f"{found}; shadow {shadow}"
     if done.job.options.get("watch"):
-        rows = [
-            selections.read(out / f"{each}.selections")
-            for each in (name, f"stock-{jobs.cell(done.job.kv, done.job.heads)}-{done.job.mode}")
-        ]
-        same, watched = selections.judge(*rows)
+        rows, compared = (selections.read(out / f"{each}.selections") for each in (name, theirs))
+        same, watched = selections.judge(rows, None if alone else compared)
         passed, found = passed and same and not done.result["watch"], f"{found}; {done.result['watch'] or watched}"
     if done.job.rehearsal:
         found = f"{found}; indexer {done.indexer or 'not named'}"

@@ -149,17 +149,21 @@ def read(file: Path) -> Rows:
     return {key: Row(logits, chosen.long(), topk, decode) for key, (logits, chosen, topk, decode) in kept.items()}
 
 
-def judge(ours: Rows, stock: Rows) -> tuple[bool, str]:
-    """Whether the selections are right and those of prompts are stock's but for near-ties; what was found."""
+def judge(ours: Rows, stock: Rows | None) -> tuple[bool, str]:
+    """Whether selections are right, and those of prompts stock's but for near-ties; what was found. None: without stock."""
     if not ours:
         return False, "no selection was seen"
     wrong = max(row.wrong() for row in ours.values())
     long = [row for row in ours.values() if len(row.logits) > row.topk]
+    right = wrong <= NEAR and bool(long)
+    text = f"{len(ours)} selections, {len(long)} of more keys than top-k, off by {wrong:.1e} of a logit"
+    if stock is None:
+        return right, text
     alike = [(key[1], row, stock[key]) for key, row in ours.items() if not row.decode and key in stock]
     alike = [(layer, row, other) for layer, row, other in alike if len(row.logits) == len(other.logits)]
     first = max((row.apart(other) for layer, row, other in alike if layer == 0), default=math.inf)
-    differing = sum(row.differing(other) for _, row, other in alike)
-    chosen = sum(len(row.chosen) for _, row, _ in alike)
-    text = f"{len(ours)} selections, {len(long)} of more keys than top-k, off by {wrong:.1e} of a logit; against stock's"
-    text += f" {differing} of {chosen} positions of {len(alike)} differ, logits of layer 0 by {first:.1e}"
-    return wrong <= NEAR and first <= ALIKE and bool(long), text
+    differing, chosen = (
+        sum(each) for each in zip((0, 0), *((a.differing(b), len(a.chosen)) for _, a, b in alike), strict=True)
+    )
+    text += f"; against stock's {differing} of {chosen} positions of {len(alike)} differ, logits of layer 0 by {first:.1e}"
+    return right and first <= ALIKE, text
