@@ -39,6 +39,7 @@ _FIXED: Final = (
     Variable.choice("MLA_PORTABLE_VLLM", "auto", "custom", "override", "off"),
     Variable.choice("MLA_PORTABLE_VLLM_CACHE_SCALES", "auto", *SCALE_FORMATS),
     Variable.choice("MLA_PORTABLE_VLLM_CACHE_WRITER", "auto", "vllm", "mla_portable"),
+    Variable.choice("MLA_PORTABLE_VLLM_INDEXER", "auto", "on", "off"),
     Variable.choice("MLA_PORTABLE_VLLM_ROUTE", "auto", *ROUTES),
     Variable(
         "MLA_PORTABLE_VLLM_SHADOW",

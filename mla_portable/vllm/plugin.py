@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from mla_portable.vllm import auto, settings
+from mla_portable.vllm import auto, indexer_seams, settings
 
 __all__ = ["BACKEND_PATH", "NAME", "register"]
 
@@ -30,6 +30,8 @@ def register() -> None:
     if mode == "off":
         return
     settings.check()
+    if settings.indexer() != "off":
+        indexer_seams.install()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     _claim(AttentionBackendEnum.CUSTOM, BACKEND_PATH)

@@ -14,6 +14,7 @@ logger = logging.getLogger("vllm.mla_portable")
 """Below vLLM's own logger, so that what the plugin says is seen where vLLM's lines are."""
 
 ENV_MODE: Final = "MLA_PORTABLE_VLLM"
+ENV_INDEXER: Final = "MLA_PORTABLE_VLLM_INDEXER"
 ENV_ROUTE: Final = "MLA_PORTABLE_VLLM_ROUTE"
 ENV_SCALES: Final = "MLA_PORTABLE_VLLM_CACHE_SCALES"
 ENV_SHADOW: Final = "MLA_PORTABLE_VLLM_SHADOW"
@@ -32,13 +33,18 @@ def _read(name: str, environ: Mapping[str, str] | None = None) -> str:
 
 def check(environ: Mapping[str, str] | None = None) -> None:
     """Raise InvalidArgument unless every variable of the plugin has an allowed value."""
-    for name in (ENV_MODE, ENV_WRITER, ENV_SCALES, ENV_ROUTE, ENV_SHADOW):
+    for name in (ENV_MODE, ENV_INDEXER, ENV_WRITER, ENV_SCALES, ENV_ROUTE, ENV_SHADOW):
         _read(name, environ)
 
 
 def mode(environ: Mapping[str, str] | None = None) -> str:
     """What the plugin registers: auto, custom, override or off; see `plugin.register`."""
     return _read(ENV_MODE, environ).lower() or "auto"
+
+
+def indexer(environ: Mapping[str, str] | None = None) -> str:
+    """Whose indexer serves: "on" for this one, "off" for vLLM's, "auto" for this one where DeepGEMM cannot run."""
+    return _read(ENV_INDEXER, environ).lower() or "auto"
 
 
 def cache_writer() -> str:

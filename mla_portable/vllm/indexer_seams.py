@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportMissingImports=false
+"""Where this indexer takes the place of vLLM's: each function changes one of vLLM's modules, right after it is imported.
+
+Nothing is imported, and no device is touched, when the plugin is loaded. Every replacement asks `indexer_choice` when it is
+called, and calls vLLM's own where that serves. Versions are told apart by what their modules have; 0.24 to 0.33 were read.
+
+    vllm.model_executor.layers.sparse_attn_indexer   the operator, its function, and the layer around it
+    vllm.v1.attention.backends.mla.indexer           requests attached to the metadata; no DeepGEMM schedules
+    vllm.utils.deep_gemm                             DeepGEMM's functions, for all else that calls them
+    vllm.model_executor.models.deepseek_v2           no Triton kernel that stores e4m3 below compute capability 8.9
+    vllm.models.deepseek_v32                         0.30 and later: the generic model class there, for the same reason
+
+The operator keeps its name and schema: its kernel alone is registered anew, in torch's dispatcher. So everything that refers to
+it by name goes on to work (`splitting_ops`, piecewise and full CUDA graphs, compiled graphs that vLLM cached), which a new
+operator or another `CustomOp` class would not give, and vLLM 0.30's models, which call the function, get the same one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final
+
+import torch
+
+from mla_portable.vllm import settings
+from mla_portable.vllm.imports import when_imported
+
+__all__ = ["SEAMS", "Seam", "install"]
+
+_STEP: Final = "mla_portable_step"
+"""The attribute of vLLM's indexer metadata that holds an IndexerStep."""
+_FP8_IN_TRITON: Final = (8, 9)
+"""The least compute capability for which Triton compiles e4m3."""
+_MODELS: Final = {
+    "DeepseekV32ForCausalLM": ("vllm.model_executor.models.deepseek_v2", "DeepseekV3ForCausalLM"),
+    "GlmMoeDsaForCausalLM": ("vllm.model_executor.models.deepseek_v2", "GlmMoeDsaForCausalLM"),
+    "DeepseekV32MTP": ("vllm.model_executor.models.deepseek_mtp", "DeepSeekMTP"),
+}
+_libraries: list[torch.library.Library] = []
+"""What was registered lasts as long as these."""
+
+
+def install() -> None:
+    """Prepare the replacements; calling it again changes nothing."""
+    for name, seam in SEAMS.items():
+        when_imported(name, seam)
+
+
+def replace_operator(module: Any) -> None:
+    """Serve `vllm::sparse_attn_indexer`, and the function behind it, and let the layer be built without DeepGEMM."""
+    from vllm.platforms import current_platform
+
+    stock = module.sparse_attn_indexer
+    serve = operator(module, stock)
+    module.sparse_attn_indexer = serve
+    library = torch.library.Library("vllm", "IMPL")
+    allowed = {"allow_override": True} if "allow_override" in inspect.signature(library.impl).parameters else {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        library.impl("sparse_attn_indexer", serve, dispatch_key=current_platform.dispatch_key, **allowed)
+    _libraries.append(library)
+    has_deep_gemm = module.has_deep_gemm
+    module.has_deep_gemm = lambda: _ours() or has_deep_gemm()  # asked by the layer's constructor alone, which refuses without
+    _extend_layer(module.SparseAttnIndexer)
+
+
+def operator(module: Any, stock: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """A function with the arguments of `stock`, vLLM's own, that serves by the fused path where it can."""
+    from vllm.forward_context import get_forward_context
+
+    from mla_portable.vllm import indexer, indexer_choice
+
+    names = tuple(inspect.signature(stock).parameters)
+    name_of = getattr(module, "_resolve_layer_name", lambda name: name)
+
+    def sparse_attn_indexer(*args: Any, **kwargs: Any) -> torch.Tensor:
+        choice = indexer_choice.current()
+        call = dict(zip(names, args, strict=False), **kwargs)  # torch leaves defaults at the end out
+        if not choice.fused or _is_beyond_fused(call):
+            return stock(*args, **kwargs)
+        context = get_forward_context()
+        buffer, q, kv_cache = call["topk_indices_buffer"], call["q_quant"], call["kv_cache"]
+        topk, scale_format = call["topk_tokens"], call["scale_fmt"] or ""
+        all_metadata = context.attn_metadata
+        if not isinstance(all_metadata, dict):  # vLLM profiles memory, or a rank has nothing to do
+            indexer.server_for(kv_cache, q.shape[1], topk, q.device, scale_format=scale_format, reason=choice.reason)
+            torch.empty(indexer.SCRATCH_BYTES, dtype=torch.uint8, device=q.device)
+            return buffer
+        metadata = all_metadata[name_of(call["k_cache_prefix"])]
+        step: indexer.IndexerStep | None = getattr(metadata, _STEP, None)
+        if step is None:
+            _log_unplanned(type(metadata).__name__)
+            return stock(*args, **kwargs)
+        server = indexer.server_for(kv_cache, q.shape[1], topk, q.device, scale_format=scale_format, reason=choice.reason)
+        if not call["skip_k_cache_insert"]:
+            slots = metadata.slot_mapping
+            server.write_keys(call["k"][: slots.shape[0]], kv_cache, slots)
+        if _is_unread(context, all_metadata, name_of(call.get("dense_mha_metadata_layer_name", ""))):
+            return buffer
+        if not call.get("skip_topk_buffer_clear", False):
+            num_rows = call["hidden_states"].shape[0]
+            if num_rows > step.num_tokens:
+                buffer[step.num_tokens : num_rows].fill_(-1)
+            if buffer.shape[1] > topk:
+                buffer[: step.num_tokens, topk:].fill_(-1)
+        server.choose(q, call["weights"], kv_cache, step, buffer[:, :topk])
+        return buffer
+
+    # Outermost, as vLLM has it: piecewise graphs that are captured without torch.compile run this between their pieces.
+    return getattr(module, "eager_break_during_capture", lambda function: function)(sparse_attn_indexer)
+
+
+def _is_beyond_fused(call: dict[str, Any]) -> bool:
+    """A call that only vLLM's operator serves: FP4, context parallelism, two-level selection."""
+    return bool(
+        call.get("use_fp4_cache", False)
+        or call.get("dcp_world_size", 1) > 1
+        or call.get("use_pcp", False)
+        or call.get("candidate_blocks") is not None
+    )
+
+
+def _is_unread(context: Any, all_metadata: dict[str, Any], layer: str) -> bool:
+    """Nobody reads the step's selection: the layer computes all of it as dense attention (0.28 and later)."""
+    if not layer or context.cudagraph_runtime_mode.name == "FULL":
+        return False
+    metadata = all_metadata.get(layer)
+    dense = getattr(getattr(metadata, "prefill", None), "use_dense_mha", False)
+    return dense and getattr(metadata, "num_decode_tokens", -1) == 0 and not torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def _log_unplanned(metadata: str) -> None:
+    settings.logger.warning("vLLM's operator serves an indexer whose metadata (%s) mla_portable does not know", metadata)
+
+
+def _extend_layer(layer: Any) -> None:
+    """Choose whose indexer serves when the first layer is built, and let every platform call the operator if it is ours."""
+    build, forward_native = layer.__init__, layer.forward_native
+
+    @functools.wraps(build)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        from vllm.config import get_current_vllm_config_or_none
+
+        from mla_portable.vllm import indexer_choice
+
+        config = get_current_vllm_config_or_none()
+        choice = indexer_choice.choose(config)
+        kernels = getattr(config, "kernel_config", None)
+        if not (choice.ours and _lacks_fp8_in_triton() and getattr(kernels, "enable_jit_warmup", False)):
+            build(self, *args, **kwargs)
+            return
+        kernels.enable_jit_warmup = False  # 0.33 would compile kernels for e4m3 queries that the fused path does not call
+        try:
+            build(self, *args, **kwargs)
+        finally:
+            kernels.enable_jit_warmup = True
+
+    @functools.wraps(forward_native)
+    def native(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (self.forward_cuda if _ours() else functools.partial(forward_native, self))(*args, **kwargs)
+
+    layer.__init__, layer.forward_native = construct, native
+
+
+def extend_builder(module: Any) -> None:
+    """Attach an IndexerStep to vLLM's metadata, and compute no schedules for DeepGEMM."""
+    has_deep_gemm = module.has_deep_gemm
+    module.has_deep_gemm = lambda: not _ours() and has_deep_gemm()
+    builder = module.DeepseekV32IndexerMetadataBuilder
+    build, support = builder.build, builder.get_cudagraph_support.__func__
+
+    @functools.wraps(build)
+    def with_step(self: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        metadata = build(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
+        from mla_portable.vllm import indexer, indexer_choice
+
+        if indexer_choice.current().fused and getattr(self, "compress_ratio", 1) == 1:
+            step = indexer.plan_step(common_attn_metadata, metadata.num_decodes, metadata.num_decode_tokens)
+            setattr(metadata, _STEP, step)
+        return metadata
+
+    @functools.wraps(support)
+    def get_cudagraph_support(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        from mla_portable.vllm import indexer, indexer_choice
+
+        found = support(cls, *args, **kwargs)
+        return type(found).NEVER if indexer_choice.current().fused and not indexer.can_capture() else found
+
+    builder.build, builder.get_cudagraph_support = with_step, classmethod(get_cudagraph_support)
+
+
+def replace_functions(module: Any) -> None:
+    """Put ours behind vLLM's wrappers of DeepGEMM's indexer functions, and what was there back where vLLM's indexer serves.
+
+    The wrappers call `_lazy_init`, which finds DeepGEMM's own functions, before they look at these names.
+    """
+    from mla_portable import deep_gemm
+
+    names = ("fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits", "get_paged_mqa_logits_metadata")
+    ours = {f"_{name}_impl": getattr(deep_gemm, name) for name in names if hasattr(module, f"_{name}_impl")}
+    lazy_init, theirs = module._lazy_init, {}
+
+    @functools.wraps(lazy_init)
+    def _lazy_init() -> None:
+        lazy_init()
+        for name, function in ours.items():
+            now = getattr(module, name)
+            if _ours() and now is not function:
+                theirs[name] = now
+                setattr(module, name, function)
+            elif now is function and not _ours():
+                setattr(module, name, theirs[name])
+
+    module._lazy_init = _lazy_init
+
+
+def avoid_fused_query(module: Any) -> None:
+    """Below compute capability 8.9 let the Indexer quantise its queries with vLLM's CUDA operator (0.25 and later)."""
+    build = module.Indexer.__init__
+
+    @functools.wraps(build)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        if getattr(self, "use_fused_indexer_q", False) and _lacks_fp8_in_triton() and _ours():
+            self.use_fused_indexer_q = False
+
+    module.Indexer.__init__ = construct
+
+
+def choose_models(module: Any) -> None:
+    """Below compute capability 8.9 use vLLM's generic models: CUDA's own run Triton kernels that store e4m3 in every layer."""
+    if not (_lacks_fp8_in_triton() and _ours()):
+        return
+    for name, (path, generic) in _MODELS.items():
+        if hasattr(module, name):
+            setattr(module, name, getattr(import_module(path), generic))
+    settings.logger.info("vLLM's generic DeepSeek-V3.2 model serves: the one for CUDA needs compute capability 8.9")
+
+
+def _ours() -> bool:
+    from mla_portable.vllm import indexer_choice
+
+    return indexer_choice.current().ours
+
+
+def _lacks_fp8_in_triton() -> bool:
+    from mla_portable.vllm import indexer_choice
+
+    version = indexer_choice.capability()
+    return version is not None and version < _FP8_IN_TRITON
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A function that changes a module which has all the names in `needs`; others are left alone, and a warning is logged."""
+
+    change: Callable[[Any], None]
+    needs: tuple[str, ...] = ()
+
+    def __call__(self, module: Any) -> None:
+        missing = [name for name in self.needs if not hasattr(module, name)]
+        if missing:
+            text = "mla_portable leaves vLLM's indexer alone: %s has no %s"
+            settings.logger.warning(text, module.__name__, ", ".join(missing))
+        else:
+            self.change(module)
+
+
+SEAMS: Final = {
+    "vllm.model_executor.layers.sparse_attn_indexer": Seam(
+        replace_operator, ("sparse_attn_indexer", "SparseAttnIndexer", "has_deep_gemm")
+    ),
+    "vllm.v1.attention.backends.mla.indexer": Seam(extend_builder, ("DeepseekV32IndexerMetadataBuilder", "has_deep_gemm")),
+    "vllm.utils.deep_gemm": Seam(replace_functions, ("_lazy_init",)),
+    "vllm.model_executor.models.deepseek_v2": Seam(avoid_fused_query, ("Indexer",)),
+    "vllm.models.deepseek_v32": Seam(choose_models),
+}
