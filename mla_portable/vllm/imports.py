@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,23 @@ from typing import Any
 __all__ = ["when_imported"]
 
 Action = Callable[[Any], None]
+
+
+class _Loader(Loader):
+    """Another finder's loader, with an action behind it. That loader may load other modules too, so it stays as it is."""
+
+    def __init__(self, inner: Any, action: Action) -> None:
+        self._inner, self._action = inner, action
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        self._action(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)  # sources, resources
 
 
 class _Finder(MetaPathFinder):
@@ -32,14 +49,7 @@ class _Finder(MetaPathFinder):
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
         spec = next((spec for finder in others if (spec := finder.find_spec(fullname, path, target)) is not None), None)
         if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            run = loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                run(module)
-                action(module)
-
-            loader.exec_module = exec_module
+            spec.loader = _Loader(spec.loader, action)
         return spec
 
 

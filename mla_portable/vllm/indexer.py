@@ -174,32 +174,34 @@ def _bind(kv_cache: Tensor, num_heads: int, topk: int, device: torch.device, sca
         layout, block_size, apart, alignment = check_cache("sparse_attn_indexer", "kv_cache", kv_cache, device, INDEX)
         uneven = bool(apart % layout.row_width)
         facts = {"kv_layout": layout.name, "block_size": block_size, "cache_alignment": alignment, "uneven_blocks": uneven}
-    registry = get_registry()
-    here = registry.facts(device)
-    request = Request(INDEXER_SELECT, here, num_heads=num_heads, topk=topk, graph=True, **facts)
+    facts["graph"] = True
+    request = Request(INDEXER_SELECT, get_registry().facts(device), num_heads=num_heads, topk=topk, **facts)
     with neutral_defaults():
+        writes = not _vllm_writes(device)
+        keys = Request(INDEXER_CACHE_WRITE, request.device, scale_format=_OURS.get(scale_format, "amax"), **facts)
         try:
-            select = registry.bind(request)
-        except UnsupportedRequest:
-            request = request.but(graph=False)
-            select = registry.bind(request)
-        chosen = registry.select(request)[0].name
-        write, writer = None, "vLLM"
-        if not _vllm_writes(device):
-            made = _OURS.get(scale_format, "amax")
-            keys = Request(INDEXER_CACHE_WRITE, here, scale_format=made, graph=request.graph, **facts)
-            write, writer = registry.bind(keys), registry.select(keys)[0].name
-    settings.logger.info(
-        "mla_portable serves the DSA indexer on %s, %d heads, top-%d: indexer_select %s; keys written by %s; because %s",
-        here,
-        num_heads,
-        topk,
-        chosen,
-        writer,
-        reason,
+            bound = _callables(request, keys if writes else None)
+        except UnsupportedRequest:  # vLLM then runs attention outside of graphs
+            request, keys = request.but(graph=False), keys.but(graph=False)
+            bound = _callables(request, keys if writes else None)
+    served = ", ".join(f"{each.primitive} {get_registry().select(each)[0].name}" for each in (request, keys)[: 1 + writes])
+    _log_server(
+        f"{request.device}, {num_heads} heads, top-{topk}: {served}{'' if writes else ', keys written by vLLM'}", reason
     )
-    where = accelerator(device)
-    return IndexerServer(select, write, request.graph, topk, facts["block_size"], scale_format, where.is_capturing)
+    capturing = accelerator(device).is_capturing
+    return IndexerServer(*bound, request.graph, topk, facts["block_size"], scale_format, capturing)
+
+
+def _callables(
+    request: Request[IndexerSelect], keys: Request[IndexerCacheWrite] | None
+) -> tuple[IndexerSelect, IndexerCacheWrite | None]:
+    registry = get_registry()
+    return registry.bind(request), None if keys is None else registry.bind(keys)
+
+
+@cache
+def _log_server(what: str, reason: str) -> None:
+    settings.logger.info("mla_portable serves the DSA indexer on %s; because %s", what, reason)
 
 
 def _vllm_writes(device: torch.device) -> bool:

@@ -89,10 +89,11 @@ def _decide(vllm_config: Any | None) -> IndexerChoice:
 def _without_deep_gemm() -> tuple[bool, str]:
     """Whether vLLM's indexer lacks its DeepGEMM here, and why (not)."""
     platform = current_platform
+    name = platform.device_type or type(platform).__name__
     if not (platform.is_cuda() or platform.is_out_of_tree()):
-        return False, f"vLLM does not use DeepGEMM for it on {platform.device_name}"
+        return False, f"vLLM does not use DeepGEMM for it on {name}"
     version = capability()
-    device = f"compute capability {version[0]}.{version[1]}" if version else f"platform {platform.device_name}"
+    device = f"compute capability {version[0]}.{version[1]}" if version else f"platform {name}"
     if not platform.support_deep_gemm():
         return True, f"DeepGEMM does not support {device}"
     if not import_module("vllm.utils.import_utils").has_deep_gemm():

@@ -62,7 +62,7 @@ def replace_operator(module: Any) -> None:
     library = torch.library.Library("vllm", "IMPL")
     allowed = {"allow_override": True} if "allow_override" in inspect.signature(library.impl).parameters else {}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        warnings.simplefilter("ignore", UserWarning)  # that a kernel is registered anew
         library.impl("sparse_attn_indexer", serve, dispatch_key=current_platform.dispatch_key, **allowed)
     _libraries.append(library)
     has_deep_gemm = module.has_deep_gemm
@@ -101,7 +101,8 @@ def operator(module: Any, stock: Callable[..., Any]) -> Callable[..., torch.Tens
         if not call["skip_k_cache_insert"]:
             slots = metadata.slot_mapping
             server.write_keys(call["k"][: slots.shape[0]], kv_cache, slots)
-        if _is_unread(context, all_metadata, name_of(call.get("dense_mha_metadata_layer_name", ""))):
+        reader = name_of(call.get("dense_mha_metadata_layer_name", ""))
+        if reader and not server.is_capturing() and _is_unread(context, all_metadata.get(reader)):
             return buffer
         if not call.get("skip_topk_buffer_clear", False):
             num_rows = call["hidden_states"].shape[0]
@@ -126,13 +127,10 @@ def _is_beyond_fused(call: dict[str, Any]) -> bool:
     )
 
 
-def _is_unread(context: Any, all_metadata: dict[str, Any], layer: str) -> bool:
+def _is_unread(context: Any, metadata: Any) -> bool:
     """Nobody reads the step's selection: the layer computes all of it as dense attention (0.28 and later)."""
-    if not layer or context.cudagraph_runtime_mode.name == "FULL":
-        return False
-    metadata = all_metadata.get(layer)
     dense = getattr(getattr(metadata, "prefill", None), "use_dense_mha", False)
-    return dense and getattr(metadata, "num_decode_tokens", -1) == 0 and not torch.cuda.is_current_stream_capturing()
+    return dense and metadata.num_decode_tokens == 0 and context.cudagraph_runtime_mode.name != "FULL"
 
 
 @functools.cache
@@ -141,32 +139,31 @@ def _log_unplanned(metadata: str) -> None:
 
 
 def _extend_layer(layer: Any) -> None:
-    """Choose whose indexer serves when the first layer is built, and let every platform call the operator if it is ours."""
-    build, forward_native = layer.__init__, layer.forward_native
+    """Choose whose indexer serves when a layer is built, and let it call the operator on every platform if it is ours."""
+    build = layer.__init__
 
     @functools.wraps(build)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         from vllm.config import get_current_vllm_config_or_none
+        from vllm.platforms import current_platform
 
         from mla_portable.vllm import indexer_choice
 
         config = get_current_vllm_config_or_none()
-        choice = indexer_choice.choose(config)
+        ours = indexer_choice.choose(config).ours
         kernels = getattr(config, "kernel_config", None)
-        if not (choice.ours and _lacks_fp8_in_triton() and getattr(kernels, "enable_jit_warmup", False)):
+        if ours and _lacks_fp8_in_triton() and getattr(kernels, "enable_jit_warmup", False):
+            kernels.enable_jit_warmup = False  # 0.33 would compile kernels for e4m3 queries that the fused path does not call
+            try:
+                build(self, *args, **kwargs)
+            finally:
+                kernels.enable_jit_warmup = True
+        else:
             build(self, *args, **kwargs)
-            return
-        kernels.enable_jit_warmup = False  # 0.33 would compile kernels for e4m3 queries that the fused path does not call
-        try:
-            build(self, *args, **kwargs)
-        finally:
-            kernels.enable_jit_warmup = True
+        if ours and type(self) is layer and (current_platform.is_cpu() or current_platform.is_out_of_tree()):
+            self._forward_method = self.forward_cuda  # vLLM's own refuses there; a vendor's subclass knows what it does
 
-    @functools.wraps(forward_native)
-    def native(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (self.forward_cuda if _ours() else functools.partial(forward_native, self))(*args, **kwargs)
-
-    layer.__init__, layer.forward_native = construct, native
+    layer.__init__ = construct
 
 
 def extend_builder(module: Any) -> None:

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepGEMM's indexer functions by its names, against plain torch with the meaning of DeepGEMM's tests/test_attention.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mla_portable import deep_gemm
+from mla_portable.contracts import InvalidArgument
+
+HEADS, WIDTH, BLOCK = 8, 128, 64
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch):
+    """Arguments and shapes are what is tested here; kernels have tests of their own."""
+    import mla_portable
+
+    with mla_portable.use("reference"):
+        yield
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+
+
+def quantised(values: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., 128] as e4m3 and float32 scales [...]: the largest of a row becomes 448."""
+    scales = values.abs().amax(dim=-1).clamp(min=1e-4) / 448
+    return (values / scales.unsqueeze(-1)).to(torch.float8_e4m3fn), scales
+
+
+def scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+    """[M, N] float64 of q [M, H, 128], keys [N, 128], weights [M, H]."""
+    products = torch.einsum("mhd,nd->mhn", q.double(), keys.double()).clamp(min=0)
+    return (products * weights.double().unsqueeze(-1)).sum(dim=1)
+
+
+def assert_scores(found: Tensor, wanted: Tensor, seen: Tensor) -> None:
+    """-inf exactly where nothing is seen; elsewhere float32 sums."""
+    assert found.shape == wanted.shape
+    assert torch.equal(found == -torch.inf, ~seen)
+    torch.testing.assert_close(found[seen].double(), wanted[seen], rtol=1e-4, atol=1e-3)
+
+
+RANGES = {
+    "causal": ([0, 0, 0, 0, 0, 0], [5, 6, 7, 8, 9, 10]),
+    "context parallel": ([0] * 6, [3, 4, 5, 30, 31, 32]),
+    "several sequences": ([0, 0, 10, 10, 25, 25], [9, 10, 24, 25, 39, 40]),
+    "nothing": ([0, 40, 3, 50, -2, 7], [0, 40, 2, 60, 0, 7]),
+}
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+@pytest.mark.parametrize("clean", [True, False])
+def test_scores_of_gathered_keys(ranges: str, clean: bool):
+    starts, ends = (torch.tensor(each, dtype=torch.int32) for each in RANGES[ranges])
+    q, weights = draw(6, HEADS, WIDTH).to(torch.float8_e4m3fn), draw(6, HEADS, seed=1)
+    codes, scales = quantised(draw(40, WIDTH, seed=2))
+    found = deep_gemm.fp8_fp4_mqa_logits((q, None), (codes, scales), weights, starts, ends, clean_logits=clean)
+    column = torch.arange(40)
+    seen = (column >= starts.unsqueeze(1)) & (column < ends.unsqueeze(1))
+    wanted = scores(q, codes.double() * scales.double().unsqueeze(1), weights)
+    assert_scores(found, wanted, seen)
+    assert found.stride(0) % 256 == 0  # top-k kernels load whole rows
+    older = deep_gemm.fp8_mqa_logits(q, (codes, scales), weights, starts, ends, clean)
+    assert torch.equal(older, found)
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+@pytest.mark.parametrize("form", ["keyword", "sixth"])
+@pytest.mark.parametrize("at_a_time", [1 << 24, 1000])
+def test_a_compressed_result_starts_at_the_first_key(ranges: str, form: str, at_a_time: int, monkeypatch: pytest.MonkeyPatch):
+    """`max_seqlen_k` by its name, or, as DeepGEMM 2.8 has it, in the place of clean_logits; in parts where scratch is short."""
+    monkeypatch.setattr(deep_gemm, "_SCRATCH_ELEMENTS", at_a_time)
+    starts, ends = (torch.tensor(each, dtype=torch.int32) for each in RANGES[ranges])
+    width = max(1, int((ends - starts.clamp(min=0)).max()))
+    q, weights = draw(6, HEADS, WIDTH).to(torch.float8_e4m3fn), draw(6, HEADS, seed=1)
+    codes, scales = quantised(draw(40, WIDTH, seed=2))
+    arguments = (q, None), (codes, scales), weights, starts, ends
+    if form == "keyword":
+        found = deep_gemm.fp8_fp4_mqa_logits(*arguments, clean_logits=False, max_seqlen_k=width)
+    else:
+        found = deep_gemm.fp8_fp4_mqa_logits(*arguments, width)
+    dense = deep_gemm.fp8_fp4_mqa_logits(*arguments)
+    assert found.shape == (6, width)
+    for row in range(6):
+        first, last = max(int(starts[row]), 0), min(int(ends[row]), 40)
+        own = dense[row, first:last] if first < last else dense[row, :0]
+        assert found[row, : len(own)].tolist() == own.tolist()
+        assert (found[row, len(own) :] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("max_seqlen_k", [0, 7])
+def test_no_keys_and_no_tokens(max_seqlen_k: int):
+    q, nothing = draw(2, HEADS, WIDTH).to(torch.float8_e4m3fn), torch.zeros(2, dtype=torch.int32)
+    codes, scales = quantised(draw(3, WIDTH))
+    options = {"clean_logits": False, "max_seqlen_k": max_seqlen_k}
+    empty = deep_gemm.fp8_fp4_mqa_logits((q, None), (codes[:0], scales[:0]), draw(2, HEADS), nothing, nothing, **options)
+    assert empty.shape == (2, max_seqlen_k) and (empty == -torch.inf).all()
+    none = deep_gemm.fp8_fp4_mqa_logits((q[:0], None), (codes, scales), draw(0, HEADS), nothing[:0], nothing[:0], **options)
+    assert none.shape == (0, max_seqlen_k or 3)
+
+
+def paged(lengths: list[int], columns: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """A cache [blocks, 64, 1, 132] with these sequences in blocks here and there, its block table, and the keys as numbers."""
+    blocks = torch.randperm(2 + sum(-(-n // BLOCK) for n in lengths), generator=torch.Generator().manual_seed(3)).tolist()
+    cache = torch.full((len(blocks), BLOCK * (WIDTH + 4)), 0xFF, dtype=torch.uint8)
+    table, keys = torch.zeros((len(lengths), columns), dtype=torch.int32), []
+    for row, length in enumerate(lengths):
+        codes, scales = quantised(draw(length, WIDTH, seed=10 + row))
+        keys.append(codes.double() * scales.double().unsqueeze(1))
+        for column, begin in enumerate(range(0, length, BLOCK)):
+            block = table[row, column] = blocks.pop()
+            page, some = cache[block], slice(begin, begin + BLOCK)
+            part = codes[some].view(torch.uint8).flatten()
+            page[: len(part)] = part
+            page[BLOCK * WIDTH :][: 4 * len(scales[some])] = scales[some].view(torch.uint8)
+    return cache.view(-1, BLOCK, 1, WIDTH + 4), table, keys
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+@pytest.mark.parametrize("form", ["one length", "a length for each token"])
+@pytest.mark.parametrize("older", [False, True])
+def test_scores_of_pages(next_n: int, form: str, older: bool):
+    lengths = [70, 5, 128]
+    cache, table, keys = paged(lengths, columns=3)
+    q, weights = draw(3, next_n, HEADS, WIDTH).to(torch.float8_e4m3fn), draw(3 * next_n, HEADS, seed=1)
+    if form == "one length":
+        context = torch.tensor(lengths, dtype=torch.int32)
+        seen_by = [[length - next_n + 1 + token for token in range(next_n)] for length in lengths]
+    else:
+        seen_by = [[(length * (7 + token)) % (length + 1) for token in range(next_n)] for length in lengths]
+        context = torch.tensor(seen_by, dtype=torch.int32)
+    schedule = deep_gemm.get_paged_mqa_logits_metadata(context, BLOCK, 132)
+    if older:
+        found = deep_gemm.fp8_paged_mqa_logits(q, cache, weights, context, table, schedule, 150, clean_logits=True)
+    else:
+        found = deep_gemm.fp8_fp4_paged_mqa_logits((q, None), cache, weights, context, table, schedule, 150)
+    assert found.shape == (3 * next_n, 150) and found.stride(0) % 256 == 0
+    for request in range(3):
+        for token in range(next_n):
+            row, count = request * next_n + token, seen_by[request][token]
+            wanted = torch.zeros(150, dtype=torch.float64)
+            wanted[: lengths[request]] = scores(q[request, token][None], keys[request], weights[row][None])[0]
+            assert_scores(found[row], wanted, torch.arange(150) < count)
+
+
+def test_lengths_of_padding_see_nothing():
+    cache, table, _ = paged([70], columns=2)
+    q, weights = draw(1, 2, HEADS, WIDTH).to(torch.float8_e4m3fn), draw(2, HEADS)
+    for context in ([[-1, 0]], [0]):
+        lengths = torch.tensor(context, dtype=torch.int32)
+        found = deep_gemm.fp8_fp4_paged_mqa_logits((q, None), cache, weights, lengths, table, None, 40)
+        assert (found == -torch.inf).all()
+
+
+def test_the_schedule_fits_vllms_buffer():
+    """vLLM copies it into [num_sms + 1, 2] int32, in 0.26 whole, later the rows that there are."""
+    schedule = deep_gemm.get_paged_mqa_logits_metadata(torch.ones((4, 2), dtype=torch.int32), 64, 132, indices=None)
+    buffer = torch.full((133, 2), 7, dtype=torch.int32)
+    buffer[:] = schedule
+    assert schedule.shape == buffer.shape and schedule.dtype == torch.int32
+
+
+def test_other_dtypes_of_the_result_and_other_formats():
+    cache, table, _ = paged([70], columns=2)
+    q, weights, context = (
+        draw(1, 1, HEADS, WIDTH).to(torch.float8_e4m3fn),
+        draw(1, HEADS),
+        torch.tensor([[70]], dtype=torch.int32),
+    )
+    found = deep_gemm.fp8_fp4_paged_mqa_logits((q, None), cache, weights, context, table, None, 80, logits_dtype=torch.bfloat16)
+    assert found.dtype == torch.bfloat16
+    with pytest.raises(InvalidArgument, match=r"fp8_fp4_paged_mqa_logits: q: got queries with scales .* weights"):
+        deep_gemm.fp8_fp4_paged_mqa_logits((q, torch.ones(1)), cache, weights, context, table, None, 80)
+    with pytest.raises(InvalidArgument, match="fp8_fp4_mqa_logits: q"):
+        deep_gemm.fp8_fp4_mqa_logits((q[0], torch.ones(1)), (q[0, 0], torch.ones(8)), weights, table[:, 0], table[:, 1])

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose indexer serves, by platform and configuration; and the changes of vLLM's modules that follow from it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm_indexer
+from vllm.config import set_current_vllm_config
+from vllm_engine import make_config
+
+from mla_portable import deep_gemm
+from mla_portable.vllm import imports, indexer_choice, indexer_seams, plugin, settings
+from mla_portable.vllm.indexer_choice import IndexerChoice
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    indexer_choice.forget()
+    yield
+    indexer_choice.forget()
+
+
+def platform(kind: str = "cuda", capability: tuple[int, int] | None = (8, 0), *, deep_gemm: bool = False) -> Any:
+    version = capability and SimpleNamespace(major=capability[0], minor=capability[1])
+    return SimpleNamespace(
+        device_type=kind,
+        is_cuda=lambda: kind == "cuda",
+        is_cuda_alike=lambda: kind in ("cuda", "rocm"),
+        is_out_of_tree=lambda: kind == "oot",
+        support_deep_gemm=lambda: deep_gemm,
+        get_device_capability=lambda: version,
+    )
+
+
+def use(monkeypatch: pytest.MonkeyPatch, mode: str, where: Any, *, importable: bool = True) -> None:
+    monkeypatch.setenv(settings.ENV_INDEXER, mode)
+    monkeypatch.setattr(indexer_choice, "current_platform", where)
+    monkeypatch.setattr(importlib.import_module("vllm.utils.import_utils"), "has_deep_gemm", lambda: importable)
+
+
+@pytest.mark.parametrize(
+    "mode, where, importable, ours, reason",
+    [
+        ("auto", platform(), True, True, "DeepGEMM does not support compute capability 8.0"),
+        ("auto", platform(capability=(8, 9)), True, True, "8.9"),
+        ("auto", platform(capability=(9, 0), deep_gemm=True), True, False, "DeepGEMM serves compute capability 9.0"),
+        ("auto", platform(capability=(9, 0), deep_gemm=True), False, True, "DeepGEMM cannot be imported"),
+        ("auto", platform("oot", None), True, True, "DeepGEMM does not support platform oot"),
+        ("auto", platform("rocm"), True, False, "does not use DeepGEMM for it on rocm"),
+        ("auto", platform("cpu", None), True, False, "on cpu"),
+        ("on", platform(capability=(9, 0), deep_gemm=True), True, True, "MLA_PORTABLE_VLLM_INDEXER=on"),
+        ("off", platform(), True, False, "MLA_PORTABLE_VLLM_INDEXER=off"),
+    ],
+)
+def test_whose_indexer_serves(mode: str, where: Any, importable: bool, ours: bool, reason: str, monkeypatch):
+    use(monkeypatch, mode, where, importable=importable)
+    found = indexer_choice.choose(make_config())
+    assert (found.ours, found.fused) == (ours, ours)
+    assert reason in found.reason
+    assert indexer_choice.current() is found
+
+
+def test_fp4_and_mx_caches_stay_vllms(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    use(monkeypatch, "on", platform(capability=(10, 0), deep_gemm=True))
+    config = make_config()
+    config.attention_config.indexer_kv_dtype = "mxfp4"
+    assert indexer_choice.choose(config) == IndexerChoice(False, False, "mla_portable does not read an indexer cache in FP4")
+    functions = importlib.import_module("vllm.utils.deep_gemm")
+    monkeypatch.setattr(functions, "mqa_logits_use_mx_scales", lambda: True, raising=False)
+    assert "MX scales" in indexer_choice.choose(make_config()).reason
+
+
+@pytest.mark.parametrize(
+    "case, reason",
+    [
+        ("decode", "decode context parallelism 2"),
+        ("prefill", "prefill context parallelism 2"),
+        ("compressed", "compress_ratios"),
+    ],
+)
+def test_what_the_fused_path_cannot_do_is_served_by_the_functions(case: str, reason: str, monkeypatch: pytest.MonkeyPatch):
+    use(monkeypatch, "auto", platform())
+    config = make_config()
+    if case == "compressed":
+        config.model_config.hf_config.compress_ratios = [4]
+    else:
+        setattr(config.parallel_config, f"{case}_context_parallel_size", 2)
+    found = indexer_choice.choose(config)
+    assert found.ours and not found.fused and reason in found.reason
+
+
+def test_before_a_model_is_built_the_platform_decides(monkeypatch: pytest.MonkeyPatch):
+    use(monkeypatch, "auto", platform())
+    assert indexer_choice.current().ours
+    use(monkeypatch, "off", platform())
+    assert not indexer_choice.current().ours
+
+
+def test_the_plugin_imports_nothing_of_vllms_models(monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+    monkeypatch.setattr(indexer_seams, "when_imported", lambda name, action: asked.append(name))
+    plugin.register()
+    assert asked == list(indexer_seams.SEAMS)
+    asked.clear()
+    monkeypatch.setenv(settings.ENV_INDEXER, "off")
+    plugin.register()
+    monkeypatch.delenv(settings.ENV_INDEXER)
+    monkeypatch.setenv(settings.ENV_MODE, "off")
+    plugin.register()
+    assert asked == []
+
+
+def test_a_module_is_changed_as_soon_as_it_is_imported(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "seam_of_test.py").write_text("value = 1\n")
+    (tmp_path / "user_of_seam.py").write_text("from seam_of_test import value\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(imports._finder, "actions", dict(imports._finder.actions))
+    calls: list[ModuleType] = []
+
+    def change(module: Any) -> None:
+        calls.append(module)
+        module.value += 1
+
+    imports.when_imported("seam_of_test", change)
+    assert "seam_of_test" not in sys.modules
+    assert importlib.import_module("user_of_seam").value == 2
+    assert sys.modules["seam_of_test"].__spec__.origin == str(tmp_path / "seam_of_test.py")
+    imports.when_imported("seam_of_test", change)  # again: changes nothing
+    assert len(calls) == 1
+    imports.when_imported("seam_of_test", lambda module: calls.append(module))  # imported already: at once
+    assert len(calls) == 2
+
+
+def test_a_module_without_the_names_is_left_alone():
+    module = ModuleType("changed")
+    for seam in indexer_seams.SEAMS.values():
+        if seam.needs:
+            seam(module)
+    assert not set(vars(module)) - set(vars(ModuleType("changed")))
+
+
+def test_deep_gemms_functions_follow_the_choice(monkeypatch: pytest.MonkeyPatch):
+    module = SimpleNamespace(_fp8_fp4_mqa_logits_impl=None, _fp8_fp4_paged_mqa_logits_impl=None, started=0)
+    module._get_paged_mqa_logits_metadata_impl = None
+
+    def lazy_init() -> None:
+        module.started += 1
+        if module.started == 1:
+            module._fp8_fp4_mqa_logits_impl = "DeepGEMM's"
+
+    module._lazy_init = lazy_init
+    indexer_seams.replace_functions(module)
+    use(monkeypatch, "auto", platform())
+    module._lazy_init()
+    assert module._fp8_fp4_mqa_logits_impl is deep_gemm.fp8_fp4_mqa_logits
+    assert module._fp8_fp4_paged_mqa_logits_impl is deep_gemm.fp8_fp4_paged_mqa_logits
+    assert module._get_paged_mqa_logits_metadata_impl is deep_gemm.get_paged_mqa_logits_metadata
+    use(monkeypatch, "off", platform())
+    module._lazy_init()
+    assert module._fp8_fp4_mqa_logits_impl == "DeepGEMM's" and module._fp8_fp4_paged_mqa_logits_impl is None
+    assert module.started == 2
+
+
+def test_vllms_wrappers_reach_them(monkeypatch: pytest.MonkeyPatch):
+    indexer_seams.install()
+    use(monkeypatch, "on", platform())
+    wrappers = importlib.import_module("vllm.utils.deep_gemm")
+    q = torch.randn((2, 3, 8, 128), dtype=torch.float32).to(torch.float8_e4m3fn)
+    lengths, weights = torch.tensor([[3, 4, 5], [0, 1, 2]], dtype=torch.int32), torch.rand((6, 8), dtype=torch.float32)
+    cache = torch.zeros((2, 64, 1, 132), dtype=torch.uint8)
+    schedule = wrappers.get_paged_mqa_logits_metadata(lengths, 64, 7)
+    buffer = torch.ones((8, 2), dtype=torch.int32)
+    buffer[: schedule.shape[0]] = schedule
+    table = torch.zeros((2, 1), dtype=torch.int32)
+    found = wrappers.fp8_fp4_paged_mqa_logits((q, None), cache, weights, lengths, table, schedule, 70, clean_logits=False)
+    assert (found > -torch.inf).sum(dim=1).tolist() == [3, 4, 5, 0, 1, 2]
+    ranges = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([2, 3], dtype=torch.int32)
+    keys = torch.zeros((4, 128)).to(torch.float8_e4m3fn), torch.ones(4, dtype=torch.float32)
+    dense = wrappers.fp8_fp4_mqa_logits((q[0, :2], None), keys, weights[:2], *ranges, clean_logits=False)
+    assert (dense > -torch.inf).tolist() == [[True, True, False, False], [False, True, True, False]]
+
+
+@pytest.mark.parametrize(
+    "mode, where, fused",
+    [("auto", platform(), False), ("auto", platform(capability=(8, 9)), True), ("off", platform(), True)],
+)
+def test_queries_are_quantised_by_an_operator_that_compiles(mode: str, where: Any, fused: bool, monkeypatch):
+    class Indexer:
+        def __init__(self, name: str) -> None:
+            self.use_fused_indexer_q = name == "indexer"
+
+    module = SimpleNamespace(Indexer=Indexer)
+    indexer_seams.avoid_fused_query(module)
+    use(monkeypatch, mode, where)
+    assert module.Indexer("indexer").use_fused_indexer_q is fused
+
+
+@pytest.mark.parametrize(
+    "mode, where, generic",
+    [("auto", platform(), True), ("auto", platform(capability=(8, 9)), False), ("off", platform(), False)],
+)
+def test_models_whose_kernels_do_not_compile_are_replaced(mode: str, where: Any, generic: bool, monkeypatch):
+    module = SimpleNamespace(DeepseekV32ForCausalLM="cuda's", GlmMoeDsaForCausalLM="cuda's", DeepseekV32MTP="cuda's")
+    use(monkeypatch, mode, where)
+    indexer_seams.choose_models(module)
+    names = {name: getattr(found, "__name__", found) for name, found in vars(module).items()}
+    if not generic:
+        assert set(names.values()) == {"cuda's"}
+        return
+    assert names == {
+        "DeepseekV32ForCausalLM": "DeepseekV3ForCausalLM",
+        "GlmMoeDsaForCausalLM": "GlmMoeDsaForCausalLM",
+        "DeepseekV32MTP": "DeepSeekMTP",
+    }
+
+
+def test_the_layer_is_built_without_deep_gemm_and_without_kernels_that_do_not_compile(monkeypatch: pytest.MonkeyPatch):
+    """As on an A100 with an installation that lacks DeepGEMM: vLLM's own constructor refuses."""
+    warmed: list[bool] = []
+
+    class Layer:
+        def __init__(self, config: Any) -> None:
+            warmed.append(config.kernel_config.enable_jit_warmup)
+
+    indexer_seams._extend_layer(Layer)
+    config = make_config()
+    object.__setattr__(config, "kernel_config", SimpleNamespace(enable_jit_warmup=True))
+    with set_current_vllm_config(config):
+        for mode, capability in (("auto", (8, 0)), ("auto", (8, 9)), ("off", (8, 0))):
+            use(monkeypatch, mode, platform(capability=capability), importable=False)
+            Layer(config)
+            assert config.kernel_config.enable_jit_warmup
+    assert warmed == [False, True, True]
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_vllms_layer_and_builder_ask_for_deep_gemm_only_where_it_serves(mode: str, monkeypatch: pytest.MonkeyPatch):
+    """The constructor refuses without it; the builder plans for it."""
+    layer, builder = (importlib.import_module(name) for name in (vllm_indexer.LAYER, vllm_indexer.BUILDER))
+    indexer_seams.install()
+    use(monkeypatch, mode, platform(), importable=False)
+    assert layer.has_deep_gemm() == (mode == "auto")
+    assert not builder.has_deep_gemm()
+    monkeypatch.setattr(layer, "current_platform", platform())
+    if mode == "auto":
+        vllm_indexer.without_kernels(monkeypatch)
+        assert vllm_indexer.make_indexer().layer.topk_tokens == vllm_indexer.TOPK
+    else:
+        with pytest.raises(RuntimeError, match="requires DeepGEMM support"):
+            vllm_indexer.make_indexer()
