@@ -8,7 +8,7 @@
 What a file holds, as words in a string: per class its methods with their parameters (a trailing "=" marks a default), which
 are abstract, its bases and class variables; the fields of the common metadata; which optional functions are there; what
 MLAAttention and the layers around it read from an implementation and from the metadata; which of the plugin's own imports
-from vLLM would succeed.
+from vLLM would succeed; which names the plugin's replacements of the DSA indexer would find, and how vLLM calls DeepGEMM there.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ CLASSES = {
     ),
     "vllm/v1/attention/backends/registry.py": ("AttentionBackendEnum",),
     "vllm/v1/worker/workspace.py": ("WorkspaceManager",),
+    "vllm/model_executor/layers/sparse_attn_indexer.py": ("SparseAttnIndexer",),
+    "vllm/v1/attention/backends/mla/indexer.py": ("DeepseekV32IndexerMetadata", "DeepseekV32IndexerMetadataBuilder"),
 }
 FUNCTIONS = {
     "vllm/v1/worker/workspace.py": ("is_workspace_manager_initialized", "current_workspace_manager"),
@@ -41,8 +43,26 @@ FUNCTIONS = {
     "vllm/v1/attention/backends/mla/sparse_utils.py": ("align_blocks_to_rows",),
     "vllm/v1/attention/ops/flashmla.py": ("is_flashmla_sparse_supported",),
     "vllm/config/vllm.py": ("get_current_vllm_config_or_none",),
-    "vllm/_custom_ops.py": ("concat_and_cache_mla",),
+    "vllm/_custom_ops.py": ("concat_and_cache_mla", "indexer_k_quant_and_cache"),
+    "vllm/model_executor/layers/sparse_attn_indexer.py": ("sparse_attn_indexer",),
 }
+SEAMS = {
+    "vllm/model_executor/layers/sparse_attn_indexer.py": (
+        "SparseAttnIndexer",
+        "_resolve_layer_name",
+        "eager_break_during_capture",
+        "has_deep_gemm",
+        "sparse_attn_indexer",
+    ),
+    "vllm/v1/attention/backends/mla/indexer.py": ("DeepseekV32IndexerMetadataBuilder", "has_deep_gemm"),
+    "vllm/utils/deep_gemm.py": ("_lazy_init", "mqa_logits_use_mx_scales"),
+    "vllm/model_executor/models/deepseek_v2.py": ("DeepseekV3ForCausalLM", "GlmMoeDsaForCausalLM", "Indexer"),
+    "vllm/model_executor/models/deepseek_mtp.py": ("DeepSeekMTP",),
+    "vllm/models/deepseek_v32/__init__.py": ("DeepseekV32ForCausalLM", "DeepseekV32MTP", "GlmMoeDsaForCausalLM"),
+}
+"""Modules of the DSA indexer, and names in them that the plugin replaces or uses where they are."""
+DEEP_GEMM = "vllm/utils/deep_gemm.py"
+OPERATORS = "vllm/config/compilation.py"
 LAYER = "vllm/model_executor/layers/attention/mla_attention.py"
 CALLERS = {"vllm/model_executor/layers/mla.py": "self.mla_attn.impl", "vllm/models/deepseek_v32/attention.py": "self.impl"}
 """Models' own layers around MLAAttention, and how they name its implementation."""
@@ -104,6 +124,22 @@ def bound_names(tree: ast.AST) -> set[str]:
     return found
 
 
+def deep_gemm_calls(tree: ast.AST) -> dict[str, str]:
+    """DeepGEMM's indexer functions -> how vLLM's wrappers call them: arguments by position, then "name=" and "**name"."""
+    calls = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Call) and ast.unparse(n.func).endswith(("_logits_impl", "_metadata_impl"))
+    ]
+    return {
+        ast.unparse(call.func).removeprefix("_").removesuffix("_impl"): " ".join(
+            [ast.unparse(each) for each in call.args]
+            + [f"{k.arg}=" if k.arg else f"**{ast.unparse(k.value)}" for k in call.keywords]
+        )
+        for call in calls
+    }
+
+
 def defined(tree: ast.AST, kind: type) -> dict[str, Any]:
     """Name -> classes or functions of a module or a class."""
     return {node.name: node for node in tree.body if isinstance(node, kind)}
@@ -111,7 +147,7 @@ def defined(tree: ast.AST, kind: type) -> dict[str, Any]:
 
 def extract(wheel: Path) -> dict[str, Any]:
     with zipfile.ZipFile(wheel) as archive:
-        present, paths = set(archive.namelist()), {*CLASSES, *FUNCTIONS, LAYER, *CALLERS}
+        present, paths = set(archive.namelist()), {*CLASSES, *FUNCTIONS, *SEAMS, LAYER, *CALLERS, OPERATORS}
         trees = {path: ast.parse(archive.read(path) if path in present else "") for path in paths}
         imports = {f"{module}:{name}": defines(archive, present, module, name) for module, name in plugin_imports()}
     found: dict[str, Any] = {"classes": {}, "functions": {}, "imports": imports}
@@ -130,6 +166,9 @@ def extract(wheel: Path) -> dict[str, Any]:
         "impl": attributes_of(layer, "self.impl").union(*read),
         "impl_arguments": {keyword.arg for call in calls for keyword in call.keywords if keyword.arg},
     }
+    found["seams"] = {path: " ".join(sorted(bound_names(trees[path]).intersection(some))) for path, some in SEAMS.items()}
+    found["deep_gemm"] = deep_gemm_calls(trees[DEEP_GEMM])
+    found["splits_at_the_indexer"] = '"vllm::sparse_attn_indexer"' in ast.unparse(trees[OPERATORS]).replace("'", '"')
     return {**found, "layer": {what: " ".join(sorted(several)) for what, several in names.items()}}
 
 

@@ -18,7 +18,8 @@ import pytest
 from vllm.v1.attention import backend as stock
 from vllm_engine import make_config
 
-from mla_portable.vllm import compat, shadow
+from mla_portable import deep_gemm
+from mla_portable.vllm import compat, indexer_seams, shadow
 from mla_portable.vllm.backend import MLAPortableBackend
 from mla_portable.vllm.builder import MLAPortableMetadataBuilder
 from mla_portable.vllm.impl import READS, MLAPortableImpl
@@ -61,7 +62,7 @@ def pairs(interface: dict[str, Any]) -> list[tuple[type, str]]:
 
 
 def test_the_versions_that_are_promised_are_there():
-    assert set(FILES) >= {"0.20.2", "0.24.0", "0.26.0", "0.28.0", "0.33.0"}
+    assert set(FILES) >= {"0.20.2", "0.24.0", "0.26.0", "0.28.0", "0.30.0", "0.33.0"}
 
 
 def test_every_abstract_method_is_ours(interface: dict[str, Any]):
@@ -130,6 +131,93 @@ def test_imports_would_succeed(interface: dict[str, Any]):
     assert len(interface["imports"]) >= 10
     needed = {name for name, parameters in interface["functions"].items() if parameters is None}
     assert needed <= {"vllm/v1/attention/backends/mla/sparse_utils.py:align_blocks_to_rows"}
+
+
+WITH_INDEXER = [name for name, path in FILES.items() if "seams" in json.loads(path.read_text())]
+OPERATOR = "vllm/model_executor/layers/sparse_attn_indexer.py:sparse_attn_indexer"
+READ_BY_OURS = {
+    "hidden_states",
+    "k_cache_prefix",
+    "kv_cache",
+    "q_quant",
+    "k",
+    "weights",
+    "scale_fmt",
+    "topk_tokens",
+    "topk_indices_buffer",
+    "skip_k_cache_insert",
+}
+NOT_IN_ALL = {
+    "use_fp4_cache",
+    "dcp_world_size",
+    "use_pcp",
+    "candidate_blocks",
+    "skip_topk_buffer_clear",
+    "dense_mha_metadata_layer_name",
+}
+WITHOUT_MEANING_FOR_OURS = {
+    "q_scale": "FP4 alone",
+    "quant_block_size": "128, the width of a key",
+    "head_dim": "of q",
+    "max_model_len": "the width of the logits matrix",
+    "total_seq_lens": "the rows of gathered keys",
+    "dcp_rank": "context parallelism",
+    "cp_kv_cache_interleave_size": "context parallelism",
+    "pcp_shard_decode_requests": "context parallelism",
+    "candidate_block_size": "two-level selection",
+    "candidate_write": "two-level selection",
+    "topk_backend": "vLLM's own top-k",
+}
+
+
+def test_every_version_that_is_promised_has_its_indexer_read():
+    assert set(WITH_INDEXER) == {"0.24.0", "0.26.0", "0.28.0", "0.30.0", "0.33.0"}
+
+
+@pytest.fixture(params=WITH_INDEXER)
+def with_indexer(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return json.loads(FILES[request.param].read_text())
+
+
+def test_what_is_replaced_of_the_indexer_is_there(with_indexer: dict[str, Any]):
+    for module, seam in indexer_seams.SEAMS.items():
+        found = [names for path, names in with_indexer["seams"].items() if path.startswith(module.replace(".", "/"))]
+        assert len(found) == 1 and set(seam.needs) <= set(found[0].split()), module
+    models = with_indexer["seams"]["vllm/models/deepseek_v32/__init__.py"].split()
+    for name, (path, generic) in indexer_seams._MODELS.items():
+        assert name not in models or generic in with_indexer["seams"][f"{path.replace('.', '/')}.py"].split()
+    builder = with_indexer["classes"]["DeepseekV32IndexerMetadataBuilder"]["methods"]
+    assert builder["build"].split() == ["self", "common_prefix_len", "common_attn_metadata", "fast_build="]
+    assert "get_cudagraph_support" in builder
+    metadata = with_indexer["classes"]["DeepseekV32IndexerMetadata"]["variables"].split()
+    assert {"slot_mapping", "num_decodes", "num_decode_tokens"} <= set(metadata)
+    written = with_indexer["functions"]["vllm/_custom_ops.py:indexer_k_quant_and_cache"].split()
+    assert written[:4] == ["k", "kv_cache", "slot_mapping", "quant_block_size"] and len(written) == 5
+    assert with_indexer["splits_at_the_indexer"]
+
+
+def test_every_argument_of_the_operator_has_a_meaning(with_indexer: dict[str, Any]):
+    arguments = {name.rstrip("=") for name in with_indexer["functions"][OPERATOR].split()}
+    assert arguments >= READ_BY_OURS
+    assert arguments <= READ_BY_OURS | NOT_IN_ALL | set(WITHOUT_MEANING_FOR_OURS)
+
+
+def test_deep_gemm_is_called_in_a_way_that_ours_takes(with_indexer: dict[str, Any]):
+    assert set(with_indexer["deep_gemm"]) >= {
+        "fp8_fp4_mqa_logits",
+        "fp8_fp4_paged_mqa_logits",
+        "get_paged_mqa_logits_metadata",
+    }
+    for name, call in with_indexer["deep_gemm"].items():
+        if not hasattr(deep_gemm, name):
+            assert "sparse" in name  # two-level selection
+            continue
+        words = call.split()
+        given = [word for word in words if not word.endswith("=") and not word.startswith("**")]
+        named = {word.rstrip("="): None for word in words if word.endswith("=")}
+        if "**kwargs" in words:
+            named["indices"] = None
+        inspect.signature(getattr(deep_gemm, name)).bind(*given, **named)
 
 
 def test_what_was_read_is_what_python_sees():
