@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.accelerator import accelerator
+from mla_portable.attention.demand import Demand
 from mla_portable.contracts import InvalidArgument, Request, UnsupportedRequest, neutral_defaults
 from mla_portable.contracts.rules import check_cache
 from mla_portable.contracts.values import CACHE_ALIGNMENT
@@ -174,29 +175,23 @@ def _bind(kv_cache: Tensor, num_heads: int, topk: int, device: torch.device, sca
         layout, block_size, apart, alignment = check_cache("sparse_attn_indexer", "kv_cache", kv_cache, device, INDEX)
         uneven = bool(apart % layout.row_width)
         facts = {"kv_layout": layout.name, "block_size": block_size, "cache_alignment": alignment, "uneven_blocks": uneven}
-    facts["graph"] = True
-    request = Request(INDEXER_SELECT, get_registry().facts(device), num_heads=num_heads, topk=topk, **facts)
-    with neutral_defaults():
-        writes = not _vllm_writes(device)
-        keys = Request(INDEXER_CACHE_WRITE, request.device, scale_format=_OURS.get(scale_format, "amax"), **facts)
-        try:
-            bound = _callables(request, keys if writes else None)
-        except UnsupportedRequest:  # vLLM then runs attention outside of graphs
-            request, keys = request.but(graph=False), keys.but(graph=False)
-            bound = _callables(request, keys if writes else None)
-    served = ", ".join(f"{each.primitive} {get_registry().select(each)[0].name}" for each in (request, keys)[: 1 + writes])
-    _log_server(
-        f"{request.device}, {num_heads} heads, top-{topk}: {served}{'' if writes else ', keys written by vLLM'}", reason
-    )
+    here = get_registry().facts(device)
+    requests: list[Request[Any]] = [
+        Request(INDEXER_SELECT, here, num_heads=num_heads, topk=topk, graph=True, **facts),
+        Request(INDEXER_CACHE_WRITE, here, scale_format=_OURS.get(scale_format, "amax"), graph=True, **facts),
+    ][: 1 if _vllm_writes(device) else 2]
+    demand = Demand(get_registry(), None)
+    try:
+        bound = [demand.bind(request) for request in requests]
+    except UnsupportedRequest:  # vLLM then runs the model's attention outside of graphs
+        requests = [request.but(graph=False) for request in requests]
+        bound = [demand.bind(request) for request in requests]
+    served = [f"{request.primitive} {demand.decide(request).chosen}" for request in requests]
+    by_vllm = [] if requests[1:] else ["keys written by vLLM"]
+    _log_server(f"{here}, {num_heads} heads, top-{topk}: {', '.join(served + by_vllm)}", reason)
+    write = bound[1] if bound[1:] else None
     capturing = accelerator(device).is_capturing
-    return IndexerServer(*bound, request.graph, topk, facts["block_size"], scale_format, capturing)
-
-
-def _callables(
-    request: Request[IndexerSelect], keys: Request[IndexerCacheWrite] | None
-) -> tuple[IndexerSelect, IndexerCacheWrite | None]:
-    registry = get_registry()
-    return registry.bind(request), None if keys is None else registry.bind(keys)
+    return IndexerServer(bound[0], write, requests[0].graph, topk, facts["block_size"], scale_format, capturing)
 
 
 @cache

@@ -13,7 +13,9 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from mla_portable.attention import AttentionSpec
-from mla_portable.contracts import InvalidArgument
+from mla_portable.attention.demand import Demand
+from mla_portable.contracts import InvalidArgument, Request
+from mla_portable.primitives import INDEXER_CACHE_WRITE, INDEXER_SELECT
 from mla_portable.registry import Registry
 from mla_portable.vllm import settings
 from mla_portable.vllm.routing import decide_route, served_by
@@ -24,6 +26,9 @@ _GROUP: Final = "vllm.general_plugins"
 _ENTRY_POINT: Final = "mla_portable"
 _HEADS: Final = (16, 128)
 """DeepSeek-V3.2's 128 query heads over eight ranks, and on one."""
+
+DEEP_GEMM_ARCHS: Final = ("sm90", "sm10", "sm12")
+"""What vLLM's platforms say of DeepGEMM: Hopper, and both families of Blackwell."""
 
 _MEANING: Final = {
     "custom": "chosen with --attention-backend CUSTOM",
@@ -48,6 +53,7 @@ class VllmStatus:
     Attributes:
         version: of vLLM, None where it is not installed. registered: vLLM will load the plugin. mode: as it takes effect.
         note: what stands in the way, or what the mode means here. choices: for each cache layout and heads of a rank.
+        indexer: whose indexer vLLM would run, and what serves this one's primitives.
     """
 
     version: str | None
@@ -55,6 +61,7 @@ class VllmStatus:
     mode: str
     note: str
     choices: tuple[Choice, ...] = ()
+    indexer: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "choices": [choice._asdict() for choice in self.choices]}
@@ -80,7 +87,29 @@ def vllm_status(registry: Registry, device: torch.device, *, environ: Mapping[st
         spec = AttentionSpec(num_heads=heads, softmax_scale=192**-0.5, kv_layout=layout, need_lse=False, **limits)
         decision = decide_route(registry, spec, device)
         choices.append(Choice(layout, heads, decision.chosen, served_by(decision)))
-    return VllmStatus(version, not note, mode, note or _MEANING[mode], tuple(choices))
+    indexer = "" if note else _indexer(registry, device, environ)
+    return VllmStatus(version, not note, mode, note or _MEANING[mode], tuple(choices), indexer)
+
+
+def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str]) -> str:
+    """As vLLM will decide on this device, except that it also tries to import DeepGEMM."""
+    mode, facts = settings.indexer(environ), registry.facts(device)
+    if mode == "off" or (mode == "auto" and facts.device_type == "cpu"):
+        return f"vLLM's ({settings.ENV_INDEXER}={mode})"
+    layout: dict[str, Any] = {"kv_layout": "index_fp8", "block_size": 64}
+    requests = (
+        Request(INDEXER_SELECT, facts, num_heads=64, topk=2048, graph=True, **layout),
+        Request(INDEXER_CACHE_WRITE, facts, scale_format="pow2", graph=True, **layout),
+    )
+    demand = Demand(registry, None)
+    decisions = [demand.decide(request) for request in requests]
+    select, write = (f"{each.request.primitive} {each.chosen or 'by nothing'}" for each in decisions)
+    ours = f"mla_portable's ({select}; keys written by vLLM's operator if it works, else {write})"
+    if mode == "on":
+        return f"{ours}: {settings.ENV_INDEXER}=on"
+    if facts.vendor == "nvidia" and facts.arch.startswith(DEEP_GEMM_ARCHS):
+        return f"vLLM's, with DeepGEMM for {facts.arch}; where that cannot be imported, {ours}"
+    return f"{ours}: DeepGEMM does not support {facts.arch}"
 
 
 def _obstacle(mode: str, environ: Mapping[str, str]) -> str:

@@ -29,7 +29,7 @@ def quick_backend() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch):
-    for name in ("", "_SHADOW", "_SHADOW_FILE", "_CACHE_SCALES", "_CACHE_WRITER", "_ROUTE"):
+    for name in ("", "_SHADOW", "_SHADOW_FILE", "_CACHE_SCALES", "_CACHE_WRITER", "_INDEXER", "_ROUTE"):
         monkeypatch.delenv(f"MLA_PORTABLE_VLLM{name}", raising=False)
 
 

@@ -8,6 +8,7 @@ import inspect
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -332,6 +333,27 @@ def test_status_tells_what_vllm_will_find(monkeypatch: pytest.MonkeyPatch):
     assert all(route and "sparse_decode" in served for *_, route, served in found.choices)
     assert not vllm_status(registry, CPU, environ={settings.ENV_MODE: "off"}).registered
     assert "VLLM_PLUGINS=other" in vllm_status(registry, CPU, environ={"VLLM_PLUGINS": "other"}).note
-    for variable in (settings.ENV_MODE, settings.ENV_ROUTE, settings.ENV_SCALES):
+    for variable in (settings.ENV_MODE, settings.ENV_ROUTE, settings.ENV_SCALES, settings.ENV_INDEXER):
         bad = vllm_status(registry, CPU, environ={variable: "always"})
         assert variable in bad.note and not bad.registered and not bad.choices
+
+
+@pytest.mark.parametrize(
+    "arch, mode, ours",
+    [
+        ("sm80", "auto", True),
+        ("sm89", "auto", True),
+        ("sm90", "auto", False),
+        ("sm120", "auto", False),
+        ("sm90", "on", True),
+        ("sm80", "off", False),
+    ],
+)
+def test_status_tells_whose_indexer_runs(arch: str, mode: str, ours: bool, monkeypatch: pytest.MonkeyPatch):
+    registry = Registry(environ={"MLA_PORTABLE_BACKEND": "reference"})
+    here = replace(registry.facts(CPU), vendor="nvidia", device_type="cuda", arch=arch, name="a GPU")
+    monkeypatch.setattr(registry, "facts", lambda device: here)
+    found = vllm_status(registry, CPU, environ={settings.ENV_INDEXER: mode}).indexer
+    assert found.startswith("mla_portable's (indexer_select" if ours else "vLLM's")
+    assert mode == "auto" or f"{settings.ENV_INDEXER}={mode}" in found
+    assert mode != "auto" or arch in found

@@ -43,7 +43,7 @@ def doctor(
         if as_json:
             output.document({"command": "doctor", **diagnosis.as_dict(), "vllm": vllm and vllm.as_dict()})
         else:
-            output.show(*_for_a_person(diagnosis, verbose=verbose), _vllm(vllm))
+            output.show(*_for_a_person(diagnosis, verbose=verbose), _vllm(vllm), *_indexer(vllm))
         if not diagnosis.ok:
             raise typer.Exit(EXIT_FAILED)
 
@@ -140,3 +140,8 @@ def _vllm(status: VllmStatus | None) -> RenderableType:
         return title
     rows = [[layout, str(heads), route or "none", served] for layout, heads, route, served in status.choices]
     return table(f"{title}; for DeepSeek-V3.2 it would choose", ["cache", "heads per GPU", "route", "served by"], rows)
+
+
+def _indexer(status: VllmStatus | None) -> Iterator[RenderableType]:
+    if status is not None and status.indexer:
+        yield f"DSA indexer in vLLM: {status.indexer}"
