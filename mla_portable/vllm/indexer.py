@@ -99,7 +99,8 @@ def plan_step(common: Any, num_decodes: int, num_decode_tokens: int) -> IndexerS
             begins = begins - num_decode_tokens
         known = compat.host_lengths(common, common.query_start_loc_cpu.numpy()[:num_reqs])
         longest = common.max_seq_len if known is None else known[num_decodes:].max()
-        some = begins, lengths[num_decodes:num_reqs], table[num_decodes:num_reqs]
+        # copied, because kernels are compiled apart for tensors that are not aligned to 16 bytes
+        some = begins, lengths[num_decodes:num_reqs].clone(), table[num_decodes:num_reqs]
         parts.append(Requests(num_decode_tokens, num_tokens, *some, int(longest)))
     return IndexerStep(num_tokens, tuple(parts))
 
@@ -188,10 +189,25 @@ def _bind(kv_cache: Tensor, num_heads: int, topk: int, device: torch.device, sca
         bound = [demand.bind(request) for request in requests]
     served = [f"{request.primitive} {demand.decide(request).chosen}" for request in requests]
     by_vllm = [] if requests[1:] else ["keys written by vLLM"]
+    _run_once(bound[0], num_heads, topk, device)
     _log_server(f"{here}, {num_heads} heads, top-{topk}: {', '.join(served + by_vllm)}", reason)
     write = bound[1] if bound[1:] else None
     capturing = accelerator(device).is_capturing
     return IndexerServer(bound[0], write, requests[0].graph, topk, facts["block_size"], scale_format, capturing)
+
+
+def _run_once(select: IndexerSelect, num_heads: int, topk: int, device: torch.device) -> None:
+    """A decode and a prefill over empty pages, so that kernels are compiled now and not for a user's first request."""
+    tokens, int32 = 8, torch.int32
+    with neutral_defaults():
+        q = torch.zeros((tokens, num_heads, INDEX_HEAD_SIZE), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        weights = torch.zeros((tokens, num_heads), device=device)
+        pages = torch.zeros((2, BLOCK_SIZE, INDEX_FP8.row_width), dtype=torch.uint8, device=device)
+        table, lengths = (torch.ones((1, 2), dtype=int32, device=device), torch.full((1,), tokens, dtype=int32, device=device))
+        out = torch.empty((tokens, topk), dtype=int32, device=device)
+        for first in (tokens - 1, 0):
+            starts = torch.tensor([0, tokens - first], dtype=int32, device=device)
+            select(q[first:], weights[first:], pages, starts, lengths, table, topk=topk, out=out[first:])
 
 
 @cache

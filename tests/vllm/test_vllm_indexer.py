@@ -17,6 +17,7 @@ from vllm.forward_context import set_forward_context
 from vllm_engine import CPU
 from vllm_indexer import BLOCK, HEADS, NAME, TOPK, WIDTH, call, check, make_batch, make_indexer, run, without_kernels
 
+from mla_portable import use
 from mla_portable.contracts import InvalidArgument
 from mla_portable.vllm import indexer, indexer_choice, indexer_seams, settings
 
@@ -63,6 +64,16 @@ def test_rows_of_padding_get_nothing(drafts: int):
     engine = make_indexer(drafts=drafts)
     step = make_batch(engine, [1 + drafts] * 2, [33, 190], padded_reqs=4, padded_tokens=4 * (1 + drafts))
     run(engine, step, capture=True)
+    check(engine, step)
+
+
+def test_kernels_of_triton_serve_as_the_reference_does(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(indexer, "_servers", {})
+    with use("triton"):
+        engine = make_indexer(drafts=1)
+        step = make_batch(engine, [2, 2, 20], [33, 190, 75])
+        run(engine, step)
+    assert {server.select.__module__ for server in indexer._servers.values()} == {"mla_portable_triton.bind_indexer"}
     check(engine, step)
 
 
@@ -122,7 +133,12 @@ def test_profiling_binds_and_shows_its_scratch(monkeypatch: pytest.MonkeyPatch):
     step = make_batch(engine, [1], [10])
     taken: list[int] = []
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: taken.append(size[0]) or empty(0, **options))
+
+    def spy(*size: Any, **options: Any) -> torch.Tensor:
+        taken.append(size[0])
+        return empty(*(1 if size[0] == indexer.SCRATCH_BYTES else each for each in size), **options)
+
+    monkeypatch.setattr(torch, "empty", spy)
     monkeypatch.setattr(indexer, "_servers", {})
     assert call(engine, step, None) is not None
     assert indexer.SCRATCH_BYTES in taken
