@@ -9,5 +9,10 @@ writer    who writes the cache, with which scales    shadow    runs a stock impl
 settings  environment variables                      compat    all that differs between versions of vLLM
 status    what `mla-portable doctor` says about it    routing   the route for a spec, and its decision in a line
 
+indexer         the DSA indexer's fused path
+indexer_choice  whose indexer serves the model, and why
+indexer_seams   where this indexer takes the place of vLLM's, in each version
+imports         a function that changes a module right after it is imported
+
 Nothing here imports vLLM before vLLM itself asks for the plugin; `settings`, `status` and `routing` never do.
 """

@@ -7,13 +7,13 @@ called, and calls vLLM's own where that serves. Versions are told apart by what 
 
     vllm.model_executor.layers.sparse_attn_indexer   the operator, its function, and the layer around it
     vllm.v1.attention.backends.mla.indexer           requests attached to the metadata; no DeepGEMM schedules
-    vllm.utils.deep_gemm                             DeepGEMM's functions, for all else that calls them
     vllm.model_executor.models.deepseek_v2           no Triton kernel that stores e4m3 below compute capability 8.9
     vllm.models.deepseek_v32                         0.30 and later: the generic model class there, for the same reason
 
 The operator keeps its name and schema: its kernel alone is registered anew, in torch's dispatcher. So everything that refers to
-it by name goes on to work (`splitting_ops`, piecewise and full CUDA graphs, compiled graphs that vLLM cached), which a new
-operator or another `CustomOp` class would not give, and vLLM 0.30's models, which call the function, get the same one.
+it by name goes on to work (`splitting_ops`, piecewise and full CUDA graphs), which a new operator or another `CustomOp` class
+would not give, and vLLM 0.30's models, which call the function, get the same one. That, and DeepGEMM's functions behind
+`vllm.utils.deep_gemm`, are changed when the first layer is built and this indexer serves it: elsewhere they stay vLLM's.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ _MODELS: Final = {
     "GlmMoeDsaForCausalLM": ("vllm.model_executor.models.deepseek_v2", "GlmMoeDsaForCausalLM"),
     "DeepseekV32MTP": ("vllm.model_executor.models.deepseek_mtp", "DeepSeekMTP"),
 }
-_libraries: list[torch.library.Library] = []
-"""What was registered lasts as long as these."""
+_FUNCTIONS: Final = ("fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits", "get_paged_mqa_logits_metadata")
+_theirs: dict[str, Any] = {}
+"""What `vllm.utils.deep_gemm` had in place of ours."""
 
 
 def install() -> None:
@@ -53,21 +54,42 @@ def install() -> None:
 
 
 def replace_operator(module: Any) -> None:
-    """Serve `vllm::sparse_attn_indexer`, and the function behind it, and let the layer be built without DeepGEMM."""
+    """Serve the function behind `vllm::sparse_attn_indexer`, and let the layer be built without DeepGEMM."""
+    has_deep_gemm = module.has_deep_gemm
+    module.sparse_attn_indexer = serve = operator(module, module.sparse_attn_indexer)
+    module.has_deep_gemm = lambda: _ours() or has_deep_gemm()  # asked by the layer's constructor alone, which refuses without
+    _extend_layer(module.SparseAttnIndexer, serve)
+
+
+@functools.cache
+def register_kernel(serve: Callable[..., torch.Tensor]) -> torch.library.Library:
+    """Make `serve` the kernel of `vllm::sparse_attn_indexer` for as long as the result lives: for good."""
     from vllm.platforms import current_platform
 
-    stock = module.sparse_attn_indexer
-    serve = operator(module, stock)
-    module.sparse_attn_indexer = serve
     library = torch.library.Library("vllm", "IMPL")
     allowed = {"allow_override": True} if "allow_override" in inspect.signature(library.impl).parameters else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that a kernel is registered anew
         library.impl("sparse_attn_indexer", serve, dispatch_key=current_platform.dispatch_key, **allowed)
-    _libraries.append(library)
-    has_deep_gemm = module.has_deep_gemm
-    module.has_deep_gemm = lambda: _ours() or has_deep_gemm()  # asked by the layer's constructor alone, which refuses without
-    _extend_layer(module.SparseAttnIndexer)
+    return library
+
+
+def set_functions(*, ours: bool) -> None:
+    """Put DeepGEMM's functions of `mla_portable.deep_gemm` behind vLLM's wrappers of them, or what was there back."""
+    from vllm.platforms import current_platform
+
+    from mla_portable import deep_gemm
+
+    module: Any = import_module("vllm.utils.deep_gemm")
+    if ours and not _theirs and current_platform.support_deep_gemm():
+        module._lazy_init()  # finds all of DeepGEMM's functions, but not once one is there
+    for name in _FUNCTIONS:
+        slot = f"_{name}_impl"
+        if ours and slot not in _theirs and hasattr(module, slot):
+            _theirs[slot] = getattr(module, slot)
+            setattr(module, slot, getattr(deep_gemm, name))
+        elif not ours and slot in _theirs:
+            setattr(module, slot, _theirs.pop(slot))
 
 
 def operator(module: Any, stock: Callable[..., Any]) -> Callable[..., torch.Tensor]:
@@ -81,8 +103,10 @@ def operator(module: Any, stock: Callable[..., Any]) -> Callable[..., torch.Tens
 
     def sparse_attn_indexer(*args: Any, **kwargs: Any) -> torch.Tensor:
         choice = indexer_choice.current()
+        if not choice.fused:
+            return stock(*args, **kwargs)
         call = dict(zip(names, args, strict=False), **kwargs)  # torch leaves defaults at the end out
-        if not choice.fused or _is_beyond_fused(call):
+        if _is_beyond_fused(call):
             return stock(*args, **kwargs)
         context = get_forward_context()
         buffer, q, kv_cache = call["topk_indices_buffer"], call["q_quant"], call["kv_cache"]
@@ -138,7 +162,7 @@ def _log_unplanned(metadata: str) -> None:
     settings.logger.warning("vLLM's operator serves an indexer whose metadata (%s) mla_portable does not know", metadata)
 
 
-def _extend_layer(layer: Any) -> None:
+def _extend_layer(layer: Any, serve: Callable[..., torch.Tensor]) -> None:
     """Choose whose indexer serves when a layer is built, and let it call the operator on every platform if it is ours."""
     build = layer.__init__
 
@@ -151,7 +175,10 @@ def _extend_layer(layer: Any) -> None:
 
         config = get_current_vllm_config_or_none()
         ours = indexer_choice.choose(config).ours
-        kernels = getattr(config, "kernel_config", None)
+        set_functions(ours=ours)
+        if ours:
+            register_kernel(serve)
+        kernels: Any = getattr(config, "kernel_config", None)
         if ours and _lacks_fp8_in_triton() and getattr(kernels, "enable_jit_warmup", False):
             kernels.enable_jit_warmup = False  # 0.33 would compile kernels for e4m3 queries that the fused path does not call
             try:
@@ -193,33 +220,11 @@ def extend_builder(module: Any) -> None:
     builder.build, builder.get_cudagraph_support = with_step, classmethod(get_cudagraph_support)
 
 
-def replace_functions(module: Any) -> None:
-    """Put ours behind vLLM's wrappers of DeepGEMM's indexer functions, and what was there back where vLLM's indexer serves.
-
-    The wrappers call `_lazy_init`, which finds DeepGEMM's own functions, before they look at these names.
-    """
-    from mla_portable import deep_gemm
-
-    names = ("fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits", "get_paged_mqa_logits_metadata")
-    ours = {f"_{name}_impl": getattr(deep_gemm, name) for name in names if hasattr(module, f"_{name}_impl")}
-    lazy_init, theirs = module._lazy_init, {}
-
-    @functools.wraps(lazy_init)
-    def _lazy_init() -> None:
-        lazy_init()
-        for name, function in ours.items():
-            now = getattr(module, name)
-            if _ours() and now is not function:
-                theirs[name] = now
-                setattr(module, name, function)
-            elif now is function and not _ours():
-                setattr(module, name, theirs[name])
-
-    module._lazy_init = _lazy_init
-
-
 def avoid_fused_query(module: Any) -> None:
-    """Below compute capability 8.9 let the Indexer quantise its queries with vLLM's CUDA operator (0.25 and later)."""
+    """Below compute capability 8.9 let the Indexer quantise its queries with vLLM's CUDA operator (0.25 and later).
+
+    vLLM finds compiled models on disk by a hash of its configuration, which therefore says so.
+    """
     build = module.Indexer.__init__
 
     @functools.wraps(build)
@@ -227,6 +232,9 @@ def avoid_fused_query(module: Any) -> None:
         build(self, *args, **kwargs)
         if getattr(self, "use_fused_indexer_q", False) and _lacks_fp8_in_triton() and _ours():
             self.use_fused_indexer_q = False
+            hashed = getattr(self.vllm_config, "additional_config", None)
+            if isinstance(hashed, dict):
+                hashed["mla_portable_indexer"] = "queries quantised by an operator"
 
     module.Indexer.__init__ = construct
 
@@ -275,7 +283,6 @@ SEAMS: Final = {
         replace_operator, ("sparse_attn_indexer", "SparseAttnIndexer", "has_deep_gemm")
     ),
     "vllm.v1.attention.backends.mla.indexer": Seam(extend_builder, ("DeepseekV32IndexerMetadataBuilder", "has_deep_gemm")),
-    "vllm.utils.deep_gemm": Seam(replace_functions, ("_lazy_init",)),
     "vllm.model_executor.models.deepseek_v2": Seam(avoid_fused_query, ("Indexer",)),
     "vllm.models.deepseek_v32": Seam(choose_models),
 }

@@ -30,6 +30,7 @@ def served(monkeypatch: pytest.MonkeyPatch):
     without_kernels(monkeypatch)
     yield
     indexer_choice.forget()
+    indexer_seams.set_functions(ours=False)
 
 
 @pytest.mark.parametrize(

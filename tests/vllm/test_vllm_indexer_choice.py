@@ -12,6 +12,7 @@ import pytest
 import torch
 import vllm_indexer
 from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
 from vllm_engine import make_config
 
 from mla_portable import deep_gemm
@@ -24,6 +25,7 @@ def forgotten():
     indexer_choice.forget()
     yield
     indexer_choice.forget()
+    indexer_seams.set_functions(ours=False)
 
 
 def platform(kind: str = "cuda", capability: tuple[int, int] | None = (8, 0), *, deep_gemm: bool = False) -> Any:
@@ -145,31 +147,36 @@ def test_a_module_without_the_names_is_left_alone():
     assert not set(vars(module)) - set(vars(ModuleType("changed")))
 
 
-def test_deep_gemms_functions_follow_the_choice(monkeypatch: pytest.MonkeyPatch):
-    module = SimpleNamespace(_fp8_fp4_mqa_logits_impl=None, _fp8_fp4_paged_mqa_logits_impl=None, started=0)
-    module._get_paged_mqa_logits_metadata_impl = None
+@pytest.mark.parametrize("deep_gemm_runs", [False, True])
+def test_deep_gemms_functions_follow_the_choice(deep_gemm_runs: bool, monkeypatch: pytest.MonkeyPatch):
+    slots = [f"_{name}_impl" for name in ("fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits", "get_paged_mqa_logits_metadata")]
+    module = SimpleNamespace(**dict.fromkeys(slots), other=None)
 
     def lazy_init() -> None:
-        module.started += 1
-        if module.started == 1:
-            module._fp8_fp4_mqa_logits_impl = "DeepGEMM's"
+        """As vLLM's: does nothing once a function is there."""
+        if all(getattr(module, slot) is None for slot in slots):
+            module.other = module._fp8_fp4_mqa_logits_impl = "DeepGEMM's"
 
     module._lazy_init = lazy_init
-    indexer_seams.replace_functions(module)
-    use(monkeypatch, "auto", platform())
-    module._lazy_init()
-    assert module._fp8_fp4_mqa_logits_impl is deep_gemm.fp8_fp4_mqa_logits
-    assert module._fp8_fp4_paged_mqa_logits_impl is deep_gemm.fp8_fp4_paged_mqa_logits
-    assert module._get_paged_mqa_logits_metadata_impl is deep_gemm.get_paged_mqa_logits_metadata
-    use(monkeypatch, "off", platform())
-    module._lazy_init()
-    assert module._fp8_fp4_mqa_logits_impl == "DeepGEMM's" and module._fp8_fp4_paged_mqa_logits_impl is None
-    assert module.started == 2
+    monkeypatch.setattr(indexer_seams, "import_module", lambda name: module)
+    monkeypatch.setattr(indexer_seams, "_theirs", {})
+    monkeypatch.setattr(current_platform, "support_deep_gemm", lambda: deep_gemm_runs)
+    indexer_seams.set_functions(ours=False)
+    assert module.other is None and module._fp8_fp4_mqa_logits_impl is None  # nothing is changed or imported
+    for _ in range(2):
+        indexer_seams.set_functions(ours=True)
+        assert [getattr(module, slot) for slot in slots] == [
+            deep_gemm.fp8_fp4_mqa_logits,
+            deep_gemm.fp8_fp4_paged_mqa_logits,
+            deep_gemm.get_paged_mqa_logits_metadata,
+        ]
+        assert module.other == ("DeepGEMM's" if deep_gemm_runs else None)
+    indexer_seams.set_functions(ours=False)
+    assert [getattr(module, slot) for slot in slots] == [module.other, None, None]
 
 
 def test_vllms_wrappers_reach_them(monkeypatch: pytest.MonkeyPatch):
-    indexer_seams.install()
-    use(monkeypatch, "on", platform())
+    indexer_seams.set_functions(ours=True)
     wrappers = importlib.import_module("vllm.utils.deep_gemm")
     q = torch.randn((2, 3, 8, 128), dtype=torch.float32).to(torch.float8_e4m3fn)
     lengths, weights = torch.tensor([[3, 4, 5], [0, 1, 2]], dtype=torch.int32), torch.rand((6, 8), dtype=torch.float32)
@@ -192,13 +199,15 @@ def test_vllms_wrappers_reach_them(monkeypatch: pytest.MonkeyPatch):
 )
 def test_queries_are_quantised_by_an_operator_that_compiles(mode: str, where: Any, fused: bool, monkeypatch):
     class Indexer:
-        def __init__(self, name: str) -> None:
-            self.use_fused_indexer_q = name == "indexer"
+        def __init__(self, config: Any) -> None:
+            self.use_fused_indexer_q, self.vllm_config = True, config
 
     module = SimpleNamespace(Indexer=Indexer)
     indexer_seams.avoid_fused_query(module)
     use(monkeypatch, mode, where)
-    assert module.Indexer("indexer").use_fused_indexer_q is fused
+    config = make_config()
+    assert module.Indexer(config).use_fused_indexer_q is fused
+    assert (config.additional_config == {}) is fused  # hashed by vLLM, which keeps compiled models
 
 
 @pytest.mark.parametrize(
@@ -224,11 +233,14 @@ def test_the_layer_is_built_without_deep_gemm_and_without_kernels_that_do_not_co
     """As on an A100 with an installation that lacks DeepGEMM: vLLM's own constructor refuses."""
     warmed: list[bool] = []
 
+    monkeypatch.setattr(indexer_seams, "set_functions", lambda *, ours: None)
+    monkeypatch.setattr(indexer_seams, "register_kernel", lambda serve: None)
+
     class Layer:
         def __init__(self, config: Any) -> None:
             warmed.append(config.kernel_config.enable_jit_warmup)
 
-    indexer_seams._extend_layer(Layer)
+    indexer_seams._extend_layer(Layer, torch.empty)
     config = make_config()
     object.__setattr__(config, "kernel_config", SimpleNamespace(enable_jit_warmup=True))
     with set_current_vllm_config(config):

@@ -183,6 +183,7 @@ def test_what_is_replaced_of_the_indexer_is_there(with_indexer: dict[str, Any]):
     for module, seam in indexer_seams.SEAMS.items():
         found = [names for path, names in with_indexer["seams"].items() if path.startswith(module.replace(".", "/"))]
         assert len(found) == 1 and set(seam.needs) <= set(found[0].split()), module
+    assert "_lazy_init" in with_indexer["seams"]["vllm/utils/deep_gemm.py"].split()
     models = with_indexer["seams"]["vllm/models/deepseek_v32/__init__.py"].split()
     for name, (path, generic) in indexer_seams._MODELS.items():
         assert name not in models or generic in with_indexer["seams"][f"{path.replace('.', '/')}.py"].split()
