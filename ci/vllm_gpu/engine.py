@@ -31,9 +31,24 @@ def start(job: Job, checkpoints: Path) -> Any:
     from vllm.config.attention import AttentionConfig
 
     given = job.llm_arguments(checkpoints)
+    if job.who == "unfused":
+        _without_fused_query()
     if hasattr(AttentionConfig, "sparse_mla_force_mqa"):
         given["attention_config"] = {"sparse_mla_force_mqa": True}
     return LLM(**given)
+
+
+def _without_fused_query() -> None:
+    """Let stock's indexer quantise its queries as it does where Triton has no e4m3."""
+    from vllm.model_executor.models.deepseek_v2 import Indexer
+
+    build = Indexer.__init__
+
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        self.use_fused_indexer_q = False
+
+    Indexer.__init__ = construct
 
 
 def run_prompts(llm: Any, lengths: list[int], tokens: list[int]) -> list[dict[str, Any]]:

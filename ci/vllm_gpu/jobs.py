@@ -26,6 +26,7 @@ WHO: Final[dict[str, tuple[str | None, dict[str, str]]]] = {
     "triton": ("CUSTOM", {"MLA_PORTABLE_VLLM": "custom", "MLA_PORTABLE_BACKEND": "triton"}),
     "override": (None, {"MLA_PORTABLE_VLLM": "override"}),
     "untouched": (None, {"MLA_PORTABLE_VLLM": "auto"}),
+    "unfused": ("FLASHMLA_SPARSE", {"MLA_PORTABLE_VLLM": "off"}),
     "sm80": (None, {"MLA_PORTABLE_VLLM": "auto"}),
     "sm80bare": (None, {"MLA_PORTABLE_VLLM": "auto"}),
     "sm89": (None, {"MLA_PORTABLE_VLLM": "auto"}),
@@ -175,6 +176,7 @@ def indexer() -> list[Job]:
     cells = [(heads, kv, mode) for mode in ("eager", "graphs") for heads, kv in product((16, 128), KV_DTYPES)]
     apart = [(16, "fp8_ds_mla", "eager"), (128, "auto", "eager"), (16, "auto", "graphs"), (128, "fp8_ds_mla", "graphs")]
     sets = {"stock": cells, "sm80": cells, "sm89": cells, "bare": apart, "indexer": apart, "sm80bare": apart[1:3]}
+    sets["unfused"] = cells[:4]
     several = [(who, *several[0]) for who, several in sets.items()] + [("sm80", 16, "fp8_ds_mla", "default")]
     several += [(who, *cell) for who, some in sets.items() for cell in some[1:]]
     jobs = [_generate(who, kv, h, mode, watch=mode != "default", seconds=300) for who, h, kv, mode in several]
