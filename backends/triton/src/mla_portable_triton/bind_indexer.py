@@ -26,11 +26,13 @@ __all__ = [
 
 
 def _numbers(request: Request[Any]) -> Numbers:
-    from mla_portable_triton.kernels.index_keys import Numbers, form_of, has_fp8_dots
+    from mla_portable_triton.kernels.index_keys import FP8_DECODED, Numbers, form_of
 
     device, hardware = request.device, not interpreter_is_on()
     quantized = request.kv_layout is not None and LAYOUTS[request.kv_layout].is_quantized
-    form = form_of(quantized, hardware and has_fp8_dots(device.arch, device.has_fp8_conversion))
+    form = form_of(quantized, device.arch, device.has_fp8_conversion)
+    if quantized and not hardware:
+        form = FP8_DECODED
     return Numbers(form, hardware, device.arch, device.num_sms)
 
 

@@ -3,8 +3,9 @@
 
 form      FORM says how q and keys are stored and multiplied:
           BF16         bfloat16 numbers
-          FP8_DECODED  e4m3 bytes, decoded by integers into bfloat16, which holds each of them exactly
           FP8          e4m3 bytes as they are, on targets whose matrix units take them
+          FP8_HALF     e4m3 bytes, four at a time by PTX's integers, into float16 of 2**-8 of their value: exact, subnormals too
+          FP8_DECODED  e4m3 bytes, one by one by integers, into bfloat16, which holds each of them exactly
 score     sum_h weight[h] * max(q[h] . k[position], 0) * scale of the key; dots and sums in float32, the ReLU before the weights
 tile      positions are rows of the dot and heads its columns, so that the sum over heads stays within a warp
 """
@@ -21,12 +22,13 @@ from torch import Tensor
 
 from mla_portable.layouts import INDEX_HEAD_SIZE
 from mla_portable_triton.kernels.bfloat16 import dot_operand
-from mla_portable_triton.kernels.e4m3_decode import e4m3_decode
+from mla_portable_triton.kernels.e4m3_decode import e4m3_decode, e4m3_to_half
 
 __all__ = [
     "BF16",
     "FP8",
     "FP8_DECODED",
+    "FP8_HALF",
     "KEY",
     "MAX_HEADS",
     "REQUEST_TILE",
@@ -34,7 +36,6 @@ __all__ = [
     "Tiles",
     "find_request",
     "form_of",
-    "has_fp8_dots",
     "head_block",
     "key_tile",
     "operand",
@@ -44,13 +45,16 @@ __all__ = [
 ]
 
 BF16: Final = 0
-FP8_DECODED: Final = 1
-FP8: Final = 2
+FP8: Final = 1
+FP8_HALF: Final = 2
+FP8_DECODED: Final = 3
 MAX_HEADS: Final = 128
 REQUEST_TILE: Final = 64
 KEY = tl.constexpr(INDEX_HEAD_SIZE)
 _BF16 = tl.constexpr(BF16)
 _FP8 = tl.constexpr(FP8)
+_FP8_HALF = tl.constexpr(FP8_HALF)
+_UNDO_HALF = tl.constexpr(65536.0)  # both operands of a dot are 2**-8 of their value
 _INT32_MAX = tl.constexpr(2**31 - 1)
 _UINT8, _E4M3 = torch.uint8, torch.float8_e4m3fn
 
@@ -63,11 +67,6 @@ class Tiles:
     num_warps: int
     num_stages: int
     tokens: int = 0
-
-
-def has_fp8_dots(arch: str, has_fp8_conversion: bool) -> bool:
-    """Whether Triton multiplies tl.float8e4nv on the target's matrix units. Other vendors' e4m3 is another format."""
-    return has_fp8_conversion and arch.startswith("sm") and int(arch.removeprefix("sm")) >= 89
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +83,13 @@ class Numbers:
     num_sms: int
 
 
-def form_of(quantized: bool, fp8_dots: bool) -> int:
-    """FORM for a layout and a target."""
+def form_of(quantized: bool, arch: str, has_fp8_conversion: bool) -> int:
+    """FORM for a layout and a target. Other vendors' e4m3 is another format than the type of Triton's that PTX knows."""
     if not quantized:
         return BF16
-    return FP8 if fp8_dots else FP8_DECODED
+    if not arch.startswith("sm"):
+        return FP8_DECODED
+    return FP8 if has_fp8_conversion and int(arch.removeprefix("sm")) >= 89 else FP8_HALF
 
 
 def head_block(num_heads: int) -> int:
@@ -106,6 +107,8 @@ def operand(numbers, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr):
     """A tile as it was loaded, as an operand of tl.dot."""
     if FORM == _FP8:
         value = numbers.to(tl.float8e4nv, bitcast=True)
+    elif FORM == _FP8_HALF:
+        value = e4m3_to_half(numbers)
     elif FORM == _BF16:
         value = dot_operand(numbers, BF16_NATIVE)
     else:
@@ -160,7 +163,10 @@ def key_tile(
 
 
 @triton.jit
-def tile_scores(keys, scale, q, weight):
+def tile_scores(keys, scale, q, weight, FORM: tl.constexpr):
     """[BLOCK_N] scores: operands keys [BLOCK_N, 128] and q [BLOCK_H, 128]."""
     dots = tl.dot(keys, tl.trans(q))  # [BLOCK_N, BLOCK_H] float32
-    return tl.sum(tl.maximum(dots, 0.0) * weight[None, :], 1) * scale
+    scores = tl.sum(tl.maximum(dots, 0.0) * weight[None, :], 1) * scale
+    if FORM == _FP8_HALF:
+        scores *= _UNDO_HALF
+    return scores

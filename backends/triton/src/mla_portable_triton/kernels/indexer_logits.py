@@ -86,7 +86,7 @@ def decode_kernel(
             keys, scale, there = key_tile(
                 cache_ptr, table_row, position, position < seen, num_blocks, block_stride, FORM, CACHE_BLOCK
             )
-            scores = tile_scores(operand(keys, FORM, BF16_NATIVE), scale, q, weight)
+            scores = tile_scores(operand(keys, FORM, BF16_NATIVE), scale, q, weight, FORM)
             scores = tl.where(there, scores, float("-inf"))
             if FILL:
                 tl.store(out_row + position, scores, mask=position < num_logits)
@@ -128,7 +128,7 @@ def prefill_kernel(
             for i in tl.range(0, stop - token, num_stages=STAGES):
                 t = token + i
                 q, weight = query_tile(q_ptr, weight_ptr, t, q_stride_t, q_stride_h, weight_stride, NUM_HEADS, BLOCK_H)
-                scores = tile_scores(keys, scale, operand(q, FORM, BF16_NATIVE), weight)
+                scores = tile_scores(keys, scale, operand(q, FORM, BF16_NATIVE), weight, FORM)
                 seen = position <= t + after_own
                 scores = tl.where(there & seen, scores, float("-inf"))
                 out_row = out_ptr + (t - first_token).to(tl.int64) * out_stride
@@ -199,7 +199,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
         "weight_ptr": "*fp32",
         "out_ptr": "*fp32",
     }
-    quantized = index_keys.form_of(True, index_keys.has_fp8_dots(arch, e4m3_native))
+    quantized = index_keys.form_of(True, arch, e4m3_native)
     return [
         variant(
             kernel, f"indexer_logits-{name}-{word}{'-fill' if fill else ''}", tiles.num_warps, **pointers, **tokens,

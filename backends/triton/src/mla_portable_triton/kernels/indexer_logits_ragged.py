@@ -52,7 +52,7 @@ def ragged_kernel(
         for i in tl.range(0, last - token, num_stages=STAGES):
             t = token + i
             q, weight = query_tile(q_ptr, weight_ptr, t, q_stride_t, q_stride_h, weight_stride, NUM_HEADS, BLOCK_H)
-            scores = tile_scores(keys, scale, operand(q, FORM, BF16_NATIVE), weight)
+            scores = tile_scores(keys, scale, operand(q, FORM, BF16_NATIVE), weight, FORM)
             seen = (n >= tl.load(start_ptr + t)) & (n < tl.load(end_ptr + t))
             row = out_ptr + t.to(tl.int64) * out_stride
             tl.store(row + n, tl.where(seen, scores, float("-inf")), mask=there)
@@ -115,7 +115,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
     """The 64 heads of DeepSeek-V3.2's indexer, in FP8 and bfloat16."""
     tiles = PREFILL.get(arch, PREFILL["default"])
     pointers = dict.fromkeys(["out_ptr", "weight_ptr", "scale_ptr"], "*fp32") | dict.fromkeys(["start_ptr", "end_ptr"], "*i32")
-    quantized = index_keys.form_of(True, index_keys.has_fp8_dots(arch, e4m3_native))
+    quantized = index_keys.form_of(True, arch, e4m3_native)
     return [
         variant(
             ragged_kernel, f"indexer_logits_ragged-{word}", tiles.num_warps, **pointers, q_ptr=stored,
