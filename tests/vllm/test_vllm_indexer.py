@@ -140,9 +140,11 @@ def test_profiling_binds_and_shows_its_scratch(monkeypatch: pytest.MonkeyPatch):
         return empty(*(1 if size[0] == indexer.SCRATCH_BYTES else each for each in size), **options)
 
     monkeypatch.setattr(torch, "empty", spy)
+    compiled: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(indexer, "_run_once", lambda select, *kind: compiled.append(kind))
     monkeypatch.setattr(indexer, "_servers", {})
     assert call(engine, step, None) is not None
-    assert indexer.SCRATCH_BYTES in taken
+    assert indexer.SCRATCH_BYTES in taken and compiled == [(HEADS, TOPK, CPU)]
     assert [key[:4] for key in indexer._servers] == [(CPU, HEADS, TOPK, "ue8m0")]
     assert (engine.topk == 77).all()
 
@@ -203,7 +205,7 @@ def test_a_compiled_model_calls_it_too():
     check(engine, step)
 
 
-def test_what_is_computed_as_dense_attention_needs_no_selection():
+def test_what_is_computed_as_dense_attention_needs_no_selection(monkeypatch: pytest.MonkeyPatch):
     engine = make_indexer()
     engine.layer.dense_mha_metadata_layer_name = "layer"
     step = make_batch(engine, [20], [20])
@@ -211,6 +213,12 @@ def test_what_is_computed_as_dense_attention_needs_no_selection():
     before = engine.kv_cache.clone()
     call(engine, step, {NAME: engine.builder.build(0, step.common), "layer": dense})
     assert (engine.topk == 77).all() and not torch.equal(engine.kv_cache, before)
+    servers = {key: replace(server, is_capturing=lambda: True) for key, server in indexer._servers.items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(indexer, "_servers", servers)
+        call(engine, step, {NAME: engine.builder.build(0, step.common), "layer": dense})
+    check(engine, step)  # a graph is replayed for steps that are not dense
+    engine.topk.fill_(77)
     dense.num_decode_tokens = 1
     call(engine, step, {NAME: engine.builder.build(0, step.common), "layer": dense})
     check(engine, step)
@@ -309,7 +317,7 @@ def test_vllms_writer_is_tried_before_it_is_trusted(fault: str, monkeypatch: pyt
     monkeypatch.setattr(indexer, "_servers", {})
     engine = make_indexer()
     step = make_batch(engine, [1, 9], [33, 190])
-    run(engine, step)
+    call(engine, step, {NAME: engine.builder.build(0, step.common)}, rows=14)  # keys of padding are not written
     check(engine, step)
     assert all((server.write is None) == (not fault) for server in indexer._servers.values())
     monkeypatch.setenv(settings.ENV_WRITER, "vllm")

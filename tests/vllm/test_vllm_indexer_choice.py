@@ -251,6 +251,20 @@ def test_the_layer_is_built_without_deep_gemm_and_without_kernels_that_do_not_co
     assert warmed == [False, True, True]
 
 
+@pytest.mark.parametrize("mode, planned", [("auto", False), ("off", True)])
+def test_schedules_are_planned_for_deep_gemm_alone(mode: str, planned: bool, monkeypatch: pytest.MonkeyPatch):
+    class Builder:
+        def build(self) -> None: ...
+
+        @classmethod
+        def get_cudagraph_support(cls) -> None: ...
+
+    module = SimpleNamespace(has_deep_gemm=lambda: True, DeepseekV32IndexerMetadataBuilder=Builder)
+    indexer_seams.extend_builder(module)
+    use(monkeypatch, mode, platform())
+    assert module.has_deep_gemm() is planned
+
+
 @pytest.mark.parametrize("mode", ["auto", "off"])
 def test_vllms_layer_and_builder_ask_for_deep_gemm_only_where_it_serves(mode: str, monkeypatch: pytest.MonkeyPatch):
     """The constructor refuses without it; the builder plans for it."""

@@ -179,9 +179,12 @@ def run(engine: IndexerEngine, step: IndexerStepInputs, *, capture: bool = False
 
 
 def call(engine: IndexerEngine, step: IndexerStepInputs, metadata: Any, rows: int | None = None) -> Tensor:
-    hidden = torch.zeros((rows or len(step.q), 4), dtype=torch.bfloat16)
+    """`rows`: of every tensor, where a piecewise graph pads them."""
+    more = (rows or len(step.q)) - len(step.q)
+    hidden = torch.zeros((len(step.q) + more, 4), dtype=torch.bfloat16)
+    k = torch.cat([step.k, torch.full((more, WIDTH), float("nan"), dtype=torch.bfloat16)])
     with set_forward_context(metadata, engine.config):
-        return engine.layer(hidden, step.q, step.k, step.weights)
+        return engine.layer(hidden, step.q, k, step.weights)
 
 
 def check(engine: IndexerEngine, step: IndexerStepInputs) -> None:
