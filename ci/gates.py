@@ -90,8 +90,11 @@ def strict(_: argparse.Namespace) -> list[str]:
 
 def compile_again(options: argparse.Namespace) -> list[str]:
     declared, problems = records().declarations, []
-    targets = {claim.module: claim.targets for claim in declared.claims if claim.targets}
-    for module, archs in targets.items():
+    targets: dict[str, dict[str, None]] = {}
+    for claim in declared.claims:
+        if claim.targets:
+            targets.setdefault(claim.module, {}).update(dict.fromkeys(claim.targets))
+    for module, archs in ((module, tuple(found)) for module, found in targets.items()):
         today = [archs[datetime.now(timezone.utc).toordinal() % len(archs)]]
         chosen = [arch for arch in options.arch if arch in archs] if options.arch else today
         if not chosen:

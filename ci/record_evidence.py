@@ -88,9 +88,10 @@ def compiled(options: argparse.Namespace) -> int:
             by_module.setdefault(claim.module, []).append(claim)
     for module, claims in by_module.items():
         archs = {records.profiles[slug].arch for _, slug in unproven(records, claims, "compiled")}
-        missing = [target for target in claims[0].targets if options.all or target in archs]
+        targets = tuple(dict.fromkeys(target for claim in claims for target in claim.targets))
+        missing = [target for target in targets if options.all or target in archs]
         if not missing:
-            print(f"{claims[0].plugin}: compiled for {', '.join(claims[0].targets)} already, from these sources")
+            print(f"{claims[0].plugin}: compiled for {', '.join(targets)} already, from these sources")
             continue
         halves = [half for half in (missing[::2], missing[1::2]) if half]  # no target at all would mean every target
         with ThreadPoolExecutor(2) as pool:

@@ -15,7 +15,7 @@ import mla_portable_nvidia
 from mla_portable.contracts import Request
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.registry import Registry
-from mla_portable_nvidia.native import images, nvrtc, sparse_decode
+from mla_portable_nvidia.native import build, images, nvrtc
 from mla_portable_nvidia.native.choice import SMALL
 
 CALL = ("source", "sm_90a", [("MT", 1)], {"header": "text"})
@@ -163,11 +163,11 @@ def test_where_images_are_kept(monkeypatch, tmp_path):
 
 def test_a_build_is_loaded_through_the_cache_and_compiled_without_it(monkeypatch):
     asked = []
-    monkeypatch.setattr(sparse_decode, "compile_kept", lambda *call: asked.append(call) or b"image")
-    monkeypatch.setattr(sparse_decode, "Module", lambda image, device: _Loaded(image))
-    assert sparse_decode.load.__wrapped__(SMALL, "sm_90a", 0) == b"image"
+    monkeypatch.setattr(build, "compile_kept", lambda *call: asked.append(call) or b"image")
+    monkeypatch.setattr(build, "Module", lambda image, device: _Loaded(image))
+    assert build.load.__wrapped__(SMALL, "sm_90a", 0) == b"image"
     assert [call[1:3] for call in asked] == [("sm_90a", SMALL.defines)]
-    sparse_decode.compile_build(SMALL, "sm_90a", lambda *call: b"")
+    build.compile_build(SMALL, "sm_90a", lambda *call: b"")
     assert len(asked) == 1
 
 

@@ -16,7 +16,8 @@ from mla_portable.layouts import BF16, FP8_DS_MLA, LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia import attention
 from mla_portable_nvidia.flat_decode import flat_implementations
-from mla_portable_nvidia.native import bind, sparse_decode
+from mla_portable_nvidia.native import bind, checks
+from mla_portable_nvidia.native import build as kernel_build
 from mla_portable_nvidia.native.choice import BUILDS, FEW, LARGE, MANY, builds
 from mla_portable_nvidia.native.nvrtc import NvrtcNotFound
 
@@ -45,12 +46,12 @@ def models(monkeypatch):
     """Build -> its stand-in, for all that are bound in a test."""
     found: dict = {}
     monkeypatch.setattr(Module, "models", found, raising=False)
-    monkeypatch.setattr(sparse_decode, "Module", Module)
-    monkeypatch.setattr(sparse_decode, "compile_build", lambda build, arch, compiler: {"sm_90a": build}[arch])
+    monkeypatch.setattr(kernel_build, "Module", Module)
+    monkeypatch.setattr(kernel_build, "compile_build", lambda build, arch, compiler: {"sm_90a": build}[arch])
     monkeypatch.setattr(bind, "device_with", lambda facts: torch.device("cuda", 0))
-    sparse_decode.load.cache_clear()
+    kernel_build.load.cache_clear()
     yield found
-    sparse_decode.load.cache_clear()
+    kernel_build.load.cache_clear()
 
 
 def launches(models):
@@ -283,11 +284,12 @@ def test_a_cache_that_16_byte_copies_cannot_read_is_a_reason_and_no_error_of_a_c
 
 
 def test_what_the_machine_lacks_is_said_with_a_remedy(monkeypatch):
-    monkeypatch.setattr(bind, "device_with", lambda facts: None)
-    assert [(reason.subject, reason.limit) for reason in bind.check(H200)] == [("device", "not on this machine")]
+    for module in (bind, checks):
+        monkeypatch.setattr(module, "device_with", lambda facts: None)
+    assert [(reason.subject, reason.limit) for reason in checks.check(H200)] == [("device", "not on this machine")]
     with pytest.raises(MLAPortableError, match="no CUDA device of this machine"):
         bind.bind_sparse_decode(REQUEST)
-    monkeypatch.setattr(bind, "device_with", lambda facts: torch.device("cuda", 0))
+    monkeypatch.setattr(checks, "device_with", lambda facts: torch.device("cuda", 0))
 
     def no_nvrtc():
         raise NvrtcNotFound("nowhere")
@@ -295,9 +297,9 @@ def test_what_the_machine_lacks_is_said_with_a_remedy(monkeypatch):
     def no_driver():
         raise OSError("libcuda.so.1: cannot open")
 
-    monkeypatch.setattr(bind, "nvrtc_version", no_nvrtc)
-    monkeypatch.setattr(bind, "driver_version", no_driver)
-    reasons = list(bind.check(H200))
+    monkeypatch.setattr(checks, "nvrtc_version", no_nvrtc)
+    monkeypatch.setattr(checks, "driver_version", no_driver)
+    reasons = list(checks.check(H200))
     assert [(reason.subject, reason.limit) for reason in reasons] == [
         ("NVRTC", "nowhere"),
         ("CUDA driver", "libcuda.so.1: cannot open"),

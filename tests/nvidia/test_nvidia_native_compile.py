@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,16 @@ from mla_portable.tools.matrix.claims import collect_declarations
 from mla_portable.tools.matrix.evidence import problems_of
 from mla_portable.tools.matrix.profiles import load_profiles
 from mla_portable.tools.matrix.record import Origin, compiled_records, kernels_of
-from mla_portable_nvidia import compile_all
-from mla_portable_nvidia.native import sparse_decode
+from mla_portable_nvidia import compile_all, native
+from mla_portable_nvidia.native import build as build_module
 from mla_portable_nvidia.native.bind import ARCHS
+from mla_portable_nvidia.native.build import compile_build
 from mla_portable_nvidia.native.choice import BUILDS
 from mla_portable_nvidia.native.nvrtc import CompilationFailed, NvrtcNotFound, compile_cubin
-from mla_portable_nvidia.native.sparse_decode import HEADER, MAX_SPLITS, compile_build
+from mla_portable_nvidia.native.sparse_decode import HEADER, MAX_SPLITS
 from mla_portable_nvidia.native.sparse_decode_bf16 import Bf16Build
 from mla_portable_nvidia.native.sparse_decode_fp8 import Fp8Build
+from mla_portable_nvidia.native.topk_select import CANDIDATES, FEW_ROWS, MANY_ROWS, MAX_TOPK, TopkBuild
 
 REGISTERS = 65_536
 """Of a multiprocessor of compute capability 9.0, which has 228 KiB of shared memory and keeps 1 KiB of it for each block."""
@@ -116,6 +119,23 @@ def test_as_many_blocks_as_were_meant_have_their_shared_memory(build):
     assert build.blocks_per_sm * (build.shared_bytes + 1024) <= 228 << 10
 
 
+@pytest.mark.parametrize("arch", TopkBuild.archs)
+@pytest.mark.parametrize("build", [FEW_ROWS, MANY_ROWS], ids=lambda build: build.label)
+def test_topk_select_compiles_for_every_architecture_that_it_declares(build, arch):
+    """Without spills, with registers for the blocks that are meant, and with the shared memory that it is launched with."""
+    source = files(native).joinpath("topk_select.cu").read_text(encoding="utf-8")
+    known = f"sizeof(Shared) == {build.shared_bytes} && MAX_TOPK == {MAX_TOPK} && CANDIDATES == {CANDIDATES}"
+    usage = compile_all.cuobjdump(
+        compile_cubin(f'{source}\nstatic_assert({known}, "differs");', build.archs[arch], build.defines), "-res-usage"
+    )
+    assert re.findall(r"Function (\w+)", usage) == [build.kernel]
+    assert re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", usage) == [("0", "0")]
+    registers = int(re.search(r"REG:(\d+)", usage)[1])
+    per_sm = build.blocks_per_sm if arch in ("sm80", "sm90", "sm100", "sm103") else 1  # others have 1,536 threads
+    assert registers * build.threads * per_sm <= REGISTERS
+    assert 2 * (build.shared_bytes + 1024) <= 164 << 10, "two blocks of an A100"
+
+
 @pytest.mark.parametrize("build", [ALL[0], ALL[4]], ids=str)
 def test_the_builds_for_racecheck_compile_and_the_shipped_ones_have_none_of_them(build):
     """`ci/gpu_sanitize`: at the same barriers every lane arrives, and copies."""
@@ -131,7 +151,7 @@ def test_a_source_that_does_not_compile_is_refused_with_the_compilers_log(monkey
     source = SOURCES[ALL[0].kernel].replace("int stage = 0;", "int stage = unknown_name;", 1)
     (tmp_path / f"{ALL[0].kernel}.cu").write_text(source)
     (tmp_path / HEADER).write_text("")
-    monkeypatch.setattr(sparse_decode, "files", lambda package: tmp_path)
+    monkeypatch.setattr(build_module, "files", lambda package: tmp_path)
     with pytest.raises(CompilationFailed, match=r'(?s)NVRTC for sm_90a: .*error: identifier "unknown_name" is undefined'):
         compile_build(ALL[0], "sm_90a")
     (line,) = compile_all.compile_arch("sm90", ALL[:1])
@@ -145,33 +165,42 @@ def lines(capsys, *arguments):
 
 def test_what_compiled_becomes_evidence_of_these_implementations_alone(capsys):
     code, made = lines(capsys)
-    assert code == 0 and len(made) == len(ALL) and len({line["label"] for line in made}) == len(made)
-    assert [line["shared"] for line in made] == [build.shared_bytes for build in ALL]
+    everything = [*ALL, FEW_ROWS, MANY_ROWS]
+    expected = [(arch, build) for arch in compile_all.TARGETS for build in everything if arch in build.archs]
+    assert code == 0 and [(line["arch"], line["label"]) for line in made] == [(arch, build.label) for arch, build in expected]
+    assert [line["shared"] for line in made] == [build.shared_bytes for _, build in expected]
+    assert len({(line["arch"], line["label"]) for line in made}) == len(made)
     declared = collect_declarations(Registry(plugins=[("nvidia", MODULE)], environ={}, probe=False), PROFILES)
     records = compiled_records(made, MODULE, declared, PROFILES, Origin("0" * 40, False, "2026-11-01T00:00:00Z", "pytest"))
-    names = {claim.implementation: claim.targets for claim in declared.claims}
-    assert {name for name, targets in names.items() if targets} == {"nvidia.native", "nvidia.native_wide"}
-    assert sorted({record["implementation"] for record in records}) == ["nvidia.native", "nvidia.native_wide"]
     few = {"sparse_decode_fp8", "sparse_decode_bf16"}
-    kernels = {"nvidia.native": few, "nvidia.native_wide": few | {"sparse_decode_wide"}}
+    attention = {"nvidia.native": few, "nvidia.native_wide": few | {"sparse_decode_wide"}}
+    wanted = {
+        (name, primitive): (kernels, ("sm90",))
+        for name, kernels in attention.items()
+        for primitive in ("sparse_decode", "sparse_prefill")
+    } | {("nvidia.native", "topk_select"): ({"topk_select"}, compile_all.TARGETS)}
+    targets = {(claim.implementation, claim.primitive): claim.targets for claim in declared.claims if claim.targets}
+    assert targets == {claim: archs for claim, (_, archs) in wanted.items()}
+    made_for = sorted((record["implementation"], record["primitive"], record["target"]) for record in records)
+    assert made_for == sorted((*claim, arch) for claim, (_, archs) in wanted.items() for arch in archs)
     for record in records:
         assert problems_of(record, PROFILES) == []
-        wanted = kernels[record["implementation"]]
-        variants = sum(build.kernel in wanted for build in ALL)
-        assert record["cases"] == {"passed": variants, "failed": 0, "skipped": 0} and record["target"] == "sm90"
-        assert {name: used["spilled"] for name, used in record["kernels"].items()} == dict.fromkeys(wanted, 0)
+        kernels, _ = wanted[record["implementation"], record["primitive"]]
+        variants = sum(build.kernel in kernels for build in everything)
+        assert record["cases"] == {"passed": variants, "failed": 0, "skipped": 0}
+        assert {name: used["spilled"] for name, used in record["kernels"].items()} == dict.fromkeys(kernels, 0)
         assert record["versions"]["nvrtc"] == "13.0"
     for claim in declared.claims:
-        if claim.implementation in kernels:
-            expected = {name: f"mla_portable_nvidia.native:{name}.cu" for name in kernels[claim.implementation]}
-            assert kernels_of(claim) == expected
+        if (claim.implementation, claim.primitive) in wanted:
+            kernels, _ = wanted[claim.implementation, claim.primitive]
+            assert kernels_of(claim) == {name: f"mla_portable_nvidia.native:{name}.cu" for name in kernels}
 
 
 def test_a_build_that_does_not_fit_fails_the_command(capsys, monkeypatch):
     most = max(build.shared_bytes for build in ALL)
     monkeypatch.setattr(compile_all, "SHARED_MEMORY", {"sm90": most - 1})
     code, made = lines(capsys, "--quick", "sm90")
-    assert code == 1 and sorted(line["kernel"] for line in made) == sorted({build.kernel for build in ALL})
+    assert code == 1 and sorted(line["kernel"] for line in made) == sorted({build.kernel for build in (*ALL, FEW_ROWS)})
     refused = f"{most} bytes of shared memory, sm90 has {most - 1}: choose fewer stages"
     assert {line["error"] for line in made} == {"", refused}
     assert all((line["error"] == refused) == (line["shared"] == most) for line in made)
@@ -182,7 +211,7 @@ def test_without_nvrtc_nothing_is_claimed(monkeypatch, capsys):
         raise NvrtcNotFound("no NVRTC among these")
 
     monkeypatch.setattr(compile_all, "nvrtc_version", nowhere)
-    for arguments, word in ((["--json"], "no NVRTC among these"), (["sm80"], "sm80: expected sm90")):
+    for arguments, word in ((["--json"], "no NVRTC among these"), (["sm75"], "sm75: expected sm80, sm86")):
         with pytest.raises(SystemExit) as caught:
             compile_all.main(arguments)
         said = capsys.readouterr()

@@ -32,7 +32,7 @@ class Claim:
     Attributes:
         plugin, module, distribution, version: what brought it. preference: its declared cost.
         sources: code that its evidence is bound to. support: the declaration, as JSON holds it.
-        targets: architectures that its plugin compiles for ahead of time, () where it cannot.
+        targets: architectures that it declares and its plugin compiles for ahead of time, () where it cannot.
         core: it belongs to the core distribution, so that a CPU runs it as it is.
         devices: profile slug -> reasons against it; empty where the declaration includes the device.
     """
@@ -90,7 +90,7 @@ def collect_declarations(registry: Registry, profiles: Mapping[str, Profile]) ->
                 preference=each.preference,
                 core=(report.distribution, report.module) == (CORE_DISTRIBUTION, CORE_MODULE),
                 sources=tuple(sorted(each.sources)),
-                targets=_targets(report.module, each.name),
+                targets=_targets(report.module, each.name, each.support.archs),
                 support=support_data(each.support),
                 devices={slug: tuple(each.support.device_reasons(device)) for slug, device in facts.items()},
             )
@@ -118,7 +118,7 @@ def suite_cases(registry: Registry, level: str = "quick") -> Callable[[Claim, Pr
     return collect
 
 
-def _targets(module: str, implementation: str) -> tuple[str, ...]:
+def _targets(module: str, implementation: str, archs: tuple[str, ...] | None) -> tuple[str, ...]:
     package = module.partition(":")[0]
     if find_spec(package) is None or not hasattr(import_module(package), "__path__"):
         return ()
@@ -126,7 +126,7 @@ def _targets(module: str, implementation: str) -> tuple[str, ...]:
     compiler = None if find_spec(name) is None else import_module(name)
     if compiler is None or implementation not in getattr(compiler, "IMPLEMENTATIONS", (implementation,)):
         return ()
-    return tuple(compiler.TARGETS)
+    return tuple(target for target in compiler.TARGETS if archs is None or target in archs)
 
 
 def wider(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -200,6 +200,8 @@ def compiled_records(
     for claim in declarations.claims:
         wanted = kernels_of(claim) if claim.module == module and claim.targets else {}
         for arch, compiled in by_arch.items() if wanted else ():
+            if arch not in claim.targets:
+                continue
             absent = [kernel for kernel in wanted if kernel not in compiled]
             if absent:
                 name = f"{claim.implementation} / {claim.primitive} for {arch}"

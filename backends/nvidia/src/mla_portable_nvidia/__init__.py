@@ -15,6 +15,7 @@ from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, P
 from mla_portable_nvidia.flat_decode import flat_implementations
 from mla_portable_nvidia.native.bind import native_implementations
 from mla_portable_nvidia.native.images import VARIABLE as CACHE_VARIABLE
+from mla_portable_nvidia.native.topk_select import topk_implementations
 from mla_portable_nvidia.support import TRUNCATION_VARIABLE
 from mla_portable_nvidia.vllm_ops import data_implementations
 
@@ -23,11 +24,12 @@ __all__ = ["mla_portable_register", "mla_portable_register_baselines"]
 
 @hookimpl
 def mla_portable_register(registrar: Registrar) -> None:
-    """Offer FlashMLA's attention, the native kernel for few heads, and vLLM's operators for the data around them."""
+    """Offer FlashMLA's attention, the native kernels, and vLLM's operators for the data around them."""
     for implementation in (
         *attention_implementations(),
         *flat_implementations(),
         *native_implementations(),
+        *topk_implementations(),
         *data_implementations(),
     ):
         registrar.add(implementation)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile every build of the plugin's own kernel for the architectures that are named, and hold each against the device.
+"""Compile every build of the plugin's own kernels for the architectures that are named, and hold each against the device.
 
     python -m mla_portable_nvidia.compile_all [--quick] [--json] [sm90]
 
@@ -21,19 +21,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from mla_portable_nvidia.native.bind import ARCHS, native_implementations
+from mla_portable_nvidia.native.bind import native_implementations
+from mla_portable_nvidia.native.build import KernelBuild, compile_build
 from mla_portable_nvidia.native.choice import BUILDS
 from mla_portable_nvidia.native.nvrtc import CompilationFailed, NvrtcNotFound, nvrtc_version
-from mla_portable_nvidia.native.sparse_decode import Build, compile_build
+from mla_portable_nvidia.native.topk_select import FEW_ROWS, MANY_ROWS, topk_implementations
 
 __all__ = ["IMPLEMENTATIONS", "SHARED_MEMORY", "TARGETS", "compile_arch", "cuobjdump", "main"]
 
-TARGETS: Final = tuple(ARCHS)
-IMPLEMENTATIONS: Final = tuple(dict.fromkeys(each.name for each in native_implementations()))
+IMPLEMENTATIONS: Final = tuple(dict.fromkeys(each.name for each in (*native_implementations(), *topk_implementations())))
 """FlashMLA's and vLLM's kernels come as machine code."""
-SHARED_MEMORY: Final = {"sm90": 227 << 10}
+SHARED_MEMORY: Final = {arch: size << 10 for arch, size in (("sm80", 163), ("sm90", 227), ("sm100", 227))} | dict.fromkeys(
+    ("sm86", "sm89", "sm120", "sm121"), 99 << 10
+)
 """DeviceFacts.arch -> bytes one thread block may use. CUDA C++ Programming Guide, "Compute Capabilities"."""
-_BUILDS: Final = tuple(build for builds in BUILDS.values() for build in builds)
+TARGETS: Final = tuple(sorted(SHARED_MEMORY, key=lambda arch: int(arch[2:])))
+_BUILDS: Final[tuple[KernelBuild, ...]] = (*(build for builds in BUILDS.values() for build in builds), FEW_ROWS, MANY_ROWS)
 _QUICK: Final = tuple({build.kernel: build for build in _BUILDS}.values())
 """The last build of each kernel."""
 
@@ -52,13 +55,15 @@ def cuobjdump(cubin: bytes, option: str) -> str | None:
         return subprocess.run([str(tool), option, file.name], check=True, capture_output=True, text=True).stdout
 
 
-def compile_arch(arch: str, builds: Sequence[Build] = _BUILDS) -> Iterator[dict[str, Any]]:
-    """A record for each build: what it takes of the device, seconds, and error ("" when all is well)."""
+def compile_arch(arch: str, builds: Sequence[KernelBuild] = _BUILDS) -> Iterator[dict[str, Any]]:
+    """A record for each build that is for `arch`: what it takes of the device, seconds, and error ("" when all is well)."""
     limit, version = SHARED_MEMORY[arch], ".".join(map(str, nvrtc_version()))
     for build in builds:
+        if arch not in build.archs:
+            continue
         record: dict[str, Any] = {
             "arch": arch,
-            "label": f"{build.kernel}-h{build.heads}-g{build.groups}-s{build.stages}",
+            "label": build.label,
             "kernel": build.kernel,
             "limit": limit,
             "error": "",
@@ -69,7 +74,7 @@ def compile_arch(arch: str, builds: Sequence[Build] = _BUILDS) -> Iterator[dict[
         }
         begin = time.perf_counter()
         try:
-            usage = cuobjdump(compile_build(build, ARCHS[arch]), "-res-usage")
+            usage = cuobjdump(compile_build(build, build.archs[arch]), "-res-usage")
         except CompilationFailed as error:
             record["error"] = str(error)
         else:

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import (
-    DeviceFacts,
     Implementation,
     InvalidArgument,
     MLAPortableError,
     Primitive,
-    Reason,
     Request,
     Support,
     attention_results,
@@ -28,20 +26,21 @@ from mla_portable.layouts import BF16, FP8_DS_MLA, LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_nvidia.discovery import device_with
 from mla_portable_nvidia.head_padding import aligned
+from mla_portable_nvidia.native.build import load
+from mla_portable_nvidia.native.checks import check
 from mla_portable_nvidia.native.choice import FEW, Cut, builds, choose
-from mla_portable_nvidia.native.driver import DriverError, Kernel, Launch, driver_version
-from mla_portable_nvidia.native.nvrtc import NvrtcNotFound, nvrtc_version
-from mla_portable_nvidia.native.sparse_decode import HEADER, Build, Tensors, load, prepare
+from mla_portable_nvidia.native.driver import Kernel, Launch
+from mla_portable_nvidia.native.sparse_decode import HEADER, Build, Tensors, prepare
 
 __all__ = ["ARCHS", "native_implementations"]
 
-ARCHS: Final = {"sm90": "sm_90a"}
+ARCHS: Final = Build.archs
 """DeviceFacts.arch -> what NVRTC compiles for."""
 _LAYOUTS: Final = (BF16.name, FP8_DS_MLA.name)
 _MANY: Final = 128
 _LAUNCHES: Final = 1024
 _LOG2_E: Final = 1.4426950408889634
-_MODULES: Final = ("bind", "choice", "driver", "images", "nvrtc", "sparse_decode")
+_MODULES: Final = ("bind", "build", "checks", "choice", "driver", "images", "nvrtc", "sparse_decode")
 
 
 class _Device:
@@ -222,21 +221,6 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
 def bind_sparse_prefill(request: Request) -> SparsePrefill:
     """sparse_prefill, likewise."""
     return NativeAttention(request).prefill
-
-
-def check(device: DeviceFacts) -> Iterator[Reason]:
-    """What compiling and launching need of this machine."""
-    if device_with(device) is None:
-        yield Reason("device", str(device), "not on this machine")
-        return
-    try:
-        nvrtc_version()
-    except NvrtcNotFound as error:
-        yield Reason("NVRTC", "not found", str(error), "install the package nvidia-cuda-nvrtc of torch's CUDA version")
-    try:
-        driver_version()
-    except (OSError, DriverError) as error:
-        yield Reason("CUDA driver", "not usable", str(error), "install the NVIDIA driver")
 
 
 def native_implementations() -> Iterator[Implementation]:

@@ -7,42 +7,39 @@ memory: no scratch, no second kernel. All kernels take the same parameters.
 
 from __future__ import annotations
 
-import functools
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
+from types import MappingProxyType
 from typing import ClassVar, Final, NamedTuple
 
 from torch import Tensor
 
-from mla_portable_nvidia.native.driver import Kernel, Launch, Module
-from mla_portable_nvidia.native.images import compile_kept
-from mla_portable_nvidia.native.nvrtc import compile_cubin
+from mla_portable_nvidia.native.build import KernelBuild
+from mla_portable_nvidia.native.driver import Kernel, Launch
 
-__all__ = ["HEADER", "MAX_SPLITS", "Build", "Tensors", "compile_build", "load", "prepare"]
+__all__ = ["HEADER", "MAX_SPLITS", "Build", "Tensors", "prepare"]
 
 MAX_SPLITS: Final = 16
 """Blocks of a cluster: 8 on every device of compute capability 9.0, 16 where the device allows it."""
 HEADER: Final = "sparse_decode.cuh"
 """What the kernels' sources share."""
-_CHANGING: Final = "7P f"
-_FIXED: Final = "7i 14q"
-"""The parameters of a kernel as `struct` spells them: addresses and the scale, then what shapes and strides say."""
 
 
 @dataclass(frozen=True, slots=True)
-class Build(ABC):
+class Build(KernelBuild):
     """What one compilation of a kernel fixes; the kernel is the class.
 
     Attributes:
-        kernel: its name, and that of its source. tile: tokens that it takes at once; a split is a whole number of them.
+        tile: tokens that it takes at once; a split is a whole number of them.
         copying_registers: of a thread of the four warps that copy. head_tiles: 16-head tiles of a block. groups: four-warp
             groups of a block beside those warps. stages: tiles in shared memory at once. blocks_per_sm: that the registers
             are to allow.
     """
 
-    kernel: ClassVar[str]
+    headers: ClassVar[tuple[str, ...]] = (HEADER,)
+    changing: ClassVar[str] = "7P f"  # addresses, the scale
+    fixed: ClassVar[str] = "7i 14q"  # what shapes and strides say
+    archs: ClassVar[Mapping[str, str]] = MappingProxyType({"sm90": "sm_90a"})
     tile: ClassVar[int] = 32
     copying_registers: ClassVar[int] = 32
 
@@ -50,6 +47,10 @@ class Build(ABC):
     groups: int
     stages: int
     blocks_per_sm: int = 1
+
+    @property
+    def label(self) -> str:
+        return f"{self.kernel}-h{self.heads}-g{self.groups}-s{self.stages}"
 
     @property
     def heads(self) -> int:
@@ -78,27 +79,9 @@ class Build(ABC):
             ("CONSUMER_REGISTERS", self.consumer_registers),
         )
 
-    @property
-    @abstractmethod
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block, as the source lays it out."""
-
     def merged_bytes(self, outputs: int, stride: int) -> int:
         """Shared memory of the end of a row: states and outputs of so many groups, `stride` floats a head, and weights."""
         return self.heads * ((outputs + 1) * 8 + outputs * stride * 4 + MAX_SPLITS * 4)
-
-
-def compile_build(build: Build, arch: str, compiler: Callable[..., bytes] = compile_cubin) -> bytes:
-    """Machine code of a build for `arch` ("sm_90a"). Raises: NvrtcNotFound, CompilationFailed."""
-    source, header = (files(__package__).joinpath(name).read_text(encoding="utf-8") for name in (f"{build.kernel}.cu", HEADER))
-    return compiler(source, arch, build.defines, {HEADER: header})
-
-
-@functools.cache
-def load(build: Build, arch: str, device: int) -> Kernel:
-    """A build on a device, loaded once; its image may come from disk. Raises: NvrtcNotFound, CompilationFailed, DriverError."""
-    module = Module(compile_build(build, arch, compile_kept), device)
-    return module.kernel(build.kernel, _CHANGING, _FIXED, threads=build.threads, shared=build.shared_bytes, wide_clusters=True)
 
 
 class Tensors(NamedTuple):

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A build, one compilation of a native kernel: compiled for an architecture, loaded on a device."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+from typing import ClassVar
+
+from mla_portable_nvidia.native.driver import Kernel, Module
+from mla_portable_nvidia.native.images import compile_kept
+from mla_portable_nvidia.native.nvrtc import compile_cubin
+
+__all__ = ["KernelBuild", "compile_build", "load"]
+
+
+class KernelBuild(ABC):
+    """What one compilation of a kernel fixes; a subclass is a frozen, hashable value.
+
+    Attributes:
+        kernel: its name, and that of its source. headers: what the source includes. changing, fixed: its parameters as
+            `struct` spells them, those of each launch and those of a shape. archs: DeviceFacts.arch -> what NVRTC compiles for.
+    """
+
+    kernel: ClassVar[str]
+    headers: ClassVar[tuple[str, ...]] = ()
+    changing: ClassVar[str]
+    fixed: ClassVar[str]
+    archs: ClassVar[Mapping[str, str]]
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """A name that tells it from the kernel's other builds."""
+
+    @property
+    @abstractmethod
+    def threads(self) -> int:
+        """Of a block."""
+
+    @property
+    @abstractmethod
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The source's macros."""
+
+    @property
+    @abstractmethod
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block, as the source lays it out."""
+
+    @property
+    def wide_clusters(self) -> bool:
+        """It may be launched in clusters of more than 8 blocks."""
+        return True
+
+
+def compile_build(build: KernelBuild, arch: str, compiler: Callable[..., bytes] = compile_cubin) -> bytes:
+    """Machine code of a build for `arch` ("sm_90a"). Raises: NvrtcNotFound, CompilationFailed."""
+    folder = files(__package__)
+    source, *headers = (folder.joinpath(name).read_text(encoding="utf-8") for name in (f"{build.kernel}.cu", *build.headers))
+    return compiler(source, arch, build.defines, dict(zip(build.headers, headers, strict=True)))
+
+
+@functools.cache
+def load(build: KernelBuild, arch: str, device: int) -> Kernel:
+    """A build on a device, loaded once; its image may come from disk. Raises: NvrtcNotFound, CompilationFailed, DriverError."""
+    module = Module(compile_build(build, arch, compile_kept), device)
+    return module.kernel(
+        build.kernel,
+        build.changing,
+        build.fixed,
+        threads=build.threads,
+        shared=build.shared_bytes,
+        wide_clusters=build.wide_clusters,
+    )
