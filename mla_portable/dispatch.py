@@ -21,7 +21,7 @@ from mla_portable.contracts.primitive import F, Primitive
 from mla_portable.registry import Registry, get_registry
 from mla_portable.registry.names import check_backend
 
-__all__ = ["Served", "current_registry", "find", "serving"]
+__all__ = ["Served", "bind_part", "current_registry", "find", "serving"]
 
 _CACHE_LIMIT: Final = 4096
 """Kinds of calls whose implementation is kept; beyond that all are dropped and asked for again."""
@@ -53,6 +53,14 @@ def serving(registry: Registry) -> Generator[None, None, None]:
 def current_registry() -> Registry:
     """The registry that serves: the process's own, or that of a `serving` block."""
     return get_registry() if _override is None else _override
+
+
+def bind_part(request: Request[F]) -> F:
+    """The callable that serves `request` here: for the `bind` of an implementation that is made of other primitives.
+
+    The policy in force chooses it. Raises: UnsupportedRequest.
+    """
+    return current_registry().bind(request)
 
 
 def find(primitive: Primitive[F], backend: str | None, tensor: Tensor, facts: tuple[object, ...]) -> Served[F]:

@@ -34,6 +34,7 @@ A new primitive is a module here and a line below; the order is that of `Primiti
 """
 
 # isort: off
+from mla_portable.dispatch import bind_part as bind_part
 from mla_portable.primitives.cache_write import *
 from mla_portable.primitives.convert_indices import *
 from mla_portable.primitives.gather_upconvert import *

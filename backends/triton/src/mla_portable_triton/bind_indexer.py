@@ -10,7 +10,15 @@ from torch import Tensor
 
 from mla_portable.contracts import Request
 from mla_portable.layouts import LAYOUTS
-from mla_portable.primitives import IndexerCacheWrite, IndexerLogits, IndexerLogitsRagged, IndexerSelect, TopkSelect
+from mla_portable.primitives import (
+    TOPK_SELECT,
+    IndexerCacheWrite,
+    IndexerLogits,
+    IndexerLogitsRagged,
+    IndexerSelect,
+    TopkSelect,
+    bind_part,
+)
 from mla_portable_triton.support import interpreter_is_on
 
 if TYPE_CHECKING:
@@ -109,10 +117,11 @@ def bind_topk_select(request: Request[TopkSelect]) -> TopkSelect:
 
 
 def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
-    """indexer_select for any K and up to 128 heads; graph-safe with `out`."""
+    """indexer_select for any K and up to 128 heads; graph-safe with `out`. Its top-k is the topk_select that is chosen here."""
     from mla_portable_triton.kernels import indexer_select as kernel
 
     numbers = _numbers(request)
+    choose = bind_part(Request(TOPK_SELECT, request.device, topk=request.topk, graph=request.graph))
 
     def indexer_select(
         q: Tensor,
@@ -127,7 +136,7 @@ def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
     ) -> Tensor:
         if out is None:
             out = torch.empty((q.shape[0], topk), dtype=torch.int32, device=q.device)
-        kernel.launch(out, q, weights, index_cache, query_start_loc, seq_lens, block_table, numbers=numbers)
+        kernel.launch(out, q, weights, index_cache, query_start_loc, seq_lens, block_table, numbers=numbers, choose=choose)
         return out
 
     return indexer_select

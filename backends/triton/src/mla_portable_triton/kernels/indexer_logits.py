@@ -8,8 +8,8 @@ decode    a program serves one token: q stays, every so many tiles of keys pass,
           128 B (256 B in bf16) and 256 flops a head for a position
 prefill   a program serves one tile of keys and some tokens, request by request: the keys stay, queries pass
 
-FILL writes the whole matrix [T, N]. Without it only what a token sees is written, and to `end_ptr` how much that is: what a
-top-k of the row needs to know (`indexer_select`). Rows are counted from `first_token` then.
+FILL writes the whole matrix [T, N]. Without it only what a token sees is written, and to `begin_ptr` and `end_ptr` from where to
+where that is, which a top-k of the row needs (`indexer_select`). Rows are counted from `first_token` then.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _FREE: Final = ["first_token", "num_requests", "num_blocks", "table_width", "tab
 
 @triton.jit(do_not_specialize=_FREE)
 def decode_kernel(
-    out_ptr, end_ptr, q_ptr, weight_ptr, cache_ptr, start_ptr, len_ptr, table_ptr, first_token, num_requests, num_blocks,
-    block_stride, table_width, table_stride, num_logits, out_stride, q_stride_t, q_stride_h, weight_stride,
+    out_ptr, begin_ptr, end_ptr, q_ptr, weight_ptr, cache_ptr, start_ptr, len_ptr, table_ptr, first_token, num_requests,
+    num_blocks, block_stride, table_width, table_stride, num_logits, out_stride, q_stride_t, q_stride_h, weight_stride,
     NUM_HEADS: tl.constexpr, CACHE_BLOCK: tl.constexpr, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr, FILL: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -73,6 +73,7 @@ def decode_kernel(
     seen = tl.minimum(seen, num_logits)
     if not FILL:  # noqa: SIM102 - one is known when the kernel is compiled
         if tl.program_id(0) == 0:
+            tl.store(begin_ptr + row, 0)
             tl.store(end_ptr + row, seen)
     first, step = tl.program_id(0) * BLOCK_N, tl.num_programs(0) * BLOCK_N
     out_row = out_ptr + row * out_stride
@@ -100,8 +101,8 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=[*_FREE, "last_token"])
 def prefill_kernel(
-    out_ptr, end_ptr, q_ptr, weight_ptr, cache_ptr, start_ptr, len_ptr, table_ptr, first_token, num_requests, num_blocks,
-    block_stride, table_width, table_stride, num_logits, out_stride, q_stride_t, q_stride_h, weight_stride, last_token,
+    out_ptr, begin_ptr, end_ptr, q_ptr, weight_ptr, cache_ptr, start_ptr, len_ptr, table_ptr, first_token, num_requests,
+    num_blocks, block_stride, table_width, table_stride, num_logits, out_stride, q_stride_t, q_stride_h, weight_stride, last_token,
     NUM_HEADS: tl.constexpr, CACHE_BLOCK: tl.constexpr, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr, FILL: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, REPEAT: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -119,6 +120,7 @@ def prefill_kernel(
         if not FILL:  # noqa: SIM102
             if tl.program_id(0) == 0:
                 tokens = token + r  # [REPEAT]
+                tl.store(begin_ptr + tokens - first_token, tl.zeros([REPEAT], tl.int32), mask=tokens < stop)
                 tl.store(end_ptr + tokens - first_token, tl.maximum(tokens + after_own + 1, 0), mask=tokens < stop)
         if tl.program_id(0) * BLOCK_N < stop + after_own:  # the last of these tokens sees some of the tile
             table_row = table_ptr + request.to(tl.int64) * table_stride
@@ -157,13 +159,14 @@ def launch(
     block_table: Tensor,
     *,
     numbers: Numbers,
-    ends: Tensor | None = None,
+    bounds: Tensor | None = None,
     first_token: int = 0,
 ) -> None:
     """Write `out` [T', N], of the T' tokens from `first_token` on. Graph-safe.
 
-    Without `ends` every element is written. With it, [T'] int32, the positions that tokens see are, and how many these are to
-    `ends`. Blocks of the cache may lie apart, and rows of q, weights, block_table and out; everything else is contiguous.
+    Without `bounds` every element is written. With it, [2, T'] int32, the positions that tokens see are, and where these begin
+    and end is written to it. Blocks of the cache may lie apart, and rows of q, weights, block_table and out; everything else is
+    contiguous.
     """
     num_rows, num_logits = out.shape
     if num_rows == 0 or num_logits == 0:
@@ -176,13 +179,13 @@ def launch(
     block_h = head_block(num_heads)
     positions = tiles.positions if block_h <= 64 else tiles.positions // 2
     arguments = (
-        out, out if ends is None else ends, visible_bytes(q), weights, index_cache, query_start_loc, seq_lens, block_table,
-        first_token, num_requests, index_cache.shape[0], index_cache.stride(0), columns, block_table.stride(0), num_logits,
-        out.stride(0), q.stride(0), q.stride(1), weights.stride(0),
+        out, *((out, out) if bounds is None else bounds), visible_bytes(q), weights, index_cache, query_start_loc, seq_lens,
+        block_table, first_token, num_requests, index_cache.shape[0], index_cache.stride(0), columns, block_table.stride(0),
+        num_logits, out.stride(0), q.stride(0), q.stride(1), weights.stride(0),
     )  # fmt: skip
     options = {
         "NUM_HEADS": num_heads, "CACHE_BLOCK": index_cache.shape[1], "FORM": numbers.form, "BF16_NATIVE": numbers.bf16_native,
-        "FILL": ends is None, "BLOCK_H": block_h, "BLOCK_N": positions, "BLOCK_R": REQUEST_TILE,
+        "FILL": bounds is None, "BLOCK_H": block_h, "BLOCK_N": positions, "BLOCK_R": REQUEST_TILE,
         "STAGES": tiles.num_stages, "num_warps": tiles.num_warps,
     }  # fmt: skip
     if prefill:
@@ -195,7 +198,7 @@ def launch(
 
 def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[AotVariant]:
     """The 64 heads of DeepSeek-V3.2's indexer, in FP8 and bfloat16; the matrix, and what a top-k needs."""
-    pointers = dict.fromkeys(["start_ptr", "len_ptr", "table_ptr", "end_ptr"], "*i32") | {
+    pointers = dict.fromkeys(["start_ptr", "len_ptr", "table_ptr", "begin_ptr", "end_ptr"], "*i32") | {
         "weight_ptr": "*fp32",
         "out_ptr": "*fp32",
     }

@@ -58,9 +58,7 @@ def _kth(keys, k, BITS: tl.constexpr):
 
 @triton.jit
 def _bounds(start_ptr, end_ptr, row, num_logits):
-    begin = 0
-    if start_ptr is not None:
-        begin = tl.maximum(tl.load(start_ptr + row), 0)
+    begin = tl.maximum(tl.load(start_ptr + row), 0)
     return begin, tl.maximum(tl.minimum(tl.load(end_ptr + row), num_logits), begin)
 
 
@@ -243,10 +241,10 @@ def scratch_bytes(num_rows: int, num_logits: int, topk: int) -> int:
     return 4 * rows * (2 + triton.cdiv(num_logits, _PART) + 2 * candidates(num_logits, topk))
 
 
-def launch(out: Tensor, logits: Tensor, row_starts: Tensor | None, row_ends: Tensor) -> None:
+def launch(out: Tensor, logits: Tensor, row_starts: Tensor, row_ends: Tensor) -> None:
     """Write `out` [T, K]. Allocates `scratch_bytes` where rows may be longer than SHORT; may be captured in a CUDA graph.
 
-    Rows of logits and out may lie apart; everything else is contiguous. row_starts: None where all are 0.
+    Rows of logits and out may lie apart; everything else is contiguous.
     """
     num_rows, num_logits = logits.shape
     topk, long = out.shape[1], num_logits > SHORT
@@ -262,8 +260,7 @@ def launch(out: Tensor, logits: Tensor, row_starts: Tensor | None, row_ends: Ten
     warps = 32 if long and num_rows < _MANY_ROWS else 16
     for first in range(0, num_rows, step):
         some = slice(first, first + step)
-        starts = None if row_starts is None else row_starts[some]
-        each = logits[some], starts, row_ends[some], num_logits, logits.stride(0)
+        each = logits[some], row_starts[some], row_ends[some], num_logits, logits.stride(0)
         rows = each[0].shape[0]
         if long:
             _guess((rows,), guess, *each, TOPK=topk, SAMPLE=_SAMPLE, SHORT=SHORT, num_warps=4)
