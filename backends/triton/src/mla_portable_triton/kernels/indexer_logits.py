@@ -8,8 +8,8 @@ decode    a program serves one token: q stays, every so many tiles of keys pass,
           128 B (256 B in bf16) and 256 flops a head for a position
 prefill   a program serves one tile of keys and some tokens, request by request: the keys stay, queries pass
 
-FILL writes the whole matrix [T, N]. Without it only what a token sees is written, and to `begin_ptr` and `end_ptr` from where to
-where that is, which a top-k of the row needs (`indexer_select`). Rows are counted from `first_token` then.
+FILL writes the whole matrix [T, N]. Without it only what a token sees is written, and its bounds to `begin_ptr` and `end_ptr`:
+what a top-k of the row needs (`indexer_select`). Rows are counted from `first_token` then.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DECODE: Final = {
 }
 PREFILL: Final = {
     "default": Tiles(positions=64, num_warps=4, num_stages=2, tokens=32),
-    "sm80": Tiles(positions=128, num_warps=4, num_stages=2, tokens=32),
+    "sm80": Tiles(positions=128, num_warps=4, num_stages=3, tokens=32),
     "sm90": Tiles(positions=256, num_warps=4, num_stages=3, tokens=64),
 }
 """DeviceFacts.arch -> tiles, for up to 64 heads; half the positions for more. Tuned on an H200 for sm90."""
@@ -102,7 +102,8 @@ def decode_kernel(
 @triton.jit(do_not_specialize=[*_FREE, "last_token"])
 def prefill_kernel(
     out_ptr, begin_ptr, end_ptr, q_ptr, weight_ptr, cache_ptr, start_ptr, len_ptr, table_ptr, first_token, num_requests,
-    num_blocks, block_stride, table_width, table_stride, num_logits, out_stride, q_stride_t, q_stride_h, weight_stride, last_token,
+    num_blocks, block_stride, table_width, table_stride, num_logits, out_stride, q_stride_t, q_stride_h, weight_stride,
+    last_token,
     NUM_HEADS: tl.constexpr, CACHE_BLOCK: tl.constexpr, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr, FILL: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, REPEAT: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
