@@ -32,7 +32,7 @@ class Model:
         return tuple(self.implementation(p) for p in Primitive.all() if primitive in (None, p))
 
     def implementation(self, primitive: Primitive, **limits) -> Implementation:
-        layouts = ("bf16", "fp8_ds_mla") if primitive.cache == "kv" else ()
+        layouts = {"kv": ("bf16", "fp8_ds_mla"), "index": ("index_bf16", "index_fp8")}.get(primitive.cache, ())
         support = Support(source="a test", **({"device_types": ("cpu",), "kv_layouts": layouts} | limits))
         return Implementation("model.torch", primitive, support, bind=lambda request: getattr(self, str(primitive)))
 
@@ -79,19 +79,25 @@ class Model:
                 row = torch.cat([kv_c[token], k_pe[token]]).bfloat16()
             else:
                 groups = kv_c[token].float().view(4, 128)
-                amax = groups.abs().amax(dim=-1)
-                scales = (amax / 448).clamp(min=2.0**-126)
-                if scale_format == "pow2":
-                    exact = (amax.double() / 448).clamp(min=1e-4).log2()
-                    rounding = torch.floor if "floor instead of ceil" in self.faults else torch.ceil
-                    scales = torch.exp2(rounding(exact)).float()
-                scaled = (groups / scales[:, None]).clamp(-448, 448)
-                if "truncates" in self.faults:
-                    scaled = scaled - scaled.sign() * 2.0 ** (scaled.abs().clamp(min=2**-6).log2().floor() - 4)
+                share = groups.abs().amax(dim=-1).double() / 448
+                codes, scales = self._encode(
+                    groups, share.clamp(min=1e-4 if scale_format == "pow2" else 2.0**-126), scale_format
+                )
                 rope = k_pe[token].bfloat16()
-                parts = (scaled.to(torch.float8_e4m3fn).view(512), scales, rope)
+                parts = (codes.view(512), scales, rope)
                 row = torch.cat([part.view(torch.uint8) for part in parts])
             kv_cache[slot // block_size, slot % block_size] = row
+
+    def _encode(self, groups, share, scale_format):
+        """e4m3 codes of groups [n, 128], and their scales [n] float32; share [n] float64 is what amax / 448 counts as."""
+        scales = share.float()
+        if scale_format == "pow2":
+            rounding = torch.floor if "floor instead of ceil" in self.faults else torch.ceil
+            scales = torch.exp2(rounding(share.log2())).float()
+        scaled = (groups / scales[:, None]).clamp(-448, 448)
+        if "truncates" in self.faults:
+            scaled = scaled - scaled.sign() * 2.0 ** (scaled.abs().clamp(min=2**-6).log2().floor() - 4)
+        return scaled.to(torch.float8_e4m3fn), scales
 
     def gather_upconvert(self, kv_cache, block_table, seq_lens, workspace_starts, *, out):
         blocks, block_size, _ = kv_cache.shape
@@ -269,14 +275,60 @@ class Model:
             found[row, : len(best)] = (best - offset).int()
         return found
 
-    def indexer_logits(self, q, weights, index_cache, query_start_loc, seq_lens, block_table, *, out):
-        if "leaves the unseen" not in self.faults:
-            out.fill_(-math.inf)
+    # ------------------------------------------------------------------ the indexer
+
+    def _pages(self, index_cache):
+        blocks, size, width = index_cache.shape
+        adjacent = blocks == 2 and "takes two blocks for adjacent" in self.faults
+        if adjacent or "ignores the block stride" in self.faults:
+            return index_cache.as_strided(index_cache.shape, (size * width, width, 1), index_cache.storage_offset())
+        return index_cache
+
+    def indexer_cache_write(self, k, index_cache, slot_mapping, *, scale_format="pow2"):
+        blocks, size, width = index_cache.shape
+        for token, slot in enumerate(slot_mapping.tolist()):
+            if slot >= blocks * size or (slot < 0 and "writes skipped tokens" not in self.faults):
+                continue
+            page, at = self._pages(index_cache)[slot // size].view(-1), slot % size
+            if width == 128:
+                page[at * 128 : (at + 1) * 128] = k[token].bfloat16()
+                continue
+            key = k[token : token + 1].float()
+            least = 0.0 if "lets scales be 0" in self.faults else 1e-4
+            codes, scale = self._encode(key, key.abs().amax(dim=-1).clamp(min=least).double() / 448, scale_format)
+            row, behind = at * 128, size * 128 + at * 4
+            if "writes scales beside rows" in self.faults:
+                row, behind = at * 132, at * 132 + 128
+            page[row : row + 128], page[behind : behind + 4] = codes[0].view(torch.uint8), scale.view(torch.uint8)
+
+    def _index_keys(self, index_cache, blocks):
+        """[n * block_size, 128] float32, of blocks [n]."""
+        size, width = index_cache.shape[1:]
+        if "32-bit addresses" in self.faults:
+            address = (blocks * size * width + 2**31) % 2**32 - 2**31
+            blocks = torch.where(address == blocks * size * width, blocks, 0)
+        pages = self._pages(index_cache)[blocks]
+        if width == 128:
+            return pages.reshape(-1, 128).float()
+        if "takes pages for rows of 132 bytes" in self.faults:
+            codes, scales = pages[..., :128], pages[..., 128:]
+        else:
+            codes, scales = pages.view(-1, size * 132).split([size * 128, size * 4], dim=1)
+        keys = codes.reshape(-1, 128).view(torch.float8_e4m3fn).float()
+        scales = scales.reshape(-1, 4).view(torch.float32)
+        return keys * (scales.roll(1, 0) if "takes the scale of the token before" in self.faults else scales)
+
+    def _scores(self, q, weights, keys):
+        """[n] of a token: q [H, 128], weights [H], keys [n, 128] float32."""
+        dots = q.float() @ keys.T
+        if "relu after the weights" in self.faults:
+            return (weights[:, None] * dots).relu().sum(dim=0)
+        return (weights[:, None] * (dots if "no relu" in self.faults else dots.relu())).sum(dim=0)
+
+    def _index_rows(self, q, weights, index_cache, query_start_loc, seq_lens, block_table):
+        """Of each token that has a request: the token, which of the positions that it sees have a key, and their scores."""
         num_blocks, size, _ = index_cache.shape
-        two = num_blocks == 2 and "takes two blocks for adjacent" in self.faults
-        if two or "ignores the block stride" in self.faults:
-            index_cache = index_cache.as_strided(index_cache.shape, (size * 128, 128, 1), index_cache.storage_offset())
-        starts = query_start_loc.tolist()
+        starts, known = query_start_loc.tolist(), {}
         if "counts tokens from the first start" in self.faults:
             starts = [start - starts[0] for start in starts]
         if "ends requests with the tokens" in self.faults:
@@ -286,20 +338,50 @@ class Model:
             if not owners and ("scores tokens of nobody" not in self.faults or not len(seq_lens)):
                 continue
             request = owners[-1] if owners else len(seq_lens) - 1
-            length = min(max(int(seq_lens[request]), 0), block_table.shape[1] * size)
+            if request not in known:
+                block = block_table[request].long()
+                there = (block >= 0) & (block < num_blocks)
+                keys = self._index_keys(index_cache, torch.where(there, block, 0))
+                known[request] = keys, (there | ("believes the table" in self.faults)).repeat_interleave(size)
+            keys, there = known[request]
+            length = min(max(int(seq_lens[request]), 0), len(keys))
             seen = length - (starts[request + 1] - 1 - token)
             if "looks ahead" in self.faults:
                 seen = length
-            for position in range(min(max(seen, 0), out.shape[1])):
-                block = int(block_table[request, position // size])
-                if not 0 <= block < num_blocks:
-                    if "believes the table" not in self.faults:
-                        continue
-                    block = 0
-                dots = q[token].float() @ index_cache[block, position % size].float()
-                weighted = dots if "no relu" in self.faults else dots.relu()
-                if "relu after the weights" in self.faults:
-                    out[token, position] = (weights[token] * dots).relu().sum()
-                else:
-                    out[token, position] = (weights[token] * weighted).sum()
+            if "drops the last position" in self.faults:
+                seen -= 1
+            seen = max(seen, 0)
+            yield token, there[:seen], self._scores(q[token], weights[token], keys[:seen])
+
+    def indexer_logits(self, *arguments, out):
+        if "leaves the unseen" not in self.faults:
+            out.fill_(-math.inf)
+        for token, there, scores in self._index_rows(*arguments):
+            row = out[token, : len(scores)]
+            row[there[: len(row)]] = scores[: len(row)][there[: len(row)]]
         return out
+
+    def indexer_logits_ragged(self, q, weights, keys, key_scales, row_starts, row_ends, *, out):
+        values, column = keys.float(), torch.arange(keys.shape[0])
+        if key_scales is not None and "ignores the scales of keys" not in self.faults:
+            values = values * key_scales[:, None]
+        for token in range(q.shape[0]):
+            inside = (column >= row_starts[token]) | ("ignores the start" in self.faults)
+            inside &= (column < row_ends[token]) | ("ignores the end" in self.faults)
+            if "shares the range of a tile" in self.faults:
+                inside = (column >= row_starts.min()) & (column < row_ends.max())
+            out[token] = torch.where(inside, self._scores(q[token], weights[token], values), -math.inf)
+        return out
+
+    def indexer_select(self, *arguments, topk, out=None):
+        found = torch.full((arguments[0].shape[0], topk), -1, dtype=torch.int32)
+        for token, there, scores in self._index_rows(*arguments):
+            place = (there & (scores > -math.inf)).nonzero()[:, 0]
+            order = scores[place].argsort(descending="takes the lowest" not in self.faults, stable=True)[:topk]
+            best = place[order]
+            if "leaves positions unsorted" not in self.faults:
+                best = best.sort().values
+            found[token, : len(best)] = best.int()
+        if "leaves rows of nobody" in self.faults and out is not None:
+            found = torch.where((found >= 0).any(dim=1, keepdim=True), found, out)
+        return self._give(found, out)

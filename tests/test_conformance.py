@@ -23,7 +23,10 @@ from mla_portable.primitives import (
     CACHE_WRITE,
     CONVERT_INDICES,
     GATHER_UPCONVERT,
+    INDEXER_CACHE_WRITE,
     INDEXER_LOGITS,
+    INDEXER_LOGITS_RAGGED,
+    INDEXER_SELECT,
     MERGE_STATES,
     QUANTIZE_PER_TENSOR,
     SPARSE_DECODE,
@@ -94,6 +97,7 @@ def test_what_vendors_may_do_stays_within_the_tolerances(variant):
 # ---------------------------------------------------------------------------------------------- what is wrong is caught
 
 DECODE, PREFILL, BOTH = (SPARSE_DECODE,), (SPARSE_PREFILL,), (SPARSE_DECODE, SPARSE_PREFILL)
+SCORES, RAGGED, SELECT = (INDEXER_LOGITS,), (INDEXER_LOGITS_RAGGED,), (INDEXER_SELECT,)
 FAULTS = [
     # fault, primitives, words that the ids of cases have which all catch it, what their messages say
     ("reads -1 as slot 0", BOTH, "front", "got nan"),
@@ -120,7 +124,6 @@ FAULTS = [
     ("takes two blocks for adjacent", BOTH, "pair", "got nan"),
     ("takes two blocks for adjacent", (CACHE_WRITE,), "pair", "cache["),
     ("takes two blocks for adjacent", (GATHER_UPCONVERT,), "pair", "latent["),
-    ("takes two blocks for adjacent", (INDEXER_LOGITS,), "pair", "got nan"),
     ("takes no maximum off", BOTH, "large dense", "expected"),
     ("one exponent for all heads", BOTH, "loud_head", "out["),
     ("one exponent for all keys", BOTH, "loud_keys", "out["),
@@ -145,17 +148,47 @@ FAULTS = [
     ("chooses what is absent", (TOPK_SELECT,), "absent", "out"),
     ("counts from column 0", (TOPK_SELECT,), "ranges_mixed !absent !n1", "out"),
     ("keeps negative starts", (TOPK_SELECT,), "ranges_mixed !absent", "out"),
-    ("no relu", (INDEXER_LOGITS,), "prefill !table_holes", "out["),
-    ("relu after the weights", (INDEXER_LOGITS,), "decode !table_holes", "out["),
-    ("looks ahead", (INDEXER_LOGITS,), "prefill !narrow !table_holes", "expected -inf"),
-    ("leaves the unseen", (INDEXER_LOGITS,), "wide prefill", "expected -inf"),
-    ("scores tokens of nobody", (INDEXER_LOGITS,), "tail2 prefill !narrow", "expected -inf"),
-    ("counts tokens from the first start", (INDEXER_LOGITS,), "starts_late", "expected"),
-    ("counts tokens from the first start", (INDEXER_LOGITS,), "starts_outside", "expected"),
-    ("ends requests with the tokens", (INDEXER_LOGITS,), "starts_outside", "expected"),
-    ("scores tokens of nobody", (INDEXER_LOGITS,), "starts_late", "expected -inf"),
-    ("believes the table", (INDEXER_LOGITS,), "table_holes prefill !narrow", "expected -inf"),
-    ("ignores the block stride", (INDEXER_LOGITS,), "strided prefill !table_holes", "got nan"),
+    ("takes two blocks for adjacent", (INDEXER_CACHE_WRITE,), "pair", "cache["),
+    ("writes skipped tokens", (INDEXER_CACHE_WRITE,), "skips_some", "cache["),
+    ("writes scales beside rows", (INDEXER_CACHE_WRITE,), "index_fp8 !t0 !b1", "cache["),
+    ("lets scales be 0", (INDEXER_CACHE_WRITE,), "index_fp8 zero", "cache["),
+    ("floor instead of ceil", (INDEXER_CACHE_WRITE,), "pow2 !t0", "cache["),
+    ("truncates", (INDEXER_CACHE_WRITE,), "index_fp8 !t0", "cache["),
+    ("no relu", SCORES, "prefill !table_holes", "out["),
+    ("relu after the weights", SCORES, "decode !table_holes", "out["),
+    ("looks ahead", SCORES, "prefill !narrow !table_holes", "expected -inf"),
+    ("leaves the unseen", SCORES, "wide prefill", "expected -inf"),
+    ("scores tokens of nobody", SCORES, "tail1 chunk", "expected -inf"),
+    ("counts tokens from the first start", SCORES, "starts_late", "expected"),
+    ("counts tokens from the first start", SCORES, "starts_outside", "expected"),
+    ("ends requests with the tokens", SCORES, "starts_outside", "expected"),
+    ("scores tokens of nobody", SCORES, "starts_late", "expected -inf"),
+    ("believes the table", SCORES, "table_holes prefill !narrow", "expected -inf"),
+    ("ignores the block stride", SCORES, "strided prefill !table_holes", "got nan"),
+    ("takes two blocks for adjacent", SCORES, "pair", "got nan"),
+    ("32-bit addresses", SCORES, "address", "out["),
+    ("takes pages for rows of 132 bytes", SCORES, "index_fp8 address", "out["),
+    ("takes the scale of the token before", SCORES, "index_fp8 chunk", "out["),
+    ("no relu", RAGGED, "t6 n300", "out["),
+    ("ignores the scales of keys", RAGGED, "index_fp8 !t0 !n0", "out["),
+    ("ignores the start", RAGGED, "t37 mixed !n0 !n1", "expected -inf"),
+    ("ignores the end", RAGGED, "t37 mixed !n0 !n1", "expected -inf"),
+    ("shares the range of a tile", RAGGED, "t6 n300", "expected -inf"),
+    ("no relu", SELECT, "chunk", "a chosen score is"),
+    ("takes the lowest", SELECT, "chunk", "a chosen score is"),
+    ("takes pages for rows of 132 bytes", SELECT, "index_fp8 address", "a chosen score is"),
+    ("takes the scale of the token before", SELECT, "index_fp8 address", "a chosen score is"),
+    ("32-bit addresses", SELECT, "address", "a chosen score is"),
+    ("takes two blocks for adjacent", SELECT, "index_bf16 pair", "a chosen score is"),
+    ("looks ahead", SELECT, "starts_late", "order["),
+    ("drops the last position", SELECT, "prefill !k1", "order["),
+    ("leaves positions unsorted", SELECT, "chunk", "order["),
+    ("scores tokens of nobody", SELECT, "starts_late", "expected -1"),
+    ("leaves rows of nobody", SELECT, "tail2 out_views", "expected -1"),
+    ("counts tokens from the first start", SELECT, "starts_outside", "order["),
+    ("ends requests with the tokens", SELECT, "starts_outside", "order["),
+    ("believes the table", SELECT, "table_holes prefill !b53", "order["),
+    ("allocates instead of out=", SELECT, "out_views", "returned another tensor than the `out`"),
 ]
 
 
@@ -318,6 +351,10 @@ def test_quick_covers_what_the_contract_promises():
     for primitive in (SPARSE_DECODE, SPARSE_PREFILL, CACHE_WRITE, GATHER_UPCONVERT):
         mine = [c for c in cases if c.primitive is primitive]
         assert {"packed", "strided"} <= values(mine, "blocks") and "address" in values(mine, "scene")
+    for primitive in (*SCORES, *SELECT):
+        mine = [c for c in cases if c.primitive is primitive]
+        assert {"packed", "strided", "pair", "address"} <= values(mine, "blocks")
+        assert values(mine, "kv") == {"index_bf16", "index_fp8"}
     for primitive in (*BOTH, CONVERT_INDICES):
         assert "views" in values([c for c in cases if c.primitive is primitive], "outputs")
     assert any(c.request.rows == 0 for c in cases if c.primitive is SPARSE_DECODE)
@@ -387,9 +424,10 @@ def test_gpus_get_graphs_and_large_problems():
     cases = everything("quick", H200)
     graphed = [c for c in cases if c.params.run == "graph"]
     assert {c.primitive for c in graphed} == set(Primitive.all()) and all(c.request.graph for c in graphed)
-    assert {c.params.kv for c in cases if getattr(c.params, "kv", None) and c.params.scene == "address"} == {
+    assert {c.params.kv for c in cases if getattr(c.params, "scene", "") == "address"} == {
         "workspace", "bf16", "fp8_ds_mla",
     }  # fmt: skip
+    assert {c.primitive for c in cases if getattr(c.params, "blocks", "") == "address"} == {*SCORES, *SELECT}
     assert any(c.request.rows == 70_000 for c in everything("full", H200) if c.primitive is SPARSE_DECODE)
     small = DeviceFacts(vendor="nvidia", name="small", arch="sm89", memory_bytes=3 << 30, graph_capture=False)
     assert not any(c.params.run == "graph" or getattr(c.params, "scene", "") for c in everything("full", small))

@@ -54,7 +54,7 @@ def indexer_cache_write(k: Tensor, index_cache: Tensor, slot_mapping: Tensor, *,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexerCacheWriteParams(Params):
-    """One indexer_cache_write call; the parameters are those of cache_write's."""
+    """One indexer_cache_write call; the parameters are those of cache_write's, but for values "zero": a key that is all 0."""
 
     primitive = INDEXER_CACHE_WRITE
     says = "{kv}! {scale_format} b{block_size}! {dtype} t{tokens} skips_{skips} {values} in{inputs} {blocks}"
@@ -74,8 +74,6 @@ class IndexerCacheWriteParams(Params):
         g, stage, layout = generator(seed), Stage(device), LAYOUTS[self.kv]
         plain = torch.randn(self.tokens, INDEX_HEAD_SIZE, generator=g) * 3
         k = (edges(self.tokens, INDEX_HEAD_SIZE, g) if self.values == "edges" else plain).to(self.dtype)
-        if self.values == "zero":
-            k[0] = 0
         scale_format = self.scale_format or "pow2"
         num_blocks = 2 if self.blocks == "pair" else max(3, -(-3 * NUM_TOKENS // self.block_size))
         cache = paged_cache(layout, num_blocks, self.block_size, strided=self.blocks != "packed")
@@ -84,6 +82,8 @@ class IndexerCacheWriteParams(Params):
         if self.skips == "near":  # what wraps around meets a slot that nobody writes
             slots = shuffled(num_slots - 4, g)[: self.tokens] + 2
         slots = skip(self.skips, slots, num_slots)[shuffled(self.tokens, g)]
+        if self.values == "zero":
+            k[((slots >= 0) & (slots < num_slots)).nonzero()[:1, 0]] = 0
         args = {
             "k": stage.read("k", k, strided=self.inputs == "views"),
             "index_cache": stage.adopt("kv_cache", cache.storage, cache.view),

@@ -73,8 +73,7 @@ class IndexerLogitsParams(PageParams):
         """See Params."""
         stage = Stage(device)
         pages = self.pages(seed, stage)
-        longest = pages.capacity if self.batch == "ragged" else pages.longest
-        width = {"exact": longest, "narrow": 3, "wide": pages.capacity + 5}[self.width]
+        width = {"exact": pages.longest, "narrow": 3, "wide": pages.capacity + 5}[self.width]
         out = stage.write("out", (pages.args["q"].shape[0], width), torch.float32, strided=self.outputs == "views")
         want = {"out": indexer_logits(**pages.arguments, out=out), "weights": pages.arguments["weights"]}
 

@@ -76,7 +76,7 @@ class PageParams(Params):
             "long", contexts of thousands; "overlong", more tokens than context, a length past the table and a negative one;
             "empty", requests without tokens or context; "none", no tokens at all; "published", one request of 4 tokens and no
             context, as in InfiniCore's test test/infinicore/ops/dsa.py; "ragged", that of a probe: weights of one sign in each
-            row, three blocks.
+            row, `ragged_blocks` blocks.
         tail: tokens of no request after the last one's.
         starts: "zero", the first request starts at token 0; "late", two tokens of no request come before it; "outside", it
             starts at token -1, and the last one ends after the last token.
@@ -98,6 +98,11 @@ class PageParams(Params):
     outputs: str = "packed"
     blocks: str = "packed"
 
+    @property
+    def ragged_blocks(self) -> int:
+        """Columns of the block table of "ragged"."""
+        return 3
+
     def _batch(self, columns: int) -> list[tuple[int, int]]:
         """(query tokens, length) of each request."""
         block = self.block_size
@@ -112,7 +117,7 @@ class PageParams(Params):
             "empty": [(0, FEW), (2, 0), (0, 0), (1, 1)],
             "none": [(0, 0), (0, FEW)],
             "published": [(4, 4)],
-            "ragged": [(3, 2 * block + min(3, block)), (1, 1)],
+            "ragged": [(3, (columns - 1) * block + min(3, block)), (1, 1)],
         }
         return kinds[self.batch]
 
@@ -121,7 +126,9 @@ class PageParams(Params):
         g, layout, block_size = generator(seed), LAYOUTS[self.kv], self.block_size
         longest = {"chunk": 300, "long": _LONG}.get(self.batch, max(FEW, block_size + 5))
         kind = self.blocks if self.blocks in ("pair", "address") else self.batch
-        columns = {"pair": 2, "address": 4, "ragged": 3}.get(kind, -(-longest // block_size))
+        columns = {"pair": 2, "address": 4, "ragged": self.ragged_blocks}.get(kind, -(-longest // block_size))
+        if kind != self.batch or kind == "ragged":  # every block counts
+            longest = columns * block_size
         batch = self._batch(columns)
         if self.batch != "ragged":
             batch = [batch[i] for i in shuffled(len(batch), g).tolist()]

@@ -99,6 +99,11 @@ class IndexerSelectParams(PageParams):
     asks = f"{PageParams.asks} topk"
     topk: int
 
+    @property
+    def ragged_blocks(self) -> int:
+        """So many that tokens see more than K keys, one block of which is missing."""
+        return 3 + -(-self.topk // self.block_size)
+
     def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
         """See Params."""
         stage = Stage(device)
@@ -138,12 +143,14 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
         base = IndexerSelectParams(
             kv=kv, scale_format=scale_format, heads=axes["heads"][-1], block_size=axes["block_size"][-1], topk=axes["topk"][-1]
         )
+        few = replace(base, topk=axes["topk"][:2][-1])  # fewer than tokens see
         yield from (replace(base, starts=starts) for starts in ("late", "outside"))
-        yield from (replace(base, batch=batch, tail=1) for batch in ("chunk", "long"))
+        yield replace(base, batch="long", tail=1)
+        yield replace(few, batch="chunk", tail=1)
         if base.block_size >= PAIR_BLOCK:
-            yield replace(base, blocks="pair")
+            yield replace(few, blocks="pair")
         if can_hold_vast(kv, facts, level):
-            yield replace(base, blocks="address")
+            yield replace(few, blocks="address")
         if can_capture(implementation, facts):
             yield replace(base, run="graph", table="holes", tail=2)
 
