@@ -44,6 +44,10 @@ def u8(*shape: int) -> Tensor:
     return zeros(*shape, dtype=UINT8)
 
 
+def e4m3(*shape: int) -> Tensor:
+    return zeros(*shape, dtype=torch.float8_e4m3fn)
+
+
 def on_a_gpu(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     """A tensor that says it lives on a GPU; none is needed for that."""
     with FakeTensorMode():
@@ -117,14 +121,39 @@ def good(primitive: str) -> Arguments:
             "topk": K,
             "out": i32(T, K),
         },
+        "indexer_cache_write": lambda: {
+            "k": bf16(T, 128),
+            "index_cache": u8(BLOCKS, BLOCK, 132),
+            "slot_mapping": i64(T),
+            "scale_format": "amax",
+        },
         "indexer_logits": lambda: {
-            "q": zeros(T, H, 128),
-            "weights": zeros(T, H, dtype=torch.float32),
-            "index_cache": zeros(BLOCKS, BLOCK, 128),
-            "query_start_loc": zeros(P + 1, dtype=INT32),
-            "seq_lens": zeros(P, dtype=INT32),
-            "block_table": zeros(P, 7, dtype=INT32),
-            "out": zeros(T, 99, dtype=torch.float32),
+            "q": bf16(T, H, 128),
+            "weights": f32(T, H),
+            "index_cache": bf16(BLOCKS, BLOCK, 128),
+            "query_start_loc": i32(P + 1),
+            "seq_lens": i32(P),
+            "block_table": i32(P, 7),
+            "out": f32(T, 99),
+        },
+        "indexer_logits_ragged": lambda: {
+            "q": e4m3(T, H, 128),
+            "weights": f32(T, H),
+            "keys": e4m3(W, 128),
+            "key_scales": f32(W),
+            "row_starts": i32(T),
+            "row_ends": i32(T),
+            "out": f32(T, W),
+        },
+        "indexer_select": lambda: {
+            "q": e4m3(T, H, 128),
+            "weights": f32(T, H),
+            "index_cache": u8(BLOCKS, BLOCK, 132),
+            "query_start_loc": i32(P + 1),
+            "seq_lens": i32(P),
+            "block_table": i32(P, 7),
+            "topk": K,
+            "out": i32(T, K),
         },
     }[primitive]()
 

@@ -16,7 +16,10 @@ from mla_portable.primitives import (
     CACHE_WRITE,
     CONVERT_INDICES,
     GATHER_UPCONVERT,
+    INDEXER_CACHE_WRITE,
     INDEXER_LOGITS,
+    INDEXER_LOGITS_RAGGED,
+    INDEXER_SELECT,
     MERGE_STATES,
     QUANTIZE_PER_TENSOR,
     SPARSE_DECODE,
@@ -25,15 +28,16 @@ from mla_portable.primitives import (
 from mla_portable.registry import ProbeReport, Registry
 
 Kernel = Callable[..., Any]
-BOTH = ("bf16", "fp8_ds_mla")
+BOTH, BOTH_INDEX = ("bf16", "fp8_ds_mla"), ("index_bf16", "index_fp8")
 DECODE, PREFILL = SPARSE_DECODE, SPARSE_PREFILL
 CONVERT, GATHER, WRITE = CONVERT_INDICES, GATHER_UPCONVERT, CACHE_WRITE
-MERGE, QUANTIZE, INDEXER = MERGE_STATES, QUANTIZE_PER_TENSOR, INDEXER_LOGITS
+MERGE, QUANTIZE = MERGE_STATES, QUANTIZE_PER_TENSOR
+INDEXER, RAGGED, SELECT, KEYS = INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT, INDEXER_CACHE_WRITE
 RIGHT: dict[Primitive, Kernel] = {primitive: getattr(reference, str(primitive)) for primitive in Primitive.all()}
 
 
 def candidate(primitive: Primitive, kernel: object, **limits: Any) -> Implementation:
-    support = Support(source="a test", device_types=("cpu",), **{"kv_layouts": BOTH, **limits})
+    support = Support(source="a test", device_types=("cpu",), **{"kv_layouts": (*BOTH, *BOTH_INDEX), **limits})
     return Implementation("faulty.v1", primitive, support, bind=lambda request: kernel)
 
 

@@ -65,7 +65,11 @@ def wrong_quantize_per_tensor(*args, **options):
     return x_q, 1 / scale
 
 
-# of every primitive that a step runs
+def wrong_indexer_select(*args, **options):
+    return reference.indexer_select(*args, **options).clamp_(max=4)
+
+
+# of every primitive that a step runs or the benchmark times
 WRONG: dict[str, Callable[..., Any]] = {
     "cache_write": wrong_cache_write,
     "convert_indices": wrong_convert_indices,
@@ -74,6 +78,7 @@ WRONG: dict[str, Callable[..., Any]] = {
     "sparse_prefill": wrong_attention(reference.sparse_prefill),
     "merge_states": wrong_merge_states,
     "quantize_per_tensor": wrong_quantize_per_tensor,
+    "indexer_select": wrong_indexer_select,
 }
 
 
@@ -103,8 +108,7 @@ class Spoiled:
     def offer(
         self, registrar: Registrar, name: str, primitive: Primitive, bind: Callable[[Request], Callable[..., Any]]
     ) -> None:
-        layouts = ("bf16", "fp8_ds_mla") if primitive.cache == "kv" else ()
-        support = Support(source="a test", device_types=("cpu",), kv_layouts=layouts, graph=False, lse=self.lse)
+        support = Support(source="a test", device_types=("cpu",), kv_layouts=primitive.layouts, graph=False, lse=self.lse)
         registrar.add(Implementation(name, primitive, support, bind, check=self.check, preference=10))
 
     def bind(self, request: Request) -> Callable[..., Any]:

@@ -91,11 +91,13 @@ def test_request_says_what_the_call_needs(tape):
     mla_portable.cache_write(*tokens[:2], torch.zeros(2, 4, 576).bfloat16(), torch.zeros(2, dtype=torch.int64))
     workspace = torch.zeros(9, 576).bfloat16()
     mla_portable.gather_upconvert(arguments["kv_cache"], torch.zeros(3, 2, dtype=torch.int32), ids, ids, out=workspace)
-    mla_portable.indexer_logits(
-        torch.zeros(B, 64, 128).bfloat16(), torch.zeros(B, 64), torch.zeros(BLOCKS, BLOCK, 128).bfloat16(),
-        torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32),
-        out=torch.zeros(B, 48),
-    )  # fmt: skip
+    table = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
+    q, weights, keys = torch.zeros(B, 64, 128), torch.zeros(B, 64), torch.zeros(BLOCKS, BLOCK, 132, dtype=torch.uint8)
+    mla_portable.indexer_logits(q.bfloat16(), weights, keys[..., :128].bfloat16(), *table, out=torch.zeros(B, 48))
+    q, e4m3 = q.to(torch.float8_e4m3fn), torch.zeros(9, 128).to(torch.float8_e4m3fn)
+    mla_portable.indexer_select(q, weights, keys, *table, topk=32)
+    mla_portable.indexer_logits_ragged(q, weights, e4m3, torch.zeros(9), ids, ids, out=torch.zeros(B, 9))
+    mla_portable.indexer_cache_write(torch.zeros(2, 128).bfloat16(), keys, torch.zeros(2, dtype=torch.int64))
     asked = [str(request) for request in tape.bound]
     assert asked == [
         "kv_layout=fp8_ds_mla num_heads=4 topk=24 block_size=16 query_len=2 lse=yes lengths=yes on CPU",
@@ -105,7 +107,10 @@ def test_request_says_what_the_call_needs(tape):
         "kv_layout=fp8_ds_mla block_size=16 scale_format=amax on CPU",
         "kv_layout=bf16 block_size=4 on CPU",
         "kv_layout=fp8_ds_mla block_size=16 on CPU",
-        "num_heads=64 block_size=16 on CPU",
+        "kv_layout=index_bf16 num_heads=64 block_size=16 on CPU",
+        "kv_layout=index_fp8 num_heads=64 topk=32 block_size=16 on CPU",
+        "kv_layout=index_fp8 num_heads=64 on CPU",
+        "kv_layout=index_fp8 block_size=16 scale_format=pow2 on CPU",
     ]
 
 

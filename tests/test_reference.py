@@ -144,7 +144,8 @@ def test_rows_beyond_2_31_elements():
 CHUNKS = {
     "_attention": ("_CHUNK_BYTES", {"cpu": 2_000_000}),
     "convert_indices": ("_CHUNK_BYTES", 20_000),
-    "indexer_logits": ("_CHUNK_ELEMENTS", 30_000),
+    "_indexer": ("_CHUNK_ELEMENTS", 30_000),
+    "indexer_logits_ragged": ("_CHUNK_ELEMENTS", 30_000),
     "topk_select": ("_CHUNK_ELEMENTS", 8_000),
     "merge_states": ("_CHUNK_BYTES", 9_000),
     "gather_upconvert": ("_CHUNK_TOKENS", 5),

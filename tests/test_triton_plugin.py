@@ -28,7 +28,6 @@ from mla_portable.contracts import (
 )
 from mla_portable.primitives import (
     CONVERT_INDICES,
-    INDEXER_LOGITS,
     MERGE_STATES,
     QUANTIZE_PER_TENSOR,
     SPARSE_DECODE,
@@ -100,18 +99,17 @@ def test_sources_are_modules_that_exist_and_include_every_kernel(offered: dict[P
 
 @pytest.mark.parametrize("primitive", list(Primitive.all()), ids=str)
 def test_support_accepts_what_it_should(primitive: Primitive, offered: dict[Primitive, Implementation]) -> None:
-    shapes = {"kv_layout": "fp8_ds_mla", "num_heads": 16, "topk": 100, "block_size": 61, "graph": True}
+    layout = {"kv": "fp8_ds_mla", "index": "index_fp8"}.get(primitive.cache)
+    shapes = {"kv_layout": layout, "num_heads": 16, "topk": 100, "block_size": 61, "graph": True}
     if primitive in (MERGE_STATES, QUANTIZE_PER_TENSOR):
         shapes = {"graph": True}
     elif primitive is TOPK_SELECT:
         shapes = {"topk": 100, "graph": True}
-    elif primitive is INDEXER_LOGITS:
-        shapes = {"num_heads": 64, "block_size": 61, "graph": True}
     declared = offered[primitive].support
     assert declared.reasons(Request(primitive, H200, **shapes)) == ()
     assert declared.reasons(Request(primitive, CPU, **shapes)) == ()
     assert [reason.subject for reason in declared.reasons(Request(primitive, H200, num_heads=129))] == (
-        ["num_heads"] if primitive in (SPARSE_DECODE, SPARSE_PREFILL) else []
+        ["num_heads"] if "num_heads" in primitive.facts else []
     )
 
 

@@ -24,6 +24,7 @@ from arguments import (
     T,
     W,
     bf16,
+    e4m3,
     f32,
     fp8_cache,
     good,
@@ -77,6 +78,16 @@ def overlay(name: str, dtype: torch.dtype, *shape: int, skip: int = 0) -> Callab
         return raw[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     return view
+
+
+def odd_index_pages() -> Tensor:
+    """Blocks whose scales do not start at multiples of 4 bytes."""
+    return u8(10_000).as_strided((3, 16, 132), (16 * 132 + 2, 132, 1))
+
+
+def with_bf16_keys(arguments: Arguments) -> Tensor:
+    arguments["q"], arguments["keys"] = bf16(T, H, 128), bf16(W, 128)
+    return f32(W)
 
 
 # primitive, what is wrong, the argument, its value (or how to make it from good ones), a part of "got", of "expected"
@@ -169,7 +180,53 @@ BAD = [
     ("topk_select", "results of another width", "out", i32(T, K + 1), f"[{T}, {K + 1}]", f"[{T}, {K}]"),
     ("indexer_logits", "a head of another size", "q", bf16(T, H, 64), f"[{T}, {H}, 64]", f"[{T}, {H}, 128]"),
     ("indexer_logits", "bf16 weights", "weights", bf16(T, H), "bfloat16", "float32"),
-    ("indexer_logits", "an FP8 cache", "index_cache", u8(BLOCKS, BLOCK, 132), "uint8", "bfloat16"),
+    ("indexer_logits", "queries of two axes", "q", bf16(T, 128), f"[{T}, 128]", "[T, H, 128]"),
+    ("indexer_logits", "e4m3 queries of bf16 keys", "q", e4m3(T, H, 128), "float8_e4m3fn", "bfloat16"),
+    ("indexer_logits", "weights of other heads", "weights", f32(T, H + 1), f"[{T}, {H + 1}]", f"[{T}, {H}]"),
+    ("indexer_logits", "a cache of latents", "index_cache", bf16(BLOCKS, BLOCK, 576), "rows of 576", "(index_bf16)"),
+    ("indexer_logits", "a cache on a GPU", "index_cache", on_a_gpu(2, 16, 128), "cuda", "cpu"),
+    ("indexer_logits", "a table of one axis", "block_table", i32(7), "[7]", "[R, columns]"),
+    ("indexer_logits", "a table of int64", "block_table", i64(P, 7), "int64", "int32"),
+    ("indexer_logits", "lengths of fewer requests", "seq_lens", i32(P - 1), f"[{P - 1}]", f"[{P}]"),
+    ("indexer_logits", "long starts", "query_start_loc", i64(P + 1), "int64", "int32"),
+    ("indexer_logits", "results of fewer tokens", "out", f32(T - 1, 99), f"[{T - 1}, 99]", f"[{T}, 99]"),
+    ("indexer_logits", "results of one axis", "out", f32(T), f"[{T}]", "[T, N]"),
+    ("indexer_logits", "results over the weights", "out", overlay("weights", torch.float32, T, H), "overlaps weights", "own"),
+    ("indexer_select", "bf16 queries of e4m3 keys", "q", bf16(T, H, 128), "bfloat16", "float8_e4m3fn for index_fp8 keys"),
+    ("indexer_select", "a cache of other rows", "index_cache", u8(BLOCKS, BLOCK, 656), "rows of 656", "rows of 132"),
+    ("indexer_select", "a cache with a head axis", "index_cache", u8(6, 16, 1, 132), "[6, 16, 1, 132]", "132] uint8"),
+    ("indexer_select", "scales at odd places", "index_cache", odd_index_pages(), "2114", "multiples of 4"),
+    ("indexer_select", "an end past T", "query_start_loc", torch.tensor([*[0] * P, T + 1]).int(), f"to {T + 1}", f"T = {T}"),
+    ("indexer_select", "no K", "topk", 0, "0", "at least 1"),
+    ("indexer_select", "K as a truth", "topk", True, "True", "integer"),
+    ("indexer_select", "results of another width", "out", i32(T, K + 1), f"[{T}, {K + 1}]", f"[{T}, {K}]"),
+    ("indexer_select", "long results", "out", i64(T, K), "int64", "int32"),
+    (
+        "indexer_select",
+        "results over the table",
+        "out",
+        overlay("index_cache", torch.int32, T, K),
+        "overlaps index_cache",
+        "own",
+    ),
+    ("indexer_logits_ragged", "keys of three axes", "keys", e4m3(1, W, 128), f"[1, {W}, 128]", "[N, 128]"),
+    ("indexer_logits_ragged", "keys in bytes", "keys", u8(W, 128), "uint8", "bfloat16 or torch.float8_e4m3fn"),
+    ("indexer_logits_ragged", "wide keys", "keys", e4m3(W, 132), f"[{W}, 132]", f"[{W}, 128]"),
+    ("indexer_logits_ragged", "no scales", "key_scales", None, "None", "[N] float32 for e4m3 keys"),
+    ("indexer_logits_ragged", "scales of bf16 keys", "key_scales", with_bf16_keys, "a tensor", "None for bf16 keys"),
+    ("indexer_logits_ragged", "a scale too few", "key_scales", f32(W - 1), f"[{W - 1}]", f"[{W}]"),
+    ("indexer_logits_ragged", "bf16 queries", "q", bf16(T, H, 128), "bfloat16", "float8_e4m3fn"),
+    ("indexer_logits_ragged", "bf16 weights", "weights", bf16(T, H), "bfloat16", "float32"),
+    ("indexer_logits_ragged", "a start too few", "row_starts", i32(T - 1), f"[{T - 1}]", f"[{T}]"),
+    ("indexer_logits_ragged", "long ends", "row_ends", i64(T), "int64", "int32"),
+    ("indexer_logits_ragged", "results of fewer keys", "out", f32(T, W - 1), f"[{T}, {W - 1}]", f"[{T}, {W}]"),
+    ("indexer_logits_ragged", "results over the keys", "out", overlay("keys", torch.float32, T, W), "overlaps keys", "own"),
+    ("indexer_cache_write", "float32 keys", "k", f32(T, 128), "float32", "bfloat16 or torch.float16"),
+    ("indexer_cache_write", "keys with a rope", "k", bf16(T, 192), f"[{T}, 192]", f"[{T}, 128]"),
+    ("indexer_cache_write", "a cache of latents", "index_cache", fp8_cache(), "rows of 656", "(index_fp8)"),
+    ("indexer_cache_write", "int32 slots", "slot_mapping", i32(T), "int32", "int64"),
+    ("indexer_cache_write", "unknown scales", "scale_format", "ue8m0", "'ue8m0'", "'pow2' or 'amax'"),
+    ("indexer_cache_write", "cache over its input", "index_cache", overlay("k", UINT8, 1, 4, 132), "overlaps k", "of its own"),
     ("indexer_logits", "rows apart", "index_cache", bf16(BLOCKS, BLOCK, 256)[..., :128], "strides", "whole rows"),
     ("indexer_logits", "an empty block", "index_cache", bf16(BLOCKS, 0, 128), "block_size 0", "at least 1"),
     ("indexer_logits", "one start a request", "query_start_loc", i32(P), f"[{P}]", f"[{P + 1}]"),
@@ -337,6 +394,11 @@ GOOD = [
     ("merge_states", "two axes", with_(outs=bf16(3, 16), lses=f32(3))),
     ("indexer_logits", "wider rows", with_(out=torch.zeros(T, 120)[:, :99])),
     ("indexer_logits", "no requests", with_(query_start_loc=i32(1), seq_lens=i32(0), block_table=i32(0, 7))),
+    ("indexer_select", "no output", with_(out=None)),
+    ("indexer_select", "pages that lie apart", with_(index_cache=u8(6, 20, 132)[:, :16])),
+    ("indexer_logits_ragged", "no keys", with_(keys=e4m3(0, 128), key_scales=f32(0), out=f32(T, 0))),
+    ("indexer_logits_ragged", "bf16 keys", with_(q=bf16(T, H, 128), keys=bf16(W, 128), key_scales=None)),
+    ("indexer_cache_write", "a bf16 cache, float16 keys", with_(index_cache=bf16(BLOCKS, BLOCK, 128), k=bf16(T, 128).half())),
     ("quantize_per_tensor", "nothing", with_(x=bf16(0))),
     ("quantize_per_tensor", "e5m2", with_(dtype=torch.float8_e5m2)),
 ]
@@ -374,6 +436,9 @@ def test_remedies_say_what_to_do():
         ("sparse_decode", "kv_cache", lambda: fp8_cache().view(torch.float8_e4m3fn)): "view(torch.uint8)",
         ("sparse_prefill", "kv", lambda: zeros(BLOCKS, BLOCK, 576)): "view(-1, 576)",
         ("sparse_prefill", "q", lambda: zeros(T, 576, H).mT): "q.contiguous()",
+        ("indexer_select", "q", lambda: bf16(T, H, 128)): "Quantise q, and multiply weights by its scales.",
+        ("indexer_select", "index_cache", lambda: e4m3(BLOCKS, BLOCK, 132)): "index_cache.view(torch.uint8)",
+        ("indexer_select", "index_cache", lambda: u8(BLOCKS, BLOCK, 128)): "128 e4m3 bytes",
     }
     with serving(registry_of(Recorder())):
         for (primitive, argument, make), remedy in remedies.items():

@@ -190,8 +190,8 @@ def layout_of(kv: Tensor, *, where: str = "layout_of", argument: str = "kv_cache
     if layout is not None and layout.cache == cache:
         return layout
     remedy, known = "", [LAYOUTS[name] for name in layout_names(cache)]
-    if dtype.itemsize == 1 and dtype != torch.uint8 and (torch.uint8, width) in _by_rows:
-        remedy = "Pass the same bytes as uint8: kv_cache.view(torch.uint8)."
+    if dtype.itemsize == 1 and any((row.dtype, row.row_width) == (torch.uint8, width) != (dtype, width) for row in known):
+        remedy = f"Pass the same bytes as uint8: {argument}.view(torch.uint8)."
     elif dtype == torch.uint8:
         remedy = next((f"A row holds {row.contents}: do not slice it." for row in known if row.dtype == dtype), "")
     raise InvalidArgument(
