@@ -41,7 +41,16 @@ from mla_portable.contracts import (
     hookimpl,
 )
 from mla_portable.dispatch import serving
-from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.layouts import LAYOUTS
+from mla_portable.primitives import (
+    CACHE_WRITE,
+    CONVERT_INDICES,
+    GATHER_UPCONVERT,
+    INDEXER_SELECT,
+    MERGE_STATES,
+    SPARSE_DECODE,
+    SPARSE_PREFILL,
+)
 from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop, kernel_cases, timed_primitives
 from mla_portable.registry import Registry
 from mla_portable.tools.bench import kernel_machine, timing
@@ -63,6 +72,7 @@ SMALL: dict[Primitive, KernelCase] = {
     CONVERT_INDICES: KernelCase(CONVERT_INDICES, 5, topk=16),
     GATHER_UPCONVERT: KernelCase(GATHER_UPCONVERT, 130, "fp8_ds_mla"),
     CACHE_WRITE: KernelCase(CACHE_WRITE, 5, "fp8_ds_mla"),
+    INDEXER_SELECT: KernelCase(INDEXER_SELECT, 3, "index_fp8", 2, 16, 100),
 }
 
 
@@ -104,6 +114,25 @@ def test_a_size_that_cannot_be_made_is_refused(sizes, word):
         kernel_cases([SPARSE_PREFILL], **sizes)
 
 
+def test_layouts_go_to_the_primitives_that_have_them():
+    cases = kernel_cases(layouts=["bf16", "index_bf16"])
+    assert {case.kv_layout for case in cases if case.primitive is INDEXER_SELECT} == {"index_bf16"}
+    assert {case.kv_layout for case in cases if case.primitive is SPARSE_DECODE} == {"bf16"}
+    assert {case.primitive for case in kernel_cases(layouts=["bf16"])} == set(TIMED) - {INDEXER_SELECT}
+    with pytest.raises(InvalidArgument, match="got 'bf16', expected one of index_bf16, index_fp8"):
+        kernel_cases([INDEXER_SELECT], layouts=["bf16"])
+
+
+def test_selection_is_timed_as_decode_and_as_a_chunk_of_prefill():
+    decode, prefill = (workshop().make(KernelCase(INDEXER_SELECT, rows, "index_fp8", 1, 8, 300)) for rows in (3, 256))
+    assert decode.arguments["query_start_loc"].tolist() == [0, 1, 2, 3] and decode.arguments["block_table"].shape == (3, 5)
+    assert prefill.arguments["query_start_loc"].tolist() == [0, 256] and prefill.arguments["block_table"].shape == (1, 5)
+    scored = {problem: problem.flops for problem in (decode, prefill)}  # e4m3 products count half
+    assert scored[decode] == 3 * 300 * 128 and scored[prefill] == sum(range(45, 301)) * 128
+    for problem in (decode, prefill):
+        assert not any(finding.message for finding in problem.check(problem.call(reference.indexer_select)))
+
+
 def test_a_primitive_that_is_not_timed_is_refused():
     with pytest.raises(InvalidArgument, match="merge_states"):
         kernel_cases([MERGE_STATES])
@@ -137,11 +166,9 @@ def test_neighbouring_tokens_share_what_the_case_says(percent):
     assert all(len(a & b) == 32 * percent // 100 for a, b in pairwise(rows))
 
 
-@pytest.mark.parametrize("layout", ["fp8_ds_mla", "bf16"])
-@pytest.mark.parametrize("primitive", TIMED)
+@pytest.mark.parametrize(("primitive", "layout"), [(p, layout) for p in TIMED for layout in p.layouts or (None,)])
 def test_the_reference_passes_and_what_is_spoiled_does_not(primitive, layout):
-    case = SMALL[primitive]
-    case = case if case.kv_layout is None else KernelCase(primitive, case.rows, layout, case.num_heads, case.topk, case.width)
+    case = replace(SMALL[primitive], kv_layout=layout)
     problem = workshop().make(case)
     problem.poison()
     assert not any(finding.message for finding in problem.check(problem.call(getattr(reference, str(primitive)))))
@@ -150,19 +177,22 @@ def test_the_reference_passes_and_what_is_spoiled_does_not(primitive, layout):
 
 @pytest.mark.parametrize("primitive", [each for each in TIMED if each is not CONVERT_INDICES])
 def test_fp8_rows_have_the_scales_that_the_case_says(primitive):
+    layout, plain = (next(n for n in map(LAYOUTS.get, primitive.layouts) if n.is_quantized == is_so) for is_so in (True, False))
     one, other = (
-        workshop().make(replace(SMALL[primitive], kv_layout="fp8_ds_mla", scale_format=name)) for name in ("pow2", "amax")
+        workshop().make(replace(SMALL[primitive], kv_layout=layout.name, scale_format=name)) for name in ("pow2", "amax")
     )
     for problem in (one, other):
         problem.poison()
         assert not any(finding.message for finding in problem.check(problem.call(getattr(reference, str(primitive)))))
-        cached = problem.arguments["kv" if primitive is SPARSE_PREFILL else "kv_cache"].flatten(0, 1)
-        rows = cached[problem.arguments.get("slot_mapping", torch.arange(3))]
-        mantissas = rows[:, 512:528].contiguous().view(torch.float32).frexp().mantissa
+        cache = next(problem.arguments[name] for name in ("kv", "kv_cache", "index_cache") if name in problem.arguments)
+        rows = torch.cat([part.flatten(0, 1) for part in layout.parts(cache)], dim=1)
+        rows = rows[problem.arguments.get("slot_mapping", torch.arange(3))]
+        end = layout.rope_offset if layout.rope_width else layout.row_bytes
+        mantissas = rows[:, layout.scale_offset : end].contiguous().view(torch.float32).frexp().mantissa
         assert bool((mantissas == 0.5).all()) == (problem.case.scale_format == "pow2")
         assert problem.request.scale_format == problem.case.scale_format
     assert other.case.shape == f"{one.case.shape}, amax scales", "a record of one is not compared with the other's"
-    bf16 = replace(SMALL[primitive], kv_layout="bf16", scale_format="amax")
+    bf16 = replace(SMALL[primitive], kv_layout=plain.name, scale_format="amax")
     assert "amax" not in bf16.shape and workshop().make(bf16).request.scale_format is None
 
 
@@ -176,6 +206,7 @@ def test_what_was_not_written_is_not_right(primitive):
         CACHE_WRITE: lambda: arguments["kv_cache"],
         GATHER_UPCONVERT: lambda: arguments["out"],
         CONVERT_INDICES: lambda: arguments["out"],
+        INDEXER_SELECT: lambda: arguments["out"],
     }.get(primitive, lambda: (arguments["out"], arguments["lse_out"]))
     assert any(finding.message for finding in problem.check(left()))
 

@@ -18,7 +18,7 @@ from spoiled import WRONG, Spoiled, registry_with
 
 from mla_portable.contracts import Primitive
 from mla_portable.dispatch import serving
-from mla_portable.primitives import INDEXER_LOGITS, MERGE_STATES, TOPK_SELECT
+from mla_portable.primitives import MERGE_STATES, TOPK_SELECT
 from mla_portable.registry import Registry
 from mla_portable.tools.bench.inputs import default_shape
 from mla_portable.tools.cli.app import app

@@ -31,6 +31,7 @@ def failing(fault: str, primitive: Primitive, match: str = ""):
         ("multiplies dead parts by 0", MERGE_STATES, "", "dead=all|rows|some"),
         ("writes skipped tokens", CACHE_WRITE, "", "skips=corpus|some"),
         ("leaves the unseen", INDEXER_LOGITS, "", ""),
+        ("takes the scale of the token before", INDEXER_LOGITS, "", "kv=index_fp8, scale_format=amax|pow2"),
     ],
 )
 def test_a_report_names_what_failing_cases_share(fault: str, primitive: Primitive, match: str, shared: str):

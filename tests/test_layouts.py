@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two row formats: offsets, e4m3 bytes, scales, and how much packing may lose."""
+"""The row formats: offsets, e4m3 bytes, scales, and how much packing may lose."""
 
 from __future__ import annotations
 
 import math
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_portable.contracts import InvalidArgument
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, LAYOUTS, SCALE_FORMATS, layout_of, tile_scales
+from mla_portable.layouts import (
+    BF16,
+    BF16_NOPE,
+    FP8_DS_MLA,
+    INDEX,
+    INDEX_BF16,
+    INDEX_FP8,
+    LAYOUTS,
+    SCALE_FORMATS,
+    index_query_dtype,
+    layout_names,
+    layout_of,
+    tile_scales,
+)
+from mla_portable.primitives._reference import CacheRows
 
 TINY = 2.0**-126  # the smallest normal float32
 
@@ -43,7 +58,11 @@ def test_offsets_are_those_of_the_published_row():
     assert (FP8_DS_MLA.row_bytes, FP8_DS_MLA.row_width, FP8_DS_MLA.is_quantized) == (656, 656, True)
     assert (BF16.row_width, BF16.row_bytes, BF16.rope_offset, BF16.is_quantized) == (576, 1152, 1024, False)
     assert (BF16_NOPE.row_width, BF16_NOPE.row_bytes, BF16_NOPE.rope_width, BF16_NOPE.is_quantized) == (512, 1024, 0, False)
-    assert LAYOUTS == {"bf16": BF16, "fp8_ds_mla": FP8_DS_MLA, "bf16_nope": BF16_NOPE}
+    assert (INDEX_FP8.row_bytes, INDEX_FP8.scale_offset, INDEX_FP8.apart_bytes, INDEX_FP8.alignment) == (132, 128, 4, 4)
+    assert (INDEX_BF16.row_bytes, INDEX_BF16.key_width, INDEX_BF16.rope_width, INDEX_BF16.is_quantized) == (256, 128, 0, False)
+    assert set(layout_names()) == {"bf16", "fp8_ds_mla", "bf16_nope"} and layout_names(INDEX) == ("index_bf16", "index_fp8")
+    known = {"bf16": BF16, "fp8_ds_mla": FP8_DS_MLA, "bf16_nope": BF16_NOPE, "index_bf16": INDEX_BF16, "index_fp8": INDEX_FP8}
+    assert known == LAYOUTS
 
 
 def test_unpack_reads_every_e4m3_byte_by_the_formula():
@@ -137,6 +156,61 @@ def test_packing_saturates_and_keeps_signed_zero():
     assert FP8_DS_MLA.pack(latent_with(math.inf), torch.zeros(1, 64))[0, [5, 133]].tolist() == [0x7E, 0xFE]
     # amax scales: the largest value lands on 448 exactly, 0x7e
     assert FP8_DS_MLA.pack(latent, torch.zeros(1, 64), scale_format="amax")[0, [5, 133]].tolist() == [0x7E, 0xFE]
+
+
+# the indexer's keys
+
+
+def published_index_scale(amax: float, pow2: bool) -> float:
+    """vLLM's indexer_k_quant_and_cache, in float32: max(amax, 1e-4) / 448, and for "ue8m0" exp2(ceil(log2(.)))."""
+    scale = torch.tensor(amax).clamp(min=torch.tensor(1e-4)) / torch.tensor(448.0)
+    return float(torch.exp2(torch.ceil(torch.log2(scale.double()))) if pow2 else scale)
+
+
+@pytest.mark.parametrize("scale_format", SCALE_FORMATS)
+@pytest.mark.parametrize("amax", [0.0, 9e-5, 1e-4, 1.1e-4, 1.0, 336.0, 448.0, 448.00003, 449.0, 3e38])
+def test_an_index_key_has_vllms_scale(amax: float, scale_format: str):
+    key = torch.zeros(1, 128)
+    key[0, 7], key[0, 90] = amax / 2, -amax
+    row = INDEX_FP8.pack(key, scale_format=scale_format)
+    scale = row[:, 128:].contiguous().view(torch.float32).item()
+    assert scale == published_index_scale(amax, scale_format == "pow2")
+    assert row[0, 90] & 0x7F == torch.tensor(amax / scale).clamp(max=448).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert amax / scale <= 448 * (1 + 2**-23) and (row[0, 90] & 0x7F) <= 0x7E
+
+
+def test_index_keys_are_read_back_from_rows_and_from_pages():
+    key = torch.randn(6, 128) * 2.0 ** torch.arange(-10, 2, 2)[:, None]
+    rows = INDEX_FP8.pack(key)
+    back, rope = INDEX_FP8.split(rows, torch.float64)
+    assert rope.shape == (6, 0) and ((back - key).abs() <= key.abs() / 16 + back.abs().amax(1, keepdim=True) * 2.0**-17).all()
+    odd = torch.zeros(6 * 132 + 1, dtype=torch.uint8)[1:].view(6, 132).copy_(rows)
+    assert torch.equal(INDEX_FP8.unpack(odd, torch.float64), back), "rows at any address"
+    # blocks of two tokens, 9 rows apart: 2 x 128 codes, then 2 scales
+    pages = torch.full((3 * 9 * 132,), 255, dtype=torch.uint8).as_strided((3, 2, 132), (9 * 132, 132, 1))
+    codes, scales = INDEX_FP8.parts(pages)
+    codes.copy_(rows[:, :128].view(3, 2, 128)), scales.copy_(rows[:, 128:].view(3, 2, 4))
+    flat = pages.reshape(3, 264)
+    assert torch.equal(flat[:, :256].reshape(6, 128), rows[:, :128])
+    assert torch.equal(flat[:, 256:].reshape(6, 4), rows[:, 128:])
+    assert CacheRows(pages, INDEX).values(torch.arange(6), torch.float64)[0].equal(back)
+    assert [index_query_dtype(each) for each in (INDEX_BF16, INDEX_FP8)] == [torch.bfloat16, torch.float8_e4m3fn]
+
+
+def test_a_row_of_one_cache_is_no_row_of_the_other():
+    latents, keys = torch.empty(2, 64, 656, dtype=torch.uint8), torch.empty(2, 64, 128, dtype=torch.bfloat16)
+    assert layout_of(keys, cache=INDEX) is INDEX_BF16
+    with pytest.raises(InvalidArgument, match=r"rows of 656, expected .*\(index_bf16\) or .*\(index_fp8\)"):
+        layout_of(latents, cache=INDEX)
+    with pytest.raises(InvalidArgument, match=r"bfloat16 rows of 128, expected .*\(bf16\)"):
+        layout_of(keys)
+    with pytest.raises(InvalidArgument, match="cache: got keys, expected 'kv' or 'index'"):
+        replace(INDEX_BF16, name="other", cache="keys")
+    with pytest.raises(InvalidArgument, match="upconverted"):
+        replace(INDEX_FP8, name="other", upconverted=BF16_NOPE)
+
+
+# rows of any cache
 
 
 def test_unpack_takes_any_strides_and_no_rows():

@@ -16,9 +16,12 @@ from faulty import (
     DECODE,
     GATHER,
     INDEXER,
+    KEYS,
     MERGE,
     PREFILL,
+    RAGGED,
     RIGHT,
+    SELECT,
     WRITE,
     Kernel,
     candidate,
@@ -128,7 +131,8 @@ def test_memory_of_its_own_is_asked_of_primitives_without_outputs_too():
 def test_the_problem_has_the_sizes_and_features_of_the_request(primitive: Primitive):
     made = candidate(primitive, RIGHT[primitive])
     features = {"attn_sink": True, "lengths": True, "compact": True, "prefill_workspace": True, "scale_format": "pow2"}
-    request = Request(primitive, H200, **{**LARGE, "kv_layout": "fp8_ds_mla", "num_heads": 128, "query_len": 3}, **features)
+    layout = {"index": "index_fp8"}.get(primitive.cache, "fp8_ds_mla")
+    request = Request(primitive, H200, **{**LARGE, "kv_layout": layout, "num_heads": 128, "query_len": 3}, **features)
     (case,) = request_case(made, request)
     assert case.request == request.but(rows=case.request.rows) and case.repeat
     call = case.build(torch.device("cpu"))
@@ -142,8 +146,14 @@ def test_the_problem_has_the_sizes_and_features_of_the_request(primitive: Primit
         assert shapes["topk_indices"] == (6, 2048) and call.kwargs["compact"] and "prefill_request_ids" in shapes
     elif primitive in (GATHER, WRITE):
         assert shapes["kv_cache"][1:] == (64, 656)
-    elif primitive is INDEXER:
-        assert shapes["q"][1] == 128 and shapes["index_cache"][1] == 64
+    elif primitive in (INDEXER, SELECT):
+        assert shapes["q"][1] == 128 and shapes["index_cache"][1:] == (64, 132)
+    elif primitive is RAGGED:
+        assert shapes["q"][1] == 128 and call.args["keys"].dtype == torch.float8_e4m3fn
+    elif primitive is KEYS:
+        assert shapes["index_cache"][1:] == (64, 132) and call.kwargs["scale_format"] == "pow2"
+    if primitive is SELECT:  # or no score would decide anything
+        assert call.kwargs["topk"] == 2048 and (call.args["seq_lens"] > 2048 + 64).any()
 
 
 def sized(made: Implementation, request: Request) -> Request:

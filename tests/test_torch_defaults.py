@@ -23,13 +23,16 @@ from torch.utils._pytree import tree_leaves
 import mla_portable as mp
 from mla_portable.contracts import Batch, DeviceFacts, Primitive, Request, neutral_defaults
 from mla_portable.dispatch import serving
-from mla_portable.layouts import FP8_DS_MLA
+from mla_portable.layouts import FP8_DS_MLA, INDEX_FP8
 from mla_portable.layouts.fp8_ds_mla import _e4m3_pairs
 from mla_portable.primitives import (
     CACHE_WRITE,
     CONVERT_INDICES,
     GATHER_UPCONVERT,
+    INDEXER_CACHE_WRITE,
     INDEXER_LOGITS,
+    INDEXER_LOGITS_RAGGED,
+    INDEXER_SELECT,
     MERGE_STATES,
     QUANTIZE_PER_TENSOR,
     SPARSE_DECODE,
@@ -90,6 +93,11 @@ def arguments(primitive: Primitive) -> tuple[tuple[Any, ...], dict[str, Any]]:
     slots = torch.tensor([5, -1, 40], dtype=torch.int64, device=CPU)
     table, attend = int32([2, 0, 1]), {"softmax_scale": 192**-0.5, "attn_sink": normal(3), "lengths": int32(24, 7, 0, 30)}
     indexer = (normal(4, 3, 128).bfloat16(), normal(4, 3), normal(3, 16, 128).bfloat16(), int32(0, 4), int32(40), table)
+    pages, keys = torch.zeros((3, 16, 132), dtype=torch.uint8, device=CPU), INDEX_FP8.pack(normal(48, 128))
+    for part, values in zip(INDEX_FP8.parts(pages), keys.view(3, 16, 132).split([128, 4], dim=2), strict=True):
+        part.copy_(values)
+    codes, scales = keys[:, :128].view(torch.float8_e4m3fn), keys[:, 128:].contiguous().view(torch.float32).squeeze(1)
+    fp8 = (indexer[0].to(torch.float8_e4m3fn), indexer[1])
     return {
         CACHE_WRITE: ((normal(3, 512).bfloat16(), normal(3, 64).bfloat16(), cache, slots), {}),
         CONVERT_INDICES: ((indices, int32(0, 0, 0, 1), table), {"block_size": 16, "compact": True}),
@@ -101,13 +109,20 @@ def arguments(primitive: Primitive) -> tuple[tuple[Any, ...], dict[str, Any]]:
         SPARSE_PREFILL: ((q, rows.bfloat16(), indices), attend),
         MERGE_STATES: ((normal(3, 4, 8).bfloat16(), normal(3, 4)), {}),
         QUANTIZE_PER_TENSOR: ((normal(5, 7),), {}),
+        INDEXER_CACHE_WRITE: ((normal(3, 128).bfloat16(), pages, slots), {}),
         INDEXER_LOGITS: (indexer, {"out": zeros(4, 50)}),
+        INDEXER_LOGITS_RAGGED: (
+            (*fp8, codes, scales, int32(0, 1, 2, 3), int32(48, 40, 7, 2)),
+            {"out": zeros(4, 48)},
+        ),
+        INDEXER_SELECT: ((*fp8, pages, *indexer[3:]), {"topk": 8}),
         TOPK_SELECT: ((normal(4, 50), int32(0, 1, 2, 3), int32(50, 40, 7, 2)), {"topk": 8}),
     }[primitive]
 
 
 def written(primitive: Primitive, results: Any, given: tuple[Any, ...]) -> list[Tensor]:
-    return [given[2]] if primitive is CACHE_WRITE else list(tree_leaves(results))
+    place = {CACHE_WRITE: 2, INDEXER_CACHE_WRITE: 1}.get(primitive)
+    return list(tree_leaves(results)) if place is None else [given[place]]
 
 
 def results_of_every_function(backend: str) -> dict[str, list[Tensor]]:
@@ -232,7 +247,8 @@ def test_neutral_defaults_undo_each_setting_inside_and_restore_it_after(setting:
 
 
 def bound(primitive: Primitive, facts: DeviceFacts = CPU_FACTS) -> Callable[..., Any]:
-    layout = {SPARSE_PREFILL: "bf16"}.get(primitive, "fp8_ds_mla" if primitive.cache == "kv" else None)
+    usual = {"kv": "fp8_ds_mla", "index": "index_fp8"}.get(primitive.cache)
+    layout = {SPARSE_PREFILL: "bf16", INDEXER_LOGITS: "index_bf16"}.get(primitive, usual)
     registry = Registry(plugins=[("reference", "mla_portable.reference")], facts={"cpu": facts}, environ={})
     return registry.bind(Request(primitive, facts, kv_layout=layout, num_heads=3, topk=24, block_size=16))
 
@@ -258,7 +274,7 @@ class Dtypes(TorchDispatchMode):
 @pytest.mark.parametrize("primitive", PRIMITIVES, ids=str)
 def test_matrix_products_are_in_float64_or_without_it_close(primitive: Primitive):
     args, options = arguments(primitive)
-    multiplies = primitive in (SPARSE_DECODE, SPARSE_PREFILL, INDEXER_LOGITS)
+    multiplies = primitive in (SPARSE_DECODE, SPARSE_PREFILL, INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT)
     want = tree_leaves(getattr(oracle, str(primitive))(*args, **options)) if multiplies else []
     with Dtypes() as seen:
         bound(primitive)(*args, **options)
@@ -269,6 +285,8 @@ def test_matrix_products_are_in_float64_or_without_it_close(primitive: Primitive
     if not multiplies:
         return
     assert torch.float64 not in seen.made
+    if primitive is INDEXER_SELECT:  # the oracle gives scores, and these are far apart
+        want = [want[0].topk(8).indices.sort().values.double()]
     for mine, theirs in zip(got, want, strict=True):
         tolerance = 2**-8 if mine.dtype == torch.bfloat16 else 2e-6
         torch.testing.assert_close(mine.double(), theirs, rtol=tolerance, atol=1e-5)
@@ -278,7 +296,7 @@ def test_matrix_products_are_in_float64_or_without_it_close(primitive: Primitive
 def test_a_negated_view_is_its_values(primitive: Primitive):
     """`x.conj().imag` and the like carry a bit that says "negated" instead of negated memory."""
     args, options = arguments(primitive)
-    views = [torch._neg_view(-x) if x.is_floating_point() else x.clone() for x in args]
+    views = [torch._neg_view(-x) if x.is_floating_point() and x.itemsize > 1 else x.clone() for x in args]
     again = {name: x.clone() if isinstance(x, Tensor) else x for name, x in options.items()}
     want = written(primitive, bound(primitive)(*args, **options), args)
     got = written(primitive, bound(primitive)(*views, **again), tuple(views))

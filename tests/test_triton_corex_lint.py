@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import mla_portable_triton
 from mla_portable.contracts import DeviceFacts, Request
 from mla_portable.primitives import SPARSE_PREFILL
 
@@ -86,15 +87,26 @@ def test_a_mark_on_no_argument_is_found():
 def test_configurations_suit_warps_of_64_and_the_least_dot(arch):
     """Axes of a dot are 16 at least, bytes of shared memory 48 KiB at most where more is not known, threads 1024 at most."""
     from mla_portable_triton.attention_configs import attention_config
-    from mla_portable_triton.kernels import cache_write, convert_indices, gather_upconvert, indexer_logits, quantize_per_tensor
+    from mla_portable_triton.kernels import (
+        cache_write,
+        convert_indices,
+        gather_upconvert,
+        indexer_cache_write,
+        indexer_logits,
+        quantize_per_tensor,
+    )
     from mla_portable_triton.kernels.config import config_for
 
     for layout in ("bf16", "fp8_ds_mla"):
         for heads in (1, 16, 64, 128):
             config = attention_config(arch, layout, heads)
             assert min(config.block_h, config.block_n) >= 16 and config.num_warps * 64 <= 1024
-    for kernel in (cache_write, convert_indices, gather_upconvert, indexer_logits, quantize_per_tensor):
+    for kernel in (cache_write, convert_indices, gather_upconvert, indexer_cache_write, quantize_per_tensor):
         assert config_for(kernel.CONFIGS, arch).num_warps * 64 <= 1024
+    for table in (indexer_logits.DECODE, indexer_logits.PREFILL):
+        tiles = table.get(arch, table["default"])
+        # more than 64 heads take half the positions
+        assert tiles.positions >= 2 * 16 and tiles.num_warps * 64 <= 1024
 
 
 def test_no_corex_device_asks_for_the_e4m3_type(monkeypatch):
@@ -115,6 +127,19 @@ def test_no_corex_device_asks_for_the_e4m3_type(monkeypatch):
     assert seen == [False]
 
 
+class Recorded:
+    """A registrar that keeps implementations."""
+
+    def __init__(self) -> None:
+        self.found = []
+
+    def add(self, implementation) -> None:
+        self.found.append(implementation)
+
+    def add_costs(self, costs: str) -> None:
+        pass
+
+
 def test_what_needs_triton_3_is_refused_below_it(monkeypatch: pytest.MonkeyPatch):
     from mla_portable_triton import support
 
@@ -122,7 +147,13 @@ def test_what_needs_triton_3_is_refused_below_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(support, "import_module", lambda name: module)
     monkeypatch.setattr(support, "interpreter_is_on", lambda: False)
     gpu = DeviceFacts(vendor="iluvatar", name="BI-V150", arch="ivcore11")
-    assert [str(reason) for reason in support.check_triton_3(gpu)] == ["triton 2.1.0 (topk_select needs 3.0 or newer)"]
+    assert [str(reason) for reason in support.check_triton_3(gpu)] == ["triton 2.1.0 (needs 3.0 or newer)"]
     module.__version__ = "3.1.0"
     assert list(support.check_triton_3(gpu)) == []
     assert all((lint.KERNELS / name).is_file() for name in lint.NEED_TRITON_3)
+    recorder = Recorded()
+    mla_portable_triton.mla_portable_register(recorder)
+    checks = {implementation.primitive: implementation.check for implementation in recorder.found}
+    newer = {str(primitive) for primitive, check in checks.items() if check is support.check_triton_3}
+    # each kernel file that the lint passes over is offered with the check, but for what such files share
+    assert newer - {"indexer_select"} == {name.removesuffix(".py") for name in lint.NEED_TRITON_3} - {"index_keys"}

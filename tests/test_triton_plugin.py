@@ -31,7 +31,6 @@ from mla_portable.primitives import (
     MERGE_STATES,
     QUANTIZE_PER_TENSOR,
     SPARSE_DECODE,
-    SPARSE_PREFILL,
     TOPK_SELECT,
 )
 from mla_portable.registry.costs import parse_costs

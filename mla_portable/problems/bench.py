@@ -132,7 +132,8 @@ def kernel_cases(
     """Every combination, by primitive (all that are timed where none is named), layout, head count and rows; None takes what
     the primitive has by default.
 
-    A layout that a primitive does not have by default is added where it is asked for. Head counts, `topk`, `width`,
+    A layout that a primitive does not have by default is added where it is asked for. Layouts of another cache
+    are passed over, unless that leaves a named primitive without one. Head counts, `topk`, `width`,
     `overlaps` and `scale_format` go to the primitives that know them.
     Raises: InvalidArgument, as KernelCase.
     """
@@ -140,16 +141,18 @@ def kernel_cases(
     for primitive in primitives or timed_primitives():
         bench = _bench(primitive)
         sizes = rows or bench.rows
+        asked = [each for each in layouts if not _is_of_another(each, primitive)] if layouts else bench.layouts
+        if primitives and layouts and not asked:
+            asked = layouts  # refused, with the layouts that there are
         if bench.width is not None:
-            grid = product(layouts or bench.layouts, heads or bench.heads, sizes, overlaps if bench.overlaps else (0,))
+            grid = product(asked, heads or bench.heads, sizes, overlaps if bench.overlaps else (0,))
             for layout, count, size, overlap in grid:
                 chosen_from = width or bench.width(size, topk)
                 found.append(KernelCase(primitive, size, layout, count, topk, chosen_from, overlap, scale_format))
         elif not bench.layouts:
             found += [KernelCase(primitive, size, topk=topk) for size in sizes]
         else:
-            each = layouts or bench.layouts
-            found += [KernelCase(primitive, size, layout, scale_format=scale_format) for layout in each for size in sizes]
+            found += [KernelCase(primitive, size, layout, scale_format=scale_format) for layout in asked for size in sizes]
     return tuple(found)
 
 
@@ -261,6 +264,10 @@ class Workshop:
             graph=self.device.type != "cpu",
             **others,
         )
+
+
+def _is_of_another(layout: str, primitive: Primitive[Any]) -> bool:
+    return layout in LAYOUTS and layout not in primitive.layouts
 
 
 def _is_quantized(layout: str | None) -> bool:

@@ -16,7 +16,7 @@ from mla_portable.layouts import INDEX_BF16, LAYOUTS
 from mla_portable.primitives import INDEXER_SELECT
 from mla_portable.problems.base import Problems, one_variant
 from mla_portable.problems.bench import Bench
-from mla_portable.problems.compare import BITS, Finding, Tolerance, limit_of, same_bits
+from mla_portable.problems.compare import BITS, Finding, Tolerance, limit_of
 from mla_portable.problems.cover import Choice, covering
 from mla_portable.problems.draw import PAIR_BLOCK
 from mla_portable.problems.indexer_bench import make_select, shape_of_case
@@ -59,13 +59,20 @@ def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> I
     topk, open_ = out.shape[1], scores > -math.inf
     count = open_.sum(dim=1).clamp(max=topk)
     named = torch.arange(topk) < count.unsqueeze(1)
-    shape = torch.where(named, out, -1)
     inside = (out >= 0) & (out < scores.shape[1])
     place = torch.where(inside & named, out, 0)
     sound = (~named | (inside & open_.gather(1, place) if scores.shape[1] else inside)) & (named | (out == -1))
     sound[:, 1:] &= ~named[:, 1:] | (out[:, 1:] > out[:, :-1])
-    yield same_bits("order", torch.where(sound, shape, out + (1 << 40)), shape)
-    if not sound.all() or not scores.shape[1]:
+    wrong = (~sound).nonzero().tolist()
+    if wrong:
+        row, entry = wrong[0]
+        expected = "a position that the token sees, above the one before it" if named[row, entry] else "-1"
+        what = f"got {int(out[row, entry])}, expected {expected}"
+        message = f"order[{row}, {entry}]: {what}; {len(wrong)} of {sound.numel()} are not in order"
+        yield Finding("order", len(wrong), 0, message, f"entry {entry} of a row: {what}", f"row {row}")
+        return
+    yield Finding("order", 0, 0)
+    if not scores.shape[1]:
         return
     taken = torch.zeros_like(open_)
     taken.scatter_(1, place, named)

@@ -48,7 +48,8 @@ def test_the_published_lengths_are_what_compacting_counts():
 
 def scores_without_relu(q, weights, index_cache, *rest, out):
     want = oracle.indexer_logits(q, weights, index_cache, *rest, out=out)
-    negative = oracle.indexer_logits(-q, weights, index_cache, *rest, out=out)
+    opposite = (-q.float()).to(q.dtype)
+    negative = oracle.indexer_logits(opposite, weights, index_cache, *rest, out=out)
     return out.copy_(want - negative.nan_to_num(neginf=0.0))
 
 
