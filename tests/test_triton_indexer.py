@@ -1,50 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""indexer_logits in Triton, in its interpreter: against the oracle, and what it must not touch."""
+"""The indexer's kernels in Triton's interpreter: both forms, any batch, bounded scratch, and what they must not touch."""
 
 from __future__ import annotations
 
 import inspect
 import math
+from typing import Any
 
 import oracle
 import pytest
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, Request
-from mla_portable.primitives import INDEXER_LOGITS, IndexerLogits
-from mla_portable_triton.bind_indexer import bind_indexer_logits
-from mla_portable_triton.kernels import indexer_logits as kernel
+from mla_portable import primitives
+from mla_portable.contracts import DeviceFacts, Primitive, Request
+from mla_portable.layouts import LAYOUTS, index_query_dtype
+from mla_portable.primitives import INDEXER_LOGITS, INDEXER_SELECT, TOPK_SELECT
+from mla_portable_triton import bind_indexer
+from mla_portable_triton.kernels import index_keys, indexer_cache_write, indexer_logits, indexer_logits_ragged, indexer_select
+from mla_portable_triton.kernels import topk_select as topk
 from mla_portable_triton.kernels.indexer_logits import REQUEST_TILE
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FACTS = DeviceFacts(vendor="any", name="any", arch="any", device_type=DEVICE.type)
+STORED = ("index_bf16", "index_fp8")
+Arguments = list[Tensor]
+
+
+def bound(primitive: Primitive, kv: str | None = "index_bf16") -> Any:
+    return getattr(bind_indexer, f"bind_{primitive}")(Request(primitive, FACTS, kv_layout=kv))
 
 
 def int32(values: object) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def problem(heads: int, size: int, queries: list[int], lengths: list[int], tail: int = 0) -> list[Tensor]:
+def pages_of(kv: str, keys: Tensor) -> Tensor:
+    """keys [blocks, block_size, 128] as a paged cache."""
+    layout, (blocks, size, _) = LAYOUTS[kv], keys.shape
+    rows = layout.pack(keys.flatten(0, 1), keys.flatten(0, 1)[:, :0]).view(blocks, size, -1)
+    pages = torch.empty(blocks, size, layout.row_width, dtype=layout.dtype)
+    parts = layout.parts(pages)
+    for part, values in zip(parts, rows.split([part.shape[2] for part in parts], dim=2), strict=True):
+        part.copy_(values)
+    return pages
+
+
+def problem(heads: int, size: int, queries: list[int], lengths: list[int], tail: int = 0, kv: str = "index_bf16") -> Arguments:
     """Arguments with every block in use, in a shuffled order."""
     g = torch.Generator().manual_seed(heads + size)
     columns = max(1, -(-max([*lengths, 1]) // size))
-    tokens = sum(queries) + tail
+    tokens, blocks = sum(queries) + tail, len(queries) * columns + 1
     return [
-        torch.randn(tokens, heads, 128, generator=g).bfloat16(),
+        torch.randn(tokens, heads, 128, generator=g).to(index_query_dtype(LAYOUTS[kv])),
         torch.randn(tokens, heads, generator=g),
-        torch.randn(len(queries) * columns + 1, size, 128, generator=g).bfloat16(),
+        pages_of(kv, torch.randn(blocks, size, 128, generator=g)),
         torch.tensor([0, *queries]).cumsum(0).to(torch.int32),
         int32(lengths),
-        torch.randperm(len(queries) * columns + 1, generator=g)[1:].view(len(queries), columns).to(torch.int32),
+        torch.randperm(blocks, generator=g)[1:].view(len(queries), columns).to(torch.int32),
     ]
 
 
-def solve(arguments: list[Tensor], width: int) -> tuple[Tensor, Tensor]:
+def solve(arguments: Arguments, width: int, kv: str = "index_bf16") -> tuple[Tensor, Tensor]:
     """What the kernel wrote, and the oracle's answer."""
-    bound = bind_indexer_logits(Request(INDEXER_LOGITS, FACTS))
     out = torch.full((arguments[0].shape[0], width), math.nan, device=DEVICE)
-    assert bound(*(x.to(DEVICE) for x in arguments), out=out) is out
+    assert bound(INDEXER_LOGITS, kv)(*(x.to(DEVICE) for x in arguments), out=out) is out
     return out.cpu().double(), oracle.indexer_logits(*arguments, out=out)
 
 
@@ -52,36 +72,126 @@ def agree(got: Tensor, want: Tensor) -> bool:
     return torch.equal(got == -math.inf, want == -math.inf) and torch.allclose(got, want, rtol=1e-4, atol=1e-3)
 
 
-def test_more_requests_than_a_tile_with_empty_ones_between():
-    lengths = [3 + r % 5 for r in range(REQUEST_TILE + 6)]
-    got, want = solve(problem(2, 16, [r % 2 for r in range(len(lengths))], lengths, tail=1), width=9)
+# a batch of few tokens a request is served token by token, one of many by tiles of keys
+@pytest.mark.parametrize("each", [1, 9], ids=["decode", "prefill"])
+@pytest.mark.parametrize("kv", STORED)
+def test_more_requests_than_a_tile_with_empty_ones_between(kv: str, each: int):
+    queries = [each * (r % 2) for r in range(REQUEST_TILE + 6)]
+    lengths = [each + 2 + r % 5 for r in range(len(queries))]
+    got, want = solve(problem(2, 16, queries, lengths, tail=1, kv=kv), each + 8, kv)
     assert agree(got, want)
 
 
+@pytest.mark.parametrize("each", [1, 4], ids=["decode", "prefill"])
 @pytest.mark.parametrize("starts", [[0, 9, 1, 3], [9, 1, 3, 2], [7, 3, 1, 0]], ids=str)
-def test_starts_that_do_not_ascend_read_nothing_outside(starts: list[int]):
+def test_starts_that_do_not_ascend_read_nothing_outside(starts: list[int], each: int):
     """Positions stay within the table, so a score is that of a block which the table names, or -inf."""
-    arguments = problem(1, 16, [3, 1, 3], [16, 16, 16])
+    arguments = problem(1, 16, [3 * each, each, 3 * each], [16, 16, 16])
     arguments[3] = int32(starts)
     wide = torch.zeros(3, 4, dtype=torch.int32)  # block 0 is in no column of the table, but stands behind it
     wide[:, :1] = arguments[5][:, :1]
-    bound = bind_indexer_logits(Request(INDEXER_LOGITS, FACTS))
-    out = torch.full((7, 40), math.nan, device=DEVICE)
-    bound(*(x.to(DEVICE) for x in arguments[:5]), wide.to(DEVICE)[:, :1], out=out)
+    out = torch.full((7 * each, 40), math.nan, device=DEVICE)
+    here = [x.to(DEVICE) for x in arguments[:5]]
+    bound(INDEXER_LOGITS)(*here, wide.to(DEVICE)[:, :1], out=out)
     assert not out.isnan().any() and (out[:, 16:] == -math.inf).all()
+    chosen = bound(INDEXER_SELECT)(*here, wide.to(DEVICE)[:, :1], topk=40)
+    assert ((chosen >= -1) & (chosen < 16)).all()
 
 
-def test_the_signature_is_the_protocols():
-    bound = bind_indexer_logits(Request(INDEXER_LOGITS, FACTS))
-    expected = list(inspect.signature(IndexerLogits.__call__).parameters.values())[1:]
-    found = list(inspect.signature(bound).parameters.values())
-    assert [(p.name, p.kind) for p in found] == [(p.name, p.kind) for p in expected]
+@pytest.mark.parametrize("kv", STORED)
+@pytest.mark.parametrize("queries", [[1, 2, 0, 1], [13, 9]], ids=["decode", "prefill"])
+def test_a_selection_is_the_topk_of_the_scores_however_many_rows_fit(queries: list[int], kv: str, monkeypatch):
+    lengths = [40 * (r + 1) + query for r, query in enumerate(queries)]
+    arguments = [x.to(DEVICE) for x in problem(3, 16, queries, lengths, tail=2, kv=kv)]
+    arguments[5][0, 1] = -1
+    tokens, width = arguments[0].shape[0], arguments[5].shape[1] * 16
+    logits = torch.empty(tokens, width, device=DEVICE)
+    bound(INDEXER_LOGITS, kv)(*arguments, out=logits)
+    zeros = torch.zeros(tokens, dtype=torch.int32, device=DEVICE)
+    for count in (1, 24, width + 3):
+        want = bound(TOPK_SELECT, None)(logits, zeros, zeros + width, topk=count)
+        assert ((want >= 0).sum(dim=1) == (logits > -math.inf).sum(dim=1).clamp(max=count)).all()
+        for rows in (tokens, 3, 1):
+            monkeypatch.setattr(indexer_select, "SCRATCH_BYTES", (1 << 10) + rows * 4 * (width + 1))
+            assert indexer_select.rows_at_a_time(tokens, width, count) <= rows
+            out = torch.full((tokens, count), 7, dtype=torch.int32, device=DEVICE)
+            assert torch.equal(bound(INDEXER_SELECT, kv)(*arguments, topk=count, out=out), want)
 
 
-def test_variants_name_every_parameter():
-    for variant in kernel.aot_variants():
-        names = set(variant.signature) | set(variant.constexprs)
-        assert names == set(kernel.indexer_logits_kernel.arg_names)
+def test_scratch_is_bounded_at_any_batch_and_context(monkeypatch: pytest.MonkeyPatch):
+    limit = indexer_select.SCRATCH_BYTES
+    assert limit == 64 << 20
+    for tokens in (1, 64, 4096, 70_000):
+        for width in (64, 4096, 4160, 32_768, 163_840, 1 << 20):
+            for count in (1, 2048, 4096):
+                rows = indexer_select.rows_at_a_time(tokens, width, count)
+                assert 1 <= rows <= tokens
+                assert 4 * rows * (width + 1) + topk.scratch_bytes(rows, width, count) <= limit
+                assert rows == tokens or 8 * rows * (width + 1) > limit / 4, "and it is used"
+    # what is counted is what is allocated
+    arguments = [x.to(DEVICE) for x in problem(1, 64, [1, 1, 1], [5000, 70, 5100])]
+    sizes: list[int] = []
+    empty = torch.empty
+
+    def counting(*shape: Any, **options: Any) -> Tensor:
+        made = empty(*shape, **options)
+        sizes.append(made.nbytes)
+        return made
+
+    out = torch.empty(3, 64, dtype=torch.int32, device=DEVICE)
+    monkeypatch.setattr(torch, "empty", counting)
+    bound(INDEXER_SELECT)(*arguments, topk=64, out=out)
+    width = arguments[5].shape[1] * 64
+    assert sum(sizes) == 4 * 3 * (width + 1) + topk.scratch_bytes(3, width, 64)
+
+
+def test_a_key_that_is_nan_is_never_chosen():
+    arguments = problem(2, 16, [1, 2], [20, 33], kv="index_fp8")
+    codes, _ = LAYOUTS["index_fp8"].parts(arguments[2])
+    codes[arguments[5][0, 0].long(), 3, 100] = 0x7F
+    for chosen in (
+        bound(INDEXER_SELECT, "index_fp8")(*(x.to(DEVICE) for x in arguments), topk=40).cpu(),
+        INDEXER_SELECT.reference(*arguments, topk=40),
+    ):
+        assert chosen[0, :20].tolist() == [0, 1, 2, *range(4, 20), -1] and (chosen[0, 20:] == -1).all()
+        assert chosen[1, :33].tolist() == [*range(32), -1] and chosen[2, :33].tolist() == [*range(33)]
+
+
+NAMES = ("indexer_cache_write", "indexer_logits", "indexer_logits_ragged", "topk_select", "indexer_select")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_signatures_are_the_protocols(name: str):
+    protocol = getattr(primitives, "".join(word.capitalize() for word in name.split("_")))
+    expected = list(inspect.signature(protocol.__call__).parameters.values())[1:]
+    found = list(inspect.signature(bound(Primitive.named(name))).parameters.values())
+    assert [(p.name, p.kind, p.default) for p in found] == [(p.name, p.kind, p.default) for p in expected]
+
+
+@pytest.mark.parametrize("module", [indexer_cache_write, indexer_logits, indexer_logits_ragged, topk], ids=lambda m: m.__name__)
+def test_variants_name_every_parameter(module: Any):
+    for variant in module.aot_variants():
+        assert set(variant.signature) | set(variant.constexprs) == set(variant.kernel.arg_names)
+
+
+@pytest.mark.parametrize(
+    ("arch", "converts", "form"),
+    [
+        ("sm80", False, index_keys.FP8_DECODED),
+        ("sm89", True, index_keys.FP8),
+        ("sm90", True, index_keys.FP8),
+        ("sm120", True, index_keys.FP8),
+        ("sm90", False, index_keys.FP8_DECODED),
+        ("gfx942", False, index_keys.FP8_DECODED),
+        ("gfx950", True, index_keys.FP8_DECODED),
+        ("ivcore11", False, index_keys.FP8_DECODED),
+    ],
+)
+def test_e4m3_bytes_are_multiplied_where_matrix_units_take_them(arch: str, converts: bool, form: int, monkeypatch):
+    monkeypatch.setattr(bind_indexer, "interpreter_is_on", lambda: False)
+    facts = DeviceFacts(vendor="any", name="any", arch=arch, has_fp8_conversion=converts)
+    for kv, expected in (("index_fp8", form), ("index_bf16", index_keys.BF16)):
+        assert bind_indexer._numbers(Request(INDEXER_LOGITS, facts, kv_layout=kv)).form == expected
 
 
 def test_a_cache_past_two_to_the_31_elements():
@@ -92,8 +202,7 @@ def test_a_cache_past_two_to_the_31_elements():
     cache[-1] = far.to(DEVICE)
     arguments = problem(2, 16, [2], [16])
     small = [*arguments[:2], far[None], *arguments[3:5], int32([[0]])]
-    bound = bind_indexer_logits(Request(INDEXER_LOGITS, FACTS))
     here = [x.to(DEVICE) for x in (*arguments[:2], *arguments[3:5], int32([[blocks - 1]]))]
     out = torch.full((2, 16), math.nan, device=DEVICE)
-    bound(*here[:2], cache, *here[2:], out=out)
+    bound(INDEXER_LOGITS)(*here[:2], cache, *here[2:], out=out)
     assert agree(out.cpu().double(), oracle.indexer_logits(*small, out=out))
