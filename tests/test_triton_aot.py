@@ -64,11 +64,22 @@ def test_every_kernel_compiles_and_fits(arch: str, records: list[dict[str, Any]]
 
 @pytest.mark.parametrize("arch", MACHINE_CODE)
 def test_what_is_not_attention_spills_no_registers(arch: str, records: list[dict[str, Any]]) -> None:
-    words = ("cache_write", "convert_indices", "gather_upconvert", "quantize_per_tensor", "indexer_logits")
+    words = ("cache_write", "convert_indices", "gather_upconvert", "quantize_per_tensor", "indexer_cache_write")
     spilled = {record["label"]: record["spilled"] for record in records if record["arch"] == arch}
     spilled = {label: count for label, count in spilled.items() if label.startswith(words)}
     assert len(spilled) >= len(words)
     assert set(spilled.values()) == {0}, spilled
+
+
+MOST_SPILLED = {"sm80": 384, "sm90": 2304, "gfx942": 0}
+"""Bytes of a thread of the indexer's scores, whose tiles were chosen by time. Triton 3.7: 336 (sm80) and 2080 (sm90)."""
+
+
+@pytest.mark.parametrize("arch", MACHINE_CODE)
+def test_scores_of_the_indexer_spill_no_more_than_is_known(arch: str, records: list[dict[str, Any]]) -> None:
+    spilled = {r["label"]: r["spilled"] for r in records if r["arch"] == arch and r["label"].startswith("indexer_logits")}
+    assert len(spilled) >= 6
+    assert max(spilled.values()) <= MOST_SPILLED[arch], spilled
 
 
 def test_a_kernel_that_does_not_fit_is_reported(tmp_path: Path) -> None:
