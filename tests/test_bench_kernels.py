@@ -20,7 +20,7 @@ import torch
 import torch_reference as reference
 from fake_plugins import implementation, make_plugin
 from machines import H200
-from spoiled import NAME, WRONG, Spoiled, registry_with
+from spoiled import NAME, WRONG, WRONG_TIMED, Spoiled, registry_with
 from typer.testing import CliRunner
 
 from mla_portable.accelerator import Accelerator
@@ -172,7 +172,7 @@ def test_the_reference_passes_and_what_is_spoiled_does_not(primitive, layout):
     problem = workshop().make(case)
     problem.poison()
     assert not any(finding.message for finding in problem.check(problem.call(getattr(reference, str(primitive)))))
-    assert any(finding.message for finding in problem.check(problem.call(WRONG[str(primitive)])))
+    assert any(finding.message for finding in problem.check(problem.call(WRONG_TIMED[str(primitive)])))
 
 
 @pytest.mark.parametrize("primitive", [each for each in TIMED if each is not CONVERT_INDICES])
