@@ -177,17 +177,17 @@ def test_variants_name_every_parameter(module: Any):
 @pytest.mark.parametrize(
     ("arch", "converts", "form"),
     [
-        ("sm80", False, index_keys.FP8_DECODED),
+        ("sm80", False, index_keys.FP8_HALF),
         ("sm89", True, index_keys.FP8),
         ("sm90", True, index_keys.FP8),
         ("sm120", True, index_keys.FP8),
-        ("sm90", False, index_keys.FP8_DECODED),
+        ("sm90", False, index_keys.FP8_HALF),
         ("gfx942", False, index_keys.FP8_DECODED),
         ("gfx950", True, index_keys.FP8_DECODED),
         ("ivcore11", False, index_keys.FP8_DECODED),
     ],
 )
-def test_e4m3_bytes_are_multiplied_where_matrix_units_take_them(arch: str, converts: bool, form: int, monkeypatch):
+def test_e4m3_bytes_are_multiplied_as_they_are_where_matrix_units_take_them(arch: str, converts: bool, form: int, monkeypatch):
     monkeypatch.setattr(bind_indexer, "interpreter_is_on", lambda: False)
     facts = DeviceFacts(vendor="any", name="any", arch=arch, has_fp8_conversion=converts)
     for kv, expected in (("index_fp8", form), ("index_bf16", index_keys.BF16)):
