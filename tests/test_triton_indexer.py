@@ -112,7 +112,7 @@ def test_a_selection_is_the_topk_of_the_scores_however_many_rows_fit(queries: li
         want = bound(TOPK_SELECT, None)(logits, zeros, zeros + width, topk=count)
         assert ((want >= 0).sum(dim=1) == (logits > -math.inf).sum(dim=1).clamp(max=count)).all()
         for rows in (tokens, 3, 1):
-            monkeypatch.setattr(indexer_select, "SCRATCH_BYTES", (1 << 10) + rows * 4 * (width + 1))
+            monkeypatch.setattr(indexer_select, "SCRATCH_BYTES", (1 << 10) + rows * 4 * (width + 2))
             assert indexer_select.rows_at_a_time(tokens, width, count) <= rows
             out = torch.full((tokens, count), 7, dtype=torch.int32, device=DEVICE)
             assert torch.equal(bound(INDEXER_SELECT, kv)(*arguments, topk=count, out=out), want)
@@ -126,8 +126,8 @@ def test_scratch_is_bounded_at_any_batch_and_context(monkeypatch: pytest.MonkeyP
             for count in (1, 2048, 4096):
                 rows = indexer_select.rows_at_a_time(tokens, width, count)
                 assert 1 <= rows <= tokens
-                assert 4 * rows * (width + 1) + topk.scratch_bytes(rows, width, count) <= limit
-                assert rows == tokens or 8 * rows * (width + 1) > limit / 4, "and it is used"
+                assert 4 * rows * (width + 2) + topk.scratch_bytes(rows, width, count) <= limit
+                assert rows == tokens or 8 * rows * (width + 2) > limit / 4, "and it is used"
     # what is counted is what is allocated
     arguments = [x.to(DEVICE) for x in problem(1, 64, [1, 1, 1], [5000, 70, 5100])]
     sizes: list[int] = []
@@ -142,7 +142,7 @@ def test_scratch_is_bounded_at_any_batch_and_context(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "empty", counting)
     bound(INDEXER_SELECT)(*arguments, topk=64, out=out)
     width = arguments[5].shape[1] * 64
-    assert sum(sizes) == 4 * 3 * (width + 1) + topk.scratch_bytes(3, width, 64)
+    assert sum(sizes) == 4 * 3 * (width + 2) + topk.scratch_bytes(3, width, 64)
 
 
 def test_a_key_that_is_nan_is_never_chosen():

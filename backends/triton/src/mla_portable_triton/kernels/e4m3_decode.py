@@ -31,40 +31,6 @@ def e4m3_decode(byte, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def e4m3_to_half(byte):
-    """float16 tensor of 2**-8 of the values of `byte` (uint8), exactly; NaN codes stay NaN. For NVIDIA's targets.
-
-    The bits are those of `e4m3_decode`, of two codes in each half of a register.
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 code, low, nan;
-        prmt.b32 code, $2, 0, 0x1404;
-        shr.u32 low, code, 1;
-        and.b32 low, low, 0x3F803F80;
-        add.u32 nan, low, 0x00800080;
-        and.b32 nan, nan, 0x40004000;
-        or.b32 low, low, nan;
-        and.b32 code, code, 0x80008000;
-        or.b32 $0, code, low;
-        prmt.b32 code, $2, 0, 0x3424;
-        shr.u32 low, code, 1;
-        and.b32 low, low, 0x3F803F80;
-        add.u32 nan, low, 0x00800080;
-        and.b32 nan, nan, 0x40004000;
-        or.b32 low, low, nan;
-        and.b32 code, code, 0x80008000;
-        or.b32 $1, code, low;
-        }""",
-        "=r,=r,r",
-        [byte],
-        dtype=tl.float16,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
 def e4m3_to_float32(byte, NATIVE: tl.constexpr, BF16_NATIVE: tl.constexpr):
     """The same values as float32, without a detour over bfloat16 where the target converts by itself."""
     if NATIVE:

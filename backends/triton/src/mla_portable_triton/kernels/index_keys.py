@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mla_portable.layouts import INDEX_HEAD_SIZE
 from mla_portable_triton.kernels.bfloat16 import dot_operand
-from mla_portable_triton.kernels.e4m3_decode import e4m3_decode, e4m3_to_half
+from mla_portable_triton.kernels.e4m3_decode import e4m3_decode
 
 __all__ = [
     "BF16",
@@ -100,6 +100,40 @@ def head_block(num_heads: int) -> int:
 def visible_bytes(tensor: Tensor) -> Tensor:
     """e4m3 numbers as uint8, of which every target can load; all else as it is."""
     return tensor.view(_UINT8) if tensor.dtype == _E4M3 else tensor
+
+
+@triton.jit
+def e4m3_to_half(byte):
+    """float16 tensor of 2**-8 of the values of `byte` (uint8), exactly; NaN codes stay NaN. For NVIDIA's targets.
+
+    The bits are those of `e4m3_decode`, of two codes in each half of a register.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 code, low, nan;
+        prmt.b32 code, $2, 0, 0x1404;
+        shr.u32 low, code, 1;
+        and.b32 low, low, 0x3F803F80;
+        add.u32 nan, low, 0x00800080;
+        and.b32 nan, nan, 0x40004000;
+        or.b32 low, low, nan;
+        and.b32 code, code, 0x80008000;
+        or.b32 $0, code, low;
+        prmt.b32 code, $2, 0, 0x3424;
+        shr.u32 low, code, 1;
+        and.b32 low, low, 0x3F803F80;
+        add.u32 nan, low, 0x00800080;
+        and.b32 nan, nan, 0x40004000;
+        or.b32 low, low, nan;
+        and.b32 code, code, 0x80008000;
+        or.b32 $1, code, low;
+        }""",
+        "=r,=r,r",
+        [byte],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit
