@@ -60,6 +60,10 @@ def inexact_merge_states(outs, lses):
     return out, lse * (1 + 2e-5)
 
 
+def wrong_topk_select(*args, **options):
+    return reference.topk_select(*args, **options).flip(1)
+
+
 def wrong_quantize_per_tensor(*args, **options):
     x_q, scale = reference.quantize_per_tensor(*args, **options)
     return x_q, 1 / scale
@@ -73,6 +77,7 @@ def wrong_indexer_select(*args, **options):
 WRONG: dict[str, Callable[..., Any]] = {
     "cache_write": wrong_cache_write,
     "convert_indices": wrong_convert_indices,
+    "topk_select": wrong_topk_select,
     "gather_upconvert": wrong_gather_upconvert,
     "sparse_decode": wrong_attention(reference.sparse_decode),
     "sparse_prefill": wrong_attention(reference.sparse_prefill),

@@ -50,6 +50,7 @@ from mla_portable.primitives import (
     MERGE_STATES,
     SPARSE_DECODE,
     SPARSE_PREFILL,
+    TOPK_SELECT,
 )
 from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop, kernel_cases, timed_primitives
 from mla_portable.registry import Registry
@@ -69,6 +70,7 @@ TIMED = timed_primitives()
 SMALL: dict[Primitive, KernelCase] = {
     SPARSE_DECODE: KernelCase(SPARSE_DECODE, 3, "fp8_ds_mla", 2, 16, 64),
     SPARSE_PREFILL: KernelCase(SPARSE_PREFILL, 5, "bf16", 2, 16, 64, 50),
+    TOPK_SELECT: KernelCase(TOPK_SELECT, 5, topk=16, width=64),
     CONVERT_INDICES: KernelCase(CONVERT_INDICES, 5, topk=16),
     GATHER_UPCONVERT: KernelCase(GATHER_UPCONVERT, 130, "fp8_ds_mla"),
     CACHE_WRITE: KernelCase(CACHE_WRITE, 5, "fp8_ds_mla"),
@@ -98,12 +100,18 @@ def test_the_default_sweep_has_the_sizes_of_a_serving_rank():
     assert {case.primitive for case in kernel_cases()} == set(TIMED)
 
 
+def test_a_selection_alone_has_neither_layout_nor_heads_and_every_width():
+    cases = kernel_cases([TOPK_SELECT], heads=(64,), rows=(1, 16), widths=(4096, 32768))
+    assert [(case.rows, case.width) for case in cases] == [(1, 4096), (16, 4096), (1, 32768), (16, 32768)]
+    assert {(case.kv_layout, case.num_heads, case.topk) for case in cases} == {(None, None, 2048)}
+
+
 @pytest.mark.parametrize(
     ("sizes", "word"),
     [
         ({"rows": (0,)}, "rows"),
         ({"heads": (0,)}, "num_heads"),
-        ({"topk": 64, "width": 63}, "width"),
+        ({"topk": 64, "widths": (63,)}, "width"),
         ({"overlaps": (101,)}, "overlap"),
         ({"layouts": ("fp4",)}, "kv_layout"),
         ({"scale_format": "ue8m0"}, "scale_format"),
@@ -175,7 +183,7 @@ def test_the_reference_passes_and_what_is_spoiled_does_not(primitive, layout):
     assert any(finding.message for finding in problem.check(problem.call(WRONG_TIMED[str(primitive)])))
 
 
-@pytest.mark.parametrize("primitive", [each for each in TIMED if each is not CONVERT_INDICES])
+@pytest.mark.parametrize("primitive", [each for each in TIMED if each not in (CONVERT_INDICES, TOPK_SELECT)])
 def test_fp8_rows_have_the_scales_that_the_case_says(primitive):
     layout, plain = (next(n for n in map(LAYOUTS.get, primitive.layouts) if n.is_quantized == is_so) for is_so in (True, False))
     one, other = (
@@ -205,6 +213,7 @@ def test_what_was_not_written_is_not_right(primitive):
     left = {
         CACHE_WRITE: lambda: arguments["kv_cache"],
         GATHER_UPCONVERT: lambda: arguments["out"],
+        TOPK_SELECT: lambda: arguments["out"],
         CONVERT_INDICES: lambda: arguments["out"],
         INDEXER_SELECT: lambda: arguments["out"],
     }.get(primitive, lambda: (arguments["out"], arguments["lse_out"]))

@@ -37,8 +37,9 @@ class Bench:
     """What is timed of a primitive.
 
     Attributes:
-        rows, layouts, heads: by default. make: builds a case's problem. shape: its sizes in words.
-        width: (rows, topk) -> tokens that attention chooses from by default; None where nothing is chosen.
+        rows, layouts, heads: by default; () for layouts and heads that a primitive does not have.
+        make: builds a case's problem. shape: its sizes in words.
+        width: (rows, topk) -> tokens or scores that are chosen from by default; None where nothing is chosen.
         overlaps: rows may share indices.
     """
 
@@ -68,10 +69,10 @@ class KernelCase:
     """One problem size.
 
     Attributes:
-        rows: batch rows of one query token (sparse_decode), tokens (sparse_prefill, convert_indices, cache_write) or
-            workspace rows (gather_upconvert).
+        rows: batch rows of one query token (sparse_decode), tokens (sparse_prefill, convert_indices, cache_write), workspace
+            rows (gather_upconvert) or rows of scores (topk_select).
         kv_layout, num_heads, topk: None where the primitive has none.
-        width: tokens of the cache or rows of the workspace that attention chooses from; 0 where nothing is chosen.
+        width: tokens of the cache, rows of the workspace or scores of a row that are chosen from; 0 where nothing is chosen.
         overlap: percent of a token's indices that the token before it has too; where `Bench.overlaps`.
         scale_format: of FP8 rows, read or written.
     Raises: InvalidArgument for a size that cannot be made.
@@ -125,15 +126,15 @@ def kernel_cases(
     rows: Sequence[int] | None = None,
     layouts: Sequence[str] | None = None,
     topk: int = _TOPK,
-    width: int | None = None,
+    widths: Sequence[int] | None = None,
     overlaps: Sequence[int] = (0,),
     scale_format: str = "pow2",
 ) -> tuple[KernelCase, ...]:
-    """Every combination, by primitive (all that are timed where none is named), layout, head count and rows; None takes what
-    the primitive has by default.
+    """Every combination, by primitive (all that are timed where none is named), layout, head count, width and rows; None takes
+    what the primitive has by default.
 
     A layout that a primitive does not have by default is added where it is asked for. Layouts of another cache
-    are passed over, unless that leaves a named primitive without one. Head counts, `topk`, `width`,
+    are passed over, unless that leaves a named primitive without one. Head counts, `topk`, `widths`,
     `overlaps` and `scale_format` go to the primitives that know them.
     Raises: InvalidArgument, as KernelCase.
     """
@@ -145,8 +146,14 @@ def kernel_cases(
         if primitives and layouts and not asked:
             asked = layouts  # refused, with the layouts that there are
         if bench.width is not None:
-            grid = product(asked, heads or bench.heads, sizes, overlaps if bench.overlaps else (0,))
-            for layout, count, size, overlap in grid:
+            grid = product(
+                asked if bench.layouts else (None,),
+                (heads or bench.heads) if bench.heads else (None,),
+                widths or (None,),
+                sizes,
+                overlaps if bench.overlaps else (0,),
+            )
+            for layout, count, width, size, overlap in grid:
                 chosen_from = width or bench.width(size, topk)
                 found.append(KernelCase(primitive, size, layout, count, topk, chosen_from, overlap, scale_format))
         elif not bench.layouts:

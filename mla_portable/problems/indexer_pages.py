@@ -14,7 +14,7 @@ from mla_portable.contracts import DeviceFacts, Implementation
 from mla_portable.layouts import INDEX_HEAD_SIZE, LAYOUTS, index_query_dtype
 from mla_portable.problems.base import Params
 from mla_portable.problems.compare import Tolerance
-from mla_portable.problems.draw import generator, paged_cache, shuffled, vast
+from mla_portable.problems.draw import generator, paged, shuffled, vast
 from mla_portable.problems.exact import INT32_MIN, e4m3_values
 from mla_portable.problems.shapes import block_sizes, heads, storages
 from mla_portable.problems.stage import Stage
@@ -145,7 +145,9 @@ class PageParams(Params):
         else:
             num_blocks = owned + (0 if self.blocks == "pair" else 2)
             table = shuffled(num_blocks, g)[:owned].view(len(batch), columns).to(torch.int32)
-            cache = paged_cache(layout, num_blocks, block_size, strided=self.blocks != "packed").view  # NaN
+            # four rows: a multiple of 16 bytes where a block is one, as kernels demand that copy blocks by descriptors
+            gap = 0 if self.blocks == "packed" else 4 * layout.row_bytes
+            cache = paged(layout.dtype, layout.row_width, num_blocks, block_size, gap_bytes=gap).view  # NaN
         parts = layout.parts(cache)
         for request, length in enumerate(lengths):
             position = torch.arange(min(max(length, 0), columns * block_size))

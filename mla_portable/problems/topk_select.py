@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from mla_portable.contracts import DeviceFacts, Implementation, Request
 from mla_portable.primitives import TOPK_SELECT
 from mla_portable.problems.base import Params, Problems, one_variant
+from mla_portable.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.problems.compare import BITS, Finding, same_bits
 from mla_portable.problems.cover import covering
 from mla_portable.problems.draw import generator
@@ -133,6 +135,26 @@ def _of_request(request: Request, name: str) -> TopkSelectParams:
     return TopkSelectParams(topk=request.topk or 64, length=300, scores="holes", ranges="mixed", outputs="packed")
 
 
+def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
+    """A case that is timed: rows searched from end to end, of float32 scores of unit variance that are hardly ever equal."""
+    device, topk = workshop.device, case.topk or 1
+    logits = workshop.scores(case.rows, case.width).mul_(2).sub_(1).erfinv_()
+    starts = torch.zeros(case.rows, dtype=torch.int32, device=device)
+    ends = torch.full_like(starts, case.width)
+    out = workshop.empty(case.rows, topk, dtype=torch.int32)
+    arguments = {"logits": logits, "row_starts": starts, "row_ends": ends, "topk": topk, "out": out}
+    judged = spread(case.rows, workshop.check_rows, device)
+
+    @cache
+    def wanted() -> Tensor:
+        return topk_select(logits[judged].cpu(), starts[judged], ends[judged], topk=topk)
+
+    def judge(results: Results) -> Iterator[Finding]:
+        yield from findings("any", {"out": results["out"][judged].cpu()}, {"out": wanted()})
+
+    return BenchProblem(case, workshop.request(case), arguments, 3, {"out": out}, logits.nbytes + out.nbytes, 0, judge)
+
+
 PROBLEMS: Final = Problems(
     primitive=TOPK_SELECT,
     oracle=topk_select,
@@ -143,4 +165,11 @@ PROBLEMS: Final = Problems(
     sizes=("topk",),
     variants=one_variant("holes"),
     rows=ROWS,
+    bench=Bench(
+        rows=(1, 16, 64),
+        heads=(),
+        make=_make,
+        shape=lambda case: f"T {case.rows}, N {case.width}, K {case.topk}",
+        width=lambda rows, topk: 32_768,
+    ),
 )

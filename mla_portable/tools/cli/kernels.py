@@ -65,9 +65,12 @@ def kernels(
     check_rows: CheckRowsOption = 4,
     as_json: JsonOption = False,
     width: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            "--width", min=1, help="Tokens of the cache, rows of the workspace. Default: a decode row shares none with another."
+            "--width",
+            metavar="N,N",
+            help="Tokens of the cache or of a context, rows of the workspace, scores of a row. Default: a decode row of "
+            "attention shares no token with another.",
         ),
     ] = None,
     overlap: Annotated[
@@ -99,7 +102,7 @@ def kernels(
         cases = kernel_cases(
             _primitives(options),
             rows=numbers(options.get("rows", "1,16" if cpu else None), "--rows"),
-            width=width or (1024 if cpu else None),
+            widths=numbers(width, "--width") or ((1024,) if cpu else None),
             overlaps=numbers(overlap, "--overlap") or (0,),
             scale_format=scale_format,
             **_sizes(options, where),
@@ -176,7 +179,7 @@ def tune(
             for case in kernel_cases(
                 [each],
                 rows=rows or ((4,) if cpu else _DECODE_ROWS if each is SPARSE_DECODE else _PREFILL_ROWS),
-                width=256 if cpu else None,
+                widths=(256,) if cpu else None,
                 **_sizes(options, where),
             )
         ]
