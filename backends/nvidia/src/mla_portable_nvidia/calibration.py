@@ -20,7 +20,7 @@ from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HE
 from mla_portable_nvidia.conventions import DecodeKernel, NotThisConvention, PrefillKernel
 from mla_portable_nvidia.head_padding import KERNEL_HEADS
 
-__all__ = ["Traits", "calibrate_decode", "calibrate_prefill"]
+__all__ = ["Traits", "calibrate_decode", "calibrate_prefill", "refused"]
 
 _PAGE: Final = 64
 _DECODE_KEYS: Final = 512
@@ -72,7 +72,7 @@ def calibrate_decode(kernel: DecodeKernel, device: torch.device) -> Traits:
             words = [part[:7] for part in metadata[:8].tolist()]
             takes_plan = words == [part[:7] for part in _EIGHT_BLOCKS] and num_splits.tolist() == [0, 8]
     except _REFUSING as error:
-        raise _refused("sparse decode", error) from error
+        raise refused("sparse decode", error) from error
     # of ones: a mean over keys that do not count would show
     row = FP8_DS_MLA.pack(torch.ones(1, KV_LORA_RANK), torch.ones(1, QK_ROPE_HEAD_DIM))
     kv = row.expand(_DECODE_KEYS, -1).contiguous().to(device).view_as(kv)
@@ -111,7 +111,7 @@ def _zeroes_empty(
                 if not bool((out == 0).all()):
                     return False
             except _REFUSING as error:
-                _refused(f"{what} with {count} heads", error)  # raises what leaves the device unusable
+                refused(f"{what} with {count} heads", error)  # raises what leaves the device unusable
                 return False
         return True
 
@@ -135,7 +135,7 @@ def calibrate_prefill(kernel: PrefillKernel, device: torch.device, heads: tuple[
             out, lse = kernel(q, kv, indices, 1.0)
             base_2 = _base_2("sparse prefill", q, out, lse, (1, count), _PREFILL_KEYS)
         except _REFUSING as error:
-            refusal = _refused(f"sparse prefill with {count} heads", error)
+            refusal = refused(f"sparse prefill with {count} heads", error)
             continue
         accepted.append(count)
     if not accepted:
@@ -159,7 +159,7 @@ def _base_2(what: str, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, ls
     raise ValueError(f"{what} of zeros over {keys} keys: lse {least:g} to {greatest:g}, expected ln {keys} or log2 {keys}")
 
 
-def _refused(what: str, error: Exception) -> NotThisConvention:
+def refused(what: str, error: Exception) -> NotThisConvention:
     """The refusal as a reason; what says nothing about the provider, or leaves the device unusable, is raised again."""
     message = " ".join(str(error).split())
     fault = isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in message

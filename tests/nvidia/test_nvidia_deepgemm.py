@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepGEMM's scores against strict stand-ins of its builds: found, tried, closed around what they leave open, judged."""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+
+import pytest
+import torch
+from deepgemm_standins import BUILDS, Build, installed, score
+from flashmla_standins import modules
+from simulated_gpu import FACTS
+
+from mla_portable.contracts import MLAPortableError, Registrar, hookimpl
+from mla_portable.dispatch import serving
+from mla_portable.layouts import INDEX_FP8
+from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT
+from mla_portable.primitives.topk_select import reference as topk_select
+from mla_portable.registry import Registry
+from mla_portable.tools.conformance import run_suite
+from mla_portable_nvidia.deepgemm import PagedLogits, RaggedLogits, deepgemm_implementations
+from mla_portable_nvidia.deepgemm_conventions import DeepGemm, deepgemm_reasons, find_deepgemm, forget_deepgemm
+from mla_portable_nvidia.deepgemm_select import DeepGemmSelect, select_implementations
+from mla_portable_nvidia.index_passes import TorchIndexPasses
+
+PRIMITIVES = (INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT)
+E4M3 = torch.float8_e4m3fn
+
+
+class Plugin:
+    def __init__(self, arch: str) -> None:
+        self.arch = arch
+
+    @hookimpl
+    def mla_portable_register(self, registrar: Registrar) -> None:
+        registrar.add_detector(lambda device: FACTS[self.arch])
+        on_cpu = {"device_types": ("cpu",)}
+        for implementation in (*deepgemm_implementations(**on_cpu), *select_implementations(**on_cpu)):
+            registrar.add(implementation)
+
+
+def suite(arch: str, level: str):
+    registry = Registry(plugins=[("reference", "mla_portable.reference"), ("nvidia", Plugin(arch))], environ={})
+    with serving(registry):  # the top-k of a selection is chosen there
+        report = run_suite(registry, "nvidia.deepgemm", device="cpu", level=level)
+    wrong = [f"{r.case.id}: {r.status}: {r.message}" for r in report.results if r.status != "passed"]
+    assert report.ok and not wrong, "\n".join(wrong[:5])
+    assert not report.unavailable
+    assert {r.case.primitive for r in report.results} == set(PRIMITIVES)
+    return report
+
+
+@pytest.mark.parametrize("arch", FACTS)
+@pytest.mark.parametrize("name", BUILDS)
+def test_every_build_conforms(name, arch):
+    with installed(name, arch=arch, num_sms=FACTS[arch].num_sms) as build:
+        suite(arch, "smoke")
+        assert build.paged_rows and build.ragged_rows
+
+
+@pytest.mark.parametrize("name", ["vllm 0.26", "vllm 0.33"])
+def test_the_quick_level_passes(name):
+    with installed(name) as build:
+        report = suite("sm90", "quick")
+        assert {next_n for _, next_n in build.paged_rows} == {1, 2}
+    words = {word for r in report.results for word in r.case.params.words()}
+    assert {"table_holes", "starts_outside", "overlong", "h32", "h64", "mixed", "amax", "narrow", "wide"} <= words
+
+
+def batch(build: Build, tokens: int, lengths: list[int], heads: int = 32, columns: int = 3):
+    """(arguments of indexer_logits by position, its scores where nothing is absent)."""
+    g = torch.Generator().manual_seed(tokens)
+    q = torch.randn(tokens, heads, 128, generator=g).to(E4M3)
+    weights = torch.randn(tokens, heads, generator=g)
+    blocks = len(lengths) * columns
+    keys = torch.randn(blocks, 64, 128, generator=g).to(E4M3)
+    scales = torch.rand(blocks, 64, generator=g) + 0.5
+    pages = torch.cat([keys.flatten(1).view(torch.uint8), scales.view(torch.uint8)], dim=1).view(
+        blocks, 64, INDEX_FP8.row_width
+    )
+    table = torch.randperm(blocks, generator=g).int().view(len(lengths), columns)
+    each = tokens // len(lengths)
+    starts = torch.arange(len(lengths) + 1, dtype=torch.int32) * each
+    lens = torch.tensor(lengths, dtype=torch.int32)
+    want = torch.full((tokens, columns * 64), -math.inf)
+    for t in range(tokens):
+        r = t // each
+        seen = lengths[r] - (each - 1 - t % each)
+        chosen = table[r].long()
+        want[t, :seen] = score(q[t], weights[t], keys[chosen].float().view(-1, 128), scales[chosen].flatten())[:seen]
+    return (q, weights, pages, starts, lens, table), want
+
+
+@pytest.mark.parametrize(("tokens", "lengths"), [(40, [170]), (41, [192]), (12, [100, 150, 64])])
+def test_few_tokens_at_a_time_give_the_same_bits_in_bounded_scratch(tokens, lengths):
+    with installed("deep_gemm 2026") as build:
+        kernel = find_deepgemm(INDEXER_LOGITS, FACTS["sm90"])
+        arguments, want = batch(build, tokens, lengths)
+        build.logits = 0
+        whole, parts = (torch.full_like(want, math.nan) for _ in range(2))
+        PagedLogits(kernel, TorchIndexPasses())(*arguments, out=whole)
+        torch.testing.assert_close(whole, want)
+        build.paged_rows.clear()
+        build.logits, limit = 0, 8 << 10
+        PagedLogits(kernel, TorchIndexPasses(), scratch_bytes=limit)(*arguments, out=parts)
+        assert torch.equal(parts, whole)
+        assert len(build.paged_rows) > 1 and build.logits <= limit
+        assert sum(rows * next_n for rows, next_n in build.paged_rows) == tokens
+
+
+@pytest.mark.parametrize(("tokens", "lengths"), [(41, [192]), (12, [100, 150, 64])])
+def test_selection_holds_few_scores_at_a_time_and_leaves_absent_blocks_out(tokens, lengths):
+    with installed("deep_gemm 2026") as build:
+        kernel = find_deepgemm(INDEXER_LOGITS, FACTS["sm90"])
+        arguments, want = batch(build, tokens, lengths)
+        table = arguments[-1]
+        table[0, 0], table[-1, 1] = -1, 1000
+        each = tokens // len(lengths)
+        want[:each, :64], want[-each:, 64:128] = -math.inf, -math.inf
+        starts, ends = torch.zeros(tokens, dtype=torch.int32), torch.full((tokens,), want.shape[1], dtype=torch.int32)
+        expected = topk_select(want, starts, ends, topk=20)
+        build.paged_rows.clear()
+        build.logits, limit = 0, 100 << 10
+        select = DeepGemmSelect(kernel, TorchIndexPasses(), topk_select, scratch_bytes=limit)
+        assert torch.equal(select(*arguments, topk=20), expected)
+        assert max(rows for rows, _ in build.paged_rows) == 1, "64 KiB a token are the top-k's"
+
+
+def test_tokens_of_one_request_go_two_a_row():
+    with installed("deep_gemm 2026") as build:
+        kernel = find_deepgemm(INDEXER_LOGITS, FACTS["sm90"])
+        for tokens, lengths, expected in ((9, [150], [(4, 2), (1, 1)]), (1, [150], [(1, 1)]), (4, [150, 90], [(4, 1)])):
+            arguments, want = batch(build, tokens, lengths)
+            build.paged_rows.clear()
+            PagedLogits(kernel, TorchIndexPasses())(*arguments, out=torch.empty_like(want))
+            assert build.paged_rows == expected
+
+
+def test_the_stride_of_a_single_block_means_nothing():
+    with installed("deep_gemm 2026") as build:
+        kernel = find_deepgemm(INDEXER_LOGITS, FACTS["sm90"])
+        (q, weights, cache, *others), want = batch(build, 2, [40], columns=1)
+        cache = cache.as_strided(cache.shape, (7, INDEX_FP8.row_width, 1))
+        out = PagedLogits(kernel, TorchIndexPasses())(q, weights, cache, *others, out=torch.empty_like(want))
+        torch.testing.assert_close(out, want)
+
+
+def test_a_call_of_gathered_keys_has_work_for_every_multiprocessor():
+    with installed("deep_gemm 2026", num_sms=2) as build:
+        kernel = find_deepgemm(INDEXER_LOGITS_RAGGED, FACTS["sm90"])
+        g = torch.Generator().manual_seed(0)
+        q, weights = torch.randn(37, 64, 128, generator=g).to(E4M3), torch.randn(37, 64, generator=g)
+        keys, scales = torch.randn(50, 128, generator=g).to(E4M3), torch.rand(50, generator=g)
+        ranges = torch.zeros(37, dtype=torch.int32), torch.full((37,), 50, dtype=torch.int32)
+        out, found = torch.empty(37, 50), []
+        for scratch in (1, 5 * 4 * 562, 64 << 20):
+            build.ragged_rows.clear()
+            RaggedLogits(kernel, TorchIndexPasses(), 2, scratch_bytes=scratch)(q, weights, keys, scales, *ranges, out=out)
+            found.append((max(build.ragged_rows), sum(build.ragged_rows)))
+        assert found == [(4, 37), (4, 37), (37, 37)]
+
+
+def test_what_is_not_here_is_a_reason():
+    forget_deepgemm()
+    (reason,) = deepgemm_reasons(INDEXER_LOGITS, FACTS["sm90"])
+    assert "import deep_gemm" in str(reason) and "vllm.third_party.deep_gemm" in str(reason) and "nvcc" in reason.remedy
+    with pytest.raises(MLAPortableError, match="DeepGEMM cannot serve here"):
+        find_deepgemm(INDEXER_LOGITS, FACTS["sm90"])
+    forget_deepgemm()
+
+
+def test_this_projects_own_functions_are_not_deepgemm():
+    def fp8_fp4_mqa_logits() -> None: ...
+
+    fp8_fp4_mqa_logits.__module__ = "mla_portable.deep_gemm"
+    module = types.ModuleType("deep_gemm")
+    module.fp8_fp4_mqa_logits = fp8_fp4_mqa_logits
+    with modules(deep_gemm=module):
+        forget_deepgemm()
+        (reason,) = deepgemm_reasons(INDEXER_LOGITS, FACTS["sm90"])
+        assert "own stand-in" in str(reason)
+    forget_deepgemm()
+
+
+@pytest.mark.parametrize("primitive", PRIMITIVES[:2])
+def test_a_build_that_scores_something_else_is_left_out(primitive, monkeypatch):
+    monkeypatch.setattr("deepgemm_standins.score", lambda *arguments: score(*arguments) * 2)
+    with installed("deep_gemm 2026"):
+        (reason,) = deepgemm_reasons(primitive, FACTS["sm90"])
+        assert "was refused: ValueError: scores" in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [("q: torch.Tensor, kv: torch.Tensor", "known is"), ("", "known is"), (None, "neither clean_logits nor max_seqlen_k")],
+)
+def test_a_signature_that_is_not_known_is_refused(parameters, message):
+    with installed("deep_gemm 2026"):
+        module = sys.modules["deep_gemm"]
+        function = module.fp8_fp4_mqa_logits
+        if parameters is None:
+            parameters = function.__doc__.partition("(")[2].partition(", clean_logits")[0]
+        function.__doc__ = f"fp8_fp4_mqa_logits({parameters}) -> torch.Tensor"
+        forget_deepgemm()
+        (reason,) = deepgemm_reasons(INDEXER_LOGITS_RAGGED, FACTS["sm90"])
+        assert message in str(reason)
+
+
+def test_the_stand_in_is_strict():
+    """What the adapter must convert is refused by the stand-in, else the suite above would say nothing."""
+    with installed("deep_gemm 2026") as build:
+        kernel = DeepGemm(sys.modules["deep_gemm"])
+        (q, weights, pages, _, _, table), _ = batch(build, 2, [130, 70])
+        pages = pages.unsqueeze(2)
+
+        def call(lens, table=table, pages=pages, q=q):
+            lens = torch.tensor(lens, dtype=torch.int32).view(2, 1)
+            return kernel.paged(q.unsqueeze(1), pages, weights, lens, table, kernel.schedule(lens), 192)
+
+        assert call([130, 70])[1, 70:192].eq(1e30).all(), "tails are not cleaned"
+        with pytest.raises(RuntimeError, match="wild memory"):
+            call([130, 70], table.clone().fill_(-1))
+        for bad in ([0, 70], [193, 1], [-1, 70]):
+            with pytest.raises(RuntimeError, match="no length of a row"):
+                call(bad)
+        with pytest.raises(RuntimeError, match="num_heads 16"):
+            kernel.paged(q[:, None, :16].contiguous(), pages, weights[:, :16].contiguous(), *[torch.ones(2, 1).int()] * 3, 64)
+        starts, ends = torch.tensor([5, 0], dtype=torch.int32), torch.tensor([3, 9], dtype=torch.int32)
+        with pytest.raises(RuntimeError, match="wraps around"):
+            kernel.ragged(q, torch.zeros(9, 128).to(E4M3), torch.ones(9), weights, starts, ends)
