@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashMLA on NVIDIA Hopper and Blackwell for mla_portable: the plugin.
+"""FlashMLA and DeepGEMM on NVIDIA Hopper and Blackwell for mla_portable: the plugin.
 
 Importing it and registering look for no library and touch no device; `check` and `bind` do, when they are called.
 """
@@ -11,8 +11,11 @@ from importlib import resources
 from mla_portable.contracts import Registrar, Variable, hookimpl
 from mla_portable_nvidia.attention import attention_implementations
 from mla_portable_nvidia.baselines import baselines
+from mla_portable_nvidia.deepgemm import deepgemm_implementations
+from mla_portable_nvidia.deepgemm_select import select_implementations
 from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, PROVIDERS
 from mla_portable_nvidia.flat_decode import flat_implementations
+from mla_portable_nvidia.indexer_baselines import indexer_baselines
 from mla_portable_nvidia.native.bind import native_implementations
 from mla_portable_nvidia.native.images import VARIABLE as CACHE_VARIABLE
 from mla_portable_nvidia.native.topk_select import topk_implementations
@@ -24,13 +27,15 @@ __all__ = ["mla_portable_register", "mla_portable_register_baselines"]
 
 @hookimpl
 def mla_portable_register(registrar: Registrar) -> None:
-    """Offer FlashMLA's attention, the native kernels, and vLLM's operators for the data around them."""
+    """Offer FlashMLA's attention, the native kernels, vLLM's operators for the data around them, and DeepGEMM's scores."""
     for implementation in (
         *attention_implementations(),
         *flat_implementations(),
         *native_implementations(),
         *topk_implementations(),
         *data_implementations(),
+        *deepgemm_implementations(),
+        *select_implementations(),
     ):
         registrar.add(implementation)
     registrar.add_costs(resources.files(__name__).joinpath("costs.json").read_text(encoding="utf-8"))
@@ -42,6 +47,6 @@ def mla_portable_register(registrar: Registrar) -> None:
 
 @hookimpl
 def mla_portable_register_baselines(registrar: Registrar) -> None:
-    """Bring FlashMLA and vLLM, called directly, to the benchmark."""
-    for baseline in baselines():
+    """Bring FlashMLA, DeepGEMM and vLLM, called directly, to the benchmark."""
+    for baseline in (*baselines(), *indexer_baselines()):
         registrar.add(baseline)

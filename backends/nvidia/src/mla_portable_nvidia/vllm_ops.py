@@ -22,11 +22,11 @@ from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HE
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, CacheWrite, ConvertIndices, GatherUpconvert
 from mla_portable_nvidia.discovery import device_with
 
-__all__ = ["FLOAT16", "data_implementations", "gather_call"]
+__all__ = ["FLOAT16", "INSTALL_VLLM", "data_implementations", "gather_call", "vllm_operator"]
 
 FLOAT16: Final = "dtype of kv_c"
 """What a reason against a writer that serves bfloat16 alone is about."""
-_LIBRARY: Final = "_C_cache_ops"
+_CACHE_OPS: Final = "_C_cache_ops"
 _MODULES: Final = ("vllm._C_stable_libtorch", "vllm._C")
 """Extensions that register the operators, by age."""
 _CONVERT_MODULE: Final = "vllm.v1.attention.backends.mla.sparse_utils"
@@ -34,18 +34,18 @@ _CONVERT: Final = "triton_convert_req_index_to_global_index"
 _PREFERENCE: Final = 60.0
 """Behind the portable kernels (50) until a measurement says otherwise."""
 _INT32_MAX: Final = 2**31 - 1
-_INSTALL: Final = "install vLLM, or take another backend"
+INSTALL_VLLM: Final = "install vLLM, or take another backend"
 
 
-def _operator(name: str) -> Any | None:
-    """An operator of vLLM's, None where no vLLM brings it."""
+def vllm_operator(name: str, library: str = _CACHE_OPS) -> Any | None:
+    """An operator of vLLM's, None where no vLLM brings it. library: the namespace that it is registered in."""
     for module in (None, *_MODULES):
         try:
             if module is not None:
                 import_module(module)
         except (ImportError, OSError, RuntimeError):
             continue
-        packet = getattr(getattr(torch.ops, _LIBRARY), name, None)
+        packet = getattr(getattr(torch.ops, library), name, None)
         if packet is not None:
             return packet.default
     return None
@@ -96,9 +96,9 @@ def _check_writer(scale_format: str) -> Callable[[DeviceFacts], Iterator[Reason]
     """vLLM is here, and its writer makes scales of this format, of bfloat16 and of float16 alike."""
 
     def check(facts: DeviceFacts) -> Iterator[Reason]:
-        operator, device = _operator("concat_and_cache_mla"), device_with(facts)
+        operator, device = vllm_operator("concat_and_cache_mla"), device_with(facts)
         if operator is None or device is None:
-            yield Reason("operator", f"{_LIBRARY}.concat_and_cache_mla", "not registered by any package here", _INSTALL)
+            yield Reason("operator", f"{_CACHE_OPS}.concat_and_cache_mla", "not registered by any package here", INSTALL_VLLM)
             return
         kv_c = (torch.arange(KV_LORA_RANK, device=device) % 7 - 3).bfloat16().unsqueeze(0)  # exact in float16 too
         row = _written_row(operator, kv_c)
@@ -115,7 +115,7 @@ def _check_writer(scale_format: str) -> Callable[[DeviceFacts], Iterator[Reason]
 
 def bind_cache_write(request: Request) -> CacheWrite:
     """cache_write through vLLM. Raises: MLAPortableError where it is not here."""
-    operator, device = _operator("concat_and_cache_mla"), device_with(request.device)
+    operator, device = vllm_operator("concat_and_cache_mla"), device_with(request.device)
     if operator is None or device is None:
         raise MLAPortableError("cache_write: vLLM's concat_and_cache_mla is not here")
     return _Writer(operator, device)
@@ -189,9 +189,9 @@ class _Gatherer:
 
 
 def _check_gather(facts: DeviceFacts) -> Iterator[Reason]:
-    operator = _operator(_GATHER)
+    operator = vllm_operator(_GATHER)
     if operator is None:
-        yield Reason("operator", f"{_LIBRARY}.{_GATHER}", "not registered by any package here", _INSTALL)
+        yield Reason("operator", f"{_CACHE_OPS}.{_GATHER}", "not registered by any package here", INSTALL_VLLM)
         return
     names = _names(operator)
     known = next((each for each in (_WITH_LENGTHS, _WITHOUT_LENGTHS) if names[: len(each)] == each), None)
@@ -203,7 +203,7 @@ def _check_gather(facts: DeviceFacts) -> Iterator[Reason]:
 
 def bind_gather_upconvert(request: Request) -> GatherUpconvert:
     """gather_upconvert through vLLM. Raises: MLAPortableError where it is not here."""
-    operator = _operator(_GATHER)
+    operator = vllm_operator(_GATHER)
     if operator is None:
         raise MLAPortableError(f"gather_upconvert: vLLM's {_GATHER} is not here")
     return _Gatherer(operator)
@@ -267,7 +267,7 @@ def _convert_function() -> Callable[..., Any] | str:
 def _check_convert(facts: DeviceFacts) -> Iterator[Reason]:
     function = _convert_function()
     if isinstance(function, str):
-        yield Reason("function", f"{_CONVERT_MODULE}.{_CONVERT}", function, _INSTALL)
+        yield Reason("function", f"{_CONVERT_MODULE}.{_CONVERT}", function, INSTALL_VLLM)
 
 
 def bind_convert_indices(request: Request) -> ConvertIndices:
