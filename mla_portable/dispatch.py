@@ -8,7 +8,7 @@ key.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, cast
@@ -19,6 +19,7 @@ from mla_portable.accelerator import Accelerator, accelerator
 from mla_portable.contracts import DecodeSchedule, Request
 from mla_portable.contracts.primitive import F, Primitive
 from mla_portable.registry import Registry, get_registry
+from mla_portable.registry.limits import running
 from mla_portable.registry.names import check_backend
 
 __all__ = ["Served", "bind_part", "current_registry", "find", "serving"]
@@ -55,12 +56,13 @@ def current_registry() -> Registry:
     return get_registry() if _override is None else _override
 
 
-def bind_part(request: Request[F]) -> F:
+def bind_part(request: Request[F], own: Callable[[Request[F]], F]) -> F:
     """The callable that serves `request` here: for the `bind` of an implementation that is made of other primitives.
 
-    The policy in force chooses it. Raises: UnsupportedRequest.
+    The policy in force chooses it. A probe tries a plugin alone, and its code must not call the registry: there it is
+    `own(request)`, the plugin's own. Raises: UnsupportedRequest.
     """
-    return current_registry().bind(request)
+    return own(request) if running() else current_registry().bind(request)
 
 
 def find(primitive: Primitive[F], backend: str | None, tensor: Tensor, facts: tuple[object, ...]) -> Served[F]:

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 import triton
+from fake_plugins import make_plugin
 
 import mla_portable_triton
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
@@ -24,15 +25,19 @@ from mla_portable.contracts import (
     Reason,
     Request,
     ScheduleLimits,
+    Support,
     split_kv,
 )
+from mla_portable.dispatch import serving
 from mla_portable.primitives import (
     CONVERT_INDICES,
+    INDEXER_SELECT,
     MERGE_STATES,
     QUANTIZE_PER_TENSOR,
     SPARSE_DECODE,
     TOPK_SELECT,
 )
+from mla_portable.registry import Registry
 from mla_portable.registry.costs import parse_costs
 from mla_portable.sources import module_file
 from mla_portable_triton import support
@@ -226,6 +231,31 @@ def test_the_interpreter_of_an_older_triton_is_not_trusted(monkeypatch: pytest.M
     # 2.1 has no such module, and does not look at the variable
     monkeypatch.setattr(support, "find_spec", lambda name: None)
     assert reasons(H200) == [] and [reason.subject for reason in reasons(CPU)] == ["device type"]
+
+
+def test_a_selection_is_probed_alone_and_takes_the_topk_that_is_chosen() -> None:
+    called: list[int] = []
+
+    def topk_select(*arguments: torch.Tensor, topk: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        called.append(topk)
+        return TOPK_SELECT.reference(*arguments, topk=topk, out=out)
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    fast = Implementation(
+        "fast.v1", TOPK_SELECT, Support(source="a test", device_types=(device,)), lambda request: topk_select, preference=1
+    )
+    plugins = [("reference", "mla_portable.reference"), ("triton", mla_portable_triton), ("fast", make_plugin(fast))]
+    registry = Registry(plugins=plugins, environ={})
+    with serving(registry):
+        request = Request(INDEXER_SELECT, registry.facts(device), kv_layout="index_fp8", num_heads=2, topk=16, block_size=16)
+        assert registry.decide(request).chosen == "triton.portable" and called == []
+        call = registry.bind(request)
+        called.clear()  # of the probe of fast.v1
+        keys = torch.zeros(3, 16, 132, dtype=torch.uint8, device=device)
+        q, weights = torch.zeros(1, 2, 128, device=device).to(torch.float8_e4m3fn), torch.zeros(1, 2, device=device)
+        start, length, table = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 1], [20], [[0, 2]]))
+        assert call(q, weights, keys, start, length, table, topk=16).tolist() == [[*range(16)]]
+    assert called == [16]
 
 
 def test_bind_returns_something_that_computes(offered: dict[Primitive, Implementation]) -> None:

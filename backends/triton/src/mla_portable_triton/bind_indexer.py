@@ -121,7 +121,7 @@ def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
     from mla_portable_triton.kernels import indexer_select as kernel
 
     numbers = _numbers(request)
-    choose = bind_part(Request(TOPK_SELECT, request.device, topk=request.topk, graph=request.graph))
+    choose = bind_part(Request(TOPK_SELECT, request.device, topk=request.topk, graph=request.graph), bind_topk_select)
 
     def indexer_select(
         q: Tensor,
