@@ -26,8 +26,8 @@ class Tolerance:
 
     Attributes:
         abs, rel: both 0 means bit for bit.
-        magnitude: what `rel` multiplies: the "row"'s largest expected absolute value, the "element"'s own, or its "step",
-            half the distance between neighbours of the target dtype.
+        magnitude: what `rel` multiplies: the "row"'s largest expected absolute value, the "element"'s own, its "step", half the
+            distance between neighbours of the target dtype, or its "terms", the sum of the magnitudes of what is added.
         cosine: limit on 1 - 2 sum(x y) / sum(x x + y y) over the whole tensor; None where it is not judged.
         origin: where the figures come from.
     """
@@ -142,7 +142,7 @@ def close(
     """`got` lies within the tolerance of `want`; infinities must agree exactly and NaN never does.
 
     Args:
-        want: float64. steps: for tolerances in steps, half a step at each element.
+        want: float64. steps: for tolerances in steps, half a step at each element; of terms, these.
         rows: where only some rows are compared, which ones; the message then names those.
         symptom: says more about the coordinate of the largest error, of the rows that are compared.
     """
@@ -155,8 +155,8 @@ def close(
     magnitude = torch.where(finite, want, 0).abs()
     if limit.magnitude == "row":
         magnitude = magnitude.amax(dim=-1, keepdim=True).expand_as(want)
-    elif limit.magnitude == "step":
-        assert steps is not None, "a tolerance in steps needs them"
+    elif limit.magnitude in ("step", "terms"):
+        assert steps is not None, "a tolerance in steps, or of terms, needs them"
         magnitude = steps
     least = limit.abs / limit.rel if limit.rel else 1.0
     error = torch.where(finite, (got - want).abs() / magnitude.clamp(min=max(least, torch.finfo(torch.float64).tiny)), 0.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from mla_portable.layouts import INDEX_FP8, INDEX_HEAD_SIZE, LAYOUTS, index_query_dtype
 from mla_portable.problems.bench import BLOCK_SIZE, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.problems.compare import Finding
-from mla_portable.problems.indexer_pages import scored
+from mla_portable.problems.indexer_pages import format_of, scored
 from mla_portable.problems.stage import Results
 
 __all__ = ["PREFILL_ROWS", "make_select", "shape_of_case"]
@@ -55,8 +55,8 @@ def make_select(workshop: Workshop, case: KernelCase) -> BenchProblem:
     judged = spread(tokens, workshop.check_rows, device)
 
     @cache
-    def wanted() -> Tensor:
-        """[n, N] float64: each judged token as a request of its own."""
+    def wanted() -> tuple[Tensor, Tensor]:
+        """[n, N] float64: each judged token as a request of its own; what the sums add."""
         count = judged.shape[0]
         owner = judged if requests > 1 else torch.zeros_like(judged)
         own = torch.full_like(judged, context) if requests > 1 else context - (tokens - 1 - judged)
@@ -64,7 +64,8 @@ def make_select(workshop: Workshop, case: KernelCase) -> BenchProblem:
         return scored(q[judged], weights[judged].float(), index_cache, starts, own, table[owner], columns * BLOCK_SIZE)
 
     def judge(results: Results) -> Iterator[Finding]:
-        yield from findings("any", {"out": results["out"][judged]}, {"out": wanted()})
+        expected = dict[str, Tensor](zip(("out", "terms"), wanted(), strict=True))
+        yield from findings(format_of(q), {"out": results["out"][judged]}, expected)
 
     seen = tokens * context - (tokens * (tokens - 1) // 2 if requests == 1 else 0)
     flops = 2 * heads * INDEX_HEAD_SIZE * seen

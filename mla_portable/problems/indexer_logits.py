@@ -18,13 +18,13 @@ from mla_portable.problems.base import Problems, one_variant
 from mla_portable.problems.compare import Finding, close, limit_of
 from mla_portable.problems.cover import Choice, covering
 from mla_portable.problems.draw import PAIR_BLOCK
-from mla_portable.problems.indexer_pages import SCORES, PageParams, page_axes, scored
+from mla_portable.problems.indexer_pages import SCORES, PageParams, format_of, page_axes, scored
 from mla_portable.problems.shapes import can_capture, can_hold_vast
 from mla_portable.problems.stage import Problem, Results, Stage
 
 __all__ = ["PROBLEMS", "IndexerLogitsParams", "findings", "indexer_logits"]
 
-TOLERANCES: Final = {("any", "out"): SCORES}
+TOLERANCES: Final = SCORES
 
 
 def indexer_logits(
@@ -38,11 +38,11 @@ def indexer_logits(
     out: Tensor,
 ) -> Tensor:
     """[T, N] float64; of `out` only the shape is looked at."""
-    return scored(q, weights, index_cache, query_start_loc, seq_lens, block_table, out.shape[1])
+    return scored(q, weights, index_cache, query_start_loc, seq_lens, block_table, out.shape[1])[0]
 
 
 def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> Iterator[Finding]:
-    """out [T, N]. want: "out", and "weights" [T, H], for what an error may come from."""
+    """out [T, N]. want: "out", "terms" for FP8, and "weights" [T, H], for what an error may come from."""
     out, expected = got["out"].cpu().double(), want["out"]
 
     def symptom(where: tuple[int, ...]) -> tuple[str, str]:
@@ -51,7 +51,7 @@ def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> I
         values = f"the logit of position {where[1]} is {float(out[where]):g}, expected {float(expected[where]):g}"
         return values + hint, f"row {where[0]}"
 
-    yield close("out", out, expected, limit_of(TOLERANCES, storage, "out"), symptom=symptom)
+    yield close("out", out, expected, limit_of(TOLERANCES, storage, "out"), steps=want.get("terms"), symptom=symptom)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +75,12 @@ class IndexerLogitsParams(PageParams):
         pages = self.pages(seed, stage)
         width = {"exact": pages.longest, "narrow": 3, "wide": pages.capacity + 5}[self.width]
         out = stage.write("out", (pages.args["q"].shape[0], width), torch.float32, strided=self.outputs == "views")
-        want = {"out": indexer_logits(**pages.arguments, out=out), "weights": pages.arguments["weights"]}
+        expected, terms = scored(**pages.arguments, width=width)
+        want = {"out": expected, "terms": terms, "weights": pages.arguments["weights"]}
+        storage = format_of(pages.arguments["q"])
 
         def judge(results: Results, stage: Stage) -> Iterator[Finding]:
-            yield from findings("any", results, want)
+            yield from findings(storage, results, want)
 
         return Problem(stage, dict(pages.args), {"out": out}, {"out": (tuple(out.shape), torch.float32)}, judge)
 

@@ -19,7 +19,7 @@ from mla_portable.problems.compare import Finding
 from mla_portable.problems.cover import covering
 from mla_portable.problems.draw import generator
 from mla_portable.problems.indexer_logits import findings
-from mla_portable.problems.indexer_pages import SCORES, query_values, score
+from mla_portable.problems.indexer_pages import SCORES, format_of, query_values, score
 from mla_portable.problems.shapes import can_capture, heads
 from mla_portable.problems.stage import Problem, Results, Stage
 
@@ -37,15 +37,23 @@ def indexer_logits_ragged(
     out: Tensor,
 ) -> Tensor:
     """[T, N] float64; of `out` only the shape is looked at."""
+    return _scored(q, weights, keys, key_scales, row_starts, row_ends)[0]
+
+
+def _scored(
+    q: Tensor, weights: Tensor, keys: Tensor, key_scales: Tensor | None, row_starts: Tensor, row_ends: Tensor
+) -> tuple[Tensor, Tensor]:
     queries, factors, values = query_values(q), weights.cpu().double(), query_values(keys)
     if key_scales is not None:
         values = values * key_scales.cpu().double().unsqueeze(1)
-    logits = torch.full(tuple(out.shape), -math.inf, dtype=torch.float64, device="cpu")
+    logits = torch.full((q.shape[0], keys.shape[0]), -math.inf, dtype=torch.float64, device="cpu")
+    added = torch.zeros_like(logits)
     for token, (begin, end) in enumerate(zip(row_starts.tolist(), row_ends.tolist(), strict=True)):
         begin, end = max(begin, 0), min(end, values.shape[0])
         if begin < end:
-            logits[token, begin:end] = score(queries[token], factors[token], values[begin:end])
-    return logits
+            here = slice(begin, end)
+            logits[token, here], added[token, here] = score(queries[token], factors[token], values[here])
+    return logits, added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +101,12 @@ class IndexerLogitsRaggedParams(Params):
             for name, value in arguments.items()
         }
         out = stage.write("out", (tokens, self.keys), torch.float32, strided=self.outputs == "views")
-        want = {"out": indexer_logits_ragged(**arguments, out=out), "weights": arguments["weights"]}
+        expected, terms = _scored(**arguments)
+        want = {"out": expected, "terms": terms, "weights": arguments["weights"]}
+        storage = format_of(arguments["q"])
 
         def judge(results: Results, stage: Stage) -> Iterator[Finding]:
-            yield from findings("any", results, want)
+            yield from findings(storage, results, want)
 
         return Problem(stage, args, {"out": out}, {"out": (tuple(out.shape), torch.float32)}, judge)
 
@@ -130,7 +140,7 @@ def _of_request(request: Request, name: str) -> IndexerLogitsRaggedParams:
 PROBLEMS: Final = Problems(
     primitive=INDEXER_LOGITS_RAGGED,
     oracle=indexer_logits_ragged,
-    tolerances={("any", "out"): SCORES},
+    tolerances=SCORES,
     findings=findings,
     params=_params,
     of_request=_of_request,

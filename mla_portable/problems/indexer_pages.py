@@ -19,15 +19,21 @@ from mla_portable.problems.exact import INT32_MIN, e4m3_values
 from mla_portable.problems.shapes import block_sizes, heads, storages
 from mla_portable.problems.stage import Stage
 
-__all__ = ["FEW", "SCORES", "PageParams", "Pages", "key_values", "page_axes", "query_values", "score", "scored"]
+__all__ = ["FEW", "SCORES", "PageParams", "Pages", "format_of", "key_values", "page_axes", "query_values", "score", "scored"]
 
 FEW: Final = 70
 """Tokens of context that are more than one block of 64."""
 _LONG: Final = 9000
 """Tokens of context that no block of threads holds."""
-SCORES: Final = Tolerance(
-    1e-4, 1e-3, "float32 sums of exact products, over 128 channels and then over heads, whose terms may cancel", "row"
-)
+SCORES: Final = {
+    ("bf16", "out"): Tolerance(
+        1e-4, 1e-3, "float32 sums of exact products, over 128 channels and then over heads, whose terms may cancel", "row"
+    ),
+    ("fp8", "out"): Tolerance(
+        1e-4, 2.0**-14, "units that multiply e4m3 align products to the largest of a sum, and keep 13 bits below it", "terms"
+    ),
+}
+"""Of scores, by the number format of q and keys."""
 
 
 def query_values(q: Tensor) -> Tensor:
@@ -46,9 +52,18 @@ def key_values(cache: Tensor, block: int) -> Tensor:
     return e4m3_values(codes) * scales.clone().view(torch.float32).double().unsqueeze(1)
 
 
-def score(queries: Tensor, factors: Tensor, keys: Tensor) -> Tensor:
-    """[n] float64: queries [H, 128], factors [H] and keys [n, 128], all float64."""
-    return (factors[:, None] * (queries @ keys.T).clamp(min=0)).sum(dim=0)
+def format_of(q: Tensor) -> str:
+    """The tolerance table's word for the number format of q and keys."""
+    return "fp8" if q.dtype == torch.float8_e4m3fn else "bf16"
+
+
+def score(queries: Tensor, factors: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """[n] float64, of queries [H, 128], factors [H] and keys [n, 128], all float64: the scores; what their sums add, unsigned.
+
+    The second is sum_h |factor| * sum_d |q[h, d] * k[d]|, what rounding errors are in proportion to.
+    """
+    dots, added = queries @ keys.T, queries.abs() @ keys.abs().T  # [H, n]
+    return (factors[:, None] * dots.clamp(min=0)).sum(dim=0), (factors.abs()[:, None] * added).sum(dim=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,12 +226,13 @@ def scored(
     seq_lens: Tensor,
     block_table: Tensor,
     width: int,
-) -> Tensor:
-    """[T, width] float64 on the CPU: the meaning of indexer_logits, token by token and block by block."""
+) -> tuple[Tensor, Tensor]:
+    """[T, width] float64 on the CPU: the meaning of indexer_logits, token by token and block by block, and what sums add."""
     queries, factors = query_values(q), weights.detach().cpu().double()
     cache, table = index_cache.detach(), block_table.cpu()
     num_blocks, block_size, _ = cache.shape
     logits = torch.full((q.shape[0], width), -math.inf, dtype=torch.float64, device="cpu")
+    added = torch.zeros_like(logits)
     starts = query_start_loc.tolist()
     for request, length in enumerate(seq_lens.tolist()):
         last = min(max(length, 0), table.shape[1] * block_size) - 1  # position of the request's last token
@@ -230,5 +246,6 @@ def scored(
                 own = last - (starts[request + 1] - 1 - token)
                 end = min(begin + block_size, own + 1, width)
                 if end > begin:
-                    logits[token, begin:end] = score(queries[token], factors[token], keys[: end - begin])
-    return logits
+                    here = slice(begin, end)
+                    logits[token, here], added[token, here] = score(queries[token], factors[token], keys[: end - begin])
+    return logits, added

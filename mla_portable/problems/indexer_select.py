@@ -20,7 +20,7 @@ from mla_portable.problems.compare import BITS, Finding, Tolerance, limit_of
 from mla_portable.problems.cover import Choice, covering
 from mla_portable.problems.draw import PAIR_BLOCK
 from mla_portable.problems.indexer_bench import make_select, shape_of_case
-from mla_portable.problems.indexer_pages import SCORES, PageParams, page_axes, scored
+from mla_portable.problems.indexer_pages import SCORES, PageParams, format_of, page_axes, scored
 from mla_portable.problems.shapes import can_capture, can_hold_vast, topks
 from mla_portable.problems.stage import Problem, Results, Stage
 
@@ -28,9 +28,10 @@ __all__ = ["PROBLEMS", "IndexerSelectParams", "findings", "indexer_select"]
 
 TOLERANCES: Final = {
     ("any", "order"): BITS,
-    ("any", "score"): Tolerance(
-        SCORES.abs, 2 * SCORES.rel, "two scores of indexer_logits, each off by its tolerance, may change places", "row"
-    ),
+    **{
+        (storage, "score"): Tolerance(each.abs, 2 * each.rel, "two scores, each off by its tolerance, may change places", "row")
+        for (storage, _), each in SCORES.items()
+    },
 }
 
 
@@ -46,14 +47,15 @@ def indexer_select(
     out: Tensor | None = None,
 ) -> Tensor:
     """[T, N] float64: the scores that positions are chosen by, -inf where none may be; N is what the table reaches."""
-    return scored(q, weights, index_cache, query_start_loc, seq_lens, block_table, block_table.shape[1] * index_cache.shape[1])
+    width = block_table.shape[1] * index_cache.shape[1]
+    return scored(q, weights, index_cache, query_start_loc, seq_lens, block_table, width)[0]
 
 
 def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> Iterator[Finding]:
-    """out [T, K] against the scores [T, N] in `want`.
+    """out [T, K] against the scores [T, N] in `want`, of sums of the "terms" there.
 
     order: a row lists as many positions as it must, ascending, then -1; each may be chosen. score: how far the lowest chosen
-    score lies below the highest that was left out, of the row's largest magnitude.
+    score lies below the highest that was left out, of the row's largest magnitude; of its largest terms for FP8.
     """
     out, scores = got["out"].cpu().long(), want["out"]
     topk, open_ = out.shape[1], scores > -math.inf
@@ -80,7 +82,8 @@ def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> I
     lowest = torch.where(taken, scores, math.inf).amin(dim=1)
     highest = torch.where(open_ & ~taken, scores, -math.inf).amax(dim=1)
     limit = limit_of(TOLERANCES, storage, "score")
-    size = torch.where(open_, scores, 0).abs().amax(dim=1).clamp(min=limit.abs / limit.rel)
+    magnitude = want["terms"] if storage == "fp8" else scores.abs()
+    size = torch.where(open_, magnitude, 0).amax(dim=1).clamp(min=limit.abs / limit.rel)
     error = ((highest - lowest) / size).clamp(min=0).nan_to_num(nan=0.0)
     worst = int(error.argmax()) if error.numel() else 0
     value = float(error[worst]) if error.numel() else 0.0
@@ -119,10 +122,11 @@ class IndexerSelectParams(PageParams):
         keywords: dict[str, Any] = {"topk": self.topk}
         if self.outputs != "fresh":
             keywords["out"] = stage.write("out", shape, torch.int32, strided=self.outputs == "views")
-        want = {"out": indexer_select(**pages.arguments, topk=self.topk)}
+        expected, terms = scored(**pages.arguments, width=pages.capacity)
+        want, storage = {"out": expected, "terms": terms}, format_of(pages.arguments["q"])
 
         def judge(results: Results, stage: Stage) -> Iterator[Finding]:
-            yield from findings("any", results, want)
+            yield from findings(storage, results, want)
 
         return Problem(stage, dict(pages.args), keywords, {"out": (shape, torch.int32)}, judge, frozenset({"out"}))
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from mla_portable.contracts import Implementation, Request, Support
 from mla_portable.layouts import INDEX_FP8
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_SELECT, TOPK_SELECT, IndexerSelect, TopkSelect, bind_part
+from mla_portable.primitives.topk_select import reference as topk_reference
 from mla_portable_nvidia.deepgemm import HEADS, NAME, PagedScores, packed
 from mla_portable_nvidia.deepgemm_conventions import DeepGemm, deepgemm_reasons, find_deepgemm
 from mla_portable_nvidia.index_passes import PAGE, IndexPasses, Pages, passes_for
@@ -74,7 +75,7 @@ class DeepGemmSelect:
 def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
     """indexer_select on the DeepGEMM of this machine. Raises: MLAPortableError where there is none."""
     device = request.device
-    topk = bind_part(Request(TOPK_SELECT, device, topk=request.topk, graph=request.graph))
+    topk = bind_part(Request(TOPK_SELECT, device, topk=request.topk, graph=request.graph), lambda _: topk_reference)
     return DeepGemmSelect(find_deepgemm(INDEXER_LOGITS, device), passes_for(device.device_type), topk)
 
 
