@@ -77,14 +77,13 @@ def wrong_indexer_select(*args, **options):
 WRONG: dict[str, Callable[..., Any]] = {
     "cache_write": wrong_cache_write,
     "convert_indices": wrong_convert_indices,
-    "topk_select": wrong_topk_select,
     "gather_upconvert": wrong_gather_upconvert,
     "sparse_decode": wrong_attention(reference.sparse_decode),
     "sparse_prefill": wrong_attention(reference.sparse_prefill),
     "merge_states": wrong_merge_states,
     "quantize_per_tensor": wrong_quantize_per_tensor,
 }
-WRONG_TIMED = {**WRONG, "indexer_select": wrong_indexer_select}
+WRONG_TIMED = {**WRONG, "topk_select": wrong_topk_select, "indexer_select": wrong_indexer_select}
 
 
 class Spoiled:

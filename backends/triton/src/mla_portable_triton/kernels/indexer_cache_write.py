@@ -51,7 +51,9 @@ def index_write_kernel(
         key = to_float32(key, BF16_NATIVE)
         amax_bits = tl.max(key.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # [BLOCK_T]
         least = tl.full([BLOCK_T], _LEAST_AMAX, tl.float32).to(tl.int32, bitcast=True)
-        scaled, scale = scaled_tile(key, tl.maximum(amax_bits, least), POW2)
+        _, scale = scaled_tile(key, tl.maximum(amax_bits, least), POW2)
+        # Divided for both formats: multiplied by its reciprocal, a row came out wrong on an H200 at some strides of blocks
+        scaled = tl.math.div_rn(key, tl.broadcast_to(scale[:, None], key.shape))
         tl.store(row, e4m3_encode(scaled, E4M3_NATIVE), mask=written[:, None])
         tl.store((page + CACHE_BLOCK * KEY).to(tl.pointer_type(tl.float32)) + at, scale, mask=written)
     else:
