@@ -17,7 +17,7 @@ from mla_portable.problems.base import Params, Problems
 from mla_portable.problems.bench import BLOCK_SIZE, Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.problems.compare import BITS, Finding, Symptom, field_of, same_bits
 from mla_portable.problems.cover import Choice, covering
-from mla_portable.problems.draw import PAIR_BLOCK, generator, guard_rows, near, paged_cache, shuffled, vast
+from mla_portable.problems.draw import PAIR_BLOCK, generator, guard_rows, near, paged, paged_cache, shuffled, vast
 from mla_portable.problems.exact import INT32_MAX, INT32_MIN, fp8_row
 from mla_portable.problems.shapes import block_sizes, can_capture, can_hold_vast, storages
 from mla_portable.problems.stage import Problem, Results, Stage
@@ -61,8 +61,8 @@ class CacheWriteParams(Params):
         skips: "none"; "some" negative slots; "corpus", negative and too large ones of every size; "near", by little.
         values: "plain"; "edges": zeros, signed zeros, a group's maximum on and next to a power of two, ties, extremes;
             "zero_group": the first group of the first token is 0.
-        inputs: "packed", or "views" of a wider projection. blocks: "packed"; "strided"; "pair", two that
-            lie apart.
+        inputs: "packed", or "views" of a wider projection. blocks: "packed"; "strided", by whole rows; "odd", by a few bytes;
+            "pair", two that lie apart.
         scene: "" or "address".
     """
 
@@ -96,7 +96,10 @@ class CacheWriteParams(Params):
             return self._vast(stage, layout, kv_c, k_pe, kv_c_placed, k_pe_placed)
 
         num_blocks = 2 if self.blocks == "pair" else max(3, -(-3 * NUM_TOKENS // self.block_size))
-        cache = paged_cache(layout, num_blocks, self.block_size, strided=self.blocks != "packed")
+        if self.blocks == "odd":
+            cache = paged(layout.dtype, layout.row_width, num_blocks, self.block_size, gap_bytes=layout.alignment)
+        else:
+            cache = paged_cache(layout, num_blocks, self.block_size, strided=self.blocks != "packed")
         num_slots = num_blocks * self.block_size
         slots = torch.cat([torch.tensor([0, num_slots - 1]), shuffled(num_slots - 2, g) + 1])[: self.tokens]
         if self.skips == "near":  # what wraps around meets a slot that nobody writes
@@ -196,6 +199,7 @@ def edges(count: int, width: int, generator: torch.Generator) -> Tensor:
 
 def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[CacheWriteParams]:
     """What a level asks of an implementation of cache_write."""
+    support = implementation.support
     axes: dict[str, list[Any]] = {
         "storage": storages(implementation),
         "block_size": block_sizes(implementation, facts, level),
@@ -223,6 +227,8 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
         yield replace(params, tokens=0)
         if level != "smoke" and params.block_size >= PAIR_BLOCK:
             yield replace(params, blocks="pair")
+        if level != "smoke" and not support.needs_whole_rows and support.cache_alignment == 1:
+            yield replace(params, blocks="odd")
         if can_hold_vast(params.kv, facts, level):
             yield replace(params, scene="address")
         if level != "smoke" and can_capture(implementation, facts):

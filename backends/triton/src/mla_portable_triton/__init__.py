@@ -98,7 +98,8 @@ def mla_portable_register(registrar: Registrar) -> None:
     registrar.add(_offer(QUANTIZE_PER_TENSOR, bind_quantize_per_tensor, f"{_KERNELS}.quantize_per_tensor", encoded, rounded))
     scores = (f"{_KERNELS}.indexer_logits", f"{_KERNELS}.index_keys", decoded, rounded, "mla_portable.layouts.index")
     topk = f"{_KERNELS}.topk_select"
-    written = (f"{_KERNELS}.indexer_cache_write", f"{_KERNELS}.cache_write::scaled_tile", encoded, rounded, scores[-1])
+    shared = (f"{_KERNELS}.cache_write::{name}" for name in ("scaled_tile", "in_whole_vectors"))
+    written = (f"{_KERNELS}.indexer_cache_write", *shared, encoded, rounded, scores[-1])
     registrar.add(_offer(INDEXER_CACHE_WRITE, bind_indexer_cache_write, *written))
     registrar.add(_offer(INDEXER_LOGITS, bind_indexer_logits, *scores))
     registrar.add(_offer(INDEXER_LOGITS_RAGGED, bind_indexer_logits_ragged, f"{_KERNELS}.indexer_logits_ragged", *scores))

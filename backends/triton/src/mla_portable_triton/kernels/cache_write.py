@@ -27,7 +27,7 @@ from mla_portable_triton.kernels.config import Config, config_for
 from mla_portable_triton.kernels.e4m3_encode import e4m3_encode, encodes_natively
 from mla_portable_triton.kernels.row_layout import GROUP, GROUPS, LATENT, ROPE_BYTE, ROW_BYTES, SCALE_BYTE
 
-__all__ = ["CONFIGS", "aot_variants", "cache_write_kernel", "launch", "scaled_tile"]
+__all__ = ["CONFIGS", "aot_variants", "cache_write_kernel", "in_whole_vectors", "launch", "scaled_tile"]
 
 CONFIGS: Final = {"default": Config(tile=4, num_warps=4)}  # tile: tokens; untuned
 
@@ -114,6 +114,12 @@ def cache_write_kernel(
 _launch = TritonLauncher(cache_write_kernel)
 
 
+def in_whole_vectors(cache: Tensor) -> bool:
+    """Rows start at multiples of 16 bytes. Elsewhere codes are stored two at a time by way of shared memory, and those of PTX's
+    conversion came out wrong there on an H200 (Triton 3.6: `st.shared.v2.b8` of registers whose upper byte is another code)."""
+    return (cache.data_ptr() | cache.stride(0) * cache.element_size()) % 16 == 0
+
+
 def launch(
     kv_c: Tensor,
     k_pe: Tensor,
@@ -148,7 +154,7 @@ def launch(
         ROPE=k_pe.shape[1],
         FP8=fp8,
         POW2=pow2,
-        E4M3_NATIVE=e4m3_native,
+        E4M3_NATIVE=e4m3_native and in_whole_vectors(kv_cache),
         BF16_NATIVE=bf16_native,
         BLOCK_T=config.tile,
         num_warps=config.num_warps,

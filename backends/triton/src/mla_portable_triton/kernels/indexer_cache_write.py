@@ -20,7 +20,7 @@ from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable.layouts import INDEX_FP8, INDEX_HEAD_SIZE, INDEX_LEAST_AMAX
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16, to_float32
-from mla_portable_triton.kernels.cache_write import scaled_tile
+from mla_portable_triton.kernels.cache_write import in_whole_vectors, scaled_tile
 from mla_portable_triton.kernels.config import Config, config_for
 from mla_portable_triton.kernels.e4m3_encode import e4m3_encode, encodes_natively
 
@@ -51,9 +51,7 @@ def index_write_kernel(
         key = to_float32(key, BF16_NATIVE)
         amax_bits = tl.max(key.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # [BLOCK_T]
         least = tl.full([BLOCK_T], _LEAST_AMAX, tl.float32).to(tl.int32, bitcast=True)
-        _, scale = scaled_tile(key, tl.maximum(amax_bits, least), POW2)
-        # Divided for both formats: multiplied by its reciprocal, a row came out wrong on an H200 at some strides of blocks
-        scaled = tl.math.div_rn(key, tl.broadcast_to(scale[:, None], key.shape))
+        scaled, scale = scaled_tile(key, tl.maximum(amax_bits, least), POW2)
         tl.store(row, e4m3_encode(scaled, E4M3_NATIVE), mask=written[:, None])
         tl.store((page + CACHE_BLOCK * KEY).to(tl.pointer_type(tl.float32)) + at, scale, mask=written)
     else:
@@ -84,7 +82,7 @@ def launch(
         CACHE_BLOCK=index_cache.shape[1],
         FP8=index_cache.dtype == INDEX_FP8.dtype,
         POW2=pow2,
-        E4M3_NATIVE=e4m3_native,
+        E4M3_NATIVE=e4m3_native and in_whole_vectors(index_cache),
         BF16_NATIVE=bf16_native,
         BLOCK_T=config.tile,
         num_warps=config.num_warps,
