@@ -3,14 +3,14 @@
 """Where this indexer takes the place of vLLM's: each function changes one of vLLM's modules, right after it is imported.
 
 Nothing is imported, and no device is touched, when the plugin is loaded. Every replacement asks `indexer_choice` when it is
-called, and calls vLLM's own where that serves. Versions are told apart by what their modules have; 0.24 to 0.33 were read.
+called, and calls vLLM's own where that serves. Versions are recognised by what their modules have; 0.24 to 0.33 were read.
 
     vllm.model_executor.layers.sparse_attn_indexer   the operator, its function, and the layer around it
     vllm.v1.attention.backends.mla.indexer           requests attached to the metadata; no DeepGEMM schedules
     vllm.model_executor.models.deepseek_v2           no Triton kernel that stores e4m3 below compute capability 8.9
     vllm.models.deepseek_v32                         0.30 and later: the generic model class there, for the same reason
 
-The operator keeps its name and schema: its kernel alone is registered anew, in torch's dispatcher. So everything that refers to
+The operator keeps its name and schema: its kernel alone is registered again, in torch's dispatcher. So everything that refers to
 it by name goes on to work (`splitting_ops`, piecewise and full CUDA graphs), which a new operator or another `CustomOp` class
 would not give, and vLLM 0.30's models, which call the function, get the same one. That, and DeepGEMM's functions behind
 `vllm.utils.deep_gemm`, are changed when the first layer is built and this indexer serves it: elsewhere they stay vLLM's.
@@ -69,7 +69,7 @@ def register_kernel(serve: Callable[..., torch.Tensor]) -> torch.library.Library
     library = torch.library.Library("vllm", "IMPL")
     allowed = {"allow_override": True} if "allow_override" in inspect.signature(library.impl).parameters else {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that a kernel is registered anew
+        warnings.simplefilter("ignore", UserWarning)  # that a kernel is registered again
         library.impl("sparse_attn_indexer", serve, dispatch_key=current_platform.dispatch_key, **allowed)
     return library
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """indexer_select as DeepGEMM's paged scores of some tokens at a time, then the device's topk_select on them where they lie.
 
-Scores are not copied: the top-k is told how many each token sees, and absent blocks are overwritten with -inf before it.
+Scores are not copied: the top-k gets how many each token sees, and absent blocks are overwritten with -inf before it.
 Four launches and those of the top-k serve some tokens: what they see, DeepGEMM's schedule, scores, absent blocks.
 """
 
