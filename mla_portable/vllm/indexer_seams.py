@@ -10,9 +10,9 @@ called, and calls vLLM's own where that serves. Versions are recognised by what 
     vllm.model_executor.models.deepseek_v2           no Triton kernel that stores e4m3 below compute capability 8.9
     vllm.models.deepseek_v32                         0.30 and later: the generic model class there, for the same reason
 
-The operator keeps its name and schema: its kernel alone is registered again, in torch's dispatcher. So everything that refers to
-it by name goes on to work (`splitting_ops`, piecewise and full CUDA graphs), which a new operator or another `CustomOp` class
-would not give, and vLLM 0.30's models, which call the function, get the same one. That, and DeepGEMM's functions behind
+The operator keeps its name and schema: its kernel alone is registered again, in torch's dispatcher. So everything that refers
+to it by name goes on to work (`splitting_ops`, piecewise and full CUDA graphs), which a new operator or another `CustomOp`
+class would not give, and vLLM 0.30's models, which call the function, get the same one. That, and DeepGEMM's functions behind
 `vllm.utils.deep_gemm`, are changed when the first layer is built and this indexer serves it: elsewhere they stay vLLM's.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepGEMM's scores of the DSA indexer under one signature, and how a build's own convention is recognised: by names, not versions.
+"""DeepGEMM's scores of the DSA indexer under one signature, and how a build's convention is recognised: by names, not versions.
 
 build                              functions                        queries          columns of gathered keys
 2025                               fp8_(paged_)mqa_logits           a tensor         absolute

@@ -18,7 +18,7 @@ from mla_portable.contracts import Implementation, Request, Support
 from mla_portable.layouts import INDEX_FP8
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_SELECT, TOPK_SELECT, IndexerSelect, TopkSelect, bind_part
 from mla_portable.primitives.topk_select import reference as topk_reference
-from mla_portable_nvidia.deepgemm import HEADS, NAME, PagedScores, packed
+from mla_portable_nvidia.deepgemm import HEADS, NAME, PREFERENCE, PagedScores, packed
 from mla_portable_nvidia.deepgemm_conventions import DeepGemm, deepgemm_reasons, find_deepgemm
 from mla_portable_nvidia.index_passes import PAGE, IndexPasses, Pages, passes_for
 
@@ -28,8 +28,6 @@ SCRATCH_BYTES: Final = 60 << 20
 """Of scores, tables and the top-k; what allocators round up to stays within the 64 MiB that the primitive promises."""
 _TOPK_BYTES: Final = 64 << 10
 """For each row: what the portable topk_select takes. The native one takes none."""
-_PREFERENCE: Final = 20.0
-"""Ahead of the portable scores (50) under the same top-k."""
 
 
 class DeepGemmSelect:
@@ -102,6 +100,6 @@ def select_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iter
         ),
         bind_indexer_select,
         check=partial(deepgemm_reasons, INDEXER_LOGITS),
-        preference=_PREFERENCE,
+        preference=PREFERENCE,
         sources=("mla_portable.contracts.triton_launcher", *(f"mla_portable_nvidia.{name}" for name in modules)),
     )
