@@ -246,6 +246,26 @@ def test_long_prompts_are_held_against_stocks_own_noise(kit: Any, tmp_path: Path
     assert not cell(kit, 0.29, tmp_path, relative="0.5")[0].passed
 
 
+def test_the_noise_of_stock_is_the_most_of_all_cells_with_other_query_kernels_too(kit: Any, tmp_path: Path):
+    def text(shift: float) -> list[dict[str, Any]]:
+        return [prompt(17, [1, 2]), prompt(3000, [3], shift=shift)]
+
+    def job(name: str, *runs: list[dict[str, Any]]) -> dict[str, Any]:
+        found = next(job for job in kit.jobs.indexer() if job.name == name)
+        return {name: kit.judge.Done(found, {"runs": list(runs), "watch": ""}, "", "")}
+
+    cells = {"fp8-h16": (0.1, 0.2), "bf16-h16": (0.05, 0.02)}
+    ran: dict[str, Any] = {}
+    for name, (own, unfused) in cells.items():
+        ran |= job(f"stock-{name}-eager", text(0), text(own)) | job(f"unfused-{name}-eager", text(unfused))
+        ran |= job(f"sm80-{name}-eager", text(0.25))
+    lines = {line.name: line for line in kit.judge.agreement(ran, kit.jobs.indexer(), tmp_path)}
+    assert "long 0.100" in lines["stock-fp8-h16-eager"].found and "long 0.200" in lines["unfused-fp8-h16-eager"].found
+    for name in cells:
+        assert "limit 0.30" in lines[f"sm80-{name}-eager"].found
+    assert lines["unfused-fp8-h128-eager"].passed is False, "an engine that did not finish"
+
+
 def test_requests_must_be_preempted_and_none_cut_short(kit: Any):
     def line(preempted: int, tokens: int = 2) -> Any:
         texts = [[prompt(100, [1, 2])]]
