@@ -29,7 +29,7 @@ def failing(fault: str, primitive: Primitive, match: str = ""):
     [
         ("writes whole blocks", GATHER_UPCONVERT, "", "placing=gaps"),
         ("multiplies dead parts by 0", MERGE_STATES, "", "dead=all|rows|some"),
-        ("writes skipped tokens", CACHE_WRITE, "", "skips=corpus|some"),
+        ("writes skipped tokens", CACHE_WRITE, "", "skips=corpus|some, blocks=packed|strided"),
         ("leaves the unseen", INDEXER_LOGITS, "", ""),
         ("takes the scale of the token before", INDEXER_LOGITS, "", "kv=index_fp8, scale_format=amax|pow2"),
     ],
