@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -62,7 +61,6 @@ def find_records(given: Path | None = None) -> Path:
     return given
 
 
-@cache
 def suite_hash(primitive: Primitive) -> str:
     """Of the conformance suite, with the primitive's problems, its oracle, and what these import."""
     own = [primitive.problems_module] if primitive.problems_module else []
