@@ -14,6 +14,7 @@ compiled (`ci/compile`), and its speed is not known from here. Nothing but Trito
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from vllm_gpu.older_ptx import load_ptx_instead
 
 from mla_portable.contracts import Primitive
 from mla_portable.registry import Registry, get_registry
+from mla_portable.registry.variables import ENV_BACKEND
 from mla_portable.tools.conformance import Case, CaseResult, run_suite
 from mla_portable.tools.conformance.runner import run_installed
 from mla_portable.tools.matrix.record import conformance_records, origin_of
@@ -43,12 +45,13 @@ def main() -> int:
     parser.add_argument("arch", help="sm80, sm86 or sm89")
     parser.add_argument("backend")
     parser.add_argument("--level", default="quick", choices=("smoke", "quick", "full"))
-    parser.add_argument("--primitive", action="append", type=Primitive, help="only this one; may be repeated")
+    parser.add_argument("--primitive", action="append", type=Primitive.named, help="only this one; may be repeated")
     parser.add_argument("--jobs", type=int, default=1, help="processes on the GPU; one that dies is a failed case")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("needs an NVIDIA GPU that is newer than the architecture")
+    os.environ[ENV_BACKEND] = options.backend  # also for the parts of its implementations: no other plugin has older code here
     records = read()
     older = next((profile for profile in records.profiles.values() if profile.arch == options.arch), None)
     if older is None or not options.arch.startswith("sm"):

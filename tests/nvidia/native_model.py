@@ -22,7 +22,7 @@ import torch_reference as reference
 from torch import Tensor
 
 from mla_portable_nvidia import native
-from mla_portable_nvidia.native.sparse_decode import HEADER, Build
+from mla_portable_nvidia.native.sparse_decode import HEADERS, Build
 
 _LETTERS = {"float": "f", "int": "i", "i64": "q"}
 _ROWS = {
@@ -37,7 +37,14 @@ def _text(name: str) -> str:
     return files(native).joinpath(name).read_text(encoding="utf-8")
 
 
-SOURCES = {kernel: _text(f"{kernel}.cu").replace(f'#include "{HEADER}"', _text(HEADER)) for kernel in _ROWS}
+def _whole(name: str) -> str:
+    source = _text(name)
+    for header in reversed(HEADERS):
+        source = source.replace(f'#include "{header}"', _text(header))
+    return source
+
+
+SOURCES = {kernel: _whole(f"{kernel}.cu") for kernel in _ROWS}
 """kernel -> its source with what it includes."""
 
 

@@ -25,8 +25,9 @@ from mla_portable_nvidia.native import build as build_module
 from mla_portable_nvidia.native.bind import ARCHS
 from mla_portable_nvidia.native.build import compile_build
 from mla_portable_nvidia.native.choice import BUILDS
+from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL
 from mla_portable_nvidia.native.nvrtc import CompilationFailed, NvrtcNotFound, compile_cubin
-from mla_portable_nvidia.native.sparse_decode import HEADER, MAX_SPLITS
+from mla_portable_nvidia.native.sparse_decode import HEADERS, MAX_SPLITS
 from mla_portable_nvidia.native.sparse_decode_bf16 import Bf16Build
 from mla_portable_nvidia.native.sparse_decode_fp8 import Fp8Build
 from mla_portable_nvidia.native.topk_select import CANDIDATES, FEW_ROWS, MANY_ROWS, MAX_TOPK, TopkBuild
@@ -36,6 +37,7 @@ REGISTERS = 65_536
 PROFILES = load_profiles(Path(__file__).parents[2] / "capability" / "profiles")
 MODULE = mla_portable_nvidia.__name__
 ALL = [build for builds in BUILDS.values() for build in builds]
+INDEXER = (*DECODE.values(), *PREFILL.values())
 
 
 @pytest.fixture(scope="module", params=ALL, ids=str)
@@ -150,7 +152,8 @@ def test_the_builds_for_racecheck_compile_and_the_shipped_ones_have_none_of_them
 def test_a_source_that_does_not_compile_is_refused_with_the_compilers_log(monkeypatch, tmp_path):
     source = SOURCES[ALL[0].kernel].replace("int stage = 0;", "int stage = unknown_name;", 1)
     (tmp_path / f"{ALL[0].kernel}.cu").write_text(source)
-    (tmp_path / HEADER).write_text("")
+    for header in HEADERS:
+        (tmp_path / header).write_text("")
     monkeypatch.setattr(build_module, "files", lambda package: tmp_path)
     with pytest.raises(CompilationFailed, match=r'(?s)NVRTC for sm_90a: .*error: identifier "unknown_name" is undefined'):
         compile_build(ALL[0], "sm_90a")
@@ -165,7 +168,7 @@ def lines(capsys, *arguments):
 
 def test_what_compiled_becomes_evidence_of_these_implementations_alone(capsys):
     code, made = lines(capsys)
-    everything = [*ALL, FEW_ROWS, MANY_ROWS]
+    everything = [*ALL, FEW_ROWS, MANY_ROWS, *INDEXER]
     expected = [(arch, build) for arch in compile_all.TARGETS for build in everything if arch in build.archs]
     assert code == 0 and [(line["arch"], line["label"]) for line in made] == [(arch, build.label) for arch, build in expected]
     assert [line["shared"] for line in made] == [build.shared_bytes for _, build in expected]
@@ -179,6 +182,11 @@ def test_what_compiled_becomes_evidence_of_these_implementations_alone(capsys):
         for name, kernels in attention.items()
         for primitive in ("sparse_decode", "sparse_prefill")
     } | {("nvidia.native", "topk_select"): ({"topk_select"}, compile_all.TARGETS)}
+    scores = {build.kernel for build in INDEXER}
+    wanted |= {
+        ("nvidia.native", "indexer_logits"): (scores, ("sm90",)),
+        ("nvidia.native", "indexer_select"): (scores | {"topk_select"}, ("sm90",)),
+    }
     targets = {(claim.implementation, claim.primitive): claim.targets for claim in declared.claims if claim.targets}
     assert targets == {claim: archs for claim, (_, archs) in wanted.items()}
     made_for = sorted((record["implementation"], record["primitive"], record["target"]) for record in records)
@@ -200,7 +208,9 @@ def test_a_build_that_does_not_fit_fails_the_command(capsys, monkeypatch):
     most = max(build.shared_bytes for build in ALL)
     monkeypatch.setattr(compile_all, "SHARED_MEMORY", {"sm90": most - 1})
     code, made = lines(capsys, "--quick", "sm90")
-    assert code == 1 and sorted(line["kernel"] for line in made) == sorted({build.kernel for build in (*ALL, FEW_ROWS)})
+    assert code == 1 and sorted(line["kernel"] for line in made) == sorted(
+        {build.kernel for build in (*ALL, FEW_ROWS, *INDEXER)}
+    )
     refused = f"{most} bytes of shared memory, sm90 has {most - 1}: choose fewer stages"
     assert {line["error"] for line in made} == {"", refused}
     assert all((line["error"] == refused) == (line["shared"] == most) for line in made)

@@ -28,6 +28,7 @@ SOURCE = files(native).joinpath("topk_select.cu").read_text(encoding="utf-8")
 _LETTERS = {"int": "i", "i64": "q"}
 _ASSEMBLY = (
     (r'asm volatile\("prefetch\.global\.L2 \[%0\];" ::"l"\(line\)\);', ""),
+    (r'asm volatile\("griddepcontrol\.wait;" ::: "memory"\);', ""),
     (r'asm volatile\("barrier\.cluster\.arrive\.release;" ::: "memory"\);', "emulated_arrive();"),
     (r'asm volatile\("barrier\.cluster\.wait\.acquire;" ::: "memory"\);', "emulated_wait();"),
     (r'asm\("mapa\.u64 %0, %1, 0;" : "=l"\(theirs\) : "l"\(mine\)\);', "theirs = emulated_first(mine);"),
@@ -90,7 +91,7 @@ class Model:
     def max_clusters(self, size: int) -> int:
         return self.held(size)
 
-    def prepare(self, grid: tuple[int, int], cluster: int, *fixed: Any) -> Callable[..., None]:
+    def prepare(self, grid: tuple[int, int], cluster: int, *fixed: Any, starts_early: bool = False) -> Callable[..., None]:
         self.prepared += 1
         assert cluster == grid[1]
         return lambda *changing: self.run(grid, *changing, *fixed)

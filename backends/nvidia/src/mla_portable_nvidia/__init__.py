@@ -18,6 +18,7 @@ from mla_portable_nvidia.flat_decode import flat_implementations
 from mla_portable_nvidia.indexer_baselines import indexer_baselines
 from mla_portable_nvidia.native.bind import native_implementations
 from mla_portable_nvidia.native.images import VARIABLE as CACHE_VARIABLE
+from mla_portable_nvidia.native.indexer_logits import indexer_implementations
 from mla_portable_nvidia.native.topk_select import topk_implementations
 from mla_portable_nvidia.support import TRUNCATION_VARIABLE
 from mla_portable_nvidia.vllm_ops import data_implementations
@@ -33,6 +34,7 @@ def mla_portable_register(registrar: Registrar) -> None:
         *flat_implementations(),
         *native_implementations(),
         *topk_implementations(),
+        *indexer_implementations(),
         *data_implementations(),
         *deepgemm_implementations(),
         *select_implementations(),

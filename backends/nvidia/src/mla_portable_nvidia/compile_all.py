@@ -24,19 +24,25 @@ from typing import Any, Final
 from mla_portable_nvidia.native.bind import native_implementations
 from mla_portable_nvidia.native.build import KernelBuild, compile_build
 from mla_portable_nvidia.native.choice import BUILDS
+from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL, indexer_implementations
 from mla_portable_nvidia.native.nvrtc import CompilationFailed, NvrtcNotFound, nvrtc_version
 from mla_portable_nvidia.native.topk_select import FEW_ROWS, MANY_ROWS, topk_implementations
 
 __all__ = ["IMPLEMENTATIONS", "SHARED_MEMORY", "TARGETS", "compile_arch", "cuobjdump", "main"]
 
-IMPLEMENTATIONS: Final = tuple(dict.fromkeys(each.name for each in (*native_implementations(), *topk_implementations())))
+_OFFERED: Final = (*native_implementations(), *topk_implementations(), *indexer_implementations())
+IMPLEMENTATIONS: Final = tuple(dict.fromkeys(each.name for each in _OFFERED))
 """FlashMLA's and vLLM's kernels come as machine code."""
 SHARED_MEMORY: Final = {arch: size << 10 for arch, size in (("sm80", 163), ("sm90", 227), ("sm100", 227))} | dict.fromkeys(
     ("sm86", "sm89", "sm120", "sm121"), 99 << 10
 )
 """DeviceFacts.arch -> bytes one thread block may use. CUDA C++ Programming Guide, "Compute Capabilities"."""
 TARGETS: Final = tuple(sorted(SHARED_MEMORY, key=lambda arch: int(arch[2:])))
-_BUILDS: Final[tuple[KernelBuild, ...]] = (*(build for builds in BUILDS.values() for build in builds), FEW_ROWS, MANY_ROWS)
+_BUILDS: Final[tuple[KernelBuild, ...]] = (
+    *(build for builds in BUILDS.values() for build in builds),
+    *(FEW_ROWS, MANY_ROWS),
+    *(*DECODE.values(), *PREFILL.values()),
+)
 _QUICK: Final = tuple({build.kernel: build for build in _BUILDS}.values())
 """The last build of each kernel."""
 

@@ -30,7 +30,7 @@ from mla_portable_nvidia.native.build import load
 from mla_portable_nvidia.native.checks import check
 from mla_portable_nvidia.native.choice import FEW, Cut, builds, choose
 from mla_portable_nvidia.native.driver import Kernel, Launch
-from mla_portable_nvidia.native.sparse_decode import HEADER, Build, Tensors, prepare
+from mla_portable_nvidia.native.sparse_decode import HEADERS, Build, Tensors, prepare
 
 __all__ = ["ARCHS", "native_implementations"]
 
@@ -255,6 +255,6 @@ def native_implementations() -> Iterator[Implementation]:
                 sources=(
                     *(f"mla_portable_nvidia.native.{module}" for module in (*_MODULES, *kernels)),
                     "mla_portable_nvidia.head_padding",
-                    *(f"mla_portable_nvidia.native:{file}" for file in (HEADER, *(f"{kernel}.cu" for kernel in kernels))),
+                    *(f"mla_portable_nvidia.native:{file}" for file in (*HEADERS, *(f"{kernel}.cu" for kernel in kernels))),
                 ),
             )

@@ -25,6 +25,7 @@ _BUFFER_SIZE: Final = 2
 _DYNAMIC_SHARED: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _WIDE_CLUSTERS: Final = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _CLUSTER_DIMENSION: Final = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_PROGRAMMATIC_ORDER: Final = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _INVALID_CONTEXT: Final = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread has no current context
 _INVALID_CLUSTER_SIZE: Final = 912  # CUDA_ERROR_INVALID_CLUSTER_SIZE
 
@@ -98,9 +99,12 @@ class _Config(ctypes.Structure):
 
 
 @functools.cache
-def _cluster(size: int) -> Any:
-    """The launch attribute that makes clusters of 1 x size blocks."""
-    return ctypes.pointer(_Attribute(id=_CLUSTER_DIMENSION, value=(1, size, 1)))
+def _attributes(cluster: int, starts_early: bool = False) -> tuple[Any, int]:
+    """The attributes of a launch, and how many: clusters of 1 x `cluster` blocks; a start before the kernel in front ends."""
+    listed = [_Attribute(id=_CLUSTER_DIMENSION, value=(1, cluster, 1))] if cluster > 1 else []
+    if starts_early:
+        listed.append(_Attribute(id=_PROGRAMMATIC_ORDER, value=(1, 0, 0)))
+    return ((_Attribute * len(listed))(*listed) if listed else None), len(listed)
 
 
 class Module:
@@ -158,7 +162,7 @@ class Kernel:
     def max_clusters(self, size: int) -> int:
         """How many clusters of `size` blocks the device can hold at once; 0 where it cannot launch one."""
         count = ctypes.c_int()
-        config = _Config(1, size, 1, self._threads, 1, 1, self._shared, None, _cluster(size), 1)
+        config = _Config(1, size, 1, self._threads, 1, 1, self._shared, None, *_attributes(size))
         with torch.cuda.device(self.device):
             _make_current(self.device)
             code = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self.function, ctypes.byref(config))
@@ -167,10 +171,12 @@ class Kernel:
         _check(code, f"cuOccupancyMaxActiveClusters for {size} blocks of {self.name}")
         return count.value
 
-    def prepare(self, grid: tuple[int, int], cluster: int, *fixed: Any) -> Launch:
-        """Launches of `grid` blocks, `cluster` of them along y in a cluster; fixed: as declared, in order."""
-        attributes, count = (None, 0) if cluster == 1 else (_cluster(cluster), 1)
-        config = _Config(grid[0], grid[1], 1, self._threads, 1, 1, self._shared, None, attributes, count)
+    def prepare(self, grid: tuple[int, int], cluster: int, *fixed: Any, starts_early: bool = False) -> Launch:
+        """Launches of `grid` blocks, `cluster` of them along y in a cluster; fixed: as declared, in order.
+
+        starts_early: the kernel waits by itself (griddepcontrol.wait) for the one in front of it in the stream.
+        """
+        config = _Config(grid[0], grid[1], 1, self._threads, 1, 1, self._shared, None, *_attributes(cluster, starts_early))
         return Launch(self, config, self._all.pack(*self._blank, *fixed))
 
 

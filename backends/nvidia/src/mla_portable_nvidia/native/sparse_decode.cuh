@@ -3,16 +3,8 @@
 //
 // An includer defines ROW and ROW_STRIDE, the bytes of a row of the cache and between rows of a stage, before it includes this.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef long long i64;
+#include "instructions.cuh"
 
-#ifndef VISIBLE
-#define VISIBLE 0                 // 1: every lane arrives at the barriers, and copies by itself; see ci/gpu_sanitize
-#endif
-#define ARRIVALS (VISIBLE ? 32 : 1)  // of a warp at a barrier
 #define TN 32                     // tokens of a tile
 #define MAX_SPLITS 16             // blocks of a cluster
 #define LOG2_E 1.4426950408889634f
@@ -30,46 +22,6 @@ struct Cache {
     int num_slots, block_size;  // block_size 0: blocks are side by side
     i64 block_stride;           // bytes
 };
-
-// ---- shared memory and its barriers
-__device__ __forceinline__ u32 smem_u32(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-template <typename T>
-__device__ __forceinline__ T& at(u8* smem, u32 offset) { return *reinterpret_cast<T*>(smem + offset); }
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// one arrival for all lanes, which have met: what they did before they met is done before it
-__device__ __forceinline__ void warp_arrive(u32 barrier, int lane) {
-    if (VISIBLE || lane == 0) barrier_arrive(barrier);
-}
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    u32 done;
-    do {
-        asm volatile("{.reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;}"
-                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    } while (!done);
-}
-// what was written to shared memory, before copies and tensor cores that work beside the thread see it
-__device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// COUNT threads of the block meet, by number
-template <int COUNT>
-__device__ __forceinline__ void meet(int number) {
-    asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
-}
-template <int COUNT>
-__device__ __forceinline__ void set_registers_up() {
-    if (!VISIBLE) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
-template <int COUNT>
-__device__ __forceinline__ void set_registers_down() {
-    if (!VISIBLE) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
 
 // ---- matrices
 __device__ __forceinline__ void ldmatrix4(u32 (&r)[4], u32 a) {
@@ -149,7 +101,6 @@ __device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffff
 __device__ __forceinline__ int size_exponent(u32 size) { return max((int)(size >> 23) - 127, -60); }
 // 2^e for e in [-126, 127]
 __device__ __forceinline__ float power(int e) { return __int_as_float((e + 127) << 23); }
-__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 __device__ __forceinline__ void add(float4& sum, const float4 v, float weight) {
     sum.x += v.x * weight, sum.y += v.y * weight, sum.z += v.z * weight, sum.w += v.w * weight;
 }

@@ -17,11 +17,11 @@ from torch import Tensor
 from mla_portable_nvidia.native.build import KernelBuild
 from mla_portable_nvidia.native.driver import Kernel, Launch
 
-__all__ = ["HEADER", "MAX_SPLITS", "Build", "Tensors", "prepare"]
+__all__ = ["HEADERS", "MAX_SPLITS", "Build", "Tensors", "prepare"]
 
 MAX_SPLITS: Final = 16
 """Blocks of a cluster: 8 on every device of compute capability 9.0, 16 where the device allows it."""
-HEADER: Final = "sparse_decode.cuh"
+HEADERS: Final = ("instructions.cuh", "sparse_decode.cuh")
 """What the kernels' sources share."""
 
 
@@ -36,7 +36,7 @@ class Build(KernelBuild):
             are to allow.
     """
 
-    headers: ClassVar[tuple[str, ...]] = (HEADER,)
+    headers: ClassVar[tuple[str, ...]] = HEADERS
     changing: ClassVar[str] = "7P f"  # addresses, the scale
     fixed: ClassVar[str] = "7i 14q"  # what shapes and strides say
     archs: ClassVar[Mapping[str, str]] = MappingProxyType({"sm90": "sm_90a"})

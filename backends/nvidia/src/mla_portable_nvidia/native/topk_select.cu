@@ -358,6 +358,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_select
     int topk, int num_logits, i64 logits_stride, i64 out_stride) {
     extern __shared__ __align__(16) u8 smem[];
     Shared& s = *reinterpret_cast<Shared*>(smem);
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");  // for the scores, where their kernel lets this one start before its end
+#endif
     const i64 row = blockIdx.x;
     const int block = blockIdx.y, blocks = gridDim.y;  // of the row
     const int begin = max(starts[row], 0), length = max(min(ends[row], num_logits) - begin, 0);

@@ -122,10 +122,13 @@ class _Device:
 
 
 class NativeTopkSelect:
-    """topk_select for a bound request; devices are loaded at bind or at their first call."""
+    """topk_select for a bound request; devices are loaded at bind or at their first call.
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    starts_early: what is in front of it in the stream is a kernel that lets it start before its end.
+    """
+
+    def __init__(self, request: Request, *, starts_early: bool = False) -> None:
+        self._request, self._starts_early = request, starts_early
         self._devices: dict[int, _Device] = {}
         self._launches: dict[tuple[Any, ...], Launch] = {}
         device = device_with(request.device)
@@ -159,7 +162,8 @@ class NativeTopkSelect:
             raise InvalidArgument("nvidia.native", "topk", got=topk, expected=f"at most {MAX_TOPK}")
         rows, num_logits = logits.shape
         kernel, blocks = self._on(logits.get_device()).cut(rows, num_logits)
-        return kernel.prepare((rows, blocks), blocks, topk, num_logits, logits.stride(0), out.stride(0))
+        fixed = topk, num_logits, logits.stride(0), out.stride(0)
+        return kernel.prepare((rows, blocks), blocks, *fixed, starts_early=self._starts_early)
 
 
 def bind_topk_select(request: Request) -> TopkSelect:
