@@ -16,8 +16,9 @@ from mla_portable import primitives
 from mla_portable.contracts import DeviceFacts, Primitive, Request
 from mla_portable.layouts import LAYOUTS, index_query_dtype
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_SELECT, TOPK_SELECT
+from mla_portable.primitives import _select_in_parts as parts
 from mla_portable_triton import bind_indexer
-from mla_portable_triton.kernels import index_keys, indexer_cache_write, indexer_logits, indexer_logits_ragged, indexer_select
+from mla_portable_triton.kernels import index_keys, indexer_cache_write, indexer_logits, indexer_logits_ragged
 from mla_portable_triton.kernels import topk_select as topk
 from mla_portable_triton.kernels.indexer_logits import REQUEST_TILE
 
@@ -112,19 +113,19 @@ def test_a_selection_is_the_topk_of_the_scores_however_many_rows_fit(queries: li
         want = bound(TOPK_SELECT, None)(logits, zeros, zeros + width, topk=count)
         assert ((want >= 0).sum(dim=1) == (logits > -math.inf).sum(dim=1).clamp(max=count)).all()
         for rows in (tokens, 3, 1):
-            monkeypatch.setattr(indexer_select, "SCRATCH_BYTES", (1 << 10) + rows * 4 * (width + 2))
-            assert indexer_select.rows_at_a_time(tokens, width, count) <= rows
+            monkeypatch.setattr(parts, "SCRATCH_BYTES", (1 << 10) + rows * 4 * (width + 2))
+            assert parts.rows_at_a_time(tokens, width, topk.scratch_bytes(1, width, count)) <= rows
             out = torch.full((tokens, count), 7, dtype=torch.int32, device=DEVICE)
             assert torch.equal(bound(INDEXER_SELECT, kv)(*arguments, topk=count, out=out), want)
 
 
 def test_scratch_is_bounded_at_any_batch_and_context(monkeypatch: pytest.MonkeyPatch):
-    limit = indexer_select.SCRATCH_BYTES
+    limit = parts.SCRATCH_BYTES
     assert limit == 64 << 20
     for tokens in (1, 64, 4096, 70_000):
         for width in (64, 4096, 4160, 32_768, 163_840, 1 << 20):
             for count in (1, 2048, 4096):
-                rows = indexer_select.rows_at_a_time(tokens, width, count)
+                rows = parts.rows_at_a_time(tokens, width, topk.scratch_bytes(1, width, count))
                 assert 1 <= rows <= tokens
                 assert 4 * rows * (width + 2) + topk.scratch_bytes(rows, width, count) <= limit
                 assert rows == tokens or 8 * rows * (width + 2) > limit / 4, "and it is used"

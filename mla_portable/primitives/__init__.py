@@ -47,3 +47,4 @@ from mla_portable.primitives.indexer_logits import *
 from mla_portable.primitives.indexer_logits_ragged import *
 from mla_portable.primitives.topk_select import *
 from mla_portable.primitives.indexer_select import *
+from mla_portable.primitives._select_in_parts import SelectInParts as SelectInParts

@@ -20,6 +20,7 @@ from test_triton_indexer import pages_of
 
 from mla_portable.contracts import Request
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_SELECT, TOPK_SELECT
+from mla_portable.primitives import _select_in_parts as parts
 from mla_portable.primitives.indexer_logits import reference
 from mla_portable.primitives.indexer_select import reference as select_reference
 from mla_portable.primitives.topk_select import reference as topk_reference
@@ -27,7 +28,7 @@ from mla_portable_nvidia import compile_all, native
 from mla_portable_nvidia.native import build as kernel_build
 from mla_portable_nvidia.native import indexer_logits as indexer
 from mla_portable_nvidia.native.build import compile_build
-from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL, indexer_implementations, rows_at_a_time, tokens_of_block
+from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL, indexer_implementations, tokens_of_block
 
 BUILDS = (*DECODE.values(), *PREFILL.values())
 _LETTERS = {"int": "i", "i64": "q"}
@@ -169,12 +170,12 @@ def test_queries_at_odd_addresses_are_copied(models):
 
 @pytest.mark.parametrize("scratch", [64 << 20, 4096])
 def test_select_takes_the_tokens_in_parts_that_fit_its_scratch(models, monkeypatch, scratch):
-    monkeypatch.setattr(indexer, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(parts, "SCRATCH_BYTES", scratch)
     arguments = problem([9, 6], [150, 192])
     got = indexer.bind_indexer_select(request(INDEXER_SELECT, topk=64))(*arguments, topk=64)
     assert torch.equal(got, select_reference(*arguments, topk=64, dtype=torch.float32))
     (model,) = (model for model in models.values() if model.launches)
-    rows = rows_at_a_time(15, 192)
+    rows = parts.rows_at_a_time(15, 192)
     assert [each.first_token for each in model.launches] == list(range(0, 15, rows)) and (rows < 15) == (scratch == 4096)
 
 
@@ -183,15 +184,6 @@ def test_nothing_is_launched_where_there_is_nothing_to_choose(models):
     assert (bound(*arguments[:5], arguments[5][:, :0], topk=4) == -1).all()
     assert bound(arguments[0][:0], arguments[1][:0], *arguments[2:], topk=4).shape == (0, 4)
     assert not any(model.launches for model in models.values())
-
-
-@pytest.mark.parametrize("num_logits", [64, 4096, 131_072, 1 << 20])
-@pytest.mark.parametrize("tokens", [1, 64, 4096])
-def test_parts_stay_within_the_scratch_and_are_alike(num_logits, tokens):
-    rows = rows_at_a_time(tokens, num_logits)
-    assert 1 <= rows <= tokens and (rows == 1 or 4 * rows * (num_logits + 2) <= indexer.SCRATCH_BYTES - 1024)
-    parts = -(-tokens // rows)
-    assert parts * rows - tokens < parts
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from mla_portable.primitives import (
     IndexerLogits,
     IndexerLogitsRagged,
     IndexerSelect,
+    SelectInParts,
     TopkSelect,
     bind_part,
 )
@@ -118,25 +120,23 @@ def bind_topk_select(request: Request[TopkSelect]) -> TopkSelect:
 
 def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
     """indexer_select for any K and up to 128 heads; graph-safe with `out`. Its top-k is the topk_select that is chosen here."""
-    from mla_portable_triton.kernels import indexer_select as kernel
+    from mla_portable_triton.kernels import indexer_logits, topk_select
 
     numbers = _numbers(request)
     choose = bind_part(Request(TOPK_SELECT, request.device, topk=request.topk, graph=request.graph), bind_topk_select)
 
-    def indexer_select(
+    def score(
+        out: Tensor,
+        bounds: Tensor,
         q: Tensor,
         weights: Tensor,
         index_cache: Tensor,
         query_start_loc: Tensor,
         seq_lens: Tensor,
         block_table: Tensor,
-        *,
-        topk: int,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        if out is None:
-            out = torch.empty((q.shape[0], topk), dtype=torch.int32, device=q.device)
-        kernel.launch(out, q, weights, index_cache, query_start_loc, seq_lens, block_table, numbers=numbers, choose=choose)
-        return out
+        first: int,
+    ) -> None:
+        pages = query_start_loc, seq_lens, block_table
+        indexer_logits.launch(out, q, weights, index_cache, *pages, numbers=numbers, bounds=bounds, first_token=first)
 
-    return indexer_select
+    return SelectInParts(score, choose, partial(topk_select.scratch_bytes, 1))

@@ -86,7 +86,7 @@ SUPPORT: Final[dict[Primitive, Support]] = {
     INDEXER_CACHE_WRITE: _support("indexer_cache_write", kv_layouts=_INDEX),
     INDEXER_LOGITS: _support("indexer_logits", **_SCORES),
     INDEXER_LOGITS_RAGGED: _support("indexer_logits_ragged", **_SCORES),
-    INDEXER_SELECT: _support("indexer_select", **_SCORES, workspace_bytes=lambda request: 64 << 20),
+    INDEXER_SELECT: _support("indexer_select", **_SCORES, workspace_bytes=lambda request: DEFAULT_SCRATCH_BYTES),
 }
 
 

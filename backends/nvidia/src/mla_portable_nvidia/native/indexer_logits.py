@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
-import torch
 from torch import Tensor
 
-from mla_portable.contracts import Implementation, MLAPortableError, Request, Support
+from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, Implementation, MLAPortableError, Request, Support
 from mla_portable.layouts import INDEX_FP8
-from mla_portable.primitives import INDEXER_LOGITS, INDEXER_SELECT, TOPK_SELECT, IndexerLogits, IndexerSelect
+from mla_portable.primitives import INDEXER_LOGITS, INDEXER_SELECT, TOPK_SELECT, IndexerLogits, IndexerSelect, SelectInParts
 from mla_portable_nvidia.discovery import device_with
 from mla_portable_nvidia.head_padding import aligned
 from mla_portable_nvidia.native.build import KernelBuild, load
@@ -24,12 +23,10 @@ from mla_portable_nvidia.native.checks import check
 from mla_portable_nvidia.native.driver import Kernel, Launch
 from mla_portable_nvidia.native.topk_select import MAX_TOPK, NativeTopkSelect
 
-__all__ = ["HEADS", "SCRATCH_BYTES", "DecodeBuild", "IndexerBuild", "NativeScores", "PrefillBuild", "indexer_implementations"]
+__all__ = ["HEADS", "DecodeBuild", "IndexerBuild", "NativeScores", "PrefillBuild", "indexer_implementations"]
 
 HEADS: Final = (32, 64)
 """GLM-5's and DeepSeek-V3.2's."""
-SCRATCH_BYTES: Final = 64 << 20
-"""Of indexer_select, what allocators round up to included."""
 _PAGE: Final = 64
 _TILE: Final = 4 * _PAGE
 """Positions of a block in prefill."""
@@ -167,9 +164,9 @@ class NativeScores:
         Args:
             bounds: None to write all of `out`; or [2, T'] int32, where it is written which positions each token sees, the
                 only ones that are written.
-            q: aligned; else as of IndexerLogits.
+            The rest: see IndexerLogits.
         """
-        rows = out.shape[0]
+        q, rows = aligned(q), out.shape[0]
         shapes = q.shape, index_cache.shape, block_table.shape, out.shape, q.get_device()
         strides = q.stride(), weights.stride(0), index_cache.stride(0), block_table.stride(0), out.stride(0)
         launch = self._launches.get((shapes, strides))
@@ -229,56 +226,20 @@ def bind_indexer_logits(request: Request[IndexerLogits]) -> IndexerLogits:
         *,
         out: Tensor,
     ) -> Tensor:
-        scores(out, None, aligned(q), weights, index_cache, query_start_loc, seq_lens, block_table)
+        scores(out, None, q, weights, index_cache, query_start_loc, seq_lens, block_table)
         return out
 
     return indexer_logits
 
 
-def rows_at_a_time(num_tokens: int, num_logits: int) -> int:
-    """Tokens whose scores are held at a time, at least 1; alike in all parts but the last."""
-    most = max(1, (SCRATCH_BYTES - (1 << 10)) // (4 * (num_logits + 2)))
-    return -(-num_tokens // -(-num_tokens // most))
-
-
 def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
     """indexer_select: scores of some tokens at a time, then their top-k. Raises: as bind_indexer_logits."""
-    score = NativeScores(request)
-    choose = NativeTopkSelect(Request(TOPK_SELECT, request.device, topk=request.topk, graph=request.graph), starts_early=True)
-
-    def indexer_select(
-        q: Tensor,
-        weights: Tensor,
-        index_cache: Tensor,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        block_table: Tensor,
-        *,
-        topk: int,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        num_tokens, num_logits = q.shape[0], block_table.shape[1] * index_cache.shape[1]
-        if out is None:
-            out = torch.empty((num_tokens, topk), dtype=torch.int32, device=q.device)
-        if num_tokens == 0:
-            return out
-        if num_logits == 0 or index_cache.shape[0] == 0:
-            return out.fill_(-1)
-        q, rows = aligned(q), rows_at_a_time(num_tokens, num_logits)
-        logits = torch.empty((rows, num_logits), dtype=torch.float32, device=q.device)
-        bounds = torch.empty((2, rows), dtype=torch.int32, device=q.device)
-        for first in range(0, num_tokens, rows):
-            some = slice(0, min(rows, num_tokens - first))
-            scores, limits = logits[some], bounds[:, some]
-            score(scores, limits, q, weights, index_cache, query_start_loc, seq_lens, block_table, first)
-            choose(scores, limits[0], limits[1], topk=topk, out=out[first : first + rows])
-        return out
-
-    return indexer_select
+    part = Request(TOPK_SELECT, request.device, topk=request.topk, graph=request.graph)
+    return SelectInParts(NativeScores(request), NativeTopkSelect(part, starts_early=True))
 
 
 def _scratch(request: Request[Any]) -> int:
-    return SCRATCH_BYTES
+    return DEFAULT_SCRATCH_BYTES
 
 
 def indexer_implementations() -> Iterator[Implementation[Any]]:
@@ -317,6 +278,7 @@ def indexer_implementations() -> Iterator[Implementation[Any]]:
         preference=8.0,
         sources=(
             *modules,
+            "mla_portable.primitives._select_in_parts",
             "mla_portable_nvidia.native.topk_select",
             "mla_portable_nvidia.head_padding",
             *files,

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""indexer_select made of two kernels: scores of some tokens at a time into bounded scratch, then the top-k of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from mla_portable.primitives.topk_select import TopkSelect
+
+__all__ = ["SCRATCH_BYTES", "SelectInParts", "rows_at_a_time"]
+
+SCRATCH_BYTES: Final = 64 << 20
+"""What indexer_select may allocate besides its result."""
+_ROUNDING: Final = 1 << 10
+"""What an allocator may round two tensors up by."""
+
+
+class SeenScores(Protocol):
+    """Scores of the tokens from `first` on: indexer_logits, but for what a token does not see.
+
+    out: [T', N] float32, of which only what a token sees is written. bounds: [2, T'] int32, written: each token sees positions
+    bounds[0] to bounds[1] - 1. The rest: see `mla_portable.primitives.IndexerLogits`.
+    """
+
+    def __call__(
+        self,
+        out: Tensor,
+        bounds: Tensor,
+        q: Tensor,
+        weights: Tensor,
+        index_cache: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        first: int,
+    ) -> None: ...
+
+
+def rows_at_a_time(num_tokens: int, num_logits: int, beside: int = 0) -> int:
+    """Tokens whose scores are held at a time, at least 1; alike in all parts but the last.
+
+    Args:
+        beside: bytes that the top-k takes for each.
+    """
+    most = max(1, (SCRATCH_BYTES - _ROUNDING) // (4 * (num_logits + 2) + beside))
+    return -(-num_tokens // -(-num_tokens // most))
+
+
+class SelectInParts:
+    """The callable; see `mla_portable.primitives.IndexerSelect`. Graph-safe with `out` where its parts are.
+
+    Args:
+        score: the scores. choose: the top-k. beside: (N, K) -> bytes that `choose` takes for each row.
+    """
+
+    def __init__(
+        self, score: SeenScores, choose: TopkSelect, beside: Callable[[int, int], int] = lambda width, topk: 0
+    ) -> None:
+        self._score, self._choose, self._beside = score, choose, beside
+
+    def __call__(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        index_cache: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        *,
+        topk: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        num_tokens, num_logits = q.shape[0], block_table.shape[1] * index_cache.shape[1]
+        if out is None:
+            out = torch.empty((num_tokens, topk), dtype=torch.int32, device=q.device)
+        if num_tokens == 0:
+            return out
+        if num_logits == 0 or index_cache.shape[0] == 0:
+            return out.fill_(-1)
+        rows = rows_at_a_time(num_tokens, num_logits, self._beside(num_logits, topk))
+        logits = torch.empty((rows, num_logits), dtype=torch.float32, device=q.device)
+        bounds = torch.empty((2, rows), dtype=torch.int32, device=q.device)
+        for first in range(0, num_tokens, rows):
+            count = min(rows, num_tokens - first)
+            scores, limits = logits[:count], bounds[:, :count]
+            self._score(scores, limits, q, weights, index_cache, query_start_loc, seq_lens, block_table, first)
+            self._choose(scores, limits[0], limits[1], topk=topk, out=out[first : first + count])
+        return out
