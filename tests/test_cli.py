@@ -323,14 +323,6 @@ def test_bench_dispatch():
     assert "launcher" in invoke("bench", "dispatch", "--batches", "2", "--calls", "3").stdout
 
 
-def test_bench_step():
-    answer = document("bench", "step", *SMALL, "--repeat", "3")
-    assert answer["ok"] and {row["timing"]["n"] for row in answer["primitives"]} == {3}
-    assert "p90 ms" in invoke("bench", "step", *SMALL).stdout
-    registry = registry_with(("spoiled", Spoiled({"merge_states": WRONG["merge_states"]})), probe=False)
-    assert "WRONG" in invoke("bench", "step", *SMALL, registry=registry, code=1).stdout
-
-
 # ---------------------------------------------------------------------- the page
 
 
