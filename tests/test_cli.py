@@ -34,7 +34,7 @@ OF_A_STEP = [str(primitive) for primitive in Primitive.all() if primitive.cache 
 # ---------------------------------------------------------------------- help and usage
 
 
-@pytest.mark.parametrize("words", [[], ["run"], ["doctor"], ["explain"], ["conform"], ["bench"], ["bench", "step"]])
+@pytest.mark.parametrize("words", [[], ["run"], ["doctor"], ["explain"], ["conform"], ["bench", "kernels"]])
 def test_help_needs_no_torch(words):
     code = "import sys; from mla_portable.tools.cli import main\ntry: main()\nfinally: sys.exit(int('torch' in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code, *words, "--help"], capture_output=True, text=True)
