@@ -305,6 +305,11 @@ def test_a_suite_that_ran_nothing_fails():
     assert document("conform", "reference", "--match", "no such case", code=1)["totals"]["cases"] == 0
 
 
+def test_a_run_without_a_bound_makes_as_many_runs_as_it_says():
+    answer = document("run", *SMALL, "--repeat", "3", "--max-seconds", "0")
+    assert answer["ok"] and {row["timing"]["n"] for row in answer["primitives"]} == {3}
+
+
 def test_bench_plan():
     answer = document("bench", "plan", "--repeat", "1")
     assert answer["rows"] and all(row["median_us"] > 0 and row["n"] == 1 for row in answer["rows"])
