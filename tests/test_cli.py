@@ -201,9 +201,7 @@ atexit.register(say, "exit")
 """
 
 
-@pytest.mark.parametrize(
-    "words", ["doctor", "explain merge_states", "matrix --check", "conform loud --level smoke --primitive merge_states"]
-)
+@pytest.mark.parametrize("words", ["doctor", "matrix --check", "conform loud --level smoke --primitive merge_states"])
 def test_the_document_is_alone_on_stdout_whatever_a_plugin_writes_there(tmp_path, words):
     (tmp_path / "loud_plugin.py").write_text(LOUD)
     dist = tmp_path / "loud-1.dist-info"
@@ -220,7 +218,7 @@ def test_the_document_is_alone_on_stdout_whatever_a_plugin_writes_there(tmp_path
             assert f"{way}: {what}\n" in done.stderr
 
 
-@pytest.mark.parametrize("words", ["matrix --json", "matrix --format md", "matrix", "--help"])
+@pytest.mark.parametrize("words", ["matrix --json", "matrix", "--help"])
 def test_a_reader_that_leaves_early_causes_no_traceback(words):
     command = [sys.executable, "-m", "mla_portable", *words.split()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
