@@ -8,7 +8,6 @@ Rows of the cache that no index names, gaps between blocks, outputs and scratch 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,16 +17,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton_machine import device, facts, memory_is_poisoned
 
 from mla_portable.contracts import DeviceFacts, Request, SplitSchedule, split_kv
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
-from mla_portable.tools.conformance.poison import poisoned
 from mla_portable_triton.attention_configs import CONFIGS, attention_config
 from mla_portable_triton.bind_attention import bind_merge_states, bind_sparse_decode, bind_sparse_prefill
 from mla_portable_triton.kernels.bfloat16 import dot_operand, to_bfloat16
 from mla_portable_triton.kernels.strides import stride_unit
-from mla_portable_triton.support import interpreter_is_on
+
+__all__ = ["device", "facts", "memory_is_poisoned"]  # fixtures
 
 LAYOUTS = ("bf16", "fp8_ds_mla")
 SCALE = 0.06
@@ -35,35 +35,6 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 NAN, INF = float("nan"), float("inf")
 
 Pair = tuple[Tensor, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def memory_is_poisoned() -> Iterator[None]:
-    with poisoned():
-        yield
-
-
-@pytest.fixture(scope="module")
-def device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    if not interpreter_is_on():
-        pytest.fail("no GPU, and Triton's interpreter is off: set TRITON_INTERPRET=1 before triton is imported")
-    return torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def facts(device: torch.device) -> DeviceFacts:
-    """What the kernels are bound for; with no multiprocessor counted, rows are never split unless a test says so."""
-    if device.type == "cpu":
-        return DeviceFacts(vendor="cpu", name="cpu", arch="cpu", device_type="cpu")
-    major, minor = torch.cuda.get_device_capability(device)
-    return DeviceFacts(
-        vendor="nvidia",
-        name=torch.cuda.get_device_name(device),
-        arch=f"sm{major}{minor}",
-        has_fp8_conversion=(major, minor) >= (8, 9),
-    )
 
 
 class Problem:
