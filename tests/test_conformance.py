@@ -85,7 +85,7 @@ def test_what_vendors_may_do_stays_within_the_tolerances(variant):
     for primitive in (SPARSE_DECODE, SPARSE_PREFILL):
         implementation = model.implementation(primitive)
         cases = [c for c in cases_for(implementation, CPU, "quick") if isinstance(c.params, AttentionParams)]
-        cases = [c for c in cases if c.params.topk <= 128 and c.params.scene == ""]
+        cases = [c for c in cases if c.params.topk <= 128 and c.params.blocks != "address"]
         assert {c.params.scale_format for c in cases} == {None, "pow2", "amax"}
         if variant and "scales" in variant[0]:
             cases = [c for c in cases if c.params.scale_format]
@@ -348,12 +348,11 @@ def test_quick_covers_what_the_contract_promises():
     assert values(attention, "pattern") >= {"front", "middle", "end", "absent", "corpus", "duplicates"}
     assert values(attention, "kv") == {"workspace", "bf16", "fp8_ds_mla"}
     assert values(cases, "scale_format") == {None, "pow2", "amax"}
-    for primitive in (SPARSE_DECODE, SPARSE_PREFILL, CACHE_WRITE, GATHER_UPCONVERT):
-        mine = [c for c in cases if c.primitive is primitive]
-        assert {"packed", "strided"} <= values(mine, "blocks") and "address" in values(mine, "scene")
-    for primitive in (*SCORES, *SELECT):
+    for primitive in (SPARSE_DECODE, SPARSE_PREFILL, CACHE_WRITE, GATHER_UPCONVERT, *SCORES, *SELECT):
         mine = [c for c in cases if c.primitive is primitive]
         assert {"packed", "strided", "pair", "address"} <= values(mine, "blocks")
+    for primitive in (*SCORES, *SELECT):
+        mine = [c for c in cases if c.primitive is primitive]
         assert values(mine, "kv") == {"index_bf16", "index_fp8"}
     for primitive in (*BOTH, CONVERT_INDICES):
         assert "views" in values([c for c in cases if c.primitive is primitive], "outputs")
@@ -424,13 +423,12 @@ def test_gpus_get_graphs_and_large_problems():
     cases = everything("quick", H200)
     graphed = [c for c in cases if c.params.run == "graph"]
     assert {c.primitive for c in graphed} == set(Primitive.all()) and all(c.request.graph for c in graphed)
-    assert {c.params.kv for c in cases if getattr(c.params, "scene", "") == "address"} == {
-        "workspace", "bf16", "fp8_ds_mla",
-    }  # fmt: skip
-    assert {c.primitive for c in cases if getattr(c.params, "blocks", "") == "address"} == {*SCORES, *SELECT}
+    far = [c for c in cases if getattr(c.params, "blocks", "") == "address"]
+    assert {c.primitive for c in far} == {SPARSE_DECODE, SPARSE_PREFILL, CACHE_WRITE, GATHER_UPCONVERT, *SCORES, *SELECT}
+    assert {"workspace", "bf16", "fp8_ds_mla"} <= values(far, "kv")
     assert any(c.request.rows == 70_000 for c in everything("full", H200) if c.primitive is SPARSE_DECODE)
     small = DeviceFacts(vendor="nvidia", name="small", arch="sm89", memory_bytes=3 << 30, graph_capture=False)
-    assert not any(c.params.run == "graph" or getattr(c.params, "scene", "") for c in everything("full", small))
+    assert not any(c.params.run == "graph" or getattr(c.params, "blocks", "") == "address" for c in everything("full", small))
 
 
 def test_the_levels_are_named():

@@ -223,6 +223,7 @@ NONSENSE = {
     "archs is one string": lambda: bad_support(archs="sm90"),
     "heads is one number": lambda: bad_support(num_heads=64),
     "a limit is a text": lambda: bad_support(max_topk="2048"),
+    "a head count is a text": lambda: bad_support(padded_heads=("64",)),
     "negative preference": lambda: implementation("bad.v1", preference=-1),
     "preference is not a number": lambda: implementation("bad.v1", preference=float("nan")),
     "bind cannot be called": lambda: implementation("bad.v1", bind="kernel"),

@@ -11,8 +11,6 @@ import oracle
 import pytest
 import torch
 import torch_reference as reference
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import mla_portable.reference
 from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Request
@@ -99,23 +97,6 @@ def test_the_hook_offers_every_primitive_once():
 # --- rows
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    layout=st.sampled_from(LAYOUTS),
-    blocks=st.integers(1, 5),
-    block_size=st.sampled_from([1, 2, 7, 16, 64]),
-    gap_rows=st.integers(0, 2),
-    gap=st.integers(0, 40),
-)
-def test_a_slot_is_found_wherever_its_block_lies(layout: str, blocks: int, block_size: int, gap_rows: int, gap: int):
-    cache = empty_cache(layout, blocks, block_size, gap_rows=gap_rows, gap=gap)
-    cache[:] = torch.randint(0, 200, cache.shape, generator=seeded(blocks)).to(cache.dtype)
-    slots = torch.randint(0, blocks * block_size, (20,), generator=seeded(gap))
-    rows = CacheRows(cache)
-    assert rows.num_slots == blocks * block_size
-    assert torch.equal(rows.raw(slots), cache[slots // block_size, slots % block_size])
-
-
 def test_one_row_may_stand_for_every_slot():
     row = torch.randn(576).bfloat16()
     assert torch.equal(CacheRows(row.expand(3, 4, 576)).raw(torch.tensor([0, 11])), row.expand(2, 576))
@@ -192,24 +173,6 @@ run(4); before = peak(); run(256); print(peak() - before)
 
 
 # --- index conversion
-
-
-def test_each_reason_for_an_absent_index():
-    def convert(pos: int, entry: int, **options: int) -> int:
-        table = torch.tensor([[0, entry]], dtype=torch.int32)
-        indices, counts = reference.convert_indices(
-            torch.tensor([[pos]], dtype=torch.int32), torch.tensor([0], dtype=torch.int32), table, block_size=64, **options
-        )
-        assert counts.tolist() == [int(indices >= 0)]
-        return int(indices)
-
-    assert convert(65, 3) == 193
-    assert convert(128, 3) == -1  # a column that the table lacks
-    assert convert(-1, 3) == -1 and convert(-(2**31), 3) == -1
-    assert convert(65, -1) == -1 and convert(65, -(2**31)) == -1  # the entry is negative
-    assert convert(65, 3, num_slots=193) == -1 and convert(65, 3, num_slots=194) == 193
-    assert convert(127, 2**25 - 1) == INT_MAX  # the last slot that int32 holds
-    assert convert(64, 2**25) == -1 and convert(64, INT_MAX) == -1 and convert(64, 2**25, num_slots=2**40) == -1
 
 
 # --- cache

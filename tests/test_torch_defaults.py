@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -69,8 +70,23 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "deterministic": lambda: switched(torch.use_deterministic_algorithms, True, False),
     "precision medium": lambda: switched(torch.set_float32_matmul_precision, "medium", "highest"),
 }
+EXCLUSIVE = ("with device meta", "dtype float64")
+
+
+@contextmanager
+def all_at_once() -> Generator[None, None, None]:
+    """Every setting but those that exclude another one."""
+    with ExitStack() as stack:
+        for name, setting in SETTINGS.items():
+            if name not in EXCLUSIVE:
+                stack.enter_context(setting())
+        yield
+
+
+TOGETHER = {"all at once": all_at_once} | {name: SETTINGS[name] for name in EXCLUSIVE}
+"""What kernels are probed under, which takes seconds: what one setting breaks, all of them break."""
 REGISTRIES: defaultdict[object, Registry] = defaultdict(lambda: Registry(environ={}))
-"""One for each setting, under which it probes."""
+"""One for each of these, under which it probes."""
 
 
 def int32(*values: object) -> Tensor:
@@ -178,20 +194,19 @@ def usual() -> dict[str, Any]:
         return found | {"step": step()}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("way", "setting"), [*(("triton", each) for each in TOGETHER), *product(list(WAYS)[1:], SETTINGS)])
 def test_every_function_gives_the_same_bits(usual, setting: str, way: str):
     backend, facts = WAYS[way]
     registry = Registry(facts=facts, environ={}) if facts else REGISTRIES[setting]
-    with serving(registry), SETTINGS[setting]():
+    with serving(registry), (SETTINGS | TOGETHER)[setting]():
         found = results_of_every_function(backend)
     for name, want in usual[way].items():
         assert same_bits(found[name], want), name
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", TOGETHER)
 def test_a_layer_is_served_by_the_same_kernels_with_the_same_bits(usual, setting: str):
-    with serving(REGISTRIES[setting]), SETTINGS[setting]():
+    with serving(REGISTRIES[setting]), TOGETHER[setting]():
         served, found = step()
     assert served == usual["step"][0] and "triton.portable" in served.values()
     assert same_bits(found, usual["step"][1])

@@ -8,7 +8,6 @@ Rows of the cache that no index names, gaps between blocks, outputs and scratch 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,16 +17,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton_machine import device, facts, memory_is_poisoned
 
 from mla_portable.contracts import DeviceFacts, Request, SplitSchedule, split_kv
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
-from mla_portable.tools.conformance.poison import poisoned
 from mla_portable_triton.attention_configs import CONFIGS, attention_config
 from mla_portable_triton.bind_attention import bind_merge_states, bind_sparse_decode, bind_sparse_prefill
 from mla_portable_triton.kernels.bfloat16 import dot_operand, to_bfloat16
 from mla_portable_triton.kernels.strides import stride_unit
-from mla_portable_triton.support import interpreter_is_on
+
+__all__ = ["device", "facts", "memory_is_poisoned"]  # fixtures
 
 LAYOUTS = ("bf16", "fp8_ds_mla")
 SCALE = 0.06
@@ -35,35 +35,6 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 NAN, INF = float("nan"), float("inf")
 
 Pair = tuple[Tensor, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def memory_is_poisoned() -> Iterator[None]:
-    with poisoned():
-        yield
-
-
-@pytest.fixture(scope="module")
-def device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    if not interpreter_is_on():
-        pytest.fail("no GPU, and Triton's interpreter is off: set TRITON_INTERPRET=1 before triton is imported")
-    return torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def facts(device: torch.device) -> DeviceFacts:
-    """What the kernels are bound for; with no multiprocessor counted, rows are never split unless a test says so."""
-    if device.type == "cpu":
-        return DeviceFacts(vendor="cpu", name="cpu", arch="cpu", device_type="cpu")
-    major, minor = torch.cuda.get_device_capability(device)
-    return DeviceFacts(
-        vendor="nvidia",
-        name=torch.cuda.get_device_name(device),
-        arch=f"sm{major}{minor}",
-        has_fp8_conversion=(major, minor) >= (8, 9),
-    )
 
 
 class Problem:
@@ -94,7 +65,6 @@ class Problem:
             indices[..., start : start + 6] = corpus
         self.indices = indices.to(device)
         self.cache = make_cache(layout, blocks, block_size, gap, generator, device)
-        self.sink = torch.randn(heads, generator=generator).to(device)
 
     def decode(self, facts: DeviceFacts) -> SparseDecode:
         request = Request(SPARSE_DECODE, facts, kv_layout=self.layout, num_heads=self.heads, topk=self.topk)
@@ -139,49 +109,6 @@ def check(got: Pair, want: Pair) -> None:
     torch.testing.assert_close(lse[~empty], want_lse[~empty], rtol=2e-6, atol=2e-5)
     error, size = (out - want_out).norm(dim=-1), want_out.norm(dim=-1)
     assert (error <= 4e-3 * size + 1e-30).all(), f"relative error {(error / size).max():.1e}"
-
-
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_sinks(device: torch.device, facts: DeviceFacts, num_splits: int):
-    problem = Problem(device, "fp8_ds_mla", heads=8, topk=100)
-    sink = torch.tensor([-INF, INF, 0.0, -3.0, 2.5, 80.0, -80.0, 1e30], device=device)
-    got = problem.decode(facts)(
-        problem.q,
-        problem.cache,
-        problem.indices,
-        softmax_scale=SCALE,
-        attn_sink=sink,
-        schedule=problem.schedule(num_splits, 48) if num_splits > 1 else None,
-    )
-    check(got, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE, attn_sink=sink))
-    assert (got[0][0, 0, 1] == 0).all()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_lengths(device: torch.device, facts: DeviceFacts, layout: str, num_splits: int):
-    problem = Problem(device, layout, heads=4, topk=100, rows=(3, 2))
-    lengths = torch.tensor([[0, 1], [7, 40], [100, 5000]], dtype=torch.int32, device=device)
-    lengths[0, 0] = -3
-    problem.indices[0, 1, 0] = 2
-    schedule = problem.schedule(num_splits, 48) if num_splits > 1 else None
-    got = problem.decode(facts)(
-        problem.q, problem.cache, problem.indices, softmax_scale=SCALE, lengths=lengths, schedule=schedule
-    )
-    check(got, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE, lengths=lengths))
-    assert (got[1][0, 0] == -INF).all() and (got[1][0, 1] > -INF).all()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("num_splits", "split_len"), [(2, 64), (5, 32)])
-def test_splits_agree_with_the_oracle(device: torch.device, facts: DeviceFacts, layout: str, num_splits: int, split_len: int):
-    problem = Problem(device, layout, heads=17, topk=128)
-    schedule = problem.schedule(num_splits, split_len)
-    got = problem.decode(facts)(
-        problem.q, problem.cache, problem.indices, softmax_scale=SCALE, attn_sink=problem.sink, schedule=schedule
-    )
-    want = oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE, attn_sink=problem.sink)
-    check(got, want)
 
 
 def test_a_schedule_of_its_own_fills_the_device(device: torch.device, facts: DeviceFacts, monkeypatch: pytest.MonkeyPatch):

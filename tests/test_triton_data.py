@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 
 import oracle
 import pytest
@@ -12,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton_machine import device, facts, memory_is_poisoned
 
 from mla_portable import primitives as protocols
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Request
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, QUANTIZE_PER_TENSOR
-from mla_portable.tools.conformance.poison import poisoned
 from mla_portable_triton import bind_data
 from mla_portable_triton.kernels import convert_indices as convert_indices_kernel
 from mla_portable_triton.kernels import gather_upconvert as gather_upconvert_kernel
@@ -27,34 +26,10 @@ from mla_portable_triton.kernels.e4m3_decode import e4m3_decode
 from mla_portable_triton.kernels.e4m3_encode import e4m3_encode, e5m2_encode, encodes_natively
 from mla_portable_triton.support import interpreter_is_on
 
+__all__ = ["device", "facts", "memory_is_poisoned"]  # fixtures
+
 ROW_WIDTH = {torch.uint8: 656, torch.bfloat16: 576}
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
-
-
-@pytest.fixture(autouse=True)
-def memory_is_poisoned() -> Iterator[None]:
-    with poisoned():
-        yield
-
-
-@pytest.fixture(scope="module")
-def device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    if not interpreter_is_on():
-        pytest.fail("no GPU, and Triton's interpreter is off: set TRITON_INTERPRET=1")
-    return torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def facts(device: torch.device) -> DeviceFacts:
-    if device.type == "cpu":
-        return DeviceFacts(vendor="cpu", name="cpu", arch="cpu", device_type="cpu")
-    major, minor = torch.cuda.get_device_capability(device)
-    name = torch.cuda.get_device_name(device)
-    return DeviceFacts(
-        vendor="nvidia", name=name, arch=f"sm{major}{minor}", shared_memory=1 << 16, has_fp8_conversion=(major, minor) >= (8, 9)
-    )
 
 
 @pytest.fixture

@@ -109,10 +109,10 @@ def test_a_selection_is_the_topk_of_the_scores_however_many_rows_fit(queries: li
     logits = torch.empty(tokens, width, device=DEVICE)
     bound(INDEXER_LOGITS, kv)(*arguments, out=logits)
     zeros = torch.zeros(tokens, dtype=torch.int32, device=DEVICE)
-    for count in (1, 24, width + 3):
+    for count, limits in ((24, (tokens, 3, 1)), (1, (3,)), (width + 3, (1,))):
         want = bound(TOPK_SELECT, None)(logits, zeros, zeros + width, topk=count)
         assert ((want >= 0).sum(dim=1) == (logits > -math.inf).sum(dim=1).clamp(max=count)).all()
-        for rows in (tokens, 3, 1):
+        for rows in limits:
             monkeypatch.setattr(parts, "SCRATCH_BYTES", (1 << 10) + rows * 4 * (width + 2))
             assert parts.rows_at_a_time(tokens, width, topk.scratch_bytes(1, width, count)) <= rows
             out = torch.full((tokens, count), 7, dtype=torch.int32, device=DEVICE)

@@ -40,10 +40,11 @@ def check_queries(where: str, q: Tensor, weights: Tensor, layout: CacheLayout) -
 
 def check_pages(
     where: str, q: Tensor, weights: Tensor, index_cache: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor
-) -> tuple[str, int, int, int, bool]:
+) -> tuple[tuple[str, int, int, int, bool], dict[str, Tensor]]:
     """The arguments that indexer_logits and indexer_select have in common.
 
-    Returns: kv_layout, num_heads, block_size, cache_alignment and uneven_blocks of a Request. Raises: InvalidArgument.
+    Returns: kv_layout, num_heads, block_size, cache_alignment and uneven_blocks of a Request; the arguments by name.
+    Raises: InvalidArgument.
     """
     int32, device = torch.int32, q.device
     layout, block_size, apart, alignment = check_cache(where, "index_cache", index_cache, device, INDEX)
@@ -56,7 +57,15 @@ def check_pages(
             refuse(where, "query_start_loc", f"values from {first} to {last}", f"values from 0 to T = {num_tokens}")
     check_tensor(where, "seq_lens", seq_lens, int32, (num_reqs,), device, "[R]")
     check_tensor(where, "block_table", block_table, int32, (num_reqs, columns), device, "[R, columns]")
-    return layout.name, num_heads, block_size, alignment, bool(apart % layout.row_width)
+    read = {
+        "q": q,
+        "weights": weights,
+        "index_cache": index_cache,
+        "query_start_loc": query_start_loc,
+        "seq_lens": seq_lens,
+        "block_table": block_table,
+    }
+    return (layout.name, num_heads, block_size, alignment, bool(apart % layout.row_width)), read
 
 
 def query_values(q: Tensor, dtype: torch.dtype) -> Tensor:

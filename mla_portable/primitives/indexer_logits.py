@@ -93,17 +93,9 @@ def check(
 ) -> tuple[object, ...]:
     """Raise InvalidArgument, or return the facts."""
     where = "indexer_logits"
-    facts = check_pages(where, q, weights, index_cache, query_start_loc, seq_lens, block_table)
+    facts, read = check_pages(where, q, weights, index_cache, query_start_loc, seq_lens, block_table)
     width = shape_of(where, "out", out, 2, "[T, N]")[1]
     check_tensor(where, "out", out, torch.float32, (q.shape[0], width), q.device, "[T, N]")
-    read = {
-        "q": q,
-        "weights": weights,
-        "index_cache": index_cache,
-        "query_start_loc": query_start_loc,
-        "seq_lens": seq_lens,
-        "block_table": block_table,
-    }
     check_disjoint(where, {"out": out}, read)
     return facts
 

@@ -86,18 +86,10 @@ def check(
 ) -> tuple[object, ...]:
     """Raise InvalidArgument, or return the facts."""
     where = "indexer_select"
-    facts = check_pages(where, q, weights, index_cache, query_start_loc, seq_lens, block_table)
+    facts, read = check_pages(where, q, weights, index_cache, query_start_loc, seq_lens, block_table)
     check_count(where, "topk", topk, 1, INT32_MAX)
     if out is not None:
         check_tensor(where, "out", out, torch.int32, (q.shape[0], topk), q.device, "[T, K]")
-        read = {
-            "q": q,
-            "weights": weights,
-            "index_cache": index_cache,
-            "query_start_loc": query_start_loc,
-            "seq_lens": seq_lens,
-            "block_table": block_table,
-        }
         check_disjoint(where, {"out": out}, read)
     return *facts, topk
 

@@ -207,17 +207,17 @@ class AttentionParams(Params):
             with that one.
         lengths: pass them; 0, K and values outside of [0, K] among them.
         inputs, outputs: "packed" or "views" into larger memory; outputs also "fresh", allocated by the callee.
-        blocks: "packed"; "strided", further apart than they are long; "pair", so, and a cache of two blocks only.
+        blocks: "packed"; "strided", further apart than they are long; "pair", so, and a cache of two blocks only; "address", a
+            cache of more than 2**31 elements.
         size: magnitudes of queries and tokens (`draw.SIZES`).
         schedule: the kind to pass, None for no schedule.
         with_lse: it is asked for.
         promised: indices are clean, as the request then says; what is absent is -1, past a length as well.
-        scene: "" or "address" (a cache of more than 2**31 elements).
     """
 
     says = (
         "{kv}! {scale_format} h{heads}! k{topk}! b{block_size} s{query_len} {pattern}! t{unusual_rows} sink_{sink} "
-        "lengths{lengths} in{inputs} out_{outputs} {blocks} {size} scheduled{scheduled} promised{promised} {scene}"
+        "lengths{lengths} in{inputs} out_{outputs} {blocks} {size} scheduled{scheduled} promised{promised}"
     )
     asks = (
         "kv_layout=kv num_heads=heads topk block_size query_len rows scale_format lse=with_lse attn_sink=sink lengths "
@@ -241,7 +241,6 @@ class AttentionParams(Params):
     schedule: ScheduleKind | None = None
     with_lse: bool = True
     promised: bool = False
-    scene: str = ""
 
     @property
     def kv_layout(self) -> str:

@@ -157,7 +157,7 @@ def _scenes(
     yield from (replace(p, rows=0) for p in base)
     if level == "smoke":
         return
-    yield from (replace(p, scene="address") for p in base if shapes.can_hold_vast(p.kv_layout, facts, level))
+    yield from (replace(p, blocks="address") for p in base if shapes.can_hold_vast(p.kv_layout, facts, level))
     pair = plain | {"blocks": ["pair"], "block_size": [size for size in axes["block_size"][-1:] if size and size >= PAIR_BLOCK]}
     yield from params(pair) if pair["block_size"] else ()
     narrow = plain | {

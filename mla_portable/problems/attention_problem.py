@@ -56,7 +56,7 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
     """The problem that `params` describe; see AttentionParams."""
     g, stage = draw.generator(seed), Stage(device)
     rows, topk = params.rows, params.topk
-    kv = _vast_kv(params, stage, g) if params.scene == "address" else _kv(params, stage, g)
+    kv = _vast_kv(params, stage, g) if params.blocks == "address" else _kv(params, stage, g)
     q = draw.queries(rows, params.heads, LAYOUTS[params.kv_layout], params.size, g)
     lengths = _lengths(params, g) if params.lengths else None
     picks = torch.arange(len(kv.used))
@@ -111,7 +111,7 @@ def problem_of(params: AttentionParams, drawn: Drawn, stage: Stage, g: torch.Gen
         results = tuple(bound(args["q"][some], args[kv_name], args["indices"][some], **own))
         return results if params.with_lse else results[:1]
 
-    def judge(results: Results, stage: Stage) -> Iterator[Finding]:
+    def judge(results: Results) -> Iterator[Finding]:
         got = {name: value.flatten(0, len(shape) - 1)[judged] for name, value in results.items()}
         if not params.with_lse and "lse" in got:  # NaN says that it is none
             got["lse"] = torch.where(got["lse"].isnan(), want_lse, got["lse"])

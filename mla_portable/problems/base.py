@@ -8,7 +8,7 @@ is not generated, so nothing is skipped while the suite runs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -16,7 +16,7 @@ import torch
 
 from mla_portable.contracts import DeviceFacts, Implementation, InvalidArgument, Primitive, Request, Support
 from mla_portable.problems.compare import Finding, Tolerance
-from mla_portable.problems.cover import Choice
+from mla_portable.problems.cover import Choice, anything, covering
 from mla_portable.problems.draw import seed_of
 from mla_portable.problems.shapes import layout_of_storage, unpacked
 from mla_portable.problems.stage import Problem
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LEVELS",
+    "STRENGTH",
     "Case",
     "Params",
     "Problems",
@@ -38,7 +39,9 @@ __all__ = [
     "tolerances",
 ]
 
-LEVELS: Final = ("smoke", "quick", "full")
+STRENGTH: Final = {"smoke": 1, "quick": 2, "full": 3}
+"""How many values of different axes meet in the cases of a level, see `cover.covering`."""
+LEVELS: Final = tuple(STRENGTH)
 """smoke: a handful of cases, seconds. quick: every pair of values of all axes, and every special scene. full: the cross
 product of shapes with everything else spread over it; meant for GPUs."""
 
@@ -101,6 +104,25 @@ class Params(ABC):
     def of(cls, choice: Choice) -> Self:
         """The parameters for a choice of values, a storage among them."""
         return cls(**unpacked(choice))
+
+    @classmethod
+    def covering(
+        cls,
+        implementation: Implementation,
+        device: DeviceFacts,
+        axes: Mapping[str, Sequence[Any]],
+        *,
+        strength: int,
+        allowed: Callable[[Choice], bool] = anything,
+        seeds: Iterable[Choice] = (),
+    ) -> list[Self]:
+        """`cover.covering` of what the implementation claims; [] where an axis has no value."""
+
+        def claimed(choice: Choice) -> bool:
+            return allowed(choice) and cls.claimed(implementation, device, choice)
+
+        chosen = covering(axes, strength=strength, allowed=claimed, seeds=seeds) if all(axes.values()) else ()
+        return [cls.of(choice) for choice in chosen]
 
     def request(self, device: DeviceFacts) -> Request:
         """What this case asks of the registry."""

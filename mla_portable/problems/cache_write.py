@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from functools import partial
+from typing import Any, ClassVar, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,16 +14,28 @@ from torch import Tensor
 from mla_portable.contracts import DeviceFacts, Implementation, Request, Support
 from mla_portable.layouts import E4M3_MAX, FP8_DS_MLA, KV_LORA_RANK, LAYOUTS, SCALE_GROUP, CacheLayout
 from mla_portable.primitives import CACHE_WRITE
-from mla_portable.problems.base import Params, Problems
+from mla_portable.problems.base import STRENGTH, Params, Problems
 from mla_portable.problems.bench import BLOCK_SIZE, Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.problems.compare import BITS, Finding, Symptom, field_of, same_bits
-from mla_portable.problems.cover import Choice, covering
 from mla_portable.problems.draw import PAIR_BLOCK, generator, guard_rows, near, paged, paged_cache, shuffled, vast
 from mla_portable.problems.exact import INT32_MAX, INT32_MIN, fp8_row
-from mla_portable.problems.shapes import block_sizes, can_capture, can_hold_vast, storages
-from mla_portable.problems.stage import Problem, Results, Stage
+from mla_portable.problems.shapes import block_sizes, can_capture, can_hold_vast, plain_axes, storage_asked, storages
+from mla_portable.problems.stage import Judge, Problem, Results, Stage
 
-__all__ = ["NUM_TOKENS", "PROBLEMS", "CacheWriteParams", "cache_write", "edges", "findings", "skip"]
+__all__ = [
+    "PROBLEMS",
+    "CacheWriteParams",
+    "WriteParams",
+    "cache_write",
+    "findings",
+    "write_of_request",
+    "write_params",
+    "write_variants",
+]
+
+W = TypeVar("W", bound="WriteParams")
+_Write = Callable[[Tensor, Tensor], Tensor]
+"""The oracle, given the tokens: (cache, slots) -> the cache as it must be."""
 
 NUM_TOKENS: Final = 12
 _JUDGED_TOKENS: Final = 64
@@ -49,25 +62,27 @@ def findings(
     storage: str, got: dict[str, Tensor], want: dict[str, Tensor], *, symptom: Symptom | None = None
 ) -> Iterator[Finding]:
     """Caches, their storages or some of their rows, byte by byte."""
-    yield same_bits("cache", got["kv_cache"], want["kv_cache"], symptom=symptom)
+    yield same_bits("cache", got["cache"], want["cache"], symptom=symptom)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheWriteParams(Params):
-    """One cache_write call.
+class WriteParams(Params):
+    """One call that writes tokens to a paged cache: of cache_write or indexer_cache_write.
 
     Attributes:
         kv, scale_format, block_size: layout of the cache. dtype: of the tokens. tokens: T.
         skips: "none"; "some" negative slots; "corpus", negative and too large ones of every size; "near", by little.
         values: "plain"; "edges": zeros, signed zeros, a group's maximum on and next to a power of two, ties, extremes;
-            "zero_group": the first group of the first token is 0.
+            "zero": the first group of a token that is written is 0.
         inputs: "packed", or "views" of a wider projection. blocks: "packed"; "strided", by whole rows; "odd", by a few bytes;
-            "pair", two that lie apart.
-        scene: "" or "address".
+            "pair", two that lie apart; "address", of a cache of more than 2**31 elements.
     """
 
-    primitive = CACHE_WRITE
-    says = "{kv}! {scale_format} b{block_size}! {dtype} t{tokens} skips_{skips} {values} in{inputs} {blocks} {scene}"
+    names: ClassVar[tuple[str, ...]]
+    """The arguments but the slots: latent, rotary part where there is one, cache."""
+    further: ClassVar[tuple[str, ...]] = ()
+    """Kinds of `blocks` that get a case each where they are possible."""
+    says = "{kv}! {scale_format} b{block_size}! {dtype} t{tokens} skips_{skips} {values} in{inputs} {blocks}"
     asks = "kv_layout=kv block_size rows=tokens scale_format"
     kv: str
     scale_format: str | None
@@ -78,41 +93,47 @@ class CacheWriteParams(Params):
     values: str = "plain"
     inputs: str = "packed"
     blocks: str = "packed"
-    scene: str = ""
 
     def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
         """See Params."""
         g, stage, layout = generator(seed), Stage(device), LAYOUTS[self.kv]
-        width = layout.key_width
+        width, scale_format = layout.key_width, self.scale_format or "pow2"
         values = edges(self.tokens, width, g) if self.values == "edges" else torch.randn(self.tokens, width, generator=g) * 3
-        if self.values == "zero_group":
-            values[0, :SCALE_GROUP] = 0
-        kv_c, k_pe = values.to(self.dtype).split([layout.value_width, layout.rope_width], dim=-1)
-        apart = self.inputs == "views"
-        kv_c_placed = stage.read("kv_c", kv_c.contiguous(), strided=apart)
-        k_pe_placed = stage.read("k_pe", k_pe.contiguous(), strided=apart)
-        scale_format = self.scale_format or "pow2"
-        if self.scene == "address":
-            return self._vast(stage, layout, kv_c, k_pe, kv_c_placed, k_pe_placed)
-
+        values = values.to(self.dtype)
+        far = self.blocks == "address"
         num_blocks = 2 if self.blocks == "pair" else max(3, -(-3 * NUM_TOKENS // self.block_size))
-        if self.blocks == "odd":
-            cache = paged(layout.dtype, layout.row_width, num_blocks, self.block_size, gap_bytes=layout.alignment)
+        slots = torch.empty(0).long() if far else self._slots(num_blocks * self.block_size, g)
+        if self.values == "zero":
+            written = (slots >= 0) & (slots < num_blocks * self.block_size)
+            values[written.nonzero()[:1, 0], :SCALE_GROUP] = 0
+        parts = values.split([layout.value_width, layout.rope_width], dim=-1)
+        tokens = {name: part.contiguous() for name, part in zip(self.names[:-1], parts, strict=False)}
+        args = {name: stage.read(name, part, strided=self.inputs == "views") for name, part in tokens.items()}
+        write = partial(self.primitive.problems.oracle, *tokens.values(), scale_format=scale_format)
+        if far:
+            view, slots, judge = self._far(layout, stage, write)
         else:
-            cache = paged_cache(layout, num_blocks, self.block_size, strided=self.blocks != "packed")
-        num_slots = num_blocks * self.block_size
+            view, judge = self._near(layout, num_blocks, slots, stage, write)
+        args |= {self.names[-1]: view, "slot_mapping": stage.read("slot_mapping", slots)}
+        return Problem(stage, args, {"scale_format": scale_format}, {}, judge)
+
+    def _slots(self, num_slots: int, g: torch.Generator) -> Tensor:
+        """[T] int64, some of them to be skipped."""
         slots = torch.cat([torch.tensor([0, num_slots - 1]), shuffled(num_slots - 2, g) + 1])[: self.tokens]
         if self.skips == "near":  # what wraps around meets a slot that nobody writes
             slots = shuffled(num_slots - 4, g)[: self.tokens] + 2
-        slots = skip(self.skips, slots, num_slots)[shuffled(self.tokens, g)]
-        slots_placed = stage.read("slot_mapping", slots)
-        written = stage.adopt("kv_cache", cache.storage, cache.view)
+        return skip(self.skips, slots, num_slots)[shuffled(self.tokens, g)]
+
+    def _near(self, layout: CacheLayout, num_blocks: int, slots: Tensor, stage: Stage, write: _Write) -> tuple[Tensor, Judge]:
+        """A small cache, all of whose memory is compared."""
+        gap = {"packed": 0, "odd": layout.alignment}.get(self.blocks, 3 * layout.row_bytes)
+        cache = paged(layout.dtype, layout.row_width, num_blocks, self.block_size, gap_bytes=gap)
         want = cache.storage.clone()
         want_view = want.view(layout.dtype).as_strided(cache.view.shape, cache.view.stride(), cache.view.storage_offset())
-        want_view.copy_(cache_write(kv_c, k_pe, cache.view, slots, scale_format=scale_format))
+        want_view.copy_(write(cache.view, slots))
 
-        def judge(results: Results, stage: Stage) -> Iterator[Finding]:
-            got = stage.writes["kv_cache"].storage.view(torch.uint8).cpu()
+        def judge(results: Results) -> Iterator[Finding]:
+            got = results[self.names[-1]].view(torch.uint8)
 
             def symptom(where: tuple[int, ...]) -> tuple[str, str]:
                 row, byte = divmod(where[0], layout.row_bytes)
@@ -122,34 +143,37 @@ class CacheWriteParams(Params):
                     return f"byte {byte} outside the cache was written", f"{field}, a slot that is negative or past the cache"
                 return f"byte {byte} of {name} is {int(got[where])}, expected {int(want[where])}", field
 
-            yield from findings(scale_format, {"kv_cache": got}, {"kv_cache": want}, symptom=symptom)
+            known = None if layout.apart_bytes else symptom  # of rows whose bytes lie together
+            yield from findings("any", {"cache": got}, {"cache": want}, symptom=known)
 
-        args = {"kv_c": kv_c_placed, "k_pe": k_pe_placed, "kv_cache": written, "slot_mapping": slots_placed}
-        return Problem(stage, args, {"scale_format": scale_format}, {}, judge)
+        return stage.adopt(self.names[-1], cache.storage, cache.view), judge
 
-    def _vast(
-        self, stage: Stage, layout: CacheLayout, kv_c: Tensor, k_pe: Tensor, kv_c_placed: Tensor, k_pe_placed: Tensor
-    ) -> Problem:
+    def _far(self, layout: CacheLayout, stage: Stage, write: _Write) -> tuple[Tensor, Tensor, Judge]:
         """Slots on both sides of element 2**31; what is written there is compared, and the neighbours in between."""
         view, rows, slots = vast(layout, self.block_size, stage.device)
         targets = slots[:: len(slots) // self.tokens][: self.tokens].contiguous()
-        scale_format = self.scale_format or "pow2"
         beside = torch.cat([slots, targets.clamp(max=view.shape[0] * self.block_size - 2) + 1]).unique()
         near_rows = ((beside // self.block_size).to(stage.device), (beside % self.block_size).to(stage.device))
         rows[near_rows] = 0xFF
-        targets_placed = stage.read("slot_mapping", targets)
         small = paged_cache(layout, len(beside), 1)
-        want = cache_write(kv_c, k_pe, small.view, torch.searchsorted(beside, targets), scale_format=scale_format)
-        want_rows = want.view(torch.uint8).view(len(beside), layout.row_bytes)
+        want = write(small.view, torch.searchsorted(beside, targets)).view(torch.uint8).view(len(beside), layout.row_bytes)
 
         def symptom(where: tuple[int, ...]) -> tuple[str, str]:
             return field_of(layout, where[1]), f"slot {int(beside[where[0]])}"
 
-        def judge(results: Results, stage: Stage) -> Iterator[Finding]:
-            yield from findings(scale_format, {"kv_cache": rows[near_rows]}, {"kv_cache": want_rows}, symptom=symptom)
+        def judge(results: Results) -> Iterator[Finding]:
+            yield from findings("any", {"cache": rows[near_rows]}, {"cache": want}, symptom=symptom)
 
-        args = {"kv_c": kv_c_placed, "k_pe": k_pe_placed, "kv_cache": view, "slot_mapping": targets_placed}
-        return Problem(stage, args, {"scale_format": scale_format}, {}, judge)
+        return view, targets, judge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheWriteParams(WriteParams):
+    """One cache_write call."""
+
+    primitive = CACHE_WRITE
+    names = ("kv_c", "k_pe", "kv_cache")
+    further = ("odd", "address")
 
 
 def _name_row(row: int, rows: Tensor) -> str | None:
@@ -197,62 +221,49 @@ def edges(count: int, width: int, generator: torch.Generator) -> Tensor:
     return values
 
 
-def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[CacheWriteParams]:
-    """What a level asks of an implementation of cache_write."""
-    support = implementation.support
+def write_params(
+    kind: type[W], implementation: Implementation, facts: DeviceFacts, level: str, *, values: list[str]
+) -> Iterator[W]:
+    """What a level asks of an implementation that writes a cache."""
     axes: dict[str, list[Any]] = {
         "storage": storages(implementation),
         "block_size": block_sizes(implementation, facts, level),
-        "values": ["plain", "edges"],
+        "values": values,
         "skips": ["none", "some", "corpus"],
         "dtype": [torch.bfloat16, torch.float16],
         "inputs": ["packed", "views"],
         "blocks": ["packed", "strided"],
         "run": ["once", "repeat"],
     }
-    if not all(axes.values()):
-        return
-
-    def allowed(choice: Choice) -> bool:
-        return CacheWriteParams.claimed(implementation, facts, choice)
-
-    strength = {"smoke": 1, "quick": 2, "full": 3}[level]
-    for choice in covering(axes, strength=strength, allowed=allowed):
-        yield CacheWriteParams.of(choice)
-    plain = {name: values[:1] for name, values in axes.items()} | {
-        "storage": axes["storage"], "block_size": axes["block_size"][-1:],
-    }  # fmt: skip
-    for choice in covering(plain, strength=1, allowed=allowed):
-        params = CacheWriteParams.of(choice)
+    yield from kind.covering(implementation, facts, axes, strength=STRENGTH[level])
+    support = implementation.support
+    for params in kind.covering(implementation, facts, plain_axes(axes), strength=1):
         yield replace(params, tokens=0)
-        if level != "smoke" and params.block_size >= PAIR_BLOCK:
+        if level == "smoke":
+            continue
+        if params.block_size >= PAIR_BLOCK:
             yield replace(params, blocks="pair")
-        if level != "smoke" and not support.needs_whole_rows and support.cache_alignment == 1:
+        if "odd" in kind.further and not support.needs_whole_rows and support.cache_alignment == 1:
             yield replace(params, blocks="odd")
-        if can_hold_vast(params.kv, facts, level):
-            yield replace(params, scene="address")
-        if level != "smoke" and can_capture(implementation, facts):
+        if "address" in kind.further and can_hold_vast(params.kv, facts, level):
+            yield replace(params, blocks="address")
+        if can_capture(implementation, facts):
             yield replace(params, run="graph", skips="corpus")
 
 
-def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:
+def write_variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:
     """What a probe writes: every scale format that is declared."""
-    if LAYOUTS[request.kv_layout or FP8_DS_MLA.name].is_quantized:
+    if request.kv_layout is not None and not LAYOUTS[request.kv_layout].is_quantized:
+        yield "skip", request
+    else:
         for scale_format in support.scale_formats:
             yield f"skip, {scale_format} scales", request.but(scale_format=scale_format)
-    else:
-        yield "skip", request
 
 
-def _of_request(request: Request, name: str) -> CacheWriteParams:
-    layout = LAYOUTS[request.kv_layout or FP8_DS_MLA.name]
-    return CacheWriteParams(
-        kv=layout.name,
-        scale_format=(request.scale_format or "pow2") if layout.is_quantized else None,
-        block_size=request.block_size or 16,
-        skips="near",
-        values="zero_group",
-    )
+def write_of_request(kind: type[W], usual: CacheLayout, request: Request, name: str) -> W:
+    """What a probe writes: slots that are invalid by little, a group of zeros."""
+    storage = storage_asked(request, usual, "pow2")
+    return kind(**storage, block_size=request.block_size or 16, skips="near", values="zero")
 
 
 def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
@@ -267,13 +278,13 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
         count = judged.shape[0]
         blank = torch.zeros(count, 1, layout.row_width, dtype=layout.dtype)
         want = cache_write(kv_c[judged], k_pe[judged], blank, torch.arange(count), scale_format=case.scale_format)
-        got = results["kv_cache"].flatten(0, 1)[slots[judged]].cpu()
-        yield from findings(case.storage, {"kv_cache": got}, {"kv_cache": want[:, 0]})
+        got = results["cache"].flatten(0, 1)[slots[judged]].cpu()
+        yield from findings(case.storage, {"cache": got}, {"cache": want[:, 0]})
 
     arguments = {"kv_c": kv_c, "k_pe": k_pe, "kv_cache": cached, "slot_mapping": slots, "scale_format": case.scale_format}
     request = workshop.request(case, block_size=BLOCK_SIZE)
     moved = sum(each.nbytes for each in (kv_c, k_pe, slots)) + tokens * layout.row_bytes
-    return BenchProblem(case, request, arguments, 4, {"kv_cache": cached}, moved, 0, judge)
+    return BenchProblem(case, request, arguments, 4, {"cache": cached}, moved, 0, judge)
 
 
 PROBLEMS: Final = Problems(
@@ -281,9 +292,9 @@ PROBLEMS: Final = Problems(
     oracle=cache_write,
     tolerances={("any", "cache"): BITS},
     findings=findings,
-    params=_params,
-    of_request=_of_request,
+    params=partial(write_params, CacheWriteParams, values=["plain", "edges"]),
+    of_request=partial(write_of_request, CacheWriteParams, FP8_DS_MLA),
     sizes=("block_size",),
-    variants=_variants,
+    variants=write_variants,
     bench=Bench(rows=(16, 128, 1_024, 4_096), layouts=("fp8_ds_mla",), make=_make, shape=lambda case: f"T {case.rows}"),
 )

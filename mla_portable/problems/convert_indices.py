@@ -194,7 +194,7 @@ class ConvertIndicesParams(Params):
             indices = stage.write("indices", (self.tokens, self.topk), torch.int32, strided=strided)
             keywords["out"] = (indices, stage.write("counts", (self.tokens,), torch.int32))
 
-        def judge(results: Results, stage: Stage) -> Iterator[Finding]:
+        def judge(results: Results) -> Iterator[Finding]:
             got = {name: value[judged] for name, value in results.items()}
             yield from findings("any", got, want, positions=positions[judged], rows=judged, compact=self.compact)
 
@@ -234,7 +234,7 @@ class PublishedConvert(Params):
         indices = torch.tensor(slots, dtype=torch.int32)
         want = {"indices": indices, "counts": (indices >= 0).sum(1, dtype=torch.int32)}
 
-        def judge(results: Results, stage: Stage) -> Iterator[Finding]:
+        def judge(results: Results) -> Iterator[Finding]:
             yield from findings("any", results, want)
 
         returns = {name: (tuple(each.shape), torch.int32) for name, each in want.items()}

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
-__all__ = ["Choice", "covering", "crossed"]
+__all__ = ["Choice", "anything", "covering", "crossed"]
 
 Choice = dict[str, Any]
 _Target = tuple[tuple[str, int], ...]
 
 
-def _anything(choice: Choice) -> bool:
+def anything(choice: Choice) -> bool:
+    """No choice is refused."""
     return True
 
 
@@ -27,7 +28,7 @@ def covering(
     axes: Mapping[str, Sequence[Any]],
     *,
     strength: int,
-    allowed: Callable[[Choice], bool] = _anything,
+    allowed: Callable[[Choice], bool] = anything,
     seeds: Iterable[Choice] = (),
 ) -> list[Choice]:
     """Combinations of one value per axis in which every `strength` values of different axes meet, where they may.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -14,13 +15,13 @@ from mla_portable.contracts import DeviceFacts, Implementation, Request
 from mla_portable.layouts import FP8_DS_MLA, KV_LORA_RANK, LAYOUTS
 from mla_portable.primitives import GATHER_UPCONVERT
 from mla_portable.problems import exact
-from mla_portable.problems.base import Params, Problems, one_variant
+from mla_portable.problems.base import STRENGTH, Params, Problems, one_variant
 from mla_portable.problems.bench import BLOCK_SIZE, Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.problems.compare import BITS, Finding, Tolerance, close, limit_of, same_bits
-from mla_portable.problems.cover import Choice, covering
+from mla_portable.problems.cover import Choice
 from mla_portable.problems.draw import PAIR_BLOCK, cached_rows, generator, paged_cache, shuffled, vast
 from mla_portable.problems.exact import INT32_MIN
-from mla_portable.problems.shapes import block_sizes, can_capture, can_hold_vast, storages
+from mla_portable.problems.shapes import block_sizes, can_capture, can_hold_vast, plain_axes, storage_asked, storages
 from mla_portable.problems.stage import Problem, Results, Stage
 
 __all__ = ["PROBLEMS", "GatherUpconvertParams", "gather_upconvert"]
@@ -97,12 +98,12 @@ class GatherUpconvertParams(Params):
             little, for `lens` of "few".
         placing: "tight", requests one after the other; "gaps", in another order with unowned rows between; "short", the
             last request runs past the workspace.
-        inputs: "packed", or "views" of wider tables. blocks: "packed"; "strided"; "pair", two that lie
-            apart, all of one request. scene: "" or "address".
+        inputs: "packed", or "views" of wider tables. blocks: "packed"; "strided"; "pair", two that lie apart, all of one
+            request; "address", of a cache of more than 2**31 elements.
     """
 
     primitive = GATHER_UPCONVERT
-    says = "{kv}! {scale_format} b{block_size}! lens_{lens}! table_{table} {placing} in{inputs} {blocks} {scene}"
+    says = "{kv}! {scale_format} b{block_size}! lens_{lens}! table_{table} {placing} in{inputs} {blocks}"
     asks = "kv_layout=kv block_size scale_format"
     kv: str
     scale_format: str | None
@@ -112,7 +113,6 @@ class GatherUpconvertParams(Params):
     placing: str = "tight"
     inputs: str = "packed"
     blocks: str = "packed"
-    scene: str = ""
 
     def _lengths(self) -> list[int]:
         block = self.block_size
@@ -153,10 +153,10 @@ class GatherUpconvertParams(Params):
         table = blocks.view(len(lens), columns).to(torch.int32)
         slots = (blocks[:, None] * self.block_size + torch.arange(self.block_size)).flatten()
         tokens = cached_rows(len(slots), layout, self.scale_format, g)
-        cache = paged_cache(layout, num_blocks, self.block_size, strided=self.blocks != "packed")
+        cache = paged_cache(layout, num_blocks, self.block_size, strided=self.blocks in ("strided", "pair"))
         cache.put(slots, tokens)
         original, table_original = cache.view, table
-        if self.scene == "address":
+        if self.blocks == "address":
             kv_placed, device_rows, far = vast(layout, self.block_size, device)
             far_blocks = (far // self.block_size).unique()
             picks = torch.arange(owned) % len(far_blocks)
@@ -186,9 +186,7 @@ class GatherUpconvertParams(Params):
         for start, length in zip(starts, lens, strict=True):
             is_owned[start : start + length] = True
 
-        def judge(results: Results, stage: Stage) -> Iterator[Finding]:
-            yield from findings(self.scale_format or "bf16", results, {"out": want}, owned=is_owned)
-
+        judge = partial(findings, self.scale_format or "bf16", want={"out": want}, owned=is_owned)
         args = {"kv_cache": kv_placed, "block_table": table_placed, "seq_lens": lens_placed, "workspace_starts": starts_placed}
         return Problem(stage, args, {"out": out}, {"out": ((num_rows, layout.key_width), torch.bfloat16)}, judge)
 
@@ -205,37 +203,24 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
         "blocks": ["packed", "strided"],
         "run": ["once", "repeat"],
     }
-    if not all(axes.values()):
-        return
 
     def allowed(choice: Choice) -> bool:
-        if choice.get("lens") in ("empty", "none") and choice.get("placing") == "short":
-            return False
-        return GatherUpconvertParams.claimed(implementation, facts, choice)
+        return not (choice.get("lens") in ("empty", "none") and choice.get("placing") == "short")
 
-    strength = {"smoke": 1, "quick": 2, "full": 3}[level]
-    for choice in covering(axes, strength=strength, allowed=allowed):
-        yield GatherUpconvertParams.of(choice)
-    if level == "smoke":
-        return
-    plain = {name: values[:1] for name, values in axes.items()} | {
-        "storage": axes["storage"], "block_size": axes["block_size"][-1:],
-    }  # fmt: skip
-    for choice in covering(plain, strength=1, allowed=allowed):
-        params = GatherUpconvertParams.of(choice)
+    cover = partial(GatherUpconvertParams.covering, implementation, facts)
+    yield from cover(axes, strength=STRENGTH[level], allowed=allowed)
+    for params in () if level == "smoke" else cover(plain_axes(axes), strength=1):
         if params.block_size >= PAIR_BLOCK:
             yield replace(params, blocks="pair")
         if can_hold_vast(params.kv, facts, level):
-            yield replace(params, scene="address")
+            yield replace(params, blocks="address")
         if can_capture(implementation, facts):
             yield replace(params, run="graph", placing="gaps", table="holes")
 
 
 def _of_request(request: Request, name: str) -> GatherUpconvertParams:
-    layout = LAYOUTS[request.kv_layout or FP8_DS_MLA.name]
     return GatherUpconvertParams(
-        kv=layout.name,
-        scale_format=(request.scale_format or "amax") if layout.is_quantized else None,
+        **storage_asked(request, FP8_DS_MLA, "amax"),
         block_size=request.block_size or 16,
         lens="few",
         table="near",

@@ -5,22 +5,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, Implementation, Request
-from mla_portable.layouts import INDEX_BF16, LAYOUTS
+from mla_portable.contracts import DeviceFacts, Implementation
 from mla_portable.primitives import INDEXER_LOGITS
 from mla_portable.problems.base import Problems, one_variant
 from mla_portable.problems.compare import Finding, close, limit_of
-from mla_portable.problems.cover import Choice, covering
-from mla_portable.problems.draw import PAIR_BLOCK
-from mla_portable.problems.indexer_pages import SCORES, PageParams, format_of, page_axes, scored
-from mla_portable.problems.shapes import can_capture, can_hold_vast
-from mla_portable.problems.stage import Problem, Results, Stage
+from mla_portable.problems.indexer_pages import SCORES, PageParams, format_of, page_of_request, page_params, scored
+from mla_portable.problems.shapes import storages
+from mla_portable.problems.stage import Problem, Stage
 
 __all__ = ["PROBLEMS", "IndexerLogitsParams", "findings", "indexer_logits"]
 
@@ -77,51 +75,16 @@ class IndexerLogitsParams(PageParams):
         out = stage.write("out", (pages.args["q"].shape[0], width), torch.float32, strided=self.outputs == "views")
         expected, terms = scored(**pages.arguments, width=width)
         want = {"out": expected, "terms": terms, "weights": pages.arguments["weights"]}
-        storage = format_of(pages.arguments["q"])
-
-        def judge(results: Results, stage: Stage) -> Iterator[Finding]:
-            yield from findings(storage, results, want)
-
+        judge = partial(findings, format_of(pages.arguments["q"]), want=want)
         return Problem(stage, dict(pages.args), {"out": out}, {"out": (tuple(out.shape), torch.float32)}, judge)
 
 
 def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[IndexerLogitsParams]:
     """What a level asks of an implementation of indexer_logits."""
-    axes: dict[str, list[Any]] = {**page_axes(implementation, facts, level), "width": ["exact", "narrow", "wide"]}
-    if not all(axes.values()):
-        return
-
-    def allowed(choice: Choice) -> bool:
-        return IndexerLogitsParams.claimed(implementation, facts, choice)
-
-    for choice in covering(axes, strength={"smoke": 1, "quick": 2, "full": 3}[level], allowed=allowed):
-        yield IndexerLogitsParams.of(choice)
-    if level == "smoke":
-        return
-    for kv, scale_format in axes["storage"]:
-        base = IndexerLogitsParams(kv=kv, scale_format=scale_format, heads=axes["heads"][-1], block_size=axes["block_size"][-1])
-        yield from (replace(base, starts=starts) for starts in ("late", "outside"))
-        yield from (replace(base, batch=batch, tail=1) for batch in ("chunk", "long"))
-        if base.block_size >= PAIR_BLOCK:
-            yield replace(base, blocks="pair")
-        if can_hold_vast(kv, facts, level):
-            yield replace(base, blocks="address")
-        if can_capture(implementation, facts):
-            yield replace(base, run="graph", table="holes", tail=2)
-        yield replace(base, heads=64, block_size=64, batch="published")
-
-
-def _of_request(request: Request, name: str) -> IndexerLogitsParams:
-    layout = LAYOUTS[request.kv_layout or INDEX_BF16.name]
-    return IndexerLogitsParams(
-        kv=layout.name,
-        scale_format=(request.scale_format or "amax") if layout.is_quantized else None,
-        heads=request.num_heads or 1,
-        block_size=request.block_size or 1,
-        batch="ragged",
-        tail=1,
-        table="near",
-    )
+    widths = {"width": ["exact", "narrow", "wide"]}
+    yield from page_params(IndexerLogitsParams, implementation, facts, level, widths, plain={}, few={})
+    for kv, scale_format in () if level == "smoke" else storages(implementation):
+        yield IndexerLogitsParams(kv=kv, scale_format=scale_format, heads=64, block_size=64, batch="published")
 
 
 PROBLEMS: Final = Problems(
@@ -130,7 +93,7 @@ PROBLEMS: Final = Problems(
     tolerances=TOLERANCES,
     findings=findings,
     params=_params,
-    of_request=_of_request,
+    of_request=lambda request, name: page_of_request(IndexerLogitsParams, request),
     sizes=("num_heads", "block_size"),
     variants=one_variant("ragged"),
     rows=5,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -14,14 +15,12 @@ from torch import Tensor
 from mla_portable.contracts import DeviceFacts, Implementation, Request
 from mla_portable.layouts import INDEX_BF16, INDEX_HEAD_SIZE, LAYOUTS, index_query_dtype
 from mla_portable.primitives import INDEXER_LOGITS_RAGGED
-from mla_portable.problems.base import Params, Problems, one_variant
-from mla_portable.problems.compare import Finding
-from mla_portable.problems.cover import covering
+from mla_portable.problems.base import STRENGTH, Params, Problems, one_variant
 from mla_portable.problems.draw import generator
 from mla_portable.problems.indexer_logits import findings
 from mla_portable.problems.indexer_pages import SCORES, format_of, query_values, score
 from mla_portable.problems.shapes import can_capture, heads
-from mla_portable.problems.stage import Problem, Results, Stage
+from mla_portable.problems.stage import Problem, Stage
 
 __all__ = ["PROBLEMS", "IndexerLogitsRaggedParams", "indexer_logits_ragged"]
 
@@ -103,11 +102,7 @@ class IndexerLogitsRaggedParams(Params):
         out = stage.write("out", (tokens, self.keys), torch.float32, strided=self.outputs == "views")
         expected, terms = _scored(**arguments)
         want = {"out": expected, "terms": terms, "weights": arguments["weights"]}
-        storage = format_of(arguments["q"])
-
-        def judge(results: Results, stage: Stage) -> Iterator[Finding]:
-            yield from findings(storage, results, want)
-
+        judge = partial(findings, format_of(arguments["q"]), want=want)
         return Problem(stage, args, {"out": out}, {"out": (tuple(out.shape), torch.float32)}, judge)
 
 
@@ -123,11 +118,9 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
         "outputs": ["packed", "views"],
         "run": ["once", "repeat"],
     }
-    if not all(axes.values()):
-        return
-    for choice in covering(axes, strength={"smoke": 1, "quick": 2, "full": 3}[level]):
-        yield IndexerLogitsRaggedParams(**choice)
-    if level != "smoke" and can_capture(implementation, facts):
+    covered = IndexerLogitsRaggedParams.covering(implementation, facts, axes, strength=STRENGTH[level])
+    yield from covered
+    if covered and level != "smoke" and can_capture(implementation, facts):
         base = IndexerLogitsRaggedParams(kv=axes["kv"][-1], heads=axes["heads"][-1], ranges="mixed")
         yield replace(base, run="graph")
 

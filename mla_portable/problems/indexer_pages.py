@@ -4,23 +4,37 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, Implementation
-from mla_portable.layouts import INDEX_HEAD_SIZE, LAYOUTS, index_query_dtype
-from mla_portable.problems.base import Params
+from mla_portable.contracts import DeviceFacts, Implementation, Request
+from mla_portable.layouts import INDEX_BF16, INDEX_HEAD_SIZE, LAYOUTS, index_query_dtype
+from mla_portable.problems.base import STRENGTH, Params
 from mla_portable.problems.compare import Tolerance
-from mla_portable.problems.draw import generator, paged, shuffled, vast
+from mla_portable.problems.draw import PAIR_BLOCK, generator, paged, shuffled, vast
 from mla_portable.problems.exact import INT32_MIN, e4m3_values
-from mla_portable.problems.shapes import block_sizes, heads, storages
+from mla_portable.problems.shapes import block_sizes, can_capture, can_hold_vast, heads, storage_asked, storages
 from mla_portable.problems.stage import Stage
 
-__all__ = ["FEW", "SCORES", "PageParams", "Pages", "format_of", "key_values", "page_axes", "query_values", "score", "scored"]
+__all__ = [
+    "FEW",
+    "SCORES",
+    "PageParams",
+    "Pages",
+    "format_of",
+    "key_values",
+    "page_of_request",
+    "page_params",
+    "query_values",
+    "score",
+    "scored",
+]
 
+P = TypeVar("P", bound="PageParams")
 FEW: Final = 70
 """Tokens of context that are more than one block of 64."""
 _LONG: Final = 9000
@@ -202,9 +216,23 @@ class PageParams(Params):
         return Pages(arguments, args, columns * block_size, longest)
 
 
-def page_axes(implementation: Implementation, facts: DeviceFacts, level: str) -> dict[str, list[Any]]:
-    """What a level asks of an implementation."""
-    return {
+def page_params(
+    kind: type[P],
+    implementation: Implementation,
+    facts: DeviceFacts,
+    level: str,
+    axes: dict[str, list[Any]],
+    *,
+    plain: dict[str, Any],
+    few: dict[str, Any],
+) -> Iterator[P]:
+    """What a level asks of an implementation.
+
+    Args:
+        axes: beside those that both primitives have. plain, few: their values in the cases of one scene each; `few` in those
+            where tokens see more than is asked for.
+    """
+    axes = {
         "storage": storages(implementation),
         "heads": heads(implementation, facts, level),
         "block_size": block_sizes(implementation, facts, level),
@@ -215,7 +243,29 @@ def page_axes(implementation: Implementation, facts: DeviceFacts, level: str) ->
         "outputs": ["packed", "views"],
         "blocks": ["packed", "strided"],
         "run": ["once", "repeat"],
-    }
+    } | axes
+    yield from kind.covering(implementation, facts, axes, strength=STRENGTH[level])
+    if level == "smoke" or not all(axes.values()):
+        return
+    for kv, scale_format in axes["storage"]:
+        sizes = {"heads": axes["heads"][-1], "block_size": axes["block_size"][-1]}
+        base = kind(kv=kv, scale_format=scale_format, **sizes, **plain)
+        fewer = replace(base, **few)
+        yield from (replace(base, starts=starts) for starts in ("late", "outside"))
+        yield replace(fewer, batch="chunk", tail=1)
+        yield replace(base, batch="long", tail=1)
+        if base.block_size >= PAIR_BLOCK:
+            yield replace(fewer, blocks="pair")
+        if can_hold_vast(kv, facts, level):
+            yield replace(fewer, blocks="address")
+        if can_capture(implementation, facts):
+            yield replace(base, run="graph", table="holes", tail=2)
+
+
+def page_of_request(kind: type[P], request: Request, **own: Any) -> P:
+    """What a probe takes: every block counts, one of them is missing."""
+    storage, sizes = storage_asked(request, INDEX_BF16, "amax"), (request.num_heads or 1, request.block_size or 1)
+    return kind(**storage, heads=sizes[0], block_size=sizes[1], batch="ragged", tail=1, table="near", **own)
 
 
 def scored(

@@ -5,24 +5,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, Implementation, Request
-from mla_portable.layouts import INDEX_BF16, LAYOUTS
+from mla_portable.contracts import DeviceFacts, Implementation
 from mla_portable.primitives import INDEXER_SELECT
 from mla_portable.problems.base import Problems, one_variant
 from mla_portable.problems.bench import Bench
 from mla_portable.problems.compare import BITS, Finding, Tolerance, limit_of
-from mla_portable.problems.cover import Choice, covering
-from mla_portable.problems.draw import PAIR_BLOCK
 from mla_portable.problems.indexer_bench import make_select, shape_of_case
-from mla_portable.problems.indexer_pages import SCORES, PageParams, format_of, page_axes, scored
-from mla_portable.problems.shapes import can_capture, can_hold_vast, topks
-from mla_portable.problems.stage import Problem, Results, Stage
+from mla_portable.problems.indexer_pages import SCORES, PageParams, format_of, page_of_request, page_params, scored
+from mla_portable.problems.shapes import topks
+from mla_portable.problems.stage import Problem, Stage
 
 __all__ = ["PROBLEMS", "IndexerSelectParams", "findings", "indexer_select"]
 
@@ -123,61 +121,18 @@ class IndexerSelectParams(PageParams):
         if self.outputs != "fresh":
             keywords["out"] = stage.write("out", shape, torch.int32, strided=self.outputs == "views")
         expected, terms = scored(**pages.arguments, width=pages.capacity)
-        want, storage = {"out": expected, "terms": terms}, format_of(pages.arguments["q"])
-
-        def judge(results: Results, stage: Stage) -> Iterator[Finding]:
-            yield from findings(storage, results, want)
-
+        judge = partial(findings, format_of(pages.arguments["q"]), want={"out": expected, "terms": terms})
         return Problem(stage, dict(pages.args), keywords, {"out": (shape, torch.int32)}, judge, frozenset({"out"}))
 
 
 def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[IndexerSelectParams]:
     """What a level asks of an implementation of indexer_select."""
-    widths = topks(implementation, facts, level)
-    axes: dict[str, list[Any]] = page_axes(implementation, facts, level) | {
-        "topk": [1, *widths][: None if level != "smoke" else 2],
-        "outputs": ["fresh", "packed", "views"],
-    }
+    widths = [1, *topks(implementation, facts, level)][: None if level != "smoke" else 2]
     if facts.device_type == "cpu":
-        axes["topk"] = [topk for topk in axes["topk"] if topk <= 128]
-    if not all(axes.values()):
-        return
-
-    def allowed(choice: Choice) -> bool:
-        return IndexerSelectParams.claimed(implementation, facts, choice)
-
-    for choice in covering(axes, strength={"smoke": 1, "quick": 2, "full": 3}[level], allowed=allowed):
-        yield IndexerSelectParams.of(choice)
-    if level == "smoke":
-        return
-    for kv, scale_format in axes["storage"]:
-        base = IndexerSelectParams(
-            kv=kv, scale_format=scale_format, heads=axes["heads"][-1], block_size=axes["block_size"][-1], topk=axes["topk"][-1]
-        )
-        few = replace(base, topk=axes["topk"][:2][-1])  # fewer than tokens see
-        yield from (replace(base, starts=starts) for starts in ("late", "outside"))
-        yield replace(base, batch="long", tail=1)
-        yield replace(few, batch="chunk", tail=1)
-        if base.block_size >= PAIR_BLOCK:
-            yield replace(few, blocks="pair")
-        if can_hold_vast(kv, facts, level):
-            yield replace(few, blocks="address")
-        if can_capture(implementation, facts):
-            yield replace(base, run="graph", table="holes", tail=2)
-
-
-def _of_request(request: Request, name: str) -> IndexerSelectParams:
-    layout = LAYOUTS[request.kv_layout or INDEX_BF16.name]
-    return IndexerSelectParams(
-        kv=layout.name,
-        scale_format=(request.scale_format or "amax") if layout.is_quantized else None,
-        heads=request.num_heads or 1,
-        block_size=request.block_size or 1,
-        topk=request.topk or 64,
-        batch="ragged",
-        tail=1,
-        table="near",
-    )
+        widths = [topk for topk in widths if topk <= 128]
+    axes: dict[str, list[Any]] = {"topk": widths, "outputs": ["fresh", "packed", "views"]}
+    plain, few = {"topk": widths[-1]}, {"topk": widths[:2][-1]}
+    yield from page_params(IndexerSelectParams, implementation, facts, level, axes, plain=plain, few=few)
 
 
 PROBLEMS: Final = Problems(
@@ -186,7 +141,7 @@ PROBLEMS: Final = Problems(
     tolerances=TOLERANCES,
     findings=findings,
     params=_params,
-    of_request=_of_request,
+    of_request=lambda request, name: page_of_request(IndexerSelectParams, request, topk=request.topk or 64),
     sizes=("num_heads", "block_size", "topk"),
     variants=one_variant("ragged"),
     rows=5,

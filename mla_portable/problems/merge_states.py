@@ -15,12 +15,11 @@ from torch import Tensor
 from mla_portable.contracts import DeviceFacts, Implementation, Request
 from mla_portable.primitives import MERGE_STATES
 from mla_portable.problems.attention import judge_state
-from mla_portable.problems.base import Params, Problems, one_variant
-from mla_portable.problems.compare import Finding, Tolerance
-from mla_portable.problems.cover import covering
+from mla_portable.problems.base import STRENGTH, Params, Problems, one_variant
+from mla_portable.problems.compare import Tolerance
 from mla_portable.problems.draw import generator
 from mla_portable.problems.shapes import can_capture
-from mla_portable.problems.stage import Problem, Results, Stage
+from mla_portable.problems.stage import Problem, Stage
 
 __all__ = ["PROBLEMS", "MergeStatesParams", "merge_states"]
 
@@ -107,11 +106,8 @@ class MergeStatesParams(Params):
         args = {"outs": stage.read("outs", outs, strided=apart), "lses": stage.read("lses", lses, strided=apart)}
         want = dict[str, Tensor](zip(("out", "lse"), merge_states(outs, lses), strict=True))
 
-        def judge(results: Results, stage: Stage) -> Iterator[Finding]:
-            yield from findings(str(dtype).removeprefix("torch."), results, want)
-
         returns = {"out": (shape, dtype), "lse": (shape[:-1], torch.float32)}
-        return Problem(stage, args, {}, returns, judge)
+        return Problem(stage, args, {}, returns, partial(findings, str(dtype).removeprefix("torch."), want=want))
 
 
 def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[MergeStatesParams]:
@@ -125,9 +121,7 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
         "inputs": ["packed", "views"],
         "run": ["once", "repeat"],
     }
-    strength = {"smoke": 1, "quick": 2, "full": 3}[level]
-    for choice in covering(axes, strength=strength):
-        yield MergeStatesParams(**choice)
+    yield from MergeStatesParams.covering(implementation, facts, axes, strength=STRENGTH[level])
     base = MergeStatesParams(parts=2, dead="some")
     yield replace(base, shape="empty")
     yield replace(base, parts=3, size="huge")

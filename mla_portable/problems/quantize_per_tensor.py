@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -14,12 +15,11 @@ from torch import Tensor
 from mla_portable.contracts import DeviceFacts, Implementation
 from mla_portable.primitives import QUANTIZE_PER_TENSOR
 from mla_portable.problems import exact
-from mla_portable.problems.base import Params, Problems, one_variant
+from mla_portable.problems.base import STRENGTH, Params, Problems, one_variant
 from mla_portable.problems.compare import Finding, Tolerance, close, limit_of
-from mla_portable.problems.cover import covering
 from mla_portable.problems.draw import generator
 from mla_portable.problems.shapes import can_capture
-from mla_portable.problems.stage import Problem, Results, Stage
+from mla_portable.problems.stage import Problem, Stage
 
 __all__ = ["PROBLEMS", "QuantizePerTensorParams", "quantize_per_tensor"]
 
@@ -103,11 +103,8 @@ class QuantizePerTensorParams(Params):
         args = {"x": stage.read("x", x, strided=self.inputs == "views" and x.dim() > 0)}
         want = {"x": x, "scale": quantize_per_tensor(x, dtype)[1]}
 
-        def judge(results: Results, stage: Stage) -> Iterator[Finding]:
-            yield from findings("any", results, want)
-
         returns = {"x_q": (tuple(x.shape), dtype), "scale": ((), torch.float32)}
-        return Problem(stage, {**args, "dtype": dtype}, {}, returns, judge)
+        return Problem(stage, {**args, "dtype": dtype}, {}, returns, partial(findings, "any", want=want))
 
 
 def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[QuantizePerTensorParams]:
@@ -120,9 +117,7 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
         "inputs": ["packed", "views"],
         "run": ["once", "repeat"],
     }
-    strength = {"smoke": 1, "quick": 2, "full": 3}[level]
-    for choice in covering(axes, strength=strength):
-        yield QuantizePerTensorParams(**choice)
+    yield from QuantizePerTensorParams.covering(implementation, facts, axes, strength=STRENGTH[level])
     if level != "smoke" and can_capture(implementation, facts):
         yield QuantizePerTensorParams(shape="heads", source="bf16", target="e4m3", run="graph")
 

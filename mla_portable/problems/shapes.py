@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from mla_portable.contracts import DeviceFacts, Implementation, Request
-from mla_portable.layouts import BF16, LAYOUTS
+from mla_portable.layouts import BF16, LAYOUTS, CacheLayout
 from mla_portable.problems.cover import Choice
 
 __all__ = [
@@ -20,8 +20,10 @@ __all__ = [
     "heads",
     "layout_of_storage",
     "narrow_topks",
+    "plain_axes",
     "query_lens",
     "says_something",
+    "storage_asked",
     "storages",
     "topks",
     "unpacked",
@@ -134,6 +136,18 @@ def can_capture(implementation: Implementation, facts: DeviceFacts) -> bool:
 def says_something(choice: Choice) -> bool:
     """A narrow row is full or wholly invalid; no other pattern is to be seen in it."""
     return choice.get("topk", NARROW) >= NARROW or choice.get("pattern", "dense") in ("dense", "absent")
+
+
+def plain_axes(axes: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """One value of each axis, but every storage: the first, and the largest block."""
+    plain = {name: values[:1] for name, values in axes.items()}
+    return plain | {"storage": axes["storage"], "block_size": axes["block_size"][-1:]}
+
+
+def storage_asked(request: Request, usual: CacheLayout, scale_format: str) -> dict[str, Any]:
+    """kv and scale_format of a request; what it leaves open is as `usual`, and the scales as `scale_format`."""
+    layout = LAYOUTS[request.kv_layout or usual.name]
+    return {"kv": layout.name, "scale_format": (request.scale_format or scale_format) if layout.is_quantized else None}
 
 
 def unpacked(choice: Choice) -> Choice:

@@ -119,9 +119,9 @@ class Stage:
         return view
 
 
-Judge = Callable[[Results, Stage], Iterator[Finding]]
-"""Compares results, copied to the CPU, and what the stage's call wrote with the oracle. It reads CPU originals of its own
-problem alone, so that it can judge another problem's tensors after they were loaded with this problem's values."""
+Judge = Callable[[Results], Iterator[Finding]]
+"""Compares results, and the storages of what was changed in place, all on the CPU, with the oracle. It reads CPU originals of
+its own problem alone, so that it can judge another problem's tensors after they were loaded with this problem's values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,11 +192,13 @@ class Problem:
 
     def judged(self, results: Results, stage: Stage | None = None) -> Iterator[Finding]:
         """The results of `results_of`, and what lies around them."""
-        ran_on = stage or self.stage
-        for name, written in ran_on.writes.items():
+        got = {name: value.detach().cpu() for name, value in results.items()}
+        for name, written in (stage or self.stage).writes.items():
             if name in self.returns:
                 yield written.outside(name)
-        yield from self.judge({name: value.detach().cpu() for name, value in results.items()}, ran_on)
+            else:
+                got[name] = written.storage.cpu()
+        yield from self.judge(got)
 
     def findings(self, returned: object, stage: Stage | None = None) -> Iterator[Finding]:
         """Every comparison of a call with given outputs."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
@@ -14,10 +14,9 @@ from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, Implementation, Request
 from mla_portable.primitives import TOPK_SELECT
-from mla_portable.problems.base import Params, Problems, one_variant
+from mla_portable.problems.base import STRENGTH, Params, Problems, one_variant
 from mla_portable.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.problems.compare import BITS, Finding, same_bits
-from mla_portable.problems.cover import covering
 from mla_portable.problems.draw import generator
 from mla_portable.problems.shapes import can_capture, topks
 from mla_portable.problems.stage import Problem, Results, Stage
@@ -41,9 +40,9 @@ def topk_select(logits: Tensor, row_starts: Tensor, row_ends: Tensor, *, topk: i
     return out
 
 
-def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor], *, remark: str = "") -> Iterator[Finding]:
+def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> Iterator[Finding]:
     """Positions, exactly."""
-    yield same_bits(f"out{remark}", got["out"], want["out"])
+    yield same_bits("out", got["out"], want["out"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +59,13 @@ class TopkSelectParams(Params):
 
     primitive = TOPK_SELECT
     says = "k{topk}! n{length}! {scores} ranges_{ranges} in{inputs} out_{outputs}"
+    asks = "topk"
     topk: int
     length: int
     scores: str = "plain"
     ranges: str = "whole"
     inputs: str = "packed"
     outputs: str = "fresh"
-
-    def request(self, device: DeviceFacts) -> Request:
-        """See Params."""
-        return Request(primitive=self.primitive, device=device, topk=self.topk, graph=self.run == "graph")
 
     def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
         """See Params."""
@@ -101,9 +97,7 @@ class TopkSelectParams(Params):
             keywords["out"] = stage.write("out", shape, torch.int32, strided=self.outputs == "views")
         want = topk_select(logits, starts, ends, topk=self.topk)
 
-        def judge(results: Results, stage: Stage) -> Iterator[Finding]:
-            yield from findings("any", results, {"out": want})
-
+        judge = partial(findings, "any", want={"out": want})
         return Problem(stage, args, keywords, {"out": (shape, torch.int32)}, judge, frozenset({"out"}))
 
 
@@ -121,8 +115,7 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     }
     if facts.device_type == "cpu":
         axes["topk"] = [topk for topk in axes["topk"] if topk <= 128]
-    for choice in covering(axes, strength={"smoke": 1, "quick": 2, "full": 3}[level]):
-        yield TopkSelectParams(**choice)
+    yield from TopkSelectParams.covering(implementation, facts, axes, strength=STRENGTH[level])
     if level == "smoke":
         return
     base = TopkSelectParams(topk=axes["topk"][-1], length=LONG, ranges="mixed")

@@ -146,7 +146,7 @@ def cache_write_job(inputs: StepInputs, layer: SparseMLAAttention, before: Tenso
     def check(result: Tensor) -> Iterator[Finding]:
         tokens = (inputs.kv_c, inputs.k_pe, before, inputs.slot_mapping)
         want = cache_write.cache_write(*tokens, scale_format=shape.scale_format)
-        yield from cache_write.findings(shape.scale_format, {"kv_cache": result}, {"kv_cache": want})
+        yield from cache_write.findings(shape.scale_format, {"cache": result}, {"cache": want})
 
     sizes = f"T {shape.num_tokens}, {shape.kv_layout}"
     return Job("cache_write", cache_write_request(layer), sizes, "the whole cache", call, check)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mla-portable bench kernels | plan | dispatch | step`: what kernels, planning, dispatch and a step cost on this machine."""
+"""`mla-portable bench kernels | plan | dispatch`: what kernels, planning and dispatch cost on this machine."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ import typer
 from mla_portable.tools.cli.kernels import kernels
 from mla_portable.tools.cli.options import DeviceOption, JsonOption, resolve_device
 from mla_portable.tools.cli.output import command, table
-from mla_portable.tools.cli.step import bench_step
 
 if TYPE_CHECKING:
     from mla_portable.contracts import DeviceFacts, ScheduleKind
 
 __all__ = ["bench"]
 
-bench = typer.Typer(no_args_is_help=True, help="Measure what kernels, planning, dispatch and a step cost on this machine.")
+bench = typer.Typer(no_args_is_help=True, help="Measure what kernels, planning and dispatch cost on this machine.")
 bench.command()(kernels)
-bench.command("step")(bench_step)
 
 
 @bench.command()

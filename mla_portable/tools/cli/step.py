@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mla-portable run` and `mla-portable bench step`: a seeded step from cache write to output, checked and timed."""
+"""`mla-portable run`: a seeded step from cache write to output, checked and timed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from mla_portable.tools.bench.step import StepReport
     from mla_portable.tools.bench.timing import Timing
 
-__all__ = ["bench_step", "run"]
+__all__ = ["run"]
 
 _MAX_SECONDS = 2.0
-"""Bound on the timed runs of one part: plain torch on a CPU would take minutes otherwise."""
+"""Plain torch on a CPU would take minutes otherwise."""
 
 
 def _size(flag: str, text: str, *, of: Any = int, panel: str = "Size of the step", metavar: str | None = None) -> Any:
@@ -70,7 +70,10 @@ def run(
     device: DeviceOption = None,
     backend: ForcedOption = None,
     route: RouteOption = "auto",
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each part (stops after two seconds).")] = 5,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each part.")] = 5,
+    max_seconds: Annotated[
+        float, typer.Option("--max-seconds", min=0, help="Stop the timed runs of a part after so long; 0 for no bound.")
+    ] = _MAX_SECONDS,
     check_rows: CheckRowsOption = 64,
     as_json: JsonOption = False,
     *,
@@ -82,29 +85,6 @@ def run(
     without included.
     Exit code 1 when an error is beyond its tolerance or nothing can serve the step.
     """
-    timing = {"repeat": repeat, "check_rows": check_rows, "max_seconds": _MAX_SECONDS}
-    _run("run", device, backend, options, as_json=as_json, route=route, **timing)
-
-
-@with_options(_SIZES)
-def bench_step(
-    device: DeviceOption = None,
-    backend: ForcedOption = None,
-    route: RouteOption = "auto",
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each part.")] = 30,
-    check_rows: CheckRowsOption = 16,
-    as_json: JsonOption = False,
-    *,
-    options: dict[str, Any],
-) -> None:
-    """Time every primitive of a step, with no bound on the time that takes. Exit code 1 when a result is wrong."""
-    _run("bench step", device, backend, options, as_json=as_json, route=route, repeat=repeat, check_rows=check_rows)
-
-
-def _run(
-    name: str, device: str | None, backend: list[str] | None, sizes: dict[str, Any], *, as_json: bool, **options: Any
-) -> None:
-    """Run the step that the options choose, and show the report."""
     with command(as_json=as_json) as output:
         where = resolve_device(device)
         forced = _forced(backend)
@@ -112,11 +92,20 @@ def _run(
         from mla_portable.tools.bench.inputs import default_shape
         from mla_portable.tools.bench.step import run_step
 
-        shape = replace(default_shape(where.type), **sizes)
         with output.progress() as advance:
-            report = run_step(shape, device=where, registry=current_registry(), backend=forced, progress=advance, **options)
+            report = run_step(
+                replace(default_shape(where.type), **options),
+                device=where,
+                registry=current_registry(),
+                backend=forced,
+                route=route,
+                repeat=repeat,
+                check_rows=check_rows,
+                max_seconds=max_seconds or None,
+                progress=advance,
+            )
         if as_json:
-            output.document({"command": name, **report.as_dict()})
+            output.document({"command": "run", **report.as_dict()})
         else:
             output.show(*_for_a_person(report))
         if not report.ok:

@@ -121,25 +121,23 @@ def tile_schedule(
     lens: Sequence[int] | npt.NDArray[np.integer],
     *,
     num_sm_parts: int,
-    block: int = _BLOCK_TOPK,
-    overhead: int = _OVERHEAD_BLOCKS,
 ) -> Tiles:
     """The schedule of a decode call whose row i has `lens[i]` indices (topk, or its topk_length).
 
     Args:
         lens: one entry per batch row, at least one row; a length below 1 counts as 1.
-        num_sm_parts: parts to deal out to. block: indices per block. overhead: blocks a row costs beside its own.
+        num_sm_parts: parts to deal out to.
     Returns: Tiles. A part with nothing to do begins at row B.
     """
     if len(lens) < 1:
         raise InvalidArgument("tile_schedule", "lens", got="no rows", expected="at least one row")
     if num_sm_parts < 1:
         raise InvalidArgument("tile_schedule", "num_sm_parts", got=num_sm_parts, expected="1 or more")
-    blocks = -(-np.maximum(np.asarray(lens, dtype=np.int64), 1) // block)  # [B]
+    blocks = -(-np.maximum(np.asarray(lens, dtype=np.int64), 1) // _BLOCK_TOPK)  # [B]
     starts = np.zeros(len(blocks) + 1, dtype=np.int64)  # [B + 1], where each row begins on the line of costs
-    np.cumsum(blocks + overhead, out=starts[1:])
+    np.cumsum(blocks + _OVERHEAD_BLOCKS, out=starts[1:])
     total = int(starts[-1])
-    payload = -(-total // num_sm_parts) + overhead
+    payload = -(-total // num_sm_parts) + _OVERHEAD_BLOCKS
 
     row_starts: list[int] = starts.tolist()
     cuts = [0]
@@ -147,7 +145,7 @@ def tile_schedule(
     for _ in range(num_sm_parts):
         reach = last + payload
         row_start = row_starts[bisect_right(row_starts, reach) - 1]
-        last = reach - overhead
+        last = reach - _OVERHEAD_BLOCKS
         if last < row_start:
             last = row_start
         cuts.append(last)
