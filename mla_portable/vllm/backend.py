@@ -23,6 +23,8 @@ __all__ = ["MLAPortableBackend"]
 class MLAPortableBackend(AttentionBackend):
     """Sparse MLA through mla_portable, on every device that an installed implementation serves."""
 
+    accept_output_buffer: bool = True
+    """Read by vLLM up to 0.19: the layer allocates the output, inside of piecewise CUDA graphs."""
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [name for name in model.LAYOUT_OF_DTYPE if name]
 
@@ -34,6 +36,10 @@ class MLAPortableBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[MLAPortableImpl]:
+        if compat.impl_projects():
+            from mla_portable.vllm.projecting import ProjectingImpl
+
+            return ProjectingImpl
         return MLAPortableImpl
 
     @staticmethod

@@ -2,12 +2,15 @@
 # pyright: basic, reportMissingImports=false
 """All that differs between versions of vLLM, detected by features and never by a version number.
 
-Written against 0.20 to 0.33. Where two versions do a thing differently, the function below says which is which.
+Written against 0.17 to 0.33. Where two versions do a thing differently, the function below says which is which.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -67,12 +70,35 @@ def few_decode_tokens() -> int:
     The two kernels round differently, so the same split gives the same bits. But FlashMLA's decode reads K keys for each token,
     valid or not (H200, 64 heads: 39 us for 16 tokens, 236 us for 256), its prefill the valid ones. So only few tokens follow.
     """
-    try:
-        stock = import_module("vllm.v1.attention.backends.mla.flashmla_sparse")
-    except ImportError:
-        return 0
-    builder = getattr(stock, "FlashMLASparseMetadataBuilder", None)
+    builder = getattr(_stock(), "FlashMLASparseMetadataBuilder", None)
     return _FEW_TOKENS if getattr(builder, "require_uniform_decodes", False) else 0
+
+
+def impl_projects() -> bool:
+    """The layer has its implementation multiply by W_UK and W_UV: Iluvatar's 0.17 does, upstream's layers do it themselves.
+
+    Told by the stock implementation beside ours, which the same layer calls.
+    """
+    return hasattr(getattr(_stock(), "FlashMLASparseImpl", None), "_k_up_proj")
+
+
+def layer_takes_lse() -> bool:
+    """A layer whose implementation projects unpacks (out, lse) all the same. False where its source is not there."""
+    layer = import_module("vllm.model_executor.layers.attention.mla_attention").MLAAttention
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(layer)))
+    except (OSError, TypeError):
+        return False
+    taken = [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and ".forward_mqa(" in ast.unparse(n.value)]
+    return any(isinstance(target, ast.Tuple) for each in taken for target in each.targets)
+
+
+def _stock() -> Any | None:
+    """The module of vLLM's FLASHMLA_SPARSE, None where a vendor's build lacks it."""
+    try:
+        return import_module("vllm.v1.attention.backends.mla.flashmla_sparse")
+    except ImportError:
+        return None
 
 
 def capture_sizes(vllm_config: Any) -> int:

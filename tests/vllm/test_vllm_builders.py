@@ -12,7 +12,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
 from vllm.v1.worker import workspace
-from vllm_engine import BLOCK, CPU, LATENT, ROPE, assert_close, check_step, expected, make_builder, make_engine, make_step
+from vllm_engine import (
+    BLOCK,
+    CPU,
+    LATENT,
+    ROPE,
+    assert_close,
+    attend,
+    check_step,
+    expected,
+    make_builder,
+    make_engine,
+    make_step,
+)
 
 from mla_portable.attention import SparseMLAAttention, UnsupportedRoute
 from mla_portable.contracts import InvalidArgument
@@ -75,7 +87,7 @@ def test_microbatches_share_scratch_and_nothing_else(monkeypatch: pytest.MonkeyP
     for which in (0, 1, 0, 1):  # layer by layer in turn, on one stream
         engine.kv_cache = caches[which]
         engine.topk.copy_(topks[which])
-        out, _ = engine.impl.forward_mqa(steps[which].q, engine.kv_cache, metadata[which], engine.layer)
+        out, _ = attend(engine, metadata[which], steps[which].q)
         assert_close(out, expected(engine, steps[which])[0], len(steps[which].requests))
 
 
@@ -155,7 +167,8 @@ def other_layers_between(engine, dtype: str) -> None:
 def test_blocks_of_a_cache_may_lie_apart(dtype: str, route: str):
     engine = make_engine(dtype)
     other_layers_between(engine, dtype)
-    assert engine.builder.attention.route == route
+    if engine.builder.attention.facts.vendor != "iluvatar":  # whose bf16 kernel serves an FP8 cache's prefills
+        assert engine.builder.attention.route == route
     check_step(engine, [1, 1, 9], [70, 200, 90])
 
 

@@ -45,6 +45,7 @@ def test_every_field_has_its_value(batch: str, drafts: int, capture: bool):
         "prefill_max_seq_len": 0,
         "prefill": None,
         "decode": None,
+        "fp8_extra_metadata": None,
         "block_size": BLOCK,
         "topk_tokens": TOPK,
         "shadow": None,
@@ -56,6 +57,7 @@ def test_every_field_has_its_value(batch: str, drafts: int, capture: bool):
     assert attention is engine.builder.attention
     assert (plan.num_reqs, plan.num_tokens, plan.num_padded_tokens) == (reqs, sum(query_lens), tokens)
     assert step.table.shape == (reqs, MAX_LEN // BLOCK)
+    assert metadata.req_id_per_token.tolist() == step.requests + [0] * (tokens - len(step.requests))
 
 
 def test_tensors_are_vllms_own():
