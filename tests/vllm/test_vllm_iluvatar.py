@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer of Iluvatar's vLLM 0.17 on stand-ins of the vendor's ops: what serves, its weights, what it is told apart by.
 
-`MLA_TEST_VLLM_FORM=iluvatar-ops ci/vllm` runs every other test of this folder in this form as well.
+`ci/vllm` runs every other test of this folder in this form as well.
 """
 
 from __future__ import annotations

@@ -65,8 +65,13 @@ def make_config(kv_cache_dtype: str = "auto", *, drafts: int = 0, **model: Any) 
             **model,
         }
     )
+    attention = config.attention_config
+    if getattr(attention, "sparse_mla_prefill_workspace_factor", 0) is None:  # set once the model's length is known
+        attention.sparse_mla_prefill_workspace_factor = 5
     if drafts:
-        config.speculative_config = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False)
+        config.speculative_config = SimpleNamespace(
+            num_speculative_tokens=drafts, parallel_drafting=False, enable_adaptive_verification=False
+        )
     return config
 
 
