@@ -94,6 +94,11 @@ class MLAPortableBackend(AttentionBackend):
         return False
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Yes, where an implementation promises it; `supports_combination` says whether one does."""
+        return True
+
+    @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         """An installed implementation declares the device, whatever its capability is."""
         return model.is_served(model.facts_of(compat.device(), capability))
@@ -113,8 +118,9 @@ class MLAPortableBackend(AttentionBackend):
     ) -> str | None:
         """None where the whole model can be served as configured, else every reason against every candidate.
 
-        Binds nothing, but tries implementations on tiny problems. Without a configuration in force it only knows the
-        arguments. `more` and `named` are what versions add in between, and the capability; the device itself is asked.
+        Binds and computes nothing: what is declared decides here, what works when a layer is built. Without a configuration in
+        force it only knows the arguments. `more` and `named` are what versions add in between, and the capability; the device
+        itself is asked.
         """
         config = get_current_vllm_config_or_none()
         if not use_mla or not use_sparse or config is None or config.model_config is None:

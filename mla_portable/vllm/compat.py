@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from vllm import envs
 from vllm.v1.attention import backend as _backend
 
 IMPL_BASE: Any = getattr(_backend, "SparseMLAAttentionImpl", None) or _backend.MLAAttentionImpl
@@ -116,6 +117,11 @@ def wants_full_graphs(vllm_config: Any) -> bool:
     return settled is None or bool(settled.has_full_cudagraphs())
 
 
+def wants_batch_invariance() -> bool:
+    """Results of a row must not depend on what else is in the batch: VLLM_BATCH_INVARIANT, of vLLM's variables since 0.20."""
+    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
+
+
 def workspace_rows(vllm_config: Any) -> int | None:
     """Rows of the bf16 prefill workspace as vLLM is configured (0.33), None where it has no word in it."""
     factor = getattr(getattr(vllm_config, "attention_config", None), "sparse_mla_prefill_workspace_factor", None)
@@ -147,6 +153,9 @@ def unsupported_features(vllm_config: Any) -> list[str]:
         size = getattr(parallel, field, 1)
         if size and size > 1:
             refused.append(f"{word} context parallelism {size} (supports 1): set {field}=1")
+    if getattr(vllm_config.speculative_config, "enable_adaptive_verification", False):
+        remedy = "set enable_adaptive_verification=false"
+        refused.append(f"adaptive verification (supports steps whose query lengths the host knows): {remedy}")
     if getattr(getattr(vllm_config, "attention_config", None), "hisparse_config", None) is not None:
         remedy = "leave hisparse_config and HiSparseConnector out"
         refused.append(f"HiSparse, a KV cache in host memory (supports a cache on the device): {remedy}")
