@@ -206,14 +206,13 @@ def query_joiner() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     return None if packet is None else packet.default
 
 
-def shared_scratch(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor] | None:
-    """Tensors out of vLLM's workspace, None where this process has no workspace manager."""
+def workspace_manager() -> Any | None:
+    """vLLM's workspace, which grows until it is locked; None where this process has none."""
     try:
         from vllm.v1.worker import workspace
     except ImportError:
         return None
-    known = workspace.is_workspace_manager_initialized()
-    return workspace.current_workspace_manager().get_simultaneous(*shapes) if known else None
+    return workspace.current_workspace_manager() if workspace.is_workspace_manager_initialized() else None
 
 
 def align_blocks(spec: Any) -> Any:

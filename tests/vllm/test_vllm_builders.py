@@ -193,6 +193,35 @@ def test_gaps_between_blocks_are_read_from_the_configuration():
     assert compat.block_gap(engine.config, spec) is None
 
 
+@pytest.mark.parametrize("route", ["direct", "split"])
+def test_memory_that_the_workspace_has_outgrown_is_released(route: str, monkeypatch: pytest.MonkeyPatch):
+    """Another layer asks for more while vLLM warms up; from then on it is locked, and not asked again."""
+    monkeypatch.setenv(settings.ENV_ROUTE, route)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    workspace.init_workspace_manager(CPU)
+    try:
+        engine, manager = make_engine("fp8"), workspace.current_workspace_manager()
+        (first,) = manager.get_simultaneous(((1,), torch.uint8))
+        storage, size = weakref.ref(first.untyped_storage()), first.untyped_storage().nbytes()
+        del first
+        check_step(engine, [1, 9], [70, 90])
+        (grown,) = manager.get_simultaneous(((2 * size,), torch.uint8))
+        with torch.inference_mode():
+            engine.builder.build(0, make_step(engine, [1], [70]).common)
+        check_step(engine, [1, 9], [70, 90], seed=1)
+        gc.collect()
+        assert storage() is None
+        buffers = engine.builder.attention.buffers
+        held = [t for t in (buffers.indices, buffers.counts, buffers.lse, buffers.query, buffers.workspace) if t is not None]
+        assert all(t.untyped_storage().data_ptr() == grown.untyped_storage().data_ptr() for t in held)
+        assert len({t.data_ptr() for t in held}) == len(held)
+        workspace.lock_workspace()
+        monkeypatch.setattr(manager, "get_simultaneous", lambda *given: pytest.fail("asked in a step"))
+        check_step(engine, [1, 1], [70, 90], seed=2)
+    finally:
+        workspace.reset_workspace_manager()
+
+
 def test_a_workspace_that_is_locked_and_too_small_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     workspace.init_workspace_manager(CPU)
