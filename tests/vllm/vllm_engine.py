@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small engine around vLLM's real classes: configuration, MLAAttention layer, cache spec, CommonAttentionMetadata.
 
-Only what vLLM reads from a checkpoint is invented: the model's numbers, the weights of kv_b_proj and the indexer's choices.
+Only what a checkpoint holds is invented: the model's config.json, the weights of kv_b_proj and the indexer's choices.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,7 +21,7 @@ from unittest import mock
 import oracle
 import torch
 from torch import Tensor
-from vllm.config import CacheConfig, SchedulerConfig, VllmConfig, set_current_vllm_config
+from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig, set_current_vllm_config
 from vllm.config.device import DeviceConfig
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import mla_attention
@@ -39,8 +44,42 @@ KNOWN_LENGTHS = [
 """Where this version keeps lengths on the host, the first as its runner does."""
 
 
+MODEL = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 64,
+    "kv_lora_rank": LATENT,
+    "qk_nope_head_dim": NOPE,
+    "qk_rope_head_dim": ROPE,
+    "v_head_dim": V_DIM,
+    "index_topk": TOPK,
+    "index_n_heads": 4,
+    "index_head_dim": 128,
+    "vocab_size": 128,
+    "max_position_embeddings": MAX_LEN,
+}
+"""A checkpoint's config.json: DeepSeek-V3.2 but for its sizes."""
+
+
+@cache
+def _model_config() -> ModelConfig:
+    """As vLLM reads it from a checkpoint; made once, which takes seconds."""
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(MODEL))
+        return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=MAX_LEN)
+
+
 def make_config(kv_cache_dtype: str = "auto", *, drafts: int = 0, **model: Any) -> VllmConfig:
-    """A real VllmConfig, but for the model's part."""
+    """As vLLM makes it for a small model; `model` changes the model's part."""
     if not TAKES_BACKEND and kv_cache_dtype == "fp8":  # as the model's config does there
         kv_cache_dtype = "fp8_ds_mla"
     config = VllmConfig(
@@ -52,19 +91,9 @@ def make_config(kv_cache_dtype: str = "auto", *, drafts: int = 0, **model: Any) 
     )
     if config.cache_config.block_size is None:  # up to 0.19 the platform sets it, a CPU's does not
         config.cache_config.block_size = BLOCK
-    text = SimpleNamespace(index_topk=TOPK, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE)
-    config.model_config = SimpleNamespace(
-        **{
-            "hf_config": text,
-            "hf_text_config": text,
-            "max_model_len": MAX_LEN,
-            "dtype": torch.bfloat16,
-            "enforce_eager": False,
-            "get_num_attention_heads": lambda parallel: HEADS,
-            "get_head_size": lambda: LATENT + ROPE,
-            **model,
-        }
-    )
+    config.model_config = copy.copy(_model_config())
+    for name, value in model.items():
+        setattr(config.model_config, name, value)
     attention = config.attention_config
     if getattr(attention, "sparse_mla_prefill_workspace_factor", 0) is None:  # set once the model's length is known
         attention.sparse_mla_prefill_workspace_factor = 5
