@@ -31,9 +31,12 @@ BackendChoice = str | Mapping[str, str] | None
 class Demand:
     """Asks the registry with the demanded backend of each primitive."""
 
-    def __init__(self, registry: Registry, backend: BackendChoice) -> None:
-        """Raises: InvalidArgument when a mapping names something that is no primitive, or a backend is no name."""
-        self._registry = registry
+    def __init__(self, registry: Registry, backend: BackendChoice, *, probe: bool = True) -> None:
+        """probe: False decides by declarations and `check`, and computes nothing.
+
+        Raises: InvalidArgument when a mapping names something that is no primitive, or a backend is no name.
+        """
+        self._registry, self._probe = registry, probe
         names = [str(primitive) for primitive in Primitive.all()]
         for name in backend if isinstance(backend, Mapping) else ():
             if name not in names:
@@ -73,8 +76,8 @@ class Demand:
         """Who serves `request`, and why not the others."""
         rule = self._rule(request.primitive)
         if rule is None:
-            return self._registry.decide(request, backend=self._argument(request.primitive))
-        return replace(self._registry.decide(request, backend=rule.target), control=rule.control)
+            return self._registry.decide(request, backend=self._argument(request.primitive), probe=self._probe)
+        return replace(self._registry.decide(request, backend=rule.target, probe=self._probe), control=rule.control)
 
     def bind(self, request: Request[F]) -> F:
         """The callable that serves `request`. Raises: UnsupportedRequest."""

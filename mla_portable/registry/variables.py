@@ -37,7 +37,7 @@ _FIXED: Final = (
     Variable(TABLE_VARIABLE, "the path of a JSON file"),
     Variable(PLUGIN_TIMEOUT, "seconds, 0 or more (0: no limit)"),
     Variable.choice("MLA_PORTABLE_VLLM", "auto", "custom", "override", "off"),
-    Variable.choice("MLA_PORTABLE_VLLM_CACHE_SCALES", "auto", *SCALE_FORMATS),
+    Variable.choice("MLA_PORTABLE_VLLM_CACHE_SCALES", "auto", *SCALE_FORMATS, "mixed"),
     Variable.choice("MLA_PORTABLE_VLLM_CACHE_WRITER", "auto", "vllm", "mla_portable"),
     Variable.choice("MLA_PORTABLE_VLLM_INDEXER", "auto", "on", "off"),
     Variable.choice("MLA_PORTABLE_VLLM_ROUTE", "auto", *ROUTES),

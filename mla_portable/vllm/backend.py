@@ -23,6 +23,8 @@ __all__ = ["MLAPortableBackend"]
 class MLAPortableBackend(AttentionBackend):
     """Sparse MLA through mla_portable, on every device that an installed implementation serves."""
 
+    accept_output_buffer: bool = True
+    """Read by vLLM up to 0.19: the layer allocates the output, inside of piecewise CUDA graphs."""
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [name for name in model.LAYOUT_OF_DTYPE if name]
 
@@ -34,6 +36,10 @@ class MLAPortableBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[MLAPortableImpl]:
+        if compat.impl_projects():
+            from mla_portable.vllm.projecting import ProjectingImpl
+
+            return ProjectingImpl
         return MLAPortableImpl
 
     @staticmethod
@@ -88,6 +94,11 @@ class MLAPortableBackend(AttentionBackend):
         return False
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Yes, where an implementation promises it; `supports_combination` says whether one does."""
+        return True
+
+    @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         """An installed implementation declares the device, whatever its capability is."""
         return model.is_served(model.facts_of(compat.device(), capability))
@@ -107,8 +118,9 @@ class MLAPortableBackend(AttentionBackend):
     ) -> str | None:
         """None where the whole model can be served as configured, else every reason against every candidate.
 
-        Binds nothing, but tries implementations on tiny problems. Without a configuration in force it only knows the
-        arguments. `more` and `named` are what versions add in between, and the capability; the device itself is asked.
+        Binds and computes nothing: what is declared decides here, what works when a layer is built. Without a configuration in
+        force it only knows the arguments. `more` and `named` are what versions add in between, and the capability; the device
+        itself is asked.
         """
         config = get_current_vllm_config_or_none()
         if not use_mla or not use_sparse or config is None or config.model_config is None:

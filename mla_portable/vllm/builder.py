@@ -59,6 +59,8 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             if config.schedule_kind is not None and config.schedule_kind.assumes_topk:
                 config = replace(config, few_tokens=compat.few_decode_tokens())
             self.planner = Planner(config)
+        microbatches = compat.runs_microbatches(vllm_config)
+        self._workspace = None if buffers is None or microbatches else compat.workspace_manager()
         for impl in impls:
             impl.attach(self.attention, resolved.writer)
         self._shadow = shadow.steps(kv_cache_spec, layer_names, vllm_config, device)
@@ -101,6 +103,8 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             num_padded_tokens=num_tokens,
             seq_lens_device=common.seq_lens,
         )
+        if self._workspace is not None and not self._workspace.is_locked():
+            scratch.follow(self._workspace, self.attention.buffers)
         plan = self.planner.plan(batch)
         beside = None if self._shadow is None else self._shadow.build(common_prefix_len, common, fast_build)
         return MLAPortableMetadata(

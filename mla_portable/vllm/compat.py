@@ -2,12 +2,15 @@
 # pyright: basic, reportMissingImports=false
 """All that differs between versions of vLLM, detected by features and never by a version number.
 
-Written against 0.20 to 0.33. Where two versions do a thing differently, the function below says which is which.
+Written against 0.17 to 0.33. Where two versions do a thing differently, the function below says which is which.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -16,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from vllm import envs
 from vllm.v1.attention import backend as _backend
 
 IMPL_BASE: Any = getattr(_backend, "SparseMLAAttentionImpl", None) or _backend.MLAAttentionImpl
@@ -67,12 +71,35 @@ def few_decode_tokens() -> int:
     The two kernels round differently, so the same split gives the same bits. But FlashMLA's decode reads K keys for each token,
     valid or not (H200, 64 heads: 39 us for 16 tokens, 236 us for 256), its prefill the valid ones. So only few tokens follow.
     """
-    try:
-        stock = import_module("vllm.v1.attention.backends.mla.flashmla_sparse")
-    except ImportError:
-        return 0
-    builder = getattr(stock, "FlashMLASparseMetadataBuilder", None)
+    builder = getattr(_stock(), "FlashMLASparseMetadataBuilder", None)
     return _FEW_TOKENS if getattr(builder, "require_uniform_decodes", False) else 0
+
+
+def impl_projects() -> bool:
+    """The layer has its implementation multiply by W_UK and W_UV: Iluvatar's 0.17 does, upstream's layers do it themselves.
+
+    Told by the stock implementation beside ours, which the same layer calls.
+    """
+    return hasattr(getattr(_stock(), "FlashMLASparseImpl", None), "_k_up_proj")
+
+
+def layer_takes_lse() -> bool:
+    """A layer whose implementation projects unpacks (out, lse) all the same. False where its source is not there."""
+    layer = import_module("vllm.model_executor.layers.attention.mla_attention").MLAAttention
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(layer)))
+    except (OSError, TypeError):
+        return False
+    taken = [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and ".forward_mqa(" in ast.unparse(n.value)]
+    return any(isinstance(target, ast.Tuple) for each in taken for target in each.targets)
+
+
+def _stock() -> Any | None:
+    """The module of vLLM's FLASHMLA_SPARSE, None where a vendor's build lacks it."""
+    try:
+        return import_module("vllm.v1.attention.backends.mla.flashmla_sparse")
+    except ImportError:
+        return None
 
 
 def capture_sizes(vllm_config: Any) -> int:
@@ -88,6 +115,11 @@ def wants_full_graphs(vllm_config: Any) -> bool:
         return False
     settled = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
     return settled is None or bool(settled.has_full_cudagraphs())
+
+
+def wants_batch_invariance() -> bool:
+    """Results of a row must not depend on what else is in the batch: VLLM_BATCH_INVARIANT, of vLLM's variables since 0.20."""
+    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
 
 
 def workspace_rows(vllm_config: Any) -> int | None:
@@ -121,6 +153,9 @@ def unsupported_features(vllm_config: Any) -> list[str]:
         size = getattr(parallel, field, 1)
         if size and size > 1:
             refused.append(f"{word} context parallelism {size} (supports 1): set {field}=1")
+    if getattr(vllm_config.speculative_config, "enable_adaptive_verification", False):
+        remedy = "set enable_adaptive_verification=false"
+        refused.append(f"adaptive verification (supports steps whose query lengths the host knows): {remedy}")
     if getattr(getattr(vllm_config, "attention_config", None), "hisparse_config", None) is not None:
         remedy = "leave hisparse_config and HiSparseConnector out"
         refused.append(f"HiSparse, a KV cache in host memory (supports a cache on the device): {remedy}")
@@ -171,14 +206,13 @@ def query_joiner() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     return None if packet is None else packet.default
 
 
-def shared_scratch(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor] | None:
-    """Tensors out of vLLM's workspace, None where this process has no workspace manager."""
+def workspace_manager() -> Any | None:
+    """vLLM's workspace, which grows until it is locked; None where this process has none."""
     try:
         from vllm.v1.worker import workspace
     except ImportError:
         return None
-    known = workspace.is_workspace_manager_initialized()
-    return workspace.current_workspace_manager().get_simultaneous(*shapes) if known else None
+    return workspace.current_workspace_manager() if workspace.is_workspace_manager_initialized() else None
 
 
 def align_blocks(spec: Any) -> Any:

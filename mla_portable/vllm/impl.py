@@ -59,7 +59,8 @@ class MLAPortableImpl(compat.IMPL_BASE):
         self.kv_cache_dtype: str = arguments["kv_cache_dtype"]
         self.kv_lora_rank: int = arguments.get("kv_lora_rank", KV_LORA_RANK)
         self._indexer: Any | None = arguments.get("indexer")
-        self._topk_indices_buffer: Tensor | None = arguments.get("topk_indices_buffer")
+        misspelt = arguments.get("topk_indice_buffer")  # 0.17
+        self._topk_indices_buffer: Tensor | None = arguments.get("topk_indices_buffer", misspelt)
         self._attention: ref[SparseMLAAttention] | None = None
         self._writer: Writer | None = None
         self._scratch: StepBuffers | None = None

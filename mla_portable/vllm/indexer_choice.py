@@ -73,6 +73,8 @@ def capability() -> tuple[int, int] | None:
 
 
 def _decide(vllm_config: Any | None) -> IndexerChoice:
+    if vllm_config is not None:
+        settings.adopt(vllm_config.additional_config)
     mode = settings.indexer()
     if mode == "off":
         return IndexerChoice(False, False, f"{settings.ENV_INDEXER}=off")

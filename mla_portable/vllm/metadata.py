@@ -26,6 +26,7 @@ class MLAPortableMetadata(AttentionMetadata):
     Attributes:
         num_actual_tokens: query tokens, padding for a CUDA graph included. The fields up to `prefill` are read by vLLM.
         attention, plan: the layer that computes the step, and its plan.
+        fp8_extra_metadata: what vLLM's own FlashMLA kernels are given up to 0.25; these have the plan.
         shadow: what a stock implementation needs for the same step, None unless it runs beside ours.
     """
 
@@ -48,3 +49,14 @@ class MLAPortableMetadata(AttentionMetadata):
     prefill_max_seq_len: int = 0
     prefill: None = None
     decode: None = None
+    fp8_extra_metadata: None = None
+
+    @property
+    def req_id_per_token(self) -> Tensor:
+        """[num_actual_tokens] int32: the request of each token, 0 for padding."""
+        return self.plan.req_id_per_token
+
+    @property
+    def fp8_use_mixed_batch(self) -> bool:
+        """Prefill tokens of an FP8 cache go through the decode kernel."""
+        return self.attention.spec.layout.is_quantized and self.plan.route == "fused"

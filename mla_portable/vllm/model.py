@@ -55,13 +55,18 @@ def resolve(
     block_size: int = BLOCK_SIZE,
     block_gap: int | None = 0,
     need_lse: bool = False,
+    probe: bool = True,
 ) -> Resolved:
-    """The spec of the model's layers and the route that serves them on `device`; probes implementations not tried before.
+    """The spec of the model's layers and the route that serves them on `device`.
 
+    Args:
+        probe: implementations that were not tried before are, and vLLM's operator for the cache; with False nothing is
+            computed, and the cache counts as written by that operator with the scales that most readers take.
     Where vLLM would capture graphs but no route can be captured, one that runs outside of graphs is taken. `block_gap` is
     what compat.block_gap says of the cache.
     Raises: UnsupportedRoute with the reasons against every route; InvalidArgument for a configuration that is not served.
     """
+    settings.adopt(vllm_config.additional_config)
     layout = LAYOUT_OF_DTYPE.get(kv_cache_dtype)
     if layout is None:
         expected = f"one of {', '.join(name for name in LAYOUT_OF_DTYPE if name)}"
@@ -72,7 +77,7 @@ def resolve(
     if refused := compat.unsupported_features(vllm_config):
         raise InvalidArgument("vLLM", "configuration", got="; ".join(refused), expected="what this backend supports")
     decode_query_len, captured = compat.decode_query_len(vllm_config), compat.capture_sizes(vllm_config)
-    writer = choose_writer(layout, device, vllm_config)
+    writer = choose_writer(layout, device, vllm_config) if probe else Writer("vllm", _likely_scales())
     spec = AttentionSpec(
         num_heads=num_heads or model.get_num_attention_heads(vllm_config.parallel_config),
         softmax_scale=softmax_scale or compat.nominal_scale(vllm_config),
@@ -83,21 +88,27 @@ def resolve(
         kv_layout=layout,
         block_size=block_size,
         topk=topk,
-        scale_format=writer.scale_format,
+        scale_format=writer.scale_format if LAYOUTS[layout].is_quantized else None,
         contiguous_blocks=_is_contiguous(layout, block_gap),
         decode_query_len=decode_query_len,
         prefill_workspace_tokens=compat.workspace_rows(vllm_config),
         route=settings.route(),
         need_lse=need_lse,
         graph=compat.wants_full_graphs(vllm_config),
+        batch_invariant=compat.wants_batch_invariance(),
     )
-    decision = decide_route(get_registry(), spec, device)
+    decision = decide_route(get_registry(), spec, device, probe=probe)
     if decision.chosen is None and spec.graph:
         spec = replace(spec, graph=False)
-        decision = decide_route(get_registry(), spec, device)
+        decision = decide_route(get_registry(), spec, device, probe=probe)
     if decision.chosen is None:
         raise UnsupportedRoute(decision)
     return Resolved(spec, decision, writer)
+
+
+def _likely_scales() -> str | None:
+    stated = settings.scale_format() or "pow2"
+    return None if stated == "mixed" else stated
 
 
 def _is_contiguous(layout: str, gap: int | None) -> bool:
@@ -110,13 +121,13 @@ def _is_contiguous(layout: str, gap: int | None) -> bool:
 def refusal(
     vllm_config: Any, device: torch.device, *, head_size: int, kv_cache_dtype: str | None, block_size: int | None
 ) -> str | None:
-    """Why the plugin cannot serve this configuration, every reason in one text; None where it can."""
+    """Why the plugin cannot serve this configuration, every reason in one text; None where it can, by what is declared."""
     if head_size not in HEAD_SIZES:
         return f"head_size {head_size} (supports {', '.join(map(str, HEAD_SIZES))}: a latent of 512 and 64 of rope)"
     if block_size is not None and block_size % BLOCK_SIZE:
         return f"block_size {block_size} (supports multiples of {BLOCK_SIZE}): start vLLM with --block-size {BLOCK_SIZE}"
     try:
-        resolve(vllm_config, device, kv_cache_dtype=kv_cache_dtype)
+        resolve(vllm_config, device, kv_cache_dtype=kv_cache_dtype, probe=False)
     except MLAPortableError as error:
         return str(error)
     return None

@@ -13,9 +13,9 @@ from mla_portable.registry import Registry
 __all__ = ["decide_route", "served_by"]
 
 
-def decide_route(registry: Registry, spec: AttentionSpec, device: torch.device) -> RouteDecision:
-    """The routes for layers of `spec` on `device`, ranked; probes implementations that were not tried before."""
-    demand = Demand(registry, None)
+def decide_route(registry: Registry, spec: AttentionSpec, device: torch.device, *, probe: bool = True) -> RouteDecision:
+    """The routes for layers of `spec` on `device`, ranked; probes implementations that were not tried before, if `probe`."""
+    demand = Demand(registry, None, probe=probe)
     return choose_route(spec, registry.facts(device), demand)
 
 

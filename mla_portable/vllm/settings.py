@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin's environment variables, read when they are needed; what they may be set to is declared with the core's."""
+"""What users set: environment variables, read when they are needed, and `mla_portable` in vLLM's `additional_config`.
+
+What a variable may be set to is declared with the core's. One that is set goes before the configuration's entry.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
+from mla_portable.contracts import InvalidArgument
 from mla_portable.registry.variables import check_variables
 
 logger = logging.getLogger("vllm.mla_portable")
@@ -21,6 +25,19 @@ ENV_SHADOW: Final = "MLA_PORTABLE_VLLM_SHADOW"
 ENV_SHADOW_FILE: Final = "MLA_PORTABLE_VLLM_SHADOW_FILE"
 ENV_WRITER: Final = "MLA_PORTABLE_VLLM_CACHE_WRITER"
 
+IN_CONFIG: Final = {
+    "route": ENV_ROUTE,
+    "cache_writer": ENV_WRITER,
+    "cache_scales": ENV_SCALES,
+    "indexer": ENV_INDEXER,
+    "shadow": ENV_SHADOW,
+    "shadow_file": ENV_SHADOW_FILE,
+}
+"""Keys of `additional_config["mla_portable"]` -> the variable of the same meaning. The mode is needed before there is one."""
+
+_from_config: dict[str, str] = {}
+"""By variable; of the configuration that was adopted last."""
+
 STOCK_BACKEND: Final = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
 
 
@@ -28,7 +45,26 @@ def _read(name: str, environ: Mapping[str, str] | None = None) -> str:
     """The value, "" where it is not set. Raises: InvalidArgument for one that is not allowed."""
     value = (os.environ if environ is None else environ).get(name, "").strip()
     check_variables({name: value})
-    return value
+    return value or _from_config.get(name, "")
+
+
+def adopt(additional_config: object) -> None:
+    """Take the values in `additional_config["mla_portable"]`, and none of an earlier configuration.
+
+    Raises: InvalidArgument for a key that is not in IN_CONFIG, and for a value that is not allowed.
+    """
+    given = additional_config.get("mla_portable", {}) if isinstance(additional_config, Mapping) else {}
+    where, keys = "vLLM", ", ".join(IN_CONFIG)
+    if not isinstance(given, Mapping):
+        raise InvalidArgument(where, "additional_config['mla_portable']", got=repr(given), expected=f"a mapping with {keys}")
+    if unknown := given.keys() - IN_CONFIG.keys():
+        remedy = f"{ENV_MODE} is read before there is a configuration." if "mode" in unknown else ""
+        got = ", ".join(sorted(map(repr, unknown)))
+        raise InvalidArgument(where, "additional_config['mla_portable']", got=got, expected=f"keys among {keys}", remedy=remedy)
+    values = {IN_CONFIG[key]: str(value) for key, value in given.items()}
+    check_variables(values)
+    _from_config.clear()
+    _from_config.update(values)
 
 
 def check(environ: Mapping[str, str] | None = None) -> None:
@@ -53,7 +89,7 @@ def cache_writer() -> str:
 
 
 def scale_format() -> str | None:
-    """The format of every scale in the FP8 cache as the user states it, None where it is inferred."""
+    """The format of every scale in the FP8 cache as the user states it, "mixed" for several, None where it is inferred."""
     value = _read(ENV_SCALES).lower()
     return None if value in ("", "auto") else value
 

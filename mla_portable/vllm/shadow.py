@@ -141,7 +141,9 @@ class ShadowLayer:
         if self._numbers is None:
             self._numbers = torch.zeros(len(_FIELDS), dtype=torch.float32, device=ours.device)
             self._recorder.layers[name] = self._numbers
-        theirs, _ = self._impl.forward_mqa(q, kv_cache, metadata, layer)
+        theirs = self._impl.forward_mqa(q, kv_cache, metadata, layer)
+        if not isinstance(theirs, Tensor):  # (out, lse); Iluvatar's returns out alone
+            theirs = theirs[0]
         self._numbers[1:].copy_(difference(ours, theirs, topk_indices))
         self._numbers[0] += 1
         if not accelerator(ours.device).is_capturing():

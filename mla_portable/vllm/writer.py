@@ -6,7 +6,8 @@ vLLM's own operator makes the same bytes as for vLLM's other backends, so it is 
 cache_write primitive writes. Which scales vLLM's operator makes depends on its version (`amax` up to 0.26, `pow2` in 0.33)
 and cannot be seen from Python: one token is written, once per process, and its scale is read.
 
-With a KV connector, rows may come from elsewhere: their scales are unknown unless MLA_PORTABLE_VLLM_CACHE_SCALES states them.
+With a KV connector, rows may come from elsewhere. Nodes of one version of vLLM write the same scales, so those are taken to be
+that operator's; MLA_PORTABLE_VLLM_CACHE_SCALES states other ones, or that there are several kinds.
 """
 
 from __future__ import annotations
@@ -81,16 +82,16 @@ def choose_writer(layout: str, device: torch.device, vllm_config: Any | None) ->
         expected = f"another writer: vLLM's does not write {layout} on {device} ({trial.reason})"
         raise InvalidArgument("environment", settings.ENV_WRITER, got="'vllm'", expected=expected)
     who = "vllm" if trial.works and forced != "mla_portable" else "mla_portable"
-    if not LAYOUTS[layout].is_quantized:
+    if not LAYOUTS[layout].is_quantized or stated == "mixed":
         return Writer(who, None)
     made = trial.scale_format if who == "vllm" else stated or "pow2"
     # Compiled graphs may fuse vLLM's own write into the rotary embedding, whoever writes otherwise.
     written = {made, trial.scale_format} if trial.works else {made}
     if stated is not None and written != {stated}:
         expected = f"{' and '.join(sorted(map(str, written)))}, as vLLM and mla_portable write them here"
-        remedy = f"Unset {settings.ENV_SCALES}: scales then count as unknown where they differ."
+        remedy = f"{settings.ENV_SCALES}=mixed reads each scale as it is."
         raise InvalidArgument("environment", settings.ENV_SCALES, got=repr(stated), expected=expected, remedy=remedy)
-    # With a connector another node, or an earlier run, may have written the rows.
+    # With a connector another node may have written the rows, with the operator that does not work here.
     received = vllm_config is not None and getattr(vllm_config, "kv_transfer_config", None) is not None
-    known = len(written) == 1 and (stated is not None or not received)
+    known = len(written) == 1 and (stated is not None or trial.works or not received)
     return Writer(who, made if known else None)

@@ -39,6 +39,10 @@ class StockImpl(MLAAttentionImpl):
             out[token] = (weights @ keys[:, :512]) * (1 + ERROR["relative"])
         return out, None
 
+    def forward_mha(self, *arguments: Any, **named: Any) -> None:
+        """Abstract in vLLM up to 0.25."""
+        raise NotImplementedError
+
 
 class StockBackend:
     get_impl_cls = staticmethod(lambda: StockImpl)

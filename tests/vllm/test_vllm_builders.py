@@ -12,7 +12,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
 from vllm.v1.worker import workspace
-from vllm_engine import BLOCK, CPU, LATENT, ROPE, assert_close, check_step, expected, make_builder, make_engine, make_step
+from vllm_engine import (
+    BLOCK,
+    CPU,
+    LATENT,
+    ROPE,
+    assert_close,
+    attend,
+    check_step,
+    expected,
+    make_builder,
+    make_engine,
+    make_step,
+)
 
 from mla_portable.attention import SparseMLAAttention, UnsupportedRoute
 from mla_portable.contracts import InvalidArgument
@@ -75,7 +87,7 @@ def test_microbatches_share_scratch_and_nothing_else(monkeypatch: pytest.MonkeyP
     for which in (0, 1, 0, 1):  # layer by layer in turn, on one stream
         engine.kv_cache = caches[which]
         engine.topk.copy_(topks[which])
-        out, _ = engine.impl.forward_mqa(steps[which].q, engine.kv_cache, metadata[which], engine.layer)
+        out, _ = attend(engine, metadata[which], steps[which].q)
         assert_close(out, expected(engine, steps[which])[0], len(steps[which].requests))
 
 
@@ -155,7 +167,8 @@ def other_layers_between(engine, dtype: str) -> None:
 def test_blocks_of_a_cache_may_lie_apart(dtype: str, route: str):
     engine = make_engine(dtype)
     other_layers_between(engine, dtype)
-    assert engine.builder.attention.route == route
+    if engine.builder.attention.facts.vendor != "iluvatar":  # whose bf16 kernel serves an FP8 cache's prefills
+        assert engine.builder.attention.route == route
     check_step(engine, [1, 1, 9], [70, 200, 90])
 
 
@@ -178,6 +191,35 @@ def test_gaps_between_blocks_are_read_from_the_configuration():
     assert compat.block_gap(engine.config, spec) == 0
     engine.config.cache_config.kv_cache_layout = "BLNHC"
     assert compat.block_gap(engine.config, spec) is None
+
+
+@pytest.mark.parametrize("route", ["direct", "split"])
+def test_memory_that_the_workspace_has_outgrown_is_released(route: str, monkeypatch: pytest.MonkeyPatch):
+    """Another layer asks for more while vLLM warms up; from then on it is locked, and not asked again."""
+    monkeypatch.setenv(settings.ENV_ROUTE, route)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    workspace.init_workspace_manager(CPU)
+    try:
+        engine, manager = make_engine("fp8"), workspace.current_workspace_manager()
+        (first,) = manager.get_simultaneous(((1,), torch.uint8))
+        storage, size = weakref.ref(first.untyped_storage()), first.untyped_storage().nbytes()
+        del first
+        check_step(engine, [1, 9], [70, 90])
+        (grown,) = manager.get_simultaneous(((2 * size,), torch.uint8))
+        with torch.inference_mode():
+            engine.builder.build(0, make_step(engine, [1], [70]).common)
+        check_step(engine, [1, 9], [70, 90], seed=1)
+        gc.collect()
+        assert storage() is None
+        buffers = engine.builder.attention.buffers
+        held = [t for t in (buffers.indices, buffers.counts, buffers.lse, buffers.query, buffers.workspace) if t is not None]
+        assert all(t.untyped_storage().data_ptr() == grown.untyped_storage().data_ptr() for t in held)
+        assert len({t.data_ptr() for t in held}) == len(held)
+        workspace.lock_workspace()
+        monkeypatch.setattr(manager, "get_simultaneous", lambda *given: pytest.fail("asked in a step"))
+        check_step(engine, [1, 1], [70, 90], seed=2)
+    finally:
+        workspace.reset_workspace_manager()
 
 
 def test_a_workspace_that_is_locked_and_too_small_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch):

@@ -176,7 +176,8 @@ def test_nothing_is_read_back_or_planned_by_vllms_kernels():
 
 def test_the_operator_keeps_its_name_and_what_it_mutates():
     schema = torch.ops.vllm.sparse_attn_indexer.default._schema
-    assert [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write] == ["topk_indices_buffer"]
+    written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
+    assert written - {"candidate_blocks"} == {"topk_indices_buffer"}  # the former of two-level selection, 0.33
 
 
 def test_models_that_call_the_function_get_ours():
@@ -282,7 +283,7 @@ def test_an_out_of_tree_platform_is_served_too(monkeypatch: pytest.MonkeyPatch):
     run(engine, step)
     check(engine, step)
     monkeypatch.setenv(settings.ENV_INDEXER, "off")
-    with pytest.raises(NotImplementedError, match="CUDA, ROCm and XPU"):
+    with pytest.raises(NotImplementedError, match="only implemented for CUDA, ROCm"):
         call(make_indexer(), step, None)
 
 

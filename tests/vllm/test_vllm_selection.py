@@ -18,7 +18,7 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker import workspace
-from vllm_engine import BLOCK, CPU, HEADS, MAX_TOKENS, TOPK, make_config, make_engine
+from vllm_engine import BLOCK, CPU, HEADS, KNOWN_LENGTHS, MAX_TOKENS, TOPK, attend, make_config, make_engine, make_step
 
 from mla_portable.contracts import (
     DeviceFacts,
@@ -29,13 +29,14 @@ from mla_portable.contracts import (
     UnsupportedRequest,
     hookimpl,
 )
-from mla_portable.registry import Registry
+from mla_portable.registry import Registry, use
 from mla_portable.vllm import auto, compat, model, plugin, settings
 from mla_portable.vllm.backend import MLAPortableBackend
 from mla_portable.vllm.status import vllm_status
 from mla_portable.vllm.writer import Writer
 
 CUDA = torch.device("cuda")
+PLACES = [name for name in auto.PLACES if name in AttentionBackendEnum.__members__]
 SM80 = DeviceFacts(vendor="nvidia", name="NVIDIA A100", arch="sm80", num_sms=108)
 COREX = DeviceFacts(vendor="iluvatar", name="Iluvatar BI-V150", arch="ivcore11", num_sms=16, graph_capture=False)
 
@@ -43,7 +44,7 @@ COREX = DeviceFacts(vendor="iluvatar", name="Iluvatar BI-V150", arch="ivcore11",
 @pytest.fixture
 def members():
     """vLLM's registry, put back afterwards."""
-    touched = [AttentionBackendEnum.CUSTOM, *(AttentionBackendEnum[name] for name in auto.PLACES)]
+    touched = [AttentionBackendEnum.CUSTOM, *(AttentionBackendEnum[name] for name in PLACES)]
     for member in touched:
         member.clear_override()
     yield AttentionBackendEnum
@@ -142,7 +143,7 @@ def test_override_leaves_to_stock_what_only_stock_serves(refused: str | None, me
     assert choose(members, "FLASHMLA_SPARSE", config) is MLAPortableBackend  # whose reasons vLLM then reports
 
 
-@pytest.mark.parametrize("member", auto.PLACES)
+@pytest.mark.parametrize("member", PLACES)
 @pytest.mark.parametrize("refuses", [None, "requires FlashInfer"])
 def test_auto_asks_whether_stock_serves_the_configuration(member: str, refuses, members, monkeypatch: pytest.MonkeyPatch):
     on_device(monkeypatch, 9 if member == "FLASHMLA_SPARSE" else 12, 0)
@@ -184,13 +185,99 @@ def test_every_cache_format_is_accepted(dtype: str):
         ({"block_size": 48}, "block_size 48 (supports multiples of 64): start vLLM with --block-size 64"),
         ({"use_sparse": False}, "non-sparse not supported"),
         ({"head_size": 512}, "head_size 512 (supports 576"),
-        ({"has_sink": True}, "attention sinks not supported"),
+        ({"has_sink": True}, "sink"),
         ({"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
         ({"use_pcp": True}, "PCP not supported"),
     ],
 )
 def test_refusals_name_the_reason(changes, reason: str):
+    if not changes.keys() <= inspect.signature(MLAPortableBackend.validate_configuration).parameters.keys():
+        return  # asked by later versions alone
     assert reason in " | ".join(validate(make_config(), **changes))
+
+
+def test_selection_computes_nothing(monkeypatch: pytest.MonkeyPatch):
+    """vLLM asks every candidate; whoever is not chosen must have left no trace on the device."""
+
+    class Untouched:
+        @hookimpl
+        def mla_portable_register(self, registrar) -> None:
+            def run(*arguments, **named):
+                raise AssertionError("a kernel was run")
+
+            support = Support(source="made up", device_types=("cpu",), kv_layouts=("bf16", "fp8_ds_mla"))
+            for primitive in Primitive.all():
+                registrar.add(Implementation("acme.v1", primitive, support, bind=lambda request: run))
+
+    registry = Registry(plugins=[("acme", Untouched())], environ={})
+    monkeypatch.setattr(model, "get_registry", lambda: registry)
+    monkeypatch.setattr(model, "choose_writer", lambda *given: pytest.fail("the cache's operator was tried"))
+    for dtype in ("auto", "fp8"):
+        assert validate(make_config(), kv_cache_dtype=dtype) == []
+
+
+def test_batch_invariance_is_served(monkeypatch: pytest.MonkeyPatch):
+    """A row's bits are the same alone and in company."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    if not compat.wants_batch_invariance():
+        return  # vLLM before 0.20
+    with use("triton"):  # plain torch promises nothing
+        assert validate(make_config(), use_batch_invariant=True) == []
+        engine = make_engine("fp8")
+    assert engine.builder.attention.spec.batch_invariant
+    step = make_step(engine, [1, 1, 1], [100, 64, 256])
+    together, _ = attend(engine, engine.builder.build(0, step.common), step.q)
+    names = "seq_lens", "block_table_tensor", KNOWN_LENGTHS[0]
+    for row in range(3):
+        engine.topk[0] = step.topk[row]
+        alone = replace(
+            step.common,
+            query_start_loc=step.common.query_start_loc[:2],
+            query_start_loc_cpu=step.common.query_start_loc_cpu[:2],
+            num_reqs=1,
+            num_actual_tokens=1,
+            **{name: getattr(step.common, name)[row : row + 1] for name in names},
+        )
+        out, _ = attend(engine, engine.builder.build(0, alone), step.q[row : row + 1])
+        assert torch.equal(out[0], together[row])
+
+
+def test_batch_invariance_that_nobody_promises_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compat, "wants_batch_invariance", lambda: True)
+    simulate(monkeypatch, SM80, Vendor("nvidia", "sm80"))
+    (reason,) = validate(make_config())
+    assert "batch_invariant" in reason
+
+
+@pytest.mark.parametrize("given", ["config", "both"])
+def test_additional_config_is_read(given: str, monkeypatch: pytest.MonkeyPatch):
+    """What the environment says goes first; a configuration without the key goes by the defaults again."""
+    config = make_config("fp8")
+    config.additional_config = {"mla_portable": {"route": "split", "cache_scales": "amax", "shadow": 0}}
+    if given == "both":
+        monkeypatch.setenv(settings.ENV_ROUTE, "upconvert")
+    resolved = model.resolve(config, CPU, kv_cache_dtype="fp8")
+    assert resolved.decision.chosen == ("split" if given == "config" else "upconvert")
+    assert resolved.writer.scale_format == "amax" and settings.shadow_backend() is None
+    monkeypatch.delenv(settings.ENV_ROUTE, raising=False)
+    model.resolve(make_config("fp8"), CPU, kv_cache_dtype="fp8")
+    assert (settings.route(), settings.scale_format()) == ("auto", None)
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"rout": "split"}, "got 'rout', expected keys among route, cache_writer"),
+        ({"mode": "off"}, "MLA_PORTABLE_VLLM is read before there is a configuration"),
+        ({"route": "fast"}, "MLA_PORTABLE_VLLM_ROUTE: got 'fast'"),
+        ("split", "got 'split', expected a mapping"),
+    ],
+)
+def test_additional_config_that_means_nothing_is_refused(given, said: str):
+    config = make_config()
+    config.additional_config = {"mla_portable": given}
+    (reason,) = validate(config)
+    assert said in reason
 
 
 def test_what_no_layer_here_can_do_is_refused():
@@ -199,7 +286,9 @@ def test_what_no_layer_here_can_do_is_refused():
     config = make_config()
     config.parallel_config.decode_context_parallel_size = 2
     config.attention_config = SimpleNamespace(hisparse_config=object())  # a cache in host memory, from 0.30 on
+    config.speculative_config = SimpleNamespace(num_speculative_tokens=2, enable_adaptive_verification=True)
     (said,) = validate(config)
+    assert "adaptive verification (supports steps whose query lengths the host knows): set" in said
     assert "decode context parallelism 2 (supports 1): set decode_context_parallel_size=1" in said
     assert "HiSparse" in said and "leave hisparse_config and HiSparseConnector out" in said
 
@@ -225,14 +314,16 @@ def simulate(monkeypatch: pytest.MonkeyPatch, facts: DeviceFacts, vendor: Vendor
     monkeypatch.setattr(model, "choose_writer", lambda layout, device, config: Writer("vllm", None))
 
 
-def test_a_corex_device_is_accepted_whatever_its_capability(monkeypatch: pytest.MonkeyPatch):
-    simulate(monkeypatch, COREX, Vendor("iluvatar", "ivcore11"))
+@pytest.mark.parametrize("device, ops", [(False, True), (True, False), (True, True)])
+def test_a_corex_device_is_accepted_whatever_its_capability(device: bool, ops: bool, monkeypatch: pytest.MonkeyPatch):
+    """Graphs follow what the device and its ops can do."""
+    simulate(monkeypatch, replace(COREX, graph_capture=device), Vendor("iluvatar", "ivcore11", graph=ops))
     for capability in ((7, 0), (7, 5), (8, 0), (12, 0)):
         assert validate(make_config(), capability=capability) == []
     spec, config = SimpleNamespace(cache_dtype_str="auto", block_size=BLOCK), make_config()
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     support = MLAPortableBackend.get_builder_cls().get_cudagraph_support(config, spec)
-    assert support is AttentionCGSupport.NEVER  # the device cannot capture graphs, and is served without
+    assert support is (AttentionCGSupport.UNIFORM_BATCH if device and ops else AttentionCGSupport.NEVER)
 
 
 def test_vllms_defaults_for_new_tensors_do_not_reach_the_implementations(monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 import fake_stock
 import pytest
 import torch
-from vllm_engine import check_step, make_engine, make_step
+from vllm_engine import attend, check_step, make_engine, make_step
 
 from mla_portable.contracts import InvalidArgument
 from mla_portable.vllm import settings, shadow
@@ -47,9 +47,9 @@ def test_what_goes_on_is_ours(records):
     engine = make_engine("auto")
     step = make_step(engine, [1, 5], [100, 5])
     metadata = engine.builder.build(0, step.common)
-    out, _ = engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
+    out, _ = attend(engine, metadata, step.q)
     metadata.shadow = None
-    again, _ = engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
+    again, _ = attend(engine, metadata, step.q)
     assert torch.equal(out, again)
     assert len(records()) == 1
 
@@ -59,7 +59,7 @@ def test_a_replayed_graph_is_recorded_when_the_next_step_is_built(records, monke
     engine = make_engine("auto")
     step = make_step(engine, [1, 1], [100, 64])
     metadata = engine.builder.build(0, step.common)
-    engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
+    attend(engine, metadata, step.q)
     engine.builder.build(0, step.common)
     assert len(records()) == 1
     engine.impl._shadow._numbers.copy_(torch.tensor([2.0, 2.0, 0.25, 0.5, 1.0]))  # as a replay leaves them
@@ -97,7 +97,7 @@ def test_stock_hears_of_all_that_vllm_says(records, monkeypatch: pytest.MonkeyPa
     impl.prepare_for_batch(None)
     impl.prepare_for_batch(metadata)
     impl.a_hook_of_a_later_version(attn_metadata=metadata)
-    ours, stock = "MLAPortableImpl", "StockImpl"
+    ours, stock = type(impl).__name__, "StockImpl"
     assert heard == [
         (stock, "process_weights_after_loading", torch.bfloat16),
         (ours, "reserve_workspace"),

@@ -46,7 +46,9 @@ def test_the_scales_that_vllm_writes_are_found_out(scale: float, found: str, mon
     "demand, trial, connector, expected",
     [
         ("auto", Trial(True, "amax"), False, Writer("vllm", "amax")),
-        ("auto", Trial(True, "pow2"), True, Writer("vllm", None)),
+        ("auto", Trial(True, "pow2"), True, Writer("vllm", "pow2")),
+        ("auto", Trial(True, "amax"), True, Writer("vllm", "amax")),
+        ("auto", Trial(False), True, Writer("mla_portable", None)),
         ("auto", Trial(False), False, Writer("mla_portable", "pow2")),
         ("mla_portable", Trial(True, "pow2"), False, Writer("mla_portable", "pow2")),
         ("mla_portable", Trial(True, "amax"), False, Writer("mla_portable", None)),
@@ -72,8 +74,17 @@ def test_scales_of_received_rows_may_be_stated(stated: str, made: str, writer: s
         who = "vllm" if writer == "auto" else "mla_portable"
         assert writer_module.choose_writer("fp8_ds_mla", CPU, config) == Writer(who, stated)
         return
-    with pytest.raises(InvalidArgument, match=f"CACHE_SCALES: got '{stated}', expected .*{made}.* Unset"):
+    with pytest.raises(InvalidArgument, match=f"CACHE_SCALES: got '{stated}', expected .*{made}.*mixed reads each scale"):
         writer_module.choose_writer("fp8_ds_mla", CPU, config)
+
+
+@pytest.mark.parametrize("trial", [Trial(True, "pow2"), Trial(False)])
+def test_rows_of_several_kinds_may_be_stated(trial: Trial, monkeypatch: pytest.MonkeyPatch):
+    """As with nodes of two versions, or rows that an older version left in a store."""
+    monkeypatch.setenv(settings.ENV_SCALES, "mixed")
+    monkeypatch.setattr(writer_module, "try_vllm", lambda layout, device: trial)
+    assert writer_module.choose_writer("fp8_ds_mla", CPU, None).scale_format is None
+    assert make_engine("fp8").builder.attention.spec.scale_format is None
 
 
 def test_stated_scales_are_those_that_the_primitive_writes(monkeypatch: pytest.MonkeyPatch):

@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small engine around vLLM's real classes: configuration, MLAAttention layer, cache spec, CommonAttentionMetadata.
 
-Only what vLLM reads from a checkpoint is invented: the model's numbers, the weights of kv_b_proj and the indexer's choices.
+Only what a checkpoint holds is invented: the model's config.json, the weights of kv_b_proj and the indexer's choices.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import oracle
 import torch
 from torch import Tensor
-from vllm.config import CacheConfig, SchedulerConfig, VllmConfig, set_current_vllm_config
+from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig, set_current_vllm_config
 from vllm.config.device import DeviceConfig
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.attention import mla_attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from mla_portable.vllm.backend import MLAPortableBackend
@@ -27,9 +34,54 @@ HEADS, TOPK, NOPE, ROPE, V_DIM, LATENT = 4, 64, 128, 64, 128, 512
 SCALE = (NOPE + ROPE) ** -0.5 * 1.3
 MAX_TOKENS, MAX_REQS, MAX_LEN, BLOCK = 160, 16, 256, 64
 
+TAKES_BACKEND = "attn_backend" in inspect.signature(mla_attention.MLAAttention.__init__).parameters
+"""From 0.20 on a layer may be given its backend, and calls `fp8` what is stored as fp8_ds_mla."""
+KNOWN_LENGTHS = [
+    name
+    for name in ("seq_lens_cpu_upper_bound", "_seq_lens_cpu")
+    if name in {field.name for field in fields(CommonAttentionMetadata)}
+]
+"""Where this version keeps lengths on the host, the first as its runner does."""
+
+
+MODEL = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 64,
+    "kv_lora_rank": LATENT,
+    "qk_nope_head_dim": NOPE,
+    "qk_rope_head_dim": ROPE,
+    "v_head_dim": V_DIM,
+    "index_topk": TOPK,
+    "index_n_heads": 4,
+    "index_head_dim": 128,
+    "vocab_size": 128,
+    "max_position_embeddings": MAX_LEN,
+}
+"""A checkpoint's config.json: DeepSeek-V3.2 but for its sizes."""
+
+
+@cache
+def _model_config() -> ModelConfig:
+    """As vLLM reads it from a checkpoint; made once, which takes seconds."""
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(MODEL))
+        return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=MAX_LEN)
+
 
 def make_config(kv_cache_dtype: str = "auto", *, drafts: int = 0, **model: Any) -> VllmConfig:
-    """A real VllmConfig, but for the model's part."""
+    """As vLLM makes it for a small model; `model` changes the model's part."""
+    if not TAKES_BACKEND and kv_cache_dtype == "fp8":  # as the model's config does there
+        kv_cache_dtype = "fp8_ds_mla"
     config = VllmConfig(
         device_config=DeviceConfig(device="cpu"),
         cache_config=CacheConfig(cache_dtype=kv_cache_dtype),
@@ -37,21 +89,18 @@ def make_config(kv_cache_dtype: str = "auto", *, drafts: int = 0, **model: Any) 
             max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_REQS, max_model_len=MAX_LEN, is_encoder_decoder=False
         ),
     )
-    text = SimpleNamespace(index_topk=TOPK, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE)
-    config.model_config = SimpleNamespace(
-        **{
-            "hf_config": text,
-            "hf_text_config": text,
-            "max_model_len": MAX_LEN,
-            "dtype": torch.bfloat16,
-            "enforce_eager": False,
-            "get_num_attention_heads": lambda parallel: HEADS,
-            "get_head_size": lambda: LATENT + ROPE,
-            **model,
-        }
-    )
+    if config.cache_config.block_size is None:  # up to 0.19 the platform sets it, a CPU's does not
+        config.cache_config.block_size = BLOCK
+    config.model_config = copy.copy(_model_config())
+    for name, value in model.items():
+        setattr(config.model_config, name, value)
+    attention = config.attention_config
+    if getattr(attention, "sparse_mla_prefill_workspace_factor", 0) is None:  # set once the model's length is known
+        attention.sparse_mla_prefill_workspace_factor = 5
     if drafts:
-        config.speculative_config = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False)
+        config.speculative_config = SimpleNamespace(
+            num_speculative_tokens=drafts, parallel_drafting=False, enable_adaptive_verification=False
+        )
     return config
 
 
@@ -73,7 +122,7 @@ class Engine:
     """One layer with its builder and cache."""
 
     config: VllmConfig
-    layer: MLAAttention
+    layer: mla_attention.MLAAttention
     builder: Any
     topk: Tensor
     kv_cache: Tensor
@@ -100,8 +149,11 @@ def make_engine(
     chosen: dict[str, Any] = (
         {"indexer": SimpleNamespace(topk_indices_buffer=topk)} if with_indexer else {"topk_indices_buffer": topk}
     )
-    with set_current_vllm_config(config):
-        layer = MLAAttention(
+    if TAKES_BACKEND:
+        chosen["attn_backend"] = MLAPortableBackend
+    by_selection = mock.patch.object(mla_attention, "get_attn_backend", lambda *a, **named: MLAPortableBackend)
+    with set_current_vllm_config(config), by_selection:
+        layer = mla_attention.MLAAttention(
             num_heads=HEADS,
             scale=SCALE,
             qk_nope_head_dim=NOPE,
@@ -112,7 +164,6 @@ def make_engine(
             kv_b_proj=KvBProj(7),
             cache_config=config.cache_config,
             prefix="model.layers.0.self_attn.attn",
-            attn_backend=MLAPortableBackend,
             use_sparse=True,
             **chosen,
         )
@@ -120,7 +171,7 @@ def make_engine(
         spec = layer.get_kv_cache_spec(config)
     shape = MLAPortableBackend.get_kv_cache_shape(blocks, BLOCK, 1, spec.head_size, layer.kv_cache_dtype)
     kv_cache = torch.full(shape, 0xFF, dtype=torch.uint8) if spec.dtype == torch.uint8 else torch.full(shape, float("nan"))
-    layer.kv_cache = kv_cache
+    layer.kv_cache = [kv_cache] if isinstance(layer.kv_cache, list) else kv_cache  # up to 0.19 one a pipeline stage
     engine = Engine(config, layer, None, topk, kv_cache)
     engine.builder = make_builder(engine)
     return engine
@@ -144,7 +195,7 @@ def make_step(
     *,
     padded_tokens: int | None = None,
     padded_reqs: int | None = None,
-    host_lengths: str = "seq_lens_cpu_upper_bound",
+    host_lengths: str = KNOWN_LENGTHS[0],
     seed: int = 0,
 ) -> Step:
     """Fill the cache with every request's context, choose tokens, and describe the batch as vLLM's runner does."""
@@ -210,6 +261,12 @@ def expected(engine: Engine, step: Step) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def attend(engine: Engine, metadata: Any, q: Any, kv_cache: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of the layer's implementation; lse is None where a layer takes out alone."""
+    result = engine.impl.forward_mqa(q, engine.kv_cache if kv_cache is None else kv_cache, metadata, engine.layer)
+    return (result, None) if isinstance(result, Tensor) else result
+
+
 def run_layer(engine: Engine, metadata: Any, slots: Tensor, q: Tensor, kv_c: Tensor, k_pe: Tensor) -> Tensor:
     """The whole layer as the model calls it: q [T, H, NOPE + ROPE], kv_c [T, 512], k_pe [T, 1, 64] -> [T, H * V_DIM]."""
     name = engine.layer.layer_name
@@ -229,6 +286,6 @@ def check_step(engine: Engine, query_lens: Sequence[int], seq_lens: Sequence[int
     """Make a step and attend; out is what the oracle says. Returns: the step's metadata."""
     step = make_step(engine, query_lens, seq_lens, **more)
     metadata = engine.builder.build(0, step.common)
-    out, _ = engine.impl.forward_mqa(step.q, engine.kv_cache, metadata, engine.layer)
+    out, _ = attend(engine, metadata, step.q)
     assert_close(out, expected(engine, step)[0], len(step.requests))
     return metadata

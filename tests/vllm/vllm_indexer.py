@@ -48,7 +48,10 @@ class _NoKernel:
 
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = importlib.import_module(BUILDER)
-    for name in ("_BUILD_PREFILL_CHUNK_METADATA_KERNEL", "_prepare_uniform_decode_kernel"):
+    names = ("_BUILD_PREFILL_CHUNK_METADATA_KERNEL", "_PREPARE_UNIFORM_DECODE_KERNEL", "_prepare_uniform_decode_kernel")
+    present = [name for name in names if hasattr(builder, name)]
+    assert len(present) == 2
+    for name in present:
         monkeypatch.setattr(builder, name, _NoKernel())
     monkeypatch.setattr(builder, "num_compute_units", lambda index: 4)
 
