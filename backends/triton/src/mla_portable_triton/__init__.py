@@ -104,7 +104,8 @@ def mla_portable_register(registrar: Registrar) -> None:
     registrar.add(_offer(INDEXER_LOGITS, bind_indexer_logits, *scores))
     registrar.add(_offer(INDEXER_LOGITS_RAGGED, bind_indexer_logits_ragged, f"{_KERNELS}.indexer_logits_ragged", *scores))
     registrar.add(_offer(TOPK_SELECT, bind_topk_select, topk))
-    registrar.add(_offer(INDEXER_SELECT, bind_indexer_select, "mla_portable.primitives._select_in_parts", *scores, topk))
+    parts = "mla_portable.primitives._select_in_parts", f"{_KERNELS}.chosen_scores"
+    registrar.add(_offer(INDEXER_SELECT, bind_indexer_select, *parts, *scores, topk))
     registrar.add_costs(resources.files(_PACKAGE).joinpath("costs.json").read_text(encoding="utf-8"))
 
 
