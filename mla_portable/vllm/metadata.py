@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from vllm.v1.attention.backend import AttentionMetadata
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.contracts import StepPlan
@@ -16,9 +16,9 @@ from mla_portable.contracts import StepPlan
 __all__ = ["MLAPortableMetadata"]
 
 
-@dataclass
-class MLAPortableMetadata(AttentionMetadata):
-    """One step, shared by the layers of a builder.
+@dataclass(kw_only=True)
+class MLAPortableMetadata(MLACommonMetadata):
+    """One step, shared by the layers of a builder. KV connectors that move files tell the cache of MLA by the base class.
 
     vLLM sends tokens that are not decodes to dense attention where a backend offers that. This one does not, so to vLLM
     every token is a decode, and all go through `forward_mqa`; what decodes and what prefills is said by `plan`.

@@ -13,6 +13,7 @@ import pytest
 import torch
 from test_vllm_forward import BATCHES
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm_engine import BLOCK, CPU, MAX_LEN, TOPK, make_engine, make_step
 
 from mla_portable.vllm.metadata import MLAPortableMetadata
@@ -56,6 +57,9 @@ def test_every_field_has_its_value(batch: str, drafts: int, capture: bool):
     found = {field.name: getattr(metadata, field.name) for field in fields(MLAPortableMetadata)}
     found = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
     attention, plan = found.pop("attention"), found.pop("plan")
+    for field in fields(MLACommonMetadata):  # what else MLA has, as it is without dense attention
+        if field.name not in wanted:
+            assert found.pop(field.name) == field.default, field.name
     assert found == wanted
     assert attention is engine.builder.attention
     assert (plan.num_reqs, plan.num_tokens, plan.num_padded_tokens) == (reqs, sum(query_lens), tokens)
@@ -80,8 +84,6 @@ OF_STOCKS_KERNELS = {
     "dcp_rank": "context parallelism",
     "pcp_world_size": "context parallelism",
     "decode_max_query_len": "of its decode kernel",
-    "head_dim": "of MLACommonMetadata",
-    "causal": "of MLACommonMetadata: its dense attention",
     "num_prefill_tokens": "of MLACommonMetadata",
 }
 SPLIT = {"num_decodes", "num_decode_tokens", "num_prefills", "prefill_max_seq_len"}
