@@ -78,7 +78,7 @@ def test_shadow_mode_must_have_recorded_something_small(kit: Any, tmp_path: Path
 
 
 def test_jobs_cover_the_matrix_and_have_names_of_their_own(kit: Any):
-    several = [*kit.jobs.agreement(), *kit.jobs.speed(), *kit.jobs.tensor_parallel()]
+    several = [*kit.jobs.agreement(), *kit.jobs.speed(), *kit.jobs.tensor_parallel(), *kit.jobs.features(), *kit.jobs.load()]
     assert len({job.name for job in several}) == len(several)
     covered = {(j.who, j.kv, j.heads, j.mode) for j in several if j.task == "generate" and j.gpus == 1}
     for heads in (16, 64, 128):
@@ -220,7 +220,8 @@ def test_nobody_measures_while_an_engine_starts(kit: Any, tmp_path: Path):
 def run_of(
     kit: Any, name: str, *runs: list[dict[str, Any]], served: str = "fused: sparse_decode triton.portable", **result: Any
 ):
-    several = [*kit.jobs.agreement(), *kit.jobs.speed(), *kit.jobs.tensor_parallel(), *kit.jobs.context_parallel(2)]
+    lists = (kit.jobs.agreement, kit.jobs.speed, kit.jobs.tensor_parallel, kit.jobs.features, kit.jobs.load)
+    several = [*(job for jobs in lists for job in jobs()), *kit.jobs.context_parallel(2)]
     job = next(job for job in several if job.name == name)
     return {name: kit.judge.Done(job, {"runs": list(runs), **result}, "", served)}
 
@@ -342,6 +343,30 @@ def test_shared_sequences_are_held_against_one_gpu(kit: Any):
     assert not judged(0.31)["tp2dcp2-fp8-h64-graphs"].passed
     assert not judged(0.29, served="")["tp2dcp2-fp8-h64-graphs"].passed
     assert not judged(0.29, lost=1)["requests-tp2dcp2-small"].passed
+
+
+def test_features_are_held_against_the_engine_without_them(kit: Any):
+    def texts(by: float) -> list[dict[str, Any]]:
+        return [prompt(17, [1], shift=by), prompt(3000, [2], shift=by)]
+
+    def passed(*shifts: float, small: float = 0.0, preempted: int = 3) -> dict[str, Any]:
+        ran = run_of(kit, "feature-none", texts(0), texts(0.01)) | run_of(kit, "feature-sleep", *map(texts, shifts))
+        ran |= run_of(kit, "feature-all-one", texts(0))
+        ran |= run_of(kit, "feature-all-small", texts(small), wanted=[1, 1], preempted=preempted)
+        return {line.name: line.passed for line in kit.judge.features(ran)}
+
+    assert passed(0.0, 0.09) == {"feature-none": None, "feature-sleep": True, "feature-all": True}
+    assert not passed(0.0, 0.2)["feature-sleep"], "after it woke up"
+    assert not passed(0.0, small=0.2)["feature-all"] and not passed(0.0, preempted=0)["feature-all"]
+
+
+def test_stock_is_timed_as_it_is_by_default(kit: Any):
+    assert all(job.options["by_default"] for job in kit.jobs.load())
+    times = {"first": {"8 x 1024": 8.4}, "tokens_s": 100.0}
+    ran = run_of(kit, "load-plugin-fp8-h16-eager", **times) | run_of(kit, "load-stock-fp8-h16-eager", **times)
+    assert [line.passed for line in kit.judge.load(ran)] == [None, None]
+    ran["load-stock-fp8-h16-eager"].result.clear()
+    assert [line.passed for line in kit.judge.load(ran)] == [False]
 
 
 def test_the_kit_refuses_earlier_results_and_to_run_nothing(kit: Any, tmp_path: Path):

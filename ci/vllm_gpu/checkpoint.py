@@ -53,8 +53,8 @@ def _config(heads: int) -> dict[str, Any]:
         "index_n_heads": INDEX_HEADS,
         "index_head_dim": INDEX_DIM,
         "index_topk": TOPK,
-        # Experts are described because the configuration must name them; no layer has any.
-        "first_k_dense_replace": LAYERS,
+        # Experts are described because the configuration must name them; no layer has any, nor one that drafts.
+        "first_k_dense_replace": LAYERS + 1,
         "moe_layer_freq": 1,
         "moe_intermediate_size": 256,
         "n_routed_experts": 8,
@@ -100,8 +100,8 @@ def _drawn(name: str, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
 
 
-def tensors(heads: int) -> dict[str, Tensor]:
-    """Every parameter in bf16, under the names that DeepSeek-V3.2's checkpoints use."""
+def tensors(heads: int, *, drafts: bool = False) -> dict[str, Tensor]:
+    """Every parameter in bf16, under the names that DeepSeek-V3.2's checkpoints use; `drafts`: of an MTP layer as well."""
     found: dict[str, Tensor] = {}
 
     def linear(name: str, rows: int, columns: int, gain: float = 1.0) -> None:
@@ -112,7 +112,7 @@ def tensors(heads: int) -> dict[str, Tensor]:
         found[f"{name}.{kind}"] = (middle + 0.1 * _drawn(f"{name}.{kind}", (width,))).to(torch.bfloat16)
 
     found["model.embed_tokens.weight"] = _drawn("embed", (VOCAB, HIDDEN)).to(torch.bfloat16)
-    for number in range(LAYERS):
+    for number in range(LAYERS + drafts):
         layer = f"model.layers.{number}"
         attention, indexer = f"{layer}.self_attn", f"{layer}.self_attn.indexer"
         linear(f"{attention}.q_a_proj", Q_RANK, HIDDEN)
@@ -132,20 +132,28 @@ def tensors(heads: int) -> dict[str, Tensor]:
         linear(f"{layer}.mlp.gate_proj", FEED_FORWARD, HIDDEN)
         linear(f"{layer}.mlp.up_proj", FEED_FORWARD, HIDDEN)
         linear(f"{layer}.mlp.down_proj", HIDDEN, FEED_FORWARD)
+    if drafts:
+        layer = f"model.layers.{LAYERS}"
+        found[f"{layer}.embed_tokens.weight"] = found["model.embed_tokens.weight"].clone()
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            norm(f"{layer}.{name}", HIDDEN)
+        linear(f"{layer}.eh_proj", HIDDEN, 2 * HIDDEN)
+        linear(f"{layer}.shared_head.head", VOCAB, HIDDEN, _LOGIT_GAIN)
     norm("model.norm", HIDDEN)
     linear("lm_head", VOCAB, HIDDEN, _LOGIT_GAIN)
     return found
 
 
-def write(folder: Path, heads: int) -> None:
+def write(folder: Path, heads: int, *, drafts: bool = False) -> None:
     """Write config.json and model.safetensors, unless they are there."""
     from safetensors.torch import save_file
 
     if (folder / "config.json").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors(heads), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(_config(heads), indent=1))  # last: it says that all is there
+    save_file(tensors(heads, drafts=drafts), folder / "model.safetensors", metadata={"format": "pt"})
+    config = {**_config(heads), **({"num_nextn_predict_layers": 1} if drafts else {})}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))  # last: it says that all is there
 
 
 def write_dense_config(folder: Path) -> None:

@@ -26,14 +26,17 @@ LOGPROBS: Final = 5
 
 
 def start(job: Job, checkpoints: Path) -> Any:
-    """The engine. Where vLLM may send short prompts to dense attention, it is configured to send all to the backend."""
+    """The engine. Where vLLM may send short prompts to dense attention, it is configured to send all to the backend.
+
+    But not where a job asks for stock as it is by default, as one that times it does.
+    """
     from vllm import LLM
     from vllm.config.attention import AttentionConfig
 
     given = job.llm_arguments(checkpoints)
     if job.who == "unfused":
         _without_fused_query()
-    if hasattr(AttentionConfig, "sparse_mla_force_mqa"):
+    if hasattr(AttentionConfig, "sparse_mla_force_mqa") and not job.options.get("by_default"):
         given["attention_config"] = {"sparse_mla_force_mqa": True}
     return LLM(**given)
 
@@ -74,7 +77,11 @@ def generate(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
     runs = [run_prompts(llm, lengths, tokens)]
     if watch is not None:
         found["watch"] = watch.end(where / f"{job.name}.selections")
-    runs += [run_prompts(llm, lengths, tokens) for _ in range(options["repeats"] - 1)]
+    for _ in range(options["repeats"] - 1):
+        if options.get("sleeps"):
+            llm.sleep(level=1)
+            llm.wake_up()
+        runs.append(run_prompts(llm, lengths, tokens))
     if job.rehearsal.get("arch"):
         found["rehearsed"] = rehearse.state(where / f"{job.name}.kernels")
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
@@ -124,7 +131,16 @@ def speed(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
     return timing.measure(llm, job.options, where)
 
 
-TASKS: Final = {"generate": generate, "requests": requests, "refuse": refuse, "speed": speed}
+def load(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
+    """Times to the first token, and the tokens a second of many mixed requests, alone on the machine."""
+    import timing
+
+    with timing.starting(where):
+        llm = start(job, checkpoints)
+    return timing.load(llm, job.options, where)
+
+
+TASKS: Final = {"generate": generate, "requests": requests, "refuse": refuse, "speed": speed, "load": load}
 
 
 def main() -> None:

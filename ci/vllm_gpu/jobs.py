@@ -7,6 +7,7 @@ into a process, and a list can be checked without a GPU.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -76,8 +77,8 @@ class Job:
     """One process.
 
     Attributes:
-        name: unique. task: generate, requests, speed or refuse, functions of `engine`. who: a key of WHO. kv, heads: the cache
-            format, query heads of the checkpoint. mode: a key of MODES. gpus: that it uses.
+        name: unique. task: generate, requests, speed, load or refuse, functions of `engine`. who: a key of WHO.
+        kv, heads: the cache format, query heads of the checkpoint. mode: a key of MODES. gpus: that it uses.
         arguments: more arguments of vllm.LLM. environ: more environment variables. options: of the task.
         rehearsal: arguments of `rehearse.install`, none for a process as it is. seconds: it may take.
     """
@@ -96,7 +97,10 @@ class Job:
     seconds: int = 150
 
     def llm_arguments(self, checkpoints: Path) -> dict[str, Any]:
-        """For vllm.LLM. The cache's size is given, so that the memory of a GPU that many processes share is not measured."""
+        """For vllm.LLM; "OUT/" in the arguments stands for the folder of the checkpoints.
+
+        The cache's size is given, so that the memory of a GPU that many processes share is not measured.
+        """
         backend, _ = WHO[self.who]
         return {
             "model": str(checkpoints / self.options.get("model", f"heads{self.heads}")),
@@ -111,7 +115,7 @@ class Job:
             "seed": 0,
             **({"attention_backend": backend} if backend else {}),
             **MODES[self.mode],
-            **self.arguments,
+            **json.loads(json.dumps(self.arguments).replace("OUT/", f"{checkpoints}/")),
         }
 
     def process_environ(self, out: Path) -> dict[str, str]:
@@ -207,8 +211,46 @@ def speed() -> list[Job]:
     ]
 
 
+def load() -> list[Job]:
+    """Engines that take turns to be timed from outside: the plugin, and stock as it is by default."""
+    first = ((32, 128), (16, 512), (8, 1024), (8, 2000), (4, 4096))
+    options = {"by_default": True, "first": first, "requests": 200, "prompt": (8, 4000), "tokens": (8, 128)}
+    arguments = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 3 << 30}
+    more: dict[str, Any] = {"arguments": arguments, "options": options, "seconds": 300}
+    return [
+        Job(f"load-{who}-{cell(kv, heads)}-{mode}", "load", who, kv, heads, mode, **more)
+        for heads, kv, mode, who in product((16, 128), KV_DTYPES, ("eager", "graphs"), ("plugin", "stock"))
+    ]
+
+
+def features() -> list[Job]:
+    """What deployments switch on: each must generate as without it (`feature-none`), and many requests with all together."""
+    files = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    connector = {"kv_transfer_config": {**files, "kv_connector_extra_config": {"shared_storage_path": "OUT/kv"}}}
+    drafts = {"speculative_config": {"method": "deepseek_mtp", "num_speculative_tokens": 2}}
+    prefixes = {"enable_prefix_caching": True}
+    more = {"heads": 16, "mode": "graphs", "seconds": 240}
+
+    def one(name: str, arguments: dict[str, Any], *, repeats: int = 2, **options: Any) -> Job:
+        options = {**_TEXTS, "repeats": repeats, **options}
+        return Job(f"feature-{name}", "generate", "plugin", arguments=arguments, options=options, **more)
+
+    model = {"model": "drafts16"}
+    several = {"num_gpu_blocks_override": 100, "max_num_seqs": 64, "max_model_len": 1024}
+    many = {"count": 500, "prompt": (8, 600), "tokens": (8, 32), **model}
+    return [
+        one("none", {}, repeats=3),
+        one("prefixes", prefixes),
+        one("drafts", drafts, **model),
+        one("sleep", {"enable_sleep_mode": True}, sleeps=True),
+        one("connector", connector),
+        Job("feature-all-one", "requests", "plugin", arguments={**several, "max_num_seqs": 1}, options=many, **more),
+        Job("feature-all-small", "requests", "plugin", arguments={**several, **prefixes, **drafts}, options=many, **more),
+    ]
+
+
 def tensor_parallel() -> list[Job]:
-    """32 heads on one GPU and on two, 16 a rank, by the plugin and by stock."""
+    """32 heads on one GPU and on two, 16 a rank, by the plugin and by stock; and by the plugin with a layer on each of two."""
     more = {"heads": 32, "mode": "graphs", "environ": _SEVERAL, "seconds": 300}
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     jobs: list[Job] = []
@@ -216,6 +258,8 @@ def tensor_parallel() -> list[Job]:
         options = {**_TEXTS, "repeats": repeats}
         jobs.append(Job(f"tp1-{who}", "generate", who, options=options, **more))
         jobs.append(Job(f"tp2-{who}", "generate", who, gpus=2, arguments=two, options=options, **more))
+    apart = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    jobs.append(Job("pp2-plugin", "generate", "plugin", gpus=2, arguments=apart, options={**_TEXTS, "repeats": 1}, **more))
     return jobs
 
 

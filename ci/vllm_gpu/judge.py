@@ -24,6 +24,8 @@ import selections
 TOLERANCE: Final = 0.1
 """Log-probabilities of two correct implementations differ by no more where nothing is selected away."""
 NOISE_FACTOR: Final = 1.5
+LONG_LIMIT: Final = 0.35
+"""Of long prompts between two engines of ours: as stock's engines of all cells differed (docs/vllm.md), times NOISE_FACTOR."""
 SHADOW_LIMIT: Final = 1e-2
 
 CHEAPER_BUILD: Final = 10
@@ -271,6 +273,50 @@ def tensor_parallel(ran: Ran) -> Iterator[Line]:
         else:
             right = short.within(limits[0]) and long.difference <= limits[1] and bool(ran["tp2-plugin"].served)
             yield Line("tp-plugin", f"{text} (limits {limits[0]:.2f}, {limits[1]:.2f})", right)
+    one, apart = _runs(ran, "tp1-plugin"), _runs(ran, "pp2-plugin")
+    if "pp2-plugin" in ran:
+        yield _as_without("pp2-plugin", one, apart, limits[1])
+
+
+def _as_without(name: str, without: list[Run], runs: list[Run], most: float) -> Line:
+    """Every run of a feature against the first without it; long prompts may differ by `most`."""
+    if not without or not runs:
+        return Line(name, "did not finish", False)
+    pairs = [(agree(run, without[0], **_SHORT), agree(run, without[0], **_LONG)) for run in runs]
+    right = all(short.within(TOLERANCE) and long.difference <= most for short, long in pairs)
+    return Line(name, "; then ".join(f"short {short}; long {long}" for short, long in pairs) + f" (limit {most:.2f})", right)
+
+
+def features(ran: Ran) -> Iterator[Line]:
+    """Each feature against the same engine without it, whose own runs say what differs anyway."""
+    without = _runs(ran, "feature-none")
+    own = max((agree(*pair, **_LONG).difference for pair in combinations(without, 2)), default=0.0)
+    yield Line("feature-none", f"against itself: long {own:.3f}", None if without else False)
+    for name, done in ran.items():
+        if done.job.task == "generate" and name != "feature-none":
+            yield _as_without(name, without, done.runs, max(LONG_LIMIT, limit(own)))
+    one, small = _runs(ran, "feature-all-one"), _runs(ran, "feature-all-small")
+    if one and small:
+        result, found = ran["feature-all-small"].result, agree(small[0], one[0])
+        lost = sum(len(p["tokens"]) != wanted for p, wanted in zip(small[0], result["wanted"], strict=True))
+        text = f"{len(small[0])} requests, {lost} cut short, {result['preempted']} preemptions; one by one without: {found}"
+        yield Line("feature-all", text, lost == 0 and result["preempted"] > 0 and found.within(TOLERANCE))
+    elif "feature-all-one" in ran:
+        yield Line("feature-all", "did not finish", False)
+
+
+def load(ran: Ran) -> Iterator[Line]:
+    """The plugin beside stock by default; for information, but that both must finish."""
+    for name, done in ran.items():
+        stock = ran.get(name.replace("-plugin-", "-stock-"))
+        if done.job.who != "plugin" or stock is None:
+            continue
+        if not done.result or not stock.result:
+            yield Line(name, "did not finish", False)
+            continue
+        for prompts, its in stock.result["first"].items():
+            yield Line(name, f"first token of {prompts}: {done.result['first'][prompts]} ms, stock {its} ms")
+        yield Line(name, f"{done.result['tokens_s']} tokens a second, stock {stock.result['tokens_s']}")
 
 
 def context_parallel(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:

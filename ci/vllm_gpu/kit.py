@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM plugin in real engines on a GPU: runs the jobs, judges what they left, prints a line for each comparison.
 
-    ci/gpu_vllm [FOLDER] [--indexer | --tensor-parallel | --context-parallel GPUS]
+    ci/gpu_vllm [FOLDER] [--indexer | --features | --load | --tensor-parallel | --context-parallel GPUS]
                 [--only TEXT] [--parallel N] [--budget SECONDS]
 
 FOLDER (default: vllm-report) gets every process's result and log, and `report.txt`. Exit status 1 where a line says FAIL.
@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -27,7 +27,17 @@ from typing import Final
 
 import checkpoint
 import judge
-from jobs import CONTEXT_PARALLEL, Job, agreement, context_parallel, indexer, speed, tensor_parallel
+from jobs import (
+    CONTEXT_PARALLEL,
+    Job,
+    agreement,
+    context_parallel,
+    features,
+    indexer,
+    load,
+    speed,
+    tensor_parallel,
+)
 from judge import Done
 
 ENGINE: Final = Path(__file__).with_name("engine.py")
@@ -81,6 +91,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", nargs="?", type=Path, default=Path("vllm-report"), help="for results and logs")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--indexer", action="store_true", help="the indexer, also on rehearsed older GPUs, and nothing else")
+    other.add_argument("--features", action="store_true", help="what deployments switch on, and nothing else")
+    other.add_argument(
+        "--load", action="store_true", help="the plugin and stock by default, timed from outside, and nothing else"
+    )
     other.add_argument("--tensor-parallel", action="store_true", help="two GPUs against one, and nothing else")
     other.add_argument(
         "--context-parallel", type=int, choices=CONTEXT_PARALLEL, metavar="GPUS", help="GPUs that share sequences against one"
@@ -97,27 +111,34 @@ def main(words: Sequence[str] | None = None) -> int:
     def chosen(several: list[Job]) -> list[Job]:
         return [job for job in several if any(text in job.name for text in args.only.split(","))]
 
-    apart = args.tensor_parallel or args.indexer or args.context_parallel
-    if args.context_parallel:
-        compared = chosen(context_parallel(args.context_parallel))
-    else:
-        compared = chosen(tensor_parallel() if args.tensor_parallel else indexer() if args.indexer else agreement())
-    timed = [] if apart else chosen(speed())
+    apart: dict[str, Callable[[], list[Job]]] = {
+        "tensor_parallel": tensor_parallel,
+        "indexer": indexer,
+        "features": features,
+        "context_parallel": lambda: context_parallel(args.context_parallel),
+    }
+    asked = next((name for name in (*apart, "load") if getattr(args, name)), "agreement")
+    compared = [] if asked == "load" else chosen(apart.get(asked, agreement)())
+    timed = chosen(load() if asked == "load" else speed() if asked == "agreement" else [])
     if not compared and not timed:
         raise SystemExit(f"--only {args.only}: no job has that in its name")
     checkpoints = out / "checkpoints"
     for heads in {job.heads for job in (*compared, *timed)}:
         checkpoint.write(checkpoints / f"heads{heads}", heads)
     checkpoint.write_dense_config(checkpoints / "dense")
+    if asked == "features":
+        checkpoint.write(checkpoints / "drafts16", 16, drafts=True)
 
-    first = end - _FOR_TIMES * args.budget if timed else end
+    first = end - _FOR_TIMES * args.budget if timed and compared else end
     ran = run(compared, out, checkpoints, parallel=args.parallel, end=first)
     times = run(timed, out, checkpoints, parallel=len(timed), end=end)
-    if args.context_parallel:
-        lines = [*judge.context_parallel(ran, compared)]
-    else:
-        lines = [*(judge.tensor_parallel(ran) if args.tensor_parallel else judge.agreement(ran, compared, out))]
-    lines += judge.speed(times)
+    judges: dict[str, Callable[[dict[str, Done]], Iterable[judge.Line]]] = {
+        "tensor_parallel": judge.tensor_parallel,
+        "features": judge.features,
+        "context_parallel": lambda done: judge.context_parallel(done, compared),
+    }
+    lines = [*(judges[asked](ran) if asked in judges else judge.agreement(ran, compared, out))]
+    lines += judge.load(times) if asked == "load" else judge.speed(times)
     both = {**ran, **times}
     left_out = [job.name for job in (*compared, *timed) if job.name not in both]
     report = [f"{name}: {done.error}\n" for name, done in both.items() if done.error]

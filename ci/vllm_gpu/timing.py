@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Generator
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from checkpoint import prompts
+from checkpoint import SEED, prompts
 from torch import Tensor
 
 from mla_portable.tools.bench.timing import captured
@@ -232,6 +233,27 @@ def _steps(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
     if unfinished != batch:
         raise RuntimeError(f"{batch - unfinished} of {batch} requests ended while their steps were timed")
     return {"batch": batch, "step_us": round(statistics.median(steps), 1)}
+
+
+def load(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
+    """first: ms until prompts that start together all have a token. tokens_s: of `requests` mixed requests. By turns."""
+    from vllm import SamplingParams
+
+    def seconds(lengths: list[int], tokens: list[int]) -> float:
+        wanted = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in tokens]
+        with turn(where):
+            begin = time.perf_counter()
+            llm.generate(prompts(lengths), wanted, use_tqdm=False)
+            return time.perf_counter() - begin
+
+    draw = random.Random(SEED)
+    lengths = [draw.randint(*options["prompt"]) for _ in range(options["requests"])]
+    tokens = [draw.randint(*options["tokens"]) for _ in lengths]
+    sets = {f"{count} x {length}": ([length] * count, [1] * count) for count, length in options["first"]}
+    for each in sets.values():
+        seconds(*each)  # kernels are compiled
+    first = {name: round(1e3 * statistics.median(seconds(*each) for _ in range(_TURNS)), 2) for name, each in sets.items()}
+    return {"first": first, "tokens_s": round(statistics.median(sum(tokens) / seconds(lengths, tokens) for _ in range(3)), 1)}
 
 
 def measure(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
