@@ -19,7 +19,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm import envs
 from vllm.v1.attention import backend as _backend
 
 from mla_portable.vllm import settings
@@ -121,7 +120,7 @@ def wants_full_graphs(vllm_config: Any) -> bool:
 
 def wants_batch_invariance() -> bool:
     """Results of a row must not depend on what else is in the batch: VLLM_BATCH_INVARIANT, of vLLM's variables since 0.20."""
-    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
+    return bool(getattr(import_module("vllm.envs"), "VLLM_BATCH_INVARIANT", False))
 
 
 def workspace_rows(vllm_config: Any) -> int | None:
