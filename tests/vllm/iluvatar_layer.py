@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention import mla_attention
+from vllm.v1.attention.backends.mla import flashmla_sparse
 
 from mla_portable.registry import registry as registry_module
 from mla_portable.vllm import compat
@@ -45,7 +46,7 @@ class IluvatarMLAAttention(mla_attention.MLAAttention):
         return output
 
 
-class FlashMLASparseImpl:
+class FlashMLASparseImpl(flashmla_sparse.FlashMLASparseImpl):
     """As the vendor's, as far as it tells how the layer calls an implementation."""
 
     def _k_up_proj(self, q_nope: Tensor) -> Tensor:
@@ -55,10 +56,9 @@ class FlashMLASparseImpl:
 @contextmanager
 def layer() -> Iterator[None]:
     """Layers are Iluvatar's, and the stock implementation beside ours says so."""
-    stock = import_module("vllm.v1.attention.backends.mla.flashmla_sparse")
     with (
         mock.patch.object(mla_attention, "MLAAttention", IluvatarMLAAttention),
-        mock.patch.object(stock, "FlashMLASparseImpl", FlashMLASparseImpl),
+        mock.patch.object(flashmla_sparse, "FlashMLASparseImpl", FlashMLASparseImpl),
     ):
         assert compat.impl_projects()
         yield

@@ -26,6 +26,7 @@ from vllm.config.device import DeviceConfig
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import mla_attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.utils import AttentionGroup
 
 from mla_portable.vllm.backend import MLAPortableBackend
 
@@ -135,8 +136,10 @@ class Engine:
 def make_builder(engine: Engine) -> Any:
     """A builder of the engine's layer, as vLLM's runner makes it for the blocks that kernels see."""
     with set_current_vllm_config(engine.config):
-        spec = engine.layer.get_kv_cache_spec(engine.config).copy_with_new_block_size(BLOCK)
-        return MLAPortableBackend.get_builder_cls()(spec, [engine.layer.layer_name], engine.config, CPU)
+        spec = engine.layer.get_kv_cache_spec(engine.config)
+        group = AttentionGroup(MLAPortableBackend, [engine.layer.layer_name], spec, 0)
+        group.create_metadata_builders(engine.config, CPU, kernel_block_size=BLOCK)
+    return group.get_metadata_builder()
 
 
 def make_engine(
