@@ -115,6 +115,8 @@ FAULTS = [
     ("reads -1 as slot 0", BOTH, "promised absent", "got nan"),
     ("32-bit addresses", DECODE, "address", "out["),
     ("32-bit addresses", PREFILL, "address", "out["),
+    ("32-bit addresses", (CACHE_WRITE,), "address", "cache["),
+    ("32-bit addresses", (GATHER_UPCONVERT,), "address", "latent["),
     ("allocates instead of out=", BOTH, "out_packed", "returned another tensor than the `out`"),
     ("ignores the strides of out", BOTH, "out_views", "memory around out"),
     ("pads heads wrongly", BOTH, "h8 dense", "out["),
