@@ -416,6 +416,12 @@ def test_a_device_that_is_not_claimed_has_no_cases():
     }
 
 
+def test_blocks_at_odd_strides_are_not_whole_rows_apart():
+    case = next(case for case, said in quick_cases(CACHE_WRITE) if "odd" in said)
+    cache = case.params.build(case.seed, torch.device("cpu"), CPU).args["kv_cache"]
+    assert cache.stride(0) % cache.shape[2]
+
+
 class _Elsewhere(Model):
     def implementations(self, primitive=None):
         return tuple(self.implementation(p, device_types=("cuda",)) for p in Primitive.all() if primitive in (None, p))
