@@ -75,6 +75,8 @@ class Model:
         for token, slot in enumerate(slot_mapping.tolist()):
             if slot >= blocks * block_size or (slot < 0 and "writes skipped tokens" not in self.faults):
                 continue
+            if "32-bit addresses" in self.faults and slot * width >= 2**31:  # negative, and so skipped
+                continue
             if width == 576:
                 row = torch.cat([kv_c[token], k_pe[token]]).bfloat16()
             else:

@@ -115,6 +115,8 @@ FAULTS = [
     ("reads -1 as slot 0", BOTH, "promised absent", "got nan"),
     ("32-bit addresses", DECODE, "address", "out["),
     ("32-bit addresses", PREFILL, "address", "out["),
+    ("32-bit addresses", (CACHE_WRITE,), "address", "cache["),
+    ("32-bit addresses", (GATHER_UPCONVERT,), "address", "latent["),
     ("allocates instead of out=", BOTH, "out_packed", "returned another tensor than the `out`"),
     ("ignores the strides of out", BOTH, "out_views", "memory around out"),
     ("pads heads wrongly", BOTH, "h8 dense", "out["),
@@ -412,6 +414,12 @@ def test_a_device_that_is_not_claimed_has_no_cases():
     assert {(u.primitive, str(u.reasons[0])) for u in report.unavailable} == {
         (p, "device type cpu (supports cuda)") for p in Primitive.all()
     }
+
+
+def test_blocks_at_odd_strides_are_not_whole_rows_apart():
+    case = next(case for case, said in quick_cases(CACHE_WRITE) if "odd" in said)
+    cache = case.params.build(case.seed, torch.device("cpu"), CPU).args["kv_cache"]
+    assert cache.stride(0) % cache.shape[2]
 
 
 class _Elsewhere(Model):

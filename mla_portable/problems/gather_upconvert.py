@@ -158,7 +158,7 @@ class GatherUpconvertParams(Params):
         original, table_original = cache.view, table
         if self.blocks == "address":
             kv_placed, device_rows, far = vast(layout, self.block_size, device)
-            far_blocks = (far // self.block_size).unique()
+            far_blocks = (far // self.block_size).unique().flip(0)  # the farthest first: every request reads from it
             picks = torch.arange(owned) % len(far_blocks)
             table = far_blocks[picks].view(len(lens), columns).to(torch.int32)
             table_original = blocks[picks].view(len(lens), columns).to(torch.int32)
