@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hash of the code that a result is bound to. Modules are found and read, never imported; needs no torch.
+"""The code that a result depends on, found by following imports, and its hash. Code is read, never imported; needs no torch.
 
 A source names code in one of four ways:
 
-    package.module                  all code of a module
-    package.module::NAME            one object of it, with everything at module level that the object uses
+    package.module                  all objects of a module
+    package.module::NAME            one object of it
     package.module::NAME[{arch}]    the row of a table for the device's architecture, else its row "default"
     package.module:file             another file beside the module
+
+An object brings every object that it names: of its module, and through imports of its distribution and of what the core
+computes with (`FOLLOWED`). A file beside a module is brought by a string of that module with its name, or its name without
+".cu". A table of which a row is a source counts by that row alone. Not followed: annotations, and other distributions, whose
+versions are recorded instead.
 
 Python counts as its syntax tree, without comments, docstrings and layout; C and CUDA without comments and blank lines.
 """
@@ -16,21 +21,52 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any, Final
 
-__all__ = ["ARCH", "SourceNotFound", "imported", "module_file", "modules_of", "source_hash"]
+__all__ = [
+    "ARCH",
+    "SourceNotFound",
+    "code_of",
+    "imported",
+    "module_file",
+    "modules_hash",
+    "modules_of",
+    "source_hash",
+    "sources_of",
+]
 
 ARCH: Final = "{arch}"
 """In a source, stands for DeviceFacts.arch of the device that ran."""
+FOLLOWED: Final = tuple(f"mla_portable.{name}" for name in ("accelerator", "contracts", "layouts"))
+"""Modules of the core that compute for plugins. The registry and the dispatcher choose among implementations; errors report."""
+_REFERENCE: Final = tuple(f"mla_portable.{name}" for name in ("primitives", "reference"))
+"""The core's own implementations, and followed from there alone: a plugin that names a primitive does not compute it."""
+_DECLARING: Final = tuple(
+    f"mla_portable.contracts.{name}" for name in ("decision", "device", "plugin", "primitive", "request", "support")
+)
+"""Modules of the contracts that only declare; a declaration is evidence's own field, `support`."""
+_TABLES: Final = dict.fromkeys(
+    (f"mla_portable.layouts.base::{name}" for name in ("_layouts", "_by_rows")), "mla_portable.layouts"
+)
+"""Tables that the modules of a package fill when they are imported: who reads one depends on all of them."""
+_PRIMITIVE: Final = "Primitive"
+"""An object that is made by this class names a primitive: who serves it has evidence of its own."""
+_CORE: Final = "mla_portable"
 _C_SUFFIXES: Final = (".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".mu")
 _C_COMMENT: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _NO_CODE: Final = ("ctx", "kind", "type_comment")
 """Fields of a syntax tree that follow from others, or are comments."""
+_ANNOTATIONS: Final = ("annotation", "returns")
+_INCLUDE: Final = re.compile(r'#include "([^"/]+)"')
+_LOOSE: Final = "<statements>"
+"""Of a module: those that bind no name, and may change any of its objects."""
 
 
 class SourceNotFound(ValueError):
@@ -69,24 +105,152 @@ def module_file(source: str) -> Path:
 
 
 def source_hash(sources: Iterable[str], arch: str = "") -> str:
-    """SHA-256 over the names and the code of sources, whatever their order.
+    """SHA-256 over the names and the code of `code_of(sources, arch)`. Raises: as that does."""
+    return _digest(code_of(sources, arch))
+
+
+def modules_hash(modules: Iterable[str]) -> str:
+    """SHA-256 over the names and the code of modules, whose imports are not followed. Raises: as `code_of` does."""
+    return _digest({module: _code(module_file(module)) for module in modules})
+
+
+def _digest(code: Mapping[str, str]) -> str:
+    digest = hashlib.sha256()
+    for name, text in sorted(code.items()):
+        digest.update(f"{name}\0{len(text)}\0{text}".encode())
+    return digest.hexdigest()
+
+
+def sources_of(implementation: Any) -> tuple[str, ...]:
+    """Where the code of an implementation starts: what its `bind` and `schedule_kind` are and hold, and its `sources`.
+
+    Functions and classes count, also those in partials, closures, methods, containers and values of followed classes.
+    Returns: sources, sorted; () where nothing lies in a module, as at a prompt.
+    """
+    found = {*implementation.sources}
+    seen: set[int] = set()
+    home = getattr(_function(implementation.bind), "__module__", "")
+    packages = (*FOLLOWED, *(_REFERENCE if _in(home, _REFERENCE) else (home.partition(".")[0],)))
+
+    def followed(thing: Any) -> bool:
+        module = thing.__module__
+        if module == "__main__" or not _in(module, packages) or _in(module, _DECLARING):
+            return False
+        name = thing.__qualname__.partition(".")[0]
+        found.add(module if name.startswith("<") else f"{module}::{name}")
+        return True
+
+    def hold(value: Any) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        for each in held(value):
+            hold(each)
+
+    def held(value: Any) -> Iterable[Any]:
+        if isinstance(value, partial):
+            return value.func, *value.args, *value.keywords.values()
+        if isinstance(value, MethodType):
+            return value.__func__, value.__self__
+        if isinstance(value, FunctionType):
+            followed(value)
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            return *cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
+        if isinstance(value, type):
+            followed(value)
+            return ()
+        if isinstance(value, Mapping):
+            return value.values()
+        if isinstance(value, (tuple, list, set, frozenset)):
+            return value
+        if hasattr(value, "__wrapped__"):
+            return (value.__wrapped__,)
+        if followed(type(value)):
+            slots = (slot for each in type(value).__mro__ for slot in getattr(each, "__slots__", ()))
+            return *getattr(value, "__dict__", {}).values(), *(getattr(value, slot, None) for slot in slots)
+        return ()
+
+    hold(implementation.bind)
+    hold(implementation.schedule_kind)
+    return tuple(sorted(found))
+
+
+def _function(bind: Any) -> Any:
+    """What is called first."""
+    while isinstance(bind, partial) or hasattr(bind, "__wrapped__"):
+        bind = bind.func if isinstance(bind, partial) else bind.__wrapped__
+    return bind if isinstance(bind, (FunctionType, MethodType)) else type(bind)
+
+
+def code_of(sources: Iterable[str], arch: str = "") -> dict[str, str]:
+    """Source -> code, of everything that some sources lead to; files as "module:file", objects as "module::NAME".
 
     Args:
         arch: the architecture whose rows count, for sources that name a table by `{arch}`.
     Raises: SourceNotFound, OSError; SyntaxError for a module that is no Python.
     """
-    named = sorted(set(sources))
-    digest = hashlib.sha256()
-    for source in named:
-        path = module_file(source)
-        module, _, name = source.partition("::")
-        if name:
-            apart = {other.removeprefix(f"{module}::") for other in named if other.startswith(f"{module}::")}
-            code = _object(source, path.read_text(encoding="utf-8"), name, arch, apart - {name})
-        else:
-            code = _code(path)
-        digest.update(f"{source}\0{len(code)}\0{code}".encode())
-    return digest.hexdigest()
+    todo = sorted({*sources})
+    rows = {source.partition("[")[0]: source for source in todo if "[" in source}
+    homes = {source.partition(":")[0] for source in todo}
+    packages = {*FOLLOWED, *(_REFERENCE if any(_in(home, _REFERENCE) for home in homes) else ())}
+    packages |= {home.partition(".")[0] for home in homes} - {_CORE}
+    modules: dict[str, Mapping[str, list[_Definition]]] = {}
+    found: dict[str, str] = {}
+
+    def read(module: str) -> Mapping[str, list[_Definition]]:
+        if module not in modules:
+            path = module_file(module)
+            package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+            modules[module] = _definitions(path.read_text(encoding="utf-8"), package)
+        return modules[module]
+
+    def brought(target: tuple[str, str], attributes: Iterable[str]) -> list[str]:
+        """Of an import that is followed: the object; or, of a module, the attributes that are used, else all of it."""
+        module, name = target
+        if not _in(module, packages) or _in(module, _DECLARING):
+            return []
+        inner = f"{module}.{name}" if name else module
+        if not name or _is_module(inner):
+            return [f"{inner}::{each}" for each in attributes if each in read(inner)] if attributes else [inner]
+        return [f"{module}::{name}"] if name in read(module) else []
+
+    while todo:
+        source = todo.pop()
+        source = rows.get(source, source)
+        if source in found:
+            continue
+        module, _, rest = source.partition(":")
+        if rest and not rest.startswith(":"):
+            path = module_file(source)
+            found[source] = _code(path)
+            todo += [f"{module}:{name}" for name in _INCLUDE.findall(found[source]) if path.with_name(name).is_file()]
+            continue
+        known = read(module)
+        name, _, key = rest.removeprefix(":").partition("[")
+        if not name:
+            found[source] = ""
+            todo += [f"{module}::{each}" for each, parts in known.items() if not parts[0].alias]
+            continue
+        if name not in known:
+            raise SourceNotFound(source, f"{module} defines no {name}")
+        parts = known[name]
+        if key:
+            parts = [_Definition(_row(source, parts, key.removesuffix("]").replace(ARCH, arch)), parts[0].package)]
+        found[source] = "".join(part.code for part in parts)
+        todo += [f"{module}::{_LOOSE}"] if _LOOSE in known else []
+        todo += modules_of(_TABLES[source]) if source in _TABLES else []
+        for part in parts:
+            for target, attributes in part.imports():
+                todo += brought(target, attributes)
+            for each in part.names & known.keys() - {name}:
+                alias = known[each][0].alias
+                if alias and each in part.attributes:
+                    found[f"{module}::import {each}"] = known[each][0].code
+                    todo += brought(alias, part.attributes[each])
+                else:
+                    todo.append(f"{module}::{each}")
+            todo += [f"{part.package}:{each}" for each in _device_code(module_file(module).parent) if part.names_file(each)]
+    return found
 
 
 def imported(modules: Iterable[str], packages: Sequence[str]) -> set[str]:
@@ -143,6 +307,15 @@ def _python(text: str) -> str:
     return "".join(_dump(_parse(text)))
 
 
+def _in(module: str, packages: Iterable[str]) -> bool:
+    return any(module == each or module.startswith(f"{each}.") for each in packages)
+
+
+@lru_cache(maxsize=64)
+def _device_code(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(path.name for path in folder.iterdir() if path.suffix in _C_SUFFIXES))
+
+
 def _dump(value: Any) -> Iterator[str]:
     """A tree as text that is the same in every version of Python, whatever fields it has added to the nodes."""
     if isinstance(value, ast.JoinedStr):
@@ -181,44 +354,107 @@ def _is_docstring(node: Any) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def _object(source: str, text: str, name: str, arch: str, apart: set[str]) -> str:
-    """The code of an object, or of a table's row, with the module's other definitions that it uses.
+class _Definition:
+    """A statement that binds an object, or the part of an import statement that does; what it uses."""
 
-    apart: objects of the module that are sources themselves, and count as those say.
-    """
-    name, _, key = name.partition("[")
-    definitions = _definitions(_parse(text))
-    if name not in definitions:
-        raise SourceNotFound(source, f"{source.partition(':')[0]} defines no {name}")
-    wanted: list[ast.AST] = [*definitions[name]]
-    if key:
-        wanted = [_row(source, definitions[name], key.removesuffix("]").replace(ARCH, arch))]
-    seen = {name, *(each.partition("[")[0] for each in apart)}
-    for node in wanted:  # grows as it goes
-        used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} - seen
-        for each in sorted(used & definitions.keys()):
-            wanted += [more for more in definitions[each] if more not in wanted]
-        seen |= used
-    return "".join(part for node in wanted for part in _dump(node))
+    def __init__(self, node: ast.AST | None, package: str, alias: tuple[str, str] | None = None) -> None:
+        """package: of the module, for relative imports. alias: of an import, (module, name), name "" for the module itself."""
+        self.node, self.package, self.alias = node, package, alias
+
+    @cached_property
+    def code(self) -> str:
+        return f"import {self.alias}" if self.node is None else _PRIMITIVE if self._is_primitive else "".join(_dump(self.node))
+
+    @property
+    def _is_primitive(self) -> bool:
+        called = getattr(getattr(self.node, "value", None), "func", None)
+        return getattr(getattr(called, "value", called), "id", "") == _PRIMITIVE
+
+    @cached_property
+    def _walked(self) -> list[ast.AST]:
+        return [] if self.node is None or self._is_primitive else list(_walk(self.node))
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(each.id for each in self._walked if isinstance(each, ast.Name))
+
+    @cached_property
+    def attributes(self) -> dict[str, set[str]]:
+        """Name -> its attributes that are used, of names that are used in no other way."""
+        bases = [each for each in self._walked if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name)]
+        alone = Counter(each.id for each in self._walked if isinstance(each, ast.Name))
+        alone.subtract(each.value.id for each in bases if isinstance(each.value, ast.Name))
+        used: dict[str, set[str]] = {}
+        for each in bases:
+            if isinstance(each.value, ast.Name) and not alone[each.value.id]:
+                used.setdefault(each.value.id, set()).add(each.attr)
+        return used
+
+    @cached_property
+    def _strings(self) -> frozenset[str]:
+        return frozenset(e.value for e in self._walked if isinstance(e, ast.Constant) and isinstance(e.value, str))
+
+    def names_file(self, name: str) -> bool:
+        """A string is the name of a file, or its name without ".cu"."""
+        return name in self._strings or name.removesuffix(".cu") in self._strings
+
+    def imports(self) -> Iterator[tuple[tuple[str, str], Iterable[str]]]:
+        """What it imports itself: ((module, name), attributes that are used where it is a module and no more than they are)."""
+        if self.alias:
+            yield self.alias, ()
+        for each in self._walked:
+            if isinstance(each, (ast.Import, ast.ImportFrom)):
+                for name, target in _aliases(each, self.package).items():
+                    yield target, self.attributes.get(name, ())
 
 
-def _definitions(tree: ast.Module) -> dict[str, list[ast.stmt]]:
-    """Name -> the statements at module level that bind it."""
-    found: dict[str, list[ast.stmt]] = {}
-    for statement in tree.body:
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    """As `ast.walk`, without annotations and docstrings."""
+    yield node
+    for name, field in ast.iter_fields(node):
+        if name in _ANNOTATIONS:
+            continue
+        for each in field if isinstance(field, list) else (field,):
+            if isinstance(each, ast.AST) and not _is_docstring(each):
+                yield from _walk(each)
+
+
+def _aliases(node: ast.Import | ast.ImportFrom, package: str) -> dict[str, tuple[str, str]]:
+    """Name -> what an import statement binds it to: (module, name), name "" for the module itself."""
+    if isinstance(node, ast.Import):
+        return {each.asname or each.name.partition(".")[0]: (each.name, "") for each in node.names}
+    base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+    module = ".".join([*base, *([node.module] if node.module else [])])
+    return {each.asname or each.name: (module, each.name) for each in node.names}
+
+
+@lru_cache(maxsize=512)
+def _definitions(text: str, package: str) -> dict[str, list[_Definition]]:
+    """Name -> what binds it at module level; `_LOOSE` -> what binds no name."""
+    found: dict[str, list[_Definition]] = {}
+    for statement in _parse(text).body:
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            for name, target in _aliases(statement, package).items():
+                found.setdefault(name, []).append(_Definition(None, package, target))
+            continue
+        if _is_docstring(statement) or (isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING"):
+            continue
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names = {statement.name}
         else:
             names = {each.id for each in ast.walk(statement) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
             names |= {(a.asname or a.name).partition(".")[0] for a in ast.walk(statement) if isinstance(a, ast.alias)}
             names |= {each.name for each in ast.walk(statement) if isinstance(each, (ast.FunctionDef, ast.ClassDef))}
+            if not names or isinstance(statement, (ast.For, ast.While)):
+                names.add(_LOOSE)
+        definition = _Definition(statement, package)
         for name in names:
-            found.setdefault(name, []).append(statement)
+            found.setdefault(name, []).append(definition)
     return found
 
 
-def _row(source: str, statements: list[ast.stmt], key: str) -> ast.expr:
-    tables = [each.value for each in statements if isinstance(each, (ast.Assign, ast.AnnAssign))]
+def _row(source: str, parts: Sequence[_Definition], key: str) -> ast.expr:
+    tables = [each.node.value for each in parts if isinstance(each.node, (ast.Assign, ast.AnnAssign))]
     rows = {
         each.value: row
         for table in tables

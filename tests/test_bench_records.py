@@ -24,7 +24,7 @@ from mla_portable.registry.plugins import load_plugins
 from mla_portable.registry.policy import Policy
 from mla_portable.registry.select import decide
 from mla_portable.registry.sources import installed_plugins
-from mla_portable.sources import source_hash
+from mla_portable.sources import source_hash, sources_of
 from mla_portable.tools.matrix.benchmarks import benchmark_records, measured_times
 from mla_portable.tools.matrix.claims import Declarations
 from mla_portable.tools.matrix.evidence import Evidence, problems_of
@@ -150,7 +150,6 @@ def test_the_newest_time_of_todays_sources_counts():
 
 
 SOURCES = ("mla_portable.layouts.base",)
-INSTALLED = source_hash(SOURCES)
 
 
 def times(*rows: tuple[str, str | None, int | None, int, float], primitive: str = "sparse_decode") -> list[MeasuredTime]:
@@ -164,6 +163,9 @@ def times(*rows: tuple[str, str | None, int | None, int, float], primitive: str 
 def named(name: str, preference: float = 50.0, primitive: Primitive = SPARSE_DECODE) -> Implementation:
     support = Support(source="this test", kv_layouts=("bf16", "fp8_ds_mla"))
     return Implementation(name, primitive, support, lambda request: lambda: None, preference=preference, sources=SOURCES)
+
+
+INSTALLED = source_hash(sources_of(named("a.v1")))
 
 
 def request(**changes: Any) -> Request:
@@ -274,7 +276,8 @@ def test_times_of_other_sources_rank_nobody():
     (time,) = times(("a.v1", FP8, 16, 1, 10.0))
     assert MeasuredCosts([replace(time, source_hash=OLD)])(named("a.v1"), request()) is None
     assert MeasuredCosts([time])(replace(named("a.v1"), sources=(*SOURCES, "mla_portable.sources")), request()) is None
-    assert MeasuredCosts([time])(replace(named("a.v1"), sources=()), request()) is None, "nothing says what was timed"
+    nowhere = replace(named("a.v1"), sources=("no_such_package.kernel",))
+    assert MeasuredCosts([time])(nowhere, request()) is None, "nothing says what was timed"
     assert installed_hash(("no_such_package.kernel",)) is None
 
 
@@ -290,10 +293,10 @@ def test_sources_are_read_once_and_only_where_there_are_times():
         assert costs(named("a.v1"), request(**changes)) is None
     assert costs(named("b.v1"), request()) is None
     assert asked == []
-    assert costs(named("a.v1"), request()) is not None and asked == [SOURCES]
+    assert costs(named("a.v1"), request()) is not None and asked == [sources_of(named("a.v1"))]
     installed_hash.cache_clear()
     for _ in range(3):
-        installed_hash(SOURCES)
+        installed_hash(sources_of(named("a.v1")))
     assert installed_hash.cache_info().misses == 1
 
 

@@ -216,5 +216,4 @@ CONVERT_INDICES: Final = Primitive[ConvertIndices](
     facts=("topk", "block_size", "prefill_workspace", "compact"),
     results=("indices", "counts"),
     reference=reference,
-    sources=("mla_portable.primitives._reference",),
 )

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from mla_portable.contracts import InvalidArgument
 from mla_portable.registry.tuned import TunedConfigurations
-from mla_portable.sources import source_hash
+from mla_portable.sources import source_hash, sources_of
 from mla_portable.tools.bench.kernels import CaseTimes, KernelReport, KernelTime
 from mla_portable.tools.bench.timing import Timing
 
@@ -62,7 +62,7 @@ def _of_case(times: CaseTimes) -> dict[str, Any]:
 
 
 def _of_candidate(each: KernelTime, arch: str) -> dict[str, Any]:
-    sources = () if each.implementation is None else each.implementation.sources
+    sources = () if each.implementation is None else sources_of(each.implementation)
     return {
         "name": each.name,
         "role": "baseline" if each.implementation is None else "implementation",

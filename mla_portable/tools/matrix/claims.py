@@ -12,6 +12,7 @@ from typing import Any, Final
 from mla_portable.contracts import Primitive, Reason, Request, Support
 from mla_portable.registry import Registry
 from mla_portable.registry.names import CORE_DISTRIBUTION, CORE_MODULE
+from mla_portable.sources import sources_of
 from mla_portable.tools.matrix.profiles import Profile
 
 __all__ = ["COMPILER", "Claim", "Declarations", "collect_declarations", "suite_cases", "support_data", "wider"]
@@ -31,7 +32,7 @@ class Claim:
 
     Attributes:
         plugin, module, distribution, version: what brought it. preference: its declared cost.
-        sources: code that its evidence is bound to. support: the declaration, as JSON holds it.
+        sources: where the code that its evidence is bound to starts. support: the declaration, as JSON holds it.
         targets: architectures that it declares and its plugin compiles for ahead of time, () where it cannot.
         core: it belongs to the core distribution, so that a CPU runs it as it is.
         devices: profile slug -> reasons against it; empty where the declaration includes the device.
@@ -89,7 +90,7 @@ def collect_declarations(registry: Registry, profiles: Mapping[str, Profile]) ->
                 version=report.version,
                 preference=each.preference,
                 core=(report.distribution, report.module) == (CORE_DISTRIBUTION, CORE_MODULE),
-                sources=tuple(sorted(each.sources)),
+                sources=sources_of(each),
                 targets=_targets(report.module, each.name, each.support.archs),
                 support=support_data(each.support),
                 devices={slug: tuple(each.support.device_reasons(device)) for slug, device in facts.items()},

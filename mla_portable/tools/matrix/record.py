@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import platform
 import re
@@ -16,7 +15,7 @@ from typing import Any, Final
 
 from mla_portable.contracts import DeviceFacts, Primitive
 from mla_portable.registry.facts import library_versions
-from mla_portable.sources import module_file, source_hash
+from mla_portable.sources import code_of, module_file, source_hash
 from mla_portable.tools.conformance import CaseResult, Report
 from mla_portable.tools.matrix.claims import Claim, Declarations
 from mla_portable.tools.matrix.evidence import without_folders
@@ -163,21 +162,17 @@ def _worst(results: Sequence[CaseResult]) -> dict[str, Any]:
 
 
 def kernels_of(claim: Claim) -> dict[str, str]:
-    """Kernels that the claim's sources define -> the module, or the "package:file".
+    """Kernels that the claim's code has -> the source that it is.
 
     In Python they are functions whose names end in `_kernel`; in any other file, what is declared `__global__`.
     """
     found: dict[str, str] = {}
-    for module in claim.sources:
-        if "::" in module:
-            continue
-        text = module_file(module).read_text(encoding="utf-8")
-        if ":" in module:
-            found.update(dict.fromkeys(_CUDA_KERNEL.findall(text), module))
-            continue
-        for node in ast.parse(text).body:
-            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
-                found[node.name] = module
+    for source, code in code_of(claim.sources).items():
+        name = source.partition("::")[2]
+        if name.endswith("_kernel") and code.startswith("FunctionDef("):
+            found[name] = source
+        elif not name:
+            found.update(dict.fromkeys(_CUDA_KERNEL.findall(code), source))
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Final
 import mla_portable
 from mla_portable.contracts import Primitive
 from mla_portable.registry import Registry
-from mla_portable.sources import ARCH, imported, modules_of, source_hash
+from mla_portable.sources import ARCH, imported, modules_hash, modules_of, source_hash
 from mla_portable.tools.matrix.claims import Declarations, collect_declarations
 from mla_portable.tools.matrix.evidence import Evidence, load_evidence
 from mla_portable.tools.matrix.levels import Cell, Hashes, evaluate
@@ -64,7 +64,7 @@ def find_records(given: Path | None = None) -> Path:
 def suite_hash(primitive: Primitive) -> str:
     """Of the conformance suite, with the primitive's problems, its oracle, and what these import."""
     own = [primitive.problems_module] if primitive.problems_module else []
-    return source_hash(imported([*own, *modules_of(_SUITE)], _JUDGES))
+    return modules_hash(imported([*own, *modules_of(_SUITE)], _JUDGES))
 
 
 def hashes_of(declarations: Declarations, archs: Iterable[str]) -> Hashes:
