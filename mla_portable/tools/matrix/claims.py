@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ from mla_portable.registry.names import CORE_DISTRIBUTION, CORE_MODULE
 from mla_portable.sources import sources_of
 from mla_portable.tools.matrix.profiles import Profile
 
-__all__ = ["COMPILER", "Claim", "Declarations", "collect_declarations", "suite_cases", "support_data", "wider"]
+__all__ = ["COMPILER", "Claim", "Declarations", "case_ids", "collect_declarations", "suite_cases", "support_data", "wider"]
 
 COMPILER: Final = "compile_all"
 """A plugin whose kernels compile ahead of time has a module of this name: `TARGETS` lists its architectures, and
@@ -115,6 +115,21 @@ def suite_cases(registry: Registry, level: str = "quick") -> Callable[[Claim, Pr
     def collect(claim: Claim, profile: Profile) -> list[Request]:
         implementation = by_name[claim.implementation, claim.primitive]
         return [case.request for case in cases_for(implementation, profile.device_facts(), level)]
+
+    return collect
+
+
+def case_ids(registry: Registry, profiles: Mapping[str, Profile]) -> Callable[[Any, str, str], Collection[str] | None]:
+    """Collects the ids of cases for (claim of a report, level, profile); None where it declares something else now."""
+    from mla_portable.tools.conformance import cases_for
+
+    by_name = {(each.name, str(each.primitive)): each for each in registry.implementations()}
+
+    def collect(claim: Any, level: str, profile: str) -> Collection[str] | None:
+        implementation = by_name.get((claim.implementation, claim.primitive))
+        if implementation is None or support_data(implementation.support) != claim.support:
+            return None
+        return [case.id for case in cases_for(implementation, profiles[profile].device_facts(), level)]
 
     return collect
 
