@@ -101,7 +101,7 @@ def check_reports(_: argparse.Namespace) -> list[str]:
     untold: dict[str, int] = {}
     for each in records().evidence:
         if not each.report:
-            name = f"{each.data['implementation']} / {each.data['primitive']}, {each.kind} on {each.profile or each.arch}"
+            name = f"{each.data['implementation']}, {each.kind} on {each.profile or 'no device'}"
             untold[name] = untold.get(name, 0) + 1
     found += [f"{name}: {count} records without a report; run it again, or remove them" for name, count in untold.items()]
     ids = case_ids(get_registry(), records().profiles)

@@ -206,10 +206,10 @@ def settle(document: dict[str, Any], records: Records) -> dict[str, Any]:
         today = records.hashes.sources.get(name), records.hashes.suite.get(claim["primitive"])
         for what, ran, here in (
             ("sources", claim["source_hash"], today[0]),
-            ("conformance suite", claim.get("suite_hash"), today[1]),
+            ("code of the suite", claim.get("suite_hash"), today[1]),
         ):
             if ran not in (here, None):
-                raise SystemExit(f"{' / '.join(name[:2])}: another {what} ran than this tree's; check out the commit that ran")
+                raise SystemExit(f"{' / '.join(name[:2])}: other {what} ran than this tree's; check out the commit that ran")
     known = {field.name for field in fields(Provenance)} & document.keys()
     run = settled(Provenance(**{name: document[name] for name in known}), ROOT)
     rest = {name: value for name, value in document.items() if name != "files"}

@@ -50,8 +50,10 @@ class Trust:
 
 
 def _agree(one: Evidence, other: Evidence) -> bool:
+    if one.data["dirty"] or other.data["dirty"]:
+        return False
     if one.kind == "benchmark":
         times = sorted(each.data["median_us"] for each in (one, other))
         return times[1] <= SPREAD * times[0]
     whole = not (one.failed or other.failed or one.skipped or other.skipped)
-    return whole and one.passed == other.passed and not (one.data["dirty"] or other.data["dirty"])
+    return whole and one.passed == other.passed
