@@ -195,6 +195,7 @@ def code_of(sources: Iterable[str], arch: str = "") -> dict[str, str]:
     packages = {*FOLLOWED, *(_REFERENCE if any(_in(home, _REFERENCE) for home in homes) else ())}
     packages |= {home.partition(".")[0] for home in homes} - {_CORE}
     modules: dict[str, Mapping[str, list[_Definition]]] = {}
+    files: dict[str, list[str]] = {}
     found: dict[str, str] = {}
 
     def read(module: str) -> Mapping[str, list[_Definition]]:
@@ -202,6 +203,7 @@ def code_of(sources: Iterable[str], arch: str = "") -> dict[str, str]:
             path = module_file(module)
             package = module if path.name == "__init__.py" else module.rpartition(".")[0]
             modules[module] = _definitions(path.read_text(encoding="utf-8"), package)
+            files[module] = sorted(each.name for each in path.parent.iterdir() if each.suffix in _C_SUFFIXES)
         return modules[module]
 
     def brought(target: tuple[str, str], attributes: Iterable[str]) -> list[str]:
@@ -249,7 +251,7 @@ def code_of(sources: Iterable[str], arch: str = "") -> dict[str, str]:
                     todo += brought(alias, part.attributes[each])
                 else:
                     todo.append(f"{module}::{each}")
-            todo += [f"{part.package}:{each}" for each in _device_code(module_file(module).parent) if part.names_file(each)]
+            todo += [f"{part.package}:{each}" for each in files[module] if part.names_file(each)]
     return found
 
 
@@ -309,11 +311,6 @@ def _python(text: str) -> str:
 
 def _in(module: str, packages: Iterable[str]) -> bool:
     return any(module == each or module.startswith(f"{each}.") for each in packages)
-
-
-@lru_cache(maxsize=64)
-def _device_code(folder: Path) -> tuple[str, ...]:
-    return tuple(sorted(path.name for path in folder.iterdir() if path.suffix in _C_SUFFIXES))
 
 
 def _dump(value: Any) -> Iterator[str]:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,10 @@ import pytest
 import torch
 from acme_records import acme_claim
 from reporting import PROFILES, RUN, derived
-from torch_reference import merge_states
 from typer.testing import CliRunner
 
 from mla_portable import sources
-from mla_portable.contracts import Implementation, Registrar, Request, Support, hookimpl
+from mla_portable.contracts import Implementation, Registrar, Support, hookimpl
 from mla_portable.dispatch import serving
 from mla_portable.primitives import MERGE_STATES
 from mla_portable.registry import Registry
@@ -36,22 +36,26 @@ from mla_portable.tools.provenance import _files, provenance_of, settled
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
-KERNEL = "def helper(): ...\ndef add_kernel(): ...\n"
+KERNEL = """
+from torch_reference import merge_states
+def bind(request):
+    return merge_states
+def helper(): ...
+def add_kernel(): ...
+"""
 
 
 class Plugin:
-    """One implementation whose kernel is a file of the test."""
+    """One implementation, all of whose code is a file outside of this checkout."""
 
     def __init__(self, *names: str, **limits: Any) -> None:
         self.sources, self.limits = names or ("kernel_of_a_test",), limits
 
     @hookimpl
     def mla_portable_register(self, registrar: Registrar) -> None:
-        def bind(request: Request) -> Any:
-            return merge_states
-
+        kernels = import_module("kernel_of_a_test")
         support = Support(source="this test", device_types=("cpu", "cuda"), **self.limits)
-        registrar.add(Implementation("acme.v1", MERGE_STATES, support, bind, sources=self.sources))
+        registrar.add(Implementation("acme.v1", MERGE_STATES, support, kernels.bind, sources=self.sources))
 
 
 @pytest.fixture
@@ -59,6 +63,7 @@ def kernel_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "kernel_of_a_test.py"
     path.write_text(KERNEL)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "kernel_of_a_test", raising=False)
     sources._top.cache_clear()
     return path
 
@@ -339,6 +344,7 @@ def test_a_plugin_outside_of_the_tree_keeps_profiles_and_evidence_of_its_own(
         command(*words)
         record = json.loads((folder / "acme.jsonl").read_text())
         assert record["mode"] in ("interpreter", "stand_in")
+        assert (record["commit"], record["dirty"]) == (None, False), "installed, in no checkout"
         assert [*read_reports(folder)] == [record["report"]], "the report lies beside it"
         assert str(folder) not in record["command"]
         assert states(folder, chosen)["cpu"] == "interpreted"
