@@ -22,7 +22,7 @@ import ast
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, lru_cache, partial
 from importlib.util import find_spec
 from itertools import groupby
@@ -242,13 +242,13 @@ def code_of(sources: Iterable[str], arch: str = "") -> dict[str, str]:
         todo += [f"{module}::{_LOOSE}"] if _LOOSE in known else []
         todo += modules_of(_TABLES[source]) if source in _TABLES else []
         for part in parts:
-            for target, attributes in part.imports():
+            for target, attributes in part.imports:
                 todo += brought(target, attributes)
-            for each in part.names & known.keys() - {name}:
+            for each in (known.keys() & part.names) - {name}:
                 alias = known[each][0].alias
-                if alias and each in part.attributes:
+                if alias and (attributes := part.attributes(each)):
                     found[f"{module}::import {each}"] = known[each][0].code
-                    todo += brought(alias, part.attributes[each])
+                    todo += brought(alias, attributes)
                 else:
                     todo.append(f"{module}::{each}")
             todo += [f"{part.package}:{each}" for each in files[module] if part.names_file(each)]
@@ -261,17 +261,23 @@ def imported(modules: Iterable[str], packages: Sequence[str]) -> set[str]:
     todo = list(modules)
     while todo:
         module = todo.pop()
-        if module in found:
-            continue
-        found.add(module)
-        for node in ast.walk(_parse(module_file(module).read_text(encoding="utf-8"))):
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module is not None:
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            todo += [name for name in names if name.startswith(tuple(packages)) and _is_module(name)]
+        if module not in found:
+            found.add(module)
+            names = _imports(module_file(module).read_text(encoding="utf-8"))
+            todo += [name for name in names if name not in found and name.startswith(tuple(packages)) and _is_module(name)]
     return found
+
+
+@lru_cache(maxsize=512)
+def _imports(text: str) -> frozenset[str]:
+    """Every name that a module may import as a module."""
+    found: set[str] = set()
+    for node in ast.walk(_parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return frozenset(found)
 
 
 def modules_of(package: str) -> list[str]:
@@ -306,45 +312,51 @@ def _parse(text: str) -> ast.Module:
 
 @lru_cache(maxsize=512)
 def _python(text: str) -> str:
-    return "".join(_dump(_parse(text)))
+    return _dump(_parse(text))
 
 
 def _in(module: str, packages: Iterable[str]) -> bool:
     return any(module == each or module.startswith(f"{each}.") for each in packages)
 
 
-def _dump(value: Any) -> Iterator[str]:
+def _dump(value: Any) -> str:
     """A tree as text that is the same in every version of Python, whatever fields it has added to the nodes."""
+    parts: list[str] = []
+    _add(value, parts.append)
+    return "".join(parts)
+
+
+def _add(value: Any, add: Callable[[str], None]) -> None:
     if isinstance(value, ast.JoinedStr):
-        yield from _dump_fstring(value)
+        _add_fstring(value, add)
     elif isinstance(value, ast.AST):
-        yield f"{type(value).__name__}("
+        add(f"{type(value).__name__}(")
         for name in value._fields:
             field = getattr(value, name, None)
             if name not in _NO_CODE and field is not None and field != []:
-                yield f"{name}="
-                yield from _dump(field)
-        yield ")"
+                add(f"{name}=")
+                _add(field, add)
+        add(")")
     elif isinstance(value, list):
         for each in value:  # pyright: ignore[reportUnknownVariableType]
             if not _is_docstring(each):
-                yield from _dump(each)
-                yield ","
+                _add(each, add)
+                add(",")
     else:
-        yield ascii(value)
+        add(ascii(value))
 
 
-def _dump_fstring(node: ast.JoinedStr) -> Iterator[str]:
+def _add_fstring(node: ast.JoinedStr, add: Callable[[str], None]) -> None:
     """Python 3.12 splits the text between two fields, and adds empty texts."""
-    yield "f("
+    add("f(")
     for is_text, parts in groupby(node.values, lambda each: isinstance(each, ast.Constant)):
         if is_text:
             text = "".join(str(each.value) for each in parts if isinstance(each, ast.Constant))
-            yield ascii(text) if text else ""
+            add(ascii(text) if text else "")
         else:
             for each in parts:
-                yield from _dump(each)
-    yield ")"
+                _add(each, add)
+    add(")")
 
 
 def _is_docstring(node: Any) -> bool:
@@ -360,7 +372,7 @@ class _Definition:
 
     @cached_property
     def code(self) -> str:
-        return f"import {self.alias}" if self.node is None else _PRIMITIVE if self._is_primitive else "".join(_dump(self.node))
+        return f"import {self.alias}" if self.node is None else _PRIMITIVE if self._is_primitive else _dump(self.node)
 
     @property
     def _is_primitive(self) -> bool:
@@ -368,41 +380,46 @@ class _Definition:
         return getattr(getattr(called, "value", called), "id", "") == _PRIMITIVE
 
     @cached_property
-    def _walked(self) -> list[ast.AST]:
-        return [] if self.node is None or self._is_primitive else list(_walk(self.node))
+    def _uses(self) -> tuple[Counter[str], dict[str, Counter[str]], set[str], list[ast.Import | ast.ImportFrom]]:
+        """Names and how often, attributes of names and how often, strings, imports."""
+        names: Counter[str] = Counter()
+        attributes: dict[str, Counter[str]] = {}
+        strings: set[str] = set()
+        imports: list[ast.Import | ast.ImportFrom] = []
+        for each in () if self.node is None or self._is_primitive else _walk(self.node):
+            if isinstance(each, ast.Name):
+                names[each.id] += 1
+            elif isinstance(each, ast.Attribute):
+                if isinstance(each.value, ast.Name):
+                    attributes.setdefault(each.value.id, Counter())[each.attr] += 1
+            elif isinstance(each, ast.Constant):
+                if isinstance(each.value, str):
+                    strings.add(each.value)
+            elif isinstance(each, (ast.Import, ast.ImportFrom)):
+                imports.append(each)
+        return names, attributes, strings, imports
 
-    @cached_property
-    def names(self) -> frozenset[str]:
-        return frozenset(each.id for each in self._walked if isinstance(each, ast.Name))
+    @property
+    def names(self) -> Set[str]:
+        return self._uses[0].keys()
 
-    @cached_property
-    def attributes(self) -> dict[str, set[str]]:
-        """Name -> its attributes that are used, of names that are used in no other way."""
-        bases = [each for each in self._walked if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name)]
-        alone = Counter(each.id for each in self._walked if isinstance(each, ast.Name))
-        alone.subtract(each.value.id for each in bases if isinstance(each.value, ast.Name))
-        used: dict[str, set[str]] = {}
-        for each in bases:
-            if isinstance(each.value, ast.Name) and not alone[each.value.id]:
-                used.setdefault(each.value.id, set()).add(each.attr)
-        return used
-
-    @cached_property
-    def _strings(self) -> frozenset[str]:
-        return frozenset(e.value for e in self._walked if isinstance(e, ast.Constant) and isinstance(e.value, str))
+    def attributes(self, name: str) -> Iterable[str]:
+        """The attributes of a name that are used, where it is used in no other way."""
+        names, attributes, *_ = self._uses
+        used = attributes.get(name, Counter())
+        return used if sum(used.values()) == names[name] else ()
 
     def names_file(self, name: str) -> bool:
         """A string is the name of a file, or its name without ".cu"."""
-        return name in self._strings or name.removesuffix(".cu") in self._strings
+        return name in self._uses[2] or name.removesuffix(".cu") in self._uses[2]
 
-    def imports(self) -> Iterator[tuple[tuple[str, str], Iterable[str]]]:
+    @cached_property
+    def imports(self) -> list[tuple[tuple[str, str], Iterable[str]]]:
         """What it imports itself: ((module, name), attributes that are used where it is a module and no more than they are)."""
         if self.alias:
-            yield self.alias, ()
-        for each in self._walked:
-            if isinstance(each, (ast.Import, ast.ImportFrom)):
-                for name, target in _aliases(each, self.package).items():
-                    yield target, self.attributes.get(name, ())
+            return [(self.alias, ())]
+        aliases = (alias for each in self._uses[3] for alias in _aliases(each, self.package).items())
+        return [(target, self.attributes(name)) for name, target in aliases]
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:

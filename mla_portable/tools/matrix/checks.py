@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any, Final
 
+from mla_portable.registry.names import CORE_DISTRIBUTION
 from mla_portable.tools.matrix.levels import Hashes
 from mla_portable.tools.matrix.model import moment
 from mla_portable.tools.matrix.profiles import Profile, profile_of, shared_memory_limit
@@ -45,6 +46,7 @@ def check_report(
     found += _device(report.device, profile)
     if isinstance(report, Benchmark):
         return found + list(_times(report, profile))
+    found += _modes(report, profile)
     current = [claim for claim in report.claims if _is_current(claim, hashes)]
     return found + list(_cases(report)) + list(_suite(report, current, profile, profiles, case_ids, limits))
 
@@ -86,6 +88,18 @@ def _device(device: Mapping[str, Any], profile: Profile) -> Iterator[str]:
     nominal = (facts.memory_gib or 0) << 30
     if nominal and not _MEMORY * nominal <= device.get("memory_bytes", 0) <= 1.05 * nominal:
         yield f"device/memory_bytes is {device.get('memory_bytes')}, {profile.slug} has {facts.memory_gib} GiB: another device"
+
+
+def _modes(report: Conformance, profile: Profile) -> Iterator[str]:
+    """On a CPU nothing but the core runs as it is; code for another architecture is a run of mode ptx."""
+    for claim in report.claims:
+        core = claim.distribution == CORE_DISTRIBUTION
+        native = profile.device_type != "cpu" or core
+        modes = ("ptx",) if report.target else ("native",) if native else ("interpreter", "stand_in")
+        arch = report.target or report.device.get("arch")
+        if claim.mode not in modes or claim.arch != arch:
+            what = f"mode {claim.mode} of code for {claim.arch}"
+            yield f"{claim.implementation} / {claim.primitive}: {what}, on {profile.slug} it is {' or '.join(modes)} for {arch}"
 
 
 def _cases(report: Conformance) -> Iterator[str]:

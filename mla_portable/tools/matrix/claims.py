@@ -180,7 +180,7 @@ def _words(values: Iterable[Any]) -> str:
 
 def _wider_heads(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Head counts are one claim in three fields: all absent means every count."""
-    if not any(old.get(name) for name in _HEADS):
+    if not any(old.get(name) for name in _HEADS) or all(old.get(name) == new.get(name) for name in _HEADS):
         return []
     if not any(new.get(name) for name in _HEADS):
         return ["num_heads any (evidence covers a limited set)"]
