@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from mla_portable.registry import get_registry
+from mla_portable.registry.facts import resolve_device
 from mla_portable.tools.bench.kernel_machine import MachineState, machine_state
 from mla_portable.tools.matrix import RecordError, Records, read_records
 from mla_portable.tools.matrix.claims import COMPILER, Claim
@@ -119,7 +120,7 @@ def conform(options: argparse.Namespace) -> int:
     if options.out is None:
         refuse_if_dirty()
     records = read()
-    device = torch.device(options.device or get_registry().default_device())
+    device = resolve_device(options.device or get_registry().default_device())
     facts = get_registry().facts(device)
     profile = profile_of(facts.name, records.profiles)
     claims = [c for c in records.declarations.claims if options.backend in (c.implementation, c.backend)]
@@ -183,8 +184,6 @@ def bench(options: argparse.Namespace) -> int:
             if line["role"] != "baseline" and (why := unfit(line, baselines)):
                 print(f"left out: {line['name']} / {line['primitive']}, {line['shape']}: {why}")
     made = keep([settle(each, records) for each in documents], records, options.sign)
-    if not made:
-        raise SystemExit(f"{options.times}: no line is evidence; time kernels beside baselines, on a device with a profile")
     print(f"{len(made)} records added")
     return 0
 
@@ -223,7 +222,10 @@ def keep(documents: Iterable[Mapping[str, Any]], records: Records, key: Path | N
     made: list[dict[str, Any]] = []
     for document in documents:
         text = report_text(document)
-        made += records_of(parse_report(json.loads(text), "new report"), digest(text), records.profiles)
+        found = records_of(parse_report(json.loads(text), "new report"), digest(text), records.profiles)
+        if not found:
+            raise RecordError(document["command"], "nothing in it is evidence; a time counts beside a baseline of the same run")
+        made += found
         path = write_report(CAPABILITY, document)
         if key is not None:
             sign(path, key)

@@ -28,6 +28,7 @@ from vllm_gpu.older_ptx import load_ptx_instead
 
 from mla_portable.contracts import Primitive
 from mla_portable.registry import Registry, get_registry
+from mla_portable.registry.facts import resolve_device
 from mla_portable.registry.variables import ENV_BACKEND
 from mla_portable.tools.conformance import Case, CaseResult, run_suite
 from mla_portable.tools.conformance.runner import run_installed
@@ -74,7 +75,7 @@ def main() -> int:
         raise SystemExit(f"{options.backend} loaded no Triton kernel: nothing of {options.arch} ran")
     for bad in (result for result in report.results if result.status != "passed"):
         print(f"{bad.status} {bad.case.id}: {bad.message}")
-    device = torch.device("cuda")
+    device = resolve_device("cuda")
     run, state = provenance_of(ROOT, shlex.join(["python", "ci/run_older_ptx.py", *sys.argv[1:]]), device), state_of(device)
     document = conformance_report(report, records.declarations, run, driver=state.driver, clocks=state.clocks, ran_on=here)
     write_line(options.out, document)

@@ -20,6 +20,7 @@ import torch
 
 import mla_portable
 from mla_portable.accelerator import accelerator
+from mla_portable.registry.facts import resolve_device
 
 __all__ = ["Provenance", "checkout_of", "code_root", "git", "machine_id", "provenance_of", "settled"]
 
@@ -96,7 +97,7 @@ def checkout_of(files: Iterable[Path]) -> Path | None:
 
 def machine_id(device: torch.device) -> str:
     """16 hexadecimal digits: of the device's own number where its driver tells one, else of the host."""
-    own: Any = None if device.type == "cpu" else getattr(accelerator(device).properties(), "uuid", None)
+    own: Any = None if device.type == "cpu" else getattr(accelerator(resolve_device(device)).properties(), "uuid", None)
     host = Path("/etc/machine-id")
     seed = str(own) if own else f"{platform.node()} {host.read_text().strip() if host.is_file() else ''}"
     return hashlib.sha256(seed.encode()).hexdigest()[:16]
