@@ -242,6 +242,7 @@ def write_index(records: Records) -> None:
 
 def fold_all(_: argparse.Namespace) -> int:
     """Drop reports that later ones supersede, and the lines without a report that a claim with one has."""
+    write_index(read())
     records = read()
     reported = {place(each.data) for each in records.evidence if each.report}
     for path in sorted((CAPABILITY / "evidence").rglob("*.jsonl")):
