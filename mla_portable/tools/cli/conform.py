@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,7 @@ import typer
 from rich.console import RenderableType
 
 from mla_portable.tools.cli.options import DeviceOption, JsonOption, primitive_named, resolve_device
-from mla_portable.tools.cli.output import EXIT_FAILED, command, plain, table
+from mla_portable.tools.cli.output import EXIT_FAILED, command, table
 
 if TYPE_CHECKING:
     import torch
@@ -37,10 +36,6 @@ def conform(
     jobs: Annotated[
         int, typer.Option("--jobs", metavar="N", help="Worker processes on the device; compiling and judging need a core each.")
     ] = 1,
-    record: Annotated[
-        Path | None,
-        typer.Option("--record", metavar="FILE", help="Append the report to FILE, one JSON document per line.", dir_okay=False),
-    ] = None,
     evidence: Annotated[
         Path | None,
         typer.Option(
@@ -74,10 +69,6 @@ def conform(
             report = run_suite(
                 current_registry(), name, device=where, level=level, primitives=only, match=match, jobs=jobs, progress=after
             )
-        if record is not None:
-            record.parent.mkdir(parents=True, exist_ok=True)
-            with record.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(plain(report.as_dict()), allow_nan=False) + "\n")
         if evidence is not None:
             _append_evidence(evidence, report, match, where)
         if as_json:
