@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every test that is written has run and passed, or is named here with the reason; judged by the outcome of a run.
 
-    pytest --junitxml=report.xml; python3 ci/check_tests.py report.xml [FOLDER ...]
+    pytest --junitxml=report.xml; python3 ci/check_tests.py report.xml [FOLDER ...] [--deselect TEST ...]
 
 Written are the functions named `test*` of the test files below the folders (default: tests, without tests/vllm, which `ci/vllm`
 runs), wherever they stand in a file. Each needs a case that passed, and none that did anything else: a mark, a call, an option,
 a condition or a conftest that keeps one from running leaves it without. A name that is defined twice hides the first.
-A test that passes without testing, or that was deleted, cannot be seen here.
+Tests that pytest was told to deselect are exceptions of that run. A test that passes without testing, or that was deleted, cannot
+be seen here.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -81,10 +83,15 @@ def problems(tests: Mapping[str, int], ran: Mapping[str, Counter[str]], exceptio
 
 
 def main() -> int:
-    report, *folders = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path)
+    parser.add_argument("folders", nargs="*")
+    parser.add_argument("--deselect", action="append", default=[], metavar="TEST")
+    options = parser.parse_args()
+    folders = options.folders
     tests = written(folders or TESTS)
-    named = {test: why for test, why in EXCEPTIONS.items() if not folders}
-    ran = outcomes(Path(report).read_text(encoding="utf-8"))
+    named = dict.fromkeys(options.deselect, "deselected") | ({} if folders else dict(EXCEPTIONS))
+    ran = outcomes(options.report.read_text(encoding="utf-8"))
     found = list(problems(tests, ran, named))
     for problem in found:
         print(problem)

@@ -44,10 +44,8 @@ __all__ = [
 
 ARCH: Final = "{arch}"
 """In a source, stands for DeviceFacts.arch of the device that ran."""
-FOLLOWED: Final = tuple(f"mla_portable.{name}" for name in ("accelerator", "contracts", "layouts"))
-"""Modules of the core that compute for plugins. The registry and the dispatcher choose among implementations; errors report."""
-_REFERENCE: Final = tuple(f"mla_portable.{name}" for name in ("primitives", "reference"))
-"""The core's own implementations, and followed from there alone: a plugin that names a primitive does not compute it."""
+FOLLOWED: Final = tuple(f"mla_portable.{name}" for name in ("accelerator", "contracts", "layouts", "primitives", "reference"))
+"""Modules of the core that compute. The registry and the dispatcher choose among implementations; errors report."""
 _DECLARING: Final = tuple(
     f"mla_portable.contracts.{name}" for name in ("decision", "device", "plugin", "primitive", "request", "support")
 )
@@ -130,7 +128,7 @@ def sources_of(implementation: Any) -> tuple[str, ...]:
     found = {*implementation.sources}
     seen: set[int] = set()
     home = getattr(_function(implementation.bind), "__module__", "")
-    packages = (*FOLLOWED, *(_REFERENCE if _in(home, _REFERENCE) else (home.partition(".")[0],)))
+    packages = {*FOLLOWED, home.partition(".")[0]} - {_CORE}
 
     def followed(thing: Any) -> bool:
         module = thing.__module__
@@ -191,9 +189,7 @@ def code_of(sources: Iterable[str], arch: str = "") -> dict[str, str]:
     """
     todo = sorted({*sources})
     rows = {source.partition("[")[0]: source for source in todo if "[" in source}
-    homes = {source.partition(":")[0] for source in todo}
-    packages = {*FOLLOWED, *(_REFERENCE if any(_in(home, _REFERENCE) for home in homes) else ())}
-    packages |= {home.partition(".")[0] for home in homes} - {_CORE}
+    packages = {*FOLLOWED, *(re.split("[.:]", source)[0] for source in todo)} - {_CORE}
     modules: dict[str, Mapping[str, list[_Definition]]] = {}
     files: dict[str, list[str]] = {}
     found: dict[str, str] = {}
@@ -214,7 +210,10 @@ def code_of(sources: Iterable[str], arch: str = "") -> dict[str, str]:
         inner = f"{module}.{name}" if name else module
         if not name or _is_module(inner):
             return [f"{inner}::{each}" for each in attributes if each in read(inner)] if attributes else [inner]
-        return [f"{module}::{name}"] if name in read(module) else []
+        if name in read(module):
+            return [f"{module}::{name}"]
+        starred = (star.alias for star in read(module).get("*", ()) if star.alias)
+        return next((found for path, _ in starred if (found := brought((path, name), ()))), [])
 
     while todo:
         source = todo.pop()
