@@ -445,6 +445,7 @@ def test_a_test_that_does_not_run_is_noticed_however_it_was_kept_from_it(
     (tmp_path / "tests" / "conftest.py").write_text(CONFTEST)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --ignore=tests/test_by_option.py\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", "--junitxml=report.xml"]
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
     assert done.returncode == 0, "pytest itself has nothing to say"
     tests = check_tests.written(["tests"], tmp_path)
