@@ -5,9 +5,9 @@
     python ci/gates.py [--base REF] [--arch ARCH ...] [GATE ...]
 
 Of what is contributed, a failing run among it (`contributions` names these five):
-schema       a record that is malformed, or bound to no commit
+schema       a record or report that is malformed
 reports      a record that its report does not say, or that has none; a report that contradicts itself, its device or its suite
-commits      a report of a commit that is not in this history, or that holds other sources than those that ran
+commits      a report of no commit, of one that is not in this history, or that holds other sources than those that ran
 history      a report that has gone since the base, at any commit, and nothing supersedes it; keys and reports in one change
 generated    files that are not what reports, records and registry say
 Of what is claimed:
@@ -41,7 +41,7 @@ from mla_portable.tools.matrix import RecordError, Records, gates, read_records
 from mla_portable.tools.matrix.checks import check_report, copies
 from mla_portable.tools.matrix.claims import COMPILER, Claim, case_ids, suite_cases
 from mla_portable.tools.matrix.derive import records_of
-from mla_portable.tools.matrix.evidence import Evidence, is_native
+from mla_portable.tools.matrix.evidence import Evidence
 from mla_portable.tools.matrix.fold import wrongly_removed
 from mla_portable.tools.matrix.generated import differences, generate
 from mla_portable.tools.matrix.model import moment
@@ -89,11 +89,8 @@ def base_commit(named: str | None) -> str | None:
 
 
 def schema(_: argparse.Namespace) -> list[str]:
-    return [
-        f"{each.where}: bound to no commit; enter it with ci/record_evidence.py add"
-        for each in records().evidence
-        if each.data["commit"] is None and is_native(each.data)
-    ]
+    records(), reports()  # they raise what is wrong
+    return []
 
 
 def check_reports(_: argparse.Namespace) -> list[str]:
@@ -124,7 +121,8 @@ def commits(_: argparse.Namespace) -> list[str]:
     for sha, report in reports().items():
         name, commit = f"report {sha[:16]}", report.commit
         if commit is None:
-            continue  # of an installed package; `schema` says of which records that is not enough
+            found.append(f"{name}: bound to no commit; enter it with ci/record_evidence.py add")
+            continue
         try:
             git("merge-base", "--is-ancestor", commit, "HEAD")
         except subprocess.CalledProcessError:
