@@ -14,7 +14,7 @@ import pytest
 
 from mla_portable import sources
 from mla_portable.contracts import SPLIT_KV, Implementation, Support
-from mla_portable.primitives import CACHE_WRITE, TOPK_SELECT
+from mla_portable.primitives import CACHE_WRITE, SPARSE_DECODE, TOPK_SELECT
 from mla_portable.reference import _bind_to
 from mla_portable.registry import Registry
 from mla_portable.sources import (
@@ -335,6 +335,22 @@ def test_an_sm80_row_of_the_attention_kernel_is_no_source_on_an_h200(monkeypatch
     original = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda self, **options: edited if self == path else original(self, **options))
     assert {arch for arch in archs if source_hash(roots, arch) != before[arch]} == {"sm80"}
+
+
+def test_what_a_list_would_forget_is_found() -> None:
+    """Of Triton's decode: its schedule, its results, its configuration, the layouts that the core's table brings."""
+    registry = Registry(plugins=[("triton", "mla_portable_triton")], environ={}, probe=False)
+    (decode,) = [each for each in registry.implementations(SPARSE_DECODE) if each.name == "triton.portable"]
+    found = code_of(sources_of(decode), "sm90")
+    assert found.keys() >= {
+        "mla_portable.contracts.split_kv::split_kv",
+        "mla_portable.contracts.results::attention_results",
+        "mla_portable_triton::_program",
+        "mla_portable_triton.attention_tuning::bound_config",
+        "mla_portable_triton.attention_configs::attention_config",
+        "mla_portable.layouts.fp8_ds_mla::FP8_DS_MLA",
+    }
+    assert "mla_portable_triton.attention_configs::CONFIGS" not in found, "of the table the row alone"
 
 
 def test_hashing_needs_no_torch() -> None:
