@@ -302,10 +302,11 @@ def test_what_ships_claims_gpus_of_nvidia_alone():
 
 def test_the_code_of_evidence_is_this_plugins_and_the_cores():
     owners = {"mla_portable_nvidia", "mla_portable"}
+    attention = {"instructions.cuh", *(f"sparse_decode{which}" for which in (".cuh", "_bf16.cu", "_fp8.cu", "_wide.cu"))}
+    wanted = {SPARSE_DECODE: attention, SPARSE_PREFILL: attention, TOPK_SELECT: {"topk_select.cu"}}
     for implementation in Registry(plugins=[("nvidia", mla_portable_nvidia)], environ={}).implementations():
         code = code_of(sources_of(implementation), "sm90")
         assert {source.partition(":")[0].partition(".")[0] for source in code} <= owners
         files = {source.partition(":")[2] for source in code if "::" not in source and ":" in source}
-        if implementation.name == "nvidia.native":
-            decode = {f"sparse_decode{which}" for which in (".cuh", "_bf16.cu", "_fp8.cu", "_wide.cu")}
-            assert files == ({"topk_select.cu"} if implementation.primitive is TOPK_SELECT else decode)
+        if implementation.name == "nvidia.native" and implementation.primitive in wanted:
+            assert files == wanted[implementation.primitive]
