@@ -90,7 +90,7 @@ aot.SHARED_MEMORY["sm80"] = 100
 sys.exit(compile_all.main(["sm80", "--kernel", "convert_indices"]))
 """
     run = python("-c", script, cache=tmp_path)
-    plain, compact = run.stdout.splitlines()
+    plain, compact, _ = run.stdout.splitlines()
     assert run.returncode == 1, run.stderr
     assert "shared" in plain
     assert "bytes of shared memory, sm80 has 100: choose a smaller tile" in compact
@@ -101,7 +101,7 @@ def test_a_kernel_that_does_not_compile_is_reported(tmp_path: Path) -> None:
 import dataclasses, sys
 from mla_portable_triton import compile_all
 from mla_portable_triton.kernels import convert_indices
-plain, compact = convert_indices.aot_variants()
+plain, compact, _ = convert_indices.aot_variants()
 plain = dataclasses.replace(plain, constexprs=dict(plain.constexprs) | {"BLOCK_K": 100})
 convert_indices.aot_variants = lambda: [plain, compact]
 sys.exit(compile_all.main(["sm80", "--kernel", "convert_indices", "--json"]))

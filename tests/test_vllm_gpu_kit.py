@@ -137,7 +137,10 @@ class LLM:
                 file.write(str(subprocess.Popen(["sleep", "60"]).pid))
         time.sleep(int(os.environ.get("SLEEP", 0)))
         layers = {"a": Some(impl=given["attention_config"])}
-        self.llm_engine = Some(vllm_config=Some(compilation_config=Some(static_forward_context=layers)))
+        cache, parallel = Some(num_gpu_blocks=10, block_size=64), Some(decode_context_parallel_size=2)
+        compiled = Some(static_forward_context=layers)
+        config = Some(compilation_config=compiled, cache_config=cache, parallel_config=parallel)
+        self.llm_engine = Some(vllm_config=config)
 
     def generate(self, requests, sampling, use_tqdm):
         texts = [Some(token_ids=[7] * one.max_tokens, logprobs=[{7: Some(logprob=-0.5)}] * one.max_tokens) for one in sampling]
@@ -184,6 +187,7 @@ def test_processes_leave_results_or_errors_and_end_with_their_workers(kit: Any, 
     good = {"tokens": [7, 7], "logprobs": [{"7": -0.5}, {"7": -0.5}]}
     assert found["good"].runs == [[{"length": 3, **good}, {"length": 5, **good}]] * 2
     assert not found["good"].error and found["good"].result["impl"] == ["dict"], "dense attention for short prompts is off"
+    assert found["good"].result["pool"] == 10 * 64 * 2
     assert found["good"].served == "fused: sparse_decode triton.portable"
     assert ended(int(worker.read_text()))
     assert found["bad"].runs == [] and found["bad"].error == "exit 1\nValueError: block_size 16\nRuntimeError: no luck"
@@ -216,7 +220,7 @@ def test_nobody_measures_while_an_engine_starts(kit: Any, tmp_path: Path):
 def run_of(
     kit: Any, name: str, *runs: list[dict[str, Any]], served: str = "fused: sparse_decode triton.portable", **result: Any
 ):
-    several = [*kit.jobs.agreement(), *kit.jobs.speed(), *kit.jobs.tensor_parallel()]
+    several = [*kit.jobs.agreement(), *kit.jobs.speed(), *kit.jobs.tensor_parallel(), *kit.jobs.context_parallel(2)]
     job = next(job for job in several if job.name == name)
     return {name: kit.judge.Done(job, {"runs": list(runs), **result}, "", served)}
 
@@ -311,6 +315,33 @@ def test_tensor_parallelism_is_held_against_stocks(kit: Any):
 
     assert passed(0.14) and not passed(0.2)
     assert passed(0.2, 0.05, 0.14) and not passed(0.22, 0.05, 0.14), "stock differs from itself on one GPU as well"
+
+
+def test_shared_sequences_are_held_against_one_gpu(kit: Any):
+    def texts(by: float) -> list[dict[str, Any]]:
+        return [prompt(17, [1], shift=by / 4), prompt(3000, [2], shift=by)]
+
+    planned = kit.jobs.context_parallel(2)
+    assert {(job.kv, job.heads, job.mode) for job in planned if job.gpus == 2} >= {("fp8_ds_mla", 64, "graphs")}
+    assert all("decode_context_parallel_size" in job.arguments for job in planned if job.gpus > 1)
+    assert {job.gpus for job in kit.jobs.context_parallel(4)} == {1, 4}
+
+    def judged(shift: float, *, lost: int = 0, **more: Any) -> dict[str, Any]:
+        ran = run_of(kit, "dcp1-plugin-fp8-h64", texts(0), pool=1000)
+        ran |= run_of(kit, "dcp1-stock-fp8-h64", texts(0.2), served="", pool=1000)
+        ran |= run_of(kit, "tp2dcp2-fp8-h64-graphs", texts(shift), pool=2000, **more)
+        result = {"wanted": [1 + lost, 1], "preempted": 3}
+        for way in ("one", "small"):
+            ran |= run_of(kit, f"requests-tp2dcp2-{way}", texts(0), **result)
+        return {line.name: line for line in kit.judge.context_parallel(ran, planned)}
+
+    lines = judged(0.29)
+    assert lines["tp2dcp2-fp8-h64-graphs"].passed and lines["requests-tp2dcp2-small"].passed
+    assert "2000 tokens in the cache (1000)" in lines["tp2dcp2-fp8-h64-graphs"].found
+    assert lines["tp2dcp2-bf16-h128-graphs"].passed is False
+    assert not judged(0.31)["tp2dcp2-fp8-h64-graphs"].passed
+    assert not judged(0.29, served="")["tp2dcp2-fp8-h64-graphs"].passed
+    assert not judged(0.29, lost=1)["requests-tp2dcp2-small"].passed
 
 
 def test_the_kit_refuses_earlier_results_and_to_run_nothing(kit: Any, tmp_path: Path):

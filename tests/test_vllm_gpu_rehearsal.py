@@ -382,7 +382,8 @@ class LLM:
         self.model = SparseAttnIndexer(pages)
         worker = Some(model_runner=Some(get_model=lambda: self.model))
         layers = {"a": Some(impl=None)}
-        config = Some(compilation_config=Some(static_forward_context=layers))
+        cache, parallel = Some(num_gpu_blocks=10, block_size=64), Some(decode_context_parallel_size=1)
+        config = Some(compilation_config=Some(static_forward_context=layers), cache_config=cache, parallel_config=parallel)
         self.llm_engine = Some(vllm_config=config, model_executor=Some(driver_worker=Some(worker=worker)))
 
     def generate(self, requests, sampling, use_tqdm):

@@ -79,7 +79,9 @@ def generate(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
         found["rehearsed"] = rehearse.state(where / f"{job.name}.kernels")
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     impl = sorted({type(layer.impl).__qualname__ for layer in layers if hasattr(layer, "impl")})
-    return {"runs": runs, "impl": impl, **found}
+    config = llm.llm_engine.vllm_config
+    cache, ranks = config.cache_config, config.parallel_config.decode_context_parallel_size
+    return {"runs": runs, "impl": impl, "pool": cache.num_gpu_blocks * cache.block_size * ranks, **found}
 
 
 def requests(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:

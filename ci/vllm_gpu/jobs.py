@@ -64,6 +64,9 @@ _ENVIRON: Final = {
 }
 """Few threads, because many engines run at once; nothing that asks the network."""
 
+_SEVERAL: Final = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+"""Of jobs on several GPUs: it wants NVLink multicast, which a node may have switched off."""
+
 # Prompts that run together: a part of a block, less than top-k, more than it, more than a chunk of prefill.
 _TEXTS: Final = {"lengths": (17, 300, 1000, 1900, 2500, 3500, 5000), "tokens": 24}
 
@@ -74,7 +77,7 @@ class Job:
 
     Attributes:
         name: unique. task: generate, requests, speed or refuse, functions of `engine`. who: a key of WHO. kv, heads: the cache
-            format, query heads of the checkpoint. mode: a key of MODES. gpus: tensor parallelism.
+            format, query heads of the checkpoint. mode: a key of MODES. gpus: that it uses.
         arguments: more arguments of vllm.LLM. environ: more environment variables. options: of the task.
         rehearsal: arguments of `rehearse.install`, none for a process as it is. seconds: it may take.
     """
@@ -206,8 +209,7 @@ def speed() -> list[Job]:
 
 def tensor_parallel() -> list[Job]:
     """32 heads on one GPU and on two, 16 a rank, by the plugin and by stock."""
-    environ = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}  # it wants NVLink multicast, which a node may have switched off
-    more = {"heads": 32, "mode": "graphs", "environ": environ, "seconds": 300}
+    more = {"heads": 32, "mode": "graphs", "environ": _SEVERAL, "seconds": 300}
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     jobs: list[Job] = []
     for who, repeats in (("plugin", 1), ("stock", 3)):
@@ -215,3 +217,40 @@ def tensor_parallel() -> list[Job]:
         jobs.append(Job(f"tp1-{who}", "generate", who, options=options, **more))
         jobs.append(Job(f"tp2-{who}", "generate", who, gpus=2, arguments=two, options=options, **more))
     return jobs
+
+
+CONTEXT_PARALLEL: Final = {2: ((2, 2),), 4: ((4, 4), (4, 2))}
+"""GPUs -> (tensor parallelism, decode context parallelism) of the engines that are compared with one GPU's."""
+CONTEXT_CELLS: Final = (("fp8_ds_mla", 64), ("auto", 128), ("fp8_ds_mla", 16), ("auto", 64))
+
+
+def context_parallel(gpus: int) -> list[Job]:
+    """Sequences shared by GPUs against one that holds everything: texts, preemption, tokens that the cache holds.
+
+    On one GPU stock runs as well, because long prompts differ by no more than stock and the plugin do. All have our indexer.
+    """
+    environ = {**_SEVERAL, "MLA_PORTABLE_VLLM_INDEXER": "on"}
+    lengths = {"max_model_len": 24_576}
+    texts = {**_TEXTS, "lengths": (*_TEXTS["lengths"], 20_000), "repeats": 1}
+    more: dict[str, Any] = {"environ": environ, "seconds": 300}
+    jobs: list[Job] = []
+    for kv, heads in CONTEXT_CELLS:
+        for who in ("plugin", "stock"):
+            name = f"dcp1-{who}-{cell(kv, heads)}"
+            jobs.append(Job(name, "generate", who, kv, heads, "graphs", arguments=lengths, options=texts, **more))
+        for (tensor, context), mode in product(CONTEXT_PARALLEL[gpus], ("graphs", "eager")):
+            arguments = {**lengths, **_shared(tensor, context)}
+            name = f"tp{tensor}dcp{context}-{cell(kv, heads)}-{mode}"
+            jobs.append(Job(name, "generate", "plugin", kv, heads, mode, tensor, arguments, options=texts, **more))
+    options = {"count": 100, "prompt": (8, 600), "tokens": (8, 32)}
+    tensor, context = CONTEXT_PARALLEL[gpus][0]
+    for way, limits in (("one", {"max_num_seqs": 1}), ("small", {"num_gpu_blocks_override": 24, "max_num_seqs": 64})):
+        arguments = {"max_model_len": 1024, **limits, **_shared(tensor, context)}
+        name = f"requests-tp{tensor}dcp{context}-{way}"
+        jobs.append(Job(name, "requests", "plugin", mode="graphs", gpus=tensor, arguments=arguments, options=options, **more))
+    return jobs
+
+
+def _shared(tensor: int, context: int) -> dict[str, Any]:
+    sizes = {"tensor_parallel_size": tensor, "decode_context_parallel_size": context}
+    return {**sizes, "distributed_executor_backend": "mp"}

@@ -273,6 +273,39 @@ def tensor_parallel(ran: Ran) -> Iterator[Line]:
             yield Line("tp-plugin", f"{text} (limits {limits[0]:.2f}, {limits[1]:.2f})", right)
 
 
+def context_parallel(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
+    """GPUs that share sequences against one that holds everything; the limit follows the plugin and stock on one GPU."""
+    single = {cell: (_runs(ran, f"dcp1-plugin-{cell}"), _runs(ran, f"dcp1-stock-{cell}")) for cell in _context_cells(planned)}
+    apart = [agree(ours[0], stock[0], **_LONG).difference for ours, stock in single.values() if ours and stock]
+    allowed = limit(max(apart, default=0.0))
+    for job in planned:
+        if job.task != "generate" or job.gpus == 1:
+            continue
+        cell, shared = jobs.cell(job.kv, job.heads), _runs(ran, job.name)
+        whole = single[cell][0]
+        if not whole or not shared:
+            yield Line(job.name, "did not finish", False)
+            continue
+        short, long = (agree(whole[0], shared[0], **side) for side in (_SHORT, _LONG))
+        pools = [ran[name].result["pool"] for name in (job.name, f"dcp1-plugin-{cell}")]
+        text = f"against one GPU: short {short}; long {long} (limit {allowed:.2f}); {pools[0]} tokens in the cache ({pools[1]})"
+        right = short.within(TOLERANCE) and long.difference <= allowed and bool(ran[job.name].served)
+        yield Line(job.name, text, right)
+    for small in (job for job in planned if job.name.startswith("requests-") and job.name.endswith("-small")):
+        one, several = _runs(ran, small.name.replace("-small", "-one")), _runs(ran, small.name)
+        if not one or not several:
+            yield Line(small.name, "did not finish", False)
+            continue
+        found, result = agree(several[0], one[0]), ran[small.name].result
+        lost = sum(len(p["tokens"]) != wanted for p, wanted in zip(several[0], result["wanted"], strict=True))
+        text = f"{lost} cut short, {result['preempted']} preemptions; one by one: {found}"
+        yield Line(small.name, text, lost == 0 and result["preempted"] > 0 and found.within(TOLERANCE))
+
+
+def _context_cells(planned: Sequence[jobs.Job]) -> set[str]:
+    return {jobs.cell(job.kv, job.heads) for job in planned if job.task == "generate"}
+
+
 def speed(ran: Ran) -> Iterator[Line]:
     """Steps of engines, and builds and layers within one engine: ours against stock's."""
     for name, done in ran.items():

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM plugin in real engines on a GPU: runs the jobs, judges what they left, prints a line for each comparison.
 
-    ci/gpu_vllm [FOLDER] [--indexer | --tensor-parallel] [--only TEXT] [--parallel N] [--budget SECONDS]
+    ci/gpu_vllm [FOLDER] [--indexer | --tensor-parallel | --context-parallel GPUS]
+                [--only TEXT] [--parallel N] [--budget SECONDS]
 
 FOLDER (default: vllm-report) gets every process's result and log, and `report.txt`. Exit status 1 where a line says FAIL.
 """
@@ -26,7 +27,7 @@ from typing import Final
 
 import checkpoint
 import judge
-from jobs import Job, agreement, indexer, speed, tensor_parallel
+from jobs import CONTEXT_PARALLEL, Job, agreement, context_parallel, indexer, speed, tensor_parallel
 from judge import Done
 
 ENGINE: Final = Path(__file__).with_name("engine.py")
@@ -81,6 +82,9 @@ def main(words: Sequence[str] | None = None) -> int:
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--indexer", action="store_true", help="the indexer, also on rehearsed older GPUs, and nothing else")
     other.add_argument("--tensor-parallel", action="store_true", help="two GPUs against one, and nothing else")
+    other.add_argument(
+        "--context-parallel", type=int, choices=CONTEXT_PARALLEL, metavar="GPUS", help="GPUs that share sequences against one"
+    )
     parser.add_argument("--only", default="", help="jobs whose name contains one of these, comma-separated")
     parser.add_argument("--parallel", type=int, default=10, help="processes at a time on the GPU")
     parser.add_argument("--budget", type=int, default=500, help="seconds for all of it")
@@ -93,8 +97,12 @@ def main(words: Sequence[str] | None = None) -> int:
     def chosen(several: list[Job]) -> list[Job]:
         return [job for job in several if any(text in job.name for text in args.only.split(","))]
 
-    compared = chosen(tensor_parallel() if args.tensor_parallel else indexer() if args.indexer else agreement())
-    timed = [] if args.tensor_parallel or args.indexer else chosen(speed())
+    apart = args.tensor_parallel or args.indexer or args.context_parallel
+    if args.context_parallel:
+        compared = chosen(context_parallel(args.context_parallel))
+    else:
+        compared = chosen(tensor_parallel() if args.tensor_parallel else indexer() if args.indexer else agreement())
+    timed = [] if apart else chosen(speed())
     if not compared and not timed:
         raise SystemExit(f"--only {args.only}: no job has that in its name")
     checkpoints = out / "checkpoints"
@@ -105,7 +113,10 @@ def main(words: Sequence[str] | None = None) -> int:
     first = end - _FOR_TIMES * args.budget if timed else end
     ran = run(compared, out, checkpoints, parallel=args.parallel, end=first)
     times = run(timed, out, checkpoints, parallel=len(timed), end=end)
-    lines = [*(judge.tensor_parallel(ran) if args.tensor_parallel else judge.agreement(ran, compared, out))]
+    if args.context_parallel:
+        lines = [*judge.context_parallel(ran, compared)]
+    else:
+        lines = [*(judge.tensor_parallel(ran) if args.tensor_parallel else judge.agreement(ran, compared, out))]
     lines += judge.speed(times)
     both = {**ran, **times}
     left_out = [job.name for job in (*compared, *timed) if job.name not in both]

@@ -4,6 +4,7 @@
 from mla_portable.attention.buffers import StepBuffers
 from mla_portable.attention.layer import SparseMLAAttention
 from mla_portable.attention.routes import RouteDecision, RoutePart, RouteVerdict, UnsupportedRoute
+from mla_portable.attention.selections import merge_selections, merged_bytes
 from mla_portable.attention.spec import AttentionSpec
 
 __all__ = [
@@ -14,4 +15,6 @@ __all__ = [
     "SparseMLAAttention",
     "StepBuffers",
     "UnsupportedRoute",
+    "merge_selections",
+    "merged_bytes",
 ]

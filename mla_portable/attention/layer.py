@@ -93,6 +93,7 @@ class SparseMLAAttention:
         requests = _bound_requests(demand, parts)
         self._compact = requests["convert"].compact
         self._decode_lengths, self._prefill_lengths = (r in requests and requests[r].lengths for r in ("decode", "prefill"))
+        self._dealt = spec.share.arguments
         self._convert: ConvertIndices = demand.bind(requests["convert"].of(CONVERT_INDICES))
         self._decode: SparseDecode | None = _bound(demand, requests.get("decode"), SPARSE_DECODE)
         self._prefill: SparsePrefill | None = _bound(demand, requests.get("prefill"), SPARSE_PREFILL)
@@ -167,6 +168,7 @@ class SparseMLAAttention:
             batch_invariant=spec.batch_invariant,
             max_scratch_bytes=spec.max_scratch_bytes,
             block_size=spec.block_size,
+            share=spec.share,
         )
 
     def cache_write(self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -203,7 +205,7 @@ class SparseMLAAttention:
             plan: made for this batch by a planner of `planner_config()`.
             out: [T, H, V] bf16, written. lse_out: [T, H] float32, written where `spec.need_lse`, else scratch.
         Returns: out and lse, natural logarithm; lse is None unless `spec.need_lse`. A row without a valid index, padding
-            included, has out = 0 and lse = -inf.
+            included, has out = 0 and lse = -inf; so has a token none of whose positions are in the spec's share.
         Raises: PlanMismatch when the plan was made for another batch, route or kernel, or a later plan of its planner has
             overwritten its numbers (not while a CUDA graph is captured); InvalidArgument for the tensors. Both before anything
             runs.
@@ -234,6 +236,7 @@ class SparseMLAAttention:
             prefill_request_ids=plan.prefill_request_ids,
             prefill_workspace_starts=plan.prefill_workspace_starts,
             compact=self._compact,
+            **self._dealt,
             out=(step.indices, step.counts),
         )
         if step.decode is not None and self._decode is not None:

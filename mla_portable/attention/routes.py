@@ -225,7 +225,14 @@ def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Req
     # sparse_prefill sees a cache without scales as flat rows
     flat: dict[str, Any] = {"kv_layout": layout.name, "cache_alignment": spec.cache_alignment}
     seen = cache if layout.is_quantized else flat
-    convert = Request(CONVERT_INDICES, device, topk=spec.topk, block_size=spec.block_size, graph=spec.graph)
+    convert = Request(
+        CONVERT_INDICES,
+        device,
+        topk=spec.topk,
+        block_size=spec.block_size,
+        context_parallel=spec.share.size > 1,
+        graph=spec.graph,
+    )
     return {
         "convert": convert,
         "workspace_convert": convert.but(prefill_workspace=True),

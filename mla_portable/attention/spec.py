@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, ROUTES, WORKSPACE_SEQUENCES, InvalidArgument
-from mla_portable.contracts.values import CACHE_ALIGNMENT, INT32_MAX, check_alignment, check_fields, check_scale
+from mla_portable.contracts.share import WHOLE, ContextShare
+from mla_portable.contracts.values import CACHE_ALIGNMENT, INT32_MAX, check_alignment, check_fields, check_scale, describe
 from mla_portable.layouts import LAYOUTS, CacheLayout, layout_names, scale_formats
 
 __all__ = ["AUTO_ROUTE", "AttentionSpec"]
@@ -42,6 +43,10 @@ class AttentionSpec:
             as a decode, or as a prefill, in both; an implementation that cannot promise that is passed over.
         concat_query: `forward` may be given (ql_nope, q_pe) pairs, for which a [max_num_tokens, H, key width] buffer is kept.
         max_scratch_bytes: bound on the split-KV scratch.
+        share: what the cache holds of each sequence: all of it, or the share of one rank of decode context parallelism. Then
+            `num_heads` are the heads of the ranks that share it together, as each computes all of them over its own keys, and
+            `forward` gives a partial result: `merge_states` of the ranks' outputs and lses is the whole. Sequence lengths,
+            positions and `max_model_len` are those of the whole sequence; slots and the block table are this rank's.
     Raises: InvalidArgument for a value of another type or out of range.
     """
 
@@ -65,6 +70,7 @@ class AttentionSpec:
     batch_invariant: bool = False
     concat_query: bool = True
     max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES
+    share: ContextShare = WHOLE
 
     def __post_init__(self) -> None:
         where = "AttentionSpec"
@@ -78,6 +84,13 @@ class AttentionSpec:
         ):
             if value not in allowed:
                 raise InvalidArgument(where, name, got=repr(value), expected=f"one of {', '.join(map(str, allowed))}")
+        if not isinstance(self.share, ContextShare):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(where, "share", got=describe(self.share), expected="a ContextShare")
+        if self.share.size > 1 and not self.need_lse:
+            raise InvalidArgument(where, "need_lse", got=False, expected="True: partial results are merged by their lse")
+        if self.share.size > 1 and self.attn_sink:
+            expected = "False: every rank of a ContextShare would count the sink"
+            raise InvalidArgument(where, "attn_sink", got=True, expected=expected)
         if self.prefill_workspace_tokens is not None and self.prefill_workspace_tokens < self.max_model_len:
             raise InvalidArgument(
                 where,

@@ -29,6 +29,7 @@ from mla_portable.contracts.schedule import (
     SchedulePlanner,
     refuse_schedule,
 )
+from mla_portable.contracts.share import ContextShare
 from mla_portable.contracts.split_kv import SPLIT_KV, ProgramShape, SplitSchedule, split_kv, split_kv_kind
 from mla_portable.contracts.support import Reason, Support
 from mla_portable.errors import (
@@ -54,6 +55,7 @@ __all__ = [
     "Baseline",
     "BaselineCall",
     "Batch",
+    "ContextShare",
     "Decision",
     "DecodeSchedule",
     "Detector",

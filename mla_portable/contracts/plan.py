@@ -40,8 +40,8 @@ class Batch:
         block_table: [R or more, columns] int32 on the device; the entries of a row are contiguous.
         num_padded_tokens: rows to fill for a CUDA graph that was captured for more tokens than the batch has;
             None means no padding.
-        seq_lens_device: [R or more] int32, contiguous, the same lengths on the device where the engine has them; None lets the
-            planner copy them with everything else.
+        seq_lens_device: [R or more] int32, contiguous, what the cache holds of each sequence: the same lengths, or those of the
+            planner's share, on the device where the engine has them; None lets the planner copy them with everything else.
     """
 
     query_start_loc: npt.NDArray[np.int32]

@@ -34,6 +34,7 @@ class Request(Generic[F]):
         lse, attn_sink, lengths, compact, prefill_workspace: the call needs this feature. With lse=False the implementation may
             skip the lse: `lse_out` is scratch, and the second result may be NaN or a tensor without elements. Any other value
             in it is the lse.
+        context_parallel: the cache holds one rank's share of each sequence (`ContextShare`), of several ranks.
         clean_indices: a promise about the values of `indices`: each is -1 or a slot of the cache (a row of kv), and what
             stands past a row's length is -1, so that `lengths` only repeats it. It saves work and never decides what can run.
             Violating this promise can read out-of-bounds memory.
@@ -61,6 +62,7 @@ class Request(Generic[F]):
     lengths: bool = False
     compact: bool = False
     prefill_workspace: bool = False
+    context_parallel: bool = False
     clean_indices: bool = False
     clean_lengths: bool = False
     batch_invariant: bool = False

@@ -23,6 +23,7 @@ _LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
 )
 _FEATURES: Final = {
     **dict.fromkeys(("lse", "attn_sink", "lengths", "compact", "prefill_workspace"), ""),
+    "context_parallel": "keep each sequence whole on one rank: a context parallel size of 1",
     "batch_invariant": "allow that the other rows of a batch change the order of a row's sums",
     "graph": "",
 }
@@ -62,7 +63,7 @@ class Support:
         cache_alignment: bytes, a power of two up to 16 that must divide the address of the cache (or of the rows of kv)
             and the stride between its blocks; 1 where the layout's own alignment will do.
         needs_whole_rows: the stride between blocks must be a whole number of rows.
-        lse, attn_sink, lengths, compact, prefill_workspace, batch_invariant, graph: features that are there.
+        lse, attn_sink, lengths, compact, prefill_workspace, context_parallel, batch_invariant, graph: features that are there.
         min_shared_memory: bytes a thread block needs. needs_bf16, needs_fp8_conversion: abilities of the device.
         workspace_bytes: scratch taken by one call without `schedule`, as a function of the request.
     """
@@ -88,6 +89,7 @@ class Support:
     lengths: bool = True
     compact: bool = True
     prefill_workspace: bool = True
+    context_parallel: bool = False
     batch_invariant: bool = False
     graph: bool = True
     min_shared_memory: int = 0

@@ -17,6 +17,7 @@ from mla_portable.contracts import (
     Request,
     ScheduleKind,
 )
+from mla_portable.contracts.share import WHOLE, ContextShare
 from mla_portable.contracts.values import INT32_MAX, check_fields, describe
 
 __all__ = ["PlannerConfig"]
@@ -51,6 +52,7 @@ class PlannerConfig:
         max_scratch_bytes: bound on the scratch of a decode call.
         block_size: tokens in a block of the cache; a sequence that its row of the block table cannot hold is then refused.
             None where unknown: keys past the end of a row would be left out silently.
+        share: what the cache holds of each sequence; the workspace then holds the same of each. Lengths are of whole sequences.
     Raises: InvalidArgument for each value that is out of range, with the limit and what to change.
     """
 
@@ -71,6 +73,7 @@ class PlannerConfig:
     batch_invariant: bool = False
     max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES
     block_size: int | None = None
+    share: ContextShare = WHOLE
 
     def __post_init__(self) -> None:
         where = "PlannerConfig"

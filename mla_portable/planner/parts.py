@@ -67,13 +67,14 @@ def fill_chunks(
     Args:
         lens: [P] sequence lengths, P >= 1, none above `workspace_tokens`.
         out: [P], written: the first workspace row of each sequence, counted within its chunk.
-    Returns: (bounds, rows): chunk c holds sequences bounds[c] to bounds[c + 1] and fills rows[c] rows.
+    Returns: (bounds, rows): chunk c holds sequences bounds[c] to bounds[c + 1] and fills rows[c] rows. One row where all are
+        empty, as shares of short sequences are: kernels are not called on none.
     """
     num_seqs, total = len(lens), int(_sum(lens))
     if total <= workspace_tokens:
         out[0] = 0
         _sums(lens[:-1], out=out[1:])
-        return [0, num_seqs], [total]
+        return [0, num_seqs], [max(total, 1)]
     ends = lens.cumsum(dtype=np.int64)
     starts, known = ends - lens, ends.tolist()
     bounds, rows = [0], list[int]()

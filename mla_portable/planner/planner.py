@@ -129,7 +129,7 @@ class Planner:
         num_reqs, num_tokens, padded = check_sizes(batch, config, self._device)
         starts = batch.query_start_loc
         most = config.max_model_len
-        reach = most if config.block_size is None else batch.block_table.shape[1] * config.block_size
+        reach = most if config.block_size is None else batch.block_table.shape[1] * config.block_size * config.share.size
         threshold = 0 if config.route == "upconvert" else config.decode_threshold
         shared = self._shared_query_len(starts, num_reqs, num_tokens)
         query_lens: npt.NDArray[np.int32] | None = None
@@ -232,7 +232,7 @@ class Planner:
         prefill_ids = np.empty(padded, dtype=np.int32)
         prefill_ids[:decode_tokens] = prefill_ids[len(ids) :] = -1
         np.subtract(ids[decode_tokens:], first, out=prefill_ids[decode_tokens : len(ids)])
-        lens = batch.seq_lens[first:end]
+        lens = self._config.share.lengths(batch.seq_lens[first:end])
         staged_starts = np.empty(end - first, dtype=np.int32)
         bounds, rows = fill_chunks(lens, self._config.workspace_tokens, out=staged_starts)
         buffers.send_chunks(ids, prefill_ids, staged_starts, lens)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts.rules import check_cache, check_tensor, shape_of
-from mla_portable.contracts.values import refuse
+from mla_portable.contracts.share import WHOLE, ContextShare
+from mla_portable.contracts.values import INT32_MAX, refuse
 from mla_portable.layouts import INDEX, INDEX_HEAD_SIZE, CacheLayout, index_query_dtype
 from mla_portable.primitives._reference import CacheRows, products
 
@@ -89,18 +90,21 @@ def seen_scores(
     *,
     width: int | None = None,
     dtype: torch.dtype = torch.float64,
+    share: ContextShare = WHOLE,
 ) -> Iterator[tuple[slice, Tensor]]:
     """Tokens, and their scores [n, positions] of `dtype`: -inf where a token does not see, or the position has no block.
 
-    Tokens that see nothing are left out. width: no position from there on is scored. Synchronises the host on a GPU.
+    Tokens that see nothing are left out. width: no position from there on is scored. share: what the cache holds; scores are of
+    own positions, in order. Synchronises the host on a GPU.
     """
     num_blocks, block_size, _ = index_cache.shape
     rows = CacheRows(index_cache, INDEX)
-    lengths = seq_lens.clamp(0, block_table.shape[1] * block_size).tolist()
+    lengths = seq_lens.clamp(0, min(block_table.shape[1] * block_size * share.size, INT32_MAX)).tolist()
     for request, (begin, end) in enumerate(pairwise(query_start_loc.tolist())):
         after_own = lengths[request] - end  # added to a token, its own position
         begin, end = max(begin, 0), min(end, q.shape[0])
-        seen = lengths[request] if width is None else min(lengths[request], width)
+        own = share.length(lengths[request])
+        seen = own if width is None else min(own, width)
         if begin >= end or seen == 0 or num_blocks == 0:
             continue
         position = torch.arange(seen, dtype=torch.int64, device=q.device)
@@ -108,9 +112,10 @@ def seen_scores(
         valid = (block >= 0) & (block < num_blocks)
         keys, _ = rows.values(torch.where(valid, block * block_size + position % block_size, 0), dtype)  # [seen, 128]
         keys.masked_fill_(~valid.unsqueeze(1), 0)
+        reached = share.positions(position)
         step = max(1, _CHUNK_ELEMENTS // (max(q.shape[1], INDEX_HEAD_SIZE) * seen))
         for start in range(begin, end, step):
             some = slice(start, min(start + step, end))
             token = torch.arange(some.start, some.stop, dtype=torch.int64, device=q.device).unsqueeze(1)
             found = scores(q[some], weights[some], keys)
-            yield some, torch.where(valid & (position <= token + after_own), found, -math.inf)
+            yield some, torch.where(valid & (reached <= token + after_own), found, -math.inf)

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
+from mla_portable.contracts.share import WHOLE, ContextShare
 from mla_portable.primitives.topk_select import TopkSelect
 
 __all__ = ["SCRATCH_BYTES", "SelectInParts", "rows_at_a_time"]
@@ -23,7 +25,8 @@ class SeenScores(Protocol):
     """Scores of the tokens from `first` on: indexer_logits, but for what a token does not see.
 
     out: [T', N] float32, of which only what a token sees is written. bounds: [2, T'] int32, written: each token sees positions
-    bounds[0] to bounds[1] - 1. The rest: see `mla_portable.primitives.IndexerLogits`.
+    bounds[0] to bounds[1] - 1. share: what the cache holds; then these are own positions. It is given only to parts of an
+    implementation that declares `Support.context_parallel`. The rest: see `mla_portable.primitives.IndexerLogits`.
     """
 
     def __call__(
@@ -37,6 +40,7 @@ class SeenScores(Protocol):
         seq_lens: Tensor,
         block_table: Tensor,
         first: int,
+        share: ContextShare = WHOLE,
     ) -> None: ...
 
 
@@ -55,12 +59,18 @@ class SelectInParts:
 
     Args:
         score: the scores. choose: the top-k. beside: (N, K) -> bytes that `choose` takes for each row.
+        finish: (chosen [T', K], scores_out [T', K] or None, scores [T', N], share): lists the scores of what was chosen, and
+            makes own positions those of the sequence. None where no support of a ContextShare is declared.
     """
 
     def __init__(
-        self, score: SeenScores, choose: TopkSelect, beside: Callable[[int, int], int] = lambda width, topk: 0
+        self,
+        score: SeenScores,
+        choose: TopkSelect,
+        beside: Callable[[int, int], int] = lambda width, topk: 0,
+        finish: Callable[[Tensor, Tensor | None, Tensor, ContextShare], None] | None = None,
     ) -> None:
-        self._score, self._choose, self._beside = score, choose, beside
+        self._score, self._choose, self._beside, self._finish = score, choose, beside, finish
 
     def __call__(
         self,
@@ -72,7 +82,11 @@ class SelectInParts:
         block_table: Tensor,
         *,
         topk: int,
+        dcp_size: int = 1,
+        dcp_rank: int = 0,
+        interleave: int = 1,
         out: Tensor | None = None,
+        scores_out: Tensor | None = None,
     ) -> Tensor:
         num_tokens, num_logits = q.shape[0], block_table.shape[1] * index_cache.shape[1]
         if out is None:
@@ -80,13 +94,20 @@ class SelectInParts:
         if num_tokens == 0:
             return out
         if num_logits == 0 or index_cache.shape[0] == 0:
+            if scores_out is not None:
+                scores_out.fill_(-math.inf)
             return out.fill_(-1)
+        share = WHOLE if dcp_size == 1 else ContextShare(dcp_size, dcp_rank, interleave)
+        held = {} if share.size == 1 else {"share": share}
         rows = rows_at_a_time(num_tokens, num_logits, self._beside(num_logits, topk))
         logits = torch.empty((rows, num_logits), dtype=torch.float32, device=q.device)
         bounds = torch.empty((2, rows), dtype=torch.int32, device=q.device)
         for first in range(0, num_tokens, rows):
             count = min(rows, num_tokens - first)
             scores, limits = logits[:count], bounds[:, :count]
-            self._score(scores, limits, q, weights, index_cache, query_start_loc, seq_lens, block_table, first)
-            self._choose(scores, limits[0], limits[1], topk=topk, out=out[first : first + count])
+            self._score(scores, limits, q, weights, index_cache, query_start_loc, seq_lens, block_table, first, **held)
+            chosen = out[first : first + count]
+            self._choose(scores, limits[0], limits[1], topk=topk, out=chosen)
+            if self._finish is not None and (held or scores_out is not None):
+                self._finish(chosen, None if scores_out is None else scores_out[first : first + count], scores, share)
         return out

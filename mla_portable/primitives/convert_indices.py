@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.rules import check_disjoint, check_tensor, shape_of
+from mla_portable.contracts.share import ContextShare, check_share
 from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, refuse
 from mla_portable.dispatch import find
 from mla_portable.primitives._reference import isolated
@@ -27,6 +28,10 @@ class ConvertIndices(Protocol):
     topk_indices [T, K] int32; req_id_per_token [T] int32, rows of block_table [R, columns] int32. A token whose
     prefill_request_ids entry [T] int32 is >= 0 maps to prefill_workspace_starts[id] + position instead. With
     compact=True the valid entries come first, in their order. out = (indices [T, K], counts [T]), int32, written.
+
+    With dcp_size > 1 the block table and the workspace hold the own positions of dcp_rank (`ContextShare`): a position of
+    another rank is absent, an own one is looked up by its place among them. An implementation that does not declare
+    `Support.context_parallel` is called without these three arguments.
     """
 
     def __call__(
@@ -40,6 +45,9 @@ class ConvertIndices(Protocol):
         prefill_request_ids: Tensor | None = None,
         prefill_workspace_starts: Tensor | None = None,
         compact: bool = False,
+        dcp_size: int = 1,
+        dcp_rank: int = 0,
+        interleave: int = 1,
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
@@ -54,6 +62,9 @@ def convert_indices(
     prefill_request_ids: Tensor | None = None,
     prefill_workspace_starts: Tensor | None = None,
     compact: bool = False,
+    dcp_size: int = 1,
+    dcp_rank: int = 0,
+    interleave: int = 1,
     out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -66,6 +77,9 @@ def convert_indices(
         prefill_request_ids: [T] int32; a token whose entry is 0 or more gets prefill_workspace_starts[entry] + position.
         prefill_workspace_starts: [P] int32, first workspace row of each prefill request; the two are given together.
         compact: valid entries come first, in their order, -1 after them.
+        dcp_size, dcp_rank, interleave: the cache holds the share of one rank of a `ContextShare`. Position t is absent unless
+            (t // interleave) % dcp_size is dcp_rank; t // (interleave * dcp_size) * interleave + t % interleave takes its
+            place above. The union of the ranks' valid entries is that of one rank with the whole sequence.
         out: (indices [T, K], counts [T]) int32, written; they overlap no input.
         backend: see `mla_portable.primitives`.
     Returns: (indices, counts): indices [T, K] int32, -1 = absent; counts [T] int32, the valid entries of each row.
@@ -80,6 +94,9 @@ def convert_indices(
         prefill_request_ids,
         prefill_workspace_starts,
         compact,
+        dcp_size,
+        dcp_rank,
+        interleave,
         out,
     )
     return find(CONVERT_INDICES, backend, topk_indices, facts).call(
@@ -92,6 +109,7 @@ def convert_indices(
         prefill_workspace_starts=prefill_workspace_starts,
         compact=compact,
         out=out,
+        **ContextShare(dcp_size, dcp_rank, interleave).arguments,
     )
 
 
@@ -104,6 +122,9 @@ def check(
     prefill_request_ids: Tensor | None,
     prefill_workspace_starts: Tensor | None,
     compact: bool,
+    dcp_size: int,
+    dcp_rank: int,
+    interleave: int,
     out: tuple[Tensor, Tensor] | None,
 ) -> tuple[object, ...]:
     """Raise InvalidArgument, or return the facts."""
@@ -118,6 +139,7 @@ def check(
     check_tensor(where, "block_table", block_table, int32, table_shape, device, "[R, columns]")
     check_count(where, "block_size", block_size, 1, INT32_MAX)
     check_flag(where, "compact", compact)
+    check_share(where, dcp_size, dcp_rank, interleave)
     if num_slots is not None:
         check_count(where, "num_slots", num_slots, 0)
     if prefill_request_ids is not None or prefill_workspace_starts is not None:
@@ -142,7 +164,7 @@ def check(
             "prefill_workspace_starts": prefill_workspace_starts,
         }
         check_disjoint(where, {"out[0]": indices, "out[1]": counts}, read)
-    return topk, block_size, prefill_request_ids is not None, compact
+    return topk, block_size, prefill_request_ids is not None, compact, dcp_size > 1
 
 
 @isolated
@@ -156,6 +178,9 @@ def reference(
     prefill_request_ids: Tensor | None = None,
     prefill_workspace_starts: Tensor | None = None,
     compact: bool = False,
+    dcp_size: int = 1,
+    dcp_rank: int = 0,
+    interleave: int = 1,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Global slots or workspace rows of each token's positions.
@@ -169,10 +194,11 @@ def reference(
             torch.empty((num_tokens,), dtype=torch.int32, device=topk_indices.device),
         )
     indices, counts = out
+    share = ContextShare(dcp_size, dcp_rank, interleave)
     step = max(1, _CHUNK_BYTES // (_TEMPORARY_BYTES * max(topk, 1)))
     for begin in range(0, num_tokens, step):
         chunk = slice(begin, begin + step)
-        pos = topk_indices[chunk].long()
+        pos = share.own(topk_indices[chunk].long())
         slot = _slots(pos, req_id_per_token[chunk].long(), block_table, block_size, num_slots)
         if prefill_request_ids is not None:
             request = prefill_request_ids[chunk].long()
@@ -213,7 +239,7 @@ def _workspace_rows(pos: Tensor, request: Tensor, starts: Tensor | None) -> Tens
 CONVERT_INDICES: Final = Primitive[ConvertIndices](
     "convert_indices",
     module=__name__,
-    facts=("topk", "block_size", "prefill_workspace", "compact"),
+    facts=("topk", "block_size", "prefill_workspace", "compact", "context_parallel"),
     results=("indices", "counts"),
     reference=reference,
 )

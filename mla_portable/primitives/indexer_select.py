@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Final, Protocol
 
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.rules import check_disjoint, check_tensor
-from mla_portable.contracts.values import INT32_MAX, check_count
+from mla_portable.contracts.share import ContextShare, check_share
+from mla_portable.contracts.values import INT32_MAX, check_count, refuse
 from mla_portable.dispatch import find
 from mla_portable.layouts import INDEX
 from mla_portable.primitives._indexer import check_pages, seen_scores
@@ -29,6 +31,10 @@ class IndexerSelect(Protocol):
     then -1. Chosen are the largest of the scores that indexer_logits gives, in float32, as topk_select chooses; -inf and NaN
     never. Graph-safe with `out`; at most 64 MiB of scratch may be allocated on the current stream, at any batch and context.
     Scores of as many tokens as fit are computed at a time, so a wide block table costs time: pass the columns in use.
+
+    With dcp_size > 1 cache and block table hold the own positions of dcp_rank (`ContextShare`), and K of these are chosen among
+    those that the token sees. scores_out [T, topk] float32 is written: the score of each entry of `out`, -inf where that is -1.
+    An implementation that does not declare `Support.context_parallel` is called without these four arguments.
     """
 
     def __call__(
@@ -41,7 +47,11 @@ class IndexerSelect(Protocol):
         block_table: Tensor,
         *,
         topk: int,
+        dcp_size: int = 1,
+        dcp_rank: int = 0,
+        interleave: int = 1,
         out: Tensor | None = None,
+        scores_out: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -54,7 +64,11 @@ def indexer_select(
     block_table: Tensor,
     *,
     topk: int,
+    dcp_size: int = 1,
+    dcp_rank: int = 0,
+    interleave: int = 1,
     out: Tensor | None = None,
+    scores_out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """The positions of the K best-scored cached tokens of each query token: `topk_select` of `indexer_logits`.
@@ -64,14 +78,22 @@ def indexer_select(
     Args:
         q, weights, index_cache, query_start_loc, seq_lens, block_table: as of `indexer_logits`.
         topk: K, at least 1. out: [T, K] int32, written; it overlaps no input. backend: see `mla_portable.primitives`.
+        dcp_size, dcp_rank, interleave: `index_cache` and `block_table` hold the share of one rank of a `ContextShare`, in
+            blocks of a multiple of `interleave`; `seq_lens` and positions are those of the whole sequence. Chosen are the best
+            of the rank's own. The K best of all are among what the ranks choose: those of the highest scores there, and of
+            equal scores the lower positions.
+        scores_out: [T, K] float32, written: the score of each chosen position, -inf where there is none.
     Returns: [T, K] int32, positions in the token's request, ascending, then -1 where the token sees fewer than K keys. Of equal
         scores the lower positions are chosen.
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe with `out`.
     """
-    facts = check(q, weights, index_cache, query_start_loc, seq_lens, block_table, topk, out)
-    return find(INDEXER_SELECT, backend, q, facts).call(
-        q, weights, index_cache, query_start_loc, seq_lens, block_table, topk=topk, out=out
-    )
+    pages = q, weights, index_cache, query_start_loc, seq_lens, block_table
+    facts = check(*pages, topk, dcp_size, dcp_rank, interleave, out, scores_out)
+    served = find(INDEXER_SELECT, backend, q, facts)
+    if dcp_size == 1 and scores_out is None:
+        return served.call(*pages, topk=topk, out=out)
+    share = {"dcp_size": dcp_size, "dcp_rank": dcp_rank, "interleave": interleave}
+    return served.call(*pages, topk=topk, out=out, scores_out=scores_out, **share)
 
 
 def check(
@@ -82,16 +104,26 @@ def check(
     seq_lens: Tensor,
     block_table: Tensor,
     topk: int,
+    dcp_size: int,
+    dcp_rank: int,
+    interleave: int,
     out: Tensor | None,
+    scores_out: Tensor | None,
 ) -> tuple[object, ...]:
     """Raise InvalidArgument, or return the facts."""
     where = "indexer_select"
     facts, read = check_pages(where, q, weights, index_cache, query_start_loc, seq_lens, block_table)
     check_count(where, "topk", topk, 1, INT32_MAX)
-    if out is not None:
-        check_tensor(where, "out", out, torch.int32, (q.shape[0], topk), q.device, "[T, K]")
-        check_disjoint(where, {"out": out}, read)
-    return *facts, topk
+    check_share(where, dcp_size, dcp_rank, interleave)
+    if index_cache.shape[1] % interleave:
+        expected = f"a divisor of block_size, {index_cache.shape[1]}"
+        refuse(where, "interleave", str(interleave), expected)
+    written = {name: tensor for name, tensor in (("out", out), ("scores_out", scores_out)) if tensor is not None}
+    for name, tensor in written.items():
+        dtype = torch.int32 if name == "out" else torch.float32
+        check_tensor(where, name, tensor, dtype, (q.shape[0], topk), q.device, "[T, K]")
+    check_disjoint(where, written, read)
+    return *facts, topk, dcp_size > 1 or scores_out is not None
 
 
 @isolated
@@ -104,24 +136,35 @@ def reference(
     block_table: Tensor,
     *,
     topk: int,
+    dcp_size: int = 1,
+    dcp_rank: int = 0,
+    interleave: int = 1,
     out: Tensor | None = None,
+    scores_out: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """A stable sort of the scores of some tokens at a time. `dtype` is that of the scores; they are chosen in float32."""
+    share = ContextShare(dcp_size, dcp_rank, interleave)
     if out is None:
         out = torch.empty((q.shape[0], topk), dtype=torch.int32, device=q.device)
     out.fill_(-1)
-    for rows, found in seen_scores(q, weights, index_cache, query_start_loc, seq_lens, block_table, dtype=dtype):
+    if scores_out is not None:
+        scores_out.fill_(-math.inf)
+    pages = q, weights, index_cache, query_start_loc, seq_lens, block_table
+    for rows, found in seen_scores(*pages, dtype=dtype, share=share):
         starts = torch.zeros(found.shape[0], dtype=torch.int32, device=q.device)
         ends = torch.full_like(starts, found.shape[1])
-        select(found.float(), starts, ends, topk=topk, out=out[rows])
+        own = select(found.float(), starts, ends, topk=topk, out=out[rows]).long()
+        if scores_out is not None:
+            scores_out[rows] = found.float().gather(1, own.clamp(min=0)).masked_fill(own < 0, -math.inf)
+        out[rows] = share.positions(own).int()
     return out
 
 
 INDEXER_SELECT: Final = Primitive[IndexerSelect](
     "indexer_select",
     module=__name__,
-    facts=(*INDEXER_LOGITS.facts, "topk"),
+    facts=(*INDEXER_LOGITS.facts, "topk", "context_parallel"),
     results=("out",),
     cache=INDEX,
     typical=INDEXER_LOGITS.typical,

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, Implementation, Request, Support
+from mla_portable.contracts import ContextShare, DeviceFacts, Implementation, Request, Support
 from mla_portable.primitives import CONVERT_INDICES
 from mla_portable.problems.base import Params, Problems
 from mla_portable.problems.bench import BLOCK_SIZE, Bench, BenchProblem, KernelCase, Workshop, spread
@@ -43,6 +43,14 @@ _PUBLISHED_ROWS: Final = (
     (1, [3, 66, -1, -1], [323, 386, -1, -1]),
 )
 """(request, positions, expected slots)."""
+_SHARES: Final = {
+    "none": ContextShare(),
+    "first_of_2": ContextShare(2, 0),
+    "last_of_8": ContextShare(8, 7),
+    "middle_of_3_by_4": ContextShare(3, 1, 4),
+    "last_of_2_by_64": ContextShare(2, 1, 64),
+}
+_PROBED_SHARE: Final = "middle_of_3_by_4"
 _PARTS: Final = {"prefill": (0, 1, 2, 3), "decode": (0, 3)}
 NUM_REQUESTS: Final = 4
 NUM_TOKENS: Final = 7
@@ -60,9 +68,15 @@ def convert_indices(
     prefill_request_ids: Tensor | None = None,
     prefill_workspace_starts: Tensor | None = None,
     compact: bool = False,
+    dcp_size: int = 1,
+    dcp_rank: int = 0,
+    interleave: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """indices [T, K] and counts [T], int32."""
     positions, table = topk_indices.cpu().long(), block_table.cpu().long()
+    place = positions % (dcp_size * interleave) - dcp_rank * interleave  # in the rank's run of each round
+    owned = (positions >= 0) & (place >= 0) & (place < interleave)
+    positions = torch.where(owned, positions // (dcp_size * interleave) * interleave + place, -1)
     requests = req_id_per_token.tolist()
     prefills = [-1] * len(requests) if prefill_request_ids is None else prefill_request_ids.tolist()
     starts: list[int] = [] if prefill_workspace_starts is None else prefill_workspace_starts.tolist()
@@ -129,6 +143,7 @@ class ConvertIndicesParams(Params):
         table: "plain"; "holes", negative entries and blocks past the cache; "huge", blocks whose slots pass int32.
         limit: pass num_slots.
         compact: valid entries first.
+        share: "none", or the rank whose share the cache holds: one of _SHARES.
         workspace: "none"; "mixed", some tokens map to the prefill workspace; "half", the second half; "all" do.
         inputs, outputs: "packed" or "views" into larger memory; outputs also "fresh", allocated by the callee.
     """
@@ -136,9 +151,9 @@ class ConvertIndicesParams(Params):
     primitive = CONVERT_INDICES
     says = (
         "k{topk}! b{block_size}! {pattern}! t{tokens} table_{table} limit{limit} "
-        "compact{compact} workspace_{workspace} in{inputs} out_{outputs}"
+        "compact{compact} workspace_{workspace} share_{share} in{inputs} out_{outputs}"
     )
-    asks = "topk block_size rows=tokens compact prefill_workspace=workspace"
+    asks = "topk block_size rows=tokens compact prefill_workspace=workspace context_parallel=share"
     topk: int
     block_size: int
     tokens: int = NUM_TOKENS
@@ -147,6 +162,7 @@ class ConvertIndicesParams(Params):
     limit: bool = False
     compact: bool = False
     workspace: str = "none"
+    share: str = "none"
     inputs: str = "packed"
     outputs: str = "fresh"
 
@@ -164,7 +180,8 @@ class ConvertIndicesParams(Params):
             last = INT32_MAX // self.block_size  # the last block that has a slot within int32
             for i, block in enumerate((last, min(last + 1, INT32_MAX), INT32_MAX)):
                 table.view(-1)[i::4] = block
-        positions = self._positions(columns * self.block_size, g)
+        share = _SHARES[self.share]
+        positions = self._positions(columns * self.block_size * share.size, g)
         requests = torch.randint(0, NUM_REQUESTS, (self.tokens,), generator=g, dtype=torch.int32)
         originals: dict[str, Tensor] = {"topk_indices": positions, "req_id_per_token": requests, "block_table": table}
         if self.workspace != "none":
@@ -183,6 +200,7 @@ class ConvertIndicesParams(Params):
         # fewer slots than the table names: whole blocks, and the last ones of a block, fall outside
         num_slots = num_blocks * self.block_size * 3 // 4 - 1 if self.limit else None
         static: dict[str, Any] = {"block_size": self.block_size, "num_slots": num_slots, "compact": self.compact}
+        static |= share.arguments
         judged = torch.linspace(0, self.tokens - 1, 96).long() if self.tokens > 96 else torch.arange(self.tokens)
         per_token = ("topk_indices", "req_id_per_token", "prefill_request_ids")
         judged_originals = {name: t[judged] if name in per_token else t for name, t in originals.items()}
@@ -245,12 +263,14 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     """What a level asks of an implementation of convert_indices."""
     compact = accepted(implementation, facts, "compact", [False, True])
     workspace = accepted(implementation, facts, "prefill_workspace", [False, True])
+    shares = accepted(implementation, facts, "context_parallel", [False, True])
     axes: dict[str, list[Any]] = {
         "pattern": ["corpus", "absent", "last", "holes"] if level == "smoke" else list(PATTERNS),
         "topk": topks(implementation, facts, level),
         "block_size": block_sizes(implementation, facts, level),
         "compact": compact,
         "workspace": ["none", "mixed", "all"] if True in workspace else ["none"],
+        "share": list(_SHARES) if True in shares else ["none"],
         "table": ["plain", "holes", "huge"],
         "limit": [True, False],
         "outputs": ["fresh", "packed", "views"],
@@ -292,6 +312,8 @@ def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request
         yield "compact", request.but(compact=True)
     if support.prefill_workspace:
         yield "workspace", request.but(prefill_workspace=True)
+    if support.context_parallel:
+        yield "share", request.but(context_parallel=True)
 
 
 def _of_request(request: Request, name: str) -> ConvertIndicesParams:
@@ -304,6 +326,7 @@ def _of_request(request: Request, name: str) -> ConvertIndicesParams:
         limit=True,
         compact=request.compact,
         workspace="half" if request.prefill_workspace else "none",
+        share=_PROBED_SHARE if request.context_parallel else "none",
         outputs="packed",
     )
 

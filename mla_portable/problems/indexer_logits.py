@@ -73,7 +73,7 @@ class IndexerLogitsParams(PageParams):
         pages = self.pages(seed, stage)
         width = {"exact": pages.longest, "narrow": 3, "wide": pages.capacity + 5}[self.width]
         out = stage.write("out", (pages.args["q"].shape[0], width), torch.float32, strided=self.outputs == "views")
-        expected, terms = scored(**pages.arguments, width=width)
+        expected, terms = scored(**pages.arguments, width=width, share=self.held)
         want = {"out": expected, "terms": terms, "weights": pages.arguments["weights"]}
         judge = partial(findings, format_of(pages.arguments["q"]), want=want)
         return Problem(stage, dict(pages.args), {"out": out}, {"out": (tuple(out.shape), torch.float32)}, judge)

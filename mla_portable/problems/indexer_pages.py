@@ -11,7 +11,8 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, Implementation, Request
+from mla_portable.contracts import ContextShare, DeviceFacts, Implementation, Request
+from mla_portable.contracts.share import WHOLE
 from mla_portable.layouts import INDEX_BF16, INDEX_HEAD_SIZE, LAYOUTS, index_query_dtype
 from mla_portable.problems.base import STRENGTH, Params
 from mla_portable.problems.compare import Tolerance
@@ -23,6 +24,7 @@ from mla_portable.problems.stage import Stage
 __all__ = [
     "FEW",
     "SCORES",
+    "SHARES",
     "PageParams",
     "Pages",
     "format_of",
@@ -39,6 +41,15 @@ FEW: Final = 70
 """Tokens of context that are more than one block of 64."""
 _LONG: Final = 9000
 """Tokens of context that no block of threads holds."""
+SHARES: Final = {
+    "none": (1, 0),
+    "whole": (1, 0),
+    "first_of_2": (2, 0),
+    "last_of_8": (8, 7),
+    "middle_of_3": (3, 1),
+    "last_of_2_by_block": (2, 1),
+}
+"""Size and rank of a ContextShare, in runs of one token or of a block; all but "none" ask for `context_parallel`."""
 SCORES: Final = {
     ("bf16", "out"): Tolerance(
         1e-4, 1e-3, "float32 sums of exact products, over 128 channels and then over heads, whose terms may cancel", "row"
@@ -106,6 +117,7 @@ class PageParams(Params):
             "empty", requests without tokens or context; "none", no tokens at all; "published", one request of 4 tokens and no
             context, as in InfiniCore's test test/infinicore/ops/dsa.py; "ragged", that of a probe: weights of one sign in each
             row, `ragged_blocks` blocks.
+        share: "none", or the rank whose share the cache holds: one of SHARES.
         tail: tokens of no request after the last one's.
         starts: "zero", the first request starts at token 0; "late", two tokens of no request come before it; "outside", it
             starts at token -1, and the last one ends after the last token.
@@ -120,6 +132,7 @@ class PageParams(Params):
     heads: int
     block_size: int
     batch: str = "prefill"
+    share: str = "none"
     tail: int = 0
     starts: str = "zero"
     table: str = "plain"
@@ -128,36 +141,42 @@ class PageParams(Params):
     blocks: str = "packed"
 
     @property
+    def held(self) -> ContextShare:
+        """What the cache holds."""
+        return ContextShare(*SHARES[self.share], self.block_size if self.share.endswith("by_block") else 1)
+
+    @property
     def ragged_blocks(self) -> int:
         """Columns of the block table of "ragged"."""
         return 3
 
     def _batch(self, columns: int) -> list[tuple[int, int]]:
         """(query tokens, length) of each request."""
-        block = self.block_size
+        block, reach = self.block_size, columns * self.block_size * self.held.size
         if self.blocks in ("pair", "address"):
-            return [(3, columns * block - 1)]
+            return [(3, reach - 1)]
         kinds = {
             "decode": [(1, 1), (1, block), (1, block + 1), (1, FEW)],
             "prefill": [(3, 3), (2, block + 1), (5, block + 5), (1, FEW)],
             "chunk": [(40, 130), (33, 33), (1, FEW), (7, 300)],
             "long": [(1, _LONG), (2, 2500), (1, 5)],
-            "overlong": [(4, 2), (2, columns * block + 9), (1, -5), (2, INT32_MIN)],
+            "overlong": [(4, 2), (2, reach + 9), (1, -5), (2, INT32_MIN)],
             "empty": [(0, FEW), (2, 0), (0, 0), (1, 1)],
             "none": [(0, 0), (0, FEW)],
             "published": [(4, 4)],
-            "ragged": [(3, (columns - 1) * block + min(3, block)), (1, 1)],
+            "ragged": [(3, reach - block + min(3, block)), (1, 1)],
         }
         return kinds[self.batch]
 
     def pages(self, seed: int, stage: Stage) -> Pages:
         """The arguments of a call."""
         g, layout, block_size = generator(seed), LAYOUTS[self.kv], self.block_size
+        share = self.held
         longest = {"chunk": 300, "long": _LONG}.get(self.batch, max(FEW, block_size + 5))
         kind = self.blocks if self.blocks in ("pair", "address") else self.batch
         columns = {"pair": 2, "address": 4, "ragged": self.ragged_blocks}.get(kind, -(-longest // block_size))
         if kind != self.batch or kind == "ragged":  # every block counts
-            longest = columns * block_size
+            longest = columns * block_size * share.size
         batch = self._batch(columns)
         if self.batch != "ragged":
             batch = [batch[i] for i in shuffled(len(batch), g).tolist()]
@@ -179,7 +198,7 @@ class PageParams(Params):
             cache = paged(layout.dtype, layout.row_width, num_blocks, block_size, gap_bytes=gap).view  # NaN
         parts = layout.parts(cache)
         for request, length in enumerate(lengths):
-            position = torch.arange(min(max(length, 0), columns * block_size))
+            position = torch.arange(share.length(min(max(length, 0), columns * block_size * share.size)))
             keys = torch.randn(len(position), INDEX_HEAD_SIZE, generator=g)
             rows = layout.pack(keys, keys[:, :0], self.scale_format).to(cache.device)
             block, at = table[request, position // block_size].long(), position % block_size
@@ -213,7 +232,7 @@ class PageParams(Params):
             if name != "index_cache" or self.blocks != "address"
         }
         args = {name: args.get(name, cache) for name in arguments}
-        return Pages(arguments, args, columns * block_size, longest)
+        return Pages(arguments, args, columns * block_size * share.size, longest)
 
 
 def page_params(
@@ -276,8 +295,12 @@ def scored(
     seq_lens: Tensor,
     block_table: Tensor,
     width: int,
+    share: ContextShare = WHOLE,
 ) -> tuple[Tensor, Tensor]:
-    """[T, width] float64 on the CPU: the meaning of indexer_logits, token by token and block by block, and what sums add."""
+    """[T, width] float64 on the CPU: the meaning of indexer_logits, token by token and block by block, and what sums add.
+
+    Columns are positions of whole sequences; those of other ranks than that of `share` are -inf.
+    """
     queries, factors = query_values(q), weights.detach().cpu().double()
     cache, table = index_cache.detach(), block_table.cpu()
     num_blocks, block_size, _ = cache.shape
@@ -285,17 +308,22 @@ def scored(
     added = torch.zeros_like(logits)
     starts = query_start_loc.tolist()
     for request, length in enumerate(seq_lens.tolist()):
-        last = min(max(length, 0), table.shape[1] * block_size) - 1  # position of the request's last token
+        last = min(max(length, 0), table.shape[1] * block_size * share.size) - 1  # position of the request's last token
         tokens = range(max(starts[request], 0), min(starts[request + 1], logits.shape[0]))
-        for column in range(-(-(last + 1) // block_size) if tokens else 0):
+        for column in range(table.shape[1] if tokens else 0):
+            entry = torch.arange(column * block_size, (column + 1) * block_size)
+            run, place = entry // share.interleave, entry % share.interleave
+            position = (run * share.size + share.rank) * share.interleave + place
+            if int(position[0]) > last:
+                break
             block = int(table[request, column])
             if not 0 <= block < num_blocks:
                 continue
-            keys, begin = key_values(cache, block), column * block_size
+            keys = key_values(cache, block)
             for token in tokens:
                 own = last - (starts[request + 1] - 1 - token)
-                end = min(begin + block_size, own + 1, width)
-                if end > begin:
-                    here = slice(begin, end)
-                    logits[token, here], added[token, here] = score(queries[token], factors[token], keys[: end - begin])
+                end = int((position < min(own + 1, width)).sum())
+                if end:
+                    here = position[:end]
+                    logits[token, here], added[token, here] = score(queries[token], factors[token], keys[:end])
     return logits, added

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -12,15 +12,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, Implementation
+from mla_portable.contracts import ContextShare, DeviceFacts, Implementation, Request, Support
 from mla_portable.primitives import INDEXER_SELECT
-from mla_portable.problems.base import Problems, one_variant
+from mla_portable.problems.base import Problems
 from mla_portable.problems.bench import Bench
 from mla_portable.problems.compare import BITS, Finding, Tolerance, limit_of
 from mla_portable.problems.indexer_bench import make_select, shape_of_case
-from mla_portable.problems.indexer_pages import SCORES, PageParams, format_of, page_of_request, page_params, scored
-from mla_portable.problems.shapes import topks
-from mla_portable.problems.stage import Problem, Stage
+from mla_portable.problems.indexer_pages import SCORES, SHARES, PageParams, format_of, page_of_request, page_params, scored
+from mla_portable.problems.shapes import accepted, block_sizes, heads, storages, topks
+from mla_portable.problems.stage import Guarded, Problem, Results, Stage
 
 __all__ = ["PROBLEMS", "IndexerSelectParams", "findings", "indexer_select"]
 
@@ -30,6 +30,7 @@ TOLERANCES: Final = {
         (storage, "score"): Tolerance(each.abs, 2 * each.rel, "two scores, each off by its tolerance, may change places", "row")
         for (storage, _), each in SCORES.items()
     },
+    **{(storage, "listed"): each for (storage, _), each in SCORES.items()},
 }
 
 
@@ -42,18 +43,23 @@ def indexer_select(
     block_table: Tensor,
     *,
     topk: int,
+    dcp_size: int = 1,
+    dcp_rank: int = 0,
+    interleave: int = 1,
     out: Tensor | None = None,
+    scores_out: Tensor | None = None,
 ) -> Tensor:
     """[T, N] float64: the scores that positions are chosen by, -inf where none may be; N is what the table reaches."""
-    width = block_table.shape[1] * index_cache.shape[1]
-    return scored(q, weights, index_cache, query_start_loc, seq_lens, block_table, width)[0]
+    share, width = ContextShare(dcp_size, dcp_rank, interleave), block_table.shape[1] * index_cache.shape[1] * dcp_size
+    return scored(q, weights, index_cache, query_start_loc, seq_lens, block_table, width, share)[0]
 
 
 def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> Iterator[Finding]:
     """out [T, K] against the scores [T, N] in `want`, of sums of the "terms" there.
 
     order: a row lists as many positions as it must, ascending, then -1; each may be chosen. score: how far the lowest chosen
-    score lies below the highest that was left out, of the row's largest magnitude; of its largest terms for FP8.
+    score lies below the highest that was left out, of the row's largest magnitude; of its largest terms for FP8. listed: where
+    `got` has "scores_out" [T, K], how far each is from that of its position, likewise; -inf where there is no position.
     """
     out, scores = got["out"].cpu().long(), want["out"]
     topk, open_ = out.shape[1], scores > -math.inf
@@ -89,6 +95,17 @@ def findings(storage: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> I
     if value > limit.rel:
         message = f"row {worst}: a chosen score is {float(lowest[worst]):g}, one that was left out {float(highest[worst]):g}"
     yield Finding("score", value, limit.rel, message, "a lower score was chosen" if message else "", f"row {worst}")
+    if "scores_out" in got:
+        limit = limit_of(TOLERANCES, storage, "listed")
+        listed, expected = got["scores_out"].cpu().double(), torch.where(named, scores.gather(1, place), -math.inf)
+        error = torch.where(listed == expected, 0, (listed - expected).abs() / size.unsqueeze(1)).nan_to_num(nan=math.inf)
+        worst = int(error.argmax()) if error.numel() else 0
+        value = float(error.view(-1)[worst]) if error.numel() else 0.0
+        message = ""
+        if value > limit.rel:
+            row, entry = divmod(worst, topk)
+            message = f"scores_out[{row}, {entry}]: {float(listed[row, entry]):g}, expected {float(expected[row, entry]):g}"
+        yield Finding("listed", value, limit.rel, message, "not the score of the position" if message else "", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +118,10 @@ class IndexerSelectParams(PageParams):
 
     primitive = INDEXER_SELECT
     says = (
-        "{kv}! {scale_format} h{heads}! b{block_size}! k{topk}! {batch}! tail{tail} starts_{starts} table_{table} "
-        "in{inputs} out_{outputs} {blocks}"
+        "{kv}! {scale_format} h{heads}! b{block_size}! k{topk}! {batch}! share_{share} tail{tail} starts_{starts} "
+        "table_{table} in{inputs} out_{outputs} {blocks}"
     )
-    asks = f"{PageParams.asks} topk"
+    asks = f"{PageParams.asks} topk context_parallel=share"
     topk: int
 
     @property
@@ -120,9 +137,21 @@ class IndexerSelectParams(PageParams):
         keywords: dict[str, Any] = {"topk": self.topk}
         if self.outputs != "fresh":
             keywords["out"] = stage.write("out", shape, torch.int32, strided=self.outputs == "views")
-        expected, terms = scored(**pages.arguments, width=pages.capacity)
+        share = self.held
+        expected, terms = scored(**pages.arguments, width=pages.capacity, share=share)
         judge = partial(findings, format_of(pages.arguments["q"]), want={"out": expected, "terms": terms})
+        if self.share != "none":
+            listed = stage.write("scores_out", shape, torch.float32, strided=self.outputs == "views")
+            keywords |= {"scores_out": listed, **share.arguments}
+            judge = partial(_with_scores, judge, stage.writes["scores_out"])
         return Problem(stage, dict(pages.args), keywords, {"out": (shape, torch.int32)}, judge, frozenset({"out"}))
+
+
+def _with_scores(judge: Callable[[Results], Iterator[Finding]], written: Guarded, results: Results) -> Iterator[Finding]:
+    """Judge `scores_out` too, of which `results` has the storage."""
+    storage, view = results["scores_out"], written.view
+    yield written.outside("scores_out", storage)
+    yield from judge({**results, "scores_out": storage.as_strided(view.shape, view.stride(), view.storage_offset())})
 
 
 def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[IndexerSelectParams]:
@@ -130,9 +159,28 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     widths = [1, *topks(implementation, facts, level)][: None if level != "smoke" else 2]
     if facts.device_type == "cpu":
         widths = [topk for topk in widths if topk <= 128]
-    axes: dict[str, list[Any]] = {"topk": widths, "outputs": ["fresh", "packed", "views"]}
+    shared = True in accepted(implementation, facts, "context_parallel", [True])
+    shares = list(SHARES) if shared else ["none"]
+    axes: dict[str, list[Any]] = {"share": shares, "topk": widths, "outputs": ["fresh", "packed", "views"]}
     plain, few = {"topk": widths[-1]}, {"topk": widths[:2][-1]}
     yield from page_params(IndexerSelectParams, implementation, facts, level, axes, plain=plain, few=few)
+    if shared and level != "smoke":
+        tokens, many = block_sizes(implementation, facts, level)[-1], heads(implementation, facts, level)[-1]
+        sizes: dict[str, Any] = {"heads": many, "block_size": tokens, **few}
+        for kv, scale_format in storages(implementation):
+            for batch, share in (("long", "middle_of_3"), ("chunk", "last_of_2_by_block")):
+                yield IndexerSelectParams(kv=kv, scale_format=scale_format, **sizes, batch=batch, share=share)
+
+
+def _of_request(request: Request) -> IndexerSelectParams:
+    share = "middle_of_3" if request.context_parallel else "none"
+    return page_of_request(IndexerSelectParams, request, topk=request.topk or 64, share=share)
+
+
+def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:
+    yield "ragged", request
+    if support.context_parallel:
+        yield "share", request.but(context_parallel=True)
 
 
 PROBLEMS: Final = Problems(
@@ -141,9 +189,9 @@ PROBLEMS: Final = Problems(
     tolerances=TOLERANCES,
     findings=findings,
     params=_params,
-    of_request=lambda request, name: page_of_request(IndexerSelectParams, request, topk=request.topk or 64),
+    of_request=lambda request, name: _of_request(request),
     sizes=("num_heads", "block_size", "topk"),
-    variants=one_variant("ragged"),
+    variants=_variants,
     rows=5,
     bench=Bench(
         rows=(1, 16, 64),

@@ -41,11 +41,12 @@ class Guarded:
     view: Tensor
     initial: Tensor
 
-    def outside(self, name: str) -> Finding:
-        """Nothing around the view has changed."""
+    def outside(self, name: str, storage: Tensor | None = None) -> Finding:
+        """Nothing around the view has changed; in `storage`, where that is given, as another call left it."""
+        held = self.storage if storage is None else storage
         mask = torch.ones(self.initial.numel(), dtype=torch.bool)
         mask.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset()).fill_(False)
-        return same_bits(f"memory around {name}", self.storage.cpu()[mask], self.initial[mask])
+        return same_bits(f"memory around {name}", held.cpu()[mask], self.initial[mask])
 
 
 def poison_byte(dtype: torch.dtype) -> int:

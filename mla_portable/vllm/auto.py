@@ -88,9 +88,15 @@ def _against_configuration(backend: Any) -> list[str]:
     if config is None or config.model_config is None or compat.topk(config) is None:
         return []
     known = inspect.signature(backend.validate_configuration).parameters
-    arguments = {name: value for name, value in compat.selection_arguments(config).items() if name in known}
+    given = {**compat.selection_arguments(config), "use_dcp": compat.context_ranks(config) > 1}
+    arguments = {name: value for name, value in given.items() if name in known}
     try:
-        return backend.validate_configuration(**arguments)
+        reasons = list(backend.validate_configuration(**arguments))
+        if (
+            compat.context_ranks(config) > 1 and not backend.get_impl_cls().can_return_lse_for_decode
+        ):  # 0.26 and 0.28 assert later
+            reasons.append("it returns no lse, by which decode context parallelism merges")
+        return reasons
     except ImportError as error:
         return [f"{type(error).__name__}: {error}"]
 

@@ -86,7 +86,7 @@ class MLAPortableBackend(AttentionBackend):
 
     @classmethod
     def supports_dcp(cls) -> bool:
-        return False
+        return True
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:

@@ -34,7 +34,7 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         """Raises: UnsupportedRoute with every reason when nothing here serves the layers; InvalidArgument when they differ."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
         impls = compat.impls_of(vllm_config, layer_names)
         demands = {(impl.num_heads, impl.scale, impl.kv_cache_dtype, impl.need_to_return_lse_for_decode) for impl in impls}
         if len(demands) > 1:
@@ -101,7 +101,7 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             seq_lens=self._host_lengths(common, starts[1:] - starts[:-1]),
             block_table=common.block_table_tensor,
             num_padded_tokens=num_tokens,
-            seq_lens_device=common.seq_lens,
+            seq_lens_device=common.seq_lens if spec.share.size == 1 else None,  # the planner sends own lengths
         )
         if self._workspace is not None and not self._workspace.is_locked():
             scratch.follow(self._workspace, self.attention.buffers)

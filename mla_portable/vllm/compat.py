@@ -22,6 +22,8 @@ import torch
 from vllm import envs
 from vllm.v1.attention import backend as _backend
 
+from mla_portable.vllm import settings
+
 IMPL_BASE: Any = getattr(_backend, "SparseMLAAttentionImpl", None) or _backend.MLAAttentionImpl
 """0.16 to 0.25 tell a sparse implementation by this class, later versions by its `is_sparse`."""
 
@@ -146,13 +148,26 @@ def block_gap(vllm_config: Any, kv_cache_spec: Any) -> int | None:
     return 0 if padded is None else padded - replace(kv_cache_spec, page_size_padded=None).page_size_bytes
 
 
+def context_ranks(vllm_config: Any) -> int:
+    """Ranks that share each sequence: the size of decode context parallelism, 1 where there is none."""
+    return getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) or 1
+
+
 def unsupported_features(vllm_config: Any) -> list[str]:
     """What the configuration asks for and this plugin cannot do, with the remedy."""
     parallel, refused = vllm_config.parallel_config, []
-    for field, word in (("decode_context_parallel_size", "decode"), ("prefill_context_parallel_size", "prefill")):
-        size = getattr(parallel, field, 1)
-        if size and size > 1:
-            refused.append(f"{word} context parallelism {size} (supports 1): set {field}=1")
+    size = context_ranks(vllm_config)
+    if size > 1 and not _indexer_knows_dcp():
+        why = "this vLLM's indexer does not know it; 0.25.1 and later do"
+        refused.append(f"decode context parallelism {size} (supports 1: {why}): set decode_context_parallel_size=1")
+    if size > 1 and settings.shadow_backend() is not None:
+        remedy = f"unset {settings.ENV_SHADOW}"
+        refused.append(f"shadow mode with decode context parallelism {size} (supports 1: stock reads other slots): {remedy}")
+    size = getattr(parallel, "prefill_context_parallel_size", 1) or 1
+    if size > 1:
+        why = "each rank would hold some of a prompt's queries, and vLLM leaves the gather of their keys to the backend"
+        remedy = "set prefill_context_parallel_size=1; decode context parallelism shares the cache of prompts too"
+        refused.append(f"prefill context parallelism {size} (supports 1: {why}): {remedy}")
     if getattr(vllm_config.speculative_config, "enable_adaptive_verification", False):
         remedy = "set enable_adaptive_verification=false"
         refused.append(f"adaptive verification (supports steps whose query lengths the host knows): {remedy}")
@@ -160,6 +175,11 @@ def unsupported_features(vllm_config: Any) -> list[str]:
         remedy = "leave hisparse_config and HiSparseConnector out"
         refused.append(f"HiSparse, a KV cache in host memory (supports a cache on the device): {remedy}")
     return refused
+
+
+def _indexer_knows_dcp() -> bool:
+    """vLLM deals the indexer's keys out to ranks of decode context parallelism: what came with this function."""
+    return hasattr(import_module("vllm.v1.attention.backends.mla.sparse_utils"), "triton_filter_and_convert_dcp_index")
 
 
 def selection_arguments(vllm_config: Any) -> dict[str, Any]:

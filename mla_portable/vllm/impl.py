@@ -38,7 +38,8 @@ class MLAPortableImpl(compat.IMPL_BASE):
     can_return_lse_for_decode: bool = True
     lse_base_on_e: bool = True
     supports_pcp: bool = False
-    supports_dcp: bool = False
+    supports_dcp: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
 
     def __init__(self, **arguments: Any) -> None:
         """Checks that the layer can be served and reserves its scratch, so that vLLM fails early and profiles it.
@@ -139,7 +140,8 @@ class MLAPortableImpl(compat.IMPL_BASE):
         """Attention of a step's tokens.
 
         Args:
-            q: [T, H, 576] bf16, or ql_nope [T, H, 512] and q_pe [T, H, 64]; T is the metadata's `num_actual_tokens`.
+            q: [T, H, 576] bf16, or ql_nope [T, H, 512] and q_pe [T, H, 64]; T is the metadata's `num_actual_tokens`. Under
+                decode context parallelism the first, with the heads of all ranks that share a sequence.
             kv_c_and_k_pe_cache: [blocks, block_size, 576] bf16, or [blocks, block_size, 656] of bytes.
         Returns: out [T, H, 512] bf16, and the natural-log lse [T, H] float32 where vLLM merges partial results, else None.
         Raises: InvalidArgument or PlanMismatch before anything is written.
@@ -150,9 +152,9 @@ class MLAPortableImpl(compat.IMPL_BASE):
             raise InvalidArgument("vLLM", "scale", got=f"a layer that scales by {self.scale}", expected=expected)
         if topk_indices is None:
             raise InvalidArgument("vLLM", "topk_indices_buffer", got="None", expected="an indexer's buffer, [tokens, K] int32")
-        num_tokens = (q if isinstance(q, Tensor) else q[0]).shape[0]
+        num_tokens, num_heads = (q if isinstance(q, Tensor) else q[0]).shape[:2]
         kv_cache = self._rows(kv_c_and_k_pe_cache)
-        shape = num_tokens, self.num_heads, attention.spec.layout.value_width
+        shape = num_tokens, num_heads, attention.spec.layout.value_width
         out = torch.empty(shape, dtype=torch.bfloat16, device=kv_cache.device)
         result = attention.forward(q, kv_cache, topk_indices, attn_metadata.plan, out=out)
         if self._shadow is not None and attn_metadata.shadow is not None:

@@ -21,14 +21,16 @@ import torch
 from torch import Tensor
 
 from mla_portable.accelerator import accelerator
+from mla_portable.attention import merge_selections, merged_bytes
 from mla_portable.attention.demand import Demand
-from mla_portable.contracts import InvalidArgument, Request, UnsupportedRequest, neutral_defaults
+from mla_portable.contracts import ContextShare, InvalidArgument, Request, UnsupportedRequest, neutral_defaults
 from mla_portable.contracts.rules import check_cache
 from mla_portable.contracts.values import CACHE_ALIGNMENT
 from mla_portable.layouts import E4M3_MAX, INDEX, INDEX_FP8, INDEX_HEAD_SIZE
 from mla_portable.primitives import INDEXER_CACHE_WRITE, INDEXER_SELECT, IndexerCacheWrite, IndexerSelect
 from mla_portable.registry import get_registry
 from mla_portable.vllm import compat, settings
+from mla_portable.vllm.context_parallel import gather_from_ranks
 from mla_portable.vllm.model import BLOCK_SIZE
 
 __all__ = [
@@ -68,7 +70,10 @@ class Requests:
     _narrow: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def table(self, block_size: int, *, whole: bool) -> Tensor:
-        """The block table; unless `whole`, its columns in use alone. A graph needs all: later sequences are longer."""
+        """The block table; unless `whole`, its columns in use alone. A graph needs all: later sequences are longer.
+
+        block_size: tokens of a sequence for a column, those of other ranks included.
+        """
         if whole:
             return self.block_table
         narrow = self._narrow.get(block_size)
@@ -109,7 +114,7 @@ def plan_step(common: Any, num_decodes: int, num_decode_tokens: int) -> IndexerS
 class IndexerServer:
     """The callables that serve layers of one kind. `graph`: indexer_select may be captured in a CUDA graph.
 
-    `write` is None where vLLM's own operator writes.
+    `write` is None where vLLM's own operator writes. `share`: what the cache holds.
     """
 
     select: IndexerSelect
@@ -118,6 +123,7 @@ class IndexerServer:
     topk: int
     block_size: int
     scale_format: str
+    share: ContextShare
     is_capturing: Callable[[], bool]
 
     def write_keys(self, k: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
@@ -133,35 +139,47 @@ class IndexerServer:
         Args:
             q: [T or more, H, 128] float8_e4m3fn. weights: [T or more, H] float32. out: [T or more, K] int32, written.
         """
-        whole = self.is_capturing()
+        whole, share = self.is_capturing(), self.share
+        scores = None if share.size == 1 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
         for part in step.parts:
             rows = slice(part.first, part.last)
-            table = part.table(self.block_size, whole=whole)
-            pages = kv_cache, part.query_start_loc, part.seq_lens, table
-            self.select(q[rows], weights[rows], *pages, topk=self.topk, out=out[rows])
+            pages = kv_cache, part.query_start_loc, part.seq_lens, part.table(self.block_size * share.size, whole=whole)
+            if scores is None:
+                self.select(q[rows], weights[rows], *pages, topk=self.topk, out=out[rows])
+            else:
+                own = {"out": out[rows], "scores_out": scores[rows], **share.arguments}
+                self.select(q[rows], weights[rows], *pages, topk=self.topk, **own)
+                merge_selections(scores[rows], out[rows], share.size, gather_from_ranks)
+
+    def scratch_bytes(self, num_tokens: int) -> int:
+        """What `choose` may allocate for a step, which the memory profile is to see."""
+        if self.share.size == 1:
+            return SCRATCH_BYTES
+        return 4 * num_tokens * self.topk + max(SCRATCH_BYTES, merged_bytes(num_tokens, self.topk, self.share.size))
 
 
 _servers: dict[tuple[object, ...], IndexerServer] = {}
 
 
 def server_for(
-    kv_cache: Tensor, num_heads: int, topk: int, device: torch.device, *, scale_format: str, reason: str
+    kv_cache: Tensor, num_heads: int, topk: int, device: torch.device, *, scale_format: str, share: ContextShare, reason: str
 ) -> IndexerServer:
     """The server of layers with this cache, `index_fp8`; before there is a cache, of one in whole rows of blocks of 64.
 
     Args:
-        scale_format: "ue8m0", or what else vLLM calls it. reason: why this indexer serves, for the log.
+        scale_format: "ue8m0", or what else vLLM calls it. share: what the cache holds of each sequence.
+        reason: why this indexer serves, for the log.
     Binds and tries implementations at the first call of a kind, which belongs outside of CUDA graphs: vLLM's profiling run.
     Raises: UnsupportedRequest, with every reason, when nothing serves the indexer here; InvalidArgument for another cache.
     """
     if kv_cache.numel():
         apart = kv_cache.stride(0) if kv_cache.shape[0] > 1 else 0
-        key = device, num_heads, topk, scale_format, kv_cache.shape[1:], apart, kv_cache.data_ptr() % CACHE_ALIGNMENT
+        key = device, num_heads, topk, scale_format, share, kv_cache.shape[1:], apart, kv_cache.data_ptr() % CACHE_ALIGNMENT
     else:
-        key = device, num_heads, topk, scale_format
+        key = device, num_heads, topk, scale_format, share
     found = _servers.get(key)
     if found is None:
-        found = _servers[key] = _bind(kv_cache, num_heads, topk, device, scale_format, reason)
+        found = _servers[key] = _bind(kv_cache, num_heads, topk, device, scale_format, share, reason)
     return found
 
 
@@ -170,7 +188,9 @@ def can_capture() -> bool:
     return all(server.graph for server in _servers.values())
 
 
-def _bind(kv_cache: Tensor, num_heads: int, topk: int, device: torch.device, scale_format: str, reason: str) -> IndexerServer:
+def _bind(
+    kv_cache: Tensor, num_heads: int, topk: int, device: torch.device, scale_format: str, share: ContextShare, reason: str
+) -> IndexerServer:
     facts: dict[str, Any] = {"kv_layout": INDEX_FP8.name, "block_size": BLOCK_SIZE}
     if kv_cache.numel():
         layout, block_size, apart, alignment = check_cache("sparse_attn_indexer", "kv_cache", kv_cache, device, INDEX)
@@ -178,7 +198,7 @@ def _bind(kv_cache: Tensor, num_heads: int, topk: int, device: torch.device, sca
         facts = {"kv_layout": layout.name, "block_size": block_size, "cache_alignment": alignment, "uneven_blocks": uneven}
     here = get_registry().facts(device)
     requests: list[Request[Any]] = [
-        Request(INDEXER_SELECT, here, num_heads=num_heads, topk=topk, graph=True, **facts),
+        Request(INDEXER_SELECT, here, num_heads=num_heads, topk=topk, context_parallel=share.size > 1, graph=True, **facts),
         Request(INDEXER_CACHE_WRITE, here, scale_format=_OURS.get(scale_format, "amax"), graph=True, **facts),
     ][: 1 if _vllm_writes(device) else 2]
     demand = Demand(get_registry(), None)
@@ -189,14 +209,14 @@ def _bind(kv_cache: Tensor, num_heads: int, topk: int, device: torch.device, sca
         bound = [demand.bind(request) for request in requests]
     served = [f"{request.primitive} {demand.decide(request).chosen}" for request in requests]
     by_vllm = [] if requests[1:] else ["keys written by vLLM"]
-    _run_once(bound[0], num_heads, topk, device)
+    _run_once(bound[0], num_heads, topk, device, share)
     _log_server(f"{here}, {num_heads} heads, top-{topk}: {', '.join(served + by_vllm)}", reason)
     write = bound[1] if bound[1:] else None
     capturing = accelerator(device).is_capturing
-    return IndexerServer(bound[0], write, requests[0].graph, topk, facts["block_size"], scale_format, capturing)
+    return IndexerServer(bound[0], write, requests[0].graph, topk, facts["block_size"], scale_format, share, capturing)
 
 
-def _run_once(select: IndexerSelect, num_heads: int, topk: int, device: torch.device) -> None:
+def _run_once(select: IndexerSelect, num_heads: int, topk: int, device: torch.device, share: ContextShare) -> None:
     """A decode and a prefill over empty pages, so that kernels are compiled now and not for a user's first request."""
     tokens, int32 = 8, torch.int32
     with neutral_defaults():
@@ -207,7 +227,10 @@ def _run_once(select: IndexerSelect, num_heads: int, topk: int, device: torch.de
         out = torch.empty((tokens, topk), dtype=int32, device=device)
         for first in (tokens - 1, 0):
             starts = torch.tensor([0, tokens - first], dtype=int32, device=device)
-            select(q[first:], weights[first:], pages, starts, lengths, table, topk=topk, out=out[first:])
+            own: dict[str, Any] = {"out": out[first:], **share.arguments}
+            if share.size > 1:
+                own["scores_out"] = torch.empty(own["out"].shape, device=device)
+            select(q[first:], weights[first:], pages, starts, lengths, table, topk=topk, **own)
 
 
 @cache

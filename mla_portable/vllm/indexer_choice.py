@@ -2,11 +2,12 @@
 # pyright: basic, reportMissingImports=false
 """Whose indexer serves the model: decided in the process that runs it, when its first layer is built.
 
-Mode auto takes this one where the platform has no DeepGEMM for its compute capability, or DeepGEMM cannot be imported; mode on
-takes it wherever it can replace vLLM's. There are two paths:
+Mode auto takes this one where the platform has no DeepGEMM for its compute capability, where DeepGEMM cannot be imported, and
+under decode context parallelism where CuteDSL cannot, which merges the ranks' selections in vLLM's. Mode on takes it wherever
+it can replace vLLM's. There are two paths:
 
     fused       the operator `vllm::sparse_attn_indexer` itself: cache write, then indexer_select over the pages
-    functions   vLLM's operator, with DeepGEMM's functions replaced, for what the fused path does not do: context parallelism
+    functions   vLLM's operator, with DeepGEMM's functions replaced, for what the fused path does not do
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from mla_portable.vllm import settings
+from mla_portable.vllm import compat, settings
 
 __all__ = ["IndexerChoice", "capability", "choose", "current", "forget"]
 
@@ -78,7 +79,7 @@ def _decide(vllm_config: Any | None) -> IndexerChoice:
     mode = settings.indexer()
     if mode == "off":
         return IndexerChoice(False, False, f"{settings.ENV_INDEXER}=off")
-    wanted, reason = (True, f"{settings.ENV_INDEXER}=on") if mode == "on" else _without_deep_gemm()
+    wanted, reason = (True, f"{settings.ENV_INDEXER}=on") if mode == "on" else _without_deep_gemm(vllm_config)
     if not wanted:
         return IndexerChoice(False, False, reason)
     impossible = _other_formats(vllm_config)
@@ -88,7 +89,7 @@ def _decide(vllm_config: Any | None) -> IndexerChoice:
     return IndexerChoice(True, apart is None, reason if apart is None else f"{reason}; not fused: {apart}")
 
 
-def _without_deep_gemm() -> tuple[bool, str]:
+def _without_deep_gemm(vllm_config: Any | None) -> tuple[bool, str]:
     """Whether vLLM's indexer lacks its DeepGEMM here, and why (not)."""
     platform = current_platform
     name = platform.device_type or type(platform).__name__
@@ -98,8 +99,12 @@ def _without_deep_gemm() -> tuple[bool, str]:
     device = f"compute capability {version[0]}.{version[1]}" if version else f"platform {name}"
     if not platform.support_deep_gemm():
         return True, f"DeepGEMM does not support {device}"
-    if not import_module("vllm.utils.import_utils").has_deep_gemm():
+    found = import_module("vllm.utils.import_utils")
+    if not found.has_deep_gemm():
         return True, "DeepGEMM cannot be imported"
+    size = 1 if vllm_config is None else compat.context_ranks(vllm_config)
+    if size > 1 and not getattr(found, "has_cutedsl", lambda: False)():
+        return True, f"vLLM's under decode context parallelism {size} needs CuteDSL, which cannot be imported"
     return False, f"DeepGEMM serves {device}"
 
 
@@ -118,10 +123,9 @@ def _beyond_fused(vllm_config: Any | None) -> str | None:
     """Why the fused path cannot serve the model, None where it can."""
     if vllm_config is None:
         return None
-    for word in ("decode", "prefill"):
-        size = getattr(vllm_config.parallel_config, f"{word}_context_parallel_size", 1) or 1
-        if size > 1:
-            return f"{word} context parallelism {size}"
+    size = getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) or 1
+    if size > 1:
+        return f"prefill context parallelism {size}"
     hf_config = getattr(vllm_config.model_config, "hf_config", None)
     if getattr(hf_config, "compress_ratios", None):
         return "the indexer scores compressed tokens (compress_ratios)"

@@ -28,6 +28,7 @@ from typing import Any, Final
 
 import torch
 
+from mla_portable.contracts import ContextShare
 from mla_portable.vllm import settings
 from mla_portable.vllm.imports import when_imported
 
@@ -99,6 +100,7 @@ def operator(module: Any, stock: Callable[..., Any]) -> Callable[..., torch.Tens
     from mla_portable.vllm import indexer, indexer_choice
 
     names = tuple(inspect.signature(stock).parameters)
+    share_of = functools.cache(ContextShare)
     name_of = getattr(module, "_resolve_layer_name", lambda name: name)
 
     def sparse_attn_indexer(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -112,16 +114,18 @@ def operator(module: Any, stock: Callable[..., Any]) -> Callable[..., torch.Tens
         buffer, q, kv_cache = call["topk_indices_buffer"], call["q_quant"], call["kv_cache"]
         topk, scale_format = call["topk_tokens"], call["scale_fmt"] or ""
         all_metadata = context.attn_metadata
+        share = share_of(call.get("dcp_world_size", 1), call.get("dcp_rank", 0), call.get("cp_kv_cache_interleave_size", 1))
+        kind: dict[str, Any] = {"scale_format": scale_format, "share": share, "reason": choice.reason}
         if not isinstance(all_metadata, dict):  # vLLM profiles memory, or a rank has nothing to do
-            indexer.server_for(kv_cache, q.shape[1], topk, q.device, scale_format=scale_format, reason=choice.reason)
-            torch.empty(indexer.SCRATCH_BYTES, dtype=torch.uint8, device=q.device)
+            server = indexer.server_for(kv_cache, q.shape[1], topk, q.device, **kind)
+            torch.empty(server.scratch_bytes(q.shape[0]), dtype=torch.uint8, device=q.device)
             return buffer
         metadata = all_metadata[name_of(call["k_cache_prefix"])]
         step: indexer.IndexerStep | None = getattr(metadata, _STEP, None)
         if step is None:
             _log_unplanned(type(metadata).__name__)
             return stock(*args, **kwargs)
-        server = indexer.server_for(kv_cache, q.shape[1], topk, q.device, scale_format=scale_format, reason=choice.reason)
+        server = indexer.server_for(kv_cache, q.shape[1], topk, q.device, **kind)
         if not call["skip_k_cache_insert"]:
             slots = metadata.slot_mapping
             server.write_keys(call["k"][: slots.shape[0]], kv_cache, slots)
@@ -142,13 +146,8 @@ def operator(module: Any, stock: Callable[..., Any]) -> Callable[..., torch.Tens
 
 
 def _is_beyond_fused(call: dict[str, Any]) -> bool:
-    """A call that only vLLM's operator serves: FP4, context parallelism, two-level selection."""
-    return bool(
-        call.get("use_fp4_cache", False)
-        or call.get("dcp_world_size", 1) > 1
-        or call.get("use_pcp", False)
-        or call.get("candidate_blocks") is not None
-    )
+    """A call that only vLLM's operator serves: FP4, prefill context parallelism, two-level selection."""
+    return bool(call.get("use_fp4_cache", False) or call.get("use_pcp", False) or call.get("candidate_blocks") is not None)
 
 
 def _is_unread(context: Any, metadata: Any) -> bool:

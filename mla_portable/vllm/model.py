@@ -15,6 +15,7 @@ from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import get_registry
 from mla_portable.vllm import compat, settings
+from mla_portable.vllm.context_parallel import context_share
 from mla_portable.vllm.routing import decide_route
 from mla_portable.vllm.writer import Writer, choose_writer
 
@@ -76,10 +77,12 @@ def resolve(
         raise InvalidArgument("vLLM", "index_topk", got="nothing in the model's config", expected="a sparse-MLA model")
     if refused := compat.unsupported_features(vllm_config):
         raise InvalidArgument("vLLM", "configuration", got="; ".join(refused), expected="what this backend supports")
+    share = context_share(vllm_config)
     decode_query_len, captured = compat.decode_query_len(vllm_config), compat.capture_sizes(vllm_config)
     writer = choose_writer(layout, device, vllm_config) if probe else Writer("vllm", _likely_scales())
     spec = AttentionSpec(
-        num_heads=num_heads or model.get_num_attention_heads(vllm_config.parallel_config),
+        # vLLM gathers the query heads of the ranks that share a sequence
+        num_heads=share.size * (num_heads or model.get_num_attention_heads(vllm_config.parallel_config)),
         softmax_scale=softmax_scale or compat.nominal_scale(vllm_config),
         max_num_tokens=max(scheduler.max_num_batched_tokens, captured),
         max_num_reqs=max(scheduler.max_num_seqs, captured),
@@ -93,7 +96,9 @@ def resolve(
         decode_query_len=decode_query_len,
         prefill_workspace_tokens=compat.workspace_rows(vllm_config),
         route=settings.route(),
-        need_lse=need_lse,
+        need_lse=need_lse or share.size > 1,
+        concat_query=share.size == 1,
+        share=share,
         graph=compat.wants_full_graphs(vllm_config),
         batch_invariant=compat.wants_batch_invariance(),
     )

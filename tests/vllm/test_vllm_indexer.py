@@ -18,7 +18,7 @@ from vllm_engine import CPU
 from vllm_indexer import BLOCK, HEADS, NAME, TOPK, WIDTH, call, check, make_batch, make_indexer, run, without_kernels
 
 from mla_portable import use
-from mla_portable.contracts import InvalidArgument
+from mla_portable.contracts import ContextShare, InvalidArgument
 from mla_portable.vllm import indexer, indexer_choice, indexer_seams, settings
 
 
@@ -144,8 +144,8 @@ def test_profiling_binds_and_shows_its_scratch(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(indexer, "_run_once", lambda select, *kind: compiled.append(kind))
     monkeypatch.setattr(indexer, "_servers", {})
     assert call(engine, step, None) is not None
-    assert indexer.SCRATCH_BYTES in taken and compiled == [(HEADS, TOPK, CPU)]
-    assert [key[:4] for key in indexer._servers] == [(CPU, HEADS, TOPK, "ue8m0")]
+    assert indexer.SCRATCH_BYTES in taken and compiled == [(HEADS, TOPK, CPU, ContextShare())]
+    assert [key[:5] for key in indexer._servers] == [(CPU, HEADS, TOPK, "ue8m0", ContextShare())]
     assert (engine.topk == 77).all()
 
 
@@ -159,7 +159,7 @@ def test_tables_are_as_wide_as_the_step_outside_of_graphs_alone(monkeypatch: pyt
 
     plan = indexer.plan_step(step.common, 2, 2)
     for capturing in (False, True):
-        server = indexer.IndexerServer(spy, None, True, TOPK, BLOCK, "ue8m0", partial(bool, capturing))
+        server = indexer.IndexerServer(spy, None, True, TOPK, BLOCK, "ue8m0", ContextShare(), partial(bool, capturing))
         server.choose(step.q, step.weights, engine.kv_cache, plan, engine.topk)
     assert widths == [3, 1, 4, 4]
 
@@ -246,9 +246,7 @@ def stock_called(engine: Any, metadata: Any, **more: Any) -> bool:
     return bool(seen)
 
 
-@pytest.mark.parametrize(
-    "more", [{"use_fp4_cache": True}, {"dcp_world_size": 2}, {"use_pcp": True}, {"candidate_blocks": torch.zeros(1)}]
-)
+@pytest.mark.parametrize("more", [{"use_fp4_cache": True}, {"use_pcp": True}, {"candidate_blocks": torch.zeros(1)}])
 @pytest.mark.parametrize("metadata", [None, "built"])
 def test_what_the_fused_path_does_not_do_is_vllms(metadata: Any, more: dict[str, Any]):
     if "use_pcp" in more:  # given by position in these tests
@@ -289,7 +287,7 @@ def test_an_out_of_tree_platform_is_served_too(monkeypatch: pytest.MonkeyPatch):
 
 def test_graphs_are_refused_where_what_serves_cannot_be_captured(monkeypatch: pytest.MonkeyPatch):
     engine = make_indexer()
-    server = indexer.IndexerServer(lambda *_: None, None, True, TOPK, BLOCK, "ue8m0", lambda: False)
+    server = indexer.IndexerServer(lambda *_: None, None, True, TOPK, BLOCK, "ue8m0", ContextShare(), lambda: False)
     support = type(engine.builder).get_cudagraph_support
     monkeypatch.setattr(indexer, "_servers", {(): server})
     assert support(engine.config, None).name == "UNIFORM_BATCH"

@@ -82,7 +82,6 @@ def test_fp4_and_mx_caches_stay_vllms(monkeypatch: pytest.MonkeyPatch, caplog: p
 @pytest.mark.parametrize(
     "case, reason",
     [
-        ("decode", "decode context parallelism 2"),
         ("prefill", "prefill context parallelism 2"),
         ("compressed", "compress_ratios"),
     ],

@@ -136,7 +136,7 @@ def test_override_leaves_to_stock_what_only_stock_serves(refused: str | None, me
     plugin.register()
     config = make_config(**({"get_head_size": lambda: 512} if refused == "head_size" else {}))
     if refused == "context parallelism":
-        config.parallel_config.decode_context_parallel_size = 2
+        config.parallel_config.prefill_context_parallel_size = 2
     stock = stock_serves(monkeypatch, "FLASHMLA_SPARSE", None)
     assert choose(members, "FLASHMLA_SPARSE", config) is (stock if refused else MLAPortableBackend)
     stock_serves(monkeypatch, "FLASHMLA_SPARSE", "neither does stock")
@@ -284,12 +284,12 @@ def test_what_no_layer_here_can_do_is_refused():
     plain = SimpleNamespace(qk_nope_head_dim=128, qk_rope_head_dim=64)
     assert "index_topk" in validate(make_config(hf_config=plain, hf_text_config=plain))[0]
     config = make_config()
-    config.parallel_config.decode_context_parallel_size = 2
+    config.parallel_config.prefill_context_parallel_size = 2
     config.attention_config = SimpleNamespace(hisparse_config=object())  # a cache in host memory, from 0.30 on
     config.speculative_config = SimpleNamespace(num_speculative_tokens=2, enable_adaptive_verification=True)
     (said,) = validate(config)
     assert "adaptive verification (supports steps whose query lengths the host knows): set" in said
-    assert "decode context parallelism 2 (supports 1): set decode_context_parallel_size=1" in said
+    assert "prefill context parallelism 2 (supports 1: " in said and "set prefill_context_parallel_size=1" in said
     assert "HiSparse" in said and "leave hisparse_config and HiSparseConnector out" in said
 
 

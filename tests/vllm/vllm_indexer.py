@@ -67,7 +67,8 @@ def make_indexer(*, drafts: int = 0, blocks: int = 40, gap: int = 0, buffer_widt
         layer = indexer.SparseAttnIndexer(cache, WIDTH, "ue8m0", TOPK, WIDTH, MAX_LEN, 40 * MAX_LEN, topk)
         spec = cache.get_kv_cache_spec(config).copy_with_new_block_size(BLOCK)
         kind = cache.get_attn_backend().get_builder_cls()
-        builder = kind(spec, [NAME], config, CPU, block_table_width=MAX_LEN // BLOCK)
+        ranks = config.parallel_config.decode_context_parallel_size
+        builder = kind(spec, [NAME], config, CPU, block_table_width=-(-MAX_LEN // BLOCK // ranks))
     cache.kv_cache = torch.full((blocks, BLOCK + gap, WIDTH + 4), 0xFF, dtype=torch.uint8)[:, :BLOCK]
     return IndexerEngine(config, layer, builder, topk, cache.kv_cache)
 

@@ -32,6 +32,7 @@ _TYPICAL: dict[str, Any] = {
     "lengths": False,
     "compact": False,
     "prefill_workspace": False,
+    "context_parallel": False,
     "batch_invariant": False,
     "graph": False,
 }
@@ -40,7 +41,9 @@ _OPTION = {"num_heads": "--heads", "kv_layout": "--layout", "attn_sink": "--sink
 _ROUTE = "route"
 _UNKNOWN = "unknown"
 _ROUTE_FIELDS: dict[str, Any] = {
-    name: value for name, value in _TYPICAL.items() if name not in ("lengths", "compact", "prefill_workspace")
+    name: value
+    for name, value in _TYPICAL.items()
+    if name not in ("lengths", "compact", "prefill_workspace", "context_parallel")
 } | {"rows": 256, "lse": False}
 """What a layer in vLLM asks for: no lse, and as many requests as vLLM schedules at once by default."""
 _ROUTE_REMARK = "The defaults are what a layer in vLLM asks for: 256 requests that decode at once (--rows), no lse (--lse)."
@@ -67,6 +70,9 @@ _CALL = {
     "lengths": _option("--lengths/--no-lengths", "Row lengths are given. Default: no.", of=bool),
     "compact": _option("--compact/--no-compact", "Indices are compacted. Default: no.", of=bool),
     "prefill_workspace": _option("--prefill-workspace/--no-prefill-workspace", "Some indices go to a workspace.", of=bool),
+    "context_parallel": _option(
+        "--context-parallel/--no-context-parallel", "The cache holds one rank's share of each sequence. Default: no.", of=bool
+    ),
     "batch_invariant": _option(
         "--batch-invariant/--no-batch-invariant",
         "Results must not depend on the other rows of the batch. Default: no.",

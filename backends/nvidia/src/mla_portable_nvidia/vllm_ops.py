@@ -275,7 +275,8 @@ def bind_convert_indices(request: Request) -> ConvertIndices:
     function = _convert_function()
     if isinstance(function, str):
         raise MLAPortableError(f"convert_indices: {_CONVERT_MODULE}.{_CONVERT}: {function}")
-    return _Converter(function)
+    # without the arguments of a ContextShare: no support is declared, so it is never called with them
+    return _Converter(function)  # pyright: ignore[reportReturnType]
 
 
 # ------------------------------------------------------------------------------------------------------- declarations

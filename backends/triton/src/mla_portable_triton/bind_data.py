@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import InvalidArgument, Request
+from mla_portable.contracts.share import WHOLE, ContextShare
 from mla_portable.primitives import CacheWrite, ConvertIndices, GatherUpconvert, QuantizePerTensor
 from mla_portable_triton.support import interpreter_is_on
 
@@ -61,6 +62,9 @@ def bind_convert_indices(request: Request) -> ConvertIndices:
         prefill_request_ids: Tensor | None = None,
         prefill_workspace_starts: Tensor | None = None,
         compact: bool = False,
+        dcp_size: int = 1,
+        dcp_rank: int = 0,
+        interleave: int = 1,
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         if out is None:
@@ -80,6 +84,7 @@ def bind_convert_indices(request: Request) -> ConvertIndices:
             block_size=block_size,
             last_slot=kernel.INT32_MAX if num_slots is None else min(num_slots - 1, kernel.INT32_MAX),
             compact=compact,
+            share=WHOLE if dcp_size == 1 else ContextShare(dcp_size, dcp_rank, interleave),
             config=config,
         )
         return indices, counts

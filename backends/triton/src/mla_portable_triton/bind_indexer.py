@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Request
+from mla_portable.contracts.share import WHOLE, ContextShare
 from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import (
     TOPK_SELECT,
@@ -120,7 +121,7 @@ def bind_topk_select(request: Request[TopkSelect]) -> TopkSelect:
 
 def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
     """indexer_select for any K and up to 128 heads; graph-safe with `out`. Its top-k is the topk_select that is chosen here."""
-    from mla_portable_triton.kernels import indexer_logits, topk_select
+    from mla_portable_triton.kernels import chosen_scores, indexer_logits, topk_select
 
     numbers = _numbers(request)
     choose = bind_part(Request(TOPK_SELECT, request.device, topk=request.topk, graph=request.graph), bind_topk_select)
@@ -135,8 +136,11 @@ def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
         seq_lens: Tensor,
         block_table: Tensor,
         first: int,
+        share: ContextShare = WHOLE,
     ) -> None:
         pages = query_start_loc, seq_lens, block_table
-        indexer_logits.launch(out, q, weights, index_cache, *pages, numbers=numbers, bounds=bounds, first_token=first)
+        indexer_logits.launch(
+            out, q, weights, index_cache, *pages, numbers=numbers, bounds=bounds, first_token=first, share=share
+        )
 
-    return SelectInParts(score, choose, partial(topk_select.scratch_bytes, 1))
+    return SelectInParts(score, choose, partial(topk_select.scratch_bytes, 1), chosen_scores.launch)

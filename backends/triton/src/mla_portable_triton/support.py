@@ -76,7 +76,7 @@ _ATTENTION: Final[dict[str, Any]] = {
 _SCORES: Final[dict[str, Any]] = {"kv_layouts": _INDEX, "max_heads": 128, "min_shared_memory": _ATTENTION_SHARED_MEMORY}
 SUPPORT: Final[dict[Primitive, Support]] = {
     CACHE_WRITE: _support("cache_write"),
-    CONVERT_INDICES: _support("convert_indices", needs_bf16=False),
+    CONVERT_INDICES: _support("convert_indices", needs_bf16=False, context_parallel=True),
     GATHER_UPCONVERT: _support("gather_upconvert"),
     SPARSE_DECODE: _support("sparse_attention", **_ATTENTION, workspace_bytes=_split_scratch),
     SPARSE_PREFILL: _support("sparse_attention", **_ATTENTION),
@@ -86,7 +86,9 @@ SUPPORT: Final[dict[Primitive, Support]] = {
     INDEXER_CACHE_WRITE: _support("indexer_cache_write", kv_layouts=_INDEX),
     INDEXER_LOGITS: _support("indexer_logits", **_SCORES),
     INDEXER_LOGITS_RAGGED: _support("indexer_logits_ragged", **_SCORES),
-    INDEXER_SELECT: _support("indexer_select", **_SCORES, workspace_bytes=lambda request: DEFAULT_SCRATCH_BYTES),
+    INDEXER_SELECT: _support(
+        "indexer_select", **_SCORES, context_parallel=True, workspace_bytes=lambda request: DEFAULT_SCRATCH_BYTES
+    ),
 }
 
 

@@ -5,6 +5,7 @@ decode    slot = block_table[req_id, pos // block_size] * block_size + pos % blo
 prefill   row = workspace_starts[prefill_id] + pos, where prefill_id >= 0
 absent    -1: pos < 0; req_id, prefill_id or the table's column out of range; a negative table entry; a slot past the
           cache; a sum past int32
+share     with DCP_SIZE > 1, positions of other ranks are absent, and pos is the place among the own ones
 compact   a valid entry moves to the place that a running count of valid entries gives it; the rest of the row is -1
 
 One program owns a row and walks it in tiles, so the count, the prefix sum and the rows of any K need no second launch.
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_portable.contracts.share import WHOLE, ContextShare
 from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.config import Config, config_for
@@ -54,6 +56,9 @@ def convert_indices_kernel(
     CACHE_BLOCK: tl.constexpr,
     PREFILL: tl.constexpr,
     COMPACT: tl.constexpr,
+    DCP_SIZE: tl.constexpr,
+    DCP_RANK: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """One program a token. `last_slot` is the greatest slot there is; PREFILL says that the prefill pointers are given."""
@@ -81,6 +86,10 @@ def convert_indices_kernel(
         k = begin + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         in_row = k < TOPK  # [BLOCK_K]
         pos = tl.load(topk_row + k, mask=in_row, other=-1)  # [BLOCK_K] int32
+        if DCP_SIZE > 1:
+            run = pos // INTERLEAVE  # [BLOCK_K]
+            owned = (pos >= 0) & (run % DCP_SIZE == DCP_RANK)  # [BLOCK_K]
+            pos = tl.where(owned, run // DCP_SIZE * INTERLEAVE + pos % INTERLEAVE, -1)
         column = pos // CACHE_BLOCK  # [BLOCK_K]; meaningless where pos < 0
         in_table = has_table & (pos >= 0) & (column < table_width)  # [BLOCK_K]
         block = tl.load(table_row + column, mask=in_table, other=-1).to(tl.int64)  # [BLOCK_K]
@@ -123,12 +132,13 @@ def launch(
     block_size: int,
     last_slot: int,
     compact: bool,
+    share: ContextShare = WHOLE,
     config: Config,
 ) -> None:
     """Write `indices` [T, K] and `counts` [T], int32. Graph-safe.
 
     Rows of `topk_indices`, `indices` and `block_table` may lie apart; everything else is contiguous. `last_slot` is below
-    2**31. The two prefill tensors are given together or not at all.
+    2**31. `share`: what the cache holds. The two prefill tensors are given together or not at all.
     """
     num_tokens, topk = topk_indices.shape
     if num_tokens == 0:
@@ -154,6 +164,9 @@ def launch(
         CACHE_BLOCK=block_size,
         PREFILL=prefill_request_ids is not None,
         COMPACT=compact,
+        DCP_SIZE=share.size,
+        DCP_RANK=share.rank,
+        INTERLEAVE=share.interleave,
         BLOCK_K=block_k,
         num_warps=max(1, min(config.num_warps, block_k // INDICES_PER_WARP)),
         num_stages=1,
@@ -161,21 +174,24 @@ def launch(
 
 
 def aot_variants(arch: str = "default") -> list[AotVariant]:
-    """Decode tokens in place; and prefill tokens, compacted."""
+    """Decode tokens in place; prefill tokens, compacted; and decode tokens of the second of two ranks, compacted."""
     config = config_for(CONFIGS, arch)
     pointers = dict.fromkeys(["indices_ptr", "counts_ptr", "topk_ptr", "req_id_ptr", "table_ptr"], "*i32")
-    constants = {"TOPK": 2048, "CACHE_BLOCK": 64, "BLOCK_K": config.tile}
+    constants = {"TOPK": 2048, "CACHE_BLOCK": 64, "BLOCK_K": config.tile, "INTERLEAVE": 1}
+    kinds = {"": (False, False, 1), "-prefill-compact": (True, True, 1), "-dcp-compact": (False, True, 2)}
     return [
         variant(
             convert_indices_kernel,
-            "convert_indices-prefill-compact" if prefill else "convert_indices",
+            f"convert_indices{name}",
             config.num_warps,
             **pointers,
             prefill_id_ptr="*i32" if prefill else None,
             prefill_start_ptr="*i32" if prefill else None,
             PREFILL=prefill,
-            COMPACT=prefill,
+            COMPACT=compact,
+            DCP_SIZE=dcp_size,
+            DCP_RANK=dcp_size - 1,
             **constants,
         )
-        for prefill in (False, True)
+        for name, (prefill, compact, dcp_size) in kinds.items()
     ]

@@ -39,9 +39,11 @@ __all__ = [
     "head_block",
     "key_tile",
     "operand",
+    "own_length",
     "query_tile",
     "tile_scores",
     "visible_bytes",
+    "whole_position",
 ]
 
 BF16: Final = 0
@@ -100,6 +102,23 @@ def head_block(num_heads: int) -> int:
 def visible_bytes(tensor: Tensor) -> Tensor:
     """e4m3 numbers as uint8, of which every target can load; all else as it is."""
     return tensor.view(_UINT8) if tensor.dtype == _E4M3 else tensor
+
+
+@triton.jit
+def own_length(length, DCP_SIZE: tl.constexpr, DCP_RANK: tl.constexpr, INTERLEAVE: tl.constexpr):
+    """Own tokens among the first `length`, at least 0, of a sequence: `ContextShare.length`."""
+    if DCP_SIZE > 1:
+        rest = length % (DCP_SIZE * INTERLEAVE) - DCP_RANK * INTERLEAVE
+        length = length // (DCP_SIZE * INTERLEAVE) * INTERLEAVE + tl.minimum(tl.maximum(rest, 0), INTERLEAVE)
+    return length
+
+
+@triton.jit
+def whole_position(own, DCP_SIZE: tl.constexpr, DCP_RANK: tl.constexpr, INTERLEAVE: tl.constexpr):
+    """Positions in the sequence of own positions: `ContextShare.positions`."""
+    if DCP_SIZE > 1:
+        own = (own // INTERLEAVE * DCP_SIZE + DCP_RANK) * INTERLEAVE + own % INTERLEAVE
+    return own
 
 
 @triton.jit

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_portable.contracts.share import WHOLE, ContextShare
 from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels import index_keys
@@ -31,9 +32,11 @@ from mla_portable_triton.kernels.index_keys import (
     head_block,
     key_tile,
     operand,
+    own_length,
     query_tile,
     tile_scores,
     visible_bytes,
+    whole_position,
 )
 
 __all__ = ["DECODE", "PREFILL", "aot_variants", "launch"]
@@ -62,15 +65,16 @@ def decode_kernel(
     num_blocks, block_stride, table_width, table_stride, num_logits, out_stride, q_stride_t, q_stride_h, weight_stride,
     NUM_HEADS: tl.constexpr, CACHE_BLOCK: tl.constexpr, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr, FILL: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+    DCP_SIZE: tl.constexpr, DCP_RANK: tl.constexpr, INTERLEAVE: tl.constexpr,
 ):  # fmt: skip
     """One token, and every so many tiles of BLOCK_N positions, a program."""
     row = tl.program_id(1).to(tl.int64)
     token = first_token + tl.program_id(1)
     request, end, owned = find_request(token, start_ptr, num_requests, BLOCK_R)
     length = tl.load(len_ptr + request, mask=owned, other=0).to(tl.int64)
-    length = tl.minimum(tl.maximum(length, 0), table_width.to(tl.int64) * CACHE_BLOCK)
+    length = tl.minimum(tl.maximum(length, 0), table_width.to(tl.int64) * (CACHE_BLOCK * DCP_SIZE))
     seen = tl.where(owned, tl.maximum(length - (end - token) + 1, 0), 0).to(tl.int32)
-    seen = tl.minimum(seen, num_logits)
+    seen = tl.minimum(own_length(seen, DCP_SIZE, DCP_RANK, INTERLEAVE), num_logits)
     if not FILL:  # noqa: SIM102 - one is known when the kernel is compiled
         if tl.program_id(0) == 0:
             tl.store(begin_ptr + row, 0)
@@ -106,33 +110,37 @@ def prefill_kernel(
     last_token,
     NUM_HEADS: tl.constexpr, CACHE_BLOCK: tl.constexpr, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr, FILL: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, REPEAT: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+    DCP_SIZE: tl.constexpr, DCP_RANK: tl.constexpr, INTERLEAVE: tl.constexpr,
 ):  # fmt: skip
     """REPEAT tokens, those of one request after the other, and one tile of BLOCK_N positions a program."""
     position = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    place = whole_position(position, DCP_SIZE, DCP_RANK, INTERLEAVE)  # [BLOCK_N], in the sequence
+    first_place = whole_position(tl.program_id(0) * BLOCK_N, DCP_SIZE, DCP_RANK, INTERLEAVE)
     token = first_token + tl.program_id(1) * REPEAT
     last = tl.minimum(token + REPEAT, last_token)
     r = tl.arange(0, REPEAT)  # [REPEAT]
     while token < last:
         request, end, owned = find_request(token, start_ptr, num_requests, BLOCK_R)
         length = tl.load(len_ptr + request, mask=owned, other=0).to(tl.int64)
-        length = tl.minimum(tl.maximum(length, 0), table_width.to(tl.int64) * CACHE_BLOCK)
+        length = tl.minimum(tl.maximum(length, 0), table_width.to(tl.int64) * (CACHE_BLOCK * DCP_SIZE))
         stop = tl.where(owned, tl.minimum(end, last), token + 1)
         after_own = tl.where(owned, length - end, -token - 1).to(tl.int32)  # added to a token, its own position
         if not FILL:  # noqa: SIM102
             if tl.program_id(0) == 0:
                 tokens = token + r  # [REPEAT]
                 tl.store(begin_ptr + tokens - first_token, tl.zeros([REPEAT], tl.int32), mask=tokens < stop)
-                tl.store(end_ptr + tokens - first_token, tl.maximum(tokens + after_own + 1, 0), mask=tokens < stop)
-        if tl.program_id(0) * BLOCK_N < stop + after_own:  # the last of these tokens sees some of the tile
+                ends = own_length(tl.maximum(tokens + after_own + 1, 0), DCP_SIZE, DCP_RANK, INTERLEAVE)
+                tl.store(end_ptr + tokens - first_token, ends, mask=tokens < stop)
+        if first_place < stop + after_own:  # the last of these tokens sees some of the tile
             table_row = table_ptr + request.to(tl.int64) * table_stride
-            inside = position < stop + after_own
+            inside = place < stop + after_own
             keys, scale, there = key_tile(cache_ptr, table_row, position, inside, num_blocks, block_stride, FORM, CACHE_BLOCK)
             keys = operand(keys, FORM, BF16_NATIVE)
             for i in tl.range(0, stop - token, num_stages=STAGES):
                 t = token + i
                 q, weight = query_tile(q_ptr, weight_ptr, t, q_stride_t, q_stride_h, weight_stride, NUM_HEADS, BLOCK_H)
                 scores = tile_scores(keys, scale, operand(q, FORM, BF16_NATIVE), weight, FORM)
-                seen = position <= t + after_own
+                seen = place <= t + after_own
                 scores = tl.where(there & seen, scores, float("-inf"))
                 out_row = out_ptr + (t - first_token).to(tl.int64) * out_stride
                 if FILL:
@@ -162,12 +170,13 @@ def launch(
     numbers: Numbers,
     bounds: Tensor | None = None,
     first_token: int = 0,
+    share: ContextShare = WHOLE,
 ) -> None:
     """Write `out` [T', N], of the T' tokens from `first_token` on. Graph-safe.
 
     Without `bounds` every element is written. With it, [2, T'] int32, the positions that tokens see are, and where these begin
-    and end is written to it. Blocks of the cache may lie apart, and rows of q, weights, block_table and out; everything else is
-    contiguous.
+    and end is written to it. Columns are own positions of `share`, whose interleave divides the size of blocks. Blocks of the
+    cache may lie apart, and rows of q, weights, block_table and out; everything else is contiguous.
     """
     num_rows, num_logits = out.shape
     if num_rows == 0 or num_logits == 0:
@@ -188,6 +197,7 @@ def launch(
         "NUM_HEADS": num_heads, "CACHE_BLOCK": index_cache.shape[1], "FORM": numbers.form, "BF16_NATIVE": numbers.bf16_native,
         "FILL": bounds is None, "BLOCK_H": block_h, "BLOCK_N": positions, "BLOCK_R": REQUEST_TILE,
         "STAGES": tiles.num_stages, "num_warps": tiles.num_warps,
+        "DCP_SIZE": share.size, "DCP_RANK": share.rank, "INTERLEAVE": share.interleave,
     }  # fmt: skip
     if prefill:
         grid = triton.cdiv(num_logits, positions), triton.cdiv(num_rows, tiles.tokens)
@@ -198,7 +208,7 @@ def launch(
 
 
 def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[AotVariant]:
-    """The 64 heads of DeepSeek-V3.2's indexer, in FP8 and bfloat16; the matrix, and what a top-k needs."""
+    """The 64 heads of DeepSeek-V3.2's indexer, FP8 and bfloat16: the matrix; what a top-k needs; that on one of two ranks."""
     pointers = dict.fromkeys(["start_ptr", "len_ptr", "table_ptr", "begin_ptr", "end_ptr"], "*i32") | {
         "weight_ptr": "*fp32",
         "out_ptr": "*fp32",
@@ -206,13 +216,14 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
     quantized = index_keys.form_of(True, arch, e4m3_native)
     return [
         variant(
-            kernel, f"indexer_logits-{name}-{word}{'-fill' if fill else ''}", tiles.num_warps, **pointers, **tokens,
-            q_ptr=stored, cache_ptr=stored, NUM_HEADS=64, CACHE_BLOCK=64, FORM=form, BF16_NATIVE=True, FILL=fill, BLOCK_H=64,
-            BLOCK_N=tiles.positions, BLOCK_R=REQUEST_TILE, STAGES=tiles.num_stages,
+            kernel, f"indexer_logits-{name}-{word}{use}", tiles.num_warps, **pointers, **tokens,
+            q_ptr=stored, cache_ptr=stored, NUM_HEADS=64, CACHE_BLOCK=64, FORM=form, BF16_NATIVE=True, FILL=use == "-fill",
+            BLOCK_H=64, BLOCK_N=tiles.positions, BLOCK_R=REQUEST_TILE, STAGES=tiles.num_stages,
+            DCP_SIZE=2 if use == "-dcp" else 1, DCP_RANK=1 if use == "-dcp" else 0, INTERLEAVE=1,
         )
         for kernel, name, table in ((decode_kernel, "decode", DECODE), (prefill_kernel, "prefill", PREFILL))
         for tiles in (table.get(arch, table["default"]),)
         for tokens in ({"REPEAT": tiles.tokens} if tiles.tokens else {},)
         for word, form, stored in (("fp8", quantized, "*u8"), ("bf16", index_keys.BF16, "*bf16"))
-        for fill in (False, True)
+        for use in ("", "-fill", *(("-dcp",) if word == "fp8" else ()))
     ]  # fmt: skip
