@@ -2,15 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gates on the records: all of them, or those that are named; every one runs, whatever the first one says.
 
-    python ci/gates.py [--base REF] [--arch ARCH ...] [schema staleness claims untested strict regressions generated compile]
+    python ci/gates.py [--base REF] [--arch ARCH ...] [GATE ...]
 
-schema       a record that cannot be believed; a record of the base that has gone or changed, and nothing supersedes it
+Of what is contributed, a failing run among it (`contributions` names these five):
+schema       a record or report that is malformed
+reports      a record that its report does not say, or that has none; a report that contradicts itself, its device or its suite
+commits      a report of no commit, of one that is not in this history, or that holds other sources than those that ran
+history      a report that has gone since the base, at any commit, and nothing supersedes it; keys and reports in one change
+generated    files that are not what reports, records and registry say
+Of what is claimed:
 staleness    evidence of other sources than today's, of what any machine can run again
 claims       a declaration beyond its evidence, and any failure
 untested     a declared layout, head count or block size that the conformance suite has no case for
-strict       an expected failure that may pass, a test that never runs
 regressions  a benchmark slower than its record on the same device
-generated    MATRIX.md and costs that are not what records and registry say
 compile      compiled records that compiling one architecture a day again, or those of --arch, contradicts
 """
 
@@ -21,21 +25,37 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from datetime import datetime, timezone
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from datetime import datetime, timedelta, timezone
 from functools import cache
 from pathlib import Path
 
+import torch
+
+from mla_portable.contracts import Primitive
 from mla_portable.registry import get_registry
+from mla_portable.tools import provenance
+from mla_portable.tools.conformance import tolerances
 from mla_portable.tools.matrix import RecordError, Records, gates, read_records
-from mla_portable.tools.matrix.claims import COMPILER, Claim, suite_cases
-from mla_portable.tools.matrix.evidence import is_native
+from mla_portable.tools.matrix.checks import check_report, copies
+from mla_portable.tools.matrix.claims import COMPILER, Claim, case_ids, suite_cases
+from mla_portable.tools.matrix.derive import records_of
+from mla_portable.tools.matrix.evidence import Evidence
 from mla_portable.tools.matrix.fold import wrongly_removed
 from mla_portable.tools.matrix.generated import differences, generate
-from mla_portable.tools.matrix.record import compiled_records, origin_of
+from mla_portable.tools.matrix.model import moment
+from mla_portable.tools.matrix.record import compiled_report
+from mla_portable.tools.matrix.records import index_of
+from mla_portable.tools.matrix.reports import REPORTS, SIGNERS, Report, parse_report, read_reports
+from mla_portable.tools.provenance import provenance_of
 
 ROOT = Path(__file__).parents[1]
 CAPABILITY = ROOT / "capability"
+BASE = "GATES_BASE"
+"""Environment variable: what a push or a pull request starts from, for all gates of a run."""
+NOWHERE = "0" * 40
+"""What a host says a new branch was before."""
 
 
 @cache
@@ -43,12 +63,17 @@ def records() -> Records:
     return read_records(CAPABILITY, get_registry())
 
 
+@cache
+def reports() -> dict[str, Report]:
+    return read_reports(CAPABILITY)
+
+
 def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return provenance.git(ROOT, *arguments)
 
 
 def base_commit(named: str | None) -> str | None:
-    """The commit that a change starts from: where the branch left `named` (origin/main, else main), or on it HEAD's parent."""
+    """The commit that a change starts from: where it left `named`, else origin/main, else main; on that HEAD's parent."""
     for name in [named] if named else ["origin/main", "main"]:
         try:
             base = git("merge-base", name, "HEAD").strip()
@@ -63,29 +88,96 @@ def base_commit(named: str | None) -> str | None:
     return None
 
 
-def schema(options: argparse.Namespace) -> list[str]:
-    try:
-        unbound = [
-            f"{each.where}: bound to no commit; enter it with ci/record_evidence.py add"
-            for each in records().evidence
-            if each.data["commit"] is None and is_native(each.data)
-        ]
-    except RecordError as error:
-        return [str(error)]
-    commit = base_commit(options.base)
-    paths = [] if commit is None else git("ls-tree", "-r", "--name-only", commit, "--", "capability/evidence").splitlines()
-    before = {path: git("show", f"{commit}:{path}") for path in paths if path.endswith(".jsonl")}
-    now = {str(path): path.read_text(encoding="utf-8") for path in (CAPABILITY / "evidence").rglob("*.jsonl")}
-    return unbound + wrongly_removed(before, now)
+def schema(_: argparse.Namespace) -> list[str]:
+    records(), reports()  # they raise what is wrong
+    return []
 
 
-def strict(_: argparse.Namespace) -> list[str]:
-    paths = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "backends").glob("*/tests/**/*.py")]
-    files = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(paths)}
-    problems = gates.strict_expectations(files)
-    if "xfail_strict = true" not in (ROOT / "pyproject.toml").read_text(encoding="utf-8"):
-        problems.append("pyproject.toml: xfail_strict = true is gone from [tool.pytest.ini_options]")
-    return problems
+def check_reports(_: argparse.Namespace) -> list[str]:
+    found = differences(index_of(CAPABILITY, records().profiles))
+    untold: dict[str, int] = {}
+    for each in records().evidence:
+        if not each.report:
+            name = f"{each.data['implementation']}, {each.kind} on {each.profile or 'no device'}"
+            untold[name] = untold.get(name, 0) + 1
+    found += [f"{name}: {count} records without a report; run it again, or remove them" for name, count in untold.items()]
+    ids = case_ids(get_registry(), records().profiles)
+    for sha, report in reports().items():
+        now = datetime.now(timezone.utc)
+        problems = check_report(report, records().profiles, records().hashes, now=now, case_ids=ids, limits=limits_of)
+        found += [f"report {sha[:16]}: {problem}" for problem in problems]
+    return found + copies(reports())
+
+
+@cache
+def limits_of(primitive: str) -> Collection[float]:
+    """Every tolerance that a primitive's problems have."""
+    mine = [row for (name, _, _), row in tolerances().items() if name == Primitive.named(primitive)]
+    return {limit for row in mine for limit in (row.abs, row.rel, row.cosine) if limit is not None}
+
+
+def commits(_: argparse.Namespace) -> list[str]:
+    found: list[str] = []
+    for sha, report in reports().items():
+        name, commit = f"report {sha[:16]}", report.commit
+        if commit is None:
+            found.append(f"{name}: bound to no commit; enter it with ci/record_evidence.py add")
+            continue
+        try:
+            git("merge-base", "--is-ancestor", commit, "HEAD")
+        except subprocess.CalledProcessError:
+            found.append(f"{name}: commit {commit[:12]} is none of this history")
+            continue
+        made = datetime.fromtimestamp(int(git("show", "-s", "--format=%ct", commit)), timezone.utc)
+        if moment(report.recorded) < made - timedelta(minutes=10):
+            found.append(f"{name}: recorded {report.recorded}, before its commit was made")
+        if report.changed:
+            continue  # not the commit's sources; its records are partial
+        try:
+            there = hashes_at(commit)
+        except subprocess.CalledProcessError as error:
+            found.append(f"{name}: the sources of commit {commit[:12]} cannot be hashed: {error.stderr.strip()[-200:]}")
+            continue
+        for claim in report.claims:
+            what = f"{claim.implementation}/{claim.primitive}/{claim.arch}"
+            if there["sources"].get(what) != claim.source_hash:
+                found.append(f"{name}: {what}: commit {commit[:12]} holds other sources than those that ran")
+            elif claim.suite_hash not in (None, there["suite"].get(claim.primitive)):
+                found.append(f"{name}: {what}: commit {commit[:12]} holds another conformance suite than the one that ran")
+    return found
+
+
+@cache
+def hashes_at(commit: str) -> dict[str, dict[str, str]]:
+    """What `ci/record_evidence.py hashes` says in a commit's own tree."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
+        subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+        top = Path(folder)
+        path = [top, *top.glob("backends/*/src"), *top.glob("examples/*/src")]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+        command = [sys.executable, "ci/record_evidence.py", "hashes"]
+        done = subprocess.run(command, cwd=folder, env=environ, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)
+
+
+def history(options: argparse.Namespace) -> list[str]:
+    base = base_commit(options.base)
+    if base is None:
+        return []
+    passed = [base, *git("rev-list", f"{base}..HEAD", "--", "capability").split()]
+    before = {line: None for commit in passed for line in evidence_at(commit)}
+    found = wrongly_removed([Evidence("", json.loads(line)) for line in before], records().evidence)
+    touched = git("diff", "--name-only", base, "HEAD", "--", "capability").splitlines()
+    if f"capability/{SIGNERS}" in touched and any(path.startswith(f"capability/{REPORTS}/") for path in touched):
+        found.append(f"capability/{SIGNERS} and reports change together; a key counts for reports that come after it")
+    return found
+
+
+def evidence_at(commit: str) -> Iterator[str]:
+    """The lines of evidence that a commit holds."""
+    for path in git("ls-tree", "-r", "--name-only", commit, "--", "capability/evidence").splitlines():
+        yield from git("show", f"{commit}:{path}").splitlines()
 
 
 def compile_again(options: argparse.Namespace) -> list[str]:
@@ -106,7 +198,9 @@ def compile_again(options: argparse.Namespace) -> list[str]:
             problems.append(f"{' '.join(command)}: exit status {run.returncode}")
             continue
         lines = [json.loads(line) for line in run.stdout.splitlines()]
-        fresh = compiled_records(lines, module, declared, records().profiles, origin_of(ROOT, "compile"))
+        run = provenance_of(ROOT, " ".join(command), torch.device("cpu"))
+        document = compiled_report(lines, module, declared, records().profiles, run)
+        fresh = records_of(parse_report(document, "compiled again"), "", records().profiles)
         recorded = [each.data for each in records().evidence if each.kind == "compiled"]
         problems += gates.compiled_as_recorded(recorded, fresh)
         print(f"compiled again: {len(lines)} variants of {module} for {', '.join(chosen)}")
@@ -117,29 +211,38 @@ def claimed() -> tuple[Claim, ...]:
     return records().declarations.claims
 
 
-GATES: dict[str, Callable[[argparse.Namespace], list[str]]] = {
+CONTRIBUTIONS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
     "schema": schema,
+    "reports": check_reports,
+    "commits": commits,
+    "history": history,
+    "generated": lambda _: differences(generate(CAPABILITY)),
+}
+GATES = CONTRIBUTIONS | {
     "staleness": lambda _: gates.staleness(records().cells(), records().profiles),
     "claims": lambda _: gates.claims_within_evidence(records().cells(), claimed(), records().profiles),
     "untested": lambda _: gates.untested_claims(claimed(), records().profiles, suite_cases(get_registry())),
-    "strict": strict,
     "regressions": lambda _: gates.regressions(records().evidence),
-    "generated": lambda _: differences(generate(CAPABILITY)),
     "compile": compile_again,
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("gate", nargs="*", help="default: all")
-    parser.add_argument("--base", metavar="REF", help="what a change starts from; default: origin/main, else main")
+    parser.add_argument("gate", nargs="*", help="default: all; `contributions` stands for the first five")
+    before = os.environ.get(BASE, "")
+    default = None if before in ("", NOWHERE) else before
+    parser.add_argument(
+        "--base", metavar="REF", default=default, help=f"what a change starts from; default: ${BASE}, origin/main"
+    )
     parser.add_argument("--arch", action="append", default=[])
     options = parser.parse_args()
-    unknown = [name for name in options.gate if name not in GATES]
+    named = [each for name in options.gate for each in (CONTRIBUTIONS if name == "contributions" else (name,))]
+    unknown = [name for name in named if name not in GATES]
     if unknown:
         parser.error(f"no gate {', '.join(unknown)}; there are {', '.join(GATES)}")
     status = 0
-    for name in options.gate or GATES:
+    for name in named or GATES:
         try:
             problems = GATES[name](options)
         except RecordError as error:

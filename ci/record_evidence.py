@@ -1,28 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run something and append what came of it to capability/evidence; or remove what later records supersede.
+"""Run something, keep the whole report in capability/reports, and write the records that follow from it.
 
     python ci/record_evidence.py compiled [--all] [PLUGIN ...]      every plugin that compiles ahead of time
     python ci/record_evidence.py conform BACKEND [--device D] [--level L] [--jobs N] [--all]
-    python ci/record_evidence.py bench TIMES [--out FILE]          what `mla-portable bench kernels --out TIMES` timed
-    python ci/record_evidence.py add FILE                          records that were made on another machine
-    python ci/record_evidence.py fold                              keep what can still matter (mla_portable.tools.matrix.fold)
+    python ci/record_evidence.py bench TIMES                       what `mla-portable bench kernels --out TIMES` timed
+    python ci/record_evidence.py add FILE                          reports that were made on another machine
+    python ci/record_evidence.py fold                              drop reports that later ones supersede
+    python ci/record_evidence.py hashes                            of this tree's sources, as JSON; for the gate `commits`
 
-`--out FILE` writes the records to a file instead, where the device's machine has no git; `add` then binds them to the commit
-whose sources have their hashes. A benchmark counts beside a passed conformance run of the same sources only.
+`--out FILE` writes the report to a file instead, on a machine that is no checkout; `add` then compares every file of code with
+the commit of this checkout, and refuses other sources. `--sign KEY` signs what is added with a key of ssh whose public half
+capability/signers lists. A benchmark counts beside a passed conformance run of the same sources only.
 
-What is already proven for today's sources is not run again, unless --all says so. A run on a device (a CPU that runs the core's
-own code is one) is recorded only from a tree without uncommitted changes.
+What is already proven for today's sources is not run again, unless --all says so. Nothing is recorded from a tree whose code
+has uncommitted changes.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,18 +35,21 @@ from typing import Any
 import torch
 
 from mla_portable.registry import get_registry
-from mla_portable.tools.bench.kernel_machine import driver_version
-from mla_portable.tools.matrix import Records, read_records
-from mla_portable.tools.matrix.benchmarks import benchmark_records
-from mla_portable.tools.matrix.claims import COMPILER, Claim, collect_declarations
-from mla_portable.tools.matrix.evidence import Evidence, append_evidence, parse_evidence, record_line
-from mla_portable.tools.matrix.fold import fold, scrubbed
-from mla_portable.tools.matrix.record import Origin, compiled_records, conformance_records, mode_of, origin_of, profile_of
-from mla_portable.tools.matrix.records import EVIDENCE, hashes_of, read_profiles
+from mla_portable.registry.facts import resolve_device
+from mla_portable.tools.bench.kernel_machine import MachineState, machine_state
+from mla_portable.tools.matrix import RecordError, Records, read_records
+from mla_portable.tools.matrix.claims import COMPILER, Claim
+from mla_portable.tools.matrix.derive import baselines_of, records_of, unfit
+from mla_portable.tools.matrix.fold import superfluous
+from mla_portable.tools.matrix.profiles import profile_of
+from mla_portable.tools.matrix.record import benchmark_report, compiled_report, conformance_report, mode_of
+from mla_portable.tools.matrix.records import hashes_of, index_of
+from mla_portable.tools.matrix.reports import digest, parse_report, report_path, report_text, sign, unpacked, write_report
+from mla_portable.tools.provenance import Provenance, provenance_of, settled
 
 ROOT = Path(__file__).parents[1]
 CAPABILITY = ROOT / "capability"
-UNBOUND = {"commit": None, "dirty": True}
+CPU = torch.device("cpu")
 
 
 def read() -> Records:
@@ -81,6 +89,7 @@ def compile_lines(module: str, targets: list[str]) -> list[dict[str, Any]]:
 
 
 def compiled(options: argparse.Namespace) -> int:
+    refuse_if_dirty()
     records, failed = read(), 0
     by_module: dict[str, list[Claim]] = {}
     for claim in records.declarations.claims:
@@ -96,10 +105,9 @@ def compiled(options: argparse.Namespace) -> int:
         halves = [half for half in (missing[::2], missing[1::2]) if half]  # no target at all would mean every target
         with ThreadPoolExecutor(2) as pool:
             lines = [line for part in pool.map(partial(compile_lines, module), halves) for line in part]
-        origin = origin_of(ROOT, f"python -m {module}.{COMPILER} --json {' '.join(missing)}")
+        run = provenance_of(ROOT, f"python -m {module}.{COMPILER} --json {' '.join(missing)}", CPU)
         refuse_if_changed(records)
-        made = compiled_records(lines, module, records.declarations, records.profiles, origin)
-        append_all(made, records)
+        made = keep([compiled_report(lines, module, records.declarations, records.profiles, run)], records)
         failed += sum(record["cases"]["failed"] for record in made)
         print(f"{claims[0].plugin}: {len(lines)} variants compiled for {', '.join(missing)}; {len(made)} records")
     return int(failed > 0)
@@ -109,8 +117,10 @@ def conform(options: argparse.Namespace) -> int:
     from mla_portable.contracts import Primitive
     from mla_portable.tools.conformance import run_suite
 
+    if options.out is None:
+        refuse_if_dirty()
     records = read()
-    device = torch.device(options.device or get_registry().default_device())
+    device = resolve_device(options.device or get_registry().default_device())
     facts = get_registry().facts(device)
     profile = profile_of(facts.name, records.profiles)
     claims = [c for c in records.declarations.claims if options.backend in (c.implementation, c.backend)]
@@ -123,10 +133,6 @@ def conform(options: argparse.Namespace) -> int:
     if not todo:
         print(f"{options.backend}: proven on {profile.slug} already, from these sources")
         return 0
-    origin = origin_of(ROOT, shlex.join(["python", "ci/record_evidence.py", *sys.argv[1:]]))
-    if native and options.out is None and (origin.dirty or origin.commit is None):
-        print(f"{options.backend}: a run on {facts} needs a tree without uncommitted changes: commit, then run this again")
-        return 1
     report = run_suite(
         get_registry(),
         options.backend,
@@ -140,101 +146,145 @@ def conform(options: argparse.Namespace) -> int:
     for each in report.unavailable:
         print(f"not run: {each.implementation} / {each.primitive}: {'; '.join(map(str, each.reasons))}")
     refuse_if_changed(records)
-    made = conformance_records(report, records.declarations, records.profiles, origin, driver=driver(device))
+    run = provenance_of(ROOT, shlex.join(["python", "ci/record_evidence.py", *sys.argv[1:]]), device)
+    state = state_of(device)
+    made = conformance_report(report, records.declarations, run, driver=state.driver, clocks=state.clocks)
     if options.out is not None:
-        write_unbound(options.out, made)
+        write_line(options.out, made)
     else:
-        append_all(made, records)
-    print(f"{options.backend} on {profile.slug}: {report.passed} passed, {report.failed} failed; {len(made)} records")
+        keep([made], records)
+    print(f"{options.backend} on {profile.slug}: {report.passed} passed, {report.failed} failed")
     return int(not report.ok)
 
 
-def append_all(made: list[dict[str, Any]], records: Records) -> None:
-    """Append records to the files of their devices and backends."""
-    for record in made:
-        folder = record["device"]["profile"] if "device" in record else "compiled"
-        path = records.folder / EVIDENCE / folder / f"{record['implementation'].partition('.')[0]}.jsonl"
-        append_evidence(path, [record], records.profiles)
-
-
-def write_unbound(path: Path, made: list[dict[str, Any]]) -> None:
-    """Records that are bound to no commit yet, for `add`."""
-    lines = [record_line(record | UNBOUND) for record in made]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(lines)
-
-
-def driver(device: torch.device) -> str | None:
-    """The version of the device's driver; None for a CPU. Raises: SystemExit where no tool tells."""
-    version = driver_version(device)
-    if version is None and device.type != "cpu":
+def state_of(device: torch.device) -> MachineState:
+    """Driver, clocks and versions. Raises: SystemExit where no tool tells the driver of a device that is no CPU."""
+    state = machine_state(device, get_registry().facts(device))
+    if state.driver is None and device.type != "cpu":
         raise SystemExit("the driver's version is needed for evidence, and neither nvidia-smi, amdgpu nor ixsmi tells it")
-    return version
+    return state
+
+
+def write_line(path: Path, document: Mapping[str, Any]) -> None:
+    """Append a report to a file for `add`: a compressed line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(gzip.compress(f"{report_text(document)}\n".encode(), 9, mtime=0))
 
 
 def bench(options: argparse.Namespace) -> int:
-    from mla_portable.tools.bench.kernel_records import read_lines
+    from mla_portable.tools.bench.kernel_records import read_runs
 
-    records, lines = read(), read_lines(options.times)
-    made, left_out = benchmark_records(lines, records.declarations, records.profiles, origin_of(ROOT, ""))
-    for why in left_out:
-        print(f"left out: {why}")
-    if not made:
-        raise SystemExit(f"{options.times}: no line is evidence; time kernels beside baselines, on a device with a profile")
-    if options.out is not None:
-        write_unbound(options.out, made)
-        print(f"{len(made)} records written to {options.out}")
-        return 0
-    return append_bound([record | UNBOUND for record in made], records)
-
-
-def add(options: argparse.Namespace) -> int:
-    lines = options.file.read_text(encoding="utf-8").splitlines()
-    return append_bound([scrubbed(json.loads(line)) for line in lines], read())
-
-
-def fold_all(_: argparse.Namespace) -> int:
-    """Rewrite each file of evidence with what can still matter; commands lose the folders that they name."""
-    profiles = read_profiles(CAPABILITY)
-    declared = collect_declarations(get_registry(), profiles)
-    hashes = hashes_of(declared, [profile.arch for profile in profiles.values()])
-    for path in sorted((CAPABILITY / EVIDENCE).rglob("*.jsonl")):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        text = "".join(record_line(scrubbed(json.loads(line))) for line in lines)
-        found = sorted(parse_evidence(text, path.name, profiles), key=lambda each: each.recorded)
-        kept = fold(found, lambda each: not hashes.changed(each))
-        path.write_text("".join(record_line(each.data) for each in kept), encoding="utf-8")
-        print(f"{path.relative_to(CAPABILITY)}: {len(lines)} records, {len(kept)} kept")
-    return 0
-
-
-def append_bound(made: list[dict[str, Any]], records: Records) -> int:
-    """Append records to the files of their devices; those of no commit yet are bound to this tree's. Raises: SystemExit."""
-    origin = origin_of(ROOT, "")
-    for record in made:
-        if record["commit"] is None:
-            bind(record, records, origin)
-    append_all(made, records)
+    refuse_if_dirty()
+    records = read()
+    documents = [benchmark_report(run, lines, records.declarations) for run, lines in read_runs(options.times)]
+    for document in documents:
+        baselines = baselines_of(document["lines"])
+        for line in document["lines"]:
+            if line["role"] != "baseline" and (why := unfit(line, baselines)):
+                print(f"left out: {line['name']} / {line['primitive']}, {line['shape']}: {why}")
+    made = keep([settle(each, records) for each in documents], records, options.sign)
     print(f"{len(made)} records added")
     return 0
 
 
-def bind(record: dict[str, Any], records: Records, origin: Origin) -> None:
-    """Give a record the commit of this tree, which must be clean and hold the very sources that ran. Raises: SystemExit."""
-    name = f"{record['implementation']} / {record['primitive']}"
-    if origin.dirty or origin.commit is None:
-        raise SystemExit(f"{name}: bound to no commit, and this tree has uncommitted changes: commit, then run this again")
-    changed = records.hashes.changed(Evidence(name, record))
-    if changed:
-        raise SystemExit(f"{name}: {changed} that ran are not those of this tree; check out the commit that ran")
-    record.update(commit=origin.commit, dirty=False)
+def add(options: argparse.Namespace) -> int:
+    refuse_if_dirty()
+    records = read()
+    documents = [json.loads(line) for line in unpacked(options.file).splitlines()]
+    print(f"{len(keep([settle(each, records) for each in documents], records, options.sign))} records added")
+    return 0
+
+
+def settle(document: dict[str, Any], records: Records) -> dict[str, Any]:
+    """Bind what was made without git to this tree's commit, which must hold the very sources that ran. Raises: SystemExit."""
+    if "files" not in document:
+        return document
+    for claim in document["claims"]:
+        name = claim["implementation"], claim["primitive"], claim["arch"]
+        today = records.hashes.sources.get(name), records.hashes.suite.get(claim["primitive"])
+        for what, ran, here in (
+            ("sources", claim["source_hash"], today[0]),
+            ("code of the suite", claim.get("suite_hash"), today[1]),
+        ):
+            if ran not in (here, None):
+                raise SystemExit(f"{' / '.join(name[:2])}: other {what} ran than this tree's; check out the commit that ran")
+    known = {field.name for field in fields(Provenance)} & document.keys()
+    run = settled(Provenance(**{name: document[name] for name in known}), ROOT)
+    rest = {name: value for name, value in document.items() if name != "files"}
+    for path in run.changed or {}:
+        print(f"it ran with uncommitted changes: {path}")
+    return {**rest, "commit": run.commit, "changed": dict(run.changed or {})}
+
+
+def keep(documents: Iterable[Mapping[str, Any]], records: Records, key: Path | None = None) -> list[dict[str, Any]]:
+    """Keep reports and write the index. Returns: their records. Raises: RecordError where one has no record."""
+    made: list[dict[str, Any]] = []
+    for document in documents:
+        text = report_text(document)
+        found = records_of(parse_report(json.loads(text), "new report"), digest(text), records.profiles)
+        if not found:
+            raise RecordError(document["command"], "nothing in it is evidence; a time counts beside a baseline of the same run")
+        made += found
+        path = write_report(CAPABILITY, document)
+        if key is not None:
+            sign(path, key)
+    write_index(records)
+    return made
+
+
+def write_index(records: Records) -> None:
+    """Write every file of evidence."""
+    for path, text in index_of(CAPABILITY, records.profiles).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def fold_all(_: argparse.Namespace) -> int:
+    """Drop reports that later ones supersede, and the lines without a report that a claim with one has."""
+    write_index(read())
+    records = read()
+    reported = {place(each.data) for each in records.evidence if each.report}
+    for path in sorted((CAPABILITY / "evidence").rglob("*.jsonl")):
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if (data := json.loads(line)).get("report") or place(data) not in reported]
+        path.write_text("".join(kept), encoding="utf-8")
+    dropped = superfluous(records.evidence, lambda each: not records.hashes.changed(each))
+    for sha in dropped:
+        report_path(CAPABILITY, sha).unlink()
+        report_path(CAPABILITY, sha).with_suffix(".sig").unlink(missing_ok=True)
+    write_index(records)
+    print(f"{len(dropped)} reports dropped")
+    return 0
+
+
+def place(data: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Which claim a record is about, where."""
+    device = data.get("device", {}).get("profile")
+    return data["implementation"], data["primitive"], data["kind"], data.get("mode"), data.get("target"), device
+
+
+def hashes(_: argparse.Namespace) -> int:
+    found = read().hashes
+    document = {"sources": {"/".join(name): sha for name, sha in found.sources.items()}, "suite": dict(found.suite)}
+    print(json.dumps(document))
+    return 0
+
+
+def refuse_if_dirty() -> None:
+    """Raises: SystemExit where the code differs from a commit, or there is none."""
+    run = provenance_of(ROOT, "", CPU)
+    if run.commit is None or run.changed:
+        what = (
+            f"uncommitted changes: {', '.join(run.changed)}" if run.changed else "no git here; use --out, and `add` elsewhere"
+        )
+        raise SystemExit(f"nothing is recorded: {what}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    tasks = {"compiled": compiled, "conform": conform, "bench": bench, "fold": fold_all, "add": add}
+    tasks = {"compiled": compiled, "conform": conform, "bench": bench, "fold": fold_all, "add": add, "hashes": hashes}
     command = {name: commands.add_parser(name) for name in tasks}
     for name, run in tasks.items():
         command[name].set_defaults(run=run)
@@ -243,14 +293,18 @@ def main() -> int:
     command["conform"].add_argument("--device")
     command["conform"].add_argument("--level", default="quick", choices=("quick", "full"))
     command["conform"].add_argument("--jobs", type=int, default=1)
+    command["conform"].add_argument("--out", type=Path)
     command["bench"].add_argument("times", type=Path)
     command["add"].add_argument("file", type=Path)
     for name in ("compiled", "conform"):
         command[name].add_argument("--all", action="store_true")
-    for name in ("conform", "bench"):
-        command[name].add_argument("--out", type=Path)
+    for name in ("add", "bench"):
+        command[name].add_argument("--sign", type=Path, metavar="KEY")
     options = parser.parse_args()
-    return options.run(options)
+    try:
+        return options.run(options)
+    except RecordError as error:
+        raise SystemExit(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ configured as for a device of that architecture (its profile).
 The result speaks of the numerics of that code path: shared memory and registers of the older device are checked when it is
 compiled (`ci/compile`), and its speed is not known from here. Nothing but Triton's kernels can be run this way.
 
-`python ci/record_evidence.py add FILE` enters the records: level "compiled+run", the device named.
+`python ci/record_evidence.py add FILE` enters the report: level "compiled+run", the device named.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from pathlib import Path
 
 import torch
 import triton
-from record_evidence import ROOT, driver, read, write_unbound
+from record_evidence import ROOT, read, state_of, write_line
 from vllm_gpu.older_ptx import load_ptx_instead
 
 from mla_portable.contracts import Primitive
 from mla_portable.registry import Registry, get_registry
+from mla_portable.registry.facts import resolve_device
 from mla_portable.registry.variables import ENV_BACKEND
 from mla_portable.tools.conformance import Case, CaseResult, run_suite
 from mla_portable.tools.conformance.runner import run_installed
-from mla_portable.tools.matrix.record import conformance_records, origin_of
+from mla_portable.tools.matrix.record import conformance_report
+from mla_portable.tools.provenance import provenance_of
 
 
 def run_older(capability: int, loaded: Path, case: Case, device: torch.device) -> CaseResult:
@@ -73,13 +75,12 @@ def main() -> int:
         raise SystemExit(f"{options.backend} loaded no Triton kernel: nothing of {options.arch} ran")
     for bad in (result for result in report.results if result.status != "passed"):
         print(f"{bad.status} {bad.case.id}: {bad.message}")
-    origin = origin_of(ROOT, shlex.join(["python", "ci/run_older_ptx.py", *sys.argv[1:]]))
-    made = conformance_records(
-        report, records.declarations, records.profiles, origin, driver=driver(torch.device("cuda")), ran_on=here
-    )
-    write_unbound(options.out, made)
+    device = resolve_device("cuda")
+    run, state = provenance_of(ROOT, shlex.join(["python", "ci/run_older_ptx.py", *sys.argv[1:]]), device), state_of(device)
+    document = conformance_report(report, records.declarations, run, driver=state.driver, clocks=state.clocks, ran_on=here)
+    write_line(options.out, document)
     print(f"{options.arch} code on {here}, triton {triton.__version__}: {report.passed} passed, {report.failed} failed")
-    print(f"{kernels} kernels loaded as PTX; {len(made)} records in {options.out}")
+    print(f"{kernels} kernels loaded as PTX; the report is in {options.out}")
     return int(not report.ok)
 
 

@@ -12,6 +12,7 @@ from mla_portable.tools.matrix.profiles import Profile, parse_profile
 
 NOW, OLD, SUITE = "a" * 64, "b" * 64, "c" * 64
 COMMIT = "0123456789" * 4
+REPORT = "d" * 64
 SUPPORT = {"source": "a data sheet", "device_types": ["cuda", "cpu"], "kv_layouts": ["bf16"], "max_heads": 128, "lse": True}
 FACTS = {"shared_memory": 1000, "has_bf16": True, "has_fp8_conversion": True}
 
@@ -51,6 +52,8 @@ def common(kind: str, **changes: Any) -> dict[str, Any]:
     return {
         "schema": 1,
         "kind": kind,
+        "report": REPORT,
+        "machine": "0123456789abcdef",
         "recorded": "2026-11-01T00:00:00Z",
         "implementation": "acme.v1",
         "primitive": "sparse_decode",
@@ -90,15 +93,17 @@ def interpreted(**changes: Any) -> dict[str, Any]:
     return conformance(mode="interpreter", device=device, driver=None) | changes
 
 
-def benchmark(**changes: Any) -> dict[str, Any]:
+def benchmark(median_us: float = 100.0, **changes: Any) -> dict[str, Any]:
     own = {
         "shape": "B 64",
-        "median_us": 100.0,
-        "p10_us": 99.0,
-        "p90_us": 101.0,
+        "median_us": median_us,
+        "p10_us": 0.99 * median_us,
+        "p90_us": 1.01 * median_us,
         "runs": 30,
         "floor": {"name": "copy of the bytes", "median_us": 50.0},
         "rival": {"name": "other.v1", "median_us": 120.0},
+        "rows": 64,
+        "overlap": 0,
     }
     return on_big("benchmark", **own) | changes
 
@@ -107,8 +112,8 @@ ALL = (compiled(), interpreted(), conformance(), benchmark())
 
 
 def day(number: int) -> dict[str, str]:
-    """When a record was made."""
-    return {"recorded": f"2026-11-{number:02}T00:00:00Z"}
+    """When a record was made, and the report of that day."""
+    return {"recorded": f"2026-11-{number:02}T00:00:00Z", "report": f"{number:064x}"}
 
 
 def evidence(*records: dict[str, Any]) -> list[Evidence]:

@@ -56,7 +56,7 @@ from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop, kern
 from mla_portable.registry import Registry
 from mla_portable.tools.bench import kernel_machine, timing
 from mla_portable.tools.bench.candidates import decode_schedule, our_candidates
-from mla_portable.tools.bench.kernel_records import append_lines, kernel_lines, read_lines
+from mla_portable.tools.bench.kernel_records import append_lines, kernel_lines, kernel_run, read_runs
 from mla_portable.tools.bench.kernels import KernelReport, time_kernels
 from mla_portable.tools.bench.offers import load_baselines
 from mla_portable.tools.bench.plot import plot_lines
@@ -271,7 +271,7 @@ def test_a_wrong_result_gets_no_time_and_a_failure_is_reported():
     assert prefill[NAME].timing is None and prefill[NAME].failure == "RuntimeError: no such kernel"
     assert decode["reference.torch"].ok and prefill["reference.torch"].ok
     assert not report.ok and len(report.defects()) == 2
-    lines = {(line["primitive"], line["name"]): line for line in kernel_lines(report, "test")}
+    lines = {(line["primitive"], line["name"]): line for line in kernel_lines(report)}
     assert lines["sparse_decode", NAME]["median_us"] is None and lines["sparse_decode", NAME]["wrong"]
     assert lines["sparse_prefill", NAME]["failure"]
 
@@ -408,14 +408,19 @@ def test_the_roofline_bound_is_the_longer_of_moving_and_multiplying():
 @pytest.fixture(scope="module")
 def lines() -> list[dict[str, Any]]:
     cases = [KernelCase(SPARSE_DECODE, rows, "bf16", heads, 16, 64) for heads in (1, 2) for rows in (1, 2, 4)]
-    return kernel_lines(run(*cases, SMALL[CACHE_WRITE], baselines=[decode_baseline()]), "the command")
+    return kernel_lines(run(*cases, SMALL[CACHE_WRITE], baselines=[decode_baseline()]))
 
 
 def test_a_line_says_what_ran_where_and_how(lines, tmp_path):
     path = tmp_path / "new" / "times.jsonl"
-    append_lines(path, lines[:1])
+    header = kernel_run(run(SMALL[CACHE_WRITE]), "the command", CPU)
+    append_lines(path, [header, *lines[:1]])
     append_lines(path, lines[1:])
-    assert read_lines(path) == json.loads(json.dumps(lines))
+    append_lines(path, [header])
+    assert [list(each) for each in read_runs(path)] == json.loads(json.dumps([[header, lines], [header, []]]))
+    assert header["versions"]["torch"] == torch.__version__ and header["driver"] is None
+    assert (header["command"], len(header["machine"]), header["tuned"]) == ("the command", 16, False)
+    assert header["commit"] is not None and header["files"] is None, "these tests run in a checkout"
     ours, baseline = lines[0], lines[1]
     assert (ours["name"], ours["role"], baseline["name"], baseline["role"]) == (
         "reference.torch",
@@ -425,17 +430,15 @@ def test_a_line_says_what_ran_where_and_how(lines, tmp_path):
     )
     assert (ours["rows"], ours["heads"], ours["topk"], ours["layout"], ours["width"]) == (1, 1, 16, "bf16", 64)
     assert len(ours["source_hash"]) == 64 and baseline["source_hash"] is None
-    assert ours["versions"]["torch"] == torch.__version__ and ours["driver"] is None
     assert ours["p10_us"] <= ours["median_us"] <= ours["p90_us"] and ours["runs"] == 2
-    assert len({line["recorded"] for line in lines}) == 1
 
 
 def test_a_file_of_something_else_is_refused(tmp_path):
     path = tmp_path / "other.jsonl"
-    for text in ("{", '{"kind": "conformance"}'):
+    for text in ("{", '{"kind": "conformance"}', '{"kind": "kernel_time", "schema": 3}'):
         path.write_text(text)
         with pytest.raises(InvalidArgument, match=r"other\.jsonl:1"):
-            read_lines(path)
+            read_runs(path)
 
 
 def test_the_plot_shows_every_candidate_that_has_a_time(lines, tmp_path):
@@ -479,10 +482,11 @@ def test_the_command_writes_lines_and_a_plot(tmp_path):
     words = ["--primitive", "sparse_decode", "--layout", "bf16", "--out", str(out), "--plot", str(plot), "--json"]
     answer = json.loads(command(*words).stdout)
     assert answer["ok"] and [line["rows"] for line in answer["lines"]] == [2, 3]
-    assert read_lines(out) == answer["lines"]
+    ((header, timed),) = read_runs(out)
+    assert (header, timed) == (answer["run"], answer["lines"])
     assert ElementTree.fromstring(plot.read_text()).tag.endswith("svg")
     command(*words)
-    assert len(read_lines(out)) == 4, "appended"
+    assert [len(timed) for _, timed in read_runs(out)] == [2, 2], "appended"
 
 
 def test_the_command_fails_when_one_of_ours_is_wrong():

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +12,7 @@ from typing import Any
 import pytest
 from acme_records import acme_claim
 from machines import A100, H200
+from reporting import PROFILES, derived
 
 from mla_portable.contracts import Implementation, Primitive, Registrar, Request, Support, hookimpl
 from mla_portable.primitives import CONVERT_INDICES, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
@@ -24,41 +22,50 @@ from mla_portable.registry.plugins import load_plugins
 from mla_portable.registry.policy import Policy
 from mla_portable.registry.select import decide
 from mla_portable.registry.sources import installed_plugins
-from mla_portable.sources import source_hash
-from mla_portable.tools.matrix.benchmarks import benchmark_records, measured_times
+from mla_portable.sources import source_hash, sources_of
+from mla_portable.tools.matrix.benchmarks import measured_times
 from mla_portable.tools.matrix.claims import Declarations
+from mla_portable.tools.matrix.derive import baselines_of, unfit
 from mla_portable.tools.matrix.evidence import Evidence, problems_of
 from mla_portable.tools.matrix.generated import generate
 from mla_portable.tools.matrix.levels import Hashes
 from mla_portable.tools.matrix.model import RecordError
-from mla_portable.tools.matrix.profiles import load_profiles
-from mla_portable.tools.matrix.record import Origin
+from mla_portable.tools.matrix.record import benchmark_report
+from mla_portable.tools.matrix.trust import REPRODUCED, SELF_REPORTED, SIGNED, Trust
 
 ROOT = Path(__file__).parents[1]
-PROFILES = load_profiles(ROOT / "capability" / "profiles")
-HASH, OLD, SUITE = "a" * 64, "b" * 64, "c" * 64
-ORIGIN = Origin("0123456789" * 4, False, "2026-11-09T00:00:00Z", "record it")
+OLD = "b" * 64
 SUPPORT = {"source": "this test", "device_types": ["cuda"], "kv_layouts": ["fp8_ds_mla"], "lse": True}
-HASHES = Hashes({("acme.v1", "sparse_decode", profile.arch): HASH for profile in PROFILES.values()}, SUITE)
+SOURCES = ("mla_portable.layouts.base",)
+HASH = source_hash(SOURCES)
+HASHES = Hashes({("acme.v1", "sparse_decode", profile.arch): HASH for profile in PROFILES.values()}, {})
 
-claim = partial(
-    acme_claim, sources=("mla_portable.layouts.base",), targets=(), support=SUPPORT, devices=dict.fromkeys(PROFILES, ())
-)
+claim = partial(acme_claim, sources=SOURCES, targets=(), support=SUPPORT, devices=dict.fromkeys(PROFILES, ()))
 
 
 DECLARED = Declarations((claim(),))
+HEADER: dict[str, Any] = {
+    "kind": "kernel_run",
+    "schema": 3,
+    "recorded": "2026-11-02T10:00:00Z",
+    "command": "mla-portable bench kernels",
+    "machine": "0123456789abcdef",
+    "commit": "0123456789" * 4,
+    "changed": {},
+    "files": None,
+    "device": {"name": "NVIDIA H200", "arch": "sm90", "vendor": "nvidia"},
+    "driver": "580.1",
+    "versions": {"python": "3.12", "torch": "2.11"},
+    "clocks": {"clocks.sm": 1980.0},
+    "ceilings": {"bytes_per_second": 4.3e12, "flops_per_second": 7.9e14, "copy_bytes": 1, "side": 1},
+    "tuned": False,
+}
 
 
 def line(name: str = "acme.v1", us: float | None = 50.0, **changes: Any) -> dict[str, Any]:
     ours = name.startswith("acme")
     return {
-        "recorded": "2026-11-02T10:00:00Z",
-        "command": "mla-portable bench kernels",
         "device": {"name": "NVIDIA H200", "arch": "sm90", "vendor": "nvidia"},
-        "driver": "580.1",
-        "versions": {"python": "3.12", "torch": "2.11"},
-        "clocks": {"clocks.sm": 1980.0},
-        "ceilings": {"bytes_per_second": 4.3e12, "flops_per_second": 7.9e14, "copy_bytes": 1, "side": 1},
         "primitive": "sparse_decode",
         "layout": "fp8_ds_mla",
         "heads": 16,
@@ -66,13 +73,14 @@ def line(name: str = "acme.v1", us: float | None = 50.0, **changes: Any) -> dict
         "rows": 64,
         "overlap": 0,
         "shape": "B 64, S 1, H 16, K 2048",
+        "bytes": 86_000_000,
+        "flops": 1000,
         "bound_us": 20.0,
         "name": name,
         "role": "implementation" if ours else "baseline",
         "source_hash": HASH if ours else None,
         "wrong": [],
         "failure": "",
-        "tuned": False,
         "median_us": us,
         "p10_us": us,
         "p90_us": us,
@@ -83,10 +91,12 @@ def line(name: str = "acme.v1", us: float | None = 50.0, **changes: Any) -> dict
 BASELINES = [line("other.slow", 90.0), line("other.fast", 80.0), line("other.wrong", None, wrong=["out[0]"])]
 
 
-def records(*lines: dict[str, Any]) -> list[dict[str, Any]]:
-    made, left_out = benchmark_records(lines, DECLARED, PROFILES, ORIGIN)
-    assert left_out == []
-    return made
+def report(*lines: dict[str, Any], **header: Any) -> dict[str, Any]:
+    return benchmark_report(HEADER | header, lines, DECLARED)
+
+
+def records(*lines: dict[str, Any], **header: Any) -> list[dict[str, Any]]:
+    return derived(report(*lines, **header))
 
 
 def evidence(*made: dict[str, Any]) -> list[Evidence]:
@@ -105,52 +115,76 @@ def test_a_time_beside_its_best_baseline_is_evidence():
     assert record["floor"] == {"name": "copy at 4.3 TB/s, bf16 product at 790 TFLOP/s", "median_us": 20.0}
     assert record["device"] == {"profile": "h200", "name": "NVIDIA H200", "arch": "sm90"}
     assert (record["heads"], record["topk"], record["rows"], record["median_us"]) == ([16], [2048], 64, 50.0)
-    assert (record["source_hash"], record["recorded"], record["commit"]) == (HASH, "2026-11-02T10:00:00Z", ORIGIN.commit)
+    assert (record["source_hash"], record["recorded"], record["commit"]) == (HASH, HEADER["recorded"], HEADER["commit"])
 
 
 @pytest.mark.parametrize(
     ("lines", "why"),
     [
         ([line()], "no baseline was timed in the same run"),
-        ([line(), line("other.fast", 80.0, recorded="2026-11-03T10:00:00Z")], "no baseline was timed in the same run"),
         ([line(), line("other.fast", 80.0, shape="B 4")], "no baseline was timed in the same run"),
         ([line(us=None, wrong=["out[0]: got 1"]), *BASELINES], "out[0]: got 1"),
         ([line(us=None, failure="RuntimeError: no"), *BASELINES], "RuntimeError: no"),
-        ([line(source_hash=None), *BASELINES], "no sources"),
-        ([line(tuned=True), *BASELINES], "a table of the user's"),
+        ([line(source_hash=None), *BASELINES], "in no module"),
     ],
 )
 def test_what_is_no_evidence_is_left_out_with_the_reason(lines, why):
-    made, (said,) = benchmark_records(lines, DECLARED, PROFILES, ORIGIN)
-    assert made == []
-    assert said.startswith("acme.v1 / sparse_decode, B 64") and why in said
+    assert records(*lines) == []
+    assert why in unfit(lines[0], baselines_of(lines))
 
 
-def test_an_undeclared_implementation_and_an_unknown_device_are_refused():
+def test_what_cannot_be_evidence_is_refused():
     with pytest.raises(RecordError, match="no plugin here declares it"):
         records(line("acme.v2"), *BASELINES)
-    elsewhere = {"name": "NVIDIA H201", "arch": "sm90", "vendor": "nvidia"}
+    with pytest.raises(RecordError, match="other sources"):
+        records(line(source_hash=OLD), *BASELINES)
+    with pytest.raises(RecordError, match="a table of the user's"):
+        records(line(), *BASELINES, tuned=True)
     with pytest.raises(RecordError, match="no profile matches"):
-        records(*(each | {"device": elsewhere} for each in (line(), *BASELINES)))
+        records(line(), *BASELINES, device={"name": "NVIDIA H201", "arch": "sm90", "vendor": "nvidia"})
 
 
 # ---------------------------------------------------------------------- times that costs are made of
 
 
-def test_the_newest_time_of_todays_sources_counts():
-    older, newer = records(line(), *BASELINES)[0], records(line(us=40.0), *BASELINES)[0] | {"recorded": "2026-11-05T00:00:00Z"}
-    (time,) = measured_times(evidence(older, newer), HASHES)
+def on(day: int, us: float = 50.0, **header: Any) -> dict[str, Any]:
+    """The record of a run of that day."""
+    return records(line(us=us), *BASELINES, recorded=f"2026-11-{day:02}T10:00:00Z", **header)[0]
+
+
+def test_the_newest_time_that_was_repeated_counts():
+    (time,) = measured_times(evidence(on(2), on(5, 47.0)), HASHES)
     assert time == MeasuredTime(
-        "NVIDIA H200", "sparse_decode", "fp8_ds_mla", 16, 2048, 64, "acme.v1", us=40.0, recorded="2026-11-05", source_hash=HASH
+        "NVIDIA H200", "sparse_decode", "fp8_ds_mla", 16, 2048, 64, "acme.v1", us=47.0, recorded="2026-11-05", source_hash=HASH
     )
-    stale = newer | {"source_hash": OLD}
-    assert [each.us for each in measured_times(evidence(older, stale), HASHES)] == [50.0]
-    assert measured_times(evidence(older | {"dirty": True}), HASHES) == []
-    assert measured_times(evidence(older | {"overlap": 50}), HASHES) == []
+    assert measured_times(evidence(on(2, changed={"a.py": "0" * 40}), on(5)), HASHES) == []
+    overlapping = [record | {"overlap": 50} for record in (on(2), on(5))]
+    assert measured_times(evidence(*overlapping), HASHES) == []
+    stale = [record | {"source_hash": OLD} for record in (on(6, 40.0), on(7, 40.0))]
+    assert [each.us for each in measured_times(evidence(on(2), on(5), *stale), HASHES)] == [50.0]
 
 
-SOURCES = ("mla_portable.layouts.base",)
-INSTALLED = source_hash(SOURCES)
+@pytest.mark.parametrize(
+    ("other", "trust", "ships"),
+    [
+        (on(3), REPRODUCED, True),
+        (on(2, machine="f" * 16), REPRODUCED, True),
+        (on(3, 54.9), REPRODUCED, True),
+        (on(3, 55.1), SELF_REPORTED, False),
+        (on(2), SELF_REPORTED, False),
+        (on(3) | {"source_hash": OLD}, SELF_REPORTED, False),
+        (on(2) | {"signer": "runner@example.invalid"}, SELF_REPORTED, False),
+        (on(3, 5.0) | {"signer": "runner@example.invalid"}, SELF_REPORTED, False),
+        (on(3) | {"report": None}, SELF_REPORTED, False),
+    ],
+    ids=["day", "machine", "within the limit", "beyond it", "the same run", "other sources", "signed", "signed, 10 x", "typed"],
+)
+def test_a_time_ships_when_another_run_agrees(other, trust, ships):
+    first, second = evidence(on(2), other)
+    found = Trust([first, second])
+    assert (found.of(first), found.ships(first)) == (trust, ships)
+    signed = Evidence("", first.data | {"signer": "runner@example.invalid"})
+    assert Trust([signed]).of(signed) == SIGNED and Trust([signed]).ships(signed)
 
 
 def times(*rows: tuple[str, str | None, int | None, int, float], primitive: str = "sparse_decode") -> list[MeasuredTime]:
@@ -164,6 +198,9 @@ def times(*rows: tuple[str, str | None, int | None, int, float], primitive: str 
 def named(name: str, preference: float = 50.0, primitive: Primitive = SPARSE_DECODE) -> Implementation:
     support = Support(source="this test", kv_layouts=("bf16", "fp8_ds_mla"))
     return Implementation(name, primitive, support, lambda request: lambda: None, preference=preference, sources=SOURCES)
+
+
+INSTALLED = source_hash(sources_of(named("a.v1")))
 
 
 def request(**changes: Any) -> Request:
@@ -274,7 +311,8 @@ def test_times_of_other_sources_rank_nobody():
     (time,) = times(("a.v1", FP8, 16, 1, 10.0))
     assert MeasuredCosts([replace(time, source_hash=OLD)])(named("a.v1"), request()) is None
     assert MeasuredCosts([time])(replace(named("a.v1"), sources=(*SOURCES, "mla_portable.sources")), request()) is None
-    assert MeasuredCosts([time])(replace(named("a.v1"), sources=()), request()) is None, "nothing says what was timed"
+    nowhere = replace(named("a.v1"), sources=("no_such_package.kernel",))
+    assert MeasuredCosts([time])(nowhere, request()) is None, "nothing says what was timed"
     assert installed_hash(("no_such_package.kernel",)) is None
 
 
@@ -290,10 +328,10 @@ def test_sources_are_read_once_and_only_where_there_are_times():
         assert costs(named("a.v1"), request(**changes)) is None
     assert costs(named("b.v1"), request()) is None
     assert asked == []
-    assert costs(named("a.v1"), request()) is not None and asked == [SOURCES]
+    assert costs(named("a.v1"), request()) is not None and asked == [sources_of(named("a.v1"))]
     installed_hash.cache_clear()
     for _ in range(3):
-        installed_hash(SOURCES)
+        installed_hash(sources_of(named("a.v1")))
     assert installed_hash.cache_info().misses == 1
 
 
@@ -441,24 +479,3 @@ def test_costs_are_generated_for_the_plugins_of_the_same_checkout_alone(tmp_path
     assert "costs.json" not in names(), "nothing was timed"
     (home / "costs.json").write_text("")
     assert names()[-1] == "costs.json"
-
-
-def test_the_script_turns_times_into_records(tmp_path):
-    from mla_portable.tools.bench.kernel_records import KIND, SCHEMA
-
-    path, out = tmp_path / "times.jsonl", tmp_path / "records.jsonl"
-    named_so = {"kind": KIND, "schema": SCHEMA}
-    ours = line("reference.torch", 50.0, role="implementation", source_hash=HASH)
-    path.write_text(
-        "".join(json.dumps(each | named_so) + "\n" for each in (ours, line("acme.v1", None, failure="no"), *BASELINES))
-    )
-    command = [sys.executable, "ci/record_evidence.py", "bench", str(path), "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "left out: acme.v1 / sparse_decode" in done.stdout
-    (record,) = map(json.loads, out.read_text().splitlines())
-    assert (record["implementation"], record["commit"], record["dirty"]) == ("reference.torch", None, True)
-    added = subprocess.run(
-        [sys.executable, "ci/record_evidence.py", "add", str(out)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert added.returncode != 0, "a tree with changes binds nothing, and other sources than today's are refused"

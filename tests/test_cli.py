@@ -252,14 +252,18 @@ def test_run_in_a_process_of_its_own():
 
 
 def test_conform_passes_and_records(tmp_path):
-    record = tmp_path / "new" / "reference.jsonl"
-    words = ["conform", "reference", "--level", "smoke", "--primitive", "merge_states", "--record", str(record)]
+    records = tmp_path / "new" / "reference.jsonl"
+    words = ["conform", "reference", "--level", "smoke", "--primitive", "merge_states", "--evidence", str(records)]
     answer = document(*words)
     assert answer["ok"] and answer["totals"]["passed"] == answer["totals"]["cases"] > 0
     assert {case["primitive"] for case in answer["cases"]} == {"merge_states"}
     invoke(*words)
-    lines = [json.loads(line) for line in record.read_text().splitlines()]
-    assert len(lines) == 2 and lines[0]["totals"]["cases"] == lines[1]["totals"]["cases"]
+    first, second = [json.loads(line) for line in records.read_text().splitlines()]
+    assert first["cases"] == second["cases"] == {"passed": answer["totals"]["cases"], "failed": 0, "skipped": 0}
+    assert {path.name[:16] for path in (tmp_path / "new" / "reports").iterdir()} == {
+        first["report"][:16],
+        second["report"][:16],
+    }
 
 
 def test_levels_are_those_of_the_suite_and_are_checked_before_anything_is_loaded():

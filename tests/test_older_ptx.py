@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from machines import H200
+from reporting import PROFILES, RUN, derived
 
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
@@ -22,14 +23,11 @@ from mla_portable.tools.conformance import CaseResult, Report, cases_for
 from mla_portable.tools.matrix.claims import collect_declarations
 from mla_portable.tools.matrix.evidence import Evidence, problems_of
 from mla_portable.tools.matrix.levels import Cell, Hashes, evaluate
-from mla_portable.tools.matrix.profiles import load_profiles
-from mla_portable.tools.matrix.record import Origin, compiled_records, conformance_records, kernels_of
+from mla_portable.tools.matrix.record import compiled_report, conformance_report, kernels_of
 
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[1]
-PROFILES = load_profiles(ROOT / "capability" / "profiles")
-ORIGIN = Origin("0" * 40, False, "2026-11-01T00:00:00Z", "pytest")
 STEP = (CONVERT_INDICES, CACHE_WRITE, SPARSE_DECODE, SPARSE_PREFILL)
 """What a step on an FP8 cache takes where prefill reads the cache itself."""
 
@@ -104,10 +102,11 @@ def cells(registry: Registry, arch: str, *, level: str = "quick", dead: str = ""
                 results.append(CaseResult(case, "error" if died else "passed", {}, {}, "it died" if died else "", 0.1))
     versions = (("python", "3.12.0"), ("torch", "2.11.0"), ("triton", "3.6.0"))
     report = Report("triton", level, older, versions, tuple(results))
-    made: list[dict[str, Any]] = conformance_records(report, declared, PROFILES, ORIGIN, driver="580.1", ran_on=H200)
+    made: list[dict[str, Any]] = derived(conformance_report(report, declared, RUN, driver="580.1", ran_on=H200))
     usage = {"error": "", "shared": 0, "registers": 1, "spilled": 0, "arch": arch}
     lines = [{**usage, "kernel": kernel, "label": kernel} for claim in claims for kernel in kernels_of(claim)]
-    made += compiled_records(lines, claims[0].module, replace(declared, claims=tuple(claims)), PROFILES, ORIGIN)
+    declared = replace(declared, claims=tuple(claims))
+    made += derived(compiled_report(lines, claims[0].module, declared, PROFILES, RUN))
     assert [problem for record in made for problem in problems_of(record, PROFILES)] == []
     evidence = [Evidence("here", record) for record in made]
     suite = {record["primitive"]: record["suite_hash"] for record in made if record["kind"] == "conformance"}

@@ -9,17 +9,18 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from acme_records import acme_claim
-from torch_reference import merge_states
+from reporting import PROFILES, RUN, derived
 from typer.testing import CliRunner
 
 from mla_portable import sources
-from mla_portable.contracts import Implementation, Registrar, Request, Support, hookimpl
+from mla_portable.contracts import Implementation, Registrar, Support, hookimpl
 from mla_portable.dispatch import serving
 from mla_portable.primitives import MERGE_STATES
 from mla_portable.registry import Registry
@@ -27,39 +28,34 @@ from mla_portable.tools.cli.app import app
 from mla_portable.tools.conformance import run_suite
 from mla_portable.tools.matrix import RecordError, read_records
 from mla_portable.tools.matrix.claims import Declarations, collect_declarations
-from mla_portable.tools.matrix.evidence import append_evidence, problems_of
-from mla_portable.tools.matrix.profiles import load_profiles
-from mla_portable.tools.matrix.record import (
-    Origin,
-    compiled_records,
-    conformance_records,
-    kernels_of,
-    mode_of,
-    origin_of,
-    profile_of,
-    shared_memory_limit,
-)
+from mla_portable.tools.matrix.evidence import append_evidence, problems_of, record_line
+from mla_portable.tools.matrix.profiles import profile_of, shared_memory_limit
+from mla_portable.tools.matrix.record import compiled_report, conformance_report, kernels_of, mode_of
+from mla_portable.tools.matrix.reports import digest, read_reports, sign, signed_by, unpacked, write_report
+from mla_portable.tools.provenance import _files, provenance_of, settled
 
 ROOT = Path(__file__).parents[1]
-PROFILES = load_profiles(ROOT / "capability" / "profiles")
-ORIGIN = Origin("0" * 40, False, "2026-11-01T00:00:00Z", "pytest")
 CPU = torch.device("cpu")
-KERNEL = "def helper(): ...\ndef add_kernel(): ...\n"
+KERNEL = """
+from torch_reference import merge_states
+def bind(request):
+    return merge_states
+def helper(): ...
+def add_kernel(): ...
+"""
 
 
 class Plugin:
-    """One implementation whose kernel is a file of the test."""
+    """One implementation, all of whose code is a file outside of this checkout."""
 
     def __init__(self, *names: str, **limits: Any) -> None:
         self.sources, self.limits = names or ("kernel_of_a_test",), limits
 
     @hookimpl
     def mla_portable_register(self, registrar: Registrar) -> None:
-        def bind(request: Request) -> Any:
-            return merge_states
-
+        kernels = import_module("kernel_of_a_test")
         support = Support(source="this test", device_types=("cpu", "cuda"), **self.limits)
-        registrar.add(Implementation("acme.v1", MERGE_STATES, support, bind, sources=self.sources))
+        registrar.add(Implementation("acme.v1", MERGE_STATES, support, kernels.bind, sources=self.sources))
 
 
 @pytest.fixture
@@ -67,6 +63,7 @@ def kernel_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "kernel_of_a_test.py"
     path.write_text(KERNEL)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "kernel_of_a_test", raising=False)
     sources._top.cache_clear()
     return path
 
@@ -90,7 +87,7 @@ def test_a_run_of_the_suite_becomes_evidence_that_an_edit_or_a_wider_claim_outgr
     declared = collect_declarations(chosen, PROFILES)
     report = run_suite(chosen, "acme", device=CPU, level="quick")
     assert report.ok
-    (record,) = conformance_records(report, declared, PROFILES, ORIGIN, environ={"TRITON_INTERPRET": "1"})
+    (record,) = derived(conformance_report(report, declared, RUN, environ={"TRITON_INTERPRET": "1"}))
     assert (record["mode"], record["device"]["profile"], record["layout"]) == ("interpreter", "cpu", None)
     assert record["cases"] == {"passed": len(report.results), "failed": 0, "skipped": 0}
     append_evidence(folder / "cpu" / "acme.jsonl", [record], PROFILES)
@@ -117,7 +114,7 @@ def test_the_core_itself_is_native_on_a_cpu_and_verified_there_alone(folder: Pat
     chosen = Registry(environ={}, probe=False)
     report = run_suite(chosen, "reference", device=CPU, level="quick", primitives=[MERGE_STATES])
     declared = collect_declarations(chosen, PROFILES)
-    (record,) = conformance_records(report, declared, PROFILES, ORIGIN, environ={"TRITON_INTERPRET": "1"})
+    (record,) = derived(conformance_report(report, declared, RUN, environ={"TRITON_INTERPRET": "1"}))
     assert record["mode"] == "native"
     append_evidence(folder / "reference.jsonl", [record], PROFILES)
     found = [
@@ -138,7 +135,7 @@ def compiling(*plugins: object) -> Declarations:
 
 
 def made(declared: Declarations, *lines: dict[str, Any]) -> list[dict[str, Any]]:
-    return compiled_records(lines, declared.claims[0].module, declared, PROFILES, ORIGIN)
+    return derived(compiled_report(lines, declared.claims[0].module, declared, PROFILES, RUN))
 
 
 def line(**changes: Any) -> dict[str, Any]:
@@ -181,7 +178,7 @@ def test_a_file_beside_a_package_has_kernels_of_its_own(kernel_file: Path) -> No
     """)
     name = "kernel_of_a_test:device code.cu"
     (claim,) = compiling(Plugin("kernel_of_a_test", "kernel_of_a_test::helper", name)).claims
-    assert kernels_of(claim) == {"add_kernel": "kernel_of_a_test", "plain": name, "bounded": name}
+    assert kernels_of(claim) == {"add_kernel": "kernel_of_a_test::add_kernel", "plain": name, "bounded": name}
 
 
 def test_what_no_profile_knows_cannot_be_recorded() -> None:
@@ -193,57 +190,120 @@ def test_what_no_profile_knows_cannot_be_recorded() -> None:
             profile_of(name, PROFILES)
 
 
-# commits
+# where it ran, and from which code
 
 
-def test_a_tree_is_dirty_as_soon_as_something_but_the_records_differs(tmp_path: Path) -> None:
+def git(folder: Path, *words: str) -> str:
     environ = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-
-    def git(*words: str) -> None:
-        who = ["-c", "user.name=t", "-c", "user.email=t@example.invalid"]
-        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, env=environ)
-
-    assert origin_of(tmp_path, "x").commit is None and origin_of(tmp_path, "x").dirty
-    git("init", "-q")
-    kernel = tmp_path / "kernel.py"
-    kernel.write_text("one")
-    git("add", ".")
-    git("commit", "-qm", "one")
-    (tmp_path / "capability").mkdir()
-    (tmp_path / "capability" / "new.jsonl").write_text("{}")
-    assert not origin_of(tmp_path, "x").dirty
-    (tmp_path / "new.py").write_text("")
-    assert origin_of(tmp_path, "x").dirty
-    (tmp_path / "new.py").unlink()
-    assert not origin_of(tmp_path, "x").dirty
-    kernel.write_text("two")
-    assert origin_of(tmp_path, "x").dirty
+    who = ["-c", "user.name=t", "-c", "user.email=t@example.invalid"]
+    return subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True, env=environ, text=True).stdout
 
 
-def test_records_from_a_machine_without_git_are_bound_to_the_commit_with_their_sources(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A repository with one kernel."""
+    git(tmp_path, "init", "-q")
+    (tmp_path / "ci").mkdir()
+    (tmp_path / "ci" / "kernel.py").write_text("one")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "one")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "counts"),
+    [
+        ("ci/new.py", "", True),
+        ("ci/kernel.py", "two", True),
+        ("ci/kernel.cu", "", True),
+        ("capability/new.py", "", False),
+        ("tests/test_new.py", "", False),
+        ("ci/costs.json", "{}", False),
+    ],
+)
+def test_what_a_tree_has_changed_is_in_the_report_with_or_without_git(tree: Path, path: str, text: str, counts: bool) -> None:
+    (tree / path).parent.mkdir(exist_ok=True)
+    (tree / path).write_text(text)
+    here = provenance_of(tree, "x", CPU)
+    assert here.commit == git(tree, "rev-parse", "HEAD").strip() and here.files is None
+    blob = git(tree, "hash-object", path).strip()
+    assert here.changed == ({path: blob} if counts else {})
+    copy = tree.parent / f"{tree.name}-copy"
+    shutil.copytree(tree, copy, ignore=shutil.ignore_patterns(".git"))
+    away = provenance_of(copy, "x", CPU)
+    assert (away.commit, away.changed) == (None, None) and away.files
+    assert settled(away, tree).changed == here.changed, "uncommitted changes stay, whoever enters the report"
+    assert settled(here, tree) is here
+
+
+def test_a_file_that_is_gone_is_a_change(tree: Path) -> None:
+    (tree / "ci" / "kernel.py").unlink()
+    assert provenance_of(tree, "x", CPU).changed == {"ci/kernel.py": ""}
+    assert provenance_of(None, "x", CPU).changed == {}, "what was installed is what its distribution says"
+
+
+# reports
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    """A report of the reference."""
+    chosen = Registry(environ={}, probe=False)
+    report = run_suite(chosen, "reference", device=CPU, level="smoke", primitives=[MERGE_STATES])
+    return conformance_report(report, collect_declarations(chosen, PROFILES), RUN)
+
+
+def test_a_report_is_one_file_of_the_same_bytes_and_is_never_edited(document: dict[str, Any], folder: Path) -> None:
+    path = write_report(folder, document)
+    data = path.read_bytes()
+    assert write_report(folder, dict(reversed(document.items()))) == path and path.read_bytes() == data
+    ((sha, report),) = read_reports(folder).items()
+    assert sha == digest(unpacked(path)) and path.name == f"{sha[:16]}.json.gz"
+    case = report.cases[0]
+    assert case.params and case.errors.keys() == case.tolerances.keys() and case.id.startswith("merge_states[")
+    path.write_bytes(write_report(folder / "other", document | {"machine": "f" * 16}).read_bytes())
+    with pytest.raises(RecordError, match="never edited"):
+        read_reports(folder)
+    with pytest.raises(RecordError, match="cases"):
+        write_report(folder, {name: value for name, value in document.items() if name != "cases"})
+
+
+def test_a_signature_is_of_one_report_and_one_key(document: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    for name in ("runner", "stranger"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
+    first, second = write_report(folder, document), write_report(folder, document | {"machine": "f" * 16})
+    shas = [digest(unpacked(path)) for path in (first, second)]
+    assert signed_by(folder, shas) == {}, "no key, no signature"
+    (folder / "signers").write_text(f"runner@example.invalid {(tmp_path / 'runner.pub').read_text()}")
+    sign(first, tmp_path / "runner")
+    sign(second, tmp_path / "stranger")
+    assert signed_by(folder, shas) == {shas[0]: "runner@example.invalid"}
+    shutil.copy(first.with_suffix(".sig"), second.with_suffix(".sig"))
+    assert signed_by(folder, shas) == {shas[0]: "runner@example.invalid"}
+
+
+def test_a_report_from_a_machine_without_git_is_bound_to_the_commit_with_its_sources(
+    monkeypatch: pytest.MonkeyPatch, document: dict[str, Any], folder: Path
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "ci"))
     import record_evidence
 
-    chosen = Registry(environ={}, probe=False)
-    report = run_suite(chosen, "reference", device=CPU, level="smoke", primitives=[MERGE_STATES])
-    path = tmp_path / "unbound.jsonl"
-    record_evidence.write_unbound(path, conformance_records(report, collect_declarations(chosen, PROFILES), PROFILES, ORIGIN))
-    record = json.loads(path.read_text())
-    assert "commit: null" in problems_of(record, PROFILES)[0]
     folder.mkdir()
-    found = read_records(folder, chosen)
-    for changes, origin, word in (
-        ({}, Origin("1" * 40, True, ORIGIN.recorded, ""), "uncommitted changes"),
-        ({"source_hash": "0" * 64}, ORIGIN, "the sources that ran"),
-        ({"suite_hash": "0" * 64}, ORIGIN, "the conformance suite that ran"),
+    found = read_records(folder, Registry(environ={}, probe=False))
+    away = provenance_of(ROOT, "", CPU)
+    files = _files(ROOT)
+    unbound = {name: value for name, value in document.items() if name != "changed"} | {"commit": None, "files": files}
+    bound = record_evidence.settle(unbound, found)
+    assert (bound["commit"], bound["changed"]) == (away.commit, dict(away.changed or {}))
+    derived(bound)
+    changed = record_evidence.settle(unbound | {"files": files | {"ci/added.py": "0" * 40}}, found)
+    assert changed["changed"]["ci/added.py"] and derived(changed)[0]["dirty"], "a dirty tree stays dirty"
+    for spoiled, word in (
+        ({"source_hash": "0" * 64}, "other sources ran"),
+        ({"suite_hash": "0" * 64}, "code of the suite ran"),
     ):
         with pytest.raises(SystemExit, match=word):
-            record_evidence.bind(record | changes, found, origin)
-    record_evidence.bind(record, found, ORIGIN)
-    assert problems_of(record, PROFILES) == []
-    assert (record["commit"], record["dirty"]) == (ORIGIN.commit, False)
+            record_evidence.settle(unbound | {"claims": [document["claims"][0] | spoiled]}, found)
 
 
 # commands
@@ -283,9 +343,9 @@ def test_a_plugin_outside_of_the_tree_keeps_profiles_and_evidence_of_its_own(
         words = ["conform", "acme", "--device", "cpu", "--level", "quick", "--evidence", str(folder / "acme.jsonl")]
         command(*words)
         record = json.loads((folder / "acme.jsonl").read_text())
-        assert (record["commit"], record["dirty"], record["mode"]) == (None, False, "interpreter") or record[
-            "mode"
-        ] == "stand_in"
+        assert record["mode"] in ("interpreter", "stand_in")
+        assert (record["commit"], record["dirty"]) == (None, False), "installed, in no checkout"
+        assert [*read_reports(folder)] == [record["report"]], "the report lies beside it"
         assert str(folder) not in record["command"]
         assert states(folder, chosen)["cpu"] == "interpreted"
         answer = json.loads(command("explain", "merge_states", "--device", "acme-1", "--records", str(folder), "--json"))
@@ -304,22 +364,29 @@ def test_scripts_learn_what_to_run_from_the_declarations() -> None:
     assert (claimed("native").stdout.split(), claimed("interpreted").stdout.split()) == (["reference"], ["triton"])
 
 
-def test_fold_rewrites_files_without_folders_of_the_machine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernel_file: Path
+def test_fold_drops_reports_and_lines_that_have_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, document: dict[str, Any]
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "ci"))
     import record_evidence
 
-    chosen = registry(Plugin())
-    report = run_suite(chosen, "acme", device=CPU, level="smoke")
-    (record,) = conformance_records(report, collect_declarations(chosen, PROFILES), PROFILES, ORIGIN)
-    shutil.copytree(ROOT / "capability" / "profiles", tmp_path / "capability" / "profiles")
-    path = tmp_path / "capability" / "evidence" / "cpu" / "acme.jsonl"
+    capability = tmp_path / "capability"
+    shutil.copytree(ROOT / "capability" / "profiles", capability / "profiles")
+    monkeypatch.setattr(record_evidence, "CAPABILITY", capability)
+    path = capability / "evidence" / "cpu" / "reference.jsonl"
     path.parent.mkdir(parents=True)
-    later = record | {"recorded": "2026-11-02T00:00:00Z", "command": "conform --out /tmp/secret/x"}
-    path.write_text("".join(json.dumps(each) + "\n" for each in (record, later)))
-    monkeypatch.setattr(record_evidence, "CAPABILITY", tmp_path / "capability")
-    monkeypatch.setattr(record_evidence, "get_registry", lambda: chosen)
+    (record,) = derived(document)
+    typed = {name: value for name, value in record.items() if name not in ("report", "machine")}
+    path.write_text("".join(record_line(typed | {"primitive": name}) for name in ("merge_states", "topk_select")))
+    later = document | {"recorded": "2026-11-01T00:00:01Z"}
+    for each in (document, later):
+        write_report(capability, each)
+    record_evidence.write_index(record_evidence.read())
+    assert len(path.read_text().splitlines()) == 4
     record_evidence.fold_all(record_evidence.argparse.Namespace())
-    (kept,) = map(json.loads, path.read_text().splitlines())
-    assert kept == later | {"command": "conform --out x"}
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(each["primitive"], each["recorded"]) for each in kept] == [
+        ("topk_select", document["recorded"]),
+        ("merge_states", later["recorded"]),
+    ]
+    assert len(read_reports(capability)) == 1

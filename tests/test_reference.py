@@ -90,8 +90,6 @@ def test_the_hook_offers_every_primitive_once():
             assert i.bind(request) is i.primitive.reference
         assert [r.subject for r in i.support.reasons(Request(i.primitive, gpu, graph=True))] == ["graph"]
         assert i.support.reasons(Request(i.primitive, tpu)) == ()
-        for source in i.sources:
-            assert source.partition(":")[0] in sys.modules
 
 
 # --- rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib import import_module
 from types import ModuleType
 
 import pytest
@@ -39,7 +38,7 @@ from mla_portable.primitives import (
 )
 from mla_portable.registry import Registry
 from mla_portable.registry.costs import parse_costs
-from mla_portable.sources import module_file
+from mla_portable.sources import code_of, sources_of
 from mla_portable_triton import support
 from mla_portable_triton.attention_configs import attention_config
 
@@ -86,19 +85,18 @@ def test_it_offers_every_primitive(offered: dict[Primitive, Implementation]) -> 
     assert set(kinds.values()) == {None}
 
 
-def test_sources_are_modules_that_exist_and_include_every_kernel(offered: dict[Primitive, Implementation]) -> None:
-    for implementation in offered.values():
-        assert len(set(implementation.sources)) == len(implementation.sources) >= 2
-        assert all(module_file(source).is_file() for source in implementation.sources)
-    # what a listed module imports of the plugin decides the result too, unless it is named here
-    incidental = {"mla_portable_triton.aot", "mla_portable_triton.support", "mla_portable_triton.kernels.config"}
-    for primitive, implementation in offered.items():
-        listed = {source.partition(":")[0] for source in implementation.sources}
-        used: set[str] = set()
-        for module in listed - {implementation.sources[0]}:
-            homes = [getattr(value, "__module__", None) or "" for value in vars(import_module(module)).values()]
-            used |= {home for home in homes if home.startswith("mla_portable_triton")}
-        assert used - listed <= incidental, f"{primitive}: add {sorted(used - listed - incidental)} to its sources"
+def test_sources_include_the_kernels_that_run_and_no_other(offered: dict[Primitive, Implementation]) -> None:
+    def kernels(primitive: Primitive) -> set[str]:
+        names = {source.rpartition("::")[2] for source in code_of(sources_of(offered[primitive]), "sm90")}
+        return {name for name in names if name.endswith("_kernel")}
+
+    found = {primitive: kernels(primitive) for primitive in offered}
+    assert all(found.values())
+    assert found[SPARSE_DECODE] == {"sparse_attention_kernel", "merge_states_kernel"}
+    assert found[MERGE_STATES] == {"merge_states_kernel"}
+    single = set(offered) - {SPARSE_DECODE, INDEXER_SELECT}
+    owners = [(kernel, primitive) for primitive in single for kernel in found[primitive]]
+    assert len({kernel for kernel, _ in owners}) == len(owners), "an edit of one kernel makes no other stale"
 
 
 @pytest.mark.parametrize("primitive", list(Primitive.all()), ids=str)

@@ -31,7 +31,7 @@ from mla_portable.problems.bench import KernelCase
 from mla_portable.registry import Registry
 from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
 from mla_portable.registry.tuned import TunedConfigurations, TunedEntry, read_table, table_path, write_table
-from mla_portable.sources import source_hash
+from mla_portable.sources import source_hash, sources_of
 from mla_portable.tools.bench.offers import Brought, load_tunables
 from mla_portable.tools.bench.tune import Attempt, TuneResult, tune
 from mla_portable.tools.cli.app import app
@@ -117,19 +117,15 @@ def test_configurations_are_ranked_as_implementations_are():
     result = TuneResult(NAME, "sparse_decode", "bf16", 16, attempts, "a device", "now")
     assert math.prod(small.values()) < math.prod(large.values()), "a geometric mean would say otherwise"
     assert result.best is attempts[1] and result.gain == pytest.approx(201 / 64)
-    names, sources = ("acme.v1", "acme.v2"), ("mla_portable.layouts.base",)
-    times = [
-        MeasuredTime(H200.name, "sparse_decode", "bf16", 16, 2048, rows, name, us, "2026-11-02", source_hash(sources))
-        for name, each in zip(names, (small, large), strict=True)
-        for rows, us in each.items()
-    ]
     support = Support(source="this test", kv_layouts=("bf16",))
-    costs = [
-        MeasuredCosts(times)(
-            Implementation(name, DECODE, support, lambda r: reference.sparse_decode, sources=sources), request()
-        )
-        for name in names
+    made = [Implementation(name, DECODE, support, lambda r: reference.sparse_decode) for name in ("acme.v1", "acme.v2")]
+    times = [
+        MeasuredTime(H200.name, "sparse_decode", "bf16", 16, 2048, rows, each.name, us, "2026-11-02", timed)
+        for each, by_rows in zip(made, (small, large), strict=True)
+        for rows, us in by_rows.items()
+        for timed in [source_hash(sources_of(each))]
     ]
+    costs = [MeasuredCosts(times)(each, request()) for each in made]
     assert [each and each[0] for each in costs] == [pytest.approx(10 * us / 61, abs=0.01) for us in (201, 64)]
 
 

@@ -36,7 +36,7 @@ class Primitive(str, Generic[F]):
     plugin registered. Without an argument each of the three stands for any primitive.
 
     Attributes:
-        module: where the value is, for pickling and for the sources of evidence.
+        module: where the value is, for pickling.
         facts: the Request fields that a call's arguments decide, in the order in which its argument check returns them.
         stated: further Request fields that affect a choice, which only the caller knows.
         typical: values of those fields that an explanation starts from, where they differ from other primitives'.
@@ -44,7 +44,6 @@ class Primitive(str, Generic[F]):
         cache: the paged cache that it reads or writes, KV or INDEX of `mla_portable.layouts`; "" for none.
         reference: the primitive in plain torch, on any device; None where a plugin registers its own.
         reference_float32: the same in float32, for devices whose float64 cannot be trusted; None where that is no other.
-        sources: modules besides `module` whose text decides what the reference computes.
         problems_module: the module whose PROBLEMS are `problems`; "" for none.
     """
 
@@ -56,7 +55,6 @@ class Primitive(str, Generic[F]):
     cache: str
     reference: F | None
     reference_float32: F | None
-    sources: tuple[str, ...]
     problems_module: str
 
     def __new__(
@@ -71,7 +69,6 @@ class Primitive(str, Generic[F]):
         cache: str = "",
         reference: F | None = None,
         reference_float32: F | None = None,
-        sources: tuple[str, ...] = (),
         problems: str = "",
     ) -> Primitive[F]:
         """Make the primitive and remember its name.
@@ -87,7 +84,7 @@ class Primitive(str, Generic[F]):
         self = super().__new__(cls, name)
         self.module, self.facts, self.stated, self.typical = module, facts, stated, dict(typical or {})
         self.results, self.cache = results, cache
-        self.reference, self.reference_float32, self.sources = reference, reference_float32, sources
+        self.reference, self.reference_float32 = reference, reference_float32
         self.problems_module = problems or (f"{_CORE_PROBLEMS}.{name}" if module.startswith(f"{_CORE}.") else "")
         _named[name] = self
         return self

@@ -112,10 +112,4 @@ CACHE_WRITE: Final = Primitive[CacheWrite](
     facts=("kv_layout", "block_size", "cache_alignment", "uneven_blocks", "scale_format"),
     cache=KV,
     reference=reference,
-    sources=(
-        "mla_portable.primitives._reference",
-        "mla_portable.layouts.base",
-        "mla_portable.layouts.bf16",
-        "mla_portable.layouts.fp8_ds_mla",
-    ),
 )

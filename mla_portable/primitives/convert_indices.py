@@ -242,5 +242,4 @@ CONVERT_INDICES: Final = Primitive[ConvertIndices](
     facts=("topk", "block_size", "prefill_workspace", "compact", "context_parallel"),
     results=("indices", "counts"),
     reference=reference,
-    sources=("mla_portable.primitives._reference", "mla_portable.contracts.share"),
 )

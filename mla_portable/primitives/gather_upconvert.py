@@ -121,10 +121,4 @@ GATHER_UPCONVERT: Final = Primitive[GatherUpconvert](
     cache=KV,
     stated=("scale_format",),
     reference=reference,
-    sources=(
-        "mla_portable.primitives._reference",
-        "mla_portable.layouts.base",
-        "mla_portable.layouts.bf16",
-        "mla_portable.layouts.fp8_ds_mla",
-    ),
 )

@@ -81,11 +81,4 @@ INDEXER_CACHE_WRITE: Final = Primitive[IndexerCacheWrite](
     cache=INDEX,
     typical={"kv_layout": "index_fp8"},
     reference=reference,
-    sources=(
-        "mla_portable.primitives.cache_write::write_rows",
-        "mla_portable.primitives._reference",
-        "mla_portable.layouts.base",
-        "mla_portable.layouts.index",
-        "mla_portable.layouts.fp8_ds_mla",
-    ),
 )

@@ -132,11 +132,4 @@ INDEXER_LOGITS: Final = Primitive[IndexerLogits](
     typical={"num_heads": 64, "kv_layout": "index_fp8"},
     reference=reference,
     reference_float32=partial(reference, dtype=torch.float32),
-    sources=(
-        "mla_portable.primitives._indexer",
-        "mla_portable.primitives._reference",
-        "mla_portable.layouts.base",
-        "mla_portable.layouts.index",
-        "mla_portable.layouts.fp8_ds_mla",
-    ),
 )

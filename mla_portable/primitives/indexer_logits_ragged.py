@@ -143,5 +143,4 @@ INDEXER_LOGITS_RAGGED: Final = Primitive[IndexerLogitsRagged](
     typical={"num_heads": 64, "kv_layout": "index_fp8"},
     reference=reference,
     reference_float32=partial(reference, dtype=torch.float32),
-    sources=("mla_portable.primitives._indexer", "mla_portable.primitives._reference"),
 )

@@ -170,5 +170,4 @@ INDEXER_SELECT: Final = Primitive[IndexerSelect](
     typical=INDEXER_LOGITS.typical,
     reference=reference,
     reference_float32=partial(reference, dtype=torch.float32),
-    sources=(*INDEXER_LOGITS.sources, "mla_portable.primitives.topk_select", "mla_portable.contracts.share"),
 )

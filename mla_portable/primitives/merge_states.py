@@ -103,5 +103,4 @@ MERGE_STATES: Final = Primitive[MergeStates](
     module=__name__,
     results=("out", "lse"),
     reference=reference,
-    sources=("mla_portable.primitives._reference",),
 )

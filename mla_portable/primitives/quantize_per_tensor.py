@@ -73,5 +73,4 @@ QUANTIZE_PER_TENSOR: Final = Primitive[QuantizePerTensor](
     module=__name__,
     results=("x_q", "scale"),
     reference=reference,
-    sources=("mla_portable.primitives._reference",),
 )

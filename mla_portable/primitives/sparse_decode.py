@@ -200,11 +200,4 @@ SPARSE_DECODE: Final = Primitive[SparseDecode](
     stated=("scale_format", "rows", "batch_invariant"),
     reference=reference,
     reference_float32=partial(reference, dtype=torch.float32),
-    sources=(
-        "mla_portable.primitives._attention",
-        "mla_portable.primitives._reference",
-        "mla_portable.layouts.base",
-        "mla_portable.layouts.bf16",
-        "mla_portable.layouts.fp8_ds_mla",
-    ),
 )

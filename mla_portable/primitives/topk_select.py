@@ -100,5 +100,4 @@ TOPK_SELECT: Final = Primitive[TopkSelect](
     facts=("topk",),
     results=("out",),
     reference=reference,
-    sources=("mla_portable.primitives._reference",),
 )

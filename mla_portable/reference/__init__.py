@@ -36,9 +36,8 @@ def _implementation(primitive: Primitive[F], reference: F) -> Implementation[F]:
         graph=False,  # it allocates as it goes, and loops on the host
         needs_bf16=False,
     )
-    sources = (primitive.module, *primitive.sources)
     bind = _bind_to(reference, primitive.reference_float32)
-    return Implementation(_NAME, primitive, support, bind, preference=_PREFERENCE, sources=sources)
+    return Implementation(_NAME, primitive, support, bind, preference=_PREFERENCE)
 
 
 def _bind_to(reference: F, in_float32: F | None) -> Callable[[Request[F]], F]:

@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from mla_portable.contracts import Implementation, Request
-from mla_portable.sources import SourceNotFound, source_hash
+from mla_portable.sources import SourceNotFound, source_hash, sources_of
 
 __all__ = [
     "MeasuredCosts",
@@ -125,7 +125,7 @@ class MeasuredCosts:
         own = _estimate(timed, request.num_heads) if timed else None
         if own is None:
             return None
-        installed = self._hash_of(implementation.sources, request.device.arch)
+        installed = self._hash_of(sources_of(implementation), request.device.arch)
         sizes = [rows for rows, time in own.by_rows.items() if time.source_hash == installed]
         if not sizes:
             return None

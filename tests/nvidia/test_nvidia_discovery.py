@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +13,11 @@ from flashmla_standins import Library, installed, modules, operators, schedule_o
 from machines import MACHINES
 from simulated_gpu import FACTS, registry
 
-import mla_portable.contracts
 import mla_portable_nvidia
 from mla_portable.contracts import MLAPortableError, Request, UnsupportedRequest
-from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, TOPK_SELECT
 from mla_portable.registry import Registry
-from mla_portable.sources import module_file
+from mla_portable.sources import code_of, sources_of
 from mla_portable.tools.conformance import cases_for
 from mla_portable_nvidia import discovery
 from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, find_kernel
@@ -299,11 +297,16 @@ def test_what_ships_claims_gpus_of_nvidia_alone():
         assert support.source
         if implementation.primitive in (DECODE, PREFILL):
             assert support.archs in (("sm90",), ("sm100",))
-        assert math.isfinite(implementation.preference) and implementation.sources
+        assert math.isfinite(implementation.preference) and sources_of(implementation)
 
 
-def test_the_sources_of_evidence_exist():
-    folders = [Path(mla_portable_nvidia.__file__).parent, Path(mla_portable.contracts.__file__).parent]
+def test_the_code_of_evidence_is_this_plugins_and_the_cores():
+    owners = {"mla_portable_nvidia", "mla_portable"}
+    attention = {"instructions.cuh", *(f"sparse_decode{which}" for which in (".cuh", "_bf16.cu", "_fp8.cu", "_wide.cu"))}
+    wanted = {SPARSE_DECODE: attention, SPARSE_PREFILL: attention, TOPK_SELECT: {"topk_select.cu"}}
     for implementation in Registry(plugins=[("nvidia", mla_portable_nvidia)], environ={}).implementations():
-        for source in implementation.sources:
-            assert any(module_file(source).is_relative_to(folder) for folder in folders), source
+        code = code_of(sources_of(implementation), "sm90")
+        assert {source.partition(":")[0].partition(".")[0] for source in code} <= owners
+        files = {source.partition(":")[2] for source in code if "::" not in source and ":" in source}
+        if implementation.name == "nvidia.native" and implementation.primitive in wanted:
+            assert files == wanted[implementation.primitive]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line of JSON for each (case, candidate) of a kernel benchmark: everything needed to compare it with another run."""
+"""A line of JSON for each (case, candidate) of a kernel benchmark, after one that says what the lines of a run share."""
 
 from __future__ import annotations
 
@@ -8,39 +8,49 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from mla_portable.contracts import InvalidArgument
 from mla_portable.registry.tuned import TunedConfigurations
-from mla_portable.sources import source_hash
+from mla_portable.sources import source_hash, sources_of
 from mla_portable.tools.bench.kernels import CaseTimes, KernelReport, KernelTime
 from mla_portable.tools.bench.timing import Timing
+from mla_portable.tools.provenance import code_root, provenance_of
 
-__all__ = ["KIND", "append_lines", "kernel_lines", "read_lines"]
+__all__ = ["KIND", "RUN", "append_lines", "kernel_lines", "kernel_run", "read_runs"]
 
+RUN: Final = "kernel_run"
 KIND: Final = "kernel_time"
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 
 
-def kernel_lines(report: KernelReport, command: str) -> list[dict[str, Any]]:
-    """One document per candidate that ran or was refused a time; those of one run share `recorded` and `command`.
+def kernel_run(report: KernelReport, command: str, device: torch.device) -> dict[str, Any]:
+    """What the lines of a run share, with where and from which code it ran. Call this in the process that ran.
 
-    `tuned` is true where a user's table may have configured the kernels; `median_us` is null where the result was wrong or the
-    run failed. Sources are hashed now: call this in the process that ran.
+    `tuned` is true where a user's table may have configured the kernels.
     """
-    facts = report.facts
-    common: dict[str, Any] = {
+    facts = {name: value for name, value in asdict(report.facts).items() if name != "libraries"}
+    return {
         "schema": SCHEMA,
-        "kind": KIND,
-        "recorded": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": command,
-        "device": {"name": facts.name, "arch": facts.arch, "vendor": facts.vendor},
+        "kind": RUN,
+        **asdict(provenance_of(code_root(), command, device)),
+        "device": facts,
         "ceilings": asdict(report.ceilings),
         **asdict(report.machine),
         "tuned": bool(TunedConfigurations.read(os.environ).entries),
     }
+
+
+def kernel_lines(report: KernelReport) -> list[dict[str, Any]]:
+    """One document per candidate that ran or was refused a time.
+
+    `median_us` is null where the result was wrong or the run failed. Sources are hashed now: call this in the process that ran.
+    """
+    facts = report.facts
+    common = {"schema": SCHEMA, "kind": KIND, "device": {"name": facts.name, "arch": facts.arch, "vendor": facts.vendor}}
     return [
         common | _of_case(case) | _of_candidate(each, facts.arch) | _figures(each.timing)
         for case in report.cases
@@ -62,7 +72,7 @@ def _of_case(times: CaseTimes) -> dict[str, Any]:
 
 
 def _of_candidate(each: KernelTime, arch: str) -> dict[str, Any]:
-    sources = () if each.implementation is None else each.implementation.sources
+    sources = () if each.implementation is None else sources_of(each.implementation)
     return {
         "name": each.name,
         "role": "baseline" if each.implementation is None else "implementation",
@@ -88,9 +98,9 @@ def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
         file.writelines(json.dumps(line, sort_keys=True, allow_nan=False) + "\n" for line in lines)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """What `append_lines` wrote. Raises: InvalidArgument for a line that is none of it, with its number."""
-    found: list[dict[str, Any]] = []
+def read_runs(path: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """(run, its lines), as `append_lines` wrote them. Raises: InvalidArgument for a line that is neither, with its number."""
+    found: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             line = json.loads(text)
@@ -98,9 +108,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             line, got = None, f"no JSON document ({error})"
         else:
             got = "a document of another kind"
-        if not isinstance(line, dict) or line.get("kind") != KIND or line.get("schema") != SCHEMA:
+        kinds = (RUN, KIND) if found else (RUN,)
+        if not isinstance(line, dict) or line.get("kind") not in kinds or line.get("schema") != SCHEMA:
             remedy = "Give the file that `mla-portable bench kernels --out FILE` wrote."
-            expected = f"a line of kind {KIND!r}, schema {SCHEMA}"
+            expected = f"a line of kind {' or '.join(map(repr, kinds))}, schema {SCHEMA}"
             raise InvalidArgument(f"{path}:{number}", "line", got=got, expected=expected, remedy=remedy)
-        found.append(line)
+        if line["kind"] == RUN:
+            found.append((line, []))
+        else:
+            found[-1][1].append(line)
     return found

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,9 +10,11 @@ import typer
 from rich.console import RenderableType
 
 from mla_portable.tools.cli.options import DeviceOption, JsonOption, primitive_named, resolve_device
-from mla_portable.tools.cli.output import EXIT_FAILED, command, plain, table
+from mla_portable.tools.cli.output import EXIT_FAILED, command, table
 
 if TYPE_CHECKING:
+    import torch
+
     from mla_portable.tools.conformance import CaseResult, Report
 
 __all__ = ["conform"]
@@ -35,16 +36,12 @@ def conform(
     jobs: Annotated[
         int, typer.Option("--jobs", metavar="N", help="Worker processes on the device; compiling and judging need a core each.")
     ] = 1,
-    record: Annotated[
-        Path | None,
-        typer.Option("--record", metavar="FILE", help="Append the report to FILE, one JSON document per line.", dir_okay=False),
-    ] = None,
     evidence: Annotated[
         Path | None,
         typer.Option(
             "--evidence",
             metavar="FILE",
-            help="Append evidence for the matrix to FILE, which `matrix --records` reads. Device profiles may lie beside it.",
+            help="Append evidence for the matrix to FILE, which `matrix --records` reads; its report goes to reports/ there.",
             dir_okay=False,
         ),
     ] = None,
@@ -60,7 +57,6 @@ def conform(
         where = resolve_device(device)
         only = [primitive_named(each, param_hint="--primitive") for each in primitive or ()] or None
         from mla_portable.dispatch import current_registry
-        from mla_portable.tools.bench.kernel_machine import driver_version
         from mla_portable.tools.conformance import run_suite
 
         with output.progress() as advance:
@@ -73,12 +69,8 @@ def conform(
             report = run_suite(
                 current_registry(), name, device=where, level=level, primitives=only, match=match, jobs=jobs, progress=after
             )
-        if record is not None:
-            record.parent.mkdir(parents=True, exist_ok=True)
-            with record.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(plain(report.as_dict()), allow_nan=False) + "\n")
         if evidence is not None:
-            _append_evidence(evidence, report, match, driver_version(where))
+            _append_evidence(evidence, report, match, where)
         if as_json:
             output.document({"command": "conform", **report.as_dict()})
         else:
@@ -87,20 +79,30 @@ def conform(
             raise typer.Exit(EXIT_FAILED)
 
 
-def _append_evidence(path: Path, report: Report, match: str, driver: str | None) -> None:
-    """Add what the report proves to a file. Raises: RecordError for a device without a profile."""
+def _append_evidence(path: Path, report: Report, match: str, device: torch.device) -> None:
+    """Keep the report in `reports/` beside a file, and add its records to that. Raises: RecordError for an unknown device."""
     from mla_portable.dispatch import current_registry
+    from mla_portable.sources import module_file
+    from mla_portable.tools.bench.kernel_machine import machine_state
     from mla_portable.tools.matrix import read_profiles
     from mla_portable.tools.matrix.claims import collect_declarations
+    from mla_portable.tools.matrix.derive import records_of
     from mla_portable.tools.matrix.evidence import append_evidence
-    from mla_portable.tools.matrix.record import conformance_records, origin_of_package
+    from mla_portable.tools.matrix.record import conformance_report
+    from mla_portable.tools.matrix.reports import digest, parse_report, report_text, write_report
+    from mla_portable.tools.provenance import checkout_of, provenance_of
 
     profiles = read_profiles(path.parent)
     declared = collect_declarations(current_registry(), profiles)
     names = {result.case.implementation for result in report.results}
-    ran = [claim for claim in declared.claims if claim.implementation in names]
-    origin = origin_of_package(ran, f"mla-portable conform {report.backend} --level {report.level} --evidence {path.name}")
-    append_evidence(path, conformance_records(report, declared, profiles, origin, match=match, driver=driver), profiles)
+    files = [module_file(root) for claim in declared.claims if claim.implementation in names for root in claim.sources]
+    command = f"mla-portable conform {report.backend} --level {report.level} --evidence {path.name}"
+    run, state = provenance_of(checkout_of(files), command, device), machine_state(device, report.device)
+    document = conformance_report(report, declared, run, match=match, driver=state.driver, clocks=state.clocks)
+    text = report_text(document)
+    made = records_of(parse_report(document, "new report"), digest(text), profiles)
+    write_report(path.parent, document)
+    append_evidence(path, made, profiles)
 
 
 def _for_a_person(report: Report) -> list[RenderableType]:

@@ -94,7 +94,7 @@ def kernels(
         where = resolve_device(device)
         from mla_portable.dispatch import current_registry
         from mla_portable.problems.bench import kernel_cases
-        from mla_portable.tools.bench.kernel_records import append_lines, kernel_lines
+        from mla_portable.tools.bench.kernel_records import append_lines, kernel_lines, kernel_run
         from mla_portable.tools.bench.kernels import time_kernels
         from mla_portable.tools.bench.offers import Brought, load_baselines
 
@@ -122,9 +122,10 @@ def kernels(
                 seed=seed,
                 progress=advance,
             )
-        lines = kernel_lines(report, shlex.join(["mla-portable", *sys.argv[1:]]))
+        lines = kernel_lines(report)
+        run = kernel_run(report, shlex.join(["mla-portable", *sys.argv[1:]]), where)
         if out is not None:
-            append_lines(out, lines)
+            append_lines(out, [run, *lines])
             output.note(f"{len(lines)} lines appended to {out}")
         if plot is not None:
             from mla_portable.tools.bench.plot import plot_lines
@@ -133,7 +134,8 @@ def kernels(
             plot_lines(lines, plot)
             output.note(f"drawn: {plot}")
         if as_json:
-            output.document({"command": "bench kernels", "ok": report.ok, "lines": lines, "refused": _refused(report)})
+            found = {"run": run, "lines": lines, "refused": _refused(report)}
+            output.document({"command": "bench kernels", "ok": report.ok, **found})
         else:
             _show(output, report)
         if not report.ok:

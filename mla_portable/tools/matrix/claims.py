@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
@@ -12,9 +12,10 @@ from typing import Any, Final
 from mla_portable.contracts import Primitive, Reason, Request, Support
 from mla_portable.registry import Registry
 from mla_portable.registry.names import CORE_DISTRIBUTION, CORE_MODULE
+from mla_portable.sources import sources_of
 from mla_portable.tools.matrix.profiles import Profile
 
-__all__ = ["COMPILER", "Claim", "Declarations", "collect_declarations", "suite_cases", "support_data", "wider"]
+__all__ = ["COMPILER", "Claim", "Declarations", "case_ids", "collect_declarations", "suite_cases", "support_data", "wider"]
 
 COMPILER: Final = "compile_all"
 """A plugin whose kernels compile ahead of time has a module of this name: `TARGETS` lists its architectures, and
@@ -31,7 +32,7 @@ class Claim:
 
     Attributes:
         plugin, module, distribution, version: what brought it. preference: its declared cost.
-        sources: code that its evidence is bound to. support: the declaration, as JSON holds it.
+        sources: where the code that its evidence is bound to starts. support: the declaration, as JSON holds it.
         targets: architectures that it declares and its plugin compiles for ahead of time, () where it cannot.
         core: it belongs to the core distribution, so that a CPU runs it as it is.
         devices: profile slug -> reasons against it; empty where the declaration includes the device.
@@ -89,7 +90,7 @@ def collect_declarations(registry: Registry, profiles: Mapping[str, Profile]) ->
                 version=report.version,
                 preference=each.preference,
                 core=(report.distribution, report.module) == (CORE_DISTRIBUTION, CORE_MODULE),
-                sources=tuple(sorted(each.sources)),
+                sources=sources_of(each),
                 targets=_targets(report.module, each.name, each.support.archs),
                 support=support_data(each.support),
                 devices={slug: tuple(each.support.device_reasons(device)) for slug, device in facts.items()},
@@ -114,6 +115,21 @@ def suite_cases(registry: Registry, level: str = "quick") -> Callable[[Claim, Pr
     def collect(claim: Claim, profile: Profile) -> list[Request]:
         implementation = by_name[claim.implementation, claim.primitive]
         return [case.request for case in cases_for(implementation, profile.device_facts(), level)]
+
+    return collect
+
+
+def case_ids(registry: Registry, profiles: Mapping[str, Profile]) -> Callable[[Any, str, str], Collection[str] | None]:
+    """Collects the ids of cases for (claim of a report, level, profile); None where it declares something else now."""
+    from mla_portable.tools.conformance import cases_for
+
+    by_name = {(each.name, str(each.primitive)): each for each in registry.implementations()}
+
+    def collect(claim: Any, level: str, profile: str) -> Collection[str] | None:
+        implementation = by_name.get((claim.implementation, claim.primitive))
+        if implementation is None or support_data(implementation.support) != claim.support:
+            return None
+        return [case.id for case in cases_for(implementation, profiles[profile].device_facts(), level)]
 
     return collect
 
@@ -164,7 +180,7 @@ def _words(values: Iterable[Any]) -> str:
 
 def _wider_heads(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Head counts are one claim in three fields: all absent means every count."""
-    if not any(old.get(name) for name in _HEADS):
+    if not any(old.get(name) for name in _HEADS) or all(old.get(name) == new.get(name) for name in _HEADS):
         return []
     if not any(new.get(name) for name in _HEADS):
         return ["num_heads any (evidence covers a limited set)"]

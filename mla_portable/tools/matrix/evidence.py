@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evidence: JSON lines, each something that was run and what came of it, held against a schema and the device profiles."""
+"""Evidence: JSON lines, each something that was run and what came of it, held against a schema and the device profiles.
+
+They are the index of the reports, which `derive.records_of` makes; the matrix reads them alone.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,9 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from mla_portable.contracts import Primitive
-from mla_portable.tools.matrix.model import Count, Model, Positive, RecordError, Text, validation_problems
+from mla_portable.tools.matrix.model import Count, Hash, Model, Moment, Positive, RecordError, Text, validation_problems
 from mla_portable.tools.matrix.profiles import Profile
 
-_Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Figure = Annotated[float, Field(gt=0)]
 _ABSOLUTE: Final = re.compile(r"(?<![^\s='\"])/(?:[^\s/]+/)*(?=[^\s/])")
 """The folders in front of a file of the recording machine, which say nothing elsewhere."""
@@ -58,15 +60,20 @@ class _Time(Model):
 
 
 class _Record(Model):
+    """report: SHA-256 of what it is derived from. signer: who signed that. machine: as in the report."""
+
     version: Literal[1] = Field(alias="schema")
-    recorded: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z$")]
+    report: Hash | None = None
+    signer: Text | None = None
+    machine: Text | None = None
+    recorded: Moment
     implementation: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*$")]
     primitive: Text
     provider: _Provider
     versions: dict[str, str]
     commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None
     dirty: bool
-    source_hash: _Hash
+    source_hash: Hash
     support: dict[str, Any]
     command: Text
 
@@ -97,7 +104,7 @@ class Conformance(_OnDevice):
     mode: Literal["native", "interpreter", "stand_in", "ptx"]
     level: Literal["smoke", "quick", "full"]
     match: str
-    suite_hash: _Hash
+    suite_hash: Hash
     cases: _Cases
     errors: dict[str, _Error]
     target: Text | None = None
@@ -120,6 +127,7 @@ class Benchmark(_OnDevice):
 
 
 _SCHEMA: Final[TypeAdapter[Any]] = TypeAdapter(Annotated[Compiled | Conformance | Benchmark, Field(discriminator="kind")])
+_SERIES: Final = ("implementation", "primitive", "kind", "mode", "layout", "target", "level", "match", "shape", "overlap")
 _ONE_TIME: Final = {"passed": 1, "failed": 0, "skipped": 0}
 
 
@@ -151,6 +159,11 @@ class Evidence:
         return self.data.get("cases", _ONE_TIME)["skipped"]
 
     @property
+    def report(self) -> str | None:
+        """SHA-256 of the report that it is derived from; None for a record that nothing shows to be more than typed."""
+        return self.data.get("report")
+
+    @property
     def profile(self) -> str | None:
         return self.data["device"]["profile"] if "device" in self.data else None
 
@@ -176,6 +189,7 @@ def problems_of(data: Any, profiles: Mapping[str, Profile]) -> list[str]:
     target, known = data.get("target"), sorted({each.arch for each in profiles.values()})
     over = [kernel for kernel, use in data.get("kernels", {}).items() if use["shared"] > data["shared_memory_limit"]]
     unbound = data["commit"] is None and data["dirty"]
+    times = data["kind"] == "benchmark" and not data["p10_us"] <= data["median_us"] <= data["p90_us"]
     checks = {
         f"primitive: {data['primitive']!r} is none of {', '.join(Primitive.all())}": data["primitive"] not in Primitive.all(),
         "versions: python is missing": "python" not in data["versions"],
@@ -187,6 +201,7 @@ def problems_of(data: Any, profiles: Mapping[str, Profile]) -> list[str]:
         "target: missing; mode ptx is a run of the code for another architecture": data.get("mode") == "ptx" and not target,
         f"target: {target!r} is no profile's architecture; expected one of {', '.join(known)}": target and target not in known,
         f"kernels: {', '.join(over)} above shared_memory_limit, yet failures is empty": over and not data["failures"],
+        "median_us: not between p10_us and p90_us": times,
         "failures: says something else than cases/failed": bool(data.get("failures"))
         != bool(data["kind"] == "compiled" and data["cases"]["failed"]),
     }
@@ -196,6 +211,18 @@ def problems_of(data: Any, profiles: Mapping[str, Profile]) -> list[str]:
 def is_native(data: Mapping[str, Any]) -> bool:
     """The record is of a run on a device as it is, which has to be bound to a commit."""
     return data["kind"] == "benchmark" or data.get("mode") in ("native", "ptx")
+
+
+def series_of(record: Evidence) -> tuple[Any, ...]:
+    """What was run, and how. The shape of a benchmark includes heads and top-k; those of a suite follow from its level."""
+    data = record.data
+    sizes = (str(data["heads"]), str(data["topk"])) if record.kind == "benchmark" else ()
+    return (data["device"]["name"] if "device" in data else None, *(data.get(name) for name in _SERIES), *sizes)
+
+
+def sources_in(record: Evidence) -> tuple[Any, ...]:
+    """The hashes of the code and of the suite that a record is bound to."""
+    return record.data["source_hash"], record.data.get("suite_hash")
 
 
 def parse_evidence(text: str, where: str, profiles: Mapping[str, Profile]) -> list[Evidence]:

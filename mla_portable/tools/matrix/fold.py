@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which records of evidence may be removed, because others say more: the rule of `fold` and of the append-only gate.
+"""Which reports may be removed, because others say more: the rule of `fold` and of the gate `history`.
 
 Records are of one series when the same was run in the same way: implementation, primitive, kind and mode, layout, device or
 architecture, level and filter, shape. A record is superseded when a later one of its series remains, but
@@ -7,45 +7,46 @@ architecture, level and filter, shape. A record is superseded when a later one o
 - a record with a failure only by one without;
 - a record of the same sources only by one that is as whole: no more cases skipped, no narrower declaration, no uncommitted
   changes where there were none;
-- of benchmarks the fastest stays as well, since regressions are measured against it.
+- of benchmarks the fastest stays as well, since regressions are measured against it;
+- what is reproduced stays so: of runs of the same sources two from different machines or days remain.
 
-`fold` keeps besides what today's sources are bound to, whatever was recorded later of other sources.
+A report may go when all of its records may. `fold` keeps besides
+what today's sources are bound to, whatever was recorded later of other sources.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from mla_portable.tools.matrix.claims import wider
-from mla_portable.tools.matrix.evidence import Evidence, record_line, without_folders
+from mla_portable.tools.matrix.evidence import Evidence, series_of, sources_in
+from mla_portable.tools.matrix.trust import apart
 
-_SERIES: Final = ("implementation", "primitive", "kind", "mode", "layout", "target", "level", "match", "shape", "overlap")
-_HASHES: Final = ("source_hash", "suite_hash")
-
-
-def series_of(record: Evidence) -> tuple[Any, ...]:
-    """What was run, and how. The shape of a benchmark includes heads and top-k; those of a suite follow from its level."""
-    data = record.data
-    sizes = (str(data["heads"]), str(data["topk"])) if record.kind == "benchmark" else ()
-    return (data["device"]["name"] if "device" in data else None, *(data.get(name) for name in _SERIES), *sizes)
+__all__ = ["fold", "superfluous", "superseded", "wrongly_removed"]
 
 
 def superseded(old: Evidence, remaining: Sequence[Evidence]) -> bool:
-    """A record of the same series that remains makes `old` superfluous."""
+    """Records of the same series that remain make `old` superfluous."""
     later = [each for each in remaining if each.recorded > old.recorded]
     if old.kind == "benchmark":
-        return any(each.data["dirty"] <= old.data["dirty"] for each in later) and any(
-            each.data["median_us"] <= old.data["median_us"] for each in remaining
-        )
-    return any(_says_more(each, old) for each in later)
+        faster = any(each.data["median_us"] <= old.data["median_us"] for each in remaining)
+        return faster and _repeat(old, [each for each in later if each.data["dirty"] <= old.data["dirty"]])
+    return _repeat(old, [each for each in later if _says_more(each, old)])
+
+
+def _repeat(old: Evidence, later: Sequence[Evidence]) -> bool:
+    """What stays is as well reproduced without `old`."""
+    same = [each for each in later if sources_in(each) == sources_in(old)]
+    if len(same) < len(later) or not old.report:
+        return bool(later)
+    return any(not apart(each, old) or any(apart(each, other) for other in same) for each in same)
 
 
 def _says_more(new: Evidence, old: Evidence) -> bool:
     if old.failed:
         return not new.failed and new.passed > 0
-    if any(old.data.get(name) != new.data.get(name) for name in _HASHES):
+    if sources_in(old) != sources_in(new):
         return True
     whole = new.skipped <= old.skipped and new.data["dirty"] <= old.data["dirty"] and (new.passed > 0 or not old.passed)
     return whole and not wider(new.data["support"], old.data["support"])
@@ -71,27 +72,27 @@ def fold(records: Sequence[Evidence], current: Callable[[Evidence], bool]) -> li
     return [each for each in records if id(each) in kept]
 
 
-def scrubbed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A record whose command names no folder of the machine that ran it."""
-    return {**data, "command": without_folders(data["command"])}
+def superfluous(evidence: Sequence[Evidence], current: Callable[[Evidence], bool]) -> list[str]:
+    """SHA-256 of the reports that no record that is kept comes from. evidence, current: as for `fold`."""
+    kept = {each.report for each in fold(evidence, current)}
+    return [sha for sha in dict.fromkeys(each.report for each in evidence) if sha and sha not in kept]
 
 
-def wrongly_removed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Records that have gone from evidence files, or were changed, though nothing that remains supersedes them.
+def wrongly_removed(before: Iterable[Evidence], now: Iterable[Evidence]) -> list[str]:
+    """Records of reports that have gone, though nothing that remains supersedes them.
 
-    Args:
-        before, now: path -> text. A command may lose the folders that it names.
+    What has no report is no evidence, and may go. A record that was changed while its report stays is not derived from it.
     """
-    there = {record_line(scrubbed(json.loads(line))) for text in now.values() for line in text.splitlines()}
     remaining: dict[tuple[Any, ...], list[Evidence]] = {}
-    for line in there:
-        record = Evidence("", json.loads(line))
-        remaining.setdefault(series_of(record), []).append(record)
-    found: list[str] = []
-    for path, text in before.items():
-        for number, line in enumerate(text.splitlines(), start=1):
-            record = Evidence(f"{path}:{number}", scrubbed(json.loads(line)))
-            if record_line(record.data) not in there and not superseded(record, remaining.get(series_of(record), [])):
-                failing = "; it has a failure, which only a later run without one supersedes" if record.failed else ""
-                found.append(f"{record.where}: gone or changed, and no record that remains supersedes it{failing}; restore it")
-    return found
+    reports: set[str | None] = set()
+    for each in now:
+        remaining.setdefault(series_of(each), []).append(each)
+        reports.add(each.report)
+    found: dict[str, None] = {}
+    for record in (each for each in before if each.report and each.report not in reports):
+        if not superseded(record, remaining.get(series_of(record), [])):
+            failing = "; it has a failure, which only a later run without one supersedes" if record.failed else ""
+            what = f"{record.data['implementation']} / {record.data['primitive']}, {record.recorded}"
+            problem = f"gone, and no record that remains supersedes it{failing}; restore it"
+            found[f"report {str(record.report)[:16]} ({what}): {problem}"] = None
+    return list(found)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated files: MATRIX.md and the plugins' costs, from the records and the registry."""
+"""The generated files: the index of the reports; MATRIX.md and the plugins' costs, from that and the registry."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -12,8 +13,10 @@ from typing import Final
 from mla_portable.registry import Registry
 from mla_portable.registry.costs import costs_text
 from mla_portable.tools.matrix.benchmarks import measured_times
-from mla_portable.tools.matrix.records import read_records
+from mla_portable.tools.matrix.evidence import parse_evidence
+from mla_portable.tools.matrix.records import index_of, read_records
 from mla_portable.tools.matrix.render import markdown
+from mla_portable.tools.matrix.reports import REPORTS
 from mla_portable.tools.matrix.table import make_table
 
 __all__ = ["COSTS_FILE", "MATRIX", "differences", "generate"]
@@ -30,7 +33,12 @@ def generate(folder: Path, registry: Registry | None = None) -> dict[Path, str]:
     """
     registry = registry or Registry(environ={}, probe=False)
     records = read_records(folder, registry)
-    files = {folder / MATRIX: markdown(make_table(records))}
+    index: dict[Path, str] = {}
+    if (folder / REPORTS).is_dir():
+        index = index_of(folder, records.profiles)
+        found = [each for path, text in sorted(index.items()) for each in parse_evidence(text, str(path), records.profiles)]
+        records = replace(records, evidence=tuple(sorted(found, key=lambda each: each.recorded)))
+    files = index | {folder / MATRIX: markdown(make_table(records))}
     times = measured_times(records.evidence, records.hashes)
     for report in registry.plugin_reports:
         path = folder.resolve().parent / "backends" / report.name / "src" / report.module / COSTS_FILE

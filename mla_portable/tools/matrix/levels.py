@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from mla_portable.tools.matrix.claims import Claim, wider
-from mla_portable.tools.matrix.evidence import Evidence, is_native
+from mla_portable.tools.matrix.evidence import Evidence
 from mla_portable.tools.matrix.profiles import Profile
+from mla_portable.tools.matrix.trust import Trust
 
 __all__ = ["LEVELS", "SUITE_LEVELS", "Cell", "Hashes", "Proof", "evaluate"]
 
 LEVELS: Final = ("declared", "compiled", "interpreted", "compiled+run", "verified", "measured")
 """In rising order. "compiled+run": the code for this architecture ran on a newer device, which its driver recompiled it for."""
+_ON_A_DEVICE: Final = ("compiled+run", "verified", "measured")
+"""Levels that only a machine with the device can repeat; any machine, and continuous integration, repeats the others."""
 SUITE_LEVELS: Final = ("quick", "full")
 """Levels of the conformance suite that prove something; "smoke" is for a first look."""
 
@@ -67,7 +70,8 @@ class Cell:
         device: profile slug. implementation, primitive, layout: None where no layout plays a part.
         preference: declared cost, smaller is taken first. level: the highest that is proven.
         state: the level; or "failing", "stale", "partial" where newer or higher evidence is not good any more; or
-            "unknown", "never". reasons: for every state that is no level, and remarks on the others.
+            "unknown", "never". trust: in the evidence of the level, where a device made it.
+        reasons: for every state that is no level, and remarks on the others.
         proofs: what the evidence says, by level.
     """
 
@@ -78,6 +82,7 @@ class Cell:
     preference: float
     level: str
     state: str
+    trust: str
     reasons: tuple[str, ...]
     proofs: tuple[Proof, ...]
 
@@ -103,16 +108,22 @@ def evaluate(
     for each in evidence:
         by_claim.setdefault((each.data["implementation"], each.data["primitive"]), []).append(each)
     cells: list[Cell] = []
+    trust = Trust(evidence)
     for claim in claims:
         mine = by_claim.get((claim.implementation, claim.primitive), [])
-        cells += [_cell(claim, layout, profile, mine, hashes) for profile in profiles.values() for layout in claim.layouts]
+        places = [(layout, profile) for profile in profiles.values() for layout in claim.layouts]
+        cells += [_cell(claim, layout, profile, mine, hashes, trust) for layout, profile in places]
     return tuple(cells)
 
 
-def _cell(claim: Claim, layout: str | None, profile: Profile, evidence: Sequence[Evidence], hashes: Hashes) -> Cell:
-    def made(level: str, state: str, reasons: Iterable[str], proofs: Iterable[Proof] = ()) -> Cell:
+def _cell(
+    claim: Claim, layout: str | None, profile: Profile, evidence: Sequence[Evidence], hashes: Hashes, trust: Trust
+) -> Cell:
+    def made(level: str, state: str, reasons: Iterable[str], proofs: Sequence[Proof] = ()) -> Cell:
         key = (profile.slug, claim.implementation, claim.primitive, layout, claim.preference)
-        return Cell(*key, level, state, tuple(dict.fromkeys(reasons)), tuple(proofs))
+        device = level in _ON_A_DEVICE and profile.device_type != "cpu"
+        said = [trust.of(proof.evidence) for proof in proofs if device and proof.level == level]
+        return Cell(*key, level, state, "".join(said), tuple(dict.fromkeys(reasons)), tuple(proofs))
 
     objections = claim.devices[profile.slug]
     certain = [each for each in objections if each.subject not in profile.unknown_subjects]
@@ -203,7 +214,7 @@ def _gaps(evidence: Evidence, claim: Claim) -> list[str]:
         "nothing ran": not evidence.passed,
         f"only cases that contain {data.get('match')!r}": data.get("match"),
         f"level {data.get('level')} of the suite": data.get("level", "full") not in SUITE_LEVELS,
-        "from a tree with uncommitted changes": is_native(data) and data["dirty"],
+        "from a tree with uncommitted changes": data["dirty"],
     }
     gaps = [f"declared beyond the evidence: {more}" for more in wider(data["support"], claim.support)]
     return gaps + [gap for gap, is_so in checks.items() if is_so]

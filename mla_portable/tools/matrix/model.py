@@ -3,17 +3,32 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from mla_portable.errors import MLAPortableError
 
-__all__ = ["Count", "Model", "Positive", "RecordError", "Text", "validation_problems"]
+__all__ = ["Count", "Hash", "Model", "Moment", "Positive", "RecordError", "Text", "moment", "validation_problems"]
+
+
+def moment(text: str) -> datetime:
+    """A time of a record. Raises: ValueError for one that no calendar has."""
+    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
+
+
+def _checked(text: str) -> str:
+    moment(text)
+    return text
+
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Moment = Annotated[str, AfterValidator(_checked)]
+"""UTC, to the second."""
 
 
 class RecordError(MLAPortableError, ValueError):

@@ -7,9 +7,9 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from mla_portable.contracts import DeviceFacts
 from mla_portable.tools.matrix.model import Count, Model, RecordError, Text, validation_problems
@@ -19,14 +19,18 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]  installed with Python 3.10 only
 
-__all__ = ["Facts", "Profile", "load_profiles", "parse_profile"]
+__all__ = ["Facts", "Profile", "load_profiles", "parse_profile", "profile_of", "shared_memory_limit"]
 
 _SUBJECTS: Final = {"shared_memory": "shared memory", "has_bf16": "bfloat16", "has_fp8_conversion": "e4m3 conversion"}
 """Fact -> the subject of the reason that a declaration gives when the fact is against it."""
+_RATES: Final = ("memory_tb_per_s", "bf16_tflops")
+"""No kernel is faster than these; what is timed needs them."""
+Rate = Annotated[float, Field(gt=0)]
 
 
 class Facts(Model):
-    """What is published of a device; None for what is not known. As in DeviceFacts, but for memory_gib."""
+    """What is published of a device; None for what is not known. As in DeviceFacts, but for memory_gib and the peak rates:
+    of memory, in 1e12 bytes per second; of dense bfloat16 products, in 1e12 operations per second."""
 
     num_sms: Count | None = None
     shared_memory: Count | None = None
@@ -36,6 +40,8 @@ class Facts(Model):
     has_fp8_conversion: bool | None = None
     has_fp64: bool | None = None
     graph_capture: bool | None = None
+    memory_tb_per_s: Rate | None = None
+    bf16_tflops: Rate | None = None
 
     def known(self) -> dict[str, Any]:
         """The facts that are published."""
@@ -85,6 +91,7 @@ class Profile(Model):
         """The device as the registry would see it; unknown facts take DeviceFacts' defaults."""
         known = self.facts.known()
         memory = known.pop("memory_gib", 0) << 30
+        known = {name: value for name, value in known.items() if name not in _RATES}
         return DeviceFacts(
             vendor=self.vendor, name=self.name, arch=self.arch, device_type=self.device_type, memory_bytes=memory, **known
         )
@@ -110,3 +117,21 @@ def load_profiles(folder: Path) -> dict[str, Profile]:
     if not found:
         raise RecordError(str(folder), "no device profile; expected *.toml")
     return found
+
+
+def profile_of(device_name: str, profiles: Mapping[str, Profile]) -> Profile:
+    """The profile of a device by the name its driver reports. Raises: RecordError for a device without a profile."""
+    found = [profile for profile in profiles.values() if profile.matches(device_name)]
+    if len(found) != 1:
+        which = f"{len(found)} profiles match: {', '.join(p.slug for p in found)}" if found else "no profile matches"
+        raise RecordError(f"device {device_name!r}", f"{which}; add or correct one in capability/profiles (docs/matrix.md)")
+    return found[0]
+
+
+def shared_memory_limit(arch: str, profiles: Mapping[str, Profile]) -> int:
+    """Bytes that every device of an architecture gives to a thread block. Raises: RecordError where no profile says."""
+    known = [p.facts.shared_memory for p in profiles.values() if p.arch == arch and p.facts.shared_memory is not None]
+    if not known:
+        problem = "no profile says how much shared memory it has; add one to capability/profiles"
+        raise RecordError(f"architecture {arch}", problem)
+    return min(known)

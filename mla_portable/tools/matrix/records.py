@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -11,14 +12,16 @@ from typing import Final
 import mla_portable
 from mla_portable.contracts import Primitive
 from mla_portable.registry import Registry
-from mla_portable.sources import ARCH, imported, modules_of, source_hash
+from mla_portable.sources import ARCH, imported, modules_hash, modules_of, source_hash
 from mla_portable.tools.matrix.claims import Declarations, collect_declarations
-from mla_portable.tools.matrix.evidence import Evidence, load_evidence
+from mla_portable.tools.matrix.derive import records_of
+from mla_portable.tools.matrix.evidence import Evidence, load_evidence, record_line
 from mla_portable.tools.matrix.levels import Cell, Hashes, evaluate
 from mla_portable.tools.matrix.model import RecordError
 from mla_portable.tools.matrix.profiles import Profile, load_profiles
+from mla_portable.tools.matrix.reports import read_reports, signed_by
 
-__all__ = ["EVIDENCE", "Records", "find_records", "hashes_of", "read_profiles", "read_records", "suite_hash"]
+__all__ = ["EVIDENCE", "Records", "find_records", "hashes_of", "index_of", "read_profiles", "read_records", "suite_hash"]
 
 EVIDENCE = "evidence"
 _PROFILES = "profiles"
@@ -64,7 +67,7 @@ def find_records(given: Path | None = None) -> Path:
 def suite_hash(primitive: Primitive) -> str:
     """Of the conformance suite, with the primitive's problems, its oracle, and what these import."""
     own = [primitive.problems_module] if primitive.problems_module else []
-    return source_hash(imported([*own, *modules_of(_SUITE)], _JUDGES))
+    return modules_hash(imported([*own, *modules_of(_SUITE)], _JUDGES))
 
 
 def hashes_of(declarations: Declarations, archs: Iterable[str]) -> Hashes:
@@ -95,3 +98,24 @@ def read_records(folder: Path, registry: Registry | None = None) -> Records:
     evidence = load_evidence(folder, profiles)
     hashes = hashes_of(declared, [profile.arch for profile in profiles.values()])
     return Records(folder, profiles, declared, tuple(evidence), hashes)
+
+
+def index_of(folder: Path, profiles: Mapping[str, Profile]) -> dict[Path, str]:
+    """File of evidence -> what should stand in it: the records of every report, by device and backend, in order of time.
+
+    Lines that come from no report stay where they are, in front; the gate `reports` refuses them.
+    Raises: RecordError for a report that is malformed or of a device without a profile.
+    """
+    reports = read_reports(folder)
+    signers = signed_by(folder, reports)
+    lines: dict[Path, list[str]] = {}
+    for path in sorted((folder / EVIDENCE).rglob("*.jsonl")):
+        there = path.read_text(encoding="utf-8").splitlines()
+        lines[path] = [f"{line}\n" for line in there if not json.loads(line).get("report")]
+    for sha, report in sorted(reports.items(), key=lambda each: (each[1].recorded, each[0])):
+        signer = {"signer": signers[sha]} if sha in signers else {}
+        for record in records_of(report, sha, profiles):
+            where = record["device"]["profile"] if "device" in record else "compiled"
+            path = folder / EVIDENCE / where / f"{record['implementation'].partition('.')[0]}.jsonl"
+            lines.setdefault(path, []).append(record_line(record | signer))
+    return {path: "".join(each) for path, each in lines.items()}

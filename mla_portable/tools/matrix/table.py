@@ -12,8 +12,9 @@ from mla_portable.contracts import Primitive
 from mla_portable.tools.matrix.levels import LEVELS, Cell
 from mla_portable.tools.matrix.profiles import Profile
 from mla_portable.tools.matrix.records import Records
+from mla_portable.tools.matrix.trust import REPRODUCED, SELF_REPORTED, SIGNED, SPREAD
 
-__all__ = ["STATES", "Entry", "Table", "make_table"]
+__all__ = ["STATES", "TRUST", "Entry", "Table", "make_table"]
 
 STATES: Final[dict[str, str]] = {
     "measured": "verified, and benchmarked beside a roofline bound and a baseline in the same run",
@@ -30,17 +31,27 @@ STATES: Final[dict[str, str]] = {
     "never": "the declarations exclude this device, or nothing claims it",
 }
 """State -> what it means, best first."""
+TRUST: Final[dict[str, str]] = {
+    REPRODUCED: f"runs on two machines or days agree: all cases pass, times lie within {SPREAD - 1:.0%}",
+    SIGNED: "one run, signed by a runner of this project",
+    SELF_REPORTED: "one run, which its report alone shows",
+}
+"""How far the evidence of a device is to be believed -> what that means."""
 _WORD: Final = {"fp8_ds_mla": "FP8", "bf16": "BF16"}
 _HOW: Final = {"interpreter": " in the interpreter", "stand_in": " on a stand-in"}
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One place. implementation: "" where none can be named. note: its number, 0 where there is nothing to add."""
+    """One place. implementation: "" where none can be named. note: its number, 0 where there is nothing to add.
+
+    trust: in the evidence of a state that is a level of a device, else "".
+    """
 
     state: str
     implementation: str
     note: int
+    trust: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +94,8 @@ def make_table(records: Records) -> Table:
             found = sorted(places.get((profile.slug, *column), []), key=lambda c: (-c.rank, c.preference))
             state = found[0].state if found else "never"
             named = "" if state in ("never", "unknown") else found[0].implementation
-            entries.append(Entry(state, named, notes.setdefault(_note(found), len(notes))))
+            trust = found[0].trust if found and state in LEVELS else ""
+            entries.append(Entry(state, named, notes.setdefault(_note(found), len(notes)), trust))
         rows.append((profile, tuple(entries)))
     headings = tuple(f"{primitive} {_WORD.get(layout or '', layout or '')}".strip() for primitive, layout in columns)
     return Table(headings, tuple(rows), tuple(notes)[1:], _sources(cells), records.declarations.missing, cells)

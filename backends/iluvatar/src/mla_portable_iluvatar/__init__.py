@@ -36,7 +36,6 @@ from mla_portable_iluvatar.resolve import Op, Place, twins_called
 
 __all__ = ["PROVIDERS", "Provider", "mla_portable_register"]
 
-_PACKAGE: Final = "mla_portable_iluvatar"
 _INFINICORE: Final = "InfiniCore 2cec6ce6, iluvatar_vendor_adaptor: types of the compiled ops"
 _FORK: Final = "Iluvatar's changes to vLLM 0.17, flashmla_sparse: call site"
 _PYTHON_LAYER: Final = "signatures of ixformer's Python layer, CoreX 4.2 and 4.3"
@@ -52,7 +51,6 @@ class Provider:
         variant: the second half of the implementation's name. primitive: what it serves. place: where its op is.
         cost: declared, smaller is preferred. source: the public code that shows the op. limits: fields of Support.
         bind: the op, adapted to the primitive. trial: calls the adapted op once, on a device.
-        modules: of this package, that decide the result.
     """
 
     variant: str
@@ -63,7 +61,6 @@ class Provider:
     bind: Callable[[Op], Callable[..., Any]]
     trial: Callable[[Op, torch.device], None]
     limits: dict[str, Any]
-    modules: tuple[str, ...]
 
     def check(self, device: DeviceFacts) -> Iterator[Reason]:
         """The op is there, takes the arguments that its convention passes, and is a kernel."""
@@ -90,7 +87,6 @@ class Provider:
             bind=self._bind_request,
             check=self.check,
             preference=self.cost,
-            sources=(_PACKAGE, *(f"{_PACKAGE}.{name}" for name in ("resolve", *self.modules))),
         )
 
     def _bind_request(self, request: Request) -> Callable[..., Any]:
@@ -111,7 +107,6 @@ def _attention(
     limits: dict[str, Any] = {"kv_layouts": ("bf16",), "attn_sink": False, "lse": lse}
     if heads is not None:
         limits["padded_heads"] = (heads,)
-    modules = ("attention", "rows")
 
     def adapt(op: Op) -> attention.SparseOp:
         return attention.SparseOp(op, call, heads, lse)
@@ -121,19 +116,19 @@ def _attention(
 
     binds = {SPARSE_DECODE: attention.bind_sparse_decode, SPARSE_PREFILL: attention.bind_sparse_prefill}
     for primitive, bind in binds.items():
-        yield Provider(variant, primitive, place, cost, source, lambda op, bind=bind: bind(adapt(op)), trial, limits, modules)
+        yield Provider(variant, primitive, place, cost, source, lambda op, bind=bind: bind(adapt(op)), trial, limits)
 
 
 def _convert(variant: str, place: Place, call: convert.ConvertCall, cost: float, source: str, *, workspace: bool) -> Provider:
     bind, trial = partial(convert.bind_convert_indices, call=call), partial(convert.convert_trial, call=call)
     limits = {"needs_bf16": False, "prefill_workspace": workspace}
-    return Provider(variant, CONVERT_INDICES, place, cost, source, bind, trial, limits, ("convert", "rows"))
+    return Provider(variant, CONVERT_INDICES, place, cost, source, bind, trial, limits)
 
 
 def _indexer(variant: str, place: Place, call: indexer.LogitsCall, cost: float, source: str) -> Provider:
     bind, trial = partial(indexer.bind_indexer_logits, call=call), partial(indexer.indexer_trial, call=call)
     limits = {"kv_layouts": (INDEX_BF16.name,), "num_heads": (indexer.HEADS,), "block_sizes": indexer.BLOCK_SIZES}
-    return Provider(variant, INDEXER_LOGITS, place, cost, source, bind, trial, limits, ("indexer",))
+    return Provider(variant, INDEXER_LOGITS, place, cost, source, bind, trial, limits)
 
 
 def _vllm_iluvatar(op: str) -> Place:
@@ -169,7 +164,7 @@ PROVIDERS: Final[tuple[Provider, ...]] = (
     _convert("dsa_convert", _DSA_CONVERT, convert.dsa_convert, 11, _FORK, workspace=False),
     Provider(
         "concat_mla", CACHE_WRITE, _CONCAT, 10, _PYTHON_LAYER,
-        cache.bind_cache_write, cache.cache_write_trial, {"kv_layouts": ("bf16",)}, ("cache", "rows"),
+        cache.bind_cache_write, cache.cache_write_trial, {"kv_layouts": ("bf16",)},
     ),
     _indexer("block_sparse_logits", _BLOCK_LOGITS, indexer.block_sparse, 10, _INFINICORE),
     _indexer("dsa_indexer_logits", _DSA_LOGITS, indexer.dsa_indexer, 11, _INDEXER_CALL),

@@ -24,14 +24,6 @@ _NAMES: Final = {"sm90": "nvidia.flashmla", "sm100": "nvidia.flashmla_sm100"}
 _PREFERENCE: Final = 10.0
 
 
-def _sources(*names: str) -> tuple[str, ...]:
-    return tuple(f"mla_portable_nvidia.{name}" for name in names)
-
-
-_MODULES: Final = ("attention", "boundary", "boundary_kernels", "calibration", "conventions", "discovery", "head_padding")
-_SHARED: Final = ("mla_portable.contracts.triton_launcher", *_sources(*_MODULES))
-
-
 def _kernel(request: Request) -> Found:
     found = find_kernel(request.primitive, request.device)
     if found.provider is None:
@@ -104,7 +96,6 @@ def attention_implementations(
             check=partial(check_kernel, SPARSE_DECODE),
             preference=_PREFERENCE,
             schedule_kind=FLASHMLA_TILES,
-            sources=(*_sources("sparse_decode", "tile_schedules", "cache_view", "decode_conventions"), *_SHARED),
         )
         yield Implementation(
             name,
@@ -113,5 +104,4 @@ def attention_implementations(
             bind_sparse_prefill,
             check=partial(check_kernel, SPARSE_PREFILL),
             preference=_PREFERENCE,
-            sources=(*_sources("sparse_prefill", "prefill_conventions"), *_SHARED),
         )

@@ -194,8 +194,6 @@ def deepgemm_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> It
         "num_heads": HEADS,
         "workspace_bytes": _scratch,
     }
-    modules = ("deepgemm", "deepgemm_conventions", "index_passes", "index_pass_kernels")
-    sources = ("mla_portable.contracts.triton_launcher", *(f"mla_portable_nvidia.{name}" for name in modules))
     yield Implementation(
         NAME,
         INDEXER_LOGITS,
@@ -203,7 +201,6 @@ def deepgemm_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> It
         bind_indexer_logits,
         check=partial(deepgemm_reasons, INDEXER_LOGITS),
         preference=PREFERENCE,
-        sources=sources,
     )
     yield Implementation(
         NAME,
@@ -212,5 +209,4 @@ def deepgemm_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> It
         bind_indexer_logits_ragged,
         check=partial(deepgemm_reasons, INDEXER_LOGITS_RAGGED),
         preference=PREFERENCE,
-        sources=sources,
     )

@@ -83,7 +83,6 @@ def _scratch(request: Request[Any]) -> int:
 
 def select_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterator[Implementation[IndexerSelect]]:
     """indexer_select. device_types: ("cuda",) but for tests that run stand-ins on a CPU."""
-    modules = ("deepgemm", "deepgemm_conventions", "deepgemm_select", "index_passes", "index_pass_kernels")
     yield Implementation(
         NAME,
         INDEXER_SELECT,
@@ -101,5 +100,4 @@ def select_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iter
         bind_indexer_select,
         check=partial(deepgemm_reasons, INDEXER_LOGITS),
         preference=PREFERENCE,
-        sources=("mla_portable.contracts.triton_launcher", *(f"mla_portable_nvidia.{name}" for name in modules)),
     )

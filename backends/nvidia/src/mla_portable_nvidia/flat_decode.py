@@ -25,10 +25,6 @@ __all__ = ["FlatDecode", "flat_implementations"]
 _PREFERENCE: Final = 15.0
 """After the native kernels where nothing was measured, because they split keys. On an H200 this kernel takes half of their time
 from 64 heads and 64 rows on, and up to 4.5 times it below; one number cannot say both."""
-_MODULES: Final = (
-    *("flat_decode", "attention", "sparse_prefill", "prefill_conventions", "boundary", "boundary_kernels"),
-    *("calibration", "conventions", "discovery", "head_padding"),
-)
 
 
 class FlatDecode:
@@ -123,5 +119,4 @@ def flat_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterat
         check=partial(check_kernel, SPARSE_PREFILL),
         preference=_PREFERENCE,
         prefills_as="nvidia.flashmla",
-        sources=("mla_portable.contracts.triton_launcher", *(f"mla_portable_nvidia.{name}" for name in _MODULES)),
     )

@@ -291,8 +291,7 @@ def data_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterat
     declared: dict[str, Any] = {"device_types": device_types, "vendors": ("nvidia",)}
     # rows are read and written in vectors
     fp8: dict[str, Any] = {"kv_layouts": (FP8_DS_MLA.name,), "cache_alignment": 16, **declared}
-    sources = tuple(f"mla_portable_nvidia.{name}" for name in ("vllm_ops", "discovery"))
-    common: dict[str, Any] = {"preference": _PREFERENCE, "sources": sources}
+    common: dict[str, Any] = {"preference": _PREFERENCE}
     for scale_format in SCALE_FORMATS:
         support = Support("vLLM 0.24 to 0.33: concat_and_cache_mla's schema", scale_formats=(scale_format,), **fp8)
         name, check = f"nvidia.vllm_{scale_format}", _check_writer(scale_format)

@@ -64,6 +64,5 @@ def mla_portable_register(registrar: Registrar) -> None:
             bind=bind,
             check=check,
             preference=20,
-            sources=("mla_portable_acme.sparse_prefill",),
         )
     )

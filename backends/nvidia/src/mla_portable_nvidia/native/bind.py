@@ -30,7 +30,7 @@ from mla_portable_nvidia.native.build import load
 from mla_portable_nvidia.native.checks import check
 from mla_portable_nvidia.native.choice import FEW, Cut, builds, choose
 from mla_portable_nvidia.native.driver import Kernel, Launch
-from mla_portable_nvidia.native.sparse_decode import HEADERS, Build, Tensors, prepare
+from mla_portable_nvidia.native.sparse_decode import Build, Tensors, prepare
 
 __all__ = ["ARCHS", "native_implementations"]
 
@@ -40,7 +40,6 @@ _LAYOUTS: Final = (BF16.name, FP8_DS_MLA.name)
 _MANY: Final = 128
 _LAUNCHES: Final = 1024
 _LOG2_E: Final = 1.4426950408889634
-_MODULES: Final = ("bind", "build", "checks", "choice", "driver", "images", "nvrtc", "sparse_decode")
 
 
 class _Device:
@@ -252,9 +251,4 @@ def native_implementations() -> Iterator[Implementation]:
                 check=check,
                 preference=preference,
                 prefills_as=name if primitive is SPARSE_DECODE else "",
-                sources=(
-                    *(f"mla_portable_nvidia.native.{module}" for module in (*_MODULES, *kernels)),
-                    "mla_portable_nvidia.head_padding",
-                    *(f"mla_portable_nvidia.native:{file}" for file in (*HEADERS, *(f"{kernel}.cu" for kernel in kernels))),
-                ),
             )

@@ -38,7 +38,6 @@ _START: Final = 8
 _TOKENS_A_REQUEST: Final = 4
 """From here on, on average, keys stay instead of queries."""
 _LAUNCHES: Final = 1024
-_MODULES: Final = ("build", "checks", "driver", "images", "nvrtc", "indexer_logits")
 
 
 def _query_bytes(heads: int) -> int:
@@ -258,8 +257,6 @@ def indexer_implementations() -> Iterator[Implementation[Any]]:
         "batch_invariant": True,
     }
     text = f"mla_portable_nvidia/native: {', '.join(kernels)}; run on an H200"
-    modules = tuple(f"mla_portable_nvidia.native.{module}" for module in _MODULES)
-    files = tuple(f"mla_portable_nvidia.native:{file}" for file in (*IndexerBuild.headers, *kernels))
     yield Implementation(
         name="nvidia.native",
         primitive=INDEXER_LOGITS,
@@ -267,7 +264,6 @@ def indexer_implementations() -> Iterator[Implementation[Any]]:
         bind=bind_indexer_logits,
         check=check,
         preference=8.0,
-        sources=(*modules, "mla_portable_nvidia.head_padding", *files),
     )
     yield Implementation(
         name="nvidia.native",
@@ -276,12 +272,4 @@ def indexer_implementations() -> Iterator[Implementation[Any]]:
         bind=bind_indexer_select,
         check=check,
         preference=8.0,
-        sources=(
-            *modules,
-            "mla_portable.primitives._select_in_parts",
-            "mla_portable_nvidia.native.topk_select",
-            "mla_portable_nvidia.head_padding",
-            *files,
-            "mla_portable_nvidia.native:topk_select.cu",
-        ),
     )

@@ -36,7 +36,6 @@ _LARGEST_CLUSTER: Final = {"sm90": 16, "sm100": 16, "sm103": 16, "sm120": 8, "sm
 _BLOCK_RESERVE: Final = 1024
 """Shared memory that the driver keeps of each block, and that a multiprocessor has beyond what one block may ask for."""
 _LAUNCHES: Final = 1024
-_MODULES: Final = ("build", "checks", "driver", "images", "nvrtc", "topk_select")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,5 +188,4 @@ def topk_implementations() -> Iterator[Implementation]:
         bind=bind_topk_select,
         check=check,
         preference=8.0,
-        sources=(*(f"mla_portable_nvidia.native.{module}" for module in _MODULES), "mla_portable_nvidia.native:topk_select.cu"),
     )
