@@ -15,7 +15,8 @@ FORM = os.environ.get("MLA_TEST_VLLM_FORM", "upstream")
 
 try:
     old = tuple(map(int, metadata.version("vllm").split(".")[:2])) < (0, 24)
-    collect_ignore_glob = ["test_vllm_indexer*.py"] if old else []  # the indexer is served from 0.24 on
+    new = ["test_vllm_indexer*.py", "test_vllm_context_parallel.py"]  # served from 0.24 and 0.25.1 on
+    collect_ignore_glob = new if old else []
 except metadata.PackageNotFoundError:
     collect_ignore_glob = ["test_*.py"]
 
