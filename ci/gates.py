@@ -117,6 +117,9 @@ def limits_of(primitive: str) -> Collection[float]:
 
 
 def commits(_: argparse.Namespace) -> list[str]:
+    if not has_whole_history():
+        print("commits: not looked at, this copy has no history or not all of it")
+        return []
     found: list[str] = []
     for sha, report in reports().items():
         name, commit = f"report {sha[:16]}", report.commit
@@ -147,6 +150,13 @@ def commits(_: argparse.Namespace) -> list[str]:
     return found
 
 
+def has_whole_history() -> bool:
+    try:
+        return git("rev-parse", "--is-shallow-repository").strip() == "false"
+    except (OSError, subprocess.CalledProcessError):
+        return False
+
+
 @cache
 def hashes_at(commit: str) -> dict[str, dict[str, str]]:
     """What `ci/record_evidence.py hashes` says in a commit's own tree."""
@@ -169,7 +179,8 @@ def history(options: argparse.Namespace) -> list[str]:
     before = {line: None for commit in passed for line in evidence_at(commit)}
     found = wrongly_removed([Evidence("", json.loads(line)) for line in before], records().evidence)
     touched = git("diff", "--name-only", base, "HEAD", "--", "capability").splitlines()
-    if f"capability/{SIGNERS}" in touched and any(path.startswith(f"capability/{REPORTS}/") for path in touched):
+    reported = git("ls-tree", "-r", "--name-only", base, "--", f"capability/{REPORTS}")  # the first key may come with the first
+    if reported and f"capability/{SIGNERS}" in touched and any(path.startswith(f"capability/{REPORTS}/") for path in touched):
         found.append(f"capability/{SIGNERS} and reports change together; a key counts for reports that come after it")
     return found
 
