@@ -8,9 +8,10 @@
     python ci/record_evidence.py fold                              drop reports that later ones supersede
     python ci/record_evidence.py hashes                            of this tree's sources, as JSON; for the gate `commits`
 
-`--out FILE` writes the report to a file instead, on a machine that is no checkout; `add` then compares every file of code with
-the commit of this checkout, and refuses other sources. `--sign KEY` signs what is added with a key of ssh whose public half
-capability/signers lists. A benchmark counts beside a passed conformance run of the same sources only.
+`--out FILE` writes the report to a file instead, on a machine without these commits. `add` then compares every file of code
+with the commits before the run, binds it to the one that holds exactly what ran, and refuses other sources than this
+tree's. `--sign KEY` signs what is added with a key of ssh whose public half capability/signers lists. A benchmark counts
+beside a passed conformance run of the same sources only.
 
 What is already proven for today's sources is not run again, unless --all says so. Nothing is recorded from a tree whose code
 has uncommitted changes.
@@ -197,8 +198,8 @@ def add(options: argparse.Namespace) -> int:
 
 
 def settle(document: dict[str, Any], records: Records) -> dict[str, Any]:
-    """Bind what was made without git to this tree's commit, which must hold the very sources that ran. Raises: SystemExit."""
-    if "files" not in document:
+    """Bind a run to the commit that holds the files that ran; its sources must be this tree's. Raises: SystemExit."""
+    if "files" not in document and not document.get("changed"):
         return document
     for claim in document["claims"]:
         name = claim["implementation"], claim["primitive"], claim["arch"]

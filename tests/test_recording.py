@@ -193,8 +193,10 @@ def test_what_no_profile_knows_cannot_be_recorded() -> None:
 # where it ran, and from which code
 
 
-def git(folder: Path, *words: str) -> str:
+def git(folder: Path, *words: str, made: str | None = None) -> str:
     environ = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    if made is not None:
+        environ["GIT_COMMITTER_DATE"] = made
     who = ["-c", "user.name=t", "-c", "user.email=t@example.invalid"]
     return subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True, env=environ, text=True).stdout
 
@@ -233,7 +235,18 @@ def test_what_a_tree_has_changed_is_in_the_report_with_or_without_git(tree: Path
     away = provenance_of(copy, "x", CPU)
     assert (away.commit, away.changed) == (None, None) and away.files
     assert settled(away, tree).changed == here.changed, "uncommitted changes stay, whoever enters the report"
-    assert settled(here, tree) is here
+    assert settled(here, tree) == here
+
+
+@pytest.mark.parametrize(("made", "counts"), [("2026-01-01T00:00:00Z", True), ("2090-01-01T00:00:00Z", False)])
+def test_a_run_is_of_the_commit_that_holds_what_ran_if_that_was_made_before(tree: Path, made: str, counts: bool) -> None:
+    (tree / "ci" / "kernel.py").write_text("two")
+    run = provenance_of(tree, "x", CPU)
+    git(tree, "commit", "-qam", "what ran", made=made)
+    (tree / "ci" / "kernel.py").write_text("three")
+    git(tree, "commit", "-qam", "what came after it", made=made)
+    found = settled(run, tree)
+    assert found == (replace(run, commit=git(tree, "rev-parse", "HEAD^").strip(), changed={}) if counts else run)
 
 
 def test_a_file_that_is_gone_is_a_change(tree: Path) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where and from which code something ran: the time, the machine, the commit, and every file of code that differs from it.
 
-Without git (a copy of a checkout on the device's machine) all files of code are listed instead, and whoever has the commit
-compares them with it: `settled`. Files are named by git's hash of their contents, which needs no git to compute.
+Without git (a copy of a checkout on the device's machine) all files of code are listed instead. A machine that was sent a
+newer tree than its own git knows says what differs. Whoever has the commits finds the one that ran: `settled`. Files are
+named by git's hash of their contents, which needs no git to compute.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _NO_CODE: Final = ("capability", "docs", "tests")
 _FOLDERS: Final = ("mla_portable", "backends", "examples", "ci")
 """Of this repository, where code is looked for without git."""
 _GONE: Final = ""
+_RECENT: Final = 50
+"""Commits that a run is looked for in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +66,31 @@ def provenance_of(root: Path | None, command: str, device: torch.device) -> Prov
 
 
 def settled(run: Provenance, root: Path) -> Provenance:
-    """A run without git, held against the commit of the checkout at `root`; any other is returned as it is."""
-    if run.files is None:
+    """The same run, of the newest commit before it in the checkout at `root` that holds exactly the files that ran.
+
+    Where none does, it differs from the commit that it names, or from HEAD if it names none.
+    """
+    if run.files is None and (not run.changed or run.commit is None):
         return run
-    listed = (line.split("\t") for line in git(root, "ls-tree", "-r", "HEAD").splitlines())
-    tracked = {path: words.split()[2] for words, path in listed if _is_code(path) and path.startswith(_FOLDERS)}
-    changed = {path: run.files.get(path, _GONE) for path in {*tracked} | {*run.files}}
-    changed = {path: blob for path, blob in changed.items() if blob != tracked.get(path, _GONE)}
-    return replace(run, commit=git(root, "rev-parse", "HEAD").strip(), changed=changed, files=None)
+    folders = _FOLDERS if run.files is not None else ("",)
+    named = run.commit or "HEAD"
+    beside = {path: blob for path, blob in (run.changed or {}).items() if _is_code(path)}
+    ran = run.files or {**_tracked(root, named, folders), **beside}
+    for commit in git(root, "rev-list", "-n", str(_RECENT), f"--before={run.recorded}", "HEAD").split():
+        if not _difference(ran, _tracked(root, commit, folders)):
+            return replace(run, commit=commit, changed={}, files=None)
+    commit = git(root, "rev-parse", named).strip()
+    return replace(run, commit=commit, changed=_difference(ran, _tracked(root, commit, folders)), files=None)
+
+
+def _tracked(root: Path, commit: str, folders: tuple[str, ...]) -> dict[str, str]:
+    """path -> hash of the files of code that a commit holds. Raises: CalledProcessError."""
+    listed = (line.split("\t") for line in git(root, "ls-tree", "-r", commit).splitlines())
+    return {path: words.split()[2] for words, path in listed if _is_code(path) and path.startswith(folders)}
+
+
+def _difference(ran: Mapping[str, str], tracked: Mapping[str, str]) -> dict[str, str]:
+    return {path: ran.get(path, _GONE) for path in {*ran} | {*tracked} if ran.get(path, _GONE) != tracked.get(path, _GONE)}
 
 
 def git(root: Path, *arguments: str) -> str:
@@ -104,7 +124,7 @@ def machine_id(device: torch.device) -> str:
 
 
 def _is_code(path: str) -> bool:
-    return path.endswith(_CODE) and path.partition("/")[0] not in _NO_CODE
+    return path.endswith(_CODE) and path.partition("/")[0] not in _NO_CODE and not path.startswith(".")
 
 
 def _changed(root: Path) -> dict[str, str]:
