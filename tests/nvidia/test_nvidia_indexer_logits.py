@@ -24,7 +24,7 @@ from mla_portable.primitives import _select_in_parts as parts
 from mla_portable.primitives.indexer_logits import reference
 from mla_portable.primitives.indexer_select import reference as select_reference
 from mla_portable.primitives.topk_select import reference as topk_reference
-from mla_portable.sources import sources_of
+from mla_portable.sources import code_of, sources_of
 from mla_portable_nvidia import compile_all, native
 from mla_portable_nvidia.native import build as kernel_build
 from mla_portable_nvidia.native import indexer_logits as indexer
@@ -200,7 +200,7 @@ def test_what_is_declared():
     assert logits.support.archs == select.support.archs == ("sm90",) and A100.arch not in logits.support.archs
     assert logits.support.min_shared_memory == max(build.shared_bytes for build in BUILDS)
     for each in (logits, select):
-        found = {source.partition("::")[0] for source in sources_of(each)}
+        found = code_of(sources_of(each), "sm90").keys()
         for build in BUILDS:
             assert {f"mla_portable_nvidia.native:{name}" for name in (*build.headers, f"{build.kernel}.cu")} <= found
     assert "mla_portable_nvidia.native:topk_select.cu" in found
