@@ -79,7 +79,7 @@ def few_decode_tokens() -> int:
 def impl_projects() -> bool:
     """The layer has its implementation multiply by W_UK and W_UV: Iluvatar's 0.17 does, upstream's layers do it themselves.
 
-    Told by the stock implementation beside ours, which the same layer calls.
+    The stock implementation beside ours shows it: the same layer calls both.
     """
     return hasattr(getattr(_stock(), "FlashMLASparseImpl", None), "_k_up_proj")
 
