@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every test that is written has run and passed, or is named here with the reason; judged by the outcome of a run.
 
-    pytest --junitxml=report.xml; python3 ci/check_tests.py report.xml [FOLDER ...] [--deselect TEST ...]
+    pytest --junitxml=report.xml; python3 ci/check_tests.py report.xml [FOLDER ...] [--deselect TEST ...] [--ignore-glob PATTERN ...]
 
 Written are the functions named `test*` of the test files below the folders (default: tests, without tests/vllm, which `ci/vllm`
 runs), wherever they stand in a file. Each needs a case that passed, and none that did anything else: a mark, a call, an option,
 a condition or a conftest that keeps one from running leaves it without. A name that is defined twice hides the first.
-Tests that pytest was told to deselect are exceptions of that run. A test that passes without testing, or that was deleted,
+Tests that pytest was told to deselect or ignore are exceptions of that run. A test that passes without testing, or that was deleted,
 cannot be seen here.
 """
 
@@ -18,6 +18,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -87,10 +88,12 @@ def main() -> int:
     parser.add_argument("report", type=Path)
     parser.add_argument("folders", nargs="*")
     parser.add_argument("--deselect", action="append", default=[], metavar="TEST")
+    parser.add_argument("--ignore-glob", action="append", default=[], metavar="PATTERN")
     options = parser.parse_args()
     folders = options.folders
     tests = written(folders or TESTS)
-    named = dict.fromkeys(options.deselect, "deselected") | ({} if folders else dict(EXCEPTIONS))
+    ignored = [test for test in tests for pattern in options.ignore_glob if fnmatch(test.partition("::")[0], pattern)]
+    named = dict.fromkeys([*options.deselect, *ignored], "not for this run") | ({} if folders else dict(EXCEPTIONS))
     ran = outcomes(options.report.read_text(encoding="utf-8"))
     found = list(problems(tests, ran, named))
     for problem in found:
