@@ -55,7 +55,7 @@ _TABLES: Final = dict.fromkeys(
 )
 """Tables that the modules of a package fill when they are imported: who reads one depends on all of them."""
 _PRIMITIVE: Final = "Primitive"
-"""An object that is made by this class names a primitive: who serves it has evidence of its own."""
+"""An object of this class names a primitive, whose implementations have evidence of their own."""
 _CORE: Final = "mla_portable"
 _C_SUFFIXES: Final = (".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".mu")
 _C_COMMENT: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.DOTALL)

@@ -200,6 +200,7 @@ def test_what_is_declared():
     assert logits.support.archs == select.support.archs == ("sm90",) and A100.arch not in logits.support.archs
     assert logits.support.min_shared_memory == max(build.shared_bytes for build in BUILDS)
     for each in (logits, select):
+        assert not each.support.batch_invariant, "decode and prefill add up a score in orders of their own"
         found = code_of(sources_of(each), "sm90").keys()
         for build in BUILDS:
             assert {f"mla_portable_nvidia.native:{name}" for name in (*build.headers, f"{build.kernel}.cu")} <= found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer of Iluvatar's vLLM 0.17 on stand-ins of the vendor's ops: what serves, its weights, what it is told apart by.
+"""The layer of Iluvatar's vLLM 0.17 on stand-ins of the vendor's ops: implementations, weights, detection.
 
 `ci/vllm` runs every other test of this folder in this form as well.
 """

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """indexer_logits of FP8 keys, and indexer_select with it, in CUDA: builds, launches, and what they serve.
 
-In decode a block keeps a token's queries and pages pass; in prefill it keeps pages and queries pass. Scores are the same bits.
+In decode a block keeps a token's queries and pages pass; in prefill it keeps pages and queries pass. The two multiply the
+numbers of a key in different orders, so a score's last bits depend on which of them the batch gets.
 """
 
 from __future__ import annotations
@@ -254,7 +255,6 @@ def indexer_implementations() -> Iterator[Implementation[Any]]:
         "cache_alignment": 16,
         "min_shared_memory": max(build.shared_bytes for builds in (DECODE, PREFILL) for build in builds.values()),
         "needs_fp8_conversion": True,
-        "batch_invariant": True,
     }
     text = f"mla_portable_nvidia/native: {', '.join(kernels)}; run on an H200"
     yield Implementation(
