@@ -75,12 +75,12 @@ def _config(heads: int) -> dict[str, Any]:
         "initializer_range": 0.02,
         "bos_token_id": 0,
         "eos_token_id": 1,
-        "max_position_embeddings": 16384,
+        "max_position_embeddings": 32_768,
         "rope_theta": 10000,
         # "rope_type" beside "type" is refused by vLLM 0.24 with transformers 5
         "rope_scaling": {
             "type": "yarn",
-            "factor": 4,
+            "factor": 8,
             "original_max_position_embeddings": 4096,
             "beta_fast": 32,
             "beta_slow": 1,
