@@ -2,7 +2,7 @@
 """The vLLM plugin in real engines on a GPU: runs the jobs, judges what they left, prints a line for each comparison.
 
     ci/gpu_vllm [FOLDER] [--indexer | --features | --load | --tensor-parallel | --context-parallel GPUS]
-                [--only TEXT] [--parallel N] [--budget SECONDS]
+                [--only TEXT] [--parallel N] [--budget SECONDS] [--record FILE]
 
 FOLDER (default: vllm-report) gets every process's result and log, and `report.txt`. Exit status 1 where a line says FAIL.
 """
@@ -10,9 +10,11 @@ FOLDER (default: vllm-report) gets every process's result and log, and `report.t
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -40,7 +42,15 @@ from jobs import (
 )
 from judge import Done
 
+from mla_portable.registry import get_registry
+from mla_portable.registry.facts import resolve_device
+from mla_portable.tools.bench.kernel_machine import machine_state
+from mla_portable.tools.matrix.engines import engine_report
+from mla_portable.tools.matrix.reports import report_text
+from mla_portable.tools.provenance import provenance_of
+
 ENGINE: Final = Path(__file__).with_name("engine.py")
+ROOT: Final = Path(__file__).parents[2]
 _FOR_TIMES: Final = 0.35
 """Share of the budget that is kept for what is timed, which runs last."""
 _SERVES: Final = re.compile(r"mla_portable serves .*? by route (\S+: .*?); cache")
@@ -85,6 +95,20 @@ def run(todo: Sequence[Job], out: Path, checkpoints: Path, *, parallel: int, end
         return {done.job.name: done for done in several if done is not None}
 
 
+def record(path: Path, suite: str, lines: Iterable[judge.Line]) -> None:
+    """Append what was judged to a file, as a compressed line."""
+    device = resolve_device(get_registry().default_device())
+    facts = get_registry().facts(device)
+    state = machine_state(device, facts)
+    versions = {**state.versions, "vllm": metadata.version("vllm")}
+    run_here = provenance_of(ROOT, f"ci/gpu_vllm {shlex.join(sys.argv[1:])}", device)
+    judged = [(line.name, line.passed, line.found) for line in lines]
+    more = {"device": facts, "driver": state.driver, "clocks": state.clocks, "versions": versions}
+    made = engine_report(f"vllm {versions['vllm']}", suite, judged, run_here, **more)
+    with path.open("ab") as file:
+        file.write(gzip.compress(f"{report_text(made)}\n".encode(), 9, mtime=0))
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Raises: SystemExit when --only names nothing, or the folder holds an earlier run."""
     parser = argparse.ArgumentParser(prog="ci/gpu_vllm", description="The vLLM plugin in real engines on a GPU.")
@@ -102,6 +126,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="jobs whose name contains one of these, comma-separated")
     parser.add_argument("--parallel", type=int, default=10, help="processes at a time on the GPU")
     parser.add_argument("--budget", type=int, default=500, help="seconds for all of it")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="append a report for `ci/record_evidence.py add`")
     args, begin = parser.parse_args(words), time.monotonic()
     out, end = args.folder.resolve(), begin + args.budget
     if out.exists() and any(out.iterdir()):
@@ -148,6 +173,9 @@ def main(words: Sequence[str] | None = None) -> int:
     text = "\n".join(report)
     (out / "report.txt").write_text(f"{text}\n")
     print(f"\n{text}", flush=True)
+    if args.record:
+        suite = asked.replace("_", " ") + (f" {args.context_parallel}" if args.context_parallel else "")
+        record(args.record, f"{suite}, only {args.only}" if args.only else suite, lines)
     return int(bool(failed or left_out))
 
 

@@ -14,7 +14,7 @@ from mla_portable.registry.names import CORE_DISTRIBUTION
 from mla_portable.tools.matrix.levels import Hashes
 from mla_portable.tools.matrix.model import moment
 from mla_portable.tools.matrix.profiles import Profile, profile_of, shared_memory_limit
-from mla_portable.tools.matrix.reports import Benchmark, Case, Claimed, Compiled, Conformance, Report
+from mla_portable.tools.matrix.reports import ENGINE, Benchmark, Case, Claimed, Compiled, Conformance, Engine, Report
 
 __all__ = ["CaseIds", "check_report", "copies"]
 
@@ -48,6 +48,8 @@ def check_report(
     found += _device(report.device, profile)
     if isinstance(report, Benchmark):
         return found + list(_times(report, profile))
+    if isinstance(report, Engine):
+        return found + list(_compared(report))
     found += _modes(report, profile)
     current = [claim for claim in report.claims if _is_current(claim, hashes)]
     return found + list(_cases(report)) + list(_suite(report, current, profile, profiles, case_ids, limits))
@@ -178,6 +180,16 @@ def _times(report: Benchmark, profile: Profile) -> Iterator[str]:
         bound = 1e6 * max(line[unit] / report.ceilings[f"{unit}_per_second"] for unit in ("bytes", "flops"))
         if not bound / _SAME_BOUND <= line["bound_us"] <= bound * _SAME_BOUND:
             yield f"{name}: the roofline bound is {line['bound_us']:g} us, its bytes and operations take {bound:g}"
+
+
+def _compared(report: Engine) -> Iterator[str]:
+    """Something was judged, and nothing twice."""
+    names = [line.name for line in report.lines]
+    if not any(line.passed is not None for line in report.lines):
+        yield "no comparison was judged"
+    yield from (f"{name}: twice" for name in sorted(set(names)) if names.count(name) > 1)
+    if [(claim.implementation, claim.primitive) for claim in report.claims] != [ENGINE]:
+        yield f"an engine's report has the one claim {' / '.join(ENGINE)}"
 
 
 def _compiled(report: Compiled, profiles: Mapping[str, Profile]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from mla_portable.tools.matrix.model import RecordError
 from mla_portable.tools.matrix.profiles import Profile, profile_of
-from mla_portable.tools.matrix.reports import Benchmark, Case, Claimed, Compiled, Conformance, Report
+from mla_portable.tools.matrix.reports import Benchmark, Case, Claimed, Compiled, Conformance, Engine, Report
 
 __all__ = ["baselines_of", "fits", "problem_of", "records_of", "unfit"]
 
@@ -31,6 +31,8 @@ def records_of(report: Report, sha: str, profiles: Mapping[str, Profile]) -> lis
         return list(_conformance(report, sha, profiles))
     if isinstance(report, Compiled):
         return [_compiled(report, sha, claim) for claim in report.claims]
+    if isinstance(report, Engine):
+        return [_engine(report, sha, claim, profiles) for claim in report.claims]
     return list(_benchmarks(report, sha, profiles))
 
 
@@ -53,7 +55,7 @@ def _common(report: Report, sha: str, claim: Claimed, versions: Mapping[str, str
     }
 
 
-def _device(report: Conformance | Benchmark, profiles: Mapping[str, Profile]) -> dict[str, Any]:
+def _device(report: Conformance | Benchmark | Engine, profiles: Mapping[str, Profile]) -> dict[str, Any]:
     name, arch = report.device.get("name", ""), report.device.get("arch", "")
     return {"profile": profile_of(name, profiles).slug, "name": name, "arch": arch}
 
@@ -95,6 +97,18 @@ def _worst(cases: Sequence[Case]) -> dict[str, Any]:
             if quantity not in found or share > found[quantity][0]:
                 found[quantity] = (share, {"error": error, "tolerance": limit, "case": case.id})
     return {quantity: row for quantity, (_, row) in found.items()}
+
+
+def _engine(report: Engine, sha: str, claim: Claimed, profiles: Mapping[str, Profile]) -> dict[str, Any]:
+    judged = [line.passed for line in report.lines if line.passed is not None]
+    return {
+        **_common(report, sha, claim, report.versions),
+        "device": _device(report, profiles),
+        "driver": report.driver,
+        "engine": report.engine,
+        "suite": report.suite,
+        "cases": {"passed": sum(judged), "failed": len(judged) - sum(judged), "skipped": 0},
+    }
 
 
 def _compiled(report: Compiled, sha: str, claim: Claimed) -> dict[str, Any]:

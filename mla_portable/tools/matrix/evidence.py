@@ -78,6 +78,17 @@ class _Record(Model):
     command: Text
 
 
+class Engine(_Record):
+    """The comparisons of one suite in one engine. engine: name and version."""
+
+    kind: Literal["engine"]
+    device: _Device
+    driver: str | None
+    engine: Text
+    suite: Text
+    cases: _Cases
+
+
 class _OnDevice(_Record):
     layout: str | None
     device: _Device
@@ -126,8 +137,12 @@ class Benchmark(_OnDevice):
     clocks: dict[str, float] | None = None
 
 
-_SCHEMA: Final[TypeAdapter[Any]] = TypeAdapter(Annotated[Compiled | Conformance | Benchmark, Field(discriminator="kind")])
-_SERIES: Final = ("implementation", "primitive", "kind", "mode", "layout", "target", "level", "match", "shape", "overlap")
+_SCHEMA: Final[TypeAdapter[Any]] = TypeAdapter(
+    Annotated[Compiled | Conformance | Benchmark | Engine, Field(discriminator="kind")]
+)
+_RUN: Final = ("implementation", "primitive", "engine", "suite", "kind", "mode", "layout", "target", "level", "match")
+_SERIES: Final = (*_RUN, "shape", "overlap")
+
 _ONE_TIME: Final = {"passed": 1, "failed": 0, "skipped": 0}
 
 
@@ -191,7 +206,8 @@ def problems_of(data: Any, profiles: Mapping[str, Profile]) -> list[str]:
     unbound = data["commit"] is None and data["dirty"]
     times = data["kind"] == "benchmark" and not data["p10_us"] <= data["median_us"] <= data["p90_us"]
     checks = {
-        f"primitive: {data['primitive']!r} is none of {', '.join(Primitive.all())}": data["primitive"] not in Primitive.all(),
+        f"primitive: {data['primitive']!r} is none of {', '.join(Primitive.all())}": data["kind"] != "engine"
+        and data["primitive"] not in Primitive.all(),
         "versions: python is missing": "python" not in data["versions"],
         "command: names a folder of the machine that ran it": without_folders(data["command"]) != data["command"],
         f"device/profile: expected one of {', '.join(profiles)}": name and profile is None,
@@ -210,7 +226,7 @@ def problems_of(data: Any, profiles: Mapping[str, Profile]) -> list[str]:
 
 def is_native(data: Mapping[str, Any]) -> bool:
     """The record is of a run on a device as it is, which has to be bound to a commit."""
-    return data["kind"] == "benchmark" or data.get("mode") in ("native", "ptx")
+    return data["kind"] in ("benchmark", "engine") or data.get("mode") in ("native", "ptx")
 
 
 def series_of(record: Evidence) -> tuple[Any, ...]:

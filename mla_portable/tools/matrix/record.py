@@ -23,7 +23,7 @@ from mla_portable.tools.matrix.profiles import Profile, shared_memory_limit
 from mla_portable.tools.matrix.records import suite_hash
 from mla_portable.tools.provenance import Provenance
 
-__all__ = ["benchmark_report", "compiled_report", "conformance_report", "kernels_of", "mode_of"]
+__all__ = ["benchmark_report", "compiled_report", "conformance_report", "document_of", "facts_of", "kernels_of", "mode_of"]
 
 _CUDA_KERNEL: Final = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\s*\(")
 _DIGITS: Final = 4
@@ -32,7 +32,7 @@ _SHARED: Final = ("schema", "kind", "device")
 Document = dict[str, Any]
 
 
-def _common(run: Provenance, kind: str) -> Document:
+def document_of(run: Provenance, kind: str) -> Document:
     """What reports of every kind carry. `files` stands for `changed` until `provenance.settled` has compared them."""
     state = {"files": dict(run.files)} if run.files is not None else {"changed": dict(run.changed or {})}
     told = {"recorded": run.recorded, "command": without_folders(run.command), "machine": run.machine, "commit": run.commit}
@@ -80,8 +80,8 @@ def conformance_report(
     arch, ran = results.device.arch, {(r.case.implementation, str(r.case.primitive)) for r in results.results}
     claims = [claim for claim in declarations.claims if (claim.implementation, claim.primitive) in ran]
     return {
-        **_common(run, "conformance"),
-        "device": _device(ran_on or results.device),
+        **document_of(run, "conformance"),
+        "device": facts_of(ran_on or results.device),
         "driver": driver,
         "clocks": dict(clocks or {}),
         "versions": dict(results.versions),
@@ -101,7 +101,8 @@ def conformance_report(
     }
 
 
-def _device(facts: DeviceFacts) -> Document:
+def facts_of(facts: DeviceFacts) -> Document:
+    """The device of a report."""
     return {name: value for name, value in asdict(facts).items() if name != "libraries"}
 
 
@@ -170,7 +171,7 @@ def compiled_report(
                 raise RecordError(name, f"not compiled: {', '.join(absent)}")
             claims.append(_claimed(claim, arch, kernels=wanted, shared_memory_limit=shared_memory_limit(arch, profiles)))
     versions = {"python": platform.python_version(), **libraries}
-    return {**_common(run, "compiled"), "versions": versions, "claims": claims, "lines": lines}
+    return {**document_of(run, "compiled"), "versions": versions, "claims": claims, "lines": lines}
 
 
 def benchmark_report(header: Mapping[str, Any], lines: Iterable[Mapping[str, Any]], declarations: Declarations) -> Document:
@@ -197,7 +198,7 @@ def benchmark_report(header: Mapping[str, Any], lines: Iterable[Mapping[str, Any
         if claims[name]["source_hash"] != line["source_hash"]:
             raise RecordError(" / ".join(name), "other sources than this tree's ran; check out the commit that ran")
     return {
-        **_common(Provenance(**own), "benchmark"),
+        **document_of(Provenance(**own), "benchmark"),
         **{name: header[name] for name in ("device", "driver", "clocks", "versions", "ceilings")},
         "claims": list(claims.values()),
         "lines": lines,

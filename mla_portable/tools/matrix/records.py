@@ -19,15 +19,27 @@ from mla_portable.tools.matrix.evidence import Evidence, load_evidence, record_l
 from mla_portable.tools.matrix.levels import Cell, Hashes, evaluate
 from mla_portable.tools.matrix.model import RecordError
 from mla_portable.tools.matrix.profiles import Profile, load_profiles
-from mla_portable.tools.matrix.reports import read_reports, signed_by
+from mla_portable.tools.matrix.reports import ENGINE, read_reports, signed_by
 
-__all__ = ["EVIDENCE", "Records", "find_records", "hashes_of", "index_of", "read_profiles", "read_records", "suite_hash"]
+__all__ = [
+    "EVIDENCE",
+    "Records",
+    "engine_hash",
+    "find_records",
+    "hashes_of",
+    "index_of",
+    "read_profiles",
+    "read_records",
+    "suite_hash",
+]
 
 EVIDENCE = "evidence"
 _PROFILES = "profiles"
 _SUITE: Final = "mla_portable.tools.conformance"
 _JUDGES: Final = (_SUITE, "mla_portable.problems")
 """Packages that make and judge the suite's cases: a result is worth what they are."""
+_ADAPTER: Final = ENGINE[0]
+_BELOW: Final = (_ADAPTER, "mla_portable.attention", "mla_portable.planner")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +82,18 @@ def suite_hash(primitive: Primitive) -> str:
     return modules_hash(imported([*own, *modules_of(_SUITE)], _JUDGES))
 
 
+def engine_hash() -> str:
+    """Of the adapter of the engine, and of what it imports of the attention layer and the planner."""
+    return modules_hash(imported(modules_of(_ADAPTER), _BELOW))
+
+
 def hashes_of(declarations: Declarations, archs: Iterable[str]) -> Hashes:
     """Today's hashes of everything that is declared."""
-    found: dict[tuple[str, str, str], str] = {}
+    archs, engine = set(archs), engine_hash()
+    found: dict[tuple[str, str, str], str] = {(*ENGINE, arch): engine for arch in archs}
     for claim in declarations.claims:
         fixed = None if any(ARCH in source for source in claim.sources) else source_hash(claim.sources)
-        for arch in set(archs):
+        for arch in archs:
             found[claim.implementation, claim.primitive, arch] = fixed or source_hash(claim.sources, arch)
     return Hashes(found, {str(each): suite_hash(each) for each in Primitive.all()})
 

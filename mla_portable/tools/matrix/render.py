@@ -42,6 +42,9 @@ def markdown(table: Table) -> str:
             words = [f"**{e.state}**{_superscript(e)} {e.implementation}".rstrip() for e in entries]
             lines.append(f"| {heading} | " + " | ".join(words) + " |")
         lines.append("")
+    if table.engines:
+        lines += ["## Engines", "", "| engine | device | suite | state | comparisons | run |", "|---|---|---|---|---|---|"]
+        lines += [*(f"| {' | '.join(row)} |" for row in table.engines), ""]
     lines += ["## Coverage", "", *(f"- {line}" for line in _coverage_lines(table)), "", "## Words", ""]
     lines += [f"- **{state}**: {meaning}" for state, meaning in (STATES | TRUST).items()]
     lines += ["", "## Notes", "", *(f"{number}. {text}" for number, text in enumerate(table.notes, 1))]
@@ -51,6 +54,7 @@ def markdown(table: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
+_ENGINE: Final = ("engine", "device", "suite", "state", "comparisons", "run")
 _CELL: Final = ("device", "implementation", "primitive", "layout", "state", "level", "trust", "reasons")
 
 
@@ -70,6 +74,7 @@ def as_json(table: Table) -> str:
         "devices": [{"device": p.slug, "name": p.name, "vendor": p.vendor, "arch": p.arch} for p, _ in table.rows],
         "cells": cells,
         "coverage": [{"vendor": v, "places": sum(c.values()), "counts": c} for v, c in table.coverage().items()],
+        "engines": [dict(zip(_ENGINE, row, strict=True)) for row in table.engines],
         "missing": [{"plugin": name, "error": why} for name, why in table.missing],
     }
     return json.dumps(document, indent=1) + "\n"

@@ -20,12 +20,14 @@ from pydantic import Field, TypeAdapter, ValidationError
 from mla_portable.tools.matrix.model import Count, Hash, Model, Moment, Positive, RecordError, Text, validation_problems
 
 __all__ = [
+    "ENGINE",
     "REPORTS",
     "SIGNERS",
     "Benchmark",
     "Claimed",
     "Compiled",
     "Conformance",
+    "Engine",
     "Report",
     "digest",
     "parse_report",
@@ -39,6 +41,8 @@ __all__ = [
 ]
 
 REPORTS: Final = "reports"
+ENGINE: Final = ("mla_portable.vllm", "engine")
+"""What stands for implementation and primitive in the evidence of engines."""
 SIGNERS: Final = "signers"
 """Public keys of the project's own runners, in the format of `man ssh-keygen`, ALLOWED SIGNERS."""
 _NAME: Final = 16
@@ -129,7 +133,24 @@ class Benchmark(_OnDevice):
     lines: list[dict[str, Any]]
 
 
-Report = Conformance | Compiled | Benchmark
+class Comparison(Model):
+    """passed: None for a line that only informs. text: the figures."""
+
+    name: Text
+    passed: bool | None
+    text: str
+
+
+class Engine(_OnDevice):
+    """What an engine generated through this project's adapter, judged. engine: name and version. suite: which comparisons."""
+
+    kind: Literal["engine"]
+    engine: Text
+    suite: Text
+    lines: list[Comparison]
+
+
+Report = Conformance | Compiled | Benchmark | Engine
 _SCHEMA: Final[TypeAdapter[Report]] = TypeAdapter(Annotated[Report, Field(discriminator="kind")])
 
 

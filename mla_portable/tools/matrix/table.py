@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mla_portable.contracts import Primitive
+from mla_portable.tools.matrix.engines import engine_lines
 from mla_portable.tools.matrix.levels import LEVELS, Cell
 from mla_portable.tools.matrix.profiles import Profile
 from mla_portable.tools.matrix.records import Records
@@ -61,13 +62,14 @@ class Table:
     Attributes:
         headings: of the columns: the primitive and, where it matters, the layout. rows: of each device, an entry a column.
         notes: text of note n at index n - 1. sources: evidence that the table rests on, a line each: what ran, where, when,
-        from which commit. missing: plugins that did not load, with why.
+        from which commit. engines: as from `engine_lines`. missing: plugins that did not load, with why.
     """
 
     headings: tuple[str, ...]
     rows: tuple[tuple[Profile, tuple[Entry, ...]], ...]
     notes: tuple[str, ...]
     sources: tuple[str, ...]
+    engines: tuple[tuple[str, ...], ...]
     missing: tuple[tuple[str, str], ...]
     cells: tuple[Cell, ...]
 
@@ -98,7 +100,8 @@ def make_table(records: Records) -> Table:
             entries.append(Entry(state, named, notes.setdefault(_note(found), len(notes)), trust))
         rows.append((profile, tuple(entries)))
     headings = tuple(f"{primitive} {_WORD.get(layout or '', layout or '')}".strip() for primitive, layout in columns)
-    return Table(headings, tuple(rows), tuple(notes)[1:], _sources(cells), records.declarations.missing, cells)
+    engines = engine_lines(records.evidence, records.hashes)
+    return Table(headings, tuple(rows), tuple(notes)[1:], _sources(cells), engines, records.declarations.missing, cells)
 
 
 def _note(found: Sequence[Cell]) -> str:
