@@ -196,7 +196,7 @@ def test_a_call_under_graph_capture_is_another_kind(tape, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     gpu = Accelerator(torch.device("cuda", 0))
-    gpu.is_capturing = lambda: capturing
+    gpu.current_index, gpu.is_capturing = lambda: 0, lambda: capturing
     monkeypatch.setattr(dispatch, "accelerator", lambda device: gpu)
     monkeypatch.setattr(Registry, "facts", lambda self, device: H200)
     outs, lses = torch.zeros(2, 3, 4), torch.zeros(2, 3)
