@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from mla_portable.contracts import Support
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "mla-portable-acme"
@@ -73,3 +79,28 @@ def test_the_page_quotes_the_plugin_word_for_word():
     assert len(quoted) >= 5
     for body in quoted:
         assert body.strip("\n") in sources, f"not in the example:\n{body}"
+
+
+def test_the_table_of_support_has_every_field_with_its_default():
+    page = (ROOT / "docs" / "adding-a-vendor.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (\S.*?) \| ", page, flags=re.MULTILINE))
+
+    def shown(field: dataclasses.Field) -> str:
+        if field.default is dataclasses.MISSING:
+            return "required"
+        value = str(field.default).replace("'", '"')
+        return f"`{value}`"
+
+    assert {field.name: shown(field) for field in dataclasses.fields(Support)}.items() <= rows.items()
+
+
+def test_the_detector_knows_the_vendors_devices_alone(environment, monkeypatch):
+    monkeypatch.syspath_prepend(environment["PYTHONPATH"])
+    detect = importlib.import_module("mla_portable_acme").detect
+    properties = SimpleNamespace(name="Acme One", major=1, minor=0, multi_processor_count=8, total_memory=1 << 34)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    facts = detect(torch.device("cuda", 0))
+    assert (facts.vendor, facts.arch, facts.num_sms) == ("acme", "acme10", 8)
+    assert detect(torch.device("cpu")) is None
+    properties.name = "NVIDIA H200"
+    assert detect(torch.device("cuda", 0)) is None

@@ -61,7 +61,7 @@ class Implementation(Generic[F]):
         bind: makes the callable for one request (which `support` accepts). Kernel configuration is chosen here, never
             per call. May import the vendor's library; may compile.
         check: library found, symbols found, calling convention identified on this device? Returns the reasons why not.
-            It runs once a process, before the numeric probe.
+            It runs once per device, before the numeric probe.
         preference: declared cost, smaller is preferred. Vendor kernels about 10, portable kernels 50, reference 1000.
         schedule_kind: what `schedule=` of sparse_decode takes, and who plans it; None where any is ignored.
         prefills_as: of sparse_decode, the name of the sparse_prefill that is the same kernel on the same cache, so that one

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The acme plugin: declares what the vendor's library can run, and nothing else.
+"""The acme plugin: declares what the vendor's library can run, and recognises the vendor's devices.
 
 Light on purpose: the library is imported in `check` and `bind`, so listing implementations costs nothing.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib import import_module
+
+import torch
 
 from mla_portable.contracts import (
     DeviceFacts,
@@ -53,9 +55,28 @@ def bind(request: Request) -> SparsePrefill:
     return AcmeSparsePrefill(import_module(LIBRARY))
 
 
+def detect(device: torch.device) -> DeviceFacts | None:
+    """Facts of acme's devices, which torch drives through its CUDA interface; None for every other device."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    if not properties.name.startswith("Acme "):
+        return None
+    return DeviceFacts(
+        vendor="acme",
+        name=properties.name,
+        arch=f"acme{properties.major}{properties.minor}",
+        num_sms=properties.multi_processor_count,
+        shared_memory=48 << 10,
+        memory_bytes=properties.total_memory,
+        has_fp64=False,
+    )
+
+
 @hookimpl
 def mla_portable_register(registrar: Registrar) -> None:
-    """Offer acme's one kernel."""
+    """Offer acme's one kernel, and recognise its devices."""
+    registrar.add_detector(detect)
     registrar.add(
         Implementation(
             name="acme.v1",

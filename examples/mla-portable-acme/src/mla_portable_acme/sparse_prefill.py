@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acme's kernel behind mla_portable's meaning: every quirk of the vendor ends in this file.
+"""Adapter of acme's kernel: converts the vendor's conventions to those of mla_portable.
 
-The kernel serves exactly 64 heads, wants a head axis on `kv` and `indices`, knows one absent index (-1), and returns lse in
+The kernel computes exactly 64 heads, wants a head axis on `kv` and `indices`, accepts one absent index (-1), and returns lse in
 base 2 with +inf for a row without keys.
 """
 
@@ -17,7 +17,7 @@ KERNEL_HEADS = 64
 
 
 class AcmeSparsePrefill:
-    """sparse_prefill on a bf16 workspace; see `mla_portable.contracts.SparsePrefill` for the shapes."""
+    """sparse_prefill on a bf16 workspace; see `mla_portable.primitives.SparsePrefill` for the shapes."""
 
     def __init__(self, library: ModuleType) -> None:
         self._kernel = library.sparse_mla_fwd
