@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages as a reader uses them: links lead somewhere, commands run as written, quoted messages exist in the code."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = (ROOT, ROOT / "docs", ROOT / "capability", *ROOT.glob("backends/*"), *ROOT.glob("examples/*"))
+PAGES = sorted(page for folder in FOLDERS for page in folder.glob("*.md") if page.name != "MATRIX.md")
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+NOT_RUN = {
+    r"\bpip (install|uninstall|wheel)\b|python3 -m venv": "installs or removes packages: ci/install and .ci/run do it",
+    r"\bvllm serve\b|ci/gpu_vllm": "needs vLLM and a GPU",
+    r"^ci/gpu|--device cuda|--graph|conform nvidia": "needs a GPU",
+    r"^mla-portable bench kernels|\bmla-portable tune": "minutes on a CPU: tests/test_bench_kernels.py, tests/test_tune.py",
+    r"^mla-portable conform triton|_triton\.compile_all|^ci/refresh_evidence": "minutes on a CPU: ci/conformance, ci/compile",
+    r"^mla-portable run": "half a minute each: ci/main_job",
+    r"\bacme\b|^mla-portable explain sparse_prefill": "needs the example plugin: tests/test_example_plugin.py",
+    r"^git |matrix --(write|check)|record_evidence|ci/gates": "changes or judges the checkout: ci/gates.py",
+    r"^ci/lint|^pytest": "is run by .ci/run",
+    r"^export ": "sets a variable of the reader's shell",
+}
+"""Commands that this test does not run, and why."""
+
+
+def commands() -> Iterator[str]:
+    """Each line of the pages' bash blocks, once, without the remark at its end."""
+    texts = [body for page in PAGES for language, body in BLOCK.findall(page.read_text()) if language == "bash"]
+    lines = [re.sub(r"\s+# .*", "", line).strip() for text in texts for line in text.splitlines()]
+    yield from dict.fromkeys(line for line in lines if line and not line.startswith("#"))
+
+
+def why_not(command: str) -> str | None:
+    return next((reason for pattern, reason in NOT_RUN.items() if re.search(pattern, command)), None)
+
+
+def programs() -> Iterator[tuple[str, str]]:
+    """(page, text) of each Python block that is complete: it begins with its imports."""
+    for page in PAGES:
+        for language, body in BLOCK.findall(page.read_text()):
+            if language == "python" and body.startswith(("import ", "from ")):
+                yield page.name, body
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder that looks like the checkout and can be written to, with `mla-portable` and `python` on its path."""
+    for path in ROOT.iterdir():
+        if not path.name.startswith("."):
+            (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "bin").mkdir()
+    for name, run in {"mla-portable": "-m mla_portable", "python": ""}.items():
+        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {run} "$@"\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    return tmp_path
+
+
+def run(command: list[str], checkout: Path) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MLA_PORTABLE_")}
+    environ |= {"TRITON_INTERPRET": "0", "PATH": f"{checkout / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.run(command, cwd=checkout, env=environ, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("command", [each for each in commands() if why_not(each) is None])
+def test_a_command_runs_as_written(command: str, checkout: Path) -> None:
+    done = run(["bash", "-c", command], checkout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_every_reason_for_not_running_a_command_is_used() -> None:
+    given = {why_not(each) for each in commands()}
+    assert given >= set(NOT_RUN.values())
+    assert sum(why_not(each) is None for each in commands()) >= 10
+
+
+@pytest.mark.parametrize(("page", "program"), list(programs()), ids=lambda value: value if len(value) < 40 else "")
+def test_a_complete_program_runs_as_written(page: str, program: str, checkout: Path) -> None:
+    done = run([sys.executable, "-c", program], checkout)
+    assert done.returncode == 0 and done.stdout, done.stderr
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as GitHub links to them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_leads_somewhere() -> None:
+    missing: list[str] = []
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if target.startswith(("http://", "https://")):
+                continue
+            name, _, anchor = target.partition("#")
+            path = (page.parent / name).resolve() if name else page
+            if not path.exists() or (anchor and anchor not in anchors(path)):
+                missing.append(f"{page.relative_to(ROOT)}: {target}")
+    assert not missing
+
+
+def messages(tree: ast.AST) -> Iterator[str]:
+    """Every string of a module; values that are put into it are three dots."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.sub(r"%[sdg]", "...", node.value)
+
+
+def test_quoted_messages_exist_in_the_code() -> None:
+    """The first column of docs/vllm.md's tables of messages, but for those of others; `...` stands for values."""
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    cells = re.findall(r"^\| (`.*?) \| ", page[page.index("## Troubleshooting") :], flags=re.MULTILINE)
+    found = [each for cell in cells for each in re.findall(r"`([^`]+)`( \((?:vLLM|DeepGEMM|Triton)'s\))?", cell)]
+    known = "\n".join(text for path in (ROOT / "mla_portable").rglob("*.py") for text in messages(ast.parse(path.read_text())))
+    pieces = {
+        (message, piece.strip(" ,:"))
+        for message, owner in found
+        if not owner
+        # InvalidArgument puts "where: argument: got X, expected Y." together
+        for piece in re.split(r"\.\.\.|^(?:vLLM|environment): [^:]*:|got |, expected |\.$", message)
+        if len(piece.split()) > 1
+    }
+    assert len(pieces) >= 20
+    assert not {(message, piece) for message, piece in pieces if piece not in known}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_uses_the_terms_of_the_field(page: Path) -> None:
+    """Words of this project's own that were replaced: baseline, roofline bound, reference, forced."""
+    found = re.findall(r"\b(rivals?|yardstick|mends?|mended|demanded|who serves|is told|tells no)\b", page.read_text().lower())
+    assert not found
