@@ -38,7 +38,7 @@ def test_a_worker_that_dies_is_the_error_of_its_case_alone(capfd):
     assert [result.case for result in results] == list(CASES)
     bad = {index: result.message for index, result in enumerate(results) if result.status != "passed"}
     assert bad.keys() == {DIES, FAILS, UNREADABLE}
-    assert "BrokenProcessPool" in bad[DIES] and "jobs=1" in bad[DIES] and "pickle" in bad[UNREADABLE]
+    assert "BrokenProcessPool" in bad[DIES] and "jobs=1" in bad[DIES] and "local object" in bad[UNREADABLE]
     assert [(done, total) for done, total, _ in seen] == [(i + 1, len(CASES)) for i in range(len(CASES))]
     assert {id(result) for _, _, result in seen} == {id(result) for result in results}
     process = {index: result.message.split()[0] for index, result in enumerate(results) if index not in (DIES, UNREADABLE)}
