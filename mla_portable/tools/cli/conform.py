@@ -84,11 +84,11 @@ def _append_evidence(path: Path, report: Report, match: str, device: torch.devic
     from mla_portable.dispatch import current_registry
     from mla_portable.sources import module_file
     from mla_portable.tools.bench.kernel_machine import machine_state
-    from mla_portable.tools.matrix import read_profiles
     from mla_portable.tools.matrix.claims import collect_declarations
     from mla_portable.tools.matrix.derive import records_of
     from mla_portable.tools.matrix.evidence import append_evidence
     from mla_portable.tools.matrix.record import conformance_report
+    from mla_portable.tools.matrix.records import read_profiles
     from mla_portable.tools.matrix.reports import digest, parse_report, report_text, write_report
     from mla_portable.tools.provenance import checkout_of, provenance_of
 

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 import typer
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -42,8 +42,6 @@ EXIT_USAGE = 2
 _PIPE_WIDTH = 200
 """Columns where stdout is no terminal and COLUMNS is not set: a table in a log should not be folded at 80."""
 
-_SECONDS_BETWEEN_LINES = 5.0
-
 Advance = Callable[[str, int, int], None]
 """Progress of long work: (what is being done, steps done, steps in all)."""
 
@@ -60,6 +58,7 @@ class Output:
         self._stream = stream
         self.stdout = _console(stream)
         self.stderr = _console(sys.stderr)
+        self._status: Status | None = None
 
     def document(self, value: object) -> None:
         """Print the JSON document; once per command."""
@@ -67,6 +66,7 @@ class Output:
 
     def text(self, value: str) -> None:
         """Write a result as it is. Raises: typer.Exit where the reader has closed the pipe."""
+        self.rest()
         try:
             self._stream.write(value)
             self._stream.flush()
@@ -74,22 +74,33 @@ class Output:
             raise typer.Exit(EXIT_FAILED) from None
 
     def show(self, *renderables: RenderableType) -> None:
-        """Print results for a person; a plain string is printed as it is, without markup."""
+        """Print results for a person; a plain string without markup."""
+        self.rest()
         for renderable in renderables:
-            self.stdout.print(Text(renderable) if isinstance(renderable, str) else renderable, soft_wrap=True)
+            self.stdout.print(Text(renderable) if isinstance(renderable, str) else renderable)
 
     def note(self, message: str) -> None:
         """A line for a person on stderr."""
         self.stderr.print(Text(message), soft_wrap=True)
 
+    def busy(self, doing: str) -> None:
+        """Say on stderr that something is going on, until something is printed; nothing where stderr is no terminal."""
+        if self.stderr.is_terminal:
+            self._status = self.stderr.status(doing)
+            self._status.start()
+
+    def rest(self) -> None:
+        """End what `busy` shows."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
     @contextlib.contextmanager
     def progress(self) -> Generator[Advance]:
-        """A bar on stderr while long work runs; where stderr is no terminal, a line every few seconds."""
-        if not self.stderr.is_terminal:
-            yield self._report_now_and_then()
-            return
+        """A bar on stderr while long work runs; nothing where stderr is no terminal."""
+        self.rest()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self.stderr, transient=True) as bar:
+        with Progress(*columns, console=self.stderr, transient=True, disable=not self.stderr.is_terminal) as bar:
             task = bar.add_task("", total=None)
 
             def advance(what: str, done: int, total: int) -> None:
@@ -97,21 +108,12 @@ class Output:
 
             yield advance
 
-    def _report_now_and_then(self) -> Advance:
-        last = time.monotonic()
-
-        def advance(what: str, done: int, total: int) -> None:
-            nonlocal last
-            if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
-                last = time.monotonic()
-                self.note(f"{done} of {total}: {what}")
-
-        return advance
-
 
 @contextlib.contextmanager
-def command(*, as_json: bool) -> Generator[Output]:
+def command(*, as_json: bool, doing: str = "loading torch and plugins") -> Generator[Output]:
     """The frame of every command: keeps stdout for results, and turns typed failures into a message and an exit code.
+
+    Until there is something to show, a terminal sees what it is `doing`.
 
     Whatever else writes to stdout, from Python or through file descriptor 1, goes to stderr. Imports no torch.
 
@@ -120,6 +122,7 @@ def command(*, as_json: bool) -> Generator[Output]:
     """
     with _results_alone(redirect=as_json) as stream:
         output = Output(as_json=as_json, stream=stream)
+        output.busy(doing)
         try:
             yield output
         except (typer.Exit, typer.BadParameter):
@@ -133,6 +136,8 @@ def command(*, as_json: bool) -> Generator[Output]:
             traceback.print_exc(file=sys.stderr)
             _failure(output, error)
             raise typer.Exit(EXIT_FAILED) from error
+        finally:
+            output.rest()
 
 
 @contextlib.contextmanager
