@@ -10,18 +10,27 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import typer
 from commands import RUNNER, document, in_a_process, invoke, missing_library
 from spoiled import WRONG, Spoiled, registry_with
 
-from mla_portable.contracts import Primitive
+from mla_portable.attention.spec import AUTO_ROUTE
+from mla_portable.contracts import ROUTES, Primitive
 from mla_portable.dispatch import serving
+from mla_portable.layouts import SCALE_FORMATS
 from mla_portable.primitives import MERGE_STATES, TOPK_SELECT
+from mla_portable.problems import LEVELS
 from mla_portable.registry import Registry
 from mla_portable.tools.bench.inputs import default_shape
 from mla_portable.tools.cli.app import app
+from mla_portable.tools.cli.bench import plan
+from mla_portable.tools.cli.conform import conform
+from mla_portable.tools.cli.kernels import kernels
+from mla_portable.tools.cli.step import run
+from mla_portable.tools.matrix.table import installed_table
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 
@@ -32,6 +41,16 @@ OF_A_STEP = [str(primitive) for primitive in Primitive.all() if primitive.cache 
 
 
 # ---------------------------------------------------------------------- help and usage
+
+
+def test_the_matrix_is_read_without_torch_where_it_is_of_the_installed_plugins(monkeypatch):
+    table = installed_table()
+    assert table is not None and invoke("matrix").stdout.startswith("Capability matrix")
+    code = "import sys; from mla_portable.tools.cli import main\ntry: main()\nfinally: sys.exit(int('torch' in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code, "matrix"], capture_output=True, text=True)
+    assert done.returncode == 0 and "NVIDIA H200" in done.stdout, done.stderr
+    monkeypatch.setattr("mla_portable.tools.matrix.table.entry_points", lambda group: ())
+    assert installed_table() is None
 
 
 @pytest.mark.parametrize("words", [[], ["run"], ["doctor"], ["explain"], ["conform"], ["bench", "kernels"]])
@@ -96,7 +115,7 @@ def test_what_cannot_be_meant_is_code_2(words):
 
 
 def test_an_error_is_a_document_too():
-    answer = document("run", "--topk", "0", code=2)
+    answer = document("run", "--topk", "9999999", code=2)
     assert answer["ok"] is False and answer["error"]["type"] == "InvalidArgument" and "topk" in answer["error"]["message"]
 
 
@@ -176,6 +195,7 @@ def test_a_plugin_that_prints_does_not_spoil_the_document():
 LOUD = """
 import atexit, ctypes, os
 from mla_portable.contracts import Implementation, Support, hookimpl
+from mla_portable.layouts import SCALE_FORMATS
 from mla_portable.primitives import MERGE_STATES
 
 def say(what):
@@ -266,18 +286,46 @@ def test_conform_passes_and_records(tmp_path):
     }
 
 
-def test_levels_are_those_of_the_suite_and_are_checked_before_anything_is_loaded():
-    from mla_portable.problems import LEVELS
-    from mla_portable.tools.cli.conform import _LEVELS
+EARLY = {
+    "explain sparse_dekode": "sparse_decode",
+    "explain sparse_decode --layout fp4": "fp8_ds_mla",
+    "explain sparse_decode --backend tritn": "Did you mean 'triton'",
+    "explain sparse_decode --tp 3": "divisor",
+    "explain sparse_decode --tp 8 --heads 16": "--heads",
+    "explain indexer_logits --tp 8": "every rank",
+    "run --route sideways": "upconvert",
+    "run --topk 0": "--topk",
+    "run --kv-layout fp4": "fp8_ds_mla",
+    "run --backend sparse_dekode=triton": "sparse_decode",
+    "conform tritn": "triton",
+    "conform triton --level turbo": "quick",
+    "conform triton --primitive sparse_dekode": "sparse_decode",
+    "bench plan --route sideways": "upconvert",
+    "matrix --device h2000": "h200",
+}
 
-    assert _LEVELS == LEVELS
+
+@pytest.mark.parametrize(("words", "expected"), EARLY.items())
+def test_names_and_sizes_are_checked_before_torch_is_loaded(words, expected):
     code = (
         "import sys\nfrom mla_portable.tools.cli.app import app\n"
-        "try: app(['conform', 'triton', '--level', 'turbo'])\nexcept SystemExit as end: assert end.code == 2, end.code\n"
+        "try: app(sys.argv[1:])\nexcept SystemExit as end: assert end.code == 2, end.code\n"
         "assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and "smoke, quick, full" in done.stderr.replace("\n", " "), done.stderr
+    done = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True)
+    assert done.returncode == 0 and expected in " ".join(done.stderr.replace("│", " ").split()), done.stderr
+    assert done.stdout == ""
+
+
+def test_choices_that_are_written_out_are_those_of_the_library():
+    def choices(command, option: str) -> tuple[str, ...]:
+        hint = get_type_hints(command)[option]
+        return tuple(name for each in (hint, *get_args(hint)) for name in get_args(each) if isinstance(name, str))
+
+    assert choices(conform, "level") == LEVELS
+    assert {*choices(run, "route")} == {AUTO_ROUTE, *ROUTES}
+    assert {*choices(plan, "route")} == {*ROUTES}
+    assert choices(run, "scale_format") == choices(kernels, "scale_format") == SCALE_FORMATS
 
 
 def test_conform_in_processes_gives_what_one_process_gives():

@@ -336,17 +336,8 @@ def test_matrix_check_and_its_exit_codes(folder: Path) -> None:
     command("matrix", *mine, "--write")
     assert {path.name for path in folder.iterdir()} == {"MATRIX.md", "matrix.json", "matrix.svg"}
     command("matrix", *mine, "--check")
-    for words in (
-        ["--format", "md"],
-        ["--format", "html"],
-        ["--json"],
-        ["--all"],
-        ["--evidence"],
-        ["--vendor", "amd"],
-        ["--device", "h200"],
-        [],
-    ):
-        command("matrix", *mine, *words)
+    for words in ("--format md", "--format html", "--json", "--all", "--evidence", "--vendor amd", "--device h200", ""):
+        command("matrix", *mine, *words.split())
     for words in (["--device", "h20000"], ["--format", "pdf"]):
         command("matrix", *mine, *words, code=2)
     (folder / "x.jsonl").write_text("{}\n")

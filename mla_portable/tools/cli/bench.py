@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -24,7 +24,9 @@ bench.command()(kernels)
 @bench.command()
 def plan(
     device: DeviceOption = None,
-    route: Annotated[str, typer.Option("--route", metavar="ROUTE", help="fused, split, direct or upconvert.")] = "split",
+    route: Annotated[
+        Literal["fused", "split", "direct", "upconvert"], typer.Option("--route", help="How primitives are composed.")
+    ] = "split",
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -95,6 +97,7 @@ def dispatch(
         where = resolve_device(device)
         from mla_portable.tools.bench.dispatch import measure_dispatch
 
+        output.busy("timing calls")
         rows = measure_dispatch(where, batches=batches, calls=calls)
         if as_json:
             output.document({"command": "bench dispatch", "ok": True, "device": where, "rows": rows})

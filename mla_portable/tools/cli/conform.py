@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import RenderableType
 
-from mla_portable.tools.cli.options import DeviceOption, JsonOption, primitive_named, resolve_device
+from mla_portable.tools.cli.options import DeviceOption, JsonOption, check_name, primitive_named, resolve_device
 from mla_portable.tools.cli.output import EXIT_FAILED, command, table
 
 if TYPE_CHECKING:
@@ -19,14 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["conform"]
 
-_LEVELS = ("smoke", "quick", "full")
-"""As in mla_portable.tools.conformance, which takes torch to import."""
-
 
 def conform(
     name: Annotated[str, typer.Argument(help="A backend ('triton') or one implementation ('triton.portable').")],
     level: Annotated[
-        str, typer.Option("--level", metavar="LEVEL", help="smoke (each kind of case once), quick, or full.")
+        Literal["smoke", "quick", "full"], typer.Option("--level", help="How many cases; smoke is each kind once.")
     ] = "quick",
     device: DeviceOption = None,
     primitive: Annotated[
@@ -51,11 +48,10 @@ def conform(
 
     Exit code 0 only when at least one case ran and all passed.
     """
-    if level not in _LEVELS:
-        raise typer.BadParameter(f"got {level!r}, expected one of {', '.join(_LEVELS)}", param_hint="--level")
     with command(as_json=as_json) as output:
-        where = resolve_device(device)
+        check_name("backend", name, param_hint="NAME")
         only = [primitive_named(each, param_hint="--primitive") for each in primitive or ()] or None
+        where = resolve_device(device)
         from mla_portable.dispatch import current_registry
         from mla_portable.tools.conformance import run_suite
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -77,7 +77,7 @@ def kernels(
         str, typer.Option("--overlap", metavar="P,P", help="Percent of a prefill token's indices that its neighbour has too.")
     ] = "0",
     scale_format: Annotated[
-        str, typer.Option("--scale-format", metavar="FORMAT", help="Of FP8 rows, read or written: pow2 or amax.")
+        Literal["pow2", "amax"], typer.Option("--scale-format", help="Of FP8 rows, read or written.")
     ] = "pow2",
     baselines: Annotated[
         bool, typer.Option("--baselines/--no-baselines", help="Time what plugins bring as baselines, too.")

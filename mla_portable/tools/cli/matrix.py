@@ -13,7 +13,7 @@ from mla_portable.tools.cli.output import EXIT_FAILED, Output, command
 if TYPE_CHECKING:
     from mla_portable.tools.matrix.table import Table
 
-__all__ = ["matrix"]
+__all__ = ["matrix", "read_table"]
 
 
 def matrix(
@@ -47,7 +47,7 @@ def matrix(
         if check or write:
             _generated(output, records, write=write)
             return
-        whole = _table(records)
+        whole = read_table(records)
         table = whole.only(vendor, device)
         if not table.devices:
             vendors, devices = sorted({d.vendor for d in whole.devices}), ", ".join(d.slug for d in whole.devices)
@@ -67,7 +67,7 @@ def matrix(
             output.text(FORMATS[form](table))
 
 
-def _table(records: Path | None) -> Table:
+def read_table(records: Path | None) -> Table:
     """As it was generated, where that is of the installed plugins; else made of the records. Raises: RecordError."""
     from mla_portable.tools.matrix.table import find_records, installed_table
 

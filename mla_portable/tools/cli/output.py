@@ -16,7 +16,9 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.status import Status
 from rich.table import Table
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
     from mla_portable.contracts import Reason
 
 __all__ = [
-    "EXIT_FAILED", "EXIT_OK", "EXIT_USAGE", "Advance", "Output", "close_stdout", "command",
-    "for_other_devices", "plain", "table",
+    "EXIT_FAILED", "EXIT_OK", "EXIT_USAGE", "Advance", "Output", "close_stdout", "columns", "command",
+    "for_other_devices", "hanging", "plain", "table",
 ]  # fmt: skip
 
 EXIT_OK = 0
@@ -191,9 +193,28 @@ def _failure(output: Output, error: Exception) -> None:
         output.document({"ok": False, "error": {"type": type(error).__name__, "message": str(error)}})
 
 
+def hanging(label: str, text: str) -> RenderableType:
+    """A label and a text whose further lines stand below its first."""
+    result = Table.grid(padding=(0, 2, 0, 0))
+    result.add_row(Text(f"{label:<6}", "dim"), Text(text))
+    return Padding.indent(result, 2)
+
+
+def columns(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
+    """Plain strings in columns without lines; long words are folded in the last one."""
+    result = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
+    for heading in headings:
+        result.add_column(Text(heading), overflow="fold", no_wrap=heading != headings[-1])
+    for row in rows:
+        result.add_row(*map(Text, row))
+    return Padding.indent(result, 2)
+
+
 def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Collection[str] = ()) -> Table:
     """A table of plain strings; the columns named in `numbers` are aligned to the right."""
-    result = Table(title=title or None, title_justify="left", title_style="bold", header_style="bold")
+    result = Table(
+        title=title or None, title_justify="left", title_style="bold", header_style="bold", box=SIMPLE_HEAD, pad_edge=False
+    )
     for heading in headings:
         result.add_column(Text(heading), justify="right" if heading in numbers else "left", overflow="fold")
     for row in rows:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import RenderableType
 
-from mla_portable.tools.cli.options import DeviceOption, JsonOption, resolve_device, with_options
+from mla_portable.tools.cli.options import DeviceOption, JsonOption, check_name, resolve_device, with_options
 from mla_portable.tools.cli.output import EXIT_FAILED, command, for_other_devices, table
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ _MAX_SECONDS = 2.0
 
 
 def _size(flag: str, text: str, *, of: Any = int, panel: str = "Size of the step", metavar: str | None = None) -> Any:
-    return Annotated[of | None, typer.Option(flag, help=text, rich_help_panel=panel, metavar=metavar)]
+    least = None if of is not int else int(flag not in ("--decodes", "--prefills", "--context", "--seed"))
+    return Annotated[of | None, typer.Option(flag, min=least, help=text, rich_help_panel=panel, metavar=metavar)]
 
 
 _CACHE: dict[str, Any] = {"panel": "Cache"}
@@ -44,7 +45,7 @@ _SIZES = {
     "seed": _size("--seed", "Random seed; gives the same step on every device. Default: 0."),
     "block_size": _size("--block-size", "Tokens per block. Default: 64.", **_CACHE),
     "kv_layout": _size("--kv-layout", "fp8_ds_mla (default) or bf16.", of=str, metavar="LAYOUT", **_CACHE),
-    "scale_format": _size("--scale-format", "Of FP8 scales: pow2 (default) or amax.", of=str, metavar="FORMAT", **_CACHE),
+    "scale_format": _size("--scale-format", "Of FP8 scales. Default: pow2.", of=Literal["pow2", "amax"], **_CACHE),
 }
 """Fields of StepShape; where one is not given, the default of the device holds."""
 
@@ -58,7 +59,7 @@ ForcedOption = Annotated[
     ),
 ]
 RouteOption = Annotated[
-    str, typer.Option("--route", metavar="ROUTE", help="auto, fused, split, direct or upconvert: how primitives are composed.")
+    Literal["auto", "fused", "split", "direct", "upconvert"], typer.Option("--route", help="How primitives are composed.")
 ]
 CheckRowsOption = Annotated[
     int, typer.Option("--check-rows", min=0, help="Attention rows that the float64 oracle computes; 0 for all of them.")
@@ -86,8 +87,10 @@ def run(
     Exit code 1 when an error is beyond its tolerance or nothing can serve the step.
     """
     with command(as_json=as_json) as output:
-        where = resolve_device(device)
         forced = _forced(backend)
+        if "kv_layout" in options:
+            check_name("layout", options["kv_layout"], param_hint="--kv-layout")
+        where = resolve_device(device)
         from mla_portable.dispatch import current_registry
         from mla_portable.tools.bench.inputs import default_shape
         from mla_portable.tools.bench.step import run_step
@@ -120,6 +123,7 @@ def _forced(words: list[str] | None) -> str | dict[str, str] | None:
     if not words:
         return None
     if len(words) == 1 and "=" not in words[0]:
+        check_name("backend", words[0], param_hint="--backend")
         return words[0]
     by_primitive: dict[str, str] = {}
     for word in words:
@@ -131,6 +135,8 @@ def _forced(words: list[str] | None) -> str | dict[str, str] | None:
             )
         if primitive in by_primitive:
             raise typer.BadParameter(f"{primitive} is given twice", param_hint="--backend")
+        check_name("primitive", primitive, param_hint="--backend")
+        check_name("backend", name, param_hint="--backend")
         by_primitive[primitive] = name
     return by_primitive
 
