@@ -10,7 +10,7 @@ import typer
 
 from mla_portable.tools.cli.kernels import kernels
 from mla_portable.tools.cli.options import DeviceOption, JsonOption, resolve_device
-from mla_portable.tools.cli.output import command, table
+from mla_portable.tools.cli.output import columns, command, hanging
 
 if TYPE_CHECKING:
     from mla_portable.contracts import DeviceFacts, ScheduleKind
@@ -73,15 +73,16 @@ def plan(
             shown = values | {"schedule_kind": kind.name if kind else "none"}
             output.document({"command": "bench plan", "ok": True, "facts": facts, "config": shown, "rows": rows})
             return
-        sizes = [[row.case, str(row.num_reqs), str(row.num_tokens)] for row in rows]
-        times = [_figures(row.median_us, row.p10_us, row.p90_us, row.landed_us) for row in rows]
-        counts = [[f"{row.copies_per_plan:g}", str(row.n)] for row in rows]
-        headings = ["step", "requests", "tokens", "median us", "p10 us", "p90 us", "landed us", "copies", "n"]
-        cells = [[*each, *us, *count] for each, us, count in zip(sizes, times, counts, strict=True)]
+        cells = [
+            [row.case, str(row.num_tokens), *_figures(row.median_us, row.p10_us, row.p90_us, row.landed_us)] for row in rows
+        ]
+        headings = ["step", "tokens", "median us", "p10 us", "p90 us", "landed us"]
+        schedule = kind.name if kind else "none"
         output.show(
-            f"device  {facts} [{where}]",
-            f"plans   route {config.route}, schedule {kind.name if kind else 'none'}, {heads} heads, topk {topk}",
-            table("Planner.plan on the host", headings, cells, numbers=headings[1:]),
+            hanging("device", f"{facts} [{where}]"),
+            hanging("plans", f"on the host: route {config.route}, schedule {schedule}, {heads} heads, topk {topk}"),
+            "",
+            columns(headings, cells, numbers=headings[1:]),
         )
 
 
@@ -104,9 +105,14 @@ def dispatch(
             return
         adds = ["" if row.over_ns is None else f"{row.over_ns / 1e3:+.2f} over {row.over}" for row in rows]
         times = [_figures(row.median_ns / 1e3, row.p10_ns / 1e3, row.p90_ns / 1e3, digits=2) for row in rows]
-        cells = [[row.call, *us, more, f"{batches} x {calls}"] for row, us, more in zip(rows, times, adds, strict=True)]
-        headings = ["call", "median us", "p10 us", "p90 us", "adds us", "n"]
-        output.show(f"device  {where}", table("Host time of one call", headings, cells, numbers=headings[1:4]))
+        cells = [[row.call, *us, more] for row, us, more in zip(rows, times, adds, strict=True)]
+        headings = ["call", "median us", "p10 us", "p90 us", "adds us"]
+        output.show(
+            hanging("device", str(where)),
+            hanging("times", f"of one call on the host, {batches} samples of {calls} calls"),
+            "",
+            columns(headings, cells, numbers=headings[1:4]),
+        )
 
 
 def _figures(*values: float | None, digits: int = 1) -> list[str]:

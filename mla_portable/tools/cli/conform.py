@@ -10,7 +10,7 @@ import typer
 from rich.console import RenderableType
 
 from mla_portable.tools.cli.options import DeviceOption, JsonOption, check_name, primitive_named, resolve_device
-from mla_portable.tools.cli.output import EXIT_FAILED, command, table
+from mla_portable.tools.cli.output import EXIT_FAILED, columns, command, hanging
 
 if TYPE_CHECKING:
     import torch
@@ -107,16 +107,20 @@ def _for_a_person(report: Report) -> list[RenderableType]:
         for (name, primitive), count in report.counts().items()
     ]
     worst = [
-        [str(row.primitive), row.implementation, row.quantity, f"{row.error:.2e}", f"{row.tolerance:.2e}", row.case]
+        [str(row.primitive), row.implementation, row.quantity, f"{row.error:.2e}", f"{row.tolerance:.2e}"]
         for row in report.worst()
     ]
-    shown: list[RenderableType] = [f"device  {report.device}", f"suite   {report.backend}, level {report.level}"]
+    shown: list[RenderableType] = [
+        hanging("device", str(report.device)),
+        hanging("suite", f"{report.backend}, level {report.level}"),
+        "",
+    ]
     ends = ["passed", "failed", "raised"]
     if counts:
-        shown.append(table("Cases", ["primitive", "implementation", *ends], counts, numbers=ends))
+        shown += [columns(["primitive", "implementation", *ends], counts, numbers=ends), ""]
     if worst:
-        headings = ["primitive", "implementation", "quantity", "error", "tolerance", "case"]
-        shown.append(table("Largest error of each quantity that is not exact", headings, worst, numbers=["error", "tolerance"]))
+        headings = ["primitive", "implementation", "quantity", "largest error", "tolerance"]
+        shown += [columns(headings, worst, numbers=headings[3:]), ""]
     shown += [
         f"not run: {each.primitive} by {each.implementation}: {'; '.join(map(str, each.reasons))}"
         for each in report.unavailable

@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from mla_portable.tools.cli.options import DeviceOption, JsonOption, resolve_device
-from mla_portable.tools.cli.output import EXIT_FAILED, columns, command, hanging, table
+from mla_portable.tools.cli.output import EXIT_FAILED, columns, command, hanging
 
 if TYPE_CHECKING:
     from mla_portable.contracts import DeviceFacts
@@ -47,7 +47,7 @@ def doctor(
         if as_json:
             output.document({"command": "doctor", **diagnosis.as_dict(), "vllm": vllm and vllm.as_dict()})
         else:
-            output.show(*_for_a_person(diagnosis, every=every, verbose=verbose), _vllm(vllm), *_indexer(vllm))
+            output.show(*_for_a_person(diagnosis, every=every, verbose=verbose), *_vllm(vllm))
         if not diagnosis.ok:
             raise typer.Exit(EXIT_FAILED)
 
@@ -55,13 +55,11 @@ def doctor(
 def _for_a_person(diagnosis: Diagnosis, *, every: bool, verbose: bool) -> Iterator[RenderableType]:
     yield ", ".join(f"{name} {version}" for name, version in diagnosis.versions)
     for name, facts in diagnosis.devices:
-        yield hanging(
-            "device", f"{name}{' *' if name == diagnosis.device and len(diagnosis.devices) > 1 else ''}: {_device(facts)}"
-        )
+        mark = " (examined below)" if name == diagnosis.device and len(diagnosis.devices) > 1 else ""
+        yield hanging("device", f"{name}: {_device(facts)}{mark}")
     for report in diagnosis.plugins:
-        yield hanging(
-            "plugin", f"{report.name} ({f'{report.distribution} {report.version}'.strip() or report.module}): {_state(report)}"
-        )
+        distribution = f"{report.distribution} {report.version}".strip() or report.module
+        yield hanging("plugin", f"{report.name} ({distribution}): {_state(report)}")
     if verbose:
         yield from (f"{report.name}:\n{report.traceback}" for report in diagnosis.plugins if report.traceback)
     yield from (hanging("policy", line) for line in _policy(diagnosis))
@@ -137,18 +135,17 @@ def _implementations(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     yield ""
 
 
-def _vllm(status: VllmStatus | None) -> RenderableType:
+def _vllm(status: VllmStatus | None) -> Iterator[RenderableType]:
     if status is None:
-        return "vLLM: not examined, because the policy cannot be followed"
+        yield "vLLM: not examined, because the policy cannot be followed"
+        return
     if status.version is None:
-        return "vLLM: not installed"
-    title = f"vLLM {status.version}: plugin {'registered' if status.registered else 'NOT registered'} ({status.note})"
-    if not status.choices:
-        return title
-    rows = [[layout, str(heads), route or "none", served] for layout, heads, route, served in status.choices]
-    return table(f"{title}; for DeepSeek-V3.2 it would choose", ["cache", "heads per GPU", "route", "served by"], rows)
-
-
-def _indexer(status: VllmStatus | None) -> Iterator[RenderableType]:
-    if status is not None and status.indexer:
+        yield "vLLM: not installed"
+        return
+    yield f"vLLM {status.version}: plugin {'registered' if status.registered else 'NOT registered'} ({status.note})"
+    if status.choices:
+        rows = [[layout, str(heads), route or "none", served] for layout, heads, route, served in status.choices]
+        yield "For DeepSeek-V3.2 it would choose"
+        yield columns(["cache", "heads per GPU", "route", "served by"], rows)
+    if status.indexer:
         yield f"DSA indexer in vLLM: {status.indexer}"

@@ -68,7 +68,7 @@ _CALL = {
     "block_size": _option("--block-size", "Tokens per block. Default: 64."),
     "scale_format": _option(
         "--scale-format",
-        "Of FP8 scales: pow2 (default), amax, or unknown, read as amax.",
+        "Of FP8 scales; unknown is read as amax. Default: pow2.",
         of=Literal["pow2", "amax", "unknown"],
     ),
     "query_len": _option("--query-len", "Tokens per decode. Default: 1."),

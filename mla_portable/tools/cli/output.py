@@ -16,7 +16,6 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXIT_FAILED", "EXIT_OK", "EXIT_USAGE", "Advance", "Output", "close_stdout", "columns", "command",
-    "for_other_devices", "hanging", "plain", "table",
+    "for_other_devices", "hanging", "plain",
 ]  # fmt: skip
 
 EXIT_OK = 0
@@ -200,26 +199,17 @@ def hanging(label: str, text: str) -> RenderableType:
     return Padding.indent(result, 2)
 
 
-def columns(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
-    """Plain strings in columns without lines; long words are folded in the last one."""
+def columns(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Collection[str] = ()) -> RenderableType:
+    """Plain strings in columns without lines. What is too wide is folded in the last column, or, where that is one of the
+    `numbers`, which are aligned to the right, in any other."""
     result = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
+    folded = [each for each in headings if each not in numbers] if headings[-1] in numbers else headings[-1:]
     for heading in headings:
-        result.add_column(Text(heading), overflow="fold", no_wrap=heading != headings[-1])
+        side = "right" if heading in numbers else "left"
+        result.add_column(Text(heading), justify=side, overflow="fold", no_wrap=heading not in folded)
     for row in rows:
         result.add_row(*map(Text, row))
     return Padding.indent(result, 2)
-
-
-def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Collection[str] = ()) -> Table:
-    """A table of plain strings; the columns named in `numbers` are aligned to the right."""
-    result = Table(
-        title=title or None, title_justify="left", title_style="bold", header_style="bold", box=SIMPLE_HEAD, pad_edge=False
-    )
-    for heading in headings:
-        result.add_column(Text(heading), justify="right" if heading in numbers else "left", overflow="fold")
-    for row in rows:
-        result.add_row(*(Text(cell) for cell in row))
-    return result
 
 
 def for_other_devices(reasons: Iterable[Reason]) -> bool:

@@ -44,9 +44,8 @@ def decision_lines(decision: Decision, state: State | None = None) -> Iterator[R
         yield columns(["implementation", "cost", "verdict; us by rows" if any(v.measured for v in shown) else "verdict"], rows)
     others = Counter(v.implementation.partition(".")[0] for v in decision.verdicts if _of_another_vendor(v))
     if others:
-        yield hanging(
-            "others", ", ".join(f"{count} of {backend}" for backend, count in others.items()) + ": for other vendors' devices"
-        )
+        counts = ", ".join(f"{count} of {backend}" for backend, count in others.items())
+        yield hanging("others", f"{counts}: for other vendors' devices")
     yield from (hanging(name, f"plugin {why}") for name, why in decision.plugin_failures)
     for where in dict.fromkeys(v.cost_source.partition(_TIMES)[0] for v in shown if v.measured):
         yield hanging("times", where)
