@@ -318,14 +318,14 @@ def test_names_and_sizes_are_checked_before_torch_is_loaded(words, expected):
 
 
 def test_choices_that_are_written_out_are_those_of_the_library():
-    def choices(command, option: str) -> tuple[str, ...]:
-        hint = get_type_hints(command).get(option) or command.__annotations__[option]
-        return tuple(name for each in (hint, *get_args(hint)) for name in get_args(each) if isinstance(name, str))
+    def choices(annotation) -> tuple[str, ...]:
+        return tuple(name for each in (annotation, *get_args(annotation)) for name in get_args(each) if isinstance(name, str))
 
-    assert choices(conform, "level") == LEVELS
-    assert {*choices(run, "route")} == {AUTO_ROUTE, *ROUTES}
-    assert {*choices(plan, "route")} == {*ROUTES}
-    assert choices(run, "scale_format") == choices(kernels, "scale_format") == SCALE_FORMATS
+    assert choices(get_type_hints(conform)["level"]) == LEVELS
+    assert {*choices(get_type_hints(run.__wrapped__)["route"])} == {AUTO_ROUTE, *ROUTES}
+    assert {*choices(get_type_hints(plan)["route"])} == {*ROUTES}
+    assert choices(get_type_hints(kernels.__wrapped__)["scale_format"]) == SCALE_FORMATS
+    assert choices(get_args(run.__annotations__["scale_format"])[0]) == SCALE_FORMATS
 
 
 def test_conform_in_processes_gives_what_one_process_gives():

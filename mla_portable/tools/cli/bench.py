@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mla-portable bench kernels | plan | dispatch`: what kernels, planning and dispatch cost on this machine."""
+"""`mla-portable bench kernels | plan | dispatch | plot`: what kernels, planning and dispatch cost on this machine."""
 
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from mla_portable.tools.cli.kernels import kernels
-from mla_portable.tools.cli.options import DeviceOption, JsonOption, resolve_device
+from mla_portable.tools.cli.options import DeviceOption, JsonOption, check_name, numbers, resolve_device
 from mla_portable.tools.cli.output import columns, command, hanging
 
 if TYPE_CHECKING:
@@ -113,6 +114,38 @@ def dispatch(
             "",
             columns(headings, cells, numbers=headings[1:4]),
         )
+
+
+@bench.command()
+def plot(
+    out: Annotated[Path, typer.Argument(help="The picture: .svg, .png or .pdf.", dir_okay=False)],
+    device: Annotated[str, typer.Option("--device", metavar="PROFILE", help="Of this device, by its profile, such as h200.")],
+    primitive: Annotated[str, typer.Option("--primitive", metavar="PRIMITIVE", help="Of this primitive.")] = "sparse_decode",
+    heads: Annotated[str | None, typer.Option("--heads", metavar="N,N", help="Of these head counts. Default: all.")] = None,
+    records: Annotated[
+        Path | None, typer.Option("--records", metavar="DIR", help="Evidence in DIR, instead of what ships with mla-portable.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Draw recorded times over rows: the fastest implementation, Triton alone, the fastest baseline and the roofline bound."""
+    with command(as_json=as_json, doing="reading records") as output:
+        wanted = numbers(heads, "--heads")
+        check_name("primitive", primitive, param_hint="--primitive")
+        from mla_portable.tools.bench.plot import lines_of_records, plot_lines
+        from mla_portable.tools.matrix.evidence import load_evidence
+        from mla_portable.tools.matrix.records import read_profiles
+        from mla_portable.tools.matrix.table import find_records
+
+        folder = find_records(records)
+        found = [each.data for each in load_evidence(folder, read_profiles(folder)) if each.kind == "benchmark"]
+        found = [each for each in found if (each["device"]["profile"], each["primitive"]) == (device, primitive)]
+        found = [each for each in found if wanted is None or next(iter(each["heads"]), 0) in wanted]
+        if not found:
+            raise typer.BadParameter(f"no times of {primitive} on {device!r} are recorded", param_hint="--device")
+        plot_lines(lines_of_records(found), out)
+        if as_json:
+            output.document({"command": "bench plot", "ok": True, "file": out, "records": len(found)})
+        output.note(f"drawn: {out}")
 
 
 def _figures(*values: float | None, digits: int = 1) -> list[str]:
