@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pyproject.toml cannot say: a wheel carries the device profiles and the evidence of capability/ as package data."""
+"""What pyproject.toml cannot say: a wheel carries profiles, evidence and table of capability/ as package data."""
 
 from pathlib import Path
-from shutil import copytree, rmtree
+from shutil import copy, copytree, rmtree
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
@@ -18,6 +18,7 @@ class BuildWithRecords(build_py):
             rmtree(target, ignore_errors=True)  # of an earlier build
             for part in ("profiles", "evidence"):
                 copytree(Path(__file__).parent / "capability" / part, target / part)
+            copy(Path(__file__).parent / "capability" / "matrix.json", target)
 
 
 setup(cmdclass={"build_py": BuildWithRecords})

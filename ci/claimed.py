@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 
 from mla_portable.registry import Registry
-from mla_portable.tools.matrix import read_profiles
 from mla_portable.tools.matrix.claims import collect_declarations
+from mla_portable.tools.matrix.records import read_profiles
 
 PROFILES = read_profiles(Path(__file__).parents[1] / "capability")
 CLAIMS = collect_declarations(Registry(environ={}, probe=False), PROFILES).claims

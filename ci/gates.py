@@ -37,16 +37,16 @@ from mla_portable.contracts import Primitive
 from mla_portable.registry import get_registry
 from mla_portable.tools import provenance
 from mla_portable.tools.conformance import tolerances
-from mla_portable.tools.matrix import RecordError, Records, gates, read_records
+from mla_portable.tools.matrix import gates
 from mla_portable.tools.matrix.checks import check_report, copies
 from mla_portable.tools.matrix.claims import COMPILER, Claim, case_ids, suite_cases
 from mla_portable.tools.matrix.derive import records_of
 from mla_portable.tools.matrix.evidence import Evidence
 from mla_portable.tools.matrix.fold import wrongly_removed
 from mla_portable.tools.matrix.generated import differences, generate
-from mla_portable.tools.matrix.model import moment
+from mla_portable.tools.matrix.model import RecordError, moment
 from mla_portable.tools.matrix.record import compiled_report
-from mla_portable.tools.matrix.records import index_of
+from mla_portable.tools.matrix.records import Records, index_of, read_records
 from mla_portable.tools.matrix.reports import REPORTS, SIGNERS, Report, parse_report, read_reports
 from mla_portable.tools.provenance import provenance_of
 

@@ -38,13 +38,13 @@ import torch
 from mla_portable.registry import get_registry
 from mla_portable.registry.facts import resolve_device
 from mla_portable.tools.bench.kernel_machine import MachineState, machine_state
-from mla_portable.tools.matrix import RecordError, Records, read_records
 from mla_portable.tools.matrix.claims import COMPILER, Claim
 from mla_portable.tools.matrix.derive import baselines_of, records_of, unfit
 from mla_portable.tools.matrix.fold import superfluous
+from mla_portable.tools.matrix.model import RecordError
 from mla_portable.tools.matrix.profiles import profile_of
 from mla_portable.tools.matrix.record import benchmark_report, compiled_report, conformance_report, mode_of
-from mla_portable.tools.matrix.records import hashes_of, index_of
+from mla_portable.tools.matrix.records import Records, hashes_of, index_of, read_records
 from mla_portable.tools.matrix.reports import digest, parse_report, report_path, report_text, sign, unpacked, write_report
 from mla_portable.tools.provenance import Provenance, provenance_of, settled
 

@@ -20,6 +20,7 @@ import torch
 import torch_reference as reference
 from fake_plugins import implementation, make_plugin
 from machines import H200
+from reporting import ROOT
 from spoiled import NAME, WRONG, WRONG_TIMED, Spoiled, registry_with
 from typer.testing import CliRunner
 
@@ -59,7 +60,7 @@ from mla_portable.tools.bench.candidates import decode_schedule, our_candidates
 from mla_portable.tools.bench.kernel_records import append_lines, kernel_lines, kernel_run, read_runs
 from mla_portable.tools.bench.kernels import KernelReport, time_kernels
 from mla_portable.tools.bench.offers import load_baselines
-from mla_portable.tools.bench.plot import plot_lines
+from mla_portable.tools.bench.plot import lines_of_records, plot_lines
 from mla_portable.tools.bench.roofline import Ceilings, measure_ceilings
 from mla_portable.tools.cli.app import app
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule
@@ -444,15 +445,29 @@ def test_a_file_of_something_else_is_refused(tmp_path):
 def test_the_plot_shows_every_candidate_that_has_a_time(lines, tmp_path):
     path = tmp_path / "times.svg"
     spoiled = [{**line, "median_us": None} if line["role"] == "baseline" else line for line in lines]
-    for given, panels in ((lines, 3), (spoiled, 3)):
+    for given in (lines, spoiled):
         plot_lines(given, path)
         assert ElementTree.parse(path).getroot().tag.endswith("svg")
         text = path.read_text()
-        assert text.count("<!-- roofline bound -->") == panels, "two panels of decode, one of cache_write"
+        assert all(f"<!-- sparse_decode bf16, {heads} heads -->" in text for heads in (1, 2)) and "<!-- cache_write" in text
+        assert text.count("<!-- roofline bound -->") == 1 and "<!-- reference.torch -->" in text, "one legend for all"
         assert ("<!-- other.v1 -->" in text) == (given is lines)
     for bad, to in (([], path), (lines, tmp_path / "times.nonsense")):
         with pytest.raises(InvalidArgument, match="plot"):
             plot_lines(bad, to)
+
+
+def test_records_are_drawn_as_one_line_a_choice(tmp_path):
+    path = tmp_path / "decode.svg"
+    words = ["bench", "plot", str(path), "--device", "h200", "--heads", "16,128", "--json"]
+    answer = json.loads(CliRunner().invoke(app, words).stdout)
+    records = [json.loads(line) for file in (ROOT / "capability" / "evidence" / "h200").glob("*.jsonl") for line in file.open()]
+    times = [each for each in records if each["kind"] == "benchmark" and each["primitive"] == "sparse_decode"]
+    mine = [each for each in times if each["heads"] == [16] and each["layout"] == "bf16" and each["rows"] == 64]
+    assert answer["ok"] and 0 < answer["records"] < len(times) and "<!-- triton.portable alone -->" in path.read_text()
+    drawn = {line["role"]: line["median_us"] for line in lines_of_records(mine)}
+    assert drawn["ours"] == min(each["median_us"] for each in mine) < drawn["portable"] and len(drawn) == 3 < len(mine)
+    assert CliRunner().invoke(app, [*words[:4], "h2000"]).exit_code == 2
 
 
 # ---------------------------------------------------------------------- the command
@@ -474,7 +489,7 @@ def test_the_command_prints_a_table_for_each_primitive_and_layout():
     for primitive in TIMED:
         assert str(primitive) in text
     assert "B 3, S 1, H 2, K 16, N 64" in text and "reference.torch" in text and "best baseline" in text
-    assert "ceilings  copy" in text
+    assert "copy" in text and "bf16 product" in text
 
 
 def test_the_command_writes_lines_and_a_plot(tmp_path):

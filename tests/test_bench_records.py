@@ -31,7 +31,8 @@ from mla_portable.tools.matrix.generated import generate
 from mla_portable.tools.matrix.levels import Hashes
 from mla_portable.tools.matrix.model import RecordError
 from mla_portable.tools.matrix.record import benchmark_report
-from mla_portable.tools.matrix.trust import REPRODUCED, SELF_REPORTED, SIGNED, Trust
+from mla_portable.tools.matrix.trust import Trust
+from mla_portable.tools.matrix.words import REPRODUCED, SELF_REPORTED, SIGNED
 
 ROOT = Path(__file__).parents[1]
 OLD = "b" * 64

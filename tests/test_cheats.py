@@ -29,11 +29,12 @@ from mla_portable.primitives import MERGE_STATES
 from mla_portable.registry import get_registry
 from mla_portable.tools.conformance import CaseResult, cases_for, tolerances
 from mla_portable.tools.conformance import Report as Results
-from mla_portable.tools.matrix import RecordError, records
+from mla_portable.tools.matrix import records
 from mla_portable.tools.matrix.benchmarks import measured_times
 from mla_portable.tools.matrix.claims import Declarations, collect_declarations
 from mla_portable.tools.matrix.generated import differences, generate
 from mla_portable.tools.matrix.levels import Hashes
+from mla_portable.tools.matrix.model import RecordError
 from mla_portable.tools.matrix.profiles import load_profiles
 from mla_portable.tools.matrix.record import benchmark_report, conformance_report
 from mla_portable.tools.matrix.reports import unpacked, write_report

@@ -10,18 +10,27 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import typer
 from commands import RUNNER, document, in_a_process, invoke, missing_library
 from spoiled import WRONG, Spoiled, registry_with
 
-from mla_portable.contracts import Primitive
+from mla_portable.attention.spec import AUTO_ROUTE
+from mla_portable.contracts import ROUTES, Primitive
 from mla_portable.dispatch import serving
+from mla_portable.layouts import SCALE_FORMATS
 from mla_portable.primitives import MERGE_STATES, TOPK_SELECT
+from mla_portable.problems import LEVELS
 from mla_portable.registry import Registry
 from mla_portable.tools.bench.inputs import default_shape
 from mla_portable.tools.cli.app import app
+from mla_portable.tools.cli.bench import plan
+from mla_portable.tools.cli.conform import conform
+from mla_portable.tools.cli.kernels import kernels
+from mla_portable.tools.cli.step import run
+from mla_portable.tools.matrix.table import installed_table
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 
@@ -32,6 +41,16 @@ OF_A_STEP = [str(primitive) for primitive in Primitive.all() if primitive.cache 
 
 
 # ---------------------------------------------------------------------- help and usage
+
+
+def test_the_matrix_is_read_without_torch_where_it_is_of_the_installed_plugins(monkeypatch):
+    table = installed_table()
+    assert table is not None and invoke("matrix").stdout.startswith("Capability matrix")
+    code = "import sys; from mla_portable.tools.cli import main\ntry: main()\nfinally: sys.exit(int('torch' in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code, "matrix"], capture_output=True, text=True)
+    assert done.returncode == 0 and "NVIDIA H200" in done.stdout, done.stderr
+    monkeypatch.setattr("mla_portable.tools.matrix.table.entry_points", lambda group: ())
+    assert installed_table() is None
 
 
 @pytest.mark.parametrize("words", [[], ["run"], ["doctor"], ["explain"], ["conform"], ["bench", "kernels"]])
@@ -96,7 +115,7 @@ def test_what_cannot_be_meant_is_code_2(words):
 
 
 def test_an_error_is_a_document_too():
-    answer = document("run", "--topk", "0", code=2)
+    answer = document("run", "--topk", "9999999", code=2)
     assert answer["ok"] is False and answer["error"]["type"] == "InvalidArgument" and "topk" in answer["error"]["message"]
 
 
@@ -131,7 +150,7 @@ def test_run_with_other_options(options):
 
 def test_run_names_no_kernel_of_another_vendor_as_the_next_best():
     plugins = [("reference", "mla_portable.reference"), ("acme", "fake_plugins.acme")]
-    text = invoke("run", *SMALL, registry=Registry(plugins=plugins, environ={})).stdout
+    text = invoke("run", *SMALL, "--all", registry=Registry(plugins=plugins, environ={})).stdout
     assert "there is no other candidate for this device" in text and "acme" not in text
 
 
@@ -148,7 +167,7 @@ def test_the_probe_keeps_a_wrong_backend_from_being_used():
     registry = registry_with(("spoiled", Spoiled(WRONG)))
     answer = document("run", *SMALL, registry=registry)
     assert {row["implementation"] for row in answer["primitives"]} == {"reference.torch"}
-    text = invoke("run", *SMALL, registry=registry).stdout
+    text = invoke("run", *SMALL, "--all", registry=registry).stdout
     assert "wrong values" in " ".join(text.split())
 
 
@@ -176,6 +195,7 @@ def test_a_plugin_that_prints_does_not_spoil_the_document():
 LOUD = """
 import atexit, ctypes, os
 from mla_portable.contracts import Implementation, Support, hookimpl
+from mla_portable.layouts import SCALE_FORMATS
 from mla_portable.primitives import MERGE_STATES
 
 def say(what):
@@ -266,18 +286,46 @@ def test_conform_passes_and_records(tmp_path):
     }
 
 
-def test_levels_are_those_of_the_suite_and_are_checked_before_anything_is_loaded():
-    from mla_portable.problems import LEVELS
-    from mla_portable.tools.cli.conform import _LEVELS
+EARLY = {
+    "explain sparse_dekode": "sparse_decode",
+    "explain sparse_decode --layout fp4": "fp8_ds_mla",
+    "explain sparse_decode --backend tritn": "Did you mean 'triton'",
+    "explain sparse_decode --tp 3": "divisor",
+    "explain sparse_decode --tp 8 --heads 16": "--heads",
+    "explain indexer_logits --tp 8": "every rank",
+    "run --route sideways": "upconvert",
+    "run --topk 0": "--topk",
+    "run --kv-layout fp4": "fp8_ds_mla",
+    "run --backend sparse_dekode=triton": "sparse_decode",
+    "conform tritn": "triton",
+    "conform triton --level turbo": "quick",
+    "conform triton --primitive sparse_dekode": "sparse_decode",
+    "bench plan --route sideways": "upconvert",
+    "matrix --device h2000": "h200",
+}
 
-    assert _LEVELS == LEVELS
+
+@pytest.mark.parametrize(("words", "expected"), EARLY.items())
+def test_names_and_sizes_are_checked_before_torch_is_loaded(words, expected):
     code = (
         "import sys\nfrom mla_portable.tools.cli.app import app\n"
-        "try: app(['conform', 'triton', '--level', 'turbo'])\nexcept SystemExit as end: assert end.code == 2, end.code\n"
+        "try: app(sys.argv[1:])\nexcept SystemExit as end: assert end.code == 2, end.code\n"
         "assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and "smoke, quick, full" in done.stderr.replace("\n", " "), done.stderr
+    done = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True)
+    assert done.returncode == 0 and expected in " ".join(done.stderr.replace("│", " ").split()), done.stderr
+    assert done.stdout == ""
+
+
+def test_choices_that_are_written_out_are_those_of_the_library():
+    def choices(annotation) -> tuple[str, ...]:
+        return tuple(name for each in (annotation, *get_args(annotation)) for name in get_args(each) if isinstance(name, str))
+
+    assert choices(get_type_hints(conform)["level"]) == LEVELS
+    assert {*choices(get_type_hints(run.__wrapped__)["route"])} == {AUTO_ROUTE, *ROUTES}
+    assert {*choices(get_type_hints(plan)["route"])} == {*ROUTES}
+    assert choices(get_type_hints(kernels.__wrapped__)["scale_format"]) == SCALE_FORMATS
+    assert choices(get_args(run.__annotations__["scale_format"])[0]) == SCALE_FORMATS
 
 
 def test_conform_in_processes_gives_what_one_process_gives():
@@ -315,7 +363,7 @@ def test_a_run_without_a_bound_makes_as_many_runs_as_it_says():
 def test_bench_plan():
     answer = document("bench", "plan", "--repeat", "1")
     assert answer["rows"] and all(row["median_us"] > 0 and row["n"] == 1 for row in answer["rows"])
-    assert "Planner.plan" in invoke("bench", "plan", "--repeat", "1").stdout
+    assert "4096 decodes" in invoke("bench", "plan", "--repeat", "1").stdout
 
 
 def test_bench_plan_for_another_machine():

@@ -10,7 +10,9 @@ from commands import document, in_a_process, invoke
 from machines import H200
 
 from mla_portable.contracts import Primitive
+from mla_portable.primitives import MERGE_STATES
 from mla_portable.registry import Registry
+from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 
@@ -92,9 +94,9 @@ def test_explain_for_a_profile_claims_no_more_than_the_declarations():
     assert all(each["can_run"] is (False if each["reasons"] else None) for each in candidates.values())
     text = invoke(*words.split(), registry=installed()).stdout
     assert "BI-V150 (profile bi-v150) is not here: declarations only, nothing was checked or probed" in text
-    assert f"{answer['chosen']} would be tried first" in text and "matrix: declared" in text
+    assert f"{answer['chosen']} (would be tried first)" in text and "matrix: declared" in text
     assert "chosen" not in text and "can run" not in text
-    assert "nvidia.native" not in text and "for other devices; --json lists them" in text and "nvidia.native" in candidates
+    assert "nvidia.native" not in text and "5 of nvidia: for other vendors' devices" in text and "nvidia.native" in candidates
 
 
 def test_explain_route_for_a_profile_claims_no_more_than_the_declarations():
@@ -127,12 +129,41 @@ def test_explain_gives_what_was_asked_as_an_object():
     assert (asked["max_num_reqs"], asked["need_lse"]) == (7, False)
 
 
-@pytest.mark.parametrize(("columns", "widest"), [("", 200), ("90", 90)])
-def test_tables_in_a_pipe_are_as_wide_as_columns_says(monkeypatch, columns, widest):
+@pytest.mark.parametrize(("columns", "widest"), [("", 200), ("80", 80)])
+def test_text_in_a_pipe_is_as_wide_as_columns_says(monkeypatch, columns, widest):
     monkeypatch.setenv("COLUMNS", columns)
-    lines = [line for line in invoke("matrix").stdout.splitlines() if line.startswith(("┃", "│"))]
-    assert lines and max(map(len, lines)) <= widest
-    assert widest == 90 or any(len(line) > 90 for line in lines)
+    lines = invoke("explain", "sparse_decode", "--device", "h200", registry=installed()).stdout.splitlines()
+    assert 80 - 10 < max(map(len, lines)) <= widest
+    assert widest == 80 or any(len(line) > 80 for line in lines)
+
+
+def test_what_a_person_reads_fits_a_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for words, most in (("doctor", 40), ("explain sparse_decode", 15), ("matrix", 45)):
+        lines = invoke(*words.split(), registry=installed()).stdout.splitlines()
+        assert len(lines) < most and max(map(len, lines)) <= 80, words
+
+
+def test_tp_is_heads_of_a_rank():
+    for words, heads in (("--tp 8", 16), ("--tp 1", 128), ("", 16)):
+        answer = document("explain", "sparse_decode", *words.split(), registry=installed())
+        assert answer["arguments"]["num_heads"] == heads
+    assert document("explain", "route", "--tp", "4", registry=installed())["arguments"]["num_heads"] == 32
+
+
+def test_costs_of_a_profile_are_those_measured_under_any_name_of_its_drivers():
+    """As where records of an H100 ship, whose driver says another name than the profile."""
+    registry = Registry(environ={}, probe=False)
+    (plain,) = (each for each in registry.implementations(MERGE_STATES) if each.name == "triton.portable")
+    time = MeasuredTime("NVIDIA H100 80GB HBM3", "merge_states", None, None, None, 64, plain.name, 7.0, "2026-11-01", "")
+    pattern = {"NVIDIA H100 SXM 80GB": r"NVIDIA H100 80GB HBM3"}
+    costs = MeasuredCosts([time], pattern, hash_of=lambda sources, arch: "")
+    registry = Registry(environ={}, probe=False, costs=costs)
+    answer = document("explain", "merge_states", "--device", "h100", registry=registry)
+    assert answer["chosen"] == plain.name
+    assert "measured 2026-11-01 on NVIDIA H100 80GB HBM3" in answer["candidates"][0]["cost_source"]
+    text = invoke("explain", "merge_states", "--device", "h100", registry=registry).stdout
+    assert "10 measured" in text and "64: 7" in text and "cost measured: 10 is the fastest" in text
 
 
 def test_explain_route_asks_what_a_layer_in_vllm_asks():

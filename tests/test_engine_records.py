@@ -13,12 +13,12 @@ from machines import H200
 from reporting import PROFILES, RUN, derived
 
 from mla_portable.registry import get_registry
-from mla_portable.tools.matrix import RecordError
 from mla_portable.tools.matrix.checks import check_report
 from mla_portable.tools.matrix.claims import collect_declarations
 from mla_portable.tools.matrix.engines import engine_lines, engine_report
 from mla_portable.tools.matrix.evidence import Evidence, problems_of
 from mla_portable.tools.matrix.levels import Hashes
+from mla_portable.tools.matrix.model import RecordError
 from mla_portable.tools.matrix.records import engine_hash, index_of
 from mla_portable.tools.matrix.render import markdown
 from mla_portable.tools.matrix.reports import parse_report, write_report
@@ -90,5 +90,6 @@ def test_the_index_and_the_page_show_it(tmp_path: Path) -> None:
     ((path, text),) = index_of(tmp_path, PROFILES).items()
     assert path == tmp_path / "evidence" / "h200" / "mla_portable.jsonl" and '"suite": "features"' in text
     missing = collect_declarations(get_registry(), PROFILES).missing
-    page = markdown(Table((), (), (), (), tuple(rows(report())), missing, ()))
+    empty: dict[str, Any] = dict.fromkeys(("plugins", "devices", "columns", "notes", "sources", "offers"), ())
+    page = markdown(Table(recorded="", missing=missing, engines=tuple(rows(report())), **empty))
     assert "| vllm 0.26.0 | NVIDIA H200 | features | self-reported | 2 of 2 comparisons passed |" in page

@@ -27,7 +27,6 @@ from acme_records import (
     interpreted,
 )
 
-from mla_portable.tools.matrix import RecordError
 from mla_portable.tools.matrix.claims import Claim
 from mla_portable.tools.matrix.evidence import append_evidence, parse_evidence, problems_of
 from mla_portable.tools.matrix.fold import fold, superfluous, wrongly_removed
@@ -39,6 +38,7 @@ from mla_portable.tools.matrix.gates import (
     untested_claims,
 )
 from mla_portable.tools.matrix.levels import Cell
+from mla_portable.tools.matrix.model import RecordError
 
 ROOT = Path(__file__).parents[1]
 Records = Sequence[dict[str, Any]]

@@ -28,14 +28,17 @@ from acme_records import (
 )
 
 from mla_portable.contracts import Reason, Support
-from mla_portable.tools.matrix import RecordError, make_table, read_records
 from mla_portable.tools.matrix import evidence as evidence_module
+from mla_portable.tools.matrix.arrange import make_table
 from mla_portable.tools.matrix.claims import Declarations, support_data, wider
 from mla_portable.tools.matrix.evidence import problems_of, without_folders
 from mla_portable.tools.matrix.levels import Hashes, evaluate
+from mla_portable.tools.matrix.model import RecordError
 from mla_portable.tools.matrix.profiles import load_profiles, parse_profile
-from mla_portable.tools.matrix.records import Records
+from mla_portable.tools.matrix.records import Records, read_records
 from mla_portable.tools.matrix.render import FORMATS, markdown
+from mla_portable.tools.matrix.table import Table, table_text
+from mla_portable.tools.matrix.words import LETTERS, LEVELS, STATES, family
 
 ROOT = Path(__file__).parents[1]
 
@@ -210,20 +213,35 @@ def test_every_device_of_interest_has_a_profile_and_no_two_share_a_name() -> Non
 # pages
 
 
+def drawn() -> Table:
+    return make_table(Records(Path(), PROFILES, Declarations((acme_claim(),)), tuple(evidence(*ALL)), hashes()))
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format_shows_the_same_states(form: str) -> None:
-    def drawn() -> str:
-        return FORMATS[form](
-            make_table(Records(Path(), PROFILES, Declarations((acme_claim(),)), tuple(evidence(*ALL)), hashes()))
-        )
-
-    assert drawn() == drawn()
-    assert all(word in drawn() for word in ("measured", "interpreted", "never") if (form, word) != ("json", "never"))
+    text = FORMATS[form](drawn())
+    assert text == FORMATS[form](drawn())
+    assert all(word in text for word in ("measured", "interpreted", "never") if (form, word) != ("json", "never"))
+    assert "2026-11-01" in text and "<script" not in text
     if form == "md":
-        assert "measured: acme.v1 on Acme Big, 2026-11-01" in drawn()
-        assert "no ahead-of-time target for xy1" in drawn() and "acme: " in drawn()
+        assert "measured: acme.v1 on Acme Big, 2026-11-01" in text
+        assert "no ahead-of-time target for xy1" in text
         for said in ("1 benchmark", "9 cases", "3 kernel variants, one that serves two primitives counted twice"):
-            assert f"`make it so` ({said}; " in drawn()
+            assert f"`make it so` ({said}; " in text
+
+
+def test_the_file_holds_the_whole_table_a_claim_a_line() -> None:
+    assert Table.model_validate_json(table_text(drawn())) == drawn()
+    lines = [line for line in table_text(drawn()).splitlines() if "acme.v1" in line and '"devices"' in line]
+    assert len(lines) == len(drawn().offers) == 1
+
+
+def test_a_place_names_the_best_and_tells_what_ran_there_from_what_did_not() -> None:
+    columns = [column.primitive for column in drawn().columns]
+    states = {d.slug: entries[columns.index("sparse_decode")].known.state for d, entries in drawn().rows}
+    assert states == {"big": "measured", "odd": "interpreted", "cpu": "interpreted"}
+    assert [family(state) for state in LEVELS] == ["other"] * 4 + ["ran"] * 2
+    assert len(set(LETTERS.values())) == len(STATES) == len(LETTERS)
 
 
 @pytest.mark.parametrize(

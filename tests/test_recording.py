@@ -26,11 +26,12 @@ from mla_portable.primitives import MERGE_STATES
 from mla_portable.registry import Registry
 from mla_portable.tools.cli.app import app
 from mla_portable.tools.conformance import run_suite
-from mla_portable.tools.matrix import RecordError, read_records
 from mla_portable.tools.matrix.claims import Declarations, collect_declarations
 from mla_portable.tools.matrix.evidence import append_evidence, problems_of, record_line
+from mla_portable.tools.matrix.model import RecordError
 from mla_portable.tools.matrix.profiles import profile_of, shared_memory_limit
 from mla_portable.tools.matrix.record import compiled_report, conformance_report, kernels_of, mode_of
+from mla_portable.tools.matrix.records import read_records
 from mla_portable.tools.matrix.reports import digest, read_reports, sign, signed_by, unpacked, write_report
 from mla_portable.tools.provenance import _files, provenance_of, settled
 
@@ -333,11 +334,11 @@ def test_matrix_check_and_its_exit_codes(folder: Path) -> None:
     mine = ("--records", str(folder))
     command("matrix", *mine, "--check", code=1)
     command("matrix", *mine, "--write")
-    assert [path.name for path in folder.iterdir()] == ["MATRIX.md"]
+    assert {path.name for path in folder.iterdir()} == {"MATRIX.md", "matrix.json", "matrix.svg"}
     command("matrix", *mine, "--check")
-    for words in (["--format", "md"], ["--json"], ["--vendor", "amd"], ["--device", "h200"], []):
-        command("matrix", *mine, *words)
-    for words in (["--device", "h20000"], ["--format", "html"]):
+    for words in ("--format md", "--format html", "--json", "--all", "--evidence", "--vendor amd", "--device h200", ""):
+        command("matrix", *mine, *words.split())
+    for words in (["--device", "h20000"], ["--format", "pdf"]):
         command("matrix", *mine, *words, code=2)
     (folder / "x.jsonl").write_text("{}\n")
     command("matrix", *mine, code=1)

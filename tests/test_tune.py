@@ -298,7 +298,7 @@ def command(monkeypatch: pytest.MonkeyPatch, path: Path, *words: str, plugin: Pl
 
 def test_tuning_changes_what_is_bound(monkeypatch, tmp_path):
     path = tmp_path / "tuned.json"
-    assert "over untuned" in command(monkeypatch, path)
+    assert "speed-up over default" in command(monkeypatch, path)
     assert [each.configuration for each in read_table(path)] == [CONFIGURATIONS[1]]
     plugin = Plugin()
     registry = registry_with(("acme", plugin), probe=False, environ={"MLA_PORTABLE_TUNED": str(path)})
@@ -315,6 +315,6 @@ def test_the_command_as_json_and_its_exit_codes(monkeypatch, tmp_path):
     other = tmp_path / "other.json"
     text = command(monkeypatch, path, "--out", str(other), plugin=Plugin(CONFIGURATIONS[2:3]), code=1)
     assert "WRONG  acme.v1 / sparse_decode bf16 2 delay=0 wrong=1" in text and not other.exists()
-    assert "nothing here can be tuned" in command(monkeypatch, path, plugin=Plugin(max_heads=1), code=1)
+    assert "no tunable kernel supports this device" in command(monkeypatch, path, plugin=Plugin(max_heads=1), code=1)
     path.write_text("{")
     command(monkeypatch, path, code=2)

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mla-portable bench kernels | plan | dispatch`: what kernels, planning and dispatch cost on this machine."""
+"""`mla-portable bench kernels | plan | dispatch | plot`: what kernels, planning and dispatch cost on this machine."""
 
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from mla_portable.tools.cli.kernels import kernels
-from mla_portable.tools.cli.options import DeviceOption, JsonOption, resolve_device
-from mla_portable.tools.cli.output import command, table
+from mla_portable.tools.cli.options import DeviceOption, JsonOption, check_name, numbers, resolve_device
+from mla_portable.tools.cli.output import columns, command, hanging
 
 if TYPE_CHECKING:
     from mla_portable.contracts import DeviceFacts, ScheduleKind
@@ -24,7 +25,9 @@ bench.command()(kernels)
 @bench.command()
 def plan(
     device: DeviceOption = None,
-    route: Annotated[str, typer.Option("--route", metavar="ROUTE", help="fused, split, direct or upconvert.")] = "split",
+    route: Annotated[
+        Literal["fused", "split", "direct", "upconvert"], typer.Option("--route", help="How primitives are composed.")
+    ] = "split",
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -71,15 +74,16 @@ def plan(
             shown = values | {"schedule_kind": kind.name if kind else "none"}
             output.document({"command": "bench plan", "ok": True, "facts": facts, "config": shown, "rows": rows})
             return
-        sizes = [[row.case, str(row.num_reqs), str(row.num_tokens)] for row in rows]
-        times = [_figures(row.median_us, row.p10_us, row.p90_us, row.landed_us) for row in rows]
-        counts = [[f"{row.copies_per_plan:g}", str(row.n)] for row in rows]
-        headings = ["step", "requests", "tokens", "median us", "p10 us", "p90 us", "landed us", "copies", "n"]
-        cells = [[*each, *us, *count] for each, us, count in zip(sizes, times, counts, strict=True)]
+        cells = [
+            [row.case, str(row.num_tokens), *_figures(row.median_us, row.p10_us, row.p90_us, row.landed_us)] for row in rows
+        ]
+        headings = ["step", "tokens", "median us", "p10 us", "p90 us", "landed us"]
+        schedule = kind.name if kind else "none"
         output.show(
-            f"device  {facts} [{where}]",
-            f"plans   route {config.route}, schedule {kind.name if kind else 'none'}, {heads} heads, topk {topk}",
-            table("Planner.plan on the host", headings, cells, numbers=headings[1:]),
+            hanging("device", f"{facts} [{where}]"),
+            hanging("plans", f"on the host: route {config.route}, schedule {schedule}, {heads} heads, topk {topk}"),
+            "",
+            columns(headings, cells, numbers=headings[1:]),
         )
 
 
@@ -95,15 +99,53 @@ def dispatch(
         where = resolve_device(device)
         from mla_portable.tools.bench.dispatch import measure_dispatch
 
+        output.busy("timing calls")
         rows = measure_dispatch(where, batches=batches, calls=calls)
         if as_json:
             output.document({"command": "bench dispatch", "ok": True, "device": where, "rows": rows})
             return
         adds = ["" if row.over_ns is None else f"{row.over_ns / 1e3:+.2f} over {row.over}" for row in rows]
         times = [_figures(row.median_ns / 1e3, row.p10_ns / 1e3, row.p90_ns / 1e3, digits=2) for row in rows]
-        cells = [[row.call, *us, more, f"{batches} x {calls}"] for row, us, more in zip(rows, times, adds, strict=True)]
-        headings = ["call", "median us", "p10 us", "p90 us", "adds us", "n"]
-        output.show(f"device  {where}", table("Host time of one call", headings, cells, numbers=headings[1:4]))
+        cells = [[row.call, *us, more] for row, us, more in zip(rows, times, adds, strict=True)]
+        headings = ["call", "median us", "p10 us", "p90 us", "adds us"]
+        output.show(
+            hanging("device", str(where)),
+            hanging("times", f"of one call on the host, {batches} samples of {calls} calls"),
+            "",
+            columns(headings, cells, numbers=headings[1:4]),
+        )
+
+
+@bench.command()
+def plot(
+    out: Annotated[Path, typer.Argument(help="The picture: .svg, .png or .pdf.", dir_okay=False)],
+    device: Annotated[str, typer.Option("--device", metavar="PROFILE", help="Of this device, by its profile, such as h200.")],
+    primitive: Annotated[str, typer.Option("--primitive", metavar="PRIMITIVE", help="Of this primitive.")] = "sparse_decode",
+    heads: Annotated[str | None, typer.Option("--heads", metavar="N,N", help="Of these head counts. Default: all.")] = None,
+    records: Annotated[
+        Path | None, typer.Option("--records", metavar="DIR", help="Evidence in DIR, instead of what ships with mla-portable.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Draw recorded times over rows: the fastest implementation, Triton alone, the fastest baseline and the roofline bound."""
+    with command(as_json=as_json, doing="reading records") as output:
+        wanted = numbers(heads, "--heads")
+        check_name("primitive", primitive, param_hint="--primitive")
+        from mla_portable.tools.bench.plot import lines_of_records, plot_lines
+        from mla_portable.tools.matrix.evidence import load_evidence
+        from mla_portable.tools.matrix.records import read_profiles
+        from mla_portable.tools.matrix.table import find_records
+
+        folder = find_records(records)
+        found = [each.data for each in load_evidence(folder, read_profiles(folder)) if each.kind == "benchmark"]
+        found = [each for each in found if (each["device"]["profile"], each["primitive"]) == (device, primitive)]
+        found = [each for each in found if wanted is None or next(iter(each["heads"]), 0) in wanted]
+        if not found:
+            raise typer.BadParameter(f"no times of {primitive} on {device!r} are recorded", param_hint="--device")
+        plot_lines(lines_of_records(found), out)
+        if as_json:
+            output.document({"command": "bench plot", "ok": True, "file": out, "records": len(found)})
+        output.note(f"drawn: {out}")
 
 
 def _figures(*values: float | None, digits: int = 1) -> list[str]:

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import RenderableType
 
-from mla_portable.tools.cli.options import DeviceOption, JsonOption, primitive_named, resolve_device
-from mla_portable.tools.cli.output import EXIT_FAILED, command, table
+from mla_portable.tools.cli.options import DeviceOption, JsonOption, check_name, primitive_named, resolve_device
+from mla_portable.tools.cli.output import EXIT_FAILED, columns, command, hanging
 
 if TYPE_CHECKING:
     import torch
@@ -19,14 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["conform"]
 
-_LEVELS = ("smoke", "quick", "full")
-"""As in mla_portable.tools.conformance, which takes torch to import."""
-
 
 def conform(
     name: Annotated[str, typer.Argument(help="A backend ('triton') or one implementation ('triton.portable').")],
     level: Annotated[
-        str, typer.Option("--level", metavar="LEVEL", help="smoke (each kind of case once), quick, or full.")
+        Literal["smoke", "quick", "full"], typer.Option("--level", help="How many cases; smoke is each kind once.")
     ] = "quick",
     device: DeviceOption = None,
     primitive: Annotated[
@@ -51,11 +48,10 @@ def conform(
 
     Exit code 0 only when at least one case ran and all passed.
     """
-    if level not in _LEVELS:
-        raise typer.BadParameter(f"got {level!r}, expected one of {', '.join(_LEVELS)}", param_hint="--level")
     with command(as_json=as_json) as output:
-        where = resolve_device(device)
+        check_name("backend", name, param_hint="NAME")
         only = [primitive_named(each, param_hint="--primitive") for each in primitive or ()] or None
+        where = resolve_device(device)
         from mla_portable.dispatch import current_registry
         from mla_portable.tools.conformance import run_suite
 
@@ -84,11 +80,11 @@ def _append_evidence(path: Path, report: Report, match: str, device: torch.devic
     from mla_portable.dispatch import current_registry
     from mla_portable.sources import module_file
     from mla_portable.tools.bench.kernel_machine import machine_state
-    from mla_portable.tools.matrix import read_profiles
     from mla_portable.tools.matrix.claims import collect_declarations
     from mla_portable.tools.matrix.derive import records_of
     from mla_portable.tools.matrix.evidence import append_evidence
     from mla_portable.tools.matrix.record import conformance_report
+    from mla_portable.tools.matrix.records import read_profiles
     from mla_portable.tools.matrix.reports import digest, parse_report, report_text, write_report
     from mla_portable.tools.provenance import checkout_of, provenance_of
 
@@ -111,16 +107,20 @@ def _for_a_person(report: Report) -> list[RenderableType]:
         for (name, primitive), count in report.counts().items()
     ]
     worst = [
-        [str(row.primitive), row.implementation, row.quantity, f"{row.error:.2e}", f"{row.tolerance:.2e}", row.case]
+        [str(row.primitive), row.implementation, row.quantity, f"{row.error:.2e}", f"{row.tolerance:.2e}"]
         for row in report.worst()
     ]
-    shown: list[RenderableType] = [f"device  {report.device}", f"suite   {report.backend}, level {report.level}"]
+    shown: list[RenderableType] = [
+        hanging("device", str(report.device)),
+        hanging("suite", f"{report.backend}, level {report.level}"),
+        "",
+    ]
     ends = ["passed", "failed", "raised"]
     if counts:
-        shown.append(table("Cases", ["primitive", "implementation", *ends], counts, numbers=ends))
+        shown += [columns(["primitive", "implementation", *ends], counts, numbers=ends), ""]
     if worst:
-        headings = ["primitive", "implementation", "quantity", "error", "tolerance", "case"]
-        shown.append(table("Largest error of each quantity that is not exact", headings, worst, numbers=["error", "tolerance"]))
+        headings = ["primitive", "implementation", "quantity", "largest error", "tolerance"]
+        shown += [columns(headings, worst, numbers=headings[3:]), ""]
     shown += [
         f"not run: {each.primitive} by {each.implementation}: {'; '.join(map(str, each.reasons))}"
         for each in report.unavailable

@@ -253,7 +253,9 @@ def _defects(
             key = (each.implementation, controls[0] if controls else "", each.reasons)
             groups.setdefault(key, []).append(each.primitive)
     for (name, control, reasons), primitives in groups.items():
-        what = f"{name} ({', '.join(primitives)}) does not work here: {_words(reasons)}"
+        everything = len(primitives) > 1 and len(primitives) == sum(each.implementation == name for each in examined)
+        of = f"all {len(primitives)} primitives" if everything else ", ".join(primitives)
+        what = f"{name} ({of}) does not work here: {_words(reasons)}"
         remedy = _remedies(reasons) or "install what it misses; it is left out until then"
         if control:
             yield Problem(f"{control} names {name}, but {what}", f"drop {control} or {remedy}", fatal=True)

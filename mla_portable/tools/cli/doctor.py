@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
+from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import RenderableType
+from rich.text import Text
 
 from mla_portable.tools.cli.options import DeviceOption, JsonOption, resolve_device
-from mla_portable.tools.cli.output import EXIT_FAILED, command, table
+from mla_portable.tools.cli.output import EXIT_FAILED, columns, command, hanging
 
 if TYPE_CHECKING:
+    from mla_portable.contracts import DeviceFacts
     from mla_portable.registry import PluginReport
-    from mla_portable.tools.cli.diagnosis import Diagnosis
+    from mla_portable.tools.cli.diagnosis import Choice, Diagnosis
     from mla_portable.vllm.status import VllmStatus
 
 __all__ = ["doctor"]
@@ -23,6 +26,7 @@ __all__ = ["doctor"]
 
 def doctor(
     device: DeviceOption = None,
+    every: Annotated[bool, typer.Option("--all", help="List every implementation, with its probe.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the tracebacks of plugins that did not load.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -31,7 +35,7 @@ def doctor(
     Exit code 1 when a selected backend is broken: the policy names one that did not load or fails its probe, or
     nothing can serve some primitive.
     """
-    with command(as_json=as_json) as output:
+    with command(as_json=as_json, doing="probing every implementation") as output:
         where = resolve_device(device)
         from mla_portable.dispatch import current_registry
         from mla_portable.tools.cli.diagnosis import diagnose
@@ -43,50 +47,49 @@ def doctor(
         if as_json:
             output.document({"command": "doctor", **diagnosis.as_dict(), "vllm": vllm and vllm.as_dict()})
         else:
-            output.show(*_for_a_person(diagnosis, verbose=verbose), _vllm(vllm), *_indexer(vllm))
+            output.show(*_for_a_person(diagnosis, every=every, verbose=verbose), *_vllm(vllm))
         if not diagnosis.ok:
             raise typer.Exit(EXIT_FAILED)
 
 
-def _for_a_person(diagnosis: Diagnosis, *, verbose: bool) -> Iterator[RenderableType]:
-    yield "  ".join(f"{name} {version}" for name, version in diagnosis.versions)
-    yield _devices(diagnosis)
-    plugins = [
-        [report.name, f"{report.distribution} {report.version}".strip() or report.module, _state(report)]
-        for report in diagnosis.plugins
-    ]
-    yield table("Plugins", ["plugin", "distribution", "state"], plugins)
+def _for_a_person(diagnosis: Diagnosis, *, every: bool, verbose: bool) -> Iterator[RenderableType]:
+    yield ", ".join(f"{name} {version}" for name, version in diagnosis.versions)
+    for name, facts in diagnosis.devices:
+        mark = " (examined below)" if name == diagnosis.device and len(diagnosis.devices) > 1 else ""
+        yield hanging("device", f"{name}: {_device(facts)}{mark}")
+    for report in diagnosis.plugins:
+        distribution = f"{report.distribution} {report.version}".strip() or report.module
+        yield hanging("plugin", f"{report.name} ({distribution}): {_state(report)}")
     if verbose:
         yield from (f"{report.name}:\n{report.traceback}" for report in diagnosis.plugins if report.traceback)
-    yield _policy(diagnosis)
-    yield _implementations(diagnosis)
-    if not diagnosis.problems:
-        yield "No problems found."
+    yield from (hanging("policy", line) for line in _policy(diagnosis))
+    yield ""
+    if diagnosis.choices:
+        yield columns(["primitive", "served by", "why", "next best"], map(partial(_served, diagnosis), diagnosis.choices))
+        yield ""
+    if every:
+        yield from _implementations(diagnosis)
     for problem in diagnosis.problems:
-        yield f"{'BROKEN' if problem.fatal or problem.broken else 'note'}  {problem.what}"
-        yield f"        remedy: {problem.remedy}"
-    if diagnosis.ok and any(problem.broken for problem in diagnosis.problems):
+        bad = problem.fatal or problem.broken
+        yield Text.assemble((f"{'BROKEN' if bad else 'note'}  ", "bold red" if bad else "yellow"), problem.what)
+        yield hanging("      remedy:", problem.remedy)
+    if not diagnosis.problems:
+        yield Text("No problems found.", "green")
+    elif diagnosis.ok and any(problem.broken for problem in diagnosis.problems):
         yield "Nothing that is broken was selected: exit code 0."
 
 
-def _devices(diagnosis: Diagnosis) -> RenderableType:
-    rows: list[list[str]] = []
-    for name, facts in diagnosis.devices:
-        able = {"bf16": facts.has_bf16, "e4m3 conversion": facts.has_fp8_conversion, "fp64": facts.has_fp64}
-        rows.append(
-            [
-                name + (" *" if name == diagnosis.device else ""),
-                str(facts),
-                facts.vendor,
-                str(facts.num_sms or ""),
-                f"{facts.shared_memory / 1024:g} KiB" if facts.shared_memory else "",
-                f"{facts.memory_bytes / 2**30:.0f} GiB" if facts.memory_bytes else "",
-                ", ".join(word for word, has in able.items() if has),
-                {True: "yes", False: "no", None: "not tried"}[facts.graph_capture],
-            ]
-        )
-    headings = ["device", "name", "vendor", "SMs", "shared memory", "memory", "abilities", "graphs"]
-    return table("Devices (* = examined below)", headings, rows)
+def _device(facts: DeviceFacts) -> str:
+    able = {"bf16": facts.has_bf16, "e4m3 conversion": facts.has_fp8_conversion, "fp64": facts.has_fp64}
+    words = [
+        str(facts),
+        f"{facts.num_sms} SMs" if facts.num_sms else "",
+        f"{facts.memory_bytes / 2**30:.0f} GiB" if facts.memory_bytes else "",
+        f"{facts.shared_memory / 1024:g} KiB of shared memory" if facts.shared_memory else "",
+        *(word for word, has in able.items() if has),
+        {True: "graphs", False: "no graphs", None: "graphs not tried"}[facts.graph_capture],
+    ]
+    return ", ".join(filter(None, words))
 
 
 def _state(report: PluginReport) -> str:
@@ -95,53 +98,54 @@ def _state(report: PluginReport) -> str:
     return f"{len(report.implementations)} implementations" if report.ok else f"BROKEN  {report.error}"
 
 
-def _policy(diagnosis: Diagnosis) -> RenderableType:
+def _policy(diagnosis: Diagnosis) -> list[str]:
+    """What is forced, strongest first."""
     if not diagnosis.choices:
-        return "Policy: cannot be followed, see below."
-    rows = [[control, f"{primitive}: {target}"] for primitive, target, control in diagnosis.rules]
-    rows += [[control, f"disabled: {name}"] for name, control in diagnosis.disabled]
-    rows += [[name, value] for name, value in diagnosis.environment if not any(name == row[0] for row in rows)]
-    if not rows:
-        return "Policy: no backend is forced; the registry chooses by cost."
-    return table("Policy in force, strongest first", ["forced by", "what"], rows)
+        return ["cannot be followed, see below"]
+    lines = {control: f"{control}: {primitive}: {target}" for primitive, target, control in diagnosis.rules}
+    lines |= {control: f"{control}: disabled: {name}" for name, control in diagnosis.disabled}
+    lines |= {name: f"{name}={value}" for name, value in diagnosis.environment if name not in lines}
+    return list(lines.values()) or ["no backend is forced; the registry chooses by cost"]
 
 
-def _implementations(diagnosis: Diagnosis) -> RenderableType:
-    chosen = {(choice.primitive, choice.chosen): choice.control for choice in diagnosis.choices}
-    rows: list[list[str]] = []
-    others = Counter[str]()
-    for each in diagnosis.examined:
-        if any(reason.subject == "vendor" for reason in each.reasons):
-            others[each.implementation.partition(".")[0]] += 1
-            continue
-        rows.append(
+def _served(diagnosis: Diagnosis, choice: Choice) -> list[str]:
+    """What serves a primitive, by whose decision or at what cost, and what would serve it otherwise."""
+    mine = [each for each in diagnosis.examined if each.primitive == choice.primitive]
+    working = sorted((each for each in mine if not each.reasons), key=lambda each: (each.cost_source == "declared", each.cost))
+    costs = {each.implementation: f"{each.cost:g} {each.cost_source.partition(' ')[0]}" for each in working}
+    others = [f"{name} ({cost})" for name, cost in costs.items() if name != choice.chosen]
+    why = f"forced by {choice.control}" if choice.forced else f"cost {costs.get(choice.chosen or '', 'unknown')}"
+    return [choice.primitive, choice.chosen or "NOTHING", why, others[0] if others else "none works here"]
+
+
+def _implementations(diagnosis: Diagnosis) -> Iterator[RenderableType]:
+    """Each of every primitive, with its probe."""
+    for primitive, found in groupby(diagnosis.examined, lambda each: each.primitive):
+        rows = [
             [
-                each.primitive,
                 each.implementation,
                 f"{each.cost:g} {each.cost_source.partition(' ')[0]}",
-                "; ".join(map(str, each.reasons)) or "works",
-                f"{each.probe.stage}, {each.probe.seconds * 1e3:.0f} ms" if each.probe else "",
-                chosen.get((each.primitive, each.implementation), ""),
+                ("; ".join(map(str, each.reasons)) or "works")
+                + (f" ({each.probe.stage}, {each.probe.seconds * 1e3:.0f} ms)" if each.probe else ""),
             ]
-        )
-    note = "for another vendor's devices; --json lists them"
-    rows += [["", f"{count} of {backend}", "", note, "", ""] for backend, count in others.items()]
-    headings = ["primitive", "implementation", "cost", f"on {diagnosis.device}", "probe", "selected by"]
-    return table("Implementations", headings, rows, numbers=["cost"])
+            for each in found
+        ]
+        yield Text(primitive, "bold")
+        yield columns(["implementation", "cost", f"on {diagnosis.device}"], rows)
+    yield ""
 
 
-def _vllm(status: VllmStatus | None) -> RenderableType:
+def _vllm(status: VllmStatus | None) -> Iterator[RenderableType]:
     if status is None:
-        return "vLLM: not examined, because the policy cannot be followed"
+        yield "vLLM: not examined, because the policy cannot be followed"
+        return
     if status.version is None:
-        return "vLLM: not installed"
-    title = f"vLLM {status.version}: plugin {'registered' if status.registered else 'NOT registered'} ({status.note})"
-    if not status.choices:
-        return title
-    rows = [[layout, str(heads), route or "none", served] for layout, heads, route, served in status.choices]
-    return table(f"{title}; for DeepSeek-V3.2 it would choose", ["cache", "heads per GPU", "route", "served by"], rows)
-
-
-def _indexer(status: VllmStatus | None) -> Iterator[RenderableType]:
-    if status is not None and status.indexer:
+        yield "vLLM: not installed"
+        return
+    yield f"vLLM {status.version}: plugin {'registered' if status.registered else 'NOT registered'} ({status.note})"
+    if status.choices:
+        rows = [[layout, str(heads), route or "none", served] for layout, heads, route, served in status.choices]
+        yield "For DeepSeek-V3.2 it would choose"
+        yield columns(["cache", "heads per GPU", "route", "served by"], rows)
+    if status.indexer:
         yield f"DSA indexer in vLLM: {status.indexer}"

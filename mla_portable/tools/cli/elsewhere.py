@@ -6,14 +6,14 @@ Nothing is checked or probed there, so no candidate "can run": the chosen one wo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mla_portable.tools.cli.output import for_other_devices
+from mla_portable.tools.cli.matrix import read_table
 
 if TYPE_CHECKING:
     from mla_portable.attention import RouteDecision
@@ -34,18 +34,18 @@ def find_profile(name: str, records: Path | None = None) -> Elsewhere | None:
 
     from mla_portable.accelerator import known_types
     from mla_portable.dispatch import current_registry
-    from mla_portable.tools.matrix import find_records, read_profiles
+    from mla_portable.tools.matrix.records import read_profiles
+    from mla_portable.tools.matrix.table import find_records
 
     current_registry()  # first: a vendor's plugin may bring the device type
     try:
         torch.device(name)
     except RuntimeError:
-        folder = find_records(records)
-        profiles = read_profiles(folder)
+        profiles = read_profiles(find_records(records))
         if name not in profiles:
             known = ", ".join(dict.fromkeys((*known_types(), *profiles)))
             raise typer.BadParameter(f"got {name!r}, expected one of {known}", param_hint="--device") from None
-        return Elsewhere(profiles[name], folder)
+        return Elsewhere(profiles[name], records)
     return None
 
 
@@ -60,20 +60,22 @@ def gpu_names() -> list[str]:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """A device that is not here: its published profile, and the folder of that."""
+    """A device that is not here: its published profile. records: a folder of records instead of those that ship."""
 
     profile: Profile
-    folder: Path
+    records: Path | None
 
     @cached_property
     def _states(self) -> dict[tuple[str, str, str | None], str]:
         """(implementation, primitive, layout) -> state in the matrix. Raises: RecordError."""
-        from mla_portable.tools.matrix import read_records
+        table = read_table(self.records).only(None, self.profile.slug)
+        return {
+            (each.implementation, each.column.primitive, each.column.layout): known.state
+            for each in table.offers
+            for known in each.devices.values()
+        }
 
-        here = replace(read_records(self.folder), profiles={self.profile.slug: self.profile})
-        return {(cell.implementation, cell.primitive, cell.layout): cell.state for cell in here.cells()}
-
-    def _state(self, decision: Decision, implementation: str) -> str | None:
+    def state(self, decision: Decision, implementation: str) -> str | None:
         """The state of an implementation at the request's layout; None where the matrix does not have it."""
         primitive, layout = str(decision.request.primitive), decision.request.kv_layout
         return self._states.get((implementation, primitive, layout), self._states.get((implementation, primitive, None)))
@@ -95,38 +97,12 @@ class Elsewhere:
     def _claim(self, document: dict[str, Any], decision: Decision) -> None:
         for entry, verdict in zip(document["candidates"], decision.verdicts, strict=True):
             entry["can_run"] = None if verdict.can_run else False
-            entry["matrix"] = self._state(decision, verdict.implementation)
+            entry["matrix"] = self.state(decision, verdict.implementation)
         document["checked"] = False
 
-    def text(self, decision: Decision | RouteDecision) -> str:
-        """The decision for a person."""
-        from mla_portable.contracts import Decision
-
+    def head(self) -> str:
+        """What a person has to know before anything else."""
         here = any(map(self.profile.matches, gpu_names()))
         head = f"{self.profile.name} (profile {self.profile.slug}){'' if here else ' is not here'}"
         head += ": declarations only, nothing was checked or probed"
-        head += "; --device with torch's name of it examines the one that is here" if here else ""
-        if decision.chosen is None:
-            return f"{head}\n{decision.failure_text()}"
-        if isinstance(decision, Decision):
-            return f"{head}\n{self._lines(decision)}"
-        control = "forced by route=" if decision.forced else "automatic"
-        lines = [head, f"route: {decision.chosen} would be tried first ({control})"]
-        lines += [f"  {verdict.route:<10} {verdict}" for verdict in decision.verdicts]
-        return "\n".join([*lines, *dict.fromkeys(self._lines(part.decision) for part in decision.verdict.parts)])
-
-    def _lines(self, decision: Decision) -> str:
-        shown = [verdict for verdict in decision.verdicts if not for_other_devices(verdict.reasons)]
-        width = max((len(verdict.implementation) for verdict in shown), default=0)
-        lines = [f"{decision.request.primitive}: {decision.chosen} would be tried first ({decision.control})"]
-        lines.append(f"  request   {decision.request}")
-        for verdict in shown:
-            name = verdict.implementation
-            words = "would be tried first" if name == decision.chosen else "not checked"
-            words = "; ".join(map(str, verdict.reasons)) or words
-            state = self._state(decision, name)
-            matrix = f"; matrix: {state}" if state else ""
-            lines.append(f"  {name:<{width}}  {words} [{verdict.cost_source} cost {verdict.cost:g}{matrix}]")
-        others = len(decision.verdicts) - len(shown)
-        lines += [f"  and {others} for other devices; --json lists them"] if others else []
-        return "\n".join(lines)
+        return head + ("; --device with torch's name of it examines the one that is here" if here else "")

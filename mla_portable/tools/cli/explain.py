@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.console import RenderableType
 
-from mla_portable.tools.cli.elsewhere import find_profile
-from mla_portable.tools.cli.options import BackendOption, JsonOption, primitive_named, resolve_device, with_options
+from mla_portable.tools.cli.elsewhere import Elsewhere, find_profile
+from mla_portable.tools.cli.options import BackendOption, JsonOption, check_name, primitive_named, resolve_device, with_options
 from mla_portable.tools.cli.output import EXIT_FAILED, EXIT_OK, command
+from mla_portable.tools.cli.verdicts import cost_lines, decision_lines, route_lines
 
 if TYPE_CHECKING:
     from mla_portable.attention import RouteDecision
@@ -37,6 +40,8 @@ _TYPICAL: dict[str, Any] = {
     "graph": False,
 }
 """Facts of a call, with the values of a DeepSeek-V3.2 rank of eight; a primitive's own values come before."""
+_ALL_HEADS = 128
+"""DeepSeek-V3.2's query heads, which the ranks of tensor parallelism share."""
 _OPTION = {"num_heads": "--heads", "kv_layout": "--layout", "attn_sink": "--sink"}
 _ROUTE = "route"
 _UNKNOWN = "unknown"
@@ -56,11 +61,16 @@ def _option(words: str, text: str, *, of: Any = int, metavar: str | None = None)
 
 
 _CALL = {
-    "num_heads": _option("--heads", "Query heads. Default: 16, of the indexer 64."),
+    "num_heads": _option("--heads", "Query heads of a rank. Default: 16, of the indexer 64."),
+    "tp": _option("--tp", "Ranks that share DeepSeek-V3.2's 128 query heads; instead of --heads. Default: 8."),
     "topk": _option("--topk", "Indices per token. Default: 2048."),
     "kv_layout": _option("--layout", "fp8_ds_mla (default) or bf16, of the cache or workspace.", of=str, metavar="LAYOUT"),
     "block_size": _option("--block-size", "Tokens per block. Default: 64."),
-    "scale_format": _option("--scale-format", "pow2 (default), amax, or 'unknown', read as amax.", of=str, metavar="FORMAT"),
+    "scale_format": _option(
+        "--scale-format",
+        "Of FP8 scales; unknown is read as amax. Default: pow2.",
+        of=Literal["pow2", "amax", "unknown"],
+    ),
     "query_len": _option("--query-len", "Tokens per decode. Default: 1."),
     "rows": _option(
         "--rows", "Query rows, where costs depend on them; of a route, requests that decode at once. Default: of a route 256."
@@ -116,6 +126,14 @@ def explain(
     are compared: nothing is checked or probed. Exit code 1 when nothing, or not the forced backend, can serve.
     """
     with command(as_json=as_json) as output:
+        _share_heads(primitive, options)
+        for kind, name, hint in (
+            ("primitive", None if primitive == _ROUTE else primitive, "PRIMITIVE"),
+            ("backend", backend, "--backend"),
+            ("layout", options.get("kv_layout"), "--layout"),
+        ):
+            if name is not None:
+                check_name(kind, name, param_hint=hint)
         ask = _ask_for_route if primitive == _ROUTE else _ask_for_primitive
         elsewhere = None if device is None else find_profile(device, records)
         decision = ask(primitive, device if elsewhere is None else elsewhere.profile.device_facts(), backend, options)
@@ -125,13 +143,25 @@ def explain(
             output.document(
                 {"command": "explain", "ok": served, "primitive": primitive, "arguments": _arguments(decision), **answer}
             )
-        elif elsewhere is not None:
-            output.show(elsewhere.text(decision))
         else:
-            output.show(decision.text() if served else decision.failure_text(all=True))
-        if primitive == _ROUTE and not as_json:
-            output.show(_ROUTE_REMARK)
+            output.show(*_for_a_person(decision, elsewhere))
         raise typer.Exit(EXIT_OK if served else EXIT_FAILED)
+
+
+def _for_a_person(decision: Decision | RouteDecision, elsewhere: Elsewhere | None) -> Iterator[RenderableType]:
+    from mla_portable.contracts import Decision
+
+    state, route = elsewhere and elsewhere.state, not isinstance(decision, Decision)
+    yield elsewhere.head() if elsewhere else f"on {decision.device if route else decision.request.device}"
+    if not route:
+        yield from decision_lines(decision, state)
+        yield from cost_lines([decision])
+    elif decision.chosen is None:
+        yield decision.failure_text(all=True)
+    else:
+        yield from route_lines(decision, state)
+        yield from cost_lines(part.decision for part in decision.verdict.parts)
+        yield _ROUTE_REMARK
 
 
 def _ask_for_primitive(name: str, device: str | DeviceFacts | None, backend: str | None, given: dict[str, Any]) -> Decision:
@@ -188,6 +218,20 @@ def _arguments(decision: Decision | RouteDecision) -> dict[str, Any]:
         return asdict(decision.spec)
     names = [each.name for each in fields(decision.request) if each.name not in ("primitive", "device")]
     return {name: getattr(decision.request, name) for name in names}
+
+
+def _share_heads(name: str, given: dict[str, Any]) -> None:
+    """Turn `--tp` into heads of a rank. Raises: typer.BadParameter."""
+    ranks = given.pop("tp", None)
+    if ranks is None:
+        return
+    if name.startswith("indexer"):
+        raise typer.BadParameter("every rank has all heads of the indexer", param_hint="--tp")
+    if "num_heads" in given:
+        raise typer.BadParameter("says the same as --heads; give one of them", param_hint="--tp")
+    if _ALL_HEADS % ranks:
+        raise typer.BadParameter(f"got {ranks}, expected a divisor of {_ALL_HEADS} heads", param_hint="--tp")
+    given["num_heads"] = _ALL_HEADS // ranks
 
 
 def _refuse_others(name: str, given: dict[str, Any], allowed: dict[str, Any]) -> None:

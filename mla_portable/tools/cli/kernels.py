@@ -6,13 +6,15 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from textwrap import shorten
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.table import Table
+from rich.console import RenderableType
+from rich.text import Text
 
 from mla_portable.tools.cli.options import DeviceOption, JsonOption, numbers, primitive_named, resolve_device, with_options
-from mla_portable.tools.cli.output import EXIT_FAILED, Output, command, table
+from mla_portable.tools.cli.output import EXIT_FAILED, Output, columns, command, hanging
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +79,7 @@ def kernels(
         str, typer.Option("--overlap", metavar="P,P", help="Percent of a prefill token's indices that its neighbour has too.")
     ] = "0",
     scale_format: Annotated[
-        str, typer.Option("--scale-format", metavar="FORMAT", help="Of FP8 rows, read or written: pow2 or amax.")
+        Literal["pow2", "amax"], typer.Option("--scale-format", help="Of FP8 rows, read or written.")
     ] = "pow2",
     baselines: Annotated[
         bool, typer.Option("--baselines/--no-baselines", help="Time what plugins bring as baselines, too.")
@@ -207,14 +209,14 @@ def tune(
         if as_json:
             output.document({"command": "tune", "ok": ok, "table": path, "entries": entries, "results": results})
         else:
-            headings = ["what", "heads", "fastest", "us by rows", "over untuned", "tried", "wrong"]
-            shown = [_tuned_row(result) for result in results]
-            output.show(table("", headings, shown, numbers=["heads", "over untuned", "tried", "wrong"]))
+            headings = ["kernel", "heads", "speed-up over default", "tried", "wrong", "fastest; us by rows"]
+            if results:
+                output.show(columns(headings, map(_tuned_row, results), numbers=headings[1:5]))
             for each in results:
                 what = f"{each.implementation} / {each.primitive} {each.layout or ''} {each.heads or ''}"
                 output.show(*(f"WRONG  {what} {_words(attempt)}: {attempt.why}" for attempt in each.attempts if attempt.why))
             if not results:
-                output.show("nothing here can be tuned: no plugin offers a kernel with configurations for this device")
+                output.show("no tunable kernel supports this device")
         if not ok:
             raise typer.Exit(EXIT_FAILED)
 
@@ -224,11 +226,10 @@ def _tuned_row(result: TuneResult) -> list[str]:
     return [
         f"{result.implementation} / {result.primitive} {result.layout or ''}".strip(),
         str(result.heads or ""),
-        "none" if best is None else _words(best),
-        "" if best is None else ", ".join(f"{rows}: {us:.1f}" for rows, us in sorted(best.us.items())),
         "" if gain is None else f"{gain:.2f} x",
         str(len(result.attempts)),
         str(sum(bool(attempt.why) for attempt in result.attempts)),
+        "none" if best is None else f"{_words(best)}; {', '.join(f'{rows}: {us:.1f}' for rows, us in sorted(best.us.items()))}",
     ]
 
 
@@ -252,30 +253,37 @@ def _show(output: Output, report: KernelReport) -> None:
     copied, multiplied = report.ceilings.bytes_per_second / 1e12, report.ceilings.flops_per_second / 1e12
     clocks = ", ".join(f"{name} {value:g}" for name, value in report.machine.clocks.items())
     output.show(
-        f"device    {report.facts}" + (f", driver {report.machine.driver}" if report.machine.driver else ""),
-        f"clocks    {clocks or 'unknown'}",
-        f"ceilings  copy {copied:.3g} TB/s, bf16 product {multiplied:.3g} TFLOP/s",
+        hanging("device", f"{report.facts}" + (f", driver {report.machine.driver}" if report.machine.driver else "")),
+        hanging("clocks", clocks or "unknown"),
+        hanging("limits", f"copy {copied:.3g} TB/s, bf16 product {multiplied:.3g} TFLOP/s, both measured here"),
     )
     groups: dict[str, list[CaseTimes]] = {}
     for each in report.cases:
         groups.setdefault(f"{each.case.primitive} {each.case.kv_layout or ''}".strip(), []).append(each)
-    output.show(*(_table(title, cases) for title, cases in groups.items()))
-    output.show(*(f"not here  {name}: {'; '.join(reasons)}" for name, reasons in _refused(report).items()))
+    for title, cases in groups.items():
+        output.show("", Text(f"{title}: microseconds (speed-up over best baseline)", "bold"), _table(cases))
+    skipped = _refused(report)
+    output.show(
+        *(
+            hanging("skipped", shorten(f"{name}: {'; '.join(reasons)}", 150, placeholder=" ... (--json has all)"))
+            for name, reasons in skipped.items()
+        )
+    )
     remarks = {each.name: each.remark for case in report.cases for each in case.times if each.remark}
-    output.show(*(f"baseline     {name}: {remark}" for name, remark in remarks.items()))
-    output.show(*(f"WRONG     {line}" for line in report.defects()))
+    output.show(*(hanging("baseline", f"{name}: {remark}") for name, remark in remarks.items()))
+    output.show(*(Text(f"WRONG     {line}", "bold red") for line in report.defects()))
 
 
-def _table(title: str, cases: list[CaseTimes]) -> Table:
-    """Microseconds; ours first, with the best baseline's time over theirs in brackets, then baselines."""
+def _table(cases: list[CaseTimes]) -> RenderableType:
+    """Ours first, with the best baseline's time over theirs in brackets, then baselines."""
     is_baseline = {each.name: each.implementation is None for case in cases for each in case.times}
     names = sorted(is_baseline, key=lambda name: is_baseline[name])
     rows: list[list[str]] = []
     for case in cases:
         cells = {each.name: _cell(case, each) for each in case.times}
         rows.append([case.case.shape, f"{case.bound_us:.1f}", *(cells.get(name, "") for name in names)])
-    headings = ["us (best baseline / this)", "roofline bound", *names]
-    return table(title, headings, rows, numbers=headings[1:])
+    headings = ["case", "roofline bound", *names]
+    return columns(headings, rows, numbers=headings[1:])
 
 
 def _cell(case: CaseTimes, each: KernelTime) -> str:

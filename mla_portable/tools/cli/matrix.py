@@ -3,30 +3,32 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mla_portable.tools.cli.output import EXIT_FAILED, EXIT_USAGE, Output, command
+from mla_portable.tools.cli.output import EXIT_FAILED, Output, command
 
 if TYPE_CHECKING:
-    from mla_portable.tools.matrix import Records
+    from mla_portable.tools.matrix.table import Table
 
-__all__ = ["matrix"]
-
-_TERMINAL = "terminal"
+__all__ = ["matrix", "read_table"]
 
 
 def matrix(
-    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="terminal (default), md or json.")] = _TERMINAL,
+    form: Annotated[
+        Literal["terminal", "md", "html", "svg", "json"], typer.Option("--format", help="How to draw it.")
+    ] = "terminal",
     vendor: Annotated[str | None, typer.Option("--vendor", metavar="VENDOR", help="Only this vendor's devices.")] = None,
     device: Annotated[str | None, typer.Option("--device", metavar="PROFILE", help="Only this device.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="A row for each implementation.")] = False,
+    evidence: Annotated[
+        bool, typer.Option("--evidence", help="What the states mean, notes, and the runs that the table rests on.")
+    ] = False,
     records: Annotated[
         Path | None,
-        typer.Option("--records", metavar="DIR", help="Evidence in DIR, instead of what ships with mla-portable."),
+        typer.Option("--records", metavar="DIR", help="Compute the table from the evidence in DIR and today's sources."),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare every generated file with the plugins and records; write nothing.")
@@ -38,46 +40,52 @@ def matrix(
 
     Exit code 1 when a record cannot be believed or, under --check, a generated file is not what the records say.
     """
-    from mla_portable.tools.matrix import find_records, make_table, read_records
-    from mla_portable.tools.matrix.render import FORMATS, terminal
-
     form = "json" if as_json else form
     if check and write:
         raise typer.BadParameter("--check and --write exclude each other", param_hint="--check")
-    if form != _TERMINAL and form not in FORMATS:
-        raise typer.BadParameter(f"got {form!r}, expected {', '.join((_TERMINAL, *FORMATS))}", param_hint="--format")
-    with command(as_json=form == "json") as output:
-        folder = find_records(records)
+    with command(as_json=form == "json", doing="reading records") as output:
         if check or write:
-            _generated(output, folder, write=write)
+            _generated(output, records, write=write)
+            return
+        whole = read_table(records)
+        table = whole.only(vendor, device)
+        if not table.devices:
+            vendors, devices = sorted({d.vendor for d in whole.devices}), ", ".join(d.slug for d in whole.devices)
+            asked = " and ".join(f"{name} {value!r}" for name, value in (("--vendor", vendor), ("--device", device)) if value)
+            expected = f"vendors are {', '.join(vendors)}; devices are {devices}"
+            raise typer.BadParameter(f"no profile for {asked}; {expected}", param_hint="--device" if device else "--vendor")
+        if form == "terminal":
+            from mla_portable.tools.matrix import terminal
+
+            if every or not evidence:
+                output.show(*(terminal.rows if every else terminal.grid)(table))
+            if evidence:
+                output.show(*terminal.evidence(table))
         else:
-            drawn = make_table(_only(read_records(folder), vendor, device))
-            if form == _TERMINAL:
-                for each in terminal(drawn):
-                    output.stdout.print(each)
-            else:
-                output.text(FORMATS[form](drawn))
+            from mla_portable.tools.matrix.render import FORMATS
+
+            output.text(FORMATS[form](table))
 
 
-def _only(found: Records, vendor: str | None, device: str | None) -> Records:
-    """The records with some profiles left out. Raises: typer.Exit for a name that no profile carries."""
-    chosen = {
-        slug: profile for slug, profile in found.profiles.items() if vendor in (None, profile.vendor) and device in (None, slug)
-    }
-    if not chosen:
-        vendors = sorted({profile.vendor for profile in found.profiles.values()})
-        asked = " and ".join(f"{name} {value!r}" for name, value in (("--vendor", vendor), ("--device", device)) if value)
-        known = f"vendors are {', '.join(vendors)}; devices are {', '.join(found.profiles)}"
-        sys.stderr.write(f"no profile for {asked}; {known}\n")
-        raise typer.Exit(EXIT_USAGE)
-    return replace(found, profiles=chosen)
+def read_table(records: Path | None) -> Table:
+    """As it was generated, where that is of the installed plugins; else made of the records. Raises: RecordError."""
+    from mla_portable.tools.matrix.table import find_records, installed_table
+
+    table = installed_table() if records is None else None
+    if table is None:
+        from mla_portable.tools.matrix.arrange import make_table
+        from mla_portable.tools.matrix.records import read_records
+
+        table = make_table(read_records(find_records(records)))
+    return table
 
 
-def _generated(output: Output, folder: Path, *, write: bool) -> None:
-    """Write or compare MATRIX.md and the costs. Raises: typer.Exit where one is not what it should be."""
+def _generated(output: Output, records: Path | None, *, write: bool) -> None:
+    """Write or compare the generated files. Raises: typer.Exit where one is not what it should be."""
     from mla_portable.tools.matrix.generated import differences, generate
+    from mla_portable.tools.matrix.table import find_records
 
-    files = generate(folder)
+    files = generate(find_records(records))
     names = [path.name for path in files]
     problems = [] if write else differences(files)
     if write:

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
 
     from mla_portable.contracts import Primitive
 
-__all__ = ["BackendOption", "DeviceOption", "JsonOption", "numbers", "primitive_named", "resolve_device", "with_options"]
+__all__ = [
+    "BackendOption", "DeviceOption", "JsonOption", "check_name", "numbers", "primitive_named", "resolve_device", "with_options",
+]  # fmt: skip
 
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else; messages go to stderr.")
@@ -58,8 +62,35 @@ def resolve_device(text: str | None) -> torch.device:
     return where.device
 
 
+def check_name(kind: Literal["primitive", "backend", "layout"], text: str, *, param_hint: str) -> None:
+    """Refuse a name that nothing installed here has, before torch is loaded.
+
+    The generated table names everything. Where it is of other plugins than the installed ones, or a registry is there already,
+    that answers later. Raises: typer.BadParameter.
+    """
+    from mla_portable.tools.matrix.table import installed_table
+
+    table = None if "mla_portable.dispatch" in sys.modules else installed_table()
+    if table is None:
+        return
+    implementations = {offer.implementation for offer in table.offers}
+    plugins = {name for name, *_ in table.plugins}
+    known = {
+        "primitive": {column.primitive for column in table.columns},
+        "layout": {column.layout for column in table.columns if column.layout},
+        "backend": implementations | plugins | {"auto"},
+    }[kind]
+    if text not in known:
+        near = get_close_matches(text, known, n=1)
+        question = f" Did you mean {near[0]!r}?" if near else ""
+        listed = ", ".join(sorted(plugins if kind == "backend" else known))
+        variant = ", or one of its implementations (see `mla-portable doctor --all`)" if kind == "backend" else ""
+        raise typer.BadParameter(f"got {text!r}.{question} Expected one of {listed}{variant}.", param_hint=param_hint)
+
+
 def primitive_named(text: str, *, param_hint: str) -> Primitive:
     """The primitive called `text`. Raises: typer.BadParameter with all names."""
+    check_name("primitive", text, param_hint=param_hint)
     from mla_portable.contracts import Primitive
     from mla_portable.dispatch import current_registry
 

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
@@ -18,7 +17,9 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 from rich.console import Console, RenderableType
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from mla_portable.contracts import Reason
 
 __all__ = [
-    "EXIT_FAILED", "EXIT_OK", "EXIT_USAGE", "Advance", "Output", "close_stdout", "command",
-    "for_other_devices", "plain", "table",
+    "EXIT_FAILED", "EXIT_OK", "EXIT_USAGE", "Advance", "Output", "close_stdout", "columns", "command",
+    "for_other_devices", "hanging", "plain",
 ]  # fmt: skip
 
 EXIT_OK = 0
@@ -41,8 +42,6 @@ EXIT_USAGE = 2
 
 _PIPE_WIDTH = 200
 """Columns where stdout is no terminal and COLUMNS is not set: a table in a log should not be folded at 80."""
-
-_SECONDS_BETWEEN_LINES = 5.0
 
 Advance = Callable[[str, int, int], None]
 """Progress of long work: (what is being done, steps done, steps in all)."""
@@ -60,6 +59,7 @@ class Output:
         self._stream = stream
         self.stdout = _console(stream)
         self.stderr = _console(sys.stderr)
+        self._status: Status | None = None
 
     def document(self, value: object) -> None:
         """Print the JSON document; once per command."""
@@ -67,6 +67,7 @@ class Output:
 
     def text(self, value: str) -> None:
         """Write a result as it is. Raises: typer.Exit where the reader has closed the pipe."""
+        self.rest()
         try:
             self._stream.write(value)
             self._stream.flush()
@@ -74,22 +75,33 @@ class Output:
             raise typer.Exit(EXIT_FAILED) from None
 
     def show(self, *renderables: RenderableType) -> None:
-        """Print results for a person; a plain string is printed as it is, without markup."""
+        """Print results for a person; a plain string without markup."""
+        self.rest()
         for renderable in renderables:
-            self.stdout.print(Text(renderable) if isinstance(renderable, str) else renderable, soft_wrap=True)
+            self.stdout.print(Text(renderable) if isinstance(renderable, str) else renderable)
 
     def note(self, message: str) -> None:
         """A line for a person on stderr."""
         self.stderr.print(Text(message), soft_wrap=True)
 
+    def busy(self, doing: str) -> None:
+        """Say on stderr that something is going on, until something is printed; nothing where stderr is no terminal."""
+        if self.stderr.is_terminal:
+            self._status = self.stderr.status(doing)
+            self._status.start()
+
+    def rest(self) -> None:
+        """End what `busy` shows."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
     @contextlib.contextmanager
     def progress(self) -> Generator[Advance]:
-        """A bar on stderr while long work runs; where stderr is no terminal, a line every few seconds."""
-        if not self.stderr.is_terminal:
-            yield self._report_now_and_then()
-            return
+        """A bar on stderr while long work runs; nothing where stderr is no terminal."""
+        self.rest()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self.stderr, transient=True) as bar:
+        with Progress(*columns, console=self.stderr, transient=True, disable=not self.stderr.is_terminal) as bar:
             task = bar.add_task("", total=None)
 
             def advance(what: str, done: int, total: int) -> None:
@@ -97,21 +109,12 @@ class Output:
 
             yield advance
 
-    def _report_now_and_then(self) -> Advance:
-        last = time.monotonic()
-
-        def advance(what: str, done: int, total: int) -> None:
-            nonlocal last
-            if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
-                last = time.monotonic()
-                self.note(f"{done} of {total}: {what}")
-
-        return advance
-
 
 @contextlib.contextmanager
-def command(*, as_json: bool) -> Generator[Output]:
+def command(*, as_json: bool, doing: str = "loading torch and plugins") -> Generator[Output]:
     """The frame of every command: keeps stdout for results, and turns typed failures into a message and an exit code.
+
+    Until there is something to show, a terminal sees what it is `doing`.
 
     Whatever else writes to stdout, from Python or through file descriptor 1, goes to stderr. Imports no torch.
 
@@ -120,6 +123,7 @@ def command(*, as_json: bool) -> Generator[Output]:
     """
     with _results_alone(redirect=as_json) as stream:
         output = Output(as_json=as_json, stream=stream)
+        output.busy(doing)
         try:
             yield output
         except (typer.Exit, typer.BadParameter):
@@ -133,6 +137,8 @@ def command(*, as_json: bool) -> Generator[Output]:
             traceback.print_exc(file=sys.stderr)
             _failure(output, error)
             raise typer.Exit(EXIT_FAILED) from error
+        finally:
+            output.rest()
 
 
 @contextlib.contextmanager
@@ -186,14 +192,24 @@ def _failure(output: Output, error: Exception) -> None:
         output.document({"ok": False, "error": {"type": type(error).__name__, "message": str(error)}})
 
 
-def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Collection[str] = ()) -> Table:
-    """A table of plain strings; the columns named in `numbers` are aligned to the right."""
-    result = Table(title=title or None, title_justify="left", title_style="bold", header_style="bold")
+def hanging(label: str, text: str) -> RenderableType:
+    """A label and a text whose further lines stand below its first."""
+    result = Table.grid(padding=(0, 2, 0, 0))
+    result.add_row(Text(f"{label:<6}", "dim"), Text(text))
+    return Padding.indent(result, 2)
+
+
+def columns(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Collection[str] = ()) -> RenderableType:
+    """Plain strings in columns without lines. What is too wide is folded in the last column, or, where that is one of the
+    `numbers`, which are aligned to the right, in any other."""
+    result = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
+    folded = [each for each in headings if each not in numbers] if headings[-1] in numbers else headings[-1:]
     for heading in headings:
-        result.add_column(Text(heading), justify="right" if heading in numbers else "left", overflow="fold")
+        side = "right" if heading in numbers else "left"
+        result.add_column(Text(heading), justify=side, overflow="fold", no_wrap=heading not in folded)
     for row in rows:
-        result.add_row(*(Text(cell) for cell in row))
-    return result
+        result.add_row(*map(Text, row))
+    return Padding.indent(result, 2)
 
 
 def for_other_devices(reasons: Iterable[Reason]) -> bool:

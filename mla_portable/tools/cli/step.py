@@ -5,19 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import RenderableType
+from rich.text import Text
 
-from mla_portable.tools.cli.options import DeviceOption, JsonOption, resolve_device, with_options
-from mla_portable.tools.cli.output import EXIT_FAILED, command, for_other_devices, table
+from mla_portable.tools.cli.options import DeviceOption, JsonOption, check_name, resolve_device, with_options
+from mla_portable.tools.cli.output import EXIT_FAILED, columns, command, for_other_devices, hanging
 
 if TYPE_CHECKING:
     from mla_portable.contracts import Decision, Verdict
     from mla_portable.problems.compare import Finding
     from mla_portable.tools.bench.step import StepReport
-    from mla_portable.tools.bench.timing import Timing
 
 __all__ = ["run"]
 
@@ -26,7 +26,8 @@ _MAX_SECONDS = 2.0
 
 
 def _size(flag: str, text: str, *, of: Any = int, panel: str = "Size of the step", metavar: str | None = None) -> Any:
-    return Annotated[of | None, typer.Option(flag, help=text, rich_help_panel=panel, metavar=metavar)]
+    least = None if of is not int else int(flag not in ("--decodes", "--prefills", "--context", "--seed"))
+    return Annotated[of | None, typer.Option(flag, min=least, help=text, rich_help_panel=panel, metavar=metavar)]
 
 
 _CACHE: dict[str, Any] = {"panel": "Cache"}
@@ -44,7 +45,7 @@ _SIZES = {
     "seed": _size("--seed", "Random seed; gives the same step on every device. Default: 0."),
     "block_size": _size("--block-size", "Tokens per block. Default: 64.", **_CACHE),
     "kv_layout": _size("--kv-layout", "fp8_ds_mla (default) or bf16.", of=str, metavar="LAYOUT", **_CACHE),
-    "scale_format": _size("--scale-format", "Of FP8 scales: pow2 (default) or amax.", of=str, metavar="FORMAT", **_CACHE),
+    "scale_format": _size("--scale-format", "Of FP8 scales. Default: pow2.", of=Literal["pow2", "amax"], **_CACHE),
 }
 """Fields of StepShape; where one is not given, the default of the device holds."""
 
@@ -58,7 +59,7 @@ ForcedOption = Annotated[
     ),
 ]
 RouteOption = Annotated[
-    str, typer.Option("--route", metavar="ROUTE", help="auto, fused, split, direct or upconvert: how primitives are composed.")
+    Literal["auto", "fused", "split", "direct", "upconvert"], typer.Option("--route", help="How primitives are composed.")
 ]
 CheckRowsOption = Annotated[
     int, typer.Option("--check-rows", min=0, help="Attention rows that the float64 oracle computes; 0 for all of them.")
@@ -75,6 +76,7 @@ def run(
         float, typer.Option("--max-seconds", min=0, help="Stop the timed runs of a part after so long; 0 for no bound.")
     ] = _MAX_SECONDS,
     check_rows: CheckRowsOption = 64,
+    every: Annotated[bool, typer.Option("--all", help="Show every route, reason, error and quantile.")] = False,
     as_json: JsonOption = False,
     *,
     options: dict[str, Any],
@@ -86,8 +88,10 @@ def run(
     Exit code 1 when an error is beyond its tolerance or nothing can serve the step.
     """
     with command(as_json=as_json) as output:
-        where = resolve_device(device)
         forced = _forced(backend)
+        if "kv_layout" in options:
+            check_name("layout", options["kv_layout"], param_hint="--kv-layout")
+        where = resolve_device(device)
         from mla_portable.dispatch import current_registry
         from mla_portable.tools.bench.inputs import default_shape
         from mla_portable.tools.bench.step import run_step
@@ -107,7 +111,7 @@ def run(
         if as_json:
             output.document({"command": "run", **report.as_dict()})
         else:
-            output.show(*_for_a_person(report))
+            output.show(*_for_a_person(report, every=every))
         if not report.ok:
             raise typer.Exit(EXIT_FAILED)
 
@@ -120,6 +124,7 @@ def _forced(words: list[str] | None) -> str | dict[str, str] | None:
     if not words:
         return None
     if len(words) == 1 and "=" not in words[0]:
+        check_name("backend", words[0], param_hint="--backend")
         return words[0]
     by_primitive: dict[str, str] = {}
     for word in words:
@@ -131,44 +136,56 @@ def _forced(words: list[str] | None) -> str | dict[str, str] | None:
             )
         if primitive in by_primitive:
             raise typer.BadParameter(f"{primitive} is given twice", param_hint="--backend")
+        check_name("primitive", primitive, param_hint="--backend")
+        check_name("backend", name, param_hint="--backend")
         by_primitive[primitive] = name
     return by_primitive
 
 
-def _for_a_person(report: StepReport) -> Iterator[RenderableType]:
+def _for_a_person(report: StepReport, *, every: bool) -> Iterator[RenderableType]:
     shape = report.shape
     speculative = f" of {shape.decode_query_len} tokens" if shape.decode_query_len > 1 else ""
     scales = f", {shape.scale_format} scales" if shape.kv_layout != "bf16" else ""
-    yield f"device  {report.facts} [{report.device}]"
-    yield (
-        f"step    {shape.decodes} decodes{speculative} + {shape.prefills} prefills of {shape.prefill_tokens} tokens = "
+    yield hanging("device", f"{report.facts} [{report.device}]")
+    yield hanging(
+        "step",
+        f"{shape.decodes} decodes{speculative} + {shape.prefills} prefills of {shape.prefill_tokens} tokens = "
         f"{shape.num_tokens} tokens, {shape.num_heads} heads, topk {shape.topk}, context up to {shape.context}, "
-        f"{shape.kv_layout} cache in blocks of {shape.block_size}{scales}, seed {shape.seed}"
+        f"{shape.kv_layout} cache in blocks of {shape.block_size}{scales}, seed {shape.seed}",
     )
-    for verdict in report.route_decision.verdicts:
-        yield f"{'route ' if verdict.route == report.route else '':<6}  {verdict.route}: {verdict}"
-    rows: list[list[str]] = []
-    others: dict[str, list[str]] = {}
-    for part in report.primitives:
-        name, served = part.name + ("" if part.on_route else " *"), part.implementation or "none"
-        rows.append([name, served, _why(part.decision), part.shape, _judged(part.findings), part.checked, *_time(part.timing)])
-        others.setdefault(_why_not_another(part.decision), []).append(part.name)
-    step = ["the whole step", f"route {report.route}", "", f"T {shape.num_tokens}", _judged(report.findings), report.checked]
-    rows += [
-        [*step, *_time(report.forward)],
-        ["planning the step", "", "", f"R {shape.num_reqs}", "", "", *_time(report.plan)],
+    for verdict in report.route_decision.verdicts if every else [report.route_decision.verdict]:
+        yield hanging("route" if verdict.route == report.route else "", f"{verdict.route}: {verdict}")
+    parts = [
+        (part.name + ("" if part.on_route else " *"), part.implementation or "none", part.findings, part.timing)
+        for part in report.primitives
     ]
-    times = ["median ms", "p10 ms", "p90 ms", "n"]
-    headings = ["primitive", "served by", "why", "shape", "error / tolerance", "checked", *times]
-    yield table("", headings, rows, numbers=times)
-    yield from (f"{', '.join(names)}: {words}." for words, names in others.items())
+    parts.append(("the whole step", "", report.findings, report.forward))
+    parts.append(("planning the step", "", (), report.plan))
+    rows = [[name, served, _worst(found), f"{time.median_ms:.4f}" if time else ""] for name, served, found, time in parts]
+    yield ""
+    yield columns(["primitive", "served by", "worst error / tolerance", "median ms"], rows, numbers=["median ms"])
+    yield ""
+    if every:
+        yield from _details(report)
+    if any(not part.on_route for part in report.primitives):
+        yield f"* not used by the route {report.route}; measured anyway"
     cold = ", cold cache" if report.forward.cold_l2 else ""
-    yield (
-        f"* not used by the route {report.route}; measured anyway. Times: {report.forward.clock}{cold}. "
-        "Errors: against float64 on the CPU."
-    )
-    yield "All errors are within their tolerances." if report.ok else "WRONG:"
+    yield f"Times: {report.forward.clock}{cold}. Errors: against float64 on the CPU."
+    yield Text("All errors are within their tolerances.", "green") if report.ok else Text("WRONG:", "bold red")
     yield from (f"  {line}" for line in report.failures())
+
+
+def _details(report: StepReport) -> Iterator[RenderableType]:
+    """Of each primitive: why that serves it and not another, its shape, all errors, all times."""
+    for part in report.primitives:
+        yield Text(part.name, "bold")
+        yield hanging("why", f"{_why(part.decision)}; {_why_not_another(part.decision)}")
+        yield hanging("shape", part.shape)
+        yield hanging("errors", f"{', '.join(map(_judged, part.findings))}; judged: {part.checked}")
+        if part.timing is not None:
+            t = part.timing
+            yield hanging("times", f"median {t.median_ms:.4f} ms, p10 {t.p10_ms:.4f}, p90 {t.p90_ms:.4f}, n {t.n}")
+    yield ""
 
 
 def _why(decision: Decision) -> str:
@@ -190,19 +207,15 @@ def _judgement(verdict: Verdict) -> str:
     return f"{verdict.implementation} (cost {verdict.cost:g}): {'; '.join(map(str, verdict.reasons)) or 'can run'}"
 
 
-def _judged(findings: tuple[Finding, ...]) -> str:
-    """One cell: each quantity's error and limit; cosines only where they are beyond theirs."""
-    lines: list[str] = []
-    for each in findings:
-        mark = "  WRONG" if each.message else ""
-        if each.limit == 0:
-            lines.append(f"{each.quantity}: {each.error:g} differ{mark}" if mark else f"{each.quantity} exact")
-        elif mark or "cosine" not in each.quantity:
-            lines.append(f"{each.quantity} {each.error:.1e} / {each.limit:.1e}{mark}")
-    return "\n".join(lines)
+def _judged(finding: Finding) -> str:
+    mark = " WRONG" if finding.message else ""
+    if finding.limit == 0:
+        return f"{finding.quantity} {f'{finding.error:g} differ{mark}' if mark else 'exact'}"
+    return f"{finding.quantity} {finding.error:.1e} / {finding.limit:.1e}{mark}"
 
 
-def _time(timing: Timing | None) -> list[str]:
-    if timing is None:
-        return [""] * 4
-    return [f"{timing.median_ms:.4f}", f"{timing.p10_ms:.4f}", f"{timing.p90_ms:.4f}", str(timing.n)]
+def _worst(findings: tuple[Finding, ...]) -> str:
+    """What is wrong, else the quantity that is closest to its tolerance."""
+    wrong = [each for each in findings if each.message]
+    close = sorted((each for each in findings if each.limit), key=lambda each: each.error / each.limit)
+    return _judged((wrong or close[-1:])[0]) if wrong or close else "exact" if findings else ""

@@ -3,12 +3,7 @@
 
 profiles  device facts with sources        claims    what the installed plugins declare, as plain data
 evidence  what was run, with its schema    record    makes it; fold removes what later records supersede
-levels    claims + evidence + hashes -> cells, a pure function; table arranges them; render draws them
+levels    claims + evidence + hashes -> cells, a pure function; arrange makes a table of them; render and terminal draw it
+table     the table, as matrix.json holds it: what is shown where nothing changed, without loading torch or a plugin
 gates     what continuous integration refuses
 """
-
-from mla_portable.tools.matrix.model import RecordError
-from mla_portable.tools.matrix.records import Records, find_records, read_profiles, read_records
-from mla_portable.tools.matrix.table import make_table
-
-__all__ = ["RecordError", "Records", "find_records", "make_table", "read_profiles", "read_records"]

@@ -67,10 +67,11 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Declarations:
-    """Everything that is declared. missing: plugins that did not load, with why."""
+    """Everything that is declared. missing: plugins that did not load, with why. plugins: (name, distribution, version)."""
 
     claims: tuple[Claim, ...]
     missing: tuple[tuple[str, str], ...] = ()
+    plugins: tuple[tuple[str, str, str], ...] = ()
 
 
 def collect_declarations(registry: Registry, profiles: Mapping[str, Profile]) -> Declarations:
@@ -97,7 +98,8 @@ def collect_declarations(registry: Registry, profiles: Mapping[str, Profile]) ->
             )
         )
     missing = tuple((report.name, report.error) for report in registry.plugin_reports if not report.loaded)
-    return Declarations(tuple(claims), missing)
+    plugins = tuple((report.name, report.distribution, report.version) for report in registry.plugin_reports)
+    return Declarations(tuple(claims), missing, plugins)
 
 
 def support_data(support: Support) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated files: the index of the reports; MATRIX.md and the plugins' costs, from that and the registry."""
+"""The generated files: the index of the reports; from that and the registry the matrix (data, page, picture) and the costs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from typing import Final
 
 from mla_portable.registry import Registry
 from mla_portable.registry.costs import costs_text
+from mla_portable.tools.matrix.arrange import make_table
 from mla_portable.tools.matrix.benchmarks import measured_times
 from mla_portable.tools.matrix.evidence import parse_evidence
 from mla_portable.tools.matrix.records import index_of, read_records
-from mla_portable.tools.matrix.render import markdown
+from mla_portable.tools.matrix.render import markdown, svg
 from mla_portable.tools.matrix.reports import REPORTS
-from mla_portable.tools.matrix.table import make_table
+from mla_portable.tools.matrix.table import TABLE, table_text
 
 __all__ = ["COSTS_FILE", "MATRIX", "differences", "generate"]
 
 MATRIX: Final = "MATRIX.md"
+PICTURE: Final = "matrix.svg"
 COSTS_FILE: Final = "costs.json"
 """In the package of a plugin."""
 
@@ -38,7 +40,8 @@ def generate(folder: Path, registry: Registry | None = None) -> dict[Path, str]:
         index = index_of(folder, records.profiles)
         found = [each for path, text in sorted(index.items()) for each in parse_evidence(text, str(path), records.profiles)]
         records = replace(records, evidence=tuple(sorted(found, key=lambda each: each.recorded)))
-    files = index | {folder / MATRIX: markdown(make_table(records))}
+    table = make_table(records)
+    files = index | {folder / TABLE: table_text(table), folder / MATRIX: markdown(table), folder / PICTURE: svg(table)}
     times = measured_times(records.evidence, records.hashes)
     for report in registry.plugin_reports:
         path = folder.resolve().parent / "backends" / report.name / "src" / report.module / COSTS_FILE

@@ -14,11 +14,10 @@ from mla_portable.tools.matrix.claims import Claim, wider
 from mla_portable.tools.matrix.evidence import Evidence
 from mla_portable.tools.matrix.profiles import Profile
 from mla_portable.tools.matrix.trust import Trust
+from mla_portable.tools.matrix.words import LEVELS
 
-__all__ = ["LEVELS", "SUITE_LEVELS", "Cell", "Hashes", "Proof", "evaluate"]
+__all__ = ["SUITE_LEVELS", "Cell", "Hashes", "Proof", "evaluate"]
 
-LEVELS: Final = ("declared", "compiled", "interpreted", "compiled+run", "verified", "measured")
-"""In rising order. "compiled+run": the code for this architecture ran on a newer device, which its driver recompiled it for."""
 _ON_A_DEVICE: Final = ("compiled+run", "verified", "measured")
 """Levels that only a machine with the device can repeat; any machine, and continuous integration, repeats the others."""
 SUITE_LEVELS: Final = ("quick", "full")
@@ -89,11 +88,6 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.implementation} / {self.primitive}" + (f" / {self.layout}" if self.layout else "")
-
-    @property
-    def rank(self) -> int:
-        """Higher is better known; -1 for what cannot be said to work."""
-        return -1 if self.state in ("never", "unknown", "failing") else LEVELS.index(self.level)
 
 
 def evaluate(

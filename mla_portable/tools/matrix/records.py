@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import mla_portable
 from mla_portable.contracts import Primitive
 from mla_portable.registry import Registry
 from mla_portable.sources import ARCH, imported, modules_hash, modules_of, source_hash
@@ -17,21 +16,11 @@ from mla_portable.tools.matrix.claims import Declarations, collect_declarations
 from mla_portable.tools.matrix.derive import records_of
 from mla_portable.tools.matrix.evidence import Evidence, load_evidence, record_line
 from mla_portable.tools.matrix.levels import Cell, Hashes, evaluate
-from mla_portable.tools.matrix.model import RecordError
 from mla_portable.tools.matrix.profiles import Profile, load_profiles
 from mla_portable.tools.matrix.reports import ENGINE, read_reports, signed_by
+from mla_portable.tools.matrix.table import find_records
 
-__all__ = [
-    "EVIDENCE",
-    "Records",
-    "engine_hash",
-    "find_records",
-    "hashes_of",
-    "index_of",
-    "read_profiles",
-    "read_records",
-    "suite_hash",
-]
+__all__ = ["EVIDENCE", "Records", "engine_hash", "hashes_of", "index_of", "read_profiles", "read_records", "suite_hash"]
 
 EVIDENCE = "evidence"
 _PROFILES = "profiles"
@@ -60,20 +49,6 @@ class Records:
     def cells(self) -> tuple[Cell, ...]:
         """Every claim on every device."""
         return evaluate(self.declarations.claims, self.evidence, self.hashes, self.profiles)
-
-
-def find_records(given: Path | None = None) -> Path:
-    """The folder that is given; else the records of this installation: those in its wheel, or `capability/` of its checkout.
-
-    Raises: RecordError when there is none.
-    """
-    if given is None:
-        package = Path(mla_portable.__file__).parent
-        packaged = package / "tools" / "matrix" / "capability"
-        given = packaged if packaged.is_dir() else package.parent / "capability"
-    if not given.is_dir():
-        raise RecordError(str(given), "no such folder; give one with --records")
-    return given
 
 
 def suite_hash(primitive: Primitive) -> str:

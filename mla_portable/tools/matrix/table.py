@@ -1,140 +1,176 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table behind every rendering: devices by primitives, each entry the best known claim, with numbered notes."""
+"""The table behind every rendering: what each implementation is known to do on each device, and why no more.
+
+`matrix.json` beside the records holds it. It is generated like MATRIX.md, and a gate holds it against records and sources, so
+that a display need not compute it again. Nothing here imports torch or a plugin.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from functools import cached_property
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Final
 
-from mla_portable.contracts import Primitive
-from mla_portable.tools.matrix.engines import engine_lines
-from mla_portable.tools.matrix.levels import LEVELS, Cell
-from mla_portable.tools.matrix.profiles import Profile
-from mla_portable.tools.matrix.records import Records
-from mla_portable.tools.matrix.trust import REPRODUCED, SELF_REPORTED, SIGNED, SPREAD
+from pydantic import ValidationError
 
-__all__ = ["STATES", "TRUST", "Entry", "Table", "make_table"]
+import mla_portable
+from mla_portable.tools.matrix.model import Model, RecordError, Text, validation_problems
+from mla_portable.tools.matrix.words import STATES, rank
 
-STATES: Final[dict[str, str]] = {
-    "measured": "verified, and benchmarked beside a roofline bound and a baseline in the same run",
-    "verified": "the conformance suite passed on that device at level quick or full, nothing skipped",
-    "compiled+run": "the code compiled for the architecture passed the conformance suite on a newer device, named in the note",
-    "interpreted": "the numerics hold on a CPU, in an interpreter with the configuration for unknown devices or against a "
-    "strict stand-in of the vendor's library; what compiles ahead of time is compiled too",
-    "compiled": "every configuration compiles for the architecture and fits its shared memory",
-    "declared": "claimed by the plugin with a source; never run",
-    "failing": "the newest evidence has a failure",
-    "stale": "there was more evidence, but the sources changed since",
-    "partial": "there is more evidence, but it does not cover all that is claimed",
-    "unknown": "a hardware fact that decides is not published",
-    "never": "the declarations exclude this device, or nothing claims it",
-}
-"""State -> what it means, best first."""
-TRUST: Final[dict[str, str]] = {
-    REPRODUCED: f"runs on two machines or days agree: all cases pass, times lie within {SPREAD - 1:.0%}",
-    SIGNED: "one run, signed by a runner of this project",
-    SELF_REPORTED: "one run, which its report alone shows",
-}
-"""How far the evidence of a device is to be believed -> what that means."""
-_WORD: Final = {"fp8_ds_mla": "FP8", "bf16": "BF16"}
-_HOW: Final = {"interpreter": " in the interpreter", "stand_in": " on a stand-in"}
+__all__ = ["TABLE", "Column", "Device", "Entry", "Known", "Offer", "Table", "find_records", "installed_table", "table_text"]
+
+TABLE: Final = "matrix.json"
+_WORD: Final = {"fp8_ds_mla": "FP8", "bf16": "BF16", "index_bf16": "BF16", "index_fp8": "FP8"}
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One place. implementation: "" where none can be named. note: its number, 0 where there is nothing to add.
+class Device(Model):
+    """slug: of its profile. name: for readers. vendor, arch: as in DeviceFacts."""
 
-    trust: in the evidence of a state that is a level of a device, else "".
-    """
+    slug: Text
+    name: Text
+    vendor: Text
+    arch: Text
 
-    state: str
-    implementation: str
-    note: int
+
+class Column(Model):
+    """A primitive, with a cache layout where one plays a part."""
+
+    primitive: Text
+    layout: str | None = None
+
+    @property
+    def heading(self) -> str:
+        """For readers, e.g. "sparse_decode FP8"."""
+        return f"{self.primitive} {self.word}".rstrip()
+
+    @property
+    def word(self) -> str:
+        """The layout for readers, "" where there is none."""
+        return _WORD.get(self.layout or "", self.layout or "")
+
+
+class Known(Model):
+    """One implementation on one device. level: the highest that is proven, "" where that is the state. trust: in the
+    evidence of a state that is a level of a device. note: its number, 0 where there is nothing to add."""
+
+    state: Text
+    level: str = ""
     trust: str = ""
+    note: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Offer(Model):
+    """One implementation of a column. devices: slug -> what is known; devices that it excludes are left out, except where
+    nothing else is there."""
+
+    implementation: Text
+    column: Column
+    devices: dict[str, Known]
+
+
+class Entry(Model):
+    """The best known implementation of one place; "" where none can be named."""
+
+    implementation: str
+    known: Known
+
+
+class Table(Model):
     """Everything that a rendering shows.
 
     Attributes:
-        headings: of the columns: the primitive and, where it matters, the layout. rows: of each device, an entry a column.
+        recorded: day of the newest record, "" where there is none. plugins: (name, distribution, version) of those that are
+            described. missing: plugins that did not load, with why. offers: of a column in order of declared cost.
         notes: text of note n at index n - 1. sources: evidence that the table rests on, a line each: what ran, where, when,
-        from which commit. engines: as from `engine_lines`. missing: plugins that did not load, with why.
+            from which commit. engines: as from `engine_lines`.
     """
 
-    headings: tuple[str, ...]
-    rows: tuple[tuple[Profile, tuple[Entry, ...]], ...]
+    recorded: str
+    plugins: tuple[tuple[str, str, str], ...]
+    missing: tuple[tuple[str, str], ...]
+    devices: tuple[Device, ...]
+    columns: tuple[Column, ...]
     notes: tuple[str, ...]
     sources: tuple[str, ...]
-    engines: tuple[tuple[str, ...], ...]
-    missing: tuple[tuple[str, str], ...]
-    cells: tuple[Cell, ...]
+    offers: tuple[Offer, ...]
+    engines: tuple[tuple[str, ...], ...] = ()
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Device, tuple[Entry, ...]], ...]:
+        """Of each device, an entry a column."""
+        never = Entry(implementation="", known=Known(state="never"))
+        best: dict[tuple[str, Column], Entry] = {}
+        for offer in self.offers:
+            for slug, known in offer.devices.items():
+                name = "" if known.state in ("never", "unknown") else offer.implementation
+                entry, found = Entry(implementation=name, known=known), best.get((slug, offer.column))
+                if found is None or _rank(found.known) < _rank(known):
+                    best[slug, offer.column] = entry
+        return tuple((d, tuple(best.get((d.slug, column), never) for column in self.columns)) for d in self.devices)
 
     def coverage(self) -> dict[str, dict[str, int]]:
         """Vendor -> state -> how many places of its devices stand in it, best first."""
         found: dict[str, Counter[str]] = {}
-        for profile, entries in self.rows:
-            found.setdefault(profile.vendor, Counter()).update(entry.state for entry in entries)
+        for device, entries in self.rows:
+            found.setdefault(device.vendor, Counter()).update(entry.known.state for entry in entries)
         return {vendor: {state: counts[state] for state in STATES if state in counts} for vendor, counts in found.items()}
 
+    def note(self, known: Known) -> str:
+        """Why a place stands where it stands, "" where there is nothing to add."""
+        return self.notes[known.note - 1] if known.note else ""
 
-def make_table(records: Records) -> Table:
-    """Arrange the cells; a pure function of the records."""
-    cells = records.cells()
-    columns = [(str(p), layout) for p in Primitive.all() for layout in (p.layouts or (None,))]
-    places: dict[tuple[str, str, str | None], list[Cell]] = {}
-    for cell in cells:
-        places.setdefault((cell.device, cell.primitive, cell.layout), []).append(cell)
-    notes: dict[str, int] = {"": 0}
-    rows: list[tuple[Profile, tuple[Entry, ...]]] = []
-    for profile in sorted(records.profiles.values(), key=lambda p: (p.vendor == "cpu", p.vendor, len(p.arch), p.arch, p.slug)):
-        entries: list[Entry] = []
-        for column in columns:
-            found = sorted(places.get((profile.slug, *column), []), key=lambda c: (-c.rank, c.preference))
-            state = found[0].state if found else "never"
-            named = "" if state in ("never", "unknown") else found[0].implementation
-            trust = found[0].trust if found and state in LEVELS else ""
-            entries.append(Entry(state, named, notes.setdefault(_note(found), len(notes)), trust))
-        rows.append((profile, tuple(entries)))
-    headings = tuple(f"{primitive} {_WORD.get(layout or '', layout or '')}".strip() for primitive, layout in columns)
-    engines = engine_lines(records.evidence, records.hashes)
-    return Table(headings, tuple(rows), tuple(notes)[1:], _sources(cells), engines, records.declarations.missing, cells)
+    def only(self, vendor: str | None, device: str | None) -> Table:
+        """The devices of that vendor, or that one; without devices where there is none."""
+        chosen = tuple(d for d in self.devices if vendor in (None, d.vendor) and device in (None, d.slug))
+        slugs = {each.slug for each in chosen}
+        offers = tuple(
+            offer.model_copy(update={"devices": {slug: known for slug, known in offer.devices.items() if slug in slugs}})
+            for offer in self.offers
+        )
+        return self.model_copy(update={"devices": chosen, "offers": tuple(each for each in offers if each.devices)})
 
 
-def _note(found: Sequence[Cell]) -> str:
-    """Why a place stands where it stands; "" where there is nothing to add."""
-    if not found:
-        return "no plugin that is installed offers this"
-    best = found[0]
-    if best.state in LEVELS and not best.reasons:
-        return ""
-    who = [best] if best.state not in ("never", "unknown") else found
-    return "; ".join(dict.fromkeys(f"{cell.implementation}: {', '.join(cell.reasons)}" for cell in who))
+def _rank(known: Known) -> int:
+    return rank(known.state, known.level or known.state)
 
 
-def _sources(cells: Sequence[Cell]) -> tuple[str, ...]:
-    """What the good proofs rest on, grouped: one line per run, of the highest levels first."""
-    proofs = {proof.evidence.where: proof for cell in cells for proof in cell.proofs if proof.status == "ok"}
-    kinds: dict[tuple[int, str], set[str]] = {}
-    counts: Counter[tuple[int, str]] = Counter()
-    for proof in proofs.values():
-        data: dict[str, Any] = dict(proof.evidence.data)
-        device = data["device"]["name"] if "device" in data else "no device"
-        commit = f"commit {data['commit'][:12]}" if data["commit"] else "no commit"
-        commit += " with uncommitted changes" if data["dirty"] else ""
-        versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("torch", "triton") if name in data["versions"])
-        what = f"{proof.level}: {data['implementation']} on {device}{_HOW.get(data.get('mode', ''), '')}"
-        key = -LEVELS.index(proof.level), f"{what}, {data['recorded'][:10]}, {versions}, {commit}: `{data['command']}`"
-        kinds.setdefault(key, set()).add(data.get("target") or data["primitive"])
-        counts[key] += proof.evidence.passed
-    return tuple(f"{key[1]} ({_counted(-key[0], counts[key])}; {', '.join(sorted(kinds[key]))})" for key in sorted(kinds))
+def table_text(table: Table) -> str:
+    """matrix.json: an element a line."""
+    parts: list[str] = []
+    for name, value in table.model_dump(mode="json", exclude_defaults=True).items():
+        lines = ",\n".join(json.dumps(each) for each in value)
+        parts.append(f'"{name}": {json.dumps(value)}' if isinstance(value, str) else f'"{name}": [\n{lines}\n]')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def _counted(level: int, count: int) -> str:
-    """What a run consists of, e.g. "9 cases"."""
-    unit = {"compiled": "kernel variant", "measured": "benchmark"}.get(LEVELS[level], "case")
-    twice = ", one that serves two primitives counted twice" if LEVELS[level] == "compiled" else ""
-    return f"{count} {unit}{'' if count == 1 else 's'}{twice}"
+def find_records(given: Path | None = None) -> Path:
+    """The folder that is given; else the records of this installation: those in its wheel, or `capability/` of its checkout.
+
+    Raises: RecordError when there is none.
+    """
+    if given is None:
+        package = Path(mla_portable.__file__).parent
+        packaged = package / "tools" / "matrix" / "capability"
+        given = packaged if packaged.is_dir() else package.parent / "capability"
+    if not given.is_dir():
+        raise RecordError(str(given), "no such folder; give one with --records")
+    return given
+
+
+def installed_table() -> Table | None:
+    """The table of this installation as it was generated; None where other plugins, or other versions of them, are installed.
+
+    Raises: RecordError for a file that is no table.
+    """
+    path = find_records() / TABLE
+    if not path.is_file():
+        return None
+    try:
+        table = Table.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise RecordError(str(path), "; ".join(validation_problems(error))) from error
+    points = entry_points(group="mla_portable.backends")
+    return table if {(p.name, p.dist.name, p.dist.version) for p in points if p.dist} == set(table.plugins) else None

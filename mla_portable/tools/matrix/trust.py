@@ -9,17 +9,12 @@ project's own runner, whose key `capability/signers` lists.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any
 
 from mla_portable.tools.matrix.evidence import Evidence, series_of, sources_in
+from mla_portable.tools.matrix.words import REPRODUCED, SELF_REPORTED, SIGNED, SPREAD
 
-__all__ = ["REPRODUCED", "SELF_REPORTED", "SIGNED", "SPREAD", "Trust", "apart"]
-
-SELF_REPORTED: Final = "self-reported"
-SIGNED: Final = "signed"
-REPRODUCED: Final = "reproduced"
-SPREAD: Final = 1.10
-"""Two medians of one thing lie no further apart than this factor."""
+__all__ = ["Trust", "apart"]
 
 
 def apart(one: Evidence, other: Evidence) -> bool:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which build of a native kernel serves a call, and into how many splits: a pure function of the call's shape and the device.
 
-Timed on an H200 (132 multiprocessors), topk 2048: `docs/nvidia-kernels.md`. A block of many warps hides its own latency and has a
-multiprocessor to itself; two small blocks on each serve more rows than there are multiprocessors, and very few rows. Blocks
+Timed on an H200 (132 multiprocessors), topk 2048: `docs/nvidia-kernels.md`. A block of many warps hides its own latency and has
+a multiprocessor to itself; two small blocks on each serve more rows than there are multiprocessors, and very few rows. Blocks
 of 64 heads read the cache least often, but have to be many to be worth it. Splits of a row are a cluster, so they must fit
 the clusters that the device holds at once, or the last ones wait for the first.
 """
