@@ -7,7 +7,7 @@ and BF16 rows, for decode and for prefill.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -29,7 +29,7 @@ from mla_portable_nvidia.head_padding import aligned
 from mla_portable_nvidia.native.build import load
 from mla_portable_nvidia.native.checks import check
 from mla_portable_nvidia.native.choice import FEW, Cut, builds, choose
-from mla_portable_nvidia.native.driver import Kernel, Launch
+from mla_portable_nvidia.native.driver import Kernel
 from mla_portable_nvidia.native.sparse_decode import Build, Tensors, prepare
 
 __all__ = ["ARCHS", "native_implementations"]
@@ -105,11 +105,15 @@ class NativeAttention:
         self._request = request
         self._kv_layout = _layout(request)
         self._devices: dict[int, _Device] = {}
-        self._launches: dict[tuple[Any, ...], Launch] = {}
+        self._launches: dict[tuple[Any, ...], Callable[..., None]] = {}
         device = device_with(request.device)
         if device is None or device.type != "cuda":
             raise MLAPortableError(f"{request.primitive}: no CUDA device of this machine is {request.device}")
-        self._on(device.index)
+        self._load(device.index)
+
+    def _load(self, index: int) -> None:
+        """Compile and load what a device needs."""
+        self._on(index)
 
     def _on(self, index: int) -> _Device:
         found = self._devices.get(index)
@@ -158,13 +162,14 @@ class NativeAttention:
         attn_sink: Tensor | None,
         out: Tensor | None,
         lse_out: Tensor | None,
+        cut: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Either primitive, by the axes of q. A launch is prepared for the first call of its shapes and strides."""
+        """Either primitive, by the axes of q. A launch is prepared for the first call of its shapes, strides and `cut`."""
         out, lse_out = attention_results(q, kv, out, lse_out)
         q_at, kv_at, out_at = q.data_ptr(), kv.data_ptr(), out.data_ptr()
         shapes = (q.shape, kv.shape, indices.shape, q.get_device(), kv.dtype)
         strides = (q.stride(), kv.stride(), indices.stride(), out.stride(), lse_out.stride())
-        key = (shapes, strides, None if lengths is None else lengths.stride())
+        key = (shapes, strides, None if lengths is None else lengths.stride(), cut)
         launch = self._launches.get(key)
         if launch is None or q_at % 16 or kv_at % 16 or out_at % 8:
             if 0 in q.shape[:-2]:
@@ -174,11 +179,11 @@ class NativeAttention:
             query, whole = aligned(q), out_at % 8 == 0 and not any(stride % 4 for stride in out.stride()[:-1])
             if query is not q or not whole:
                 to = out if whole else torch.empty_like(out, memory_format=torch.contiguous_format)
-                self._attend(query, kv, indices, softmax_scale, lengths, attn_sink, to, lse_out)
+                self._attend(query, kv, indices, softmax_scale, lengths, attn_sink, to, lse_out, cut)
                 return out if whole else out.copy_(to), lse_out
             if len(self._launches) >= _LAUNCHES:
                 self._launches.clear()
-            launch = self._launches[key] = self._prepared(_as_decode(Tensors(q, kv, indices, out, lse_out, lengths)))
+            launch = self._launches[key] = self._prepared(_as_decode(Tensors(q, kv, indices, out, lse_out, lengths)), cut)
         launch(
             out_at,
             lse_out.data_ptr(),
@@ -191,10 +196,11 @@ class NativeAttention:
         )
         return out, lse_out
 
-    def _prepared(self, of: Tensors) -> Launch:
+    def _prepared(self, of: Tensors, cut: Any) -> Callable[..., None]:
+        """Launches for tensors like these. cut: of a schedule, where a kernel takes one."""
         batch, query_len, num_heads, _ = of.q.shape
-        kernel, cut = self._on(of.q.device.index).cut(batch * query_len, num_heads, of.indices.shape[2])
-        return prepare(kernel, cut.build, of, num_splits=cut.num_splits, split_len=cut.split_len)
+        kernel, own = self._on(of.q.device.index).cut(batch * query_len, num_heads, of.indices.shape[2])
+        return prepare(kernel, own.build, of, num_splits=own.num_splits, split_len=own.split_len)
 
 
 def _as_decode(of: Tensors) -> Tensors:

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nvidia.native_sm80`: the native attention kernel for devices other than those of compute capability 9.0, up to 128 heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final, cast
+
+from torch import Tensor
+
+from mla_portable.contracts import (
+    DecodeSchedule,
+    DEFAULT_SCRATCH_BYTES,
+    Implementation,
+    Primitive,
+    ProgramShape,
+    Request,
+    SplitSchedule,
+    Support,
+    split_kv,
+    split_kv_kind,
+)
+from mla_portable.layouts import BF16, FP8_DS_MLA, KV_LORA_RANK
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
+from mla_portable_nvidia.native.bind import NativeAttention
+from mla_portable_nvidia.native.build import load
+from mla_portable_nvidia.native.checks import check
+from mla_portable_nvidia.native.sparse_decode import Tensors
+from mla_portable_nvidia.native.sparse_decode_sm80 import BUILDS, MERGE, Sm80Build, builds, prepare
+
+__all__ = ["sm80_implementations"]
+
+_NAME: Final = "nvidia.native_sm80"
+_MANY: Final = 128
+_PREFERENCE: Final = 20.0
+"""Behind FlashMLA where there is one for the device, in front of the portable kernels."""
+
+
+def _program(request: Request) -> ProgramShape:
+    return builds(request.kv_layout or FP8_DS_MLA.name, request.num_heads)[0].program
+
+
+class Sm80Attention(NativeAttention):
+    """Both primitives; a decode takes the cut and the scratch of its schedule."""
+
+    def decode(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        indices: Tensor,
+        *,
+        softmax_scale: float,
+        lengths: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        schedule: DecodeSchedule | None = None,
+        out: Tensor | None = None,
+        lse_out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """sparse_decode; without `schedule` it is cut by the shape of the call, and scratch is allocated where it is split."""
+        cut = None
+        if schedule is not None:
+            made = cast("SplitSchedule", schedule)  # the type of `schedule_kind`, which the callers check
+            at = None if made.partial_out is None or made.partial_lse is None else (made.partial_out.data_ptr(), made.partial_lse.data_ptr())
+            cut = (made.num_splits, made.split_len, at)
+        return self._attend(q, kv_cache, indices, softmax_scale, lengths, attn_sink, out, lse_out, cut)
+
+    def _load(self, index: int) -> None:
+        for build in (*builds(self._kv_layout, self._request.num_heads), MERGE):
+            load(build, build.archs[self._request.device.arch], index)
+
+    def _prepared(self, of: Tensors, cut: Any) -> Callable[..., None]:
+        arch, index = self._request.device.arch, of.q.device.index
+        batch, query_len, num_heads, _ = of.q.shape
+        (build,) = builds(self._kv_layout, num_heads)
+        if cut is None:
+            num_sms = 0 if self._request.batch_invariant else self._request.device.num_sms  # 0: rows stay whole
+            cut = (*split_kv(
+                num_rows=batch * query_len, num_heads=num_heads, topk=of.indices.shape[2], num_sms=num_sms, program=build.program
+            ), None)
+        num_splits, split_len, partial = cut
+        kernels = (load(each, each.archs[arch], index) for each in (build, MERGE))
+        return prepare(*kernels, build, of, num_splits=num_splits, split_len=split_len, partial=partial)
+
+
+def _split_scratch(request: Request) -> int:
+    """Bytes of the partial results of a decode without `schedule`; their bound where the request leaves it open."""
+    rows, num_heads, topk = request.rows, request.num_heads, request.topk
+    if rows is None or num_heads is None or topk is None:
+        return DEFAULT_SCRATCH_BYTES
+    num_sms = 0 if request.batch_invariant else request.device.num_sms
+    num_splits, _ = split_kv(num_rows=rows, num_heads=num_heads, topk=topk, num_sms=num_sms, program=_program(request))
+    return 0 if num_splits == 1 else 4 * num_splits * rows * num_heads * (KV_LORA_RANK + 1)
+
+
+def bind_sparse_decode(request: Request) -> SparseDecode:
+    """sparse_decode. Raises: NvrtcNotFound, CompilationFailed, DriverError where the kernel cannot be built here."""
+    return Sm80Attention(request).decode
+
+
+def bind_sparse_prefill(request: Request) -> SparsePrefill:
+    """sparse_prefill, likewise."""
+    return Sm80Attention(request).prefill
+
+
+def sm80_implementations() -> Iterator[Implementation]:
+    """sparse_decode and sparse_prefill."""
+    bind: dict[Primitive, Any] = {SPARSE_DECODE: bind_sparse_decode, SPARSE_PREFILL: bind_sparse_prefill}
+    offered = [build for each in BUILDS.values() for build in each]
+    for primitive, function in bind.items():
+        decodes = primitive is SPARSE_DECODE
+        yield Implementation(
+            name=_NAME,
+            primitive=primitive,
+            support=Support(
+                source="mla_portable_nvidia/native: sparse_decode_sm80.cu, merge_splits.cu; code for sm80 run on an H200",
+                device_types=("cuda",),
+                vendors=("nvidia",),
+                archs=tuple(Sm80Build.archs),
+                kv_layouts=(BF16.name, FP8_DS_MLA.name),
+                max_heads=_MANY,
+                cache_alignment=16,
+                min_shared_memory=max(build.shared_bytes for build in offered),
+                batch_invariant=True,
+                workspace_bytes=_split_scratch if decodes else None,
+            ),
+            bind=function,
+            check=check,
+            preference=_PREFERENCE,
+            schedule_kind=split_kv_kind(_program) if decodes else None,
+            prefills_as=_NAME if decodes else "",
+        )
