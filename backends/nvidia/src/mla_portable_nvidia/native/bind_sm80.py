@@ -9,8 +9,8 @@ from typing import Any, Final, cast
 from torch import Tensor
 
 from mla_portable.contracts import (
-    DecodeSchedule,
     DEFAULT_SCRATCH_BYTES,
+    DecodeSchedule,
     Implementation,
     Primitive,
     ProgramShape,
@@ -40,6 +40,22 @@ def _program(request: Request) -> ProgramShape:
     return builds(request.kv_layout or FP8_DS_MLA.name, request.num_heads)[0].program
 
 
+def _own_cut(request: Request, rows: int, num_heads: int, topk: int, program: ProgramShape) -> tuple[int, int]:
+    """(num_splits, split_len) of a call without a schedule; tokens of a prefill and batch-invariant rows stay whole."""
+    whole = request.batch_invariant or request.primitive is not SPARSE_DECODE
+    num_sms = 0 if whole else request.device.num_sms
+    return split_kv(num_rows=rows, num_heads=num_heads, topk=topk, num_sms=num_sms, program=program)
+
+
+def _split_scratch(request: Request) -> int:
+    """Bytes of the partial results of a decode without `schedule`; their bound where the request leaves it open."""
+    rows, num_heads, topk = request.rows, request.num_heads, request.topk
+    if rows is None or num_heads is None or topk is None:
+        return DEFAULT_SCRATCH_BYTES
+    num_splits, _ = _own_cut(request, rows, num_heads, topk, _program(request))
+    return 0 if num_splits == 1 else 4 * num_splits * rows * num_heads * (KV_LORA_RANK + 1)
+
+
 class Sm80Attention(NativeAttention):
     """Both primitives; a decode takes the cut and the scratch of its schedule."""
 
@@ -60,8 +76,8 @@ class Sm80Attention(NativeAttention):
         cut = None
         if schedule is not None:
             made = cast("SplitSchedule", schedule)  # the type of `schedule_kind`, which the callers check
-            at = None if made.partial_out is None or made.partial_lse is None else (made.partial_out.data_ptr(), made.partial_lse.data_ptr())
-            cut = (made.num_splits, made.split_len, at)
+            scratch = made.partial_out, made.partial_lse
+            cut = (made.num_splits, made.split_len, *(0 if part is None else part.data_ptr() for part in scratch))
         return self._attend(q, kv_cache, indices, softmax_scale, lengths, attn_sink, out, lse_out, cut)
 
     def _load(self, index: int) -> None:
@@ -73,23 +89,9 @@ class Sm80Attention(NativeAttention):
         batch, query_len, num_heads, _ = of.q.shape
         (build,) = builds(self._kv_layout, num_heads)
         if cut is None:
-            num_sms = 0 if self._request.batch_invariant else self._request.device.num_sms  # 0: rows stay whole
-            cut = (*split_kv(
-                num_rows=batch * query_len, num_heads=num_heads, topk=of.indices.shape[2], num_sms=num_sms, program=build.program
-            ), None)
-        num_splits, split_len, partial = cut
-        kernels = (load(each, each.archs[arch], index) for each in (build, MERGE))
-        return prepare(*kernels, build, of, num_splits=num_splits, split_len=split_len, partial=partial)
-
-
-def _split_scratch(request: Request) -> int:
-    """Bytes of the partial results of a decode without `schedule`; their bound where the request leaves it open."""
-    rows, num_heads, topk = request.rows, request.num_heads, request.topk
-    if rows is None or num_heads is None or topk is None:
-        return DEFAULT_SCRATCH_BYTES
-    num_sms = 0 if request.batch_invariant else request.device.num_sms
-    num_splits, _ = split_kv(num_rows=rows, num_heads=num_heads, topk=topk, num_sms=num_sms, program=_program(request))
-    return 0 if num_splits == 1 else 4 * num_splits * rows * num_heads * (KV_LORA_RANK + 1)
+            cut = _own_cut(self._request, batch * query_len, num_heads, of.indices.shape[2], build.program)
+        kernel, merge = (load(each, each.archs[arch], index) for each in (build, MERGE))
+        return prepare(kernel, merge, build, of, *cut)
 
 
 def bind_sparse_decode(request: Request) -> SparseDecode:

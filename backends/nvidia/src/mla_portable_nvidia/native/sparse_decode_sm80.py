@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native sparse attention kernel without what compute capability 9.0 brought: its builds, which a shape gets, and its launch.
+"""The native sparse attention kernel without what compute capability 9.0 brought: its builds and its launch.
 
 It runs from compute capability 8.0 on. The splits of a row leave float32 partial results in a schedule's scratch, and a second
 kernel merges them. Rows of the FP8 cache and BF16 rows go through the same source.
@@ -34,9 +34,9 @@ class Sm80Build(KernelBuild):
     """One build.
 
     Attributes:
-        fp8: it reads the FP8 cache, else BF16 rows. head_tiles: 16-head tiles of a group of four warps. groups: of a block; each
-            has other heads. tile: tokens that it takes at once. stages: tiles on their way or, of BF16 rows, in use.
-        blocks_per_sm: that the registers are to allow.
+        fp8: it reads the FP8 cache, else BF16 rows. head_tiles: 16-head tiles of a group of four warps.
+        groups: of a block; each has other heads. tile: tokens that it takes at once.
+        stages: tiles on their way or, of BF16 rows, in use. blocks_per_sm: that the registers are to allow.
     """
 
     kernel: ClassVar[str] = "sparse_decode_sm80"
@@ -150,35 +150,47 @@ def builds(kv_layout: str, num_heads: int | None) -> tuple[Sm80Build, ...]:
 
 
 def prepare(
-    kernel: Kernel, merge: Kernel, build: Sm80Build, of: Tensors, *, num_splits: int, split_len: int, partial: tuple[int, int] | None
+    kernel: Kernel,
+    merge: Kernel,
+    build: Sm80Build,
+    of: Tensors,
+    num_splits: int,
+    split_len: int,
+    partial_out: int = 0,
+    partial_lse: int = 0,
 ) -> Callable[..., None]:
     """Launches for tensors of these shapes and strides, B * S at least 1.
 
-    A launch is given what `sparse_decode.prepare` says. partial: addresses of float32 scratch, [num_splits, B * S, H, 512] and
-    [num_splits, B * S, H]; None: it is allocated by each launch that needs it.
+    A launch is given what `sparse_decode.prepare` says. partial_out, partial_lse: addresses of float32 scratch,
+    [num_splits, B * S, H, 512] and [num_splits, B * S, H]; 0: a launch that needs it allocates it.
     """
     batch, query_len, num_heads, _ = of.q.shape
-    rows = batch * query_len
-    head_tiles = -(-num_heads // build.heads)
+    rows, head_tiles = batch * query_len, -(-num_heads // build.heads)
     attend = kernel.prepare((rows * head_tiles, num_splits), 1, *arguments(of, split_len=split_len, head_tiles=head_tiles))
     if num_splits == 1:
+        return _Whole(attend)
+    strides = *of.out.stride()[:3], *of.lse_out.stride()
+    finish = merge.prepare((rows * num_heads, 1), 1, num_splits, num_heads, query_len, *strides)
+    if partial_out:
+        return _Split(attend, finish, partial_out, partial_lse)
+    entries, device = num_splits * rows * num_heads, of.q.device
 
-        def whole(*addresses: int) -> None:
-            attend(*addresses[:-1], 0, 0, addresses[-1])
-
-        return whole
-    finish = merge.prepare((rows * num_heads, 1), 1, num_splits, num_heads, query_len, *of.out.stride()[:3], *of.lse_out.stride())
-    if partial is not None:
-        return _Split(attend, finish, *partial)
-    device = of.q.device
-    entries = num_splits * rows * num_heads
-
-    def split(*addresses: int) -> None:
+    def allocate_and_split(*addresses: int) -> None:
         scratch = torch.empty(entries * (KV_LORA_RANK + 1), dtype=torch.float32, device=device)
         at = scratch.data_ptr()
-        _Split(attend, finish, at, at + entries * KV_LORA_RANK * 4)(*addresses)
+        _Split(attend, finish, at, at + 4 * entries * KV_LORA_RANK)(*addresses)
 
-    return split
+    return allocate_and_split
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """The launch of a call whose rows are whole."""
+
+    attend: Launch
+
+    def __call__(self, out: int, lse: int, q: int, kv: int, indices: int, lengths: int, sink: int, scale_log2: float) -> None:
+        self.attend(out, lse, q, kv, indices, lengths, sink, 0, 0, scale_log2)
 
 
 @dataclass(frozen=True, slots=True)
