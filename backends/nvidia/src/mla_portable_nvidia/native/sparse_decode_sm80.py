@@ -22,7 +22,9 @@ from mla_portable_nvidia.native.sparse_decode import HEADERS, Tensors, arguments
 
 __all__ = ["BUILDS", "MERGE", "SHARED_MEMORY", "MergeBuild", "Sm80Build", "builds", "prepare"]
 
-_ARCHS: Final = MappingProxyType({f"sm{version}": f"sm_{version}" for version in (80, 86, 89, 100, 103, 120, 121)})
+_ARCHS: Final = MappingProxyType(
+    {f"sm{version}": f"sm_{version}" for version in (80, 86, 89, 100, 120, 121)} | {"sm103": "sm_100"}
+)  # code for 10.0 runs on 10.3
 SHARED_MEMORY: Final = 99 << 10
 """Bytes of a thread block that every build keeps within: what the least of these architectures allows."""
 _PADDING: Final = 16
@@ -133,7 +135,7 @@ BUILDS: Final[Mapping[str, tuple[Sm80Build, ...]]] = {
         Sm80Build(fp8=True, head_tiles=2, groups=2, tile=16, stages=2),
     ),
     BF16.name: (
-        Sm80Build(fp8=False, head_tiles=1, groups=1, tile=32, stages=2, blocks_per_sm=2),
+        Sm80Build(fp8=False, head_tiles=1, groups=1, tile=32, stages=2),
         Sm80Build(fp8=False, head_tiles=1, groups=2, tile=32, stages=2),
         Sm80Build(fp8=False, head_tiles=2, groups=2, tile=16, stages=3),
     ),
