@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Final, cast
 
-from torch import Tensor
-
 from mla_portable.contracts import (
     DEFAULT_SCRATCH_BYTES,
     DecodeSchedule,
@@ -22,7 +20,7 @@ from mla_portable.contracts import (
 )
 from mla_portable.layouts import BF16, FP8_DS_MLA, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
-from mla_portable_nvidia.native.bind import NativeAttention
+from mla_portable_nvidia.native.bound import BoundAttention, layout_of
 from mla_portable_nvidia.native.build import load
 from mla_portable_nvidia.native.checks import check
 from mla_portable_nvidia.native.sparse_decode import Tensors
@@ -37,7 +35,7 @@ _PREFERENCE: Final = 20.0
 
 
 def _program(request: Request) -> ProgramShape:
-    return builds(request.kv_layout or FP8_DS_MLA.name, request.num_heads)[0].program
+    return builds(layout_of(request), request.num_heads)[0].program
 
 
 def _own_cut(request: Request, rows: int, num_heads: int, topk: int, program: ProgramShape) -> tuple[int, int]:
@@ -56,35 +54,21 @@ def _split_scratch(request: Request) -> int:
     return 0 if num_splits == 1 else 4 * num_splits * rows * num_heads * (KV_LORA_RANK + 1)
 
 
-class Sm80Attention(NativeAttention):
-    """Both primitives; a decode takes the cut and the scratch of its schedule."""
+class Sm80Attention(BoundAttention):
+    """A decode takes the cut and the scratch of its schedule; without one it allocates scratch where it is split."""
 
-    def decode(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        indices: Tensor,
-        *,
-        softmax_scale: float,
-        lengths: Tensor | None = None,
-        attn_sink: Tensor | None = None,
-        schedule: DecodeSchedule | None = None,
-        out: Tensor | None = None,
-        lse_out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """sparse_decode; without `schedule` it is cut by the shape of the call, and scratch is allocated where it is split."""
-        cut = None
-        if schedule is not None:
-            made = cast("SplitSchedule", schedule)  # the type of `schedule_kind`, which the callers check
-            scratch = made.partial_out, made.partial_lse
-            cut = (made.num_splits, made.split_len, *(0 if part is None else part.data_ptr() for part in scratch))
-        return self._attend(q, kv_cache, indices, softmax_scale, lengths, attn_sink, out, lse_out, cut)
+    def _cut(self, schedule: DecodeSchedule | None) -> tuple[int, ...] | None:
+        if schedule is None:
+            return None
+        made = cast("SplitSchedule", schedule)  # the type of `schedule_kind`, which the callers check
+        scratch = made.partial_out, made.partial_lse
+        return (made.num_splits, made.split_len, *(0 if part is None else part.data_ptr() for part in scratch))
 
     def _load(self, index: int) -> None:
         for build in (*builds(self._kv_layout, self._request.num_heads), MERGE):
             load(build, build.archs[self._request.device.arch], index)
 
-    def _prepared(self, of: Tensors, cut: Any) -> Callable[..., None]:
+    def _prepared(self, of: Tensors, cut: tuple[int, ...] | None) -> Callable[..., None]:
         arch, index = self._request.device.arch, of.q.device.index
         batch, query_len, num_heads, _ = of.q.shape
         (build,) = builds(self._kv_layout, num_heads)
