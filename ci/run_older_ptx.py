@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the conformance suite on the code that Triton makes for an older NVIDIA architecture, on a newer GPU.
+"""Run the conformance suite on the code that Triton or NVRTC makes for an older NVIDIA architecture, on a newer GPU.
 
     python ci/run_older_ptx.py sm80 BACKEND [--level smoke] [--primitive P] [--jobs N] --out FILE
 
-Triton compiles for the older architecture, and the driver compiles its PTX for the chip (`vllm_gpu/older_ptx.py`). Kernels are
-configured as for a device of that architecture (its profile).
+BACKEND is `triton`, or an implementation whose kernels the nvidia plugin compiles itself, `nvidia.native_sm80`: those of
+libraries cannot be run this way. The compiler makes PTX for the older architecture, and the driver compiles that for the chip
+(`vllm_gpu/older_ptx.py`). Kernels are configured as for a device of that architecture (its profile).
 The result speaks of the numerics of that code path: shared memory and registers of the older device are checked when it is
-compiled (`ci/compile`), and its speed is not known from here. Nothing but Triton's kernels can be run this way.
+compiled (`ci/compile`), and its speed is not known from here.
 
 `python ci/record_evidence.py add FILE` enters the report: level "compiled+run", the device named.
 """
@@ -19,12 +20,13 @@ import shlex
 import sys
 import tempfile
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import triton
 from record_evidence import ROOT, read, state_of, write_line
-from vllm_gpu.older_ptx import load_ptx_instead
+from vllm_gpu.older_ptx import load_native_ptx_instead, load_ptx_instead
 
 from mla_portable.contracts import Primitive
 from mla_portable.registry import Registry, get_registry
@@ -32,14 +34,30 @@ from mla_portable.registry.facts import resolve_device
 from mla_portable.registry.variables import ENV_BACKEND
 from mla_portable.tools.conformance import Case, CaseResult, run_suite
 from mla_portable.tools.conformance.runner import run_installed
+from mla_portable.tools.matrix import Records
 from mla_portable.tools.matrix.record import conformance_report
 from mla_portable.tools.provenance import provenance_of
 
 
 def run_older(capability: int, loaded: Path, case: Case, device: torch.device) -> CaseResult:
     """In a worker process: one case, on code for `capability`."""
-    load_ptx_instead(capability, loaded)
+    load_older(capability, loaded)
     return run_installed(case, device)
+
+
+def load_older(capability: int, loaded: Path) -> None:
+    """From now on this process compiles for `capability`, whichever compiler a kernel is for."""
+    load_ptx_instead(capability, loaded)
+    if find_spec("mla_portable_nvidia") is not None:
+        load_native_ptx_instead(capability, loaded)
+
+
+def libraries_of(backend: str, arch: str, records: Records) -> list[str]:
+    """The implementations of a backend that an architecture would run, and whose kernels nobody here compiles for it."""
+    slugs = [slug for slug, profile in records.profiles.items() if profile.arch == arch]
+    claims = [claim for claim in records.declarations.claims if backend in (claim.implementation, claim.backend)]
+    declared = [claim for claim in claims if any(not claim.devices[slug] for slug in slugs)]
+    return [f"{claim.implementation} / {claim.primitive}" for claim in declared if arch not in claim.targets]
 
 
 def main() -> int:
@@ -59,6 +77,9 @@ def main() -> int:
     if older is None or not options.arch.startswith("sm"):
         raise SystemExit(f"{options.arch}: no NVIDIA profile has this architecture")
     here = get_registry().facts("cuda")
+    libraries = libraries_of(options.backend, options.arch, records)
+    if libraries:
+        raise SystemExit(f"{', '.join(libraries)}: not compiled here for {options.arch}; name an implementation that is")
     capability = int(options.arch.removeprefix("sm"))
     if here.vendor != "nvidia" or int(here.arch.removeprefix("sm")) <= capability:
         raise SystemExit(f"{here} is no NVIDIA GPU newer than {options.arch}")
@@ -67,12 +88,12 @@ def main() -> int:
         loaded = Path(folder) / "loaded"
         loaded.touch()
         if options.jobs == 1:
-            load_ptx_instead(capability, loaded)
+            load_older(capability, loaded)
         how = {"device": "cuda", "level": options.level, "primitives": options.primitive, "jobs": options.jobs}
         report = run_suite(registry, options.backend, **how, worker=partial(run_older, capability, loaded))
         kernels = len(loaded.read_text(encoding="utf-8").splitlines())
     if not kernels:
-        raise SystemExit(f"{options.backend} loaded no Triton kernel: nothing of {options.arch} ran")
+        raise SystemExit(f"{options.backend} loaded no kernel: nothing of {options.arch} ran")
     for bad in (result for result in report.results if result.status != "passed"):
         print(f"{bad.status} {bad.case.id}: {bad.message}")
     device = resolve_device("cuda")

@@ -69,13 +69,38 @@ else:
     sys.exit("PTX for another architecture went through")
 """
 
+NATIVE = """
+import sys
+from pathlib import Path
+import torch
+from vllm_gpu.older_ptx import load_native_ptx_instead
+from mla_portable_nvidia.native import build
+from mla_portable_nvidia.native.choice import SMALL
+from mla_portable_nvidia.native.nvrtc import compile_cubin
+from mla_portable_nvidia.native.sparse_decode_sm80 import MERGE
 
-def test_a_compiled_kernel_hands_its_ptx_to_the_driver(tmp_path: Path) -> None:
-    """In a process of its own, whose driver is a stand-in."""
+load_native_ptx_instead(89, Path("loaded"))
+load_native_ptx_instead(89, Path("loaded"))
+assert torch.cuda.get_device_capability() == (8, 9)
+made = build.compile_build(MERGE, "sm_89", compile_cubin)
+assert b".target sm_89" in made and b".visible .entry merge_splits" in made and made.endswith(bytes(1))
+assert [line.split()[1] for line in Path("loaded").read_text().splitlines()] == ["merge_splits"]
+try:
+    build.compile_build(SMALL, "sm_90a", compile_cubin)
+except RuntimeError as error:
+    assert "not for sm89" in str(error)
+else:
+    sys.exit("a kernel for another architecture went through")
+"""
+
+
+@pytest.mark.parametrize("script", [NO_DRIVER, NATIVE], ids=["triton", "nvrtc"])
+def test_a_compiled_kernel_hands_its_ptx_to_the_driver(tmp_path: Path, script: str) -> None:
+    """In a process of its own; Triton's driver is a stand-in, and no native kernel is loaded."""
     (tmp_path / "kernel_file.py").write_text(KERNEL)
-    (tmp_path / "script.py").write_text(NO_DRIVER)
+    (tmp_path / "script.py").write_text(script)
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "ci"), str(tmp_path)])
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "ci"), str(tmp_path), environment.get("PYTHONPATH", "")])
     command = [sys.executable, "script.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

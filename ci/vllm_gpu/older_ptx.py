@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the code that Triton makes for an older NVIDIA architecture on the GPU that is there.
+"""Run the code that Triton or NVRTC makes for an older NVIDIA architecture on the GPU that is there.
 
-Triton compiles for the older architecture, ptxas for it included, so what that architecture lacks is refused. The PTX is then
+They compile for the older architecture, Triton with its ptxas, so what that architecture lacks is refused. The PTX is then
 given to the driver in place of the binary, and the driver compiles it for the chip.
 """
 
@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver as triton_driver
@@ -42,3 +43,22 @@ def load_ptx_instead(capability: int, loaded: Path) -> None:
             file.write(f"{os.getpid()} {self.name}\n")
 
     CompiledKernel.__init__ = make_then_replace
+
+
+@cache
+def load_native_ptx_instead(capability: int, loaded: Path) -> None:
+    """Likewise for kernels of mla_portable_nvidia; GPUs say that they are of that capability, which is how it finds one."""
+    from mla_portable_nvidia.native import build as native
+
+    make = native.compile_build
+    torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
+
+    def make_ptx(build: native.KernelBuild, arch: str, *compiler: Any) -> bytes:
+        if f"sm{capability}" not in build.archs:
+            raise RuntimeError(f"{build.label}: it is not for sm{capability}")
+        text = make(build, f"compute_{capability}", *compiler)
+        with loaded.open("a", encoding="utf-8") as file:
+            file.write(f"{os.getpid()} {build.label}\n")
+        return text
+
+    native.compile_build = make_ptx

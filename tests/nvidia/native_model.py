@@ -29,6 +29,7 @@ _ROWS = {
     "sparse_decode_fp8": (torch.uint8, 656),
     "sparse_decode_wide": (torch.uint8, 656),
     "sparse_decode_bf16": (torch.bfloat16, 576),
+    "sparse_decode_sm80": (torch.uint8, 656),  # or BF16 rows, by its build
 }
 """kernel -> what a row of its cache is."""
 
@@ -44,27 +45,29 @@ def _whole(name: str) -> str:
     return source
 
 
-SOURCES = {kernel: _whole(f"{kernel}.cu") for kernel in _ROWS}
+SOURCES = {kernel: _whole(f"{kernel}.cu") for kernel in (*_ROWS, "merge_splits")}
 """kernel -> its source with what it includes."""
 
 
 def parameters(kernel: str) -> list[tuple[str, str]]:
     """(name, letter of `struct`) of a kernel's parameters, in the order of its source."""
-    body = re.search(r"struct Strides \{(.*?)\};", SOURCES[kernel], re.DOTALL)
     listed = re.search(rf"{kernel}\(\n(.*?)\) \{{", SOURCES[kernel], re.DOTALL)
-    assert body and listed
+    assert listed
+    struct_name = listed[1].split()[-2]
+    body = re.search(rf"struct {struct_name} \{{(.*?)\}};", SOURCES[kernel], re.DOTALL)
+    assert body
     strides = [name for line in re.findall(r"i64 ([^;]+);", body[1]) for name in line.split(", ")]
     found: list[tuple[str, str]] = []
     for declaration in listed[1].split(","):
         *kind, name = declaration.replace("__restrict__", "").split()
-        if kind == ["Strides"]:
+        if kind == [struct_name]:
             found += [(stride, "q") for stride in strides]
         else:
             found.append((name, "P" if kind[-1].endswith("*") else _LETTERS[kind[-1]]))
     return found
 
 
-_EVEN = {kernel: int(re.search(r"block_size == (\d) \? \(i64\)slot \* ROW", text)[1]) for kernel, text in SOURCES.items()}
+_EVEN = {kernel: int(re.search(r"block_size == (\d) \? \(i64\)slot \* ROW", SOURCES[kernel])[1]) for kernel in _ROWS}
 """The block size that tells a kernel that all rows lie side by side."""
 
 
@@ -106,40 +109,56 @@ class Model:
         return lambda *changing: self.run(grid, cluster, *changing, *fixed)
 
     def run(self, grid: tuple[int, int], cluster: int, *arguments: Any) -> None:
-        values = struct.unpack(self.fields, struct.pack(self.fields, *arguments))
-        at = SimpleNamespace(**{name: value for (name, _), value in zip(parameters(self.build.kernel), values, strict=True)})
-        at.grid = grid
-        self.launches.append(at)
-        assert cluster == grid[1] <= 16 and grid[0] % at.head_tiles == 0
-        assert (at.head_tiles - 1) * self.build.heads < at.num_heads <= at.head_tiles * self.build.heads
-        assert at.q % 16 == at.kv % 16 == at.out % 8 == 0
-        assert not any(stride % 8 for stride in (at.q_b, at.q_s, at.q_h))
-        assert not any(stride % 4 for stride in (at.out_b, at.out_s, at.out_h))
-        memory = Memory()
-        lead = (grid[0] // at.head_tiles // at.query_len, at.query_len)
-        rows = (*lead, at.num_heads)
-        listed = memory(at.indices, torch.int32, (*lead, at.topk), (at.indices_b, at.indices_s, 1))
-        chosen = torch.full_like(listed, -1)
+        at = self.arguments(grid, *arguments)
+        assert cluster == grid[1] <= 16
         for split in range(grid[1]):
             begin, end = split * at.split_len, min((split + 1) * at.split_len, at.topk)
             assert begin < end or (split == 0 and at.topk == 0), "a block without work"
             assert at.split_len % self.build.tile == 0
-            chosen[..., begin:end] = listed[..., begin:end]
-        out, lse = reference.sparse_decode(
-            memory(at.q, torch.bfloat16, (*rows, 576), (at.q_b, at.q_s, at.q_h, 1)),
-            self._cache(at, memory),
-            chosen,
-            softmax_scale=at.scale_log2 * math.log(2.0),
-            lengths=memory(at.lengths, torch.int32, lead, (at.lengths_b, at.lengths_s)) if at.lengths else None,
-            attn_sink=memory(at.sink, torch.float32, (at.num_heads,), (1,)) if at.sink else None,
-        )
-        memory(at.out, torch.bfloat16, (*rows, 512), (at.out_b, at.out_s, at.out_h, 1)).copy_(out)
-        memory(at.lse_out, torch.float32, rows, (at.lse_b, at.lse_s, at.lse_h)).copy_(lse)
+        memory, rows, lengths, sink = attended(at, self.build.heads)
+        listed = memory(at.indices, torch.int32, (*rows[:2], at.topk), (at.indices_b, at.indices_s, 1))
+        chosen = torch.full_like(listed, -1)
+        chosen[..., : grid[1] * at.split_len] = listed[..., : grid[1] * at.split_len]
+        kv = cache_of(self.build.kernel, *_ROWS[self.build.kernel], at, memory)
+        query = memory(at.q, torch.bfloat16, (*rows, 576), (at.q_b, at.q_s, at.q_h, 1))
+        scale = at.scale_log2 * math.log(2.0)
+        options = {"softmax_scale": scale, "lengths": lengths, "attn_sink": sink}
+        store(at, memory, rows, *reference.sparse_decode(query, kv, chosen, **options))
 
-    def _cache(self, at: SimpleNamespace, memory: Memory) -> Tensor:
-        dtype, width = _ROWS[self.build.kernel]
-        if at.block_size == _EVEN[self.build.kernel]:
-            return memory(at.kv, dtype, (at.num_slots, 1, width), (width, width, 1))
-        shape = (at.num_slots // at.block_size, at.block_size, width)
-        assert at.block_stride % 16 == 0  # bytes
-        return memory(at.kv, dtype, shape, (at.block_stride // dtype.itemsize, width, 1))
+    def arguments(self, grid: tuple[int, int], *arguments: Any) -> SimpleNamespace:
+        """By the names that the source has for them."""
+        values = struct.unpack(self.fields, struct.pack(self.fields, *arguments))
+        at = SimpleNamespace(**{name: value for (name, _), value in zip(parameters(self.build.kernel), values, strict=True)})
+        at.grid = grid
+        self.launches.append(at)
+        return at
+
+
+def attended(at: SimpleNamespace, heads: int) -> tuple[Memory, tuple[int, int, int], Tensor | None, Tensor | None]:
+    """Memory, [B, S, H], lengths and sink of an attention launch whose blocks have so many heads; what copies need holds."""
+    assert at.grid[0] % at.head_tiles == 0
+    assert (at.head_tiles - 1) * heads < at.num_heads <= at.head_tiles * heads
+    assert at.q % 16 == at.kv % 16 == at.out % 8 == 0
+    assert not any(stride % 8 for stride in (at.q_b, at.q_s, at.q_h))
+    assert not any(stride % 4 for stride in (at.out_b, at.out_s, at.out_h))
+    memory = Memory()
+    lead = (at.grid[0] // at.head_tiles // at.query_len, at.query_len)
+    lengths = memory(at.lengths, torch.int32, lead, (at.lengths_b, at.lengths_s)) if at.lengths else None
+    return memory, (*lead, at.num_heads), lengths, sink_of(at, memory)
+
+
+def sink_of(at: SimpleNamespace, memory: Memory) -> Tensor | None:
+    return memory(at.sink, torch.float32, (at.num_heads,), (1,)) if at.sink else None
+
+
+def cache_of(kernel: str, dtype: torch.dtype, width: int, at: SimpleNamespace, memory: Memory) -> Tensor:
+    if at.block_size == _EVEN[kernel]:
+        return memory(at.kv, dtype, (at.num_slots, 1, width), (width, width, 1))
+    shape = (at.num_slots // at.block_size, at.block_size, width)
+    assert at.block_stride % 16 == 0  # bytes
+    return memory(at.kv, dtype, shape, (at.block_stride // dtype.itemsize, width, 1))
+
+
+def store(at: SimpleNamespace, memory: Memory, rows: tuple[int, int, int], out: Tensor, lse: Tensor) -> None:
+    memory(at.out, torch.bfloat16, (*rows, 512), (at.out_b, at.out_s, at.out_h, 1)).copy_(out)
+    memory(at.lse_out, torch.float32, rows, (at.lse_b, at.lse_s, at.lse_h)).copy_(lse)

@@ -21,6 +21,7 @@ from mla_portable.tools.matrix.evidence import problems_of
 from mla_portable.tools.matrix.record import compiled_report, kernels_of
 from mla_portable_nvidia import compile_all, native
 from mla_portable_nvidia.native import build as build_module
+from mla_portable_nvidia.native import sparse_decode_sm80
 from mla_portable_nvidia.native.bind import ARCHS
 from mla_portable_nvidia.native.build import compile_build
 from mla_portable_nvidia.native.choice import BUILDS
@@ -29,12 +30,14 @@ from mla_portable_nvidia.native.nvrtc import CompilationFailed, NvrtcNotFound, c
 from mla_portable_nvidia.native.sparse_decode import HEADERS, MAX_SPLITS
 from mla_portable_nvidia.native.sparse_decode_bf16 import Bf16Build
 from mla_portable_nvidia.native.sparse_decode_fp8 import Fp8Build
+from mla_portable_nvidia.native.sparse_decode_sm80 import MERGE
 from mla_portable_nvidia.native.topk_select import CANDIDATES, FEW_ROWS, MANY_ROWS, MAX_TOPK
 
 REGISTERS = 65_536
 """Of a multiprocessor of compute capability 9.0, which has 228 KiB of shared memory and keeps 1 KiB of it for each block."""
 MODULE = mla_portable_nvidia.__name__
 ALL = [build for builds in BUILDS.values() for build in builds]
+SM80 = [build for builds in sparse_decode_sm80.BUILDS.values() for build in builds]
 INDEXER = (*DECODE.values(), *PREFILL.values())
 
 
@@ -166,7 +169,7 @@ def lines(capsys, *arguments):
 
 def test_what_compiled_becomes_evidence_of_these_implementations_alone(capsys):
     code, made = lines(capsys)
-    everything = [*ALL, FEW_ROWS, MANY_ROWS, *INDEXER]
+    everything = [*ALL, *SM80, MERGE, FEW_ROWS, MANY_ROWS, *INDEXER]
     expected = [(arch, build) for arch in compile_all.TARGETS for build in everything if arch in build.archs]
     assert code == 0 and [(line["arch"], line["label"]) for line in made] == [(arch, build.label) for arch, build in expected]
     assert [line["shared"] for line in made] == [build.shared_bytes for _, build in expected]
@@ -179,6 +182,8 @@ def test_what_compiled_becomes_evidence_of_these_implementations_alone(capsys):
         for name in ("nvidia.native", "nvidia.native_wide")
         for primitive in ("sparse_decode", "sparse_prefill")
     } | {("nvidia.native", "topk_select"): ({"topk_select"}, compile_all.TARGETS)}
+    older = {"sparse_decode_sm80", "merge_splits"}, tuple(arch for arch in compile_all.TARGETS if arch != "sm90")
+    wanted |= {("nvidia.native_sm80", primitive): older for primitive in ("sparse_decode", "sparse_prefill")}
     scores = {build.kernel for build in INDEXER}
     wanted |= {
         ("nvidia.native", "indexer_logits"): (scores, ("sm90",)),

@@ -17,6 +17,7 @@ from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, P
 from mla_portable_nvidia.flat_decode import flat_implementations
 from mla_portable_nvidia.indexer_baselines import indexer_baselines
 from mla_portable_nvidia.native.bind import native_implementations
+from mla_portable_nvidia.native.bind_sm80 import sm80_implementations
 from mla_portable_nvidia.native.images import VARIABLE as CACHE_VARIABLE
 from mla_portable_nvidia.native.indexer_logits import indexer_implementations
 from mla_portable_nvidia.native.topk_select import topk_implementations
@@ -33,6 +34,7 @@ def mla_portable_register(registrar: Registrar) -> None:
         *attention_implementations(),
         *flat_implementations(),
         *native_implementations(),
+        *sm80_implementations(),
         *topk_implementations(),
         *indexer_implementations(),
         *data_implementations(),

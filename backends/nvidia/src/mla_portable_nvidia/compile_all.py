@@ -21,7 +21,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from mla_portable_nvidia.native import sparse_decode_sm80
 from mla_portable_nvidia.native.bind import native_implementations
+from mla_portable_nvidia.native.bind_sm80 import sm80_implementations
 from mla_portable_nvidia.native.build import KernelBuild, compile_build
 from mla_portable_nvidia.native.choice import BUILDS
 from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL, indexer_implementations
@@ -30,7 +32,12 @@ from mla_portable_nvidia.native.topk_select import FEW_ROWS, MANY_ROWS, topk_imp
 
 __all__ = ["IMPLEMENTATIONS", "SHARED_MEMORY", "TARGETS", "compile_arch", "cuobjdump", "main"]
 
-_OFFERED: Final = (*native_implementations(), *topk_implementations(), *indexer_implementations())
+_OFFERED: Final = (
+    *native_implementations(),
+    *sm80_implementations(),
+    *topk_implementations(),
+    *indexer_implementations(),
+)
 IMPLEMENTATIONS: Final = tuple(dict.fromkeys(each.name for each in _OFFERED))
 """FlashMLA's and vLLM's kernels come as machine code."""
 SHARED_MEMORY: Final = {arch: size << 10 for arch, size in (("sm80", 163), ("sm90", 227), ("sm100", 227))} | dict.fromkeys(
@@ -40,6 +47,8 @@ SHARED_MEMORY: Final = {arch: size << 10 for arch, size in (("sm80", 163), ("sm9
 TARGETS: Final = tuple(sorted(SHARED_MEMORY, key=lambda arch: int(arch[2:])))
 _BUILDS: Final[tuple[KernelBuild, ...]] = (
     *(build for builds in BUILDS.values() for build in builds),
+    *(build for builds in sparse_decode_sm80.BUILDS.values() for build in builds),
+    sparse_decode_sm80.MERGE,
     *(FEW_ROWS, MANY_ROWS),
     *(*DECODE.values(), *PREFILL.values()),
 )

@@ -7,29 +7,17 @@ and BF16 rows, for decode and for prefill.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-import torch
-from torch import Tensor
-
-from mla_portable.contracts import (
-    Implementation,
-    InvalidArgument,
-    MLAPortableError,
-    Primitive,
-    Request,
-    Support,
-    attention_results,
-)
-from mla_portable.layouts import BF16, FP8_DS_MLA, LAYOUTS
+from mla_portable.contracts import Implementation, Primitive, Request, Support
+from mla_portable.layouts import BF16, FP8_DS_MLA
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
-from mla_portable_nvidia.discovery import device_with
-from mla_portable_nvidia.head_padding import aligned
+from mla_portable_nvidia.native.bound import BoundAttention, layout_of
 from mla_portable_nvidia.native.build import load
 from mla_portable_nvidia.native.checks import check
 from mla_portable_nvidia.native.choice import FEW, Cut, builds, choose
-from mla_portable_nvidia.native.driver import Kernel, Launch
+from mla_portable_nvidia.native.driver import Kernel
 from mla_portable_nvidia.native.sparse_decode import Build, Tensors, prepare
 
 __all__ = ["ARCHS", "native_implementations"]
@@ -38,15 +26,13 @@ ARCHS: Final = Build.archs
 """DeviceFacts.arch -> what NVRTC compiles for."""
 _LAYOUTS: Final = (BF16.name, FP8_DS_MLA.name)
 _MANY: Final = 128
-_LAUNCHES: Final = 1024
-_LOG2_E: Final = 1.4426950408889634
 
 
 class _Device:
     """What serves a bound request on one device: its builds, loaded, and the cut of each shape that was asked for."""
 
     def __init__(self, request: Request, index: int) -> None:
-        self._kv_layout, self._num_sms = _layout(request), request.device.num_sms
+        self._kv_layout, self._num_sms = layout_of(request), request.device.num_sms
         self._batch_invariant = request.batch_invariant
         self._kernels: dict[Build, Kernel] = {
             build: load(build, ARCHS[request.device.arch], index)
@@ -71,45 +57,12 @@ class _Device:
         return self._kernels[cut.build], cut
 
 
-def _layout(request: Request) -> str:
-    return request.kv_layout or FP8_DS_MLA.name
-
-
-def _check_cache(kv: Tensor, kv_layout: str) -> None:
-    """What the request that was bound says of a cache, for callers that bring another: a wrong one would lose the device.
-
-    Raises: InvalidArgument.
-    """
-    layout = LAYOUTS[kv_layout]
-    if (kv.dtype, kv.shape[-1]) != (layout.dtype, layout.row_width):
-        raise InvalidArgument(
-            "nvidia.native",
-            "kv_cache",
-            got=f"{kv.dtype} rows of {kv.shape[-1]}",
-            expected=f"{layout.dtype} rows of {layout.row_width}, for it was bound for {kv_layout}",
-        )
-    apart = kv.stride(0) * kv.element_size()
-    if kv.data_ptr() % 16 or apart % 16:
-        raise InvalidArgument(
-            "nvidia.native",
-            "kv_cache",
-            got=f"a start at {kv.data_ptr() % 16} and blocks {apart} bytes apart",
-            expected="multiples of 16 bytes, for it was bound with cache_alignment=16; bind for what the cache has",
-        )
-
-
-class NativeAttention:
-    """Both primitives on the native kernel for a bound request's layout; devices are loaded at bind or at their first call."""
+class NativeAttention(BoundAttention):
+    """The kernels of compute capability 9.0: no schedule is needed, the splits follow from the shape and take no scratch."""
 
     def __init__(self, request: Request) -> None:
-        self._request = request
-        self._kv_layout = _layout(request)
         self._devices: dict[int, _Device] = {}
-        self._launches: dict[tuple[Any, ...], Launch] = {}
-        device = device_with(request.device)
-        if device is None or device.type != "cuda":
-            raise MLAPortableError(f"{request.primitive}: no CUDA device of this machine is {request.device}")
-        self._on(device.index)
+        super().__init__(request)
 
     def _on(self, index: int) -> _Device:
         found = self._devices.get(index)
@@ -117,99 +70,13 @@ class NativeAttention:
             found = self._devices[index] = _Device(self._request, index)
         return found
 
-    def decode(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        indices: Tensor,
-        *,
-        softmax_scale: float,
-        lengths: Tensor | None = None,
-        attn_sink: Tensor | None = None,
-        schedule: Any = None,
-        out: Tensor | None = None,
-        lse_out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """sparse_decode; `schedule` is not needed, the splits follow from the shape and take no scratch."""
-        return self._attend(q, kv_cache, indices, softmax_scale, lengths, attn_sink, out, lse_out)
+    def _load(self, index: int) -> None:
+        self._on(index)
 
-    def prefill(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        indices: Tensor,
-        *,
-        softmax_scale: float,
-        lengths: Tensor | None = None,
-        attn_sink: Tensor | None = None,
-        out: Tensor | None = None,
-        lse_out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """sparse_prefill on the paged FP8 cache or on flat BF16 rows, which are one block: tokens are rows of one query."""
-        return self._attend(q, kv, indices, softmax_scale, lengths, attn_sink, out, lse_out)
-
-    def _attend(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        indices: Tensor,
-        softmax_scale: float,
-        lengths: Tensor | None,
-        attn_sink: Tensor | None,
-        out: Tensor | None,
-        lse_out: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Either primitive, by the axes of q. A launch is prepared for the first call of its shapes and strides."""
-        out, lse_out = attention_results(q, kv, out, lse_out)
-        q_at, kv_at, out_at = q.data_ptr(), kv.data_ptr(), out.data_ptr()
-        shapes = (q.shape, kv.shape, indices.shape, q.get_device(), kv.dtype)
-        strides = (q.stride(), kv.stride(), indices.stride(), out.stride(), lse_out.stride())
-        key = (shapes, strides, None if lengths is None else lengths.stride())
-        launch = self._launches.get(key)
-        if launch is None or q_at % 16 or kv_at % 16 or out_at % 8:
-            if 0 in q.shape[:-2]:
-                return out, lse_out
-            _check_cache(kv, self._kv_layout)
-            # loads of q are 16 bytes wide and stores of out 8: a copy only where their strides do not allow that
-            query, whole = aligned(q), out_at % 8 == 0 and not any(stride % 4 for stride in out.stride()[:-1])
-            if query is not q or not whole:
-                to = out if whole else torch.empty_like(out, memory_format=torch.contiguous_format)
-                self._attend(query, kv, indices, softmax_scale, lengths, attn_sink, to, lse_out)
-                return out if whole else out.copy_(to), lse_out
-            if len(self._launches) >= _LAUNCHES:
-                self._launches.clear()
-            launch = self._launches[key] = self._prepared(_as_decode(Tensors(q, kv, indices, out, lse_out, lengths)))
-        launch(
-            out_at,
-            lse_out.data_ptr(),
-            q_at,
-            kv_at,
-            indices.data_ptr(),
-            0 if lengths is None else lengths.data_ptr(),
-            0 if attn_sink is None else attn_sink.data_ptr(),
-            softmax_scale * _LOG2_E,
-        )
-        return out, lse_out
-
-    def _prepared(self, of: Tensors) -> Launch:
+    def _prepared(self, of: Tensors, cut: tuple[int, ...] | None) -> Callable[..., None]:
         batch, query_len, num_heads, _ = of.q.shape
-        kernel, cut = self._on(of.q.device.index).cut(batch * query_len, num_heads, of.indices.shape[2])
-        return prepare(kernel, cut.build, of, num_splits=cut.num_splits, split_len=cut.split_len)
-
-
-def _as_decode(of: Tensors) -> Tensors:
-    """A prefill's tensors with the axis that decode has; flat rows are one block."""
-    if of.q.dim() == 4:
-        return of
-    q, kv, indices, out, lse_out, lengths = of
-    return Tensors(
-        q.unsqueeze(1),
-        kv if kv.dim() == 3 else kv.unsqueeze(0),
-        indices.unsqueeze(1),
-        out.unsqueeze(1),
-        lse_out.unsqueeze(1),
-        None if lengths is None else lengths.unsqueeze(1),
-    )
+        kernel, own = self._on(of.q.device.index).cut(batch * query_len, num_heads, of.indices.shape[2])
+        return prepare(kernel, own.build, of, num_splits=own.num_splits, split_len=own.split_len)
 
 
 def bind_sparse_decode(request: Request) -> SparseDecode:

@@ -99,7 +99,9 @@ def compile_cubin(
     *,
     more: Sequence[str] = (),
 ) -> bytes:
-    """Machine code of `source` for `arch` ("sm_90a"). headers: name in an #include -> text. more: options of NVRTC.
+    """Machine code of `source` for `arch` ("sm_90a"), or PTX ("compute_80").
+
+    headers: name in an #include -> text. more: options of NVRTC.
 
     Raises: NvrtcNotFound; CompilationFailed with the compiler's log.
     """
@@ -111,6 +113,6 @@ def compile_cubin(
         if library.nvrtcCompileProgram(program, len(options), _strings(options)) != 0:
             log = _text(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
             raise CompilationFailed(f"NVRTC for {arch}: {log.strip() or 'no log'}")
-        return _text(program, "CUBIN")
+        return _text(program, "PTX" if arch.startswith("compute_") else "CUBIN")
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))

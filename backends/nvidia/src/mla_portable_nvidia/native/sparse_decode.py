@@ -17,7 +17,7 @@ from torch import Tensor
 from mla_portable_nvidia.native.build import KernelBuild
 from mla_portable_nvidia.native.driver import Kernel, Launch
 
-__all__ = ["HEADERS", "MAX_SPLITS", "Build", "Tensors", "prepare"]
+__all__ = ["HEADERS", "MAX_SPLITS", "Build", "Tensors", "arguments", "prepare"]
 
 MAX_SPLITS: Final = 16
 """Blocks of a cluster: 8 on every device of compute capability 9.0, 16 where the device allows it."""
@@ -109,13 +109,19 @@ def prepare(kernel: Kernel, build: Build, of: Tensors, *, num_splits: int, split
     softmax_scale * log2(e).
     """
     batch, query_len, num_heads, _ = of.q.shape
+    head_tiles = -(-num_heads // build.heads)
+    return kernel.prepare(
+        (batch * query_len * head_tiles, num_splits), num_splits, *arguments(of, split_len=split_len, head_tiles=head_tiles)
+    )
+
+
+def arguments(of: Tensors, *, split_len: int, head_tiles: int) -> tuple[int, ...]:
+    """What shapes and strides say to a kernel, in the order of its parameters; head_tiles: blocks that share a row's heads."""
+    _, query_len, num_heads, _ = of.q.shape
     num_blocks, block_size, row_width = of.kv_cache.shape
     block_stride = of.kv_cache.stride(0)
     evenly = num_blocks <= 1 or block_stride == block_size * row_width
-    head_tiles = -(-num_heads // build.heads)
-    return kernel.prepare(
-        (batch * query_len * head_tiles, num_splits),
-        num_splits,
+    return (
         of.indices.shape[2],
         split_len,
         min(num_blocks * block_size, 2**31 - 1),  # an int; the index 2^31 - 1 is absent in any cache (1.4 TB would have it)

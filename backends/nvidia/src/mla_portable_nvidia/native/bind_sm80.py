@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nvidia.native_sm80`: the native attention kernel for devices other than those of compute capability 9.0, up to 128 heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final, cast
+
+from mla_portable.contracts import (
+    DEFAULT_SCRATCH_BYTES,
+    DecodeSchedule,
+    Implementation,
+    Primitive,
+    ProgramShape,
+    Request,
+    SplitSchedule,
+    Support,
+    split_kv,
+    split_kv_kind,
+)
+from mla_portable.layouts import BF16, FP8_DS_MLA, KV_LORA_RANK
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
+from mla_portable_nvidia.native.bound import BoundAttention, layout_of
+from mla_portable_nvidia.native.build import load
+from mla_portable_nvidia.native.checks import check
+from mla_portable_nvidia.native.sparse_decode import Tensors
+from mla_portable_nvidia.native.sparse_decode_sm80 import BUILDS, MERGE, Sm80Build, builds, prepare
+
+__all__ = ["sm80_implementations"]
+
+_NAME: Final = "nvidia.native_sm80"
+_MANY: Final = 128
+_PREFERENCE: Final = 20.0
+"""Behind FlashMLA where there is one for the device, in front of the portable kernels."""
+
+
+def _program(request: Request) -> ProgramShape:
+    return builds(layout_of(request), request.num_heads)[0].program
+
+
+def _own_cut(request: Request, rows: int, num_heads: int, topk: int, program: ProgramShape) -> tuple[int, int]:
+    """(num_splits, split_len) of a call without a schedule; tokens of a prefill and batch-invariant rows stay whole."""
+    whole = request.batch_invariant or request.primitive is not SPARSE_DECODE
+    num_sms = 0 if whole else request.device.num_sms
+    return split_kv(num_rows=rows, num_heads=num_heads, topk=topk, num_sms=num_sms, program=program)
+
+
+def _split_scratch(request: Request) -> int:
+    """Bytes of the partial results of a decode without `schedule`; their bound where the request leaves it open."""
+    rows, num_heads, topk = request.rows, request.num_heads, request.topk
+    if rows is None or num_heads is None or topk is None:
+        return DEFAULT_SCRATCH_BYTES
+    num_splits, _ = _own_cut(request, rows, num_heads, topk, _program(request))
+    return 0 if num_splits == 1 else 4 * num_splits * rows * num_heads * (KV_LORA_RANK + 1)
+
+
+class Sm80Attention(BoundAttention):
+    """A decode takes the cut and the scratch of its schedule; without one it allocates scratch where it is split."""
+
+    def _cut(self, schedule: DecodeSchedule | None) -> tuple[int, ...] | None:
+        if schedule is None:
+            return None
+        made = cast("SplitSchedule", schedule)  # the type of `schedule_kind`, which the callers check
+        scratch = made.partial_out, made.partial_lse
+        return (made.num_splits, made.split_len, *(0 if part is None else part.data_ptr() for part in scratch))
+
+    def _load(self, index: int) -> None:
+        for build in (*builds(self._kv_layout, self._request.num_heads), MERGE):
+            load(build, build.archs[self._request.device.arch], index)
+
+    def _prepared(self, of: Tensors, cut: tuple[int, ...] | None) -> Callable[..., None]:
+        arch, index = self._request.device.arch, of.q.device.index
+        batch, query_len, num_heads, _ = of.q.shape
+        (build,) = builds(self._kv_layout, num_heads)
+        if cut is None:
+            cut = _own_cut(self._request, batch * query_len, num_heads, of.indices.shape[2], build.program)
+        kernel, merge = (load(each, each.archs[arch], index) for each in (build, MERGE))
+        return prepare(kernel, merge, build, of, *cut)
+
+
+def bind_sparse_decode(request: Request) -> SparseDecode:
+    """sparse_decode. Raises: NvrtcNotFound, CompilationFailed, DriverError where the kernel cannot be built here."""
+    return Sm80Attention(request).decode
+
+
+def bind_sparse_prefill(request: Request) -> SparsePrefill:
+    """sparse_prefill, likewise."""
+    return Sm80Attention(request).prefill
+
+
+def sm80_implementations() -> Iterator[Implementation]:
+    """sparse_decode and sparse_prefill."""
+    bind: dict[Primitive, Any] = {SPARSE_DECODE: bind_sparse_decode, SPARSE_PREFILL: bind_sparse_prefill}
+    offered = [build for each in BUILDS.values() for build in each]
+    for primitive, function in bind.items():
+        decodes = primitive is SPARSE_DECODE
+        yield Implementation(
+            name=_NAME,
+            primitive=primitive,
+            support=Support(
+                source="mla_portable_nvidia/native: sparse_decode_sm80.cu, merge_splits.cu; code for sm80 run on an H200",
+                device_types=("cuda",),
+                vendors=("nvidia",),
+                archs=tuple(Sm80Build.archs),
+                kv_layouts=(BF16.name, FP8_DS_MLA.name),
+                max_heads=_MANY,
+                cache_alignment=16,
+                min_shared_memory=max(build.shared_bytes for build in offered),
+                batch_invariant=True,
+                workspace_bytes=_split_scratch if decodes else None,
+            ),
+            bind=function,
+            check=check,
+            preference=_PREFERENCE,
+            schedule_kind=split_kv_kind(_program) if decodes else None,
+            prefills_as=_NAME if decodes else "",
+        )

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every native attention kernel is behind its bound callables: one checked, prepared launch for each kind of call."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import DecodeSchedule, InvalidArgument, MLAPortableError, Request, attention_results
+from mla_portable.layouts import FP8_DS_MLA, LAYOUTS
+from mla_portable_nvidia.discovery import device_with
+from mla_portable_nvidia.head_padding import aligned
+from mla_portable_nvidia.native.sparse_decode import Tensors
+
+__all__ = ["BoundAttention", "layout_of"]
+
+_LAUNCHES: Final = 1024
+_LOG2_E: Final = 1.4426950408889634
+
+
+def layout_of(request: Request) -> str:
+    """The cache layout that a request is bound for."""
+    return request.kv_layout or FP8_DS_MLA.name
+
+
+def _check_cache(kv: Tensor, kv_layout: str) -> None:
+    """What the request that was bound says of a cache, for callers that bring another: a wrong one would lose the device.
+
+    Raises: InvalidArgument.
+    """
+    layout = LAYOUTS[kv_layout]
+    if (kv.dtype, kv.shape[-1]) != (layout.dtype, layout.row_width):
+        raise InvalidArgument(
+            "nvidia.native",
+            "kv_cache",
+            got=f"{kv.dtype} rows of {kv.shape[-1]}",
+            expected=f"{layout.dtype} rows of {layout.row_width}, for it was bound for {kv_layout}",
+        )
+    apart = kv.stride(0) * kv.element_size()
+    if kv.data_ptr() % 16 or apart % 16:
+        raise InvalidArgument(
+            "nvidia.native",
+            "kv_cache",
+            got=f"a start at {kv.data_ptr() % 16} and blocks {apart} bytes apart",
+            expected="multiples of 16 bytes, for it was bound with cache_alignment=16; bind for what the cache has",
+        )
+
+
+class BoundAttention(ABC):
+    """Both primitives on a native kernel for a bound request's layout; devices are loaded at bind or at their first call."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._kv_layout = layout_of(request)
+        self._launches: dict[tuple[Any, ...], Callable[..., None]] = {}
+        device = device_with(request.device)
+        if device is None or device.type != "cuda":
+            raise MLAPortableError(f"{request.primitive}: no CUDA device of this machine is {request.device}")
+        self._load(device.index)
+
+    @abstractmethod
+    def _load(self, index: int) -> None:
+        """Compile and load what a device needs."""
+
+    @abstractmethod
+    def _prepared(self, of: Tensors, cut: tuple[int, ...] | None) -> Callable[..., None]:
+        """Launches for tensors like these; `sparse_decode.prepare` says what one is given. cut: what `_cut` made."""
+
+    def _cut(self, schedule: DecodeSchedule | None) -> tuple[int, ...] | None:
+        """What a prepared launch keeps of a schedule; None where the kernel cuts by itself."""
+        return None
+
+    def decode(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        indices: Tensor,
+        *,
+        softmax_scale: float,
+        lengths: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        schedule: DecodeSchedule | None = None,
+        out: Tensor | None = None,
+        lse_out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """sparse_decode."""
+        return self._attend(q, kv_cache, indices, softmax_scale, lengths, attn_sink, out, lse_out, self._cut(schedule))
+
+    def prefill(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        indices: Tensor,
+        *,
+        softmax_scale: float,
+        lengths: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        out: Tensor | None = None,
+        lse_out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """sparse_prefill on the paged FP8 cache or on flat BF16 rows, which are one block: tokens are rows of one query."""
+        return self._attend(q, kv, indices, softmax_scale, lengths, attn_sink, out, lse_out)
+
+    def _attend(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        indices: Tensor,
+        softmax_scale: float,
+        lengths: Tensor | None,
+        attn_sink: Tensor | None,
+        out: Tensor | None,
+        lse_out: Tensor | None,
+        cut: tuple[int, ...] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Either primitive, by the axes of q. A launch is prepared for the first call of its shapes, strides and `cut`."""
+        out, lse_out = attention_results(q, kv, out, lse_out)
+        q_at, kv_at, out_at = q.data_ptr(), kv.data_ptr(), out.data_ptr()
+        shapes = (q.shape, kv.shape, indices.shape, q.get_device(), kv.dtype)
+        strides = (q.stride(), kv.stride(), indices.stride(), out.stride(), lse_out.stride())
+        key = (shapes, strides, None if lengths is None else lengths.stride(), cut)
+        launch = self._launches.get(key)
+        if launch is None or q_at % 16 or kv_at % 16 or out_at % 8:
+            if 0 in q.shape[:-2]:
+                return out, lse_out
+            _check_cache(kv, self._kv_layout)
+            # loads of q are 16 bytes wide and stores of out 8: a copy only where their strides do not allow that
+            query, whole = aligned(q), out_at % 8 == 0 and not any(stride % 4 for stride in out.stride()[:-1])
+            if query is not q or not whole:
+                to = out if whole else torch.empty_like(out, memory_format=torch.contiguous_format)
+                self._attend(query, kv, indices, softmax_scale, lengths, attn_sink, to, lse_out, cut)
+                return out if whole else out.copy_(to), lse_out
+            if len(self._launches) >= _LAUNCHES:
+                self._launches.clear()
+            launch = self._launches[key] = self._prepared(_as_decode(Tensors(q, kv, indices, out, lse_out, lengths)), cut)
+        launch(
+            out_at,
+            lse_out.data_ptr(),
+            q_at,
+            kv_at,
+            indices.data_ptr(),
+            0 if lengths is None else lengths.data_ptr(),
+            0 if attn_sink is None else attn_sink.data_ptr(),
+            softmax_scale * _LOG2_E,
+        )
+        return out, lse_out
+
+
+def _as_decode(of: Tensors) -> Tensors:
+    """A prefill's tensors with the axis that decode has; flat rows are one block."""
+    if of.q.dim() == 4:
+        return of
+    q, kv, indices, out, lse_out, lengths = of
+    return Tensors(
+        q.unsqueeze(1),
+        kv if kv.dim() == 3 else kv.unsqueeze(0),
+        indices.unsqueeze(1),
+        out.unsqueeze(1),
+        lse_out.unsqueeze(1),
+        None if lengths is None else lengths.unsqueeze(1),
+    )

@@ -1,0 +1,365 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sparse MLA attention without what compute capability 9.0 brought: 16 * MT * GROUPS heads of one query row over one split of its
+// indices, on the FP8 cache or on BF16 rows.
+//
+// Compiled at run time (NVRTC) with FP8, MT, GROUPS, TILE, STAGES and BLOCKS_PER_SM defined.
+//
+// A block is GROUPS groups of four warps. A group has 16 * MT of the heads, and every group reads the same tile of TILE tokens.
+// Within a group, warp w owns columns [128 w, 128 w + 128) of the latent and 16 of the 64 rope columns, for the scores and the
+// same columns of the latent for the output. The partial scores of the four warps meet in shared memory, where each warp sums
+// and exponentiates a quarter of the heads, and hands the probabilities to all.
+//
+// All warps copy: a few lanes a row, 16 bytes each (cp.async), into a ring of STAGES tiles. BF16 rows are multiplied where they
+// arrive. FP8 rows are converted once, by all warps, to a tile of bfloat16 beside the ring, whose place is free for the next
+// copy then. Tokens of a bfloat16 tile lie 16 bytes further apart than they are long, one more than a whole number of banks:
+// `ldmatrix` meets no bank twice, for the scores as it is (a token a row), for the output transposed. So do rows of 656 bytes.
+//
+// e4m3 becomes bfloat16 by moving bits: the code's exponent and mantissa in the place of a bfloat16's are its value times 2^-120,
+// exactly, subnormals included. One multiplication by the scale times 2^120 follows, the scale rounded to bfloat16.
+//
+// An absent token (negative, not below num_slots, past its length) is zeros in shared memory and scores -inf. A head whose q is
+// not finite scores NaN. The splits of a row leave their outputs and lse (base 2) in `partial_out` and `partial_lse`, for
+// merge_splits.cu.
+
+#define ROW (FP8 ? 656 : 1152)    // bytes
+#define ROW_STRIDE (FP8 ? 656 : TOKEN)  // between rows of a stage
+#define TOKEN 1168                // bytes between tokens of a bfloat16 tile
+#include "sparse_decode.cuh"
+
+#define HT (16 * MT)              // heads of a group
+#define HEADS (HT * GROUPS)       // of a block
+#define GROUP 128                 // threads of a group
+#define THREADS (GROUP * GROUPS)
+#define ROWS_PER_WARP (TILE * 32 / THREADS)              // that it copies
+#define LANES_PER_ROW (ROWS_PER_WARP < 4 ? 16 : 8)
+#define ROUNDS (ROWS_PER_WARP * LANES_PER_ROW / 32)      // of rows that a warp copies at once
+#define AHEAD (FP8 ? STAGES : STAGES - 1)                // tiles between the one that is copied and the one that is used
+#define LANES_PER_HEAD (128 / HT) // in the softmax
+#define TOKENS_PER_LANE (TILE / LANES_PER_HEAD)
+#define TOKENS_AT_ONCE (MT > 1 ? 2 : TILE / 8)           // of the scores, in eights: what the registers hold
+#define SCALE_COLUMN 512          // bytes into a row of the FP8 cache
+#define ROPE_COLUMN 528
+#define STAGE_BYTES (TILE * ROW_STRIDE)
+#define SCORE_STRIDE (TILE + 8)   // floats between heads of the partial scores
+#define P_STRIDE (TILE + 8)       // bfloat16s between heads of the probabilities
+#define TILE_AT (STAGES * STAGE_BYTES)                   // what FP8 rows become
+#define PRESENT_AT (TILE_AT + (FP8 ? TILE * TOKEN : 0))  // [STAGES + 1][TILE] 1 for a token that is there
+#define GROUPS_AT (PRESENT_AT + (STAGES + 1) * TILE * 4)
+#define PROB_AT (4 * HT * SCORE_STRIDE * 4)              // in the memory of a group, after the partial scores
+#define DECAY_AT (PROB_AT + HT * P_STRIDE * 2)
+#define GROUP_BYTES (DECAY_AT + HT * 4)
+#define SHARED_BYTES (GROUPS_AT + GROUPS * GROUP_BYTES)
+
+static_assert(TILE % 16 == 0 && TOKENS_PER_LANE % 4 == 0 && ROUNDS * 32 == ROWS_PER_WARP * LANES_PER_ROW && AHEAD > 0, "no such build");
+
+__device__ __forceinline__ void copy16(u32 to, const u8* from, u32 bytes) {  // bytes: 16, or 0 for zeros
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LATER>  // groups of copies that may still be under way
+__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory"); }
+__device__ __forceinline__ u32 scale_bf162(u32 x, u32 by) {
+    u32 r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(by), "r"(0x80008000u));
+    return r;
+}
+// four e4m3 codes times 2^-120, as bfloat16s in their order
+__device__ __forceinline__ uint2 spread4(u32 codes) {
+    const u32 high = (codes & 0x80808080u) | (codes >> 4 & 0x07070707u), low = codes << 4 & 0xf0f0f0f0u;
+    return make_uint2(__byte_perm(low, high, 0x5140), __byte_perm(low, high, 0x7362));
+}
+
+#if FP8
+// a stage of FP8 rows to the tile; every thread takes the same eight columns of some rows
+__device__ __forceinline__ void convert(u8* smem, u32 stage_at, int thread) {
+    const int eight = thread & 63;
+#pragma unroll 8
+    for (int row = thread >> 6; row < TILE; row += THREADS / 64) {
+        const uint2 codes = at<uint2>(smem, stage_at + row * ROW + eight * 8);
+        const float scale = at<float>(smem, stage_at + row * ROW + SCALE_COLUMN + (eight >> 4) * 4);
+        const bool large = scale >= 128.f;  // times 2^120 it would be infinite
+        const float factor = (large ? 1.f : scale) * power(120);
+        const u32 by = to_bf162(factor, factor);
+        const uint2 a = spread4(codes.x), b = spread4(codes.y);
+        uint4 v = make_uint4(scale_bf162(a.x, by), scale_bf162(a.y, by), scale_bf162(b.x, by), scale_bf162(b.y, by));
+        if (large) {
+            const u32 rest = to_bf162(scale, scale);
+            v = make_uint4(scale_bf162(v.x, rest), scale_bf162(v.y, rest), scale_bf162(v.z, rest), scale_bf162(v.w, rest));
+        }
+        at<uint4>(smem, TILE_AT + row * TOKEN + eight * 16) = v;
+    }
+#pragma unroll
+    for (int k = thread; k < TILE * 8; k += THREADS)
+        at<uint4>(smem, TILE_AT + (k >> 3) * TOKEN + 1024 + (k & 7) * 16) =
+            at<uint4>(smem, stage_at + (k >> 3) * ROW + ROPE_COLUMN + (k & 7) * 16);
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_decode_sm80(
+    u16* __restrict__ out, float* __restrict__ lse_out, const u16* __restrict__ q, const u8* __restrict__ kv,
+    const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink,
+    float* __restrict__ partial_out, float* __restrict__ partial_lse, float scale_log2,
+    int topk, int split_len, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, i64 block_stride,
+    Strides st) {  // block_stride: bytes
+    extern __shared__ __align__(128) u8 smem[];
+    const int thread = threadIdx.x, lane = thread & 31, warp = (thread >> 5) & 3;
+    const int group = __shfl_sync(~0u, thread >> 7, 0);
+    const int t = lane >> 2, c = lane & 3;
+    const int head0 = (blockIdx.x % head_tiles) * HEADS + group * HT;  // of the group
+    const i64 row = blockIdx.x / head_tiles;
+    const i64 b = row / query_len, s = row % query_len;
+    const u32 shared = smem_u32(smem), base = GROUPS_AT + group * GROUP_BYTES;
+
+    const int begin = blockIdx.y * split_len;
+    int end = min(begin + split_len, topk);
+    const int* index_row = indices + b * st.indices_b + s * st.indices_s;
+    if (lengths) end = min(end, lengths[b * st.lengths_b + s * st.lengths_s]);
+    const int tiles = end > begin ? (end - begin + TILE - 1) / TILE : 0;
+
+    // ---- copying: this lane's rows of a tile, and its 16-byte pieces of each
+    const int first_row = (thread >> 5) * ROWS_PER_WARP + lane / LANES_PER_ROW, first_piece = lane % LANES_PER_ROW;
+    int slots[ROUNDS];
+    auto load_slots = [&](int tile) {
+#pragma unroll
+        for (int n = 0; n < ROUNDS; ++n) {
+            const int k = begin + tile * TILE + first_row + n * (32 / LANES_PER_ROW);
+            slots[n] = tile < tiles && k < end ? __ldg(index_row + k) : -1;
+        }
+    };
+    auto copy_tile = [&](int stage, int present) {
+#pragma unroll
+        for (int n = 0; n < ROUNDS; ++n) {
+            const int slot = slots[n], at_row = first_row + n * (32 / LANES_PER_ROW);
+            const bool valid = slot >= 0 && slot < num_slots;
+            const i64 offset = block_size == 0 ? (i64)slot * ROW
+                                               : slot / block_size * block_stride + (i64)(slot % block_size) * ROW;
+            const u8* from = kv + (valid ? offset : 0) + first_piece * 16;
+            const u32 to = shared + stage * STAGE_BYTES + at_row * ROW_STRIDE + first_piece * 16;
+#pragma unroll
+            for (int piece = 0; piece < ROW / 16; piece += LANES_PER_ROW)
+                if (piece + LANES_PER_ROW <= ROW / 16 || first_piece < ROW / 16 - piece)
+                    copy16(to + piece * 16, from + piece * 16, valid ? 16 : 0);
+            if (first_piece == 0) at<u32>(smem, PRESENT_AT + (present * TILE + at_row) * 4) = valid;
+        }
+    };
+    load_slots(0);
+    for (int tile = 0; tile < AHEAD; ++tile) {
+        if (tile < tiles) copy_tile(tile, tile);
+        copies_end();
+        load_slots(tile + 1);
+    }
+
+    // ---- q: operand registers of eight steps of 16 latent columns and one of rope
+    u32 q_op[MT][9][4];
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int h = head0 + mt * 16 + half * 8 + t;
+            const u16* q_row = q + b * st.q_b + s * st.q_s + (i64)h * st.q_h + 2 * c;
+#pragma unroll
+            for (int k = 0; k < 9; ++k) {
+                const u32* from = reinterpret_cast<const u32*>(q_row + (k < 8 ? warp * 128 + k * 16 : 512 + warp * 16));
+                q_op[mt][k][half] = h < num_heads ? from[0] : 0;
+                q_op[mt][k][half + 2] = h < num_heads ? from[4] : 0;
+            }
+            u32 nothing = 0;  // NaN where q is not finite: an infinity alone would score -inf against a negative key
+#pragma unroll
+            for (int k = 0; k < 9; ++k) nothing = add_nothing(q_op[mt][k][half], add_nothing(q_op[mt][k][half + 2], nothing));
+            q_op[mt][0][half] = add_bf162(q_op[mt][0][half], nothing);
+        }
+
+    float acc[MT][16][4];  // heads t and t + 8, columns 8 j + 2c and the next
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+        for (int j = 0; j < 16; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc[mt][j][i] = 0.f;
+    float m = -1.0e30f, total = 0.f;  // of this lane's head; total only over this lane's tokens
+    const int own_head = warp * (HT / 4) + lane / LANES_PER_HEAD, own_token = lane % LANES_PER_HEAD * TOKENS_PER_LANE;
+
+    // where this lane points ldmatrix: eight tokens of a chunk of 16 bytes are one of its four matrices
+    const u32 score_from = shared + ((lane >> 4) * 8 + (lane & 7)) * TOKEN + (lane >> 3 & 1) * 16;
+    const u32 output_from = shared + (lane & 15) * TOKEN + warp * 256 + (lane >> 4) * 16;
+    const u32 prob_from = shared + base + PROB_AT + ((lane & 15) * P_STRIDE + (lane >> 4) * 8) * 2;
+    const u32 score_to = base + ((warp * HT + t) * SCORE_STRIDE + 2 * c) * 4;
+
+    int stage = 0, present = 0, next_present = AHEAD;
+    for (int i = 0; i < tiles; ++i) {
+        copies_wait<AHEAD - 1>();
+        __syncthreads();  // all copies of this tile have arrived, and nobody reads the tile before it any more
+#if FP8
+        convert(smem, stage * STAGE_BYTES, thread);
+        __syncthreads();
+        const u32 tile_at = TILE_AT;
+        if (i + AHEAD < tiles) copy_tile(stage, next_present);
+#else
+        const u32 tile_at = stage * STAGE_BYTES;
+        if (i + AHEAD < tiles) copy_tile(stage == 0 ? STAGES - 1 : stage - 1, next_present);
+#endif
+        copies_end();
+        load_slots(i + AHEAD + 1);
+
+        // ---- scores of this warp's columns: tokens 8 n .. of heads t and t + 8
+#pragma unroll
+        for (int n0 = 0; n0 < TILE / 8; n0 += TOKENS_AT_ONCE) {
+            float part[TOKENS_AT_ONCE][MT][4];
+#pragma unroll
+            for (int n = 0; n < TOKENS_AT_ONCE; ++n)
+#pragma unroll
+                for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) part[n][mt][k] = 0.f;
+#pragma unroll
+            for (int k = 0; k < 9; ++k) {
+                const u32 column = k < 8 ? warp * 256 + k * 32 : 1024 + warp * 32;  // bytes
+#pragma unroll
+                for (int n = 0; n < TOKENS_AT_ONCE; n += 2) {
+                    u32 keys[4];
+                    ldmatrix4(keys, score_from + tile_at + (n0 + n) * 8 * TOKEN + column);
+#pragma unroll
+                    for (int mt = 0; mt < MT; ++mt) {
+                        mma_bf16(part[n][mt], q_op[mt][k], keys[0], keys[1]);
+                        mma_bf16(part[n + 1][mt], q_op[mt][k], keys[2], keys[3]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < TOKENS_AT_ONCE; ++n)
+#pragma unroll
+                for (int mt = 0; mt < MT; ++mt) {
+                    const u32 to = score_to + (mt * 16 * SCORE_STRIDE + (n0 + n) * 8) * 4;
+                    at<float2>(smem, to) = make_float2(part[n][mt][0], part[n][mt][1]);
+                    at<float2>(smem, to + 8 * SCORE_STRIDE * 4) = make_float2(part[n][mt][2], part[n][mt][3]);
+                }
+        }
+        meet<GROUP>(group + 1);
+
+        // ---- softmax of a quarter of the heads
+        {
+            float x[TOKENS_PER_LANE];
+#pragma unroll
+            for (int k = 0; k < TOKENS_PER_LANE; ++k) x[k] = 0.f;
+#pragma unroll
+            for (int w = 0; w < 4; ++w)
+#pragma unroll
+                for (int k = 0; k < TOKENS_PER_LANE; k += 4) {
+                    const float4 v = at<float4>(smem, base + ((w * HT + own_head) * SCORE_STRIDE + own_token + k) * 4);
+                    x[k] += v.x, x[k + 1] += v.y, x[k + 2] += v.z, x[k + 3] += v.w;
+                }
+            float top = -1.0e30f;
+#pragma unroll
+            for (int k = 0; k < TOKENS_PER_LANE; k += 4) {
+                const uint4 there = at<uint4>(smem, PRESENT_AT + (present * TILE + own_token + k) * 4);
+                x[k] = there.x ? x[k] * scale_log2 : minus_infinity();
+                x[k + 1] = there.y ? x[k + 1] * scale_log2 : minus_infinity();
+                x[k + 2] = there.z ? x[k + 2] * scale_log2 : minus_infinity();
+                x[k + 3] = there.w ? x[k + 3] * scale_log2 : minus_infinity();
+                top = fmaxf(top, fmaxf(fmaxf(x[k], x[k + 1]), fmaxf(x[k + 2], x[k + 3])));
+            }
+#pragma unroll
+            for (int d = 1; d < LANES_PER_HEAD; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+            const float m_new = fmaxf(m, top), decay = exp2_(m - m_new);
+            m = m_new;
+            total *= decay;
+#pragma unroll
+            for (int k = 0; k < TOKENS_PER_LANE; ++k) {
+                x[k] = exp2_(x[k] - m_new);
+                total += x[k];
+            }
+            if (lane % LANES_PER_HEAD == 0) at<float>(smem, base + DECAY_AT + own_head * 4) = decay;
+#pragma unroll
+            for (int k = 0; k < TOKENS_PER_LANE; k += 4)
+                at<uint2>(smem, base + PROB_AT + (own_head * P_STRIDE + own_token + k) * 2) =
+                    make_uint2(to_bf162(x[k], x[k + 1]), to_bf162(x[k + 2], x[k + 3]));
+        }
+        meet<GROUP>(group + 1);
+
+        // ---- output columns of this warp
+        float decay[MT][2];
+        bool same = true;
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                decay[mt][half] = at<float>(smem, base + DECAY_AT + (mt * 16 + half * 8 + t) * 4);
+                same = same && decay[mt][half] == 1.f;
+            }
+        if (!__all_sync(~0u, same)) {
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+                for (int j = 0; j < 16; ++j) {
+                    acc[mt][j][0] *= decay[mt][0], acc[mt][j][1] *= decay[mt][0];
+                    acc[mt][j][2] *= decay[mt][1], acc[mt][j][3] *= decay[mt][1];
+                }
+        }
+#pragma unroll
+        for (int k = 0; k < TILE / 16; ++k) {
+            u32 p[MT][4];
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt) ldmatrix4(p[mt], prob_from + (mt * 16 * P_STRIDE + k * 16) * 2);
+#pragma unroll
+            for (int j = 0; j < 16; j += 2) {
+                u32 values[4];
+                ldmatrix4_transposed(values, output_from + tile_at + k * 16 * TOKEN + j * 16);
+#pragma unroll
+                for (int mt = 0; mt < MT; ++mt) {
+                    mma_bf16(acc[mt][j], p[mt], values[0], values[1]);
+                    mma_bf16(acc[mt][j + 1], p[mt], values[2], values[3]);
+                }
+            }
+        }
+        if (++stage == STAGES) stage = 0;
+        if (++present > STAGES) present = 0;
+        if (++next_present > STAGES) next_present = 0;
+    }
+
+    // ---- one sum for a head, and what its output is multiplied by
+    const int splits = gridDim.y;
+#pragma unroll
+    for (int d = 1; d < LANES_PER_HEAD; d *= 2) total += __shfl_xor_sync(~0u, total, d);
+    meet<GROUP>(group + 1);  // all have read what the last tile decays
+    if (lane % LANES_PER_HEAD == 0) {
+        const int h = head0 + own_head;
+        const bool empty = total == 0.f;  // a NaN sum is not empty, it has to be seen
+        const float lse = empty ? minus_infinity() : m + __log2f(total);
+        float weight = total;
+        if (h < num_heads) {
+            if (splits > 1) {
+                partial_lse[(blockIdx.y * (gridDim.x / head_tiles) + row) * num_heads + h] = lse;
+            } else {
+                lse_out[b * st.lse_b + s * st.lse_s + h * st.lse_h] = lse * LN_2;
+                if (sink) weight += exp2_(sink[h] * LOG2_E - m);
+            }
+        }
+        at<float>(smem, base + DECAY_AT + own_head * 4) = empty ? 0.f : 1.f / weight;
+    }
+    meet<GROUP>(group + 1);
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int own = mt * 16 + half * 8 + t, h = head0 + own, i = 2 * half;
+            const float factor = at<float>(smem, base + DECAY_AT + own * 4);
+            if (splits > 1) {
+                float* to = partial_out +
+                            ((blockIdx.y * (gridDim.x / head_tiles) + row) * num_heads + h) * 512 + warp * 128 + 2 * c;
+#pragma unroll
+                for (int j = 0; j < 16; ++j)
+                    if (h < num_heads)
+                        *reinterpret_cast<float2*>(to + j * 8) = make_float2(acc[mt][j][i] * factor, acc[mt][j][i + 1] * factor);
+            } else {  // two lanes trade halves, so that each has four columns side by side
+                u16* to = out + b * st.out_b + s * st.out_s + h * st.out_h + warp * 128 + (c & 1) * 8 + (c >> 1) * 4;
+#pragma unroll
+                for (int j = 0; j < 16; j += 2) {
+                    const u32 first = to_bf162(acc[mt][j][i] * factor, acc[mt][j][i + 1] * factor);
+                    const u32 second = to_bf162(acc[mt][j + 1][i] * factor, acc[mt][j + 1][i + 1] * factor);
+                    const u32 other = __shfl_xor_sync(~0u, c & 1 ? first : second, 1);
+                    if (h < num_heads)
+                        *reinterpret_cast<uint2*>(to + j * 8) = c & 1 ? make_uint2(other, second) : make_uint2(first, other);
+                }
+            }
+        }
+}

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native sparse attention kernel without what compute capability 9.0 brought: its builds and its launch.
+
+It runs from compute capability 8.0 on. The splits of a row leave float32 partial results in a schedule's scratch, and a second
+kernel merges them. Rows of the FP8 cache and BF16 rows go through the same source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar, Final
+
+import torch
+
+from mla_portable.contracts import ProgramShape
+from mla_portable.layouts import BF16, FP8_DS_MLA, KV_LORA_RANK
+from mla_portable_nvidia.native.build import KernelBuild
+from mla_portable_nvidia.native.driver import Kernel, Launch
+from mla_portable_nvidia.native.sparse_decode import HEADERS, Tensors, arguments
+
+__all__ = ["BUILDS", "MERGE", "SHARED_MEMORY", "MergeBuild", "Sm80Build", "builds", "prepare"]
+
+_ARCHS: Final = MappingProxyType(
+    {f"sm{version}": f"sm_{version}" for version in (80, 86, 89, 100, 120, 121)} | {"sm103": "sm_100"}
+)  # code for 10.0 runs on 10.3
+SHARED_MEMORY: Final = 99 << 10
+"""Bytes of a thread block that every build keeps within: what the least of these architectures allows."""
+_PADDING: Final = 16
+"""Bytes between rows in shared memory, so that eight of them meet every bank once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sm80Build(KernelBuild):
+    """One build.
+
+    Attributes:
+        fp8: it reads the FP8 cache, else BF16 rows. head_tiles: 16-head tiles of a group of four warps.
+        groups: of a block; each has other heads. tile: tokens that it takes at once.
+        stages: tiles on their way or, of BF16 rows, in use. blocks_per_sm: that the registers are to allow.
+    """
+
+    kernel: ClassVar[str] = "sparse_decode_sm80"
+    headers: ClassVar[tuple[str, ...]] = HEADERS
+    changing: ClassVar[str] = "9P f"  # addresses, the scale
+    fixed: ClassVar[str] = "7i 14q"  # what shapes and strides say
+    archs: ClassVar[Mapping[str, str]] = _ARCHS
+
+    fp8: bool
+    head_tiles: int
+    groups: int
+    tile: int
+    stages: int
+    blocks_per_sm: int = 1
+
+    @property
+    def label(self) -> str:
+        return f"{self.kernel}-{'fp8' if self.fp8 else 'bf16'}-h{self.heads}-g{self.groups}-t{self.tile}-s{self.stages}"
+
+    @property
+    def heads(self) -> int:
+        """Heads that a block serves."""
+        return 16 * self.head_tiles * self.groups
+
+    @property
+    def program(self) -> ProgramShape:
+        """What the planner of splits has to know."""
+        return ProgramShape(self.heads, self.tile, self.blocks_per_sm)
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.groups
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        return (
+            ("FP8", int(self.fp8)),
+            ("MT", self.head_tiles),
+            ("GROUPS", self.groups),
+            ("TILE", self.tile),
+            ("STAGES", self.stages),
+            ("BLOCKS_PER_SM", self.blocks_per_sm),
+        )
+
+    @property
+    def shared_bytes(self) -> int:
+        heads, tile, token = 16 * self.head_tiles, self.tile, BF16.row_bytes + _PADDING
+        converted = tile * token if self.fp8 else 0
+        stages = self.stages * tile * (FP8_DS_MLA.row_bytes if self.fp8 else token)
+        scores, probabilities, decays = 4 * heads * (tile + 8) * 4, heads * (tile + 8) * 2, heads * 4
+        return stages + converted + (self.stages + 1) * tile * 4 + self.groups * (scores + probabilities + decays)
+
+    @property
+    def wide_clusters(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class MergeBuild(KernelBuild):
+    """The merge of splits, one block a head; it has one build."""
+
+    kernel: ClassVar[str] = "merge_splits"
+    headers: ClassVar[tuple[str, ...]] = HEADERS
+    changing: ClassVar[str] = "5P"  # out, lse, partial out and lse, sink
+    fixed: ClassVar[str] = "3i 6q"  # splits, heads, query length, strides of out and lse
+    archs: ClassVar[Mapping[str, str]] = _ARCHS
+
+    @property
+    def label(self) -> str:
+        return self.kernel
+
+    @property
+    def threads(self) -> int:
+        return 128
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        return ()
+
+    @property
+    def shared_bytes(self) -> int:
+        return 0
+
+    @property
+    def wide_clusters(self) -> bool:
+        return False
+
+
+MERGE: Final = MergeBuild()
+BUILDS: Final[Mapping[str, tuple[Sm80Build, ...]]] = {
+    FP8_DS_MLA.name: (
+        Sm80Build(fp8=True, head_tiles=1, groups=1, tile=32, stages=1, blocks_per_sm=2),
+        Sm80Build(fp8=True, head_tiles=1, groups=2, tile=32, stages=1),
+        Sm80Build(fp8=True, head_tiles=2, groups=2, tile=16, stages=2),
+    ),
+    BF16.name: (
+        Sm80Build(fp8=False, head_tiles=1, groups=1, tile=32, stages=2),
+        Sm80Build(fp8=False, head_tiles=1, groups=2, tile=32, stages=2),
+        Sm80Build(fp8=False, head_tiles=2, groups=2, tile=16, stages=3),
+    ),
+}
+"""kv_layout -> the builds that serve it, by heads; the last one serves more of them in several blocks."""
+
+
+def builds(kv_layout: str, num_heads: int | None) -> tuple[Sm80Build, ...]:
+    """The build for so many heads, by itself; all that there are where the heads are not known."""
+    offered = BUILDS[kv_layout]
+    if num_heads is None:
+        return offered
+    return (next((build for build in offered if num_heads <= build.heads), offered[-1]),)
+
+
+def prepare(
+    kernel: Kernel,
+    merge: Kernel,
+    build: Sm80Build,
+    of: Tensors,
+    num_splits: int,
+    split_len: int,
+    partial_out: int = 0,
+    partial_lse: int = 0,
+) -> Callable[..., None]:
+    """Launches for tensors of these shapes and strides, B * S at least 1.
+
+    A launch is given what `sparse_decode.prepare` says. partial_out, partial_lse: addresses of float32 scratch,
+    [num_splits, B * S, H, 512] and [num_splits, B * S, H]; 0: a launch that needs it allocates it.
+    """
+    batch, query_len, num_heads, _ = of.q.shape
+    rows, head_tiles = batch * query_len, -(-num_heads // build.heads)
+    attend = kernel.prepare((rows * head_tiles, num_splits), 1, *arguments(of, split_len=split_len, head_tiles=head_tiles))
+    if num_splits == 1:
+        return _Whole(attend)
+    strides = *of.out.stride()[:3], *of.lse_out.stride()
+    finish = merge.prepare((rows * num_heads, 1), 1, num_splits, num_heads, query_len, *strides)
+    if partial_out:
+        return _Split(attend, finish, partial_out, partial_lse)
+    entries, device = num_splits * rows * num_heads, of.q.device
+
+    def allocate_and_split(*addresses: int) -> None:
+        scratch = torch.empty(entries * (KV_LORA_RANK + 1), dtype=torch.float32, device=device)
+        at = scratch.data_ptr()
+        _Split(attend, finish, at, at + 4 * entries * KV_LORA_RANK)(*addresses)
+
+    return allocate_and_split
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """The launch of a call whose rows are whole."""
+
+    attend: Launch
+
+    def __call__(self, out: int, lse: int, q: int, kv: int, indices: int, lengths: int, sink: int, scale_log2: float) -> None:
+        self.attend(out, lse, q, kv, indices, lengths, sink, 0, 0, scale_log2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """The two launches of a call whose rows are split, over one place of scratch."""
+
+    attend: Launch
+    finish: Launch
+    partial_out: int
+    partial_lse: int
+
+    def __call__(self, out: int, lse: int, q: int, kv: int, indices: int, lengths: int, sink: int, scale_log2: float) -> None:
+        partial = (self.partial_out, self.partial_lse)
+        self.attend(out, lse, q, kv, indices, lengths, sink, *partial, scale_log2)
+        self.finish(out, lse, *partial, sink)

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call hands to the native kernels for compute capability 8.0 and later; no GPU takes part.
+
+Where the launches are calls of the reference, so is the merge: a cut, a scratch or a stride that is wrong shows in the result.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch_reference as reference
+from machines import A100, RTX_4090, RTX_5090
+from native_model import SOURCES, Memory, Model, attended, cache_of, parameters, sink_of, store
+from test_nvidia_native import SCALE, cache, problem, spread
+
+from mla_portable.contracts import Request, ScheduleLimits
+from mla_portable.layouts import BF16, FP8_DS_MLA
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable_nvidia import compile_all
+from mla_portable_nvidia.native import bind_sm80, bound
+from mla_portable_nvidia.native import build as kernel_build
+from mla_portable_nvidia.native.build import compile_build
+from mla_portable_nvidia.native.nvrtc import CompilationFailed, compile_cubin
+from mla_portable_nvidia.native.sparse_decode_sm80 import BUILDS, MERGE, SHARED_MEMORY, Sm80Build, builds
+
+REQUEST = Request(SPARSE_DECODE, A100, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, block_size=64, lse=True)
+BOTH = pytest.mark.parametrize("layout", [BF16.name, FP8_DS_MLA.name])
+ALL = [build for offered in BUILDS.values() for build in offered]
+
+
+class Attend(Model):
+    """Each split by the reference; partial results in float32, their lse to base 2, without the sink."""
+
+    def run(self, grid, cluster, *arguments):
+        at = self.arguments(grid, *arguments)
+        assert cluster == 1
+        memory, rows, lengths, sink = attended(at, self.build.heads)
+        row = (torch.uint8, 656) if self.build.fp8 else (torch.bfloat16, 576)
+        kv = cache_of(self.build.kernel, *row, at, memory)
+        query = memory(at.q, torch.bfloat16, (*rows, 576), (at.q_b, at.q_s, at.q_h, 1))
+        listed = memory(at.indices, torch.int32, (*rows[:2], at.topk), (at.indices_b, at.indices_s, 1))
+        for split in range(grid[1]):
+            chosen = torch.full_like(listed, -1)
+            part = slice(split * at.split_len, (split + 1) * at.split_len)
+            chosen[..., part] = listed[..., part]
+            whole = grid[1] == 1
+            options = {"softmax_scale": at.scale_log2 * math.log(2.0), "lengths": lengths, "attn_sink": sink if whole else None}
+            out, lse = reference.sparse_decode(query, kv, chosen, **options)
+            if whole:
+                assert at.partial_out == at.partial_lse == 0
+                store(at, memory, rows, out, lse)
+            else:
+                shape = (grid[1], *rows)
+                memory(at.partial_out, torch.float32, (*shape, 512), _dense(*shape, 512))[split] = out.float()
+                memory(at.partial_lse, torch.float32, shape, _dense(*shape))[split] = lse / math.log(2.0)
+
+
+class Merge(Model):
+    def run(self, grid, cluster, *arguments):
+        at = self.arguments(grid, *arguments)
+        assert cluster == grid[1] == 1 and at.splits > 1
+        memory = Memory()
+        rows = (grid[0] // at.num_heads // at.query_len, at.query_len, at.num_heads)
+        shape = (at.splits, *rows)
+        lses = memory(at.partial_lse, torch.float32, shape, _dense(*shape)) * math.log(2.0)
+        out, lse = reference.merge_states(memory(at.partial_out, torch.float32, (*shape, 512), _dense(*shape, 512)), lses)
+        sink = sink_of(at, memory)
+        if sink is not None:
+            out = out * torch.sigmoid(lse - sink).unsqueeze(-1)
+        store(at, memory, rows, out, lse)
+
+
+def _dense(*shape):
+    return torch.empty(shape, device="meta").stride()
+
+
+class Module:
+    """What driver.Module is to a launch; the machine code is the build itself."""
+
+    models: dict
+
+    def __init__(self, cubin, device):
+        self.cubin = cubin
+
+    def kernel(self, name, changing, fixed, *, threads, shared, wide_clusters):
+        assert name == self.cubin.kernel and not wide_clusters
+        kind = Merge if self.cubin is MERGE else Attend
+        return self.models.setdefault(self.cubin, kind(self.cubin, changing, fixed, threads, shared))
+
+
+@pytest.fixture
+def models(monkeypatch):
+    """Build -> its stand-in, for all that are bound in a test."""
+    found: dict = {}
+    monkeypatch.setattr(Module, "models", found, raising=False)
+    monkeypatch.setattr(kernel_build, "Module", Module)
+    monkeypatch.setattr(kernel_build, "compile_build", lambda build, arch, compiler: {"sm_80": build}[arch])
+    monkeypatch.setattr(bound, "device_with", lambda facts: torch.device("cuda", 0))
+    kernel_build.load.cache_clear()
+    yield found
+    kernel_build.load.cache_clear()
+
+
+@pytest.mark.parametrize("build", [*ALL, MERGE], ids=lambda build: build.label)
+def test_the_packed_fields_are_the_parameters_of_the_source(build):
+    fields = f"{build.changing} {build.fixed}".split()
+    assert "".join(field[-1] * int(field[:-1] or 1) for field in fields) == "".join(
+        kind for _, kind in parameters(build.kernel)
+    )
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("batch", "query_len", "num_heads", "topk", "block_size", "gap"),
+    [
+        *((1, 1, 16, 64, 64, 0), (3, 2, 5, 200, 16, 48), (2, 1, 40, 333, 1, 0), (2, 3, 17, 1, 53, 16), (150, 1, 2, 140, 4, 0)),
+        *((1, 2, 128, 700, 8, 656), (2, 1, 100, 90, 8, 16)),
+    ],
+)
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_launch_says_what_the_call_meant(models, layout, batch, query_len, num_heads, topk, block_size, gap, planned):
+    kv = cache(7, block_size, gap, layout=layout)
+    q, indices = problem(batch, query_len, num_heads, topk, 7 * block_size)
+    lengths = torch.randint(0, topk + 1, (batch, query_len), dtype=torch.int32)
+    request = REQUEST.but(kv_layout=layout, num_heads=num_heads)
+    decode = bind_sm80.bind_sparse_decode(request)
+    schedule = None
+    if planned:
+        limits = ScheduleLimits(torch.device("cpu"), num_heads, topk, batch * query_len, query_len, 12, "sm80", request=request)
+        schedule = next(bind_sm80.sm80_implementations()).schedule_kind.planner(limits).get(batch, query_len)
+    for options in ({}, {"lengths": spread(lengths, 1), "attn_sink": torch.randn(num_heads)}):
+        wanted = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE, **options)
+        got = decode(q, kv, indices, softmax_scale=SCALE, schedule=schedule, **options)
+        out, lse = spread(torch.zeros(wanted[0].shape).bfloat16()), spread(torch.zeros(wanted[1].shape), 1)
+        given = {"out": out, "lse_out": lse, "schedule": schedule, **options}
+        decode(spread(q), kv, spread(indices, 3), softmax_scale=SCALE, **given)
+        for result in (got, (out, lse)):
+            torch.testing.assert_close(result[0], wanted[0], rtol=1e-2, atol=2e-3)
+            torch.testing.assert_close(result[1], wanted[1])
+    (attend,) = [model for build, model in models.items() if build is not MERGE]
+    assert attend.build in builds(layout, num_heads) and len(attend.launches) == 4
+    if schedule is not None:
+        assert {launch.grid[1] for launch in attend.launches} == {schedule.num_splits}
+        scratch = 0 if schedule.partial_out is None else schedule.partial_out.data_ptr()
+        assert {launch.partial_out for launch in attend.launches} == {scratch}
+
+
+@BOTH
+def test_tokens_of_a_prefill_and_batch_invariant_rows_stay_whole(models, layout):
+    kv = cache(40, 16, layout=layout)
+    q, indices = problem(2, 1, 16, 640, 640)
+    request = REQUEST.but(kv_layout=layout)
+    decode = bind_sm80.bind_sparse_decode(request)
+    whole = bind_sm80.bind_sparse_decode(request.but(batch_invariant=True))
+    prefill = bind_sm80.bind_sparse_prefill(replace(request, primitive=SPARSE_PREFILL))
+    rows = kv.flatten(0, 1) if layout == "bf16" else kv
+    wanted, _ = decode(q, kv, indices, softmax_scale=SCALE)
+    (attend,) = [model for build, model in models.items() if build is not MERGE]
+    assert attend.launches[-1].grid == (2, 10)
+    for got in (whole(q, kv, indices, softmax_scale=SCALE), prefill(q[:, 0], rows, indices[:, 0], softmax_scale=SCALE)):
+        torch.testing.assert_close(got[0].view_as(wanted), wanted, rtol=1e-2, atol=2e-3)
+        assert attend.launches[-1].grid == (2, 1)
+
+
+def test_scratch_is_counted_where_a_call_allocates_it():
+    scratch = next(bind_sm80.sm80_implementations()).support.workspace_bytes
+    assert scratch(REQUEST.but(rows=1)) == 32 * 16 * 513 * 4
+    assert scratch(REQUEST.but(rows=1000)) == scratch(REQUEST.but(rows=1, batch_invariant=True)) == 0
+
+
+@pytest.mark.parametrize("device", [A100, RTX_4090, RTX_5090], ids=lambda device: device.arch)
+def test_every_part_is_declared_and_every_build_fits_it(device):
+    for offered in bind_sm80.sm80_implementations():
+        request = REQUEST.but(primitive=offered.primitive, device=device)
+        assert offered.support.reasons(request.but(num_heads=128, batch_invariant=True)) == ()
+        assert offered.support.reasons(request.but(kv_layout="bf16")) == ()
+        assert [reason.subject for reason in offered.support.reasons(request.but(cache_alignment=8))] == ["cache_alignment"]
+        assert "arch" in {reason.subject for reason in offered.support.device_reasons(replace(device, arch="sm90"))}
+        assert offered.support.min_shared_memory <= SHARED_MEMORY <= device.shared_memory
+
+
+# ---------------------------------------------------------------------------------------------------- the compiler
+
+
+@pytest.mark.parametrize("build", ALL, ids=lambda build: build.label)
+def test_shared_memory_is_what_the_source_lays_out(build):
+    source = SOURCES[build.kernel]
+    known = {"SHARED": build.shared_bytes, "BLOCK": build.threads, "TOKENS": build.tile, "SERVED": build.heads}
+    layout = (
+        source[: source.index('extern "C"')]
+        + """
+    static_assert(SHARED_BYTES == SHARED && THREADS == BLOCK && TILE == TOKENS && HEADS == SERVED, "differs");
+    """
+    )
+    compile_cubin(layout, "sm_80", [*build.defines, *known.items()])
+    for name in known:
+        with pytest.raises(CompilationFailed, match="differs"):
+            compile_cubin(layout, "sm_80", [*build.defines, *(known | {name: known[name] + 8}).items()])
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm89"])  # for all of them: as evidence, test_nvidia_native_compile
+@pytest.mark.parametrize("build", ALL, ids=lambda build: build.label)
+def test_nothing_spills_and_as_many_blocks_as_were_meant_fit(build, arch):
+    usage = compile_all.cuobjdump(compile_build(build, build.archs[arch]), "-res-usage")
+    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    assert stack == "0" and int(registers) * build.threads * build.blocks_per_sm <= 65_536
+    per_sm = {"sm80": 164, "sm89": 100}[arch] << 10
+    assert (build.blocks_per_sm if arch == "sm80" else 1) * (build.shared_bytes + 1024) <= per_sm
+
+
+@pytest.mark.parametrize("wrong", [{"tile": 8}, {"tile": 24}, {"stages": 0}, {"tile": 16}])
+def test_builds_that_the_source_cannot_be_are_refused(wrong):
+    with pytest.raises(CompilationFailed, match=r"no such build|error"):
+        compile_build(replace(ALL[0], **wrong), "sm_80")
+
+
+def test_the_heads_decide_the_build():
+    for layout, offered in BUILDS.items():
+        assert [build.heads for build in offered] == [16, 32, 64]
+        for heads, served in ((1, 16), (16, 16), (17, 32), (33, 64), (128, 64)):
+            assert builds(layout, heads) == (next(build for build in offered if build.heads == served),)
+        assert builds(layout, None) == offered
+        assert {isinstance(build, Sm80Build) for build in offered} == {True}
