@@ -62,6 +62,7 @@ from mla_portable.tools.bench.offers import load_baselines
 from mla_portable.tools.bench.plot import lines_of_records, plot_lines
 from mla_portable.tools.bench.roofline import Ceilings, measure_ceilings
 from mla_portable.tools.cli.app import app
+from mla_portable.tools.matrix.table import find_records
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule
 
 CPU = torch.device("cpu")
@@ -460,7 +461,7 @@ def test_records_are_drawn_as_one_line_a_choice(tmp_path):
     path = tmp_path / "decode.svg"
     words = ["bench", "plot", str(path), "--device", "h200", "--heads", "16,128", "--json"]
     answer = json.loads(CliRunner().invoke(app, words).stdout)
-    records = [json.loads(line) for file in (ROOT / "capability/evidence/h200").glob("*.jsonl") for line in file.open()]
+    records = [json.loads(line) for file in (find_records() / "evidence/h200").glob("*.jsonl") for line in file.open()]
     times = [each for each in records if each["kind"] == "benchmark" and each["primitive"] == "sparse_decode"]
     mine = [each for each in times if each["heads"] == [16] and each["layout"] == "bf16" and each["rows"] == 64]
     assert answer["ok"] and 0 < answer["records"] < len(times) and "<!-- triton.portable alone -->" in path.read_text()
