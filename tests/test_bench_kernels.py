@@ -20,7 +20,6 @@ import torch
 import torch_reference as reference
 from fake_plugins import implementation, make_plugin
 from machines import H200
-from reporting import ROOT
 from spoiled import NAME, WRONG, WRONG_TIMED, Spoiled, registry_with
 from typer.testing import CliRunner
 
@@ -63,6 +62,7 @@ from mla_portable.tools.bench.offers import load_baselines
 from mla_portable.tools.bench.plot import lines_of_records, plot_lines
 from mla_portable.tools.bench.roofline import Ceilings, measure_ceilings
 from mla_portable.tools.cli.app import app
+from mla_portable.tools.matrix.table import find_records
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule
 
 CPU = torch.device("cpu")
@@ -419,7 +419,7 @@ def test_a_line_says_what_ran_where_and_how(lines, tmp_path):
     append_lines(path, lines[1:])
     append_lines(path, [header])
     assert [list(each) for each in read_runs(path)] == json.loads(json.dumps([[header, lines], [header, []]]))
-    assert torch.__version__.startswith(header["versions"]["torch"]) and header["driver"] is None
+    assert header["versions"]["torch"] == torch.__version__ and header["driver"] is None
     assert (header["command"], len(header["machine"]), header["tuned"]) == ("the command", 16, False)
     assert header["commit"] is not None and header["files"] is None, "these tests run in a checkout"
     ours, baseline = lines[0], lines[1]
@@ -461,7 +461,7 @@ def test_records_are_drawn_as_one_line_a_choice(tmp_path):
     path = tmp_path / "decode.svg"
     words = ["bench", "plot", str(path), "--device", "h200", "--heads", "16,128", "--json"]
     answer = json.loads(CliRunner().invoke(app, words).stdout)
-    records = [json.loads(line) for file in (ROOT / "capability" / "evidence" / "h200").glob("*.jsonl") for line in file.open()]
+    records = [json.loads(line) for file in (find_records() / "evidence/h200").glob("*.jsonl") for line in file.open()]
     times = [each for each in records if each["kind"] == "benchmark" and each["primitive"] == "sparse_decode"]
     mine = [each for each in times if each["heads"] == [16] and each["layout"] == "bf16" and each["rows"] == 64]
     assert answer["ok"] and 0 < answer["records"] < len(times) and "<!-- triton.portable alone -->" in path.read_text()

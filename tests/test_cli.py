@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -325,7 +326,7 @@ def test_choices_that_are_written_out_are_those_of_the_library():
     assert {*choices(get_type_hints(run.__wrapped__)["route"])} == {AUTO_ROUTE, *ROUTES}
     assert {*choices(get_type_hints(plan)["route"])} == {*ROUTES}
     assert choices(get_type_hints(kernels.__wrapped__)["scale_format"]) == SCALE_FORMATS
-    assert choices(get_args(run.__annotations__["scale_format"])[0]) == SCALE_FORMATS
+    assert choices(get_args(signature(run).parameters["scale_format"].annotation)[0]) == SCALE_FORMATS
 
 
 def test_conform_in_processes_gives_what_one_process_gives():

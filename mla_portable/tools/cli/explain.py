@@ -127,13 +127,12 @@ def explain(
     """
     with command(as_json=as_json) as output:
         _share_heads(primitive, options)
-        for kind, name, hint in (
-            ("primitive", None if primitive == _ROUTE else primitive, "PRIMITIVE"),
-            ("backend", backend, "--backend"),
-            ("layout", options.get("kv_layout"), "--layout"),
-        ):
-            if name is not None:
-                check_name(kind, name, param_hint=hint)
+        if primitive != _ROUTE:
+            check_name("primitive", primitive, param_hint="PRIMITIVE")
+        if backend is not None:
+            check_name("backend", backend, param_hint="--backend")
+        if "kv_layout" in options:
+            check_name("layout", options["kv_layout"], param_hint="--layout")
         ask = _ask_for_route if primitive == _ROUTE else _ask_for_primitive
         elsewhere = None if device is None else find_profile(device, records)
         decision = ask(primitive, device if elsewhere is None else elsewhere.profile.device_facts(), backend, options)
@@ -151,9 +150,10 @@ def explain(
 def _for_a_person(decision: Decision | RouteDecision, elsewhere: Elsewhere | None) -> Iterator[RenderableType]:
     from mla_portable.contracts import Decision
 
-    state, route = elsewhere and elsewhere.state, not isinstance(decision, Decision)
-    yield elsewhere.head() if elsewhere else f"on {decision.device if route else decision.request.device}"
-    if not route:
+    state = elsewhere and elsewhere.state
+    if elsewhere:
+        yield elsewhere.head()
+    if isinstance(decision, Decision):
         yield from decision_lines(decision, state)
         yield from cost_lines([decision])
     elif decision.chosen is None:
