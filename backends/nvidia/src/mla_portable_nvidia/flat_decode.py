@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """sparse_decode on a BF16 cache by a prefill kernel on flat rows: a query token is a token.
 
-FlashMLA's decode kernel reads FP8 alone, so its prefill kernel serves. It does not split a row's keys over multiprocessors, so
-a few rows of many keys are served faster by others.
+FlashMLA's decode kernel reads FP8 alone, so its prefill kernel serves. It does not split a row's keys over multiprocessors;
+where that would leave them idle, `split_prefill` does.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from mla_portable.contracts import Implementation, InvalidArgument, Request, Sup
 from mla_portable.layouts import BF16, HEAD_SIZE, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_nvidia.attention import bind_sparse_prefill, check_kernel
+from mla_portable_nvidia.discovery import find_kernel
 from mla_portable_nvidia.head_padding import KERNEL_HEADS
+from mla_portable_nvidia.row_parts import row_parts_for
+from mla_portable_nvidia.split_prefill import SplitPrefill
 
 __all__ = ["FlatDecode", "flat_implementations"]
 
 _PREFERENCE: Final = 15.0
-"""After the native kernels where nothing was measured, because they split keys. On an H200 this kernel takes half of their time
-from 64 heads and 64 rows on, and up to 4.5 times it below; one number cannot say both."""
+"""After the kernels that compute the heads that are there, where nothing was measured. On an H200 this one is the fastest for
+64 and 128 heads from 16 rows on; one number cannot say both."""
 
 
 class FlatDecode:
@@ -100,7 +103,18 @@ def _flat(kv_cache: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 def bind_flat_decode(request: Request) -> SparseDecode:
     """sparse_decode on the prefill kernel of this device's provider. Raises: MLAPortableError where there is none."""
     prefill = request.but(primitive=SPARSE_PREFILL, block_size=None, query_len=None)
-    return FlatDecode(bind_sparse_prefill(prefill))
+    whole, device = bind_sparse_prefill(prefill), request.device
+    found = find_kernel(SPARSE_PREFILL, device)
+    split = SplitPrefill(
+        whole,
+        found.kernel,
+        row_parts_for(device.device_type),
+        base_2=found.traits.lse_base_2,
+        heads=found.traits.heads,
+        num_sms=device.num_sms,
+        sanitises=not request.clean_indices,
+    )
+    return FlatDecode(split)
 
 
 def flat_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterator[Implementation]:
