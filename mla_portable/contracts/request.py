@@ -38,7 +38,8 @@ class Request(Generic[F]):
         clean_indices: a promise about the values of `indices`: each is -1 or a slot of the cache (a row of kv), and what
             stands past a row's length is -1, so that `lengths` only repeats it. It saves work and never decides what can run.
             Violating this promise can read out-of-bounds memory.
-        clean_lengths: likewise of `lengths`: each is 0 to K.
+        clean_lengths: likewise of `lengths`: each is 0 to K, and no index in front of it is negative: they count compacted
+            indices.
         batch_invariant: a row's result may not depend, in a single bit, on what other rows there are: whoever is bound
             computes it alike for every `rows`. A schedule cuts every batch alike then (`PlannerConfig.batch_invariant`).
         graph: the call is going to be captured in a CUDA graph.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+import fa3_standins
 import pytest
 import torch
 from flashmla_standins import GENERATIONS, Library, installed, modules
@@ -19,7 +20,7 @@ from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVE
 from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
 from mla_portable.tools.bench.candidates import baseline_candidates
 from mla_portable.tools.bench.offers import load_baselines
-from mla_portable_nvidia.baselines import triton_function
+from mla_portable_nvidia.baselines import fa3_function, triton_function
 
 CPU = torch.device("cpu")
 TRITON_MODULE = "vllm__v1__attention__ops__xpu_mla_sparse"
@@ -28,9 +29,11 @@ TRITON_MODULE = "vllm__v1__attention__ops__xpu_mla_sparse"
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
     """Every test has modules of its own."""
-    triton_function.cache_clear()
+    for function in (triton_function, fa3_function):
+        function.cache_clear()
     yield
-    triton_function.cache_clear()
+    for function in (triton_function, fa3_function):
+        function.cache_clear()
 
 
 def baselines():
@@ -132,6 +135,35 @@ def test_vllms_triton_kernel_reads_a_cache_as_flat_rows():
     with modules(**{TRITON_MODULE: module}):
         assert timed(problem(SPARSE_PREFILL, "bf16", heads=16))["vllm.triton_bf16"] == []
         assert timed(problem(SPARSE_DECODE, "bf16", heads=16))["vllm.triton_bf16"] == []
+
+
+def flash_attn_varlen_func(
+    q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k=None, q_v=None, softmax_scale=None, causal=False,
+    return_softmax_lse=False, block_table=None, fa_version=2, num_splits=0,
+):  # fmt: skip
+    """vLLM's function, as far as it is used: what it does on SM90 with fa_version 3."""
+    assert fa_version == 3 and return_softmax_lse
+    out, lse, _, _ = torch.ops._vllm_fa3_C.fwd(
+        q, k, v, None, None, q_v, None, cu_seqlens_q, None, None, None, seqused_k, max_seqlen_q, max_seqlen_k, block_table,
+        None, None, None, None, None, None, None, None, softmax_scale, causal, -1, -1, 0.0, True, None, num_splits, None, 0,
+        None, 1, 0, None,
+    )  # fmt: skip
+    return out, lse
+
+
+@pytest.mark.parametrize("primitive", [SPARSE_DECODE, SPARSE_PREFILL])
+def test_flash_attention_3_is_called_as_vllm_calls_it(primitive: Primitive):
+    made = problem(primitive, "bf16", heads=40)
+    assert "No module named 'vllm" in why(made)["vllm.flash_attention3"]
+    fa3_function.cache_clear()
+    module = ModuleType("vllm.vllm_flash_attn.flash_attn_interface")
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    with modules(vllm__vllm_flash_attn__flash_attn_interface=module):
+        assert "not registered" in why(made)["vllm.flash_attention3"]
+        with fa3_standins.installed() as library:
+            assert timed(made)["vllm.flash_attention3"] == []
+            assert library.calls == [(3, 40, 128, 0)]
+    assert "supports bf16" in why(problem(primitive, "fp8_ds_mla", heads=40))["vllm.flash_attention3"]
 
 
 @pytest.mark.parametrize("version", ["0.24", "0.26", "0.33"])

@@ -13,7 +13,7 @@ import torch
 
 from mla_portable.contracts import Baseline, Batch, DecodeSchedule, Implementation, Reason, Request
 from mla_portable.planner import Planner, PlannerConfig
-from mla_portable.primitives import SPARSE_DECODE
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.bench import BenchProblem
 from mla_portable.registry import Registry
 
@@ -81,11 +81,23 @@ def our_candidates(
 def prepared(
     problem: BenchProblem, implementation: Implementation, bind: Callable[[Request], Callable[..., Any]], device: torch.device
 ) -> tuple[Callable[[], object], Callable[[], Any]]:
-    """(run, result) of what `bind` makes for the problem, with the schedule that the implementation takes."""
+    """(run, result) of what `bind` makes for the problem, with the schedule that the implementation takes.
+
+    Attention is bound and called as `SparseMLAAttention` does: indices are promised to be clean, and their counts are lengths.
+    """
     request = problem.request if implementation.support.lse else problem.request.but(lse=False)
-    bound = bind(request)
+    others: dict[str, Any] = {}
     schedule = decode_schedule(implementation, problem, device)
-    others = {} if schedule is None else {"schedule": schedule}
+    if schedule is not None:
+        others["schedule"] = schedule
+    if request.primitive in (SPARSE_DECODE, SPARSE_PREFILL):
+        kind = implementation.schedule_kind
+        request = request.but(clean_indices=True)
+        if implementation.support.lengths and not (kind is not None and kind.assumes_topk):
+            request = request.but(lengths=True, clean_lengths=True)
+            indices: torch.Tensor = problem.arguments["indices"]
+            others["lengths"] = torch.full(indices.shape[:-1], indices.shape[-1], dtype=torch.int32, device=device)
+    bound = bind(request)
     last: list[Any] = [None]
 
     def run() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashMLA and DeepGEMM on NVIDIA Hopper and Blackwell for mla_portable: the plugin.
+"""FlashMLA, FlashAttention 3 and DeepGEMM on NVIDIA Hopper and Blackwell for mla_portable: the plugin.
 
 Importing it and registering look for no library and touch no device; `check` and `bind` do, when they are called.
 """
@@ -14,6 +14,7 @@ from mla_portable_nvidia.baselines import baselines
 from mla_portable_nvidia.deepgemm import deepgemm_implementations
 from mla_portable_nvidia.deepgemm_select import select_implementations
 from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, PROVIDERS
+from mla_portable_nvidia.flash_attention3 import fa3_implementations
 from mla_portable_nvidia.flat_decode import flat_implementations
 from mla_portable_nvidia.indexer_baselines import indexer_baselines
 from mla_portable_nvidia.native.bind import native_implementations
@@ -29,10 +30,11 @@ __all__ = ["mla_portable_register", "mla_portable_register_baselines"]
 
 @hookimpl
 def mla_portable_register(registrar: Registrar) -> None:
-    """Offer FlashMLA's attention, the native kernels, vLLM's operators for the data around them, and DeepGEMM's scores."""
+    """Offer attention of FlashMLA and FlashAttention 3, the native kernels, vLLM's operators for data, DeepGEMM's scores."""
     for implementation in (
         *attention_implementations(),
         *flat_implementations(),
+        *fa3_implementations(),
         *native_implementations(),
         *sm80_implementations(),
         *topk_implementations(),
@@ -51,6 +53,6 @@ def mla_portable_register(registrar: Registrar) -> None:
 
 @hookimpl
 def mla_portable_register_baselines(registrar: Registrar) -> None:
-    """Bring FlashMLA, DeepGEMM and vLLM, called directly, to the benchmark."""
+    """Bring FlashMLA, FlashAttention, DeepGEMM and vLLM, called directly, to the benchmark."""
     for baseline in (*baselines(), *indexer_baselines()):
         registrar.add(baseline)

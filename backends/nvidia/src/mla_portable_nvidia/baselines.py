@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Baselines of this project's kernels on NVIDIA GPUs, for `mla-portable bench kernels`: FlashMLA and vLLM called directly.
+"""Baselines of this project's kernels on NVIDIA GPUs, for `mla-portable bench kernels`: FlashMLA, FlashAttention 3 and vLLM's
+own operators, called directly.
 
 Each gets its arguments as it likes them best: queries padded to its head counts, plans made, results allocated, all outside
 of the timing. What it then leaves to its caller (undoing the padding, sanitising indices, counting) is not charged to it.
@@ -20,7 +21,7 @@ from mla_portable.contracts import Baseline, BaselineCall, Primitive, Reason, Re
 from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia.conventions import DecodeKernel, PrefillKernel
-from mla_portable_nvidia.discovery import find_kernel
+from mla_portable_nvidia.discovery import find_kernel, operator_of
 from mla_portable_nvidia.head_padding import kernel_heads
 from mla_portable_nvidia.vllm_ops import FLOAT16, data_implementations, gather_call
 
@@ -31,6 +32,7 @@ _TRITON_MODULES: Final = ("vllm.v1.attention.ops.xpu_mla_sparse", "vllm.v1.atten
 """Where vLLM's portable Triton kernel for BF16 rows is found, by version."""
 _TRITON: Final = "triton_bf16_mla_sparse_interface"
 _TRITON_TOPK: Final = 16
+_FA3_MODULE: Final = "vllm.vllm_flash_attn.flash_attn_interface"
 _DECODE_TOPK: Final = 64
 _PREFILL_TOPK: Final = 128
 _OTHER: Final = "another baseline serves it"
@@ -150,6 +152,56 @@ def _prepare_prefill(request: Request, arguments: Arguments, *, native: bool) ->
     )
 
 
+# --------------------------------------------------------------------------------------------------- FlashAttention 3
+
+
+@cache
+def fa3_function() -> Callable[..., Any] | str:
+    """vLLM's face of FlashAttention, or why it cannot be had; asked once."""
+    try:
+        return import_module(_FA3_MODULE).flash_attn_varlen_func
+    except Exception as error:  # see triton_function
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _fa3_reasons(request: Request) -> Iterator[Reason]:
+    if request.kv_layout != "bf16":
+        yield Reason("kv_layout", str(request.kv_layout), "supports bf16", _OTHER)
+        return
+    function = fa3_function()
+    if isinstance(function, str):
+        yield Reason("function", "flash_attn_varlen_func", function, "install vLLM")
+    elif operator_of("_vllm_fa3_C", "fwd") is None:
+        yield Reason("operator", "_vllm_fa3_C.fwd", "not registered", "install a build of vLLM for SM90")
+
+
+def _prepare_fa3(request: Request, arguments: Arguments) -> BaselineCall:
+    """As vLLM's backend FLASH_ATTN_MLA_SPARSE calls it: a sequence for each token, whose pages are the rows that it chose."""
+    function: Any = fa3_function()
+    q, indices = _rows(arguments)
+    rows = _cache_of(arguments).reshape(-1, 1, 1, HEAD_SIZE)
+    tokens, topk = indices.shape
+    return _recorded(
+        partial(
+            function,
+            q=q[..., KV_LORA_RANK:],
+            k=rows[..., KV_LORA_RANK:],
+            v=rows[..., :KV_LORA_RANK],
+            q_v=q[..., :KV_LORA_RANK],
+            max_seqlen_q=1,
+            cu_seqlens_q=torch.arange(tokens + 1, dtype=torch.int32, device=q.device),
+            max_seqlen_k=topk,
+            seqused_k=torch.full((tokens,), topk, dtype=torch.int32, device=q.device),
+            block_table=indices,
+            softmax_scale=arguments["softmax_scale"],
+            causal=True,
+            fa_version=3,
+            return_softmax_lse=True,
+        ),
+        lambda got: _in_our_meaning(arguments, got[0], got[1].T, False),
+    )
+
+
 # --------------------------------------------------------------------------------------------------------------- vLLM
 
 
@@ -254,6 +306,8 @@ def baselines() -> Iterator[Baseline]:
         yield Baseline("flashmla.decode", primitive, _decode_reasons, _prepare_decode, f"{padding}; planned beforehand")
         for name, how, remark in (("flashmla.prefill", padded, padding), ("flashmla.prefill_native", native, few)):
             yield Baseline(name, primitive, partial(_prefill_reasons, **how), partial(_prepare_prefill, **how), remark)
+        remark = "which entries count, and how many, is known beforehand; vLLM's choice of splits"
+        yield Baseline("vllm.flash_attention3", primitive, _fa3_reasons, _prepare_fa3, remark)
         yield Baseline("vllm.triton_bf16", primitive, _triton_reasons, _prepare_triton)
     unguarded = "indices, slots and table entries are taken as valid"
     for name, primitive, prepare in (

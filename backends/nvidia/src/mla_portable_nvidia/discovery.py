@@ -29,7 +29,17 @@ from mla_portable_nvidia.conventions import NotThisConvention
 from mla_portable_nvidia.decode_conventions import OperatorDecode, decode_of_module
 from mla_portable_nvidia.prefill_conventions import OperatorPrefill, prefill_of_module
 
-__all__ = ["LIBRARY_VARIABLE", "PROVIDERS", "PROVIDER_VARIABLE", "Found", "device_with", "find_kernel", "forget"]
+__all__ = [
+    "LIBRARY_VARIABLE",
+    "PROVIDERS",
+    "PROVIDER_VARIABLE",
+    "Found",
+    "device_with",
+    "find_kernel",
+    "forget",
+    "load_from",
+    "operator_of",
+]
 
 PROVIDER_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_PROVIDER"
 LIBRARY_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_LIBRARY"
@@ -73,13 +83,13 @@ _OF_MODULE: Final[dict[Primitive, Callable[[Any], Any]]] = {
 }
 
 
-def _operator(library: str, name: str) -> Any | None:
+def operator_of(library: str, name: str) -> Any | None:
     """An operator's default overload, None where it is not registered."""
     packet = getattr(getattr(torch.ops, library), name, None)
     return getattr(packet, "default", None)
 
 
-def _load_from(package: str, pattern: str) -> None:
+def load_from(package: str, pattern: str) -> None:
     """Load the library of operators that lies in an installed package, without importing the package."""
     try:
         spec = find_spec(package)
@@ -115,9 +125,9 @@ def _operator_source(library: str, package: str, pattern: str, module: str | Non
     def find(primitive: Primitive) -> Any:
         name, adapter = _OPERATORS[primitive]
         try:
-            if _operator(library, name) is None:
-                _load_from(package, pattern)
-            operator = _operator(library, name)
+            if operator_of(library, name) is None:
+                load_from(package, pattern)
+            operator = operator_of(library, name)
             if operator is None:
                 raise NotThisConvention(f"torch.ops.{library} has no {name}")
             return adapter(operator)
@@ -141,7 +151,7 @@ def _library_source(path: str) -> _Source:
         _load(Path(path))
         name, adapter = _OPERATORS[primitive]
         for library in _LIBRARIES:
-            operator = _operator(library, name)
+            operator = operator_of(library, name)
             if operator is not None:
                 return adapter(operator)
         raise NotThisConvention(f"{path} registers {name} under none of {', '.join(_LIBRARIES)}")

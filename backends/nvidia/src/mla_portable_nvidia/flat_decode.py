@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sparse_decode on a BF16 cache by FlashMLA's prefill kernel, whose decode kernel reads FP8 alone: a query token is a token.
+"""sparse_decode on a BF16 cache by a prefill kernel on flat rows: a query token is a token.
 
-A row's keys are not split over multiprocessors, so a few rows of many keys are served faster by others; from a device full of
-rows on, and with 64 heads or more, nothing here is faster than this kernel, which is also what vLLM decodes a BF16 cache with.
+FlashMLA's decode kernel reads FP8 alone, so its prefill kernel serves. It does not split a row's keys over multiprocessors;
+where that would leave them idle, `split_prefill` does.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from mla_portable.contracts import Implementation, InvalidArgument, Request, Sup
 from mla_portable.layouts import BF16, HEAD_SIZE, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_nvidia.attention import bind_sparse_prefill, check_kernel
+from mla_portable_nvidia.discovery import find_kernel
 from mla_portable_nvidia.head_padding import KERNEL_HEADS
+from mla_portable_nvidia.row_parts import row_parts_for
+from mla_portable_nvidia.split_prefill import SplitPrefill
 
 __all__ = ["FlatDecode", "flat_implementations"]
 
 _PREFERENCE: Final = 15.0
-"""After the native kernels where nothing was measured, because they split keys. On an H200 this kernel takes half of their time
-from 64 heads and 64 rows on, and up to 4.5 times it below; one number cannot say both."""
+"""After the kernels that compute the heads that are there, where nothing was measured. On an H200 this one is the fastest for
+64 and 128 heads from 16 rows on; one number cannot say both."""
 
 
 class FlatDecode:
@@ -32,7 +35,7 @@ class FlatDecode:
 
     def __init__(self, prefill: SparsePrefill) -> None:
         """prefill: sparse_prefill on flat BF16 rows."""
-        self._prefill, self._no_lse = prefill, torch.empty(0)
+        self._prefill = prefill
 
     def __call__(
         self,
@@ -49,17 +52,16 @@ class FlatDecode:
     ) -> tuple[Tensor, Tensor]:
         """All rows in one call; `schedule` is not needed.
 
-        Returns: out, and a tensor without elements for the lse that is not offered.
+        Returns: out and lse; a tensor without elements where the prefill kernel was bound for none.
         Raises: InvalidArgument for blocks that are not whole rows apart.
         """
         batch, query_len, num_heads, _ = q.shape
         if out is None:
             out = torch.empty((batch, query_len, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
-        if batch == 0 or query_len == 0:
-            return out, self._no_lse
         kv, rows = _flat(kv_cache, indices)
         result = out.flatten(0, 1)  # a copy where the strides leave no other way
-        self._prefill(
+        lse_result = None if lse_out is None else lse_out.flatten(0, 1)
+        _, lse = self._prefill(
             q.flatten(0, 1),
             kv,
             rows.flatten(0, 1),
@@ -67,10 +69,15 @@ class FlatDecode:
             lengths=None if lengths is None else lengths.flatten(),
             attn_sink=attn_sink,
             out=result,
+            lse_out=lse_result,
         )
         if result.data_ptr() != out.data_ptr():
             out.copy_(result.view(out.shape))
-        return out, self._no_lse
+        if lse is lse_result and lse_out is not None:
+            if lse.data_ptr() != lse_out.data_ptr():
+                lse_out.copy_(lse.view(lse_out.shape))
+            return out, lse_out
+        return out, lse.view(batch, query_len, num_heads) if lse.dim() == 2 else lse
 
 
 def _flat(kv_cache: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,7 +103,18 @@ def _flat(kv_cache: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 def bind_flat_decode(request: Request) -> SparseDecode:
     """sparse_decode on the prefill kernel of this device's provider. Raises: MLAPortableError where there is none."""
     prefill = request.but(primitive=SPARSE_PREFILL, block_size=None, query_len=None)
-    return FlatDecode(bind_sparse_prefill(prefill))
+    whole, device = bind_sparse_prefill(prefill), request.device
+    found = find_kernel(SPARSE_PREFILL, device)
+    split = SplitPrefill(
+        whole,
+        found.kernel,
+        row_parts_for(device.device_type),
+        base_2=found.traits.lse_base_2,
+        heads=found.traits.heads,
+        num_sms=device.num_sms,
+        sanitises=not request.clean_indices,
+    )
+    return FlatDecode(split)
 
 
 def flat_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterator[Implementation]:

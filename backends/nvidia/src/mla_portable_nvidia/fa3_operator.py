@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashAttention 3's operator with pages of one token: where it is found, and how this project calls it.
+
+Queries are given in two halves, the rotary one as `q` and the latent one as `q_v`; keys are the rotary columns of the cached
+rows, values the latent ones. Each query row is a sequence of its own, whose pages are the rows that it chose. vLLM's backend
+FLASH_ATTN_MLA_SPARSE and SGLang's `fa3` call it so. The operator has the same name and arguments in each package; those that
+are not used here get the value that leaves them out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torch import Tensor
+
+from mla_portable.contracts import Reason
+from mla_portable.layouts import KV_LORA_RANK
+from mla_portable_nvidia.conventions import NotThisConvention, Positions
+from mla_portable_nvidia.discovery import PROVIDER_VARIABLE, load_from, operator_of
+
+__all__ = ["FA3Operator", "find_fa3"]
+
+_NEEDED: Final = (
+    "q", "k", "v", "q_v", "out", "seqused_k", "max_seqlen_k", "page_table", "softmax_scale", "num_splits",
+)  # fmt: skip
+_UNUSED: Final[dict[str, Any]] = {
+    "is_causal": False,
+    "window_size_left": -1,
+    "window_size_right": -1,
+    "attention_chunk": 0,
+    "softcap": 0.0,
+    "is_rotary_interleaved": False,
+    "sm_margin": 0,
+    "cp_world_size": 1,
+    "cp_rank": 0,
+    "only_qv": False,
+}
+"""Arguments that must be given, by some build or by all, and say nothing here."""
+
+
+class FA3Operator:
+    """`fwd` of one package. Graph-safe; lse and the accumulators of splits come from torch's allocator."""
+
+    def __init__(self, operator: Any) -> None:
+        """operator: the overload itself, `torch.ops.<library>.fwd.default`. Raises: NotThisConvention."""
+        positions = Positions(operator, _NEEDED, tuple(_UNUSED))
+        self._operator, self._template = operator, positions.template
+        for name, at in positions.index.items():
+            self._template[at] = _UNUSED.get(name)
+        index = positions.index
+        self._q, self._k, self._v, self._q_v, self._out, self._used = (index[name] for name in _NEEDED[:6])
+        self._most, self._table, self._scale, self._splits = (index[name] for name in _NEEDED[6:])
+
+    def __call__(
+        self, q: Tensor, kv: Tensor, pages: Tensor, counts: Tensor, softmax_scale: float, num_splits: int, out: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Attend.
+
+        Args:
+            q: [T, H, 576] bf16; address and strides in multiples of 16 bytes, as those of kv and out. kv: [W, 576] bf16.
+            pages: [T, K] int32, the first counts[t] of which are rows of kv; the others are not read. K contiguous.
+            counts: [T] int32, contiguous, each 0 to K.
+            num_splits: of a row's pages, at most; 0 for as many as the operator likes.
+            out: [T, H, 512] bf16, written; zeros where there are no pages.
+        Returns: out and lse [T, H] float32, natural, infinite where there are no pages.
+        """
+        query, rows = q.unsqueeze(1), kv.view(-1, 1, 1, kv.shape[1])
+        given = self._template.copy()
+        given[self._q], given[self._q_v] = query[..., KV_LORA_RANK:], query[..., :KV_LORA_RANK]
+        given[self._k], given[self._v] = rows[..., KV_LORA_RANK:], rows[..., :KV_LORA_RANK]
+        given[self._table], given[self._used], given[self._most] = pages, counts, pages.shape[1]
+        given[self._scale], given[self._splits], given[self._out] = softmax_scale, num_splits, out.unsqueeze(1)
+        _, lse, *_ = self._operator(*given)
+        return out, lse.squeeze(2)
+
+
+_SOURCES: Final = {
+    "vllm": ("_vllm_fa3_C", "vllm", "vllm_flash_attn/_vllm_fa3_C*.so", "install vLLM 0.24 or newer"),
+    "sgl_kernel": ("sgl_kernel", "sgl_kernel", "flash_ops*.so", "install sglang-kernel 0.4.3 to 0.4.5"),
+}
+"""provider -> the library's name in torch.ops, the package, its file there, a remedy."""
+
+
+def find_fa3(environ: Mapping[str, str] | None = None) -> tuple[FA3Operator | None, tuple[Reason, ...]]:
+    """The operator of the first package that has it, and the reasons against those asked before; loads libraries."""
+    forced = (os.environ if environ is None else environ).get(PROVIDER_VARIABLE, "").strip()
+    reasons: list[Reason] = []
+    for name, (library, package, pattern, remedy) in _SOURCES.items():
+        if forced not in ("", name):
+            continue
+        try:
+            if operator_of(library, "fwd") is None:
+                load_from(package, pattern)
+            operator = operator_of(library, "fwd")
+            if operator is None:
+                raise NotThisConvention(f"torch.ops.{library} has no fwd")
+            return FA3Operator(operator), tuple(reasons)
+        except NotThisConvention as failure:
+            reasons.append(Reason(f"provider {name}", "not usable:", str(failure), remedy))
+    if not reasons:
+        remedy = f"unset {PROVIDER_VARIABLE}"
+        reasons.append(Reason("provider", forced, f"FlashAttention 3 comes with {', '.join(_SOURCES)}", remedy))
+    return None, tuple(reasons)

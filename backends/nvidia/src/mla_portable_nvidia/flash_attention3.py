@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sparse_decode and sparse_prefill on BF16 rows by FlashAttention 3, with pages of one token.
+
+The kernel computes tiles of 64 heads by 64 keys of any head count. It reads the leading pages of a row's list and follows
+them unchecked, so indices pass through `page_lists` first, unless the request promises that what is in front of the lengths
+are rows of kv. It has no sink for heads of these widths: that is applied afterwards.
+
+Splits: the kernel cuts the keys of rows that leave multiprocessors idle, by the lengths that it finds on the device. It is
+told how many splits there may be. vLLM lets it choose by shapes alone, as if all but one row were short: it then allocates
+28 accumulators for each row, 0.9 GiB for 256 rows of 64 heads, and launches the kernel that merges them, needed or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts import (
+    DEFAULT_SCRATCH_BYTES,
+    DeviceFacts,
+    Implementation,
+    MLAPortableError,
+    Reason,
+    Request,
+    Support,
+    attention_results,
+)
+from mla_portable.layouts import BF16, KV_LORA_RANK
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
+from mla_portable_nvidia.boundary import Boundary, boundary_for
+from mla_portable_nvidia.fa3_operator import FA3Operator, find_fa3
+from mla_portable_nvidia.flat_decode import FlatDecode
+from mla_portable_nvidia.head_padding import aligned
+from mla_portable_nvidia.page_lists import PageLists, page_lists_for
+
+__all__ = [
+    "FlashAttention3",
+    "accumulator_bytes",
+    "bind_fa3_decode",
+    "bind_fa3_prefill",
+    "fa3_implementations",
+    "most_splits",
+]
+
+NAME: Final = "nvidia.flash_attention3"
+_TILE: Final = 64
+"""Heads of a tile, and keys."""
+_MARGIN: Final = 1.1
+"""By this much more work for each multiprocessor than there is, the kernel counts, where it decides on splits."""
+_MOST_SPLITS: Final = 256
+_MOST_ROWS: Final = 992
+"""The kernel does not split larger batches."""
+_DECODE, _PREFILL = 8.5, 11.0
+"""Decode: behind the kernel of few heads, before the one of many, which takes 1.1 to 1.9 times as long. Prefill: behind
+FlashMLA."""
+
+
+def most_splits(rows: int, heads: int, topk: int, num_sms: int, scratch_bytes: int = DEFAULT_SCRATCH_BYTES) -> int:
+    """How many splits the kernel may cut a row into: 1 where rows of `topk` keys need none, else what scratch allows.
+
+    A row that is shorter than `topk` leaves the splits that the kernel would give it to the others.
+    """
+    tiles, blocks = rows * -(-heads // _TILE), -(-topk // _TILE)
+    if rows > _MOST_ROWS or blocks <= math.ceil(tiles * blocks * _MARGIN / num_sms):
+        return 1
+    return max(min(blocks, _MOST_SPLITS, scratch_bytes // accumulator_bytes(rows, heads)), 1)
+
+
+def accumulator_bytes(rows: int, heads: int) -> int:
+    """Of one split: float32 sums and an lse for each head of each row."""
+    return 4 * rows * heads * (KV_LORA_RANK + 1)
+
+
+class FlashAttention3:
+    """The callable; see `mla_portable.contracts.SparsePrefill`. Graph-safe where `out` and `lse_out` are given."""
+
+    def __init__(
+        self,
+        operator: FA3Operator,
+        boundary: Boundary,
+        page_lists: PageLists,
+        *,
+        num_sms: int,
+        lists: bool = True,
+        finishes: bool = True,
+        max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
+    ) -> None:
+        """Decide what every call does.
+
+        Args:
+            lists: False where indices and lengths are promised to be clean: they are lists of pages then.
+            finishes: False where neither an lse nor a sink is asked for: the kernel's `out` is the result.
+            max_scratch_bytes: bound on accumulators, and on lists.
+        """
+        self._operator, self._boundary, self._page_lists = operator, boundary, page_lists
+        self._num_sms, self._lists, self._finishes = num_sms, lists, finishes
+        self._max_scratch_bytes, self._no_lse = max_scratch_bytes, torch.empty(0)
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        indices: Tensor,
+        *,
+        softmax_scale: float,
+        lengths: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        out: Tensor | None = None,
+        lse_out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """List, attend and finish, as far as there is need; in chunks of tokens where lists would be large.
+
+        Returns: as asked; where nothing is finished, a tensor without elements as lse, and `lse_out` stays as it was.
+        """
+        num_tokens, num_heads, _ = q.shape
+        topk = indices.shape[1]
+        if self._finishes:
+            out, lse_out = attention_results(q, kv, out, lse_out)
+        else:
+            out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device) if out is None else out
+            lse_out = self._no_lse
+        if num_tokens == 0:
+            return out, lse_out
+        if kv.shape[0] == 0:
+            return out.zero_(), lse_out.fill_(-math.inf)
+        if not self._lists and lengths is not None and indices.stride(1) == 1:
+            self._attend(q, kv, indices, lengths.contiguous(), softmax_scale, attn_sink, out, lse_out)
+            return out, lse_out
+        rows = min(num_tokens, max(self._max_scratch_bytes // (4 * topk), 1))
+        pages = torch.empty((rows, topk), dtype=torch.int32, device=q.device)
+        counts = torch.empty(rows, dtype=torch.int32, device=q.device)
+        for begin in range(0, num_tokens, rows):
+            part = slice(begin, min(begin + rows, num_tokens))
+            some, used = pages[: part.stop - begin], counts[: part.stop - begin]
+            self._page_lists(some, used, indices[part], None if lengths is None else lengths[part], kv.shape[0])
+            lse_part = lse_out[part] if self._finishes else lse_out
+            self._attend(q[part], kv, some, used, softmax_scale, attn_sink, out[part], lse_part)
+        return out, lse_out
+
+    def _attend(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        pages: Tensor,
+        counts: Tensor,
+        softmax_scale: float,
+        attn_sink: Tensor | None,
+        out: Tensor,
+        lse_out: Tensor,
+    ) -> None:
+        """One call of the kernel."""
+        num_tokens, num_heads, _ = q.shape
+        splits = most_splits(num_tokens, num_heads, pages.shape[1], self._num_sms, self._max_scratch_bytes)
+        in_place = out.is_contiguous() and out.data_ptr() % 16 == 0
+        target = out if in_place else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        _, lse = self._operator(aligned(q), kv, pages, counts, softmax_scale, splits, target)
+        if self._finishes:
+            result = None if in_place else target.unsqueeze(1)
+            self._boundary.finish(out.unsqueeze(1), lse_out.unsqueeze(1), result, lse.unsqueeze(1), attn_sink, False)
+        elif not in_place:
+            out.copy_(target)
+
+
+def _check(device: DeviceFacts) -> tuple[Reason, ...]:
+    """Every package's reason why it cannot serve, unless one can."""
+    operator, reasons = find_fa3()
+    return () if operator is not None else reasons
+
+
+def bind_fa3_prefill(request: Request) -> SparsePrefill:
+    """sparse_prefill on the operator that is here. Raises: MLAPortableError where there is none."""
+    operator, reasons = find_fa3()
+    if operator is None:
+        raise MLAPortableError(f"{request.primitive}: nothing brings FlashAttention 3 here: {'; '.join(map(str, reasons))}")
+    device = request.device
+    return FlashAttention3(
+        operator,
+        boundary_for(device.device_type),
+        page_lists_for(device.device_type),
+        num_sms=device.num_sms or 1,
+        lists=not (request.lengths and request.clean_indices and request.clean_lengths),
+        finishes=request.lse or request.attn_sink,
+    )
+
+
+def bind_fa3_decode(request: Request) -> SparseDecode:
+    """sparse_decode on the same kernel, a query token as a token. Raises: MLAPortableError where there is none."""
+    return FlatDecode(bind_fa3_prefill(request))
+
+
+def _scratch(request: Request) -> int:
+    """Bytes at most of accumulators and lists."""
+    return 2 * DEFAULT_SCRATCH_BYTES
+
+
+def fa3_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterator[Implementation]:
+    """sparse_decode and sparse_prefill of BF16 rows, for SM90. device_types: ("cuda",) but for tests with stand-ins."""
+    common: dict[str, Any] = {
+        "source": "vllm-project/flash-attention 617264c: hopper/flash_api.cpp; vLLM 0.26: flashattn_mla_sparse.py",
+        "device_types": device_types,
+        "vendors": ("nvidia",),
+        "archs": ("sm90",),
+        "kv_layouts": (BF16.name,),
+        "max_heads": 128,
+        "cache_alignment": 16,
+        "workspace_bytes": _scratch,
+    }
+    yield Implementation(
+        NAME,
+        SPARSE_DECODE,
+        Support(**common, needs_whole_rows=True),
+        bind_fa3_decode,
+        check=_check,
+        preference=_DECODE,
+        prefills_as=NAME,
+    )
+    yield Implementation(NAME, SPARSE_PREFILL, Support(**common), bind_fa3_prefill, check=_check, preference=_PREFILL)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashMLA's prefill kernel on few tokens of many keys: a token's keys are cut into parts, which are tokens to the kernel.
+
+The kernel gives 64 heads of a token to a multiprocessor. With fewer of those than multiprocessors the others have nothing to
+do, and a little more than one wave takes as long as two: parts are smaller, so they fill the device and the last wave better.
+Each part costs a copy of its queries and a place for its result, and both ends a launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK
+from mla_portable.primitives import SparsePrefill
+from mla_portable_nvidia.conventions import PrefillKernel
+from mla_portable_nvidia.head_padding import KERNEL_HEADS
+from mla_portable_nvidia.row_parts import RowParts
+from mla_portable_nvidia.sparse_prefill import TOPK_MULTIPLE
+
+__all__ = ["SplitPrefill", "num_parts"]
+
+_COUNTS: Final = (1, 2, 4, 8, 16)
+_TILE_HEADS: Final = 64
+_START, _KEY = 8.5, 0.0271
+"""Microseconds on an H200 that a block takes by itself: to start and end, and for each key."""
+_FULL: Final = 0.5
+"""By this share longer where all multiprocessors are at it."""
+_PASSES, _PASSED = 5.0, 0.03
+"""Microseconds of the passes around the kernel: of both, and of each block's queries and results."""
+
+
+@lru_cache(maxsize=4096)
+def num_parts(tokens: int, heads: int, topk: int, num_sms: int) -> int:
+    """Into how many parts to cut the keys of `tokens` tokens of 64 or 128 heads: the count that is predicted to be fastest.
+
+    The parts are wholes of what the kernel's K must be a multiple of.
+    """
+    tiles = tokens * (heads // _TILE_HEADS)
+
+    def predicted(parts: int) -> float:
+        waves, rest = divmod(tiles * parts, num_sms)
+        block = _START + _KEY * topk / parts
+        us = block * (waves * (1 + _FULL) + (1 + _FULL * rest / num_sms if rest else 0))
+        return us + (_PASSES + _PASSED * tiles * parts if parts > 1 else 0)
+
+    return min((parts for parts in _COUNTS if topk % (TOPK_MULTIPLE * parts) == 0 or parts == 1), key=predicted)
+
+
+class SplitPrefill:
+    """The callable; see `mla_portable.contracts.SparsePrefill`, without lse. Graph-safe where `out` is given."""
+
+    def __init__(
+        self,
+        whole: SparsePrefill,
+        kernel: PrefillKernel,
+        passes: RowParts,
+        *,
+        base_2: bool,
+        heads: Collection[int],
+        num_sms: int,
+        sanitises: bool,
+    ) -> None:
+        """Decide what every call does.
+
+        Args:
+            whole: serves what is not worth to be cut, or has to be masked first. kernel, base_2, heads: as calibrated.
+            sanitises: False where indices are promised to be clean.
+        """
+        self._whole, self._kernel, self._passes, self._base_2 = whole, kernel, passes, base_2
+        self._heads = sorted(set(heads) & set(KERNEL_HEADS))
+        self._num_sms, self._sanitises, self._no_lse = num_sms, sanitises, torch.empty(0)
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        indices: Tensor,
+        *,
+        softmax_scale: float,
+        lengths: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        out: Tensor | None = None,
+        lse_out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One call of the kernel in any case. Returns: out, and a tensor without elements as lse."""
+        (num_tokens, num_heads, _), topk = q.shape, indices.shape[1]
+        heads = next((count for count in self._heads if num_heads <= count), 0)
+        parts = num_parts(num_tokens, heads, topk, self._num_sms) if heads else 1
+        masks = (self._sanitises and lengths is not None) or not indices.is_contiguous()
+        if parts == 1 or masks or kv.shape[0] == 0 or num_tokens == 0:
+            return self._whole(
+                q, kv, indices, softmax_scale=softmax_scale, lengths=lengths, attn_sink=attn_sink, out=out, lse_out=lse_out
+            )
+        if out is None:
+            out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
+        kernel, rows, part = self._kernel, num_tokens * parts, topk // parts
+        queries = torch.empty((rows, heads, HEAD_SIZE), dtype=q.dtype, device=q.device)
+        limits = None
+        if lengths is not None and kernel.takes_lengths:
+            limits = torch.empty(rows, dtype=torch.int32, device=q.device)
+        by_token = None if limits is None else limits.view(num_tokens, parts)
+        self._passes.spread(queries.view(num_tokens, parts, heads, HEAD_SIZE), by_token, q, lengths, part)
+        options: dict[str, Any] = {} if limits is None else {"lengths": limits}
+        results, lses = kernel(queries, kv.unsqueeze(1), indices.view(rows, 1, part), softmax_scale, **options)
+        results = results.view(num_tokens, parts, heads, KV_LORA_RANK)
+        self._passes.merge(out, results, lses.contiguous().view(num_tokens, parts, heads), attn_sink, self._base_2)
+        return out, self._no_lse

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A few rows of many keys on FlashMLA's prefill kernel: cut into parts, as many as are predicted to be fastest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from flashmla_standins import installed
+from simulated_gpu import FACTS
+from torch import Tensor
+
+from mla_portable.contracts import Request
+from mla_portable.primitives import SPARSE_DECODE
+from mla_portable.problems.attention import attend
+from mla_portable_nvidia.flat_decode import bind_flat_decode
+from mla_portable_nvidia.split_prefill import num_parts
+
+ROWS, TOPK = 3, 1024
+
+
+def problem(heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, a cache, indices and lengths: nothing, a part and a little, all."""
+    g = torch.Generator().manual_seed(heads)
+    q, kv = torch.randn(ROWS, 1, heads, 576, generator=g).bfloat16(), torch.randn(32, 64, 576, generator=g).bfloat16()
+    indices = torch.stack([torch.randperm(2048, generator=g)[:TOPK] for _ in range(ROWS)]).to(torch.int32)
+    lengths = torch.tensor([0, 150, TOPK], dtype=torch.int32)
+    indices[torch.arange(TOPK) >= lengths.unsqueeze(1)] = -1
+    return q, kv, indices.unsqueeze(1), lengths.unsqueeze(1)
+
+
+def bound(heads: int, **changes: bool):
+    request = Request(
+        SPARSE_DECODE, FACTS["sm90"], kv_layout="bf16", num_heads=heads, topk=TOPK, block_size=64, query_len=1, **changes
+    )
+    return bind_flat_decode(request)
+
+
+@pytest.mark.parametrize("generation", ["vllm 0.26", "flash_mla 2025"])
+@pytest.mark.parametrize("heads", [40, 64, 128])
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_parts_of_a_few_rows_are_rows_of_one_call(generation: str, heads: int, with_sink: bool):
+    q, kv, indices, lengths = problem(heads)
+    sink = torch.randn(heads, generator=torch.Generator().manual_seed(1)) if with_sink else None
+    with installed(generation) as library:
+        call = bound(heads, clean_indices=True, clean_lengths=True, lengths=True, attn_sink=with_sink)
+        del library.prefill_calls[:]
+        out, lse = call(q, kv, indices, softmax_scale=0.05, lengths=lengths, attn_sink=sink)
+        assert library.prefill_calls == [(8 * ROWS, 64 if heads <= 64 else 128, 128)] and not lse.numel()
+    want, _ = attend(q[:, 0], kv, indices[:, 0], softmax_scale=0.05, lengths=lengths[:, 0], attn_sink=sink)
+    torch.testing.assert_close(out[:, 0].double(), want, atol=1e-2, rtol=1e-2)
+    assert not out[0].any()
+
+
+@pytest.mark.parametrize(("changes", "calls"), [({"lengths": True}, 3), ({}, 24)])
+def test_lengths_that_are_not_promised_to_be_clean_are_masked_first_in_whole_rows(changes: dict[str, bool], calls: int):
+    q, kv, indices, lengths = problem(64)
+    with installed("vllm 0.26") as library:
+        call = bound(64, **changes)
+        del library.prefill_calls[:]
+        out, _ = call(q, kv, indices, softmax_scale=0.05, lengths=lengths if changes else None)
+        assert [tokens for tokens, *_ in library.prefill_calls] == [calls]
+    torch.testing.assert_close(
+        out[:, 0].double(), attend(q[:, 0], kv, indices[:, 0], softmax_scale=0.05)[0], atol=1e-2, rtol=1e-2
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "topk", "parts"),
+    [
+        (1, 64, 2048, 16),
+        (1, 64, 2304, 2),  # 9 x 256: a part is a multiple of 128
+        (1, 64, 100, 1),
+        (64, 64, 2048, 2),  # 128 blocks
+        (32, 64, 2048, 4),
+        (32, 128, 2048, 2),
+        (128, 64, 2048, 1),  # a block for each multiprocessor
+        (150, 64, 2048, 2),  # three waves of halves are shorter than two
+        (4096, 64, 2048, 1),
+    ],
+)
+def test_parts_fill_the_device_and_no_more(tokens: int, heads: int, topk: int, parts: int):
+    assert num_parts(tokens, heads, topk, 132) == parts
