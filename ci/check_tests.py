@@ -7,7 +7,7 @@
 Written are the functions named `test*` of the test files below the folders (default: tests, without tests/vllm, which `ci/vllm`
 runs), wherever they stand in a file. Each needs a case that passed, and none that did anything else: a mark, a call, an option,
 a condition or a conftest that keeps one from running leaves it without. A name that is defined twice hides the first.
-Tests that pytest was told to deselect or ignore are exceptions of that run. A test that passes without testing, or that was
+Tests that the command deselects or ignores are exceptions of that run. A test that passes without testing, or that was
 deleted, cannot be seen here.
 """
 

@@ -159,10 +159,10 @@ def conform(options: argparse.Namespace) -> int:
 
 
 def state_of(device: torch.device) -> MachineState:
-    """Driver, clocks and versions. Raises: SystemExit where no tool tells the driver of a device that is no CPU."""
+    """Driver, clocks and versions. Raises: SystemExit if no tool reports the driver of a device other than a CPU."""
     state = machine_state(device, get_registry().facts(device))
     if state.driver is None and device.type != "cpu":
-        raise SystemExit("the driver's version is needed for evidence, and neither nvidia-smi, amdgpu nor ixsmi tells it")
+        raise SystemExit("the driver's version is needed for evidence, and neither nvidia-smi, amdgpu nor ixsmi reports it")
     return state
 
 

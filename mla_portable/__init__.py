@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mla_portable: sparse MLA attention (DeepSeek-V3.2 style DSA) on whatever its users deploy.
+"""mla_portable: sparse MLA attention (DeepSeek-V3.2 style DSA) on any accelerator.
 
 The primitives are functions of this module; `SparseMLAAttention` composes them for an engine's layer, `Planner` prepares a
-step for all layers, `use` and `explain` steer and show which implementation serves. Names load on first use.
+step for all layers, `use` forces a choice of implementation and `explain` shows it. Names load on first use.
 """
 
 from __future__ import annotations

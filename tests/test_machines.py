@@ -38,7 +38,7 @@ def reasons(decision) -> dict[str, list[tuple[str, str, str]]]:
 
 
 NO_ACME = "supports sm90, sm100"
-NO_NATIVE_FP8 = ("e4m3 conversion", "absent", "needed")
+NO_NATIVE_FP8 = ("hardware e4m3 conversion", "missing", "required")
 NEEDS_128K = "needs 131072"
 
 PORTABLE = {"handy.portable": [], "plain.torch": []}
@@ -80,7 +80,7 @@ def test_what_decodes_128_heads_and_why_not_the_others(name: str):
 def test_a_graph_is_refused_where_the_device_cannot_capture():
     decision = decide(BI_V150, graph=True)
     assert decision.chosen is None
-    assert all(("graph", "yes", "Iluvatar BI-V150 cannot capture graphs") in each for each in reasons(decision).values())
+    assert all(("graph", "requested", "Iluvatar BI-V150 cannot capture graphs") in each for each in reasons(decision).values())
     assert decide(H200, graph=True).chosen == "acme.fused"
 
 

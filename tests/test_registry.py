@@ -113,7 +113,7 @@ def test_a_forced_choice_never_falls_back():
     assert [r.subject for r in decision.verdicts[0].reasons] == ["topk", "libfast"]
     assert [v.can_run for v in decision.verdicts] == [False, True]
     assert "pip install libfast" in str(refusal.value)
-    assert "drop MLA_PORTABLE_BACKEND to let the registry choose" in str(refusal.value)
+    assert "unset MLA_PORTABLE_BACKEND to let the registry choose" in str(refusal.value)
     assert not plain.bound
 
 

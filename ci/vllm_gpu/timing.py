@@ -52,7 +52,7 @@ Sides = dict[str, Any]
 
 @contextmanager
 def starting(where: Path) -> Generator[None, None, None]:
-    """An engine starts: nobody measures."""
+    """An engine starts: nothing is measured."""
     with (where / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         yield

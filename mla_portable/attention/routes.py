@@ -44,7 +44,7 @@ _NOT_OFFERED: Final = "no installed plugin offers it"
 
 @dataclass(frozen=True, slots=True)
 class RoutePart:
-    """One primitive of a route: what it does there ("decode", "prefill", "gather", ...), who serves it, at what weight."""
+    """One primitive of a route: what it does there ("decode", "prefill", "gather", ...), the implementation chosen for it, and its weight."""
 
     role: str
     decision: Decision
@@ -117,7 +117,7 @@ class RouteDecision:
     """Which route serves a layer, and why not the others.
 
     Attributes:
-        spec, device: what was asked, where. chosen: the route, None when none can serve. forced: the one demanded, or None.
+        spec, device: what was asked, where. chosen: the route, None when none can serve. forced: the route that was forced, or None.
         verdicts: every route that was considered, best first; those that cannot serve last.
     """
 
@@ -136,7 +136,7 @@ class RouteDecision:
         raise UnsupportedRoute(self)
 
     def text(self) -> str:
-        """The decision for a person: the route, the others with their reasons, then who serves each primitive."""
+        """The decision for a person: the route, the others with their reasons, then the choice for each primitive."""
         control = "forced by route=" if self.forced else "automatic"
         lines = [f"route: {self.chosen or 'none can serve'} ({control})", *self._routes()]
         if self.chosen:
@@ -185,7 +185,7 @@ class RouteDecision:
 
 
 class UnsupportedRoute(UnsupportedRequest):
-    """No route, or not the demanded one, can serve a layer.
+    """No route, or not the forced one, can serve a layer.
 
     Attributes:
         route_decision: every route with its reasons. decision: of the first primitive that nothing can run, if there is one.
@@ -333,10 +333,12 @@ def _ranked(verdicts: list[RouteVerdict]) -> tuple[RouteVerdict, ...]:
 
 
 def _pointless(spec: AttentionSpec) -> tuple[Reason, ...]:
-    """A bf16 cache is read in place; copying it to bf16 rows first is only done on demand."""
+    """A bf16 cache is read in place; copying it to bf16 rows first is only done if the route is forced."""
     if spec.layout.is_quantized or spec.route != AUTO_ROUTE:
         return ()
-    return (Reason("kv_layout", spec.kv_layout, "a workspace would only copy it", "force the route to have it all the same"),)
+    return (
+        Reason("kv_layout", spec.kv_layout, "the route would only copy it to a workspace", "force the route to use it anyway"),
+    )
 
 
 def _gaps(spec: AttentionSpec) -> tuple[Reason, ...]:

@@ -62,7 +62,7 @@ class Decision:
     Attributes:
         request: as asked. chosen: the implementation's full name, None when nothing can run.
         control: who decided: "argument", "use(...)", "MLA_PORTABLE_BACKEND...", "policy file", "default".
-        forced: the backend or implementation that was demanded; None for an automatic choice.
+        forced: the backend or implementation that was forced; None for an automatic choice.
         verdicts: every candidate, best first; those that cannot run last.
         plugin_failures: (plugin, what became of it) for each that did not load, or whose detector failed.
     """
@@ -97,6 +97,13 @@ class Decision:
         rank = next(v.rank for v in self.verdicts if v.implementation == self.chosen)
         return tuple(v for v in fitting if v.rank < rank)
 
+    @property
+    def release(self) -> str:
+        """What a user does so that the choice is automatic."""
+        if self.control.startswith("MLA_PORTABLE_") and "=" not in self.control:
+            return f"unset {self.control}"
+        return "leave out the backend" if self.control == "argument" else f"remove it from {self.control}"
+
     def failure_text(self, *, all: bool = False) -> str:
         """The message of UnsupportedRequest: the causes, the request, remedies."""
         if self.forced:
@@ -107,7 +114,7 @@ class Decision:
         lines += self._body() if all else self._brief()
         remedies = list(dict.fromkeys(r.remedy for v in self.causes for r in v.reasons if r.remedy))
         if self.forced:
-            remedies.insert(0, f"drop {self.control} to let the registry choose")
+            remedies.insert(0, f"{self.release} to let the registry choose")
         last = _MOST_REMEDIES - 1
         if not all and remedies[last:]:
             remedies[last:] = ["; ".join(remedies[last:])]

@@ -29,7 +29,7 @@ class DeviceFacts:
         has_bf16: bfloat16 matrix units or, on a CPU, arithmetic.
         has_fp8_conversion: e4m3 converts to a wider type in hardware; otherwise kernels decode the bits.
         has_fp64: float64 can be trusted on the device.
-        graph_capture: CUDA graphs work; None where nobody tried.
+        graph_capture: CUDA graphs work; None if that was not tried.
         libraries: (name, version) pairs that matter here, sorted by name.
     """
 

@@ -30,7 +30,7 @@ GiB."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """One engine step. Requests that decode come first, requests that prefill after; the planner tells them apart.
+    """One engine step. Requests that decode come first, requests that prefill after; the planner finds the boundary.
 
     A request may be empty (no query tokens), as padding requests are; a decode behind a prefill is served as a prefill.
 

@@ -179,7 +179,7 @@ class Baseline:
         name: "<owner>.<variant>", lower case. primitive: whose work it does.
         reasons: every reason why it cannot run a request here; may import its library.
         prepare: (request, the primitive's arguments by name, results included) -> the call. May copy, pad, plan.
-        remark: what the call does without that the primitive demands, for readers of a comparison.
+        remark: what the primitive requires and the call does not do, for readers of a comparison.
     """
 
     name: str

@@ -40,8 +40,8 @@ class Request(Generic[F]):
             Violating this promise can read out-of-bounds memory.
         clean_lengths: likewise of `lengths`: each is 0 to K, and no index in front of it is negative: they count compacted
             indices.
-        batch_invariant: a row's result may not depend, in a single bit, on what other rows there are: whoever is bound
-            computes it alike for every `rows`. A schedule cuts every batch alike then (`PlannerConfig.batch_invariant`).
+        batch_invariant: a row's result may not depend, in a single bit, on the other rows: the bound implementation computes it
+            in the same way for every `rows`, and a schedule cuts every batch in the same way (`PlannerConfig.batch_invariant`).
         graph: the call is going to be captured in a CUDA graph.
         configuration: kernel configuration from the user's tuning table; None = the plugin's own. The registry sets it for the
             chosen implementation just before `bind`; it never decides what can run.

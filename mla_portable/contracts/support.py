@@ -132,9 +132,9 @@ class Support:
             if allowed is not None and given not in allowed:
                 yield Reason(subject, given, f"supports {_words(allowed)}", "use another backend")
         if self.needs_bf16 and not device.has_bf16:
-            yield Reason("bfloat16", "absent", "needed", "use another device")
+            yield Reason("bfloat16", "missing", "required", "use another device")
         if self.needs_fp8_conversion and not device.has_fp8_conversion:
-            yield Reason("e4m3 conversion", "absent", "needed", "use a backend that decodes e4m3 by bits")
+            yield Reason("hardware e4m3 conversion", "missing", "required", "use a backend that decodes e4m3 by bits")
         if device.device_type != "cpu" and device.shared_memory < self.min_shared_memory:
             yield Reason("shared memory", f"{device.shared_memory} bytes", f"needs {self.min_shared_memory}")
 
@@ -172,12 +172,12 @@ class Support:
                 f"start the cache at a multiple of {self.cache_alignment} bytes, and pad its blocks to one",
             )
         if r.uneven_blocks and self.needs_whole_rows:
-            yield Reason("uneven_blocks", "yes", "needs blocks a whole number of rows apart", "pad the blocks by whole rows")
+            yield Reason("uneven_blocks", "yes", "needs a whole number of rows between blocks", "pad the blocks by whole rows")
         for feature, remedy in _FEATURES.items():
             if getattr(r, feature) and not getattr(self, feature):
-                yield Reason(feature, "yes", "supports no", remedy)
+                yield Reason(feature, "requested", "not supported", remedy)
         if r.graph and r.device.graph_capture is False:
-            yield Reason("graph", "yes", f"{r.device.name} cannot capture graphs", "run eagerly")
+            yield Reason("graph", "requested", f"{r.device.name} cannot capture graphs", "run eagerly")
 
     def _accepts_heads(self, heads: int) -> bool:
         if self.num_heads is None and self.max_heads is None and not self.padded_heads:

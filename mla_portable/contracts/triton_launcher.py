@@ -2,7 +2,7 @@
 """Launching a Triton kernel again at half of the host time that Triton takes.
 
 At each launch Triton inspects every argument to find the compilation that the call needs. Here it is asked at the first two
-calls of each key, which holds what Triton tells calls apart by (`triton.runtime.jit` of 3.5 to 3.7): the
+calls of each key, which holds what Triton distinguishes calls by (`triton.runtime.jit` of 3.5 to 3.7): the
 device; the values of options and constants; of a pointer its type and whether it is a multiple of 16; the value of any other
 argument that is specialised. One that is not has to be an integer of 32 bits; Triton takes a larger one as 64.
 
@@ -36,7 +36,7 @@ _log: Final = logging.getLogger(__name__)
 def _machine_code() -> type | None:
     """The class of what a launch returns, where it can be launched by itself; None for a Triton that this module does not know.
 
-    Unknown are versions outside of [_SINCE, _UNTIL), and ROCm, which tells calls apart by the size of a tensor's memory too.
+    Unknown are versions outside of [_SINCE, _UNTIL), and ROCm, which also distinguishes calls by the size of a tensor's memory.
     """
     import triton
 

@@ -23,7 +23,7 @@ of a kind), and hands over. What is called in every step binds once instead: `Sp
 
 - `backend` names a backend ("triton") or one of its variants ("triton.portable"); None lets `use(...)`, the environment, the
   policy file and the costs decide. A forced backend never falls back.
-- InvalidArgument: the arguments break the contract, whoever serves. UnknownBackend: nobody carries that name.
+- InvalidArgument: the arguments break the contract of the primitive. UnknownBackend: no plugin has that name.
   UnsupportedRequest: nothing here, or not the forced backend, can serve; `.decision` holds all reasons. All three come
   before anything runs; what a kernel or driver raises travels up unchanged.
 - Graph-safe means: with the outputs given, a call allocates nothing and reads nothing back, so a CUDA graph may capture it

@@ -193,7 +193,7 @@ class PageParams(Params):
         else:
             num_blocks = owned + (0 if self.blocks == "pair" else 2)
             table = shuffled(num_blocks, g)[:owned].view(len(batch), columns).to(torch.int32)
-            # four rows: a multiple of 16 bytes where a block is one, as kernels demand that copy blocks by descriptors
+            # four rows: a multiple of 16 bytes where a block is one, as kernels require that copy blocks by descriptors
             gap = 0 if self.blocks == "packed" else 4 * layout.row_bytes
             cache = paged(layout.dtype, layout.row_width, num_blocks, block_size, gap_bytes=gap).view  # NaN
         parts = layout.parts(cache)

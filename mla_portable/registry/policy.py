@@ -6,7 +6,7 @@
 
 Within one layer a wish for one primitive is stronger than one for all. A wish names a backend ("triton"), one of its
 variants ("triton.portable") or "auto", which asks for an automatic choice and so lifts weaker wishes. Environment and file
-are read once, when a registry is built or told to `reload_policy()`; `use` holds for the current thread or task.
+are read once, when a registry is built or `reload_policy()` is called; `use` holds for the current thread or task.
 """
 
 from __future__ import annotations

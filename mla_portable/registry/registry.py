@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registry: plugins, machine and policy in one place; it answers who serves a request.
+"""Registry: plugins, machine and policy in one place; it chooses the implementation for a request.
 
 A process has one (`get_registry`); a test builds its own, with plugins, devices and a policy of its choice. A bound callable is
 the implementation's own and never comes back here. The public functions ask for `choice_token` in each call, to notice a
@@ -57,7 +57,7 @@ _Key = tuple[Request, "str | None", tuple[Rule, ...]]
 
 
 class Registry:
-    """Answers who serves a request, and why not the others.
+    """Chooses the implementation for a request, and says why not the others.
 
     Safe to use from several threads. A forked child may go on with what was gathered before the fork.
     """
@@ -82,7 +82,7 @@ class Registry:
             probe: False trusts `check` and computes nothing.
             costs: measured costs, which rank before declared costs; None where only these count. "measured" for the
                 times that plugins bring.
-        A broken plugin or policy does not raise here: `plugin_reports` tells of the one, every choice raises the other.
+        A broken plugin or policy does not raise here: `plugin_reports` reports a broken plugin, and every choice raises the error of a broken policy.
         """
         self._given_policy, self._environ = policy, environ
         environ = os.environ if environ is None else environ
@@ -136,7 +136,7 @@ class Registry:
 
     @property
     def policy(self) -> Policy:
-        """What environment and file, or the constructor, demand; without `use(...)` blocks and arguments.
+        """What environment and file, or the constructor, force and disable; without `use(...)` blocks and arguments.
 
         Raises: InvalidArgument or UnknownBackend when that is malformed or names what is unknown.
         """
@@ -194,7 +194,7 @@ class Registry:
         Args:
             backend: overrides every other wish. probe: False computes nothing. thorough: look at every candidate, for an
                 explanation, instead of as far as the choice needs.
-        Raises: UnknownBackend for a name that nobody carries; InvalidArgument for a `backend` that is no text, and under graph
+        Raises: UnknownBackend for a name that no plugin has; InvalidArgument for a `backend` that is no text, and under graph
             capture where a candidate has not been probed for the request yet; errors of the device that a probe runs into.
         A request that nothing can serve is no error here: `chosen` is None.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing: a pure function from a request, the candidates and what users demand to a Decision.
+"""Choosing: a pure function from a request, the candidates and the policy to a Decision.
 
 Whether a candidate can run (its reasons) and whether it should (its cost) are two questions. What needs the machine, `check`
 and the numeric probe, comes in as functions that are called only where their answer matters: in order of rank, up to
@@ -79,11 +79,11 @@ def decide(
     costs: CostTable | None = None,
     plugin_failures: Sequence[tuple[str, str]] = (),
 ) -> Decision:
-    """Choose who serves `request`.
+    """Choose the implementation for `request`.
 
     Args:
         candidates: implementations; those of other primitives only help to explain a forced choice.
-        policy: what users demand; its names are known to be right.
+        policy: what users force and disable; its names are checked already.
         check, probe: what the machine says of an implementation; None on a device that is not at hand.
         thorough: examine every candidate, for an explanation, instead of stopping at the first that can run.
         costs: measured costs. An implementation that has none ranks by its declared cost, behind all that have one.

@@ -40,7 +40,7 @@ class Provenance:
 
     Attributes:
         recorded: UTC. command: what was typed. machine: a hash that tells machines, or their devices, apart.
-        commit: None outside git, or where nobody has compared the files with one.
+        commit: None outside git, or where the files were not compared with one.
         changed: path -> hash of the files of code that differ from the commit, "" for one that is gone.
         files: path -> hash of all files of code, where there is no git; None where `changed` says it.
     """
@@ -116,7 +116,7 @@ def checkout_of(files: Iterable[Path]) -> Path | None:
 
 
 def machine_id(device: torch.device) -> str:
-    """16 hexadecimal digits: of the device's own number where its driver tells one, else of the host."""
+    """16 hexadecimal digits: of the device's own number if its driver reports one, else of the host."""
     own: Any = None if device.type == "cpu" else getattr(accelerator(resolve_device(device)).properties(), "uuid", None)
     host = Path("/etc/machine-id")
     seed = str(own) if own else f"{platform.node()} {host.read_text().strip() if host.is_file() else ''}"

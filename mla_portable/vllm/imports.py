@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a function on a module right after it is imported, whoever imports it and whenever that is.
+"""Run a function on a module right after it is imported, by whichever module and at whatever time.
 
 The plugin is loaded before the model's modules, in processes that may never need them. Changing a module as soon as its own
 code has run costs nothing until then, and is seen by everyone who imports names from it.

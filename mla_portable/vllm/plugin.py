@@ -52,7 +52,7 @@ def register() -> None:
 
 
 def _claim(member: Any, path: str) -> None:
-    """Register a path for a member, unless somebody else's plugin was there first."""
+    """Register a path for a member, unless another plugin has registered one before."""
     from vllm.v1.attention.backends.registry import register_backend
 
     taken = member.get_path() if member.is_overridden() else None

@@ -209,7 +209,7 @@ def _unserved(decisions: Iterable[Decision], facts: DeviceFacts) -> Iterator[Pro
         reasons = "; ".join(f"{v.implementation}: {_words(v.reasons)}" for v in decision.causes)
         remedy = _remedies(reason for v in decision.causes for reason in v.reasons)
         if decision.forced:
-            remedy = " or ".join(filter(None, (f"drop {decision.control} to let the registry choose", remedy)))
+            remedy = " or ".join(filter(None, (f"{decision.release} to let the registry choose", remedy)))
         key = (who, reasons or "no plugin offers it", remedy or "install a backend for this device")
         unserved.setdefault(key, []).append(str(decision.request.primitive))
     for (who, reasons, remedy), primitives in unserved.items():

@@ -79,7 +79,7 @@ def run_in_processes(
 
 
 def _quieten() -> None:
-    """What a worker prints goes to stderr: stdout is for the results of whoever started it."""
+    """What a worker prints goes to stderr: stdout is for the results of the process that started it."""
     os.dup2(2, 1)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The times that the registry ranks by, from benchmarks that somebody has repeated or that the project itself has run."""
+"""The times that the registry ranks by, from benchmarks that were reproduced or that a runner of this project signed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a report cannot say: each function returns what is wrong with its contents, in words, [] when it may be believed.
 
-A report that somebody invents as a whole, every case and every time consistent, passes: that it is *self-reported* says so.
+A report that is invented as a whole, with consistent cases and times, passes; the matrix marks it as *self-reported*.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class FlatRows:
     """A paged cache as rows that follow one another, [N, 576], where its memory allows.
 
     rows: None where it does not, because blocks do not lie whole rows apart, or because element offsets would pass int32
-    and nobody has said that the ops compute addresses in 64 bits.
+    and it is not documented that the ops compute addresses in 64 bits.
     """
 
     __slots__ = ("block_rows", "block_size", "num_slots", "rows")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration: one tiny call each of a provider's kernels tells the conventions that no symbol shows.
+"""Calibration: one tiny call of each of a provider's kernels finds the conventions that no symbol shows.
 
 Keys and queries are zero, so every score is 0 and lse is the logarithm of the number of keys: in which base, one number says.
 Whether the closed-form schedule means the same to a provider is seen from the plan it makes for one row of eight blocks,
 where every field of eight entries is known. A provider that computes something else is not used. What decode leaves in a row
-without keys is looked at as well: where it is zero, however the row is split, nobody needs to mend it.
+without keys is checked as well: if it is zero, however the row is split, no pass has to write it.
 """
 
 from __future__ import annotations

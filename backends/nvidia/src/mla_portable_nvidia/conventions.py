@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One signature for FlashMLA's decode and one for its prefill, and how a provider's own convention is told.
+"""One signature for FlashMLA's decode and one for its prefill, and how a provider's own convention is recognised.
 
-A convention is told by what is there: the names in an operator's schema or in a function's signature. Nothing of it is
+A convention is recognised by the names in an operator's schema or in a function's signature. Nothing of it is
 converted here; conventions of value (bases, infinities) are found by `calibration`, undone by `boundary`.
 """
 
@@ -63,7 +63,7 @@ class DecodeKernel(Protocol):
         ...
 
     def prepared(self, plan: Plan | None) -> PreparedDecode:
-        """The same call with this plan, for whoever makes it often and has no use for the lse; where takes_out."""
+        """The same call with this plan, for callers that repeat it and do not read the lse; where takes_out."""
         return lambda q, kv, indices, softmax_scale, attn_sink, out: self(q, kv, indices, softmax_scale, attn_sink, plan, out)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepGEMM behind indexer_logits and indexer_logits_ragged: what it demands and leaves open ends in this file.
+"""DeepGEMM behind indexer_logits and indexer_logits_ragged: this adapter adds what DeepGEMM requires and does not guarantee.
 
 It allocates its result, so a call takes some tokens at a time, and one pass brings their scores to `out`.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Discovery: which package on this machine brings FlashMLA's kernels, in which order they are asked, why not the others.
 
-A provider is a way to get at kernels, told by the symbols that are there. Order: the library that
+A provider is a way to reach kernels, recognised by the symbols that it has. Order: the library that
 `MLA_PORTABLE_NVIDIA_LIBRARY` names, `flash_mla`, vLLM, `sgl_kernel`, sgl-flash-mla's legacy library. The first whose kernel
 also passes `calibration` on the device serves; `MLA_PORTABLE_NVIDIA_PROVIDER` names the only one to ask.
 

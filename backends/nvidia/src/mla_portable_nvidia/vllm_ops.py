@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own data-movement operators behind cache_write, gather_upconvert and convert_indices, where vLLM is installed.
 
-Each is told by its schema. What they leave open is closed around them, in torch operations that neither read back nor
+Each is recognised by its schema. What they do not guarantee is added in torch operations that neither read back nor
 synchronise: a slot past the cache would be written, a negative table entry followed, rows between requests overwritten.
 Those passes cost more than the portable kernels, which need none, so these implementations rank behind them.
 """
@@ -133,7 +133,7 @@ def gather_call(
 ) -> Callable[[], None]:
     """The operator on these tensors, called as its schema wants it: with lengths, or without.
 
-    vLLM from 0.26 on has optional arguments behind them that its schema gives no default: they are told to be absent.
+    vLLM from 0.26 on has optional arguments behind them that its schema gives no default: None is passed.
     """
     names = _names(operator)
     places = (seq_lens, starts) if "seq_lens" in names else (starts,)

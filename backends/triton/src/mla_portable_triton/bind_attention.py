@@ -135,7 +135,7 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
 
 
 def bind_merge_states(request: Request) -> MergeStates:
-    """merge_states for any shapes; `request` tells no more than the device."""
+    """merge_states for any shapes; `request` is used for its device only."""
     from mla_portable_triton.kernels import merge_states as merge
 
     bf16_native = _bf16_native(request)

@@ -33,7 +33,7 @@ class KernelBuild(ABC):
     @property
     @abstractmethod
     def label(self) -> str:
-        """A name that tells it from the kernel's other builds."""
+        """A name that differs from those of the kernel's other builds."""
 
     @property
     @abstractmethod
