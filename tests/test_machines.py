@@ -38,7 +38,7 @@ def reasons(decision) -> dict[str, list[tuple[str, str, str]]]:
 
 
 NO_ACME = "supports sm90, sm100"
-NO_NATIVE_FP8 = ("hardware e4m3 conversion", "missing", "required")
+NO_NATIVE_FP8 = ("e4m3 conversion", "not in hardware", "required")
 NEEDS_128K = "needs 131072"
 
 PORTABLE = {"handy.portable": [], "plain.torch": []}

@@ -44,7 +44,7 @@ _NOT_OFFERED: Final = "no installed plugin offers it"
 
 @dataclass(frozen=True, slots=True)
 class RoutePart:
-    """One primitive of a route: what it does there ("decode", "prefill", "gather", ...), the implementation chosen for it, and its weight."""
+    """One primitive of a route: its role ("decode", "prefill", "gather", ...), the implementation chosen, its weight."""
 
     role: str
     decision: Decision
@@ -117,7 +117,7 @@ class RouteDecision:
     """Which route serves a layer, and why not the others.
 
     Attributes:
-        spec, device: what was asked, where. chosen: the route, None when none can serve. forced: the route that was forced, or None.
+        spec, device: what was asked, where. chosen: the route, None when none is possible. forced: the forced one, or None.
         verdicts: every route that was considered, best first; those that cannot serve last.
     """
 

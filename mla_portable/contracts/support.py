@@ -134,7 +134,7 @@ class Support:
         if self.needs_bf16 and not device.has_bf16:
             yield Reason("bfloat16", "missing", "required", "use another device")
         if self.needs_fp8_conversion and not device.has_fp8_conversion:
-            yield Reason("hardware e4m3 conversion", "missing", "required", "use a backend that decodes e4m3 by bits")
+            yield Reason("e4m3 conversion", "not in hardware", "required", "use a backend that decodes e4m3 by bits")
         if device.device_type != "cpu" and device.shared_memory < self.min_shared_memory:
             yield Reason("shared memory", f"{device.shared_memory} bytes", f"needs {self.min_shared_memory}")
 

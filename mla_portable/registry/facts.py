@@ -126,8 +126,8 @@ def library_versions() -> tuple[tuple[str, str], ...]:
 def interpret(raw: RawDevice) -> DeviceFacts:
     """Name vendor, architecture and abilities: a pure function of what was read.
 
-    A "cuda" device whose name is no NVIDIA name gets an arch that no declaration lists, so only kernels that declare every device
-    are considered. bfloat16 is assumed there because nothing here works without it; the probe will tell.
+    A "cuda" device whose name is no NVIDIA name gets an arch that no declaration lists, so only kernels that declare every
+    device are considered. bfloat16 is assumed there because nothing here works without it; the probe will tell.
     """
     major, minor = raw.capability or (0, 0)
     found: dict[str, Any] = {"vendor": raw.device_type, "arch": raw.device_type}

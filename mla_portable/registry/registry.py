@@ -82,7 +82,8 @@ class Registry:
             probe: False trusts `check` and computes nothing.
             costs: measured costs, which rank before declared costs; None where only these count. "measured" for the
                 times that plugins bring.
-        A broken plugin or policy does not raise here: `plugin_reports` reports a broken plugin, and every choice raises the error of a broken policy.
+        A broken plugin or policy does not raise here: `plugin_reports` has broken plugins,
+        and every choice raises the error of a broken policy.
         """
         self._given_policy, self._environ = policy, environ
         environ = os.environ if environ is None else environ
