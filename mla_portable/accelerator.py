@@ -92,7 +92,7 @@ class Accelerator:
             empty()
 
     def properties(self) -> Any:
-        """What the type's module says of the device, in fields whose names vary with the type; None where it says nothing."""
+        """What the type's module reports about the device; names of fields depend on the type; None if it reports nothing."""
         read = getattr(self.module, "get_device_properties", None)
         return None if read is None else read(self.index)
 
@@ -117,7 +117,7 @@ class Accelerator:
 
     @contextmanager
     def side_stream(self) -> Generator[None, None, None]:
-        """A stream of its own for the block: behind the current stream's work, and that goes on behind it."""
+        """A stream for the block: it waits for the current stream's work, and the current stream then waits for it."""
         side, current = self.module.Stream(self.index), self.module.current_stream(self.index)
         side.wait_stream(current)
         with self.module.stream(side):
@@ -129,7 +129,7 @@ class Accelerator:
         return self.module.Event(enable_timing=True) if timing else self.module.Event()
 
     def can_pin(self) -> bool:
-        """Whether host memory can be pinned and copied from behind the host's back, with events to tell when that is done."""
+        """Whether host memory can be pinned and copied from asynchronously, with events that tell when a copy is done."""
         if self.is_host or not (hasattr(self.module, "Event") and hasattr(self.module, "current_stream")):
             return False
         try:
@@ -166,7 +166,7 @@ def device_count(device_type: str) -> int:
 
 
 def device_names(device_type: str) -> list[str]:
-    """The devices of a type as torch names them: "cpu", or "cuda:0", "cuda:1", ..."""
+    """The devices of a type by torch's names: "cpu", or "cuda:0", "cuda:1", ..."""
     return [_HOST] if device_type == _HOST else [f"{device_type}:{index}" for index in range(device_count(device_type))]
 
 
@@ -183,14 +183,14 @@ def default_device(named: Iterable[str] = ()) -> torch.device:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Turns autocast off for a device type, in a `with` block. Types that know no autocast are left alone."""
+    """Turns autocast off for a device type, in a `with` block. Nothing is done for types without autocast."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 
 
 def add_error_words(device_type: str, *words: str) -> None:
-    """Texts that a RuntimeError of such a device contains, in the type's vendor's spelling; for a plugin to call on import.
+    """Declare texts that a RuntimeError of such a device contains; for a plugin to call on import.
 
     Not needed where torch raises `torch.AcceleratorError`, or the text says "<TYPE> error" with the type in upper case.
     """
@@ -198,7 +198,7 @@ def add_error_words(device_type: str, *words: str) -> None:
 
 
 def is_device_error(error: BaseException, device_type: str) -> bool:
-    """Whether the runtime of a device raised this. On a CPU the text of an error is no sign of it."""
+    """Whether the runtime of a device raised this. On a CPU the text of an error does not show it."""
     if isinstance(error, getattr(torch, "AcceleratorError", ())):
         return True
     if device_type == _HOST or not isinstance(error, RuntimeError):

@@ -30,7 +30,7 @@ _CACHE_LIMIT: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Served(Generic[F]):
-    """Who serves a kind of call. schedule_type: what `schedule=` must be; None where any is ignored."""
+    """The choice for a kind of call. schedule_type: what `schedule=` must be; None where any is ignored."""
 
     call: F
     name: str
@@ -52,12 +52,12 @@ def serving(registry: Registry) -> Generator[None, None, None]:
 
 
 def current_registry() -> Registry:
-    """The registry that serves: the process's own, or that of a `serving` block."""
+    """The registry in use: the process's own, or that of a `serving` block."""
     return get_registry() if _override is None else _override
 
 
 def bind_part(request: Request[F], own: Callable[[Request[F]], F]) -> F:
-    """The callable that serves `request` here: for the `bind` of an implementation that is made of other primitives.
+    """The bound callable for `request`: for the `bind` of an implementation that is made of other primitives.
 
     The policy in force chooses it. A probe tries a plugin alone, and its code must not call the registry: there it is
     `own(request)`, the plugin's own. Raises: UnsupportedRequest.
@@ -66,9 +66,9 @@ def bind_part(request: Request[F], own: Callable[[Request[F]], F]) -> F:
 
 
 def find(primitive: Primitive[F], backend: str | None, tensor: Tensor, facts: tuple[object, ...]) -> Served[F]:
-    """Who serves this kind of call: from the cache, else from the registry. `tensor` is on the call's device.
+    """The choice for this kind of call: from the cache, else from the registry. `tensor` is on the call's device.
 
-    The call runs there, be it the current device or not.
+    The call runs there, whether or not it is the current device.
 
     Args:
         facts: values of `primitive.facts`, in that order.

@@ -2,8 +2,8 @@
 """The failures of mla_portable, one class per kind of mistake.
 
 Every message says what was asked, what the limit is and what to do. The functions of `mla_portable`, a layer's `forward` and
-`Planner.plan` raise these before a kernel is launched and before anything is written; whatever a kernel or the driver raises
-later travels up unchanged.
+`Planner.plan` raise these before a kernel is launched and before anything is written; exceptions of a kernel or the driver
+are raised unchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _without_init(kind: type[MLAPortableError], args: tuple[Any, ...]) -> MLAPor
 
 
 class InvalidArgument(MLAPortableError, ValueError):
-    """An argument breaks the contract of a primitive, whatever backend serves it: refused before any kernel runs.
+    """An argument breaks the contract of a primitive, whatever the backend: refused before any kernel runs.
 
     Attributes:
         where: the function that was called. argument: its offending parameter. got, expected: both sides in words.
@@ -66,7 +66,7 @@ class UnknownBackend(InvalidArgument):
 
 
 class UnsupportedRequest(MLAPortableError, RuntimeError):
-    """Nothing here, or not the forced backend, can serve a well-formed request.
+    """No implementation, or not the forced one, can run a well-formed request.
 
     Attributes:
         decision: the request, every candidate and all reasons against each (`mla_portable.contracts.Decision`).

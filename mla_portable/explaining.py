@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""explain: the registry's answer to "who would serve this?", with every reason, for a person or a script."""
+"""explain: which implementation would be chosen, with every reason, for a person or a script."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def explain(
     backend: str | None = None,
     **request_fields: Any,
 ) -> Decision:
-    """Who would serve a primitive, and every reason against everyone else.
+    """Which implementation would be chosen for a primitive, and every reason against each of the others.
 
     Args:
-        primitive: its name. device: where; facts of a device that is not at hand are welcome; None means the first accelerator,
+        primitive: its name. device: where, or the facts of a device that is not here; None means the first accelerator,
             or the CPU where there is none.
-        backend: as if that were forced. request_fields: of `mla_portable.contracts.Request`, e.g. num_heads=16.
+        backend: as if it were forced. request_fields: of `mla_portable.contracts.Request`, e.g. num_heads=16.
     Returns: the Decision; print `.text()`. A request that nothing can serve is an answer here, not an error.
     Raises: InvalidArgument for an unknown primitive or field; UnknownBackend. May probe kernels; not graph-safe.
     """

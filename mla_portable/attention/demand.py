@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Demand: the registry as a layer's builder sees it, through the backends that are forced for the layer.
+"""Demand: the registry for one layer, with the backends that are forced for it.
 
-A name that is forced for every primitive holds for those that it offers; the others are chosen as if it had not been given.
+A name that is forced for everything applies to the primitives that it offers; the others are chosen automatically.
 A name that is forced for one primitive must offer it. No route may leave out what a name is forced for (`left_out`).
 """
 
@@ -29,7 +29,7 @@ BackendChoice = str | Mapping[str, str] | None
 
 
 class Demand:
-    """Asks the registry with the demanded backend of each primitive."""
+    """Asks the registry, with the forced backend of each primitive."""
 
     def __init__(self, registry: Registry, backend: BackendChoice, *, probe: bool = True) -> None:
         """probe: False decides by declarations and `check`, and computes nothing.
@@ -73,7 +73,7 @@ class Demand:
         return primitive not in offered and not offered.isdisjoint(_LAYERS)
 
     def decide(self, request: Request) -> Decision:
-        """Who serves `request`, and why not the others."""
+        """The choice for `request`, with the reasons against the others."""
         rule = self._rule(request.primitive)
         if rule is None:
             return self._registry.decide(request, backend=self._argument(request.primitive), probe=self._probe)
@@ -96,9 +96,9 @@ class Demand:
 
 
 def left_out(decision: Decision, on_route: Sequence[Decision]) -> tuple[Reason, ...]:
-    """The reason against a route that does without a primitive for which a backend is forced.
+    """The reason against a route that does not use a primitive for which a backend is forced.
 
-    Another primitive serves the tokens on such a route, which is no harm where the same name is forced for that one too. A
+    Such a route computes the tokens by another primitive, which is allowed if the same name is forced for that one too. A
     gather that a route does not need counts only if the forced backend could not do it.
 
     Args:

@@ -50,10 +50,10 @@ class SparseMLAAttention:
     A layer is not thread-safe, and neither are layers that share buffers: call `forward` from one thread at a time.
 
     Attributes:
-        spec, device: as built, the device with its index; the layer runs there, be it the current device or not.
+        spec, device: as built, the device with its index; the layer runs there, whether or not it is the current device.
         facts: `DeviceFacts` of the device.
-        route: the one that serves. route_decision: every route's verdict and reasons, with every primitive's decision.
-        buffers: to hand to the model's other layers.
+        route: the chosen one. route_decision: every route's verdict and reasons, with every primitive's decision.
+        buffers: to pass to the model's other layers.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class SparseMLAAttention:
         """Write a step's new tokens into the cache with `spec.scale_format`; arguments as `mla_portable.cache_write`.
 
         Arguments are not checked. Graph-safe where `spec.graph`.
-        Raises: UnsupportedRequest when nothing here writes this layout; attention may still read it.
+        Raises: UnsupportedRequest if no implementation writes this layout; attention may still read it.
         """
         if self._write is None:
             raise UnsupportedRequest(self._writes)

@@ -67,7 +67,7 @@ class RouteVerdict:
 
     Attributes:
         route: one of ROUTES. parts: its primitives. reasons: all reasons against it; empty means it can serve.
-        surcharge: cost beyond its parts'. note: what its ranking rests on, where that is more than its parts.
+        surcharge: cost beyond its parts'. note: what else its rank depends on, beside its parts.
         workspace_bytes: bf16 rows that a layer on this route allocates. memory_share: of the device's memory, 0 where that is
             not known.
     """
@@ -129,7 +129,7 @@ class RouteDecision:
 
     @property
     def verdict(self) -> RouteVerdict:
-        """That on the chosen route. Raises: UnsupportedRoute when there is none."""
+        """The verdict on the chosen route. Raises: UnsupportedRoute if there is none."""
         for verdict in self.verdicts:
             if verdict.route == self.chosen:
                 return verdict
@@ -199,7 +199,7 @@ class UnsupportedRoute(UnsupportedRequest):
 
 
 def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Request]:
-    """The questions that a layer's routes put to the registry, by name.
+    """The requests to the registry for a layer's routes, by name.
 
     "cache_prefill" reads the cache itself, "bf16_prefill" a bf16 workspace.
     """
@@ -297,7 +297,7 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
         return _verdict("upconvert", parts, against, surcharge=_EVERY_STEP, note="every step gathers every context")
 
     def completed(verdict: RouteVerdict) -> RouteVerdict:
-        """With its workspace, and a reason for each forced backend that the route leaves out."""
+        """The verdict with its workspace, and a reason for each forced backend that the route does not use."""
         if verdict.part("gather"):
             verdict = replace(verdict, workspace_bytes=workspace_bytes, memory_share=memory_share)
         prefill = part("prefill", "cache_prefill").decision

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One selection out of those that the ranks of decode context parallelism made from their own keys.
+"""Merging the selections that the ranks of decode context parallelism made from their own keys.
 
-Each rank chooses the K best of its own (`indexer_select`), and the K best of all are among these. What a rank chose travels as
-int64 keys that sort by score and then, the lower first, by position: one gather of 8 bytes a candidate, and the K largest keys
-are the same on every rank.
+Each rank chooses the K best of its own (`indexer_select`), and the K best of all are among these. Candidates are sent as int64
+keys that sort by score and then, the lower first, by position: one gather of 8 bytes each, and the K largest keys are the same
+on every rank.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class AttentionSpec:
             as arbitrary, and `cache_write` makes "pow2").
         cache_alignment: bytes, a power of two up to 16 that divides the address of every layer's cache and the stride
             between its blocks. Implementations that need more are passed over; `forward` refuses a cache that has less.
-        contiguous_blocks: blocks follow one another without a gap; blocks of an FP8 cache may have gaps of whole rows all the
-            same. With False, blocks may lie any distance apart: routes that read a bf16 cache as flat rows, and
+        contiguous_blocks: blocks follow one another without a gap; blocks of an FP8 cache may still have gaps of whole
+            rows. With False, blocks may lie any distance apart: routes that read a bf16 cache as flat rows, and
             implementations that need whole rows between blocks, are passed over.
         max_num_tokens, max_num_reqs: of a step, padding included. max_model_len: greatest sequence length, in tokens.
         decode_query_len: requests with this many query tokens or fewer are decodes; more than 1 for speculative decoding.
@@ -102,7 +102,7 @@ class AttentionSpec:
 
     @property
     def layout(self) -> CacheLayout:
-        """Of the cache."""
+        """The layout of the cache."""
         return LAYOUTS[self.kv_layout]
 
     @property

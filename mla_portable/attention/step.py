@@ -27,7 +27,7 @@ JoinQuery = Callable[[Tensor, Tensor, Tensor], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Tokens that one call serves.
+    """The tokens of one call.
 
     Attributes:
         begin, end: the step's tokens. shape: how the call wants them, (B, S) for sparse_decode, (T,) for sparse_prefill.

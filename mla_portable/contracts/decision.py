@@ -57,14 +57,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Who serves a request, and why not the others.
+    """The choice for a request, with the reasons against the others.
 
     Attributes:
         request: as asked. chosen: the implementation's full name, None when nothing can run.
-        control: who decided: "argument", "use(...)", "MLA_PORTABLE_BACKEND...", "policy file", "default".
+        control: what decided: "argument", "use(...)", "MLA_PORTABLE_BACKEND...", "policy file", "default".
         forced: the backend or implementation that was forced; None for an automatic choice.
         verdicts: every candidate, best first; those that cannot run last.
-        plugin_failures: (plugin, what became of it) for each that did not load, or whose detector failed.
+        plugin_failures: (plugin, error) for each that did not load, or whose detector failed.
     """
 
     request: Request
@@ -122,7 +122,7 @@ class Decision:
         return "\n".join(lines)
 
     def text(self, *, all: bool = True) -> str:
-        """The decision for a person: chosen, by whom, every other candidate with all its reasons; or, in brief, the causes.
+        """The decision for a person: the choice, what decided, every other candidate with its reasons; or, in brief, the causes.
 
         Candidates of another vendor get one line for each backend.
         """

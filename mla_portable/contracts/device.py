@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeviceFacts: everything a choice may depend on, as one frozen value.
 
-Whatever is decided from it is a pure function, so a machine that is not at hand is simulated by writing its facts down.
+Whatever is decided from it is a pure function, so a machine that is not available can be simulated by its facts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch and StepPlan: what an engine says about a step, and what every layer of that step shares."""
+"""Batch and StepPlan: an engine's description of a step, and what every layer of that step shares."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin API: what a vendor's package registers, by the hooks of `BackendSpec` in a module that its entry point names.
 
-The module should be light: import the vendor's library in `check` and `bind`, not at import. pluggy carries registration only;
-nothing of it is on the path of a call.
+The module should be light: import the vendor's library in `check` and `bind`, not at import. pluggy is used only for
+registration, not on the path of a call.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Implementation(Generic[F]):
     Attributes:
         name: "<backend>.<variant>", lower case, e.g. "triton.portable". The backend part groups a vendor's variants and is
             what users name in `backend=`.
-        primitive: the verb it serves.
+        primitive: the operation.
         support: the only declaration of what it can run.
         bind: makes the callable for one request (which `support` accepts). Kernel configuration is chosen here, never
             per call. May import the vendor's library; may compile.
@@ -139,15 +139,15 @@ class Registrar(Protocol):
     """What each hook receives. A malformed registration raises PluginError on the plugin's own line."""
 
     def add(self, offer: Implementation | Baseline | Tunable) -> None:
-        """Offer what the hook is for. A second one of the same name and primitive is an error."""
+        """Add an Implementation, Baseline or Tunable, depending on the hook. Two of the same name and primitive are an error."""
         ...
 
     def add_detector(self, detector: Detector) -> None:
-        """Recognise this vendor's devices before torch's own names are believed."""
+        """Recognise this vendor's devices, before torch's own names are used."""
         ...
 
     def add_costs(self, costs: str) -> None:
-        """Bring times that were measured of the plugin's implementations: the text of a file that `costs_text` wrote.
+        """Add measured times of the plugin's implementations: the text of a file that `costs_text` wrote.
 
         They rank implementations on the devices that were timed. The fastest time on record is over those of all plugins.
         """
@@ -163,8 +163,8 @@ class BaselineCall:
     """A baseline made ready for one problem.
 
     Attributes:
-        run: does the work on arguments that already are as the baseline wants them; timed, on a GPU by replaying a CUDA graph.
-        result: what the latest `run` left, in the primitive's own meaning (base, infinities, head count); never timed.
+        run: does the work on prepared arguments; timed, on a GPU by replaying a CUDA graph.
+        result: the results of the latest `run`, converted to the primitive's conventions; never timed.
     """
 
     run: Callable[[], object]
@@ -173,7 +173,7 @@ class BaselineCall:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Somebody else's way to do a primitive's work: timed by `mla-portable bench kernels`, never chosen to serve.
+    """A kernel of another project for a primitive's work: timed by `mla-portable bench kernels`, never chosen.
 
     Attributes:
         name: "<owner>.<variant>", lower case. primitive: whose work it does.
@@ -203,7 +203,7 @@ class Tunable:
 
     Attributes:
         implementation: its name. primitive: that it serves.
-        configurations: for a request, those worth a try, as flat {name: number}; the first is what holds without tuning.
+        configurations: for a request, those to try, as flat {name: number}; the first is the shipped one.
     """
 
     implementation: str
@@ -220,8 +220,8 @@ class BackendSpec:
 
     @hookspec
     def mla_portable_register_baselines(self, registrar: Registrar) -> None:
-        """Bring baselines to the benchmark; optional. Called by the benchmark alone."""
+        """Add baselines to the benchmark; optional. Called only by the benchmark."""
 
     @hookspec
     def mla_portable_register_tunables(self, registrar: Registrar) -> None:
-        """Say which implementations can be tuned; optional. Called by `mla-portable tune` alone."""
+        """Declare which implementations can be tuned; optional. Called only by `mla-portable tune`."""

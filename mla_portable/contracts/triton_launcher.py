@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launching a Triton kernel again at half of the host time that Triton takes.
+"""Cache compiled Triton kernels by launch signature; this halves the host time of a repeated launch.
 
 At each launch Triton inspects every argument to find the compilation that the call needs. Here it is asked at the first two
 calls of each key, which holds what Triton distinguishes calls by (`triton.runtime.jit` of 3.5 to 3.7): the

@@ -64,7 +64,7 @@ class StepBuffers:
         return self._ring.num_copies
 
     def invalidate(self) -> None:
-        """The device holds none of what was sent to it: the next request ids are written whole."""
+        """The contents of device memory were lost: the next request ids are written completely."""
         self._resident, self._used = None, len(self.req_ids)
 
     def holds(self, key: tuple[int, int]) -> bool:

@@ -30,12 +30,12 @@ class Parts(NamedTuple):
 
 
 def divide(query_lens: npt.NDArray[np.int32], threshold: int, few_tokens: int = 0) -> Parts:
-    """Tell decodes from prefills, [R] query lengths, R >= 1.
+    """Divide requests into decodes and prefills, by [R] query lengths, R >= 1.
 
     The first request that is not empty sets S. If S is at most `threshold`, all requests up to the first that has another
     length are decodes; if it is more, they are where they have at most `few_tokens` tokens together. The prefills run from
-    there (from the first request that is not empty, if nothing decodes) to the last request that is not empty. Empty
-    requests have no token to serve: they end no run of decodes.
+    there (from the first request that is not empty, if nothing decodes) to the last request that is not empty. Empty requests
+    have no token: they do not end a run of decodes.
     """
     query_len = int(query_lens[0])
     if 0 < query_len <= threshold and query_lens[-1] not in (0, query_len):

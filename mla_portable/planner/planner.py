@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planner: a Batch in, a StepPlan out, once per engine step.
 
-Everything it needs lies on the host, so nothing is read back and nothing waits. At most one host-to-device copy leaves per
-plan, from page-locked memory; a decode batch like the last one needs none. A decode schedule of a new shape may be another.
+Everything it needs is on the host, so nothing is read back and nothing waits. A plan makes at most one host-to-device copy,
+from page-locked memory; a decode batch like the last one needs none. A decode schedule of a new shape may be another.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Planner:
 
     @property
     def config(self) -> PlannerConfig:
-        """As given."""
+        """The configuration that was given."""
         return self._config
 
     @property

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """StagingRing: page-locked buffers from which a step's numbers travel to the device, never rewritten under a copy.
 
-A copy out of pinned memory returns before it ran, behind whatever the stream still has to do. So each buffer carries a
-fence, recorded behind its copy, and is taken again only once that fence was passed. If the device lags further than the
-ring is long, the ring grows; only at its limit does taking a buffer wait, for the oldest copy, which is then `limit` steps
-behind the host.
+A copy out of pinned memory returns before it has run, behind the stream's other work. So each buffer has a fence, recorded
+behind its copy, and is taken again only once that fence was passed. If the device lags further than the ring is long, the ring
+grows; only at its limit does taking a buffer wait, for the oldest copy, which is then `limit` steps behind the host.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ class Fence(Protocol):
     """A point in a stream. torch.Event has these methods; tests bring their own."""
 
     def record(self) -> None:
-        """Place it behind everything enqueued so far."""
+        """Record the fence behind everything enqueued so far."""
         ...
 
     def query(self) -> bool:
-        """Was it passed, or never recorded? Does not wait."""
+        """Whether it was passed, or never recorded. Does not wait."""
         ...
 
     def synchronize(self) -> None:

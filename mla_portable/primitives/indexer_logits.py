@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""indexer_logits: how much each query token wants each cached token of its request: what the top-k is taken of."""
+"""indexer_logits: scores of the cached tokens of each request, for each of its query tokens; top-k selects from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["INDEXER_LOGITS", "IndexerLogits", "indexer_logits"]
 
 
 class IndexerLogits(Protocol):
-    """How much each query token wants each cached token of its request: what the top-k is taken of.
+    """Scores of the cached tokens of each request, for each of its query tokens.
 
     q [T, H, 128] and weights [T, H] float32, of the indexer's own heads; index_cache [blocks, block_size, 128] bf16, with q in
     bf16, or [blocks, block_size, 132] uint8 (`mla_portable.layouts.index`), with q in e4m3 and its scales in `weights`;
@@ -58,7 +58,7 @@ def indexer_logits(
     out: Tensor,
     backend: str | None = None,
 ) -> Tensor:
-    """Score the cached tokens of each request for each of its query tokens: what the top-k is taken of.
+    """Score the cached tokens of each request, for each of its query tokens.
 
     Args:
         q: [T, H, 128] bf16 for a bf16 cache, float8_e4m3fn for an FP8 cache. H are the indexer's own heads, 64 in
@@ -112,7 +112,7 @@ def reference(
     out: Tensor,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Weighted sums over heads of what is positive of q.k.
+    """Weighted sums over heads of the positive part of q.k.
 
     `dtype` is that of the arithmetic. Synchronises the host on a GPU. Not graph-safe.
     """

@@ -25,7 +25,7 @@ _CHUNK_ELEMENTS: Final = 1 << 25
 
 
 class IndexerLogitsRagged(Protocol):
-    """How much each query token wants each of a range of gathered keys.
+    """Scores of gathered keys, a range of them for each query token.
 
     q [T, H, 128] and weights [T, H] float32; keys [N, 128] bf16 with q in bf16 and key_scales None, or keys in e4m3 with
     key_scales [N] float32 and q in e4m3, its scales in `weights`; row_starts, row_ends [T] int32, clamped to [0, N].
@@ -121,7 +121,7 @@ def reference(
     out: Tensor,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Weighted sums over heads of what is positive of q.k. `dtype` is that of the arithmetic."""
+    """Weighted sums over heads of the positive part of q.k. `dtype` is that of the arithmetic."""
     values = keys.float().to(dtype)
     if key_scales is not None:
         values.mul_(key_scales.to(dtype).unsqueeze(1))

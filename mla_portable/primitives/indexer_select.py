@@ -73,7 +73,7 @@ def indexer_select(
 ) -> Tensor:
     """The positions of the K best-scored cached tokens of each query token: `topk_select` of `indexer_logits`.
 
-    The matrix of all scores never exists: scratch is at most 64 MiB at any batch and context.
+    The matrix of all scores is never stored: scratch is at most 64 MiB at any batch and context.
 
     Args:
         q, weights, index_cache, query_start_loc, seq_lens, block_table: as of `indexer_logits`.
