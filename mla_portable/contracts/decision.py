@@ -122,7 +122,7 @@ class Decision:
         return "\n".join(lines)
 
     def text(self, *, all: bool = True) -> str:
-        """The decision for a person: the choice, what decided, every other candidate with its reasons; or, in brief, the causes.
+        """The decision for a person: the choice, what decided, all other candidates with reasons; or, in brief, the causes.
 
         Candidates of another vendor get one line for each backend.
         """

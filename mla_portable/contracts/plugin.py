@@ -139,7 +139,7 @@ class Registrar(Protocol):
     """What each hook receives. A malformed registration raises PluginError on the plugin's own line."""
 
     def add(self, offer: Implementation | Baseline | Tunable) -> None:
-        """Add an Implementation, Baseline or Tunable, depending on the hook. Two of the same name and primitive are an error."""
+        """Add an Implementation, Baseline or Tunable, depending on the hook; two of one name and primitive are an error."""
         ...
 
     def add_detector(self, detector: Detector) -> None:

@@ -245,7 +245,7 @@ def _vllm_writes(device: torch.device) -> bool:
         return False
     why_not = try_vllm_write(device)
     if forced == "vllm" and why_not:
-        expected = f"another writer: vLLM's does not write the indexer's keys on {device} ({why_not})"
+        expected = f"auto or mla_portable: vLLM's operator does not write the indexer's keys on {device} ({why_not})"
         raise InvalidArgument("environment", settings.ENV_WRITER, got="'vllm'", expected=expected)
     return not why_not
 

@@ -79,7 +79,7 @@ def choose_writer(layout: str, device: torch.device, vllm_config: Any | None) ->
     """
     forced, stated, trial = settings.cache_writer(), settings.scale_format(), try_vllm(layout, device)
     if forced == "vllm" and not trial.works:
-        expected = f"another writer: vLLM's does not write {layout} on {device} ({trial.reason})"
+        expected = f"auto or mla_portable: vLLM's operator does not write {layout} on {device} ({trial.reason})"
         raise InvalidArgument("environment", settings.ENV_WRITER, got="'vllm'", expected=expected)
     who = "vllm" if trial.works and forced != "mla_portable" else "mla_portable"
     if not LAYOUTS[layout].is_quantized or stated == "mixed":
