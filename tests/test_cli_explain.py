@@ -32,7 +32,7 @@ def test_explain_gives_every_reason_against_every_candidate():
     for words in (
         "num_heads 16 (supports 64, 128)",
         "topk 100 (a multiple of 64)",
-        "attn_sink yes (supports no)",
+        "attn_sink yes (not supported)",
         "plain.torch",
     ):
         assert words in text

@@ -105,9 +105,10 @@ class Decision:
         else:
             lines = [f"nothing here can run {self.request.primitive}"]
         lines += self._body() if all else self._brief()
-        remedies = list(dict.fromkeys(r.remedy for v in self.causes for r in v.reasons if r.remedy))
+        remedies = list(dict.fromkeys(r.remedy for v in self.causes for r in _decisive(v) if r.remedy))
         if self.forced:
-            remedies.insert(0, f"drop {self.control} to let the registry choose")
+            control = "the argument" if self.control == "argument" else self.control
+            remedies.insert(0, f"drop {control} to let the registry choose")
         last = _MOST_REMEDIES - 1
         if not all and remedies[last:]:
             remedies[last:] = ["; ".join(remedies[last:])]
@@ -183,12 +184,17 @@ def grouped(verdicts: Iterable[Verdict]) -> list[str]:
     """A line for each set of reasons: the candidates that share it, then the reasons."""
     names: dict[str, list[str]] = {}
     for v in verdicts:
-        names.setdefault("; ".join(map(str, v.reasons)), []).append(v.implementation)
+        names.setdefault("; ".join(map(str, _decisive(v))), []).append(v.implementation)
     lines: list[str] = []
     for reasons, those in names.items():
         more = f" and {len(those) - _MOST_NAMES} more" if len(those) > _MOST_NAMES else ""
         lines.append(f"{', '.join(those[:_MOST_NAMES])}{more}: {reasons}")
     return lines
+
+
+def _decisive(verdict: Verdict) -> Sequence[Reason]:
+    """All reasons; of a candidate for another vendor's devices that alone, for the others follow from it."""
+    return [reason for reason in verdict.reasons if reason.subject == "vendor"] or verdict.reasons
 
 
 def _few(lines: Sequence[str], most: int) -> list[str]:

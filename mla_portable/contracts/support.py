@@ -175,7 +175,7 @@ class Support:
             yield Reason("uneven_blocks", "yes", "needs blocks a whole number of rows apart", "pad the blocks by whole rows")
         for feature, remedy in _FEATURES.items():
             if getattr(r, feature) and not getattr(self, feature):
-                yield Reason(feature, "yes", "supports no", remedy)
+                yield Reason(feature, "yes", "not supported", remedy)
         if r.graph and r.device.graph_capture is False:
             yield Reason("graph", "yes", f"{r.device.name} cannot capture graphs", "run eagerly")
 

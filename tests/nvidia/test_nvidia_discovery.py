@@ -242,7 +242,7 @@ def test_every_machine_is_served_or_told_why_not(name):
     for implementation, reasons in nvidia_verdicts(decision).items():
         assert (reasons == "") == (implementation in served)
         assert (
-            reasons in ("", "kv_layout fp8_ds_mla (supports bf16); lse yes (supports no)")
+            reasons in ("", "kv_layout fp8_ds_mla (supports bf16); lse yes (not supported)")
             or f"arch {facts.arch} (supports sm" in reasons
         )
 

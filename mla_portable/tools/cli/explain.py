@@ -156,11 +156,9 @@ def _for_a_person(decision: Decision | RouteDecision, elsewhere: Elsewhere | Non
     if isinstance(decision, Decision):
         yield from decision_lines(decision, state)
         yield from cost_lines([decision])
-    elif decision.chosen is None:
-        yield decision.failure_text(all=True)
     else:
         yield from route_lines(decision, state)
-        yield from cost_lines(part.decision for part in decision.verdict.parts)
+        yield from cost_lines(part.decision for each in decision.verdicts for part in each.parts)
         yield _ROUTE_REMARK
 
 

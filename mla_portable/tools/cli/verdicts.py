@@ -78,8 +78,17 @@ def _words(decision: Decision, verdict: Verdict, state: State | None) -> str:
 
 def route_lines(decision: RouteDecision, state: State | None = None) -> Iterator[RenderableType]:
     """How a layer composes the primitives: a row for each route, then what serves the chosen one's primitives."""
+    if decision.chosen is None:
+        yield Text(decision.failure_text().partition("\n")[0], "bold red")
+        why = [[each.route, "; ".join(f"{r.subject} {r.given}" for r in each.reasons)] for each in decision.verdicts]
+        yield columns(["route", "why not"], why)
+        refused = (part.decision for each in decision.verdicts for part in each.parts if part.decision.chosen is None)
+        for each in {each.request.primitive: each for each in refused}.values():
+            yield ""
+            yield from decision_lines(each, state)
+        return
     verb = "would be tried first" if state else "forced" if decision.forced else "chosen"
-    yield Text("route: ").append(f"{decision.chosen}", "bold green").append(f" ({verb})")
+    yield Text("route: ").append(decision.chosen, "bold green").append(f" ({verb})")
     rows = [[each.route, f"{each.cost:.4g}" if each.can_run else "", _made_of(each)] for each in decision.verdicts]
     yield columns(["route", "cost", "made of"], rows)
     yield ""
