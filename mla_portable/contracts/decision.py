@@ -97,6 +97,15 @@ class Decision:
         rank = next(v.rank for v in self.verdicts if v.implementation == self.chosen)
         return tuple(v for v in fitting if v.rank < rank)
 
+    @property
+    def remedies(self) -> list[str]:
+        """What to do where nothing, or not what is forced, can run."""
+        found = list(dict.fromkeys(r.remedy for v in self.causes for r in _decisive(v) if r.remedy))
+        if self.forced:
+            control = "the argument" if self.control == "argument" else self.control
+            found.insert(0, f"drop {control} to let the registry choose")
+        return found or ["`mla-portable doctor` shows what is installed"]
+
     def failure_text(self, *, all: bool = False) -> str:
         """The message of UnsupportedRequest: the causes, the request, remedies."""
         if self.forced:
@@ -105,14 +114,10 @@ class Decision:
         else:
             lines = [f"nothing here can run {self.request.primitive}"]
         lines += self._body() if all else self._brief()
-        remedies = list(dict.fromkeys(r.remedy for v in self.causes for r in _decisive(v) if r.remedy))
-        if self.forced:
-            control = "the argument" if self.control == "argument" else self.control
-            remedies.insert(0, f"drop {control} to let the registry choose")
-        last = _MOST_REMEDIES - 1
+        remedies, last = self.remedies, _MOST_REMEDIES - 1
         if not all and remedies[last:]:
             remedies[last:] = ["; ".join(remedies[last:])]
-        lines += [f"  remedy    {remedy}" for remedy in remedies or ["`mla-portable doctor` shows what is installed"]]
+        lines += [f"  remedy    {remedy}" for remedy in remedies]
         return "\n".join(lines)
 
     def text(self, *, all: bool = True) -> str:

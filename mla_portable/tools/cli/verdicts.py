@@ -50,8 +50,7 @@ def decision_lines(decision: Decision, state: State | None = None) -> Iterator[R
     for where in dict.fromkeys(v.cost_source.partition(_TIMES)[0] for v in shown if v.measured):
         yield hanging("times", where)
     if not decision.chosen:
-        lines = [line.strip() for line in decision.failure_text(all=True).splitlines()]
-        yield from (hanging("remedy", line.removeprefix("remedy").strip()) for line in lines if line.startswith("remedy"))
+        yield from (hanging("remedy", remedy) for remedy in decision.remedies)
 
 
 def cost_lines(decisions: Iterable[Decision]) -> Iterator[RenderableType]:
