@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from acme_records import (
@@ -228,6 +230,17 @@ def test_every_format_shows_the_same_states(form: str) -> None:
         assert "no ahead-of-time target for xy1" in text
         for said in ("1 benchmark", "9 cases", "3 kernel variants, one that serves two primitives counted twice"):
             assert f"`make it so` ({said}; " in text
+
+
+def test_the_picture_and_the_page_stand_alone() -> None:
+    picture, page = (FORMATS[form](drawn()) for form in ("svg", "html"))
+    squares = [each.text for each in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}title")]
+    assert len(squares) == len(drawn().devices) * len(drawn().columns)
+    assert "big, sparse_decode BF16: measured acme.v1" in squares
+    assert "ran on this device" in picture and "never ran on this device" in picture
+    for needed in ('name="viewport"', "position: sticky", "What the words mean", '<td class="measured">'):
+        assert needed in page
+    assert not re.search(r"(?:src|href)=\"(?!#)|/tmp/", page)
 
 
 def test_the_file_holds_the_whole_table_a_claim_a_line() -> None:

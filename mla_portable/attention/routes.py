@@ -292,7 +292,7 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
         parts = part("convert", "workspace_convert"), part("prefill", "bf16_prefill", 2.0), part("gather", "gather", 1.0)
         against = _pointless(spec)
         if spec.graph:
-            limit = "upconvert gathers as many rows as the batch has: supports no"
+            limit = "upconvert gathers as many rows as the batch has, which no graph can"
             against = (*against, Reason("graph", "yes", limit, "set graph=False, or take another route"))
         return _verdict("upconvert", parts, against, surcharge=_EVERY_STEP, note="every step gathers every context")
 

@@ -104,6 +104,14 @@ class Decision:
             return f"unset {self.control}"
         return "leave out the backend" if self.control == "argument" else f"remove it from {self.control}"
 
+    @property
+    def remedies(self) -> list[str]:
+        """What to do where nothing, or not what is forced, can run."""
+        found = list(dict.fromkeys(r.remedy for v in self.causes for r in _decisive(v) if r.remedy))
+        if self.forced:
+            found.insert(0, f"{self.release} to let the registry choose")
+        return found or ["`mla-portable doctor` shows what is installed"]
+
     def failure_text(self, *, all: bool = False) -> str:
         """The message of UnsupportedRequest: the causes, the request, remedies."""
         if self.forced:
@@ -112,13 +120,10 @@ class Decision:
         else:
             lines = [f"nothing here can run {self.request.primitive}"]
         lines += self._body() if all else self._brief()
-        remedies = list(dict.fromkeys(r.remedy for v in self.causes for r in v.reasons if r.remedy))
-        if self.forced:
-            remedies.insert(0, f"{self.release} to let the registry choose")
-        last = _MOST_REMEDIES - 1
+        remedies, last = self.remedies, _MOST_REMEDIES - 1
         if not all and remedies[last:]:
             remedies[last:] = ["; ".join(remedies[last:])]
-        lines += [f"  remedy    {remedy}" for remedy in remedies or ["`mla-portable doctor` shows what is installed"]]
+        lines += [f"  remedy    {remedy}" for remedy in remedies]
         return "\n".join(lines)
 
     def text(self, *, all: bool = True) -> str:
@@ -190,12 +195,17 @@ def grouped(verdicts: Iterable[Verdict]) -> list[str]:
     """A line for each set of reasons: the candidates that share it, then the reasons."""
     names: dict[str, list[str]] = {}
     for v in verdicts:
-        names.setdefault("; ".join(map(str, v.reasons)), []).append(v.implementation)
+        names.setdefault("; ".join(map(str, _decisive(v))), []).append(v.implementation)
     lines: list[str] = []
     for reasons, those in names.items():
         more = f" and {len(those) - _MOST_NAMES} more" if len(those) > _MOST_NAMES else ""
         lines.append(f"{', '.join(those[:_MOST_NAMES])}{more}: {reasons}")
     return lines
+
+
+def _decisive(verdict: Verdict) -> Sequence[Reason]:
+    """All reasons; of a candidate for another vendor's devices that alone, for the others follow from it."""
+    return [reason for reason in verdict.reasons if reason.subject == "vendor"] or verdict.reasons
 
 
 def _few(lines: Sequence[str], most: int) -> list[str]:

@@ -144,7 +144,9 @@ def _vllm(status: VllmStatus | None) -> Iterator[RenderableType]:
         return
     yield f"vLLM {status.version}: plugin {'registered' if status.registered else 'NOT registered'} ({status.note})"
     if status.choices:
-        rows = [[layout, str(heads), route or "none", served] for layout, heads, route, served in status.choices]
+        rows = [
+            [layout, f"{heads} (TP {128 // heads})", route or "none", served] for layout, heads, route, served in status.choices
+        ]
         yield "For DeepSeek-V3.2 it would choose"
         yield columns(["cache", "heads per GPU", "route", "served by"], rows)
     if status.indexer:

@@ -57,7 +57,8 @@ _MAX_NUM_TOKENS, _MAX_MODEL_LEN = 8192, 163_840
 
 
 def _option(words: str, text: str, *, of: Any = int, metavar: str | None = None) -> Any:
-    return Annotated[of | None, typer.Option(words, metavar=metavar, min=1 if of is int else None, help=text)]
+    least, metavar = (1, "N") if of is int else (None, metavar)
+    return Annotated[of | None, typer.Option(words, metavar=metavar, min=least, help=text, rich_help_panel="The call")]
 
 
 _CALL = {
@@ -68,27 +69,22 @@ _CALL = {
     "block_size": _option("--block-size", "Tokens per block. Default: 64."),
     "scale_format": _option(
         "--scale-format",
-        "Of FP8 scales; unknown is read as amax. Default: pow2.",
+        "pow2 (default), amax, or unknown, which is read as amax.",
         of=Literal["pow2", "amax", "unknown"],
+        metavar="FORMAT",
     ),
     "query_len": _option("--query-len", "Tokens per decode. Default: 1."),
     "rows": _option(
         "--rows", "Query rows, where costs depend on them; of a route, requests that decode at once. Default: of a route 256."
     ),
     "lse": _option("--lse/--no-lse", "Request the lse. Default: yes; for a route no.", of=bool),
-    "attn_sink": _option("--sink/--no-sink", "Use an attention sink. Default: no.", of=bool),
-    "lengths": _option("--lengths/--no-lengths", "Row lengths are given. Default: no.", of=bool),
-    "compact": _option("--compact/--no-compact", "Indices are compacted. Default: no.", of=bool),
-    "prefill_workspace": _option("--prefill-workspace/--no-prefill-workspace", "Some indices go to a workspace.", of=bool),
-    "context_parallel": _option(
-        "--context-parallel/--no-context-parallel", "The cache holds one rank's share of each sequence. Default: no.", of=bool
-    ),
-    "batch_invariant": _option(
-        "--batch-invariant/--no-batch-invariant",
-        "Results must not depend on the other rows of the batch. Default: no.",
-        of=bool,
-    ),
-    "graph": _option("--graph/--no-graph", "The call must be capturable in a graph. Default: no.", of=bool),
+    "attn_sink": _option("--sink", "Use an attention sink.", of=bool),
+    "lengths": _option("--lengths", "Row lengths are given.", of=bool),
+    "compact": _option("--compact", "Indices are compacted.", of=bool),
+    "prefill_workspace": _option("--prefill-workspace", "Some indices go to a workspace.", of=bool),
+    "context_parallel": _option("--context-parallel", "The cache holds one rank's share of each sequence.", of=bool),
+    "batch_invariant": _option("--batch-invariant", "Results must not depend on the other rows of the batch.", of=bool),
+    "graph": _option("--graph", "The call must be capturable in a graph.", of=bool),
 }
 """By the names of Request's fields."""
 
@@ -122,8 +118,8 @@ def explain(
 ) -> None:
     """Show which implementation would serve a call, and every reason against each of the others.
 
-    Candidates are probed as they would be before the first real call. For a device that is not here the declarations alone
-    are compared: nothing is checked or probed. Exit code 1 when nothing, or not the forced backend, can serve.
+    Candidates are probed as they would be before the first real call; for a device that is not here nothing is.
+    Exit code 1 when nothing, or not the forced backend, can serve.
     """
     with command(as_json=as_json) as output:
         _share_heads(primitive, options)
@@ -156,11 +152,9 @@ def _for_a_person(decision: Decision | RouteDecision, elsewhere: Elsewhere | Non
     if isinstance(decision, Decision):
         yield from decision_lines(decision, state)
         yield from cost_lines([decision])
-    elif decision.chosen is None:
-        yield decision.failure_text(all=True)
     else:
         yield from route_lines(decision, state)
-        yield from cost_lines(part.decision for part in decision.verdict.parts)
+        yield from cost_lines(part.decision for each in decision.verdicts for part in each.parts)
         yield _ROUTE_REMARK
 
 

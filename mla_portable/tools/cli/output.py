@@ -86,6 +86,7 @@ class Output:
 
     def busy(self, doing: str) -> None:
         """Say on stderr that something is going on, until something is printed; nothing where stderr is no terminal."""
+        self.rest()
         if self.stderr.is_terminal:
             self._status = self.stderr.status(doing)
             self._status.start()

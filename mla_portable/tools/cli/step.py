@@ -27,6 +27,7 @@ _MAX_SECONDS = 2.0
 
 def _size(flag: str, text: str, *, of: Any = int, panel: str = "Size of the step", metavar: str | None = None) -> Any:
     least = None if of is not int else int(flag not in ("--decodes", "--prefills", "--context", "--seed"))
+    metavar = "N" if of is int else metavar
     return Annotated[of | None, typer.Option(flag, min=least, help=text, rich_help_panel=panel, metavar=metavar)]
 
 

@@ -50,8 +50,7 @@ def decision_lines(decision: Decision, state: State | None = None) -> Iterator[R
     for where in dict.fromkeys(v.cost_source.partition(_TIMES)[0] for v in shown if v.measured):
         yield hanging("times", where)
     if not decision.chosen:
-        lines = [line.strip() for line in decision.failure_text(all=True).splitlines()]
-        yield from (hanging("remedy", line.removeprefix("remedy").strip()) for line in lines if line.startswith("remedy"))
+        yield from (hanging("remedy", remedy) for remedy in decision.remedies)
 
 
 def cost_lines(decisions: Iterable[Decision]) -> Iterator[RenderableType]:
@@ -78,8 +77,17 @@ def _words(decision: Decision, verdict: Verdict, state: State | None) -> str:
 
 def route_lines(decision: RouteDecision, state: State | None = None) -> Iterator[RenderableType]:
     """How a layer composes the primitives: a row for each route, then what serves the chosen one's primitives."""
+    if decision.chosen is None:
+        yield Text(decision.failure_text().partition("\n")[0], "bold red")
+        why = [[each.route, "; ".join(f"{r.subject} {r.given}" for r in each.reasons)] for each in decision.verdicts]
+        yield columns(["route", "why not"], why)
+        refused = (part.decision for each in decision.verdicts for part in each.parts if part.decision.chosen is None)
+        for each in {each.request.primitive: each for each in refused}.values():
+            yield ""
+            yield from decision_lines(each, state)
+        return
     verb = "would be tried first" if state else "forced" if decision.forced else "chosen"
-    yield Text("route: ").append(f"{decision.chosen}", "bold green").append(f" ({verb})")
+    yield Text("route: ").append(decision.chosen, "bold green").append(f" ({verb})")
     rows = [[each.route, f"{each.cost:.4g}" if each.can_run else "", _made_of(each)] for each in decision.verdicts]
     yield columns(["route", "cost", "made of"], rows)
     yield ""

@@ -105,6 +105,8 @@ def _drawn(template: str, table: Table) -> str:
     )
     shown = {entry.known.state for _, entries in table.rows for entry in entries}
     words = {
+        "engine_headings": _ENGINE,
+        "titled": True,
         "version": mla_portable.__version__,
         "family": family,
         "letters": LETTERS,

@@ -85,6 +85,7 @@ def evidence(table: Table) -> Iterator[RenderableType]:
         ("Trust", [f"{trust}: {meaning}" for trust, meaning in TRUST.items()]),
         ("Coverage", coverage_lines(table)),
         ("Notes", [f"{number}. {text}" for number, text in enumerate(table.notes, 1)]),
+        ("Engines", [", ".join(row) for row in table.engines]),
         ("Evidence", list(table.sources)),
         ("Plugins that did not load", [f"{name}: {why}" for name, why in table.missing]),
     ):
