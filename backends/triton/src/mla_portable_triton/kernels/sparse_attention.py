@@ -81,7 +81,7 @@ def _store(rows, column: tl.constexpr, tile, written, BF16_NATIVE: tl.constexpr)
 
 @triton.jit(
     do_not_specialize=[
-        *("topk", "split_len", "num_slots", "q_stride_b", "q_stride_s", "q_stride_h", "indices_stride_b", "indices_stride_s"),
+        *("topk", "num_slots", "q_stride_b", "q_stride_s", "q_stride_h", "indices_stride_b", "indices_stride_s"),
         *("lengths_stride_b", "lengths_stride_s", "out_stride_p", "out_stride_b", "out_stride_s", "out_stride_h"),
         *("lse_stride_p", "lse_stride_b", "lse_stride_s", "lse_stride_h"),
     ]
@@ -96,7 +96,6 @@ def sparse_attention_kernel(
     sink_ptr,  # None: no sink
     scale_log2,  # softmax_scale * log2(e)
     topk,
-    split_len,
     num_slots,
     q_stride_b,  # strides of q and out count STRIDE_UNIT elements, those of indices, lengths and lse one
     q_stride_s,
@@ -147,10 +146,13 @@ def sparse_attention_kernel(
         q_rope = _slice(q_rows, LATENT, ROPE, in_heads, BF16_NATIVE)  # [BLOCK_H, ROPE]
 
     indices_row = indices_ptr + b * indices_stride_b + s * indices_stride_s
-    begin = split.to(tl.int32) * split_len
-    end = tl.minimum(begin + split_len, topk)
+    num_keys = topk
     if lengths_ptr is not None:
-        end = tl.minimum(end, tl.load(lengths_ptr + b * lengths_stride_b + s * lengths_stride_s))
+        num_keys = tl.minimum(num_keys, tl.load(lengths_ptr + b * lengths_stride_b + s * lengths_stride_s))
+    # the keys that the row has are shared among its splits, a whole number of tiles each
+    split_len = ((tl.maximum(num_keys, 1) - 1) // (tl.num_programs(1) * BLOCK_N) + 1) * BLOCK_N
+    begin = split.to(tl.int32) * split_len
+    end = tl.minimum(begin + split_len, num_keys)
 
     if IS_FP8:
         scale_ptr = kv_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
@@ -162,9 +164,11 @@ def sparse_attention_kernel(
     acc1 = tl.zeros([BLOCK_H, 128], tl.float32)
     acc2 = tl.zeros([BLOCK_H, 128], tl.float32)
     acc3 = tl.zeros([BLOCK_H, 128], tl.float32)
+    ahead = tl.load(indices_row + begin + n, mask=begin + n < end, other=-1)  # [BLOCK_N], of the next step
     for start in range(begin, end, BLOCK_N):
-        k = start + n
-        slot = tl.load(indices_row + k, mask=k < end, other=-1)  # [BLOCK_N]
+        slot = ahead
+        k = start + BLOCK_N + n
+        ahead = tl.load(indices_row + k, mask=k < end, other=-1)
         valid = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
         # int64 before the first product: a cache may pass 2**31 elements
         slot = tl.where(valid, slot, 0).to(tl.int64)
@@ -250,7 +254,6 @@ def launch(
     lengths: Tensor | None,
     attn_sink: Tensor | None,
     num_splits: int,
-    split_len: int,
     config: AttentionConfig,
     e4m3_native: bool,
     bf16_native: bool,
@@ -294,7 +297,6 @@ def launch(
         attn_sink,
         softmax_scale * LOG2_E,
         indices.shape[2],
-        split_len,
         num_slots,
         q_stride_b // unit,
         q_stride_s // unit,
