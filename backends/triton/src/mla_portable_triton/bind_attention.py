@@ -16,6 +16,7 @@ from mla_portable.contracts import DecodeSchedule, Request, SplitSchedule, atten
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.primitives import MergeStates, SparseDecode, SparsePrefill
 from mla_portable_triton.attention_tuning import bound_config
+from mla_portable_triton.support import interpreter_is_on
 
 __all__ = ["bind_merge_states", "bind_sparse_decode", "bind_sparse_prefill"]
 
@@ -23,6 +24,15 @@ __all__ = ["bind_merge_states", "bind_sparse_decode", "bind_sparse_prefill"]
 def _bf16_native(request: Request) -> bool:
     """Kernels on the CPU run in Triton's interpreter, which has no bfloat16 arithmetic."""
     return request.device.device_type != "cpu"
+
+
+def _e4m3(request: Request) -> dict[str, bool]:
+    """How FP8 rows are decoded, as constants of the kernel."""
+    from mla_portable_triton.kernels.e4m3_packed import decodes_packed
+
+    device = request.device
+    packed = decodes_packed(device.arch) and not interpreter_is_on()
+    return {"E4M3_NATIVE": device.has_fp8_conversion, "PACKED": packed}
 
 
 def bind_sparse_decode(request: Request) -> SparseDecode:
@@ -33,7 +43,7 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
     device = request.device
     config = bound_config(request)
     num_sms = 0 if request.batch_invariant else device.num_sms  # 0: rows stay whole, however few they are
-    e4m3_native, bf16_native = device.has_fp8_conversion, _bf16_native(request)
+    e4m3, bf16_native = _e4m3(request), _bf16_native(request)
 
     def sparse_decode(
         q: Tensor,
@@ -72,7 +82,7 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
             attn_sink=None if is_split else attn_sink,
             num_splits=cut.num_splits,
             config=config,
-            e4m3_native=e4m3_native,
+            e4m3=e4m3,
             bf16_native=bf16_native,
         )
         if is_split:
@@ -97,9 +107,8 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
     """sparse_prefill for `request`: the attention kernel with one split, tokens as batch rows of one query each."""
     from mla_portable_triton.kernels import sparse_attention as attention
 
-    device = request.device
     config = bound_config(request)
-    e4m3_native, bf16_native = device.has_fp8_conversion, _bf16_native(request)
+    e4m3, bf16_native = _e4m3(request), _bf16_native(request)
 
     def sparse_prefill(
         q: Tensor,
@@ -124,7 +133,7 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
             attn_sink=attn_sink,
             num_splits=1,
             config=config,
-            e4m3_native=e4m3_native,
+            e4m3=e4m3,
             bf16_native=bf16_native,
         )
         return out, lse_out

@@ -133,8 +133,8 @@ def whole_position(own, DCP_SIZE: tl.constexpr, DCP_RANK: tl.constexpr, INTERLEA
 def operands(numbers, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr):
     """A tile of `load_rows` as operands of tl.dot: of FP8_WORDS the even and the odd columns, else all of them, twice."""
     if FORM == _FP8_WORDS:
-        even = e4m3_lower(numbers)
-        odd = e4m3_upper(numbers)
+        even = e4m3_lower(numbers, True)
+        odd = e4m3_upper(numbers, True)
     elif FORM == _FP8:
         even = numbers.to(tl.float8e4nv, bitcast=True)
         odd = even
