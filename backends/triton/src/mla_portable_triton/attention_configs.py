@@ -16,7 +16,7 @@ from typing import Final
 from mla_portable.contracts import ProgramShape
 from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA
 
-__all__ = ["CONFIGS", "AttentionConfig", "attention_config"]
+__all__ = ["CONFIGS", "AttentionConfig", "attention_config", "fp8_tile"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,11 @@ CONFIGS: Final[Mapping[str, Mapping[str, Rows]]] = {
     "cpu": _layouts(_INTERPRETED, _INTERPRETED),
 }
 """DeviceFacts.arch -> cache layout -> rows."""
+
+
+def fp8_tile(arch: str) -> int:
+    """Heads of a tile of the FP8 kernel at most: `sparse_attention_fp8` says why."""
+    return 64 if arch.startswith("gfx") else 32
 
 
 def attention_config(arch: str, kv_layout: str | None, num_heads: int | None) -> AttentionConfig:

@@ -15,6 +15,7 @@ from torch import Tensor
 from mla_portable.contracts import DecodeSchedule, Request, SplitSchedule, attention_results, split_kv
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.primitives import MergeStates, SparseDecode, SparsePrefill
+from mla_portable_triton.attention_configs import AttentionConfig
 from mla_portable_triton.attention_tuning import bound_config
 from mla_portable_triton.support import interpreter_is_on
 
@@ -26,13 +27,11 @@ def _bf16_native(request: Request) -> bool:
     return request.device.device_type != "cpu"
 
 
-def _e4m3(request: Request) -> dict[str, bool]:
-    """How FP8 rows are decoded, as constants of the kernel."""
-    from mla_portable_triton.kernels.e4m3_packed import decodes_packed
+def _fp8(request: Request, config: AttentionConfig) -> dict[str, bool | int]:
+    from mla_portable_triton.kernels.sparse_attention_fp8 import fp8_constants
 
     device = request.device
-    packed = decodes_packed(device.arch) and not interpreter_is_on()
-    return {"E4M3_NATIVE": device.has_fp8_conversion, "PACKED": packed}
+    return fp8_constants(device.arch, config, e4m3_native=device.has_fp8_conversion, hardware=not interpreter_is_on())
 
 
 def bind_sparse_decode(request: Request) -> SparseDecode:
@@ -43,7 +42,7 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
     device = request.device
     config = bound_config(request)
     num_sms = 0 if request.batch_invariant else device.num_sms  # 0: rows stay whole, however few they are
-    e4m3, bf16_native = _e4m3(request), _bf16_native(request)
+    fp8, bf16_native = _fp8(request, config), _bf16_native(request)
 
     def sparse_decode(
         q: Tensor,
@@ -82,7 +81,7 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
             attn_sink=None if is_split else attn_sink,
             num_splits=cut.num_splits,
             config=config,
-            e4m3=e4m3,
+            fp8=fp8,
             bf16_native=bf16_native,
         )
         if is_split:
@@ -108,7 +107,7 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
     from mla_portable_triton.kernels import sparse_attention as attention
 
     config = bound_config(request)
-    e4m3, bf16_native = _e4m3(request), _bf16_native(request)
+    fp8, bf16_native = _fp8(request, config), _bf16_native(request)
 
     def sparse_prefill(
         q: Tensor,
@@ -133,7 +132,7 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
             attn_sink=attn_sink,
             num_splits=1,
             config=config,
-            e4m3=e4m3,
+            fp8=fp8,
             bf16_native=bf16_native,
         )
         return out, lse_out

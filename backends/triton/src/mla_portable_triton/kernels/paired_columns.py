@@ -15,8 +15,8 @@ if hasattr(tl, "join"):
 
     @triton.jit
     def load_pairs(rows, column: tl.constexpr, valid, HEIGHT: tl.constexpr, BF16_NATIVE: tl.constexpr):
-        """The even and the odd ones, [HEIGHT, 64], of columns [column, column + 128) of bf16 rows at `rows` [HEIGHT, 1]; 0 where
-        not valid. Operands of a product."""
+        """The even and the odd ones of columns [column, column + 128) of bf16 rows at `rows` [HEIGHT, 1], 0 where not valid:
+        two operands of a product, [HEIGHT, 64]."""
         tile = tl.load(rows + (tl.arange(0, 128) + column)[None, :], mask=valid[:, None], other=0.0)
         even, odd = tl.split(tl.reshape(tile, (HEIGHT, 64, 2)))
         return dot_operand(even, BF16_NATIVE), dot_operand(odd, BF16_NATIVE)
@@ -31,8 +31,8 @@ else:
 
     @triton.jit
     def load_pairs(rows, column: tl.constexpr, valid, HEIGHT: tl.constexpr, BF16_NATIVE: tl.constexpr):
-        """The even and the odd ones, [HEIGHT, 64], of columns [column, column + 128) of bf16 rows at `rows` [HEIGHT, 1]; 0 where
-        not valid. Operands of a product."""
+        """The even and the odd ones of columns [column, column + 128) of bf16 rows at `rows` [HEIGHT, 1], 0 where not valid:
+        two operands of a product, [HEIGHT, 64]."""
         pairs = rows + (2 * tl.arange(0, 64) + column)[None, :]
         even = tl.load(pairs, mask=valid[:, None], other=0.0)
         odd = tl.load(pairs + 1, mask=valid[:, None], other=0.0)

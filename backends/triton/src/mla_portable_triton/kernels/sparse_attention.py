@@ -32,9 +32,8 @@ from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig
 from mla_portable_triton.kernels.attention_parts import columns, finish, softmax_step, split_keys, store_as, token_at
 from mla_portable_triton.kernels.bfloat16 import dot_operand
-from mla_portable_triton.kernels.e4m3_packed import decodes_packed
 from mla_portable_triton.kernels.row_layout import LATENT
-from mla_portable_triton.kernels.sparse_attention_fp8 import sparse_attention_fp8_kernel
+from mla_portable_triton.kernels.sparse_attention_fp8 import fp8_constants, sparse_attention_fp8_kernel
 from mla_portable_triton.kernels.strides import stride_unit
 
 LOG2_E = 1.4426950408889634
@@ -169,7 +168,7 @@ def launch(
     attn_sink: Tensor | None,
     num_splits: int,
     config: AttentionConfig,
-    e4m3: Mapping[str, bool],
+    fp8: Mapping[str, bool | int],
     bf16_native: bool,
 ) -> None:
     """Attend; write `out` and `lse_out`. Graph-safe, allocates nothing; leading strides are free, last dimensions are not.
@@ -180,7 +179,7 @@ def launch(
         q: [B, S, H, 512 + ROPE] bf16. kv: [W, 512 + ROPE] bf16, or [blocks, block_size, 512 + ROPE] bf16 or [.., 656] uint8,
             whole rows that follow one another within a block. ROPE is 64 or, for bf16 rows without a rotary part, 0.
         indices: [B, S, K] int32. lengths: [B, S] int32. attn_sink: [H] float32.
-        e4m3: how FP8 rows are decoded, the constants E4M3_NATIVE and PACKED.
+        fp8: `fp8_constants`.
     """
     batch, query_len, num_heads, key_width = q.shape
     num_rows = batch * query_len
@@ -201,7 +200,7 @@ def launch(
     num_slots, cache_block, token_stride, block_stride = slot_geometry(kv)
     head_tiles = -(-num_heads // config.block_h)
     unit = stride_unit(q_stride_b, q_stride_s, q_stride_h, out_stride_p, out_stride_b, out_stride_s, out_stride_h)
-    launch_kernel, constants = (_launch, {}) if kv.dtype == torch.bfloat16 else (_launch_fp8, e4m3)
+    launch_kernel, constants = (_launch, {}) if kv.dtype == torch.bfloat16 else (_launch_fp8, fp8)
     launch_kernel(
         (num_rows * head_tiles, num_splits),
         out,
@@ -268,7 +267,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> Iterato
         # blocks of 64 tokens, padded for FP8 so that slots are divided into block and offset
         padded = layout.is_quantized
         for (max_heads, config), is_split in itertools.product(table, (False, True)):
-            constants = {"E4M3_NATIVE": e4m3_native, "PACKED": decodes_packed(arch)} if padded else {}
+            constants = fp8_constants(arch, config, e4m3_native=e4m3_native) if padded else {}
             yield variant(
                 sparse_attention_fp8_kernel if padded else sparse_attention_kernel,
                 f"sparse_attention-{kv_layout}-h{max_heads}-{'split' if is_split else 'whole'}",

@@ -11,24 +11,38 @@ there and never written back. They are decoded as keys and again as values, whic
 take a NaN for a number, because the scores have seen it as a key.
 
 A program of 64 heads has two tiles of 32, A and B, which share what is decoded. As one tile they would be multiplied by warp
-groups on Hopper, from shared memory: 170 us for 64 rows on an H200, where programs of 32 heads take 137.
+groups on Hopper, from shared memory: 170 us for 64 rows on an H200, where programs of 32 heads take 137. On AMD, whose matrix
+units have no such form, they are one tile, and tokens are decoded once.
 """
 
 import triton
 import triton.language as tl
 
+from mla_portable_triton.attention_configs import AttentionConfig, fp8_tile
 from mla_portable_triton.kernels.attention_parts import columns, finish, softmax_step, split_keys, token_at
 from mla_portable_triton.kernels.bfloat16 import dot_operand
 from mla_portable_triton.kernels.e4m3_decode import e4m3_decode
-from mla_portable_triton.kernels.e4m3_packed import e4m3_lower, e4m3_upper
+from mla_portable_triton.kernels.e4m3_packed import decodes_packed, e4m3_lower, e4m3_upper
 from mla_portable_triton.kernels.paired_columns import load_pairs, store_pairs
 from mla_portable_triton.kernels.row_layout import LATENT, ROPE_BYTE, SCALE_BYTE
 
 
+def fp8_constants(arch: str, config: AttentionConfig, *, e4m3_native: bool, hardware: bool = True) -> dict[str, bool | int]:
+    """What this kernel takes beside the constants of the other. hardware: not Triton's interpreter."""
+    packed = hardware and decodes_packed(arch)
+    return {"E4M3_NATIVE": e4m3_native, "PACKED": packed, "TILE_H": min(config.block_h, fp8_tile(arch))}
+
+
 @triton.jit
-def _words(rows, column: tl.constexpr, valid):
+def _words(rows, column: tl.constexpr, valid, PACKED: tl.constexpr):
     """64 words of the rows at `rows` [N, 1], 0 where not valid."""
-    return tl.load(rows + (tl.arange(0, 64) + column)[None, :], mask=valid[:, None], other=0)
+    w = tl.arange(0, 64)
+    words = tl.load(rows + (w + column)[None, :], mask=valid[:, None], other=0)
+    if not PACKED:
+        # Zeros, unknown to Triton until it has laid the tiles out. What depends on loads alone it would decode in the layouts
+        # of both products, and here that is dear.
+        words = words | (w >> 16).to(tl.int16)[None, :]
+    return words
 
 
 @triton.jit
@@ -101,12 +115,12 @@ def sparse_attention_fp8_kernel(
     IS_SPLIT: tl.constexpr,  # write a part for merge_states: float32, lse in base 2, no sink
     E4M3_NATIVE: tl.constexpr,
     PACKED: tl.constexpr,  # decode by NVIDIA's instructions
+    TILE_H: tl.constexpr,  # BLOCK_H, or half of it
     BF16_NATIVE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Grid (rows * head tiles, splits): the head tiles of a row are neighbours, so that they share its tokens in L2."""
-    TILE_H: tl.constexpr = BLOCK_H if BLOCK_H < 64 else 32
     TWO: tl.constexpr = BLOCK_H > TILE_H
     PROGRAMS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H  # of a row and a split
     row = (tl.program_id(0) // PROGRAMS).to(tl.int64)
@@ -177,10 +191,10 @@ def sparse_attention_fp8_kernel(
         f3 = tl.load(scales + 3, mask=valid, other=0.0)
         k_rope = columns(rope_ptr + (token // 2)[:, None], ROPE_BYTE // 2, ROPE, valid, BF16_NATIVE)  # [BLOCK_N, ROPE]
         word_rows = word_ptr + (token // 2)[:, None]  # [BLOCK_N, 1]
-        w0 = _words(word_rows, 0, valid)  # [BLOCK_N, 64]
-        w1 = _words(word_rows, 64, valid)  # [BLOCK_N, 64]
-        w2 = _words(word_rows, 128, valid)  # [BLOCK_N, 64]
-        w3 = _words(word_rows, 192, valid)  # [BLOCK_N, 64]
+        w0 = _words(word_rows, 0, valid, PACKED)  # [BLOCK_N, 64]
+        w1 = _words(word_rows, 64, valid, PACKED)  # [BLOCK_N, 64]
+        w2 = _words(word_rows, 128, valid, PACKED)  # [BLOCK_N, 64]
+        w3 = _words(word_rows, 192, valid, PACKED)  # [BLOCK_N, 64]
 
         scores_a = tl.dot(qa_rope, tl.trans(k_rope))  # [TILE_H, BLOCK_N]
         if TWO:
