@@ -115,7 +115,7 @@ from mla_portable_triton.kernels import sparse_attention
 from mla_portable_triton.kernels.sparse_attention_fp8 import fp8_constants
 
 def shared(arch, layout, config):
-    variant = next(v for v in compile_all.variants_of(sparse_attention, arch) if f"-{layout}-" in v.label)
+    variant = next(v for v in compile_all.variants_of(sparse_attention, arch) if f"-{layout}-" in v.label and v.label.endswith("split"))
     sizes = {"BLOCK_H": config["block_h"], "BLOCK_N": config["block_n"], "NUM_HEADS": config["block_h"]}
     if layout == "fp8_ds_mla":
         sizes |= fp8_constants(arch, AttentionConfig(**config), e4m3_native=variant.constexprs["E4M3_NATIVE"])
