@@ -29,6 +29,8 @@ from typing import Final, NamedTuple
 KERNELS: Final = Path(__file__).parents[1] / "backends" / "triton" / "src" / "mla_portable_triton" / "kernels"
 NEED_TRITON_3: Final = ("index_keys.py", "indexer_logits.py", "indexer_logits_ragged.py", "topk_select.py")
 """Kernels that the plugin offers from Triton 3.0 on alone."""
+TAKE_THEMSELVES_OUT: Final = ("e4m3_packed.py", "paired_columns.py")
+"""Helpers that define something else, or nothing, where Triton lacks a name."""
 IN_MATH: Final = frozenset({"div_rn", "exp2", "log2"})
 """To be written `tl.math.`: `tl` itself has them since Triton 3 only."""
 IN_2_1_AND_3_1: Final = frozenset(
@@ -55,7 +57,7 @@ class Finding(NamedTuple):
 
 def kernels() -> list[Path]:
     """The files of the kernels that every Triton from 2.1 on has to take."""
-    return sorted(path for path in KERNELS.glob("*.py") if path.name not in NEED_TRITON_3)
+    return sorted(path for path in KERNELS.glob("*.py") if path.name not in (*NEED_TRITON_3, *TAKE_THEMSELVES_OUT))
 
 
 def lint_source(source: str) -> list[Finding]:

@@ -118,7 +118,7 @@ def test_no_corex_device_asks_for_the_e4m3_type(monkeypatch):
     facts = characterise(Signals("cuda", "TG-V200 OAM", (8, 0)), Evidence("device name"), graph_capture=None)
     assert isinstance(facts, DeviceFacts) and facts.warp_size == 64
     seen: list[bool] = []
-    monkeypatch.setattr(sparse_attention, "launch", lambda *args, e4m3_native, **more: seen.append(e4m3_native))
+    monkeypatch.setattr(sparse_attention, "launch", lambda *args, fp8, **more: seen.append(fp8["E4M3_NATIVE"]))
     import torch
 
     call = bind_sparse_prefill(Request(SPARSE_PREFILL, facts, kv_layout="fp8_ds_mla", num_heads=2))

@@ -178,11 +178,11 @@ def test_variants_name_every_parameter(module: Any):
 @pytest.mark.parametrize(
     ("arch", "converts", "form"),
     [
-        ("sm80", False, index_keys.FP8_HALF),
+        ("sm80", False, index_keys.FP8_WORDS),
         ("sm89", True, index_keys.FP8),
         ("sm90", True, index_keys.FP8),
         ("sm120", True, index_keys.FP8),
-        ("sm90", False, index_keys.FP8_HALF),
+        ("sm90", False, index_keys.FP8_WORDS),
         ("gfx942", False, index_keys.FP8_DECODED),
         ("gfx950", True, index_keys.FP8_DECODED),
         ("ivcore11", False, index_keys.FP8_DECODED),

@@ -92,7 +92,7 @@ def test_sources_include_the_kernels_that_run_and_no_other(offered: dict[Primiti
 
     found = {primitive: kernels(primitive) for primitive in offered}
     assert all(found.values())
-    assert found[SPARSE_DECODE] == {"sparse_attention_kernel", "merge_states_kernel"}
+    assert found[SPARSE_DECODE] == {"sparse_attention_kernel", "sparse_attention_fp8_kernel", "merge_states_kernel"}
     assert found[MERGE_STATES] == {"merge_states_kernel"}
     single = set(offered) - {SPARSE_DECODE, INDEXER_SELECT}
     owners = [(kernel, primitive) for primitive in single for kernel in found[primitive]]

@@ -16,7 +16,7 @@ from typing import Final
 from mla_portable.contracts import ProgramShape
 from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA
 
-__all__ = ["CONFIGS", "AttentionConfig", "attention_config"]
+__all__ = ["CONFIGS", "AttentionConfig", "attention_config", "fp8_tile"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,14 @@ class AttentionConfig:
 Rows = tuple[tuple[int, AttentionConfig], ...]
 """(greatest number of heads, configuration), ascending; the last row serves every larger count by several tiles."""
 
-_16 = AttentionConfig(block_h=16, block_n=32, num_warps=4, num_stages=2)
-_32 = AttentionConfig(block_h=32, block_n=32, num_warps=8, num_stages=2)
-_64 = AttentionConfig(block_h=64, block_n=32, num_warps=8, num_stages=2)
-_64_SHORT = AttentionConfig(block_h=64, block_n=16, num_warps=8, num_stages=2)
+_16 = AttentionConfig(block_h=16, block_n=32, num_warps=4, num_stages=3)
+_32 = AttentionConfig(block_h=32, block_n=32, num_warps=4, num_stages=3)
+_64 = AttentionConfig(block_h=64, block_n=64, num_warps=8, num_stages=3)
+_64_WHOLE = AttentionConfig(block_h=64, block_n=64, num_warps=8, num_stages=2)
+_16_SMALL = AttentionConfig(block_h=16, block_n=32, num_warps=4, num_stages=2)
+_32_SMALL = AttentionConfig(block_h=32, block_n=64, num_warps=8, num_stages=2)
+_32_SHORT = AttentionConfig(block_h=32, block_n=32, num_warps=8, num_stages=2)
+_64_SHORT = AttentionConfig(block_h=64, block_n=32, num_warps=8, num_stages=2)
 _SMALL = AttentionConfig(block_h=16, block_n=16, num_warps=4, num_stages=1)
 _CDNA_16 = AttentionConfig(block_h=16, block_n=16, num_warps=4, num_stages=2)
 _CDNA_32 = AttentionConfig(block_h=32, block_n=16, num_warps=4, num_stages=1)
@@ -65,17 +69,18 @@ def _layouts(fp8: Rows, bf16: Rows) -> Mapping[str, Rows]:
     return {FP8_DS_MLA.name: fp8, BF16.name: bf16, BF16_NOPE.name: bf16}
 
 
-_99_KIB: Final = _layouts(((16, _16), (32, _32)), ((16, _16), (32, _32), (64, _64_SHORT)))
+_FP8: Rows = ((16, _16), (32, _32), (64, _64))
+_99_KIB: Final = _layouts(((16, _16_SMALL), (32, _32_SMALL), (64, _64_SHORT)), ((16, _16_SMALL), (32, _32_SHORT)))
 _INTERPRETED: Rows = ((16, _INTERPRETED_16), (64, _INTERPRETED_64))
 
 CONFIGS: Final[Mapping[str, Mapping[str, Rows]]] = {
     # fits 48 KiB, the least that any target is known to have
     "default": _layouts(((16, _SMALL),), ((16, _SMALL),)),
-    "sm80": _layouts(((16, _16), (32, _32)), ((16, _16), (32, _32), (64, _64))),
+    "sm80": _layouts(_FP8, ((16, _16), (32, _32))),
     "sm86": _99_KIB,
     "sm89": _99_KIB,
-    "sm90": _layouts(((16, _16), (32, _32), (64, _64)), ((16, _16), (32, _32), (64, _64))),
-    "sm100": _layouts(((16, _16), (32, _32), (64, _64)), ((16, _16), (32, _32))),
+    "sm90": _layouts(_FP8, ((16, _16), (32, _32), (64, _64_WHOLE))),
+    "sm100": _layouts(_FP8, ((16, _16), (32, _32))),
     "sm120": _99_KIB,
     "gfx942": _layouts(_CDNA, _CDNA),
     "gfx950": _layouts(_CDNA, _CDNA),
@@ -84,6 +89,11 @@ CONFIGS: Final[Mapping[str, Mapping[str, Rows]]] = {
     "cpu": _layouts(_INTERPRETED, _INTERPRETED),
 }
 """DeviceFacts.arch -> cache layout -> rows."""
+
+
+def fp8_tile(arch: str) -> int:
+    """Heads of a tile of the FP8 kernel at most: `sparse_attention_fp8` says why."""
+    return 64 if arch.startswith("gfx") else 32
 
 
 def attention_config(arch: str, kv_layout: str | None, num_heads: int | None) -> AttentionConfig:

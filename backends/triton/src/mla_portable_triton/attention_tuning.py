@@ -15,15 +15,15 @@ from typing import Final
 
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Request
 from mla_portable.layouts import BF16, LAYOUTS
-from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig, attention_config
+from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig, attention_config, fp8_tile
 from mla_portable_triton.support import NAME
 
 __all__ = ["bound_config", "configurations", "shared_memory"]
 
 _MOST: Final = 24
 """Configurations to try: sparse_decode compiles each twice, whole and split, for every head count and layout."""
-_NUM_STAGES: Final = (1, 2, 5)
-"""Triton 3.7.1 makes of 3 and 4 what it makes of 2, with indices loaded further ahead; at 5 rows are loaded two steps ahead."""
+_NUM_STAGES: Final = (1, 2, 3)
+"""One less is how many steps ahead rows are copied; with 2 there is one buffer, which is copied to between two steps."""
 _ACCUMULATORS: Final = 128
 """Registers of a thread that [block_h, 512] float32 may take; with 256 every kernel spills."""
 _TALLEST: Final = 64
@@ -68,14 +68,14 @@ def shared_memory(config: AttentionConfig, kv_layout: str, arch: str) -> int:
     """Bytes that a program takes at most; an estimate from what Triton 3.7.1 compiles, its remainders rounded up."""
     layout = LAYOUTS[kv_layout]
     if arch.startswith("gfx"):  # queries stay in registers; probabilities and, of bf16, the rows on their way do not
-        ahead = max(1, config.num_stages - 2) if config.num_stages > 1 else 0
-        row = 128 if layout.is_quantized else layout.row_bytes
-        return 256 * max(config.block_h, config.block_n) + ahead * config.block_n * row
-    ahead = (config.num_stages + 1) // 3
-    # a product reads a second copy of the rows where they are decoded, or where a group of warps multiplies as one
-    grouped = arch in ("sm90", "sm100") and config.block_h >= 64
-    copied = layout.is_quantized or grouped or not ahead
-    row = ahead * (layout.row_bytes + 16) + (layout.workspace.row_bytes if copied else 0) + 128
+        row = 0 if layout.is_quantized else layout.row_bytes
+        rows = (config.num_stages - 1) * config.block_n * row
+        return max(rows, (512 if layout.is_quantized else 256) * max(config.block_h, config.block_n))
+    ahead = config.num_stages - 1
+    tile_h = min(config.block_h, fp8_tile(arch)) if layout.is_quantized else config.block_h
+    # a group of warps that multiplies as one reads a copy of the rows that nothing is written into
+    copied = (tile_h >= 64 and arch in ("sm90", "sm100")) or not ahead
+    row = ahead * layout.row_bytes + (layout.row_bytes if copied else 0) + 2 * tile_h
     return config.block_h * layout.workspace.row_bytes + config.block_n * row
 
 

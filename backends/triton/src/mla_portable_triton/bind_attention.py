@@ -15,7 +15,9 @@ from torch import Tensor
 from mla_portable.contracts import DecodeSchedule, Request, SplitSchedule, attention_results, split_kv
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.primitives import MergeStates, SparseDecode, SparsePrefill
+from mla_portable_triton.attention_configs import AttentionConfig
 from mla_portable_triton.attention_tuning import bound_config
+from mla_portable_triton.support import interpreter_is_on
 
 __all__ = ["bind_merge_states", "bind_sparse_decode", "bind_sparse_prefill"]
 
@@ -23,6 +25,13 @@ __all__ = ["bind_merge_states", "bind_sparse_decode", "bind_sparse_prefill"]
 def _bf16_native(request: Request) -> bool:
     """Kernels on the CPU run in Triton's interpreter, which has no bfloat16 arithmetic."""
     return request.device.device_type != "cpu"
+
+
+def _fp8(request: Request, config: AttentionConfig) -> dict[str, bool | int]:
+    from mla_portable_triton.kernels.sparse_attention_fp8 import fp8_constants
+
+    device = request.device
+    return fp8_constants(device.arch, config, e4m3_native=device.has_fp8_conversion, hardware=not interpreter_is_on())
 
 
 def bind_sparse_decode(request: Request) -> SparseDecode:
@@ -33,7 +42,7 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
     device = request.device
     config = bound_config(request)
     num_sms = 0 if request.batch_invariant else device.num_sms  # 0: rows stay whole, however few they are
-    e4m3_native, bf16_native = device.has_fp8_conversion, _bf16_native(request)
+    fp8, bf16_native = _fp8(request, config), _bf16_native(request)
 
     def sparse_decode(
         q: Tensor,
@@ -71,9 +80,8 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
             lengths=lengths,
             attn_sink=None if is_split else attn_sink,
             num_splits=cut.num_splits,
-            split_len=cut.split_len,
             config=config,
-            e4m3_native=e4m3_native,
+            fp8=fp8,
             bf16_native=bf16_native,
         )
         if is_split:
@@ -98,9 +106,8 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
     """sparse_prefill for `request`: the attention kernel with one split, tokens as batch rows of one query each."""
     from mla_portable_triton.kernels import sparse_attention as attention
 
-    device = request.device
     config = bound_config(request)
-    e4m3_native, bf16_native = device.has_fp8_conversion, _bf16_native(request)
+    fp8, bf16_native = _fp8(request, config), _bf16_native(request)
 
     def sparse_prefill(
         q: Tensor,
@@ -124,9 +131,8 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
             lengths=None if lengths is None else lengths.unsqueeze(1),
             attn_sink=attn_sink,
             num_splits=1,
-            split_len=indices.shape[1],
             config=config,
-            e4m3_native=e4m3_native,
+            fp8=fp8,
             bf16_native=bf16_native,
         )
         return out, lse_out

@@ -4,7 +4,7 @@
 form      FORM says how q and keys are stored and multiplied:
           BF16         bfloat16 numbers
           FP8          e4m3 bytes as they are, on targets whose matrix units take them
-          FP8_HALF     e4m3 bytes, four at a time by PTX's integers, into float16 of 2**-8 of their value: exact, subnormals too
+          FP8_WORDS    words of two e4m3 bytes, by NVIDIA's instructions, into bfloat16 of the even and of the odd columns
           FP8_DECODED  e4m3 bytes, one by one by integers, into bfloat16, which holds each of them exactly
 score     sum_h weight[h] * max(q[h] . k[position], 0) * scale of the key; dots and sums in float32, the ReLU before the weights
 tile      positions are rows of the dot and heads its columns, so that the sum over heads stays within a warp
@@ -23,12 +23,13 @@ from torch import Tensor
 from mla_portable.layouts import INDEX_HEAD_SIZE
 from mla_portable_triton.kernels.bfloat16 import dot_operand
 from mla_portable_triton.kernels.e4m3_decode import e4m3_decode
+from mla_portable_triton.kernels.e4m3_packed import e4m3_lower, e4m3_upper
 
 __all__ = [
     "BF16",
     "FP8",
     "FP8_DECODED",
-    "FP8_HALF",
+    "FP8_WORDS",
     "KEY",
     "MAX_HEADS",
     "REQUEST_TILE",
@@ -36,9 +37,11 @@ __all__ = [
     "Tiles",
     "find_request",
     "form_of",
+    "form_of_call",
     "head_block",
     "key_tile",
-    "operand",
+    "load_rows",
+    "operands",
     "own_length",
     "query_tile",
     "tile_scores",
@@ -48,15 +51,14 @@ __all__ = [
 
 BF16: Final = 0
 FP8: Final = 1
-FP8_HALF: Final = 2
+FP8_WORDS: Final = 2
 FP8_DECODED: Final = 3
 MAX_HEADS: Final = 128
 REQUEST_TILE: Final = 64
 KEY = tl.constexpr(INDEX_HEAD_SIZE)
 _BF16 = tl.constexpr(BF16)
 _FP8 = tl.constexpr(FP8)
-_FP8_HALF = tl.constexpr(FP8_HALF)
-_UNDO_HALF = tl.constexpr(65536.0)  # both operands of a dot are 2**-8 of their value
+_FP8_WORDS = tl.constexpr(FP8_WORDS)
 _INT32_MAX = tl.constexpr(2**31 - 1)
 _UINT8, _E4M3 = torch.uint8, torch.float8_e4m3fn
 
@@ -91,7 +93,13 @@ def form_of(quantized: bool, arch: str, has_fp8_conversion: bool) -> int:
         return BF16
     if not arch.startswith("sm"):
         return FP8_DECODED
-    return FP8 if has_fp8_conversion and int(arch.removeprefix("sm")) >= 89 else FP8_HALF
+    return FP8 if has_fp8_conversion and int(arch.removeprefix("sm")) >= 89 else FP8_WORDS
+
+
+def form_of_call(form: int, *rows: Tensor) -> int:
+    """FORM of a call that reads these tensors of e4m3 bytes: words lie at even addresses."""
+    odd = form == FP8_WORDS and any((t.data_ptr() | t.stride(0) | t.stride(-2)) & 1 for t in rows)
+    return FP8_DECODED if odd else form
 
 
 def head_block(num_heads: int) -> int:
@@ -122,51 +130,21 @@ def whole_position(own, DCP_SIZE: tl.constexpr, DCP_RANK: tl.constexpr, INTERLEA
 
 
 @triton.jit
-def e4m3_to_half(byte):
-    """float16 tensor of 2**-8 of the values of `byte` (uint8), exactly; NaN codes stay NaN. For NVIDIA's targets.
-
-    The bits are those of `e4m3_decode`, of two codes in each half of a register.
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 code, low, nan;
-        prmt.b32 code, $2, 0, 0x1404;
-        shr.u32 low, code, 1;
-        and.b32 low, low, 0x3F803F80;
-        add.u32 nan, low, 0x00800080;
-        and.b32 nan, nan, 0x40004000;
-        or.b32 low, low, nan;
-        and.b32 code, code, 0x80008000;
-        or.b32 $0, code, low;
-        prmt.b32 code, $2, 0, 0x3424;
-        shr.u32 low, code, 1;
-        and.b32 low, low, 0x3F803F80;
-        add.u32 nan, low, 0x00800080;
-        and.b32 nan, nan, 0x40004000;
-        or.b32 low, low, nan;
-        and.b32 code, code, 0x80008000;
-        or.b32 $1, code, low;
-        }""",
-        "=r,=r,r",
-        [byte],
-        dtype=tl.float16,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def operand(numbers, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr):
-    """A tile as it was loaded, as an operand of tl.dot."""
-    if FORM == _FP8:
-        value = numbers.to(tl.float8e4nv, bitcast=True)
-    elif FORM == _FP8_HALF:
-        value = e4m3_to_half(numbers)
+def operands(numbers, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr):
+    """A tile of `load_rows` as operands of tl.dot: of FP8_WORDS the even and the odd columns, else all of them, twice."""
+    if FORM == _FP8_WORDS:
+        even = e4m3_lower(numbers, True)
+        odd = e4m3_upper(numbers, True)
+    elif FORM == _FP8:
+        even = numbers.to(tl.float8e4nv, bitcast=True)
+        odd = even
     elif FORM == _BF16:
-        value = dot_operand(numbers, BF16_NATIVE)
+        even = dot_operand(numbers, BF16_NATIVE)
+        odd = even
     else:
-        value = dot_operand(e4m3_decode(numbers, False), BF16_NATIVE)
-    return value
+        even = dot_operand(e4m3_decode(numbers, False), BF16_NATIVE)
+        odd = even
+    return even, odd
 
 
 @triton.jit
@@ -185,12 +163,28 @@ def find_request(token, start_ptr, num_requests, BLOCK_R: tl.constexpr):
 
 
 @triton.jit
-def query_tile(q_ptr, weight_ptr, token, q_stride_t, q_stride_h, weight_stride, NUM_HEADS: tl.constexpr, BLOCK_H: tl.constexpr):
-    """q [BLOCK_H, 128] as stored and weights [BLOCK_H] of a token; 0 past the last head."""
+def load_rows(rows, there, FORM: tl.constexpr):
+    """The 128 numbers of each row at pointers `rows` [R], 0 where not `there` [R]: [R, 128], or [R, 64] words of FP8_WORDS."""
+    if FORM == _FP8_WORDS:
+        rows = rows.to(tl.pointer_type(tl.int16), bitcast=True)
+        numbers = tl.load(rows[:, None] + tl.arange(0, KEY // 2)[None, :], mask=there[:, None], other=0)
+    else:
+        numbers = tl.load(rows[:, None] + tl.arange(0, KEY)[None, :], mask=there[:, None], other=0)
+    return numbers
+
+
+@triton.jit
+def query_tile(
+    q_ptr, weight_ptr, token, q_stride_t, q_stride_h, weight_stride,
+    NUM_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """q as `load_rows` has it and weights [BLOCK_H] of a token; 0 past the last head."""
     h = tl.arange(0, BLOCK_H)  # [BLOCK_H]
-    d = tl.arange(0, KEY)  # [128]
-    row = q_ptr + token.to(tl.int64) * q_stride_t + h[:, None] * q_stride_h
-    q = tl.load(row + d[None, :], mask=h[:, None] < NUM_HEADS, other=0)  # [BLOCK_H, 128]
+    q = load_rows(q_ptr + token.to(tl.int64) * q_stride_t + h * q_stride_h, h < NUM_HEADS, FORM)
+    if FORM == _FP8_WORDS:
+        # Zeros, unknown to Triton until it has laid the tiles out. What depends on loads alone it would decode in the layout of
+        # the product, where every warp needs every head.
+        q = q | (tl.arange(0, KEY // 2) >> 16).to(tl.int16)[None, :]
     weight = tl.load(weight_ptr + token.to(tl.int64) * weight_stride + h, mask=h < NUM_HEADS, other=0.0)  # [BLOCK_H]
     return q, weight
 
@@ -199,7 +193,7 @@ def query_tile(q_ptr, weight_ptr, token, q_stride_t, q_stride_h, weight_stride, 
 def key_tile(
     cache_ptr, table_row_ptr, position, inside, num_blocks, block_stride, FORM: tl.constexpr, CACHE_BLOCK: tl.constexpr
 ):
-    """The keys [BLOCK_N, 128] as stored, their scales [BLOCK_N] (1 where there are none), and which are there [BLOCK_N].
+    """The keys as `load_rows` has them, their scales [BLOCK_N] (1 where there are none), and which are there [BLOCK_N].
 
     position: [BLOCK_N]. inside: [BLOCK_N], those whose column is in the table. block_stride: in elements of the cache.
     """
@@ -207,7 +201,7 @@ def key_tile(
     there = inside & (block >= 0) & (block < num_blocks)
     page = cache_ptr + tl.where(there, block, 0) * block_stride  # [BLOCK_N] pointers
     at = position % CACHE_BLOCK  # [BLOCK_N]
-    keys = tl.load(page[:, None] + at[:, None] * KEY + tl.arange(0, KEY)[None, :], mask=there[:, None], other=0)
+    keys = load_rows(page + at * KEY, there, FORM)
     if FORM == _BF16:
         scale = tl.full(position.shape, 1.0, tl.float32)
     else:
@@ -216,10 +210,9 @@ def key_tile(
 
 
 @triton.jit
-def tile_scores(keys, scale, q, weight, FORM: tl.constexpr):
-    """[BLOCK_N] scores: operands keys [BLOCK_N, 128] and q [BLOCK_H, 128]."""
+def tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM: tl.constexpr):
+    """[BLOCK_N] scores of `operands` of keys and of q."""
     dots = tl.dot(keys, tl.trans(q))  # [BLOCK_N, BLOCK_H] float32
-    scores = tl.sum(tl.maximum(dots, 0.0) * weight[None, :], 1) * scale
-    if FORM == _FP8_HALF:
-        scores *= _UNDO_HALF
-    return scores
+    if FORM == _FP8_WORDS:
+        dots = tl.dot(odd_keys, tl.trans(odd_q), dots)
+    return tl.sum(tl.maximum(dots, 0.0) * weight[None, :], 1) * scale

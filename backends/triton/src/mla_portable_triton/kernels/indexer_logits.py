@@ -29,9 +29,10 @@ from mla_portable_triton.kernels.index_keys import (
     Numbers,
     Tiles,
     find_request,
+    form_of_call,
     head_block,
     key_tile,
-    operand,
+    operands,
     own_length,
     query_tile,
     tile_scores,
@@ -83,15 +84,16 @@ def decode_kernel(
     out_row = out_ptr + row * out_stride
     n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     if first < seen:
-        q, weight = query_tile(q_ptr, weight_ptr, token, q_stride_t, q_stride_h, weight_stride, NUM_HEADS, BLOCK_H)
-        q = operand(q, FORM, BF16_NATIVE)
+        q, weight = query_tile(q_ptr, weight_ptr, token, q_stride_t, q_stride_h, weight_stride, NUM_HEADS, BLOCK_H, FORM)
+        q, odd_q = operands(q, FORM, BF16_NATIVE)
         table_row = table_ptr + request.to(tl.int64) * table_stride
         for begin in tl.range(first, seen, step, num_stages=STAGES):
             position = begin + n  # [BLOCK_N]
             keys, scale, there = key_tile(
                 cache_ptr, table_row, position, position < seen, num_blocks, block_stride, FORM, CACHE_BLOCK
             )
-            scores = tile_scores(operand(keys, FORM, BF16_NATIVE), scale, q, weight, FORM)
+            keys, odd_keys = operands(keys, FORM, BF16_NATIVE)
+            scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
             scores = tl.where(there, scores, float("-inf"))
             if FILL:
                 tl.store(out_row + position, scores, mask=position < num_logits)
@@ -135,11 +137,12 @@ def prefill_kernel(
             table_row = table_ptr + request.to(tl.int64) * table_stride
             inside = place < stop + after_own
             keys, scale, there = key_tile(cache_ptr, table_row, position, inside, num_blocks, block_stride, FORM, CACHE_BLOCK)
-            keys = operand(keys, FORM, BF16_NATIVE)
+            keys, odd_keys = operands(keys, FORM, BF16_NATIVE)
             for i in tl.range(0, stop - token, num_stages=STAGES):
                 t = token + i
-                q, weight = query_tile(q_ptr, weight_ptr, t, q_stride_t, q_stride_h, weight_stride, NUM_HEADS, BLOCK_H)
-                scores = tile_scores(keys, scale, operand(q, FORM, BF16_NATIVE), weight, FORM)
+                q, weight = query_tile(q_ptr, weight_ptr, t, q_stride_t, q_stride_h, weight_stride, NUM_HEADS, BLOCK_H, FORM)
+                q, odd_q = operands(q, FORM, BF16_NATIVE)
+                scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
                 seen = place <= t + after_own
                 scores = tl.where(there & seen, scores, float("-inf"))
                 out_row = out_ptr + (t - first_token).to(tl.int64) * out_stride
@@ -194,9 +197,9 @@ def launch(
         num_logits, out.stride(0), q.stride(0), q.stride(1), weights.stride(0),
     )  # fmt: skip
     options = {
-        "NUM_HEADS": num_heads, "CACHE_BLOCK": index_cache.shape[1], "FORM": numbers.form, "BF16_NATIVE": numbers.bf16_native,
-        "FILL": bounds is None, "BLOCK_H": block_h, "BLOCK_N": positions, "BLOCK_R": REQUEST_TILE,
-        "STAGES": tiles.num_stages, "num_warps": tiles.num_warps,
+        "NUM_HEADS": num_heads, "CACHE_BLOCK": index_cache.shape[1], "FORM": form_of_call(numbers.form, q),
+        "BF16_NATIVE": numbers.bf16_native, "FILL": bounds is None, "BLOCK_H": block_h, "BLOCK_N": positions,
+        "BLOCK_R": REQUEST_TILE, "STAGES": tiles.num_stages, "num_warps": tiles.num_warps,
         "DCP_SIZE": share.size, "DCP_RANK": share.rank, "INTERLEAVE": share.interleave,
     }  # fmt: skip
     if prefill:

@@ -15,7 +15,16 @@ from torch import Tensor
 from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels import index_keys
-from mla_portable_triton.kernels.index_keys import KEY, Numbers, head_block, operand, query_tile, tile_scores, visible_bytes
+from mla_portable_triton.kernels.index_keys import (
+    Numbers,
+    form_of_call,
+    head_block,
+    load_rows,
+    operands,
+    query_tile,
+    tile_scores,
+    visible_bytes,
+)
 from mla_portable_triton.kernels.indexer_logits import PREFILL
 
 __all__ = ["aot_variants", "launch"]
@@ -42,17 +51,16 @@ def ragged_kernel(
     wanted = (starts < ends) & (starts < first + BLOCK_N) & (ends > first)  # [REPEAT]
     if tl.max(wanted.to(tl.int32), 0) > 0:
         there = n < num_keys
-        d = tl.arange(0, KEY)
-        keys = tl.load(key_ptr + n.to(tl.int64)[:, None] * key_stride + d[None, :], mask=there[:, None], other=0)
-        keys = operand(keys, FORM, BF16_NATIVE)
+        keys, odd_keys = operands(load_rows(key_ptr + n.to(tl.int64) * key_stride, there, FORM), FORM, BF16_NATIVE)
         if FORM == _BF16:
             scale = tl.full([BLOCK_N], 1.0, tl.float32)
         else:
             scale = tl.load(scale_ptr + n, mask=there, other=0.0)
         for i in tl.range(0, last - token, num_stages=STAGES):
             t = token + i
-            q, weight = query_tile(q_ptr, weight_ptr, t, q_stride_t, q_stride_h, weight_stride, NUM_HEADS, BLOCK_H)
-            scores = tile_scores(keys, scale, operand(q, FORM, BF16_NATIVE), weight, FORM)
+            q, weight = query_tile(q_ptr, weight_ptr, t, q_stride_t, q_stride_h, weight_stride, NUM_HEADS, BLOCK_H, FORM)
+            q, odd_q = operands(q, FORM, BF16_NATIVE)
+            scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
             seen = (n >= tl.load(start_ptr + t)) & (n < tl.load(end_ptr + t))
             row = out_ptr + t.to(tl.int64) * out_stride
             tl.store(row + n, tl.where(seen, scores, float("-inf")), mask=there)
@@ -101,7 +109,7 @@ def launch(
         q.stride(1),
         weights.stride(0),
         NUM_HEADS=num_heads,
-        FORM=numbers.form,
+        FORM=form_of_call(numbers.form, q, keys),
         BF16_NATIVE=numbers.bf16_native,
         BLOCK_H=block_h,
         BLOCK_N=positions,

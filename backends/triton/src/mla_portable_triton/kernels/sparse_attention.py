@@ -5,9 +5,11 @@ One program serves BLOCK_H heads of a row over one split of its indices, BLOCK_N
 their latent as key and as value, keep a running maximum and sum in base 2 (`softmax_scale * log2(e)` is folded into the
 scores). Splits write normalised partial results for `merge_states`. A workspace is a cache of one-token blocks.
 
-FP8 rows: e4m3 is exact in bf16, so the dots run on the codes and the float32 scale of each 128 columns multiplies the
-scores (float32) and the probabilities (before they round to bf16). That is at least as accurate as rounding the product
-e4m3 * scale, and costs 8 multiplies for a head and a token instead of 512 for a token.
+The kernel here is that of bf16 rows; FP8 rows have one of their own (`sparse_attention_fp8`), with the same parameters.
+
+Splits share the keys that a row has, so that all are at work on a row that is shorter than K. Indices are loaded a step ahead,
+into registers, and with num_stages of 3 the rows of two steps are on their way while a third is multiplied: a load that waits
+for another load of the same step has no buffer before its turn.
 
 Absence: an index that is negative, not below `num_slots` or past `lengths` loads zeros (never the row's bytes, which may
 be NaN) and scores -inf. The maximum starts at a finite value below any score, so that no -inf meets another.
@@ -17,8 +19,9 @@ tile, 2 * H * K * (1024 + ROPE) flops.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,61 +30,18 @@ from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable.layouts import LAYOUTS
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig
-from mla_portable_triton.kernels.bfloat16 import dot_operand, to_bfloat16
-from mla_portable_triton.kernels.e4m3_decode import e4m3_decode
-from mla_portable_triton.kernels.row_layout import LATENT, ROPE_BYTE, SCALE_BYTE
+from mla_portable_triton.kernels.attention_parts import columns, finish, softmax_step, split_keys, store_as, token_at
+from mla_portable_triton.kernels.bfloat16 import dot_operand
+from mla_portable_triton.kernels.row_layout import LATENT
+from mla_portable_triton.kernels.sparse_attention_fp8 import fp8_constants, sparse_attention_fp8_kernel
 from mla_portable_triton.kernels.strides import stride_unit
 
 LOG2_E = 1.4426950408889634
 
 
-@triton.jit
-def _latent(rows, column: tl.constexpr, valid, E4M3_NATIVE: tl.constexpr, BF16_NATIVE: tl.constexpr):
-    """Columns [column, column + 128) of tokens at `rows` [N, 1], 0 where not valid; e4m3 codes are not yet scaled."""
-    tile = tl.load(rows + (tl.arange(0, 128) + column)[None, :], mask=valid[:, None], other=0)  # [N, 128]
-    if tile.dtype == tl.uint8:
-        # The select changes no value. It stands in the way of Triton's moving the conversion to the operand layouts
-        # above the decoding: tiles would be decoded once for each of the two dots, and their loads not pipelined.
-        tile = tl.where(valid[:, None], e4m3_decode(tile, E4M3_NATIVE), 0.0)
-    return dot_operand(tile, BF16_NATIVE)
-
-
-@triton.jit
-def _slice(rows, column: tl.constexpr, WIDTH: tl.constexpr, valid, BF16_NATIVE: tl.constexpr):
-    """Columns [column, column + WIDTH) of bf16 rows at `rows` [N, 1], 0 where not valid."""
-    tile = tl.load(rows + (tl.arange(0, WIDTH) + column)[None, :], mask=valid[:, None], other=0.0)  # [N, WIDTH]
-    return dot_operand(tile, BF16_NATIVE)
-
-
-@triton.jit
-def _add_scores(scores, q, v, scale, IS_FP8: tl.constexpr):
-    """`scores` [BLOCK_H, N] plus the part of 128 columns; `scale` [N] is that of e4m3 codes."""
-    if IS_FP8:
-        scores += tl.dot(q, tl.trans(v)) * scale[None, :]
-    else:
-        scores += tl.dot(q, tl.trans(v))  # folded into the dot by the compiler; Triton 2.1 has no accumulator to pass
-    return scores
-
-
-@triton.jit
-def _add_values(acc, decay, p, v, scale, IS_FP8: tl.constexpr, BF16_NATIVE: tl.constexpr):
-    """`acc` [BLOCK_H, 128] decayed, plus the values of probabilities `p` [BLOCK_H, N]."""
-    if IS_FP8:
-        p = p * scale[None, :]
-    return acc * decay[:, None] + tl.dot(dot_operand(p, BF16_NATIVE), v)
-
-
-@triton.jit
-def _store(rows, column: tl.constexpr, tile, written, BF16_NATIVE: tl.constexpr):
-    """Write float32 `tile` [BLOCK_H, 128] as columns [column, column + 128) of `rows`, in their type."""
-    if rows.dtype.element_ty == tl.bfloat16:
-        tile = to_bfloat16(tile, BF16_NATIVE)
-    tl.store(rows + (tl.arange(0, 128) + column)[None, :], tile, mask=written)
-
-
 @triton.jit(
     do_not_specialize=[
-        *("topk", "split_len", "num_slots", "q_stride_b", "q_stride_s", "q_stride_h", "indices_stride_b", "indices_stride_s"),
+        *("topk", "num_slots", "q_stride_b", "q_stride_s", "q_stride_h", "indices_stride_b", "indices_stride_s"),
         *("lengths_stride_b", "lengths_stride_s", "out_stride_p", "out_stride_b", "out_stride_s", "out_stride_h"),
         *("lse_stride_p", "lse_stride_b", "lse_stride_s", "lse_stride_h"),
     ]
@@ -96,7 +56,6 @@ def sparse_attention_kernel(
     sink_ptr,  # None: no sink
     scale_log2,  # softmax_scale * log2(e)
     topk,
-    split_len,
     num_slots,
     q_stride_b,  # strides of q and out count STRIDE_UNIT elements, those of indices, lengths and lse one
     q_stride_s,
@@ -121,13 +80,11 @@ def sparse_attention_kernel(
     STRIDE_UNIT: tl.constexpr,
     ROPE: tl.constexpr,  # width of the rotary part; 0: there is none
     IS_SPLIT: tl.constexpr,  # write a part for merge_states: float32, lse in base 2, no sink
-    E4M3_NATIVE: tl.constexpr,
     BF16_NATIVE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Grid (rows * head tiles, splits): the head tiles of a row are neighbours, so that they share its tokens in L2."""
-    IS_FP8: tl.constexpr = kv_ptr.dtype.element_ty == tl.uint8
     HEAD_TILES: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     row = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
     split = tl.program_id(1).to(tl.int64)
@@ -139,22 +96,15 @@ def sparse_attention_kernel(
 
     q_rows = q_ptr + (b * q_stride_b + s * q_stride_s) * STRIDE_UNIT
     q_rows += h[:, None] * (q_stride_h.to(tl.int64) * STRIDE_UNIT)  # [BLOCK_H, 1]
-    q0 = _slice(q_rows, 0, 128, in_heads, BF16_NATIVE)  # [BLOCK_H, 128]
-    q1 = _slice(q_rows, 128, 128, in_heads, BF16_NATIVE)
-    q2 = _slice(q_rows, 256, 128, in_heads, BF16_NATIVE)
-    q3 = _slice(q_rows, 384, 128, in_heads, BF16_NATIVE)
+    q0 = columns(q_rows, 0, 128, in_heads, BF16_NATIVE)  # [BLOCK_H, 128]
+    q1 = columns(q_rows, 128, 128, in_heads, BF16_NATIVE)
+    q2 = columns(q_rows, 256, 128, in_heads, BF16_NATIVE)
+    q3 = columns(q_rows, 384, 128, in_heads, BF16_NATIVE)
     if ROPE > 0:
-        q_rope = _slice(q_rows, LATENT, ROPE, in_heads, BF16_NATIVE)  # [BLOCK_H, ROPE]
+        q_rope = columns(q_rows, LATENT, ROPE, in_heads, BF16_NATIVE)  # [BLOCK_H, ROPE]
 
     indices_row = indices_ptr + b * indices_stride_b + s * indices_stride_s
-    begin = split.to(tl.int32) * split_len
-    end = tl.minimum(begin + split_len, topk)
-    if lengths_ptr is not None:
-        end = tl.minimum(end, tl.load(lengths_ptr + b * lengths_stride_b + s * lengths_stride_s))
-
-    if IS_FP8:
-        scale_ptr = kv_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
-        rope_ptr = kv_ptr.to(tl.pointer_type(tl.bfloat16), bitcast=True)
+    begin, end = split_keys(lengths_ptr, b * lengths_stride_b + s * lengths_stride_s, topk, BLOCK_N)
 
     m = tl.full([BLOCK_H], -1.0e30, tl.float32)  # running maximum, base 2
     total = tl.zeros([BLOCK_H], tl.float32)  # running sum
@@ -162,81 +112,48 @@ def sparse_attention_kernel(
     acc1 = tl.zeros([BLOCK_H, 128], tl.float32)
     acc2 = tl.zeros([BLOCK_H, 128], tl.float32)
     acc3 = tl.zeros([BLOCK_H, 128], tl.float32)
+    ahead = tl.load(indices_row + begin + n, mask=begin + n < end, other=-1)  # [BLOCK_N], slots of the next step
     for start in range(begin, end, BLOCK_N):
-        k = start + n
-        slot = tl.load(indices_row + k, mask=k < end, other=-1)  # [BLOCK_N]
+        slot = ahead
+        k = start + BLOCK_N + n
+        ahead = tl.load(indices_row + k, mask=k < end, other=-1)
         valid = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
         # int64 before the first product: a cache may pass 2**31 elements
-        slot = tl.where(valid, slot, 0).to(tl.int64)
-        if CACHE_BLOCK == 1:
-            token = slot * BLOCK_STRIDE  # [BLOCK_N]
-        else:
-            token = slot // CACHE_BLOCK * BLOCK_STRIDE + slot % CACHE_BLOCK * TOKEN_STRIDE
-
+        token = token_at(tl.where(valid, slot, 0).to(tl.int64), CACHE_BLOCK, TOKEN_STRIDE, BLOCK_STRIDE)  # [BLOCK_N]
         rows = kv_ptr + token[:, None]  # [BLOCK_N, 1]
-        if IS_FP8:
-            scales = scale_ptr + token // 4 + SCALE_BYTE // 4  # [BLOCK_N]
-            f0 = tl.load(scales, mask=valid, other=0.0)  # [BLOCK_N]
-            f1 = tl.load(scales + 1, mask=valid, other=0.0)
-            f2 = tl.load(scales + 2, mask=valid, other=0.0)
-            f3 = tl.load(scales + 3, mask=valid, other=0.0)
-            k_rope = _slice(rope_ptr + (token // 2)[:, None], ROPE_BYTE // 2, ROPE, valid, BF16_NATIVE)  # [BLOCK_N, ROPE]
-        else:
-            f0 = None
-            f1 = None
-            f2 = None
-            f3 = None
-            if ROPE > 0:
-                k_rope = _slice(rows, LATENT, ROPE, valid, BF16_NATIVE)
-
         if ROPE > 0:
-            scores = tl.dot(q_rope, tl.trans(k_rope))  # [BLOCK_H, BLOCK_N]
+            scores = tl.dot(q_rope, tl.trans(columns(rows, LATENT, ROPE, valid, BF16_NATIVE)))  # [BLOCK_H, BLOCK_N]
         else:
             scores = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
-        v0 = _latent(rows, 0, valid, E4M3_NATIVE, BF16_NATIVE)  # [BLOCK_N, 128]
-        scores = _add_scores(scores, q0, v0, f0, IS_FP8)
-        v1 = _latent(rows, 128, valid, E4M3_NATIVE, BF16_NATIVE)
-        scores = _add_scores(scores, q1, v1, f1, IS_FP8)
-        v2 = _latent(rows, 256, valid, E4M3_NATIVE, BF16_NATIVE)
-        scores = _add_scores(scores, q2, v2, f2, IS_FP8)
-        v3 = _latent(rows, 384, valid, E4M3_NATIVE, BF16_NATIVE)
-        scores = _add_scores(scores, q3, v3, f3, IS_FP8)
-        scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
-
-        m_new = tl.maximum(m, tl.max(scores, 1))  # [BLOCK_H]
-        decay = tl.math.exp2(m - m_new)  # [BLOCK_H]
-        p = tl.math.exp2(scores - m_new[:, None])  # [BLOCK_H, BLOCK_N], 0 where absent
-        total = total * decay + tl.sum(p, 1)
-        m = m_new
-        acc0 = _add_values(acc0, decay, p, v0, f0, IS_FP8, BF16_NATIVE)  # [BLOCK_H, 128]
-        acc1 = _add_values(acc1, decay, p, v1, f1, IS_FP8, BF16_NATIVE)
-        acc2 = _add_values(acc2, decay, p, v2, f2, IS_FP8, BF16_NATIVE)
-        acc3 = _add_values(acc3, decay, p, v3, f3, IS_FP8, BF16_NATIVE)
-
-    empty = total == 0.0  # [BLOCK_H]; a NaN sum is not empty, it has to be seen
-    lse = tl.where(empty, float("-inf"), m + tl.math.log2(tl.where(empty, 1.0, total)))
-    if not IS_SPLIT:
-        lse = lse * 0.6931471805599453  # ln(2)
-        if sink_ptr is not None:
-            # out * exp(lse) / (exp(lse) + exp(sink)), with both sides divided by 2**m
-            sink = tl.load(sink_ptr + h, mask=in_heads, other=0.0) * 1.4426950408889634  # log2(e)
-            total += tl.math.exp2(tl.where(empty, 0.0, sink - m))
-    inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))[:, None]
+        v0 = columns(rows, 0, 128, valid, BF16_NATIVE)  # [BLOCK_N, 128]
+        scores += tl.dot(q0, tl.trans(v0))  # folded into the product by the compiler; Triton 2.1 has no accumulator to pass
+        v1 = columns(rows, 128, 128, valid, BF16_NATIVE)
+        scores += tl.dot(q1, tl.trans(v1))
+        v2 = columns(rows, 256, 128, valid, BF16_NATIVE)
+        scores += tl.dot(q2, tl.trans(v2))
+        v3 = columns(rows, 384, 128, valid, BF16_NATIVE)
+        scores += tl.dot(q3, tl.trans(v3))
+        m, total, decay, p = softmax_step(m, total, scores, valid, scale_log2)
+        p = dot_operand(p, BF16_NATIVE)
+        acc0 = acc0 * decay[:, None] + tl.dot(p, v0)  # [BLOCK_H, 128]
+        acc1 = acc1 * decay[:, None] + tl.dot(p, v1)
+        acc2 = acc2 * decay[:, None] + tl.dot(p, v2)
+        acc3 = acc3 * decay[:, None] + tl.dot(p, v3)
 
     lse_row = lse_ptr + split * lse_stride_p + b * lse_stride_b + s * lse_stride_s
-    tl.store(lse_row + h * lse_stride_h.to(tl.int64), lse, mask=in_heads)
+    inverse = finish(lse_row, lse_stride_h, sink_ptr, m, total, h, in_heads, IS_SPLIT)
     written = in_heads[:, None]
     if IS_SPLIT:
         written = written & (begin < end)  # merge_states does not read the part of an empty split
     out_rows = out_ptr + (split * out_stride_p + b * out_stride_b + s * out_stride_s) * STRIDE_UNIT
-    out_rows += h[:, None] * (out_stride_h.to(tl.int64) * STRIDE_UNIT)  # [BLOCK_H, 1]
-    _store(out_rows, 0, acc0 * inverse, written, BF16_NATIVE)
-    _store(out_rows, 128, acc1 * inverse, written, BF16_NATIVE)
-    _store(out_rows, 256, acc2 * inverse, written, BF16_NATIVE)
-    _store(out_rows, 384, acc3 * inverse, written, BF16_NATIVE)
+    out_rows += h[:, None] * (out_stride_h.to(tl.int64) * STRIDE_UNIT) + tl.arange(0, 128)[None, :]  # [BLOCK_H, 128]
+    store_as(out_rows, acc0 * inverse, written, BF16_NATIVE)
+    store_as(out_rows + 128, acc1 * inverse, written, BF16_NATIVE)
+    store_as(out_rows + 256, acc2 * inverse, written, BF16_NATIVE)
+    store_as(out_rows + 384, acc3 * inverse, written, BF16_NATIVE)
 
 
-_launch = TritonLauncher(sparse_attention_kernel)
+_launch, _launch_fp8 = TritonLauncher(sparse_attention_kernel), TritonLauncher(sparse_attention_fp8_kernel)
 
 
 def launch(
@@ -250,9 +167,8 @@ def launch(
     lengths: Tensor | None,
     attn_sink: Tensor | None,
     num_splits: int,
-    split_len: int,
     config: AttentionConfig,
-    e4m3_native: bool,
+    fp8: Mapping[str, bool | int],
     bf16_native: bool,
 ) -> None:
     """Attend; write `out` and `lse_out`. Graph-safe, allocates nothing; leading strides are free, last dimensions are not.
@@ -263,6 +179,7 @@ def launch(
         q: [B, S, H, 512 + ROPE] bf16. kv: [W, 512 + ROPE] bf16, or [blocks, block_size, 512 + ROPE] bf16 or [.., 656] uint8,
             whole rows that follow one another within a block. ROPE is 64 or, for bf16 rows without a rotary part, 0.
         indices: [B, S, K] int32. lengths: [B, S] int32. attn_sink: [H] float32.
+        fp8: `fp8_constants`.
     """
     batch, query_len, num_heads, key_width = q.shape
     num_rows = batch * query_len
@@ -283,7 +200,8 @@ def launch(
     num_slots, cache_block, token_stride, block_stride = slot_geometry(kv)
     head_tiles = -(-num_heads // config.block_h)
     unit = stride_unit(q_stride_b, q_stride_s, q_stride_h, out_stride_p, out_stride_b, out_stride_s, out_stride_h)
-    _launch(
+    launch_kernel, constants = (_launch, {}) if kv.dtype == torch.bfloat16 else (_launch_fp8, fp8)
+    launch_kernel(
         (num_rows * head_tiles, num_splits),
         out,
         lse_out,
@@ -294,7 +212,6 @@ def launch(
         attn_sink,
         softmax_scale * LOG2_E,
         indices.shape[2],
-        split_len,
         num_slots,
         q_stride_b // unit,
         q_stride_s // unit,
@@ -319,12 +236,12 @@ def launch(
         STRIDE_UNIT=unit,
         ROPE=key_width - out.shape[-1],
         IS_SPLIT=is_split,
-        E4M3_NATIVE=e4m3_native,
         BF16_NATIVE=bf16_native,
         BLOCK_H=config.block_h,
         BLOCK_N=config.block_n,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **constants,
     )
 
 
@@ -350,8 +267,9 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> Iterato
         # blocks of 64 tokens, padded for FP8 so that slots are divided into block and offset
         padded = layout.is_quantized
         for (max_heads, config), is_split in itertools.product(table, (False, True)):
+            constants = fp8_constants(arch, config, e4m3_native=e4m3_native) if padded else {}
             yield variant(
-                sparse_attention_kernel,
+                sparse_attention_fp8_kernel if padded else sparse_attention_kernel,
                 f"sparse_attention-{kv_layout}-h{max_heads}-{'split' if is_split else 'whole'}",
                 config.num_warps,
                 config.num_stages,
@@ -371,8 +289,8 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> Iterato
                 STRIDE_UNIT=8,
                 ROPE=layout.rope_width,
                 IS_SPLIT=is_split,
-                E4M3_NATIVE=e4m3_native,
                 BF16_NATIVE=True,
                 BLOCK_H=config.block_h,
                 BLOCK_N=config.block_n,
+                **constants,
             )
