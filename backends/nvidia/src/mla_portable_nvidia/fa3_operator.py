@@ -16,7 +16,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from mla_portable.contracts import Reason
-from mla_portable.layouts import KV_LORA_RANK
+from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from mla_portable_nvidia.conventions import NotThisConvention, Positions
 from mla_portable_nvidia.discovery import PROVIDER_VARIABLE, load_from, operator_of
 
@@ -25,6 +25,7 @@ __all__ = ["FA3Operator", "find_fa3"]
 _NEEDED: Final = (
     "q", "k", "v", "q_v", "out", "seqused_k", "max_seqlen_k", "page_table", "softmax_scale", "num_splits",
 )  # fmt: skip
+_HALVES: Final = (KV_LORA_RANK, QK_ROPE_HEAD_DIM)
 _UNUSED: Final[dict[str, Any]] = {
     "is_causal": False,
     "window_size_left": -1,
@@ -55,7 +56,7 @@ class FA3Operator:
 
     def __call__(
         self, q: Tensor, kv: Tensor, pages: Tensor, counts: Tensor, softmax_scale: float, num_splits: int, out: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         """Attend.
 
         Args:
@@ -64,16 +65,14 @@ class FA3Operator:
             counts: [T] int32, contiguous, each 0 to K.
             num_splits: of a row's pages, at most; 0 for as many as the operator likes.
             out: [T, H, 512] bf16, written; zeros where there are no pages.
-        Returns: out and lse [T, H] float32, natural, infinite where there are no pages.
+        Returns: lse [T, H, 1] float32, natural, infinite where there are no pages.
         """
-        query, rows = q.unsqueeze(1), kv.view(-1, 1, 1, kv.shape[1])
         given = self._template.copy()
-        given[self._q], given[self._q_v] = query[..., KV_LORA_RANK:], query[..., :KV_LORA_RANK]
-        given[self._k], given[self._v] = rows[..., KV_LORA_RANK:], rows[..., :KV_LORA_RANK]
+        given[self._q_v], given[self._q] = q.unsqueeze(1).split_with_sizes(_HALVES, 3)
+        given[self._v], given[self._k] = kv.view(-1, 1, 1, HEAD_SIZE).split_with_sizes(_HALVES, 3)
         given[self._table], given[self._used], given[self._most] = pages, counts, pages.shape[1]
         given[self._scale], given[self._splits], given[self._out] = softmax_scale, num_splits, out.unsqueeze(1)
-        _, lse, *_ = self._operator(*given)
-        return out, lse.squeeze(2)
+        return self._operator(*given)[1]
 
 
 _SOURCES: Final = {

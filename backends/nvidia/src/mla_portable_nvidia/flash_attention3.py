@@ -157,10 +157,10 @@ class FlashAttention3:
         splits = most_splits(num_tokens, num_heads, pages.shape[1], self._num_sms, self._max_scratch_bytes)
         in_place = out.is_contiguous() and out.data_ptr() % 16 == 0
         target = out if in_place else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        _, lse = self._operator(aligned(q), kv, pages, counts, softmax_scale, splits, target)
+        lse = self._operator(aligned(q), kv, pages, counts, softmax_scale, splits, target)
         if self._finishes:
             result = None if in_place else target.unsqueeze(1)
-            self._boundary.finish(out.unsqueeze(1), lse_out.unsqueeze(1), result, lse.unsqueeze(1), attn_sink, False)
+            self._boundary.finish(out.unsqueeze(1), lse_out.unsqueeze(1), result, lse.transpose(1, 2), attn_sink, False)
         elif not in_place:
             out.copy_(target)
 
