@@ -38,8 +38,8 @@
 #define TOKENS_PER_LANE (TILE / LANES_PER_HEAD)
 #define TOKENS_AT_ONCE (MT > 1 ? 2 : TILE / 8)           // of the scores, in eights: what the registers hold
 #define Q_APART (MT > 1 && GROUPS > 1)                   // registers do not hold all of q's operands
-#define AT_ONCE (MT > 1 ? 4 : 8)   // rows that a thread reads before it converts them
-#define ROPES ((TILE * 8 + THREADS - 1) / THREADS)       // pieces of 16 bytes that a thread moves
+#define AT_ONCE (MT > 1 ? 2 : 4)   // rows that a warp reads before it converts them
+#define ROPES ((ROWS_PER_WARP + 3) / 4)                  // pieces of 16 bytes that a lane moves
 #define SCALE_COLUMN 512          // bytes into a row of the FP8 cache
 #define ROPE_COLUMN 528
 #define STAGE_BYTES (TILE * ROW_STRIDE)
@@ -88,26 +88,28 @@ __device__ __forceinline__ uint2 spread4(u32 codes) {
 }
 
 #if FP8
-// a stage of FP8 rows to the tile; every thread takes the same eight columns of some rows, and reads several before it writes any
-__device__ __forceinline__ void convert(u8* smem, u32 stage_at, int thread) {
-    const int eight = thread & 63, first = thread >> 6;
-    const u32 codes_at = stage_at + first * ROW + eight * 8, scale_at = stage_at + first * ROW + SCALE_COLUMN + (eight >> 4) * 4;
-    const u32 to = TILE_AT + first * TOKEN + eight * 16;
+// this warp's FP8 rows of a stage to the tile; a lane has twice eight columns of each row, which share a scale, so that neither
+// its loads nor its stores meet a bank twice, and reads several rows before it writes any
+__device__ __forceinline__ void convert(u8* smem, u32 stage_at, int first_row, int lane) {
+    const u32 scale_group = lane >> 3, eight = scale_group * 16 + (scale_group & 1) * 8 + (lane & 7);
+    const u32 from = stage_at + first_row * ROW, to = TILE_AT + first_row * TOKEN;
     uint4 rope[ROPES];
 #pragma unroll
     for (int n = 0; n < ROPES; ++n) {
-        const int k = n * THREADS + thread;
-        if (TILE * 8 >= THREADS || k < TILE * 8) rope[n] = at<uint4>(smem, stage_at + (k >> 3) * ROW + ROPE_COLUMN + (k & 7) * 16);
+        const int k = n * 32 + lane;
+        if (ROWS_PER_WARP >= 4 || k < ROWS_PER_WARP * 8)
+            rope[n] = at<uint4>(smem, from + (k >> 3) * ROW + ROPE_COLUMN + (k & 7) * 16);
     }
 #pragma unroll
-    for (int n0 = 0; n0 < TILE * 64 / THREADS; n0 += AT_ONCE) {
-        uint2 codes[AT_ONCE];
+    for (int row = 0; row < ROWS_PER_WARP; row += AT_ONCE) {
+        uint2 codes[AT_ONCE][2];
         float scales[AT_ONCE];
         bool large = false;  // some scale would be infinite times 2^120
 #pragma unroll
         for (int n = 0; n < AT_ONCE; ++n) {
-            codes[n] = at<uint2>(smem, codes_at + (n0 + n) * (THREADS / 64) * ROW);
-            scales[n] = at<float>(smem, scale_at + (n0 + n) * (THREADS / 64) * ROW);
+            codes[n][0] = at<uint2>(smem, from + (row + n) * ROW + eight * 8);
+            codes[n][1] = at<uint2>(smem, from + (row + n) * ROW + (eight ^ 8) * 8);
+            scales[n] = at<float>(smem, from + (row + n) * ROW + SCALE_COLUMN + scale_group * 4);
             large = large || scales[n] >= 128.f;
         }
         auto write = [&](bool twice) {  // by 2^120 first, where that and the scale do not fit one factor
@@ -115,11 +117,14 @@ __device__ __forceinline__ void convert(u8* smem, u32 stage_at, int thread) {
             for (int n = 0; n < AT_ONCE; ++n) {
                 const float factor = twice ? power(120) : scales[n] * power(120);
                 const u32 by = to_bf162(factor, factor), then = to_bf162(scales[n], scales[n]);
-                const uint2 a = spread4(codes[n].x), b = spread4(codes[n].y);
-                uint4 v = make_uint4(scale_bf162(a.x, by), scale_bf162(a.y, by), scale_bf162(b.x, by), scale_bf162(b.y, by));
-                if (twice)
-                    v = make_uint4(scale_bf162(v.x, then), scale_bf162(v.y, then), scale_bf162(v.z, then), scale_bf162(v.w, then));
-                at<uint4>(smem, to + (n0 + n) * (THREADS / 64) * TOKEN) = v;
+#pragma unroll
+                for (int side = 0; side < 2; ++side) {
+                    const uint2 a = spread4(codes[n][side].x), b = spread4(codes[n][side].y);
+                    uint4 v = make_uint4(scale_bf162(a.x, by), scale_bf162(a.y, by), scale_bf162(b.x, by), scale_bf162(b.y, by));
+                    if (twice)
+                        v = make_uint4(scale_bf162(v.x, then), scale_bf162(v.y, then), scale_bf162(v.z, then), scale_bf162(v.w, then));
+                    at<uint4>(smem, to + (row + n) * TOKEN + (side ? eight ^ 8 : eight) * 16) = v;
+                }
             }
         };
         if (large)
@@ -129,8 +134,8 @@ __device__ __forceinline__ void convert(u8* smem, u32 stage_at, int thread) {
     }
 #pragma unroll
     for (int n = 0; n < ROPES; ++n) {
-        const int k = n * THREADS + thread;
-        if (TILE * 8 >= THREADS || k < TILE * 8) at<uint4>(smem, TILE_AT + (k >> 3) * TOKEN + 1024 + (k & 7) * 16) = rope[n];
+        const int k = n * 32 + lane;
+        if (ROWS_PER_WARP >= 4 || k < ROWS_PER_WARP * 8) at<uint4>(smem, to + (k >> 3) * TOKEN + 1024 + (k & 7) * 16) = rope[n];
     }
 }
 #endif
@@ -236,8 +241,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
         copies_wait<AHEAD - 1>();
         __syncthreads();  // all copies of this tile have arrived, and nobody reads the tile before it any more
 #if FP8
-        convert(smem, stage * STAGE_BYTES, thread);
-        __syncthreads();
+        convert(smem, stage * STAGE_BYTES, (thread >> 5) * ROWS_PER_WARP, lane);  // the rows that this warp has copied
+        __syncwarp();
         const u32 tile_at = TILE_AT;
         if (i + AHEAD < tiles) copy_tile(stage, next_present);
 #else
@@ -246,6 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
 #endif
         copies_end();
         load_slots(i + AHEAD + 1);
+        if (FP8) __syncthreads();
 
         // ---- scores of this warp's columns: tokens 8 n .. of heads t and t + 8
 #pragma unroll
