@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A CPU that runs a kernel's own source: every thread of a cluster is a coroutine that runs until it has to wait for others.
 //
-// Threads take turns in an order that `step` decides, so that a missing barrier shows in some order. Reads by __ldg are held
+// Threads take turns in an order that `step` decides, so that a missing barrier shows in some order; with 0 a warp goes as far
+// as it can before the next one does. Reads by __ldg are held
 // against what may be read; a barrier that not all reach aborts. An includer says how many threads a block has, and calls
 // run_blocks() for blocks that run together.
 
@@ -36,11 +37,13 @@ static size_t shared_bytes;
     std::fprintf(stderr, "%s in thread %d\n", what, current);
     std::abort();
 }
+static int spins;  // of a warp that has come no further
 static void others() {  // until it is this thread's turn again
     const int mine = current;
     int next = mine;
-    do next = (next + step) % count_of_threads;
-    while (ended[next]);
+    if (step == 0 && ++spins > 64) next = mine / 32 * 32 + 31, spins = 0;  // on to the next warp
+    do next = step ? (next + step) % count_of_threads : spins ? next / 32 * 32 + (next + 1) % 32 : (next + 1) % count_of_threads;
+    while (ended[next] && next != mine);
     if (++idle > 100 * count_of_threads) fail("a barrier that not all reach");
     if (next == mine) return;
     current = next;
@@ -49,7 +52,7 @@ static void others() {  // until it is this thread's turn again
 struct Barrier {
     int arrived = 0, phase = 0;
     void arrive(int all) {
-        if (++arrived == all) arrived = 0, ++phase, idle = 0;
+        if (++arrived == all) arrived = 0, ++phase, idle = spins = 0;
     }
     void wait(int before) {
         while (phase == before) others();
@@ -129,7 +132,7 @@ static struct { Axis x; } threadIdx;
 static void next_thread() {  // when one has ended
     ended[current] = 1, idle = 0;
     for (int i = 0, next = current; i < count_of_threads; ++i) {
-        next = (next + step) % count_of_threads;
+        next = (next + max(step, 1)) % count_of_threads;
         if (!ended[next]) {
             current = next;
             setcontext(&contexts[next]);
@@ -143,6 +146,7 @@ static void run_blocks(int blocks, int threads, size_t shared, int stride, void 
     block_threads = threads, count_of_threads = blocks * threads, step = stride, shared_bytes = shared;
     contexts.resize(count_of_threads), ended.resize(count_of_threads), lanes.resize(count_of_threads);
     stacks.resize((size_t)count_of_threads * STACK), memory.resize(blocks * shared_bytes), cluster_phase.resize(count_of_threads);
+    spins = 0;
     blocks_met.assign(blocks, {}), warps_met.assign(count_of_threads / 32, {}), cluster_met = {}, idle = 0;
     std::memset(memory.data(), 0xEE, memory.size());
     for (int i = 0; i < count_of_threads; ++i) {
