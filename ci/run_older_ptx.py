@@ -87,8 +87,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         loaded = Path(folder) / "loaded"
         loaded.touch()
-        if options.jobs == 1:
-            load_older(capability, loaded)
+        load_older(capability, loaded)  # here too, for the checks of implementations
         how = {"device": "cuda", "level": options.level, "primitives": options.primitive, "jobs": options.jobs}
         report = run_suite(registry, options.backend, **how, worker=partial(run_older, capability, loaded))
         kernels = len(loaded.read_text(encoding="utf-8").splitlines())

@@ -114,19 +114,21 @@ def portable() -> Registry:
     return Registry(plugins=[("triton", "mla_portable_triton")], environ={}, probe=False)
 
 
-def cells(registry: Registry, arch: str, *, level: str = "quick", dead: str = "") -> dict[tuple[str, str, str | None], Cell]:
+def cells(
+    registry: Registry, arch: str, *, name: str = "triton.portable", level: str = "quick", dead: str = ""
+) -> dict[tuple[str, str, str | None], Cell]:
     """(device, primitive, layout) -> what the matrix shows after a run on an H200, every case of it passed but `dead`."""
     older = next(profile.device_facts() for profile in PROFILES.values() if profile.arch == arch)
     declared = collect_declarations(registry, PROFILES)
-    claims = [claim for claim in declared.claims if claim.implementation == "triton.portable"]
+    claims = [claim for claim in declared.claims if claim.implementation == name]
     results: list[CaseResult] = []
     for implementation in registry.implementations():
-        if implementation.name == "triton.portable":
+        if implementation.name == name:
             for case in cases_for(implementation, older, level):
                 died = case.id == dead
                 results.append(CaseResult(case, "error" if died else "passed", {}, {}, "it died" if died else "", 0.1))
     versions = (("python", "3.12.0"), ("torch", "2.11.0"), ("triton", "3.6.0"))
-    report = Report("triton", level, older, versions, tuple(results))
+    report = Report(name, level, older, versions, tuple(results))
     made: list[dict[str, Any]] = derived(conformance_report(report, declared, RUN, driver="580.1", ran_on=H200))
     usage = {"error": "", "shared": 0, "registers": 1, "spilled": 0, "arch": arch}
     lines = [{**usage, "kernel": kernel, "label": kernel} for claim in claims for kernel in kernels_of(claim)]
@@ -153,6 +155,18 @@ def test_a_run_at_level_quick_covers_the_whole_fp8_step_on_every_device_of_the_a
         assert {layout for _, layout in mine} >= {None if primitive is CONVERT_INDICES else "fp8_ds_mla"}
     assert {cell.state for cell in found.values()} == {"compiled+run"}
     assert all(f"the code for {arch} ran on {H200.name}" in cell.reasons for cell in found.values())
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm89"])
+def test_a_run_of_the_native_kernels_covers_attention_on_every_device_of_the_architecture(arch: str) -> None:
+    registry = Registry(plugins=[("nvidia", "mla_portable_nvidia")], environ={}, probe=False)
+    found = cells(registry, arch, name="nvidia.native_sm80")
+    devices = {slug for slug, profile in PROFILES.items() if profile.arch == arch}
+    attention = (str(SPARSE_DECODE), str(SPARSE_PREFILL))
+    assert set(found) == {
+        (device, name, layout) for device in devices for name in attention for layout in ("fp8_ds_mla", "bf16")
+    }
+    assert {cell.state for cell in found.values()} == {"compiled+run"}
 
 
 def test_a_smaller_run_is_partial_and_a_dead_worker_is_failing(portable: Registry) -> None:

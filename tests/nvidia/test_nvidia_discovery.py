@@ -224,7 +224,11 @@ def test_a_request_gets_all_reasons_at_once():
         assert "topk" not in reasons["nvidia.flashmla"]
 
 
-SERVED = {"H200": ("nvidia.native", "nvidia.flashmla", "nvidia.native_wide"), "B200": ("nvidia.flashmla_sm100",)}
+SERVED = {
+    "H200": ("nvidia.native", "nvidia.flashmla", "nvidia.native_wide"),
+    "B200": ("nvidia.flashmla_sm100", "nvidia.native_sm80"),
+    **dict.fromkeys(("A100", "RTX 4090", "RTX 5090"), ("nvidia.native_sm80",)),
+}
 """Who can serve 16 heads on an FP8 cache, by preference; elsewhere nobody of this plugin."""
 
 
@@ -294,7 +298,8 @@ def test_what_ships_claims_gpus_of_nvidia_alone():
         assert support.device_types == ("cuda",) and support.vendors == ("nvidia",)
         assert support.source
         if implementation.primitive in (DECODE, PREFILL):
-            assert support.archs in (("sm90",), ("sm100",))
+            other = implementation.name == "nvidia.native_sm80"
+            assert support.archs in (("sm90",), ("sm100",)) or (other and "sm90" not in (support.archs or ("sm90",)))
         assert math.isfinite(implementation.preference) and sources_of(implementation)
 
 

@@ -25,7 +25,7 @@ from mla_portable_nvidia.native import bind_sm80, bound
 from mla_portable_nvidia.native import build as kernel_build
 from mla_portable_nvidia.native.build import compile_build
 from mla_portable_nvidia.native.nvrtc import CompilationFailed, compile_cubin
-from mla_portable_nvidia.native.sparse_decode_sm80 import BUILDS, MERGE, SHARED_MEMORY, Sm80Build, builds
+from mla_portable_nvidia.native.sparse_decode_sm80 import BUILDS, MERGE, SHARED_MEMORY, LargeSm80Build, builds
 
 REQUEST = Request(SPARSE_DECODE, A100, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, block_size=64, lse=True)
 BOTH = pytest.mark.parametrize("layout", [BF16.name, FP8_DS_MLA.name])
@@ -142,7 +142,7 @@ def test_a_launch_says_what_the_call_meant(models, layout, batch, query_len, num
             torch.testing.assert_close(result[0], wanted[0], rtol=1e-2, atol=2e-3)
             torch.testing.assert_close(result[1], wanted[1])
     (attend,) = [model for build, model in models.items() if build is not MERGE]
-    assert attend.build in builds(layout, num_heads) and len(attend.launches) == 4
+    assert attend.build in builds("sm80", layout, num_heads) and len(attend.launches) == 4
     if schedule is not None:
         assert {launch.grid[1] for launch in attend.launches} == {schedule.num_splits}
         scratch = 0 if schedule.partial_out is None else schedule.partial_out.data_ptr()
@@ -180,7 +180,9 @@ def test_every_part_is_declared_and_every_build_fits_it(device):
         assert offered.support.reasons(request.but(kv_layout="bf16")) == ()
         assert [reason.subject for reason in offered.support.reasons(request.but(cache_alignment=8))] == ["cache_alignment"]
         assert "arch" in {reason.subject for reason in offered.support.device_reasons(replace(device, arch="sm90"))}
-        assert offered.support.min_shared_memory <= SHARED_MEMORY <= device.shared_memory
+        assert offered.support.min_shared_memory == SHARED_MEMORY <= device.shared_memory
+    for layout in BUILDS:
+        assert max(build.shared_bytes for build in builds(device.arch, layout, None)) <= device.shared_memory
 
 
 # ---------------------------------------------------------------------------------------------------- the compiler
@@ -202,26 +204,36 @@ def test_shared_memory_is_what_the_source_lays_out(build):
             compile_cubin(layout, "sm_80", [*build.defines, *(known | {name: known[name] + 8}).items()])
 
 
-@pytest.mark.parametrize("arch", ["sm80", "sm89"])  # for all of them: as evidence, test_nvidia_native_compile
+SHARED = {"sm80": 164 << 10, "sm89": 100 << 10}
+"""Of a multiprocessor, which keeps 1 KiB of it for each block; the registers of all are 65,536."""
+
+
+@pytest.mark.parametrize("arch", SHARED)  # for all of them: as evidence, test_nvidia_native_compile
 @pytest.mark.parametrize("build", ALL, ids=lambda build: build.label)
 def test_nothing_spills_and_as_many_blocks_as_were_meant_fit(build, arch):
+    if arch not in build.archs:
+        assert build.shared_bytes > SHARED_MEMORY or build.blocks_per_sm > 1
+        return
     usage = compile_all.cuobjdump(compile_build(build, build.archs[arch]), "-res-usage")
     ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
     assert stack == "0" and int(registers) * build.threads * build.blocks_per_sm <= 65_536
-    per_sm = {"sm80": 164, "sm89": 100}[arch] << 10
-    assert (build.blocks_per_sm if arch == "sm80" else 1) * (build.shared_bytes + 1024) <= per_sm
+    held = build.program(arch).per_sm
+    assert held * (build.shared_bytes + 1024) <= SHARED[arch]
+    assert arch != "sm80" or held == build.blocks_per_sm
 
 
-@pytest.mark.parametrize("wrong", [{"tile": 8}, {"tile": 24}, {"stages": 0}, {"tile": 16}])
+@pytest.mark.parametrize("wrong", [{"tile": 8}, {"tile": 24}, {"stages": 0}])
 def test_builds_that_the_source_cannot_be_are_refused(wrong):
     with pytest.raises(CompilationFailed, match=r"no such build|error"):
         compile_build(replace(ALL[0], **wrong), "sm_80")
 
 
-def test_the_heads_decide_the_build():
-    for layout, offered in BUILDS.items():
-        assert [build.heads for build in offered] == [16, 32, 64]
-        for heads, served in ((1, 16), (16, 16), (17, 32), (33, 64), (128, 64)):
-            assert builds(layout, heads) == (next(build for build in offered if build.heads == served),)
-        assert builds(layout, None) == offered
-        assert {isinstance(build, Sm80Build) for build in offered} == {True}
+@pytest.mark.parametrize("arch", ["sm80", "sm86", "sm89", "sm100", "sm103", "sm120", "sm121"])
+@BOTH
+def test_the_heads_decide_the_build(arch, layout):
+    offered = builds(arch, layout, None)
+    assert sorted(build.heads for build in offered) == [16, 32, 64]
+    for heads, served in ((1, 16), (16, 16), (17, 32), (33, 64), (128, 64)):
+        assert builds(arch, layout, heads) == (next(build for build in offered if build.heads == served),)
+    large = isinstance(builds(arch, layout, 64)[0], LargeSm80Build)
+    assert large == (arch in LargeSm80Build.archs)

@@ -24,7 +24,7 @@ from mla_portable_nvidia.native.bound import BoundAttention, layout_of
 from mla_portable_nvidia.native.build import load
 from mla_portable_nvidia.native.checks import check
 from mla_portable_nvidia.native.sparse_decode import Tensors
-from mla_portable_nvidia.native.sparse_decode_sm80 import BUILDS, MERGE, Sm80Build, builds, prepare
+from mla_portable_nvidia.native.sparse_decode_sm80 import MERGE, SHARED_MEMORY, Sm80Build, builds, prepare
 
 __all__ = ["sm80_implementations"]
 
@@ -35,7 +35,7 @@ _PREFERENCE: Final = 20.0
 
 
 def _program(request: Request) -> ProgramShape:
-    return builds(layout_of(request), request.num_heads)[0].program
+    return builds(request.device.arch, layout_of(request), request.num_heads)[0].program(request.device.arch)
 
 
 def _own_cut(request: Request, rows: int, num_heads: int, topk: int, program: ProgramShape) -> tuple[int, int]:
@@ -65,15 +65,15 @@ class Sm80Attention(BoundAttention):
         return (made.num_splits, made.split_len, *(0 if part is None else part.data_ptr() for part in scratch))
 
     def _load(self, index: int) -> None:
-        for build in (*builds(self._kv_layout, self._request.num_heads), MERGE):
+        for build in (*builds(self._request.device.arch, self._kv_layout, self._request.num_heads), MERGE):
             load(build, build.archs[self._request.device.arch], index)
 
     def _prepared(self, of: Tensors, cut: tuple[int, ...] | None) -> Callable[..., None]:
         arch, index = self._request.device.arch, of.q.device.index
         batch, query_len, num_heads, _ = of.q.shape
-        (build,) = builds(self._kv_layout, num_heads)
+        (build,) = builds(arch, self._kv_layout, num_heads)
         if cut is None:
-            cut = _own_cut(self._request, batch * query_len, num_heads, of.indices.shape[2], build.program)
+            cut = _own_cut(self._request, batch * query_len, num_heads, of.indices.shape[2], build.program(arch))
         kernel, merge = (load(each, each.archs[arch], index) for each in (build, MERGE))
         return prepare(kernel, merge, build, of, *cut)
 
@@ -91,7 +91,6 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
 def sm80_implementations() -> Iterator[Implementation]:
     """sparse_decode and sparse_prefill."""
     bind: dict[Primitive, Any] = {SPARSE_DECODE: bind_sparse_decode, SPARSE_PREFILL: bind_sparse_prefill}
-    offered = [build for each in BUILDS.values() for build in each]
     for primitive, function in bind.items():
         decodes = primitive is SPARSE_DECODE
         yield Implementation(
@@ -105,7 +104,7 @@ def sm80_implementations() -> Iterator[Implementation]:
                 kv_layouts=(BF16.name, FP8_DS_MLA.name),
                 max_heads=_MANY,
                 cache_alignment=16,
-                min_shared_memory=max(build.shared_bytes for build in offered),
+                min_shared_memory=SHARED_MEMORY,
                 batch_invariant=True,
                 workspace_bytes=_split_scratch if decodes else None,
             ),

@@ -37,6 +37,9 @@
 #define LANES_PER_HEAD (128 / HT) // in the softmax
 #define TOKENS_PER_LANE (TILE / LANES_PER_HEAD)
 #define TOKENS_AT_ONCE (MT > 1 ? 2 : TILE / 8)           // of the scores, in eights: what the registers hold
+#define Q_APART (MT > 1 && GROUPS > 1)                   // registers do not hold all of q's operands
+#define AT_ONCE (MT > 1 ? 2 : 4)   // rows that a warp reads before it converts them
+#define ROPES ((ROWS_PER_WARP + 3) / 4)                  // pieces of 16 bytes that a lane moves
 #define SCALE_COLUMN 512          // bytes into a row of the FP8 cache
 #define ROPE_COLUMN 528
 #define STAGE_BYTES (TILE * ROW_STRIDE)
@@ -47,10 +50,11 @@
 #define GROUPS_AT (PRESENT_AT + (STAGES + 1) * TILE * 4)
 #define PROB_AT (4 * HT * SCORE_STRIDE * 4)              // in the memory of a group, after the partial scores
 #define DECAY_AT (PROB_AT + HT * P_STRIDE * 2)
-#define GROUP_BYTES (DECAY_AT + HT * 4)
+#define ROPE_AT (DECAY_AT + HT * 4)                      // the operands of q's rope, where registers do not hold them
+#define GROUP_BYTES (ROPE_AT + (Q_APART ? 4 * MT * 32 * 16 : 0))
 #define SHARED_BYTES (GROUPS_AT + GROUPS * GROUP_BYTES)
 
-static_assert(TILE % 16 == 0 && TOKENS_PER_LANE % 4 == 0 && ROUNDS * 32 == ROWS_PER_WARP * LANES_PER_ROW && AHEAD > 0, "no such build");
+static_assert(TILE % 16 == 0 && TOKENS_PER_LANE % 2 == 0 && ROUNDS * 32 == ROWS_PER_WARP * LANES_PER_ROW && AHEAD > 0, "no such build");
 
 __device__ __forceinline__ void copy16(u32 to, const u8* from, u32 bytes) {  // bytes: 16, or 0 for zeros
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
@@ -63,6 +67,20 @@ __device__ __forceinline__ u32 scale_bf162(u32 x, u32 by) {
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(by), "r"(0x80008000u));
     return r;
 }
+// words that lie side by side, as many at once as their number allows
+template <int N>
+__device__ __forceinline__ void read(u32 (&x)[N], u8* smem, u32 from) {
+#pragma unroll
+    for (int k = 0; k < N; k += N % 4 ? 2 : 4) {
+        if (N % 4) {
+            const uint2 v = at<uint2>(smem, from + k * 4);
+            x[k] = v.x, x[k + 1] = v.y;
+        } else {
+            const uint4 v = at<uint4>(smem, from + k * 4);
+            x[k] = v.x, x[k + 1] = v.y, x[k + 2] = v.z, x[k + 3] = v.w;
+        }
+    }
+}
 // four e4m3 codes times 2^-120, as bfloat16s in their order
 __device__ __forceinline__ uint2 spread4(u32 codes) {
     const u32 high = (codes & 0x80808080u) | (codes >> 4 & 0x07070707u), low = codes << 4 & 0xf0f0f0f0u;
@@ -70,28 +88,55 @@ __device__ __forceinline__ uint2 spread4(u32 codes) {
 }
 
 #if FP8
-// a stage of FP8 rows to the tile; every thread takes the same eight columns of some rows
-__device__ __forceinline__ void convert(u8* smem, u32 stage_at, int thread) {
-    const int eight = thread & 63;
-#pragma unroll 8
-    for (int row = thread >> 6; row < TILE; row += THREADS / 64) {
-        const uint2 codes = at<uint2>(smem, stage_at + row * ROW + eight * 8);
-        const float scale = at<float>(smem, stage_at + row * ROW + SCALE_COLUMN + (eight >> 4) * 4);
-        const bool large = scale >= 128.f;  // times 2^120 it would be infinite
-        const float factor = (large ? 1.f : scale) * power(120);
-        const u32 by = to_bf162(factor, factor);
-        const uint2 a = spread4(codes.x), b = spread4(codes.y);
-        uint4 v = make_uint4(scale_bf162(a.x, by), scale_bf162(a.y, by), scale_bf162(b.x, by), scale_bf162(b.y, by));
-        if (large) {
-            const u32 rest = to_bf162(scale, scale);
-            v = make_uint4(scale_bf162(v.x, rest), scale_bf162(v.y, rest), scale_bf162(v.z, rest), scale_bf162(v.w, rest));
-        }
-        at<uint4>(smem, TILE_AT + row * TOKEN + eight * 16) = v;
+// this warp's FP8 rows of a stage to the tile; a lane has twice eight columns of each row, which share a scale, so that neither
+// its loads nor its stores meet a bank twice, and reads several rows before it writes any
+__device__ __forceinline__ void convert(u8* smem, u32 stage_at, int first_row, int lane) {
+    const u32 scale_group = lane >> 3, eight = scale_group * 16 + (scale_group & 1) * 8 + (lane & 7);
+    const u32 from = stage_at + first_row * ROW, to = TILE_AT + first_row * TOKEN;
+    uint4 rope[ROPES];
+#pragma unroll
+    for (int n = 0; n < ROPES; ++n) {
+        const int k = n * 32 + lane;
+        if (ROWS_PER_WARP >= 4 || k < ROWS_PER_WARP * 8)
+            rope[n] = at<uint4>(smem, from + (k >> 3) * ROW + ROPE_COLUMN + (k & 7) * 16);
     }
 #pragma unroll
-    for (int k = thread; k < TILE * 8; k += THREADS)
-        at<uint4>(smem, TILE_AT + (k >> 3) * TOKEN + 1024 + (k & 7) * 16) =
-            at<uint4>(smem, stage_at + (k >> 3) * ROW + ROPE_COLUMN + (k & 7) * 16);
+    for (int row = 0; row < ROWS_PER_WARP; row += AT_ONCE) {
+        uint2 codes[AT_ONCE][2];
+        float scales[AT_ONCE];
+        bool large = false;  // some scale would be infinite times 2^120
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n) {
+            codes[n][0] = at<uint2>(smem, from + (row + n) * ROW + eight * 8);
+            codes[n][1] = at<uint2>(smem, from + (row + n) * ROW + (eight ^ 8) * 8);
+            scales[n] = at<float>(smem, from + (row + n) * ROW + SCALE_COLUMN + scale_group * 4);
+            large = large || scales[n] >= 128.f;
+        }
+        auto write = [&](bool twice) {  // by 2^120 first, where that and the scale do not fit one factor
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; ++n) {
+                const float factor = twice ? power(120) : scales[n] * power(120);
+                const u32 by = to_bf162(factor, factor), then = to_bf162(scales[n], scales[n]);
+#pragma unroll
+                for (int side = 0; side < 2; ++side) {
+                    const uint2 a = spread4(codes[n][side].x), b = spread4(codes[n][side].y);
+                    uint4 v = make_uint4(scale_bf162(a.x, by), scale_bf162(a.y, by), scale_bf162(b.x, by), scale_bf162(b.y, by));
+                    if (twice)
+                        v = make_uint4(scale_bf162(v.x, then), scale_bf162(v.y, then), scale_bf162(v.z, then), scale_bf162(v.w, then));
+                    at<uint4>(smem, to + (row + n) * TOKEN + (side ? eight ^ 8 : eight) * 16) = v;
+                }
+            }
+        };
+        if (large)
+            write(true);
+        else
+            write(false);
+    }
+#pragma unroll
+    for (int n = 0; n < ROPES; ++n) {
+        const int k = n * 32 + lane;
+        if (ROWS_PER_WARP >= 4 || k < ROWS_PER_WARP * 8) at<uint4>(smem, to + (k >> 3) * TOKEN + 1024 + (k & 7) * 16) = rope[n];
+    }
 }
 #endif
 
@@ -168,6 +213,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             for (int k = 0; k < 9; ++k) nothing = add_nothing(q_op[mt][k][half], add_nothing(q_op[mt][k][half + 2], nothing));
             q_op[mt][0][half] = add_bf162(q_op[mt][0][half], nothing);
         }
+    const u32 q_rope = base + ROPE_AT + (warp * MT * 32 + lane) * 16;
+#if Q_APART
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt)
+        at<uint4>(smem, q_rope + mt * 512) = make_uint4(q_op[mt][8][0], q_op[mt][8][1], q_op[mt][8][2], q_op[mt][8][3]);
+#endif
 
     float acc[MT][16][4];  // heads t and t + 8, columns 8 j + 2c and the next
 #pragma unroll
@@ -190,8 +241,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
         copies_wait<AHEAD - 1>();
         __syncthreads();  // all copies of this tile have arrived, and nobody reads the tile before it any more
 #if FP8
-        convert(smem, stage * STAGE_BYTES, thread);
-        __syncthreads();
+        convert(smem, stage * STAGE_BYTES, (thread >> 5) * ROWS_PER_WARP, lane);  // the rows that this warp has copied
+        __syncwarp();
         const u32 tile_at = TILE_AT;
         if (i + AHEAD < tiles) copy_tile(stage, next_present);
 #else
@@ -200,6 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
 #endif
         copies_end();
         load_slots(i + AHEAD + 1);
+        if (FP8) __syncthreads();
 
         // ---- scores of this warp's columns: tokens 8 n .. of heads t and t + 8
 #pragma unroll
@@ -213,6 +265,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
                     for (int k = 0; k < 4; ++k) part[n][mt][k] = 0.f;
 #pragma unroll
             for (int k = 0; k < 9; ++k) {
+#if Q_APART
+                if (k == 8)
+#pragma unroll
+                    for (int mt = 0; mt < MT; ++mt) {
+                        const uint4 v = at<uint4>(smem, q_rope + mt * 512);
+                        q_op[mt][8][0] = v.x, q_op[mt][8][1] = v.y, q_op[mt][8][2] = v.z, q_op[mt][8][3] = v.w;
+                    }
+#endif
                 const u32 column = k < 8 ? warp * 256 + k * 32 : 1024 + warp * 32;  // bytes
 #pragma unroll
                 for (int n = 0; n < TOKENS_AT_ONCE; n += 2) {
@@ -238,25 +298,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
 
         // ---- softmax of a quarter of the heads
         {
+            u32 word[TOKENS_PER_LANE];
             float x[TOKENS_PER_LANE];
 #pragma unroll
             for (int k = 0; k < TOKENS_PER_LANE; ++k) x[k] = 0.f;
 #pragma unroll
-            for (int w = 0; w < 4; ++w)
+            for (int w = 0; w < 4; ++w) {
+                read(word, smem, base + ((w * HT + own_head) * SCORE_STRIDE + own_token) * 4);
 #pragma unroll
-                for (int k = 0; k < TOKENS_PER_LANE; k += 4) {
-                    const float4 v = at<float4>(smem, base + ((w * HT + own_head) * SCORE_STRIDE + own_token + k) * 4);
-                    x[k] += v.x, x[k + 1] += v.y, x[k + 2] += v.z, x[k + 3] += v.w;
-                }
+                for (int k = 0; k < TOKENS_PER_LANE; ++k) x[k] += __uint_as_float(word[k]);
+            }
+            read(word, smem, PRESENT_AT + (present * TILE + own_token) * 4);
             float top = -1.0e30f;
 #pragma unroll
-            for (int k = 0; k < TOKENS_PER_LANE; k += 4) {
-                const uint4 there = at<uint4>(smem, PRESENT_AT + (present * TILE + own_token + k) * 4);
-                x[k] = there.x ? x[k] * scale_log2 : minus_infinity();
-                x[k + 1] = there.y ? x[k + 1] * scale_log2 : minus_infinity();
-                x[k + 2] = there.z ? x[k + 2] * scale_log2 : minus_infinity();
-                x[k + 3] = there.w ? x[k + 3] * scale_log2 : minus_infinity();
-                top = fmaxf(top, fmaxf(fmaxf(x[k], x[k + 1]), fmaxf(x[k + 2], x[k + 3])));
+            for (int k = 0; k < TOKENS_PER_LANE; ++k) {
+                x[k] = word[k] ? x[k] * scale_log2 : minus_infinity();
+                top = fmaxf(top, x[k]);
             }
 #pragma unroll
             for (int d = 1; d < LANES_PER_HEAD; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
@@ -270,9 +327,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             }
             if (lane % LANES_PER_HEAD == 0) at<float>(smem, base + DECAY_AT + own_head * 4) = decay;
 #pragma unroll
-            for (int k = 0; k < TOKENS_PER_LANE; k += 4)
-                at<uint2>(smem, base + PROB_AT + (own_head * P_STRIDE + own_token + k) * 2) =
-                    make_uint2(to_bf162(x[k], x[k + 1]), to_bf162(x[k + 2], x[k + 3]));
+            for (int k = 0; k < TOKENS_PER_LANE; k += 2)
+                at<u32>(smem, base + PROB_AT + (own_head * P_STRIDE + own_token + k) * 2) = to_bf162(x[k], x[k + 1]);
         }
         meet<GROUP>(group + 1);
 

@@ -20,13 +20,17 @@ from mla_portable_nvidia.native.build import KernelBuild
 from mla_portable_nvidia.native.driver import Kernel, Launch
 from mla_portable_nvidia.native.sparse_decode import HEADERS, Tensors, arguments
 
-__all__ = ["BUILDS", "MERGE", "SHARED_MEMORY", "MergeBuild", "Sm80Build", "builds", "prepare"]
+__all__ = ["BUILDS", "MERGE", "SHARED_MEMORY", "LargeSm80Build", "MergeBuild", "Sm80Build", "builds", "prepare"]
 
 _ARCHS: Final = MappingProxyType(
     {f"sm{version}": f"sm_{version}" for version in (80, 86, 89, 100, 120, 121)} | {"sm103": "sm_100"}
 )  # code for 10.0 runs on 10.3
 SHARED_MEMORY: Final = 99 << 10
-"""Bytes of a thread block that every build keeps within: what the least of these architectures allows."""
+"""Bytes of a thread block that builds for all of these architectures keep within: what the least of them allows."""
+_SM_SHARED_MEMORY: Final = dict.fromkeys(_ARCHS, 100 << 10) | {"sm80": 164 << 10, "sm100": 228 << 10, "sm103": 228 << 10}
+"""Bytes of a multiprocessor. CUDA C++ Programming Guide, "Compute Capabilities"."""
+_BLOCK_RESERVE: Final = 1024
+"""Bytes that the driver keeps of each block."""
 _PADDING: Final = 16
 """Bytes between rows in shared memory, so that eight of them meet every bank once."""
 
@@ -63,10 +67,10 @@ class Sm80Build(KernelBuild):
         """Heads that a block serves."""
         return 16 * self.head_tiles * self.groups
 
-    @property
-    def program(self) -> ProgramShape:
+    def program(self, arch: str) -> ProgramShape:
         """What the planner of splits has to know."""
-        return ProgramShape(self.heads, self.tile, self.blocks_per_sm)
+        held = _SM_SHARED_MEMORY[arch] // (self.shared_bytes + _BLOCK_RESERVE)
+        return ProgramShape(self.heads, self.tile, max(1, min(self.blocks_per_sm, held)))
 
     @property
     def threads(self) -> int:
@@ -89,11 +93,19 @@ class Sm80Build(KernelBuild):
         converted = tile * token if self.fp8 else 0
         stages = self.stages * tile * (FP8_DS_MLA.row_bytes if self.fp8 else token)
         scores, probabilities, decays = 4 * heads * (tile + 8) * 4, heads * (tile + 8) * 2, heads * 4
-        return stages + converted + (self.stages + 1) * tile * 4 + self.groups * (scores + probabilities + decays)
+        query = 4 * self.head_tiles * 32 * 16 if self.head_tiles > 1 and self.groups > 1 else 0
+        return stages + converted + (self.stages + 1) * tile * 4 + self.groups * (scores + probabilities + decays + query)
 
     @property
     def wide_clusters(self) -> bool:
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class LargeSm80Build(Sm80Build):
+    """A build for architectures that allow a thread block 163 KiB of shared memory and more."""
+
+    archs: ClassVar[Mapping[str, str]] = MappingProxyType({arch: _ARCHS[arch] for arch in ("sm80", "sm100", "sm103")})
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,24 +143,30 @@ MERGE: Final = MergeBuild()
 BUILDS: Final[Mapping[str, tuple[Sm80Build, ...]]] = {
     FP8_DS_MLA.name: (
         Sm80Build(fp8=True, head_tiles=1, groups=1, tile=32, stages=1, blocks_per_sm=2),
+        LargeSm80Build(fp8=True, head_tiles=2, groups=1, tile=32, stages=1, blocks_per_sm=2),
         Sm80Build(fp8=True, head_tiles=1, groups=2, tile=32, stages=1),
+        LargeSm80Build(fp8=True, head_tiles=2, groups=2, tile=32, stages=1),
         Sm80Build(fp8=True, head_tiles=2, groups=2, tile=16, stages=2),
     ),
     BF16.name: (
-        Sm80Build(fp8=False, head_tiles=1, groups=1, tile=32, stages=2),
+        Sm80Build(fp8=False, head_tiles=1, groups=1, tile=16, stages=3, blocks_per_sm=2),
         Sm80Build(fp8=False, head_tiles=1, groups=2, tile=32, stages=2),
+        LargeSm80Build(fp8=False, head_tiles=2, groups=2, tile=32, stages=2),
         Sm80Build(fp8=False, head_tiles=2, groups=2, tile=16, stages=3),
     ),
 }
-"""kv_layout -> the builds that serve it, by heads; the last one serves more of them in several blocks."""
+"""kv_layout -> the builds that serve it, by heads, those first that are preferred where an architecture has them."""
 
 
-def builds(kv_layout: str, num_heads: int | None) -> tuple[Sm80Build, ...]:
-    """The build for so many heads, by itself; all that there are where the heads are not known."""
-    offered = BUILDS[kv_layout]
+def builds(arch: str, kv_layout: str, num_heads: int | None) -> tuple[Sm80Build, ...]:
+    """The build for so many heads, by itself; all that there are where the heads are not known.
+
+    More heads than a block has are served by several.
+    """
+    offered = {build.heads: build for build in reversed(BUILDS[kv_layout]) if arch in build.archs}
     if num_heads is None:
-        return offered
-    return (next((build for build in offered if num_heads <= build.heads), offered[-1]),)
+        return tuple(offered.values())
+    return (offered[min((heads for heads in offered if num_heads <= heads), default=max(offered))],)
 
 
 def prepare(

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sources of the SM80 attention kernels on a CPU, behind what a launch packs for them: see attention_on_cpu.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from native_model import SOURCES
+
+from mla_portable_nvidia.native.build import KernelBuild
+
+__all__ = ["COMPILER", "Emulated"]
+
+COMPILER = shutil.which("g++")
+_FUNCTION = re.compile(r"(?:^template <[^\n]*\n)?^__device__ __forceinline__ (?:[^\n]*\}\n|.*?^\}\n)", re.DOTALL | re.MULTILINE)
+_ELSEWHERE = re.compile(r"\b(asm|barrier_arrive|remote2|remote4)\b")
+"""In functions that are emulated, or that only kernels of compute capability 9.0 call."""
+
+
+@functools.cache
+def _library(build: KernelBuild) -> ctypes.CDLL:
+    source = _FUNCTION.sub(lambda found: "" if _ELSEWHERE.search(found[0]) else found[0], SOURCES[build.kernel])
+    source = re.sub(r"extern __shared__ .*? smem\[\];", "u8* smem = (u8*)memory.data();", source)
+    assert not re.search(r"\basm\b", source)
+    with tempfile.TemporaryDirectory() as folder:
+        kernel, library = Path(folder) / "kernel.h", Path(folder) / "kernel.so"
+        kernel.write_text(source, encoding="utf-8")
+        known = (*build.defines, ("KERNEL", f'"{kernel}"'), ("NAME", build.kernel))
+        emulator = Path(__file__).with_name("attention_on_cpu.cpp")
+        options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", *(f"-D{name}={value}" for name, value in known)]
+        subprocess.run([str(COMPILER), *options, str(emulator), "-o", str(library)], check=True)
+        loaded = ctypes.CDLL(str(library))
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    loaded.launch.argtypes = [ctypes.c_char_p, *[integer] * 4, pointer, pointer]
+    loaded.launch.restype = None
+    return loaded
+
+
+class Emulated:
+    """One build, loaded. cache: the bytes that its copies may read, as addresses."""
+
+    strides = (0, 77)
+    """How far the next thread is that gets its turn; each launch takes another."""
+    cache: tuple[int, int] = (0, 0)
+
+    def __init__(self, build: KernelBuild, changing: str, fixed: str, threads: int, shared: int) -> None:
+        self.build, self.fields = build, f"{changing} {fixed}"
+        assert (threads, shared) == (build.threads, build.shared_bytes)
+        self.launches = 0
+
+    def prepare(self, grid: tuple[int, int], cluster: int, *fixed: Any) -> Callable[..., None]:
+        assert cluster == 1
+        return lambda *changing: self.run(grid, *changing, *fixed)
+
+    def run(self, grid: tuple[int, int], *arguments: Any) -> None:
+        packed = struct.pack(self.fields, *arguments)
+        stride = self.strides[self.launches % len(self.strides)]
+        _library(self.build).launch(packed, *grid, max(self.build.shared_bytes, 16), stride, *self.cache)
+        self.launches += 1

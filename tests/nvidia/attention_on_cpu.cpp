@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sources of the SM80 attention kernels on a CPU. KERNEL is a source without the functions that are inline assembly
+// (attention_model.py); here is what they do. A copy arrives when it is waited for, and not before.
+
+#include "cuda_on_cpu.h"
+
+#include <array>
+#include <deque>
+#include <tuple>
+
+#define __log2f log2f
+
+struct float2 { float x, y; };
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static float __int_as_float(int bits) { return __uint_as_float((unsigned)bits); }
+static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const unsigned long long both = a | (unsigned long long)b << 32;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= (unsigned)(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return result;
+}
+template <typename T>
+static T __shfl_xor_sync(unsigned, T value, int by) {
+    long long bits = 0;
+    std::memcpy(&bits, &value, sizeof(T));
+    const int lane = current % 32;
+    const long long other = warp(bits, [=](const long long* of) { return of[lane ^ by]; });
+    std::memcpy(&value, &other, sizeof(T));
+    return value;
+}
+static bool __all_sync(unsigned, bool value) {
+    return warp(value, [](const long long* of) { bool all = true; for (int i = 0; i < 32; ++i) all = all && of[i]; return all; });
+}
+static void __syncwarp() { warps_met[current / 32].meet(32); }
+static unsigned __cvta_generic_to_shared(const void* p) { return (unsigned)((const char*)p - memory.data()); }
+
+static float of_bf16(unsigned bits) { return __uint_as_float(bits << 16); }
+static unsigned bf16(float x) {
+    const unsigned bits = __float_as_uint(x);
+    return std::isnan(x) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+static unsigned to_bf162(float low, float high) { return bf16(low) | bf16(high) << 16; }
+static unsigned fma_bf162(unsigned a, unsigned b, unsigned c) {
+    auto one = [](unsigned a, unsigned b, unsigned c) { return bf16(of_bf16(a & 0xffff) * of_bf16(b & 0xffff) + of_bf16(c & 0xffff)); };
+    return one(a, b, c) | one(a >> 16, b >> 16, c >> 16) << 16;
+}
+static unsigned scale_bf162(unsigned x, unsigned by) { return fma_bf162(x, by, 0x80008000u); }
+static unsigned add_bf162(unsigned a, unsigned b) { return fma_bf162(a, 0x3f803f80u, b); }
+static unsigned add_nothing(unsigned x, unsigned sum) { return fma_bf162(x, 0, sum); }
+static float exp2_(float x) { return std::exp2(x); }
+
+static std::vector<Barrier> named(16);
+template <int COUNT>
+static void meet(int number) { named[number].meet(COUNT); }
+
+struct Copy { unsigned to; const unsigned char* from; unsigned bytes; };
+static std::vector<std::deque<std::vector<Copy>>> copies;  // of each thread; the last group is open
+static const unsigned char *cache_begin, *cache_end;
+static void copy16(unsigned to, const unsigned char* from, unsigned bytes) {
+    if (to % 16 || to + 16 > memory.size() || (size_t)from % 16) fail("a copy to or from an odd place");
+    if (bytes && (from < cache_begin || from + 16 > cache_end)) fail("a copy from outside of the cache");
+    copies[current].back().push_back({to, from, bytes});
+}
+static void copies_end() { copies[current].emplace_back(); }
+template <int LATER>
+static void copies_wait() {
+    for (auto& groups = copies[current]; (int)groups.size() > LATER + 1; groups.pop_front())
+        for (const Copy& copy : groups.front()) {
+            std::memset(&memory[copy.to], 0, 16);
+            std::memcpy(&memory[copy.to], copy.from, copy.bytes);
+        }
+}
+
+static unsigned short half_at(unsigned at) {
+    if (at + 2 > memory.size()) fail("a matrix outside of shared memory");
+    unsigned short x;
+    std::memcpy(&x, &memory[at], 2);
+    return x;
+}
+static void matrices(unsigned (&r)[4], unsigned at, bool transposed) {
+    const int t = current % 32 / 4, c = current % 4;
+    if (at % 16) fail("a matrix at an odd place");
+    const auto all = warp(at, [=](const long long* of) {
+        std::array<unsigned, 4> found;
+        for (int m = 0; m < 4; ++m) {
+            auto element = [&](int row, int column) { return (unsigned)half_at((unsigned)of[m * 8 + row] + column * 2); };
+            found[m] = transposed ? element(2 * c, t) | element(2 * c + 1, t) << 16 : element(t, 2 * c) | element(t, 2 * c + 1) << 16;
+        }
+        return found;
+    });
+    for (int m = 0; m < 4; ++m) r[m] = all[m];
+}
+static void ldmatrix4(unsigned (&r)[4], unsigned at) { matrices(r, at, false); }
+static void ldmatrix4_transposed(unsigned (&r)[4], unsigned at) { matrices(r, at, true); }
+
+static std::vector<std::array<unsigned, 6>> operands;
+static void mma_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    operands[current] = {a[0], a[1], a[2], a[3], b0, b1};
+    const int first = current / 32 * 32, t = current % 32 / 4, c = current % 4;
+    __syncwarp();
+    auto pick = [](unsigned pair, int odd) { return of_bf16(odd ? pair >> 16 : pair & 0xffff); };
+    for (int i = 0; i < 4; ++i) {
+        const int row = t + i / 2 * 8, column = 2 * c + i % 2;
+        double sum = d[i];
+        for (int k = 0; k < 16; ++k) {
+            const int lane = k % 8 / 2;
+            sum += (double)pick(operands[first + row % 8 * 4 + lane][row / 8 + k / 8 * 2], k % 2) *
+                   pick(operands[first + column * 4 + lane][4 + k / 8], k % 2);
+        }
+        d[i] = (float)sum;
+    }
+    __syncwarp();
+}
+
+struct Two { unsigned x, y; };
+static Two blockIdx, gridDim;
+
+#include KERNEL
+
+template <typename T>
+static T argument(const char*& at) {
+    at = (const char*)(((size_t)at + alignof(T) - 1) / alignof(T) * alignof(T));
+    T value;
+    std::memcpy(&value, at, sizeof(T));
+    at += sizeof(T);
+    return value;
+}
+static const char* packed;
+template <typename... T>
+static void apply(void (*kernel)(T...)) {
+    const char* at = packed;
+    std::tuple<T...> arguments{argument<T>(at)...};
+    std::apply(kernel, arguments);
+}
+static void run() {
+    apply(NAME);
+    next_thread();
+}
+
+extern "C" void launch(const char* arguments, unsigned blocks, unsigned splits, int shared, int stride, const unsigned char* begin,
+                       const unsigned char* end) {
+    packed = arguments, cache_begin = begin, cache_end = end;
+    readable = nullptr, readable_end = (const char*)~0ull;
+    gridDim = {blocks, splits};
+    for (blockIdx.y = 0; blockIdx.y < splits; ++blockIdx.y)
+        for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+            copies.assign(THREADS, std::deque<std::vector<Copy>>(1)), operands.resize(THREADS), named.assign(16, {});
+            run_blocks(1, THREADS, shared, stride, run);
+        }
+}

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SM80 attention kernels' own sources on a CPU: fragment layouts, barriers, copies, the splits and their merge."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_reference as reference
+from attention_model import COMPILER, Emulated
+from machines import A100, RTX_4090
+from test_nvidia_native import SCALE, cache, problem
+from test_nvidia_native_sm80 import REQUEST
+
+from mla_portable.layouts import FP8_DS_MLA
+from mla_portable_nvidia.native import bind_sm80, bound
+from mla_portable_nvidia.native import build as kernel_build
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+class Module:
+    def __init__(self, build, device):
+        self.build = build
+
+    def kernel(self, name, changing, fixed, *, threads, shared, wide_clusters):
+        return Emulated(self.build, changing, fixed, threads, shared)
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    monkeypatch.setattr(kernel_build, "Module", Module)
+    monkeypatch.setattr(kernel_build, "compile_build", lambda build, arch, compiler: build)
+    monkeypatch.setattr(bound, "device_with", lambda facts: torch.device("cuda", 0))
+    kernel_build.load.cache_clear()
+    yield
+    kernel_build.load.cache_clear()
+
+
+def check(monkeypatch, kv, q, indices, request, **options):
+    begin = kv.data_ptr()
+    monkeypatch.setattr(
+        Emulated, "cache", (begin, begin + ((kv.shape[0] - 1) * kv.stride(0) + kv[0].numel()) * kv.element_size())
+    )
+    out, lse = bind_sm80.bind_sparse_decode(request)(q, kv, indices, softmax_scale=SCALE, **options)
+    wanted, wanted_lse = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE, **options)
+    error = (out.float() - wanted.float()).abs().amax(-1) / wanted.float().abs().amax(-1).clamp_min(1e-6)
+    assert error.max() < 1.5e-2
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp8_ds_mla"])
+@pytest.mark.parametrize(
+    ("device", "num_heads", "topk"),
+    [(A100, 16, 150), (A100, 21, 70), (RTX_4090, 20, 40), (A100, 50, 70), (RTX_4090, 64, 40)],
+    ids=lambda value: getattr(value, "arch", value),
+)
+def test_what_the_source_computes(monkeypatch, layout, device, num_heads, topk):
+    """Every build, with absent entries, a length and a sink; in splits where the device would split so few rows."""
+    torch.manual_seed(0)
+    kv = cache(5, 16, gap=16, layout=layout)
+    q, indices = problem(2, 1, num_heads, topk, 80)
+    lengths = torch.tensor([[topk], [topk // 2]], dtype=torch.int32)
+    request = REQUEST.but(kv_layout=layout, num_heads=num_heads, device=device)
+    check(monkeypatch, kv, q, indices, request, lengths=lengths, attn_sink=torch.randn(num_heads))
+
+
+def test_scales_that_no_single_factor_holds(monkeypatch):
+    """2^120 times a large scale is infinite; small ones beside it keep their bits."""
+    torch.manual_seed(0)
+    kv = cache(2, 16)
+    values = torch.randn(32, 576) * torch.tensor([2.0**14, 2.0**-10]).repeat(16).unsqueeze(1)
+    kv.copy_(FP8_DS_MLA.pack(values[:, :512], torch.zeros(32, 64)).view_as(kv))
+    q, indices = problem(1, 1, 16, 32, 32)
+    q[..., :512] *= 2.0**-14
+    for chosen in (indices, indices | 1):  # all rows, and the small ones alone
+        check(monkeypatch, kv, q, chosen, REQUEST.but(batch_invariant=True))
+
+
+def test_rows_without_an_entry_are_zero(monkeypatch):
+    kv = cache(2, 16)
+    q, indices = problem(2, 1, 16, 64, 32)
+    indices[0] = -1
+    check(monkeypatch, kv, q, indices, REQUEST.but(device=A100), attn_sink=torch.randn(16))
