@@ -7,7 +7,6 @@ into a process, and a list can be checked without a GPU.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -77,7 +76,7 @@ class Job:
     """One process.
 
     Attributes:
-        name: unique. task: generate, requests, speed, load or refuse, functions of `engine`. who: a key of WHO.
+        name: unique. task: generate, ranks, requests, speed, load or refuse, functions of `engine`. who: a key of WHO.
         kv, heads: the cache format, query heads of the checkpoint. mode: a key of MODES. gpus: that it uses.
         arguments: more arguments of vllm.LLM. environ: more environment variables. options: of the task.
         rehearsal: arguments of `rehearse.install`, none for a process as it is. seconds: it may take.
@@ -97,10 +96,7 @@ class Job:
     seconds: int = 150
 
     def llm_arguments(self, checkpoints: Path) -> dict[str, Any]:
-        """For vllm.LLM; "OUT/" in the arguments stands for the folder of the checkpoints.
-
-        The cache's size is given, so that the memory of a GPU that many processes share is not measured.
-        """
+        """For vllm.LLM. The cache's size is given, so that the memory of a GPU that many processes share is not measured."""
         backend, _ = WHO[self.who]
         return {
             "model": str(checkpoints / self.options.get("model", f"heads{self.heads}")),
@@ -115,7 +111,7 @@ class Job:
             "seed": 0,
             **({"attention_backend": backend} if backend else {}),
             **MODES[self.mode],
-            **json.loads(json.dumps(self.arguments).replace("OUT/", f"{checkpoints}/")),
+            **self.arguments,
         }
 
     def process_environ(self, out: Path) -> dict[str, str]:
@@ -214,7 +210,7 @@ def speed() -> list[Job]:
 def load() -> list[Job]:
     """Engines that take turns to be timed from outside: the plugin, and stock as it is by default."""
     first = ((32, 128), (16, 512), (8, 1024), (8, 2000), (4, 4096))
-    options = {"by_default": True, "first": first, "requests": 200, "prompt": (8, 4000), "tokens": (8, 128)}
+    options = {"by_default": True, "first": first, "requests": 200, "prompt": (8, 4000), "tokens": (8, 64)}
     arguments = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 3 << 30}
     more: dict[str, Any] = {"arguments": arguments, "options": options, "seconds": 300}
     return [
@@ -225,10 +221,13 @@ def load() -> list[Job]:
 
 def features() -> list[Job]:
     """What deployments switch on: each must generate as without it (`feature-none`), and many requests with all together."""
-    files = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    connector = {"kv_transfer_config": {**files, "kv_connector_extra_config": {"shared_storage_path": "OUT/kv"}}}
     drafts = {"speculative_config": {"method": "deepseek_mtp", "num_speculative_tokens": 2}}
-    prefixes = {"enable_prefix_caching": True}
+    prefixes = {"enable_prefix_caching": True, "disable_log_stats": False}
+    # The cache is smaller than the prompts together, so the second time they come from the host. ExampleConnector, which moves
+    # files, leaves the indexer's keys out, for any backend.
+    host = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}
+    host |= {"kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30}}
+    connector = {**prefixes, "num_gpu_blocks_override": 140, "kv_transfer_config": host}
     more = {"heads": 16, "mode": "graphs", "seconds": 240}
 
     def one(name: str, arguments: dict[str, Any], *, repeats: int = 2, **options: Any) -> Job:
@@ -250,7 +249,11 @@ def features() -> list[Job]:
 
 
 def tensor_parallel() -> list[Job]:
-    """32 heads on one GPU and on two, 16 a rank, by the plugin and by stock; and by the plugin with a layer on each of two."""
+    """32 heads on one GPU and on two, 16 a rank, by the plugin and by stock; by the plugin also with a layer on each of two.
+
+    And with the whole model on each of two (data parallelism), also with batches cut in two (DBO): no layer has experts here,
+    so the kernels that DBO asks for are never called.
+    """
     more = {"heads": 32, "mode": "graphs", "environ": _SEVERAL, "seconds": 300}
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     jobs: list[Job] = []
@@ -260,6 +263,12 @@ def tensor_parallel() -> list[Job]:
         jobs.append(Job(f"tp2-{who}", "generate", who, gpus=2, arguments=two, options=options, **more))
     apart = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
     jobs.append(Job("pp2-plugin", "generate", "plugin", gpus=2, arguments=apart, options={**_TEXTS, "repeats": 1}, **more))
+    dealt = {"data_parallel_size": 2}
+    cut = {"enable_dbo": True, "all2all_backend": "deepep_low_latency"}
+    cut |= {"dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 16}
+    for name, mode, arguments in (("dp2", "graphs", dealt), ("dbo2", "eager", {**dealt, **cut})):
+        more |= {"mode": mode, "options": _TEXTS, "environ": {**_SEVERAL, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}}
+        jobs.append(Job(f"{name}-plugin", "ranks", "plugin", gpus=2, arguments=arguments, **more))
     return jobs
 
 

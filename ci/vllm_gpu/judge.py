@@ -273,9 +273,9 @@ def tensor_parallel(ran: Ran) -> Iterator[Line]:
         else:
             right = short.within(limits[0]) and long.difference <= limits[1] and bool(ran["tp2-plugin"].served)
             yield Line("tp-plugin", f"{text} (limits {limits[0]:.2f}, {limits[1]:.2f})", right)
-    one, apart = _runs(ran, "tp1-plugin"), _runs(ran, "pp2-plugin")
-    if "pp2-plugin" in ran:
-        yield _as_without("pp2-plugin", one, apart, limits[1])
+    for name in ("pp2-plugin", "dp2-plugin", "dbo2-plugin"):
+        if name in ran:
+            yield _as_without(name, _runs(ran, "tp1-plugin"), _runs(ran, name), limits[1])
 
 
 def _as_without(name: str, without: list[Run], runs: list[Run], most: float) -> Line:
@@ -294,7 +294,12 @@ def features(ran: Ran) -> Iterator[Line]:
     yield Line("feature-none", f"against itself: long {own:.3f}", None if without else False)
     for name, done in ran.items():
         if done.job.task == "generate" and name != "feature-none":
-            yield _as_without(name, without, done.runs, max(LONG_LIMIT, limit(own)))
+            line = _as_without(name, without, done.runs, max(LONG_LIMIT, limit(own)))
+            for source, tokens in done.result.get("hits", {}).items():
+                wanted = source.startswith("external") == ("kv_transfer_config" in done.job.arguments)
+                passed = line.passed and (tokens > 0 or not wanted)
+                line = Line(name, f"{line.found}; {tokens:.0f} tokens of {source}", passed)
+            yield line
     one, small = _runs(ran, "feature-all-one"), _runs(ran, "feature-all-small")
     if one and small:
         result, found = ran["feature-all-small"].result, agree(small[0], one[0])
