@@ -44,6 +44,7 @@ _FINITE: Final = 0xF7
 
 def join_group() -> tuple[ContextShare, torch.device, Any]:
     """This process's share of sequences, its GPU, and vLLM's group, whose collectives engines use."""
+    os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"  # it wants NVLink multicast, which a node may have switched off
     from vllm.distributed import parallel_state
 
     size, rank, local = (int(os.environ[name]) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
