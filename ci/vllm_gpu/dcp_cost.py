@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mla_portable
-from mla_portable.attention import AttentionSpec, SparseMLAAttention, merge_selections
+from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.contracts import Batch, ContextShare
 from mla_portable.layouts import INDEX_FP8, LAYOUTS
 from mla_portable.planner import Planner
@@ -119,7 +119,7 @@ class Side:
             return {"select": select, "attend": attend, "layer": alone}
 
         def pick(layer: int) -> None:
-            merge_selections(scores, merged, share.size, gather_from_ranks)
+            server.merge(scores, merged)
 
         def gather(layer: int) -> Tensor:
             return group.all_gather(q, dim=1)
@@ -134,9 +134,8 @@ class Side:
 
         merged.copy_(chosen)
         pick(0)
-        keys = torch.zeros((rows, TOPK), dtype=torch.int64, device=device)
         parts = {"select": select, "pick": pick, "gather q": gather, "attend": attend, **merges, "layer": whole}
-        return {**parts, "of pick: gather": lambda layer: gather_from_ranks(keys)}
+        return {**parts, "of pick: gather": lambda layer: gather_from_ranks(scores)}
 
     def _attention(self) -> SparseMLAAttention:
         limits: dict[str, Any] = {"max_num_tokens": self.rows, "max_num_reqs": self.rows, "max_model_len": self.context}
@@ -148,7 +147,7 @@ class Side:
     @property
     def received(self) -> int:
         """Bytes that a GPU receives for a layer: heads, outputs, log-sum-exps, candidates."""
-        a_row = self.heads * 2 * (KEY + VALUE) + 4 * self.heads * self.share.size + 8 * TOPK
+        a_row = self.heads * 2 * (KEY + VALUE) + 4 * self.heads * self.share.size + 4 * TOPK
         return (self.share.size - 1) * self.rows * a_row
 
 

@@ -161,7 +161,7 @@ def test_tables_are_as_wide_as_the_step_outside_of_graphs_alone(monkeypatch: pyt
 
     plan = indexer.plan_step(step.common, 2, 2)
     for capturing in (False, True):
-        server = indexer.IndexerServer(spy, None, True, TOPK, BLOCK, "ue8m0", ContextShare(), partial(bool, capturing))
+        server = indexer.IndexerServer(spy, None, None, True, TOPK, BLOCK, "ue8m0", ContextShare(), partial(bool, capturing))
         server.choose(step.q, step.weights, engine.kv_cache, plan, engine.topk)
     assert widths == [3, 1, 4, 4]
 
@@ -289,7 +289,7 @@ def test_an_out_of_tree_platform_is_served_too(monkeypatch: pytest.MonkeyPatch):
 
 def test_graphs_are_refused_where_what_serves_cannot_be_captured(monkeypatch: pytest.MonkeyPatch):
     engine = make_indexer()
-    server = indexer.IndexerServer(lambda *_: None, None, True, TOPK, BLOCK, "ue8m0", ContextShare(), lambda: False)
+    server = indexer.IndexerServer(lambda *_: None, None, None, True, TOPK, BLOCK, "ue8m0", ContextShare(), lambda: False)
     support = type(engine.builder).get_cudagraph_support
     monkeypatch.setattr(indexer, "_servers", {(): server})
     assert support(engine.config, None).name == "UNIFORM_BATCH"
