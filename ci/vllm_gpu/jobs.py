@@ -168,7 +168,15 @@ def agreement() -> list[Job]:
             jobs.append(_generate(who, kv, heads, mode))
     # `fp8` is what users write for fp8_ds_mla, and what vLLM's automatic choice turns into it
     jobs += [_generate(who, "fp8", 64, "eager") for who in ("override", "untouched")]
+    jobs += [_by_default(who, kv) for kv in KV_DTYPES for who in ("plugin", "stock")]
     return [*jobs, *_refusals()]
+
+
+def _by_default(who: str, kv: str) -> Job:
+    """Where vLLM may compute short prompts as dense attention, also those that are cut in chunks or found in the cache."""
+    options = {**_TEXTS, "repeats": 2, "by_default": True}
+    arguments = {"enable_prefix_caching": True}
+    return Job(f"default-{who}-{cell(kv, 128)}", "generate", who, kv, 128, "graphs", arguments=arguments, options=options)
 
 
 def indexer() -> list[Job]:

@@ -150,6 +150,10 @@ def agreement(ran: Ran, planned: Sequence[jobs.Job], out: Path) -> Iterator[Line
         done = ran.get("untouched-fp8-h64-eager")
         chosen = done.result.get("impl") if done is not None else None
         yield Line("untouched-fp8-h64-eager", f"vLLM's own choice is {chosen}", chosen == ["FlashMLASparseImpl"])
+    for name in sorted(names):
+        if name.startswith("default-plugin-"):
+            theirs = _runs(ran, name.replace("plugin", "stock"))
+            yield _as_without(name, theirs, _runs(ran, name), max(LONG_LIMIT, allowed))
     if any(name.startswith("requests-") for name in names):
         yield from _requests(ran)
     for name, done in ran.items():
