@@ -81,6 +81,14 @@ class Requests:
             narrow = self._narrow[block_size] = self.block_table[:, : max(1, -(-self.longest // block_size))]
         return narrow
 
+    def select_all(self, out: Tensor) -> None:
+        """Write every position that each token sees to `out` [T, K] int32, ascending, then -1: no sequence is longer than K."""
+        ends, device = self.query_start_loc[1:], out.device
+        token, column = (torch.arange(size, dtype=torch.int32, device=device) for size in out.shape)
+        request = torch.searchsorted(ends, token, right=True).clamp_(max=len(ends) - 1)
+        seen = torch.where(token < ends[-1], token - ends[request] + self.seq_lens[request] + 1, 0)
+        out.copy_(column).masked_fill_(column >= seen.unsqueeze(1), -1)
+
 
 class IndexerStep(NamedTuple):
     """num_tokens: query tokens of the step, padding for a CUDA graph included. parts: all of its requests, in order."""
@@ -144,6 +152,9 @@ class IndexerServer:
         scores = None if self.merge is None else torch.empty(out.shape, dtype=torch.float32, device=out.device)
         for part in step.parts:
             rows = slice(part.first, part.last)
+            if part.longest <= self.topk and not whole:  # nothing is selected away; a graph's later sequences are longer
+                part.select_all(out[rows])
+                continue
             pages = kv_cache, part.query_start_loc, part.seq_lens, part.table(self.block_size * share.size, whole=whole)
             if self.merge is None or scores is None:
                 self.select(q[rows], weights[rows], *pages, topk=self.topk, out=out[rows])

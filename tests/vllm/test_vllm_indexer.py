@@ -166,6 +166,27 @@ def test_tables_are_as_wide_as_the_step_outside_of_graphs_alone(monkeypatch: pyt
     assert widths == [3, 1, 4, 4]
 
 
+@pytest.mark.parametrize("padding", [{}, {"padded_reqs": 4, "padded_tokens": 24}], ids=["exact", "padded"])
+def test_nothing_is_scored_where_nothing_is_selected_away(padding: dict[str, int], monkeypatch: pytest.MonkeyPatch):
+    engine = make_indexer()
+    step = make_batch(engine, [1, 9, 12], [TOPK, 9, TOPK - 3], **padding)
+    scored: list[int] = []
+    bind = indexer._bind
+
+    def watched(*arguments: Any) -> Any:
+        server = bind(*arguments)
+        select = lambda q, *rest, **named: (scored.append(len(q)), server.select(q, *rest, **named))  # noqa: E731
+        return replace(server, select=select, is_capturing=lambda: capture)
+
+    monkeypatch.setattr(indexer, "_bind", watched)
+    monkeypatch.setattr(indexer, "_servers", {})
+    for capture in (False, True):
+        engine.topk.fill_(77)
+        run(engine, step, capture=capture)
+        check(engine, step)
+        assert bool(scored) is capture, "a graph's later sequences may be longer"
+
+
 def test_nothing_is_read_back_or_planned_by_vllms_kernels():
     """The device's numbers decide: those on the host are upper bounds, or stale."""
     engine = make_indexer()
