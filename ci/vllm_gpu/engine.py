@@ -72,7 +72,22 @@ def run_prompts(llm: Any, lengths: list[int], tokens: list[int]) -> list[dict[st
 def _described(output: Any) -> dict[str, Any]:
     text = output.outputs[0]
     likeliest = [{str(token): round(entry.logprob, 5) for token, entry in at.items()} for at in text.logprobs]
-    return {"length": len(output.prompt_token_ids), "tokens": list(text.token_ids), "logprobs": likeliest}
+    found = {"length": len(output.prompt_token_ids), "tokens": list(text.token_ids), "logprobs": likeliest}
+    return {**found, "cached": output.num_cached_tokens}
+
+
+def _loads(llm: Any) -> list[int]:
+    """Tokens of the requests that are loaded through a KV connector from now on."""
+    connector, found = llm.llm_engine.engine_core.engine_core.scheduler.connector, list[int]()
+    if connector is not None:
+        update: Callable[..., Any] = connector.update_state_after_alloc
+
+        def noted(request: Any, blocks: Any, num_external_tokens: int) -> Any:
+            found.append(num_external_tokens)
+            return update(request, blocks, num_external_tokens)
+
+        connector.update_state_after_alloc = noted
+    return found
 
 
 def generate(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
@@ -80,6 +95,7 @@ def generate(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
     llm, options = start(job, checkpoints), job.options
     lengths, found = list(options["lengths"]), dict[str, Any]()
     tokens = [options["tokens"]] * len(lengths)
+    outside = _loads(llm)
     watch = Watch(llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()) if options.get("watch") else None
     runs = [run_prompts(llm, lengths, tokens)]
     if watch is not None:
@@ -91,9 +107,7 @@ def generate(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
         runs.append(run_prompts(llm, lengths, tokens))
     if job.rehearsal.get("arch"):
         found["rehearsed"] = rehearse.state(where / f"{job.name}.kernels")
-    if not job.arguments.get("disable_log_stats", True):
-        counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-        found["hits"] = {name: counts[f"vllm:{name}"] for name in ("prefix_cache_hits", "external_prefix_cache_hits")}
+    found["outside"] = sum(outside)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     impl = sorted({type(layer.impl).__qualname__ for layer in layers if hasattr(layer, "impl")})
     config = llm.llm_engine.vllm_config

@@ -8,6 +8,7 @@ into a process, and a list can be checked without a GPU.
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
@@ -119,7 +120,9 @@ class Job:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("MLA_PORTABLE_")}
         shadow = {"MLA_PORTABLE_VLLM_SHADOW_FILE": str(out / f"{self.name}.shadow")}
         older = rehearse.environ(self.rehearsal.get("arch", ""), out / "caches")
-        return {**kept, **_ENVIRON, **older, **shadow, **WHO[self.who][1], **self.environ}
+        # engines that start together would all take the first port that is free
+        port = {"VLLM_PORT": str(20_000 + zlib.crc32(self.name.encode()) % 600 * 64)}
+        return {**kept, **_ENVIRON, **port, **older, **shadow, **WHO[self.who][1], **self.environ}
 
 
 def cell(kv: str, heads: int) -> str:
@@ -230,7 +233,7 @@ def load() -> list[Job]:
 def features() -> list[Job]:
     """What deployments switch on: each must generate as without it (`feature-none`), and many requests with all together."""
     drafts = {"speculative_config": {"method": "deepseek_mtp", "num_speculative_tokens": 2}}
-    prefixes = {"enable_prefix_caching": True, "disable_log_stats": False}
+    prefixes = {"enable_prefix_caching": True}
     # The cache is smaller than the prompts together, so the second time they come from the host. ExampleConnector, which moves
     # files, leaves the indexer's keys out, for any backend.
     host = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}
@@ -260,7 +263,8 @@ def tensor_parallel() -> list[Job]:
     """32 heads on one GPU and on two, 16 a rank, by the plugin and by stock; by the plugin also with a layer on each of two.
 
     And with the whole model on each of two (data parallelism), also with batches cut in two (DBO): no layer has experts here,
-    so the kernels that DBO asks for are never called.
+    so the kernels that DBO asks for are never called. It must not take SMs from DeepGEMM, whose schedules of the indexer it
+    would make wrong.
     """
     more = {"heads": 32, "mode": "graphs", "environ": _SEVERAL, "seconds": 300}
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -275,7 +279,8 @@ def tensor_parallel() -> list[Job]:
     cut = {"enable_dbo": True, "all2all_backend": "deepep_low_latency"}
     cut |= {"dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 16}
     for name, mode, arguments in (("dp2", "graphs", dealt), ("dbo2", "eager", {**dealt, **cut})):
-        more |= {"mode": mode, "options": _TEXTS, "environ": {**_SEVERAL, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}}
+        environ = {**_SEVERAL, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_DBO_COMM_SMS": "0"}
+        more |= {"mode": mode, "options": _TEXTS, "environ": environ}
         jobs.append(Job(f"{name}-plugin", "ranks", "plugin", gpus=2, arguments=arguments, **more))
     return jobs
 

@@ -299,10 +299,10 @@ def features(ran: Ran) -> Iterator[Line]:
     for name, done in ran.items():
         if done.job.task == "generate" and name != "feature-none":
             line = _as_without(name, without, done.runs, max(LONG_LIMIT, limit(own)))
-            for source, tokens in done.result.get("hits", {}).items():
-                wanted = source.startswith("external") == ("kv_transfer_config" in done.job.arguments)
-                passed = line.passed and (tokens > 0 or not wanted)
-                line = Line(name, f"{line.found}; {tokens:.0f} tokens of {source}", passed)
+            if line.passed is not None and done.runs and done.job.arguments.get("enable_prefix_caching"):
+                cached, outside = sum(p["cached"] or 0 for p in done.runs[-1]), done.result["outside"]
+                right = outside > 0 if "kv_transfer_config" in done.job.arguments else cached > 0
+                line = Line(name, f"{line.found}; {cached} tokens cached, {outside} loaded", line.passed and right)
             yield line
     one, small = _runs(ran, "feature-all-one"), _runs(ran, "feature-all-small")
     if one and small:

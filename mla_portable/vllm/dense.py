@@ -22,7 +22,7 @@ from mla_portable.vllm.model import Resolved
 
 __all__ = ["FASTER", "DensePrefills", "implementation", "prefills", "shortest"]
 
-FASTER: Final[dict[str, tuple[int, int]]] = {}
+FASTER: Final = {"sm90": (128, 512)}
 """Architecture -> query heads and tokens of the longest prompt from which on vLLM's kernels are faster. H200: docs/vllm.md."""
 
 
