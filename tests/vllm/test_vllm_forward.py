@@ -178,7 +178,13 @@ def test_drafts_are_verified_as_decodes(dtype: str, batch: str):
 def test_lse_is_returned_where_vllm_merges_partial_results(monkeypatch: pytest.MonkeyPatch):
     from mla_portable.vllm.impl import MLAPortableImpl
 
-    monkeypatch.setattr(MLAPortableImpl, "_reserve", lambda self, config: setattr(self, "need_to_return_lse_for_decode", True))
+    reserve = MLAPortableImpl._reserve
+
+    def merging(self: Any, config: Any) -> Any:
+        self.need_to_return_lse_for_decode = True
+        return reserve(self, config)
+
+    monkeypatch.setattr(MLAPortableImpl, "_reserve", merging)
     engine = make_engine("fp8")
     step = make_step(engine, [1, 1, 9], [100, 7, 30])
     metadata = engine.builder.build(0, step.common)
