@@ -74,7 +74,7 @@ WAYS: dict[str, Callable[[Graph, Callable[[], object]], object]] = {
 }
 
 
-def registry(way: str, device: Device, graph: bool | None) -> Registry:
+def registry(way: str, device: Device, **graphs: bool) -> Registry:
     def bind(request: Request[Any]) -> Callable[..., Tensor]:
         def select(logits: Tensor, starts: Tensor, ends: Tensor, *, topk: int, out: Tensor | None = None) -> Tensor:
             into = torch.empty((len(logits), topk), dtype=torch.int32) if out is None else out
@@ -91,7 +91,7 @@ def registry(way: str, device: Device, graph: bool | None) -> Registry:
         @hookimpl
         def mla_portable_register(self, registrar: Registrar) -> None:
             registrar.add_detector(lambda found: FACTS if found.type == "cpu" else None)
-            support = Support(source="this test", device_types=("cpu",), graph=graph)
+            support = Support(source="this test", device_types=("cpu",), **graphs)
             registrar.add(
                 Implementation("acme.select", TOPK_SELECT, support, bind=bind, check=lambda facts: (), preference=1.0)
             )
@@ -101,7 +101,7 @@ def registry(way: str, device: Device, graph: bool | None) -> Registry:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_graph_is_tried_where_one_is_asked_for(way: str, device: Device):
-    machine = registry(way, device, None)
+    machine = registry(way, device, probes_graph=True)
     assert machine.decide(Request(TOPK_SELECT, FACTS, topk=8)).chosen == "acme.select"
     assert device.graphs == 0
     decision = machine.decide(Request(TOPK_SELECT, FACTS, topk=8, graph=True))
@@ -116,5 +116,5 @@ def test_a_graph_is_tried_where_one_is_asked_for(way: str, device: Device):
 
 @pytest.mark.parametrize("graph", [True, False])
 def test_what_is_declared_is_not_tried(graph: bool, device: Device):
-    decision = registry("is refused", device, graph).decide(Request(TOPK_SELECT, FACTS, topk=8, graph=True))
+    decision = registry("is refused", device, graph=graph).decide(Request(TOPK_SELECT, FACTS, topk=8, graph=True))
     assert (decision.chosen == "acme.select") is graph and device.graphs == 0

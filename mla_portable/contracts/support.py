@@ -64,7 +64,7 @@ class Support:
             and the stride between its blocks; 1 where the layout's own alignment will do.
         needs_whole_rows: the stride between blocks must be a whole number of rows.
         lse, attn_sink, lengths, compact, prefill_workspace, context_parallel, batch_invariant, graph: features that are there.
-            graph None: not known; a probe captures a call in a graph where one is asked for.
+        probes_graph: nobody knows whether a graph can hold a call; the probe captures one where a graph is asked for.
         min_shared_memory: bytes a thread block needs. needs_bf16, needs_fp8_conversion: abilities of the device.
         workspace_bytes: scratch taken by one call without `schedule`, as a function of the request.
     """
@@ -92,7 +92,8 @@ class Support:
     prefill_workspace: bool = True
     context_parallel: bool = False
     batch_invariant: bool = False
-    graph: bool | None = True
+    graph: bool = True
+    probes_graph: bool = False
     min_shared_memory: int = 0
     needs_bf16: bool = True
     needs_fp8_conversion: bool = False
@@ -175,7 +176,7 @@ class Support:
         if r.uneven_blocks and self.needs_whole_rows:
             yield Reason("uneven_blocks", "yes", "needs blocks a whole number of rows apart", "pad the blocks by whole rows")
         for feature, remedy in _FEATURES.items():
-            if getattr(r, feature) and getattr(self, feature) is False:
+            if getattr(r, feature) and not getattr(self, feature):
                 yield Reason(feature, "yes", "supports no", remedy)
         if r.graph and r.device.graph_capture is False:
             yield Reason("graph", "yes", f"{r.device.name} cannot capture graphs", "run eagerly")

@@ -178,7 +178,7 @@ class Machine:
         implementation leaves that to the probe.
         Raises: as `probe`, InvalidArgument under graph capture only where the result is not known yet.
         """
-        graph = request.graph and implementation.support.graph is None
+        graph = request.graph and implementation.support.probes_graph
         key = (implementation.name, request.but(rows=None, graph=graph))
         known = self._requests.get(key)
         if known is not None:

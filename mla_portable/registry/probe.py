@@ -2,7 +2,7 @@
 """Probing: is an implementation's library there, does it bind, and does it compute small problems correctly?
 
 The results are judged by the float64 oracle, with the tolerances of the conformance suite. Where a graph is asked for and the
-implementation does not know whether one can hold its calls (`Support.graph` is None), a call is captured and replayed too.
+implementation does not know whether one can hold its calls (`Support.probes_graph`), a call is captured and replayed too.
 
 Whatever the implementation does wrong is a reason not to use it: an exception from `check`, `bind` or a call, a wrong value, a
 call that does not finish. Out of memory and device faults are raised to the caller instead, with the implementation's name,
@@ -161,7 +161,7 @@ def solve(implementation: Implementation, case: ProbeCase, device: torch.device,
     given = [True]  # whether each call is given its outputs
     if case.repeat:  # without outputs twice: each call must return memory of its own
         given += [False, False] if problem.outputs else [True]
-    fresh = case.build(device) if implementation.support.graph is None and case.request.graph else None
+    fresh = case.build(device) if implementation.support.probes_graph and case.request.graph else None
     reached: Stage = "bind"
     kept: list[object] = []  # a graph's results lie in its memory
 

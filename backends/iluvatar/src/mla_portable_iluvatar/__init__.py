@@ -78,7 +78,7 @@ class Provider:
 
     def implementation(self) -> Implementation:
         """What the registry is given. "cpu" is named for stand-ins of the vendor's modules: no CPU has this vendor."""
-        devices: dict[str, Any] = {"device_types": ("cuda", "cpu"), "vendors": ("iluvatar",), "graph": None}
+        devices: dict[str, Any] = {"device_types": ("cuda", "cpu"), "vendors": ("iluvatar",), "probes_graph": True}
         support = Support(source=self.source, **devices, **self.limits)
         return Implementation(
             name=f"iluvatar.{self.variant}",
