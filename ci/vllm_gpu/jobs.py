@@ -305,7 +305,8 @@ def context_parallel(gpus: int) -> list[Job]:
             name = f"dcp1-{who}-{cell(kv, heads)}"
             jobs.append(Job(name, "generate", who, kv, heads, "graphs", arguments=lengths, options=texts, **more))
         for (tensor, context), mode in product(CONTEXT_PARALLEL[gpus], ("graphs", "eager")):
-            arguments = {**lengths, **_shared(tensor, context)}
+            way = "a2a" if (mode == "graphs") == (kv == "auto") else "ag_rs"  # vLLM has two to merge outputs
+            arguments = {**lengths, **_shared(tensor, context), "dcp_comm_backend": way}
             name = f"tp{tensor}dcp{context}-{cell(kv, heads)}-{mode}"
             jobs.append(Job(name, "generate", "plugin", kv, heads, mode, tensor, arguments, options=texts, **more))
     options = {"count": 100, "prompt": (8, 600), "tokens": (8, 32)}
