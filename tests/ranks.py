@@ -20,9 +20,10 @@ from attention_steps import BATCHES, BLOCK, HEADS, MODEL_LEN, assert_matches, ma
 from shares import shared
 
 import mla_portable
-from mla_portable.attention import merge_selections
+from mla_portable.attention import SelectionMerge
 from mla_portable.contracts import ContextShare
 from mla_portable.layouts import INDEX_FP8
+from mla_portable.primitives import TOPK_SELECT
 from mla_portable.problems.indexer_select import indexer_select as scores_of
 
 WIDTH, INDEX_HEADS, TOPK = 128, 4, 12
@@ -55,7 +56,7 @@ def attend(name: str, layout: str, route: str, share: ContextShare) -> None:
 
 
 def select(share: ContextShare) -> None:
-    """The positions that ranks agree on are those of the best scores, of equal scores the lower."""
+    """The positions that ranks keep together are those of the best scores."""
     random = torch.Generator().manual_seed(7)
     query_lens, seq_lens = [1, 3, 20], [40, 3, MODEL_LEN]
     starts = torch.tensor(np.concatenate([[0], np.cumsum(query_lens)]), dtype=torch.int32)
@@ -85,13 +86,18 @@ def select(share: ContextShare) -> None:
     chosen = mla_portable.indexer_select(
         q, weights, cache, starts, lengths, table, topk=TOPK, scores_out=scores, backend="reference", **share.arguments
     )
-    merge_selections(scores, chosen, share.size, lambda each: gathered(each, 1))
+    merge = SelectionMerge(share, TOPK, TOPK_SELECT.reference, lambda each: gathered(each, 1), chosen.device)
+    merge(scores, chosen)
+    assert ((chosen < 0) | (share.own(chosen) >= 0)).all()
+    kept = gathered(chosen, 1)
     whole, whole_table = pages(ContextShare())
     every = scores_of(q, weights, whole, starts, lengths, whole_table, topk=TOPK)
-    for row, found in zip(every, chosen.tolist(), strict=True):
+    for row, found in zip(every, kept.tolist(), strict=True):
         seen = [position for position, score in enumerate(row.tolist()) if score > -float("inf")]
-        best = sorted(seen, key=lambda position: (-float(row[position]), position))[:TOPK]
-        assert sorted(found) == sorted(best + [-1] * (TOPK - len(best)))
+        positions = [position for position in found if position >= 0]
+        assert len(set(positions)) == len(positions) == min(TOPK, len(seen))
+        best = sorted((float(row[position]) for position in seen), reverse=True)[:TOPK]
+        assert sorted((float(row[position]) for position in positions), reverse=True) == best
 
 
 def rank(share: ContextShare, store: str) -> None:

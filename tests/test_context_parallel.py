@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from shares import shared
 
 import mla_portable
-from mla_portable.attention import AttentionSpec, merge_selections, merged_bytes, selections
+from mla_portable.attention import AttentionSpec, SelectionMerge, selections
 from mla_portable.contracts import Batch, ContextShare, InvalidArgument
 from mla_portable.planner import Planner
+from mla_portable.primitives import TOPK_SELECT
 
 GROUPS = [(2, 1), (3, 4), (8, 1)]
 
@@ -92,37 +93,37 @@ def test_a_spec_whose_partial_results_cannot_be_merged(field: str, changes: dict
 
 @settings(max_examples=80, deadline=None)
 @given(size=st.integers(1, 4), topk=st.integers(1, 6), data=st.data())
-def test_selections_of_ranks_are_merged_by_score_and_position(size: int, topk: int, data: st.DataObject) -> None:
+def test_ranks_keep_the_best_of_all(size: int, topk: int, data: st.DataObject) -> None:
     values = st.sampled_from([-1e30, -1.5, -0.0, 0.0, 1e-40, 2.0, 3e38])
     everyone = data.draw(st.lists(st.tuples(st.integers(0, size - 1), values), max_size=14))  # position -> its rank, its score
     scores, positions = torch.full((size, 2, topk), -math.inf), torch.full((size, 2, topk), -1, dtype=torch.int32)
-    order = sorted(range(len(everyone)), key=lambda position: (-everyone[position][1], position))
+    order = sorted(range(len(everyone)), key=lambda position: (-everyone[position][1], *everyone[position][:1], position))
     for rank in range(size):
-        for entry, position in enumerate([p for p in order if everyone[p][0] == rank][:topk]):
+        for entry, position in enumerate(sorted([p for p in order if everyone[p][0] == rank][:topk])):
             scores[rank, :, entry], positions[rank, :, entry] = everyone[position][1], position
-    keys: list[torch.Tensor] = []
-    for rank in range(size):  # what each rank sends
-        with pytest.raises(StopIteration):
-            merge_selections(scores[rank], positions[rank], size, lambda sent: keys.append(sent) or next(iter(())))
+    gathered = torch.cat([*scores], dim=1)
     for rank in range(size):
-        merge_selections(scores[rank], positions[rank], size, lambda _: torch.cat(keys, dim=1))
+        merge = SelectionMerge(ContextShare(size, rank), topk, TOPK_SELECT.reference, lambda _: gathered, scores.device)
+        merge(scores[rank], positions[rank])
+        kept = [position for position in order[:topk] if everyone[position][0] == rank]
         for row in positions[rank].tolist():
-            assert sorted(row) == sorted([*order[:topk], *[-1] * (topk - len(order))])
+            assert sorted(row) == sorted([*kept, *[-1] * (topk - len(kept))])
 
 
 def test_selections_are_gathered_some_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selections, "_GATHERED_BYTES", 8 * 2 * 3 * 4)  # 4 tokens of 3 entries of 2 ranks
+    monkeypatch.setattr(selections, "_GATHERED_BYTES", 4 * 2 * 3 * 4)  # 4 tokens of 3 entries of 2 ranks
     scores, positions = torch.rand(10, 3), torch.arange(3, dtype=torch.int32).expand(10, 3).contiguous()
     sent: list[int] = []
 
-    def gather(keys: torch.Tensor) -> torch.Tensor:
-        sent.append(len(keys))
-        return torch.cat([keys, torch.full_like(keys, -(2**63))], dim=1)
+    def gather(scores: torch.Tensor) -> torch.Tensor:
+        sent.append(len(scores))
+        return torch.cat([torch.full_like(scores, -math.inf), scores], dim=1)
 
-    merge_selections(scores, positions, 2, gather)
+    merge = SelectionMerge(ContextShare(2, 1), 3, TOPK_SELECT.reference, gather, scores.device)
+    merge(scores, positions)
     assert sent == [4, 4, 2]
-    assert positions.sort(dim=1).values.tolist() == [[0, 1, 2]] * 10
-    assert merged_bytes(10, 3, 2) == merged_bytes(4, 3, 2) == 8 * 4 * 3 * 7
+    assert positions.tolist() == [[0, 1, 2]] * 10
+    assert merge.nbytes(10) == merge.nbytes(4) > merge.nbytes(3)
 
 
 @pytest.mark.parametrize(("size", "interleave"), [(2, 8), (4, 1)])

@@ -140,11 +140,15 @@ class LLM:
         cache, parallel = Some(num_gpu_blocks=10, block_size=64), Some(decode_context_parallel_size=2)
         compiled = Some(static_forward_context=layers)
         config = Some(compilation_config=compiled, cache_config=cache, parallel_config=parallel)
-        self.llm_engine = Some(vllm_config=config)
+        self.connector = Some(update_state_after_alloc=lambda request, blocks, number: None)
+        core = Some(engine_core=Some(scheduler=Some(connector=self.connector)))
+        self.llm_engine = Some(vllm_config=config, engine_core=core)
 
     def generate(self, requests, sampling, use_tqdm):
         texts = [Some(token_ids=[7] * one.max_tokens, logprobs=[{7: Some(logprob=-0.5)}] * one.max_tokens) for one in sampling]
-        return [Some(outputs=[text], **request) for text, request in zip(texts, requests, strict=True)]
+        self.connector.update_state_after_alloc(None, None, 64)
+        done = zip(texts, requests, strict=True)
+        return [Some(outputs=[text], num_cached_tokens=0, **request) for text, request in done]
 """
 
 
@@ -184,10 +188,10 @@ def test_processes_leave_results_or_errors_and_end_with_their_workers(kit: Any, 
     ]
     found = kit.kit.run(todo, tmp_path, tmp_path, parallel=7, end=begin + 80)
     assert time.monotonic() - begin < 80
-    good = {"tokens": [7, 7], "logprobs": [{"7": -0.5}, {"7": -0.5}]}
+    good = {"tokens": [7, 7], "logprobs": [{"7": -0.5}, {"7": -0.5}], "cached": 0}
     assert found["good"].runs == [[{"length": 3, **good}, {"length": 5, **good}]] * 2
     assert not found["good"].error and found["good"].result["impl"] == ["dict"], "dense attention for short prompts is off"
-    assert found["good"].result["pool"] == 10 * 64 * 2
+    assert found["good"].result["pool"] == 10 * 64 * 2 and found["good"].result["outside"] == 2 * 64
     assert found["good"].served == "fused: sparse_decode triton.portable"
     assert ended(int(worker.read_text()))
     assert found["bad"].runs == [] and found["bad"].error == "exit 1\nValueError: block_size 16\nRuntimeError: no luck"
@@ -358,6 +362,15 @@ def test_features_are_held_against_the_engine_without_them(kit: Any):
     assert passed(0.0, 0.09) == {"feature-none": None, "feature-sleep": True, "feature-all": True}
     assert not passed(0.0, 0.2)["feature-sleep"], "after it woke up"
     assert not passed(0.0, small=0.2)["feature-all"] and not passed(0.0, preempted=0)["feature-all"]
+    for name, cached, outside, right in (
+        ("feature-prefixes", 64, 0, True),
+        ("feature-prefixes", 0, 64, False),
+        ("feature-connector", 0, 64, True),
+        ("feature-connector", 64, 0, False),
+    ):
+        run = [{**each, "cached": cached} for each in texts(0)]
+        ran = run_of(kit, "feature-none", texts(0)) | run_of(kit, name, texts(0), run, outside=outside)
+        assert [line.passed for line in kit.judge.features(ran)] == [None, right], "it has to be used"
 
 
 def test_stock_is_timed_as_it_is_by_default(kit: Any):

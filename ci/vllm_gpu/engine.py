@@ -9,6 +9,7 @@ processes of their own, and only what it generates is.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -22,23 +23,29 @@ from checkpoint import SEED, prompts
 from jobs import Job
 from selections import Watch
 
-LOGPROBS: Final = 5
+_GREEDY: Final[dict[str, Any]] = {"temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": 5}
 
 
-def start(job: Job, checkpoints: Path) -> Any:
-    """The engine. Where vLLM may send short prompts to dense attention, it is configured to send all to the backend.
+def arguments(job: Job, checkpoints: Path) -> dict[str, Any]:
+    """Of the engine. Where vLLM may send short prompts to dense attention, it is configured to send all to the backend.
 
     But not where a job asks for stock as it is by default, as one that times it does.
     """
-    from vllm import LLM
     from vllm.config.attention import AttentionConfig
 
     given = job.llm_arguments(checkpoints)
-    if job.who == "unfused":
-        _without_fused_query()
     if hasattr(AttentionConfig, "sparse_mla_force_mqa") and not job.options.get("by_default"):
         given["attention_config"] = {"sparse_mla_force_mqa": True}
-    return LLM(**given)
+    return given
+
+
+def start(job: Job, checkpoints: Path) -> Any:
+    """The engine."""
+    from vllm import LLM
+
+    if job.who == "unfused":
+        _without_fused_query()
+    return LLM(**arguments(job, checkpoints))
 
 
 def _without_fused_query() -> None:
@@ -58,14 +65,29 @@ def run_prompts(llm: Any, lengths: list[int], tokens: list[int]) -> list[dict[st
     """All prompts together, greedily. Of each its length, its tokens, and at each the likeliest with log-probabilities."""
     from vllm import SamplingParams
 
-    plain = {"temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": LOGPROBS}
-    outputs = llm.generate(prompts(lengths), [SamplingParams(max_tokens=n, **plain) for n in tokens], use_tqdm=False)
-    run: list[dict[str, Any]] = []
-    for output in outputs:
-        text = output.outputs[0]
-        likeliest = [{str(token): round(entry.logprob, 5) for token, entry in at.items()} for at in text.logprobs]
-        run.append({"length": len(output.prompt_token_ids), "tokens": list(text.token_ids), "logprobs": likeliest})
-    return run
+    outputs = llm.generate(prompts(lengths), [SamplingParams(max_tokens=n, **_GREEDY) for n in tokens], use_tqdm=False)
+    return [_described(output) for output in outputs]
+
+
+def _described(output: Any) -> dict[str, Any]:
+    text = output.outputs[0]
+    likeliest = [{str(token): round(entry.logprob, 5) for token, entry in at.items()} for at in text.logprobs]
+    found = {"length": len(output.prompt_token_ids), "tokens": list(text.token_ids), "logprobs": likeliest}
+    return {**found, "cached": output.num_cached_tokens}
+
+
+def _loads(llm: Any) -> list[int]:
+    """Tokens of the requests that are loaded through a KV connector from now on."""
+    connector, found = llm.llm_engine.engine_core.engine_core.scheduler.connector, list[int]()
+    if connector is not None:
+        update: Callable[..., Any] = connector.update_state_after_alloc
+
+        def noted(request: Any, blocks: Any, num_external_tokens: int) -> Any:
+            found.append(num_external_tokens)
+            return update(request, blocks, num_external_tokens)
+
+        connector.update_state_after_alloc = noted
+    return found
 
 
 def generate(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
@@ -73,6 +95,7 @@ def generate(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
     llm, options = start(job, checkpoints), job.options
     lengths, found = list(options["lengths"]), dict[str, Any]()
     tokens = [options["tokens"]] * len(lengths)
+    outside = _loads(llm)
     watch = Watch(llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()) if options.get("watch") else None
     runs = [run_prompts(llm, lengths, tokens)]
     if watch is not None:
@@ -84,11 +107,34 @@ def generate(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
         runs.append(run_prompts(llm, lengths, tokens))
     if job.rehearsal.get("arch"):
         found["rehearsed"] = rehearse.state(where / f"{job.name}.kernels")
+    found["outside"] = sum(outside)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     impl = sorted({type(layer.impl).__qualname__ for layer in layers if hasattr(layer, "impl")})
     config = llm.llm_engine.vllm_config
     cache, ranks = config.cache_config, config.parallel_config.decode_context_parallel_size
     return {"runs": runs, "impl": impl, "pool": cache.num_gpu_blocks * cache.block_size * ranks, **found}
+
+
+def ranks(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
+    """All prompts dealt out to the two engines of data parallelism, then all to the first: the other has dummy batches."""
+    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.distributed.device_communicators import all2all
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    all2all.has_deep_ep = lambda: True  # DBO asks for it; a model without experts never calls it
+    lengths, wanted = list(job.options["lengths"]), SamplingParams(max_tokens=job.options["tokens"], **_GREEDY)
+
+    async def text(engine: Any, name: str, prompt: Any, rank: int) -> dict[str, Any]:
+        return _described([output async for output in engine.generate(prompt, wanted, name, data_parallel_rank=rank)][-1])
+
+    async def run() -> list[list[dict[str, Any]]]:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(job, checkpoints)))
+        return [
+            await asyncio.gather(*(text(engine, f"{n} of {size}", p, n % size) for n, p in enumerate(prompts(lengths))))
+            for size in (2, 1)
+        ]
+
+    return {"runs": asyncio.run(run())}
 
 
 def requests(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
@@ -140,7 +186,7 @@ def load(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
     return timing.load(llm, job.options, where)
 
 
-TASKS: Final = {"generate": generate, "requests": requests, "refuse": refuse, "speed": speed, "load": load}
+TASKS: Final = {"generate": generate, "ranks": ranks, "requests": requests, "refuse": refuse, "speed": speed, "load": load}
 
 
 def main() -> None:

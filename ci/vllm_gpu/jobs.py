@@ -7,8 +7,8 @@ into a process, and a list can be checked without a GPU.
 
 from __future__ import annotations
 
-import json
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
@@ -77,7 +77,7 @@ class Job:
     """One process.
 
     Attributes:
-        name: unique. task: generate, requests, speed, load or refuse, functions of `engine`. who: a key of WHO.
+        name: unique. task: generate, ranks, requests, speed, load or refuse, functions of `engine`. who: a key of WHO.
         kv, heads: the cache format, query heads of the checkpoint. mode: a key of MODES. gpus: that it uses.
         arguments: more arguments of vllm.LLM. environ: more environment variables. options: of the task.
         rehearsal: arguments of `rehearse.install`, none for a process as it is. seconds: it may take.
@@ -97,10 +97,7 @@ class Job:
     seconds: int = 150
 
     def llm_arguments(self, checkpoints: Path) -> dict[str, Any]:
-        """For vllm.LLM; "OUT/" in the arguments stands for the folder of the checkpoints.
-
-        The cache's size is given, so that the memory of a GPU that many processes share is not measured.
-        """
+        """For vllm.LLM. The cache's size is given, so that the memory of a GPU that many processes share is not measured."""
         backend, _ = WHO[self.who]
         return {
             "model": str(checkpoints / self.options.get("model", f"heads{self.heads}")),
@@ -115,7 +112,7 @@ class Job:
             "seed": 0,
             **({"attention_backend": backend} if backend else {}),
             **MODES[self.mode],
-            **json.loads(json.dumps(self.arguments).replace("OUT/", f"{checkpoints}/")),
+            **self.arguments,
         }
 
     def process_environ(self, out: Path) -> dict[str, str]:
@@ -123,7 +120,9 @@ class Job:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("MLA_PORTABLE_")}
         shadow = {"MLA_PORTABLE_VLLM_SHADOW_FILE": str(out / f"{self.name}.shadow")}
         older = rehearse.environ(self.rehearsal.get("arch", ""), out / "caches")
-        return {**kept, **_ENVIRON, **older, **shadow, **WHO[self.who][1], **self.environ}
+        # engines that start together would all take the first port that is free
+        port = {"VLLM_PORT": str(20_000 + zlib.crc32(self.name.encode()) % 600 * 64)}
+        return {**kept, **_ENVIRON, **port, **older, **shadow, **WHO[self.who][1], **self.environ}
 
 
 def cell(kv: str, heads: int) -> str:
@@ -172,7 +171,15 @@ def agreement() -> list[Job]:
             jobs.append(_generate(who, kv, heads, mode))
     # `fp8` is what users write for fp8_ds_mla, and what vLLM's automatic choice turns into it
     jobs += [_generate(who, "fp8", 64, "eager") for who in ("override", "untouched")]
+    jobs += [_by_default(who, kv) for kv in KV_DTYPES for who in ("plugin", "stock")]
     return [*jobs, *_refusals()]
+
+
+def _by_default(who: str, kv: str) -> Job:
+    """Where vLLM may compute short prompts as dense attention, also those that are cut in chunks or found in the cache."""
+    options = {**_TEXTS, "repeats": 2, "by_default": True}
+    arguments = {"enable_prefix_caching": True}
+    return Job(f"default-{who}-{cell(kv, 128)}", "generate", who, kv, 128, "graphs", arguments=arguments, options=options)
 
 
 def indexer() -> list[Job]:
@@ -214,7 +221,7 @@ def speed() -> list[Job]:
 def load() -> list[Job]:
     """Engines that take turns to be timed from outside: the plugin, and stock as it is by default."""
     first = ((32, 128), (16, 512), (8, 1024), (8, 2000), (4, 4096))
-    options = {"by_default": True, "first": first, "requests": 200, "prompt": (8, 4000), "tokens": (8, 128)}
+    options = {"by_default": True, "first": first, "requests": 200, "prompt": (8, 4000), "tokens": (8, 64)}
     arguments = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 3 << 30}
     more: dict[str, Any] = {"arguments": arguments, "options": options, "seconds": 300}
     return [
@@ -225,10 +232,13 @@ def load() -> list[Job]:
 
 def features() -> list[Job]:
     """What deployments switch on: each must generate as without it (`feature-none`), and many requests with all together."""
-    files = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    connector = {"kv_transfer_config": {**files, "kv_connector_extra_config": {"shared_storage_path": "OUT/kv"}}}
     drafts = {"speculative_config": {"method": "deepseek_mtp", "num_speculative_tokens": 2}}
     prefixes = {"enable_prefix_caching": True}
+    # The cache is smaller than the prompts together, so the second time they come from the host. ExampleConnector, which moves
+    # files, leaves the indexer's keys out, for any backend.
+    host = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}
+    host |= {"kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30}}
+    connector = {**prefixes, "num_gpu_blocks_override": 140, "kv_transfer_config": host}
     more = {"heads": 16, "mode": "graphs", "seconds": 240}
 
     def one(name: str, arguments: dict[str, Any], *, repeats: int = 2, **options: Any) -> Job:
@@ -250,7 +260,12 @@ def features() -> list[Job]:
 
 
 def tensor_parallel() -> list[Job]:
-    """32 heads on one GPU and on two, 16 a rank, by the plugin and by stock; and by the plugin with a layer on each of two."""
+    """32 heads on one GPU and on two, 16 a rank, by the plugin and by stock; by the plugin also with a layer on each of two.
+
+    And with the whole model on each of two (data parallelism), also with batches cut in two (DBO): no layer has experts here,
+    so the kernels that DBO asks for are never called. It must not take SMs from DeepGEMM, whose schedules of the indexer it
+    would make wrong.
+    """
     more = {"heads": 32, "mode": "graphs", "environ": _SEVERAL, "seconds": 300}
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     jobs: list[Job] = []
@@ -260,6 +275,13 @@ def tensor_parallel() -> list[Job]:
         jobs.append(Job(f"tp2-{who}", "generate", who, gpus=2, arguments=two, options=options, **more))
     apart = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
     jobs.append(Job("pp2-plugin", "generate", "plugin", gpus=2, arguments=apart, options={**_TEXTS, "repeats": 1}, **more))
+    dealt = {"data_parallel_size": 2}
+    cut = {"enable_dbo": True, "all2all_backend": "deepep_low_latency"}
+    cut |= {"dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 16}
+    for name, mode, arguments in (("dp2", "graphs", dealt), ("dbo2", "eager", {**dealt, **cut})):
+        environ = {**_SEVERAL, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_DBO_COMM_SMS": "0"}
+        more |= {"mode": mode, "options": _TEXTS, "environ": environ}
+        jobs.append(Job(f"{name}-plugin", "ranks", "plugin", gpus=2, arguments=arguments, **more))
     return jobs
 
 
@@ -283,7 +305,8 @@ def context_parallel(gpus: int) -> list[Job]:
             name = f"dcp1-{who}-{cell(kv, heads)}"
             jobs.append(Job(name, "generate", who, kv, heads, "graphs", arguments=lengths, options=texts, **more))
         for (tensor, context), mode in product(CONTEXT_PARALLEL[gpus], ("graphs", "eager")):
-            arguments = {**lengths, **_shared(tensor, context)}
+            way = "a2a" if (mode == "graphs") == (kv == "auto") else "ag_rs"  # vLLM has two to merge outputs
+            arguments = {**lengths, **_shared(tensor, context), "dcp_comm_backend": way}
             name = f"tp{tensor}dcp{context}-{cell(kv, heads)}-{mode}"
             jobs.append(Job(name, "generate", "plugin", kv, heads, mode, tensor, arguments, options=texts, **more))
     options = {"count": 100, "prompt": (8, 600), "tokens": (8, 32)}

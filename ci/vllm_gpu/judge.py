@@ -150,6 +150,10 @@ def agreement(ran: Ran, planned: Sequence[jobs.Job], out: Path) -> Iterator[Line
         done = ran.get("untouched-fp8-h64-eager")
         chosen = done.result.get("impl") if done is not None else None
         yield Line("untouched-fp8-h64-eager", f"vLLM's own choice is {chosen}", chosen == ["FlashMLASparseImpl"])
+    for name in sorted(names):
+        if name.startswith("default-plugin-"):
+            theirs = _runs(ran, name.replace("plugin", "stock"))
+            yield _as_without(name, theirs, _runs(ran, name), max(LONG_LIMIT, allowed))
     if any(name.startswith("requests-") for name in names):
         yield from _requests(ran)
     for name, done in ran.items():
@@ -239,18 +243,22 @@ def _served_wrongly(done: Done) -> str:
 def _requests(ran: Ran) -> Iterator[Line]:
     allowed = TOLERANCE
     for who in ("stock", "plugin"):
-        one, small = _runs(ran, f"requests-{who}-one"), _runs(ran, f"requests-{who}-small")
-        if not one or not small:
-            yield Line(f"requests-{who}", "did not finish", False)
-            continue
-        found, result = agree(small[0], one[0]), ran[f"requests-{who}-small"].result
-        lost = sum(len(p["tokens"]) != wanted for p, wanted in zip(small[0], result["wanted"], strict=True))
-        text = f"{len(small[0])} requests, {lost} cut short, {result['preempted']} preemptions; one by one: {found}"
-        if who == "stock":
+        line, found = _many(ran, f"requests-{who}", f"requests-{who}-one", f"requests-{who}-small", allowed)
+        if who == "stock" and found is not None:
             allowed = limit(found.difference)
-            yield Line("requests-stock", text)
-        else:
-            yield Line("requests-plugin", text, lost == 0 and result["preempted"] > 0 and found.within(allowed))
+            line = Line(line.name, line.found)
+        yield line
+
+
+def _many(ran: Ran, name: str, one: str, small: str, most: float) -> tuple[Line, Agreement | None]:
+    """Many requests in a cache that is too small for them against the same one by one: all finish, some preempted."""
+    alone, several = _runs(ran, one), _runs(ran, small)
+    if not alone or not several:
+        return Line(name, "did not finish", False), None
+    found, result = agree(several[0], alone[0]), ran[small].result
+    lost = sum(len(p["tokens"]) != wanted for p, wanted in zip(several[0], result["wanted"], strict=True))
+    text = f"{len(several[0])} requests, {lost} cut short, {result['preempted']} preemptions; one by one: {found}"
+    return Line(name, text, lost == 0 and result["preempted"] > 0 and found.within(most)), found
 
 
 def tensor_parallel(ran: Ran) -> Iterator[Line]:
@@ -273,9 +281,9 @@ def tensor_parallel(ran: Ran) -> Iterator[Line]:
         else:
             right = short.within(limits[0]) and long.difference <= limits[1] and bool(ran["tp2-plugin"].served)
             yield Line("tp-plugin", f"{text} (limits {limits[0]:.2f}, {limits[1]:.2f})", right)
-    one, apart = _runs(ran, "tp1-plugin"), _runs(ran, "pp2-plugin")
-    if "pp2-plugin" in ran:
-        yield _as_without("pp2-plugin", one, apart, limits[1])
+    for name in ("pp2-plugin", "dp2-plugin", "dbo2-plugin"):
+        if name in ran:
+            yield _as_without(name, _runs(ran, "tp1-plugin"), _runs(ran, name), limits[1])
 
 
 def _as_without(name: str, without: list[Run], runs: list[Run], most: float) -> Line:
@@ -294,15 +302,14 @@ def features(ran: Ran) -> Iterator[Line]:
     yield Line("feature-none", f"against itself: long {own:.3f}", None if without else False)
     for name, done in ran.items():
         if done.job.task == "generate" and name != "feature-none":
-            yield _as_without(name, without, done.runs, max(LONG_LIMIT, limit(own)))
-    one, small = _runs(ran, "feature-all-one"), _runs(ran, "feature-all-small")
-    if one and small:
-        result, found = ran["feature-all-small"].result, agree(small[0], one[0])
-        lost = sum(len(p["tokens"]) != wanted for p, wanted in zip(small[0], result["wanted"], strict=True))
-        text = f"{len(small[0])} requests, {lost} cut short, {result['preempted']} preemptions; one by one without: {found}"
-        yield Line("feature-all", text, lost == 0 and result["preempted"] > 0 and found.within(TOLERANCE))
-    elif "feature-all-one" in ran:
-        yield Line("feature-all", "did not finish", False)
+            line = _as_without(name, without, done.runs, max(LONG_LIMIT, limit(own)))
+            if line.passed is not None and done.runs and done.job.arguments.get("enable_prefix_caching"):
+                cached, outside = sum(p["cached"] or 0 for p in done.runs[-1]), done.result["outside"]
+                right = outside > 0 if "kv_transfer_config" in done.job.arguments else cached > 0
+                line = Line(name, f"{line.found}; {cached} tokens cached, {outside} loaded", line.passed and right)
+            yield line
+    if "feature-all-one" in ran:
+        yield _many(ran, "feature-all", "feature-all-one", "feature-all-small", TOLERANCE)[0]
 
 
 def load(ran: Ran) -> Iterator[Line]:
@@ -337,15 +344,8 @@ def context_parallel(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
         text = f"against one GPU: short {short}; long {long} (limit {allowed:.2f}); {pools[0]} tokens in the cache ({pools[1]})"
         right = short.within(TOLERANCE) and long.difference <= allowed and bool(ran[job.name].served)
         yield Line(job.name, text, right)
-    for small in (job for job in planned if job.name.startswith("requests-") and job.name.endswith("-small")):
-        one, several = _runs(ran, small.name.replace("-small", "-one")), _runs(ran, small.name)
-        if not one or not several:
-            yield Line(small.name, "did not finish", False)
-            continue
-        found, result = agree(several[0], one[0]), ran[small.name].result
-        lost = sum(len(p["tokens"]) != wanted for p, wanted in zip(several[0], result["wanted"], strict=True))
-        text = f"{lost} cut short, {result['preempted']} preemptions; one by one: {found}"
-        yield Line(small.name, text, lost == 0 and result["preempted"] > 0 and found.within(TOLERANCE))
+    for small in (job.name for job in planned if job.name.startswith("requests-") and job.name.endswith("-small")):
+        yield _many(ran, small, small.replace("-small", "-one"), small, TOLERANCE)[0]
 
 
 def _context_cells(planned: Sequence[jobs.Job]) -> set[str]:

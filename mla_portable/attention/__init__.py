@@ -4,7 +4,7 @@
 from mla_portable.attention.buffers import StepBuffers
 from mla_portable.attention.layer import SparseMLAAttention
 from mla_portable.attention.routes import RouteDecision, RoutePart, RouteVerdict, UnsupportedRoute
-from mla_portable.attention.selections import merge_selections, merged_bytes
+from mla_portable.attention.selections import SelectionMerge
 from mla_portable.attention.spec import AttentionSpec
 
 __all__ = [
@@ -12,9 +12,8 @@ __all__ = [
     "RouteDecision",
     "RoutePart",
     "RouteVerdict",
+    "SelectionMerge",
     "SparseMLAAttention",
     "StepBuffers",
     "UnsupportedRoute",
-    "merge_selections",
-    "merged_bytes",
 ]

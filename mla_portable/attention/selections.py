@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merging the selections that the ranks of decode context parallelism made from their own keys.
 
-Each rank chooses the K best of its own (`indexer_select`), and the K best of all are among these. Candidates are sent as int64
-keys that sort by score and then, the lower first, by position: one gather of 8 bytes each, and the K largest keys are the same
-on every rank.
+Each rank chooses the K best of its own (`indexer_select`), and the K best of all are among these. Their scores are gathered, 4
+bytes a candidate, and `topk_select` says which of them are the best; positions stay where their keys are.
 """
 
 from __future__ import annotations
@@ -14,42 +13,58 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.values import INT32_MAX
+from mla_portable.contracts import ContextShare
+from mla_portable.primitives import TopkSelect
 
-__all__ = ["merge_selections", "merged_bytes"]
+__all__ = ["SelectionMerge"]
 
 _GATHERED_BYTES: Final = 64 << 20
-"""Of the keys of all ranks that are gathered at a time."""
-_ABSENT: Final = -(2**63)
+"""Scores of all ranks that are gathered at a time."""
 
 
-def merge_selections(scores: Tensor, positions: Tensor, size: int, gather: Callable[[Tensor], Tensor]) -> None:
-    """Make `positions` the K best of all ranks, of equal scores the lower positions, in no particular order.
+class SelectionMerge:
+    """Leaves each rank those of its candidates that are among the K best of all ranks.
 
-    Args:
-        scores: [T, K] float32, of the positions that this rank chose. positions: [T, K] int32, -1 = absent; overwritten, on
-            every rank with the same. size: ranks. gather: a collective, [n, K] int64 of each rank -> [n, size * K].
-    Allocates `merged_bytes`. May be captured in a CUDA graph where `gather` may.
+    Of equal scores those of lower ranks are kept, and there the earlier ones.
     """
-    num_tokens, topk = positions.shape
-    step = _rows(topk, size)
-    for first in range(0, num_tokens, step):
-        some = slice(first, first + step)
-        keys = gather(_keys(scores[some], positions[some])).topk(topk, dim=1, sorted=False).values
-        positions[some] = torch.where(keys == _ABSENT, -1, INT32_MAX - (keys & INT32_MAX))
 
+    def __init__(
+        self,
+        share: ContextShare,
+        topk: int,
+        select: TopkSelect,
+        gather: Callable[[Tensor], Tensor],
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            share: this rank's. topk: K. select: of `size` * K scores a row. gather: a collective, [n, K] float32 of each rank
+                -> [n, size * K], lower ranks first.
+        """
+        self._select, self._gather, self._topk, self._first = select, gather, topk, share.rank * topk
+        self._rows, self._size = max(1, _GATHERED_BYTES // (4 * topk * share.size)), share.size
+        self._starts = torch.zeros(self._rows, dtype=torch.int32, device=device)
+        self._ends = torch.full_like(self._starts, share.size * topk)
 
-def merged_bytes(num_tokens: int, topk: int, size: int) -> int:
-    """What merge_selections holds at most at a time: the gathered keys, and a few times a rank's own."""
-    return 8 * min(num_tokens, _rows(topk, size)) * topk * (size + 5)
+    def __call__(self, scores: Tensor, positions: Tensor) -> None:
+        """Make candidates that are not kept -1, in no particular order.
 
+        Args:
+            scores: [T, K] float32, -inf = absent. positions: [T, K] int32, those that this rank chose; overwritten.
+        Allocates at most `nbytes(T)`. May be captured in a CUDA graph where `gather` and `select` may.
+        """
+        for first in range(0, positions.shape[0], self._rows):
+            chosen = positions[first : first + self._rows]
+            rows = chosen.shape[0]
+            everyone = self._gather(scores[first : first + self._rows])
+            best = self._select(
+                everyone, self._starts[:rows], self._ends[:rows], topk=self._topk
+            )  # columns, ascending, then -1
+            # columns of other ranks become those of an absent candidate on either side
+            padded = torch.nn.functional.pad(chosen, (1, 1), value=-1)
+            own = best.clamp_(self._first - 1, self._first + self._topk).sub_(self._first - 1)
+            torch.gather(padded, 1, own.long(), out=chosen)
 
-def _rows(topk: int, size: int) -> int:
-    return max(1, _GATHERED_BYTES // (8 * topk * size))
-
-
-def _keys(scores: Tensor, positions: Tensor) -> Tensor:
-    """[n, K] int64: the bits of a score, as an integer that sorts like it, over those of INT32_MAX - position."""
-    bits = (scores + 0.0).view(torch.int32)  # -0.0 is 0.0
-    ordered = torch.where(bits < 0, bits ^ INT32_MAX, bits).long()
-    return torch.where(positions < 0, _ABSENT, (ordered << 32) | (INT32_MAX - positions))
+    def nbytes(self, num_tokens: int) -> int:
+        """What a call holds at most at a time: the gathered scores in two orders, and a few times a rank's own."""
+        return 4 * min(num_tokens, self._rows) * self._topk * (2 * self._size + 5) + (self._topk << 4)

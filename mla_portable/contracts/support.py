@@ -64,6 +64,7 @@ class Support:
             and the stride between its blocks; 1 where the layout's own alignment will do.
         needs_whole_rows: the stride between blocks must be a whole number of rows.
         lse, attn_sink, lengths, compact, prefill_workspace, context_parallel, batch_invariant, graph: features that are there.
+        probes_graph: nobody knows whether a graph can hold a call; the probe captures one where a graph is asked for.
         min_shared_memory: bytes a thread block needs. needs_bf16, needs_fp8_conversion: abilities of the device.
         workspace_bytes: scratch taken by one call without `schedule`, as a function of the request.
     """
@@ -92,6 +93,7 @@ class Support:
     context_parallel: bool = False
     batch_invariant: bool = False
     graph: bool = True
+    probes_graph: bool = False
     min_shared_memory: int = 0
     needs_bf16: bool = True
     needs_fp8_conversion: bool = False

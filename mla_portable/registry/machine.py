@@ -174,10 +174,12 @@ class Machine:
     def try_request(self, implementation: Implementation, device: torch.device, request: Request) -> tuple[Reason, ...]:
         """Check, bind and compute one problem of the request's own sizes and features; the reasons against serving it.
 
-        Once per implementation and request: requests that differ in `rows` and `graph` alone share the result.
+        Once per implementation and request: requests that differ in `rows` alone share the result, and in `graph`, unless the
+        implementation leaves that to the probe.
         Raises: as `probe`, InvalidArgument under graph capture only where the result is not known yet.
         """
-        key = (implementation.name, request.but(rows=None, graph=False))
+        graph = request.graph and implementation.support.probes_graph
+        key = (implementation.name, request.but(rows=None, graph=graph))
         known = self._requests.get(key)
         if known is not None:
             return known

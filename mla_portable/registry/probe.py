@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Probing: is an implementation's library there, does it bind, and does it compute small problems correctly?
 
-The results are judged by the float64 oracle, with the tolerances of the conformance suite. Whatever the implementation does
-wrong is a reason not to use it: an exception from `check`, `bind` or a call, a wrong value, a call that does not finish. Out of
-memory and device faults are raised to the caller instead, with the implementation's name, because they say nothing about it or
-leave the device unusable. A launch that the driver refuses (no code for this architecture, too many resources) ran nothing and
-is a reason. Exceptions of the registry's own code (making a problem, reading results back, the oracle) are raised unchanged.
+The results are judged by the float64 oracle, with the tolerances of the conformance suite. Where a graph is asked for and the
+implementation does not know whether one can hold its calls (`Support.probes_graph`), a call is captured and replayed too.
+
+Whatever the implementation does wrong is a reason not to use it: an exception from `check`, `bind` or a call, a wrong value, a
+call that does not finish. Out of memory and device faults are raised to the caller instead, with the implementation's name,
+because they say nothing about it or leave the device unusable. A launch that the driver refuses (no code for this architecture,
+too many resources) ran nothing and is a reason. Exceptions of the registry's own code (making a problem, reading results back,
+the oracle) are raised unchanged.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 
-from mla_portable.accelerator import accelerator
+from mla_portable.accelerator import Accelerator, accelerator
 from mla_portable.contracts import DeviceFacts, Implementation, InvalidArgument, Primitive, Reason, neutral_defaults
 from mla_portable.contracts.rules import extent
 from mla_portable.registry.faults import blame, first_line, is_fatal
@@ -158,7 +161,9 @@ def solve(implementation: Implementation, case: ProbeCase, device: torch.device,
     given = [True]  # whether each call is given its outputs
     if case.repeat:  # without outputs twice: each call must return memory of its own
         given += [False, False] if problem.outputs else [True]
+    fresh = case.build(device) if implementation.support.probes_graph and case.request.graph else None
     reached: Stage = "bind"
+    kept: list[object] = []  # a graph's results lie in its memory
 
     def run() -> list[object] | str:
         nonlocal reached
@@ -167,6 +172,15 @@ def solve(implementation: Implementation, case: ProbeCase, device: torch.device,
             return f"bind returned {type(bound).__name__}, expected a callable"
         reached = "compute"
         returned = [problem.call(bound, given=each) for each in given]
+        if fresh is not None:
+            graph, result = _captured(lambda: problem.call(bound), accelerator(device))
+            if isinstance(result, str):
+                return result
+            problem.load(fresh)  # nothing is computed there yet
+            graph.replay()
+            kept.append(graph)
+            returned.append(result)
+            given.append(True)
         accelerator(device).synchronize()  # a fault of a kernel surfaces here
         return returned
 
@@ -181,11 +195,24 @@ def solve(implementation: Implementation, case: ProbeCase, device: torch.device,
             raise
         return Outcome(reached, _reason(implementation, f"{reached} raised {first_line(error)}", where))
     if isinstance(returned, str):
-        return Outcome("bind", _reason(implementation, returned, where))
+        return Outcome(reached, _reason(implementation, returned, where))
     stage, symptom, place = _compare(problem, given, returned)
     if not symptom:
         return Outcome(stage, None)
     return Outcome(stage, _reason(implementation, symptom, f"{where}, {place}" if place else where))
+
+
+def _captured(call: Callable[[], object], where: Accelerator) -> tuple[Any, object]:
+    """A graph of `call`, and what the call returned or why it cannot be captured; the words may be those of a device fault."""
+    graph = where.graph()
+    try:
+        with where.capture(graph):
+            return graph, call()
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        where.synchronize()  # raises after a device fault
+        return graph, f"a call cannot be captured in a graph: {first_line(error)}"
 
 
 def _compare(problem: Problem, given: list[bool], returned: list[object]) -> tuple[Stage, str, str]:

@@ -3,6 +3,7 @@
 
 plugin    the entry point; registers the backend     auto      stock's class where it serves the device, else ours
 backend   what vLLM asks before it picks a backend   model     vLLM's configuration -> AttentionSpec, route, reasons
+dense     short prompts as dense attention, by vLLM
 builder   one StepPlan per step                      metadata  what travels from the builder to the layers
 impl      one layer's attention                      scratch   buffers, from vLLM's workspace manager where it has one
 writer    who writes the cache, with which scales    shadow    runs a stock implementation beside ours and compares

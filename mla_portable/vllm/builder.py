@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.contracts import Batch, DecodeSchedule, InvalidArgument, neutral_defaults
 from mla_portable.planner import Planner
-from mla_portable.vllm import compat, model, scratch, shadow
+from mla_portable.vllm import compat, dense, model, scratch, shadow
 from mla_portable.vllm.metadata import MLAPortableMetadata
 from mla_portable.vllm.routing import served_by
 from mla_portable.vllm.settings import logger
@@ -63,6 +63,7 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         self._workspace = None if buffers is None or microbatches else compat.workspace_manager()
         for impl in impls:
             impl.attach(self.attention, resolved.writer)
+        self._dense = dense.prefills(resolved, kv_cache_spec, layer_names, vllm_config, device, resolved.spec.decode_query_len)
         self._shadow = shadow.steps(kv_cache_spec, layer_names, vllm_config, device)
         self._captured: dict[int, DecodeSchedule] = {}
         logger.info(
@@ -96,11 +97,15 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         common, spec = common_attn_metadata, self.attention.spec
         num_reqs, num_tokens = int(common.num_reqs), int(common.num_actual_tokens)  # numpy's in places
         starts = common.query_start_loc_cpu.numpy()[: num_reqs + 1]
+        query_lens = starts[1:] - starts[:-1]
+        lengths = self._host_lengths(common, query_lens)
+        apart = None if self._dense is None else self._dense.build(common, query_lens, lengths)
+        reqs, tokens = (num_reqs, num_tokens) if apart is None else (apart.num_decodes, apart.num_decode_tokens)
         batch = Batch(
-            query_start_loc=starts,
-            seq_lens=self._host_lengths(common, starts[1:] - starts[:-1]),
+            query_start_loc=starts[: reqs + 1],
+            seq_lens=lengths[:reqs],
             block_table=common.block_table_tensor,
-            num_padded_tokens=num_tokens,
+            num_padded_tokens=tokens,
             seq_lens_device=common.seq_lens if spec.share.size == 1 else None,  # the planner sends own lengths
         )
         if self._workspace is not None and not self._workspace.is_locked():
@@ -116,8 +121,11 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
-            num_decodes=num_reqs,
-            num_decode_tokens=num_tokens,
+            num_decodes=reqs,
+            num_decode_tokens=tokens,
+            num_prefills=num_reqs - reqs,
+            prefill_max_seq_len=0 if apart is None else apart.prefill_max_seq_len,
+            prefill=None if apart is None else apart.prefill,
             block_size=spec.block_size,
             topk_tokens=spec.topk,
             attention=self.attention,

@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -101,6 +102,20 @@ def _stock() -> Any | None:
         return import_module("vllm.v1.attention.backends.mla.flashmla_sparse")
     except ImportError:
         return None
+
+
+def forces_sparse_prefill(vllm_config: Any) -> bool:
+    """No prompt is to be computed as dense attention; said by 0.26 and later."""
+    return bool(getattr(getattr(vllm_config, "attention_config", None), "sparse_mla_force_mqa", False))
+
+
+def dense_prefill_parts() -> SimpleNamespace | None:
+    """`builder` and `implementation` of vLLM's sparse layers that compute prompts as dense attention; None up to 0.25."""
+    try:
+        found = import_module("vllm.model_executor.layers.attention.sparse_mla_attention")
+    except ImportError:
+        return None
+    return SimpleNamespace(builder=found.SparseMLACommonMetadataBuilder, implementation=found.SparseMLACommonImpl)
 
 
 def capture_sizes(vllm_config: Any) -> int:

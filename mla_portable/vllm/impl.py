@@ -14,7 +14,7 @@ from vllm.config import get_current_vllm_config_or_none
 from mla_portable.attention import SparseMLAAttention, StepBuffers
 from mla_portable.contracts import InvalidArgument
 from mla_portable.layouts import KV_LORA_RANK
-from mla_portable.vllm import compat, model, scratch, shadow
+from mla_portable.vllm import compat, dense, model, scratch, shadow
 from mla_portable.vllm.metadata import MLAPortableMetadata
 from mla_portable.vllm.writer import Writer
 
@@ -33,7 +33,7 @@ class MLAPortableImpl(compat.IMPL_BASE):
     """
 
     is_sparse: ClassVar[bool] = True
-    supports_dense_mha_prefill: ClassVar[bool] = False
+    supports_dense_mha_prefill: bool = False
     masked_mha_available: ClassVar[bool] = False
     can_return_lse_for_decode: bool = True
     lse_base_on_e: bool = True
@@ -65,19 +65,22 @@ class MLAPortableImpl(compat.IMPL_BASE):
         self._attention: ref[SparseMLAAttention] | None = None
         self._writer: Writer | None = None
         self._scratch: StepBuffers | None = None
+        self._dense: Any | None = None
         config = get_current_vllm_config_or_none()
         if config is not None:
-            self._reserve(config)
+            self._dense = dense.implementation(self._reserve(config), config, arguments)
+            self.supports_dense_mha_prefill = self._dense is not None
         self._shadow = shadow.layer(**arguments)
         if self._shadow is not None:
             self._shadow.follow(self)
 
-    def _reserve(self, config: Any) -> None:
+    def _reserve(self, config: Any) -> model.Resolved:
         layer = {"num_heads": self.num_heads, "softmax_scale": self.scale, "need_lse": self.need_to_return_lse_for_decode}
         resolved = model.resolve(config, compat.device(), kv_cache_dtype=self.kv_cache_dtype, **layer)
         buffers = scratch.step_buffers(resolved, config, compat.device())
         # vLLM's workspace may grow, and must not be held
         self._scratch = buffers if compat.runs_microbatches(config) else None
+        return resolved
 
     @property
     def topk_indices_buffer(self) -> Tensor | None:
@@ -140,7 +143,7 @@ class MLAPortableImpl(compat.IMPL_BASE):
         """Attention of a step's tokens.
 
         Args:
-            q: [T, H, 576] bf16, or ql_nope [T, H, 512] and q_pe [T, H, 64]; T is the metadata's `num_actual_tokens`. Under
+            q: [T, H, 576] bf16, or ql_nope [T, H, 512] and q_pe [T, H, 64]; T is the metadata's `num_decode_tokens`. Under
                 decode context parallelism the first, with the heads of all ranks that share a sequence.
             kv_c_and_k_pe_cache: [blocks, block_size, 576] bf16, or [blocks, block_size, 656] of bytes.
         Returns: out [T, H, 512] bf16, and the natural-log lse [T, H] float32 where vLLM merges partial results, else None.
@@ -160,6 +163,11 @@ class MLAPortableImpl(compat.IMPL_BASE):
         if self._shadow is not None and attn_metadata.shadow is not None:
             self._shadow.compare(q, kv_c_and_k_pe_cache, attn_metadata.shadow, layer, out, topk_indices[:num_tokens])
         return result
+
+    def forward_mha(self, *arguments: Any, **named: Any) -> None:
+        """Dense attention of the requests that the metadata's `prefill` describes, by vLLM's own code."""
+        assert self._dense is not None  # no metadata of ours has a `prefill` then
+        self._dense.forward_mha(*arguments, **named)
 
     def _rows(self, kv_cache: Tensor) -> Tensor:
         """The cache as bytes where it is quantised, whatever 8-bit type vLLM gave it."""

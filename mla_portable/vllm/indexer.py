@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from mla_portable.accelerator import accelerator
-from mla_portable.attention import merge_selections, merged_bytes
+from mla_portable.attention import SelectionMerge
 from mla_portable.attention.demand import Demand
 from mla_portable.contracts import ContextShare, InvalidArgument, Request, UnsupportedRequest, neutral_defaults
 from mla_portable.contracts.rules import check_cache
 from mla_portable.contracts.values import CACHE_ALIGNMENT
 from mla_portable.layouts import E4M3_MAX, INDEX, INDEX_FP8, INDEX_HEAD_SIZE
-from mla_portable.primitives import INDEXER_CACHE_WRITE, INDEXER_SELECT, IndexerCacheWrite, IndexerSelect
+from mla_portable.primitives import INDEXER_CACHE_WRITE, INDEXER_SELECT, TOPK_SELECT, IndexerCacheWrite, IndexerSelect
 from mla_portable.registry import get_registry
 from mla_portable.vllm import compat, settings
 from mla_portable.vllm.context_parallel import gather_from_ranks
@@ -81,6 +81,14 @@ class Requests:
             narrow = self._narrow[block_size] = self.block_table[:, : max(1, -(-self.longest // block_size))]
         return narrow
 
+    def select_all(self, out: Tensor) -> None:
+        """Write every position that each token sees to `out` [T, K] int32, ascending, then -1: no sequence is longer than K."""
+        ends, device = self.query_start_loc[1:], out.device
+        token, column = (torch.arange(size, dtype=torch.int32, device=device) for size in out.shape)
+        request = torch.searchsorted(ends, token, right=True).clamp_(max=len(ends) - 1)
+        seen = torch.where(token < ends[-1], token - ends[request] + self.seq_lens[request] + 1, 0)
+        out.copy_(column).masked_fill_(column >= seen.unsqueeze(1), -1)
+
 
 class IndexerStep(NamedTuple):
     """num_tokens: query tokens of the step, padding for a CUDA graph included. parts: all of its requests, in order."""
@@ -114,11 +122,12 @@ def plan_step(common: Any, num_decodes: int, num_decode_tokens: int) -> IndexerS
 class IndexerServer:
     """The callables that serve layers of one kind. `graph`: indexer_select may be captured in a CUDA graph.
 
-    `write` is None where vLLM's own operator writes. `share`: what the cache holds.
+    `write` is None where vLLM's own operator writes. `share`: what the cache holds. `merge` is None where that is everything.
     """
 
     select: IndexerSelect
     write: IndexerCacheWrite | None
+    merge: SelectionMerge | None
     graph: bool
     topk: int
     block_size: int
@@ -140,22 +149,25 @@ class IndexerServer:
             q: [T or more, H, 128] float8_e4m3fn. weights: [T or more, H] float32. out: [T or more, K] int32, written.
         """
         whole, share = self.is_capturing(), self.share
-        scores = None if share.size == 1 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        scores = None if self.merge is None else torch.empty(out.shape, dtype=torch.float32, device=out.device)
         for part in step.parts:
             rows = slice(part.first, part.last)
+            if part.longest <= self.topk and not whole:  # nothing is selected away; a graph's later sequences are longer
+                part.select_all(out[rows])
+                continue
             pages = kv_cache, part.query_start_loc, part.seq_lens, part.table(self.block_size * share.size, whole=whole)
-            if scores is None:
+            if self.merge is None or scores is None:
                 self.select(q[rows], weights[rows], *pages, topk=self.topk, out=out[rows])
             else:
                 own = {"out": out[rows], "scores_out": scores[rows], **share.arguments}
                 self.select(q[rows], weights[rows], *pages, topk=self.topk, **own)
-                merge_selections(scores[rows], out[rows], share.size, gather_from_ranks)
+                self.merge(scores[rows], out[rows])
 
     def scratch_bytes(self, num_tokens: int) -> int:
         """What `choose` may allocate for a step, which the memory profile is to see."""
-        if self.share.size == 1:
+        if self.merge is None:
             return SCRATCH_BYTES
-        return 4 * num_tokens * self.topk + max(SCRATCH_BYTES, merged_bytes(num_tokens, self.topk, self.share.size))
+        return 4 * num_tokens * self.topk + max(SCRATCH_BYTES, self.merge.nbytes(num_tokens))
 
 
 _servers: dict[tuple[object, ...], IndexerServer] = {}
@@ -197,23 +209,29 @@ def _bind(
         uneven = bool(apart % layout.row_width)
         facts = {"kv_layout": layout.name, "block_size": block_size, "cache_alignment": alignment, "uneven_blocks": uneven}
     here = get_registry().facts(device)
+    shared, demand = share.size > 1, Demand(get_registry(), None)
     requests: list[Request[Any]] = [
-        Request(INDEXER_SELECT, here, num_heads=num_heads, topk=topk, context_parallel=share.size > 1, graph=True, **facts),
-        Request(INDEXER_CACHE_WRITE, here, scale_format=_OURS.get(scale_format, "amax"), graph=True, **facts),
-    ][: 1 if _vllm_writes(device) else 2]
-    demand = Demand(get_registry(), None)
+        Request(INDEXER_SELECT, here, num_heads=num_heads, topk=topk, context_parallel=shared, graph=True, **facts)
+    ]
+    if shared:
+        requests.append(Request(TOPK_SELECT, here, topk=topk, graph=True))
+    if not _vllm_writes(device):
+        made = _OURS.get(scale_format, "amax")
+        requests.append(Request(INDEXER_CACHE_WRITE, here, scale_format=made, graph=True, **facts))
     try:
         bound = [demand.bind(request) for request in requests]
     except UnsupportedRequest:  # vLLM then runs the model's attention outside of graphs
         requests = [request.but(graph=False) for request in requests]
         bound = [demand.bind(request) for request in requests]
     served = [f"{request.primitive} {demand.decide(request).chosen}" for request in requests]
-    by_vllm = [] if requests[1:] else ["keys written by vLLM"]
+    by: dict[str, Any] = dict(zip((request.primitive for request in requests), bound, strict=True))
+    write = by.get(INDEXER_CACHE_WRITE)
+    merge = SelectionMerge(share, topk, by[TOPK_SELECT], gather_from_ranks, device) if shared else None
     _run_once(bound[0], num_heads, topk, device, share)
-    _log_server(f"{here}, {num_heads} heads, top-{topk}: {', '.join(served + by_vllm)}", reason)
-    write = bound[1] if bound[1:] else None
+    written = [] if write else ["keys written by vLLM"]
+    _log_server(f"{here}, {num_heads} heads, top-{topk}: {', '.join(served + written)}", reason)
     capturing = accelerator(device).is_capturing
-    return IndexerServer(bound[0], write, requests[0].graph, topk, facts["block_size"], scale_format, share, capturing)
+    return IndexerServer(bound[0], write, merge, requests[0].graph, topk, facts["block_size"], scale_format, share, capturing)
 
 
 def _run_once(select: IndexerSelect, num_heads: int, topk: int, device: torch.device, share: ContextShare) -> None:

@@ -20,11 +20,12 @@ __all__ = ["MLAPortableMetadata"]
 class MLAPortableMetadata(MLACommonMetadata):
     """One step, shared by the layers of a builder. KV connectors that move files tell the cache of MLA by the base class.
 
-    vLLM sends tokens that are not decodes to dense attention where a backend offers that. This one does not, so to vLLM
-    every token is a decode, and all go through `forward_mqa`; what decodes and what prefills is said by `plan`.
+    vLLM sends tokens that are not decodes to dense attention. Unless `prefill` describes them as such (`dense`), every token
+    is a decode to vLLM, and goes through `forward_mqa`; what decodes and what prefills there is said by `plan`.
 
     Attributes:
         num_actual_tokens: query tokens, padding for a CUDA graph included. The fields up to `prefill` are read by vLLM.
+        prefill: vLLM's own description of the requests behind the first `num_decodes`, None where `plan` has all of them.
         attention, plan: the layer that computes the step, and its plan.
         fp8_extra_metadata: what vLLM's own FlashMLA kernels are given up to 0.25; these have the plan.
         shadow: what a stock implementation needs for the same step, None unless it runs beside ours.
@@ -47,7 +48,7 @@ class MLAPortableMetadata(MLACommonMetadata):
     shadow: Any | None = None
     num_prefills: int = 0
     prefill_max_seq_len: int = 0
-    prefill: None = None
+    prefill: Any | None = None
     decode: None = None
     fp8_extra_metadata: None = None
 

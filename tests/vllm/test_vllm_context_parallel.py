@@ -17,6 +17,7 @@ from vllm.v1.worker.cp_utils import check_attention_cp_compatibility
 from vllm_engine import BLOCK, HEADS, LATENT, ROPE, TOPK, expected, make_config, make_engine, make_step
 
 import mla_portable
+from mla_portable.attention import SelectionMerge
 from mla_portable.contracts import ContextShare
 from mla_portable.vllm import auto, compat, context_parallel, indexer, indexer_choice, model, plugin, settings
 from mla_portable.vllm.backend import MLAPortableBackend
@@ -34,7 +35,7 @@ class Group:
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         mine = self.sent[self.rank_in_group]
         mine.append(tensor)
-        others = [sent[len(mine) - 1] if len(sent) >= len(mine) else torch.full_like(tensor, -(2**63)) for sent in self.sent]
+        others = [sent[len(mine) - 1] if len(sent) >= len(mine) else torch.full_like(tensor, -math.inf) for sent in self.sent]
         return torch.cat(others, dim=dim)
 
 
@@ -131,7 +132,7 @@ def test_the_indexers_of_ranks_choose_what_one_would(size: int, batch: str, monk
     whole = vllm_indexer.make_indexer(drafts=drafts)
     step = vllm_indexer.make_batch(whole, query_lens, seq_lens, **more)
     sent: list[list[torch.Tensor]] = [[] for _ in range(size)]
-    wanted = vllm_indexer.expected(step)
+    wanted, kept = vllm_indexer.expected(step), dict[int, torch.Tensor]()
     for number in [*range(size), *range(size)]:  # first what each rank sends, then what each makes of everything
         share = ContextShare(size, number)
         group = join(monkeypatch, share)
@@ -159,9 +160,11 @@ def test_the_indexers_of_ranks_choose_what_one_would(size: int, batch: str, monk
         common = step.common.replace(block_table_tensor=table, slot_mapping=torch.tensor(slots), dcp_local_seq_lens=local)
         metadata = engine.builder.build(0, common)
         vllm_indexer.call(engine, step, {vllm_indexer.NAME: metadata})
-        sent[number] = group.sent[number]
-    for row, best in zip(engine.topk[: len(step.q), : vllm_indexer.TOPK].tolist(), [*wanted, *[[]] * 9], strict=False):
-        assert sorted(row) == sorted(best + [-1] * (vllm_indexer.TOPK - len(best)))
+        sent[number], kept[number] = group.sent[number], engine.topk[: len(step.q), : vllm_indexer.TOPK].clone()
+    for number, positions in kept.items():
+        assert ((positions < 0) | (ContextShare(size, number).own(positions) >= 0)).all()
+    for row, best in zip(torch.cat([*kept.values()], dim=1).tolist(), [*wanted, *[[]] * 9], strict=False):
+        assert sorted(position for position in row if position >= 0) == sorted(best)
 
 
 def test_what_a_configuration_says(monkeypatch: pytest.MonkeyPatch):
@@ -216,16 +219,12 @@ def test_our_indexer_serves_where_vllms_has_no_cutedsl(monkeypatch: pytest.Monke
 
 
 def test_the_profile_sees_the_scratch_of_a_merge():
-    server = indexer.IndexerServer(
-        lambda *_: None,
-        None,
-        True,
-        TOPK,
-        BLOCK,
-        "ue8m0",
-        ContextShare(2),
-        lambda: False,  # pyright: ignore
-    )
+    def never(*_: object, **__: object) -> Any:
+        raise AssertionError
+
+    share, cpu = ContextShare(2), torch.device("cpu")
+    merge = SelectionMerge(share, TOPK, never, never, cpu)
+    server = indexer.IndexerServer(never, None, merge, True, TOPK, BLOCK, "ue8m0", share, lambda: False)
     assert server.scratch_bytes(160) == 4 * 160 * TOPK + indexer.SCRATCH_BYTES
     assert server.scratch_bytes(1 << 20) > 4 * TOPK * (1 << 20) + 2 * indexer.SCRATCH_BYTES
 

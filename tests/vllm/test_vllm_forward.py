@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import oracle
@@ -176,7 +178,13 @@ def test_drafts_are_verified_as_decodes(dtype: str, batch: str):
 def test_lse_is_returned_where_vllm_merges_partial_results(monkeypatch: pytest.MonkeyPatch):
     from mla_portable.vllm.impl import MLAPortableImpl
 
-    monkeypatch.setattr(MLAPortableImpl, "_reserve", lambda self, config: setattr(self, "need_to_return_lse_for_decode", True))
+    reserve = MLAPortableImpl._reserve
+
+    def merging(self: Any, config: Any) -> Any:
+        self.need_to_return_lse_for_decode = True
+        return reserve(self, config)
+
+    monkeypatch.setattr(MLAPortableImpl, "_reserve", merging)
     engine = make_engine("fp8")
     step = make_step(engine, [1, 1, 9], [100, 7, 30])
     metadata = engine.builder.build(0, step.common)
@@ -231,9 +239,14 @@ def test_the_whole_layer_is_dense_attention_over_the_chosen_tokens(dtype: str):
     check_whole_layer(make_engine(dtype))
 
 
-def check_whole_layer(engine: Engine) -> None:
-    """The layer, cache write and absorbed weights included, against attention with keys and values written out."""
-    step = make_step(engine, [1, 1, 9, 33], [100, 64, 9, 90])
+def check_whole_layer(
+    engine: Engine, query_lens: Sequence[int] = (1, 1, 9, 33), seq_lens: Sequence[int] = (100, 64, 9, 90)
+) -> Any:
+    """The layer, cache write and absorbed weights included, against attention with keys and values written out.
+
+    Returns: the step's metadata.
+    """
+    step = make_step(engine, query_lens, seq_lens)
     tokens = len(step.requests)
     random = torch.Generator().manual_seed(5)
     q = torch.randn((tokens, HEADS, NOPE + ROPE), generator=random)
@@ -256,6 +269,7 @@ def check_whole_layer(engine: Engine) -> None:
         weights = torch.softmax(SCALE * torch.einsum("hd,hnd->hn", q[token].double(), keys), dim=-1)
         wanted = torch.einsum("hn,nl,hvl->hv", weights, rows[:, :LATENT], w_v)
         assert (out[token] - wanted).norm() <= 2e-2 * wanted.norm(), token
+    return metadata
 
 
 class OnDevice(torch.Tensor):

@@ -161,9 +161,30 @@ def test_tables_are_as_wide_as_the_step_outside_of_graphs_alone(monkeypatch: pyt
 
     plan = indexer.plan_step(step.common, 2, 2)
     for capturing in (False, True):
-        server = indexer.IndexerServer(spy, None, True, TOPK, BLOCK, "ue8m0", ContextShare(), partial(bool, capturing))
+        server = indexer.IndexerServer(spy, None, None, True, TOPK, BLOCK, "ue8m0", ContextShare(), partial(bool, capturing))
         server.choose(step.q, step.weights, engine.kv_cache, plan, engine.topk)
     assert widths == [3, 1, 4, 4]
+
+
+@pytest.mark.parametrize("padding", [{}, {"padded_reqs": 4, "padded_tokens": 24}], ids=["exact", "padded"])
+def test_nothing_is_scored_where_nothing_is_selected_away(padding: dict[str, int], monkeypatch: pytest.MonkeyPatch):
+    engine = make_indexer()
+    step = make_batch(engine, [1, 9, 12], [TOPK, 9, TOPK - 3], **padding)
+    scored: list[int] = []
+    bind = indexer._bind
+
+    def watched(*arguments: Any) -> Any:
+        server = bind(*arguments)
+        select = lambda q, *rest, **named: (scored.append(len(q)), server.select(q, *rest, **named))  # noqa: E731
+        return replace(server, select=select, is_capturing=lambda: capture)
+
+    monkeypatch.setattr(indexer, "_bind", watched)
+    monkeypatch.setattr(indexer, "_servers", {})
+    for capture in (False, True):
+        engine.topk.fill_(77)
+        run(engine, step, capture=capture)
+        check(engine, step)
+        assert bool(scored) is capture, "a graph's later sequences may be longer"
 
 
 def test_nothing_is_read_back_or_planned_by_vllms_kernels():
@@ -289,7 +310,7 @@ def test_an_out_of_tree_platform_is_served_too(monkeypatch: pytest.MonkeyPatch):
 
 def test_graphs_are_refused_where_what_serves_cannot_be_captured(monkeypatch: pytest.MonkeyPatch):
     engine = make_indexer()
-    server = indexer.IndexerServer(lambda *_: None, None, True, TOPK, BLOCK, "ue8m0", ContextShare(), lambda: False)
+    server = indexer.IndexerServer(lambda *_: None, None, None, True, TOPK, BLOCK, "ue8m0", ContextShare(), lambda: False)
     support = type(engine.builder).get_cudagraph_support
     monkeypatch.setattr(indexer, "_servers", {(): server})
     assert support(engine.config, None).name == "UNIFORM_BATCH"

@@ -4,7 +4,7 @@
 Registers a detector and an implementation for each row of `PROVIDERS`: one per op and calling convention. Importing this
 module and registering import nothing of the vendor; `check` and `bind` do, on a device that the detector recognised. The
 registry checks and probes rows in order of declared cost, so what is open about an op (docs/iluvatar.md) is settled on the
-device. Portable Triton kernels stand at 50, plain torch at 1000.
+device, whether a graph can hold a call among it. Portable Triton kernels stand at 50, plain torch at 1000.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Provider:
 
     def implementation(self) -> Implementation:
         """What the registry is given. "cpu" is named for stand-ins of the vendor's modules: no CPU has this vendor."""
-        devices: dict[str, Any] = {"device_types": ("cuda", "cpu"), "vendors": ("iluvatar",), "graph": False}
+        devices: dict[str, Any] = {"device_types": ("cuda", "cpu"), "vendors": ("iluvatar",), "probes_graph": True}
         support = Support(source=self.source, **devices, **self.limits)
         return Implementation(
             name=f"iluvatar.{self.variant}",

@@ -2,7 +2,7 @@
 """sparse_prefill and sparse_decode on a bf16 cache, through a sparse op of the vendor.
 
 The adapter does what the contract asks and the ops do not: absent indices anywhere, rows without any, caches whose blocks
-lie apart, inputs and outputs that are not contiguous. It allocates, so it claims no graph safety.
+lie apart, inputs and outputs that are not contiguous. It allocates; whether a graph can hold it is up to the op.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def map_prefill(op: Op, req_id: Tensor, table: Tensor, positions: Tensor, size: 
 
 
 def bind_convert_indices(op: Op, *, call: ConvertCall) -> Callable[..., tuple[Tensor, Tensor]]:
-    """convert_indices through `op`; allocates, so no graph safety is claimed."""
+    """convert_indices through `op`; allocates."""
 
     def convert_indices(
         topk_indices: Tensor,

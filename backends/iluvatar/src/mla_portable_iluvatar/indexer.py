@@ -6,7 +6,7 @@ stated, so that is -inf afterwards whatever it was; a block that is not there is
 Tokens that belong to no request are passed as one more request before the first and one after the last: the ops get running
 sums from 0 to T whatever `query_start_loc` says. No request has less context than tokens. Which longest query and
 context an op takes is known only on the device, so it gets bounds that the host knows: all tokens, and all
-that the table holds. It allocates, so no graph safety is claimed.
+that the table holds. It allocates.
 """
 
 from __future__ import annotations
