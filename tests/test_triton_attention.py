@@ -22,7 +22,7 @@ from triton_machine import device, facts, memory_is_poisoned
 from mla_portable.contracts import DeviceFacts, Request, SplitSchedule, split_kv
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
-from mla_portable_triton.attention_configs import CONFIGS, attention_config
+from mla_portable_triton.attention_configs import CONFIGS, attention_config, program_shape
 from mla_portable_triton.bind_attention import bind_merge_states, bind_sparse_decode, bind_sparse_prefill
 from mla_portable_triton.kernels.bfloat16 import dot_operand, to_bfloat16
 from mla_portable_triton.kernels.strides import stride_unit
@@ -124,7 +124,7 @@ def test_a_schedule_of_its_own_fills_the_device(device: torch.device, facts: Dev
     got = problem.decode(wide)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
     check(got, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE))
     config = attention_config(facts.arch, "fp8_ds_mla", 16)
-    expected = split_kv(num_rows=1, num_heads=16, topk=512, num_sms=2, program=config.program)
+    expected = split_kv(num_rows=1, num_heads=16, topk=512, num_sms=2, program=program_shape(config, "fp8_ds_mla", wide))
     assert [(s.num_splits, s.split_len) for s in made] == [expected] and expected[0] > 1
 
 
@@ -270,7 +270,7 @@ def test_every_configuration_is_one_that_a_dot_accepts(arch: str):
         ("sm90", "fp8_ds_mla", 16, 16),
         ("sm90", "fp8_ds_mla", 17, 32),
         ("sm90", "bf16", 128, 64),
-        ("sm86", "bf16", 128, 32),
+        ("sm86", "fp8_ds_mla", 128, 32),
         ("ivcore11", "bf16", 64, 16),
         ("sm90", None, 64, 16),
         ("sm90", "bf16", None, 16),
