@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """AttentionConfig: how the sparse attention kernels are cut into programs on each architecture, as data.
 
-Read when a primitive is bound, never per call. The rows of sm90 and sm80 are the fastest of sweeps on an H200, the latter of the
-code for sm80 on that chip (2026-11-23: decode of 1 to 128 rows, prefill of 1,024). Rows for 99 KiB are what fits of them; sm100
+Read when a primitive is bound, never per call. The rows of sm90 and sm80 are the fastest of sweeps on an H200, of sm80 those
+of its code on that chip (2026-11-23: decode of 1 to 128 rows, prefill of 1,024). Rows for 99 KiB are what fits of them; sm100
 has those of sm90, but for a tile of 64 heads, which takes more tensor memory over bf16 rows than there is. AMD's were chosen
 from what Triton 3.7.1 compiles them to (`mla_portable_triton.aot`): tiles that spill nothing or little. On gfx1100 every tile
 spills.
