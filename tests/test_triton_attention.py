@@ -128,6 +128,20 @@ def test_a_schedule_of_its_own_fills_the_device(device: torch.device, facts: Dev
     assert [(s.num_splits, s.split_len) for s in made] == [expected] and expected[0] > 1
 
 
+@pytest.mark.parametrize("layout", ["fp8_ds_mla", "bf16"])
+def test_all_splits_work_on_a_row_that_is_shorter_than_k(device: torch.device, facts: DeviceFacts, layout: str):
+    problem = Problem(device, layout, heads=2, topk=2048, rows=(5, 1))
+    lengths = torch.tensor([[2048], [512], [200], [0], [5000]], dtype=torch.int32, device=device)
+    schedule = problem.schedule(4, 512)
+    got = problem.decode(facts)(
+        problem.q, problem.cache, problem.indices, softmax_scale=SCALE, lengths=lengths, schedule=schedule
+    )
+    check(got, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE, lengths=lengths))
+    parts = (schedule.partial_lse > -INF).all(2).sum(0)
+    tile = max(64, attention_config(facts.arch, layout, 2).block_n)
+    assert parts.tolist() == [4, 4, -(-200 // tile), 0, 4]
+
+
 @pytest.mark.parametrize(("query_len", "num_splits"), [(1, 1), (2, 2), (4, 1), (4, 2)])
 def test_strided_queries_and_outputs(device: torch.device, facts: DeviceFacts, query_len: int, num_splits: int):
     problem = Problem(device, "fp8_ds_mla", heads=5, topk=40, rows=(1 if query_len > 2 else 2, query_len))
