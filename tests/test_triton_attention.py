@@ -22,7 +22,7 @@ from triton_machine import device, facts, memory_is_poisoned
 from mla_portable.contracts import DeviceFacts, Request, SplitSchedule, split_kv
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
-from mla_portable_triton.attention_configs import CONFIGS, attention_config
+from mla_portable_triton.attention_configs import CONFIGS, attention_config, program_shape
 from mla_portable_triton.bind_attention import bind_merge_states, bind_sparse_decode, bind_sparse_prefill
 from mla_portable_triton.kernels.bfloat16 import dot_operand, to_bfloat16
 from mla_portable_triton.kernels.strides import stride_unit
@@ -124,8 +124,22 @@ def test_a_schedule_of_its_own_fills_the_device(device: torch.device, facts: Dev
     got = problem.decode(wide)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
     check(got, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE))
     config = attention_config(facts.arch, "fp8_ds_mla", 16)
-    expected = split_kv(num_rows=1, num_heads=16, topk=512, num_sms=2, program=config.program)
+    expected = split_kv(num_rows=1, num_heads=16, topk=512, num_sms=2, program=program_shape(config, "fp8_ds_mla", wide))
     assert [(s.num_splits, s.split_len) for s in made] == [expected] and expected[0] > 1
+
+
+@pytest.mark.parametrize("layout", ["fp8_ds_mla", "bf16"])
+def test_all_splits_work_on_a_row_that_is_shorter_than_k(device: torch.device, facts: DeviceFacts, layout: str):
+    problem = Problem(device, layout, heads=2, topk=2048, rows=(5, 1))
+    lengths = torch.tensor([[2048], [512], [200], [0], [5000]], dtype=torch.int32, device=device)
+    schedule = problem.schedule(4, 512)
+    got = problem.decode(facts)(
+        problem.q, problem.cache, problem.indices, softmax_scale=SCALE, lengths=lengths, schedule=schedule
+    )
+    check(got, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE, lengths=lengths))
+    parts = (schedule.partial_lse > -INF).all(2).sum(0)
+    tile = max(64, attention_config(facts.arch, layout, 2).block_n)
+    assert parts.tolist() == [4, 4, -(-200 // tile), 0, 4]
 
 
 @pytest.mark.parametrize(("query_len", "num_splits"), [(1, 1), (2, 2), (4, 1), (4, 2)])
@@ -270,7 +284,7 @@ def test_every_configuration_is_one_that_a_dot_accepts(arch: str):
         ("sm90", "fp8_ds_mla", 16, 16),
         ("sm90", "fp8_ds_mla", 17, 32),
         ("sm90", "bf16", 128, 64),
-        ("sm86", "bf16", 128, 32),
+        ("sm86", "fp8_ds_mla", 128, 32),
         ("ivcore11", "bf16", 64, 16),
         ("sm90", None, 64, 16),
         ("sm90", "bf16", None, 16),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import replace
 from typing import Any
 
 import oracle
@@ -15,7 +16,7 @@ from torch import Tensor
 from mla_portable import primitives
 from mla_portable.contracts import DeviceFacts, Primitive, Request
 from mla_portable.layouts import LAYOUTS, index_query_dtype
-from mla_portable.primitives import INDEXER_LOGITS, INDEXER_SELECT, TOPK_SELECT
+from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT, TOPK_SELECT
 from mla_portable.primitives import _select_in_parts as parts
 from mla_portable_triton import bind_indexer
 from mla_portable_triton.kernels import index_keys, indexer_cache_write, indexer_logits, indexer_logits_ragged
@@ -97,6 +98,27 @@ def test_starts_that_do_not_ascend_read_nothing_outside(starts: list[int], each:
     assert not out.isnan().any() and (out[:, 16:] == -math.inf).all()
     chosen = bound(INDEXER_SELECT)(*here, wide.to(DEVICE)[:, :1], topk=40)
     assert ((chosen >= -1) & (chosen < 16)).all()
+
+
+@pytest.mark.parametrize("heads", [3, 70])
+def test_two_tokens_in_a_product_have_the_scores_of_one(heads: int, monkeypatch: pytest.MonkeyPatch):
+    arguments = [x.to(DEVICE) for x in problem(heads, 16, [7, 0, 1, 12], [40, 3, 70, 21], tail=2)]
+    arguments[5][0, 1] = -1
+    tokens, width = arguments[0].shape[0], arguments[5].shape[1] * 16
+    starts = torch.arange(tokens, dtype=torch.int32, device=DEVICE) % 5
+    ends = starts * 17 % 60
+    keys = arguments[2].flatten(0, 1)[:50]
+
+    def scores() -> list[Tensor]:
+        out = [torch.full((tokens, columns), math.nan, device=DEVICE) for columns in (width, len(keys))]
+        bound(INDEXER_LOGITS)(*arguments, out=out[0])
+        bound(INDEXER_LOGITS_RAGGED)(*arguments[:2], keys, None, starts, ends, out=out[1])
+        return [*out, bound(INDEXER_SELECT)(*arguments, topk=9)]
+
+    one = scores()
+    tiles = indexer_logits.PREFILL["default"]
+    monkeypatch.setitem(indexer_logits.PREFILL, "default", replace(tiles, positions=32, tokens=4, together=2))
+    assert all(map(agree, scores(), one))
 
 
 @pytest.mark.parametrize("kv", STORED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -40,7 +41,7 @@ from mla_portable.registry import Registry
 from mla_portable.registry.costs import parse_costs
 from mla_portable.sources import code_of, sources_of
 from mla_portable_triton import support
-from mla_portable_triton.attention_configs import attention_config
+from mla_portable_triton.attention_configs import AttentionConfig, attention_config, program_shape
 
 H200 = DeviceFacts(
     vendor="nvidia", name="NVIDIA H200", arch="sm90", num_sms=132, shared_memory=232_448, has_fp8_conversion=True
@@ -127,7 +128,9 @@ def test_declared_scratch_is_what_a_decode_call_takes(offered: dict[Primitive, I
     assert scratch is not None
     request = Request(SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, rows=4)
     config = attention_config("sm90", "fp8_ds_mla", 16)
-    num_splits, _ = split_kv(num_rows=4, num_heads=16, topk=2048, num_sms=132, program=config.program)
+    num_splits, _ = split_kv(
+        num_rows=4, num_heads=16, topk=2048, num_sms=132, program=program_shape(config, "fp8_ds_mla", H200)
+    )
     assert num_splits > 1
     assert scratch(request) == num_splits * 4 * 16 * (512 + 1) * 4
     assert scratch(request.but(rows=4096)) == 0
@@ -135,14 +138,29 @@ def test_declared_scratch_is_what_a_decode_call_takes(offered: dict[Primitive, I
     assert scratch(request.but(rows=None)) == DEFAULT_SCRATCH_BYTES
 
 
+@pytest.mark.parametrize("layout", ["fp8_ds_mla", "bf16"])
 @pytest.mark.parametrize(("heads", "rows", "splits"), [(16, 16, 16), (16, 64, 4), (64, 16, 8), (64, 64, 2), (128, 64, 1)])
 def test_a_planner_cuts_rows_for_the_blocks_that_run(
-    offered: dict[Primitive, Implementation], heads: int, rows: int, splits: int
+    offered: dict[Primitive, Implementation], heads: int, rows: int, splits: int, layout: str
 ) -> None:
-    """Blocks of 64 heads have 8 warps, of which a multiprocessor of an H200 runs one; 16 heads have 4."""
-    request = Request(SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=heads)
+    """Blocks of 16 and 32 heads have 4 warps, and a multiprocessor of an H200 runs two; of 64 heads and 8 warps it runs one."""
+    request = Request(SPARSE_DECODE, H200, kv_layout=layout, num_heads=heads)
     limits = ScheduleLimits(torch.device("cpu"), heads, 2048, max_num_rows=64, num_sms=132, request=request)
     assert offered[SPARSE_DECODE].schedule_kind.planner(limits).get(rows, 1).num_splits == splits
+
+
+def test_shared_memory_bounds_how_many_blocks_run_at_once() -> None:
+    config = AttentionConfig(block_h=32, block_n=32, num_warps=4, num_stages=3)  # 79 KiB of fp8 rows, 110 KiB of bf16
+    on = {kib: replace(H200, shared_memory=kib << 10) for kib in (99, 163, 227)}
+    found = {(kib, kv): program_shape(config, kv, device).per_sm for kib, device in on.items() for kv in ("fp8_ds_mla", "bf16")}
+    assert found == {
+        (99, "fp8_ds_mla"): 1,
+        (163, "fp8_ds_mla"): 2,
+        (227, "fp8_ds_mla"): 2,
+        (99, "bf16"): 1,
+        (163, "bf16"): 1,
+        (227, "bf16"): 2,
+    }
 
 
 def test_a_layer_gives_its_planner_the_shape_of_a_block() -> None:
@@ -151,7 +169,7 @@ def test_a_layer_gives_its_planner_the_shape_of_a_block() -> None:
     config = layer.planner_config()
     limits = ScheduleLimits(layer.device, 16, 2048, 4, num_sms=132, request=config.decode_request)
     schedule = config.schedule_kind.planner(limits).get(2, 2)
-    program = attention_config("cpu", "fp8_ds_mla", 16).program
+    program = program_shape(attention_config("cpu", "fp8_ds_mla", 16), "fp8_ds_mla", CPU)
     assert program != ProgramShape()
     shape = {"num_rows": 4, "num_heads": 16, "topk": 2048, "num_sms": 132}
     assert (schedule.num_splits, schedule.split_len) == split_kv(**shape, program=program) != split_kv(**shape)

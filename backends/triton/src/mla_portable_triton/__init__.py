@@ -26,6 +26,7 @@ from mla_portable.primitives import (
     SPARSE_PREFILL,
     TOPK_SELECT,
 )
+from mla_portable_triton.attention_configs import program_shape
 from mla_portable_triton.attention_tuning import bound_config, configurations
 from mla_portable_triton.bind_attention import bind_merge_states, bind_sparse_decode, bind_sparse_prefill
 from mla_portable_triton.bind_data import (
@@ -54,7 +55,7 @@ _TRITON_3: Final = (INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, TOPK_SELECT, INDEXER_
 
 
 def _program(request: Request) -> ProgramShape:
-    return bound_config(request).program
+    return program_shape(bound_config(request), request.kv_layout, request.device)
 
 
 def _offer(primitive: Primitive[F], bind: Callable[[Request[F]], F]) -> Implementation[F]:

@@ -14,11 +14,11 @@ from dataclasses import asdict, astuple, fields
 from typing import Final
 
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Request
-from mla_portable.layouts import BF16, LAYOUTS
-from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig, attention_config, fp8_tile
+from mla_portable.layouts import BF16
+from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig, attention_config, shared_memory
 from mla_portable_triton.support import NAME
 
-__all__ = ["bound_config", "configurations", "shared_memory"]
+__all__ = ["bound_config", "configurations"]
 
 _MOST: Final = 24
 """Configurations to try: sparse_decode compiles each twice, whole and split, for every head count and layout."""
@@ -62,21 +62,6 @@ def bound_config(request: Request) -> AttentionConfig:
         needs = f"at most {device.shared_memory} bytes of shared memory, not {shared_memory(config, layout, device.arch)}"
         raise _refused(request, configuration, needs)
     return config
-
-
-def shared_memory(config: AttentionConfig, kv_layout: str, arch: str) -> int:
-    """Bytes that a program takes at most; an estimate from what Triton 3.7.1 compiles, its remainders rounded up."""
-    layout = LAYOUTS[kv_layout]
-    if arch.startswith("gfx"):  # queries stay in registers; probabilities and, of bf16, the rows on their way do not
-        row = 0 if layout.is_quantized else layout.row_bytes
-        rows = (config.num_stages - 1) * config.block_n * row
-        return max(rows, (512 if layout.is_quantized else 256) * max(config.block_h, config.block_n))
-    ahead = config.num_stages - 1
-    tile_h = min(config.block_h, fp8_tile(arch)) if layout.is_quantized else config.block_h
-    # a group of warps that multiplies as one reads a copy of the rows that nothing is written into
-    copied = (tile_h >= 64 and arch in ("sm90", "sm100")) or not ahead
-    row = ahead * layout.row_bytes + (layout.row_bytes if copied else 0) + 2 * tile_h
-    return config.block_h * layout.workspace.row_bytes + config.block_n * row
 
 
 def _grid(device: DeviceFacts, kv_layout: str, num_heads: int) -> list[AttentionConfig]:

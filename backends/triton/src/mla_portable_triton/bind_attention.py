@@ -15,7 +15,7 @@ from torch import Tensor
 from mla_portable.contracts import DecodeSchedule, Request, SplitSchedule, attention_results, split_kv
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.primitives import MergeStates, SparseDecode, SparsePrefill
-from mla_portable_triton.attention_configs import AttentionConfig
+from mla_portable_triton.attention_configs import program_shape
 from mla_portable_triton.attention_tuning import bound_config
 from mla_portable_triton.support import interpreter_is_on
 
@@ -27,11 +27,11 @@ def _bf16_native(request: Request) -> bool:
     return request.device.device_type != "cpu"
 
 
-def _fp8(request: Request, config: AttentionConfig) -> dict[str, bool | int]:
+def _fp8(request: Request) -> dict[str, bool]:
     from mla_portable_triton.kernels.sparse_attention_fp8 import fp8_constants
 
     device = request.device
-    return fp8_constants(device.arch, config, e4m3_native=device.has_fp8_conversion, hardware=not interpreter_is_on())
+    return fp8_constants(device.arch, e4m3_native=device.has_fp8_conversion, hardware=not interpreter_is_on())
 
 
 def bind_sparse_decode(request: Request) -> SparseDecode:
@@ -41,8 +41,9 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
 
     device = request.device
     config = bound_config(request)
+    program = program_shape(config, request.kv_layout, device)
     num_sms = 0 if request.batch_invariant else device.num_sms  # 0: rows stay whole, however few they are
-    fp8, bf16_native = _fp8(request, config), _bf16_native(request)
+    fp8, bf16_native = _fp8(request), _bf16_native(request)
 
     def sparse_decode(
         q: Tensor,
@@ -61,7 +62,7 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
         if schedule is None:
             num_rows, topk = batch * query_len, indices.shape[2]
             num_splits, split_len = split_kv(
-                num_rows=num_rows, num_heads=num_heads, topk=topk, num_sms=num_sms, program=config.program
+                num_rows=num_rows, num_heads=num_heads, topk=topk, num_sms=num_sms, program=program
             )
             schedule = _new_schedule(num_rows, num_heads, topk, num_splits, split_len, q.device)
         cut = cast("SplitSchedule", schedule)  # the type of `schedule_kind`, which the callers check
@@ -107,7 +108,7 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
     from mla_portable_triton.kernels import sparse_attention as attention
 
     config = bound_config(request)
-    fp8, bf16_native = _fp8(request, config), _bf16_native(request)
+    fp8, bf16_native = _fp8(request), _bf16_native(request)
 
     def sparse_prefill(
         q: Tensor,

@@ -30,7 +30,7 @@ from mla_portable.primitives import (
     SPARSE_PREFILL,
     TOPK_SELECT,
 )
-from mla_portable_triton.attention_configs import attention_config
+from mla_portable_triton.attention_configs import attention_config, program_shape
 
 __all__ = ["NAME", "SUPPORT", "check", "check_triton_3", "interpreter_is_on"]
 
@@ -63,7 +63,7 @@ def _split_scratch(request: Request) -> int:
         num_heads=num_heads,
         topk=topk,
         num_sms=0 if request.batch_invariant else request.device.num_sms,
-        program=config.program,
+        program=program_shape(config, request.kv_layout, request.device),
     )
     return 0 if num_splits == 1 else 4 * num_splits * rows * num_heads * (KV_LORA_RANK + 1)
 

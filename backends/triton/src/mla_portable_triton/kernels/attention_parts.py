@@ -9,12 +9,13 @@ from mla_portable_triton.kernels.bfloat16 import dot_operand, to_bfloat16
 
 @triton.jit
 def split_keys(lengths_ptr, at, topk, BLOCK_N: tl.constexpr):
-    """First and end of this program's indices: a row's keys, topk or fewer by its length, are shared among its splits, a whole
-    number of tiles each. at: of the row in `lengths_ptr`, which may be None."""
+    """First and end of this program's indices: a row's keys, topk or fewer by its length, are shared among its splits in whole
+    tiles. at: of the row in `lengths_ptr`, which may be None."""
+    RUN: tl.constexpr = BLOCK_N if BLOCK_N > 64 else 64  # merging shorter runs takes longer than they save
     num_keys = topk
     if lengths_ptr is not None:
         num_keys = tl.minimum(num_keys, tl.load(lengths_ptr + at))
-    split_len = ((tl.maximum(num_keys, 1) - 1) // (tl.num_programs(1) * BLOCK_N) + 1) * BLOCK_N
+    split_len = ((tl.maximum(num_keys, 1) - 1) // (tl.num_programs(1) * RUN) + 1) * RUN
     begin = tl.program_id(1) * split_len
     return begin, tl.minimum(begin + split_len, num_keys)
 

@@ -45,6 +45,7 @@ __all__ = [
     "own_length",
     "query_tile",
     "tile_scores",
+    "tokens_together",
     "visible_bytes",
     "whole_position",
 ]
@@ -65,12 +66,13 @@ _UINT8, _E4M3 = torch.uint8, torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How the work is cut. positions: of a tile. tokens: of a program whose keys stay."""
+    """How the work is cut. positions: of a tile. tokens: of a program whose keys stay; together: of them, in one product."""
 
     positions: int
     num_warps: int
     num_stages: int
     tokens: int = 0
+    together: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,11 @@ def form_of_call(form: int, *rows: Tensor) -> int:
 def head_block(num_heads: int) -> int:
     """Columns of the dot."""
     return max(16, triton.next_power_of_2(num_heads))
+
+
+def tokens_together(tiles: Tiles, block_h: int) -> int:
+    """TOGETHER: as many tokens of `block_h` heads as the tiles say, and as a product has columns for."""
+    return min(tiles.together, MAX_HEADS // block_h)
 
 
 def visible_bytes(tensor: Tensor) -> Tensor:
@@ -175,17 +182,24 @@ def load_rows(rows, there, FORM: tl.constexpr):
 
 @triton.jit
 def query_tile(
-    q_ptr, weight_ptr, token, q_stride_t, q_stride_h, weight_stride,
-    NUM_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, FORM: tl.constexpr,
+    q_ptr, weight_ptr, token, last, q_stride_t, q_stride_h, weight_stride,
+    NUM_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, FORM: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """q as `load_rows` has it and weights [BLOCK_H] of a token; 0 past the last head."""
-    h = tl.arange(0, BLOCK_H)  # [BLOCK_H]
-    q = load_rows(q_ptr + token.to(tl.int64) * q_stride_t + h * q_stride_h, h < NUM_HEADS, FORM)
+    """q as `load_rows` has it and weights [BLOCK_H] of a token, or [TOGETHER * BLOCK_H] of several; 0 past the last head.
+
+    token: the first. last: what stands in for tokens behind it.
+    """
+    h = tl.arange(0, TOGETHER * BLOCK_H)
+    if TOGETHER > 1:
+        token = tl.minimum(token + h // BLOCK_H, last)
+        h = h % BLOCK_H
+    token = token.to(tl.int64)
+    q = load_rows(q_ptr + token * q_stride_t + h * q_stride_h, h < NUM_HEADS, FORM)
     if FORM == _FP8_WORDS:
         # Zeros, unknown to Triton until it has laid the tiles out. What depends on loads alone it would decode in the layout of
         # the product, where every warp needs every head.
         q = q | (tl.arange(0, KEY // 2) >> 16).to(tl.int16)[None, :]
-    weight = tl.load(weight_ptr + token.to(tl.int64) * weight_stride + h, mask=h < NUM_HEADS, other=0.0)  # [BLOCK_H]
+    weight = tl.load(weight_ptr + token * weight_stride + h, mask=h < NUM_HEADS, other=0.0)  # [BLOCK_H]
     return q, weight
 
 
@@ -210,9 +224,14 @@ def key_tile(
 
 
 @triton.jit
-def tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM: tl.constexpr):
-    """[BLOCK_N] scores of `operands` of keys and of q."""
-    dots = tl.dot(keys, tl.trans(q))  # [BLOCK_N, BLOCK_H] float32
+def tile_scores(keys, odd_keys, scale, q, odd_q, weight, BLOCK_H: tl.constexpr, FORM: tl.constexpr, TOGETHER: tl.constexpr):
+    """[BLOCK_N] scores of `operands` of keys and of a token's queries, or [BLOCK_N, TOGETHER] of several tokens'."""
+    dots = tl.dot(keys, tl.trans(q))  # [BLOCK_N, TOGETHER * BLOCK_H] float32
     if FORM == _FP8_WORDS:
         dots = tl.dot(odd_keys, tl.trans(odd_q), dots)
-    return tl.sum(tl.maximum(dots, 0.0) * weight[None, :], 1) * scale
+    dots = tl.maximum(dots, 0.0) * weight[None, :]
+    if TOGETHER > 1:
+        scores = tl.sum(tl.reshape(dots, (dots.shape[0], TOGETHER, BLOCK_H)), 2) * scale[:, None]
+    else:
+        scores = tl.sum(dots, 1) * scale
+    return scores

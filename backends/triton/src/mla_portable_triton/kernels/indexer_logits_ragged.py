@@ -23,6 +23,7 @@ from mla_portable_triton.kernels.index_keys import (
     operands,
     query_tile,
     tile_scores,
+    tokens_together,
     visible_bytes,
 )
 from mla_portable_triton.kernels.indexer_logits import PREFILL
@@ -38,9 +39,9 @@ def ragged_kernel(
     out_ptr, q_ptr, weight_ptr, key_ptr, scale_ptr, start_ptr, end_ptr, num_tokens, num_keys, out_stride, key_stride,
     q_stride_t, q_stride_h, weight_stride,
     NUM_HEADS: tl.constexpr, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    REPEAT: tl.constexpr, STAGES: tl.constexpr,
+    REPEAT: tl.constexpr, TOGETHER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """REPEAT tokens and one tile of BLOCK_N keys a program."""
+    """REPEAT tokens, TOGETHER in a product, and one tile of BLOCK_N keys a program."""
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     token = tl.program_id(1) * REPEAT
@@ -56,14 +57,24 @@ def ragged_kernel(
             scale = tl.full([BLOCK_N], 1.0, tl.float32)
         else:
             scale = tl.load(scale_ptr + n, mask=there, other=0.0)
-        for i in tl.range(0, last - token, num_stages=STAGES):
+        for i in tl.range(0, last - token, TOGETHER, num_stages=STAGES):
             t = token + i
-            q, weight = query_tile(q_ptr, weight_ptr, t, q_stride_t, q_stride_h, weight_stride, NUM_HEADS, BLOCK_H, FORM)
+            q, weight = query_tile(
+                q_ptr, weight_ptr, t, last - 1, q_stride_t, q_stride_h, weight_stride, NUM_HEADS, BLOCK_H, FORM, TOGETHER
+            )
             q, odd_q = operands(q, FORM, BF16_NATIVE)
-            scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
-            seen = (n >= tl.load(start_ptr + t)) & (n < tl.load(end_ptr + t))
-            row = out_ptr + t.to(tl.int64) * out_stride
-            tl.store(row + n, tl.where(seen, scores, float("-inf")), mask=there)
+            scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, BLOCK_H, FORM, TOGETHER)
+            if TOGETHER > 1:
+                each = (t + tl.arange(0, TOGETHER))[None, :]  # [1, TOGETHER]
+                begin = tl.load(start_ptr + each, mask=each < last, other=0)
+                end = tl.load(end_ptr + each, mask=each < last, other=0)
+                seen = (n[:, None] >= begin) & (n[:, None] < end)
+                to = out_ptr + each.to(tl.int64) * out_stride + n[:, None]
+                tl.store(to, tl.where(seen, scores, float("-inf")), mask=there[:, None] & (each < last))
+            else:
+                seen = (n >= tl.load(start_ptr + t)) & (n < tl.load(end_ptr + t))
+                row = out_ptr + t.to(tl.int64) * out_stride
+                tl.store(row + n, tl.where(seen, scores, float("-inf")), mask=there)
     else:
         for i in range(last - token):
             t = token + i
@@ -114,6 +125,7 @@ def launch(
         BLOCK_H=block_h,
         BLOCK_N=positions,
         REPEAT=tiles.tokens,
+        TOGETHER=tokens_together(tiles, block_h),
         STAGES=tiles.num_stages,
         num_warps=tiles.num_warps,
     )
@@ -128,7 +140,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
         variant(
             ragged_kernel, f"indexer_logits_ragged-{word}", tiles.num_warps, **pointers, q_ptr=stored,
             key_ptr=stored, NUM_HEADS=64, FORM=form, BF16_NATIVE=True, BLOCK_H=64, BLOCK_N=tiles.positions,
-            REPEAT=tiles.tokens, STAGES=tiles.num_stages,
+            REPEAT=tiles.tokens, TOGETHER=tiles.together, STAGES=tiles.num_stages,
         )
         for word, form, stored in (("fp8", quantized, "*u8"), ("bf16", index_keys.BF16, "*bf16"))
     ]  # fmt: skip

@@ -168,7 +168,7 @@ def launch(
     attn_sink: Tensor | None,
     num_splits: int,
     config: AttentionConfig,
-    fp8: Mapping[str, bool | int],
+    fp8: Mapping[str, bool],
     bf16_native: bool,
 ) -> None:
     """Attend; write `out` and `lse_out`. Graph-safe, allocates nothing; leading strides are free, last dimensions are not.
@@ -267,7 +267,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> Iterato
         # blocks of 64 tokens, padded for FP8 so that slots are divided into block and offset
         padded = layout.is_quantized
         for (max_heads, config), is_split in itertools.product(table, (False, True)):
-            constants = fp8_constants(arch, config, e4m3_native=e4m3_native) if padded else {}
+            constants = fp8_constants(arch, e4m3_native=e4m3_native) if padded else {}
             yield variant(
                 sparse_attention_fp8_kernel if padded else sparse_attention_kernel,
                 f"sparse_attention-{kv_layout}-h{max_heads}-{'split' if is_split else 'whole'}",
