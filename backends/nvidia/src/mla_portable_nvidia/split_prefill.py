@@ -79,9 +79,10 @@ class SplitPrefill:
         parts = num_parts(num_tokens, heads, topk, self._num_sms) if heads else 1
         masks = (self._sanitises and lengths is not None) or not indices.is_contiguous()
         if parts == 1 or masks or kv.shape[0] == 0 or num_tokens == 0:
-            return self._whole(
+            out, _ = self._whole(
                 q, kv, indices, softmax_scale=softmax_scale, lengths=lengths, attn_sink=attn_sink, out=out, lse_out=lse_out
             )
+            return out, self._no_lse
         if out is None:
             out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
         kernel, rows, part = self._kernel, num_tokens * parts, topk // parts
