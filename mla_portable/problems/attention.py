@@ -99,7 +99,7 @@ def score_terms(q: Tensor, kv: Tensor, indices: Tensor, *, softmax_scale: float,
     terms = torch.zeros(queries.shape[:2], dtype=torch.float64, device="cpu")
     for token, (keys, times) in enumerate(_chosen_keys(kv, indices, lengths)):
         if len(keys):
-            weights = (softmax_scale * (queries[token] @ keys.T) + times.log()).softmax(dim=1)  # [H, n]
+            weights = (softmax_scale * (queries[token] @ keys.T) + times.double().log()).softmax(dim=1)  # [H, n]
             terms[token] = softmax_scale * (weights * (queries[token].abs() @ keys.abs().T)).sum(dim=1)
     return terms
 

@@ -11,7 +11,7 @@ import torch
 from flashmla_standins import modules
 from simulated_gpu import FACTS
 
-from mla_portable.contracts import Registrar, hookimpl
+from mla_portable.contracts import Registrar, Request, hookimpl
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT
 from mla_portable.registry import Registry
@@ -135,6 +135,21 @@ def test_a_writer_that_takes_float16_for_bfloat16_is_left_out():
         assert not report.results
         (reason,) = report.unavailable[0].reasons
         assert (reason.subject, reason.given) == ("dtype of kv_c", "float16") and "bfloat16" in reason.limit
+
+
+def test_the_block_that_int32_ends_in_is_converted_as_far_as_that():
+    block, most = 53, 2**31 - 1
+    positions = torch.arange(block, dtype=torch.int32).view(1, -1)
+    with vllm("0.26"):
+        call = vllm_ops.bind_convert_indices(Request(CONVERT_INDICES, FACTS["sm90"], topk=block, block_size=block))
+        table = torch.tensor([[most // block]], dtype=torch.int32)
+        indices, counts = call(positions, torch.zeros(1, dtype=torch.int32), table, block_size=block)
+        inside = most % block + 1
+        first = most - most % block
+        assert indices[0, :inside].tolist() == list(range(first, most + 1)) and counts.tolist() == [inside]
+        assert (indices[0, inside:] == -1).all()
+        indices, counts = call(positions, torch.zeros(1, dtype=torch.int32), table + 1, block_size=block)
+        assert (indices == -1).all() and not counts.any()
 
 
 def test_without_vllm_nothing_is_offered_and_each_says_why():
