@@ -138,18 +138,15 @@ def test_a_writer_that_takes_float16_for_bfloat16_is_left_out():
 
 
 def test_the_block_that_int32_ends_in_is_converted_as_far_as_that():
-    block, most = 53, 2**31 - 1
-    positions = torch.arange(block, dtype=torch.int32).view(1, -1)
+    block, topk, most = 53, 64, 2**31 - 1
+    positions, owner = torch.arange(topk, dtype=torch.int32).view(1, -1), torch.zeros(1, dtype=torch.int32)
+    table = torch.tensor([[most // block, most // block + 1]], dtype=torch.int32)  # of the other one no slot is left
     with vllm("0.26"):
-        call = vllm_ops.bind_convert_indices(Request(CONVERT_INDICES, FACTS["sm90"], topk=block, block_size=block))
-        table = torch.tensor([[most // block]], dtype=torch.int32)
-        indices, counts = call(positions, torch.zeros(1, dtype=torch.int32), table, block_size=block)
-        inside = most % block + 1
-        first = most - most % block
-        assert indices[0, :inside].tolist() == list(range(first, most + 1)) and counts.tolist() == [inside]
-        assert (indices[0, inside:] == -1).all()
-        indices, counts = call(positions, torch.zeros(1, dtype=torch.int32), table + 1, block_size=block)
-        assert (indices == -1).all() and not counts.any()
+        call = vllm_ops.bind_convert_indices(Request(CONVERT_INDICES, FACTS["sm90"], topk=topk, block_size=block))
+        indices, counts = call(positions, owner, table, block_size=block)
+    inside = most % block + 1
+    assert indices[0, :inside].tolist() == list(range(most - most % block, most + 1)) and counts.tolist() == [inside]
+    assert (indices[0, inside:] == -1).all()
 
 
 def test_without_vllm_nothing_is_offered_and_each_says_why():
