@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_portable.layouts import FP8_DS_MLA
+from mla_portable.problems.attention import findings, score_terms
 
 N_BLOCKS, BLOCK = 3, 4
 N = N_BLOCKS * BLOCK
@@ -76,6 +77,31 @@ def test_attention_is_the_sum_over_named_rows(layout: str, sink: tuple[float, ..
                 expected, expected_lse = naive_attention(q[b, s, h].double().tolist(), keys, 0.05, head_sink)
                 torch.testing.assert_close(out[b, s, h], torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
                 assert lse[b, s, h] == pytest.approx(expected_lse, rel=1e-13)
+
+
+def test_terms_of_a_score_are_the_magnitudes_of_its_products_by_the_weights_of_keys():
+    cache, generator = make_cache("bf16"), torch.Generator().manual_seed(3)
+    q = torch.randn(1, 2, 576, generator=generator).bfloat16()
+    indices, scale = torch.tensor([[1, 7, 7, -1, 4]], dtype=torch.int32), 0.1
+    rows = [naive_row(cache.view(N, -1)[slot]) for slot in (1, 7, 7)]
+    got = score_terms(q, cache, indices, softmax_scale=scale, lengths=torch.tensor([4]))
+    for head in range(2):
+        products = [[a * b for a, b in zip(q[0, head].tolist(), row, strict=True)] for row in rows]
+        weights = [math.exp(scale * sum(each)) for each in products]
+        terms = [scale * sum(map(abs, each)) for each in products]
+        want = sum(w * t for w, t in zip(weights, terms, strict=True)) / sum(weights)
+        assert got[0, head].item() == pytest.approx(want, rel=1e-12)
+    assert not score_terms(q, cache, indices, softmax_scale=scale, lengths=torch.tensor([0])).any()
+
+
+@pytest.mark.parametrize(("error", "terms", "right"), [(1.5e-4, None, False), (1.5e-4, 1300.0, True), (4e-4, 1300.0, False)])
+def test_an_lse_that_is_small_as_large_products_cancel_is_held_to_what_float32_holds(error, terms, right):
+    out, lse = torch.ones(1, 1, 512).double(), torch.tensor([[-0.82]]).double()
+    got = {"out": out.bfloat16(), "lse": (lse + error).float()}
+    make = None if terms is None else lambda: torch.tensor([[terms]]).double()
+    found = list(findings("bf16", got, {"out": out, "lse": lse}, terms=make))
+    assert all(not each.message for each in found) == right
+    assert (found[0].error <= found[0].limit) == right
 
 
 def test_an_infinite_sink_takes_everything_and_is_not_in_the_lse():

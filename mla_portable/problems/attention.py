@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Final
@@ -23,6 +23,7 @@ from mla_portable.problems.shapes import layout_of_storage, workspace_of
 from mla_portable.problems.stage import Problem
 
 __all__ = [
+    "SCORE_ERROR",
     "SOFTMAX_SCALE",
     "TOLERANCES",
     "AttentionParams",
@@ -33,6 +34,7 @@ __all__ = [
     "attention_variants",
     "findings",
     "judge_state",
+    "score_terms",
 ]
 
 SOFTMAX_SCALE: Final = 192**-0.5
@@ -57,6 +59,11 @@ _OUT_AMAX = Tolerance(
 )
 _LSE = Tolerance(1e-4, 1.2e-4, "float32 sums of exact products; FlashMLA's own tests allow 8.01/65536 relative")
 _LSE_AMAX = Tolerance(3e-2, 3e-3, "a scale rounded to bf16 moves a score by 2^-8 of its parts; a model of that reaches 0.011")
+SCORE_ERROR: Final = 2.0**-22
+"""By this share of its products' magnitudes, added up, a score of 576 products may be off in float32. Tensor cores add 16
+products at a time, 36 times, and cut each sum to 24 bits: by up to 36 * 2^-23 of the largest partial sum, which for products of
+random sign is about an eighth of their magnitudes. That is 2^-21 of these at most; cuts go both ways, and the largest error
+that was seen, of two kernels, is 2^-23."""
 TOLERANCES: Final = {
     (storage, quantity): row
     for storage, out, lse in (("bf16", _OUT, _LSE), ("pow2", _OUT, _LSE), ("amax", _OUT_AMAX, _LSE_AMAX))
@@ -74,27 +81,48 @@ def attend(
     attn_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [T, H, 512] and lse [T, H], float64, one query row at a time; kv is a workspace or a paged cache."""
-    queries, cache, index = q.detach().cpu().double(), kv.detach().cpu(), indices.cpu().long()
+    queries = q.detach().cpu().double()
     sink = None if attn_sink is None else attn_sink.detach().cpu().double()
-    limits = [index.shape[1]] * index.shape[0] if lengths is None else lengths.tolist()
-    num_slots = cache.shape[0] if cache.dim() == 2 else cache.shape[0] * cache.shape[1]
     out = torch.empty((*queries.shape[:2], KV_LORA_RANK), dtype=torch.float64, device="cpu")
     lse = torch.empty(queries.shape[:2], dtype=torch.float64, device="cpu")
-    for token, limit in enumerate(limits):
-        named = index[token, : max(0, limit)]
-        named, times = named[(named >= 0) & (named < num_slots)].unique(return_counts=True)
-        out[token], lse[token] = _attend_row(queries[token], exact.named_rows(cache, named), times, softmax_scale, sink)
+    for token, (keys, times) in enumerate(_chosen_keys(kv, indices, lengths)):
+        out[token], lse[token] = _attend_row(queries[token], keys, times, softmax_scale, sink)
     return out, lse
 
 
+def score_terms(q: Tensor, kv: Tensor, indices: Tensor, *, softmax_scale: float, lengths: Tensor | None = None) -> Tensor:
+    """[T, H] float64: the magnitudes of the products of a score added up, on average over keys by their weights.
+
+    An error of each score by a share of its terms moves the lse by that share of this.
+    """
+    queries = q.detach().cpu().double()
+    terms = torch.zeros(queries.shape[:2], dtype=torch.float64, device="cpu")
+    for token, (keys, times) in enumerate(_chosen_keys(kv, indices, lengths)):
+        if len(keys):
+            weights = (softmax_scale * (queries[token] @ keys.T) + times.double().log()).softmax(dim=1)  # [H, n]
+            terms[token] = softmax_scale * (weights * (queries[token].abs() @ keys.abs().T)).sum(dim=1)
+    return terms
+
+
+def _chosen_keys(kv: Tensor, indices: Tensor, lengths: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each query row the keys [n, 576] float64, and how often each is named [n]."""
+    cache, index = kv.detach().cpu(), indices.cpu().long()
+    limits = [index.shape[1]] * index.shape[0] if lengths is None else lengths.tolist()
+    num_slots = cache.shape[0] if cache.dim() == 2 else cache.shape[0] * cache.shape[1]
+    for token, limit in enumerate(limits):
+        named = index[token, : max(0, limit)]
+        named, times = named[(named >= 0) & (named < num_slots)].unique(return_counts=True)
+        rows = exact.named_rows(cache, named)
+        yield torch.cat([exact.latent(rows), exact.rope(rows).double()], dim=1), times
+
+
 def _attend_row(
-    q: Tensor, rows: Tensor, times: Tensor, softmax_scale: float, attn_sink: Tensor | None
+    q: Tensor, keys: Tensor, times: Tensor, softmax_scale: float, attn_sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """out [H, 512] and lse [H] of a query row q [H, 576] float64 over stored rows [n, width], each times [n] times."""
-    if rows.shape[0] == 0:
+    """out [H, 512] and lse [H] of a query row q [H, 576] float64 over keys [n, 576], each times [n] times."""
+    if keys.shape[0] == 0:
         return q.new_zeros(q.shape[0], KV_LORA_RANK), q.new_full((q.shape[0],), -math.inf)
-    latent = exact.latent(rows)  # [n, 512]
-    keys = torch.cat([latent, exact.rope(rows).double()], dim=1)  # [n, 576]
+    latent = keys[:, :KV_LORA_RANK]
     scores = softmax_scale * (q @ keys.T)  # [H, n]
     top = scores.max(dim=1, keepdim=True).values
     weights = times * torch.exp(scores - top)
@@ -117,18 +145,25 @@ def judge_state(
     rows: Tensor | None = None,
     sink: Tensor | None = None,
     remark: str = "",
+    terms: Callable[[], Tensor] | None = None,
 ) -> Iterator[Finding]:
     """A state of attention, out [.., D] and where it is there lse [..], against the oracle's, by the tolerances of `table`.
 
     Args:
         rows: [n], the numbers of the rows where they are some of many. sink: [H], for what an error may come from.
         remark: to be added to each quantity.
+        terms: makes `score_terms` like lse, by which an lse of large scores that cancel is judged; asked where it needs that.
     """
     out, want_out, want_lse = got["out"].cpu(), want["out"], want["lse"].double()
     if "lse" in got:
         lse = got["lse"].cpu()
         symptom = _lse_symptom(lse.double(), want_lse, rows, sink)
-        yield close(f"lse{remark}", lse, want_lse, limit_of(table, storage, "lse"), rows=rows, symptom=symptom)
+        limit = limit_of(table, storage, "lse")
+        found = close(f"lse{remark}", lse, want_lse, limit, rows=rows, symptom=symptom)
+        if found.message and terms is not None:
+            least = terms() * (SCORE_ERROR / limit.rel)
+            found = close(f"lse{remark}", lse, want_lse, limit, steps=least, rows=rows, symptom=symptom)
+        yield found
     absent = want_lse == -math.inf
     yield _zero(f"out of rows without a valid entry{remark}", out, absent, rows)
     limit = limit_of(table, storage, "out")

@@ -14,7 +14,7 @@ from torch import Tensor
 from mla_portable.contracts import DecodeSchedule, DeviceFacts, ScheduleLimits, SplitSchedule, split_kv
 from mla_portable.layouts import LAYOUTS
 from mla_portable.problems import draw
-from mla_portable.problems.attention import AttentionParams, attend, findings
+from mla_portable.problems.attention import AttentionParams, attend, findings, score_terms
 from mla_portable.problems.compare import Finding
 from mla_portable.problems.stage import Problem, Results, Stage
 
@@ -102,6 +102,10 @@ def problem_of(params: AttentionParams, drawn: Drawn, stage: Stage, g: torch.Gen
     judged = torch.linspace(0, rows - 1, JUDGED_ROWS).long() if rows > JUDGED_ROWS else torch.arange(rows)
     want_out, want_lse = _expected(params, q, drawn.original_kv, original_indices, lengths, sink, judged)
 
+    def terms() -> Tensor:
+        some_q, named, limits = _judged(params, q, original_indices, lengths, judged)
+        return score_terms(some_q, drawn.original_kv, named, softmax_scale=params.softmax_scale, lengths=limits)
+
     def part(bound: Callable[..., Any], some: slice) -> tuple[Tensor, ...]:
         own = {name: value for name, value in keywords.items() if name in ("softmax_scale", "attn_sink")}
         if "lengths" in keywords:
@@ -115,7 +119,8 @@ def problem_of(params: AttentionParams, drawn: Drawn, stage: Stage, g: torch.Gen
         got = {name: value.flatten(0, len(shape) - 1)[judged] for name, value in results.items()}
         if not params.with_lse and "lse" in got:  # NaN says that it is none
             got["lse"] = torch.where(got["lse"].isnan(), want_lse, got["lse"])
-        yield from findings(params.storage_name, got, {"out": want_out, "lse": want_lse}, rows=judged, sink=sink)
+        want = {"out": want_out, "lse": want_lse}
+        yield from findings(params.storage_name, got, want, rows=judged, sink=sink, terms=terms)
 
     returns = {"out": ((*shape, heads, layout.value_width), torch.bfloat16), "lse": ((*shape, heads), torch.float32)}
     outputs, untold = frozenset({"out", "lse_out"}), frozenset(() if params.with_lse else ("lse",))
@@ -233,7 +238,14 @@ def _expected(
     judged: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The oracle's (out [n, H, 512], lse [n, H]) of the judged rows, float64."""
-    rows = q.reshape(params.rows, params.heads, q.shape[-1])[judged]
-    named = indices.reshape(params.rows, params.topk)[judged]
-    limits = None if lengths is None else lengths.reshape(params.rows)[judged]
+    rows, named, limits = _judged(params, q, indices, lengths, judged)
     return attend(rows, kv, named, softmax_scale=params.softmax_scale, lengths=limits, attn_sink=sink)
+
+
+def _judged(
+    params: AttentionParams, q: Tensor, indices: Tensor, lengths: Tensor | None, judged: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Queries [n, H, key width], indices [n, K] and lengths [n] of those rows."""
+    rows = q.reshape(params.rows, params.heads, q.shape[-1])[judged]
+    limits = None if lengths is None else lengths.reshape(params.rows)[judged]
+    return rows, indices.reshape(params.rows, params.topk)[judged], limits

@@ -142,7 +142,8 @@ def close(
     """`got` lies within the tolerance of `want`; infinities must agree exactly and NaN never does.
 
     Args:
-        want: float64. steps: for tolerances in steps, half a step at each element; of terms, these.
+        want: float64. steps: for tolerances in steps, half a step at each element; of terms, these; for others a magnitude
+            that each element has at least.
         rows: where only some rows are compared, which ones; the message then names those.
         symptom: says more about the coordinate of the largest error, of the rows that are compared.
     """
@@ -158,6 +159,8 @@ def close(
     elif limit.magnitude in ("step", "terms"):
         assert steps is not None, "a tolerance in steps, or of terms, needs them"
         magnitude = steps
+    elif steps is not None:
+        magnitude = magnitude.maximum(steps)
     least = limit.abs / limit.rel if limit.rel else 1.0
     error = torch.where(finite, (got - want).abs() / magnitude.clamp(min=max(least, torch.finfo(torch.float64).tiny)), 0.0)
     error = torch.where(finite | (got == want), error, math.inf).nan_to_num(nan=math.inf, posinf=math.inf)

@@ -11,7 +11,7 @@ import torch
 from flashmla_standins import modules
 from simulated_gpu import FACTS
 
-from mla_portable.contracts import Registrar, hookimpl
+from mla_portable.contracts import Registrar, Request, hookimpl
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT
 from mla_portable.registry import Registry
@@ -135,6 +135,18 @@ def test_a_writer_that_takes_float16_for_bfloat16_is_left_out():
         assert not report.results
         (reason,) = report.unavailable[0].reasons
         assert (reason.subject, reason.given) == ("dtype of kv_c", "float16") and "bfloat16" in reason.limit
+
+
+def test_the_block_that_int32_ends_in_is_converted_as_far_as_that():
+    block, topk, most = 53, 64, 2**31 - 1
+    positions, owner = torch.arange(topk, dtype=torch.int32).view(1, -1), torch.zeros(1, dtype=torch.int32)
+    table = torch.tensor([[most // block, most // block + 1]], dtype=torch.int32)  # of the other one no slot is left
+    with vllm("0.26"):
+        call = vllm_ops.bind_convert_indices(Request(CONVERT_INDICES, FACTS["sm90"], topk=topk, block_size=block))
+        indices, counts = call(positions, owner, table, block_size=block)
+    inside = most % block + 1
+    assert indices[0, :inside].tolist() == list(range(most - most % block, most + 1)) and counts.tolist() == [inside]
+    assert (indices[0, inside:] == -1).all()
 
 
 def test_without_vllm_nothing_is_offered_and_each_says_why():

@@ -5,15 +5,17 @@ The kernel computes tiles of 64 heads by 64 keys of any head count. It reads the
 them unchecked, so indices pass through `page_lists` first, unless the request promises that what is in front of the lengths
 are rows of kv. It has no sink for heads of these widths: that is applied afterwards.
 
-Splits: the kernel cuts the keys of rows that leave multiprocessors idle, by the lengths that it finds on the device. It is
-told how many splits there may be. vLLM lets it choose by shapes alone, as if all but one row were short: it then allocates
-28 accumulators for each row, 0.9 GiB for 256 rows of 64 heads, and launches the kernel that merges them, needed or not.
+Splits: the kernel cuts the keys of rows that leave multiprocessors idle, by the lengths that it finds on the device, and does
+not mind that a small last wave follows. It is told how many splits there may be. vLLM leaves that to it: it then allocates as
+if all but one row were short, 28 accumulators for each row, 0.9 GiB for 256 rows of 64 heads, and launches the kernel that
+merges them, needed or not.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -31,6 +33,7 @@ from mla_portable.contracts import (
 )
 from mla_portable.layouts import BF16, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
+from mla_portable_nvidia.block_times import TILE_HEADS, predicted_us
 from mla_portable_nvidia.boundary import Boundary, boundary_for
 from mla_portable_nvidia.fa3_operator import FA3Operator, find_fa3
 from mla_portable_nvidia.flat_decode import FlatDecode
@@ -48,7 +51,7 @@ __all__ = [
 
 NAME: Final = "nvidia.flash_attention3"
 _TILE: Final = 64
-"""Heads of a tile, and keys."""
+"""Keys of a tile."""
 _MARGIN: Final = 1.1
 """By this much more work for each multiprocessor than there is, the kernel counts, where it decides on splits."""
 _MOST_SPLITS: Final = 256
@@ -59,15 +62,17 @@ _DECODE, _PREFILL = 8.5, 11.0
 FlashMLA."""
 
 
+@lru_cache(maxsize=4096)
 def most_splits(rows: int, heads: int, topk: int, num_sms: int, scratch_bytes: int = DEFAULT_SCRATCH_BYTES) -> int:
-    """How many splits the kernel may cut a row into: 1 where rows of `topk` keys need none, else what scratch allows.
-
-    A row that is shorter than `topk` leaves the splits that the kernel would give it to the others.
+    """How many splits the kernel may cut a row into: of what it would take itself where every row has `topk` keys, and of
+    what scratch allows, the number that is predicted to be fastest.
     """
-    tiles, blocks = rows * -(-heads // _TILE), -(-topk // _TILE)
-    if rows > _MOST_ROWS or blocks <= math.ceil(tiles * blocks * _MARGIN / num_sms):
+    tiles, blocks = rows * -(-heads // TILE_HEADS), -(-topk // _TILE)
+    own = -(-blocks // max(math.ceil(tiles * blocks * _MARGIN / num_sms), 1))
+    if rows > _MOST_ROWS or own <= 1:
         return 1
-    return max(min(blocks, _MOST_SPLITS, scratch_bytes // accumulator_bytes(rows, heads)), 1)
+    most = max(min(own, _MOST_SPLITS, scratch_bytes // accumulator_bytes(rows, heads)), 1)
+    return min(range(1, most + 1), key=lambda splits: predicted_us(tiles, splits, _TILE * -(-blocks // splits), num_sms))
 
 
 def accumulator_bytes(rows: int, heads: int) -> int:

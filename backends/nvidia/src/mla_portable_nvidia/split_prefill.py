@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashMLA's prefill kernel on few tokens of many keys: a token's keys are cut into parts, which are tokens to the kernel.
 
-The kernel gives 64 heads of a token to a multiprocessor. With fewer of those than multiprocessors the others have nothing to
-do, and a little more than one wave takes as long as two: parts are smaller, so they fill the device and the last wave better.
-Each part costs a copy of its queries and a place for its result, and both ends a launch.
+Each part costs a copy of its queries and a place for its result, and both ends a launch; `block_times` says when that pays.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK
 from mla_portable.primitives import SparsePrefill
+from mla_portable_nvidia.block_times import TILE_HEADS, predicted_us
 from mla_portable_nvidia.conventions import PrefillKernel
 from mla_portable_nvidia.head_padding import KERNEL_HEADS
 from mla_portable_nvidia.row_parts import RowParts
@@ -25,13 +24,6 @@ from mla_portable_nvidia.sparse_prefill import TOPK_MULTIPLE
 __all__ = ["SplitPrefill", "num_parts"]
 
 _COUNTS: Final = (1, 2, 4, 8, 16)
-_TILE_HEADS: Final = 64
-_START, _KEY = 8.5, 0.0271
-"""Microseconds on an H200 that a block takes by itself: to start and end, and for each key."""
-_FULL: Final = 0.5
-"""By this share longer where all multiprocessors are at it."""
-_PASSES, _PASSED = 5.0, 0.03
-"""Microseconds of the passes around the kernel: of both, and of each block's queries and results."""
 
 
 @lru_cache(maxsize=4096)
@@ -40,15 +32,9 @@ def num_parts(tokens: int, heads: int, topk: int, num_sms: int) -> int:
 
     The parts are wholes of what the kernel's K must be a multiple of.
     """
-    tiles = tokens * (heads // _TILE_HEADS)
-
-    def predicted(parts: int) -> float:
-        waves, rest = divmod(tiles * parts, num_sms)
-        block = _START + _KEY * topk / parts
-        us = block * (waves * (1 + _FULL) + (1 + _FULL * rest / num_sms if rest else 0))
-        return us + (_PASSES + _PASSED * tiles * parts if parts > 1 else 0)
-
-    return min((parts for parts in _COUNTS if topk % (TOPK_MULTIPLE * parts) == 0 or parts == 1), key=predicted)
+    tiles = tokens * (heads // TILE_HEADS)
+    counts = (parts for parts in _COUNTS if topk % (TOPK_MULTIPLE * parts) == 0 or parts == 1)
+    return min(counts, key=lambda parts: predicted_us(tiles, parts, topk // parts, num_sms))
 
 
 class SplitPrefill:
@@ -93,9 +79,10 @@ class SplitPrefill:
         parts = num_parts(num_tokens, heads, topk, self._num_sms) if heads else 1
         masks = (self._sanitises and lengths is not None) or not indices.is_contiguous()
         if parts == 1 or masks or kv.shape[0] == 0 or num_tokens == 0:
-            return self._whole(
+            out, _ = self._whole(
                 q, kv, indices, softmax_scale=softmax_scale, lengths=lengths, attn_sink=attn_sink, out=out, lse_out=lse_out
             )
+            return out, self._no_lse
         if out is None:
             out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
         kernel, rows, part = self._kernel, num_tokens * parts, topk // parts

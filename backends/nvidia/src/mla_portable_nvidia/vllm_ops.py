@@ -237,9 +237,10 @@ class _Converter:
         indices, counts = out
         if topk_indices.shape[0] == 0:
             return indices, counts
-        # an entry is multiplied whatever it is, and may wrap around: -1, whose slots are all negative, stands for all bad ones
+        # an entry is multiplied whatever it is, and may wrap around: -1, whose slots are all negative, stands for all bad ones.
+        # Of the block that int32 ends in, the slots past that become negative by themselves
         limit = _INT32_MAX if num_slots is None else min(num_slots - 1, _INT32_MAX)
-        bad = (block_table < 0) | (block_table > (_INT32_MAX - block_size + 1) // block_size)
+        bad = (block_table < 0) | (block_table > _INT32_MAX // block_size)
         table = block_table.masked_fill(bad, -1)
         found = self._function(
             req_id_per_token,
