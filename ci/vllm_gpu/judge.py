@@ -283,7 +283,7 @@ def tensor_parallel(ran: Ran) -> Iterator[Line]:
             yield Line("tp-plugin", f"{text} (limits {limits[0]:.2f}, {limits[1]:.2f})", right)
     for name in ("pp2-plugin", "dp2-plugin", "dbo2-plugin"):
         if name in ran:
-            yield _as_without(name, _runs(ran, "tp1-plugin"), _runs(ran, name), limits[1])
+            yield _as_without(name, _runs(ran, "tp1-plugin"), _runs(ran, name), max(LONG_LIMIT, limits[1]))
 
 
 def _as_without(name: str, without: list[Run], runs: list[Run], most: float) -> Line:

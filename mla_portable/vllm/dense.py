@@ -76,9 +76,11 @@ class DensePrefills:
     def build(self, common: Any, query_lens: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32]) -> Any | None:
         """What vLLM's builder says of a step with such prefills (num_decodes, num_decode_tokens, num_prefills, prefill).
 
-        None where no request is a prefill, or the longest one is not in the range.
+        None where no request is a prefill, the longest one is not in the range, or vLLM keeps no lengths on the host.
         """
         (later,) = np.nonzero(query_lens > self._threshold)
-        if not len(later) or not self._shortest <= lengths[later[0] :].max() <= self._longest:
+        if not len(later) or common.seq_lens_cpu_upper_bound is None:
+            return None
+        if not self._shortest <= lengths[later[0] :].max() <= self._longest:
             return None
         return self._builder.build(0, common)

@@ -97,6 +97,11 @@ def test_other_steps_are_sparse(query_lens: Sequence[int], seq_lens: Sequence[in
     assert metadata.prefill is None and metadata.num_decode_tokens == sum(query_lens) and metadata.num_prefills == 0
 
 
+def test_a_step_without_lengths_on_the_host_is_sparse(engine: Engine):
+    step = make_step(engine, [9, 33], [9, 33], host_lengths="")
+    assert engine.builder.build(0, step.common).prefill is None
+
+
 def resolved(**spec: Any) -> Any:
     given = {"num_heads": 128, "batch_invariant": False, "share": ContextShare(), **spec}
     device = SimpleNamespace(arch=given.pop("arch", "sm90"))

@@ -97,5 +97,5 @@ def test_stated_scales_are_those_that_the_primitive_writes(monkeypatch: pytest.M
 
 def test_demanding_a_writer_that_does_not_work_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(settings.ENV_WRITER, "vllm")
-    with pytest.raises(InvalidArgument, match="vLLM's does not write fp8_ds_mla on cpu"):
+    with pytest.raises(InvalidArgument, match="vLLM's operator does not write fp8_ds_mla on cpu"):
         writer_module.choose_writer("fp8_ds_mla", CPU, None)
