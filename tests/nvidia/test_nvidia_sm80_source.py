@@ -64,16 +64,17 @@ def test_what_the_source_computes(monkeypatch, layout, device, num_heads, topk):
     check(monkeypatch, kv, q, indices, request, lengths=lengths, attn_sink=torch.randn(num_heads))
 
 
-def test_scales_that_no_single_factor_holds(monkeypatch):
+@pytest.mark.parametrize("num_heads", [16, 64])
+def test_scales_that_no_single_factor_holds(monkeypatch, num_heads):
     """2^120 times a large scale is infinite; small ones beside it keep their bits."""
     torch.manual_seed(0)
     kv = cache(2, 16)
     values = torch.randn(32, 576) * torch.tensor([2.0**14, 2.0**-10]).repeat(16).unsqueeze(1)
     kv.copy_(FP8_DS_MLA.pack(values[:, :512], torch.zeros(32, 64)).view_as(kv))
-    q, indices = problem(1, 1, 16, 32, 32)
+    q, indices = problem(1, 1, num_heads, 32, 32)
     q[..., :512] *= 2.0**-14
     for chosen in (indices, indices | 1):  # all rows, and the small ones alone
-        check(monkeypatch, kv, q, chosen, REQUEST.but(batch_invariant=True))
+        check(monkeypatch, kv, q, chosen, REQUEST.but(num_heads=num_heads, batch_invariant=True))
 
 
 def test_rows_without_an_entry_are_zero(monkeypatch):
