@@ -82,3 +82,21 @@ def test_rows_without_an_entry_are_zero(monkeypatch):
     q, indices = problem(2, 1, 16, 64, 32)
     indices[0] = -1
     check(monkeypatch, kv, q, indices, REQUEST.but(device=A100), attn_sink=torch.randn(16))
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp8_ds_mla"])
+@pytest.mark.parametrize("broken", [float("inf"), float("nan")])
+def test_a_broken_query_shows_in_its_own_head(monkeypatch, layout, broken):
+    torch.manual_seed(0)
+    kv = cache(3, 16, layout=layout)
+    monkeypatch.setattr(Emulated, "cache", (kv.data_ptr(), kv.data_ptr() + kv.numel() * kv.element_size()))
+    q, indices = problem(2, 1, 16, 40, 48)
+    indices[1] = -1
+    decode = bind_sm80.bind_sparse_decode(REQUEST.but(kv_layout=layout, batch_invariant=True))
+    whole = decode(q, kv, indices, softmax_scale=SCALE)
+    q[:, :, 3, 70] = broken
+    out, lse = decode(q, kv, indices, softmax_scale=SCALE)
+    others = torch.arange(16) != 3
+    assert out[0, 0, 3].isnan().all() and lse[0, 0, 3].isnan()
+    assert torch.equal(out[:, :, others], whole[0][:, :, others]) and torch.equal(lse[:, :, others], whole[1][:, :, others])
+    assert not out[1].any() and (lse[1] == -torch.inf).all()
