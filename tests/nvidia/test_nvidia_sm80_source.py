@@ -64,16 +64,17 @@ def test_what_the_source_computes(monkeypatch, layout, device, num_heads, topk):
     check(monkeypatch, kv, q, indices, request, lengths=lengths, attn_sink=torch.randn(num_heads))
 
 
-def test_scales_that_no_single_factor_holds(monkeypatch):
+@pytest.mark.parametrize("num_heads", [16, 64])
+def test_scales_that_no_single_factor_holds(monkeypatch, num_heads):
     """2^120 times a large scale is infinite; small ones beside it keep their bits."""
     torch.manual_seed(0)
     kv = cache(2, 16)
     values = torch.randn(32, 576) * torch.tensor([2.0**14, 2.0**-10]).repeat(16).unsqueeze(1)
     kv.copy_(FP8_DS_MLA.pack(values[:, :512], torch.zeros(32, 64)).view_as(kv))
-    q, indices = problem(1, 1, 16, 32, 32)
+    q, indices = problem(1, 1, num_heads, 32, 32)
     q[..., :512] *= 2.0**-14
     for chosen in (indices, indices | 1):  # all rows, and the small ones alone
-        check(monkeypatch, kv, q, chosen, REQUEST.but(batch_invariant=True))
+        check(monkeypatch, kv, q, chosen, REQUEST.but(num_heads=num_heads, batch_invariant=True))
 
 
 def test_rows_without_an_entry_are_zero(monkeypatch):
@@ -81,3 +82,21 @@ def test_rows_without_an_entry_are_zero(monkeypatch):
     q, indices = problem(2, 1, 16, 64, 32)
     indices[0] = -1
     check(monkeypatch, kv, q, indices, REQUEST.but(device=A100), attn_sink=torch.randn(16))
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp8_ds_mla"])
+@pytest.mark.parametrize("broken", [float("inf"), float("nan")])
+def test_a_broken_query_shows_in_its_own_head(monkeypatch, layout, broken):
+    torch.manual_seed(0)
+    kv = cache(3, 16, layout=layout)
+    monkeypatch.setattr(Emulated, "cache", (kv.data_ptr(), kv.data_ptr() + kv.numel() * kv.element_size()))
+    q, indices = problem(2, 1, 16, 40, 48)
+    indices[1] = -1
+    decode = bind_sm80.bind_sparse_decode(REQUEST.but(kv_layout=layout, batch_invariant=True))
+    whole = decode(q, kv, indices, softmax_scale=SCALE)
+    q[:, :, 3, 70] = broken
+    out, lse = decode(q, kv, indices, softmax_scale=SCALE)
+    others = torch.arange(16) != 3
+    assert out[0, 0, 3].isnan().all() and lse[0, 0, 3].isnan()
+    assert torch.equal(out[:, :, others], whole[0][:, :, others]) and torch.equal(lse[:, :, others], whole[1][:, :, others])
+    assert not out[1].any() and (lse[1] == -torch.inf).all()
