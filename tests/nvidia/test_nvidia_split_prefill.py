@@ -13,6 +13,7 @@ from mla_portable.contracts import Request
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.problems.attention import attend
 from mla_portable_nvidia.flat_decode import bind_flat_decode
+from mla_portable_nvidia.sparse_prefill import FlashMLAPrefill
 from mla_portable_nvidia.split_prefill import num_parts
 
 ROWS, TOPK = 3, 1024
@@ -49,6 +50,19 @@ def test_parts_of_a_few_rows_are_rows_of_one_call(generation: str, heads: int, w
     want, _ = attend(q[:, 0], kv, indices[:, 0], softmax_scale=0.05, lengths=lengths[:, 0], attn_sink=sink)
     torch.testing.assert_close(out[:, 0].double(), want, atol=1e-2, rtol=1e-2)
     assert not out[0].any()
+
+
+def test_heads_that_are_padded_take_the_same_passes_in_one_part(monkeypatch):
+    monkeypatch.setattr("mla_portable_nvidia.split_prefill.num_parts", lambda *_: 1)
+    monkeypatch.setattr(FlashMLAPrefill, "__call__", lambda *_, **__: pytest.fail("padded by itself"))
+    q, kv, indices, lengths = problem(40)
+    with installed("vllm 0.26") as library:
+        call = bound(40, clean_indices=True, lengths=True)
+        del library.prefill_calls[:]
+        out, _ = call(q, kv, indices, softmax_scale=0.05, lengths=lengths)
+        assert library.prefill_calls == [(ROWS, 64, TOPK)]
+    want, _ = attend(q[:, 0], kv, indices[:, 0], softmax_scale=0.05, lengths=lengths[:, 0])
+    torch.testing.assert_close(out[:, 0].double(), want, atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize(("changes", "calls"), [({"lengths": True}, 3), ({}, 24)])

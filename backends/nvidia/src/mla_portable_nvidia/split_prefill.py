@@ -19,7 +19,7 @@ from mla_portable_nvidia.block_times import TILE_HEADS, predicted_us
 from mla_portable_nvidia.conventions import PrefillKernel
 from mla_portable_nvidia.head_padding import KERNEL_HEADS
 from mla_portable_nvidia.row_parts import RowParts
-from mla_portable_nvidia.sparse_prefill import TOPK_MULTIPLE
+from mla_portable_nvidia.sparse_prefill import SCRATCH_BYTES, TOPK_MULTIPLE
 
 __all__ = ["SplitPrefill", "num_parts"]
 
@@ -76,9 +76,11 @@ class SplitPrefill:
         """One call of the kernel in any case. Returns: out, and a tensor without elements as lse."""
         (num_tokens, num_heads, _), topk = q.shape, indices.shape[1]
         heads = next((count for count in self._heads if num_heads <= count), 0)
-        parts = num_parts(num_tokens, heads, topk, self._num_sms) if heads else 1
+        parts = num_parts(num_tokens, heads, topk, self._num_sms) if heads and topk % TOPK_MULTIPLE == 0 else 0
+        row_bytes = q.element_size() * heads * (HEAD_SIZE + KV_LORA_RANK)
+        pads = parts == 1 and heads != num_heads and num_tokens * row_bytes <= SCRATCH_BYTES  # as the pass before does as well
         masks = (self._sanitises and lengths is not None) or not indices.is_contiguous()
-        if parts == 1 or masks or kv.shape[0] == 0 or num_tokens == 0:
+        if not (parts > 1 or pads) or masks or kv.shape[0] == 0 or num_tokens == 0:
             out, _ = self._whole(
                 q, kv, indices, softmax_scale=softmax_scale, lengths=lengths, attn_sink=attn_sink, out=out, lse_out=lse_out
             )
