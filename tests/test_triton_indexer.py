@@ -102,18 +102,19 @@ def test_starts_that_do_not_ascend_read_nothing_outside(starts: list[int], each:
 
 @pytest.mark.parametrize("heads", [3, 70])
 def test_two_tokens_in_a_product_have_the_scores_of_one(heads: int, monkeypatch: pytest.MonkeyPatch):
-    arguments = [x.to(DEVICE) for x in problem(heads, 16, [7, 0, 1, 12], [40, 3, 70, 21], tail=2)]
+    kv = "index_fp8"
+    arguments = [x.to(DEVICE) for x in problem(heads, 16, [7, 0, 1, 12], [40, 3, 70, 21], tail=2, kv=kv)]
     arguments[5][0, 1] = -1
     tokens, width = arguments[0].shape[0], arguments[5].shape[1] * 16
     starts = torch.arange(tokens, dtype=torch.int32, device=DEVICE) % 5
     ends = starts * 17 % 60
-    keys = arguments[2].flatten(0, 1)[:50]
+    keys, scales = torch.randn(50, 128).to(arguments[0].dtype).to(DEVICE), torch.rand(50).to(DEVICE)
 
     def scores() -> list[Tensor]:
         out = [torch.full((tokens, columns), math.nan, device=DEVICE) for columns in (width, len(keys))]
-        bound(INDEXER_LOGITS)(*arguments, out=out[0])
-        bound(INDEXER_LOGITS_RAGGED)(*arguments[:2], keys, None, starts, ends, out=out[1])
-        return [*out, bound(INDEXER_SELECT)(*arguments, topk=9)]
+        bound(INDEXER_LOGITS, kv)(*arguments, out=out[0])
+        bound(INDEXER_LOGITS_RAGGED, kv)(*arguments[:2], keys, scales, starts, ends, out=out[1])
+        return [*out, bound(INDEXER_SELECT, kv)(*arguments, topk=9)]
 
     one = scores()
     tiles = indexer_logits.PREFILL["default"]

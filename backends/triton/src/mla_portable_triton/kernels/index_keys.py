@@ -109,9 +109,9 @@ def head_block(num_heads: int) -> int:
     return max(16, triton.next_power_of_2(num_heads))
 
 
-def tokens_together(tiles: Tiles, block_h: int) -> int:
-    """TOGETHER: as many tokens of `block_h` heads as the tiles say, and as a product has columns for."""
-    return min(tiles.together, MAX_HEADS // block_h)
+def tokens_together(tiles: Tiles, block_h: int, form: int) -> int:
+    """TOGETHER: as many tokens of `block_h` heads as the tiles say and a product has columns for. BF16 would spill: one."""
+    return 1 if form == BF16 else min(tiles.together, MAX_HEADS // block_h)
 
 
 def visible_bytes(tensor: Tensor) -> Tensor:

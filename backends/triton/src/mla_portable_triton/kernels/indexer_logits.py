@@ -218,7 +218,7 @@ def launch(
     }  # fmt: skip
     if prefill:
         grid = triton.cdiv(num_logits, positions), triton.cdiv(num_rows, tiles.tokens)
-        together = tokens_together(tiles, block_h)
+        together = tokens_together(tiles, block_h, numbers.form)
         _prefill(grid, *arguments, first_token + num_rows, REPEAT=tiles.tokens, TOGETHER=together, **options)
     else:
         programs = triton.cdiv(max(numbers.num_sms, 1) * _PROGRAMS, num_rows)
@@ -241,7 +241,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
         )
         for kernel, name, table in ((decode_kernel, "decode", DECODE), (prefill_kernel, "prefill", PREFILL))
         for tiles in (table.get(arch, table["default"]),)
-        for tokens in ({"REPEAT": tiles.tokens, "TOGETHER": tiles.together} if tiles.tokens else {},)
         for word, form, stored in (("fp8", quantized, "*u8"), ("bf16", index_keys.BF16, "*bf16"))
+        for tokens in ({"REPEAT": tiles.tokens, "TOGETHER": tokens_together(tiles, 64, form)} if tiles.tokens else {},)
         for use in ("", "-fill", *(("-dcp",) if word == "fp8" else ()))
     ]  # fmt: skip

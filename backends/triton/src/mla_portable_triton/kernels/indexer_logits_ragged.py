@@ -125,7 +125,7 @@ def launch(
         BLOCK_H=block_h,
         BLOCK_N=positions,
         REPEAT=tiles.tokens,
-        TOGETHER=tokens_together(tiles, block_h),
+        TOGETHER=tokens_together(tiles, block_h, numbers.form),
         STAGES=tiles.num_stages,
         num_warps=tiles.num_warps,
     )
@@ -140,7 +140,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
         variant(
             ragged_kernel, f"indexer_logits_ragged-{word}", tiles.num_warps, **pointers, q_ptr=stored,
             key_ptr=stored, NUM_HEADS=64, FORM=form, BF16_NATIVE=True, BLOCK_H=64, BLOCK_N=tiles.positions,
-            REPEAT=tiles.tokens, TOGETHER=tiles.together, STAGES=tiles.num_stages,
+            REPEAT=tiles.tokens, TOGETHER=tokens_together(tiles, 64, form), STAGES=tiles.num_stages,
         )
         for word, form, stored in (("fp8", quantized, "*u8"), ("bf16", index_keys.BF16, "*bf16"))
     ]  # fmt: skip
