@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a row that was split (sparse_decode_sm80.cu): one block sums the splits' outputs of one head, weighted by their lse.
+// The end of a row that was split (sparse_decode_sm80.cu): a block sums the splits' outputs of one head, weighted by their lse.
 
 #define ROW 0                     // nothing of the cache is read here
 #define ROW_STRIDE 0
@@ -14,7 +14,8 @@ struct Results {
 
 extern "C" __global__ void __launch_bounds__(THREADS) merge_splits(
     u16* __restrict__ out, float* __restrict__ lse_out, const float* __restrict__ partial_out,
-    const float* __restrict__ partial_lse, const float* __restrict__ sink, int splits, int num_heads, int query_len, Results st) {
+    const float* __restrict__ partial_lse, const float* __restrict__ sink, int splits, int num_heads, int query_len,
+    Results st) {
     const int lane = threadIdx.x & 31, head = blockIdx.x % num_heads;
     const i64 row = blockIdx.x / num_heads, b = row / query_len, s = row % query_len;
     const i64 apart = gridDim.x;  // [splits][rows * heads]

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sparse MLA attention without what compute capability 9.0 brought: 16 * MT * GROUPS heads of one query row over one split of its
-// indices, on the FP8 cache or on BF16 rows.
+// Sparse MLA attention without what compute capability 9.0 brought: 16 * MT * GROUPS heads of one query row over one split of
+// its indices, on the FP8 cache or on BF16 rows.
 //
 // Compiled at run time (NVRTC) with FP8, MT, GROUPS, TILE, STAGES and BLOCKS_PER_SM defined.
 //
@@ -10,12 +10,13 @@
 // and exponentiates a quarter of the heads, and hands the probabilities to all.
 //
 // All warps copy: a few lanes a row, 16 bytes each (cp.async), into a ring of STAGES tiles. BF16 rows are multiplied where they
-// arrive. FP8 rows are converted once, by all warps, to a tile of bfloat16 beside the ring, whose place is free for the next
-// copy then. Tokens of a bfloat16 tile lie 16 bytes further apart than they are long, one more than a whole number of banks:
-// `ldmatrix` meets no bank twice, for the scores as it is (a token a row), for the output transposed. So do rows of 656 bytes.
+// arrive. FP8 rows are converted once for all heads, each by the warp that copied it, to a tile of bfloat16 beside the ring;
+// their place is free for the next copy then. Tokens of a bfloat16 tile lie 16 bytes further apart than they are long, one more
+// than a whole number of banks: `ldmatrix` meets no bank twice, for the scores as it is (a token a row), for the output
+// transposed.
 //
-// e4m3 becomes bfloat16 by moving bits: the code's exponent and mantissa in the place of a bfloat16's are its value times 2^-120,
-// exactly, subnormals included. One multiplication by the scale times 2^120 follows, the scale rounded to bfloat16.
+// e4m3 becomes bfloat16 by moving bits: the code's exponent and mantissa in the place of a bfloat16's are its value times
+// 2^-120, exactly, subnormals included. One multiplication by the scale times 2^120 follows, the scale rounded to bfloat16.
 //
 // An absent token (negative, not below num_slots, past its length) is zeros in shared memory and scores -inf. A head whose q is
 // not finite scores NaN. The splits of a row leave their outputs and lse (base 2) in `partial_out` and `partial_lse`, for
@@ -54,7 +55,8 @@
 #define GROUP_BYTES (ROPE_AT + (Q_APART ? 4 * MT * 32 * 16 : 0))
 #define SHARED_BYTES (GROUPS_AT + GROUPS * GROUP_BYTES)
 
-static_assert(TILE % 16 == 0 && TOKENS_PER_LANE % 2 == 0 && ROUNDS * 32 == ROWS_PER_WARP * LANES_PER_ROW && AHEAD > 0, "no such build");
+static_assert(TILE % 16 == 0 && TOKENS_PER_LANE % 2 == 0 && AHEAD > 0, "no such build");
+static_assert(ROUNDS * 32 == ROWS_PER_WARP * LANES_PER_ROW, "no such build");
 
 __device__ __forceinline__ void copy16(u32 to, const u8* from, u32 bytes) {  // bytes: 16, or 0 for zeros
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
@@ -66,6 +68,9 @@ __device__ __forceinline__ u32 scale_bf162(u32 x, u32 by) {
     u32 r;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(by), "r"(0x80008000u));
     return r;
+}
+__device__ __forceinline__ uint4 scale_eight(const uint4 v, u32 by) {
+    return make_uint4(scale_bf162(v.x, by), scale_bf162(v.y, by), scale_bf162(v.z, by), scale_bf162(v.w, by));
 }
 // words that lie side by side, as many at once as their number allows
 template <int N>
@@ -120,10 +125,9 @@ __device__ __forceinline__ void convert(u8* smem, u32 stage_at, int first_row, i
 #pragma unroll
                 for (int side = 0; side < 2; ++side) {
                     const uint2 a = spread4(codes[n][side].x), b = spread4(codes[n][side].y);
-                    uint4 v = make_uint4(scale_bf162(a.x, by), scale_bf162(a.y, by), scale_bf162(b.x, by), scale_bf162(b.y, by));
-                    if (twice)
-                        v = make_uint4(scale_bf162(v.x, then), scale_bf162(v.y, then), scale_bf162(v.z, then), scale_bf162(v.w, then));
-                    at<uint4>(smem, to + (row + n) * TOKEN + (side ? eight ^ 8 : eight) * 16) = v;
+                    const uint4 v = scale_eight(make_uint4(a.x, a.y, b.x, b.y), by);
+                    const u32 column = (side ? eight ^ 8 : eight) * 16;  // bytes
+                    at<uint4>(smem, to + (row + n) * TOKEN + column) = twice ? scale_eight(v, then) : v;
                 }
             }
         };
@@ -405,7 +409,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
 #pragma unroll
                 for (int j = 0; j < 16; ++j)
                     if (h < num_heads)
-                        *reinterpret_cast<float2*>(to + j * 8) = make_float2(acc[mt][j][i] * factor, acc[mt][j][i + 1] * factor);
+                        *reinterpret_cast<float2*>(to + j * 8) =
+                            make_float2(acc[mt][j][i] * factor, acc[mt][j][i + 1] * factor);
             } else {  // two lanes trade halves, so that each has four columns side by side
                 u16* to = out + b * st.out_b + s * st.out_s + h * st.out_h + warp * 128 + (c & 1) * 8 + (c >> 1) * 4;
 #pragma unroll
