@@ -2,6 +2,7 @@
 // The sources of the SM80 attention kernels on a CPU. KERNEL is a source without the functions that are inline assembly
 // (attention_model.py); here is what they do. A copy arrives when it is waited for, and not before.
 
+#define __CUDA_ARCH__ 800
 #include "cuda_on_cpu.h"
 
 #include <array>

@@ -39,7 +39,7 @@
 #define TOKENS_PER_LANE (TILE / LANES_PER_HEAD)
 #define TOKENS_AT_ONCE (MT > 1 ? 2 : TILE / 8)           // of the scores, in eights: what the registers hold
 #define Q_APART (MT > 1 && GROUPS > 1)                   // registers do not hold all of q's operands
-#define AT_ONCE (MT > 1 ? 2 : 4)   // rows that a warp reads before it converts them
+#define AT_ONCE (MT == 1 ? 4 : __CUDA_ARCH__ < 1000 ? 2 : 1)  // rows that a warp reads before it converts them: no spills
 #define ROPES ((ROWS_PER_WARP + 3) / 4)                  // pieces of 16 bytes that a lane moves
 #define SCALE_COLUMN 512          // bytes into a row of the FP8 cache
 #define ROPE_COLUMN 528

@@ -103,9 +103,9 @@ class Sm80Build(KernelBuild):
 
 @dataclass(frozen=True, slots=True)
 class LargeSm80Build(Sm80Build):
-    """A build for architectures that allow a thread block 163 KiB of shared memory and more."""
+    """A build for SM80, which allows a thread block 163 KiB of shared memory. SM100 does too, but code for it would spill."""
 
-    archs: ClassVar[Mapping[str, str]] = MappingProxyType({arch: _ARCHS[arch] for arch in ("sm80", "sm100", "sm103")})
+    archs: ClassVar[Mapping[str, str]] = MappingProxyType({"sm80": _ARCHS["sm80"]})
 
 
 @dataclass(frozen=True, slots=True)
