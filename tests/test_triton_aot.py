@@ -71,8 +71,9 @@ def test_what_is_not_attention_spills_no_registers(arch: str, records: list[dict
     assert set(spilled.values()) == {0}, spilled
 
 
-MOST_SPILLED = {"sm80": 384, "sm90": 2304, "gfx942": 0}
-"""Bytes of a thread of the indexer's scores, whose tiles were chosen by time. Triton 3.7: 336 (sm80) and 2080 (sm90)."""
+MOST_SPILLED = {"sm80": 1536, "sm90": 3328, "gfx942": 0}
+"""Bytes of a thread of the indexer's scores, whose tiles were chosen by time. Triton 3.7: 1384 (sm80) and 3184 (sm90), where
+strides are not known to be multiples of 16 as in a launch, which leaves 40 and 184."""
 
 
 @pytest.mark.parametrize("arch", MACHINE_CODE)

@@ -23,6 +23,21 @@ struct Cache {
     i64 block_stride;           // bytes
 };
 
+// ---- rows
+struct Span {
+    int begin, end;
+};
+// this block's indices; where rows have lengths, the keys of a row are shared among its blocks, in whole steps
+__device__ __forceinline__ Span own_indices(int topk, int split_len, const int* length, int step) {
+    int keys = topk;
+    if (length) {
+        keys = min(topk, *length);
+        split_len = ((max(keys, 1) - 1) / (step * (int)gridDim.y) + 1) * step;
+    }
+    const int begin = (int)blockIdx.y * split_len;
+    return {begin, min(begin + split_len, keys)};
+}
+
 // ---- matrices
 __device__ __forceinline__ void ldmatrix4(u32 (&r)[4], u32 a) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

@@ -63,10 +63,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     const i64 b = row / query_len, s = row % query_len;
     const u32 shared = smem_u32(smem);
 
-    const int begin = split * split_len;
-    int end = min(begin + split_len, topk);
     const int* index_row = indices + b * st.indices_b + s * st.indices_s;
-    if (lengths) end = min(end, lengths[b * st.lengths_b + s * st.lengths_s]);
+    const int* length = lengths ? lengths + b * st.lengths_b + s * st.lengths_s : nullptr;
+    const Span own = own_indices(topk, split_len, length, TN);
+    const int begin = own.begin, end = own.end;
     const int tiles = end > begin ? (end - begin + TN - 1) / TN : 0;
     auto load_indices = [&](int tile) {  // of four tiles, by the warps that copy
         const int k = begin + (tile + (lane >> 3)) * TN + warp * 8 + (lane & 7);

@@ -75,10 +75,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
 
     const u32 base = Q_BYTES + group * GROUP_BYTES, shared = smem_u32(smem);
 
-    const int begin = (int)split * split_len;
-    int end = min(begin + split_len, topk);
     const int* index_row = indices + b * st.indices_b + s * st.indices_s;
-    if (lengths) end = min(end, lengths[b * st.lengths_b + s * st.lengths_s]);
+    const int* length = lengths ? lengths + b * st.lengths_b + s * st.lengths_s : nullptr;
+    const Span own = own_indices(topk, split_len, length, TN);
+    const int begin = own.begin, end = own.end;
     const int tiles = end > begin ? (end - begin + TN - 1) / TN : 0;
     if (thread < GROUPS * STAGES) {
         const u32 full = shared + Q_BYTES + thread / STAGES * GROUP_BYTES + FULL_AT + thread % STAGES * 8;

@@ -171,10 +171,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
     const u32 shared = smem_u32(smem);
 
     const Place here = place(head_tiles, query_len);
-    const int begin = (int)blockIdx.y * split_len;
-    int end = min(begin + split_len, topk);
     const int* index_row = indices + here.b * st.indices_b + here.s * st.indices_s;
-    if (lengths) end = min(end, lengths[here.b * st.lengths_b + here.s * st.lengths_s]);
+    const int* length = lengths ? lengths + here.b * st.lengths_b + here.s * st.lengths_s : nullptr;
+    const Span own = own_indices(topk, split_len, length, STEP_STAGES * TN);
+    const int begin = own.begin, end = own.end;
     const int steps = end > begin ? (end - begin + STEP_STAGES * TN - 1) / (STEP_STAGES * TN) : 0;
     if (thread < STAGES) {
         barrier_init(shared + FULL_AT + thread * 8, 4 * ARRIVALS);

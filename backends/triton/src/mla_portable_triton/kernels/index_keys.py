@@ -171,12 +171,12 @@ def find_request(token, start_ptr, num_requests, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, there, FORM: tl.constexpr):
-    """The 128 numbers of each row at pointers `rows` [R], 0 where not `there` [R]: [R, 128], or [R, 64] words of FP8_WORDS."""
+    """The 128 numbers of rows at `rows` [R, 1], 0 where not `there` [R]: [R, 128], or [R, 64] words of FP8_WORDS."""
     if FORM == _FP8_WORDS:
         rows = rows.to(tl.pointer_type(tl.int16), bitcast=True)
-        numbers = tl.load(rows[:, None] + tl.arange(0, KEY // 2)[None, :], mask=there[:, None], other=0)
+        numbers = tl.load(rows + tl.arange(0, KEY // 2)[None, :], mask=there[:, None], other=0)
     else:
-        numbers = tl.load(rows[:, None] + tl.arange(0, KEY)[None, :], mask=there[:, None], other=0)
+        numbers = tl.load(rows + tl.arange(0, KEY)[None, :], mask=there[:, None], other=0)
     return numbers
 
 
@@ -194,7 +194,8 @@ def query_tile(
         token = tl.minimum(token + h // BLOCK_H, last)
         h = h % BLOCK_H
     token = token.to(tl.int64)
-    q = load_rows(q_ptr + token * q_stride_t + h * q_stride_h, h < NUM_HEADS, FORM)
+    rows = q_ptr + token * q_stride_t + h * q_stride_h  # [TOGETHER * BLOCK_H]
+    q = load_rows(rows[:, None], h < NUM_HEADS, FORM)
     if FORM == _FP8_WORDS:
         # Zeros, unknown to Triton until it has laid the tiles out. What depends on loads alone it would decode in the layout of
         # the product, where every warp needs every head.
@@ -215,7 +216,7 @@ def key_tile(
     there = inside & (block >= 0) & (block < num_blocks)
     page = cache_ptr + tl.where(there, block, 0) * block_stride  # [BLOCK_N] pointers
     at = position % CACHE_BLOCK  # [BLOCK_N]
-    keys = load_rows(page + at * KEY, there, FORM)
+    keys = load_rows(page[:, None] + at[:, None] * KEY, there, FORM)
     if FORM == _BF16:
         scale = tl.full(position.shape, 1.0, tl.float32)
     else:

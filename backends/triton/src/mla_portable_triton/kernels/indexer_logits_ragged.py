@@ -52,7 +52,7 @@ def ragged_kernel(
     wanted = (starts < ends) & (starts < first + BLOCK_N) & (ends > first)  # [REPEAT]
     if tl.max(wanted.to(tl.int32), 0) > 0:
         there = n < num_keys
-        keys, odd_keys = operands(load_rows(key_ptr + n.to(tl.int64) * key_stride, there, FORM), FORM, BF16_NATIVE)
+        keys, odd_keys = operands(load_rows(key_ptr + n.to(tl.int64)[:, None] * key_stride, there, FORM), FORM, BF16_NATIVE)
         if FORM == _BF16:
             scale = tl.full([BLOCK_N], 1.0, tl.float32)
         else:
