@@ -34,8 +34,8 @@ from mla_portable.registry.facts import resolve_device
 from mla_portable.registry.variables import ENV_BACKEND
 from mla_portable.tools.conformance import Case, CaseResult, run_suite
 from mla_portable.tools.conformance.runner import run_installed
-from mla_portable.tools.matrix import Records
 from mla_portable.tools.matrix.record import conformance_report
+from mla_portable.tools.matrix.records import Records
 from mla_portable.tools.provenance import provenance_of
 
 

@@ -330,7 +330,7 @@ def test_an_sm80_row_of_the_attention_kernel_is_no_source_on_an_h200(monkeypatch
     roots = sources_of(decode)
     before = {arch: source_hash(roots, arch) for arch in archs}
     assert len(set(before.values())) == 3
-    edited = text.replace('"sm80": _layouts(((16, _16),', '"sm80": _layouts(((8, _16),')
+    edited = text.replace('"sm80": _layouts(_FP8, ((16,', '"sm80": _layouts(_FP8, ((8,')
     assert edited != text
     original = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda self, **options: edited if self == path else original(self, **options))

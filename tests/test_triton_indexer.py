@@ -199,23 +199,26 @@ def test_variants_name_every_parameter(module: Any):
 
 
 @pytest.mark.parametrize(
-    ("arch", "converts", "form"),
+    ("arch", "converts", "heads", "form"),
     [
-        ("sm80", False, index_keys.FP8_WORDS),
-        ("sm89", True, index_keys.FP8),
-        ("sm90", True, index_keys.FP8),
-        ("sm120", True, index_keys.FP8),
-        ("sm90", False, index_keys.FP8_WORDS),
-        ("gfx942", False, index_keys.FP8_DECODED),
-        ("gfx950", True, index_keys.FP8_DECODED),
-        ("ivcore11", False, index_keys.FP8_DECODED),
+        ("sm80", False, 64, index_keys.FP8_WORDS),
+        ("sm89", True, 64, index_keys.FP8),
+        ("sm90", True, 8, index_keys.FP8),
+        ("sm120", True, 32, index_keys.FP8),
+        ("sm90", True, 7, index_keys.FP8_WORDS),
+        ("sm90", False, 64, index_keys.FP8_WORDS),
+        ("gfx942", False, 64, index_keys.FP8_DECODED),
+        ("gfx950", True, 64, index_keys.FP8_DECODED),
+        ("ivcore11", False, 64, index_keys.FP8_DECODED),
     ],
 )
-def test_e4m3_bytes_are_multiplied_as_they_are_where_matrix_units_take_them(arch: str, converts: bool, form: int, monkeypatch):
+def test_e4m3_bytes_are_multiplied_as_they_are_where_matrix_units_take_them(
+    arch: str, converts: bool, heads: int, form: int, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(bind_indexer, "interpreter_is_on", lambda: False)
     facts = DeviceFacts(vendor="any", name="any", arch=arch, has_fp8_conversion=converts)
     for kv, expected in (("index_fp8", form), ("index_bf16", index_keys.BF16)):
-        assert bind_indexer._numbers(Request(INDEXER_LOGITS, facts, kv_layout=kv)).form == expected
+        assert bind_indexer._numbers(Request(INDEXER_LOGITS, facts, kv_layout=kv, num_heads=heads)).form == expected
 
 
 def test_a_cache_past_two_to_the_31_elements():

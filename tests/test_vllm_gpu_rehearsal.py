@@ -384,7 +384,8 @@ class LLM:
         layers = {"a": Some(impl=None)}
         cache, parallel = Some(num_gpu_blocks=10, block_size=64), Some(decode_context_parallel_size=1)
         config = Some(compilation_config=Some(static_forward_context=layers), cache_config=cache, parallel_config=parallel)
-        self.llm_engine = Some(vllm_config=config, model_executor=Some(driver_worker=Some(worker=worker)))
+        core = Some(engine_core=Some(scheduler=Some(connector=None)))
+        self.llm_engine = Some(vllm_config=config, model_executor=Some(driver_worker=Some(worker=worker)), engine_core=core)
 
     def generate(self, requests, sampling, use_tqdm):
         row = torch.arange(3)
@@ -394,7 +395,7 @@ class LLM:
         forward_context.now = Some(attn_metadata={"cache": step})
         self.model(None, self.inputs[0], None, self.inputs[1])
         texts = [Some(token_ids=[7] * one.max_tokens, logprobs=[{7: Some(logprob=-0.5)}] * one.max_tokens) for one in sampling]
-        return [Some(outputs=[text], **request) for text, request in zip(texts, requests, strict=True)]
+        return [Some(outputs=[text], num_cached_tokens=0, **request) for text, request in zip(texts, requests, strict=True)]
 """
 
 

@@ -41,7 +41,7 @@ def _numbers(request: Request[Any]) -> Numbers:
 
     device, hardware = request.device, not interpreter_is_on()
     quantized = request.kv_layout is not None and LAYOUTS[request.kv_layout].is_quantized
-    form = form_of(quantized, device.arch, device.has_fp8_conversion)
+    form = form_of(quantized, device.arch, device.has_fp8_conversion, request.num_heads or 1)
     if quantized and not hardware:
         form = FP8_DECODED
     return Numbers(form, hardware, device.arch, device.num_sms)

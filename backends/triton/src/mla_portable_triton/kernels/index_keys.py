@@ -55,6 +55,9 @@ FP8: Final = 1
 FP8_WORDS: Final = 2
 FP8_DECODED: Final = 3
 MAX_HEADS: Final = 128
+_FP8_HEADS: Final = 8
+"""From so many heads on e4m3 is multiplied as it is. Hopper's sums of such products keep 13 bits below the largest, and the
+sum over few heads does not average that: with one head scores were off by 2^-12 of the terms' magnitudes on an H200."""
 REQUEST_TILE: Final = 64
 KEY = tl.constexpr(INDEX_HEAD_SIZE)
 _BF16 = tl.constexpr(BF16)
@@ -89,13 +92,17 @@ class Numbers:
     num_sms: int
 
 
-def form_of(quantized: bool, arch: str, has_fp8_conversion: bool) -> int:
-    """FORM for a layout and a target. Other vendors' e4m3 is another format than the type of Triton's that PTX knows."""
+def form_of(quantized: bool, arch: str, has_fp8_conversion: bool, num_heads: int) -> int:
+    """FORM for a layout, a target and a head count.
+
+    Other vendors' e4m3 is another format than the type of Triton's that PTX knows. Few heads are multiplied as bfloat16.
+    """
     if not quantized:
         return BF16
     if not arch.startswith("sm"):
         return FP8_DECODED
-    return FP8 if has_fp8_conversion and int(arch.removeprefix("sm")) >= 89 else FP8_WORDS
+    multiplied = has_fp8_conversion and int(arch.removeprefix("sm")) >= 89 and num_heads >= _FP8_HEADS
+    return FP8 if multiplied else FP8_WORDS
 
 
 def form_of_call(form: int, *rows: Tensor) -> int:

@@ -231,7 +231,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
         "weight_ptr": "*fp32",
         "out_ptr": "*fp32",
     }
-    quantized = index_keys.form_of(True, arch, e4m3_native)
+    quantized = index_keys.form_of(True, arch, e4m3_native, 64)
     return [
         variant(
             kernel, f"indexer_logits-{name}-{word}{use}", tiles.num_warps, **pointers, **tokens,

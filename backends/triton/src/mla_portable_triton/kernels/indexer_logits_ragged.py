@@ -135,7 +135,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
     """The 64 heads of DeepSeek-V3.2's indexer, in FP8 and bfloat16."""
     tiles = PREFILL.get(arch, PREFILL["default"])
     pointers = dict.fromkeys(["out_ptr", "weight_ptr", "scale_ptr"], "*fp32") | dict.fromkeys(["start_ptr", "end_ptr"], "*i32")
-    quantized = index_keys.form_of(True, arch, e4m3_native)
+    quantized = index_keys.form_of(True, arch, e4m3_native, 64)
     return [
         variant(
             ragged_kernel, f"indexer_logits_ragged-{word}", tiles.num_warps, **pointers, q_ptr=stored,
