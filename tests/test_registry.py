@@ -30,13 +30,30 @@ from mla_portable.registry.select import decide
 
 
 def test_measured_costs_replace_declared_ones():
-    def costs(candidate: Implementation, request: Request) -> tuple[float, str] | None:
-        return (0.5, "evidence/slow.jsonl") if candidate.backend == "slow" else None
-
-    reg = registry(Vendor("fast", 10), Vendor("slow", 1000), costs=costs)
+    found = {"slow": (10.0, "evidence/slow.jsonl"), "fast": (20.0, "evidence/fast.jsonl")}
+    reg = registry(Vendor("fast", 10), Vendor("slow", 1000), costs=lambda candidate, _: found[candidate.backend])
     decision = reg.decide(merge(reg))
     assert decision.chosen == "slow.v1"
-    assert [(v.cost, v.cost_source) for v in decision.verdicts] == [(0.5, "evidence/slow.jsonl"), (10, "declared")]
+    assert [(v.cost, v.cost_source) for v in decision.verdicts] == [(10, "evidence/slow.jsonl"), (20, "evidence/fast.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("timed", "order"),
+    [
+        ({"a": 20.0, "c": 10.0}, "cab"),  # b is not preferred to a: behind what was timed
+        ({"b": 20.0, "c": 10.0}, "acb"),  # a is preferred to each that was timed
+        ({"c": 10.0}, "abc"),
+        ({}, "abc"),
+    ],
+)
+def test_times_of_others_do_not_hide_what_is_preferred_to_all_of_them(timed: dict[str, float], order: str):
+    def costs(candidate: Implementation, request: Request) -> tuple[float, str] | None:
+        return (timed[candidate.backend], "evidence") if candidate.backend in timed else None
+
+    reg = registry(Vendor("a", 8), Vendor("b", 10), Vendor("c", 50), costs=costs)
+    decision = reg.decide(merge(reg), thorough=True)
+    assert "".join(verdict.implementation[0] for verdict in decision.verdicts) == order
+    assert decision.chosen == f"{order[0]}.v1"
 
 
 def test_only_as_many_candidates_are_looked_at_as_the_choice_needs():

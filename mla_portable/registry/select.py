@@ -86,7 +86,8 @@ def decide(
         policy: what users force and disable; its names are checked already.
         check, probe: what the machine says of an implementation; None on a device that is not at hand.
         thorough: examine every candidate, for an explanation, instead of stopping at the first that can run.
-        costs: measured costs. An implementation that has none ranks by its declared cost, behind all that have one.
+        costs: measured costs. An implementation without one ranks by its declared cost: behind all that were timed, or in front
+            of them where its declared cost is lower than that of each. So times of old sources do not hide what is preferred.
         plugin_failures: (plugin, what became of it), handed through to the decision.
     Returns: the first candidate without a reason, by `cost_rank`, then declared cost, then name; among the forced ones
         when a backend is forced. When nothing can run, `chosen` is None and every candidate that fits the device was checked.
@@ -101,7 +102,13 @@ def decide(
     fit = [c for c in ranked if not c.reasons]
     least = least_cost((c.measured, c.cost) for c in fit)
     _tell_ties(fit, least)
-    ranked.sort(key=lambda c: (cost_rank(c.measured, c.cost, least), c.implementation.preference, c.implementation.name))
+    timed = min((c.implementation.preference for c in fit if c.measured), default=-math.inf)
+
+    def rank(c: _Candidate) -> tuple[bool, tuple[bool, float], float, str]:
+        behind = c.measured or c.implementation.preference >= timed
+        return behind, cost_rank(c.measured, c.cost, least), c.implementation.preference, c.implementation.name
+
+    ranked.sort(key=rank)
     pool = [c for c in ranked if rule.target in (AUTO, c.implementation.backend, c.implementation.name)]
     chosen: _Candidate | None = None
     for candidate in pool:
