@@ -34,6 +34,7 @@ from mla_portable.registry.facts import resolve_device
 from mla_portable.registry.variables import ENV_BACKEND
 from mla_portable.tools.conformance import Case, CaseResult, run_suite
 from mla_portable.tools.conformance.runner import run_installed
+from mla_portable.tools.matrix.profiles import Profile
 from mla_portable.tools.matrix.record import conformance_report
 from mla_portable.tools.matrix.records import Records
 from mla_portable.tools.provenance import provenance_of
@@ -50,6 +51,16 @@ def load_older(capability: int, loaded: Path) -> None:
     load_ptx_instead(capability, loaded)
     if find_spec("mla_portable_nvidia") is not None:
         load_native_ptx_instead(capability, loaded)
+
+
+def older_profile(arch: str, records: Records) -> Profile:
+    """A profile of an older NVIDIA architecture. Raises: SystemExit when no profile has it, or no GPU is here."""
+    if not torch.cuda.is_available():
+        raise SystemExit("needs an NVIDIA GPU that is newer than the architecture")
+    older = next((profile for profile in records.profiles.values() if profile.arch == arch), None)
+    if older is None or not arch.startswith("sm"):
+        raise SystemExit(f"{arch}: no NVIDIA profile has this architecture")
+    return older
 
 
 def libraries_of(backend: str, arch: str, records: Records) -> list[str]:
@@ -69,13 +80,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes on the GPU; one that dies is a failed case")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("needs an NVIDIA GPU that is newer than the architecture")
-    os.environ[ENV_BACKEND] = options.backend  # also for the parts of its implementations: no other plugin has older code here
     records = read()
-    older = next((profile for profile in records.profiles.values() if profile.arch == options.arch), None)
-    if older is None or not options.arch.startswith("sm"):
-        raise SystemExit(f"{options.arch}: no NVIDIA profile has this architecture")
+    older = older_profile(options.arch, records)
+    os.environ[ENV_BACKEND] = options.backend  # also for the parts of its implementations: no other plugin has older code here
     here = get_registry().facts("cuda")
     libraries = libraries_of(options.backend, options.arch, records)
     if libraries:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from record_evidence import read
-from run_older_ptx import load_older
+from run_older_ptx import load_older, older_profile
 
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.bench import kernel_cases
@@ -40,9 +40,7 @@ def main() -> int:
     parser.add_argument("--prefill", type=numbers, default=[1024], help="tokens")
     parser.add_argument("--repeat", type=int, default=11)
     options = parser.parse_args()
-    older = next((each for each in read().profiles.values() if each.arch == options.arch), None)
-    if older is None or not torch.cuda.is_available():
-        raise SystemExit("needs an NVIDIA GPU, and a profile of the older architecture")
+    older = older_profile(options.arch, read())
     here = get_registry().facts("cuda")
     facts = replace(older.device_facts(), num_sms=here.num_sms, memory_bytes=here.memory_bytes)
     layouts = options.layout or ["fp8_ds_mla", "bf16"]

@@ -8,6 +8,7 @@ import json
 import pytest
 from commands import document, in_a_process, invoke, missing_library
 from spoiled import WRONG, HalfSpoiled, Spoiled, registry_with
+from vendors import Vendor
 
 from mla_portable.contracts import Primitive
 from mla_portable.primitives import MERGE_STATES
@@ -158,6 +159,17 @@ def test_doctor_shows_the_cost_that_decides():
     assert (row["cost"], row["cost_source"]) == (3.0, "measured yesterday on this CPU;") and "preference" not in row
     assert "3 measured" in invoke("doctor", registry=registry).stdout
     assert "1000 declared" in invoke("doctor").stdout
+
+
+def test_the_next_best_is_the_next_of_the_decision():
+    """Not the next in costs: what is preferred to all that were timed goes before them."""
+    vendors = [Vendor(name, cost).plugin() for name, cost in (("a", 8), ("b", 10), ("c", 50))]
+    registry = registry_with(*vendors, costs=lambda each, _: (10.0, "measured once") if each.backend == "c" else None)
+    (merge,) = [c for c in document("doctor", registry=registry)["choices"] if c["primitive"] == "merge_states"]
+    assert (merge["chosen"], merge["ranking"]) == ("a.v1", ["a.v1", "b.v1", "c.v1", "reference.torch"])
+    lines = [line.split() for line in invoke("doctor", registry=registry).stdout.splitlines()]
+    (row,) = [words for words in lines if words[:1] == ["merge_states"]]
+    assert row == ["merge_states", "a.v1", "cost", "8", "declared", "b.v1", "(10", "declared)"]
 
 
 def test_doctor_in_a_process_of_its_own():

@@ -135,16 +135,16 @@ def test_what_is_not_promised_is_not_left_out(features, passes):
 
 @pytest.mark.parametrize("generation", ["vllm 0.33", "vllm 0.24"])
 @pytest.mark.parametrize("left", [math.nan, 1.0])
-def test_a_provider_that_leaves_something_in_empty_rows_is_mended(generation, left, passes):
+def test_a_provider_that_leaves_something_in_empty_rows_is_corrected(generation, left, passes):
     with installed(generation, empty_out={128: left}):
         traits = find_kernel(SPARSE_DECODE, FACTS["sm90"]).traits
         assert traits.zeroes_empty == (64,)
-        for heads, mended in ((128, ["finish"]), (100, ["finish"]), (64, []), (16, [])):
+        for heads, finishing in ((128, ["finish"]), (100, ["finish"]), (64, []), (16, [])):
             passes.clear()
             args = clean_problem(4, 2, heads, 64)
             got, lse = bound(heads, query_len=2, **PROMISE)(*args, softmax_scale=SCALE)
             assert_out(got, *args)
-            assert passes == mended and bool(lse.numel()) == bool(mended)
+            assert passes == finishing and bool(lse.numel()) == bool(finishing)
 
 
 def test_calibration_asks_for_every_way_to_an_empty_row():

@@ -117,13 +117,13 @@ def finished(call, heads: int, passes: list[str]) -> list[str]:
 @BOTH
 @pytest.mark.parametrize("left", [math.nan, 1.0])
 @pytest.mark.parametrize("generation", ["vllm 0.33", "vllm 0.24"])
-def test_a_provider_that_leaves_something_in_empty_rows_is_mended(generation, left, call, features, passes):
+def test_a_provider_that_leaves_something_in_empty_rows_is_corrected(generation, left, call, features, passes):
     with installed(generation, empty_out={128: left}):
         assert find_kernel(SPARSE_PREFILL, FACTS["sm90"]).traits.zeroes_empty == (64,)
-        for heads, mended in ((128, ["finish"]), (100, ["finish"]), (64, []), (16, [])):
+        for heads, finishing in ((128, ["finish"]), (100, ["finish"]), (64, []), (16, [])):
             passes.clear()
             check(call, features, heads)
-            assert passes == finished(call, heads, mended)
+            assert passes == finished(call, heads, finishing)
 
 
 @BOTH

@@ -57,12 +57,16 @@ class Examined:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The implementation that is chosen for a primitive on the device; None when none can serve it."""
+    """The implementation that is chosen for a primitive on the device; None when none can serve it.
+
+    ranking: all candidates, in the order of the decision.
+    """
 
     primitive: str
     chosen: str | None
     control: str
     forced: str | None
+    ranking: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +125,10 @@ def diagnose(registry: Registry, device: torch.device) -> Diagnosis:
         examined = tuple(_examine(registry, device, facts, policy, costs, problems))
         problems += [*reported, *_unserved(decisions, facts)]
     rules = tuple((str(rule.primitive or "all"), rule.target, rule.control) for rule in policy.rules)
-    choices = tuple(Choice(str(d.request.primitive), d.chosen, d.control, d.forced) for d in decisions)
+    choices = tuple(
+        Choice(str(d.request.primitive), d.chosen, d.control, d.forced, tuple(v.implementation for v in d.verdicts))
+        for d in decisions
+    )
     problems += _forced_plugins(registry, rules)
     problems += _defects(examined, rules, choices)
     devices = ("cpu", *(name for each in registry.device_types() if each != "cpu" for name in device_names(each)))

@@ -110,10 +110,9 @@ def _policy(diagnosis: Diagnosis) -> list[str]:
 
 def _served(diagnosis: Diagnosis, choice: Choice) -> list[str]:
     """What serves a primitive, by whose decision or at what cost, and what would serve it otherwise."""
-    mine = [each for each in diagnosis.examined if each.primitive == choice.primitive]
-    working = sorted((each for each in mine if not each.reasons), key=lambda each: (each.cost_source == "declared", each.cost))
+    working = [each for each in diagnosis.examined if each.primitive == choice.primitive and not each.reasons]
     costs = {each.implementation: f"{each.cost:g} {each.cost_source.partition(' ')[0]}" for each in working}
-    others = [f"{name} ({cost})" for name, cost in costs.items() if name != choice.chosen]
+    others = [f"{name} ({costs[name]})" for name in choice.ranking if name in costs and name != choice.chosen]
     why = f"forced by {choice.control}" if choice.forced else f"cost {costs.get(choice.chosen or '', 'unknown')}"
     return [choice.primitive, choice.chosen or "NOTHING", why, others[0] if others else "none works here"]
 

@@ -5,10 +5,10 @@ The kernel computes tiles of 64 heads by 64 keys of any head count. It reads the
 them unchecked, so indices pass through `page_lists` first, unless the request promises that what is in front of the lengths
 are rows of kv. It has no sink for heads of these widths: that is applied afterwards.
 
-Splits: the kernel cuts the keys of rows that leave multiprocessors idle, by the lengths that it finds on the device, and does
-not mind that a small last wave follows. It is told how many splits there may be. vLLM leaves that to it: it then allocates as
-if all but one row were short, 28 accumulators for each row, 0.9 GiB for 256 rows of 64 heads, and launches the kernel that
-merges them, needed or not.
+Splits: the kernel cuts the keys of rows that leave multiprocessors idle, by the lengths that it reads on the device, even if a
+small last wave follows. The largest number of splits is an argument. vLLM passes 0. The kernel then allocates 28 accumulators
+for each row, as if all but one row were short: 0.9 GiB for 256 rows of 64 heads. It also launches the kernel that merges them
+every time.
 """
 
 from __future__ import annotations
