@@ -288,9 +288,9 @@ def test_selections_are_compared_with_stocks(kit: Any, row: Any, tmp_path: Path)
 class SparseAttnIndexer(torch.nn.Module):
     """Selects the first positions of every row."""
 
-    def __init__(self, cache: torch.Tensor) -> None:
+    def __init__(self, cache: torch.Tensor, prefix: str = "layer") -> None:
         super().__init__()
-        self.k_cache, self.topk_tokens = SimpleNamespace(prefix="cache", kv_cache=cache), 2
+        self.k_cache, self.topk_tokens = SimpleNamespace(prefix=prefix, kv_cache=cache), 2
         self.topk_indices_buffer = torch.full((8, 4), -1, dtype=torch.int32)
 
     def forward(self, hidden: Any, queries: torch.Tensor, keys: Any, weights: torch.Tensor) -> torch.Tensor:
@@ -311,17 +311,25 @@ def test_an_engines_steps_are_watched(kit: Any, tmp_path: Path, monkeypatch: pyt
     decode = SimpleNamespace(seq_lens=torch.tensor([[65]]), block_table=torch.tensor([[2, 1]]))
     step = {"num_prefills": 2, "num_decodes": 1, "num_decode_tokens": 1}
     metadata = SimpleNamespace(**step, prefill=SimpleNamespace(chunks=[chunk]), decode=decode)
-    context = SimpleNamespace(attn_metadata={"cache": metadata})
+    context = SimpleNamespace(attn_metadata=dict.fromkeys("ab", metadata))
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "vllm.forward_context", SimpleNamespace(get_forward_context=lambda: context))
-    model = torch.nn.Sequential(SparseAttnIndexer(cache), SparseAttnIndexer(cache))
+    model = torch.nn.Sequential(SparseAttnIndexer(cache, "a"), SparseAttnIndexer(cache, "b"))
     queries, weights = torch.randn(4, 2, 128).to(torch.float8_e4m3fn), torch.randn(4, 2)
+
+    def operator(hidden: Any, prefix: str, kv_cache: Any, queries: torch.Tensor, *rest: Any, more: bool) -> torch.Tensor:
+        return model[1].forward(hidden, queries, None, rest[2])
+
+    attention = SimpleNamespace(sparse_attn_indexer=operator)
+    monkeypatch.setitem(sys.modules, "vllm.models.deepseek_v32.attention", attention)
     watch = kit.selections.Watch(model)
-    for indexer in model:
-        indexer(None, queries, None, weights)
+    model[0](None, queries, None, weights)
+    buffer = model[1].topk_indices_buffer
+    attention.sparse_attn_indexer(None, "b", cache, queries, None, None, weights, 128, None, 2, 128, 4, 4, buffer, more=True)
     context.attn_metadata = None  # a dummy run
     model[0](None, queries, None, weights)
     assert watch.end(tmp_path / "rows") == ""
+    assert attention.sparse_attn_indexer is operator
     rows = kit.selections.read(tmp_path / "rows")
     assert rows.keys() == {(0, layer, row) for layer in (0, 1) for row in range(4)}
     assert [len(rows[0, 1, row].logits) for row in range(4)] == [65, 70, 3, 4]

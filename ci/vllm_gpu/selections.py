@@ -10,11 +10,12 @@ steps, so the row of a step names the same token in all.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from types import SimpleNamespace
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ ALIKE: Final = 0.05
 _ROWS: Final = 8
 """Tokens of a chunk of prefill that are looked at, and of a step's decodes."""
 _WIDTH, _SCALE_BYTES = 128, 4
+_DIRECT: Final = "vllm.models.deepseek_v32.attention"
+"""From 0.28 on: on CUDA this model calls the function `sparse_attn_indexer`, not the layer around it."""
 
 
 @dataclass(frozen=True)
@@ -107,30 +110,46 @@ class Watch:
         self.rows: Rows = {}
         self.failure = ""
         found = [each for each in model.modules() if "SparseAttnIndexer" in {base.__name__ for base in type(each).__mro__}]
+        self._layers = [cast(Any, each).k_cache.prefix for each in found]
         self._steps = [0] * len(found)
-        self._hooks = [each.register_forward_hook(partial(self._look, layer)) for layer, each in enumerate(found)]
+        self._hooks = [each.register_forward_hook(self._look_at_module) for each in found]
+        self._direct: Any = sys.modules.get(_DIRECT)
+        if self._direct is not None:
+            self._operator = self._direct.sparse_attn_indexer
+            self._direct.sparse_attn_indexer = self._watched
 
-    def _look(self, layer: int, indexer: Any, given: tuple[Any, ...], selected: Any) -> None:
+    def _look_at_module(self, indexer: Any, given: tuple[Any, ...], selected: Any) -> None:
+        _, queries, _, weights = given
+        self._look(indexer.k_cache, queries, weights, indexer.topk_tokens, indexer.topk_indices_buffer)
+
+    def _watched(self, *args: Any, **kwargs: Any) -> Any:
+        """The operator, for a model that calls it without its module."""
+        selected = self._operator(*args, **kwargs)
+        _, prefix, kv_cache, queries, _, _, weights, _, _, topk, _, _, _, buffer = args
+        self._look(SimpleNamespace(prefix=prefix, kv_cache=kv_cache), queries, weights, topk, buffer)
+        return selected
+
+    def _look(self, cache: Any, queries: Tensor, weights: Tensor, topk: int, selected: Tensor) -> None:
         """A failure is kept for the judge: the engine goes on."""
         if self.failure:
             return
         try:
-            self._add(layer, indexer, given)
+            self._add(cache, queries, weights, topk, selected)
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
 
-    def _add(self, layer: int, indexer: Any, given: tuple[Any, ...]) -> None:
+    def _add(self, cache: Any, queries: Tensor, weights: Tensor, topk: int, selected: Tensor) -> None:
         from vllm.forward_context import get_forward_context
 
         metadata = get_forward_context().attn_metadata
-        if not isinstance(metadata, dict) or (given[1].is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not isinstance(metadata, dict) or (queries.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        _, queries, _, weights = given
-        step, cache, topk = self._steps[layer], indexer.k_cache, indexer.topk_tokens
+        layer = self._layers.index(cache.prefix)
+        step = self._steps[layer]
         self._steps[layer] += 1
         for row, blocks, count, decode in _seen(metadata[cache.prefix]):
             logits = exact_logits(queries[row], weights[row], cache.kv_cache, blocks, count)
-            chosen = indexer.topk_indices_buffer[row, :topk]
+            chosen = selected[row, :topk]
             chosen = chosen[chosen >= 0].long().cpu()
             self.rows[step, layer, row] = Row(logits.float().cpu(), chosen, topk, decode)
 
@@ -138,6 +157,8 @@ class Watch:
         """Stop, write the rows; what failed."""
         for hook in self._hooks:
             hook.remove()
+        if self._direct is not None:
+            self._direct.sparse_attn_indexer = self._operator
         kept = {key: (row.logits, row.chosen.int(), row.topk, row.decode) for key, row in self.rows.items()}
         torch.save(kept, file)
         return self.failure
