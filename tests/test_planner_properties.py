@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from mla_portable.contracts import SPLIT_KV, Batch, StepPlan
 from mla_portable.planner import Planner, PlannerConfig
+from mla_portable.planner.prefill_times import PrefillTimes, Times
 
 MAX_MODEL_LEN = 32
 MAX_REQS = 12
 MAX_TOKENS = 100
+SLOPES = PrefillTimes(Times({2: 6.0, 100: 300.0}), Times({2: 2.0, 4: 4.0}), Times({1: 1.0, 50: 50.0}))
 
 
 @dataclass
@@ -29,7 +31,7 @@ class Meaning:
     request_of: list[int] = field(default_factory=list)  # per row
     prefill_of: list[int] = field(default_factory=list)  # per row
     starts: list[int] = field(default_factory=list)  # per prefill
-    chunks: list[list[int]] = field(default_factory=list)  # requests of each chunk that has tokens
+    chunks: list[list[int]] = field(default_factory=list)  # requests of each chunk that is gathered
 
 
 def meaning_of(config: PlannerConfig, query_lens: list[int], seq_lens: list[int], padded: int) -> Meaning:
@@ -78,7 +80,17 @@ def meaning_of(config: PlannerConfig, query_lens: list[int], seq_lens: list[int]
         meaning.chunks[-1].append(request)
         meaning.starts.append(config.workspace_tokens - room)
         room -= seq_lens[request]
-    meaning.chunks = [chunk for chunk in meaning.chunks if any(query_lens[request] for request in chunk)]
+    for chunk in list(meaning.chunks):
+        tokens, rows = (sum(lens[request] for request in chunk) for lens in (query_lens, seq_lens))
+        if config.prefill_times is None:
+            gathered = tokens > 0
+        else:  # as SLOPES has it: a row costs 1, a token saves 2
+            gathered = rows <= config.workspace_tokens and tokens >= 2 and rows < 2 * tokens
+        if not gathered:
+            meaning.chunks.remove(chunk)
+            rows_of_chunk = [row for row, request in enumerate(meaning.request_of[:num_tokens]) if request in chunk]
+            for row in rows_of_chunk:
+                meaning.prefill_of[row] = -1
     return meaning
 
 
@@ -98,7 +110,7 @@ def assert_means(plan: StepPlan, config: PlannerConfig, batch: Batch, query_lens
     assert plan.req_id_per_token.tolist() == meaning.request_of
     whole = plan.req_id_per_token.as_strided((MAX_TOKENS,), (1,))
     assert not whole[num_tokens:].any(), "zero past the batch, for graphs captured with more rows"
-    if not config.has_workspace or not meaning.prefills:
+    if not config.has_workspace or not meaning.chunks:
         assert plan.prefill_request_ids is plan.prefill_workspace_starts is None
         assert plan.prefill_chunks == ()
         return
@@ -111,8 +123,8 @@ def assert_means(plan: StepPlan, config: PlannerConfig, batch: Batch, query_lens
     first_token = np.concatenate([[0], np.cumsum(query_lens)]).tolist()
     assert [list(range(c.requests.start, c.requests.stop)) for c in plan.prefill_chunks] == meaning.chunks
     served = [0] * num_tokens
-    for token in range(min(plan.num_decode_tokens, num_tokens)):
-        served[token] += 1
+    for token in range(num_tokens):
+        served[token] += token < plan.num_decode_tokens or (config.prefill_times is not None and meaning.prefill_of[token] < 0)
     for chunk, members in zip(plan.prefill_chunks, meaning.chunks, strict=True):
         assert (chunk.tokens.start, chunk.tokens.stop) == (first_token[members[0]], first_token[members[-1] + 1])
         for token in range(chunk.tokens.start, chunk.tokens.stop):
@@ -170,7 +182,7 @@ step = st.tuples(requests(), st.none() | st.integers(0, 6), st.booleans(), st.in
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 @pytest.mark.parametrize("lag", [False, True], ids=["no_lag", "lag"])
-@pytest.mark.parametrize("route", ["fused", "split", "direct", "upconvert"])
+@pytest.mark.parametrize("route", ["fused", "split", "split by times", "direct", "upconvert"])
 @settings(max_examples=140, deadline=None, database=None)
 @given(
     steps=st.lists(step, min_size=2, max_size=5),
@@ -181,15 +193,17 @@ step = st.tuples(requests(), st.none() | st.integers(0, 6), st.booleans(), st.in
 def test_a_plan_means_what_the_slow_statement_says(
     route: str, lag: bool, device: str, steps: list, threshold: int, few_tokens: int, workspace: int
 ):
+    by_times = route == "split by times"
     config = PlannerConfig(
         device=device,
-        route=route,
+        route=route.partition(" ")[0],
         num_heads=16,
         topk=64,
         max_num_reqs=MAX_REQS,
         max_num_tokens=MAX_TOKENS,
         max_model_len=MAX_MODEL_LEN,
-        prefill_workspace_tokens=workspace,
+        prefill_workspace_tokens=workspace // 2 if by_times else workspace,
+        prefill_times=SLOPES if by_times else None,
         decode_threshold=threshold,
         few_tokens=few_tokens,
         schedule_kind=SPLIT_KV,

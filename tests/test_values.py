@@ -19,6 +19,7 @@ from machines import CPU
 import mla_portable
 from mla_portable.contracts import InvalidArgument, Request, Support
 from mla_portable.planner import Planner, PlannerConfig
+from mla_portable.planner.prefill_times import PrefillTimes, Times
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
@@ -35,6 +36,7 @@ CONFIG = PlannerConfig(
     device="cpu", route="split", num_heads=16, topk=128, max_num_reqs=16, max_num_tokens=64, max_model_len=40,
     prefill_workspace_tokens=44,
 )  # fmt: skip
+TIMES = PrefillTimes(Times({1: 1.0}), Times({1: 1.0}), Times({1: 1.0}))
 spec, config = partial(replace, SPEC), partial(replace, CONFIG)
 NO_INTEGERS = (1.5, True, "8", math.nan, [8], torch.tensor(8), np.int64(8))
 
@@ -102,7 +104,7 @@ def test_flags_are_true_or_false(make: Callable[..., object], field: str, value:
         (spec, {"scale_format": "e8m0"}, "scale_format"),
         (spec, {"route": "mixed"}, "route"),
         (spec, {"cache_alignment": 32}, "cache_alignment"),
-        (spec, {"prefill_workspace_tokens": MODEL_LEN - 1}, "prefill_workspace_tokens"),
+        (spec, {"prefill_workspace_tokens": 0}, "prefill_workspace_tokens"),
         (config, {"route": "mixed"}, "route"),
         (config, {"schedule_kind": "split_kv"}, "schedule_kind"),
         (config, {"max_num_tokens": -4}, "max_num_tokens"),
@@ -111,6 +113,8 @@ def test_flags_are_true_or_false(make: Callable[..., object], field: str, value:
         (config, {"max_scratch_bytes": -1}, "max_scratch_bytes"),
         (config, {"prefill_workspace_tokens": 39}, "prefill_workspace_tokens"),
         (config, {"prefill_workspace_tokens": 0, "route": "upconvert"}, "prefill_workspace_tokens"),
+        (config, {"prefill_workspace_tokens": 0, "prefill_times": TIMES}, "prefill_workspace_tokens"),
+        (config, {"route": "direct", "prefill_times": TIMES}, "prefill_times"),
         (config, {"max_model_len": 2**30, "prefill_workspace_tokens": None}, "prefill_workspace_tokens"),
     ],
 )

@@ -35,14 +35,15 @@ class StepCheck:
         device: torch.device,
         attn_sink: Tensor | None,
         flat_cache: bool,
+        reads_in_place: bool,
         schedule_type: type[DecodeSchedule] | None,
     ) -> None:
-        """`flat_cache`: sparse_prefill reads the cache as flat rows.
+        """`flat_cache`: sparse_prefill reads the cache as flat rows. `reads_in_place`: prefill tokens need not be gathered.
 
         `schedule_type`: what the layer's sparse_decode takes, None for any.
         """
         self._spec, self._route, self._device, self._sink, self._flat = spec, route, device, attn_sink, flat_cache
-        self._layout = spec.layout
+        self._layout, self._reads_in_place = spec.layout, reads_in_place
         self._known: object = self  # the last plan that passed _check_plan; no plan yet
         self._schedule_type = DecodeSchedule if schedule_type is None else schedule_type
         self._buffers = buffers
@@ -130,6 +131,10 @@ class StepCheck:
         needed = max((chunk.workspace_rows for chunk in plan.prefill_chunks), default=0)
         if needed > self._workspace_rows:
             _mismatch(f"a prefill chunk needs {needed} workspace rows, the layer has {self._workspace_rows}. {_CONFIGURE}")
+        if not self._reads_in_place:
+            gathered, prefills = sum(c.tokens.stop - c.tokens.start for c in plan.prefill_chunks), plan.num_prefill_tokens
+            if gathered < prefills:
+                _mismatch(f"the plan gathers {gathered} of {prefills} prefill tokens, the layer needs all. {_CONFIGURE}")
 
     def _check_cache(self, kv_cache: Tensor) -> None:
         layout, block_size, apart, alignment = check_cache(_WHERE, "kv_cache", kv_cache, self._device)

@@ -89,6 +89,11 @@ class Demand:
         offered = self._registry.implementations(decision.request.primitive)
         return next((found for found in offered if found.name == decision.chosen), None)
 
+    def times(self, decision: Decision) -> dict[int, float]:
+        """Rows -> microseconds of the chosen implementation, as far as they were measured."""
+        found = self.chosen(decision)
+        return self._registry.times(found, decision.request) if found else {}
+
     def schedule_kind(self, decision: Decision) -> ScheduleKind | None:
         """What the chosen implementation of sparse_decode takes as a schedule."""
         found = self.chosen(decision)

@@ -6,12 +6,14 @@ decode tokens    sparse_decode on the cache, as [requests, query length] rows. I
                  serves them too where it is the same kernel on the cache: one call fills the device better than two
 prefill tokens   route direct: sparse_prefill on the cache
                  routes split and upconvert, chunk by chunk: gather_upconvert, then sparse_prefill on the workspace
+                 a chunk that the plan does not gather: as on route direct
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,18 +94,19 @@ class SparseMLAAttention:
         parts = {part.role: part.decision for part in verdict.parts if (self.route, part.role) != ("fused", "prefill")}
         requests = _bound_requests(demand, parts)
         self._compact = requests["convert"].compact
-        self._decode_lengths, self._prefill_lengths = (r in requests and requests[r].lengths for r in ("decode", "prefill"))
+        self._decode_lengths = "decode" in requests and requests["decode"].lengths
         self._dealt = spec.share.arguments
         self._convert: ConvertIndices = demand.bind(requests["convert"].of(CONVERT_INDICES))
         self._decode: SparseDecode | None = _bound(demand, requests.get("decode"), SPARSE_DECODE)
-        self._prefill: SparsePrefill | None = _bound(demand, requests.get("prefill"), SPARSE_PREFILL)
         self._gather: GatherUpconvert | None = _bound(demand, requests.get("gather"), GATHER_UPCONVERT)
+        gathered, in_place = ("prefill", "in_place") if "gather" in parts else ("", "prefill")
+        self._gathered, self._in_place = (_Prefill.bound(demand, requests.get(role)) for role in (gathered, in_place))
         decoder = demand.chosen(parts["decode"]) if "decode" in parts else None
         self._schedule_kind = decoder.schedule_kind if decoder else None
         self._planned = registry.configured(decoder, requests["decode"]) if decoder else None
         self._together = False
-        if decoder and self.route == "direct" and not spec.batch_invariant:
-            self._together = decoder.prefills_as == parts["prefill"].chosen
+        if decoder and in_place in parts and not spec.batch_invariant:
+            self._together = decoder.prefills_as == parts[in_place].chosen
         formats = self._layout.scale_formats
         self._scales = {"scale_format": spec.scale_format or formats[0]} if formats else {}
         write = Request(
@@ -123,7 +126,7 @@ class SparseMLAAttention:
         self._attn_sink = checked_sink(spec, attn_sink, self.device)
         self._join_query = join_halves if join_query is None else join_query
         self.buffers = self._ready_buffers(buffers, workspace)
-        flat_cache = self._prefill is not None and self._gather is None and not self._layout.is_quantized
+        flat_cache = self._in_place is not None and not self._layout.is_quantized
         self._check = StepCheck(
             spec,
             self.route,
@@ -131,6 +134,7 @@ class SparseMLAAttention:
             device=self.device,
             attn_sink=self._attn_sink,
             flat_cache=flat_cache,
+            reads_in_place=self._in_place is not None,
             schedule_type=self._schedule_kind.schedule_type if self._schedule_kind else None,
         )
 
@@ -160,6 +164,7 @@ class SparseMLAAttention:
             max_num_tokens=spec.max_num_tokens,
             max_model_len=spec.max_model_len,
             prefill_workspace_tokens=spec.workspace_rows if self.route in WORKSPACE_ROUTES else 0,
+            prefill_times=self.route_decision.verdict.prefill_times,
             decode_threshold=spec.decode_query_len,
             schedule_kind=self._schedule_kind,
             decode_request=self._planned,
@@ -254,17 +259,18 @@ class SparseMLAAttention:
             )
         for part in step.prefills:
             if part.gathered is None or self._gather is None:
+                prefill = self._in_place
                 kv = kv_cache if self._layout.is_quantized else kv_cache.view(-1, self._layout.row_width)
             else:
-                chunk, kv = part.gathered
+                prefill, (chunk, kv) = self._gathered, part.gathered
                 self._gather(kv_cache, chunk.block_table, chunk.seq_lens, chunk.workspace_starts, out=kv)
-            assert self._prefill is not None  # route fused is the only one without, and its plans have no prefills
-            self._prefill(
+            assert prefill is not None  # StepCheck refuses a plan with prefills that the layer does not serve
+            prefill.attend(
                 part.rows(query),
                 kv,
                 part.indices,
                 softmax_scale=spec.softmax_scale,
-                lengths=part.lengths if self._prefill_lengths else None,
+                lengths=part.lengths if prefill.lengths else None,
                 attn_sink=self._attn_sink,
                 out=part.rows(out),
                 lse_out=part.rows(lse_out),
@@ -279,12 +285,24 @@ class SparseMLAAttention:
 
     def step(self, plan: StepPlan) -> Step:
         """The parts of a plan on this layer's buffers."""
-        together = self._together and plan.num_prefill_tokens > 0
+        chunks, prefills = plan.prefill_chunks, plan.num_prefill_tokens
+        together = self._together and prefills > 0 and (not chunks or chunks[0].tokens.start > plan.num_decode_tokens)
         return self.buffers.step(plan, decodes=self._decode is not None and not together)
 
     def _is_elsewhere(self) -> bool:
         """Another device than the layer's is the current one, on which kernels are launched."""
         return self._index >= 0 and self._accelerator.current_index() != self._index
+
+
+class _Prefill(NamedTuple):
+    """A bound sparse_prefill, and whether it is given lengths."""
+
+    attend: SparsePrefill
+    lengths: bool
+
+    @classmethod
+    def bound(cls, demand: Demand, request: Request | None) -> _Prefill | None:
+        return None if request is None else cls(demand.bind(request.of(SPARSE_PREFILL)), request.lengths)
 
 
 def _bound(demand: Demand, request: Request | None, primitive: Primitive[F]) -> F | None:
@@ -302,10 +320,10 @@ def _bound_requests(demand: Demand, parts: Mapping[str, Decision]) -> dict[str, 
     """
     requests = {role: decision.request for role, decision in parts.items()}
     convert = demand.chosen(parts["convert"])
-    for role in ("decode", "prefill"):
+    for role in ("decode", "prefill", "in_place"):
         if role not in parts:
             continue
-        if role == "decode" or "gather" not in parts:
+        if role != "prefill" or "gather" not in parts:
             requests[role] = requests[role].but(clean_indices=True)
         found = demand.chosen(parts[role])
         kind = found.schedule_kind if found and role == "decode" else None

@@ -5,14 +5,16 @@ A route's cost is the sum of what serves its decode tokens, its prefill tokens a
 that the registry chose times a weight. Weights are judgements about work, not measurements.
 
 A workspace has a price: the cost grows by the share of the device's memory that it takes (0 where the memory is not known).
-A route is measured if all its weighted parts are and it has no surcharge. `cost_rank` then ranks routes as it ranks
-implementations: measured before declared, and within a tie the smaller workspace first. A route whose costs are of both scales
-is ranked by their sum, as a declared 10 stands for a vendor's kernel and a measured 10 for the fastest.
+A route is measured if all its weighted parts are and it has no surcharge. `Ranking` then ranks routes as it ranks
+implementations, and within a tie the smaller workspace comes first. A route whose costs are of both scales is ranked by their
+sum, as a declared 10 stands for a vendor's kernel and a measured 10 for the fastest.
+
+Where both ways to serve a prefill were timed, and the gather, `split` takes the faster one in each step: see `PrefillTimes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -20,8 +22,9 @@ from mla_portable.attention.demand import Demand, left_out
 from mla_portable.attention.spec import AUTO_ROUTE, AttentionSpec
 from mla_portable.contracts import ROUTES, Decision, DeviceFacts, Reason, Request, UnsupportedRequest
 from mla_portable.contracts.decision import grouped
+from mla_portable.planner.prefill_times import PrefillTimes, Times
 from mla_portable.primitives import CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.registry.select import cost_rank, least_cost
+from mla_portable.registry.select import Ranking, Standing
 
 __all__ = ["RouteDecision", "RoutePart", "RouteVerdict", "UnsupportedRoute", "choose_route", "route_requests"]
 
@@ -29,11 +32,12 @@ _FUSED_PREFILL: Final = 2.0
 """Prefill tokens through sparse_decode."""
 _FUSED_PREFILL_FEW_HEADS: Final = 0.5
 """The same with fewer heads than `ScheduleKind.fused_below_heads`."""
-_GATHER_PREFILL: Final = 0.05
-"""The gather of prefill contexts, of a prefill's time: 2 % where all of a prompt is in the chunk (an H200, 64 heads), more with
-a longer history."""
+_GATHER_PREFILL: Final = 0.02
+"""The gather of prefill contexts, of a prefill's time: of 8 to 16 rows a token, on an H200 with 64 heads."""
 _EVERY_STEP: Final = 200.0
 """What upconvert costs beyond its parts: it is for devices where only the reference (cost 1000) decodes FP8."""
+_TERMS: Final = 2
+"""Of a route's cost: what serves decode tokens, mostly the same on every route, and what serves prefill tokens."""
 _SHOWN_SHARE: Final = 1e-3
 """Of the memory: below it the price of a workspace is not worth a term in the text."""
 
@@ -44,11 +48,17 @@ _NOT_OFFERED: Final = "no installed plugin offers it"
 
 @dataclass(frozen=True, slots=True)
 class RoutePart:
-    """One primitive of a route: its role ("decode", "prefill", "gather", ...), the implementation chosen, its weight."""
+    """One primitive of a route.
+
+    Attributes:
+        role: "convert", "decode", "prefill", "gather", or "in_place" for prefill tokens that `split` does not gather.
+        decision: on the implementation. weight: of its cost. declared: the cost that its author declared.
+    """
 
     role: str
     decision: Decision
     weight: float
+    declared: float = 0.0
 
     @property
     def cost(self) -> float:
@@ -70,6 +80,7 @@ class RouteVerdict:
         surcharge: cost beyond its parts'. note: what else its rank depends on, beside its parts.
         workspace_bytes: bf16 rows that a layer on this route allocates. memory_share: of the device's memory, 0 where that is
             not known.
+        prefill_times: by which a planner decides what is gathered; None where all is, or nothing.
     """
 
     route: str
@@ -79,6 +90,7 @@ class RouteVerdict:
     note: str = ""
     workspace_bytes: int = 0
     memory_share: float = 0.0
+    prefill_times: PrefillTimes | None = None
 
     @property
     def can_run(self) -> bool:
@@ -87,12 +99,20 @@ class RouteVerdict:
     @property
     def cost(self) -> float:
         """Weighted sum of the parts' costs, and the price of the workspace; smaller is preferred."""
-        return (sum(part.cost * part.weight for part in self.parts) + self.surcharge) * (1 + self.memory_share)
+        return self._sum(part.cost * part.weight for part in self.parts)
+
+    def _sum(self, costs: Iterable[float]) -> float:
+        return (sum(costs) + self.surcharge) * (1 + self.memory_share)
 
     @property
     def measured(self) -> bool:
         """Every cost in the sum was measured."""
         return not self.surcharge and all(part.measured for part in self.parts if part.weight)
+
+    @property
+    def standing(self) -> Standing:
+        """What it is ranked by."""
+        return Standing(self.measured, self.cost, self._sum(part.declared * part.weight for part in self.parts))
 
     def part(self, role: str) -> RoutePart | None:
         """The part that plays `role`, None where the route has none."""
@@ -246,7 +266,7 @@ def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Req
 def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> RouteDecision:
     """Rank the routes for `spec` on `device`; a pure function of what `demand` answers.
 
-    A forced route (`spec.route`) is considered alone. An automatic choice takes the first by `cost_rank` that can serve, ties
+    A forced route (`spec.route`) is considered alone. An automatic choice takes the first by `Ranking` that can serve, ties
     by the smaller workspace, then in the order direct, split, fused, upconvert. Without any implementation of sparse_decode,
     `direct` gives decode tokens to sparse_prefill as well. A route that leaves out a primitive for which a backend is forced is
     refused (`left_out`).
@@ -260,7 +280,8 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
         key = f"{name}+graph" if graph else name
         if key not in known:
             known[key] = demand.decide(requests[name].but(graph=True) if graph else requests[name])
-        return RoutePart(role, known[key], weight)
+        found = demand.chosen(known[key])
+        return RoutePart(role, known[key], weight, found.preference if found else 0.0)
 
     def fused() -> RouteVerdict:
         decode = part("decode", "decode", 1.0)
@@ -286,11 +307,24 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
             part("prefill", "bf16_prefill", 1.0),
             part("gather", "gather", _GATHER_PREFILL),
         )
-        return _verdict("split", parts, _pointless(spec))
+        times = prefill_times()
+        against = *_pointless(spec), *(() if times else _too_small(spec))
+        if times is None:
+            return _verdict("split", parts, against)
+        parts = *parts, part("in_place", "cache_prefill")
+        note = "a chunk that is faster on the cache itself, by the times on record, is not gathered"
+        return replace(_verdict("split", parts, against, note=note), prefill_times=times)
+
+    def prefill_times() -> PrefillTimes | None:
+        """Of the two ways of a prefill, where both and the gather were timed and results may depend on the batch."""
+        if spec.route != AUTO_ROUTE or spec.batch_invariant or not spec.layout.is_quantized:
+            return None
+        us = [demand.times(part("", name).decision) for name in ("cache_prefill", "bf16_prefill", "gather")]
+        return PrefillTimes(*map(Times, us)) if all(us) else None
 
     def upconvert() -> RouteVerdict:
         parts = part("convert", "workspace_convert"), part("prefill", "bf16_prefill", 2.0), part("gather", "gather", 1.0)
-        against = _pointless(spec)
+        against = *_pointless(spec), *_too_small(spec)
         if spec.graph:
             limit = "upconvert gathers as many rows as the batch has, which no graph can"
             against = (*against, Reason("graph", "yes", limit, "set graph=False, or take another route"))
@@ -318,16 +352,16 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
 
 def _ranked(verdicts: list[RouteVerdict]) -> tuple[RouteVerdict, ...]:
     """Best first; those that cannot serve last."""
-    least = least_cost((v.measured, v.cost) for v in verdicts if v.can_run)
-    tied = [v for v in verdicts if v.can_run and v.measured and cost_rank(True, v.cost, least) == (False, least)]
+    ranking = Ranking((v.standing for v in verdicts if v.can_run), terms=_TERMS)
+    tied = [v for v in verdicts if v.can_run and ranking.tied(v.standing)]
 
     def told(verdict: RouteVerdict) -> RouteVerdict:
         if len(tied) < 2 or verdict not in tied:
             return verdict
         return replace(verdict, note="; ".join(filter(None, (verdict.note, "a tie, the smaller workspace decides"))))
 
-    def key(verdict: RouteVerdict) -> tuple[bool, tuple[bool, float], int]:
-        return not verdict.can_run, cost_rank(verdict.measured, verdict.cost, least), verdict.workspace_bytes
+    def key(verdict: RouteVerdict) -> tuple[bool, tuple[int, float], int]:
+        return not verdict.can_run, ranking.key(verdict.standing), verdict.workspace_bytes
 
     return tuple(map(told, sorted(verdicts, key=key)))
 
@@ -339,6 +373,14 @@ def _pointless(spec: AttentionSpec) -> tuple[Reason, ...]:
     return (
         Reason("kv_layout", spec.kv_layout, "the route would only copy it to a workspace", "force the route to use it anyway"),
     )
+
+
+def _too_small(spec: AttentionSpec) -> tuple[Reason, ...]:
+    """Where everything is gathered, any one sequence must fit the workspace."""
+    if spec.workspace_rows >= spec.max_model_len:
+        return ()
+    limit = f"at least max_model_len = {spec.max_model_len}, so that any one sequence fits"
+    return (Reason("prefill_workspace_tokens", str(spec.workspace_rows), limit, "enlarge it, or take route fused or direct"),)
 
 
 def _gaps(spec: AttentionSpec) -> tuple[Reason, ...]:

@@ -15,7 +15,11 @@ __all__ = ["AUTO_ROUTE", "AttentionSpec"]
 
 AUTO_ROUTE: Final = "auto"
 _LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
-    ("num_heads", "block_size", "topk", "max_num_tokens", "max_num_reqs", "max_model_len", "decode_query_len"), (1, INT32_MAX)
+    (
+        *("num_heads", "block_size", "topk", "max_num_tokens", "max_num_reqs", "max_model_len", "decode_query_len"),
+        "prefill_workspace_tokens",
+    ),
+    (1, INT32_MAX),
 )
 
 
@@ -35,8 +39,10 @@ class AttentionSpec:
             implementations that need whole rows between blocks, are passed over.
         max_num_tokens, max_num_reqs: of a step, padding included. max_model_len: greatest sequence length, in tokens.
         decode_query_len: requests with this many query tokens or fewer are decodes; more than 1 for speculative decoding.
-        prefill_workspace_tokens: rows of the bf16 workspace; None means 5 * max_model_len. Routes without one ignore it.
-        route: "auto" or one of `mla_portable.contracts.ROUTES`.
+        prefill_workspace_tokens: rows of the bf16 workspace; None means 5 * max_model_len. Routes without one ignore it. With
+            fewer than max_model_len, routes that gather every prefill are passed over.
+        route: "auto" or one of `mla_portable.contracts.ROUTES`. A forced "split" gathers every prefill; a chosen one only those
+            that are faster so, where that was measured.
         need_lse: `forward` returns the lse; an implementation that does not return it is passed over.
         attn_sink: the layer has a sink per head. graph: uniform decode batches are captured in CUDA graphs.
         batch_invariant: a row's result does not depend, in a single bit, on what else is in the batch, as long as it is served
@@ -91,14 +97,6 @@ class AttentionSpec:
         if self.share.size > 1 and self.attn_sink:
             expected = "False: every rank of a ContextShare would count the sink"
             raise InvalidArgument(where, "attn_sink", got=True, expected=expected)
-        if self.prefill_workspace_tokens is not None and self.prefill_workspace_tokens < self.max_model_len:
-            raise InvalidArgument(
-                where,
-                "prefill_workspace_tokens",
-                got=self.prefill_workspace_tokens,
-                expected=f"at least max_model_len = {self.max_model_len}, so that any one sequence fits",
-                remedy="Give a larger workspace, or take a route without one: 'fused' or 'direct'.",
-            )
 
     @property
     def layout(self) -> CacheLayout:

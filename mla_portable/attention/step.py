@@ -32,7 +32,7 @@ class Part:
     Attributes:
         begin, end: the step's tokens. shape: how the call wants them, (B, S) for sparse_decode, (T,) for sparse_prefill.
         indices: [*shape, K] int32. lengths: [*shape] int32. kept: tensors of all tokens, each with its rows of this part.
-        gathered: what is gathered beforehand, and into which rows [W, V + R]; None where nothing is.
+        gathered: what is gathered beforehand, and into which rows [W, V + R]; None where the cache itself is read.
     """
 
     begin: int
@@ -96,19 +96,18 @@ def divide(plan: StepPlan, decodes: bool, buffers: StepBuffers) -> Step:
         gathered = None if chunk is None or workspace is None else (chunk, workspace[: chunk.workspace_rows])
         return Part(begin, end, shape, of_indices, of_counts, tuple(zip(own[2:], others, strict=True)), gathered)
 
-    end = plan.num_decode_tokens if decodes else 0
-    rest = plan.num_decode_tokens - end + plan.num_prefill_tokens
-    decode = part(0, end, (plan.num_decodes, plan.decode_query_len)) if end else None
-    if plan.prefill_chunks:
-        prefills = tuple(
-            part(chunk.tokens.start, chunk.tokens.stop, (chunk.tokens.stop - chunk.tokens.start,), chunk)
-            for chunk in plan.prefill_chunks
-        )
-    elif rest:
-        prefills = (part(end, end + rest, (rest,)),)
-    else:
-        prefills = ()
-    return Step(plan, decodes, indices, counts, lse, query, decode, prefills, prefills[-1].end if prefills else end)
+    begin = plan.num_decode_tokens if decodes else 0
+    decode = part(0, begin, (plan.num_decodes, plan.decode_query_len)) if begin else None
+    prefills: list[Part] = []
+    for chunk in plan.prefill_chunks:
+        if begin < chunk.tokens.start:
+            prefills.append(part(begin, chunk.tokens.start, (chunk.tokens.start - begin,)))
+        begin = chunk.tokens.stop
+        prefills.append(part(chunk.tokens.start, begin, (begin - chunk.tokens.start,), chunk))
+    end = max(begin, plan.num_decode_tokens + plan.num_prefill_tokens)
+    if begin < end:
+        prefills.append(part(begin, end, (end - begin,)))
+    return Step(plan, decodes, indices, counts, lse, query, decode, tuple(prefills), end)
 
 
 def _rows(tensor: Tensor, begin: int, end: int, shape: tuple[int, ...]) -> Tensor:

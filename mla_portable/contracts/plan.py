@@ -17,7 +17,8 @@ ROUTES = ("fused", "split", "direct", "upconvert")
 """Compositions of primitives that serve a batch.
 
 fused      every token through sparse_decode on the cache itself
-split      decode tokens through sparse_decode; prefill through gather_upconvert and sparse_prefill on the workspace
+split      decode tokens through sparse_decode; prefill through gather_upconvert and sparse_prefill on the workspace, chunk by
+           chunk; where the route was chosen by measured times, a chunk for which that is slower is served as in direct
 direct     decode tokens through sparse_decode; prefill through sparse_prefill on the paged cache, no workspace
 upconvert  every token through gather_upconvert and sparse_prefill (vendors whose kernels read bf16 only)
 """
@@ -93,10 +94,11 @@ class StepPlan:
             empty, and their tokens.
         block_table: [R, columns] int32, the batch's own.
         req_id_per_token: [num_padded_tokens] int32.
-        prefill_request_ids: [num_padded_tokens] int32, -1 for decode tokens, else the index among the prefill requests;
-            None unless the route has a workspace and the batch prefills.
+        prefill_request_ids: [num_padded_tokens] int32, -1 for tokens that read the cache itself, else the index among the
+            prefill requests; None unless something is gathered.
         prefill_workspace_starts: [num_prefills] int32, chunk-local; None likewise.
-        prefill_chunks: in order, each with at least one token; empty unless the route has a workspace.
+        prefill_chunks: what is gathered, in order, each with at least one token. Prefill tokens in none of them read the cache
+            itself, as all do on a route without a workspace.
         decode_schedule: for sparse_decode, None when the kernel wants none or nothing decodes.
         counter: the planner's, None for a plan that no planner made. generation: its count when this plan was made; a layer
             refuses the plan once the planner has counted on, except while a CUDA graph is captured.

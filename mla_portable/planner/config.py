@@ -19,6 +19,7 @@ from mla_portable.contracts import (
 )
 from mla_portable.contracts.share import WHOLE, ContextShare
 from mla_portable.contracts.values import INT32_MAX, check_fields, describe
+from mla_portable.planner.prefill_times import PrefillTimes
 
 __all__ = ["PlannerConfig"]
 
@@ -38,6 +39,8 @@ class PlannerConfig:
         max_model_len: tokens of the longest sequence, context and query.
         prefill_workspace_tokens: rows of the bf16 workspace, None for 5 * max_model_len. Routes without a workspace
             ("fused", "direct") have none, whatever this says.
+        prefill_times: of route "split": a chunk that is served faster on the cache itself, or does not fit the workspace, is
+            left to the layer's second sparse_prefill. None where every chunk is gathered; every sequence must then fit.
         decode_threshold: query length up to which a request counts as decode; above 1 for speculative decoding, where all
             decodes of a batch share one length.
         few_tokens: leading requests of one greater length are decodes too where they have at most this many tokens together;
@@ -64,6 +67,7 @@ class PlannerConfig:
     max_num_tokens: int
     max_model_len: int
     prefill_workspace_tokens: int | None = None
+    prefill_times: PrefillTimes | None = None
     decode_threshold: int = 1
     few_tokens: int = 0
     schedule_kind: ScheduleKind | None = None
@@ -82,12 +86,16 @@ class PlannerConfig:
             raise InvalidArgument(where, "route", got=repr(self.route), expected=f"one of {', '.join(ROUTES)}")
         if self.schedule_kind is not None and not isinstance(self.schedule_kind, ScheduleKind):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgument(where, "schedule_kind", got=describe(self.schedule_kind), expected="a ScheduleKind or None")
-        if self.has_workspace and not self.max_model_len <= self.workspace_tokens <= INT32_MAX:
+        if self.prefill_times is not None and self.route != "split":
+            got = f"times, with route {self.route!r}"
+            raise InvalidArgument(where, "prefill_times", got=got, expected="None, or route 'split'")
+        least, name = (self.max_model_len, "max_model_len ({})") if self.prefill_times is None else (1, "{}")
+        if self.has_workspace and not least <= self.workspace_tokens <= INT32_MAX:
             raise InvalidArgument(
                 where,
                 "prefill_workspace_tokens",
                 got=self.workspace_tokens,
-                expected=f"max_model_len ({self.max_model_len}) to {INT32_MAX} on route {self.route}",
+                expected=f"{name.format(least)} to {INT32_MAX} on route {self.route}",
                 remedy="The longest sequence must fit the workspace whole: enlarge it, lower max_model_len, or take a route "
                 "without one (fused, direct).",
             )

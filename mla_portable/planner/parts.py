@@ -64,8 +64,10 @@ def fill_chunks(
 ) -> tuple[list[int], list[int]]:
     """Lay sequences out in a workspace, in order; a sequence that no longer fits opens the next chunk.
 
+    One that is longer than the workspace is a chunk of its own.
+
     Args:
-        lens: [P] sequence lengths, P >= 1, none above `workspace_tokens`.
+        lens: [P] sequence lengths, P >= 1.
         out: [P], written: the first workspace row of each sequence, counted within its chunk.
     Returns: (bounds, rows): chunk c holds sequences bounds[c] to bounds[c + 1] and fills rows[c] rows. One row where all are
         empty, as shares of short sequences are: kernels are not called on none.
@@ -80,7 +82,7 @@ def fill_chunks(
     bounds, rows = [0], list[int]()
     base = end = 0
     while end < num_seqs:
-        begin, end = end, bisect_right(known, base + workspace_tokens)
+        begin, end = end, max(bisect_right(known, base + workspace_tokens), end + 1)
         out[begin:end] = starts[begin:end] - base if base else starts[begin:end]
         bounds.append(end)
         rows.append(known[end - 1] - base)

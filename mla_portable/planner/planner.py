@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,23 @@ from mla_portable.planner.parts import Parts, divide, fill_chunks
 from mla_portable.planner.staging import Fence
 
 __all__ = ["Planner"]
+
+
+class _Layout(NamedTuple):
+    """The prefill sequences of a step in the workspace.
+
+    Attributes:
+        lens: [P], what the cache holds of each. starts: [P], the first row of each, counted within its chunk.
+        bounds: chunk c holds sequences bounds[c] to bounds[c + 1]. rows: of each chunk. tokens: likewise, of the batch.
+        gathered: of each chunk; the others are read in place, or have no token.
+    """
+
+    lens: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int32]
+    bounds: list[int]
+    rows: list[int]
+    tokens: list[int]
+    gathered: list[bool]
 
 
 class Planner:
@@ -144,7 +162,7 @@ class Planner:
             parts = Parts(0, 0, 0)
         decode_tokens, query_len = self._decode_rows(parts, starts, num_tokens, padded)
         num_prefills = 0 if config.route == "fused" else parts.end_prefill - parts.first_prefill
-        in_chunks = num_prefills > 0 and config.has_workspace
+        layout = self._lay_out(batch, parts) if num_prefills and config.has_workspace else None
 
         schedule = None
         if self._schedules is not None and decode_tokens:
@@ -154,18 +172,19 @@ class Planner:
         if buffers is None:
             buffers = self._buffers = self._allocate()
         chunks: tuple[PrefillChunk, ...] = ()
-        workspace_starts = buffers.workspace_starts[:num_prefills] if in_chunks else None
+        workspace_starts = None
         key = (shared, num_reqs) if shared else None
-        if in_chunks or key is None or not buffers.holds(key):
+        if layout is not None or key is None or not buffers.holds(key):
             if query_lens is None:
                 ids = self._uniform[shared][1][:num_tokens] if shared else self._requests[:0]
             else:
                 ids = self._requests[:num_reqs].repeat(query_lens)
             self._counter.count += 1  # earlier plans no longer hold their step
-            if workspace_starts is None:
+            if layout is None:
                 buffers.send_ids(ids, key)
             else:
-                chunks = self._send_chunks(batch, parts, buffers, ids, decode_tokens, padded, workspace_starts)
+                workspace_starts = buffers.workspace_starts[:num_prefills]
+                chunks = self._send_chunks(batch, parts, buffers, ids, padded, layout, workspace_starts)
 
         return StepPlan(
             route=config.route,
@@ -179,7 +198,7 @@ class Planner:
             num_prefill_tokens=num_tokens - decode_tokens if num_prefills else 0,
             block_table=_rows(batch.block_table, 0, num_reqs),
             req_id_per_token=buffers.req_ids[:padded],
-            prefill_request_ids=buffers.prefill_ids[:padded] if in_chunks else None,
+            prefill_request_ids=None if layout is None else buffers.prefill_ids[:padded],
             prefill_workspace_starts=workspace_starts,
             prefill_chunks=chunks,
             decode_schedule=schedule,
@@ -213,33 +232,50 @@ class Planner:
             return int(starts[parts.first_prefill]), query_len
         return padded if padded % query_len == 0 and padded <= self._max_decode_rows else num_tokens, query_len
 
+    def _lay_out(self, batch: Batch, parts: Parts) -> _Layout | None:
+        """The prefill sequences in the workspace; None where all of them are read in place."""
+        _, first, end = parts
+        config, times = self._config, self._config.prefill_times
+        lens = config.share.lengths(batch.seq_lens[first:end])
+        starts = np.empty(end - first, dtype=np.int32)
+        bounds, rows = fill_chunks(lens, config.workspace_tokens, out=starts)
+        tokens: list[int] = [batch.query_start_loc.item(first + bound) for bound in bounds]
+        gathered = [before < after for before, after in pairwise(tokens)]  # empty requests may fill a chunk: nothing to serve
+        if times is not None:
+            for chunk, (before, after) in enumerate(pairwise(tokens)):
+                fits = rows[chunk] <= config.workspace_tokens
+                gathered[chunk] = fits and times.gathers(after - before, rows[chunk])
+            if not any(gathered):
+                return None
+        return _Layout(lens, starts, bounds, rows, tokens, gathered)
+
     def _send_chunks(
         self,
         batch: Batch,
         parts: Parts,
         buffers: StepBuffers,
         ids: npt.NDArray[np.int32],
-        decode_tokens: int,
         padded: int,
+        layout: _Layout,
         starts: Tensor,
     ) -> tuple[PrefillChunk, ...]:
-        """Lay the prefill sequences out in the workspace and send the step's numbers.
+        """Send the step's numbers. Returns: the chunks that are gathered.
 
         Args:
             ids: the batch's request ids, [T]. starts: where the device gets the workspace starts, [num_prefills].
         """
         _, first, end = parts
+        lens, staged_starts, bounds, rows, tokens, gathered = layout
         prefill_ids = np.empty(padded, dtype=np.int32)
-        prefill_ids[:decode_tokens] = prefill_ids[len(ids) :] = -1
-        np.subtract(ids[decode_tokens:], first, out=prefill_ids[decode_tokens : len(ids)])
-        lens = self._config.share.lengths(batch.seq_lens[first:end])
-        staged_starts = np.empty(end - first, dtype=np.int32)
-        bounds, rows = fill_chunks(lens, self._config.workspace_tokens, out=staged_starts)
+        prefill_ids[: tokens[0]] = prefill_ids[len(ids) :] = -1
+        np.subtract(ids[tokens[0] :], first, out=prefill_ids[tokens[0] : len(ids)])
+        for chunk, is_gathered in enumerate(gathered):
+            if not is_gathered:
+                prefill_ids[tokens[chunk] : tokens[chunk + 1]] = -1
         buffers.send_chunks(ids, prefill_ids, staged_starts, lens)
         lens_on_device = batch.seq_lens_device
         lens_on_device = buffers.seq_lens[: end - first] if lens_on_device is None else lens_on_device[first:end]
         requests = [first + bound for bound in bounds]
-        tokens: list[int] = [batch.query_start_loc.item(request) for request in requests]
         table = _rows(batch.block_table, first, end)
         if len(rows) == 1:
             return (PrefillChunk(slice(*tokens), slice(first, end), table, lens_on_device, starts, rows[0]),)
@@ -249,7 +285,7 @@ class Planner:
         return tuple(
             PrefillChunk(slice(*tokens[i : i + 2]), slice(*requests[i : i + 2]), *of_chunk, rows[i])
             for i, of_chunk in enumerate(views)
-            if tokens[i] < tokens[i + 1]  # empty requests may fill a chunk between them: there is nothing to serve
+            if gathered[i]
         )
 
 

@@ -118,24 +118,35 @@ class MeasuredCosts:
 
     def __call__(self, implementation: Implementation, request: Request) -> tuple[float, str] | None:
         """(cost, where it comes from); None where this implementation, as it is installed, was not timed for such a request."""
-        place = self._places.get((self.device_of(request.device.name), str(request.primitive), request.topk))
-        if place is None:
-            return None
-        timed = place.get((implementation.name, request.kv_layout)) or place.get((implementation.name, None))
-        own = _estimate(timed, request.num_heads) if timed else None
-        if own is None:
-            return None
-        installed = self._hash_of(sources_of(implementation), request.device.arch)
-        sizes = [rows for rows, time in own.by_rows.items() if time.source_hash == installed]
-        if not sizes:
+        own, sizes = self._timed(implementation, request)
+        if own is None or not sizes:
             return None
         wanted = request.rows
         if wanted is not None:
             sizes = [min(sizes, key=lambda rows: abs(math.log(rows / max(wanted, 1))))]
+        place = self._place(request)
         estimates = [found for by_heads in place.values() if (found := _estimate(by_heads, request.num_heads))]
         least = time_spent(min(each.us(rows) for each in estimates if rows in each.by_rows) for rows in sizes)
         cost = _FASTEST * time_spent(map(own.us, sizes)) / least
         return round(cost, 2), own.source(request.num_heads, sizes)
+
+    def times(self, implementation: Implementation, request: Request) -> dict[int, float]:
+        """Rows -> microseconds, of every size that the cost is computed from; empty where there is none."""
+        own, sizes = self._timed(implementation, request)
+        return {} if own is None else {rows: own.us(rows) for rows in sorted(sizes)}
+
+    def _place(self, request: Request) -> dict[tuple[str, str | None], dict[int | None, dict[int, MeasuredTime]]]:
+        return self._places.get((self.device_of(request.device.name), str(request.primitive), request.topk), {})
+
+    def _timed(self, implementation: Implementation, request: Request) -> tuple[_Estimate | None, list[int]]:
+        """Its times at its nearest head count, and the row counts that were timed with the installed sources."""
+        place = self._place(request)
+        timed = place.get((implementation.name, request.kv_layout)) or place.get((implementation.name, None))
+        own = _estimate(timed, request.num_heads) if timed else None
+        if own is None:
+            return None, []
+        installed = self._hash_of(sources_of(implementation), request.device.arch)
+        return own, [rows for rows, time in own.by_rows.items() if time.source_hash == installed]
 
 
 def _estimate(by_heads: Mapping[int | None, Mapping[int, MeasuredTime]], wanted: int | None) -> _Estimate | None:

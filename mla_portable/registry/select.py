@@ -11,36 +11,59 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from mla_portable.contracts import Decision, DeviceFacts, Implementation, Primitive, Reason, Request, Verdict
 from mla_portable.registry.names import AUTO, REFERENCE
 from mla_portable.registry.policy import Policy, disabled_reason
 
-__all__ = ["CostTable", "Finding", "cost_rank", "decide", "least_cost"]
+__all__ = ["CostTable", "Finding", "Ranking", "Standing", "decide"]
 
 Finding = Callable[[Implementation], tuple[Reason, ...]]
 """Looks at the machine: the reasons why an implementation must not be used there."""
 CostTable = Callable[[Implementation, Request], "tuple[float, str] | None"]
 """(cost, record it was measured in) where an implementation was timed, 10 for the fastest; None elsewhere."""
 
-_TIE: Final = 1.03
-"""Measured costs within this factor of the least are a tie."""
+_TIE: Final = 0.03
+"""Measured costs that exceed the least by this share of it, or less, are a tie."""
 
 
-def least_cost(costs: Iterable[tuple[bool, float]]) -> float:
-    """The least measured cost among (measured, cost) pairs; 0 where nothing was measured."""
-    return min((cost for measured, cost in costs if measured), default=0.0)
+class Standing(NamedTuple):
+    """What an implementation or a route is ranked by.
 
-
-def cost_rank(measured: bool, cost: float, least: float) -> tuple[bool, float]:
-    """What implementations and routes are sorted by. `least`: of all that can serve, by `least_cost`.
-
-    Measured costs rank among themselves, and a tie with the least counts as the least. Declared costs rank among themselves,
-    behind all measured ones: the two scales are not comparable.
+    Attributes:
+        measured: `cost` was measured. cost: smaller is better. declared: the cost that its authors declared.
     """
-    tied = measured and least <= cost <= _TIE * least
-    return not measured, least if tied else cost
+
+    measured: bool
+    cost: float
+    declared: float
+
+
+class Ranking:
+    """The rule by which implementations and routes are ranked.
+
+    Measured costs rank among themselves, and a tie with the least counts as the least. The two scales are not comparable: what
+    was not measured ranks by its cost behind all that was, or in front of it where its declared cost is lower than that of
+    everything measured. So times of old sources do not hide what is preferred.
+    """
+
+    def __init__(self, able: Iterable[Standing], *, terms: int = 1) -> None:
+        """able: of all that can serve. terms: how many costs each is the sum of; a tie is as narrow as that of one of them."""
+        measured = [each for each in able if each.measured]
+        self._least = min((each.cost for each in measured), default=0.0)
+        self._most_tied = self._least * (1 + _TIE / terms)
+        self._preferred = min((each.declared for each in measured), default=-math.inf)
+
+    def tied(self, standing: Standing) -> bool:
+        """The cost was measured, and is the least or a tie with it."""
+        return standing.measured and self._least <= standing.cost <= self._most_tied
+
+    def key(self, standing: Standing) -> tuple[int, float]:
+        """Smaller is better; equal for a tie."""
+        if standing.measured:
+            return 1, self._least if self.tied(standing) else standing.cost
+        return 0 if standing.declared < self._preferred else 2, standing.cost
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +87,10 @@ class _Candidate:
             self.reasons += probe(self.implementation)
             self.probed = True
 
+    @property
+    def standing(self) -> Standing:
+        return Standing(self.measured, self.cost, self.implementation.preference)
+
     def verdict(self) -> Verdict:
         return Verdict(self.implementation.name, self.reasons, self.cost, self.cost_source, self.fits_device)
 
@@ -86,11 +113,10 @@ def decide(
         policy: what users force and disable; its names are checked already.
         check, probe: what the machine says of an implementation; None on a device that is not at hand.
         thorough: examine every candidate, for an explanation, instead of stopping at the first that can run.
-        costs: measured costs. An implementation without one ranks by its declared cost: behind all that were timed, or in front
-            of them where its declared cost is lower than that of each. So times of old sources do not hide what is preferred.
+        costs: measured costs. An implementation without one ranks by its declared cost.
         plugin_failures: (plugin, what became of it), handed through to the decision.
-    Returns: the first candidate without a reason, by `cost_rank`, then declared cost, then name; among the forced ones
-        when a backend is forced. When nothing can run, `chosen` is None and every candidate that fits the device was checked.
+    Returns: the first candidate without a reason, by `Ranking`, then declared cost, then name; among the forced ones when a
+        backend is forced. When nothing can run, `chosen` is None and every candidate that fits the device was checked.
         An automatic choice gives an accelerator to the reference only where no other candidate fits the device.
     """
     everyone = list(candidates)
@@ -99,14 +125,11 @@ def decide(
     unloaded = _unloaded(policy, everyone)
     if rule.target == AUTO:
         _reserve_reference(ranked, request.device, maybe_others=bool(unloaded))
-    fit = [c for c in ranked if not c.reasons]
-    least = least_cost((c.measured, c.cost) for c in fit)
-    _tell_ties(fit, least)
-    timed = min((c.implementation.preference for c in fit if c.measured), default=-math.inf)
+    ranking = Ranking(c.standing for c in ranked if not c.reasons)
+    _tell_ties([c for c in ranked if not c.reasons and ranking.tied(c.standing)])
 
-    def rank(c: _Candidate) -> tuple[bool, tuple[bool, float], float, str]:
-        behind = c.measured or c.implementation.preference >= timed
-        return behind, cost_rank(c.measured, c.cost, least), c.implementation.preference, c.implementation.name
+    def rank(c: _Candidate) -> tuple[tuple[int, float], float, str]:
+        return ranking.key(c.standing), c.implementation.preference, c.implementation.name
 
     ranked.sort(key=rank)
     pool = [c for c in ranked if rule.target in (AUTO, c.implementation.backend, c.implementation.name)]
@@ -160,11 +183,10 @@ def _reserve_reference(candidates: Sequence[_Candidate], device: DeviceFacts, *,
             candidate.reasons += (reason,)
 
 
-def _tell_ties(candidates: Sequence[_Candidate], least: float) -> None:
+def _tell_ties(tied: Sequence[_Candidate]) -> None:
     """Say it where declared costs decide among measured costs."""
-    tied = [c for c in candidates if c.measured and cost_rank(True, c.cost, least) == (False, least)]
     for candidate in tied if len(tied) > 1 else ():
-        candidate.cost_source += f" tie within {_TIE - 1:.0%}, declared cost {candidate.implementation.preference:g} decides;"
+        candidate.cost_source += f" tie within {_TIE:.0%}, declared cost {candidate.implementation.preference:g} decides;"
 
 
 def _first_look(candidate: Implementation, request: Request, policy: Policy, costs: CostTable | None) -> _Candidate:

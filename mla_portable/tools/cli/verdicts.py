@@ -25,7 +25,7 @@ _TIMES: Final = ", us by rows "
 """In the source of a measured cost, before its times."""
 _WEIGHTS: Final = (
     "cost of a route: the sum of its parts, each times its weight in a step. x 2: prefill through a decode kernel, or decode "
-    "through one for prefill; x 0.05: the gather before a prefill; + 200: every context is gathered in every step"
+    "through one for prefill; x 0.02: the gather before a prefill; + 200: every context is gathered in every step"
 )
 
 
