@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Invented machines: facts as they would be gathered on them, so that choices for any device are tested on a laptop."""
+"""Invented machines: facts and times as gathered on them, so that choices for any device are tested on a laptop."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mla_portable.contracts import DeviceFacts
+from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
 
 GIB = 1 << 30
 
@@ -83,3 +86,26 @@ MACHINES = {
     "BI-V150": BI_V150,
     "CPU": CPU,
 }
+
+
+def costs_of(
+    us: Mapping[tuple[str, str], Mapping[int, float]], device: str, implementation: str, heads: int, topk: int
+) -> MeasuredCosts:
+    """Times of one implementation, whatever its sources are: (primitive, layout) -> rows -> microseconds."""
+    times = [
+        MeasuredTime(
+            device=device,
+            primitive=primitive,
+            layout=layout,
+            heads=heads if primitive.startswith("sparse") else None,
+            topk=topk if primitive.startswith("sparse") else None,
+            rows=rows,
+            implementation=implementation,
+            us=each,
+            recorded="2026-11-23",
+            source_hash="",
+        )
+        for (primitive, layout), by_rows in us.items()
+        for rows, each in by_rows.items()
+    ]
+    return MeasuredCosts(times, hash_of=lambda sources, arch: "")

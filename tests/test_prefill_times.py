@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from attention_steps import BATCHES, HEADS, SPEC, TOPK, assert_matches, make_step, plan_for
-from machines import H200
+from machines import H200, costs_of
 from recorder import Recorder
 
 from mla_portable.attention import SparseMLAAttention, UnsupportedRoute
@@ -16,7 +16,6 @@ from mla_portable.contracts import SPLIT_KV, PlanMismatch
 from mla_portable.planner import Planner
 from mla_portable.planner.prefill_times import PrefillTimes, Times
 from mla_portable.registry import Registry
-from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
 
 FP8 = "fp8_ds_mla"
 DECODE, IN_PLACE, ROWS = ("sparse_decode", FP8), ("sparse_prefill", FP8), ("sparse_prefill", "bf16")
@@ -30,28 +29,7 @@ US = {
 """A token costs 3 in place and 2 on bf16 rows, a row of context 0.125 to gather; fewer than 4 tokens were not timed."""
 
 
-def costs_of(us: dict[tuple[str, str], dict[int, float]], device: str, name: str = "reference.torch") -> MeasuredCosts:
-    """Of one implementation, whatever its sources are."""
-    attention = {"heads": HEADS, "topk": TOPK}
-    times = [
-        MeasuredTime(
-            device=device,
-            primitive=primitive,
-            layout=layout,
-            **(attention if "sparse" in primitive else {"heads": None, "topk": None}),
-            rows=rows,
-            implementation=name,
-            us=each,
-            recorded="2026-11-23",
-            source_hash="",
-        )
-        for (primitive, layout), by_rows in us.items()
-        for rows, each in by_rows.items()
-    ]
-    return MeasuredCosts(times, hash_of=lambda sources, arch: "")
-
-
-REGISTRY = Registry(environ={}, costs=costs_of(US, Registry(environ={}).facts("cpu").name))
+REGISTRY = Registry(environ={}, costs=costs_of(US, Registry(environ={}).facts("cpu").name, "reference.torch", HEADS, TOPK))
 
 
 def measured_layer(**changes) -> SparseMLAAttention:
@@ -62,7 +40,7 @@ def measured_layer(**changes) -> SparseMLAAttention:
 def recorded(us: dict[tuple[str, str], dict[int, float]] = US, prefills_as: str = "", **changes):
     """(plugin, layer) where calls are only written down, with such times of them."""
     plugin = Recorder("tape.recorder", SPLIT_KV, prefills_as=prefills_as)
-    costs = costs_of(us, H200.name, plugin.name)
+    costs = costs_of(us, H200.name, plugin.name, HEADS, TOPK)
     registry = Registry(plugins=[("tape", plugin)], facts={"cpu": H200}, environ={}, probe=False, costs=costs)
     return plugin, SparseMLAAttention(replace(SPEC, **changes), device="cpu", registry=registry)
 
@@ -149,7 +127,7 @@ def test_decodes_join_prefills_that_are_read_in_place_before_anything_is_gathere
 def test_every_chunk_is_gathered_where_nothing_else_is_asked_or_known(changes, missing):
     us = {key: by_rows for key, by_rows in US.items() if key != missing}
     plugin = Recorder("tape.recorder", SPLIT_KV, support={"batch_invariant": True})
-    costs = costs_of(us, H200.name, plugin.name)
+    costs = costs_of(us, H200.name, plugin.name, HEADS, TOPK)
     registry = Registry(plugins=[("tape", plugin)], facts={"cpu": H200}, environ={}, probe=False, costs=costs)
     layer = SparseMLAAttention(replace(SPEC, **changes), device="cpu", registry=registry)
     split = next(v for v in layer.route_decision.verdicts if v.route == "split")

@@ -12,6 +12,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from machines import costs_of
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm_engine import (
     BLOCK,
@@ -22,6 +23,7 @@ from vllm_engine import (
     NOPE,
     ROPE,
     SCALE,
+    TOPK,
     V_DIM,
     Engine,
     assert_close,
@@ -37,7 +39,7 @@ from mla_portable.attention import SparseMLAAttention
 from mla_portable.contracts import InvalidArgument, PlanMismatch
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.planner import PlannerConfig
-from mla_portable.registry import use
+from mla_portable.registry import Registry, use
 from mla_portable.vllm import compat
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
@@ -161,6 +163,25 @@ def test_portable_kernels_alone_serve_a_mixed_batch():
         engine = make_engine("fp8")
         assert {part.decision.chosen for part in engine.builder.attention.route_decision.verdict.parts} == {"triton.portable"}
     check_step(engine, [1, 1, 2], [70, 3, 40], padded_tokens=5)
+
+
+def test_a_prompt_is_gathered_where_that_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch):
+    """A token saves 1 us on bf16 rows, and a row costs 0.2 to gather: prompts are, a few tokens of a long context are not."""
+    us = {
+        ("sparse_decode", "fp8_ds_mla"): {1: 1.0},
+        ("sparse_prefill", "fp8_ds_mla"): {1: 3.0, 100: 300.0},
+        ("sparse_prefill", "bf16"): {1: 2.0, 100: 200.0},
+        ("gather_upconvert", "fp8_ds_mla"): {1: 0.2, 100: 20.0},
+    }
+    timed = Registry(environ={}, costs=costs_of(us, Registry(environ={}).facts("cpu").name, "reference.torch", HEADS, TOPK))
+    monkeypatch.setattr("mla_portable.registry.registry._registry", timed)
+    with use("reference"):
+        engine = make_engine("fp8")
+    assert engine.builder.attention.route == "split" and engine.builder.attention.buffers.workspace is not None
+    prompt = check_step(engine, [1, 1, 70, 33], [100, 7, 70, 120])
+    assert [chunk.tokens for chunk in prompt.plan.prefill_chunks] == [slice(2, 105)]
+    turn = check_step(engine, [1, 1, 20, 9], [100, 7, 150, 120], seed=1)
+    assert turn.plan.prefill_chunks == () and turn.plan.num_prefill_tokens == 29
 
 
 @pytest.mark.parametrize("batch", SPECULATIVE)
