@@ -314,6 +314,7 @@ def test_a_route_that_was_not_measured_is_first_where_its_declared_cost_is_less_
     costs = {"decode": 10.0, "rows": 10.0, "gather": 10.0}
     verdicts = priced(costs).route_decision.verdicts
     assert [v.route for v in verdicts] == ["direct", "split", "fused", "upconvert"], "100 declared against 101 and 150"
+    assert "not timed; its declared cost is below" in str(verdicts[0]) and "not timed" not in str(verdicts[1])
     fast = Recorder("fast.rows", preference=8.0, support={"kv_layouts": ("bf16",)}, primitives=(SPARSE_PREFILL,))
     timed = {"decode": 10.0, "cache": 10.0, "gather": 10.0}
     assert priced(timed).route == "direct" and priced(timed, plugins=(PORTABLE, fast)).route == "split"

@@ -356,9 +356,13 @@ def _ranked(verdicts: list[RouteVerdict]) -> tuple[RouteVerdict, ...]:
     tied = [v for v in verdicts if v.can_run and ranking.tied(v.standing)]
 
     def told(verdict: RouteVerdict) -> RouteVerdict:
-        if len(tied) < 2 or verdict not in tied:
+        if verdict.can_run and ranking.preferred(verdict.standing):
+            why = "not timed; its declared cost is below those of all that were"
+        elif len(tied) > 1 and verdict in tied:
+            why = "a tie, the smaller workspace decides"
+        else:
             return verdict
-        return replace(verdict, note="; ".join(filter(None, (verdict.note, "a tie, the smaller workspace decides"))))
+        return replace(verdict, note="; ".join(filter(None, (verdict.note, why))))
 
     def key(verdict: RouteVerdict) -> tuple[bool, tuple[int, float], int]:
         return not verdict.can_run, ranking.key(verdict.standing), verdict.workspace_bytes

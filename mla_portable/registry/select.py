@@ -59,11 +59,15 @@ class Ranking:
         """The cost was measured, and is the least or a tie with it."""
         return standing.measured and self._least <= standing.cost <= self._most_tied
 
+    def preferred(self, standing: Standing) -> bool:
+        """Nothing was measured, and the declared cost is lower than that of everything that was."""
+        return not standing.measured and standing.declared < self._preferred
+
     def key(self, standing: Standing) -> tuple[int, float]:
         """Smaller is better; equal for a tie."""
         if standing.measured:
             return 1, self._least if self.tied(standing) else standing.cost
-        return 0 if standing.declared < self._preferred else 2, standing.cost
+        return 0 if self.preferred(standing) else 2, standing.cost
 
 
 @dataclass(slots=True, eq=False)
