@@ -88,10 +88,12 @@ MACHINES = {
 }
 
 
-def costs_of(
-    us: Mapping[tuple[str, str], Mapping[int, float]], device: str, implementation: str, heads: int, topk: int
-) -> MeasuredCosts:
-    """Times of one implementation, whatever its sources are: (primitive, layout) -> rows -> microseconds."""
+Sizes = Mapping[tuple[str, str], Mapping[int, float]]
+"""(primitive, layout) -> rows -> microseconds."""
+
+
+def costs_of(us: Mapping[str, Sizes], device: str, heads: int, topk: int) -> MeasuredCosts:
+    """Times of implementations, whatever their sources are."""
     times = [
         MeasuredTime(
             device=device,
@@ -105,7 +107,8 @@ def costs_of(
             recorded="2026-11-23",
             source_hash="",
         )
-        for (primitive, layout), by_rows in us.items()
+        for implementation, sizes in us.items()
+        for (primitive, layout), by_rows in sizes.items()
         for rows, each in by_rows.items()
     ]
     return MeasuredCosts(times, hash_of=lambda sources, arch: "")

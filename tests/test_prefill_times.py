@@ -29,7 +29,7 @@ US = {
 """A token costs 3 in place and 2 on bf16 rows, a row of context 0.125 to gather; fewer than 4 tokens were not timed."""
 
 
-REGISTRY = Registry(environ={}, costs=costs_of(US, Registry(environ={}).facts("cpu").name, "reference.torch", HEADS, TOPK))
+REGISTRY = Registry(environ={}, costs=costs_of({"reference.torch": US}, Registry(environ={}).facts("cpu").name, HEADS, TOPK))
 
 
 def measured_layer(**changes) -> SparseMLAAttention:
@@ -40,7 +40,7 @@ def measured_layer(**changes) -> SparseMLAAttention:
 def recorded(us: dict[tuple[str, str], dict[int, float]] = US, prefills_as: str = "", **changes):
     """(plugin, layer) where calls are only written down, with such times of them."""
     plugin = Recorder("tape.recorder", SPLIT_KV, prefills_as=prefills_as)
-    costs = costs_of(us, H200.name, plugin.name, HEADS, TOPK)
+    costs = costs_of({plugin.name: us}, H200.name, HEADS, TOPK)
     registry = Registry(plugins=[("tape", plugin)], facts={"cpu": H200}, environ={}, probe=False, costs=costs)
     return plugin, SparseMLAAttention(replace(SPEC, **changes), device="cpu", registry=registry)
 
@@ -127,7 +127,7 @@ def test_decodes_join_prefills_that_are_read_in_place_before_anything_is_gathere
 def test_every_chunk_is_gathered_where_nothing_else_is_asked_or_known(changes, missing):
     us = {key: by_rows for key, by_rows in US.items() if key != missing}
     plugin = Recorder("tape.recorder", SPLIT_KV, support={"batch_invariant": True})
-    costs = costs_of(us, H200.name, plugin.name, HEADS, TOPK)
+    costs = costs_of({plugin.name: us}, H200.name, HEADS, TOPK)
     registry = Registry(plugins=[("tape", plugin)], facts={"cpu": H200}, environ={}, probe=False, costs=costs)
     layer = SparseMLAAttention(replace(SPEC, **changes), device="cpu", registry=registry)
     split = next(v for v in layer.route_decision.verdicts if v.route == "split")

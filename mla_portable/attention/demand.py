@@ -94,6 +94,11 @@ class Demand:
         found = self.chosen(decision)
         return self._registry.times(found, decision.request) if found else {}
 
+    def timed_rows(self, request: Request) -> list[int]:
+        """The row counts at which any implementation was timed for requests like this, ascending."""
+        offered = self._registry.implementations(request.primitive)
+        return sorted({rows for each in offered for rows in self._registry.times(each, request)})
+
     def schedule_kind(self, decision: Decision) -> ScheduleKind | None:
         """What the chosen implementation of sparse_decode takes as a schedule."""
         found = self.chosen(decision)

@@ -2,8 +2,9 @@
 """SparseMLAAttention: one layer's attention. Its primitives are bound when it is built; each step follows its plan.
 
 All tokens: convert_indices, once, compacted where that saves work. Then every part writes its own rows of `out` and `lse`:
-decode tokens    sparse_decode on the cache, as [requests, query length] rows. In a step with prefills, sparse_prefill
-                 serves them too where it is the same kernel on the cache: one call fills the device better than two
+decode tokens    sparse_decode on the cache, as [requests, query length] rows, by the implementation for so many of them. In a
+                 step with prefills, sparse_prefill serves them too where it is the same kernel on the cache: one call fills
+                 the device better than two
 prefill tokens   route direct: sparse_prefill on the cache
                  routes split and upconvert, chunk by chunk: gather_upconvert, then sparse_prefill on the workspace
                  a chunk that the plan does not gather: as on route direct
@@ -12,8 +13,8 @@ prefill tokens   route direct: sparse_prefill on the cache
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +39,6 @@ from mla_portable.primitives import (
     CacheWrite,
     ConvertIndices,
     GatherUpconvert,
-    SparseDecode,
-    SparsePrefill,
 )
 from mla_portable.registry import Registry, get_registry
 
@@ -91,16 +90,21 @@ class SparseMLAAttention:
         self.route_decision: RouteDecision = choose_route(spec, self.facts, demand)
         verdict = self.route_decision.verdict  # raises where there is none
         self.route = verdict.route
-        parts = {part.role: part.decision for part in verdict.parts if (self.route, part.role) != ("fused", "prefill")}
+        serving = [part for part in verdict.parts if (self.route, part.role) != ("fused", "prefill")]
+        parts = {part.role: part.decision for part in serving}
         requests = _bound_requests(demand, parts)
         self._compact = requests["convert"].compact
-        self._decode_lengths = "decode" in requests and requests["decode"].lengths
         self._dealt = spec.share.arguments
         self._convert: ConvertIndices = demand.bind(requests["convert"].of(CONVERT_INDICES))
-        self._decode: SparseDecode | None = _bound(demand, requests.get("decode"), SPARSE_DECODE)
-        self._gather: GatherUpconvert | None = _bound(demand, requests.get("gather"), GATHER_UPCONVERT)
+        self._gather: GatherUpconvert | None = None
         gathered, in_place = ("prefill", "in_place") if "gather" in parts else ("", "prefill")
-        self._gathered, self._in_place = (_Prefill.bound(demand, requests.get(role)) for role in (gathered, in_place))
+        if "gather" in parts:
+            self._gather = demand.bind(requests["gather"].of(GATHER_UPCONVERT))
+        self._gathered, self._in_place = (_bound(demand, requests.get(role), SPARSE_PREFILL) for role in (gathered, in_place))
+        smaller = [part for part in serving if part.most_rows is not None]
+        decoders = (_bound(demand, requests.get(role), SPARSE_DECODE) for role in (*(part.role for part in smaller), "decode"))
+        self._decoders = [each for each in decoders if each is not None]
+        self._most_rows = [part.most_rows or 0 for part in smaller]
         decoder = demand.chosen(parts["decode"]) if "decode" in parts else None
         self._schedule_kind = decoder.schedule_kind if decoder else None
         self._planned = registry.configured(decoder, requests["decode"]) if decoder else None
@@ -244,14 +248,15 @@ class SparseMLAAttention:
             **self._dealt,
             out=(step.indices, step.counts),
         )
-        if step.decode is not None and self._decode is not None:
+        if step.decode is not None:
             part = step.decode
-            self._decode(
+            decode, with_lengths = self._decoders[bisect_left(self._most_rows, part.end)]
+            decode(
                 part.rows(query),
                 kv_cache,
                 part.indices,
                 softmax_scale=spec.softmax_scale,
-                lengths=part.lengths if self._decode_lengths else None,
+                lengths=part.lengths if with_lengths else None,
                 attn_sink=self._attn_sink,
                 schedule=plan.decode_schedule,
                 out=part.rows(out),
@@ -259,18 +264,19 @@ class SparseMLAAttention:
             )
         for part in step.prefills:
             if part.gathered is None or self._gather is None:
-                prefill = self._in_place
+                bound = self._in_place
                 kv = kv_cache if self._layout.is_quantized else kv_cache.view(-1, self._layout.row_width)
             else:
-                prefill, (chunk, kv) = self._gathered, part.gathered
+                bound, (chunk, kv) = self._gathered, part.gathered
                 self._gather(kv_cache, chunk.block_table, chunk.seq_lens, chunk.workspace_starts, out=kv)
-            assert prefill is not None  # StepCheck refuses a plan with prefills that the layer does not serve
-            prefill.attend(
+            assert bound is not None  # StepCheck refuses a plan with prefills that the layer does not serve
+            prefill, with_lengths = bound
+            prefill(
                 part.rows(query),
                 kv,
                 part.indices,
                 softmax_scale=spec.softmax_scale,
-                lengths=part.lengths if prefill.lengths else None,
+                lengths=part.lengths if with_lengths else None,
                 attn_sink=self._attn_sink,
                 out=part.rows(out),
                 lse_out=part.rows(lse_out),
@@ -287,26 +293,16 @@ class SparseMLAAttention:
         """The parts of a plan on this layer's buffers."""
         chunks, prefills = plan.prefill_chunks, plan.num_prefill_tokens
         together = self._together and prefills > 0 and (not chunks or chunks[0].tokens.start > plan.num_decode_tokens)
-        return self.buffers.step(plan, decodes=self._decode is not None and not together)
+        return self.buffers.step(plan, decodes=bool(self._decoders) and not together)
 
     def _is_elsewhere(self) -> bool:
         """Another device than the layer's is the current one, on which kernels are launched."""
         return self._index >= 0 and self._accelerator.current_index() != self._index
 
 
-class _Prefill(NamedTuple):
-    """A bound sparse_prefill, and whether it is given lengths."""
-
-    attend: SparsePrefill
-    lengths: bool
-
-    @classmethod
-    def bound(cls, demand: Demand, request: Request | None) -> _Prefill | None:
-        return None if request is None else cls(demand.bind(request.of(SPARSE_PREFILL)), request.lengths)
-
-
-def _bound(demand: Demand, request: Request | None, primitive: Primitive[F]) -> F | None:
-    return None if request is None else demand.bind(request.of(primitive))
+def _bound(demand: Demand, request: Request | None, primitive: Primitive[F]) -> tuple[F, bool] | None:
+    """A bound attention primitive, and whether it is given lengths."""
+    return None if request is None else (demand.bind(request.of(primitive)), request.lengths)
 
 
 def _bound_requests(demand: Demand, parts: Mapping[str, Decision]) -> dict[str, Request]:
@@ -320,13 +316,14 @@ def _bound_requests(demand: Demand, parts: Mapping[str, Decision]) -> dict[str, 
     """
     requests = {role: decision.request for role, decision in parts.items()}
     convert = demand.chosen(parts["convert"])
-    for role in ("decode", "prefill", "in_place"):
-        if role not in parts:
+    for role, decision in parts.items():
+        primitive = decision.request.primitive
+        if primitive not in (SPARSE_DECODE, SPARSE_PREFILL):
             continue
         if role != "prefill" or "gather" not in parts:
             requests[role] = requests[role].but(clean_indices=True)
-        found = demand.chosen(parts[role])
-        kind = found.schedule_kind if found and role == "decode" else None
+        found = demand.chosen(decision)
+        kind = found.schedule_kind if found and primitive is SPARSE_DECODE else None
         can_skip = found is not None and found.support.lengths and not (kind and kind.assumes_topk)
         if can_skip and convert is not None and convert.support.compact:
             requests[role] = requests[role].but(lengths=True, clean_lengths=True)

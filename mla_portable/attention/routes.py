@@ -10,12 +10,16 @@ implementations, and within a tie the smaller workspace comes first. A route who
 sum, as a declared 10 stands for a vendor's kernel and a measured 10 for the fastest.
 
 Where both ways to serve a prefill were timed, and the gather, `split` takes the faster one in each step: see `PrefillTimes`.
+Where several implementations of sparse_decode were timed, a decode batch is served by the one that the registry chooses for its
+number of rows; the cost is that of the largest batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import isqrt
 from typing import Any, Final
 
 from mla_portable.attention.demand import Demand, left_out
@@ -51,14 +55,16 @@ class RoutePart:
     """One primitive of a route.
 
     Attributes:
-        role: "convert", "decode", "prefill", "gather", or "in_place" for prefill tokens that `split` does not gather.
-        decision: on the implementation. weight: of its cost. declared: the cost that its author declared.
+        role: "convert", "decode", "prefill", "gather", or "in_place" for prefill tokens that `split` does not gather; one of
+            each on a route. decision: on the implementation. weight: of its cost. declared: the cost that its author declared.
+        most_rows: of a decode batch that this part serves in place of "decode"; None for every other part.
     """
 
     role: str
     decision: Decision
-    weight: float
+    weight: float = 0.0
     declared: float = 0.0
+    most_rows: int | None = None
 
     @property
     def cost(self) -> float:
@@ -283,6 +289,8 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
         found = demand.chosen(known[key])
         return RoutePart(role, known[key], weight, found.preference if found else 0.0)
 
+    smaller = () if spec.batch_invariant else _by_rows(requests["decode"], part("decode", "decode").decision, demand)
+
     def fused() -> RouteVerdict:
         decode = part("decode", "decode", 1.0)
         kind = demand.schedule_kind(decode.decision)
@@ -290,13 +298,13 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
         few = spec.num_heads < least
         prefill = part("prefill", "decode", _FUSED_PREFILL_FEW_HEADS if few else _FUSED_PREFILL)
         note = f"fewer than {least} heads: prefill tokens need no kernel of their own" if few else ""
-        return _verdict("fused", (part("convert", "convert"), decode, prefill), note=note)
+        return _verdict("fused", (part("convert", "convert"), decode, prefill, *smaller), note=note)
 
     def direct() -> RouteVerdict:
         convert, decode = part("convert", "convert"), part("decode", "decode", 1.0)
         against = _gaps(spec)
         if decode.decision.chosen:
-            return _verdict("direct", (convert, decode, part("prefill", "cache_prefill", 1.0)), against)
+            return _verdict("direct", (convert, decode, part("prefill", "cache_prefill", 1.0), *smaller), against)
         prefill = part("prefill", "cache_prefill", 2.0, graph=spec.graph)
         return _verdict("direct", (convert, prefill), against, note="sparse_prefill serves decode tokens too")
 
@@ -306,6 +314,7 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
             part("decode", "decode", 1.0),
             part("prefill", "bf16_prefill", 1.0),
             part("gather", "gather", _GATHER_PREFILL),
+            *smaller,
         )
         times = prefill_times()
         against = *_pointless(spec), *(() if times else _too_small(spec))
@@ -348,6 +357,30 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
     ranked = _ranked(considered)
     chosen = ranked[0].route if ranked[0].can_run else None
     return RouteDecision(spec, device, chosen, forced, ranked)
+
+
+def _by_rows(request: Request, largest: Decision, demand: Demand) -> tuple[RoutePart, ...]:
+    """What serves batches with fewer rows than `request`, where the registry chooses something else at their size.
+
+    A size speaks for the rows that are nearest to it, as in the registry. Only implementations that take no schedule stand in
+    for one another, for a plan holds schedules of one kind.
+    """
+    parts: list[RoutePart] = []
+    if largest.chosen is None or demand.schedule_kind(largest):
+        return ()
+    for rows, more in pairwise(demand.timed_rows(request)):
+        most = isqrt(rows * more)
+        if most >= (request.rows or 0):
+            break
+        decision = demand.decide(request.but(rows=rows))
+        if demand.schedule_kind(decision):
+            decision = largest
+        if parts and parts[-1].decision.chosen == decision.chosen:
+            parts.pop()
+        parts.append(RoutePart(f"decode up to {most} rows", decision, most_rows=most))
+    while parts and parts[-1].decision.chosen == largest.chosen:
+        parts.pop()
+    return tuple(parts)
 
 
 def _ranked(verdicts: list[RouteVerdict]) -> tuple[RouteVerdict, ...]:

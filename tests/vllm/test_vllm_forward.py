@@ -173,7 +173,8 @@ def test_a_prompt_is_gathered_where_that_was_measured_to_be_faster(monkeypatch: 
         ("sparse_prefill", "bf16"): {1: 2.0, 100: 200.0},
         ("gather_upconvert", "fp8_ds_mla"): {1: 0.2, 100: 20.0},
     }
-    timed = Registry(environ={}, costs=costs_of(us, Registry(environ={}).facts("cpu").name, "reference.torch", HEADS, TOPK))
+    cpu = Registry(environ={}).facts("cpu").name
+    timed = Registry(environ={}, costs=costs_of({"reference.torch": us}, cpu, HEADS, TOPK))
     monkeypatch.setattr("mla_portable.registry.registry._registry", timed)
     with use("reference"):
         engine = make_engine("fp8")

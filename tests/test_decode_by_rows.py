@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decode batch is served by the implementation that is chosen for its number of rows, where several were timed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from attention_steps import HEADS, SPEC, TOPK, plan_for
+from machines import H200, costs_of
+from recorder import Recorder
+
+from mla_portable.attention import SparseMLAAttention
+from mla_portable.contracts import SPLIT_KV, Batch
+from mla_portable.primitives import SPARSE_DECODE
+from mla_portable.registry import Registry
+
+US = {
+    "few": {1: 5.0, 4: 6.0, 16: 20.0, 64: 90.0, 256: 400.0},
+    "many": {1: 10.0, 4: 12.0, 16: 20.1, 64: 80.0, 256: 300.0},
+}
+"""Nearest to 1 and 4, up to 8 rows: `few`. To 16, up to 32: a tie, for `many` is preferred. Then `many`."""
+
+
+def layer_of(us=US, kinds=(None, None), **changes) -> tuple[dict[str, Recorder], SparseMLAAttention]:
+    """Recorders by name: decoders `few` and `many`, and `rest` for everything, slowly."""
+    decoders = {
+        name: Recorder(
+            f"{name}.kernel", kind, preference, {"batch_invariant": True, "lengths": name == "many"}, (SPARSE_DECODE,)
+        )
+        for name, kind, preference in zip(US, kinds, (9.0, 8.0), strict=True)
+    }
+    plugins = {**decoders, "rest": Recorder("rest.kernel", preference=50.0, support={"batch_invariant": True})}
+    sizes = {f"{name}.kernel": {("sparse_decode", "fp8_ds_mla"): by_rows} for name, by_rows in us.items()}
+    costs = costs_of(sizes, H200.name, HEADS, TOPK)
+    registry = Registry(plugins=list(plugins.items()), facts={"cpu": H200}, environ={}, probe=False, costs=costs)
+    spec = replace(SPEC, **{"max_num_reqs": 256, "max_num_tokens": 768, **changes})
+    return plugins, SparseMLAAttention(spec, device="cpu", registry=registry)
+
+
+def served(plugins: dict[str, Recorder], layer: SparseMLAAttention, rows: int, query_len: int = 1) -> tuple[str, dict]:
+    """(who, with which arguments) of a batch of decodes."""
+    for plugin in plugins.values():
+        plugin.calls.clear()
+    requests = rows // query_len
+    starts = np.arange(requests + 1, dtype=np.int32) * np.int32(query_len)
+    table = torch.zeros((requests, 6), dtype=torch.int32)
+    plan = plan_for(layer, Batch(starts, np.full(requests, query_len, dtype=np.int32), table))
+    cache = torch.zeros((2, SPEC.block_size, 656), dtype=torch.uint8)
+    layer(torch.zeros(rows, HEADS, 576).bfloat16(), cache, torch.zeros((rows, TOPK), dtype=torch.int32), plan)
+    ((name, arguments),) = [
+        (name, given) for name, each in plugins.items() for called, _, given in each.calls if called == "sparse_decode"
+    ]
+    return name, arguments
+
+
+@pytest.mark.parametrize(("rows", "name"), [(1, "few"), (2, "few"), (8, "few"), (9, "many"), (33, "many"), (256, "many")])
+def test_each_batch_gets_what_is_chosen_for_its_rows(rows: int, name: str):
+    plugins, layer = layer_of()
+    found, arguments = served(plugins, layer, rows)
+    assert found == name
+    assert (arguments["lengths"] is not None) is (name == "many"), "each as it was bound"
+    (bound,) = plugins[name].bound
+    assert bound.clean_indices and bound.lengths is (name == "many") and bound.rows == (4 if name == "few" else 256)
+
+
+def test_drafts_count_as_rows():
+    plugins, layer = layer_of(decode_query_len=3)
+    assert [served(plugins, layer, rows, 3)[0] for rows in (6, 12)] == ["few", "many"]
+
+
+def test_the_decision_names_both():
+    _, layer = layer_of()
+    parts = {part.role: part for part in layer.route_decision.verdict.parts}
+    assert parts["decode"].decision.chosen == "many.kernel" and parts["decode"].most_rows is None
+    small = parts["decode up to 8 rows"]
+    assert (small.decision.chosen, small.decision.request.rows, small.most_rows, small.weight) == ("few.kernel", 4, 8, 0)
+    assert "sparse_decode: few.kernel" in layer.explain() and "sparse_decode: many.kernel" in layer.explain()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"us": {}},
+        {"max_num_reqs": 7},
+        {"us": {"many": US["many"]}},
+        {"us": {name: {256: us[256]} for name, us in US.items()}},
+        {"kinds": (SPLIT_KV, None)},
+        {"kinds": (None, SPLIT_KV)},
+        {"batch_invariant": True},
+    ],
+    ids=str,
+)
+def test_one_serves_all_where_nothing_else_is_known_or_may(changes: dict):
+    _, layer = layer_of(**changes)
+    assert not any(part.most_rows for part in layer.route_decision.verdict.parts)
