@@ -96,7 +96,7 @@ def test_the_default_sweep_has_the_sizes_of_a_serving_rank():
     assert [case.rows for case in decode[:6]] == [1, 4, 16, 64, 128, 256]
     assert all(case.width // case.rows >= 2048 for case in decode), "each row has a context of its own"
     prefill = kernel_cases([SPARSE_PREFILL], layouts=["bf16"], overlaps=(0, 80))
-    assert {(case.rows, case.width) for case in prefill} == {(1024, 8192), (4096, 65536)}
+    assert {(case.rows, case.width) for case in prefill} == {(256, 8192), (1024, 8192), (4096, 65536)}
     assert {case.overlap for case in prefill} == {0, 80}
     assert {case.primitive for case in kernel_cases()} == set(TIMED)
 
