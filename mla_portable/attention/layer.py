@@ -96,15 +96,15 @@ class SparseMLAAttention:
         self._compact = requests["convert"].compact
         self._dealt = spec.share.arguments
         self._convert: ConvertIndices = demand.bind(requests["convert"].of(CONVERT_INDICES))
-        self._gather: GatherUpconvert | None = None
-        gathered, in_place = ("prefill", "in_place") if "gather" in parts else ("", "prefill")
-        if "gather" in parts:
-            self._gather = demand.bind(requests["gather"].of(GATHER_UPCONVERT))
-        self._gathered, self._in_place = (_bound(demand, requests.get(role), SPARSE_PREFILL) for role in (gathered, in_place))
+        gathers = "gather" in parts
+        in_place = "in_place" if gathers else "prefill"
+        self._gather: GatherUpconvert | None = demand.bind(requests["gather"].of(GATHER_UPCONVERT)) if gathers else None
+        self._gathered = _bound(demand, requests["prefill"] if gathers else None, SPARSE_PREFILL)
+        self._in_place = _bound(demand, requests.get(in_place), SPARSE_PREFILL)
         smaller = [part for part in serving if part.most_rows is not None]
         decoders = (_bound(demand, requests.get(role), SPARSE_DECODE) for role in (*(part.role for part in smaller), "decode"))
         self._decoders = [each for each in decoders if each is not None]
-        self._most_rows = [part.most_rows or 0 for part in smaller]
+        self._most_rows = [part.most_rows or 0 for part in smaller]  # of each but the last
         decoder = demand.chosen(parts["decode"]) if "decode" in parts else None
         self._schedule_kind = decoder.schedule_kind if decoder else None
         self._planned = registry.configured(decoder, requests["decode"]) if decoder else None

@@ -89,13 +89,13 @@ class PlannerConfig:
         if self.prefill_times is not None and self.route != "split":
             got = f"times, with route {self.route!r}"
             raise InvalidArgument(where, "prefill_times", got=got, expected="None, or route 'split'")
-        least, name = (self.max_model_len, "max_model_len ({})") if self.prefill_times is None else (1, "{}")
+        least = self.max_model_len if self.prefill_times is None else 1
         if self.has_workspace and not least <= self.workspace_tokens <= INT32_MAX:
             raise InvalidArgument(
                 where,
                 "prefill_workspace_tokens",
                 got=self.workspace_tokens,
-                expected=f"{name.format(least)} to {INT32_MAX} on route {self.route}",
+                expected=f"{least} to {INT32_MAX} on route {self.route}",
                 remedy="The longest sequence must fit the workspace whole: enlarge it, lower max_model_len, or take a route "
                 "without one (fused, direct).",
             )
