@@ -7,12 +7,15 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from attention_steps import BATCHES, HEADS, SPEC, TOPK, assert_matches, make_step, plan_for
 from machines import H200, costs_of
 from recorder import Recorder
+from shares import shared
 
+import mla_portable
 from mla_portable.attention import SparseMLAAttention, UnsupportedRoute
-from mla_portable.contracts import SPLIT_KV, PlanMismatch
+from mla_portable.contracts import SPLIT_KV, ContextShare, PlanMismatch
 from mla_portable.planner import Planner
 from mla_portable.planner.prefill_times import PrefillTimes, Times
 from mla_portable.registry import Registry
@@ -67,6 +70,19 @@ def test_both_ways_in_one_step_agree_with_the_oracle(name: str, workspace: int):
     assert layer.route == "split" and layer.buffers.workspace is not None
     layer.buffers.workspace.fill_(math.nan)
     assert_matches(step, *layer(step.q, step.kv_cache, step.topk_indices, plan_for(layer, step.batch)))
+
+
+@pytest.mark.parametrize("name", ["decodes and prefills in chunks", "prefills alone", "mixed, padded"])
+def test_ranks_that_share_sequences_decide_by_their_own_rows(name: str):
+    step, parts = make_step(name, FP8), []
+    for rank in range(2):
+        share = ContextShare(2, rank)
+        batch, cache = shared(step, share)
+        layer = measured_layer(share=share, prefill_workspace_tokens=24)
+        assert layer.route == "split"
+        parts.append(layer(step.q, cache, step.topk_indices, plan_for(layer, batch)))
+    outs, lses = (torch.stack(each) for each in zip(*parts, strict=True))
+    assert_matches(step, *mla_portable.merge_states(outs, lses))
 
 
 def test_a_step_has_parts_of_both_kinds():
