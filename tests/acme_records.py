@@ -100,8 +100,8 @@ def benchmark(median_us: float = 100.0, **changes: Any) -> dict[str, Any]:
         "p10_us": 0.99 * median_us,
         "p90_us": 1.01 * median_us,
         "runs": 30,
-        "floor": {"name": "copy of the bytes", "median_us": 50.0},
-        "rival": {"name": "other.v1", "median_us": 120.0},
+        "bound": {"name": "copy of the bytes", "median_us": 50.0},
+        "baseline": {"name": "other.v1", "median_us": 120.0},
         "rows": 64,
         "overlap": 0,
     }

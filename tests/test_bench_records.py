@@ -112,8 +112,8 @@ def evidence(*made: dict[str, Any]) -> list[Evidence]:
 def test_a_time_beside_its_best_baseline_is_evidence():
     (record,) = records(line(), *BASELINES)
     assert problems_of(record, PROFILES) == []
-    assert record["rival"] == {"name": "other.fast", "median_us": 80.0}
-    assert record["floor"] == {"name": "copy at 4.3 TB/s, bf16 product at 790 TFLOP/s", "median_us": 20.0}
+    assert record["baseline"] == {"name": "other.fast", "median_us": 80.0}
+    assert record["bound"] == {"name": "copy at 4.3 TB/s, bf16 product at 790 TFLOP/s", "median_us": 20.0}
     assert record["device"] == {"profile": "h200", "name": "NVIDIA H200", "arch": "sm90"}
     assert (record["heads"], record["topk"], record["rows"], record["median_us"]) == ([16], [2048], 64, 50.0)
     assert (record["source_hash"], record["recorded"], record["commit"]) == (HASH, HEADER["recorded"], HEADER["commit"])

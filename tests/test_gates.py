@@ -122,7 +122,7 @@ def test_staleness_catches_a_kernel_edited_after_its_evidence() -> None:
         (conformance, lambda r: r["device"].update(name="Acme Bigger")),
         (conformance, lambda r: r["device"].update(profile="huge")),
         (conformance, lambda r: r["device"].update(arch="sm80")),
-        *((benchmark, lambda r, name=name: r.pop(name)) for name in ("floor", "rival", "runs")),
+        *((benchmark, lambda r, name=name: r.pop(name)) for name in ("bound", "baseline", "runs")),
         (benchmark, lambda r: r.update(median_us=0.0)),
         (compiled, lambda r: r.update(target="sm79")),
         (compiled, lambda r: r.update(kernels={})),

@@ -27,9 +27,9 @@ def lines_of_records(records: Iterable[Mapping[str, Any]]) -> list[Line]:
             "device": each["device"],
             "day": each["recorded"][:10],
             "overlap": each["overlap"],
-            "bound_us": each["floor"]["median_us"],
+            "bound_us": each["bound"]["median_us"],
         }
-        baseline = each["rival"]
+        baseline = each["baseline"]
         offered = [("ours", _OURS, each["median_us"]), ("baseline", f"{baseline['name']} directly", baseline["median_us"])]
         if each["implementation"] == _PORTABLE:
             offered.append(("portable", f"{_PORTABLE} alone", each["median_us"]))

@@ -159,8 +159,8 @@ def _benchmarks(report: Benchmark, sha: str, profiles: Mapping[str, Profile]) ->
             "device": _device(report, profiles),
             "heads": [line["heads"]] if line["heads"] else [],
             "topk": [line["topk"]] if line["topk"] else [],
-            "floor": {"name": bound, "median_us": line["bound_us"]},
-            "rival": {"name": baseline["name"], "median_us": baseline["median_us"]},
+            "bound": {"name": bound, "median_us": line["bound_us"]},
+            "baseline": {"name": baseline["name"], "median_us": baseline["median_us"]},
         }
 
 

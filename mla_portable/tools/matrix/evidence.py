@@ -130,8 +130,8 @@ class Benchmark(_OnDevice):
     p10_us: _Figure
     p90_us: _Figure
     runs: Positive
-    floor: _Time
-    rival: _Time
+    bound: _Time
+    baseline: _Time
     rows: Positive | None = None
     overlap: Annotated[int, Field(ge=0, le=100)] | None = None
     clocks: dict[str, float] | None = None
