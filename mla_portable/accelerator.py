@@ -18,18 +18,6 @@ from typing import Any, Final, cast
 
 import torch
 
-__all__ = [
-    "Accelerator",
-    "accelerator",
-    "add_error_words",
-    "default_device",
-    "device_count",
-    "device_names",
-    "is_device_error",
-    "known_types",
-    "without_autocast",
-]
-
 _HOST: Final = "cpu"
 _ERROR_WORDS: Final[dict[str, tuple[str, ...]]] = {"cuda": ("CUDA error", "HIP error")}
 """What a RuntimeError of a device of this type says. For other types "<TYPE> error", in upper case; see `add_error_words`."""

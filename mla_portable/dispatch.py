@@ -22,8 +22,6 @@ from mla_portable.registry import Registry, get_registry
 from mla_portable.registry.limits import running
 from mla_portable.registry.names import check_backend
 
-__all__ = ["Served", "bind_part", "current_registry", "find", "serving"]
-
 _CACHE_LIMIT: Final = 4096
 """Kinds of calls whose implementation is kept; beyond that all are dropped and asked for again."""
 

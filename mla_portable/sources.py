@@ -30,18 +30,6 @@ from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any, Final
 
-__all__ = [
-    "ARCH",
-    "SourceNotFound",
-    "code_of",
-    "imported",
-    "module_file",
-    "modules_hash",
-    "modules_of",
-    "source_hash",
-    "sources_of",
-]
-
 ARCH: Final = "{arch}"
 """In a source, stands for DeviceFacts.arch of the device that ran."""
 FOLLOWED: Final = tuple(f"mla_portable.{name}" for name in ("accelerator", "contracts", "layouts", "primitives", "reference"))

@@ -14,8 +14,6 @@ from mla_portable.contracts import InvalidArgument, StepPlan, neutral_defaults
 from mla_portable.contracts.rules import extent
 from mla_portable.contracts.values import CACHE_ALIGNMENT, describe
 
-__all__ = ["StepBuffers"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBuffers:

@@ -16,8 +16,6 @@ from mla_portable.contracts import DecodeSchedule, InvalidArgument, PlanMismatch
 from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor, shape_of
 from mla_portable.contracts.values import describe, refuse
 
-__all__ = ["StepCheck", "checked_sink"]
-
 _WHERE: Final = "SparseMLAAttention.forward"
 _CONFIGURE: Final = "Configure the planner with planner_config()."
 _PLAN_AGAIN: Final = "A plan serves one batch: plan again."

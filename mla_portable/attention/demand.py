@@ -18,8 +18,6 @@ from mla_portable.registry import Registry
 from mla_portable.registry.names import AUTO, check_backend
 from mla_portable.registry.policy import ARGUMENT, DEFAULT, Rule, active_rules
 
-__all__ = ["BackendChoice", "Demand", "left_out"]
-
 _ATTENTION: Final = (SPARSE_DECODE, SPARSE_PREFILL)
 _LAYERS: Final = (*_ATTENTION, CONVERT_INDICES, GATHER_UPCONVERT, CACHE_WRITE)
 """The primitives of a layer."""

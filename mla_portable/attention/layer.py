@@ -42,8 +42,6 @@ from mla_portable.primitives import (
 )
 from mla_portable.registry import Registry, get_registry
 
-__all__ = ["SparseMLAAttention"]
-
 
 class SparseMLAAttention:
     """The attention of one layer, in the latent space (weights absorbed).

@@ -30,8 +30,6 @@ from mla_portable.planner.prefill_times import PrefillTimes, Times
 from mla_portable.primitives import CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry.select import Ranking, Standing
 
-__all__ = ["RouteDecision", "RoutePart", "RouteVerdict", "UnsupportedRoute", "choose_route", "route_requests"]
-
 _FUSED_PREFILL: Final = 2.0
 """Prefill tokens through sparse_decode."""
 _FUSED_PREFILL_FEW_HEADS: Final = 0.5

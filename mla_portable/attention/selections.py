@@ -16,8 +16,6 @@ from torch import Tensor
 from mla_portable.contracts import ContextShare
 from mla_portable.primitives import TopkSelect
 
-__all__ = ["SelectionMerge"]
-
 _GATHERED_BYTES: Final = 64 << 20
 """Scores of all ranks that are gathered at a time."""
 

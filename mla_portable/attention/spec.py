@@ -11,8 +11,6 @@ from mla_portable.contracts.share import WHOLE, ContextShare
 from mla_portable.contracts.values import CACHE_ALIGNMENT, INT32_MAX, check_alignment, check_fields, check_scale, describe
 from mla_portable.layouts import LAYOUTS, CacheLayout, layout_names, scale_formats
 
-__all__ = ["AUTO_ROUTE", "AttentionSpec"]
-
 AUTO_ROUTE: Final = "auto"
 _LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
     (

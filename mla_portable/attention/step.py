@@ -19,8 +19,6 @@ from mla_portable.contracts import PrefillChunk, StepPlan
 if TYPE_CHECKING:
     from mla_portable.attention.buffers import StepBuffers
 
-__all__ = ["JoinQuery", "Part", "Step", "divide", "join_halves"]
-
 JoinQuery = Callable[[Tensor, Tensor, Tensor], None]
 """Writes the halves of a query, ql_nope [T, H, V] and q_pe [T, H, R], side by side into the third argument, [T, H, V + R]."""
 

@@ -14,8 +14,6 @@ from typing import Any, Final
 from mla_portable.contracts.request import Request
 from mla_portable.contracts.support import Reason
 
-__all__ = ["Decision", "Verdict", "grouped"]
-
 _MOST_CAUSES: Final = 4
 _MOST_REMEDIES: Final = 3
 _MOST_NAMES: Final = 3

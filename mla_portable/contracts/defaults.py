@@ -10,8 +10,6 @@ import torch
 
 from mla_portable.accelerator import known_types, without_autocast
 
-__all__ = ["neutral_defaults"]
-
 
 @contextmanager
 def neutral_defaults() -> Generator[None, None, None]:

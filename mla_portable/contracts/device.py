@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from mla_portable.errors import InvalidArgument
 
-__all__ = ["DeviceFacts"]
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:

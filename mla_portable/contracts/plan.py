@@ -11,8 +11,6 @@ from torch import Tensor
 
 from mla_portable.contracts.schedule import DecodeSchedule
 
-__all__ = ["ROUTES", "WORKSPACE_ROUTES", "WORKSPACE_SEQUENCES", "Batch", "PlanCounter", "PrefillChunk", "StepPlan"]
-
 ROUTES = ("fused", "split", "direct", "upconvert")
 """Compositions of primitives that serve a batch.
 

@@ -22,21 +22,6 @@ from mla_portable.contracts.schedule import ScheduleKind
 from mla_portable.contracts.support import Reason, Support
 from mla_portable.errors import PluginError
 
-__all__ = [
-    "ENTRY_POINT_GROUP",
-    "PROJECT_NAME",
-    "BackendSpec",
-    "Baseline",
-    "BaselineCall",
-    "Detector",
-    "Implementation",
-    "Registrar",
-    "Tunable",
-    "Variable",
-    "hookimpl",
-    "hookspec",
-]
-
 PROJECT_NAME: Final = "mla_portable"
 ENTRY_POINT_GROUP: Final = "mla_portable.backends"
 hookspec = pluggy.HookspecMarker(PROJECT_NAME)

@@ -22,8 +22,6 @@ else:
 
     F = TypeVar("F")
 
-__all__ = ["F", "Primitive"]
-
 _CORE = "mla_portable.primitives"
 _CORE_PROBLEMS = "mla_portable.problems"
 _named: dict[str, Primitive[Any]] = {}

@@ -11,8 +11,6 @@ from mla_portable.contracts.primitive import F, Primitive
 from mla_portable.contracts.values import CACHE_ALIGNMENT, INT32_MAX, check_alignment, check_fields, describe, refuse
 from mla_portable.layouts import LAYOUTS, scale_formats
 
-__all__ = ["Request"]
-
 G = TypeVar("G")
 
 _LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(("num_heads", "topk", "block_size", "query_len"), (1, INT32_MAX))

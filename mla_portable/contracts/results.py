@@ -8,8 +8,6 @@ from torch import Tensor
 
 from mla_portable.layouts import layout_of
 
-__all__ = ["attention_results"]
-
 
 def attention_results(q: Tensor, kv: Tensor, out: Tensor | None, lse_out: Tensor | None) -> tuple[Tensor, Tensor]:
     """The caller's tensors, and fresh ones for those that were not given.

@@ -17,18 +17,6 @@ from torch import Tensor
 from mla_portable.contracts.values import CACHE_ALIGNMENT, describe, refuse
 from mla_portable.layouts import KV, LAYOUTS, CacheLayout, layout_names, layout_of
 
-__all__ = [
-    "check_cache",
-    "check_dense",
-    "check_disjoint",
-    "check_flat_rows",
-    "check_resolved",
-    "check_tensor",
-    "extent",
-    "rows_alignment",
-    "shape_of",
-]
-
 _NO_SCRATCH: Final[Mapping[str, tuple[int, int]]] = MappingProxyType({})
 
 _STRIDED: Final = torch.strided

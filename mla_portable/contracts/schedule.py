@@ -19,15 +19,6 @@ from mla_portable.errors import PlanMismatch
 if TYPE_CHECKING:
     from mla_portable.contracts.request import Request
 
-__all__ = [
-    "DEFAULT_SCRATCH_BYTES",
-    "DecodeSchedule",
-    "ScheduleKind",
-    "ScheduleLimits",
-    "SchedulePlanner",
-    "refuse_schedule",
-]
-
 DEFAULT_SCRATCH_BYTES: Final = 64 << 20
 """Bound on the scratch of a decode call where the caller sets none."""
 

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from mla_portable.contracts.values import INT32_MAX, check_count, refuse
 
-__all__ = ["WHOLE", "ContextShare", "check_share"]
-
 
 @dataclass(frozen=True, slots=True)
 class ContextShare:

@@ -16,8 +16,6 @@ from mla_portable.contracts.values import INT32_MAX, check_alignment, check_fiel
 from mla_portable.errors import InvalidArgument
 from mla_portable.layouts import LAYOUTS, SCALE_FORMATS, scale_formats
 
-__all__ = ["Reason", "Support"]
-
 _LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
     ("topk_multiple", "block_size_multiple", "max_heads", "max_topk", "max_query_len"), (1, INT32_MAX)
 )

@@ -22,8 +22,6 @@ import torch
 
 from mla_portable.accelerator import accelerator, default_device
 
-__all__ = ["TritonLauncher"]
-
 _LIMIT: Final = 1 << 31
 _KEPT: Final = 1024
 _SINCE: Final = (3, 5)

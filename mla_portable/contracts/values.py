@@ -14,19 +14,6 @@ from torch import Tensor
 from mla_portable.accelerator import device_count
 from mla_portable.errors import InvalidArgument
 
-__all__ = [
-    "CACHE_ALIGNMENT",
-    "INT32_MAX",
-    "check_alignment",
-    "check_count",
-    "check_fields",
-    "check_flag",
-    "check_scale",
-    "describe",
-    "device_of",
-    "refuse",
-]
-
 INT32_MAX: Final = 2**31 - 1
 _LEAST_SCALE: Final = 2.0**-126
 _MOST_SCALE: Final = (2.0 - 2.0**-23) * 2.0**127

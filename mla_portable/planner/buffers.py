@@ -20,8 +20,6 @@ import torch
 
 from mla_portable.planner.staging import Fence, StagingRing
 
-__all__ = ["StepBuffers"]
-
 _ALIGN_WORDS: Final = 64
 """Sections begin on 256 bytes, so kernels may use wide loads and never see a differently aligned pointer."""
 

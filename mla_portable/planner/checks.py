@@ -14,8 +14,6 @@ from mla_portable.contracts import Batch, InvalidArgument
 from mla_portable.contracts.values import describe
 from mla_portable.planner.config import PlannerConfig
 
-__all__ = ["Sizes", "check_lengths", "check_sizes"]
-
 _WHERE: Final = "Planner.plan"
 _INT32: Final = np.dtype(np.int32)
 _largest, _or = np.maximum.reduce, np.bitwise_or.reduce

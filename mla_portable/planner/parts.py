@@ -9,9 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Parts", "divide", "fill_chunks"]
-
-
 _sum, _sums = np.add.reduce, np.add.accumulate
 """`ndarray.sum` and `ndarray.cumsum` without their detours."""
 

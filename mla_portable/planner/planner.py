@@ -25,8 +25,6 @@ from mla_portable.planner.config import PlannerConfig
 from mla_portable.planner.parts import Parts, divide, fill_chunks
 from mla_portable.planner.staging import Fence
 
-__all__ = ["Planner"]
-
 
 class _Layout(NamedTuple):
     """The prefill sequences of a step in the workspace.

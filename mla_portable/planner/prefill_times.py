@@ -7,8 +7,6 @@ from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["PrefillTimes", "Times"]
-
 
 class Times:
     """Microseconds by rows, as far as they were measured."""

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from mla_portable.accelerator import accelerator
 
-__all__ = ["Fence", "StagingBuffer", "StagingRing"]
-
 _DEPTH: Final = 4
 _LIMIT: Final = 32
 _MOST_VIEWS: Final = 256

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from mla_portable.primitives._reference import CacheRows, products
 
-__all__ = ["attend", "chunk_bytes"]
-
 _CHUNK_BYTES: Final = {"cpu": 16 << 20}
 """Scratch of one chunk on a CPU: about what a last-level cache holds, beyond which each pass goes to memory."""
 _CHUNK_BYTES_ELSEWHERE: Final = 256 << 20

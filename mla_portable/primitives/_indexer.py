@@ -20,8 +20,6 @@ from mla_portable.contracts.values import INT32_MAX, refuse
 from mla_portable.layouts import INDEX, INDEX_HEAD_SIZE, CacheLayout, index_query_dtype
 from mla_portable.primitives._reference import CacheRows, products
 
-__all__ = ["check_pages", "check_queries", "query_values", "scores", "seen_scores"]
-
 _CHUNK_ELEMENTS: Final = 1 << 25
 """Of the scores of all heads that are held at a time: 256 MiB in float64."""
 

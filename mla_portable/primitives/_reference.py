@@ -19,8 +19,6 @@ from torch import Tensor
 from mla_portable.accelerator import without_autocast
 from mla_portable.layouts import KV, layout_of
 
-__all__ = ["CacheRows", "isolated", "products"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from mla_portable.contracts.share import WHOLE, ContextShare
 from mla_portable.primitives.topk_select import TopkSelect
 
-__all__ = ["SCRATCH_BYTES", "SelectInParts", "rows_at_a_time"]
-
 SCRATCH_BYTES: Final = 64 << 20
 """What indexer_select may allocate besides its result."""
 _ROUNDING: Final = 1 << 10

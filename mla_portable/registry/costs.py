@@ -23,15 +23,6 @@ from typing import Any, Final
 from mla_portable.contracts import Implementation, Request
 from mla_portable.sources import SourceNotFound, source_hash, sources_of
 
-__all__ = [
-    "MeasuredCosts",
-    "MeasuredTime",
-    "costs_text",
-    "installed_hash",
-    "parse_costs",
-    "time_spent",
-]
-
 _FASTEST: Final = 10.0
 
 

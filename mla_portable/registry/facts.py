@@ -18,8 +18,6 @@ import torch
 from mla_portable.accelerator import accelerator, device_count
 from mla_portable.contracts import Detector, DeviceFacts, InvalidArgument
 
-__all__ = ["RawDevice", "ask_detector", "collect", "interpret", "resolve_device"]
-
 NVIDIA_NAMES: Final = ("nvidia", "tesla", "geforce", "quadro", "titan", "grid")
 """First words of an NVIDIA device's name; drivers of the V100 and T4 era leave the vendor out."""
 LIBRARIES: Final = ("torch", "triton")

@@ -11,8 +11,6 @@ import torch
 from mla_portable.accelerator import is_device_error
 from mla_portable.contracts import DRIVER_FAULTS
 
-__all__ = ["blame", "first_line", "is_fatal"]
-
 _REFUSED_LAUNCHES: Final = (
     "no kernel image is available",
     "invalid device function",

@@ -7,8 +7,6 @@ import stat
 from pathlib import Path
 from typing import Final
 
-__all__ = ["named_path", "read_text_file"]
-
 MOST_BYTES: Final = 1 << 20
 
 

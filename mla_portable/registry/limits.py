@@ -16,8 +16,6 @@ import torch
 from mla_portable.accelerator import accelerator
 from mla_portable.contracts import InvalidArgument, PluginError, neutral_defaults
 
-__all__ = ["DEFAULT_SECONDS", "PLUGIN_TIMEOUT", "PluginTimeout", "guarded", "isolated", "limited", "plugin_timeout", "running"]
-
 PLUGIN_TIMEOUT: Final = "MLA_PORTABLE_PLUGIN_TIMEOUT"
 """The environment variable with the limit in seconds; 0 means no limit."""
 DEFAULT_SECONDS: Final = 120.0

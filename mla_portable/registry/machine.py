@@ -32,8 +32,6 @@ from mla_portable.registry.probe import ProbeReport, probe_implementation, run_c
 if TYPE_CHECKING:
     from mla_portable.problems.probe import ProbeCase
 
-__all__ = ["Machine"]
-
 REQUEST_LIMIT: Final = 4096
 """Results of probes for requests that are kept; beyond that the oldest is dropped and found out again as needed."""
 

@@ -9,8 +9,6 @@ from typing import Final
 
 from mla_portable.contracts import InvalidArgument
 
-__all__ = ["AUTO", "CORE_DISTRIBUTION", "CORE_MODULE", "REFERENCE", "check_backend", "closest"]
-
 CORE_DISTRIBUTION: Final = "mla-portable"
 CORE_MODULE: Final = "mla_portable.reference"
 """The core's own plugin: every other implementation is compared with it, so it cannot be left out."""

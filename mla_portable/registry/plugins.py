@@ -15,8 +15,6 @@ from mla_portable.registry.names import CORE_MODULE
 from mla_portable.registry.registrar import StagingRegistrar, Taken
 from mla_portable.registry.sources import HOOK, PluginSource, call_hook
 
-__all__ = ["Loaded", "PluginReport", "collect", "load_plugins"]
-
 
 @dataclass(frozen=True, slots=True)
 class PluginReport:

@@ -29,8 +29,6 @@ from mla_portable.registry.files import named_path, read_text_file
 from mla_portable.registry.names import AUTO, closest
 from mla_portable.registry.variables import ENV_BACKEND, ENV_DISABLE, ENV_POLICY, backend_variables
 
-__all__ = ["KnownNames", "Policy", "Rule", "active_rules", "check_names", "disabled_plugins", "use"]
-
 ARGUMENT: Final = "argument"
 CONTEXT: Final = "use(...)"
 DEFAULT: Final = "default"

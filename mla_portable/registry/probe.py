@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from mla_portable.problems.probe import ProbeCase
     from mla_portable.problems.stage import Problem, Results
 
-__all__ = ["ProbeReport", "Stage", "probe_implementation", "run_check"]
-
 Stage = Literal["check", "bind", "compute", "compare"]
 STAGES: Final[tuple[Stage, ...]] = ("check", "bind", "compute", "compare")
 

@@ -24,8 +24,6 @@ from mla_portable.registry.faults import first_line
 from mla_portable.registry.names import AUTO
 from mla_portable.registry.variables import core_variables, prefix_of
 
-__all__ = ["KINDS", "Offer", "StagingRegistrar", "Taken"]
-
 Offer = Implementation | Baseline | Tunable
 Taken = dict[tuple[str, str], str]
 """(name, primitive) of an offer -> the plugin that made it."""

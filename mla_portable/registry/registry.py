@@ -44,8 +44,6 @@ from mla_portable.registry.sources import given_plugins, installed_plugins
 from mla_portable.registry.tuned import TunedConfigurations
 from mla_portable.registry.variables import check_variables, set_variables
 
-__all__ = ["Registry", "get_registry", "reset_registry"]
-
 CACHE_LIMIT: Final = 4096
 """Choices, bound callables and log keys that are kept of each; beyond that all are dropped and made again as needed."""
 

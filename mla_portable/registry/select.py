@@ -17,8 +17,6 @@ from mla_portable.contracts import Decision, DeviceFacts, Implementation, Primit
 from mla_portable.registry.names import AUTO, REFERENCE
 from mla_portable.registry.policy import Policy, disabled_reason
 
-__all__ = ["CostTable", "Finding", "Ranking", "Standing", "decide"]
-
 Finding = Callable[[Implementation], tuple[Reason, ...]]
 """Looks at the machine: the reasons why an implementation must not be used there."""
 CostTable = Callable[[Implementation, Request], "tuple[float, str] | None"]

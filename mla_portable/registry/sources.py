@@ -18,8 +18,6 @@ from mla_portable.registry.limits import guarded
 from mla_portable.registry.names import CORE_DISTRIBUTION, CORE_MODULE
 from mla_portable.registry.registrar import StagingRegistrar
 
-__all__ = ["HOOK", "PluginSource", "call_hook", "given_plugins", "installed_plugins"]
-
 HOOK: Final = "mla_portable_register"
 
 

@@ -18,8 +18,6 @@ from typing import Any, Final, cast
 from mla_portable.contracts import InvalidArgument, Request
 from mla_portable.registry.files import named_path, read_text_file
 
-__all__ = ["TABLE_VARIABLE", "TunedConfigurations", "TunedEntry", "read_table", "table_path", "write_table"]
-
 TABLE_VARIABLE: Final = "MLA_PORTABLE_TUNED"
 _DEFAULT: Final = Path("mla-portable") / "tuned.json"
 _SCHEMA: Final = 1

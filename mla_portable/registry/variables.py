@@ -13,17 +13,6 @@ from mla_portable.registry.limits import PLUGIN_TIMEOUT
 from mla_portable.registry.names import closest
 from mla_portable.registry.tuned import TABLE_VARIABLE
 
-__all__ = [
-    "ENV_BACKEND",
-    "ENV_DISABLE",
-    "ENV_POLICY",
-    "backend_variables",
-    "check_variables",
-    "core_variables",
-    "prefix_of",
-    "set_variables",
-]
-
 PREFIX: Final = "MLA_PORTABLE_"
 ENV_BACKEND: Final = "MLA_PORTABLE_BACKEND"
 ENV_DISABLE: Final = "MLA_PORTABLE_DISABLE"

@@ -23,8 +23,6 @@ import mla_portable
 from mla_portable.accelerator import accelerator
 from mla_portable.registry.facts import resolve_device
 
-__all__ = ["Provenance", "checkout_of", "code_root", "git", "machine_id", "provenance_of", "settled"]
-
 _CODE: Final = (".py", ".cu", ".cuh", ".h", ".toml", ".cfg")
 _NO_CODE: Final = ("capability", "docs", "tests")
 _FOLDERS: Final = ("mla_portable", "backends", "examples", "ci")

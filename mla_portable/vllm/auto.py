@@ -17,8 +17,6 @@ from typing import Any, Final
 
 from mla_portable.vllm.settings import logger
 
-__all__ = ["OVERRIDE", "PLACES", "ours_or_stock", "stock_or_ours"]
-
 PLACES: Final = ("FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120")
 """Members of vLLM's registry that automatic selection tries for sparse MLA on CUDA devices: all but SM12x, and SM12x."""
 

@@ -17,8 +17,6 @@ from mla_portable.vllm.impl import MLAPortableImpl
 from mla_portable.vllm.metadata import MLAPortableMetadata
 from mla_portable.vllm.settings import logger
 
-__all__ = ["MLAPortableBackend"]
-
 
 class MLAPortableBackend(AttentionBackend):
     """Sparse MLA through mla_portable, on every device that an installed implementation serves."""

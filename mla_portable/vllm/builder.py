@@ -19,8 +19,6 @@ from mla_portable.vllm.metadata import MLAPortableMetadata
 from mla_portable.vllm.routing import served_by
 from mla_portable.vllm.settings import logger
 
-__all__ = ["MLAPortableMetadataBuilder"]
-
 
 class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
     """Builds the metadata of one group of layers, and the attention object that those layers share.

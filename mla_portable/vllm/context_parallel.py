@@ -16,8 +16,6 @@ from mla_portable.contracts import ContextShare
 from mla_portable.contracts.share import WHOLE
 from mla_portable.vllm import compat
 
-__all__ = ["context_share", "gather_from_ranks"]
-
 
 def context_share(vllm_config: Any) -> ContextShare:
     """What this rank's cache holds of each sequence; of rank 0 where a configuration is checked before there are ranks."""

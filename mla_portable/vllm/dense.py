@@ -20,8 +20,6 @@ import torch
 from mla_portable.vllm import compat, settings
 from mla_portable.vllm.model import Resolved
 
-__all__ = ["FASTER", "DensePrefills", "implementation", "prefills", "shortest"]
-
 FASTER: Final = {"sm90": (128, 512)}
 """Architecture -> query heads and tokens of the longest prompt from which on vLLM's kernels are faster. H200: docs/vllm.md."""
 

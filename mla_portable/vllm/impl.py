@@ -18,8 +18,6 @@ from mla_portable.vllm import compat, dense, model, scratch, shadow
 from mla_portable.vllm.metadata import MLAPortableMetadata
 from mla_portable.vllm.writer import Writer
 
-__all__ = ["READS", "REFUSED", "MLAPortableImpl"]
-
 READS: Final = ("num_heads", "num_kv_heads", "head_size", "scale", "kv_cache_dtype", "attn_type")
 """Arguments of vLLM's that must be there; `kv_lora_rank`, `indexer` and `topk_indices_buffer` may be."""
 REFUSED: Final = ("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name", "q_pad_num_heads")

@@ -33,17 +33,6 @@ from mla_portable.vllm import compat, settings
 from mla_portable.vllm.context_parallel import gather_from_ranks
 from mla_portable.vllm.model import BLOCK_SIZE
 
-__all__ = [
-    "SCRATCH_BYTES",
-    "IndexerServer",
-    "IndexerStep",
-    "Requests",
-    "can_capture",
-    "plan_step",
-    "server_for",
-    "try_vllm_write",
-]
-
 SCRATCH_BYTES: Final = 64 << 20
 """indexer_select's most, which the memory profile is to see."""
 _VALUE: Final = 256.0

@@ -20,8 +20,6 @@ from vllm.platforms import current_platform
 
 from mla_portable.vllm import compat, settings
 
-__all__ = ["IndexerChoice", "capability", "choose", "current", "forget"]
-
 
 @dataclass(frozen=True, slots=True)
 class IndexerChoice:

@@ -32,8 +32,6 @@ from mla_portable.contracts import ContextShare
 from mla_portable.vllm import settings
 from mla_portable.vllm.imports import when_imported
 
-__all__ = ["SEAMS", "Seam", "install"]
-
 _STEP: Final = "mla_portable_step"
 """The attribute of vLLM's indexer metadata that holds an IndexerStep."""
 _FP8_IN_TRITON: Final = (8, 9)

@@ -13,8 +13,6 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.contracts import StepPlan
 
-__all__ = ["MLAPortableMetadata"]
-
 
 @dataclass(kw_only=True)
 class MLAPortableMetadata(MLACommonMetadata):

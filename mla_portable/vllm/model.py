@@ -19,8 +19,6 @@ from mla_portable.vllm.context_parallel import context_share
 from mla_portable.vllm.routing import decide_route
 from mla_portable.vllm.writer import Writer, choose_writer
 
-__all__ = ["BLOCK_SIZE", "HEAD_SIZES", "LAYOUT_OF_DTYPE", "Resolved", "facts_of", "is_served", "refusal", "resolve"]
-
 BLOCK_SIZE: Final = 64
 """Tokens of a cache block, that of the indexer's cache beside ours. vLLM cuts larger blocks into these."""
 

@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from mla_portable.vllm import auto, indexer_seams, settings
 
-__all__ = ["BACKEND_PATH", "NAME", "register"]
-
 BACKEND_PATH: Final = "mla_portable.vllm.backend.MLAPortableBackend"
 NAME: Final = "MLA_PORTABLE"
 

@@ -18,8 +18,6 @@ from mla_portable.contracts import InvalidArgument
 from mla_portable.vllm import compat
 from mla_portable.vllm.impl import MLAPortableImpl
 
-__all__ = ["ProjectingImpl"]
-
 
 class ProjectingImpl(MLAPortableImpl):
     """P: `qk_nope_head_dim`, the query's width without rope. V: `v_head_dim`, that of the values.

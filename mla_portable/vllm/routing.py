@@ -10,8 +10,6 @@ from mla_portable.attention.demand import Demand
 from mla_portable.attention.routes import choose_route
 from mla_portable.registry import Registry
 
-__all__ = ["decide_route", "served_by"]
-
 
 def decide_route(registry: Registry, spec: AttentionSpec, device: torch.device, *, probe: bool = True) -> RouteDecision:
     """The routes for layers of `spec` on `device`, ranked; probes implementations that were not tried before, if `probe`."""

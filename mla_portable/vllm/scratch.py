@@ -26,8 +26,6 @@ from mla_portable.contracts import InvalidArgument, neutral_defaults
 from mla_portable.vllm import compat
 from mla_portable.vllm.model import Resolved
 
-__all__ = ["follow", "step_buffers"]
-
 _NAMES = tuple(field.name for field in fields(StepBuffers) if field.init)
 
 _shared: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()

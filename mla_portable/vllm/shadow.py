@@ -28,8 +28,6 @@ from mla_portable.accelerator import accelerator
 from mla_portable.vllm import settings
 from mla_portable.vllm.metadata import MLAPortableMetadata
 
-__all__ = ["COMPUTING", "LIMIT", "ShadowLayer", "ShadowSteps", "difference", "hooks", "layer", "steps"]
-
 LIMIT: Final = 1e-2
 """Relative error of a layer above which the log warns: bfloat16 output differs by about 4e-3 of its size at most."""
 

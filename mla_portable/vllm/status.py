@@ -20,8 +20,6 @@ from mla_portable.registry import Registry
 from mla_portable.vllm import settings
 from mla_portable.vllm.routing import decide_route, served_by
 
-__all__ = ["Choice", "VllmStatus", "vllm_status"]
-
 _GROUP: Final = "vllm.general_plugins"
 _ENTRY_POINT: Final = "mla_portable"
 _HEADS: Final = (16, 128)

@@ -23,8 +23,6 @@ from mla_portable.contracts import InvalidArgument
 from mla_portable.layouts import E4M3_MAX, LAYOUTS
 from mla_portable.vllm import settings
 
-__all__ = ["Trial", "Writer", "choose_writer", "try_vllm"]
-
 _BLOCK: Final = 64
 _LATENT: Final = 256.0
 """256 / 448 is the `amax` scale of a group of these, 1 the `pow2` scale; e4m3 holds 448 and 256, so both keep 256."""

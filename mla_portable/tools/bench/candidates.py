@@ -17,8 +17,6 @@ from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.bench import BenchProblem
 from mla_portable.registry import Registry
 
-__all__ = ["Candidate", "Refusal", "baseline_candidates", "decode_schedule", "our_candidates", "prepared"]
-
 _CONTEXT: Final = 1
 """Tokens a planned request has in the cache: a schedule of decode depends on topk, not on that."""
 

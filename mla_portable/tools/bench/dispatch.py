@@ -35,8 +35,6 @@ from mla_portable.primitives import SPARSE_DECODE, sparse_decode
 from mla_portable.registry import Registry
 from mla_portable.tools.bench.timing import quantiles
 
-__all__ = ["DispatchRow", "measure_dispatch"]
-
 _NAME: Final = "idle.kernels"
 _ROWS: Final = 32
 _HEADS: Final = 16

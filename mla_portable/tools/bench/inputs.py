@@ -14,8 +14,6 @@ from torch import Tensor
 from mla_portable.contracts import Batch, InvalidArgument
 from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK, LAYOUTS, SCALE_FORMATS, layout_names
 
-__all__ = ["StepInputs", "StepShape", "default_shape", "host_memory", "make_inputs", "require_room", "step_bytes"]
-
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 _POISON = 0xFF

@@ -31,8 +31,6 @@ from mla_portable.problems import (
 )
 from mla_portable.tools.bench.inputs import StepInputs
 
-__all__ = ["Job", "Step", "cache_write_job", "cache_write_request", "jobs_after"]
-
 Pair = tuple[Tensor, Tensor]
 _FEW: Final = 8
 """Decode rows to try where the step has none."""

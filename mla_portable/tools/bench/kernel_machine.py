@@ -15,8 +15,6 @@ import torch
 from mla_portable.accelerator import accelerator
 from mla_portable.contracts import DeviceFacts
 
-__all__ = ["MachineState", "driver_version", "machine_state"]
-
 _QUERIES: Final = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
 _DRIVERS: Final = (
     ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),

@@ -20,8 +20,6 @@ from mla_portable.tools.bench.kernels import CaseTimes, KernelReport, KernelTime
 from mla_portable.tools.bench.timing import Timing
 from mla_portable.tools.provenance import code_root, provenance_of
 
-__all__ = ["KIND", "RUN", "append_lines", "kernel_lines", "kernel_run", "read_runs"]
-
 RUN: Final = "kernel_run"
 KIND: Final = "kernel_time"
 SCHEMA: Final = 3

@@ -23,8 +23,6 @@ from mla_portable.tools.bench.kernel_machine import MachineState, machine_state
 from mla_portable.tools.bench.roofline import Ceilings, measure_ceilings
 from mla_portable.tools.bench.timing import Timing, captured, measure_in_turns
 
-__all__ = ["CaseTimes", "KernelReport", "KernelTime", "Progress", "time_candidates", "time_kernels"]
-
 _SECONDS_PER_CASE: Final = 10.0
 """Rounds end early beyond that, where something is very slow."""
 

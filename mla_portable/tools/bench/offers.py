@@ -15,8 +15,6 @@ from mla_portable.registry.policy import disabled_plugins
 from mla_portable.registry.registrar import Taken
 from mla_portable.registry.sources import given_plugins, installed_plugins
 
-__all__ = ["Brought", "load_baselines", "load_tunables"]
-
 T = TypeVar("T")
 Plugins = Iterable[tuple[str, object]]
 

@@ -20,8 +20,6 @@ from mla_portable.contracts import Batch, InvalidArgument
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.tools.bench.timing import quantiles
 
-__all__ = ["PLAN_CASES", "PlanCase", "PlanTiming", "time_plans"]
-
 _CONTEXT: Final = 4096
 
 

@@ -9,8 +9,6 @@ from typing import Any, Final
 
 from mla_portable.contracts import InvalidArgument
 
-__all__ = ["lines_of_records", "plot_lines"]
-
 Line = Mapping[str, Any]
 _BOUND: Final = "roofline bound"
 _OURS: Final = "mla_portable, its fastest kernel"

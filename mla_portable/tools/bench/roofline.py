@@ -10,8 +10,6 @@ import torch
 
 from mla_portable.tools.bench.timing import measure
 
-__all__ = ["Ceilings", "measure_ceilings"]
-
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:

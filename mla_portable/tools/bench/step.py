@@ -30,8 +30,6 @@ from mla_portable.tools.bench.jobs import Job, Step, cache_write_job, cache_writ
 from mla_portable.tools.bench.kernels import Progress
 from mla_portable.tools.bench.timing import Timing, measure, run_and_measure
 
-__all__ = ["PrimitiveResult", "StepReport", "run_step"]
-
 _PARTS: Final = 13
 """Drawing inputs, filling the cache, cache write, plan, oracle, step, then seven primitives; a bf16 cache has one less."""
 

@@ -17,8 +17,6 @@ import torch
 from mla_portable.accelerator import Accelerator, accelerator
 from mla_portable.contracts import InvalidArgument
 
-__all__ = ["Timing", "captured", "measure", "measure_in_turns", "quantiles", "run_and_measure"]
-
 T = TypeVar("T")
 
 _FLUSH_FACTOR: Final = 4

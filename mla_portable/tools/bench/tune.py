@@ -19,8 +19,6 @@ from mla_portable.registry.tuned import TunedEntry
 from mla_portable.tools.bench.candidates import Candidate, prepared
 from mla_portable.tools.bench.kernels import Progress, time_candidates
 
-__all__ = ["Attempt", "TuneResult", "tune"]
-
 Configuration = Mapping[str, int]
 
 

@@ -17,8 +17,6 @@ from mla_portable.tools.cli.matrix import matrix
 from mla_portable.tools.cli.output import close_stdout
 from mla_portable.tools.cli.step import run
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="mla-portable",
     help="Sparse MLA attention (DeepSeek-V3.2 style) on whatever is installed here. "

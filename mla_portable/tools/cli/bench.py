@@ -16,8 +16,6 @@ from mla_portable.tools.cli.output import columns, command, hanging
 if TYPE_CHECKING:
     from mla_portable.contracts import DeviceFacts, ScheduleKind
 
-__all__ = ["bench"]
-
 bench = typer.Typer(no_args_is_help=True, help="Measure what kernels, planning and dispatch cost on this machine.")
 bench.command()(kernels)
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from mla_portable.tools.conformance import CaseResult, Report
 
-__all__ = ["conform"]
-
 
 def conform(
     name: Annotated[str, typer.Argument(help="A backend ('triton') or one implementation ('triton.portable').")],

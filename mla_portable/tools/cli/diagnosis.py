@@ -17,8 +17,6 @@ from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, MLAPo
 from mla_portable.registry import PluginReport, Policy, ProbeReport, Registry
 from mla_portable.registry.faults import first_line
 
-__all__ = ["Choice", "Diagnosis", "Examined", "Problem", "diagnose"]
-
 PACKAGES: Final = ("torch", "triton", "vllm", "numpy", "pluggy")
 
 

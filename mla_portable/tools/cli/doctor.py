@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from mla_portable.tools.cli.diagnosis import Choice, Diagnosis
     from mla_portable.vllm.status import VllmStatus
 
-__all__ = ["doctor"]
-
 
 def doctor(
     device: DeviceOption = None,

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from mla_portable.contracts import Decision
     from mla_portable.tools.matrix.profiles import Profile
 
-__all__ = ["Elsewhere", "find_profile", "gpu_names"]
-
 
 def find_profile(name: str, records: Path | None = None) -> Elsewhere | None:
     """The device profile of that name; None for the name of a device of this machine.

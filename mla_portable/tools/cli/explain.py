@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from mla_portable.attention import RouteDecision
     from mla_portable.contracts import Decision, DeviceFacts
 
-__all__ = ["explain"]
-
 _TYPICAL: dict[str, Any] = {
     "kv_layout": "fp8_ds_mla",
     "block_size": 64,

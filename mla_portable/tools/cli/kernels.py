@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from mla_portable.tools.bench.kernels import CaseTimes, KernelReport, KernelTime
     from mla_portable.tools.bench.tune import Attempt, TuneResult
 
-__all__ = ["kernels", "tune"]
-
 _DECODE_ROWS, _PREFILL_ROWS = (1, 16, 128), (1024,)
 """Sizes that count together in tuning where none are given: what a rank decodes at once, and a prefill."""
 

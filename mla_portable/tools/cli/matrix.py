@@ -13,8 +13,6 @@ from mla_portable.tools.cli.output import EXIT_FAILED, Output, command
 if TYPE_CHECKING:
     from mla_portable.tools.matrix.table import Table
 
-__all__ = ["matrix", "read_table"]
-
 
 def matrix(
     form: Annotated[

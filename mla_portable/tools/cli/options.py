@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 
     from mla_portable.contracts import Primitive
 
-__all__ = [
-    "BackendOption", "DeviceOption", "JsonOption", "check_name", "numbers", "primitive_named", "resolve_device", "with_options",
-]  # fmt: skip
-
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else; messages go to stderr.")
 ]

@@ -29,11 +29,6 @@ from mla_portable.sources import SourceNotFound
 if TYPE_CHECKING:
     from mla_portable.contracts import Reason
 
-__all__ = [
-    "EXIT_FAILED", "EXIT_OK", "EXIT_USAGE", "Advance", "Output", "close_stdout", "columns", "command",
-    "for_other_devices", "hanging", "plain",
-]  # fmt: skip
-
 EXIT_OK = 0
 EXIT_FAILED = 1
 """Something is broken, wrong or cannot be served."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from mla_portable.problems.compare import Finding
     from mla_portable.tools.bench.step import StepReport
 
-__all__ = ["run"]
-
 _MAX_SECONDS = 2.0
 """Plain torch on a CPU would take minutes otherwise."""
 

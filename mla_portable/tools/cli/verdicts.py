@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from mla_portable.attention.routes import RouteVerdict
     from mla_portable.contracts import Decision, Verdict
 
-__all__ = ["State", "cost_lines", "decision_lines", "route_lines"]
-
 State = Callable[["Decision", str], "str | None"]
 """(decision, implementation) -> its state in the matrix, on a device that is not here."""
 _TIMES: Final = ", us by rows "

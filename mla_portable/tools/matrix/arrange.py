@@ -14,8 +14,6 @@ from mla_portable.tools.matrix.records import Records
 from mla_portable.tools.matrix.table import Column, Device, Known, Offer, Table
 from mla_portable.tools.matrix.words import LEVELS
 
-__all__ = ["make_table"]
-
 _HOW: Final = {"interpreter": " in the interpreter", "stand_in": " on a stand-in"}
 
 

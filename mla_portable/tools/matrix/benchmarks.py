@@ -12,8 +12,6 @@ from mla_portable.tools.matrix.evidence import Evidence
 from mla_portable.tools.matrix.levels import Hashes
 from mla_portable.tools.matrix.trust import Trust
 
-__all__ = ["measured_times"]
-
 
 def measured_times(evidence: Sequence[Evidence], hashes: Hashes) -> list[MeasuredTime]:
     """The newest benchmark of each implementation, device and size: of today's sources, from a clean tree, without overlap.

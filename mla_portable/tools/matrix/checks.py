@@ -16,8 +16,6 @@ from mla_portable.tools.matrix.model import moment
 from mla_portable.tools.matrix.profiles import Profile, profile_of, shared_memory_limit
 from mla_portable.tools.matrix.reports import ENGINE, Benchmark, Case, Claimed, Compiled, Conformance, Engine, Report
 
-__all__ = ["CaseIds", "check_report", "copies"]
-
 CaseIds = Callable[[Claimed, str, str], Collection[str] | None]
 """(claim, level, profile) -> ids that the suite collects; None where the declaration is not today's."""
 Limits = Callable[[str], Collection[float]]

@@ -15,8 +15,6 @@ from mla_portable.registry.names import CORE_DISTRIBUTION, CORE_MODULE
 from mla_portable.sources import sources_of
 from mla_portable.tools.matrix.profiles import Profile
 
-__all__ = ["COMPILER", "Claim", "Declarations", "case_ids", "collect_declarations", "suite_cases", "support_data", "wider"]
-
 COMPILER: Final = "compile_all"
 """A plugin whose kernels compile ahead of time has a module of this name: `TARGETS` lists its architectures, and
 `python -m <plugin>.compile_all --json [--quick] [ARCH ...]` compiles for them. Where some of its implementations bring

@@ -13,8 +13,6 @@ from mla_portable.tools.matrix.model import RecordError
 from mla_portable.tools.matrix.profiles import Profile, profile_of
 from mla_portable.tools.matrix.reports import Benchmark, Case, Claimed, Compiled, Conformance, Engine, Report
 
-__all__ = ["baselines_of", "fits", "problem_of", "records_of", "unfit"]
-
 _PROBLEM: Final = ("primitive", "layout", "shape")
 _COPIED: Final = ("layout", "shape", "rows", "overlap", "median_us", "p10_us", "p90_us", "runs")
 _RESOURCES: Final = ("shared", "registers", "spilled")

@@ -21,8 +21,6 @@ from mla_portable.tools.matrix.reports import ENGINE
 from mla_portable.tools.matrix.trust import Trust
 from mla_portable.tools.provenance import Provenance
 
-__all__ = ["engine_lines", "engine_report"]
-
 
 def engine_report(
     engine: str,

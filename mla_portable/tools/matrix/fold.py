@@ -23,8 +23,6 @@ from mla_portable.tools.matrix.claims import wider
 from mla_portable.tools.matrix.evidence import Evidence, series_of, sources_in
 from mla_portable.tools.matrix.trust import apart
 
-__all__ = ["fold", "superfluous", "superseded", "wrongly_removed"]
-
 
 def superseded(old: Evidence, remaining: Sequence[Evidence]) -> bool:
     """Records of the same series that remain make `old` superfluous."""

@@ -20,8 +20,6 @@ from mla_portable.tools.matrix.render import markdown, svg
 from mla_portable.tools.matrix.reports import REPORTS
 from mla_portable.tools.matrix.table import TABLE, table_text
 
-__all__ = ["COSTS_FILE", "MATRIX", "differences", "generate"]
-
 MATRIX: Final = "MATRIX.md"
 PICTURE: Final = "matrix.svg"
 COSTS_FILE: Final = "costs.json"

@@ -16,8 +16,6 @@ from mla_portable.tools.matrix.profiles import Profile
 from mla_portable.tools.matrix.trust import Trust
 from mla_portable.tools.matrix.words import LEVELS
 
-__all__ = ["SUITE_LEVELS", "Cell", "Hashes", "Proof", "evaluate"]
-
 _ON_A_DEVICE: Final = ("compiled+run", "verified", "measured")
 """Levels that only a machine with the device can repeat; any machine, and continuous integration, repeats the others."""
 SUITE_LEVELS: Final = ("quick", "full")

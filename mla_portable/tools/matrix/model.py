@@ -10,8 +10,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from mla_portable.errors import MLAPortableError
 
-__all__ = ["Count", "Hash", "Model", "Moment", "Positive", "RecordError", "Text", "moment", "validation_problems"]
-
 
 def moment(text: str) -> datetime:
     """A time of a record. Raises: ValueError for one that no calendar has."""

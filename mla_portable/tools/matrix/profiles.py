@@ -19,8 +19,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]  installed with Python 3.10 only
 
-__all__ = ["Facts", "Profile", "load_profiles", "parse_profile", "profile_of", "shared_memory_limit"]
-
 _SUBJECTS: Final = {"shared_memory": "shared memory", "has_bf16": "bfloat16", "has_fp8_conversion": "e4m3 conversion"}
 """Fact -> the subject of the reason that a declaration gives when the fact is against it."""
 _RATES: Final = ("memory_tb_per_s", "bf16_tflops")

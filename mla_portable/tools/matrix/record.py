@@ -23,8 +23,6 @@ from mla_portable.tools.matrix.profiles import Profile, shared_memory_limit
 from mla_portable.tools.matrix.records import suite_hash
 from mla_portable.tools.provenance import Provenance
 
-__all__ = ["benchmark_report", "compiled_report", "conformance_report", "document_of", "facts_of", "kernels_of", "mode_of"]
-
 _CUDA_KERNEL: Final = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\s*\(")
 _DIGITS: Final = 4
 """Significant ones of an error, and of its tolerance: both are rounded, so that neither passes the other by it."""

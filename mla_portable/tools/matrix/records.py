@@ -20,8 +20,6 @@ from mla_portable.tools.matrix.profiles import Profile, load_profiles
 from mla_portable.tools.matrix.reports import ENGINE, read_reports, signed_by
 from mla_portable.tools.matrix.table import find_records
 
-__all__ = ["EVIDENCE", "Records", "engine_hash", "hashes_of", "index_of", "read_profiles", "read_records", "suite_hash"]
-
 EVIDENCE = "evidence"
 _PROFILES = "profiles"
 _SUITE: Final = "mla_portable.tools.conformance"

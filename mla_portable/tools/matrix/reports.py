@@ -19,27 +19,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from mla_portable.tools.matrix.model import Count, Hash, Model, Moment, Positive, RecordError, Text, validation_problems
 
-__all__ = [
-    "ENGINE",
-    "REPORTS",
-    "SIGNERS",
-    "Benchmark",
-    "Claimed",
-    "Compiled",
-    "Conformance",
-    "Engine",
-    "Report",
-    "digest",
-    "parse_report",
-    "read_reports",
-    "report_path",
-    "report_text",
-    "sign",
-    "signed_by",
-    "unpacked",
-    "write_report",
-]
-
 REPORTS: Final = "reports"
 ENGINE: Final = ("mla_portable.vllm", "engine")
 """What stands for implementation and primitive in the evidence of engines."""

@@ -20,8 +20,6 @@ import mla_portable
 from mla_portable.tools.matrix.model import Model, RecordError, Text, validation_problems
 from mla_portable.tools.matrix.words import STATES, rank
 
-__all__ = ["TABLE", "Column", "Device", "Entry", "Known", "Offer", "Table", "find_records", "installed_table", "table_text"]
-
 TABLE: Final = "matrix.json"
 _WORD: Final = {"fp8_ds_mla": "FP8", "bf16": "BF16", "index_bf16": "BF16", "index_fp8": "FP8"}
 

@@ -15,8 +15,6 @@ from mla_portable.tools.matrix.render import coverage_lines
 from mla_portable.tools.matrix.table import Table
 from mla_portable.tools.matrix.words import LETTERS, STATES, TRUST, family
 
-__all__ = ["evidence", "grid", "rows"]
-
 _STYLES: Final = {
     "measured": "bold white on dark_green",
     "verified": "black on green3",

@@ -14,8 +14,6 @@ from typing import Any
 from mla_portable.tools.matrix.evidence import Evidence, series_of, sources_in
 from mla_portable.tools.matrix.words import REPRODUCED, SELF_REPORTED, SIGNED, SPREAD
 
-__all__ = ["Trust", "apart"]
-
 
 def apart(one: Evidence, other: Evidence) -> bool:
     """Two runs on different machines or days."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["LETTERS", "LEVELS", "REPRODUCED", "SELF_REPORTED", "SIGNED", "SPREAD", "STATES", "TRUST", "family", "rank"]
-
 LEVELS: Final = ("declared", "compiled", "interpreted", "compiled+run", "verified", "measured")
 """In rising order. "compiled+run": the code for this architecture ran on a newer device, which its driver recompiled it for."""
 STATES: Final[dict[str, str]] = {

@@ -20,11 +20,6 @@ from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK
 from mla_portable_iluvatar.resolve import Op
 from mla_portable_iluvatar.rows import flat_rows, gathered, pick
 
-__all__ = [
-    "SparseCall", "SparseOp", "attention_trial", "bind_sparse_decode", "bind_sparse_prefill", "flash_mla_sparse_v2",
-    "sparse_prefill_returning",
-]  # fmt: skip
-
 GATHERED_ROWS: Final = 1 << 17
 """Rows of a cache that are copied at a time where the op cannot read it in place: 151 MB."""
 

@@ -16,8 +16,6 @@ from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK
 from mla_portable_iluvatar.resolve import Op
 from mla_portable_iluvatar.rows import flat_rows
 
-__all__ = ["bind_cache_write", "cache_write_trial"]
-
 
 def bind_cache_write(op: Op) -> Callable[..., None]:
     """cache_write through concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale)."""

@@ -17,8 +17,6 @@ from torch import Tensor
 from mla_portable_iluvatar.resolve import Op
 from mla_portable_iluvatar.rows import INT32_MAX
 
-__all__ = ["ConvertCall", "bind_convert_indices", "convert_trial", "dsa_convert", "map_prefill"]
-
 Workspace = tuple[Tensor, Tensor]
 """(request ids [T], starts [P]), int32."""
 ConvertCall = Callable[[Op, Tensor, Tensor, Tensor, int, "Workspace | None"], Tensor]

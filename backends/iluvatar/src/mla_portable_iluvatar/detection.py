@@ -23,8 +23,6 @@ from typing import Final
 
 from mla_portable.contracts import DeviceFacts
 
-__all__ = ["COREX_VARIABLES", "OVERRIDE", "Evidence", "Signals", "arch_named", "characterise", "is_override", "recognise"]
-
 OVERRIDE: Final = "MLA_PORTABLE_ILUVATAR"
 COREX_VARIABLES: Final = ("COREX_HOME", "COREX_PATH", "COREX_VERSION")
 COREX_CUDA: Final = "10.2"

@@ -12,8 +12,6 @@ import torch
 from mla_portable.contracts import DeviceFacts
 from mla_portable_iluvatar.detection import COREX_VARIABLES, OVERRIDE, Signals, characterise, recognise
 
-__all__ = ["can_capture", "computes_bf16", "detect", "read_signals"]
-
 _DISTRIBUTIONS: Final = ("torch", "triton", "ixformer", "ixtriturbo", "vllm", "vllm-iluvatar")
 
 

@@ -22,11 +22,6 @@ from torch import Tensor
 from mla_portable.layouts import INDEX_HEAD_SIZE
 from mla_portable_iluvatar.resolve import Op
 
-__all__ = [
-    "BLOCK_SIZES", "HEADS", "LogitsArguments", "LogitsCall", "bind_indexer_logits", "block_sparse", "dsa_indexer",
-    "indexer_trial",
-]  # fmt: skip
-
 HEADS: Final = 64
 """The only number publicly tested (InfiniCore, test/infinicore/ops/dsa.py), and that of DeepSeek-V3.2."""
 BLOCK_SIZES: Final = (16, 32, 64)

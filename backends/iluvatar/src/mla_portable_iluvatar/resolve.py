@@ -18,8 +18,6 @@ from typing import Any
 
 from mla_portable.contracts import Reason
 
-__all__ = ["Op", "Place", "parameter_names", "twins_called"]
-
 Op = Callable[..., Any]
 """A vendor's op, of one of the calling conventions that the adapters know."""
 _WHERE_PACKAGES_ARE = "put CoreX's dist-packages (often /usr/local/corex/lib64/python3/dist-packages) on PYTHONPATH"

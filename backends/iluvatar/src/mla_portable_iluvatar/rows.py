@@ -14,8 +14,6 @@ from torch import Tensor
 
 from mla_portable.layouts import HEAD_SIZE
 
-__all__ = ["INT32_MAX", "FlatRows", "Picked", "flat_rows", "gathered", "pick"]
-
 INT32_MAX: Final = 2**31 - 1
 WIDTH_MULTIPLE: Final = 64
 """Rows of indices are widened to a multiple of this: the only width publicly tested."""

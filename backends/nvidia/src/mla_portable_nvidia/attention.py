@@ -18,8 +18,6 @@ from mla_portable_nvidia.sparse_prefill import NATIVE_HEADS, FlashMLAPrefill
 from mla_portable_nvidia.support import attention_support, truncation_allowed
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
-__all__ = ["attention_implementations", "bind_sparse_decode", "bind_sparse_prefill", "check_kernel"]
-
 _NAMES: Final = {"sm90": "nvidia.flashmla", "sm100": "nvidia.flashmla_sm100"}
 _PREFERENCE: Final = 10.0
 

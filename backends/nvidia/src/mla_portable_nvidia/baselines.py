@@ -25,8 +25,6 @@ from mla_portable_nvidia.discovery import find_kernel, operator_of
 from mla_portable_nvidia.head_padding import kernel_heads
 from mla_portable_nvidia.vllm_ops import FLOAT16, data_implementations, gather_call
 
-__all__ = ["baselines"]
-
 _LN2: Final = math.log(2.0)
 _TRITON_MODULES: Final = ("vllm.v1.attention.ops.xpu_mla_sparse", "vllm.v1.attention.ops.triton_mla_sparse")
 """Where vLLM's portable Triton kernel for BF16 rows is found, by version."""

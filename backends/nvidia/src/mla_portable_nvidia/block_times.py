@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["TILE_HEADS", "predicted_us"]
-
 TILE_HEADS: Final = 64
 _START, _KEY = 8.5, 0.0271
 """Microseconds that a block takes by itself: to start and end, and for each key."""

@@ -14,8 +14,6 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Boundary", "TorchBoundary", "boundary_for"]
-
 _INT32_MAX: Final = 2**31 - 1
 _LN2: Final = math.log(2.0)
 

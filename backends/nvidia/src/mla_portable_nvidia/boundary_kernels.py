@@ -15,8 +15,6 @@ from torch import Tensor
 
 from mla_portable.contracts.triton_launcher import TritonLauncher
 
-__all__ = ["TritonBoundary"]
-
 _INT32_MAX: Final = 2**31 - 1
 _BLOCK_K: Final = 1024
 _BLOCK_H: Final = 8

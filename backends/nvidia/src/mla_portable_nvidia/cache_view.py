@@ -15,8 +15,6 @@ from torch import Tensor
 from mla_portable.contracts import InvalidArgument
 from mla_portable.layouts import FP8_DS_MLA
 
-__all__ = ["CacheView"]
-
 _ROW_BYTES: Final = FP8_DS_MLA.row_bytes
 
 _Seen = tuple["weakref.ref[Tensor]", int, tuple[int, ...], tuple[int, ...], Tensor]

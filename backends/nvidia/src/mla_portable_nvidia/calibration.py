@@ -20,8 +20,6 @@ from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HE
 from mla_portable_nvidia.conventions import DecodeKernel, NotThisConvention, PrefillKernel
 from mla_portable_nvidia.head_padding import KERNEL_HEADS
 
-__all__ = ["Traits", "calibrate_decode", "calibrate_prefill", "refused"]
-
 _PAGE: Final = 64
 _DECODE_KEYS: Final = 512
 _PREFILL_KEYS: Final = 128

@@ -30,8 +30,6 @@ from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL, indexer_i
 from mla_portable_nvidia.native.nvrtc import CompilationFailed, NvrtcNotFound, nvrtc_version
 from mla_portable_nvidia.native.topk_select import FEW_ROWS, MANY_ROWS, topk_implementations
 
-__all__ = ["IMPLEMENTATIONS", "SHARED_MEMORY", "TARGETS", "compile_arch", "cuobjdump", "main"]
-
 _OFFERED: Final = (
     *native_implementations(),
     *sm80_implementations(),

@@ -13,8 +13,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["DecodeKernel", "NotThisConvention", "Plan", "Positions", "PrefillKernel", "PreparedDecode", "parameters_of"]
-
 Plan = tuple[Tensor, Tensor]
 """(tile_scheduler_metadata [parts, 8] int32, num_splits [B + 1] int32), on the device."""
 

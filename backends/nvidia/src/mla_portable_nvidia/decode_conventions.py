@@ -17,8 +17,6 @@ from torch import Tensor
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable_nvidia.conventions import DecodeKernel, NotThisConvention, Plan, Positions, PreparedDecode, parameters_of
 
-__all__ = ["OperatorDecode", "ScheduleObjectDecode", "TensorsDecode", "decode_of_module"]
-
 _DECODE_NAMES: Final = ("q", "kv", "indices", "attn_sink", "tile_scheduler_metadata", "num_splits", "d_v", "sm_scale")
 
 

@@ -24,8 +24,6 @@ from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, Index
 from mla_portable_nvidia.deepgemm_conventions import DeepGemm, deepgemm_reasons, find_deepgemm
 from mla_portable_nvidia.index_passes import PAGE, IndexPasses, Pages, Rows, passes_for
 
-__all__ = ["HEADS", "NAME", "PREFERENCE", "PagedLogits", "PagedScores", "RaggedLogits", "deepgemm_implementations", "packed"]
-
 NAME: Final = "nvidia.deepgemm"
 HEADS: Final = (32, 64)
 """What every build takes on both architectures."""

@@ -29,8 +29,6 @@ from mla_portable_nvidia.conventions import NotThisConvention
 from mla_portable_nvidia.discovery import device_with
 from mla_portable_nvidia.index_passes import PAGE
 
-__all__ = ["DeepGemm", "deepgemm_reasons", "find_deepgemm", "forget_deepgemm", "load_deepgemm"]
-
 _MODULES: Final = ("deep_gemm", "vllm.third_party.deep_gemm")
 """In the order in which vLLM asks."""
 _REMEDY: Final = "install DeepGEMM, or a vLLM that brings it, and CUDA's nvcc"

@@ -22,8 +22,6 @@ from mla_portable_nvidia.deepgemm import HEADS, NAME, PREFERENCE, PagedScores, p
 from mla_portable_nvidia.deepgemm_conventions import DeepGemm, deepgemm_reasons, find_deepgemm
 from mla_portable_nvidia.index_passes import PAGE, IndexPasses, Pages, passes_for
 
-__all__ = ["SCRATCH_BYTES", "DeepGemmSelect", "select_implementations"]
-
 SCRATCH_BYTES: Final = 60 << 20
 """Of scores, tables and the top-k; what allocators round up to stays within the 64 MiB that the primitive promises."""
 _TOPK_BYTES: Final = 64 << 10

@@ -29,18 +29,6 @@ from mla_portable_nvidia.conventions import NotThisConvention
 from mla_portable_nvidia.decode_conventions import OperatorDecode, decode_of_module
 from mla_portable_nvidia.prefill_conventions import OperatorPrefill, prefill_of_module
 
-__all__ = [
-    "LIBRARY_VARIABLE",
-    "PROVIDERS",
-    "PROVIDER_VARIABLE",
-    "Found",
-    "device_with",
-    "find_kernel",
-    "forget",
-    "load_from",
-    "operator_of",
-]
-
 PROVIDER_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_PROVIDER"
 LIBRARY_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_LIBRARY"
 PREFILL_HEADS: Final = (64, 128, 8, 16, 32)

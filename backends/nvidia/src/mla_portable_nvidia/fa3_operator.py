@@ -20,8 +20,6 @@ from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from mla_portable_nvidia.conventions import NotThisConvention, Positions
 from mla_portable_nvidia.discovery import PROVIDER_VARIABLE, load_from, operator_of
 
-__all__ = ["FA3Operator", "find_fa3"]
-
 _NEEDED: Final = (
     "q", "k", "v", "q_v", "out", "seqused_k", "max_seqlen_k", "page_table", "softmax_scale", "num_splits",
 )  # fmt: skip

@@ -40,15 +40,6 @@ from mla_portable_nvidia.flat_decode import FlatDecode
 from mla_portable_nvidia.head_padding import aligned
 from mla_portable_nvidia.page_lists import PageLists, page_lists_for
 
-__all__ = [
-    "FlashAttention3",
-    "accumulator_bytes",
-    "bind_fa3_decode",
-    "bind_fa3_prefill",
-    "fa3_implementations",
-    "most_splits",
-]
-
 NAME: Final = "nvidia.flash_attention3"
 _TILE: Final = 64
 """Keys of a tile."""

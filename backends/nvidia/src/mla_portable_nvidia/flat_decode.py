@@ -23,8 +23,6 @@ from mla_portable_nvidia.head_padding import KERNEL_HEADS
 from mla_portable_nvidia.row_parts import row_parts_for
 from mla_portable_nvidia.split_prefill import SplitPrefill
 
-__all__ = ["FlatDecode", "flat_implementations"]
-
 _PREFERENCE: Final = 15.0
 """After the kernels that compute the heads that are there, where nothing was measured. On an H200 this one is the fastest for
 64 and 128 heads from 16 rows on; one number cannot say both."""

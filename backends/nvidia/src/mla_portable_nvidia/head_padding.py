@@ -15,8 +15,6 @@ from torch import Tensor
 
 from mla_portable.layouts import HEAD_SIZE
 
-__all__ = ["KERNEL_HEADS", "PaddedQueries", "aligned", "kernel_heads"]
-
 KERNEL_HEADS: Final = (64, 128)
 """Head counts that FlashMLA's kernels have on every path."""
 

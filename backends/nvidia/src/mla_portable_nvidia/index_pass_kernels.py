@@ -18,8 +18,6 @@ from torch import Tensor
 from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable_nvidia.index_passes import PAGE, Pages, Rows
 
-__all__ = ["TritonIndexPasses"]
-
 _BLOCK_R: Final = 64
 _BLOCK_C: Final = 512
 _BLOCK_N: Final = 2048

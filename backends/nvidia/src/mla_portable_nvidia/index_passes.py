@@ -15,8 +15,6 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["PAGE", "IndexPasses", "Pages", "Rows", "TorchIndexPasses", "passes_for"]
-
 PAGE: Final = 64
 """Tokens of a page: the size that every build of DeepGEMM reads on every architecture."""
 

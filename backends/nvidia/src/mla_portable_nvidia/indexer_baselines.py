@@ -22,8 +22,6 @@ from mla_portable_nvidia.deepgemm_conventions import deepgemm_reasons, find_deep
 from mla_portable_nvidia.index_passes import PAGE
 from mla_portable_nvidia.vllm_ops import INSTALL_VLLM, vllm_operator
 
-__all__ = ["indexer_baselines"]
-
 _LIBRARY: Final = "_C"
 _GATHER: Final = "cp_gather_indexer_k_quant_cache"
 _WORKSPACE_BYTES: Final = 1 << 20

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from mla_portable.contracts.triton_launcher import TritonLauncher
 
-__all__ = ["TritonPageLists"]
-
 _INT32_MAX: Final = 2**31 - 1
 _BLOCK_K: Final = 2048
 

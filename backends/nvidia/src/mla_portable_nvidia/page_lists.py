@@ -12,8 +12,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["PageLists", "TorchPageLists", "page_lists_for"]
-
 
 class PageLists(Protocol):
     """The pass; it writes what it is given and does not synchronise."""

@@ -11,8 +11,6 @@ from torch import Tensor
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable_nvidia.conventions import NotThisConvention, Positions, PrefillKernel, parameters_of
 
-__all__ = ["OperatorPrefill", "PythonPrefill", "prefill_of_module"]
-
 _PREFILL_NAMES: Final = ("q", "kv", "indices", "sm_scale", "d_v")
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from mla_portable.contracts.triton_launcher import TritonLauncher
 
-__all__ = ["TritonRowParts"]
-
 _BLOCK: Final = 4096
 _MERGED_HEADS: Final = 4
 

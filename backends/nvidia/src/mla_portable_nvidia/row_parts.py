@@ -13,8 +13,6 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["RowParts", "TorchRowParts", "row_parts_for"]
-
 _LN2: Final = math.log(2.0)
 
 

@@ -22,8 +22,6 @@ from mla_portable_nvidia.conventions import DecodeKernel, Plan, PreparedDecode
 from mla_portable_nvidia.head_padding import PaddedQueries, aligned, kernel_heads
 from mla_portable_nvidia.tile_schedules import TileSchedule, accumulator_bytes, num_sm_parts
 
-__all__ = ["TOPK_MULTIPLE", "FlashMLADecode", "rows_per_call"]
-
 TOPK_MULTIPLE: Final = 64
 _PADDED_QUERIES: Final = PaddedQueries()
 

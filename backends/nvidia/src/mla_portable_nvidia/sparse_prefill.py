@@ -21,8 +21,6 @@ from mla_portable_nvidia.boundary import Boundary
 from mla_portable_nvidia.conventions import PrefillKernel
 from mla_portable_nvidia.head_padding import PaddedQueries, aligned, kernel_heads
 
-__all__ = ["NATIVE_HEADS", "SCRATCH_BYTES", "TOPK_MULTIPLE", "FlashMLAPrefill"]
-
 TOPK_MULTIPLE: Final = 128
 SCRATCH_BYTES: Final = 128 << 20
 """Bound on padded queries, results and masked indices of one kernel call: about 900 tokens of 64 heads, 7 per SM."""

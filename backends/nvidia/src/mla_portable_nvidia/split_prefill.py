@@ -21,8 +21,6 @@ from mla_portable_nvidia.head_padding import KERNEL_HEADS
 from mla_portable_nvidia.row_parts import RowParts
 from mla_portable_nvidia.sparse_prefill import SCRATCH_BYTES, TOPK_MULTIPLE
 
-__all__ = ["SplitPrefill", "num_parts"]
-
 _COUNTS: Final = (1, 2, 4, 8, 16)
 
 

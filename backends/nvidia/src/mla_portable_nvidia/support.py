@@ -14,8 +14,6 @@ from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, SCALE_FORM
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia.head_padding import KERNEL_HEADS, kernel_heads
 
-__all__ = ["ARCHS", "TRUNCATION_VARIABLE", "attention_support", "truncation_allowed"]
-
 ARCHS: Final = ("sm90", "sm100")
 TRUNCATION_VARIABLE: Final = "MLA_PORTABLE_NVIDIA_TRUNCATED_SCALES"
 """Set to "allow", SM100 may read scales that are no powers of two, each cut down to one: values lose up to half."""

@@ -29,8 +29,6 @@ from mla_portable.contracts.values import INT32_MAX, check_fields
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable_nvidia.head_padding import kernel_heads
 
-__all__ = ["FLASHMLA_TILES", "TileSchedule", "TileSchedules", "Tiles", "accumulator_bytes", "num_sm_parts", "tile_schedule"]
-
 _METADATA_WORDS: Final = 8
 """int32 words of a part's entry."""
 _BLOCK_TOPK: Final = 64

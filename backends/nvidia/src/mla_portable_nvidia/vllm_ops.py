@@ -22,8 +22,6 @@ from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HE
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, CacheWrite, ConvertIndices, GatherUpconvert
 from mla_portable_nvidia.discovery import device_with
 
-__all__ = ["FLOAT16", "INSTALL_VLLM", "data_implementations", "gather_call", "vllm_operator"]
-
 FLOAT16: Final = "dtype of kv_c"
 """What a reason against a writer that serves bfloat16 alone is about."""
 _CACHE_OPS: Final = "_C_cache_ops"

@@ -18,8 +18,6 @@ from typing import Any, Final
 
 import triton
 
-__all__ = ["SHARED_MEMORY", "TARGETS", "TENSOR_MEMORY", "AotVariant", "CompiledSummary", "compile_variant", "variant"]
-
 TARGETS: Final[dict[str, tuple[str, int | str, int]]] = {
     "sm80": ("cuda", 80, 32),
     "sm86": ("cuda", 86, 32),

@@ -17,8 +17,6 @@ from typing import Final
 from mla_portable.contracts import DeviceFacts, ProgramShape
 from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, LAYOUTS
 
-__all__ = ["CONFIGS", "AttentionConfig", "attention_config", "program_shape", "shared_memory"]
-
 _SYSTEM_BYTES: Final = 1 << 10
 """Shared memory of each thread block that the system takes."""
 

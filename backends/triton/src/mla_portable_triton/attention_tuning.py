@@ -18,8 +18,6 @@ from mla_portable.layouts import BF16
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig, attention_config, shared_memory
 from mla_portable_triton.support import NAME
 
-__all__ = ["bound_config", "configurations"]
-
 _MOST: Final = 24
 """Configurations to try: sparse_decode compiles each twice, whole and split, for every head count and layout."""
 _NUM_STAGES: Final = (1, 2, 3)

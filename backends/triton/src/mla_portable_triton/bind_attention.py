@@ -19,8 +19,6 @@ from mla_portable_triton.attention_configs import program_shape
 from mla_portable_triton.attention_tuning import bound_config
 from mla_portable_triton.support import interpreter_is_on
 
-__all__ = ["bind_merge_states", "bind_sparse_decode", "bind_sparse_prefill"]
-
 
 def _bf16_native(request: Request) -> bool:
     """Kernels on the CPU run in Triton's interpreter, which has no bfloat16 arithmetic."""

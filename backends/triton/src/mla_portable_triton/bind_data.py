@@ -16,8 +16,6 @@ from mla_portable.contracts.share import WHOLE, ContextShare
 from mla_portable.primitives import CacheWrite, ConvertIndices, GatherUpconvert, QuantizePerTensor
 from mla_portable_triton.support import interpreter_is_on
 
-__all__ = ["bind_cache_write", "bind_convert_indices", "bind_gather_upconvert", "bind_quantize_per_tensor"]
-
 _E5M2 = {torch.float8_e4m3fn: False, torch.float8_e5m2: True}
 
 

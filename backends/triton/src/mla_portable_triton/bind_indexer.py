@@ -27,14 +27,6 @@ from mla_portable_triton.support import interpreter_is_on
 if TYPE_CHECKING:
     from mla_portable_triton.kernels.index_keys import Numbers
 
-__all__ = [
-    "bind_indexer_cache_write",
-    "bind_indexer_logits",
-    "bind_indexer_logits_ragged",
-    "bind_indexer_select",
-    "bind_topk_select",
-]
-
 
 def _numbers(request: Request[Any]) -> Numbers:
     from mla_portable_triton.kernels.index_keys import FP8_DECODED, Numbers, form_of

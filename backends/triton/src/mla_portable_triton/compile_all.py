@@ -24,8 +24,6 @@ from typing import Any, Final
 from mla_portable_triton import kernels
 from mla_portable_triton.aot import SHARED_MEMORY, TARGETS, TENSOR_MEMORY, AotVariant, compile_variant
 
-__all__ = ["E4M3_NATIVE_ARCHS", "compile_arch", "kernel_modules", "main", "variants_of"]
-
 E4M3_NATIVE_ARCHS: Final = ("sm89", "sm90", "sm100", "sm120", "gfx950")
 """Where DeviceFacts.has_fp8_conversion is true, so that kernels run with E4M3_NATIVE."""
 

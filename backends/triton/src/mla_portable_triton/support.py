@@ -32,8 +32,6 @@ from mla_portable.primitives import (
 )
 from mla_portable_triton.attention_configs import attention_config, program_shape
 
-__all__ = ["NAME", "SUPPORT", "check", "check_triton_3", "interpreter_is_on"]
-
 NAME: Final = "triton.portable"
 _LEAST_TRITON: Final = (2, 1)
 """A vendor still ships it, and the kernels keep to its language; what a probe computes decides for every version."""

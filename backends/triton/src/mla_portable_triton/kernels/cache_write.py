@@ -27,8 +27,6 @@ from mla_portable_triton.kernels.config import Config, config_for
 from mla_portable_triton.kernels.e4m3_encode import e4m3_encode, encodes_natively
 from mla_portable_triton.kernels.row_layout import GROUP, GROUPS, LATENT, ROPE_BYTE, ROW_BYTES, SCALE_BYTE
 
-__all__ = ["CONFIGS", "aot_variants", "cache_write_kernel", "in_whole_vectors", "launch", "scaled_tile"]
-
 CONFIGS: Final = {"default": Config(tile=4, num_warps=4)}  # tile: tokens; untuned
 
 _E4M3_MAX = tl.constexpr(E4M3_MAX)

@@ -17,8 +17,6 @@ from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.index_keys import whole_position
 
-__all__ = ["aot_variants", "launch"]
-
 _TILE: Final = 512
 _STRIDES: Final = ("chosen_stride", "listed_stride", "logits_stride")
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Config", "config_for"]
-
 
 @dataclass(frozen=True, slots=True)
 class Config:

@@ -25,8 +25,6 @@ from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.config import Config, config_for
 
-__all__ = ["CONFIGS", "INT32_MAX", "aot_variants", "convert_indices_kernel", "launch"]
-
 INT32_MAX: Final = 2**31 - 1
 _INT32_MAX = tl.constexpr(INT32_MAX)
 INDICES_PER_WARP: Final = 128

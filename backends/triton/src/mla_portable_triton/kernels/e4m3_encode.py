@@ -13,8 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["E4M3_MAX_BITS", "E5M2_MAX_BITS", "e4m3_encode", "e5m2_encode", "encodes_natively", "fp8_encode"]
-
 E4M3_MAX_BITS = tl.constexpr(0x43E00000)
 """448 as float32."""
 E5M2_MAX_BITS = tl.constexpr(0x47600000)

@@ -28,8 +28,6 @@ from mla_portable_triton.kernels.config import Config, config_for
 from mla_portable_triton.kernels.e4m3_decode import e4m3_to_float32
 from mla_portable_triton.kernels.row_layout import GROUP, GROUPS, LATENT, ROPE_BYTE, ROW_BYTES, SCALE_BYTE
 
-__all__ = ["CONFIGS", "aot_variants", "gather_upconvert_kernel", "launch"]
-
 CONFIGS: Final = {"default": Config(tile=8, num_warps=4)}  # tile: rows; untuned
 REQUEST_TILE: Final = 64
 

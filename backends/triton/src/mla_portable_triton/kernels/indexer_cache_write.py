@@ -24,8 +24,6 @@ from mla_portable_triton.kernels.cache_write import in_whole_vectors, scaled_til
 from mla_portable_triton.kernels.config import Config, config_for
 from mla_portable_triton.kernels.e4m3_encode import e4m3_encode, encodes_natively
 
-__all__ = ["CONFIGS", "aot_variants", "launch"]
-
 CONFIGS: Final = {"default": Config(tile=16, num_warps=4)}  # tile: tokens; untuned
 KEY = tl.constexpr(INDEX_HEAD_SIZE)
 _LEAST_AMAX = tl.constexpr(INDEX_LEAST_AMAX)

@@ -41,8 +41,6 @@ from mla_portable_triton.kernels.index_keys import (
     whole_position,
 )
 
-__all__ = ["DECODE", "PREFILL", "aot_variants", "launch"]
-
 DECODE: Final = {
     "default": Tiles(positions=64, num_warps=4, num_stages=2),
     "sm80": Tiles(positions=128, num_warps=4, num_stages=2),

@@ -28,8 +28,6 @@ from mla_portable_triton.kernels.index_keys import (
 )
 from mla_portable_triton.kernels.indexer_logits import PREFILL
 
-__all__ = ["aot_variants", "launch"]
-
 _BF16 = tl.constexpr(index_keys.BF16)
 _FREE: Final = ["num_tokens", "num_keys", "out_stride"]
 

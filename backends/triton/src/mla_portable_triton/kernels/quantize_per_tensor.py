@@ -24,8 +24,6 @@ from mla_portable_triton.kernels.bfloat16 import to_float32
 from mla_portable_triton.kernels.config import Config, config_for
 from mla_portable_triton.kernels.e4m3_encode import e4m3_encode, e5m2_encode
 
-__all__ = ["CONFIGS", "MAX_PARTS", "aot_variants", "launch", "num_parts", "partial_amax_kernel", "quantize_kernel"]
-
 CONFIGS: Final = {"default": Config(tile=4096, num_warps=8)}  # tile: elements; untuned
 MAX_PARTS: Final = 512
 """Programs of the first launch at most; the second reads as many numbers in each of its programs."""

@@ -12,8 +12,6 @@ import triton.language as tl
 
 from mla_portable.layouts import FP8_DS_MLA, KV_LORA_RANK, SCALE_GROUP
 
-__all__ = ["GROUP", "GROUPS", "LATENT", "ROPE_BYTE", "ROW_BYTES", "SCALE_BYTE"]
-
 LATENT = tl.constexpr(KV_LORA_RANK)
 GROUP = tl.constexpr(SCALE_GROUP)
 GROUPS = tl.constexpr(KV_LORA_RANK // SCALE_GROUP)

@@ -8,8 +8,6 @@ multiplied back inside the kernel.
 
 from __future__ import annotations
 
-__all__ = ["stride_unit"]
-
 
 def stride_unit(*strides: int) -> int:
     """8 where every stride is a multiple of 8 elements (16 bytes of bf16), else 1."""

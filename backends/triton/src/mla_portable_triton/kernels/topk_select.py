@@ -26,8 +26,6 @@ from torch import Tensor
 from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable_triton.aot import AotVariant, variant
 
-__all__ = ["SHORT", "aot_variants", "launch", "rows_at_a_time", "scratch_bytes"]
-
 SHORT: Final = 4096
 """Scores of a row that a program of `select` holds in registers, however long rows may be."""
 _PART: Final = 4096
