@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels of the boundary against the same passes in torch, in Triton's interpreter where there is no GPU."""
+"""The kernels of the boundary against what they are to write, in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import sys
 
 import pytest
 import torch
+from flashmla_standins import installed
+from simulated_gpu import FACTS
 
-from mla_portable_nvidia.boundary import TorchBoundary, boundary_for
-from mla_portable_nvidia.boundary_kernels import TritonBoundary
+from mla_portable.primitives import SPARSE_DECODE
+from mla_portable_nvidia import support
+from mla_portable_nvidia.attention import check_kernel
+from mla_portable_nvidia.boundary import Boundary
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def test_gpus_get_the_kernels_and_others_torch():
-    assert isinstance(boundary_for("cuda"), TritonBoundary)
-    assert isinstance(boundary_for("cpu"), TorchBoundary)
 
 
 @pytest.mark.parametrize(("topk", "width"), [(1, 64), (64, 64), (100, 128), (1100, 1152)])
@@ -31,18 +30,16 @@ def test_sanitise(topk, width, with_lengths, num_slots):
     wide[0, 0, 0], wide[0, 2, 0] = 2**31 - 1, -(2**31)
     indices = wide[:, ::2, :topk].to(DEVICE)
     lengths = torch.tensor([[0, topk], [5, -3], [topk + 9, topk // 2]], dtype=torch.int32).to(DEVICE)
-    got, want = (torch.full((3, 2, width), 77, dtype=torch.int32, device=DEVICE) for _ in range(2))
-    TorchBoundary().sanitise(want, indices, lengths if with_lengths else None, num_slots)
-    TritonBoundary().sanitise(got, indices, lengths if with_lengths else None, num_slots)
-    assert torch.equal(got, want)
+    got = torch.full((3, 2, width), 77, dtype=torch.int32, device=DEVICE)
+    Boundary().sanitise(got, indices, lengths if with_lengths else None, num_slots)
     limit = lengths.clamp(0, topk) if with_lengths else torch.full_like(lengths, topk)
-    expected = torch.full_like(want, -1)
+    expected = torch.full_like(got, -1)
     for b in range(3):
         for s in range(2):
             for k in range(int(limit[b, s])):
                 index = int(indices[b, s, k])
                 expected[b, s, k] = index if 0 <= index < num_slots else -1
-    assert torch.equal(want, expected)
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize(
@@ -61,31 +58,25 @@ def test_finish(heads, kernel_heads, in_place, with_sink, base_2):
         sink = torch.randn(heads, generator=g)
         sink[0], sink[1] = math.inf, -math.inf
         sink = sink.to(DEVICE)
-    found = []
-    for boundary in (TorchBoundary(), TritonBoundary()):
-        memory = torch.full((3, 2, heads + 1, 528), math.nan, dtype=torch.bfloat16, device=DEVICE)
-        out = memory[:, :, :heads, :512]
-        lse_memory = torch.full((3, 2, heads + 1), math.nan, device=DEVICE)
-        if in_place:
-            out.copy_(result)
-        boundary.finish(out, lse_memory[..., :heads], None if in_place else result.to(DEVICE), lse.to(DEVICE), sink, base_2)
-        assert memory[..., 512:].isnan().all() and memory[:, :, heads].isnan().all() and lse_memory[..., heads].isnan().all()
-        found.append((out.float().cpu(), lse_memory[..., :heads].cpu()))
-    (want, want_lse), (got, got_lse) = found
-    torch.testing.assert_close(got_lse, want_lse, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(got, want, atol=0, rtol=0 if not with_sink else 2**-7)
+    memory = torch.full((3, 2, heads + 1, 528), math.nan, dtype=torch.bfloat16, device=DEVICE)
+    out = memory[:, :, :heads, :512]
+    lse_memory = torch.full((3, 2, heads + 1), math.nan, device=DEVICE)
+    if in_place:
+        out.copy_(result)
+    Boundary().finish(out, lse_memory[..., :heads], None if in_place else result.to(DEVICE), lse.to(DEVICE), sink, base_2)
+    assert memory[..., 512:].isnan().all() and memory[:, :, heads].isnan().all() and lse_memory[..., heads].isnan().all()
     expected = lse[..., :heads] * (math.log(2) if base_2 else 1)
     empty = expected.isinf()
-    torch.testing.assert_close(want_lse, expected.masked_fill(empty, -math.inf))
+    torch.testing.assert_close(lse_memory[..., :heads].cpu(), expected.masked_fill(empty, -math.inf), atol=1e-6, rtol=1e-6)
     weight = 1.0 if sink is None else torch.sigmoid(expected - sink.cpu()).unsqueeze(-1)
     values = (result[:, :, :heads].float() * weight).masked_fill(empty.unsqueeze(-1), 0.0)
-    torch.testing.assert_close(want, values, atol=0, rtol=2**-7)
+    torch.testing.assert_close(out.float().cpu(), values, atol=0, rtol=0 if sink is None else 2**-7)
 
 
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from mla_portable_nvidia.boundary_kernels import _finish_kernel, _sanitise_kernel
+from mla_portable_nvidia.boundary import _finish_kernel, _sanitise_kernel
 
 def check(kernel, types, arch, **constants):
     names = kernel.arg_names
@@ -110,3 +101,12 @@ def test_the_kernels_compile_for_hopper_and_blackwell(tmp_path):
     environ["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
     done = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True)
     assert done.stdout.strip() == "compiled", done.stderr
+
+
+def test_a_machine_without_triton_is_told_so(monkeypatch):
+    monkeypatch.setattr(support, "find_spec", lambda name: None)
+    with installed("flash_mla 2025"):
+        (reason,) = check_kernel(SPARSE_DECODE, FACTS["sm90"])
+        monkeypatch.undo()
+        assert not check_kernel(SPARSE_DECODE, FACTS["sm90"])
+    assert "triton is not installed" in str(reason)

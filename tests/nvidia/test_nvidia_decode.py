@@ -12,13 +12,13 @@ import torch
 import torch_reference as reference
 from flashmla_standins import Library, installed
 from simulated_gpu import FACTS, registry
+from torch_passes import TorchBoundary
 
 from mla_portable.contracts import Batch, InvalidArgument, PlanMismatch, Request, SplitSchedule
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable_nvidia import head_padding
-from mla_portable_nvidia.boundary import TorchBoundary
 from mla_portable_nvidia.sparse_decode import FlashMLADecode, rows_per_call
 from mla_portable_nvidia.support import attention_support
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule, num_sm_parts, tile_schedule

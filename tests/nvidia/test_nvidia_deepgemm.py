@@ -12,6 +12,7 @@ import torch
 from deepgemm_standins import BUILDS, Build, installed, score
 from flashmla_standins import modules
 from simulated_gpu import FACTS
+from torch_passes import TorchIndexPasses
 
 from mla_portable.contracts import MLAPortableError, Registrar, hookimpl
 from mla_portable.dispatch import serving
@@ -23,7 +24,6 @@ from mla_portable.tools.conformance import run_suite
 from mla_portable_nvidia.deepgemm import PagedLogits, RaggedLogits, deepgemm_implementations
 from mla_portable_nvidia.deepgemm_conventions import DeepGemm, deepgemm_reasons, find_deepgemm, forget_deepgemm
 from mla_portable_nvidia.deepgemm_select import DeepGemmSelect, select_implementations
-from mla_portable_nvidia.index_passes import TorchIndexPasses
 
 PRIMITIVES = (INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT)
 E4M3 = torch.float8_e4m3fn

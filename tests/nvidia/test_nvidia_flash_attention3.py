@@ -11,13 +11,13 @@ from fa3_standins import SCHEMAS, installed
 from machines import H200
 from simulated_gpu import FACTS, StandInPlugin
 from torch import Tensor
+from torch_passes import TorchBoundary, TorchPageLists
 
 from mla_portable.contracts import MLAPortableError, Primitive, Registrar, Request, hookimpl
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.attention import attend
 from mla_portable.registry import Registry
 from mla_portable.tools.conformance import run_suite
-from mla_portable_nvidia.boundary import TorchBoundary
 from mla_portable_nvidia.discovery import PROVIDER_VARIABLE
 from mla_portable_nvidia.fa3_operator import find_fa3
 from mla_portable_nvidia.flash_attention3 import (
@@ -28,7 +28,6 @@ from mla_portable_nvidia.flash_attention3 import (
     fa3_implementations,
     most_splits,
 )
-from mla_portable_nvidia.page_lists import TorchPageLists
 
 NAME = "nvidia.flash_attention3"
 

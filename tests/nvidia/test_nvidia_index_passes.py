@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels of the index passes against the same passes in torch, in Triton's interpreter where there is no GPU."""
+"""The kernels of the index passes against what they are to write, in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -9,17 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_portable_nvidia.index_pass_kernels import TritonIndexPasses
-from mla_portable_nvidia.index_passes import IndexPasses, Pages, Rows, TorchIndexPasses, passes_for
+from mla_portable_nvidia.index_pass_kernels import IndexPasses
+from mla_portable_nvidia.index_passes import Pages, Rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCKS = 40
 INT32_MIN = -(2**31)
-
-
-def test_gpus_get_the_kernels_and_others_torch():
-    assert isinstance(passes_for("cuda"), TritonIndexPasses)
-    assert isinstance(passes_for("cpu"), TorchIndexPasses)
 
 
 def pages(starts: list[int], lens: list[int], columns: int, width: int) -> Pages:
@@ -46,40 +41,44 @@ CASES = {
 }
 
 
-def described(passes: IndexPasses, name: str) -> tuple[Rows, Pages]:
+def described(name: str) -> tuple[Rows, Pages]:
     starts, lens, columns, width, first, tokens, tokens_a_row = CASES[name]
     batch = pages(starts, lens, columns, width)
     rows = Rows.empty(tokens, tokens_a_row, -(-width // 64), torch.device(DEVICE))
     rows.table.fill_(77)
-    passes.describe(rows, batch, first)
+    IndexPasses().describe(rows, batch, first)
     return rows, batch
 
 
-def expected_ends(name: str) -> list[int]:
+def expected(name: str) -> tuple[list[int], list[int]]:
+    """What each token sees, and whose it is."""
     starts, lens, columns, width, first, tokens, _ = CASES[name]
-    found = []
+    ends, owners = [], []
     for token in range(first, first + tokens):
-        seen = 0
+        seen, owner = 0, -1
         for r, length in enumerate(lens):
             if starts[r] <= token < starts[r + 1]:
-                seen = min(max(length, 0), 64 * columns) - (starts[r + 1] - 1 - token)
-        found.append(min(max(seen, 0), width))
-    return found
+                seen, owner = min(max(length, 0), 64 * columns) - (starts[r + 1] - 1 - token), r
+        ends.append(min(max(seen, 0), width))
+        owners.append(owner)
+    return ends, owners
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_describe(name):
-    (want, batch), (got, _) = described(TorchIndexPasses(), name), described(TritonIndexPasses(), name)
-    assert not got.starts.any() and not want.starts.any()
-    assert got.ends.tolist() == want.ends.tolist() == expected_ends(name)
-    lens = torch.tensor(expected_ends(name)).view(want.lens.shape).amax(dim=1, keepdim=True).clamp(min=1).expand_as(want.lens)
-    assert got.lens.tolist() == want.lens.tolist() == lens.tolist()
+    got, batch = described(name)
+    assert not got.starts.any()
+    ends, owners = expected(name)
+    assert got.ends.tolist() == ends
+    assert all(found == owner for found, owner, end in zip(got.owners.tolist(), owners, ends, strict=True) if end)
+    lens = torch.tensor(ends).view(got.lens.shape).amax(dim=1, keepdim=True).clamp(min=1).expand_as(got.lens)
+    assert got.lens.tolist() == lens.tolist()
     for row, length in enumerate(lens[:, 0].tolist()):
         needed = -(-length // 64)
-        owner = int(want.owners[row * lens.shape[1]])
+        owner = int(got.owners[row * lens.shape[1]])
         raw = batch.block_table[owner, :needed].tolist()
         blocks = [block if 0 <= block < BLOCKS else 0 for block in raw]
-        assert got.table[row, :needed].tolist() == want.table[row, :needed].tolist() == blocks
+        assert got.table[row, :needed].tolist() == blocks
         assert (got.table[row, needed:] == 77).all(), "what no row needs is not written"
 
 
@@ -92,7 +91,7 @@ def logits_of(batch: Pages, tokens: int) -> Tensor:
 @pytest.mark.parametrize("more", [0, 2100])
 @pytest.mark.parametrize("name", CASES)
 def test_finish_and_erase(name, more):
-    rows, batch = described(TorchIndexPasses(), name)
+    rows, batch = described(name)
     tokens = rows.ends.shape[0]
     want = torch.full((tokens, batch.width + more), -math.inf)
     absent = torch.zeros(tokens, batch.width, dtype=torch.bool)
@@ -103,14 +102,13 @@ def test_finish_and_erase(name, more):
                 want[token, position] = logits[token, position]
             else:
                 absent[token, position] = True
-    for passes in (TorchIndexPasses(), TritonIndexPasses()):
-        memory = torch.full((tokens, batch.width + more + 5), 7.0, device=DEVICE)
-        passes.finish(memory[:, :-5], logits, rows, batch)
-        assert torch.equal(memory[:, :-5].cpu(), want) and (memory[:, -5:] == 7).all()
-        erased = logits_of(batch, tokens)
-        passes.erase(erased, rows, batch)
-        seen = torch.arange(batch.width) < rows.ends.cpu().unsqueeze(1)
-        assert torch.equal(erased.cpu()[seen], logits.cpu().masked_fill(absent, -math.inf)[seen])
+    memory = torch.full((tokens, batch.width + more + 5), 7.0, device=DEVICE)
+    IndexPasses().finish(memory[:, :-5], logits, rows, batch)
+    assert torch.equal(memory[:, :-5].cpu(), want) and (memory[:, -5:] == 7).all()
+    erased = logits_of(batch, tokens)
+    IndexPasses().erase(erased, rows, batch)
+    seen = torch.arange(batch.width) < rows.ends.cpu().unsqueeze(1)
+    assert torch.equal(erased.cpu()[seen], logits.cpu().masked_fill(absent, -math.inf)[seen])
 
 
 @pytest.mark.parametrize("relative", [False, True])
@@ -123,7 +121,6 @@ def test_window(columns, relative):
     for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         for column in range(max(start, 0), min(end, columns)):
             want[row, column] = logits[row, column - max(start, 0) if relative else column]
-    for passes in (TorchIndexPasses(), TritonIndexPasses()):
-        memory = torch.full((6, columns + 5), 7.0, device=DEVICE)
-        passes.window(memory[:, :-5], logits, starts.to(DEVICE), ends.to(DEVICE), relative)
-        assert torch.equal(memory[:, :-5].cpu(), want) and (memory[:, -5:] == 7).all()
+    memory = torch.full((6, columns + 5), 7.0, device=DEVICE)
+    IndexPasses().window(memory[:, :-5], logits, starts.to(DEVICE), ends.to(DEVICE), relative)
+    assert torch.equal(memory[:, :-5].cpu(), want) and (memory[:, -5:] == 7).all()

@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernel of the page lists against the same pass in torch, in Triton's interpreter where there is no GPU."""
+"""The kernel of the page lists against Python's lists, in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mla_portable_nvidia.page_list_kernels import TritonPageLists
-from mla_portable_nvidia.page_lists import TorchPageLists, page_lists_for
+from mla_portable_nvidia.page_lists import PageLists
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def test_gpus_get_the_kernel_and_others_torch():
-    assert isinstance(page_lists_for("cuda"), TritonPageLists)
-    assert isinstance(page_lists_for("cpu"), TorchPageLists)
 
 
 @pytest.mark.parametrize("topk", [1, 64, 100, 2048, 2500])
@@ -31,9 +25,8 @@ def test_what_counts_comes_first_in_its_order(topk: int, with_lengths: bool, num
         [index for index in row[: max(0, limit)] if 0 <= index < num_rows]
         for row, limit in zip(indices.tolist(), [topk] * 5 if lengths is None else lengths.tolist(), strict=True)
     ]
-    for passed in (TorchPageLists(), TritonPageLists()):
-        pages = torch.full((5, topk), 77, dtype=torch.int32, device=DEVICE)
-        counts = torch.full((5,), 77, dtype=torch.int32, device=DEVICE)
-        passed(pages, counts, indices, lengths, num_rows)
-        assert counts.tolist() == [len(row) for row in expected]
-        assert [row[:count] for row, count in zip(pages.tolist(), counts.tolist(), strict=True)] == expected
+    pages = torch.full((5, topk), 77, dtype=torch.int32, device=DEVICE)
+    counts = torch.full((5,), 77, dtype=torch.int32, device=DEVICE)
+    PageLists()(pages, counts, indices, lengths, num_rows)
+    assert counts.tolist() == [len(row) for row in expected]
+    assert [row[:count] for row, count in zip(pages.tolist(), counts.tolist(), strict=True)] == expected

@@ -10,9 +10,9 @@ import torch
 import torch_reference as reference
 from flashmla_standins import installed
 from simulated_gpu import FACTS
+from torch_passes import TorchBoundary
 
 from mla_portable.primitives import SPARSE_PREFILL
-from mla_portable_nvidia.boundary import TorchBoundary
 from mla_portable_nvidia.discovery import find_kernel
 from mla_portable_nvidia.sparse_prefill import NATIVE_HEADS, FlashMLAPrefill
 

@@ -11,6 +11,7 @@ import torch_reference as reference
 from flashmla_standins import Library, installed
 from simulated_gpu import FACTS, registry
 from test_nvidia_decode import SCALE, problem, schedule_for
+from torch_passes import TorchBoundary
 
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.contracts import Request
@@ -18,8 +19,7 @@ from mla_portable.planner import Planner
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.attention import SOFTMAX_SCALE
 from mla_portable.tools.bench.inputs import StepShape, make_inputs
-from mla_portable_nvidia import attention
-from mla_portable_nvidia.boundary import TorchBoundary
+from mla_portable_nvidia import boundary
 from mla_portable_nvidia.discovery import find_kernel
 
 PROMISE = {"clean_indices": True, "lse": False}
@@ -43,9 +43,9 @@ class CountedBoundary(TorchBoundary):
 @pytest.fixture
 def passes(monkeypatch) -> list[str]:
     """The passes of everything that is bound from here on."""
-    boundary = CountedBoundary()
-    monkeypatch.setattr(attention, "boundary_for", lambda device_type: boundary)
-    return boundary.passes
+    counted = CountedBoundary()
+    monkeypatch.setattr(boundary, "Boundary", lambda: counted)
+    return counted.passes
 
 
 def bound(heads: int, topk: int = 64, *, query_len: int = 1, **features):

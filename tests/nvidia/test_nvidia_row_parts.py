@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes around rows in parts, Triton's kernels against torch, in Triton's interpreter where there is no GPU."""
+"""The kernels around rows in parts against what they are to write, in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -8,39 +8,31 @@ import math
 import pytest
 import torch
 
-from mla_portable_nvidia.row_part_kernels import TritonRowParts
-from mla_portable_nvidia.row_parts import TorchRowParts, row_parts_for
+from mla_portable_nvidia.row_parts import RowParts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def test_gpus_get_the_kernels_and_others_torch():
-    assert isinstance(row_parts_for("cuda"), TritonRowParts)
-    assert isinstance(row_parts_for("cpu"), TorchRowParts)
-
-
-@pytest.mark.parametrize("passes", [TorchRowParts(), TritonRowParts()])
 @pytest.mark.parametrize(("heads", "kernel_heads", "parts"), [(3, 64, 2), (40, 64, 1), (64, 64, 4), (100, 128, 16)])
-def test_every_part_gets_the_query_and_its_share_of_the_length(passes, heads: int, kernel_heads: int, parts: int):
+def test_every_part_gets_the_query_and_its_share_of_the_length(heads: int, kernel_heads: int, parts: int):
     q = torch.randn(4, heads + 2, 580, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)[:, 1:-1, 2:578]
     queries = torch.full((4, parts, kernel_heads, 576), math.nan, dtype=torch.bfloat16, device=DEVICE)
     limits = torch.full((4, parts), 77, dtype=torch.int32, device=DEVICE)
     total = 128 * parts
     some = min(130, total)
     lengths = torch.tensor([0, some, total, total + 9], dtype=torch.int32, device=DEVICE)
-    passes.spread(queries, limits, q, lengths, 128)
+    RowParts().spread(queries, limits, q, lengths, 128)
     assert torch.equal(queries[:, :, :heads], q.unsqueeze(1).expand(-1, parts, -1, -1))
     assert not queries[:, :, heads:].any()
     assert limits.sum(dim=1).tolist() == [0, some, total, total] and limits[1].tolist()[:2] == [128, 2][:parts]
-    passes.spread(queries.fill_(math.nan), None, q, None, 128)
+    RowParts().spread(queries.fill_(math.nan), None, q, None, 128)
     assert torch.equal(queries[:, -1, :heads], q)
 
 
-@pytest.mark.parametrize("passes", [TorchRowParts(), TritonRowParts()])
 @pytest.mark.parametrize(("heads", "kernel_heads", "parts"), [(3, 64, 2), (40, 64, 1), (64, 64, 4), (100, 128, 16)])
 @pytest.mark.parametrize("with_sink", [False, True])
 @pytest.mark.parametrize("base_2", [False, True])
-def test_parts_become_one_result(passes, heads: int, kernel_heads: int, parts: int, with_sink: bool, base_2: bool):
+def test_parts_become_one_result(heads: int, kernel_heads: int, parts: int, with_sink: bool, base_2: bool):
     g = torch.Generator().manual_seed(heads)
     values = torch.randn(4, parts, kernel_heads, 512, generator=g).bfloat16()
     lses = 3 * torch.randn(4, parts, kernel_heads, generator=g) + 200  # exp overflows
@@ -53,7 +45,7 @@ def test_parts_become_one_result(passes, heads: int, kernel_heads: int, parts: i
     poisoned = values.masked_fill(lses.isinf().unsqueeze(-1), math.nan)  # what a kernel leaves there is nobody's business
     out = torch.full((4, heads + 1, 528), math.nan, dtype=torch.bfloat16, device=DEVICE)
     given_sink = None if sink is None else sink.to(DEVICE)
-    passes.merge(out[:, :heads, :512], poisoned.to(DEVICE), given.to(DEVICE), given_sink, base_2)
+    RowParts().merge(out[:, :heads, :512], poisoned.to(DEVICE), given.to(DEVICE), given_sink, base_2)
     assert out[:, heads:].isnan().all() and out[..., 512:].isnan().all()
     exact = lses[:, :, :heads].double().masked_fill(lses[:, :, :heads].isinf(), -math.inf)
     lse = exact.logsumexp(dim=1)

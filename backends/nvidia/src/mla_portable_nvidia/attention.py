@@ -10,12 +10,11 @@ from typing import Final
 
 from mla_portable.contracts import DeviceFacts, Implementation, MLAPortableError, Primitive, Reason, Request
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
-from mla_portable_nvidia.boundary import boundary_for
 from mla_portable_nvidia.discovery import Found, find_kernel
 from mla_portable_nvidia.head_padding import kernel_heads
 from mla_portable_nvidia.sparse_decode import TOPK_MULTIPLE, FlashMLADecode
 from mla_portable_nvidia.sparse_prefill import NATIVE_HEADS, FlashMLAPrefill
-from mla_portable_nvidia.support import attention_support, truncation_allowed
+from mla_portable_nvidia.support import attention_support, triton_missing, truncation_allowed
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
 
 _NAMES: Final = {"sm90": "nvidia.flashmla", "sm100": "nvidia.flashmla_sm100"}
@@ -32,10 +31,12 @@ def _kernel(request: Request) -> Found:
 
 def bind_sparse_decode(request: Request) -> SparseDecode:
     """sparse_decode on the provider of this device. Raises: MLAPortableError where there is none."""
+    from mla_portable_nvidia.boundary import Boundary
+
     found, device = _kernel(request), request.device
     return FlashMLADecode(
         found.kernel,
-        boundary_for(device.device_type),
+        Boundary(),
         lse_base_2=found.traits.lse_base_2,
         takes_plan=found.traits.takes_plan,
         arch=device.arch,
@@ -56,10 +57,12 @@ def _comes_finished(found: Found, request: Request) -> bool:
 
 def bind_sparse_prefill(request: Request) -> SparsePrefill:
     """sparse_prefill on the provider of this device. Raises: MLAPortableError where there is none."""
+    from mla_portable_nvidia.boundary import Boundary
+
     found, device = _kernel(request), request.device
     return FlashMLAPrefill(
         found.kernel,
-        boundary_for(device.device_type),
+        Boundary(),
         lse_base_2=found.traits.lse_base_2,
         heads=found.traits.heads,
         native_heads=NATIVE_HEADS.get(device.arch, ()),
@@ -70,9 +73,9 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
 
 
 def check_kernel(primitive: Primitive, device: DeviceFacts) -> tuple[Reason, ...]:
-    """Every provider's reason why it cannot serve, unless one can."""
+    """Every provider's reason why it cannot serve; where one can, what its passes lack."""
     found = find_kernel(primitive, device)
-    return () if found.provider is not None else found.reasons
+    return triton_missing() if found.provider is not None else found.reasons
 
 
 def attention_implementations(

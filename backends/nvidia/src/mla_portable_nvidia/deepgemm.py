@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -22,7 +22,10 @@ from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, Implementation, Invali
 from mla_portable.layouts import INDEX_FP8
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, IndexerLogits, IndexerLogitsRagged
 from mla_portable_nvidia.deepgemm_conventions import DeepGemm, deepgemm_reasons, find_deepgemm
-from mla_portable_nvidia.index_passes import PAGE, IndexPasses, Pages, Rows, passes_for
+from mla_portable_nvidia.index_passes import PAGE, Pages, Rows
+
+if TYPE_CHECKING:
+    from mla_portable_nvidia.index_pass_kernels import IndexPasses
 
 NAME: Final = "nvidia.deepgemm"
 HEADS: Final = (32, 64)
@@ -167,13 +170,17 @@ class RaggedLogits:
 
 def bind_indexer_logits(request: Request[IndexerLogits]) -> IndexerLogits:
     """indexer_logits on the DeepGEMM of this machine. Raises: MLAPortableError where there is none."""
-    return PagedLogits(find_deepgemm(INDEXER_LOGITS, request.device), passes_for(request.device.device_type))
+    from mla_portable_nvidia.index_pass_kernels import IndexPasses
+
+    return PagedLogits(find_deepgemm(INDEXER_LOGITS, request.device), IndexPasses())
 
 
 def bind_indexer_logits_ragged(request: Request[IndexerLogitsRagged]) -> IndexerLogitsRagged:
     """indexer_logits_ragged on the DeepGEMM of this machine. Raises: MLAPortableError where there is none."""
+    from mla_portable_nvidia.index_pass_kernels import IndexPasses
+
     device = request.device
-    return RaggedLogits(find_deepgemm(INDEXER_LOGITS_RAGGED, device), passes_for(device.device_type), device.num_sms)
+    return RaggedLogits(find_deepgemm(INDEXER_LOGITS_RAGGED, device), IndexPasses(), device.num_sms)
 
 
 def _scratch(request: Request[Any]) -> int:

@@ -28,6 +28,7 @@ from mla_portable_nvidia.calibration import refused
 from mla_portable_nvidia.conventions import NotThisConvention
 from mla_portable_nvidia.discovery import device_with
 from mla_portable_nvidia.index_passes import PAGE
+from mla_portable_nvidia.support import triton_missing
 
 _MODULES: Final = ("deep_gemm", "vllm.third_party.deep_gemm")
 """In the order in which vLLM asks."""
@@ -207,7 +208,8 @@ def find_deepgemm(primitive: Primitive[Any], facts: DeviceFacts) -> DeepGemm:
 
 
 def deepgemm_reasons(primitive: Primitive[Any], facts: DeviceFacts) -> Iterator[Reason]:
-    """Why DeepGEMM cannot serve, if it cannot."""
+    """Why DeepGEMM cannot serve, if it cannot, or what the passes around it lack."""
     found = _tried(primitive, facts)
     if isinstance(found, str):
         yield Reason("DeepGEMM", "not usable:", found, _REMEDY)
+    yield from triton_missing()

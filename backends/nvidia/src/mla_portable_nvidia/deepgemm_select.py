@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -20,7 +20,10 @@ from mla_portable.primitives import INDEXER_LOGITS, INDEXER_SELECT, TOPK_SELECT,
 from mla_portable.primitives.topk_select import reference as topk_reference
 from mla_portable_nvidia.deepgemm import HEADS, NAME, PREFERENCE, PagedScores, packed
 from mla_portable_nvidia.deepgemm_conventions import DeepGemm, deepgemm_reasons, find_deepgemm
-from mla_portable_nvidia.index_passes import PAGE, IndexPasses, Pages, passes_for
+from mla_portable_nvidia.index_passes import PAGE, Pages
+
+if TYPE_CHECKING:
+    from mla_portable_nvidia.index_pass_kernels import IndexPasses
 
 SCRATCH_BYTES: Final = 60 << 20
 """Of scores, tables and the top-k; what allocators round up to stays within the 64 MiB that the primitive promises."""
@@ -70,9 +73,11 @@ class DeepGemmSelect:
 
 def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
     """indexer_select on the DeepGEMM of this machine. Raises: MLAPortableError where there is none."""
+    from mla_portable_nvidia.index_pass_kernels import IndexPasses
+
     device = request.device
     topk = bind_part(Request(TOPK_SELECT, device, topk=request.topk, graph=request.graph), lambda _: topk_reference)
-    return DeepGemmSelect(find_deepgemm(INDEXER_LOGITS, device), passes_for(device.device_type), topk)
+    return DeepGemmSelect(find_deepgemm(INDEXER_LOGITS, device), IndexPasses(), topk)
 
 
 def _scratch(request: Request[Any]) -> int:

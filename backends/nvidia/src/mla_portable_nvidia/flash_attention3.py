@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -34,11 +34,14 @@ from mla_portable.contracts import (
 from mla_portable.layouts import BF16, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_nvidia.block_times import TILE_HEADS, predicted_us
-from mla_portable_nvidia.boundary import Boundary, boundary_for
 from mla_portable_nvidia.fa3_operator import FA3Operator, find_fa3
 from mla_portable_nvidia.flat_decode import FlatDecode
 from mla_portable_nvidia.head_padding import aligned
-from mla_portable_nvidia.page_lists import PageLists, page_lists_for
+from mla_portable_nvidia.support import triton_missing
+
+if TYPE_CHECKING:
+    from mla_portable_nvidia.boundary import Boundary
+    from mla_portable_nvidia.page_lists import PageLists
 
 NAME: Final = "nvidia.flash_attention3"
 _TILE: Final = 64
@@ -162,21 +165,24 @@ class FlashAttention3:
 
 
 def _check(device: DeviceFacts) -> tuple[Reason, ...]:
-    """Every package's reason why it cannot serve, unless one can."""
+    """Every package's reason why it cannot serve; where one can, what its passes lack."""
     operator, reasons = find_fa3()
-    return () if operator is not None else reasons
+    return triton_missing() if operator is not None else reasons
 
 
 def bind_fa3_prefill(request: Request) -> SparsePrefill:
     """sparse_prefill on the operator that is here. Raises: MLAPortableError where there is none."""
+    from mla_portable_nvidia.boundary import Boundary
+    from mla_portable_nvidia.page_lists import PageLists
+
     operator, reasons = find_fa3()
     if operator is None:
         raise MLAPortableError(f"{request.primitive}: nothing brings FlashAttention 3 here: {'; '.join(map(str, reasons))}")
     device = request.device
     return FlashAttention3(
         operator,
-        boundary_for(device.device_type),
-        page_lists_for(device.device_type),
+        Boundary(),
+        PageLists(),
         num_sms=device.num_sms or 1,
         lists=not (request.lengths and request.clean_indices and request.clean_lengths),
         finishes=request.lse or request.attn_sink,

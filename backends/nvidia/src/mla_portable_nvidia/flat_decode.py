@@ -20,7 +20,6 @@ from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode,
 from mla_portable_nvidia.attention import bind_sparse_prefill, check_kernel
 from mla_portable_nvidia.discovery import find_kernel
 from mla_portable_nvidia.head_padding import KERNEL_HEADS
-from mla_portable_nvidia.row_parts import row_parts_for
 from mla_portable_nvidia.split_prefill import SplitPrefill
 
 _PREFERENCE: Final = 15.0
@@ -100,13 +99,15 @@ def _flat(kv_cache: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 
 def bind_flat_decode(request: Request) -> SparseDecode:
     """sparse_decode on the prefill kernel of this device's provider. Raises: MLAPortableError where there is none."""
+    from mla_portable_nvidia.row_parts import RowParts
+
     prefill = request.but(primitive=SPARSE_PREFILL, block_size=None, query_len=None)
     whole, device = bind_sparse_prefill(prefill), request.device
     found = find_kernel(SPARSE_PREFILL, device)
     split = SplitPrefill(
         whole,
         found.kernel,
-        row_parts_for(device.device_type),
+        RowParts(),
         base_2=found.traits.lse_base_2,
         heads=found.traits.heads,
         num_sms=device.num_sms,

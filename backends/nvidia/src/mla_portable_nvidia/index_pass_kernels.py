@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes of `index_passes` as one Triton kernel each.
+"""The passes around DeepGEMM's scores that give them this project's one meaning, one Triton kernel each.
+
+Before: what each token sees, and a length and a table of blocks for each row of the kernel. DeepGEMM reads a row of its own for
+each token, follows any entry of a table and takes lengths as they are. After: -inf wherever a token sees nothing.
 
 describe   reads the batch once for each row, writes 4 bytes for each block that the row needs
 finish     4 bytes read and 4 written a score, beside the 132 that a score of one token costs to compute: 6 % of its traffic
@@ -121,11 +124,11 @@ def _window_kernel(
 _describe, _finish, _erase, _window = map(TritonLauncher, (_describe_kernel, _finish_kernel, _erase_kernel, _window_kernel))
 
 
-class TritonIndexPasses:
-    """The passes, one launch each, of at least one row."""
+class IndexPasses:
+    """The passes, one launch each, of at least one row; none synchronises."""
 
     def describe(self, rows: Rows, pages: Pages, first: int) -> None:
-        """See index_passes.IndexPasses."""
+        """Write `rows` of the tokens from `first` on. More than one token a row: for a single request alone."""
         (num_rows, tokens), columns, table = rows.lens.shape, rows.table.shape[1], pages.block_table
         _describe(
             (num_rows, triton.cdiv(columns, _BLOCK_C)),
@@ -135,7 +138,7 @@ class TritonIndexPasses:
         )  # fmt: skip
 
     def finish(self, out: Tensor, logits: Tensor, rows: Rows, pages: Pages) -> None:
-        """See index_passes.IndexPasses."""
+        """Copy logits [n, width] float32 to out [n, N]: what a token sees and has a block in the cache; -inf elsewhere."""
         num_tokens, num_logits = out.shape
         _finish(
             (num_tokens, triton.cdiv(num_logits, _BLOCK_N)),
@@ -145,7 +148,10 @@ class TritonIndexPasses:
         )  # fmt: skip
 
     def erase(self, logits: Tensor, rows: Rows, pages: Pages) -> None:
-        """See index_passes.IndexPasses."""
+        """Write -inf to positions of logits [n, width] that a token sees and that have no block in the cache.
+
+        What it does not see may be overwritten as well.
+        """
         _erase(
             (logits.shape[0], triton.cdiv(rows.table.shape[1], _ERASED)),
             logits, rows.ends, rows.owners, pages.block_table, pages.num_blocks, pages.block_table.stride(0),
@@ -154,7 +160,10 @@ class TritonIndexPasses:
         )  # fmt: skip
 
     def window(self, out: Tensor, logits: Tensor, row_starts: Tensor, row_ends: Tensor, relative: bool) -> None:
-        """See index_passes.IndexPasses."""
+        """Copy logits [n, N] float32 to out [n, N]: columns from row_starts to row_ends, [n] int32; -inf elsewhere.
+
+        relative: column 0 of logits is column max(row_start, 0) of `out`.
+        """
         num_rows, num_logits = out.shape
         _window(
             (num_rows, triton.cdiv(num_logits, _BLOCK_N)),

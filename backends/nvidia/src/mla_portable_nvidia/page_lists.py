@@ -1,20 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pass in front of FlashAttention 3, in plain torch: chosen rows become lists of pages.
+"""The pass in front of FlashAttention 3: chosen rows become lists of pages.
 
 The kernel reads a leading part of each list and follows whatever stands in it, so what is absent has to leave the list.
-The same pass as a Triton kernel, for GPUs: `page_list_kernels`.
+One Triton kernel: a program for each row, which a prefix sum of what counts puts in order.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final
 
-import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from mla_portable.contracts.triton_launcher import TritonLauncher
 
-class PageLists(Protocol):
-    """The pass; it writes what it is given and does not synchronise."""
+_INT32_MAX: Final = 2**31 - 1
+_BLOCK_K: Final = 2048
+
+
+@triton.jit(do_not_specialize=["last_row"])
+def _page_list_kernel(
+    pages_ptr, counts_ptr, indices_ptr, lengths_ptr, last_row, row_stride, length_stride,
+    TOPK: tl.constexpr, HAS_LENGTHS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)  # rows x TOPK passes 2**31 at 1 048 576 rows of 2048
+    limit = TOPK
+    if HAS_LENGTHS:
+        limit = tl.minimum(limit, tl.load(lengths_ptr + row * length_stride))
+    count = 0
+    for first in range(0, TOPK, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+        index = tl.load(indices_ptr + row * row_stride + k, mask=k < limit, other=-1)  # [BLOCK_K]
+        counts = ((index >= 0) & (index <= last_row)).to(tl.int32)  # [BLOCK_K]
+        place = count + tl.cumsum(counts, 0) - 1  # [BLOCK_K]
+        tl.store(pages_ptr + row * TOPK + place, index, mask=counts != 0)
+        count += tl.sum(counts, 0)
+    tl.store(counts_ptr + row, count)
+
+
+_launch = TritonLauncher(_page_list_kernel)
+
+
+class PageLists:
+    """The pass in one launch; nothing for zero rows. It writes what it is given and does not synchronise."""
 
     def __call__(self, pages: Tensor, counts: Tensor, indices: Tensor, lengths: Tensor | None, num_rows: int) -> None:
         """Bring the indices that count to the front, in their order.
@@ -24,28 +53,20 @@ class PageLists(Protocol):
             indices: [T, K] int32; those that are negative, `num_rows` or more, or past the row's length do not count.
             lengths: [T] int32.
         """
-        ...
-
-
-class TorchPageLists:
-    """The pass in torch operations; any device."""
-
-    def __call__(self, pages: Tensor, counts: Tensor, indices: Tensor, lengths: Tensor | None, num_rows: int) -> None:
-        """See PageLists."""
-        absent = (indices < 0) | (indices.long() >= num_rows)
-        if lengths is not None:
-            absent |= torch.arange(indices.shape[1], device=indices.device) >= lengths.unsqueeze(1)
-        order = absent.to(torch.uint8).argsort(dim=1, stable=True)
-        pages.copy_(indices.gather(1, order))
-        counts.copy_((~absent).sum(dim=1))
-
-
-def page_lists_for(device_type: str) -> PageLists:
-    """One Triton kernel on a GPU where triton is importable; torch operations elsewhere."""
-    if device_type == "cuda":
-        try:
-            from mla_portable_nvidia.page_list_kernels import TritonPageLists
-        except ImportError:
-            return TorchPageLists()
-        return TritonPageLists()
-    return TorchPageLists()
+        num_tokens, topk = indices.shape
+        if num_tokens == 0:
+            return
+        _launch(
+            (num_tokens,),
+            pages,
+            counts,
+            indices,
+            lengths,
+            min(num_rows - 1, _INT32_MAX),
+            indices.stride(0),
+            0 if lengths is None else lengths.stride(0),
+            TOPK=topk,
+            HAS_LENGTHS=lengths is not None,
+            BLOCK_K=min(triton.next_power_of_2(topk), _BLOCK_K),
+            num_warps=8,
+        )

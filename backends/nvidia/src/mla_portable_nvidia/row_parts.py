@@ -1,23 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes around a kernel that gets each query row several times, each time with a part of its keys; in plain torch.
+"""The passes around a kernel that gets each query row several times, each time with a part of its keys; a Triton kernel each.
 
 Before: the row's query for every part, in as many heads as the kernel wants. After: the parts become one result.
-The same passes as a Triton kernel each, for GPUs: `row_part_kernels`.
+Both are bound by latency: what they move is in the last-level cache.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Final, Protocol
+from typing import Final
 
-import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-_LN2: Final = math.log(2.0)
+from mla_portable.contracts.triton_launcher import TritonLauncher
+
+_BLOCK: Final = 4096
+_MERGED_HEADS: Final = 4
 
 
-class RowParts(Protocol):
-    """The passes; both write what they are given, and neither synchronises."""
+@triton.jit(do_not_specialize=["num_heads", "part"])
+def _spread_kernel(
+    queries_ptr, limits_ptr, q_ptr, lengths_ptr, num_heads, part, row_stride, head_stride, length_stride,
+    PARTS: tl.constexpr, KERNEL_HEADS: tl.constexpr, WIDTH: tl.constexpr, HAS_LENGTHS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK] of a row's heads times width
+    head, column = at // WIDTH, at % WIDTH
+    inside = at < KERNEL_HEADS * WIDTH
+    source = q_ptr + row * row_stride + head * head_stride + column
+    value = tl.load(source, mask=inside & (head < num_heads), other=0.0)  # [BLOCK]
+    for p in tl.static_range(PARTS):
+        tl.store(queries_ptr + (row * PARTS + p) * (KERNEL_HEADS * WIDTH) + at, value, mask=inside)
+    if HAS_LENGTHS and tl.program_id(1) == 0:
+        length = tl.load(lengths_ptr + row * length_stride)
+        for p in tl.static_range(PARTS):
+            tl.store(limits_ptr + row * PARTS + p, tl.minimum(tl.maximum(length - p * part, 0), part))
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def _merge_kernel(
+    out_ptr, parts_ptr, lses_ptr, sink_ptr, num_heads, out_row, out_head,
+    PARTS: tl.constexpr, KERNEL_HEADS: tl.constexpr, WIDTH: tl.constexpr, SINK: tl.constexpr, BASE_2: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
+    is_head = head < num_heads  # [BLOCK_H]
+    all_parts = row * PARTS + tl.arange(0, PARTS)  # [PARTS]
+    places = all_parts[:, None] * KERNEL_HEADS + head[None, :]  # [PARTS, BLOCK_H]
+    lses = tl.load(lses_ptr + places, mask=is_head[None, :], other=0.0)  # [PARTS, BLOCK_H]
+    empty = (lses == float("inf")) | (lses == float("-inf"))  # [PARTS, BLOCK_H]
+    if BASE_2:
+        lses = lses * 0.6931471805599453
+    lses = tl.where(empty, float("-inf"), lses)
+    top = tl.max(lses, 0)  # [BLOCK_H]
+    level = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp(lses - level[None, :]), 0)  # [BLOCK_H]; 0 where nothing is valid
+    scale = tl.where(total == 0.0, 0.0, 1.0 / total)
+    if SINK:
+        sink = tl.load(sink_ptr + head, mask=is_head, other=0.0)  # [BLOCK_H]
+        scale = scale / (1.0 + tl.exp(sink - level - tl.log(total)))  # an infinite sink gives 0 or 1
+        scale = tl.where(total == 0.0, 0.0, scale)
+    d = tl.arange(0, WIDTH)  # [WIDTH]
+    merged = tl.zeros([BLOCK_H, WIDTH], dtype=tl.float32)
+    for i in tl.static_range(PARTS):
+        here = (row * PARTS + i) * KERNEL_HEADS + head  # [BLOCK_H]
+        lse = tl.load(lses_ptr + here, mask=is_head, other=float("inf"))  # [BLOCK_H]
+        valid = (lse != float("inf")) & (lse != float("-inf"))
+        if BASE_2:
+            lse = lse * 0.6931471805599453
+        weight = tl.where(valid, tl.exp(lse - level) * scale, 0.0)  # [BLOCK_H]
+        value = tl.load(parts_ptr + here[:, None] * WIDTH + d[None, :], mask=valid[:, None], other=0.0)  # [BLOCK_H, WIDTH]
+        merged += weight[:, None] * value.to(tl.float32)
+    place = out_ptr + row * out_row + head[:, None] * out_head + d[None, :]
+    tl.store(place, merged.to(out_ptr.dtype.element_ty), mask=is_head[:, None])
+
+
+_launch_spread, _launch_merge = TritonLauncher(_spread_kernel), TritonLauncher(_merge_kernel)
+
+
+class RowParts:
+    """Both passes, one launch each; nothing for zero rows. They write what they are given, and neither synchronises."""
 
     def spread(self, queries: Tensor, limits: Tensor | None, q: Tensor, lengths: Tensor | None, part: int) -> None:
         """Queries and lengths of the parts.
@@ -27,7 +91,29 @@ class RowParts(Protocol):
             limits: [T, P] int32 contiguous, written: what of a row's length falls to each part, 0 to `part`; where
                 lengths [T] int32 are given. part: keys of a part.
         """
-        ...
+        num_tokens, num_parts, kernel_heads, width = queries.shape
+        if num_tokens == 0:
+            return
+        if limits is None:
+            lengths = None
+        _launch_spread(
+            (num_tokens, triton.cdiv(kernel_heads * width, _BLOCK)),
+            queries,
+            limits,
+            q,
+            lengths,
+            q.shape[1],
+            part,
+            q.stride(0),
+            q.stride(1),
+            0 if lengths is None else lengths.stride(0),
+            PARTS=num_parts,
+            KERNEL_HEADS=kernel_heads,
+            WIDTH=width,
+            HAS_LENGTHS=lengths is not None,
+            BLOCK=_BLOCK,
+            num_warps=4,
+        )
 
     def merge(self, out: Tensor, parts: Tensor, lses: Tensor, attn_sink: Tensor | None, base_2: bool) -> None:
         """The parts, weighted by their shares of the sum of exponentials.
@@ -38,40 +124,23 @@ class RowParts(Protocol):
                 a part has no valid entry, whatever `parts` hold there; to base 2 if base_2.
             attn_sink: [H] float32, to be applied.
         """
-        ...
-
-
-class TorchRowParts:
-    """Both passes in torch operations; any device."""
-
-    def spread(self, queries: Tensor, limits: Tensor | None, q: Tensor, lengths: Tensor | None, part: int) -> None:
-        """See RowParts."""
-        num_heads = q.shape[1]
-        queries[:, :, :num_heads] = q.unsqueeze(1)
-        queries[:, :, num_heads:] = 0
-        if limits is not None and lengths is not None:
-            starts = part * torch.arange(limits.shape[1], device=limits.device)
-            limits.copy_((lengths.unsqueeze(1) - starts).clamp(0, part))
-
-    def merge(self, out: Tensor, parts: Tensor, lses: Tensor, attn_sink: Tensor | None, base_2: bool) -> None:
-        """See RowParts."""
-        num_heads = out.shape[1]
-        lses, parts = lses[:, :, :num_heads], parts[:, :, :num_heads]
-        natural = (lses * _LN2 if base_2 else lses).masked_fill(lses.isinf(), -math.inf)
-        lse = natural.logsumexp(dim=1)  # [T, H]
-        weights = torch.exp(natural - lse.unsqueeze(1)).masked_fill(lses.isinf(), 0.0).unsqueeze(-1)
-        merged = (weights * parts.float().masked_fill(weights == 0, 0.0)).sum(dim=1)
-        if attn_sink is not None:
-            merged *= torch.sigmoid(lse - attn_sink).masked_fill(lse.isinf(), 0.0).unsqueeze(-1)
-        out.copy_(merged)
-
-
-def row_parts_for(device_type: str) -> RowParts:
-    """One Triton kernel for each pass on a GPU where triton is importable; torch operations elsewhere."""
-    if device_type == "cuda":
-        try:
-            from mla_portable_nvidia.row_part_kernels import TritonRowParts
-        except ImportError:
-            return TorchRowParts()
-        return TritonRowParts()
-    return TorchRowParts()
+        num_tokens, num_heads, width = out.shape
+        if num_tokens == 0:
+            return
+        _launch_merge(
+            (num_tokens, triton.cdiv(num_heads, _MERGED_HEADS)),
+            out,
+            parts,
+            lses,
+            attn_sink,
+            num_heads,
+            out.stride(0),
+            out.stride(1),
+            PARTS=parts.shape[1],
+            KERNEL_HEADS=parts.shape[2],
+            WIDTH=width,
+            SINK=attn_sink is not None,
+            BASE_2=base_2,
+            BLOCK_H=_MERGED_HEADS,
+            num_warps=4,
+        )

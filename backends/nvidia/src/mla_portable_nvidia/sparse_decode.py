@@ -9,18 +9,20 @@ a time, never as one row of many.
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, DecodeSchedule, PlanMismatch, attention_results
 from mla_portable.layouts import KV_LORA_RANK
-from mla_portable_nvidia.boundary import Boundary
 from mla_portable_nvidia.cache_view import CacheView
 from mla_portable_nvidia.conventions import DecodeKernel, Plan, PreparedDecode
 from mla_portable_nvidia.head_padding import PaddedQueries, aligned, kernel_heads
 from mla_portable_nvidia.tile_schedules import TileSchedule, accumulator_bytes, num_sm_parts
+
+if TYPE_CHECKING:
+    from mla_portable_nvidia.boundary import Boundary
 
 TOPK_MULTIPLE: Final = 64
 _PADDED_QUERIES: Final = PaddedQueries()

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from mla_portable.contracts import attention_results
 from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK
-from mla_portable_nvidia.boundary import Boundary
 from mla_portable_nvidia.conventions import PrefillKernel
 from mla_portable_nvidia.head_padding import PaddedQueries, aligned, kernel_heads
+
+if TYPE_CHECKING:
+    from mla_portable_nvidia.boundary import Boundary
 
 TOPK_MULTIPLE: Final = 128
 SCRATCH_BYTES: Final = 128 << 20

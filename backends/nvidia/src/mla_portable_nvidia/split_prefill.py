@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import lru_cache
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -18,8 +18,10 @@ from mla_portable.primitives import SparsePrefill
 from mla_portable_nvidia.block_times import TILE_HEADS, predicted_us
 from mla_portable_nvidia.conventions import PrefillKernel
 from mla_portable_nvidia.head_padding import KERNEL_HEADS
-from mla_portable_nvidia.row_parts import RowParts
 from mla_portable_nvidia.sparse_prefill import SCRATCH_BYTES, TOPK_MULTIPLE
+
+if TYPE_CHECKING:
+    from mla_portable_nvidia.row_parts import RowParts
 
 _COUNTS: Final = (1, 2, 4, 8, 16)
 

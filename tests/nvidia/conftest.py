@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-ins of vendors' kernels run on a CPU, between passes in torch."""
+
+from __future__ import annotations
+
+import pytest
+from torch_passes import TorchBoundary, TorchIndexPasses, TorchPageLists, TorchRowParts
+
+from mla_portable_nvidia import boundary, index_pass_kernels, page_lists, row_parts
+
+
+@pytest.fixture(autouse=True)
+def passes_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is bound has them; tests of the kernels have imported those before."""
+    monkeypatch.setattr(boundary, "Boundary", TorchBoundary)
+    monkeypatch.setattr(index_pass_kernels, "IndexPasses", TorchIndexPasses)
+    monkeypatch.setattr(page_lists, "PageLists", TorchPageLists)
+    monkeypatch.setattr(row_parts, "RowParts", TorchRowParts)
