@@ -25,8 +25,6 @@ from mla_portable.layouts import KV_LORA_RANK, LAYOUTS
 if TYPE_CHECKING:
     from mla_portable.contracts.request import Request
 
-__all__ = ["SPLIT_KV", "ProgramShape", "SplitSchedule", "SplitSchedules", "split_kv", "split_kv_kind"]
-
 _LEAST_SPLIT: Final = 64
 """Merging shorter splits takes longer than they save. H200, 4 BF16 rows of 16 heads: 32 splits of 64 indices take 19.4 us, 64
 splits of 32 take 23.4."""

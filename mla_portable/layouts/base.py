@@ -21,8 +21,6 @@ from torch import Tensor
 
 from mla_portable.errors import InvalidArgument
 
-__all__ = ["INDEX", "KV", "LAYOUTS", "CacheLayout", "add_layout", "layout_names", "layout_of", "scale_formats"]
-
 KV: Final = "kv"
 INDEX: Final = "index"
 

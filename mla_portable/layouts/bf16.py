@@ -9,8 +9,6 @@ import torch
 
 from mla_portable.layouts.base import CacheLayout, add_layout
 
-__all__ = ["BF16", "HEAD_SIZE", "KV_LORA_RANK", "QK_ROPE_HEAD_DIM"]
-
 KV_LORA_RANK: Final = 512
 QK_ROPE_HEAD_DIM: Final = 64
 HEAD_SIZE: Final = KV_LORA_RANK + QK_ROPE_HEAD_DIM

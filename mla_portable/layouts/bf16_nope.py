@@ -9,8 +9,6 @@ import torch
 
 from mla_portable.layouts.base import CacheLayout, add_layout
 
-__all__ = ["BF16_NOPE"]
-
 _LATENT: Final = 512
 
 BF16_NOPE: Final = add_layout(

@@ -19,18 +19,6 @@ from mla_portable.errors import InvalidArgument
 from mla_portable.layouts.base import CacheLayout, add_layout
 from mla_portable.layouts.bf16 import BF16, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 
-__all__ = [
-    "E4M3_MAX",
-    "FP8_DS_MLA",
-    "POW2_MIN_EXPONENT",
-    "SCALE_FORMATS",
-    "SCALE_GROUP",
-    "Fp8DsMla",
-    "decode_e4m3",
-    "e4m3_scales",
-    "tile_scales",
-]
-
 SCALE_GROUP: Final = 128
 """Latent values that share a float32 scale."""
 E4M3_MAX: Final = 448.0

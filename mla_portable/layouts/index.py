@@ -18,8 +18,6 @@ from torch import Tensor
 from mla_portable.layouts.base import INDEX, CacheLayout, add_layout
 from mla_portable.layouts.fp8_ds_mla import E4M3_MAX, SCALE_FORMATS, decode_e4m3, e4m3_scales
 
-__all__ = ["INDEX_BF16", "INDEX_FP8", "INDEX_HEAD_SIZE", "INDEX_LEAST_AMAX", "IndexFp8", "index_query_dtype"]
-
 INDEX_HEAD_SIZE: Final = 128
 """Numbers of the indexer's queries and keys."""
 INDEX_LEAST_AMAX: Final = 1e-4

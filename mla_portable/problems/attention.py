@@ -22,21 +22,6 @@ from mla_portable.problems.draw import MIXED
 from mla_portable.problems.shapes import layout_of_storage, workspace_of
 from mla_portable.problems.stage import Problem
 
-__all__ = [
-    "SCORE_ERROR",
-    "SOFTMAX_SCALE",
-    "TOLERANCES",
-    "AttentionParams",
-    "DecodeParams",
-    "PrefillParams",
-    "attend",
-    "attention_of_request",
-    "attention_variants",
-    "findings",
-    "judge_state",
-    "score_terms",
-]
-
 SOFTMAX_SCALE: Final = 192**-0.5
 """That of DeepSeek-V3's 128 + 64 wide queries, which absorbed weights do not change."""
 INFINITE: Final = "infinite sinks"

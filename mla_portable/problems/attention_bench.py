@@ -17,8 +17,6 @@ from mla_portable.problems.bench import BLOCK_SIZE, BenchProblem, KernelCase, Wo
 from mla_portable.problems.compare import Finding
 from mla_portable.problems.stage import Results
 
-__all__ = ["make_attention"]
-
 
 def make_attention(workshop: Workshop, case: KernelCase) -> BenchProblem:
     """A case of sparse_decode (S 1) or sparse_prefill."""

@@ -17,8 +17,6 @@ from mla_portable.problems.draw import PAIR_BLOCK, PATTERNS, SIZES
 from mla_portable.problems.published import published_attention
 from mla_portable.problems.shapes import WORKSPACE, Storage, accepted, can_capture
 
-__all__ = ["attention_params"]
-
 MANY_ROWS: Final = 70_000
 """More rows than the second and third axis of a CUDA grid can have (65535)."""
 BATCH_ROWS: Final[dict[type[DecodeSchedule] | None, int]] = {None: 300, SplitSchedule: 40}

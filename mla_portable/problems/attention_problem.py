@@ -18,8 +18,6 @@ from mla_portable.problems.attention import AttentionParams, attend, findings, s
 from mla_portable.problems.compare import Finding
 from mla_portable.problems.stage import Problem, Results, Stage
 
-__all__ = ["Drawn", "build_attention", "make_schedule", "problem_of"]
-
 JUDGED_ROWS: Final = 96
 """Of a problem with very many rows the first, the last and others between are compared."""
 

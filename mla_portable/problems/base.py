@@ -26,19 +26,6 @@ if TYPE_CHECKING:
 
     from mla_portable.problems.bench import Bench
 
-__all__ = [
-    "LEVELS",
-    "STRENGTH",
-    "Case",
-    "Params",
-    "Problems",
-    "cases_for",
-    "check_level",
-    "one_variant",
-    "tolerance_table_markdown",
-    "tolerances",
-]
-
 STRENGTH: Final = {"smoke": 1, "quick": 2, "full": 3}
 """How many values of different axes meet in the cases of a level, see `cover.covering`."""
 LEVELS: Final = tuple(STRENGTH)

@@ -21,8 +21,6 @@ from mla_portable.layouts import BF16, INDEX_FP8, LAYOUTS, SCALE_FORMATS
 from mla_portable.problems.compare import Finding
 from mla_portable.problems.stage import Results
 
-__all__ = ["BLOCK_SIZE", "Bench", "BenchProblem", "KernelCase", "Workshop", "kernel_cases", "spread", "timed_primitives"]
-
 BLOCK_SIZE: Final = 64
 HEADS: Final = (16, 32, 64, 128)
 _TOPK: Final = 2048  # DeepSeek-V3.2's

@@ -22,17 +22,6 @@ from mla_portable.problems.exact import INT32_MAX, INT32_MIN, fp8_row
 from mla_portable.problems.shapes import block_sizes, can_capture, can_hold_vast, plain_axes, storage_asked, storages
 from mla_portable.problems.stage import Judge, Problem, Results, Stage
 
-__all__ = [
-    "PROBLEMS",
-    "CacheWriteParams",
-    "WriteParams",
-    "cache_write",
-    "findings",
-    "write_of_request",
-    "write_params",
-    "write_variants",
-]
-
 W = TypeVar("W", bound="WriteParams")
 _Write = Callable[[Tensor, Tensor], Tensor]
 """The oracle, given the tokens: (cache, slots) -> the cache as it must be."""

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from mla_portable.layouts import CacheLayout
 
-__all__ = ["BITS", "Finding", "Symptom", "Tolerance", "close", "cosine", "field_of", "limit_of", "same_bits"]
-
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:

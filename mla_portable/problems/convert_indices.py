@@ -26,8 +26,6 @@ from mla_portable.problems.exact import INT32_MAX, INT32_MIN
 from mla_portable.problems.shapes import accepted, block_sizes, can_capture, narrow_topks, says_something, topks
 from mla_portable.problems.stage import Problem, Results, Stage
 
-__all__ = ["PROBLEMS", "ConvertIndicesParams", "PublishedConvert", "convert_indices"]
-
 _PROBED_TOKENS: Final = 6
 _JUDGED_TOKENS: Final = 64
 """Tokens of a timed conversion that the oracle judges."""

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
-__all__ = ["Choice", "anything", "covering", "crossed"]
-
 Choice = dict[str, Any]
 _Target = tuple[tuple[str, int], ...]
 

@@ -14,30 +14,6 @@ from torch import Tensor
 from mla_portable.layouts import SCALE_GROUP, CacheLayout
 from mla_portable.problems.exact import INT32_MAX, INT32_MIN
 
-__all__ = [
-    "GUARD_ROWS",
-    "MIXED",
-    "MIXED_TOKENS",
-    "PAIR_BLOCK",
-    "PATTERNS",
-    "SIZES",
-    "Paged",
-    "cached_rows",
-    "corpus",
-    "generator",
-    "guard_rows",
-    "hole_mask",
-    "index_rows",
-    "mixed_kinds",
-    "near",
-    "paged",
-    "paged_cache",
-    "queries",
-    "seed_of",
-    "shuffled",
-    "vast",
-]
-
 PATTERNS: Final = ("dense", "holes", "front", "middle", "end", "absent", "corpus", "duplicates", "first", "last")
 """Where a row of indices has invalid entries.
 

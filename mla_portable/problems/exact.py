@@ -20,19 +20,6 @@ from torch import Tensor
 
 from mla_portable.layouts import KV_LORA_RANK, SCALE_GROUP
 
-__all__ = [
-    "INT32_MAX",
-    "INT32_MIN",
-    "e4m3_values",
-    "float32",
-    "fp8_row",
-    "greatest",
-    "latent",
-    "named_rows",
-    "nearest_code",
-    "rope",
-]
-
 INT32_MIN: Final = -(2**31)
 INT32_MAX: Final = 2**31 - 1
 

@@ -24,8 +24,6 @@ from mla_portable.problems.exact import INT32_MIN
 from mla_portable.problems.shapes import block_sizes, can_capture, can_hold_vast, plain_axes, storage_asked, storages
 from mla_portable.problems.stage import Problem, Results, Stage
 
-__all__ = ["PROBLEMS", "GatherUpconvertParams", "gather_upconvert"]
-
 _JUDGED_ROWS: Final = 64
 """Rows of a timed copy that the oracle judges."""
 _GATHERED: Final = 4

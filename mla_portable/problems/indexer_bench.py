@@ -16,8 +16,6 @@ from mla_portable.problems.compare import Finding
 from mla_portable.problems.indexer_pages import format_of, scored
 from mla_portable.problems.stage import Results
 
-__all__ = ["PREFILL_ROWS", "make_select", "shape_of_case"]
-
 PREFILL_ROWS: Final = 256
 """From here on the rows of a case are tokens of one request, else requests of one token."""
 

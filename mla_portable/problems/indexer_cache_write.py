@@ -18,8 +18,6 @@ from mla_portable.problems.cache_write import WriteParams, findings, write_of_re
 from mla_portable.problems.compare import BITS
 from mla_portable.problems.exact import float32, nearest_code
 
-__all__ = ["PROBLEMS", "IndexerCacheWriteParams", "indexer_cache_write"]
-
 
 def _scale(key: Tensor, scale_format: str) -> float:
     share = max(float(key.abs().max()), float(torch.tensor(1e-4))) / 448.0

@@ -20,8 +20,6 @@ from mla_portable.problems.indexer_pages import SCORES, PageParams, format_of, p
 from mla_portable.problems.shapes import storages
 from mla_portable.problems.stage import Problem, Stage
 
-__all__ = ["PROBLEMS", "IndexerLogitsParams", "findings", "indexer_logits"]
-
 TOLERANCES: Final = SCORES
 
 

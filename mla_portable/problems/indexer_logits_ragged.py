@@ -22,8 +22,6 @@ from mla_portable.problems.indexer_pages import SCORES, format_of, query_values,
 from mla_portable.problems.shapes import can_capture, heads
 from mla_portable.problems.stage import Problem, Stage
 
-__all__ = ["PROBLEMS", "IndexerLogitsRaggedParams", "indexer_logits_ragged"]
-
 
 def indexer_logits_ragged(
     q: Tensor,

@@ -21,21 +21,6 @@ from mla_portable.problems.exact import INT32_MIN, e4m3_values
 from mla_portable.problems.shapes import block_sizes, can_capture, can_hold_vast, heads, storage_asked, storages
 from mla_portable.problems.stage import Stage
 
-__all__ = [
-    "FEW",
-    "SCORES",
-    "SHARES",
-    "PageParams",
-    "Pages",
-    "format_of",
-    "key_values",
-    "page_of_request",
-    "page_params",
-    "query_values",
-    "score",
-    "scored",
-]
-
 P = TypeVar("P", bound="PageParams")
 FEW: Final = 70
 """Tokens of context that are more than one block of 64."""

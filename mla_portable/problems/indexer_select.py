@@ -22,8 +22,6 @@ from mla_portable.problems.indexer_pages import SCORES, SHARES, PageParams, form
 from mla_portable.problems.shapes import accepted, block_sizes, heads, storages, topks
 from mla_portable.problems.stage import Guarded, Problem, Results, Stage
 
-__all__ = ["PROBLEMS", "IndexerSelectParams", "findings", "indexer_select"]
-
 TOLERANCES: Final = {
     ("any", "order"): BITS,
     **{

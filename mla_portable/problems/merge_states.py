@@ -21,8 +21,6 @@ from mla_portable.problems.draw import generator
 from mla_portable.problems.shapes import can_capture
 from mla_portable.problems.stage import Problem, Stage
 
-__all__ = ["PROBLEMS", "MergeStatesParams", "merge_states"]
-
 TOLERANCES: Final = {
     ("float32", "out"): Tolerance(
         1e-6, 5e-5, "exp(lse - total) in float32, where lse may be 300 and has steps of 3e-5", "row", cosine=1e-9

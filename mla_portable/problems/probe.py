@@ -22,8 +22,6 @@ from mla_portable.problems.base import Params, Problems
 from mla_portable.problems.draw import seed_of
 from mla_portable.problems.stage import Problem
 
-__all__ = ["ProbeCase", "probe_cases", "probe_layouts", "request_case"]
-
 PROBE_ROWS: Final = 4
 """Query rows of a small attention problem: one full, one with holes, one absent, one with a single entry."""
 REQUEST_ROWS: Final = 3

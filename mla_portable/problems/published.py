@@ -23,8 +23,6 @@ from mla_portable.problems.draw import cached_rows, generator, paged_cache
 from mla_portable.problems.shapes import accepted, storages, workspace_of
 from mla_portable.problems.stage import Problem, Stage
 
-__all__ = ["PublishedDecode", "PublishedPrefill", "published_attention"]
-
 _TOKENS: Final = 2
 _CACHED: Final = 80
 _SLOTS: Final = 96

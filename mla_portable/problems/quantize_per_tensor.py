@@ -21,8 +21,6 @@ from mla_portable.problems.draw import generator
 from mla_portable.problems.shapes import can_capture
 from mla_portable.problems.stage import Problem, Stage
 
-__all__ = ["PROBLEMS", "QuantizePerTensorParams", "quantize_per_tensor"]
-
 SHAPES: Final[dict[str, tuple[int, ...]]] = {
     "rows": (3, 129), "heads": (2, 3, 576), "scalar": (), "one": (1,), "long": (70_001,), "empty": (0, 4),
 }  # fmt: skip

@@ -10,26 +10,6 @@ from mla_portable.contracts import DeviceFacts, Implementation, Request
 from mla_portable.layouts import BF16, LAYOUTS, CacheLayout
 from mla_portable.problems.cover import Choice
 
-__all__ = [
-    "WORKSPACE",
-    "Storage",
-    "accepted",
-    "block_sizes",
-    "can_capture",
-    "can_hold_vast",
-    "heads",
-    "layout_of_storage",
-    "narrow_topks",
-    "plain_axes",
-    "query_lens",
-    "says_something",
-    "storage_asked",
-    "storages",
-    "topks",
-    "unpacked",
-    "workspace_of",
-]
-
 HEADS: Final = (1, 8, 16, 24, 32, 64, 128)
 TOPKS: Final = (64, 100, 128, 1024, 2048)
 BLOCK_SIZES: Final = (1, 16, 53, 64)

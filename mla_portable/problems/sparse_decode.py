@@ -14,8 +14,6 @@ from mla_portable.problems.attention_cases import attention_params
 from mla_portable.problems.base import Problems
 from mla_portable.problems.bench import BLOCK_SIZE, Bench, KernelCase
 
-__all__ = ["PROBLEMS", "sparse_decode"]
-
 _CACHED: Final = 65_536
 """Least size of the cache that a timed decode reads; it grows until every row has K tokens of its own."""
 

@@ -12,8 +12,6 @@ from mla_portable.problems.attention_cases import attention_params
 from mla_portable.problems.base import Problems
 from mla_portable.problems.bench import Bench, KernelCase
 
-__all__ = ["PROBLEMS", "sparse_prefill"]
-
 _NARROW_TOKENS: Final = 1_024
 _NARROW: Final = 8_192
 _WIDE: Final = 65_536

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from mla_portable.problems.compare import Finding, same_bits
 
-__all__ = ["Guarded", "Judge", "Problem", "Results", "Stage", "guarded"]
-
 Results = dict[str, Tensor]
 """What a call returned, by name."""
 

@@ -21,8 +21,6 @@ from mla_portable.problems.draw import generator
 from mla_portable.problems.shapes import can_capture, topks
 from mla_portable.problems.stage import Problem, Results, Stage
 
-__all__ = ["PROBLEMS", "TopkSelectParams", "topk_select"]
-
 TOLERANCES: Final = {("any", "out"): BITS}
 ROWS: Final = 6
 LONG: Final = 20_000

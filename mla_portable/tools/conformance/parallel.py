@@ -21,8 +21,6 @@ from mla_portable.accelerator import accelerator
 from mla_portable.problems.base import Case
 from mla_portable.tools.conformance.report import CaseResult, Progress
 
-__all__ = ["RunOne", "run_in_processes"]
-
 BLOCK: Final = 4
 """Neighbouring cases for a worker: few enough that all end at about the same time."""
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["poisoned"]
-
 
 @contextmanager
 def poisoned() -> Generator[None]:

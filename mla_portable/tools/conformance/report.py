@@ -12,8 +12,6 @@ from typing import Any, Final, Literal
 from mla_portable.contracts import DeviceFacts, Primitive, Reason
 from mla_portable.problems.base import Case
 
-__all__ = ["CaseResult", "Progress", "Report", "Unavailable", "Worst"]
-
 _USUAL: Final = 0.8
 _BY_CHANCE: Final = 0.2
 Status = Literal["passed", "failed", "error"]

@@ -31,8 +31,6 @@ from mla_portable.tools.conformance.parallel import RunOne, run_in_processes
 from mla_portable.tools.conformance.poison import poisoned
 from mla_portable.tools.conformance.report import CaseResult, Progress, Report, Unavailable
 
-__all__ = ["run_case", "run_installed", "run_suite"]
-
 WARM_UP_CALLS = 2
 """Calls on a side stream before a graph is captured, so that nothing compiles or initialises during the capture."""
 
