@@ -22,7 +22,7 @@ __all__ = ["COMPILER", "Emulated"]
 
 COMPILER = shutil.which("g++")
 _FUNCTION = re.compile(r"(?:^template <[^\n]*\n)?^__device__ __forceinline__ (?:[^\n]*\}\n|.*?^\}\n)", re.DOTALL | re.MULTILINE)
-_ELSEWHERE = re.compile(r"\b(asm|barrier_arrive|remote2|remote4)\b")
+_ELSEWHERE = re.compile(r"\b(asm|barrier_arrive|remote2|remote4|sum_shares)\b")
 """In functions that are emulated, or that only kernels of compute capability 9.0 call."""
 
 

@@ -111,14 +111,12 @@ class Model:
     def run(self, grid: tuple[int, int], cluster: int, *arguments: Any) -> None:
         at = self.arguments(grid, *arguments)
         assert cluster == grid[1] <= 16
-        for split in range(grid[1]):
-            begin, end = split * at.split_len, min((split + 1) * at.split_len, at.topk)
-            assert begin < end or (split == 0 and at.topk == 0), "a block without work"
-            assert at.split_len % self.build.tile == 0
+        assert 0 <= at.whole_clusters <= grid[0] and (cluster > 1 or at.whole_clusters == 0)
+        tiles = max(1, -(-at.topk // self.build.tile))
+        assert (cluster - 1) * -(-tiles // cluster) < tiles, "a block without work"
+        at.units = grid[0] + at.whole_clusters * (cluster - 1)
         memory, rows, lengths, sink = attended(at, self.build.heads)
-        listed = memory(at.indices, torch.int32, (*rows[:2], at.topk), (at.indices_b, at.indices_s, 1))
-        chosen = torch.full_like(listed, -1)
-        chosen[..., : grid[1] * at.split_len] = listed[..., : grid[1] * at.split_len]
+        chosen = memory(at.indices, torch.int32, (*rows[:2], at.topk), (at.indices_b, at.indices_s, 1))
         kv = cache_of(self.build.kernel, *_ROWS[self.build.kernel], at, memory)
         query = memory(at.q, torch.bfloat16, (*rows, 576), (at.q_b, at.q_s, at.q_h, 1))
         scale = at.scale_log2 * math.log(2.0)
@@ -129,20 +127,20 @@ class Model:
         """By the names that the source has for them."""
         values = struct.unpack(self.fields, struct.pack(self.fields, *arguments))
         at = SimpleNamespace(**{name: value for (name, _), value in zip(parameters(self.build.kernel), values, strict=True)})
-        at.grid = grid
+        at.grid, at.units = grid, grid[0]
         self.launches.append(at)
         return at
 
 
 def attended(at: SimpleNamespace, heads: int) -> tuple[Memory, tuple[int, int, int], Tensor | None, Tensor | None]:
     """Memory, [B, S, H], lengths and sink of an attention launch whose blocks have so many heads; what copies need holds."""
-    assert at.grid[0] % at.head_tiles == 0
+    assert at.units % at.head_tiles == 0
     assert (at.head_tiles - 1) * heads < at.num_heads <= at.head_tiles * heads
     assert at.q % 16 == at.kv % 16 == at.out % 8 == 0
     assert not any(stride % 8 for stride in (at.q_b, at.q_s, at.q_h))
     assert not any(stride % 4 for stride in (at.out_b, at.out_s, at.out_h))
     memory = Memory()
-    lead = (at.grid[0] // at.head_tiles // at.query_len, at.query_len)
+    lead = (at.units // at.head_tiles // at.query_len, at.query_len)
     lengths = memory(at.lengths, torch.int32, lead, (at.lengths_b, at.lengths_s)) if at.lengths else None
     return memory, (*lead, at.num_heads), lengths, sink_of(at, memory)
 

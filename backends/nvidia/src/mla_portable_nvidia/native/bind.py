@@ -41,10 +41,13 @@ class _Device:
         self._clusters: dict[tuple[Build, int], int] = {}
         self._cuts: dict[tuple[int, int, int], Cut] = {}
 
-    def _held(self, build: Build, splits: int) -> int:
-        if (build, splits) not in self._clusters:
-            self._clusters[build, splits] = self._kernels[build].max_clusters(splits)
-        return self._clusters[build, splits]
+    def _held(self, build: Build, size: int) -> int:
+        """Clusters of `size` blocks that the device holds at once."""
+        if size == 1:
+            return self._num_sms * build.blocks_per_sm
+        if (build, size) not in self._clusters:
+            self._clusters[build, size] = self._kernels[build].max_clusters(size)
+        return self._clusters[build, size]
 
     def cut(self, rows: int, num_heads: int, topk: int) -> tuple[Kernel, Cut]:
         """The kernel and the cut for a shape; chosen once for each. Batch-invariant, it is that of a row a multiprocessor."""
@@ -52,7 +55,8 @@ class _Device:
             rows = self._num_sms
         cut = self._cuts.get((rows, num_heads, topk))
         if cut is None:
-            cut = choose(self._kv_layout, rows=rows, num_heads=num_heads, topk=topk, num_sms=self._num_sms, clusters=self._held)
+            uniform = self._batch_invariant
+            cut = choose(self._kv_layout, rows=rows, num_heads=num_heads, topk=topk, clusters=self._held, uniform=uniform)
             self._cuts[rows, num_heads, topk] = cut
         return self._kernels[cut.build], cut
 
@@ -76,7 +80,7 @@ class NativeAttention(BoundAttention):
     def _prepared(self, of: Tensors, cut: tuple[int, ...] | None) -> Callable[..., None]:
         batch, query_len, num_heads, _ = of.q.shape
         kernel, own = self._on(of.q.device.index).cut(batch * query_len, num_heads, of.indices.shape[2])
-        return prepare(kernel, own.build, of, num_splits=own.num_splits, split_len=own.split_len)
+        return prepare(kernel, own.build, of, cluster=own.cluster, whole=own.whole)
 
 
 def bind_sparse_decode(request: Request) -> SparseDecode:

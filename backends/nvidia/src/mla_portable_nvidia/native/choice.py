@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which build of a native kernel serves a call, and into how many splits: a pure function of the call's shape and the device.
+"""Which build of a native kernel serves a call, and how its blocks share the rows: a pure function of the shape and the device.
 
-Timed on an H200 (132 multiprocessors), topk 2048: `docs/nvidia-kernels.md`. A block of many warps hides its own latency and has
-a multiprocessor to itself; two small blocks on each serve more rows than there are multiprocessors, and very few rows. Blocks
-of 64 heads read the cache least often, but have to be many to be worth it. Splits of a row are a cluster, so they must fit
-the clusters that the device holds at once, or the last ones wait for the first.
+Every cut that a build allows gets a predicted time, and the shortest is taken. Blocks run in waves of as many as the device
+holds. A unit of work, a row's heads or one of their tiles, is whole or shared by the blocks of a cluster. Whole units come
+first, in full waves; what would leave most of a last wave idle is shared, so that the time follows the work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,19 +48,47 @@ BUILDS: Final[Mapping[str, tuple[Build, ...]]] = {
     BF16.name: (BF16_SMALL, BF16_LARGE, BF16_WIDE),
 }
 """kv_layout -> the builds that serve it."""
-_SPLITS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Microseconds of a block among many: of a tile, of what it does beside its tiles, of merging with its cluster.
+
+    alone: the share of it that a block takes that has a multiprocessor to itself.
+    """
+
+    tile: float
+    start: float
+    merge: float
+    alone: float = 1.0
+
+
+_TIMES: Final[Mapping[Build, _Times]] = {
+    SMALL: _Times(1.37, 5.9, 2.6, alone=0.7),
+    LARGE: _Times(0.74, 5.1, 1.9),
+    WIDE: _Times(1.09, 8.5, 2.8),
+    MANY: _Times(4.17, 11.5, 1.9),
+    BF16_SMALL: _Times(1.62, 5.4, 1.5, alone=0.64),
+    BF16_LARGE: _Times(0.94, 3.2, 1.8),
+    BF16_WIDE: _Times(1.22, 7.9, 1.4),
+}
+"""Of an H200, by least regret over the cuts of 550 shapes: `docs/nvidia-kernels.md`. Only the ratios matter."""
+_ONE_PER_SM: Final[Mapping[Build, Build]] = {SMALL: LARGE, BF16_SMALL: BF16_LARGE}
+"""A build with two blocks on a multiprocessor -> one with one: a device spreads as many clusters as it holds of that."""
+_SIZES: Final = (2, 3, 4, 5, 6, 7, 8, MAX_SPLITS)
+"""Of clusters; those between 8 and 16 blocks leave too many multiprocessors idle."""
 
 Clusters = Callable[[Build, int], int]
-"""(build, splits) -> clusters of so many blocks that the device holds at once."""
+"""(build, size) -> clusters of so many blocks that the device holds at once; 0 where it cannot launch one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """build, and how its blocks share a row: num_splits runs of split_len indices, a whole number of tiles each."""
+    """build, blocks of a cluster, and how many clusters take a unit for each block; those behind them share one."""
 
     build: Build
-    num_splits: int
-    split_len: int
+    cluster: int
+    whole: int = 0
 
 
 def builds(kv_layout: str, max_heads: int) -> tuple[Build, ...]:
@@ -69,42 +96,39 @@ def builds(kv_layout: str, max_heads: int) -> tuple[Build, ...]:
     return tuple(build for build in BUILDS[kv_layout] if max_heads > FEW or build is not MANY)
 
 
-def choose(kv_layout: str, *, rows: int, num_heads: int, topk: int, num_sms: int, clusters: Clusters) -> Cut:
+def choose(kv_layout: str, *, rows: int, num_heads: int, topk: int, clusters: Clusters, uniform: bool = False) -> Cut:
     """The cut for `rows` query rows of `num_heads` heads and `topk` indices.
 
     Args:
-        num_sms: multiprocessors. clusters: what the device holds, asked for at most once for each count of splits.
+        clusters: what the device holds. uniform: all rows are cut alike.
     """
-    build = (_fp8_build if kv_layout == FP8_DS_MLA.name else _bf16_build)(rows, num_heads, num_sms)
-    return _cut(build, rows * -(-num_heads // build.heads), topk, num_sms, clusters)
+    found = (
+        (_time(cut, units, tiles, clusters), cut)
+        for build in builds(kv_layout, num_heads)
+        for units, tiles in [(rows * -(-num_heads // build.heads), max(1, -(-topk // build.tile)))]
+        for cut in _cuts(build, units, tiles, clusters, uniform)
+    )
+    return min(found, key=lambda each: each[0])[1]
 
 
-def _fp8_build(rows: int, num_heads: int, num_sms: int) -> Build:
-    narrow = rows * -(-num_heads // SMALL.heads)  # blocks of 16 heads
-    if num_heads > FEW and 16 * rows * -(-num_heads // MANY.heads) > num_sms:
-        return MANY
-    if num_heads > SMALL.heads and 2 * narrow > num_sms:
-        return WIDE
-    if 16 * narrow <= num_sms or narrow > num_sms or num_sms < 2 * narrow <= num_sms + num_sms // 2:
-        return SMALL
-    return LARGE
+def _cuts(build: Build, units: int, tiles: int, clusters: Clusters, uniform: bool) -> Iterator[Cut]:
+    """Those that leave no block of a cluster without a tile."""
+    yield Cut(build, 1)
+    for size in _SIZES:
+        held = clusters(build, size)
+        if held == 0 or (size - 1) * -(-tiles // size) >= tiles:
+            continue
+        yield Cut(build, size)
+        waves = units // (size * held)
+        if not uniform and waves and units % (size * held):
+            yield Cut(build, size, waves * held)
 
 
-def _bf16_build(rows: int, num_heads: int, num_sms: int) -> Build:
-    narrow = rows * -(-num_heads // BF16_SMALL.heads)
-    if num_heads > BF16_SMALL.heads and 2 * narrow > num_sms:
-        return BF16_WIDE
-    return BF16_SMALL if 32 * narrow <= num_sms or narrow > num_sms else BF16_LARGE
-
-
-def _cut(build: Build, blocks: int, topk: int, num_sms: int, clusters: Clusters) -> Cut:
-    """The most splits that all run at once."""
-    tiles = max(1, -(-topk // build.tile))
-    wanted = 1
-    for splits in _SPLITS:
-        if splits > min(tiles, MAX_SPLITS) or blocks * splits > num_sms * build.blocks_per_sm:
-            break
-        if splits == 1 or clusters(build, splits) >= blocks:
-            wanted = splits
-    split_len = -(-tiles // wanted) * build.tile
-    return Cut(build, -(-tiles * build.tile // split_len), split_len)
+def _time(cut: Cut, units: int, tiles: int, clusters: Clusters) -> float:
+    """Predicted, without the launch."""
+    own, held = _TIMES[cut.build], clusters(cut.build, cut.cluster)
+    shared = units - cut.whole * cut.cluster
+    each = own.start + -(-tiles // cut.cluster) * own.tile + (own.merge if cut.cluster > 1 else 0)
+    time = -(-cut.whole // held) * (own.start + tiles * own.tile) + -(-shared // held) * each
+    alone = cut.whole == 0 and shared <= clusters(_ONE_PER_SM.get(cut.build, cut.build), cut.cluster)
+    return time * own.alone if alone else time

@@ -24,18 +24,46 @@ struct Cache {
 };
 
 // ---- rows
+// what a block works on: a row's head tile, row * head_tiles + tile, or one of its splits. The blocks of the first
+// `whole_clusters` have one each to themselves; those of a later cluster share one.
+struct Work {
+    u32 unit;
+    int split, splits;
+};
+__device__ __forceinline__ Work own_work(int whole_clusters) {
+    u32 cluster, block, blocks;  // read again where it is wanted again, to keep no registers meanwhile
+    asm volatile("mov.u32 %0, %%ctaid.x;\n mov.u32 %1, %%ctaid.y;\n mov.u32 %2, %%nctaid.y;"
+                 : "=r"(cluster), "=r"(block), "=r"(blocks));
+    if (cluster < whole_clusters) return {cluster * blocks + block, 0, 1};
+    return {cluster + whole_clusters * (blocks - 1), (int)block, (int)blocks};
+}
 struct Span {
     int begin, end;
 };
-// this block's indices; where rows have lengths, the keys of a row are shared among its blocks, in whole steps
-__device__ __forceinline__ Span own_indices(int topk, int split_len, const int* length, int step) {
-    int keys = topk;
-    if (length) {
-        keys = min(topk, *length);
-        split_len = ((max(keys, 1) - 1) / (step * (int)gridDim.y) + 1) * step;
+// a block's share of a row's keys, in whole steps
+__device__ __forceinline__ Span share(int keys, int step, const Work work) {
+    const int split_len = ((max(keys, 1) - 1) / (step * work.splits) + 1) * step, begin = work.split * split_len;
+    return {begin, max(min(begin + split_len, keys), begin)};
+}
+// a block's indices, read by the four warps that copy: four tiles at a time, a lane of a warp one of them; -1 behind the last
+struct Indices {
+    const int* next;  // this lane's
+    int left;
+    __device__ __forceinline__ int read() {
+        const int index = left > 0 ? __ldg(next) : -1;
+        next += 4 * TN, left -= 4 * TN;
+        return index;
     }
-    const int begin = (int)blockIdx.y * split_len;
-    return {begin, min(begin + split_len, keys)};
+    // the first, which may be known: `known` then is what was read there, whether or not it is one of these
+    __device__ __forceinline__ int first(int known, bool is_known) {
+        const int index = left <= 0 ? -1 : is_known ? known : __ldg(next);
+        next += 4 * TN, left -= 4 * TN;
+        return index;
+    }
+};
+__device__ __forceinline__ Indices indices_of(const int* row, const Span span, int warp, int lane) {
+    const int first = span.begin + (lane >> 3) * TN + warp * 8 + (lane & 7);
+    return {row + first, span.end - first};
 }
 
 // ---- matrices
@@ -170,6 +198,11 @@ __device__ __forceinline__ void cluster_leave() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
 }
+__device__ __forceinline__ float2 own2(u32 at) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
+    return v;
+}
 // shared memory of block `rank` of the cluster, at the address that it has in this block
 __device__ __forceinline__ float2 remote2(u32 at, int rank) {
     float2 v;
@@ -186,14 +219,15 @@ __device__ __forceinline__ float4 remote4(u32 at, int rank) {
 
 // ---- the end of a row
 // what each split's output counts for one head, [splits] in steps of HEADS; `state` is where every block has (level, sum) of
-// it. sink: as an exponent of 2, -inf where there is none. lse: where to write it, or null.
+// it. splits 1: this block alone, whichever of its cluster it is. sink: as an exponent of 2, -inf where there is none. lse: where
+// to write it, or null.
 template <int HEADS>
 __device__ __forceinline__ void weigh_splits(float* weights, u32 state, int splits, float sink, float* lse) {
     float2 of[MAX_SPLITS];
     float level = -1.0e30f, sum = 0.f;
 #pragma unroll
     for (int p = 0; p < MAX_SPLITS; ++p)
-        if (p < splits) of[p] = remote2(state, p);
+        if (p < splits) of[p] = splits > 1 ? remote2(state, p) : own2(state);
 #pragma unroll
     for (int p = 0; p < MAX_SPLITS; ++p)
         if (p < splits) level = fmaxf(level, of[p].x);
@@ -216,23 +250,47 @@ __device__ __forceinline__ void store_columns(u16* out, i64 head_stride, int hea
         *reinterpret_cast<uint2*>(out + (k >> 7) * head_stride + (k & 127) * 4) =
             make_uint2(to_bf162(value.x, value.y), to_bf162(value.z, value.w));
 }
-// the sum of the splits, each block a share of the columns; `outputs` is [HEADS][STRIDE] in every block
+// the sum of the splits, each block a share of the columns; `outputs` is [HEADS][STRIDE] in every block. A thread has eight
+// loads in flight: of AT_ONCE splits, for several of its columns.
+template <int HEADS, int STRIDE, int THREADS, int AT_ONCE>
+__device__ __forceinline__ void sum_shares(
+    u16* out, i64 head_stride, int heads, u32 outputs, const float* weights, int split, int splits, int thread) {
+    constexpr int COLUMNS = 8 / AT_ONCE, ALL = HEADS * 128;
+    const int step = splits * THREADS;
+    for (int k = split * THREADS + thread; k < ALL; k += step * COLUMNS) {
+        float4 value[COLUMNS];
+#pragma unroll
+        for (int n = 0; n < COLUMNS; ++n) value[n] = make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int first = 0; first < splits; first += AT_ONCE) {
+            float4 part[COLUMNS][AT_ONCE];
+#pragma unroll
+            for (int n = 0; n < COLUMNS; ++n) {
+                const int at = k + n * step;
+#pragma unroll
+                for (int p = 0; p < AT_ONCE; ++p)
+                    if (at < ALL && first + p < splits)
+                        part[n][p] = remote4(outputs + ((at >> 7) * STRIDE + (at & 127) * 4) * 4, first + p);
+            }
+#pragma unroll
+            for (int n = 0; n < COLUMNS; ++n)
+#pragma unroll
+                for (int p = 0; p < AT_ONCE; ++p)
+                    if (k + n * step < ALL && first + p < splits)
+                        add(value[n], part[n][p], weights[(first + p) * HEADS + (k + n * step >> 7)]);
+        }
+#pragma unroll
+        for (int n = 0; n < COLUMNS; ++n)
+            if (k + n * step < ALL) store_columns(out, head_stride, heads, k + n * step, value[n]);
+    }
+}
 template <int HEADS, int STRIDE, int THREADS>
 __device__ __forceinline__ void sum_splits(
-    u16* out, i64 head_stride, int heads, u32 outputs, const float* weights, int splits, int thread) {
-    for (int k = blockIdx.y * THREADS + thread; k < HEADS * 128; k += splits * THREADS) {
-        const int head = k >> 7;
-        float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
-        for (int first = 0; first < splits; first += 8) {
-            float4 part[8];
-#pragma unroll
-            for (int p = 0; p < 8; ++p)
-                if (first + p < splits) part[p] = remote4(outputs + (head * STRIDE + (k & 127) * 4) * 4, first + p);
-#pragma unroll
-            for (int p = 0; p < 8; ++p)
-                if (first + p < splits) add(value, part[p], weights[(first + p) * HEADS + head]);
-        }
-        store_columns(out, head_stride, heads, k, value);
-    }
+    u16* out, i64 head_stride, int heads, u32 outputs, const float* weights, int split, int splits, int thread) {
+    if (splits <= 2)
+        sum_shares<HEADS, STRIDE, THREADS, 2>(out, head_stride, heads, outputs, weights, split, splits, thread);
+    else if (splits <= 4)
+        sum_shares<HEADS, STRIDE, THREADS, 4>(out, head_stride, heads, outputs, weights, split, splits, thread);
+    else
+        sum_shares<HEADS, STRIDE, THREADS, 8>(out, head_stride, heads, outputs, weights, split, splits, thread);
     cluster_leave();  // nobody does while its shared memory is read
 }

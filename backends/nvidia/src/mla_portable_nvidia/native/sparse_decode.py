@@ -2,7 +2,8 @@
 """The native sparse attention kernels: what a build of any of them is, and its launch.
 
 A build is one compilation. The splits of a row are the blocks of a cluster, which merge through each other's shared
-memory: no scratch, no second kernel. All kernels take the same parameters.
+memory: no scratch, no second kernel. In one launch some clusters may share a row and others have a row for each block. All
+kernels take the same parameters.
 """
 
 from __future__ import annotations
@@ -102,28 +103,34 @@ class Tensors(NamedTuple):
     lengths: Tensor | None
 
 
-def prepare(kernel: Kernel, build: Build, of: Tensors, *, num_splits: int, split_len: int) -> Launch:
+def prepare(kernel: Kernel, build: Build, of: Tensors, *, cluster: int, whole: int = 0) -> Launch:
     """Launches for tensors of these shapes and strides, B * S at least 1.
+
+    Clusters have `cluster` blocks. A unit of work is what one block can have to itself: a row's heads, or one of their tiles.
+    Each block of the first `whole` clusters takes a unit; the blocks of each later cluster share one.
 
     A launch is given addresses and scale: out, lse_out, q, kv_cache, indices, lengths and attn_sink [H] float32 (0 for none),
     softmax_scale * log2(e).
     """
     batch, query_len, num_heads, _ = of.q.shape
     head_tiles = -(-num_heads // build.heads)
-    return kernel.prepare(
-        (batch * query_len * head_tiles, num_splits), num_splits, *arguments(of, split_len=split_len, head_tiles=head_tiles)
-    )
+    clusters = batch * query_len * head_tiles - whole * (cluster - 1)
+    return kernel.prepare((clusters, cluster), cluster, *arguments(of, whole, head_tiles))
 
 
-def arguments(of: Tensors, *, split_len: int, head_tiles: int) -> tuple[int, ...]:
-    """What shapes and strides say to a kernel, in the order of its parameters; head_tiles: blocks that share a row's heads."""
+def arguments(of: Tensors, cut: int, head_tiles: int) -> tuple[int, ...]:
+    """What shapes and strides say to a kernel, in the order of its parameters.
+
+    Args:
+        cut: how rows are cut, as the kernel's second integer says it. head_tiles: blocks that share a row's heads.
+    """
     _, query_len, num_heads, _ = of.q.shape
     num_blocks, block_size, row_width = of.kv_cache.shape
     block_stride = of.kv_cache.stride(0)
     evenly = num_blocks <= 1 or block_stride == block_size * row_width
     return (
         of.indices.shape[2],
-        split_len,
+        cut,
         min(num_blocks * block_size, 2**31 - 1),  # an int; the index 2^31 - 1 is absent in any cache (1.4 TB would have it)
         num_heads,
         head_tiles,

@@ -2,8 +2,8 @@
 // Sparse MLA attention on the BF16 cache for few heads: 16 * MT heads of one query row, MT 1 or 2, over one split of its
 // indices.
 //
-// Compiled at run time (NVRTC) with MT, GROUPS, STAGES, BLOCKS_PER_SM and CONSUMER_REGISTERS defined. The splits of a row are a
-// cluster of blocks.
+// Compiled at run time (NVRTC) with MT, GROUPS, STAGES, BLOCKS_PER_SM and CONSUMER_REGISTERS defined. The splits of a row are the
+// blocks of a cluster; the first `whole_clusters` have rows that are not split, one for each block.
 //
 // A block is GROUPS groups of four warps, and four warps that copy for them. A group has 16 of the heads; those with the same
 // heads take turns at the tiles of 32 tokens, those with other heads read the same tile. Every group keeps its own running
@@ -52,27 +52,24 @@ static_assert(GROUPS % MT == 0 && STAGES >= TURNS && HEADS * 128 % CONSUMERS == 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_decode_bf16(
     u16* __restrict__ out, float* __restrict__ lse_out, const u16* __restrict__ q, const u8* __restrict__ kv,
     const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink, float scale_log2,
-    int topk, int split_len, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, i64 block_stride,
+    int topk, int whole_clusters, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, i64 block_stride,
     Strides st) {  // block_stride: bytes
     extern __shared__ __align__(128) u8 smem[];
     const int thread = threadIdx.x, lane = thread & 31, warp = (thread >> 5) & 3;
     const int group = __shfl_sync(~0u, thread >> 7, 0);  // GROUPS: the warps that copy
     const int t = lane >> 2, c = lane & 3;
-    const int head0 = (blockIdx.x % head_tiles) * HEADS;
-    const int row = blockIdx.x / head_tiles, split = blockIdx.y;
+    const Work work = own_work(whole_clusters);
+    const int head0 = (work.unit % head_tiles) * HEADS;
+    const u32 row = work.unit / head_tiles;
     const i64 b = row / query_len, s = row % query_len;
     const u32 shared = smem_u32(smem);
 
     const int* index_row = indices + b * st.indices_b + s * st.indices_s;
-    const int* length = lengths ? lengths + b * st.lengths_b + s * st.lengths_s : nullptr;
-    const Span own = own_indices(topk, split_len, length, TN);
-    const int begin = own.begin, end = own.end;
-    const int tiles = end > begin ? (end - begin + TN - 1) / TN : 0;
-    auto load_indices = [&](int tile) {  // of four tiles, by the warps that copy
-        const int k = begin + (tile + (lane >> 3)) * TN + warp * 8 + (lane & 7);
-        return k < end ? __ldg(index_row + k) : -1;
-    };
-    int next = group == GROUPS ? load_indices(0) : 0;
+    const int* length = lengths + b * st.lengths_b + s * st.lengths_s;
+    const Span all = share(topk, TN, work);  // where the row has all of its keys: read before its length is known
+    int next = group == GROUPS ? indices_of(index_row, all, warp, lane).read() : 0;
+    const Span own = lengths ? share(min(topk, *length), TN, work) : all;
+    const int tiles = (own.end - own.begin + TN - 1) / TN;
     if (thread < FULLS) barrier_init(shared + FULL_AT + thread * 8, 4 * ARRIVALS);
     if (thread < STAGES) barrier_init(shared + EMPTY_AT + thread * 8, 4 * MT * ARRIVALS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -80,13 +77,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
 
     // ---- the warps that copy: eight tokens of a tile each, in the order of the tiles
     if (group == GROUPS) {
+        Indices listed = indices_of(index_row, own, warp, lane);
+        next = listed.first(next, own.begin == all.begin);
         set_registers_down<PRODUCER_REGISTERS>();
         const Cache cache = {kv, num_slots, block_size, block_stride};
         int stage = 0, filled = 0;
         u32 parity = 1;  // stages begin empty
         for (int first = 0; first < tiles; first += 4) {
             const int slots = next;
-            next = load_indices(first + 4);
+            next = listed.read();
             for (int j = 0; j < 4 && first + j < tiles; ++j) {
                 const int slot = __shfl_sync(~0u, slots, j * 8 + (lane & 7));
                 copy_rows(smem, stage * STAGE_BYTES + warp * 8 * ROW_STRIDE, MASK_AT + stage * 4 + warp,
@@ -95,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
                 if (++filled == FULLS) filled = 0;
             }
         }
-        if (gridDim.y > 1) {
+        if (work.splits > 1) {
             cluster_publish();
             cluster_leave();
         }
@@ -246,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
         states[(group * HT + own_head) * 2 + 1] = total;
     }
     consumers_barrier();
-    const int splits = gridDim.y;
+    const int splits = work.splits;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int head = group_head + half * 8 + t;
@@ -284,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     if (splits > 1) cluster_publish();
     if (thread < HEADS) {
         float* lse = lse_out + b * st.lse_b + s * st.lse_s + (head0 + thread) * st.lse_h;
-        const bool tells = split == 0 && head0 + thread < num_heads;
+        const bool tells = work.split == 0 && head0 + thread < num_heads;
         weigh_splits<HEADS>(weights + thread, whole_at + thread * 8, splits, own_sink, tells ? lse : nullptr);
     }
     consumers_barrier();
@@ -292,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     u16* out_row = out + b * st.out_b + s * st.out_s + head0 * st.out_h;
     if (splits > 1) {
         sum_splits<HEADS, MERGE_STRIDE, CONSUMERS>(
-            out_row, st.out_h, num_heads - head0, outputs_at, weights, splits, thread);
+            out_row, st.out_h, num_heads - head0, outputs_at, weights, work.split, splits, thread);
         return;
     }
 #pragma unroll 4

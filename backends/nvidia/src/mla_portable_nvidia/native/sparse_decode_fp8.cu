@@ -2,8 +2,8 @@
 // Sparse MLA attention on the FP8 cache for few heads: 16 * MT heads of one query row, MT 1 or 2, over one split of its
 // indices.
 //
-// Compiled at run time (NVRTC) with MT, GROUPS, STAGES, BLOCKS_PER_SM and CONSUMER_REGISTERS defined. The splits of a row are a
-// cluster of blocks.
+// Compiled at run time (NVRTC) with MT, GROUPS, STAGES, BLOCKS_PER_SM and CONSUMER_REGISTERS defined. The splits of a row are the
+// blocks of a cluster; the first `whole_clusters` have rows that are not split, one for each block.
 //
 // A block is GROUPS groups of four warps, and four warps that copy for them. A group takes every GROUPS-th tile of 32 tokens
 // and keeps its own running softmax; at the end the groups are merged in shared memory, then the splits through the cluster's.
@@ -63,23 +63,25 @@ __device__ __forceinline__ int q_exponent(u8* smem, u32 base, int head) {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_decode_fp8(
     u16* __restrict__ out, float* __restrict__ lse_out, const u16* __restrict__ q, const u8* __restrict__ kv,
     const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink, float scale_log2,
-    int topk, int split_len, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, i64 block_stride,
+    int topk, int whole_clusters, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, i64 block_stride,
     Strides st) {
     extern __shared__ __align__(128) u8 smem[];
     const int thread = threadIdx.x, lane = thread & 31, warp = (thread >> 5) & 3;
     const int group = __shfl_sync(~0u, thread >> 7, 0);  // GROUPS: the warps that copy
     const int t = lane >> 2, c = lane & 3;
-    const int head0 = (blockIdx.x % head_tiles) * HT;
-    const i64 row = blockIdx.x / head_tiles, split = blockIdx.y;
+    const Work work = own_work(whole_clusters);
+    const int head0 = (work.unit % head_tiles) * HT;
+    const u32 row = work.unit / head_tiles;
     const i64 b = row / query_len, s = row % query_len;
 
     const u32 base = Q_BYTES + group * GROUP_BYTES, shared = smem_u32(smem);
 
     const int* index_row = indices + b * st.indices_b + s * st.indices_s;
-    const int* length = lengths ? lengths + b * st.lengths_b + s * st.lengths_s : nullptr;
-    const Span own = own_indices(topk, split_len, length, TN);
-    const int begin = own.begin, end = own.end;
-    const int tiles = end > begin ? (end - begin + TN - 1) / TN : 0;
+    const int* length = lengths + b * st.lengths_b + s * st.lengths_s;
+    const Span all = share(topk, TN, work);  // where the row has all of its keys: read before its length is known
+    int next = group == GROUPS ? indices_of(index_row, all, warp, lane).read() : 0;
+    const Span own = lengths ? share(min(topk, *length), TN, work) : all;
+    const int tiles = (own.end - own.begin + TN - 1) / TN;
     if (thread < GROUPS * STAGES) {
         const u32 full = shared + Q_BYTES + thread / STAGES * GROUP_BYTES + FULL_AT + thread % STAGES * 8;
         barrier_init(full, 4 * ARRIVALS);
@@ -90,17 +92,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
 
     // ---- the warps that copy: eight tokens of a tile each, in the order of the tiles
     if (group == GROUPS) {
+        Indices listed = indices_of(index_row, own, warp, lane);
+        next = listed.first(next, own.begin == all.begin);
         set_registers_down<PRODUCER_REGISTERS>();
-        auto load_indices = [&](int tile) {  // of four tiles
-            const int k = begin + (tile + (lane >> 3)) * TN + warp * 8 + (lane & 7);
-            return k < end ? __ldg(index_row + k) : -1;
-        };
         const Cache cache = {kv, num_slots, block_size, block_stride};
-        int next = load_indices(0), of_group = 0, stage = 0;
+        int of_group = 0, stage = 0;
         u32 parity = 1;  // stages begin empty
         for (int first = 0; first < tiles; first += 4) {
             const int slots = next;
-            next = load_indices(first + 4);
+            next = listed.read();
             for (int j = 0; j < 4 && first + j < tiles; ++j) {
                 const int slot = __shfl_sync(~0u, slots, j * 8 + (lane & 7));
                 const u32 to = Q_BYTES + of_group * GROUP_BYTES, full = shared + to + FULL_AT + stage * 8;
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
                 }
             }
         }
-        if (gridDim.y > 1) {
+        if (work.splits > 1) {
             cluster_publish();
             cluster_leave();
         }
@@ -400,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     }
     consumers_barrier();
     const float from_unit = power(max(top_e - 15, -126));
-    const int splits = gridDim.y;
+    const int splits = work.splits;
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
@@ -440,14 +440,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     if (splits > 1) cluster_publish();
     if (thread < HT) {
         float* lse = lse_out + b * st.lse_b + s * st.lse_s + (head0 + thread) * st.lse_h;
-        const bool tells = split == 0 && head0 + thread < num_heads;
+        const bool tells = work.split == 0 && head0 + thread < num_heads;
         weigh_splits<HT>(weights + thread, smem_u32(whole) + thread * 8, splits, own_sink, tells ? lse : nullptr);
     }
     consumers_barrier();
     u16* out_row = out + b * st.out_b + s * st.out_s + head0 * st.out_h;
     if (splits > 1) {
         sum_splits<HT, MERGE_STRIDE, CONSUMERS>(
-            out_row, st.out_h, num_heads - head0, smem_u32(outputs), weights, splits, thread);
+            out_row, st.out_h, num_heads - head0, smem_u32(outputs), weights, work.split, splits, thread);
         return;
     }
 #pragma unroll 4

@@ -186,7 +186,7 @@ def prepare(
     """
     batch, query_len, num_heads, _ = of.q.shape
     rows, head_tiles = batch * query_len, -(-num_heads // build.heads)
-    attend = kernel.prepare((rows * head_tiles, num_splits), 1, *arguments(of, split_len=split_len, head_tiles=head_tiles))
+    attend = kernel.prepare((rows * head_tiles, num_splits), 1, *arguments(of, split_len, head_tiles))
     if num_splits == 1:
         return _Whole(attend)
     strides = *of.out.stride()[:3], *of.lse_out.stride()

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sparse MLA attention on the FP8 cache for many heads: 64 heads of one query row over one split of its indices.
 //
-// Compiled at run time (NVRTC). The splits of a row are a cluster of blocks.
+// Compiled at run time (NVRTC). The splits of a row are the blocks of a cluster; the first `whole_clusters` have rows that are not
+// split, one for each block.
 //
 // A block is two warpgroups, and four warps that copy for them. A step is 128 tokens, the scores of 64 by each warpgroup; then
 // each adds all 128 to its 256 output columns. Both products put the cache first: tokens x columns times q transposed, columns
@@ -89,19 +90,17 @@ WGMMA(wgmma_latent, "f16.f16", "0")   // b is [64 columns][16]
 WGMMA(wgmma_rope, "bf16.bf16", "0")
 WGMMA(wgmma_output, "f16.f16", "1")   // b is [16][64 columns]
 
-// which rows and heads a block serves; read again where it is wanted again, to keep no registers meanwhile
+// which rows and heads a unit of work is
 struct Place {
     int head0;
     i64 b, s;
 };
-__device__ __forceinline__ Place place(int head_tiles, int query_len) {
-    u32 block;
-    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-    const u32 row = block / head_tiles;
-    return {(int)(block % head_tiles) * HT, (i64)(row / query_len), (i64)(row % query_len)};
+__device__ __forceinline__ Place place(u32 unit, int head_tiles, int query_len) {
+    const u32 row = unit / head_tiles;
+    return {(int)(unit % head_tiles) * HT, (i64)(row / query_len), (i64)(row % query_len)};
 }
 
-// likewise
+// the thread's number, read again to keep no register meanwhile
 __device__ __forceinline__ int thread_again() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -111,8 +110,8 @@ __device__ __forceinline__ int thread_again() {
 // merges the warps' sums and the splits' outputs, and writes; all consumers of a block come here
 __device__ __forceinline__ void finish(
     u8* smem, const float (&acc)[4][32], const float (&total)[2], u16* __restrict__ out, float* __restrict__ lse_out,
-    int num_heads, const Place where, const Strides& st) {
-    const int thread = thread_again(), warp8 = thread >> 5, t = (thread & 31) >> 2, c = thread & 3, splits = gridDim.y;
+    int num_heads, const Work work, const Place where, const Strides& st) {
+    const int thread = thread_again(), warp8 = thread >> 5, t = (thread & 31) >> 2, c = thread & 3;
     const int column0 = warp8 * 64 + t * 8;
     at<float2>(smem, TOP_AT + (warp8 * HT + t * 8 + 2 * c) * 4) = make_float2(total[0], total[1]);
     consumers_barrier();  // nobody reads q, probabilities or stages any more
@@ -122,7 +121,7 @@ __device__ __forceinline__ void finish(
         for (int w = 0; w < 8; ++w) sum += at<float>(smem, TOP_AT + (w * HT + thread) * 4);
         at<float2>(smem, STATE_AT + thread * 8) = make_float2(at<float>(smem, LEVEL_AT + thread * 4), sum);
     }
-    if (splits > 1) {
+    if (work.splits > 1) {
 #pragma unroll
         for (int k = 0; k < 16; ++k) {
             const int n = k >> 1, i = n * 4 + (k & 1);
@@ -136,13 +135,13 @@ __device__ __forceinline__ void finish(
     if (thread < HT) {
         const int h = where.head0 + thread;
         float* lse = lse_out + where.b * st.lse_b + where.s * st.lse_s + h * st.lse_h;
-        weigh_splits<HT>(&at<float>(smem, WEIGHT_AT + thread * 4), smem_u32(smem) + STATE_AT + thread * 8, splits,
-                         at<float>(smem, SINK_AT + thread * 4), blockIdx.y == 0 && h < num_heads ? lse : nullptr);
+        weigh_splits<HT>(&at<float>(smem, WEIGHT_AT + thread * 4), smem_u32(smem) + STATE_AT + thread * 8, work.splits,
+                         at<float>(smem, SINK_AT + thread * 4), work.split == 0 && h < num_heads ? lse : nullptr);
     }
     consumers_barrier();
 
     u16* out_row = out + where.b * st.out_b + where.s * st.out_s + (i64)where.head0 * st.out_h;
-    if (splits == 1) {
+    if (work.splits == 1) {
 #pragma unroll
         for (int k = 0; k < 16; ++k) {
             const int n = k >> 1, i = n * 4 + (k & 1), head = n * 8 + 2 * c + (k & 1);
@@ -157,25 +156,27 @@ __device__ __forceinline__ void finish(
         return;
     }
     sum_splits<HT, MERGE_STRIDE, CONSUMERS>(
-        out_row, st.out_h, num_heads - where.head0, smem_u32(smem), &at<float>(smem, WEIGHT_AT), splits, thread);
+        out_row, st.out_h, num_heads - where.head0, smem_u32(smem), &at<float>(smem, WEIGHT_AT), work.split, work.splits, thread);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
     u16* __restrict__ out, float* __restrict__ lse_out, const u16* __restrict__ q, const u8* __restrict__ kv,
     const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink, float scale_log2,
-    int topk, int split_len, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, i64 block_stride,
+    int topk, int whole_clusters, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, i64 block_stride,
     Strides st) {
     extern __shared__ __align__(1024) u8 smem[];
     const int thread = threadIdx.x, lane = thread & 31, warp = (thread >> 5) & 3;
     const int group = __shfl_sync(~0u, thread >> 7, 0);  // the warpgroup; 2: the warps that copy
     const u32 shared = smem_u32(smem);
 
-    const Place here = place(head_tiles, query_len);
+    const Work work = own_work(whole_clusters);
+    const Place here = place(work.unit, head_tiles, query_len);
     const int* index_row = indices + here.b * st.indices_b + here.s * st.indices_s;
-    const int* length = lengths ? lengths + here.b * st.lengths_b + here.s * st.lengths_s : nullptr;
-    const Span own = own_indices(topk, split_len, length, STEP_STAGES * TN);
-    const int begin = own.begin, end = own.end;
-    const int steps = end > begin ? (end - begin + STEP_STAGES * TN - 1) / (STEP_STAGES * TN) : 0;
+    const int* length = lengths + here.b * st.lengths_b + here.s * st.lengths_s;
+    const Span all = share(topk, STEP_STAGES * TN, work);  // where the row has all of its keys: read before its length is known
+    int next = group == 2 ? indices_of(index_row, all, warp, lane).read() : 0;
+    const Span own = lengths ? share(min(topk, *length), STEP_STAGES * TN, work) : all;
+    const int steps = (own.end - own.begin + STEP_STAGES * TN - 1) / (STEP_STAGES * TN);
     if (thread < STAGES) {
         barrier_init(shared + FULL_AT + thread * 8, 4 * ARRIVALS);
         barrier_init(shared + EMPTY_AT + thread * 8, 8 * ARRIVALS);
@@ -195,17 +196,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
 
     // ---- the warps that copy: eight tokens of a stage each
     if (group == 2) {
+        Indices listed = indices_of(index_row, own, warp, lane);
+        next = listed.first(next, own.begin == all.begin);
         set_registers_down<PRODUCER_REGISTERS>();
-        auto load_indices = [&](int step) {
-            const int k = begin + step * STEP_STAGES * TN + (lane >> 3) * TN + warp * 8 + (lane & 7);
-            return k < end ? __ldg(index_row + k) : -1;
-        };
         const Cache cache = {kv, num_slots, block_size, block_stride};
-        int next = load_indices(0), stage = 0;
+        int stage = 0;
         u32 parity = 1;  // stages begin empty
         for (int step = 0; step < steps; ++step) {
             const int slots = next;
-            next = load_indices(step + 1);
+            next = listed.read();
             for (int j = 0; j < STEP_STAGES; ++j) {
                 const int slot = __shfl_sync(~0u, slots, j * 8 + (lane & 7));
                 copy_rows(smem, KV_AT + stage * STAGE_BYTES + warp * 8 * ROW, MASK_AT + stage * 4 + warp,
@@ -213,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }
-        if (gridDim.y > 1) {
+        if (work.splits > 1) {
             cluster_publish();
             cluster_leave();
         }
@@ -252,19 +251,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         const float shrink = power(13 - exponent), back = scale_log2 * power(exponent - 13);
         if (far && part == 0) at<float>(smem, BACK_AT + head * 4) = top >= NOT_FINITE ? not_a_number() : back;
         score_scale = far ? 1.f : back;
-        // of 128 columns of the latent (64 of rope) lane `taker` takes 32 (16) that follow each other, four at each depth of 16
+        // of 128 columns of the latent (64 of rope) a lane of a score takes 32 (16) that follow each other, four at each depth of
+        // 16. w[j] are columns 32 j + 8 part .., so what the four lanes take at one place are words of four w.
+        const auto word = [&](int j, int k) { return k == 0 ? w[j].x : k == 1 ? w[j].y : k == 2 ? w[j].z : w[j].w; };
+        const auto place = [&](int k) { return (((part & 1) * 4 + k) ^ (head & 7)) << 4; };
 #pragma unroll
-        for (int j = 0; j < 18; ++j) {  // columns 32 j + 8 part ..
-            const bool latent = j < 16;
-            const int taker = latent ? j & 3 : (j - 16) * 2 + (part >> 1), depth = latent ? part * 2 : (part & 1) * 2;
-            const u32 chunk = latent ? (j >> 2) * 2 + (part >> 1) : 8;
-            const u32 to = chunk * Q_CHUNK + head * 128 + taker * 4;
-            const u32 words[4] = {w[j].x, w[j].y, w[j].z, w[j].w};
+        for (int k = 0; k < 4; ++k) {
+            const u32 to = head * 128 + place(k);
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const float low = low_bf16(words[k]) * shrink, high = high_bf16(words[k]) * shrink;
-                const int place = ((depth & 3) + (k >> 1)) * 2 + (k & 1);
-                at<u32>(smem, to + ((place ^ (head & 7)) << 4)) = latent ? to_half2(low, high) : to_bf162(low, high);
+            for (int j = 0; j < 16; j += 4) {
+                u32 four[4];
+#pragma unroll
+                for (int lane = 0; lane < 4; ++lane) {
+                    const u32 both = word(j + lane, k);
+                    four[lane] = to_half2(low_bf16(both) * shrink, high_bf16(both) * shrink);
+                }
+                at<uint4>(smem, to + ((j >> 2) * 2 + (part >> 1)) * Q_CHUNK) = make_uint4(four[0], four[1], four[2], four[3]);
+            }
+#pragma unroll
+            for (int j = 16; j < 18; ++j) {
+                const u32 both = word(j, k);
+                at<u32>(smem, to + 8 * Q_CHUNK + ((j - 16) * 2 + (part >> 1)) * 4) =
+                    to_bf162(low_bf16(both) * shrink, high_bf16(both) * shrink);
             }
         }
         async_fence();
@@ -528,5 +536,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         warp_arrive(shared + SPENT_AT, lane);
     }
 
-    finish(smem, acc, total, out, lse_out, num_heads, place(head_tiles, query_len), st);
+    const Work done = own_work(whole_clusters);
+    finish(smem, acc, total, out, lse_out, num_heads, done, place(done.unit, head_tiles, query_len), st);
 }
