@@ -150,7 +150,7 @@ def operands(numbers, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr):
         even = e4m3_lower(numbers, True)
         odd = e4m3_upper(numbers, True)
     elif FORM == _FP8:
-        even = numbers.to(tl.float8e4nv, bitcast=True)
+        even = numbers
         odd = even
     elif FORM == _BF16:
         even = dot_operand(numbers, BF16_NATIVE)
@@ -183,7 +183,9 @@ def load_rows(rows, there, FORM: tl.constexpr):
         rows = rows.to(tl.pointer_type(tl.int16), bitcast=True)
         numbers = tl.load(rows + tl.arange(0, KEY // 2)[None, :], mask=there[:, None], other=0)
     else:
-        numbers = tl.load(rows + tl.arange(0, KEY)[None, :], mask=there[:, None], other=0)
+        if FORM == _FP8:
+            rows = rows.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+        numbers = tl.load(rows + tl.arange(0, KEY)[None, :], mask=there[:, None], other=0.0)
     return numbers
 
 
