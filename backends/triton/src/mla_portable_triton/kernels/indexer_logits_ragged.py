@@ -19,9 +19,11 @@ from mla_portable_triton.kernels.index_keys import (
     Numbers,
     form_of_call,
     head_block,
+    launch_options,
     load_rows,
     operands,
     query_tile,
+    register_limit,
     tile_scores,
     tokens_together,
     visible_bytes,
@@ -125,7 +127,7 @@ def launch(
         REPEAT=tiles.tokens,
         TOGETHER=tokens_together(tiles, block_h, numbers.form),
         STAGES=tiles.num_stages,
-        num_warps=tiles.num_warps,
+        **launch_options(tiles, numbers.form),
     )
 
 
@@ -136,9 +138,9 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
     quantized = index_keys.form_of(True, arch, e4m3_native, 64)
     return [
         variant(
-            ragged_kernel, f"indexer_logits_ragged-{word}", tiles.num_warps, **pointers, q_ptr=stored,
-            key_ptr=stored, NUM_HEADS=64, FORM=form, BF16_NATIVE=True, BLOCK_H=64, BLOCK_N=tiles.positions,
-            REPEAT=tiles.tokens, TOGETHER=tokens_together(tiles, 64, form), STAGES=tiles.num_stages,
+            ragged_kernel, f"indexer_logits_ragged-{word}", tiles.num_warps, max_registers=register_limit(tiles, form),
+            **pointers, q_ptr=stored, key_ptr=stored, NUM_HEADS=64, FORM=form, BF16_NATIVE=True, BLOCK_H=64,
+            BLOCK_N=tiles.positions, REPEAT=tiles.tokens, TOGETHER=tokens_together(tiles, 64, form), STAGES=tiles.num_stages,
         )
         for word, form, stored in (("fp8", quantized, "*u8"), ("bf16", index_keys.BF16, "*bf16"))
     ]  # fmt: skip
