@@ -156,14 +156,6 @@ __device__ __forceinline__ void score_pages(const Arguments& a, u8* smem, u32 fu
     });
 }
 
-// Ask for the block tables before it is known which part of them is this block's: a line of one request each.
-__device__ __forceinline__ void prefetch_tables(const Arguments& a) {
-    if (a.num_requests == 0) return;
-    const int request = blockIdx.x % a.num_requests, entry = (int)(blockIdx.x / a.num_requests) * (128 / (int)sizeof(int));
-    if (entry < a.table_width)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(a.table + request * a.table_stride + entry));
-}
-
 // The bounds of a token, or -inf where it sees nothing. Blocks share the tokens, or more of them one token.
 __device__ __forceinline__ void finish_rows(const Arguments& a, int lane) {
     const int blocks = gridDim.x, parts = max(blocks / a.num_rows, 1), part = blockIdx.x / a.num_rows;
@@ -183,7 +175,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, BLOCKS_PER_SM) inde
     const u32 full = smem_u32(smem) + BARRIERS_AT, empty = full + 8 * STAGES;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     let_next_start();
-    if (threadIdx.x == CONSUMERS) prefetch_tables(a);
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(full + 8 * s, 1);

@@ -46,7 +46,7 @@ from mla_portable_triton.kernels.index_keys import (
 DECODE: Final = {
     "default": Tiles(positions=64, num_warps=4, num_stages=2),
     "sm80": Tiles(positions=128, num_warps=4, num_stages=2),
-    "sm90": Tiles(positions=256, num_warps=4, num_stages=2),
+    "sm90": Tiles(positions=128, num_warps=4, num_stages=2),
 }
 PREFILL: Final = {
     "default": Tiles(positions=64, num_warps=4, num_stages=2, tokens=32),
