@@ -99,9 +99,6 @@ static int __shfl_up_sync(unsigned, int value, int by) {
 static int __reduce_add_sync(unsigned, int value) {
     return warp(value, [](const long long* of) { int sum = 0; for (int i = 0; i < 32; ++i) sum += (int)of[i]; return sum; });
 }
-static unsigned __reduce_min_sync(unsigned, unsigned value) {
-    return warp(value, [](const long long* of) { return (unsigned)*std::min_element(of, of + 32); });
-}
 static unsigned __reduce_max_sync(unsigned, unsigned value) {
     return warp(value, [](const long long* of) { return (unsigned)*std::max_element(of, of + 32); });
 }
@@ -126,8 +123,6 @@ template <typename T, typename U>
 static T atomicAdd(T* at, U value) { const T old = *at; *at += value; return old; }
 template <typename T, typename U>
 static T atomicOr(T* at, U value) { const T old = *at; *at |= value; return old; }
-template <typename T, typename U>
-static T atomicMin(T* at, U value) { const T old = *at; *at = min(old, (T)value); return old; }
 template <typename T, typename U>
 static T atomicMax(T* at, U value) { const T old = *at; *at = max(old, (T)value); return old; }
 

@@ -30,7 +30,6 @@ typedef long long i64;
 #define WINDOW (BINS * 32)        // positions that have a bit at once
 #define SLOTS (CANDIDATES / THREADS)  // candidates of a thread
 #define WARPS (THREADS / 32)
-#define CLOSE 32                  // candidates that a warp compares with each other
 #define LINE 32                   // scores of 128 bytes
 #define AHEAD 512                 // lines that a block asks for before it samples
 #define LOWEST 0x00800000u        // the key of the smallest finite score
@@ -43,10 +42,8 @@ struct Shared {
     u32 bins[BINS];               // counts, or a bit for each position; 0 while neither
     int totals[WARPS];
     int count;                    // of the candidates, also those that found no place
-    u32 least, top;               // no candidate's key is lower or higher, but for keys of 0
-    int bin, above, inside;       // what `find_bin` found
-    int close;                    // candidates in the edge's bin
-    u32 close_keys[CLOSE], close_positions[CLOSE];
+    u32 top;                      // no candidate's key is larger
+    int bin, above, inside;       // what `narrow` found
 };
 
 struct Edge {                     // what is chosen: keys above `key`, and those equal to it up to a position
@@ -83,41 +80,12 @@ __device__ __forceinline__ int sum_before_warp(Shared& s, int of_warp, int& all)
     return __reduce_add_sync(~0u, lane < warp ? total : 0);
 }
 
-// With the bins counted: s.bin becomes the one in which the k-th largest of all lies, the lowest one where they are fewer, s.above
-// how many lie above it, of these `above` above all bins, and s.inside how many inside. The bins are 0 again.
-__device__ __forceinline__ void find_bin(Shared& s, int above, int k) {
-    const int warp = threadIdx.x >> 5;
-    __syncthreads();
-    const int first = BINS - (threadIdx.x + 1) * SHARE;  // the highest bins are those of the first thread
-    int counts[SHARE], own = 0, all;
-#pragma unroll
-    for (int i = 0; i < SHARE; ++i) own += counts[i] = s.bins[first + i];
-#pragma unroll
-    for (int i = 0; i < SHARE; ++i) s.bins[first + i] = 0;
-    const int of_warp = __reduce_add_sync(~0u, own);
-    int before = above + sum_before_warp(s, of_warp, all);
-    if (before < k && (before + of_warp >= k || warp == WARPS - 1)) {
-        before += sum_to(own) - own;
-        if (before < k && (before + own >= k || first == 0)) {
-            bool found = false;
-#pragma unroll
-            for (int i = SHARE - 1; i >= 0; --i) {
-                if (!found && (before + counts[i] >= k || i == 0)) {
-                    s.bin = first + i, s.above = before, s.inside = counts[i];
-                    found = true;
-                }
-                before += counts[i];
-            }
-        }
-    }
-    __syncthreads();
-}
-
 // A value that at least k of `count` values reach, and at most k + slack unless those beyond are equal to it. Values of
 // [least, least + size) count; where they are fewer than k, `least`. s.above and s.inside: values above those of the last bin that
 // was looked into, and inside it.
 template <typename Value>
 __device__ __forceinline__ u32 narrow(Shared& s, u32 least, u32 size, int count, int k, int slack, Value value) {
+    const int warp = threadIdx.x >> 5;
     int shift = max(20 - __clz(size), 0), above = 0;
     for (;;) {
 #pragma unroll 1
@@ -129,7 +97,30 @@ __device__ __forceinline__ u32 narrow(Shared& s, u32 least, u32 size, int count,
             for (int j = 0; j < 4; ++j)
                 if (beyond[j] < size) atomicAdd(&s.bins[beyond[j] >> shift], 1);
         }
-        find_bin(s, above, k);
+        __syncthreads();
+        const int first = BINS - (threadIdx.x + 1) * SHARE;  // the highest bins are those of the first thread
+        int counts[SHARE], own = 0, all;
+#pragma unroll
+        for (int i = 0; i < SHARE; ++i) own += counts[i] = s.bins[first + i];
+#pragma unroll
+        for (int i = 0; i < SHARE; ++i) s.bins[first + i] = 0;
+        const int of_warp = __reduce_add_sync(~0u, own);
+        int before = above + sum_before_warp(s, of_warp, all);
+        if (before < k && (before + of_warp >= k || warp == WARPS - 1)) {
+            before += sum_to(own) - own;
+            if (before < k && (before + own >= k || first == 0)) {
+                bool found = false;
+#pragma unroll
+                for (int i = SHARE - 1; i >= 0; --i) {
+                    if (!found && (before + counts[i] >= k || i == 0)) {
+                        s.bin = first + i, s.above = before, s.inside = counts[i];
+                        found = true;
+                    }
+                    before += counts[i];
+                }
+            }
+        }
+        __syncthreads();
         least += (u32)s.bin << shift;
         size = 1u << shift;
         above = s.above;
@@ -149,47 +140,9 @@ __device__ __noinline__ u32 last_of_ties(Shared& s, u32 key, int count, int k, i
     });
 }
 
-// `edge_of` by bins that are equally wide as scores: of scores that spread, few lie in the edge's bin, and each warp finds it among
-// them. Key 0 where they are more than CLOSE.
-__device__ __noinline__ Edge edge_by_width(Shared& s, u32 least, u32 top, int count, int k, bool in_place) {
-    const int lane = threadIdx.x & 31;
-    const float lowest = score_of(least), scale = (BINS - 1) / (score_of(top) - lowest);
-    if (!(scale > 0.f && scale < -NOTHING)) return {0, 0};
-    const auto bin_of = [&](u32 key) { return min((u32)fmaxf((score_of(key) - lowest) * scale, 0.f), BINS - 1u); };
-#pragma unroll 4
-    for (int i = threadIdx.x; i < count; i += THREADS)
-        if (s.keys[i] >= least) atomicAdd(&s.bins[bin_of(s.keys[i])], 1);
-    if (threadIdx.x == 0) s.close = 0;
-    find_bin(s, 0, k);
-    const u32 bin = s.bin;
-    const int above = s.above, inside = s.inside, wanted = min(k - above, inside);
-    if (inside > CLOSE) return {0, 0};
-#pragma unroll 4
-    for (int i = threadIdx.x; i < count; i += THREADS) {
-        const u32 key = s.keys[i];
-        if (key >= least && bin_of(key) == bin) {
-            const int slot = atomicAdd(&s.close, 1);
-            s.close_keys[slot] = key;
-            s.close_positions[slot] = in_place ? i : s.positions[i];
-        }
-    }
-    if (above + inside < k) return {least, ~0u};  // all of them
-    __syncthreads();
-    const u32 key = lane < inside ? s.close_keys[lane] : 0, position = lane < inside ? s.close_positions[lane] : ~0u;
-    int before = 0;
-    for (int i = 0; i < inside; ++i) {
-        const u32 other = s.close_keys[i];
-        before += other > key || (other == key && s.close_positions[i] < position);
-    }
-    const int last = __ffs(__ballot_sync(~0u, lane < inside && before == wanted - 1)) - 1;
-    return {__shfl_sync(~0u, key, last), __shfl_sync(~0u, position, last)};
-}
-
 // The edge of the k largest of the candidates, whose keys are `least` to `top`; all of them where they are no more.
 __device__ __forceinline__ Edge edge_of(Shared& s, u32 least, u32 top, int count, int k, int length, bool in_place) {
     if (count <= k) return {least, ~0u};
-    const Edge found = edge_by_width(s, least, top, count, k, in_place);
-    if (found.key) return found;
     const u32 key = narrow_keys(s, least, top, count, k, 0);
     const int above = s.above, inside = s.inside;
     return {key, above + inside > k ? last_of_ties(s, key, count, k - above, length, in_place) : ~0u};
@@ -406,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_select
     extern __shared__ __align__(16) u8 smem[];
     Shared& s = *reinterpret_cast<Shared*>(smem);
     for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
-    if (threadIdx.x == 0) s.count = 0, s.top = 0, s.least = HIGHEST;
+    if (threadIdx.x == 0) s.count = 0, s.top = 0;
 #if __CUDA_ARCH__ >= 900
     // For the scores, where their kernel lets this one start before its end. A load from memory that is declared not to change
     // (__ldg, __restrict__) may be moved in front of this.
@@ -432,18 +385,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_select
     int count = length;
     if (in_place) {
         if (!ahead || begin > 0) load(begin, length);
-        u32 own_least = HIGHEST, own_top = 0;
 #pragma unroll
-        for (int j = 0; j < SLOTS; ++j) {
-            const int i = j * THREADS + threadIdx.x;
-            if (i >= length) break;
-            const u32 key = s.keys[i] = key_of(batch[j]);
-            if (key) own_least = min(own_least, key), own_top = max(own_top, key);
-        }
-        own_least = __reduce_min_sync(~0u, own_least), own_top = __reduce_max_sync(~0u, own_top);
-        if ((threadIdx.x & 31) == 0) atomicMin(&s.least, own_least), atomicMax(&s.top, own_top);
+        for (int j = 0; j < SLOTS; ++j)
+            if (j * THREADS < length) s.keys[j * THREADS + threadIdx.x] = key_of(batch[j]);
         __syncthreads();
-        least = min(s.least, HIGHEST), top = max(s.top, least);
     } else {
         scores += begin;
 #if __CUDA_ARCH__ >= 900

@@ -73,8 +73,8 @@ class TopkBuild(KernelBuild):
 
     @property
     def shared_bytes(self) -> int:
-        candidates, bins, close = CANDIDATES * 8, 4096 * 4, 32 * 8
-        return candidates + bins + self.block_threads // 32 * 4 + 7 * 4 + close
+        candidates, bins = CANDIDATES * 8, 4096 * 4
+        return candidates + bins + self.block_threads // 32 * 4 + 5 * 4
 
     @property
     def wide_clusters(self) -> bool:
