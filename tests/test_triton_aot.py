@@ -71,8 +71,9 @@ def test_what_is_not_attention_spills_no_registers(arch: str, records: list[dict
     assert set(spilled.values()) == {0}, spilled
 
 
-MOST_SPILLED = {"sm80": 128, "sm90": 96, "gfx942": 0}
-"""Bytes of a thread of the indexer's scores, whose tiles were chosen by time. Triton 3.6: 112 and 80, 3.7: 48 and 16."""
+MOST_SPILLED = {"sm80": 128, "sm90": 320, "gfx942": 0}
+"""Bytes of a thread of the indexer's scores, whose tiles were chosen by time. Triton 3.6: 112 and 296, 3.7: 48 and 184; of
+FP8 on sm90 80 and 16."""
 
 
 @pytest.mark.parametrize("arch", MACHINE_CODE)

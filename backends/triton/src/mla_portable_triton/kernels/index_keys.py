@@ -12,6 +12,7 @@ tile      positions are rows of the dot and heads its columns, so that the sum o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,13 +41,12 @@ __all__ = [
     "form_of_call",
     "head_block",
     "key_tile",
-    "launch_options",
     "load_rows",
     "operands",
     "own_length",
     "query_tile",
-    "register_limit",
     "tile_scores",
+    "tiles_of",
     "tokens_together",
     "visible_bytes",
     "whole_position",
@@ -82,6 +82,11 @@ class Tiles:
     tokens: int = 0
     together: int = 1
     max_registers: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton is told of a launch."""
+        return {"num_warps": self.num_warps} | ({"maxnreg": self.max_registers} if self.max_registers else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +132,10 @@ def tokens_together(tiles: Tiles, block_h: int, form: int) -> int:
     return 1 if form == BF16 else min(tiles.together, MAX_HEADS // block_h)
 
 
-def register_limit(tiles: Tiles, form: int) -> int:
-    """Registers of a thread. Tiles of BF16 leave no shared memory for more programs: no limit."""
-    return 0 if form == BF16 else tiles.max_registers
-
-
-def launch_options(tiles: Tiles, form: int) -> dict[str, int]:
-    """What Triton is told of a launch."""
-    limit = register_limit(tiles, form)
-    return {"num_warps": tiles.num_warps, "maxnreg": limit} if limit else {"num_warps": tiles.num_warps}
+def tiles_of(table: Mapping[str, Tiles], arch: str, form: int) -> Tiles:
+    """The row of an architecture, `default` where it has none. BF16 may have one of its own: "sm90-bf16"."""
+    own = table.get(f"{arch}-bf16") if form == BF16 else None
+    return own or table.get(arch, table["default"])
 
 
 def visible_bytes(tensor: Tensor) -> Tensor:
