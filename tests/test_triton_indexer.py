@@ -169,6 +169,21 @@ def test_scratch_is_bounded_at_any_batch_and_context(monkeypatch: pytest.MonkeyP
     assert sum(sizes) == 4 * 3 * (width + 2) + topk.scratch_bytes(3, width, 64)
 
 
+def test_scores_have_all_scratch_where_another_topk_is_chosen(monkeypatch: pytest.MonkeyPatch):
+    arguments = [x.to(DEVICE) for x in problem(1, 16, [8], [60])]
+    width, seen = arguments[5].shape[1] * 16, []
+
+    def choose(logits: Tensor, row_starts: Tensor, row_ends: Tensor, *, topk: int, out: Tensor) -> Tensor:
+        seen.append(logits.shape[0])
+        return out.fill_(0)
+
+    monkeypatch.setattr(bind_indexer, "bind_part", lambda request, own: choose)
+    monkeypatch.setattr(topk, "scratch_bytes", lambda rows, width, count: rows << 20)
+    monkeypatch.setattr(parts, "SCRATCH_BYTES", (1 << 10) + 4 * 4 * (width + 2))
+    bound(INDEXER_SELECT)(*arguments, topk=3)
+    assert seen == [4, 4]
+
+
 def test_a_key_that_is_nan_is_never_chosen():
     arguments = problem(2, 16, [1, 2], [20, 33], kv="index_fp8")
     codes, _ = LAYOUTS["index_fp8"].parts(arguments[2])

@@ -55,9 +55,9 @@ class AotVariant:
     Attributes:
         kernel: the @triton.jit function.
         signature: run-time parameter -> Triton type ("i32", "fp32", "*bf16"); pointers are taken as 16-byte aligned, as
-            torch allocates them.
+            torch allocates them, and strides that Triton specialises on as multiples of 16.
         constexprs: parameter -> value; None for a tensor that is not given. Together with `signature` every parameter.
-        num_warps, num_stages: launch options.
+        num_warps, num_stages: launch options. max_registers: of a thread, on NVIDIA's targets; 0 for no limit.
         label: a name for reports, unique in its file.
     """
 
@@ -67,6 +67,7 @@ class AotVariant:
     num_warps: int
     num_stages: int
     label: str
+    max_registers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,9 @@ class CompiledSummary:
     asm: tuple[str, ...]
 
 
-def variant(kernel: Any, label: str, num_warps: int, num_stages: int = 1, **given: object) -> AotVariant:
+def variant(
+    kernel: Any, label: str, num_warps: int, num_stages: int = 1, max_registers: int = 0, **given: object
+) -> AotVariant:
     """An instance of `kernel`. given: parameter -> Triton type where it is a string, else the value of a constexpr.
 
     What is not given is a size or a stride, "i32"; pointers (`_ptr`) and constexprs (upper case) have to be.
@@ -97,7 +100,7 @@ def variant(kernel: Any, label: str, num_warps: int, num_stages: int = 1, **give
     sizes = [name for name in kernel.arg_names if name not in given and name.islower() and not name.endswith("_ptr")]
     types = {name: value for name, value in given.items() if isinstance(value, str)}
     constexprs = {name: value for name, value in given.items() if name not in types}
-    return AotVariant(kernel, types | dict.fromkeys(sizes, "i32"), constexprs, num_warps, num_stages, label)
+    return AotVariant(kernel, types | dict.fromkeys(sizes, "i32"), constexprs, num_warps, num_stages, label, max_registers)
 
 
 def compile_variant(variant: AotVariant, arch: str) -> CompiledSummary:
@@ -111,9 +114,13 @@ def compile_variant(variant: AotVariant, arch: str) -> CompiledSummary:
     if missing:
         raise ValueError(f"{variant.label}: no type and no value for {', '.join(missing)}")
     signature = {name: variant.signature.get(name, "constexpr") for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    strides = {param.name for param in variant.kernel.params if "_stride" in param.name and not param.do_not_specialize}
+    multiples = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in strides]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in multiples}
     source = ASTSource(variant.kernel, signature, constexprs=dict(variant.constexprs), attrs=aligned)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    if variant.max_registers:
+        options["maxnreg"] = variant.max_registers
     compiled = triton.compile(source, target=target, options=options)
     registers, spilled = (_cuda_usage if target.backend == "cuda" else _hip_usage)(compiled.asm)
     return CompiledSummary(

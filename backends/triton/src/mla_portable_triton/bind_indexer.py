@@ -111,12 +111,20 @@ def bind_topk_select(request: Request[TopkSelect]) -> TopkSelect:
     return topk_select
 
 
+def _no_scratch(width: int, topk: int) -> int:
+    return 0
+
+
 def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
-    """indexer_select for any K and up to 128 heads; graph-safe with `out`. Its top-k is the topk_select that is chosen here."""
+    """indexer_select for any K and up to 128 heads; graph-safe with `out`. Its top-k is the topk_select that is chosen here.
+
+    The scratch of this plugin's top-k leaves room for fewer scores; with another's all of it is theirs.
+    """
     from mla_portable_triton.kernels import chosen_scores, indexer_logits, topk_select
 
     numbers = _numbers(request)
     choose = bind_part(Request(TOPK_SELECT, request.device, topk=request.topk, graph=request.graph), bind_topk_select)
+    beside = partial(topk_select.scratch_bytes, 1) if choose.__module__ == __name__ else _no_scratch
 
     def score(
         out: Tensor,
@@ -135,4 +143,4 @@ def bind_indexer_select(request: Request[IndexerSelect]) -> IndexerSelect:
             out, q, weights, index_cache, *pages, numbers=numbers, bounds=bounds, first_token=first, share=share
         )
 
-    return SelectInParts(score, choose, partial(topk_select.scratch_bytes, 1), chosen_scores.launch)
+    return SelectInParts(score, choose, beside, chosen_scores.launch)

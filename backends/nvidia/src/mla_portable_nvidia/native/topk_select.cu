@@ -354,35 +354,43 @@ __device__ __forceinline__ int list_in_order(Shared& s, int* out, int length, in
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_select(
-    int* __restrict__ out, const float* __restrict__ logits, const int* __restrict__ starts, const int* __restrict__ ends,
-    int topk, int num_logits, i64 logits_stride, i64 out_stride) {
+    int* out, const float* logits, const int* starts, const int* ends, int topk, int num_logits, i64 logits_stride,
+    i64 out_stride) {
     extern __shared__ __align__(16) u8 smem[];
     Shared& s = *reinterpret_cast<Shared*>(smem);
+    for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
+    if (threadIdx.x == 0) s.count = 0, s.top = 0;
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");  // for the scores, where their kernel lets this one start before its end
+    // For the scores, where their kernel lets this one start before its end. A load from memory that is declared not to change
+    // (__ldg, __restrict__) may be moved in front of this.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
     const i64 row = blockIdx.x;
     const int block = blockIdx.y, blocks = gridDim.y;  // of the row
-    const int begin = max(starts[row], 0), length = max(min(ends[row], num_logits) - begin, 0);
-    const float* scores = logits + row * logits_stride + begin;
-    const bool in_place = length <= CANDIDATES;
-    if (in_place && block > 0) return;
-    for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
-    if (threadIdx.x == 0) s.count = 0, s.top = 0;
-    u32 least = LOWEST, top = HIGHEST;
-    int count = length;
-    if (in_place) {
-        float batch[SLOTS];
+    const float* scores = logits + row * logits_stride;
+    float batch[SLOTS];
+    const auto load = [&](int from, int count) {
 #pragma unroll
         for (int j = 0; j < SLOTS; ++j) {
             const int i = j * THREADS + threadIdx.x;
-            batch[j] = i < length ? __ldg(scores + i) : NOTHING;
+            batch[j] = i < count ? scores[from + i] : NOTHING;
         }
+    };
+    const bool ahead = BLOCKS_PER_SM == 1 && num_logits <= CANDIDATES;  // few rows: do not wait for the bounds
+    if (ahead) load(0, num_logits);
+    const int begin = max(starts[row], 0), length = max(min(ends[row], num_logits) - begin, 0);
+    const bool in_place = length <= CANDIDATES;
+    if (in_place && block > 0) return;
+    u32 least = LOWEST, top = HIGHEST;
+    int count = length;
+    if (in_place) {
+        if (!ahead || begin > 0) load(begin, length);
 #pragma unroll
         for (int j = 0; j < SLOTS; ++j)
             if (j * THREADS < length) s.keys[j * THREADS + threadIdx.x] = key_of(batch[j]);
         __syncthreads();
     } else {
+        scores += begin;
 #if __CUDA_ARCH__ >= 900
         if (blocks > 1) cluster_arrive();  // s.count of the first block is 0
 #endif

@@ -12,6 +12,7 @@ tile      positions are rows of the dot and heads its columns, so that the sum o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -45,6 +46,7 @@ __all__ = [
     "own_length",
     "query_tile",
     "tile_scores",
+    "tiles_of",
     "tokens_together",
     "visible_bytes",
     "whole_position",
@@ -69,13 +71,22 @@ _UINT8, _E4M3 = torch.uint8, torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How the work is cut. positions: of a tile. tokens: of a program whose keys stay; together: of them, in one product."""
+    """How the work is cut. positions: of a tile. tokens: of a program whose keys stay; together: of them, in one product.
+
+    max_registers: of a thread, on NVIDIA's targets, so that more programs run at once; 0 for no limit.
+    """
 
     positions: int
     num_warps: int
     num_stages: int
     tokens: int = 0
     together: int = 1
+    max_registers: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton is told of a launch."""
+        return {"num_warps": self.num_warps} | ({"maxnreg": self.max_registers} if self.max_registers else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +132,12 @@ def tokens_together(tiles: Tiles, block_h: int, form: int) -> int:
     return 1 if form == BF16 else min(tiles.together, MAX_HEADS // block_h)
 
 
+def tiles_of(table: Mapping[str, Tiles], arch: str, form: int) -> Tiles:
+    """The row of an architecture, `default` where it has none. BF16 may have one of its own: "sm90-bf16"."""
+    own = table.get(f"{arch}-bf16") if form == BF16 else None
+    return own or table.get(arch, table["default"])
+
+
 def visible_bytes(tensor: Tensor) -> Tensor:
     """e4m3 numbers as uint8, of which every target can load; all else as it is."""
     return tensor.view(_UINT8) if tensor.dtype == _E4M3 else tensor
@@ -150,7 +167,7 @@ def operands(numbers, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr):
         even = e4m3_lower(numbers, True)
         odd = e4m3_upper(numbers, True)
     elif FORM == _FP8:
-        even = numbers.to(tl.float8e4nv, bitcast=True)
+        even = numbers
         odd = even
     elif FORM == _BF16:
         even = dot_operand(numbers, BF16_NATIVE)
@@ -183,7 +200,9 @@ def load_rows(rows, there, FORM: tl.constexpr):
         rows = rows.to(tl.pointer_type(tl.int16), bitcast=True)
         numbers = tl.load(rows + tl.arange(0, KEY // 2)[None, :], mask=there[:, None], other=0)
     else:
-        numbers = tl.load(rows + tl.arange(0, KEY)[None, :], mask=there[:, None], other=0)
+        if FORM == _FP8:
+            rows = rows.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+        numbers = tl.load(rows + tl.arange(0, KEY)[None, :], mask=there[:, None], other=0.0)
     return numbers
 
 
@@ -237,7 +256,12 @@ def tile_scores(keys, odd_keys, scale, q, odd_q, weight, BLOCK_H: tl.constexpr, 
     dots = tl.dot(keys, tl.trans(q))  # [BLOCK_N, TOGETHER * BLOCK_H] float32
     if FORM == _FP8_WORDS:
         dots = tl.dot(odd_keys, tl.trans(odd_q), dots)
-    dots = tl.maximum(dots, 0.0) * weight[None, :]
+    if FORM == _FP8:
+        # twice the positive ones, exactly: e4m3 has no infinity. NVIDIA's GPUs add twice as fast as they compare
+        dots = (dots + tl.abs(dots)) * weight[None, :]
+        scale = scale * 0.5
+    else:
+        dots = tl.maximum(dots, 0.0) * weight[None, :]
     if TOGETHER > 1:
         scores = tl.sum(tl.reshape(dots, (dots.shape[0], TOGETHER, BLOCK_H)), 2) * scale[:, None]
     else:

@@ -36,6 +36,7 @@ from mla_portable_triton.kernels.index_keys import (
     own_length,
     query_tile,
     tile_scores,
+    tiles_of,
     tokens_together,
     visible_bytes,
     whole_position,
@@ -44,19 +45,22 @@ from mla_portable_triton.kernels.index_keys import (
 DECODE: Final = {
     "default": Tiles(positions=64, num_warps=4, num_stages=2),
     "sm80": Tiles(positions=128, num_warps=4, num_stages=2),
-    "sm90": Tiles(positions=256, num_warps=4, num_stages=2),
+    "sm90": Tiles(positions=128, num_warps=4, num_stages=2),
+    "sm90-bf16": Tiles(positions=256, num_warps=4, num_stages=2),
 }
 PREFILL: Final = {
     "default": Tiles(positions=64, num_warps=4, num_stages=2, tokens=32),
     "sm80": Tiles(positions=128, num_warps=4, num_stages=2, tokens=32, together=2),
-    "sm90": Tiles(positions=256, num_warps=4, num_stages=3, tokens=64),
+    "sm90": Tiles(positions=128, num_warps=4, num_stages=3, tokens=64, max_registers=128),
+    "sm90-bf16": Tiles(positions=256, num_warps=4, num_stages=3, tokens=64),
 }
 """DeviceFacts.arch -> tiles, for up to 64 heads; half the positions for more, and one token. Tuned on an H200, for sm90 and the
-code for sm80: of that 1,024 tokens over 8,192 positions take 475 us, and 538 with one token in a product."""
+code for sm80: 1,024 tokens over 8,192 positions take 184 us (199 with 256 positions and all registers) and 475 (538 with one
+token in a product). The tiles of bf16 were not timed beside others."""
 _TOKENS_A_REQUEST: Final = 4
 """From here on, on average, keys stay instead of queries."""
 _PROGRAMS: Final = 16
-"""Of decode for each multiprocessor, of which two run at a time: the tail of the last wave is short."""
+"""Of decode for each multiprocessor, of which four run at a time: the tail of the last wave is short."""
 _FREE: Final = ["first_token", "num_requests", "num_blocks", "table_width", "table_stride", "num_logits", "out_stride"]
 
 
@@ -156,7 +160,10 @@ def prefill_kernel(
                 else:
                     seen = place <= t + after_own
                     written = position < num_logits
-                    scores = tl.where(there & seen, scores, float("-inf"))
+                    if FILL:
+                        scores = tl.where(there & seen, scores, float("-inf"))
+                    else:
+                        scores = tl.where(there, scores, float("-inf"))
                     to = out_ptr + (t - first_token).to(tl.int64) * out_stride + position
                 if FILL:
                     tl.store(to, scores, mask=written)
@@ -199,8 +206,7 @@ def launch(
     num_tokens, num_heads, _ = q.shape
     num_requests, columns = block_table.shape
     prefill = num_tokens >= _TOKENS_A_REQUEST * max(num_requests, 1)
-    table = PREFILL if prefill else DECODE
-    tiles = table.get(numbers.arch, table["default"])
+    tiles = tiles_of(PREFILL if prefill else DECODE, numbers.arch, numbers.form)
     block_h = head_block(num_heads)
     positions = tiles.positions if block_h <= 64 else tiles.positions // 2
     arguments = (
@@ -211,7 +217,7 @@ def launch(
     options = {
         "NUM_HEADS": num_heads, "CACHE_BLOCK": index_cache.shape[1], "FORM": form_of_call(numbers.form, q),
         "BF16_NATIVE": numbers.bf16_native, "FILL": bounds is None, "BLOCK_H": block_h, "BLOCK_N": positions,
-        "BLOCK_R": REQUEST_TILE, "STAGES": tiles.num_stages, "num_warps": tiles.num_warps,
+        "BLOCK_R": REQUEST_TILE, "STAGES": tiles.num_stages, **tiles.options,
         "DCP_SIZE": share.size, "DCP_RANK": share.rank, "INTERLEAVE": share.interleave,
     }  # fmt: skip
     if prefill:
@@ -232,14 +238,14 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
     quantized = index_keys.form_of(True, arch, e4m3_native, 64)
     return [
         variant(
-            kernel, f"indexer_logits-{name}-{word}{use}", tiles.num_warps, **pointers, **tokens,
-            q_ptr=stored, cache_ptr=stored, NUM_HEADS=64, CACHE_BLOCK=64, FORM=form, BF16_NATIVE=True, FILL=use == "-fill",
-            BLOCK_H=64, BLOCK_N=tiles.positions, BLOCK_R=REQUEST_TILE, STAGES=tiles.num_stages,
+            kernel, f"indexer_logits-{name}-{word}{use}", tiles.num_warps, max_registers=tiles.max_registers,
+            **pointers, **tokens, q_ptr=stored, cache_ptr=stored, NUM_HEADS=64, CACHE_BLOCK=64, FORM=form, BF16_NATIVE=True,
+            FILL=use == "-fill", BLOCK_H=64, BLOCK_N=tiles.positions, BLOCK_R=REQUEST_TILE, STAGES=tiles.num_stages,
             DCP_SIZE=2 if use == "-dcp" else 1, DCP_RANK=1 if use == "-dcp" else 0, INTERLEAVE=1,
         )
         for kernel, name, table in ((decode_kernel, "decode", DECODE), (prefill_kernel, "prefill", PREFILL))
-        for tiles in (table.get(arch, table["default"]),)
         for word, form, stored in (("fp8", quantized, "*u8"), ("bf16", index_keys.BF16, "*bf16"))
+        for tiles in (tiles_of(table, arch, form),)
         for tokens in ({"REPEAT": tiles.tokens, "TOGETHER": tokens_together(tiles, 64, form)} if tiles.tokens else {},)
         for use in ("", "-fill", *(("-dcp",) if word == "fp8" else ()))
     ]  # fmt: skip

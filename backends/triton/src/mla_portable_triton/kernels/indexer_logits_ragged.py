@@ -23,6 +23,7 @@ from mla_portable_triton.kernels.index_keys import (
     operands,
     query_tile,
     tile_scores,
+    tiles_of,
     tokens_together,
     visible_bytes,
 )
@@ -98,7 +99,7 @@ def launch(
     num_tokens, num_keys = out.shape
     if num_tokens == 0 or num_keys == 0:
         return
-    num_heads, tiles = q.shape[1], PREFILL.get(numbers.arch, PREFILL["default"])
+    num_heads, tiles = q.shape[1], tiles_of(PREFILL, numbers.arch, numbers.form)
     block_h = head_block(num_heads)
     positions = tiles.positions if block_h <= 64 else tiles.positions // 2
     _launch(
@@ -125,20 +126,20 @@ def launch(
         REPEAT=tiles.tokens,
         TOGETHER=tokens_together(tiles, block_h, numbers.form),
         STAGES=tiles.num_stages,
-        num_warps=tiles.num_warps,
+        **tiles.options,
     )
 
 
 def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[AotVariant]:
     """The 64 heads of DeepSeek-V3.2's indexer, in FP8 and bfloat16."""
-    tiles = PREFILL.get(arch, PREFILL["default"])
     pointers = dict.fromkeys(["out_ptr", "weight_ptr", "scale_ptr"], "*fp32") | dict.fromkeys(["start_ptr", "end_ptr"], "*i32")
     quantized = index_keys.form_of(True, arch, e4m3_native, 64)
     return [
         variant(
-            ragged_kernel, f"indexer_logits_ragged-{word}", tiles.num_warps, **pointers, q_ptr=stored,
-            key_ptr=stored, NUM_HEADS=64, FORM=form, BF16_NATIVE=True, BLOCK_H=64, BLOCK_N=tiles.positions,
-            REPEAT=tiles.tokens, TOGETHER=tokens_together(tiles, 64, form), STAGES=tiles.num_stages,
+            ragged_kernel, f"indexer_logits_ragged-{word}", tiles.num_warps, max_registers=tiles.max_registers,
+            **pointers, q_ptr=stored, key_ptr=stored, NUM_HEADS=64, FORM=form, BF16_NATIVE=True, BLOCK_H=64,
+            BLOCK_N=tiles.positions, REPEAT=tiles.tokens, TOGETHER=tokens_together(tiles, 64, form), STAGES=tiles.num_stages,
         )
         for word, form, stored in (("fp8", quantized, "*u8"), ("bf16", index_keys.BF16, "*bf16"))
+        for tiles in (tiles_of(PREFILL, arch, form),)
     ]  # fmt: skip
