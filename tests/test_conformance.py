@@ -435,6 +435,7 @@ def test_gpus_get_graphs_and_large_problems():
     assert {c.primitive for c in far} == {SPARSE_DECODE, SPARSE_PREFILL, CACHE_WRITE, GATHER_UPCONVERT, *SCORES, *SELECT}
     assert {"workspace", "bf16", "fp8_ds_mla"} <= values(far, "kv")
     assert any(c.request.rows == 70_000 for c in everything("full", H200) if c.primitive is SPARSE_DECODE)
+    assert any(c.request.rows == 148 and c.request.num_heads == 64 for c in everything("full", H200))
     small = DeviceFacts(vendor="nvidia", name="small", arch="sm89", memory_bytes=3 << 30, graph_capture=False)
     assert not any(c.params.run == "graph" or getattr(c.params, "blocks", "") == "address" for c in everything("full", small))
 

@@ -19,6 +19,8 @@ from mla_portable.problems.shapes import WORKSPACE, Storage, accepted, can_captu
 
 MANY_ROWS: Final = 70_000
 """More rows than the second and third axis of a CUDA grid can have (65535)."""
+UNEVEN_ROWS: Final = 148
+"""Leaves most of a last wave of blocks idle on GPUs of 100 to 140 multiprocessors; kernels may cut its rows in another way."""
 BATCH_ROWS: Final[dict[type[DecodeSchedule] | None, int]] = {None: 300, SplitSchedule: 40}
 """By type of schedule: more rows than any GPU needs to be busy, and so few that a schedule of them has splits."""
 FEW_BATCH_ROWS: Final = 6
@@ -176,6 +178,13 @@ def _scenes(
     if level == "full" and facts.device_type != "cpu" and facts.memory_bytes >= 32 << 30:
         fewest = plain | {"heads": axes["heads"][:1]}
         yield from (replace(p, rows=MANY_ROWS * (p.query_len or 1)) for p in params(fewest) if p.heads <= 16)
+    if level == "full" and facts.device_type != "cpu":
+        uneven = plain | {
+            "heads": list(dict.fromkeys(each for wanted in (16, 64, 128) for each in _near(axes["heads"], wanted))),
+            "topk": _near(axes["topk"], 512),
+            "lengths": axes["lengths"],
+        }
+        yield from (replace(p, rows=UNEVEN_ROWS) for p in params(uneven) if p.query_len in (None, 1))
     if can_capture(implementation, facts):
         graphed = {name: axes[name] for name in ("sink", "lengths", "blocks", "query_len") if name in axes} | {
             "topk": axes["topk"] if level == "full" else axes["topk"][-1:],
