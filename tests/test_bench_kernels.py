@@ -32,6 +32,7 @@ from mla_portable.contracts import (
     InvalidArgument,
     PluginError,
     Primitive,
+    ProgramShape,
     Reason,
     Registrar,
     Request,
@@ -39,6 +40,7 @@ from mla_portable.contracts import (
     SplitSchedule,
     Support,
     hookimpl,
+    split_kv_kind,
 )
 from mla_portable.dispatch import serving
 from mla_portable.layouts import LAYOUTS
@@ -238,7 +240,7 @@ def schedule_of(problem: BenchProblem, kind: ScheduleKind | None) -> Any:
         lambda request: reference.sparse_decode,
         schedule_kind=kind,
     )
-    return decode_schedule(made, problem, CPU)
+    return decode_schedule(made, problem.case, problem.request, CPU)
 
 
 def test_decode_gets_the_schedule_that_the_planner_makes():
@@ -249,6 +251,15 @@ def test_decode_gets_the_schedule_that_the_planner_makes():
     problem = replace(problem, request=problem.request.but(device=H200))
     tiles = schedule_of(problem, FLASHMLA_TILES)
     assert isinstance(tiles, TileSchedule) and (tiles.num_rows, tiles.num_heads, tiles.num_sm_parts) == (4, 64, 132)
+
+
+def test_the_schedule_is_cut_for_the_configuration_that_is_bound():
+    """Of a tuning table or of an attempt to tune: else a tile is timed with the splits of another."""
+    problem = workshop().make(KernelCase(SPARSE_DECODE, 4, "fp8_ds_mla", 16, 512, 1024))
+    tall = problem.request.but(device=H200, configuration=(("block_n", 256),))
+    kind = split_kv_kind(lambda request: ProgramShape(tile=dict(request.configuration or ())["block_n"]))
+    made = schedule_of(replace(problem, request=tall), kind)
+    assert (made.num_splits, made.split_len) == (2, 256)
 
 
 def test_ours_and_only_ours_are_timed_without_baselines():

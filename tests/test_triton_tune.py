@@ -227,6 +227,12 @@ def test_tune_writes_what_the_next_bind_reads(table: Path, monkeypatch: pytest.M
     assert [each["why"] for each in result["attempts"]] == [""] * len(result["attempts"])
     (written,) = read_table(table)
     assert written.key == (request.device.name, NAME, str(primitive), layout, 16) and set(written.us) == {"2"}
+    asked = ["explain", str(primitive), "--device", device, "--layout", layout, "--heads", "16", "--backend", NAME]
+    current_registry().reload_policy()
+    explained = CliRunner().invoke(app, [*asked, "--json"])
+    assert json.loads(explained.stdout)["tuned"] == written.configuration
+    said = CliRunner().invoke(app, asked).stdout
+    assert f"tuned   block_h={written.configuration['block_h']} block_n=" in said and table.name in said
     bound: list[dict[str, int]] = []
 
     def recorded(request: Request) -> AttentionConfig:

@@ -11,6 +11,7 @@ from machines import A100, RTX_4090
 from test_nvidia_native import SCALE, cache, problem
 from test_nvidia_native_sm80 import REQUEST
 
+from mla_portable.contracts import SplitSchedule
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable_nvidia.native import bind_sm80, bound
 from mla_portable_nvidia.native import build as kernel_build
@@ -36,12 +37,12 @@ def emulated(monkeypatch):
     kernel_build.load.cache_clear()
 
 
-def check(monkeypatch, kv, q, indices, request, **options):
+def check(monkeypatch, kv, q, indices, request, schedule=None, **options):
     begin = kv.data_ptr()
     monkeypatch.setattr(
         Emulated, "cache", (begin, begin + ((kv.shape[0] - 1) * kv.stride(0) + kv[0].numel()) * kv.element_size())
     )
-    out, lse = bind_sm80.bind_sparse_decode(request)(q, kv, indices, softmax_scale=SCALE, **options)
+    out, lse = bind_sm80.bind_sparse_decode(request)(q, kv, indices, softmax_scale=SCALE, schedule=schedule, **options)
     wanted, wanted_lse = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE, **options)
     error = (out.float() - wanted.float()).abs().amax(-1) / wanted.float().abs().amax(-1).clamp_min(1e-6)
     assert error.max() < 1.5e-2
@@ -75,6 +76,20 @@ def test_scales_that_no_single_factor_holds(monkeypatch, num_heads):
     q[..., :512] *= 2.0**-14
     for chosen in (indices, indices | 1):  # all rows, and the small ones alone
         check(monkeypatch, kv, q, chosen, REQUEST.but(num_heads=num_heads, batch_invariant=True))
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp8_ds_mla"])
+def test_blocks_share_the_keys_that_a_row_has(monkeypatch, layout):
+    """256 keys of 512 in four blocks: none is idle. 100 keys: two are, and what is left of them is not read."""
+    torch.manual_seed(0)
+    kv, indices = (
+        cache(8, 16, layout=layout),
+        torch.arange(512, dtype=torch.int32).remainder(128).expand(2, 1, 512).contiguous(),
+    )
+    q, lengths = torch.randn(2, 1, 16, 576).bfloat16(), torch.tensor([[256], [100]], dtype=torch.int32)
+    schedule = SplitSchedule(2, 16, 512, 4, 128, torch.full((4, 2, 16, 512), torch.nan), torch.zeros(4, 2, 16))
+    check(monkeypatch, kv, q, indices, REQUEST.but(kv_layout=layout, device=A100), schedule=schedule, lengths=lengths)
+    assert schedule.partial_lse.isfinite().all(-1).tolist() == [[True, True], [True, True], [True, False], [True, False]]
 
 
 def test_rows_without_an_entry_are_zero(monkeypatch):

@@ -14,7 +14,7 @@ import torch
 from mla_portable.contracts import Baseline, Batch, DecodeSchedule, Implementation, Reason, Request
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.problems.bench import BenchProblem
+from mla_portable.problems.bench import BenchProblem, KernelCase
 from mla_portable.registry import Registry
 
 _CONTEXT: Final = 1
@@ -69,7 +69,8 @@ def our_candidates(
         if not verdict.reasons:
             bind = partial(registry.bind_implementation, implementation)
             remark = "" if implementation.support.lse or not problem.request.lse else "returns no lse"
-            prepare = partial(prepared, problem, implementation, bind, device)
+            request = registry.configured(implementation, problem.request)
+            prepare = partial(prepared, problem, implementation, request, bind, device)
             found.append(Candidate(implementation.name, implementation, remark, prepare))
         elif not any(implementation.support.device_reasons(problem.request.device)):
             refused.append(Refusal(implementation.name, verdict.reasons))
@@ -77,15 +78,23 @@ def our_candidates(
 
 
 def prepared(
-    problem: BenchProblem, implementation: Implementation, bind: Callable[[Request], Callable[..., Any]], device: torch.device
+    problem: BenchProblem,
+    implementation: Implementation,
+    request: Request,
+    bind: Callable[[Request], Callable[..., Any]],
+    device: torch.device,
 ) -> tuple[Callable[[], object], Callable[[], Any]]:
     """(run, result) of what `bind` makes for the problem, with the schedule that the implementation takes.
 
     Attention is bound and called as `SparseMLAAttention` does: indices are promised to be clean, and their counts are lengths.
+
+    Args:
+        request: of the problem, with the configuration that it is bound with. The schedule is cut for that.
     """
-    request = problem.request if implementation.support.lse else problem.request.but(lse=False)
+    if not implementation.support.lse:
+        request = request.but(lse=False)
     others: dict[str, Any] = {}
-    schedule = decode_schedule(implementation, problem, device)
+    schedule = decode_schedule(implementation, problem.case, request, device)
     if schedule is not None:
         others["schedule"] = schedule
     if request.primitive in (SPARSE_DECODE, SPARSE_PREFILL):
@@ -104,9 +113,11 @@ def prepared(
     return run, lambda: last[0] if request.lse == problem.request.lse else (last[0][0], None)
 
 
-def decode_schedule(implementation: Implementation, problem: BenchProblem, device: torch.device) -> DecodeSchedule | None:
+def decode_schedule(
+    implementation: Implementation, case: KernelCase, request: Request, device: torch.device
+) -> DecodeSchedule | None:
     """What the planner makes for a batch of this many decodes; None where the implementation takes no schedule."""
-    case, facts = problem.case, problem.request.device
+    facts = request.device
     if case.primitive is not SPARSE_DECODE or implementation.schedule_kind is None:
         return None
     config = PlannerConfig(
@@ -118,7 +129,7 @@ def decode_schedule(implementation: Implementation, problem: BenchProblem, devic
         max_num_tokens=case.rows,
         max_model_len=_CONTEXT,
         schedule_kind=implementation.schedule_kind,
-        decode_request=problem.request,
+        decode_request=request,
         num_sms=facts.num_sms,
         arch=facts.arch,
     )

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 
 import torch
 
-from mla_portable.contracts import Implementation, Request, Tunable
+from mla_portable.contracts import Implementation, Tunable
 from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
 from mla_portable.registry import Registry
 from mla_portable.registry.costs import time_spent
@@ -137,8 +137,8 @@ def _attempts(
                 return ()
             configurations = [dict(each) for each in tunable.configurations(request)]
             us, why = [{} for _ in configurations], [{} for _ in configurations]
-        binds = [partial(_bind, implementation, each) for each in configurations]
-        calls = [partial(prepared, problem, implementation, bind, device) for bind in binds]
+        requests = [problem.request.but(configuration=tuple(each.items())) for each in configurations]
+        calls = [partial(prepared, problem, implementation, request, implementation.bind, device) for request in requests]
         candidates = [Candidate(implementation.name, implementation, "", call) for call in calls]
         for number, each in enumerate(time_candidates(problem, candidates, device=device, repeat=repeat)):
             if each.median_us is None:
@@ -146,7 +146,3 @@ def _attempts(
             else:
                 us[number][problem.case.rows] = each.median_us
     return tuple(Attempt(each, us[number], "; ".join(why[number])) for number, each in enumerate(configurations))
-
-
-def _bind(implementation: Implementation, configuration: Configuration, request: Request) -> Callable[..., object]:
-    return implementation.bind(request.but(configuration=tuple(configuration.items())))

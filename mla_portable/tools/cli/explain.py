@@ -13,7 +13,7 @@ from rich.console import RenderableType
 
 from mla_portable.tools.cli.elsewhere import Elsewhere, find_profile
 from mla_portable.tools.cli.options import BackendOption, JsonOption, check_name, primitive_named, resolve_device, with_options
-from mla_portable.tools.cli.output import EXIT_FAILED, EXIT_OK, command
+from mla_portable.tools.cli.output import EXIT_FAILED, EXIT_OK, command, hanging
 from mla_portable.tools.cli.verdicts import cost_lines, decision_lines, route_lines
 
 if TYPE_CHECKING:
@@ -134,7 +134,14 @@ def explain(
         if as_json:
             answer = {**decision.as_dict(), "checked": True} if elsewhere is None else elsewhere.document(decision)
             output.document(
-                {"command": "explain", "ok": served, "primitive": primitive, "arguments": _arguments(decision), **answer}
+                {
+                    "command": "explain",
+                    "ok": served,
+                    "primitive": primitive,
+                    "arguments": _arguments(decision),
+                    "tuned": _tuned(decision),
+                    **answer,
+                }
             )
         else:
             output.show(*_for_a_person(decision, elsewhere))
@@ -143,12 +150,16 @@ def explain(
 
 def _for_a_person(decision: Decision | RouteDecision, elsewhere: Elsewhere | None) -> Iterator[RenderableType]:
     from mla_portable.contracts import Decision
+    from mla_portable.registry.tuned import table_path
 
     state = elsewhere and elsewhere.state
     if elsewhere:
         yield elsewhere.head()
     if isinstance(decision, Decision):
         yield from decision_lines(decision, state)
+        tuned = _tuned(decision)
+        if tuned:
+            yield hanging("tuned", f"{' '.join(f'{name}={value}' for name, value in tuned.items())} ({table_path()})")
         yield from cost_lines([decision])
     else:
         yield from route_lines(decision, state)
@@ -210,6 +221,19 @@ def _arguments(decision: Decision | RouteDecision) -> dict[str, Any]:
         return asdict(decision.spec)
     names = [each.name for each in fields(decision.request) if each.name not in ("primitive", "device")]
     return {name: getattr(decision.request, name) for name in names}
+
+
+def _tuned(decision: Decision | RouteDecision) -> dict[str, int] | None:
+    """The configuration that the user's tuning table has for the chosen implementation; None without one, and for a route."""
+    from mla_portable.contracts import Decision
+    from mla_portable.dispatch import current_registry
+
+    if not isinstance(decision, Decision):
+        return None
+    registry, request = current_registry(), decision.request
+    chosen = next((each for each in registry.implementations(request.primitive) if each.name == decision.chosen), None)
+    configuration = chosen and registry.configured(chosen, request).configuration
+    return dict(configuration) if configuration else None
 
 
 def _share_heads(name: str, given: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 from mla_portable.contracts import Primitive
 from mla_portable.tools.matrix.engines import engine_lines
 from mla_portable.tools.matrix.levels import Cell
+from mla_portable.tools.matrix.predicted import predicted_lines
 from mla_portable.tools.matrix.records import Records
 from mla_portable.tools.matrix.table import Column, Device, Known, Offer, Table
 from mla_portable.tools.matrix.words import LEVELS
@@ -47,6 +48,8 @@ def make_table(records: Records) -> Table:
         sources=_sources(cells),
         offers=tuple(offers),
         engines=engine_lines(records.evidence, records.hashes),
+        predicted=predicted_lines(records.timed, records.profiles),
+        predicted_for=records.timed.title if records.timed else "",
     )
 
 

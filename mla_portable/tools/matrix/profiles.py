@@ -21,14 +21,15 @@ else:
 
 _SUBJECTS: Final = {"shared_memory": "shared memory", "has_bf16": "bfloat16", "has_fp8_conversion": "e4m3 conversion"}
 """Fact -> the subject of the reason that a declaration gives when the fact is against it."""
-_RATES: Final = ("memory_tb_per_s", "bf16_tflops")
-"""No kernel is faster than these; what is timed needs them."""
+_RATES: Final = ("memory_tb_per_s", "bf16_tflops", "clock_ghz")
+"""No kernel is faster than the first two, and what is timed needs them; predicted times need all three."""
 Rate = Annotated[float, Field(gt=0)]
 
 
 class Facts(Model):
     """What is published of a device; None for what is not known. As in DeviceFacts, but for memory_gib and the peak rates:
-    of memory, in 1e12 bytes per second; of dense bfloat16 products, in 1e12 operations per second."""
+    of memory, in 1e12 bytes per second; of dense bfloat16 products summed in float32, in 1e12 operations per second; of a
+    multiprocessor, in 1e9 clocks per second."""
 
     num_sms: Count | None = None
     shared_memory: Count | None = None
@@ -40,6 +41,7 @@ class Facts(Model):
     graph_capture: bool | None = None
     memory_tb_per_s: Rate | None = None
     bf16_tflops: Rate | None = None
+    clock_ghz: Rate | None = None
 
     def known(self) -> dict[str, Any]:
         """The facts that are published."""

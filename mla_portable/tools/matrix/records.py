@@ -16,6 +16,7 @@ from mla_portable.tools.matrix.claims import Declarations, collect_declarations
 from mla_portable.tools.matrix.derive import records_of
 from mla_portable.tools.matrix.evidence import Evidence, load_evidence, record_line
 from mla_portable.tools.matrix.levels import Cell, Hashes, evaluate
+from mla_portable.tools.matrix.predicted import Timed, read_timed
 from mla_portable.tools.matrix.profiles import Profile, load_profiles
 from mla_portable.tools.matrix.reports import ENGINE, read_reports, signed_by
 from mla_portable.tools.matrix.table import find_records
@@ -35,7 +36,7 @@ class Records:
 
     Attributes:
         folder: where. profiles: by slug. declarations: of the installed plugins. evidence: as recorded.
-        hashes: of the sources as they are now.
+        hashes: of the sources as they are now. timed: what times of other devices are predicted from, None without it.
     """
 
     folder: Path
@@ -43,6 +44,7 @@ class Records:
     declarations: Declarations
     evidence: tuple[Evidence, ...]
     hashes: Hashes
+    timed: Timed | None = None
 
     def cells(self) -> tuple[Cell, ...]:
         """Every claim on every device."""
@@ -88,7 +90,7 @@ def read_records(folder: Path, registry: Registry | None = None) -> Records:
     declared = collect_declarations(registry or Registry(environ={}, probe=False), profiles)
     evidence = load_evidence(folder, profiles)
     hashes = hashes_of(declared, [profile.arch for profile in profiles.values()])
-    return Records(folder, profiles, declared, tuple(evidence), hashes)
+    return Records(folder, profiles, declared, tuple(evidence), hashes, read_timed(folder))
 
 
 def index_of(folder: Path, profiles: Mapping[str, Profile]) -> dict[Path, str]:

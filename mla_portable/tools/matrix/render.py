@@ -42,6 +42,10 @@ def markdown(table: Table) -> str:
     if table.engines:
         lines += ["## Engines", "", f"| {' | '.join(_ENGINE)} |", "|---" * len(_ENGINE) + "|"]
         lines += [*(f"| {' | '.join(row)} |" for row in table.engines), ""]
+    if table.predicted:
+        lines += ["## Predicted times", "", f"**Predicted, not measured**, in microseconds. {table.predicted_for} {_MODEL}", ""]
+        lines += [f"| {' | '.join(_PREDICTED)} |", "|---" * len(_PREDICTED) + "|"]
+        lines += [*(f"| {' | '.join(row)} |" for row in table.predicted), ""]
     lines += ["## Coverage", "", *(f"- {line}" for line in coverage_lines(table)), "", "## Words", ""]
     lines += [f"- **{state}**: {meaning}" for state, meaning in (STATES | TRUST).items()]
     lines += ["", "## Notes", "", *(f"{number}. {text}" for number, text in enumerate(table.notes, 1))]
@@ -51,6 +55,11 @@ def markdown(table: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
+_PREDICTED: Final = ("device", "heads", "bytes", "products", "clocks", "predicted")
+_MODEL: Final = (
+    "It is the launch and the largest of three: the bytes and the tensor products at 7/8 of the device's published rates, and "
+    "the clocks that the kernel took where it was timed. `ci/contribute` measures a device that you have (docs/matrix.md)."
+)
 _ENGINE: Final = ("engine", "device", "suite", "state", "comparisons", "run")
 
 
@@ -74,6 +83,7 @@ def as_json(table: Table) -> str:
         "cells": cells,
         "coverage": [{"vendor": v, "places": sum(c.values()), "counts": c} for v, c in table.coverage().items()],
         "engines": [dict(zip(_ENGINE, row, strict=True)) for row in table.engines],
+        "predicted": [dict(zip(_PREDICTED, row, strict=True)) for row in table.predicted],
         "evidence": table.sources,
         "missing": [{"plugin": name, "error": why} for name, why in table.missing],
     }

@@ -83,7 +83,7 @@ class Table(Model):
         recorded: day of the newest record, "" where there is none. plugins: (name, distribution, version) of those that are
             described. missing: plugins that did not load, with why. offers: of a column in order of declared cost.
         notes: text of note n at index n - 1. sources: evidence that the table rests on, a line each: what ran, where, when,
-            from which commit. engines: as from `engine_lines`.
+            from which commit. engines: as from `engine_lines`. predicted: as from `predicted_lines`; predicted_for: what of.
     """
 
     recorded: str
@@ -95,6 +95,8 @@ class Table(Model):
     sources: tuple[str, ...]
     offers: tuple[Offer, ...]
     engines: tuple[tuple[str, ...], ...] = ()
+    predicted: tuple[tuple[str, ...], ...] = ()
+    predicted_for: str = ""
 
     @cached_property
     def rows(self) -> tuple[tuple[Device, tuple[Entry, ...]], ...]:

@@ -35,7 +35,12 @@ _PREFERENCE: Final = 20.0
 
 
 def _program(request: Request) -> ProgramShape:
-    return builds(request.device.arch, layout_of(request), request.num_heads)[0].program(request.device.arch)
+    return _builds(request)[0].program(request.device.arch)
+
+
+def _builds(request: Request) -> tuple[Sm80Build, ...]:
+    whole = request.primitive is SPARSE_PREFILL
+    return builds(request.device.arch, layout_of(request), request.num_heads, whole=whole)
 
 
 def _own_cut(request: Request, rows: int, num_heads: int, topk: int, program: ProgramShape) -> tuple[int, int]:
@@ -65,13 +70,13 @@ class Sm80Attention(BoundAttention):
         return (made.num_splits, made.split_len, *(0 if part is None else part.data_ptr() for part in scratch))
 
     def _load(self, index: int) -> None:
-        for build in (*builds(self._request.device.arch, self._kv_layout, self._request.num_heads), MERGE):
+        for build in (*_builds(self._request), MERGE):
             load(build, build.archs[self._request.device.arch], index)
 
     def _prepared(self, of: Tensors, cut: tuple[int, ...] | None) -> Callable[..., None]:
         arch, index = self._request.device.arch, of.q.device.index
         batch, query_len, num_heads, _ = of.q.shape
-        (build,) = builds(arch, self._kv_layout, num_heads)
+        (build,) = _builds(self._request.but(num_heads=num_heads))
         if cut is None:
             cut = _own_cut(self._request, batch * query_len, num_heads, of.indices.shape[2], build.program(arch))
         kernel, merge = (load(each, each.archs[arch], index) for each in (build, MERGE))

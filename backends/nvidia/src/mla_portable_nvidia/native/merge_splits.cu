@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a row that was split (sparse_decode_sm80.cu): a block sums the splits' outputs of one head, weighted by their lse.
+// The end of a row that was split (sparse_decode_sm80.cu): a block sums the splits' outputs of one head, weighted by their lse. A
+// split without an entry (-inf) has no output.
 
 #define ROW 0                     // nothing of the cache is read here
 #define ROW_STRIDE 0
@@ -36,13 +37,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_splits(
 
     float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
     for (int first = 0; first < splits; first += 8) {
+        float lse[8];
         float4 part[8];
 #pragma unroll
-        for (int p = 0; p < 8; ++p)
-            if (first + p < splits) part[p] = __ldg(outs + (first + p) * apart * 128);
+        for (int p = 0; p < 8; ++p) {
+            lse[p] = first + p < splits ? lses[(first + p) * apart] : minus_infinity();
+            if (lse[p] != minus_infinity()) part[p] = __ldg(outs + (first + p) * apart * 128);
+        }
 #pragma unroll
         for (int p = 0; p < 8; ++p)
-            if (first + p < splits) add(value, part[p], exp2_(lses[(first + p) * apart] - level) * factor);
+            if (lse[p] != minus_infinity()) add(value, part[p], exp2_(lse[p] - level) * factor);
     }
     *reinterpret_cast<uint2*>(out + b * st.out_b + s * st.out_s + head * st.out_h + threadIdx.x * 4) =
         make_uint2(to_bf162(value.x, value.y), to_bf162(value.z, value.w));

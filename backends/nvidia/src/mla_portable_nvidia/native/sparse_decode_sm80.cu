@@ -37,6 +37,8 @@
 #define AHEAD (FP8 ? STAGES : STAGES - 1)                // tiles between the one that is copied and the one that is used
 #define LANES_PER_HEAD (128 / HT) // in the softmax
 #define TOKENS_PER_LANE (TILE / LANES_PER_HEAD)
+#define LEAST 64                  // keys of a split, where a row has them; merging more of them takes longer than they save
+#define RUN (TOKENS_PER_LANE < 4 ? TOKENS_PER_LANE : 4)  // of them side by side
 #define TOKENS_AT_ONCE (MT > 1 ? 2 : TILE / 8)           // of the scores, in eights: what the registers hold
 #define Q_APART (MT > 1 && GROUPS > 1)                   // registers do not hold all of q's operands
 #define AT_ONCE (MT == 1 ? 4 : __CUDA_ARCH__ < 1000 ? 2 : 1)  // rows that a warp reads before it converts them: no spills
@@ -72,16 +74,15 @@ __device__ __forceinline__ u32 scale_bf162(u32 x, u32 by) {
 __device__ __forceinline__ uint4 scale_eight(const uint4 v, u32 by) {
     return make_uint4(scale_bf162(v.x, by), scale_bf162(v.y, by), scale_bf162(v.z, by), scale_bf162(v.w, by));
 }
-// words that lie side by side, as many at once as their number allows
-template <int N>
-__device__ __forceinline__ void read(u32 (&x)[N], u8* smem, u32 from) {
+// a lane's words of a row of TILE, in runs of RUN
+__device__ __forceinline__ void read(u32 (&x)[TOKENS_PER_LANE], u8* smem, u32 from) {
 #pragma unroll
-    for (int k = 0; k < N; k += N % 4 ? 2 : 4) {
-        if (N % 4) {
-            const uint2 v = at<uint2>(smem, from + k * 4);
+    for (int k = 0; k < TOKENS_PER_LANE; k += RUN) {
+        if (RUN == 2) {
+            const uint2 v = at<uint2>(smem, from);
             x[k] = v.x, x[k + 1] = v.y;
         } else {
-            const uint4 v = at<uint4>(smem, from + k * 4);
+            const uint4 v = at<uint4>(smem, from + k * LANES_PER_HEAD * 4);
             x[k] = v.x, x[k + 1] = v.y, x[k + 2] = v.z, x[k + 3] = v.w;
         }
     }
@@ -159,11 +160,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     const i64 b = row / query_len, s = row % query_len;
     const u32 shared = smem_u32(smem), base = GROUPS_AT + group * GROUP_BYTES;
 
-    const int begin = blockIdx.y * split_len;
-    int end = min(begin + split_len, topk);
     const int* index_row = indices + b * st.indices_b + s * st.indices_s;
-    if (lengths) end = min(end, lengths[b * st.lengths_b + s * st.lengths_s]);
+    const int* length = lengths ? lengths + b * st.lengths_b + s * st.lengths_s : nullptr;
+    const Span own = own_indices(topk, split_len, length, LEAST);
+    const int begin = own.begin, end = own.end;
     const int tiles = end > begin ? (end - begin + TILE - 1) / TILE : 0;
+    const int splits = gridDim.y;
+    if (tiles == 0 && splits > 1) {  // nothing to merge
+        const int h = head0 + (thread & (GROUP - 1));
+        if (h < min(head0 + HT, num_heads))
+            partial_lse[(blockIdx.y * (gridDim.x / head_tiles) + row) * num_heads + h] = minus_infinity();
+        return;
+    }
 
     // ---- copying: this lane's rows of a tile, and its 16-byte pieces of each
     const int first_row = (thread >> 5) * ROWS_PER_WARP + lane / LANES_PER_ROW, first_piece = lane % LANES_PER_ROW;
@@ -232,7 +240,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
 #pragma unroll
             for (int i = 0; i < 4; ++i) acc[mt][j][i] = 0.f;
     float m = -1.0e30f, total = 0.f;  // of this lane's head; total only over this lane's tokens
-    const int own_head = warp * (HT / 4) + lane / LANES_PER_HEAD, own_token = lane % LANES_PER_HEAD * TOKENS_PER_LANE;
+    int own_head = lane / LANES_PER_HEAD;  // of the softmax
+#if MT > 1 && __CUDA_ARCH__ < 1000  // lanes beside each other have heads two apart, for the banks; later targets would spill
+    own_head = (own_head & 4) | (own_head & 1) << 1 | (own_head >> 1 & 1);
+#endif
+    own_head += warp * (HT / 4);
+    const int own_token = lane % LANES_PER_HEAD * RUN;
 
     // where this lane points ldmatrix: eight tokens of a chunk of 16 bytes are one of its four matrices
     const u32 score_from = shared + ((lane >> 4) * 8 + (lane & 7)) * TOKEN + (lane >> 3 & 1) * 16;
@@ -331,8 +344,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             }
             if (lane % LANES_PER_HEAD == 0) at<float>(smem, base + DECAY_AT + own_head * 4) = decay;
 #pragma unroll
-            for (int k = 0; k < TOKENS_PER_LANE; k += 2)
-                at<u32>(smem, base + PROB_AT + (own_head * P_STRIDE + own_token + k) * 2) = to_bf162(x[k], x[k + 1]);
+            for (int k = 0; k < TOKENS_PER_LANE; k += 2) {
+                const int token = own_token + k / RUN * RUN * LANES_PER_HEAD + k % RUN;
+                at<u32>(smem, base + PROB_AT + (own_head * P_STRIDE + token) * 2) = to_bf162(x[k], x[k + 1]);
+            }
         }
         meet<GROUP>(group + 1);
 
@@ -377,7 +392,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     }
 
     // ---- one sum for a head, and what its output is multiplied by
-    const int splits = gridDim.y;
 #pragma unroll
     for (int d = 1; d < LANES_PER_HEAD; d *= 2) total += __shfl_xor_sync(~0u, total, d);
     meet<GROUP>(group + 1);  // all have read what the last tile decays
