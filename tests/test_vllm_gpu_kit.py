@@ -47,7 +47,8 @@ def test_what_differs_is_found_and_judged(kit: Any):
     assert not agree(prompt(17, [1]), prompt(17, [1]), shortest=100).within(0.1), "nothing compared is no agreement"
     unlisted = agree(prompt(17, [1]), prompt(17, [5]))
     assert unlisted.parted[0][2] == math.inf and unlisted.difference == math.inf and not unlisted.within(10.0)
-    assert agree(prompt(17, [1]), prompt(17, [1], shift=math.nan)).difference == math.inf
+    broken = agree(prompt(17, [1]), prompt(17, [1], shift=math.nan))
+    assert broken.difference == math.inf and "inf (prompt of 17, token 0: {" in str(broken) and "nan" in str(broken)
     with pytest.raises(ValueError, match="other prompts"):
         agree(prompt(17, [1]), prompt(18, [1]))
 
@@ -316,9 +317,12 @@ def test_tensor_parallelism_is_held_against_stocks(kit: Any):
 
         ran = run_of(kit, "tp1-stock", texts(0), *map(texts, more)) | run_of(kit, "tp2-stock", texts(0.1))
         ran |= run_of(kit, "tp1-plugin", texts(0)) | run_of(kit, "tp2-plugin", texts(shift))
-        return {line.name: line.passed for line in kit.judge.tensor_parallel(ran)}["tp-plugin"]
+        ran |= run_of(kit, "dp2-plugin", texts(shift)) | run_of(kit, "dp2-stock", texts(9.0))
+        lines = {line.name: line.passed for line in kit.judge.tensor_parallel(ran)}
+        assert lines["dp2-stock"] is None and lines["dp2-plugin"] is (shift <= 0.1)
+        return lines["tp-plugin"]
 
-    assert passed(0.14) and not passed(0.2)
+    assert passed(0.05) and passed(0.14) and not passed(0.2)
     assert passed(0.2, 0.05, 0.14) and not passed(0.22, 0.05, 0.14), "stock differs from itself on one GPU as well"
 
 

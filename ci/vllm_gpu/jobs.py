@@ -262,9 +262,9 @@ def features() -> list[Job]:
 def tensor_parallel() -> list[Job]:
     """32 heads on one GPU and on two, 16 a rank, by the plugin and by stock; by the plugin also with a layer on each of two.
 
-    And with the whole model on each of two (data parallelism), also with batches cut in two (DBO): no layer has experts here,
-    so the kernels that DBO asks for are never called. It must not take SMs from DeepGEMM, whose schedules of the indexer it
-    would make wrong.
+    And with the whole model on each of two (data parallelism, by stock as well), also with batches cut in two (DBO): no layer
+    has experts here, so the kernels that DBO asks for are never called. It must not take SMs from DeepGEMM, whose schedules of
+    the indexer it would make wrong.
     """
     more = {"heads": 32, "mode": "graphs", "environ": _SEVERAL, "seconds": 300}
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -282,6 +282,8 @@ def tensor_parallel() -> list[Job]:
         environ = {**_SEVERAL, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_DBO_COMM_SMS": "0"}
         more |= {"mode": mode, "options": _TEXTS, "environ": environ}
         jobs.append(Job(f"{name}-plugin", "ranks", "plugin", gpus=2, arguments=arguments, **more))
+        if name == "dp2":
+            jobs.append(Job("dp2-stock", "ranks", "stock", gpus=2, arguments=arguments, **more))
     return jobs
 
 

@@ -43,11 +43,13 @@ class Agreement:
     """Two runs over some prompts: the largest difference of log-probabilities, tokens that were compared, texts that part.
 
     parted: [(prompt length, token, how far the two candidates are apart, inf where a run does not list both)].
+    lost: where the difference is infinite: the prompt's length, the token, and what both runs list there.
     """
 
     difference: float
     compared: int
     parted: tuple[tuple[int, int, float], ...]
+    lost: str = ""
 
     def within(self, limit: float) -> bool:
         """Nothing differs by more than `limit`, and texts part only where candidates are no further apart than twice that."""
@@ -55,7 +57,7 @@ class Agreement:
 
     def __str__(self) -> str:
         ties = f", {len(self.parted)} texts part" if self.parted else ""
-        return f"{self.difference:.3f} over {self.compared} tokens{ties}"
+        return f"{self.difference:.3f}{self.lost} over {self.compared} tokens{ties}"
 
 
 def _largest(found: Iterable[float]) -> float:
@@ -71,7 +73,7 @@ def agree(one: Run, other: Run, *, shortest: int = 0, longest: int = 2**31) -> A
     lengths = [[(p["length"], len(p["tokens"])) for p in run] for run in (one, other)]
     if lengths[0] != lengths[1]:
         raise ValueError(f"the runs are over other prompts: {lengths[0]} and {lengths[1]}")
-    largest, compared = 0.0, 0
+    largest, compared, lost = 0.0, 0, ""
     parted: list[tuple[int, int, float]] = []
     for a, b in zip(one, other, strict=True):
         if not shortest <= a["length"] + len(a["tokens"]) <= longest:
@@ -79,12 +81,15 @@ def agree(one: Run, other: Run, *, shortest: int = 0, longest: int = 2**31) -> A
         for at, (token, its) in enumerate(zip(a["tokens"], b["tokens"], strict=True)):
             compared += 1
             both = a["logprobs"][at], b["logprobs"][at]
-            largest = max(largest, _largest(abs(both[0][each] - both[1][each]) for each in both[0].keys() & both[1].keys()))
+            apart = _largest(abs(both[0][each] - both[1][each]) for each in both[0].keys() & both[1].keys())
+            if math.isinf(apart) and not lost:
+                lost = f" (prompt of {a['length']}, token {at}: {both[0]} and {both[1]})"
+            largest = max(largest, apart)
             if token != its:
                 gaps = [abs(run.get(str(token), math.inf) - run.get(str(its), math.inf)) for run in both]
                 parted.append((a["length"], at, _largest(gaps)))
                 break
-    return Agreement(largest, compared, tuple(parted))
+    return Agreement(largest, compared, tuple(parted), lost)
 
 
 def limit(difference: float) -> float:
@@ -281,9 +286,11 @@ def tensor_parallel(ran: Ran) -> Iterator[Line]:
         else:
             right = short.within(limits[0]) and long.difference <= limits[1] and bool(ran["tp2-plugin"].served)
             yield Line("tp-plugin", f"{text} (limits {limits[0]:.2f}, {limits[1]:.2f})", right)
-    for name in ("pp2-plugin", "dp2-plugin", "dbo2-plugin"):
+    for name in ("dp2-stock", "pp2-plugin", "dp2-plugin", "dbo2-plugin"):
         if name in ran:
-            yield _as_without(name, _runs(ran, "tp1-plugin"), _runs(ran, name), max(LONG_LIMIT, limits[1]))
+            who = name.partition("-")[2]
+            line = _as_without(name, _runs(ran, f"tp1-{who}"), _runs(ran, name), max(LONG_LIMIT, limits[1]))
+            yield line if who == "plugin" else Line(line.name, line.found)
 
 
 def _as_without(name: str, without: list[Run], runs: list[Run], most: float) -> Line:
