@@ -219,19 +219,30 @@ def settle(document: dict[str, Any], records: Records) -> dict[str, Any]:
 
 
 def keep(documents: Iterable[Mapping[str, Any]], records: Records, key: Path | None = None) -> list[dict[str, Any]]:
-    """Keep reports and write the index. Returns: their records. Raises: RecordError where one has no record."""
-    made: list[dict[str, Any]] = []
+    """Keep the reports that have records and write the index; the others are named.
+
+    Returns: the records. Raises: RecordError where no report has one; nothing is written then.
+    """
+    found: list[tuple[Mapping[str, Any], list[dict[str, Any]]]] = []
+    empty: list[str] = []
     for document in documents:
         text = report_text(document)
-        found = records_of(parse_report(json.loads(text), "new report"), digest(text), records.profiles)
-        if not found:
-            raise RecordError(document["command"], "nothing in it is evidence; a time counts beside a baseline of the same run")
-        made += found
+        made = records_of(parse_report(json.loads(text), "new report"), digest(text), records.profiles)
+        if made:
+            found.append((document, list(made)))
+        else:
+            empty.append(document["command"])
+    why = "nothing in it is evidence; a time counts beside a baseline of the same run"
+    if not found:
+        raise RecordError("; ".join(empty) or "no report", why)
+    for command in empty:
+        print(f"left out: {command}: {why}")
+    for document, _ in found:
         path = write_report(CAPABILITY, document)
         if key is not None:
             sign(path, key)
     write_index(records)
-    return made
+    return [each for _, made in found for each in made]
 
 
 def write_index(records: Records) -> None:

@@ -378,6 +378,23 @@ def test_scripts_learn_what_to_run_from_the_declarations() -> None:
     assert (claimed("native").stdout.split(), claimed("interpreted").stdout.split()) == (["reference"], ["triton"])
 
 
+def test_a_report_without_a_record_is_left_out_and_nothing_is_half_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, document: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "ci"))
+    import record_evidence
+
+    shutil.copytree(ROOT / "capability" / "profiles", tmp_path / "profiles")
+    monkeypatch.setattr(record_evidence, "CAPABILITY", tmp_path)
+    records_of, empty = record_evidence.records_of, document | {"machine": "f" * 16}
+    monkeypatch.setattr(record_evidence, "records_of", lambda *of: [] if of[0].machine == empty["machine"] else records_of(*of))
+    with pytest.raises(RecordError, match="nothing in it is evidence"):
+        record_evidence.keep([empty], record_evidence.read())
+    assert read_reports(tmp_path) == {}
+    assert len(record_evidence.keep([document, empty, document], record_evidence.read())) == 2
+    assert len(read_reports(tmp_path)) == 1 and "left out" in capsys.readouterr().out
+
+
 def test_fold_drops_reports_and_lines_that_have_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, document: dict[str, Any]
 ) -> None:
