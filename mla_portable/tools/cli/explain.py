@@ -225,14 +225,15 @@ def _arguments(decision: Decision | RouteDecision) -> dict[str, Any]:
 
 def _tuned(decision: Decision | RouteDecision) -> dict[str, int] | None:
     """The configuration that the user's tuning table has for the chosen implementation; None without one, and for a route."""
+    from mla_portable.attention.demand import Demand
     from mla_portable.contracts import Decision
     from mla_portable.dispatch import current_registry
 
     if not isinstance(decision, Decision):
         return None
-    registry, request = current_registry(), decision.request
-    chosen = next((each for each in registry.implementations(request.primitive) if each.name == decision.chosen), None)
-    configuration = chosen and registry.configured(chosen, request).configuration
+    registry = current_registry()
+    chosen = Demand(registry, None).chosen(decision)
+    configuration = chosen and registry.configured(chosen, decision.request).configuration
     return dict(configuration) if configuration else None
 
 

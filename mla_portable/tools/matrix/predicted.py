@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,22 +13,13 @@ from typing import Annotated, Final
 
 from pydantic import Field, ValidationError
 
-from mla_portable.layouts import FP8_DS_MLA, KV_LORA_RANK
+from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK
 from mla_portable.tools.matrix.model import Model, Positive, RecordError, Text, validation_problems
-from mla_portable.tools.matrix.profiles import Profile, Rate
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]  installed with Python 3.10 only
-
-__all__ = ["Predicted", "Timed", "predict", "predicted_lines", "read_timed"]
+from mla_portable.tools.matrix.profiles import Profile, Rate, read_toml
 
 FILE: Final = "predicted.toml"
 _REACHED: Final = 7 / 8
 """Of a published rate. A copy reaches 4.2 of an H200's 4.8 TB/s."""
-_WIDTH: Final = 576
-"""Elements of a query and of a key."""
 
 
 class Timed(Model):
@@ -74,10 +64,9 @@ def read_timed(folder: Path) -> Timed | None:
     if not path.is_file():
         return None
     try:
-        return Timed.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, ValidationError) as error:
-        problem = "; ".join(validation_problems(error)) if isinstance(error, ValidationError) else str(error)
-        raise RecordError(str(path), problem) from error
+        return Timed.model_validate(read_toml(path, str(path)))
+    except ValidationError as error:
+        raise RecordError(str(path), "; ".join(validation_problems(error))) from error
 
 
 def predict(timed: Timed, heads: int, measured_on: Profile, device: Profile) -> Predicted:
@@ -87,8 +76,8 @@ def predict(timed: Timed, heads: int, measured_on: Profile, device: Profile) -> 
     is assumed to need as many on `device`. Raises: RecordError where a profile lacks a rate.
     """
     keys = timed.rows * timed.topk
-    moved = keys * FP8_DS_MLA.row_bytes + 2 * timed.rows * heads * (_WIDTH + KV_LORA_RANK)
-    operations = 2 * keys * heads * (_WIDTH + KV_LORA_RANK)
+    moved = keys * FP8_DS_MLA.row_bytes + 2 * timed.rows * heads * (HEAD_SIZE + KV_LORA_RANK)
+    operations = 2 * keys * heads * (HEAD_SIZE + KV_LORA_RANK)
     bytes_us = moved / (_REACHED * 1e6 * _rate(device, "memory_tb_per_s"))
     products_us = operations / (_REACHED * 1e6 * _rate(device, "bf16_tflops"))
     clocks_us = (timed.us[heads] - timed.launch_us) * _clocks(measured_on) / _clocks(device)

@@ -105,15 +105,19 @@ def parse_profile(slug: str, table: Mapping[str, Any]) -> Profile:
         raise RecordError(f"profile {slug}", "; ".join(validation_problems(error))) from error
 
 
+def read_toml(path: Path, where: str) -> dict[str, Any]:
+    """The table in a file. Raises: RecordError, which names `where`, for a file that is no TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise RecordError(where, f"no TOML: {error}") from error
+
+
 def load_profiles(folder: Path) -> dict[str, Profile]:
     """Every profile of a folder, by slug. Raises: RecordError for a malformed one, or where there is none."""
     found: dict[str, Profile] = {}
     for path in sorted(folder.glob("*.toml")):
-        try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except tomllib.TOMLDecodeError as error:
-            raise RecordError(f"profile {path.stem}", f"no TOML: {error}") from error
-        found[path.stem] = parse_profile(path.stem, table)
+        found[path.stem] = parse_profile(path.stem, read_toml(path, f"profile {path.stem}"))
     if not found:
         raise RecordError(str(folder), "no device profile; expected *.toml")
     return found

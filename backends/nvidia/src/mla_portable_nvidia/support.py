@@ -58,7 +58,7 @@ def _decode_scratch(request: Request) -> int:
 
 
 def triton_missing() -> tuple[Reason, ...]:
-    """The passes around vendors' kernels are Triton's. Every torch for CUDA on Linux brings it, unless someone took it away."""
+    """A reason where Triton is not installed. The passes around vendors' kernels are written in it."""
     if find_spec("triton") is None:
         return (Reason("triton", "is not installed", "the passes around the kernel are written in it", "pip install triton"),)
     return ()

@@ -85,7 +85,7 @@ class Tiles:
 
     @property
     def options(self) -> dict[str, int]:
-        """What Triton is told of a launch."""
+        """The options of a launch."""
         return {"num_warps": self.num_warps} | ({"maxnreg": self.max_registers} if self.max_registers else {})
 
 
