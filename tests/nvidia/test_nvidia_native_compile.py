@@ -74,15 +74,15 @@ MACROS = {
     "sparse_decode_fp8": (
         "HT",
         "TN",
-        "Q_BYTES + GROUPS * GROUP_BYTES",
-        "(2 * GROUPS * HT + 2 * HT + GROUPS * HT * MERGE_STRIDE + MAX_SPLITS * HT) * 4",
+        "GROUPS_AT + GROUPS * GROUP_BYTES",
+        "Q_AT + (2 * GROUPS * HT + 2 * HT + GROUPS * HT * MERGE_STRIDE + MAX_SPLITS * HT) * 4",
     ),
     "sparse_decode_wide": ("HT", "STEP_STAGES * TN", "SHARED_BYTES", "WEIGHT_AT + MAX_SPLITS * HT * 4"),
     "sparse_decode_bf16": (
         "HEADS",
         "TN",
         "GROUPS_AT + GROUPS * GROUP_BYTES",
-        "(2 * TURNS * HEADS + 2 * HEADS + TURNS * HEADS * MERGE_STRIDE + MAX_SPLITS * HEADS) * 4",
+        "STAGES_AT + (2 * TURNS * HEADS + 2 * HEADS + TURNS * HEADS * MERGE_STRIDE + MAX_SPLITS * HEADS) * 4",
     ),
 }
 """kernel -> heads of a block, tokens of a tile, bytes while it attends and while it merges, as its source has them."""

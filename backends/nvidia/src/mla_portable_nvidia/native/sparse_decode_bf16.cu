@@ -32,12 +32,13 @@
 #define STAGE_BYTES (TN * ROW_STRIDE)
 #define SCORE_STRIDE 40           // floats between heads of the partial scores
 #define P_STRIDE 40               // bfloat16s between heads of the probabilities
-#define MASK_AT (STAGES * STAGE_BYTES)             // a byte for each copying warp's eight tokens of a stage
 #define FULLS (STAGES * TURNS)
-#define FULL_AT ((MASK_AT + STAGES * 4 + 7) / 8 * 8)  // a barrier for each stage and turn: only those who wait for all of a
-                                                      // barrier's phases can tell one from the next but one
-#define EMPTY_AT (FULL_AT + FULLS * 8)             // a barrier for each stage: its readers have left it
-#define GROUPS_AT ((EMPTY_AT + STAGES * 8 + 127) / 128 * 128)
+#define FULL_AT 0                                  // a barrier for each stage and turn: only those who wait for all of a
+                                                   // barrier's phases can tell one from the next but one
+#define EMPTY_AT (FULLS * 8)                       // a barrier for each stage: its readers have left it
+#define STAGES_AT ((EMPTY_AT + STAGES * 8 + 127) / 128 * 128)
+#define MASK_AT (STAGES_AT + STAGES * STAGE_BYTES) // a byte for each copying warp's eight tokens of a stage
+#define GROUPS_AT ((MASK_AT + STAGES * 4 + 127) / 128 * 128)
 #define PROB_AT (4 * HT * SCORE_STRIDE * 4)        // in the memory of a group, after the partial scores
 #define DECAY_AT (PROB_AT + HT * P_STRIDE * 2)
 #define GROUP_BYTES ((DECAY_AT + HT * 4 + 127) / 128 * 128)
@@ -88,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             next = listed.read();
             for (int j = 0; j < 4 && first + j < tiles; ++j) {
                 const int slot = __shfl_sync(~0u, slots, j * 8 + (lane & 7));
-                copy_rows(smem, stage * STAGE_BYTES + warp * 8 * ROW_STRIDE, MASK_AT + stage * 4 + warp,
+                copy_rows(smem, STAGES_AT + stage * STAGE_BYTES + warp * 8 * ROW_STRIDE, MASK_AT + stage * 4 + warp,
                           shared + EMPTY_AT + stage * 8, parity, shared + FULL_AT + filled * 8, cache, slot, lane);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
                 if (++filled == FULLS) filled = 0;
@@ -143,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     int stage = turn, filled = turn;
     u32 parity = 0;
     for (int i = turn; i < tiles; i += TURNS) {
-        const u32 stage_at = stage * STAGE_BYTES;
+        const u32 stage_at = STAGES_AT + stage * STAGE_BYTES;
         barrier_wait(shared + FULL_AT + filled * 8, parity);
 
         // ---- scores of this warp's columns: tokens 8 n .. of heads t and t + 8
@@ -235,9 +236,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
 #if VISIBLE && GROUPS > MT  // racecheck follows a barrier of all groups where each group met as often before
     if (turn >= tiles % TURNS && tiles % TURNS > 0) group_barrier(group), group_barrier(group);
 #endif
-    consumers_barrier();  // the stages are free
-    // so are their barriers: the memory is reused without mbarrier.inval, because no thread or copy uses them from here on
-    float* states = reinterpret_cast<float*>(smem);   // [TURNS][HEADS][2]: maximum, sum
+    consumers_barrier();  // the stages are free; their barriers stay what they are
+    float* states = &at<float>(smem, STAGES_AT);      // [TURNS][HEADS][2]: maximum, sum
     float* whole = states + TURNS * HEADS * 2;        // [HEADS][2]: of the block
     float* outputs = whole + HEADS * 2;               // [TURNS][HEADS][MERGE_STRIDE]; the first becomes the block's
     if (lane % 8 == 0) {

@@ -28,8 +28,7 @@ class Bf16Build(Build):
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, as the source lays it out."""
         turns = self.groups // self.head_tiles
-        stages = self.stages * (self.tile * (BF16.row_bytes + _PADDING) + 4)
-        stages = -(-(-(-stages // 8) * 8 + (turns + 1) * self.stages * 8) // 128) * 128
+        barriers, stages = (turns + 1) * self.stages * 8, self.stages * (self.tile * (BF16.row_bytes + _PADDING) + 4)
         scores, probabilities, decays = 4 * 16 * 40 * 4, 16 * 40 * 2, 16 * 4
-        group = -(-(scores + probabilities + decays) // 128) * 128
-        return max(stages + self.groups * group, self.merged_bytes(turns, 520))
+        barriers, stages, group = (-(-size // 128) * 128 for size in (barriers, stages, scores + probabilities + decays))
+        return barriers + max(stages + self.groups * group, self.merged_bytes(turns, 520))

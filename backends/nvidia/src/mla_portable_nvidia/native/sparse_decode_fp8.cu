@@ -43,10 +43,11 @@
 #define DECAY_AT (PROB_AT + HT * P_STRIDE * 2)
 #define MASK_AT (DECAY_AT + HT * 4)     // a byte for each warp's eight tokens of a stage
 #define TOP_AT (MASK_AT + STAGES * 4)   // [4][HT] largest |q| of each warp's columns, as bits
-#define FULL_AT ((TOP_AT + 4 * HT * 4 + 7) / 8 * 8)  // a barrier for each stage
-#define EMPTY_AT (FULL_AT + STAGES * 8)              // likewise: its readers have left it
-#define GROUP_BYTES ((EMPTY_AT + STAGES * 8 + 127) / 128 * 128)
-#define Q_BYTES (MT > 1 ? 4 * MT * 8 * 32 * 16 : 0)  // q in operand order, where registers do not hold it
+#define GROUP_BYTES ((TOP_AT + 4 * HT * 4 + 127) / 128 * 128)
+// From the start of shared memory, for each stage of each group: a barrier that it is full, one that its readers have left it.
+#define BARRIER_BYTES ((GROUPS * STAGES * 16 + 127) / 128 * 128)
+#define Q_AT BARRIER_BYTES              // q in operand order, where registers do not hold it
+#define GROUPS_AT (Q_AT + (MT > 1 ? 4 * MT * 8 * 32 * 16 : 0))
 #define MERGE_STRIDE 516                // floats between heads of a group's output
 
 __device__ __forceinline__ void group_barrier(int group) { meet<GROUP>(group + 1); }
@@ -74,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     const u32 row = work.unit / head_tiles;
     const i64 b = row / query_len, s = row % query_len;
 
-    const u32 base = Q_BYTES + group * GROUP_BYTES, shared = smem_u32(smem);
+    const u32 base = GROUPS_AT + group * GROUP_BYTES, shared = smem_u32(smem);
 
     const int* index_row = indices + b * st.indices_b + s * st.indices_s;
     const int* length = lengths + b * st.lengths_b + s * st.lengths_s;
@@ -83,9 +84,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     const Span own = lengths ? share(min(topk, *length), TN, work) : all;
     const int tiles = (own.end - own.begin + TN - 1) / TN;
     if (thread < GROUPS * STAGES) {
-        const u32 full = shared + Q_BYTES + thread / STAGES * GROUP_BYTES + FULL_AT + thread % STAGES * 8;
-        barrier_init(full, 4 * ARRIVALS);
-        barrier_init(full + EMPTY_AT - FULL_AT, 4 * ARRIVALS);
+        barrier_init(shared + thread * 16, 4 * ARRIVALS);
+        barrier_init(shared + thread * 16 + 8, 4 * ARRIVALS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncthreads();
@@ -103,9 +103,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             next = listed.read();
             for (int j = 0; j < 4 && first + j < tiles; ++j) {
                 const int slot = __shfl_sync(~0u, slots, j * 8 + (lane & 7));
-                const u32 to = Q_BYTES + of_group * GROUP_BYTES, full = shared + to + FULL_AT + stage * 8;
-                copy_rows(smem, to + stage * STAGE_BYTES + warp * 8 * ROW, to + MASK_AT + stage * 4 + warp,
-                          full + EMPTY_AT - FULL_AT, parity, full, cache, slot, lane);
+                const u32 to = GROUPS_AT + of_group * GROUP_BYTES, full = shared + (of_group * STAGES + stage) * 16;
+                copy_rows(smem, to + stage * STAGE_BYTES + warp * 8 * ROW, to + MASK_AT + stage * 4 + warp, full + 8, parity,
+                          full, cache, slot, lane);
                 if (++of_group == GROUPS) {
                     of_group = 0;
                     if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
         for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
             for (int kk = 0; kk < 8; ++kk)
-                at<uint4>(smem, (((warp * MT + mt) * 8 + kk) * 32 + lane) * 16) =
+                at<uint4>(smem, Q_AT + (((warp * MT + mt) * 8 + kk) * 32 + lane) * 16) =
                     make_uint4(q_nope[mt][kk][0], q_nope[mt][kk][1], q_nope[mt][kk][2], q_nope[mt][kk][3]);
     }
     consumers_barrier();
@@ -203,6 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     const u32 output_from = base + 2 * c * ROW + warp * 128 + t * 16;
     const u32 rope_from = base + t * ROW + ROPE_COLUMN + warp * 32 + c * 8;
     const u32 scale_from = base + 2 * c * ROW + SCALE_COLUMN + warp * 4;
+    const u32 barriers = shared + group * STAGES * 16;
     const u32 scores = base + SCORE_AT, probs = base + PROB_AT, decays = base + DECAY_AT;
     const u32 score_to = scores + ((warp * HT + t) * SCORE_STRIDE + 2 * c) * 4;
 
@@ -210,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     u32 parity = 0;
     for (int i = 0; i < mine; ++i) {
         const u32 stage_at = stage * STAGE_BYTES;
-        barrier_wait(shared + base + FULL_AT + stage * 8, parity);
+        barrier_wait(barriers + stage * 16, parity);
 
         // ---- scores of this warp's columns; four independent sums, because one dot waits long for the one before
         float part[4][MT][4];
@@ -234,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
                 u32 a[MT][4];
 #pragma unroll
                 for (int mt = 0; mt < MT; ++mt) {
-                    const uint4 v = at<uint4>(smem, (((warp * MT + mt) * 8 + kk) * 32 + lane) * 16);
+                    const uint4 v = at<uint4>(smem, Q_AT + (((warp * MT + mt) * 8 + kk) * 32 + lane) * 16);
                     a[mt][0] = v.x, a[mt][1] = v.y, a[mt][2] = v.z, a[mt][3] = v.w;
                 }
 #endif
@@ -379,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             }
         }
         __syncwarp();
-        warp_arrive(shared + base + EMPTY_AT + stage * 8, lane);
+        warp_arrive(barriers + stage * 16 + 8, lane);
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 
@@ -389,9 +390,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
 #if VISIBLE && GROUPS > 1  // racecheck follows a barrier of all groups where each group met as often before
     if (mine < (tiles + GROUPS - 1) / GROUPS) group_barrier(group), group_barrier(group);
 #endif
-    consumers_barrier();  // the stages are free
-    // so are their barriers: the memory is reused without mbarrier.inval, because no thread or copy uses them from here on
-    float* states = reinterpret_cast<float*>(smem);   // [GROUPS][HT][2]: maximum, sum
+    consumers_barrier();  // the stages are free; their barriers stay what they are
+    float* states = &at<float>(smem, Q_AT);           // [GROUPS][HT][2]: maximum, sum
     float* whole = states + GROUPS * HT * 2;          // [HT][2]: of the block
     float* outputs = whole + HT * 2;                  // [GROUPS][HT][MERGE_STRIDE]: of a group; the first becomes the block's
     if (lane % LANES_PER_HEAD == 0) {

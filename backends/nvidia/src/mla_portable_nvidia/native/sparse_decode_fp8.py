@@ -25,5 +25,5 @@ class Fp8Build(Build):
         query = 4 * self.head_tiles * 8 * 32 * 16 if self.head_tiles > 1 else 0
         scores, probabilities, decays, tops = 4 * heads * 40 * 4, heads * 40 * 2, heads * 4, 4 * heads * 4
         group = self.stages * (self.tile * FP8_DS_MLA.row_bytes + 4) + scores + probabilities + decays + tops
-        group = -(-(-(-group // 8) * 8 + 2 * self.stages * 8) // 128) * 128
-        return max(query + self.groups * group, self.merged_bytes(self.groups, 516))
+        barriers, group = (-(-size // 128) * 128 for size in (16 * self.groups * self.stages, group))
+        return barriers + max(query + self.groups * group, self.merged_bytes(self.groups, 516))

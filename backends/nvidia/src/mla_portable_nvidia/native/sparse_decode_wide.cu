@@ -60,6 +60,8 @@
 #define HEADROOM 6.f              // a level below the largest exponent
 #define LIMIT 14.f                // the largest exponent of a probability
 
+static_assert(WEIGHT_AT + MAX_SPLITS * HT * 4 <= LEVEL_AT, "what the end of a row still reads would be overwritten");
+
 __device__ __forceinline__ void consumers_barrier() { meet<CONSUMERS>(1); }
 // an operand in shared memory, swizzled by 128 bytes, its groups of eight rows 1,024 bytes apart
 __device__ __forceinline__ u64 descriptor(u32 address) {
