@@ -33,7 +33,9 @@ def kit() -> Iterator[Any]:
 
 def prompt(length: int, tokens: list[int], *, shift: float = 0.0, other: float = -9.0) -> dict[str, Any]:
     """Token 1000 + t is the runner-up of token t, `other` in log-probability."""
-    likeliest = [{str(token): -1.0 + shift, str(token + 1000 if token < 1000 else token - 1000): other} for token in tokens]
+    likeliest = [
+        {str(token): -1.0 + shift, str(token + 1000 if token < 1000 else token - 1000): other + shift} for token in tokens
+    ]
     return {"length": length, "tokens": tokens, "logprobs": likeliest}
 
 
@@ -232,14 +234,14 @@ def run_of(
 
 
 def cell(kit: Any, ours: float, out: Path, served: str = "fused: sparse_decode nvidia.flashmla", relative: str = "0.001"):
-    """The lines of one cell where stock differs from itself by 0.2 on a long prompt, and ours from stock by `ours`."""
+    """The lines of one cell where ours differs from stock by `ours` on a long prompt."""
 
     def texts(short: float, long: float) -> list[dict[str, Any]]:
         return [prompt(17, [1, 2], shift=short), prompt(3000, [3], shift=long)]
 
     ran = run_of(kit, "stock-fp8-h64-eager", texts(0, 0), texts(0, 0.1), served="")
     ran |= run_of(kit, "stock-fp8-h64-graphs", texts(0, -0.1), served="")
-    ran |= run_of(kit, "plugin-fp8-h64-eager", texts(ours / 4, ours), served=served)
+    ran |= run_of(kit, "plugin-fp8-h64-eager", texts(ours / 6, ours), served=served)
     (out / "plugin-fp8-h64-eager.shadow").write_text(f'{{"layer": "a", "relative": {relative}}}')
     planned = [job for job in kit.jobs.agreement() if "fp8-h64" in job.name and job.who in ("stock", "plugin", "triton")]
     lines = {line.name: line for line in kit.judge.agreement(ran, planned, out)}
@@ -247,33 +249,13 @@ def cell(kit: Any, ours: float, out: Path, served: str = "fused: sparse_decode n
     return lines["plugin-fp8-h64-eager"], lines["triton-fp8-h64-graphs"]
 
 
-def test_long_prompts_are_held_against_stocks_own_noise(kit: Any, tmp_path: Path):
-    line, missing = cell(kit, 0.29, tmp_path)
-    assert line.passed and "limit 0.30" in line.found
+def test_long_prompts_may_differ_as_correct_runs_do(kit: Any, tmp_path: Path):
+    line, missing = cell(kit, 0.49, tmp_path)
+    assert line.passed and "long 0.490 over" in line.found
     assert missing.passed is False and "did not finish" in missing.found
-    assert not cell(kit, 0.31, tmp_path)[0].passed
+    assert not cell(kit, 0.51, tmp_path)[0].passed
     assert not cell(kit, 0.29, tmp_path, served="")[0].passed, "somebody else attended"
     assert not cell(kit, 0.29, tmp_path, relative="0.5")[0].passed
-
-
-def test_the_noise_of_stock_is_the_most_of_all_cells_with_other_query_kernels_too(kit: Any, tmp_path: Path):
-    def text(shift: float) -> list[dict[str, Any]]:
-        return [prompt(17, [1, 2]), prompt(3000, [3], shift=shift)]
-
-    def job(name: str, *runs: list[dict[str, Any]]) -> dict[str, Any]:
-        found = next(job for job in kit.jobs.indexer() if job.name == name)
-        return {name: kit.judge.Done(found, {"runs": list(runs), "watch": ""}, "", "")}
-
-    cells = {"fp8-h16": (0.1, 0.2), "bf16-h16": (0.05, 0.02)}
-    ran: dict[str, Any] = {}
-    for name, (own, unfused) in cells.items():
-        ran |= job(f"stock-{name}-eager", text(0), text(own)) | job(f"unfused-{name}-eager", text(unfused))
-        ran |= job(f"sm80-{name}-eager", text(0.25))
-    lines = {line.name: line for line in kit.judge.agreement(ran, kit.jobs.indexer(), tmp_path)}
-    assert "long 0.100" in lines["stock-fp8-h16-eager"].found and "long 0.200" in lines["unfused-fp8-h16-eager"].found
-    for name in cells:
-        assert "limit 0.30" in lines[f"sm80-{name}-eager"].found
-    assert lines["unfused-fp8-h128-eager"].passed is False, "an engine that did not finish"
 
 
 def test_requests_must_be_preempted_and_none_cut_short(kit: Any):
@@ -328,7 +310,7 @@ def test_tensor_parallelism_is_held_against_stocks(kit: Any):
 
 def test_shared_sequences_are_held_against_one_gpu(kit: Any):
     def texts(by: float) -> list[dict[str, Any]]:
-        return [prompt(17, [1], shift=by / 4), prompt(3000, [2], shift=by)]
+        return [prompt(17, [1], shift=by / 6), prompt(3000, [2], shift=by)]
 
     planned = kit.jobs.context_parallel(2)
     assert {(job.kv, job.heads, job.mode) for job in planned if job.gpus == 2} >= {("fp8_ds_mla", 64, "graphs")}
@@ -337,20 +319,19 @@ def test_shared_sequences_are_held_against_one_gpu(kit: Any):
 
     def judged(shift: float, *, lost: int = 0, **more: Any) -> dict[str, Any]:
         ran = run_of(kit, "dcp1-plugin-fp8-h64", texts(0), pool=1000)
-        ran |= run_of(kit, "dcp1-stock-fp8-h64", texts(0.2), served="", pool=1000)
         ran |= run_of(kit, "tp2dcp2-fp8-h64-graphs", texts(shift), pool=2000, **more)
         result = {"wanted": [1 + lost, 1], "preempted": 3}
         for way in ("one", "small"):
             ran |= run_of(kit, f"requests-tp2dcp2-{way}", texts(0), **result)
         return {line.name: line for line in kit.judge.context_parallel(ran, planned)}
 
-    lines = judged(0.29)
+    lines = judged(0.49)
     assert lines["tp2dcp2-fp8-h64-graphs"].passed and lines["requests-tp2dcp2-small"].passed
     assert "2000 tokens in the cache (1000)" in lines["tp2dcp2-fp8-h64-graphs"].found
     assert lines["tp2dcp2-bf16-h128-graphs"].passed is False
-    assert not judged(0.31)["tp2dcp2-fp8-h64-graphs"].passed
-    assert not judged(0.29, served="")["tp2dcp2-fp8-h64-graphs"].passed
-    assert not judged(0.29, lost=1)["requests-tp2dcp2-small"].passed
+    assert not judged(0.51)["tp2dcp2-fp8-h64-graphs"].passed
+    assert not judged(0.49, served="")["tp2dcp2-fp8-h64-graphs"].passed
+    assert not judged(0.49, lost=1)["requests-tp2dcp2-small"].passed
 
 
 def test_features_are_held_against_the_engine_without_them(kit: Any):

@@ -179,7 +179,7 @@ def test_every_rehearsal_covers_its_cells(kit: Any, tmp_path: Path):
         assert {f"{who}-{kv}-h{h}-{mode}" for kv in ("fp8", "bf16") for h in (16, 128) for mode in ("eager", "graphs")} <= names
     for job in several:
         environ = job.process_environ(tmp_path)
-        assert job.who in ("stock", "unfused", *kit.jobs.REHEARSALS)
+        assert job.who in ("stock", *kit.jobs.REHEARSALS)
         assert set(job.rehearsal.get("hidden", ())) <= kit.rehearse.PACKAGES.keys()
         arch = job.rehearsal.get("arch", "")
         assert arch in ("", *kit.rehearse.GPUS) and bool(arch) == job.who.startswith("sm")

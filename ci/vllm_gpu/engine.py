@@ -23,7 +23,7 @@ from checkpoint import SEED, prompts
 from jobs import Job
 from selections import Watch
 
-_GREEDY: Final[dict[str, Any]] = {"temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": 5}
+_GREEDY: Final[dict[str, Any]] = {"temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": 20}
 
 
 def arguments(job: Job, checkpoints: Path) -> dict[str, Any]:
@@ -43,22 +43,7 @@ def start(job: Job, checkpoints: Path) -> Any:
     """The engine."""
     from vllm import LLM
 
-    if job.who == "unfused":
-        _without_fused_query()
     return LLM(**arguments(job, checkpoints))
-
-
-def _without_fused_query() -> None:
-    """Let stock's indexer quantise its queries as it does where Triton has no e4m3."""
-    from vllm.model_executor.models.deepseek_v2 import Indexer
-
-    build = Indexer.__init__
-
-    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        build(self, *args, **kwargs)
-        self.use_fused_indexer_q = False
-
-    Indexer.__init__ = construct
 
 
 def run_prompts(llm: Any, lengths: list[int], tokens: list[int]) -> list[dict[str, Any]]:

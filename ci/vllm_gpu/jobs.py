@@ -27,7 +27,6 @@ WHO: Final[dict[str, tuple[str | None, dict[str, str]]]] = {
     "triton": ("CUSTOM", {"MLA_PORTABLE_VLLM": "custom", "MLA_PORTABLE_BACKEND": "triton"}),
     "override": (None, {"MLA_PORTABLE_VLLM": "override"}),
     "untouched": (None, {"MLA_PORTABLE_VLLM": "auto"}),
-    "unfused": ("FLASHMLA_SPARSE", {"MLA_PORTABLE_VLLM": "off"}),
     "sm80": (None, {"MLA_PORTABLE_VLLM": "auto"}),
     "sm80bare": (None, {"MLA_PORTABLE_VLLM": "auto"}),
     "sm89": (None, {"MLA_PORTABLE_VLLM": "auto"}),
@@ -190,7 +189,6 @@ def indexer() -> list[Job]:
     cells = [(heads, kv, mode) for mode in ("eager", "graphs") for heads, kv in product((16, 128), KV_DTYPES)]
     apart = [(16, "fp8_ds_mla", "eager"), (128, "auto", "eager"), (16, "auto", "graphs"), (128, "fp8_ds_mla", "graphs")]
     sets = {"stock": cells, "sm80": cells, "sm89": cells, "bare": apart, "indexer": apart, "sm80bare": apart[1:3]}
-    sets["unfused"] = cells[:4]
     several = [(who, *several[0]) for who, several in sets.items()] + [("sm80", 16, "fp8_ds_mla", "default")]
     several += [(who, *cell) for who, some in sets.items() for cell in some[1:]]
     jobs = [_generate(who, kv, h, mode, watch=mode != "default", seconds=300) for who, h, kv, mode in several]
@@ -295,8 +293,7 @@ CONTEXT_CELLS: Final = (("fp8_ds_mla", 64), ("auto", 128), ("fp8_ds_mla", 16), (
 def context_parallel(gpus: int) -> list[Job]:
     """Sequences shared by GPUs against one that holds everything: texts, preemption, tokens that the cache holds.
 
-    On one GPU stock runs as well, because long prompts differ by no more than stock and the plugin do. All have our indexer, by
-    the kernels that serve ranks: others round scores differently, and near-ties flip.
+    All have our indexer, by the kernels that serve ranks: others round scores differently, and near-ties flip.
     """
     environ = {**_SEVERAL, "MLA_PORTABLE_VLLM_INDEXER": "on", "MLA_PORTABLE_BACKEND_INDEXER_SELECT": "triton"}
     lengths = {"max_model_len": 24_576}
@@ -304,9 +301,8 @@ def context_parallel(gpus: int) -> list[Job]:
     more: dict[str, Any] = {"environ": environ, "seconds": 300}
     jobs: list[Job] = []
     for kv, heads in CONTEXT_CELLS:
-        for who in ("plugin", "stock"):
-            name = f"dcp1-{who}-{cell(kv, heads)}"
-            jobs.append(Job(name, "generate", who, kv, heads, "graphs", arguments=lengths, options=texts, **more))
+        name = f"dcp1-plugin-{cell(kv, heads)}"
+        jobs.append(Job(name, "generate", "plugin", kv, heads, "graphs", arguments=lengths, options=texts, **more))
         for (tensor, context), mode in product(CONTEXT_PARALLEL[gpus], ("graphs", "eager")):
             way = "a2a" if (mode == "graphs") == (kv == "auto") else "ag_rs"  # vLLM has two to merge outputs
             arguments = {**lengths, **_shared(tensor, context), "dcp_comm_backend": way}
