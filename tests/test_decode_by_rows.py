@@ -77,6 +77,8 @@ def test_the_decision_names_both():
     assert parts["decode"].decision.chosen == "many.kernel" and parts["decode"].most_rows is None
     small = parts["decode up to 8 rows"]
     assert (small.decision.chosen, small.decision.request.rows, small.most_rows, small.weight) == ("few.kernel", 4, 8, 0)
+    others = (part for verdict in layer.route_decision.verdicts[1:] for part in verdict.parts)
+    assert not any(part.most_rows for part in others), "only of the chosen route"
     assert "sparse_decode: few.kernel" in layer.explain() and "sparse_decode: many.kernel" in layer.explain()
 
 

@@ -287,8 +287,6 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
         found = demand.chosen(known[key])
         return RoutePart(role, known[key], weight, found.preference if found else 0.0)
 
-    smaller = () if spec.batch_invariant else _by_rows(requests["decode"], part("decode", "decode").decision, demand)
-
     def fused() -> RouteVerdict:
         decode = part("decode", "decode", 1.0)
         kind = demand.schedule_kind(decode.decision)
@@ -296,13 +294,13 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
         few = spec.num_heads < least
         prefill = part("prefill", "decode", _FUSED_PREFILL_FEW_HEADS if few else _FUSED_PREFILL)
         note = f"fewer than {least} heads: prefill tokens need no kernel of their own" if few else ""
-        return _verdict("fused", (part("convert", "convert"), decode, prefill, *smaller), note=note)
+        return _verdict("fused", (part("convert", "convert"), decode, prefill), note=note)
 
     def direct() -> RouteVerdict:
         convert, decode = part("convert", "convert"), part("decode", "decode", 1.0)
         against = _gaps(spec)
         if decode.decision.chosen:
-            return _verdict("direct", (convert, decode, part("prefill", "cache_prefill", 1.0), *smaller), against)
+            return _verdict("direct", (convert, decode, part("prefill", "cache_prefill", 1.0)), against)
         prefill = part("prefill", "cache_prefill", 2.0, graph=spec.graph)
         return _verdict("direct", (convert, prefill), against, note="sparse_prefill serves decode tokens too")
 
@@ -312,7 +310,6 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
             part("decode", "decode", 1.0),
             part("prefill", "bf16_prefill", 1.0),
             part("gather", "gather", _GATHER_PREFILL),
-            *smaller,
         )
         times = prefill_times()
         against = *_pointless(spec), *(() if times else _too_small(spec))
@@ -352,9 +349,11 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
     routes = {"direct": direct, "split": split, "fused": fused, "upconvert": upconvert}
     forced = None if spec.route == AUTO_ROUTE else spec.route
     considered = [completed(route()) for name, route in routes.items() if forced in (None, name)]
-    ranked = _ranked(considered)
-    chosen = ranked[0].route if ranked[0].can_run else None
-    return RouteDecision(spec, device, chosen, forced, ranked)
+    best, *others = _ranked(considered)
+    decode = best.part("decode")
+    if best.can_run and decode and not spec.batch_invariant:
+        best = replace(best, parts=(*best.parts, *_by_rows(requests["decode"], decode.decision, demand)))
+    return RouteDecision(spec, device, best.route if best.can_run else None, forced, (best, *others))
 
 
 def _by_rows(request: Request, largest: Decision, demand: Demand) -> tuple[RoutePart, ...]:
@@ -364,14 +363,14 @@ def _by_rows(request: Request, largest: Decision, demand: Demand) -> tuple[Route
     for one another, for a plan holds schedules of one kind.
     """
     parts: list[RoutePart] = []
-    if largest.chosen is None or demand.schedule_kind(largest):
+    if demand.schedule_kind(largest):
         return ()
     for rows, more in pairwise(demand.timed_rows(request)):
         most = isqrt(rows * more)
         if most >= (request.rows or 0):
             break
         decision = demand.decide(request.but(rows=rows))
-        if demand.schedule_kind(decision):
+        if decision.chosen is None or demand.schedule_kind(decision):
             decision = largest
         if parts and parts[-1].decision.chosen == decision.chosen:
             parts.pop()
