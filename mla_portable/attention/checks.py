@@ -130,7 +130,7 @@ class StepCheck:
         if needed > self._workspace_rows:
             _mismatch(f"a prefill chunk needs {needed} workspace rows, the layer has {self._workspace_rows}. {_CONFIGURE}")
         if not self._reads_in_place:
-            gathered, prefills = sum(c.tokens.stop - c.tokens.start for c in plan.prefill_chunks), plan.num_prefill_tokens
+            gathered, prefills = sum(chunk.num_tokens for chunk in plan.prefill_chunks), plan.num_prefill_tokens
             if gathered < prefills:
                 _mismatch(f"the plan gathers {gathered} of {prefills} prefill tokens, the layer needs all. {_CONFIGURE}")
 

@@ -101,7 +101,7 @@ def divide(plan: StepPlan, decodes: bool, buffers: StepBuffers) -> Step:
         if begin < chunk.tokens.start:
             prefills.append(part(begin, chunk.tokens.start, (chunk.tokens.start - begin,)))
         begin = chunk.tokens.stop
-        prefills.append(part(chunk.tokens.start, begin, (begin - chunk.tokens.start,), chunk))
+        prefills.append(part(chunk.tokens.start, begin, (chunk.num_tokens,), chunk))
     end = max(begin, plan.num_decode_tokens + plan.num_prefill_tokens)
     if begin < end:
         prefills.append(part(begin, end, (end - begin,)))

@@ -67,6 +67,11 @@ class PrefillChunk:
     workspace_starts: Tensor
     workspace_rows: int
 
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens."""
+        return self.tokens.stop - self.tokens.start
+
 
 @dataclass(slots=True, eq=False)
 class PlanCounter:
