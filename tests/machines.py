@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from mla_portable.contracts import DeviceFacts
+from mla_portable.contracts import DeviceFacts, Implementation, Request
 from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
 
 GIB = 1 << 30
@@ -90,6 +91,19 @@ MACHINES = {
 
 Sizes = Mapping[tuple[str, str], Mapping[int, float]]
 """(primitive, layout) -> rows -> microseconds."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A CostTable of the costs that a function gives, without times."""
+
+    of: Callable[[Implementation, Request], tuple[float, str] | None]
+
+    def __call__(self, implementation: Implementation, request: Request) -> tuple[float, str] | None:
+        return self.of(implementation, request)
+
+    def times(self, implementation: Implementation, request: Request) -> dict[int, float]:
+        return {}
 
 
 def costs_of(us: Mapping[str, Sizes], device: str, heads: int, topk: int) -> MeasuredCosts:

@@ -22,7 +22,7 @@ from attention_steps import (
     plan_for,
     route_of,
 )
-from machines import H200
+from machines import H200, Costs
 from recorder import Recorder
 
 from mla_portable.attention import SparseMLAAttention
@@ -270,7 +270,7 @@ def priced(costs: dict[str, float], memory_bytes: int = 0, plugins=(PORTABLE,), 
 
     facts = {"cpu": replace(H200, memory_bytes=memory_bytes)}
     named = [(plugin.name.partition(".")[0], plugin) for plugin in plugins]
-    registry = Registry(plugins=named, facts=facts, environ={}, probe=False, costs=table)
+    registry = Registry(plugins=named, facts=facts, environ={}, probe=False, costs=Costs(table))
     return SparseMLAAttention(replace(SPEC, **changes), device="cpu", registry=registry)
 
 

@@ -7,6 +7,7 @@ import json
 
 import pytest
 from commands import document, in_a_process, invoke, missing_library
+from machines import Costs
 from spoiled import WRONG, HalfSpoiled, Spoiled, registry_with
 from vendors import Vendor
 
@@ -151,9 +152,7 @@ def test_doctor_with_vllm_reports_a_policy_that_cannot_be_followed(monkeypatch):
 
 
 def test_doctor_shows_the_cost_that_decides():
-    def costs(implementation, request):
-        return (3.0, "measured yesterday on this CPU;") if implementation.name == "reference.torch" else None
-
+    costs = Costs(lambda each, _: (3.0, "measured yesterday on this CPU;") if each.name == "reference.torch" else None)
     registry = Registry(plugins=[("reference", "mla_portable.reference")], environ={}, probe=False, costs=costs)
     row = document("doctor", registry=registry)["examined"][0]
     assert (row["cost"], row["cost_source"]) == (3.0, "measured yesterday on this CPU;") and "preference" not in row
@@ -164,7 +163,7 @@ def test_doctor_shows_the_cost_that_decides():
 def test_the_next_best_is_the_next_of_the_decision():
     """Not the next in costs: what is preferred to all that were timed goes before them."""
     vendors = [Vendor(name, cost).plugin() for name, cost in (("a", 8), ("b", 10), ("c", 50))]
-    registry = registry_with(*vendors, costs=lambda each, _: (10.0, "measured once") if each.backend == "c" else None)
+    registry = registry_with(*vendors, costs=Costs(lambda each, _: (10.0, "measured once") if each.backend == "c" else None))
     (merge,) = [c for c in document("doctor", registry=registry)["choices"] if c["primitive"] == "merge_states"]
     assert (merge["chosen"], merge["ranking"]) == ("a.v1", ["a.v1", "b.v1", "c.v1", "reference.torch"])
     lines = [line.split() for line in invoke("doctor", registry=registry).stdout.splitlines()]

@@ -11,11 +11,10 @@ import pytest
 from fake_plugins import implementation, make_plugin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import H200, MACHINES
+from machines import H200, MACHINES, Costs
 from vendors import ABSENT, GPU_ONLY, WIDE, Vendor, merge, registry
 
 from mla_portable.contracts import (
-    Implementation,
     Reason,
     Request,
     Support,
@@ -31,7 +30,7 @@ from mla_portable.registry.select import decide
 
 def test_measured_costs_replace_declared_ones():
     found = {"slow": (10.0, "evidence/slow.jsonl"), "fast": (20.0, "evidence/fast.jsonl")}
-    reg = registry(Vendor("fast", 10), Vendor("slow", 1000), costs=lambda candidate, _: found[candidate.backend])
+    reg = registry(Vendor("fast", 10), Vendor("slow", 1000), costs=Costs(lambda each, _: found[each.backend]))
     decision = reg.decide(merge(reg))
     assert decision.chosen == "slow.v1"
     assert [(v.cost, v.cost_source) for v in decision.verdicts] == [(10, "evidence/slow.jsonl"), (20, "evidence/fast.jsonl")]
@@ -47,9 +46,7 @@ def test_measured_costs_replace_declared_ones():
     ],
 )
 def test_times_of_others_do_not_hide_what_is_preferred_to_all_of_them(timed: dict[str, float], order: str):
-    def costs(candidate: Implementation, request: Request) -> tuple[float, str] | None:
-        return (timed[candidate.backend], "evidence") if candidate.backend in timed else None
-
+    costs = Costs(lambda each, _: (timed[each.backend], "evidence") if each.backend in timed else None)
     reg = registry(Vendor("a", 8), Vendor("b", 10), Vendor("c", 50), costs=costs)
     decision = reg.decide(merge(reg), thorough=True)
     assert "".join(verdict.implementation[0] for verdict in decision.verdicts) == order

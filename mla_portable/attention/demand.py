@@ -87,7 +87,7 @@ class Demand:
         offered = self._registry.implementations(decision.request.primitive)
         return next((found for found in offered if found.name == decision.chosen), None)
 
-    def times(self, decision: Decision) -> dict[int, float]:
+    def times(self, decision: Decision) -> Mapping[int, float]:
         """Rows -> microseconds of the chosen implementation, as far as they were measured."""
         found = self.chosen(decision)
         return self._registry.times(found, decision.request) if found else {}

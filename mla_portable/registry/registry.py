@@ -31,7 +31,6 @@ from mla_portable.contracts import (
     neutral_defaults,
 )
 from mla_portable.contracts.primitive import F, Primitive
-from mla_portable.registry.costs import MeasuredCosts
 from mla_portable.registry.faults import first_line
 from mla_portable.registry.limits import DEFAULT_SECONDS, plugin_timeout, running
 from mla_portable.registry.machine import Machine
@@ -301,9 +300,9 @@ class Registry:
                 remedy="Run `mla-portable tune` again, or delete the entry.",
             ) from error
 
-    def times(self, implementation: Implementation, request: Request) -> dict[int, float]:
+    def times(self, implementation: Implementation, request: Request) -> Mapping[int, float]:
         """Rows -> microseconds of `implementation` for requests like this, as far as measured times rank here."""
-        return self._costs.times(implementation, request) if isinstance(self._costs, MeasuredCosts) else {}
+        return {} if self._costs is None else self._costs.times(implementation, request)
 
     def _log_once(self, decision: Decision) -> None:
         """Log, once per primitive and kind of reason, that a cheaper candidate was passed over or plain torch serves a GPU."""

@@ -9,9 +9,9 @@ the first candidate that passes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from mla_portable.contracts import Decision, DeviceFacts, Implementation, Primitive, Reason, Request, Verdict
 from mla_portable.registry.names import AUTO, REFERENCE
@@ -19,11 +19,21 @@ from mla_portable.registry.policy import Policy, disabled_reason
 
 Finding = Callable[[Implementation], tuple[Reason, ...]]
 """Looks at the machine: the reasons why an implementation must not be used there."""
-CostTable = Callable[[Implementation, Request], "tuple[float, str] | None"]
-"""(cost, record it was measured in) where an implementation was timed, 10 for the fastest; None elsewhere."""
 
 _TIE: Final = 0.03
 """Measured costs that exceed the least by this share of it, or less, are a tie."""
+
+
+class CostTable(Protocol):
+    """Measured costs, and the times that they come from."""
+
+    def __call__(self, implementation: Implementation, request: Request) -> tuple[float, str] | None:
+        """(cost, record it was measured in) where an implementation was timed, 10 for the fastest; None elsewhere."""
+        ...
+
+    def times(self, implementation: Implementation, request: Request) -> Mapping[int, float]:
+        """Rows -> microseconds; empty where there is no cost."""
+        ...
 
 
 class Standing(NamedTuple):
