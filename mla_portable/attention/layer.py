@@ -165,7 +165,7 @@ class SparseMLAAttention:
             max_num_reqs=spec.max_num_reqs,
             max_num_tokens=spec.max_num_tokens,
             max_model_len=spec.max_model_len,
-            prefill_workspace_tokens=spec.workspace_rows if self.route in WORKSPACE_ROUTES else 0,
+            prefill_workspace_tokens=spec.workspace_rows,
             prefill_times=self.route_decision.verdict.prefill_times,
             decode_threshold=spec.decode_query_len,
             schedule_kind=self._schedule_kind,

@@ -26,6 +26,7 @@ from mla_portable.attention.demand import Demand, left_out
 from mla_portable.attention.spec import AUTO_ROUTE, AttentionSpec
 from mla_portable.contracts import ROUTES, Decision, DeviceFacts, Reason, Request, UnsupportedRequest
 from mla_portable.contracts.decision import grouped
+from mla_portable.planner.config import least_workspace
 from mla_portable.planner.prefill_times import PrefillTimes, Times
 from mla_portable.primitives import CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry.select import Ranking, Standing
@@ -312,7 +313,7 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
             part("gather", "gather", _GATHER_PREFILL),
         )
         times = prefill_times()
-        against = *_pointless(spec), *(() if times else _too_small(spec))
+        against = *_pointless(spec), *_too_small(spec, times)
         if times is None:
             return _verdict("split", parts, against)
         parts = *parts, part("in_place", "cache_prefill")
@@ -328,7 +329,7 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
 
     def upconvert() -> RouteVerdict:
         parts = part("convert", "workspace_convert"), part("prefill", "bf16_prefill", 2.0), part("gather", "gather", 1.0)
-        against = *_pointless(spec), *_too_small(spec)
+        against = *_pointless(spec), *_too_small(spec, None)
         if spec.graph:
             limit = "upconvert gathers as many rows as the batch has, which no graph can"
             against = (*against, Reason("graph", "yes", limit, "set graph=False, or take another route"))
@@ -409,9 +410,9 @@ def _pointless(spec: AttentionSpec) -> tuple[Reason, ...]:
     )
 
 
-def _too_small(spec: AttentionSpec) -> tuple[Reason, ...]:
-    """Where everything is gathered, any one sequence must fit the workspace."""
-    if spec.workspace_rows >= spec.max_model_len:
+def _too_small(spec: AttentionSpec, times: PrefillTimes | None) -> tuple[Reason, ...]:
+    """The route's planner would refuse the workspace."""
+    if spec.workspace_rows >= least_workspace(spec.max_model_len, times):
         return ()
     limit = f"at least max_model_len = {spec.max_model_len}, so that any one sequence fits"
     return (Reason("prefill_workspace_tokens", str(spec.workspace_rows), limit, "enlarge it, or take route fused or direct"),)

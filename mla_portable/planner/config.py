@@ -26,6 +26,11 @@ _LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
 )
 
 
+def least_workspace(max_model_len: int, prefill_times: PrefillTimes | None) -> int:
+    """Rows that a bf16 workspace has at least: any one sequence fits, unless one that does not may be read in place."""
+    return max_model_len if prefill_times is None else 1
+
+
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
     """Limits and choices that hold for every step of one engine.
@@ -87,7 +92,7 @@ class PlannerConfig:
         if self.prefill_times is not None and self.route != "split":
             got = f"times, with route {self.route!r}"
             raise InvalidArgument(where, "prefill_times", got=got, expected="None, or route 'split'")
-        least = self.max_model_len if self.prefill_times is None else 1
+        least = least_workspace(self.max_model_len, self.prefill_times)
         if self.has_workspace and not least <= self.workspace_tokens <= INT32_MAX:
             raise InvalidArgument(
                 where,
