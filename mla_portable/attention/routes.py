@@ -31,14 +31,19 @@ from mla_portable.planner.prefill_times import PrefillTimes, Times
 from mla_portable.primitives import CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry.select import Ranking, Standing
 
-_FUSED_PREFILL: Final = 2.0
-"""Prefill tokens through sparse_decode."""
+_OTHER_KERNEL: Final = 2.0
+"""Prefill tokens through sparse_decode, or decode tokens through sparse_prefill."""
 _FUSED_PREFILL_FEW_HEADS: Final = 0.5
-"""The same with fewer heads than `ScheduleKind.fused_below_heads`."""
+"""Prefill tokens through sparse_decode with fewer heads than `ScheduleKind.fused_below_heads`."""
 _GATHER_PREFILL: Final = 0.02
 """The gather of prefill contexts, of a prefill's time: of 8 to 16 rows a token, on an H200 with 64 heads."""
 _EVERY_STEP: Final = 200.0
 """What upconvert costs beyond its parts: it is for devices where only the reference (cost 1000) decodes FP8."""
+WEIGHTS_TEXT: Final = (
+    "cost of a route: the sum of its parts, each times its weight in a step. "
+    f"x {_OTHER_KERNEL:g}: prefill through a decode kernel, or decode through one for prefill; "
+    f"x {_GATHER_PREFILL:g}: the gather before a prefill; + {_EVERY_STEP:g}: every context is gathered in every step"
+)
 _TERMS: Final = 2
 """Of a route's cost: what serves decode tokens, mostly the same on every route, and what serves prefill tokens."""
 _SHOWN_SHARE: Final = 1e-3
@@ -293,7 +298,7 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
         kind = demand.schedule_kind(decode.decision)
         least = kind.fused_below_heads if kind else 0
         few = spec.num_heads < least
-        prefill = part("prefill", "decode", _FUSED_PREFILL_FEW_HEADS if few else _FUSED_PREFILL)
+        prefill = part("prefill", "decode", _FUSED_PREFILL_FEW_HEADS if few else _OTHER_KERNEL)
         note = f"fewer than {least} heads: prefill tokens need no kernel of their own" if few else ""
         return _verdict("fused", (part("convert", "convert"), decode, prefill), note=note)
 
@@ -302,7 +307,7 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
         against = _gaps(spec)
         if decode.decision.chosen:
             return _verdict("direct", (convert, decode, part("prefill", "cache_prefill", 1.0)), against)
-        prefill = part("prefill", "cache_prefill", 2.0, graph=spec.graph)
+        prefill = part("prefill", "cache_prefill", _OTHER_KERNEL, graph=spec.graph)
         return _verdict("direct", (convert, prefill), against, note="sparse_prefill serves decode tokens too")
 
     def split() -> RouteVerdict:
@@ -328,7 +333,11 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
         return PrefillTimes(*map(Times, us)) if all(us) else None
 
     def upconvert() -> RouteVerdict:
-        parts = part("convert", "workspace_convert"), part("prefill", "bf16_prefill", 2.0), part("gather", "gather", 1.0)
+        parts = (
+            part("convert", "workspace_convert"),
+            part("prefill", "bf16_prefill", _OTHER_KERNEL),
+            part("gather", "gather", 1.0),
+        )
         against = *_pointless(spec), *_too_small(spec, None)
         if spec.graph:
             limit = "upconvert gathers as many rows as the batch has, which no graph can"

@@ -21,10 +21,6 @@ State = Callable[["Decision", str], "str | None"]
 """(decision, implementation) -> its state in the matrix, on a device that is not here."""
 _TIMES: Final = ", us by rows "
 """In the source of a measured cost, before its times."""
-_WEIGHTS: Final = (
-    "cost of a route: the sum of its parts, each times its weight in a step. x 2: prefill through a decode kernel, or decode "
-    "through one for prefill; x 0.02: the gather before a prefill; + 200: every context is gathered in every step"
-)
 
 
 def decision_lines(decision: Decision, state: State | None = None) -> Iterator[RenderableType]:
@@ -75,6 +71,8 @@ def _words(decision: Decision, verdict: Verdict, state: State | None) -> str:
 
 def route_lines(decision: RouteDecision, state: State | None = None) -> Iterator[RenderableType]:
     """How a layer composes the primitives: a row for each route, then what serves the chosen one's primitives."""
+    from mla_portable.attention.routes import WEIGHTS_TEXT
+
     if decision.chosen is None:
         yield Text(decision.failure_text().partition("\n")[0], "bold red")
         why = [[each.route, "; ".join(f"{r.subject} {r.given}" for r in each.reasons)] for each in decision.verdicts]
@@ -92,7 +90,7 @@ def route_lines(decision: RouteDecision, state: State | None = None) -> Iterator
     for part in {str(each.decision.request): each.decision for each in decision.verdict.parts}.values():
         yield from decision_lines(part, state)
         yield ""
-    yield Text(_WEIGHTS, "dim")
+    yield Text(WEIGHTS_TEXT, "dim")
 
 
 def _made_of(verdict: RouteVerdict) -> str:
