@@ -289,6 +289,8 @@ def test_passing_over_an_unmeasured_implementation_is_no_fallback():
     lacking = [replace(named(name), support=support, preference=8.0) for name in ("b.v1", "c.v1")]
     assert not decide(request(rows=1), [named("a.v1"), lacking[0]], Policy(), costs=costs).was_fallback
     assert decide(request(rows=1), [named("a.v1"), lacking[1]], Policy(), costs=costs).was_fallback, "that one is faster"
+    preferred = decide(request(rows=1), [named("a.v1"), lacking[1], named("d.v1", 7.0)], Policy(), costs=costs)
+    assert preferred.chosen == "d.v1" and not preferred.was_fallback, "it is before all that were timed"
 
 
 def test_a_tie_is_said_where_it_decides():

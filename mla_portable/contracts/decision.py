@@ -30,6 +30,7 @@ class Verdict:
         cost: what candidates are ranked by, smaller is better; infinite where it is not known.
         cost_source: "declared" or the record it was measured in.
         fits_device: no reason comes from the device alone.
+        passed_over: it ranks before what was chosen; where that was measured, so was this.
     """
 
     implementation: str
@@ -37,6 +38,7 @@ class Verdict:
     cost: float
     cost_source: str = "declared"
     fits_device: bool = True
+    passed_over: bool = False
 
     @property
     def can_run(self) -> bool:
@@ -46,11 +48,6 @@ class Verdict:
     def measured(self) -> bool:
         """The cost was measured."""
         return self.cost_source != "declared"
-
-    @property
-    def rank(self) -> tuple[bool, float]:
-        """Smaller is better. Measured and declared costs are not comparable: everything measured comes first."""
-        return not self.measured, self.cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +72,7 @@ class Decision:
     @property
     def was_fallback(self) -> bool:
         """An automatic choice that passed over a candidate of better rank, for reasons worth a line in the log."""
-        if self.forced or self.chosen is None:
-            return False
-        chosen = next(v for v in self.verdicts if v.implementation == self.chosen)
-        return any(v.reasons and v.rank < chosen.rank for v in self.verdicts)
+        return self.chosen is not None and not self.forced and any(v.passed_over for v in self.verdicts)
 
     @property
     def causes(self) -> tuple[Verdict, ...]:
@@ -92,8 +86,7 @@ class Decision:
         fitting = [v for v in refused if v.fits_device]
         if self.chosen is None:
             return tuple(fitting or refused)
-        rank = next(v.rank for v in self.verdicts if v.implementation == self.chosen)
-        return tuple(v for v in fitting if v.rank < rank)
+        return tuple(v for v in fitting if v.passed_over)
 
     @property
     def release(self) -> str:

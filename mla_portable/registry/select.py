@@ -89,6 +89,7 @@ class _Candidate:
     disabled: bool
     checked: bool = False
     probed: bool = False
+    passed_over: bool = False
 
     def examine(self, check: Finding | None, probe: Finding | None) -> None:
         """Ask the machine, once each: `check` where the device is right, `probe` where nothing speaks against a run."""
@@ -104,7 +105,7 @@ class _Candidate:
         return Standing(self.measured, self.cost, self.implementation.preference)
 
     def verdict(self) -> Verdict:
-        return Verdict(self.implementation.name, self.reasons, self.cost, self.cost_source, self.fits_device)
+        return Verdict(self.implementation.name, self.reasons, self.cost, self.cost_source, self.fits_device, self.passed_over)
 
 
 def decide(
@@ -151,6 +152,9 @@ def decide(
         if not candidate.reasons:
             chosen = candidate
             break
+    if chosen is not None:
+        for candidate in pool[: pool.index(chosen)]:
+            candidate.passed_over = candidate.measured or not chosen.measured
     if thorough or chosen is None:
         for candidate in ranked:
             candidate.examine(check, probe if thorough else None)

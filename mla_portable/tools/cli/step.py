@@ -195,7 +195,7 @@ def _why(decision: Decision) -> str:
 
 def _why_not_another(decision: Decision) -> str:
     """The next best candidate and the reasons against it; every candidate where none can run."""
-    others = sorted((v for v in decision.verdicts if v.implementation != decision.chosen), key=lambda v: v.rank)
+    others = sorted((v for v in decision.verdicts if v.implementation != decision.chosen), key=lambda v: not v.passed_over)
     if decision.chosen is None:
         return "; ".join(map(_judgement, others)) or "no installed plugin offers it"
     others = [v for v in others if not for_other_devices(v.reasons)]
