@@ -32,7 +32,6 @@ __all__ = [
     "FP8_DECODED",
     "FP8_WORDS",
     "KEY",
-    "MAX_HEADS",
     "REQUEST_TILE",
     "Numbers",
     "Tiles",
@@ -56,7 +55,8 @@ BF16: Final = 0
 FP8: Final = 1
 FP8_WORDS: Final = 2
 FP8_DECODED: Final = 3
-MAX_HEADS: Final = 128
+_MOST_COLUMNS: Final = 128
+"""Of a dot: heads of all its tokens."""
 _FP8_HEADS: Final = 8
 """From so many heads on e4m3 is multiplied as it is. Hopper's sums of such products keep 13 bits below the largest, and the
 sum over few heads does not average that: with one head scores were off by 2^-12 of the terms' magnitudes on an H200."""
@@ -129,7 +129,7 @@ def head_block(num_heads: int) -> int:
 
 def tokens_together(tiles: Tiles, block_h: int, form: int) -> int:
     """TOGETHER: as many tokens of `block_h` heads as the tiles say and a product has columns for. BF16 would spill: one."""
-    return 1 if form == BF16 else min(tiles.together, MAX_HEADS // block_h)
+    return 1 if form == BF16 else min(tiles.together, _MOST_COLUMNS // block_h)
 
 
 def tiles_of(table: Mapping[str, Tiles], arch: str, form: int) -> Tiles:
