@@ -38,7 +38,7 @@ _LEAST_ONE: Final = (1, INT32_MAX)
 class SplitSchedule(DecodeSchedule):
     """Every row's K indices cut into `num_splits` runs of `split_len`; kind "split_kv".
 
-    A kernel may share the keys that a row has by `lengths` among its splits instead, as long as no run exceeds `split_len`.
+    A kernel may share the keys that a row has among its splits by itself, as long as no run exceeds `split_len`.
 
     Attributes:
         num_rows: B * S. num_heads: H. topk: K. These three it was made for.

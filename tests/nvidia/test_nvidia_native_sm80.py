@@ -37,24 +37,25 @@ class Attend(Model):
 
     def run(self, grid, cluster, *arguments):
         at = self.arguments(grid, *arguments)
-        assert cluster == 1
+        assert cluster == 1 and at.splits == grid[1]
         memory, rows, lengths, sink = attended(at, self.build.heads)
         row = (torch.uint8, 656) if self.build.fp8 else (torch.bfloat16, 576)
         kv = cache_of(self.build.kernel, *row, at, memory)
         query = memory(at.q, torch.bfloat16, (*rows, 576), (at.q_b, at.q_s, at.q_h, 1))
         listed = memory(at.indices, torch.int32, (*rows[:2], at.topk), (at.indices_b, at.indices_s, 1))
-        for split in range(grid[1]):
+        share = -(-at.topk // (64 * at.splits)) * 64
+        for split in range(at.splits):
             chosen = torch.full_like(listed, -1)
-            part = slice(split * at.split_len, (split + 1) * at.split_len)
+            part = slice(split * share, (split + 1) * share)
             chosen[..., part] = listed[..., part]
-            whole = grid[1] == 1
+            whole = at.splits == 1
             options = {"softmax_scale": at.scale_log2 * math.log(2.0), "lengths": lengths, "attn_sink": sink if whole else None}
             out, lse = reference.sparse_decode(query, kv, chosen, **options)
             if whole:
                 assert at.partial_out == at.partial_lse == 0
                 store(at, memory, rows, out, lse)
             else:
-                shape = (grid[1], *rows)
+                shape = (at.splits, *rows)
                 memory(at.partial_out, torch.float32, (*shape, 512), _dense(*shape, 512))[split] = out.float()
                 memory(at.partial_lse, torch.float32, shape, _dense(*shape))[split] = lse / math.log(2.0)
 

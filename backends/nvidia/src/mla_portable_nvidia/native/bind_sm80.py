@@ -43,11 +43,12 @@ def _builds(request: Request) -> tuple[Sm80Build, ...]:
     return builds(request.device.arch, layout_of(request), request.num_heads, whole=whole)
 
 
-def _own_cut(request: Request, rows: int, num_heads: int, topk: int, program: ProgramShape) -> tuple[int, int]:
-    """(num_splits, split_len) of a call without a schedule; tokens of a prefill and batch-invariant rows stay whole."""
+def _own_splits(request: Request, rows: int, num_heads: int, topk: int, program: ProgramShape) -> int:
+    """Of a row in a call without a schedule; tokens of a prefill and batch-invariant rows stay whole."""
     whole = request.batch_invariant or request.primitive is not SPARSE_DECODE
     num_sms = 0 if whole else request.device.num_sms
-    return split_kv(num_rows=rows, num_heads=num_heads, topk=topk, num_sms=num_sms, program=program)
+    num_splits, _ = split_kv(num_rows=rows, num_heads=num_heads, topk=topk, num_sms=num_sms, program=program)
+    return num_splits
 
 
 def _split_scratch(request: Request) -> int:
@@ -55,19 +56,19 @@ def _split_scratch(request: Request) -> int:
     rows, num_heads, topk = request.rows, request.num_heads, request.topk
     if rows is None or num_heads is None or topk is None:
         return DEFAULT_SCRATCH_BYTES
-    num_splits, _ = _own_cut(request, rows, num_heads, topk, _program(request))
+    num_splits = _own_splits(request, rows, num_heads, topk, _program(request))
     return 0 if num_splits == 1 else 4 * num_splits * rows * num_heads * (KV_LORA_RANK + 1)
 
 
 class Sm80Attention(BoundAttention):
-    """A decode takes the cut and the scratch of its schedule; without one it allocates scratch where it is split."""
+    """A decode takes the splits and the scratch of its schedule; without one it allocates scratch where it is split."""
 
     def _cut(self, schedule: DecodeSchedule | None) -> tuple[int, ...] | None:
         if schedule is None:
             return None
         made = cast("SplitSchedule", schedule)  # the type of `schedule_kind`, which the callers check
         scratch = made.partial_out, made.partial_lse
-        return (made.num_splits, made.split_len, *(0 if part is None else part.data_ptr() for part in scratch))
+        return (made.num_splits, *(0 if part is None else part.data_ptr() for part in scratch))
 
     def _load(self, index: int) -> None:
         for build in (*_builds(self._request), MERGE):
@@ -78,7 +79,7 @@ class Sm80Attention(BoundAttention):
         batch, query_len, num_heads, _ = of.q.shape
         (build,) = _builds(self._request.but(num_heads=num_heads))
         if cut is None:
-            cut = _own_cut(self._request, batch * query_len, num_heads, of.indices.shape[2], build.program(arch))
+            cut = (_own_splits(self._request, batch * query_len, num_heads, of.indices.shape[2], build.program(arch)),)
         kernel, merge = (load(each, each.archs[arch], index) for each in (build, MERGE))
         return prepare(kernel, merge, build, of, *cut)
 

@@ -145,18 +145,11 @@ __device__ __forceinline__ void convert(u8* smem, u32 stage_at, int first_row, i
 }
 #endif
 
-// this block's indices: the schedule's; where rows have lengths, its share of the row's keys, in whole steps
-__device__ __forceinline__ Span own_indices(int topk, int split_len, const int* length) {
-    const int split = (int)blockIdx.y;
-    if (length) return share(min(topk, *length), LEAST, {0, split, (int)gridDim.y});
-    return {split * split_len, min((split + 1) * split_len, topk)};
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_decode_sm80(
     u16* __restrict__ out, float* __restrict__ lse_out, const u16* __restrict__ q, const u8* __restrict__ kv,
     const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink,
     float* __restrict__ partial_out, float* __restrict__ partial_lse, float scale_log2,
-    int topk, int split_len, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, i64 block_stride,
+    int topk, int splits, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, i64 block_stride,
     Strides st) {  // block_stride: bytes
     extern __shared__ __align__(128) u8 smem[];
     const int thread = threadIdx.x, lane = thread & 31, warp = (thread >> 5) & 3;
@@ -168,11 +161,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     const u32 shared = smem_u32(smem), base = GROUPS_AT + group * GROUP_BYTES;
 
     const int* index_row = indices + b * st.indices_b + s * st.indices_s;
-    const int* length = lengths ? lengths + b * st.lengths_b + s * st.lengths_s : nullptr;
-    const Span own = own_indices(topk, split_len, length);
+    const int keys = lengths ? min(topk, lengths[b * st.lengths_b + s * st.lengths_s]) : topk;
+    const Span own = share(keys, LEAST, {0, (int)blockIdx.y, splits});
     const int begin = own.begin, end = own.end;
     const int tiles = end > begin ? (end - begin + TILE - 1) / TILE : 0;
-    const int splits = gridDim.y;
     if (tiles == 0 && splits > 1) {  // nothing to merge
         const int h = head0 + (thread & (GROUP - 1));
         if (h < min(head0 + HT, num_heads))

@@ -182,7 +182,6 @@ def prepare(
     build: Sm80Build,
     of: Tensors,
     num_splits: int,
-    split_len: int,
     partial_out: int = 0,
     partial_lse: int = 0,
 ) -> Callable[..., None]:
@@ -193,7 +192,7 @@ def prepare(
     """
     batch, query_len, num_heads, _ = of.q.shape
     rows, head_tiles = batch * query_len, -(-num_heads // build.heads)
-    attend = kernel.prepare((rows * head_tiles, num_splits), 1, *arguments(of, split_len, head_tiles))
+    attend = kernel.prepare((rows * head_tiles, num_splits), 1, *arguments(of, num_splits, head_tiles))
     if num_splits == 1:
         return _Whole(attend)
     strides = *of.out.stride()[:3], *of.lse_out.stride()
