@@ -27,6 +27,7 @@ from mla_portable.primitives.topk_select import reference as topk_reference
 from mla_portable.sources import code_of, sources_of
 from mla_portable_nvidia import compile_all, native
 from mla_portable_nvidia.native import build as kernel_build
+from mla_portable_nvidia.native import checks
 from mla_portable_nvidia.native import indexer_logits as indexer
 from mla_portable_nvidia.native.build import compile_build
 from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL, indexer_implementations, tokens_of_block
@@ -118,7 +119,7 @@ def models(monkeypatch):
 
     monkeypatch.setattr(kernel_build, "Module", Module)
     monkeypatch.setattr(kernel_build, "compile_build", lambda build, arch, compiler: build)
-    monkeypatch.setattr(indexer, "device_with", lambda facts: torch.device("cuda", 0))
+    monkeypatch.setattr(checks, "device_with", lambda facts: torch.device("cuda", 0))
     monkeypatch.setattr(indexer, "NativeTopkSelect", TopK)
     kernel_build.load.cache_clear()
     yield found

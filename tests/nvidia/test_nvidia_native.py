@@ -16,9 +16,10 @@ from mla_portable.layouts import BF16, FP8_DS_MLA, LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia import attention
 from mla_portable_nvidia.flat_decode import flat_implementations
-from mla_portable_nvidia.native import bind, bound, checks
+from mla_portable_nvidia.native import bind, checks
 from mla_portable_nvidia.native import build as kernel_build
 from mla_portable_nvidia.native.choice import BUILDS, FEW, MANY, builds
+from mla_portable_nvidia.native.driver import Launches
 from mla_portable_nvidia.native.nvrtc import NvrtcNotFound
 
 SCALE = 576**-0.5
@@ -48,7 +49,7 @@ def models(monkeypatch):
     monkeypatch.setattr(Module, "models", found, raising=False)
     monkeypatch.setattr(kernel_build, "Module", Module)
     monkeypatch.setattr(kernel_build, "compile_build", lambda build, arch, compiler: {"sm_90a": build}[arch])
-    monkeypatch.setattr(bound, "device_with", lambda facts: torch.device("cuda", 0))
+    monkeypatch.setattr(checks, "device_with", lambda facts: torch.device("cuda", 0))
     kernel_build.load.cache_clear()
     yield found
     kernel_build.load.cache_clear()
@@ -208,7 +209,7 @@ def test_a_launch_is_prepared_once_for_tensors_that_lie_alike(models):
 
 
 def test_prepared_launches_are_bounded(models, monkeypatch):
-    monkeypatch.setattr(bound, "_LAUNCHES", 2)
+    monkeypatch.setattr(Launches, "most", 2)
     decode = bind.bind_sparse_decode(REQUEST)
     kv = cache(4, 16)
     for batch, prepared in ((1, 1), (2, 2), (1, 2), (3, 3), (3, 3), (1, 4)):
@@ -284,8 +285,7 @@ def test_a_cache_that_16_byte_copies_cannot_read_is_a_reason_and_no_error_of_a_c
 
 
 def test_what_the_machine_lacks_is_said_with_a_remedy(monkeypatch):
-    for module in (bound, checks):
-        monkeypatch.setattr(module, "device_with", lambda facts: None)
+    monkeypatch.setattr(checks, "device_with", lambda facts: None)
     assert [(reason.subject, reason.limit) for reason in checks.check(H200)] == [("device", "not on this machine")]
     with pytest.raises(MLAPortableError, match="no CUDA device of this machine"):
         bind.bind_sparse_decode(REQUEST)

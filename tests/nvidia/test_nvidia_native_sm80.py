@@ -21,7 +21,7 @@ from mla_portable.contracts import Request, ScheduleLimits
 from mla_portable.layouts import BF16, FP8_DS_MLA
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia import compile_all
-from mla_portable_nvidia.native import bind_sm80, bound
+from mla_portable_nvidia.native import bind_sm80, checks
 from mla_portable_nvidia.native import build as kernel_build
 from mla_portable_nvidia.native.build import compile_build
 from mla_portable_nvidia.native.nvrtc import CompilationFailed, compile_cubin
@@ -100,7 +100,7 @@ def models(monkeypatch):
     monkeypatch.setattr(Module, "models", found, raising=False)
     monkeypatch.setattr(kernel_build, "Module", Module)
     monkeypatch.setattr(kernel_build, "compile_build", lambda build, arch, compiler: {"sm_80": build}[arch])
-    monkeypatch.setattr(bound, "device_with", lambda facts: torch.device("cuda", 0))
+    monkeypatch.setattr(checks, "device_with", lambda facts: torch.device("cuda", 0))
     kernel_build.load.cache_clear()
     yield found
     kernel_build.load.cache_clear()

@@ -13,7 +13,7 @@ from test_nvidia_native_sm80 import REQUEST
 
 from mla_portable.contracts import SplitSchedule
 from mla_portable.layouts import FP8_DS_MLA
-from mla_portable_nvidia.native import bind_sm80, bound
+from mla_portable_nvidia.native import bind_sm80, checks
 from mla_portable_nvidia.native import build as kernel_build
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -31,7 +31,7 @@ class Module:
 def emulated(monkeypatch):
     monkeypatch.setattr(kernel_build, "Module", Module)
     monkeypatch.setattr(kernel_build, "compile_build", lambda build, arch, compiler: build)
-    monkeypatch.setattr(bound, "device_with", lambda facts: torch.device("cuda", 0))
+    monkeypatch.setattr(checks, "device_with", lambda facts: torch.device("cuda", 0))
     kernel_build.load.cache_clear()
     yield
     kernel_build.load.cache_clear()

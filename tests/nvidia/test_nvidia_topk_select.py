@@ -16,7 +16,9 @@ from mla_portable.contracts import InvalidArgument, MLAPortableError, Request
 from mla_portable.primitives import TOPK_SELECT
 from mla_portable.problems.topk_select import topk_select as oracle
 from mla_portable_nvidia.native import build as kernel_build
+from mla_portable_nvidia.native import checks
 from mla_portable_nvidia.native import topk_select as native
+from mla_portable_nvidia.native.driver import Launches
 from mla_portable_nvidia.native.topk_select import FEW_ROWS, MANY_ROWS, MAX_TOPK, TopkBuild, choose, topk_implementations
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -40,7 +42,7 @@ def models(monkeypatch):
 
     monkeypatch.setattr(kernel_build, "Module", Module)
     monkeypatch.setattr(kernel_build, "compile_build", lambda build, arch, compiler: build)
-    monkeypatch.setattr(native, "device_with", lambda facts: torch.device("cuda", 0))
+    monkeypatch.setattr(checks, "device_with", lambda facts: torch.device("cuda", 0))
     kernel_build.load.cache_clear()
     yield found
     kernel_build.load.cache_clear()
@@ -168,7 +170,7 @@ def test_more_than_was_declared_is_refused_before_a_launch(models):
 
 
 def test_prepared_launches_are_bounded(models, monkeypatch):
-    monkeypatch.setattr(native, "_LAUNCHES", 2)
+    monkeypatch.setattr(Launches, "most", 2)
     call = bound()
     monkeypatch.setattr(Model, "run", lambda *arguments: None)
     for rows, prepared in ((1, 1), (2, 2), (1, 2), (3, 3), (3, 3), (1, 4)):
@@ -229,6 +231,6 @@ def test_the_packed_fields_are_the_parameters_of_the_source():
 
 
 def test_a_device_that_is_not_here_is_said(monkeypatch):
-    monkeypatch.setattr(native, "device_with", lambda facts: None)
+    monkeypatch.setattr(checks, "device_with", lambda facts: None)
     with pytest.raises(MLAPortableError, match="no CUDA device of this machine"):
         bound()

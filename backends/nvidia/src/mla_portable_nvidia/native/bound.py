@@ -5,20 +5,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DecodeSchedule, InvalidArgument, MLAPortableError, Request, attention_results
+from mla_portable.contracts import DecodeSchedule, InvalidArgument, Request, attention_results
 from mla_portable.layouts import FP8_DS_MLA, LAYOUTS
-from mla_portable_nvidia.discovery import device_with
 from mla_portable_nvidia.head_padding import aligned
+from mla_portable_nvidia.native.checks import index_of
+from mla_portable_nvidia.native.driver import Launches
 from mla_portable_nvidia.native.sparse_decode import Tensors
 
 __all__ = ["BoundAttention", "layout_of"]
 
-_LAUNCHES: Final = 1024
 _LOG2_E: Final = 1.4426950408889634
 
 
@@ -56,11 +56,8 @@ class BoundAttention(ABC):
     def __init__(self, request: Request) -> None:
         self._request = request
         self._kv_layout = layout_of(request)
-        self._launches: dict[tuple[Any, ...], Callable[..., None]] = {}
-        device = device_with(request.device)
-        if device is None or device.type != "cuda":
-            raise MLAPortableError(f"{request.primitive}: no CUDA device of this machine is {request.device}")
-        self._load(device.index)
+        self._launches = Launches[Callable[..., None]]()
+        self._load(index_of(request))
 
     @abstractmethod
     def _load(self, index: int) -> None:
@@ -134,8 +131,6 @@ class BoundAttention(ABC):
                 to = out if whole else torch.empty_like(out, memory_format=torch.contiguous_format)
                 self._attend(query, kv, indices, softmax_scale, lengths, attn_sink, to, lse_out, cut)
                 return out if whole else out.copy_(to), lse_out
-            if len(self._launches) >= _LAUNCHES:
-                self._launches.clear()
             launch = self._launches[key] = self._prepared(_as_decode(Tensors(q, kv, indices, out, lse_out, lengths)), cut)
         launch(
             out_at,

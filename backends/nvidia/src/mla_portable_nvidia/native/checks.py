@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from mla_portable.contracts import DeviceFacts, Reason
+from mla_portable.contracts import DeviceFacts, MLAPortableError, Reason, Request
 from mla_portable_nvidia.discovery import device_with
 from mla_portable_nvidia.native.driver import DriverError, driver_version
 from mla_portable_nvidia.native.nvrtc import NvrtcNotFound, nvrtc_version
 
-__all__ = ["check"]
+__all__ = ["check", "index_of"]
 
 
 def check(device: DeviceFacts) -> Iterator[Reason]:
@@ -26,3 +27,11 @@ def check(device: DeviceFacts) -> Iterator[Reason]:
         driver_version()
     except (OSError, DriverError) as error:
         yield Reason("CUDA driver", "not usable", str(error), "install the NVIDIA driver")
+
+
+def index_of(request: Request[Any]) -> int:
+    """The CUDA index of the device that a request is bound for. Raises: MLAPortableError where it is not here."""
+    device = device_with(request.device)
+    if device is None or device.type != "cuda":
+        raise MLAPortableError(f"{request.primitive}: no CUDA device of this machine is {request.device}")
+    return device.index

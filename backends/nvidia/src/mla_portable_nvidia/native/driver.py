@@ -12,13 +12,14 @@ import ctypes
 import functools
 import struct
 import threading
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 import torch
 
 from mla_portable.contracts import DRIVER_FAULTS
 
-__all__ = ["DriverError", "Kernel", "Launch", "Module", "driver_version"]
+__all__ = ["DriverError", "Kernel", "Launch", "Launches", "Module", "driver_version"]
 
 _BUFFER_POINTER: Final = 1
 _BUFFER_SIZE: Final = 2
@@ -204,3 +205,17 @@ class Launch:
                 code = self._launch(self._config_at, self._function, None, self._extra)
         if code:
             _check(code, f"launch of {self._kernel.name}, {self._config.grid_x} x {self._config.grid_y} blocks")
+
+
+L = TypeVar("L", bound=Callable[..., None])
+
+
+class Launches(dict[tuple[Any, ...], L]):
+    """Prepared launches by the shapes and strides that they are for; beyond `most` all are prepared again as needed."""
+
+    most = 1024
+
+    def __setitem__(self, key: tuple[Any, ...], launch: L) -> None:
+        if len(self) >= self.most:
+            self.clear()
+        super().__setitem__(key, launch)

@@ -14,14 +14,13 @@ from typing import Any, ClassVar, Final
 
 from torch import Tensor
 
-from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, Implementation, MLAPortableError, Request, Support
+from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, Implementation, Request, Support
 from mla_portable.layouts import INDEX_FP8
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_SELECT, TOPK_SELECT, IndexerLogits, IndexerSelect, SelectInParts
-from mla_portable_nvidia.discovery import device_with
 from mla_portable_nvidia.head_padding import aligned
 from mla_portable_nvidia.native.build import KernelBuild, load
-from mla_portable_nvidia.native.checks import check
-from mla_portable_nvidia.native.driver import Kernel, Launch
+from mla_portable_nvidia.native.checks import check, index_of
+from mla_portable_nvidia.native.driver import Kernel, Launch, Launches
 from mla_portable_nvidia.native.topk_select import MAX_TOPK, NativeTopkSelect
 
 __all__ = ["HEADS", "DecodeBuild", "IndexerBuild", "NativeScores", "PrefillBuild", "indexer_implementations"]
@@ -38,7 +37,6 @@ _START: Final = 8
 """Tokens that a block would score in the time in which it starts."""
 _TOKENS_A_REQUEST: Final = 4
 """From here on, on average, keys stay instead of queries."""
-_LAUNCHES: Final = 1024
 
 
 def _query_bytes(heads: int) -> int:
@@ -139,13 +137,11 @@ class NativeScores:
 
     def __init__(self, request: Request[Any]) -> None:
         self._request = request
-        self._launches: dict[tuple[Any, ...], Launch] = {}
-        device = device_with(request.device)
-        if device is None or device.type != "cuda":
-            raise MLAPortableError(f"{request.primitive}: no CUDA device of this machine is {request.device}")
+        self._launches = Launches[Launch]()
+        index = index_of(request)
         for build in (*DECODE.values(), *PREFILL.values()):
             if build.heads == request.num_heads:
-                load(build, IndexerBuild.archs[request.device.arch], device.index)
+                load(build, IndexerBuild.archs[request.device.arch], index)
 
     def __call__(
         self,
@@ -173,8 +169,6 @@ class NativeScores:
         if launch is None:
             if 0 in out.shape:
                 return
-            if len(self._launches) >= _LAUNCHES:
-                self._launches.clear()
             launch = self._launches[shapes, strides] = self._prepared(out, q, weights, index_cache, block_table)
         begins, ends = (0, 0) if bounds is None else (bounds[0].data_ptr(), bounds[1].data_ptr())
         launch(

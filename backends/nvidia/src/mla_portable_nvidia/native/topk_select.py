@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import Implementation, InvalidArgument, MLAPortableError, Request, Support
+from mla_portable.contracts import Implementation, InvalidArgument, Request, Support
 from mla_portable.primitives import TOPK_SELECT, TopkSelect
-from mla_portable_nvidia.discovery import device_with
 from mla_portable_nvidia.native.build import KernelBuild, load
-from mla_portable_nvidia.native.checks import check
-from mla_portable_nvidia.native.driver import Kernel, Launch
+from mla_portable_nvidia.native.checks import check, index_of
+from mla_portable_nvidia.native.driver import Kernel, Launch, Launches
 
 __all__ = ["FEW_ROWS", "MANY_ROWS", "MAX_TOPK", "NativeTopkSelect", "TopkBuild", "choose", "topk_implementations"]
 
@@ -35,7 +34,6 @@ _LARGEST_CLUSTER: Final = {"sm90": 16, "sm100": 16, "sm103": 16, "sm120": 8, "sm
 """Blocks of a cluster; none elsewhere."""
 _BLOCK_RESERVE: Final = 1024
 """Shared memory that the driver keeps of each block, and that a multiprocessor has beyond what one block may ask for."""
-_LAUNCHES: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +127,8 @@ class NativeTopkSelect:
     def __init__(self, request: Request, *, starts_early: bool = False) -> None:
         self._request, self._starts_early = request, starts_early
         self._devices: dict[int, _Device] = {}
-        self._launches: dict[tuple[Any, ...], Launch] = {}
-        device = device_with(request.device)
-        if device is None or device.type != "cuda":
-            raise MLAPortableError(f"{request.primitive}: no CUDA device of this machine is {request.device}")
-        self._on(device.index)
+        self._launches = Launches[Launch]()
+        self._on(index_of(request))
 
     def _on(self, index: int) -> _Device:
         found = self._devices.get(index)
@@ -150,8 +145,6 @@ class NativeTopkSelect:
         if launch is None:
             if logits.shape[0] == 0:
                 return out
-            if len(self._launches) >= _LAUNCHES:
-                self._launches.clear()
             launch = self._launches[key] = self._prepared(logits, out, topk)
         launch(out.data_ptr(), logits.data_ptr(), row_starts.data_ptr(), row_ends.data_ptr())
         return out
