@@ -22,7 +22,7 @@ NOT_RUN = {
     r"\bpip (install|uninstall|wheel)\b|python3 -m venv": "installs or removes packages: ci/install and .ci/run do it",
     r"\bvllm serve\b|ci/gpu_vllm": "needs vLLM and a GPU",
     r"^ci/(gpu|contribute)|--device cuda|--graph|conform nvidia": "needs a GPU",
-    r"^mla-portable bench kernels|\bmla-portable tune": "minutes on a CPU: tests/test_bench_kernels.py, tests/test_tune.py",
+    r"^mla-portable bench kernels|\bmla-portable tune": "minutes on a CPU: tests/test_bench_command.py, tests/test_tune.py",
     r"^mla-portable conform triton|_triton\.compile_all|^ci/refresh_evidence": "minutes on a CPU: ci/conformance, ci/compile",
     r"^mla-portable run": "half a minute each: ci/main_job",
     r"\bacme\b|^mla-portable explain sparse_prefill": "needs the example plugin: tests/test_example_plugin.py",

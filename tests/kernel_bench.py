@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of the kernel benchmark share: small cases of each primitive, a run over them, a baseline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch_reference as reference
+from spoiled import registry_with
+
+from mla_portable.contracts import Baseline, BaselineCall, Primitive, Reason, Request
+from mla_portable.primitives import (
+    CACHE_WRITE,
+    CONVERT_INDICES,
+    GATHER_UPCONVERT,
+    INDEXER_SELECT,
+    SPARSE_DECODE,
+    SPARSE_PREFILL,
+    TOPK_SELECT,
+)
+from mla_portable.problems.bench import KernelCase, Workshop, timed_primitives
+from mla_portable.registry import Registry
+from mla_portable.tools.bench.kernels import KernelReport, time_kernels
+
+CPU = torch.device("cpu")
+ATTENTION = (SPARSE_DECODE, SPARSE_PREFILL)
+TIMED = timed_primitives()
+SMALL: dict[Primitive, KernelCase] = {
+    SPARSE_DECODE: KernelCase(SPARSE_DECODE, 3, "fp8_ds_mla", 2, 16, 64),
+    SPARSE_PREFILL: KernelCase(SPARSE_PREFILL, 5, "bf16", 2, 16, 64, 50),
+    TOPK_SELECT: KernelCase(TOPK_SELECT, 5, topk=16, width=64),
+    CONVERT_INDICES: KernelCase(CONVERT_INDICES, 5, topk=16),
+    GATHER_UPCONVERT: KernelCase(GATHER_UPCONVERT, 130, "fp8_ds_mla"),
+    CACHE_WRITE: KernelCase(CACHE_WRITE, 5, "fp8_ds_mla"),
+    INDEXER_SELECT: KernelCase(INDEXER_SELECT, 3, "index_fp8", 2, 16, 100),
+}
+
+
+def workshop(**options: Any) -> Workshop:
+    return Workshop(CPU, registry_with().facts(CPU), **options)
+
+
+def run(*cases: KernelCase, registry: Registry | None = None, **options: Any) -> KernelReport:
+    return time_kernels(cases, device=CPU, registry=registry or registry_with(), repeat=2, **options)
+
+
+def decode_baseline(name: str = "other.v1", *, factor: float = 1.0, reasons: tuple[Reason, ...] = ()) -> Baseline:
+    def prepare(request: Request, arguments: Any) -> BaselineCall:
+        q, kv, indices = (arguments[name] for name in ("q", "kv_cache", "indices"))
+        last: list[Any] = []
+
+        def work() -> None:
+            last[:] = reference.sparse_decode(q, kv, indices, softmax_scale=arguments["softmax_scale"])
+
+        return BaselineCall(work, lambda: (last[0] * factor, last[1]))
+
+    return Baseline(name, SPARSE_DECODE, lambda request: reasons, prepare, "nothing is padded")
