@@ -164,7 +164,6 @@ def split_schedule(**changes: Any) -> SplitSchedule:
         "num_heads": H,
         "topk": K,
         "num_splits": 2,
-        "split_len": 4,
         "partial_out": zeros(2, B * S, H, 512, dtype=torch.float32),
         "partial_lse": zeros(2, B * S, H, dtype=torch.float32),
     }

@@ -249,7 +249,7 @@ def test_backend_and_use_steer_calls_already_served(two):
 
 
 def split_schedule() -> SplitSchedule:
-    return SplitSchedule(num_rows=B * S, num_heads=H, topk=K, num_splits=1, split_len=64)
+    return SplitSchedule(num_rows=B * S, num_heads=H, topk=K, num_splits=1)
 
 
 def tile_schedule() -> TileSchedule:

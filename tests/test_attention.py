@@ -209,7 +209,7 @@ def test_a_plugin_brings_schedules_of_its_own_kind():
     assert {name: given for name, _, given in plugin.calls}["sparse_decode"]["schedule"] is schedule
     with pytest.raises(PlanMismatch, match="made for"):
         layer(step.q, step.kv_cache, step.topk_indices, replace(plan, decode_schedule=Halves(limits, 7, 2)))
-    cut = SplitSchedule(plan.num_decode_tokens, HEADS, TOPK, 1, 64)
+    cut = SplitSchedule(plan.num_decode_tokens, HEADS, TOPK, 1)
     with pytest.raises(PlanMismatch, match="takes a Halves"):
         layer(step.q, step.kv_cache, step.topk_indices, replace(plan, decode_schedule=cut))
 

@@ -33,12 +33,17 @@ def make_splits(
     return SplitSchedules(limits)
 
 
+def share(topk: int, num_splits: int) -> int:
+    """Indices of a split: kernels share a row in steps of 64."""
+    return -(-topk // (64 * num_splits)) * 64
+
+
 @pytest.mark.parametrize("tile", [32, 64])
 @pytest.mark.parametrize("num_sms", [0, 1, 78, 108, 132, 160])
-def test_every_cut_covers_the_row_within_the_scratch(num_sms: int, tile: int):
+def test_every_split_has_keys_within_the_scratch(num_sms: int, tile: int):
     for heads, topk, bound in product((1, 8, 16, 32, 64, 128), (1, 64, 100, 512, 2000, 2048, 2049), (0, 4 << 20, 64 << 20)):
         for rows in range(301):
-            num_splits, split_len = split_kv(
+            num_splits = split_kv(
                 num_rows=rows,
                 num_heads=heads,
                 topk=topk,
@@ -46,10 +51,8 @@ def test_every_cut_covers_the_row_within_the_scratch(num_sms: int, tile: int):
                 program=ProgramShape(tile=tile),
                 max_scratch_bytes=bound,
             )
-            shape = (rows, heads, topk, bound, num_splits, split_len)
-            assert num_splits >= 1 and split_len > 0 and split_len % tile == 0, shape
-            assert (num_splits - 1) * split_len < topk <= num_splits * split_len, shape
-            assert num_splits == 1 or split_len >= 64, shape
+            shape = (rows, heads, topk, bound, num_splits)
+            assert num_splits >= 1 and (num_splits - 1) * share(topk, num_splits) < topk, shape
             if num_splits > 1:
                 assert num_splits * rows * heads * (KV_LORA_RANK + 1) * 4 <= bound, shape
                 assert num_splits * rows * -(-heads // 16) <= 2 * num_sms, shape
@@ -70,7 +73,7 @@ def test_the_scratch_holds_the_most_demanding_row_count_and_little_more(
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize(("num_heads", "topk"), [(1, 1), (16, 64), (16, 2048), (64, 2049), (128, 2048)])
 @pytest.mark.parametrize(("num_sms", "scratch"), [(0, 64 << 20), (8, 100_000), (132, 0), (132, 4 << 20), (132, 64 << 20)])
-def test_split_schedules_cover_topk_within_the_bound(
+def test_every_split_of_a_schedule_has_keys_within_the_bound(
     num_heads: int, topk: int, num_sms: int, scratch: int, batch_invariant: bool
 ):
     rows = (1, 2, 20, 64, 300)
@@ -79,7 +82,7 @@ def test_split_schedules_cover_topk_within_the_bound(
         schedule = schedules.get(num_rows)
         assert schedules.get(num_rows) is schedule
         assert (schedule.num_rows, schedule.num_heads, schedule.topk) == (num_rows, num_heads, topk)
-        assert (schedule.num_splits - 1) * schedule.split_len < topk <= schedule.num_splits * schedule.split_len
+        assert (schedule.num_splits - 1) * share(topk, schedule.num_splits) < topk
         schedule.check("sparse_decode", num_rows, 1, num_heads, topk, torch.device("cpu"))
         if schedule.num_splits == 1:
             assert schedule.partial_out is schedule.partial_lse is None

@@ -25,7 +25,7 @@ KERNELS = Path(mla_portable_triton.__file__).parent / "kernels"
 MACHINE_CODE = {"sm80": "cubin", "sm90": "cubin", "gfx942": "hsaco"}
 BATCH_DEPENDENT = {
     *("num_tokens", "num_reqs", "num_requests", "num_rows", "num_blocks", "num_prefills", "num_parts", "num_slots"),
-    *("table_width", "table_stride", "last_slot", "split_len", "topk"),
+    *("table_width", "table_stride", "last_slot", "topk"),
 }
 """Run-time parameters that change from batch to batch, or from cache to cache: specialising on them compiles again."""
 

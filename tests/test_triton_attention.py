@@ -74,8 +74,8 @@ class Problem:
         request = Request(SPARSE_PREFILL, facts, kv_layout=self.layout, num_heads=self.heads, topk=self.topk)
         return bind_sparse_prefill(request)
 
-    def schedule(self, num_splits: int, split_len: int) -> SplitSchedule:
-        return make_schedule(self.q.shape[0] * self.q.shape[1], self.heads, self.topk, num_splits, split_len, self.q.device)
+    def schedule(self, num_splits: int) -> SplitSchedule:
+        return make_schedule(self.q.shape[0] * self.q.shape[1], self.heads, self.topk, num_splits, self.q.device)
 
 
 def make_cache(layout: str, blocks: int, block_size: int, gap: int, generator: torch.Generator, device: torch.device) -> Tensor:
@@ -93,10 +93,10 @@ def make_cache(layout: str, blocks: int, block_size: int, gap: int, generator: t
     return cache.copy_(packed.view(blocks, block_size, width))
 
 
-def make_schedule(rows: int, heads: int, topk: int, num_splits: int, split_len: int, device: torch.device) -> SplitSchedule:
+def make_schedule(rows: int, heads: int, topk: int, num_splits: int, device: torch.device) -> SplitSchedule:
     partial_out = torch.full((num_splits, rows, heads, 512), NAN, device=device)
     partial_lse = torch.full((num_splits, rows, heads), NAN, device=device)
-    return SplitSchedule(rows, heads, topk, num_splits, split_len, partial_out, partial_lse)
+    return SplitSchedule(rows, heads, topk, num_splits, partial_out, partial_lse)
 
 
 def check(got: Pair, want: Pair) -> None:
@@ -125,14 +125,14 @@ def test_a_schedule_of_its_own_fills_the_device(device: torch.device, facts: Dev
     check(got, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE))
     config = attention_config(facts.arch, "fp8_ds_mla", 16)
     expected = split_kv(num_rows=1, num_heads=16, topk=512, num_sms=2, program=program_shape(config, "fp8_ds_mla", wide))
-    assert [(s.num_splits, s.split_len) for s in made] == [expected] and expected[0] > 1
+    assert [each.num_splits for each in made] == [expected] and expected > 1
 
 
 @pytest.mark.parametrize("layout", ["fp8_ds_mla", "bf16"])
 def test_all_splits_work_on_a_row_that_is_shorter_than_k(device: torch.device, facts: DeviceFacts, layout: str):
     problem = Problem(device, layout, heads=2, topk=2048, rows=(5, 1))
     lengths = torch.tensor([[2048], [512], [200], [0], [5000]], dtype=torch.int32, device=device)
-    schedule = problem.schedule(4, 512)
+    schedule = problem.schedule(4)
     got = problem.decode(facts)(
         problem.q, problem.cache, problem.indices, softmax_scale=SCALE, lengths=lengths, schedule=schedule
     )
@@ -152,7 +152,7 @@ def test_strided_queries_and_outputs(device: torch.device, facts: DeviceFacts, q
     lengths = torch.full((batch, query_len, 3), 33, dtype=torch.int32, device=device)[..., 0]
     out = torch.full((5, batch, query_len, 512), NAN, dtype=torch.bfloat16, device=device).permute(1, 2, 0, 3)
     lse = torch.full((5, batch, query_len), NAN, device=device).permute(1, 2, 0)
-    schedule = problem.schedule(num_splits, 32) if num_splits > 1 else None
+    schedule = problem.schedule(num_splits) if num_splits > 1 else None
     got = problem.decode(facts)(
         q, problem.cache, indices, softmax_scale=SCALE, lengths=lengths, schedule=schedule, out=out, lse_out=lse
     )
@@ -164,7 +164,7 @@ def test_strides_that_are_not_multiples_of_sixteen_bytes(device: torch.device, f
     problem = Problem(device, "bf16", heads=3, topk=40, rows=(2, 1))
     q = torch.empty(2, 1, 3, 577, dtype=torch.bfloat16, device=device)[..., :576].copy_(problem.q)
     out = torch.full((2, 1, 3, 515), NAN, dtype=torch.bfloat16, device=device)
-    for schedule in (None, problem.schedule(2, 24)):
+    for schedule in (None, problem.schedule(2)):
         got = problem.decode(facts)(
             q, problem.cache, problem.indices, softmax_scale=SCALE, schedule=schedule, out=out[..., :512]
         )
@@ -181,7 +181,7 @@ def test_aligned_strides_are_counted_in_units(strides: tuple[int, ...]):
 def test_nan_in_a_named_row_is_seen(device: torch.device, facts: DeviceFacts):
     problem = Problem(device, "fp8_ds_mla", heads=2, topk=64, rows=(2, 1))
     problem.indices[1, 0, 30] = 1  # a row of NaN
-    for schedule in (None, problem.schedule(2, 32)):
+    for schedule in (None, problem.schedule(2)):
         out, lse = problem.decode(facts)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE, schedule=schedule)
         assert out[1].isnan().all() and lse[1].isnan().all()
         assert not out[0].isnan().any() and not lse[0].isnan().any()
@@ -209,7 +209,7 @@ def test_nothing_is_allocated_where_all_is_given(device: torch.device, facts: De
     problem = Problem(device, "fp8_ds_mla", heads=2, topk=40)
     out = torch.empty(1, 1, 2, 512, dtype=torch.bfloat16, device=device)
     lse = torch.empty(1, 1, 2, device=device)
-    schedule, decode, prefill = problem.schedule(2, 24), problem.decode(facts), problem.prefill(facts)
+    schedule, decode, prefill = problem.schedule(2), problem.decode(facts), problem.prefill(facts)
 
     def refuse(*args: object, **kwargs: object) -> Tensor:
         raise AssertionError("allocated")

@@ -192,10 +192,10 @@ def test_the_configuration_is_taken_when_binding(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_schedule_of_its_own_is_cut_by_the_tuned_tiles(monkeypatch: pytest.MonkeyPatch):
-    made: list[tuple[int, int]] = []
+    made: list[int] = []
 
     def recorded(*args: Any) -> SplitSchedule:
-        made.append(args[3:5])
+        made.append(args[3])
         return SplitSchedule(*args)
 
     monkeypatch.setattr(bind_attention, "SplitSchedule", recorded)

@@ -387,7 +387,7 @@ GOOD = [
     (
         "sparse_decode",
         "no scratch",
-        with_(schedule=split_schedule(num_splits=1, split_len=8, partial_out=None, partial_lse=None)),
+        with_(schedule=split_schedule(num_splits=1, partial_out=None, partial_lse=None)),
     ),
     ("sparse_prefill", "the paged cache itself", with_(kv=fp8_cache())),
     ("sparse_prefill", "no tokens", with_(**NO_TOKENS)),

@@ -89,8 +89,6 @@ def test_flags_are_true_or_false(make: Callable[..., object], field: str, value:
         (support, {"block_size_multiple": 0}, "block_size_multiple"),
         (support, {"cache_alignment": 0}, "cache_alignment"),
         (split_schedule, {"num_splits": 0}, "num_splits"),
-        (split_schedule, {"split_len": 0}, "split_len"),
-        (split_schedule, {"split_len": 3}, "split_len"),
         (tile_schedule, {"num_sm_parts": 0}, "num_sm_parts"),
         (spec, {"num_heads": 0}, "num_heads"),
         (spec, {"decode_query_len": 0}, "decode_query_len"),

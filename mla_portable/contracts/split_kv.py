@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split-KV schedules: each row's indices cut into runs of one length, over one block of scratch for all row counts."""
+"""Split-KV schedules: into how many splits each row is cut, over one block of scratch for all row counts."""
 
 from __future__ import annotations
 
@@ -36,37 +36,28 @@ _LEAST_ONE: Final = (1, INT32_MAX)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitSchedule(DecodeSchedule):
-    """Every row's K indices cut into `num_splits` runs of `split_len`; kind "split_kv".
-
-    A kernel may share the keys that a row has among its splits by itself, as long as no run exceeds `split_len`.
+    """Every row is cut into `num_splits` splits; kind "split_kv". A kernel shares the keys that a row has among them.
 
     Attributes:
-        num_rows: B * S. num_heads: H. topk: K. These three it was made for.
-        num_splits: runs per row, at least 1. split_len: indices in a run, a multiple of the tile given to `split_kv`;
-            num_splits * split_len >= topk.
+        num_rows: B * S. num_heads: H. topk: K. These three it was made for. num_splits: of a row, at least 1.
         partial_out: [num_splits, num_rows, H, value_width] float32 scratch, contiguous; None when num_splits is 1.
         partial_lse: [num_splits, num_rows, H] float32 scratch, contiguous; None when num_splits is 1.
         value_width: of the cache's layout.
-    Raises: InvalidArgument where the runs do not cover the indices.
     """
 
     num_rows: int
     num_heads: int
     topk: int
     num_splits: int
-    split_len: int
     partial_out: Tensor | None = None
     partial_lse: Tensor | None = None
     value_width: int = KV_LORA_RANK
 
     def __post_init__(self) -> None:
-        counts = (self.num_rows, self.num_heads, self.topk, self.num_splits, self.split_len)
+        counts = (self.num_rows, self.num_heads, self.topk, self.num_splits)
         # A call without a schedule makes one, and check_fields takes 2 us.
         if set(map(type, counts)) != {int} or counts[0] < 0 or min(counts[1:]) < 1:
-            check_fields(self, dict.fromkeys(("num_heads", "topk", "num_splits", "split_len"), _LEAST_ONE))
-        if self.num_splits * self.split_len < self.topk:
-            covered = f"{self.num_splits} runs of {self.split_len}, which is {self.num_splits * self.split_len} indices"
-            refuse("SplitSchedule", "split_len", covered, f"at least topk ({self.topk}) indices", "Use split_kv().")
+            check_fields(self, dict.fromkeys(("num_heads", "topk", "num_splits"), _LEAST_ONE))
 
     def check(self, where: str, batch: int, query_len: int, num_heads: int, topk: int, device: torch.device) -> None:
         """See DecodeSchedule."""
@@ -111,8 +102,8 @@ def split_kv(
     value_width: int = KV_LORA_RANK,
     program: ProgramShape = ProgramShape(),
     max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
-) -> tuple[int, int]:
-    """Choose (num_splits, split_len) for a decode call, from shapes alone.
+) -> int:
+    """Choose `num_splits` for a decode call, from shapes alone.
 
     Splits fill the device while rows alone do not: the largest count for which all blocks run at once, bounded by the scratch
     and by 64 indices in a split. One split needs no scratch, so every batch fits.
@@ -126,13 +117,13 @@ def split_kv(
     num_tiles = max(1, -(-topk // tile))
     programs = num_rows * -(-num_heads // program.heads)
     if programs == 0 or num_sms == 0:
-        return 1, num_tiles * tile
+        return 1
     affordable = max_scratch_bytes // (num_rows * num_heads * _head_bytes(value_width))
     wanted = min(program.per_sm * num_sms // programs, affordable, num_tiles)
     if wanted <= 1:
-        return 1, num_tiles * tile
+        return 1
     tiles_per_split = -(-num_tiles // wanted)
-    return -(-num_tiles // tiles_per_split), tiles_per_split * tile
+    return -(-num_tiles // tiles_per_split)
 
 
 def _head_bytes(value_width: int) -> int:
@@ -146,8 +137,8 @@ class SplitSchedules:
     The scratch is allocated here, once, for every row count, never above `max_scratch_bytes`. Every schedule is a view of its
     beginning, so calls on one stream may follow each other, calls on two streams may not overlap.
 
-    Batch-invariant schedules have one split length for every row count, so that a row's sums have the same order in every
-    batch: 256 indices, or the shortest length whose partial results of `max_num_rows` rows fit the scratch.
+    Batch-invariant schedules cut a row into as many splits for every row count, so that its sums have the same order in every
+    batch: splits of 256 indices, or the shortest whose partial results of `max_num_rows` rows fit the scratch.
     """
 
     def __init__(self, limits: ScheduleLimits, program: ProgramShape = ProgramShape()) -> None:
@@ -155,7 +146,7 @@ class SplitSchedules:
         kv_layout = None if limits.request is None else limits.request.kv_layout
         self._value_width = KV_LORA_RANK if kv_layout is None else LAYOUTS[kv_layout].value_width
         self._known: dict[int, SplitSchedule] = {}
-        self._invariant = self._one_length() if limits.batch_invariant else None
+        self._invariant = self._one_cut() if limits.batch_invariant else None
         needed = self._most_splits() * limits.num_heads * (self._value_width + 1)
         self._scratch: Tensor | None = torch.empty(needed, dtype=torch.float32, device=limits.device) if needed else None
 
@@ -170,28 +161,28 @@ class SplitSchedules:
     def invalidate(self) -> None:
         """See SchedulePlanner. Scratch holds nothing from one call to the next."""
 
-    def _one_length(self) -> tuple[int, int]:
-        """(num_splits, split_len) for every row count."""
+    def _one_cut(self) -> int:
+        """`num_splits` for every row count."""
         limits, tile = self._limits, self._program.tile
         num_tiles = -(-limits.topk // tile)
         affordable = limits.max_scratch_bytes // (limits.max_num_rows * limits.num_heads * _head_bytes(self._value_width))
         if limits.num_sms == 0 or affordable <= 1:
-            return 1, num_tiles * tile
+            return 1
         tiles = min(num_tiles, max(-(-_INVARIANT_LENGTH // tile), -(-num_tiles // affordable)))
-        return -(-num_tiles // tiles), tiles * tile
+        return -(-num_tiles // tiles)
 
     def _most_splits(self) -> int:
         """Bound on rows * num_splits over all row counts that are split, 0 where none is."""
         limits, program = self._limits, self._program
-        if self._split(1)[0] == 1:  # more rows are never cut into more splits
+        if self._split(1) == 1:  # more rows are never cut into more splits
             return 0
         if self._invariant is not None:
-            return limits.max_num_rows * self._invariant[0]
+            return limits.max_num_rows * self._invariant
         blocks = program.per_sm * limits.num_sms // -(-limits.num_heads // program.heads)
         affordable = limits.max_scratch_bytes // (limits.num_heads * _head_bytes(self._value_width))
-        return min(blocks, affordable, limits.max_num_rows * self._split(1)[0])
+        return min(blocks, affordable, limits.max_num_rows * self._split(1))
 
-    def _split(self, num_rows: int) -> tuple[int, int]:
+    def _split(self, num_rows: int) -> int:
         if self._invariant is not None:
             return self._invariant
         limits = self._limits
@@ -207,7 +198,7 @@ class SplitSchedules:
 
     def _make(self, num_rows: int) -> SplitSchedule:
         num_heads = self._limits.num_heads
-        num_splits, split_len = self._split(num_rows)
+        num_splits = self._split(num_rows)
         partial_out = partial_lse = None
         if num_splits > 1:
             assert self._scratch is not None  # sized for every row count in __init__
@@ -220,7 +211,6 @@ class SplitSchedules:
             num_heads=num_heads,
             topk=self._limits.topk,
             num_splits=num_splits,
-            split_len=split_len,
             partial_out=partial_out,
             partial_lse=partial_lse,
             value_width=self._value_width,

@@ -218,12 +218,12 @@ def make_schedule(
     if params.schedule.schedule_type is not SplitSchedule:
         limits = ScheduleLimits(device, heads, topk, params.rows, query_len, num_sms, facts.arch)
         return params.schedule.planner(limits).get(params.rows // query_len, query_len)
-    num_splits, split_len = split_kv(num_rows=params.rows, num_heads=heads, topk=topk, num_sms=num_sms)
+    num_splits = split_kv(num_rows=params.rows, num_heads=heads, topk=topk, num_sms=num_sms)
     partial_out = partial_lse = None
     if num_splits > 1:
         partial_out = torch.full((num_splits, num_rows, heads, LAYOUTS[params.kv_layout].value_width), math.nan, device=device)
         partial_lse = torch.full((num_splits, num_rows, heads), math.nan, device=device)
-    return SplitSchedule(num_rows, heads, topk, num_splits, split_len, partial_out, partial_lse)
+    return SplitSchedule(num_rows, heads, topk, num_splits, partial_out, partial_lse)
 
 
 def _expected(

@@ -135,7 +135,7 @@ def test_a_plan_of_the_real_planner_serves_a_step():
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (SplitSchedule(5, 16, 64, 1, 64), "takes a TileSchedule"),
+        (SplitSchedule(5, 16, 64, 1), "takes a TileSchedule"),
         (schedule_for(5, 1, 128, 64), "runs with 64 heads, the plan was made for 128"),
         (replace(schedule_for(5, 1, 64, 64, rows=2), tail=None), "last call has 1 rows"),
     ],

@@ -96,7 +96,7 @@ def test_a_known_schedule_is_checked_against_other_rows(plain):
     with pytest.raises(PlanMismatch, match="runs with 128 heads, the plan was made for 64"):
         call(q.repeat(1, 1, 2, 1), cache, indices, **options)
     with pytest.raises(PlanMismatch, match="takes a TileSchedule"):
-        call(q, cache, indices, **{**options, "schedule": SplitSchedule(5, 64, 64, 1, 64)})
+        call(q, cache, indices, **{**options, "schedule": SplitSchedule(5, 64, 64, 1)})
     assert library.calls == []
     library.plans = 0
     assert_out(call(q, cache, indices, softmax_scale=SCALE, out=options["out"])[0], q, cache, indices)

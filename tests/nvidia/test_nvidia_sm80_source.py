@@ -87,7 +87,7 @@ def test_blocks_share_the_keys_that_a_row_has(monkeypatch, layout):
         torch.arange(512, dtype=torch.int32).remainder(128).expand(2, 1, 512).contiguous(),
     )
     q, lengths = torch.randn(2, 1, 16, 576).bfloat16(), torch.tensor([[256], [100]], dtype=torch.int32)
-    schedule = SplitSchedule(2, 16, 512, 4, 128, torch.full((4, 2, 16, 512), torch.nan), torch.zeros(4, 2, 16))
+    schedule = SplitSchedule(2, 16, 512, 4, torch.full((4, 2, 16, 512), torch.nan), torch.zeros(4, 2, 16))
     check(monkeypatch, kv, q, indices, REQUEST.but(kv_layout=layout, device=A100), schedule=schedule, lengths=lengths)
     assert schedule.partial_lse.isfinite().all(-1).tolist() == [[True, True], [True, True], [True, False], [True, False]]
 

@@ -59,10 +59,8 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
         out, lse_out = attention_results(q, kv_cache, out, lse_out)
         if schedule is None:
             num_rows, topk = batch * query_len, indices.shape[2]
-            num_splits, split_len = split_kv(
-                num_rows=num_rows, num_heads=num_heads, topk=topk, num_sms=num_sms, program=program
-            )
-            schedule = _new_schedule(num_rows, num_heads, topk, num_splits, split_len, q.device)
+            num_splits = split_kv(num_rows=num_rows, num_heads=num_heads, topk=topk, num_sms=num_sms, program=program)
+            schedule = _new_schedule(num_rows, num_heads, topk, num_splits, q.device)
         cut = cast("SplitSchedule", schedule)  # the type of `schedule_kind`, which the callers check
         results, result_lses = out, lse_out
         if cut.num_splits > 1:
@@ -90,15 +88,13 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
     return sparse_decode
 
 
-def _new_schedule(
-    num_rows: int, num_heads: int, topk: int, num_splits: int, split_len: int, device: torch.device
-) -> SplitSchedule:
+def _new_schedule(num_rows: int, num_heads: int, topk: int, num_splits: int, device: torch.device) -> SplitSchedule:
     """A schedule for one call, with scratch where it splits."""
     partial_out = partial_lse = None
     if num_splits > 1:
         partial_out = torch.empty((num_splits, num_rows, num_heads, KV_LORA_RANK), dtype=torch.float32, device=device)
         partial_lse = torch.empty((num_splits, num_rows, num_heads), dtype=torch.float32, device=device)
-    return SplitSchedule(num_rows, num_heads, topk, num_splits, split_len, partial_out, partial_lse)
+    return SplitSchedule(num_rows, num_heads, topk, num_splits, partial_out, partial_lse)
 
 
 def bind_sparse_prefill(request: Request) -> SparsePrefill:

@@ -56,7 +56,7 @@ def _split_scratch(request: Request) -> int:
     if rows is None or num_heads is None or topk is None:
         return DEFAULT_SCRATCH_BYTES
     config = attention_config(request.device.arch, request.kv_layout, num_heads)
-    num_splits, _ = split_kv(
+    num_splits = split_kv(
         num_rows=rows,
         num_heads=num_heads,
         topk=topk,

@@ -47,8 +47,7 @@ def _own_splits(request: Request, rows: int, num_heads: int, topk: int, program:
     """Of a row in a call without a schedule; tokens of a prefill and batch-invariant rows stay whole."""
     whole = request.batch_invariant or request.primitive is not SPARSE_DECODE
     num_sms = 0 if whole else request.device.num_sms
-    num_splits, _ = split_kv(num_rows=rows, num_heads=num_heads, topk=topk, num_sms=num_sms, program=program)
-    return num_splits
+    return split_kv(num_rows=rows, num_heads=num_heads, topk=topk, num_sms=num_sms, program=program)
 
 
 def _split_scratch(request: Request) -> int:
