@@ -3,7 +3,7 @@
 
 from mla_portable.attention.buffers import StepBuffers
 from mla_portable.attention.layer import SparseMLAAttention
-from mla_portable.attention.routes import RouteDecision, RoutePart, RouteVerdict, UnsupportedRoute
+from mla_portable.attention.route_decision import RouteDecision, RoutePart, RouteVerdict, UnsupportedRoute
 from mla_portable.attention.selections import SelectionMerge
 from mla_portable.attention.spec import AttentionSpec
 

@@ -23,7 +23,8 @@ from mla_portable.accelerator import accelerator
 from mla_portable.attention.buffers import StepBuffers
 from mla_portable.attention.checks import StepCheck, checked_sink
 from mla_portable.attention.demand import BackendChoice, Demand
-from mla_portable.attention.routes import RouteDecision, choose_route
+from mla_portable.attention.route_decision import RouteDecision
+from mla_portable.attention.routes import choose_route
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.attention.step import JoinQuery, Step, join_halves
 from mla_portable.contracts import WORKSPACE_ROUTES, Decision, InvalidArgument, Request, StepPlan, UnsupportedRequest

@@ -13,8 +13,7 @@ from rich.text import Text
 from mla_portable.tools.cli.output import columns, hanging
 
 if TYPE_CHECKING:
-    from mla_portable.attention import RouteDecision
-    from mla_portable.attention.routes import RouteVerdict
+    from mla_portable.attention import RouteDecision, RouteVerdict
     from mla_portable.contracts import Decision, Verdict
 
 State = Callable[["Decision", str], "str | None"]

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RouteDecision: the route that serves a layer, with a verdict on every route, as data; its text for logs, errors and CLI."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from mla_portable.attention.spec import AttentionSpec
+from mla_portable.contracts import ROUTES, Decision, DeviceFacts, Reason, UnsupportedRequest
+from mla_portable.contracts.decision import grouped
+from mla_portable.planner.prefill_times import PrefillTimes
+from mla_portable.registry.select import Standing
+
+NOT_SERVED: Final = "not served"
+"""What the reason against a route says of a primitive that nothing can run."""
+NOT_OFFERED: Final = "no installed plugin offers it"
+"""Its limit, where there is no candidate."""
+_SHOWN_SHARE: Final = 1e-3
+"""Of the memory: below it the price of a workspace is not worth a term in the text."""
+_WIDTH: Final = max(map(len, ROUTES))
+
+
+@dataclass(frozen=True, slots=True)
+class RoutePart:
+    """One primitive of a route.
+
+    Attributes:
+        role: "convert", "decode", "prefill", "gather", or "in_place" for prefill tokens that `split` does not gather; one of
+            each on a route. decision: on the implementation. weight: of its cost. declared: the cost that its author declared.
+        most_rows: of a decode batch that this part serves in place of "decode"; None for every other part.
+    """
+
+    role: str
+    decision: Decision
+    weight: float = 0.0
+    declared: float = 0.0
+    most_rows: int | None = None
+
+    @property
+    def cost(self) -> float:
+        """Of the chosen implementation; 0 where there is none."""
+        return next((v.cost for v in self.decision.verdicts if v.implementation == self.decision.chosen), 0.0)
+
+    @property
+    def measured(self) -> bool:
+        """The cost was measured."""
+        return any(v.measured for v in self.decision.verdicts if v.implementation == self.decision.chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteVerdict:
+    """What was found about one route.
+
+    Attributes:
+        route: one of ROUTES. parts: its primitives. reasons: all reasons against it; empty means it can serve.
+        surcharge: cost beyond its parts'. note: what else its rank depends on, beside its parts.
+        workspace_bytes: bf16 rows that a layer on this route allocates. memory_share: of the device's memory, 0 where that is
+            not known.
+        prefill_times: by which a planner decides what is gathered; None where all is, or nothing.
+    """
+
+    route: str
+    parts: tuple[RoutePart, ...]
+    reasons: tuple[Reason, ...]
+    surcharge: float = 0.0
+    note: str = ""
+    workspace_bytes: int = 0
+    memory_share: float = 0.0
+    prefill_times: PrefillTimes | None = None
+
+    @property
+    def can_run(self) -> bool:
+        return not self.reasons
+
+    @property
+    def cost(self) -> float:
+        """Weighted sum of the parts' costs, and the price of the workspace; smaller is preferred."""
+        return self._sum(part.cost * part.weight for part in self.parts)
+
+    def _sum(self, costs: Iterable[float]) -> float:
+        return (sum(costs) + self.surcharge) * (1 + self.memory_share)
+
+    @property
+    def measured(self) -> bool:
+        """Every cost in the sum was measured."""
+        return not self.surcharge and all(part.measured for part in self.parts if part.weight)
+
+    @property
+    def standing(self) -> Standing:
+        """What it is ranked by."""
+        return Standing(self.measured, self.cost, self._sum(part.declared * part.weight for part in self.parts))
+
+    def part(self, role: str) -> RoutePart | None:
+        """The part that plays `role`, None where the route has none."""
+        return next((part for part in self.parts if part.role == role), None)
+
+    def __str__(self) -> str:
+        if self.reasons:
+            return "; ".join(map(str, self.reasons))
+        terms = [f"{part.role} {part.decision.chosen} {part.cost:g} x {part.weight:g}" for part in self.parts if part.weight]
+        terms += [f"{self.surcharge:g}"] if self.surcharge else []
+        total = " + ".join(terms)
+        notes = [self.note] if self.note else []
+        if self.workspace_bytes:
+            notes.insert(0, f"workspace of {self.workspace_bytes / 1e6:,.1f} MB")
+        if self.memory_share >= _SHOWN_SHARE:
+            total, notes[0] = f"({total}) x {1 + self.memory_share:.4g}", f"{notes[0]}, {self.memory_share:.1%} of the memory"
+        return f"{total} = {self.cost:.4g}" + (f" ({'; '.join(notes)})" if notes else "")
+
+
+@dataclass(frozen=True, slots=True)
+class RouteDecision:
+    """Which route serves a layer, and why not the others.
+
+    Attributes:
+        spec, device: what was asked, where. chosen: the route, None when none is possible. forced: the forced one, or None.
+        verdicts: every route that was considered, best first; those that cannot serve last.
+    """
+
+    spec: AttentionSpec
+    device: DeviceFacts
+    chosen: str | None
+    forced: str | None
+    verdicts: tuple[RouteVerdict, ...] = ()
+
+    @property
+    def verdict(self) -> RouteVerdict:
+        """The verdict on the chosen route. Raises: UnsupportedRoute if there is none."""
+        for verdict in self.verdicts:
+            if verdict.route == self.chosen:
+                return verdict
+        raise UnsupportedRoute(self)
+
+    def text(self) -> str:
+        """The decision for a person: the route, the others with their reasons, then the choice for each primitive."""
+        control = "forced by route=" if self.forced else "automatic"
+        lines = [f"route: {self.chosen or 'none can serve'} ({control})", *self._routes()]
+        if self.chosen:
+            lines += dict.fromkeys(part.decision.text() for part in self.verdict.parts)
+        return "\n".join(lines)
+
+    def failure_text(self, *, all: bool = False) -> str:
+        """The message of UnsupportedRoute: the request, the routes, the causes, what to do; or each primitive's own text."""
+        subject = f"route {self.forced!r} cannot serve" if self.forced else "no route serves"
+        spec = self.spec
+        lines = [f"{subject} sparse attention of {spec.num_heads} heads, topk {spec.topk}, {spec.kv_layout}, on {self.device}"]
+        refused = list(
+            {d.request.primitive: d for v in self.verdicts for p in v.parts if not (d := p.decision).chosen}.values()
+        )
+        if all:
+            return "\n".join([*lines, *self._routes(), *dict.fromkeys(each.failure_text(all=True) for each in refused)])
+        for v in self.verdicts:
+            against = [f"{r.subject} {r.given}" + ("" if r.given == NOT_SERVED else f" ({r.limit})") for r in v.reasons]
+            lines.append(f"  {v.route:<{_WIDTH}}  {'; '.join(against)}")
+        lines += [f"  {each.request.primitive}  {'; '.join(grouped(each.causes)) or NOT_OFFERED}" for each in refused]
+        remedies = dict.fromkeys(r.remedy for each in refused for v in each.causes for r in v.reasons if r.remedy)
+        return "\n".join([*lines, *(f"  remedy    {remedy}" for remedy in remedies)])
+
+    def _routes(self) -> list[str]:
+        return [f"  {verdict.route:<{_WIDTH}}  {verdict}" for verdict in self.verdicts]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for `--json`."""
+        return {
+            "chosen": self.chosen,
+            "forced": self.forced,
+            "routes": [
+                {
+                    "route": verdict.route,
+                    "can_run": verdict.can_run,
+                    "cost": verdict.cost,
+                    "measured": verdict.measured,
+                    "note": verdict.note,
+                    "workspace_bytes": verdict.workspace_bytes,
+                    "reasons": [str(reason) for reason in verdict.reasons],
+                    "parts": [{"role": part.role, "weight": part.weight, **part.decision.as_dict()} for part in verdict.parts],
+                }
+                for verdict in self.verdicts
+            ],
+        }
+
+
+class UnsupportedRoute(UnsupportedRequest):
+    """No route, or not the forced one, can serve a layer.
+
+    Attributes:
+        route_decision: every route with its reasons. decision: of the first primitive that nothing can run, if there is one.
+    """
+
+    def __init__(self, route_decision: RouteDecision) -> None:
+        self.route_decision = route_decision
+        decisions = [part.decision for verdict in route_decision.verdicts for part in verdict.parts]
+        self.decision = next((d for d in decisions if d.chosen is None), decisions[0])
+        RuntimeError.__init__(self, route_decision.failure_text())
