@@ -287,9 +287,6 @@ def test_schedule_must_be_of_the_kind_that_the_kernel_takes(kind, schedule, serv
             assert plugin.calls == []
 
 
-# results
-
-
 # explain
 
 

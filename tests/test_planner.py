@@ -13,7 +13,6 @@ import torch
 from mla_portable.contracts import SPLIT_KV, Batch, InvalidArgument, StepPlan
 from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.planner.staging import StagingRing
-from mla_portable.tools.bench.plan import PLAN_CASES, PlanCase, time_plans
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule, tile_schedule
 
 CONFIG = PlannerConfig(
@@ -342,18 +341,3 @@ def test_a_quick_device_needs_no_more_than_the_first_buffers():
         stream.passed = stream.recorded
     assert (len(ring), stream.waits, ring.num_copies) == (2, 0, 50)
     assert target.tolist() == [49, 49, 49, 0]
-
-
-def test_the_timing_has_a_row_per_case_that_fits():
-    cases = (PlanCase("few", 4), PlanCase("changing", 4, varying=True), PlanCase("mixed", 4, 2, 8), PlanCase("too many", 400))
-    rows = time_plans(CONFIG, cases=cases, repeat=6, warmup=2)
-    assert [(row.case, row.num_tokens, row.copies_per_plan) for row in rows] == [
-        ("few", 4, 0.0),
-        ("changing", 4, 1.0),
-        ("mixed", 20, 1.0),
-    ]
-    assert all(0 < row.p10_us <= row.median_us <= row.p90_us for row in rows)
-    assert rows[0].landed_us is None
-    assert {case.num_tokens for case in PLAN_CASES} >= {256, 2304, 4096}
-    with pytest.raises(InvalidArgument, match="repeat: got 0"):
-        time_plans(CONFIG, repeat=0)

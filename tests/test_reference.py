@@ -153,9 +153,6 @@ run(4); before = peak(); run(256); print(peak() - before)
     assert float(done.stdout) < 64  # MiB
 
 
-# --- index conversion
-
-
 # --- cache
 
 
@@ -192,6 +189,3 @@ def test_the_work_of_a_gather_is_bounded_by_the_workspace(monkeypatch: pytest.Mo
     reference.gather_upconvert(cache, table, lengths, starts, out=out)
     assert sum(walked) == 4 + 2 and torch.equal(out, expected)
     assert torch.equal(out[:2], cache[1, 1:3]) and (out[2:4] == 0).all() and (out[4:] == 7).all()
-
-
-# --- merging, quantising

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -104,33 +104,22 @@ def test_the_process_has_one_registry_with_the_installed_plugins(own_process_reg
     assert get_registry() is not reg
 
 
-def test_a_plugin_that_asks_for_the_registry_while_it_is_built_is_reported(
-    own_process_registry: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "ask", [get_registry, lambda: limited("import of nosy", 20, get_registry)], ids=["at once", "from another thread"]
+)
+def test_a_plugin_that_asks_for_the_registry_while_it_is_built_is_refused_and_does_not_wait(
+    ask: Callable[[], Registry], own_process_registry: None, monkeypatch: pytest.MonkeyPatch
 ):
     from mla_portable.contracts import hookimpl
     from mla_portable.registry import sources as loading
 
     module = make_plugin()
-    vars(module)["mla_portable_register"] = hookimpl(lambda registrar: get_registry())
+    vars(module)["mla_portable_register"] = hookimpl(lambda registrar: ask())
     sources = loading.given_plugins([("nosy", module), Vendor("plain").plugin()])
     monkeypatch.setattr("mla_portable.registry.registry.installed_plugins", lambda: sources)
     nosy, plain = get_registry().plugin_reports
     assert nosy.error.startswith(PluginError.__name__) and "while it is being built" in nosy.error
     assert plain.ok
-
-
-def test_a_plugin_that_asks_for_the_registry_from_another_thread_is_refused_and_does_not_wait(
-    own_process_registry: None, monkeypatch: pytest.MonkeyPatch
-):
-    from mla_portable.contracts import hookimpl
-    from mla_portable.registry import sources as loading
-
-    module = make_plugin()
-    vars(module)["mla_portable_register"] = hookimpl(lambda registrar: limited("import of nosy", 20, get_registry))
-    sources = loading.given_plugins([("nosy", module), Vendor("plain").plugin()])
-    monkeypatch.setattr("mla_portable.registry.registry.installed_plugins", lambda: sources)
-    nosy, plain = get_registry().plugin_reports
-    assert "while it is being built" in nosy.error and plain.ok
 
 
 def test_the_second_of_two_equal_gpus_does_not_take_the_place_of_the_first(monkeypatch: pytest.MonkeyPatch):

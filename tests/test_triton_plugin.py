@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ import triton
 from fake_plugins import make_plugin
 
 import mla_portable_triton
+from mla_portable import primitives
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.contracts import (
     DEFAULT_SCRATCH_BYTES,
@@ -98,6 +100,17 @@ def test_sources_include_the_kernels_that_run_and_no_other(offered: dict[Primiti
     single = set(offered) - {SPARSE_DECODE, INDEXER_SELECT}
     owners = [(kernel, primitive) for primitive in single for kernel in found[primitive]]
     assert len({kernel for kernel, _ in owners}) == len(owners), "an edit of one kernel makes no other stale"
+
+
+@pytest.mark.parametrize("primitive", list(Primitive.all()), ids=str)
+def test_a_bound_callable_has_the_signature_of_its_protocol(
+    primitive: Primitive, offered: dict[Primitive, Implementation]
+) -> None:
+    layout = {"kv": "fp8_ds_mla", "index": "index_fp8"}.get(primitive.cache)
+    bound = offered[primitive].bind(Request(primitive, CPU, kv_layout=layout, num_heads=16))
+    call = getattr(primitives, "".join(word.capitalize() for word in str(primitive).split("_"))).__call__
+    want, got = (list(inspect.signature(each).parameters.values()) for each in (call, bound))
+    assert [(p.name, p.kind, p.default) for p in got] == [(p.name, p.kind, p.default) for p in want[1:]]
 
 
 @pytest.mark.parametrize("primitive", list(Primitive.all()), ids=str)
@@ -270,17 +283,3 @@ def test_a_selection_is_probed_alone_and_takes_the_topk_that_is_chosen() -> None
         start, length, table = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 1], [20], [[0, 2]]))
         assert call(q, weights, keys, start, length, table, topk=16).tolist() == [[*range(16)]]
     assert called == [16]
-
-
-def test_bind_returns_something_that_computes(offered: dict[Primitive, Implementation]) -> None:
-    if not torch.cuda.is_available() and not support.interpreter_is_on():
-        pytest.fail("no GPU, and Triton's interpreter is off: set TRITON_INTERPRET=1")
-    device, facts = ("cuda", H200) if torch.cuda.is_available() else ("cpu", CPU)
-    merge_states = offered[MERGE_STATES].bind(Request(MERGE_STATES, facts))
-    out, lse = merge_states(torch.tensor([[[2.0]], [[4.0]]], device=device), torch.zeros(2, 1, device=device))
-    assert out.tolist() == [[3.0]]
-    assert lse.tolist() == pytest.approx([0.6931471805599453])
-    quantize = offered[QUANTIZE_PER_TENSOR].bind(Request(QUANTIZE_PER_TENSOR, facts))
-    codes, scale = quantize(torch.tensor([448.0, -1.0], device=device))
-    assert codes.float().tolist() == [448.0, -1.0]
-    assert float(scale) == 1.0

@@ -52,7 +52,7 @@ class Emulated:
     """How far the next thread is that gets its turn; each launch takes another."""
     cache: tuple[int, int] = (0, 0)
 
-    def __init__(self, build: KernelBuild, changing: str, fixed: str, threads: int, shared: int) -> None:
+    def __init__(self, build: KernelBuild, changing: str, fixed: str, threads: int, shared: int, wide_clusters: bool) -> None:
         self.build, self.fields = build, f"{changing} {fixed}"
         assert (threads, shared) == (build.threads, build.shared_bytes)
         self.launches = 0

@@ -12,16 +12,20 @@ import gc
 import math
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch_reference as reference
 from torch import Tensor
 
 from mla_portable_nvidia import native
+from mla_portable_nvidia.native import build as kernel_build
+from mla_portable_nvidia.native import checks
 from mla_portable_nvidia.native.sparse_decode import HEADERS, Build
 
 _LETTERS = {"float": "f", "int": "i", "i64": "q"}
@@ -90,12 +94,45 @@ class Memory:
         return torch.frombuffer((ctypes.c_char * span).from_address(address), dtype=dtype).as_strided(shape, strides)
 
 
+@contextmanager
+def stand_ins(patch: pytest.MonkeyPatch, make: Callable[..., Any], *, arch: str = "") -> Iterator[dict[Any, Any]]:
+    """Builds are loaded as what `make` gives for (build, changing, fixed, threads, shared, wide_clusters). Yields them.
+
+    arch: what all have to be compiled for, whose machine code is the build itself.
+    """
+    found: dict[Any, Any] = {}
+
+    class Module:
+        def __init__(self, cubin: Any, device: Any) -> None:
+            self.build = cubin
+
+        def kernel(self, name: str, changing: str, fixed: str, *, threads: int, shared: int, wide_clusters: bool) -> Any:
+            assert name == self.build.kernel
+            if self.build not in found:
+                found[self.build] = make(self.build, changing, fixed, threads, shared, wide_clusters)
+            return found[self.build]
+
+    def compiled(build: Any, target: str, compiler: Any) -> Any:
+        assert arch in ("", target)
+        return build
+
+    patch.setattr(kernel_build, "Module", Module)
+    patch.setattr(kernel_build, "compile_build", compiled)
+    patch.setattr(checks, "device_with", lambda facts: torch.device("cuda", 0))
+    kernel_build.load.cache_clear()
+    yield found
+    kernel_build.load.cache_clear()
+
+
 class Model:
     """One build, loaded; remembers its launches."""
 
-    def __init__(self, build: Build, changing: str, fixed: str, threads: int, shared: int) -> None:
+    clusters = True
+    """May be larger than 8 blocks."""
+
+    def __init__(self, build: Build, changing: str, fixed: str, threads: int, shared: int, wide_clusters: bool) -> None:
         self.build, self.fields = build, f"{changing} {fixed}"
-        assert (threads, shared) == (build.threads, build.shared_bytes)
+        assert (threads, shared, wide_clusters) == (build.threads, build.shared_bytes, self.clusters)
         self.launches: list[SimpleNamespace] = []
         self.prepared = 0
         self.asked: list[int] = []

@@ -12,7 +12,7 @@ import pytest
 import torch
 from flashmla_standins import GENERATIONS, Library, installed, modules
 from simulated_gpu import FACTS
-from test_nvidia_vllm_ops import vllm
+from vllm_standins import VERSIONS, vllm
 
 import mla_portable_nvidia
 from mla_portable.contracts import Primitive
@@ -20,7 +20,7 @@ from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVE
 from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
 from mla_portable.tools.bench.candidates import baseline_candidates
 from mla_portable.tools.bench.offers import load_baselines
-from mla_portable_nvidia.baselines import fa3_function, triton_function
+from mla_portable_nvidia.vllm_baselines import vllm_function
 
 CPU = torch.device("cpu")
 TRITON_MODULE = "vllm__v1__attention__ops__xpu_mla_sparse"
@@ -29,11 +29,9 @@ TRITON_MODULE = "vllm__v1__attention__ops__xpu_mla_sparse"
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
     """Every test has modules of its own."""
-    for function in (triton_function, fa3_function):
-        function.cache_clear()
+    vllm_function.cache_clear()
     yield
-    for function in (triton_function, fa3_function):
-        function.cache_clear()
+    vllm_function.cache_clear()
 
 
 def baselines():
@@ -119,6 +117,8 @@ def test_a_baseline_that_is_not_here_says_why():
     assert "No module named 'vllm" in reasons["vllm.triton_bf16"]
     assert "not registered" in why(problem(GATHER_UPCONVERT, "fp8_ds_mla", rows=130))["vllm.cp_gather"]
     assert "supports fp8_ds_mla" in why(problem(CACHE_WRITE, "bf16"))["vllm.concat_and_cache_mla"]
+    assert "No module named 'vllm" in why(problem(CONVERT_INDICES))["vllm.convert"]
+    assert "topk 96 (a multiple of 128)" in why(problem(CONVERT_INDICES, topk=96))["vllm.convert"]
 
 
 def triton_bf16_mla_sparse_interface(q, kv, indices, sm_scale, d_v=512, block_dpe=64):
@@ -155,7 +155,7 @@ def flash_attn_varlen_func(
 def test_flash_attention_3_is_called_as_vllm_calls_it(primitive: Primitive):
     made = problem(primitive, "bf16", heads=40)
     assert "No module named 'vllm" in why(made)["vllm.flash_attention3"]
-    fa3_function.cache_clear()
+    vllm_function.cache_clear()
     module = ModuleType("vllm.vllm_flash_attn.flash_attn_interface")
     module.flash_attn_varlen_func = flash_attn_varlen_func
     with modules(vllm__vllm_flash_attn__flash_attn_interface=module):
@@ -166,7 +166,7 @@ def test_flash_attention_3_is_called_as_vllm_calls_it(primitive: Primitive):
     assert "supports bf16" in why(problem(primitive, "fp8_ds_mla", heads=40))["vllm.flash_attention3"]
 
 
-@pytest.mark.parametrize("version", ["0.24", "0.26", "0.33"])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_vllms_operators_of_every_version(version):
     with vllm(version):
         assert timed(problem(GATHER_UPCONVERT, "fp8_ds_mla", rows=130)) == {"vllm.cp_gather": []}
@@ -174,4 +174,4 @@ def test_vllms_operators_of_every_version(version):
         pow2, amax = (problem(CACHE_WRITE, "fp8_ds_mla", scale_format=each) for each in ("pow2", "amax"))
         same, other = (pow2, amax) if version == "0.33" else (amax, pow2)
         assert timed(same) == {"vllm.concat_and_cache_mla": []} and timed(other) == {}
-        assert f"writes {other.case.scale_format}" in why(other)["vllm.concat_and_cache_mla"]
+        assert f"writes {same.case.scale_format}" in why(other)["vllm.concat_and_cache_mla"]

@@ -6,30 +6,20 @@ from __future__ import annotations
 import pytest
 import torch
 from flashmla_standins import GENERATIONS, installed
-from simulated_gpu import FACTS, registry
+from simulated_gpu import FACTS, conforms, registry
 
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.tools.conformance import run_suite
 from mla_portable_nvidia import discovery
 
 ATTENTION = (SPARSE_DECODE, SPARSE_PREFILL)
 NAMES = {"sm90": "nvidia.flashmla", "sm100": "nvidia.flashmla_sm100"}
 
 
-def suite(arch: str, level: str):
-    report = run_suite(registry(arch), NAMES[arch], device="cpu", level=level)
-    wrong = [f"{r.case.id}: {r.status}: {r.message}" for r in report.results if r.status != "passed"]
-    assert report.ok and not wrong, "\n".join(wrong)
-    assert not report.unavailable
-    assert {r.case.primitive for r in report.results} == set(ATTENTION)
-    return report
-
-
 @pytest.mark.parametrize("arch", FACTS)
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_every_generation_conforms(generation, arch):
     with installed(generation, arch=arch, num_sms=FACTS[arch].num_sms) as library:
-        suite(arch, "smoke")
+        conforms(registry(arch), NAMES[arch], "smoke", *ATTENTION)
         assert library.calls and library.prefill_calls
         for primitive in ATTENTION:
             assert discovery.find_kernel(primitive, FACTS[arch]).provider == GENERATIONS[generation][0]
@@ -38,8 +28,7 @@ def test_every_generation_conforms(generation, arch):
 @pytest.mark.parametrize("generation", ["vllm 0.33", "flash_mla 2025"])
 def test_the_quick_level_passes_on_both_api_generations(generation):
     with installed(generation):
-        report = suite("sm90", "quick")
-    words = {word for r in report.results for word in r.case.params.words()}
+        words = conforms(registry(), NAMES["sm90"], "quick", *ATTENTION)
     assert {"scheduled", "lengths", "corpus", "amax", "pow2", "strided", "k100", "h63", "h127", "b53"} <= words
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -73,21 +72,6 @@ def schedule_for(batch: int, query_len: int, heads: int, topk: int, rows: int | 
 
 
 # --------------------------------------------------------------------------------------------------------- schedules
-
-GOLDEN = [
-    *((64, 1, b) for b in (1, 2, 4, 8, 16, 32, 64, 74, 128, 132, 148, 256)),
-    *((128, 1, b) for b in (1, 8, 32, 64, 74, 128)),
-    *((64, 2, b) for b in (1, 8, 32, 64, 74, 128)),
-    *((128, 2, b) for b in (2, 64, 74, 128)),
-]
-
-
-@pytest.mark.parametrize(("heads", "query_len", "batch"), GOLDEN)
-def test_the_planner_gives_the_providers_own_plan_bit_for_bit(heads, query_len, batch):
-    ours = schedule_for(batch, query_len, heads, 2048)
-    metadata, num_splits = Library().own_plan(batch, query_len, heads, 2048)
-    assert torch.equal(ours.tile_scheduler_metadata, metadata)
-    assert torch.equal(ours.num_splits, num_splits)
 
 
 @pytest.mark.parametrize("generation", ["vllm 0.24", "vllm 0.33", "flash_mla 2026", "sgl_kernel 0.4.5", "sgl_flash_mla"])
@@ -218,35 +202,6 @@ def test_padding_reuses_one_buffer_whose_other_heads_stay_zero():
     assert not wider[:, 32:].any() and wider.data_ptr() != first.data_ptr()
     assert buffers.take(9, 16, 64, cpu).shape == (9, 64, 576)
     assert [head_padding.kernel_heads(n) for n in (1, 63, 64, 65, 128)] == [64, 64, 64, 128, 128]
-
-
-@pytest.mark.parametrize(
-    ("generation", "heads", "in_kernel"),
-    [("vllm 0.33", 64, True), ("vllm 0.33", 16, False), ("flash_mla 2025", 64, False)],
-)
-def test_a_sink_works_on_every_generation(generation, heads, in_kernel):
-    sink = torch.randn(heads, generator=torch.Generator().manual_seed(1)) + 4
-    sink[0], sink[1] = math.inf, -math.inf
-    with installed(generation) as library:
-        args = problem(3, 2, heads, 64)
-        args[2][1] = -1
-        call = bound(heads, query_len=2, attn_sink=True)
-        library.sinks = 0
-        results = call(*args, softmax_scale=SCALE, attn_sink=sink)
-        assert_right(results, *args, attn_sink=sink)
-        assert bool(library.sinks) == in_kernel
-
-
-def test_outputs_are_written_by_the_kernel_where_it_can():
-    with installed("vllm 0.33") as library:
-        call, (q, cache, indices) = bound(64), problem(2, 1, 64, 64)
-        out, lse = torch.empty(2, 1, 64, 512, dtype=torch.bfloat16), torch.empty(2, 1, 64)
-        seen = []
-        decode = library.decode
-        library.decode = lambda *args: seen.append(args[-1]) or decode(*args)
-        results = call(q, cache, indices, softmax_scale=SCALE, out=out, lse_out=lse)
-        assert results[0] is out and results[1] is lse
-        assert [tensor.data_ptr() for tensor in seen] == [out.data_ptr()]
 
 
 # ------------------------------------------------------------------------------------------------------ the cache

@@ -9,15 +9,13 @@ import pytest
 import torch
 from fa3_standins import SCHEMAS, installed
 from machines import H200
-from simulated_gpu import FACTS, StandInPlugin
+from simulated_gpu import FACTS, conforms, registry
 from torch import Tensor
 from torch_passes import TorchBoundary, TorchPageLists
 
-from mla_portable.contracts import MLAPortableError, Primitive, Registrar, Request, hookimpl
+from mla_portable.contracts import MLAPortableError, Primitive, Request
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.attention import attend
-from mla_portable.registry import Registry
-from mla_portable.tools.conformance import run_suite
 from mla_portable_nvidia.discovery import PROVIDER_VARIABLE
 from mla_portable_nvidia.fa3_operator import find_fa3
 from mla_portable_nvidia.flash_attention3 import (
@@ -29,23 +27,10 @@ from mla_portable_nvidia.flash_attention3 import (
     most_splits,
 )
 
-NAME = "nvidia.flash_attention3"
-
-
-class Plugin(StandInPlugin):
-    @hookimpl
-    def mla_portable_register(self, registrar: Registrar) -> None:
-        registrar.add_detector(self.detect)
-        for implementation in fa3_implementations(device_types=("cpu",)):
-            registrar.add(implementation)
-
 
 def suite(level: str) -> None:
-    machine = Registry(plugins=[("reference", "mla_portable.reference"), ("nvidia", Plugin())], environ={})
-    report = run_suite(machine, NAME, device="cpu", level=level)
-    wrong = [f"{r.case.id}: {r.status}: {r.message}" for r in report.results if r.status != "passed"]
-    assert report.ok and not wrong, "\n".join(wrong)
-    assert {r.case.primitive for r in report.results} == {SPARSE_DECODE, SPARSE_PREFILL}
+    machine = registry(offered=fa3_implementations(device_types=("cpu",)))
+    conforms(machine, "nvidia.flash_attention3", level, SPARSE_DECODE, SPARSE_PREFILL)
 
 
 @pytest.mark.parametrize("package", SCHEMAS)

@@ -7,31 +7,16 @@ import pytest
 import torch
 from flashmla_standins import installed
 from machines import H200
-from simulated_gpu import FACTS, StandInPlugin
+from simulated_gpu import FACTS, conforms, registry
 
-from mla_portable.contracts import InvalidArgument, Registrar, Request, hookimpl
+from mla_portable.contracts import InvalidArgument, Request
 from mla_portable.primitives import SPARSE_DECODE
-from mla_portable.registry import Registry
-from mla_portable.tools.conformance import run_suite
-from mla_portable_nvidia import discovery
 from mla_portable_nvidia.flat_decode import FlatDecode, flat_implementations
 
 
-class Plugin(StandInPlugin):
-    @hookimpl
-    def mla_portable_register(self, registrar: Registrar) -> None:
-        registrar.add_detector(self.detect)
-        for implementation in flat_implementations(device_types=("cpu",)):
-            registrar.add(implementation)
-
-
 def suite(level: str):
-    discovery.forget()
-    machine = Registry(plugins=[("reference", "mla_portable.reference"), ("nvidia", Plugin())], environ={})
-    report = run_suite(machine, "nvidia.flashmla_bf16", device="cpu", level=level)
-    wrong = [f"{r.case.id}: {r.status}: {r.message}" for r in report.results if r.status != "passed"]
-    assert report.ok and not wrong, "\n".join(wrong)
-    return {word for r in report.results for word in r.case.params.words()}
+    machine = registry(offered=flat_implementations(device_types=("cpu",)))
+    return conforms(machine, "nvidia.flashmla_bf16", level, SPARSE_DECODE)
 
 
 @pytest.mark.parametrize("generation", ["vllm 0.24", "vllm 0.26", "flash_mla 2025", "sgl_kernel 0.4.5"])

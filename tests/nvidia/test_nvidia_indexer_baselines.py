@@ -11,6 +11,7 @@ import pytest
 import torch
 from deepgemm_standins import BUILDS, Build, installed
 from simulated_gpu import FACTS
+from test_nvidia_baselines import timed, why
 from torch import Tensor
 
 from mla_portable.primitives import INDEXER_SELECT, TOPK_SELECT
@@ -107,21 +108,6 @@ def problem(rows: int, *, topk: int = 512, primitive=INDEXER_SELECT, width: int 
     select = primitive is INDEXER_SELECT
     case = KernelCase(primitive, rows, "index_fp8" if select else None, 32 if select else None, topk, width)
     return Workshop(CPU, FACTS[arch]).make(case)
-
-
-def timed(made: BenchProblem) -> dict[str, list[str]]:
-    """Baseline -> what is wrong with its result, for those that are here."""
-    verdicts: dict[str, list[str]] = {}
-    for candidate in baseline_candidates(made, list(indexer_baselines()))[0]:
-        made.poison()
-        run, result = candidate.prepare()
-        run()
-        verdicts[candidate.name] = [finding.message for finding in made.check(result()) if finding.message]
-    return verdicts
-
-
-def why(made: BenchProblem) -> dict[str, str]:
-    return {each.name: "; ".join(map(str, each.reasons)) for each in baseline_candidates(made, list(indexer_baselines()))[1]}
 
 
 @pytest.mark.parametrize("name", BUILDS)

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from machines import A100, H200
-from native_model import Memory
+from native_model import Memory, stand_ins
 from test_triton_indexer import pages_of
 
 from mla_portable.contracts import Request
@@ -26,8 +26,6 @@ from mla_portable.primitives.indexer_select import reference as select_reference
 from mla_portable.primitives.topk_select import reference as topk_reference
 from mla_portable.sources import code_of, sources_of
 from mla_portable_nvidia import compile_all, native
-from mla_portable_nvidia.native import build as kernel_build
-from mla_portable_nvidia.native import checks
 from mla_portable_nvidia.native import indexer_logits as indexer
 from mla_portable_nvidia.native.build import compile_build
 from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL, indexer_implementations, tokens_of_block
@@ -59,7 +57,7 @@ def parameters(kernel: str) -> list[tuple[str, str]]:
 class Model:
     """One build, loaded; the reference answers its launches."""
 
-    def __init__(self, build, changing, fixed, threads, shared):
+    def __init__(self, build, changing, fixed, threads, shared, wide_clusters):
         self.build, self.fields, self.launches = build, f"{changing} {fixed}", []
         assert (threads, shared) == (build.threads, build.shared_bytes)
         letters = "".join(int(count or 1) * letter for count, letter in re.findall(r"(\d*)(\w)", self.fields))
@@ -100,15 +98,6 @@ class Model:
 @pytest.fixture
 def models(monkeypatch):
     """Build -> its stand-in, for all that are loaded in a test."""
-    found = {}
-
-    class Module:
-        def __init__(self, cubin, device):
-            self.cubin = cubin
-
-        def kernel(self, name, changing, fixed, *, threads, shared, wide_clusters):
-            assert name == self.cubin.kernel
-            return found.setdefault(self.cubin, Model(self.cubin, changing, fixed, threads, shared))
 
     class TopK:
         def __init__(self, request, *, starts_early):
@@ -117,13 +106,9 @@ def models(monkeypatch):
         def __call__(self, logits, row_starts, row_ends, *, topk, out):
             return topk_reference(logits, row_starts, row_ends, topk=topk, out=out)
 
-    monkeypatch.setattr(kernel_build, "Module", Module)
-    monkeypatch.setattr(kernel_build, "compile_build", lambda build, arch, compiler: build)
-    monkeypatch.setattr(checks, "device_with", lambda facts: torch.device("cuda", 0))
     monkeypatch.setattr(indexer, "NativeTopkSelect", TopK)
-    kernel_build.load.cache_clear()
-    yield found
-    kernel_build.load.cache_clear()
+    with stand_ins(monkeypatch, Model) as found:
+        yield found
 
 
 def request(primitive, heads=64, **more):

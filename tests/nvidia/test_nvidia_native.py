@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch_reference as reference
 from machines import H200
-from native_model import Model, parameters
+from native_model import Model, parameters, stand_ins
 
 from mla_portable.contracts import InvalidArgument, MLAPortableError, Request
 from mla_portable.layouts import BF16, FP8_DS_MLA, LAYOUTS
@@ -17,7 +17,6 @@ from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia import attention
 from mla_portable_nvidia.flat_decode import flat_implementations
 from mla_portable_nvidia.native import bind, checks
-from mla_portable_nvidia.native import build as kernel_build
 from mla_portable_nvidia.native.choice import BUILDS, FEW, MANY, builds
 from mla_portable_nvidia.native.driver import Launches
 from mla_portable_nvidia.native.nvrtc import NvrtcNotFound
@@ -29,30 +28,11 @@ BOTH = pytest.mark.parametrize("layout", [BF16.name, FP8_DS_MLA.name])
 # ---------------------------------------------------------------------------------------------------- a launch
 
 
-class Module:
-    """What driver.Module is to a launch; the machine code is the build itself."""
-
-    models: dict
-
-    def __init__(self, cubin, device):
-        self.cubin = cubin
-
-    def kernel(self, name, changing, fixed, *, threads, shared, wide_clusters):
-        assert name == self.cubin.kernel and wide_clusters
-        return self.models.setdefault(self.cubin, Model(self.cubin, changing, fixed, threads, shared))
-
-
 @pytest.fixture
 def models(monkeypatch):
     """Build -> its stand-in, for all that are bound in a test."""
-    found: dict = {}
-    monkeypatch.setattr(Module, "models", found, raising=False)
-    monkeypatch.setattr(kernel_build, "Module", Module)
-    monkeypatch.setattr(kernel_build, "compile_build", lambda build, arch, compiler: {"sm_90a": build}[arch])
-    monkeypatch.setattr(checks, "device_with", lambda facts: torch.device("cuda", 0))
-    kernel_build.load.cache_clear()
-    yield found
-    kernel_build.load.cache_clear()
+    with stand_ins(monkeypatch, Model, arch="sm_90a") as found:
+        yield found
 
 
 def launches(models):

@@ -14,15 +14,14 @@ import pytest
 import torch
 import torch_reference as reference
 from machines import A100, RTX_4090, RTX_5090
-from native_model import SOURCES, Memory, Model, attended, cache_of, parameters, sink_of, store
+from native_model import SOURCES, Memory, Model, attended, cache_of, parameters, sink_of, stand_ins, store
 from test_nvidia_native import SCALE, cache, problem, spread
 
 from mla_portable.contracts import Request, ScheduleLimits
 from mla_portable.layouts import BF16, FP8_DS_MLA
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia import compile_all
-from mla_portable_nvidia.native import bind_sm80, checks
-from mla_portable_nvidia.native import build as kernel_build
+from mla_portable_nvidia.native import bind_sm80
 from mla_portable_nvidia.native.build import compile_build
 from mla_portable_nvidia.native.nvrtc import CompilationFailed, compile_cubin
 from mla_portable_nvidia.native.sparse_decode_sm80 import BUILDS, MERGE, SHARED_MEMORY, LargeSm80Build, builds
@@ -34,6 +33,8 @@ ALL = [build for offered in BUILDS.values() for build in offered]
 
 class Attend(Model):
     """Each split by the reference; partial results in float32, their lse to base 2, without the sink."""
+
+    clusters = False
 
     def run(self, grid, cluster, *arguments):
         at = self.arguments(grid, *arguments)
@@ -61,6 +62,8 @@ class Attend(Model):
 
 
 class Merge(Model):
+    clusters = False
+
     def run(self, grid, cluster, *arguments):
         at = self.arguments(grid, *arguments)
         assert cluster == grid[1] == 1 and at.splits > 1
@@ -79,31 +82,15 @@ def _dense(*shape):
     return torch.empty(shape, device="meta").stride()
 
 
-class Module:
-    """What driver.Module is to a launch; the machine code is the build itself."""
-
-    models: dict
-
-    def __init__(self, cubin, device):
-        self.cubin = cubin
-
-    def kernel(self, name, changing, fixed, *, threads, shared, wide_clusters):
-        assert name == self.cubin.kernel and not wide_clusters
-        kind = Merge if self.cubin is MERGE else Attend
-        return self.models.setdefault(self.cubin, kind(self.cubin, changing, fixed, threads, shared))
+def stand_in(build, *launch):
+    return (Merge if build is MERGE else Attend)(build, *launch)
 
 
 @pytest.fixture
 def models(monkeypatch):
     """Build -> its stand-in, for all that are bound in a test."""
-    found: dict = {}
-    monkeypatch.setattr(Module, "models", found, raising=False)
-    monkeypatch.setattr(kernel_build, "Module", Module)
-    monkeypatch.setattr(kernel_build, "compile_build", lambda build, arch, compiler: {"sm_80": build}[arch])
-    monkeypatch.setattr(checks, "device_with", lambda facts: torch.device("cuda", 0))
-    kernel_build.load.cache_clear()
-    yield found
-    kernel_build.load.cache_clear()
+    with stand_ins(monkeypatch, stand_in, arch="sm_80") as found:
+        yield found
 
 
 @pytest.mark.parametrize("build", [*ALL, MERGE], ids=lambda build: build.label)

@@ -110,13 +110,3 @@ def test_padded_tokens_come_in_bounded_calls():
             call(*args, softmax_scale=SCALE, lengths=lengths, attn_sink=sink), args, lengths=lengths, attn_sink=sink
         )  # fmt: skip
         assert [shape[0] for shape in library.prefill_calls] == [4, 4, 3]
-
-
-def test_a_sink_goes_to_the_kernel_or_is_applied_after_it():
-    for generation, heads, in_kernel in (("vllm 0.33", 64, True), ("vllm 0.33", 16, False), ("flash_mla 2025", 64, False)):
-        sink = torch.linspace(-1, 6, heads)
-        sink[0], sink[1] = math.inf, -math.inf
-        with installed(generation) as library:
-            args = problem(3, heads, 128)
-            assert_right(adapter(library)(*args, softmax_scale=SCALE, attn_sink=sink), args, attn_sink=sink)
-            assert bool(library.sinks) == in_kernel

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from mla_portable.contracts import Request
 from mla_portable.planner import Planner
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.attention import SOFTMAX_SCALE
-from mla_portable.tools.bench.inputs import StepShape, make_inputs
+from mla_portable.tools.bench.inputs import StepInputs, StepShape, make_inputs
 from mla_portable_nvidia import boundary
 from mla_portable_nvidia.discovery import find_kernel
 
@@ -241,28 +242,33 @@ def test_prefill_reads_clean_indices_in_place_whatever_their_lengths(generation,
     torch.testing.assert_close(lse, want_lse, atol=1e-3, rtol=1e-3)
 
 
+def step_of_a_layer(library: Library, inputs: StepInputs, backend: Any, **spec: Any):
+    """(out, lse) of a layer of 64 heads on a cache that it wrote itself; the library counts from its step on."""
+    limits = {"max_num_tokens": 32, "max_num_reqs": 8, "max_model_len": 512, "topk": 128, "decode_query_len": 2}
+    spec = AttentionSpec(num_heads=64, softmax_scale=SOFTMAX_SCALE, **limits, **spec)
+    layer = SparseMLAAttention(spec, device="cpu", registry=registry(probe=False), backend=backend)
+    layer.cache_write(inputs.history_kv_c, inputs.history_k_pe, inputs.kv_cache, inputs.history_slots)
+    layer.cache_write(inputs.kv_c, inputs.k_pe, inputs.kv_cache, inputs.slot_mapping)
+    plan = Planner(layer.planner_config()).plan(inputs.batch)
+    library.plans, library.calls = 0, []
+    return layer.forward(inputs.q, inputs.kv_cache, inputs.topk_indices, plan)
+
+
+STEP = StepShape(num_heads=64, topk=128, decodes=2, decode_query_len=2, prefills=2, prefill_tokens=5, context=150)
+
+
 @pytest.mark.parametrize(("need_lse", "expected"), [(False, []), (True, ["finish"])])
-def test_a_layer_promises_what_it_converted_itself(need_lse, expected, passes):
-    """Garbage among the positions; the step's rows are decodes and prefill tokens alike."""
-    inputs = make_inputs(
-        StepShape(num_heads=64, topk=128, decodes=2, decode_query_len=2, prefills=2, prefill_tokens=5, context=150),
-        torch.device("cpu"),
-    )
-    positions = inputs.topk_indices.clone()
-    positions[0, :4] = torch.tensor([-7, 1 << 30, 2**31 - 1, -(2**31)], dtype=torch.int32)
-    spec = AttentionSpec(
-        num_heads=64, softmax_scale=SOFTMAX_SCALE, max_num_tokens=32, max_num_reqs=8, max_model_len=512, topk=128,
-        scale_format="pow2", decode_query_len=2, route="fused", need_lse=need_lse,
-    )  # fmt: skip
-
-    def forward(backend):
-        layer = SparseMLAAttention(spec, device="cpu", registry=registry(probe=False), backend=backend)
-        layer.cache_write(inputs.history_kv_c, inputs.history_k_pe, inputs.kv_cache, inputs.history_slots)
-        layer.cache_write(inputs.kv_c, inputs.k_pe, inputs.kv_cache, inputs.slot_mapping)
-        return layer.forward(inputs.q, inputs.kv_cache, positions, Planner(layer.planner_config()).plan(inputs.batch))
-
-    with installed("vllm 0.33"):
-        got, lse = forward({"sparse_decode": "nvidia"})
+@pytest.mark.parametrize(
+    ("generation", "planned"), [("vllm 0.33", 0), ("flash_mla 2026", 0), ("sgl_kernel 0.4.5", 0), ("flash_mla 2025", 1)]
+)
+def test_a_layer_plans_on_the_host_and_promises_what_it_converted(generation, planned, need_lse, expected, passes):
+    """Garbage among the positions; decodes and prefill tokens alike. The generation of 2025 has plans of another layout."""
+    inputs = make_inputs(STEP, torch.device("cpu"))
+    inputs.topk_indices[0, :4] = torch.tensor([-7, 1 << 30, 2**31 - 1, -(2**31)], dtype=torch.int32)
+    options = {"scale_format": "pow2", "route": "fused", "need_lse": need_lse}
+    with installed(generation) as library:
+        got, lse = step_of_a_layer(library, inputs, {"sparse_decode": "nvidia"}, **options)
         assert passes == expected and (lse is not None) == need_lse
-        want, _ = forward("reference")
+        assert library.calls == [(14, 1, 64, 128)] and library.plans == planned
+        want, _ = step_of_a_layer(library, inputs, "reference", **options)
     torch.testing.assert_close(got.float(), want.float(), atol=2e-2, rtol=2e-2)

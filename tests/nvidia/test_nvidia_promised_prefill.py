@@ -12,14 +12,11 @@ import torch_reference as reference
 from flashmla_standins import installed
 from simulated_gpu import FACTS, registry
 from test_nvidia_decode import SCALE
-from test_nvidia_promised import passes
+from test_nvidia_promised import STEP, passes, step_of_a_layer
 
-from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.contracts import Request
-from mla_portable.planner import Planner
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.problems.attention import SOFTMAX_SCALE
-from mla_portable.tools.bench.inputs import StepShape, make_inputs
+from mla_portable.tools.bench.inputs import make_inputs
 from mla_portable_nvidia.discovery import find_kernel
 from mla_portable_nvidia.flat_decode import bind_flat_decode
 
@@ -83,24 +80,13 @@ def test_without_lse_a_call_is_the_kernel_alone(generation, heads, given, call, 
 @pytest.mark.parametrize(("prefills", "calls"), [(2, [(14, 64, 128)]), (0, [(4, 64, 128)])])
 def test_a_layer_on_a_bf16_cache_is_one_call_of_the_kernel(prefills, calls, passes):
     """Decodes and prefills alike; with the positions that convert_indices counted."""
-    shape = StepShape(num_heads=64, topk=128, decodes=2, decode_query_len=2, prefills=prefills, prefill_tokens=5, context=150)
-    inputs = make_inputs(replace(shape, kv_layout="bf16"), torch.device("cpu"))
-    spec = AttentionSpec(
-        num_heads=64, softmax_scale=SOFTMAX_SCALE, max_num_tokens=32, max_num_reqs=8, max_model_len=512, topk=128,
-        kv_layout="bf16", decode_query_len=2, need_lse=False,
-    )  # fmt: skip
-
-    def forward(backend):
-        layer = SparseMLAAttention(spec, device="cpu", registry=registry(probe=False), backend=backend)
-        layer.cache_write(inputs.history_kv_c, inputs.history_k_pe, inputs.kv_cache, inputs.history_slots)
-        layer.cache_write(inputs.kv_c, inputs.k_pe, inputs.kv_cache, inputs.slot_mapping)
-        plan = Planner(layer.planner_config()).plan(inputs.batch)
-        return layer.forward(inputs.q, inputs.kv_cache, inputs.topk_indices, plan)[0]
-
+    inputs = make_inputs(replace(STEP, prefills=prefills, kv_layout="bf16"), torch.device("cpu"))
+    options = {"kv_layout": "bf16", "need_lse": False}
     with installed("vllm 0.33") as library:
-        got = forward({"sparse_decode": "nvidia", "sparse_prefill": "nvidia"})
+        got, _ = step_of_a_layer(library, inputs, {"sparse_decode": "nvidia", "sparse_prefill": "nvidia"}, **options)
         assert [shape for shape in library.prefill_calls if shape[0] > 1] == calls and passes == []
-    torch.testing.assert_close(got.float(), forward("reference").float(), atol=2e-2, rtol=2e-2)
+        want, _ = step_of_a_layer(library, inputs, "reference", **options)
+    torch.testing.assert_close(got.float(), want.float(), atol=2e-2, rtol=2e-2)
 
 
 def test_an_lse_that_is_asked_for_is_told(passes):

@@ -8,33 +8,21 @@ import torch
 import torch_reference as reference
 from attention_model import COMPILER, Emulated
 from machines import A100, RTX_4090
+from native_model import stand_ins
 from test_nvidia_native import SCALE, cache, problem
 from test_nvidia_native_sm80 import REQUEST
 
 from mla_portable.contracts import SplitSchedule
 from mla_portable.layouts import FP8_DS_MLA
-from mla_portable_nvidia.native import bind_sm80, checks
-from mla_portable_nvidia.native import build as kernel_build
+from mla_portable_nvidia.native import bind_sm80
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
-class Module:
-    def __init__(self, build, device):
-        self.build = build
-
-    def kernel(self, name, changing, fixed, *, threads, shared, wide_clusters):
-        return Emulated(self.build, changing, fixed, threads, shared)
-
-
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
-    monkeypatch.setattr(kernel_build, "Module", Module)
-    monkeypatch.setattr(kernel_build, "compile_build", lambda build, arch, compiler: build)
-    monkeypatch.setattr(checks, "device_with", lambda facts: torch.device("cuda", 0))
-    kernel_build.load.cache_clear()
-    yield
-    kernel_build.load.cache_clear()
+    with stand_ins(monkeypatch, Emulated):
+        yield
 
 
 def check(monkeypatch, kv, q, indices, request, schedule=None, **options):

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
@@ -75,19 +73,6 @@ def test_tiles_are_what_dealing_block_by_block_gives(lens: list[int], parts: int
     assert tiles.num_splits.tolist() == num_splits
     assert tiles.metadata.tolist() == metadata
     assert tiles.metadata.dtype == tiles.num_splits.dtype == np.int32
-
-
-@settings(max_examples=150, deadline=None, database=None)
-@given(lens=st.lists(st.integers(0, 3000), min_size=1, max_size=40), parts=st.integers(1, 64))
-def test_each_block_is_read_exactly_once(lens: list[int], parts: int):
-    rows = [max(1, -(-n // 64)) for n in lens]
-    read: Counter[tuple[int, int]] = Counter()
-    for begin_row, end_row, begin_block, end_block, *_ in tile_schedule(lens, num_sm_parts=parts).metadata.tolist():
-        for row in range(begin_row, end_row + 1):
-            first = begin_block if row == begin_row else 0
-            end = end_block if row == end_row else rows[row]
-            read.update((row, block) for block in range(first, end))
-    assert read == Counter((row, block) for row, n in enumerate(rows) for block in range(n))
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import A100, B200, H200, RTX_4090, RTX_5090
+from native_model import stand_ins
 from topk_model import COMPILER, Model, parameters, shared_size
 
 from mla_portable.contracts import InvalidArgument, MLAPortableError, Request
 from mla_portable.primitives import TOPK_SELECT
 from mla_portable.problems.topk_select import topk_select as oracle
-from mla_portable_nvidia.native import build as kernel_build
 from mla_portable_nvidia.native import checks
 from mla_portable_nvidia.native import topk_select as native
 from mla_portable_nvidia.native.driver import Launches
@@ -29,23 +29,9 @@ SMALL = TopkBuild(block_threads=256, blocks_per_sm=1, batch=8)
 
 @pytest.fixture
 def models(monkeypatch):
-    """Build -> its stand-in, for all that are bound in a test; the machine code is the build itself."""
-    found: dict = {}
-
-    class Module:
-        def __init__(self, cubin, device):
-            self.cubin = cubin
-
-        def kernel(self, name, changing, fixed, *, threads, shared, wide_clusters):
-            assert name == "topk_select"
-            return found.setdefault(self.cubin, Model(self.cubin, changing, fixed, threads, shared, wide_clusters))
-
-    monkeypatch.setattr(kernel_build, "Module", Module)
-    monkeypatch.setattr(kernel_build, "compile_build", lambda build, arch, compiler: build)
-    monkeypatch.setattr(checks, "device_with", lambda facts: torch.device("cuda", 0))
-    kernel_build.load.cache_clear()
-    yield found
-    kernel_build.load.cache_clear()
+    """Build -> its stand-in, for all that are bound in a test."""
+    with stand_ins(monkeypatch, Model) as found:
+        yield found
 
 
 def bound(device=H200, topk=64):

@@ -23,14 +23,14 @@ from mla_portable_nvidia.native.images import VARIABLE as CACHE_VARIABLE
 from mla_portable_nvidia.native.indexer_logits import indexer_implementations
 from mla_portable_nvidia.native.topk_select import topk_implementations
 from mla_portable_nvidia.support import TRUNCATION_VARIABLE
-from mla_portable_nvidia.vllm_ops import data_implementations
+from mla_portable_nvidia.vllm_baselines import data_baselines
 
 __all__ = ["mla_portable_register", "mla_portable_register_baselines"]
 
 
 @hookimpl
 def mla_portable_register(registrar: Registrar) -> None:
-    """Offer attention of FlashMLA and FlashAttention 3, the native kernels, vLLM's operators for data, DeepGEMM's scores."""
+    """Offer attention of FlashMLA and FlashAttention 3, the native kernels, DeepGEMM's scores."""
     for implementation in (
         *attention_implementations(),
         *flat_implementations(),
@@ -39,7 +39,6 @@ def mla_portable_register(registrar: Registrar) -> None:
         *sm80_implementations(),
         *topk_implementations(),
         *indexer_implementations(),
-        *data_implementations(),
         *deepgemm_implementations(),
         *select_implementations(),
     ):
@@ -54,5 +53,5 @@ def mla_portable_register(registrar: Registrar) -> None:
 @hookimpl
 def mla_portable_register_baselines(registrar: Registrar) -> None:
     """Bring FlashMLA, FlashAttention, DeepGEMM and vLLM, called directly, to the benchmark."""
-    for baseline in (*baselines(), *indexer_baselines()):
+    for baseline in (*baselines(), *data_baselines(), *indexer_baselines()):
         registrar.add(baseline)

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Baselines of this project's kernels on NVIDIA GPUs, for `mla-portable bench kernels`: FlashMLA, FlashAttention 3 and vLLM's
-own operators, called directly.
+"""Baselines of attention on NVIDIA GPUs, for `mla-portable bench kernels`: FlashMLA, FlashAttention 3 and vLLM's Triton kernel,
+called directly.
 
 Each gets its arguments as it likes them best: queries padded to its head counts, plans made, results allocated, all outside
-of the timing. What it then leaves to its caller (undoing the padding, sanitising indices, counting) is not charged to it.
+of the timing. What it then leaves to its caller (undoing the padding, sanitising indices) is not charged to it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
-from importlib import import_module
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -19,23 +18,24 @@ from torch import Tensor
 
 from mla_portable.contracts import Baseline, BaselineCall, Primitive, Reason, Request
 from mla_portable.layouts import FP8_DS_MLA, HEAD_SIZE, KV_LORA_RANK
-from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia.conventions import DecodeKernel, PrefillKernel
 from mla_portable_nvidia.discovery import find_kernel, operator_of
 from mla_portable_nvidia.head_padding import kernel_heads
-from mla_portable_nvidia.vllm_ops import FLOAT16, data_implementations, gather_call
+from mla_portable_nvidia.vllm_baselines import Arguments, missing_function, multiple_of, recorded, vllm_function
 
 _LN2: Final = math.log(2.0)
-_TRITON_MODULES: Final = ("vllm.v1.attention.ops.xpu_mla_sparse", "vllm.v1.attention.ops.triton_mla_sparse")
-"""Where vLLM's portable Triton kernel for BF16 rows is found, by version."""
-_TRITON: Final = "triton_bf16_mla_sparse_interface"
+_TRITON: Final = (
+    "triton_bf16_mla_sparse_interface",
+    "vllm.v1.attention.ops.xpu_mla_sparse",
+    "vllm.v1.attention.ops.triton_mla_sparse",
+)
+"""vLLM's portable kernel for BF16 rows, and its modules by version."""
 _TRITON_TOPK: Final = 16
-_FA3_MODULE: Final = "vllm.vllm_flash_attn.flash_attn_interface"
+_FA3: Final = ("flash_attn_varlen_func", "vllm.vllm_flash_attn.flash_attn_interface")
 _DECODE_TOPK: Final = 64
 _PREFILL_TOPK: Final = 128
 _OTHER: Final = "another baseline serves it"
-
-Arguments = Mapping[str, Any]
 
 
 # ----------------------------------------------------------------------------------------------------------- FlashMLA
@@ -63,16 +63,6 @@ def _in_our_meaning(arguments: Arguments, out: Tensor, lse: Tensor, base_2: bool
     return out[:, :heads].reshape(*q.shape[:-1], KV_LORA_RANK), natural.reshape(q.shape[:-1])
 
 
-def _recorded(call: Callable[[], Any], result: Callable[[Any], Any]) -> BaselineCall:
-    """`call`, and what it returned last as the primitive means it."""
-    last: list[Any] = []
-
-    def run() -> None:
-        last[:] = [call()]
-
-    return BaselineCall(run, lambda: result(last[0]))
-
-
 def _cache_of(arguments: Arguments) -> Tensor:
     return arguments["kv_cache" if "kv_cache" in arguments else "kv"]
 
@@ -83,17 +73,12 @@ def _missing_kernel(primitive: Primitive, request: Request) -> Iterator[Reason]:
         yield from found.reasons or (Reason("FlashMLA", "absent", "no provider was found"),)
 
 
-def _multiple(request: Request, multiple: int) -> Iterator[Reason]:
-    if (request.topk or 0) % multiple:
-        yield Reason("topk", str(request.topk), f"a multiple of {multiple}")
-
-
 def _decode_reasons(request: Request) -> Iterator[Reason]:
     """FlashMLA's decode kernel on FP8 rows."""
     if request.kv_layout != FP8_DS_MLA.name:
         yield Reason("kv_layout", str(request.kv_layout), f"supports {FP8_DS_MLA.name}", _OTHER)
         return
-    yield from _multiple(request, _DECODE_TOPK)
+    yield from multiple_of(request, _DECODE_TOPK)
     yield from _missing_kernel(SPARSE_DECODE, request)
 
 
@@ -111,7 +96,7 @@ def _prepare_decode(request: Request, arguments: Arguments) -> BaselineCall:
         options["plan"] = kernel.plan(query, kv, slots)
     if kernel.takes_out:
         options["out"] = torch.empty((*query.shape[:3], KV_LORA_RANK), dtype=query.dtype, device=query.device)
-    return _recorded(
+    return recorded(
         lambda: kernel(query, kv, slots, scale, **options),
         lambda got: _in_our_meaning(arguments, got[0][:, 0], got[1][:, :, 0], found.traits.lse_base_2),
     )
@@ -122,7 +107,7 @@ def _prefill_reasons(request: Request, *, native: bool) -> Iterator[Reason]:
     if request.kv_layout != "bf16":
         yield Reason("kv_layout", str(request.kv_layout), "supports bf16", _OTHER)
         return
-    yield from _multiple(request, _PREFILL_TOPK)
+    yield from multiple_of(request, _PREFILL_TOPK)
     missing = list(_missing_kernel(SPARSE_PREFILL, request))
     yield from missing
     heads = request.num_heads or 0
@@ -144,7 +129,7 @@ def _prepare_prefill(request: Request, arguments: Arguments, *, native: bool) ->
     options: dict[str, Any] = {}
     if kernel.takes_out:
         options["out"] = torch.empty((*query.shape[:2], KV_LORA_RANK), dtype=query.dtype, device=query.device)
-    return _recorded(
+    return recorded(
         lambda: kernel(query, kv, rows, scale, **options),
         lambda got: _in_our_meaning(arguments, *got, found.traits.lse_base_2),
     )
@@ -153,33 +138,23 @@ def _prepare_prefill(request: Request, arguments: Arguments, *, native: bool) ->
 # --------------------------------------------------------------------------------------------------- FlashAttention 3
 
 
-@cache
-def fa3_function() -> Callable[..., Any] | str:
-    """vLLM's face of FlashAttention, or why it cannot be had; asked once."""
-    try:
-        return import_module(_FA3_MODULE).flash_attn_varlen_func
-    except Exception as error:  # see triton_function
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
 def _fa3_reasons(request: Request) -> Iterator[Reason]:
     if request.kv_layout != "bf16":
         yield Reason("kv_layout", str(request.kv_layout), "supports bf16", _OTHER)
         return
-    function = fa3_function()
-    if isinstance(function, str):
-        yield Reason("function", "flash_attn_varlen_func", function, "install vLLM")
-    elif operator_of("_vllm_fa3_C", "fwd") is None:
+    missing = list(missing_function(*_FA3))
+    yield from missing
+    if not missing and operator_of("_vllm_fa3_C", "fwd") is None:
         yield Reason("operator", "_vllm_fa3_C.fwd", "not registered", "install a build of vLLM for SM90")
 
 
 def _prepare_fa3(request: Request, arguments: Arguments) -> BaselineCall:
     """As vLLM's backend FLASH_ATTN_MLA_SPARSE calls it: a sequence for each token, whose pages are the rows that it chose."""
-    function: Any = fa3_function()
+    function: Any = vllm_function(*_FA3)
     q, indices = _rows(arguments)
     rows = _cache_of(arguments).reshape(-1, 1, 1, HEAD_SIZE)
     tokens, topk = indices.shape
-    return _recorded(
+    return recorded(
         partial(
             function,
             q=q[..., KV_LORA_RANK:],
@@ -203,92 +178,20 @@ def _prepare_fa3(request: Request, arguments: Arguments) -> BaselineCall:
 # --------------------------------------------------------------------------------------------------------------- vLLM
 
 
-@cache
-def triton_function() -> Callable[..., Any] | str:
-    """vLLM's Triton kernel for BF16 rows, or why it cannot be had; asked once, for a failing import can take long."""
-    failures: list[str] = []
-    for name in _TRITON_MODULES:
-        try:
-            return getattr(import_module(name), _TRITON)
-        except Exception as error:  # vLLM's import fails in many ways on a machine that it does not fit
-            failures.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-    return "; ".join(dict.fromkeys(failures))
-
-
 def _triton_reasons(request: Request) -> Iterator[Reason]:
     if request.kv_layout != "bf16":
         yield Reason("kv_layout", str(request.kv_layout), "supports bf16", _OTHER)
         return
-    yield from _multiple(request, _TRITON_TOPK)
-    function = triton_function()
-    if isinstance(function, str):
-        yield Reason("function", _TRITON, function, "install vLLM")
+    yield from multiple_of(request, _TRITON_TOPK)
+    yield from missing_function(*_TRITON)
 
 
 def _prepare_triton(request: Request, arguments: Arguments) -> BaselineCall:
-    function: Any = triton_function()
+    function: Any = vllm_function(*_TRITON)
     q, indices = _rows(arguments)
     kv = _cache_of(arguments).reshape(-1, 1, HEAD_SIZE)
     rows, scale = indices.unsqueeze(1).contiguous(), arguments["softmax_scale"]
-    return _recorded(lambda: function(q, kv, rows, scale), lambda got: _in_our_meaning(arguments, got[0], got[2], False))
-
-
-def _absent(primitive: Primitive, request: Request) -> tuple[Reason, ...]:
-    """Why vLLM's operator behind a primitive is not here; () when it is, and registered. A writer must make these scales."""
-    refusals: list[Reason] = []
-    for each in data_implementations():
-        if each.primitive is primitive and request.scale_format in (None, *each.support.scale_formats):
-            reasons = tuple(reason for reason in each.check(request.device) if reason.subject != FLOAT16)  # bfloat16 is timed
-            if not reasons:
-                return ()
-            refusals += reasons
-    return tuple(refusals)
-
-
-def _fp8_reasons(primitive: Primitive) -> Callable[[Request], Iterator[Reason]]:
-    def reasons(request: Request) -> Iterator[Reason]:
-        if request.kv_layout != FP8_DS_MLA.name:
-            yield Reason("kv_layout", str(request.kv_layout), f"supports {FP8_DS_MLA.name}")
-            return
-        yield from _absent(primitive, request)
-
-    return reasons
-
-
-def _prepare_write(request: Request, arguments: Arguments) -> BaselineCall:
-    operator = torch.ops._C_cache_ops.concat_and_cache_mla.default
-    kv_c, k_pe, target, slots = (arguments[name] for name in ("kv_c", "k_pe", "kv_cache", "slot_mapping"))
-    scale = torch.ones(1, dtype=torch.float32, device=target.device)  # not read for this layout
-    return BaselineCall(lambda: operator(kv_c, k_pe, target, slots, FP8_DS_MLA.name, scale), lambda: target)
-
-
-def _prepare_gather(request: Request, arguments: Arguments) -> BaselineCall:
-    """The benchmark's workspace is packed, so both conventions mean the same: lengths given, or up to the next start."""
-    operator = torch.ops._C_cache_ops.cp_gather_and_upconvert_fp8_kv_cache.default
-    source, table, lens, starts, out = (
-        arguments[name] for name in ("kv_cache", "block_table", "seq_lens", "workspace_starts", "out")
-    )
-    return BaselineCall(gather_call(operator, source, out, table, lens, starts), lambda: out)
-
-
-_CONVERT_BLOCK: Final = 128
-"""What vLLM calls it with."""
-
-
-def _convert_reasons(request: Request) -> Iterator[Reason]:
-    yield from _multiple(request, _CONVERT_BLOCK)
-    yield from _absent(CONVERT_INDICES, request)
-
-
-def _prepare_convert(request: Request, arguments: Arguments) -> BaselineCall:
-    module: Any = import_module("vllm.v1.attention.backends.mla.sparse_utils")
-    function = module.triton_convert_req_index_to_global_index
-    positions, owner, table = (arguments[name] for name in ("topk_indices", "req_id_per_token", "block_table"))
-    size, topk = arguments["block_size"], positions.shape[1]
-    return _recorded(
-        lambda: function(owner, table, positions, BLOCK_SIZE=size, NUM_TOPK_TOKENS=topk, BLOCK_N=_CONVERT_BLOCK),
-        lambda got: (got, (got >= 0).sum(dim=1, dtype=torch.int32)),
-    )
+    return recorded(lambda: function(q, kv, rows, scale), lambda got: _in_our_meaning(arguments, got[0], got[2], False))
 
 
 # -------------------------------------------------------------------------------------------------------------- offer
@@ -296,7 +199,6 @@ def _prepare_convert(request: Request, arguments: Arguments) -> BaselineCall:
 
 def baselines() -> Iterator[Baseline]:
     """Everything that can be called directly; each says for itself whether it is here."""
-
     native, padded = {"native": True}, {"native": False}
     padding = "queries padded beforehand, padding of the result left in"
     few = "its own path for few heads"
@@ -307,11 +209,3 @@ def baselines() -> Iterator[Baseline]:
         remark = "which entries count, and how many, is known beforehand; vLLM's choice of splits"
         yield Baseline("vllm.flash_attention3", primitive, _fa3_reasons, _prepare_fa3, remark)
         yield Baseline("vllm.triton_bf16", primitive, _triton_reasons, _prepare_triton)
-    unguarded = "indices, slots and table entries are taken as valid"
-    for name, primitive, prepare in (
-        ("vllm.concat_and_cache_mla", CACHE_WRITE, _prepare_write),
-        ("vllm.cp_gather", GATHER_UPCONVERT, _prepare_gather),
-    ):
-        yield Baseline(name, primitive, _fp8_reasons(primitive), prepare, unguarded)
-    uncounted = f"{unguarded}; nothing is counted"
-    yield Baseline("vllm.convert", CONVERT_INDICES, _convert_reasons, _prepare_convert, uncounted)

@@ -7,7 +7,7 @@ schedule of decode rows, ranges of prefill rows. Positions come in any order, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEX
 from mla_portable_nvidia.deepgemm import HEADS
 from mla_portable_nvidia.deepgemm_conventions import deepgemm_reasons, find_deepgemm
 from mla_portable_nvidia.index_passes import PAGE
-from mla_portable_nvidia.vllm_ops import INSTALL_VLLM, vllm_operator
+from mla_portable_nvidia.vllm_baselines import Arguments, missing_operator, vllm_operator
 
 _LIBRARY: Final = "_C"
 _GATHER: Final = "cp_gather_indexer_k_quant_cache"
@@ -33,7 +33,6 @@ _PREFILL_ROWS: Final = 256
 """From here on the benchmark's rows are tokens of one request, else requests of one token."""
 _INT32_MAX: Final = 2**31 - 1
 
-Arguments = Mapping[str, Any]
 TopK = Callable[[Tensor], object]
 """Chooses from logits [T, N] into memory of its own."""
 
@@ -72,11 +71,6 @@ _DECODE_TOPK: Final[dict[str, Callable[[Tensor, Tensor, int], TopK]]] = {
 """Operator -> (lengths [T] int32, out [T, K] int32, the longest) -> what chooses, from rows that begin at column 0."""
 
 
-def _absent(name: str, library: str = _LIBRARY) -> Iterator[Reason]:
-    if vllm_operator(name, library) is None:
-        yield Reason("operator", f"{library}.{name}", "not registered by any package here", INSTALL_VLLM)
-
-
 def _topk_reasons(name: str, request: Request[Any]) -> Iterator[Reason]:
     """vLLM has the operator, and would call it for these rows."""
     if name in ("cooperative_topk", "persistent_topk") and request.topk not in _RADIX_TOPKS:
@@ -86,7 +80,7 @@ def _topk_reasons(name: str, request: Request[Any]) -> Iterator[Reason]:
             yield Reason("rows", str(request.rows), f"at most {_COOPERATIVE_ROWS}")
         if request.device.arch not in _COOPERATIVE_ARCHS:
             yield Reason("arch", request.device.arch, f"supports {', '.join(_COOPERATIVE_ARCHS)}")
-    yield from _absent(name)
+    yield from missing_operator(name, _LIBRARY)
 
 
 def _prepare_topk(name: str, request: Request[Any], arguments: Arguments) -> BaselineCall:
@@ -143,8 +137,8 @@ def _prepare_decode(name: str, request: Request[Any], arguments: Arguments) -> B
 
 def _prefill_reasons(request: Request[Any]) -> Iterator[Reason]:
     yield from _shape_reasons(request, prefill=True)
-    yield from _absent("top_k_per_row_prefill")
-    yield from _absent(_GATHER, "_C_cache_ops")
+    yield from missing_operator("top_k_per_row_prefill", _LIBRARY)
+    yield from missing_operator(_GATHER)
     yield from deepgemm_reasons(INDEXER_LOGITS_RAGGED, request.device)
 
 

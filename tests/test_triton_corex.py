@@ -14,7 +14,7 @@ from mla_portable.contracts import DeviceFacts, Request
 from mla_portable.primitives import SPARSE_PREFILL
 
 ROOT = Path(__file__).parents[1]
-lint = SimpleNamespace(**runpy.run_path(str(ROOT / "ci" / "corex_lint.py")))
+lint = SimpleNamespace(**runpy.run_path(str(ROOT / "ci" / "corex.py")))
 KERNELS = lint.kernels()
 
 KERNEL = """

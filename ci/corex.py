@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do the portable Triton kernels keep to what CoreX's Tritons accept? Read off the syntax trees; nothing is compiled.
+"""Do the portable Triton kernels suit CoreX's Tritons? Read off the syntax trees, or asked of the published compilers.
 
-    python3 ci/corex_lint.py
+    python3 ci/corex.py                      # read the sources; nothing is compiled
+    python3 ci/corex.py --compile            # with 2.1.0, 3.1.0 and 3.2.0, each installed into a temporary folder
+    python3 ci/corex.py --compile 3.1.0
 
-CoreX brings Triton 2.1 (4.2), 3.1 (4.4) and 3.6 (4.5). No such Triton is needed here: which names a version has was read from
-the published wheels of the same versions, and the vendor's own limits are public reports:
+CoreX brings Triton 2.1 (4.2), 3.1 (4.4) and 3.6 (4.5). Which names a version has was read from the published wheels of the same
+versions, and the vendor's own limits are public reports:
 
 names       `tl.` names that Triton 2.1 has already; exp2, log2 and div_rn stand in `tl.math` alone there
 launch      num_warps and num_stages alone: `launch_pdl` raises KeyError, `num_ctas` above 1 is rejected
@@ -14,19 +16,32 @@ dot         two operands: 2.1 has no accumulator, and options were renamed since
 shapes      no `tl.full([], ..)` or `tl.zeros([], ..)`: 2.1 forbids tensors without an axis; a scalar starts as a number
 integers    a runtime integer is marked do_not_specialize, or only computed with: CoreX's patch of Triton takes the
             specialisation of 1 away, so a kernel must not care whether an argument became a constant
+
+What is compiled is every variant that a device without a row of its own would run, for sm80, which all compilers know. The
+vendor's own builds and their target are not at hand, so this is no proof for them. It needs no GPU; wheels of 2.1.0 exist up to
+Python 3.11, of 3.1.0 up to 3.12, of 3.2.0 up to 3.13.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import os
 import re
+import subprocess
 import sys
+import tempfile
+from collections import namedtuple
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-KERNELS: Final = Path(__file__).parents[1] / "backends" / "triton" / "src" / "mla_portable_triton" / "kernels"
+ROOT: Final = Path(__file__).parents[1]
+PLUGIN: Final = ROOT / "backends" / "triton" / "src"
+KERNELS: Final = PLUGIN / "mla_portable_triton" / "kernels"
+VERSIONS: Final = ("2.1.0", "3.1.0", "3.2.0")
+CAPABILITY: Final = 80
 NEED_TRITON_3: Final = ("index_keys.py", "indexer_logits.py", "indexer_logits_ragged.py", "topk_select.py")
 """Kernels that the plugin offers from Triton 3.0 on alone."""
 TAKE_THEMSELVES_OUT: Final = ("e4m3_packed.py", "paired_columns.py")
@@ -138,15 +153,87 @@ def _launches(tree: ast.AST) -> Iterator[tuple[ast.expr, str, str]]:
                     yield keyword.value, "launch", f"{keyword.arg}= is no option of every Triton"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="*", type=Path, default=kernels())
-    options = parser.parse_args()
-    found = [(path.name, *each) for path in options.files for each in lint_source(path.read_text(encoding="utf-8"))]
+def lint(files: list[Path]) -> int:
+    found = [(path.name, *each) for path in files for each in lint_source(path.read_text(encoding="utf-8"))]
     for file, line, rule, text in found:
         print(f"{file}:{line}: {rule}: {text}")
-    print(f"{len(options.files)} files, {len(found)} findings")
+    print(f"{len(files)} files, {len(found)} findings")
     return 1 if found else 0
+
+
+def compile_with(version: str) -> int:
+    """Install the wheel beside everything else and compile with it in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        install = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, f"triton=={version}"]
+        subprocess.run([sys.executable, *install], check=True)
+        path = os.pathsep.join([folder, *(str(p) for p in (ROOT, PLUGIN))])
+        own = {"PYTHONPATH": path, "TRITON_CACHE_DIR": f"{folder}/cache", "TRITON_INTERPRET": "0"}
+        return subprocess.run([sys.executable, __file__, "--here"], env={**os.environ, **own}, check=False).returncode
+
+
+def compile_here() -> int:
+    import triton
+
+    from mla_portable_triton.compile_all import kernel_modules, variants_of
+
+    compile_one = compile_2 if triton.__version__.startswith("2.") else compile_3
+    failed = compiled = 0
+    for module in kernel_modules():
+        for variant in variants_of(module, "default"):
+            try:
+                compile_one(triton, variant)
+                compiled += 1
+            except Exception as error:  # whatever the compiler raises belongs in the report, and the other variants too
+                failed += 1
+                print(f"{variant.label}: {type(error).__name__}: {error}\n{error.__cause__ or ''}")
+    print(f"triton {triton.__version__}: {compiled} variants compile for sm{CAPABILITY}, {failed} do not")
+    return 1 if failed or not compiled else 0
+
+
+def signature_of(variant: Any) -> dict[str, str]:
+    """Parameter -> type, in the kernel's order, which the older compilers go by."""
+    return {name: variant.signature[name] for name in variant.kernel.arg_names if name in variant.signature}
+
+
+def compile_3(triton: Any, variant: Any) -> None:
+    target = import_module("triton.backends.compiler").GPUTarget("cuda", CAPABILITY, 32)
+    source = import_module("triton.compiler").ASTSource(
+        variant.kernel, signature=signature_of(variant), constants=dict(variant.constexprs)
+    )
+    triton.compile(source, target=target, options={"num_warps": variant.num_warps, "num_stages": variant.num_stages})
+
+
+def compile_2(triton: Any, variant: Any) -> None:
+    """Without the launcher that 2.1 would build in C: it needs a CUDA driver to link to."""
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as launcher:
+        launcher.write("launch = None\n")
+        launcher.flush()
+        import_module("triton.compiler.compiler").make_stub = lambda *arguments, **options: launcher.name
+        places = {name: place for place, name in enumerate(variant.kernel.arg_names)}
+        signature = {places[name]: kind for name, kind in signature_of(variant).items()}
+        pointers = tuple(place for place, kind in signature.items() if kind.startswith("*"))
+        descriptor = namedtuple("instance_descriptor", "divisible_by_16 equal_to_1 ids_of_folded_args divisible_by_8")
+        triton.compile(
+            variant.kernel,
+            signature=signature,
+            constants={places[name]: value for name, value in variant.constexprs.items()},
+            configs=[descriptor(pointers, (), (), ())],
+            cc=CAPABILITY,
+            num_warps=variant.num_warps,
+            num_stages=variant.num_stages,
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--compile", nargs="*", metavar="VERSION", help=f"of Triton; default: {' '.join(VERSIONS)}")
+    parser.add_argument("--here", action="store_true", help="compile with the Triton that this Python imports")
+    options = parser.parse_args()
+    if options.here:
+        return compile_here()
+    if options.compile is None:
+        return lint(kernels())
+    return max([compile_with(version) for version in options.compile or VERSIONS])
 
 
 if __name__ == "__main__":

@@ -1,32 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's data-movement operators behind the primitives, against strict stand-ins of each convention."""
+"""Strict stand-ins of vLLM's data-movement operators, of each convention."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 
-import pytest
 import torch
 from flashmla_standins import modules
-from simulated_gpu import FACTS
 
-from mla_portable.contracts import Registrar, Request, hookimpl
 from mla_portable.layouts import FP8_DS_MLA
-from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT
-from mla_portable.registry import Registry
-from mla_portable.tools.conformance import run_suite
-from mla_portable_nvidia import vllm_ops
 
 CONVERT_MODULE = "vllm__v1__attention__backends__mla__sparse_utils"
-
-
-class Plugin:
-    @hookimpl
-    def mla_portable_register(self, registrar: Registrar) -> None:
-        registrar.add_detector(lambda device: FACTS["sm90"])
-        for implementation in vllm_ops.data_implementations(device_types=("cpu",)):
-            registrar.add(implementation)
 
 
 def need(fact: bool, what: str) -> None:
@@ -95,7 +80,7 @@ VERSIONS = {
 
 
 @contextmanager
-def vllm(version: str, write=write):
+def vllm(version: str):
     end, scale_format, arguments, gatherer = VERSIONS[version]
     module = ModuleType(CONVERT_MODULE.replace("__", "."))
     module.triton_convert_req_index_to_global_index = triton_convert_req_index_to_global_index
@@ -108,61 +93,3 @@ def vllm(version: str, write=write):
         library.impl("cp_gather_and_upconvert_fp8_kv_cache", gatherer, "CPU")
         stack.enter_context(modules(**{CONVERT_MODULE: module}))
         yield
-
-
-def machine() -> Registry:
-    return Registry(plugins=[("reference", "mla_portable.reference"), ("nvidia", Plugin())], environ={})
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_every_version_conforms(version):
-    with vllm(version):
-        report = run_suite(machine(), "nvidia", device="cpu", level="quick" if version != "0.26" else "smoke")
-        wrong = [f"{r.case.id}: {r.status}: {r.message}" for r in report.results if r.status != "passed"]
-        assert report.ok and not wrong, "\n".join(wrong[:5])
-        expected = {CACHE_WRITE, GATHER_UPCONVERT, CONVERT_INDICES}
-        assert {r.case.primitive for r in report.results} == expected
-        other = {"amax": "nvidia.vllm_pow2", "pow2": "nvidia.vllm_amax"}[VERSIONS[version][1]]
-        assert [left_out.implementation for left_out in report.unavailable] == [other]
-
-
-def test_a_writer_that_takes_float16_for_bfloat16_is_left_out():
-    def misread(scale_format, kv_c, k_pe, *others):
-        write(scale_format, kv_c.view(torch.bfloat16), k_pe.view(torch.bfloat16), *others)
-
-    with vllm("0.26", misread):
-        report = run_suite(machine(), "nvidia.vllm_amax", device="cpu", level="smoke")
-        assert not report.results
-        (reason,) = report.unavailable[0].reasons
-        assert (reason.subject, reason.given) == ("dtype of kv_c", "float16") and "bfloat16" in reason.limit
-
-
-def test_the_block_that_int32_ends_in_is_converted_as_far_as_that():
-    block, topk, most = 53, 64, 2**31 - 1
-    positions, owner = torch.arange(topk, dtype=torch.int32).view(1, -1), torch.zeros(1, dtype=torch.int32)
-    table = torch.tensor([[most // block, most // block + 1]], dtype=torch.int32)  # of the other one no slot is left
-    with vllm("0.26"):
-        call = vllm_ops.bind_convert_indices(Request(CONVERT_INDICES, FACTS["sm90"], topk=topk, block_size=block))
-        indices, counts = call(positions, owner, table, block_size=block)
-    inside = most % block + 1
-    assert indices[0, :inside].tolist() == list(range(most - most % block, most + 1)) and counts.tolist() == [inside]
-    assert (indices[0, inside:] == -1).all()
-
-
-def test_without_vllm_nothing_is_offered_and_each_says_why():
-    registry = machine()
-    for implementation in registry.implementations():
-        if implementation.backend == "nvidia":
-            (reason,) = implementation.check(FACTS["sm90"])
-            assert "vLLM" in reason.remedy
-
-
-@pytest.mark.parametrize("arguments", ["Tensor page_map", f"{VERSIONS['0.26'][2].partition(',')[0]}, int batch_size, int more"])
-def test_a_gather_of_an_unknown_schema_is_refused(arguments):
-    library = torch.library.Library("_C_cache_ops", "DEF")
-    try:
-        library.define(f"{GATHER}{arguments}) -> ()")
-        (reason,) = vllm_ops._check_gather(FACTS["sm90"])
-        assert arguments.rpartition(" ")[2] in str(reason) and "may be absent" in str(reason)
-    finally:
-        library._destroy()
