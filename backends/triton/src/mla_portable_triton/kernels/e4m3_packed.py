@@ -9,8 +9,8 @@ subnormals included, and the product with 2**120 is exact: four instructions for
 code so becomes 480 with its sign. Where it has to stay NaN, two more instructions spread the carry of its magnitude plus one
 over the product's addend.
 
-The same bits one place lower are a float16, 2**-8 of the value, subnormals included. Where the factor can be applied to something
-smaller, three instructions decode two upper bytes and four two lower ones.
+As a float16, shifted by one place instead of four, the bits are 2**-8 of the value, subnormals included. Where that factor can
+be undone later, three instructions decode two upper bytes and four two lower ones.
 
 The functions are None in a Triton without inline assembly: 2.1 looks up whatever a kernel names, in a branch
 that is not taken too.
