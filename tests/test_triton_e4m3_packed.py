@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable_triton.kernels import e4m3_packed
-from mla_portable_triton.kernels.e4m3_packed import e4m3_lower, e4m3_upper
+from mla_portable_triton.kernels.e4m3_packed import e4m3_lower, e4m3_lower_half, e4m3_upper, e4m3_upper_half
 
 EVERY = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
 """Every word of two bytes."""
@@ -76,6 +76,30 @@ def test_every_word_by_a_reading_of_the_instructions(neighbour: int, keep_nan: b
         assert same((result & 0xFFFF).to(torch.int16).view(torch.bfloat16), beside.expand(len(EVERY)), keep_nan)
 
 
+def same_halves(got: Tensor, want: Tensor) -> bool:
+    """float16 numbers are 2**-8 of `want`; a NaN is 480 of either sign."""
+    got, nan = got.float() * 256, want.isnan()
+    return torch.equal(got[~nan], want[~nan].float()) and bool((got[nan].abs() == 480).all())
+
+
+@pytest.mark.parametrize("neighbour", [0, 0x7FFF, -1])
+def test_every_word_as_halves_by_a_reading_of_the_instructions(neighbour: int):
+    registers = (EVERY.long() & 0xFFFF) << 16 | (neighbour & 0xFFFF)
+    besides = values(torch.tensor([neighbour], dtype=torch.int16))
+    for assembly, want, beside in zip((e4m3_packed.HALF_LOWER, e4m3_packed.HALF_UPPER), values(EVERY), besides, strict=True):
+        result = run(assembly.value, registers)
+        assert same_halves((result >> 16).to(torch.int16).view(torch.float16), want)
+        assert same_halves((result & 0xFFFF).to(torch.int16).view(torch.float16), beside.expand(len(EVERY)))
+
+
+@triton.jit
+def _halve(even_ptr, odd_ptr, word_ptr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(word_ptr + i)
+    tl.store(even_ptr + i, e4m3_lower_half(words))
+    tl.store(odd_ptr + i, e4m3_upper_half(words))
+
+
 @triton.jit
 def _decode(even_ptr, odd_ptr, word_ptr, KEEP_NAN: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -92,3 +116,11 @@ def test_every_word_on_a_gpu(keep_nan: bool):
     _decode[(64,)](even, odd, words, KEEP_NAN=keep_nan, BLOCK=1024)
     for got, want in zip((even, odd), values(EVERY), strict=True):
         assert same(got.cpu(), want, keep_nan)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.version.hip is not None, reason="needs an NVIDIA GPU")
+def test_every_word_as_halves_on_a_gpu():
+    words = EVERY.cuda()
+    even, odd = torch.empty_like(words, dtype=torch.float16), torch.empty_like(words, dtype=torch.float16)
+    _halve[(64,)](even, odd, words, BLOCK=1024)
+    assert all(same_halves(got.cpu(), want) for got, want in zip((even, odd), values(EVERY), strict=True))

@@ -98,15 +98,16 @@ def test_starts_that_do_not_ascend_read_nothing_outside(starts: list[int], each:
     assert ((chosen >= -1) & (chosen < 16)).all()
 
 
+@pytest.mark.parametrize("kv", STORED)
 @pytest.mark.parametrize("heads", [3, 70])
-def test_two_tokens_in_a_product_have_the_scores_of_one(heads: int, monkeypatch: pytest.MonkeyPatch):
-    kv = "index_fp8"
+def test_keys_in_registers_give_the_scores_of_keys_in_shared_memory(heads: int, kv: str, monkeypatch: pytest.MonkeyPatch):
     arguments = [x.to(DEVICE) for x in problem(heads, 16, [7, 0, 1, 12], [40, 3, 70, 21], tail=2, kv=kv)]
     arguments[5][0, 1] = -1
     tokens, width = arguments[0].shape[0], arguments[5].shape[1] * 16
     starts = torch.arange(tokens, dtype=torch.int32, device=DEVICE) % 5
     ends = starts * 17 % 60
-    keys, scales = torch.randn(50, 128).to(arguments[0].dtype).to(DEVICE), torch.rand(50).to(DEVICE)
+    keys = torch.randn(50, 128).to(arguments[0].dtype).to(DEVICE)
+    scales = torch.rand(50).to(DEVICE) if kv == "index_fp8" else None
 
     def scores() -> list[Tensor]:
         out = [torch.full((tokens, columns), math.nan, device=DEVICE) for columns in (width, len(keys))]
@@ -114,10 +115,10 @@ def test_two_tokens_in_a_product_have_the_scores_of_one(heads: int, monkeypatch:
         bound(INDEXER_LOGITS_RAGGED, kv)(*arguments[:2], keys, scales, starts, ends, out=out[1])
         return [*out, bound(INDEXER_SELECT, kv)(*arguments, topk=9)]
 
-    one = scores()
+    shared = scores()
     tiles = indexer_logits.PREFILL["default"]
-    monkeypatch.setitem(indexer_logits.PREFILL, "default", replace(tiles, positions=32, tokens=4, together=2))
-    assert all(map(agree, scores(), one))
+    monkeypatch.setitem(indexer_logits.PREFILL, "default", replace(tiles, positions=32, tokens=4, num_stages=0))
+    assert all(map(agree, scores(), shared))
 
 
 @pytest.mark.parametrize("kv", STORED)

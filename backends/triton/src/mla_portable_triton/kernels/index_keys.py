@@ -4,7 +4,7 @@
 form      FORM says how q and keys are stored and multiplied:
           BF16         bfloat16 numbers
           FP8          e4m3 bytes as they are, on targets whose matrix units take them
-          FP8_WORDS    words of two e4m3 bytes, by NVIDIA's instructions, into bfloat16 of the even and of the odd columns
+          FP8_WORDS    words of two e4m3 bytes, by NVIDIA's instructions, into float16: 2**-8 of the even and of the odd columns
           FP8_DECODED  e4m3 bytes, one by one by integers, into bfloat16, which holds each of them exactly
 score     sum_h weight[h] * max(q[h] . k[position], 0) * scale of the key; dots and sums in float32, the ReLU before the weights
 tile      positions are rows of the dot and heads its columns, so that the sum over heads stays within a warp
@@ -24,7 +24,7 @@ from torch import Tensor
 from mla_portable.layouts import INDEX_HEAD_SIZE
 from mla_portable_triton.kernels.bfloat16 import dot_operand
 from mla_portable_triton.kernels.e4m3_decode import e4m3_decode
-from mla_portable_triton.kernels.e4m3_packed import e4m3_lower, e4m3_upper
+from mla_portable_triton.kernels.e4m3_packed import e4m3_lower_half, e4m3_upper_half
 
 __all__ = [
     "BF16",
@@ -39,6 +39,7 @@ __all__ = [
     "form_of",
     "form_of_call",
     "head_block",
+    "head_weights",
     "key_tile",
     "load_rows",
     "operands",
@@ -46,7 +47,6 @@ __all__ = [
     "query_tile",
     "tile_scores",
     "tiles_of",
-    "tokens_together",
     "visible_bytes",
     "whole_position",
 ]
@@ -55,8 +55,6 @@ BF16: Final = 0
 FP8: Final = 1
 FP8_WORDS: Final = 2
 FP8_DECODED: Final = 3
-_MOST_COLUMNS: Final = 128
-"""Of a dot: heads of all its tokens."""
 _FP8_HEADS: Final = 8
 """From so many heads on e4m3 is multiplied as it is. Hopper's sums of such products keep 13 bits below the largest, and the
 sum over few heads does not average that: with one head scores were off by 2^-12 of the terms' magnitudes on an H200."""
@@ -71,8 +69,10 @@ _UINT8, _E4M3 = torch.uint8, torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How the work is cut. positions: of a tile. tokens: of a program whose keys stay; together: of them, in one product.
+    """How the work is cut. positions: of a tile. tokens: of a program whose keys stay.
 
+    num_stages: of the loop; 0 where keys stay in registers, as operands, and the next token's queries are on their way there,
+    instead of both in shared memory.
     max_registers: of a thread, on NVIDIA's targets, so that more programs run at once; 0 for no limit.
     """
 
@@ -80,7 +80,6 @@ class Tiles:
     num_warps: int
     num_stages: int
     tokens: int = 0
-    together: int = 1
     max_registers: int = 0
 
     @property
@@ -127,11 +126,6 @@ def head_block(num_heads: int) -> int:
     return max(16, triton.next_power_of_2(num_heads))
 
 
-def tokens_together(tiles: Tiles, block_h: int, form: int) -> int:
-    """TOGETHER: as many tokens of `block_h` heads as the tiles say and a product has columns for. BF16 would spill: one."""
-    return 1 if form == BF16 else min(tiles.together, _MOST_COLUMNS // block_h)
-
-
 def tiles_of(table: Mapping[str, Tiles], arch: str, form: int) -> Tiles:
     """The row of an architecture, `default` where it has none. BF16 may have one of its own: "sm90-bf16"."""
     own = table.get(f"{arch}-bf16") if form == BF16 else None
@@ -164,8 +158,8 @@ def whole_position(own, DCP_SIZE: tl.constexpr, DCP_RANK: tl.constexpr, INTERLEA
 def operands(numbers, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr):
     """A tile of `load_rows` as operands of tl.dot: of FP8_WORDS the even and the odd columns, else all of them, twice."""
     if FORM == _FP8_WORDS:
-        even = e4m3_lower(numbers, True)
-        odd = e4m3_upper(numbers, True)
+        even = e4m3_lower_half(numbers)
+        odd = e4m3_upper_half(numbers)
     elif FORM == _FP8:
         even = numbers
         odd = even
@@ -208,26 +202,24 @@ def load_rows(rows, there, FORM: tl.constexpr):
 
 @triton.jit
 def query_tile(
-    q_ptr, weight_ptr, token, last, q_stride_t, q_stride_h, weight_stride,
-    NUM_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, FORM: tl.constexpr, TOGETHER: tl.constexpr,
+    q_ptr, token, q_stride_t, q_stride_h, NUM_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
-    """q as `load_rows` has it and weights [BLOCK_H] of a token, or [TOGETHER * BLOCK_H] of several; 0 past the last head.
-
-    token: the first. last: what stands in for tokens behind it.
-    """
-    h = tl.arange(0, TOGETHER * BLOCK_H)
-    if TOGETHER > 1:
-        token = tl.minimum(token + h // BLOCK_H, last)
-        h = h % BLOCK_H
-    token = token.to(tl.int64)
-    rows = q_ptr + token * q_stride_t + h * q_stride_h  # [TOGETHER * BLOCK_H]
+    """q of a token as `load_rows` has it; 0 past the last head."""
+    h = tl.arange(0, BLOCK_H)
+    rows = q_ptr + token.to(tl.int64) * q_stride_t + h * q_stride_h  # [BLOCK_H]
     q = load_rows(rows[:, None], h < NUM_HEADS, FORM)
     if FORM == _FP8_WORDS:
         # Zeros, unknown to Triton until it has laid the tiles out. What depends on loads alone it would decode in the layout of
         # the product, where every warp needs every head.
         q = q | (tl.arange(0, KEY // 2) >> 16).to(tl.int16)[None, :]
-    weight = tl.load(weight_ptr + token * weight_stride + h, mask=h < NUM_HEADS, other=0.0)  # [BLOCK_H]
-    return q, weight
+    return q
+
+
+@triton.jit
+def head_weights(weight_ptr, token, weight_stride, NUM_HEADS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Weights [BLOCK_H] of a token's heads; 0 past the last."""
+    h = tl.arange(0, BLOCK_H)
+    return tl.load(weight_ptr + token.to(tl.int64) * weight_stride + h, mask=h < NUM_HEADS, other=0.0)
 
 
 @triton.jit
@@ -251,19 +243,16 @@ def key_tile(
 
 
 @triton.jit
-def tile_scores(keys, odd_keys, scale, q, odd_q, weight, BLOCK_H: tl.constexpr, FORM: tl.constexpr, TOGETHER: tl.constexpr):
-    """[BLOCK_N] scores of `operands` of keys and of a token's queries, or [BLOCK_N, TOGETHER] of several tokens'."""
-    dots = tl.dot(keys, tl.trans(q))  # [BLOCK_N, TOGETHER * BLOCK_H] float32
+def tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM: tl.constexpr):
+    """[BLOCK_N] scores of `operands` of keys and of a token's queries."""
+    dots = tl.dot(keys, tl.trans(q))  # [BLOCK_N, BLOCK_H] float32
     if FORM == _FP8_WORDS:
         dots = tl.dot(odd_keys, tl.trans(odd_q), dots)
-    if FORM == _FP8:
+        scale = scale * 65536.0  # of operands that are 2**-8 of the numbers
+    if FORM == _FP8 or FORM == _FP8_WORDS:  # noqa: SIM109 - Triton has no `in`
         # twice the positive ones, exactly: e4m3 has no infinity. NVIDIA's GPUs add twice as fast as they compare
         dots = (dots + tl.abs(dots)) * weight[None, :]
         scale = scale * 0.5
     else:
         dots = tl.maximum(dots, 0.0) * weight[None, :]
-    if TOGETHER > 1:
-        scores = tl.sum(tl.reshape(dots, (dots.shape[0], TOGETHER, BLOCK_H)), 2) * scale[:, None]
-    else:
-        scores = tl.sum(dots, 1) * scale
-    return scores
+    return tl.sum(dots, 1) * scale

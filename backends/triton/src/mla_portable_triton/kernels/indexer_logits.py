@@ -31,32 +31,33 @@ from mla_portable_triton.kernels.index_keys import (
     find_request,
     form_of_call,
     head_block,
+    head_weights,
     key_tile,
     operands,
     own_length,
     query_tile,
     tile_scores,
     tiles_of,
-    tokens_together,
     visible_bytes,
     whole_position,
 )
 
 DECODE: Final = {
     "default": Tiles(positions=64, num_warps=4, num_stages=2),
-    "sm80": Tiles(positions=128, num_warps=4, num_stages=2),
+    "sm80": Tiles(positions=128, num_warps=4, num_stages=2, max_registers=168),
     "sm90": Tiles(positions=128, num_warps=4, num_stages=2),
     "sm90-bf16": Tiles(positions=256, num_warps=4, num_stages=2),
 }
 PREFILL: Final = {
     "default": Tiles(positions=64, num_warps=4, num_stages=2, tokens=32),
-    "sm80": Tiles(positions=128, num_warps=4, num_stages=2, tokens=32, together=2),
+    "sm80": Tiles(positions=512, num_warps=8, num_stages=0, tokens=64),
+    "sm80-bf16": Tiles(positions=128, num_warps=4, num_stages=0, tokens=32),
     "sm90": Tiles(positions=128, num_warps=4, num_stages=3, tokens=64, max_registers=128),
     "sm90-bf16": Tiles(positions=256, num_warps=4, num_stages=3, tokens=64),
 }
 """DeviceFacts.arch -> tiles, for up to 64 heads; half the positions for more, and one token. Tuned on an H200, for sm90 and the
-code for sm80: 1,024 tokens over 8,192 positions take 184 us (199 with 256 positions and all registers) and 475 (538 with one
-token in a product). The tiles of bf16 were not timed beside others."""
+code for sm80: 1,024 tokens over 8,192 positions take 182 us (199 with 256 positions and all registers) and 338 (364 to 427 with
+fewer positions; 475 where a pipeline loads the queries and keys stay in shared memory)."""
 _TOKENS_A_REQUEST: Final = 4
 """From here on, on average, keys stay instead of queries."""
 _PROGRAMS: Final = 16
@@ -88,9 +89,8 @@ def decode_kernel(
     out_row = out_ptr + row * out_stride
     n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     if first < seen:
-        q, weight = query_tile(
-            q_ptr, weight_ptr, token, token, q_stride_t, q_stride_h, weight_stride, NUM_HEADS, BLOCK_H, FORM, 1
-        )
+        q = query_tile(q_ptr, token, q_stride_t, q_stride_h, NUM_HEADS, BLOCK_H, FORM)
+        weight = head_weights(weight_ptr, token, weight_stride, NUM_HEADS, BLOCK_H)
         q, odd_q = operands(q, FORM, BF16_NATIVE)
         table_row = table_ptr + request.to(tl.int64) * table_stride
         for begin in tl.range(first, seen, step, num_stages=STAGES):
@@ -99,7 +99,7 @@ def decode_kernel(
                 cache_ptr, table_row, position, position < seen, num_blocks, block_stride, FORM, CACHE_BLOCK
             )
             keys, odd_keys = operands(keys, FORM, BF16_NATIVE)
-            scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, BLOCK_H, FORM, 1)
+            scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
             scores = tl.where(there, scores, float("-inf"))
             if FILL:
                 tl.store(out_row + position, scores, mask=position < num_logits)
@@ -111,16 +111,28 @@ def decode_kernel(
             tl.store(out_row + begin + n, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=begin + n < num_logits)
 
 
+@triton.jit
+def _write(out_ptr, row, out_stride, position, scores, there, seen, num_logits, FILL: tl.constexpr):
+    """A token's scores of a tile to its row: those that are seen, or with FILL all of them, -inf where not seen."""
+    if FILL:
+        scores = tl.where(there & seen, scores, float("-inf"))
+        written = position < num_logits
+    else:
+        scores = tl.where(there, scores, float("-inf"))
+        written = seen
+    tl.store(out_ptr + row.to(tl.int64) * out_stride + position, scores, mask=written)
+
+
 @triton.jit(do_not_specialize=[*_FREE, "last_token"])
 def prefill_kernel(
     out_ptr, begin_ptr, end_ptr, q_ptr, weight_ptr, cache_ptr, start_ptr, len_ptr, table_ptr, first_token, num_requests,
     num_blocks, block_stride, table_width, table_stride, num_logits, out_stride, q_stride_t, q_stride_h, weight_stride,
     last_token,
     NUM_HEADS: tl.constexpr, CACHE_BLOCK: tl.constexpr, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr, FILL: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, REPEAT: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, REPEAT: tl.constexpr, BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr, DCP_SIZE: tl.constexpr, DCP_RANK: tl.constexpr, INTERLEAVE: tl.constexpr,
 ):  # fmt: skip
-    """REPEAT tokens, request by request and TOGETHER in a product, and one tile of BLOCK_N positions a program."""
+    """REPEAT tokens, request by request, and one tile of BLOCK_N positions a program."""
     position = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     place = whole_position(position, DCP_SIZE, DCP_RANK, INTERLEAVE)  # [BLOCK_N], in the sequence
     first_place = whole_position(tl.program_id(0) * BLOCK_N, DCP_SIZE, DCP_RANK, INTERLEAVE)
@@ -144,31 +156,26 @@ def prefill_kernel(
             inside = place < stop + after_own
             keys, scale, there = key_tile(cache_ptr, table_row, position, inside, num_blocks, block_stride, FORM, CACHE_BLOCK)
             keys, odd_keys = operands(keys, FORM, BF16_NATIVE)
-            for i in tl.range(0, stop - token, TOGETHER, num_stages=STAGES):
-                t = token + i
-                q, weight = query_tile(
-                    q_ptr, weight_ptr, t, stop - 1, q_stride_t, q_stride_h, weight_stride, NUM_HEADS, BLOCK_H, FORM, TOGETHER
-                )
-                q, odd_q = operands(q, FORM, BF16_NATIVE)
-                scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, BLOCK_H, FORM, TOGETHER)
-                if TOGETHER > 1:
-                    tokens = (t + tl.arange(0, TOGETHER))[None, :]  # [1, TOGETHER]
-                    seen = (place[:, None] <= tokens + after_own) & (tokens < stop)
-                    written = (position[:, None] < num_logits) & (tokens < stop)
-                    scores = tl.where(there[:, None] & seen, scores, float("-inf"))
-                    to = out_ptr + (tokens - first_token).to(tl.int64) * out_stride + position[:, None]
-                else:
+            if STAGES == 0:
+                t = token
+                ahead = query_tile(q_ptr, t, q_stride_t, q_stride_h, NUM_HEADS, BLOCK_H, FORM)
+                while t < stop:
+                    q, odd_q = operands(ahead, FORM, BF16_NATIVE)
+                    ahead = query_tile(q_ptr, tl.minimum(t + 1, stop - 1), q_stride_t, q_stride_h, NUM_HEADS, BLOCK_H, FORM)
+                    weight = head_weights(weight_ptr, t, weight_stride, NUM_HEADS, BLOCK_H)
+                    scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
                     seen = place <= t + after_own
-                    written = position < num_logits
-                    if FILL:
-                        scores = tl.where(there & seen, scores, float("-inf"))
-                    else:
-                        scores = tl.where(there, scores, float("-inf"))
-                    to = out_ptr + (t - first_token).to(tl.int64) * out_stride + position
-                if FILL:
-                    tl.store(to, scores, mask=written)
-                else:
-                    tl.store(to, scores, mask=seen)
+                    _write(out_ptr, t - first_token, out_stride, position, scores, there, seen, num_logits, FILL)
+                    t += 1
+            else:
+                for i in tl.range(0, stop - token, num_stages=STAGES):
+                    t = token + i
+                    q = query_tile(q_ptr, t, q_stride_t, q_stride_h, NUM_HEADS, BLOCK_H, FORM)
+                    weight = head_weights(weight_ptr, t, weight_stride, NUM_HEADS, BLOCK_H)
+                    q, odd_q = operands(q, FORM, BF16_NATIVE)
+                    scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
+                    seen = place <= t + after_own
+                    _write(out_ptr, t - first_token, out_stride, position, scores, there, seen, num_logits, FILL)
         elif FILL:
             for i in range(stop - token):
                 t = token + i
@@ -222,8 +229,7 @@ def launch(
     }  # fmt: skip
     if prefill:
         grid = triton.cdiv(num_logits, positions), triton.cdiv(num_rows, tiles.tokens)
-        together = tokens_together(tiles, block_h, numbers.form)
-        _prefill(grid, *arguments, first_token + num_rows, REPEAT=tiles.tokens, TOGETHER=together, **options)
+        _prefill(grid, *arguments, first_token + num_rows, REPEAT=tiles.tokens, **options)
     else:
         programs = triton.cdiv(max(numbers.num_sms, 1) * _PROGRAMS, num_rows)
         _decode((min(triton.cdiv(num_logits, positions), programs), num_rows), *arguments, **options)
@@ -246,6 +252,6 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
         for kernel, name, table in ((decode_kernel, "decode", DECODE), (prefill_kernel, "prefill", PREFILL))
         for word, form, stored in (("fp8", quantized, "*u8"), ("bf16", index_keys.BF16, "*bf16"))
         for tiles in (tiles_of(table, arch, form),)
-        for tokens in ({"REPEAT": tiles.tokens, "TOGETHER": tokens_together(tiles, 64, form)} if tiles.tokens else {},)
+        for tokens in ({"REPEAT": tiles.tokens} if tiles.tokens else {},)
         for use in ("", "-fill", *(("-dcp",) if word == "fp8" else ()))
     ]  # fmt: skip

@@ -19,12 +19,12 @@ from mla_portable_triton.kernels.index_keys import (
     Numbers,
     form_of_call,
     head_block,
+    head_weights,
     load_rows,
     operands,
     query_tile,
     tile_scores,
     tiles_of,
-    tokens_together,
     visible_bytes,
 )
 from mla_portable_triton.kernels.indexer_logits import PREFILL
@@ -38,9 +38,9 @@ def ragged_kernel(
     out_ptr, q_ptr, weight_ptr, key_ptr, scale_ptr, start_ptr, end_ptr, num_tokens, num_keys, out_stride, key_stride,
     q_stride_t, q_stride_h, weight_stride,
     NUM_HEADS: tl.constexpr, FORM: tl.constexpr, BF16_NATIVE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    REPEAT: tl.constexpr, TOGETHER: tl.constexpr, STAGES: tl.constexpr,
+    REPEAT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """REPEAT tokens, TOGETHER in a product, and one tile of BLOCK_N keys a program."""
+    """REPEAT tokens and one tile of BLOCK_N keys a program."""
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     token = tl.program_id(1) * REPEAT
@@ -56,21 +56,25 @@ def ragged_kernel(
             scale = tl.full([BLOCK_N], 1.0, tl.float32)
         else:
             scale = tl.load(scale_ptr + n, mask=there, other=0.0)
-        for i in tl.range(0, last - token, TOGETHER, num_stages=STAGES):
-            t = token + i
-            q, weight = query_tile(
-                q_ptr, weight_ptr, t, last - 1, q_stride_t, q_stride_h, weight_stride, NUM_HEADS, BLOCK_H, FORM, TOGETHER
-            )
-            q, odd_q = operands(q, FORM, BF16_NATIVE)
-            scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, BLOCK_H, FORM, TOGETHER)
-            if TOGETHER > 1:
-                each = (t + tl.arange(0, TOGETHER))[None, :]  # [1, TOGETHER]
-                begin = tl.load(start_ptr + each, mask=each < last, other=0)
-                end = tl.load(end_ptr + each, mask=each < last, other=0)
-                seen = (n[:, None] >= begin) & (n[:, None] < end)
-                to = out_ptr + each.to(tl.int64) * out_stride + n[:, None]
-                tl.store(to, tl.where(seen, scores, float("-inf")), mask=there[:, None] & (each < last))
-            else:
+        if STAGES == 0:
+            t = token
+            ahead = query_tile(q_ptr, t, q_stride_t, q_stride_h, NUM_HEADS, BLOCK_H, FORM)
+            while t < last:
+                q, odd_q = operands(ahead, FORM, BF16_NATIVE)
+                ahead = query_tile(q_ptr, tl.minimum(t + 1, last - 1), q_stride_t, q_stride_h, NUM_HEADS, BLOCK_H, FORM)
+                weight = head_weights(weight_ptr, t, weight_stride, NUM_HEADS, BLOCK_H)
+                scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
+                seen = (n >= tl.load(start_ptr + t)) & (n < tl.load(end_ptr + t))
+                row = out_ptr + t.to(tl.int64) * out_stride
+                tl.store(row + n, tl.where(seen, scores, float("-inf")), mask=there)
+                t += 1
+        else:
+            for i in tl.range(0, last - token, num_stages=STAGES):
+                t = token + i
+                q = query_tile(q_ptr, t, q_stride_t, q_stride_h, NUM_HEADS, BLOCK_H, FORM)
+                weight = head_weights(weight_ptr, t, weight_stride, NUM_HEADS, BLOCK_H)
+                q, odd_q = operands(q, FORM, BF16_NATIVE)
+                scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
                 seen = (n >= tl.load(start_ptr + t)) & (n < tl.load(end_ptr + t))
                 row = out_ptr + t.to(tl.int64) * out_stride
                 tl.store(row + n, tl.where(seen, scores, float("-inf")), mask=there)
@@ -124,7 +128,6 @@ def launch(
         BLOCK_H=block_h,
         BLOCK_N=positions,
         REPEAT=tiles.tokens,
-        TOGETHER=tokens_together(tiles, block_h, numbers.form),
         STAGES=tiles.num_stages,
         **tiles.options,
     )
@@ -138,7 +141,7 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
         variant(
             ragged_kernel, f"indexer_logits_ragged-{word}", tiles.num_warps, max_registers=tiles.max_registers,
             **pointers, q_ptr=stored, key_ptr=stored, NUM_HEADS=64, FORM=form, BF16_NATIVE=True, BLOCK_H=64,
-            BLOCK_N=tiles.positions, REPEAT=tiles.tokens, TOGETHER=tokens_together(tiles, 64, form), STAGES=tiles.num_stages,
+            BLOCK_N=tiles.positions, REPEAT=tiles.tokens, STAGES=tiles.num_stages,
         )
         for word, form, stored in (("fp8", quantized, "*u8"), ("bf16", index_keys.BF16, "*bf16"))
         for tiles in (tiles_of(PREFILL, arch, form),)
