@@ -76,7 +76,7 @@ class Job:
     """One process.
 
     Attributes:
-        name: unique. task: generate, ranks, requests, speed, load or refuse, functions of `engine`. who: a key of WHO.
+        name: unique. task: generate, ranks, requests, load or refuse, functions of `engine`. who: a key of WHO.
         kv, heads: the cache format, query heads of the checkpoint. mode: a key of MODES. gpus: that it uses.
         arguments: more arguments of vllm.LLM. environ: more environment variables. options: of the task.
         rehearsal: arguments of `rehearse.install`, none for a process as it is. seconds: it may take.
@@ -202,24 +202,11 @@ def _rehearsed_refusals() -> Iterator[Job]:
         yield Job(f"refuse-{who}-off", "refuse", who, heads=16, seconds=300, **more)
 
 
-def speed() -> list[Job]:
-    """Engines that take turns to time their steps, on a machine that does nothing else."""
-    sizes = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 64, 128, 256]}
-    arguments = {"max_num_seqs": 512, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 6 << 30}
-    arguments["compilation_config"] = sizes
-    more = {"options": {"batches": (64, 128), "context": 4096, "prompt": 2100, "tokens": 512}, "seconds": 200}
-    order = [(who, heads, "fp8_ds_mla") for heads in (64, 128, 16) for who in ("plugin", "stock")]
-    order += [("triton", 16, "fp8_ds_mla"), ("plugin", 64, "auto"), ("stock", 64, "auto")]
-    return [
-        Job(f"speed-{who}-{cell(kv, heads)}", "speed", who, kv, heads, "graphs", arguments=arguments, **more)
-        for who, heads, kv in order
-    ]
-
-
 def load() -> list[Job]:
     """Engines that take turns to be timed from outside: the plugin, and stock as it is by default."""
     first = ((32, 128), (16, 512), (8, 1024), (8, 2000), (4, 4096))
-    options = {"by_default": True, "first": first, "requests": 200, "prompt": (8, 4000), "tokens": (8, 64)}
+    decodes = {"batch": 128, "prompt": 2100, "tokens": 512}
+    options = {"by_default": True, "first": first, "requests": 200, "prompt": (8, 4000), "tokens": (8, 64), "decodes": decodes}
     arguments = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 3 << 30}
     more: dict[str, Any] = {"arguments": arguments, "options": options, "seconds": 300}
     return [

@@ -28,8 +28,8 @@ LONG_LIMIT: Final = 0.5
 """Of long prompts: NOISE_FACTOR times the largest difference at 12,909 tokens of 46 correct runs (docs/vllm.md)."""
 SHADOW_LIMIT: Final = 1e-2
 
-CHEAPER_BUILD: Final = 10
 STEP_LIMIT: Final = 1.03
+"""Of a decode step, in units of stock's."""
 
 _SHORT: Final = {"longest": jobs.TOPK}
 _LONG: Final = {"shortest": jobs.TOPK + 1}
@@ -97,6 +97,25 @@ def agree(one: Run, other: Run, *, shortest: int = 0, longest: int = 2**31) -> A
                 parted.append((a["length"], at, _largest(gaps)))
                 break
     return Agreement(largest, compared, tuple(parted), lost)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Two runs over prompts of up to top-k tokens, and over longer ones."""
+
+    short: Agreement
+    long: Agreement
+
+    def within(self, tolerance: float = TOLERANCE) -> bool:
+        """tolerance: of the short prompts."""
+        return self.short.within(tolerance) and self.long.difference <= LONG_LIMIT
+
+    def __str__(self) -> str:
+        return f"short {self.short}; long {self.long}"
+
+
+def compare(one: Run, other: Run) -> Compared:
+    return Compared(agree(one, other, **_SHORT), agree(one, other, **_LONG))
 
 
 def limit(difference: float) -> float:
@@ -197,15 +216,14 @@ def _against(ran: Ran, out: Path, name: str, stock: list[Run]) -> Line:
         return Line(name, f"not compared: {'stock' if ours else name} did not finish", False)
     done, passed, found = ran[name], True, "without stock"
     if stock:
-        short, long = (agree(ours[0], stock[0], **side) for side in (_SHORT, _LONG))
-        passed = short.within(TOLERANCE) and long.difference <= LONG_LIMIT
-        found = f"short {short}; long {long}"
+        compared = compare(ours[0], stock[0])
+        passed, found = compared.within(), str(compared)
     if "MLA_PORTABLE_VLLM_SHADOW" in done.job.environ:
         same, shadow = read_shadow(out / f"{name}.shadow")
         passed, found = passed and same, f"{found}; shadow {shadow}"
     if done.job.options.get("watch"):
-        rows, compared = (selections.read(out / f"{each}.selections") for each in (name, theirs))
-        same, watched = selections.judge(rows, None if alone else compared)
+        rows, others = (selections.read(out / f"{each}.selections") for each in (name, theirs))
+        same, watched = selections.judge(rows, None if alone else others)
         passed, found = passed and same and not done.result["watch"], f"{found}; {done.result['watch'] or watched}"
     if done.job.rehearsal:
         found = f"{found}; indexer {done.indexer or 'not named'}"
@@ -264,13 +282,13 @@ def tensor_parallel(ran: Ran) -> Iterator[Line]:
         if not one or not two:
             yield Line(f"tp-{who}", "did not finish", False)
             continue
-        short, long = (agree(one[0], two[0], **side) for side in (_SHORT, _LONG))
-        text = f"two GPUs against one: short {short}; long {long}"
+        compared = compare(one[0], two[0])
+        text = f"two GPUs against one: {compared}"
         if who == "stock":
             allowed = limit(max(agree(one[0], run, **_SHORT).difference for run in [*two, *one[1:]]))
             yield Line("tp-stock", text)
         else:
-            right = short.within(allowed) and long.difference <= LONG_LIMIT and bool(ran["tp2-plugin"].served)
+            right = compared.within(allowed) and bool(ran["tp2-plugin"].served)
             yield Line("tp-plugin", f"{text} (limit of short {allowed:.2f})", right)
     for name in ("dp2-stock", "pp2-plugin", "dp2-plugin", "dbo2-plugin"):
         if name in ran:
@@ -283,9 +301,8 @@ def _as_without(name: str, without: list[Run], runs: list[Run]) -> Line:
     """Every run of a feature against the first without it."""
     if not without or not runs:
         return Line(name, "did not finish", False)
-    pairs = [(agree(run, without[0], **_SHORT), agree(run, without[0], **_LONG)) for run in runs]
-    right = all(short.within(TOLERANCE) and long.difference <= LONG_LIMIT for short, long in pairs)
-    return Line(name, "; then ".join(f"short {short}; long {long}" for short, long in pairs), right)
+    compared = [compare(run, without[0]) for run in runs]
+    return Line(name, "; then ".join(map(str, compared)), all(each.within() for each in compared))
 
 
 def features(ran: Ran) -> Iterator[Line]:
@@ -306,7 +323,7 @@ def features(ran: Ran) -> Iterator[Line]:
 
 
 def load(ran: Ran) -> Iterator[Line]:
-    """The plugin beside stock by default; for information, but that both must finish."""
+    """The plugin beside stock by default: steps in graphs are judged where a GPU has 64 heads or more, the rest informs."""
     for name, done in ran.items():
         stock = ran.get(name.replace("-plugin-", "-stock-"))
         if done.job.who != "plugin" or stock is None:
@@ -317,6 +334,10 @@ def load(ran: Ran) -> Iterator[Line]:
         for prompts, its in stock.result["first"].items():
             yield Line(name, f"first token of {prompts}: {done.result['first'][prompts]} ms, stock {its} ms")
         yield Line(name, f"{done.result['tokens_s']} tokens a second, stock {stock.result['tokens_s']}")
+        ours, its = done.result["step_us"], stock.result["step_us"]
+        text = f"a decode of {done.job.options['decodes']['batch']}: {ours:.0f} us, {ours / its:.3f} of stock's step"
+        counts = done.job.heads >= 64 and done.job.mode == "graphs"
+        yield Line(name, text, ours <= STEP_LIMIT * its if counts else None)
 
 
 def context_parallel(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
@@ -329,46 +350,9 @@ def context_parallel(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
         if not whole or not shared:
             yield Line(job.name, "did not finish", False)
             continue
-        short, long = (agree(whole[0], shared[0], **side) for side in (_SHORT, _LONG))
+        compared = compare(whole[0], shared[0])
         pools = [ran[name].result["pool"] for name in (job.name, alone)]
-        text = f"against one GPU: short {short}; long {long}; {pools[0]} tokens in the cache ({pools[1]})"
-        right = short.within(TOLERANCE) and long.difference <= LONG_LIMIT and bool(ran[job.name].served)
-        yield Line(job.name, text, right)
+        text = f"against one GPU: {compared}; {pools[0]} tokens in the cache ({pools[1]})"
+        yield Line(job.name, text, compared.within() and bool(ran[job.name].served))
     for small in (job.name for job in planned if job.name.startswith("requests-") and job.name.endswith("-small")):
         yield _many(ran, small, small.replace("-small", "-one"), small, TOLERANCE)[0]
-
-
-def speed(ran: Ran) -> Iterator[Line]:
-    """Steps of engines, and builds and layers within one engine: ours against stock's."""
-    for name, done in ran.items():
-        if not done.result:
-            yield Line(name, "did not finish", False)
-            continue
-        job, cell = done.job, jobs.cell(done.job.kv, done.job.heads)
-        counts = job.who == "plugin" and job.heads >= 64
-        steps, stock = done.result["steps"], ran.get(f"speed-stock-{cell}")
-        text = f"a decode of {steps['batch']}: {steps['step_us']:.0f} us"
-        if job.who == "stock" or stock is None or not stock.result:
-            yield Line(name, text, False if counts else None)
-        else:
-            ratio = steps["step_us"] / stock.result["steps"]["step_us"]
-            yield Line(name, f"{text}, {ratio:.3f} of stock's step", ratio <= STEP_LIMIT if counts else None)
-        # Decodes alone are replayed from a graph, and judged as layers.
-        for name, which in (("builds", 0), ("forwards", 1), ("layers", 0)):
-            for batch, times in done.result.get(name, {}).items():
-                judged = job.who == "plugin" if name == "builds" else counts and (name == "layers" or "+" in batch)
-                most = STEP_LIMIT if name != "builds" else 1.0
-                if name == "builds" and "256 decodes + 32" in batch and cell == "fp8-h64":
-                    most = 1 / CHEAPER_BUILD
-                yield _times(f"  {name[:-1]} {batch}", times, which, most if judged else None)
-
-
-def _times(name: str, times: dict[str, Any], which: int, most: float | None) -> Line:
-    """Times of ours and of stock's, in microseconds; `which` is at most `most` times stock's, where that is judged.
-
-    Of a call they are two: until it returns, and until the device is done.
-    """
-    ours, stock = times["ours"], times["stock"]
-    text = "; ".join(f"{who} {', '.join(f'{time:.1f}' for time in times[who])} us" for who in ("ours", "stock"))
-    differ = f"; differ by {times['relative']:.1e}" if "relative" in times else ""
-    return Line(name, text + differ, None if most is None else ours[which] <= most * stock[which])
