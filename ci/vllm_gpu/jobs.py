@@ -139,10 +139,10 @@ def _generate(who: str, kv: str, heads: int, mode: str, *, watch: bool = False, 
 def _requests() -> Iterator[Job]:
     """500 requests, in a cache that holds a third of those that run together, and one by one."""
     small = {"num_gpu_blocks_override": 100, "max_num_seqs": 64}
-    for who, (way, arguments) in product(("plugin", "stock"), (("one", {"max_num_seqs": 1}), ("small", small))):
+    for way, arguments in (("one", {"max_num_seqs": 1}), ("small", small)):
         limits = {"max_model_len": 1024, **arguments}
         options = {"count": 500, "prompt": (8, 600), "tokens": (8, 32)}
-        yield Job(f"requests-{who}-{way}", "requests", who, mode="graphs", arguments=limits, options=options, seconds=240)
+        yield Job(f"requests-plugin-{way}", "requests", "plugin", mode="graphs", arguments=limits, options=options, seconds=240)
 
 
 def _refusals() -> Iterator[Job]:
@@ -245,21 +245,19 @@ def features() -> list[Job]:
 
 
 def tensor_parallel() -> list[Job]:
-    """32 heads on one GPU and on two, 16 a rank, by the plugin and by stock; by the plugin also with a layer on each of two.
+    """32 heads on one GPU and on two, 16 a rank; also with a layer on each of two.
 
-    And with the whole model on each of two (data parallelism, by stock as well), also with batches cut in two (DBO): no layer
+    And with the whole model on each of two (data parallelism), also with batches cut in two (DBO): no layer
     has experts here, so the kernels that DBO asks for are never called. It must not take SMs from DeepGEMM, whose schedules of
     the indexer it would make wrong.
     """
     more = {"heads": 32, "mode": "graphs", "environ": _SEVERAL, "seconds": 300}
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    jobs: list[Job] = []
-    for who, repeats in (("plugin", 1), ("stock", 3)):
-        options = {**_TEXTS, "repeats": repeats}
-        jobs.append(Job(f"tp1-{who}", "generate", who, options=options, **more))
-        jobs.append(Job(f"tp2-{who}", "generate", who, gpus=2, arguments=two, options=options, **more))
     apart = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
-    jobs.append(Job("pp2-plugin", "generate", "plugin", gpus=2, arguments=apart, options={**_TEXTS, "repeats": 1}, **more))
+    jobs = [
+        Job(name, "generate", "plugin", gpus=gpus, arguments=arguments, options={**_TEXTS, "repeats": 1}, **more)
+        for name, gpus, arguments in (("tp1-plugin", 1, {}), ("tp2-plugin", 2, two), ("pp2-plugin", 2, apart))
+    ]
     dealt = {"data_parallel_size": 2}
     cut = {"enable_dbo": True, "all2all_backend": "deepep_low_latency"}
     cut |= {"dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 16}
@@ -267,8 +265,6 @@ def tensor_parallel() -> list[Job]:
         environ = {**_SEVERAL, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_DBO_COMM_SMS": "0"}
         more |= {"mode": mode, "options": _TEXTS, "environ": environ}
         jobs.append(Job(f"{name}-plugin", "ranks", "plugin", gpus=2, arguments=arguments, **more))
-        if name == "dp2":
-            jobs.append(Job("dp2-stock", "ranks", "stock", gpus=2, arguments=arguments, **more))
     return jobs
 
 
