@@ -5,30 +5,13 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-KIT = Path(__file__).parents[1] / "ci" / "vllm_gpu"
-MODULES = ("checkpoint", "rehearse", "selections", "jobs", "judge", "engine", "timing", "kit")
-
-
-@pytest.fixture(scope="module")
-def kit() -> Iterator[Any]:
-    """The modules of the kit, importable for these tests alone."""
-    sys.path.insert(0, str(KIT))
-    try:
-        yield type("Kit", (), {name: import_module(name) for name in MODULES})
-    finally:
-        sys.path.remove(str(KIT))
-        for name in MODULES:
-            sys.modules.pop(name, None)
 
 
 def prompt(length: int, tokens: list[int], *, shift: float = 0.0, other: float = -9.0) -> dict[str, Any]:
