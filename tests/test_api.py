@@ -113,21 +113,6 @@ def test_request_says_what_the_call_needs(tape):
     ]
 
 
-def test_a_kind_of_call_is_asked_about_once(tape):
-    for seed in range(3):
-        mla_portable.sparse_decode(**decode_arguments(seed=seed))
-    assert (len(tape.calls), len(tape.bound)) == (3, 1)
-
-
-@pytest.mark.parametrize(
-    "other", [{"heads": 8}, {"topk": 16}, {"layout": "bf16"}], ids=["other heads", "other topk", "other layout"]
-)
-def test_another_kind_of_call_is_asked_about_anew(tape, other):
-    mla_portable.sparse_decode(**decode_arguments())
-    mla_portable.sparse_decode(**decode_arguments(**other))
-    assert len(tape.bound) == 2
-
-
 @pytest.mark.parametrize(
     ("gap", "shift", "layout", "served"),
     [
