@@ -253,14 +253,9 @@ def write_index(records: Records) -> None:
 
 
 def fold_all(_: argparse.Namespace) -> int:
-    """Drop reports that later ones supersede, and the lines without a report that a claim with one has."""
+    """Drop reports that later ones supersede."""
     write_index(read())
     records = read()
-    reported = {place(each.data) for each in records.evidence if each.report}
-    for path in sorted((CAPABILITY / "evidence").rglob("*.jsonl")):
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if (data := json.loads(line)).get("report") or place(data) not in reported]
-        path.write_text("".join(kept), encoding="utf-8")
     dropped = superfluous(records.evidence, lambda each: not records.hashes.changed(each))
     for sha in dropped:
         report_path(CAPABILITY, sha).unlink()
@@ -268,12 +263,6 @@ def fold_all(_: argparse.Namespace) -> int:
     write_index(records)
     print(f"{len(dropped)} reports dropped")
     return 0
-
-
-def place(data: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Which claim a record is about, where."""
-    device = data.get("device", {}).get("profile")
-    return data["implementation"], data["primitive"], data["kind"], data.get("mode"), data.get("target"), device
 
 
 def hashes(_: argparse.Namespace) -> int:

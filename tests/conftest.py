@@ -8,7 +8,11 @@ side, a process for each core: torch gets one thread in each, for threads that w
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and commands fold their tables at it
@@ -36,3 +40,17 @@ def a_bare_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith("MLA_PORTABLE_")]:
         monkeypatch.delenv(name)
     yield
+
+
+@pytest.fixture(scope="module")
+def kit() -> Iterator[SimpleNamespace]:
+    """The modules of ci/vllm_gpu, importable for one file of tests alone."""
+    folder = Path(__file__).parents[1] / "ci" / "vllm_gpu"
+    names = ("checkpoint", "rehearse", "selections", "jobs", "judge", "engine", "timing", "kit")
+    sys.path.insert(0, str(folder))
+    try:
+        yield SimpleNamespace(**{name: import_module(name) for name in names})
+    finally:
+        sys.path.remove(str(folder))
+        for name in names:
+            sys.modules.pop(name, None)

@@ -26,7 +26,6 @@ from mla_portable.dispatch import serving
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import MERGE_STATES
 from mla_portable.registry import Registry, get_registry, reset_registry
-from mla_portable.tools.bench.dispatch import measure_dispatch
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule
 
 B, S, H, K, BLOCKS, BLOCK = 3, 2, 4, 24, 5, 16
@@ -112,21 +111,6 @@ def test_request_says_what_the_call_needs(tape):
         "kv_layout=index_fp8 num_heads=64 on CPU",
         "kv_layout=index_fp8 block_size=16 scale_format=pow2 on CPU",
     ]
-
-
-def test_a_kind_of_call_is_asked_about_once(tape):
-    for seed in range(3):
-        mla_portable.sparse_decode(**decode_arguments(seed=seed))
-    assert (len(tape.calls), len(tape.bound)) == (3, 1)
-
-
-@pytest.mark.parametrize(
-    "other", [{"heads": 8}, {"topk": 16}, {"layout": "bf16"}], ids=["other heads", "other topk", "other layout"]
-)
-def test_another_kind_of_call_is_asked_about_anew(tape, other):
-    mla_portable.sparse_decode(**decode_arguments())
-    mla_portable.sparse_decode(**decode_arguments(**other))
-    assert len(tape.bound) == 2
 
 
 @pytest.mark.parametrize(
@@ -311,18 +295,3 @@ def test_explain_refuses_what_it_does_not_know(two, primitive, fields, argument,
         mla_portable.explain(primitive, device="cpu", **fields)
     assert caught.value.argument == argument
     assert expected in caught.value.expected
-
-
-# what dispatch costs
-
-
-def test_dispatch_is_measured_way_by_way():
-    rows = {row.call: row for row in measure_dispatch(batches=3, calls=2)}
-    assert list(rows) == ["launcher", "bound", "convenience", "convenience, outputs given", "layer forward"]
-    assert all(0 < row.p10_ns <= row.median_ns <= row.p90_ns for row in rows.values())
-    assert rows["launcher"].over is None and rows["launcher"].over_ns is None
-    for row in list(rows.values())[1:]:
-        assert row.over_ns == row.median_ns - rows[row.over].median_ns
-    assert rows["bound"].over == "launcher"
-    with pytest.raises(InvalidArgument, match="batches"):
-        measure_dispatch(batches=0)

@@ -104,7 +104,6 @@ def test_version():
         "conform reference --jobs 2",  # of a registry that worker processes cannot build
         "conform reference --primitive sparse_dekode",
         "bench plot x.svg --device nonsense",
-        "bench dispatch --calls 0",
     ],
 )
 def test_what_cannot_be_meant_is_code_2(words):
@@ -355,12 +354,6 @@ def test_a_suite_that_ran_nothing_fails():
 def test_a_run_without_a_bound_makes_as_many_runs_as_it_says():
     answer = document("run", *SMALL, "--repeat", "3", "--max-seconds", "0")
     assert answer["ok"] and {row["timing"]["n"] for row in answer["primitives"]} == {3}
-
-
-def test_bench_dispatch():
-    answer = document("bench", "dispatch", "--batches", "2", "--calls", "3")
-    assert {"launcher", "bound"} <= {row["call"] for row in answer["rows"]}
-    assert "launcher" in invoke("bench", "dispatch", "--batches", "2", "--calls", "3").stdout
 
 
 # ---------------------------------------------------------------------- the page

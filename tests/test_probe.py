@@ -577,11 +577,3 @@ def test_the_attention_problem_has_the_traps_it_promises(layout: str):
     rows = (FP8_DS_MLA.unpack(cache) if layout == FP8_DS_MLA.name else cache).reshape(slots, 576)
     assert torch.isnan(rows[indices[0, int(counts[0])].long()].float()).any(), "past a length stands a NaN row"
     assert call.kwargs["softmax_scale"] == SOFTMAX_SCALE and call.kwargs["attn_sink"].shape == (2,)
-
-
-def test_results_wait_on_the_cpu_by_name():
-    made = candidate(CONVERT, RIGHT[CONVERT])
-    case = next(probe_cases(made, registry(made).facts("cpu"), None))
-    call = case.build(torch.device("cpu"))
-    results = call.results_of(call.call(RIGHT[CONVERT]))
-    assert isinstance(results, dict) and list(results) == ["indices", "counts"]

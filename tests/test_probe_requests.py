@@ -106,11 +106,6 @@ def test_what_is_wrong_at_the_requests_own_sizes_does_not_serve(kernel: Kernel, 
     assert name == "reference.torch" and symptom in against
 
 
-def test_what_is_right_at_the_requests_own_sizes_serves():
-    assert chosen(candidate(DECODE, RIGHT[DECODE])) == ("faulty.v1", "")
-    assert chosen(candidate(DECODE, wrong_beyond(heads=2, topk=64)), num_heads=2, topk=64) == ("faulty.v1", "")
-
-
 def test_a_forced_choice_that_is_wrong_at_the_requests_sizes_fails_with_the_reason():
     reg = registry(candidate(DECODE, wrong_beyond(heads=2, topk=64)))
     with pytest.raises(UnsupportedRequest, match="out is off by"):

@@ -27,7 +27,7 @@ from mla_portable.registry import Registry
 from mla_portable.tools.cli.app import app
 from mla_portable.tools.conformance import run_suite
 from mla_portable.tools.matrix.claims import Declarations, collect_declarations
-from mla_portable.tools.matrix.evidence import append_evidence, problems_of, record_line
+from mla_portable.tools.matrix.evidence import append_evidence, problems_of
 from mla_portable.tools.matrix.model import RecordError
 from mla_portable.tools.matrix.profiles import profile_of, shared_memory_limit
 from mla_portable.tools.matrix.record import compiled_report, conformance_report, kernels_of, mode_of
@@ -395,29 +395,18 @@ def test_a_report_without_a_record_is_left_out_and_nothing_is_half_written(
     assert len(read_reports(tmp_path)) == 1 and "left out" in capsys.readouterr().out
 
 
-def test_fold_drops_reports_and_lines_that_have_none(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, document: dict[str, Any]
-) -> None:
+def test_fold_drops_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, document: dict[str, Any]) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "ci"))
     import record_evidence
 
-    capability = tmp_path / "capability"
-    shutil.copytree(ROOT / "capability" / "profiles", capability / "profiles")
-    monkeypatch.setattr(record_evidence, "CAPABILITY", capability)
-    path = capability / "evidence" / "cpu" / "reference.jsonl"
-    path.parent.mkdir(parents=True)
-    (record,) = derived(document)
-    typed = {name: value for name, value in record.items() if name not in ("report", "machine")}
-    path.write_text("".join(record_line(typed | {"primitive": name}) for name in ("merge_states", "topk_select")))
+    shutil.copytree(ROOT / "capability" / "profiles", tmp_path / "profiles")
+    monkeypatch.setattr(record_evidence, "CAPABILITY", tmp_path)
     later = document | {"recorded": "2026-11-01T00:00:01Z"}
     for each in (document, later):
-        write_report(capability, each)
+        write_report(tmp_path, each)
     record_evidence.write_index(record_evidence.read())
-    assert len(path.read_text().splitlines()) == 4
+    path = tmp_path / "evidence" / "cpu" / "reference.jsonl"
+    assert len(path.read_text().splitlines()) == 2
     record_evidence.fold_all(record_evidence.argparse.Namespace())
-    kept = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(each["primitive"], each["recorded"]) for each in kept] == [
-        ("topk_select", document["recorded"]),
-        ("merge_states", later["recorded"]),
-    ]
-    assert len(read_reports(capability)) == 1
+    (kept,) = map(json.loads, path.read_text().splitlines())
+    assert kept["recorded"] == later["recorded"] and [*read_reports(tmp_path)] == [kept["report"]]

@@ -28,14 +28,6 @@ from mla_portable.registry.select import decide
 # Choosing
 
 
-def test_measured_costs_replace_declared_ones():
-    found = {"slow": (10.0, "evidence/slow.jsonl"), "fast": (20.0, "evidence/fast.jsonl")}
-    reg = registry(Vendor("fast", 10), Vendor("slow", 1000), costs=Costs(lambda each, _: found[each.backend]))
-    decision = reg.decide(merge(reg))
-    assert decision.chosen == "slow.v1"
-    assert [(v.cost, v.cost_source) for v in decision.verdicts] == [(10, "evidence/slow.jsonl"), (20, "evidence/fast.jsonl")]
-
-
 @pytest.mark.parametrize(
     ("timed", "order"),
     [

@@ -142,36 +142,6 @@ def test_all_splits_work_on_a_row_that_is_shorter_than_k(device: torch.device, f
     assert parts.tolist() == [4, 4, -(-200 // tile), 0, 4]
 
 
-@pytest.mark.parametrize(("query_len", "num_splits"), [(1, 1), (2, 2), (4, 1), (4, 2)])
-def test_strided_queries_and_outputs(device: torch.device, facts: DeviceFacts, query_len: int, num_splits: int):
-    problem = Problem(device, "fp8_ds_mla", heads=5, topk=40, rows=(1 if query_len > 2 else 2, query_len))
-    batch = problem.rows[0]
-    # heads before tokens, as a batched product makes them; an odd row pitch for indices, lengths and lse
-    q = torch.empty(5, batch, query_len, 576, dtype=torch.bfloat16, device=device).permute(1, 2, 0, 3).copy_(problem.q)
-    indices = torch.empty(batch, query_len, 43, dtype=torch.int32, device=device)[..., :40].copy_(problem.indices)
-    lengths = torch.full((batch, query_len, 3), 33, dtype=torch.int32, device=device)[..., 0]
-    out = torch.full((5, batch, query_len, 512), NAN, dtype=torch.bfloat16, device=device).permute(1, 2, 0, 3)
-    lse = torch.full((5, batch, query_len), NAN, device=device).permute(1, 2, 0)
-    schedule = problem.schedule(num_splits) if num_splits > 1 else None
-    got = problem.decode(facts)(
-        q, problem.cache, indices, softmax_scale=SCALE, lengths=lengths, schedule=schedule, out=out, lse_out=lse
-    )
-    assert got[0] is out and got[1] is lse
-    check(got, oracle.sparse_decode(problem.q, problem.cache, indices, softmax_scale=SCALE, lengths=lengths))
-
-
-def test_strides_that_are_not_multiples_of_sixteen_bytes(device: torch.device, facts: DeviceFacts):
-    problem = Problem(device, "bf16", heads=3, topk=40, rows=(2, 1))
-    q = torch.empty(2, 1, 3, 577, dtype=torch.bfloat16, device=device)[..., :576].copy_(problem.q)
-    out = torch.full((2, 1, 3, 515), NAN, dtype=torch.bfloat16, device=device)
-    for schedule in (None, problem.schedule(2)):
-        got = problem.decode(facts)(
-            q, problem.cache, problem.indices, softmax_scale=SCALE, schedule=schedule, out=out[..., :512]
-        )
-        check(got, oracle.sparse_decode(problem.q, problem.cache, problem.indices, softmax_scale=SCALE))
-        assert out[..., 512:].isnan().all()
-
-
 @pytest.mark.parametrize("strides", [(0,), (8, 16), (576, 4608)])
 def test_aligned_strides_are_counted_in_units(strides: tuple[int, ...]):
     assert stride_unit(*strides) == 8

@@ -129,11 +129,6 @@ def test_configurations_are_ranked_as_implementations_are():
     assert [each and each[0] for each in costs] == [pytest.approx(10 * us / 61, abs=0.01) for us in (201, 64)]
 
 
-def test_where_nothing_is_right_nothing_is_written():
-    (result,) = run(Plugin(CONFIGURATIONS[2:3]))
-    assert result.best is None and result.entry() is None and result.gain is None
-
-
 def test_what_cannot_serve_or_was_not_asked_for_is_not_tuned():
     assert run(Plugin(max_heads=1)) == []
     assert run(Plugin(), KernelCase(CACHE_WRITE, 3, "bf16")) == []

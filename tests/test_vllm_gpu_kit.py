@@ -5,30 +5,13 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-KIT = Path(__file__).parents[1] / "ci" / "vllm_gpu"
-MODULES = ("checkpoint", "rehearse", "selections", "jobs", "judge", "engine", "timing", "kit")
-
-
-@pytest.fixture(scope="module")
-def kit() -> Iterator[Any]:
-    """The modules of the kit, importable for these tests alone."""
-    sys.path.insert(0, str(KIT))
-    try:
-        yield type("Kit", (), {name: import_module(name) for name in MODULES})
-    finally:
-        sys.path.remove(str(KIT))
-        for name in MODULES:
-            sys.modules.pop(name, None)
 
 
 def prompt(length: int, tokens: list[int], *, shift: float = 0.0, other: float = -9.0) -> dict[str, Any]:
@@ -64,11 +47,6 @@ def test_texts_may_part_only_at_ties(kit: Any, other: float, tie: bool):
     assert found.within(0.1) is tie
 
 
-def test_what_may_differ_follows_stocks_own_noise(kit: Any):
-    assert kit.judge.limit(0.0) == 0.1 and kit.judge.limit(0.2) == pytest.approx(0.3)
-    assert kit.judge.limit(math.inf) == 0.1
-
-
 def test_shadow_mode_must_have_recorded_something_small(kit: Any, tmp_path: Path):
     def passed(*errors: str) -> bool:
         file = tmp_path / "shadow"
@@ -81,7 +59,7 @@ def test_shadow_mode_must_have_recorded_something_small(kit: Any, tmp_path: Path
 
 
 def test_jobs_cover_the_matrix_and_have_names_of_their_own(kit: Any):
-    several = [*kit.jobs.agreement(), *kit.jobs.speed(), *kit.jobs.tensor_parallel(), *kit.jobs.features(), *kit.jobs.load()]
+    several = [*kit.jobs.agreement(), *kit.jobs.tensor_parallel(), *kit.jobs.features(), *kit.jobs.load()]
     assert len({job.name for job in several}) == len(several)
     covered = {(j.who, j.kv, j.heads, j.mode) for j in several if j.task == "generate" and j.gpus == 1}
     for heads in (16, 64, 128):
@@ -227,7 +205,7 @@ def test_nobody_measures_while_an_engine_starts(kit: Any, tmp_path: Path):
 def run_of(
     kit: Any, name: str, *runs: list[dict[str, Any]], served: str = "fused: sparse_decode triton.portable", **result: Any
 ):
-    lists = (kit.jobs.agreement, kit.jobs.speed, kit.jobs.tensor_parallel, kit.jobs.features, kit.jobs.load)
+    lists = (kit.jobs.agreement, kit.jobs.tensor_parallel, kit.jobs.features, kit.jobs.load)
     several = [*(job for jobs in lists for job in jobs()), *kit.jobs.context_parallel(2)]
     job = next(job for job in several if job.name == name)
     return {name: kit.judge.Done(job, {"runs": list(runs), **result}, "", served)}
@@ -259,53 +237,26 @@ def test_long_prompts_may_differ_as_correct_runs_do(kit: Any, tmp_path: Path):
 
 
 def test_requests_must_be_preempted_and_none_cut_short(kit: Any):
-    def line(preempted: int, tokens: int = 2) -> Any:
-        texts = [[prompt(100, [1, 2])]]
-        ran = run_of(kit, "requests-plugin-one", *texts) | run_of(kit, "requests-stock-one", *texts)
-        for who in ("plugin", "stock"):
-            ran |= run_of(kit, f"requests-{who}-small", *texts, wanted=[tokens], preempted=preempted)
-        return {line.name: line for line in kit.judge._requests(ran)}["requests-plugin"]
+    def passed(preempted: int, tokens: int = 2, shift: float = 0.0) -> bool:
+        ran = run_of(kit, "requests-plugin-one", [prompt(100, [1, 2])])
+        ran |= run_of(kit, "requests-plugin-small", [prompt(100, [1, 2], shift=shift)], wanted=[tokens], preempted=preempted)
+        return kit.judge._many(ran, "requests-plugin", *ran).passed
 
-    assert line(3).passed and not line(0).passed and not line(3, tokens=5).passed
+    assert passed(3) and not passed(0) and not passed(3, tokens=5) and not passed(3, shift=0.2)
 
 
-def test_times_are_judged_against_stock(kit: Any):
-    def lines(step: float, build: float, cell: str = "fp8-h64", forward: float = 101.0) -> dict[str, Any]:
-        builds = {"256 decodes + 32 prefills": {"ours": (build, build), "stock": (1000.0, 1100.0)}}
-        layers = {"128": {"relative": 1e-3, "ours": [31.0], "stock": [31.0]}}
-        forwards = {"64 decodes + 4 prefills": {"relative": 1e-3, "ours": (90.0, forward), "stock": (80.0, 100.0)}}
-        ran = run_of(kit, f"speed-stock-{cell}", steps={"batch": 128, "step_us": 1000.0})
-        steps = {"batch": 128, "step_us": step}
-        ran |= run_of(kit, f"speed-plugin-{cell}", steps=steps, builds=builds, forwards=forwards, layers=layers)
-        return {line.name.strip(): line.passed for line in kit.judge.speed(ran)}
-
-    assert lines(1020.0, 90.0) == {
-        "speed-stock-fp8-h64": None,
-        "speed-plugin-fp8-h64": True,
-        "build 256 decodes + 32 prefills": True,
-        "forward 64 decodes + 4 prefills": True,
-        "layer 128": True,
-    }
-    assert lines(1020.0, 90.0, forward=104.0)["forward 64 decodes + 4 prefills"] is False
-    assert lines(1040.0, 110.0)["speed-plugin-fp8-h64"] is False
-    assert lines(1040.0, 110.0)["build 256 decodes + 32 prefills"] is False
-    assert lines(1040.0, 110.0, "bf16-h64")["build 256 decodes + 32 prefills"], "a tenth is asked of FP8 caches"
-
-
-def test_tensor_parallelism_is_held_against_stocks(kit: Any):
-    def passed(shift: float, *more: float) -> Any:
+def test_two_gpus_are_held_against_one(kit: Any):
+    def passed(name: str, shift: float, served: str = "fused: sparse_decode triton.portable") -> bool:
         def texts(by: float) -> list[dict[str, Any]]:
             return [prompt(17, [1], shift=by), prompt(3000, [2], shift=by)]
 
-        ran = run_of(kit, "tp1-stock", texts(0), *map(texts, more)) | run_of(kit, "tp2-stock", texts(0.1))
-        ran |= run_of(kit, "tp1-plugin", texts(0)) | run_of(kit, "tp2-plugin", texts(shift))
-        ran |= run_of(kit, "dp2-plugin", texts(shift)) | run_of(kit, "dp2-stock", texts(9.0))
-        lines = {line.name: line.passed for line in kit.judge.tensor_parallel(ran)}
-        assert lines["dp2-stock"] is None and lines["dp2-plugin"] is (shift <= 0.1)
-        return lines["tp-plugin"]
+        ran = run_of(kit, "tp1-plugin", texts(0)) | run_of(kit, name, texts(shift), served=served)
+        (line,) = kit.judge.tensor_parallel(ran)
+        return line.passed
 
-    assert passed(0.05) and passed(0.14) and not passed(0.2)
-    assert passed(0.2, 0.05, 0.14) and not passed(0.22, 0.05, 0.14), "stock differs from itself on one GPU as well"
+    for name in ("tp2-plugin", "pp2-plugin", "dp2-plugin", "dbo2-plugin"):
+        assert passed(name, 0.05) and not passed(name, 0.2), name
+    assert not passed("tp2-plugin", 0.05, served="")
 
 
 def test_shared_sequences_are_held_against_one_gpu(kit: Any):
@@ -358,11 +309,18 @@ def test_features_are_held_against_the_engine_without_them(kit: Any):
         assert [line.passed for line in kit.judge.features(ran)] == [None, right], "it has to be used"
 
 
-def test_stock_is_timed_as_it_is_by_default(kit: Any):
+def test_the_plugin_is_timed_beside_stock_as_it_is_by_default(kit: Any):
     assert all(job.options["by_default"] for job in kit.jobs.load())
-    times = {"first": {"8 x 1024": 8.4}, "tokens_s": 100.0}
-    ran = run_of(kit, "load-plugin-fp8-h16-eager", **times) | run_of(kit, "load-stock-fp8-h16-eager", **times)
-    assert [line.passed for line in kit.judge.load(ran)] == [None, None]
+
+    def passed(cell: str, step: float) -> list[bool | None]:
+        times = {"first": {"8 x 1024": 8.4}, "tokens_s": 100.0}
+        ran = run_of(kit, f"load-plugin-{cell}", step_us=step, **times)
+        ran |= run_of(kit, f"load-stock-{cell}", step_us=1000.0, **times)
+        return [line.passed for line in kit.judge.load(ran)]
+
+    assert passed("fp8-h128-graphs", 1020.0) == [None, None, True] and passed("fp8-h128-graphs", 1040.0)[-1] is False
+    assert passed("fp8-h128-eager", 1040.0) == passed("fp8-h16-graphs", 1040.0) == [None] * 3
+    ran = run_of(kit, "load-plugin-fp8-h16-eager", first={}) | run_of(kit, "load-stock-fp8-h16-eager")
     ran["load-stock-fp8-h16-eager"].result.clear()
     assert [line.passed for line in kit.judge.load(ran)] == [False]
 

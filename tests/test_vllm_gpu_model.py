@@ -7,10 +7,7 @@ The twin computes a prompt at once and keeps every rounding to bfloat16 and to t
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from importlib import import_module
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -19,7 +16,6 @@ from torch import Tensor
 
 from mla_portable.layouts import FP8_DS_MLA
 
-KIT = Path(__file__).parents[1] / "ci" / "vllm_gpu"
 HEADS, TOKENS, FIRST = 16, 160, 16
 SCALE: Final = 192**-0.5 * (0.1 * math.log(4) + 1) ** 2
 
@@ -108,19 +104,6 @@ def without_a_head(scores: Tensor, counts: Tensor, values: Tensor) -> Tensor:
     return out
 
 
-@pytest.fixture(scope="module")
-def kit():
-    """(the weights of a checkpoint, the judge)."""
-    sys.path.insert(0, str(KIT))
-    try:
-        weights = {name: tensor.float() for name, tensor in import_module("checkpoint").tensors(HEADS).items()}
-        yield weights, import_module("judge")
-    finally:
-        sys.path.remove(str(KIT))
-        for name in ("checkpoint", "jobs", "judge", "rehearse", "selections"):
-            sys.modules.pop(name, None)
-
-
 def listed(found: Tensor) -> list[dict[str, Any]]:
     """As an engine's results: a prompt for each of the last tokens, and what it continues with."""
     run: list[dict[str, Any]] = []
@@ -132,7 +115,7 @@ def listed(found: Tensor) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
 def test_the_tolerance_lies_between_rounding_and_mistakes(kit: Any, fp8: bool):
-    weights, judge = kit
+    weights, judge = {name: tensor.float() for name, tensor in kit.checkpoint.tensors(HEADS).items()}, kit.judge
     ids = torch.randint(2, 4096, (TOKENS,), generator=torch.Generator().manual_seed(5))
     right = listed(logprobs(weights, ids, fp8, attend))
 

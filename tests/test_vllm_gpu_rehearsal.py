@@ -8,9 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,19 +22,6 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[1]
 KIT = ROOT / "ci" / "vllm_gpu"
-MODULES = ("checkpoint", "jobs", "judge", "kit", "rehearse", "selections")
-
-
-@pytest.fixture(scope="module")
-def kit() -> Iterator[Any]:
-    """The modules of the kit, importable for these tests alone."""
-    sys.path.insert(0, str(KIT))
-    try:
-        yield type("Kit", (), {name: import_module(name) for name in MODULES})
-    finally:
-        sys.path.remove(str(KIT))
-        for name in MODULES:
-            sys.modules.pop(name, None)
 
 
 # ------------------------------------------------------------------ the rehearsal

@@ -3,7 +3,7 @@
 
     python engine.py JOB.json RESULT.json CHECKPOINTS
 
-The engine runs inside of this process, so its builders and layers can be looked at; with tensor parallelism its workers are
+The engine runs inside of this process, so its scheduler and layers can be looked at; with tensor parallelism its workers are
 processes of their own, and only what it generates is.
 """
 
@@ -153,17 +153,8 @@ def refuse(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
     return {"refused": messages}
 
 
-def speed(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
-    """Time steps, builders and layers, alone on the machine."""
-    import timing
-
-    with timing.starting(where):
-        llm = start(job, checkpoints)
-    return timing.measure(llm, job.options, where)
-
-
 def load(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
-    """Times to the first token, and the tokens a second of many mixed requests, alone on the machine."""
+    """Times of steps, of first tokens and of many mixed requests, alone on the machine."""
     import timing
 
     with timing.starting(where):
@@ -171,7 +162,7 @@ def load(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
     return timing.load(llm, job.options, where)
 
 
-TASKS: Final = {"generate": generate, "ranks": ranks, "requests": requests, "refuse": refuse, "speed": speed, "load": load}
+TASKS: Final = {"generate": generate, "ranks": ranks, "requests": requests, "refuse": refuse, "load": load}
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ class Job:
     """One process.
 
     Attributes:
-        name: unique. task: generate, ranks, requests, speed, load or refuse, functions of `engine`. who: a key of WHO.
+        name: unique. task: generate, ranks, requests, load or refuse, functions of `engine`. who: a key of WHO.
         kv, heads: the cache format, query heads of the checkpoint. mode: a key of MODES. gpus: that it uses.
         arguments: more arguments of vllm.LLM. environ: more environment variables. options: of the task.
         rehearsal: arguments of `rehearse.install`, none for a process as it is. seconds: it may take.
@@ -139,10 +139,10 @@ def _generate(who: str, kv: str, heads: int, mode: str, *, watch: bool = False, 
 def _requests() -> Iterator[Job]:
     """500 requests, in a cache that holds a third of those that run together, and one by one."""
     small = {"num_gpu_blocks_override": 100, "max_num_seqs": 64}
-    for who, (way, arguments) in product(("plugin", "stock"), (("one", {"max_num_seqs": 1}), ("small", small))):
+    for way, arguments in (("one", {"max_num_seqs": 1}), ("small", small)):
         limits = {"max_model_len": 1024, **arguments}
         options = {"count": 500, "prompt": (8, 600), "tokens": (8, 32)}
-        yield Job(f"requests-{who}-{way}", "requests", who, mode="graphs", arguments=limits, options=options, seconds=240)
+        yield Job(f"requests-plugin-{way}", "requests", "plugin", mode="graphs", arguments=limits, options=options, seconds=240)
 
 
 def _refusals() -> Iterator[Job]:
@@ -202,24 +202,11 @@ def _rehearsed_refusals() -> Iterator[Job]:
         yield Job(f"refuse-{who}-off", "refuse", who, heads=16, seconds=300, **more)
 
 
-def speed() -> list[Job]:
-    """Engines that take turns to time their steps, on a machine that does nothing else."""
-    sizes = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 64, 128, 256]}
-    arguments = {"max_num_seqs": 512, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 6 << 30}
-    arguments["compilation_config"] = sizes
-    more = {"options": {"batches": (64, 128), "context": 4096, "prompt": 2100, "tokens": 512}, "seconds": 200}
-    order = [(who, heads, "fp8_ds_mla") for heads in (64, 128, 16) for who in ("plugin", "stock")]
-    order += [("triton", 16, "fp8_ds_mla"), ("plugin", 64, "auto"), ("stock", 64, "auto")]
-    return [
-        Job(f"speed-{who}-{cell(kv, heads)}", "speed", who, kv, heads, "graphs", arguments=arguments, **more)
-        for who, heads, kv in order
-    ]
-
-
 def load() -> list[Job]:
     """Engines that take turns to be timed from outside: the plugin, and stock as it is by default."""
     first = ((32, 128), (16, 512), (8, 1024), (8, 2000), (4, 4096))
-    options = {"by_default": True, "first": first, "requests": 200, "prompt": (8, 4000), "tokens": (8, 64)}
+    decodes = {"batch": 128, "prompt": 2100, "tokens": 512}
+    options = {"by_default": True, "first": first, "requests": 200, "prompt": (8, 4000), "tokens": (8, 64), "decodes": decodes}
     arguments = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 3 << 30}
     more: dict[str, Any] = {"arguments": arguments, "options": options, "seconds": 300}
     return [
@@ -258,21 +245,19 @@ def features() -> list[Job]:
 
 
 def tensor_parallel() -> list[Job]:
-    """32 heads on one GPU and on two, 16 a rank, by the plugin and by stock; by the plugin also with a layer on each of two.
+    """32 heads on one GPU and on two, 16 a rank; also with a layer on each of two.
 
-    And with the whole model on each of two (data parallelism, by stock as well), also with batches cut in two (DBO): no layer
+    And with the whole model on each of two (data parallelism), also with batches cut in two (DBO): no layer
     has experts here, so the kernels that DBO asks for are never called. It must not take SMs from DeepGEMM, whose schedules of
     the indexer it would make wrong.
     """
     more = {"heads": 32, "mode": "graphs", "environ": _SEVERAL, "seconds": 300}
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    jobs: list[Job] = []
-    for who, repeats in (("plugin", 1), ("stock", 3)):
-        options = {**_TEXTS, "repeats": repeats}
-        jobs.append(Job(f"tp1-{who}", "generate", who, options=options, **more))
-        jobs.append(Job(f"tp2-{who}", "generate", who, gpus=2, arguments=two, options=options, **more))
     apart = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
-    jobs.append(Job("pp2-plugin", "generate", "plugin", gpus=2, arguments=apart, options={**_TEXTS, "repeats": 1}, **more))
+    jobs = [
+        Job(name, "generate", "plugin", gpus=gpus, arguments=arguments, options={**_TEXTS, "repeats": 1}, **more)
+        for name, gpus, arguments in (("tp1-plugin", 1, {}), ("tp2-plugin", 2, two), ("pp2-plugin", 2, apart))
+    ]
     dealt = {"data_parallel_size": 2}
     cut = {"enable_dbo": True, "all2all_backend": "deepep_low_latency"}
     cut |= {"dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 16}
@@ -280,8 +265,6 @@ def tensor_parallel() -> list[Job]:
         environ = {**_SEVERAL, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_DBO_COMM_SMS": "0"}
         more |= {"mode": mode, "options": _TEXTS, "environ": environ}
         jobs.append(Job(f"{name}-plugin", "ranks", "plugin", gpus=2, arguments=arguments, **more))
-        if name == "dp2":
-            jobs.append(Job("dp2-stock", "ranks", "stock", gpus=2, arguments=arguments, **more))
     return jobs
 
 

@@ -37,7 +37,6 @@ from jobs import (
     features,
     indexer,
     load,
-    speed,
     tensor_parallel,
 )
 from judge import Done
@@ -51,8 +50,6 @@ from mla_portable.tools.provenance import provenance_of
 
 ENGINE: Final = Path(__file__).with_name("engine.py")
 ROOT: Final = Path(__file__).parents[2]
-_FOR_TIMES: Final = 0.35
-"""Share of the budget that is kept for what is timed, which runs last."""
 _SERVES: Final = re.compile(r"mla_portable serves .*? by route (\S+: .*?); cache")
 _INDEXER: Final = re.compile(r"(?:mla_portable serves the DSA indexer on|the DSA indexer is) (.*)")
 _ERROR: Final = re.compile(r"^(?:.*\] )?([\w.]+(?:Error|Exception|Argument|Request|Route|Mismatch): .{0,800})", re.MULTILINE)
@@ -133,40 +130,34 @@ def main(words: Sequence[str] | None = None) -> int:
         raise SystemExit(f"{out} is not empty: name another folder, so that no earlier result passes for one of this run")
     out.mkdir(parents=True, exist_ok=True)
 
-    def chosen(several: list[Job]) -> list[Job]:
-        return [job for job in several if any(text in job.name for text in args.only.split(","))]
-
-    apart: dict[str, Callable[[], list[Job]]] = {
-        "tensor_parallel": tensor_parallel,
-        "indexer": indexer,
-        "features": features,
-        "context_parallel": lambda: context_parallel(args.context_parallel),
+    suites: dict[str, tuple[Callable[[], list[Job]], Callable[[dict[str, Done]], Iterable[judge.Line]]]] = {
+        "tensor_parallel": (tensor_parallel, judge.tensor_parallel),
+        "indexer": (indexer, lambda done: judge.agreement(done, todo, out)),
+        "features": (features, judge.features),
+        "context_parallel": (
+            lambda: context_parallel(args.context_parallel),
+            lambda done: judge.context_parallel(done, todo),
+        ),
+        "load": (load, judge.load),
+        "agreement": (agreement, lambda done: judge.agreement(done, todo, out)),
     }
-    asked = next((name for name in (*apart, "load") if getattr(args, name)), "agreement")
-    compared = [] if asked == "load" else chosen(apart.get(asked, agreement)())
-    timed = chosen(load() if asked == "load" else speed() if asked == "agreement" else [])
-    if not compared and not timed:
+    asked = next((name for name in suites if getattr(args, name, None)), "agreement")
+    jobs_of, judged = suites[asked]
+    todo = [job for job in jobs_of() if any(text in job.name for text in args.only.split(","))]
+    if not todo:
         raise SystemExit(f"--only {args.only}: no job has that in its name")
     checkpoints = out / "checkpoints"
-    for heads in {job.heads for job in (*compared, *timed)}:
+    for heads in {job.heads for job in todo}:
         checkpoint.write(checkpoints / f"heads{heads}", heads)
     checkpoint.write_dense_config(checkpoints / "dense")
     if asked == "features":
         checkpoint.write(checkpoints / "drafts16", 16, drafts=True)
 
-    first = end - _FOR_TIMES * args.budget if timed and compared else end
-    ran = run(compared, out, checkpoints, parallel=args.parallel, end=first)
-    times = run(timed, out, checkpoints, parallel=len(timed), end=end)
-    judges: dict[str, Callable[[dict[str, Done]], Iterable[judge.Line]]] = {
-        "tensor_parallel": judge.tensor_parallel,
-        "features": judge.features,
-        "context_parallel": lambda done: judge.context_parallel(done, compared),
-    }
-    lines = [*(judges[asked](ran) if asked in judges else judge.agreement(ran, compared, out))]
-    lines += judge.load(times) if asked == "load" else judge.speed(times)
-    both = {**ran, **times}
-    left_out = [job.name for job in (*compared, *timed) if job.name not in both]
-    report = [f"{name}: {done.error}\n" for name, done in both.items() if done.error]
+    parallel = len(todo) if asked == "load" else args.parallel  # what is timed takes turns
+    ran = run(todo, out, checkpoints, parallel=parallel, end=end)
+    lines = list(judged(ran))
+    left_out = [job.name for job in todo if job.name not in ran]
+    report = [f"{name}: {done.error}\n" for name, done in ran.items() if done.error]
     report += [" ".join(f"{name} {metadata.version(name)}" for name in ("vllm", "torch")), *map(str, lines)]
     failed = sum(line.passed is False for line in lines)
     report += [f"{len(lines)} lines, {failed} failed; no time for: {', '.join(left_out) or 'none'}"]

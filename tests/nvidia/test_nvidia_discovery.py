@@ -114,15 +114,6 @@ def test_a_device_fault_is_raised_and_not_taken_for_a_reason():
             find_kernel(DECODE, SM90, {})
 
 
-@pytest.mark.parametrize("swap", [False, True])
-def test_a_plan_of_another_layout_is_noticed(swap):
-    with installed("vllm 0.33") as library:
-        if swap:
-            own = library.own_plan
-            library.own_plan = lambda *shape: (own(*shape)[0][:, [0, 2, 1, 3, 4, 5, 6, 7]].contiguous(), own(*shape)[1])
-        assert find_kernel(DECODE, SM90, {}).traits.takes_plan is not swap
-
-
 def test_conventions_are_told_by_what_is_there():
     expected = {
         "flash_mla 2026": ("ScheduleObjectDecode", False, True, False),

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch_reference as reference
@@ -66,28 +64,6 @@ def test_a_build_for_128_heads_alone_gets_128():
         args = problem(3, 16, 128)
         assert_right(adapter(library, "sm100")(*args, softmax_scale=SCALE), args)
         assert library.prefill_calls == [(3, 128, 128)]
-
-
-@pytest.mark.parametrize("topk", [1, 64, 100, 129])
-def test_k_is_padded_to_a_multiple_of_128(topk):
-    with installed("vllm 0.33") as library:
-        args = problem(3, 64, topk)
-        assert_right(adapter(library)(*args, softmax_scale=SCALE), args)
-        assert library.prefill_calls == [(3, 64, -(-topk // 128) * 128)]
-
-
-@pytest.mark.parametrize(("generation", "in_kernel"), [("vllm 0.33", True), ("flash_mla 2025", False)])
-def test_lengths_never_let_nan_past_them_in(generation, in_kernel):
-    with installed(generation) as library:
-        q, kv, indices = problem(5, 64, 128)
-        kv[7] = math.nan
-        lengths = torch.tensor([0, 5, 128, 900, -4], dtype=torch.int32)
-        indices = indices.masked_fill(indices == 7, 8)
-        indices = torch.where(torch.arange(128) < lengths[:, None], indices, 7)
-        results = adapter(library)(q, kv, indices, softmax_scale=SCALE, lengths=lengths)
-        assert results[0].isfinite().all()
-        assert_right(results, (q, kv, indices), lengths=lengths)
-        assert bool(library.lengths) == in_kernel
 
 
 def test_indices_of_a_fitting_width_are_read_in_place():

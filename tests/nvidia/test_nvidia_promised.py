@@ -118,22 +118,6 @@ def test_a_provider_that_allocates_its_result_gives_it_away(generation, passes):
         assert len(seen) == 2 and passes == []
 
 
-@pytest.mark.parametrize("features", [{}, {"lse": True}, {"clean_indices": True, "lse": True}, {"lse": False}], ids=str)
-def test_what_is_not_promised_is_not_left_out(features, passes):
-    """Without the promise any index may come; with an lse asked for, it is told as ever."""
-    clean, tells = features.get("clean_indices", False), features.get("lse", False)
-    args = clean_problem(5, 1, 64, 64) if clean else problem(5, 1, 64, 64)
-    with installed("vllm 0.33"):
-        out, lse = bound(64, **features)(*args, softmax_scale=SCALE)
-    want, want_lse = reference.sparse_decode(*args, softmax_scale=SCALE)
-    torch.testing.assert_close(out.float(), want.float(), atol=2e-2, rtol=2e-2)
-    if tells:
-        torch.testing.assert_close(lse, want_lse, atol=1e-3, rtol=1e-3)
-    else:
-        assert lse.numel() == 0
-    assert passes == [*([] if clean else ["sanitise"]), *(["finish"] if tells else [])]
-
-
 @pytest.mark.parametrize("generation", ["vllm 0.33", "vllm 0.24"])
 @pytest.mark.parametrize("left", [math.nan, 1.0])
 def test_a_provider_that_leaves_something_in_empty_rows_is_corrected(generation, left, passes):
@@ -194,19 +178,6 @@ def test_a_sink_that_the_kernel_cannot_apply_is_applied_after_it(generation, hea
         assert passes == expected
         assert_out(bound(heads, **PROMISE)(*args, softmax_scale=SCALE)[0], *args)
         assert passes == expected
-
-
-def test_indices_that_the_kernel_cannot_take_are_copied(passes):
-    with installed("vllm 0.33") as library:
-        args = clean_problem(5, 1, 64, 100)  # no multiple of 64
-        assert_out(bound(64, 100, **PROMISE)(*args, softmax_scale=SCALE)[0], *args)
-        assert passes == ["sanitise"] and library.calls[-1] == (5, 1, 64, 128)
-        q, cache, indices = clean_problem(5, 1, 64, 64)
-        apart = torch.full((5, 1, 72), 1 << 30, dtype=torch.int32)
-        apart[..., :64] = indices
-        args = q, cache, apart[..., :64]
-        assert_out(bound(64, **PROMISE)(*args, softmax_scale=SCALE)[0], *args)
-        assert passes == ["sanitise", "sanitise"]
 
 
 @pytest.mark.parametrize("generation", ["vllm 0.33", "vllm 0.24"])

@@ -65,19 +65,6 @@ def test_heads_that_are_padded_take_the_same_passes_in_one_part(monkeypatch):
     torch.testing.assert_close(out[:, 0].double(), want, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize(("changes", "calls"), [({"lengths": True}, 3), ({}, 24)])
-def test_lengths_that_are_not_promised_to_be_clean_are_masked_first_in_whole_rows(changes: dict[str, bool], calls: int):
-    q, kv, indices, lengths = problem(64)
-    with installed("vllm 0.26") as library:
-        call = bound(64, **changes)
-        del library.prefill_calls[:]
-        out, _ = call(q, kv, indices, softmax_scale=0.05, lengths=lengths if changes else None)
-        assert [tokens for tokens, *_ in library.prefill_calls] == [calls]
-    torch.testing.assert_close(
-        out[:, 0].double(), attend(q[:, 0], kv, indices[:, 0], softmax_scale=0.05)[0], atol=1e-2, rtol=1e-2
-    )
-
-
 @pytest.mark.parametrize(
     ("tokens", "heads", "topk", "parts"),
     [

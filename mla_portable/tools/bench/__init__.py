@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements: a whole step (`step`), the planner (`plan`), the cost of dispatch (`dispatch`); `timing` is their clock."""
+"""Measurements: a whole step (`step`), kernels side by side (`kernels`), configurations (`tune`); `timing` is their clock."""

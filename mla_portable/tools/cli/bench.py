@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mla-portable bench kernels | dispatch | plot`: what kernels and dispatch cost on this machine."""
+"""`mla-portable bench kernels | plot`: what kernels take on this machine, and what was recorded, as a picture."""
 
 from __future__ import annotations
 
@@ -9,40 +9,11 @@ from typing import Annotated
 import typer
 
 from mla_portable.tools.cli.kernels import kernels
-from mla_portable.tools.cli.options import DeviceOption, JsonOption, check_name, numbers, resolve_device
-from mla_portable.tools.cli.output import columns, command, hanging
+from mla_portable.tools.cli.options import JsonOption, check_name, numbers
+from mla_portable.tools.cli.output import command
 
-bench = typer.Typer(no_args_is_help=True, help="Measure what kernels and dispatch cost on this machine.")
+bench = typer.Typer(no_args_is_help=True, help="Time kernels on this machine, or draw recorded times.")
 bench.command()(kernels)
-
-
-@bench.command()
-def dispatch(
-    device: DeviceOption = None,
-    batches: Annotated[int, typer.Option("--batches", min=1, help="Samples.")] = 201,
-    calls: Annotated[int, typer.Option("--calls", min=1, help="Calls in a sample.")] = 100,
-    as_json: JsonOption = False,
-) -> None:
-    """Time the ways to reach a kernel that does nothing: directly, bound, by the convenience call, through a layer."""
-    with command(as_json=as_json) as output:
-        where = resolve_device(device)
-        from mla_portable.tools.bench.dispatch import measure_dispatch
-
-        output.busy("timing calls")
-        rows = measure_dispatch(where, batches=batches, calls=calls)
-        if as_json:
-            output.document({"command": "bench dispatch", "ok": True, "device": where, "rows": rows})
-            return
-        adds = ["" if row.over_ns is None else f"{row.over_ns / 1e3:+.2f} over {row.over}" for row in rows]
-        times = [_figures(row.median_ns / 1e3, row.p10_ns / 1e3, row.p90_ns / 1e3, digits=2) for row in rows]
-        cells = [[row.call, *us, more] for row, us, more in zip(rows, times, adds, strict=True)]
-        headings = ["call", "median us", "p10 us", "p90 us", "adds us"]
-        output.show(
-            hanging("device", str(where)),
-            hanging("times", f"of one call on the host, {batches} samples of {calls} calls"),
-            "",
-            columns(headings, cells, numbers=headings[1:4]),
-        )
 
 
 @bench.command()
@@ -75,7 +46,3 @@ def plot(
         if as_json:
             output.document({"command": "bench plot", "ok": True, "file": out, "records": len(found)})
         output.note(f"drawn: {out}")
-
-
-def _figures(*values: float | None, digits: int = 1) -> list[str]:
-    return ["" if value is None else f"{value:.{digits}f}" for value in values]

@@ -63,7 +63,7 @@ class _Record(Model):
     """report: SHA-256 of what it is derived from. signer: who signed that. machine: as in the report."""
 
     version: Literal[1] = Field(alias="schema")
-    report: Hash | None = None
+    report: Hash
     signer: Text | None = None
     machine: Text | None = None
     recorded: Moment
@@ -174,9 +174,9 @@ class Evidence:
         return self.data.get("cases", _ONE_TIME)["skipped"]
 
     @property
-    def report(self) -> str | None:
-        """SHA-256 of the report that it is derived from; None for a record that nothing shows to be more than typed."""
-        return self.data.get("report")
+    def report(self) -> str:
+        """SHA-256 of the report that it is derived from."""
+        return self.data["report"]
 
     @property
     def profile(self) -> str | None:

@@ -36,7 +36,7 @@ def superseded(old: Evidence, remaining: Sequence[Evidence]) -> bool:
 def _repeat(old: Evidence, later: Sequence[Evidence]) -> bool:
     """What stays is as well reproduced without `old`."""
     same = [each for each in later if sources_in(each) == sources_in(old)]
-    if len(same) < len(later) or not old.report:
+    if len(same) < len(later):
         return bool(later)
     return any(not apart(each, old) or any(apart(each, other) for other in same) for each in same)
 
@@ -73,24 +73,24 @@ def fold(records: Sequence[Evidence], current: Callable[[Evidence], bool]) -> li
 def superfluous(evidence: Sequence[Evidence], current: Callable[[Evidence], bool]) -> list[str]:
     """SHA-256 of the reports that no record that is kept comes from. evidence, current: as for `fold`."""
     kept = {each.report for each in fold(evidence, current)}
-    return [sha for sha in dict.fromkeys(each.report for each in evidence) if sha and sha not in kept]
+    return [sha for sha in dict.fromkeys(each.report for each in evidence) if sha not in kept]
 
 
 def wrongly_removed(before: Iterable[Evidence], now: Iterable[Evidence]) -> list[str]:
     """Records of reports that have gone, though nothing that remains supersedes them.
 
-    What has no report is no evidence, and may go. A record that was changed while its report stays is not derived from it.
+    A record that was changed while its report stays is not derived from it.
     """
     remaining: dict[tuple[Any, ...], list[Evidence]] = {}
-    reports: set[str | None] = set()
+    reports: set[str] = set()
     for each in now:
         remaining.setdefault(series_of(each), []).append(each)
         reports.add(each.report)
     found: dict[str, None] = {}
-    for record in (each for each in before if each.report and each.report not in reports):
+    for record in (each for each in before if each.report not in reports):
         if not superseded(record, remaining.get(series_of(record), [])):
             failing = "; it has a failure, which only a later run without one supersedes" if record.failed else ""
             what = f"{record.data['implementation']} / {record.data['primitive']}, {record.recorded}"
             problem = f"gone, and no record that remains supersedes it{failing}; restore it"
-            found[f"report {str(record.report)[:16]} ({what}): {problem}"] = None
+            found[f"report {record.report[:16]} ({what}): {problem}"] = None
     return list(found)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,15 +95,11 @@ def read_records(folder: Path, registry: Registry | None = None) -> Records:
 def index_of(folder: Path, profiles: Mapping[str, Profile]) -> dict[Path, str]:
     """File of evidence -> what should stand in it: the records of every report, by device and backend, in order of time.
 
-    Lines that come from no report stay where they are, in front; the gate `reports` refuses them.
     Raises: RecordError for a report that is malformed or of a device without a profile.
     """
     reports = read_reports(folder)
     signers = signed_by(folder, reports)
-    lines: dict[Path, list[str]] = {}
-    for path in sorted((folder / EVIDENCE).rglob("*.jsonl")):
-        there = path.read_text(encoding="utf-8").splitlines()
-        lines[path] = [f"{line}\n" for line in there if not json.loads(line).get("report")]
+    lines: dict[Path, list[str]] = {path: [] for path in sorted((folder / EVIDENCE).rglob("*.jsonl"))}
     for sha, report in sorted(reports.items(), key=lambda each: (each[1].recorded, each[0])):
         signer = {"signer": signers[sha]} if sha in signers else {}
         for record in records_of(report, sha, profiles):

@@ -27,8 +27,7 @@ class Trust:
     def __init__(self, evidence: Iterable[Evidence]) -> None:
         self._runs: dict[tuple[Any, ...], list[Evidence]] = {}
         for each in evidence:
-            if each.report:
-                self._runs.setdefault((series_of(each), sources_in(each)), []).append(each)
+            self._runs.setdefault((series_of(each), sources_in(each)), []).append(each)
 
     def of(self, record: Evidence) -> str:
         """REPRODUCED, SIGNED or SELF_REPORTED."""
@@ -38,8 +37,8 @@ class Trust:
         return SIGNED if record.data.get("signer") else SELF_REPORTED
 
     def ships(self, record: Evidence) -> bool:
-        """Its time may rank what users run. What has no report never does."""
-        return record.report is not None and self.of(record) != SELF_REPORTED
+        """Its time may rank what users run."""
+        return self.of(record) != SELF_REPORTED
 
 
 def _agree(one: Evidence, other: Evidence) -> bool:
