@@ -279,6 +279,17 @@ def test_rounds_on_a_gpu_end_once_they_took_too_long(monkeypatch, seconds, runs,
     assert short.clock == "device events" and short.cold_l2
 
 
+@pytest.mark.parametrize("gpu", [None, PretendedGpu()], ids=["host", "device"])
+def test_every_round_begins_with_the_next_call(monkeypatch, gpu):
+    if gpu:
+        monkeypatch.setattr(timing, "accelerator", lambda device: gpu)
+    order: list[str] = []
+    device = torch.device("cuda", 0) if gpu else CPU
+    timing.measure_in_turns([partial(order.append, name) for name in "abc"], device=device, repeat=4)
+    assert "".join(order) == "abc" + "bca" + "cab" + "abc"
+    assert timing.measure_in_turns([], device=device, repeat=2) == []
+
+
 def test_plain_torch_is_timed_on_a_gpu_where_it_is_named_and_a_plugin_that_was_not_imported_is_left_out():
     plugins = [("reference", "mla_portable.reference"), ("acme", make_plugin(implementation("acme.v1")))]
     registry = Registry(plugins=plugins, facts={"cuda": H200}, environ={"MLA_PORTABLE_DISABLE": "acme"})
