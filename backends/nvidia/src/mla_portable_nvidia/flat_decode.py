@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sparse_decode on a BF16 cache by a prefill kernel on flat rows: a query token is a token.
+"""sparse_decode on a BF16 cache by a prefill kernel on flat rows: each query token is a row of its own.
 
 FlashMLA's decode kernel reads FP8 alone, so its prefill kernel serves. It does not split a row's keys over multiprocessors;
 where that would leave them idle, `split_prefill` does.
