@@ -26,6 +26,7 @@ from mla_portable_nvidia.flash_attention3 import (
     fa3_implementations,
     most_splits,
 )
+from mla_portable_nvidia.flat_decode import FlatPrefill
 
 
 def suite(level: str) -> None:
@@ -98,8 +99,8 @@ def test_lists_of_many_tokens_are_made_some_at_a_time():
     with installed() as library:
         operator, _ = find_fa3()
         assert operator is not None
-        call = FlashAttention3(operator, TorchBoundary(), TorchPageLists(), num_sms=132, max_scratch_bytes=3 * 128 * 4)
-        out, lse = call(q, kv, indices, softmax_scale=0.1)
+        rows = FlashAttention3(operator, TorchBoundary(), TorchPageLists(), num_sms=132, max_scratch_bytes=3 * 128 * 4)
+        out, lse = FlatPrefill(rows)(q, kv, indices, softmax_scale=0.1)
         assert [rows for rows, *_ in library.calls] == [3, 3, 1]
     want, want_lse = attend(q, kv, indices, softmax_scale=0.1)
     torch.testing.assert_close(out.double(), want, atol=1e-2, rtol=1e-2)

@@ -21,11 +21,11 @@ def test_every_part_gets_the_query_and_its_share_of_the_length(heads: int, kerne
     total = 128 * parts
     some = min(130, total)
     lengths = torch.tensor([0, some, total, total + 9], dtype=torch.int32, device=DEVICE)
-    RowParts().spread(queries, limits, q, lengths, 128)
+    RowParts().spread(queries.flatten(0, 1), limits.flatten(), q.unsqueeze(1), lengths.unsqueeze(1), 128)
     assert torch.equal(queries[:, :, :heads], q.unsqueeze(1).expand(-1, parts, -1, -1))
     assert not queries[:, :, heads:].any()
     assert limits.sum(dim=1).tolist() == [0, some, total, total] and limits[1].tolist()[:2] == [128, 2][:parts]
-    RowParts().spread(queries.fill_(math.nan), None, q, None, 128)
+    RowParts().spread(queries.fill_(math.nan).flatten(0, 1), None, q.unsqueeze(1), None, 128)
     assert torch.equal(queries[:, -1, :heads], q)
 
 
@@ -45,7 +45,8 @@ def test_parts_become_one_result(heads: int, kernel_heads: int, parts: int, with
     poisoned = values.masked_fill(lses.isinf().unsqueeze(-1), math.nan)  # what a kernel leaves there is nobody's business
     out = torch.full((4, heads + 1, 528), math.nan, dtype=torch.bfloat16, device=DEVICE)
     given_sink = None if sink is None else sink.to(DEVICE)
-    RowParts().merge(out[:, :heads, :512], poisoned.to(DEVICE), given.to(DEVICE), given_sink, base_2)
+    parts_of, lses_of = poisoned.to(DEVICE).flatten(0, 1), given.to(DEVICE).flatten(0, 1)
+    RowParts().merge(out[:, :heads, :512].unsqueeze(1), parts_of, lses_of, given_sink, base_2)
     assert out[:, heads:].isnan().all() and out[..., 512:].isnan().all()
     exact = lses[:, :, :heads].double().masked_fill(lses[:, :, :heads].isinf(), -math.inf)
     lse = exact.logsumexp(dim=1)

@@ -48,23 +48,24 @@ class TorchPageLists(page_lists.PageLists):
 
 class TorchRowParts(row_parts.RowParts):
     def spread(self, queries, limits, q, lengths, part):
-        num_heads = q.shape[1]
-        queries[:, :, :num_heads] = q.unsqueeze(1)
-        queries[:, :, num_heads:] = 0
+        num_tokens, _, num_heads, _ = q.shape
+        by_token = queries.unflatten(0, (num_tokens, -1))
+        by_token[:, :, :num_heads] = q
+        by_token[:, :, num_heads:] = 0
         if limits is not None and lengths is not None:
-            starts = part * torch.arange(limits.shape[1], device=limits.device)
-            limits.copy_((lengths.unsqueeze(1) - starts).clamp(0, part))
+            starts = part * torch.arange(by_token.shape[1], device=limits.device)
+            limits.copy_((lengths - starts).clamp(0, part).flatten())
 
     def merge(self, out, parts, lses, attn_sink, base_2):
-        num_heads = out.shape[1]
-        lses, parts = lses[:, :, :num_heads], parts[:, :, :num_heads]
+        num_tokens, _, num_heads, _ = out.shape
+        lses, parts = (each[:, :num_heads].unflatten(0, (num_tokens, -1)) for each in (lses, parts))
         natural = (lses * LN2 if base_2 else lses).masked_fill(lses.isinf(), -math.inf)
         lse = natural.logsumexp(dim=1)  # [T, H]
         weights = torch.exp(natural - lse.unsqueeze(1)).masked_fill(lses.isinf(), 0.0).unsqueeze(-1)
         merged = (weights * parts.float().masked_fill(weights == 0, 0.0)).sum(dim=1)
         if attn_sink is not None:
             merged *= torch.sigmoid(lse - attn_sink).masked_fill(lse.isinf(), 0.0).unsqueeze(-1)
-        out.copy_(merged)
+        out.copy_(merged.unsqueeze(1))
 
 
 class TorchIndexPasses(index_pass_kernels.IndexPasses):

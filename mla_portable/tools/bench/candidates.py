@@ -49,8 +49,7 @@ def our_candidates(
 ) -> tuple[list[Candidate], list[Refusal]]:
     """Every implementation of the primitive that claims this device; what the registry's checks refuse is refused here.
 
-    Numeric probes are left out: the benchmark judges each result itself, on a larger problem. An implementation without lse
-    is timed without.
+    Numeric probes are left out: the benchmark judges each result itself, on a larger problem.
 
     Args:
         backends: names of backends or implementations to consider; empty means all.
@@ -86,13 +85,13 @@ def prepared(
 ) -> tuple[Callable[[], object], Callable[[], Any]]:
     """(run, result) of what `bind` makes for the problem, with the schedule that the implementation takes.
 
-    Attention is bound and called as `SparseMLAAttention` does: indices are promised to be clean, and their counts are lengths.
+    Attention is bound and called as `SparseMLAAttention` does where nothing reads an lse: none is asked for, indices are
+    promised to be clean, and their counts are lengths.
 
     Args:
         request: of the problem, with the configuration that it is bound with. The schedule is cut for that.
     """
-    if not implementation.support.lse:
-        request = request.but(lse=False)
+    request = request.but(lse=False)
     others: dict[str, Any] = {}
     schedule = decode_schedule(implementation, problem.case, request, device)
     if schedule is not None:

@@ -7,6 +7,7 @@ Several calls are timed in turns, so that a clock that changes or a busy moment 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -98,7 +99,7 @@ def measure_in_turns(
     max_seconds: float | None = None,
     flush_l2: bool = True,
 ) -> list[Timing]:
-    """A Timing for each call; every round runs each once.
+    """A Timing for each call; every round runs each once and begins with the next one, for the first meets a cooler GPU.
 
     On a GPU each run lies between two events on the current stream. The cache flush in front of it keeps the device busy
     while the host prepares the run, so a short kernel is not charged with the host's launch. Events are read after the
@@ -149,11 +150,13 @@ def _host_timing(samples: Sequence[float]) -> Timing:
 def _on_the_host(calls: Sequence[Callable[[], object]], repeat: int, max_seconds: float | None) -> list[list[float]]:
     samples: list[list[float]] = [[] for _ in calls]
     first = time.perf_counter()
+    turns = deque(zip(calls, samples, strict=True))
     for _ in range(repeat):
-        for call, times in zip(calls, samples, strict=True):
+        for call, times in turns:
             start = time.perf_counter()
             call()
             times.append((time.perf_counter() - start) * 1e3)
+        turns.rotate(-1)
         if max_seconds is not None and time.perf_counter() - first > max_seconds:
             break
     return samples
@@ -164,6 +167,7 @@ def _on_the_device(
 ) -> list[list[float]]:
     flush = _flush_buffer(where) if flush_l2 else torch.empty(0, dtype=torch.int8, device=where.device)
     pairs: list[list[tuple[Any, Any]]] = [[] for _ in calls]
+    turns = deque(zip(calls, pairs, strict=True))
     rounds_per_look = 1
     first = time.perf_counter()
     for done in range(repeat):
@@ -176,13 +180,14 @@ def _on_the_device(
                 rounds_per_look = _ROUNDS_PER_LOOK
             for _ in range(_LEAD):
                 flush.zero_()
-        for call, events in zip(calls, pairs, strict=True):
+        for call, events in turns:
             start, stop = where.event(timing=True), where.event(timing=True)
             flush.zero_()  # the run lies behind it: its kernels are enqueued before the device is idle
             start.record()
             call()
             stop.record()
             events.append((start, stop))
+        turns.rotate(-1)
     where.synchronize()
     return [[start.elapsed_time(stop) for start, stop in events] for events in pairs]
 

@@ -58,18 +58,18 @@ class FA3Operator:
         """Attend.
 
         Args:
-            q: [T, H, 576] bf16; address and strides in multiples of 16 bytes, as those of kv and out. kv: [W, 576] bf16.
+            q: [T, 1, H, 576] bf16; address and strides in multiples of 16 bytes, as those of kv and out. kv: [W, 576] bf16.
             pages: [T, K] int32, the first counts[t] of which are rows of kv; the others are not read. K contiguous.
             counts: [T] int32, contiguous, each 0 to K.
             num_splits: of a row's pages, at most; 0 for as many as the operator likes.
-            out: [T, H, 512] bf16, written; zeros where there are no pages.
+            out: [T, 1, H, 512] bf16, written; zeros where there are no pages.
         Returns: lse [T, H, 1] float32, natural, infinite where there are no pages.
         """
         given = self._template.copy()
-        given[self._q_v], given[self._q] = q.unsqueeze(1).split_with_sizes(_HALVES, 3)
+        given[self._q_v], given[self._q] = q.split_with_sizes(_HALVES, 3)
         given[self._v], given[self._k] = kv.view(-1, 1, 1, HEAD_SIZE).split_with_sizes(_HALVES, 3)
         given[self._table], given[self._used], given[self._most] = pages, counts, pages.shape[1]
-        given[self._scale], given[self._splits], given[self._out] = softmax_scale, num_splits, out.unsqueeze(1)
+        given[self._scale], given[self._splits], given[self._out] = softmax_scale, num_splits, out
         return self._operator(*given)[1]
 
 

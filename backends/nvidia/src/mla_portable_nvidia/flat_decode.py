@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sparse_decode on a BF16 cache by a prefill kernel on flat rows: a query token is a token.
+"""sparse_decode on a BF16 cache by a prefill kernel on flat rows: each query token is a row of its own.
 
 FlashMLA's decode kernel reads FP8 alone, so its prefill kernel serves. It does not split a row's keys over multiprocessors;
 where that would leave them idle, `split_prefill` does.
@@ -30,9 +30,9 @@ _PREFERENCE: Final = 15.0
 class FlatDecode:
     """The callable; see `mla_portable.contracts.SparseDecode`. Graph-safe where `out` and `lse_out` are given."""
 
-    def __init__(self, prefill: SparsePrefill) -> None:
-        """prefill: sparse_prefill on flat BF16 rows."""
-        self._prefill = prefill
+    def __init__(self, attend: SparsePrefill) -> None:
+        """attend: of rows of one query token, in the axes of decode, over flat BF16 rows in place of a cache."""
+        self._attend = attend
 
     def __call__(
         self,
@@ -47,34 +47,68 @@ class FlatDecode:
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """All rows in one call; `schedule` is not needed.
+        """All rows in one call, each query token a row of its own; `schedule` is not needed.
 
-        Returns: out and lse; a tensor without elements where the prefill kernel was bound for none.
+        Returns: out and lse; a tensor without elements where `attend` was bound for none.
         Raises: InvalidArgument for blocks that are not whole rows apart.
         """
+        kv, indices = _flat(kv_cache, indices)
+        options: dict[str, Any] = {"softmax_scale": softmax_scale, "attn_sink": attn_sink}
         batch, query_len, num_heads, _ = q.shape
+        if query_len == 1:
+            return self._attend(q, kv, indices, lengths=lengths, out=out, lse_out=lse_out, **options)
         if out is None:
             out = torch.empty((batch, query_len, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
-        kv, rows = _flat(kv_cache, indices)
-        result = out.flatten(0, 1)  # a copy where the strides leave no other way
-        lse_result = None if lse_out is None else lse_out.flatten(0, 1)
-        _, lse = self._prefill(
-            q.flatten(0, 1),
-            kv,
-            rows.flatten(0, 1),
-            softmax_scale=softmax_scale,
-            lengths=None if lengths is None else lengths.flatten(),
-            attn_sink=attn_sink,
-            out=result,
-            lse_out=lse_result,
-        )
+        result = _rows(out)  # a copy where the strides leave no other way
+        lse_result = None if lse_out is None else _rows(lse_out)
+        limits = None if lengths is None else _rows(lengths)
+        _, lse = self._attend(_rows(q), kv, _rows(indices), lengths=limits, out=result, lse_out=lse_result, **options)
         if result.data_ptr() != out.data_ptr():
             out.copy_(result.view(out.shape))
         if lse is lse_result and lse_out is not None:
             if lse.data_ptr() != lse_out.data_ptr():
                 lse_out.copy_(lse.view(lse_out.shape))
             return out, lse_out
-        return out, lse.view(batch, query_len, num_heads) if lse.dim() == 2 else lse
+        return out, lse.view(batch, query_len, num_heads) if lse.dim() == 3 else lse
+
+
+class FlatPrefill:
+    """sparse_prefill by what serves `FlatDecode`: a token is a row. Graph-safe where `out` and `lse_out` are given."""
+
+    def __init__(self, attend: SparsePrefill) -> None:
+        """attend: as of `FlatDecode`."""
+        self._attend = attend
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        indices: Tensor,
+        *,
+        softmax_scale: float,
+        lengths: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        out: Tensor | None = None,
+        lse_out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `mla_portable.contracts.SparsePrefill`. Returns: as `FlatDecode`."""
+        limits, result, lse = (None if each is None else each.unsqueeze(1) for each in (lengths, out, lse_out))
+        result, lse = self._attend(
+            q.unsqueeze(1),
+            kv,
+            indices.unsqueeze(1),
+            softmax_scale=softmax_scale,
+            lengths=limits,
+            attn_sink=attn_sink,
+            out=result,
+            lse_out=lse,
+        )
+        return result.squeeze(1), lse.squeeze(1) if lse.dim() == 3 else lse
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[B, S, ..] as [B * S, 1, ..]."""
+    return tensor.flatten(0, 1).unsqueeze(1)
 
 
 def _flat(kv_cache: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:

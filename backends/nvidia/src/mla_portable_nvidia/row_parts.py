@@ -87,11 +87,12 @@ class RowParts:
         """Queries and lengths of the parts.
 
         Args:
-            queries: [T, P, H' >= H, 576] bf16 contiguous, written; heads from H on become zero. q: [T, H, 576] bf16.
-            limits: [T, P] int32 contiguous, written: what of a row's length falls to each part, 0 to `part`; where
-                lengths [T] int32 are given. part: keys of a part.
+            queries: [T * P, H' >= H, 576] bf16 contiguous, written, the parts of a token one after the other; heads from H on
+                become zero. q: [T, 1, H, 576] bf16.
+            limits: [T * P] int32 contiguous, written: what of a row's length falls to each part, 0 to `part`; where
+                lengths [T, 1] int32 are given. part: keys of a part.
         """
-        num_tokens, num_parts, kernel_heads, width = queries.shape
+        (num_rows, kernel_heads, width), (num_tokens, _, num_heads, _) = queries.shape, q.shape
         if num_tokens == 0:
             return
         if limits is None:
@@ -102,12 +103,12 @@ class RowParts:
             limits,
             q,
             lengths,
-            q.shape[1],
+            num_heads,
             part,
             q.stride(0),
-            q.stride(1),
+            q.stride(2),
             0 if lengths is None else lengths.stride(0),
-            PARTS=num_parts,
+            PARTS=num_rows // num_tokens,
             KERNEL_HEADS=kernel_heads,
             WIDTH=width,
             HAS_LENGTHS=lengths is not None,
@@ -119,12 +120,12 @@ class RowParts:
         """The parts, weighted by their shares of the sum of exponentials.
 
         Args:
-            out: [T, H, 512] bf16, written; zeros where no part has a valid entry.
-            parts: [T, P, H' >= H, 512] bf16 contiguous. lses: [T, P, H'] float32 contiguous, infinite (of either sign) where
+            out: [T, 1, H, 512] bf16, written; zeros where no part has a valid entry.
+            parts: [T * P, H' >= H, 512] bf16 contiguous. lses: [T * P, H'] float32 contiguous, infinite (of either sign) where
                 a part has no valid entry, whatever `parts` hold there; to base 2 if base_2.
             attn_sink: [H] float32, to be applied.
         """
-        num_tokens, num_heads, width = out.shape
+        num_tokens, _, num_heads, width = out.shape
         if num_tokens == 0:
             return
         _launch_merge(
@@ -135,9 +136,9 @@ class RowParts:
             attn_sink,
             num_heads,
             out.stride(0),
-            out.stride(1),
-            PARTS=parts.shape[1],
-            KERNEL_HEADS=parts.shape[2],
+            out.stride(2),
+            PARTS=parts.shape[0] // num_tokens,
+            KERNEL_HEADS=parts.shape[1],
             WIDTH=width,
             SINK=attn_sink is not None,
             BASE_2=base_2,

@@ -38,7 +38,7 @@ def num_parts(tokens: int, heads: int, topk: int, num_sms: int) -> int:
 
 
 class SplitPrefill:
-    """The callable; see `mla_portable.contracts.SparsePrefill`, without lse. Graph-safe where `out` is given."""
+    """Attention of rows of one query token, what `FlatDecode` calls, without lse. Graph-safe where `out` is given."""
 
     def __init__(
         self,
@@ -73,29 +73,38 @@ class SplitPrefill:
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One call of the kernel in any case. Returns: out, and a tensor without elements as lse."""
-        (num_tokens, num_heads, _), topk = q.shape, indices.shape[1]
+        """One call of the kernel in any case.
+
+        Args: as of sparse_decode with one query token a row, but kv: [W, 576] bf16, which the indices count.
+        Returns: out, and a tensor without elements as lse.
+        """
+        (num_tokens, _, num_heads, _), topk = q.shape, indices.shape[2]
         heads = next((count for count in self._heads if num_heads <= count), 0)
         parts = num_parts(num_tokens, heads, topk, self._num_sms) if heads and topk % TOPK_MULTIPLE == 0 else 0
         row_bytes = q.element_size() * heads * (HEAD_SIZE + KV_LORA_RANK)
         pads = parts == 1 and heads != num_heads and num_tokens * row_bytes <= SCRATCH_BYTES  # as the pass before does as well
         masks = (self._sanitises and lengths is not None) or not indices.is_contiguous()
+        if out is None:
+            out = torch.empty((num_tokens, 1, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
         if not (parts > 1 or pads) or masks or kv.shape[0] == 0 or num_tokens == 0:
-            out, _ = self._whole(
-                q, kv, indices, softmax_scale=softmax_scale, lengths=lengths, attn_sink=attn_sink, out=out, lse_out=lse_out
+            self._whole(
+                q.squeeze(1),
+                kv,
+                indices.squeeze(1),
+                softmax_scale=softmax_scale,
+                lengths=None if lengths is None else lengths.squeeze(1),
+                attn_sink=attn_sink,
+                out=out.squeeze(1),
+                lse_out=None if lse_out is None else lse_out.squeeze(1),
             )
             return out, self._no_lse
-        if out is None:
-            out = torch.empty((num_tokens, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
         kernel, rows, part = self._kernel, num_tokens * parts, topk // parts
         queries = torch.empty((rows, heads, HEAD_SIZE), dtype=q.dtype, device=q.device)
         limits = None
         if lengths is not None and kernel.takes_lengths:
             limits = torch.empty(rows, dtype=torch.int32, device=q.device)
-        by_token = None if limits is None else limits.view(num_tokens, parts)
-        self._passes.spread(queries.view(num_tokens, parts, heads, HEAD_SIZE), by_token, q, lengths, part)
+        self._passes.spread(queries, limits, q, lengths, part)
         options: dict[str, Any] = {} if limits is None else {"lengths": limits}
         results, lses = kernel(queries, kv.unsqueeze(1), indices.view(rows, 1, part), softmax_scale, **options)
-        results = results.view(num_tokens, parts, heads, KV_LORA_RANK)
-        self._passes.merge(out, results, lses.contiguous().view(num_tokens, parts, heads), attn_sink, self._base_2)
+        self._passes.merge(out, results, lses.contiguous(), attn_sink, self._base_2)
         return out, self._no_lse
