@@ -19,51 +19,61 @@
 #define BARRIERS_AT (STAGES_AT + STAGES * PAGE_BYTES)  // full, then empty
 #define THERE_AT (BARRIERS_AT + 16 * STAGES)           // whether the page is in the cache, bytes
 
+struct Bounds {        // of a request, as the caller gave them; 0 past the last request
+    int begin, end, length;
+
+    __device__ __forceinline__ Bounds(const Arguments& a, int request) : begin(0), end(0), length(0) {
+        if (request < a.num_requests)
+            begin = __ldg(a.starts + request), end = __ldg(a.starts + request + 1), length = __ldg(a.lens + request);
+    }
+};
+
 struct Pages {         // of one request
     int token, count;  // the tokens that there are of it
     int pages;         // that the last of them sees some of
     i64 after_own;     // added to a token, its own position
 
-    __device__ __forceinline__ Pages(const Arguments& a, int request) : token(0), count(0), pages(0), after_own(0) {
-        if (request >= a.num_requests) return;
-        const i64 begin = __ldg(a.starts + request), end = __ldg(a.starts + request + 1);
-        const i64 length = min(max(__ldg(a.lens + request), 0), a.table_width * PAGE);
-        const i64 first = max(begin, (i64)a.first_token), last = min(end, (i64)a.first_token + a.num_rows);
-        const i64 seen = min(last + length - end, (i64)a.num_logits);
-        if (first >= last || seen <= 0) return;
-        token = (int)first, count = (int)(last - first), pages = (int)((seen + PAGE - 1) / PAGE), after_own = length - end;
+    __device__ __forceinline__ Pages(const Arguments& a, const Bounds& of) {
+        const i64 length = min(max(of.length, 0), a.table_width * PAGE);
+        const int first = max(of.begin, a.first_token), last = min(of.end, a.first_token + a.num_rows);
+        const i64 seen = min(last + length - of.end, (i64)a.num_logits);
+        const bool any = first < last && seen > 0;
+        token = first, count = any ? last - first : 0, pages = any ? (int)((seen + PAGE - 1) / PAGE) : 0;
+        after_own = length - of.end;
     }
-    __device__ __forceinline__ i64 listed() const { return (i64)pages * ((count + TOKENS - 1) / TOKENS); }
+    __device__ __forceinline__ int listed() const { return pages * ((count + TOKENS - 1) / TOKENS); }
 };
-
-__device__ __forceinline__ i64 shuffle(i64 value, int lane) { return __shfl_sync(~0u, value, lane); }
 
 // Call take(request, token, count, after_own, page, stop) for each run of this block's share: pages [page, stop) of the request,
 // for `count` tokens, at most TOKENS, from `token` on. All lanes of a warp take part.
 template <typename Take>
 __device__ __forceinline__ void for_runs(const Arguments& a, int lane, Take take) {
-    i64 total = 0;
-    for (int first = 0; first < a.num_requests; first += 32) total += Pages(a, first + lane).listed();
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-    i64 next = total * blockIdx.x / gridDim.x, before = 0;  // in the list; of the requests in front of these 32
-    const i64 end = total * (blockIdx.x + 1) / gridDim.x;
+    int total = 0;
+    for (int first = 0; first < a.num_requests; first += 64) {
+        const Bounds low(a, first + lane), high(a, first + 32 + lane);  // loads that do not wait for each other
+        total += Pages(a, low).listed() + Pages(a, high).listed();
+    }
+    total = __reduce_add_sync(~0u, total);
+    const int blocks = gridDim.x, each = total / blocks, rest = total % blocks;
+    const auto begin_of = [&](int block) { return each * block + (int)((u32)(rest * block) / blocks); };
+    int next = begin_of(blockIdx.x), before = 0;  // in the list; of the requests in front of these 32
+    const int end = begin_of(blockIdx.x + 1);
     for (int first = 0; next < end; first += 32) {
-        const Pages own(a, first + lane);
-        i64 to_here = own.listed();
+        const Pages own(a, Bounds(a, first + lane));
+        int to_here = own.listed();
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
-            const i64 other = __shfl_up_sync(~0u, to_here, step);
+            const int other = __shfl_up_sync(~0u, to_here, step);
             if (lane >= step) to_here += other;
         }
         to_here += before;
-        before = shuffle(to_here, 31);
+        before = __shfl_sync(~0u, to_here, 31);
         while (next < min(end, before)) {
             const int of = __ffs(__ballot_sync(~0u, to_here > next)) - 1, pages = __shfl_sync(~0u, own.pages, of);
-            const int at = (int)(next - shuffle(to_here - own.listed(), of)), group = at / pages, page = at % pages;
-            const int stop = (int)min((i64)pages, page + end - next), left = __shfl_sync(~0u, own.count, of) - group * TOKENS;
-            take(first + of, __shfl_sync(~0u, own.token, of) + group * TOKENS, min(left, TOKENS), shuffle(own.after_own, of), page,
-                 stop);
+            const int at = next - __shfl_sync(~0u, to_here - own.listed(), of), group = at / pages, page = at % pages;
+            const int stop = min(pages, page + end - next), left = __shfl_sync(~0u, own.count, of) - group * TOKENS;
+            take(first + of, __shfl_sync(~0u, own.token, of) + group * TOKENS, min(left, TOKENS), __shfl_sync(~0u, own.after_own, of),
+                 page, stop);
             next += stop - page;
         }
     }
@@ -156,17 +166,22 @@ __device__ __forceinline__ void score_pages(const Arguments& a, u8* smem, u32 fu
     });
 }
 
-// The bounds of a token, or -inf where it sees nothing. Blocks share the tokens, or more of them one token.
-__device__ __forceinline__ void finish_rows(const Arguments& a, int lane) {
+// -inf where a token sees nothing. Blocks share the tokens, or more of them one token.
+__device__ __forceinline__ void fill_rows(const Arguments& a, int lane) {
     const int blocks = gridDim.x, parts = max(blocks / a.num_rows, 1), part = blockIdx.x / a.num_rows;
     if (part >= parts) return;
     for (int row = blockIdx.x % a.num_rows; row < a.num_rows; row += blocks) {
         const int seen = find_owner(a, a.first_token + row, lane).seen(a, a.first_token + row);
-        if (!a.begins)
-            for (int position = seen + part * CONSUMERS + threadIdx.x; position < a.num_logits; position += parts * CONSUMERS)
-                a.out[row * a.out_stride + position] = minus_infinity();
-        else if (part == 0 && threadIdx.x == 0)
-            a.begins[row] = 0, a.ends[row] = seen;
+        for (int position = seen + part * CONSUMERS + threadIdx.x; position < a.num_logits; position += parts * CONSUMERS)
+            a.out[row * a.out_stride + position] = minus_infinity();
+    }
+}
+
+// The bounds of the tokens, which blocks share.
+__device__ __forceinline__ void write_bounds(const Arguments& a, int lane) {
+    for (int row = blockIdx.x; row < a.num_rows; row += gridDim.x) {
+        const int seen = find_owner(a, a.first_token + row, lane).seen(a, a.first_token + row);
+        if (lane == 0) a.begins[row] = 0, a.ends[row] = seen;
     }
 }
 
@@ -185,8 +200,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, BLOCKS_PER_SM) inde
     __syncthreads();
     if (warp == CONSUMERS / 32) {
         copy_pages(a, smem, full, empty, lane);
+        if (a.begins) write_bounds(a, lane);  // while the last pages arrive
     } else {
         score_pages(a, smem, full, empty, warp, lane);
-        finish_rows(a, lane);
+        if (!a.begins) fill_rows(a, lane);
     }
 }

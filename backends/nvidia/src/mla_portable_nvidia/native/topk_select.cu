@@ -6,7 +6,7 @@
 //
 // A score becomes a key, an unsigned integer that sorts like it; NaN and -inf have key 0, which is never chosen.
 //
-// short row   all its scores are the candidates
+// short row   all its scores are the candidates, and stay in registers
 // longer row  guess    a key that, by a sample of the row, somewhat more than topk scores reach
 //             collect  the scores that reach it, in one pass over the row: the candidates. Blocks of a cluster take a part each
 //                      and put what they find into the shared memory of the first, which goes on alone
@@ -38,7 +38,7 @@ typedef long long i64;
 
 struct Shared {
     u32 keys[CANDIDATES];
-    u32 positions[CANDIDATES];    // not of a short row, whose candidate i is at position i
+    u32 positions[CANDIDATES];
     u32 bins[BINS];               // counts, or a bit for each position; 0 while neither
     int totals[WARPS];
     int count;                    // of the candidates, also those that found no place
@@ -80,21 +80,22 @@ __device__ __forceinline__ int sum_before_warp(Shared& s, int of_warp, int& all)
     return __reduce_add_sync(~0u, lane < warp ? total : 0);
 }
 
-// A value that at least k of `count` values reach, and at most k + slack unless those beyond are equal to it. Values of
-// [least, least + size) count; where they are fewer than k, `least`. s.above and s.inside: values above those of the last bin that
-// was looked into, and inside it.
-template <typename Value>
+// A value that at least k values reach, and at most k + slack unless those beyond are equal to it. Values of [least, least + size)
+// count; where they are fewer than k, `least`. s.above and s.inside: values above those of the last bin that was looked into, and
+// inside it. value(first, j): number first + j of this thread's `count`; first counts up by AT_ONCE, so that it is 0 for values in
+// registers, which are AT_ONCE.
+template <int AT_ONCE, typename Value>
 __device__ __forceinline__ u32 narrow(Shared& s, u32 least, u32 size, int count, int k, int slack, Value value) {
     const int warp = threadIdx.x >> 5;
     int shift = max(20 - __clz(size), 0), above = 0;
     for (;;) {
 #pragma unroll 1
-        for (int first = threadIdx.x; first < count; first += 4 * THREADS) {
-            u32 beyond[4];
+        for (int first = 0; first < count; first += AT_ONCE) {
+            u32 beyond[AT_ONCE];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) beyond[j] = (first + j * THREADS < count ? value(first + j * THREADS) : 0) - least;
+            for (int j = 0; j < AT_ONCE; ++j) beyond[j] = (first + j < count ? value(first, j) : 0) - least;
 #pragma unroll
-            for (int j = 0; j < 4; ++j)
+            for (int j = 0; j < AT_ONCE; ++j)
                 if (beyond[j] < size) atomicAdd(&s.bins[beyond[j] >> shift], 1);
         }
         __syncthreads();
@@ -129,23 +130,29 @@ __device__ __forceinline__ u32 narrow(Shared& s, u32 least, u32 size, int count,
     }
 }
 
+__device__ __forceinline__ int slots_of(int count) { return (count + THREADS - 1) / THREADS; }
+
 __device__ __noinline__ u32 narrow_keys(Shared& s, u32 least, u32 top, int count, int k, int slack) {
-    return narrow(s, least, top - least + 1, count, k, slack, [&](int i) { return s.keys[i]; });
+    return narrow<4>(s, least, top - least + 1, slots_of(count), k, slack, [&](int first, int j) {
+        const int i = (first + j) * THREADS + threadIdx.x;
+        return i < count ? s.keys[i] : 0;
+    });
 }
 
 // The last of the k lowest positions that have this key.
-__device__ __noinline__ u32 last_of_ties(Shared& s, u32 key, int count, int k, int length, bool in_place) {
-    return length - narrow(s, 1, length, count, k, 0, [&](int i) {
-        return s.keys[i] == key ? length - (in_place ? i : s.positions[i]) : 0;  // the lowest position is the largest value
+__device__ __noinline__ u32 last_of_ties(Shared& s, u32 key, int count, int k, int length) {
+    return length - narrow<4>(s, 1, length, slots_of(count), k, 0, [&](int first, int j) {
+        const int i = (first + j) * THREADS + threadIdx.x;
+        return i < count && s.keys[i] == key ? length - s.positions[i] : 0;  // the lowest position is the largest value
     });
 }
 
 // The edge of the k largest of the candidates, whose keys are `least` to `top`; all of them where they are no more.
-__device__ __forceinline__ Edge edge_of(Shared& s, u32 least, u32 top, int count, int k, int length, bool in_place) {
+__device__ __forceinline__ Edge edge_of(Shared& s, u32 least, u32 top, int count, int k, int length) {
     if (count <= k) return {least, ~0u};
     const u32 key = narrow_keys(s, least, top, count, k, 0);
     const int above = s.above, inside = s.inside;
-    return {key, above + inside > k ? last_of_ties(s, key, count, k - above, length, in_place) : ~0u};
+    return {key, above + inside > k ? last_of_ties(s, key, count, k - above, length) : ~0u};
 }
 
 // A key that, by a sample, somewhat more than topk scores of a row reach.
@@ -234,7 +241,7 @@ __device__ __noinline__ void collect_in_tiles(Shared& s, const float* scores, in
     for (int from = 0; from < length; from += TILE) {
         const int count = s.count;
         if (count > CANDIDATES - TILE) {
-            const Edge edge = edge_of(s, LOWEST, HIGHEST, count, topk, length, false);
+            const Edge edge = edge_of(s, LOWEST, HIGHEST, count, topk, length);
             drop(s, edge, count);
             least = edge.key + 1;
         }
@@ -271,43 +278,60 @@ __device__ __forceinline__ void hand_over(Shared& s) {
 }
 #endif
 
-// Write the positions of a short row's candidates within the edge, at most topk, in ascending order. Returns how many they are.
-__device__ __forceinline__ int list_in_place(Shared& s, int* out, int count, Edge edge) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    u32 words[SLOTS];  // a bit for each candidate of a warp
-#pragma unroll
-    for (int j = 0; j < SLOTS; ++j) {
-        if (j * THREADS >= count) break;
-        const int i = j * THREADS + threadIdx.x;
-        words[j] = __ballot_sync(~0u, i < count && edge.has(s.keys[i], i));
-        if (lane == 0) s.bins[j * WARPS + warp] = __popc(words[j]);
+struct Row {                      // where the scores of a row are that count
+    int begin, length;
+    __device__ __forceinline__ Row(const int* start, const int* end, int num_logits) : begin(max(*start, 0)) {
+        length = max(min(*end, num_logits) - begin, 0);
     }
+};
+
+// Write the positions of the topk largest scores of a row of up to N * THREADS, in ascending order. Returns how many they are.
+// A warp has 32 N neighbours, of which a thread's are 32 apart.
+template <int N>
+__device__ __forceinline__ int select_short(
+    Shared& s, int* out, const float* scores, const int* start, const int* end, int num_logits, int topk) {
+    const int lane = threadIdx.x & 31, first = (threadIdx.x - lane) * N + lane;
+    float batch[N];
+    const auto load = [&](int from, int count) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) batch[j] = first + 32 * j < count ? scores[from + first + 32 * j] : NOTHING;
+    };
+    const bool ahead = BLOCKS_PER_SM == 1 && num_logits <= N * THREADS;  // few rows: do not wait for the bounds
+    if (ahead) load(0, num_logits);
+    const Row row(start, end, num_logits);
+    const int length = row.length;
+    if (!ahead || row.begin > 0) load(row.begin, length);
+    u32 keys[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) keys[j] = first + 32 * j < length ? key_of(batch[j]) : 0;
     __syncthreads();
-    if (warp == 0) {
-        constexpr int share = CANDIDATES / 32 / 32;  // words of a lane
-        int counts[share], own = 0;
-#pragma unroll
-        for (int i = 0; i < share; ++i) own += counts[i] = s.bins[lane * share + i];
-        int before = sum_to(own);
-        if (lane == 31) s.above = before;
-        before -= own;
-#pragma unroll
-        for (int i = 0; i < share; ++i) {
-            s.bins[lane * share + i] = before;
-            before += counts[i];
-        }
+    Edge edge = {LOWEST, ~0u};
+    if (length > topk) {
+        edge.key = narrow<N>(s, LOWEST, HIGHEST - LOWEST + 1, N, topk, 0, [&](int, int j) { return keys[j]; });
+        const int above = s.above;
+        if (above + s.inside > topk)  // of equal scores the lowest positions
+            edge.last = N * THREADS - narrow<N>(s, 1, N * THREADS, N, topk - above, 0, [&](int, int j) {
+                return keys[j] == edge.key ? N * THREADS - first - 32 * j : 0;
+            });
     }
-    __syncthreads();
+    u32 words[N];  // a bit for each position of the warp
+    int of_warp = 0, all;
 #pragma unroll
-    for (int j = 0; j < SLOTS; ++j) {
-        if (j * THREADS >= count) break;
-        const int place = s.bins[j * WARPS + warp] + __popc(words[j] & ((1u << lane) - 1));
-        if (words[j] >> lane & 1) out[place] = j * THREADS + threadIdx.x;
+    for (int j = 0; j < N; ++j) {
+        words[j] = __ballot_sync(~0u, edge.has(keys[j], first + 32 * j));
+        of_warp += __popc(words[j]);
     }
-    return s.above;
+    int place = sum_before_warp(s, of_warp, all);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        if (words[j] >> lane & 1) out[place + __popc(words[j] & ((1u << lane) - 1))] = first + 32 * j;
+        place += __popc(words[j]);
+    }
+    return all;
 }
 
-// As `list_in_place`, of candidates in any order: each sets the bit of its position, then counts the bits before it.
+// Write the positions of the candidates within the edge, in ascending order: each sets its bit, then counts the bits before it.
+// Returns how many they are.
 __device__ __forceinline__ int list_in_order(Shared& s, int* out, int length, int count, Edge edge) {
     u32 chosen[SLOTS];  // positions
 #pragma unroll
@@ -368,28 +392,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_select
     const i64 row = blockIdx.x;
     const int block = blockIdx.y, blocks = gridDim.y;  // of the row
     const float* scores = logits + row * logits_stride;
-    float batch[SLOTS];
-    const auto load = [&](int from, int count) {
-#pragma unroll
-        for (int j = 0; j < SLOTS; ++j) {
-            const int i = j * THREADS + threadIdx.x;
-            batch[j] = i < count ? scores[from + i] : NOTHING;
-        }
-    };
-    const bool ahead = BLOCKS_PER_SM == 1 && num_logits <= CANDIDATES;  // few rows: do not wait for the bounds
-    if (ahead) load(0, num_logits);
-    const int begin = max(starts[row], 0), length = max(min(ends[row], num_logits) - begin, 0);
-    const bool in_place = length <= CANDIDATES;
-    if (in_place && block > 0) return;
-    u32 least = LOWEST, top = HIGHEST;
-    int count = length;
-    if (in_place) {
-        if (!ahead || begin > 0) load(begin, length);
-#pragma unroll
-        for (int j = 0; j < SLOTS; ++j)
-            if (j * THREADS < length) s.keys[j * THREADS + threadIdx.x] = key_of(batch[j]);
-        __syncthreads();
+    int* own = out + row * out_stride;
+    int written;
+    if (num_logits <= CANDIDATES / 2) {
+        written = select_short<SLOTS / 2>(s, own, scores, starts + row, ends + row, num_logits, topk);
+    } else if (const Row all(starts + row, ends + row, num_logits); num_logits <= CANDIDATES || all.length <= CANDIDATES) {
+        if (block > 0) return;
+        written = select_short<SLOTS>(s, own, scores, starts + row, ends + row, num_logits, topk);
     } else {
+        const int begin = all.begin, length = all.length;
+        u32 least = LOWEST, top = HIGHEST;
+        int count;
         scores += begin;
 #if __CUDA_ARCH__ >= 900
         if (blocks > 1) cluster_arrive();  // s.count of the first block is 0
@@ -418,9 +431,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_select
             least = LOWEST, top = HIGHEST;
             count = s.count;
         }
+        const Edge edge = edge_of(s, least, top, count, topk, length);
+        written = list_in_order(s, own, length, count, edge);
     }
-    const Edge edge = edge_of(s, least, top, count, topk, length, in_place);
-    int* own = out + row * out_stride;
-    const int written = in_place ? list_in_place(s, own, count, edge) : list_in_order(s, own, length, count, edge);
     for (int i = written + threadIdx.x; i < topk; i += THREADS) own[i] = -1;
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from types import MappingProxyType
 from typing import ClassVar, Final
 
@@ -125,16 +126,9 @@ class NativeTopkSelect:
     """
 
     def __init__(self, request: Request, *, starts_early: bool = False) -> None:
-        self._request, self._starts_early = request, starts_early
-        self._devices: dict[int, _Device] = {}
+        self._on, self._starts_early = cache(partial(_Device, request)), starts_early
         self._launches = Launches[Launch]()
         self._on(index_of(request))
-
-    def _on(self, index: int) -> _Device:
-        found = self._devices.get(index)
-        if found is None:
-            found = self._devices[index] = _Device(self._request, index)
-        return found
 
     def __call__(self, logits: Tensor, row_starts: Tensor, row_ends: Tensor, *, topk: int, out: Tensor | None = None) -> Tensor:
         """See TopkSelect. A launch is prepared for the first call of its shapes and strides."""

@@ -226,20 +226,21 @@ def head_weights(weight_ptr, token, weight_stride, NUM_HEADS: tl.constexpr, BLOC
 def key_tile(
     cache_ptr, table_row_ptr, position, inside, num_blocks, block_stride, FORM: tl.constexpr, CACHE_BLOCK: tl.constexpr
 ):
-    """The keys as `load_rows` has them, their scales [BLOCK_N] (1 where there are none), and which are there [BLOCK_N].
+    """The keys as `load_rows` has them, and their scales [BLOCK_N]: 1 where the layout has none, NaN where no key is there.
 
     position: [BLOCK_N]. inside: [BLOCK_N], those whose column is in the table. block_stride: in elements of the cache.
     """
-    block = tl.load(table_row_ptr + position // CACHE_BLOCK, mask=inside, other=-1).to(tl.int64)  # [BLOCK_N]
+    unsigned = position.to(tl.uint32)  # divides by shifts alone
+    block = tl.load(table_row_ptr + unsigned // CACHE_BLOCK, mask=inside, other=-1)  # [BLOCK_N]
     there = inside & (block >= 0) & (block < num_blocks)
-    page = cache_ptr + tl.where(there, block, 0) * block_stride  # [BLOCK_N] pointers
-    at = position % CACHE_BLOCK  # [BLOCK_N]
+    page = cache_ptr + tl.where(there, block, 0).to(tl.int64) * block_stride  # [BLOCK_N] pointers
+    at = (unsigned % CACHE_BLOCK).to(tl.int32)  # [BLOCK_N]
     keys = load_rows(page[:, None] + at[:, None] * KEY, there, FORM)
     if FORM == _BF16:
-        scale = tl.full(position.shape, 1.0, tl.float32)
+        scale = tl.where(there, 1.0, float("nan"))
     else:
-        scale = tl.load((page + CACHE_BLOCK * KEY).to(tl.pointer_type(tl.float32)) + at, mask=there, other=0.0)
-    return keys, scale, there
+        scale = tl.load((page + CACHE_BLOCK * KEY).to(tl.pointer_type(tl.float32)) + at, mask=there, other=float("nan"))
+    return keys, scale
 
 
 @triton.jit

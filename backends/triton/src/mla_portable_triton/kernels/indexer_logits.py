@@ -45,19 +45,20 @@ from mla_portable_triton.kernels.index_keys import (
 DECODE: Final = {
     "default": Tiles(positions=64, num_warps=4, num_stages=2),
     "sm80": Tiles(positions=128, num_warps=4, num_stages=2, max_registers=168),
-    "sm90": Tiles(positions=128, num_warps=4, num_stages=2),
+    "sm90": Tiles(positions=128, num_warps=4, num_stages=2, max_registers=128),
     "sm90-bf16": Tiles(positions=256, num_warps=4, num_stages=2),
 }
 PREFILL: Final = {
     "default": Tiles(positions=64, num_warps=4, num_stages=2, tokens=32),
-    "sm80": Tiles(positions=512, num_warps=8, num_stages=0, tokens=64),
-    "sm80-bf16": Tiles(positions=128, num_warps=4, num_stages=0, tokens=32),
+    "sm80": Tiles(positions=256, num_warps=4, num_stages=0, tokens=64),
+    "sm80-bf16": Tiles(positions=128, num_warps=4, num_stages=2, tokens=32),
     "sm90": Tiles(positions=128, num_warps=4, num_stages=3, tokens=64, max_registers=128),
     "sm90-bf16": Tiles(positions=256, num_warps=4, num_stages=3, tokens=64),
 }
-"""DeviceFacts.arch -> tiles, for up to 64 heads; half the positions for more, and one token. Tuned on an H200, for sm90 and the
-code for sm80: 1,024 tokens over 8,192 positions take 182 us (199 with 256 positions and all registers) and 338 (364 to 427 with
-fewer positions; 475 where a pipeline loads the queries and keys stay in shared memory)."""
+"""DeviceFacts.arch -> tiles, for up to 64 heads; half the positions for more, and one token. Tuned on an H200, for sm90 and
+the code for sm80: 1,024 tokens over 8,192 positions take 176 us (199 with 256 positions and all registers) and 331; of bfloat16
+keys 318 and 410. sm80 takes 352 for these with 256 positions, but an A100 has shared memory for one such program, an H200 for
+two."""
 _TOKENS_A_REQUEST: Final = 4
 """From here on, on average, keys stay instead of queries."""
 _PROGRAMS: Final = 16
@@ -95,12 +96,10 @@ def decode_kernel(
         table_row = table_ptr + request.to(tl.int64) * table_stride
         for begin in tl.range(first, seen, step, num_stages=STAGES):
             position = begin + n  # [BLOCK_N]
-            keys, scale, there = key_tile(
-                cache_ptr, table_row, position, position < seen, num_blocks, block_stride, FORM, CACHE_BLOCK
-            )
+            keys, scale = key_tile(cache_ptr, table_row, position, position < seen, num_blocks, block_stride, FORM, CACHE_BLOCK)
             keys, odd_keys = operands(keys, FORM, BF16_NATIVE)
             scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
-            scores = tl.where(there, scores, float("-inf"))
+            scores = tl.where(scores == scores, scores, float("-inf"))  # NaN: no key is there
             if FILL:
                 tl.store(out_row + position, scores, mask=position < num_logits)
             else:
@@ -112,13 +111,13 @@ def decode_kernel(
 
 
 @triton.jit
-def _write(out_ptr, row, out_stride, position, scores, there, seen, num_logits, FILL: tl.constexpr):
+def _write(out_ptr, row, out_stride, position, scores, seen, num_logits, FILL: tl.constexpr):
     """A token's scores of a tile to its row: those that are seen, or with FILL all of them, -inf where not seen."""
+    scores = tl.where(scores == scores, scores, float("-inf"))  # NaN: no key is there
     if FILL:
-        scores = tl.where(there & seen, scores, float("-inf"))
+        scores = tl.where(seen, scores, float("-inf"))
         written = position < num_logits
     else:
-        scores = tl.where(there, scores, float("-inf"))
         written = seen
     tl.store(out_ptr + row.to(tl.int64) * out_stride + position, scores, mask=written)
 
@@ -154,7 +153,7 @@ def prefill_kernel(
         if first_place < stop + after_own:  # the last of these tokens sees some of the tile
             table_row = table_ptr + request.to(tl.int64) * table_stride
             inside = place < stop + after_own
-            keys, scale, there = key_tile(cache_ptr, table_row, position, inside, num_blocks, block_stride, FORM, CACHE_BLOCK)
+            keys, scale = key_tile(cache_ptr, table_row, position, inside, num_blocks, block_stride, FORM, CACHE_BLOCK)
             keys, odd_keys = operands(keys, FORM, BF16_NATIVE)
             if STAGES == 0:
                 t = token
@@ -165,7 +164,7 @@ def prefill_kernel(
                     weight = head_weights(weight_ptr, t, weight_stride, NUM_HEADS, BLOCK_H)
                     scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
                     seen = place <= t + after_own
-                    _write(out_ptr, t - first_token, out_stride, position, scores, there, seen, num_logits, FILL)
+                    _write(out_ptr, t - first_token, out_stride, position, scores, seen, num_logits, FILL)
                     t += 1
             else:
                 for i in tl.range(0, stop - token, num_stages=STAGES):
@@ -175,7 +174,7 @@ def prefill_kernel(
                     q, odd_q = operands(q, FORM, BF16_NATIVE)
                     scores = tile_scores(keys, odd_keys, scale, q, odd_q, weight, FORM)
                     seen = place <= t + after_own
-                    _write(out_ptr, t - first_token, out_stride, position, scores, there, seen, num_logits, FILL)
+                    _write(out_ptr, t - first_token, out_stride, position, scores, seen, num_logits, FILL)
         elif FILL:
             for i in range(stop - token):
                 t = token + i
