@@ -65,7 +65,7 @@ class _Times:
 
 _TIMES: Final[Mapping[Build, _Times]] = {
     SMALL: _Times(1.37, 5.9, 2.6, alone=0.7),
-    LARGE: _Times(0.74, 5.1, 1.9),
+    LARGE: _Times(0.735, 5.1, 1.9),
     WIDE: _Times(1.09, 8.5, 2.8),
     MANY: _Times(4.17, 11.5, 1.9),
     BF16_SMALL: _Times(1.62, 5.4, 1.5, alone=0.64),

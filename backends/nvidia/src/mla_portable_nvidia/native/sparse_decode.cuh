@@ -250,9 +250,12 @@ __device__ __forceinline__ void store_columns(u16* out, i64 head_stride, int hea
         *reinterpret_cast<uint2*>(out + (k >> 7) * head_stride + (k & 127) * 4) =
             make_uint2(to_bf162(value.x, value.y), to_bf162(value.z, value.w));
 }
+// where four columns, k, of [HEADS][512] lie, in floats: a head is STRIDE of them, and of each eight the order differs by SWIZZLE
+template <int STRIDE, int SWIZZLE>
+__device__ __forceinline__ int place(int k) { return (k >> 7) * STRIDE + ((k & 127) ^ (k >> 3 & SWIZZLE)) * 4; }
 // the sum of the splits, each block a share of the columns; `outputs` is [HEADS][STRIDE] in every block. A thread has eight
 // loads in flight: of AT_ONCE splits, for several of its columns.
-template <int HEADS, int STRIDE, int THREADS, int AT_ONCE>
+template <int HEADS, int STRIDE, int THREADS, int SWIZZLE, int AT_ONCE>
 __device__ __forceinline__ void sum_shares(
     u16* out, i64 head_stride, int heads, u32 outputs, const float* weights, int split, int splits, int thread) {
     constexpr int COLUMNS = 8 / AT_ONCE, ALL = HEADS * 128;
@@ -269,7 +272,7 @@ __device__ __forceinline__ void sum_shares(
 #pragma unroll
                 for (int p = 0; p < AT_ONCE; ++p)
                     if (at < ALL && first + p < splits)
-                        part[n][p] = remote4(outputs + ((at >> 7) * STRIDE + (at & 127) * 4) * 4, first + p);
+                        part[n][p] = remote4(outputs + place<STRIDE, SWIZZLE>(at) * 4, first + p);
             }
 #pragma unroll
             for (int n = 0; n < COLUMNS; ++n)
@@ -283,14 +286,14 @@ __device__ __forceinline__ void sum_shares(
             if (k + n * step < ALL) store_columns(out, head_stride, heads, k + n * step, value[n]);
     }
 }
-template <int HEADS, int STRIDE, int THREADS>
+template <int HEADS, int STRIDE, int THREADS, int SWIZZLE = 0>
 __device__ __forceinline__ void sum_splits(
     u16* out, i64 head_stride, int heads, u32 outputs, const float* weights, int split, int splits, int thread) {
     if (splits <= 2)
-        sum_shares<HEADS, STRIDE, THREADS, 2>(out, head_stride, heads, outputs, weights, split, splits, thread);
+        sum_shares<HEADS, STRIDE, THREADS, SWIZZLE, 2>(out, head_stride, heads, outputs, weights, split, splits, thread);
     else if (splits <= 4)
-        sum_shares<HEADS, STRIDE, THREADS, 4>(out, head_stride, heads, outputs, weights, split, splits, thread);
+        sum_shares<HEADS, STRIDE, THREADS, SWIZZLE, 4>(out, head_stride, heads, outputs, weights, split, splits, thread);
     else
-        sum_shares<HEADS, STRIDE, THREADS, 8>(out, head_stride, heads, outputs, weights, split, splits, thread);
+        sum_shares<HEADS, STRIDE, THREADS, SWIZZLE, 8>(out, head_stride, heads, outputs, weights, split, splits, thread);
     cluster_leave();  // nobody does while its shared memory is read
 }

@@ -48,7 +48,8 @@
 #define BARRIER_BYTES ((GROUPS * STAGES * 16 + 127) / 128 * 128)
 #define Q_AT BARRIER_BYTES              // q in operand order, where registers do not hold it
 #define GROUPS_AT (Q_AT + (MT > 1 ? 4 * MT * 8 * 32 * 16 : 0))
-#define MERGE_STRIDE 516                // floats between heads of a group's output
+#define MERGE_STRIDE 528                // floats between heads of a group's output
+#define MERGE_SWIZZLE 3                 // its order of columns: a warp writes them 32 apart, and meets no bank twice
 
 __device__ __forceinline__ void group_barrier(int group) { meet<GROUP>(group + 1); }
 __device__ __forceinline__ void consumers_barrier() { meet<CONSUMERS>(GROUPS + 1); }
@@ -207,13 +208,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     const u32 scores = base + SCORE_AT, probs = base + PROB_AT, decays = base + DECAY_AT;
     const u32 score_to = scores + ((warp * HT + t) * SCORE_STRIDE + 2 * c) * 4;
 
-    int stage = 0;
-    u32 parity = 0;
-    for (int i = 0; i < mine; ++i) {
-        const u32 stage_at = stage * STAGE_BYTES;
-        barrier_wait(barriers + stage * 16, parity);
-
-        // ---- scores of this warp's columns; four independent sums, because one dot waits long for the one before
+    // ---- the scores of a tile, of this warp's columns, and its scales, of tokens 8 n8 + 2c and the next. Four independent sums,
+    // because one dot waits long for the one before.
+    auto score = [&](u32 stage_at, float (&scale)[4][2]) {
         float part[4][MT][4];
 #pragma unroll
         for (int n8 = 0; n8 < 4; ++n8)
@@ -252,7 +249,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
                 }
             }
         }
-        float scale[4][2];  // of tokens 8 n8 + 2c and the next
 #pragma unroll
         for (int n8 = 0; n8 < 4; ++n8) {
             const uint2 rope = at<uint2>(smem, rope_from + stage_at + n8 * 8 * ROW);
@@ -273,9 +269,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
                 at<float2>(smem, to) = make_float2(part[n8][mt][0], part[n8][mt][1]);
                 at<float2>(smem, to + 8 * SCORE_STRIDE * 4) = make_float2(part[n8][mt][2], part[n8][mt][3]);
             }
+    };
+    // ---- the output of a tile, of this warp's columns
+    auto add_output = [&](u32 stage_at, const float (&scale)[4][2], float to_unit) {
+#pragma unroll
+        for (int k16 = 0; k16 < 2; ++k16) {
+            u32 p[MT][4];
+            const u32 sc01 = to_half2(scale[2 * k16][0] * to_unit, scale[2 * k16][1] * to_unit);
+            const u32 sc23 = to_half2(scale[2 * k16 + 1][0] * to_unit, scale[2 * k16 + 1][1] * to_unit);
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt) {
+                ldmatrix4(p[mt], shared + probs + ((mt * 16 + (lane & 15)) * P_STRIDE + k16 * 16 + (lane >> 4) * 8) * 2);
+                p[mt][0] = mul_half2(p[mt][0], sc01);
+                p[mt][1] = mul_half2(p[mt][1], sc01);
+                p[mt][2] = mul_half2(p[mt][2], sc23);
+                p[mt][3] = mul_half2(p[mt][3], sc23);
+            }
+            u32 w[4][4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const uint4 v = at<uint4>(smem, output_from + stage_at + (k16 * 16 + (k >> 1) * 8 + (k & 1)) * ROW);
+                w[k][0] = v.x, w[k][1] = v.y, w[k][2] = v.z, w[k][3] = v.w;
+            }
+#pragma unroll
+            for (int word = 0; word < 4; ++word) {
+                u32 b0[4], b1[4];
+                decode4(__byte_perm(w[0][word], w[1][word], 0x5140), b0[0], b0[1]);
+                decode4(__byte_perm(w[0][word], w[1][word], 0x7362), b0[2], b0[3]);
+                decode4(__byte_perm(w[2][word], w[3][word], 0x5140), b1[0], b1[1]);
+                decode4(__byte_perm(w[2][word], w[3][word], 0x7362), b1[2], b1[3]);
+#pragma unroll
+                for (int k = 0; k < 4; ++k)
+#pragma unroll
+                    for (int mt = 0; mt < MT; ++mt) mma_f16(acc[mt][word * 4 + k], p[mt], b0[k], b1[k]);
+            }
+        }
+    };
+
+    // ---- a tile's softmax, then its output together with the next tile's scores: instructions of one cover waits of the other
+    static_assert(STAGES > 1, "a tile is kept while the next is scored");
+    int stage = 0;
+    u32 parity = 0;
+    float scale[4][2];
+    if (mine > 0) {
+        barrier_wait(barriers, 0);
+        score(0, scale);
+    }
+    for (int left = mine; left > 0; --left) {
         group_barrier(group);
 
-        // ---- softmax of a quarter of the heads
+        // softmax of a quarter of the heads
         {
             float x[TOKENS_PER_LANE];
 #pragma unroll
@@ -323,7 +366,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
         const float to_unit = power(min(5 - top_e, 126));
         group_barrier(group);
 
-        // ---- output columns of this warp
         {
             float decay[MT][2];
             bool same = shift == 1.f;
@@ -347,41 +389,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
                     }
             }
         }
-#pragma unroll
-        for (int k16 = 0; k16 < 2; ++k16) {
-            u32 p[MT][4];
-            const u32 sc01 = to_half2(scale[2 * k16][0] * to_unit, scale[2 * k16][1] * to_unit);
-            const u32 sc23 = to_half2(scale[2 * k16 + 1][0] * to_unit, scale[2 * k16 + 1][1] * to_unit);
-#pragma unroll
-            for (int mt = 0; mt < MT; ++mt) {
-                ldmatrix4(p[mt], shared + probs + ((mt * 16 + (lane & 15)) * P_STRIDE + k16 * 16 + (lane >> 4) * 8) * 2);
-                p[mt][0] = mul_half2(p[mt][0], sc01);
-                p[mt][1] = mul_half2(p[mt][1], sc01);
-                p[mt][2] = mul_half2(p[mt][2], sc23);
-                p[mt][3] = mul_half2(p[mt][3], sc23);
-            }
-            u32 w[4][4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const uint4 v = at<uint4>(smem, output_from + stage_at + (k16 * 16 + (k >> 1) * 8 + (k & 1)) * ROW);
-                w[k][0] = v.x, w[k][1] = v.y, w[k][2] = v.z, w[k][3] = v.w;
-            }
-#pragma unroll
-            for (int word = 0; word < 4; ++word) {
-                u32 b0[4], b1[4];
-                decode4(__byte_perm(w[0][word], w[1][word], 0x5140), b0[0], b0[1]);
-                decode4(__byte_perm(w[0][word], w[1][word], 0x7362), b0[2], b0[3]);
-                decode4(__byte_perm(w[2][word], w[3][word], 0x5140), b1[0], b1[1]);
-                decode4(__byte_perm(w[2][word], w[3][word], 0x7362), b1[2], b1[3]);
-#pragma unroll
-                for (int k = 0; k < 4; ++k)
-#pragma unroll
-                    for (int mt = 0; mt < MT; ++mt) mma_f16(acc[mt][word * 4 + k], p[mt], b0[k], b1[k]);
-            }
-        }
-        __syncwarp();
-        warp_arrive(barriers + stage * 16 + 8, lane);
+        const int done = stage;
         if (++stage == STAGES) stage = 0, parity ^= 1;
+        if (left > 1) {
+            float next[4][2];
+            barrier_wait(barriers + stage * 16, parity);
+            add_output(done * STAGE_BYTES, scale, to_unit);
+            score(stage * STAGE_BYTES, next);
+            __syncwarp();
+            warp_arrive(barriers + done * 16 + 8, lane);  // before the scores it would keep the two apart
+#pragma unroll
+            for (int n8 = 0; n8 < 4; ++n8) scale[n8][0] = next[n8][0], scale[n8][1] = next[n8][1];
+        } else {
+            add_output(done * STAGE_BYTES, scale, to_unit);  // whose stage nobody waits for
+        }
     }
 
     // ---- one sum for a head, then one state for all groups
@@ -415,11 +436,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             if (group == 0 && warp == 0 && c == 0) whole[head * 2] = top, whole[head * 2 + 1] = sum;
 #pragma unroll
             for (int i = 2 * half; i < 2 * half + 2; ++i) {
-                float* to = outputs + (group * HT + head) * MERGE_STRIDE + warp * 128 + (2 * c + (i & 1)) * 16;
+                const int first = (group * HT + head) * 128 + warp * 32 + (2 * c + (i & 1)) * 4;
 #pragma unroll
                 for (int j = 0; j < 16; j += 4)
-                    *reinterpret_cast<float4*>(to + j) = make_float4(acc[mt][j][i] * factor, acc[mt][j + 1][i] * factor,
-                                                                     acc[mt][j + 2][i] * factor, acc[mt][j + 3][i] * factor);
+                    *reinterpret_cast<float4*>(outputs + place<MERGE_STRIDE, MERGE_SWIZZLE>(first + j / 4)) =
+                        make_float4(acc[mt][j][i] * factor, acc[mt][j + 1][i] * factor, acc[mt][j + 2][i] * factor,
+                                    acc[mt][j + 3][i] * factor);
             }
         }
     consumers_barrier();
@@ -446,7 +468,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     consumers_barrier();
     u16* out_row = out + b * st.out_b + s * st.out_s + head0 * st.out_h;
     if (splits > 1) {
-        sum_splits<HT, MERGE_STRIDE, CONSUMERS>(
+        sum_splits<HT, MERGE_STRIDE, CONSUMERS, MERGE_SWIZZLE>(
             out_row, st.out_h, num_heads - head0, smem_u32(outputs), weights, work.split, splits, thread);
         return;
     }
@@ -455,7 +477,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
         float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
-            const float* from = outputs + (g * HT + (k >> 7)) * MERGE_STRIDE + (k & 127) * 4;
+            const float* from = outputs + place<MERGE_STRIDE, MERGE_SWIZZLE>(g * HT * 128 + k);
             add(value, *reinterpret_cast<const float4*>(from), weights[k >> 7]);
         }
         store_columns(out_row, st.out_h, num_heads - head0, k, value);

@@ -26,4 +26,4 @@ class Fp8Build(Build):
         scores, probabilities, decays, tops = 4 * heads * 40 * 4, heads * 40 * 2, heads * 4, 4 * heads * 4
         group = self.stages * (self.tile * FP8_DS_MLA.row_bytes + 4) + scores + probabilities + decays + tops
         barriers, group = (-(-size // 128) * 128 for size in (16 * self.groups * self.stages, group))
-        return barriers + max(query + self.groups * group, self.merged_bytes(self.groups, 516))
+        return barriers + max(query + self.groups * group, self.merged_bytes(self.groups, 528))
