@@ -20,7 +20,7 @@ from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVE
 from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
 from mla_portable.tools.bench.candidates import baseline_candidates
 from mla_portable.tools.bench.offers import load_baselines
-from mla_portable_nvidia.vllm_baselines import vllm_function
+from mla_portable_nvidia.vllm_baselines import imported_function
 
 CPU = torch.device("cpu")
 TRITON_MODULE = "vllm__v1__attention__ops__xpu_mla_sparse"
@@ -29,9 +29,9 @@ TRITON_MODULE = "vllm__v1__attention__ops__xpu_mla_sparse"
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
     """Every test has modules of its own."""
-    vllm_function.cache_clear()
+    imported_function.cache_clear()
     yield
-    vllm_function.cache_clear()
+    imported_function.cache_clear()
 
 
 def baselines():
@@ -155,7 +155,7 @@ def flash_attn_varlen_func(
 def test_flash_attention_3_is_called_as_vllm_calls_it(primitive: Primitive):
     made = problem(primitive, "bf16", heads=40)
     assert "No module named 'vllm" in why(made)["vllm.flash_attention3"]
-    vllm_function.cache_clear()
+    imported_function.cache_clear()
     module = ModuleType("vllm.vllm_flash_attn.flash_attn_interface")
     module.flash_attn_varlen_func = flash_attn_varlen_func
     with modules(vllm__vllm_flash_attn__flash_attn_interface=module):

@@ -22,6 +22,7 @@ from mla_portable_nvidia.native.bind_sm80 import sm80_implementations
 from mla_portable_nvidia.native.images import VARIABLE as CACHE_VARIABLE
 from mla_portable_nvidia.native.indexer_logits import indexer_implementations
 from mla_portable_nvidia.native.topk_select import topk_implementations
+from mla_portable_nvidia.sglang_baselines import sglang_baselines
 from mla_portable_nvidia.support import TRUNCATION_VARIABLE
 from mla_portable_nvidia.vllm_baselines import data_baselines
 
@@ -52,6 +53,6 @@ def mla_portable_register(registrar: Registrar) -> None:
 
 @hookimpl
 def mla_portable_register_baselines(registrar: Registrar) -> None:
-    """Bring FlashMLA, FlashAttention, DeepGEMM and vLLM, called directly, to the benchmark."""
-    for baseline in (*baselines(), *data_baselines(), *indexer_baselines()):
+    """Bring FlashMLA, FlashAttention, DeepGEMM, vLLM and SGLang, called directly, to the benchmark."""
+    for baseline in (*baselines(), *sglang_baselines(), *data_baselines(), *indexer_baselines()):
         registrar.add(baseline)

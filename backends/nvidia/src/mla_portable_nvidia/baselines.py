@@ -22,7 +22,7 @@ from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia.conventions import DecodeKernel, PrefillKernel
 from mla_portable_nvidia.discovery import find_kernel, operator_of
 from mla_portable_nvidia.head_padding import kernel_heads
-from mla_portable_nvidia.vllm_baselines import Arguments, missing_function, multiple_of, recorded, vllm_function
+from mla_portable_nvidia.vllm_baselines import Arguments, imported_function, missing_function, multiple_of, recorded
 
 _LN2: Final = math.log(2.0)
 _TRITON: Final = (
@@ -41,7 +41,7 @@ _OTHER: Final = "another baseline serves it"
 # ----------------------------------------------------------------------------------------------------------- FlashMLA
 
 
-def _rows(arguments: Arguments) -> tuple[Tensor, Tensor]:
+def query_rows(arguments: Arguments) -> tuple[Tensor, Tensor]:
     """Queries [R, H, 576] and indices [R, K] of either attention primitive, one row for each query token."""
     q, indices = arguments["q"], arguments["indices"]
     return q.reshape(-1, *q.shape[-2:]), indices.reshape(-1, indices.shape[-1])
@@ -63,7 +63,8 @@ def _in_our_meaning(arguments: Arguments, out: Tensor, lse: Tensor, base_2: bool
     return out[:, :heads].reshape(*q.shape[:-1], KV_LORA_RANK), natural.reshape(q.shape[:-1])
 
 
-def _cache_of(arguments: Arguments) -> Tensor:
+def cache_of(arguments: Arguments) -> Tensor:
+    """The cache or the workspace of either attention primitive."""
     return arguments["kv_cache" if "kv_cache" in arguments else "kv"]
 
 
@@ -86,10 +87,10 @@ def _prepare_decode(request: Request, arguments: Arguments) -> BaselineCall:
     """The decode kernel on padded heads, a batch row for each query token, with its own plan made beforehand."""
     found = find_kernel(SPARSE_DECODE, request.device)
     kernel: DecodeKernel = found.kernel
-    q, indices = _rows(arguments)
+    q, indices = query_rows(arguments)
     query = _padded(q, kernel_heads(q.shape[1])).unsqueeze(1)  # [R, 1, H', 576]
     slots = indices.unsqueeze(1).contiguous()
-    kv = _cache_of(arguments).unsqueeze(2)
+    kv = cache_of(arguments).unsqueeze(2)
     scale = arguments["softmax_scale"]
     options: dict[str, Any] = {}
     if kernel.takes_plan:
@@ -121,10 +122,10 @@ def _prepare_prefill(request: Request, arguments: Arguments, *, native: bool) ->
     """The prefill kernel on the cache or workspace as flat rows."""
     found = find_kernel(SPARSE_PREFILL, request.device)
     kernel: PrefillKernel = found.kernel
-    q, indices = _rows(arguments)
+    q, indices = query_rows(arguments)
     query = q.contiguous() if native else _padded(q, kernel_heads(q.shape[1]))
     rows = indices.unsqueeze(1).contiguous()
-    kv = _cache_of(arguments).reshape(-1, 1, HEAD_SIZE)
+    kv = cache_of(arguments).reshape(-1, 1, HEAD_SIZE)
     scale = arguments["softmax_scale"]
     options: dict[str, Any] = {}
     if kernel.takes_out:
@@ -150,9 +151,9 @@ def _fa3_reasons(request: Request) -> Iterator[Reason]:
 
 def _prepare_fa3(request: Request, arguments: Arguments) -> BaselineCall:
     """As vLLM's backend FLASH_ATTN_MLA_SPARSE calls it: a sequence for each token, whose pages are the rows that it chose."""
-    function: Any = vllm_function(*_FA3)
-    q, indices = _rows(arguments)
-    rows = _cache_of(arguments).reshape(-1, 1, 1, HEAD_SIZE)
+    function: Any = imported_function(*_FA3)
+    q, indices = query_rows(arguments)
+    rows = cache_of(arguments).reshape(-1, 1, 1, HEAD_SIZE)
     tokens, topk = indices.shape
     return recorded(
         partial(
@@ -187,9 +188,9 @@ def _triton_reasons(request: Request) -> Iterator[Reason]:
 
 
 def _prepare_triton(request: Request, arguments: Arguments) -> BaselineCall:
-    function: Any = vllm_function(*_TRITON)
-    q, indices = _rows(arguments)
-    kv = _cache_of(arguments).reshape(-1, 1, HEAD_SIZE)
+    function: Any = imported_function(*_TRITON)
+    q, indices = query_rows(arguments)
+    kv = cache_of(arguments).reshape(-1, 1, HEAD_SIZE)
     rows, scale = indices.unsqueeze(1).contiguous(), arguments["softmax_scale"]
     return recorded(lambda: function(q, kv, rows, scale), lambda got: _in_our_meaning(arguments, got[0], got[2], False))
 

@@ -53,7 +53,7 @@ def missing_operator(name: str, library: str = _CACHE_OPS) -> Iterator[Reason]:
 
 
 @cache
-def vllm_function(name: str, *modules: str) -> Callable[..., Any] | str:
+def imported_function(name: str, *modules: str) -> Callable[..., Any] | str:
     """A function of the first of these modules that has it, or why none has; asked once, for a failing import can take long."""
     failures: list[str] = []
     for module in modules:
@@ -64,11 +64,11 @@ def vllm_function(name: str, *modules: str) -> Callable[..., Any] | str:
     return "; ".join(dict.fromkeys(failures))
 
 
-def missing_function(name: str, *modules: str) -> Iterator[Reason]:
-    """A reason where `vllm_function` finds none."""
-    function = vllm_function(name, *modules)
+def missing_function(name: str, *modules: str, install: str = _INSTALL) -> Iterator[Reason]:
+    """A reason where `imported_function` finds none. install: the remedy."""
+    function = imported_function(name, *modules)
     if isinstance(function, str):
-        yield Reason("function", name, function, _INSTALL)
+        yield Reason("function", name, function, install)
 
 
 def multiple_of(request: Request, multiple: int) -> Iterator[Reason]:
@@ -145,7 +145,7 @@ def _convert_reasons(request: Request) -> Iterator[Reason]:
 
 
 def _prepare_convert(request: Request, arguments: Arguments) -> BaselineCall:
-    function: Any = vllm_function(_CONVERT, _CONVERT_MODULE)
+    function: Any = imported_function(_CONVERT, _CONVERT_MODULE)
     positions, owner, table = (arguments[name] for name in ("topk_indices", "req_id_per_token", "block_table"))
     size, topk = arguments["block_size"], positions.shape[1]
     return recorded(
