@@ -97,7 +97,7 @@ def tiles_per_block(rows: int, tiles: int, num_sms: int) -> int:
 
 
 def _prepare_split(request: Request, arguments: Arguments) -> BaselineCall:
-    """Parts of each row, then their sum: what SGLang runs for decode on AMD's GPUs."""
+    """Parts of each row, then their sum: SGLang's kernels for AMD's GPUs, by its rule for how many, in tiles of this module."""
     part: Any = imported_function(*_PART)
     combine: Any = imported_function(*_COMBINE)
     q, kv, indices = (each.unsqueeze(0) for each in _operands(arguments))
