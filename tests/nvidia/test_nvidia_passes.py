@@ -97,6 +97,7 @@ def test_every_part_gets_the_query_and_its_share_of_the_length(heads: int, kerne
         for passes, mine, limit in zip((RowParts(), TorchRowParts()), queries, limits, strict=True):
             passes.spread(mine, None if given is None else limit, q.unsqueeze(1), given, 128)
         assert torch.equal(*queries) and torch.equal(*limits)
+        assert given is None or limits[0].view(4, parts).sum(dim=1).tolist() == given.squeeze(1).clamp(max=128 * parts).tolist()
 
 
 @HEADS
