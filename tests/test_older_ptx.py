@@ -10,17 +10,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from machines import H200
 from reporting import PROFILES, RUN, derived
 
+from mla_portable.dispatch import current_registry
 from mla_portable.primitives import MERGE_STATES
 from mla_portable.registry import Registry
 from mla_portable.sources import source_hash
 from mla_portable.tools.conformance import CaseResult, Report, cases_for
 from mla_portable.tools.matrix.claims import collect_declarations
 from mla_portable.tools.matrix.evidence import problems_of
+from mla_portable.tools.matrix.model import RecordError
+from mla_portable.tools.matrix.profiles import profile_of
 from mla_portable.tools.matrix.record import conformance_report
 
 pytest.importorskip("triton")
@@ -114,3 +118,19 @@ def test_the_record_of_such_a_run_names_the_older_architecture_and_the_device_th
     assert (record["mode"], record["target"], record["device"]["profile"]) == ("ptx", "sm80", "h200")
     (claim,) = [each for each in declared.claims if each.primitive == MERGE_STATES]
     assert record["source_hash"] == source_hash(claim.sources, "sm80"), "of the configuration for the older architecture"
+
+
+def test_times_are_of_a_device_that_no_profile_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "ci"))
+    import run_older_ptx
+
+    seen: list[Any] = []
+    monkeypatch.setattr(run_older_ptx, "get_registry", lambda: Registry(plugins=[], facts={"cuda": H200}, environ={}))
+    monkeypatch.setattr(run_older_ptx, "load_older", lambda capability, loaded: seen.append((capability, loaded.exists())))
+    monkeypatch.setattr(run_older_ptx, "app", lambda words: seen.append((words[-2:], current_registry().facts("cuda"))))
+    run_older_ptx.bench(PROFILES["a100-80g"], ["--rows", "4"])
+    (loaded, (words, facts)) = seen
+    assert (loaded, words) == ((80, True), ["--rows", "4"])
+    assert (facts.arch, facts.num_sms, facts.shared_memory) == ("sm80", 132, 163 << 10)
+    with pytest.raises(RecordError, match="no profile matches"):
+        profile_of(facts.name, PROFILES)
