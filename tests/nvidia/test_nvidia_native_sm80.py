@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch_reference as reference
 from machines import A100, RTX_4090, RTX_5090
-from native_model import SOURCES, Memory, Model, attended, cache_of, parameters, sink_of, stand_ins, store
+from native_model import SOURCES, Memory, Model, attended, cache_of, sink_of, stand_ins, store
 from test_nvidia_native import SCALE, cache, problem, spread
 
 from mla_portable.contracts import Request, ScheduleLimits
@@ -91,14 +91,6 @@ def models(monkeypatch):
     """Build -> its stand-in, for all that are bound in a test."""
     with stand_ins(monkeypatch, stand_in, arch="sm_80") as found:
         yield found
-
-
-@pytest.mark.parametrize("build", [*ALL, MERGE], ids=lambda build: build.label)
-def test_the_packed_fields_are_the_parameters_of_the_source(build):
-    fields = f"{build.changing} {build.fixed}".split()
-    assert "".join(field[-1] * int(field[:-1] or 1) for field in fields) == "".join(
-        kind for _, kind in parameters(build.kernel)
-    )
 
 
 @BOTH
