@@ -65,6 +65,18 @@ def spread(tensor, step=16):
     return view.copy_(tensor)
 
 
+def check_calls(decode, q, kv, indices, lengths, *, rtol, atol, **given):
+    """Four calls: without and with lengths and a sink, of dense tensors and into spread ones."""
+    for options in ({}, {"lengths": spread(lengths, 1), "attn_sink": torch.randn(q.shape[2])}):
+        wanted = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE, **options)
+        got = decode(q, kv, indices, softmax_scale=SCALE, **given, **options)
+        out, lse = spread(torch.zeros(wanted[0].shape).bfloat16()), spread(torch.zeros(wanted[1].shape), 1)
+        decode(spread(q), kv, spread(indices, 3), softmax_scale=SCALE, out=out, lse_out=lse, **given, **options)
+        for result in (got, (out, lse)):
+            torch.testing.assert_close(result[0], wanted[0], rtol=rtol, atol=atol)
+            torch.testing.assert_close(result[1], wanted[1])
+
+
 @BOTH
 @pytest.mark.parametrize(
     ("batch", "query_len", "num_heads", "topk", "block_size", "gap"),
@@ -78,17 +90,9 @@ def test_a_launch_says_what_the_call_meant(models, layout, batch, query_len, num
     kv = cache(7, block_size, gap, layout=layout)
     q, indices = problem(batch, query_len, num_heads, topk, 7 * block_size)
     lengths = torch.randint(0, topk + 1, (batch, query_len), dtype=torch.int32)
-    sink = torch.randn(num_heads)
     decode = bind.bind_sparse_decode(REQUEST.but(kv_layout=layout, num_heads=num_heads))
     assert set(models) == set(builds(layout, num_heads)) == set(BUILDS[layout]) - ({MANY} if num_heads <= FEW else set())
-    for options in ({}, {"lengths": spread(lengths, 1), "attn_sink": sink}):
-        wanted = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE, **options)
-        got = decode(q, kv, indices, softmax_scale=SCALE, **options)
-        out, lse = spread(torch.zeros(wanted[0].shape).bfloat16()), spread(torch.zeros(wanted[1].shape), 1)
-        decode(spread(q), kv, spread(indices, 3), softmax_scale=SCALE, out=out, lse_out=lse, **options)
-        for result in (got, (out, lse)):
-            torch.testing.assert_close(result[0], wanted[0], rtol=8e-3, atol=1e-3)
-            torch.testing.assert_close(result[1], wanted[1])
+    check_calls(decode, q, kv, indices, lengths, rtol=8e-3, atol=1e-3)
     assert len(launches(models)) == 4
 
 
