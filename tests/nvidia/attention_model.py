@@ -6,21 +6,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-import shutil
 import struct
-import subprocess
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from native_model import SOURCES
+from source_on_cpu import compiled
 
 from mla_portable_nvidia.native.build import KernelBuild
 
-__all__ = ["COMPILER", "FUNCTION", "Emulated"]
+__all__ = ["FUNCTION", "Emulated"]
 
-COMPILER = shutil.which("g++")
 FUNCTION = re.compile(r"(?:^template <[^\n]*\n)?^__device__ __forceinline__ (?:[^\n]*\}\n|.*?^\}\n)", re.DOTALL | re.MULTILINE)
 _ELSEWHERE = re.compile(r"\b(asm|barrier_arrive|remote2|remote4|sum_shares)\b")
 """In functions that are emulated, or that only kernels of compute capability 9.0 call."""
@@ -30,19 +26,9 @@ _ELSEWHERE = re.compile(r"\b(asm|barrier_arrive|remote2|remote4|sum_shares)\b")
 def _library(build: KernelBuild) -> ctypes.CDLL:
     source = FUNCTION.sub(lambda found: "" if _ELSEWHERE.search(found[0]) else found[0], SOURCES[build.kernel])
     source = re.sub(r"extern __shared__ .*? smem\[\];", "u8* smem = (u8*)memory.data();", source)
-    assert not re.search(r"\basm\b", source)
-    with tempfile.TemporaryDirectory() as folder:
-        kernel, library = Path(folder) / "kernel.h", Path(folder) / "kernel.so"
-        kernel.write_text(source, encoding="utf-8")
-        known = (*build.defines, ("KERNEL", f'"{kernel}"'), ("NAME", build.kernel))
-        emulator = Path(__file__).with_name("attention_on_cpu.cpp")
-        options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", *(f"-D{name}={value}" for name, value in known)]
-        subprocess.run([str(COMPILER), *options, str(emulator), "-o", str(library)], check=True)
-        loaded = ctypes.CDLL(str(library))
+    defines = (*build.defines, ("NAME", build.kernel))
     pointer, integer = ctypes.c_void_p, ctypes.c_int
-    loaded.launch.argtypes = [ctypes.c_char_p, *[integer] * 4, pointer, pointer]
-    loaded.launch.restype = None
-    return loaded
+    return compiled(source, "attention_on_cpu.cpp", defines, ctypes.c_char_p, *[integer] * 4, pointer, pointer)
 
 
 class Emulated:

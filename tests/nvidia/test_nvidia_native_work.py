@@ -9,10 +9,10 @@ import subprocess
 from collections import Counter
 
 import pytest
-from attention_model import COMPILER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_model import SOURCES
+from source_on_cpu import COMPILER
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import sglang_standins
 import torch
 from simulated_gpu import FACTS
+from test_nvidia_baselines import timed, why
 
 from mla_portable.contracts import Primitive
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
+from mla_portable.problems.bench import KernelCase, Workshop
 from mla_portable.tools.bench.candidates import baseline_candidates
 from mla_portable_nvidia.sglang_baselines import sglang_baselines, tiles_per_block
 from mla_portable_nvidia.vllm_baselines import imported_function
@@ -33,21 +33,6 @@ def nothing_known() -> Iterator[None]:
 def problem(primitive: Primitive, *, heads: int = 16, rows: int = 5, topk: int = 256, layout: str = "bf16", arch: str = "sm90"):
     case = KernelCase(primitive, rows, layout, heads, topk, 2 * topk)
     return Workshop(torch.device("cpu"), replace(FACTS["sm90"], arch=arch)).make(case)
-
-
-def timed(made: BenchProblem) -> dict[str, Any]:
-    """Baseline -> what is wrong with its result, for those that are here."""
-    verdicts: dict[str, Any] = {}
-    for candidate in baseline_candidates(made, sglang_baselines())[0]:
-        made.poison()
-        run, result = candidate.prepare()
-        run()
-        verdicts[candidate.name] = [finding.message for finding in made.check(result()) if finding.message]
-    return verdicts
-
-
-def why(made: BenchProblem) -> dict[str, str]:
-    return {each.name: "; ".join(map(str, each.reasons)) for each in baseline_candidates(made, sglang_baselines())[1]}
 
 
 @pytest.mark.parametrize("folder", sglang_standins.FOLDERS)
@@ -83,7 +68,8 @@ def test_a_kernel_that_cannot_says_why(primitive: Primitive):
             assert {each.remedy for each in refusal.reasons} == {"install SGLang and the TileLang that it names"}
     imported_function.cache_clear()
     with sglang_standins.installed() as library:
-        assert set(why(problem(primitive, layout="fp8_ds_mla")).values()) <= {
+        refused = why(problem(primitive, layout="fp8_ds_mla"))
+        assert {refused[name] for name in refused if name.startswith("sglang.")} <= {
             "kv_layout fp8_ds_mla (supports bf16)",
             "kv_layout fp8_ds_mla (supports bf16); num_heads 16 (4 or 8, for 4 tokens to share a set)",
         }

@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch_reference as reference
-from attention_model import COMPILER, Emulated
+from attention_model import Emulated
 from machines import A100, RTX_4090
 from native_model import stand_ins
+from source_on_cpu import COMPILER
 from test_nvidia_native import SCALE, cache, problem
 from test_nvidia_native_sm80 import REQUEST
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import A100, B200, H200, RTX_4090, RTX_5090
 from native_model import stand_ins
-from topk_model import COMPILER, Model, parameters, shared_size
+from source_on_cpu import COMPILER
+from topk_model import Model, parameters, shared_size
 
 from mla_portable.contracts import InvalidArgument, MLAPortableError, Request
 from mla_portable.primitives import TOPK_SELECT

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch_reference as reference
-from attention_model import COMPILER
+from source_on_cpu import COMPILER
 from test_nvidia_native import SCALE, cache, problem
 from wide_model import EmulatedWide
 

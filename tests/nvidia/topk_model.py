@@ -6,24 +6,20 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-import shutil
 import struct
-import subprocess
-import tempfile
 from collections.abc import Callable
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import torch
 from native_model import Memory
+from source_on_cpu import compiled
 
 from mla_portable_nvidia import native
 from mla_portable_nvidia.native.topk_select import TopkBuild
 
-__all__ = ["COMPILER", "SOURCE", "Model", "parameters", "shared_size"]
+__all__ = ["SOURCE", "Model", "parameters", "shared_size"]
 
-COMPILER = shutil.which("g++")
 SOURCE = files(native).joinpath("topk_select.cu").read_text(encoding="utf-8")
 _LETTERS = {"int": "i", "i64": "q"}
 _ASSEMBLY = (
@@ -54,20 +50,9 @@ def _library(build: TopkBuild) -> ctypes.CDLL:
         source, count = re.subn(pattern, replacement, source)
         assert count == 1, pattern
     assert "asm" not in source
-    with tempfile.TemporaryDirectory() as folder:
-        kernel, library = Path(folder) / "kernel.h", Path(folder) / "kernel.so"
-        kernel.write_text(source, encoding="utf-8")
-        defines = [f"-D{name}={value}" for name, value in (*build.defines, ("KERNEL", f'"{kernel}"'))]
-        emulator = Path(__file__).with_name("cuda_on_cpu.cpp")
-        subprocess.run(
-            [str(COMPILER), "-std=c++20", "-O2", "-w", "-shared", "-fPIC", *defines, str(emulator), "-o", str(library)],
-            check=True,
-        )
-        loaded = ctypes.CDLL(str(library))
     pointer, integer, wide = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
-    loaded.launch.argtypes = [*[pointer] * 4, *[integer] * 2, *[wide] * 2, *[integer] * 3, *[pointer] * 2]
-    loaded.launch.restype = None
-    return loaded
+    arguments = [*[pointer] * 4, *[integer] * 2, *[wide] * 2, *[integer] * 3, *[pointer] * 2]
+    return compiled(source, "cuda_on_cpu.cpp", build.defines, *arguments)
 
 
 def shared_size(build: TopkBuild) -> int:

@@ -7,14 +7,12 @@ import ctypes
 import functools
 import re
 import struct
-import subprocess
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from attention_model import COMPILER, FUNCTION
+from attention_model import FUNCTION
 from native_model import SOURCES
+from source_on_cpu import compiled
 
 from mla_portable_nvidia.native.choice import MANY
 
@@ -32,16 +30,7 @@ def _library() -> ctypes.CDLL:
     source = re.sub(r"^.*\b(?:smem_u32\(const|typedef ).*\n", "", source, flags=re.MULTILINE)
     source = source.replace('asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");', "")
     source = re.sub(r"extern __shared__ .*? smem\[\];", "u8* smem = (u8*)shared_of(block());", source)
-    assert not re.search(r"\basm\b", source)
-    with tempfile.TemporaryDirectory() as folder:
-        kernel, library = Path(folder) / "kernel.h", Path(folder) / "kernel.so"
-        kernel.write_text(source, encoding="utf-8")
-        options = ["-std=c++20", "-O2", "-w", "-shared", "-fPIC", f'-DKERNEL="{kernel}"', "-o", str(library)]
-        subprocess.run([str(COMPILER), *options, str(Path(__file__).with_name("wide_on_cpu.cpp"))], check=True)
-        loaded = ctypes.CDLL(str(library))
-    loaded.launch.argtypes = [ctypes.c_char_p, *[ctypes.c_int] * 4]
-    loaded.launch.restype = None
-    return loaded
+    return compiled(source, "wide_on_cpu.cpp", (), ctypes.c_char_p, *[ctypes.c_int] * 4)
 
 
 class EmulatedWide:

@@ -4,14 +4,12 @@
 
 #define __CUDA_ARCH__ 900
 #define VISIBLE 1
-#include "cuda_on_cpu.h"
+#include "attention_on_cpu.h"
 
 #include <array>
 #include <cmath>
 #include <map>
-#include <tuple>
 
-#define __log2f log2f
 #define __align__(bytes)
 #define __restrict__
 
@@ -20,40 +18,11 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 typedef unsigned long long u64;
 typedef long long i64;
-struct float2 { float x, y; };
-struct uint2 { u32 x, y; };
-struct uint4 { u32 x, y, z, w; };
-static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
-static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
-static float2 make_float2(float x, float y) { return {x, y}; }
-static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-static float __int_as_float(int bits) { return __uint_as_float((u32)bits); }
-static u32 __byte_perm(u32 a, u32 b, u32 selector) {
-    const u64 both = a | (u64)b << 32;
-    u32 result = 0;
-    for (int i = 0; i < 4; ++i) result |= (u32)(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
-    return result;
-}
-template <typename T>
-static T __shfl_xor_sync(unsigned, T value, int by) {
-    long long bits = 0;
-    std::memcpy(&bits, &value, sizeof(T));
-    const int lane = current % 32;
-    const long long other = warp(bits, [=](const long long* of) { return of[lane ^ by]; });
-    std::memcpy(&value, &other, sizeof(T));
-    return value;
-}
-static void __syncwarp() { warps_met[current / 32].meet(32); }
 static u32 __reduce_min_sync(unsigned, u32 value) {
     return warp(value, [](const long long* of) { return (u32)*std::min_element(of, of + 32); });
 }
 
 // ---- numbers
-static float of_bf16(u32 bits) { return __uint_as_float(bits << 16); }
-static u32 bf16(float x) {
-    const u32 bits = __float_as_uint(x);
-    return std::isnan(x) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
 static float of_half(u32 bits) {
     const int exponent = bits >> 10 & 31;
     const float size = exponent == 31 ? (bits & 1023 ? NAN : INFINITY)
@@ -70,7 +39,6 @@ static u32 half(float x) {
     return sign | (bits < 31 << 10 ? bits : 31 << 10);
 }
 static u32 to_half2(float low, float high) { return half(low) | half(high) << 16; }
-static u32 to_bf162(float low, float high) { return bf16(low) | bf16(high) << 16; }
 static u32 mul_half2(u32 a, u32 b) {
     return to_half2(of_half(a & 0xffff) * of_half(b & 0xffff), of_half(a >> 16) * of_half(b >> 16));
 }
@@ -86,7 +54,6 @@ static void decode4(u32 codes, u32& low, u32& high) {
     low = of_e4m3(codes & 255) | of_e4m3(codes >> 8 & 255) << 16;
     high = of_e4m3(codes >> 16 & 255) | of_e4m3(codes >> 24) << 16;
 }
-static float exp2_(float x) { return std::exp2(x); }
 
 // ---- shared memory and its barriers
 static char* shared_of(int of) { return memory.data() + of * shared_bytes; }
@@ -188,21 +155,6 @@ static void wgmma_output(float (&d)[32], const u32 (&a)[4], u64 b, int keep) { p
 
 #include KERNEL
 
-template <typename T>
-static T argument(const char*& at) {
-    at = (const char*)(((size_t)at + alignof(T) - 1) / alignof(T) * alignof(T));
-    T value;
-    std::memcpy(&value, at, sizeof(T));
-    at += sizeof(T);
-    return value;
-}
-static const char* packed;
-template <typename... T>
-static void apply(void (*kernel)(T...)) {
-    const char* at = packed;
-    std::tuple<T...> arguments{argument<T>(at)...};
-    std::apply(kernel, arguments);
-}
 static void run() {
     apply(sparse_decode_wide);
     next_thread();

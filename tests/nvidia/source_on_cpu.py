@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The source of a kernel, compiled for a CPU with what stands in for the device. It needs g++."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["COMPILER", "compiled"]
+
+COMPILER = shutil.which("g++")
+
+
+def compiled(source: str, emulator: str, defines: Iterable[tuple[str, object]], *arguments: type) -> ctypes.CDLL:
+    """The source included by an emulator, a file beside this one, as `KERNEL`. arguments: the types that `launch` takes."""
+    assert not re.search(r"\basm\b", source)
+    with tempfile.TemporaryDirectory() as folder:
+        kernel, library = Path(folder) / "kernel.h", Path(folder) / "kernel.so"
+        kernel.write_text(source, encoding="utf-8")
+        known = [f"-D{name}={value}" for name, value in (*defines, ("KERNEL", f'"{kernel}"'))]
+        options = ["-std=c++20", "-O2", "-w", "-shared", "-fPIC", *known, "-o", str(library)]
+        subprocess.run([str(COMPILER), *options, str(Path(__file__).with_name(emulator))], check=True)
+        loaded = ctypes.CDLL(str(library))
+    loaded.launch.argtypes, loaded.launch.restype = arguments, None
+    return loaded
