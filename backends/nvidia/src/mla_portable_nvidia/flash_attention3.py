@@ -34,9 +34,10 @@ from mla_portable.contracts import (
 from mla_portable.layouts import BF16, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_nvidia.block_times import TILE_HEADS, predicted_us
-from mla_portable_nvidia.fa3_operator import FA3Operator, find_fa3
+from mla_portable_nvidia.fa3_operator import FA3Operator, find_fa3, halves_of
 from mla_portable_nvidia.flat_decode import FlatDecode, FlatPrefill
 from mla_portable_nvidia.head_padding import aligned
+from mla_portable_nvidia.kept_views import KeptViews
 from mla_portable_nvidia.support import triton_missing
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class FlashAttention3:
             max_scratch_bytes: bound on accumulators, and on lists.
         """
         self._operator, self._boundary, self._page_lists = operator, boundary, page_lists
+        self._halves = KeptViews(halves_of)
         self._num_sms, self._lists, self._finishes = num_sms, lists, finishes
         self._max_scratch_bytes, self._no_lse = max_scratch_bytes, torch.empty(0)
 
@@ -162,7 +164,7 @@ class FlashAttention3:
         splits = most_splits(num_tokens, num_heads, pages.shape[1], self._num_sms, self._max_scratch_bytes)
         in_place = out.is_contiguous() and out.data_ptr() % 16 == 0
         target = out if in_place else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        lse = self._operator(aligned(q), kv, pages, counts, softmax_scale, splits, target)
+        lse = self._operator(aligned(q), self._halves.of(kv), pages, counts, softmax_scale, splits, target)
         if self._finishes:
             self._boundary.finish(out, lse_out, None if in_place else target, lse.transpose(1, 2), attn_sink, False)
         elif not in_place:

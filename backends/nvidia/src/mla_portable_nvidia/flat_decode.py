@@ -20,6 +20,7 @@ from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode,
 from mla_portable_nvidia.attention import bind_sparse_prefill, check_kernel
 from mla_portable_nvidia.discovery import find_kernel
 from mla_portable_nvidia.head_padding import KERNEL_HEADS
+from mla_portable_nvidia.kept_views import KeptViews
 from mla_portable_nvidia.split_prefill import SplitPrefill
 
 _PREFERENCE: Final = 15.0
@@ -32,7 +33,7 @@ class FlatDecode:
 
     def __init__(self, attend: SparsePrefill) -> None:
         """attend: of rows of one query token, in the axes of decode, over flat BF16 rows in place of a cache."""
-        self._attend = attend
+        self._attend, self._flat = attend, KeptViews(_flat)
 
     def __call__(
         self,
@@ -52,7 +53,9 @@ class FlatDecode:
         Returns: out and lse; a tensor without elements where `attend` was bound for none.
         Raises: InvalidArgument for blocks that are not whole rows apart.
         """
-        kv, indices = _flat(kv_cache, indices)
+        kv, skipped = self._flat.of(kv_cache)
+        if skipped:
+            indices = _rows_of_slots(indices, kv_cache, skipped)
         options: dict[str, Any] = {"softmax_scale": softmax_scale, "attn_sink": attn_sink}
         batch, query_len, num_heads, _ = q.shape
         if query_len == 1:
@@ -111,8 +114,8 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, 1).unsqueeze(1)
 
 
-def _flat(kv_cache: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """The cache's memory as rows [n, 576], and which of them the slots `indices` are."""
+def _flat(kv_cache: Tensor) -> tuple[Tensor, int]:
+    """The cache's memory as rows [n, 576], and how many rows lie between its blocks. Raises: InvalidArgument."""
     blocks, block, width = kv_cache.shape
     apart = kv_cache.stride(0) if blocks > 1 else block * width
     if kv_cache.stride()[1:] != (width, 1) or apart % width:
@@ -124,11 +127,14 @@ def _flat(kv_cache: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
             remedy="Pad the cache's blocks by whole rows, or take another backend.",
         )
     pitch = apart // width
-    kv = kv_cache.as_strided((max((blocks - 1) * pitch + block, 0), width), (width, 1))
-    if pitch == block:
-        return kv, indices
+    return kv_cache.as_strided((max((blocks - 1) * pitch + block, 0), width), (width, 1)), pitch - block
+
+
+def _rows_of_slots(indices: Tensor, kv_cache: Tensor, skipped: int) -> Tensor:
+    """Which of the flat rows the slots `indices` are, where `skipped` rows lie between blocks."""
+    blocks, block, _ = kv_cache.shape
     inside = (indices >= 0) & (indices < blocks * block)
-    return kv, torch.where(inside, indices + indices // block * (pitch - block), -1)
+    return torch.where(inside, indices + indices // block * skipped, -1)
 
 
 def bind_flat_decode(request: Request) -> SparseDecode:
@@ -146,6 +152,7 @@ def bind_flat_decode(request: Request) -> SparseDecode:
         heads=found.traits.heads,
         num_sms=device.num_sms,
         sanitises=not request.clean_indices,
+        with_lse=request.lse,
     )
     return FlatDecode(split)
 
@@ -161,7 +168,6 @@ def flat_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterat
             vendors=("nvidia",),
             archs=("sm90",),
             kv_layouts=(BF16.name,),
-            lse=False,  # merging parts makes none
             padded_heads=KERNEL_HEADS,
             cache_alignment=16,
             needs_whole_rows=True,

@@ -38,7 +38,7 @@ def num_parts(tokens: int, heads: int, topk: int, num_sms: int) -> int:
 
 
 class SplitPrefill:
-    """Attention of rows of one query token, what `FlatDecode` calls, without lse. Graph-safe where `out` is given."""
+    """Attention of rows of one query token, what `FlatDecode` calls. Graph-safe where `out`, and `lse_out` if any, are given."""
 
     def __init__(
         self,
@@ -50,16 +50,17 @@ class SplitPrefill:
         heads: Collection[int],
         num_sms: int,
         sanitises: bool,
+        with_lse: bool,
     ) -> None:
         """Decide what every call does.
 
         Args:
             whole: serves what is not worth to be cut, or has to be masked first. kernel, base_2, heads: as calibrated.
-            sanitises: False where indices are promised to be clean.
+            sanitises: False where indices are promised to be clean. with_lse: an lse is asked for.
         """
         self._whole, self._kernel, self._passes, self._base_2 = whole, kernel, passes, base_2
         self._heads = sorted(set(heads) & set(KERNEL_HEADS))
-        self._num_sms, self._sanitises, self._no_lse = num_sms, sanitises, torch.empty(0)
+        self._num_sms, self._sanitises, self._with_lse, self._no_lse = num_sms, sanitises, with_lse, torch.empty(0)
 
     def __call__(
         self,
@@ -76,7 +77,7 @@ class SplitPrefill:
         """One call of the kernel in any case.
 
         Args: as of sparse_decode with one query token a row, but kv: [W, 576] bf16, which the indices count.
-        Returns: out, and a tensor without elements as lse.
+        Returns: out and lse; a tensor without elements as lse where none is asked for, and `lse_out` stays as it was.
         """
         (num_tokens, _, num_heads, _), topk = q.shape, indices.shape[2]
         heads = next((count for count in self._heads if num_heads <= count), 0)
@@ -86,6 +87,10 @@ class SplitPrefill:
         masks = (self._sanitises and lengths is not None) or not indices.is_contiguous()
         if out is None:
             out = torch.empty((num_tokens, 1, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
+        if self._with_lse and lse_out is None:
+            lse_out = torch.empty((num_tokens, 1, num_heads), dtype=torch.float32, device=q.device)
+        lse = lse_out if self._with_lse else None
+        returned = self._no_lse if lse is None else lse
         if not (parts > 1 or pads) or masks or kv.shape[0] == 0 or num_tokens == 0:
             self._whole(
                 q.squeeze(1),
@@ -97,7 +102,7 @@ class SplitPrefill:
                 out=out.squeeze(1),
                 lse_out=None if lse_out is None else lse_out.squeeze(1),
             )
-            return out, self._no_lse
+            return out, returned
         kernel, rows, part = self._kernel, num_tokens * parts, topk // parts
         queries = torch.empty((rows, heads, HEAD_SIZE), dtype=q.dtype, device=q.device)
         limits = None
@@ -106,5 +111,5 @@ class SplitPrefill:
         self._passes.spread(queries, limits, q, lengths, part)
         options: dict[str, Any] = {} if limits is None else {"lengths": limits}
         results, lses = kernel(queries, kv.unsqueeze(1), indices.view(rows, 1, part), softmax_scale, **options)
-        self._passes.merge(out, results, lses.contiguous(), attn_sink, self._base_2)
-        return out, self._no_lse
+        self._passes.merge(out, lse, results, lses.contiguous(), attn_sink, self._base_2)
+        return out, returned
