@@ -90,7 +90,7 @@ for arch in (90, 100):
     pointers = {"out_ptr": "*bf16", "result_ptr": "*bf16", "lse_out_ptr": "*fp32", "lse_ptr": "*fp32", "sink_ptr": "*fp32"}
     check(_finish_kernel, pointers, arch, SINK=True, BASE_2=True, WIDTH=512, BLOCK_H=8)
     check(_finish_kernel, pointers, arch, SINK=False, BASE_2=False, WIDTH=512, BLOCK_H=8)
-    check(_lse_kernel, pointers, arch, BASE_2=True, WIDTH=512, BLOCK=256, COLUMNS=32)
+    check(_lse_kernel, pointers, arch, BASE_2=True, WIDTH=512, BLOCK=256, COLUMNS=32, EARLY=True)
 print("compiled")
 """
 

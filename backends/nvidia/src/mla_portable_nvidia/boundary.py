@@ -74,8 +74,10 @@ def _finish_kernel(
 def _lse_kernel(
     out_ptr, lse_out_ptr, lse_ptr, total, query_len, num_heads,
     out_batch, out_query, out_head, lse_out_batch, lse_out_query, lse_out_head, lse_batch, lse_query, lse_head,
-    BASE_2: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    BASE_2: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK] of all heads of all rows
     inside = at < total
     row, head = at // num_heads, at % num_heads
@@ -117,7 +119,7 @@ class Boundary:
             (indices.shape, width, strides, length_strides, lengths is None, last_slot),
             (out, indices, indices if lengths is None else lengths),
             lambda: Arguments(
-                (batch * query_len, triton.cdiv(width, _BLOCK_K)),
+                (batch * query_len, -(-width // _BLOCK_K)),
                 (last_slot, query_len, *strides[:2], *length_strides),
                 {
                     "TOPK": topk,
@@ -150,9 +152,17 @@ class Boundary:
                 (out.shape, strides, lse_strides, base_2),
                 (out, lse_out, lse),
                 lambda: Arguments(
-                    (triton.cdiv(total, _BLOCK_LSE), 1),
+                    (-(-total // _BLOCK_LSE), 1),
                     (total, query_len, num_heads, *strides, *lse_strides),
-                    {"BASE_2": base_2, "WIDTH": width, "BLOCK": _BLOCK_LSE, "COLUMNS": _COLUMNS, "num_warps": 4},
+                    {
+                        "BASE_2": base_2,
+                        "WIDTH": width,
+                        "BLOCK": _BLOCK_LSE,
+                        "COLUMNS": _COLUMNS,
+                        "EARLY": out.is_cuda,
+                        "num_warps": 4,
+                    },
+                    starts_early=out.is_cuda,
                 ),
             )
             return
@@ -161,7 +171,7 @@ class Boundary:
             (out.shape, strides, lse_strides, source.stride(), attn_sink is None, base_2),
             (out, lse_out, source, lse, lse if attn_sink is None else attn_sink),
             lambda: Arguments(
-                (batch * query_len, triton.cdiv(num_heads, _BLOCK_H)),
+                (batch * query_len, -(-num_heads // _BLOCK_H)),
                 (query_len, num_heads, *strides, *lse_strides[:3], *source.stride()[:3], *lse_strides[3:]),
                 {"SINK": attn_sink is not None, "BASE_2": base_2, "WIDTH": width, "BLOCK_H": _BLOCK_H, "num_warps": 4},
             ),

@@ -34,8 +34,7 @@ def _view(kv_cache: Tensor, arch: str) -> Tensor:
             "sparse_decode",
             "kv_cache",
             got=f"address {address:#x}, block stride {stride} bytes",
-            expected=f"an address that is a multiple of 16, a stride that is one of {multiple} bytes, "
-            f"for FlashMLA on {arch}",
+            expected=f"an address that is a multiple of 16, a stride that is one of {multiple} bytes, for FlashMLA on {arch}",
             remedy="Allocate the cache by itself, pad its blocks by whole rows, or take another backend.",
         )
     return kv_cache.as_strided((blocks, page, 1, _ROW_BYTES), (stride, _ROW_BYTES, _ROW_BYTES, 1))

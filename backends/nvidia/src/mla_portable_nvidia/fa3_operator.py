@@ -39,6 +39,10 @@ _UNUSED: Final[dict[str, Any]] = {
 """Arguments that must be given, by some build or by all, and say nothing here."""
 
 
+Halves = tuple[Tensor, Tensor]
+"""Values [W, 1, 1, 512] and keys [W, 1, 1, 64] of rows."""
+
+
 class FA3Operator:
     """`fwd` of one package. Graph-safe; lse and the accumulators of splits come from torch's allocator."""
 
@@ -55,7 +59,7 @@ class FA3Operator:
     def __call__(
         self,
         q: Tensor,
-        halves: tuple[Tensor, Tensor],
+        halves: Halves,
         pages: Tensor,
         counts: Tensor,
         softmax_scale: float,
@@ -81,8 +85,8 @@ class FA3Operator:
         return self._operator(*given)[1]
 
 
-def halves_of(kv: Tensor) -> tuple[Tensor, Tensor]:
-    """Values [W, 1, 1, 512] and keys [W, 1, 1, 64] of rows kv [W, 576], as pages of one token."""
+def halves_of(kv: Tensor) -> Halves:
+    """Rows kv [W, 576] as pages of one token."""
     values, keys = kv.view(-1, 1, 1, HEAD_SIZE).split_with_sizes(_HALVES, 3)
     return values, keys
 

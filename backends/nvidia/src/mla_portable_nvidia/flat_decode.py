@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from mla_portable.contracts import Implementation, InvalidArgument, Request, Support
 from mla_portable.layouts import BF16, HEAD_SIZE, KV_LORA_RANK
-from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode
 from mla_portable_nvidia.attention import bind_sparse_prefill, check_kernel
 from mla_portable_nvidia.discovery import find_kernel
 from mla_portable_nvidia.head_padding import KERNEL_HEADS
@@ -28,12 +28,44 @@ _PREFERENCE: Final = 15.0
 64 and 128 heads from 16 rows on; one number cannot say both."""
 
 
-class FlatDecode:
+View = TypeVar("View")
+
+
+class FlatAttention(Protocol[View]):
+    """Attention of rows of one query token, in the axes of decode, over flat BF16 rows in place of a cache."""
+
+    def view_of(self, kv: Tensor) -> View:
+        """kv [W, 576] bf16 as a call takes it."""
+        ...
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: View,
+        indices: Tensor,
+        *,
+        softmax_scale: float,
+        lengths: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        out: Tensor | None = None,
+        lse_out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As sparse_decode, but kv: what `view_of` made of the rows that the indices count."""
+        ...
+
+
+class FlatDecode(Generic[View]):
     """The callable; see `mla_portable.contracts.SparseDecode`. Graph-safe where `out` and `lse_out` are given."""
 
-    def __init__(self, attend: SparsePrefill) -> None:
-        """attend: of rows of one query token, in the axes of decode, over flat BF16 rows in place of a cache."""
-        self._attend, self._flat = attend, KeptViews(_flat)
+    def __init__(self, attend: FlatAttention[View]) -> None:
+        """attend: serves all calls."""
+        self._attend = attend
+        self._views: KeptViews[tuple[View, int]] = KeptViews(self._view)
+
+    def _view(self, kv_cache: Tensor) -> tuple[View, int]:
+        """The cache as `attend` takes it, and how many rows lie between its blocks. Raises: InvalidArgument."""
+        kv, skipped = _flat(kv_cache)
+        return self._attend.view_of(kv), skipped
 
     def __call__(
         self,
@@ -53,19 +85,36 @@ class FlatDecode:
         Returns: out and lse; a tensor without elements where `attend` was bound for none.
         Raises: InvalidArgument for blocks that are not whole rows apart.
         """
-        kv, skipped = self._flat.of(kv_cache)
+        kv, skipped = self._views.of(kv_cache)
         if skipped:
             indices = _rows_of_slots(indices, kv_cache, skipped)
-        options: dict[str, Any] = {"softmax_scale": softmax_scale, "attn_sink": attn_sink}
         batch, query_len, num_heads, _ = q.shape
         if query_len == 1:
-            return self._attend(q, kv, indices, lengths=lengths, out=out, lse_out=lse_out, **options)
+            return self._attend(
+                q,
+                kv,
+                indices,
+                softmax_scale=softmax_scale,
+                lengths=lengths,
+                attn_sink=attn_sink,
+                out=out,
+                lse_out=lse_out,
+            )
         if out is None:
             out = torch.empty((batch, query_len, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
         result = _rows(out)  # a copy where the strides leave no other way
         lse_result = None if lse_out is None else _rows(lse_out)
         limits = None if lengths is None else _rows(lengths)
-        _, lse = self._attend(_rows(q), kv, _rows(indices), lengths=limits, out=result, lse_out=lse_result, **options)
+        _, lse = self._attend(
+            _rows(q),
+            kv,
+            _rows(indices),
+            softmax_scale=softmax_scale,
+            lengths=limits,
+            attn_sink=attn_sink,
+            out=result,
+            lse_out=lse_result,
+        )
         if result.data_ptr() != out.data_ptr():
             out.copy_(result.view(out.shape))
         if lse is lse_result and lse_out is not None:
@@ -75,10 +124,10 @@ class FlatDecode:
         return out, lse.view(batch, query_len, num_heads) if lse.dim() == 3 else lse
 
 
-class FlatPrefill:
+class FlatPrefill(Generic[View]):
     """sparse_prefill by what serves `FlatDecode`: a token is a row. Graph-safe where `out` and `lse_out` are given."""
 
-    def __init__(self, attend: SparsePrefill) -> None:
+    def __init__(self, attend: FlatAttention[View]) -> None:
         """attend: as of `FlatDecode`."""
         self._attend = attend
 
@@ -98,7 +147,7 @@ class FlatPrefill:
         limits, result, lse = (None if each is None else each.unsqueeze(1) for each in (lengths, out, lse_out))
         result, lse = self._attend(
             q.unsqueeze(1),
-            kv,
+            self._attend.view_of(kv),
             indices.unsqueeze(1),
             softmax_scale=softmax_scale,
             lengths=limits,

@@ -42,8 +42,10 @@ def _spread_kernel(
 def _merge_kernel(
     out_ptr, lse_out_ptr, parts_ptr, lses_ptr, sink_ptr, num_heads, out_row, out_head, lse_out_row, lse_out_head,
     PARTS: tl.constexpr, KERNEL_HEADS: tl.constexpr, WIDTH: tl.constexpr, LSE: tl.constexpr, SINK: tl.constexpr,
-    BASE_2: tl.constexpr, BLOCK_H: tl.constexpr,
+    BASE_2: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
     is_head = head < num_heads  # [BLOCK_H]
@@ -108,7 +110,7 @@ class RowParts:
             (shapes, q.stride(), length_stride, lengths is None, part),
             tensors,
             lambda: Arguments(
-                (num_tokens, triton.cdiv(kernel_heads * width, _BLOCK)),
+                (num_tokens, -(-kernel_heads * width // _BLOCK)),
                 (num_heads, part, q.stride(0), q.stride(2), length_stride),
                 {
                     "PARTS": num_rows // num_tokens,
@@ -141,7 +143,7 @@ class RowParts:
             (out.shape, out.stride(), lse_strides, parts.shape, attn_sink is None, base_2),
             (out, lses if lse_out is None else lse_out, parts, lses, lses if attn_sink is None else attn_sink),
             lambda: Arguments(
-                (num_tokens, triton.cdiv(num_heads, _MERGED_HEADS)),
+                (num_tokens, -(-num_heads // _MERGED_HEADS)),
                 (num_heads, out.stride(0), out.stride(2), *((0, 0) if lse_strides is None else lse_strides[::2])),
                 {
                     "PARTS": parts.shape[0] // num_tokens,
@@ -151,7 +153,9 @@ class RowParts:
                     "SINK": attn_sink is not None,
                     "BASE_2": base_2,
                     "BLOCK_H": _MERGED_HEADS,
+                    "EARLY": out.is_cuda,
                     "num_warps": 4,
                 },
+                starts_early=out.is_cuda,
             ),
         )
