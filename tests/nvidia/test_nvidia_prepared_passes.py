@@ -10,9 +10,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mla_portable_nvidia import prepared_passes
-from mla_portable_nvidia.prepared_passes import Arguments, PreparedPass, layout, prepared
+from mla_portable_nvidia.prepared_passes import Arguments, PreparedPass, can_wait, layout, prepared
 
 PARAMETERS = [(0, 8), (8, 8), (16, 4), (24, 8), (32, 8), (40, 8)]
 """(offset, size) of two pointers, 5 as i32, 2**40 as i64, two scratch pointers."""
@@ -78,6 +79,17 @@ def test_nothing_is_prepared_without_a_driver_or_by_the_interpreter(monkeypatch)
     monkeypatch.setattr(prepared_passes, "_parameter_info", lambda: None)
     assert prepared(compiled(), (6, 3), 2, INTEGERS, 0) is None
     assert prepared(None, (6, 3), 2, INTEGERS, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("is_cuda", "hip", "capability", "can"),
+    [(True, None, (9, 0), True), (True, None, (12, 0), True), (True, None, (8, 9), False), (True, "7.0", (9, 4), False),
+     (False, None, (9, 0), False)],
+)  # fmt: skip
+def test_only_kernels_from_hopper_on_wait_by_themselves(is_cuda, hip, capability, can, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert can_wait(SimpleNamespace(is_cuda=is_cuda, device="cuda:0")) is can
 
 
 class Tensor(SimpleNamespace):

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable_nvidia.prepared_passes import Arguments, PreparedPass
+from mla_portable_nvidia.prepared_passes import Arguments, PreparedPass, can_wait
 
 _INT32_MAX: Final = 2**31 - 1
 _BLOCK_K: Final = 1024
@@ -159,10 +159,10 @@ class Boundary:
                         "WIDTH": width,
                         "BLOCK": _BLOCK_LSE,
                         "COLUMNS": _COLUMNS,
-                        "EARLY": out.is_cuda,
+                        "EARLY": can_wait(out),
                         "num_warps": 4,
                     },
-                    starts_early=out.is_cuda,
+                    starts_early=can_wait(out),
                 ),
             )
             return

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 
 from mla_portable.contracts.triton_launcher import TritonLauncher
@@ -86,6 +87,11 @@ class PreparedPass:
             self._prepares = False
         else:
             self._launches[key] = launch
+
+
+def can_wait(tensor: Tensor) -> bool:
+    """Kernels on the tensor's device can wait for the one in front of them by themselves: compute capability 9.0 and later."""
+    return tensor.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(tensor.device)[0] >= 9
 
 
 def prepared(

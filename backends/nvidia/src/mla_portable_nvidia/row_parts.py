@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable_nvidia.prepared_passes import Arguments, PreparedPass
+from mla_portable_nvidia.prepared_passes import Arguments, PreparedPass, can_wait
 
 _BLOCK: Final = 4096
 _MERGED_HEADS: Final = 4
@@ -153,9 +153,9 @@ class RowParts:
                     "SINK": attn_sink is not None,
                     "BASE_2": base_2,
                     "BLOCK_H": _MERGED_HEADS,
-                    "EARLY": out.is_cuda,
+                    "EARLY": can_wait(out),
                     "num_warps": 4,
                 },
-                starts_early=out.is_cuda,
+                starts_early=can_wait(out),
             ),
         )
