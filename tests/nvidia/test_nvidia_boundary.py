@@ -63,7 +63,8 @@ def test_finish(heads, kernel_heads, in_place, with_sink, base_2):
     lse_memory = torch.full((3, 2, heads + 1), math.nan, device=DEVICE)
     if in_place:
         out.copy_(result)
-    Boundary().finish(out, lse_memory[..., :heads], None if in_place else result.to(DEVICE), lse.to(DEVICE), sink, base_2)
+    lse_given = lse.transpose(1, 2).to(DEVICE)
+    Boundary().finish(out, lse_memory[..., :heads], None if in_place else result.to(DEVICE), lse_given, sink, base_2)
     assert memory[..., 512:].isnan().all() and memory[:, :, heads].isnan().all() and lse_memory[..., heads].isnan().all()
     expected = lse[..., :heads] * (math.log(2) if base_2 else 1)
     empty = expected.isinf()

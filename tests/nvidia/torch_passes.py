@@ -27,7 +27,7 @@ class TorchBoundary(boundary.Boundary):
 
     def finish(self, out, lse_out, result, lse, attn_sink, base_2):
         num_heads = out.shape[2]
-        lse = lse[..., :num_heads]
+        lse = lse[:, :num_heads].transpose(1, 2)
         empty = lse.isinf()
         natural = (lse * LN2 if base_2 else lse).masked_fill(empty, -math.inf)
         value = out if result is None else result[:, :, :num_heads]

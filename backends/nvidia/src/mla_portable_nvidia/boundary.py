@@ -45,7 +45,7 @@ def _sanitise_kernel(
 def _finish_kernel(
     out_ptr, lse_out_ptr, result_ptr, lse_ptr, sink_ptr, query_len, num_heads,
     out_batch, out_query, out_head, lse_out_batch, lse_out_query, lse_out_head,
-    result_batch, result_query, result_head, lse_batch, lse_query, lse_head,
+    result_batch, result_query, result_head, lse_batch, lse_head, lse_query,
     SINK: tl.constexpr, BASE_2: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -73,7 +73,7 @@ def _finish_kernel(
 @triton.jit(do_not_specialize=["total", "query_len", "num_heads"])
 def _lse_kernel(
     out_ptr, lse_out_ptr, lse_ptr, total, query_len, num_heads,
-    out_batch, out_query, out_head, lse_out_batch, lse_out_query, lse_out_head, lse_batch, lse_query, lse_head,
+    out_batch, out_query, out_head, lse_out_batch, lse_out_query, lse_out_head, lse_batch, lse_head, lse_query,
     BASE_2: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
@@ -139,13 +139,13 @@ class Boundary:
         Args:
             out: [B, S, H, 512] bf16, written. lse_out: [B, S, H] float32, written.
             result: [B, S, H' >= H, 512] bf16, or None where the kernel wrote `out` itself.
-            lse: [B, S, H' >= H] float32, infinite (of either sign) where a row has no valid entry. base_2: lse is to base 2.
+            lse: [B, H' >= H, S] float32, infinite (of either sign) where a row has no valid entry. base_2: lse is to base 2.
             attn_sink: [H] float32 that the kernel has not applied.
         """
         batch, query_len, num_heads, width = out.shape
         if batch * query_len == 0:
             return
-        strides, lse_strides = out.stride()[:3], (*lse_out.stride(), *lse.stride())
+        strides, lse_strides = out.stride()[:3], (*lse_out.stride(), *lse.stride())  # batch, query, head; batch, head, query
         if result is None and attn_sink is None:
             total = batch * query_len * num_heads
             _lse(

@@ -171,7 +171,7 @@ class FlashAttention3:
             q = aligned(q)
         lse = self._operator(q, kv, pages, counts, softmax_scale, splits, target)
         if self._finishes:
-            self._boundary.finish(out, lse_out, None if in_place else target, lse.transpose(1, 2), attn_sink, False)
+            self._boundary.finish(out, lse_out, None if in_place else target, lse, attn_sink, False)
         elif not in_place:
             out.copy_(target)
 
