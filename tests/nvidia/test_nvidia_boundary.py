@@ -63,7 +63,8 @@ def test_finish(heads, kernel_heads, in_place, with_sink, base_2):
     lse_memory = torch.full((3, 2, heads + 1), math.nan, device=DEVICE)
     if in_place:
         out.copy_(result)
-    Boundary().finish(out, lse_memory[..., :heads], None if in_place else result.to(DEVICE), lse.to(DEVICE), sink, base_2)
+    lse_given = lse.transpose(1, 2).to(DEVICE)
+    Boundary().finish(out, lse_memory[..., :heads], None if in_place else result.to(DEVICE), lse_given, sink, base_2)
     assert memory[..., 512:].isnan().all() and memory[:, :, heads].isnan().all() and lse_memory[..., heads].isnan().all()
     expected = lse[..., :heads] * (math.log(2) if base_2 else 1)
     empty = expected.isinf()
@@ -76,7 +77,7 @@ def test_finish(heads, kernel_heads, in_place, with_sink, base_2):
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from mla_portable_nvidia.boundary import _finish_kernel, _sanitise_kernel
+from mla_portable_nvidia.boundary import _finish_kernel, _lse_kernel, _sanitise_kernel
 
 def check(kernel, types, arch, **constants):
     names = kernel.arg_names
@@ -88,8 +89,9 @@ for arch in (90, 100):
     pointers = {"out_ptr": "*i32", "indices_ptr": "*i32", "lengths_ptr": "*i32"}
     check(_sanitise_kernel, pointers, arch, TOPK=100, WIDTH=128, HAS_LENGTHS=True, BLOCK_K=1024)
     pointers = {"out_ptr": "*bf16", "result_ptr": "*bf16", "lse_out_ptr": "*fp32", "lse_ptr": "*fp32", "sink_ptr": "*fp32"}
-    check(_finish_kernel, pointers, arch, COPY=True, SINK=True, BASE_2=True, WIDTH=512, BLOCK_H=8)
-    check(_finish_kernel, pointers, arch, COPY=False, SINK=False, BASE_2=False, WIDTH=512, BLOCK_H=8, sink_ptr=None)
+    check(_finish_kernel, pointers, arch, SINK=True, BASE_2=True, WIDTH=512, BLOCK_H=8)
+    check(_finish_kernel, pointers, arch, SINK=False, BASE_2=False, WIDTH=512, BLOCK_H=8)
+    check(_lse_kernel, pointers, arch, BASE_2=True, WIDTH=512, BLOCK=256, COLUMNS=32, EARLY=True)
 print("compiled")
 """
 

@@ -31,8 +31,9 @@ def test_every_part_gets_the_query_and_its_share_of_the_length(heads: int, kerne
 
 @pytest.mark.parametrize(("heads", "kernel_heads", "parts"), [(3, 64, 2), (40, 64, 1), (64, 64, 4), (100, 128, 16)])
 @pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("with_lse", [False, True])
 @pytest.mark.parametrize("base_2", [False, True])
-def test_parts_become_one_result(heads: int, kernel_heads: int, parts: int, with_sink: bool, base_2: bool):
+def test_parts_become_one_result(heads: int, kernel_heads: int, parts: int, with_sink: bool, with_lse: bool, base_2: bool):
     g = torch.Generator().manual_seed(heads)
     values = torch.randn(4, parts, kernel_heads, 512, generator=g).bfloat16()
     lses = 3 * torch.randn(4, parts, kernel_heads, generator=g) + 200  # exp overflows
@@ -46,8 +47,11 @@ def test_parts_become_one_result(heads: int, kernel_heads: int, parts: int, with
     out = torch.full((4, heads + 1, 528), math.nan, dtype=torch.bfloat16, device=DEVICE)
     given_sink = None if sink is None else sink.to(DEVICE)
     parts_of, lses_of = poisoned.to(DEVICE).flatten(0, 1), given.to(DEVICE).flatten(0, 1)
-    RowParts().merge(out[:, :heads, :512].unsqueeze(1), parts_of, lses_of, given_sink, base_2)
+    memory = torch.full((4, heads + 1, 2), math.nan, device=DEVICE)
+    lse_out = memory[:, :heads, 0].unsqueeze(1) if with_lse else None
+    RowParts().merge(out[:, :heads, :512].unsqueeze(1), lse_out, parts_of, lses_of, given_sink, base_2)
     assert out[:, heads:].isnan().all() and out[..., 512:].isnan().all()
+    assert memory[:, heads].isnan().all() and memory[..., 1].isnan().all()
     exact = lses[:, :, :heads].double().masked_fill(lses[:, :, :heads].isinf(), -math.inf)
     lse = exact.logsumexp(dim=1)
     weights = torch.exp(exact - lse.masked_fill(lse.isinf(), 0.0).unsqueeze(1))
@@ -56,3 +60,5 @@ def test_parts_become_one_result(heads: int, kernel_heads: int, parts: int, with
         want *= torch.sigmoid(lse.masked_fill(lse.isinf(), 0.0) - sink.double()).unsqueeze(-1)
     torch.testing.assert_close(out[:, :heads, :512].double().cpu(), want, atol=1e-2, rtol=1e-2)
     assert not out[2, :heads, :512].any()
+    if lse_out is not None:
+        torch.testing.assert_close(lse_out[:, 0].double().cpu(), lse, atol=1e-4, rtol=1e-6)
