@@ -18,17 +18,17 @@ from native_model import SOURCES
 
 from mla_portable_nvidia.native.build import KernelBuild
 
-__all__ = ["COMPILER", "Emulated"]
+__all__ = ["COMPILER", "FUNCTION", "Emulated"]
 
 COMPILER = shutil.which("g++")
-_FUNCTION = re.compile(r"(?:^template <[^\n]*\n)?^__device__ __forceinline__ (?:[^\n]*\}\n|.*?^\}\n)", re.DOTALL | re.MULTILINE)
+FUNCTION = re.compile(r"(?:^template <[^\n]*\n)?^__device__ __forceinline__ (?:[^\n]*\}\n|.*?^\}\n)", re.DOTALL | re.MULTILINE)
 _ELSEWHERE = re.compile(r"\b(asm|barrier_arrive|remote2|remote4|sum_shares)\b")
 """In functions that are emulated, or that only kernels of compute capability 9.0 call."""
 
 
 @functools.cache
 def _library(build: KernelBuild) -> ctypes.CDLL:
-    source = _FUNCTION.sub(lambda found: "" if _ELSEWHERE.search(found[0]) else found[0], SOURCES[build.kernel])
+    source = FUNCTION.sub(lambda found: "" if _ELSEWHERE.search(found[0]) else found[0], SOURCES[build.kernel])
     source = re.sub(r"extern __shared__ .*? smem\[\];", "u8* smem = (u8*)memory.data();", source)
     assert not re.search(r"\basm\b", source)
     with tempfile.TemporaryDirectory() as folder:

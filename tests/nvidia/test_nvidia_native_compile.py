@@ -24,7 +24,7 @@ from mla_portable_nvidia.native import build as build_module
 from mla_portable_nvidia.native import sparse_decode_sm80
 from mla_portable_nvidia.native.bind import ARCHS
 from mla_portable_nvidia.native.build import compile_build
-from mla_portable_nvidia.native.choice import BUILDS
+from mla_portable_nvidia.native.choice import BUILDS, MANY
 from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL
 from mla_portable_nvidia.native.nvrtc import CompilationFailed, NvrtcNotFound, compile_cubin
 from mla_portable_nvidia.native.sparse_decode import HEADERS, MAX_SPLITS
@@ -54,6 +54,17 @@ def test_nothing_spills(compiled):
     assert re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", usage) == [("0", "0")]
     code = compile_all.cuobjdump(cubin, "-sass")
     assert re.search(r"\b(HMMA|HGMMA)\b", code) and not re.search(r"\b(STL|LDL)\b", code)
+
+
+def test_products_of_warpgroups_overlap(compiled):
+    """Where registers do not suffice, the compiler waits for every `wgmma` before the next, and says so in its log alone."""
+    build, cubin = compiled
+    code = compile_all.cuobjdump(cubin, "-sass")
+    if build is not MANY:
+        assert "HGMMA" not in code
+        return
+    waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d)", code)
+    assert waits.count("0x0") == 2 < waits.count("0x1"), "for all products at the end of either part, before for all but one"
 
 
 def test_registers_are_enough_and_come_to_no_more_than_a_multiprocessor_has(compiled):

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The source of the kernel for many heads on a CPU: layouts of its products, barriers, copies, merges."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch_reference as reference
+from attention_model import COMPILER
+from test_nvidia_native import SCALE, cache, problem
+from wide_model import EmulatedWide
+
+from mla_portable_nvidia.native.choice import MANY
+from mla_portable_nvidia.native.sparse_decode import Tensors, prepare
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+def check(lengths, *, heads=64, topk=None, cluster=1, whole=0, stride=0, far=False):
+    """A row for each length, in such a cut."""
+    torch.manual_seed(0)
+    rows, topk = len(lengths), topk or max(1, *lengths)
+    kv = cache(5, 16)
+    q, indices = problem(rows, 1, heads, topk, 80)
+    if far:
+        q[:, :, 1] *= 2.0**30
+    of_rows, sink = torch.tensor(lengths, dtype=torch.int32).view(rows, 1), torch.randn(heads)
+    out, lse = torch.full((rows, 1, heads, 512), math.nan).bfloat16(), torch.full((rows, 1, heads), math.nan)
+    launch = prepare(EmulatedWide(stride), MANY, Tensors(q, kv, indices, out, lse, of_rows), cluster=cluster, whole=whole)
+    addresses = [tensor.data_ptr() for tensor in (out, lse, q, kv, indices, of_rows, sink)]
+    launch(*addresses, SCALE * math.log2(math.e))
+    wanted, wanted_lse = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE, lengths=of_rows, attn_sink=sink)
+    error = (out.float() - wanted.float()).abs().amax(-1) / wanted.float().abs().amax(-1).clamp_min(1e-6)
+    assert error.max() < 1.5e-2
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_what_the_source_computes(far):
+    check([150], heads=50, far=far)
+
+
+@pytest.mark.parametrize("stride", [0, 77])
+def test_rows_of_any_length(stride):
+    """Rows without a key, of less than a ring's stages and of more."""
+    check([140, 0, 5, 270, 128], stride=stride)
+
+
+@pytest.mark.parametrize("whole", [0, 1])
+def test_blocks_of_a_cluster_share_a_row_or_have_one_each(whole):
+    """A split without a key takes part in a merge."""
+    check([200, 130, 300], topk=300, heads=128, cluster=2, whole=whole, stride=77)

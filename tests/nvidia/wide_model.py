@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The source of sparse_decode_wide on a CPU, behind what a launch packs for it: see wide_on_cpu.cpp. It needs g++."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import struct
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from attention_model import COMPILER, FUNCTION
+from native_model import SOURCES
+
+from mla_portable_nvidia.native.choice import MANY
+
+__all__ = ["EmulatedWide"]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    source = re.sub(r"^#define WGMMA\(.*?\n(?=// which rows)", "", SOURCES[MANY.kernel], flags=re.DOTALL | re.MULTILINE)
+    source = re.sub(r"#else\n    if \(lane == 0\).*?#endif", "#endif", source, flags=re.DOTALL)  # bulk copies
+    registers = "cluster = ::cluster, block = ::block(), blocks = cluster_blocks;"
+    source, replaced = re.subn(r"asm volatile\([^;]*ctaid.*?\);", registers, source, flags=re.DOTALL)
+    assert replaced == 1
+    source = FUNCTION.sub(lambda found: "" if re.search(r"\basm\b", found[0]) else found[0], source)
+    source = re.sub(r"^.*\b(?:smem_u32\(const|typedef ).*\n", "", source, flags=re.MULTILINE)
+    source = source.replace('asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");', "")
+    source = re.sub(r"extern __shared__ .*? smem\[\];", "u8* smem = (u8*)shared_of(block());", source)
+    assert not re.search(r"\basm\b", source)
+    with tempfile.TemporaryDirectory() as folder:
+        kernel, library = Path(folder) / "kernel.h", Path(folder) / "kernel.so"
+        kernel.write_text(source, encoding="utf-8")
+        options = ["-std=c++20", "-O2", "-w", "-shared", "-fPIC", f'-DKERNEL="{kernel}"', "-o", str(library)]
+        subprocess.run([str(COMPILER), *options, str(Path(__file__).with_name("wide_on_cpu.cpp"))], check=True)
+        loaded = ctypes.CDLL(str(library))
+    loaded.launch.argtypes = [ctypes.c_char_p, *[ctypes.c_int] * 4]
+    loaded.launch.restype = None
+    return loaded
+
+
+class EmulatedWide:
+    """The build, loaded. stride: how far the next thread is that gets its turn."""
+
+    def __init__(self, stride: int) -> None:
+        self._stride = stride
+
+    def prepare(self, grid: tuple[int, int], cluster: int, *fixed: Any) -> Callable[..., None]:
+        assert grid[1] == cluster
+
+        def launch(*changing: Any) -> None:
+            packed = struct.pack(f"{MANY.changing} {MANY.fixed}", *changing, *fixed)
+            _library().launch(packed, *grid, MANY.shared_bytes, self._stride)
+
+        return launch
