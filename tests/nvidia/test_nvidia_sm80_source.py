@@ -80,6 +80,17 @@ def test_blocks_share_the_keys_that_a_row_has(monkeypatch, layout):
     assert schedule.partial_lse.isfinite().all(-1).tolist() == [[True, True], [True, True], [True, False], [True, False]]
 
 
+def test_more_splits_than_a_warp_has_lanes(monkeypatch):
+    """The merge knows 32 splits at a time: 34 of 64 keys, and a row whose keys fill three of them."""
+    torch.manual_seed(0)
+    kv, keys = cache(8, 16), 34 * 64
+    indices = torch.arange(keys, dtype=torch.int32).remainder(128).expand(2, 1, keys).contiguous()
+    q, lengths = torch.randn(2, 1, 16, 576).bfloat16(), torch.tensor([[keys], [150]], dtype=torch.int32)
+    schedule = SplitSchedule(2, 16, keys, 34, torch.full((34, 2, 16, 512), torch.nan), torch.zeros(34, 2, 16))
+    check(monkeypatch, kv, q, indices, REQUEST.but(device=A100), schedule=schedule, lengths=lengths)
+    assert schedule.partial_lse.isfinite().all(-1).sum(0).tolist() == [34, 3]
+
+
 def test_rows_without_an_entry_are_zero(monkeypatch):
     kv = cache(2, 16)
     q, indices = problem(2, 1, 16, 64, 32)
