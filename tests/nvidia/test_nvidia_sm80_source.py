@@ -40,7 +40,7 @@ def check(monkeypatch, kv, q, indices, request, schedule=None, **options):
 @pytest.mark.parametrize("layout", ["bf16", "fp8_ds_mla"])
 @pytest.mark.parametrize(
     ("device", "num_heads", "topk"),
-    [(A100, 16, 150), (A100, 21, 70), (RTX_4090, 20, 40), (A100, 50, 70), (RTX_4090, 64, 40)],
+    [(A100, 16, 150), (RTX_4090, 16, 70), (A100, 21, 70), (RTX_4090, 20, 40), (A100, 50, 70), (RTX_4090, 64, 40)],
     ids=lambda value: getattr(value, "arch", value),
 )
 def test_what_the_source_computes(monkeypatch, layout, device, num_heads, topk):

@@ -20,7 +20,19 @@ from mla_portable_nvidia.native.build import KernelBuild
 from mla_portable_nvidia.native.driver import Kernel, Launch
 from mla_portable_nvidia.native.sparse_decode import HEADERS, Tensors, arguments
 
-__all__ = ["BUILDS", "MERGES", "SHARED_MEMORY", "LargeSm80Build", "MergeBuild", "Sm80Build", "builds", "merge_of", "prepare"]
+__all__ = [
+    "BUILDS",
+    "MERGES",
+    "SHARED_MEMORY",
+    "LargeSm80Build",
+    "MergeBuild",
+    "PairSm80Build",
+    "Sm80Build",
+    "Sm100Build",
+    "builds",
+    "merge_of",
+    "prepare",
+]
 
 _ARCHS: Final = MappingProxyType(
     {f"sm{version}": f"sm_{version}" for version in (80, 86, 89, 100, 120, 121)} | {"sm103": "sm_100"}
@@ -111,6 +123,20 @@ class LargeSm80Build(Sm80Build):
 
 
 @dataclass(frozen=True, slots=True)
+class PairSm80Build(Sm80Build):
+    """A build of which a multiprocessor holds two blocks of 81 KiB: not those with 100 KiB."""
+
+    archs: ClassVar[Mapping[str, str]] = MappingProxyType({arch: _ARCHS[arch] for arch in ("sm80", "sm100", "sm103")})
+
+
+@dataclass(frozen=True, slots=True)
+class Sm100Build(Sm80Build):
+    """A build of which a multiprocessor holds two blocks of 113 KiB."""
+
+    archs: ClassVar[Mapping[str, str]] = MappingProxyType({arch: _ARCHS[arch] for arch in ("sm100", "sm103")})
+
+
+@dataclass(frozen=True, slots=True)
 class MergeBuild(KernelBuild):
     """The merge of splits. heads: of a block."""
 
@@ -147,10 +173,11 @@ MERGES: Final = (MergeBuild(1), MergeBuild(4))
 _FEW_SPLITS: Final = 4
 """Up to here a block of the merge has four heads. H200, 128 rows of 16 heads in 2 splits: 3.6 us instead of 5.0; 16 rows in 16
 splits: 5.3 instead of 3.8."""
-_FEW_BF16: Final = Sm80Build(fp8=False, head_tiles=1, groups=1, tile=32, stages=2, blocks_per_sm=2)
+_FEW_BF16: Final = Sm80Build(fp8=False, head_tiles=1, groups=1, tile=16, stages=2, blocks_per_sm=3)
 BUILDS: Final[Mapping[str, tuple[Sm80Build, ...]]] = {
     FP8_DS_MLA.name: (
-        Sm80Build(fp8=True, head_tiles=1, groups=1, tile=32, stages=1, blocks_per_sm=2),
+        PairSm80Build(fp8=True, head_tiles=1, groups=1, tile=32, stages=1, blocks_per_sm=2),
+        Sm80Build(fp8=True, head_tiles=1, groups=1, tile=16, stages=2, blocks_per_sm=2),
         LargeSm80Build(fp8=True, head_tiles=2, groups=1, tile=32, stages=1, blocks_per_sm=2),
         Sm80Build(fp8=True, head_tiles=1, groups=2, tile=32, stages=1),
         LargeSm80Build(fp8=True, head_tiles=2, groups=2, tile=32, stages=1),
@@ -158,6 +185,7 @@ BUILDS: Final[Mapping[str, tuple[Sm80Build, ...]]] = {
     ),
     BF16.name: (
         LargeSm80Build(fp8=False, head_tiles=1, groups=1, tile=16, stages=3, blocks_per_sm=2),
+        Sm100Build(fp8=False, head_tiles=1, groups=1, tile=32, stages=2, blocks_per_sm=2),
         _FEW_BF16,
         Sm80Build(fp8=False, head_tiles=1, groups=2, tile=32, stages=2),
         LargeSm80Build(fp8=False, head_tiles=2, groups=2, tile=32, stages=2),
@@ -170,11 +198,11 @@ BUILDS: Final[Mapping[str, tuple[Sm80Build, ...]]] = {
 def builds(arch: str, kv_layout: str, num_heads: int | None, *, whole: bool = False) -> tuple[Sm80Build, ...]:
     """The build for so many heads, by itself; all that there are where the heads are not known.
 
-    More heads than a block has are served by several. whole: rows are not split. There one large tile beats two small blocks:
-    1,024 tokens of 16 heads on BF16 rows took 480 us instead of 565 (code for SM80 on an H200).
+    More heads than a block has are served by several. whole: rows are not split. There three blocks of two stages beat two of
+    three: 1,024 tokens of 16 heads on BF16 rows took 532 us instead of 551 (code for SM80 on an H200).
     """
     offered = {build.heads: build for build in reversed(BUILDS[kv_layout]) if arch in build.archs}
-    if whole and kv_layout == BF16.name:
+    if whole and kv_layout == BF16.name and arch in LargeSm80Build.archs:
         offered[_FEW_BF16.heads] = _FEW_BF16
     if num_heads is None:
         return tuple(offered.values())
