@@ -34,6 +34,9 @@ static T __shfl_xor_sync(unsigned, T value, int by) {
     std::memcpy(&value, &other, sizeof(T));
     return value;
 }
+static float __shfl_sync(unsigned all, float value, int lane) {
+    return __uint_as_float((unsigned)__shfl_sync(all, (int)__float_as_uint(value), lane));
+}
 static bool __all_sync(unsigned, bool value) {
     return warp(value, [](const long long* of) { bool all = true; for (int i = 0; i < 32; ++i) all = all && of[i]; return all; });
 }
