@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the conformance suite on the code that Triton or NVRTC makes for an older NVIDIA architecture, on a newer GPU.
+"""Run the conformance suite on what Triton or NVRTC makes for an older NVIDIA architecture, on a newer GPU; or time that code.
 
     python ci/run_older_ptx.py sm80 BACKEND [--level smoke] [--primitive P] [--jobs N] --out FILE
+    python ci/run_older_ptx.py sm80 --bench [ARGUMENTS of `mla-portable bench kernels`]
 
 BACKEND is `triton`, or an implementation whose kernels the nvidia plugin compiles itself, `nvidia.native_sm80`: those of
 libraries cannot be run this way. The compiler makes PTX for the older architecture, and the driver compiles that for the chip
@@ -9,7 +10,8 @@ libraries cannot be run this way. The compiler makes PTX for the older architect
 The result speaks of the numerics of that code path: shared memory and registers of the older device are checked when it is
 compiled (`ci/compile`), and its speed is not known from here.
 
-`python ci/record_evidence.py add FILE` enters the report: level "compiled+run", the device named.
+`python ci/record_evidence.py add FILE` enters the report: level "compiled+run", the device named. Times compare kernels on one
+chip, cut for its multiprocessors; they are of a device that no profile has, and so are never recorded.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import os
 import shlex
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,9 +33,11 @@ from record_evidence import ROOT, read, state_of, write_line
 from vllm_gpu.older_ptx import load_native_ptx_instead, load_ptx_instead
 
 from mla_portable.contracts import Primitive
+from mla_portable.dispatch import serving
 from mla_portable.registry import Registry, get_registry
 from mla_portable.registry.facts import resolve_device
 from mla_portable.registry.variables import ENV_BACKEND
+from mla_portable.tools.cli.app import app
 from mla_portable.tools.conformance import Case, CaseResult, run_suite
 from mla_portable.tools.conformance.runner import run_installed
 from mla_portable.tools.matrix.profiles import Profile
@@ -71,17 +77,34 @@ def libraries_of(backend: str, arch: str, records: Records) -> list[str]:
     return [f"{claim.implementation} / {claim.primitive}" for claim in declared if arch not in claim.targets]
 
 
+def bench(older: Profile, words: Sequence[str]) -> None:
+    """Time the code for an older architecture. Raises: SystemExit, as the command ends."""
+    here = get_registry().facts("cuda")
+    cut = {"num_sms": here.num_sms, "memory_bytes": here.memory_bytes}
+    facts = replace(older.device_facts(), name=f"{older.arch} code on {here.name}", **cut)
+    with tempfile.TemporaryDirectory() as folder, serving(Registry(facts={"cuda": facts}, environ={}, probe=False)):
+        loaded = Path(folder) / "loaded"
+        loaded.touch()
+        load_older(int(older.arch.removeprefix("sm")), loaded)
+        app(["bench", "kernels", "--device", "cuda", "--no-baselines", *words])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arch", help="sm80, sm86 or sm89")
-    parser.add_argument("backend")
+    parser.add_argument("backend", nargs="?")
     parser.add_argument("--level", default="quick", choices=("smoke", "quick", "full"))
     parser.add_argument("--primitive", action="append", type=Primitive.named, help="only this one; may be repeated")
     parser.add_argument("--jobs", type=int, default=1, help="processes on the GPU; one that dies is a failed case")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--bench", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="time it instead")
     options = parser.parse_args()
     records = read()
     older = older_profile(options.arch, records)
+    if options.bench is not None:
+        bench(older, options.bench)
+    if options.backend is None or options.out is None:
+        parser.error("a run of the suite needs BACKEND and --out FILE")
     os.environ[ENV_BACKEND] = options.backend  # also for the parts of its implementations: no other plugin has older code here
     here = get_registry().facts("cuda")
     libraries = libraries_of(options.backend, options.arch, records)

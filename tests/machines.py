@@ -1,80 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Invented machines: facts and times as gathered on them, so that choices for any device are tested on a laptop."""
+"""Machines that are not here: their profiles as facts, and invented times, so that choices for any are tested on a laptop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
 
 from mla_portable.contracts import DeviceFacts, Implementation, Request
 from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
+from mla_portable.tools.matrix.profiles import load_profiles
 
-GIB = 1 << 30
-
-H200 = DeviceFacts(
-    vendor="nvidia",
-    name="NVIDIA H200",
-    arch="sm90",
-    num_sms=132,
-    shared_memory=232_448,
-    memory_bytes=141 * GIB,
-    has_fp8_conversion=True,
+PROFILES: Final = load_profiles(Path(__file__).parents[1] / "capability" / "profiles")
+H200, B200, RTX_4090, RTX_5090, MI300X = (
+    PROFILES[slug].device_facts() for slug in ("h200", "b200", "rtx4090", "rtx5090", "mi300x")
 )
-B200 = DeviceFacts(
-    vendor="nvidia",
-    name="NVIDIA B200",
-    arch="sm100",
-    num_sms=148,
-    shared_memory=232_448,
-    memory_bytes=180 * GIB,
-    has_fp8_conversion=True,
-)
-A100 = DeviceFacts(
-    vendor="nvidia",
-    name="NVIDIA A100-SXM4-80GB",
-    arch="sm80",
-    num_sms=108,
-    shared_memory=166_912,
-    memory_bytes=80 * GIB,
-)
-RTX_4090 = DeviceFacts(
-    vendor="nvidia",
-    name="NVIDIA GeForce RTX 4090",
-    arch="sm89",
-    num_sms=128,
-    shared_memory=101_376,
-    memory_bytes=24 * GIB,
-    has_fp8_conversion=True,
-)
-RTX_5090 = DeviceFacts(
-    vendor="nvidia",
-    name="NVIDIA GeForce RTX 5090",
-    arch="sm120",
-    num_sms=170,
-    shared_memory=101_376,
-    memory_bytes=32 * GIB,
-    has_fp8_conversion=True,
-)
-MI300X = DeviceFacts(
-    vendor="amd",
-    name="AMD Instinct MI300X",
-    arch="gfx942",
-    num_sms=304,
-    shared_memory=65_536,
-    warp_size=64,
-    memory_bytes=192 * GIB,
-)
-BI_V150 = DeviceFacts(
-    vendor="iluvatar",
-    name="Iluvatar BI-V150",
-    arch="ivcore11",
-    num_sms=16,
-    shared_memory=131_072,
-    warp_size=64,
-    memory_bytes=16 * GIB,
-    has_fp64=False,
-    graph_capture=False,
-)
+A100 = replace(PROFILES["a100-80g"].device_facts(), name="NVIDIA A100-SXM4-80GB")  # as its driver says
+BI_V150 = replace(PROFILES["bi-v150"].device_facts(), memory_bytes=16 << 30, graph_capture=False)  # not published
 CPU = DeviceFacts(vendor="cpu", name="CPU", arch="cpu", device_type="cpu", warp_size=1, graph_capture=False)
 
 MACHINES = {

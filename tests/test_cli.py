@@ -261,11 +261,6 @@ def test_a_defect_is_a_document_and_a_traceback():
     assert "in breaks" in done.stderr
 
 
-def test_run_in_a_process_of_its_own():
-    done = in_a_process("run", "--device", "cpu", *SMALL, "--backend", "reference", "--json")
-    assert json.loads(done.stdout)["ok"]
-
-
 # ---------------------------------------------------------------------- conform and bench
 
 

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from commands import document, in_a_process, invoke, missing_library
+from commands import document, invoke, missing_library
 from machines import Costs
 from spoiled import WRONG, HalfSpoiled, Spoiled, registry_with
 from vendors import Vendor
@@ -169,9 +167,3 @@ def test_the_next_best_is_the_next_of_the_decision():
     lines = [line.split() for line in invoke("doctor", registry=registry).stdout.splitlines()]
     (row,) = [words for words in lines if words[:1] == ["merge_states"]]
     assert row == ["merge_states", "a.v1", "cost", "8", "declared", "b.v1", "(10", "declared)"]
-
-
-def test_doctor_in_a_process_of_its_own():
-    done = in_a_process("doctor", "--device", "cpu", "--json", code=1, MLA_PORTABLE_DISABLE="reference,triton")
-    answer = json.loads(done.stdout)
-    assert ["MLA_PORTABLE_DISABLE", "reference,triton"] in answer["environment"]

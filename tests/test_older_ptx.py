@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code for an older GPU on a newer one: what a run hands to the driver, and what its record is worth in the matrix.
+"""Code for an older GPU on a newer one: what a run hands to the driver, and what its record says.
 
 Up to the driver; what follows it needs a GPU.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,20 @@ import pytest
 from machines import H200
 from reporting import PROFILES, RUN, derived
 
-from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.dispatch import current_registry
+from mla_portable.primitives import MERGE_STATES
 from mla_portable.registry import Registry
+from mla_portable.sources import source_hash
 from mla_portable.tools.conformance import CaseResult, Report, cases_for
 from mla_portable.tools.matrix.claims import collect_declarations
-from mla_portable.tools.matrix.evidence import Evidence, problems_of
-from mla_portable.tools.matrix.levels import Cell, Hashes, evaluate
-from mla_portable.tools.matrix.record import compiled_report, conformance_report, kernels_of
+from mla_portable.tools.matrix.evidence import problems_of
+from mla_portable.tools.matrix.model import RecordError
+from mla_portable.tools.matrix.profiles import profile_of
+from mla_portable.tools.matrix.record import conformance_report
 
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[1]
-STEP = (CONVERT_INDICES, CACHE_WRITE, SPARSE_DECODE, SPARSE_PREFILL)
-"""What a step on an FP8 cache takes where prefill reads the cache itself."""
-
 KERNEL = """
 import triton
 import triton.language as tl
@@ -106,73 +105,32 @@ def test_a_compiled_kernel_hands_its_ptx_to_the_driver(tmp_path: Path, script: s
     assert done.returncode == 0, done.stderr
 
 
-# ------------------------------------------------------------------ what a record of such a run is worth
-
-
-@pytest.fixture(scope="module")
-def portable() -> Registry:
-    return Registry(plugins=[("triton", "mla_portable_triton")], environ={}, probe=False)
-
-
-def cells(
-    registry: Registry, arch: str, *, name: str = "triton.portable", level: str = "quick", dead: str = ""
-) -> dict[tuple[str, str, str | None], Cell]:
-    """(device, primitive, layout) -> what the matrix shows after a run on an H200, every case of it passed but `dead`."""
-    older = next(profile.device_facts() for profile in PROFILES.values() if profile.arch == arch)
+def test_the_record_of_such_a_run_names_the_older_architecture_and_the_device_that_ran() -> None:
+    """What it is worth in the matrix: test_matrix."""
+    registry = Registry(plugins=[("triton", "mla_portable_triton")], environ={}, probe=False)
+    (kernel,) = registry.implementations(MERGE_STATES)
+    older = PROFILES["a100-80g"].device_facts()
+    results = [CaseResult(case, "passed", {}, {}, "", 0.1) for case in cases_for(kernel, older, "quick")]
+    report = Report(kernel.name, "quick", older, (("python", "3.12.0"),), tuple(results))
     declared = collect_declarations(registry, PROFILES)
-    claims = [claim for claim in declared.claims if claim.implementation == name]
-    results: list[CaseResult] = []
-    for implementation in registry.implementations():
-        if implementation.name == name:
-            for case in cases_for(implementation, older, level):
-                died = case.id == dead
-                results.append(CaseResult(case, "error" if died else "passed", {}, {}, "it died" if died else "", 0.1))
-    versions = (("python", "3.12.0"), ("torch", "2.11.0"), ("triton", "3.6.0"))
-    report = Report(name, level, older, versions, tuple(results))
-    made: list[dict[str, Any]] = derived(conformance_report(report, declared, RUN, driver="580.1", ran_on=H200))
-    usage = {"error": "", "shared": 0, "registers": 1, "spilled": 0, "arch": arch}
-    lines = [{**usage, "kernel": kernel, "label": kernel} for claim in claims for kernel in kernels_of(claim)]
-    declared = replace(declared, claims=tuple(claims))
-    made += derived(compiled_report(lines, claims[0].module, declared, PROFILES, RUN))
-    assert [problem for record in made for problem in problems_of(record, PROFILES)] == []
-    evidence = [Evidence("here", record) for record in made]
-    suite = {record["primitive"]: record["suite_hash"] for record in made if record["kind"] == "conformance"}
-    hashes = Hashes({(each["implementation"], each["primitive"], arch): each["source_hash"] for each in made}, suite)
-    same_arch = {slug: profile for slug, profile in PROFILES.items() if profile.arch == arch}
-    found = evaluate(claims, evidence, hashes, same_arch)
-    return {(cell.device, cell.primitive, cell.layout): cell for cell in found}
+    (record,) = derived(conformance_report(report, declared, RUN, driver="580.1", ran_on=H200))
+    assert problems_of(record, PROFILES) == []
+    assert (record["mode"], record["target"], record["device"]["profile"]) == ("ptx", "sm80", "h200")
+    (claim,) = [each for each in declared.claims if each.primitive == MERGE_STATES]
+    assert record["source_hash"] == source_hash(claim.sources, "sm80"), "of the configuration for the older architecture"
 
 
-@pytest.mark.parametrize("arch", ["sm80", "sm89"])
-def test_a_run_at_level_quick_covers_the_whole_fp8_step_on_every_device_of_the_architecture(
-    portable: Registry, arch: str
-) -> None:
-    found = cells(portable, arch)
-    devices = {slug for slug, profile in PROFILES.items() if profile.arch == arch}
-    for primitive in (*STEP, GATHER_UPCONVERT):
-        mine = {(device, layout): cell for (device, name, layout), cell in found.items() if name == primitive}
-        assert {device for device, _ in mine} == devices
-        assert {layout for _, layout in mine} >= {None if primitive is CONVERT_INDICES else "fp8_ds_mla"}
-    assert {cell.state for cell in found.values()} == {"compiled+run"}
-    assert all(f"the code for {arch} ran on {H200.name}" in cell.reasons for cell in found.values())
+def test_times_are_of_a_device_that_no_profile_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "ci"))
+    import run_older_ptx
 
-
-@pytest.mark.parametrize("arch", ["sm80", "sm89"])
-def test_a_run_of_the_native_kernels_covers_attention_on_every_device_of_the_architecture(arch: str) -> None:
-    registry = Registry(plugins=[("nvidia", "mla_portable_nvidia")], environ={}, probe=False)
-    found = cells(registry, arch, name="nvidia.native_sm80")
-    devices = {slug for slug, profile in PROFILES.items() if profile.arch == arch}
-    attention = (str(SPARSE_DECODE), str(SPARSE_PREFILL))
-    assert set(found) == {
-        (device, name, layout) for device in devices for name in attention for layout in ("fp8_ds_mla", "bf16")
-    }
-    assert {cell.state for cell in found.values()} == {"compiled+run"}
-
-
-def test_a_smaller_run_is_partial_and_a_dead_worker_is_failing(portable: Registry) -> None:
-    assert {cell.state for cell in cells(portable, "sm80", level="smoke").values()} == {"partial"}
-    decode = next(each for each in portable.implementations() if (each.name, each.primitive) == ("triton.portable", STEP[2]))
-    older = next(profile.device_facts() for profile in PROFILES.values() if profile.arch == "sm80")
-    dead = next(case.id for case in cases_for(decode, older, "quick") if case.request.kv_layout == "fp8_ds_mla")
-    states = {cell.state for (_, name, layout), cell in cells(portable, "sm80", dead=dead).items() if name == STEP[2]}
-    assert states == {"failing", "compiled+run"}
+    seen: list[Any] = []
+    monkeypatch.setattr(run_older_ptx, "get_registry", lambda: Registry(plugins=[], facts={"cuda": H200}, environ={}))
+    monkeypatch.setattr(run_older_ptx, "load_older", lambda capability, loaded: seen.append((capability, loaded.exists())))
+    monkeypatch.setattr(run_older_ptx, "app", lambda words: seen.append((words[-2:], current_registry().facts("cuda"))))
+    run_older_ptx.bench(PROFILES["a100-80g"], ["--rows", "4"])
+    (loaded, (words, facts)) = seen
+    assert (loaded, words) == ((80, True), ["--rows", "4"])
+    assert (facts.arch, facts.num_sms, facts.shared_memory) == ("sm80", 132, 163 << 10)
+    with pytest.raises(RecordError, match="no profile matches"):
+        profile_of(facts.name, PROFILES)

@@ -291,12 +291,6 @@ def test_a_detector_that_does_not_finish_is_passed_over():
         release.set()
 
 
-def test_a_time_limit_that_is_no_number_is_an_error_of_every_choice():
-    reg = Registry(plugins=[("reference", "mla_portable.reference")], environ={"MLA_PORTABLE_PLUGIN_TIMEOUT": "soon"})
-    with pytest.raises(InvalidArgument, match="MLA_PORTABLE_PLUGIN_TIMEOUT"):
-        reg.decide(Request(MERGE, reg.facts("cpu")))
-
-
 def test_a_plugin_that_calls_the_registry_from_its_kernel_is_refused_at_once():
     made: list[Registry] = []
 

@@ -146,13 +146,6 @@ def test_judged_rows_hold_decodes_and_prefills():
     assert checked["convert_indices"] == "15 of 15 rows"
 
 
-def test_a_demand_for_one_primitive_leaves_the_others():
-    registry = registry_with(("spoiled", Spoiled()))
-    report = run_step(SMALL, device=CPU, registry=registry, backend={"merge_states": "reference"}, repeat=1, check_rows=1)
-    who = {result.name: result.implementation for result in report.primitives}
-    assert who["merge_states"] == "reference.torch" and who["sparse_decode"] == "spoiled.torch"
-
-
 def test_off_the_route_nothing_need_serve():
     from mla_portable.contracts import Primitive
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import triton
 from fake_plugins import make_plugin
+from machines import H200
 
 import mla_portable_triton
 from mla_portable import primitives
@@ -45,9 +46,6 @@ from mla_portable.sources import code_of, sources_of
 from mla_portable_triton import support
 from mla_portable_triton.attention_configs import AttentionConfig, attention_config, program_shape
 
-H200 = DeviceFacts(
-    vendor="nvidia", name="NVIDIA H200", arch="sm90", num_sms=132, shared_memory=232_448, has_fp8_conversion=True
-)
 CPU = DeviceFacts(vendor="cpu", name="cpu", arch="cpu", device_type="cpu")
 
 

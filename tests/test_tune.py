@@ -32,7 +32,7 @@ from mla_portable.registry import Registry
 from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
 from mla_portable.registry.tuned import TunedConfigurations, TunedEntry, read_table, table_path, write_table
 from mla_portable.sources import source_hash, sources_of
-from mla_portable.tools.bench.offers import Brought, load_tunables
+from mla_portable.tools.bench.offers import Brought
 from mla_portable.tools.bench.tune import Attempt, TuneResult, tune
 from mla_portable.tools.cli.app import app
 
@@ -134,12 +134,6 @@ def test_what_cannot_serve_or_was_not_asked_for_is_not_tuned():
     assert run(Plugin(), KernelCase(CACHE_WRITE, 3, "bf16")) == []
     assert run(Plugin(), backends=["triton"]) == []
     assert len(run(Plugin(), backends=["acme"])) == 1
-
-
-def test_tunables_are_loaded_like_baselines():
-    assert load_tunables([("acme", Plugin())]).found[0].implementation == NAME
-    twice = load_tunables([("one", Plugin()), ("two", Plugin())])
-    assert len(twice.found) == 1 and "already" in dict(twice.failures)["two"]
 
 
 # ---------------------------------------------------------------------- the table

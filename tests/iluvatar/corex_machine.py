@@ -10,30 +10,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import corex_ops as ops
+import machines
 
 import mla_portable.reference
 import mla_portable_iluvatar
-from mla_portable.contracts import DeviceFacts, Registrar, hookimpl
+from mla_portable.contracts import Registrar, hookimpl
 from mla_portable.registry import Registry
 
 Packages = Mapping[str, Callable[..., Any]]
 """Ops by "module:attribute"."""
 
-BI_V150 = DeviceFacts(
-    vendor="iluvatar",
-    name="Iluvatar BI-V150",
-    arch="ivcore11",
-    device_type="cpu",
-    num_sms=16,
-    shared_memory=128 << 10,
-    warp_size=64,
-    has_fp64=False,
-    graph_capture=False,
-)
+BI_V150 = replace(machines.BI_V150, device_type="cpu", memory_bytes=0)
 _KERNELS = "vllm_iluvatar.custom_kernels"
 _MAP_PREFILL = "map_prefill_request_block_indices_to_global_blocks"
 _LOGITS = "compute_block_sparse_mqa_logits"

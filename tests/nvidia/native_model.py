@@ -133,6 +133,8 @@ class Model:
     def __init__(self, build: Build, changing: str, fixed: str, threads: int, shared: int, wide_clusters: bool) -> None:
         self.build, self.fields = build, f"{changing} {fixed}"
         assert (threads, shared, wide_clusters) == (build.threads, build.shared_bytes, self.clusters)
+        letters = re.sub(r"(\d+)(\w)", lambda each: each[2] * int(each[1]), self.fields).replace(" ", "")
+        assert letters == "".join(letter for _, letter in parameters(build.kernel))
         self.launches: list[SimpleNamespace] = []
         self.prepared = 0
         self.asked: list[int] = []

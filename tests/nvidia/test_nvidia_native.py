@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch_reference as reference
 from machines import H200
-from native_model import Model, parameters, stand_ins
+from native_model import Model, stand_ins
 
 from mla_portable.contracts import InvalidArgument, MLAPortableError, Request
 from mla_portable.layouts import BF16, FP8_DS_MLA, LAYOUTS
@@ -65,18 +65,16 @@ def spread(tensor, step=16):
     return view.copy_(tensor)
 
 
-@BOTH
-@pytest.mark.parametrize("num_heads", [16, 128])
-def test_the_packed_fields_are_the_parameters_of_the_source(models, layout, num_heads):
-    bind.bind_sparse_decode(REQUEST.but(kv_layout=layout, num_heads=num_heads))
-    assert set(models) == set(builds(layout, num_heads)) == set(BUILDS[layout]) - ({MANY} if num_heads <= FEW else set())
-    for build, model in models.items():
-        letters = "".join(letter * int(count or 1) for count, letter in _counted(model.fields))
-        assert letters == "".join(letter for _, letter in parameters(build.kernel))
-
-
-def _counted(fields):
-    return [(word[:-1], word[-1]) for word in fields.split()]
+def check_calls(decode, q, kv, indices, lengths, *, rtol, atol, **given):
+    """Four calls: without and with lengths and a sink, of dense tensors and into spread ones."""
+    for options in ({}, {"lengths": spread(lengths, 1), "attn_sink": torch.randn(q.shape[2])}):
+        wanted = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE, **options)
+        got = decode(q, kv, indices, softmax_scale=SCALE, **given, **options)
+        out, lse = spread(torch.zeros(wanted[0].shape).bfloat16()), spread(torch.zeros(wanted[1].shape), 1)
+        decode(spread(q), kv, spread(indices, 3), softmax_scale=SCALE, out=out, lse_out=lse, **given, **options)
+        for result in (got, (out, lse)):
+            torch.testing.assert_close(result[0], wanted[0], rtol=rtol, atol=atol)
+            torch.testing.assert_close(result[1], wanted[1])
 
 
 @BOTH
@@ -92,16 +90,9 @@ def test_a_launch_says_what_the_call_meant(models, layout, batch, query_len, num
     kv = cache(7, block_size, gap, layout=layout)
     q, indices = problem(batch, query_len, num_heads, topk, 7 * block_size)
     lengths = torch.randint(0, topk + 1, (batch, query_len), dtype=torch.int32)
-    sink = torch.randn(num_heads)
     decode = bind.bind_sparse_decode(REQUEST.but(kv_layout=layout, num_heads=num_heads))
-    for options in ({}, {"lengths": spread(lengths, 1), "attn_sink": sink}):
-        wanted = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE, **options)
-        got = decode(q, kv, indices, softmax_scale=SCALE, **options)
-        out, lse = spread(torch.zeros(wanted[0].shape).bfloat16()), spread(torch.zeros(wanted[1].shape), 1)
-        decode(spread(q), kv, spread(indices, 3), softmax_scale=SCALE, out=out, lse_out=lse, **options)
-        for result in (got, (out, lse)):
-            torch.testing.assert_close(result[0], wanted[0], rtol=8e-3, atol=1e-3)
-            torch.testing.assert_close(result[1], wanted[1])
+    assert set(models) == set(builds(layout, num_heads)) == set(BUILDS[layout]) - ({MANY} if num_heads <= FEW else set())
+    check_calls(decode, q, kv, indices, lengths, rtol=8e-3, atol=1e-3)
     assert len(launches(models)) == 4
 
 
