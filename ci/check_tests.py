@@ -28,7 +28,6 @@ ELSEWHERE = ("tests/vllm",)
 EXCEPTIONS: Mapping[str, str] = {
     "tests/test_torch_defaults.py::test_a_gpu_is_served_by_a_kernel_under_each_setting": "needs a GPU",
     "tests/test_triton_e4m3_packed.py::test_every_word_on_a_gpu": "needs an NVIDIA GPU; a reading of the PTX runs everywhere",
-    "tests/test_triton_e4m3_packed.py::test_every_word_as_halves_on_a_gpu": "needs an NVIDIA GPU; a reading runs everywhere",
 }
 """Test -> why it need not run on a machine without a GPU."""
 

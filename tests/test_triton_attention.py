@@ -157,6 +157,55 @@ def test_nan_in_a_named_row_is_seen(device: torch.device, facts: DeviceFacts):
         assert not out[0].isnan().any() and not lse[0].isnan().any()
 
 
+@pytest.mark.parametrize(("rise", "growth"), [(300, 0), (18, 0), (0, 30), (28, -40)])
+@pytest.mark.parametrize("order", ["rising", "falling", "mixed"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scores_and_scales_far_apart(
+    device: torch.device, facts: DeviceFacts, layout: str, order: str, rise: float, growth: float
+):
+    """Over 640 tokens scores rise by `rise`, of every other head they fall, and values grow by 2**growth, in each order."""
+    generator = torch.Generator().manual_seed(0)
+    topk, heads = 640, 4
+    steps = torch.arange(topk) / topk  # 0 to 1
+    if order != "rising":
+        steps = steps.flip(0) if order == "falling" else steps[torch.randperm(topk, generator=generator)]
+    rows = torch.randn(topk, 576, generator=generator)
+    rows[:, :512] *= torch.exp2(growth * steps).unsqueeze(1)
+    rows[:, 512:] = 0
+    rows[:, 575] = rise * steps
+    q = torch.randn(1, 1, heads, 576, generator=generator)
+    q[..., :512] *= 2.0 ** (-4 - max(growth, 0))
+    q[..., 512:] = 0
+    if rise:
+        q[..., ::2, 575], q[..., 1::2, 575] = 1 / SCALE, -1 / SCALE
+    packed = rows.bfloat16() if layout == "bf16" else FP8_DS_MLA.pack(rows[:, :512], rows[:, 512:], scale_format="amax")
+    indices = torch.arange(topk, dtype=torch.int32, device=device).view(1, 1, topk)
+    arguments = (q.bfloat16().to(device), packed.unsqueeze(1).to(device), indices)
+    request = Request(SPARSE_DECODE, facts, kv_layout=layout, num_heads=heads, topk=topk)
+    got = bind_sparse_decode(request)(*arguments, softmax_scale=SCALE)
+    check(got, oracle.sparse_decode(*arguments, softmax_scale=SCALE))
+
+
+@pytest.mark.parametrize("exponent", [-118, -40, 20, 100])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_queries_of_any_magnitude(device: torch.device, facts: DeviceFacts, layout: str, exponent: int):
+    """Heads are 2**8 apart, and the softmax scale undoes what all have in common."""
+    problem = Problem(device, layout, heads=5, topk=256)
+    apart = torch.tensor([0, -8, 0, 0, 8], device=device).view(5, 1) + exponent
+    q = torch.ldexp(problem.q.float(), apart).bfloat16()
+    scale = SCALE * 2.0**-exponent
+    got = problem.decode(facts)(q, problem.cache, problem.indices, softmax_scale=scale)
+    check(got, oracle.sparse_decode(q, problem.cache, problem.indices, softmax_scale=scale))
+
+
+def test_a_head_whose_queries_are_not_finite_is_nan_alone(device: torch.device, facts: DeviceFacts):
+    problem = Problem(device, "fp8_ds_mla", heads=4, topk=64)
+    problem.q[0, 0, 1, 7], problem.q[0, 0, 2, 570] = INF, NAN
+    out, lse = problem.decode(facts)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE)
+    assert out[0, 0, 1:3].isnan().all() and lse[0, 0, 1:3].isnan().all()
+    assert not out[0, 0, ::3].isnan().any() and not lse[0, 0, ::3].isnan().any()
+
+
 def test_a_cache_without_slots(device: torch.device, facts: DeviceFacts):
     problem = Problem(device, "bf16", heads=2, topk=40)
     out, lse = problem.decode(facts)(problem.q, problem.cache[:0], problem.indices, softmax_scale=SCALE)

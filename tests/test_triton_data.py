@@ -19,7 +19,7 @@ from mla_portable_triton.kernels import convert_indices as convert_indices_kerne
 from mla_portable_triton.kernels import gather_upconvert as gather_upconvert_kernel
 from mla_portable_triton.kernels import quantize_per_tensor as quantize_kernel
 from mla_portable_triton.kernels.config import Config, config_for
-from mla_portable_triton.kernels.e4m3_decode import e4m3_decode
+from mla_portable_triton.kernels.e4m3_decode import e4m3_decode, e4m3_to_half
 from mla_portable_triton.kernels.e4m3_encode import e4m3_encode, e5m2_encode, encodes_natively
 from mla_portable_triton.support import interpreter_is_on
 
@@ -82,9 +82,10 @@ def _encode(out_ptr, x_ptr, num_elements, E5M2: tl.constexpr, NATIVE: tl.constex
 
 
 @triton.jit
-def _decode(out_ptr, byte_ptr, NATIVE: tl.constexpr):
+def _decode(out_ptr, half_ptr, byte_ptr, NATIVE: tl.constexpr):
     offset = tl.arange(0, 256)
     tl.store(out_ptr + offset, e4m3_decode(tl.load(byte_ptr + offset), NATIVE))
+    tl.store(half_ptr + offset, e4m3_to_half(tl.load(byte_ptr + offset), NATIVE))
 
 
 def encode(x: Tensor, dtype: torch.dtype, *, native: bool = False) -> Tensor:
@@ -138,18 +139,19 @@ def test_the_conversion_of_ptx_is_taken_where_there_is_one() -> None:
 @pytest.mark.parametrize("native", [False, True], ids=["by_bits", "native"])
 def test_every_e4m3_byte_decodes_as_torch_does(native: bool, device: torch.device, facts: DeviceFacts) -> None:
     byte = torch.arange(256, dtype=torch.int32).to(torch.uint8).to(device)
-    out = torch.empty(256, dtype=torch.bfloat16, device=device)
+    out, half = torch.empty(256, dtype=torch.bfloat16, device=device), torch.empty(256, dtype=torch.float16, device=device)
     if native and not interpreter_is_on() and not facts.has_fp8_conversion:
         with pytest.raises(triton.CompilationError):  # the fact is right: this target has no conversion
-            _decode[(1,)](out, byte, NATIVE=True)
+            _decode[(1,)](out, half, byte, NATIVE=True)
         return
-    _decode[(1,)](out, byte, NATIVE=native)
+    _decode[(1,)](out, half, byte, NATIVE=native)
     want = byte.cpu().view(torch.float8_e4m3fn).to(torch.bfloat16)
     finite = want.isfinite()
     assert finite.sum() == 254
     assert same_bits(out.cpu()[finite], want[finite])
+    assert same_bits(half.cpu()[finite], want[finite].half() * (1 if native else 2.0**-8))
     if not (native and interpreter_is_on()):  # the interpreter's own conversion reads the NaN codes as 480
-        assert out.cpu()[~finite].isnan().all()
+        assert out.cpu()[~finite].isnan().all() and half.cpu()[~finite].isnan().all()
 
 
 # cache_write

@@ -12,15 +12,24 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable_triton.kernels import e4m3_packed
-from mla_portable_triton.kernels.e4m3_packed import e4m3_lower, e4m3_lower_half, e4m3_upper, e4m3_upper_half
+from mla_portable_triton.kernels.e4m3_packed import e4m3_converted, e4m3_lower_half, e4m3_times_140, e4m3_upper_half
 
 EVERY = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
 """Every word of two bytes."""
 
 
+WAYS = {
+    "halves": (e4m3_packed.HALF_LOWER, e4m3_packed.HALF_UPPER),
+    "times 140": (e4m3_packed.LOUD_LOWER, e4m3_packed.LOUD_UPPER),
+    "converted": (e4m3_packed.CONVERT_LOWER, e4m3_packed.CONVERT_UPPER),
+}
+UNIT = {"halves": 2.0**-8, "times 140": 140.0, "converted": 1.0}
+"""What a number is multiplied by."""
+
+
 def values(words: Tensor) -> tuple[Tensor, Tensor]:
-    """What torch makes of the lower and the upper bytes of words, as bfloat16."""
-    even, odd = words.view(torch.float8_e4m3fn).view(-1, 2).bfloat16().unbind(1)
+    """What torch makes of the lower and the upper bytes of words, as float32."""
+    even, odd = words.view(torch.float8_e4m3fn).view(-1, 2).float().unbind(1)
     return even, odd
 
 
@@ -33,6 +42,10 @@ def run(assembly: str, registers: Tensor) -> Tensor:
 
     for name, types, operands in re.findall(r"(\w+)\.([\w.]+) ([^;]+);", assembly.partition(";")[2]):
         target, *sources = operands.split(", ")
+        if target.startswith("{"):
+            upper, both = sources[0].removesuffix("}"), held[sources[1]]
+            held[target.removeprefix("{")], held[upper] = both & 0xFFFF, both >> 16
+            continue
         a, *rest = map(read, sources)
         held[target] = execute(name, types, a, *rest) & 0xFFFFFFFF
     return held["$0"]
@@ -41,86 +54,68 @@ def run(assembly: str, registers: Tensor) -> Tensor:
 def execute(name: str, types: str, a: Tensor | int, b: Tensor | int = 0, c: Tensor | int = 0, *rest: Tensor | int) -> Tensor:
     if name == "mov":
         return torch.as_tensor(a)
-    if name == "prmt":  # selectors with bit 3 spread the sign of a byte
-        assert isinstance(c, int) and b == 0
-        picked = [(a >> (c >> 4 * i & 7) * 8 & 0xFF, c >> 4 * i & 8) for i in range(4)]
-        chosen = [(byte >> 7) * 0xFF if spread else byte for byte, spread in picked]
-        return torch.stack([byte << 8 * i for i, byte in enumerate(chosen)]).sum(0)
-    if name == "fma":
-        assert types == "rn.bf16x2"
-        halves = [[torch.as_tensor(x) >> at & 0xFFFF for x in (a, b, c)] for at in (0, 16)]
-        floats = [[half.to(torch.int16).view(torch.bfloat16).double() for half in each] for each in halves]
-        low, high = ((x * y + z).bfloat16().view(torch.int16).long() & 0xFFFF for x, y, z in floats)
+    if name == "prmt":  # without the selectors that spread a sign
+        assert isinstance(c, int) and b == 0 and not c & 0x8888
+        return torch.stack([(a >> (c >> 4 * i & 7) * 8 & 0xFF) << 8 * i for i in range(4)]).sum(0)
+    if name == "cvt":
+        assert types == "rn.f16x2.e4m3x2" and isinstance(a, Tensor)
+        low, high = (bits(numbers.half()) for numbers in values(a.to(torch.int16)))
+        return low | high << 16
+    if name == "mul":
+        assert types == "rn.f16x2"
+        halves = [[torch.as_tensor(x) >> at & 0xFFFF for x in (a, b)] for at in (0, 16)]
+        floats = [[half.to(torch.int16).view(torch.float16).double() for half in each] for each in halves]
+        low, high = (bits((x * y).half()) for x, y in floats)
         return low | high << 16
     if name == "lop3":
         assert rest == (0xEA,)
         return torch.as_tensor(a & b | c)
-    return {"and": a & b, "add": a + b, "shl": a << b, "shr": a >> b}[name]  # type: ignore[return-value]
+    return {"and": a & b, "shl": a << b, "shr": a >> b}[name]  # type: ignore[return-value]
 
 
-def same(got: Tensor, want: Tensor, keep_nan: bool) -> bool:
-    """Equal numbers; a NaN is a NaN, or 480 of either sign."""
-    nan = want.isnan()
-    return torch.equal(got[~nan], want[~nan]) and bool((got[nan].isnan() if keep_nan else got[nan].abs() == 480).all())
+def bits(halves: Tensor) -> Tensor:
+    return halves.view(torch.int16).long() & 0xFFFF
 
 
-@pytest.mark.parametrize("neighbour", [0, 0x7FFF, -1])
-@pytest.mark.parametrize("keep_nan", [True, False])
-def test_every_word_by_a_reading_of_the_instructions(neighbour: int, keep_nan: bool):
-    registers = (EVERY.long() & 0xFFFF) << 16 | (neighbour & 0xFFFF)
-    assemblies = (e4m3_packed.LOWER_NAN, e4m3_packed.UPPER_NAN) if keep_nan else (e4m3_packed.LOWER, e4m3_packed.UPPER)
-    besides = values(torch.tensor([neighbour], dtype=torch.int16))
-    for assembly, want, beside in zip(assemblies, values(EVERY), besides, strict=True):
-        result = run(assembly.value, registers)
-        assert same((result >> 16).to(torch.int16).view(torch.bfloat16), want, keep_nan)
-        assert same((result & 0xFFFF).to(torch.int16).view(torch.bfloat16), beside.expand(len(EVERY)), keep_nan)
-
-
-def same_halves(got: Tensor, want: Tensor) -> bool:
-    """float16 numbers are 2**-8 of `want`; a NaN is 480 of either sign."""
-    got, nan = got.float() * 256, want.isnan()
-    return torch.equal(got[~nan], want[~nan].float()) and bool((got[nan].abs() == 480).all())
+def same(got: Tensor, want: Tensor, way: str) -> bool:
+    """float16 numbers are UNIT times `want`, exactly. A NaN is 2**-8 of 480, infinite or a NaN."""
+    got, nan = got.double(), want.isnan()
+    seen = {"halves": got[nan].abs() == 480 * 2.0**-8, "times 140": got[nan].isinf(), "converted": got[nan].isnan()}
+    return torch.equal(got[~nan], want[~nan].double() * UNIT[way]) and bool(seen[way].all())
 
 
 @pytest.mark.parametrize("neighbour", [0, 0x7FFF, -1])
-def test_every_word_as_halves_by_a_reading_of_the_instructions(neighbour: int):
+@pytest.mark.parametrize("way", WAYS)
+def test_every_word_by_a_reading_of_the_instructions(neighbour: int, way: str):
     registers = (EVERY.long() & 0xFFFF) << 16 | (neighbour & 0xFFFF)
     besides = values(torch.tensor([neighbour], dtype=torch.int16))
-    for assembly, want, beside in zip((e4m3_packed.HALF_LOWER, e4m3_packed.HALF_UPPER), values(EVERY), besides, strict=True):
+    for assembly, want, beside in zip(WAYS[way], values(EVERY), besides, strict=True):
         result = run(assembly.value, registers)
-        assert same_halves((result >> 16).to(torch.int16).view(torch.float16), want)
-        assert same_halves((result & 0xFFFF).to(torch.int16).view(torch.float16), beside.expand(len(EVERY)))
+        assert same((result >> 16).to(torch.int16).view(torch.float16), want, way)
+        assert same((result & 0xFFFF).to(torch.int16).view(torch.float16), beside.expand(len(EVERY)), way)
 
 
 @triton.jit
-def _halve(even_ptr, odd_ptr, word_ptr, BLOCK: tl.constexpr):
+def _decode(even_ptr, odd_ptr, word_ptr, WAY: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     words = tl.load(word_ptr + i)
-    tl.store(even_ptr + i, e4m3_lower_half(words))
-    tl.store(odd_ptr + i, e4m3_upper_half(words))
-
-
-@triton.jit
-def _decode(even_ptr, odd_ptr, word_ptr, KEEP_NAN: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    words = tl.load(word_ptr + i)
-    tl.store(even_ptr + i, e4m3_lower(words, KEEP_NAN))
-    tl.store(odd_ptr + i, e4m3_upper(words, KEEP_NAN))
+    if WAY == "converted":
+        even, odd = e4m3_converted(words)
+    elif WAY == "times 140":
+        even, odd = e4m3_times_140(words)
+    else:
+        even = e4m3_lower_half(words)
+        odd = e4m3_upper_half(words)
+    tl.store(even_ptr + i, even)
+    tl.store(odd_ptr + i, odd)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.version.hip is not None, reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("keep_nan", [True, False])
-def test_every_word_on_a_gpu(keep_nan: bool):
-    words = EVERY.cuda()
-    even, odd = torch.empty_like(words, dtype=torch.bfloat16), torch.empty_like(words, dtype=torch.bfloat16)
-    _decode[(64,)](even, odd, words, KEEP_NAN=keep_nan, BLOCK=1024)
-    for got, want in zip((even, odd), values(EVERY), strict=True):
-        assert same(got.cpu(), want, keep_nan)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.version.hip is not None, reason="needs an NVIDIA GPU")
-def test_every_word_as_halves_on_a_gpu():
+@pytest.mark.parametrize("way", WAYS)
+def test_every_word_on_a_gpu(way: str):
+    if way == "converted" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("the conversion exists from 8.9 on")
     words = EVERY.cuda()
     even, odd = torch.empty_like(words, dtype=torch.float16), torch.empty_like(words, dtype=torch.float16)
-    _halve[(64,)](even, odd, words, BLOCK=1024)
-    assert all(same_halves(got.cpu(), want) for got, want in zip((even, odd), values(EVERY), strict=True))
+    _decode[(64,)](even, odd, words, WAY=way, BLOCK=1024)
+    assert all(same(got.cpu(), want, way) for got, want in zip((even, odd), values(EVERY), strict=True))

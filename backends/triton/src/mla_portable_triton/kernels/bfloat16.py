@@ -44,3 +44,12 @@ def dot_operand(x, NATIVE: tl.constexpr):
     else:
         value = to_float32(to_bfloat16(x, NATIVE), NATIVE)
     return value
+
+
+@triton.jit
+def half_operand(x, NATIVE: tl.constexpr):
+    """`x` (float16 or float32) as an operand of tl.dot: float16, or the float32 of the same value where not NATIVE."""
+    value = x.to(tl.float16)
+    if not NATIVE:
+        value = value.to(tl.float32)
+    return value

@@ -38,3 +38,16 @@ def e4m3_to_float32(byte, NATIVE: tl.constexpr, BF16_NATIVE: tl.constexpr):
     else:
         value = to_float32(e4m3_decode(byte, NATIVE), BF16_NATIVE)
     return value
+
+
+@triton.jit
+def e4m3_to_half(byte, NATIVE: tl.constexpr):
+    """float16 tensor of the values of `byte` (uint8), or of 2**-8 of them where not NATIVE; NaN codes stay NaN."""
+    if NATIVE:
+        value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        code = byte.to(tl.int8, bitcast=True).to(tl.int16) << 7
+        # as in e4m3_decode; -0x4080 is 0xBF80 of 16 bits
+        half = (code & -0x4080) | (((code & 0x3F80) + 0x80) & 0x4000)
+        value = half.to(tl.int16).to(tl.float16, bitcast=True)
+    return value

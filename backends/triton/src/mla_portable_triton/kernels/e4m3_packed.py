@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words of two e4m3 bytes -> bfloat16 or float16, exactly, by the instructions of NVIDIA's compute capability 8.0 and later.
+"""Words of two e4m3 bytes -> float16, exactly, by the instructions of NVIDIA's compute capability 8.0 and later.
 
-Lower and upper bytes are decoded apart, so that no byte is moved beside another: a tile of words becomes the even columns and
-the odd columns of the tile of bytes. A register holds two words.
+Lower and upper bytes are decoded apart, into two tensors: a tile of words becomes the even columns and the odd columns of the
+tile of bytes. A register holds two words.
 
-The seven bits of a magnitude, put where a bfloat16's exponent ends and its mantissa begins, are 2**-120 of the value,
-subnormals included, and the product with 2**120 is exact: four instructions for two upper bytes, five for two lower ones. A NaN
-code so becomes 480 with its sign. Where it has to stay NaN, two more instructions spread the carry of its magnitude plus one
-over the product's addend.
+From 8.9 on an instruction converts two bytes that are neighbours. One permutation serves the lower and the upper bytes.
 
-As a float16, shifted by one place instead of four, the bits are 2**-8 of the value, subnormals included. Where that factor can
-be undone later, three instructions decode two upper bytes and four two lower ones.
+Elsewhere the seven bits of a magnitude are put where a float16's exponent ends and its mantissa begins. They are then 2**-8 of
+the value, subnormals included: three instructions for two upper bytes, four for two lower ones. A NaN code so becomes 2**-8 of
+480. Where it has to be seen, one product more makes them 140 times the value. A code has four significant bits and 140 has six,
+so all of that is exact; 448 becomes 62,720, and 480 is infinite.
 
 The functions are None in a Triton without inline assembly: 2.1 looks up whatever a kernel names, in a branch
 that is not taken too.
@@ -20,16 +19,16 @@ import triton
 import triton.language as tl
 
 __all__ = [
+    "CONVERT_LOWER",
+    "CONVERT_UPPER",
     "HALF_LOWER",
     "HALF_UPPER",
-    "LOWER",
-    "LOWER_NAN",
-    "UPPER",
-    "UPPER_NAN",
+    "LOUD_LOWER",
+    "LOUD_UPPER",
     "decodes_packed",
-    "e4m3_lower",
+    "e4m3_converted",
     "e4m3_lower_half",
-    "e4m3_upper",
+    "e4m3_times_140",
     "e4m3_upper_half",
 ]
 
@@ -39,53 +38,29 @@ def decodes_packed(arch: str) -> bool:
     return hasattr(tl, "inline_asm_elementwise") and arch.startswith("sm") and int(arch.removeprefix("sm")) >= 80
 
 
-def _assembly(*first: str, addend: tuple[str, ...]) -> tl.constexpr:
-    instructions = (
-        ".reg .b32 code, magnitude, addend, factor",
-        *first,
-        "and.b32 magnitude, code, 0x7F007F00",
-        *addend,
-        "shr.b32 magnitude, magnitude, 4",
-        "lop3.b32 code, code, 0x80008000, magnitude, 0xEA",
-        "mov.b32 factor, 0x7B807B80",
-        "fma.rn.bf16x2 $0, code, factor, addend",
+def _assembly(*instructions: str) -> tl.constexpr:
+    return tl.constexpr("{ " + "".join(f"{each}; " for each in instructions) + "}")
+
+
+def _bits(*first: str, result: tuple[str, ...]) -> tl.constexpr:
+    declared = ".reg .b32 code, magnitude, factor"
+    return _assembly(declared, *first, "and.b32 magnitude, magnitude, 0x3F803F80", *result)
+
+
+def _convert(half: str) -> tl.constexpr:
+    declared = (".reg .b32 pairs", ".reg .b16 lower, upper")
+    return _assembly(
+        *declared, "prmt.b32 pairs, $1, 0, 0x3120", "mov.b32 {lower, upper}, pairs", f"cvt.rn.f16x2.e4m3x2 $0, {half}"
     )
-    return tl.constexpr("{ " + "".join(f"{each}; " for each in instructions) + "}")
 
 
-def _half(*first: str) -> tl.constexpr:
-    instructions = (".reg .b32 code, magnitude", *first, "and.b32 magnitude, magnitude, 0x3F803F80")
-    instructions += ("lop3.b32 $0, code, 0x80008000, magnitude, 0xEA",)
-    return tl.constexpr("{ " + "".join(f"{each}; " for each in instructions) + "}")
-
-
-_MINUS_ZERO = ("mov.b32 addend, 0x80008000",)
-_NAN = ("add.u32 addend, magnitude, 0x01000100", "prmt.b32 addend, addend, 0, 0xBB99")
-LOWER, LOWER_NAN = (_assembly("shl.b32 code, $1, 8", addend=addend) for addend in (_MINUS_ZERO, _NAN))
-UPPER, UPPER_NAN = (_assembly("mov.b32 code, $1", addend=addend) for addend in (_MINUS_ZERO, _NAN))
-
-HALF_LOWER = _half("shl.b32 code, $1, 8", "shl.b32 magnitude, $1, 7")
-HALF_UPPER = _half("mov.b32 code, $1", "shr.b32 magnitude, $1, 1")
-
-
-@triton.jit
-def e4m3_lower(words, KEEP_NAN: tl.constexpr):
-    """bfloat16 tensor of the lower bytes of `words` (int16); where not KEEP_NAN a NaN code is 480 or -480."""
-    if KEEP_NAN:
-        value = tl.inline_asm_elementwise(LOWER_NAN, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
-    else:
-        value = tl.inline_asm_elementwise(LOWER, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
-    return value
-
-
-@triton.jit
-def e4m3_upper(words, KEEP_NAN: tl.constexpr):
-    """bfloat16 tensor of the upper bytes of `words` (int16); where not KEEP_NAN a NaN code is 480 or -480."""
-    if KEEP_NAN:
-        value = tl.inline_asm_elementwise(UPPER_NAN, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
-    else:
-        value = tl.inline_asm_elementwise(UPPER, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
-    return value
+_LOWER = ("shl.b32 code, $1, 8", "shl.b32 magnitude, $1, 7")
+_UPPER = ("mov.b32 code, $1", "shr.b32 magnitude, $1, 1")
+_SIGNED = ("lop3.b32 $0, code, 0x80008000, magnitude, 0xEA",)
+_TIMES_140 = ("lop3.b32 code, code, 0x80008000, magnitude, 0xEA", "mov.b32 factor, 0x78607860", "mul.rn.f16x2 $0, code, factor")
+HALF_LOWER, HALF_UPPER = (_bits(*first, result=_SIGNED) for first in (_LOWER, _UPPER))
+LOUD_LOWER, LOUD_UPPER = (_bits(*first, result=_TIMES_140) for first in (_LOWER, _UPPER))
+CONVERT_LOWER, CONVERT_UPPER = _convert("lower"), _convert("upper")
 
 
 @triton.jit
@@ -100,5 +75,21 @@ def e4m3_upper_half(words):
     return tl.inline_asm_elementwise(HALF_UPPER, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
 
 
+@triton.jit
+def e4m3_times_140(words):
+    """Two float16 tensors: 140 times the lower and the upper bytes of `words` (int16); a NaN code becomes infinite."""
+    lower = tl.inline_asm_elementwise(LOUD_LOWER, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+    upper = tl.inline_asm_elementwise(LOUD_UPPER, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+    return lower, upper
+
+
+@triton.jit
+def e4m3_converted(words):
+    """Two float16 tensors, the lower and the upper bytes of `words` (int16), by the conversion of 8.9; NaN stays NaN."""
+    lower = tl.inline_asm_elementwise(CONVERT_LOWER, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+    upper = tl.inline_asm_elementwise(CONVERT_UPPER, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+    return lower, upper
+
+
 if not hasattr(tl, "inline_asm_elementwise"):
-    e4m3_lower = e4m3_upper = e4m3_lower_half = e4m3_upper_half = None
+    e4m3_lower_half = e4m3_upper_half = e4m3_times_140 = e4m3_converted = None

@@ -9,17 +9,15 @@ import triton
 import triton.language as tl
 
 from mla_portable_triton.kernels.attention_parts import store_as
-from mla_portable_triton.kernels.bfloat16 import dot_operand
 
 if hasattr(tl, "join"):
 
     @triton.jit
-    def load_pairs(rows, column: tl.constexpr, valid, HEIGHT: tl.constexpr, BF16_NATIVE: tl.constexpr):
+    def load_pairs(rows, column: tl.constexpr, valid, HEIGHT: tl.constexpr):
         """The even and the odd ones of columns [column, column + 128) of bf16 rows at `rows` [HEIGHT, 1], 0 where not valid:
-        two operands of a product, [HEIGHT, 64]."""
+        [HEIGHT, 64] each."""
         tile = tl.load(rows + (tl.arange(0, 128) + column)[None, :], mask=valid[:, None], other=0.0)
-        even, odd = tl.split(tl.reshape(tile, (HEIGHT, 64, 2)))
-        return dot_operand(even, BF16_NATIVE), dot_operand(odd, BF16_NATIVE)
+        return tl.split(tl.reshape(tile, (HEIGHT, 64, 2)))
 
     @triton.jit
     def store_pairs(rows, column: tl.constexpr, even, odd, written, HEIGHT: tl.constexpr, BF16_NATIVE: tl.constexpr):
@@ -30,13 +28,13 @@ if hasattr(tl, "join"):
 else:
 
     @triton.jit
-    def load_pairs(rows, column: tl.constexpr, valid, HEIGHT: tl.constexpr, BF16_NATIVE: tl.constexpr):
+    def load_pairs(rows, column: tl.constexpr, valid, HEIGHT: tl.constexpr):
         """The even and the odd ones of columns [column, column + 128) of bf16 rows at `rows` [HEIGHT, 1], 0 where not valid:
-        two operands of a product, [HEIGHT, 64]."""
+        [HEIGHT, 64] each."""
         pairs = rows + (2 * tl.arange(0, 64) + column)[None, :]
         even = tl.load(pairs, mask=valid[:, None], other=0.0)
         odd = tl.load(pairs + 1, mask=valid[:, None], other=0.0)
-        return dot_operand(even, BF16_NATIVE), dot_operand(odd, BF16_NATIVE)
+        return even, odd
 
     @triton.jit
     def store_pairs(rows, column: tl.constexpr, even, odd, written, HEIGHT: tl.constexpr, BF16_NATIVE: tl.constexpr):

@@ -1,26 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse MLA attention over the FP8 cache: the kernel. What it computes, how it is cut and launched: `sparse_attention`.
 
-e4m3 is exact in bf16, so the products run on the codes, and the float32 scale of each 128 columns multiplies the scores
-(float32) and the probabilities (before they round to bf16). That is at least as accurate as rounding the product
-e4m3 * scale, and costs 8 multiplies for a head and a token instead of 512 for a token.
+e4m3 is exact in float16, so the products run on the codes, and the float32 scale of each 128 columns multiplies the scores
+(float32) and the probabilities (before they round to float16). That is more accurate than rounding the product e4m3 * scale to
+bfloat16, and costs 8 multiplies for a head and a token instead of 512 for a token.
 
 A row's 512 codes are read as words of two. Even columns are one operand and odd columns another, of queries (q, r), keys,
 values and sums (x, y) alike. So words go from shared memory to the registers of the warps that multiply them, are decoded
 there and never written back. They are decoded as keys and again as values, which lie in the registers another way; a value may
 take a NaN for a number, because the scores have seen it as a key.
 
-Tiles of 64 heads take longer on Hopper (170 us for 64 rows on an H200, tiles of 32 take 139): warp groups multiply them from
-shared memory, where what was decoded would have to be written.
+Range of float16: a head's queries are scaled by a power of two, their largest to between 2**13 and 2**14, the rotary ones too;
+what is 2**28 times smaller than that loses bits. Probabilities are relative to a level of their head, in which a token counts
+with its score and its largest scale. The level is set so that the largest product of both is about 2**6, and the sums are
+scaled to it. It stays until a product would pass 2**15, which after the first step is rare. Scales below 2**-60 count as that.
+
+Tiles of 64 heads take longer on Hopper (170 us for 64 rows on an H200 where tiles of 32 took 139, both with products of
+bfloat16): warp groups multiply them from shared memory, where what was decoded would have to be written.
 """
 
 import triton
 import triton.language as tl
 
-from mla_portable_triton.kernels.attention_parts import columns, finish, softmax_step, split_keys, token_at
-from mla_portable_triton.kernels.bfloat16 import dot_operand
-from mla_portable_triton.kernels.e4m3_decode import e4m3_decode
-from mla_portable_triton.kernels.e4m3_packed import decodes_packed, e4m3_lower, e4m3_upper
+from mla_portable_triton.kernels.attention_parts import columns, finish, split_keys, token_at
+from mla_portable_triton.kernels.bfloat16 import dot_operand, half_operand, to_float32
+from mla_portable_triton.kernels.e4m3_decode import e4m3_to_half
+from mla_portable_triton.kernels.e4m3_packed import (
+    decodes_packed,
+    e4m3_converted,
+    e4m3_lower_half,
+    e4m3_times_140,
+    e4m3_upper_half,
+)
 from mla_portable_triton.kernels.paired_columns import load_pairs, store_pairs
 from mla_portable_triton.kernels.row_layout import LATENT, ROPE_BYTE, SCALE_BYTE
 
@@ -43,15 +54,44 @@ def _words(rows, column: tl.constexpr, valid, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _decoded(words, KEEP_NAN: tl.constexpr, E4M3_NATIVE: tl.constexpr, PACKED: tl.constexpr, BF16_NATIVE: tl.constexpr):
-    """The even and the odd columns of `words` as operands of a product, not yet scaled."""
-    if PACKED:
-        even = e4m3_lower(words, KEEP_NAN)
-        odd = e4m3_upper(words, KEEP_NAN)
+def _decoded(words, AS_KEYS: tl.constexpr, E4M3_NATIVE: tl.constexpr, PACKED: tl.constexpr, BF16_NATIVE: tl.constexpr):
+    """The even and the odd columns of `words` as operands of a product, in units of KEY_UNIT or VALUE_UNIT."""
+    if PACKED and E4M3_NATIVE:
+        even, odd = e4m3_converted(words)
+    elif PACKED and AS_KEYS:
+        even, odd = e4m3_times_140(words)
+    elif PACKED:
+        even = e4m3_lower_half(words)
+        odd = e4m3_upper_half(words)
     else:
-        even = dot_operand(e4m3_decode((words & 0xFF).to(tl.uint8), E4M3_NATIVE), BF16_NATIVE)
-        odd = dot_operand(e4m3_decode(((words >> 8) & 0xFF).to(tl.uint8), E4M3_NATIVE), BF16_NATIVE)
+        even = half_operand(e4m3_to_half((words & 0xFF).to(tl.uint8), E4M3_NATIVE), BF16_NATIVE)
+        odd = half_operand(e4m3_to_half(((words >> 8) & 0xFF).to(tl.uint8), E4M3_NATIVE), BF16_NATIVE)
     return even, odd
+
+
+@triton.jit
+def _magnitude(x, y, BF16_NATIVE: tl.constexpr):
+    """Of bf16 tiles `x` and `y`, the larger of each two numbers, float32."""
+    return tl.maximum(tl.abs(to_float32(x, BF16_NATIVE)), tl.abs(to_float32(y, BF16_NATIVE)))
+
+
+@triton.jit
+def _query_scale(top):
+    """A power of two that brings magnitudes of at most `top` [H] below 2**14, and its inverse; infinity stays infinite."""
+    exponent = tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 14)  # 127 of 1.0
+    return ((267 - exponent) << 23).to(tl.float32, bitcast=True), ((exponent - 13) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exponent(x):
+    """The least whole number above log2(x), float32; -60 of all that is below 2**-60."""
+    return ((tl.maximum(x, 2.0**-60).to(tl.int32, bitcast=True) >> 23) - 126).to(tl.float32)
+
+
+@triton.jit
+def _any_above(tile, LIMIT: tl.constexpr):
+    """Whether a number of `tile` is above LIMIT, NaN aside: one answer for the whole program."""
+    return tl.max((tile > LIMIT).to(tl.int32)) > 0
 
 
 @triton.jit
@@ -63,10 +103,10 @@ def _add_scores(scores, q, r, even, odd, scale):
 
 
 @triton.jit
-def _add_values(x, y, decay, p, even, odd, scale, BF16_NATIVE: tl.constexpr):
-    """Sums `x` and `y` [H, 64] decayed, plus the values of probabilities `p` [H, N]."""
-    p = dot_operand(p * scale[None, :], BF16_NATIVE)
-    return x * decay[:, None] + tl.dot(p, even), y * decay[:, None] + tl.dot(p, odd)
+def _add_values(x, y, p, even, odd, scale, BF16_NATIVE: tl.constexpr):
+    """Sums `x` and `y` [H, 64] plus the values of probabilities `p` [H, N]."""
+    p = half_operand(p * scale[None, :], BF16_NATIVE)
+    return x + tl.dot(p, even), y + tl.dot(p, odd)
 
 
 @triton.jit(
@@ -117,6 +157,8 @@ def sparse_attention_fp8_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Grid (rows * head tiles, splits): the head tiles of a row are neighbours, so that they share its tokens in L2."""
+    KEY_UNIT: tl.constexpr = 1.0 if E4M3_NATIVE else 1.0 / 140.0 if PACKED else 256.0
+    VALUE_UNIT: tl.constexpr = 1.0 if E4M3_NATIVE else 256.0
     HEAD_TILES: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     row = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
     split = tl.program_id(1).to(tl.int64)
@@ -126,22 +168,38 @@ def sparse_attention_fp8_kernel(
     in_heads = h < NUM_HEADS  # [BLOCK_H]
     n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
 
-    q_rows = q_ptr + (b * q_stride_b + s * q_stride_s) * STRIDE_UNIT
-    q_rows += h[:, None] * (q_stride_h.to(tl.int64) * STRIDE_UNIT)  # [BLOCK_H, 1]
-    q0, r0 = load_pairs(q_rows, 0, in_heads, BLOCK_H, BF16_NATIVE)  # [BLOCK_H, 64]
-    q1, r1 = load_pairs(q_rows, 128, in_heads, BLOCK_H, BF16_NATIVE)
-    q2, r2 = load_pairs(q_rows, 256, in_heads, BLOCK_H, BF16_NATIVE)
-    q3, r3 = load_pairs(q_rows, 384, in_heads, BLOCK_H, BF16_NATIVE)
-    q_rope = columns(q_rows, LATENT, ROPE, in_heads, BF16_NATIVE)  # [BLOCK_H, ROPE]
-
     indices_row = indices_ptr + b * indices_stride_b + s * indices_stride_s
     begin, end = split_keys(lengths_ptr, b * lengths_stride_b + s * lengths_stride_s, topk, BLOCK_N)
+    ahead = tl.load(indices_row + begin + n, mask=begin + n < end, other=-1)  # [BLOCK_N], slots of the next step
+
+    q_rows = q_ptr + (b * q_stride_b + s * q_stride_s) * STRIDE_UNIT
+    q_rows += h[:, None] * (q_stride_h.to(tl.int64) * STRIDE_UNIT)  # [BLOCK_H, 1]
+    q0, r0 = load_pairs(q_rows, 0, in_heads, BLOCK_H)  # [BLOCK_H, 64]
+    q1, r1 = load_pairs(q_rows, 128, in_heads, BLOCK_H)
+    q2, r2 = load_pairs(q_rows, 256, in_heads, BLOCK_H)
+    q3, r3 = load_pairs(q_rows, 384, in_heads, BLOCK_H)
+    q_rope = tl.load(q_rows + (tl.arange(0, ROPE) + LATENT)[None, :], mask=in_heads[:, None], other=0.0)  # [BLOCK_H, ROPE]
+    top = tl.maximum(_magnitude(q0, r0, BF16_NATIVE), _magnitude(q1, r1, BF16_NATIVE))
+    top = tl.maximum(top, tl.maximum(_magnitude(q2, r2, BF16_NATIVE), _magnitude(q3, r3, BF16_NATIVE)))
+    top = tl.max(tl.maximum(top, tl.abs(to_float32(q_rope, BF16_NATIVE))), 1)  # [BLOCK_H]; the rotary part is as wide, 64
+    factor, inverse_factor = _query_scale(top)  # [BLOCK_H]
+    q0 = half_operand(to_float32(q0, BF16_NATIVE) * factor[:, None], BF16_NATIVE)
+    r0 = half_operand(to_float32(r0, BF16_NATIVE) * factor[:, None], BF16_NATIVE)
+    q1 = half_operand(to_float32(q1, BF16_NATIVE) * factor[:, None], BF16_NATIVE)
+    r1 = half_operand(to_float32(r1, BF16_NATIVE) * factor[:, None], BF16_NATIVE)
+    q2 = half_operand(to_float32(q2, BF16_NATIVE) * factor[:, None], BF16_NATIVE)
+    r2 = half_operand(to_float32(r2, BF16_NATIVE) * factor[:, None], BF16_NATIVE)
+    q3 = half_operand(to_float32(q3, BF16_NATIVE) * factor[:, None], BF16_NATIVE)
+    r3 = half_operand(to_float32(r3, BF16_NATIVE) * factor[:, None], BF16_NATIVE)
+    q_rope = dot_operand(to_float32(q_rope, BF16_NATIVE) * factor[:, None], BF16_NATIVE)
+    score_scale = scale_log2 * inverse_factor  # [BLOCK_H]
+
     scale_ptr = kv_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
     word_ptr = kv_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     rope_ptr = kv_ptr.to(tl.pointer_type(tl.bfloat16), bitcast=True)
 
-    m = tl.full([BLOCK_H], -1.0e30, tl.float32)  # running maximum, base 2
-    total = tl.zeros([BLOCK_H], tl.float32)  # running sum
+    level = tl.full([BLOCK_H], -1.0e30, tl.float32)  # what probabilities are relative to, base 2
+    sums = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)  # of probabilities
     x0 = tl.zeros([BLOCK_H, 64], tl.float32)
     y0 = tl.zeros([BLOCK_H, 64], tl.float32)
     x1 = tl.zeros([BLOCK_H, 64], tl.float32)
@@ -150,7 +208,6 @@ def sparse_attention_fp8_kernel(
     y2 = tl.zeros([BLOCK_H, 64], tl.float32)
     x3 = tl.zeros([BLOCK_H, 64], tl.float32)
     y3 = tl.zeros([BLOCK_H, 64], tl.float32)
-    ahead = tl.load(indices_row + begin + n, mask=begin + n < end, other=-1)  # [BLOCK_N], slots of the next step
     for start in range(begin, end, BLOCK_N):
         slot = ahead
         k = start + BLOCK_N + n
@@ -169,28 +226,46 @@ def sparse_attention_fp8_kernel(
         scores = tl.dot(q_rope, tl.trans(k_rope))  # [BLOCK_H, BLOCK_N]
         w0 = _words(word_rows, 0, valid, PACKED)  # [BLOCK_N, 64]
         even, odd = _decoded(w0, True, E4M3_NATIVE, PACKED, BF16_NATIVE)
-        scores = _add_scores(scores, q0, r0, even, odd, f0)
+        scores = _add_scores(scores, q0, r0, even, odd, f0 * KEY_UNIT)
         w1 = _words(word_rows, 64, valid, PACKED)
         even, odd = _decoded(w1, True, E4M3_NATIVE, PACKED, BF16_NATIVE)
-        scores = _add_scores(scores, q1, r1, even, odd, f1)
+        scores = _add_scores(scores, q1, r1, even, odd, f1 * KEY_UNIT)
         w2 = _words(word_rows, 128, valid, PACKED)
         even, odd = _decoded(w2, True, E4M3_NATIVE, PACKED, BF16_NATIVE)
-        scores = _add_scores(scores, q2, r2, even, odd, f2)
+        scores = _add_scores(scores, q2, r2, even, odd, f2 * KEY_UNIT)
         w3 = _words(word_rows, 192, valid, PACKED)
         even, odd = _decoded(w3, True, E4M3_NATIVE, PACKED, BF16_NATIVE)
-        scores = _add_scores(scores, q3, r3, even, odd, f3)
-        m, total, decay, p = softmax_step(m, total, scores, valid, scale_log2)
+        scores = _add_scores(scores, q3, r3, even, odd, f3 * KEY_UNIT)
+        if PACKED and not E4M3_NATIVE:
+            scores += scores * 0.0  # a NaN code made them infinite
+        scores = tl.where(valid[None, :], scores * score_scale[:, None], float("-inf"))
+        weight = _exponent(tl.maximum(tl.maximum(f0, f1), tl.maximum(f2, f3)))  # [BLOCK_N]
+        if _any_above(scores + weight[None, :] - level[:, None], 15.0):
+            risen = tl.maximum(level, tl.max(scores + weight[None, :], 1) - 6.0)
+            decay = tl.math.exp2(level - risen)[:, None]
+            level = risen
+            sums *= decay
+            x0 *= decay
+            y0 *= decay
+            x1 *= decay
+            y1 *= decay
+            x2 *= decay
+            y2 *= decay
+            x3 *= decay
+            y3 *= decay
+        p = tl.math.exp2(scores - level[:, None])  # [BLOCK_H, BLOCK_N], 0 where absent
+        sums += p
         even, odd = _decoded(w0, False, E4M3_NATIVE, PACKED, BF16_NATIVE)
-        x0, y0 = _add_values(x0, y0, decay, p, even, odd, f0, BF16_NATIVE)
+        x0, y0 = _add_values(x0, y0, p, even, odd, f0, BF16_NATIVE)
         even, odd = _decoded(w1, False, E4M3_NATIVE, PACKED, BF16_NATIVE)
-        x1, y1 = _add_values(x1, y1, decay, p, even, odd, f1, BF16_NATIVE)
+        x1, y1 = _add_values(x1, y1, p, even, odd, f1, BF16_NATIVE)
         even, odd = _decoded(w2, False, E4M3_NATIVE, PACKED, BF16_NATIVE)
-        x2, y2 = _add_values(x2, y2, decay, p, even, odd, f2, BF16_NATIVE)
+        x2, y2 = _add_values(x2, y2, p, even, odd, f2, BF16_NATIVE)
         even, odd = _decoded(w3, False, E4M3_NATIVE, PACKED, BF16_NATIVE)
-        x3, y3 = _add_values(x3, y3, decay, p, even, odd, f3, BF16_NATIVE)
+        x3, y3 = _add_values(x3, y3, p, even, odd, f3, BF16_NATIVE)
 
     lse_row = lse_ptr + split * lse_stride_p + b * lse_stride_b + s * lse_stride_s
-    inverse = finish(lse_row, lse_stride_h, sink_ptr, m, total, h, in_heads, IS_SPLIT)
+    inverse = finish(lse_row, lse_stride_h, sink_ptr, level, tl.sum(sums, 1), h, in_heads, IS_SPLIT) * VALUE_UNIT
     written = in_heads[:, None]
     if IS_SPLIT:
         written = written & (begin < end)  # merge_states does not read the part of an empty split
