@@ -31,6 +31,9 @@ static T __shfl_xor_sync(unsigned, T value, int by) {
     std::memcpy(&value, &other, sizeof(T));
     return value;
 }
+static float __shfl_sync(unsigned all, float value, int lane) {
+    return __uint_as_float((unsigned)__shfl_sync(all, (int)__float_as_uint(value), lane));
+}
 static void __syncwarp() { warps_met[current / 32].meet(32); }
 
 static float of_bf16(unsigned bits) { return __uint_as_float(bits << 16); }

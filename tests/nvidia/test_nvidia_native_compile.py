@@ -30,7 +30,7 @@ from mla_portable_nvidia.native.nvrtc import CompilationFailed, NvrtcNotFound, c
 from mla_portable_nvidia.native.sparse_decode import HEADERS, MAX_SPLITS
 from mla_portable_nvidia.native.sparse_decode_bf16 import Bf16Build
 from mla_portable_nvidia.native.sparse_decode_fp8 import Fp8Build
-from mla_portable_nvidia.native.sparse_decode_sm80 import MERGE
+from mla_portable_nvidia.native.sparse_decode_sm80 import MERGES
 from mla_portable_nvidia.native.topk_select import CANDIDATES, FEW_ROWS, MANY_ROWS, MAX_TOPK
 
 REGISTERS = 65_536
@@ -180,7 +180,7 @@ def lines(capsys, *arguments):
 
 def test_what_compiled_becomes_evidence_of_these_implementations_alone(capsys):
     code, made = lines(capsys)
-    everything = [*ALL, *SM80, MERGE, FEW_ROWS, MANY_ROWS, *INDEXER]
+    everything = [*ALL, *SM80, *MERGES, FEW_ROWS, MANY_ROWS, *INDEXER]
     expected = [(arch, build) for arch in compile_all.TARGETS for build in everything if arch in build.archs]
     assert code == 0 and [(line["arch"], line["label"]) for line in made] == [(arch, build.label) for arch, build in expected]
     assert [line["shared"] for line in made] == [build.shared_bytes for _, build in expected]

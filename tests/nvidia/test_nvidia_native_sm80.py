@@ -24,7 +24,7 @@ from mla_portable_nvidia import compile_all
 from mla_portable_nvidia.native import bind_sm80
 from mla_portable_nvidia.native.build import compile_build
 from mla_portable_nvidia.native.nvrtc import CompilationFailed, compile_cubin
-from mla_portable_nvidia.native.sparse_decode_sm80 import BUILDS, MERGE, SHARED_MEMORY, LargeSm80Build, builds
+from mla_portable_nvidia.native.sparse_decode_sm80 import BUILDS, MERGES, SHARED_MEMORY, LargeSm80Build, builds
 
 REQUEST = Request(SPARSE_DECODE, A100, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, block_size=64, lse=True)
 BOTH = pytest.mark.parametrize("layout", [BF16.name, FP8_DS_MLA.name])
@@ -68,7 +68,8 @@ class Merge(Model):
         at = self.arguments(grid, *arguments)
         assert cluster == grid[1] == 1 and at.splits > 1
         memory = Memory()
-        rows = (grid[0] // at.num_heads // at.query_len, at.query_len, at.num_heads)
+        assert grid[0] == -(-at.all_heads // self.build.heads) and self.build.heads == (4 if at.splits <= 4 else 1)
+        rows = (at.all_heads // at.num_heads // at.query_len, at.query_len, at.num_heads)
         shape = (at.splits, *rows)
         lses = memory(at.partial_lse, torch.float32, shape, _dense(*shape)) * math.log(2.0)
         out, lse = reference.merge_states(memory(at.partial_out, torch.float32, (*shape, 512), _dense(*shape, 512)), lses)
@@ -83,7 +84,7 @@ def _dense(*shape):
 
 
 def stand_in(build, *launch):
-    return (Merge if build is MERGE else Attend)(build, *launch)
+    return (Merge if build in MERGES else Attend)(build, *launch)
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_a_launch_says_what_the_call_meant(models, layout, batch, query_len, num
         limits = ScheduleLimits(torch.device("cpu"), num_heads, topk, batch * query_len, query_len, 12, "sm80", request=request)
         schedule = next(bind_sm80.sm80_implementations()).schedule_kind.planner(limits).get(batch, query_len)
     check_calls(decode, q, kv, indices, lengths, rtol=1e-2, atol=2e-3, schedule=schedule)
-    (attend,) = [model for build, model in models.items() if build is not MERGE]
+    (attend,) = [model for build, model in models.items() if build not in MERGES]
     assert attend.build in builds("sm80", layout, num_heads) and len(attend.launches) == 4
     if schedule is not None:
         assert {launch.grid[1] for launch in attend.launches} == {schedule.num_splits}

@@ -41,7 +41,7 @@ def check(monkeypatch, kv, q, indices, request, schedule=None, **options):
 @pytest.mark.parametrize("layout", ["bf16", "fp8_ds_mla"])
 @pytest.mark.parametrize(
     ("device", "num_heads", "topk"),
-    [(A100, 16, 150), (A100, 21, 70), (RTX_4090, 20, 40), (A100, 50, 70), (RTX_4090, 64, 40)],
+    [(A100, 16, 150), (RTX_4090, 16, 70), (A100, 21, 70), (RTX_4090, 20, 40), (A100, 50, 70), (RTX_4090, 64, 40)],
     ids=lambda value: getattr(value, "arch", value),
 )
 def test_what_the_source_computes(monkeypatch, layout, device, num_heads, topk):
@@ -79,6 +79,17 @@ def test_blocks_share_the_keys_that_a_row_has(monkeypatch, layout):
     schedule = SplitSchedule(2, 16, 512, 4, torch.full((4, 2, 16, 512), torch.nan), torch.zeros(4, 2, 16))
     check(monkeypatch, kv, q, indices, REQUEST.but(kv_layout=layout, device=A100), schedule=schedule, lengths=lengths)
     assert schedule.partial_lse.isfinite().all(-1).tolist() == [[True, True], [True, True], [True, False], [True, False]]
+
+
+def test_more_splits_than_a_warp_has_lanes(monkeypatch):
+    """The merge knows 32 splits at a time: 34 of 64 keys, and a row whose keys fill three of them."""
+    torch.manual_seed(0)
+    kv, keys = cache(8, 16), 34 * 64
+    indices = torch.arange(keys, dtype=torch.int32).remainder(128).expand(2, 1, keys).contiguous()
+    q, lengths = torch.randn(2, 1, 16, 576).bfloat16(), torch.tensor([[keys], [150]], dtype=torch.int32)
+    schedule = SplitSchedule(2, 16, keys, 34, torch.full((34, 2, 16, 512), torch.nan), torch.zeros(34, 2, 16))
+    check(monkeypatch, kv, q, indices, REQUEST.but(device=A100), schedule=schedule, lengths=lengths)
+    assert schedule.partial_lse.isfinite().all(-1).sum(0).tolist() == [34, 3]
 
 
 def test_rows_without_an_entry_are_zero(monkeypatch):

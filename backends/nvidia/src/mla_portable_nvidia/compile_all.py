@@ -46,7 +46,7 @@ TARGETS: Final = tuple(sorted(SHARED_MEMORY, key=lambda arch: int(arch[2:])))
 _BUILDS: Final[tuple[KernelBuild, ...]] = (
     *(build for builds in BUILDS.values() for build in builds),
     *(build for builds in sparse_decode_sm80.BUILDS.values() for build in builds),
-    sparse_decode_sm80.MERGE,
+    *sparse_decode_sm80.MERGES,
     *(FEW_ROWS, MANY_ROWS),
     *(*DECODE.values(), *PREFILL.values()),
 )

@@ -24,7 +24,7 @@ from mla_portable_nvidia.native.bound import BoundAttention, layout_of
 from mla_portable_nvidia.native.build import load
 from mla_portable_nvidia.native.checks import check
 from mla_portable_nvidia.native.sparse_decode import Tensors
-from mla_portable_nvidia.native.sparse_decode_sm80 import MERGE, SHARED_MEMORY, Sm80Build, builds, prepare
+from mla_portable_nvidia.native.sparse_decode_sm80 import MERGES, SHARED_MEMORY, Sm80Build, builds, prepare
 
 __all__ = ["sm80_implementations"]
 
@@ -70,7 +70,7 @@ class Sm80Attention(BoundAttention):
         return (made.num_splits, *(0 if part is None else part.data_ptr() for part in scratch))
 
     def _load(self, index: int) -> None:
-        for build in (*_builds(self._request), MERGE):
+        for build in (*_builds(self._request), *MERGES):
             load(build, build.archs[self._request.device.arch], index)
 
     def _prepared(self, of: Tensors, cut: tuple[int, ...] | None) -> Callable[..., None]:
@@ -79,8 +79,7 @@ class Sm80Attention(BoundAttention):
         (build,) = _builds(self._request.but(num_heads=num_heads))
         if cut is None:
             cut = (_own_splits(self._request, batch * query_len, num_heads, of.indices.shape[2], build.program(arch)),)
-        kernel, merge = (load(each, each.archs[arch], index) for each in (build, MERGE))
-        return prepare(kernel, merge, build, of, *cut)
+        return prepare(load(build, build.archs[arch], index), lambda each: load(each, each.archs[arch], index), build, of, *cut)
 
 
 def bind_sparse_decode(request: Request) -> SparseDecode:

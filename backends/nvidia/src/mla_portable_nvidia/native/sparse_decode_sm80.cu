@@ -240,7 +240,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             for (int i = 0; i < 4; ++i) acc[mt][j][i] = 0.f;
     float m = -1.0e30f, total = 0.f;  // of this lane's head; total only over this lane's tokens
     int own_head = lane / LANES_PER_HEAD;  // of the softmax
-#if MT > 1 && __CUDA_ARCH__ < 1000  // lanes beside each other have heads two apart, for the banks; later targets would spill
+    // lanes beside each other have heads two apart, for the banks; with more heads later targets would spill
+#if TILE == 16 && MT == 1 || MT > 1 && __CUDA_ARCH__ < 1000
     own_head = (own_head & 4) | (own_head & 1) << 1 | (own_head >> 1 & 1);
 #endif
     own_head += warp * (HT / 4);
