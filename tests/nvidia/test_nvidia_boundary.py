@@ -17,7 +17,7 @@ from mla_portable_nvidia.attention import check_kernel
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from mla_portable_nvidia.boundary import _finish_kernel, _sanitise_kernel
+from mla_portable_nvidia.boundary import _finish_kernel, _lse_kernel, _sanitise_kernel
 
 def check(kernel, types, arch, **constants):
     names = kernel.arg_names
@@ -29,8 +29,9 @@ for arch in (90, 100):
     pointers = {"out_ptr": "*i32", "indices_ptr": "*i32", "lengths_ptr": "*i32"}
     check(_sanitise_kernel, pointers, arch, TOPK=100, WIDTH=128, HAS_LENGTHS=True, BLOCK_K=1024)
     pointers = {"out_ptr": "*bf16", "result_ptr": "*bf16", "lse_out_ptr": "*fp32", "lse_ptr": "*fp32", "sink_ptr": "*fp32"}
-    check(_finish_kernel, pointers, arch, COPY=True, SINK=True, BASE_2=True, WIDTH=512, BLOCK_H=8)
-    check(_finish_kernel, pointers, arch, COPY=False, SINK=False, BASE_2=False, WIDTH=512, BLOCK_H=8, sink_ptr=None)
+    check(_finish_kernel, pointers, arch, SINK=True, BASE_2=True, WIDTH=512, BLOCK_H=8)
+    check(_finish_kernel, pointers, arch, SINK=False, BASE_2=False, WIDTH=512, BLOCK_H=8)
+    check(_lse_kernel, pointers, arch, BASE_2=True, WIDTH=512, BLOCK=256, COLUMNS=32, EARLY=True)
 print("compiled")
 """
 

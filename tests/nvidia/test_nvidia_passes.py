@@ -78,7 +78,7 @@ def test_finish(heads: int, kernel_heads: int, in_place: bool, with_sink: bool, 
     for passes, memory, mine in zip((Boundary(), TorchBoundary()), out, lses, strict=True):
         if in_place:
             memory[:, :, :heads, :512] = result
-        passes.finish(memory[:, :, :heads, :512], mine[..., :heads], given, lse.to(DEVICE), sink, base_2)
+        passes.finish(memory[:, :, :heads, :512], mine[..., :heads], given, lse.transpose(1, 2).to(DEVICE), sink, base_2)
     close(out, 2**-7 if with_sink else 0.0)
     close(lses, 1e-6)
     assert not out[0][1, 0, :heads, :512].any()
@@ -102,18 +102,22 @@ def test_every_part_gets_the_query_and_its_share_of_the_length(heads: int, kerne
 
 @HEADS
 @pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("with_lse", [False, True])
 @pytest.mark.parametrize("base_2", [False, True])
-def test_parts_become_one_result(heads: int, kernel_heads: int, parts: int, with_sink: bool, base_2: bool):
+def test_parts_become_one_result(heads: int, kernel_heads: int, parts: int, with_sink: bool, with_lse: bool, base_2: bool):
     g = torch.Generator().manual_seed(heads)
     lses = 3 * torch.randn(4, parts, kernel_heads, generator=g) + 200  # exp overflows
     lses[1, 0], lses[2, :], lses[3, 1:] = math.inf, -math.inf, -math.inf
     values = torch.randn(4, parts, kernel_heads, 512, generator=g).bfloat16()
     values = values.masked_fill(lses.isinf().unsqueeze(-1), math.nan)  # what a kernel leaves there is nobody's business
     sink, out = sinks(heads, 200.0) if with_sink else None, twice(math.nan, 4, heads + 1, 528, dtype=torch.bfloat16)
-    for passes, mine in zip((RowParts(), TorchRowParts()), out, strict=True):
+    written = twice(math.nan, 4, heads + 1, 2)
+    for passes, mine, memory in zip((RowParts(), TorchRowParts()), out, written, strict=True):
+        lse_out = memory[:, :heads, 0].unsqueeze(1) if with_lse else None
         given = values.to(DEVICE).flatten(0, 1), (lses / math.log(2.0) if base_2 else lses).to(DEVICE).flatten(0, 1)
-        passes.merge(mine[:, :heads, :512].unsqueeze(1), *given, sink, base_2)
+        passes.merge(mine[:, :heads, :512].unsqueeze(1), lse_out, *given, sink, base_2)
     close(out, 1e-2)
+    close(written, 1e-6)
     assert not out[0][2, :heads, :512].any()
 
 

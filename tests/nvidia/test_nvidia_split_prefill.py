@@ -38,18 +38,37 @@ def bound(heads: int, **changes: bool):
 
 @pytest.mark.parametrize("generation", ["vllm 0.26", "flash_mla 2025"])
 @pytest.mark.parametrize("heads", [40, 64, 128])
-@pytest.mark.parametrize("with_sink", [False, True])
-def test_parts_of_a_few_rows_are_rows_of_one_call(generation: str, heads: int, with_sink: bool):
+@pytest.mark.parametrize(("with_sink", "with_lse"), [(False, False), (True, False), (False, True), (True, True)])
+def test_parts_of_a_few_rows_are_rows_of_one_call(generation: str, heads: int, with_sink: bool, with_lse: bool):
     q, kv, indices, lengths = problem(heads)
     sink = torch.randn(heads, generator=torch.Generator().manual_seed(1)) if with_sink else None
     with installed(generation) as library:
-        call = bound(heads, clean_indices=True, clean_lengths=True, lengths=True, attn_sink=with_sink)
+        call = bound(heads, clean_indices=True, clean_lengths=True, lengths=True, attn_sink=with_sink, lse=with_lse)
         del library.prefill_calls[:]
         out, lse = call(q, kv, indices, softmax_scale=0.05, lengths=lengths, attn_sink=sink)
-        assert library.prefill_calls == [(8 * ROWS, 64 if heads <= 64 else 128, 128)] and not lse.numel()
-    want, _ = attend(q[:, 0], kv, indices[:, 0], softmax_scale=0.05, lengths=lengths[:, 0], attn_sink=sink)
+        assert library.prefill_calls == [(8 * ROWS, 64 if heads <= 64 else 128, 128)]
+        given = torch.full((ROWS, 1, heads), 7.0)
+        _, returned = call(q, kv, indices, softmax_scale=0.05, lengths=lengths, attn_sink=sink, lse_out=given)
+    want, want_lse = attend(q[:, 0], kv, indices[:, 0], softmax_scale=0.05, lengths=lengths[:, 0], attn_sink=sink)
     torch.testing.assert_close(out[:, 0].double(), want, atol=1e-2, rtol=1e-2)
     assert not out[0].any()
+    if with_lse:
+        torch.testing.assert_close(lse[:, 0].double(), want_lse, atol=1e-4, rtol=1e-4)
+        assert returned is given and torch.equal(given, lse)
+    else:
+        assert not lse.numel() and not returned.numel() and torch.equal(given, torch.full_like(given, 7.0))
+
+
+def test_an_lse_of_rows_that_are_not_cut_comes_from_the_whole_call():
+    q, kv, indices, lengths = problem(64)
+    with installed("vllm 0.26") as library:
+        call = bound(64, lengths=True, lse=True)  # indices past a length are not promised to be absent
+        del library.prefill_calls[:]
+        out, lse = call(q, kv, indices, softmax_scale=0.05, lengths=lengths)
+        assert library.prefill_calls == [(ROWS, 64, TOPK)]
+    want, want_lse = attend(q[:, 0], kv, indices[:, 0], softmax_scale=0.05, lengths=lengths[:, 0])
+    torch.testing.assert_close(out[:, 0].double(), want, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse[:, 0].double(), want_lse, atol=1e-4, rtol=1e-4)
 
 
 def test_heads_that_are_padded_take_the_same_passes_in_one_part(monkeypatch):

@@ -27,7 +27,7 @@ class TorchBoundary(boundary.Boundary):
 
     def finish(self, out, lse_out, result, lse, attn_sink, base_2):
         num_heads = out.shape[2]
-        lse = lse[..., :num_heads]
+        lse = lse[:, :num_heads].transpose(1, 2)
         empty = lse.isinf()
         natural = (lse * LN2 if base_2 else lse).masked_fill(empty, -math.inf)
         value = out if result is None else result[:, :, :num_heads]
@@ -56,7 +56,7 @@ class TorchRowParts(row_parts.RowParts):
             starts = part * torch.arange(by_token.shape[1], device=limits.device)
             limits.copy_((lengths - starts).clamp(0, part).flatten())
 
-    def merge(self, out, parts, lses, attn_sink, base_2):
+    def merge(self, out, lse_out, parts, lses, attn_sink, base_2):
         num_tokens, _, num_heads, _ = out.shape
         lses, parts = (each[:, :num_heads].unflatten(0, (num_tokens, -1)) for each in (lses, parts))
         natural = (lses * LN2 if base_2 else lses).masked_fill(lses.isinf(), -math.inf)
@@ -66,6 +66,8 @@ class TorchRowParts(row_parts.RowParts):
         if attn_sink is not None:
             merged *= torch.sigmoid(lse - attn_sink).masked_fill(lse.isinf(), 0.0).unsqueeze(-1)
         out.copy_(merged.unsqueeze(1))
+        if lse_out is not None:
+            lse_out.copy_(lse.unsqueeze(1))
 
 
 class TorchIndexPasses(index_pass_kernels.IndexPasses):

@@ -16,11 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable_nvidia.prepared_passes import Arguments, PreparedPass, can_wait
 
 _INT32_MAX: Final = 2**31 - 1
 _BLOCK_K: Final = 1024
 _BLOCK_H: Final = 8
+_BLOCK_LSE: Final = 256
+_COLUMNS: Final = 32
 
 
 @triton.jit(do_not_specialize=["last_slot", "query_len"])
@@ -43,8 +45,8 @@ def _sanitise_kernel(
 def _finish_kernel(
     out_ptr, lse_out_ptr, result_ptr, lse_ptr, sink_ptr, query_len, num_heads,
     out_batch, out_query, out_head, lse_out_batch, lse_out_query, lse_out_head,
-    result_batch, result_query, result_head, lse_batch, lse_query, lse_head,
-    COPY: tl.constexpr, SINK: tl.constexpr, BASE_2: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr,
+    result_batch, result_query, result_head, lse_batch, lse_head, lse_query,
+    SINK: tl.constexpr, BASE_2: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     batch, query = row // query_len, row % query_len
@@ -57,22 +59,44 @@ def _finish_kernel(
     lse = tl.where(empty, float("-inf"), lse)
     tl.store(lse_out_ptr + batch * lse_out_batch + query * lse_out_query + head * lse_out_head, lse, mask=is_head)
     d = tl.arange(0, WIDTH)  # [WIDTH]
+    source = result_ptr + batch * result_batch + query * result_query + head[:, None] * result_head + d[None, :]
+    value = tl.load(source, mask=is_head[:, None], other=0.0)  # [BLOCK_H, WIDTH]
+    if SINK:
+        sink = tl.load(sink_ptr + head, mask=is_head, other=0.0)  # [BLOCK_H]
+        weight = 1.0 / (1.0 + tl.exp(sink - lse))  # [BLOCK_H]; an infinite sink gives 0 or 1
+        value = (value.to(tl.float32) * weight[:, None]).to(out_ptr.dtype.element_ty)
+    zero = tl.zeros([BLOCK_H, WIDTH], dtype=out_ptr.dtype.element_ty)
     place = out_ptr + batch * out_batch + query * out_query + head[:, None] * out_head + d[None, :]  # [BLOCK_H, WIDTH]
-    if COPY or SINK:
-        source = result_ptr + batch * result_batch + query * result_query + head[:, None] * result_head + d[None, :]
-        value = tl.load(source, mask=is_head[:, None], other=0.0)  # [BLOCK_H, WIDTH]
-        if SINK:
-            sink = tl.load(sink_ptr + head, mask=is_head, other=0.0)  # [BLOCK_H]
-            weight = 1.0 / (1.0 + tl.exp(sink - lse))  # [BLOCK_H]; an infinite sink gives 0 or 1
-            value = (value.to(tl.float32) * weight[:, None]).to(out_ptr.dtype.element_ty)
-        zero = tl.zeros([BLOCK_H, WIDTH], dtype=out_ptr.dtype.element_ty)
-        tl.store(place, tl.where(empty[:, None], zero, value), mask=is_head[:, None])
-    else:
-        zero = tl.zeros([BLOCK_H, WIDTH], dtype=out_ptr.dtype.element_ty)
-        tl.store(place, zero, mask=(is_head & empty)[:, None])
+    tl.store(place, tl.where(empty[:, None], zero, value), mask=is_head[:, None])
 
 
-_launch_sanitise, _launch_finish = TritonLauncher(_sanitise_kernel), TritonLauncher(_finish_kernel)
+@triton.jit(do_not_specialize=["total", "query_len", "num_heads"])
+def _lse_kernel(
+    out_ptr, lse_out_ptr, lse_ptr, total, query_len, num_heads,
+    out_batch, out_query, out_head, lse_out_batch, lse_out_query, lse_out_head, lse_batch, lse_head, lse_query,
+    BASE_2: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK] of all heads of all rows
+    inside = at < total
+    row, head = at // num_heads, at % num_heads
+    batch, query = (row // query_len).to(tl.int64), row % query_len
+    lse = tl.load(lse_ptr + batch * lse_batch + query * lse_query + head * lse_head, mask=inside, other=0.0)  # [BLOCK]
+    empty = (lse == float("inf")) | (lse == float("-inf"))  # [BLOCK]
+    if BASE_2:
+        lse = lse * 0.6931471805599453
+    lse = tl.where(empty, float("-inf"), lse)
+    tl.store(lse_out_ptr + batch * lse_out_batch + query * lse_out_query + head * lse_out_head, lse, mask=inside)
+    if tl.max(empty.to(tl.int32), 0) > 0:
+        place = out_ptr + batch * out_batch + query * out_query + head * out_head  # [BLOCK]
+        d = tl.arange(0, COLUMNS)  # [COLUMNS]
+        zero = tl.zeros([BLOCK, COLUMNS], dtype=out_ptr.dtype.element_ty)
+        for first in range(0, WIDTH, COLUMNS):
+            tl.store(place[:, None] + first + d[None, :], zero, mask=empty[:, None])
+
+
+_sanitise, _finish, _lse = PreparedPass(_sanitise_kernel), PreparedPass(_finish_kernel), PreparedPass(_lse_kernel)
 
 
 class Boundary:
@@ -89,22 +113,22 @@ class Boundary:
         width = out.shape[2]
         if batch * query_len == 0:
             return
-        length_strides = (0, 0) if lengths is None else lengths.stride()
-        _launch_sanitise(
-            (batch * query_len, triton.cdiv(width, _BLOCK_K)),
-            out,
-            indices,
-            lengths,
-            min(num_slots - 1, _INT32_MAX),
-            query_len,
-            indices.stride(0),
-            indices.stride(1),
-            *length_strides,
-            TOPK=topk,
-            WIDTH=width,
-            HAS_LENGTHS=lengths is not None,
-            BLOCK_K=_BLOCK_K,
-            num_warps=4,
+        last_slot = min(num_slots - 1, _INT32_MAX)
+        strides, length_strides = indices.stride(), (0, 0) if lengths is None else lengths.stride()
+        _sanitise(
+            (indices.shape, width, strides, length_strides, lengths is None, last_slot),
+            (out, indices, indices if lengths is None else lengths),
+            lambda: Arguments(
+                (batch * query_len, -(-width // _BLOCK_K)),
+                (last_slot, query_len, *strides[:2], *length_strides),
+                {
+                    "TOPK": topk,
+                    "WIDTH": width,
+                    "HAS_LENGTHS": lengths is not None,
+                    "BLOCK_K": _BLOCK_K,
+                    "num_warps": 4,
+                },
+            ),
         )
 
     def finish(
@@ -115,30 +139,40 @@ class Boundary:
         Args:
             out: [B, S, H, 512] bf16, written. lse_out: [B, S, H] float32, written.
             result: [B, S, H' >= H, 512] bf16, or None where the kernel wrote `out` itself.
-            lse: [B, S, H' >= H] float32, infinite (of either sign) where a row has no valid entry. base_2: lse is to base 2.
+            lse: [B, H' >= H, S] float32, infinite (of either sign) where a row has no valid entry. base_2: lse is to base 2.
             attn_sink: [H] float32 that the kernel has not applied.
         """
         batch, query_len, num_heads, width = out.shape
         if batch * query_len == 0:
             return
+        strides, lse_strides = out.stride()[:3], (*lse_out.stride(), *lse.stride())  # batch, query, head; batch, head, query
+        if result is None and attn_sink is None:
+            total = batch * query_len * num_heads
+            _lse(
+                (out.shape, strides, lse_strides, base_2),
+                (out, lse_out, lse),
+                lambda: Arguments(
+                    (-(-total // _BLOCK_LSE), 1),
+                    (total, query_len, num_heads, *strides, *lse_strides),
+                    {
+                        "BASE_2": base_2,
+                        "WIDTH": width,
+                        "BLOCK": _BLOCK_LSE,
+                        "COLUMNS": _COLUMNS,
+                        "EARLY": can_wait(out),
+                        "num_warps": 4,
+                    },
+                    starts_early=can_wait(out),
+                ),
+            )
+            return
         source = out if result is None else result
-        _launch_finish(
-            (batch * query_len, triton.cdiv(num_heads, _BLOCK_H)),
-            out,
-            lse_out,
-            source,
-            lse,
-            attn_sink,
-            query_len,
-            num_heads,
-            *out.stride()[:3],
-            *lse_out.stride(),
-            *source.stride()[:3],
-            *lse.stride(),
-            COPY=result is not None,
-            SINK=attn_sink is not None,
-            BASE_2=base_2,
-            WIDTH=width,
-            BLOCK_H=_BLOCK_H,
-            num_warps=4,
+        _finish(
+            (out.shape, strides, lse_strides, source.stride(), attn_sink is None, base_2),
+            (out, lse_out, source, lse, lse if attn_sink is None else attn_sink),
+            lambda: Arguments(
+                (batch * query_len, -(-num_heads // _BLOCK_H)),
+                (query_len, num_heads, *strides, *lse_strides[:3], *source.stride()[:3], *lse_strides[3:]),
+                {"SINK": attn_sink is not None, "BASE_2": base_2, "WIDTH": width, "BLOCK_H": _BLOCK_H, "num_warps": 4},
+            ),
         )

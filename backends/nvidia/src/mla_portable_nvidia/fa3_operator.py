@@ -39,6 +39,10 @@ _UNUSED: Final[dict[str, Any]] = {
 """Arguments that must be given, by some build or by all, and say nothing here."""
 
 
+Halves = tuple[Tensor, Tensor]
+"""Values [W, 1, 1, 512] and keys [W, 1, 1, 64] of rows."""
+
+
 class FA3Operator:
     """`fwd` of one package. Graph-safe; lse and the accumulators of splits come from torch's allocator."""
 
@@ -53,12 +57,20 @@ class FA3Operator:
         self._most, self._table, self._scale, self._splits = (index[name] for name in _NEEDED[6:])
 
     def __call__(
-        self, q: Tensor, kv: Tensor, pages: Tensor, counts: Tensor, softmax_scale: float, num_splits: int, out: Tensor
+        self,
+        q: Tensor,
+        halves: Halves,
+        pages: Tensor,
+        counts: Tensor,
+        softmax_scale: float,
+        num_splits: int,
+        out: Tensor,
     ) -> Tensor:
         """Attend.
 
         Args:
-            q: [T, 1, H, 576] bf16; address and strides in multiples of 16 bytes, as those of kv and out. kv: [W, 576] bf16.
+            q: [T, 1, H, 576] bf16; address and strides in multiples of 16 bytes, as those of kv and out.
+            halves: `halves_of` kv [W, 576] bf16.
             pages: [T, K] int32, the first counts[t] of which are rows of kv; the others are not read. K contiguous.
             counts: [T] int32, contiguous, each 0 to K.
             num_splits: of a row's pages, at most; 0 for as many as the operator likes.
@@ -67,10 +79,16 @@ class FA3Operator:
         """
         given = self._template.copy()
         given[self._q_v], given[self._q] = q.split_with_sizes(_HALVES, 3)
-        given[self._v], given[self._k] = kv.view(-1, 1, 1, HEAD_SIZE).split_with_sizes(_HALVES, 3)
+        given[self._v], given[self._k] = halves
         given[self._table], given[self._used], given[self._most] = pages, counts, pages.shape[1]
         given[self._scale], given[self._splits], given[self._out] = softmax_scale, num_splits, out
         return self._operator(*given)[1]
+
+
+def halves_of(kv: Tensor) -> Halves:
+    """Rows kv [W, 576] as pages of one token."""
+    values, keys = kv.view(-1, 1, 1, HEAD_SIZE).split_with_sizes(_HALVES, 3)
+    return values, keys
 
 
 _SOURCES: Final = {

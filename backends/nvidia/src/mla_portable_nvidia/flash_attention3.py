@@ -29,12 +29,11 @@ from mla_portable.contracts import (
     Reason,
     Request,
     Support,
-    attention_results,
 )
 from mla_portable.layouts import BF16, KV_LORA_RANK
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_nvidia.block_times import TILE_HEADS, predicted_us
-from mla_portable_nvidia.fa3_operator import FA3Operator, find_fa3
+from mla_portable_nvidia.fa3_operator import FA3Operator, Halves, find_fa3, halves_of
 from mla_portable_nvidia.flat_decode import FlatDecode, FlatPrefill
 from mla_portable_nvidia.head_padding import aligned
 from mla_portable_nvidia.support import triton_missing
@@ -102,10 +101,14 @@ class FlashAttention3:
         self._num_sms, self._lists, self._finishes = num_sms, lists, finishes
         self._max_scratch_bytes, self._no_lse = max_scratch_bytes, torch.empty(0)
 
+    def view_of(self, kv: Tensor) -> Halves:
+        """kv [W, 576] bf16 as a call takes it."""
+        return halves_of(kv)
+
     def __call__(
         self,
         q: Tensor,
-        kv: Tensor,
+        kv: Halves,
         indices: Tensor,
         *,
         softmax_scale: float,
@@ -116,32 +119,34 @@ class FlashAttention3:
     ) -> tuple[Tensor, Tensor]:
         """List, attend and finish, as far as there is need; in chunks of tokens where lists would be large.
 
-        Args: as of sparse_decode with one query token a row, but kv: [W, 576] bf16, which the indices count.
+        Args: as of sparse_decode with one query token a row, but kv: `view_of` the rows that the indices count.
         Returns: as asked; where nothing is finished, a tensor without elements as lse, and `lse_out` stays as it was.
         """
         num_tokens, _, num_heads, _ = q.shape
-        topk = indices.shape[2]
-        if self._finishes:
-            out, lse_out = attention_results(q, kv, out, lse_out)
-        else:
-            out = torch.empty((num_tokens, 1, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device) if out is None else out
+        if out is None:
+            out = torch.empty((num_tokens, 1, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
+        if not self._finishes:
             lse_out = self._no_lse
+        elif lse_out is None:
+            lse_out = torch.empty((num_tokens, 1, num_heads), dtype=torch.float32, device=q.device)
+        num_rows = kv[0].shape[0]
         if num_tokens == 0:
             return out, lse_out
-        if kv.shape[0] == 0:
+        if num_rows == 0:
             return out.zero_(), lse_out.fill_(-math.inf)
         indices = indices.squeeze(1)
         lengths = None if lengths is None else lengths.squeeze(1)
         if not self._lists and lengths is not None and indices.stride(1) == 1:
             self._attend(q, kv, indices, lengths.contiguous(), softmax_scale, attn_sink, out, lse_out)
             return out, lse_out
+        topk = indices.shape[1]
         rows = min(num_tokens, max(self._max_scratch_bytes // (4 * topk), 1))
         pages = torch.empty((rows, topk), dtype=torch.int32, device=q.device)
         counts = torch.empty(rows, dtype=torch.int32, device=q.device)
         for begin in range(0, num_tokens, rows):
             part = slice(begin, min(begin + rows, num_tokens))
             some, used = pages[: part.stop - begin], counts[: part.stop - begin]
-            self._page_lists(some, used, indices[part], None if lengths is None else lengths[part], kv.shape[0])
+            self._page_lists(some, used, indices[part], None if lengths is None else lengths[part], num_rows)
             lse_part = lse_out[part] if self._finishes else lse_out
             self._attend(q[part], kv, some, used, softmax_scale, attn_sink, out[part], lse_part)
         return out, lse_out
@@ -149,7 +154,7 @@ class FlashAttention3:
     def _attend(
         self,
         q: Tensor,
-        kv: Tensor,
+        kv: Halves,
         pages: Tensor,
         counts: Tensor,
         softmax_scale: float,
@@ -162,9 +167,11 @@ class FlashAttention3:
         splits = most_splits(num_tokens, num_heads, pages.shape[1], self._num_sms, self._max_scratch_bytes)
         in_place = out.is_contiguous() and out.data_ptr() % 16 == 0
         target = out if in_place else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        lse = self._operator(aligned(q), kv, pages, counts, softmax_scale, splits, target)
+        if q.data_ptr() % 16 or not q.is_contiguous():
+            q = aligned(q)
+        lse = self._operator(q, kv, pages, counts, softmax_scale, splits, target)
         if self._finishes:
-            self._boundary.finish(out, lse_out, None if in_place else target, lse.transpose(1, 2), attn_sink, False)
+            self._boundary.finish(out, lse_out, None if in_place else target, lse, attn_sink, False)
         elif not in_place:
             out.copy_(target)
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from mla_portable.contracts import Implementation, InvalidArgument, Request, Support
 from mla_portable.layouts import BF16, HEAD_SIZE, KV_LORA_RANK
-from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode
 from mla_portable_nvidia.attention import bind_sparse_prefill, check_kernel
 from mla_portable_nvidia.discovery import find_kernel
 from mla_portable_nvidia.head_padding import KERNEL_HEADS
+from mla_portable_nvidia.kept_views import KeptViews
 from mla_portable_nvidia.split_prefill import SplitPrefill
 
 _PREFERENCE: Final = 15.0
@@ -27,12 +28,44 @@ _PREFERENCE: Final = 15.0
 64 and 128 heads from 16 rows on; one number cannot say both."""
 
 
-class FlatDecode:
+View = TypeVar("View")
+
+
+class FlatAttention(Protocol[View]):
+    """Attention of rows of one query token, in the axes of decode, over flat BF16 rows in place of a cache."""
+
+    def view_of(self, kv: Tensor) -> View:
+        """kv [W, 576] bf16 as a call takes it."""
+        ...
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: View,
+        indices: Tensor,
+        *,
+        softmax_scale: float,
+        lengths: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        out: Tensor | None = None,
+        lse_out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As sparse_decode, but kv: what `view_of` made of the rows that the indices count."""
+        ...
+
+
+class FlatDecode(Generic[View]):
     """The callable; see `mla_portable.contracts.SparseDecode`. Graph-safe where `out` and `lse_out` are given."""
 
-    def __init__(self, attend: SparsePrefill) -> None:
-        """attend: of rows of one query token, in the axes of decode, over flat BF16 rows in place of a cache."""
+    def __init__(self, attend: FlatAttention[View]) -> None:
+        """attend: serves all calls."""
         self._attend = attend
+        self._views: KeptViews[tuple[View, int]] = KeptViews(self._view)
+
+    def _view(self, kv_cache: Tensor) -> tuple[View, int]:
+        """The cache as `attend` takes it, and how many rows lie between its blocks. Raises: InvalidArgument."""
+        kv, skipped = _flat(kv_cache)
+        return self._attend.view_of(kv), skipped
 
     def __call__(
         self,
@@ -52,17 +85,36 @@ class FlatDecode:
         Returns: out and lse; a tensor without elements where `attend` was bound for none.
         Raises: InvalidArgument for blocks that are not whole rows apart.
         """
-        kv, indices = _flat(kv_cache, indices)
-        options: dict[str, Any] = {"softmax_scale": softmax_scale, "attn_sink": attn_sink}
+        kv, skipped = self._views.of(kv_cache)
+        if skipped:
+            indices = _rows_of_slots(indices, kv_cache, skipped)
         batch, query_len, num_heads, _ = q.shape
         if query_len == 1:
-            return self._attend(q, kv, indices, lengths=lengths, out=out, lse_out=lse_out, **options)
+            return self._attend(
+                q,
+                kv,
+                indices,
+                softmax_scale=softmax_scale,
+                lengths=lengths,
+                attn_sink=attn_sink,
+                out=out,
+                lse_out=lse_out,
+            )
         if out is None:
             out = torch.empty((batch, query_len, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
         result = _rows(out)  # a copy where the strides leave no other way
         lse_result = None if lse_out is None else _rows(lse_out)
         limits = None if lengths is None else _rows(lengths)
-        _, lse = self._attend(_rows(q), kv, _rows(indices), lengths=limits, out=result, lse_out=lse_result, **options)
+        _, lse = self._attend(
+            _rows(q),
+            kv,
+            _rows(indices),
+            softmax_scale=softmax_scale,
+            lengths=limits,
+            attn_sink=attn_sink,
+            out=result,
+            lse_out=lse_result,
+        )
         if result.data_ptr() != out.data_ptr():
             out.copy_(result.view(out.shape))
         if lse is lse_result and lse_out is not None:
@@ -72,10 +124,10 @@ class FlatDecode:
         return out, lse.view(batch, query_len, num_heads) if lse.dim() == 3 else lse
 
 
-class FlatPrefill:
+class FlatPrefill(Generic[View]):
     """sparse_prefill by what serves `FlatDecode`: a token is a row. Graph-safe where `out` and `lse_out` are given."""
 
-    def __init__(self, attend: SparsePrefill) -> None:
+    def __init__(self, attend: FlatAttention[View]) -> None:
         """attend: as of `FlatDecode`."""
         self._attend = attend
 
@@ -95,7 +147,7 @@ class FlatPrefill:
         limits, result, lse = (None if each is None else each.unsqueeze(1) for each in (lengths, out, lse_out))
         result, lse = self._attend(
             q.unsqueeze(1),
-            kv,
+            self._attend.view_of(kv),
             indices.unsqueeze(1),
             softmax_scale=softmax_scale,
             lengths=limits,
@@ -111,8 +163,8 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, 1).unsqueeze(1)
 
 
-def _flat(kv_cache: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """The cache's memory as rows [n, 576], and which of them the slots `indices` are."""
+def _flat(kv_cache: Tensor) -> tuple[Tensor, int]:
+    """The cache's memory as rows [n, 576], and how many rows lie between its blocks. Raises: InvalidArgument."""
     blocks, block, width = kv_cache.shape
     apart = kv_cache.stride(0) if blocks > 1 else block * width
     if kv_cache.stride()[1:] != (width, 1) or apart % width:
@@ -124,11 +176,14 @@ def _flat(kv_cache: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
             remedy="Pad the cache's blocks by whole rows, or take another backend.",
         )
     pitch = apart // width
-    kv = kv_cache.as_strided((max((blocks - 1) * pitch + block, 0), width), (width, 1))
-    if pitch == block:
-        return kv, indices
+    return kv_cache.as_strided((max((blocks - 1) * pitch + block, 0), width), (width, 1)), pitch - block
+
+
+def _rows_of_slots(indices: Tensor, kv_cache: Tensor, skipped: int) -> Tensor:
+    """Which of the flat rows the slots `indices` are, where `skipped` rows lie between blocks."""
+    blocks, block, _ = kv_cache.shape
     inside = (indices >= 0) & (indices < blocks * block)
-    return kv, torch.where(inside, indices + indices // block * (pitch - block), -1)
+    return torch.where(inside, indices + indices // block * skipped, -1)
 
 
 def bind_flat_decode(request: Request) -> SparseDecode:
@@ -146,6 +201,7 @@ def bind_flat_decode(request: Request) -> SparseDecode:
         heads=found.traits.heads,
         num_sms=device.num_sms,
         sanitises=not request.clean_indices,
+        with_lse=request.lse,
     )
     return FlatDecode(split)
 
@@ -161,7 +217,6 @@ def flat_implementations(*, device_types: tuple[str, ...] = ("cuda",)) -> Iterat
             vendors=("nvidia",),
             archs=("sm90",),
             kv_layouts=(BF16.name,),
-            lse=False,  # merging parts makes none
             padded_heads=KERNEL_HEADS,
             cache_alignment=16,
             needs_whole_rows=True,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable_nvidia.prepared_passes import Arguments, PreparedPass
 
 _INT32_MAX: Final = 2**31 - 1
 _BLOCK_K: Final = 2048
@@ -39,7 +39,7 @@ def _page_list_kernel(
     tl.store(counts_ptr + row, count)
 
 
-_launch = TritonLauncher(_page_list_kernel)
+_list = PreparedPass(_page_list_kernel)
 
 
 class PageLists:
@@ -56,17 +56,19 @@ class PageLists:
         num_tokens, topk = indices.shape
         if num_tokens == 0:
             return
-        _launch(
-            (num_tokens,),
-            pages,
-            counts,
-            indices,
-            lengths,
-            min(num_rows - 1, _INT32_MAX),
-            indices.stride(0),
-            0 if lengths is None else lengths.stride(0),
-            TOPK=topk,
-            HAS_LENGTHS=lengths is not None,
-            BLOCK_K=min(triton.next_power_of_2(topk), _BLOCK_K),
-            num_warps=8,
+        last_row = min(num_rows - 1, _INT32_MAX)
+        row_stride, length_stride = indices.stride(0), 0 if lengths is None else lengths.stride(0)
+        _list(
+            (indices.shape, row_stride, length_stride, lengths is None, last_row),
+            (pages, counts, indices, indices if lengths is None else lengths),
+            lambda: Arguments(
+                (num_tokens, 1),
+                (last_row, row_stride, length_stride),
+                {
+                    "TOPK": topk,
+                    "HAS_LENGTHS": lengths is not None,
+                    "BLOCK_K": min(triton.next_power_of_2(topk), _BLOCK_K),
+                    "num_warps": 8,
+                },
+            ),
         )

@@ -12,6 +12,7 @@ from mla_portable.layouts import KV_LORA_RANK
 from mla_portable_nvidia.conventions import NotThisConvention, Positions, PrefillKernel, parameters_of
 
 _PREFILL_NAMES: Final = ("q", "kv", "indices", "sm_scale", "d_v")
+_OPTIONAL: Final = ("attn_sink", "topk_length", "out_")
 
 
 class OperatorPrefill:
@@ -19,12 +20,12 @@ class OperatorPrefill:
 
     def __init__(self, operator: Any) -> None:
         """operator: the overload itself. Raises: NotThisConvention."""
-        positions = Positions(operator, _PREFILL_NAMES, ("attn_sink", "topk_length", "out_"))
-        self._operator, self._template, self._index = operator, positions.template, positions.index
-        self._template[self._index["d_v"]] = KV_LORA_RANK
-        self.takes_out, self.takes_sink, self.takes_lengths = (
-            name in self._index for name in ("out_", "attn_sink", "topk_length")
-        )
+        positions = Positions(operator, _PREFILL_NAMES, _OPTIONAL)
+        self._operator, self._template, index = operator, positions.template, positions.index
+        self._template[index["d_v"]] = KV_LORA_RANK
+        self._q, self._kv, self._indices, self._scale = (index[name] for name in _PREFILL_NAMES[:4])
+        self._sink, self._lengths, self._out = (index.get(name, -1) for name in _OPTIONAL)
+        self.takes_sink, self.takes_lengths, self.takes_out = (name in index for name in _OPTIONAL)
 
     def __call__(
         self,
@@ -37,12 +38,15 @@ class OperatorPrefill:
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See PrefillKernel."""
-        arguments, index = self._template.copy(), self._index
-        arguments[index["q"]], arguments[index["kv"]], arguments[index["indices"]] = q, kv, indices
-        arguments[index["sm_scale"]] = softmax_scale
-        for name, value in (("attn_sink", attn_sink), ("topk_length", lengths), ("out_", out)):
-            if value is not None:
-                arguments[index[name]] = value
+        arguments = self._template.copy()
+        arguments[self._q], arguments[self._kv], arguments[self._indices] = q, kv, indices
+        arguments[self._scale] = softmax_scale
+        if attn_sink is not None:
+            arguments[self._sink] = attn_sink
+        if lengths is not None:
+            arguments[self._lengths] = lengths
+        if out is not None:
+            arguments[self._out] = out
         results = self._operator(*arguments)
         return results[0], results[2]
 

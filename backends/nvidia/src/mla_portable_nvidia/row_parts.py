@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_portable.contracts.triton_launcher import TritonLauncher
+from mla_portable_nvidia.prepared_passes import Arguments, PreparedPass, can_wait
 
 _BLOCK: Final = 4096
 _MERGED_HEADS: Final = 4
@@ -40,10 +40,12 @@ def _spread_kernel(
 
 @triton.jit(do_not_specialize=["num_heads"])
 def _merge_kernel(
-    out_ptr, parts_ptr, lses_ptr, sink_ptr, num_heads, out_row, out_head,
-    PARTS: tl.constexpr, KERNEL_HEADS: tl.constexpr, WIDTH: tl.constexpr, SINK: tl.constexpr, BASE_2: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    out_ptr, lse_out_ptr, parts_ptr, lses_ptr, sink_ptr, num_heads, out_row, out_head, lse_out_row, lse_out_head,
+    PARTS: tl.constexpr, KERNEL_HEADS: tl.constexpr, WIDTH: tl.constexpr, LSE: tl.constexpr, SINK: tl.constexpr,
+    BASE_2: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
     is_head = head < num_heads  # [BLOCK_H]
@@ -58,6 +60,9 @@ def _merge_kernel(
     level = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp(lses - level[None, :]), 0)  # [BLOCK_H]; 0 where nothing is valid
     scale = tl.where(total == 0.0, 0.0, 1.0 / total)
+    if LSE:
+        lse = tl.where(total == 0.0, float("-inf"), level + tl.log(total))  # [BLOCK_H], without the sink
+        tl.store(lse_out_ptr + row * lse_out_row + head * lse_out_head, lse, mask=is_head)
     if SINK:
         sink = tl.load(sink_ptr + head, mask=is_head, other=0.0)  # [BLOCK_H]
         scale = scale / (1.0 + tl.exp(sink - level - tl.log(total)))  # an infinite sink gives 0 or 1
@@ -66,18 +71,18 @@ def _merge_kernel(
     merged = tl.zeros([BLOCK_H, WIDTH], dtype=tl.float32)
     for i in tl.static_range(PARTS):
         here = (row * PARTS + i) * KERNEL_HEADS + head  # [BLOCK_H]
-        lse = tl.load(lses_ptr + here, mask=is_head, other=float("inf"))  # [BLOCK_H]
-        valid = (lse != float("inf")) & (lse != float("-inf"))
+        own = tl.load(lses_ptr + here, mask=is_head, other=float("inf"))  # [BLOCK_H]
+        valid = (own != float("inf")) & (own != float("-inf"))
         if BASE_2:
-            lse = lse * 0.6931471805599453
-        weight = tl.where(valid, tl.exp(lse - level) * scale, 0.0)  # [BLOCK_H]
+            own = own * 0.6931471805599453
+        weight = tl.where(valid, tl.exp(own - level) * scale, 0.0)  # [BLOCK_H]
         value = tl.load(parts_ptr + here[:, None] * WIDTH + d[None, :], mask=valid[:, None], other=0.0)  # [BLOCK_H, WIDTH]
         merged += weight[:, None] * value.to(tl.float32)
     place = out_ptr + row * out_row + head[:, None] * out_head + d[None, :]
     tl.store(place, merged.to(out_ptr.dtype.element_ty), mask=is_head[:, None])
 
 
-_launch_spread, _launch_merge = TritonLauncher(_spread_kernel), TritonLauncher(_merge_kernel)
+_spread, _merge = PreparedPass(_spread_kernel), PreparedPass(_merge_kernel)
 
 
 class RowParts:
@@ -92,35 +97,40 @@ class RowParts:
             limits: [T * P] int32 contiguous, written: what of a row's length falls to each part, 0 to `part`; where
                 lengths [T, 1] int32 are given. part: keys of a part.
         """
-        (num_rows, kernel_heads, width), (num_tokens, _, num_heads, _) = queries.shape, q.shape
+        (num_rows, kernel_heads, width), (num_tokens, _, num_heads, _) = shapes = queries.shape, q.shape
         if num_tokens == 0:
             return
-        if limits is None:
-            lengths = None
-        _launch_spread(
-            (num_tokens, triton.cdiv(kernel_heads * width, _BLOCK)),
-            queries,
-            limits,
-            q,
-            lengths,
-            num_heads,
-            part,
-            q.stride(0),
-            q.stride(2),
-            0 if lengths is None else lengths.stride(0),
-            PARTS=num_rows // num_tokens,
-            KERNEL_HEADS=kernel_heads,
-            WIDTH=width,
-            HAS_LENGTHS=lengths is not None,
-            BLOCK=_BLOCK,
-            num_warps=4,
+        if limits is None or lengths is None:
+            lengths, length_stride = None, 0
+            tensors = (queries, queries, q, q)
+        else:
+            length_stride = lengths.stride(0)
+            tensors = (queries, limits, q, lengths)
+        _spread(
+            (shapes, q.stride(), length_stride, lengths is None, part),
+            tensors,
+            lambda: Arguments(
+                (num_tokens, -(-kernel_heads * width // _BLOCK)),
+                (num_heads, part, q.stride(0), q.stride(2), length_stride),
+                {
+                    "PARTS": num_rows // num_tokens,
+                    "KERNEL_HEADS": kernel_heads,
+                    "WIDTH": width,
+                    "HAS_LENGTHS": lengths is not None,
+                    "BLOCK": _BLOCK,
+                    "num_warps": 4,
+                },
+            ),
         )
 
-    def merge(self, out: Tensor, parts: Tensor, lses: Tensor, attn_sink: Tensor | None, base_2: bool) -> None:
+    def merge(
+        self, out: Tensor, lse_out: Tensor | None, parts: Tensor, lses: Tensor, attn_sink: Tensor | None, base_2: bool
+    ) -> None:
         """The parts, weighted by their shares of the sum of exponentials.
 
         Args:
             out: [T, 1, H, 512] bf16, written; zeros where no part has a valid entry.
+            lse_out: [T, 1, H] float32, written: natural, without the sink, -inf where no part has a valid entry.
             parts: [T * P, H' >= H, 512] bf16 contiguous. lses: [T * P, H'] float32 contiguous, infinite (of either sign) where
                 a part has no valid entry, whatever `parts` hold there; to base 2 if base_2.
             attn_sink: [H] float32, to be applied.
@@ -128,20 +138,24 @@ class RowParts:
         num_tokens, _, num_heads, width = out.shape
         if num_tokens == 0:
             return
-        _launch_merge(
-            (num_tokens, triton.cdiv(num_heads, _MERGED_HEADS)),
-            out,
-            parts,
-            lses,
-            attn_sink,
-            num_heads,
-            out.stride(0),
-            out.stride(2),
-            PARTS=parts.shape[0] // num_tokens,
-            KERNEL_HEADS=parts.shape[1],
-            WIDTH=width,
-            SINK=attn_sink is not None,
-            BASE_2=base_2,
-            BLOCK_H=_MERGED_HEADS,
-            num_warps=4,
+        lse_strides = None if lse_out is None else lse_out.stride()
+        _merge(
+            (out.shape, out.stride(), lse_strides, parts.shape, attn_sink is None, base_2),
+            (out, lses if lse_out is None else lse_out, parts, lses, lses if attn_sink is None else attn_sink),
+            lambda: Arguments(
+                (num_tokens, -(-num_heads // _MERGED_HEADS)),
+                (num_heads, out.stride(0), out.stride(2), *((0, 0) if lse_strides is None else lse_strides[::2])),
+                {
+                    "PARTS": parts.shape[0] // num_tokens,
+                    "KERNEL_HEADS": parts.shape[1],
+                    "WIDTH": width,
+                    "LSE": lse_out is not None,
+                    "SINK": attn_sink is not None,
+                    "BASE_2": base_2,
+                    "BLOCK_H": _MERGED_HEADS,
+                    "EARLY": can_wait(out),
+                    "num_warps": 4,
+                },
+                starts_early=can_wait(out),
+            ),
         )

@@ -238,7 +238,7 @@ class FlashMLADecode:
             return result
         if self._finishes:
             sink = None if in_kernel else attn_sink
-            self._boundary.finish(out, lse_out, None if target is out else result, lse.transpose(1, 2), sink, self._base_2)
+            self._boundary.finish(out, lse_out, None if target is out else result, lse, sink, self._base_2)
         elif target is not out:
             out.copy_(result[:, :, :num_heads])
         return out

@@ -149,7 +149,7 @@ class FlashMLAPrefill:
                 out.unsqueeze(1),
                 lse_out.unsqueeze(1),
                 None if in_place else got.unsqueeze(1),
-                lse.unsqueeze(1),
+                lse.unsqueeze(2),
                 None if in_kernel else attn_sink,
                 self._base_2,
             )

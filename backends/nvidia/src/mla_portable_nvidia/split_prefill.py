@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def num_parts(tokens: int, heads: int, topk: int, num_sms: int) -> int:
 
 
 class SplitPrefill:
-    """Attention of rows of one query token, what `FlatDecode` calls, without lse. Graph-safe where `out` is given."""
+    """Attention of rows of one query token, what `FlatDecode` calls. Graph-safe where results are given."""
 
     def __init__(
         self,
@@ -50,16 +50,32 @@ class SplitPrefill:
         heads: Collection[int],
         num_sms: int,
         sanitises: bool,
+        with_lse: bool,
     ) -> None:
         """Decide what every call does.
 
         Args:
             whole: serves what is not worth to be cut, or has to be masked first. kernel, base_2, heads: as calibrated.
-            sanitises: False where indices are promised to be clean.
+            sanitises: False where indices are promised to be clean. with_lse: an lse is asked for.
         """
         self._whole, self._kernel, self._passes, self._base_2 = whole, kernel, passes, base_2
         self._heads = sorted(set(heads) & set(KERNEL_HEADS))
-        self._num_sms, self._sanitises, self._no_lse = num_sms, sanitises, torch.empty(0)
+        self._num_sms, self._sanitises, self._with_lse, self._no_lse = num_sms, sanitises, with_lse, torch.empty(0)
+        self._cuts: dict[tuple[int, int, int], tuple[int, int]] = {}
+
+    def view_of(self, kv: Tensor) -> Tensor:
+        """kv [W, 576] bf16 as a call takes it: [W, 1, 576]."""
+        return kv.unsqueeze(1)
+
+    def _cut(self, num_tokens: int, num_heads: int, topk: int) -> tuple[int, int]:
+        """With how many heads and in how many parts the kernel computes rows of this shape; 0 parts where `whole` does."""
+        heads = next((count for count in self._heads if num_heads <= count), 0)
+        if not heads or topk % TOPK_MULTIPLE:
+            return heads, 0
+        parts = num_parts(num_tokens, heads, topk, self._num_sms)
+        # one part of padded heads: the pass before pads as well
+        pads = heads != num_heads and 2 * num_tokens * heads * (HEAD_SIZE + KV_LORA_RANK) <= SCRATCH_BYTES
+        return heads, parts if parts > 1 or pads else 0
 
     def __call__(
         self,
@@ -75,21 +91,26 @@ class SplitPrefill:
     ) -> tuple[Tensor, Tensor]:
         """One call of the kernel in any case.
 
-        Args: as of sparse_decode with one query token a row, but kv: [W, 576] bf16, which the indices count.
-        Returns: out, and a tensor without elements as lse.
+        Args: as of sparse_decode with one query token a row, but kv: `view_of` the rows that the indices count.
+        Returns: out and lse; a tensor without elements as lse where none is asked for, and `lse_out` stays as it was.
         """
         (num_tokens, _, num_heads, _), topk = q.shape, indices.shape[2]
-        heads = next((count for count in self._heads if num_heads <= count), 0)
-        parts = num_parts(num_tokens, heads, topk, self._num_sms) if heads and topk % TOPK_MULTIPLE == 0 else 0
-        row_bytes = q.element_size() * heads * (HEAD_SIZE + KV_LORA_RANK)
-        pads = parts == 1 and heads != num_heads and num_tokens * row_bytes <= SCRATCH_BYTES  # as the pass before does as well
+        shape = num_tokens, num_heads, topk
+        cut = self._cuts.get(shape)
+        if cut is None:
+            cut = self._cuts[shape] = self._cut(*shape)
+        heads, parts = cut
         masks = (self._sanitises and lengths is not None) or not indices.is_contiguous()
         if out is None:
             out = torch.empty((num_tokens, 1, num_heads, KV_LORA_RANK), dtype=q.dtype, device=q.device)
-        if not (parts > 1 or pads) or masks or kv.shape[0] == 0 or num_tokens == 0:
+        if self._with_lse and lse_out is None:
+            lse_out = torch.empty((num_tokens, 1, num_heads), dtype=torch.float32, device=q.device)
+        lse = lse_out if self._with_lse else None
+        returned = self._no_lse if lse is None else lse
+        if parts == 0 or masks or kv.shape[0] == 0 or num_tokens == 0:
             self._whole(
                 q.squeeze(1),
-                kv,
+                kv.squeeze(1),
                 indices.squeeze(1),
                 softmax_scale=softmax_scale,
                 lengths=None if lengths is None else lengths.squeeze(1),
@@ -97,14 +118,13 @@ class SplitPrefill:
                 out=out.squeeze(1),
                 lse_out=None if lse_out is None else lse_out.squeeze(1),
             )
-            return out, self._no_lse
+            return out, returned
         kernel, rows, part = self._kernel, num_tokens * parts, topk // parts
         queries = torch.empty((rows, heads, HEAD_SIZE), dtype=q.dtype, device=q.device)
         limits = None
         if lengths is not None and kernel.takes_lengths:
             limits = torch.empty(rows, dtype=torch.int32, device=q.device)
         self._passes.spread(queries, limits, q, lengths, part)
-        options: dict[str, Any] = {} if limits is None else {"lengths": limits}
-        results, lses = kernel(queries, kv.unsqueeze(1), indices.view(rows, 1, part), softmax_scale, **options)
-        self._passes.merge(out, results, lses.contiguous(), attn_sink, self._base_2)
-        return out, self._no_lse
+        results, lses = kernel(queries, kv, indices.view(rows, 1, part), softmax_scale, lengths=limits)
+        self._passes.merge(out, lse, results, lses.contiguous(), attn_sink, self._base_2)
+        return out, returned
