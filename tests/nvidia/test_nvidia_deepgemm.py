@@ -19,9 +19,11 @@ from mla_portable.dispatch import serving
 from mla_portable.layouts import INDEX_FP8
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT
 from mla_portable.primitives.topk_select import reference as topk_select
-from mla_portable_nvidia.deepgemm import PagedLogits, RaggedLogits, deepgemm_implementations
+from mla_portable_nvidia.deepgemm import PagedLogits, PagedScores, RaggedLogits, deepgemm_implementations
 from mla_portable_nvidia.deepgemm_conventions import DeepGemm, deepgemm_reasons, find_deepgemm, forget_deepgemm
 from mla_portable_nvidia.deepgemm_select import DeepGemmSelect, select_implementations
+from mla_portable_nvidia.index_passes import Pages
+from mla_portable_nvidia.native.topk_select import NativeTopkSelect
 
 PRIMITIVES = (INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT)
 E4M3 = torch.float8_e4m3fn
@@ -48,6 +50,15 @@ def test_the_quick_level_passes(name):
         words = suite("sm90", "quick")
         assert {next_n for _, next_n in build.paged_rows} == {1, 2}
     assert {"table_holes", "starts_outside", "overlong", "h32", "h64", "mixed", "amax", "narrow", "wide"} <= words
+
+
+class NativeStandIn(NativeTopkSelect):
+    """The reference in the native top-k's name, which is not built here."""
+
+    def __init__(self) -> None: ...
+
+    def __call__(self, *tensors: torch.Tensor, topk: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        return topk_select(*tensors, topk=topk, out=out)
 
 
 def batch(build: Build, tokens: int, lengths: list[int], heads: int = 32, columns: int = 3):
@@ -107,6 +118,22 @@ def test_selection_holds_few_scores_at_a_time_and_leaves_absent_blocks_out(token
         select = DeepGemmSelect(kernel, TorchIndexPasses(), topk_select, scratch_bytes=limit)
         assert torch.equal(select(*arguments, topk=20), expected)
         assert max(rows for rows, _ in build.paged_rows) == 1, "64 KiB a token are the top-k's"
+        build.paged_rows.clear()
+        native = DeepGemmSelect(kernel, TorchIndexPasses(), NativeStandIn(), scratch_bytes=limit)
+        assert torch.equal(native(*arguments, topk=20), expected)
+        assert max(rows for rows, _ in build.paged_rows) > 1, "the native top-k takes no scratch"
+
+
+def test_calls_are_about_as_long_as_each_other():
+    pages, one = (
+        Pages(*(torch.zeros(shape, dtype=torch.int32) for shape in ((r + 1,), (r,), (r, 4))), num_blocks=8, width=256)
+        for r in (2, 1)
+    )
+    scores, each = PagedScores(None, TorchIndexPasses()), 4 * (256 + 4 + 4)
+    assert list(scores.calls(41, pages, 20 * each)) == [(0, 14), (14, 14), (28, 13)]
+    assert list(scores.calls(41, one, 20 * each)) == [(0, 14), (14, 14), (28, 12), (40, 1)], "two a row, the last alone"
+    assert list(scores.calls(3, pages, 1)) == [(0, 1), (1, 1), (2, 1)]
+    assert [count for _, count in scores.calls(5, one, 3 * each)] == [2, 2, 1]
 
 
 def test_tokens_of_one_request_go_two_a_row():

@@ -54,11 +54,16 @@ class PagedScores:
         self._kernel, self._passes = kernel, passes
 
     def calls(self, num_tokens: int, pages: Pages, scratch_bytes: int, beside: int = 0) -> Iterator[tuple[int, int]]:
-        """(first token, how many) of each call: as many as `scratch_bytes` hold, at least one. beside: bytes for each token."""
+        """(first token, how many) of each call, about as many in each: as few calls as `scratch_bytes` allow.
+
+        beside: bytes for each token.
+        """
         columns = -(-pages.width // PAGE)
         each = 4 * (-(-pages.width // _ALIGNED) * _ALIGNED + columns + 4)  # scores, a table, what `Rows` has else
         tokens_a_row = 2 if pages.seq_lens.shape[0] == 1 else 1
         most = min(max(scratch_bytes // (each + beside), 1), _MOST_ROWS * tokens_a_row)
+        alike = -(-num_tokens // -(-num_tokens // most))
+        most = min(alike + alike % tokens_a_row, most)
         first = 0
         while first < num_tokens:
             count = min(most, num_tokens - first)

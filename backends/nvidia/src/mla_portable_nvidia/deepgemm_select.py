@@ -21,6 +21,7 @@ from mla_portable.primitives.topk_select import reference as topk_reference
 from mla_portable_nvidia.deepgemm import HEADS, NAME, PREFERENCE, PagedScores, packed
 from mla_portable_nvidia.deepgemm_conventions import DeepGemm, deepgemm_reasons, find_deepgemm
 from mla_portable_nvidia.index_passes import PAGE, Pages
+from mla_portable_nvidia.native.topk_select import NativeTopkSelect
 
 if TYPE_CHECKING:
     from mla_portable_nvidia.index_pass_kernels import IndexPasses
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 SCRATCH_BYTES: Final = 60 << 20
 """Of scores, tables and the top-k; what allocators round up to stays within the 64 MiB that the primitive promises."""
 _TOPK_BYTES: Final = 64 << 10
-"""For each row: what the portable topk_select takes. The native one takes none."""
+"""For each row: what a topk_select other than the native one may take, which takes none."""
 
 
 class DeepGemmSelect:
@@ -36,6 +37,7 @@ class DeepGemmSelect:
 
     def __init__(self, kernel: DeepGemm, passes: IndexPasses, topk: TopkSelect, *, scratch_bytes: int = SCRATCH_BYTES) -> None:
         self._scores, self._passes, self._topk, self._scratch_bytes = PagedScores(kernel, passes), passes, topk, scratch_bytes
+        self._topk_bytes = 0 if isinstance(topk, NativeTopkSelect) else _TOPK_BYTES
 
     def __call__(
         self,
@@ -58,7 +60,7 @@ class DeepGemmSelect:
             return out.fill_(-1)
         pages = Pages(query_start_loc, seq_lens, block_table, index_cache.shape[0], width)
         q, weights = packed(q), packed(weights)
-        for first, count in self._scores.calls(num_tokens, pages, self._scratch_bytes, _TOPK_BYTES):
+        for first, count in self._scores.calls(num_tokens, pages, self._scratch_bytes, self._topk_bytes):
             self._select(out[first : first + count], topk, q, weights, index_cache, pages, first, count)
         return out
 
