@@ -282,7 +282,9 @@ def test_a_report_is_one_file_of_the_same_bytes_and_is_never_edited(document: di
         write_report(folder, {name: value for name, value in document.items() if name != "cases"})
 
 
-def test_a_signature_is_of_one_report_and_one_key(document: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+def test_a_signature_is_of_one_report_and_one_key(
+    document: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("runner", "stranger"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
     first, second = write_report(folder, document), write_report(folder, document | {"machine": "f" * 16})
@@ -294,6 +296,30 @@ def test_a_signature_is_of_one_report_and_one_key(document: dict[str, Any], fold
     assert signed_by(folder, shas) == {shas[0]: "runner@example.invalid"}
     shutil.copy(first.with_suffix(".sig"), second.with_suffix(".sig"))
     assert signed_by(folder, shas) == {shas[0]: "runner@example.invalid"}
+    monkeypatch.setenv("PATH", str(folder))
+    with pytest.raises(RecordError, match="ssh-keygen"):
+        signed_by(folder, shas)
+
+
+def test_what_a_contribution_needs_is_asked_for_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "ci").mkdir()
+    script, tools = shutil.copy(ROOT / "ci/contribute", tmp_path / "ci/contribute"), tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("bash", "dirname", "git", "touch"):
+        (tools / tool).symlink_to(shutil.which(tool) or tool)
+    (tools / "python").write_text("#!/usr/bin/env bash\ntouch ran\n")
+    (tools / "python").chmod(0o755)
+
+    def contribute() -> str:
+        done = subprocess.run(
+            [script], env={"PATH": str(tools), "HOME": str(tmp_path)}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1 and not (tmp_path / "ran").exists()
+        return done.stderr
+
+    assert "a checkout without uncommitted changes" in contribute()
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    assert "needs ssh-keygen" in contribute()
 
 
 def test_a_report_from_a_machine_without_git_is_bound_to_the_commit_with_its_sources(

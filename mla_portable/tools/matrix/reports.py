@@ -195,7 +195,10 @@ def sign(path: Path, key: Path) -> None:
 
 
 def signed_by(folder: Path, reports: Iterable[str]) -> dict[str, str]:
-    """SHA-256 -> who signed, of the reports with a signature by a key in `folder/signers`."""
+    """SHA-256 -> who signed, of the reports with a signature by a key in `folder/signers`.
+
+    Raises: RecordError where there are signatures and no ssh-keygen to check them.
+    """
     signers = folder / SIGNERS
     names = [line.split()[0] for line in signers.read_text().splitlines() if line.strip()] if signers.is_file() else []
     found: dict[str, str] = {}
@@ -203,6 +206,10 @@ def signed_by(folder: Path, reports: Iterable[str]) -> dict[str, str]:
         signature = report_path(folder, sha).with_suffix(".sig")
         for name in dict.fromkeys(names) if signature.is_file() else ():
             command = ["ssh-keygen", "-Y", "verify", "-f", str(signers), "-I", name, "-n", _NAMESPACE, "-s", str(signature)]
-            if not subprocess.run(command, input=sha, capture_output=True, text=True, check=False).returncode:
+            try:
+                status = subprocess.run(command, input=sha, capture_output=True, text=True, check=False).returncode
+            except FileNotFoundError:
+                raise RecordError(signature.name, "checking it needs ssh-keygen; install OpenSSH's client") from None
+            if status == 0:
                 found[sha] = name
     return found
