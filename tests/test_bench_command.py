@@ -121,6 +121,16 @@ def test_the_command_prints_a_table_for_each_primitive_and_layout():
     assert "copy" in text and "bf16 product" in text
 
 
+def test_a_table_that_is_too_wide_is_a_list_for_each_case(monkeypatch):
+    words = ["--primitive", "sparse_decode", "--layout", "bf16", "--no-baselines"]
+    table = command(*words).stdout
+    assert "  case  " in table and table.count("reference.torch") == 1
+    monkeypatch.setenv("COLUMNS", "45")
+    lists = command(*words).stdout
+    assert "  case  " not in lists and lists.count("reference.torch") == 2 and lists.count("roofline bound") == 2
+    assert all(len(line) <= 45 for line in lists.splitlines())
+
+
 def test_the_command_writes_lines_and_a_plot(tmp_path):
     out, plot = tmp_path / "times.jsonl", tmp_path / "pictures" / "times.svg"
     words = ["--primitive", "sparse_decode", "--layout", "bf16", "--out", str(out), "--plot", str(plot), "--json"]

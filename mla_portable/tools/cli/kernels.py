@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -10,11 +11,11 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from mla_portable.tools.cli.options import DeviceOption, JsonOption, numbers, primitive_named, resolve_device, with_options
-from mla_portable.tools.cli.output import EXIT_FAILED, Output, columns, command, hanging
+from mla_portable.tools.cli.output import EXIT_FAILED, Fitting, Output, columns, command, hanging
 
 if TYPE_CHECKING:
     import torch
@@ -273,7 +274,10 @@ def _show(output: Output, report: KernelReport) -> None:
 
 
 def _table(cases: list[CaseTimes]) -> RenderableType:
-    """Ours first, with the best baseline's time over theirs in brackets, then baselines."""
+    """Ours first, with the best baseline's time over theirs in brackets, then baselines.
+
+    Where that is too wide, a list for each case, the fastest candidate first.
+    """
     is_baseline = {each.name: each.implementation is None for case in cases for each in case.times}
     names = sorted(is_baseline, key=lambda name: is_baseline[name])
     rows: list[list[str]] = []
@@ -281,7 +285,14 @@ def _table(cases: list[CaseTimes]) -> RenderableType:
         cells = {each.name: _cell(case, each) for each in case.times}
         rows.append([case.case.shape, f"{case.bound_us:.1f}", *(cells.get(name, "") for name in names)])
     headings = ["case", "roofline bound", *names]
-    return columns(headings, rows, numbers=headings[1:])
+    table = columns(headings, rows, numbers=headings[1:])
+    return Fitting(table, Group(*(_list(case) for case in cases)))
+
+
+def _list(case: CaseTimes) -> RenderableType:
+    times = sorted(case.times, key=lambda each: math.inf if each.median_us is None else each.median_us)
+    rows = [("roofline bound", f"{case.bound_us:.1f}"), *((each.name, _cell(case, each)) for each in times)]
+    return columns([case.case.shape, ""], rows)
 
 
 def _cell(case: CaseTimes, each: KernelTime) -> str:

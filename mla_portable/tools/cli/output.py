@@ -16,7 +16,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.status import Status
@@ -37,6 +38,8 @@ EXIT_USAGE = 2
 
 _PIPE_WIDTH = 200
 """Columns where stdout is no terminal and COLUMNS is not set: a table in a log should not be folded at 80."""
+_ANY_WIDTH = 100_000
+"""Columns to measure a rendering in."""
 
 Advance = Callable[[str, int, int], None]
 """Progress of long work: (what is being done, steps done, steps in all)."""
@@ -206,6 +209,17 @@ def columns(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: 
     for row in rows:
         result.add_row(*map(Text, row))
     return Padding.indent(result, 2)
+
+
+class Fitting:
+    """One rendering where it fits the width that there is, else another."""
+
+    def __init__(self, wide: RenderableType, narrow: RenderableType) -> None:
+        self._wide, self._narrow = wide, narrow
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        needed = Measurement.get(console, options.update(max_width=_ANY_WIDTH), self._wide).maximum
+        yield self._wide if needed <= options.max_width else self._narrow
 
 
 def for_other_devices(reasons: Iterable[Reason]) -> bool:
