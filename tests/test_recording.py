@@ -299,6 +299,8 @@ def test_a_signature_is_of_one_report_and_one_key(
     monkeypatch.setenv("PATH", str(folder))
     with pytest.raises(RecordError, match="ssh-keygen"):
         signed_by(folder, shas)
+    with pytest.raises(RecordError, match="ssh-keygen"):
+        sign(first, tmp_path / "runner")
 
 
 def test_what_a_contribution_needs_is_asked_for_before_anything_runs(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, TOPK_SELECT
 from mla_portable.registry import Registry
 from mla_portable.sources import code_of, sources_of
 from mla_portable.tools.conformance import cases_for
-from mla_portable_nvidia import discovery
+from mla_portable_nvidia import discovery, support
+from mla_portable_nvidia.attention import check_kernel
 from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, find_kernel
 from mla_portable_nvidia.support import TRUNCATION_VARIABLE
 
@@ -200,6 +201,15 @@ def test_without_a_provider_every_one_is_named_with_its_remedy():
         registry().bind(decode_request(), backend="nvidia")
     with pytest.raises(MLAPortableError, match="provider flash_mla"):
         mla_portable_nvidia.attention.bind_sparse_decode(decode_request())
+
+
+def test_a_machine_without_triton_is_told_so(monkeypatch):
+    monkeypatch.setattr(support, "find_spec", lambda name: None)
+    with installed("flash_mla 2025"):
+        (reason,) = check_kernel(SPARSE_DECODE, FACTS["sm90"])
+        monkeypatch.undo()
+        assert not check_kernel(SPARSE_DECODE, FACTS["sm90"])
+    assert "triton is not installed" in str(reason)
 
 
 def test_a_request_gets_all_reasons_at_once():

@@ -145,14 +145,13 @@ def test_every_call_goes_through_triton_where_nothing_can_be_prepared(driver):
 
 
 COMPILE = r"""
-import re, sys
-from types import SimpleNamespace
+import re
+from itertools import product
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from mla_portable_nvidia import boundary, page_lists, row_parts
 from mla_portable_nvidia.prepared_passes import PreparedPass, layout
 
-SHARED = dict(WIDTH=512, BASE_2=True, SINK=True, TOPK=128, HAS_LENGTHS=True)
 OWN = {
     "_spread_kernel": dict(PARTS=2, KERNEL_HEADS=64, BLOCK=4096),
     "_merge_kernel": dict(PARTS=2, KERNEL_HEADS=64, BLOCK_H=4, LSE=True, EARLY=True),
@@ -166,9 +165,10 @@ INTS = ("limits_ptr", "lengths_ptr", "indices_ptr", "pages_ptr", "counts_ptr")
 values = [value for module in (boundary, page_lists, row_parts) for value in vars(module).values()]
 passes = [each for each in values if isinstance(each, PreparedPass)]
 assert {each._kernel.__name__ for each in passes} == set(OWN)
-for each in passes:
+for arch, asked, each in product((90, 100), (True, False), passes):
     kernel = each._kernel
-    names, constants = kernel.arg_names, {**SHARED, **OWN[kernel.__name__]}
+    shared = dict(WIDTH=512, TOPK=100, BASE_2=asked, SINK=asked, HAS_LENGTHS=asked)
+    names, constants = kernel.arg_names, {**shared, **OWN[kernel.__name__]}
     pointers = [name for name in names if name.endswith("_ptr")]
     integers = [name for name in names if name.islower() and name not in pointers]
     assert names[: len(pointers) + len(integers)] == pointers + integers, names
@@ -177,7 +177,7 @@ for each in passes:
     one = integers[-1]  # as if it had been 1
     signature = {name: types.get(name, "i32") if name.islower() and name != one else "constexpr" for name in names}
     places = {(names.index(name),): 1 if name == one else constants[name] for name in names if signature[name] == "constexpr"}
-    made = compile(ASTSource(kernel, signature, constexprs=places), target=GPUTarget("cuda", 90, 32))
+    made = compile(ASTSource(kernel, signature, constexprs=places), target=GPUTarget("cuda", arch, 32))
     codes, values = layout(made, len(pointers), tuple(range(2, len(integers) + 1)) + (1,))
     assert ("griddepcontrol.wait" in made.asm["ptx"]) is constants.get("EARLY", False)
     entry = made.asm["ptx"].split(".visible .entry", 1)[1].split(")", 1)[0]
@@ -188,7 +188,7 @@ print("compiled", len(passes))
 """
 
 
-def test_kernels_take_what_is_packed(tmp_path):
+def test_kernels_compile_for_hopper_and_blackwell_and_take_what_is_packed(tmp_path):
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = tmp_path / "compile_passes.py"
     script.write_text(COMPILE)

@@ -187,10 +187,9 @@ def read_reports(folder: Path) -> dict[str, Report]:
 
 
 def sign(path: Path, key: Path) -> None:
-    """Sign a report with a private key of ssh, for `signed_by`. Raises: CalledProcessError."""
-    sha = digest(unpacked(path))
-    command = ["ssh-keygen", "-Y", "sign", "-q", "-f", str(key), "-n", _NAMESPACE]
-    done = subprocess.run(command, input=sha, check=True, capture_output=True, text=True)
+    """Sign a report with a private key of ssh, for `signed_by`. Raises: RecordError without ssh-keygen; CalledProcessError."""
+    done = _ssh_keygen("sign", digest(unpacked(path)), "-q", "-f", str(key))
+    done.check_returncode()
     path.with_suffix(".sig").write_text(done.stdout)
 
 
@@ -205,11 +204,15 @@ def signed_by(folder: Path, reports: Iterable[str]) -> dict[str, str]:
     for sha in reports:
         signature = report_path(folder, sha).with_suffix(".sig")
         for name in dict.fromkeys(names) if signature.is_file() else ():
-            command = ["ssh-keygen", "-Y", "verify", "-f", str(signers), "-I", name, "-n", _NAMESPACE, "-s", str(signature)]
-            try:
-                status = subprocess.run(command, input=sha, capture_output=True, text=True, check=False).returncode
-            except FileNotFoundError:
-                raise RecordError(signature.name, "checking it needs ssh-keygen; install OpenSSH's client") from None
-            if status == 0:
+            if _ssh_keygen("verify", sha, "-f", str(signers), "-I", name, "-s", str(signature)).returncode == 0:
                 found[sha] = name
     return found
+
+
+def _ssh_keygen(task: str, sha: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """What became of a task about the signature of a report."""
+    command = ["ssh-keygen", "-Y", task, "-n", _NAMESPACE, *words]
+    try:
+        return subprocess.run(command, input=sha, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise RecordError(f"{sha[:_NAME]}.json.gz", "its signature needs ssh-keygen; install OpenSSH's client") from None
