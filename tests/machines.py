@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from mla_portable.contracts import DeviceFacts, Implementation, Request
-from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
+from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, Measurement
 from mla_portable.tools.matrix.profiles import load_profiles
 
 PROFILES: Final = load_profiles(Path(__file__).parents[1] / "capability" / "profiles")
@@ -50,22 +50,20 @@ class Costs:
 
 
 def costs_of(us: Mapping[str, Sizes], device: str, heads: int, topk: int) -> MeasuredCosts:
-    """Times of implementations, whatever their sources are."""
-    times = [
+    """Invented times of implementations."""
+    measurement = Measurement(device, recorded="2026-11-23")
+    return MeasuredCosts(
         MeasuredTime(
-            device=device,
+            implementation=implementation,
             primitive=primitive,
             layout=layout,
             heads=heads if primitive.startswith("sparse") else None,
             topk=topk if primitive.startswith("sparse") else None,
             rows=rows,
-            implementation=implementation,
             us=each,
-            recorded="2026-11-23",
-            source_hash="",
+            measurement=measurement,
         )
         for implementation, sizes in us.items()
         for (primitive, layout), by_rows in sizes.items()
         for rows, each in by_rows.items()
-    ]
-    return MeasuredCosts(times, hash_of=lambda sources, arch: "")
+    )

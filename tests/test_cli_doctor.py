@@ -159,11 +159,11 @@ def test_doctor_shows_the_cost_that_decides():
 
 
 def test_the_next_best_is_the_next_of_the_decision():
-    """Not the next in costs: what is preferred to all that were timed goes before them."""
+    """Not the next in costs: what was measured goes before what was only declared."""
     vendors = [Vendor(name, cost).plugin() for name, cost in (("a", 8), ("b", 10), ("c", 50))]
     registry = registry_with(*vendors, costs=Costs(lambda each, _: (10.0, "measured once") if each.backend == "c" else None))
     (merge,) = [c for c in document("doctor", registry=registry)["choices"] if c["primitive"] == "merge_states"]
-    assert (merge["chosen"], merge["ranking"]) == ("a.v1", ["a.v1", "b.v1", "c.v1", "reference.torch"])
+    assert (merge["chosen"], merge["ranking"]) == ("c.v1", ["c.v1", "a.v1", "b.v1", "reference.torch"])
     lines = [line.split() for line in invoke("doctor", registry=registry).stdout.splitlines()]
     (row,) = [words for words in lines if words[:1] == ["merge_states"]]
-    assert row == ["merge_states", "a.v1", "cost", "8", "declared", "b.v1", "(10", "declared)"]
+    assert row == ["merge_states", "c.v1", "cost", "10", "measured", "a.v1", "(8", "declared)"]

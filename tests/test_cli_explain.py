@@ -12,7 +12,7 @@ from machines import H200
 from mla_portable.contracts import Primitive
 from mla_portable.primitives import MERGE_STATES
 from mla_portable.registry import Registry
-from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
+from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, Measurement
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 
@@ -152,13 +152,12 @@ def test_costs_of_a_profile_are_those_measured_under_any_name_of_its_drivers():
     """As where records of an H100 ship, whose driver says another name than the profile."""
     registry = Registry(environ={}, probe=False)
     (plain,) = (each for each in registry.implementations(MERGE_STATES) if each.name == "triton.portable")
-    time = MeasuredTime("NVIDIA H100 80GB HBM3", "merge_states", None, None, None, 64, plain.name, 7.0, "2026-11-01", "")
-    pattern = {"NVIDIA H100 SXM 80GB": r"NVIDIA H100 80GB HBM3"}
-    costs = MeasuredCosts([time], pattern, hash_of=lambda sources, arch: "")
+    measurement = Measurement("NVIDIA H100 SXM 80GB", ("NVIDIA H100 80GB HBM3",), "2026-11-01", "0.1.0")
+    costs = MeasuredCosts([MeasuredTime(plain.name, "merge_states", None, None, None, 64, 7.0, measurement)])
     registry = Registry(environ={}, probe=False, costs=costs)
     answer = document("explain", "merge_states", "--device", "h100", registry=registry)
     assert answer["chosen"] == plain.name
-    assert "measured 2026-11-01 on NVIDIA H100 80GB HBM3" in answer["candidates"][0]["cost_source"]
+    assert "measured 2026-11-01 on NVIDIA H100 SXM 80GB with 0.1.0" in answer["candidates"][0]["cost_source"]
     text = invoke("explain", "merge_states", "--device", "h100", registry=registry).stdout
     assert "10 measured" in text and "64: 7" in text and "cost measured: 10 is the fastest" in text
 

@@ -7,6 +7,7 @@ import inspect
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -41,7 +42,6 @@ from mla_portable.primitives import (
     TOPK_SELECT,
 )
 from mla_portable.registry import Registry
-from mla_portable.registry.costs import parse_costs
 from mla_portable.sources import code_of, sources_of
 from mla_portable_triton import support
 from mla_portable_triton.attention_configs import AttentionConfig, attention_config, program_shape
@@ -58,8 +58,8 @@ class Recorder:
     def add(self, implementation: Implementation) -> None:
         self.implementations.append(implementation)
 
-    def add_costs(self, costs: str) -> None:
-        assert parse_costs(costs)[0]
+    def add_costs(self, costs: Path) -> None:
+        assert costs.is_dir()
 
     def add_detector(self, detector: Detector) -> None:
         raise AssertionError(f"the Triton plugin knows no devices of its own, got {detector}")

@@ -29,9 +29,8 @@ from mla_portable.dispatch import serving
 from mla_portable.primitives import CACHE_WRITE, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.bench import KernelCase
 from mla_portable.registry import Registry
-from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
+from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, Measurement
 from mla_portable.registry.tuned import TunedConfigurations, TunedEntry, read_table, table_path, write_table
-from mla_portable.sources import source_hash, sources_of
 from mla_portable.tools.bench.offers import Brought
 from mla_portable.tools.bench.tune import Attempt, TuneResult, tune
 from mla_portable.tools.cli.app import app
@@ -120,10 +119,9 @@ def test_configurations_are_ranked_as_implementations_are():
     support = Support(source="this test", kv_layouts=("bf16",))
     made = [Implementation(name, DECODE, support, lambda r: reference.sparse_decode) for name in ("acme.v1", "acme.v2")]
     times = [
-        MeasuredTime(H200.name, "sparse_decode", "bf16", 16, 2048, rows, each.name, us, "2026-11-02", timed)
+        MeasuredTime(each.name, "sparse_decode", "bf16", 16, 2048, rows, us, Measurement(H200.name))
         for each, by_rows in zip(made, (small, large), strict=True)
         for rows, us in by_rows.items()
-        for timed in [source_hash(sources_of(each))]
     ]
     costs = [MeasuredCosts(times)(each, request()) for each in made]
     assert [each and each[0] for each in costs] == [pytest.approx(10 * us / 61, abs=0.01) for us in (201, 64)]

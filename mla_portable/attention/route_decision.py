@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,6 +18,8 @@ NOT_OFFERED: Final = "no installed plugin offers it"
 """Its limit, where there is no candidate."""
 _SHOWN_SHARE: Final = 1e-3
 """Of the memory: below it the price of a workspace is not worth a term in the text."""
+_UNMEASURED_SHARE: Final = 0.1
+"""Of the weights of a route that counts as measured."""
 _WIDTH: Final = max(map(len, ROUTES))
 
 
@@ -28,14 +29,13 @@ class RoutePart:
 
     Attributes:
         role: "convert", "decode", "prefill", "gather", or "in_place" for prefill tokens that `split` does not gather; one of
-            each on a route. decision: on the implementation. weight: of its cost. declared: the cost that its author declared.
+            each on a route. decision: on the implementation. weight: of its cost.
         most_rows: of a decode batch that this part serves in place of "decode"; None for every other part.
     """
 
     role: str
     decision: Decision
     weight: float = 0.0
-    declared: float = 0.0
     most_rows: int | None = None
 
     @property
@@ -77,20 +77,21 @@ class RouteVerdict:
     @property
     def cost(self) -> float:
         """Weighted sum of the parts' costs, and the price of the workspace; smaller is preferred."""
-        return self._sum(part.cost * part.weight for part in self.parts)
-
-    def _sum(self, costs: Iterable[float]) -> float:
-        return (sum(costs) + self.surcharge) * (1 + self.memory_share)
+        return (sum(part.cost * part.weight for part in self.parts) + self.surcharge) * (1 + self.memory_share)
 
     @property
     def measured(self) -> bool:
-        """Every cost in the sum was measured."""
-        return not self.surcharge and all(part.measured for part in self.parts if part.weight)
+        """Its parts were measured, but for a tenth of the weights, and it has no surcharge.
+
+        The gather before a prefill has less: a device whose attention kernels were timed is ranked by those times.
+        """
+        unknown = sum(part.weight for part in self.parts if not part.measured)
+        return not self.surcharge and unknown <= _UNMEASURED_SHARE * sum(part.weight for part in self.parts)
 
     @property
     def standing(self) -> Standing:
         """What it is ranked by."""
-        return Standing(self.measured, self.cost, self._sum(part.declared * part.weight for part in self.parts))
+        return Standing(self.measured, self.cost)
 
     def part(self, role: str) -> RoutePart | None:
         """The part that plays `role`, None where the route has none."""

@@ -5,9 +5,9 @@ A route's cost is the sum of what serves its decode tokens, its prefill tokens a
 that the registry chose times a weight. Weights are judgements about work, not measurements.
 
 A workspace has a price: the cost grows by the share of the device's memory that it takes (0 where the memory is not known).
-A route is measured if all its weighted parts are and it has no surcharge. `Ranking` then ranks routes as it ranks
-implementations, and within a tie the smaller workspace comes first. A route whose costs are of both scales is ranked by their
-sum, as a declared 10 stands for a vendor's kernel and a measured 10 for the fastest.
+A route is measured if its parts are, but for a tenth of their weights, and it has no surcharge. `Ranking` then ranks routes
+as it ranks implementations, and within a tie the smaller workspace comes first. A route whose costs are of both scales is
+ranked by their sum, as a declared 10 stands for a vendor's kernel and a measured 10 for the fastest.
 
 Where both ways to serve a prefill were timed, and the gather, `split` takes the faster one in each step: see `PrefillTimes`.
 Where several implementations of sparse_decode were timed, a decode batch is served by the one that the registry chooses for its
@@ -111,8 +111,7 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
         key = f"{name}+graph" if graph else name
         if key not in known:
             known[key] = demand.decide(requests[name].but(graph=True) if graph else requests[name])
-        found = demand.chosen(known[key])
-        return RoutePart(role, known[key], weight, found.preference if found else 0.0)
+        return RoutePart(role, known[key], weight)
 
     def fused() -> RouteVerdict:
         decode = part("decode", "decode", 1.0)
@@ -216,19 +215,16 @@ def _ranked(verdicts: list[RouteVerdict]) -> tuple[RouteVerdict, ...]:
     ranking = Ranking((v.standing for v in verdicts if v.can_run), terms=_TERMS)
     tied = [v for v in verdicts if v.can_run and ranking.tied(v.standing)]
 
-    def told(verdict: RouteVerdict) -> RouteVerdict:
-        if verdict.can_run and ranking.preferred(verdict.standing):
-            why = "not timed; its declared cost is below those of all that were"
-        elif len(tied) > 1 and verdict in tied:
-            why = "a tie, the smaller workspace decides"
-        else:
+    def explained(verdict: RouteVerdict) -> RouteVerdict:
+        if len(tied) < 2 or verdict not in tied:
             return verdict
+        why = "a tie, the smaller workspace decides"
         return replace(verdict, note="; ".join(filter(None, (verdict.note, why))))
 
-    def key(verdict: RouteVerdict) -> tuple[bool, tuple[int, float], int]:
+    def key(verdict: RouteVerdict) -> tuple[bool, tuple[bool, float], int]:
         return not verdict.can_run, ranking.key(verdict.standing), verdict.workspace_bytes
 
-    return tuple(map(told, sorted(verdicts, key=key)))
+    return tuple(map(explained, sorted(verdicts, key=key)))
 
 
 def _pointless(spec: AttentionSpec) -> tuple[Reason, ...]:

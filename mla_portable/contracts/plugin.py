@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Generic, Protocol
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol
 
 import pluggy
 import torch
@@ -21,6 +21,9 @@ from mla_portable.contracts.request import Request
 from mla_portable.contracts.schedule import ScheduleKind
 from mla_portable.contracts.support import Reason, Support
 from mla_portable.errors import PluginError
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
 
 PROJECT_NAME: Final = "mla_portable"
 ENTRY_POINT_GROUP: Final = "mla_portable.backends"
@@ -131,10 +134,15 @@ class Registrar(Protocol):
         """Recognise this vendor's devices, before torch's own names are used."""
         ...
 
-    def add_costs(self, costs: str) -> None:
-        """Add measured times of the plugin's implementations: the text of a file that `costs_text` wrote.
+    def add_costs(self, costs: str | Traversable) -> None:
+        """Add measured times of the plugin's implementations, which `mla-portable bench costs` writes.
 
-        They rank implementations on the devices that were timed. The fastest time on record is over those of all plugins.
+        They rank implementations on the devices that were timed. The fastest time on record is over those of all plugins. What
+        cannot be used of a file is left out, and `mla-portable doctor` says why.
+
+        Args:
+            costs: a folder with a file "<device>.json" for each device, as in `importlib.resources.files(__name__) / "costs"`;
+                one such file; or its text.
         """
         ...
 

@@ -6,43 +6,67 @@ either layout, so that routes which read different layouts stay comparable. With
 counts that were timed decides (`time_spent`); with `rows`, the nearest count does.
 
 Each implementation is ranked at its own nearest head count: the least that was timed and is no smaller, as a kernel that pads
-would run it; else the greatest below, as many times as cover the heads. `topk` must be equal. Where installed sources differ
-from those that were timed, or anything was not timed, there is no measured cost.
+would run it; else the greatest below, as many times as cover the heads. `topk` must be equal. What was not timed has no
+measured cost.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from functools import lru_cache
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Final
 
-from mla_portable.contracts import Implementation, Request
-from mla_portable.sources import SourceNotFound, source_hash, sources_of
+from mla_portable.contracts import DeviceFacts, Implementation, Request
 
 _FASTEST: Final = 10.0
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class MeasuredTime:
-    """One median. device: as its driver names it. recorded: the day. source_hash: of what was timed. `us`: microseconds.
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Where times come from.
 
-    The rest as in Request.
+    Attributes:
+        device: its name. names: patterns of `fnmatch` for the names that its drivers report, besides `device` itself.
+        recorded: the day. release: of what was timed, "" where it is not known. versions: (name, version) of the software
+            that ran, sorted.
     """
 
     device: str
+    names: tuple[str, ...] = ()
+    recorded: str = ""
+    release: str = ""
+    versions: tuple[tuple[str, str], ...] = ()
+
+    def matches(self, name: str) -> bool:
+        """A device of that name is this one."""
+        return name == self.device or any(fnmatchcase(name, pattern) for pattern in self.names)
+
+    def text(self, device: DeviceFacts) -> str:
+        """Day, device and release, and every library of `device` that has another version than the one that ran.
+
+        Local parts of versions ("+cu130") are not compared: not every build of one version has one.
+        """
+        installed = dict(device.libraries)
+        both = [(name, then, installed[name]) for name, then in self.versions if name in installed]
+        differing = [f"{name} {then}, here {now}" for name, then, now in both if _public(then) != _public(now)]
+        where = " ".join(filter(None, ("measured", self.recorded, "on", self.device)))
+        return "; ".join((where + (f" with {self.release}" if self.release else ""), *differing))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTime:
+    """One median. `us`: microseconds. The rest as in Request."""
+
+    implementation: str
     primitive: str
     layout: str | None
     heads: int | None
     topk: int | None
     rows: int
-    implementation: str
     us: float
-    recorded: str
-    source_hash: str
+    measurement: Measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +80,20 @@ class _Estimate:
     def us(self, rows: int) -> float:
         return self.calls * self.by_rows[rows].us
 
-    def source(self, wanted: int | None, sizes: Iterable[int]) -> str:
+    def source(self, wanted: int | None, sizes: Iterable[int], device: DeviceFacts) -> str:
         times = [self.by_rows[rows] for rows in sorted(sizes)]
         listed = ", ".join(f"{each.rows}: {us:{'.0f' if us >= 100 else '.3g'}}" for each in times if (us := self.us(each.rows)))
         heads = "" if self.heads is None else f", {self.heads} heads"
         if self.heads != wanted:
             heads = f", {f'{self.calls} x ' if self.calls > 1 else ''}{self.heads} heads for {wanted}"
-        return f"measured {max(each.recorded for each in times)} on {times[0].device}{heads}, us by rows {listed};"
+        newest = max((each.measurement for each in times), key=lambda each: each.recorded)
+        return f"{newest.text(device)}{heads}, us by rows {listed};"
+
+
+_Timed = dict[int | None, dict[int, MeasuredTime]]
+"""Heads -> rows -> time, of one implementation and layout."""
+_Place = dict[tuple[str, str | None], _Timed]
+"""(implementation, layout) -> its times, for one primitive and topk on one device."""
 
 
 def time_spent(us: Iterable[float]) -> float:
@@ -70,77 +101,63 @@ def time_spent(us: Iterable[float]) -> float:
     return sum(us)
 
 
-@lru_cache(maxsize=512)
-def installed_hash(sources: tuple[str, ...], arch: str = "") -> str | None:
-    """The hash of an implementation's sources as they are installed, read once; None where it has none or one is missing."""
-    try:
-        return source_hash(sources, arch) if sources else None
-    except (SourceNotFound, OSError):
-        return None
-
-
 class MeasuredCosts:
-    """A CostTable over measured times; a pure function of them, the request and the installed sources."""
+    """A CostTable over measured times; a pure function of them and the request.
 
-    def __init__(
-        self,
-        times: Iterable[MeasuredTime],
-        devices: Mapping[str, str] | None = None,
-        *,
-        hash_of: Callable[[tuple[str, ...], str], str | None] = installed_hash,
-    ) -> None:
-        """devices: name of a device's profile -> regular expression for the names that its drivers report."""
-        self._devices, self._hash_of = dict(devices or {}), hash_of
-        # (device, primitive, topk) -> (implementation, layout) -> heads -> rows -> time
-        self._places: dict[tuple[Any, ...], dict[tuple[str, str | None], dict[int | None, dict[int, MeasuredTime]]]] = {}
-        for each in times:
-            place = self._places.setdefault((self.device_of(each.device), each.primitive, each.topk), {})
-            by_heads = place.setdefault((each.implementation, each.layout), {})
-            by_heads.setdefault(each.heads, {})[each.rows] = each
+    All times whose measurement matches a device's name are compared with one another, whatever they call the device. Of two
+    for the same size the newest counts.
+    """
+
+    def __init__(self, times: Iterable[MeasuredTime]) -> None:
+        self._times = sorted(times, key=lambda each: each.measurement.recorded)
+        self._of_device: dict[str, dict[tuple[str, int | None], _Place]] = {}
 
     @property
-    def device_names(self) -> frozenset[str]:
-        """The devices that were timed, as `device_of` names them."""
-        return frozenset(device for device, *_ in self._places)
-
-    def device_of(self, name: str) -> str:
-        """The name of the profile that a driver's `name` matches; `name` itself where there is none, or it is a profile's."""
-        return next((profile for profile, pattern in self._devices.items() if re.fullmatch(pattern, name)), name)
+    def measurements(self) -> frozenset[Measurement]:
+        """Where the times come from."""
+        return frozenset(each.measurement for each in self._times)
 
     def __call__(self, implementation: Implementation, request: Request) -> tuple[float, str] | None:
-        """(cost, where it comes from); None where this implementation, as it is installed, was not timed for such a request."""
-        own, sizes = self._timed(implementation, request)
-        if own is None or not sizes:
+        """(cost, where it comes from); None where this implementation was not timed for such a request."""
+        place, own = self._timed(implementation, request)
+        if own is None:
             return None
-        wanted = request.rows
-        if wanted is not None:
-            sizes = [min(sizes, key=lambda rows: abs(math.log(rows / max(wanted, 1))))]
-        place = self._place(request)
+        sizes = list(own.by_rows)
+        if request.rows is not None:
+            wanted = max(request.rows, 1)
+            sizes = [min(sizes, key=lambda rows: abs(math.log(rows / wanted)))]
         estimates = [found for by_heads in place.values() if (found := _estimate(by_heads, request.num_heads))]
         least = time_spent(min(each.us(rows) for each in estimates if rows in each.by_rows) for rows in sizes)
         cost = _FASTEST * time_spent(map(own.us, sizes)) / least
-        return round(cost, 2), own.source(request.num_heads, sizes)
+        return round(cost, 2), own.source(request.num_heads, sizes, request.device)
 
     def times(self, implementation: Implementation, request: Request) -> dict[int, float]:
         """Rows -> microseconds, of every size that the cost is computed from; empty where there is none."""
-        own, sizes = self._timed(implementation, request)
-        return {} if own is None else {rows: own.us(rows) for rows in sorted(sizes)}
+        _, own = self._timed(implementation, request)
+        return {} if own is None else {rows: own.us(rows) for rows in sorted(own.by_rows)}
 
-    def _place(self, request: Request) -> dict[tuple[str, str | None], dict[int | None, dict[int, MeasuredTime]]]:
-        return self._places.get((self.device_of(request.device.name), str(request.primitive), request.topk), {})
-
-    def _timed(self, implementation: Implementation, request: Request) -> tuple[_Estimate | None, list[int]]:
-        """Its times at its nearest head count, and the row counts that were timed with the installed sources."""
-        place = self._place(request)
+    def _timed(self, implementation: Implementation, request: Request) -> tuple[_Place, _Estimate | None]:
+        """All times of such requests on the device, and the implementation's own at its nearest head count."""
+        places = self._of_device.get(request.device.name)
+        if places is None:
+            places = self._of_device.setdefault(request.device.name, self._places(request.device.name))
+        place = places.get((str(request.primitive), request.topk), {})
         timed = place.get((implementation.name, request.kv_layout)) or place.get((implementation.name, None))
-        own = _estimate(timed, request.num_heads) if timed else None
-        if own is None:
-            return None, []
-        installed = self._hash_of(sources_of(implementation), request.device.arch)
-        return own, [rows for rows, time in own.by_rows.items() if time.source_hash == installed]
+        return place, _estimate(timed, request.num_heads) if timed else None
+
+    def _places(self, name: str) -> dict[tuple[str, int | None], _Place]:
+        """The times of a device of that name, by (primitive, topk)."""
+        matching = {each for each in self.measurements if each.matches(name)}
+        places: dict[tuple[str, int | None], _Place] = {}
+        for each in self._times:
+            if each.measurement in matching:
+                place = places.setdefault((each.primitive, each.topk), {})
+                timed = place.setdefault((each.implementation, each.layout), {})
+                timed.setdefault(each.heads, {})[each.rows] = each
+        return places
 
 
-def _estimate(by_heads: Mapping[int | None, Mapping[int, MeasuredTime]], wanted: int | None) -> _Estimate | None:
+def _estimate(by_heads: _Timed, wanted: int | None) -> _Estimate | None:
     """From the nearest head count; None where heads play a part on one side only."""
     if wanted is None or None in by_heads:
         return _Estimate(None, 1, by_heads[None]) if wanted is None and None in by_heads else None
@@ -149,24 +166,5 @@ def _estimate(by_heads: Mapping[int | None, Mapping[int, MeasuredTime]], wanted:
     return _Estimate(heads, -(-wanted // heads), by_heads[heads])
 
 
-def costs_text(times: Iterable[MeasuredTime], devices: Mapping[str, str] | None = None) -> str:
-    """What `Registrar.add_costs` takes: a line for times that differ in rows alone, in an order that depends on them alone."""
-    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for each in sorted(times, key=lambda each: tuple("" if v is None else f"{v:>12}" for v in asdict(each).values())):
-        fields = asdict(each)
-        rows, us = fields.pop("rows"), fields.pop("us")
-        groups.setdefault(tuple(fields.values()), {**fields, "us": {}})["us"][str(rows)] = us
-    lines = ",\n".join(json.dumps(group) for group in groups.values())
-    return f'{{"devices": {json.dumps(dict(sorted((devices or {}).items())))},\n"times": [\n{lines}\n]}}\n'
-
-
-def parse_costs(text: str) -> tuple[list[MeasuredTime], dict[str, str]]:
-    """(times, devices), what `costs_text` was given. Raises: ValueError or TypeError for anything else."""
-    document = json.loads(text)
-    if not isinstance(document, dict) or document.keys() != {"devices", "times"}:  # pyright: ignore[reportUnknownMemberType]
-        raise ValueError("expected an object of devices and times")
-    found: list[MeasuredTime] = []
-    for group in document["times"]:
-        by_rows = group.pop("us")
-        found += [MeasuredTime(**group, rows=int(rows), us=us) for rows, us in by_rows.items()]
-    return found, dict(document["devices"])
+def _public(version: str) -> str:
+    return version.partition("+")[0]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from mla_portable.contracts import Detector, Implementation, PluginError, Variable
-from mla_portable.registry.costs import MeasuredCosts
+from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
 from mla_portable.registry.faults import first_line
 from mla_portable.registry.limits import DEFAULT_SECONDS
 from mla_portable.registry.names import CORE_MODULE
@@ -26,6 +26,7 @@ class PluginReport:
         error: one line, "" when ok. traceback: the whole text, "" when ok.
         disabled: what disables it, so that it was not imported; "" where nothing does.
         implementations: "<backend>.<variant> / <primitive>" of all that is in force, in order of registration.
+        notes: what of its measured times is ignored, and why; the plugin is ok all the same.
     """
 
     name: str
@@ -38,6 +39,7 @@ class PluginReport:
     implementations: tuple[str, ...] = ()
     loaded: bool = True
     disabled: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def trouble(self) -> str:
@@ -92,6 +94,7 @@ def load_plugins(
     taken: Taken = {}
     reports: list[PluginReport] = []
     loaded: list[tuple[str, StagingRegistrar]] = []
+    times: list[MeasuredTime] = []
     for source in sources:
         report = PluginReport(source.name, source.module, source.distribution, source.version, ok=True)
         if source.name in disabled and source.module != CORE_MODULE:
@@ -108,12 +111,13 @@ def load_plugins(
             reports.append(replace(report, ok=False, loaded=False, error=first_line(error), traceback=text))
             continue
         loaded.append((source.name, staged))
-        reports.append(replace(report, implementations=tuple(f"{i.name} / {i.primitive}" for i in staged.offers)))
-    devices = {name: pattern for _, staged in loaded for name, pattern in staged.timed_devices.items()}
+        times += staged.measured_times()
+        offered = tuple(f"{i.name} / {i.primitive}" for i in staged.offers)
+        reports.append(replace(report, implementations=offered, notes=tuple(staged.notes)))
     return Loaded(
         implementations=tuple(offer for _, staged in loaded for offer in staged.offers),
         detectors=tuple((name, detector) for name, staged in loaded for detector in staged.detectors),
         reports=tuple(reports),
         variables=tuple(variable for _, staged in loaded for variable in staged.variables),
-        costs=MeasuredCosts((time for _, staged in loaded for time in staged.times), devices),
+        costs=MeasuredCosts(times),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import fields
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mla_portable.contracts import (
     Baseline,
@@ -19,10 +19,14 @@ from mla_portable.contracts import (
     Variable,
 )
 from mla_portable.layouts import FP8_DS_MLA
-from mla_portable.registry.costs import MeasuredTime, parse_costs
+from mla_portable.registry.cost_files import parse_costs, read_costs
+from mla_portable.registry.costs import MeasuredTime
 from mla_portable.registry.faults import first_line
 from mla_portable.registry.names import AUTO
 from mla_portable.registry.variables import core_variables, prefix_of
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
 
 Offer = Implementation | Baseline | Tunable
 Taken = dict[tuple[str, str], str]
@@ -43,6 +47,8 @@ _EVERYTHING: Final[dict[str, Any]] = {
     "cache_alignment": 1,
 }
 """Fields of a request that touches every field of a Support."""
+_MOST_NOTES: Final = 10
+"""On one file of times."""
 _ANY_DEVICE: Final = DeviceFacts(vendor="cpu", name="any", arch="cpu", device_type="cpu")
 _TUPLES: Final = tuple(field.name for field in fields(Support) if str(field.type).startswith("tuple"))
 
@@ -57,8 +63,8 @@ class StagingRegistrar:
         self.offers: list[Any] = []
         self.detectors: list[Detector] = []
         self.variables: list[Variable] = []
-        self.times: list[MeasuredTime] = []
-        self.timed_devices: dict[str, str] = {}
+        self.costs: list[tuple[str, str]] = []
+        self.notes: list[str] = []
         self.taken: Taken = dict(taken)
         self._plugin, self._kind, self._reserved = plugin, KINDS[hook], reserved
         self._open = True
@@ -96,15 +102,24 @@ class StagingRegistrar:
             raise PluginError(f"a detector must be callable, got {type(detector).__name__}")
         self.detectors.append(detector)
 
-    def add_costs(self, costs: str) -> None:
-        """Bring measured times. Raises: PluginError for a text that `costs_text` did not write."""
+    def add_costs(self, costs: str | Traversable) -> None:
+        """Bring measured times. What cannot be used of them is left out, and described in the plugin's report."""
         self._require_open()
-        try:
-            times, devices = parse_costs(costs)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise PluginError(f"costs cannot be read: {first_line(error)}") from error
-        self.times += times
-        self.timed_devices |= devices
+        documents, problems = read_costs(costs)
+        self.costs += documents
+        self.notes += problems
+
+    def measured_times(self) -> list[MeasuredTime]:
+        """The times of what was offered; what cannot be used joins `notes`."""
+        offered = {(each.name, str(each.primitive)) for each in self.offers}
+        times: list[MeasuredTime] = []
+        for name, text in self.costs:
+            found, problems = parse_costs(text, offered)
+            times += found
+            self.notes += [f"{name}: {problem}" for problem in problems[:_MOST_NOTES]]
+            if len(problems) > _MOST_NOTES:
+                self.notes.append(f"{name}: {len(problems) - _MOST_NOTES} more like these")
+        return times
 
     def add_variable(self, variable: Variable) -> None:
         """Declare an environment variable. Raises: PluginError when it is malformed, declared twice or not the plugin's own."""

@@ -37,23 +37,17 @@ class CostTable(Protocol):
 
 
 class Standing(NamedTuple):
-    """What an implementation or a route is ranked by.
-
-    Attributes:
-        measured: `cost` was measured. cost: smaller is better. declared: the cost that its authors declared.
-    """
+    """What an implementation or a route is ranked by: `measured` says whether `cost` was; a smaller cost is better."""
 
     measured: bool
     cost: float
-    declared: float
 
 
 class Ranking:
     """The rule by which implementations and routes are ranked.
 
-    Measured costs rank among themselves, and a tie with the least counts as the least. The two scales are not comparable: what
-    was not measured ranks by its cost behind all that was, or in front of it where its declared cost is lower than that of
-    everything measured. So times of old sources do not hide what is preferred.
+    What was measured ranks before what was only declared. Measured costs rank among themselves, and a tie with the least counts
+    as the least.
     """
 
     def __init__(self, able: Iterable[Standing], *, terms: int = 1) -> None:
@@ -61,21 +55,14 @@ class Ranking:
         measured = [each for each in able if each.measured]
         self._least = min((each.cost for each in measured), default=0.0)
         self._most_tied = self._least * (1 + _TIE / terms)
-        self._preferred = min((each.declared for each in measured), default=-math.inf)
 
     def tied(self, standing: Standing) -> bool:
         """The cost was measured, and is the least or a tie with it."""
         return standing.measured and self._least <= standing.cost <= self._most_tied
 
-    def preferred(self, standing: Standing) -> bool:
-        """Nothing was measured, and the declared cost is lower than that of everything that was."""
-        return not standing.measured and standing.declared < self._preferred
-
-    def key(self, standing: Standing) -> tuple[int, float]:
+    def key(self, standing: Standing) -> tuple[bool, float]:
         """Smaller is better; equal for a tie."""
-        if standing.measured:
-            return 1, self._least if self.tied(standing) else standing.cost
-        return 0 if self.preferred(standing) else 2, standing.cost
+        return not standing.measured, self._least if self.tied(standing) else standing.cost
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +89,7 @@ class _Candidate:
 
     @property
     def standing(self) -> Standing:
-        return Standing(self.measured, self.cost, self.implementation.preference)
+        return Standing(self.measured, self.cost)
 
     def verdict(self) -> Verdict:
         return Verdict(self.implementation.name, self.reasons, self.cost, self.cost_source, self.fits_device, self.passed_over)
@@ -141,7 +128,7 @@ def decide(
     ranking = Ranking(c.standing for c in ranked if not c.reasons)
     _tell_ties([c for c in ranked if not c.reasons and ranking.tied(c.standing)])
 
-    def rank(c: _Candidate) -> tuple[tuple[int, float], float, str]:
+    def rank(c: _Candidate) -> tuple[tuple[bool, float], float, str]:
         return ranking.key(c.standing), c.implementation.preference, c.implementation.name
 
     ranked.sort(key=rank)

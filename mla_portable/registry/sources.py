@@ -93,10 +93,6 @@ def _call(source: PluginSource, name: str, registrar: StagingRegistrar) -> None:
         hint = f"; did you mean {close[0]!r}, and is it decorated with @hookimpl?" if close else ""
         raise PluginError(f"{source.module} has no @hookimpl named {HOOK}{hint}")
     hook(registrar=registrar)
-    own = {name for (name, _), plugin in registrar.taken.items() if plugin == source.name}
-    foreign = {time.implementation for time in registrar.times} - own
-    if foreign:
-        raise PluginError(f"{source.module} brings costs of {', '.join(sorted(foreign))}, which it does not offer")
     if name == HOOK and not registrar.offers and not registrar.detectors:
         raise PluginError(
             f"{source.module} registered nothing; offer every implementation and let `check` say what is missing here"

@@ -58,6 +58,7 @@ def _for_a_person(diagnosis: Diagnosis, *, every: bool, verbose: bool) -> Iterat
     for report in diagnosis.plugins:
         distribution = f"{report.distribution} {report.version}".strip() or report.module
         yield hanging("plugin", f"{report.name} ({distribution}): {_state(report)}")
+        yield from (hanging("  ignored", note) for note in report.notes)
     if verbose:
         yield from (f"{report.name}:\n{report.traceback}" for report in diagnosis.plugins if report.traceback)
     yield from (hanging("policy", line) for line in _policy(diagnosis))

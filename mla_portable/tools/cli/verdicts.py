@@ -52,7 +52,7 @@ def cost_lines(decisions: Iterable[Decision]) -> Iterator[RenderableType]:
     if True in measured:
         yield Text("cost measured: 10 is the fastest time on record for that device and size, 20 is twice as slow", "dim")
     if False in measured:
-        yield Text("cost declared: the author's estimate; first if below those of all timed ones, else behind them", "dim")
+        yield Text("cost declared: the author's estimate; behind all that were timed", "dim")
 
 
 def _of_another_vendor(verdict: Verdict) -> bool:

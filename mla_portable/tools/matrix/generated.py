@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated files: the index of the reports; from that and the registry the matrix (data, page, picture) and the costs."""
+"""The generated files: the index of the reports; from that and the registry the matrix (data, page, picture)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from mla_portable.registry import Registry
-from mla_portable.registry.costs import costs_text
 from mla_portable.tools.matrix.arrange import make_table
-from mla_portable.tools.matrix.benchmarks import measured_times
 from mla_portable.tools.matrix.evidence import parse_evidence
 from mla_portable.tools.matrix.records import index_of, read_records
 from mla_portable.tools.matrix.render import markdown, svg
@@ -22,15 +20,10 @@ from mla_portable.tools.matrix.table import TABLE, table_text
 
 MATRIX: Final = "MATRIX.md"
 PICTURE: Final = "matrix.svg"
-COSTS_FILE: Final = "costs.json"
-"""In the package of a plugin."""
 
 
 def generate(folder: Path, registry: Registry | None = None) -> dict[Path, str]:
-    """Path -> what should stand there. registry: instead of a new one of everything that is installed.
-
-    The measured costs of each plugin are among them where `folder` lies in a checkout, in the package that they ship with.
-    """
+    """Path -> what should stand there. registry: instead of a new one of everything that is installed."""
     registry = registry or Registry(environ={}, probe=False)
     records = read_records(folder, registry)
     index: dict[Path, str] = {}
@@ -39,16 +32,7 @@ def generate(folder: Path, registry: Registry | None = None) -> dict[Path, str]:
         found = [each for path, text in sorted(index.items()) for each in parse_evidence(text, str(path), records.profiles)]
         records = replace(records, evidence=tuple(sorted(found, key=lambda each: each.recorded)))
     table = make_table(records)
-    files = index | {folder / TABLE: table_text(table), folder / MATRIX: markdown(table), folder / PICTURE: svg(table)}
-    times = measured_times(records.evidence, records.hashes)
-    for report in registry.plugin_reports:
-        path = folder.resolve().parent / "backends" / report.name / "src" / report.module / COSTS_FILE
-        names = {offered.partition(" ")[0] for offered in report.implementations}
-        own = [time for time in times if time.implementation in names]
-        if path.exists() or (own and path.parent.is_dir()):
-            timed = [each for each in records.profiles.values() if any(each.matches(time.device) for time in own)]
-            files[path] = costs_text(own, {profile.name: profile.pattern for profile in timed})
-    return files
+    return index | {folder / TABLE: table_text(table), folder / MATRIX: markdown(table), folder / PICTURE: svg(table)}
 
 
 def differences(files: Mapping[Path, str]) -> list[str]:

@@ -44,7 +44,7 @@ def mla_portable_register(registrar: Registrar) -> None:
         *select_implementations(),
     ):
         registrar.add(implementation)
-    registrar.add_costs(resources.files(__name__).joinpath("costs.json").read_text(encoding="utf-8"))
+    registrar.add_costs(resources.files(__name__) / "costs")
     registrar.add_variable(Variable(PROVIDER_VARIABLE, f"one of {', '.join(PROVIDERS)}", lambda value: value in PROVIDERS))
     registrar.add_variable(Variable(LIBRARY_VARIABLE, "the path of a shared library"))
     registrar.add_variable(Variable.choice(TRUNCATION_VARIABLE, "allow"))

@@ -86,7 +86,7 @@ def mla_portable_register(registrar: Registrar) -> None:
     registrar.add(_offer(INDEXER_LOGITS_RAGGED, bind_indexer_logits_ragged))
     registrar.add(_offer(TOPK_SELECT, bind_topk_select))
     registrar.add(_offer(INDEXER_SELECT, bind_indexer_select))
-    registrar.add_costs(resources.files(_PACKAGE).joinpath("costs.json").read_text(encoding="utf-8"))
+    registrar.add_costs(resources.files(_PACKAGE) / "costs")
 
 
 @hookimpl

@@ -1,0 +1,487 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured times: how they rank implementations, the files that ship them, and what is ignored of a bad file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import document, invoke
+from machines import A100, H200, PROFILES
+
+from mla_portable.contracts import Implementation, Primitive, Registrar, Request, Support, hookimpl
+from mla_portable.primitives import CONVERT_INDICES, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.registry import Registry, get_registry, reset_registry
+from mla_portable.registry.cost_files import costs_text, parse_costs
+from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, Measurement
+from mla_portable.registry.plugins import load_plugins
+from mla_portable.registry.policy import Policy
+from mla_portable.registry.select import decide
+from mla_portable.registry.sources import installed_plugins
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(ROOT.glob("backends/*/src/*/costs/*.json"))
+ON_H200 = Measurement("NVIDIA H200", recorded="2026-11-02")
+
+
+def times(
+    *rows: tuple[str, str | None, int | None, int, float], primitive: str = "sparse_decode", measurement: Measurement = ON_H200
+) -> list[MeasuredTime]:
+    """(implementation, layout, heads, rows, us) on an H200."""
+    return [
+        MeasuredTime(name, primitive, layout, heads, 2048, count, us, measurement) for name, layout, heads, count, us in rows
+    ]
+
+
+def named(name: str, preference: float = 50.0, primitive: Primitive = SPARSE_DECODE) -> Implementation:
+    support = Support(source="this test", kv_layouts=("bf16", "fp8_ds_mla"))
+    return Implementation(name, primitive, support, lambda request: lambda: None, preference=preference)
+
+
+def request(**changes: Any) -> Request:
+    return Request(SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, lse=True).but(**changes)
+
+
+FP8 = "fp8_ds_mla"
+COSTS = MeasuredCosts(
+    times(
+        ("ours.v1", FP8, 16, 1, 10.0),
+        ("ours.v1", FP8, 16, 256, 400.0),
+        ("theirs.v1", FP8, 16, 1, 40.0),
+        ("theirs.v1", FP8, 16, 256, 100.0),
+        ("ours.v1", FP8, 64, 1, 20.0),
+        ("theirs.v1", FP8, 64, 1, 10.0),
+    )
+)
+
+
+def cost(name: str, **changes: Any) -> float | None:
+    found = COSTS(named(name), request(**changes))
+    return None if found is None else found[0]
+
+
+def test_the_fastest_costs_ten_and_the_others_in_proportion():
+    assert (cost("ours.v1", rows=1), cost("theirs.v1", rows=1)) == (10, 40)
+    assert (cost("ours.v1", rows=256), cost("theirs.v1", rows=256)) == (40, 10)
+    assert (cost("ours.v1", rows=200), cost("ours.v1", rows=2)) == (40, 10), "the nearest size, in ratio"
+
+
+def test_times_that_cannot_be_told_apart_leave_the_choice_to_declared_preferences():
+    def chosen(of_a: float, of_b: float) -> str:
+        costs = MeasuredCosts(times(("a.v1", FP8, 16, 1, of_a), ("b.v1", FP8, 16, 1, of_b)))
+        offered = [replace(named("a.v1"), preference=20.0), replace(named("b.v1"), preference=8.0)]
+        return decide(request(rows=1), offered, Policy(), costs=costs).chosen or "nobody"
+
+    assert chosen(100.0, 102.0) == chosen(102.0, 100.0) == "b.v1"
+    assert chosen(100.0, 104.0) == "a.v1"
+
+
+def test_each_implementation_has_its_own_nearest_head_count():
+    """Up to 16 heads `few` was timed, `many` for 16 and 64: 32 heads are two calls of the one, a padded call of the other."""
+    known = MeasuredCosts(
+        times(
+            ("few.v1", FP8, 16, 8, 30.0),
+            ("many.v1", FP8, 16, 8, 90.0),
+            ("many.v1", FP8, 64, 8, 50.0),
+            ("many.v1", FP8, 64, 9, 1),
+        )
+    )
+    found = {name: known(named(name), request(num_heads=32, rows=8)) for name in ("few.v1", "many.v1")}
+    assert {name: each and each[0] for name, each in found.items()} == {"few.v1": 12, "many.v1": 10}
+    assert [each and each[1] for each in found.values()] == [
+        "measured 2026-11-02 on NVIDIA H200, 2 x 16 heads for 32, us by rows 8: 60;",
+        "measured 2026-11-02 on NVIDIA H200, 64 heads for 32, us by rows 8: 50;",
+    ]
+    seventeen = known(named("few.v1"), request(num_heads=17, rows=8))
+    assert seventeen and seventeen[0] == 12, "17 heads are two calls, too"
+    more = known(named("many.v1"), request(num_heads=128, rows=8))
+    assert more and more[1].startswith("measured 2026-11-02 on NVIDIA H200, 2 x 64 heads for 128, us by rows 8: 100;")
+
+
+@pytest.mark.parametrize("heads", [17, 24, 32])
+def test_prefill_of_few_heads_is_chosen_by_times_that_are_on_record(heads: int):
+    """An H200's, 2026-11-22: the native kernel was timed for 16 heads alone, and declares the least cost of all."""
+    kernels = {
+        "nvidia.native": {16: 1786.66},
+        "nvidia.native_wide": {16: 1788.38, 64: 4770.5},
+        "nvidia.flashmla": {16: 2490.62, 64: 2274.37},
+    }
+    rows = [(name, "bf16", count, 4096, us) for name, by_heads in kernels.items() for count, us in by_heads.items()]
+    prefill = SPARSE_PREFILL
+    preferences = {"nvidia.native": 8.0, "nvidia.native_wide": 20.0, "nvidia.flashmla": 10.0}
+    offered = [named(name, preference, prefill) for name, preference in preferences.items()]
+    costs = MeasuredCosts(times(*rows, primitive="sparse_prefill"))
+    asked = request(primitive=prefill, kv_layout="bf16")
+    decision = decide(asked.but(num_heads=heads), offered, Policy(), costs=costs)
+    assert decision.chosen == "nvidia.flashmla" and decision.verdicts[0].measured
+    assert decide(asked, offered, Policy(), costs=costs).chosen == "nvidia.native"
+
+
+def test_passing_over_an_unmeasured_implementation_is_no_fallback():
+    costs = MeasuredCosts(times(("a.v1", FP8, 16, 1, 10.0), ("c.v1", FP8, 16, 1, 9.0)))
+    support = Support(source="this test", kv_layouts=("fp8_ds_mla",), lse=False)
+    lacking = [replace(named(name), support=support, preference=8.0) for name in ("b.v1", "c.v1")]
+    assert not decide(request(rows=1), [named("a.v1"), lacking[0]], Policy(), costs=costs).was_fallback
+    assert decide(request(rows=1), [named("a.v1"), lacking[1]], Policy(), costs=costs).was_fallback, "that one is faster"
+    declared = decide(request(rows=1), [named("a.v1"), named("d.v1", 7.0)], Policy(), costs=costs)
+    assert declared.chosen == "a.v1" and not declared.was_fallback, "it was not timed, whatever it declares"
+
+
+def test_a_tie_is_said_where_it_decides():
+    costs = MeasuredCosts(times(("a.v1", FP8, 16, 1, 100.0), ("b.v1", FP8, 16, 1, 101.0), ("c.v1", FP8, 16, 1, 200.0)))
+    offered = [named("a.v1", 9.0), named("b.v1", 8.0), named("c.v1", 7.0)]
+    found = {v.implementation: v.cost_source for v in decide(request(rows=1), offered, Policy(), costs=costs).verdicts}
+    assert list(found) == ["b.v1", "a.v1", "c.v1"]
+    assert found["b.v1"].endswith("1: 101; tie within 3%, declared cost 8 decides;")
+    assert "tie" in found["a.v1"] and "tie" not in found["c.v1"]
+    alone = decide(request(rows=1), [offered[0], offered[2]], Policy(), costs=costs)
+    assert not any("tie" in v.cost_source for v in alone.verdicts)
+
+
+@pytest.mark.parametrize("changes", [{"device": A100}, {"topk": 1024}, {"kv_layout": "bf16"}, {"num_heads": None}])
+def test_what_was_not_timed_keeps_its_declared_preference(changes):
+    assert cost("ours.v1", **changes) is None
+    assert cost("others.v1") is None
+
+
+def test_layouts_are_compared_with_one_another():
+    prefill = MeasuredCosts(times(("a.v1", FP8, 16, 1024, 30.0), ("b.v1", "bf16", 16, 1024, 10.0), primitive="sparse_prefill"))
+    asked = request(primitive=SPARSE_PREFILL)
+    assert prefill(named("a.v1", primitive=SPARSE_PREFILL), asked)[0] == 30
+    assert prefill(named("b.v1", primitive=SPARSE_PREFILL), asked.but(kv_layout="bf16"))[0] == 10
+
+
+def test_a_primitive_without_heads_and_layout_is_found():
+    convert = MeasuredCosts(times(("a.v1", None, None, 64, 3.0), ("b.v1", None, None, 64, 2.0), primitive="convert_indices"))
+    asked = Request(CONVERT_INDICES, H200, topk=2048, block_size=64)
+    assert convert(named("a.v1", primitive=CONVERT_INDICES), asked)[0] == 15
+
+
+def plugin(*implementations: Implementation) -> object:
+    class Plugin:
+        @hookimpl
+        def mla_portable_register(self, registrar: Registrar) -> None:
+            for each in implementations:
+                registrar.add(each)
+
+    return Plugin()
+
+
+def test_the_registry_takes_the_fastest_and_explains_by_the_numbers():
+    given = [("ours", plugin(named("ours.v1"))), ("theirs", plugin(named("theirs.v1", preference=10)))]
+    registry = Registry(plugins=given, facts={"cuda": H200}, environ={}, costs=COSTS)
+    for rows, winner in ((1, "ours.v1"), (256, "theirs.v1")):
+        decision = registry.decide(request(rows=rows))
+        assert decision.chosen == winner
+    text = registry.decide(request(rows=1)).text()
+    assert "measured 2026-11-02 on NVIDIA H200, 16 heads, us by rows 1: 10; cost 10" in text
+    assert "us by rows 1: 40; cost 40" in text
+    assert "us by rows 1: 10, 256: 400; cost 37.27" in registry.decide(request()).text()
+    declared = Registry(plugins=given, facts={"cuda": H200}, environ={})
+    assert declared.decide(request(rows=1)).chosen == "theirs.v1"
+
+
+# ---------------------------------------------------------------------- the files that ship
+
+
+def test_the_file_says_the_same_whatever_the_order():
+    origin = Measurement("NVIDIA H200", ("NVIDIA H200*",), "2026-11-02", "0.1.0", (("torch", "2.11.0"), ("triton", "3.6.0")))
+    older = replace(origin, recorded="2026-10-01", release="", versions=())
+    some = times(("b.v1", FP8, 128, 1, 2.0), ("b.v1", FP8, 128, 64, 9.0), ("a.v1", None, None, 4, 1.0), measurement=origin)
+    some += times(("a.v1", "bf16", 16, 1, 1.0), measurement=older)
+    text = costs_text(some)
+    assert text == costs_text(some[::-1])
+    assert text.count("\n") == 2 + 3 + 1, "a line for each implementation and head count"
+    found, problems = parse_costs(text)
+    assert problems == [] and set(found) == set(some) and len(found) == len(some)
+    for several in ([], [*some, *times(("a.v1", None, None, 4, 1.0), measurement=Measurement("another"))]):
+        with pytest.raises(ValueError, match="a file of times is of one device"):
+            costs_text(several)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
+def test_every_row_that_ships_counts(file: Path):
+    plugin = file.parents[1].name.removeprefix("mla_portable_")
+    registry = Registry(environ={}, probe=False)
+    (report,) = [each for each in registry.plugin_reports if each.name == plugin]
+    assert report.ok and report.notes == ()
+    text = file.read_text(encoding="utf-8")
+    found, problems = parse_costs(text)
+    assert found and problems == [] and costs_text(found) == text, "as `costs_text` writes it"
+    (profile,) = [each for each in PROFILES.values() if each.name == found[0].measurement.device]
+    assert {each.measurement.matches(profile.device_facts().name) for each in found} == {True}
+    assert all(profile.matches(name) for name in found[0].measurement.names)
+
+
+def test_a_device_is_found_by_its_name_and_by_its_drivers_name():
+    measurement = Measurement("NVIDIA H200 141GB", ("NVIDIA H200", "NVIDIA H200 NVL"))
+    costs = MeasuredCosts(times(("a.v1", FP8, 16, 1, 10.0), measurement=measurement))
+    for name, found in {"NVIDIA H200": 1, "NVIDIA H200 NVL": 1, "NVIDIA H200 141GB": 1, "NVIDIA H200 MIG": 0}.items():
+        asked = request(device=replace(H200, name=name))
+        assert (costs(named("a.v1"), asked) is not None) == bool(found), name
+
+
+def test_times_of_one_device_under_two_names_are_compared():
+    one = times(("a.v1", FP8, 16, 1, 10.0), measurement=Measurement("H200 SXM", ("NVIDIA H200",)))
+    costs = MeasuredCosts(one + times(("b.v1", FP8, 16, 1, 30.0)))
+    assert [costs(named(name), request())[0] for name in ("a.v1", "b.v1")] == [10, 30]
+
+
+def test_of_two_times_the_newest_counts():
+    old, new = (Measurement("NVIDIA H200", recorded=day) for day in ("2026-10-01", "2026-11-01"))
+    both = times(("a.v1", FP8, 16, 1, 5.0), measurement=new) + times(("a.v1", FP8, 16, 1, 50.0), measurement=old)
+    costs = MeasuredCosts(both)
+    assert costs.times(named("a.v1"), request()) == {1: 5.0}
+    assert "2026-11-01" in costs(named("a.v1"), request())[1]
+
+
+class Timed:
+    """A plugin with one implementation and times of it."""
+
+    def __init__(self, name: str, us: float = 9.0, *, costs: Any = None, preference: float = 50.0) -> None:
+        self.name, self.preference = name, preference
+        self.costs = costs_text(times((name, FP8, 16, 1, us))) if costs is None else costs
+
+    @hookimpl
+    def mla_portable_register(self, registrar: Registrar) -> None:
+        registrar.add(named(self.name, self.preference))
+        registrar.add_costs(self.costs)
+
+
+def measured(*plugins: object) -> Registry:
+    given = [(plugin.name.partition(".")[0], plugin) for plugin in plugins]
+    return Registry(plugins=given, facts={"cuda": H200}, environ={}, probe=False, costs="measured")
+
+
+def test_the_times_of_all_plugins_are_ranked_together():
+    fast, slow = Timed("a.v1", 10.0), Timed("b.v1", 25.0)
+    decision = measured(slow, fast).decide(request(rows=1), probe=False)
+    assert [(v.implementation, v.cost) for v in decision.verdicts] == [("a.v1", 10.0), ("b.v1", 25.0)]
+    assert measured(slow).decide(request(rows=1), probe=False).verdicts[0].cost == 10.0
+
+
+def test_a_plugin_reads_a_folder_of_files(tmp_path: Path):
+    (tmp_path / "h200.json").write_text(costs_text(times(("a.v1", FP8, 16, 1, 10.0))), encoding="utf-8")
+    (tmp_path / "broken.json").write_bytes(b"\xff\xfe")
+    (tmp_path / "README.md").write_text("no times", encoding="utf-8")
+    registry = measured(Timed("a.v1", costs=tmp_path))
+    (report,) = registry.plugin_reports
+    assert report.ok and len(report.notes) == 1 and report.notes[0].startswith("broken.json: 'utf-8' codec")
+    assert registry.decide(request(rows=1)).verdicts[0].measured
+    (report,) = measured(Timed("a.v1", costs=tmp_path / "absent")).plugin_reports
+    assert report.ok and "No such file" in report.notes[0]
+
+
+def test_the_registry_of_the_process_has_the_costs_that_ship():
+    reset_registry()
+    try:
+        shipped = load_plugins(installed_plugins()).costs
+        asked = Request(MERGE_STATES, PROFILES["h200"].device_facts())
+        registry = get_registry()
+        for each in registry.implementations(MERGE_STATES):
+            verdicts = registry.decide(asked, probe=False, thorough=True).verdicts
+            found = next(v for v in verdicts if v.implementation == each.name)
+            cost = shipped(each, asked)
+            assert (found.measured, found.cost if cost else None) == (cost is not None, cost[0] if cost else None)
+    finally:
+        reset_registry()
+
+
+# ---------------------------------------------------------------------- bad files
+
+ROW = {"implementation": "b.v1", "primitive": "sparse_decode", "layout": FP8, "heads": 16, "topk": 2048, "us": {"1": 5.0}}
+BAD_ROWS = {
+    "zero": ({"us": {"1": 0}}, "us of 1 rows: got 0, expected a number above 0 and below 1e+12"),
+    "negative": ({"us": {"1": -5}}, "us of 1 rows: got -5"),
+    "NaN": ({"us": {"1": float("nan")}}, "us of 1 rows: got nan"),
+    "infinite": ({"us": {"1": float("inf")}}, "us of 1 rows: got inf"),
+    "beyond a float": ({"us": {"1": 10**400}}, "us of 1 rows: got 1000"),
+    "text": ({"us": {"1": "fast"}}, "us of 1 rows: got 'fast'"),
+    "null": ({"us": {"1": None}}, "us of 1 rows: got nothing"),
+    "true": ({"us": {"1": True}}, "us of 1 rows: got True"),
+    "no rows": ({"us": {"0": 5}}, "us: rows '0', expected a whole number of 1 or more"),
+    "negative rows": ({"us": {"-3": 5}}, "us: rows '-3'"),
+    "half a row": ({"us": {"1.5": 5}}, "us: rows '1.5'"),
+    "rows of other digits": ({"us": {"\u00b2": 5}}, "us: rows '\u00b2'"),
+    "us is a list": ({"us": [5]}, "us: got a list, expected an object: rows to microseconds"),
+    "us is absent": ({"us": None}, "us: got nothing"),
+    "heads of 0": ({"heads": 0}, "heads: got 0, expected a whole number of 1 or more"),
+    "heads as text": ({"heads": "2"}, "heads: got '2'"),
+    "heads as a fraction": ({"heads": 2.0}, "heads: got 2.0"),
+    "topk as a list": ({"topk": [2048]}, "topk: got a list"),
+    "topk is true": ({"topk": True}, "topk: got True"),
+    "layout as a number": ({"layout": 8}, "layout: got 8, expected a printable text"),
+    "no name": ({"implementation": None}, "implementation: got nothing"),
+    "an empty name": ({"primitive": ""}, "primitive: got '', expected a text that is not empty"),
+    "not printable": ({"implementation": "\x1b[31mb.v1"}, "implementation: got '\\x1b[31mb.v1'"),
+    "half a surrogate": ({"implementation": "\ud800"}, "implementation: got '\\ud800'"),
+    "another's": ({"implementation": "a.v1"}, "'a.v1' / 'sparse_decode' is not offered by this plugin"),
+    "another primitive": ({"primitive": "sparse_prefill"}, "'b.v1' / 'sparse_prefill' is not offered by this plugin"),
+    "an unknown field": ({"query_len": 2}, "unknown field 'query_len'; there are implementation, primitive"),
+    "versions as a list": ({"versions": ["3.6"]}, "versions: got a list, expected an object: name to version"),
+    "the day as a number": ({"recorded": 20261102}, "recorded: got 20261102"),
+    "no object": (5, "got 5, expected an object with implementation"),
+}
+BAD_DOCUMENTS = {
+    "no JSON": ("no JSON", "no JSON document"),
+    "nested too deeply": ("[" * 100_000, "no JSON document"),
+    "a list": ("[]", "got a list, expected an object with device"),
+    "empty": ("{}", "device: got nothing"),
+    "no times": ('{"device": "NVIDIA H200"}', "times: got nothing, expected a list of rows"),
+    "the older format": ('{"devices": {"h": "("}, "times": []}', "unknown field 'devices'"),
+    "names as text": ('{"device": "x", "names": "NVIDIA*", "times": []}', "names: got 'NVIDIA*', expected a list of fnmatch"),
+    "no text": (5, "5: expected a text, a file or a folder"),
+    "bytes": (b"{}", "b'{}': expected a text"),
+}
+
+
+def with_row(row: Any) -> str:
+    """A file with that row and a good one, of a rows count of its own."""
+    head = {"device": "NVIDIA H200", "recorded": "2026-11-02"}
+    return json.dumps({**head, "times": [row if isinstance(row, int) else ROW | row, ROW | {"us": {"256": 400.0}}]})
+
+
+@pytest.mark.parametrize(("row", "words"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_a_bad_row_is_ignored_and_described(row: Any, words: str):
+    registry = measured(Timed("a.v1", 100.0), Timed("b.v1", costs=with_row(row)))
+    good, bad = registry.plugin_reports
+    assert good.ok and good.notes == () and bad.ok and bad.loaded and not bad.error
+    assert len(bad.notes) == 1 and bad.notes[0].startswith("times: row 1: ") and words in bad.notes[0]
+    verdicts = {v.implementation: v.cost_source for v in registry.decide(request(), probe=False).verdicts}
+    good_row = "measured 2026-11-02 on NVIDIA H200, 16 heads, us by rows 256: 400;"
+    assert verdicts["b.v1"].startswith(good_row), "the good row counts"
+    assert registry.decide(request(rows=1), probe=False).chosen
+
+
+@pytest.mark.parametrize(("text", "words"), BAD_DOCUMENTS.values(), ids=BAD_DOCUMENTS)
+def test_a_bad_document_is_ignored_and_described(text: Any, words: str):
+    registry = measured(Timed("a.v1"), Timed("b.v1", costs=text))
+    good, bad = registry.plugin_reports
+    assert good.ok and bad.ok and any(words in note for note in bad.notes)
+    assert registry.decide(request(rows=1), probe=False).chosen == "a.v1"
+
+
+def test_null_is_as_good_as_absent():
+    row = {"implementation": "b.v1", "primitive": "sparse_decode", "recorded": None, "us": {"1": 2.0}}
+    text = {"device": "NVIDIA H200", "names": None, "recorded": None, "release": None, "versions": None, "times": [row]}
+    found, problems = parse_costs(json.dumps(text))
+    assert problems == [] and found[0].measurement == Measurement("NVIDIA H200") and found[0].layout is None
+
+
+def test_a_pattern_of_names_cannot_hang_or_take_another_plugins_times():
+    slow = "*a" * 90 + "b"
+    text = json.dumps({"device": "any", "names": [slow, "*"], "times": [ROW | {"us": {"1": 50.0}}]})
+    registry = measured(Timed("b.v1", costs=text), Timed("a.v1", 10.0))
+    named_a = replace(H200, name="a" * 200)
+    assert registry.decide(request(device=named_a)).verdicts[0].implementation == "b.v1"
+    assert registry.decide(request(rows=1)).chosen == "a.v1", "both were timed on what matches"
+
+
+def test_doctor_says_what_is_ignored():
+    rows = [ROW | {"us": {"1": 0}}] * 14
+    text = json.dumps({"device": "NVIDIA H200", "times": rows})
+    registry = measured(Timed("b.v1", costs=text))
+    plugins = document("doctor", registry=registry, code=1)["plugins"]
+    assert plugins[0]["ok"] and len(plugins[0]["notes"]) == 11 and plugins[0]["notes"][-1] == "times: 4 more like these"
+    printed = " ".join(invoke("doctor", registry=registry, code=1).stdout.split())
+    assert "ignored times: row 1: us of 1 rows: got 0, expected a number above 0 and below 1e+12" in printed
+
+
+# ---------------------------------------------------------------------- what ranks
+
+
+@pytest.mark.parametrize("primitive", [SPARSE_DECODE])
+def test_a_plugin_cannot_declare_itself_ahead_of_what_was_measured(primitive: Primitive):
+    class Boaster:
+        name = "acme.v1"
+
+        @hookimpl
+        def mla_portable_register(self, registrar: Registrar) -> None:
+            registrar.add(named("acme.v1", preference=1.0))
+
+    decision = measured(Boaster(), Timed("b.v1", preference=50.0)).decide(request(rows=1, primitive=primitive))
+    assert decision.chosen == "b.v1"
+
+
+def installed(device: str) -> Registry:
+    return Registry(facts={"cuda": PROFILES[device].device_facts()}, environ={}, probe=False, costs="measured")
+
+
+def test_times_of_an_h100_choose_there():
+    facts = PROFILES["h100"].device_facts()
+    asked = Request(SPARSE_DECODE, facts, kv_layout="bf16", num_heads=64, topk=2048, rows=4)
+    decision = installed("h100").decide(asked)
+    assert decision.chosen == "nvidia.native_wide" and decision.verdicts[0].measured
+    assert "on NVIDIA H100 SXM 80GB with 0.1.0, 64 heads, us by rows 4: 20.2;" in decision.text()
+    driver = replace(facts, name="NVIDIA H100 80GB HBM3")
+    assert installed("h100").decide(asked.but(device=driver)).verdicts[0].measured
+
+
+def test_explain_says_where_a_time_comes_from():
+    origin = Measurement(
+        "NVIDIA H200", (), "2026-11-02", "0.2.0", (("flash_mla", "1.0"), ("torch", "2.11.0"), ("triton", "3.6.0"))
+    )
+    costs = MeasuredCosts(times(("a.v1", FP8, 16, 1, 10.0), measurement=origin))
+    here = replace(H200, libraries=(("cuda", "13.0"), ("torch", "2.11.0+cu130"), ("triton", "3.7.0")))
+    source = costs(named("a.v1"), request(device=here))[1]
+    assert source == "measured 2026-11-02 on NVIDIA H200 with 0.2.0; triton 3.6.0, here 3.7.0, 16 heads, us by rows 1: 10;"
+    same = replace(here, libraries=(("triton", "3.6.0"),))
+    assert costs(named("a.v1"), request(device=same))[1].startswith("measured 2026-11-02 on NVIDIA H200 with 0.2.0, 16 heads")
+
+
+DECISIONS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from machines import PROFILES
+from mla_portable.contracts import Request
+from mla_portable.primitives import INDEXER_SELECT, SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.registry import Registry
+import mla_portable_nvidia
+for slug in ("h200", "h100"):
+    facts = PROFILES[slug].device_facts()
+    plugins = [("nvidia", "mla_portable_nvidia"), ("triton", "mla_portable_triton")]
+    registry = Registry(plugins=plugins, facts={"cuda": facts}, environ={}, probe=False, costs="measured")
+    for primitive in (SPARSE_DECODE, SPARSE_PREFILL):
+        for layout in ("bf16", "fp8_ds_mla"):
+            for heads in (8, 16, 64, 128):
+                for rows in (1, 16, 256):
+                    asked = Request(primitive, facts, kv_layout=layout, num_heads=heads, topk=2048, rows=rows)
+                    print(registry.decide(asked).text())
+print(mla_portable_nvidia.__file__, file=sys.stderr)
+"""
+
+
+def test_a_reworded_message_changes_no_choice(tmp_path: Path):
+    """In the core or in a plugin: the decisions of a copy, times and costs included, are those of the original."""
+    copies = tmp_path / "mla_portable", tmp_path / "mla_portable_nvidia", tmp_path / "mla_portable_triton"
+    for copy in copies:
+        (original,) = [ROOT / copy.name] if copy.name == "mla_portable" else ROOT.glob(f"backends/*/src/{copy.name}")
+        shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__", "capability"))
+    changed = {
+        copies[0] / "layouts" / "base.py": ('"add_layout", "layout"', '"add_layout", "the layout"'),
+        copies[1] / "native" / "bound.py": ("for it was bound for", "because it was bound for"),
+        copies[2] / "attention_configs.py": ("from __future__", "# Another comment.\nfrom __future__"),
+    }
+    for file, (old, new) in changed.items():
+        text = file.read_text(encoding="utf-8")
+        assert old in text
+        file.write_text(text.replace(old, new), encoding="utf-8")
+
+    def decisions(*paths: Path) -> list[str]:
+        where = os.pathsep.join(map(str, paths))
+        command = [sys.executable, "-c", DECISIONS, str(ROOT / "tests")]
+        run = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": where}, capture_output=True, text=True, check=True, cwd=tmp_path.parent
+        )
+        assert run.stderr.startswith(str(paths[-1])), run.stderr
+        return run.stdout.splitlines()
+
+    original = decisions(ROOT, *(ROOT / "backends" / name / "src" for name in ("triton", "nvidia")))
+    assert any("measured" in line for line in original) and decisions(tmp_path) == original
