@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.attention.spec import AttentionSpec
-from mla_portable.attention.step import Part, Step, rows_of
+from mla_portable.attention.step import Part, StepViews, rows_of
 from mla_portable.contracts import InvalidArgument, PrefillChunk, StepPlan, neutral_defaults
 from mla_portable.contracts.rules import extent
 from mla_portable.contracts.values import CACHE_ALIGNMENT, describe
@@ -34,7 +34,7 @@ class StepBuffers:
     lse: Tensor | None = None
     query: Tensor | None = None
     workspace: Tensor | None = None
-    _last: list[Step] = field(default_factory=list[Step], init=False, repr=False)
+    _last: list[StepViews] = field(default_factory=list[StepViews], init=False, repr=False)
 
     @classmethod
     def allocate(
@@ -73,13 +73,13 @@ class StepBuffers:
         if has_workspace:
             _check("workspace", self.workspace, (spec.workspace_rows, width), torch.bfloat16, device)
 
-    def step(self, plan: StepPlan, *, decodes: bool) -> Step:
-        """The parts of a plan that fits, on these buffers; made once for all layers of the step.
+    def step(self, plan: StepPlan, *, decodes: bool) -> StepViews:
+        """The views of a plan that fits, on these buffers; made once for all layers of the step.
 
         decodes: the layer has a sparse_decode.
         """
         if not self._last or self._last[0].plan is not plan or self._last[0].decodes is not decodes:
-            self._last[:] = [divide(plan, decodes, self)]
+            self._last[:] = [step_views(plan, decodes, self)]
         return self._last[0]
 
     def extents(self, *, query: bool, lse: bool) -> dict[str, tuple[int, int]]:
@@ -100,8 +100,8 @@ class StepBuffers:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def divide(plan: StepPlan, decodes: bool, buffers: StepBuffers) -> Step:
-    """The step of a plan on buffers that are large enough for it."""
+def step_views(plan: StepPlan, decodes: bool, buffers: StepBuffers) -> StepViews:
+    """The views of a plan on buffers that are large enough for it."""
     tokens, workspace = plan.num_padded_tokens, buffers.workspace
     indices, counts = buffers.indices[:tokens], buffers.counts[:tokens]
     lse, query = (None if tensor is None else tensor[:tokens] for tensor in (buffers.lse, buffers.query))
@@ -123,7 +123,7 @@ def divide(plan: StepPlan, decodes: bool, buffers: StepBuffers) -> Step:
     end = max(begin, plan.num_decode_tokens + plan.num_prefill_tokens)
     if begin < end:
         prefills.append(part(begin, end, (end - begin,)))
-    return Step(plan, decodes, indices, counts, lse, query, decode, tuple(prefills), end)
+    return StepViews(plan, decodes, indices, counts, lse, query, decode, tuple(prefills), end)
 
 
 def _check(name: str, tensor: Tensor | None, least: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -26,7 +26,7 @@ from mla_portable.attention.demand import BackendChoice, Demand
 from mla_portable.attention.route_decision import RouteDecision
 from mla_portable.attention.routes import choose_route
 from mla_portable.attention.spec import AttentionSpec
-from mla_portable.attention.step import JoinQuery, Step, join_halves
+from mla_portable.attention.step import JoinQuery, StepViews, join_halves
 from mla_portable.contracts import WORKSPACE_ROUTES, Decision, InvalidArgument, Request, StepPlan, UnsupportedRequest
 from mla_portable.contracts.primitive import F, Primitive
 from mla_portable.contracts.values import describe, device_of
@@ -288,7 +288,7 @@ class SparseMLAAttention:
 
     __call__ = forward
 
-    def step(self, plan: StepPlan) -> Step:
+    def step(self, plan: StepPlan) -> StepViews:
         """The parts of a plan on this layer's buffers."""
         chunks, prefills = plan.prefill_chunks, plan.num_prefill_tokens
         together = self._together and prefills > 0 and (not chunks or chunks[0].tokens.start > plan.num_decode_tokens)

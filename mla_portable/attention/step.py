@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a step's plan, each with its rows of the buffers that the layers share.
+"""StepViews: the parts of a step's plan, each with its rows of the buffers that the layers share.
 
 Creating tensor views costs host time comparable to a kernel launch, so they are created once per step and shared by all layers.
 V and R are the widths of the cache layout's latent and rotary part.
@@ -46,8 +46,8 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """A plan's parts.
+class StepViews:
+    """A plan's parts, as views of the buffers.
 
     Attributes:
         plan: as given. indices: [T, K], counts: [T], lse: [T, H], query: [T, H, V + R]: the buffers' rows of all tokens.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StepBuffers: the int32 numbers of a step, where they live on the device and how they get there in one copy.
+"""PlanBuffers: the int32 numbers of a step, where they live on the device and how they get there in one copy.
 
 One device buffer with fixed sections, in this order, each mirrored by every staging buffer:
 
@@ -24,7 +24,7 @@ _ALIGN_WORDS: Final = 64
 """Sections begin on 256 bytes, so kernels may use wide loads and never see a differently aligned pointer."""
 
 
-class StepBuffers:
+class PlanBuffers:
     """Persistent device tensors of one planner, filled through a staging ring.
 
     Attributes:

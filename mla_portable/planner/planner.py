@@ -19,10 +19,10 @@ from torch import Tensor, split_with_sizes
 from mla_portable.contracts import Batch, PrefillChunk, ScheduleLimits, SchedulePlanner, StepPlan, neutral_defaults
 from mla_portable.contracts.plan import PlanCounter
 from mla_portable.contracts.values import device_of
-from mla_portable.planner.buffers import StepBuffers
+from mla_portable.planner.buffers import PlanBuffers
 from mla_portable.planner.checks import check_lengths, check_sizes
 from mla_portable.planner.config import PlannerConfig
-from mla_portable.planner.parts import Parts, divide, fill_chunks
+from mla_portable.planner.parts import BatchSplit, fill_chunks, split_decodes_and_prefills
 from mla_portable.planner.staging import Fence
 
 
@@ -68,7 +68,7 @@ class Planner:
         self._few_tokens = config.few_tokens if takes_few else 0
         self._make_fence = make_fence
         self._counter = PlanCounter()
-        self._buffers: StepBuffers | None = None
+        self._buffers: PlanBuffers | None = None
         self._requests = np.arange(config.max_num_reqs, dtype=np.int32)
         self._uniform: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]] = {}
         self._max_decode_rows = config.max_num_tokens
@@ -92,11 +92,11 @@ class Planner:
             with neutral_defaults():
                 self._schedules = config.schedule_kind.planner(limits)
 
-    def _allocate(self) -> StepBuffers:
+    def _allocate(self) -> PlanBuffers:
         """By the first plan: an engine may build the planner inside a memory pool whose contents it discards, as vLLM does."""
         config = self._config
         with neutral_defaults():
-            return StepBuffers(
+            return PlanBuffers(
                 max_num_reqs=config.max_num_reqs,
                 max_num_tokens=config.max_num_tokens,
                 workspace=config.has_workspace,
@@ -151,16 +151,16 @@ class Planner:
         query_lens: npt.NDArray[np.int32] | None = None
         if shared:
             check_lengths(shared, batch.seq_lens, num_tokens, most, reach)
-            parts = Parts(shared, num_reqs, num_reqs) if threshold else Parts(0, 0, num_reqs)
+            split = BatchSplit(shared, num_reqs, num_reqs) if threshold else BatchSplit(0, 0, num_reqs)
         elif num_reqs:
             query_lens = starts[1:] - starts[:-1]
             check_lengths(query_lens, batch.seq_lens, num_tokens, most, reach)
-            parts = divide(query_lens, threshold, self._few_tokens)
+            split = split_decodes_and_prefills(query_lens, threshold, self._few_tokens)
         else:
-            parts = Parts(0, 0, 0)
-        decode_tokens, query_len = self._decode_rows(parts, starts, num_tokens, padded)
-        num_prefills = 0 if config.route == "fused" else parts.end_prefill - parts.first_prefill
-        layout = self._lay_out(batch, parts) if num_prefills and config.has_workspace else None
+            split = BatchSplit(0, 0, 0)
+        decode_tokens, query_len = self._decode_rows(split, starts, num_tokens, padded)
+        num_prefills = 0 if config.route == "fused" else split.end_prefill - split.first_prefill
+        layout = self._lay_out(batch, split) if num_prefills and config.has_workspace else None
 
         schedule = None
         if self._schedules is not None and decode_tokens:
@@ -182,7 +182,7 @@ class Planner:
                 buffers.send_ids(ids, key)
             else:
                 workspace_starts = buffers.workspace_starts[:num_prefills]
-                chunks = self._send_chunks(batch, parts, buffers, ids, padded, layout, workspace_starts)
+                chunks = self._send_chunks(batch, split, buffers, ids, padded, layout, workspace_starts)
 
         return StepPlan(
             route=config.route,
@@ -218,21 +218,21 @@ class Planner:
             pattern = self._uniform[query_len] = (pattern_starts, self._requests[:most].repeat(query_len))
         return query_len if np.array_equal(starts, pattern[0][: num_reqs + 1]) else 0
 
-    def _decode_rows(self, parts: Parts, starts: npt.NDArray[np.int32], num_tokens: int, padded: int) -> tuple[int, int]:
+    def _decode_rows(self, split: BatchSplit, starts: npt.NDArray[np.int32], num_tokens: int, padded: int) -> tuple[int, int]:
         """(rows served by sparse_decode, S); the rows divide by S."""
-        route, query_len = self._config.route, parts.query_len or 1
-        prefills = parts.first_prefill < parts.end_prefill
+        route, query_len = self._config.route, split.query_len or 1
+        prefills = split.first_prefill < split.end_prefill
         if route == "upconvert":
             return 0, 1
         if route == "fused":
             return padded, query_len if not prefills and padded % query_len == 0 else 1
         if prefills:
-            return int(starts[parts.first_prefill]), query_len
+            return int(starts[split.first_prefill]), query_len
         return padded if padded % query_len == 0 and padded <= self._max_decode_rows else num_tokens, query_len
 
-    def _lay_out(self, batch: Batch, parts: Parts) -> _Layout | None:
+    def _lay_out(self, batch: Batch, split: BatchSplit) -> _Layout | None:
         """The prefill sequences in the workspace; None where all of them are read in place."""
-        _, first, end = parts
+        _, first, end = split
         config, times = self._config, self._config.prefill_times
         lens = config.share.lengths(batch.seq_lens[first:end])
         starts = np.empty(end - first, dtype=np.int32)
@@ -250,8 +250,8 @@ class Planner:
     def _send_chunks(
         self,
         batch: Batch,
-        parts: Parts,
-        buffers: StepBuffers,
+        split: BatchSplit,
+        buffers: PlanBuffers,
         ids: npt.NDArray[np.int32],
         padded: int,
         layout: _Layout,
@@ -262,7 +262,7 @@ class Planner:
         Args:
             ids: the batch's request ids, [T]. starts: where the device gets the workspace starts, [num_prefills].
         """
-        _, first, end = parts
+        _, first, end = split
         lens, staged_starts, bounds, rows, tokens, gathered = layout
         prefill_ids = np.empty(padded, dtype=np.int32)
         prefill_ids[: tokens[0]] = prefill_ids[len(ids) :] = -1
