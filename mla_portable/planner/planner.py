@@ -26,7 +26,7 @@ from mla_portable.planner.parts import BatchSplit, fill_chunks, split_decodes_an
 from mla_portable.planner.staging import Fence
 
 
-class _Layout(NamedTuple):
+class _WorkspaceLayout(NamedTuple):
     """The prefill sequences of a step in the workspace.
 
     Attributes:
@@ -144,23 +144,24 @@ class Planner:
         config = self._config
         num_reqs, num_tokens, padded = check_sizes(batch, config, self._device)
         starts = batch.query_start_loc
-        most = config.max_model_len
-        reach = most if config.block_size is None else batch.block_table.shape[1] * config.block_size * config.share.size
+        max_len = table_tokens = config.max_model_len
+        if config.block_size is not None:
+            table_tokens = batch.block_table.shape[1] * config.block_size * config.share.size
         threshold = 0 if config.route == "upconvert" else config.decode_threshold
-        shared = self._shared_query_len(starts, num_reqs, num_tokens)
+        uniform_len = self._uniform_query_len(starts, num_reqs, num_tokens)
         query_lens: npt.NDArray[np.int32] | None = None
-        if shared:
-            check_lengths(shared, batch.seq_lens, num_tokens, most, reach)
-            split = BatchSplit(shared, num_reqs, num_reqs) if threshold else BatchSplit(0, 0, num_reqs)
+        if uniform_len:
+            check_lengths(uniform_len, batch.seq_lens, num_tokens, max_len, table_tokens)
+            split = BatchSplit(uniform_len, num_reqs, num_reqs) if threshold else BatchSplit(0, 0, num_reqs)
         elif num_reqs:
             query_lens = starts[1:] - starts[:-1]
-            check_lengths(query_lens, batch.seq_lens, num_tokens, most, reach)
+            check_lengths(query_lens, batch.seq_lens, num_tokens, max_len, table_tokens)
             split = split_decodes_and_prefills(query_lens, threshold, self._few_tokens)
         else:
             split = BatchSplit(0, 0, 0)
         decode_tokens, query_len = self._decode_rows(split, starts, num_tokens, padded)
         num_prefills = 0 if config.route == "fused" else split.end_prefill - split.first_prefill
-        layout = self._lay_out(batch, split) if num_prefills and config.has_workspace else None
+        layout = self._workspace_layout(batch, split) if num_prefills and config.has_workspace else None
 
         schedule = None
         if self._schedules is not None and decode_tokens:
@@ -171,15 +172,15 @@ class Planner:
             buffers = self._buffers = self._allocate()
         chunks: tuple[PrefillChunk, ...] = ()
         workspace_starts = None
-        key = (shared, num_reqs) if shared else None
-        if layout is not None or key is None or not buffers.holds(key):
+        ids_key = (uniform_len, num_reqs) if uniform_len else None  # equal keys, equal request ids
+        if layout is not None or ids_key is None or not buffers.has_ids(ids_key):
             if query_lens is None:
-                ids = self._uniform[shared][1][:num_tokens] if shared else self._requests[:0]
+                ids = self._uniform[uniform_len][1][:num_tokens] if uniform_len else self._requests[:0]
             else:
                 ids = self._requests[:num_reqs].repeat(query_lens)
             self._counter.count += 1  # earlier plans no longer hold their step
             if layout is None:
-                buffers.send_ids(ids, key)
+                buffers.send_ids(ids, ids_key)
             else:
                 workspace_starts = buffers.workspace_starts[:num_prefills]
                 chunks = self._send_chunks(batch, split, buffers, ids, padded, layout, workspace_starts)
@@ -204,7 +205,7 @@ class Planner:
             generation=self._counter.count,
         )
 
-    def _shared_query_len(self, starts: npt.NDArray[np.int32], num_reqs: int, num_tokens: int) -> int:
+    def _uniform_query_len(self, starts: npt.NDArray[np.int32], num_reqs: int, num_tokens: int) -> int:
         """The query length up to the decode threshold that all requests have in common, 0 if there is none."""
         if num_reqs == 0:
             return 0
@@ -213,9 +214,9 @@ class Planner:
             return 0
         pattern = self._uniform.get(query_len)
         if pattern is None:
-            most = min(self._config.max_num_reqs, self._config.max_num_tokens // query_len)
-            pattern_starts = np.arange(most + 1, dtype=np.int32) * np.int32(query_len)
-            pattern = self._uniform[query_len] = (pattern_starts, self._requests[:most].repeat(query_len))
+            max_reqs = min(self._config.max_num_reqs, self._config.max_num_tokens // query_len)
+            pattern_starts = np.arange(max_reqs + 1, dtype=np.int32) * np.int32(query_len)
+            pattern = self._uniform[query_len] = (pattern_starts, self._requests[:max_reqs].repeat(query_len))
         return query_len if np.array_equal(starts, pattern[0][: num_reqs + 1]) else 0
 
     def _decode_rows(self, split: BatchSplit, starts: npt.NDArray[np.int32], num_tokens: int, padded: int) -> tuple[int, int]:
@@ -230,7 +231,7 @@ class Planner:
             return int(starts[split.first_prefill]), query_len
         return padded if padded % query_len == 0 and padded <= self._max_decode_rows else num_tokens, query_len
 
-    def _lay_out(self, batch: Batch, split: BatchSplit) -> _Layout | None:
+    def _workspace_layout(self, batch: Batch, split: BatchSplit) -> _WorkspaceLayout | None:
         """The prefill sequences in the workspace; None where all of them are read in place."""
         _, first, end = split
         config, times = self._config, self._config.prefill_times
@@ -245,7 +246,7 @@ class Planner:
                 gathered[chunk] = fits and times.gathers(after - before, rows[chunk])
             if not any(gathered):
                 return None
-        return _Layout(lens, starts, bounds, rows, tokens, gathered)
+        return _WorkspaceLayout(lens, starts, bounds, rows, tokens, gathered)
 
     def _send_chunks(
         self,
@@ -254,7 +255,7 @@ class Planner:
         buffers: PlanBuffers,
         ids: npt.NDArray[np.int32],
         padded: int,
-        layout: _Layout,
+        layout: _WorkspaceLayout,
         starts: Tensor,
     ) -> tuple[PrefillChunk, ...]:
         """Send the step's numbers. Returns: the chunks that are gathered.
