@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The failures of mla_portable, one class per kind of mistake.
+"""The failures of mla_portable, one class per kind of mistake; UnsupportedRequest is in `contracts.decision`.
 
 Every message says what was asked, what the limit is and what to do. The functions of `mla_portable`, a layer's `forward` and
 `Planner.plan` raise these before a kernel is launched and before anything is written; exceptions of a kernel or the driver
@@ -8,10 +8,7 @@ are raised unchanged.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from mla_portable.contracts.decision import Decision
+from typing import Any, Final
 
 __all__ = [
     "DRIVER_FAULTS",
@@ -20,7 +17,6 @@ __all__ = [
     "PlanMismatch",
     "PluginError",
     "UnknownBackend",
-    "UnsupportedRequest",
 ]
 
 DRIVER_FAULTS: Final = frozenset({214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 999})
@@ -63,18 +59,6 @@ class UnknownBackend(InvalidArgument):
         """The suggestion first: the known names are many."""
         remedy = f" {self.remedy}" if self.remedy else ""
         return f"{self.where}: {self.argument}: got {self.got}.{remedy} Expected {self.expected}."
-
-
-class UnsupportedRequest(MLAPortableError, RuntimeError):
-    """No implementation, or not the forced one, can run a well-formed request.
-
-    Attributes:
-        decision: the request, every candidate and all reasons against each (`mla_portable.contracts.Decision`).
-    """
-
-    def __init__(self, decision: Decision) -> None:
-        self.decision = decision
-        super().__init__(decision.failure_text())
 
 
 class PlanMismatch(MLAPortableError, ValueError):

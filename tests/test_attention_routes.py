@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from attention_steps import (
     MOVERS,
     PLODDING,
     PORTABLE,
+    REFERENCE,
     ROUTES,
     SLOW,
     SPEC,
@@ -25,12 +26,14 @@ from attention_steps import (
 from machines import H200, Costs
 from recorder import Recorder
 
-from mla_portable.attention import SparseMLAAttention
+from mla_portable.attention import AttentionSpec, SparseMLAAttention
 from mla_portable.contracts import (
+    ContextShare,
     Implementation,
     Request,
     UnsupportedRequest,
 )
+from mla_portable.planner import PlannerConfig
 from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry, use
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES
@@ -223,7 +226,7 @@ def test_a_name_that_is_forced_for_everything_holds_for_what_it_offers(control: 
     decisions = {part.role: part.decision for part in layer.route_decision.verdict.parts}
     assert (decisions["decode"].forced, decisions["convert"].forced) == ("flash", None)
     assert decisions["convert"].control == "default"
-    assert layer._writes.chosen == rest
+    assert layer._write_decision.chosen == rest
     with pytest.raises(UnsupportedRequest, match="convert_indices not offered"):
         forced_layer(control, {"convert_indices": "flash"}, tmp_path, *plugins)
 
@@ -332,6 +335,27 @@ def test_a_route_is_chosen_for_the_rows_and_the_lse_of_its_spec():
         text = layer.explain()
         assert f"rows={2 * max_num_reqs} " in text and ("lse=yes" in text) is need_lse
         assert f"measured with {2 * max_num_reqs} rows" in text
+
+
+def test_planner_config_is_that_of_the_spec():
+    """Every field that both have, each with a value that is not its default."""
+    changes = {
+        "num_heads": 3,
+        "topk": 24,
+        "max_num_reqs": 5,
+        "max_num_tokens": 40,
+        "max_model_len": 32,
+        "block_size": 4,
+        "prefill_workspace_tokens": 33,
+        "batch_invariant": True,
+        "max_scratch_bytes": 1 << 20,
+        "share": ContextShare(2, 1),
+    }
+    spec = replace(SPEC, **changes, decode_query_len=2)
+    config = SparseMLAAttention(spec, device="cpu", registry=REFERENCE).planner_config()
+    assert {name: getattr(config, name) for name in changes} == changes and config.decode_threshold == 2
+    both = {field.name for field in fields(AttentionSpec)} & {field.name for field in fields(PlannerConfig)}
+    assert both == changes.keys() | {"route"}
 
 
 def test_planner_config_follows_the_decoder():

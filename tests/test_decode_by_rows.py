@@ -73,7 +73,7 @@ def test_drafts_count_as_rows():
 
 def test_the_decision_names_both():
     _, layer = layer_of()
-    parts = {part.role: part for part in layer.route_decision.verdict.parts}
+    parts = {part.label: part for part in layer.route_decision.verdict.parts}
     assert parts["decode"].decision.chosen == "many.kernel" and parts["decode"].most_rows is None
     small = parts["decode up to 8 rows"]
     assert (small.decision.chosen, small.decision.request.rows, small.most_rows, small.weight) == ("few.kernel", 4, 8, 0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ PLUGINS_MAY_IMPORT = tuple(f"mla_portable.{name}" for name in ("accelerator", "c
 MIDDLE = LOW | {"attention", "dispatch", "explaining", "planner", "primitives", "problems", "reference", "registry"}
 MAY_IMPORT = {
     "accelerator": set(),
-    "errors": {"contracts"},  # for type checking alone
+    "errors": set(),
     "layouts": {"errors"},
     "contracts": {"accelerator", "errors", "layouts"},
     "sources": set(),
@@ -64,6 +65,63 @@ def test_core_imports_follow_the_arrows(path: Path):
     assert not foreign, f"{part} may not import {sorted(foreign)}"
     vendors = {m for m in imported_modules(path) if m.startswith("mla_portable_")}
     assert not vendors, f"core imports a vendor: {sorted(vendors)}"
+
+
+KNOWN_CIRCLES = {
+    frozenset({"mla_portable.problems.attention", "mla_portable.problems.attention_problem"}),
+    frozenset({"mla_portable.problems.indexer_bench", "mla_portable.problems.indexer_select"}),
+    # `use` has plugins loaded, in case one of them brings the primitive that it names
+    frozenset(f"mla_portable.registry{name}" for name in ("", ".policy", ".registry", ".select")),
+}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def arrows_of_modules() -> dict[str, set[str]]:
+    """Module -> the modules whose names it imports; the package itself is left out, for its names load on first use.
+
+    `from package import module` is an arrow to the module alone.
+    """
+    files = {module_name(path): path for path in CORE.rglob("*.py")}
+    del files["mla_portable"]
+    arrows: dict[str, set[str]] = {}
+    for name, path in files.items():
+        targets = set[str]()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                targets |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                targets |= {each if each in files else node.module for each in inner}
+        arrows[name] = targets & files.keys() - {name}
+    return arrows
+
+
+def circles(arrows: Mapping[str, set[str]]) -> set[frozenset[str]]:
+    """The sets of nodes that reach one another."""
+
+    def reached(start: str) -> set[str]:
+        found, todo = set[str](), [start]
+        while todo:
+            new = arrows[todo.pop()] - found
+            found |= new
+            todo += new
+        return found
+
+    reach = {name: reached(name) for name in arrows}
+    return {frozenset(other for other in reach[name] if name in reach[other]) for name in arrows if name in reach[name]}
+
+
+def test_modules_import_one_another_in_no_circle():
+    """Lazy imports and those for type checkers count."""
+    assert circles(arrows_of_modules()) <= KNOWN_CIRCLES
+
+
+def test_a_circle_is_found():
+    arrows = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
+    assert circles(arrows) == {frozenset({"b", "c"})}
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mla_portable.attention.spec import AttentionSpec
-from mla_portable.attention.step import Step, divide
-from mla_portable.contracts import InvalidArgument, StepPlan, neutral_defaults
+from mla_portable.attention.step import Part, StepViews, rows_of
+from mla_portable.contracts import InvalidArgument, PrefillChunk, StepPlan, neutral_defaults
 from mla_portable.contracts.rules import extent
 from mla_portable.contracts.values import CACHE_ALIGNMENT, describe
 
@@ -34,7 +34,7 @@ class StepBuffers:
     lse: Tensor | None = None
     query: Tensor | None = None
     workspace: Tensor | None = None
-    _last: list[Step] = field(default_factory=list[Step], init=False, repr=False)
+    _last: list[StepViews] = field(default_factory=list[StepViews], init=False, repr=False)
 
     @classmethod
     def allocate(
@@ -73,13 +73,13 @@ class StepBuffers:
         if has_workspace:
             _check("workspace", self.workspace, (spec.workspace_rows, width), torch.bfloat16, device)
 
-    def step(self, plan: StepPlan, *, decodes: bool) -> Step:
-        """The parts of a plan that fits, on these buffers; made once for all layers of the step.
+    def step(self, plan: StepPlan, *, decodes: bool) -> StepViews:
+        """The views of a plan that fits, on these buffers; made once for all layers of the step.
 
         decodes: the layer has a sparse_decode.
         """
         if not self._last or self._last[0].plan is not plan or self._last[0].decodes is not decodes:
-            self._last[:] = [divide(plan, decodes, self)]
+            self._last[:] = [step_views(plan, decodes, self)]
         return self._last[0]
 
     def extents(self, *, query: bool, lse: bool) -> dict[str, tuple[int, int]]:
@@ -98,6 +98,32 @@ class StepBuffers:
         """Device memory held, in bytes."""
         tensors = (self.indices, self.counts, self.lse, self.query, self.workspace)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def step_views(plan: StepPlan, decodes: bool, buffers: StepBuffers) -> StepViews:
+    """The views of a plan on buffers that are large enough for it."""
+    tokens, workspace = plan.num_padded_tokens, buffers.workspace
+    indices, counts = buffers.indices[:tokens], buffers.counts[:tokens]
+    lse, query = (None if tensor is None else tensor[:tokens] for tensor in (buffers.lse, buffers.query))
+
+    def part(begin: int, end: int, shape: tuple[int, ...], chunk: PrefillChunk | None = None) -> Part:
+        own = [indices, counts, *(tensor for tensor in (lse, query) if tensor is not None)]
+        of_indices, of_counts, *others = (rows_of(tensor, begin, end, shape) for tensor in own)
+        gathered = None if chunk is None or workspace is None else (chunk, workspace[: chunk.workspace_rows])
+        return Part(begin, end, shape, of_indices, of_counts, tuple(zip(own[2:], others, strict=True)), gathered)
+
+    begin = plan.num_decode_tokens if decodes else 0
+    decode = part(0, begin, (plan.num_decodes, plan.decode_query_len)) if begin else None
+    prefills: list[Part] = []
+    for chunk in plan.prefill_chunks:
+        if begin < chunk.tokens.start:
+            prefills.append(part(begin, chunk.tokens.start, (chunk.tokens.start - begin,)))
+        begin = chunk.tokens.stop
+        prefills.append(part(chunk.tokens.start, begin, (chunk.num_tokens,), chunk))
+    end = max(begin, plan.num_decode_tokens + plan.num_prefill_tokens)
+    if begin < end:
+        prefills.append(part(begin, end, (end - begin,)))
+    return StepViews(plan, decodes, indices, counts, lse, query, decode, tuple(prefills), end)
 
 
 def _check(name: str, tensor: Tensor | None, least: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -87,6 +87,10 @@ class Demand:
         offered = self._registry.implementations(decision.request.primitive)
         return next((found for found in offered if found.name == decision.chosen), None)
 
+    def configured(self, implementation: Implementation, request: Request[F]) -> Request[F]:
+        """`request` with the configuration that the user's tuning table has for this implementation."""
+        return self._registry.configured(implementation, request)
+
     def times(self, decision: Decision) -> Mapping[int, float]:
         """Rows -> microseconds of the chosen implementation, as far as they were measured."""
         found = self.chosen(decision)

@@ -13,35 +13,31 @@ prefill tokens   route direct: sparse_prefill on the cache
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Mapping
+from dataclasses import fields
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from mla_portable.accelerator import accelerator
+from mla_portable.attention.bound_route import bind_route
 from mla_portable.attention.buffers import StepBuffers
 from mla_portable.attention.checks import StepCheck, checked_sink
 from mla_portable.attention.demand import BackendChoice, Demand
 from mla_portable.attention.route_decision import RouteDecision
 from mla_portable.attention.routes import choose_route
 from mla_portable.attention.spec import AttentionSpec
-from mla_portable.attention.step import JoinQuery, Step, join_halves
-from mla_portable.contracts import WORKSPACE_ROUTES, Decision, InvalidArgument, Request, StepPlan, UnsupportedRequest
-from mla_portable.contracts.primitive import F, Primitive
+from mla_portable.attention.step import JoinQuery, StepViews, join_halves
+from mla_portable.contracts import WORKSPACE_ROUTES, InvalidArgument, Request, StepPlan, UnsupportedRequest
 from mla_portable.contracts.values import describe, device_of
 from mla_portable.planner import PlannerConfig
-from mla_portable.primitives import (
-    CACHE_WRITE,
-    CONVERT_INDICES,
-    GATHER_UPCONVERT,
-    SPARSE_DECODE,
-    SPARSE_PREFILL,
-    CacheWrite,
-    ConvertIndices,
-    GatherUpconvert,
-)
+from mla_portable.primitives import CACHE_WRITE, CacheWrite
 from mla_portable.registry import Registry, get_registry
+
+PLANNED_AS_SPECIFIED: Final = tuple(
+    sorted({field.name for field in fields(AttentionSpec)} & {field.name for field in fields(PlannerConfig)} - {"route"})
+)
+"""Fields that a spec and its planner's configuration have in common; the route of a spec may still have to be chosen."""
 
 
 class SparseMLAAttention:
@@ -89,27 +85,7 @@ class SparseMLAAttention:
         self.route_decision: RouteDecision = choose_route(spec, self.facts, demand)
         verdict = self.route_decision.verdict  # raises where there is none
         self.route = verdict.route
-        serving = [part for part in verdict.parts if (self.route, part.role) != ("fused", "prefill")]
-        parts = {part.role: part.decision for part in serving}
-        requests = _bound_requests(demand, parts)
-        self._compact = requests["convert"].compact
-        self._dealt = spec.share.arguments
-        self._convert: ConvertIndices = demand.bind(requests["convert"].of(CONVERT_INDICES))
-        gathers = "gather" in parts
-        in_place = "in_place" if gathers else "prefill"
-        self._gather: GatherUpconvert | None = demand.bind(requests["gather"].of(GATHER_UPCONVERT)) if gathers else None
-        self._gathered = _bound(demand, requests["prefill"] if gathers else None, SPARSE_PREFILL)
-        self._in_place = _bound(demand, requests.get(in_place), SPARSE_PREFILL)
-        smaller = [part for part in serving if part.most_rows is not None]
-        decoders = (_bound(demand, requests.get(role), SPARSE_DECODE) for role in (*(part.role for part in smaller), "decode"))
-        self._decoders = [each for each in decoders if each is not None]
-        self._most_rows = [part.most_rows or 0 for part in smaller]  # of each but the last
-        decoder = demand.chosen(parts["decode"]) if "decode" in parts else None
-        self._schedule_kind = decoder.schedule_kind if decoder else None
-        self._planned = registry.configured(decoder, requests["decode"]) if decoder else None
-        self._together = False
-        if decoder and in_place in parts and not spec.batch_invariant:
-            self._together = decoder.prefills_as == parts[in_place].chosen
+        self._bound = bind_route(spec, verdict, demand)
         formats = self._layout.scale_formats
         self._scales = {"scale_format": spec.scale_format or formats[0]} if formats else {}
         write = Request(
@@ -122,23 +98,23 @@ class SparseMLAAttention:
             uneven_blocks=not spec.contiguous_blocks,
             graph=spec.graph,
         )
-        self._writes = demand.decide(write)
-        self._write: CacheWrite | None = demand.bind(write) if self._writes.chosen else None
+        self._write_decision = demand.decide(write)
+        self._write: CacheWrite | None = demand.bind(write) if self._write_decision.chosen else None
         self._accelerator = accelerator(self.device)
         self._index = self._accelerator.index  # -1 for a CPU
         self._attn_sink = checked_sink(spec, attn_sink, self.device)
         self._join_query = join_halves if join_query is None else join_query
         self.buffers = self._ready_buffers(buffers, workspace)
-        flat_cache = self._in_place is not None and not self._layout.is_quantized
+        kind, reads_in_place = self._bound.schedule_kind, self._bound.prefill_in_place is not None
         self._check = StepCheck(
             spec,
             self.route,
             self.buffers,
             device=self.device,
             attn_sink=self._attn_sink,
-            flat_cache=flat_cache,
-            reads_in_place=self._in_place is not None,
-            schedule_type=self._schedule_kind.schedule_type if self._schedule_kind else None,
+            flat_cache=reads_in_place and not self._layout.is_quantized,
+            reads_in_place=reads_in_place,
+            schedule_type=kind.schedule_type if kind else None,
         )
 
     def _ready_buffers(self, buffers: StepBuffers | None, workspace: Tensor | None) -> StepBuffers:
@@ -159,24 +135,15 @@ class SparseMLAAttention:
         """The configuration of a planner for this layer."""
         spec = self.spec
         return PlannerConfig(
+            **{name: getattr(spec, name) for name in PLANNED_AS_SPECIFIED},
             device=self.device,
             route=self.route,
-            num_heads=spec.num_heads,
-            topk=spec.topk,
-            max_num_reqs=spec.max_num_reqs,
-            max_num_tokens=spec.max_num_tokens,
-            max_model_len=spec.max_model_len,
-            prefill_workspace_tokens=spec.workspace_rows,
             prefill_times=self.route_decision.verdict.prefill_times,
             decode_threshold=spec.decode_query_len,
-            schedule_kind=self._schedule_kind,
-            decode_request=self._planned,
+            schedule_kind=self._bound.schedule_kind,
+            decode_request=self._bound.decode_request,
             num_sms=self.facts.num_sms,
             arch=self.facts.arch,
-            batch_invariant=spec.batch_invariant,
-            max_scratch_bytes=spec.max_scratch_bytes,
-            block_size=spec.block_size,
-            share=spec.share,
         )
 
     def cache_write(self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -186,8 +153,8 @@ class SparseMLAAttention:
         Raises: UnsupportedRequest if no implementation writes this layout; attention may still read it.
         """
         if self._write is None:
-            raise UnsupportedRequest(self._writes)
-        if self._is_elsewhere():
+            raise UnsupportedRequest(self._write_decision)
+        if self._on_other_device():
             with self._accelerator.guard():
                 self.cache_write(kv_c, k_pe, kv_cache, slot_mapping)
         else:
@@ -220,11 +187,11 @@ class SparseMLAAttention:
         Graph-safe for uniform decode batches, with `out` (and `lse_out`) given and `spec.graph`: no look-up, allocation or
         read-back.
         """
-        if self._is_elsewhere():
+        if self._on_other_device():
             with self._accelerator.guard():
                 return self.forward(q, kv_cache, topk_indices, plan, out=out, lse_out=lse_out)
         self._check(q, kv_cache, topk_indices, plan, out, lse_out)
-        spec, num_tokens = self.spec, plan.num_padded_tokens
+        spec, bound, num_tokens = self.spec, self._bound, plan.num_padded_tokens
         if out is None:
             out = torch.empty((num_tokens, spec.num_heads, self._layout.value_width), dtype=torch.bfloat16, device=self.device)
         step = self.step(plan)
@@ -235,7 +202,7 @@ class SparseMLAAttention:
         if num_tokens == 0:
             return out, lse_out if spec.need_lse else None
         query = q if isinstance(q, Tensor) else step.join_query(q, self._join_query)
-        self._convert(
+        bound.convert(
             topk_indices if topk_indices.shape[0] == num_tokens else topk_indices[:num_tokens],
             plan.req_id_per_token,
             plan.block_table,
@@ -243,39 +210,38 @@ class SparseMLAAttention:
             num_slots=kv_cache.shape[0] * spec.block_size,
             prefill_request_ids=plan.prefill_request_ids,
             prefill_workspace_starts=plan.prefill_workspace_starts,
-            compact=self._compact,
-            **self._dealt,
+            compact=bound.compact,
+            **bound.share_arguments,
             out=(step.indices, step.counts),
         )
         if step.decode is not None:
             part = step.decode
-            decode, with_lengths = self._decoders[bisect_left(self._most_rows, part.end)]
-            decode(
+            decoder = bound.decoder(part.end)
+            decoder.call(
                 part.rows(query),
                 kv_cache,
                 part.indices,
                 softmax_scale=spec.softmax_scale,
-                lengths=part.lengths if with_lengths else None,
+                lengths=part.lengths if decoder.with_lengths else None,
                 attn_sink=self._attn_sink,
                 schedule=plan.decode_schedule,
                 out=part.rows(out),
                 lse_out=part.rows(lse_out),
             )
         for part in step.prefills:
-            if part.gathered is None or self._gather is None:
-                bound = self._in_place
+            if part.gathered is None or bound.gather is None:
+                prefill = bound.prefill_in_place
                 kv = kv_cache if self._layout.is_quantized else kv_cache.view(-1, self._layout.row_width)
             else:
-                bound, (chunk, kv) = self._gathered, part.gathered
-                self._gather(kv_cache, chunk.block_table, chunk.seq_lens, chunk.workspace_starts, out=kv)
-            assert bound is not None  # StepCheck refuses a plan with prefills that the layer does not serve
-            prefill, with_lengths = bound
-            prefill(
+                prefill, (chunk, kv) = bound.prefill_gathered, part.gathered
+                bound.gather(kv_cache, chunk.block_table, chunk.seq_lens, chunk.workspace_starts, out=kv)
+            assert prefill is not None  # StepCheck refuses a plan with prefills that the layer does not serve
+            prefill.call(
                 part.rows(query),
                 kv,
                 part.indices,
                 softmax_scale=spec.softmax_scale,
-                lengths=part.lengths if with_lengths else None,
+                lengths=part.lengths if prefill.with_lengths else None,
                 attn_sink=self._attn_sink,
                 out=part.rows(out),
                 lse_out=part.rows(lse_out),
@@ -288,43 +254,10 @@ class SparseMLAAttention:
 
     __call__ = forward
 
-    def step(self, plan: StepPlan) -> Step:
+    def step(self, plan: StepPlan) -> StepViews:
         """The parts of a plan on this layer's buffers."""
-        chunks, prefills = plan.prefill_chunks, plan.num_prefill_tokens
-        together = self._together and prefills > 0 and (not chunks or chunks[0].tokens.start > plan.num_decode_tokens)
-        return self.buffers.step(plan, decodes=bool(self._decoders) and not together)
+        return self.buffers.step(plan, decodes=self._bound.decodes(plan))
 
-    def _is_elsewhere(self) -> bool:
+    def _on_other_device(self) -> bool:
         """Another device than the layer's is the current one, on which kernels are launched."""
         return self._index >= 0 and self._accelerator.current_index() != self._index
-
-
-def _bound(demand: Demand, request: Request | None, primitive: Primitive[F]) -> tuple[F, bool] | None:
-    """A bound attention primitive, and whether it is given lengths."""
-    return None if request is None else (demand.bind(request.of(primitive)), request.lengths)
-
-
-def _bound_requests(demand: Demand, parts: Mapping[str, Decision]) -> dict[str, Request]:
-    """The request that each part is bound for: the one that was decided on, with the promises that this layer can make.
-
-    Slots of the cache come from convert_indices, which makes every slot outside of the cache -1. Rows of a workspace may lie
-    past its end, so for them nothing is promised.
-
-    A token early in its sequence has fewer than K keys. Implementations that accept `lengths` skip the missing keys, with the
-    counts of compacted indices as lengths. A sparse_decode whose schedule assumes K keys in every row is not given any.
-    """
-    requests = {role: decision.request for role, decision in parts.items()}
-    convert = demand.chosen(parts["convert"])
-    for role, decision in parts.items():
-        primitive = decision.request.primitive
-        if primitive not in (SPARSE_DECODE, SPARSE_PREFILL):
-            continue
-        if role != "prefill" or "gather" not in parts:
-            requests[role] = requests[role].but(clean_indices=True)
-        found = demand.chosen(decision)
-        kind = found.schedule_kind if found and primitive is SPARSE_DECODE else None
-        can_skip = found is not None and found.support.lengths and not (kind and kind.assumes_topk)
-        if can_skip and convert is not None and convert.support.compact:
-            requests[role] = requests[role].but(lengths=True, clean_lengths=True)
-            requests["convert"] = requests["convert"].but(compact=True)
-    return requests

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.contracts import ROUTES, Decision, DeviceFacts, Reason, UnsupportedRequest
@@ -12,6 +12,9 @@ from mla_portable.contracts.decision import grouped
 from mla_portable.planner.prefill_times import PrefillTimes
 from mla_portable.registry.select import Standing
 
+Role = Literal["convert", "decode", "prefill", "gather", "in_place"]
+"""What a primitive does on a route: converts indices, serves decode tokens, serves prefill tokens, gathers their contexts, or
+serves prefill tokens that `split` does not gather."""
 NOT_SERVED: Final = "not served"
 """What the reason against a route says of a primitive that nothing can run."""
 NOT_OFFERED: Final = "no installed plugin offers it"
@@ -28,15 +31,20 @@ class RoutePart:
     """One primitive of a route.
 
     Attributes:
-        role: "convert", "decode", "prefill", "gather", or "in_place" for prefill tokens that `split` does not gather; one of
-            each on a route. decision: on the implementation. weight: of its cost.
-        most_rows: of a decode batch that this part serves in place of "decode"; None for every other part.
+        role: one part of each on a route, but for "decode", of which others may serve smaller batches.
+        decision: on the implementation. weight: of its cost.
+        most_rows: of a decode batch that this part serves; None for the part of the largest batches, and in every other role.
     """
 
-    role: str
+    role: Role
     decision: Decision
     weight: float = 0.0
     most_rows: int | None = None
+
+    @property
+    def label(self) -> str:
+        """The role, for people; of smaller decode batches with the rows that it serves."""
+        return self.role if self.most_rows is None else f"{self.role} up to {self.most_rows} rows"
 
     @property
     def cost(self) -> float:
@@ -93,14 +101,14 @@ class RouteVerdict:
         """What it is ranked by."""
         return Standing(self.measured, self.cost)
 
-    def part(self, role: str) -> RoutePart | None:
-        """The part that plays `role`, None where the route has none."""
-        return next((part for part in self.parts if part.role == role), None)
+    def part(self, role: Role) -> RoutePart | None:
+        """The part of `role` without a limit of rows, None where the route has none."""
+        return next((part for part in self.parts if part.role == role and part.most_rows is None), None)
 
     def __str__(self) -> str:
         if self.reasons:
             return "; ".join(map(str, self.reasons))
-        terms = [f"{part.role} {part.decision.chosen} {part.cost:g} x {part.weight:g}" for part in self.parts if part.weight]
+        terms = [f"{part.label} {part.decision.chosen} {part.cost:g} x {part.weight:g}" for part in self.parts if part.weight]
         terms += [f"{self.surcharge:g}"] if self.surcharge else []
         total = " + ".join(terms)
         notes = [self.note] if self.note else []
@@ -176,7 +184,7 @@ class RouteDecision:
                     "note": verdict.note,
                     "workspace_bytes": verdict.workspace_bytes,
                     "reasons": [str(reason) for reason in verdict.reasons],
-                    "parts": [{"role": part.role, "weight": part.weight, **part.decision.as_dict()} for part in verdict.parts],
+                    "parts": [{"role": part.label, "weight": part.weight, **part.decision.as_dict()} for part in verdict.parts],
                 }
                 for verdict in self.verdicts
             ],

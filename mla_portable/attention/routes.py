@@ -23,7 +23,7 @@ from math import isqrt
 from typing import Any, Final
 
 from mla_portable.attention.demand import Demand, left_out
-from mla_portable.attention.route_decision import NOT_OFFERED, NOT_SERVED, RouteDecision, RoutePart, RouteVerdict
+from mla_portable.attention.route_decision import NOT_OFFERED, NOT_SERVED, Role, RouteDecision, RoutePart, RouteVerdict
 from mla_portable.attention.spec import AUTO_ROUTE, AttentionSpec
 from mla_portable.contracts import Decision, DeviceFacts, Reason, Request
 from mla_portable.contracts.decision import grouped
@@ -105,13 +105,16 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
     requests = route_requests(spec, device)
     workspace_bytes = spec.workspace_rows * spec.layout.workspace.row_bytes
     memory_share = workspace_bytes / device.memory_bytes if device.memory_bytes else 0.0
-    known: dict[str, Decision] = {}
+    decisions: dict[str, Decision] = {}
 
-    def part(role: str, name: str, weight: float = 0.0, *, graph: bool = False) -> RoutePart:
+    def decide(name: str, *, graph: bool = False) -> Decision:
         key = f"{name}+graph" if graph else name
-        if key not in known:
-            known[key] = demand.decide(requests[name].but(graph=True) if graph else requests[name])
-        return RoutePart(role, known[key], weight)
+        if key not in decisions:
+            decisions[key] = demand.decide(requests[name].but(graph=True) if graph else requests[name])
+        return decisions[key]
+
+    def part(role: Role, name: str, weight: float = 0.0, *, graph: bool = False) -> RoutePart:
+        return RoutePart(role, decide(name, graph=graph), weight)
 
     def fused() -> RouteVerdict:
         decode = part("decode", "decode", 1.0)
@@ -149,7 +152,7 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
         """Of the two ways of a prefill, where both and the gather were timed and results may depend on the batch."""
         if spec.route != AUTO_ROUTE or spec.batch_invariant or not spec.layout.is_quantized:
             return None
-        us = [demand.times(part("", name).decision) for name in ("cache_prefill", "bf16_prefill", "gather")]
+        us = [demand.times(decide(name)) for name in ("cache_prefill", "bf16_prefill", "gather")]
         return PrefillTimes(*map(Times, us)) if all(us) else None
 
     def upconvert() -> RouteVerdict:
@@ -168,10 +171,10 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
         """The verdict with its workspace, and a reason for each forced backend that the route does not use."""
         if verdict.part("gather"):
             verdict = replace(verdict, workspace_bytes=workspace_bytes, memory_share=memory_share)
-        prefill = part("prefill", "cache_prefill").decision
-        forcible = [part("decode", "decode").decision, prefill if prefill.chosen else part("prefill", "bf16_prefill").decision]
+        prefill = decide("cache_prefill")
+        forcible = [decide("decode"), prefill if prefill.chosen else decide("bf16_prefill")]
         if spec.route == AUTO_ROUTE and spec.layout.is_quantized:
-            forcible.append(part("gather", "gather").decision)
+            forcible.append(decide("gather"))
         present = [each.decision for each in verdict.parts]
         against = [reason for decision in forcible for reason in left_out(decision, present)]
         return replace(verdict, reasons=(*verdict.reasons, *against)) if against else verdict
@@ -204,7 +207,7 @@ def _by_rows(request: Request, largest: Decision, demand: Demand) -> tuple[Route
             decision = largest
         if parts and parts[-1].decision.chosen == decision.chosen:
             parts.pop()
-        parts.append(RoutePart(f"decode up to {most} rows", decision, most_rows=most))
+        parts.append(RoutePart("decode", decision, most_rows=most))
     while parts and parts[-1].decision.chosen == largest.chosen:
         parts.pop()
     return tuple(parts)

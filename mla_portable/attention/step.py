@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a step's plan, each with its rows of the buffers that the layers share.
+"""StepViews: the parts of a step's plan, each with its rows of the buffers that the layers share.
 
 Creating tensor views costs host time comparable to a kernel launch, so they are created once per step and shared by all layers.
 V and R are the widths of the cache layout's latent and rotary part.
@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mla_portable.contracts import PrefillChunk, StepPlan
-
-if TYPE_CHECKING:
-    from mla_portable.attention.buffers import StepBuffers
 
 JoinQuery = Callable[[Tensor, Tensor, Tensor], None]
 """Writes the halves of a query, ql_nope [T, H, V] and q_pe [T, H, R], side by side into the third argument, [T, H, V + R]."""
@@ -46,12 +42,12 @@ class Part:
         for whole, rows in self.kept:
             if whole is tensor:
                 return rows
-        return _rows(tensor, self.begin, self.end, self.shape)
+        return rows_of(tensor, self.begin, self.end, self.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """A plan's parts.
+class StepViews:
+    """A plan's parts, as views of the buffers.
 
     Attributes:
         plan: as given. indices: [T, K], counts: [T], lse: [T, H], query: [T, H, V + R]: the buffers' rows of all tokens.
@@ -82,32 +78,7 @@ def join_halves(ql_nope: Tensor, q_pe: Tensor, out: Tensor) -> None:
     torch.cat((ql_nope, q_pe), dim=-1, out=out)
 
 
-def divide(plan: StepPlan, decodes: bool, buffers: StepBuffers) -> Step:
-    """The step of a plan on buffers that are large enough for it."""
-    tokens, workspace = plan.num_padded_tokens, buffers.workspace
-    indices, counts = buffers.indices[:tokens], buffers.counts[:tokens]
-    lse, query = (None if tensor is None else tensor[:tokens] for tensor in (buffers.lse, buffers.query))
-
-    def part(begin: int, end: int, shape: tuple[int, ...], chunk: PrefillChunk | None = None) -> Part:
-        own = [indices, counts, *(tensor for tensor in (lse, query) if tensor is not None)]
-        of_indices, of_counts, *others = (_rows(tensor, begin, end, shape) for tensor in own)
-        gathered = None if chunk is None or workspace is None else (chunk, workspace[: chunk.workspace_rows])
-        return Part(begin, end, shape, of_indices, of_counts, tuple(zip(own[2:], others, strict=True)), gathered)
-
-    begin = plan.num_decode_tokens if decodes else 0
-    decode = part(0, begin, (plan.num_decodes, plan.decode_query_len)) if begin else None
-    prefills: list[Part] = []
-    for chunk in plan.prefill_chunks:
-        if begin < chunk.tokens.start:
-            prefills.append(part(begin, chunk.tokens.start, (chunk.tokens.start - begin,)))
-        begin = chunk.tokens.stop
-        prefills.append(part(chunk.tokens.start, begin, (chunk.num_tokens,), chunk))
-    end = max(begin, plan.num_decode_tokens + plan.num_prefill_tokens)
-    if begin < end:
-        prefills.append(part(begin, end, (end - begin,)))
-    return Step(plan, decodes, indices, counts, lse, query, decode, tuple(prefills), end)
-
-
-def _rows(tensor: Tensor, begin: int, end: int, shape: tuple[int, ...]) -> Tensor:
+def rows_of(tensor: Tensor, begin: int, end: int, shape: tuple[int, ...]) -> Tensor:
+    """Rows begin to end of a tensor [T, ...] as [*shape, ...]; the tensor itself where that is all of it."""
     part = tensor if begin == 0 and end == tensor.shape[0] else tensor[begin:end]
     return part if len(shape) == 1 else part.view(*shape, *part.shape[1:])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The language that core and plugins share: requests, support, plans, errors, the hook."""
 
-from mla_portable.contracts.decision import Decision, Verdict
+from mla_portable.contracts.decision import Decision, UnsupportedRequest, Verdict
 from mla_portable.contracts.defaults import neutral_defaults
 from mla_portable.contracts.device import DeviceFacts
 from mla_portable.contracts.plan import ROUTES, WORKSPACE_ROUTES, WORKSPACE_SEQUENCES, Batch, PrefillChunk, StepPlan
@@ -39,7 +39,6 @@ from mla_portable.errors import (
     PlanMismatch,
     PluginError,
     UnknownBackend,
-    UnsupportedRequest,
 )
 
 __all__ = [

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decision: the answer to a Request with a verdict on every candidate, as data; one printer for logs, errors and CLI.
 
-Text for a person shows the cause first, in about ten lines; `all=True` lists every candidate.
+Text for a person shows the cause first, in about ten lines; `all=True` lists every candidate. UnsupportedRequest is the error
+that carries a decision.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Final
 
 from mla_portable.contracts.request import Request
 from mla_portable.contracts.support import Reason
+from mla_portable.errors import MLAPortableError
 
 _MOST_CAUSES: Final = 4
 _MOST_REMEDIES: Final = 3
@@ -180,6 +182,18 @@ class Decision:
             ],
             "plugin_failures": [{"plugin": name, "error": why} for name, why in self.plugin_failures],
         }
+
+
+class UnsupportedRequest(MLAPortableError, RuntimeError):
+    """No implementation, or not the forced one, can run a well-formed request.
+
+    Attributes:
+        decision: the request, every candidate and all reasons against each (`mla_portable.contracts.Decision`).
+    """
+
+    def __init__(self, decision: Decision) -> None:
+        self.decision = decision
+        super().__init__(decision.failure_text())
 
 
 def grouped(verdicts: Iterable[Verdict]) -> list[str]:

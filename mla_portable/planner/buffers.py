@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StepBuffers: the int32 numbers of a step, where they live on the device and how they get there in one copy.
+"""PlanBuffers: the int32 numbers of a step, where they live on the device and how they get there in one copy.
 
 One device buffer with fixed sections, in this order, each mirrored by every staging buffer:
 
@@ -24,7 +24,7 @@ _ALIGN_WORDS: Final = 64
 """Sections begin on 256 bytes, so kernels may use wide loads and never see a differently aligned pointer."""
 
 
-class StepBuffers:
+class PlanBuffers:
     """Persistent device tensors of one planner, filled through a staging ring.
 
     Attributes:
@@ -52,7 +52,7 @@ class StepBuffers:
         self.seq_lens = words[self._lens_at : self._lens_at + reqs]
         self.prefill_ids = words[self._prefill_at : self._prefill_at + tokens]
         self._ring = StagingRing(words, make_fence=make_fence)
-        # What the device's request ids are: how many may not be zero, and the key they were written under.
+        # What the device's request ids are: how many may not be zero, and the key that they were sent with.
         self._used = 0
         self._resident: tuple[int, int] | None = None
 
@@ -65,14 +65,14 @@ class StepBuffers:
         """The contents of device memory were lost: the next request ids are written completely."""
         self._resident, self._used = None, len(self.req_ids)
 
-    def holds(self, key: tuple[int, int]) -> bool:
-        """The device has the request ids that were written under this key."""
+    def has_ids(self, key: tuple[int, int]) -> bool:
+        """The device has the request ids that were sent with this key."""
         return self._resident == key
 
     def send_ids(self, ids: npt.NDArray[np.int32], key: tuple[int, int] | None) -> None:
         """Enqueue the copy of a step without chunks: request ids of the batch's tokens, [T].
 
-        `key` names this content for `holds`, None if it has no name.
+        `key` identifies these ids for `has_ids`; None for ids that are not looked for again.
         """
         end = max(len(ids), self._used)
         if end:

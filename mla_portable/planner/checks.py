@@ -60,13 +60,17 @@ def check_sizes(batch: Batch, config: PlannerConfig, device: torch.device) -> Si
 
 
 def check_lengths(
-    query_lens: npt.NDArray[np.int32] | int, seq_lens: npt.NDArray[np.int32], num_tokens: int, max_model_len: int, reach: int
+    query_lens: npt.NDArray[np.int32] | int,
+    seq_lens: npt.NDArray[np.int32],
+    num_tokens: int,
+    max_model_len: int,
+    table_tokens: int,
 ) -> None:
     """Every query length in [0, num_tokens], every sequence length in [its query length, max_model_len].
 
     Args:
         query_lens: [R], R >= 1, or one length that all share, known to be in range. seq_lens: [R].
-        reach: tokens that a row of the block table holds, the limit for requests that have query tokens.
+        table_tokens: tokens that a row of the block table holds, the limit for requests that have query tokens.
     Raises: InvalidArgument, naming the first request at fault.
     """
     # Seen as unsigned, whatever is negative exceeds every limit: one pass finds both ends of a range.
@@ -75,11 +79,11 @@ def check_lengths(
         got = f"{int(query_lens[first])} query tokens for request {first}"
         _refuse("query_start_loc", got, f"non-decreasing entries up to the last one, {num_tokens}")
     # The sign of either difference tells; a length so far below zero that one wraps around leaves it in the other.
-    most = min(max_model_len, reach)
-    if int(_or((seq_lens - query_lens) | (most - seq_lens))) < 0:
+    longest = min(max_model_len, table_tokens)
+    if int(_or((seq_lens - query_lens) | (longest - seq_lens))) < 0:
         wrong = (seq_lens < query_lens) | (seq_lens > max_model_len)
         if not wrong.any():
-            _check_reach(query_lens, seq_lens, reach)
+            _check_table(query_lens, seq_lens, table_tokens)
             return
         first = int(wrong.argmax())
         least = query_lens if isinstance(query_lens, int) else int(query_lens[first])
@@ -91,13 +95,13 @@ def check_lengths(
         )
 
 
-def _check_reach(query_lens: npt.NDArray[np.int32] | int, seq_lens: npt.NDArray[np.int32], reach: int) -> None:
+def _check_table(query_lens: npt.NDArray[np.int32] | int, seq_lens: npt.NDArray[np.int32], table_tokens: int) -> None:
     """No request with query tokens has a sequence that is longer than its row of the block table."""
-    wrong = (seq_lens > reach) & (np.asarray(query_lens) > 0)
+    wrong = (seq_lens > table_tokens) & (np.asarray(query_lens) > 0)
     if wrong.any():
         first = int(wrong.argmax())
         got = f"{int(seq_lens[first])} for request {first}"
-        expected = f"at most {reach}, the tokens that a row of the block table holds"
+        expected = f"at most {table_tokens}, the tokens that a row of the block table holds"
         _refuse("seq_lens", got, expected, "Give a block table with more columns.")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a batch is divided: leading decodes, prefills, and prefill chunks that fit the workspace. Host arrays only."""
+"""How a batch is split: leading decodes, prefills, and prefill chunks that fit the workspace. Host arrays only."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _sum, _sums = np.add.reduce, np.add.accumulate
 """`ndarray.sum` and `ndarray.cumsum` without their detours."""
 
 
-class Parts(NamedTuple):
-    """A batch divided.
+class BatchSplit(NamedTuple):
+    """Which requests of a batch decode, and which prefill.
 
     Attributes:
         query_len: S, the decodes' common query length; 0 where nothing decodes.
@@ -26,8 +26,8 @@ class Parts(NamedTuple):
     end_prefill: int
 
 
-def divide(query_lens: npt.NDArray[np.int32], threshold: int, few_tokens: int = 0) -> Parts:
-    """Divide requests into decodes and prefills, by [R] query lengths, R >= 1.
+def split_decodes_and_prefills(query_lens: npt.NDArray[np.int32], threshold: int, few_tokens: int = 0) -> BatchSplit:
+    """Split requests into leading decodes and later prefills, by [R] query lengths, R >= 1.
 
     The first request that is not empty sets S. If S is at most `threshold`, all requests up to the first that has another
     length are decodes; if it is more, they are where they have at most `few_tokens` tokens together. The prefills run from
@@ -38,22 +38,22 @@ def divide(query_lens: npt.NDArray[np.int32], threshold: int, few_tokens: int = 
     if 0 < query_len <= threshold and query_lens[-1] not in (0, query_len):
         run = int((query_lens != query_len).argmax())
         if query_lens[run]:  # as batches mostly are: nothing empty where the decodes end
-            return Parts(query_len, run, len(query_lens))
+            return BatchSplit(query_len, run, len(query_lens))
     present = query_lens != 0
     first = 0 if present[0] else int(present.argmax())
     query_len = int(query_lens[first])
     if query_len == 0:
-        return Parts(0, 0, 0)
+        return BatchSplit(0, 0, 0)
     end = len(query_lens) if present[-1] else len(query_lens) - int(present[::-1].argmax())
     if query_len > max(threshold, few_tokens):
-        return Parts(0, first, end)
+        return BatchSplit(0, first, end)
     other = present & (query_lens != query_len)
     run = int(other.argmax())
     if not other[run]:
         run = end
     if query_len > threshold and int(query_lens[:run].sum()) > few_tokens:
-        return Parts(0, first, end)
-    return Parts(query_len, run, end)
+        return BatchSplit(0, first, end)
+    return BatchSplit(query_len, run, end)
 
 
 def fill_chunks(

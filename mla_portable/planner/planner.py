@@ -19,14 +19,14 @@ from torch import Tensor, split_with_sizes
 from mla_portable.contracts import Batch, PrefillChunk, ScheduleLimits, SchedulePlanner, StepPlan, neutral_defaults
 from mla_portable.contracts.plan import PlanCounter
 from mla_portable.contracts.values import device_of
-from mla_portable.planner.buffers import StepBuffers
+from mla_portable.planner.buffers import PlanBuffers
 from mla_portable.planner.checks import check_lengths, check_sizes
 from mla_portable.planner.config import PlannerConfig
-from mla_portable.planner.parts import Parts, divide, fill_chunks
+from mla_portable.planner.parts import BatchSplit, fill_chunks, split_decodes_and_prefills
 from mla_portable.planner.staging import Fence
 
 
-class _Layout(NamedTuple):
+class _WorkspaceLayout(NamedTuple):
     """The prefill sequences of a step in the workspace.
 
     Attributes:
@@ -68,7 +68,7 @@ class Planner:
         self._few_tokens = config.few_tokens if takes_few else 0
         self._make_fence = make_fence
         self._counter = PlanCounter()
-        self._buffers: StepBuffers | None = None
+        self._buffers: PlanBuffers | None = None
         self._requests = np.arange(config.max_num_reqs, dtype=np.int32)
         self._uniform: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]] = {}
         self._max_decode_rows = config.max_num_tokens
@@ -92,11 +92,11 @@ class Planner:
             with neutral_defaults():
                 self._schedules = config.schedule_kind.planner(limits)
 
-    def _allocate(self) -> StepBuffers:
+    def _allocate(self) -> PlanBuffers:
         """By the first plan: an engine may build the planner inside a memory pool whose contents it discards, as vLLM does."""
         config = self._config
         with neutral_defaults():
-            return StepBuffers(
+            return PlanBuffers(
                 max_num_reqs=config.max_num_reqs,
                 max_num_tokens=config.max_num_tokens,
                 workspace=config.has_workspace,
@@ -144,23 +144,24 @@ class Planner:
         config = self._config
         num_reqs, num_tokens, padded = check_sizes(batch, config, self._device)
         starts = batch.query_start_loc
-        most = config.max_model_len
-        reach = most if config.block_size is None else batch.block_table.shape[1] * config.block_size * config.share.size
+        max_len = table_tokens = config.max_model_len
+        if config.block_size is not None:
+            table_tokens = batch.block_table.shape[1] * config.block_size * config.share.size
         threshold = 0 if config.route == "upconvert" else config.decode_threshold
-        shared = self._shared_query_len(starts, num_reqs, num_tokens)
+        uniform_len = self._uniform_query_len(starts, num_reqs, num_tokens)
         query_lens: npt.NDArray[np.int32] | None = None
-        if shared:
-            check_lengths(shared, batch.seq_lens, num_tokens, most, reach)
-            parts = Parts(shared, num_reqs, num_reqs) if threshold else Parts(0, 0, num_reqs)
+        if uniform_len:
+            check_lengths(uniform_len, batch.seq_lens, num_tokens, max_len, table_tokens)
+            split = BatchSplit(uniform_len, num_reqs, num_reqs) if threshold else BatchSplit(0, 0, num_reqs)
         elif num_reqs:
             query_lens = starts[1:] - starts[:-1]
-            check_lengths(query_lens, batch.seq_lens, num_tokens, most, reach)
-            parts = divide(query_lens, threshold, self._few_tokens)
+            check_lengths(query_lens, batch.seq_lens, num_tokens, max_len, table_tokens)
+            split = split_decodes_and_prefills(query_lens, threshold, self._few_tokens)
         else:
-            parts = Parts(0, 0, 0)
-        decode_tokens, query_len = self._decode_rows(parts, starts, num_tokens, padded)
-        num_prefills = 0 if config.route == "fused" else parts.end_prefill - parts.first_prefill
-        layout = self._lay_out(batch, parts) if num_prefills and config.has_workspace else None
+            split = BatchSplit(0, 0, 0)
+        decode_tokens, query_len = self._decode_rows(split, starts, num_tokens, padded)
+        num_prefills = 0 if config.route == "fused" else split.end_prefill - split.first_prefill
+        layout = self._workspace_layout(batch, split) if num_prefills and config.has_workspace else None
 
         schedule = None
         if self._schedules is not None and decode_tokens:
@@ -171,18 +172,18 @@ class Planner:
             buffers = self._buffers = self._allocate()
         chunks: tuple[PrefillChunk, ...] = ()
         workspace_starts = None
-        key = (shared, num_reqs) if shared else None
-        if layout is not None or key is None or not buffers.holds(key):
+        ids_key = (uniform_len, num_reqs) if uniform_len else None  # equal keys, equal request ids
+        if layout is not None or ids_key is None or not buffers.has_ids(ids_key):
             if query_lens is None:
-                ids = self._uniform[shared][1][:num_tokens] if shared else self._requests[:0]
+                ids = self._uniform[uniform_len][1][:num_tokens] if uniform_len else self._requests[:0]
             else:
                 ids = self._requests[:num_reqs].repeat(query_lens)
             self._counter.count += 1  # earlier plans no longer hold their step
             if layout is None:
-                buffers.send_ids(ids, key)
+                buffers.send_ids(ids, ids_key)
             else:
                 workspace_starts = buffers.workspace_starts[:num_prefills]
-                chunks = self._send_chunks(batch, parts, buffers, ids, padded, layout, workspace_starts)
+                chunks = self._send_chunks(batch, split, buffers, ids, padded, layout, workspace_starts)
 
         return StepPlan(
             route=config.route,
@@ -204,7 +205,7 @@ class Planner:
             generation=self._counter.count,
         )
 
-    def _shared_query_len(self, starts: npt.NDArray[np.int32], num_reqs: int, num_tokens: int) -> int:
+    def _uniform_query_len(self, starts: npt.NDArray[np.int32], num_reqs: int, num_tokens: int) -> int:
         """The query length up to the decode threshold that all requests have in common, 0 if there is none."""
         if num_reqs == 0:
             return 0
@@ -213,26 +214,26 @@ class Planner:
             return 0
         pattern = self._uniform.get(query_len)
         if pattern is None:
-            most = min(self._config.max_num_reqs, self._config.max_num_tokens // query_len)
-            pattern_starts = np.arange(most + 1, dtype=np.int32) * np.int32(query_len)
-            pattern = self._uniform[query_len] = (pattern_starts, self._requests[:most].repeat(query_len))
+            max_reqs = min(self._config.max_num_reqs, self._config.max_num_tokens // query_len)
+            pattern_starts = np.arange(max_reqs + 1, dtype=np.int32) * np.int32(query_len)
+            pattern = self._uniform[query_len] = (pattern_starts, self._requests[:max_reqs].repeat(query_len))
         return query_len if np.array_equal(starts, pattern[0][: num_reqs + 1]) else 0
 
-    def _decode_rows(self, parts: Parts, starts: npt.NDArray[np.int32], num_tokens: int, padded: int) -> tuple[int, int]:
+    def _decode_rows(self, split: BatchSplit, starts: npt.NDArray[np.int32], num_tokens: int, padded: int) -> tuple[int, int]:
         """(rows served by sparse_decode, S); the rows divide by S."""
-        route, query_len = self._config.route, parts.query_len or 1
-        prefills = parts.first_prefill < parts.end_prefill
+        route, query_len = self._config.route, split.query_len or 1
+        prefills = split.first_prefill < split.end_prefill
         if route == "upconvert":
             return 0, 1
         if route == "fused":
             return padded, query_len if not prefills and padded % query_len == 0 else 1
         if prefills:
-            return int(starts[parts.first_prefill]), query_len
+            return int(starts[split.first_prefill]), query_len
         return padded if padded % query_len == 0 and padded <= self._max_decode_rows else num_tokens, query_len
 
-    def _lay_out(self, batch: Batch, parts: Parts) -> _Layout | None:
+    def _workspace_layout(self, batch: Batch, split: BatchSplit) -> _WorkspaceLayout | None:
         """The prefill sequences in the workspace; None where all of them are read in place."""
-        _, first, end = parts
+        _, first, end = split
         config, times = self._config, self._config.prefill_times
         lens = config.share.lengths(batch.seq_lens[first:end])
         starts = np.empty(end - first, dtype=np.int32)
@@ -245,16 +246,16 @@ class Planner:
                 gathered[chunk] = fits and times.gathers(after - before, rows[chunk])
             if not any(gathered):
                 return None
-        return _Layout(lens, starts, bounds, rows, tokens, gathered)
+        return _WorkspaceLayout(lens, starts, bounds, rows, tokens, gathered)
 
     def _send_chunks(
         self,
         batch: Batch,
-        parts: Parts,
-        buffers: StepBuffers,
+        split: BatchSplit,
+        buffers: PlanBuffers,
         ids: npt.NDArray[np.int32],
         padded: int,
-        layout: _Layout,
+        layout: _WorkspaceLayout,
         starts: Tensor,
     ) -> tuple[PrefillChunk, ...]:
         """Send the step's numbers. Returns: the chunks that are gathered.
@@ -262,7 +263,7 @@ class Planner:
         Args:
             ids: the batch's request ids, [T]. starts: where the device gets the workspace starts, [num_prefills].
         """
-        _, first, end = parts
+        _, first, end = split
         lens, staged_starts, bounds, rows, tokens, gathered = layout
         prefill_ids = np.empty(padded, dtype=np.int32)
         prefill_ids[: tokens[0]] = prefill_ids[len(ids) :] = -1

@@ -8,9 +8,9 @@ and BF16 rows, for decode and for prefill.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Final
 
-from mla_portable.contracts import Implementation, Primitive, Request, Support
+from mla_portable.contracts import Implementation, Request, Support
 from mla_portable.layouts import BF16, FP8_DS_MLA
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
 from mla_portable_nvidia.native.bound import BoundAttention, layout_of
@@ -83,43 +83,55 @@ class NativeAttention(BoundAttention):
         return prepare(kernel, own.build, of, cluster=own.cluster, whole=own.whole)
 
 
-def bind_sparse_decode(request: Request) -> SparseDecode:
+def bind_sparse_decode(request: Request[SparseDecode]) -> SparseDecode:
     """sparse_decode. Raises: NvrtcNotFound, CompilationFailed, DriverError where the kernel cannot be built here."""
     return NativeAttention(request).decode
 
 
-def bind_sparse_prefill(request: Request) -> SparsePrefill:
+def bind_sparse_prefill(request: Request[SparsePrefill]) -> SparsePrefill:
     """sparse_prefill, likewise."""
     return NativeAttention(request).prefill
 
 
-def native_implementations() -> Iterator[Implementation]:
+def _support(max_heads: int) -> Support:
+    """Of the kernels that serve up to so many heads, for either primitive."""
+    offered = [build for layout in _LAYOUTS for build in builds(layout, max_heads)]
+    kernels = tuple(dict.fromkeys(build.kernel for build in offered))
+    return Support(
+        source=f"mla_portable_nvidia/native: {', '.join(f'{kernel}.cu' for kernel in kernels)}; run on an H200",
+        device_types=("cuda",),
+        vendors=("nvidia",),
+        archs=tuple(ARCHS),
+        kv_layouts=_LAYOUTS,
+        max_heads=max_heads,
+        cache_alignment=16,
+        min_shared_memory=max(build.shared_bytes for build in offered),
+        needs_fp8_conversion=True,
+        batch_invariant=True,
+    )
+
+
+def native_implementations() -> Iterator[Implementation[SparseDecode] | Implementation[SparsePrefill]]:
     """sparse_decode and sparse_prefill, preferred to FlashMLA's but for prefills of more than few heads."""
-    bind: dict[Primitive, Any] = {
-        SPARSE_DECODE: bind_sparse_decode,
-        SPARSE_PREFILL: bind_sparse_prefill,
-    }
-    for name, max_heads, preferences in (("nvidia.native", FEW, (8.0, 8.0)), ("nvidia.native_wide", _MANY, (9.0, 20.0))):
-        offered = [build for layout in _LAYOUTS for build in builds(layout, max_heads)]
-        kernels = tuple(dict.fromkeys(build.kernel for build in offered))
-        for (primitive, function), preference in zip(bind.items(), preferences, strict=True):
-            yield Implementation(
-                name=name,
-                primitive=primitive,
-                support=Support(
-                    source=f"mla_portable_nvidia/native: {', '.join(f'{kernel}.cu' for kernel in kernels)}; run on an H200",
-                    device_types=("cuda",),
-                    vendors=("nvidia",),
-                    archs=tuple(ARCHS),
-                    kv_layouts=_LAYOUTS,
-                    max_heads=max_heads,
-                    cache_alignment=16,
-                    min_shared_memory=max(build.shared_bytes for build in offered),
-                    needs_fp8_conversion=True,
-                    batch_invariant=True,
-                ),
-                bind=function,
-                check=check,
-                preference=preference,
-                prefills_as=name if primitive is SPARSE_DECODE else "",
-            )
+    for name, max_heads, decode_cost, prefill_cost in (
+        ("nvidia.native", FEW, 8.0, 8.0),
+        ("nvidia.native_wide", _MANY, 9.0, 20.0),
+    ):
+        support = _support(max_heads)
+        yield Implementation(
+            name=name,
+            primitive=SPARSE_DECODE,
+            support=support,
+            bind=bind_sparse_decode,
+            check=check,
+            preference=decode_cost,
+            prefills_as=name,
+        )
+        yield Implementation(
+            name=name,
+            primitive=SPARSE_PREFILL,
+            support=support,
+            bind=bind_sparse_prefill,
+            check=check,
+            preference=prefill_cost,
+        )

@@ -67,7 +67,7 @@ class BoundAttention(ABC):
     def _prepared(self, of: Tensors, cut: tuple[int, ...] | None) -> Callable[..., None]:
         """Launches for tensors like these; `sparse_decode.prepare` says what one is given. cut: what `_cut` made."""
 
-    def _cut(self, schedule: DecodeSchedule | None) -> tuple[int, ...] | None:
+    def _cut(self, schedule: DecodeSchedule) -> tuple[int, ...] | None:
         """What a prepared launch keeps of a schedule; None where the kernel cuts by itself."""
         return None
 
@@ -84,8 +84,50 @@ class BoundAttention(ABC):
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """sparse_decode."""
-        return self._attend(q, kv_cache, indices, softmax_scale, lengths, attn_sink, out, lse_out, self._cut(schedule))
+        """sparse_decode. A launch is prepared for the first call of its shapes, strides and what is kept of its schedule.
+
+        The tensors may be those of sparse_prefill, [T, H, ...] instead of [B, S, H, ...].
+        """
+        out, lse_out = attention_results(q, kv_cache, out, lse_out)
+        cut = None if schedule is None else self._cut(schedule)
+        q_at, kv_at, out_at = q.data_ptr(), kv_cache.data_ptr(), out.data_ptr()
+        shapes = (q.shape, kv_cache.shape, indices.shape, q.get_device(), kv_cache.dtype)
+        strides = (q.stride(), kv_cache.stride(), indices.stride(), out.stride(), lse_out.stride())
+        key = (shapes, strides, None if lengths is None else lengths.stride(), cut)
+        launch = self._launches.get(key)
+        if launch is None or q_at % 16 or kv_at % 16 or out_at % 8:
+            if 0 in q.shape[:-2]:
+                return out, lse_out
+            _check_cache(kv_cache, self._kv_layout)
+            # loads of q are 16 bytes wide and stores of out 8: a copy only where their strides do not allow that
+            query, whole = aligned(q), out_at % 8 == 0 and not any(stride % 4 for stride in out.stride()[:-1])
+            if query is not q or not whole:
+                to = out if whole else torch.empty_like(out, memory_format=torch.contiguous_format)
+                self.decode(
+                    query,
+                    kv_cache,
+                    indices,
+                    softmax_scale=softmax_scale,
+                    lengths=lengths,
+                    attn_sink=attn_sink,
+                    schedule=schedule,
+                    out=to,
+                    lse_out=lse_out,
+                )
+                return out if whole else out.copy_(to), lse_out
+            of = _as_decode(Tensors(q, kv_cache, indices, out, lse_out, lengths))
+            launch = self._launches[key] = self._prepared(of, cut)
+        launch(
+            out_at,
+            lse_out.data_ptr(),
+            q_at,
+            kv_at,
+            indices.data_ptr(),
+            0 if lengths is None else lengths.data_ptr(),
+            0 if attn_sink is None else attn_sink.data_ptr(),
+            softmax_scale * _LOG2_E,
+        )
+        return out, lse_out
 
     def prefill(
         self,
@@ -100,49 +142,16 @@ class BoundAttention(ABC):
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """sparse_prefill on the paged FP8 cache or on flat BF16 rows, which are one block: tokens are rows of one query."""
-        return self._attend(q, kv, indices, softmax_scale, lengths, attn_sink, out, lse_out)
-
-    def _attend(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        indices: Tensor,
-        softmax_scale: float,
-        lengths: Tensor | None,
-        attn_sink: Tensor | None,
-        out: Tensor | None,
-        lse_out: Tensor | None,
-        cut: tuple[int, ...] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Either primitive, by the axes of q. A launch is prepared for the first call of its shapes, strides and `cut`."""
-        out, lse_out = attention_results(q, kv, out, lse_out)
-        q_at, kv_at, out_at = q.data_ptr(), kv.data_ptr(), out.data_ptr()
-        shapes = (q.shape, kv.shape, indices.shape, q.get_device(), kv.dtype)
-        strides = (q.stride(), kv.stride(), indices.stride(), out.stride(), lse_out.stride())
-        key = (shapes, strides, None if lengths is None else lengths.stride(), cut)
-        launch = self._launches.get(key)
-        if launch is None or q_at % 16 or kv_at % 16 or out_at % 8:
-            if 0 in q.shape[:-2]:
-                return out, lse_out
-            _check_cache(kv, self._kv_layout)
-            # loads of q are 16 bytes wide and stores of out 8: a copy only where their strides do not allow that
-            query, whole = aligned(q), out_at % 8 == 0 and not any(stride % 4 for stride in out.stride()[:-1])
-            if query is not q or not whole:
-                to = out if whole else torch.empty_like(out, memory_format=torch.contiguous_format)
-                self._attend(query, kv, indices, softmax_scale, lengths, attn_sink, to, lse_out, cut)
-                return out if whole else out.copy_(to), lse_out
-            launch = self._launches[key] = self._prepared(_as_decode(Tensors(q, kv, indices, out, lse_out, lengths)), cut)
-        launch(
-            out_at,
-            lse_out.data_ptr(),
-            q_at,
-            kv_at,
-            indices.data_ptr(),
-            0 if lengths is None else lengths.data_ptr(),
-            0 if attn_sink is None else attn_sink.data_ptr(),
-            softmax_scale * _LOG2_E,
+        return self.decode(
+            q,
+            kv,
+            indices,
+            softmax_scale=softmax_scale,
+            lengths=lengths,
+            attn_sink=attn_sink,
+            out=out,
+            lse_out=lse_out,
         )
-        return out, lse_out
 
 
 def _as_decode(of: Tensors) -> Tensors:
