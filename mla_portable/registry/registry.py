@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Literal, TypeVar
 from weakref import WeakSet
 
@@ -31,7 +32,7 @@ from mla_portable.contracts import (
     neutral_defaults,
 )
 from mla_portable.contracts.primitive import F, Primitive
-from mla_portable.registry.faults import first_line
+from mla_portable.registry.faults import PluginRaised, blame, contained, first_line
 from mla_portable.registry.limits import DEFAULT_SECONDS, plugin_timeout, running
 from mla_portable.registry.machine import Machine
 from mla_portable.registry.names import REFERENCE, check_backend
@@ -282,13 +283,16 @@ class Registry:
     def bind_implementation(self, implementation: Implementation[F], request: Request[F]) -> F:
         """The callable of a given implementation for `request`, with the configuration that the user's tuning table has for it.
 
-        Raises: InvalidArgument, which names the table, where the implementation refuses that configuration; whatever its own
-            `bind` raises.
+        Raises: InvalidArgument, which names the table, where the implementation refuses that configuration; PluginError where
+            its own `bind` raises what is no Exception; whatever else that raises.
         """
         request = self.configured(implementation, request)
         try:
             with neutral_defaults():
-                return implementation.bind(request)
+                return contained(partial(implementation.bind, request))
+        except PluginRaised as error:
+            blame(error, f"raised in bind by {implementation.name} / {implementation.primitive}")
+            raise
         except (KeyError, TypeError, ValueError) as error:
             if request.configuration is None:
                 raise

@@ -14,7 +14,7 @@ import pluggy
 
 from mla_portable import __version__
 from mla_portable.contracts import ENTRY_POINT_GROUP, PROJECT_NAME, BackendSpec, PluginError
-from mla_portable.registry.limits import guarded
+from mla_portable.registry.limits import limited
 from mla_portable.registry.names import CORE_DISTRIBUTION, CORE_MODULE
 from mla_portable.registry.registrar import StagingRegistrar
 
@@ -77,7 +77,7 @@ def call_hook(source: PluginSource, hook: str, registrar: StagingRegistrar, seco
     A plugin without `hook` does nothing, but one without `mla_portable_register` is broken.
     Raises: PluginTimeout after `seconds`; PluginError; whatever the plugin raises.
     """
-    guarded(f"loading the plugin {source.name}", seconds, partial(_call, source, hook, registrar))
+    limited(f"loading the plugin {source.name}", seconds, partial(_call, source, hook, registrar))
 
 
 def _call(source: PluginSource, name: str, registrar: StagingRegistrar) -> None:
