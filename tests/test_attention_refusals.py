@@ -31,6 +31,7 @@ from mla_portable.attention import SparseMLAAttention, StepBuffers, checks
 from mla_portable.contracts import (
     InvalidArgument,
     PlanMismatch,
+    SplitSchedule,
     StepPlan,
 )
 from mla_portable.planner import Planner
@@ -48,6 +49,21 @@ def tiles_for(plan: StepPlan) -> TileSchedule:
     """A schedule of the other kind for a plan's decode call."""
     rows, words = plan.num_decodes, {"dtype": torch.int32}
     return TileSchedule(rows, plan.decode_query_len, 64, TOPK, 2, torch.zeros(2, 8, **words), torch.zeros(rows + 1, **words))
+
+
+def split_in_two(plan: StepPlan, width: int = 512) -> SplitSchedule:
+    shape = 2, plan.num_decode_tokens, HEADS
+    return SplitSchedule(shape[1], HEADS, TOPK, 2, torch.zeros(*shape, width), torch.zeros(shape), width)
+
+
+def out_in_the_scratch(plan: StepPlan) -> dict[str, object]:
+    cut = split_in_two(plan)
+    return {"plan": replace(plan, decode_schedule=cut), "out": over(cut.partial_out.view(torch.bfloat16), 14, HEADS, 512)}
+
+
+def scratch_in_one_place(plan: StepPlan) -> StepPlan:
+    cut = split_in_two(plan)
+    return replace(plan, decode_schedule=replace(cut, partial_lse=over(cut.partial_out, *cut.partial_lse.shape)))
 
 
 def mismatch(change) -> str:
@@ -113,6 +129,12 @@ def mismatch(change) -> str:
         (
             lambda a, s, p: {"lse_out": over(a.buffers.counts.view(torch.float32), 14, HEADS)},
             ("lse_out", "overlaps the layer's buffers.counts"),
+        ),
+        (lambda a, s, p: out_in_the_scratch(p), ("out", "overlaps schedule.partial_out", "of its own")),
+        (lambda a, s, p: {"plan": scratch_in_one_place(p)}, ("schedule.partial_lse", "overlaps schedule.partial_out")),
+        (
+            lambda a, s, p: {"plan": replace(p, decode_schedule=split_in_two(p, width=8))},
+            ("schedule.value_width: got 8", "512, the width"),
         ),
         (lambda a, s, p: {"q": torch._neg_view(s.q)}, ("InvalidArgument", "negative bit", "resolve_neg")),
         (lambda a, s, p: {"q": s.q.to_sparse()}, ("InvalidArgument", "q: got", "dense tensor")),
@@ -189,6 +211,56 @@ def test_a_device_that_is_not_there_is_refused(device):
 def test_what_is_no_spec_is_refused():
     with pytest.raises(InvalidArgument, match="SparseMLAAttention: spec: got None, expected an AttentionSpec"):
         SparseMLAAttention(None, device="cpu", registry=REFERENCE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "argument", "expected"),
+    [
+        ({"registry": "x"}, "registry", "a Registry"),
+        ({"buffers": "x"}, "buffers", "another layer's `buffers`"),
+        ({"join_query": 5}, "join_query", "a function of three tensors"),
+        ({"device": "meta"}, "device", "a device that torch can use here"),
+    ],
+)
+def test_what_a_layer_cannot_be_built_with_is_refused(arguments, argument, expected):
+    with pytest.raises(InvalidArgument) as caught:
+        SparseMLAAttention(SPEC, **{"device": "cpu", "registry": REFERENCE, **arguments})
+    assert (caught.value.where, caught.value.argument) == ("SparseMLAAttention", argument)
+    assert expected in caught.value.expected
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda t: {"kv_c": None}, ("cache_write: kv_c: got None", "a tensor")),
+        (lambda t: {"kv_c": t["kv_c"][:3]}, ("k_pe: got shape [4, 64]", "[3, 64]")),
+        (lambda t: {"slot_mapping": t["slot_mapping"].int()}, ("slot_mapping: got torch.int32", "int64")),
+        (lambda t: {"kv_cache": torch.zeros(40, 8, 576).bfloat16()}, ("kv_cache: got bf16", "fp8_ds_mla", "as in the spec")),
+        (lambda t: {"kv_cache": t["kv_cache"][:, :4].contiguous()}, ("kv_cache: got fp8_ds_mla, block_size 4", "block_size 8")),
+        (lambda t: {"kv_cache": spaced(t["kv_cache"], 4)}, ("cache_write: kv_cache: got address", "cache_alignment=4")),
+    ],
+)
+def test_new_tokens_that_do_not_fit_are_refused_before_anything_is_written(change, parts):
+    plugin, layer = recorded_layer()
+    cache = make_step("decodes", "fp8_ds_mla").kv_cache
+    tokens = {"kv_c": torch.zeros(4, 512).bfloat16(), "k_pe": torch.zeros(4, 64).bfloat16(), "kv_cache": cache}
+    tokens["slot_mapping"] = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(InvalidArgument) as caught:
+        layer.cache_write(**{**tokens, **change(tokens)})
+    for part in parts:
+        assert part in str(caught.value)
+    assert plugin.calls == []
+    layer.cache_write(**tokens)
+    assert [name for name, _, _ in plugin.calls] == ["cache_write"]
+
+
+def test_what_is_no_plan_has_no_parts():
+    _, layer = recorded_layer()
+    with pytest.raises(InvalidArgument, match="plan: got None, expected a StepPlan"):
+        layer.step(None)
+    plan = plan_for(layer, make_step("decodes", "fp8_ds_mla").batch)
+    with pytest.raises(PlanMismatch, match="'split'"):
+        layer.step(replace(plan, route="fused"))
 
 
 def test_a_pair_without_a_buffer_for_it_is_refused():

@@ -108,7 +108,30 @@ def interrupted(registrar: Registrar) -> None:
 def test_an_interrupt_that_a_plugin_raises_is_its_own_failure():
     registry = registry_with(("slow", with_hook(interrupted)))
     report, good = registry.plugin_reports
-    assert not report.ok and "raised KeyboardInterrupt" in report.error and good.ok
+    assert not report.ok and report.error == "KeyboardInterrupt" and "in interrupted" in report.traceback and good.ok
+
+
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (Unreadable(), "Unreadable: (its text cannot be read: RuntimeError)"),
+        (ImportError("\x1b[2Jlibacme.so\x07: not found\r\n\x1b]0;more"), r"ImportError: \x1b[2Jlibacme.so\x07: not found"),
+        (GeneratorExit("a panic"), "GeneratorExit: a panic"),
+    ],
+    ids=["without a text", "with terminal escapes", "no Exception"],
+)
+def test_any_error_of_a_plugin_is_one_printable_line(error: BaseException, text: str):
+    def hook(registrar: Registrar) -> None:
+        raise error
+
+    report, good = registry_with(("odd", with_hook(hook))).plugin_reports
+    assert report.error == text and good.ok
+    assert "\x1b" not in report.traceback and "in hook" in report.traceback
 
 
 def test_a_users_interrupt_goes_through():
@@ -226,6 +249,9 @@ NONSENSE = {
     "a head count is a text": lambda: bad_support(padded_heads=("64",)),
     "negative preference": lambda: implementation("bad.v1", preference=-1),
     "preference is not a number": lambda: implementation("bad.v1", preference=float("nan")),
+    "preference is a text": lambda: implementation("bad.v1", preference="x"),
+    "no preference": lambda: implementation("bad.v1", preference=None),
+    "preference is a truth": lambda: implementation("bad.v1", preference=True),
     "bind cannot be called": lambda: implementation("bad.v1", bind="kernel"),
     "check cannot be called": lambda: implementation("bad.v1", check=True),
     "a schedule kind in words": lambda: implementation("bad.v1", schedule_kind="tiles"),
@@ -269,8 +295,8 @@ def test_registering_after_the_hook_has_returned_is_refused():
 
 @pytest.mark.parametrize(
     "failure",
-    [OSError("no driver"), SystemExit("no licence"), "nonsense", H200],
-    ids=["raises", "exits", "lies", "speaks of another device"],
+    [OSError("no driver"), SystemExit("no licence"), KeyboardInterrupt(), GeneratorExit(), "nonsense", H200],
+    ids=["raises", "exits", "interrupts", "panics", "lies", "speaks of another device"],
 )
 def test_a_detector_that_fails_is_passed_over_and_reported(failure: object, caplog: pytest.LogCaptureFixture):
     def broken(device: torch.device) -> DeviceFacts | None:

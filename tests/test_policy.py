@@ -246,8 +246,11 @@ def test_an_unknown_primitive_is_an_error_in_every_layer(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = " + "[" * 5000, "expected a readable TOML file"),
-        ("# " + "x" * (1 << 20), "bytes, more than 1048576"),
+        ("x = " + "[\n" * 5000, "expected a readable TOML file"),
+        ("# comment\n" * 6554, "65540 bytes, more than 65536"),
+        ("\n" + "a." * 500 + "a = 1", "line 2 has 1005 characters, more than 1000"),
+        ("a." * 32_000 + "a = 1", "line 1 has 64005 characters"),  # minutes, were it parsed
+        ('"\u2028"' + ".a" * 500 + " = 1", "line 1 has 1007 characters"),
         ('[backend]\ndefault = "  "\n', "default: got '  ', expected the name"),
         ('[backends]\ndefault = "alpha"\n', "Did you mean 'backend'"),
         ("backend = 3\n", "backend: got 3, expected a table"),
@@ -258,7 +261,7 @@ def test_an_unknown_primitive_is_an_error_in_every_layer(tmp_path: Path):
         ("[backend\n", "expected a readable TOML file"),
         (None, "expected a readable TOML file"),
     ],
-    ids=range(11),
+    ids=range(14),
 )
 def test_a_policy_file_that_means_nothing_is_refused(tmp_path: Path, text: str | None, message: str):
     path = tmp_path / "p.toml"

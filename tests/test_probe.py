@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conformance_faults import Model
+from fake_plugins import make_plugin
 from faulty import (
     BOTH,
     CONVERT,
@@ -38,10 +39,11 @@ from faulty import (
 from machines import CPU
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, Implementation, InvalidArgument, Primitive, Reason, Request
+from mla_portable.contracts import DeviceFacts, Implementation, InvalidArgument, PluginError, Primitive, Reason, Request
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.problems.attention import SOFTMAX_SCALE
 from mla_portable.problems.probe import probe_cases, probe_layouts
+from mla_portable.registry import Registry
 from mla_portable.registry.faults import blame, is_fatal
 from mla_portable.registry.probe import probe_implementation, require_no_capture
 
@@ -358,10 +360,20 @@ def test_the_same_symptom_in_every_case_is_told_once():
 # Checks
 
 
+class Unreadable(RuntimeError):
+    def __str__(self) -> str:
+        raise GeneratorExit
+
+
 @pytest.mark.parametrize(
     ("check", "text"),
     [
         (lambda facts: [Reason("acme", "0.9", "needs 1.0 or newer")], "acme 0.9 (needs 1.0 or newer)"),
+        (lambda facts: [Reason("acme", "\x1b[2J0.9", "needs 1.0")], r"acme \x1b[2J0.9 (needs 1.0)"),
+        (
+            lambda facts: [Reason("acme", Unreadable(), "needs 1.0")],
+            "acme (its text cannot be read: GeneratorExit) (needs 1.0)",
+        ),
         (lambda facts: ["not found"], "check returned str, expected Reasons"),
         (lambda facts: None, "check raised TypeError"),
         (lambda facts: [][0], "check raised IndexError"),
@@ -458,7 +470,6 @@ FATAL = [
     MemoryError(),
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
     RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes"),
-    KeyboardInterrupt(),
 ]
 DEVICE_FAULTS = [
     RuntimeError("CUDA error: an illegal memory access was encountered"),
@@ -483,10 +494,8 @@ REASONS = [
 ]
 
 
-@pytest.mark.parametrize("error", FATAL, ids=lambda e: f"{type(e).__name__} {str(e)[:24]}")
-@pytest.mark.parametrize("stage", ["check", "bind", "compute"])
-def test_out_of_memory_and_device_faults_are_raised(stage: str, error: BaseException):
-    calls: list[str] = []
+def failing(stage: str, error: BaseException, calls: list[str]) -> Implementation:
+    """Raises `error` in one of the stages, and notes that it did."""
 
     def fail(name: str) -> None:
         if name == stage:
@@ -500,18 +509,56 @@ def test_out_of_memory_and_device_faults_are_raised(stage: str, error: BaseExcep
         fail("bind")
         return kernel
 
-    made = Implementation(
-        "faulty.v1", DECODE, candidate(DECODE, max).support, bind=bind, check=lambda facts: fail("check") or (), preference=1
-    )
-    reg = registry(made)
+    support = candidate(DECODE, max).support
+    return Implementation("faulty.v1", DECODE, support, bind=bind, check=lambda facts: fail("check") or (), preference=1)
+
+
+class Panic(BaseException):
+    """Stands for pyo3's PanicException."""
+
+
+NO_EXCEPTIONS = {
+    KeyboardInterrupt(): "KeyboardInterrupt",
+    GeneratorExit(): "GeneratorExit",
+    SystemExit(3): "SystemExit: 3",
+    Panic("index out of bounds\nnote"): "Panic: index out of bounds",
+    Unreadable(): "Unreadable: (its text cannot be read: GeneratorExit)",
+    RuntimeError("\x1b[31mred\u202e"): r"RuntimeError: \x1b[31mred\u202e",
+}
+
+
+@pytest.mark.parametrize(("error", "text"), NO_EXCEPTIONS.items(), ids=NO_EXCEPTIONS.values())
+@pytest.mark.parametrize("stage", ["check", "bind", "compute"])
+def test_whatever_an_implementation_raises_the_next_one_serves(stage: str, error: BaseException, text: str):
+    calls: list[str] = []
+    reg = registry(failing(stage, error, calls))
+    request = Request(DECODE, reg.facts("cpu"), kv_layout="bf16", num_heads=16, topk=64, block_size=16, query_len=1)
+    for _ in range(2):
+        chosen, decision = reg.select(request)
+        assert chosen.name == "reference.torch" and calls == [stage], "asked once"
+        (reason,) = next(v.reasons for v in decision.verdicts if v.implementation == "faulty.v1")
+        assert reason.given == f"{stage} raised {text}"
+
+
+def test_a_bind_that_raises_no_exception_outside_of_a_probe_names_the_implementation():
+    reg = Registry(plugins=[("faulty", make_plugin(failing("bind", Panic("why"), [])))], environ={}, probe=False)
+    request = Request(DECODE, reg.facts("cpu"), kv_layout="bf16", num_heads=16, topk=64, block_size=16, query_len=1)
+    with pytest.raises(PluginError, match=r"Panic: why\nraised in bind by faulty.v1 / sparse_decode"):
+        reg.bind(request)
+
+
+@pytest.mark.parametrize("error", FATAL, ids=lambda e: f"{type(e).__name__} {str(e)[:24]}")
+@pytest.mark.parametrize("stage", ["check", "bind", "compute"])
+def test_out_of_memory_and_device_faults_are_raised(stage: str, error: Exception):
+    calls: list[str] = []
+    reg = registry(failing(stage, error, calls))
     request = Request(DECODE, reg.facts("cpu"), kv_layout="bf16", num_heads=16, topk=64, block_size=16, query_len=1)
     for attempt in (1, 2):
         with pytest.raises(type(error)) as raised:
             reg.select(request)
         assert raised.value is error
         assert len(calls) == attempt, "not remembered as a verdict, and no second candidate was tried in its place"
-        if isinstance(error, Exception):
-            assert str(error).count(f"raised in {stage} by faulty.v1 / sparse_decode") == 1, "once, however often it is raised"
+        assert str(error).count(f"raised in {stage} by faulty.v1 / sparse_decode") == 1, "once, however often it is raised"
 
 
 @pytest.mark.parametrize("error", REASONS, ids=lambda e: f"{type(e).__name__} {str(e)[:30]}")

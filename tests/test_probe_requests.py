@@ -279,14 +279,56 @@ def test_what_does_not_finish_is_given_up_with_a_reason(stage: str, caplog: pyte
         torch.set_default_dtype(before)
 
 
-def test_a_detector_that_does_not_finish_is_passed_over():
-    release = threading.Event()
-    plugin = make_plugin(candidate(DECODE, RIGHT[DECODE]), detectors=(lambda device: release.wait(60) and None,))
-    reg = Registry(plugins=[("slow", plugin)], environ={"MLA_PORTABLE_PLUGIN_TIMEOUT": "0.05"})
+@pytest.mark.parametrize("stage", ["check", "bind", "compute"])
+def test_what_does_not_finish_costs_one_limit_for_all_kinds_of_request(stage: str):
+    release, waits = threading.Event(), list[Primitive]()
+
+    def slow(primitive: Primitive) -> Implementation:
+        def wait(name: str) -> None:
+            if name == stage:
+                waits.append(primitive)
+                release.wait(60)
+
+        def bind(request: Request) -> Kernel:
+            wait("bind")
+            return lambda *args, **kwargs: wait("compute")
+
+        support = candidate(primitive, max).support
+        return Implementation("slow.v1", primitive, support, bind=bind, check=lambda facts: wait("check") or (), preference=1)
+
+    decode, merge = slow(DECODE), slow(MERGE)
+    plugins = [("reference", "mla_portable.reference"), ("slow", make_plugin(decode, merge))]
+    reg = Registry(plugins=plugins, environ={"MLA_PORTABLE_PLUGIN_TIMEOUT": "0.05"})
     try:
-        assert reg.facts("cpu").vendor == "cpu"
+        for heads in range(1, 11):
+            decision = reg.decide(Request(DECODE, reg.facts("cpu"), **{**LARGE, "num_heads": heads}))
+            assert decision.chosen == "reference.torch"
+            (reason,) = next(v.reasons for v in decision.verdicts if v.implementation == "slow.v1")
+            assert reason.given == f"{stage} did not finish within 0.05 s"
+        assert not reg.probe(decode, "cpu").ok and waits == [DECODE]
+        assert len([each for each in threading.enumerate() if "slow.v1" in each.name]) == 1
+        assert reg.decide(Request(MERGE, reg.facts("cpu"))).chosen == "reference.torch"
+        alone = [DECODE, MERGE]  # a kernel of another primitive is another one; what finds the library is not asked again
+        assert waits == ([DECODE] if stage == "check" else alone)
+    finally:
+        release.set()
+
+
+def test_a_detector_that_does_not_finish_is_passed_over(monkeypatch: pytest.MonkeyPatch):
+    release, asked = threading.Event(), list[str]()
+
+    def hangs(device: torch.device) -> None:
+        asked.append(str(device))
+        release.wait(60)
+
+    plugin = make_plugin(candidate(DECODE, RIGHT[DECODE]), detectors=(hangs, lambda device: H200))
+    reg = Registry(plugins=[("slow", plugin)], environ={"MLA_PORTABLE_PLUGIN_TIMEOUT": "0.05"})
+    monkeypatch.setattr("mla_portable.registry.machine.resolve_device", torch.device)
+    try:
+        assert reg.facts("cuda:0") is reg.facts("cuda:1") is H200
         (report,) = reg.plugin_reports
-        assert "detector of slow on cpu did not finish within 0.05 s" in report.error
+        assert "detector of slow on cuda:0 did not finish within 0.05 s" in report.error
+        assert asked == ["cuda:0"], "the second device does not wait for it again"
     finally:
         release.set()
 

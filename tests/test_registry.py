@@ -11,10 +11,11 @@ import pytest
 from fake_plugins import implementation, make_plugin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import H200, MACHINES, Costs
+from machines import CPU, H200, MACHINES, Costs
 from vendors import ABSENT, GPU_ONLY, WIDE, Vendor, merge, registry
 
 from mla_portable.contracts import (
+    InvalidArgument,
     Reason,
     Request,
     Support,
@@ -308,3 +309,58 @@ def test_what_was_bound_while_the_policy_changed_is_not_kept():
     assert (len(vendor.bound), len(other.bound)) == (1, 0)
     reg.bind(merge(reg))
     assert (len(vendor.bound), len(other.bound)) == (1, 1)
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    ("arguments", "argument", "expected"),
+    [
+        ({"facts": 5}, "facts", "a mapping of device names"),
+        ({"facts": {0: CPU}}, "facts", "a mapping of device names"),
+        ({"facts": {"cuda": "H200"}}, "facts['cuda']", "DeviceFacts"),
+        ({"policy": 5}, "policy", "a Policy"),
+        ({"environ": ["MLA_PORTABLE_BACKEND=triton"]}, "environ", "a mapping"),
+        ({"plugins": 5}, "plugins", "pairs of a name and a module"),
+        ({"plugins": [5]}, "plugins[0]", "pairs of a name and a module"),
+        ({"plugins": [("reference", "mla_portable.reference"), ("acme",)]}, "plugins[1]", "pairs of a name and a module"),
+        ({"plugins": [(5, "mla_portable.reference")]}, "plugins[0]", "pairs of a name and a module"),
+        ({"probe": "no"}, "probe", "True or False"),
+        ({"costs": 5}, "costs", "a CostTable, 'measured' or None"),
+    ],
+)
+def test_what_no_registry_can_be_made_of_is_refused(arguments: dict[str, Any], argument: str, expected: str):
+    with pytest.raises(InvalidArgument) as caught:
+        Registry(**{"plugins": [], "environ": {}, **arguments})
+    assert (caught.value.where, caught.value.argument) == ("Registry", argument)
+    assert expected in caught.value.expected
+
+
+QUESTIONS = {
+    "bind": "request",
+    "select": "request",
+    "decide": "request",
+    "implementations": "primitive",
+    "probe": "implementation",
+    "configured": "implementation",
+    "bind_implementation": "implementation",
+    "times": "implementation",
+}
+
+
+@pytest.mark.parametrize("asked", ["merge_states", CPU, 5])
+@pytest.mark.parametrize("method", QUESTIONS)
+def test_each_question_names_what_it_cannot_be_asked_about(method: str, asked: Any):
+    reg, argument = registry(Vendor("fast"), costs="measured"), QUESTIONS[method]
+    more = () if argument != "implementation" else ("cpu",) if method == "probe" else (merge(reg),)
+    with pytest.raises(InvalidArgument, match=rf"Registry\.{method}: {argument}: got .*, expected an? ") as caught:
+        getattr(reg, method)(asked, *more)
+    assert caught.value.argument == argument
+
+
+def test_a_choice_wants_a_request():
+    reg = registry(Vendor("fast"))
+    for ask in (reg.bind, reg.select, reg.decide):
+        with pytest.raises(InvalidArgument, match="request: got None, expected a mla_portable.contracts.Request"):
+            ask(None)

@@ -8,6 +8,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -175,6 +177,14 @@ def test_a_forked_child_is_not_held_up_by_locks_of_its_parent():
     release.set()
     thread.join()
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+@pytest.mark.parametrize("device", [None, 5, ["cpu"]])
+def test_what_is_no_device_is_refused(device: Any):
+    reg = registry(Vendor("fast"))
+    for ask in (reg.facts, partial(reg.probe, reg.implementations()[0])):
+        with pytest.raises(InvalidArgument, match=r"facts: device: got .*, expected a torch device such as"):
+            ask(device)
 
 
 def test_devices_that_are_not_here_are_refused():

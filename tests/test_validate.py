@@ -50,6 +50,28 @@ def scratch_in_one_place() -> SplitSchedule:
     return split_schedule(partial_out=zeros(1, B * S, H, 512, dtype=torch.float32).expand(2, -1, -1, -1))
 
 
+def scratch_within_scratch() -> SplitSchedule:
+    whole = split_schedule()
+    assert whole.partial_out is not None
+    return split_schedule(
+        partial_out=whole.partial_out, partial_lse=whole.partial_out.view(-1)[: 2 * B * S * H].view(2, B * S, H)
+    )
+
+
+def narrow_scratch() -> SplitSchedule:
+    return split_schedule(value_width=5, partial_out=f32(2, B * S, H, 5))
+
+
+def in_the_scratch(arguments: Arguments) -> Tensor:
+    return arguments["schedule"].partial_out[0].view(BF16).view(B, S, H, 1024)[..., :512]
+
+
+def sinks_in_the_scratch(arguments: Arguments) -> Tensor:
+    """Without outputs: the scratch is written all the same."""
+    arguments.update(out=None, lse_out=None)
+    return arguments["schedule"].partial_lse[1, -1]
+
+
 def jagged(part: Tensor) -> Tensor:
     return torch.nested.nested_tensor([part], layout=torch.jagged)
 
@@ -182,6 +204,9 @@ BAD = [
     ("indexer_logits", "bf16 weights", "weights", bf16(T, H), "bfloat16", "float32"),
     ("indexer_logits", "queries of two axes", "q", bf16(T, 128), f"[{T}, 128]", "[T, H, 128]"),
     ("indexer_logits", "e4m3 queries of bf16 keys", "q", e4m3(T, H, 128), "float8_e4m3fn", "bfloat16"),
+    ("indexer_logits", "no queries", "q", None, "None", "a tensor [T, H, 128]"),
+    ("indexer_logits_ragged", "a list of queries", "q", [bf16(H, 128)], "list", "a tensor [T, H, 128]"),
+    ("indexer_select", "numpy queries", "q", np.zeros((T, H, 128)), "ndarray", "a tensor [T, H, 128]"),
     ("indexer_logits", "weights of other heads", "weights", f32(T, H + 1), f"[{T}, {H + 1}]", f"[{T}, {H}]"),
     ("indexer_logits", "a cache of latents", "index_cache", bf16(BLOCKS, BLOCK, 576), "rows of 576", "(index_bf16)"),
     ("indexer_logits", "a cache on a GPU", "index_cache", on_a_gpu(2, 16, 128), "cuda", "cpu"),
@@ -252,6 +277,18 @@ BAD = [
     ),
     ("sparse_decode", "a schedule in words", "schedule", "x", "str 'x'", "a schedule from a planner"),
     ("sparse_decode", "scratch in one place", "schedule.partial_out", scratch_in_one_place(), "strides", "contiguous"),
+    ("sparse_decode", "scratch within scratch", "schedule.partial_lse", scratch_within_scratch(), "overlaps schedule", "own"),
+    (
+        "sparse_decode",
+        "scratch of another width",
+        "schedule.value_width",
+        narrow_scratch(),
+        "5",
+        "512, the width of the call's",
+    ),
+    ("sparse_decode", "output in the scratch", "out", in_the_scratch, "overlaps schedule.partial_out", "of its own"),
+    ("sparse_decode", "sinks in the scratch", "attn_sink", sinks_in_the_scratch, "overlaps schedule.partial_lse", "of its own"),
+    ("sparse_decode", "sinks of oneDNN", "attn_sink", f32(H).to_mkldnn(), "_mkldnn", "a dense tensor"),
     ("sparse_decode", "a negated query", "q", torch._neg_view(bf16(B, S, H, 576)), "negative bit", "without"),
     ("sparse_decode", "a sparse query", "q", bf16(B, S, H, 576).to_sparse(), "sparse", "a dense tensor"),
     ("sparse_decode", "nested indices", "indices", jagged(i32(S, K)), "nested", "a dense tensor"),
@@ -319,6 +356,17 @@ def test_bad_argument_is_refused_before_anything_runs(recorder, primitive, argum
 
 
 PRIMITIVES = list(dict.fromkeys(case[0] for case in BAD))
+
+
+@pytest.mark.parametrize("primitive", PRIMITIVES)
+def test_tensors_without_data_are_refused(recorder, primitive):
+    arguments = good(primitive)
+    call(primitive, arguments)  # the choice for a CPU, which is kept, does not serve them
+    recorder.calls.clear()
+    without = torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), arguments)
+    with pytest.raises(InvalidArgument, match=r"on meta, expected a tensor .* on a device that holds data"):
+        call(primitive, {name: each for name, each in without.items() if name != "schedule"})
+    assert recorder.calls == []
 
 
 @pytest.mark.parametrize("primitive", PRIMITIVES)

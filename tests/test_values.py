@@ -86,6 +86,18 @@ def test_flags_are_true_or_false(make: Callable[..., object], field: str, value:
         (request, {"primitive": "sparse_decode"}, "primitive"),
         (support, {"source": 5}, "source"),
         (support, {"block_size_multiple": 0}, "block_size_multiple"),
+        (support, {"scale_formats": None}, "scale_formats"),
+        (support, {"scale_formats": "pow2"}, "scale_formats"),
+        (support, {"num_heads": 16}, "num_heads"),
+        (support, {"num_heads": (0, "x")}, "num_heads"),
+        (support, {"num_heads": (16, True)}, "num_heads"),
+        (support, {"padded_heads": None}, "padded_heads"),
+        (support, {"block_sizes": (None,)}, "block_sizes"),
+        (support, {"block_sizes": [64]}, "block_sizes"),
+        (support, {"device_types": "cuda"}, "device_types"),
+        (support, {"archs": (90,)}, "archs"),
+        (support, {"kv_layouts": 5}, "kv_layouts"),
+        (support, {"workspace_bytes": 5}, "workspace_bytes"),
         (support, {"cache_alignment": 0}, "cache_alignment"),
         (split_schedule, {"num_splits": 0}, "num_splits"),
         (tile_schedule, {"num_sm_parts": 0}, "num_sm_parts"),
@@ -136,11 +148,19 @@ TILES: dict[str, Any] = {
         (TILES | {"batch_invariant": True}, "batch_invariant: got True, expected False for schedule_kind flashmla_tiles"),
         ({"device": "cuda:99"}, "Planner: device: got .*expected a device that torch can use here"),
         ({"device": None}, "Planner: device: got .*expected a device that torch can use here"),
+        ({"device": "meta"}, "Planner: device: got 'meta', expected a device that torch can use here"),
     ],
 )
 def test_a_configuration_that_no_planner_can_serve_is_refused(changes: dict[str, Any], message: str):
     with pytest.raises(InvalidArgument, match=message):
         Planner(config(**changes))
+
+
+def test_a_planner_wants_a_configuration():
+    with pytest.raises(InvalidArgument, match="Planner: config: got None, expected a PlannerConfig"):
+        Planner(None)
+    with pytest.raises(InvalidArgument, match="Planner: make_fence: got 5"):
+        Planner(CONFIG, make_fence=5)
 
 
 def test_workspace_of_each_route():

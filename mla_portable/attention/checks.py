@@ -15,6 +15,7 @@ from mla_portable.attention.spec import AttentionSpec
 from mla_portable.contracts import DecodeSchedule, InvalidArgument, PlanMismatch, StepPlan
 from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor, shape_of
 from mla_portable.contracts.values import describe, refuse
+from mla_portable.primitives.cache_write import check as check_write
 
 _WHERE: Final = "SparseMLAAttention.forward"
 _CONFIGURE: Final = "Configure the planner with planner_config()."
@@ -43,6 +44,9 @@ class StepCheck:
         self._spec, self._route, self._device, self._sink, self._flat = spec, route, device, attn_sink, flat_cache
         self._layout, self._reads_in_place = spec.layout, reads_in_place
         self._known: object = self  # the last plan that passed _check_plan; no plan yet
+        self._schedule: DecodeSchedule | None = None
+        self._schedule_scratch: Mapping[str, tuple[int, int]] = {}
+        """Of the last schedule: a planner gives the same one to every step of one shape."""
         self._schedule_type = DecodeSchedule if schedule_type is None else schedule_type
         self._buffers = buffers
         self._workspace_rows = 0 if buffers.workspace is None else buffers.workspace.shape[0]
@@ -65,11 +69,7 @@ class StepCheck:
     ) -> None:
         """Raises: PlanMismatch when the plan was made for something else, InvalidArgument for the tensors."""
         spec, device = self._spec, self._device
-        if plan is not self._known:
-            if not isinstance(plan, StepPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
-                refuse(_WHERE, "plan", describe(plan), "a StepPlan, from a planner of planner_config()")
-            self._check_plan(plan)
-            self._known = plan
+        self.plan(plan)
         tokens, heads = plan.num_padded_tokens, spec.num_heads
         parts, widths = self._query_parts(q)
         name, first = next(iter(parts.items()))
@@ -93,7 +93,22 @@ class StepCheck:
         if self._buffers.indices.data_ptr() != self._address:  # copy.deepcopy made this layer
             self._look_at_buffers()
         scratch = self._scratch[len(parts) == 2, lse_out is None]
+        if self._schedule_scratch:
+            scratch = {**scratch, **self._schedule_scratch}
         check_disjoint(_WHERE, {"out": out, "lse_out": lse_out}, read, scratch)
+
+    def plan(self, plan: StepPlan) -> None:
+        """A plan that the layer can follow. Raises: PlanMismatch, InvalidArgument."""
+        if plan is not self._known:
+            if not isinstance(plan, StepPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
+                refuse(_WHERE, "plan", describe(plan), "a StepPlan, from a planner of planner_config()")
+            self._check_plan(plan)
+            self._known = plan
+
+    def write(self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scale_format: str = "pow2") -> None:
+        """The tensors of a cache_write that is bound for the spec's cache. Raises: InvalidArgument."""
+        check_write(kv_c, k_pe, kv_cache, slot_mapping, scale_format)
+        self._check_cache(kv_cache, "SparseMLAAttention.cache_write")
 
     def _query_parts(self, q: Tensor | tuple[Tensor, Tensor]) -> tuple[Mapping[str, Tensor], tuple[int, ...]]:
         """The tensors of the query by name, and their widths."""
@@ -126,6 +141,9 @@ class StepCheck:
                 takes = f"the layer's sparse_decode takes a {wanted.__name__}. {_CONFIGURE}"
                 _mismatch(f"the plan has a {type(schedule).__name__}, {takes}")
             schedule.check(_WHERE, plan.num_decodes, plan.decode_query_len, spec.num_heads, spec.topk, self._device)
+        if schedule is not self._schedule:
+            scratch = {} if schedule is None else schedule.scratch(_WHERE, self._layout.value_width)
+            self._schedule, self._schedule_scratch = schedule, scratch
         needed = max((chunk.workspace_rows for chunk in plan.prefill_chunks), default=0)
         if needed > self._workspace_rows:
             _mismatch(f"a prefill chunk needs {needed} workspace rows, the layer has {self._workspace_rows}. {_CONFIGURE}")
@@ -134,20 +152,20 @@ class StepCheck:
             if gathered < prefills:
                 _mismatch(f"the plan gathers {gathered} of {prefills} prefill tokens, the layer needs all. {_CONFIGURE}")
 
-    def _check_cache(self, kv_cache: Tensor) -> None:
-        layout, block_size, apart, alignment = check_cache(_WHERE, "kv_cache", kv_cache, self._device)
+    def _check_cache(self, kv_cache: Tensor, where: str = _WHERE) -> None:
+        layout, block_size, apart, alignment = check_cache(where, "kv_cache", kv_cache, self._device)
         spec, width = self._spec, layout.row_width
         if layout.name != spec.kv_layout or block_size != spec.block_size:
             got = f"{layout.name}, block_size {block_size}"
-            refuse(_WHERE, "kv_cache", got, f"{spec.kv_layout}, block_size {spec.block_size}, as in the spec")
+            refuse(where, "kv_cache", got, f"{spec.kv_layout}, block_size {spec.block_size}, as in the spec")
         if alignment < spec.cache_alignment:
             got = f"address {kv_cache.data_ptr():#x}, block stride {apart * kv_cache.element_size()} bytes"
             expected = f"multiples of {spec.cache_alignment} bytes, which the spec promises"
-            refuse(_WHERE, "kv_cache", got, expected, f"Build the layer with cache_alignment={alignment}.")
+            refuse(where, "kv_cache", got, expected, f"Build the layer with cache_alignment={alignment}.")
         if (apart % width and spec.contiguous_blocks) or (self._flat and apart not in (0, block_size * width)):
             expected = f"{block_size * width}: the spec promises contiguous blocks, which route {self._route!r} may rely on"
             remedy = "Build the layer with contiguous_blocks=False for blocks that lie apart."
-            refuse(_WHERE, "kv_cache", f"block stride {apart}", expected, remedy)
+            refuse(where, "kv_cache", f"block stride {apart}", expected, remedy)
 
 
 def _mismatch(text: str) -> NoReturn:

@@ -29,7 +29,7 @@ from mla_portable.attention.routes import choose_route
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.attention.step import JoinQuery, StepViews, join_halves
 from mla_portable.contracts import WORKSPACE_ROUTES, InvalidArgument, Request, StepPlan, UnsupportedRequest
-from mla_portable.contracts.values import describe, device_of
+from mla_portable.contracts.values import check_type, describe, device_of, refuse
 from mla_portable.planner import PlannerConfig
 from mla_portable.primitives import CACHE_WRITE, CacheWrite
 from mla_portable.registry import Registry, get_registry
@@ -79,6 +79,12 @@ class SparseMLAAttention:
             raise InvalidArgument("SparseMLAAttention", "spec", got=describe(spec), expected="an AttentionSpec")
         self.spec, self._layout = spec, spec.layout
         self.device = device_of("SparseMLAAttention", device)
+        if registry is not None:
+            check_type("SparseMLAAttention", "registry", registry, Registry, "a Registry, or None for the process's own")
+        if buffers is not None:
+            check_type("SparseMLAAttention", "buffers", buffers, StepBuffers, "another layer's `buffers`, or None")
+        if join_query is not None and not callable(join_query):
+            refuse("SparseMLAAttention", "join_query", describe(join_query), "a function of three tensors, or None")
         registry = get_registry() if registry is None else registry
         self.facts = registry.facts(self.device)
         demand = Demand(registry, backend)
@@ -149,14 +155,16 @@ class SparseMLAAttention:
     def cache_write(self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Write a step's new tokens into the cache with `spec.scale_format`; arguments as `mla_portable.cache_write`.
 
-        Arguments are not checked. Graph-safe where `spec.graph`.
-        Raises: UnsupportedRequest if no implementation writes this layout; attention may still read it.
+        Graph-safe where `spec.graph`.
+        Raises: UnsupportedRequest if no implementation writes this layout; attention may still read it. InvalidArgument for the
+            tensors, before anything is written.
         """
         if self._write is None:
             raise UnsupportedRequest(self._write_decision)
+        self._check.write(kv_c, k_pe, kv_cache, slot_mapping, **self._scales)
         if self._on_other_device():
             with self._accelerator.guard():
-                self.cache_write(kv_c, k_pe, kv_cache, slot_mapping)
+                self._write(kv_c, k_pe, kv_cache, slot_mapping, **self._scales)
         else:
             self._write(kv_c, k_pe, kv_cache, slot_mapping, **self._scales)
 
@@ -255,7 +263,8 @@ class SparseMLAAttention:
     __call__ = forward
 
     def step(self, plan: StepPlan) -> StepViews:
-        """The parts of a plan on this layer's buffers."""
+        """The parts of a plan on this layer's buffers. Raises: PlanMismatch, InvalidArgument for what is no plan for them."""
+        self._check.plan(plan)
         return self.buffers.step(plan, decodes=self._bound.decodes(plan))
 
     def _on_other_device(self) -> bool:

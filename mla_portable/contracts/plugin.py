@@ -7,6 +7,7 @@ registration, not on the path of a call.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from mla_portable.contracts.primitive import F, Primitive
 from mla_portable.contracts.request import Request
 from mla_portable.contracts.schedule import ScheduleKind
 from mla_portable.contracts.support import Reason, Support
+from mla_portable.contracts.values import describe
 from mla_portable.errors import PluginError
 
 if TYPE_CHECKING:
@@ -31,6 +33,10 @@ hookspec = pluggy.HookspecMarker(PROJECT_NAME)
 hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*")
+
+
+def _is_cost(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _nothing_missing(device: DeviceFacts) -> Iterable[Reason]:
@@ -78,8 +84,9 @@ class Implementation(Generic[F]):
             raise PluginError(f"{self.name} / {self.primitive}: support must be a Support, got {type(self.support).__name__}")
         if not callable(self.bind):
             raise PluginError(f"{self.name} / {self.primitive}: bind must be callable, got {type(self.bind).__name__}")
-        if not 0 <= self.preference < float("inf"):
-            raise PluginError(f"{self.name} / {self.primitive}: preference {self.preference} must be finite and 0 or more")
+        if not _is_cost(self.preference):
+            expected = f"a finite number of 0 or more, got {describe(self.preference)}"
+            raise PluginError(f"{self.name} / {self.primitive}: preference must be {expected}")
         if self.schedule_kind is not None and not isinstance(self.schedule_kind, ScheduleKind):
             got = type(self.schedule_kind).__name__
             raise PluginError(f"{self.name} / {self.primitive}: schedule_kind must be a ScheduleKind or None, got {got}")

@@ -23,11 +23,13 @@ _STRIDED: Final = torch.strided
 
 
 def check_dense(where: str, argument: str, value: Any, axes: str) -> None:
-    """A tensor with strides: neither nested nor sparse."""
+    """A tensor with strides and data: neither nested nor sparse, and on no meta device."""
     if not isinstance(value, Tensor):
         refuse(where, argument, describe(value), f"a tensor {axes}")
     if value.is_nested or value.layout is not _STRIDED:
         refuse(where, argument, describe(value), f"a dense tensor {axes}")
+    if value.is_meta:
+        refuse(where, argument, describe(value), f"a tensor {axes} on a device that holds data")
 
 
 def shape_of(where: str, argument: str, value: Any, rank: int, axes: str, remedy: str = "") -> torch.Size:
@@ -38,7 +40,7 @@ def shape_of(where: str, argument: str, value: Any, rank: int, axes: str, remedy
         remedy: what to do about another rank.
     Raises: InvalidArgument when `value` is no dense tensor or has another rank.
     """
-    if not isinstance(value, Tensor) or value.is_nested or value.layout is not _STRIDED:
+    if not isinstance(value, Tensor) or value.is_nested or value.layout is not _STRIDED or value.is_meta:
         check_dense(where, argument, value, axes)
     shape = value.shape
     if len(shape) != rank:
@@ -59,6 +61,7 @@ def check_tensor(
             isinstance(value, Tensor)
             and value.dtype is dtype
             and value.shape == shape
+            and value.layout is _STRIDED
             and value.device == device
             and (value.is_contiguous() or value.stride()[-1] == 1 or shape[-1] <= 1)
             and not value.is_neg()

@@ -8,7 +8,7 @@ no more of a schedule than whether it fits a call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
@@ -34,6 +34,15 @@ class DecodeSchedule:
         Raises: PlanMismatch with both sides; InvalidArgument for its tensors. `where` begins the message.
         """
         raise NotImplementedError
+
+    def scratch(self, where: str, value_width: int) -> Mapping[str, tuple[int, int]]:
+        """The address ranges that a call with results of `value_width` writes beside them, by name; asked for after `check`.
+
+        A call is refused where one of its tensors lies there.
+
+        Raises: InvalidArgument where the scratch is that of results of another width, or overlaps itself.
+        """
+        return {}
 
 
 def refuse_schedule(where: str, given: tuple[int, int, int], made_for: tuple[int, int, int]) -> NoReturn:

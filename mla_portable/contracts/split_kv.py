@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.rules import check_tensor
+from mla_portable.contracts.rules import check_tensor, extent
 from mla_portable.contracts.schedule import (
     DEFAULT_SCRATCH_BYTES,
     DecodeSchedule,
@@ -74,6 +74,19 @@ class SplitSchedule(DecodeSchedule):
             check_tensor(where, f"schedule.{name}", scratch, torch.float32, shape, device, axes)
             if scratch is not None and not scratch.is_contiguous():
                 refuse(where, f"schedule.{name}", f"strides {list(scratch.stride())}", "contiguous scratch")
+
+    def scratch(self, where: str, value_width: int) -> Mapping[str, tuple[int, int]]:
+        """See DecodeSchedule."""
+        if self.partial_out is None or self.partial_lse is None or self.num_splits == 1:
+            return {}
+        if self.value_width != value_width:
+            expected = f"{value_width}, the width of the call's results"
+            refuse(where, "schedule.value_width", self.value_width, expected, "Plan for the layout of the cache.")
+        ranges = {"schedule.partial_out": extent(self.partial_out), "schedule.partial_lse": extent(self.partial_lse)}
+        (begin, end), (other_begin, other_end) = ranges.values()
+        if max(begin, other_begin) < min(end, other_end):
+            refuse(where, "schedule.partial_lse", "memory that overlaps schedule.partial_out", "memory of its own")
+        return ranges
 
 
 @dataclass(frozen=True, slots=True)

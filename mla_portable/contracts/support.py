@@ -12,12 +12,16 @@ from typing import Any, Final
 
 from mla_portable.contracts.device import DeviceFacts
 from mla_portable.contracts.request import Request
-from mla_portable.contracts.values import INT32_MAX, check_alignment, check_fields
+from mla_portable.contracts.values import INT32_MAX, check_alignment, check_fields, describe
 from mla_portable.errors import InvalidArgument
 from mla_portable.layouts import LAYOUTS, SCALE_FORMATS, scale_formats
 
 _LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
-    ("topk_multiple", "block_size_multiple", "max_heads", "max_topk", "max_query_len"), (1, INT32_MAX)
+    (
+        *("topk_multiple", "block_size_multiple", "max_heads", "max_topk", "max_query_len"),
+        *("num_heads", "padded_heads", "block_sizes"),
+    ),
+    (1, INT32_MAX),
 )
 _FEATURES: Final = {
     **dict.fromkeys(("lse", "attn_sink", "lengths", "compact", "prefill_workspace"), ""),
@@ -101,6 +105,9 @@ class Support:
         where = "Support"
         check_fields(self, _LIMITS)
         check_alignment(where, self.cache_alignment)
+        if self.workspace_bytes is not None and not callable(self.workspace_bytes):
+            got = describe(self.workspace_bytes)
+            raise InvalidArgument(where, "workspace_bytes", got=got, expected="a function of a Request, or None")
         if not self.source:
             raise InvalidArgument(where, "source", got="''", expected="where the limits come from")
         for name, given, allowed in (

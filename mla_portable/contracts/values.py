@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
@@ -22,6 +23,8 @@ CACHE_ALIGNMENT: Final = 16
 """Bytes that divide the address and the block stride of a cache of whole rows in memory from torch: the usual case, and the
 greatest alignment that is distinguished."""
 _NO_LIMITS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType({})
+_UNPRINTABLE: Final = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Categories of Unicode: control and format characters, halves of surrogates, separators of lines and paragraphs."""
 _TEXTS: Final = {"str": str, "str | None": str}
 
 
@@ -45,13 +48,24 @@ def describe(value: Any) -> str:
     return text if type(value) is int else f"{type(value).__name__} {text}"
 
 
+def printable(text: str) -> str:
+    """`text` with control characters as escapes ("\\x1b"), so that a foreign text cannot steer a terminal; lines are kept."""
+    return text if text.isprintable() else "".join(map(_printable, text))
+
+
+def _printable(character: str) -> str:
+    if character in "\n\t" or unicodedata.category(character) not in _UNPRINTABLE:
+        return character
+    return character.encode("unicode_escape").decode("ascii")
+
+
 def check_fields(value: Any, limits: Mapping[str, tuple[int, int]] = _NO_LIMITS) -> None:
-    """The fields of a dataclass that are annotated int, bool or str (or one of these or None) hold exactly that type.
+    """The fields of a dataclass that are annotated int, bool or str, or a tuple of these (or None) hold exactly that type.
 
     A bool is not an integer here, and neither is a float or a number of numpy. Integers are at least 0.
 
     Args:
-        limits: field -> (least, greatest) for integers with other limits.
+        limits: field -> (least, greatest) for integers with other limits, those in tuples included.
     Raises: InvalidArgument, which names the class and the first field that does not comply.
     """
     where = type(value).__name__
@@ -65,6 +79,20 @@ def check_fields(value: Any, limits: Mapping[str, tuple[int, int]] = _NO_LIMITS)
             check_flag(where, field.name, given)
         elif kind in _TEXTS and type(given) is not str:
             refuse(where, field.name, describe(given), "a string")
+        elif str(kind).startswith("tuple[int, ...]"):
+            check_type(where, field.name, given, tuple, "a tuple of integers")
+            for each in cast(tuple[Any, ...], given):
+                check_count(where, field.name, each, *limits.get(field.name, (0,)))
+        elif str(kind).startswith("tuple[str, ...]"):
+            check_type(where, field.name, given, tuple, "a tuple of strings")
+            for each in cast(tuple[Any, ...], given):
+                check_type(where, field.name, each, str, "strings in the tuple")
+
+
+def check_type(where: str, argument: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
+    """An instance of `kind`; `expected` says in words what may be passed."""
+    if not isinstance(value, kind):
+        refuse(where, argument, describe(value), expected)
 
 
 def check_count(where: str, argument: str, value: Any, least: int, most: int | None = None) -> None:
@@ -108,6 +136,8 @@ def device_of(where: str, device: Any) -> torch.device:
     if not isinstance(device, (str, torch.device)):
         refuse(where, "device", describe(device), expected)
     try:
+        if torch.device(device).type == "meta":
+            refuse(where, "device", repr(str(device)), expected)
         index = cast("int | None", torch.device(device).index)  # None for a bare type, whatever torch's stub says
         if index is not None and index >= device_count(torch.device(device).type):
             refuse(where, "device", repr(str(device)), expected)

@@ -18,7 +18,7 @@ from torch import Tensor, split_with_sizes
 
 from mla_portable.contracts import Batch, PrefillChunk, ScheduleLimits, SchedulePlanner, StepPlan, neutral_defaults
 from mla_portable.contracts.plan import PlanCounter
-from mla_portable.contracts.values import device_of
+from mla_portable.contracts.values import check_type, describe, device_of, refuse
 from mla_portable.planner.buffers import PlanBuffers
 from mla_portable.planner.checks import check_lengths, check_sizes
 from mla_portable.planner.config import PlannerConfig
@@ -62,6 +62,9 @@ class Planner:
             config: limits and choices. make_fence: replaces the events that show whether a copy has landed.
         Raises: InvalidArgument for a device that is not there, and for a configuration that the schedule kind refuses.
         """
+        check_type("Planner", "config", config, PlannerConfig, "a PlannerConfig, such as a layer's planner_config()")
+        if make_fence is not None and not callable(make_fence):
+            refuse("Planner", "make_fence", describe(make_fence), "a function without arguments, or None")
         self._config = config
         self._device = device_of("Planner", config.device)
         takes_few = config.route in ("direct", "split") and not config.batch_invariant

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.rules import check_cache, check_tensor, shape_of
+from mla_portable.contracts.rules import check_cache, check_dense, check_tensor, shape_of
 from mla_portable.contracts.share import WHOLE, ContextShare
 from mla_portable.contracts.values import INT32_MAX, refuse
 from mla_portable.layouts import INDEX, INDEX_HEAD_SIZE, CacheLayout, index_query_dtype
@@ -45,6 +45,7 @@ def check_pages(
     Returns: kv_layout, num_heads, block_size, cache_alignment and uneven_blocks of a Request; the arguments by name.
     Raises: InvalidArgument.
     """
+    check_dense(where, "q", q, "[T, H, 128]")
     int32, device = torch.int32, q.device
     layout, block_size, apart, alignment = check_cache(where, "index_cache", index_cache, device, INDEX)
     num_tokens, num_heads = check_queries(where, q, weights, layout)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Primitive
-from mla_portable.contracts.rules import check_disjoint, check_tensor, shape_of
+from mla_portable.contracts.rules import check_dense, check_disjoint, check_tensor, shape_of
 from mla_portable.contracts.values import refuse
 from mla_portable.dispatch import find
 from mla_portable.layouts import INDEX, INDEX_BF16, INDEX_FP8, INDEX_HEAD_SIZE
@@ -82,7 +82,9 @@ def check(
     out: Tensor,
 ) -> tuple[object, ...]:
     """Raise InvalidArgument, or return the facts."""
-    where, device = "indexer_logits_ragged", q.device
+    where = "indexer_logits_ragged"
+    check_dense(where, "q", q, "[T, H, 128]")
+    device = q.device
     num_keys = shape_of(where, "keys", keys, 2, "[N, 128]")[0]
     if keys.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
         refuse(where, "keys", keys.dtype, "torch.bfloat16 or torch.float8_e4m3fn")

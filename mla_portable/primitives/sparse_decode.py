@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Final, Protocol
 
@@ -128,18 +129,20 @@ def check(
         check_tensor(where, "lengths", lengths, torch.int32, (batch, query_len), device, "[B, S]")
     if attn_sink is not None:
         check_tensor(where, "attn_sink", attn_sink, torch.float32, (num_heads,), device, "[H]")
+    scratch: Mapping[str, tuple[int, int]] = {}
     if schedule is not None:
         if not isinstance(schedule, DecodeSchedule):  # pyright: ignore[reportUnnecessaryIsInstance]
             refuse(where, "schedule", describe(schedule), "a schedule from a planner, or None")
         schedule.check(where, batch, query_len, num_heads, topk, device)
-    if out is not None or lse_out is not None:
+        scratch = schedule.scratch(where, layout.value_width)
+    if out is not None or lse_out is not None or scratch:
         if out is not None:
             shape = (batch, query_len, num_heads, layout.value_width)
             check_tensor(where, "out", out, torch.bfloat16, shape, device, f"[B, S, H, {layout.value_width}]")
         if lse_out is not None:
             check_tensor(where, "lse_out", lse_out, torch.float32, (batch, query_len, num_heads), device, "[B, S, H]")
         read = {"q": q, "kv_cache": kv_cache, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
-        check_disjoint(where, {"out": out, "lse_out": lse_out}, read)
+        check_disjoint(where, {"out": out, "lse_out": lse_out}, read, scratch)
     uneven, with_lengths, with_sink = bool(apart % layout.row_width), lengths is not None, attn_sink is not None
     return layout.name, num_heads, topk, block_size, query_len, alignment, uneven, with_lengths, with_sink, True
 

@@ -17,6 +17,7 @@ import torch
 
 from mla_portable.accelerator import accelerator, device_count
 from mla_portable.contracts import Detector, DeviceFacts, InvalidArgument
+from mla_portable.contracts.values import check_type
 
 NVIDIA_NAMES: Final = ("nvidia", "tesla", "geforce", "quadro", "titan", "grid")
 """First words of an NVIDIA device's name; drivers of the V100 and T4 era leave the vendor out."""
@@ -49,17 +50,22 @@ class RawDevice:
     libraries: tuple[tuple[str, str], ...] = ()
 
 
+def parse_device(device: torch.device | str) -> torch.device:
+    """The device that a text names. Raises: InvalidArgument when it names no torch device, or `device` is no text."""
+    expected = "a torch device such as 'cpu' or 'cuda:0'"
+    check_type("facts", "device", device, (str, torch.device), expected)
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise InvalidArgument("facts", "device", got=repr(device), expected=expected) from error
+
+
 def resolve_device(device: torch.device | str) -> torch.device:
     """`device` with its index filled in: "cuda" means the current one.
 
     Raises: InvalidArgument when the text names no torch device, or torch finds no such device here.
     """
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise InvalidArgument(
-            "facts", "device", got=repr(device), expected="a torch device such as 'cpu' or 'cuda:0'"
-        ) from error
+    found = parse_device(device)
     if found.type == "cpu":
         return found
     count = device_count(found.type)

@@ -15,6 +15,7 @@ import torch
 
 from mla_portable.accelerator import accelerator
 from mla_portable.contracts import InvalidArgument, PluginError, neutral_defaults
+from mla_portable.registry.faults import contained
 
 PLUGIN_TIMEOUT: Final = "MLA_PORTABLE_PLUGIN_TIMEOUT"
 """The environment variable with the limit in seconds; 0 means no limit."""
@@ -32,8 +33,9 @@ class PluginTimeout(PluginError):
 
 
 def plugin_timeout(environ: Mapping[str, str]) -> float:
-    """The limit that `MLA_PORTABLE_PLUGIN_TIMEOUT` sets, in seconds; 120 where it is not set, infinite where it is 0.
+    """The limit that `MLA_PORTABLE_PLUGIN_TIMEOUT` sets, in seconds; 120 where it is not set.
 
+    It is infinite where it is 0, or more than a thread can wait (`threading.TIMEOUT_MAX`, some centuries).
     Raises: InvalidArgument when the value is no number of 0 or more.
     """
     text = environ.get(PLUGIN_TIMEOUT, "").strip()
@@ -43,9 +45,9 @@ def plugin_timeout(environ: Mapping[str, str]) -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0 <= seconds < math.inf:
+    if not seconds >= 0:  # NaN is not either
         raise InvalidArgument("environment", PLUGIN_TIMEOUT, got=repr(text), expected="seconds, 0 or more (0: no limit)")
-    return seconds or math.inf
+    return seconds if 0 < seconds <= threading.TIMEOUT_MAX else math.inf
 
 
 def running() -> str:
@@ -54,7 +56,11 @@ def running() -> str:
 
 
 def limited(what: str, seconds: float, work: Callable[[], T]) -> T:
-    """Run `work` in a thread of its own and return its result; what it raises is raised here.
+    """Run code of a plugin in a thread of its own and return its result; what it raises is raised here, as an Exception.
+
+    Signals reach the main thread alone. So an interrupt by the user, or what a handler of a signal raises, ends the waiting of
+    the caller and is raised as it is; what is raised in the thread is the plugin's. Without a limit both are raised in the
+    caller's thread, where a KeyboardInterrupt is taken for the user's and everything else for the plugin's.
 
     The thread sees the caller's context variables, but torch's settings of a thread (current device and stream, gradients,
     inference mode, autocast) are torch's own defaults there: `work` sets what it needs. A call inside another one runs
@@ -64,18 +70,18 @@ def limited(what: str, seconds: float, work: Callable[[], T]) -> T:
         what: names plugin and stage in messages, e.g. "probe of acme.v1 / sparse_decode". seconds: the limit; no thread
             is started where it is infinite.
     Raises: PluginTimeout after `seconds`. The thread is left behind: Python cannot stop it, and a daemon thread does not
-        keep the process alive.
+        keep the process alive. PluginRaised for what the work raises and is no Exception; its Exceptions as they are.
     """
     if running() or seconds == math.inf:
-        return work()
+        return contained(work)
     results: list[T] = []
-    errors: list[BaseException] = []
+    errors: list[Exception] = []
 
     def run() -> None:
         _running.set(what)
         try:
-            results.append(work())
-        except BaseException as error:  # the caller decides what to do with SystemExit and KeyboardInterrupt
+            results.append(contained(work))
+        except Exception as error:
             errors.append(error)
 
     context = contextvars.copy_context()
@@ -92,30 +98,10 @@ def limited(what: str, seconds: float, work: Callable[[], T]) -> T:
     raise PluginTimeout(f"{what} did not finish within {seconds:g} s; {PLUGIN_TIMEOUT} sets another limit, 0 none")
 
 
-def guarded(what: str, seconds: float, work: Callable[[], T]) -> T:
-    """Run code of a plugin under a time limit; its own KeyboardInterrupt is a failure, the user's is not.
-
-    Signals reach the main thread alone, so one that is raised in the thread of the work is the plugin's. Without a limit the
-    work runs in the caller's thread, and an interrupt there is taken for the user's.
-
-    Raises: PluginTimeout; PluginError for a KeyboardInterrupt of the plugin's; what the work raises.
-    """
-
-    def run() -> T:
-        try:
-            return work()
-        except KeyboardInterrupt as error:
-            if threading.current_thread() is threading.main_thread():
-                raise
-            raise PluginError(f"{what} raised KeyboardInterrupt") from error
-
-    return limited(what, seconds, run)
-
-
 def isolated(what: str, device: torch.device | None, seconds: float, work: Callable[[], T]) -> T:
     """Run `work` under neutral defaults and a time limit; given a device, on that and the caller's current stream of it.
 
-    Raises: PluginTimeout; whatever `work` raises.
+    Raises: as `limited`.
     """
     carried = nullcontext() if device is None else accelerator(device).carried()
 

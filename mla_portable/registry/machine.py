@@ -25,9 +25,9 @@ from mla_portable.contracts import (
 )
 from mla_portable.registry.facts import ask_detector, collect, interpret, resolve_device
 from mla_portable.registry.faults import blame, first_line, is_fatal
-from mla_portable.registry.limits import DEFAULT_SECONDS, isolated, running
+from mla_portable.registry.limits import DEFAULT_SECONDS, PluginTimeout, isolated, running
 from mla_portable.registry.names import REFERENCE
-from mla_portable.registry.probe import ProbeReport, probe_implementation, run_check
+from mla_portable.registry.probe import ProbeReport, Unfinished, probe_implementation, run_check
 
 if TYPE_CHECKING:
     from mla_portable.problems.probe import ProbeCase
@@ -63,6 +63,9 @@ class Machine:
         self._checks: dict[tuple[str, Primitive, DeviceFacts], tuple[Reason, ...]] = {}
         self._probes: dict[tuple[str, Primitive, str | None, DeviceFacts], ProbeReport] = {}
         self._requests: dict[tuple[str, Request], tuple[Reason, ...]] = {}
+        self._unfinished: dict[tuple[str, Primitive | None, DeviceFacts], tuple[Reason, ...]] = {}
+        """What did not finish within its limit is not run again: of a name and primitive, or of a name's checks (None)."""
+        self._hung_detectors: list[Detector] = []
         self.detector_failures: dict[str, str] = {}
         """By plugin, one line on the first failure of a detector of it."""
         self._lock = threading.RLock()
@@ -109,10 +112,14 @@ class Machine:
     def _detect(self, device: torch.device) -> DeviceFacts | None:
         """What the first vendor that claims the device says; a detector that fails is noted and passed over."""
         for plugin, detector in self._detectors:
+            if any(detector is hung for hung in self._hung_detectors):
+                continue
             try:
                 what = f"detector of {plugin} on {device}"
                 facts = isolated(what, None, self.limit, partial(ask_detector, detector, device))
-            except (Exception, SystemExit) as error:
+            except Exception as error:
+                if isinstance(error, PluginTimeout):
+                    self._hung_detectors.append(detector)
                 if is_fatal(error, device.type):
                     blame(error, f"raised by a detector of the plugin {plugin}")
                     raise
@@ -137,12 +144,17 @@ class Machine:
             return self._devices.get(facts)
 
     def check(self, implementation: Implementation, facts: DeviceFacts) -> tuple[Reason, ...]:
-        """The implementation's own reasons against a device; asked once."""
+        """The implementation's own reasons against a device; asked once.
+
+        A name's primitives usually share one check: where that did not finish for one of them, the others are not asked.
+        """
         key = (implementation.name, implementation.primitive, facts)
         with self._alone():
             if key not in self._checks:
-                device = self.device_of(facts) or torch.device("cpu")
-                self._checks[key] = run_check(implementation, facts, device, self.limit)
+                device, name = self.device_of(facts) or torch.device("cpu"), implementation.name
+                hung = self._unfinished.get((name, None, facts))
+                self._checks[key] = hung or run_check(implementation, facts, device, self.limit)
+                self._note_unfinished((name, None, facts), self._checks[key])
             return self._checks[key]
 
     def probe(self, implementation: Implementation, device: torch.device, layout: str | None = None) -> ProbeReport:
@@ -203,6 +215,15 @@ class Machine:
         layout: str | None,
         cases: Iterable[ProbeCase],
     ) -> ProbeReport:
-        check = self.check(implementation, facts)
+        key = (implementation.name, implementation.primitive, facts)
+        check = self.check(implementation, facts) or self._unfinished.get(key, ())
         cases = () if implementation.name == REFERENCE else cases
-        return probe_implementation(implementation, device, layout, check, cases, self.limit)
+        report = probe_implementation(implementation, device, layout, check, cases, self.limit)
+        if not check:
+            self._note_unfinished(key, report.reasons)
+        return report
+
+    def _note_unfinished(self, key: tuple[str, Primitive | None, DeviceFacts], reasons: Iterable[Reason]) -> None:
+        """Keep the reasons that say that code did not finish: each attempt would cost the whole limit, and leave a thread."""
+        if unfinished := tuple(reason for reason in reasons if isinstance(reason, Unfinished)):
+            self._unfinished[key] = unfinished

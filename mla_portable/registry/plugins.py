@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from mla_portable.contracts import Detector, Implementation, PluginError, Variable
+from mla_portable.contracts.values import printable
 from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
 from mla_portable.registry.faults import first_line
 from mla_portable.registry.limits import DEFAULT_SECONDS
@@ -104,10 +105,8 @@ def load_plugins(
             if any(source.name == other.name for other in reports):
                 raise PluginError(f"duplicate plugin name {source.name!r}: uninstall one of the two distributions")
             staged = collect(source, taken, HOOK, reserved=names - {source.name}, seconds=seconds)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # SystemExit and the panics of extension modules are no Exception
-            text = "".join(traceback_module.format_exception(error))
+        except Exception as error:  # what the plugin raised and is none, such as SystemExit, has become one (`limited`)
+            text = printable("".join(traceback_module.format_exception(error)))
             reports.append(replace(report, ok=False, loaded=False, error=first_line(error), traceback=text))
             continue
         loaded.append((source.name, staged))

@@ -32,6 +32,9 @@ from mla_portable.registry.variables import ENV_BACKEND, ENV_DISABLE, ENV_POLICY
 ARGUMENT: Final = "argument"
 CONTEXT: Final = "use(...)"
 DEFAULT: Final = "default"
+_MOST_BYTES: Final = 64 << 10
+_MOST_CHARACTERS: Final = 1000
+"""Of a policy file, and of a line in it: `tomllib` takes quadratic time for a dotted key, 12 s for one of 32,000 characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,11 @@ def _policy_file(path: Path) -> str:
 def _document(path: Path) -> dict[str, Any]:
     """The content of a TOML file. Raises: InvalidArgument."""
     try:
-        return tomllib.loads(read_text_file(path))
+        text = read_text_file(path, _MOST_BYTES)
+        for number, line in enumerate(text.split("\n"), 1):
+            if len(line) > _MOST_CHARACTERS:
+                raise ValueError(f"line {number} has {len(line)} characters, more than {_MOST_CHARACTERS}")
+        return tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:  # TOML that is malformed or nested too deeply is among them
         expected = "a readable TOML file with a [backend] table"
         raise InvalidArgument(ENV_POLICY, "file", got=f"{path}: {error}", expected=expected) from error

@@ -4,18 +4,18 @@
 The results are judged by the float64 oracle, with the tolerances of the conformance suite. Where a graph is asked for and the
 implementation does not know whether one can hold its calls (`Support.probes_graph`), a call is captured and replayed too.
 
-Whatever the implementation does wrong is a reason not to use it: an exception from `check`, `bind` or a call, a wrong value, a
-call that does not finish. Out of memory and device faults are raised to the caller instead, with the implementation's name,
-because they say nothing about it or leave the device unusable. A launch that the driver refuses (no code for this architecture,
-too many resources) ran nothing and is a reason. Exceptions of the registry's own code (making a problem, reading results back,
-the oracle) are raised unchanged.
+Whatever the implementation does wrong is a reason not to use it: anything that `check`, `bind` or a call raises (SystemExit and
+panics of extension modules included), a wrong value, a call that does not finish. Out of memory and device faults are raised to
+the caller instead, with the implementation's name, because they say nothing about it or leave the device unusable. A launch
+that the driver refuses (no code for this architecture, too many resources) ran nothing and is a reason. Exceptions of the
+registry's own code (making a problem, reading results back, the oracle), and an interrupt by the user, are raised unchanged.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
@@ -23,7 +23,8 @@ import torch
 from mla_portable.accelerator import Accelerator, accelerator
 from mla_portable.contracts import DeviceFacts, Implementation, InvalidArgument, Primitive, Reason, neutral_defaults
 from mla_portable.contracts.rules import extent
-from mla_portable.registry.faults import blame, first_line, is_fatal
+from mla_portable.contracts.values import printable
+from mla_portable.registry.faults import blame, first_line, is_fatal, text_of
 from mla_portable.registry.limits import PluginTimeout, isolated
 
 if TYPE_CHECKING:
@@ -68,6 +69,10 @@ class ProbeReport:
         )
 
 
+class Unfinished(Reason):
+    """Code of an implementation did not finish within its limit."""
+
+
 def run_check(implementation: Implementation, facts: DeviceFacts, device: torch.device, limit: float) -> tuple[Reason, ...]:
     """The implementation's own reasons why it cannot work here; an exception in `check` is one too, unless fatal.
 
@@ -81,7 +86,7 @@ def run_check(implementation: Implementation, facts: DeviceFacts, device: torch.
         reasons = isolated(f"check of {_name(implementation)}", device, limit, check)
     except PluginTimeout:
         return (_unfinished(implementation, "check", limit, "stage check"),)
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         if is_fatal(error, device.type):
             blame(error, f"raised in check by {_name(implementation)}")
             raise
@@ -89,7 +94,12 @@ def run_check(implementation: Implementation, facts: DeviceFacts, device: torch.
     for reason in reasons:
         if not isinstance(reason, Reason):
             return (_reason(implementation, f"check returned {type(reason).__name__}, expected Reasons", "stage check"),)
-    return tuple(reason for reason in reasons if isinstance(reason, Reason))
+    given = (reason for reason in reasons if isinstance(reason, Reason))
+    return tuple(Reason(*map(_plain_text, (each.subject, each.given, each.limit, each.remedy))) for each in given)
+
+
+def _plain_text(value: object) -> str:
+    return printable(text_of(value))
 
 
 def probe_implementation(
@@ -116,10 +126,10 @@ def probe_implementation(
             for case in cases:
                 require_no_capture(implementation, device)
                 outcomes.append(solve(implementation, case, device, limit))
-                if not outcomes[-1].finished:
+                if isinstance(outcomes[-1].reason, Unfinished):
                     break
         # one reason per symptom: a library that cannot be bound fails every case in the same way
-        reasons = tuple({found.given: found for _, found, _ in reversed(outcomes) if found is not None}.values())[::-1]
+        reasons = tuple({o.reason.given: o.reason for o in reversed(outcomes) if o.reason is not None}.values())[::-1]
         if outcomes:
             stage = min(outcomes, key=lambda outcome: STAGES.index(outcome.stage)).stage
     return ProbeReport(
@@ -146,11 +156,10 @@ def require_no_capture(implementation: Implementation, device: torch.device) -> 
 
 
 class Outcome(NamedTuple):
-    """Of one problem: the stage reached, what is wrong, if anything, and whether the implementation finished."""
+    """Of one problem: the stage reached and what is wrong, if anything."""
 
     stage: Stage
     reason: Reason | None
-    finished: bool = True
 
 
 def solve(implementation: Implementation, case: ProbeCase, device: torch.device, limit: float) -> Outcome:
@@ -186,8 +195,8 @@ def solve(implementation: Implementation, case: ProbeCase, device: torch.device,
     try:
         returned = isolated(f"probe of {_name(implementation)} ({where})", device, limit, run)
     except PluginTimeout:
-        return Outcome(reached, _unfinished(implementation, reached, limit, where), finished=False)
-    except (Exception, SystemExit) as error:
+        return Outcome(reached, _unfinished(implementation, reached, limit, where))
+    except Exception as error:
         if is_fatal(error, device.type):
             blame(error, f"raised in {reached} by {_name(implementation)} (probe, {where})")
             raise
@@ -254,7 +263,8 @@ def _name(implementation: Implementation) -> str:
 
 def _unfinished(implementation: Implementation, stage: str, limit: float, where: str) -> Reason:
     found = _reason(implementation, f"{stage} did not finish within {limit:g} s", where)
-    return replace(found, remedy=f"{found.remedy}; set MLA_PORTABLE_PLUGIN_TIMEOUT to more seconds if it is only slow")
+    remedy = f"{found.remedy}; set MLA_PORTABLE_PLUGIN_TIMEOUT to more seconds, in a new process, if it is only slow"
+    return Unfinished(found.subject, found.given, found.limit, remedy)
 
 
 def _reason(implementation: Implementation, symptom: str, where: str) -> Reason:

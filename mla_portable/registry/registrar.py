@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
 from mla_portable.contracts import (
@@ -14,7 +13,6 @@ from mla_portable.contracts import (
     Implementation,
     PluginError,
     Request,
-    Support,
     Tunable,
     Variable,
 )
@@ -50,7 +48,6 @@ _EVERYTHING: Final[dict[str, Any]] = {
 _MOST_NOTES: Final = 10
 """On one file of times."""
 _ANY_DEVICE: Final = DeviceFacts(vendor="cpu", name="any", arch="cpu", device_type="cpu")
-_TUPLES: Final = tuple(field.name for field in fields(Support) if str(field.type).startswith("tuple"))
 
 
 class StagingRegistrar:
@@ -147,10 +144,6 @@ def _check_implementation(implementation: Implementation) -> None:
     where = f"{implementation.name} / {implementation.primitive}"
     if not callable(implementation.check):
         raise PluginError(f"{where}: check must be callable, got {type(implementation.check).__name__}")
-    for field in _TUPLES:
-        value = getattr(implementation.support, field)
-        if value is not None and not isinstance(value, tuple):
-            raise PluginError(f"{where}: Support.{field} must be a tuple, got {type(value).__name__} {value!r}")
     try:
         for reason in implementation.support.reasons(Request(implementation.primitive, _ANY_DEVICE, **_EVERYTHING)):
             str(reason)

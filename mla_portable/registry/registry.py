@@ -13,7 +13,8 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final, Literal, TypeVar
+from functools import partial
+from typing import Any, Final, Literal, TypeVar, cast
 from weakref import WeakSet
 
 import torch
@@ -31,7 +32,9 @@ from mla_portable.contracts import (
     neutral_defaults,
 )
 from mla_portable.contracts.primitive import F, Primitive
-from mla_portable.registry.faults import first_line
+from mla_portable.contracts.values import check_flag, check_type, describe, refuse
+from mla_portable.registry.facts import parse_device
+from mla_portable.registry.faults import PluginRaised, blame, contained, first_line
 from mla_portable.registry.limits import DEFAULT_SECONDS, plugin_timeout, running
 from mla_portable.registry.machine import Machine
 from mla_portable.registry.names import REFERENCE, check_backend
@@ -48,6 +51,8 @@ CACHE_LIMIT: Final = 4096
 
 logger = logging.getLogger("mla_portable.registry")
 
+_REQUEST: Final = "a mla_portable.contracts.Request"
+_IMPLEMENTATION: Final = "an Implementation, one of `Registry.implementations()`"
 _REENTERED: Final = "the registry was asked for while it is being built: a plugin's hook may only register"
 
 T = TypeVar("T")
@@ -80,9 +85,10 @@ class Registry:
             probe: False trusts `check` and computes nothing.
             costs: measured costs, which rank before declared costs; None where only these count. "measured" for the
                 times that plugins bring.
-        A broken plugin or policy does not raise here: `plugin_reports` has broken plugins,
-        and every choice raises the error of a broken policy.
+        Raises: InvalidArgument for an argument of another type. A broken plugin or policy does not raise here: `plugin_reports`
+            has broken plugins, and every choice raises the error of a broken policy.
         """
+        _check_arguments(facts, policy, environ, probe, costs)
         self._given_policy, self._environ = policy, environ
         environ = os.environ if environ is None else environ
         loaded = load_plugins(
@@ -119,7 +125,12 @@ class Registry:
         self._machine.renew_lock()
 
     def implementations(self, primitive: Primitive[F] | None = None) -> tuple[Implementation[F], ...]:
-        """All that loaded plugins offer (for one primitive), by primitive, declared cost and name."""
+        """All that loaded plugins offer (for one primitive), by primitive, declared cost and name.
+
+        Raises: InvalidArgument for what is no Primitive, such as a name.
+        """
+        if primitive is not None:
+            check_type("Registry.implementations", "primitive", primitive, Primitive, "a mla_portable.contracts.Primitive")
         return tuple(i for i in self._implementations if primitive is None or i.primitive is primitive)
 
     @property
@@ -185,7 +196,8 @@ class Registry:
 
     def probe(self, implementation: Implementation, device: torch.device | str, *, layout: str | None = None) -> ProbeReport:
         """As `Machine.probe`. A choice does not ask this: it computes one problem of the request's own sizes and features."""
-        return self._machine.probe(implementation, torch.device(device), layout)
+        check_type("Registry.probe", "implementation", implementation, Implementation, _IMPLEMENTATION)
+        return self._machine.probe(implementation, parse_device(device), layout)
 
     def decide(self, request: Request, *, backend: str | None = None, probe: bool = True, thorough: bool = False) -> Decision:
         """Who serves `request`, and why not the others.
@@ -197,6 +209,7 @@ class Registry:
             capture where a candidate has not been probed for the request yet; errors of the device that a probe runs into.
         A request that nothing can serve is no error here: `chosen` is None.
         """
+        check_type("Registry.decide", "request", request, Request, _REQUEST)
         check_backend(backend)
         return self._decide((request, backend, active_rules()), probe=probe, thorough=thorough)
 
@@ -234,6 +247,7 @@ class Registry:
 
         Raises: UnsupportedRequest with all reasons when nothing, or not the forced backend, can; as `decide` otherwise.
         """
+        check_type("Registry.select", "request", request, Request, _REQUEST)
         check_backend(backend)
         return self._select(request, (request, backend, active_rules()))
 
@@ -257,6 +271,7 @@ class Registry:
 
         Raises: as `select`, and whatever the implementation's own `bind` raises.
         """
+        check_type("Registry.bind", "request", request, Request, _REQUEST)
         check_backend(backend)
         key = (request, backend, active_rules())
         bound = self._bound.get(key)
@@ -277,18 +292,23 @@ class Registry:
 
     def configured(self, implementation: Implementation, request: Request[F]) -> Request[F]:
         """`request` with the configuration that the user's tuning table has for this implementation."""
+        _check_pair("configured", implementation, request)
         return request.but(configuration=self._tuned.of(implementation.name, request))
 
     def bind_implementation(self, implementation: Implementation[F], request: Request[F]) -> F:
         """The callable of a given implementation for `request`, with the configuration that the user's tuning table has for it.
 
-        Raises: InvalidArgument, which names the table, where the implementation refuses that configuration; whatever its own
-            `bind` raises.
+        Raises: InvalidArgument, which names the table, where the implementation refuses that configuration; PluginError where
+            its own `bind` raises what is no Exception; whatever else that raises.
         """
+        _check_pair("bind_implementation", implementation, request)
         request = self.configured(implementation, request)
         try:
             with neutral_defaults():
-                return implementation.bind(request)
+                return contained(partial(implementation.bind, request))
+        except PluginRaised as error:
+            blame(error, f"raised in bind by {implementation.name} / {implementation.primitive}")
+            raise
         except (KeyError, TypeError, ValueError) as error:
             if request.configuration is None:
                 raise
@@ -302,6 +322,7 @@ class Registry:
 
     def times(self, implementation: Implementation, request: Request) -> Mapping[int, float]:
         """Rows -> microseconds of `implementation` for requests like this, as far as measured times rank here."""
+        _check_pair("times", implementation, request)
         return {} if self._costs is None else self._costs.times(implementation, request)
 
     def _log_once(self, decision: Decision) -> None:
@@ -322,6 +343,25 @@ class Registry:
         wrong = any(reason.subject == "probe" for v in fitting for reason in v.reasons)
         missed = wrong or slow or (bool(fitting) and device.device_type != "cpu")
         logger.log(logging.WARNING if missed else logging.INFO, "%s", decision.text(all=False))
+
+
+def _check_pair(method: str, implementation: object, request: object) -> None:
+    check_type(f"Registry.{method}", "implementation", implementation, Implementation, _IMPLEMENTATION)
+    check_type(f"Registry.{method}", "request", request, Request, _REQUEST)
+
+
+def _check_arguments(facts: object, policy: object, environ: object, probe: object, costs: object) -> None:
+    """Those of a Registry, but for its plugins. Raises: InvalidArgument."""
+    where, expected = "Registry", "a mapping of device names, such as 'cuda' or 'cuda:0', to DeviceFacts, or None"
+    check_type(where, "facts", facts, (Mapping, type(None)), expected)
+    for name, each in cast("Mapping[object, object]", facts or {}).items():
+        check_type(where, "facts", name, str, expected)
+        check_type(where, f"facts[{name!r}]", each, DeviceFacts, "DeviceFacts")
+    check_type(where, "policy", policy, (Policy, type(None)), "a Policy, or None for that of environment and file")
+    check_type(where, "environ", environ, (Mapping, type(None)), "a mapping of names to values, or None for os.environ")
+    check_flag(where, "probe", probe)
+    if not (costs is None or costs == "measured" or hasattr(costs, "times")):
+        refuse(where, "costs", describe(costs), "a CostTable, 'measured' or None")
 
 
 def _seconds(environ: Mapping[str, str]) -> float:

@@ -14,7 +14,8 @@ import pluggy
 
 from mla_portable import __version__
 from mla_portable.contracts import ENTRY_POINT_GROUP, PROJECT_NAME, BackendSpec, PluginError
-from mla_portable.registry.limits import guarded
+from mla_portable.contracts.values import check_type, describe, refuse
+from mla_portable.registry.limits import limited
 from mla_portable.registry.names import CORE_DISTRIBUTION, CORE_MODULE
 from mla_portable.registry.registrar import StagingRegistrar
 
@@ -61,7 +62,16 @@ def installed_plugins() -> tuple[PluginSource, ...]:
 
 
 def given_plugins(plugins: Iterable[tuple[str, object]]) -> tuple[PluginSource, ...]:
-    """Sources for plugins handed over in code: (name, module or object with the hook, or the name of a module)."""
+    """Sources for plugins handed over in code: (name, module or object with the hook, or the name of a module).
+
+    Raises: InvalidArgument for what is no such pair.
+    """
+    expected = "pairs of a name and a module, an object with the hook or a module's name"
+    check_type("Registry", "plugins", plugins, Iterable, expected)
+    plugins = tuple(plugins)
+    for index, pair in enumerate(plugins):
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):  # pyright: ignore[reportUnnecessaryComparison, reportUnnecessaryIsInstance]
+            refuse("Registry", f"plugins[{index}]", describe(pair), expected)
 
     def source(name: str, plugin: object) -> PluginSource:
         if isinstance(plugin, str):
@@ -77,7 +87,7 @@ def call_hook(source: PluginSource, hook: str, registrar: StagingRegistrar, seco
     A plugin without `hook` does nothing, but one without `mla_portable_register` is broken.
     Raises: PluginTimeout after `seconds`; PluginError; whatever the plugin raises.
     """
-    guarded(f"loading the plugin {source.name}", seconds, partial(_call, source, hook, registrar))
+    limited(f"loading the plugin {source.name}", seconds, partial(_call, source, hook, registrar))
 
 
 def _call(source: PluginSource, name: str, registrar: StagingRegistrar) -> None:
