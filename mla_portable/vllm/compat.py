@@ -59,6 +59,12 @@ def impls_of(vllm_config: Any, layer_names: list[str]) -> list[Any]:
     return [impl for impl in found if hasattr(impl, "attach")]
 
 
+def has_sinks(vllm_config: Any) -> bool:
+    """A layer of ours that is built has attention sinks."""
+    impls = impls_of(vllm_config, list(vllm_config.compilation_config.static_forward_context))
+    return any(impl.sinks is not None for impl in impls)
+
+
 def decode_query_len(vllm_config: Any) -> int:
     """Query tokens of a decode: 1, more where drafts are verified in one step (twice as many where drafted in parallel)."""
     speculative = vllm_config.speculative_config

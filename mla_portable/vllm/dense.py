@@ -27,12 +27,12 @@ FASTER: Final = {"sm90": (128, 512)}
 def shortest(resolved: Resolved, vllm_config: Any) -> int | None:
     """The least length, in tokens, of a step's longest prompt for dense attention; None where it is never taken.
 
-    With VLLM_BATCH_INVARIANT a prompt's result must not depend on the lengths of others, and shadow mode and decode context
-    parallelism have every token take the sparse route.
+    With VLLM_BATCH_INVARIANT a prompt's result must not depend on the lengths of others. Shadow mode and decode context
+    parallelism have every token take the sparse route; so do attention sinks, which vLLM's dense attention does not have.
     """
     spec = resolved.spec
     heads, tokens = FASTER.get(resolved.decision.device.arch, (None, None))
-    if heads is None or spec.num_heads < heads or spec.batch_invariant or spec.share.size > 1:
+    if heads is None or spec.num_heads < heads or spec.batch_invariant or spec.share.size > 1 or spec.attn_sink:
         return None
     if settings.shadow_backend() is not None or compat.forces_sparse_prefill(vllm_config):
         return None

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.attention import mla_attention
-from vllm_engine import CPU, HEADS, TOPK, Engine, make_config, make_engine, make_step
+from vllm_engine import CPU, HEADS, TOPK, Engine, check_step, make_config, make_engine, make_step
 
 from mla_portable.contracts import ContextShare
 from mla_portable.registry import get_registry
@@ -55,6 +55,14 @@ class Kernel:
             weights = scores.masked_fill(later, -torch.inf).softmax(-1)
             out[rows] = torch.einsum("hqk,khd->qhd", weights, v[rows].float()).to(v.dtype)
         return out
+
+
+def test_layers_with_sinks_are_sparse(engine: Engine):
+    """vLLM's dense attention has none."""
+    plain, with_sinks = engine, make_engine("auto", sinks=torch.full((HEADS,), 2.0, dtype=torch.float32))
+    assert plain.impl.supports_dense_mha_prefill and not with_sinks.impl.supports_dense_mha_prefill
+    metadata = check_step(with_sinks, [1, 30, 66], [9, 30, 66])
+    assert metadata.prefill is None and metadata.num_decode_tokens == 97
 
 
 @pytest.fixture
@@ -103,12 +111,14 @@ def test_a_step_without_lengths_on_the_host_is_sparse(engine: Engine):
 
 
 def resolved(**spec: Any) -> Any:
-    given = {"num_heads": 128, "batch_invariant": False, "share": ContextShare(), **spec}
+    given = {"num_heads": 128, "batch_invariant": False, "share": ContextShare(), "attn_sink": False, **spec}
     device = SimpleNamespace(arch=given.pop("arch", "sm90"))
     return SimpleNamespace(spec=SimpleNamespace(**given), decision=SimpleNamespace(device=device))
 
 
-@pytest.mark.parametrize("spec", [{"num_heads": 64}, {"batch_invariant": True}, {"share": ContextShare(2)}, {"arch": "sm80"}])
+@pytest.mark.parametrize(
+    "spec", [{"num_heads": 64}, {"batch_invariant": True}, {"share": ContextShare(2)}, {"arch": "sm80"}, {"attn_sink": True}]
+)
 def test_where_it_is_never_taken(spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dense, "FASTER", {"sm90": (128, 768)})
     config = make_config()
