@@ -82,6 +82,21 @@ def test_a_sink_reaches_every_part_of_a_route(route: str):
     assert_matches(step, *layer(step.q, step.kv_cache, step.topk_indices, plan_for(layer, step.batch)))
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_layers_that_share_an_object_have_sinks_of_their_own(route: str):
+    """The tensor is read in each call: an engine loads its weights after the object was built."""
+    steps = "decodes and prefills in chunks", "fp8_ds_mla"
+    built_with, other = torch.zeros(HEADS), torch.tensor([0.0, -math.inf, 3.0])
+    layer = make_layer(route, attn_sink=built_with)
+    step = make_step(*steps, built_with)
+    plan, own = plan_for(layer, step.batch), torch.full((HEADS,), math.nan)
+    inputs = step.q, step.kv_cache, step.topk_indices, plan
+    assert_matches(step, *layer(*inputs))
+    own.copy_(other)
+    assert_matches(make_step(*steps, other), *layer(*inputs, attn_sink=own))
+    assert_matches(step, *layer(*inputs))
+
+
 def test_a_pair_of_queries_is_joined_at_one_address():
     step = make_step("decodes and prefills in chunks", "fp8_ds_mla")
     layer = make_layer("direct")

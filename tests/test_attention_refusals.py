@@ -368,12 +368,27 @@ def test_tensors_that_do_not_fit_the_spec_are_refused(arguments, argument, got):
     assert got in caught.value.got
 
 
-@pytest.mark.parametrize("sink", [None, torch.zeros(HEADS)])
-def test_sink_and_spec_must_agree(sink):
-    with pytest.raises(InvalidArgument, match="attn_sink"):
-        SparseMLAAttention(
-            replace(SPEC, attn_sink=sink is None), device="cpu", registry=REFERENCE, backend="reference", attn_sink=sink
-        )
+def test_sink_and_spec_must_agree():
+    with pytest.raises(InvalidArgument, match="attn_sink: got a tensor"):
+        SparseMLAAttention(SPEC, device="cpu", registry=REFERENCE, backend="reference", attn_sink=torch.zeros(HEADS))
+
+
+@pytest.mark.parametrize(
+    ("has_sink", "sink", "text"),
+    [
+        (True, None, "attn_sink: got None, expected .* when the layer is built, or in each call"),
+        (True, torch.zeros(HEADS + 1), "attn_sink: got shape"),
+        (True, torch.zeros(HEADS).double(), "attn_sink: got torch.float64"),
+        (False, torch.zeros(HEADS), "attn_sink: got a tensor, expected None"),
+    ],
+)
+def test_a_call_with_another_sink_than_the_spec_says_is_refused(has_sink: bool, sink, text: str):
+    layer = SparseMLAAttention(replace(SPEC, attn_sink=has_sink), device="cpu", registry=REFERENCE, backend="reference")
+    step = make_step("decodes and prefills in chunks", SPEC.kv_layout)
+    plan, out = plan_for(layer, step.batch), torch.full((len(step.q), HEADS, 512), math.nan).bfloat16()
+    with pytest.raises(InvalidArgument, match=text):
+        layer(step.q, step.kv_cache, step.topk_indices, plan, attn_sink=sink, out=out)
+    assert out.isnan().all()
 
 
 def test_backend_mapping_names_primitives():

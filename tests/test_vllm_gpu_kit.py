@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import threading
@@ -60,6 +61,7 @@ def test_shadow_mode_must_have_recorded_something_small(kit: Any, tmp_path: Path
 
 def test_jobs_cover_the_matrix_and_have_names_of_their_own(kit: Any):
     several = [*kit.jobs.agreement(), *kit.jobs.tensor_parallel(), *kit.jobs.features(), *kit.jobs.load()]
+    several += [*kit.jobs.prompts(), *kit.jobs.rank()]
     assert len({job.name for job in several}) == len(several)
     covered = {(j.who, j.kv, j.heads, j.mode) for j in several if j.task == "generate" and j.gpus == 1}
     for heads in (16, 64, 128):
@@ -205,7 +207,7 @@ def test_nobody_measures_while_an_engine_starts(kit: Any, tmp_path: Path):
 def run_of(
     kit: Any, name: str, *runs: list[dict[str, Any]], served: str = "fused: sparse_decode triton.portable", **result: Any
 ):
-    lists = (kit.jobs.agreement, kit.jobs.tensor_parallel, kit.jobs.features, kit.jobs.load)
+    lists = (kit.jobs.agreement, kit.jobs.tensor_parallel, kit.jobs.features, kit.jobs.load, kit.jobs.prompts, kit.jobs.rank)
     several = [*(job for jobs in lists for job in jobs()), *kit.jobs.context_parallel(2)]
     job = next(job for job in several if job.name == name)
     return {name: kit.judge.Done(job, {"runs": list(runs), **result}, "", served)}
@@ -323,6 +325,37 @@ def test_the_plugin_is_timed_beside_stock_as_it_is_by_default(kit: Any):
     ran = run_of(kit, "load-plugin-fp8-h16-eager", first={}) | run_of(kit, "load-stock-fp8-h16-eager")
     ran["load-stock-fp8-h16-eager"].result.clear()
     assert [line.passed for line in kit.judge.load(ran)] == [False]
+
+
+def test_a_layers_time_of_prompts_is_not_above_stocks(kit: Any):
+    assert all(job.options["by_default"] for job in (*kit.jobs.prompts(), *kit.jobs.rank()))
+
+    def passed(ours: float) -> list[bool | None]:
+        both = {"stock": {"attend": 600.0, "project": 400.0}, "plugin": {"attend": ours}}
+        names = {who: f"prompts-{who}-fp8-h16" for who in both}
+        ran = {}
+        for who, kernels in both.items():
+            ran |= run_of(kit, names[who], first={"8 x 1000": kernels})
+        return [line.passed for line in kit.judge.prompts(ran)]
+
+    assert passed(1019.0) == [True] and passed(1021.0) == [False]
+    ran = run_of(kit, "prompts-plugin-fp8-h16", first={}) | run_of(kit, "prompts-stock-fp8-h16")
+    ran["prompts-stock-fp8-h16"].result.clear()
+    assert [line.passed for line in kit.judge.prompts(ran)] == [False]
+
+
+def test_first_tokens_at_the_whole_depth_are_judged_and_steps_inform(kit: Any, tmp_path: Path):
+    def passed(ours: float) -> list[bool | None]:
+        ran = run_of(kit, "rank-plugin", first={"8 x 1000": ours}, step_us={"16": 9e9})
+        ran |= run_of(kit, "rank-stock", first={"8 x 1000": 300.0}, step_us={"16": 17_000.0})
+        return [line.passed for line in kit.judge.rank(ran)]
+
+    assert passed(305.0) == [True, None] and passed(307.0) == [False, None]
+    kit.checkpoint.write_rank_config(tmp_path, 16)
+    config = json.loads((tmp_path / "config.json").read_text())
+    expert = 3 * config["hidden_size"] * config["moe_intermediate_size"] * 2
+    layers = config["num_hidden_layers"] - config["first_k_dense_replace"]
+    assert 80e9 < layers * config["n_routed_experts"] * expert < 94e9
 
 
 def test_the_kit_refuses_earlier_results_and_to_run_nothing(kit: Any, tmp_path: Path):

@@ -156,6 +156,30 @@ def write(folder: Path, heads: int, *, drafts: bool = False) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1))  # last: it says that all is there
 
 
+def write_rank_config(folder: Path, heads: int) -> None:
+    """The configuration, without weights, of what one GPU holds of DeepSeek-V3.2 under tensor and expert parallelism of 8.
+
+    All 61 layers of the real widths, 94 GB in BF16. 16 experts, one for each token, have the bytes of the 32 FP8 experts of a
+    GPU; the dense layers are an eighth wide.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    scaling = {**_config(heads)["rope_scaling"], "factor": 4, "original_max_position_embeddings": 4096}
+    config = _config(heads) | {
+        "num_hidden_layers": 61,
+        "hidden_size": 7168,
+        "q_lora_rank": 1536,
+        "intermediate_size": 2304,
+        "first_k_dense_replace": 3,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 1,
+        "vocab_size": 16_384,
+        "max_position_embeddings": 16_384,
+        "rope_scaling": scaling,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
 def write_dense_config(folder: Path) -> None:
     """The configuration, without weights, of a model like the others but without an indexer: its attention is not sparse."""
     folder.mkdir(parents=True, exist_ok=True)

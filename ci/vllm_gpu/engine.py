@@ -162,7 +162,33 @@ def load(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
     return timing.load(llm, job.options, where)
 
 
-TASKS: Final = {"generate": generate, "ranks": ranks, "requests": requests, "refuse": refuse, "load": load}
+def gpu_time(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
+    """GPU time of steps of prompts, alone on the machine."""
+    import timing
+
+    with timing.starting(where):
+        llm = start(job, checkpoints)
+    return {"first": timing.gpu_time(llm, job.options["first"], where)}
+
+
+def rank(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
+    """First tokens and decode steps of one GPU's share of a whole model."""
+    import timing
+
+    with timing.starting(where):
+        llm = start(job, checkpoints)
+    return timing.rank(llm, job.options, where)
+
+
+TASKS: Final = {
+    "generate": generate,
+    "ranks": ranks,
+    "requests": requests,
+    "refuse": refuse,
+    "load": load,
+    "gpu_time": gpu_time,
+    "rank": rank,
+}
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ class Job:
     """One process.
 
     Attributes:
-        name: unique. task: generate, ranks, requests, load or refuse, functions of `engine`. who: a key of WHO.
+        name: unique. task: of `engine.TASKS`. who: a key of WHO.
         kv, heads: the cache format, query heads of the checkpoint. mode: a key of MODES. gpus: that it uses.
         arguments: more arguments of vllm.LLM. environ: more environment variables. options: of the task.
         rehearsal: arguments of `rehearse.install`, none for a process as it is. seconds: it may take.
@@ -170,15 +170,16 @@ def agreement() -> list[Job]:
             jobs.append(_generate(who, kv, heads, mode))
     # `fp8` is what users write for fp8_ds_mla, and what vLLM's automatic choice turns into it
     jobs += [_generate(who, "fp8", 64, "eager") for who in ("override", "untouched")]
-    jobs += [_by_default(who, kv) for kv in KV_DTYPES for who in ("plugin", "stock")]
+    jobs += [_by_default(who, kv, heads) for heads, kv in product((16, 128), KV_DTYPES) for who in ("plugin", "stock")]
     return [*jobs, *_refusals()]
 
 
-def _by_default(who: str, kv: str) -> Job:
+def _by_default(who: str, kv: str, heads: int) -> Job:
     """Where vLLM may compute short prompts as dense attention, also those that are cut in chunks or found in the cache."""
     options = {**_TEXTS, "repeats": 2, "by_default": True}
     arguments = {"enable_prefix_caching": True}
-    return Job(f"default-{who}-{cell(kv, 128)}", "generate", who, kv, 128, "graphs", arguments=arguments, options=options)
+    name = f"default-{who}-{cell(kv, heads)}"
+    return Job(name, "generate", who, kv, heads, "graphs", arguments=arguments, options=options)
 
 
 def indexer() -> list[Job]:
@@ -212,6 +213,30 @@ def load() -> list[Job]:
     return [
         Job(f"load-{who}-{cell(kv, heads)}-{mode}", "load", who, kv, heads, mode, **more)
         for heads, kv, mode, who in product((16, 128), KV_DTYPES, ("eager", "graphs"), ("plugin", "stock"))
+    ]
+
+
+def prompts() -> list[Job]:
+    """Engines whose steps of prompts are profiled: the plugin, and stock as it is by default, two layers each."""
+    options = {"by_default": True, "first": ((16, 128), (8, 1000), (4, 2000))}
+    arguments = {"max_num_batched_tokens": 8192}
+    more: dict[str, Any] = {"arguments": arguments, "options": options, "seconds": 200}
+    return [
+        Job(f"prompts-{who}-{cell('fp8_ds_mla', heads)}", "gpu_time", who, "fp8_ds_mla", heads, "graphs", **more)
+        for heads, who in product((8, 16, 64, 128), ("plugin", "stock"))
+    ]
+
+
+def rank() -> list[Job]:
+    """One GPU's share of DeepSeek-V3.2 under tensor parallelism of 8, 61 layers (94 GB): the plugin and stock by default."""
+    first = ((16, 128), (8, 1000), (4, 2000), (2, 4000))
+    decodes = [{"batch": batch, "prompt": 3000, "tokens": 300} for batch in (1, 16, 64)]
+    options = {"by_default": True, "model": "rank16", "first": first, "decodes": decodes}
+    arguments = {"load_format": "dummy", "max_model_len": 16_384, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
+    arguments |= {"kv_cache_memory_bytes": 12 << 30}
+    return [
+        Job(f"rank-{who}", "rank", who, heads=16, mode="graphs", arguments=arguments, options=options, seconds=240)
+        for who in ("plugin", "stock")
     ]
 
 

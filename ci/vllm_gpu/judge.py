@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import jobs
 import selections
+from checkpoint import LAYERS
 
 TOLERANCE: Final = 0.1
 """Log-probabilities of two correct implementations differ by no more where nothing is selected away."""
@@ -28,6 +29,7 @@ LONG_LIMIT: Final = 0.5
 SHADOW_LIMIT: Final = 1e-2
 
 STEP_LIMIT: Final = 1.03
+PROMPT_LIMIT: Final = 1.02
 """Of a decode step, in units of stock's."""
 
 _SHORT: Final = {"longest": jobs.TOPK}
@@ -289,12 +291,17 @@ def features(ran: Ran) -> Iterator[Line]:
         yield _many(ran, "feature-all", "feature-all-one", "feature-all-small")
 
 
+def _beside_stock(ran: Ran) -> Iterator[tuple[str, Done, Done]]:
+    """Each of the plugin's jobs that finished, with stock's."""
+    for name, done in ran.items():
+        stock = ran.get(name.replace("-plugin", "-stock"))
+        if done.job.who == "plugin" and stock is not None:
+            yield name, done, stock
+
+
 def load(ran: Ran) -> Iterator[Line]:
     """The plugin beside stock by default: steps in graphs are judged where a GPU has 64 heads or more, the rest informs."""
-    for name, done in ran.items():
-        stock = ran.get(name.replace("-plugin-", "-stock-"))
-        if done.job.who != "plugin" or stock is None:
-            continue
+    for name, done, stock in _beside_stock(ran):
         if not done.result or not stock.result:
             yield Line(name, "did not finish", False)
             continue
@@ -305,6 +312,35 @@ def load(ran: Ran) -> Iterator[Line]:
         text = f"a decode of {done.job.options['decodes']['batch']}: {ours:.0f} us, {ours / its:.3f} of stock's step"
         counts = done.job.heads >= 64 and done.job.mode == "graphs"
         yield Line(name, text, ours <= STEP_LIMIT * its if counts else None)
+
+
+def prompts(ran: Ran) -> Iterator[Line]:
+    """A layer's GPU time in steps of prompts, beside stock by default: not above it."""
+    for name, done, stock in _beside_stock(ran):
+        if not done.result or not stock.result:
+            yield Line(name, "did not finish", False)
+            continue
+        for step, kernels in done.result["first"].items():
+            ours, its = (sum(each.values()) / LAYERS for each in (kernels, stock.result["first"][step]))
+            largest = sorted(kernels.items(), key=lambda item: -item[1])[:3]
+            most = ", ".join(f"{kernel[:60]} {us / LAYERS:.0f}" for kernel, us in largest)
+            text = f"{step}: {ours:.0f} us a layer, stock {its:.0f}, {ours / its:.3f} of it; most of it {most}"
+            yield Line(name, text, ours <= PROMPT_LIMIT * its)
+
+
+def rank(ran: Ran) -> Iterator[Line]:
+    """First tokens and decode steps at the whole depth, beside stock by default. Prompts are judged, steps inform."""
+    for name, done, stock in _beside_stock(ran):
+        if not done.result or not stock.result:
+            yield Line(name, "did not finish", False)
+            continue
+        for step, its in stock.result["first"].items():
+            ours = done.result["first"][step]
+            text = f"first token of {step}: {ours:.1f} ms, stock {its:.1f}, {ours / its:.3f} of it"
+            yield Line(name, text, ours <= PROMPT_LIMIT * its)
+        for batch, its in stock.result["step_us"].items():
+            ours = done.result["step_us"][batch]
+            yield Line(name, f"a decode of {batch}: {ours / 1e3:.2f} ms, stock {its / 1e3:.2f}, {ours / its:.3f} of it")
 
 
 def context_parallel(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM plugin in real engines on a GPU: runs the jobs, judges what they left, prints a line for each comparison.
 
-    ci/gpu_vllm [FOLDER] [--indexer | --features | --load | --tensor-parallel | --context-parallel GPUS]
+    ci/gpu_vllm [FOLDER] [--indexer | --features | --load | --prompts | --rank | --tensor-parallel | --context-parallel GPUS]
                 [--only TEXT] [--parallel N] [--budget SECONDS] [--record FILE]
 
 FOLDER (default: vllm-report) gets every process's result and log, and `report.txt`. Exit status 1 where a line says FAIL.
@@ -37,6 +37,8 @@ from jobs import (
     features,
     indexer,
     load,
+    prompts,
+    rank,
     tensor_parallel,
 )
 from judge import Done
@@ -116,6 +118,12 @@ def main(words: Sequence[str] | None = None) -> int:
     other.add_argument(
         "--load", action="store_true", help="the plugin and stock by default, timed from outside, and nothing else"
     )
+    other.add_argument("--prompts", action="store_true", help="GPU time of prompts beside stock by default, and nothing else")
+    other.add_argument(
+        "--rank",
+        action="store_true",
+        help="one GPU's share of the whole model (94 GB) beside stock by default, and nothing else",
+    )
     other.add_argument("--tensor-parallel", action="store_true", help="two GPUs against one, and nothing else")
     other.add_argument(
         "--context-parallel", type=int, choices=CONTEXT_PARALLEL, metavar="GPUS", help="GPUs that share sequences against one"
@@ -139,6 +147,8 @@ def main(words: Sequence[str] | None = None) -> int:
             lambda done: judge.context_parallel(done, todo),
         ),
         "load": (load, judge.load),
+        "prompts": (prompts, judge.prompts),
+        "rank": (rank, judge.rank),
         "agreement": (agreement, lambda done: judge.agreement(done, todo, out)),
     }
     asked = next((name for name in suites if getattr(args, name, None)), "agreement")
@@ -150,10 +160,14 @@ def main(words: Sequence[str] | None = None) -> int:
     for heads in {job.heads for job in todo}:
         checkpoint.write(checkpoints / f"heads{heads}", heads)
     checkpoint.write_dense_config(checkpoints / "dense")
+    if asked == "rank":
+        checkpoint.write_rank_config(checkpoints / "rank16", 16)
     if asked == "features":
         checkpoint.write(checkpoints / "drafts16", 16, drafts=True)
 
-    parallel = len(todo) if asked == "load" else args.parallel  # what is timed takes turns
+    parallel = len(todo) if asked in ("load", "prompts") else args.parallel  # what is timed takes turns
+    if asked == "rank":
+        parallel = 1  # a GPU holds one
     ran = run(todo, out, checkpoints, parallel=parallel, end=end)
     lines = list(judged(ran))
     left_out = [job.name for job in todo if job.name not in ran]

@@ -12,11 +12,12 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from checkpoint import SEED, prompts
 
 _STEPS: Final = 40
@@ -83,26 +84,66 @@ def _step_us(llm: Any, options: dict[str, Any], where: Path) -> float:
     return round(statistics.median(steps), 1)
 
 
+def _seconds(llm: Any, lengths: list[int], tokens: list[int], where: Path) -> float:
+    """Until prompts that start together all have their tokens, in a turn of its own."""
+    from vllm import SamplingParams
+
+    wanted = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in tokens]
+    with turn(where):
+        begin = time.perf_counter()
+        llm.generate(prompts(lengths), wanted, use_tqdm=False)
+        return time.perf_counter() - begin
+
+
+def _first_ms(llm: Any, first: Iterable[tuple[int, int]], where: Path) -> dict[str, float]:
+    """For each count and length of prompts, ms until all have a token."""
+    sets = {f"{count} x {length}": ([length] * count, [1] * count) for count, length in first}
+    for each in sets.values():
+        _seconds(llm, *each, where)  # kernels are compiled
+    return {name: round(1e3 * min(_seconds(llm, *each, where) for _ in range(_LOADS)), 2) for name, each in sets.items()}
+
+
 def load(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
     """Times by turns. where: the folder of the lock that all engines share.
 
     Returns: first, ms until prompts that start together all have a token; tokens_s, of mixed requests; step_us, of decodes.
     """
-    from vllm import SamplingParams
-
-    def seconds(lengths: list[int], tokens: list[int]) -> float:
-        wanted = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in tokens]
-        with turn(where):
-            begin = time.perf_counter()
-            llm.generate(prompts(lengths), wanted, use_tqdm=False)
-            return time.perf_counter() - begin
-
     draw = random.Random(SEED)
     lengths = [draw.randint(*options["prompt"]) for _ in range(options["requests"])]
     tokens = [draw.randint(*options["tokens"]) for _ in lengths]
-    sets = {f"{count} x {length}": ([length] * count, [1] * count) for count, length in options["first"]}
-    for each in sets.values():
-        seconds(*each)  # kernels are compiled
-    first = {name: round(1e3 * min(seconds(*each) for _ in range(_LOADS)), 2) for name, each in sets.items()}
-    tokens_s = round(max(sum(tokens) / seconds(lengths, tokens) for _ in range(2)), 1)
+    first = _first_ms(llm, options["first"], where)
+    tokens_s = round(max(sum(tokens) / _seconds(llm, lengths, tokens, where) for _ in range(2)), 1)
     return {"first": first, "tokens_s": tokens_s, "step_us": _step_us(llm, options["decodes"], where)}
+
+
+def rank(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
+    """first: as of `load`. step_us: by the batch of a decode step."""
+    steps = {str(decodes["batch"]): _step_us(llm, decodes, where) for decodes in options["decodes"]}
+    return {"first": _first_ms(llm, options["first"], where), "step_us": steps}
+
+
+def gpu_time(llm: Any, first: Iterable[tuple[int, int]], where: Path) -> dict[str, dict[str, float]]:
+    """For each count and length of prompts, microseconds of all kernels until all have a token, by the kernel's name.
+
+    Of several runs the one with the least time. By the profiler: first tokens of a model of few layers are the host's time.
+    """
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+    from vllm import SamplingParams
+
+    engine, wanted = llm.llm_engine, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+
+    def run(count: int, length: int) -> dict[str, float]:
+        names = [f"prompt-{number}" for number in range(count)]
+        with turn(where):
+            for name, prompt in zip(names, prompts([length] * count), strict=True):
+                engine.add_request(name, prompt, wanted)
+            with profile(activities=[ProfilerActivity.CUDA]) as found:
+                while engine.has_unfinished_requests():
+                    engine.step()
+                torch.accelerator.synchronize()
+        kernels = (each for each in found.key_averages() if each.device_type == DeviceType.CUDA)
+        return {each.key: round(each.self_device_time_total, 1) for each in kernels}
+
+    several = {f"{count} x {length}": [run(count, length) for _ in range(_LOADS)] for count, length in first}
+    return {name: min(runs, key=lambda run: sum(run.values())) for name, runs in several.items()}

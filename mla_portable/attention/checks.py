@@ -32,7 +32,6 @@ class StepCheck:
         buffers: StepBuffers,
         *,
         device: torch.device,
-        attn_sink: Tensor | None,
         flat_cache: bool,
         reads_in_place: bool,
         schedule_type: type[DecodeSchedule] | None,
@@ -41,7 +40,7 @@ class StepCheck:
 
         `schedule_type`: what the layer's sparse_decode takes, None for any.
         """
-        self._spec, self._route, self._device, self._sink, self._flat = spec, route, device, attn_sink, flat_cache
+        self._spec, self._route, self._device, self._flat = spec, route, device, flat_cache
         self._layout, self._reads_in_place = spec.layout, reads_in_place
         self._known: object = self  # the last plan that passed _check_plan; no plan yet
         self._schedule: DecodeSchedule | None = None
@@ -66,6 +65,7 @@ class StepCheck:
         plan: StepPlan,
         out: Tensor | None,
         lse_out: Tensor | None,
+        attn_sink: Tensor | None,
     ) -> None:
         """Raises: PlanMismatch when the plan was made for something else, InvalidArgument for the tensors."""
         spec, device = self._spec, self._device
@@ -89,7 +89,8 @@ class StepCheck:
             check_tensor(_WHERE, "out", out, torch.bfloat16, (tokens, heads, width), device, f"[T, H, {width}]")
         if lse_out is not None:
             check_tensor(_WHERE, "lse_out", lse_out, torch.float32, (tokens, heads), device, "[T, H]")
-        read = {**parts, "kv_cache": kv_cache, "topk_indices": topk_indices, "attn_sink": self._sink}
+        check_sink(_WHERE, spec, attn_sink, device)
+        read = {**parts, "kv_cache": kv_cache, "topk_indices": topk_indices, "attn_sink": attn_sink}
         if self._buffers.indices.data_ptr() != self._address:  # copy.deepcopy made this layer
             self._look_at_buffers()
         scratch = self._scratch[len(parts) == 2, lse_out is None]
@@ -177,13 +178,12 @@ def _is_capturing(device: torch.device) -> bool:
     return accelerator(device).is_capturing()
 
 
-def checked_sink(spec: AttentionSpec, attn_sink: Tensor | None, device: torch.device) -> Tensor | None:
-    """The layer's sink. Raises: InvalidArgument unless there is one exactly where the spec says so, [H] float32."""
-    where = "SparseMLAAttention"
+def check_sink(where: str, spec: AttentionSpec, attn_sink: Tensor | None, device: torch.device) -> None:
+    """Raises: InvalidArgument unless there is a sink exactly where the spec says so, [H] float32."""
     if spec.attn_sink and attn_sink is None:
-        raise InvalidArgument(where, "attn_sink", got="None", expected="[H] float32, because spec.attn_sink")
+        expected = "[H] float32, because spec.attn_sink: when the layer is built, or in each call"
+        raise InvalidArgument(where, "attn_sink", got="None", expected=expected)
     if attn_sink is not None:
         if not spec.attn_sink:
             raise InvalidArgument(where, "attn_sink", got="a tensor", expected="None, because spec.attn_sink is False")
         check_tensor(where, "attn_sink", attn_sink, torch.float32, (spec.num_heads,), device, "[H]")
-    return attn_sink

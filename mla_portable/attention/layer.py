@@ -22,7 +22,7 @@ from torch import Tensor
 from mla_portable.accelerator import accelerator
 from mla_portable.attention.bound_route import bind_route
 from mla_portable.attention.buffers import StepBuffers
-from mla_portable.attention.checks import StepCheck, checked_sink
+from mla_portable.attention.checks import StepCheck, check_sink
 from mla_portable.attention.demand import BackendChoice, Demand
 from mla_portable.attention.route_decision import RouteDecision
 from mla_portable.attention.routes import choose_route
@@ -70,7 +70,8 @@ class SparseMLAAttention:
             spec: shared by the model's layers. device: where they run. registry: None for the process's own.
             backend: forced for every primitive of the layer, or a mapping from primitive names to backends.
             workspace: [W, key width] bf16, at least `spec.workspace_rows`; allocated where None and the route gathers.
-            attn_sink: [H] float32, exactly when `spec.attn_sink`. buffers: of another layer of the same spec and route.
+            attn_sink: [H] float32, only where `spec.attn_sink`; None there if every `forward` is given its own. buffers: of
+                another layer of the same spec and route.
             join_query: writes the halves of a (ql_nope, q_pe) pair side by side into its third argument; `torch.cat` if None.
         Raises: UnsupportedRoute with the reasons against every route; UnknownBackend; InvalidArgument for tensors that do
             not fit the spec.
@@ -108,7 +109,9 @@ class SparseMLAAttention:
         self._write: CacheWrite | None = demand.bind(write) if self._write_decision.chosen else None
         self._accelerator = accelerator(self.device)
         self._index = self._accelerator.index  # -1 for a CPU
-        self._attn_sink = checked_sink(spec, attn_sink, self.device)
+        if attn_sink is not None:
+            check_sink("SparseMLAAttention", spec, attn_sink, self.device)
+        self._attn_sink = attn_sink
         self._join_query = join_halves if join_query is None else join_query
         self.buffers = self._ready_buffers(buffers, workspace)
         kind, reads_in_place = self._bound.schedule_kind, self._bound.prefill_in_place is not None
@@ -117,7 +120,6 @@ class SparseMLAAttention:
             self.route,
             self.buffers,
             device=self.device,
-            attn_sink=self._attn_sink,
             flat_cache=reads_in_place and not self._layout.is_quantized,
             reads_in_place=reads_in_place,
             schedule_type=kind.schedule_type if kind else None,
@@ -175,6 +177,7 @@ class SparseMLAAttention:
         topk_indices: Tensor,
         plan: StepPlan,
         *,
+        attn_sink: Tensor | None = None,
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -186,6 +189,8 @@ class SparseMLAAttention:
             kv_cache: [blocks, block_size, row width] of `spec.layout`.
             topk_indices: [T or more, K] int32, positions in each token's request, negative = absent; rows of padding hold -1.
             plan: made for this batch by a planner of `planner_config()`.
+            attn_sink: [H] float32, in place of the one that the layer was built with: a model's layers may share this object
+                and have sinks of their own. Only where `spec.attn_sink`; a CUDA graph reads this tensor at every replay.
             out: [T, H, V] bf16, written. lse_out: [T, H] float32, written where `spec.need_lse`, else scratch.
         Returns: out and lse, natural logarithm; lse is None unless `spec.need_lse`. A row without a valid index, padding
             included, has out = 0 and lse = -inf; so has a token none of whose positions are in the spec's share.
@@ -197,8 +202,10 @@ class SparseMLAAttention:
         """
         if self._on_other_device():
             with self._accelerator.guard():
-                return self.forward(q, kv_cache, topk_indices, plan, out=out, lse_out=lse_out)
-        self._check(q, kv_cache, topk_indices, plan, out, lse_out)
+                return self.forward(q, kv_cache, topk_indices, plan, attn_sink=attn_sink, out=out, lse_out=lse_out)
+        if attn_sink is None:
+            attn_sink = self._attn_sink
+        self._check(q, kv_cache, topk_indices, plan, out, lse_out, attn_sink)
         spec, bound, num_tokens = self.spec, self._bound, plan.num_padded_tokens
         if out is None:
             out = torch.empty((num_tokens, spec.num_heads, self._layout.value_width), dtype=torch.bfloat16, device=self.device)
@@ -231,7 +238,7 @@ class SparseMLAAttention:
                 part.indices,
                 softmax_scale=spec.softmax_scale,
                 lengths=part.lengths if decoder.with_lengths else None,
-                attn_sink=self._attn_sink,
+                attn_sink=attn_sink,
                 schedule=plan.decode_schedule,
                 out=part.rows(out),
                 lse_out=part.rows(lse_out),
@@ -250,7 +257,7 @@ class SparseMLAAttention:
                 part.indices,
                 softmax_scale=spec.softmax_scale,
                 lengths=part.lengths if prefill.with_lengths else None,
-                attn_sink=self._attn_sink,
+                attn_sink=attn_sink,
                 out=part.rows(out),
                 lse_out=part.rows(lse_out),
             )

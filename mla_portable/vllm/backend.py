@@ -79,6 +79,11 @@ class MLAPortableBackend(AttentionBackend):
         return compat.align_blocks(spec)
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        """Yes, where an implementation has them; `supports_combination`, and each layer's constructor, say whether one does."""
+        return True
+
+    @classmethod
     def supports_pcp(cls) -> bool:
         return False
 
@@ -124,7 +129,12 @@ class MLAPortableBackend(AttentionBackend):
         if not use_mla or not use_sparse or config is None or config.model_config is None:
             return None
         reasons = model.refusal(
-            config, compat.device(), head_size=head_size, kv_cache_dtype=kv_cache_dtype, block_size=block_size
+            config,
+            compat.device(),
+            head_size=head_size,
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=block_size,
+            attn_sink=has_sink,
         )
         if reasons is None:
             return None

@@ -34,11 +34,15 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
         impls = compat.impls_of(vllm_config, layer_names)
-        demands = {(impl.num_heads, impl.scale, impl.kv_cache_dtype, impl.need_to_return_lse_for_decode) for impl in impls}
+        demands = {
+            (i.num_heads, i.scale, i.kv_cache_dtype, i.need_to_return_lse_for_decode, i.sinks is not None) for i in impls
+        }
         if len(demands) > 1:
-            got, expected = f"layers that differ: {sorted(demands, key=str)}", "one head count, scale and cache format"
+            got = f"layers that differ: {sorted(demands, key=str)}"
+            expected = "one head count, scale and cache format; attention sinks in all layers or in none"
             raise InvalidArgument("vLLM", "layer_names", got=got, expected=expected)
-        heads, scale, stored, need_lse = next(iter(demands), (None, None, _stored(vllm_config, kv_cache_spec), False))
+        default = (None, None, _stored(vllm_config, kv_cache_spec), False, False)
+        heads, scale, stored, need_lse, has_sinks = next(iter(demands), default)
         resolved = model.resolve(
             vllm_config,
             device,
@@ -48,6 +52,7 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             block_size=kv_cache_spec.block_size,
             block_gap=compat.block_gap(vllm_config, kv_cache_spec),
             need_lse=need_lse,
+            attn_sink=has_sinks,
         )
         with neutral_defaults():
             buffers, join = scratch.step_buffers(resolved, vllm_config, device), compat.query_joiner()
@@ -84,7 +89,8 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         """
         # The spec's blocks are the manager's here; kernels will see smaller ones.
         stored, gap = _stored(vllm_config, kv_cache_spec), compat.block_gap(vllm_config, kv_cache_spec)
-        resolved = model.resolve(vllm_config, compat.device(), kv_cache_dtype=stored, block_gap=gap)
+        sinks = compat.has_sinks(vllm_config)
+        resolved = model.resolve(vllm_config, compat.device(), kv_cache_dtype=stored, block_gap=gap, attn_sink=sinks)
         return cls._cudagraph_support if resolved.spec.graph else AttentionCGSupport.NEVER
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MLAPortableMetadata:

@@ -42,6 +42,24 @@ def topk(vllm_config: Any) -> int | None:
     return getattr(_text_config(model), "index_topk", None) or getattr(model.hf_config, "index_topk", None)
 
 
+def compress_ratios(vllm_config: Any) -> list[int]:
+    """Tokens to an entry of each layer's cache, in models that compress them (DeepSeek-V4); empty for others.
+
+    Up to 0.32 the model's config lists them. 0.33 derives them from what transformers' config keeps.
+    """
+    config = getattr(vllm_config.model_config, "hf_config", None)
+    try:
+        from vllm.transformers_utils.deepseek_v4_utils import get_compress_ratios
+    except ImportError:
+        return list(getattr(config, "compress_ratios", None) or [])
+    return get_compress_ratios(config)
+
+
+def pooled_keys(vllm_config: Any) -> int:
+    """Tokens to a key of the indexer: more than 1 in GLM-5.3-Flash, whose layer scores pools of them (0.30 and later)."""
+    return getattr(_text_config(vllm_config.model_config), "index_kpool", None) or 1
+
+
 def nominal_scale(vllm_config: Any) -> float:
     """The softmax scale of the query's width; a layer's own may differ, by YaRN's factor."""
     text = _text_config(vllm_config.model_config)
@@ -57,6 +75,12 @@ def impls_of(vllm_config: Any, layer_names: list[str]) -> list[Any]:
     layers = vllm_config.compilation_config.static_forward_context
     found = (getattr(layers.get(name), "impl", None) for name in layer_names)
     return [impl for impl in found if hasattr(impl, "attach")]
+
+
+def has_sinks(vllm_config: Any) -> bool:
+    """A layer of ours that is built has attention sinks."""
+    impls = impls_of(vllm_config, list(vllm_config.compilation_config.static_forward_context))
+    return any(impl.sinks is not None for impl in impls)
 
 
 def decode_query_len(vllm_config: Any) -> int:

@@ -13,13 +13,14 @@ from vllm.config import get_current_vllm_config_or_none
 
 from mla_portable.attention import SparseMLAAttention, StepBuffers
 from mla_portable.contracts import InvalidArgument
+from mla_portable.contracts.rules import check_tensor
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.vllm import compat, dense, model, scratch, shadow
 from mla_portable.vllm.metadata import MLAPortableMetadata
 from mla_portable.vllm.writer import Writer
 
 READS: Final = ("num_heads", "num_kv_heads", "head_size", "scale", "kv_cache_dtype", "attn_type")
-"""Arguments of vLLM's that must be there; `kv_lora_rank`, `indexer` and `topk_indices_buffer` may be."""
+"""Arguments of vLLM's that must be there; `kv_lora_rank`, `indexer`, `topk_indices_buffer` and `sinks` may be."""
 REFUSED: Final = ("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name", "q_pad_num_heads")
 
 
@@ -44,7 +45,8 @@ class MLAPortableImpl(compat.IMPL_BASE):
 
         Args:
             arguments: what vLLM passes to every implementation of MLA, by name; those of READS are used here.
-        Raises: InvalidArgument for what sparse MLA does not have; UnsupportedRoute when nothing here serves the model.
+        Raises: InvalidArgument for what sparse MLA does not have, and for sinks of another shape or dtype; UnsupportedRoute
+            when nothing here serves the model.
         """
         for name in REFUSED:
             if arguments.get(name):
@@ -57,6 +59,10 @@ class MLAPortableImpl(compat.IMPL_BASE):
         self.scale = float(arguments["scale"])
         self.kv_cache_dtype: str = arguments["kv_cache_dtype"]
         self.kv_lora_rank: int = arguments.get("kv_lora_rank", KV_LORA_RANK)
+        self.sinks: Tensor | None = arguments.get("sinks")
+        """[H] float32, an attention sink for each head of this rank. The model loads its values later; each call reads them."""
+        if self.sinks is not None:
+            check_tensor("vLLM", "sinks", self.sinks, torch.float32, (self.num_heads,), self.sinks.device, "[H]")
         self._indexer: Any | None = arguments.get("indexer")
         misspelt = arguments.get("topk_indice_buffer")  # 0.17
         self._topk_indices_buffer: Tensor | None = arguments.get("topk_indices_buffer", misspelt)
@@ -73,8 +79,15 @@ class MLAPortableImpl(compat.IMPL_BASE):
             self._shadow.follow(self)
 
     def _reserve(self, config: Any) -> model.Resolved:
-        layer = {"num_heads": self.num_heads, "softmax_scale": self.scale, "need_lse": self.need_to_return_lse_for_decode}
-        resolved = model.resolve(config, compat.device(), kv_cache_dtype=self.kv_cache_dtype, **layer)
+        resolved = model.resolve(
+            config,
+            compat.device(),
+            kv_cache_dtype=self.kv_cache_dtype,
+            num_heads=self.num_heads,
+            softmax_scale=self.scale,
+            need_lse=self.need_to_return_lse_for_decode,
+            attn_sink=self.sinks is not None,
+        )
         buffers = scratch.step_buffers(resolved, config, compat.device())
         # vLLM's workspace may grow, and must not be held
         self._scratch = buffers if compat.runs_microbatches(config) else None
@@ -157,7 +170,7 @@ class MLAPortableImpl(compat.IMPL_BASE):
         kv_cache = self._rows(kv_c_and_k_pe_cache)
         shape = num_tokens, num_heads, attention.spec.layout.value_width
         out = torch.empty(shape, dtype=torch.bfloat16, device=kv_cache.device)
-        result = attention.forward(q, kv_cache, topk_indices, attn_metadata.plan, out=out)
+        result = attention.forward(q, kv_cache, topk_indices, attn_metadata.plan, attn_sink=self.sinks, out=out)
         if self._shadow is not None and attn_metadata.shadow is not None:
             self._shadow.compare(q, kv_c_and_k_pe_cache, attn_metadata.shadow, layer, out, topk_indices[:num_tokens])
         return result

@@ -91,6 +91,11 @@ def set_functions(*, ours: bool) -> None:
             setattr(module, slot, _theirs.pop(slot))
 
 
+def _functions_are_ours() -> bool:
+    """vLLM's wrappers of DeepGEMM's functions reach ours, whichever layer calls them."""
+    return bool(_theirs)
+
+
 def operator(module: Any, stock: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     """A function with the arguments of `stock`, vLLM's own, that serves by the fused path where it can."""
     from vllm.forward_context import get_forward_context
@@ -191,9 +196,13 @@ def _extend_layer(layer: Any, serve: Callable[..., torch.Tensor]) -> None:
 
 
 def extend_builder(module: Any) -> None:
-    """Attach an IndexerStep to vLLM's metadata, and compute no schedules for DeepGEMM."""
+    """Attach an IndexerStep to vLLM's metadata, and compute no schedules for DeepGEMM where nothing calls it.
+
+    Builders are made after the layers. A model with a layer of another class (GLM-5.3-Flash) still calls DeepGEMM, whatever the
+    choice says, and reads the schedule.
+    """
     has_deep_gemm = module.has_deep_gemm
-    module.has_deep_gemm = lambda: not _ours() and has_deep_gemm()
+    module.has_deep_gemm = lambda: not _functions_are_ours() and has_deep_gemm()
     builder = module.DeepseekV32IndexerMetadataBuilder
     build, support = builder.build, builder.get_cudagraph_support.__func__
 

@@ -54,6 +54,7 @@ def resolve(
     block_size: int = BLOCK_SIZE,
     block_gap: int | None = 0,
     need_lse: bool = False,
+    attn_sink: bool = False,
     probe: bool = True,
 ) -> Resolved:
     """The spec of the model's layers and the route that serves them on `device`.
@@ -76,6 +77,9 @@ def resolve(
     if refused := compat.unsupported_features(vllm_config):
         raise InvalidArgument("vLLM", "configuration", got="; ".join(refused), expected="what this backend supports")
     share = context_share(vllm_config)
+    if attn_sink and share.size > 1:
+        got, expected = f"attention sinks with decode context parallelism {share.size}", "1: each rank would count the sink"
+        raise InvalidArgument("vLLM", "sinks", got=got, expected=expected, remedy="Set decode_context_parallel_size=1.")
     decode_query_len, captured = compat.decode_query_len(vllm_config), compat.capture_sizes(vllm_config)
     writer = choose_writer(layout, device, vllm_config) if probe else Writer("vllm", _likely_scales())
     spec = AttentionSpec(
@@ -95,6 +99,7 @@ def resolve(
         prefill_workspace_tokens=compat.workspace_rows(vllm_config),
         route=settings.route(),
         need_lse=need_lse or share.size > 1,
+        attn_sink=attn_sink,
         concat_query=share.size == 1,
         share=share,
         graph=compat.wants_full_graphs(vllm_config),
@@ -122,7 +127,13 @@ def _is_contiguous(layout: str, gap: int | None) -> bool:
 
 
 def refusal(
-    vllm_config: Any, device: torch.device, *, head_size: int, kv_cache_dtype: str | None, block_size: int | None
+    vllm_config: Any,
+    device: torch.device,
+    *,
+    head_size: int,
+    kv_cache_dtype: str | None,
+    block_size: int | None,
+    attn_sink: bool = False,
 ) -> str | None:
     """Why the plugin cannot serve this configuration, every reason in one text; None where it can, by what is declared."""
     if head_size not in HEAD_SIZES:
@@ -130,7 +141,7 @@ def refusal(
     if block_size is not None and block_size % BLOCK_SIZE:
         return f"block_size {block_size} (supports multiples of {BLOCK_SIZE}): start vLLM with --block-size {BLOCK_SIZE}"
     try:
-        resolve(vllm_config, device, kv_cache_dtype=kv_cache_dtype, probe=False)
+        resolve(vllm_config, device, kv_cache_dtype=kv_cache_dtype, attn_sink=attn_sink, probe=False)
     except MLAPortableError as error:
         return str(error)
     return None

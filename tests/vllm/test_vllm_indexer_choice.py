@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,12 @@ import pytest
 import torch
 import vllm_indexer
 from vllm.config import set_current_vllm_config
+from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 from vllm_engine import make_config
 
 from mla_portable import deep_gemm
-from mla_portable.vllm import imports, indexer_choice, indexer_seams, plugin, settings
+from mla_portable.vllm import imports, indexer, indexer_choice, indexer_seams, plugin, settings
 from mla_portable.vllm.indexer_choice import IndexerChoice
 
 
@@ -90,11 +92,35 @@ def test_what_the_fused_path_cannot_do_is_served_by_the_functions(case: str, rea
     use(monkeypatch, "auto", platform())
     config = make_config()
     if case == "compressed":
-        config.model_config.hf_config.compress_ratios = [4]
+        config.model_config.hf_config = v4_config()
     else:
         setattr(config.parallel_config, f"{case}_context_parallel_size", 2)
     found = indexer_choice.choose(config)
     assert found.ours and not found.fused and reason in found.reason
+
+
+def v4_config() -> Any:
+    """DeepSeek-V4's, of the class by which vLLM reads it: its own up to 0.32, then transformers', without compress_ratios."""
+    given = {"num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 4], "index_topk": 512}
+    own = getattr(importlib.import_module("vllm.transformers_utils.configs"), "DeepseekV4Config", None)
+    config = own(**given) if own else importlib.import_module("transformers").DeepseekV4Config(**given)
+    assert hasattr(config, "compress_ratios") == (own is not None)
+    return config
+
+
+def test_no_unused_server_is_bound_when_v4_is_profiled(monkeypatch: pytest.MonkeyPatch):
+    use(monkeypatch, "on", platform(capability=(9, 0), deep_gemm=True))
+    config = make_config()
+    config.model_config.hf_config = v4_config()
+    indexer_choice.choose(config)
+    bound: list[Any] = []
+    monkeypatch.setattr(indexer, "server_for", lambda *given, **named: bound.append(given))
+    module = importlib.import_module(vllm_indexer.LAYER)
+    stock = inspect.unwrap(module.SparseAttnIndexer.forward_cuda)
+    serve = indexer_seams.operator(module, lambda *given, **named: "vLLM's")
+    with set_forward_context(None, config):  # as in the profiling run
+        assert serve(*[None] * len(inspect.signature(stock).parameters)) == "vLLM's"
+    assert not bound
 
 
 def test_before_a_model_is_built_the_platform_decides(monkeypatch: pytest.MonkeyPatch):
@@ -257,18 +283,51 @@ def test_the_layer_is_built_without_deep_gemm_and_without_kernels_that_do_not_co
     assert warmed == [False, True, True]
 
 
-@pytest.mark.parametrize("mode, planned", [("auto", False), ("off", True)])
-def test_schedules_are_planned_for_deep_gemm_alone(mode: str, planned: bool, monkeypatch: pytest.MonkeyPatch):
-    class Builder:
-        def build(self) -> None: ...
+@pytest.mark.parametrize(
+    "mode, layer, planned",
+    [("on", "SparseAttnIndexer", False), ("off", "SparseAttnIndexer", True), ("on", "SparseAttnIndexerKpool", True)],
+)
+def test_schedules_are_planned_where_a_layer_calls_deep_gemm(mode: str, layer: str, planned: bool, monkeypatch):
+    """vLLM's own builder on Hopper. GLM-5.3-Flash's layer calls DeepGEMM whatever the choice is: a schedule that nobody makes
+    would be uninitialised memory."""
+    indexer_seams.install()
+    layers, builder = (importlib.import_module(name) for name in (vllm_indexer.LAYER, vllm_indexer.BUILDER))
+    vllm_indexer.without_kernels(monkeypatch)
+    use(monkeypatch, mode, platform(capability=(9, 0), deep_gemm=True))
+    has_module = importlib.import_module("vllm.utils.import_utils")._has_module
+    monkeypatch.setattr("vllm.utils.import_utils._has_module", lambda name: name == "deep_gemm" or has_module(name))
+    engine = vllm_indexer.make_indexer(layer_class=getattr(layers, layer, None) or kpool_layer())
+    engine.builder.scheduler_metadata_buffer.fill_(-7)  # as empty memory may be
+    step = vllm_indexer.make_batch(engine, [1, 1], [40, 70])
+    monkeypatch.setattr(builder, "current_platform", HOPPER)
+    made = torch.full((engine.builder.num_sms + 1, 2), 123, dtype=torch.int32)
+    monkeypatch.setattr(builder, "get_paged_mqa_logits_metadata", lambda *given, **named: made)
+    schedule = engine.builder.build(0, step.common).decode.schedule_metadata
+    assert (schedule == (123 if planned else -7)).all()
 
-        @classmethod
-        def get_cudagraph_support(cls) -> None: ...
 
-    module = SimpleNamespace(has_deep_gemm=lambda: True, DeepseekV32IndexerMetadataBuilder=Builder)
-    indexer_seams.extend_builder(module)
-    use(monkeypatch, mode, platform())
-    assert module.has_deep_gemm() is planned
+def kpool_layer() -> Any:
+    """GLM-5.3-Flash's, which came with 0.30; before that, one that is not vLLM's SparseAttnIndexer."""
+    if find_spec("vllm.models.glm5next") is None:
+        return lambda *arguments: None
+    return importlib.import_module("vllm.models.glm5next.nvidia.sparse_indexer").SparseAttnIndexerKpool
+
+
+HOPPER = SimpleNamespace(
+    is_cuda=lambda: True,
+    is_rocm=lambda: False,
+    is_xpu=lambda: False,
+    is_device_capability_family=lambda family: family == 90,
+)
+
+
+def test_an_indexer_of_pooled_keys_stays_vllms(monkeypatch: pytest.MonkeyPatch):
+    use(monkeypatch, "on", platform(capability=(9, 0), deep_gemm=True))
+    config = make_config()
+    text = SimpleNamespace(**{**vars(config.model_config.hf_text_config), "index_kpool": 4})
+    config.model_config.hf_text_config = text
+    found = indexer_choice.choose(config)
+    assert not found.ours and "pools of 4 keys" in found.reason
 
 
 @pytest.mark.parametrize("mode", ["auto", "off"])

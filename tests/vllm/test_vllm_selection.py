@@ -185,7 +185,6 @@ def test_every_cache_format_is_accepted(dtype: str):
         ({"block_size": 48}, "block_size 48 (supports multiples of 64): start vLLM with --block-size 64"),
         ({"use_sparse": False}, "non-sparse not supported"),
         ({"head_size": 512}, "head_size 512 (supports 576"),
-        ({"has_sink": True}, "sink"),
         ({"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
         ({"use_pcp": True}, "PCP not supported"),
     ],

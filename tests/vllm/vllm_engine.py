@@ -127,6 +127,7 @@ class Engine:
     builder: Any
     topk: Tensor
     kv_cache: Tensor
+    sinks: Tensor | None = None
 
     @property
     def impl(self) -> Any:
@@ -143,9 +144,15 @@ def make_builder(engine: Engine) -> Any:
 
 
 def make_engine(
-    kv_cache_dtype: str = "auto", *, drafts: int = 0, blocks: int = 40, with_indexer: bool = True, microbatches: bool = False
+    kv_cache_dtype: str = "auto",
+    *,
+    drafts: int = 0,
+    blocks: int = 40,
+    with_indexer: bool = True,
+    microbatches: bool = False,
+    sinks: Tensor | None = None,
 ) -> Engine:
-    """Build a layer, its builder and its cache as vLLM's worker does; the cache is poisoned."""
+    """Build a layer, its builder and its cache as vLLM's worker does; the cache is poisoned. sinks: of the layer, [H]."""
     config = make_config(kv_cache_dtype, drafts=drafts)
     config.parallel_config.enable_dbo = microbatches
     topk = torch.full((MAX_TOKENS, TOPK), -1, dtype=torch.int32)
@@ -154,6 +161,8 @@ def make_engine(
     )
     if TAKES_BACKEND:
         chosen["attn_backend"] = MLAPortableBackend
+    if sinks is not None:
+        chosen["sinks"] = sinks
     by_selection = mock.patch.object(mla_attention, "get_attn_backend", lambda *a, **named: MLAPortableBackend)
     with set_current_vllm_config(config), by_selection:
         layer = mla_attention.MLAAttention(
@@ -175,7 +184,7 @@ def make_engine(
     shape = MLAPortableBackend.get_kv_cache_shape(blocks, BLOCK, 1, spec.head_size, layer.kv_cache_dtype)
     kv_cache = torch.full(shape, 0xFF, dtype=torch.uint8) if spec.dtype == torch.uint8 else torch.full(shape, float("nan"))
     layer.kv_cache = [kv_cache] if isinstance(layer.kv_cache, list) else kv_cache  # up to 0.19 one a pipeline stage
-    engine = Engine(config, layer, None, topk, kv_cache)
+    engine = Engine(config, layer, None, topk, kv_cache, sinks)
     engine.builder = make_builder(engine)
     return engine
 
@@ -259,7 +268,8 @@ def expected(engine: Engine, step: Step) -> tuple[Tensor, Tensor]:
         blocks = step.table[step.requests[token]].tolist()
         slots = [blocks[p // BLOCK] * BLOCK + p % BLOCK for p in step.topk[token].tolist() if p >= 0]
         indices = torch.tensor(slots, dtype=torch.int32)[None, None]
-        one, its_lse = oracle.sparse_decode(step.q[token][None, None], engine.kv_cache, indices, softmax_scale=SCALE)
+        given = {"softmax_scale": SCALE, "attn_sink": engine.sinks}
+        one, its_lse = oracle.sparse_decode(step.q[token][None, None], engine.kv_cache, indices, **given)
         out[token], lse[token] = one[0, 0], its_lse[0, 0]
     return out, lse
 

@@ -56,15 +56,18 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "num_compute_units", lambda index: 4)
 
 
-def make_indexer(*, drafts: int = 0, blocks: int = 40, gap: int = 0, buffer_width: int = TOPK) -> IndexerEngine:
-    """An indexer whose cache holds NaN. `gap`: rows between its blocks."""
+def make_indexer(
+    *, drafts: int = 0, blocks: int = 40, gap: int = 0, buffer_width: int = TOPK, layer_class: Any = None
+) -> IndexerEngine:
+    """An indexer whose cache holds NaN. `gap`: rows between its blocks. layer_class: SparseAttnIndexer where None."""
     indexer, deepseek = importlib.import_module(LAYER), importlib.import_module("vllm.model_executor.models.deepseek_v2")
     config = make_config(drafts=drafts)
     config.compilation_config.custom_ops = ["all"]
     topk = torch.full((MAX_TOKENS, buffer_width), 77, dtype=torch.int32)
     with set_current_vllm_config(config):
         cache = deepseek.DeepseekV32IndexerCache(WIDTH + 4, torch.uint8, NAME, config.cache_config)
-        layer = indexer.SparseAttnIndexer(cache, WIDTH, "ue8m0", TOPK, WIDTH, MAX_LEN, 40 * MAX_LEN, topk)
+        layer_class = layer_class or indexer.SparseAttnIndexer
+        layer = layer_class(cache, WIDTH, "ue8m0", TOPK, WIDTH, MAX_LEN, 40 * MAX_LEN, topk)
         spec = cache.get_kv_cache_spec(config).copy_with_new_block_size(BLOCK)
         kind = cache.get_attn_backend().get_builder_cls()
         ranks = config.parallel_config.decode_context_parallel_size
