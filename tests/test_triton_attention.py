@@ -8,6 +8,7 @@ Rows of the cache that no index names, gaps between blocks, outputs and scratch 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,8 @@ from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL,
 from mla_portable_triton.attention_configs import CONFIGS, attention_config, program_shape
 from mla_portable_triton.bind_attention import bind_merge_states, bind_sparse_decode, bind_sparse_prefill
 from mla_portable_triton.kernels.bfloat16 import dot_operand, to_bfloat16
+from mla_portable_triton.kernels.sparse_attention import launch
+from mla_portable_triton.kernels.sparse_attention_fp8 import fp8_constants
 from mla_portable_triton.kernels.strides import stride_unit
 
 __all__ = ["device", "facts", "memory_is_poisoned"]  # fixtures
@@ -155,6 +158,35 @@ def test_nan_in_a_named_row_is_seen(device: torch.device, facts: DeviceFacts):
         out, lse = problem.decode(facts)(problem.q, problem.cache, problem.indices, softmax_scale=SCALE, schedule=schedule)
         assert out[1].isnan().all() and lse[1].isnan().all()
         assert not out[0].isnan().any() and not lse[0].isnan().any()
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("row_bytes", [528, 656])
+def test_fp8_rows_without_a_rotary_part(device: torch.device, facts: DeviceFacts, row_bytes: int, num_splits: int):
+    """Queries of 512 columns over rows of 528 bytes, and over rows of 656 whose rotary part is NaN."""
+    problem = Problem(device, "fp8_ds_mla", heads=20, topk=192, rows=(3, 1))
+    q, cache = problem.q[..., :512], problem.cache[..., :row_bytes].contiguous()
+    cache[..., 528:] = 0xFF
+    rows, heads = q.shape[0], q.shape[2]
+    if num_splits > 1:
+        schedule = problem.schedule(num_splits)
+        out, lse = schedule.partial_out, schedule.partial_lse
+    else:
+        out, lse = torch.empty_like(q), torch.empty(rows, 1, heads, device=device)
+    launch(
+        out, lse, q, cache, problem.indices, softmax_scale=SCALE, lengths=None, attn_sink=None, num_splits=num_splits,
+        config=attention_config(facts.arch, "fp8_ds_mla", heads), bf16_native=facts.has_bf16,
+        fp8=fp8_constants(facts.arch, e4m3_native=facts.has_fp8_conversion, hardware=device.type != "cpu"),
+    )  # fmt: skip
+    if num_splits > 1:  # parts: lse in base 2
+        natural = lse * math.log(2.0)
+        weights = torch.exp(natural - natural.logsumexp(0)).nan_to_num().unsqueeze(-1)
+        out = (weights * out.masked_fill(weights == 0, 0.0)).sum(0).unsqueeze(1)
+        lse = natural.logsumexp(0).unsqueeze(1)
+    without = problem.cache.clone()
+    without[..., 528:] = 0
+    wide = torch.cat([q, torch.zeros(rows, 1, heads, 64, dtype=q.dtype, device=device)], -1)
+    check((out, lse), oracle.sparse_decode(wide, without, problem.indices, softmax_scale=SCALE))
 
 
 @pytest.mark.parametrize(("rise", "growth"), [(300, 0), (18, 0), (0, 30), (28, -40)])

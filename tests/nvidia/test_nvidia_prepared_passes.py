@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-import os
+import math
 import struct
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from compiled_passes import compile_passes
 
-from mla_portable_nvidia import prepared_passes
+from mla_portable_nvidia import boundary, page_lists, prepared_passes
+from mla_portable_nvidia.boundary import Boundary
+from mla_portable_nvidia.page_lists import PageLists
 from mla_portable_nvidia.prepared_passes import Arguments, PreparedPass, can_wait, layout, prepared
 
 PARAMETERS = [(0, 8), (8, 8), (16, 4), (24, 8), (32, 8), (40, 8)]
@@ -144,57 +145,60 @@ def test_every_call_goes_through_triton_where_nothing_can_be_prepared(driver):
     assert (len(kernel.calls), len(cpu.calls), driver.prepared) == (3, 2, [])
 
 
-COMPILE = r"""
-import re
-from itertools import product
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from mla_portable_nvidia import boundary, page_lists, row_parts
-from mla_portable_nvidia.prepared_passes import PreparedPass, layout
-
-OWN = {
-    "_spread_kernel": dict(PARTS=2, KERNEL_HEADS=64, BLOCK=4096),
-    "_merge_kernel": dict(PARTS=2, KERNEL_HEADS=64, BLOCK_H=4, LSE=True, EARLY=True),
-    "_sanitise_kernel": dict(BLOCK_K=1024),
-    "_finish_kernel": dict(BLOCK_H=8),
-    "_lse_kernel": dict(BLOCK=256, COLUMNS=32, EARLY=True),
-    "_page_list_kernel": dict(BLOCK_K=128),
-}
-BF16 = ("queries_ptr", "q_ptr", "parts_ptr", "result_ptr")
-INTS = ("limits_ptr", "lengths_ptr", "indices_ptr", "pages_ptr", "counts_ptr")
-values = [value for module in (boundary, page_lists, row_parts) for value in vars(module).values()]
-passes = [each for each in values if isinstance(each, PreparedPass)]
-assert {each._kernel.__name__ for each in passes} == set(OWN)
-for arch, asked, each in product((90, 100), (True, False), passes):
-    kernel = each._kernel
-    shared = dict(WIDTH=512, TOPK=100, BASE_2=asked, SINK=asked, HAS_LENGTHS=asked)
-    names, constants = kernel.arg_names, {**shared, **OWN[kernel.__name__]}
-    pointers = [name for name in names if name.endswith("_ptr")]
-    integers = [name for name in names if name.islower() and name not in pointers]
-    assert names[: len(pointers) + len(integers)] == pointers + integers, names
-    out = "*i32" if kernel.__name__ == "_sanitise_kernel" else "*bf16"
-    types = {name: "*bf16" if name in BF16 else "*i32" if name in INTS else "*fp32" for name in pointers} | {"out_ptr": out}
-    one = integers[-1]  # as if it had been 1
-    signature = {name: types.get(name, "i32") if name.islower() and name != one else "constexpr" for name in names}
-    places = {(names.index(name),): 1 if name == one else constants[name] for name in names if signature[name] == "constexpr"}
-    made = compile(ASTSource(kernel, signature, constexprs=places), target=GPUTarget("cuda", arch, 32))
-    codes, values = layout(made, len(pointers), tuple(range(2, len(integers) + 1)) + (1,))
-    assert ("griddepcontrol.wait" in made.asm["ptx"]) is constants.get("EARLY", False)
-    entry = made.asm["ptx"].split(".visible .entry", 1)[1].split(")", 1)[0]
-    taken = re.findall(r"\.param \.([bu]\d+)", entry)
-    assert [size[1:] for size in taken] == ["32" if code == "i" else "64" for code in codes], (kernel.__name__, taken, codes)
-    assert len(values) == len(codes) - len(pointers)
-print("compiled", len(passes))
-"""
-
-
 def test_kernels_compile_for_hopper_and_blackwell_and_take_what_is_packed(tmp_path):
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = tmp_path / "compile_passes.py"
-    script.write_text(COMPILE)
-    environ["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
-    done = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True)
-    assert done.stdout.strip() == "compiled 6", done.stderr
+    assert len({made.kernel for made in compile_passes(tmp_path)}) == 6
+
+
+class Contiguous(Tensor):
+    """Such a tensor with a shape."""
+
+    def stride(self, axis=None):
+        strides = [math.prod(self.shape[place + 1 :]) for place in range(len(self.shape))]
+        return tuple(strides) if axis is None else strides[axis]
+
+
+def on_device(*shape: int) -> Contiguous:
+    return Contiguous(shape=shape, at=1024, device=0)
+
+
+PASSES_OF_LENGTHS = {
+    "_list": (page_lists, lambda rows: PageLists()(on_device(3, 128), on_device(3), on_device(3, 128), None, rows)),
+    "_sanitise": (boundary, lambda rows: Boundary().sanitise(on_device(3, 1, 128), on_device(3, 1, 128), None, rows)),
+}
+
+
+@pytest.mark.parametrize("name", PASSES_OF_LENGTHS)
+def test_workspaces_of_a_thousand_lengths_leave_one_prepared_launch(driver, monkeypatch, name):
+    """A prefill's workspace is as long as its step needs. Preparing a launch goes through Triton: 50 us of the host."""
+    module, prefill = PASSES_OF_LENGTHS[name]
+    parameters = getattr(module, name)._kernel.arg_names
+    pointers = sum(each.endswith("_ptr") for each in parameters)
+    made = compiled()
+    types = ["*i32"] * pointers + ["constexpr" if each.isupper() else "i32" for each in parameters[pointers:]]
+    made.src.signature = dict(zip(parameters, types, strict=True))
+    through = Through(made)
+    of = PreparedPass(through)
+    monkeypatch.setattr(module, name, of)
+    monkeypatch.setattr(prepared_passes, "_takes", lambda function, codes: True)
+    for num_rows in range(1, 1001):
+        prefill(num_rows)
+    assert (len(of._launches), len(through.calls), len(driver.launched)) == (1, 1, 999)
+    last_rows = [through.calls[0][1][pointers], *(given[pointers] for given in driver.launched)]
+    assert last_rows == list(range(1000)), "each call has its own"
+
+
+def test_an_integer_that_changes_is_given_to_each_launch_and_the_others_are_packed(driver):
+    kernel = Through(compiled())
+    of = PreparedPass(kernel)
+    tensors = tuple(Tensor(at=address, device=0) for address in (64, 128))
+    for changing in (5, 6):
+        of((), tensors, lambda: Arguments((1, 1), INTEGERS[1:], {}), (changing,))
+    assert kernel.calls == [((1, 1), (*tensors, *INTEGERS), {})] and driver.launched == [(64, 128, 6)]
+    assert driver.prepared == [(7, "a_kernel", "QQi", "qQQ", 256, 48, 0, (1, 1), 1, (2**40, 0, 0), False)]
+
+
+def test_nothing_is_prepared_where_triton_made_a_constant_of_what_changes(driver):
+    assert prepared(compiled(), (6, 3), 2, INTEGERS[2:], 0, changing=2) is None
 
 
 def test_codes_are_those_of_the_native_structures():

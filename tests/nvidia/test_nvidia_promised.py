@@ -36,9 +36,9 @@ class CountedBoundary(TorchBoundary):
         self.passes.append("sanitise")
         super().sanitise(*args)
 
-    def finish(self, *args):
+    def finish(self, *args, early):
         self.passes.append("finish")
-        super().finish(*args)
+        super().finish(*args, early=early)
 
 
 @pytest.fixture

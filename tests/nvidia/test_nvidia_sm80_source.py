@@ -100,6 +100,41 @@ def test_rows_without_an_entry_are_zero(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", ["bf16", "fp8_ds_mla"])
+@pytest.mark.parametrize("num_heads", [16, 50])
+def test_rows_that_no_index_names_may_be_nan(monkeypatch, layout, num_heads):
+    """Every other row is 0xFF, a row past the lengths too."""
+    torch.manual_seed(0)
+    kv = cache(5, 16, gap=16, layout=layout)
+    kv.view(torch.uint8)[:, 1::2] = 0xFF
+    q, indices = problem(2, 1, num_heads, 70, 80)
+    indices = indices & ~1
+    indices[0, 0, 40:] = 1
+    lengths = torch.tensor([[40], [70]], dtype=torch.int32)
+    check(monkeypatch, kv, q, indices, REQUEST.but(kv_layout=layout, num_heads=num_heads, device=A100), lengths=lengths)
+
+
+@pytest.mark.parametrize("sign", [0x00, 0x80])
+def test_a_nan_code_in_a_row_that_is_named_counts_as_480(monkeypatch, sign):
+    """docs/numerics.md: 480 is 240, a code of its own, at twice the scale."""
+    torch.manual_seed(0)
+    kv, (q, indices) = cache(2, 16), problem(1, 1, 16, 32, 32)
+    monkeypatch.setattr(Emulated, "cache", (kv.data_ptr(), kv.data_ptr() + kv.numel()))
+    row = kv.view(-1, 656)[5]
+    indices[0, 0, 3] = 5
+    row[128:256] = 0
+    decode = bind_sm80.bind_sparse_decode(REQUEST.but(device=A100))
+    results = []
+    for code, factor in ((0x7F, 1.0), (0x77, 2.0)):
+        row[130] = code | sign
+        row[512:528].view(torch.float32)[1] = 0.25 * factor
+        results.append([each.clone() for each in decode(q, kv, indices, softmax_scale=SCALE)])
+    (out, lse), (wanted, wanted_lse) = results
+    assert torch.equal(out, wanted) and torch.equal(lse, wanted_lse) and out.isfinite().all()
+    row[130] = 0x7E | sign  # 448
+    assert not torch.equal(decode(q, kv, indices, softmax_scale=SCALE)[1], lse), "the code counts"
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp8_ds_mla"])
 @pytest.mark.parametrize("broken", [float("inf"), float("nan")])
 def test_a_broken_query_shows_in_its_own_head(monkeypatch, layout, broken):
     torch.manual_seed(0)

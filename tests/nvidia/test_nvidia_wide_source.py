@@ -18,6 +18,25 @@ from mla_portable_nvidia.native.sparse_decode import Tensors, prepare
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
+def test_nan_codes_are_nan_in_a_row_that_is_named_and_nothing_in_others():
+    torch.manual_seed(0)
+    kv, (q, indices) = cache(5, 16), problem(2, 1, 64, 150, 80)
+    kv[:, 1::2] = 0xFF
+    indices = indices & ~1
+    named = kv.view(-1, 656)[4]
+    assert (indices[1] == 4).any()
+    indices[0][indices[0] == 4] = 6
+    named[130] = 0x7F
+    out, lse = torch.zeros(2, 1, 64, 512).bfloat16(), torch.zeros(2, 1, 64)
+    lengths, sink = torch.full((2, 1), 150, dtype=torch.int32), torch.full((64,), -math.inf)
+    launch = prepare(EmulatedWide(0), MANY, Tensors(q, kv, indices, out, lse, lengths), cluster=1, whole=0)
+    launch(*[tensor.data_ptr() for tensor in (out, lse, q, kv, indices, lengths, sink)], SCALE * math.log2(math.e))
+    assert out[1].isnan().all() and lse[1].isnan().all()
+    wanted, wanted_lse = reference.sparse_decode(q[:1], kv, indices[:1], softmax_scale=SCALE)
+    torch.testing.assert_close(out[:1].float(), wanted.float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse[:1], wanted_lse, rtol=1e-3, atol=2e-3)
+
+
 def check(lengths, *, heads=64, topk=None, cluster=1, whole=0, stride=0, far=False):
     """A row for each length, in such a cut."""
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ class TorchBoundary(boundary.Boundary):
         out[..., topk:] = -1
         out[..., :topk] = indices.masked_fill(absent, -1)
 
-    def finish(self, out, lse_out, result, lse, attn_sink, base_2):
+    def finish(self, out, lse_out, result, lse, attn_sink, base_2, *, early):
         num_heads = out.shape[2]
         lse = lse[:, :num_heads].transpose(1, 2)
         empty = lse.isinf()

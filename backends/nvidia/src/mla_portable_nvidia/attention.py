@@ -75,7 +75,9 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
 def check_kernel(primitive: Primitive, device: DeviceFacts) -> tuple[Reason, ...]:
     """Every provider's reason why it cannot serve; where one can, what its passes lack."""
     found = find_kernel(primitive, device)
-    return triton_missing() if found.provider is not None else found.reasons
+    if found.provider is None:
+        return found.reasons
+    return triton_missing(waits=primitive is SPARSE_PREFILL)  # behind decode nothing starts early
 
 
 def attention_implementations(

@@ -116,11 +116,11 @@ class Boundary:
         last_slot = min(num_slots - 1, _INT32_MAX)
         strides, length_strides = indices.stride(), (0, 0) if lengths is None else lengths.stride()
         _sanitise(
-            (indices.shape, width, strides, length_strides, lengths is None, last_slot),
+            (indices.shape, width, strides, length_strides, lengths is None),
             (out, indices, indices if lengths is None else lengths),
             lambda: Arguments(
                 (batch * query_len, -(-width // _BLOCK_K)),
-                (last_slot, query_len, *strides[:2], *length_strides),
+                (query_len, *strides[:2], *length_strides),
                 {
                     "TOPK": topk,
                     "WIDTH": width,
@@ -129,10 +129,19 @@ class Boundary:
                     "num_warps": 4,
                 },
             ),
+            (last_slot,),  # a workspace is as long as its step needs
         )
 
     def finish(
-        self, out: Tensor, lse_out: Tensor, result: Tensor | None, lse: Tensor, attn_sink: Tensor | None, base_2: bool
+        self,
+        out: Tensor,
+        lse_out: Tensor,
+        result: Tensor | None,
+        lse: Tensor,
+        attn_sink: Tensor | None,
+        base_2: bool,
+        *,
+        early: bool,
     ) -> None:
         """Bring a kernel's results into `out` and `lse_out`.
 
@@ -141,6 +150,7 @@ class Boundary:
             result: [B, S, H' >= H, 512] bf16, or None where the kernel wrote `out` itself.
             lse: [B, H' >= H, S] float32, infinite (of either sign) where a row has no valid entry. base_2: lse is to base 2.
             attn_sink: [H] float32 that the kernel has not applied.
+            early: the pass may start before the end of the kernel in front of it, by the rule of `prepared_passes.can_wait`.
         """
         batch, query_len, num_heads, width = out.shape
         if batch * query_len == 0:
@@ -149,7 +159,7 @@ class Boundary:
         if result is None and attn_sink is None:
             total = batch * query_len * num_heads
             _lse(
-                (out.shape, strides, lse_strides, base_2),
+                (out.shape, strides, lse_strides, base_2, early),
                 (out, lse_out, lse),
                 lambda: Arguments(
                     (-(-total // _BLOCK_LSE), 1),
@@ -159,10 +169,10 @@ class Boundary:
                         "WIDTH": width,
                         "BLOCK": _BLOCK_LSE,
                         "COLUMNS": _COLUMNS,
-                        "EARLY": can_wait(out),
+                        "EARLY": early and can_wait(out),
                         "num_warps": 4,
                     },
-                    starts_early=can_wait(out),
+                    starts_early=early and can_wait(out),
                 ),
             )
             return

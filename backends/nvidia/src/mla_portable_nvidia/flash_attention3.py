@@ -171,7 +171,8 @@ class FlashAttention3:
             q = aligned(q)
         lse = self._operator(q, kv, pages, counts, softmax_scale, splits, target)
         if self._finishes:
-            self._boundary.finish(out, lse_out, None if in_place else target, lse, attn_sink, False)
+            # the kernel and its combine wait for the kernel that prepares lengths, which is launched normally
+            self._boundary.finish(out, lse_out, None if in_place else target, lse, attn_sink, False, early=True)
         elif not in_place:
             out.copy_(target)
 
@@ -179,7 +180,7 @@ class FlashAttention3:
 def _check(device: DeviceFacts) -> tuple[Reason, ...]:
     """Every package's reason why it cannot serve; where one can, what its passes lack."""
     operator, reasons = find_fa3()
-    return triton_missing() if operator is not None else reasons
+    return triton_missing(waits=True) if operator is not None else reasons
 
 
 def _bound(request: Request) -> FlashAttention3:

@@ -16,7 +16,12 @@ V = TypeVar("V")
 
 
 class KeptViews(Generic[V]):
-    """What `make` returned for a tensor, by the tensor's identity."""
+    """What `make` returned for a tensor, by the tensor's identity.
+
+    A caller that gives a tensor other memory (`tensor.data = ...`, `set_`) gets views of the new memory in its next call. Until
+    then the views keep the old memory alive, because they are views of its storage. Memory that is released and mapped again
+    at the same address leaves the views right.
+    """
 
     def __init__(self, make: Callable[[Tensor], V]) -> None:
         """make: views of a tensor. It gets a detached one: a view of what autograd knows about would keep that alive."""

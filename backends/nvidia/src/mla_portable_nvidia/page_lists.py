@@ -59,11 +59,11 @@ class PageLists:
         last_row = min(num_rows - 1, _INT32_MAX)
         row_stride, length_stride = indices.stride(0), 0 if lengths is None else lengths.stride(0)
         _list(
-            (indices.shape, row_stride, length_stride, lengths is None, last_row),
+            (indices.shape, row_stride, length_stride, lengths is None),
             (pages, counts, indices, indices if lengths is None else lengths),
             lambda: Arguments(
                 (num_tokens, 1),
-                (last_row, row_stride, length_stride),
+                (row_stride, length_stride),
                 {
                     "TOPK": topk,
                     "HAS_LENGTHS": lengths is not None,
@@ -71,4 +71,5 @@ class PageLists:
                     "num_warps": 8,
                 },
             ),
+            (last_row,),  # a workspace is as long as its step needs
         )

@@ -39,8 +39,9 @@ class Arguments(NamedTuple):
     """What a kind of call decides.
 
     Attributes:
-        grid: programs. integers: the parameters that follow the tensors. named: constants and Triton's options.
-        starts_early: the kernel waits by itself (`gdc_wait`) for the one in front of it in the stream.
+        grid: programs. integers: the parameters that follow the tensors and what changes from call to call. named: constants
+            and Triton's options.
+        starts_early: the kernel waits by itself (`gdc_wait`) for the one in front of it in the stream; see `can_wait`.
     """
 
     grid: tuple[int, int]
@@ -57,32 +58,42 @@ class PreparedPass:
     """
 
     def __init__(self, kernel: Any) -> None:
-        """kernel: what `triton.jit` made; its parameters are pointers, integers, constants, in this order."""
+        """kernel: what `triton.jit` made; its parameters are pointers, integers, constants, in this order.
+
+        Integers that change from call to call come first among them, and Triton must not specialise them.
+        """
         self._kernel, self._through_triton = kernel, TritonLauncher(kernel)
         self._launches = Launches[Launch]()
         self._prepares = True
 
-    def __call__(self, kind: tuple[Any, ...], tensors: tuple[Tensor, ...], arguments: Callable[[], Arguments]) -> None:
+    def __call__(
+        self,
+        kind: tuple[Any, ...],
+        tensors: tuple[Tensor, ...],
+        arguments: Callable[[], Arguments],
+        changing: tuple[int, ...] = (),
+    ) -> None:
         """Launch.
 
         Args:
             kind: all that `arguments` depends on, the types of the tensors apart, which are the same in all calls of a kind.
             tensors: for each pointer, on one device; any tensor for one that the constants leave unused.
             arguments: of this kind; called for the first launch of it.
+            changing: integers that may differ between calls of a kind.
         """
         at = [tensor.data_ptr() for tensor in tensors]
         # Triton compiles for addresses that are multiples of 16, and for others
         key = (kind, tensors[0].get_device(), *[address % 16 == 0 for address in at])
         launch = self._launches.get(key)
         if launch is not None:
-            launch(*at)
+            launch(*at, *changing)
             return
         grid, integers, named, starts_early = arguments()
         if not self._prepares or key[1] < 0:
-            self._through_triton(grid, *tensors, *integers, **named)
+            self._through_triton(grid, *tensors, *changing, *integers, **named)
             return
-        compiled = self._kernel[grid](*tensors, *integers, **named)
-        launch = prepared(compiled, grid, len(tensors), integers, key[1], starts_early=starts_early)
+        compiled = self._kernel[grid](*tensors, *changing, *integers, **named)
+        launch = prepared(compiled, grid, len(tensors), integers, key[1], changing=len(changing), starts_early=starts_early)
         if launch is None:
             self._prepares = False
         else:
@@ -90,7 +101,22 @@ class PreparedPass:
 
 
 def can_wait(tensor: Tensor) -> bool:
-    """Kernels on the tensor's device can wait for the one in front of them by themselves: compute capability 9.0 and later."""
+    """Kernels on the tensor's device can wait for the one in front of them by themselves: compute capability 9.0 and later.
+
+    The rule of an early start (programmatic dependent launch), for Triton's kernels and native ones alike. The wait
+    (`griddepcontrol.wait`, `gdc_wait`) ends when the kernel in front in the stream has ended and its writes are visible. It
+    does not cover the kernels before that one. So a kernel may start early only behind a kernel that
+
+    - was launched normally, and so began after the end of all before it; or
+    - waits itself, in at least one thread of its grid whatever the input, and starts early by this rule.
+
+    A kernel of which all threads may return without a wait ends while the one before it still writes. FlashMLA's combine is
+    such a kernel where no row is split. Who launches the kernel in front knows what it is, and decides.
+
+    The early kernel waits in all threads, before any access to global memory: loads, because the data may not be written yet,
+    and stores, because the kernel in front may still read. After the wait it uses plain loads. What the kernel in front writes
+    is not constant during the life of this one, as `ld.global.nc` (`__ldg`, `__restrict__`) requires.
+    """
     return tensor.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(tensor.device)[0] >= 9
 
 
@@ -101,35 +127,42 @@ def prepared(
     integers: tuple[int, ...],
     device: int,
     *,
+    changing: int = 0,
     starts_early: bool = False,
 ) -> Launch | None:
-    """Launches of what Triton compiled, given addresses for its first `pointers` parameters; None if that is not possible."""
-    packed = layout(compiled, pointers, integers)
+    """Launches of what Triton compiled; None if that is not possible.
+
+    Each is given addresses for the first `pointers` parameters, and the `changing` integers behind them. integers: the rest.
+    """
+    packed = layout(compiled, pointers, integers, changing)
     if packed is None:
         return None
     codes, values = packed
     function, metadata = ctypes.c_void_p(compiled.function), compiled.metadata
     if not _takes(function, codes):
         return None
-    changing, fixed, threads = codes[:pointers], codes[pointers:], metadata.num_warps * _WARP
-    kernel = Kernel(compiled, function, compiled.name, changing, fixed, threads, metadata.shared, device)
+    given, threads = pointers + changing, metadata.num_warps * _WARP
+    kernel = Kernel(compiled, function, compiled.name, codes[:given], codes[given:], threads, metadata.shared, device)
     return kernel.prepare(grid, 1, *values, starts_early=starts_early)
 
 
-def layout(compiled: Any, pointers: int, integers: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
-    """The parameters that a compiled kernel has, as codes for `struct`, and the values of those behind the pointers.
+def layout(compiled: Any, pointers: int, integers: tuple[int, ...], changing: int = 0) -> tuple[str, tuple[int, ...]] | None:
+    """The parameters that a compiled kernel has, as codes for `struct`, and the values of those that do not change.
 
-    None for what Triton did not compile (its interpreter), and for a kernel that wants scratch, clusters or another launch.
+    None for what Triton did not compile (its interpreter), for a kernel that wants scratch, clusters or another launch, and
+    where Triton made a constant of an integer that changes.
     """
     metadata = getattr(compiled, "metadata", None)
     if any(getattr(metadata, name, None) != value for name, value in _PLAIN.items()):
         return None
-    types = list(compiled.src.signature.values())[pointers : pointers + len(integers)]
+    types = list(compiled.src.signature.values())[pointers : pointers + changing + len(integers)]
+    of_changing, types = types[:changing], types[changing:]
     # Triton makes a constant of an integer that is 1, which is no parameter then
     kept = [(kind, value) for kind, value in zip(types, integers, strict=True) if kind != "constexpr"]
-    if any(kind not in _INTEGERS for kind, _ in kept):
+    parameters = (*of_changing, *(kind for kind, _ in kept))
+    if any(kind not in _INTEGERS for kind in parameters):
         return None
-    return "Q" * pointers + "".join(_INTEGERS[kind] for kind, _ in kept) + _SCRATCH, (*(value for _, value in kept), 0, 0)
+    return "Q" * pointers + "".join(_INTEGERS[kind] for kind in parameters) + _SCRATCH, (*(value for _, value in kept), 0, 0)
 
 
 def _takes(function: ctypes.c_void_p, codes: str) -> bool:

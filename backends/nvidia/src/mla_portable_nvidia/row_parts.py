@@ -156,6 +156,6 @@ class RowParts:
                     "EARLY": can_wait(out),
                     "num_warps": 4,
                 },
-                starts_early=can_wait(out),
+                starts_early=can_wait(out),  # behind FlashMLA's prefill kernel, which is launched normally
             ),
         )

@@ -24,7 +24,10 @@ struct Arguments {                     // of both kernels; strides in elements
     int num_requests, num_blocks, table_width, num_logits;
     i64 block_stride, table_stride, out_stride, q_stride_t, q_stride_h, weight_stride;
 };
-// Let the kernel behind this one start once every block has, and wait there for this one's end.
+// Let the kernel behind this one start once every block has, and wait there for this one's end. The scores' kernel is launched
+// normally, so that all before it has ended. If it ever starts early, by the rule at `can_wait` (prepared_passes.py), all of its
+// threads must wait (griddepcontrol.wait) before their first access to global memory, and load what the kernel in front writes by
+// plain loads. topk_select behind it waits for this kernel alone, and writes positions that a kernel before it may still read.
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 struct Stage {                         // a place in a ring, and the parity of its barriers

@@ -163,7 +163,8 @@ __device__ __forceinline__ u32 guess(Shared& s, const float* scores, int length,
     // four neighbours of each of THREADS strata, at an odd place, so that no period of the row meets another
     const u32 stratum = (u32)((u64)threadIdx.x * length / THREADS), odd = (threadIdx.x * 0x9e3779b1u) >> 20;
     const u32 place = stratum + 3 + (u32)((u64)odd * (length / THREADS - 7) >> 12);
-    const float4 sample = __ldg(reinterpret_cast<const float4*>((u64)(scores + place) & ~(u64)15));
+    const float* aligned = scores + place - (u64)(scores + place) / 4 % 4;
+    const float4 sample = *reinterpret_cast<const float4*>(aligned);
     u32* keys = s.keys + 4 * threadIdx.x;
     keys[0] = key_of(sample.x), keys[1] = key_of(sample.y), keys[2] = key_of(sample.z), keys[3] = key_of(sample.w);
     __syncthreads();
@@ -181,12 +182,12 @@ __device__ __noinline__ void collect(Shared& s, const float* scores, int from, i
         float batch[BATCH];
         if (first >= from && to - first >= BATCH * 32) {
 #pragma unroll
-            for (int j = 0; j < BATCH; ++j) batch[j] = __ldg(own + 32 * j);
+            for (int j = 0; j < BATCH; ++j) batch[j] = own[32 * j];
         } else {
 #pragma unroll
             for (int j = 0; j < BATCH; ++j) {
                 const int position = first + lane + 32 * j;
-                batch[j] = position >= from && position < to ? __ldg(own + 32 * j) : NOTHING;
+                batch[j] = position >= from && position < to ? own[32 * j] : NOTHING;
             }
         }
         u32 mask = 0;
@@ -202,7 +203,7 @@ __device__ __noinline__ void collect(Shared& s, const float* scores, int from, i
             const int slot = place + __popc(lanes & ((1u << lane) - 1));
             if (mask && slot < CANDIDATES) {
                 const int j = __ffs(mask) - 1;
-                const u32 key = key_of(__ldg(own + 32 * j));
+                const u32 key = key_of(own[32 * j]);
                 top = max(top, key);
                 s.keys[slot] = key;
                 s.positions[slot] = first + lane + 32 * j;
@@ -385,8 +386,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_select
     for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
     if (threadIdx.x == 0) s.count = 0, s.top = 0;
 #if __CUDA_ARCH__ >= 900
-    // For the scores, where their kernel lets this one start before its end. A load from memory that is declared not to change
-    // (__ldg, __restrict__) may be moved in front of this.
+    // For the scores and the bounds, where their kernel lets this one start before its end. They change during the life of this
+    // kernel, so nothing in this file loads them as memory that does not (__ldg, __restrict__): such a load may be moved in
+    // front of the wait, and may read a line that was cached before it.
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
     const i64 row = blockIdx.x;

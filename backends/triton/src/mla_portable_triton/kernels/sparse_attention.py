@@ -177,7 +177,8 @@ def launch(
         out: [B, S, H, 512] bf16 and lse_out [B, S, H] float32, natural; or, where num_splits > 1, the parts for
             merge_states, [num_splits, B * S, H, 512] and [num_splits, B * S, H] float32, lse in base 2, no sink applied.
         q: [B, S, H, 512 + ROPE] bf16. kv: [W, 512 + ROPE] bf16, or [blocks, block_size, 512 + ROPE] bf16 or [.., 656] uint8,
-            whole rows that follow one another within a block. ROPE is 64 or, for bf16 rows without a rotary part, 0.
+            whole rows that follow one another within a block. ROPE is 64, or 0 where q has no rotary part; that of FP8 rows,
+            if they have one, is not read then.
         indices: [B, S, K] int32. lengths: [B, S] int32. attn_sink: [H] float32.
         fp8: `fp8_constants`.
     """

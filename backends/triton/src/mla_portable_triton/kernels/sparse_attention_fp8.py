@@ -148,7 +148,7 @@ def sparse_attention_fp8_kernel(
     TOKEN_STRIDE: tl.constexpr,  # between tokens of a block, in elements of kv
     BLOCK_STRIDE: tl.constexpr,  # between blocks
     STRIDE_UNIT: tl.constexpr,
-    ROPE: tl.constexpr,  # width of the rotary part; 0: there is none
+    ROPE: tl.constexpr,  # width of the rotary part, 64; 0: q has none and that of the rows is not read
     IS_SPLIT: tl.constexpr,  # write a part for merge_states: float32, lse in base 2, no sink
     E4M3_NATIVE: tl.constexpr,
     PACKED: tl.constexpr,  # decode by NVIDIA's instructions
@@ -178,10 +178,12 @@ def sparse_attention_fp8_kernel(
     q1, r1 = load_pairs(q_rows, 128, in_heads, BLOCK_H)
     q2, r2 = load_pairs(q_rows, 256, in_heads, BLOCK_H)
     q3, r3 = load_pairs(q_rows, 384, in_heads, BLOCK_H)
-    q_rope = tl.load(q_rows + (tl.arange(0, ROPE) + LATENT)[None, :], mask=in_heads[:, None], other=0.0)  # [BLOCK_H, ROPE]
     top = tl.maximum(_magnitude(q0, r0, BF16_NATIVE), _magnitude(q1, r1, BF16_NATIVE))
     top = tl.maximum(top, tl.maximum(_magnitude(q2, r2, BF16_NATIVE), _magnitude(q3, r3, BF16_NATIVE)))
-    top = tl.max(tl.maximum(top, tl.abs(to_float32(q_rope, BF16_NATIVE))), 1)  # [BLOCK_H]; the rotary part is as wide, 64
+    if ROPE > 0:
+        q_rope = tl.load(q_rows + (tl.arange(0, ROPE) + LATENT)[None, :], mask=in_heads[:, None], other=0.0)  # [BLOCK_H, ROPE]
+        top = tl.maximum(top, tl.abs(to_float32(q_rope, BF16_NATIVE)))  # the rotary part is as wide, 64
+    top = tl.max(top, 1)  # [BLOCK_H]
     factor, inverse_factor = _query_scale(top)  # [BLOCK_H]
     q0 = half_operand(to_float32(q0, BF16_NATIVE) * factor[:, None], BF16_NATIVE)
     r0 = half_operand(to_float32(r0, BF16_NATIVE) * factor[:, None], BF16_NATIVE)
@@ -191,7 +193,8 @@ def sparse_attention_fp8_kernel(
     r2 = half_operand(to_float32(r2, BF16_NATIVE) * factor[:, None], BF16_NATIVE)
     q3 = half_operand(to_float32(q3, BF16_NATIVE) * factor[:, None], BF16_NATIVE)
     r3 = half_operand(to_float32(r3, BF16_NATIVE) * factor[:, None], BF16_NATIVE)
-    q_rope = dot_operand(to_float32(q_rope, BF16_NATIVE) * factor[:, None], BF16_NATIVE)
+    if ROPE > 0:
+        q_rope = dot_operand(to_float32(q_rope, BF16_NATIVE) * factor[:, None], BF16_NATIVE)
     score_scale = scale_log2 * inverse_factor  # [BLOCK_H]
 
     scale_ptr = kv_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
@@ -220,10 +223,13 @@ def sparse_attention_fp8_kernel(
         f1 = tl.load(scales + 1, mask=valid, other=0.0)
         f2 = tl.load(scales + 2, mask=valid, other=0.0)
         f3 = tl.load(scales + 3, mask=valid, other=0.0)
-        k_rope = columns(rope_ptr + (token // 2)[:, None], ROPE_BYTE // 2, ROPE, valid, BF16_NATIVE)  # [BLOCK_N, ROPE]
         word_rows = word_ptr + (token // 2)[:, None]  # [BLOCK_N, 1]
 
-        scores = tl.dot(q_rope, tl.trans(k_rope))  # [BLOCK_H, BLOCK_N]
+        if ROPE > 0:
+            k_rope = columns(rope_ptr + (token // 2)[:, None], ROPE_BYTE // 2, ROPE, valid, BF16_NATIVE)  # [BLOCK_N, ROPE]
+            scores = tl.dot(q_rope, tl.trans(k_rope))  # [BLOCK_H, BLOCK_N]
+        else:
+            scores = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
         w0 = _words(word_rows, 0, valid, PACKED)  # [BLOCK_N, 64]
         even, odd = _decoded(w0, True, E4M3_NATIVE, PACKED, BF16_NATIVE)
         scores = _add_scores(scores, q0, r0, even, odd, f0 * KEY_UNIT)

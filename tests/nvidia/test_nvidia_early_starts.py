@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that start before the one in front has ended: who lets them, and what their machine code does around the wait.
+
+The rule is stated at `prepared_passes.can_wait`. NVRTC comes with requirements-dev.txt, cuobjdump in Triton's wheel.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import torch
+import triton
+from compiled_passes import compile_passes
+from fa3_standins import installed as installed_fa3
+from flashmla_standins import installed
+from simulated_gpu import FACTS, registry
+from torch_passes import TorchBoundary
+
+from mla_portable.contracts import Request
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable_nvidia import boundary, native, row_parts
+from mla_portable_nvidia.attention import attention_implementations
+from mla_portable_nvidia.boundary import Boundary
+from mla_portable_nvidia.compile_all import cuobjdump
+from mla_portable_nvidia.flash_attention3 import bind_fa3_decode, bind_fa3_prefill, fa3_implementations
+from mla_portable_nvidia.flat_decode import flat_implementations
+from mla_portable_nvidia.native.nvrtc import compile_cubin
+from mla_portable_nvidia.native.topk_select import FEW_ROWS, MANY_ROWS
+from mla_portable_nvidia.row_parts import RowParts
+
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/ +(@!?U?P\w+ +)?([A-Z][\w.]*)([^;]*);")
+"""Of cuobjdump's listing: address, predicate, operation, operands."""
+MEMORY = re.compile(r"(LD|LDG|LDGSTS|ST|STG|ATOM|ATOMG|RED|REDG|UBLK\w+|UTMA\w+)(\.|$)")
+"""Operations that may be on global memory."""
+
+
+def faults(code: str) -> list[str]:
+    """What of a kernel's machine code breaks the rule of an early start."""
+    listed = [(int(at, 16), bool(when), name, operands) for at, when, name, operands in INSTRUCTION.findall(code)]
+    waits = [(at, when) for at, when, name, _ in listed if name.startswith("ACQBULK")]
+    if len(waits) != 1 or waits[0][1]:
+        return [f"waits {len(waits)} times, {sum(when for _, when in waits)} of them not in all threads"]
+    wait, found = waits[0][0], []
+    for at, _, name, operands in listed:
+        if at < wait and MEMORY.match(name):
+            found.append(f"{name} at {at:#x}, before the wait at {wait:#x}")
+        if at < wait and (name.startswith(("CALL", "JMP", "BRX", "EXIT", "RET"))):
+            found.append(f"{name} at {at:#x} may pass by the wait")
+        if at < wait and name.startswith("BRA") and any(int(to, 16) > wait for to in re.findall(r"0x[0-9a-f]+", operands)):
+            found.append(f"{name} at {at:#x} passes by the wait")
+        if ".CONSTANT" in name:
+            found.append(f"{name} at {at:#x} reads what changes as if it were constant")
+    return found
+
+
+def disassembled(cubin: bytes) -> str:
+    code = cuobjdump(cubin, "-sass")
+    assert code is not None, "Triton's wheel has no cuobjdump"
+    return code
+
+
+SOURCE = files(native).joinpath("topk_select.cu").read_text(encoding="utf-8")
+WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
+
+
+def topk_faults(build: Any, source: str, arch: str = "sm_90") -> list[str]:
+    return faults(disassembled(compile_cubin(source, arch, build.defines)))
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("build", [FEW_ROWS, MANY_ROWS], ids=lambda build: build.label)
+def test_topk_select_reads_nothing_before_it_waits_and_nothing_as_constant(build, arch):
+    assert topk_faults(build, SOURCE, arch) == []
+
+
+@pytest.mark.parametrize(
+    ("correct", "broken", "fault"),
+    [
+        ("own[32 * j]", "__ldg(own + 32 * j)", "as if it were constant"),
+        ("*reinterpret_cast<const float4*>(aligned)", "__ldg(reinterpret_cast<const float4*>(aligned))", "as if it were"),
+        (WAIT, "", "waits 0 times"),
+        (WAIT, f"if (threadIdx.x == 0) {WAIT}", "before the wait|passes by the wait|not in all threads"),
+        (WAIT, f"const int early = *ends; {WAIT} if (early < 0) return;", "before the wait"),
+    ],
+    ids=["scores", "sample", "no wait", "one thread", "bounds"],
+)
+def test_a_source_that_breaks_the_rule_is_found(correct, broken, fault):
+    assert correct in SOURCE
+    found = topk_faults(FEW_ROWS, SOURCE.replace(correct, broken))
+    assert found and all(re.search(fault, each) for each in found)
+
+
+def test_tritons_passes_read_nothing_before_they_wait_and_nothing_as_constant(tmp_path):
+    made = compile_passes(tmp_path, "_lse_kernel", "_merge_kernel")
+    assert {(each.kernel, each.arch) for each in made} == {
+        (kernel, arch) for kernel in ("_lse_kernel", "_merge_kernel") for arch in (90, 100)
+    }
+    for each in made:
+        assert faults(disassembled(each.cubin)) == [], each.kernel
+
+
+class Recorded:
+    """A pass that records how it would be launched."""
+
+    def __init__(self) -> None:
+        self.launches: list[Any] = []
+
+    def __call__(self, kind, tensors, arguments, changing=()) -> None:
+        self.launches.append((kind, arguments()))
+
+
+@pytest.mark.parametrize("device_can", [False, True])
+def test_an_lse_pass_starts_early_where_its_caller_and_the_device_let_it(monkeypatch, device_can):
+    recorded = Recorded()
+    monkeypatch.setattr(boundary, "_lse", recorded)
+    monkeypatch.setattr(boundary, "can_wait", lambda tensor: device_can)
+    out, lse = torch.zeros(2, 1, 64, 512, dtype=torch.bfloat16), torch.zeros(2, 64, 1)
+    for early in (False, True):
+        Boundary().finish(out, torch.zeros(2, 1, 64), None, lse, None, False, early=early)
+    (kind, late), (other, soon) = recorded.launches
+    assert kind != other, "they are launched differently"
+    assert (late.named["EARLY"], late.starts_early) == (False, False)
+    assert (soon.named["EARLY"], soon.starts_early) == (device_can, device_can)
+
+
+def test_the_pass_that_merges_parts_starts_early_where_the_device_lets_it(monkeypatch):
+    recorded = Recorded()
+    monkeypatch.setattr(row_parts, "_merge", recorded)
+    monkeypatch.setattr(row_parts, "can_wait", lambda tensor: True)
+    out = torch.zeros(2, 1, 64, 512, dtype=torch.bfloat16)
+    RowParts().merge(out, None, torch.zeros(4, 64, 512, dtype=torch.bfloat16), torch.zeros(4, 64), None, False)
+    ((_, arguments),) = recorded.launches
+    assert arguments.named["EARLY"] and arguments.starts_early
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[bool]:
+    """What adapters say of the kernel in front of their lse pass."""
+    said: list[bool] = []
+    finish = TorchBoundary.finish
+
+    def recorded(self, *args, early):
+        said.append(early)
+        finish(self, *args, early=early)
+
+    monkeypatch.setattr(TorchBoundary, "finish", recorded)
+    return said
+
+
+def flashmla(primitive, arch, **features):
+    request = Request(primitive, FACTS[arch], num_heads=64, topk=128, lse=True, **features)
+    return registry(probe=False).bind(request, backend="nvidia")
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_nothing_starts_early_behind_flashmlas_decode(asked, arch):
+    """Its combine returns without a wait where no row is split, and the attention in front of it may still be writing."""
+    q = torch.randn(2, 1, 64, 576).bfloat16()
+    cache, indices = torch.zeros(2, 64, 656, dtype=torch.uint8), torch.zeros(2, 1, 128, dtype=torch.int32)
+    with installed("vllm 0.33"):
+        decode = flashmla(SPARSE_DECODE, arch, kv_layout="fp8_ds_mla", block_size=64, query_len=1, scale_format="pow2")
+        decode(q, cache, indices, softmax_scale=0.1)
+    assert asked[-1:] == [False] and not any(asked)
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_an_lse_pass_starts_early_behind_flashmlas_prefill(asked, arch):
+    q, kv = torch.randn(2, 64, 576).bfloat16(), torch.randn(256, 576).bfloat16()
+    with installed("vllm 0.33"):
+        prefill = flashmla(SPARSE_PREFILL, arch, kv_layout="bf16")
+        prefill(q, kv, torch.zeros(2, 128, dtype=torch.int32), softmax_scale=0.1)
+    assert asked[-1:] == [True] and all(asked)
+
+
+@pytest.mark.parametrize("primitive", [SPARSE_DECODE, SPARSE_PREFILL])
+def test_an_lse_pass_starts_early_behind_flash_attention_3(asked, primitive):
+    request = Request(primitive, FACTS["sm90"], kv_layout="bf16", num_heads=64, topk=128, lse=True)
+    q, indices = torch.randn(2, 1, 64, 576).bfloat16(), torch.zeros(2, 1, 128, dtype=torch.int32)
+    kv = torch.randn(4, 64, 576).bfloat16()
+    with installed_fa3():
+        if primitive is SPARSE_DECODE:
+            bind_fa3_decode(request)(q, kv, indices, softmax_scale=0.1)
+        else:
+            bind_fa3_prefill(request)(q[:, 0], kv.view(-1, 576), indices[:, 0], softmax_scale=0.1)
+    assert asked == [True]
+
+
+@pytest.fixture
+def older_triton(monkeypatch):
+    """A Triton without `gdc_wait`."""
+    monkeypatch.delattr(triton.language.extra.cuda, "gdc_wait")
+    monkeypatch.setattr(triton, "__version__", "3.3.1")
+
+
+def reasons(implementation: str, primitive) -> list[str]:
+    """Why not, by the check of an implementation for an H200."""
+    offered = (*attention_implementations(), *flat_implementations(), *fa3_implementations())
+    (found,) = (each for each in offered if (each.name, each.primitive) == (implementation, primitive))
+    return [f"{reason}: {reason.remedy}" for reason in found.check(FACTS["sm90"])]
+
+
+CHECKED = [
+    ("nvidia.flash_attention3", SPARSE_DECODE, True),
+    ("nvidia.flash_attention3", SPARSE_PREFILL, True),
+    ("nvidia.flashmla", SPARSE_PREFILL, True),
+    ("nvidia.flashmla_bf16", SPARSE_DECODE, True),
+    ("nvidia.flashmla", SPARSE_DECODE, False),
+]
+
+
+@pytest.mark.parametrize(("implementation", "primitive", "waits"), CHECKED)
+def test_an_older_triton_is_a_reason_where_a_pass_has_to_wait(older_triton, implementation, primitive, waits):
+    """Before anything is bound, instead of an AttributeError in the first call with an lse."""
+    with installed("vllm 0.33"), installed_fa3():
+        said = reasons(implementation, primitive)
+    limit = "the passes around the kernel wait by gdc_wait, which Triton has from 3.4 on"
+    wanted = f"triton 3.3.1 ({limit}): pip install 'triton>=3.4', or a newer torch, which brings it"
+    assert said == ([wanted] if waits else [])
+
+
+@pytest.mark.parametrize(("implementation", "primitive"), [each[:2] for each in CHECKED])
+def test_this_triton_is_none(implementation, primitive):
+    with installed("vllm 0.33"), installed_fa3():
+        assert reasons(implementation, primitive) == []
