@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementation serves a kind of call: a cache between the primitives' public functions and the registry.
 
-A kind of call is everything its arguments say that may decide the choice. It is looked up in one dictionary, which the registry
-owns, so that a call after the first costs a few microseconds. A change of policy (`use(...)`, `reload_policy()`) changes the
-key.
+A kind of call is everything its arguments say that may decide the choice, and how many rows it has to the nearest power of two.
+It is looked up in one dictionary, which the registry owns, so that a call after the first costs a few microseconds. A change of
+policy (`use(...)`, `reload_policy()`) changes the key.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from typing import Any, Final, Generic, cast
 from torch import Tensor
 
 from mla_portable.accelerator import Accelerator, accelerator
-from mla_portable.contracts import DecodeSchedule, Request
+from mla_portable.contracts import DecodeSchedule, InvalidArgument, Request
 from mla_portable.contracts.primitive import F, Primitive
 from mla_portable.registry import Registry, get_registry
 from mla_portable.registry.limits import running
@@ -87,14 +88,42 @@ def find(primitive: Primitive[F], backend: str | None, tensor: Tensor, facts: tu
     if served is None:
         given: dict[str, Any] = dict(zip(primitive.facts, facts, strict=True))
         request = Request(primitive, registry.facts(tensor.device), graph=graph, **given)
-        implementation, _ = registry.select(request, backend=backend)
-        call = registry.bind(request, backend=backend)
-        kind = implementation.schedule_kind
-        served = Served(call, implementation.name, None if kind is None else kind.schedule_type)
+        try:
+            served = _serve(registry, request, backend)
+        except InvalidArgument:
+            if not graph:
+                raise
+            served = _as_for_other_rows(registry, request, backend)
+            if served is None:
+                raise
+            return served  # not kept: outside of a capture more can be probed
         if len(registry.served) >= _CACHE_LIMIT:
             registry.served.clear()
         registry.served[key] = served
     return served
+
+
+def _serve(registry: Registry, request: Request[F], backend: str | None) -> Served[F]:
+    """Choose for the rows of `request`, and bind for any number of rows: one callable however many kinds of calls share it."""
+    implementation, _ = registry.select(request, backend=backend)
+    call = registry.bind(request.but(rows=None), backend=implementation.name)
+    kind = implementation.schedule_kind
+    return Served(call, implementation.name, None if kind is None else kind.schedule_type)
+
+
+def _as_for_other_rows(registry: Registry, request: Request[F], backend: str | None) -> Served[F] | None:
+    """The choice for the nearest number of rows for which one can be made; None where there is none.
+
+    For a call under graph capture, where nothing can be probed. What was called before with other rows was probed then.
+    """
+    rows = request.rows or 1
+    powers = sorted((1 << power for power in range(31)), key=lambda each: abs(math.log2(each / rows)))
+    for other in (*powers, None):
+        try:
+            return _serve(registry, request.but(rows=other), backend)
+        except InvalidArgument:
+            continue
+    return None
 
 
 def _on_device(where: Accelerator, call: F) -> F:

@@ -21,10 +21,10 @@ from mla_portable.primitives import CONVERT_INDICES, MERGE_STATES, SPARSE_DECODE
 from mla_portable.registry import Registry, get_registry, reset_registry
 from mla_portable.registry.cost_files import costs_text, parse_costs
 from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, Measurement
+from mla_portable.registry.plugin_sources import installed_plugins
 from mla_portable.registry.plugins import load_plugins
 from mla_portable.registry.policy import Policy
 from mla_portable.registry.select import decide
-from mla_portable.registry.sources import installed_plugins
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(ROOT.glob("backends/*/src/*/costs/*.json"))

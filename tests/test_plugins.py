@@ -20,7 +20,7 @@ from mla_portable import __version__
 from mla_portable.contracts import DeviceFacts, Registrar, Request, Variable, hookimpl
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable.registry import Registry
-from mla_portable.registry.sources import installed_plugins
+from mla_portable.registry.plugin_sources import installed_plugins
 from mla_portable.tools.bench.offers import load_tunables
 
 GOOD = ("good", make_plugin(implementation("good.v1")))

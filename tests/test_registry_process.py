@@ -113,7 +113,7 @@ def test_a_plugin_that_asks_for_the_registry_while_it_is_built_is_refused_and_do
     ask: Callable[[], Registry], own_process_registry: None, monkeypatch: pytest.MonkeyPatch
 ):
     from mla_portable.contracts import hookimpl
-    from mla_portable.registry import sources as loading
+    from mla_portable.registry import plugin_sources as loading
 
     module = make_plugin()
     vars(module)["mla_portable_register"] = hookimpl(lambda registrar: ask())

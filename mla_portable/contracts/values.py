@@ -28,6 +28,14 @@ _UNPRINTABLE: Final = ("Cc", "Cf", "Cs", "Zl", "Zp")
 _TEXTS: Final = {"str": str, "str | None": str}
 
 
+def rounded_rows(rows: int) -> int:
+    """The power of two that is nearest by ratio, 1 for none: the rows that a call says of itself (`Request.rows`).
+
+    Calls of nearly as many rows are of one kind, so that few kinds are kept.
+    """
+    return 1 << ((rows * rows).bit_length() >> 1)
+
+
 def refuse(where: str, argument: str, got: object, expected: str, remedy: str = "") -> NoReturn:
     """Raise InvalidArgument; a function so that callers stay one line."""
     raise InvalidArgument(where, argument, got=got, expected=expected, remedy=remedy)

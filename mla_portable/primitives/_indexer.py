@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mla_portable.contracts.rules import check_cache, check_dense, check_tensor, shape_of
 from mla_portable.contracts.share import WHOLE, ContextShare
-from mla_portable.contracts.values import INT32_MAX, refuse
+from mla_portable.contracts.values import INT32_MAX, refuse, rounded_rows
 from mla_portable.layouts import INDEX, INDEX_HEAD_SIZE, CacheLayout, index_query_dtype
 from mla_portable.primitives._reference import CacheRows, products
 
@@ -39,10 +39,10 @@ def check_queries(where: str, q: Tensor, weights: Tensor, layout: CacheLayout) -
 
 def check_pages(
     where: str, q: Tensor, weights: Tensor, index_cache: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor
-) -> tuple[tuple[str, int, int, int, bool], dict[str, Tensor]]:
+) -> tuple[tuple[str, int, int, int, bool, int], dict[str, Tensor]]:
     """The arguments that indexer_logits and indexer_select have in common.
 
-    Returns: kv_layout, num_heads, block_size, cache_alignment and uneven_blocks of a Request; the arguments by name.
+    Returns: kv_layout, num_heads, block_size, cache_alignment, uneven_blocks and rows of a Request; the arguments by name.
     Raises: InvalidArgument.
     """
     check_dense(where, "q", q, "[T, H, 128]")
@@ -65,7 +65,8 @@ def check_pages(
         "seq_lens": seq_lens,
         "block_table": block_table,
     }
-    return (layout.name, num_heads, block_size, alignment, bool(apart % layout.row_width)), read
+    uneven, rows = bool(apart % layout.row_width), rounded_rows(num_tokens)
+    return (layout.name, num_heads, block_size, alignment, uneven, rows), read
 
 
 def query_values(q: Tensor, dtype: torch.dtype) -> Tensor:

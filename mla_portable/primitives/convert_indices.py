@@ -11,7 +11,7 @@ from torch import Tensor
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.rules import check_disjoint, check_tensor, shape_of
 from mla_portable.contracts.share import ContextShare, check_share
-from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, refuse
+from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, refuse, rounded_rows
 from mla_portable.dispatch import find
 from mla_portable.primitives._reference import isolated
 
@@ -164,7 +164,8 @@ def check(
             "prefill_workspace_starts": prefill_workspace_starts,
         }
         check_disjoint(where, {"out[0]": indices, "out[1]": counts}, read)
-    return topk, block_size, prefill_request_ids is not None, compact, dcp_size > 1
+    in_workspace, rows = prefill_request_ids is not None, rounded_rows(num_tokens)
+    return topk, block_size, in_workspace, compact, dcp_size > 1, rows
 
 
 @isolated
@@ -239,7 +240,7 @@ def _workspace_rows(pos: Tensor, request: Tensor, starts: Tensor | None) -> Tens
 CONVERT_INDICES: Final = Primitive[ConvertIndices](
     "convert_indices",
     module=__name__,
-    facts=("topk", "block_size", "prefill_workspace", "compact", "context_parallel"),
+    facts=("topk", "block_size", "prefill_workspace", "compact", "context_parallel", "rows"),
     results=("indices", "counts"),
     reference=reference,
 )

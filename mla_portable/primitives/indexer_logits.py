@@ -126,7 +126,7 @@ def reference(
 INDEXER_LOGITS: Final = Primitive[IndexerLogits](
     "indexer_logits",
     module=__name__,
-    facts=("kv_layout", "num_heads", "block_size", "cache_alignment", "uneven_blocks"),
+    facts=("kv_layout", "num_heads", "block_size", "cache_alignment", "uneven_blocks", "rows"),
     results=("out",),
     cache=INDEX,
     typical={"num_heads": 64, "kv_layout": "index_fp8"},

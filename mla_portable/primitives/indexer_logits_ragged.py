@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.rules import check_dense, check_disjoint, check_tensor, shape_of
-from mla_portable.contracts.values import refuse
+from mla_portable.contracts.values import refuse, rounded_rows
 from mla_portable.dispatch import find
 from mla_portable.layouts import INDEX, INDEX_BF16, INDEX_FP8, INDEX_HEAD_SIZE
 from mla_portable.primitives._indexer import check_queries, scores
@@ -108,7 +108,7 @@ def check(
         "row_ends": row_ends,
     }
     check_disjoint(where, {"out": out}, read)
-    return layout.name, num_heads
+    return layout.name, num_heads, rounded_rows(num_tokens)
 
 
 @isolated
@@ -139,7 +139,7 @@ def reference(
 INDEXER_LOGITS_RAGGED: Final = Primitive[IndexerLogitsRagged](
     "indexer_logits_ragged",
     module=__name__,
-    facts=("kv_layout", "num_heads"),
+    facts=("kv_layout", "num_heads", "rows"),
     results=("out",),
     cache=INDEX,
     typical={"num_heads": 64, "kv_layout": "index_fp8"},

@@ -17,7 +17,7 @@ from mla_portable.contracts import (
     attention_results,
 )
 from mla_portable.contracts.rules import check_cache, check_dense, check_disjoint, check_tensor, shape_of
-from mla_portable.contracts.values import check_scale, describe, refuse
+from mla_portable.contracts.values import check_scale, describe, refuse, rounded_rows
 from mla_portable.dispatch import find
 from mla_portable.layouts import KV
 from mla_portable.primitives._attention import attend
@@ -144,7 +144,9 @@ def check(
         read = {"q": q, "kv_cache": kv_cache, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
         check_disjoint(where, {"out": out, "lse_out": lse_out}, read, scratch)
     uneven, with_lengths, with_sink = bool(apart % layout.row_width), lengths is not None, attn_sink is not None
-    return layout.name, num_heads, topk, block_size, query_len, alignment, uneven, with_lengths, with_sink, True
+    # a schedule was planned for the implementation that serves every number of rows
+    rows = None if schedule is not None else rounded_rows(batch * query_len)
+    return layout.name, num_heads, topk, block_size, query_len, alignment, uneven, with_lengths, with_sink, True, rows
 
 
 @isolated
@@ -197,10 +199,11 @@ SPARSE_DECODE: Final = Primitive[SparseDecode](
         "lengths",
         "attn_sink",
         "lse",
+        "rows",
     ),
     results=("out", "lse"),
     cache=KV,
-    stated=("scale_format", "rows", "batch_invariant"),
+    stated=("scale_format", "batch_invariant"),
     reference=reference,
     reference_float32=partial(reference, dtype=torch.float32),
 )

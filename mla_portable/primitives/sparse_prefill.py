@@ -19,7 +19,7 @@ from mla_portable.contracts.rules import (
     rows_alignment,
     shape_of,
 )
-from mla_portable.contracts.values import check_scale, refuse
+from mla_portable.contracts.values import check_scale, refuse, rounded_rows
 from mla_portable.dispatch import find
 from mla_portable.layouts import KV, layout_of
 from mla_portable.primitives._attention import attend
@@ -136,7 +136,8 @@ def check(
         read = {"q": q, "kv": kv, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
         check_disjoint(where, {"out": out, "lse_out": lse_out}, read)
     uneven, with_lengths, with_sink = bool(apart % layout.row_width), lengths is not None, attn_sink is not None
-    return layout.name, num_heads, topk, block_size, alignment, uneven, with_lengths, with_sink, True
+    rows = rounded_rows(num_tokens)
+    return layout.name, num_heads, topk, block_size, alignment, uneven, with_lengths, with_sink, True, rows
 
 
 @isolated
@@ -164,10 +165,21 @@ def reference(
 SPARSE_PREFILL: Final = Primitive[SparsePrefill](
     "sparse_prefill",
     module=__name__,
-    facts=("kv_layout", "num_heads", "topk", "block_size", "cache_alignment", "uneven_blocks", "lengths", "attn_sink", "lse"),
+    facts=(
+        "kv_layout",
+        "num_heads",
+        "topk",
+        "block_size",
+        "cache_alignment",
+        "uneven_blocks",
+        "lengths",
+        "attn_sink",
+        "lse",
+        "rows",
+    ),
     results=("out", "lse"),
     cache=KV,
-    stated=("scale_format", "rows", "batch_invariant"),
+    stated=("scale_format", "batch_invariant"),
     reference=reference,
     reference_float32=partial(reference, dtype=torch.float32),
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.rules import check_disjoint, check_tensor, shape_of
-from mla_portable.contracts.values import INT32_MAX, check_count
+from mla_portable.contracts.values import INT32_MAX, check_count, rounded_rows
 from mla_portable.dispatch import find
 from mla_portable.primitives._reference import isolated
 
@@ -70,7 +70,7 @@ def check(logits: Tensor, row_starts: Tensor, row_ends: Tensor, topk: int, out: 
         check_tensor(where, "out", out, int32, (num_rows, topk), device, "[T, K]")
         read = {"logits": logits, "row_starts": row_starts, "row_ends": row_ends}
         check_disjoint(where, {"out": out}, read)
-    return (topk,)
+    return topk, rounded_rows(num_rows)
 
 
 @isolated
@@ -97,7 +97,7 @@ def reference(logits: Tensor, row_starts: Tensor, row_ends: Tensor, *, topk: int
 TOPK_SELECT: Final = Primitive[TopkSelect](
     "topk_select",
     module=__name__,
-    facts=("topk",),
+    facts=("topk", "rows"),
     results=("out",),
     reference=reference,
 )

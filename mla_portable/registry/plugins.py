@@ -13,8 +13,8 @@ from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
 from mla_portable.registry.faults import first_line
 from mla_portable.registry.limits import DEFAULT_SECONDS
 from mla_portable.registry.names import CORE_MODULE
+from mla_portable.registry.plugin_sources import HOOK, PluginSource, call_hook
 from mla_portable.registry.registrar import StagingRegistrar, Taken
-from mla_portable.registry.sources import HOOK, PluginSource, call_hook
 
 
 @dataclass(frozen=True, slots=True)

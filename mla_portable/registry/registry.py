@@ -38,11 +38,11 @@ from mla_portable.registry.faults import PluginRaised, blame, contained, first_l
 from mla_portable.registry.limits import DEFAULT_SECONDS, plugin_timeout, running
 from mla_portable.registry.machine import Machine
 from mla_portable.registry.names import REFERENCE, check_backend
+from mla_portable.registry.plugin_sources import given_plugins, installed_plugins
 from mla_portable.registry.plugins import PluginReport, load_plugins
 from mla_portable.registry.policy import ARGUMENT, KnownNames, Policy, Rule, active_rules, check_names, disabled_plugins
 from mla_portable.registry.probe import ProbeReport
 from mla_portable.registry.select import CostTable, decide
-from mla_portable.registry.sources import given_plugins, installed_plugins
 from mla_portable.registry.tuned import TunedConfigurations
 from mla_portable.registry.variables import check_variables, set_variables
 

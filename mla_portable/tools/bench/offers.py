@@ -10,10 +10,10 @@ from typing import Any, Generic, TypeVar
 
 from mla_portable.contracts import Baseline, Tunable
 from mla_portable.registry.faults import first_line
+from mla_portable.registry.plugin_sources import given_plugins, installed_plugins
 from mla_portable.registry.plugins import collect
 from mla_portable.registry.policy import disabled_plugins
 from mla_portable.registry.registrar import Taken
-from mla_portable.registry.sources import given_plugins, installed_plugins
 
 T = TypeVar("T")
 Plugins = Iterable[tuple[str, object]]
