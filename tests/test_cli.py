@@ -279,6 +279,75 @@ def test_conform_passes_and_records(tmp_path):
     }
 
 
+# ---------------------------------------------------------------------- the process
+
+
+def in_a_shell(line: str) -> subprocess.CompletedProcess[str]:
+    """`line`, in which MLA is the command."""
+    environment = os.environ | {"MLA": f"{sys.executable} -m mla_portable"}
+    return subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True)
+
+
+FULL = "mla-portable: write error: No space left on device\n"
+CLOSED = "mla-portable: stdout is closed, and results are written there\n"
+STREAMS = {
+    "$MLA --version >/dev/full": FULL,
+    "$MLA --help >/dev/full": FULL,
+    "$MLA matrix >/dev/full": FULL,
+    "$MLA matrix --json >/dev/full": FULL,
+    "$MLA --version >&-": CLOSED,
+    "$MLA matrix >&-": CLOSED,
+    "$MLA matrix --json >&-": CLOSED,
+    "$MLA matrix >&- 2>&-": "",
+    "$MLA explain sparse_decode --tp 3 2>/dev/full": "",
+}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the platform has no /dev/full")
+@pytest.mark.parametrize(("line", "message"), STREAMS.items(), ids=STREAMS)
+def test_results_that_cannot_be_written_are_a_line_and_a_failure(line: str, message: str):
+    done = in_a_shell(line)
+    assert done.returncode != 0 and done.stderr == message
+
+
+@pytest.mark.parametrize("words", ["--version", "matrix --device h200", "matrix --json"])
+def test_a_command_without_stderr_gives_its_results(words: str):
+    done = in_a_shell(f"$MLA {words} 2>&-")
+    assert done.returncode == 0 and done.stdout == in_a_shell(f"$MLA {words}").stdout != ""
+
+
+def test_files_do_not_take_the_place_of_closed_streams():
+    code = "from mla_portable.tools.cli.process import open_streams; open_streams(); print(open('/dev/null').fileno())"
+    done = subprocess.run(["bash", "-c", f'exec "{sys.executable}" -c "{code}" <&- 2>&-'], capture_output=True, text=True)
+    assert int(done.stdout) > 2
+
+
+@pytest.mark.parametrize("kind", ["Panic('odd \\x1b[2J text')", "OSError(28, 'full \\x1b[2J', 'table.json')", "SystemExit(3)"])
+def test_what_nothing_has_handled_is_a_traceback_that_steers_no_terminal(kind: str):
+    code = (
+        "from mla_portable.tools.cli.process import guarded\nclass Panic(BaseException): pass\n"
+        f"def work(): raise {kind}\nguarded(work)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if "SystemExit" in kind:
+        assert (done.returncode, done.stderr) == (3, "")
+        return
+    assert done.returncode == 1 and done.stderr.startswith("Traceback") and r"\x1b[2J" in done.stderr
+    assert "\x1b" not in done.stderr
+
+
+def test_a_panic_is_a_document_too(monkeypatch: pytest.MonkeyPatch):
+    class Panic(BaseException):
+        pass
+
+    def panics(*arguments: object, **options: object) -> None:
+        raise Panic("odd")
+
+    monkeypatch.setattr(Registry, "decide", panics)
+    answer = document("explain", "merge_states", code=1)
+    assert answer == {"ok": False, "error": {"type": "Panic", "message": "odd"}}
+
+
 EARLY = {
     "explain sparse_dekode": "sparse_decode",
     "explain sparse_decode --layout fp4": "fp8_ds_mla",

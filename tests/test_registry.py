@@ -362,5 +362,5 @@ def test_each_question_names_what_it_cannot_be_asked_about(method: str, asked: A
 def test_a_choice_wants_a_request():
     reg = registry(Vendor("fast"))
     for ask in (reg.bind, reg.select, reg.decide):
-        with pytest.raises(InvalidArgument, match="request: got None, expected a mla_portable.contracts.Request"):
+        with pytest.raises(InvalidArgument, match=r"request: got None, expected a mla_portable\.contracts\.Request"):
             ask(None)

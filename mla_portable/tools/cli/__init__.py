@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from mla_portable.tools.cli.process import open_streams
+
 __all__ = ["main"]
 
 _EXTRA = ("jinja2", "pydantic", "rich", "typer")
@@ -10,6 +12,7 @@ _EXTRA = ("jinja2", "pydantic", "rich", "typer")
 
 def main() -> None:
     """Entry point of `mla-portable`. Raises: SystemExit with what to install where the extra is missing."""
+    open_streams()
     try:
         from mla_portable.tools.cli.app import main as run
     except ModuleNotFoundError as error:

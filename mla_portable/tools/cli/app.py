@@ -14,7 +14,7 @@ from mla_portable.tools.cli.doctor import doctor
 from mla_portable.tools.cli.explain import explain
 from mla_portable.tools.cli.kernels import tune
 from mla_portable.tools.cli.matrix import matrix
-from mla_portable.tools.cli.output import close_stdout
+from mla_portable.tools.cli.process import guarded
 from mla_portable.tools.cli.step import run
 
 app = typer.Typer(
@@ -48,7 +48,4 @@ def options(
 
 def main() -> None:
     """Entry point of `mla-portable`."""
-    try:
-        app()
-    finally:
-        close_stdout()
+    guarded(app)

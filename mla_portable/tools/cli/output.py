@@ -64,12 +64,15 @@ class Output:
         self.text(json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
 
     def text(self, value: str) -> None:
-        """Write a result as it is. Raises: typer.Exit where the reader has closed the pipe."""
+        """Write a result as it is. Raises: typer.Exit where it cannot be written; without a word if its reader has gone."""
         self.rest()
         try:
             self._stream.write(value)
             self._stream.flush()
         except BrokenPipeError:
+            raise typer.Exit(EXIT_FAILED) from None
+        except OSError as error:
+            self.note(f"mla-portable: write error: {error.strerror}")
             raise typer.Exit(EXIT_FAILED) from None
 
     def show(self, *renderables: RenderableType) -> None:
@@ -125,15 +128,15 @@ def command(*, as_json: bool, doing: str = "loading torch and plugins") -> Gener
         output.busy(doing)
         try:
             yield output
-        except (typer.Exit, typer.BadParameter):
+        except (typer.Exit, typer.BadParameter, SystemExit, KeyboardInterrupt):
             raise
         except (MLAPortableError, SourceNotFound) as error:
             _failure(output, error)
             raise typer.Exit(EXIT_USAGE if isinstance(error, InvalidArgument) else EXIT_FAILED) from error
-        except Exception as error:
+        except BaseException as error:  # a panic of an extension module is no Exception
             if not as_json:
                 raise
-            traceback.print_exc(file=sys.stderr)
+            output.note(_printable(traceback.format_exc()))
             _failure(output, error)
             raise typer.Exit(EXIT_FAILED) from error
         finally:
@@ -167,26 +170,18 @@ def _results_alone(*, redirect: bool) -> Generator[TextIO]:
         try:
             yield stream
         finally:
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(OSError):  # the error that writing met already
                 stream.close()
 
 
-def close_stdout() -> None:
-    """Send to stderr what writes to stdout from here to the end of the process, such as a plugin's exit handler."""
-    stdout: TextIO | None = getattr(sys, "stdout", None)
-    if stdout is None:  # the process was started without one
-        return
-    target = 2
-    try:
-        stdout.flush()
-    except BrokenPipeError:  # its reader has gone, and Python would try again
-        target = os.open(os.devnull, os.O_WRONLY)
-    with contextlib.suppress(OSError):  # the process has no stderr
-        os.dup2(target, 1)
+def _printable(text: str) -> str:
+    from mla_portable.contracts.values import printable
+
+    return printable(text)
 
 
-def _failure(output: Output, error: Exception) -> None:
-    output.note(f"{type(error).__name__}: {error}")
+def _failure(output: Output, error: BaseException) -> None:
+    output.note(_printable(f"{type(error).__name__}: {error}"))
     if output.as_json:
         output.document({"ok": False, "error": {"type": type(error).__name__, "message": str(error)}})
 
