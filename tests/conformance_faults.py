@@ -33,7 +33,8 @@ class Model:
 
     def implementation(self, primitive: Primitive, **limits) -> Implementation:
         layouts = {"kv": ("bf16", "fp8_ds_mla"), "index": ("index_bf16", "index_fp8")}.get(primitive.cache, ())
-        support = Support(source="a test", **({"device_types": ("cpu",), "kv_layouts": layouts} | limits))
+        declared = {"device_types": ("cpu",), "kv_layouts": layouts, "context_parallel": str(primitive) == "indexer_select"}
+        support = Support(source="a test", **(declared | limits))
         return Implementation("model.torch", primitive, support, bind=lambda request: getattr(self, str(primitive)))
 
     def facts(self, device) -> DeviceFacts:
@@ -270,9 +271,14 @@ class Model:
                 inside &= logits[row] > -math.inf
             places = column[inside]
             order = logits[row, places].nan_to_num(nan=-math.inf).add(0.0)
+            if "ranks -0.0 below 0.0" in self.faults:
+                order = order - 1e-30 * (logits[row, places].eq(0) & logits[row, places].signbit())
             if "takes later ties" in self.faults:
                 places, order = places.flip(0), order.flip(0)
             best = places[order.sort(descending=True, stable=True).indices[:topk]].sort().values
+            if "loses count of ties" in self.faults and len(places) > 4096:  # of those before a tile without any
+                equal = places[order == order.max()]
+                best = equal[equal >= 8192][:topk] if len(equal) > 4096 else best
             offset = 0 if "counts from column 0" in self.faults else start
             found[row, : len(best)] = (best - offset).int()
         return found
@@ -309,6 +315,10 @@ class Model:
         if "32-bit addresses" in self.faults:
             address = (blocks * size * width + 2**31) % 2**32 - 2**31
             blocks = torch.where(address == blocks * size * width, blocks, 0)
+        if "reads the block behind the cache" in self.faults:
+            index_cache = index_cache.as_strided(
+                (len(index_cache) + 1, size, width), index_cache.stride(), index_cache.storage_offset()
+            )
         pages = self._pages(index_cache)[blocks]
         if width == 128:
             return pages.reshape(-1, 128).float()
@@ -327,8 +337,16 @@ class Model:
             return (weights[:, None] * dots).relu().sum(dim=0)
         return (weights[:, None] * (dots if "no relu" in self.faults else dots.relu())).sum(dim=0)
 
-    def _index_rows(self, q, weights, index_cache, query_start_loc, seq_lens, block_table):
-        """Of each token that has a request: the token, which of the positions that it sees have a key, and their scores."""
+    def _owned(self, length, size, rank, interleave):
+        """Own tokens among the first `length` of a sequence."""
+        rounds, rest = divmod(length, size * interleave)
+        rest = max(rest - rank * interleave, 0)
+        return rounds * interleave + (rest if "owns the rest of a round" in self.faults else min(rest, interleave))
+
+    def _index_rows(
+        self, q, weights, index_cache, query_start_loc, seq_lens, block_table, dcp_size=1, dcp_rank=0, interleave=1
+    ):
+        """Of each token that has a request: the token, which of the own positions that it sees have a key, their scores."""
         num_blocks, size, _ = index_cache.shape
         starts, known = query_start_loc.tolist(), {}
         if "counts tokens from the first start" in self.faults:
@@ -342,17 +360,19 @@ class Model:
             request = owners[-1] if owners else len(seq_lens) - 1
             if request not in known:
                 block = block_table[request].long()
-                there = (block >= 0) & (block < num_blocks)
+                behind = 1 if "reads the block behind the cache" in self.faults else 0
+                there = (block >= 0) & (block < num_blocks + behind)
                 keys = self._index_keys(index_cache, torch.where(there, block, 0))
                 known[request] = keys, (there | ("believes the table" in self.faults)).repeat_interleave(size)
             keys, there = known[request]
-            length = min(max(int(seq_lens[request]), 0), len(keys))
+            reach = len(keys) * (1 if "reaches its own share" in self.faults else dcp_size)
+            length = min(max(int(seq_lens[request]), 0), reach)
             seen = length - (starts[request + 1] - 1 - token)
             if "looks ahead" in self.faults:
                 seen = length
             if "drops the last position" in self.faults:
                 seen -= 1
-            seen = max(seen, 0)
+            seen = self._owned(max(seen, 0), dcp_size, dcp_rank, interleave)
             yield token, there[:seen], self._scores(q[token], weights[token], keys[:seen])
 
     def indexer_logits(self, *arguments, out):
@@ -375,15 +395,19 @@ class Model:
             out[token] = torch.where(inside, self._scores(q[token], weights[token], values), -math.inf)
         return out
 
-    def indexer_select(self, *arguments, topk, out=None):
+    def indexer_select(self, *arguments, topk, dcp_size=1, dcp_rank=0, interleave=1, out=None, scores_out=None):
         found = torch.full((arguments[0].shape[0], topk), -1, dtype=torch.int32)
-        for token, there, scores in self._index_rows(*arguments):
+        if scores_out is not None:
+            scores_out.fill_(-math.inf)
+        for token, there, scores in self._index_rows(*arguments, dcp_size, dcp_rank, interleave):
             place = (there & (scores > -math.inf)).nonzero()[:, 0]
             order = scores[place].argsort(descending="takes the lowest" not in self.faults, stable=True)[:topk]
             best = place[order]
             if "leaves positions unsorted" not in self.faults:
                 best = best.sort().values
-            found[token, : len(best)] = best.int()
+            found[token, : len(best)] = ((best // interleave * dcp_size + dcp_rank) * interleave + best % interleave).int()
+            if scores_out is not None:
+                scores_out[token, : len(best)] = scores[best]
         if "leaves rows of nobody" in self.faults and out is not None:
             found = torch.where((found >= 0).any(dim=1, keepdim=True), found, out)
         return self._give(found, out)

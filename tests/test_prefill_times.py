@@ -63,6 +63,12 @@ def test_the_faster_way_is_taken_where_both_were_timed(tokens: int, rows: int, g
     assert times.gathers(tokens, rows) is gathers
 
 
+@pytest.mark.parametrize(("in_place", "gathered"), [(4, 16), (16, 4)])
+def test_nothing_is_gathered_for_fewer_tokens_than_either_way_was_timed_for(in_place: int, gathered: int):
+    times = PrefillTimes(Times({in_place: 99.0}), Times({gathered: 1.0}), Times({8: 1.0}))
+    assert [times.gathers(tokens, 8) for tokens in (3, 4, 15, 16)] == [False, False, False, True]
+
+
 @pytest.mark.parametrize("workspace", [64, 32])
 @pytest.mark.parametrize("name", BATCHES)
 def test_both_ways_in_one_step_agree_with_the_oracle(name: str, workspace: int):

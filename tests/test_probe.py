@@ -357,6 +357,15 @@ def test_the_same_symptom_in_every_case_is_told_once():
     assert report.stage == "bind"
 
 
+def test_a_library_that_exits_is_at_fault_itself():
+    """In bind or in a call, the process of the user goes on."""
+    for bind, stage in ((lambda request: exit("no licence"), "bind"), (lambda request: lambda *a, **k: exit(3), "compute")):
+        made = Implementation("faulty.v1", DECODE, candidate(DECODE, max).support, bind=bind)
+        report = probe(made)
+        assert (report.ok, report.stage) == (False, stage)
+        assert f"{stage} raised SystemExit: " in symptoms(report)
+
+
 # Checks
 
 

@@ -16,6 +16,7 @@ from mla_portable.contracts import DeviceFacts, Primitive, Request
 from mla_portable.layouts import LAYOUTS, index_query_dtype
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT, TOPK_SELECT
 from mla_portable.primitives import _select_in_parts as parts
+from mla_portable.tools.conformance.poison import poisoned
 from mla_portable_triton import bind_indexer
 from mla_portable_triton.kernels import index_keys, indexer_cache_write, indexer_logits, indexer_logits_ragged
 from mla_portable_triton.kernels import topk_select as topk
@@ -181,6 +182,19 @@ def test_scores_have_all_scratch_where_another_topk_is_chosen(monkeypatch: pytes
     monkeypatch.setattr(parts, "SCRATCH_BYTES", (1 << 10) + 4 * 4 * (width + 2))
     bound(INDEXER_SELECT)(*arguments, topk=3)
     assert seen == [4, 4]
+
+
+@pytest.mark.parametrize(("length", "k", "held"), [(9_000, 64, topk.SHORT), (12_000, 4_096, 2 * topk.SHORT)])
+@pytest.mark.parametrize("more", [0, 1])
+def test_as_many_candidates_as_scratch_holds_and_one_more(length: int, k: int, held: int, more: int):
+    """Scores that are all above the guess or all below. With one more than fits nothing is kept, and scratch holds poison."""
+    assert topk.candidates(length, k) == held
+    logits = torch.full((1, length), -1.0)
+    logits[0, torch.randperm(length, generator=torch.Generator().manual_seed(k))[: held + more]] = 1.0
+    starts, ends = int32([0]), int32([length])
+    with poisoned():
+        got = bound(TOPK_SELECT, None)(logits, starts, ends, topk=k)
+    assert torch.equal(got, oracle.topk_select(logits, starts, ends, topk=k))
 
 
 def test_a_key_that_is_nan_is_never_chosen():

@@ -266,6 +266,9 @@ def test_where_the_table_is():
     assert table_path({"XDG_CONFIG_HOME": "/home"}) == Path("/home/mla-portable/tuned.json")
     assert table_path({"MLA_PORTABLE_TUNED": " ", "HOME": "/me"}) == Path("/me/.config/mla-portable/tuned.json")
     assert table_path({"MLA_PORTABLE_TUNED": "~/y.json"}) == Path.home() / "y.json"
+    both = {"XDG_CONFIG_HOME": "/config", "HOME": "/me"}
+    assert table_path(both) == Path("/config/mla-portable/tuned.json")
+    assert table_path(both | {"XDG_CONFIG_HOME": " "}) == Path("/me/.config/mla-portable/tuned.json")
     assert table_path({}) is None
 
 

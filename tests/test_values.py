@@ -190,3 +190,26 @@ def test_reasons_of_a_declaration_against_a_request(declared: dict[str, Any], as
     reasons = support(device_types=("cpu",), **declared).reasons(request(**asked))
     assert [reason.subject for reason in reasons] == subjects
     assert all(reason.remedy for reason in reasons if reason.subject in ("cache_alignment", "uneven_blocks", "batch_invariant"))
+
+
+LIMITS = {
+    "max_topk": ("topk", 512),
+    "max_heads": ("num_heads", 48),
+    "max_query_len": ("query_len", 3),
+    "topk_multiple": ("topk", 64),
+    "block_size_multiple": ("block_size", 16),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_limit_itself_is_supported_and_nothing_above_it(limit: str):
+    field, most = LIMITS[limit]
+    declared = support(device_types=("cpu",), **{limit: most})
+    assert declared.reasons(request(**{field: most})) == ()
+    (reason,) = declared.reasons(request(**{field: most + 1}))
+    assert reason.subject == field and reason.given == str(most + 1) and str(most) in reason.limit
+
+
+def test_padded_heads_are_supported_up_to_the_largest():
+    declared = support(device_types=("cpu",), padded_heads=(16, 64))
+    assert [bool(declared.reasons(request(num_heads=heads))) for heads in (1, 16, 63, 64, 65)] == [False] * 4 + [True]

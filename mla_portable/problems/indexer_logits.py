@@ -61,7 +61,7 @@ class IndexerLogitsParams(PageParams):
     primitive = INDEXER_LOGITS
     says = (
         "{kv}! {scale_format} h{heads}! b{block_size}! {batch}! tail{tail} starts_{starts} table_{table} {width} "
-        "in{inputs} out{outputs} {blocks}"
+        "in{inputs} out{outputs} {blocks} stale{stale}"
     )
     width: str = "exact"
 

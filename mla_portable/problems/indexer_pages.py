@@ -18,7 +18,15 @@ from mla_portable.problems.base import STRENGTH, Params
 from mla_portable.problems.compare import Tolerance
 from mla_portable.problems.draw import PAIR_BLOCK, generator, paged, shuffled, vast
 from mla_portable.problems.exact import INT32_MIN, e4m3_values
-from mla_portable.problems.shapes import block_sizes, can_capture, can_hold_vast, heads, storage_asked, storages
+from mla_portable.problems.shapes import (
+    block_sizes,
+    can_capture,
+    can_hold_vast,
+    heads,
+    one_storage_each,
+    storage_asked,
+    storages,
+)
 from mla_portable.problems.stage import Stage
 
 P = TypeVar("P", bound="PageParams")
@@ -33,6 +41,8 @@ SHARES: Final = {
     "last_of_8": (8, 7),
     "middle_of_3": (3, 1),
     "last_of_2_by_block": (2, 1),
+    "first_of_3": (3, 0),
+    "first_of_2_by_block": (2, 0),
 }
 """Size and rank of a ContextShare, in runs of one token or of a block; all but "none" ask for `context_parallel`."""
 SCORES: Final = {
@@ -99,16 +109,20 @@ class PageParams(Params):
         kv, scale_format, heads, block_size: layout of the index cache; H.
         batch: "decode", one token a request; "prefill", several, on and next to the borders of blocks; "chunk", dozens;
             "long", contexts of thousands; "overlong", more tokens than context, a length past the table and a negative one;
-            "empty", requests without tokens or context; "none", no tokens at all; "published", one request of 4 tokens and no
-            context, as in InfiniCore's test test/infinicore/ops/dsa.py; "ragged", that of a probe: weights of one sign in each
-            row, `ragged_blocks` blocks.
+            "full", several tokens of contexts as long as what the table reaches, and longer; "empty", requests without tokens
+            or context; "none", no tokens at all; "published", one request of 4 tokens and no context, as in InfiniCore's test
+            test/infinicore/ops/dsa.py; "ragged", that of a probe: weights of one sign in each row, `ragged_blocks` blocks.
         share: "none", or the rank whose share the cache holds: one of SHARES.
         tail: tokens of no request after the last one's.
         starts: "zero", the first request starts at token 0; "late", two tokens of no request come before it; "outside", it
             starts at token -1, and the last one ends after the last token.
-        table: "plain"; "holes", negative entries and blocks past the cache; "near", past it by little.
+        table: "plain"; "holes", negative entries and blocks past the cache; "near", the block behind the cache and the one
+            before it, in turn, for the second and third block of a request.
         inputs: "packed" or "views" of wider tensors; so are outputs. blocks: "packed"; "strided"; of a single request: "pair",
             two that lie apart; "address", four on both sides of element 2**31 of a cache.
+        stale: what no request owns holds keys, as it does in an engine, instead of NaN.
+
+    The cache is a part of a larger one: the blocks before and behind it hold keys, those of others.
     """
 
     asks = "kv_layout=kv num_heads=heads block_size scale_format"
@@ -124,6 +138,7 @@ class PageParams(Params):
     inputs: str = "packed"
     outputs: str = "packed"
     blocks: str = "packed"
+    stale: bool = False
 
     @property
     def held(self) -> ContextShare:
@@ -133,7 +148,7 @@ class PageParams(Params):
     @property
     def ragged_blocks(self) -> int:
         """Columns of the block table of "ragged"."""
-        return 3
+        return 4
 
     def _batch(self, columns: int) -> list[tuple[int, int]]:
         """(query tokens, length) of each request."""
@@ -146,12 +161,22 @@ class PageParams(Params):
             "chunk": [(40, 130), (33, 33), (1, FEW), (7, 300)],
             "long": [(1, _LONG), (2, 2500), (1, 5)],
             "overlong": [(4, 2), (2, reach + 9), (1, -5), (2, INT32_MIN)],
+            "full": [(9, reach), (7, reach + 9)],
             "empty": [(0, FEW), (2, 0), (0, 0), (1, 1)],
             "none": [(0, 0), (0, FEW)],
             "published": [(4, 4)],
             "ragged": [(3, reach - block + min(3, block)), (1, 1)],
         }
         return kinds[self.batch]
+
+    def _store(self, cache: Tensor, block: Tensor, at: Tensor, g: torch.Generator) -> None:
+        """Write random keys to rows `at` [n] of blocks [n] of a cache."""
+        layout = LAYOUTS[self.kv]
+        keys = torch.randn(len(block), INDEX_HEAD_SIZE, generator=g)
+        rows, parts = layout.pack(keys, keys[:, :0], self.scale_format).to(cache.device), layout.parts(cache)
+        widths = [part.shape[2] for part in parts]
+        for part, values in zip(parts, rows.split(widths, dim=1), strict=True):
+            part[block.to(cache.device), at.to(cache.device)] = values
 
     def pages(self, seed: int, stage: Stage) -> Pages:
         """The arguments of a call."""
@@ -180,19 +205,19 @@ class PageParams(Params):
             table = shuffled(num_blocks, g)[:owned].view(len(batch), columns).to(torch.int32)
             # four rows: a multiple of 16 bytes where a block is one, as kernels require that copy blocks by descriptors
             gap = 0 if self.blocks == "packed" else 4 * layout.row_bytes
-            cache = paged(layout.dtype, layout.row_width, num_blocks, block_size, gap_bytes=gap).view  # NaN
-        parts = layout.parts(cache)
+            larger = paged(layout.dtype, layout.row_width, num_blocks + 2, block_size, gap_bytes=gap).view  # NaN
+            cache = larger[1:-1]
+            others = torch.arange(num_blocks + 2) if self.stale else torch.tensor([0, num_blocks + 1])
+            place = torch.arange(block_size).repeat(len(others))
+            self._store(larger, others.repeat_interleave(block_size), place, generator(seed ^ 1))
         for request, length in enumerate(lengths):
             position = torch.arange(share.length(min(max(length, 0), columns * block_size * share.size)))
-            keys = torch.randn(len(position), INDEX_HEAD_SIZE, generator=g)
-            rows = layout.pack(keys, keys[:, :0], self.scale_format).to(cache.device)
-            block, at = table[request, position // block_size].long(), position % block_size
-            widths = [part.shape[2] for part in parts]
-            for part, values in zip(parts, rows.split(widths, dim=1), strict=True):
-                part[block.to(cache.device), at.to(cache.device)] = values
+            self._store(cache, table[request, position // block_size].long(), position % block_size, g)
         num_blocks = cache.shape[0]
         if self.table == "near":
-            table[0, 1], table[1, 1], table[1, 2] = -1, num_blocks, -1
+            beside = torch.tensor([num_blocks, -1], dtype=torch.int32)
+            for column in (1, 2)[: columns - 1]:
+                table[:, column] = beside[(torch.arange(len(batch)) + column) % 2]
         elif self.table == "holes":
             for i, bad in enumerate((-1, num_blocks, INT32_MIN, num_blocks + 114514)):
                 table.view(-1)[i::7] = bad
@@ -255,9 +280,12 @@ def page_params(
         sizes = {"heads": axes["heads"][-1], "block_size": axes["block_size"][-1]}
         base = kind(kv=kv, scale_format=scale_format, **sizes, **plain)
         fewer = replace(base, **few)
+        fewest = replace(fewer, heads=axes["heads"][0])
         yield from (replace(base, starts=starts) for starts in ("late", "outside"))
         yield replace(fewer, batch="chunk", tail=1)
         yield replace(base, batch="long", tail=1)
+        if (kv, scale_format) in one_storage_each(axes["storage"]):
+            yield from (replace(fewest, stale=True), replace(fewest, table="near"))
         if base.block_size >= PAIR_BLOCK:
             yield replace(fewer, blocks="pair")
         if can_hold_vast(kv, facts, level):
@@ -267,7 +295,7 @@ def page_params(
 
 
 def page_of_request(kind: type[P], request: Request, **own: Any) -> P:
-    """What a probe takes: every block counts, one of them is missing."""
+    """What a probe takes: every block counts, two of them are missing."""
     storage, sizes = storage_asked(request, INDEX_BF16, "amax"), (request.num_heads or 1, request.block_size or 1)
     return kind(**storage, heads=sizes[0], block_size=sizes[1], batch="ragged", tail=1, table="near", **own)
 

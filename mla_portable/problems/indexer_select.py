@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -18,10 +18,12 @@ from mla_portable.problems.base import Problems
 from mla_portable.problems.bench import Bench
 from mla_portable.problems.compare import BITS, Finding, Tolerance, limit_of
 from mla_portable.problems.indexer_bench import make_select, shape_of_case
-from mla_portable.problems.indexer_pages import SCORES, SHARES, PageParams, format_of, page_of_request, page_params, scored
-from mla_portable.problems.shapes import accepted, block_sizes, heads, storages, topks
+from mla_portable.problems.indexer_pages import SCORES, PageParams, format_of, page_of_request, page_params, scored
+from mla_portable.problems.shapes import accepted, block_sizes, heads, one_storage_each, storages, topks
 from mla_portable.problems.stage import Guarded, Problem, Results, Stage
 
+_SHARES: Final = ("none", "whole", "first_of_2", "last_of_8", "middle_of_3", "last_of_2_by_block")
+"""Shares that meet every other value; the rest of `indexer_pages.SHARES` has cases of its own."""
 TOLERANCES: Final = {
     ("any", "order"): BITS,
     **{
@@ -117,15 +119,15 @@ class IndexerSelectParams(PageParams):
     primitive = INDEXER_SELECT
     says = (
         "{kv}! {scale_format} h{heads}! b{block_size}! k{topk}! {batch}! share_{share} tail{tail} starts_{starts} "
-        "table_{table} in{inputs} out_{outputs} {blocks}"
+        "table_{table} in{inputs} out_{outputs} {blocks} stale{stale}"
     )
     asks = f"{PageParams.asks} topk context_parallel=share"
     topk: int
 
     @property
     def ragged_blocks(self) -> int:
-        """So many that tokens see more than K keys, one block of which is missing."""
-        return 3 + -(-self.topk // self.block_size)
+        """So many that tokens see more than K keys, two blocks of which are missing."""
+        return 4 + -(-self.topk // self.block_size)
 
     def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
         """See Params."""
@@ -158,21 +160,27 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     if facts.device_type == "cpu":
         widths = [topk for topk in widths if topk <= 128]
     shared = True in accepted(implementation, facts, "context_parallel", [True])
-    shares = list(SHARES) if shared else ["none"]
+    shares = list(_SHARES) if shared else ["none"]
     axes: dict[str, list[Any]] = {"share": shares, "topk": widths, "outputs": ["fresh", "packed", "views"]}
     plain, few = {"topk": widths[-1]}, {"topk": widths[:2][-1]}
     yield from page_params(IndexerSelectParams, implementation, facts, level, axes, plain=plain, few=few)
     if shared and level != "smoke":
-        tokens, many = block_sizes(implementation, facts, level)[-1], heads(implementation, facts, level)[-1]
+        tokens, each = block_sizes(implementation, facts, level)[-1], heads(implementation, facts, level)
+        fewest, many = each[0], each[-1]
         sizes: dict[str, Any] = {"heads": many, "block_size": tokens, **few}
         for kv, scale_format in storages(implementation):
             for batch, share in (("long", "middle_of_3"), ("chunk", "last_of_2_by_block")):
                 yield IndexerSelectParams(kv=kv, scale_format=scale_format, **sizes, batch=batch, share=share)
+        for kv, scale_format in one_storage_each(storages(implementation)):
+            base = IndexerSelectParams(kv=kv, scale_format=scale_format, **sizes | {"heads": fewest})
+            yield from (replace(base, share=share, stale=True) for share in ("first_of_3", "first_of_2_by_block"))
+            yield replace(base, share="first_of_3", batch="full")
 
 
 def _of_request(request: Request) -> IndexerSelectParams:
-    share = "middle_of_3" if request.context_parallel else "none"
-    return page_of_request(IndexerSelectParams, request, topk=request.topk or 64, share=share)
+    shared = request.context_parallel
+    share = "first_of_3" if shared else "none"  # a first rank owns less of a round than the round has
+    return page_of_request(IndexerSelectParams, request, topk=request.topk or 64, share=share, stale=shared)
 
 
 def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from mla_portable.contracts import DeviceFacts, Implementation, Request
@@ -49,6 +49,11 @@ def storages(implementation: Implementation) -> list[Storage]:
         for name in implementation.layouts
         for scale_format in (support.scale_formats if LAYOUTS[name].is_quantized else (None,))
     ]
+
+
+def one_storage_each(storages: Iterable[Storage]) -> list[Storage]:
+    """The first storage of each layout: for cases in which the scale format makes no difference."""
+    return list({kv: (kv, scale_format) for kv, scale_format in reversed(list(storages))}.values())[::-1]
 
 
 def heads(implementation: Implementation, facts: DeviceFacts, level: str) -> list[int]:

@@ -25,6 +25,8 @@ TOLERANCES: Final = {("any", "out"): BITS}
 ROWS: Final = 6
 LONG: Final = 20_000
 """Scores of a row that no block of threads holds in registers."""
+_FEW_TIES, _MANY_TIES, _TIES_BEHIND = 40, 2_500, 6_000
+"""Equal scores of "parted": a whole tile of 4,096 scores lies between, and they are more than a tile together."""
 
 
 def topk_select(logits: Tensor, row_starts: Tensor, row_ends: Tensor, *, topk: int) -> Tensor:
@@ -50,7 +52,8 @@ class TopkSelectParams(Params):
     Attributes:
         topk: K. length: N.
         scores: "plain"; "ties", few different ones; "equal", all of them; "ascending", the largest last; "holes", -inf, NaN,
-            +inf and zeros of both signs among them; "absent", nothing but -inf.
+            +inf and zeros of both signs among them; "absent", nothing but -inf; "zeros", of both signs, and few others;
+            "parted", the largest, all equal, lie at both ends of a LONG row, at its front fewer than K or more.
         ranges: "whole"; "mixed": ends before K, at K and past N, negative starts, a start past the end, one column.
         inputs, outputs: "packed" or "views"; outputs also "fresh", allocated by the callee.
     """
@@ -80,6 +83,14 @@ class TopkSelectParams(Params):
                 logits[:, i::9] = value
         elif self.scores == "absent":
             logits.fill_(-math.inf)
+        elif self.scores == "zeros":
+            signed = torch.zeros_like(logits).copysign(logits)
+            signed[:, ::50] = logits[:, ::50]
+            logits = signed
+        elif self.scores == "parted":
+            logits.clamp_(max=1)
+            for row in range(ROWS):
+                logits[row, : _FEW_TIES if row % 2 else _MANY_TIES] = logits[row, -_TIES_BEHIND:] = 2
         starts, ends = torch.zeros(ROWS, dtype=torch.int32), torch.full((ROWS,), self.length, dtype=torch.int32)
         if self.ranges == "mixed":
             starts = torch.tensor([0, 3, -7, 5, self.length + 9, 1], dtype=torch.int32)
@@ -118,6 +129,8 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
         return
     base = TopkSelectParams(topk=axes["topk"][-1], length=LONG, ranges="mixed")
     yield from (replace(base, scores=scores) for scores in axes["scores"])
+    yield replace(base, scores="parted")
+    yield TopkSelectParams(topk=widths[0], length=300, scores="zeros")
     if can_capture(implementation, facts):
         yield replace(base, run="graph", outputs="packed")
 
