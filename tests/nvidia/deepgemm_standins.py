@@ -146,16 +146,16 @@ _PAGED = (
     "kv_cache: torch.Tensor, weights: torch.Tensor, context_lens: torch.Tensor, block_table: torch.Tensor, "
     "schedule_meta: torch.Tensor, max_context_len: typing.SupportsInt, clean_logits: bool = False"
 )
-_Q, _QS = "q: torch.Tensor, ", "q: tuple[torch.Tensor, torch.Tensor | None], "
+_Q = "q: tuple[torch.Tensor, torch.Tensor | None], "
 _DTYPE = ", logits_dtype: torch.dtype = torch.float32"
 
 
-def bound_module(name: str, build: Build, *, pairs: bool) -> types.ModuleType:
-    """A pybind11 build. pairs: of 2026, whose queries are (tensor, None)."""
+def bound_module(name: str, build: Build) -> types.ModuleType:
+    """A pybind11 build."""
 
     def values(q: object) -> Tensor:
-        build.need(isinstance(q, tuple) == pairs and (not pairs or q[1] is None), "q")
-        return q[0] if pairs else q
+        build.need(isinstance(q, tuple) and q[1] is None, "q")
+        return q[0]
 
     def ragged(q, kv, weights, starts, ends, clean_logits=True, max_seqlen_k=0):
         build.need(not clean_logits and max_seqlen_k == 0, "clean_logits or max_seqlen_k")
@@ -165,11 +165,12 @@ def bound_module(name: str, build: Build, *, pairs: bool) -> types.ModuleType:
         build.need(not clean_logits, "clean_logits with lengths of two dimensions")
         return build.paged(values(q), pages, weights, lens, table, plan, width)
 
-    module, middle = types.ModuleType(name), "fp4_" if pairs else ""
-    queries, end = (_QS, _DTYPE) if pairs else (_Q, "")
-    for kind, parameters, function in (("", _RAGGED, ragged), ("paged_", _PAGED, paged)):
-        label = f"fp8_{middle}{kind}mqa_logits"
-        setattr(module, label, Bound(label, queries + parameters + end, function))
+    module = types.ModuleType(name)
+    for label, parameters, function in (
+        ("fp8_fp4_mqa_logits", _RAGGED, ragged),
+        ("fp8_fp4_paged_mqa_logits", _PAGED, paged),
+    ):
+        setattr(module, label, Bound(label, _Q + parameters + _DTYPE, function))
     module.get_paged_mqa_logits_metadata = build.schedule
     module.get_num_sms = lambda: build.num_sms
     return module
@@ -194,7 +195,7 @@ def python_module(name: str, build: Build) -> types.ModuleType:
     return module
 
 
-BUILDS = ("deep_gemm 2025", "deep_gemm 2026", "vllm 0.26", "vllm 0.33")
+BUILDS = ("deep_gemm 2026", "vllm 0.26", "vllm 0.33")
 
 
 @contextmanager
@@ -205,7 +206,7 @@ def installed(name: str, **differences: object) -> Iterator[Build]:
     if name == "vllm 0.33":
         module = python_module(path, build)
     else:
-        module = bound_module(path, build, pairs=name != "deep_gemm 2025")
+        module = bound_module(path, build)
     with modules(**{path.replace(".", "__"): module}):
         forget_deepgemm()
         try:

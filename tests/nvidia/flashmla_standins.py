@@ -354,7 +354,6 @@ GENERATIONS: dict[str, tuple[str, dict[str, object]]] = {
     "vllm 0.26": ("vllm", {}),
     "vllm 0.33": ("vllm", {"native": (8, 16, 32)}),
     "sgl_kernel 0.4.5": ("sgl_kernel", {"base_2": True}),
-    "sgl_kernel 0.3": ("sgl_kernel", OLD_PREFILL),
     "sgl_flash_mla": ("sgl_flash_mla", {}),
 }
 
@@ -370,8 +369,6 @@ def installed(generation: str, **differences: object) -> Iterator[Library]:
             stack.enter_context(modules(flash_mla=schedule_object_module("flash_mla", lib, takes_out=True)))
         elif generation == "flash_mla 2025":
             stack.enter_context(modules(flash_mla=tensors_module("flash_mla", lib)))
-        elif generation == "sgl_kernel 0.3":
-            stack.enter_context(modules(sgl_kernel__flash_mla=tensors_module("sgl_kernel.flash_mla", lib)))
         else:
             out, invariant = ", Tensor(c!)? out_", "=None, bool enable_batch_invariant=False"
             namespace, decode, prefill = {

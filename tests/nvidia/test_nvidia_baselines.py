@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashMLA and vLLM called directly, against their stand-ins: right results, and everything that can be prepared is."""
+"""FlashMLA and FlashAttention 3 called directly, against their stand-ins: right results, and all that can be prepared is."""
 
 from __future__ import annotations
 
@@ -12,26 +12,24 @@ import pytest
 import torch
 from flashmla_standins import GENERATIONS, Library, installed, modules
 from simulated_gpu import FACTS
-from vllm_standins import VERSIONS, vllm
 
 import mla_portable_nvidia
 from mla_portable.contracts import Primitive
-from mla_portable.primitives import CACHE_WRITE, CONVERT_INDICES, GATHER_UPCONVERT, SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
 from mla_portable.tools.bench.candidates import baseline_candidates
 from mla_portable.tools.bench.offers import load_baselines
-from mla_portable_nvidia.vllm_baselines import imported_function
+from mla_portable_nvidia.baselines import fa3_function
 
 CPU = torch.device("cpu")
-TRITON_MODULE = "vllm__v1__attention__ops__xpu_mla_sparse"
 
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
     """Every test has modules of its own."""
-    imported_function.cache_clear()
+    fa3_function.cache_clear()
     yield
-    imported_function.cache_clear()
+    fa3_function.cache_clear()
 
 
 def baselines():
@@ -40,18 +38,8 @@ def baselines():
     return found.found
 
 
-def problem(
-    primitive: Primitive,
-    layout: str | None = None,
-    *,
-    heads: int | None = None,
-    rows: int = 3,
-    topk: int = 128,
-    scale_format: str = "pow2",
-):
-    with_topk = primitive not in (GATHER_UPCONVERT, CACHE_WRITE)
-    width = 512 if heads else 0
-    case = KernelCase(primitive, rows, layout, heads, topk if with_topk else None, width, scale_format=scale_format)
+def problem(primitive: Primitive, layout: str, *, heads: int, topk: int = 128):
+    case = KernelCase(primitive, 3, layout, heads, topk, 512, scale_format="pow2")
     return Workshop(CPU, FACTS["sm90"]).make(case)
 
 
@@ -114,27 +102,7 @@ def test_a_baseline_that_is_not_here_says_why():
     assert "supports bf16" in reasons["flashmla.prefill"]
     reasons = why(problem(SPARSE_PREFILL, "bf16", heads=16, topk=96))
     assert "topk 96 (a multiple of 128)" in reasons["flashmla.prefill"]
-    assert "No module named 'vllm" in reasons["vllm.triton_bf16"]
-    assert "not registered" in why(problem(GATHER_UPCONVERT, "fp8_ds_mla", rows=130))["vllm.cp_gather"]
-    assert "supports fp8_ds_mla" in why(problem(CACHE_WRITE, "bf16"))["vllm.concat_and_cache_mla"]
-    assert "No module named 'vllm" in why(problem(CONVERT_INDICES))["vllm.convert"]
-    assert "topk 96 (a multiple of 128)" in why(problem(CONVERT_INDICES, topk=96))["vllm.convert"]
-
-
-def triton_bf16_mla_sparse_interface(q, kv, indices, sm_scale, d_v=512, block_dpe=64):
-    assert kv.shape[1:] == (1, 576) and indices.shape[1] == 1 and indices.shape[2] % 16 == 0 and block_dpe == 64
-    rows = kv[indices[:, 0].long(), 0].float()  # [T, K, 576]
-    scores = torch.einsum("thd,tkd->thk", q.float(), rows) * sm_scale
-    out = torch.einsum("thk,tkd->thd", scores.softmax(dim=2), rows[..., :d_v])
-    return out.bfloat16(), scores.amax(dim=2), scores.logsumexp(dim=2)
-
-
-def test_vllms_triton_kernel_reads_a_cache_as_flat_rows():
-    module = ModuleType(TRITON_MODULE.replace("__", "."))
-    module.triton_bf16_mla_sparse_interface = triton_bf16_mla_sparse_interface
-    with modules(**{TRITON_MODULE: module}):
-        assert timed(problem(SPARSE_PREFILL, "bf16", heads=16))["vllm.triton_bf16"] == []
-        assert timed(problem(SPARSE_DECODE, "bf16", heads=16))["vllm.triton_bf16"] == []
+    assert "No module named 'vllm" in reasons["vllm.flash_attention3"]
 
 
 def flash_attn_varlen_func(
@@ -155,7 +123,7 @@ def flash_attn_varlen_func(
 def test_flash_attention_3_is_called_as_vllm_calls_it(primitive: Primitive):
     made = problem(primitive, "bf16", heads=40)
     assert "No module named 'vllm" in why(made)["vllm.flash_attention3"]
-    imported_function.cache_clear()
+    fa3_function.cache_clear()
     module = ModuleType("vllm.vllm_flash_attn.flash_attn_interface")
     module.flash_attn_varlen_func = flash_attn_varlen_func
     with modules(vllm__vllm_flash_attn__flash_attn_interface=module):
@@ -164,14 +132,3 @@ def test_flash_attention_3_is_called_as_vllm_calls_it(primitive: Primitive):
             assert timed(made)["vllm.flash_attention3"] == []
             assert library.calls == [(3, 40, 128, 0)]
     assert "supports bf16" in why(problem(primitive, "fp8_ds_mla", heads=40))["vllm.flash_attention3"]
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_vllms_operators_of_every_version(version):
-    with vllm(version):
-        assert timed(problem(GATHER_UPCONVERT, "fp8_ds_mla", rows=130)) == {"vllm.cp_gather": []}
-        assert timed(problem(CONVERT_INDICES)) == {"vllm.convert": []}
-        pow2, amax = (problem(CACHE_WRITE, "fp8_ds_mla", scale_format=each) for each in ("pow2", "amax"))
-        same, other = (pow2, amax) if version == "0.33" else (amax, pow2)
-        assert timed(same) == {"vllm.concat_and_cache_mla": []} and timed(other) == {}
-        assert f"writes {same.case.scale_format}" in why(other)["vllm.concat_and_cache_mla"]

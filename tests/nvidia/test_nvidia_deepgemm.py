@@ -216,6 +216,17 @@ def test_a_signature_that_is_not_known_is_refused(parameters, message):
         assert message in str(reason)
 
 
+def test_a_build_of_2025_is_refused_with_the_versions_that_serve():
+    module = types.ModuleType("deep_gemm")
+    module.fp8_mqa_logits = module.fp8_paged_mqa_logits = lambda q, kv, weights, *others: None
+    with modules(deep_gemm=module):
+        forget_deepgemm()
+        (reason,) = deepgemm_reasons(INDEXER_LOGITS, FACTS["sm90"])
+    forget_deepgemm()
+    assert "deep_gemm has no fp8_fp4_mqa_logits" in str(reason)
+    assert reason.remedy == "install DeepGEMM of April 2026 or later, or vLLM 0.24 to 0.33, which bring it, and CUDA's nvcc"
+
+
 def test_the_stand_in_is_strict():
     """What the adapter must convert is refused by the stand-in, else the suite above would say nothing."""
     with installed("deep_gemm 2026") as build:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -123,7 +124,6 @@ def test_conventions_are_told_by_what_is_there():
         "vllm 0.24": ("OperatorDecode", False, True, False),
         "vllm 0.33": ("OperatorDecode", True, True, False),
         "sgl_kernel 0.4.5": ("OperatorDecode", False, True, True),
-        "sgl_kernel 0.3": ("TensorsDecode", False, False, True),
     }
     for generation, (adapter, takes_out, takes_sink, prefill_base_2) in expected.items():
         with installed(generation):
@@ -201,6 +201,36 @@ def test_without_a_provider_every_one_is_named_with_its_remedy():
         registry().bind(decode_request(), backend="nvidia")
     with pytest.raises(MLAPortableError, match="provider flash_mla"):
         mla_portable_nvidia.attention.bind_sparse_decode(decode_request())
+
+
+def a_module(*members: str) -> types.ModuleType:
+    module = types.ModuleType("flash_mla")
+    for name in members:
+        setattr(module, name, lambda *args: None)
+    return module
+
+
+UNKNOWN = {
+    "flash_mla": ("neither FlashMLASchedMeta nor get_mla_metadata", "October 2025 to August 2026"),
+    "vllm": ("wants an argument first_token, whose meaning is not known here", "install vLLM 0.24 to 0.33"),
+    "sgl_kernel": ("wants an argument first_token, whose meaning is not known here", "install sglang-kernel 0.4.3 to 0.4.5"),
+    "sgl_flash_mla": ("wants an argument first_token, whose meaning is not known here", "install sgl-flash-mla 1.0"),
+}
+
+
+@pytest.mark.parametrize("provider", UNKNOWN)
+def test_an_unknown_convention_is_refused_with_the_versions_that_are_known(provider):
+    """A generation before those that are known, and one after them."""
+    why, versions = UNKNOWN[provider]
+    namespace = {"vllm": "_flashmla_C", "sgl_kernel": "sgl_kernel", "sgl_flash_mla": "flash_mla_legacy"}.get(provider)
+    unknown = (
+        modules(flash_mla=a_module("flash_mla_with_kvcache", "flash_mla_sparse_fwd"))
+        if namespace is None
+        else operators(namespace, Library(), decode=", int first_token")
+    )
+    with unknown:
+        (reason,) = find_kernel(DECODE, SM90, {PROVIDER_VARIABLE: provider}).reasons
+    assert why in str(reason) and versions in reason.remedy
 
 
 def test_a_machine_without_triton_is_told_so(monkeypatch):

@@ -22,9 +22,7 @@ from mla_portable_nvidia.native.bind_sm80 import sm80_implementations
 from mla_portable_nvidia.native.images import VARIABLE as CACHE_VARIABLE
 from mla_portable_nvidia.native.indexer_logits import indexer_implementations
 from mla_portable_nvidia.native.topk_select import topk_implementations
-from mla_portable_nvidia.sglang_baselines import sglang_baselines
 from mla_portable_nvidia.support import TRUNCATION_VARIABLE
-from mla_portable_nvidia.vllm_baselines import data_baselines
 
 __all__ = ["mla_portable_register", "mla_portable_register_baselines"]
 
@@ -53,6 +51,6 @@ def mla_portable_register(registrar: Registrar) -> None:
 
 @hookimpl
 def mla_portable_register_baselines(registrar: Registrar) -> None:
-    """Bring FlashMLA, FlashAttention, DeepGEMM, vLLM and SGLang, called directly, to the benchmark."""
-    for baseline in (*baselines(), *sglang_baselines(), *data_baselines(), *indexer_baselines()):
+    """Bring FlashMLA, FlashAttention 3, DeepGEMM and vLLM's top-k, called directly, to the benchmark."""
+    for baseline in (*baselines(), *indexer_baselines()):
         registrar.add(baseline)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Baselines of attention on NVIDIA GPUs, for `mla-portable bench kernels`: FlashMLA, FlashAttention 3 and vLLM's Triton kernel,
-called directly.
+"""Baselines of attention on NVIDIA GPUs, for `mla-portable bench kernels`: FlashMLA and FlashAttention 3, called directly.
 
 Each gets its arguments as it likes them best: queries padded to its head counts, plans made, results allocated, all outside
 of the timing. What it then leaves to its caller (undoing the padding, sanitising indices) is not charged to it.
@@ -9,8 +8,9 @@ of the timing. What it then leaves to its caller (undoing the padding, sanitisin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from importlib import import_module
 from typing import Any, Final
 
 import torch
@@ -22,20 +22,30 @@ from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia.conventions import DecodeKernel, PrefillKernel
 from mla_portable_nvidia.discovery import find_kernel, operator_of
 from mla_portable_nvidia.head_padding import kernel_heads
-from mla_portable_nvidia.vllm_baselines import Arguments, imported_function, missing_function, multiple_of, recorded
 
 _LN2: Final = math.log(2.0)
-_TRITON: Final = (
-    "triton_bf16_mla_sparse_interface",
-    "vllm.v1.attention.ops.xpu_mla_sparse",
-    "vllm.v1.attention.ops.triton_mla_sparse",
-)
-"""vLLM's portable kernel for BF16 rows, and its modules by version."""
-_TRITON_TOPK: Final = 16
-_FA3: Final = ("flash_attn_varlen_func", "vllm.vllm_flash_attn.flash_attn_interface")
+_FA3_MODULE: Final = "vllm.vllm_flash_attn.flash_attn_interface"
 _DECODE_TOPK: Final = 64
 _PREFILL_TOPK: Final = 128
 _OTHER: Final = "another baseline serves it"
+
+Arguments = Mapping[str, Any]
+
+
+def multiple_of(request: Request, multiple: int) -> Iterator[Reason]:
+    """A reason where the request's K is no multiple."""
+    if (request.topk or 0) % multiple:
+        yield Reason("topk", str(request.topk), f"a multiple of {multiple}")
+
+
+def recorded(call: Callable[[], Any], result: Callable[[Any], Any]) -> BaselineCall:
+    """`call`, and what it returned last as the primitive means it."""
+    last: list[Any] = []
+
+    def run() -> None:
+        last[:] = [call()]
+
+    return BaselineCall(run, lambda: result(last[0]))
 
 
 # ----------------------------------------------------------------------------------------------------------- FlashMLA
@@ -139,19 +149,29 @@ def _prepare_prefill(request: Request, arguments: Arguments, *, native: bool) ->
 # --------------------------------------------------------------------------------------------------- FlashAttention 3
 
 
+@cache
+def fa3_function() -> Callable[..., Any] | str:
+    """vLLM's flash_attn_varlen_func, or why it is not here; asked once, for a failing import can take long."""
+    try:
+        return import_module(_FA3_MODULE).flash_attn_varlen_func
+    except Exception as error:  # vLLM's import fails in many ways on a machine that it does not fit
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def _fa3_reasons(request: Request) -> Iterator[Reason]:
     if request.kv_layout != "bf16":
         yield Reason("kv_layout", str(request.kv_layout), "supports bf16", _OTHER)
         return
-    missing = list(missing_function(*_FA3))
-    yield from missing
-    if not missing and operator_of("_vllm_fa3_C", "fwd") is None:
+    function = fa3_function()
+    if isinstance(function, str):
+        yield Reason("function", "flash_attn_varlen_func", function, "install vLLM")
+    elif operator_of("_vllm_fa3_C", "fwd") is None:
         yield Reason("operator", "_vllm_fa3_C.fwd", "not registered", "install a build of vLLM for SM90")
 
 
 def _prepare_fa3(request: Request, arguments: Arguments) -> BaselineCall:
     """As vLLM's backend FLASH_ATTN_MLA_SPARSE calls it: a sequence for each token, whose pages are the rows that it chose."""
-    function: Any = imported_function(*_FA3)
+    function: Any = fa3_function()
     q, indices = query_rows(arguments)
     rows = cache_of(arguments).reshape(-1, 1, 1, HEAD_SIZE)
     tokens, topk = indices.shape
@@ -176,25 +196,6 @@ def _prepare_fa3(request: Request, arguments: Arguments) -> BaselineCall:
     )
 
 
-# --------------------------------------------------------------------------------------------------------------- vLLM
-
-
-def _triton_reasons(request: Request) -> Iterator[Reason]:
-    if request.kv_layout != "bf16":
-        yield Reason("kv_layout", str(request.kv_layout), "supports bf16", _OTHER)
-        return
-    yield from multiple_of(request, _TRITON_TOPK)
-    yield from missing_function(*_TRITON)
-
-
-def _prepare_triton(request: Request, arguments: Arguments) -> BaselineCall:
-    function: Any = imported_function(*_TRITON)
-    q, indices = query_rows(arguments)
-    kv = cache_of(arguments).reshape(-1, 1, HEAD_SIZE)
-    rows, scale = indices.unsqueeze(1).contiguous(), arguments["softmax_scale"]
-    return recorded(lambda: function(q, kv, rows, scale), lambda got: _in_our_meaning(arguments, got[0], got[2], False))
-
-
 # -------------------------------------------------------------------------------------------------------------- offer
 
 
@@ -209,4 +210,3 @@ def baselines() -> Iterator[Baseline]:
             yield Baseline(name, primitive, partial(_prefill_reasons, **how), partial(_prepare_prefill, **how), remark)
         remark = "which entries count, and how many, is known beforehand; vLLM's choice of splits"
         yield Baseline("vllm.flash_attention3", primitive, _fa3_reasons, _prepare_fa3, remark)
-        yield Baseline("vllm.triton_bf16", primitive, _triton_reasons, _prepare_triton)

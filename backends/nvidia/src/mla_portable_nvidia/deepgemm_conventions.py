@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepGEMM's scores of the DSA indexer under one signature, and how a build's convention is recognised: by names, not versions.
 
-build                              functions                        queries          columns of gathered keys
-2025                               fp8_(paged_)mqa_logits           a tensor         absolute
-April 2026, vLLM 0.24 to 0.31      fp8_fp4_(paged_)mqa_logits       (tensor, None)   absolute; `clean_logits` is taken
-vLLM 0.33                          the same                         (tensor, None)   from the row's first key; it is not
+build                              columns of gathered keys
+April 2026, vLLM 0.24 to 0.31      absolute; `clean_logits` is taken
+vLLM 0.33                          from the row's first key; it is not
 
+Both have fp8_fp4_(paged_)mqa_logits, whose queries are a pair (tensor, None).
 Sources: DeepGEMM 54e2261 and 891d57b, csrc/apis/attention.hpp; vLLM 0.26.0 and 0.33.0, vllm/third_party/deep_gemm.
 """
 
@@ -32,7 +32,7 @@ from mla_portable_nvidia.support import triton_missing
 
 _MODULES: Final = ("deep_gemm", "vllm.third_party.deep_gemm")
 """In the order in which vLLM asks."""
-_REMEDY: Final = "install DeepGEMM, or a vLLM that brings it, and CUDA's nvcc"
+_REMEDY: Final = "install DeepGEMM of April 2026 or later, or vLLM 0.24 to 0.33, which bring it, and CUDA's nvcc"
 _RAGGED: Final = ["q", "kv", "weights", "cu_seq_len_k_start", "cu_seq_len_k_end"]
 _PAGED: Final = ["q", "kv_cache", "weights", "context_lens", "block_table", "schedule_meta", "max_context_len"]
 _HEADS: Final = 64
@@ -56,8 +56,7 @@ class DeepGemm:
 
     def __init__(self, module: Any) -> None:
         """module: `deep_gemm`. Raises: NotThisConvention."""
-        self._ragged, self._paged = (_function(module, kind) for kind in ("", "paged_"))
-        self._pairs = "fp4" in self._ragged.__name__  # queries come with scales of theirs, or None
+        self._ragged, self._paged = (_member(module, name) for name in ("fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits"))
         self._schedule, self._num_sms = (_member(module, name) for name in ("get_paged_mqa_logits_metadata", "get_num_sms"))
         names = _known(self._ragged, _RAGGED)
         self._cleans = "clean_logits" in names
@@ -82,7 +81,7 @@ class DeepGemm:
             schedule: of `lens`. width: columns of the result.
         Returns: [B * S, width] float32, rows apart; row and column of a token and a position up to its row's last length.
         """
-        return self._paged(self._queries(q), pages, weights, lens, table, schedule, width, **self._uncleaned)
+        return self._paged((q, None), pages, weights, lens, table, schedule, width, **self._uncleaned)
 
     def ragged(self, q: Tensor, keys: Tensor, scales: Tensor, weights: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
         """Scores of gathered keys.
@@ -93,10 +92,7 @@ class DeepGemm:
         Returns: [T, N] float32, rows apart; see `relative`. What is not in a row's range is anything.
         """
         options: dict[str, Any] = {"clean_logits": False} if self._cleans else {"max_seqlen_k": keys.shape[0]}
-        return self._ragged(self._queries(q), (keys, scales), weights, starts, ends, **options)
-
-    def _queries(self, q: Tensor) -> Any:
-        return (q, None) if self._pairs else q
+        return self._ragged((q, None), (keys, scales), weights, starts, ends, **options)
 
 
 def _member(module: Any, name: str) -> Callable[..., Any]:
@@ -106,11 +102,6 @@ def _member(module: Any, name: str) -> Callable[..., Any]:
     if str(getattr(function, "__module__", "")).startswith("mla_portable"):
         raise NotThisConvention(f"{module.__name__} is this project's own stand-in for DeepGEMM")
     return function
-
-
-def _function(module: Any, kind: str) -> Callable[..., Any]:
-    newer = f"fp8_fp4_{kind}mqa_logits"
-    return _member(module, newer if hasattr(module, newer) else f"fp8_{kind}mqa_logits")
 
 
 def _known(function: Callable[..., Any], expected: list[str]) -> list[str]:

@@ -54,7 +54,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """find: load what is needed and return the adapter of a primitive. remedy: how to get the provider."""
+    """find: load what is needed and return the adapter of a primitive. remedy: the versions whose convention is known."""
 
     find: Callable[[Primitive], Any]
     remedy: str
@@ -148,14 +148,16 @@ def _library_source(path: str) -> _Source:
 
 
 _SOURCES: Final[dict[str, _Source]] = {
-    "flash_mla": _Source(partial(_of_module, "flash_mla"), "install FlashMLA from source (up to 2026-09 for SM90)"),
+    "flash_mla": _Source(
+        partial(_of_module, "flash_mla"), "install FlashMLA of October 2025 to August 2026 from source; later ones lack SM90"
+    ),
     "vllm": _operator_source(
-        "_flashmla_C", "vllm", "_flashmla_C*.so", "vllm.third_party.flashmla.flash_mla_interface", "install vLLM 0.24 or newer"
+        "_flashmla_C", "vllm", "_flashmla_C*.so", "vllm.third_party.flashmla.flash_mla_interface", "install vLLM 0.24 to 0.33"
     ),
     "sgl_kernel": _operator_source(
-        "sgl_kernel", "sgl_kernel", "flashmla_ops*.so", "sgl_kernel.flash_mla", "install sglang-kernel 0.4.3 to 0.4.5"
+        "sgl_kernel", "sgl_kernel", "flashmla_ops*.so", None, "install sglang-kernel 0.4.3 to 0.4.5"
     ),
-    "sgl_flash_mla": _operator_source("flash_mla_legacy", "flash_mla", "_C_legacy*.so", None, "install sgl-flash-mla"),
+    "sgl_flash_mla": _operator_source("flash_mla_legacy", "flash_mla", "_C_legacy*.so", None, "install sgl-flash-mla 1.0"),
 }
 PROVIDERS: Final = ("library", *_SOURCES)
 """The names that `MLA_PORTABLE_NVIDIA_PROVIDER` may take, in the order of asking."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from typing import Any, Final
 
 import torch
@@ -17,12 +18,16 @@ from torch import Tensor
 from mla_portable.contracts import Baseline, BaselineCall, Reason, Request
 from mla_portable.layouts import INDEX_FP8, INDEX_HEAD_SIZE
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT, TOPK_SELECT
+from mla_portable_nvidia.baselines import Arguments
 from mla_portable_nvidia.deepgemm import HEADS
 from mla_portable_nvidia.deepgemm_conventions import deepgemm_reasons, find_deepgemm
+from mla_portable_nvidia.discovery import operator_of
 from mla_portable_nvidia.index_passes import PAGE
-from mla_portable_nvidia.vllm_baselines import Arguments, missing_operator, vllm_operator
 
 _LIBRARY: Final = "_C"
+_CACHE_OPS: Final = "_C_cache_ops"
+_EXTENSIONS: Final = ("vllm._C_stable_libtorch", "vllm._C")
+"""What registers the operators, by age."""
 _GATHER: Final = "cp_gather_indexer_k_quant_cache"
 _WORKSPACE_BYTES: Final = 1 << 20
 _RADIX_TOPKS: Final = (512, 1024, 2048)
@@ -37,6 +42,26 @@ TopK = Callable[[Tensor], object]
 """Chooses from logits [T, N] into memory of its own."""
 
 
+def vllm_operator(name: str, library: str = _LIBRARY) -> Any | None:
+    """An operator of vLLM's, None where no vLLM brings it. library: the namespace that it is registered in."""
+    for extension in (None, *_EXTENSIONS):
+        try:
+            if extension is not None:
+                import_module(extension)
+        except (ImportError, OSError, RuntimeError):
+            continue
+        operator = operator_of(library, name)
+        if operator is not None:
+            return operator
+    return None
+
+
+def missing_operator(name: str, library: str = _LIBRARY) -> Iterator[Reason]:
+    """A reason where `vllm_operator` finds none."""
+    if vllm_operator(name, library) is None:
+        yield Reason("operator", f"{library}.{name}", "not registered by any package here", "install vLLM")
+
+
 def _ascending(found: Tensor) -> Tensor:
     """[T, K] int32 positions as topk_select lists them."""
     ordered = found.masked_fill(found < 0, _INT32_MAX).sort(dim=1).values
@@ -48,18 +73,18 @@ def _ascending(found: Tensor) -> Tensor:
 
 def _radix(name: str, lens: Tensor, out: Tensor, longest: int) -> TopK:
     """cooperative_topk or persistent_topk: rows begin at column 0. lens: [T] int32."""
-    operator: Any = vllm_operator(name, _LIBRARY)
+    operator: Any = vllm_operator(name)
     workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=out.device)
     return lambda logits: operator(logits, lens, out, workspace, out.shape[1], longest)
 
 
 def _per_row_decode(lens: Tensor, out: Tensor) -> TopK:
-    operator: Any = vllm_operator("top_k_per_row_decode", _LIBRARY)
+    operator: Any = vllm_operator("top_k_per_row_decode")
     return lambda logits: operator(logits, 1, lens, out, logits.shape[0], logits.stride(0), logits.stride(1), out.shape[1])
 
 
 def _per_row_prefill(starts: Tensor, ends: Tensor, out: Tensor) -> TopK:
-    operator: Any = vllm_operator("top_k_per_row_prefill", _LIBRARY)
+    operator: Any = vllm_operator("top_k_per_row_prefill")
     return lambda logits: operator(logits, starts, ends, out, logits.shape[0], logits.stride(0), logits.stride(1), out.shape[1])
 
 
@@ -80,7 +105,7 @@ def _topk_reasons(name: str, request: Request[Any]) -> Iterator[Reason]:
             yield Reason("rows", str(request.rows), f"at most {_COOPERATIVE_ROWS}")
         if request.device.arch not in _COOPERATIVE_ARCHS:
             yield Reason("arch", request.device.arch, f"supports {', '.join(_COOPERATIVE_ARCHS)}")
-    yield from missing_operator(name, _LIBRARY)
+    yield from missing_operator(name)
 
 
 def _prepare_topk(name: str, request: Request[Any], arguments: Arguments) -> BaselineCall:
@@ -137,15 +162,15 @@ def _prepare_decode(name: str, request: Request[Any], arguments: Arguments) -> B
 
 def _prefill_reasons(request: Request[Any]) -> Iterator[Reason]:
     yield from _shape_reasons(request, prefill=True)
-    yield from missing_operator("top_k_per_row_prefill", _LIBRARY)
-    yield from missing_operator(_GATHER)
+    yield from missing_operator("top_k_per_row_prefill")
+    yield from missing_operator(_GATHER, _CACHE_OPS)
     yield from deepgemm_reasons(INDEXER_LOGITS_RAGGED, request.device)
 
 
 def _prepare_prefill(request: Request[Any], arguments: Arguments) -> BaselineCall:
     """The keys of one request gathered, their scores in one matrix, then the operator for ranges."""
     kernel = find_deepgemm(INDEXER_LOGITS_RAGGED, request.device)
-    gather: Any = vllm_operator(_GATHER)
+    gather: Any = vllm_operator(_GATHER, _CACHE_OPS)
     q, weights, cache, table, out = (arguments[each] for each in ("q", "weights", "index_cache", "block_table", "out"))
     tokens, device, context = q.shape[0], q.device, int(arguments["seq_lens"][0])
     keys = torch.empty((context, INDEX_HEAD_SIZE), dtype=torch.float8_e4m3fn, device=device)
