@@ -81,7 +81,8 @@ def _explain_tensor(
         refuse(where, argument, value.dtype, str(dtype))
     if value.shape != shape:
         refuse(where, argument, f"shape {list(value.shape)}", f"{axes} = {list(shape)}")
-    _check_device(where, argument, value, device)
+    if value.device != device:
+        _refuse_device(where, argument, value, device)
     check_resolved(where, argument, value)
     refuse(
         where,
@@ -98,9 +99,8 @@ def check_resolved(where: str, argument: str, value: Tensor) -> None:
         refuse(where, argument, "a tensor with the negative bit set", "one without", f"Pass {argument}.resolve_neg().")
 
 
-def _check_device(where: str, argument: str, value: Tensor, device: torch.device) -> None:
-    if value.device != device:
-        refuse(where, argument, f"a tensor on {value.device}", f"one on {device}, like the call's first tensor")
+def _refuse_device(where: str, argument: str, value: Tensor, device: torch.device) -> NoReturn:
+    refuse(where, argument, f"a tensor on {value.device}", f"one on {device}, like the call's first tensor")
 
 
 def check_cache(
@@ -122,7 +122,8 @@ def check_cache(
     layout, (blocks, block_size, width) = layout_of(value, where=where, argument=argument, cache=cache), shape
     if block_size < 1:
         refuse(where, argument, f"block_size {block_size}", "a block of at least 1 token")
-    _check_device(where, argument, value, device)
+    if value.device != device:
+        _refuse_device(where, argument, value, device)
     block_stride, row_stride, stride = value.stride()
     if stride != 1 or (row_stride != width and block_size > 1) or (block_stride < block_size * width and blocks > 1):
         refuse(
@@ -183,7 +184,7 @@ def extent(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + span * tensor.element_size()
 
 
-def _check_rows_apart(where: str, argument: str, tensor: Tensor) -> None:
+def check_rows_apart(where: str, argument: str, tensor: Tensor) -> None:
     """No two elements share memory: going up by stride, every dimension steps past all that the smaller ones reach."""
     reach = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -219,7 +220,7 @@ def check_disjoint(
             else:
                 extents.append(extent(tensor))
                 if tensors is written:
-                    _check_rows_apart(where, name, tensor)
+                    check_rows_apart(where, name, tensor)
     extents.sort()
     reached = 0
     for begin, end in extents:

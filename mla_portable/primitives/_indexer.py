@@ -14,8 +14,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.rules import check_cache, check_dense, check_tensor, shape_of
+from mla_portable.contracts.rules import check_cache, check_dense
 from mla_portable.contracts.share import WHOLE, ContextShare
+from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
 from mla_portable.contracts.values import INT32_MAX, refuse, rounded_rows
 from mla_portable.layouts import INDEX, INDEX_HEAD_SIZE, CacheLayout, index_query_dtype
 from mla_portable.primitives._reference import CacheRows, products
@@ -24,49 +25,56 @@ _CHUNK_ELEMENTS: Final = 1 << 25
 """Of the scores of all heads that are held at a time: 256 MiB in float64."""
 
 
-def check_queries(where: str, q: Tensor, weights: Tensor, layout: CacheLayout) -> tuple[int, int]:
-    """q [T, H, 128] as keys of `layout` want it, and weights [T, H] float32. Returns: T, H. Raises: InvalidArgument."""
-    num_tokens, num_heads, _ = shape_of(where, "q", q, 3, "[T, H, 128]")
-    dtype, device = index_query_dtype(layout), q.device
+QUERIES: Final = {
+    "q": Axes("T H width", not_empty="H"),
+    "weights": Axes("T H", torch.float32),
+}
+"""The first rows of the indexer's tables, whose `width` is INDEX_HEAD_SIZE."""
+PAGES: Final = {
+    **QUERIES,
+    "index_cache": Checked(),
+    "block_table": Axes("R columns", torch.int32),
+    "query_start_loc": Axes("R+1", torch.int32),
+    "seq_lens": Axes("R", torch.int32),
+}
+"""Those of indexer_logits and indexer_select."""
+
+
+def query_dtype(where: str, q: Tensor, layout: CacheLayout) -> torch.dtype:
+    """The dtype of queries of keys in `layout`. Raises: InvalidArgument for bf16 ones of quantised keys, with the remedy."""
+    dtype = index_query_dtype(layout)
     if layout.is_quantized and q.dtype == torch.bfloat16:
         refuse(where, "q", q.dtype, f"{dtype} for {layout.name} keys", "Quantise q, and multiply weights by its scales.")
-    check_tensor(where, "q", q, dtype, (num_tokens, num_heads, INDEX_HEAD_SIZE), device, "[T, H, 128]")
-    if num_heads < 1:
-        refuse(where, "q", f"shape {list(q.shape)}", "[T, H, 128] with H of at least 1")
-    check_tensor(where, "weights", weights, torch.float32, (num_tokens, num_heads), device, "[T, H]")
-    return num_tokens, num_heads
+    return dtype
 
 
 def check_pages(
-    where: str, q: Tensor, weights: Tensor, index_cache: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor
-) -> tuple[tuple[str, int, int, int, bool, int], dict[str, Tensor]]:
-    """The arguments that indexer_logits and indexer_select have in common.
+    table: TensorTable,
+    pages: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    results: tuple[Tensor | None, ...],
+    sizes: dict[str, int],
+) -> tuple[str, int, int, int, bool, int]:
+    """The arguments that indexer_logits and indexer_select have in common, and what they write.
 
-    Returns: kv_layout, num_heads, block_size, cache_alignment, uneven_blocks and rows of a Request; the arguments by name.
+    Args:
+        table: of PAGES, then rows for `results`. pages: q, weights, index_cache, query_start_loc, seq_lens, block_table.
+        sizes: of further given axes; all others are added.
+    Returns: kv_layout, num_heads, block_size, cache_alignment, uneven_blocks and rows of a Request.
     Raises: InvalidArgument.
     """
+    where = table.where
+    q, weights, index_cache, query_start_loc, seq_lens, block_table = pages
     check_dense(where, "q", q, "[T, H, 128]")
-    int32, device = torch.int32, q.device
-    layout, block_size, apart, alignment = check_cache(where, "index_cache", index_cache, device, INDEX)
-    num_tokens, num_heads = check_queries(where, q, weights, layout)
-    num_reqs, columns = shape_of(where, "block_table", block_table, 2, "[R, columns]")
-    check_tensor(where, "query_start_loc", query_start_loc, int32, (num_reqs + 1,), device, "[R + 1]")
+    layout, block_size, block_stride, alignment = check_cache(where, "index_cache", index_cache, q.device, INDEX)
+    sizes["width"] = INDEX_HEAD_SIZE
+    tensors = q, weights, index_cache, block_table, query_start_loc, seq_lens, *results
+    table.check(tensors, sizes, query_dtype(where, q, layout))
     if query_start_loc.is_cpu:  # nothing has to be read back
         first, last = int(query_start_loc[0]), int(query_start_loc[-1])
-        if first < 0 or last > num_tokens:
-            refuse(where, "query_start_loc", f"values from {first} to {last}", f"values from 0 to T = {num_tokens}")
-    check_tensor(where, "seq_lens", seq_lens, int32, (num_reqs,), device, "[R]")
-    check_tensor(where, "block_table", block_table, int32, (num_reqs, columns), device, "[R, columns]")
-    read = {
-        "q": q,
-        "weights": weights,
-        "index_cache": index_cache,
-        "query_start_loc": query_start_loc,
-        "seq_lens": seq_lens,
-        "block_table": block_table,
-    }
-    uneven, rows = bool(apart % layout.row_width), rounded_rows(num_tokens)
-    return (layout.name, num_heads, block_size, alignment, uneven, rows), read
+        if first < 0 or last > sizes["T"]:
+            refuse(where, "query_start_loc", f"values from {first} to {last}", f"values from 0 to T = {sizes['T']}")
+    uneven, rows = bool(block_stride % layout.row_width), rounded_rows(sizes["T"])
+    return layout.name, sizes["H"], block_size, alignment, uneven, rows
 
 
 def query_values(q: Tensor, dtype: torch.dtype) -> Tensor:

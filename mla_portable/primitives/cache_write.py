@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Primitive
-from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor, shape_of
+from mla_portable.contracts.rules import check_cache, check_dense
+from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
 from mla_portable.contracts.values import refuse
 from mla_portable.dispatch import find
 from mla_portable.layouts import KV, CacheLayout, layout_of, scale_formats
@@ -20,6 +21,17 @@ __all__ = ["CACHE_WRITE", "CacheWrite", "cache_write"]
 _HALF: Final = (torch.bfloat16, torch.float16)
 _CHUNK_TOKENS: Final = 16384
 """Tokens handled at a time: some 100 MB of float32 rows with their temporaries, whatever the batch."""
+
+TENSORS: Final = TensorTable(
+    "cache_write",
+    {
+        "kv_c": Axes("T latent"),
+        "k_pe": Axes("T rope"),
+        "kv_cache": Checked(written=True),
+        "slot_mapping": Axes("T", torch.int64),
+    },
+    given="latent rope",
+)
 
 
 class CacheWrite(Protocol):
@@ -61,23 +73,18 @@ def cache_write(
 
 def check(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scale_format: str) -> tuple[object, ...]:
     """Raise InvalidArgument, or return the facts."""
-    where = "cache_write"
-    num_tokens, _ = shape_of(where, "kv_c", kv_c, 2, "[T, 512]")
-    dtype, device = kv_c.dtype, kv_c.device
-    if dtype not in _HALF:
-        refuse(where, "kv_c", dtype, "torch.bfloat16 or torch.float16")
-    layout, block_size, apart, alignment = check_cache(where, "kv_cache", kv_cache, device)
-    value_width, rope_width = layout.value_width, layout.rope_width
-    check_tensor(where, "kv_c", kv_c, dtype, (num_tokens, value_width), device, f"[T, {value_width}]")
-    check_tensor(where, "k_pe", k_pe, dtype, (num_tokens, rope_width), device, f"[T, {rope_width}]")
-    check_tensor(where, "slot_mapping", slot_mapping, torch.int64, (num_tokens,), device, "[T]")
+    where = TENSORS.where
+    check_dense(where, "kv_c", kv_c, "[T, 512]")
+    if kv_c.dtype not in _HALF:
+        refuse(where, "kv_c", kv_c.dtype, "torch.bfloat16 or torch.float16")
+    layout, block_size, block_stride, alignment = check_cache(where, "kv_cache", kv_cache, kv_c.device)
+    widths = {"latent": layout.value_width, "rope": layout.rope_width}
+    TENSORS.check((kv_c, k_pe, kv_cache, slot_mapping), widths, kv_c.dtype)
     formats = layout.scale_formats or scale_formats()
     if scale_format not in formats:
         refuse(where, "scale_format", repr(scale_format), " or ".join(map(repr, formats)))
-    read = {"kv_c": kv_c, "k_pe": k_pe, "slot_mapping": slot_mapping}
-    check_disjoint(where, {"kv_cache": kv_cache}, read)
     written = scale_format if layout.is_quantized else None
-    return layout.name, block_size, alignment, bool(apart % layout.row_width), written
+    return layout.name, block_size, alignment, bool(block_stride % layout.row_width), written
 
 
 @isolated

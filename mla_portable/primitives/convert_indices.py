@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Primitive
-from mla_portable.contracts.rules import check_disjoint, check_tensor, shape_of
 from mla_portable.contracts.share import ContextShare, check_share
+from mla_portable.contracts.tensor_table import Axes, TensorTable
 from mla_portable.contracts.values import INT32_MAX, check_count, check_flag, refuse, rounded_rows
 from mla_portable.dispatch import find
 from mla_portable.primitives._reference import isolated
@@ -20,6 +20,19 @@ __all__ = ["CONVERT_INDICES", "ConvertIndices", "convert_indices"]
 _CHUNK_BYTES: Final = 256 << 20
 _TEMPORARY_BYTES: Final = 64
 """Of int64 and bool temporaries per index."""
+
+TENSORS: Final = TensorTable(
+    "convert_indices",
+    {
+        "topk_indices": Axes("T K", torch.int32, not_empty="K"),
+        "req_id_per_token": Axes("T", torch.int32),
+        "block_table": Axes("R columns", torch.int32),
+        "prefill_request_ids": Axes("T", torch.int32, optional=True),
+        "prefill_workspace_starts": Axes("P", torch.int32, optional=True),
+        "out[0]": Axes("T K", torch.int32, optional=True, written=True),
+        "out[1]": Axes("T", torch.int32, optional=True, written=True),
+    },
+)
 
 
 class ConvertIndices(Protocol):
@@ -128,44 +141,29 @@ def check(
     out: tuple[Tensor, Tensor] | None,
 ) -> tuple[object, ...]:
     """Raise InvalidArgument, or return the facts."""
-    where, int32 = "convert_indices", torch.int32
-    num_tokens, topk = shape_of(where, "topk_indices", topk_indices, 2, "[T, K]")
-    device = topk_indices.device
-    check_tensor(where, "topk_indices", topk_indices, int32, (num_tokens, topk), device, "[T, K]")
-    if topk < 1:
-        refuse(where, "topk_indices", f"shape {[num_tokens, topk]}", "[T, K] with K of at least 1")
-    check_tensor(where, "req_id_per_token", req_id_per_token, int32, (num_tokens,), device, "[T]")
-    table_shape = shape_of(where, "block_table", block_table, 2, "[R, columns]")
-    check_tensor(where, "block_table", block_table, int32, table_shape, device, "[R, columns]")
+    where = TENSORS.where
     check_count(where, "block_size", block_size, 1, INT32_MAX)
     check_flag(where, "compact", compact)
     check_share(where, dcp_size, dcp_rank, interleave)
     if num_slots is not None:
         check_count(where, "num_slots", num_slots, 0)
-    if prefill_request_ids is not None or prefill_workspace_starts is not None:
+    if (prefill_request_ids is None) is not (prefill_workspace_starts is None):
         if prefill_workspace_starts is None:
             refuse(where, "prefill_workspace_starts", "None", "[P] int32, because prefill_request_ids is given")
-        if prefill_request_ids is None:
-            refuse(where, "prefill_request_ids", "None", "[T] int32, because prefill_workspace_starts is given")
-        check_tensor(where, "prefill_request_ids", prefill_request_ids, int32, (num_tokens,), device, "[T]")
-        starts_shape = shape_of(where, "prefill_workspace_starts", prefill_workspace_starts, 1, "[P]")
-        check_tensor(where, "prefill_workspace_starts", prefill_workspace_starts, int32, starts_shape, device, "[P]")
-    if out is not None:
-        if not (isinstance(out, tuple) and len(out) == 2):  # pyright: ignore[reportUnnecessaryComparison]
-            refuse(where, "out", type(out).__name__, "a tuple (indices [T, K], counts [T])")
-        indices, counts = out
-        check_tensor(where, "out[0]", indices, int32, (num_tokens, topk), device, "[T, K]")
-        check_tensor(where, "out[1]", counts, int32, (num_tokens,), device, "[T]")
-        read = {
-            "topk_indices": topk_indices,
-            "req_id_per_token": req_id_per_token,
-            "block_table": block_table,
-            "prefill_request_ids": prefill_request_ids,
-            "prefill_workspace_starts": prefill_workspace_starts,
-        }
-        check_disjoint(where, {"out[0]": indices, "out[1]": counts}, read)
-    in_workspace, rows = prefill_request_ids is not None, rounded_rows(num_tokens)
-    return topk, block_size, in_workspace, compact, dcp_size > 1, rows
+        refuse(where, "prefill_request_ids", "None", "[T] int32, because prefill_workspace_starts is given")
+    if out is None:
+        results = None, None
+    elif not (isinstance(out, tuple) and len(out) == 2):  # pyright: ignore[reportUnnecessaryComparison]
+        refuse(where, "out", type(out).__name__, "a tuple (indices [T, K], counts [T])")
+    else:
+        results = out
+        if out[0] is None or out[1] is None:  # pyright: ignore[reportUnnecessaryComparison]
+            refuse(where, "out", "a tuple with None", "a tuple (indices [T, K], counts [T]), or None for new tensors")
+    sizes = TENSORS.check(
+        (topk_indices, req_id_per_token, block_table, prefill_request_ids, prefill_workspace_starts, *results), {}
+    )
+    in_workspace, rows = prefill_request_ids is not None, rounded_rows(sizes["T"])
+    return sizes["K"], block_size, in_workspace, compact, dcp_size > 1, rows
 
 
 @isolated

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Primitive
-from mla_portable.contracts.rules import check_cache, check_disjoint, check_flat_rows, check_tensor, shape_of
+from mla_portable.contracts.rules import check_cache, check_dense, check_flat_rows
+from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
 from mla_portable.dispatch import find
 from mla_portable.layouts import KV
 from mla_portable.primitives._reference import CacheRows, isolated
@@ -18,6 +19,17 @@ __all__ = ["GATHER_UPCONVERT", "GatherUpconvert", "gather_upconvert"]
 
 _CHUNK_TOKENS: Final = 16384
 """Tokens handled at a time: some 100 MB of float32 rows with their temporaries, whatever the batch."""
+
+TENSORS: Final = TensorTable(
+    "gather_upconvert",
+    {
+        "kv_cache": Checked(),
+        "block_table": Axes("P columns", torch.int32),
+        "seq_lens": Axes("P", torch.int32),
+        "workspace_starts": Axes("P", torch.int32),
+        "out": Checked(written=True),
+    },
+)
 
 
 class GatherUpconvert(Protocol):
@@ -61,19 +73,12 @@ def check(kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace_sta
 
     How many rows `out` needs is known on the device only; rows past it are not written.
     """
-    where, int32 = "gather_upconvert", torch.int32
-    shape_of(where, "kv_cache", kv_cache, 3, "[blocks, block_size, row width]")
-    device = kv_cache.device
-    layout, block_size, apart, alignment = check_cache(where, "kv_cache", kv_cache, device)
-    table_shape = shape_of(where, "block_table", block_table, 2, "[P, columns]")
-    num_prefills = table_shape[0]
-    check_tensor(where, "block_table", block_table, int32, table_shape, device, "[P, columns]")
-    check_tensor(where, "seq_lens", seq_lens, int32, (num_prefills,), device, "[P]")
-    check_tensor(where, "workspace_starts", workspace_starts, int32, (num_prefills,), device, "[P]")
-    check_flat_rows(where, "out", out, layout.workspace, device)
-    read = {"kv_cache": kv_cache, "block_table": block_table, "seq_lens": seq_lens, "workspace_starts": workspace_starts}
-    check_disjoint(where, {"out": out}, read)
-    return layout.name, block_size, alignment, bool(apart % layout.row_width)
+    where = TENSORS.where
+    check_dense(where, "kv_cache", kv_cache, "[blocks, block_size, row width]")
+    layout, block_size, block_stride, alignment = check_cache(where, "kv_cache", kv_cache, kv_cache.device)
+    check_flat_rows(where, "out", out, layout.workspace, kv_cache.device)
+    TENSORS.check((kv_cache, block_table, seq_lens, workspace_starts, out), {})
+    return layout.name, block_size, alignment, bool(block_stride % layout.row_width)
 
 
 @isolated

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Primitive
-from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor, shape_of
+from mla_portable.contracts.rules import check_cache, check_dense
+from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
 from mla_portable.contracts.values import refuse
 from mla_portable.dispatch import find
 from mla_portable.layouts import INDEX, INDEX_HEAD_SIZE, SCALE_FORMATS, layout_of
@@ -19,6 +20,16 @@ from mla_portable.primitives.cache_write import write_rows
 __all__ = ["INDEXER_CACHE_WRITE", "IndexerCacheWrite", "indexer_cache_write"]
 
 _HALF: Final = (torch.bfloat16, torch.float16)
+
+TENSORS: Final = TensorTable(
+    "indexer_cache_write",
+    {
+        "k": Axes("T width"),
+        "index_cache": Checked(written=True),
+        "slot_mapping": Axes("T", torch.int64),
+    },
+    given="width",
+)
 
 
 class IndexerCacheWrite(Protocol):
@@ -52,19 +63,16 @@ def indexer_cache_write(
 
 def check(k: Tensor, index_cache: Tensor, slot_mapping: Tensor, scale_format: str) -> tuple[object, ...]:
     """Raise InvalidArgument, or return the facts."""
-    where = "indexer_cache_write"
-    num_tokens = shape_of(where, "k", k, 2, "[T, 128]")[0]
-    dtype, device = k.dtype, k.device
-    if dtype not in _HALF:
-        refuse(where, "k", dtype, "torch.bfloat16 or torch.float16")
-    check_tensor(where, "k", k, dtype, (num_tokens, INDEX_HEAD_SIZE), device, "[T, 128]")
-    layout, block_size, apart, alignment = check_cache(where, "index_cache", index_cache, device, INDEX)
-    check_tensor(where, "slot_mapping", slot_mapping, torch.int64, (num_tokens,), device, "[T]")
+    where = TENSORS.where
+    check_dense(where, "k", k, "[T, 128]")
+    if k.dtype not in _HALF:
+        refuse(where, "k", k.dtype, "torch.bfloat16 or torch.float16")
+    layout, block_size, block_stride, alignment = check_cache(where, "index_cache", index_cache, k.device, INDEX)
+    TENSORS.check((k, index_cache, slot_mapping), {"width": INDEX_HEAD_SIZE}, k.dtype)
     if scale_format not in SCALE_FORMATS:
         refuse(where, "scale_format", repr(scale_format), " or ".join(map(repr, SCALE_FORMATS)))
-    check_disjoint(where, {"index_cache": index_cache}, {"k": k, "slot_mapping": slot_mapping})
     written = scale_format if layout.is_quantized else None
-    return layout.name, block_size, alignment, bool(apart % layout.row_width), written
+    return layout.name, block_size, alignment, bool(block_stride % layout.row_width), written
 
 
 @isolated

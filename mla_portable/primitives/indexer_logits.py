@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Primitive
-from mla_portable.contracts.rules import check_disjoint, check_tensor, shape_of
+from mla_portable.contracts.tensor_table import Axes, TensorTable
 from mla_portable.dispatch import find
 from mla_portable.layouts import INDEX
-from mla_portable.primitives._indexer import check_pages, seen_scores
+from mla_portable.primitives._indexer import PAGES, check_pages, seen_scores
 from mla_portable.primitives._reference import isolated
 
 __all__ = ["INDEXER_LOGITS", "IndexerLogits", "indexer_logits"]
+
+TENSORS: Final = TensorTable("indexer_logits", {**PAGES, "out": Axes("T N", torch.float32, written=True)}, given="width")
 
 
 class IndexerLogits(Protocol):
@@ -92,12 +94,7 @@ def check(
     out: Tensor,
 ) -> tuple[object, ...]:
     """Raise InvalidArgument, or return the facts."""
-    where = "indexer_logits"
-    facts, read = check_pages(where, q, weights, index_cache, query_start_loc, seq_lens, block_table)
-    width = shape_of(where, "out", out, 2, "[T, N]")[1]
-    check_tensor(where, "out", out, torch.float32, (q.shape[0], width), q.device, "[T, N]")
-    check_disjoint(where, {"out": out}, read)
-    return facts
+    return check_pages(TENSORS, (q, weights, index_cache, query_start_loc, seq_lens, block_table), (out,), {})
 
 
 @isolated

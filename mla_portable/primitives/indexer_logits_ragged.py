@@ -11,17 +11,31 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Primitive
-from mla_portable.contracts.rules import check_dense, check_disjoint, check_tensor, shape_of
+from mla_portable.contracts.rules import check_dense
+from mla_portable.contracts.tensor_table import Axes, TensorTable
 from mla_portable.contracts.values import refuse, rounded_rows
 from mla_portable.dispatch import find
 from mla_portable.layouts import INDEX, INDEX_BF16, INDEX_FP8, INDEX_HEAD_SIZE
-from mla_portable.primitives._indexer import check_queries, scores
+from mla_portable.primitives._indexer import QUERIES, query_dtype, scores
 from mla_portable.primitives._reference import isolated
 
 __all__ = ["INDEXER_LOGITS_RAGGED", "IndexerLogitsRagged", "indexer_logits_ragged"]
 
 _CHUNK_ELEMENTS: Final = 1 << 25
 """Of the scores of all heads that are held at a time: 256 MiB in float64."""
+
+TENSORS: Final = TensorTable(
+    "indexer_logits_ragged",
+    {
+        **QUERIES,
+        "keys": Axes("N width"),  # of the dtype of q
+        "key_scales": Axes("N", torch.float32, optional=True),
+        "row_starts": Axes("T", torch.int32),
+        "row_ends": Axes("T", torch.int32),
+        "out": Axes("T N", torch.float32, written=True),
+    },
+    given="width",
+)
 
 
 class IndexerLogitsRagged(Protocol):
@@ -82,33 +96,18 @@ def check(
     out: Tensor,
 ) -> tuple[object, ...]:
     """Raise InvalidArgument, or return the facts."""
-    where = "indexer_logits_ragged"
+    where = TENSORS.where
     check_dense(where, "q", q, "[T, H, 128]")
-    device = q.device
-    num_keys = shape_of(where, "keys", keys, 2, "[N, 128]")[0]
+    check_dense(where, "keys", keys, "[N, 128]")
     if keys.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
         refuse(where, "keys", keys.dtype, "torch.bfloat16 or torch.float8_e4m3fn")
     layout = INDEX_BF16 if keys.dtype == torch.bfloat16 else INDEX_FP8
-    num_tokens, num_heads = check_queries(where, q, weights, layout)
-    check_tensor(where, "keys", keys, keys.dtype, (num_keys, INDEX_HEAD_SIZE), device, "[N, 128]")
-    if key_scales is not None or layout.is_quantized:
-        if key_scales is None or not layout.is_quantized:
-            got = "None" if key_scales is None else "a tensor"
-            refuse(where, "key_scales", got, "[N] float32 for e4m3 keys, None for bf16 keys")
-        check_tensor(where, "key_scales", key_scales, torch.float32, (num_keys,), device, "[N]")
-    for name, rows in (("row_starts", row_starts), ("row_ends", row_ends)):
-        check_tensor(where, name, rows, torch.int32, (num_tokens,), device, "[T]")
-    check_tensor(where, "out", out, torch.float32, (num_tokens, num_keys), device, "[T, N]")
-    read = {
-        "q": q,
-        "weights": weights,
-        "keys": keys,
-        "key_scales": key_scales,
-        "row_starts": row_starts,
-        "row_ends": row_ends,
-    }
-    check_disjoint(where, {"out": out}, read)
-    return layout.name, num_heads, rounded_rows(num_tokens)
+    if (key_scales is not None) is not layout.is_quantized:
+        got = "None" if key_scales is None else "a tensor"
+        refuse(where, "key_scales", got, "[N] float32 for e4m3 keys, None for bf16 keys")
+    tensors = q, weights, keys, key_scales, row_starts, row_ends, out
+    sizes = TENSORS.check(tensors, {"width": INDEX_HEAD_SIZE}, query_dtype(where, q, layout))
+    return layout.name, sizes["H"], rounded_rows(sizes["T"])
 
 
 @isolated

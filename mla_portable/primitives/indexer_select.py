@@ -11,17 +11,27 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Primitive
-from mla_portable.contracts.rules import check_disjoint, check_tensor
 from mla_portable.contracts.share import ContextShare, check_share
+from mla_portable.contracts.tensor_table import Axes, TensorTable
 from mla_portable.contracts.values import INT32_MAX, check_count, refuse
 from mla_portable.dispatch import find
 from mla_portable.layouts import INDEX
-from mla_portable.primitives._indexer import check_pages, seen_scores
+from mla_portable.primitives._indexer import PAGES, check_pages, seen_scores
 from mla_portable.primitives._reference import isolated
 from mla_portable.primitives.indexer_logits import INDEXER_LOGITS
 from mla_portable.primitives.topk_select import reference as select
 
 __all__ = ["INDEXER_SELECT", "IndexerSelect", "indexer_select"]
+
+TENSORS: Final = TensorTable(
+    "indexer_select",
+    {
+        **PAGES,
+        "out": Axes("T K", torch.int32, optional=True, written=True),
+        "scores_out": Axes("T K", torch.float32, optional=True, written=True),
+    },
+    given="width K",
+)
 
 
 class IndexerSelect(Protocol):
@@ -111,18 +121,14 @@ def check(
     scores_out: Tensor | None,
 ) -> tuple[object, ...]:
     """Raise InvalidArgument, or return the facts."""
-    where = "indexer_select"
-    facts, read = check_pages(where, q, weights, index_cache, query_start_loc, seq_lens, block_table)
+    where = TENSORS.where
     check_count(where, "topk", topk, 1, INT32_MAX)
     check_share(where, dcp_size, dcp_rank, interleave)
+    pages = q, weights, index_cache, query_start_loc, seq_lens, block_table
+    facts = check_pages(TENSORS, pages, (out, scores_out), {"K": topk})
     if index_cache.shape[1] % interleave:
         expected = f"a divisor of block_size, {index_cache.shape[1]}"
         refuse(where, "interleave", str(interleave), expected)
-    written = {name: tensor for name, tensor in (("out", out), ("scores_out", scores_out)) if tensor is not None}
-    for name, tensor in written.items():
-        dtype = torch.int32 if name == "out" else torch.float32
-        check_tensor(where, name, tensor, dtype, (q.shape[0], topk), q.device, "[T, K]")
-    check_disjoint(where, written, read)
     return *facts, topk, dcp_size > 1 or scores_out is not None
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Final, Protocol
 
@@ -16,7 +15,8 @@ from mla_portable.contracts import (
     Primitive,
     attention_results,
 )
-from mla_portable.contracts.rules import check_cache, check_dense, check_disjoint, check_tensor, shape_of
+from mla_portable.contracts.rules import check_cache, check_dense, check_disjoint
+from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
 from mla_portable.contracts.values import check_scale, describe, refuse, rounded_rows
 from mla_portable.dispatch import find
 from mla_portable.layouts import KV
@@ -24,6 +24,20 @@ from mla_portable.primitives._attention import attend
 from mla_portable.primitives._reference import CacheRows, isolated
 
 __all__ = ["SPARSE_DECODE", "SparseDecode", "sparse_decode"]
+
+TENSORS: Final = TensorTable(
+    "sparse_decode",
+    {
+        "q": Axes("B S H key", torch.bfloat16, not_empty="S H"),
+        "kv_cache": Checked(),
+        "indices": Axes("B S K", torch.int32, not_empty="K"),
+        "lengths": Axes("B S", torch.int32, optional=True),
+        "attn_sink": Axes("H", torch.float32, optional=True),
+        "out": Axes("B S H value", torch.bfloat16, optional=True, written=True),
+        "lse_out": Axes("B S H", torch.float32, optional=True, written=True),
+    },
+    given="key value",
+)
 
 
 class SparseDecode(Protocol):
@@ -111,41 +125,24 @@ def check(
 
     Raises: PlanMismatch when `schedule` was made for other shapes.
     """
-    where = "sparse_decode"
+    where = TENSORS.where
     check_dense(where, "q", q, "[B, S, H, key width]")
-    device = q.device
-    layout, block_size, apart, alignment = check_cache(where, "kv_cache", kv_cache, device)
-    axes = f"[B, S, H, {layout.key_width}]"
-    batch, query_len, num_heads, _ = shape_of(where, "q", q, 4, axes)
-    check_tensor(where, "q", q, torch.bfloat16, (batch, query_len, num_heads, layout.key_width), device, axes)
-    if query_len < 1 or num_heads < 1:
-        refuse(where, "q", f"shape {list(q.shape)}", f"{axes} with S and H of at least 1")
-    topk = shape_of(where, "indices", indices, 3, "[B, S, K]")[2]
-    check_tensor(where, "indices", indices, torch.int32, (batch, query_len, topk), device, "[B, S, K]")
-    if topk < 1:
-        refuse(where, "indices", f"shape {list(indices.shape)}", "[B, S, K] with K of at least 1")
+    layout, block_size, block_stride, alignment = check_cache(where, "kv_cache", kv_cache, q.device)
+    sizes = {"key": layout.key_width, "value": layout.value_width}
+    TENSORS.check((q, kv_cache, indices, lengths, attn_sink, out, lse_out), sizes)
     check_scale(where, "softmax_scale", softmax_scale)
-    if lengths is not None:
-        check_tensor(where, "lengths", lengths, torch.int32, (batch, query_len), device, "[B, S]")
-    if attn_sink is not None:
-        check_tensor(where, "attn_sink", attn_sink, torch.float32, (num_heads,), device, "[H]")
-    scratch: Mapping[str, tuple[int, int]] = {}
+    query_len, num_heads, topk = sizes["S"], sizes["H"], sizes["K"]
     if schedule is not None:
         if not isinstance(schedule, DecodeSchedule):  # pyright: ignore[reportUnnecessaryIsInstance]
             refuse(where, "schedule", describe(schedule), "a schedule from a planner, or None")
-        schedule.check(where, batch, query_len, num_heads, topk, device)
+        schedule.check(where, sizes["B"], query_len, num_heads, topk, q.device)
         scratch = schedule.scratch(where, layout.value_width)
-    if out is not None or lse_out is not None or scratch:
-        if out is not None:
-            shape = (batch, query_len, num_heads, layout.value_width)
-            check_tensor(where, "out", out, torch.bfloat16, shape, device, f"[B, S, H, {layout.value_width}]")
-        if lse_out is not None:
-            check_tensor(where, "lse_out", lse_out, torch.float32, (batch, query_len, num_heads), device, "[B, S, H]")
-        read = {"q": q, "kv_cache": kv_cache, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
-        check_disjoint(where, {"out": out, "lse_out": lse_out}, read, scratch)
-    uneven, with_lengths, with_sink = bool(apart % layout.row_width), lengths is not None, attn_sink is not None
+        if scratch:
+            read = {"q": q, "kv_cache": kv_cache, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
+            check_disjoint(where, {"out": out, "lse_out": lse_out}, read, scratch)
+    uneven, with_lengths, with_sink = bool(block_stride % layout.row_width), lengths is not None, attn_sink is not None
     # a schedule was planned for the implementation that serves every number of rows
-    rows = None if schedule is not None else rounded_rows(batch * query_len)
+    rows = None if schedule is not None else rounded_rows(sizes["B"] * query_len)
     return layout.name, num_heads, topk, block_size, query_len, alignment, uneven, with_lengths, with_sink, True, rows
 
 

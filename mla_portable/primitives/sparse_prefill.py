@@ -10,22 +10,29 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Primitive, attention_results
-from mla_portable.contracts.rules import (
-    check_cache,
-    check_dense,
-    check_disjoint,
-    check_flat_rows,
-    check_tensor,
-    rows_alignment,
-    shape_of,
-)
-from mla_portable.contracts.values import check_scale, refuse, rounded_rows
+from mla_portable.contracts.rules import check_cache, check_dense, check_flat_rows, rows_alignment, shape_of
+from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
+from mla_portable.contracts.values import check_scale, rounded_rows
 from mla_portable.dispatch import find
 from mla_portable.layouts import KV, layout_of
 from mla_portable.primitives._attention import attend
 from mla_portable.primitives._reference import CacheRows, isolated
 
 __all__ = ["SPARSE_PREFILL", "SparsePrefill", "sparse_prefill"]
+
+TENSORS: Final = TensorTable(
+    "sparse_prefill",
+    {
+        "q": Axes("T H key", torch.bfloat16, not_empty="H"),
+        "kv": Checked(),
+        "indices": Axes("T K", torch.int32, not_empty="K"),
+        "lengths": Axes("T", torch.int32, optional=True),
+        "attn_sink": Axes("H", torch.float32, optional=True),
+        "out": Axes("T H value", torch.bfloat16, optional=True, written=True),
+        "lse_out": Axes("T H", torch.float32, optional=True, written=True),
+    },
+    given="key value",
+)
 
 
 class SparsePrefill(Protocol):
@@ -98,46 +105,25 @@ def check(
     lse_out: Tensor | None,
 ) -> tuple[object, ...]:
     """Raise InvalidArgument, or return the facts; block_size is None for bfloat16 rows, which are flat."""
-    where = "sparse_prefill"
+    where = TENSORS.where
     check_dense(where, "q", q, "[T, H, key width]")
-    device = q.device
-    block_size = None
     check_dense(where, "kv", kv, "[W, row width] or [blocks, block_size, row width]")
     layout = layout_of(kv, where=where, argument="kv")
     width = layout.row_width
     if layout.is_quantized:
         remedy = "Pass the paged cache itself: FP8 rows are read in place."
         shape_of(where, "kv", kv, 3, f"[blocks, block_size, {width}]", remedy)
-        _, block_size, apart, alignment = check_cache(where, "kv", kv, device)
+        _, block_size, block_stride, alignment = check_cache(where, "kv", kv, q.device)
     else:
         shape_of(where, "kv", kv, 2, f"[W, {width}]", f"Flatten a bfloat16 cache: kv_cache.view(-1, {width}).")
-        check_flat_rows(where, "kv", kv, layout, device)
-        apart, alignment = 0, rows_alignment(kv)
-    axes = f"[T, H, {layout.key_width}]"
-    num_tokens, num_heads, _ = shape_of(where, "q", q, 3, axes)
-    check_tensor(where, "q", q, torch.bfloat16, (num_tokens, num_heads, layout.key_width), device, axes)
-    if num_heads < 1:
-        refuse(where, "q", f"shape {list(q.shape)}", f"{axes} with H of at least 1")
-    topk = shape_of(where, "indices", indices, 2, "[T, K]")[1]
-    check_tensor(where, "indices", indices, torch.int32, (num_tokens, topk), device, "[T, K]")
-    if topk < 1:
-        refuse(where, "indices", f"shape {list(indices.shape)}", "[T, K] with K of at least 1")
+        check_flat_rows(where, "kv", kv, layout, q.device)
+        block_size, block_stride, alignment = None, 0, rows_alignment(kv)
+    sizes = {"key": layout.key_width, "value": layout.value_width}
+    TENSORS.check((q, kv, indices, lengths, attn_sink, out, lse_out), sizes)
     check_scale(where, "softmax_scale", softmax_scale)
-    if lengths is not None:
-        check_tensor(where, "lengths", lengths, torch.int32, (num_tokens,), device, "[T]")
-    if attn_sink is not None:
-        check_tensor(where, "attn_sink", attn_sink, torch.float32, (num_heads,), device, "[H]")
-    if out is not None or lse_out is not None:
-        if out is not None:
-            shape = (num_tokens, num_heads, layout.value_width)
-            check_tensor(where, "out", out, torch.bfloat16, shape, device, f"[T, H, {layout.value_width}]")
-        if lse_out is not None:
-            check_tensor(where, "lse_out", lse_out, torch.float32, (num_tokens, num_heads), device, "[T, H]")
-        read = {"q": q, "kv": kv, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
-        check_disjoint(where, {"out": out, "lse_out": lse_out}, read)
-    uneven, with_lengths, with_sink = bool(apart % layout.row_width), lengths is not None, attn_sink is not None
-    rows = rounded_rows(num_tokens)
-    return layout.name, num_heads, topk, block_size, alignment, uneven, with_lengths, with_sink, True, rows
+    uneven, with_lengths, with_sink = bool(block_stride % width), lengths is not None, attn_sink is not None
+    rows = rounded_rows(sizes["T"])
+    return layout.name, sizes["H"], sizes["K"], block_size, alignment, uneven, with_lengths, with_sink, True, rows
 
 
 @isolated

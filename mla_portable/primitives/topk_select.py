@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Primitive
-from mla_portable.contracts.rules import check_disjoint, check_tensor, shape_of
+from mla_portable.contracts.tensor_table import Axes, TensorTable
 from mla_portable.contracts.values import INT32_MAX, check_count, rounded_rows
 from mla_portable.dispatch import find
 from mla_portable.primitives._reference import isolated
@@ -18,6 +18,17 @@ __all__ = ["TOPK_SELECT", "TopkSelect", "topk_select"]
 
 _CHUNK_ELEMENTS: Final = 1 << 24
 """Scores that are sorted at a time: 320 MiB with their positions and temporaries."""
+
+TENSORS: Final = TensorTable(
+    "topk_select",
+    {
+        "logits": Axes("T N", torch.float32),
+        "row_starts": Axes("T", torch.int32),
+        "row_ends": Axes("T", torch.int32),
+        "out": Axes("T K", torch.int32, optional=True, written=True),
+    },
+    given="K",
+)
 
 
 class TopkSelect(Protocol):
@@ -59,18 +70,9 @@ def topk_select(
 
 def check(logits: Tensor, row_starts: Tensor, row_ends: Tensor, topk: int, out: Tensor | None) -> tuple[object, ...]:
     """Raise InvalidArgument, or return the facts."""
-    where, int32 = "topk_select", torch.int32
-    num_rows, num_logits = shape_of(where, "logits", logits, 2, "[T, N]")
-    device = logits.device
-    check_tensor(where, "logits", logits, torch.float32, (num_rows, num_logits), device, "[T, N]")
-    check_tensor(where, "row_starts", row_starts, int32, (num_rows,), device, "[T]")
-    check_tensor(where, "row_ends", row_ends, int32, (num_rows,), device, "[T]")
-    check_count(where, "topk", topk, 1, INT32_MAX)
-    if out is not None:
-        check_tensor(where, "out", out, int32, (num_rows, topk), device, "[T, K]")
-        read = {"logits": logits, "row_starts": row_starts, "row_ends": row_ends}
-        check_disjoint(where, {"out": out}, read)
-    return topk, rounded_rows(num_rows)
+    check_count(TENSORS.where, "topk", topk, 1, INT32_MAX)
+    sizes = TENSORS.check((logits, row_starts, row_ends, out), {"K": topk})
+    return topk, rounded_rows(sizes["T"])
 
 
 @isolated
