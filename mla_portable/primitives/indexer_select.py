@@ -13,12 +13,13 @@ from torch import Tensor
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.rules import check_disjoint, check_tensor
 from mla_portable.contracts.share import ContextShare, check_share
-from mla_portable.contracts.values import INT32_MAX, check_count, refuse
+from mla_portable.contracts.values import refuse
 from mla_portable.dispatch import find
 from mla_portable.layouts import INDEX
 from mla_portable.primitives._indexer import check_pages, seen_scores
 from mla_portable.primitives._reference import isolated
 from mla_portable.primitives.indexer_logits import INDEXER_LOGITS
+from mla_portable.primitives.topk_select import check_topk
 from mla_portable.primitives.topk_select import reference as select
 
 __all__ = ["INDEXER_SELECT", "IndexerSelect", "indexer_select"]
@@ -113,7 +114,7 @@ def check(
     """Raise InvalidArgument, or return the facts."""
     where = "indexer_select"
     facts, read = check_pages(where, q, weights, index_cache, query_start_loc, seq_lens, block_table)
-    check_count(where, "topk", topk, 1, INT32_MAX)
+    check_topk(where, topk, q.shape[0], out)
     check_share(where, dcp_size, dcp_rank, interleave)
     if index_cache.shape[1] % interleave:
         expected = f"a divisor of block_size, {index_cache.shape[1]}"

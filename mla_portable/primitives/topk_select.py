@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.rules import check_disjoint, check_tensor, shape_of
-from mla_portable.contracts.values import INT32_MAX, check_count
+from mla_portable.contracts.values import INT32_MAX, check_count, refuse
 from mla_portable.dispatch import find
 from mla_portable.primitives._reference import isolated
 
@@ -48,7 +48,8 @@ def topk_select(
 
     Args:
         logits: [T, N] float32. row_starts, row_ends: [T] int32, the columns of each row that count, clamped to [0, N].
-        topk: K, at least 1. out: [T, K] int32, written; it overlaps no input. backend: see `mla_portable.primitives`.
+        topk: K, at least 1; T * K is less than 2**31 where no `out` is given. out: [T, K] int32, written; it overlaps no input.
+        backend: see `mla_portable.primitives`.
     Returns: [T, K] int32, positions relative to the row's start, then -1 where fewer than K scores are finite. Of equal scores
         the lower positions are chosen; -inf and NaN never are.
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe with `out`.
@@ -65,12 +66,20 @@ def check(logits: Tensor, row_starts: Tensor, row_ends: Tensor, topk: int, out: 
     check_tensor(where, "logits", logits, torch.float32, (num_rows, num_logits), device, "[T, N]")
     check_tensor(where, "row_starts", row_starts, int32, (num_rows,), device, "[T]")
     check_tensor(where, "row_ends", row_ends, int32, (num_rows,), device, "[T]")
-    check_count(where, "topk", topk, 1, INT32_MAX)
+    check_topk(where, topk, num_rows, out)
     if out is not None:
         check_tensor(where, "out", out, int32, (num_rows, topk), device, "[T, K]")
         read = {"logits": logits, "row_starts": row_starts, "row_ends": row_ends}
         check_disjoint(where, {"out": out}, read)
     return (topk,)
+
+
+def check_topk(where: str, topk: int, num_rows: int, out: Tensor | None) -> None:
+    """K of a selection of `num_rows` rows; without `out` the result [T, K] is allocated, and has at most 2**31 - 1 entries."""
+    check_count(where, "topk", topk, 1, INT32_MAX)
+    if out is None and num_rows * topk > INT32_MAX:
+        most = f"at most {INT32_MAX // num_rows} for {num_rows} rows, as no `out` is given"
+        refuse(where, "topk", topk, most, "Pass `out`, or fewer rows.")
 
 
 @isolated
