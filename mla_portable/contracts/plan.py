@@ -136,7 +136,7 @@ class StepPlan:
     def __post_init__(self) -> None:
         counts = (self.num_reqs, self.num_tokens, self.num_padded_tokens, self.num_decodes, self.num_decode_tokens)
         counts += (self.decode_query_len, self.num_prefills, self.num_prefill_tokens)
-        if set(map(type, counts)) != {int} or min(counts) < 0 or self.decode_query_len < 1:
+        if type(self.route) is not str or set(map(type, counts)) != {int} or min(counts) < 0 or self.decode_query_len < 1:
             check_fields(self, {"decode_query_len": (1, INT32_MAX)})
         tokens, decodes, prefills = self.num_padded_tokens, self.num_decode_tokens, self.num_prefill_tokens
         if self.num_tokens > tokens:
