@@ -51,6 +51,11 @@ def tiles_for(plan: StepPlan) -> TileSchedule:
     return TileSchedule(rows, plan.decode_query_len, 64, TOPK, 2, torch.zeros(2, 8, **words), torch.zeros(rows + 1, **words))
 
 
+def padded(plan: StepPlan, tokens: int) -> StepPlan:
+    ids = plan.req_id_per_token.new_zeros(tokens)
+    return replace(plan, num_padded_tokens=tokens, req_id_per_token=ids, prefill_request_ids=ids - 1)
+
+
 def split_in_two(plan: StepPlan, width: int = 512) -> SplitSchedule:
     shape = 2, plan.num_decode_tokens, HEADS
     return SplitSchedule(shape[1], HEADS, TOPK, 2, torch.zeros(*shape, width), torch.zeros(shape), width)
@@ -84,7 +89,7 @@ def mismatch(change) -> str:
     [
         (lambda a, s, p: {"q": s.q[:13]}, ("PlanMismatch", "q has 13 tokens", "made for 14")),
         (lambda a, s, p: {"plan": replace(p, route="fused")}, ("PlanMismatch", "'split'", "'fused'")),
-        (lambda a, s, p: {"plan": replace(p, num_padded_tokens=65), "q": s.q[:1].expand(65, -1, -1)}, ("65 tokens", "most 64")),
+        (lambda a, s, p: {"plan": padded(p, 65), "q": s.q[:1].expand(65, -1, -1)}, ("65 tokens", "most 64")),
         (
             lambda a, s, p: {"plan": replace(p, prefill_chunks=(replace(p.prefill_chunks[0], workspace_rows=65),))},
             ("PlanMismatch", "needs 65 workspace rows", "has 64"),
@@ -252,6 +257,35 @@ def test_new_tokens_that_do_not_fit_are_refused_before_anything_is_written(chang
     assert plugin.calls == []
     layer.cache_write(**tokens)
     assert [name for name, _, _ in plugin.calls] == ["cache_write"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument", "expected"),
+    [
+        ({"num_decode_tokens": 99}, "num_decode_tokens", "2 x 2"),
+        ({"num_decodes": 1}, "num_decode_tokens", "1 x 2"),
+        ({"decode_query_len": 0}, "decode_query_len", "at least 1"),
+        ({"num_decodes": "2"}, "num_decodes", "an integer"),
+        ({"num_tokens": 15}, "num_tokens", "at most num_padded_tokens, 14"),
+        ({"num_prefill_tokens": 11}, "num_prefill_tokens", "with 4 decode tokens at most num_padded_tokens, 14"),
+        ({"num_prefill_tokens": -1}, "num_prefill_tokens", "at least 0"),
+        ({"num_prefill_tokens": 9}, "prefill_chunks[1].tokens", "within 11 and 13"),
+        ({"num_padded_tokens": 15}, "req_id_per_token", "with 15 rows"),
+        ({"prefill_request_ids": torch.zeros(13, dtype=torch.int32)}, "prefill_request_ids", "with 14 rows"),
+        ({"block_table": torch.zeros(1, 5, dtype=torch.int32)}, "block_table", "[num_reqs, columns]"),
+        ({"req_id_per_token": torch.zeros(14)}, "req_id_per_token", "int32 [num_padded_tokens]"),
+        ({"prefill_workspace_starts": [0, 0]}, "prefill_workspace_starts", "int32 [num_prefills]"),
+        ({"prefill_chunks": None}, "prefill_chunks", "a tuple of PrefillChunks"),
+        ({"prefill_chunks": (None,)}, "prefill_chunks[0]", "a PrefillChunk"),
+    ],
+)
+def test_a_plan_is_of_one_step(changes, argument, expected):
+    _, layer = recorded_layer()
+    plan = plan_for(layer, make_step("two-token decodes and prefills", "fp8_ds_mla").batch)
+    with pytest.raises(InvalidArgument) as caught:
+        replace(plan, **changes)
+    assert (caught.value.where, caught.value.argument) == ("StepPlan", argument)
+    assert expected in caught.value.expected
 
 
 def test_what_is_no_plan_has_no_parts():

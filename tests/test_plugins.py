@@ -17,7 +17,7 @@ from fake_plugins import ANYWHERE, implementation, make_plugin
 from machines import CPU, H200
 
 from mla_portable import __version__
-from mla_portable.contracts import DeviceFacts, Registrar, Request, Variable, hookimpl
+from mla_portable.contracts import DeviceFacts, InvalidArgument, Registrar, Request, Variable, hookimpl
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable.registry import Registry
 from mla_portable.registry.plugin_sources import installed_plugins
@@ -138,6 +138,19 @@ def test_a_users_interrupt_goes_through():
     """Signals reach the main thread, where plugins run only without a time limit."""
     with pytest.raises(KeyboardInterrupt):
         Registry(plugins=[("slow", with_hook(interrupted)), GOOD], environ={"MLA_PORTABLE_PLUGIN_TIMEOUT": "0"})
+
+
+def test_a_variable_whose_check_raises_is_refused_by_name():
+    def accepts(value: str) -> bool:
+        raise GeneratorExit("panic")
+
+    def hook(registrar: Registrar) -> None:
+        registrar.add(implementation("odd.v1"))
+        registrar.add_variable(Variable("MLA_PORTABLE_ODD_MODE", "a mode", accepts))
+
+    registry = Registry(plugins=[("odd", with_hook(hook)), GOOD], environ={"MLA_PORTABLE_ODD_MODE": "fast"})
+    with pytest.raises(InvalidArgument, match=r"MLA_PORTABLE_ODD_MODE: got 'fast', expected a mode\..*GeneratorExit: panic"):
+        registry.decide(Request(MERGE_STATES, CPU))
 
 
 def test_a_plugin_that_hangs_is_reported_and_registers_nothing_afterwards():

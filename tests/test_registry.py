@@ -322,6 +322,7 @@ def test_what_was_bound_while_the_policy_changed_is_not_kept():
         ({"facts": {"cuda": "H200"}}, "facts['cuda']", "DeviceFacts"),
         ({"policy": 5}, "policy", "a Policy"),
         ({"environ": ["MLA_PORTABLE_BACKEND=triton"]}, "environ", "a mapping"),
+        ({"environ": {"MLA_PORTABLE_BACKEND": 1}}, "environ['MLA_PORTABLE_BACKEND']", "a string"),
         ({"plugins": 5}, "plugins", "pairs of a name and a module"),
         ({"plugins": [5]}, "plugins[0]", "pairs of a name and a module"),
         ({"plugins": [("reference", "mla_portable.reference"), ("acme",)]}, "plugins[1]", "pairs of a name and a module"),

@@ -72,6 +72,12 @@ def sinks_in_the_scratch(arguments: Arguments) -> Tensor:
     return arguments["schedule"].partial_lse[1, -1]
 
 
+def huge_topk(arguments: Arguments) -> int:
+    """Whose results are not given memory."""
+    arguments["out"] = None
+    return 2**31 - 1
+
+
 def jagged(part: Tensor) -> Tensor:
     return torch.nested.nested_tensor([part], layout=torch.jagged)
 
@@ -197,6 +203,8 @@ BAD = [
     ("topk_select", "bf16 scores", "logits", bf16(T, 99), "bfloat16", "float32"),
     ("topk_select", "one start too few", "row_starts", i32(T - 1), f"[{T - 1}]", f"[{T}]"),
     ("topk_select", "long ends", "row_ends", zeros(T, dtype=torch.int64), "int64", "int32"),
+    ("topk_select", "a huge K", "topk", huge_topk, "2147483647", f"at most {(2**31 - 1) // T} for {T} rows"),
+    ("indexer_select", "a huge K", "topk", huge_topk, "2147483647", f"at most {(2**31 - 1) // T} for {T} rows"),
     ("topk_select", "no K", "topk", 0, "0", "at least 1"),
     ("topk_select", "results over the scores", "out", overlay("logits", torch.int32, T, K), "overlaps logits", "of its own"),
     ("topk_select", "results of another width", "out", i32(T, K + 1), f"[{T}, {K + 1}]", f"[{T}, {K}]"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mla_portable.contracts.values import check_fields, check_type
 from mla_portable.errors import InvalidArgument
 
 
@@ -46,12 +47,11 @@ class DeviceFacts:
     libraries: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        check_type("DeviceFacts", "libraries", self.libraries, tuple, "a tuple of (name, version) pairs")
         for field in ("vendor", "name", "arch", "device_type"):
             if not getattr(self, field):
                 raise InvalidArgument("DeviceFacts", field, got="''", expected="a non-empty string")
-        for field in ("num_sms", "shared_memory", "memory_bytes"):
-            if getattr(self, field) < 0:
-                raise InvalidArgument("DeviceFacts", field, got=getattr(self, field), expected="0 or more")
 
     def __str__(self) -> str:
         return self.name if self.arch in ("cpu", self.name) else f"{self.name} ({self.arch})"

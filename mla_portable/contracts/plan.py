@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from mla_portable.contracts.schedule import DecodeSchedule
+from mla_portable.contracts.values import INT32_MAX, check_fields, check_type, describe, refuse
 
 ROUTES = ("fused", "split", "direct", "upconvert")
 """Compositions of primitives that serve a batch.
@@ -109,6 +112,7 @@ class StepPlan:
     The request ids and the numbers of prefills are views of buffers that the planner owns: they hold this step until a later
     `plan()` with other request ids, on the same stream. `block_table`, and the lengths where the engine has them on the device,
     are views of the engine's tensors; schedules are tensors of their own.
+    Raises: InvalidArgument for numbers that are not those of one step.
     """
 
     route: str
@@ -128,3 +132,41 @@ class StepPlan:
     decode_schedule: DecodeSchedule | None = None
     counter: PlanCounter | None = None
     generation: int = 0
+
+    def __post_init__(self) -> None:
+        counts = (self.num_reqs, self.num_tokens, self.num_padded_tokens, self.num_decodes, self.num_decode_tokens)
+        counts += (self.decode_query_len, self.num_prefills, self.num_prefill_tokens)
+        if type(self.route) is not str or set(map(type, counts)) != {int} or min(counts) < 0 or self.decode_query_len < 1:
+            check_fields(self, {"decode_query_len": (1, INT32_MAX)})
+        tokens, decodes, prefills = self.num_padded_tokens, self.num_decode_tokens, self.num_prefill_tokens
+        if self.num_tokens > tokens:
+            _refuse("num_tokens", self.num_tokens, f"at most num_padded_tokens, {tokens}")
+        if decodes != self.num_decodes * self.decode_query_len:
+            product = f"{self.num_decodes} x {self.decode_query_len}"
+            _refuse("num_decode_tokens", decodes, f"num_decodes x decode_query_len, {product}")
+        if decodes + prefills > tokens:
+            _refuse("num_prefill_tokens", prefills, f"with {decodes} decode tokens at most num_padded_tokens, {tokens}")
+        _check_ids("block_table", self.block_table, self.num_reqs, "[num_reqs, columns]", 2)
+        _check_ids("req_id_per_token", self.req_id_per_token, tokens, "[num_padded_tokens]")
+        if self.prefill_request_ids is not None:
+            _check_ids("prefill_request_ids", self.prefill_request_ids, tokens, "[num_padded_tokens]")
+        if self.prefill_workspace_starts is not None:
+            _check_ids("prefill_workspace_starts", self.prefill_workspace_starts, self.num_prefills, "[num_prefills]")
+        check_type("StepPlan", "prefill_chunks", self.prefill_chunks, tuple, "a tuple of PrefillChunks")
+        end = decodes
+        for index, chunk in enumerate(self.prefill_chunks):
+            check_type("StepPlan", f"prefill_chunks[{index}]", chunk, PrefillChunk, "a PrefillChunk")
+            if not end <= chunk.tokens.start < chunk.tokens.stop <= decodes + prefills:
+                expected = f"a slice that is not empty, within {end} and {decodes + prefills}"
+                _refuse(f"prefill_chunks[{index}].tokens", chunk.tokens, expected)
+            end = chunk.tokens.stop
+
+
+def _check_ids(argument: str, value: object, rows: int, axes: str, rank: int = 1) -> None:
+    """An int32 tensor of these axes, of which the first has `rows` entries."""
+    if not isinstance(value, Tensor) or value.dtype != torch.int32 or value.dim() != rank or value.shape[0] != rows:
+        _refuse(argument, describe(value), f"int32 {axes}, with {rows} rows")
+
+
+def _refuse(argument: str, got: object, expected: str) -> NoReturn:
+    refuse("StepPlan", argument, got, expected, "Plans are made by a Planner: plan again.")

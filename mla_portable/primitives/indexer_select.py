@@ -19,6 +19,7 @@ from mla_portable.layouts import INDEX
 from mla_portable.primitives._indexer import PAGES, check_pages, seen_scores
 from mla_portable.primitives._reference import isolated
 from mla_portable.primitives.indexer_logits import INDEXER_LOGITS
+from mla_portable.primitives.topk_select import check_result_size
 from mla_portable.primitives.topk_select import reference as select
 
 __all__ = ["INDEXER_SELECT", "IndexerSelect", "indexer_select"]
@@ -126,6 +127,7 @@ def check(
     check_share(where, dcp_size, dcp_rank, interleave)
     pages = q, weights, index_cache, query_start_loc, seq_lens, block_table
     facts = check_pages(TENSORS, pages, (out, scores_out), {"K": topk})
+    check_result_size(where, topk, q.shape[0], out)
     if index_cache.shape[1] % interleave:
         expected = f"a divisor of block_size, {index_cache.shape[1]}"
         refuse(where, "interleave", str(interleave), expected)

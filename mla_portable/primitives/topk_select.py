@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_portable.contracts import Primitive
 from mla_portable.contracts.tensor_table import Axes, TensorTable
-from mla_portable.contracts.values import INT32_MAX, check_count, rounded_rows
+from mla_portable.contracts.values import INT32_MAX, check_count, refuse, rounded_rows
 from mla_portable.dispatch import find
 from mla_portable.primitives._reference import isolated
 
@@ -59,7 +59,8 @@ def topk_select(
 
     Args:
         logits: [T, N] float32. row_starts, row_ends: [T] int32, the columns of each row that count, clamped to [0, N].
-        topk: K, at least 1. out: [T, K] int32, written; it overlaps no input. backend: see `mla_portable.primitives`.
+        topk: K, at least 1; T * K is less than 2**31 where no `out` is given. out: [T, K] int32, written; it overlaps no input.
+        backend: see `mla_portable.primitives`.
     Returns: [T, K] int32, positions relative to the row's start, then -1 where fewer than K scores are finite. Of equal scores
         the lower positions are chosen; -inf and NaN never are.
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe with `out`.
@@ -72,7 +73,15 @@ def check(logits: Tensor, row_starts: Tensor, row_ends: Tensor, topk: int, out: 
     """Raise InvalidArgument, or return the facts."""
     check_count(TENSORS.where, "topk", topk, 1, INT32_MAX)
     sizes = TENSORS.check((logits, row_starts, row_ends, out), {"K": topk})
+    check_result_size(TENSORS.where, topk, sizes["T"], out)
     return topk, rounded_rows(sizes["T"])
+
+
+def check_result_size(where: str, topk: int, num_rows: int, out: Tensor | None) -> None:
+    """Without `out` the result [T, K] of a selection is allocated: it has at most 2**31 - 1 entries."""
+    if out is None and num_rows * topk > INT32_MAX:
+        most = f"at most {INT32_MAX // num_rows} for {num_rows} rows, as no `out` is given"
+        refuse(where, "topk", topk, most, "Pass `out`, or fewer rows.")
 
 
 @isolated

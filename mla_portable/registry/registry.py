@@ -197,6 +197,7 @@ class Registry:
     def probe(self, implementation: Implementation, device: torch.device | str, *, layout: str | None = None) -> ProbeReport:
         """As `Machine.probe`. A choice does not ask this: it computes one problem of the request's own sizes and features."""
         check_type("Registry.probe", "implementation", implementation, Implementation, _IMPLEMENTATION)
+        check_type("Registry.probe", "layout", layout, (str, type(None)), "the name of a cache layout, or None")
         return self._machine.probe(implementation, parse_device(device), layout)
 
     def decide(self, request: Request, *, backend: str | None = None, probe: bool = True, thorough: bool = False) -> Decision:
@@ -210,6 +211,8 @@ class Registry:
         A request that nothing can serve is no error here: `chosen` is None.
         """
         check_type("Registry.decide", "request", request, Request, _REQUEST)
+        check_flag("Registry.decide", "probe", probe)
+        check_flag("Registry.decide", "thorough", thorough)
         check_backend(backend)
         return self._decide((request, backend, active_rules()), probe=probe, thorough=thorough)
 
@@ -359,8 +362,11 @@ def _check_arguments(facts: object, policy: object, environ: object, probe: obje
         check_type(where, f"facts[{name!r}]", each, DeviceFacts, "DeviceFacts")
     check_type(where, "policy", policy, (Policy, type(None)), "a Policy, or None for that of environment and file")
     check_type(where, "environ", environ, (Mapping, type(None)), "a mapping of names to values, or None for os.environ")
+    for name, value in cast("Mapping[object, object]", environ or {}).items():
+        check_type(where, "environ", name, str, "names that are strings")
+        check_type(where, f"environ[{name!r}]", value, str, "a string")
     check_flag(where, "probe", probe)
-    if not (costs is None or costs == "measured" or hasattr(costs, "times")):
+    if not (costs is None or (isinstance(costs, str) and costs == "measured") or hasattr(costs, "times")):
         refuse(where, "costs", describe(costs), "a CostTable, 'measured' or None")
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from mla_portable.contracts import ROUTES, InvalidArgument, Primitive, Variable
 from mla_portable.layouts import SCALE_FORMATS
+from mla_portable.registry.faults import contained, first_line
 from mla_portable.registry.limits import PLUGIN_TIMEOUT
 from mla_portable.registry.names import closest
 from mla_portable.registry.tuned import TABLE_VARIABLE
@@ -72,7 +74,7 @@ def check_variables(environ: Mapping[str, str], variables: Iterable[Variable] = 
         if not name.startswith(PREFIX) or not value or _KUBERNETES.fullmatch(name):
             continue
         if name in known:
-            if not known[name].accepts(value):
+            if not _accepts(known[name], value):
                 remedy = f"Unset {name}, or set it to an allowed value."
                 raise InvalidArgument("environment", name, got=repr(value), expected=known[name].expected, remedy=remedy)
         elif not any(name == prefix_of(plugin) or name.startswith(f"{prefix_of(plugin)}_") for plugin in unloaded):
@@ -85,6 +87,20 @@ def check_variables(environ: Mapping[str, str], variables: Iterable[Variable] = 
                 expected=f"one of {', '.join(sorted(listed))}",
                 remedy=closest(name.removeprefix(PREFIX), names, prefix=PREFIX) or f"Unset {name}.",
             )
+
+
+def _accepts(variable: Variable, value: str) -> bool:
+    """Whether a variable may have this value, by code of the plugin that declared it.
+
+    Raises: InvalidArgument with its error where that raises.
+    """
+    try:
+        return bool(contained(partial(variable.accepts, value)))
+    except Exception as error:
+        remedy = f"The plugin that declared {variable.name} could not check it: {first_line(error)}."
+        raise InvalidArgument(
+            "environment", variable.name, got=repr(value), expected=variable.expected, remedy=remedy
+        ) from error
 
 
 def set_variables(environ: Mapping[str, str], variables: Iterable[Variable]) -> tuple[tuple[str, str], ...]:
