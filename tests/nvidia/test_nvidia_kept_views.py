@@ -67,6 +67,16 @@ def test_a_view_keeps_no_memory_alive(mode):
         assert gone() is None and memory() is None
 
 
+def test_memory_that_a_caller_swaps_out_lives_until_the_next_call():
+    views = KeptViews(lambda tensor: tensor.view(-1))
+    tensor = torch.zeros(2, 3)
+    old = weakref.ref(views.of(tensor))
+    tensor.data = torch.ones(2, 3)
+    assert views.known(tensor) is None and old() is not None
+    assert torch.equal(views.of(tensor), torch.ones(6))
+    assert old() is None
+
+
 def test_a_refused_tensor_is_refused_again():
     views, cache = CacheView("sm100"), torch.zeros(2 * 656 * 64 + 16, dtype=torch.uint8)
     apart = cache.as_strided((2, 64, 656), (656 * 64 + 16, 656, 1))

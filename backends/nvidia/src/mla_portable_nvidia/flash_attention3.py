@@ -171,7 +171,8 @@ class FlashAttention3:
             q = aligned(q)
         lse = self._operator(q, kv, pages, counts, softmax_scale, splits, target)
         if self._finishes:
-            # the kernel and its combine wait for the kernel that prepares lengths, which is launched normally
+            # what prepares lengths is launched normally; the kernel waits for it, and the combine's last block for the kernel:
+            # vllm-project/flash-attention 617264c, hopper/flash_prepare_scheduler.cu, flash_fwd_combine_kernel.h
             self._boundary.finish(out, lse_out, None if in_place else target, lse, attn_sink, False, early=True)
         elif not in_place:
             out.copy_(target)

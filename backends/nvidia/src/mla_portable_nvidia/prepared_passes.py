@@ -110,7 +110,7 @@ def can_wait(tensor: Tensor) -> bool:
     - was launched normally, and so began after the end of all before it; or
     - waits itself, in at least one thread of its grid whatever the input, and starts early by this rule.
 
-    A kernel of which all threads may return without a wait ends while the one before it still writes. FlashMLA's combine is
+    A kernel of which all threads may return without a wait may end while the one before it still writes. FlashMLA's combine is
     such a kernel where no row is split. Who launches the kernel in front knows what it is, and decides.
 
     The early kernel waits in all threads, before any access to global memory: loads, because the data may not be written yet,

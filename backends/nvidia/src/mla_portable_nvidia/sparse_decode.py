@@ -239,6 +239,7 @@ class FlashMLADecode:
         if self._finishes:
             sink = None if in_kernel else attn_sink
             # its combine starts early and, where no row is split, returns without a wait: the attention may still be writing
+            # (FlashMLA 9241ae3, csrc/smxx/decode/combine/combine.cu)
             self._boundary.finish(out, lse_out, None if target is out else result, lse, sink, self._base_2, early=False)
         elif target is not out:
             out.copy_(result[:, :, :num_heads])

@@ -152,7 +152,7 @@ class FlashMLAPrefill:
                 lse.unsqueeze(2),
                 None if in_kernel else attn_sink,
                 self._base_2,
-                early=True,  # the kernel is launched normally, and is the last of its call
+                early=True,  # the kernel is launched normally, and is the last of its call (FlashMLA 9241ae3)
             )
         elif not in_place:
             out.copy_(got[:, : out.shape[1]])
