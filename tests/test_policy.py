@@ -304,7 +304,7 @@ def test_a_policy_file_as_editors_and_shells_write_it(tmp_path: Path, monkeypatc
         ("MLA_PORTABLE_XYZ", "1", "Unset MLA_PORTABLE_XYZ"),
         ("MLA_PORTABLE_VLLM", "foo", "got 'foo', expected one of auto, custom, override, off"),
         ("MLA_PORTABLE_VLLM_ROUTE", "foo", "expected one of auto, fused"),
-        ("MLA_PORTABLE_VLLM_SHADOW", "yes", "expected 1, 0, or the path"),
+        ("MLA_PORTABLE_VLLM_SHADOW", "1", "Unset MLA_PORTABLE_VLLM_SHADOW"),
         ("MLA_PORTABLE_ILUVATAR", "maybe", "expected on, off, or an architecture"),
         ("MLA_PORTABLE_NVIDIA_PROVIDER", "foo", "expected one of library, flash_mla"),
         ("MLA_PORTABLE_NVIDIA_TRUNCATED_SCALES", "1", "expected one of allow"),
@@ -324,7 +324,6 @@ def test_a_variable_that_means_nothing_is_an_error_at_every_choice(name: str, va
 def test_variables_that_mean_something_are_accepted_and_listed():
     given = {
         "MLA_PORTABLE_VLLM": "OFF",
-        "MLA_PORTABLE_VLLM_SHADOW": "a.b.C",
         "MLA_PORTABLE_NVIDIA_PROVIDER": "vllm",
         "MLA_PORTABLE_ILUVATAR": "ivcore11",
         "MLA_PORTABLE_PLUGIN_TIMEOUT": "60",

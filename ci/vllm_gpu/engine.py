@@ -196,6 +196,10 @@ def main() -> None:
     job = Job(**json.loads(given.read_text()))
     if job.rehearsal:
         rehearse.install(result.parent / f"{job.name}.kernels", **job.rehearsal)
+    if job.options.get("shadow"):
+        import shadow
+
+        shadow.install(result.parent / f"{job.name}.shadow")
     result.write_text(json.dumps(TASKS[job.task](job, checkpoints, result.parent)))
     sys.stdout.flush()
     os._exit(0)  # an engine may take long to shut down, or not end at all

@@ -117,11 +117,10 @@ class Job:
     def process_environ(self, out: Path) -> dict[str, str]:
         """Of the job's process; nothing of this project in the caller's environment reaches it."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("MLA_PORTABLE_")}
-        shadow = {"MLA_PORTABLE_VLLM_SHADOW_FILE": str(out / f"{self.name}.shadow")}
         older = rehearse.environ(self.rehearsal.get("arch", ""), out / "caches")
         # engines that start together would all take the first port that is free
         port = {"VLLM_PORT": str(20_000 + zlib.crc32(self.name.encode()) % 600 * 64)}
-        return {**kept, **_ENVIRON, **port, **older, **shadow, **WHO[self.who][1], **self.environ}
+        return {**kept, **_ENVIRON, **port, **older, **WHO[self.who][1], **self.environ}
 
 
 def cell(kv: str, heads: int) -> str:
@@ -130,9 +129,9 @@ def cell(kv: str, heads: int) -> str:
 
 
 def _generate(who: str, kv: str, heads: int, mode: str, *, watch: bool = False, **more: Any) -> Job:
-    options = {**_TEXTS, "repeats": 3 if (who, mode) == ("stock", "eager") else 1, "watch": watch}
-    environ = {"MLA_PORTABLE_VLLM_SHADOW": "1"} if mode == "eager" and who in ("plugin", "triton", "override") else {}
-    more |= {"environ": environ, "options": options, "rehearsal": REHEARSALS.get(who, {})}
+    shadow = mode == "eager" and who in ("plugin", "triton", "override")
+    options = {**_TEXTS, "repeats": 3 if (who, mode) == ("stock", "eager") else 1, "watch": watch, "shadow": shadow}
+    more |= {"options": options, "rehearsal": REHEARSALS.get(who, {})}
     return Job(f"{who}-{cell(kv, heads)}-{mode}", "generate", who, kv, heads, mode, **more)
 
 

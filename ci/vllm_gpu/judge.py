@@ -214,7 +214,7 @@ def _against(ran: Ran, out: Path, name: str, stock: list[Run]) -> Line:
     if stock:
         compared = compare(ours[0], stock[0])
         passed, found = compared.is_close, str(compared)
-    if "MLA_PORTABLE_VLLM_SHADOW" in done.job.environ:
+    if done.job.options.get("shadow"):
         same, shadow = read_shadow(out / f"{name}.shadow")
         passed, found = passed and same, f"{found}; shadow {shadow}"
     if done.job.options.get("watch"):

@@ -32,12 +32,6 @@ _FIXED: Final = (
     Variable.choice("MLA_PORTABLE_VLLM_CACHE_WRITER", "auto", "vllm", "mla_portable"),
     Variable.choice("MLA_PORTABLE_VLLM_INDEXER", "auto", "on", "off"),
     Variable.choice("MLA_PORTABLE_VLLM_ROUTE", "auto", *ROUTES),
-    Variable(
-        "MLA_PORTABLE_VLLM_SHADOW",
-        "1, 0, or the path of a vLLM backend class, 'package.module.Class'",
-        lambda value: value in ("0", "1") or "." in value,
-    ),
-    Variable("MLA_PORTABLE_VLLM_SHADOW_FILE", "a path"),
 )
 """Names, paths and seconds are checked where they are read."""
 

@@ -6,7 +6,7 @@ backend   what vLLM asks before it picks a backend   model     vLLM's configurat
 dense     short prompts as dense attention, by vLLM
 builder   one StepPlan per step                      metadata  what travels from the builder to the layers
 impl      one layer's attention                      scratch   buffers, from vLLM's workspace manager where it has one
-writer    who writes the cache, with which scales    shadow    runs a stock implementation beside ours and compares
+writer    who writes the cache, with which scales
 settings  environment variables                      compat    all that differs between versions of vLLM
 status    what `mla-portable doctor` says about it    routing   the route for a spec, and its decision in a line
 

@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.contracts import Batch, DecodeSchedule, InvalidArgument, neutral_defaults
 from mla_portable.planner import Planner
-from mla_portable.vllm import compat, dense, model, scratch, shadow
+from mla_portable.vllm import compat, dense, model, scratch
 from mla_portable.vllm.metadata import MLAPortableMetadata
 from mla_portable.vllm.routing import served_by
 from mla_portable.vllm.settings import logger
@@ -67,7 +67,6 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         for impl in impls:
             impl.attach(self.attention, resolved.writer)
         self._dense = dense.prefills(resolved, kv_cache_spec, layer_names, vllm_config, device, resolved.spec.decode_query_len)
-        self._shadow = shadow.steps(kv_cache_spec, layer_names, vllm_config, device)
         self._captured: dict[int, DecodeSchedule] = {}
         logger.info(
             "mla_portable serves %d layers on %s by route %s: %s; cache %s, %s heads, written by %s",
@@ -115,7 +114,6 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         if self._workspace is not None and not self._workspace.is_locked():
             scratch.follow(self._workspace, self.attention.buffers)
         plan = self.planner.plan(batch)
-        beside = None if self._shadow is None else self._shadow.build(common_prefix_len, common, fast_build)
         return MLAPortableMetadata(
             num_reqs=num_reqs,
             num_actual_tokens=num_tokens,
@@ -134,7 +132,6 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             topk_tokens=spec.topk,
             attention=self.attention,
             plan=plan,
-            shadow=beside,
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLAPortableMetadata:

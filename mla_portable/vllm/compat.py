@@ -22,8 +22,6 @@ import numpy.typing as npt
 import torch
 from vllm.v1.attention import backend as _backend
 
-from mla_portable.vllm import settings
-
 IMPL_BASE: Any = getattr(_backend, "SparseMLAAttentionImpl", None) or _backend.MLAAttentionImpl
 """0.16 to 0.25 tell a sparse implementation by this class, later versions by its `is_sparse`."""
 
@@ -198,9 +196,6 @@ def unsupported_features(vllm_config: Any) -> list[str]:
     if size > 1 and not _indexer_knows_dcp():
         why = "this vLLM's indexer does not know it; 0.25.1 and later do"
         refused.append(f"decode context parallelism {size} (supports 1: {why}): set decode_context_parallel_size=1")
-    if size > 1 and settings.shadow_backend() is not None:
-        remedy = f"unset {settings.ENV_SHADOW}"
-        refused.append(f"shadow mode with decode context parallelism {size} (supports 1: stock reads other slots): {remedy}")
     size = getattr(parallel, "prefill_context_parallel_size", 1) or 1
     if size > 1:
         why = "each rank would hold some of a prompt's queries, and vLLM leaves the gather of their keys to the backend"

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mla_portable.vllm import compat, settings
+from mla_portable.vllm import compat
 from mla_portable.vllm.model import Resolved
 
 
@@ -69,13 +69,13 @@ sparse route; a cached context needs them a second time."""
 def times(resolved: Resolved, vllm_config: Any) -> LayerTimes | None:
     """By which steps with short prompts are decided; None where prompts are never computed as dense attention.
 
-    With VLLM_BATCH_INVARIANT a prompt's result must not depend on the lengths of others. Shadow mode and decode context
-    parallelism have every token take the sparse route; so do attention sinks, which vLLM's dense attention does not have.
+    With VLLM_BATCH_INVARIANT a prompt's result must not depend on the lengths of others. Decode context parallelism has every
+    token take the sparse route; so have attention sinks, which vLLM's dense attention does not know.
     """
     spec = resolved.spec
     if resolved.decision.device.vendor not in VENDORS or spec.batch_invariant or spec.share.size > 1 or spec.attn_sink:
         return None
-    if settings.shadow_backend() is not None or compat.forces_sparse_prefill(vllm_config):
+    if compat.forces_sparse_prefill(vllm_config):
         return None
     return TIMES[min((heads for heads in TIMES if heads >= spec.num_heads), default=max(TIMES))]
 
@@ -103,6 +103,7 @@ def prefills(
     builder = type("DenseBuilder", (parts.builder,), changes)
     beside = builder(kv_cache_spec, layer_names, vllm_config, device)
     beside.reorder_batch_threshold = threshold
+    beside.topk_mask_workspace = None  # 128 MiB for masked prompts on SM100, which this backend does not offer
     return DensePrefills(beside, found, resolved.spec.topk, threshold)
 
 

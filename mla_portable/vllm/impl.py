@@ -15,7 +15,7 @@ from mla_portable.attention import SparseMLAAttention, StepBuffers
 from mla_portable.contracts import InvalidArgument
 from mla_portable.contracts.rules import check_tensor
 from mla_portable.layouts import KV_LORA_RANK
-from mla_portable.vllm import compat, dense, model, scratch, shadow
+from mla_portable.vllm import compat, dense, model, scratch
 from mla_portable.vllm.metadata import MLAPortableMetadata
 from mla_portable.vllm.writer import Writer
 
@@ -74,9 +74,6 @@ class MLAPortableImpl(compat.IMPL_BASE):
         if config is not None:
             self._dense = dense.implementation(self._reserve(config), config, arguments)
             self.supports_dense_mha_prefill = self._dense is not None
-        self._shadow = shadow.layer(**arguments)
-        if self._shadow is not None:
-            self._shadow.follow(self)
 
     def _reserve(self, config: Any) -> model.Resolved:
         resolved = model.resolve(
@@ -104,8 +101,6 @@ class MLAPortableImpl(compat.IMPL_BASE):
     @topk_indices_buffer.setter
     def topk_indices_buffer(self, buffer: Tensor | None) -> None:
         self._topk_indices_buffer, self._indexer = buffer, None
-        if self._shadow is not None:
-            self._shadow.use_topk(buffer)
 
     def attach(self, attention: SparseMLAAttention, writer: Writer) -> None:
         """Called by each builder of this layer; the latest one's attention writes the cache where vLLM's operator cannot.
@@ -170,10 +165,7 @@ class MLAPortableImpl(compat.IMPL_BASE):
         kv_cache = self._rows(kv_c_and_k_pe_cache)
         shape = num_tokens, num_heads, attention.spec.layout.value_width
         out = torch.empty(shape, dtype=torch.bfloat16, device=kv_cache.device)
-        result = attention.forward(q, kv_cache, topk_indices, attn_metadata.plan, attn_sink=self.sinks, out=out)
-        if self._shadow is not None and attn_metadata.shadow is not None:
-            self._shadow.compare(q, kv_c_and_k_pe_cache, attn_metadata.shadow, layer, out, topk_indices[:num_tokens])
-        return result
+        return attention.forward(q, kv_cache, topk_indices, attn_metadata.plan, attn_sink=self.sinks, out=out)
 
     def forward_mha(self, *arguments: Any, **named: Any) -> None:
         """Dense attention of the requests that the metadata's `prefill` describes, by vLLM's own code."""

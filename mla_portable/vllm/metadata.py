@@ -26,7 +26,6 @@ class MLAPortableMetadata(MLACommonMetadata):
         prefill: vLLM's own description of the requests behind the first `num_decodes`, None where `plan` has all of them.
         attention, plan: the layer that computes the step, and its plan.
         fp8_extra_metadata: what vLLM's own FlashMLA kernels are given up to 0.25; these have the plan.
-        shadow: what a stock implementation needs for the same step, None unless it runs beside ours.
     """
 
     num_reqs: int
@@ -43,7 +42,6 @@ class MLAPortableMetadata(MLACommonMetadata):
     topk_tokens: int
     attention: SparseMLAAttention
     plan: StepPlan
-    shadow: Any | None = None
     num_prefills: int = 0
     prefill_max_seq_len: int = 0
     prefill: Any | None = None

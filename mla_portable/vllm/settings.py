@@ -21,8 +21,6 @@ ENV_MODE: Final = "MLA_PORTABLE_VLLM"
 ENV_INDEXER: Final = "MLA_PORTABLE_VLLM_INDEXER"
 ENV_ROUTE: Final = "MLA_PORTABLE_VLLM_ROUTE"
 ENV_SCALES: Final = "MLA_PORTABLE_VLLM_CACHE_SCALES"
-ENV_SHADOW: Final = "MLA_PORTABLE_VLLM_SHADOW"
-ENV_SHADOW_FILE: Final = "MLA_PORTABLE_VLLM_SHADOW_FILE"
 ENV_WRITER: Final = "MLA_PORTABLE_VLLM_CACHE_WRITER"
 
 IN_CONFIG: Final = {
@@ -30,15 +28,11 @@ IN_CONFIG: Final = {
     "cache_writer": ENV_WRITER,
     "cache_scales": ENV_SCALES,
     "indexer": ENV_INDEXER,
-    "shadow": ENV_SHADOW,
-    "shadow_file": ENV_SHADOW_FILE,
 }
 """Keys of `additional_config["mla_portable"]` -> the variable of the same meaning. The mode is needed before there is one."""
 
 _from_config: dict[str, str] = {}
 """By variable; of the configuration that was adopted last."""
-
-STOCK_BACKEND: Final = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
 
 
 def _read(name: str, environ: Mapping[str, str] | None = None) -> str:
@@ -69,7 +63,7 @@ def adopt(additional_config: object) -> None:
 
 def check(environ: Mapping[str, str] | None = None) -> None:
     """Raise InvalidArgument unless every variable of the plugin has an allowed value."""
-    for name in (ENV_MODE, ENV_INDEXER, ENV_WRITER, ENV_SCALES, ENV_ROUTE, ENV_SHADOW):
+    for name in (ENV_MODE, ENV_INDEXER, ENV_WRITER, ENV_SCALES, ENV_ROUTE):
         _read(name, environ)
 
 
@@ -97,14 +91,3 @@ def scale_format() -> str | None:
 def route() -> str:
     """ "auto" or one of `mla_portable.contracts.ROUTES`, forced for every layer."""
     return _read(ENV_ROUTE).lower() or "auto"
-
-
-def shadow_backend() -> str | None:
-    """Path of the backend class to run beside ours: STOCK_BACKEND for "1", None for "0" or nothing, else as given."""
-    value = _read(ENV_SHADOW)
-    return {"": None, "0": None, "1": STOCK_BACKEND}.get(value, value)
-
-
-def shadow_file() -> str | None:
-    """Where shadow mode appends its records, one JSON object a line; None sends them to the log."""
-    return _read(ENV_SHADOW_FILE) or None

@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib import metadata
+from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "ci" / "vllm_gpu"))  # shadow mode, the GPU kit's
 
 FORM = os.environ.get("MLA_TEST_VLLM_FORM", "upstream")
 """`iluvatar`: layers as in that vendor's 0.17. `iluvatar-ops`: on stand-ins of its ops as well."""
@@ -40,7 +44,7 @@ def quick_backend() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch):
-    for name in ("", "_SHADOW", "_SHADOW_FILE", "_CACHE_SCALES", "_CACHE_WRITER", "_INDEXER", "_ROUTE"):
+    for name in ("", "_CACHE_SCALES", "_CACHE_WRITER", "_INDEXER", "_ROUTE"):
         monkeypatch.delenv(f"MLA_PORTABLE_VLLM{name}", raising=False)
 
 

@@ -184,13 +184,6 @@ def test_a_version_whose_indexer_does_not_know_it_is_refused(monkeypatch: pytest
     assert "decode context parallelism 2" in said and "0.25.1" in said and "set decode_context_parallel_size=1" in said
 
 
-def test_shadow_mode_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(settings.ENV_SHADOW, "1")
-    assert compat.unsupported_features(make_config()) == []
-    (said,) = compat.unsupported_features(dealt(make_config(), ContextShare(2)))
-    assert "shadow mode" in said and f"unset {settings.ENV_SHADOW}" in said
-
-
 def test_stock_that_returns_no_lse_does_not_serve(monkeypatch: pytest.MonkeyPatch):
     stock = SimpleNamespace(validate_configuration=list, get_impl_cls=lambda: SimpleNamespace(can_return_lse_for_decode=False))
     config = make_config()

@@ -32,7 +32,7 @@ from vllm_engine import (
 
 from mla_portable.contracts import ContextShare
 from mla_portable.registry import get_registry
-from mla_portable.vllm import dense, model, settings
+from mla_portable.vllm import dense, model
 
 TOKEN = dense.LayerTimes(dense_key=0, dense_pair=0, sparse_token=1000, sparse_pair=0)
 """By these a step's prefills are faster as dense attention from some tokens on, whatever their contexts are."""
@@ -220,14 +220,11 @@ def test_times_are_those_of_the_next_head_count(heads: int, row: int):
 @pytest.mark.parametrize(
     "spec", [{"batch_invariant": True}, {"share": ContextShare(2)}, {"vendor": "iluvatar"}, {"attn_sink": True}]
 )
-def test_where_it_is_never_taken(spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+def test_where_it_is_never_taken(spec: dict[str, Any]):
     config = make_config()
     assert dense.times(resolved(), config) is not None
     assert dense.times(resolved(**spec), config) is None
     config.attention_config.sparse_mla_force_mqa = True
-    assert dense.times(resolved(), config) is None
-    config.attention_config.sparse_mla_force_mqa = False
-    monkeypatch.setenv(settings.ENV_SHADOW, "1")
     assert dense.times(resolved(), config) is None
 
 

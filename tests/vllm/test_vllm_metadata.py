@@ -52,7 +52,6 @@ def test_every_field_has_its_value(batch: str, drafts: int, capture: bool):
         "fp8_extra_metadata": None,
         "block_size": BLOCK,
         "topk_tokens": TOPK,
-        "shadow": None,
     }
     found = {field.name: getattr(metadata, field.name) for field in fields(MLAPortableMetadata)}
     found = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in found.items()}

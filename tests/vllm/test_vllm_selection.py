@@ -66,7 +66,7 @@ def test_registration_follows_the_mode_and_is_reentrant(mode: str, members, monk
         assert place.get_class() is MLAPortableBackend
 
 
-@pytest.mark.parametrize("name", ["MODE", "ROUTE", "SCALES", "WRITER", "SHADOW"])
+@pytest.mark.parametrize("name", ["MODE", "ROUTE", "SCALES", "WRITER"])
 def test_a_value_that_is_not_allowed_is_refused_when_vllm_loads_the_plugin(name: str, members, monkeypatch: pytest.MonkeyPatch):
     variable = getattr(settings, f"ENV_{name}")
     monkeypatch.setenv(variable, "foo")
@@ -252,12 +252,12 @@ def test_batch_invariance_that_nobody_promises_is_refused(monkeypatch: pytest.Mo
 def test_additional_config_is_read(given: str, monkeypatch: pytest.MonkeyPatch):
     """What the environment says goes first; a configuration without the key goes by the defaults again."""
     config = make_config("fp8")
-    config.additional_config = {"mla_portable": {"route": "split", "cache_scales": "amax", "shadow": 0}}
+    config.additional_config = {"mla_portable": {"route": "split", "cache_scales": "amax"}}
     if given == "both":
         monkeypatch.setenv(settings.ENV_ROUTE, "upconvert")
     resolved = model.resolve(config, CPU, kv_cache_dtype="fp8")
     assert resolved.decision.chosen == ("split" if given == "config" else "upconvert")
-    assert resolved.writer.scale_format == "amax" and settings.shadow_backend() is None
+    assert resolved.writer.scale_format == "amax"
     monkeypatch.delenv(settings.ENV_ROUTE, raising=False)
     model.resolve(make_config("fp8"), CPU, kv_cache_dtype="fp8")
     assert (settings.route(), settings.scale_format()) == ("auto", None)

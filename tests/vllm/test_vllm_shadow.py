@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shadow mode: which differences are recorded, for which tokens, and when."""
+"""The GPU kit's shadow mode: which differences are recorded, for which tokens, and when."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from pathlib import Path
 
 import fake_stock
 import pytest
+import shadow
 import torch
 from vllm_engine import attend, check_step, make_engine, make_step
 
 from mla_portable.contracts import InvalidArgument
-from mla_portable.vllm import settings, shadow
+from mla_portable.vllm import compat, dense
+from mla_portable.vllm.backend import MLAPortableBackend
 from mla_portable.vllm.impl import MLAPortableImpl
 
 
 @pytest.fixture
 def records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     file = tmp_path / "shadow.jsonl"
-    monkeypatch.setenv(settings.ENV_SHADOW, "fake_stock.StockBackend")
-    monkeypatch.setenv(settings.ENV_SHADOW_FILE, str(file))
+    for name in ("get_impl_cls", "get_builder_cls"):  # put back afterwards
+        monkeypatch.setattr(MLAPortableBackend, name, staticmethod(getattr(MLAPortableBackend, name)))
+    shadow.install(file, "fake_stock.StockBackend")
     monkeypatch.setitem(fake_stock.ERROR, "relative", 0.0)
     return lambda: [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -62,7 +65,7 @@ def test_a_replayed_graph_is_recorded_when_the_next_step_is_built(records, monke
     attend(engine, metadata, step.q)
     engine.builder.build(0, step.common)
     assert len(records()) == 1
-    engine.impl._shadow._numbers.copy_(torch.tensor([2.0, 2.0, 0.25, 0.5, 1.0]))  # as a replay leaves them
+    engine.impl._numbers.copy_(torch.tensor([2.0, 2.0, 0.25, 0.5, 1.0]))  # as a replay leaves them
     engine.builder.build(0, step.common)
     assert [(r["step"], r["relative"]) for r in records()] == [(1, pytest.approx(0.0, abs=4e-3)), (2, 0.25)]
     engine.builder.build(0, step.common)
@@ -97,7 +100,7 @@ def test_stock_hears_of_all_that_vllm_says(records, monkeypatch: pytest.MonkeyPa
     impl.prepare_for_batch(None)
     impl.prepare_for_batch(metadata)
     impl.a_hook_of_a_later_version(attn_metadata=metadata)
-    ours, stock = type(impl).__name__, "StockImpl"
+    ours, stock = "ShadowImpl", "StockImpl"
     assert heard == [
         (stock, "process_weights_after_loading", torch.bfloat16),
         (ours, "reserve_workspace"),
@@ -112,7 +115,7 @@ def test_stock_hears_of_all_that_vllm_says(records, monkeypatch: pytest.MonkeyPa
     ]
     assert not hasattr(impl, "only_stock_has_this")
     impl.topk_indices_buffer = other = engine.topk.clone()
-    assert impl._shadow._impl.topk_indices_buffer is other
+    assert impl.topk_indices_buffer is other and impl._beside.topk_indices_buffer is other
 
 
 def test_the_cache_is_written_once(records, monkeypatch: pytest.MonkeyPatch):
@@ -144,11 +147,19 @@ def test_a_long_step_is_compared_in_pieces(monkeypatch: pytest.MonkeyPatch):
     assert torch.allclose(shadow.difference(ours, theirs, topk), whole)
 
 
-def test_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch):
+def test_the_plugin_knows_nothing_of_it():
     engine = make_engine("auto")
-    assert engine.impl._shadow is None
-    monkeypatch.setenv(settings.ENV_SHADOW, "1")
-    assert settings.shadow_backend() == settings.STOCK_BACKEND
-    monkeypatch.setenv(settings.ENV_SHADOW, "yes")
-    with pytest.raises(InvalidArgument, match="MLA_PORTABLE_VLLM_SHADOW: got 'yes'"):
-        settings.shadow_backend()
+    assert type(engine.impl) is MLAPortableBackend.get_impl_cls() and not issubclass(type(engine.impl), shadow.ShadowImpl)
+
+
+def test_what_cannot_be_compared_is_refused(records, monkeypatch: pytest.MonkeyPatch):
+    engine = make_engine("auto")
+    given = engine.layer.get_kv_cache_spec(engine.config), [engine.layer.layer_name], engine.config, torch.device("cpu")
+    builder = MLAPortableBackend.get_builder_cls()
+    with monkeypatch.context() as patches:
+        patches.setattr(compat, "context_ranks", lambda config: 2)
+        with pytest.raises(InvalidArgument, match="decode context parallelism 2, expected 1"):
+            builder(*given)
+    monkeypatch.setattr(dense, "prefills", lambda *given: object())
+    with pytest.raises(InvalidArgument, match="sparse_mla_force_mqa: got False, expected True"):
+        builder(*given)

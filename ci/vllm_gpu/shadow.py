@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportMissingImports=false
 """Shadow mode: a stock implementation computes every layer of every step a second time, and the difference is recorded.
 
-MLA_PORTABLE_VLLM_SHADOW=1 runs vLLM's FLASHMLA_SPARSE, or the backend whose class path it names. What goes on to the next
-layer is always ours, so each difference is that of one layer on equal inputs. For finding out, not for serving: it takes
-the time of both, and waits for the device once a layer (once a step where layers run inside of CUDA graphs).
+    shadow.install(Path("shadow.jsonl"))     # before the engine is built, in the process that runs its layers
+    LLM(..., attention_backend="CUSTOM")
+
+The plugin's backend then makes implementations and builders of the classes below, which have vLLM's FLASHMLA_SPARSE beside
+them. What goes on to the next layer is always ours, so each difference is that of one layer on equal inputs. It takes the time
+of both, and waits for the device once a layer (once a step where layers run inside of CUDA graphs).
 
 The numbers are made on the device, into tensors with fixed addresses, so that a replayed graph updates them as well. The
 host reads them after a layer that ran outside of capture, and otherwise when the next step is built.
@@ -16,17 +18,22 @@ import atexit
 import json
 import os
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from mla_portable.accelerator import accelerator
-from mla_portable.vllm import settings
+from mla_portable.contracts import InvalidArgument
+from mla_portable.vllm import compat, settings
+from mla_portable.vllm.backend import MLAPortableBackend
+from mla_portable.vllm.builder import MLAPortableMetadataBuilder
+from mla_portable.vllm.impl import MLAPortableImpl
 from mla_portable.vllm.metadata import MLAPortableMetadata
+
+STOCK: Final = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
 
 LIMIT: Final = 1e-2
 """Relative error of a layer above which the log warns: bfloat16 output differs by about 4e-3 of its size at most."""
@@ -38,6 +45,8 @@ COMPUTING: Final = frozenset(
 others to say what happens (`record_logical_topk_ready`, `prepare_for_batch`, ...): both implementations must hear of it."""
 
 _ROWS_AT_ONCE: Final = 512
+_SHADOW: Final = "shadow"
+"""The attribute of the plugin's metadata that holds stock's."""
 
 _FIELDS: Final = ("runs", "rows", "relative", "worst_row", "max_abs")
 
@@ -69,11 +78,11 @@ def difference(ours: Tensor, theirs: Tensor, topk_indices: Tensor) -> Tensor:
     )
 
 
-class _Recorder:
+class Recorder:
     """The records of this process: reads what layers left on the device, and writes a line for each run that is new."""
 
-    def __init__(self, path: str | None) -> None:
-        self._path = None if path is None else Path(path)
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
         self.step = 0
         self.layers: dict[str, Tensor] = {}
         """Layer -> its numbers [5], as _FIELDS."""
@@ -98,62 +107,80 @@ class _Recorder:
             settings.logger.info("shadow: %s", "\nshadow: ".join(lines))
 
 
-@cache
-def _recorder(path: str | None) -> _Recorder:
-    recorder = _Recorder(path)
-    atexit.register(recorder.flush)
-    return recorder
+class ShadowBuilder(MLAPortableMetadataBuilder):
+    """The plugin's builder with the stock one beside it, and the count of steps."""
+
+    stock: ClassVar[Any]
+    recorder: ClassVar[Recorder]
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        """Raises: InvalidArgument where stock reads other slots or not every token takes `forward_mqa`."""
+        ranks = compat.context_ranks(vllm_config)
+        if ranks > 1:
+            got, expected = f"decode context parallelism {ranks}", "1: stock reads other slots"
+            raise InvalidArgument("shadow", "decode_context_parallel_size", got=got, expected=expected)
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if self._dense is not None:
+            got, expected = "False", "True: prompts as dense attention are not compared"
+            raise InvalidArgument("shadow", "sparse_mla_force_mqa", got=got, expected=expected)
+        self._beside = self.stock.get_builder_cls()(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MLAPortableMetadata:
+        """Record the step before, then the metadata of this one, with stock's as its attribute `shadow`."""
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        self.recorder.flush()
+        self.recorder.step += 1
+        setattr(metadata, _SHADOW, self._beside.build(common_prefix_len, common_attn_metadata, fast_build))
+        return metadata
 
 
-def _stock() -> Any | None:
-    path = settings.shadow_backend()
-    return None if path is None else resolve_name(":".join(path.rsplit(".", 1)))
+class ShadowImpl(MLAPortableImpl):
+    """The plugin's implementation of a layer with the stock one beside it, and the numbers of its last run."""
 
+    stock: ClassVar[Any]
+    recorder: ClassVar[Recorder]
 
-class ShadowSteps:
-    """Beside a builder of ours: the stock builder, and the count of steps."""
-
-    def __init__(self, builder: Any) -> None:
-        self._builder = builder
-        self._recorder = _recorder(settings.shadow_file())
-
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool) -> Any:
-        """Record the step before, then the stock metadata of this one."""
-        self._recorder.flush()
-        self._recorder.step += 1
-        return self._builder.build(common_prefix_len, common_attn_metadata, fast_build)
-
-
-class ShadowLayer:
-    """Beside a layer of ours: the stock implementation, and the numbers of its last run."""
-
-    def __init__(self, impl: Any) -> None:
-        self._impl = impl
-        self._recorder = _recorder(settings.shadow_file())
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._beside = self.stock.get_impl_cls()(**arguments)
         self._numbers: Tensor | None = None
+        # From now on, every hook that vLLM calls on this one reaches the stock implementation as well.
+        for name in hooks(type(self), type(self._beside)):
+            setattr(self, name, _both(getattr(self, name), getattr(self._beside, name)))
 
-    def compare(self, q: Any, kv_cache: Tensor, metadata: Any, layer: Any, ours: Tensor, topk_indices: Tensor) -> None:
-        """Run the stock implementation on the inputs that gave `ours`, and note the difference. Graph-safe."""
+    @property
+    def topk_indices_buffer(self) -> Tensor | None:
+        """As MLAPortableImpl's; what is set reaches the stock implementation too."""
+        return super().topk_indices_buffer
+
+    @topk_indices_buffer.setter
+    def topk_indices_buffer(self, buffer: Tensor | None) -> None:
+        MLAPortableImpl.topk_indices_buffer.fset(self, buffer)  # pyright: ignore[reportOptionalCall]
+        self._beside.topk_indices_buffer = buffer
+
+    def forward_mqa(
+        self, q: Any, kv_c_and_k_pe_cache: Tensor, attn_metadata: MLAPortableMetadata, layer: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Ours; then stock's on the same inputs, and the difference noted. Graph-safe."""
+        result = super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+        beside = getattr(attn_metadata, _SHADOW, None)
+        if beside is not None:
+            self._compare(q, kv_c_and_k_pe_cache, beside, layer, result[0])
+        return result
+
+    def _compare(self, q: Any, kv_cache: Tensor, metadata: Any, layer: Any, ours: Tensor) -> None:
         name = getattr(layer, "layer_name", f"layer {id(self)}")
         # The first run is vLLM's warm-up: outside of capture, so these numbers are no part of a graph's memory.
         if self._numbers is None:
             self._numbers = torch.zeros(len(_FIELDS), dtype=torch.float32, device=ours.device)
-            self._recorder.layers[name] = self._numbers
-        theirs = self._impl.forward_mqa(q, kv_cache, metadata, layer)
-        if not isinstance(theirs, Tensor):  # (out, lse); Iluvatar's returns out alone
-            theirs = theirs[0]
-        self._numbers[1:].copy_(difference(ours, theirs, topk_indices))
+            self.recorder.layers[name] = self._numbers
+        topk_indices = self.topk_indices_buffer
+        assert topk_indices is not None  # forward_mqa refuses a layer without
+        theirs, _ = self._beside.forward_mqa(q, kv_cache, metadata, layer)
+        self._numbers[1:].copy_(difference(ours, theirs, topk_indices[: len(ours)]))
         self._numbers[0] += 1
         if not accelerator(ours.device).is_capturing():
-            self._recorder.flush(name)
-
-    def follow(self, ours: Any) -> None:
-        """From now on, every hook that vLLM calls on `ours` reaches the stock implementation as well."""
-        for name in hooks(type(ours), type(self._impl)):
-            setattr(ours, name, _both(getattr(ours, name), getattr(self._impl, name)))
-
-    def use_topk(self, buffer: Tensor | None) -> None:
-        self._impl.topk_indices_buffer = buffer
+            self.recorder.flush(name)
 
 
 def hooks(ours: type, theirs: type) -> list[str]:
@@ -166,7 +193,7 @@ def _both(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[...,
     """Call both, each with its own metadata; the result is that of `ours`."""
 
     def its_own(argument: Any) -> Any:
-        return argument.shadow if isinstance(argument, MLAPortableMetadata) else argument
+        return getattr(argument, _SHADOW) if isinstance(argument, MLAPortableMetadata) else argument
 
     def call(*arguments: Any, **named: Any) -> Any:
         result = ours(*arguments, **named)
@@ -176,13 +203,16 @@ def _both(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[...,
     return call
 
 
-def layer(**arguments: Any) -> ShadowLayer | None:
-    """The shadow of a layer with these arguments of its constructor; None unless shadow mode is on."""
-    stock = _stock()
-    return None if stock is None else ShadowLayer(stock.get_impl_cls()(**arguments))
+def install(file: Path | None = None, stock: str = STOCK) -> None:
+    """Have the plugin's backend make layers and builders with the stock backend's beside them, in this process.
 
-
-def steps(kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> ShadowSteps | None:
-    """The shadow of a builder; None unless shadow mode is on."""
-    stock = _stock()
-    return None if stock is None else ShadowSteps(stock.get_builder_cls()(kv_cache_spec, layer_names, vllm_config, device))
+    Args:
+        file: where records are appended, one JSON object a line; None sends them to the log. stock: path of the other
+            backend's class.
+    """
+    recorder = Recorder(file)
+    atexit.register(recorder.flush)
+    given = {"stock": resolve_name(":".join(stock.rsplit(".", 1))), "recorder": recorder}
+    impl, builder = type("ShadowImpl", (ShadowImpl,), given), type("ShadowBuilder", (ShadowBuilder,), given)
+    MLAPortableBackend.get_impl_cls = staticmethod(lambda: impl)
+    MLAPortableBackend.get_builder_cls = staticmethod(lambda: builder)
