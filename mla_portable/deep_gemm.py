@@ -9,12 +9,15 @@ Source: DeepGEMM `csrc/apis/attention.hpp`.
 
 from __future__ import annotations
 
-from typing import Final
+from operator import index
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from mla_portable.contracts.values import refuse
+from mla_portable.contracts.rules import check_cache, check_dense, check_tensor, shape_of
+from mla_portable.contracts.values import INT32_MAX, check_count, describe, refuse
+from mla_portable.layouts import INDEX, INDEX_FP8, INDEX_HEAD_SIZE
 from mla_portable.primitives import indexer_logits, indexer_logits_ragged
 
 __all__ = [
@@ -29,6 +32,10 @@ _ROW_ALIGNMENT: Final = 256
 """Rows of scores are whole multiples of 1024 bytes apart, as DeepGEMM's are: top-k kernels read them in wide loads."""
 _SCRATCH_ELEMENTS: Final = 1 << 24
 """Scores that are held besides the result when it is compressed: 64 MiB."""
+_E4M3: Final = torch.float8_e4m3fn
+_LENGTHS: Final = "[B, next_n] or [B]"
+_LOGITS_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+"""They hold -inf, which float8 formats of queries do not."""
 
 
 def fp8_fp4_mqa_logits(
@@ -50,17 +57,26 @@ def fp8_fp4_mqa_logits(
         cu_seq_len_k_start, cu_seq_len_k_end: [M] int32, the first key of each token and the one behind its last.
         clean_logits: ignored. An int in its place is `max_seqlen_k`, which DeepGEMM 2.8 has there.
         max_seqlen_k: 0, or an upper bound of the keys of a token, which compresses the result.
-        logits_dtype: of the result. schedule_meta: ignored.
+        logits_dtype: of the result, float32, bfloat16 or float16. schedule_meta: ignored.
     Returns: [M, N], column s is key s. Compressed: [M, max_seqlen_k], column s is key cu_seq_len_k_start[m] + s. -inf where the
         token does not see the key.
     Raises: InvalidArgument, UnsupportedRequest. Graph-safe.
     """
-    queries = _fp8(q, "fp8_fp4_mqa_logits")
-    keys, scales = kv
+    where = "fp8_fp4_mqa_logits"
+    queries = _queries(where, q, "[M, H, 128]")
+    num_tokens, num_heads, _ = queries.shape
+    keys, scales = _pair(where, "kv", kv, "([N, 128] float8_e4m3fn, [N] float32)")
+    num_keys = shape_of(where, "kv[0]", keys, 2, "[N, 128]")[0]
+    check_tensor(where, "kv[0]", keys, _E4M3, (num_keys, INDEX_HEAD_SIZE), queries.device, "[N, 128]")
+    check_tensor(where, "kv[1]", scales, torch.float32, (num_keys,), queries.device, "[N]")
+    check_tensor(where, "weights", weights, torch.float32, (num_tokens, num_heads), queries.device, "[M, H]")
+    for name, each in (("cu_seq_len_k_start", cu_seq_len_k_start), ("cu_seq_len_k_end", cu_seq_len_k_end)):
+        check_tensor(where, name, each, torch.int32, (num_tokens,), queries.device, "[M]")
     if not isinstance(clean_logits, bool):
-        max_seqlen_k = clean_logits
-    num_tokens, num_keys = queries.shape[0], keys.shape[0]
-    if not max_seqlen_k:
+        max_seqlen_k = _count(where, "clean_logits", clean_logits)
+    max_seqlen_k = _count(where, "max_seqlen_k", max_seqlen_k)
+    _check_logits_dtype(where, logits_dtype)
+    if max_seqlen_k == 0:
         out = _rows(num_tokens, num_keys, queries.device)
         ranges = cu_seq_len_k_start, cu_seq_len_k_end
         return indexer_logits_ragged(queries, weights, keys, scales, *ranges, out=out).to(logits_dtype)
@@ -81,7 +97,19 @@ def fp8_fp4_mqa_logits(
 
 
 def get_paged_mqa_logits_metadata(context_lens: Tensor, block_kv: int, num_sms: int, indices: Tensor | None = None) -> Tensor:
-    """The `schedule_meta` of `fp8_fp4_paged_mqa_logits`: [num_sms + 1, 2] int32, zeros, because nothing here reads it."""
+    """The `schedule_meta` of `fp8_fp4_paged_mqa_logits`: [num_sms + 1, 2] int32, zeros, because nothing here reads it.
+
+    Args:
+        context_lens: int32, [B, next_n] or [B]. block_kv, num_sms: at least 1. indices: ignored.
+    Raises: InvalidArgument.
+    """
+    where = "get_paged_mqa_logits_metadata"
+    check_dense(where, "context_lens", context_lens, _LENGTHS)
+    if context_lens.dim() not in (1, 2):
+        refuse(where, "context_lens", f"shape {list(context_lens.shape)}", _LENGTHS)
+    check_tensor(where, "context_lens", context_lens, torch.int32, context_lens.shape, context_lens.device, _LENGTHS)
+    _count(where, "block_kv", block_kv, least=1)
+    num_sms = _count(where, "num_sms", num_sms, least=1)
     return torch.zeros((num_sms + 1, 2), dtype=torch.int32, device=context_lens.device)
 
 
@@ -105,13 +133,23 @@ def fp8_fp4_paged_mqa_logits(
         context_lens: int32, [B, next_n]: the keys that each query token sees; or [B]: those that the last one sees, each
             token before it one fewer.
         block_table: [B, columns] int32. max_context_len: columns of the result.
-        schedule_meta, clean_logits, indices: ignored. logits_dtype: of the result.
+        schedule_meta, clean_logits, indices: ignored. logits_dtype: of the result, float32, bfloat16 or float16.
     Returns: [B * next_n, max_context_len], column s is position s; -inf where the token does not see the key.
     Raises: InvalidArgument, UnsupportedRequest. Graph-safe.
     """
-    queries = _fp8(q, "fp8_fp4_paged_mqa_logits")
+    where = "fp8_fp4_paged_mqa_logits"
+    queries = _queries(where, q, "[B, next_n, H, 128]")
     batch, next_n, heads, width = queries.shape
     rows, device = batch * next_n, queries.device
+    pages = _pages(where, kv_cache, device)
+    check_tensor(where, "weights", weights, torch.float32, (rows, heads), device, "[B * next_n, H]")
+    check_dense(where, "context_lens", context_lens, _LENGTHS)
+    lengths_shape = (batch,) if context_lens.dim() == 1 else (batch, next_n)
+    check_tensor(where, "context_lens", context_lens, torch.int32, lengths_shape, device, _LENGTHS)
+    columns = shape_of(where, "block_table", block_table, 2, "[B, columns]")[1]
+    check_tensor(where, "block_table", block_table, torch.int32, (batch, columns), device, "[B, columns]")
+    max_context_len = _count(where, "max_context_len", max_context_len)
+    _check_logits_dtype(where, logits_dtype)
     if context_lens.dim() == 1:
         starts = torch.arange(0, rows + 1, next_n, dtype=torch.int32, device=device)
         lengths, table = context_lens, block_table
@@ -120,7 +158,6 @@ def fp8_fp4_paged_mqa_logits(
         lengths = context_lens.reshape(-1)
         table = block_table if next_n == 1 else block_table.repeat_interleave(next_n, dim=0)
     out = _rows(rows, max_context_len, device)
-    pages = kv_cache.squeeze(2) if kv_cache.dim() == 4 else kv_cache
     indexer_logits(queries.reshape(rows, heads, width), weights, pages, starts, lengths, table, out=out)
     return out.to(logits_dtype)
 
@@ -153,12 +190,49 @@ def fp8_paged_mqa_logits(
     return fp8_fp4_paged_mqa_logits((q, None), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len)
 
 
-def _fp8(q: tuple[Tensor, Tensor | None], where: str) -> Tensor:
-    values, scales = q
+def _pair(where: str, argument: str, value: Any, expected: str) -> tuple[Any, Any]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        refuse(where, argument, describe(value), f"a pair {expected}")
+    return value[0], value[1]  # pyright: ignore[reportUnknownVariableType]
+
+
+def _queries(where: str, q: Any, axes: str) -> Tensor:
+    """The queries of a pair of them and None, of the dimensions in `axes`."""
+    values, scales = _pair(where, "q", q, f"({axes} float8_e4m3fn, None)")
     if scales is not None:
         remedy = "Multiply the scales of FP8 queries into weights; leave the indexer's cache in FP8."
         refuse(where, "q", "queries with scales of their own (FP4 or MX)", "(float8_e4m3fn, None)", remedy)
+    shape = shape_of(where, "q[0]", values, axes.count(",") + 1, axes)
+    check_tensor(where, "q[0]", values, _E4M3, (*shape[:-1], INDEX_HEAD_SIZE), values.device, axes)
+    if 0 in shape[1:]:
+        refuse(where, "q[0]", f"shape {list(shape)}", f"{axes} with at least one token and one head for each row")
     return values
+
+
+def _pages(where: str, kv_cache: Any, device: torch.device) -> Tensor:
+    """[blocks, block_kv, 132] of a cache with an axis for the one head, or without."""
+    axes = f"[blocks, block_kv, 1, {INDEX_FP8.row_width}] uint8"
+    check_dense(where, "kv_cache", kv_cache, axes)
+    pages = kv_cache.squeeze(2) if kv_cache.dim() == 4 else kv_cache
+    if pages.dim() != 3 or pages.shape[2] != INDEX_FP8.row_width:
+        refuse(where, "kv_cache", f"shape {list(kv_cache.shape)}", axes)
+    if pages.dtype is not torch.uint8:
+        refuse(where, "kv_cache", pages.dtype, axes)
+    check_cache(where, "kv_cache", pages, device, INDEX)
+    return pages
+
+
+def _count(where: str, argument: str, value: Any, least: int = 0) -> int:
+    """An integer of Python's or numpy's; no bool, and no tensor, which would have to be read back."""
+    count: Any = index(value) if hasattr(value, "__index__") and not isinstance(value, (bool, Tensor)) else value
+    check_count(where, argument, count, least, INT32_MAX)
+    return count
+
+
+def _check_logits_dtype(where: str, logits_dtype: Any) -> None:
+    if logits_dtype not in _LOGITS_DTYPES:
+        got = logits_dtype if isinstance(logits_dtype, torch.dtype) else describe(logits_dtype)
+        refuse(where, "logits_dtype", got, " or ".join(map(str, _LOGITS_DTYPES)))
 
 
 def _rows(num_rows: int, width: int, device: torch.device) -> Tensor:

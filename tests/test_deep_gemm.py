@@ -3,8 +3,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from arguments import on_a_gpu, zeros
 from torch import Tensor
 
 from mla_portable import deep_gemm
@@ -179,3 +185,140 @@ def test_other_dtypes_of_the_result_and_other_formats():
         deep_gemm.fp8_fp4_paged_mqa_logits((q, torch.ones(1)), cache, weights, context, table, None, 80)
     with pytest.raises(InvalidArgument, match="fp8_fp4_mqa_logits: q"):
         deep_gemm.fp8_fp4_mqa_logits((q[0], torch.ones(1)), (q[0, 0], torch.ones(8)), weights, table[:, 0], table[:, 1])
+
+
+# ------------------------------------------------------------------------------------------------- what is refused
+
+E4M3, INT32 = torch.float8_e4m3fn, torch.int32
+M, N, B, NEXT_N = 4, 12, 2, 3
+
+
+def int32(*shape: int) -> Tensor:
+    return zeros(*shape, dtype=INT32)
+
+
+def float32(*shape: int) -> Tensor:
+    return zeros(*shape, dtype=torch.float32)
+
+
+def e4m3(*shape: int) -> Tensor:
+    return zeros(*shape, dtype=E4M3)
+
+
+def key_arguments(tokens: int = M, keys: int = N, **changes: Any) -> dict[str, Any]:
+    return {
+        "q": (e4m3(tokens, HEADS, WIDTH), None),
+        "kv": (e4m3(keys, WIDTH), float32(keys)),
+        "weights": float32(tokens, HEADS),
+        "cu_seq_len_k_start": int32(tokens),
+        "cu_seq_len_k_end": int32(tokens),
+    } | changes
+
+
+def page_arguments(**changes: Any) -> dict[str, Any]:
+    return {
+        "q": (e4m3(B, NEXT_N, HEADS, WIDTH), None),
+        "kv_cache": zeros(5, BLOCK, 1, WIDTH + 4, dtype=torch.uint8),
+        "weights": float32(B * NEXT_N, HEADS),
+        "context_lens": int32(B, NEXT_N),
+        "block_table": int32(B, 2),
+        "schedule_meta": None,
+        "max_context_len": 100,
+    } | changes
+
+
+NO_COUNTS = (-1, 1.5, "x", None, [3], True, torch.tensor(3), 2**31)
+NO_TENSORS = (None, 5, "x", [1.0])
+WRONG_DTYPES = (torch.int32, torch.float8_e4m3fn, torch.int64, "x", None, float)
+
+KEY_REFUSALS: dict[str, list[Any]] = {
+    "q": [None, e4m3(M, HEADS, WIDTH), (e4m3(M, HEADS, WIDTH),), (e4m3(M, HEADS, WIDTH), float32(M, HEADS))],
+    "q[0]": [(each, None) for each in (
+        *NO_TENSORS, e4m3(M, WIDTH), e4m3(M, 0, WIDTH), e4m3(M, HEADS, 64), zeros(M, HEADS, WIDTH),
+        e4m3(M, HEADS, 256)[..., ::2],
+    )],
+    "kv": [None, e4m3(N, WIDTH), (e4m3(N, WIDTH), float32(N), None)],
+    "kv[0]": [(each, float32(N)) for each in (
+        *NO_TENSORS, e4m3(N, 64), zeros(N, WIDTH), e4m3(N, 1, WIDTH), on_a_gpu(N, WIDTH, dtype=E4M3),
+    )],
+    "kv[1]": [(e4m3(N, WIDTH), each) for each in (*NO_TENSORS, float32(N + 1), float32(N, 1), int32(N), float32(2 * N)[::2])],
+    "weights": [
+        *NO_TENSORS, float32(M + 1, HEADS), float32(M, HEADS + 1), float32(M), zeros(M, HEADS),
+        on_a_gpu(M, HEADS, dtype=torch.float32),
+    ],
+    "cu_seq_len_k_start": [*NO_TENSORS, int32(M + 1), int32(M - 1), int32(M, 1), float32(M), zeros(M, dtype=torch.int64)],
+    "cu_seq_len_k_end": [*NO_TENSORS, int32(M + 1), int32(M - 1), int32(0), float32(M), on_a_gpu(M, dtype=INT32)],
+    "max_seqlen_k": list(NO_COUNTS),
+    "clean_logits": [each for each in NO_COUNTS if each is not True],
+    "logits_dtype": list(WRONG_DTYPES),
+}  # fmt: skip
+PAGE_REFUSALS: dict[str, list[Any]] = {
+    "q": [None, e4m3(B, NEXT_N, HEADS, WIDTH), (e4m3(B, NEXT_N, HEADS, WIDTH), float32(1))],
+    "q[0]": [(each, None) for each in (
+        *NO_TENSORS, e4m3(B * NEXT_N, HEADS, WIDTH), e4m3(B, 0, HEADS, WIDTH), e4m3(B, NEXT_N, 0, WIDTH),
+        e4m3(B, NEXT_N, HEADS, 64), zeros(B, NEXT_N, HEADS, WIDTH),
+    )],
+    "kv_cache": [
+        *NO_TENSORS, zeros(5, BLOCK, 2, 132, dtype=torch.uint8), zeros(5, BLOCK, 1, 128, dtype=torch.uint8),
+        zeros(5, BLOCK, 1, 132, dtype=torch.int8), zeros(5, BLOCK, 132), zeros(5, 132, dtype=torch.uint8),
+        zeros(5, 2 * BLOCK, 1, 132, dtype=torch.uint8)[:, ::2], on_a_gpu(5, BLOCK, 1, 132, dtype=torch.uint8),
+    ],
+    "weights": [*NO_TENSORS, float32(B, NEXT_N, HEADS), float32(B, HEADS), float32(B * NEXT_N, 1), zeros(B * NEXT_N, HEADS)],
+    "context_lens": [
+        *NO_TENSORS, int32(B + 2, 1), int32(1, B + 2), int32(B, NEXT_N, 1), int32(NEXT_N, B), int32(B + 1), int32(1), int32(),
+        float32(B), zeros(B, NEXT_N, dtype=torch.int64), on_a_gpu(B, NEXT_N, dtype=INT32),
+    ],
+    "block_table": [*NO_TENSORS, int32(B), int32(B + 1, 2), int32(B * NEXT_N, 2), float32(B, 2), on_a_gpu(B, 2, dtype=INT32)],
+    "max_context_len": list(NO_COUNTS),
+    "logits_dtype": list(WRONG_DTYPES),
+}  # fmt: skip
+
+
+def refused(call: Callable[..., Any], arguments: dict[str, Any], argument: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        call(**arguments | {argument.partition("[")[0]: value})
+    assert caught.value.argument == argument and caught.value.where == call.__name__
+    assert f"{argument}: got " in str(caught.value) and ", expected " in str(caught.value)
+
+
+@pytest.mark.parametrize("argument", KEY_REFUSALS)
+@pytest.mark.parametrize("max_seqlen_k", [0, 7])
+@pytest.mark.parametrize(("tokens", "keys"), [(M, N), (0, N), (M, 0)])
+def test_gathered_keys_are_checked_whatever_the_form_of_the_result(argument: str, max_seqlen_k: int, tokens: int, keys: int):
+    """Also where there is nothing to compute: lengths other than M or N are refused there too."""
+    for value in KEY_REFUSALS[argument] if (tokens, keys) == (M, N) else ():
+        refused(deep_gemm.fp8_fp4_mqa_logits, key_arguments() | {"max_seqlen_k": max_seqlen_k}, argument, value)
+    wrong = {
+        "weights": float32(tokens + 1, HEADS),
+        "cu_seq_len_k_start": int32(tokens + 1),
+        "cu_seq_len_k_end": int32(tokens + 1),
+    }
+    if argument in wrong:
+        given = key_arguments(tokens, keys, max_seqlen_k=max_seqlen_k)
+        refused(deep_gemm.fp8_fp4_mqa_logits, given, argument, wrong[argument])
+    assert deep_gemm.fp8_fp4_mqa_logits(**key_arguments(tokens, keys, max_seqlen_k=max_seqlen_k)).shape[0] == tokens
+
+
+@pytest.mark.parametrize("argument", PAGE_REFUSALS)
+def test_pages_are_checked(argument: str):
+    for value in PAGE_REFUSALS[argument]:
+        refused(deep_gemm.fp8_fp4_paged_mqa_logits, page_arguments(), argument, value)
+    for context_lens in (int32(B, NEXT_N), int32(B)):
+        found = deep_gemm.fp8_fp4_paged_mqa_logits(**page_arguments(context_lens=context_lens))
+        assert found.shape == (B * NEXT_N, 100) and (found == -math.inf).all()
+
+
+def test_a_schedule_is_made_for_lengths_and_counts_alone():
+    make = deep_gemm.get_paged_mqa_logits_metadata
+    given = {"context_lens": int32(B, NEXT_N), "block_kv": BLOCK, "num_sms": 132}
+    for value in (*NO_TENSORS, int32(), int32(B, NEXT_N, 1), float32(B)):
+        refused(make, given, "context_lens", value)
+    for argument in ("block_kv", "num_sms"):
+        for value in (0, *NO_COUNTS):
+            refused(make, given, argument, value)
+
+
+def test_counts_of_numpy_are_integers():
+    found = deep_gemm.fp8_fp4_paged_mqa_logits(**page_arguments(max_context_len=np.int64(70)))
+    assert found.shape == (B * NEXT_N, 70)
+    assert deep_gemm.fp8_fp4_mqa_logits(**key_arguments(clean_logits=np.int32(5))).shape == (M, 5)

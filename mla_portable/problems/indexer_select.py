@@ -172,7 +172,7 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
             for batch, share in (("long", "middle_of_3"), ("chunk", "last_of_2_by_block")):
                 yield IndexerSelectParams(kv=kv, scale_format=scale_format, **sizes, batch=batch, share=share)
         for kv, scale_format in one_storage_each(storages(implementation)):
-            base = IndexerSelectParams(kv=kv, scale_format=scale_format, **sizes | {"heads": fewest})
+            base = replace(IndexerSelectParams(kv=kv, scale_format=scale_format, **sizes), heads=fewest)
             yield from (replace(base, share=share, stale=True) for share in ("first_of_3", "first_of_2_by_block"))
             yield replace(base, share="first_of_3", batch="full")
 
