@@ -63,7 +63,7 @@ class RouteVerdict:
 
     Attributes:
         route: one of ROUTES. parts: its primitives. reasons: all reasons against it; empty means it can serve.
-        surcharge: cost beyond its parts'. note: what else its rank depends on, beside its parts.
+        fixed_cost: cost beyond its parts'. note: what else its rank depends on, beside its parts.
         workspace_bytes: bf16 rows that a layer on this route allocates. memory_share: of the device's memory, 0 where that is
             not known.
         prefill_times: by which a planner decides what is gathered; None where all is, or nothing.
@@ -72,7 +72,7 @@ class RouteVerdict:
     route: str
     parts: tuple[RoutePart, ...]
     reasons: tuple[Reason, ...]
-    surcharge: float = 0.0
+    fixed_cost: float = 0.0
     note: str = ""
     workspace_bytes: int = 0
     memory_share: float = 0.0
@@ -88,12 +88,12 @@ class RouteVerdict:
         return self._sum(part.cost * part.weight for part in self.parts)
 
     def _sum(self, costs: Iterable[float]) -> float:
-        return (sum(costs) + self.surcharge) * (1 + self.memory_share)
+        return (sum(costs) + self.fixed_cost) * (1 + self.memory_share)
 
     @property
     def measured(self) -> bool:
         """Every cost in the sum was measured."""
-        return not self.surcharge and all(part.measured for part in self.parts if part.weight)
+        return not self.fixed_cost and all(part.measured for part in self.parts if part.weight)
 
     @property
     def standing(self) -> Standing:
@@ -108,7 +108,7 @@ class RouteVerdict:
         if self.reasons:
             return "; ".join(map(str, self.reasons))
         terms = [f"{part.label} {part.decision.chosen} {part.cost:g} x {part.weight:g}" for part in self.parts if part.weight]
-        terms += [f"{self.surcharge:g}"] if self.surcharge else []
+        terms += [f"{self.fixed_cost:g}"] if self.fixed_cost else []
         total = " + ".join(terms)
         notes = [self.note] if self.note else []
         if self.workspace_bytes:
