@@ -310,7 +310,7 @@ def test_a_route_with_an_unmeasured_part_ranks_behind_all_that_were_measured():
     measured = {v.route: v.measured for v in layer.route_decision.verdicts}
     assert measured == {"direct": True, "fused": True, "split": False, "upconvert": False}
     behind = priced({"decode": 10.0, "rows": 10.0, "gather": 10.0}).route_decision
-    assert [v.route for v in behind.verdicts if v.measured] == ["split", "fused"], "a surcharge was not measured"
+    assert [v.route for v in behind.verdicts if v.measured] == ["split", "fused"], "a fixed cost was not measured"
 
 
 def test_a_gather_of_little_weight_need_not_have_been_timed():

@@ -14,7 +14,7 @@ from fake_plugins import implementation, make_plugin
 from machines import A100, B200, BI_V150, CPU, H200, MACHINES, MI300X, RTX_4090, RTX_5090
 
 from mla_portable.attention import AttentionSpec
-from mla_portable.attention.demand import Demand
+from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.attention.routes import choose_route
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Reason, Request, Support, UnsupportedRequest
 from mla_portable.primitives import GATHER_UPCONVERT, MERGE_STATES, SPARSE_DECODE
@@ -303,7 +303,7 @@ def test_a_route_that_only_the_reference_could_serve_is_not_taken():
         max_model_len=64,
     )
     registry = accelerated(**SHAPES)  # decodes bf16 alone; every other primitive is the reference's
-    decision = choose_route(spec, A100, Demand(registry, None))
+    decision = choose_route(spec, A100, LayerRegistry(registry, None))
     assert decision.chosen == "direct" and decision.verdict.part("decode") is None, "sparse_prefill serves all tokens"
     refused = {v.route: [r.subject for r in v.reasons] for v in decision.verdicts if v.reasons}
     assert refused == {"fused": ["sparse_decode"], "split": ["sparse_decode"]}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic
 
-from mla_portable.attention.demand import Demand
+from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.attention.route_decision import RoutePart, RouteVerdict
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.contracts import Implementation, Request, ScheduleKind, StepPlan
@@ -74,7 +74,7 @@ class BoundRoute:
         return bool(chunks) and chunks[0].tokens.start <= plan.num_decode_tokens  # a gathered chunk follows the decodes
 
 
-def bind_route(spec: AttentionSpec, verdict: RouteVerdict, demand: Demand) -> BoundRoute:
+def bind_route(spec: AttentionSpec, verdict: RouteVerdict, registry: LayerRegistry) -> BoundRoute:
     """Bind the parts of a route, each for the request that was decided on, with the promises that a layer can make.
 
     Slots of the cache come from convert_indices, which makes every slot outside of the cache -1. Rows of a workspace may lie
@@ -84,7 +84,7 @@ def bind_route(spec: AttentionSpec, verdict: RouteVerdict, demand: Demand) -> Bo
     counts of compacted indices as lengths. A sparse_decode whose schedule assumes K keys in every row is not given any.
 
     Args:
-        verdict: on a route that can serve, of `choose_route` for this spec and `demand`.
+        verdict: on a route that can serve, of `choose_route` for this spec and `registry`.
     Raises: UnsupportedRequest.
     """
     convert, gather, decode = verdict.part("convert"), verdict.part("gather"), verdict.part("decode")
@@ -94,14 +94,14 @@ def bind_route(spec: AttentionSpec, verdict: RouteVerdict, demand: Demand) -> Bo
     decoding = [part for part in verdict.parts if part.role == "decode"]
     decoding.sort(key=lambda part: part.most_rows is None)  # stable: the one without a limit comes last
 
-    converter = demand.chosen(convert.decision)
+    converter = registry.chosen(convert.decision)
     compacts = converter is not None and converter.support.compact
 
     def requested(part: RoutePart, primitive: Primitive[F], *, clean: bool = True) -> Request[F]:
         request = part.decision.request.of(primitive)
         if clean:
             request = request.but(clean_indices=True)
-        takes = compacts and _skips_missing_keys(demand.chosen(part.decision))
+        takes = compacts and _skips_missing_keys(registry.chosen(part.decision))
         return request.but(lengths=True, clean_lengths=True) if takes else request
 
     decode_requests = [requested(part, SPARSE_DECODE) for part in decoding]
@@ -112,14 +112,14 @@ def bind_route(spec: AttentionSpec, verdict: RouteVerdict, demand: Demand) -> Bo
     convert_request = convert.decision.request.of(CONVERT_INDICES)
 
     def bound(request: Request[F]) -> BoundAttention[F]:
-        return BoundAttention(demand.bind(request), request.lengths)
+        return BoundAttention(registry.bind(request), request.lengths)
 
-    decoder = demand.chosen(decode.decision) if decode else None
+    decoder = registry.chosen(decode.decision) if decode else None
     return BoundRoute(
-        convert=demand.bind(convert_request.but(compact=True) if compact else convert_request),
+        convert=registry.bind(convert_request.but(compact=True) if compact else convert_request),
         compact=compact,
         share_arguments=spec.share.arguments,
-        gather=demand.bind(gather.decision.request.of(GATHER_UPCONVERT)) if gather else None,
+        gather=registry.bind(gather.decision.request.of(GATHER_UPCONVERT)) if gather else None,
         prefill_gathered=bound(gathered_request) if gathered_request else None,
         prefill_in_place=bound(in_place_request) if in_place_request else None,
         decoders=tuple(map(bound, decode_requests)),
@@ -128,7 +128,7 @@ def bind_route(spec: AttentionSpec, verdict: RouteVerdict, demand: Demand) -> Bo
             decoder and in_place and not spec.batch_invariant and decoder.prefills_as == in_place.decision.chosen
         ),
         schedule_kind=decoder.schedule_kind if decoder else None,
-        decode_request=demand.configured(decoder, decode_requests[-1]) if decoder else None,
+        decode_request=registry.configured(decoder, decode_requests[-1]) if decoder else None,
     )
 
 

@@ -154,19 +154,19 @@ class StepCheck:
                 _mismatch(f"the plan gathers {gathered} of {prefills} prefill tokens, the layer needs all. {_CONFIGURE}")
 
     def _check_cache(self, kv_cache: Tensor, where: str = _WHERE) -> None:
-        layout, block_size, apart, alignment = check_cache(where, "kv_cache", kv_cache, self._device)
+        layout, block_size, block_stride, alignment = check_cache(where, "kv_cache", kv_cache, self._device)
         spec, width = self._spec, layout.row_width
         if layout.name != spec.kv_layout or block_size != spec.block_size:
             got = f"{layout.name}, block_size {block_size}"
             refuse(where, "kv_cache", got, f"{spec.kv_layout}, block_size {spec.block_size}, as in the spec")
         if alignment < spec.cache_alignment:
-            got = f"address {kv_cache.data_ptr():#x}, block stride {apart * kv_cache.element_size()} bytes"
+            got = f"address {kv_cache.data_ptr():#x}, block stride {block_stride * kv_cache.element_size()} bytes"
             expected = f"multiples of {spec.cache_alignment} bytes, which the spec promises"
             refuse(where, "kv_cache", got, expected, f"Build the layer with cache_alignment={alignment}.")
-        if (apart % width and spec.contiguous_blocks) or (self._flat and apart not in (0, block_size * width)):
+        if (block_stride % width and spec.contiguous_blocks) or (self._flat and block_stride not in (0, block_size * width)):
             expected = f"{block_size * width}: the spec promises contiguous blocks, which route {self._route!r} may rely on"
-            remedy = "Build the layer with contiguous_blocks=False for blocks that lie apart."
-            refuse(where, "kv_cache", f"block stride {apart}", expected, remedy)
+            remedy = "Build the layer with contiguous_blocks=False for blocks that lie block_stride."
+            refuse(where, "kv_cache", f"block stride {block_stride}", expected, remedy)
 
 
 def _mismatch(text: str) -> NoReturn:

@@ -23,7 +23,7 @@ from mla_portable.accelerator import accelerator
 from mla_portable.attention.bound_route import bind_route
 from mla_portable.attention.buffers import StepBuffers
 from mla_portable.attention.checks import StepCheck, check_sink
-from mla_portable.attention.demand import BackendChoice, Demand
+from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
 from mla_portable.attention.route_decision import RouteDecision
 from mla_portable.attention.routes import choose_route
 from mla_portable.attention.spec import AttentionSpec
@@ -88,11 +88,11 @@ class SparseMLAAttention:
             refuse("SparseMLAAttention", "join_query", describe(join_query), "a function of three tensors, or None")
         registry = get_registry() if registry is None else registry
         self.facts = registry.facts(self.device)
-        demand = Demand(registry, backend)
-        self.route_decision: RouteDecision = choose_route(spec, self.facts, demand)
+        layer_registry = LayerRegistry(registry, backend)
+        self.route_decision: RouteDecision = choose_route(spec, self.facts, layer_registry)
         verdict = self.route_decision.verdict  # raises where there is none
         self.route = verdict.route
-        self._bound = bind_route(spec, verdict, demand)
+        self._bound = bind_route(spec, verdict, layer_registry)
         formats = self._layout.scale_formats
         self._scales = {"scale_format": spec.scale_format or formats[0]} if formats else {}
         write = Request(
@@ -105,8 +105,8 @@ class SparseMLAAttention:
             uneven_blocks=not spec.contiguous_blocks,
             graph=spec.graph,
         )
-        self._write_decision = demand.decide(write)
-        self._write: CacheWrite | None = demand.bind(write) if self._write_decision.chosen else None
+        self._write_decision = layer_registry.decide(write)
+        self._write: CacheWrite | None = layer_registry.bind(write) if self._write_decision.chosen else None
         self._accelerator = accelerator(self.device)
         self._index = self._accelerator.index  # -1 for a CPU
         if attn_sink is not None:

@@ -63,7 +63,7 @@ class RouteVerdict:
 
     Attributes:
         route: one of ROUTES. parts: its primitives. reasons: all reasons against it; empty means it can serve.
-        surcharge: cost beyond its parts'. note: what else its rank depends on, beside its parts.
+        fixed_cost: cost beyond its parts'. note: what else its rank depends on, beside its parts.
         workspace_bytes: bf16 rows that a layer on this route allocates. memory_share: of the device's memory, 0 where that is
             not known.
         prefill_times: by which a planner decides what is gathered; None where all is, or nothing.
@@ -72,7 +72,7 @@ class RouteVerdict:
     route: str
     parts: tuple[RoutePart, ...]
     reasons: tuple[Reason, ...]
-    surcharge: float = 0.0
+    fixed_cost: float = 0.0
     note: str = ""
     workspace_bytes: int = 0
     memory_share: float = 0.0
@@ -85,16 +85,16 @@ class RouteVerdict:
     @property
     def cost(self) -> float:
         """Weighted sum of the parts' costs, and the price of the workspace; smaller is preferred."""
-        return (sum(part.cost * part.weight for part in self.parts) + self.surcharge) * (1 + self.memory_share)
+        return (sum(part.cost * part.weight for part in self.parts) + self.fixed_cost) * (1 + self.memory_share)
 
     @property
     def measured(self) -> bool:
-        """Its parts were measured, but for a tenth of the weights, and it has no surcharge.
+        """Its parts were measured, but for a tenth of the weights, and it has no fixed cost.
 
         The gather before a prefill has less: a device whose attention kernels were timed is ranked by those times.
         """
         unknown = sum(part.weight for part in self.parts if not part.measured)
-        return not self.surcharge and unknown <= _UNMEASURED_SHARE * sum(part.weight for part in self.parts)
+        return not self.fixed_cost and unknown <= _UNMEASURED_SHARE * sum(part.weight for part in self.parts)
 
     @property
     def standing(self) -> Standing:
@@ -109,7 +109,7 @@ class RouteVerdict:
         if self.reasons:
             return "; ".join(map(str, self.reasons))
         terms = [f"{part.label} {part.decision.chosen} {part.cost:g} x {part.weight:g}" for part in self.parts if part.weight]
-        terms += [f"{self.surcharge:g}"] if self.surcharge else []
+        terms += [f"{self.fixed_cost:g}"] if self.fixed_cost else []
         total = " + ".join(terms)
         notes = [self.note] if self.note else []
         if self.workspace_bytes:

@@ -5,7 +5,7 @@ A route's cost is the sum of what serves its decode tokens, its prefill tokens a
 that the registry chose times a weight. Weights are judgements about work, not measurements.
 
 A workspace has a price: the cost grows by the share of the device's memory that it takes (0 where the memory is not known).
-A route is measured if its parts are, but for a tenth of their weights, and it has no surcharge. `Ranking` then ranks routes
+A route is measured if its parts are, but for a tenth of their weights, and it has no fixed cost. `Ranking` then ranks routes
 as it ranks implementations, and within a tie the smaller workspace comes first. A route whose costs are of both scales is
 ranked by their sum, as a declared 10 stands for a vendor's kernel and a measured 10 for the fastest.
 
@@ -22,7 +22,7 @@ from itertools import pairwise
 from math import isqrt
 from typing import Any, Final
 
-from mla_portable.attention.demand import Demand, left_out
+from mla_portable.attention.layer_registry import LayerRegistry, forced_but_unused
 from mla_portable.attention.route_decision import NOT_OFFERED, NOT_SERVED, Role, RouteDecision, RoutePart, RouteVerdict
 from mla_portable.attention.spec import AUTO_ROUTE, AttentionSpec
 from mla_portable.contracts import Decision, DeviceFacts, Reason, Request
@@ -94,13 +94,13 @@ def route_requests(spec: AttentionSpec, device: DeviceFacts) -> Mapping[str, Req
     }
 
 
-def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> RouteDecision:
-    """Rank the routes for `spec` on `device`; a pure function of what `demand` answers.
+def choose_route(spec: AttentionSpec, device: DeviceFacts, registry: LayerRegistry) -> RouteDecision:
+    """Rank the routes for `spec` on `device`; a pure function of what `registry` answers.
 
     A forced route (`spec.route`) is considered alone. An automatic choice takes the first by `Ranking` that can serve, ties
     by the smaller workspace, then in the order direct, split, fused, upconvert. Without any implementation of sparse_decode,
     `direct` gives decode tokens to sparse_prefill as well. A route that leaves out a primitive for which a backend is forced is
-    refused (`left_out`).
+    refused (`forced_but_unused`).
     """
     requests = route_requests(spec, device)
     workspace_bytes = spec.workspace_rows * spec.layout.workspace.row_bytes
@@ -110,7 +110,7 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
     def decide(name: str, *, graph: bool = False) -> Decision:
         key = f"{name}+graph" if graph else name
         if key not in decisions:
-            decisions[key] = demand.decide(requests[name].but(graph=True) if graph else requests[name])
+            decisions[key] = registry.decide(requests[name].but(graph=True) if graph else requests[name])
         return decisions[key]
 
     def part(role: Role, name: str, weight: float = 0.0, *, graph: bool = False) -> RoutePart:
@@ -118,7 +118,7 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
 
     def fused() -> RouteVerdict:
         decode = part("decode", "decode", 1.0)
-        kind = demand.schedule_kind(decode.decision)
+        kind = registry.schedule_kind(decode.decision)
         least = kind.fused_below_heads if kind else 0
         few = spec.num_heads < least
         prefill = part("prefill", "decode", _FUSED_PREFILL_FEW_HEADS if few else _OTHER_KERNEL)
@@ -127,7 +127,7 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
 
     def direct() -> RouteVerdict:
         convert, decode = part("convert", "convert"), part("decode", "decode", 1.0)
-        against = _gaps(spec)
+        against = _gaps_between_blocks(spec)
         if decode.decision.chosen:
             return _verdict("direct", (convert, decode, part("prefill", "cache_prefill", 1.0)), against)
         prefill = part("prefill", "cache_prefill", _OTHER_KERNEL, graph=spec.graph)
@@ -141,7 +141,7 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
             part("gather", "gather", _GATHER_PREFILL),
         )
         times = prefill_times()
-        against = *_pointless(spec), *_too_small(spec, times)
+        against = *_gather_without_use(spec), *_workspace_too_small(spec, times)
         if times is None:
             return _verdict("split", parts, against)
         parts = *parts, part("in_place", "cache_prefill")
@@ -152,7 +152,7 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
         """Of the two ways of a prefill, where both and the gather were timed and results may depend on the batch."""
         if spec.route != AUTO_ROUTE or spec.batch_invariant or not spec.layout.is_quantized:
             return None
-        us = [demand.times(decide(name)) for name in ("cache_prefill", "bf16_prefill", "gather")]
+        us = [registry.times(decide(name)) for name in ("cache_prefill", "bf16_prefill", "gather")]
         return PrefillTimes(*map(Times, us)) if all(us) else None
 
     def upconvert() -> RouteVerdict:
@@ -161,11 +161,11 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
             part("prefill", "bf16_prefill", _OTHER_KERNEL),
             part("gather", "gather", 1.0),
         )
-        against = *_pointless(spec), *_too_small(spec, None)
+        against = *_gather_without_use(spec), *_workspace_too_small(spec, None)
         if spec.graph:
             limit = "upconvert gathers as many rows as the batch has, which no graph can"
             against = (*against, Reason("graph", "yes", limit, "set graph=False, or take another route"))
-        return _verdict("upconvert", parts, against, surcharge=_EVERY_STEP, note="every step gathers every context")
+        return _verdict("upconvert", parts, against, fixed_cost=_EVERY_STEP, note="every step gathers every context")
 
     def completed(verdict: RouteVerdict) -> RouteVerdict:
         """The verdict with its workspace, and a reason for each forced backend that the route does not use."""
@@ -176,7 +176,7 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
         if spec.route == AUTO_ROUTE and spec.layout.is_quantized:
             forcible.append(decide("gather"))
         present = [each.decision for each in verdict.parts]
-        against = [reason for decision in forcible for reason in left_out(decision, present)]
+        against = [reason for decision in forcible for reason in forced_but_unused(decision, present)]
         return replace(verdict, reasons=(*verdict.reasons, *against)) if against else verdict
 
     routes = {"direct": direct, "split": split, "fused": fused, "upconvert": upconvert}
@@ -185,25 +185,25 @@ def choose_route(spec: AttentionSpec, device: DeviceFacts, demand: Demand) -> Ro
     best, *others = _ranked(considered)
     decode = best.part("decode")
     if best.can_run and decode and not spec.batch_invariant:
-        best = replace(best, parts=(*best.parts, *_by_rows(requests["decode"], decode.decision, demand)))
+        best = replace(best, parts=(*best.parts, *_by_rows(requests["decode"], decode.decision, registry)))
     return RouteDecision(spec, device, best.route if best.can_run else None, forced, (best, *others))
 
 
-def _by_rows(request: Request, largest: Decision, demand: Demand) -> tuple[RoutePart, ...]:
+def _by_rows(request: Request, largest: Decision, registry: LayerRegistry) -> tuple[RoutePart, ...]:
     """What serves batches with fewer rows than `request`, where the registry chooses something else at their size.
 
     A size speaks for the rows that are nearest to it, as in the registry. Only implementations that take no schedule stand in
     for one another, for a plan holds schedules of one kind.
     """
     parts: list[RoutePart] = []
-    if demand.schedule_kind(largest):
+    if registry.schedule_kind(largest):
         return ()
-    for rows, more in pairwise(demand.timed_rows(request)):
+    for rows, more in pairwise(registry.timed_rows(request)):
         most = isqrt(rows * more)
         if most >= (request.rows or 0):
             break
-        decision = demand.decide(request.but(rows=rows))
-        if decision.chosen is None or demand.schedule_kind(decision):
+        decision = registry.decide(request.but(rows=rows))
+        if decision.chosen is None or registry.schedule_kind(decision):
             decision = largest
         if parts and parts[-1].decision.chosen == decision.chosen:
             parts.pop()
@@ -218,7 +218,7 @@ def _ranked(verdicts: list[RouteVerdict]) -> tuple[RouteVerdict, ...]:
     ranking = Ranking((v.standing for v in verdicts if v.can_run), terms=_TERMS)
     tied = [v for v in verdicts if v.can_run and ranking.tied(v.standing)]
 
-    def explained(verdict: RouteVerdict) -> RouteVerdict:
+    def with_note(verdict: RouteVerdict) -> RouteVerdict:
         if len(tied) < 2 or verdict not in tied:
             return verdict
         why = "a tie, the smaller workspace decides"
@@ -227,10 +227,10 @@ def _ranked(verdicts: list[RouteVerdict]) -> tuple[RouteVerdict, ...]:
     def key(verdict: RouteVerdict) -> tuple[bool, tuple[bool, float], int]:
         return not verdict.can_run, ranking.key(verdict.standing), verdict.workspace_bytes
 
-    return tuple(map(explained, sorted(verdicts, key=key)))
+    return tuple(map(with_note, sorted(verdicts, key=key)))
 
 
-def _pointless(spec: AttentionSpec) -> tuple[Reason, ...]:
+def _gather_without_use(spec: AttentionSpec) -> tuple[Reason, ...]:
     """A bf16 cache is read in place; copying it to bf16 rows first is only done if the route is forced."""
     if spec.layout.is_quantized or spec.route != AUTO_ROUTE:
         return ()
@@ -239,7 +239,7 @@ def _pointless(spec: AttentionSpec) -> tuple[Reason, ...]:
     )
 
 
-def _too_small(spec: AttentionSpec, times: PrefillTimes | None) -> tuple[Reason, ...]:
+def _workspace_too_small(spec: AttentionSpec, times: PrefillTimes | None) -> tuple[Reason, ...]:
     """The route's planner would refuse the workspace."""
     if spec.workspace_rows >= least_workspace(spec.max_model_len, times):
         return ()
@@ -247,7 +247,7 @@ def _too_small(spec: AttentionSpec, times: PrefillTimes | None) -> tuple[Reason,
     return (Reason("prefill_workspace_tokens", str(spec.workspace_rows), limit, "enlarge it, or take route fused or direct"),)
 
 
-def _gaps(spec: AttentionSpec) -> tuple[Reason, ...]:
+def _gaps_between_blocks(spec: AttentionSpec) -> tuple[Reason, ...]:
     """sparse_prefill reads a cache without scales as flat rows."""
     if spec.layout.is_quantized or spec.contiguous_blocks:
         return ()
@@ -256,7 +256,7 @@ def _gaps(spec: AttentionSpec) -> tuple[Reason, ...]:
 
 
 def _verdict(
-    route: str, parts: tuple[RoutePart, ...], against: tuple[Reason, ...] = (), *, surcharge: float = 0.0, note: str = ""
+    route: str, parts: tuple[RoutePart, ...], against: tuple[Reason, ...] = (), *, fixed_cost: float = 0.0, note: str = ""
 ) -> RouteVerdict:
     missing: dict[str, Reason] = {}
     for part in parts:
@@ -265,4 +265,4 @@ def _verdict(
             why = "; ".join(grouped(decision.causes))
             name = str(decision.request.primitive)
             missing[name] = Reason(name, NOT_SERVED, why or NOT_OFFERED, "`mla-portable doctor`")
-    return RouteVerdict(route, parts, (*against, *missing.values()), surcharge, note)
+    return RouteVerdict(route, parts, (*against, *missing.values()), fixed_cost, note)

@@ -133,8 +133,8 @@ def check_cache(
             f"[{block_size * width} or more, {width}, 1]: whole rows, one after the other within a block",
             "Slice the cache by blocks only.",
         )
-    address, apart = value.data_ptr(), block_stride if blocks > 1 else 0
-    alignment = _alignment(address, apart * layout.dtype.itemsize)
+    address, distance = value.data_ptr(), block_stride if blocks > 1 else 0
+    alignment = _alignment(address, distance * layout.dtype.itemsize)
     if alignment < layout.alignment:
         refuse(
             where,
@@ -143,7 +143,7 @@ def check_cache(
             f"both multiples of {layout.alignment} bytes, for the float32 scales inside a row",
             "Allocate the cache by itself, or pad its blocks.",
         )
-    return layout, block_size, apart, alignment
+    return layout, block_size, distance, alignment
 
 
 def _cache_axes(cache: str) -> str:

@@ -60,7 +60,7 @@ class Checked:
 
 
 class TensorTable:
-    """The tensors of one function. where: its name."""
+    """The tensors of one function. where: its name. rows: by argument, in order."""
 
     def __init__(self, where: str, rows: Mapping[str, Axes | Checked], *, given: str = "") -> None:
         """
@@ -68,7 +68,7 @@ class TensorTable:
             where: the function, for messages. rows: by argument, in the order in which `check` takes them. The call is on the
                 device of the first, which is never None. given: axes whose size the caller gives.
         """
-        self.where, self._rows, self._given = where, dict(rows), frozenset(given.split())
+        self.where, self.rows, self._given = where, dict(rows), frozenset(given.split())
         self._results = [at for at, row in enumerate(rows.values()) if row.written]
         known = set(self._given)
         # plain tuples, which are unpacked faster than anything with names
@@ -146,7 +146,7 @@ class TensorTable:
 
     def _check_row(self, name: str, value: Any, sizes: dict[str, int], dtype: Any, device: torch.device | None) -> None:
         """One tensor once more: raise what is wrong with it, or return where it is only not contiguous as a whole."""
-        row = self._rows[name]
+        row = self.rows[name]
         assert isinstance(row, Axes)
         axes = row.axes.split()
         words = (str(sizes[axis]) if axis in self._given and axis.islower() else axis.replace("+", " + ") for axis in axes)
@@ -162,7 +162,7 @@ class TensorTable:
     def _check_disjoint(self, values: Sequence[Any]) -> None:
         written: dict[str, Tensor | None] = {}
         read: dict[str, Tensor | None] = {}
-        for (name, row), value in zip(self._rows.items(), values, strict=True):
+        for (name, row), value in zip(self.rows.items(), values, strict=True):
             (written if row.written else read)[name] = value
         check_disjoint(self.where, written, read)
 

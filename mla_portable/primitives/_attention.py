@@ -62,8 +62,8 @@ def attend(
             valid &= column < lengths[chunk].unsqueeze(1)
         empty = ~valid.any(dim=1)  # [C]
         present = index.masked_fill(~valid, -1)
-        stand_in = present.amax(dim=1, keepdim=True).clamp_(min=0)  # [C, 1] a named slot; 0 where no entry is valid
-        latent, rope = rows.values(torch.where(valid, index, stand_in).flatten(), dtype)
+        named_slot = present.amax(dim=1, keepdim=True).clamp_(min=0)  # [C, 1] a named slot; 0 where no entry is valid
+        latent, rope = rows.values(torch.where(valid, index, named_slot).flatten(), dtype)
         latent, rope = (part.view(len(valid), topk, part.shape[-1]) for part in (latent, rope))  # [C, K, V], [C, K, R]
         query = q[chunk].to(dtype) * softmax_scale  # [C, H, V + R]
         scores = products(query[..., :value_width], latent)  # [C, H, K]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mla_portable.accelerator import accelerator
 from mla_portable.attention import SelectionMerge
-from mla_portable.attention.demand import Demand
+from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.contracts import ContextShare, InvalidArgument, Request, UnsupportedRequest, neutral_defaults
 from mla_portable.contracts.rules import check_cache
 from mla_portable.contracts.values import CACHE_ALIGNMENT
@@ -198,7 +198,7 @@ def _bind(
         uneven = bool(apart % layout.row_width)
         facts = {"kv_layout": layout.name, "block_size": block_size, "cache_alignment": alignment, "uneven_blocks": uneven}
     here = get_registry().facts(device)
-    shared, demand = share.size > 1, Demand(get_registry(), None)
+    shared, demand = share.size > 1, LayerRegistry(get_registry(), None)
     requests: list[Request[Any]] = [
         Request(INDEXER_SELECT, here, num_heads=num_heads, topk=topk, context_parallel=shared, graph=True, **facts)
     ]

@@ -6,14 +6,14 @@ from __future__ import annotations
 import torch
 
 from mla_portable.attention import AttentionSpec, RouteDecision
-from mla_portable.attention.demand import Demand
+from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.attention.routes import choose_route
 from mla_portable.registry import Registry
 
 
 def decide_route(registry: Registry, spec: AttentionSpec, device: torch.device, *, probe: bool = True) -> RouteDecision:
     """The routes for layers of `spec` on `device`, ranked; probes implementations that were not tried before, if `probe`."""
-    demand = Demand(registry, None, probe=probe)
+    demand = LayerRegistry(registry, None, probe=probe)
     return choose_route(spec, registry.facts(device), demand)
 
 

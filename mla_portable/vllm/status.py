@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from mla_portable.attention import AttentionSpec
-from mla_portable.attention.demand import Demand
+from mla_portable.attention.layer_registry import LayerRegistry
 from mla_portable.contracts import InvalidArgument, Request
 from mla_portable.primitives import INDEXER_CACHE_WRITE, INDEXER_SELECT
 from mla_portable.registry import Registry
@@ -99,7 +99,7 @@ def _indexer(registry: Registry, device: torch.device, environ: Mapping[str, str
         Request(INDEXER_SELECT, facts, num_heads=64, topk=2048, graph=True, **layout),
         Request(INDEXER_CACHE_WRITE, facts, scale_format="pow2", graph=True, **layout),
     )
-    demand = Demand(registry, None)
+    demand = LayerRegistry(registry, None)
     decisions = [demand.decide(request) for request in requests]
     select, write = (f"{each.request.primitive} {each.chosen or 'by nothing'}" for each in decisions)
     ours = f"mla_portable's ({select}; keys written by vLLM's operator if it works, else {write})"

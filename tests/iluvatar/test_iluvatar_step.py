@@ -55,11 +55,11 @@ def test_an_fp8_step_on_the_upconvert_route_agrees_with_the_oracle(machine):
 def route_with_triton(spec):
     """The machine with Triton beside the vendor's ops, and the route of a layer on it."""
     import mla_portable_triton
-    from mla_portable.attention.demand import Demand
+    from mla_portable.attention.layer_registry import LayerRegistry
     from mla_portable.attention.routes import choose_route
 
     machine = registry(("triton", mla_portable_triton), probe=False)
-    demand = Demand(machine, None)
+    demand = LayerRegistry(machine, None)
     return choose_route(spec, BI_V150, demand)
 
 

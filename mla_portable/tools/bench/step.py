@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mla_portable.accelerator import accelerator
 from mla_portable.attention import AttentionSpec, RouteDecision, SparseMLAAttention
-from mla_portable.attention.demand import BackendChoice, Demand
+from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
 from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument
 from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.planner import Planner
@@ -166,7 +166,7 @@ def run_step(
 
     with accelerator(device).guard():
         timed = partial(run_and_measure, device=device, repeat=repeat, max_seconds=max_seconds)
-        demand = Demand(registry, backend)
+        demand = LayerRegistry(registry, backend)
         layer = SparseMLAAttention(_spec(shape, route), device=device, registry=registry, backend=backend)
         needed = {cache_write_request(layer), *(part.decision.request for part in layer.route_decision.verdict.parts)}
         begin("drawing the step")

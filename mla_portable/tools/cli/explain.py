@@ -188,7 +188,7 @@ def _ask_for_primitive(name: str, device: str | DeviceFacts | None, backend: str
 def _ask_for_route(name: str, device: str | DeviceFacts | None, backend: str | None, given: dict[str, Any]) -> RouteDecision:
     """How a layer would compose the primitives."""
     from mla_portable.attention import AttentionSpec
-    from mla_portable.attention.demand import Demand
+    from mla_portable.attention.layer_registry import LayerRegistry
     from mla_portable.attention.routes import choose_route
     from mla_portable.dispatch import current_registry
 
@@ -207,7 +207,7 @@ def _ask_for_route(name: str, device: str | DeviceFacts | None, backend: str | N
         **fields,
     )
     registry = current_registry()
-    demand = Demand(registry, backend)
+    demand = LayerRegistry(registry, backend)
     if device is None or isinstance(device, str):
         device = registry.facts(device or resolve_device(None))
     return choose_route(spec, device, demand)
@@ -225,14 +225,14 @@ def _arguments(decision: Decision | RouteDecision) -> dict[str, Any]:
 
 def _tuned(decision: Decision | RouteDecision) -> dict[str, int] | None:
     """The configuration that the user's tuning table has for the chosen implementation; None without one, and for a route."""
-    from mla_portable.attention.demand import Demand
+    from mla_portable.attention.layer_registry import LayerRegistry
     from mla_portable.contracts import Decision
     from mla_portable.dispatch import current_registry
 
     if not isinstance(decision, Decision):
         return None
     registry = current_registry()
-    chosen = Demand(registry, None).chosen(decision)
+    chosen = LayerRegistry(registry, None).chosen(decision)
     configuration = chosen and registry.configured(chosen, decision.request).configuration
     return dict(configuration) if configuration else None
 

@@ -97,7 +97,7 @@ def _made_of(verdict: RouteVerdict) -> str:
         return "; ".join(map(str, verdict.reasons))
     terms = [f"{part.role} {part.cost:g}" + ("" if part.weight == 1 else f" x {part.weight:g}") for part in verdict.parts]
     terms = [term for term, part in zip(terms, verdict.parts, strict=True) if part.weight]
-    terms += [f"{verdict.surcharge:g}"] if verdict.surcharge else []
+    terms += [f"{verdict.fixed_cost:g}"] if verdict.fixed_cost else []
     workspace = f"workspace of {verdict.workspace_bytes / 1e6:,.0f} MB" if verdict.workspace_bytes else ""
     share = f"{verdict.memory_share:.1%} of the memory, added to the cost" if verdict.memory_share else ""
     return "; ".join(filter(None, (" + ".join(terms), workspace, share, verdict.note)))

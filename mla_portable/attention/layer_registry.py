@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Demand: the registry for one layer, with the backends that are forced for it.
+"""LayerRegistry: the registry for one layer, with the backends that are forced for it.
 
 A name that is forced for everything applies to the primitives that it offers; the others are chosen automatically.
-A name that is forced for one primitive must offer it. No route may leave out what a name is forced for (`left_out`).
+A name that is forced for one primitive must offer it. No route may leave out what a name is forced for (`forced_but_unused`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BackendChoice = str | Mapping[str, str] | None
 """A backend for every primitive that it offers, or one for each primitive named; None lets the registry's policy decide."""
 
 
-class Demand:
+class LayerRegistry:
     """Asks the registry, with the forced backend of each primitive."""
 
     def __init__(self, registry: Registry, backend: BackendChoice, *, probe: bool = True) -> None:
@@ -107,7 +107,7 @@ class Demand:
         return found.schedule_kind if found else None
 
 
-def left_out(decision: Decision, on_route: Sequence[Decision]) -> tuple[Reason, ...]:
+def forced_but_unused(decision: Decision, on_route: Sequence[Decision]) -> tuple[Reason, ...]:
     """The reason against a route that does not use a primitive for which a backend is forced.
 
     Such a route computes the tokens by another primitive, which is allowed if the same name is forced for that one too. A
