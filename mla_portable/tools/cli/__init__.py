@@ -5,7 +5,7 @@ from __future__ import annotations
 
 __all__ = ["main"]
 
-_EXTRA = ("jinja2", "pydantic", "rich", "typer")
+_EXTRA = ("pydantic", "rich", "typer")
 
 
 def main() -> None:
