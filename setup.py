@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pyproject.toml cannot say: a wheel carries profiles, evidence and table of capability/ as package data."""
+"""What pyproject.toml cannot say: a wheel carries the profiles and the matrix of capability/ as package data, and no run."""
 
 from pathlib import Path
 from shutil import copy, copytree, rmtree
@@ -14,11 +14,11 @@ class BuildWithRecords(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            target = Path(self.build_lib) / "mla_portable" / "tools" / "matrix" / "capability"
+            records = Path(__file__).parent / "capability"
+            target = Path(self.build_lib) / "mla_portable" / "capability" / "data"
             rmtree(target, ignore_errors=True)  # of an earlier build
-            for part in ("profiles", "evidence"):
-                copytree(Path(__file__).parent / "capability" / part, target / part)
-            copy(Path(__file__).parent / "capability" / "matrix.json", target)
+            copytree(records / "profiles", target / "profiles")
+            copy(records / "matrix.json", target)
 
 
 setup(cmdclass={"build_py": BuildWithRecords})

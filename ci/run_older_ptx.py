@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the conformance suite on what Triton or NVRTC makes for an older NVIDIA architecture, on a newer GPU; or time that code.
 
-    python ci/run_older_ptx.py sm80 BACKEND [--level smoke] [--primitive P] [--jobs N] --out FILE
+    python ci/run_older_ptx.py sm80 BACKEND [--level smoke] [--primitive P] [--jobs N] [--who NAME] [--commit C] --out FILE
     python ci/run_older_ptx.py sm80 --bench [ARGUMENTS of `mla-portable bench kernels`]
 
 BACKEND is `triton`, or an implementation whose kernels the nvidia plugin compiles itself, `nvidia.native_sm80`: those of
@@ -10,15 +10,14 @@ libraries cannot be run this way. The compiler makes PTX for the older architect
 The result speaks of the numerics of that code path: shared memory and registers of the older device are checked when it is
 compiled (`ci/compile`), and its speed is not known from here.
 
-`python ci/record_evidence.py add FILE` enters the report: level "compiled+run", the device named. Times compare kernels on one
-chip, cut for its multiprocessors; they are of a device that no profile has, and so are never recorded.
+FILE is that of a run (docs/matrix.md) whose `target` is the older architecture: "its SM80 code ran on an H200". Times compare
+kernels on one chip, cut for its multiprocessors; they are of a device that no profile has, and so are never kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -29,9 +28,10 @@ from pathlib import Path
 
 import torch
 import triton
-from record_evidence import ROOT, read, state_of, write_line
 from vllm_gpu.older_ptx import load_native_ptx_instead, load_ptx_instead
 
+from mla_portable.capability.claims import compiled_for
+from mla_portable.capability.profiles import Profile, all_profiles
 from mla_portable.contracts import Primitive
 from mla_portable.dispatch import serving
 from mla_portable.registry import Registry, get_registry
@@ -40,10 +40,7 @@ from mla_portable.registry.variables import ENV_BACKEND
 from mla_portable.tools.cli.app import app
 from mla_portable.tools.conformance import Case, CaseResult, run_suite
 from mla_portable.tools.conformance.runner import run_installed
-from mla_portable.tools.matrix.profiles import Profile
-from mla_portable.tools.matrix.record import conformance_report
-from mla_portable.tools.matrix.records import Records
-from mla_portable.tools.provenance import provenance_of
+from mla_portable.tools.recording import case_of, recorder
 
 
 def run_older(capability: int, loaded: Path, case: Case, device: torch.device) -> CaseResult:
@@ -59,22 +56,22 @@ def load_older(capability: int, loaded: Path) -> None:
         load_native_ptx_instead(capability, loaded)
 
 
-def older_profile(arch: str, records: Records) -> Profile:
+def older_profile(arch: str) -> Profile:
     """A profile of an older NVIDIA architecture. Raises: SystemExit when no profile has it, or no GPU is here."""
     if not torch.cuda.is_available():
         raise SystemExit("needs an NVIDIA GPU that is newer than the architecture")
-    older = next((profile for profile in records.profiles.values() if profile.arch == arch), None)
+    older = next((profile for profile in all_profiles().values() if profile.arch == arch), None)
     if older is None or not arch.startswith("sm"):
         raise SystemExit(f"{arch}: no NVIDIA profile has this architecture")
     return older
 
 
-def libraries_of(backend: str, arch: str, records: Records) -> list[str]:
-    """The implementations of a backend that an architecture would run, and whose kernels nobody here compiles for it."""
-    slugs = [slug for slug, profile in records.profiles.items() if profile.arch == arch]
-    claims = [claim for claim in records.declarations.claims if backend in (claim.implementation, claim.backend)]
-    declared = [claim for claim in claims if any(not claim.devices[slug] for slug in slugs)]
-    return [f"{claim.implementation} / {claim.primitive}" for claim in declared if arch not in claim.targets]
+def libraries_of(backend: str, older: Profile, registry: Registry) -> list[str]:
+    """The implementations of a backend that a device would run, and whose kernels nobody here compiles for it."""
+    compiled, facts = compiled_for(registry), older.device_facts()
+    offers = [each for each in registry.implementations() if backend in (each.name, each.backend)]
+    declared = [f"{each.name} / {each.primitive}" for each in offers if not [*each.support.device_reasons(facts)]]
+    return [name for name in declared if older.arch not in compiled.get(name, ())]
 
 
 def bench(older: Profile, words: Sequence[str]) -> None:
@@ -96,23 +93,26 @@ def main() -> int:
     parser.add_argument("--level", default="quick", choices=("smoke", "quick", "full"))
     parser.add_argument("--primitive", action="append", type=Primitive.named, help="only this one; may be repeated")
     parser.add_argument("--jobs", type=int, default=1, help="processes on the GPU; one that dies is a failed case")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="the file of a run; results are added to it")
+    parser.add_argument("--who", help="who runs this; default: git's user.name, or the login")
+    parser.add_argument("--commit", help="of the code, where git is not there to say it")
     parser.add_argument("--bench", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="time it instead")
     options = parser.parse_args()
-    records = read()
-    older = older_profile(options.arch, records)
+    older = older_profile(options.arch)
     if options.bench is not None:
         bench(older, options.bench)
     if options.backend is None or options.out is None:
         parser.error("a run of the suite needs BACKEND and --out FILE")
     os.environ[ENV_BACKEND] = options.backend  # also for the parts of its implementations: no other plugin has older code here
     here = get_registry().facts("cuda")
-    libraries = libraries_of(options.backend, options.arch, records)
+    libraries = libraries_of(options.backend, older, get_registry())
     if libraries:
         raise SystemExit(f"{', '.join(libraries)}: not compiled here for {options.arch}; name an implementation that is")
     capability = int(options.arch.removeprefix("sm"))
     if here.vendor != "nvidia" or int(here.arch.removeprefix("sm")) <= capability:
         raise SystemExit(f"{here} is no NVIDIA GPU newer than {options.arch}")
+    device, named = resolve_device("cuda"), {"who": options.who, "commit": options.commit}
+    file = recorder(options.out, get_registry(), device, backends=[options.backend], target=options.arch, **named)
     registry = Registry(facts={"cuda": older.device_facts()}, environ={}, probe=False)
     with tempfile.TemporaryDirectory() as folder:
         loaded = Path(folder) / "loaded"
@@ -125,12 +125,9 @@ def main() -> int:
         raise SystemExit(f"{options.backend} loaded no kernel: nothing of {options.arch} ran")
     for bad in (result for result in report.results if result.status != "passed"):
         print(f"{bad.status} {bad.case.id}: {bad.message}")
-    device = resolve_device("cuda")
-    run, state = provenance_of(ROOT, shlex.join(["python", "ci/run_older_ptx.py", *sys.argv[1:]]), device), state_of(device)
-    document = conformance_report(report, records.declarations, run, driver=state.driver, clocks=state.clocks, ran_on=here)
-    write_line(options.out, document)
+    file.add(level=options.level, cases=[case_of(result.as_dict()) for result in report.results])
     print(f"{options.arch} code on {here}, triton {triton.__version__}: {report.passed} passed, {report.failed} failed")
-    print(f"{kernels} kernels loaded as PTX; the report is in {options.out}")
+    print(f"{kernels} kernels loaded as PTX; the cases are in {options.out}")
     return int(not report.ok)
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mla-portable bench kernels` and `bench plot`: the roofline bound, lines of records, pictures, what the command prints."""
+"""`mla-portable bench`: the roofline bound, times of a run, pictures, costs, what the commands print."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -14,17 +15,21 @@ from kernel_bench import CPU, SMALL, TIMED, decode_baseline, run
 from spoiled import WRONG, Spoiled, registry_with
 from typer.testing import CliRunner
 
+from mla_portable.capability.run import Baseline, Time, read_run
 from mla_portable.contracts import InvalidArgument
 from mla_portable.dispatch import serving
 from mla_portable.primitives import CACHE_WRITE, SPARSE_DECODE
 from mla_portable.problems.bench import KernelCase
 from mla_portable.registry import Registry
+from mla_portable.registry.cost_files import costs_text, parse_costs
 from mla_portable.tools.bench import kernel_machine
-from mla_portable.tools.bench.kernel_records import append_lines, kernel_lines, kernel_run, read_runs
-from mla_portable.tools.bench.plot import lines_of_records, plot_lines
+from mla_portable.tools.bench.kernel_records import kernel_lines, times_of
+from mla_portable.tools.bench.kernels import KernelReport
+from mla_portable.tools.bench.plot import Line, lines_of_report, lines_of_times, plot_lines
 from mla_portable.tools.bench.roofline import Ceilings, measure_ceilings
 from mla_portable.tools.cli.app import app
-from mla_portable.tools.matrix.table import find_records
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_the_roofline_bound_is_the_longer_of_moving_and_multiplying():
@@ -36,22 +41,13 @@ def test_the_roofline_bound_is_the_longer_of_moving_and_multiplying():
 
 
 @pytest.fixture(scope="module")
-def lines() -> list[dict[str, Any]]:
+def report() -> KernelReport:
     cases = [KernelCase(SPARSE_DECODE, rows, "bf16", heads, 16, 64) for heads in (1, 2) for rows in (1, 2, 4)]
-    return kernel_lines(run(*cases, SMALL[CACHE_WRITE], baselines=[decode_baseline()]))
+    return run(*cases, SMALL[CACHE_WRITE], baselines=[decode_baseline()])
 
 
-def test_a_line_says_what_ran_where_and_how(lines, tmp_path):
-    path = tmp_path / "new" / "times.jsonl"
-    header = kernel_run(run(SMALL[CACHE_WRITE]), "the command", CPU)
-    append_lines(path, [header, *lines[:1]])
-    append_lines(path, lines[1:])
-    append_lines(path, [header])
-    assert [list(each) for each in read_runs(path)] == json.loads(json.dumps([[header, lines], [header, []]]))
-    assert header["versions"]["torch"] == torch.__version__ and header["driver"] is None
-    assert (header["command"], len(header["machine"]), header["tuned"]) == ("the command", 16, False)
-    assert header["commit"] is not None and header["files"] is None, "these tests run in a checkout"
-    ours, baseline = lines[0], lines[1]
+def test_a_line_says_what_ran_and_how(report):
+    ours, baseline = kernel_lines(report)[:2]
     assert (ours["name"], ours["role"], baseline["name"], baseline["role"]) == (
         "reference.torch",
         "implementation",
@@ -59,44 +55,96 @@ def test_a_line_says_what_ran_where_and_how(lines, tmp_path):
         "baseline",
     )
     assert (ours["rows"], ours["heads"], ours["topk"], ours["layout"], ours["width"]) == (1, 1, 16, "bf16", 64)
-    assert len(ours["source_hash"]) == 64 and baseline["source_hash"] is None
     assert ours["p10_us"] <= ours["median_us"] <= ours["p90_us"] and ours["runs"] == 2
 
 
-def test_a_file_of_something_else_is_refused(tmp_path):
-    path = tmp_path / "other.jsonl"
-    for text in ("{", '{"kind": "conformance"}', '{"kind": "kernel_time", "schema": 3}'):
-        path.write_text(text)
-        with pytest.raises(InvalidArgument, match=r"other\.jsonl:1"):
-            read_runs(path)
+def test_a_time_stands_beside_the_fastest_baseline(report):
+    slow = decode_baseline("slow.v1")
+    both = run(report.cases[0].case, baselines=[decode_baseline(), slow, decode_baseline("wrong.v1", factor=2.0)])
+    (time,) = times_of(both)
+    baselines = {line["name"]: line["median_us"] for line in kernel_lines(both) if line["role"] == "baseline"}
+    assert baselines.pop("wrong.v1") is None and time.baseline is not None
+    assert time.baseline.name == min(baselines, key=baselines.__getitem__)
+    assert time.baseline.us == round(baselines[time.baseline.name], 3)
+    assert time.p10 <= time.us <= time.p90 and time.bound == round(both.cases[0].bound_us, 3)
+    assert [each.baseline for each in times_of(report) if each.primitive == "cache_write"] == [None]
 
 
-def test_the_plot_shows_every_candidate_that_has_a_time(lines, tmp_path):
-    path = tmp_path / "times.svg"
-    spoiled = [{**line, "median_us": None} if line["role"] == "baseline" else line for line in lines]
-    for given in (lines, spoiled):
-        plot_lines(given, path)
+def test_the_plot_shows_every_candidate_that_has_a_time(report, tmp_path):
+    path, lines = tmp_path / "times.svg", lines_of_report(report)
+    ours = [line for line in lines if line.name != "other.v1"]
+    for given in (lines, ours):
+        plot_lines(given, path, title="A device")
         assert ElementTree.parse(path).getroot().tag.endswith("svg")
         text = path.read_text()
-        assert all(f"<!-- sparse_decode bf16, {heads} heads -->" in text for heads in (1, 2)) and "<!-- cache_write" in text
+        assert all(f"<!-- sparse_decode bf16, {heads} heads" in text for heads in (1, 2)) and "<!-- cache_write" in text
         assert text.count("<!-- roofline bound -->") == 1 and "<!-- reference.torch -->" in text, "one legend for all"
         assert ("<!-- other.v1 -->" in text) == (given is lines)
     for bad, to in (([], path), (lines, tmp_path / "times.nonsense")):
         with pytest.raises(InvalidArgument, match="plot"):
-            plot_lines(bad, to)
+            plot_lines(bad, to, title="A device")
 
 
-def test_records_are_drawn_as_one_line_a_choice(tmp_path):
+def timed(name: str, us: float, *, topk: int = 2048, bound: float = 80.0, other: float = 412.0, **changes: Any) -> Time:
+    sizes = {"primitive": "sparse_decode", "layout": "fp8_ds_mla", "heads": 128, "rows": 256} | changes
+    baseline = Baseline(name="flashmla.decode", us=other)
+    return Time(implementation=name, topk=topk, us=us, p10=us, p90=us, bound=bound, baseline=baseline, **sizes)
+
+
+def test_times_of_another_top_k_are_lines_of_their_own():
+    wide = [timed("nvidia.native", 320.0), timed("triton.portable", 700.0)]
+    narrow = timed("nvidia.native", 88.0, topk=256, bound=10.0, other=84.0)
+    lines = lines_of_times([*wide, narrow, timed("nvidia.native", 1.0, overlap=50)])
+    found = {(line.name, line.topk): line.us for line in lines}
+    assert found == {
+        ("mla_portable, its fastest kernel", 2048): 320.0,
+        ("triton.portable alone", 2048): 700.0,
+        ("flashmla.decode directly", 2048): 412.0,
+        ("mla_portable, its fastest kernel", 256): 88.0,
+        ("flashmla.decode directly", 256): 84.0,
+    }
+
+
+def test_a_time_below_its_bound_is_not_drawn(tmp_path):
+    below = Line("ours", "sparse_decode", "bf16", 128, 2048, 256, us=88.0, bound=180.0)
+    with pytest.raises(InvalidArgument, match=r"88 us for 256 rows, 128 heads, K 2048 by ours.*no less than.*180 us"):
+        plot_lines([below], tmp_path / "times.svg", title="A device")
+
+
+H200 = next(path for path in (ROOT / "capability" / "0.1.0").glob("h200-*-e08dc6e5.json.gz"))
+
+
+def test_a_run_is_drawn_as_one_line_a_choice(tmp_path):
     path = tmp_path / "decode.svg"
-    words = ["bench", "plot", str(path), "--device", "h200", "--heads", "16,128", "--json"]
+    words = ["bench", "plot", str(H200), str(path), "--heads", "16,128", "--topk", "2048", "--json"]
     answer = json.loads(CliRunner().invoke(app, words).stdout)
-    records = [json.loads(line) for file in (find_records() / "evidence/h200").glob("*.jsonl") for line in file.open()]
-    times = [each for each in records if each["kind"] == "benchmark" and each["primitive"] == "sparse_decode"]
-    mine = [each for each in times if each["heads"] == [16] and each["layout"] == "bf16" and each["rows"] == 64]
-    assert answer["ok"] and 0 < answer["records"] < len(times) and "<!-- triton.portable alone -->" in path.read_text()
-    drawn = {line["role"]: line["median_us"] for line in lines_of_records(mine)}
-    assert drawn["ours"] == min(each["median_us"] for each in mine) < drawn["portable"] and len(drawn) == 3 < len(mine)
-    assert CliRunner().invoke(app, [*words[:4], "h2000"]).exit_code == 2
+    times = [each for each in read_run(H200).times if each.primitive == "sparse_decode"]
+    mine = [each for each in times if (each.heads, each.layout, each.rows, each.topk) == (16, "bf16", 64, 2048)]
+    assert answer["ok"] and 0 < answer["times"] < len(times) and "<!-- triton.portable alone -->" in path.read_text()
+    drawn = {line.name.partition(" ")[0].rstrip(","): line.us for line in lines_of_times(mine)}
+    assert drawn["mla_portable"] == min(each.us for each in mine) < drawn["triton.portable"] and len(drawn) == 3 < len(mine)
+    assert CliRunner().invoke(app, [*words[:4], "--primitive", "gather_upconvert"]).exit_code == 2
+    assert "K 256" not in path.read_text()
+
+
+def test_costs_are_the_times_of_one_run():
+    words = ["bench", "costs", str(H200)]
+    asked = CliRunner().invoke(app, words)
+    assert asked.exit_code == 2 and "nvidia, triton; name one" in " ".join(asked.output.replace("│", " ").split())
+    text = CliRunner().invoke(app, [*words, "--backend", "triton"]).stdout
+    found, problems = parse_costs(text)
+    run = read_run(H200)
+    mine = [each for each in run.times if each.implementation == "triton.portable"]
+    assert problems == [] and {each.implementation for each in found} == {"triton.portable"}
+    sizes = {(each.primitive, each.layout, each.heads, each.topk, each.rows): each.us for each in found}
+    assert sizes == {
+        (each.primitive, each.layout, each.heads, each.topk, each.rows): round(each.us, 2)
+        for each in sorted(mine, key=lambda each: each.width)
+    }
+    (measurement,) = {each.measurement for each in found}
+    assert (measurement.device, measurement.names, measurement.recorded) == ("NVIDIA H200", ("NVIDIA H200",), run.date)
+    assert (measurement.release, dict(measurement.versions)["triton"]) == ("0.1.0", "3.6.0")
+    assert costs_text(found) == text
 
 
 # ---------------------------------------------------------------------- the command
@@ -131,16 +179,19 @@ def test_a_table_that_is_too_wide_is_a_list_for_each_case(monkeypatch):
     assert all(len(line) <= 45 for line in lists.splitlines())
 
 
-def test_the_command_writes_lines_and_a_plot(tmp_path):
-    out, plot = tmp_path / "times.jsonl", tmp_path / "pictures" / "times.svg"
+def test_the_command_adds_times_to_a_run_and_draws_them(tmp_path):
+    out, plot = tmp_path / "run.json.gz", tmp_path / "pictures" / "times.svg"
     words = ["--primitive", "sparse_decode", "--layout", "bf16", "--out", str(out), "--plot", str(plot), "--json"]
     answer = json.loads(command(*words).stdout)
     assert answer["ok"] and [line["rows"] for line in answer["lines"]] == [2, 3]
-    ((header, timed),) = read_runs(out)
-    assert (header, timed) == (answer["run"], answer["lines"])
+    first = read_run(out)
+    assert [(each.rows, each.us) for each in first.times] == [(x["rows"], round(x["median_us"], 3)) for x in answer["lines"]]
     assert ElementTree.fromstring(plot.read_text()).tag.endswith("svg")
-    command(*words)
-    assert [len(timed) for _, timed in read_runs(out)] == [2, 2], "appended"
+    again = json.loads(command(*words).stdout)
+    second = read_run(out)
+    assert [each.us for each in second.times] == [round(line["median_us"], 3) for line in again["lines"]], "the newer ones"
+    assert second.cases == [] and second.level is None and second.versions["torch"].startswith(torch.__version__.split("+")[0])
+    assert "pow2" in command(*words, "--scale-format", "amax", code=2).output
 
 
 def test_the_command_fails_when_one_of_ours_is_wrong():

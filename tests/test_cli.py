@@ -19,6 +19,8 @@ from commands import RUNNER, document, in_a_process, invoke, missing_library
 from spoiled import WRONG, Spoiled, registry_with
 
 from mla_portable.attention.spec import AUTO_ROUTE
+from mla_portable.capability.matrix import installed_matrix
+from mla_portable.capability.run import read_run
 from mla_portable.contracts import ROUTES, Primitive
 from mla_portable.dispatch import serving
 from mla_portable.layouts import SCALE_FORMATS
@@ -30,7 +32,6 @@ from mla_portable.tools.cli.app import app
 from mla_portable.tools.cli.conform import conform
 from mla_portable.tools.cli.kernels import kernels
 from mla_portable.tools.cli.step import run
-from mla_portable.tools.matrix.table import installed_table
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 
@@ -44,13 +45,13 @@ OF_A_STEP = [str(primitive) for primitive in Primitive.all() if primitive.cache 
 
 
 def test_the_matrix_is_read_without_torch_where_it_is_of_the_installed_plugins(monkeypatch):
-    table = installed_table()
-    assert table is not None and invoke("matrix").stdout.startswith("Capability matrix")
+    matrix = installed_matrix()
+    assert matrix is not None and "h200 (sm90)" in invoke("matrix").stdout
     code = "import sys; from mla_portable.tools.cli import main\ntry: main()\nfinally: sys.exit(int('torch' in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code, "matrix"], capture_output=True, text=True)
-    assert done.returncode == 0 and "NVIDIA H200" in done.stdout, done.stderr
-    monkeypatch.setattr("mla_portable.tools.matrix.table.entry_points", lambda group: ())
-    assert installed_table() is None
+    assert done.returncode == 0 and "h200 (sm90)" in done.stdout, done.stderr
+    monkeypatch.setattr("mla_portable.capability.matrix.entry_points", lambda group: ())
+    assert installed_matrix() is None
 
 
 @pytest.mark.parametrize("words", [[], ["run"], ["doctor"], ["explain"], ["conform"], ["bench", "kernels"]])
@@ -192,6 +193,8 @@ def test_a_plugin_that_prints_does_not_spoil_the_document():
 
 LOUD = """
 import atexit, ctypes, os
+from mla_portable.capability.matrix import installed_matrix
+from mla_portable.capability.run import read_run
 from mla_portable.contracts import Implementation, Support, hookimpl
 from mla_portable.layouts import SCALE_FORMATS
 from mla_portable.primitives import MERGE_STATES
@@ -219,7 +222,7 @@ atexit.register(say, "exit")
 """
 
 
-@pytest.mark.parametrize("words", ["doctor", "matrix --check", "conform loud --level smoke --primitive merge_states"])
+@pytest.mark.parametrize("words", ["doctor", "matrix h200", "conform loud --level smoke --primitive merge_states"])
 def test_the_document_is_alone_on_stdout_whatever_a_plugin_writes_there(tmp_path, words):
     (tmp_path / "loud_plugin.py").write_text(LOUD)
     dist = tmp_path / "loud-1.dist-info"
@@ -245,7 +248,9 @@ def test_a_reader_that_leaves_early_causes_no_traceback(words):
     assert process.returncode == 1
 
 
-@pytest.mark.parametrize("words", ["matrix", "matrix --check", "matrix --records /nowhere"])
+@pytest.mark.parametrize(
+    "words", ["matrix", "matrix h200", "matrix nosuch", "matrix --records /nowhere", "matrix h200 --write"]
+)
 def test_the_matrix_is_a_document_with_ok(words):
     done = RUNNER.invoke(app, [*words.split(), "--json"])
     assert json.loads(done.stdout)["ok"] is (done.exit_code == 0)
@@ -264,19 +269,19 @@ def test_a_defect_is_a_document_and_a_traceback():
 # ---------------------------------------------------------------------- conform and bench
 
 
-def test_conform_passes_and_records(tmp_path):
-    records = tmp_path / "new" / "reference.jsonl"
-    words = ["conform", "reference", "--level", "smoke", "--primitive", "merge_states", "--evidence", str(records)]
+def test_conform_passes_and_is_kept(tmp_path):
+    out = tmp_path / "new" / "cpu.json.gz"
+    words = ["conform", "reference", "--level", "smoke", "--primitive", "merge_states", "--out", str(out), "--who", "A. Person"]
     answer = document(*words)
     assert answer["ok"] and answer["totals"]["passed"] == answer["totals"]["cases"] > 0
     assert {case["primitive"] for case in answer["cases"]} == {"merge_states"}
-    invoke(*words)
-    first, second = [json.loads(line) for line in records.read_text().splitlines()]
-    assert first["cases"] == second["cases"] == {"passed": answer["totals"]["cases"], "failed": 0, "skipped": 0}
-    assert {path.name[:16] for path in (tmp_path / "new" / "reports").iterdir()} == {
-        first["report"][:16],
-        second["report"][:16],
-    }
+    first = read_run(out)
+    assert [case.id for case in first.cases] == [case["id"] for case in answer["cases"]]
+    assert (first.who, first.level, first.device["vendor"], len(first.commit or "")) == ("a._person", "smoke", "cpu", 40)
+    invoke(*words[:-2], "--who", "somebody else", code=1)
+    invoke("conform", "reference", "--level", "smoke", "--primitive", "quantize_per_tensor", *words[-4:])
+    second = read_run(out)
+    assert second.cases[: len(first.cases)] == first.cases and len(second.cases) > len(first.cases)
 
 
 # ---------------------------------------------------------------------- the process
@@ -362,7 +367,6 @@ EARLY = {
     "conform tritn": "triton",
     "conform triton --level turbo": "quick",
     "conform triton --primitive sparse_dekode": "sparse_decode",
-    "matrix --device h2000": "h200",
 }
 
 

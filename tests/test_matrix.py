@@ -1,286 +1,474 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Levels follow from declarations, evidence and source hashes alone; what is not whole proves nothing; pages show it."""
+"""The matrix: what runs prove, what would run where, the generated page, and what it takes to edit a file."""
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import re
-from dataclasses import fields
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
-from acme_records import (
-    ALL,
-    NOW,
-    OLD,
-    PROFILES,
-    SUPPORT,
-    acme_claim,
-    benchmark,
-    cases,
-    cells,
-    compiled,
-    conformance,
-    evidence,
-    hashes,
-    interpreted,
-    profile,
-)
+from fake_plugins import implementation, make_plugin
+from machines import PROFILES
+from typer.testing import CliRunner
 
-from mla_portable.contracts import Reason, Support
-from mla_portable.tools.matrix import evidence as evidence_module
-from mla_portable.tools.matrix.arrange import make_table
-from mla_portable.tools.matrix.claims import Declarations, support_data, wider
-from mla_portable.tools.matrix.evidence import problems_of, without_folders
-from mla_portable.tools.matrix.levels import Hashes, evaluate
-from mla_portable.tools.matrix.model import RecordError
-from mla_portable.tools.matrix.profiles import load_profiles, parse_profile
-from mla_portable.tools.matrix.records import Records, read_records
-from mla_portable.tools.matrix.render import FORMATS, markdown
-from mla_portable.tools.matrix.table import Table, table_text
-from mla_portable.tools.matrix.words import LETTERS, LEVELS, STATES, family
+from mla_portable.capability.claims import compiled_for, uncovered, untested
+from mla_portable.capability.detail import offers_on
+from mla_portable.capability.matrix import Matrix, Proof, States, matrix_text, page, read_matrix
+from mla_portable.capability.model import RecordError
+from mla_portable.capability.profiles import load_profiles, parse_profile, profile_named, profile_of
+from mla_portable.capability.proofs import Results, proofs_of, results_of
+from mla_portable.capability.run import Case, Run, new_run, read_run, suite_of, write_run
+from mla_portable.capability.suite import LIST, ListedSuite, TodaysSuite, suite_of_release, write_list
+from mla_portable.capability.table import COLUMNS, generated, make_matrix
+from mla_portable.contracts import Implementation, Support
+from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
+from mla_portable.registry import Registry
+from mla_portable.tools.cli.app import app
 
 ROOT = Path(__file__).parents[1]
-
-
-LADDER = ("declared", "compiled", "interpreted", "verified", "measured")
-RAN_OLDER = conformance(mode="ptx", target="xy1")
-BOTH_TARGETS = acme_claim(targets=("sm90", "xy1"))
-BAD = conformance(cases=cases(8, failed=1))
-NARROW = conformance(match="holes")
-
-
-@pytest.mark.parametrize(
-    ("records", "device", "level", "shown", "options"),
-    [
-        # each kind of evidence raises the level by one, and there is no level without it
-        *((ALL[:count], "big", level, level, {}) for count, level in enumerate(LADDER)),
-        ((compiled(), benchmark()), "big", "compiled", "partial", {}),
-        ((interpreted(),), "big", "declared", "partial", {}),
-        ((interpreted(),), "odd", "interpreted", "interpreted", {}),
-        # one device says nothing of another
-        (ALL, "odd", "interpreted", "interpreted", {}),
-        (ALL, "cpu", "interpreted", "interpreted", {}),
-        # code of an older device that ran on a newer one
-        ((compiled(target="xy1"), RAN_OLDER), "odd", "compiled+run", "compiled+run", {"claimed": BOTH_TARGETS}),
-        ((compiled(), compiled(target="xy1"), RAN_OLDER), "big", "compiled", "compiled", {"claimed": BOTH_TARGETS}),
-        ((RAN_OLDER,), "odd", "declared", "partial", {"claimed": BOTH_TARGETS}),
-        ((compiled(target="xy1"), RAN_OLDER | {"dirty": True}), "odd", "compiled", "partial", {"claimed": BOTH_TARGETS}),
-        # a benchmark counts beside a conformance run of the same sources only
-        ((benchmark(),), "big", "declared", "partial", {}),
-        ((conformance(source_hash=OLD), benchmark()), "big", "declared", "stale", {}),
-        ((conformance(), benchmark(source_hash=OLD)), "big", "verified", "stale", {}),
-        ((conformance(), benchmark(dirty=True)), "big", "verified", "partial", {}),
-        # of the same sources the newest counts, but a narrow run undoes nothing, and heals nothing
-        ((conformance(), BAD), "big", "declared", "failing", {}),
-        ((BAD, conformance()), "big", "verified", "verified", {}),
-        ((conformance(), NARROW), "big", "verified", "verified", {}),
-        ((NARROW,), "big", "declared", "partial", {}),
-        ((compiled(), conformance(), BAD, NARROW), "big", "compiled", "partial", {}),
-        ((compiled(), conformance(), BAD, NARROW, conformance()), "big", "verified", "verified", {}),
-    ],
+CAPABILITY = ROOT / "capability"
+COMMIT = "0123456789" * 4
+MERGES = Support(source="a test", device_types=("cuda",), archs=("sm80", "sm90"))
+DECODES = Support(
+    source="a test",
+    archs=("sm90",),
+    kv_layouts=("bf16", "fp8_ds_mla"),
+    num_heads=(16,),
+    max_topk=2048,
+    block_sizes=(64,),
+    context_parallel=True,
+    batch_invariant=True,
 )
-def test_what_is_proven(records: Any, device: str, level: str, shown: str, options: dict[str, Any]) -> None:
-    cell = cells(*records, **options)[device]
-    assert (cell.level, cell.state) == (level, shown), cell.reasons
 
 
-@pytest.mark.parametrize(
-    ("spoil", "shown", "word"),
-    [
-        ({"cases": cases(8, failed=1)}, "failing", "1 of 9 failed"),
-        ({"cases": cases(8, skipped=1)}, "partial", "1 case skipped"),
-        ({"cases": cases(0)}, "partial", "nothing ran"),
-        ({"dirty": True}, "partial", "uncommitted changes"),
-        ({"match": "holes"}, "partial", "only cases that contain 'holes'"),
-        ({"level": "smoke"}, "partial", "level smoke"),
-        ({"source_hash": OLD}, "stale", "the sources changed since 2026-11-01"),
-        ({"suite_hash": OLD}, "stale", "the conformance suite changed"),
-        ({"support": SUPPORT | {"max_heads": 64}}, "partial", "num_heads 65 to 128"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
-def test_what_is_not_whole_verifies_nothing(spoil: dict[str, Any], shown: str, word: str) -> None:
-    cell = cells(compiled(), conformance(**spoil))["big"]
-    assert (cell.level, cell.state) == ("compiled", shown)
-    assert any(word in reason for reason in cell.reasons), cell.reasons
+def registry(*offered: Implementation) -> Registry:
+    return Registry(plugins=[("acme", make_plugin(*offered))], environ={}, probe=False)
 
 
-def test_cells_say_why() -> None:
-    assert "interpreted, but not compiled for sm90" in cells(interpreted())["big"].reasons
-    assert "no ahead-of-time target for xy1" in cells(interpreted())["odd"].reasons
-    ran = cells(compiled(target="xy1"), RAN_OLDER, claimed=BOTH_TARGETS)["odd"]
-    assert "the code for xy1 ran on Acme Big" in ran.reasons
-    against = (Reason("arch", "xy1", "supports sm90"),)
-    never = cells(claimed=acme_claim(devices={"big": (), "odd": against, "cpu": ()}))["odd"]
-    assert (never.state, never.reasons) == ("never", ("arch xy1 (supports sm90)",))
+ACME = registry(implementation("acme.v1", MERGE_STATES, MERGES))
+TODAY = TodaysSuite(ACME.implementations(), PROFILES)
+QUICK = tuple(TODAY.cases("merge_states", "acme.v1", "sm90", "quick"))
 
 
-def test_a_layout_is_proven_by_itself() -> None:
-    both = acme_claim(support=SUPPORT | {"kv_layouts": ["bf16", "fp8_ds_mla"]})
-    found = evaluate([both], evidence(conformance(support=both.support)), hashes(), PROFILES)
-    assert {c.layout: c.state for c in found if c.device == "big"} == {"bf16": "verified", "fp8_ds_mla": "declared"}
-
-
-def test_evidence_is_bound_to_the_code_of_the_architecture_that_ran() -> None:
-    moved = {("acme.v1", "sparse_decode", arch): NOW if arch != "cpu" else OLD for arch in ("sm90", "xy1", "cpu")}
-    found = evaluate([acme_claim()], evidence(*ALL), Hashes(moved, hashes().suite), PROFILES)
-    assert {cell.device: cell.state for cell in found} == {"big": "measured", "odd": "stale", "cpu": "stale"}
-
-
-def test_what_is_not_published_is_unknown_not_never() -> None:
-    against = {"dim": (Reason("shared memory", "0 bytes", "needs 49152"),)}
-    for facts, shown in (({"has_bf16": True}, "unknown"), ({"has_bf16": True, "shared_memory": 0}, "never")):
-        dim = profile("dim", "xy2", "Acme Dim", facts=facts)
-        assert evaluate([acme_claim(devices=against)], [], hashes(), {"dim": dim})[0].state == shown
-
-
-# declarations
-
-
-WIDER: dict[str, tuple[Any, Any, str]] = {
-    # field -> what evidence covers, what is declared, word
-    "num_heads": ((16,), (16, 64), "num_heads 64"),
-    "max_heads": (128, 256, "num_heads 129 to 256"),
-    "padded_heads": ((64,), (64, 128), "num_heads 65 to 128"),
-    "kv_layouts": (("bf16",), ("bf16", "fp8_ds_mla"), "kv_layouts fp8_ds_mla"),
-    "archs": (("sm90",), None, "archs any"),
-    "topk_multiple": (64, 32, "topk_multiple 32"),
-    "max_topk": (2048, 4096, "max_topk 4096 (evidence covers 2048)"),
-    "max_query_len": (2, None, "max_query_len without limit"),
-    "min_shared_memory": (9, 0, "min_shared_memory 0"),
-}
-"""Every other field of Support follows from its type."""
-BY_TYPE: dict[str, tuple[Any, Any]] = {"bool": (False, True), "int": (16, 8), "int | None": (8, None)}
-
-
-@pytest.mark.parametrize("name", [field.name for field in fields(Support) if field.name not in ("source", "workspace_bytes")])
-def test_every_way_to_widen_a_declaration_is_noticed(name: str) -> None:
-    annotation = next(str(field.type) for field in fields(Support) if field.name == name)
-    before, after = WIDER[name][:2] if name in WIDER else BY_TYPE.get(annotation, (("pow2",), ("pow2", "amax")))
-    if name.startswith("needs_"):
-        before, after = True, False
-    old = {**support_data(Support(source="s")), name: before}
-    (found,) = wider(old, old | {name: after})
-    assert (WIDER[name][2] if name in WIDER else name) in found
-    assert wider(old, old) == [] == wider(old | {name: after}, old)
-    assert wider(SUPPORT, {"source": "s"})[0].startswith("num_heads any")
-    assert json.loads(json.dumps(support_data(Support(source="s")))).keys() == support_data(Support(source="s")).keys()
-
-
-# profiles
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"facts": {"shared_memory": 1}, "sources": {"arch": "x"}}, "shared_memory: each fact"),
-        ({"sources": {"arch": "x", "num_sms": "x"}}, "num_sms: each fact"),
-        ({"facts": {"cores": 1}, "sources": {"arch": "x", "cores": "x"}}, "facts/cores"),
-        ({"facts": {"num_sms": -1}, "sources": {"arch": "x", "num_sms": "x"}}, "facts/num_sms.*greater than or equal to 0"),
-        ({"facts": {"has_bf16": 1}, "sources": {"arch": "x", "has_bf16": "x"}}, "facts/has_bf16.*boolean"),
-        ({"pattern": "("}, "pattern"),
-        ({"level": "verified"}, "level"),
-        ({"vendor": ""}, "vendor"),
-    ],
-)
-def test_a_profile_without_sources_or_with_nonsense_is_refused(change: dict[str, Any], word: str) -> None:
-    words = {"name": "n", "vendor": "v", "arch": "a", "device_type": "cuda", "pattern": "p"}
-    with pytest.raises(RecordError, match=word):
-        parse_profile("x", words | {"sources": {"arch": "x"}} | change)
-
-
-def test_every_device_of_interest_has_a_profile_and_no_two_share_a_name() -> None:
-    profiles = load_profiles(ROOT / "capability" / "profiles")
-    wanted = (
-        "a100-80g a10 rtx3090 l40s rtx4090 h20 h100 h200 b200 rtx5090 gb10 mi300x mi355x bi-v100 bi-v150 mr-v100 tg-v200 cpu"
-    )
-    assert set(wanted.split()) <= set(profiles)
-    names = {
-        "NVIDIA A100-SXM4-80GB": "a100-80g",
-        "NVIDIA A10": "a10",
-        "NVIDIA H20": "h20",
-        "NVIDIA H200": "h200",
-        "NVIDIA H100 80GB HBM3": "h100",
-        "Iluvatar BI-V150": "bi-v150",
-        "CPU x86_64": "cpu",
+def ran(*ids: str, failed: str = "", name: str = "NVIDIA H200", **changes: Any) -> Run:
+    fields: dict[str, Any] = {
+        "schema": 1,
+        "release": "0.1.0",
+        "commit": COMMIT,
+        "dirty": [],
+        "who": "somebody",
+        "date": "2026-11-20",
+        "device": {"name": name, "arch": PROFILES["h200"].arch},
+        "versions": {},
+        "level": "quick",
     }
-    for name, slug in names.items():
-        assert [p.slug for p in profiles.values() if p.matches(name)] == [slug]
-    assert profiles["h200"].device_facts().shared_memory == 227 << 10
+    cases = [Case(id=each, status="failed" if each == failed else "passed", message="x") for each in ids]
+    return new_run({**fields, **changes}).model_copy(update={"cases": cases, "suite": suite_of(cases)})
 
 
-# pages
+def proofs(*runs: Run) -> list[Proof]:
+    return [proof for each in results_of(runs, PROFILES) for proof in proofs_of(each, TODAY)]
 
 
-def drawn() -> Table:
-    return make_table(Records(Path(), PROFILES, Declarations((acme_claim(),)), tuple(evidence(*ALL)), hashes()))
+def states(*runs: Run, slug: str = "h200", ci: dict[str, list[str]] | None = None) -> States:
+    names = {each.slug: each.short_name for each in PROFILES.values()}
+    return States(slug, PROFILES[slug].arch, proofs(*runs), ci or {}, names)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_every_format_shows_the_same_states(form: str) -> None:
-    text = FORMATS[form](drawn())
-    assert text == FORMATS[form](drawn())
-    assert all(word in text for word in ("measured", "interpreted", "never") if (form, word) != ("json", "never"))
-    assert "2026-11-01" in text and "<script" not in text
-    if form == "md":
-        assert "measured: acme.v1 on Acme Big, 2026-11-01" in text
-        assert "no ahead-of-time target for xy1" in text
-        for said in ("1 benchmark", "9 cases", "3 kernel variants, one that serves two primitives counted twice"):
-            assert f"`make it so` ({said}; " in text
+# ---------------------------------------------------------------------- what runs prove
 
 
-def test_the_picture_and_the_page_stand_alone() -> None:
-    picture, page = (FORMATS[form](drawn()) for form in ("svg", "html"))
-    squares = [each.text for each in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}title")]
-    assert len(squares) == len(drawn().devices) * len(drawn().columns)
-    assert "big, sparse_decode BF16: measured acme.v1" in squares
-    assert "ran on this device" in picture and "never ran on this device" in picture
-    for needed in ('name="viewport"', "position: sticky", "What the words mean", '<td class="measured">'):
-        assert needed in page
-    assert not re.search(r"(?:src|href)=\"(?!#)|/tmp/", page)
+def test_a_whole_suite_is_verified() -> None:
+    (proof,) = proofs(ran(*QUICK))
+    assert proof.complete and (proof.level, proof.passed, proof.missing, proof.failed) == ("quick", len(QUICK), 0, 0)
+    assert (proof.device, proof.implementation, proof.primitive, proof.commit) == ("h200", "acme.v1", "merge_states", COMMIT)
+    assert states(ran(*QUICK)).of("acme.v1", "merge_states", None) == "verified in 0.1.0"
 
 
-def test_the_file_holds_the_whole_table_a_claim_a_line() -> None:
-    assert Table.model_validate_json(table_text(drawn())) == drawn()
-    lines = [line for line in table_text(drawn()).splitlines() if "acme.v1" in line and '"devices"' in line]
-    assert len(lines) == len(drawn().offers) == 1
-
-
-def test_a_place_names_the_best_and_tells_what_ran_there_from_what_did_not() -> None:
-    columns = [column.primitive for column in drawn().columns]
-    states = {d.slug: entries[columns.index("sparse_decode")].known.state for d, entries in drawn().rows}
-    assert states == {"big": "measured", "odd": "interpreted", "cpu": "interpreted"}
-    assert [family(state) for state in LEVELS] == ["other"] * 4 + ["ran"] * 2
-    assert len(set(LETTERS.values())) == len(STATES) == len(LETTERS)
+def test_cases_of_several_runs_count_together_and_the_newest_says_what_became_of_one() -> None:
+    halves = ran(*QUICK[:5]), ran(*QUICK[5:], who="another", date="2026-11-21")
+    (proof,) = proofs(*halves)
+    assert proof.complete and proof.who == ["another", "somebody"] and proof.date == "2026-11-21"
+    broken = ran(*QUICK, failed=QUICK[0])
+    repaired = ran(QUICK[0], date="2026-11-22")
+    assert [proof.failed for proof in proofs(broken)] == [1] and proofs(broken)[0].first_failed == QUICK[0]
+    assert [proof.complete for proof in proofs(repaired, broken)] == [True]
 
 
 @pytest.mark.parametrize(
-    ("command", "kept"),
+    ("run", "state"),
     [
-        ("bench --out /tmp/w2/decode.jsonl --plot=/home/me/a.svg", "bench --out decode.jsonl --plot=a.svg"),
-        ("python ci/record_evidence.py conform triton", "python ci/record_evidence.py conform triton"),
-        ("/usr/bin/python3 -m acme '/x y'", "python3 -m acme 'x y'"),
+        (ran(*QUICK[1:]), "run in part in 0.1.0"),
+        (ran(*QUICK, failed=QUICK[3]), "1 cases failed in 0.1.0"),
+        (ran(*QUICK, name="NVIDIA H100 80GB HBM3"), "not run"),
+        (ran(*QUICK, target="sm80"), "not run"),
+        (ran(*QUICK, release="0.10.0"), "verified in 0.10.0"),
     ],
 )
-def test_no_record_names_a_folder_of_the_machine(command: str, kept: str) -> None:
-    assert without_folders(command) == kept
-    assert problems_of(compiled(command=kept), PROFILES) == []
-    assert bool(problems_of(compiled(command=command), PROFILES)) == (command != kept)
+def test_what_is_less_is_said(run: Run, state: str) -> None:
+    assert states(run).of("acme.v1", "merge_states", None) == state
 
 
-def test_drawing_reads_each_file_and_validates_each_record_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = ROOT / "capability"
-    read: list[Path] = []
-    validated: list[str] = []
-    original, check = Path.read_text, evidence_module.problems_of
-    monkeypatch.setattr(Path, "read_text", lambda path, **options: (read.append(path), original(path, **options))[1])
-    monkeypatch.setattr(evidence_module, "problems_of", lambda data, known: (validated.append(""), check(data, known))[1])
-    found = read_records(folder)
-    markdown(make_table(found))
-    lines = sum(len(original(path).splitlines()) for path in (folder / "evidence").rglob("*.jsonl"))
-    assert len(validated) == lines == len(found.evidence) > 100
-    records = [path for path in read if path.suffix == ".jsonl"]
-    assert len(records) == len(set(records))
+def test_the_newest_release_speaks() -> None:
+    assert states(ran(*QUICK, release="0.9.0"), ran(*QUICK[1:], release="0.10.0")).of("acme.v1", "merge_states", None) == (
+        "run in part in 0.10.0"
+    )
+
+
+def test_older_code_on_a_newer_gpu_speaks_for_the_older_ones() -> None:
+    older = tuple(TODAY.cases("merge_states", "acme.v1", "sm80", "quick"))
+    run, ci = ran(*older, target="sm80"), {"acme.v1 / merge_states": ["sm80"]}
+    a100 = states(run, slug="a100-80g", ci=ci)
+    assert a100.of("acme.v1", "merge_states", None) == "its SM80 code ran on an H200"
+    assert states(ran(*older[1:], target="sm80"), slug="a100-80g", ci=ci).of("acme.v1", "merge_states", None) == "CI"
+    assert states(slug="a100-80g", ci=ci).of("acme.v2", "merge_states", None) == "not run"
+
+
+def test_a_device_without_a_profile_is_an_error() -> None:
+    with pytest.raises(RecordError, match=r"device 'Nova 9': no profile matches; .*docs/matrix\.md"):
+        results_of([ran(*QUICK, name="Nova 9")], PROFILES)
+
+
+# ---------------------------------------------------------------------- claims
+
+
+def results(*runs: Run) -> Results:
+    (found,) = results_of(runs, PROFILES)
+    return found
+
+
+def over(offered: Implementation, *runs: Run) -> list[str]:
+    declared = registry(offered).implementations()
+    return uncovered(declared, results(*runs), TodaysSuite(declared, PROFILES), PROFILES)
+
+
+DECODE = implementation("acme.v1", SPARSE_DECODE, DECODES)
+ALL = TodaysSuite([DECODE], PROFILES).cases("sparse_decode", "acme.v1", "sm90", "quick")
+
+
+def test_a_claim_that_every_case_of_it_passed_is_covered() -> None:
+    assert over(DECODE, ran(*ALL)) == []
+    first = next(iter(ALL))
+    for run in (ran(*ALL, failed=first), ran(*list(ALL)[1:])):
+        (line,) = over(DECODE, run)
+        assert line == (
+            f"acme.v1 / sparse_decode on h200 in 0.1.0: 1 of {len(ALL)} cases did not pass or did not run, {first} first"
+        )
+
+
+@pytest.mark.parametrize("more", [{"num_heads": (16, 24)}, {"max_topk": 4096}, {"block_sizes": (64, 16)}, {"graph": False}])
+def test_a_claim_that_grew_is_not_covered_and_one_that_shrank_is(more: dict[str, Any]) -> None:
+    changed = implementation("acme.v1", SPARSE_DECODE, replace(DECODES, **more))
+    lines = over(changed, ran(*ALL))
+    if "num_heads" in more:
+        assert len(lines) == 1 and "-h24-" in lines[0], "CI says which"
+    today = set(TodaysSuite([changed], PROFILES).cases("sparse_decode", "acme.v1", "sm90", "quick"))
+    assert bool(lines) == bool(today - set(ALL))
+
+
+def test_only_what_ran_is_held_against_its_declaration() -> None:
+    assert over(implementation("acme.v2", SPARSE_DECODE, DECODES), ran(*ALL)) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "limit"),
+    [
+        ({}, ""),
+        ({"max_topk": 5000}, "max_topk 5000"),
+        ({"max_query_len": 77}, "max_query_len 77"),
+    ],
+)
+def test_a_limit_that_no_case_reaches_is_untested(more: dict[str, Any], limit: str) -> None:
+    offered = implementation("acme.v1", SPARSE_DECODE, replace(DECODES, **more))
+    found = untested([offered], {"h200": PROFILES["h200"]})
+    assert [limit in line for line in found] == [True] * bool(limit), found
+
+
+def test_what_compiles_ahead_of_time_is_proven_by_ci() -> None:
+    found = compiled_for(Registry(environ={}, probe=False))
+    assert "sm86" in found["nvidia.native_sm80 / sparse_decode"] and "sm90" not in found["nvidia.native_sm80 / sparse_decode"]
+    assert {"gfx942", "cpu"} <= set(found["triton.portable / sparse_decode"])
+    assert found["reference.torch / merge_states"] == ["cpu"]
+    assert not any("flashmla" in name or name.startswith("iluvatar") for name in found)
+
+
+# ---------------------------------------------------------------------- the list of a release
+
+
+def test_the_list_of_a_release_says_what_its_suite_had(tmp_path: Path) -> None:
+    path = write_list(tmp_path / "0.1.0", TODAY)
+    listed = suite_of_release(tmp_path / "0.1.0", ACME)  # pyright: ignore
+    assert isinstance(listed, ListedSuite) and suite_of_release(tmp_path / "0.2.0", TODAY) is TODAY
+    for level in ("quick", "full"):
+        for arch in ("sm80", "sm90", "sm89"):
+            key = "merge_states", "acme.v1", arch, level
+            assert listed.cases(*key) == TODAY.cases(*key), key
+    path.write_bytes(gzip.compress(b"quick\tsm90\tmerge_states[acme.v1-p1]\n"))
+    with pytest.raises(RecordError, match=r"cases\.tsv\.gz:1: expected levels"):
+        ListedSuite(path)
+
+
+def test_the_list_that_is_kept_has_every_case_that_ran() -> None:
+    from mla_portable.capability.run import runs_in
+
+    listed = ListedSuite(CAPABILITY / "0.1.0" / LIST)
+    ids = {case.id for _, run in runs_in(CAPABILITY) for case in run.cases}
+    assert len(ids) > 4000 and ids <= listed.ids
+
+
+# ---------------------------------------------------------------------- the generated files
+
+
+@pytest.fixture(scope="module")
+def matrix() -> Matrix:
+    return make_matrix(CAPABILITY)
+
+
+def test_the_page_answers_in_few_lines(matrix: Matrix) -> None:
+    lines = page(matrix).splitlines()
+    assert len(lines) <= 120
+    rows = {line.split(" | ")[0]: line for line in lines}
+    assert rows["| device"] == (
+        "| device | decode FP8, 128 rows | decode BF16, 128 rows | prefill, 1,024 rows | indexer, 64 rows | cache operations |"
+    )
+    h200 = rows["| NVIDIA H200 (sm90)"].split(" | ")
+    assert h200[1].startswith("nvidia.native_wide, verified in 0.1.0, ") and h200[1].endswith(" us")
+    assert h200[5] == "triton.portable, verified in 0.1.0 |"
+    a100 = rows["| NVIDIA A100 80GB (sm80)"].split(" | ")
+    assert a100[1] == "nvidia.native_sm80, its SM80 code ran on an H200"
+    assert rows["| AMD Instinct MI300X (gfx942)"].count("triton.portable, CI") == len(COLUMNS)
+    assert "iluvatar.flash_mla_sparse_v2, not run" in rows["| Iluvatar BI-V150 (ivcore11)"]
+    assert rows["| Iluvatar TG-V200 (ivcore20)"].split(" | ")[1] == "a deciding fact is not published"
+
+
+def test_what_is_shown_is_what_would_run(matrix: Matrix) -> None:
+    """Not what is best proven: on a device without measured costs the declared cost decides."""
+    registry = Registry(environ={}, probe=False, costs="measured")
+    for row in matrix.devices:
+        (request,) = COLUMNS[0].requests(PROFILES[row.slug].device_facts())
+        if row.cells[0].implementation:
+            assert row.cells[0].implementation == registry.decide(request, probe=False).chosen, row.slug
+
+
+def test_a_time_is_that_of_the_costs(matrix: Matrix) -> None:
+    (h200,) = (row for row in matrix.devices if row.slug == "h200")
+    text = (ROOT / "backends/nvidia/src/mla_portable_nvidia/costs/h200.json").read_text()
+    rows = json.loads(text)["times"]
+    wanted = {"implementation": h200.cells[0].implementation, "layout": "fp8_ds_mla", "heads": 64, "topk": 2048}
+    (row,) = (row for row in rows if row["primitive"] == "sparse_decode" and wanted.items() <= row.items())
+    assert h200.cells[0].us == row["us"]["128"]
+
+
+def test_the_files_are_written_and_read(tmp_path: Path, matrix: Matrix) -> None:
+    shutil.copytree(CAPABILITY / "profiles", tmp_path / "profiles")
+    write_run(tmp_path / "0.1.0" / "h200-2026-11-20-somebody.json.gz", ran(*QUICK))
+    data, text = generated(tmp_path, ACME).items()
+    for path, content in (data, text):
+        path.write_text(content)
+    whole = read_matrix(tmp_path)
+    assert matrix_text(whole) == data[1] and whole.proofs == tuple(proofs(ran(*QUICK)))
+    assert f"| 0.1.0 | h200 | {len(QUICK)} cases at level quick | {COMMIT[:12]} | 2026-11-20 | somebody |" in text[1]
+    assert text[1].endswith("1 runs by 1 party.\n")
+    shutil.rmtree(tmp_path / "0.1.0")
+    assert make_matrix(tmp_path, ACME) == whole, "a wheel has no runs"
+    data[0].write_text("{}")
+    with pytest.raises(RecordError, match=r"matrix\.json: plugins: Field required"):
+        read_matrix(tmp_path)
+
+
+def test_a_run_of_another_release_or_two_profiles_is_an_error(tmp_path: Path) -> None:
+    write_run(tmp_path / "0.2.0" / "run.json.gz", ran(*QUICK))
+    with pytest.raises(RecordError, match=r"0\.2\.0/run\.json\.gz: a run of release 0\.1\.0"):
+        make_matrix(tmp_path, ACME)
+
+
+def test_the_ratios_in_the_readme_are_those_of_its_times() -> None:
+    text = (ROOT / "README.md").read_text()
+    stated = dict(re.findall(r"\| (H\d+) \(SM90\) .*? takes (\d\.\d\d to \d\.\d\d) of FlashMLA's time", text))
+    rows = dict(re.findall(r"^\| (\d+ heads: [^|]*) \| ([\d. |]+) \|$", text, re.MULTILINE))
+    us = [[float(number) for number in numbers.split(" | ")] for numbers in rows.values()]
+    pairs = [pair for both in zip(us[::2], us[1::2], strict=True) for pair in zip(*both, strict=True)]
+    ratios = [ours / theirs for theirs, ours in pairs]
+    assert len(ratios) == 24 and stated["H200"] == f"{min(ratios):.2f} to {max(ratios):.2f}"
+    (h100,) = (path for path in (CAPABILITY / "0.1.0").glob("h100-*.json.gz") if read_run(path).times)
+    best: dict[tuple[Any, ...], float] = {}
+    for each in read_run(h100).times:
+        own = each.implementation.startswith("nvidia.native") and each.baseline is not None
+        if own and (each.primitive, each.layout) == ("sparse_decode", "fp8_ds_mla"):
+            ratio = each.us / each.baseline.us
+            best[each.problem] = min(ratio, best.get(each.problem, ratio))
+    assert stated["H100"] == f"{min(best.values()):.2f} to {max(best.values()):.2f}"
+
+
+# ---------------------------------------------------------------------- one device
+
+
+def test_a_device_shows_every_implementation_and_what_changed_since(matrix: Matrix) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def changed(name: str, commit: str) -> int | None:
+        asked.append((name, commit))
+        return 3 if name == "nvidia.native" else None
+
+    registry = Registry(environ={}, probe=False, costs="measured")
+    offers = offers_on(PROFILES["h200"], matrix, registry, changed)
+    decode = [each for each in offers if (each.primitive, each.layout) == ("sparse_decode", "fp8_ds_mla")]
+    assert {"nvidia.native", "nvidia.native_wide", "nvidia.flashmla", "triton.portable"} <= {
+        each.implementation for each in decode
+    }
+    assert [each.chosen for each in decode].count(True) == 1
+    (native,) = (each for each in decode if each.implementation == "nvidia.native")
+    assert native.words == (
+        f"verified in 0.1.0: {native.passed} cases passed at level full on 2026-11-23, commit 4824ad6db9f9; "
+        "files changed since: 3"
+    )
+    (portable,) = (each for each in decode if each.implementation == "triton.portable")
+    assert portable.words.endswith("files changed since: unknown")
+    assert len(asked) == len(set(asked))
+
+
+def run_command(*words: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, ["matrix", *words])
+    assert done.exit_code == code, done.output
+    return done.stdout if code == 0 else done.output + done.stderr
+
+
+def test_a_device_is_found_by_the_beginning_of_its_name() -> None:
+    assert profile_named("a100", PROFILES).slug == "a100-80g" and profile_named("H200", PROFILES).slug == "h200"
+    for name, question in (
+        ("rtx", "did you mean rtx3090 or rtx4090 or rtx5090"),
+        ("h2000", "did you mean h200"),
+        ("?", "expected one of a10"),
+    ):
+        with pytest.raises(RecordError) as caught:
+            profile_named(name, PROFILES)
+        assert question in str(caught.value)
+    assert "NVIDIA A100 80GB (sm80), profile a100-80g" in run_command("a100")
+    document = json.loads(run_command("h200", "--json"))
+    assert document["ok"] and document["device"]["slug"] == "h200"
+    (native,) = (x for x in document["offers"] if (x["implementation"], x["primitive"]) == ("nvidia.native", "topk_select"))
+    assert native["state"] == "verified in 0.1.0" and native["release"] == "0.1.0" and native["missing"] == 0
+    assert "did you mean h200" in run_command("h2000", code=1)
+    assert json.loads(CliRunner().invoke(app, ["matrix", "h2000", "--json"]).stdout)["error"]["type"] == "RecordError"
+
+
+# ---------------------------------------------------------------------- profiles
+
+
+SAMPLE = {
+    "name": "Nova 9",
+    "vendor": "nova",
+    "arch": "nv9",
+    "device_type": "cuda",
+    "pattern": "Nova 9.*",
+    "facts": {"num_sms": 64},
+    "sources": {"arch": "a page", "num_sms": "a page"},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, ""),
+        ({"device_type": None}, "device_type"),
+        ({"sources": {"arch": "a page"}}, "num_sms: each fact, and the arch, has a source"),
+        ({"pattern": "("}, "pattern '\\('"),
+        ({"facts": {"num_sms": "64"}}, "facts/num_sms"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_a_profile_is_whole_or_an_error(changes: dict[str, Any], problem: str) -> None:
+    table = {name: value for name, value in (SAMPLE | changes).items() if value is not None}
+    if not problem:
+        nova = parse_profile("nova9", table)
+        assert nova.matches("Nova 9 Pro") and nova.device_facts().num_sms == 64 and "shared_memory" in nova.unknown_facts
+        return
+    with pytest.raises(RecordError, match=f"profile nova9: .*{problem}"):
+        parse_profile("nova9", table)
+
+
+def test_the_sample_on_the_page_is_a_profile(tmp_path: Path) -> None:
+    text = (ROOT / "docs/matrix.md").read_text()
+    sample = text.partition("```toml\n")[2].partition("```")[0]
+    (tmp_path / "nova9.toml").write_text(sample)
+    (profile,) = load_profiles(tmp_path).values()
+    assert profile.device_type == "cuda" and profile_of("Nova 9 80GB", {"nova9": profile}) is profile
+
+
+# ---------------------------------------------------------------------- editing
+
+
+@pytest.fixture
+def copy_of_the_code(tmp_path: Path) -> Iterator[Path]:
+    skipped = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
+    for name in ("mla_portable", "backends", "capability"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=skipped)
+    yield tmp_path
+
+
+SAYS = """
+import json
+from pathlib import Path
+from mla_portable.capability.suite import TodaysSuite
+from mla_portable.capability.table import make_matrix
+from mla_portable.capability.profiles import all_profiles
+from mla_portable.layouts import LAYOUTS
+from mla_portable.registry import Registry
+
+registry = Registry(environ={}, probe=False, costs="measured")
+matrix = make_matrix(Path("capability"), registry)
+today = TodaysSuite(registry.implementations(), all_profiles(Path("capability")))
+some = (("sparse_decode", "nvidia.native"), ("merge_states", "triton.portable"))
+ids = [case for one in some for case in today.cases(*one, "sm90", "quick")]
+print(json.dumps([matrix.model_dump(mode="json", include={"devices", "proofs", "ci"}), ids, len(LAYOUTS)]))
+"""
+
+
+def test_an_edit_changes_no_choice_and_needs_no_new_run(copy_of_the_code: Path) -> None:
+    """A comment, an error message, the size of a cache, and a new layout: choices, proofs and cases stay as they are."""
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, [copy_of_the_code, *copy_of_the_code.glob("backends/*/src")])),
+    }
+
+    def says() -> Any:
+        command = [sys.executable, "-c", SAYS]
+        done = subprocess.run(command, cwd=copy_of_the_code, env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    before = says()
+    core = copy_of_the_code / "mla_portable"
+    for path, old, new in (
+        (core / "layouts/base.py", 'got=f"{dtype} rows of {width}"', 'got=f"rows of {width}, of {dtype}"'),
+        (core / "accelerator.py", "from __future__", "# another comment\nfrom __future__"),
+        (core / "contracts/triton_launcher.py", "_KEPT: Final = 1024", "_KEPT: Final = 2048"),
+        (copy_of_the_code / "backends/nvidia/src/mla_portable_nvidia/native/sparse_decode.cuh", "\n", "\n// a comment\n"),
+        (
+            core / "layouts/__init__.py",
+            "from mla_portable.layouts.index",
+            "import mla_portable.layouts.bf16_640\nfrom mla_portable.layouts.index",
+        ),
+    ):
+        text = path.read_text()
+        assert old in text, path
+        path.write_text(text.replace(old, new, 1))
+    layout = (
+        (core / "layouts/bf16_nope.py")
+        .read_text()
+        .replace("512", "640")
+        .replace("bf16_nope", "bf16_640")
+        .replace("NOPE", "640")
+    )
+    (core / "layouts/bf16_640.py").write_text(layout)
+    after = says()
+    assert after[:2] == before[:2] and after[2] == before[2] + 1 and len(before[1]) > 100

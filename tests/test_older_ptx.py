@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code for an older GPU on a newer one: what a run hands to the driver, and what its record says.
+"""Code for an older GPU on a newer one: what a run hands to the driver, and what is kept of it.
 
 Up to the driver; what follows it needs a GPU.
 """
@@ -13,19 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machines import H200
-from reporting import PROFILES, RUN, derived
+from machines import H200, PROFILES
 
+from mla_portable.capability.model import RecordError
+from mla_portable.capability.profiles import profile_of
 from mla_portable.dispatch import current_registry
-from mla_portable.primitives import MERGE_STATES
 from mla_portable.registry import Registry
-from mla_portable.sources import source_hash
-from mla_portable.tools.conformance import CaseResult, Report, cases_for
-from mla_portable.tools.matrix.claims import collect_declarations
-from mla_portable.tools.matrix.evidence import problems_of
-from mla_portable.tools.matrix.model import RecordError
-from mla_portable.tools.matrix.profiles import profile_of
-from mla_portable.tools.matrix.record import conformance_report
 
 pytest.importorskip("triton")
 
@@ -105,19 +98,15 @@ def test_a_compiled_kernel_hands_its_ptx_to_the_driver(tmp_path: Path, script: s
     assert done.returncode == 0, done.stderr
 
 
-def test_the_record_of_such_a_run_names_the_older_architecture_and_the_device_that_ran() -> None:
-    """What it is worth in the matrix: test_matrix."""
-    registry = Registry(plugins=[("triton", "mla_portable_triton")], environ={}, probe=False)
-    (kernel,) = registry.implementations(MERGE_STATES)
-    older = PROFILES["a100-80g"].device_facts()
-    results = [CaseResult(case, "passed", {}, {}, "", 0.1) for case in cases_for(kernel, older, "quick")]
-    report = Report(kernel.name, "quick", older, (("python", "3.12.0"),), tuple(results))
-    declared = collect_declarations(registry, PROFILES)
-    (record,) = derived(conformance_report(report, declared, RUN, driver="580.1", ran_on=H200))
-    assert problems_of(record, PROFILES) == []
-    assert (record["mode"], record["target"], record["device"]["profile"]) == ("ptx", "sm80", "h200")
-    (claim,) = [each for each in declared.claims if each.primitive == MERGE_STATES]
-    assert record["source_hash"] == source_hash(claim.sources, "sm80"), "of the configuration for the older architecture"
+def test_only_what_is_compiled_here_can_run_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of a vendor's library are not; what ran is kept with its `target`: test_runs."""
+    monkeypatch.syspath_prepend(str(ROOT / "ci"))
+    import run_older_ptx
+
+    registry = Registry(plugins=[("triton", "mla_portable_triton"), ("nvidia", "mla_portable_nvidia")], environ={}, probe=False)
+    assert run_older_ptx.libraries_of("triton", PROFILES["a100-80g"], registry) == []
+    assert run_older_ptx.libraries_of("nvidia.native_sm80", PROFILES["l40s"], registry) == []
+    assert "nvidia.flashmla / sparse_decode" in run_older_ptx.libraries_of("nvidia", PROFILES["h100"], registry)
 
 
 def test_times_are_of_a_device_that_no_profile_has(monkeypatch: pytest.MonkeyPatch) -> None:

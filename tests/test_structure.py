@@ -23,8 +23,7 @@ MAY_IMPORT = {
     "errors": set(),
     "layouts": {"errors"},
     "contracts": {"accelerator", "errors", "layouts"},
-    "sources": set(),
-    "registry": LOW | {"primitives", "problems", "sources"},  # primitives and problems only while it probes, see below
+    "registry": LOW | {"primitives", "problems"},  # primitives and problems only while it probes, see below
     "problems": LOW | {"planner", "primitives"},
     "dispatch": LOW | {"registry"},
     "explaining": LOW | {"dispatch"},
@@ -34,7 +33,8 @@ MAY_IMPORT = {
     "attention": LOW | {"planner", "primitives", "registry"},
     "deep_gemm": LOW | {"primitives"},
     "vllm": MIDDLE | {"deep_gemm"},
-    "tools": MIDDLE | {"sources", "vllm"},
+    "capability": LOW | {"primitives", "problems", "registry"},
+    "tools": MIDDLE | {"capability", "vllm"},
     "__init__": MIDDLE,
     "__main__": {"tools"},
 }

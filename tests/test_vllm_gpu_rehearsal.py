@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_portable.tools.matrix.profiles import load_profiles
+from mla_portable.capability.profiles import load_profiles
 
 pytest.importorskip("triton")
 

@@ -10,11 +10,9 @@ FOLDER (default: vllm-report) gets every process's result and log, and `report.t
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -43,12 +41,10 @@ from jobs import (
 )
 from judge import Done
 
+from mla_portable.capability.run import Comparison
 from mla_portable.registry import get_registry
 from mla_portable.registry.facts import resolve_device
-from mla_portable.tools.bench.kernel_machine import machine_state
-from mla_portable.tools.matrix.engines import engine_report
-from mla_portable.tools.matrix.reports import report_text
-from mla_portable.tools.provenance import provenance_of
+from mla_portable.tools.recording import recorder
 
 ENGINE: Final = Path(__file__).with_name("engine.py")
 ROOT: Final = Path(__file__).parents[2]
@@ -95,17 +91,11 @@ def run(todo: Sequence[Job], out: Path, checkpoints: Path, *, parallel: int, end
 
 
 def record(path: Path, suite: str, lines: Iterable[judge.Line]) -> None:
-    """Append what was judged to a file, as a compressed line."""
-    device = resolve_device(get_registry().default_device())
-    facts = get_registry().facts(device)
-    state = machine_state(device, facts)
-    versions = {**state.versions, "vllm": metadata.version("vllm")}
-    run_here = provenance_of(ROOT, f"ci/gpu_vllm {shlex.join(sys.argv[1:])}", device)
-    judged = [(line.name, line.passed, line.found) for line in lines]
-    more = {"device": facts, "driver": state.driver, "clocks": state.clocks, "versions": versions}
-    made = engine_report(f"vllm {versions['vllm']}", suite, judged, run_here, **more)
-    with path.open("ab") as file:
-        file.write(gzip.compress(f"{report_text(made)}\n".encode(), 9, mtime=0))
+    """Add what was judged to the file of a run."""
+    device, version = resolve_device(get_registry().default_device()), metadata.version("vllm")
+    file = recorder(path, get_registry(), device, versions={"vllm": version})
+    engine = f"vllm {version}"
+    file.add(compared=[Comparison(engine=engine, suite=suite, name=x.name, passed=x.passed, text=x.found) for x in lines])
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -131,7 +121,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="jobs whose name contains one of these, comma-separated")
     parser.add_argument("--parallel", type=int, default=10, help="processes at a time on the GPU")
     parser.add_argument("--budget", type=int, default=500, help="seconds for all of it")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="append a report for `ci/record_evidence.py add`")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="add the comparisons to the file of a run (docs/matrix.md)")
     args, begin = parser.parse_args(words), time.monotonic()
     out, end = args.folder.resolve(), begin + args.budget
     if out.exists() and any(out.iterdir()):

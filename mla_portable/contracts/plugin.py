@@ -60,9 +60,6 @@ class Implementation(Generic[F]):
         schedule_kind: what `schedule=` of sparse_decode takes, and who plans it; None where any is ignored.
         prefills_as: of sparse_decode, the name of the sparse_prefill that is the same kernel on the same cache, so that one
             call may serve a step's decodes and prefills together; "" for none.
-        sources: code beside what `bind` and `schedule_kind` lead to by their imports, for what those cannot show: a module
-            or file that is named at run time; of a table the row that counts (`mla_portable.sources`). Evidence is bound
-            to the hash of both.
     """
 
     name: str
@@ -73,7 +70,6 @@ class Implementation(Generic[F]):
     preference: float = 50.0
     schedule_kind: ScheduleKind | None = None
     prefills_as: str = ""
-    sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):

@@ -12,13 +12,10 @@ from importlib.resources import files
 
 import pytest
 from native_model import SOURCES
-from reporting import PROFILES, RUN, derived
 
 import mla_portable_nvidia
+from mla_portable.capability.claims import compiled_for
 from mla_portable.registry import Registry
-from mla_portable.tools.matrix.claims import collect_declarations
-from mla_portable.tools.matrix.evidence import problems_of
-from mla_portable.tools.matrix.record import compiled_report, kernels_of
 from mla_portable_nvidia import compile_all, native
 from mla_portable_nvidia.native import build as build_module
 from mla_portable_nvidia.native import sparse_decode_sm80
@@ -178,43 +175,30 @@ def lines(capsys, *arguments):
     return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_what_compiled_becomes_evidence_of_these_implementations_alone(capsys):
+def test_what_compiles_is_every_kernel_of_these_implementations_alone(capsys):
     code, made = lines(capsys)
     everything = [*ALL, *SM80, *MERGES, FEW_ROWS, MANY_ROWS, *INDEXER]
     expected = [(arch, build) for arch in compile_all.TARGETS for build in everything if arch in build.archs]
     assert code == 0 and [(line["arch"], line["label"]) for line in made] == [(arch, build.label) for arch, build in expected]
     assert [line["shared"] for line in made] == [build.shared_bytes for _, build in expected]
     assert len({(line["arch"], line["label"]) for line in made}) == len(made)
-    declared = collect_declarations(Registry(plugins=[("nvidia", MODULE)], environ={}, probe=False), PROFILES)
-    records = derived(compiled_report(made, MODULE, declared, PROFILES, RUN))
-    attention = {"sparse_decode_fp8", "sparse_decode_bf16", "sparse_decode_wide"}  # bound without a head count: any of them
-    wanted = {
-        (name, primitive): (attention, ("sm90",))
+    kernels = {
+        (name, primitive): ({"sparse_decode_fp8", "sparse_decode_bf16", "sparse_decode_wide"}, ("sm90",))
         for name in ("nvidia.native", "nvidia.native_wide")
         for primitive in ("sparse_decode", "sparse_prefill")
     } | {("nvidia.native", "topk_select"): ({"topk_select"}, compile_all.TARGETS)}
     older = {"sparse_decode_sm80", "merge_splits"}, tuple(arch for arch in compile_all.TARGETS if arch != "sm90")
-    wanted |= {("nvidia.native_sm80", primitive): older for primitive in ("sparse_decode", "sparse_prefill")}
+    kernels |= {("nvidia.native_sm80", primitive): older for primitive in ("sparse_decode", "sparse_prefill")}
     scores = {build.kernel for build in INDEXER}
-    wanted |= {
+    kernels |= {
         ("nvidia.native", "indexer_logits"): (scores, ("sm90",)),
         ("nvidia.native", "indexer_select"): (scores | {"topk_select"}, ("sm90",)),
     }
-    targets = {(claim.implementation, claim.primitive): claim.targets for claim in declared.claims if claim.targets}
-    assert targets == {claim: archs for claim, (_, archs) in wanted.items()}
-    made_for = sorted((record["implementation"], record["primitive"], record["target"]) for record in records)
-    assert made_for == sorted((*claim, arch) for claim, (_, archs) in wanted.items() for arch in archs)
-    for record in records:
-        assert problems_of(record, PROFILES) == []
-        kernels, _ = wanted[record["implementation"], record["primitive"]]
-        variants = sum(build.kernel in kernels and record["target"] in build.archs for build in everything)
-        assert record["cases"] == {"passed": variants, "failed": 0, "skipped": 0}
-        assert {name: used["spilled"] for name, used in record["kernels"].items()} == dict.fromkeys(kernels, 0)
-        assert record["versions"]["nvrtc"] == "13.0"
-    for claim in declared.claims:
-        if (claim.implementation, claim.primitive) in wanted:
-            kernels, _ = wanted[claim.implementation, claim.primitive]
-            assert kernels_of(claim) == {name: f"mla_portable_nvidia.native:{name}.cu" for name in kernels}
+    claimed = compiled_for(Registry(plugins=[("nvidia", MODULE)], environ={}, probe=False))
+    assert claimed == {" / ".join(claim): list(archs) for claim, (_, archs) in kernels.items()}
+    compiled = {(line["kernel"], line["arch"]) for line in made}
+    assert {(kernel, arch) for names, archs in kernels.values() for kernel in names for arch in archs} == compiled
+    assert {line["spilled"] for line in made} == {0} and {line["versions"]["nvrtc"] for line in made} == {"13.0"}
 
 
 def test_a_build_that_does_not_fit_fails_the_command(capsys, monkeypatch):

@@ -1,59 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line of JSON for each (case, candidate) of a kernel benchmark, after one that says what the lines of a run share."""
+"""What a benchmark of kernels found: as documents for `--json`, and as the times of a run's file."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final
 
-import torch
-
-from mla_portable.contracts import InvalidArgument
-from mla_portable.registry.tuned import TunedConfigurations
-from mla_portable.sources import source_hash, sources_of
+from mla_portable.capability.profiles import Profile, profile_of
+from mla_portable.capability.run import Baseline, Run, Time
+from mla_portable.registry.costs import MeasuredTime, Measurement
 from mla_portable.tools.bench.kernels import CaseTimes, KernelReport, KernelTime
 from mla_portable.tools.bench.timing import Timing
-from mla_portable.tools.provenance import code_root, provenance_of
 
-RUN: Final = "kernel_run"
-KIND: Final = "kernel_time"
-SCHEMA: Final = 3
+_DIGITS: Final = 3
+"""After the point of a microsecond; a clock of the device is no finer."""
+_NO_LIBRARY: Final = ("python", "mla_portable")
 
 
-def kernel_run(report: KernelReport, command: str, device: torch.device) -> dict[str, Any]:
-    """What the lines of a run share, with where and from which code it ran. Call this in the process that ran.
-
-    `tuned` is true where a user's table may have configured the kernels.
-    """
+def kernel_run(report: KernelReport) -> dict[str, Any]:
+    """What the lines of a run share."""
     facts = {name: value for name, value in asdict(report.facts).items() if name != "libraries"}
-    return {
-        "schema": SCHEMA,
-        "kind": RUN,
-        **asdict(provenance_of(code_root(), command, device)),
-        "device": facts,
-        "ceilings": asdict(report.ceilings),
-        **asdict(report.machine),
-        "tuned": bool(TunedConfigurations.read(os.environ).entries),
-    }
+    return {"device": facts, "ceilings": asdict(report.ceilings), **asdict(report.machine)}
 
 
 def kernel_lines(report: KernelReport) -> list[dict[str, Any]]:
-    """One document per candidate that ran or was refused a time.
+    """A document for each candidate that ran or was refused a time.
 
-    `median_us` is null where the result was wrong or the run failed. Sources are hashed now: call this in the process that ran.
+    `median_us` is null where the result was wrong or the run failed.
     """
-    facts = report.facts
-    common = {"schema": SCHEMA, "kind": KIND, "device": {"name": facts.name, "arch": facts.arch, "vendor": facts.vendor}}
-    return [
-        common | _of_case(case) | _of_candidate(each, facts.arch) | _figures(each.timing)
-        for case in report.cases
-        for each in case.times
-    ]
+    return [_of_case(case) | _of_candidate(each) | _figures(each.timing) for case in report.cases for each in case.times]
 
 
 def _of_case(times: CaseTimes) -> dict[str, Any]:
@@ -69,12 +46,10 @@ def _of_case(times: CaseTimes) -> dict[str, Any]:
     }
 
 
-def _of_candidate(each: KernelTime, arch: str) -> dict[str, Any]:
-    sources = () if each.implementation is None else sources_of(each.implementation)
+def _of_candidate(each: KernelTime) -> dict[str, Any]:
     return {
         "name": each.name,
         "role": "baseline" if each.implementation is None else "implementation",
-        "source_hash": source_hash(sources, arch) if sources else None,
         "remark": each.remark,
         "errors": {name: error if math.isfinite(error) else str(error) for name, error in each.errors.items()},
         "wrong": list(each.wrong),
@@ -89,30 +64,54 @@ def _figures(timing: Timing | None) -> dict[str, Any]:
     return {**times, "runs": timing.n, "clock": timing.clock, "cold_l2": timing.cold_l2}
 
 
-def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Add documents to the end of a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(line, sort_keys=True, allow_nan=False) + "\n" for line in lines)
-
-
-def read_runs(path: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """(run, its lines), as `append_lines` wrote them. Raises: InvalidArgument for a line that is neither, with its number."""
-    found: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError as error:
-            line, got = None, f"no JSON document ({error})"
-        else:
-            got = "a document of another kind"
-        kinds = (RUN, KIND) if found else (RUN,)
-        if not isinstance(line, dict) or line.get("kind") not in kinds or line.get("schema") != SCHEMA:
-            remedy = "Give the file that `mla-portable bench kernels --out FILE` wrote."
-            expected = f"a line of kind {' or '.join(map(repr, kinds))}, schema {SCHEMA}"
-            raise InvalidArgument(f"{path}:{number}", "line", got=got, expected=expected, remedy=remedy)
-        if line["kind"] == RUN:
-            found.append((line, []))
-        else:
-            found[-1][1].append(line)
+def times_of(report: KernelReport) -> list[Time]:
+    """The times of implementations, each beside the fastest baseline of its case."""
+    found: list[Time] = []
+    for times in report.cases:
+        case = times.case
+        timed = [each for each in times.times if each.implementation is None and each.median_us is not None]
+        fastest = min(timed, key=lambda each: each.median_us or math.inf, default=None)
+        baseline = fastest and Baseline(name=fastest.name, us=round(fastest.median_us or 0.0, _DIGITS))
+        for each in times.times:
+            if each.implementation is None or each.timing is None:
+                continue
+            us = {name: round(1e3 * getattr(each.timing, f"{name}_ms"), _DIGITS) for name in ("median", "p10", "p90")}
+            found.append(
+                Time(
+                    implementation=each.name,
+                    primitive=str(case.primitive),
+                    layout=case.kv_layout,
+                    heads=case.num_heads,
+                    topk=case.topk,
+                    rows=case.rows,
+                    width=case.width,
+                    overlap=case.overlap,
+                    us=us["median"],
+                    p10=us["p10"],
+                    p90=us["p90"],
+                    bound=round(times.bound_us, _DIGITS),
+                    baseline=baseline,
+                )
+            )
     return found
+
+
+def measured_times(run: Run, profiles: Mapping[str, Profile], backend: str | None = None) -> list[MeasuredTime]:
+    """The times of a run that can rank implementations, for `costs_text`: without overlaps; of several widths the largest.
+
+    Args:
+        backend: whose; None for all.
+    Raises: RecordError for a device without a profile.
+    """
+    profile = profile_of(run.device_name, profiles)
+    versions = tuple(
+        sorted((name, version) for name, version in run.versions.items() if name not in ("python", "mla_portable"))
+    )
+    measurement = Measurement(profile.name, (run.device_name,), run.date, run.release, versions)
+    found: dict[tuple[Any, ...], MeasuredTime] = {}
+    for time in sorted(run.times, key=lambda time: time.width):
+        if time.overlap or backend not in (None, time.implementation.partition(".")[0]):
+            continue
+        size = time.implementation, time.primitive, time.layout, time.heads, time.topk, time.rows
+        found[size] = MeasuredTime(*size, round(time.us, 2), measurement)
+    return list(found.values())

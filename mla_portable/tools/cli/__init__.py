@@ -7,7 +7,7 @@ from mla_portable.tools.cli.process import open_streams
 
 __all__ = ["main"]
 
-_EXTRA = ("jinja2", "pydantic", "rich", "typer")
+_EXTRA = ("pydantic", "rich", "typer")
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mla-portable bench kernels | plot`: what kernels take on this machine, and what was recorded, as a picture."""
+"""`mla-portable bench kernels | costs | plot`: what kernels take on this machine; the times of a run, for a plugin or drawn."""
 
 from __future__ import annotations
 
@@ -12,37 +12,66 @@ from mla_portable.tools.cli.kernels import kernels
 from mla_portable.tools.cli.options import JsonOption, check_name, numbers
 from mla_portable.tools.cli.output import command
 
-bench = typer.Typer(no_args_is_help=True, help="Time kernels on this machine, or draw recorded times.")
+bench = typer.Typer(no_args_is_help=True, help="Time kernels on this machine, or use the times of a run.")
 bench.command()(kernels)
+
+RunArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A file that `bench kernels --out` wrote.", exists=True, dir_okay=False)
+]
+
+
+@bench.command()
+def costs(
+    run: RunArgument,
+    backend: Annotated[
+        str | None,
+        typer.Option("--backend", metavar="NAME", help="Of this backend. Default: the only one that was timed."),
+    ] = None,
+    records: Annotated[
+        Path | None, typer.Option("--records", metavar="DIR", help="Device profiles in DIR/profiles, beside those that ship.")
+    ] = None,
+) -> None:
+    """Print the times of a run as the file that a plugin ships, `costs/<device>.json`: they rank its implementations."""
+    with command(as_json=False, doing="reading the run") as output:
+        from mla_portable.capability.profiles import all_profiles
+        from mla_portable.capability.run import read_run
+        from mla_portable.registry.cost_files import costs_text
+        from mla_portable.tools.bench.kernel_records import measured_times
+
+        timed = read_run(run)
+        backends = sorted({each.implementation.partition(".")[0] for each in timed.times})
+        if backend is None and len(backends) > 1:
+            raise typer.BadParameter(f"{run.name} has times of {', '.join(backends)}; name one", param_hint="--backend")
+        found = measured_times(timed, all_profiles(records), backend)
+        if not found:
+            has = f"has times of {', '.join(backends)}" if backends else "has no times"
+            raise typer.BadParameter(f"{run.name} {has}", param_hint="RUN" if backend is None else "--backend")
+        output.text(costs_text(found))
 
 
 @bench.command()
 def plot(
+    run: RunArgument,
     out: Annotated[Path, typer.Argument(help="The picture: .svg, .png or .pdf.", dir_okay=False)],
-    device: Annotated[str, typer.Option("--device", metavar="PROFILE", help="Of this device, by its profile, such as h200.")],
     primitive: Annotated[str, typer.Option("--primitive", metavar="PRIMITIVE", help="Of this primitive.")] = "sparse_decode",
     heads: Annotated[str | None, typer.Option("--heads", metavar="N,N", help="Of these head counts. Default: all.")] = None,
-    records: Annotated[
-        Path | None, typer.Option("--records", metavar="DIR", help="Evidence in DIR, instead of what ships with mla-portable.")
-    ] = None,
+    topk: Annotated[str | None, typer.Option("--topk", metavar="N,N", help="Of these top-k widths. Default: all.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Draw recorded times over rows: the fastest implementation, Triton alone, the fastest baseline and the roofline bound."""
-    with command(as_json=as_json, doing="reading records") as output:
-        wanted = numbers(heads, "--heads")
+    """Draw times over rows: the fastest implementation, Triton alone, the fastest baseline and the roofline bound."""
+    with command(as_json=as_json, doing="reading the run") as output:
+        by_heads, by_topk = numbers(heads, "--heads"), numbers(topk, "--topk")
         check_name("primitive", primitive, param_hint="--primitive")
-        from mla_portable.tools.bench.plot import lines_of_records, plot_lines
-        from mla_portable.tools.matrix.evidence import load_evidence
-        from mla_portable.tools.matrix.records import read_profiles
-        from mla_portable.tools.matrix.table import find_records
+        from mla_portable.capability.run import read_run
+        from mla_portable.tools.bench.plot import lines_of_times, plot_lines
 
-        folder = find_records(records)
-        found = [each.data for each in load_evidence(folder, read_profiles(folder)) if each.kind == "benchmark"]
-        found = [each for each in found if (each["device"]["profile"], each["primitive"]) == (device, primitive)]
-        found = [each for each in found if wanted is None or next(iter(each["heads"]), 0) in wanted]
-        if not found:
-            raise typer.BadParameter(f"no times of {primitive} on {device!r} are recorded", param_hint="--device")
-        plot_lines(lines_of_records(found), out)
+        read = read_run(run)
+        times = [each for each in read.times if each.primitive == primitive]
+        times = [each for each in times if by_heads is None or each.heads in by_heads]
+        times = [each for each in times if by_topk is None or each.topk in by_topk]
+        if not times:
+            raise typer.BadParameter(f"no such times of {primitive} in {run.name}", param_hint="RUN")
+        plot_lines(lines_of_times(times), out, title=f"{read.device_name}, {read.date}")
         if as_json:
-            output.document({"command": "bench plot", "ok": True, "file": out, "records": len(found)})
+            output.document({"command": "bench plot", "ok": True, "file": out, "times": len(times)})
         output.note(f"drawn: {out}")

@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import RenderableType
 
-from mla_portable.tools.cli.options import DeviceOption, JsonOption, check_name, primitive_named, resolve_device
+from mla_portable.tools.cli.options import (
+    CommitOption,
+    DeviceOption,
+    JsonOption,
+    OutOption,
+    WhoOption,
+    check_name,
+    primitive_named,
+    resolve_device,
+)
 from mla_portable.tools.cli.output import EXIT_FAILED, columns, command, hanging
 
 if TYPE_CHECKING:
-    import torch
-
     from mla_portable.tools.conformance import CaseResult, Report
 
 
@@ -31,15 +37,9 @@ def conform(
     jobs: Annotated[
         int, typer.Option("--jobs", metavar="N", help="Worker processes on the device; compiling and judging need a core each.")
     ] = 1,
-    evidence: Annotated[
-        Path | None,
-        typer.Option(
-            "--evidence",
-            metavar="FILE",
-            help="Append evidence for the matrix to FILE, which `matrix --records` reads; its report goes to reports/ there.",
-            dir_okay=False,
-        ),
-    ] = None,
+    out: OutOption = None,
+    who: WhoOption = None,
+    commit: CommitOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the conformance suite, its cases generated from what the backend declares, against a float64 oracle.
@@ -52,51 +52,33 @@ def conform(
         where = resolve_device(device)
         from mla_portable.dispatch import current_registry
         from mla_portable.tools.conformance import run_suite
+        from mla_portable.tools.recording import case_of, recorder
 
+        registry = current_registry()
+        results: list[CaseResult] = []
+        file = None if out is None else recorder(out, registry, where, backends=[name], who=who, commit=commit)
         with output.progress() as advance:
 
             def after(done: int, total: int, result: CaseResult) -> None:
+                results.append(result)
                 advance(str(result.case.primitive), done, total)
                 if result.status != "passed":
                     output.note(f"{result.status} {result.case.id}")
 
-            report = run_suite(
-                current_registry(), name, device=where, level=level, primitives=only, match=match, jobs=jobs, progress=after
-            )
-        if evidence is not None:
-            _append_evidence(evidence, report, match, where)
+            try:
+                report = run_suite(
+                    registry, name, device=where, level=level, primitives=only, match=match, jobs=jobs, progress=after
+                )
+            finally:  # what ran is kept, whatever ended the rest
+                if file is not None and results:
+                    file.add(level=level, cases=[case_of(each.as_dict()) for each in results])
+                    output.note(f"{len(results)} cases added to {out}")
         if as_json:
             output.document({"command": "conform", **report.as_dict()})
         else:
             output.show(*_for_a_person(report))
         if not report.ok:
             raise typer.Exit(EXIT_FAILED)
-
-
-def _append_evidence(path: Path, report: Report, match: str, device: torch.device) -> None:
-    """Keep the report in `reports/` beside a file, and add its records to that. Raises: RecordError for an unknown device."""
-    from mla_portable.dispatch import current_registry
-    from mla_portable.sources import module_file
-    from mla_portable.tools.bench.kernel_machine import machine_state
-    from mla_portable.tools.matrix.claims import collect_declarations
-    from mla_portable.tools.matrix.derive import records_of
-    from mla_portable.tools.matrix.evidence import append_evidence
-    from mla_portable.tools.matrix.record import conformance_report
-    from mla_portable.tools.matrix.records import read_profiles
-    from mla_portable.tools.matrix.reports import digest, parse_report, report_text, write_report
-    from mla_portable.tools.provenance import checkout_of, provenance_of
-
-    profiles = read_profiles(path.parent)
-    declared = collect_declarations(current_registry(), profiles)
-    names = {result.case.implementation for result in report.results}
-    files = [module_file(root) for claim in declared.claims if claim.implementation in names for root in claim.sources]
-    command = f"mla-portable conform {report.backend} --level {report.level} --evidence {path.name}"
-    run, state = provenance_of(checkout_of(files), command, device), machine_state(device, report.device)
-    document = conformance_report(report, declared, run, match=match, driver=state.driver, clocks=state.clocks)
-    text = report_text(document)
-    made = records_of(parse_report(document, "new report"), digest(text), profiles)
-    write_report(path.parent, document)
-    append_evidence(path, made, profiles)
 
 
 def _for_a_person(report: Report) -> list[RenderableType]:

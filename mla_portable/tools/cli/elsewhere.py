@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mla_portable.tools.cli.matrix import read_table
+from mla_portable.tools.cli.matrix import read
 
 if TYPE_CHECKING:
     from mla_portable.attention import RouteDecision
+    from mla_portable.capability.matrix import States
+    from mla_portable.capability.profiles import Profile
     from mla_portable.contracts import Decision
-    from mla_portable.tools.matrix.profiles import Profile
 
 
 def find_profile(name: str, records: Path | None = None) -> Elsewhere | None:
@@ -31,19 +32,21 @@ def find_profile(name: str, records: Path | None = None) -> Elsewhere | None:
     import torch
 
     from mla_portable.accelerator import known_types
+    from mla_portable.capability.model import RecordError
+    from mla_portable.capability.profiles import all_profiles, profile_named
     from mla_portable.dispatch import current_registry
-    from mla_portable.tools.matrix.records import read_profiles
-    from mla_portable.tools.matrix.table import find_records
 
     current_registry()  # first: a vendor's plugin may bring the device type
     try:
         torch.device(name)
     except RuntimeError:
-        profiles = read_profiles(find_records(records))
-        if name not in profiles:
-            known = ", ".join(dict.fromkeys((*known_types(), *profiles)))
-            raise typer.BadParameter(f"got {name!r}, expected one of {known}", param_hint="--device") from None
-        return Elsewhere(profiles[name], records)
+        try:
+            return Elsewhere(profile_named(name, all_profiles(records)), records)
+        except RecordError as error:
+            if error.where != f"device {name!r}":
+                raise
+            types = ", ".join(known_types())
+            raise typer.BadParameter(f"{error}; or a device of this machine, {types}", param_hint="--device") from None
     return None
 
 
@@ -64,19 +67,19 @@ class Elsewhere:
     records: Path | None
 
     @cached_property
-    def _states(self) -> dict[tuple[str, str, str | None], str]:
-        """(implementation, primitive, layout) -> state in the matrix. Raises: RecordError."""
-        table = read_table(self.records).only(None, self.profile.slug)
-        return {
-            (each.implementation, each.column.primitive, each.column.layout): known.state
-            for each in table.offers
-            for known in each.devices.values()
-        }
+    def _states(self) -> States:
+        """Raises: RecordError."""
+        from mla_portable.capability.matrix import States
+
+        matrix = read(self.records)
+        names = {each.slug: each.short for each in matrix.devices}
+        return States(self.profile.slug, self.profile.arch, matrix.proofs, matrix.ci, names)
 
     def state(self, decision: Decision, implementation: str) -> str | None:
-        """The state of an implementation at the request's layout; None where the matrix does not have it."""
-        primitive, layout = str(decision.request.primitive), decision.request.kv_layout
-        return self._states.get((implementation, primitive, layout), self._states.get((implementation, primitive, None)))
+        """What is known of an implementation at the request's layout, in words; None where its declaration excludes it."""
+        if any(each.implementation == implementation and each.reasons for each in decision.verdicts):
+            return None
+        return self._states.of(implementation, str(decision.request.primitive), decision.request.kv_layout)
 
     def document(self, decision: Decision | RouteDecision) -> dict[str, Any]:
         """The decision for `--json`: can_run is null where no declaration is against it, and each candidate has its level."""

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import math
-import shlex
-import sys
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,7 +12,17 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from mla_portable.tools.cli.options import DeviceOption, JsonOption, numbers, primitive_named, resolve_device, with_options
+from mla_portable.tools.cli.options import (
+    CommitOption,
+    DeviceOption,
+    JsonOption,
+    OutOption,
+    WhoOption,
+    numbers,
+    primitive_named,
+    resolve_device,
+    with_options,
+)
 from mla_portable.tools.cli.output import EXIT_FAILED, Fitting, Output, columns, command, hanging
 
 if TYPE_CHECKING:
@@ -85,7 +93,9 @@ def kernels(
     ] = True,
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each.")] = 30,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of everything random.")] = 0,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Append a JSON line for each time.")] = None,
+    out: OutOption = None,
+    who: WhoOption = None,
+    commit: CommitOption = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw time over rows, with matplotlib; .svg, .png or .pdf.")
     ] = None,
@@ -95,10 +105,13 @@ def kernels(
         where = resolve_device(device)
         from mla_portable.dispatch import current_registry
         from mla_portable.problems.bench import kernel_cases
-        from mla_portable.tools.bench.kernel_records import append_lines, kernel_lines, kernel_run
+        from mla_portable.tools.bench.kernel_records import kernel_lines, kernel_run, times_of
         from mla_portable.tools.bench.kernels import time_kernels
         from mla_portable.tools.bench.offers import Brought, load_baselines
+        from mla_portable.tools.recording import recorder
 
+        if out is not None and scale_format != "pow2":
+            raise typer.BadParameter("the file of a run holds times of pow2 scales alone", param_hint="--scale-format")
         cpu = where.type == "cpu"
         cases = kernel_cases(
             _primitives(options),
@@ -108,6 +121,8 @@ def kernels(
             scale_format=scale_format,
             **_sizes(options, where),
         )
+        registry, backends = current_registry(), options.get("backend", ())
+        file = None if out is None else recorder(out, registry, where, backends=backends, who=who, commit=commit)
         brought = load_baselines() if baselines else Brought(())
         for name, why in brought.failures:
             output.note(f"no baselines from the plugin {name}: {why}")
@@ -115,27 +130,26 @@ def kernels(
             report = time_kernels(
                 cases,
                 device=where,
-                registry=current_registry(),
+                registry=registry,
                 baselines=brought.found,
-                backends=options.get("backend", ()),
+                backends=backends,
                 repeat=repeat,
                 check_rows=check_rows,
                 seed=seed,
                 progress=advance,
             )
-        lines = kernel_lines(report)
-        run = kernel_run(report, shlex.join(["mla-portable", *sys.argv[1:]]), where)
-        if out is not None:
-            append_lines(out, [run, *lines])
-            output.note(f"{len(lines)} lines appended to {out}")
+        if file is not None:
+            times = times_of(report)
+            file.add(times=times)
+            output.note(f"{len(times)} times added to {out}")
         if plot is not None:
-            from mla_portable.tools.bench.plot import plot_lines
+            from mla_portable.tools.bench.plot import lines_of_report, plot_lines
 
             plot.parent.mkdir(parents=True, exist_ok=True)
-            plot_lines(lines, plot)
+            plot_lines(lines_of_report(report), plot, title=report.facts.name)
             output.note(f"drawn: {plot}")
         if as_json:
-            found = {"run": run, "lines": lines, "refused": _refused(report)}
+            found = {"run": kernel_run(report), "lines": kernel_lines(report), "refused": _refused(report)}
             output.document({"command": "bench kernels", "ok": report.ok, **found})
         else:
             _show(output, report)

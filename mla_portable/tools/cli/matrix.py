@@ -1,99 +1,144 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mla-portable matrix`: what runs where and how far it is proven, drawn from the records and from what the plugins declare."""
+"""`mla-portable matrix`: what would run on each device, whether it is proven there, and how fast it is."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
-from mla_portable.tools.cli.output import EXIT_FAILED, Output, command
+from mla_portable.errors import InvalidArgument
+from mla_portable.tools.cli.options import JsonOption
+from mla_portable.tools.cli.output import Output, columns, command, hanging
 
 if TYPE_CHECKING:
-    from mla_portable.tools.matrix.table import Table
+    from mla_portable.capability.detail import Offer
+    from mla_portable.capability.matrix import Matrix
+    from mla_portable.capability.profiles import Profile
 
 
 def matrix(
-    form: Annotated[
-        Literal["terminal", "md", "html", "svg", "json"], typer.Option("--format", help="How to draw it.")
-    ] = "terminal",
-    vendor: Annotated[str | None, typer.Option("--vendor", metavar="VENDOR", help="Only this vendor's devices.")] = None,
-    device: Annotated[str | None, typer.Option("--device", metavar="PROFILE", help="Only this device.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="A row for each implementation.")] = False,
-    evidence: Annotated[
-        bool, typer.Option("--evidence", help="What the states mean, notes, and the runs that the table rests on.")
-    ] = False,
+    device: Annotated[
+        str | None,
+        typer.Argument(metavar="DEVICE", help="Every implementation of this device, by its profile, such as h200 or a100."),
+    ] = None,
     records: Annotated[
         Path | None,
-        typer.Option("--records", metavar="DIR", help="Compute the table from the evidence in DIR and today's sources."),
+        typer.Option(
+            "--records", metavar="DIR", help="The runs DIR/<release>/*.json.gz, with the profiles DIR/profiles beside ours."
+        ),
     ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Compare every generated file with the plugins and records; write nothing.")
-    ] = False,
-    write: Annotated[bool, typer.Option("--write", help="Write every generated file from the plugins and records.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write MATRIX.md and matrix.json from the runs.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Show which primitive runs on which device through which implementation, and how far that is proven.
-
-    Exit code 1 when a record cannot be believed or, under --check, a generated file is not what the records say.
-    """
-    form = "json" if as_json else form
-    if check and write:
-        raise typer.BadParameter("--check and --write exclude each other", param_hint="--check")
-    with command(as_json=form == "json", doing="reading records") as output:
-        if check or write:
-            _generated(output, records, write=write)
-            return
-        whole = read_table(records)
-        table = whole.only(vendor, device)
-        if not table.devices:
-            vendors, devices = sorted({d.vendor for d in whole.devices}), ", ".join(d.slug for d in whole.devices)
-            asked = " and ".join(f"{name} {value!r}" for name, value in (("--vendor", vendor), ("--device", device)) if value)
-            expected = f"vendors are {', '.join(vendors)}; devices are {devices}"
-            raise typer.BadParameter(f"no profile for {asked}; {expected}", param_hint="--device" if device else "--vendor")
-        if form == "terminal":
-            from mla_portable.tools.matrix import terminal
-
-            if every or not evidence:
-                output.show(*(terminal.rows if every else terminal.grid)(table))
-            if evidence:
-                output.show(*terminal.evidence(table))
+    """Show what runs on which device by default, whether it is verified there, and how fast it is."""
+    with command(as_json=as_json, doing="reading runs") as output:
+        if write:
+            if device is not None:
+                raise InvalidArgument("matrix", "DEVICE", got=device, expected="none beside --write, which is of all devices")
+            _write(output, records)
+        elif device is None:
+            found = read(records)
+            if as_json:
+                output.document({"command": "matrix", "ok": True, **found.model_dump(mode="json")})
+            else:
+                output.show(*_for_a_person(found))
         else:
-            from mla_portable.tools.matrix.render import FORMATS
-
-            output.text(FORMATS[form](table))
+            _one(output, device, records)
 
 
-def read_table(records: Path | None) -> Table:
-    """As it was generated, where that is of the installed plugins; else made of the records. Raises: RecordError."""
-    from mla_portable.tools.matrix.table import find_records, installed_table
+def read(records: Path | None) -> Matrix:
+    """As it was generated, where that is of the installed plugins; else made of the runs. Raises: RecordError."""
+    from mla_portable.capability.matrix import installed_matrix, records_folder
 
-    table = installed_table() if records is None else None
-    if table is None:
-        from mla_portable.tools.matrix.arrange import make_table
-        from mla_portable.tools.matrix.records import read_records
+    found = installed_matrix() if records is None else None
+    if found is None:
+        from mla_portable.capability.table import make_matrix
 
-        table = make_table(read_records(find_records(records)))
-    return table
+        found = make_matrix(records_folder(records))
+    return found
 
 
-def _generated(output: Output, records: Path | None, *, write: bool) -> None:
-    """Write or compare the generated files. Raises: typer.Exit where one is not what it should be."""
-    from mla_portable.tools.matrix.generated import differences, generate
-    from mla_portable.tools.matrix.table import find_records
+def _write(output: Output, records: Path | None) -> None:
+    from mla_portable.capability.matrix import records_folder
+    from mla_portable.capability.table import generated
 
-    files = generate(find_records(records))
+    files = generated(records_folder(records))
+    for path, text in files.items():
+        path.write_text(text, encoding="utf-8")
     names = [path.name for path in files]
-    problems = [] if write else differences(files)
-    if write:
-        for path, text in files.items():
-            path.write_text(text, encoding="utf-8")
-    for line in problems or [f"{'written' if write else 'current'}: {', '.join(names)}"]:
-        output.note(line)
+    output.note(f"written: {', '.join(names)}")
     if output.as_json:
-        output.document(
-            {"command": "matrix", "ok": not problems, "files": names, "written": names if write else [], "problems": problems}
-        )
-    if problems:
-        raise typer.Exit(EXIT_FAILED)
+        output.document({"command": "matrix", "ok": True, "written": names})
+
+
+def _for_a_person(found: Matrix) -> list[RenderableType]:
+    """Devices with the same cells together; a line for columns that are served alike."""
+    titles = [heading.partition(",")[0].removesuffix(" operations") for heading in found.columns]
+    alike: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
+    for row in found.devices:
+        served: dict[tuple[str, str], list[str]] = {}
+        for title, cell in zip(titles, row.cells, strict=True):
+            known = ", ".join(filter(None, (cell.state, cell.time)))
+            served.setdefault((cell.implementation or "unknown", known), []).append(title)
+        lines = tuple((name, known, ", ".join(several)) for (name, known), several in served.items())
+        alike.setdefault(lines, []).append(f"{row.slug} ({row.arch})")
+    shown: list[RenderableType] = []
+    for lines, devices in alike.items():
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+        table.add_column(no_wrap=True)
+        table.add_column()
+        table.add_column()
+        for name, known, several in lines:
+            words = several.replace("decode FP8, decode BF16", "decode")
+            table.add_row(Text(name.replace(" + ", "\n")), Text(known), Text(words))
+        shown += [Text(", ".join(devices), "bold"), Padding.indent(table, 2)]
+    sizes = "; ".join(found.columns)
+    return [
+        *shown,
+        "",
+        Text(f"columns: {sizes}; 64 heads, 2,048 indices a row", "dim"),
+        Text("`mla-portable matrix DEVICE` has every implementation; docs/matrix.md explains the words", "dim"),
+    ]
+
+
+def _one(output: Output, name: str, records: Path | None) -> None:
+    from mla_portable.capability.detail import offers_on
+    from mla_portable.capability.matrix import records_folder
+    from mla_portable.capability.profiles import all_profiles, profile_named
+    from mla_portable.registry import Registry
+    from mla_portable.tools.recording import plugins_code
+
+    profile = profile_named(name, all_profiles(records))
+    registry = Registry(environ={}, probe=False, costs="measured")
+
+    def changed(implementation: str, commit: str) -> int | None:
+        code = plugins_code(registry, [implementation])
+        return code and code.changed_since(commit)
+
+    offers = offers_on(profile, read(records), registry, changed)
+    if output.as_json:
+        document = {"slug": profile.slug, "name": profile.name, "arch": profile.arch, "folder": records_folder(records)}
+        output.document({"command": "matrix", "ok": True, "device": document, "offers": [asdict(each) for each in offers]})
+    else:
+        output.show(*_offers_for_a_person(profile, offers))
+
+
+def _offers_for_a_person(profile: Profile, offers: list[Offer]) -> list[RenderableType]:
+    shown: list[RenderableType] = [hanging("device", f"{profile.name} ({profile.arch}), profile {profile.slug}")]
+    by_place: dict[str, list[Offer]] = {}
+    for each in offers:
+        by_place.setdefault(f"{each.primitive} {each.layout}".strip(), []).append(each)
+    rows: list[list[str]] = []
+    for place, several in by_place.items():
+        for each in several:
+            rows.append([place, each.implementation + (" *" if each.chosen else ""), each.words])
+            place = ""
+    shown.append(columns(["primitive", "implementation", "what is known"], rows))
+    return [*shown, "* would run by default; the others in the order of preference."]

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
@@ -27,6 +28,20 @@ DeviceOption = Annotated[
         metavar="DEVICE",
         help="torch's name: cpu, cuda, cuda:N, ... Default: the first accelerator, else the CPU.",
     ),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="FILE", help="Add the results to the file of a run, .json.gz (docs/matrix.md).", dir_okay=False
+    ),
+]
+WhoOption = Annotated[
+    str | None,
+    typer.Option("--who", metavar="NAME", help="Who runs this, in the file. Default: git's user.name, or the login."),
+]
+CommitOption = Annotated[
+    str | None,
+    typer.Option("--commit", metavar="COMMIT", help="Of the code that runs, 40 digits, where git is not there to say it."),
 ]
 BackendOption = Annotated[
     str | None,
@@ -64,16 +79,16 @@ def check_name(kind: Literal["primitive", "backend", "layout"], text: str, *, pa
     The generated table names everything. Where it is of other plugins than the installed ones, or a registry is there already,
     that answers later. Raises: typer.BadParameter.
     """
-    from mla_portable.tools.matrix.table import installed_table
+    from mla_portable.capability.matrix import installed_matrix
 
-    table = None if "mla_portable.dispatch" in sys.modules else installed_table()
-    if table is None:
+    matrix = None if "mla_portable.dispatch" in sys.modules else installed_matrix()
+    if matrix is None:
         return
-    implementations = {offer.implementation for offer in table.offers}
-    plugins = {name for name, *_ in table.plugins}
+    implementations = {name for name, _ in matrix.implementations}
+    plugins = {name for name, *_ in matrix.plugins}
     known = {
-        "primitive": {column.primitive for column in table.columns},
-        "layout": {column.layout for column in table.columns if column.layout},
+        "primitive": {primitive for _, primitive in matrix.implementations},
+        "layout": set(matrix.layouts),
         "backend": implementations | plugins | {"auto"},
     }[kind]
     if text not in known:

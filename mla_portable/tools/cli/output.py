@@ -25,7 +25,6 @@ from rich.table import Table
 from rich.text import Text
 
 from mla_portable.errors import InvalidArgument, MLAPortableError
-from mla_portable.sources import SourceNotFound
 
 if TYPE_CHECKING:
     from mla_portable.contracts import Reason
@@ -130,7 +129,7 @@ def command(*, as_json: bool, doing: str = "loading torch and plugins") -> Gener
             yield output
         except (typer.Exit, typer.BadParameter, SystemExit, KeyboardInterrupt):
             raise
-        except (MLAPortableError, SourceNotFound) as error:
+        except MLAPortableError as error:
             _failure(output, error)
             raise typer.Exit(EXIT_USAGE if isinstance(error, InvalidArgument) else EXIT_FAILED) from error
         except BaseException as error:  # a panic of an extension module is no Exception

@@ -49,7 +49,6 @@ __all__ = ["NAME", "mla_portable_register", "mla_portable_register_tunables"]
 _PREFERENCE: Final = 50.0
 _PACKAGE: Final = "mla_portable_triton"
 
-_ROW: Final = f"{_PACKAGE}.attention_configs::CONFIGS[{{arch}}]"
 _TRITON_3: Final = (INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, TOPK_SELECT, INDEXER_SELECT)
 """Primitives whose kernels are pipelined by `tl.range`, or have tensors without an axis."""
 
@@ -67,7 +66,6 @@ def _offer(primitive: Primitive[F], bind: Callable[[Request[F]], F]) -> Implemen
         check=check_triton_3 if primitive in _TRITON_3 else check,
         preference=_PREFERENCE,
         schedule_kind=split_kv_kind(_program) if primitive == SPARSE_DECODE else None,
-        sources=(_ROW,) if primitive in (SPARSE_DECODE, SPARSE_PREFILL) else (),
     )
 
 

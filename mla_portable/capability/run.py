@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run: what the conformance suite and the benchmark found on one device, of one commit, in one compressed file.
+
+`mla-portable conform BACKEND --out FILE` and `mla-portable bench kernels --out FILE` write it; the same file takes both.
+Anybody may send one, so reading is bounded in memory, and every way in which a file can be broken is a RecordError.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import stat
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+from pydantic import AfterValidator, Field, ValidationError
+
+from mla_portable.capability.model import Model, Positive, RecordError, Text, validation_problems
+
+SUFFIX: Final = ".json.gz"
+MAX_BYTES: Final = 32 << 20
+"""Of a file of records when it is unpacked; one of a device's whole suite has about 1 MiB."""
+_MAX_ID: Final = 400
+_ID: Final = re.compile(r"(?P<primitive>[a-z0-9_]+)\[(?P<implementation>[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*)(?:-.*)?\]")
+_BOUND_TO: Final = ("release", "commit", "device", "target", "who", "driver", "versions")
+"""What everything in a file shares."""
+
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+_Microseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*$")]
+
+
+def _a_day(text: str) -> str:
+    date.fromisoformat(text)
+    return text
+
+
+class CaseName(NamedTuple):
+    """What the id of a case says of it."""
+
+    primitive: str
+    implementation: str
+
+
+def name_of(case_id: str) -> CaseName:
+    """Raises: RecordError for a text that is no id."""
+    match = _ID.fullmatch(case_id)
+    if match is None:
+        raise RecordError(case_id[:80], "no id of a case; expected primitive[backend.variant-...]")
+    return CaseName(match["primitive"], match["implementation"])
+
+
+def _an_id(text: str) -> str:
+    name_of(text)
+    return text
+
+
+class Case(Model):
+    """What became of one case of the suite.
+
+    Attributes:
+        errors: quantity -> error as the tolerance table measures it; "inf", "-inf" or "nan" where it is no finite number.
+        message: of a case that did not pass.
+    """
+
+    id: Annotated[str, Field(max_length=_MAX_ID), AfterValidator(_an_id)]
+    status: Literal["passed", "failed", "error"]
+    errors: dict[str, _Finite | Literal["inf", "-inf", "nan"]] = Field(default_factory=dict)
+    message: str = ""
+
+
+class Baseline(Model):
+    """The fastest baseline that was timed on the same problem."""
+
+    name: Text
+    us: _Microseconds
+
+
+class Time(Model):
+    """A median over several calls, in microseconds, with the tenth and the ninetieth percentile.
+
+    Attributes:
+        layout, heads, topk: None where the primitive has none. rows, width, overlap: as in `problems.bench.KernelCase`.
+        bound: the roofline bound of the machine that ran. baseline: None where none was timed.
+    """
+
+    implementation: _Name
+    primitive: Text
+    layout: str | None
+    heads: Positive | None
+    topk: Positive | None
+    rows: Positive
+    width: Annotated[int, Field(ge=0)] = 0
+    overlap: Annotated[int, Field(ge=0, le=100)] = 0
+    us: _Microseconds
+    p10: _Microseconds
+    p90: _Microseconds
+    bound: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    baseline: Baseline | None = None
+
+    @property
+    def size(self) -> tuple[Any, ...]:
+        """What was timed; a file has one time of it."""
+        return (*self.problem, self.implementation)
+
+    @property
+    def problem(self) -> tuple[Any, ...]:
+        """What times share that may be compared."""
+        return self.primitive, self.layout or "", self.heads or 0, self.topk or 0, self.rows, self.width, self.overlap
+
+
+class Comparison(Model):
+    """What an engine generated through this project's adapter, judged.
+
+    Attributes:
+        engine: name and version. suite: which comparisons. passed: None for a line that only informs. text: the figures.
+    """
+
+    engine: Text
+    suite: Text
+    name: Text
+    passed: bool | None
+    text: str
+
+
+class Run(Model):
+    """What a file holds.
+
+    Attributes:
+        release: of mla_portable. commit: of the code that ran, None where git could not say. dirty: paths of code with
+            uncommitted changes, None where git could not say. who: ran it. date: of the first result.
+        device: as in DeviceFacts. target: the architecture whose code ran, where that is not the device's own.
+        driver: its version. clocks: MHz and watts by nvidia-smi's names. versions: of the software that ran.
+        level: of the suite, None where it did not run. suite: SHA-256 of the ids of the cases, sorted, a line each.
+        comparisons: of engines.
+    """
+
+    version: Literal[1] = Field(alias="schema")
+    release: Annotated[str, Field(pattern=r"^[0-9][0-9A-Za-z.+]*$")]
+    commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None
+    dirty: list[Text] | None
+    who: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.]*$", max_length=40)]
+    date: Annotated[str, AfterValidator(_a_day)]
+    device: dict[str, str | bool | int | _Finite | None]
+    target: Text | None = None
+    driver: str | None = None
+    clocks: dict[str, _Finite] = Field(default_factory=dict)
+    versions: dict[str, str]
+    level: Literal["smoke", "quick", "full"] | None = None
+    suite: str | None = None
+    cases: list[Case] = Field(default_factory=list[Case])
+    times: list[Time] = Field(default_factory=list[Time])
+    comparisons: list[Comparison] = Field(default_factory=list[Comparison])
+
+    @property
+    def device_name(self) -> str:
+        """As the driver reports it."""
+        return str(self.device.get("name"))
+
+    @property
+    def arch(self) -> str:
+        """The architecture whose code ran."""
+        return self.target or str(self.device.get("arch"))
+
+
+def suite_of(cases: Iterable[Case]) -> str | None:
+    """What `Run.suite` has to be; None without a case."""
+    ids = sorted(case.id for case in cases)
+    return hashlib.sha256("".join(f"{each}\n" for each in ids).encode()).hexdigest() if ids else None
+
+
+def new_run(document: dict[str, Any], where: str = "new run") -> Run:
+    """Raises: RecordError with what is wrong."""
+    try:
+        return Run.model_validate(document)
+    except ValidationError as error:
+        raise RecordError(where, "; ".join(validation_problems(error)[:8])) from error
+
+
+def combined(old: Run, new: Run) -> Run:
+    """One run of the results of both.
+
+    A case that ran twice has passed if it passed both times. Of two times of one size the newer stays.
+    Raises: RecordError where they are not of the same release, commit, device, person or versions, or of two levels.
+    """
+    for name in _BOUND_TO:
+        before, now = getattr(old, name), getattr(new, name)
+        if before != now:
+            problem = f"holds results of {name} {_short(before)}, these are of {_short(now)}; write them to another file"
+            raise RecordError("run", problem)
+    if old.cases and new.cases and old.level != new.level:
+        raise RecordError("run", f"holds cases of level {old.level}, these are of {new.level}; write them to another file")
+    cases = {case.id: case for case in old.cases}
+    for case in new.cases:
+        if cases.get(case.id, case).status == "passed":
+            cases[case.id] = case
+    times = {time.size: time for time in (*old.times, *new.times)}
+    compared = {(each.engine, each.suite, each.name): each for each in (*old.comparisons, *new.comparisons)}
+    return old.model_copy(
+        update={
+            "dirty": None if old.dirty is None or new.dirty is None else sorted({*old.dirty, *new.dirty}),
+            "clocks": new.clocks or old.clocks,
+            "level": new.level if new.cases else old.level,
+            "suite": suite_of(cases.values()),
+            "cases": list(cases.values()),
+            "times": [times[size] for size in sorted(times)],
+            "comparisons": list(compared.values()),
+        }
+    )
+
+
+def run_text(run: Run) -> str:
+    """The JSON of a run, a line for each result, so that a difference can be read."""
+    fields = run.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    parts: list[str] = []
+    for name, value in fields.items():
+        rows = name in ("cases", "times", "comparisons")
+        text = "[\n" + ",\n".join(map(_json, value)) + "\n]" if rows else _json(value)
+        parts.append(f"{_json(name)}: {text}")
+    return "{" + ",\n".join(parts) + "}\n"
+
+
+def write_run(path: Path, run: Run) -> None:
+    """Replace a file in one step; whoever reads it sees the old one or the new one. Raises: RecordError where it cannot."""
+    packed = gzip.compress(run_text(run).encode(), 9, mtime=0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            made = Path(file.name)
+            try:
+                file.write(packed)
+                file.flush()
+                os.fsync(file.fileno())
+                made.chmod(0o644)
+                made.replace(path)
+            except BaseException:
+                made.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise RecordError(str(path), f"cannot be written: {error.strerror}") from error
+
+
+def read_run(path: Path) -> Run:
+    """Raises: RecordError with what is wrong."""
+    run = new_run(parsed(unpacked(path), path.name), path.name)
+    if run.suite != suite_of(run.cases):
+        raise RecordError(path.name, "suite is not the hash of the cases' ids: cases were added or removed by hand")
+    return run
+
+
+def runs_in(folder: Path) -> Iterator[tuple[Path, Run]]:
+    """Every run below a folder of records, `<release>/*.json.gz`, by path. Raises: RecordError for the first broken one."""
+    for path in sorted(folder.glob(f"*/*{SUFFIX}")):
+        run = read_run(path)
+        if run.release != path.parent.name:
+            raise RecordError(f"{path.parent.name}/{path.name}", f"a run of release {run.release}; move it to that folder")
+        yield path, run
+
+
+def unpacked(path: Path, limit: int = MAX_BYTES) -> str:
+    """The text of a compressed file. No more than `limit` bytes of it are unpacked. Raises: RecordError."""
+    try:
+        mode = path.lstat().st_mode
+        if not stat.S_ISREG(mode):
+            kind = "a folder" if stat.S_ISDIR(mode) else "a symbolic link" if stat.S_ISLNK(mode) else "no file"
+            raise RecordError(path.name, f"is {kind}; expected a file that `mla-portable conform --out` wrote")
+        with gzip.open(path) as file:
+            data = file.read(limit + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise RecordError(path.name, f"cannot be read: {error}") from error
+    if len(data) > limit:
+        raise RecordError(path.name, f"has more than {limit >> 20} MiB when it is unpacked")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise RecordError(path.name, f"no UTF-8 text: {error}") from error
+
+
+def parsed(text: str, where: str) -> dict[str, Any]:
+    """The JSON object in a text. Raises: RecordError."""
+    try:
+        document = json.loads(text)
+    except RecursionError as error:
+        raise RecordError(where, "no record: nested too deeply") from error
+    except ValueError as error:  # no JSON, or an integer with too many digits
+        raise RecordError(where, f"no JSON document: {error}") from error
+    if not isinstance(document, dict):
+        raise RecordError(where, f"no record: expected a JSON object, got {type(document).__name__}")
+    return document
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, allow_nan=False)
+
+
+def _short(value: object) -> str:
+    text = str(value.get("name", value) if isinstance(value, dict) else value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
