@@ -45,13 +45,16 @@ class LayerTimes(NamedTuple):
 
 
 TIMES: Final = {
-    8: LayerTimes(10.1, 10.1, 18.8, 168),
-    16: LayerTimes(19.3, 18.4, 35.9, 171),
-    32: LayerTimes(37.0, 35.0, 69.0, 190),
-    64: LayerTimes(73.9, 67.8, 135, 249),
-    128: LayerTimes(142, 133, 269, 476),
+    8: LayerTimes(9.2, 8.8, 36.8, 156),
+    16: LayerTimes(19.5, 12.8, 49.7, 156),
+    32: LayerTimes(37.8, 26.8, 98.9, 199),
+    64: LayerTimes(73.7, 56.5, 145, 203),
+    128: LayerTimes(146, 118, 287, 383),
 }
-"""Query heads of a rank -> times on an H200 (BF16 rows, 4 prompts of 2,048 tokens, cold L2, 2026-11-23); 32 is interpolated.
+"""Query heads of a rank -> a fit to the GPU times of 19 steps on an H200 (FP8 cache, cold L2, torch 2.11, vLLM 0.26, 2026-11-26).
+
+The steps have 1 to 64 prompts of 64 to 2,000 tokens, some with a cached context. Where this decides for the slower way it loses
+up to 38 us a layer, in steps where both take about the same.
 
 Other NVIDIA GPUs are decided by the same numbers: what counts is their ratio, and a pair costs 320 multiply-adds a head as
 dense attention and 1,088 on latent rows."""
