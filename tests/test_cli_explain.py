@@ -93,7 +93,7 @@ def test_explain_for_a_profile_claims_no_more_than_the_declarations():
     assert candidates[answer["chosen"]]["can_run"] is None and candidates[answer["chosen"]]["matrix"] == "declared"
     assert all(each["can_run"] is (False if each["reasons"] else None) for each in candidates.values())
     text = invoke(*words.split(), registry=installed()).stdout
-    assert "BI-V150 (profile bi-v150) is not here: declarations only, nothing was checked or probed" in text
+    assert "BI-V150 (profile bi-v150) is not here: nothing was checked or probed; costs are recorded times" in text
     assert f"{answer['chosen']} (would be tried first)" in text and "matrix: declared" in text
     assert "chosen" not in text and "can run" not in text
     nvidia = [name for name in candidates if name.startswith("nvidia.")]

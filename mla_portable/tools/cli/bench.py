@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
+from mla_portable.tools.cli.failures import Commands
 from mla_portable.tools.cli.kernels import kernels
 from mla_portable.tools.cli.options import JsonOption, check_name, numbers
 from mla_portable.tools.cli.output import command
 
-bench = typer.Typer(no_args_is_help=True, help="Time kernels on this machine, or draw recorded times.")
+bench = typer.Typer(cls=Commands, help="Time kernels on this machine, or draw recorded times.")
 bench.command()(kernels)
 
 
@@ -41,7 +42,8 @@ def plot(
         found = [each for each in found if (each["device"]["profile"], each["primitive"]) == (device, primitive)]
         found = [each for each in found if wanted is None or next(iter(each["heads"]), 0) in wanted]
         if not found:
-            raise typer.BadParameter(f"no times of {primitive} on {device!r} are recorded", param_hint="--device")
+            expected = f"a profile of which times of {primitive} are recorded"
+            raise typer.BadParameter(f"must be {expected} (got {device!r})", param_hint="--device")
         plot_lines(lines_of_records(found), out)
         if as_json:
             output.document({"command": "bench plot", "ok": True, "file": out, "records": len(found)})

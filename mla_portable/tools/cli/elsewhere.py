@@ -11,9 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from mla_portable.tools.cli.matrix import read_table
+from mla_portable.tools.cli.options import check_known
 
 if TYPE_CHECKING:
     from mla_portable.attention import RouteDecision
@@ -40,9 +39,7 @@ def find_profile(name: str, records: Path | None = None) -> Elsewhere | None:
         torch.device(name)
     except RuntimeError:
         profiles = read_profiles(find_records(records))
-        if name not in profiles:
-            known = ", ".join(dict.fromkeys((*known_types(), *profiles)))
-            raise typer.BadParameter(f"got {name!r}, expected one of {known}", param_hint="--device") from None
+        check_known(name, profiles, shown={*known_types(), *profiles}, param_hint="--device")
         return Elsewhere(profiles[name], records)
     return None
 
@@ -102,5 +99,5 @@ class Elsewhere:
         """What a person has to know before anything else."""
         here = any(map(self.profile.matches, gpu_names()))
         head = f"{self.profile.name} (profile {self.profile.slug}){'' if here else ' is not here'}"
-        head += ": declarations only, nothing was checked or probed"
+        head += ": nothing was checked or probed; costs are recorded times where there are any"
         return head + ("; --device with torch's name of it examines the one that is here" if here else "")

@@ -243,11 +243,11 @@ def _share_heads(name: str, given: dict[str, Any]) -> None:
     if ranks is None:
         return
     if name.startswith("indexer"):
-        raise typer.BadParameter("every rank has all heads of the indexer", param_hint="--tp")
+        raise typer.BadParameter("does not apply to the indexer: every rank has all of its heads", param_hint="--tp")
     if "num_heads" in given:
         raise typer.BadParameter("says the same as --heads; give one of them", param_hint="--tp")
     if _ALL_HEADS % ranks:
-        raise typer.BadParameter(f"got {ranks}, expected a divisor of {_ALL_HEADS} heads", param_hint="--tp")
+        raise typer.BadParameter(f"must be a divisor of {_ALL_HEADS} heads (got {ranks})", param_hint="--tp")
     given["num_heads"] = _ALL_HEADS // ranks
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from mla_portable.tools.cli.options import check_known
 from mla_portable.tools.cli.output import EXIT_FAILED, Output, command
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def matrix(
     """
     form = "json" if as_json else form
     if check and write:
-        raise typer.BadParameter("--check and --write exclude each other", param_hint="--check")
+        raise typer.BadParameter("excludes --write", param_hint="--check")
     with command(as_json=form == "json", doing="reading records") as output:
         if check or write:
             _generated(output, records, write=write)
@@ -48,10 +49,11 @@ def matrix(
         whole = read_table(records)
         table = whole.only(vendor, device)
         if not table.devices:
-            vendors, devices = sorted({d.vendor for d in whole.devices}), ", ".join(d.slug for d in whole.devices)
-            asked = " and ".join(f"{name} {value!r}" for name, value in (("--vendor", vendor), ("--device", device)) if value)
-            expected = f"vendors are {', '.join(vendors)}; devices are {devices}"
-            raise typer.BadParameter(f"no profile for {asked}; {expected}", param_hint="--device" if device else "--vendor")
+            if vendor is not None:
+                check_known(vendor, {each.vendor for each in whole.devices}, param_hint="--vendor")
+            if device is not None:
+                check_known(device, {each.slug for each in whole.devices}, param_hint="--device")
+            raise typer.BadParameter(f"is no device of the vendor {vendor!r} (got {device!r})", param_hint="--device")
         if form == "terminal":
             from mla_portable.tools.matrix import terminal
 

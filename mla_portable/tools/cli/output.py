@@ -9,7 +9,6 @@ import json
 import math
 import os
 import sys
-import traceback
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from enum import Enum
@@ -23,9 +22,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
-
-from mla_portable.errors import InvalidArgument, MLAPortableError
-from mla_portable.sources import SourceNotFound
 
 if TYPE_CHECKING:
     from mla_portable.contracts import Reason
@@ -111,31 +107,16 @@ class Output:
 
 @contextlib.contextmanager
 def command(*, as_json: bool, doing: str = "loading torch and plugins") -> Generator[Output]:
-    """The frame of every command: keeps stdout for results, and turns typed failures into a message and an exit code.
+    """The frame of every command: keeps stdout for results. Until there is one, a terminal sees what it is `doing`.
 
-    Until there is something to show, a terminal sees what it is `doing`.
-
-    Whatever else writes to stdout, from Python or through file descriptor 1, goes to stderr. Imports no torch.
-
-    Raises: typer.Exit with 2 for an argument that breaks a contract or names no backend, with 1 for every other failure
-    of mla_portable. Anything else is a defect: under `as_json` it becomes a document, its traceback goes to stderr.
+    Whatever else writes to stdout, from Python or through file descriptor 1, goes to stderr. Imports no torch. What a command
+    raises goes to `failures.Commands`.
     """
     with _results_alone(redirect=as_json) as stream:
         output = Output(as_json=as_json, stream=stream)
         output.busy(doing)
         try:
             yield output
-        except (typer.Exit, typer.BadParameter):
-            raise
-        except (MLAPortableError, SourceNotFound) as error:
-            _failure(output, error)
-            raise typer.Exit(EXIT_USAGE if isinstance(error, InvalidArgument) else EXIT_FAILED) from error
-        except Exception as error:
-            if not as_json:
-                raise
-            traceback.print_exc(file=sys.stderr)
-            _failure(output, error)
-            raise typer.Exit(EXIT_FAILED) from error
         finally:
             output.rest()
 
@@ -183,12 +164,6 @@ def close_stdout() -> None:
         target = os.open(os.devnull, os.O_WRONLY)
     with contextlib.suppress(OSError):  # the process has no stderr
         os.dup2(target, 1)
-
-
-def _failure(output: Output, error: Exception) -> None:
-    output.note(f"{type(error).__name__}: {error}")
-    if output.as_json:
-        output.document({"ok": False, "error": {"type": type(error).__name__, "message": str(error)}})
 
 
 def hanging(label: str, text: str) -> RenderableType:

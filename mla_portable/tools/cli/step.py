@@ -130,11 +130,11 @@ def _forced(words: list[str] | None) -> str | dict[str, str] | None:
         primitive, _, name = word.partition("=")
         if not primitive or not name:
             raise typer.BadParameter(
-                f"got {word!r} beside others, expected PRIMITIVE=NAME: one name for everything stands alone",
+                f"must be PRIMITIVE=NAME where it is repeated (got {word!r}): one name for everything stands alone",
                 param_hint="--backend",
             )
         if primitive in by_primitive:
-            raise typer.BadParameter(f"{primitive} is given twice", param_hint="--backend")
+            raise typer.BadParameter(f"names {primitive} twice", param_hint="--backend")
         check_name("primitive", primitive, param_hint="--backend")
         check_name("backend", name, param_hint="--backend")
         by_primitive[primitive] = name
