@@ -282,11 +282,11 @@ def test_what_does_not_finish_is_given_up_with_a_reason(stage: str, caplog: pyte
 def test_a_detector_that_does_not_finish_is_passed_over():
     release = threading.Event()
     plugin = make_plugin(candidate(DECODE, RIGHT[DECODE]), detectors=(lambda device: release.wait(60) and None,))
-    reg = Registry(plugins=[("slow", plugin)], environ={"MLA_PORTABLE_PLUGIN_TIMEOUT": "0.05"})
+    reg = Registry(plugins=[("faulty", plugin)], environ={"MLA_PORTABLE_PLUGIN_TIMEOUT": "0.05"})
     try:
         assert reg.facts("cpu").vendor == "cpu"
         (report,) = reg.plugin_reports
-        assert "detector of slow on cpu did not finish within 0.05 s" in report.error
+        assert "detector of faulty on cpu did not finish within 0.05 s" in report.error
     finally:
         release.set()
 

@@ -70,7 +70,7 @@ def kernel_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def registry(*plugins: object) -> Registry:
-    return Registry(plugins=[(f"p{number}", plugin) for number, plugin in enumerate(plugins)], environ={}, probe=False)
+    return Registry(plugins=[("acme", plugin) for plugin in plugins], environ={}, probe=False)
 
 
 @pytest.fixture

@@ -62,14 +62,12 @@ class Loaded:
     costs: MeasuredCosts
 
 
-def collect(
-    source: PluginSource, taken: Taken, hook: str, *, reserved: frozenset[str] = frozenset(), seconds: float = DEFAULT_SECONDS
-) -> StagingRegistrar:
+def collect(source: PluginSource, taken: Taken, hook: str, *, seconds: float = DEFAULT_SECONDS) -> StagingRegistrar:
     """All that a plugin registers by one hook; its offers join `taken`.
 
     Raises: PluginTimeout, PluginError, whatever the plugin raises; `taken` is as before then.
     """
-    staged = StagingRegistrar(source.name, taken, hook, reserved=reserved)
+    staged = StagingRegistrar(source.name, taken, hook)
     try:
         call_hook(source, hook, staged, seconds)
     finally:
@@ -88,7 +86,6 @@ def load_plugins(
         seconds: the time limit for importing a plugin and for its hook.
     """
     sources, disabled = tuple(sources), disabled or {}
-    names = frozenset(source.name for source in sources)
     taken: Taken = {}
     reports: list[PluginReport] = []
     loaded: list[tuple[str, StagingRegistrar]] = []
@@ -100,7 +97,7 @@ def load_plugins(
         try:
             if any(source.name == other.name for other in reports):
                 raise PluginError(f"duplicate plugin name {source.name!r}: uninstall one of the two distributions")
-            staged = collect(source, taken, HOOK, reserved=names - {source.name}, seconds=seconds)
+            staged = collect(source, taken, HOOK, seconds=seconds)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit and the panics of extension modules are no Exception
