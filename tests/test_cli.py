@@ -106,10 +106,77 @@ def test_version():
         "bench plot x.svg --device nonsense",
     ],
 )
-def test_what_cannot_be_meant_is_code_2(words):
+def test_invalid_arguments_are_code_2_in_words_and_a_document_with_json(words):
     done = invoke(*words.split(), code=2)
-    assert done.stdout == ""
-    assert done.stderr
+    assert done.stdout == "" and done.stderr.startswith("error: ") and "Try 'mla-portable" in done.stderr
+    answer = document(*words.split(), code=2)
+    assert answer["ok"] is False and answer["error"]["type"] in ("InvalidArgument", "UnknownBackend")
+    assert f"error: {answer['error']['message']}" in done.stderr
+
+
+WORDS = {
+    "explain sparse_decode --heads 0": "--heads must be at least 1 (got 0)",
+    "explain sparse_decode --heads x": "--heads must be an integer (got 'x')",
+    "run --max-seconds x": "--max-seconds must be a number (got 'x')",
+    "run --heads 10000": "--heads must be 1 to 512 (got 10000)",
+    "matrix --format pdf": "--format: 'pdf' is not one of 'terminal'",
+    "run --device cuda": "No CUDA device: this torch",
+    "explain merge_states --device a100": "Did you mean 'a100-80g'?",
+    "matrix --device a100": "Did you mean 'a100-80g'?",
+    "matrix --vendor amd --device h200": "--device is no device of the vendor 'amd'",
+    "explain": "Missing argument 'primitive'",
+    "explain --nope": "No such option: --nope",
+    "nonsense": "No such command 'nonsense'",
+    "bench nonsense": "No such command 'nonsense'",
+    "bench kernels --primitive merge_states": "--primitive must be one of cache_write, convert_indices",
+    "tune --primitive topk_select": "--primitive must be one of sparse_decode, sparse_prefill (got 'topk_select')",
+}
+
+
+@pytest.mark.parametrize(("words", "expected"), WORDS.items())
+def test_an_invalid_value_is_refused_in_one_style(words, expected):
+    done = invoke(*words.split(), code=2)
+    assert expected in done.stderr
+    assert not any(word in done.stderr for word in ("Value error", "InvalidArgument", "Input should", "╭"))
+    assert document(*words.split(), code=2)["error"]["message"] in done.stderr
+
+
+@pytest.mark.parametrize("command", ["bench kernels", "tune"])
+def test_a_benchmark_takes_every_name_that_it_lists(command):
+    listed = invoke(*command.split(), "--primitive", "nosuch", code=2).stderr
+    names = listed[listed.index("one of ") + 7 : listed.index(" (got")].split(", ")
+    assert {"sparse_decode", "sparse_prefill"} <= {*names} < {str(each) for each in Primitive.all()}
+    for name in names:
+        done = RUNNER.invoke(app, [*command.split(), "--primitive", name, "--rows", "0"])
+        assert "rows" in done.stderr and "--primitive" not in done.stderr, name
+
+
+@pytest.mark.parametrize("words", ["doctor", "matrix", "explain merge_states", "--help"])
+def test_a_width_of_0_is_no_width(words):
+    done = in_a_process(*words.split(), COLUMNS="0")
+    assert len(done.stdout) > 200
+
+
+@pytest.mark.parametrize("out", ["/proc/nope/tuned.json", "{tmp}/file/tuned.json", "{tmp}"])
+def test_an_unwritable_table_is_refused_before_the_work(tmp_path, monkeypatch, out):
+    (tmp_path / "file").write_text("a file, no folder")
+    monkeypatch.setattr("mla_portable.tools.bench.tune.tune", lambda *args, **options: pytest.fail("it was tuned first"))
+    done = invoke("tune", "--device", "cpu", "--out", out.format(tmp=tmp_path), code=2)
+    assert "--out" in done.stderr and done.stdout == "" and "Traceback" not in done.stderr
+
+
+def test_an_unwritable_file_of_times_is_refused_before_the_work(monkeypatch):
+    monkeypatch.setattr("mla_portable.tools.bench.kernels.time_kernels", lambda *args, **options: pytest.fail("it was timed"))
+    for option in ("--out", "--plot"):
+        done = invoke("bench", "kernels", option, "/proc/nope/times", code=2)
+        assert f"{option} must be a file that can be written (got /proc/nope/times" in done.stderr
+
+
+def test_a_forced_backend_of_another_vendor_is_only_let_go():
+    registry = registry_with(("acme", "fake_plugins.acme"))
+    text = invoke("run", *SMALL, "--backend", "acme", registry=registry, code=1).stderr
+    assert "acme is forced by argument" in text
+    assert re.findall(r"remedy +(.*)", text) == ["leave out the backend to let the registry choose"]
 
 
 def test_an_error_is_a_document_too():

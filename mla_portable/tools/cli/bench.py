@@ -10,7 +10,7 @@ import typer
 
 from mla_portable.tools.cli.failures import Commands
 from mla_portable.tools.cli.kernels import kernels
-from mla_portable.tools.cli.options import JsonOption, check_name, numbers
+from mla_portable.tools.cli.options import JsonOption, check_name, check_writable, numbers
 from mla_portable.tools.cli.output import command
 
 bench = typer.Typer(cls=Commands, help="Time kernels on this machine, or draw recorded times.")
@@ -44,6 +44,7 @@ def plot(
         if not found:
             expected = f"a profile of which times of {primitive} are recorded"
             raise typer.BadParameter(f"must be {expected} (got {device!r})", param_hint="--device")
+        check_writable(out, param_hint="OUT")
         plot_lines(lines_of_records(found), out)
         if as_json:
             output.document({"command": "bench plot", "ok": True, "file": out, "records": len(found)})

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import typer
@@ -103,7 +103,8 @@ def _words(error: Exception, command: Any) -> str:
         named = next((each for each in command.params if each.name == error.argument), None)
         return str(error) if named is None else _refusal(_shown(named), error.expected, error.got, error.remedy)
     if not isinstance(error, typer.BadParameter) or not error.message:
-        return error.format_message() if isinstance(error, _UsageError) else str(error)
+        in_words: Callable[[], str] = getattr(error, "format_message", error.__str__)
+        return in_words()
     if error.param is None:
         return f"{error.param_hint} {error.message}"
     if isinstance(error.__cause__, ValidationError):

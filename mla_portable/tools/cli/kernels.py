@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,7 +15,15 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from mla_portable.tools.cli.options import DeviceOption, JsonOption, numbers, primitive_named, resolve_device, with_options
+from mla_portable.tools.cli.options import (
+    DeviceOption,
+    JsonOption,
+    check_known,
+    check_writable,
+    numbers,
+    resolve_device,
+    with_options,
+)
 from mla_portable.tools.cli.output import EXIT_FAILED, Fitting, Output, columns, command, hanging
 
 if TYPE_CHECKING:
@@ -44,8 +53,12 @@ _CASES = {
 CheckRowsOption = Annotated[int, typer.Option("--check-rows", min=1, help="Attention rows that the oracle judges.")]
 
 
-def _primitives(options: dict[str, Any]) -> list[Primitive]:
-    return [primitive_named(name, param_hint="--primitive") for name in options.get("primitive", ())]
+def _primitives(options: dict[str, Any], among: Collection[Primitive]) -> list[Primitive]:
+    """Those that `--primitive` names. Raises: typer.BadParameter for one that is not `among` these."""
+    named = {str(each): each for each in among}
+    for name in options.get("primitive", ()):
+        check_known(name, named, param_hint="--primitive")
+    return [named[name] for name in options.get("primitive", ())]
 
 
 def _sizes(options: dict[str, Any], where: torch.device) -> dict[str, Any]:
@@ -94,14 +107,17 @@ def kernels(
     with command(as_json=as_json) as output:
         where = resolve_device(device)
         from mla_portable.dispatch import current_registry
-        from mla_portable.problems.bench import kernel_cases
+        from mla_portable.problems.bench import kernel_cases, timed_primitives
         from mla_portable.tools.bench.kernel_records import append_lines, kernel_lines, kernel_run
         from mla_portable.tools.bench.kernels import time_kernels
         from mla_portable.tools.bench.offers import Brought, load_baselines
 
+        for path, option in ((out, "--out"), (plot, "--plot")):
+            if path is not None:
+                check_writable(path, param_hint=option)
         cpu = where.type == "cpu"
         cases = kernel_cases(
-            _primitives(options),
+            _primitives(options, timed_primitives()),
             rows=numbers(options.get("rows", "1,16" if cpu else None), "--rows"),
             widths=numbers(width, "--width") or ((1024,) if cpu else None),
             overlaps=numbers(overlap, "--overlap") or (0,),
@@ -131,7 +147,6 @@ def kernels(
         if plot is not None:
             from mla_portable.tools.bench.plot import plot_lines
 
-            plot.parent.mkdir(parents=True, exist_ok=True)
             plot_lines(lines, plot)
             output.note(f"drawn: {plot}")
         if as_json:
@@ -173,12 +188,17 @@ def tune(
         path = out or table_path()
         if path is None:
             expected = "a file to write to, for neither XDG_CONFIG_HOME nor HOME is set"
-            raise InvalidArgument("tune", "--out", got="none", expected=expected)
-        read_table(path)  # a file that is no table is refused before the work, not after it
+            raise InvalidArgument("tune", "out", got="none", expected=expected)
+        check_writable(path, param_hint="--out")
+        read_table(path)  # what is no table is refused before the work, too
+        brought = load_tunables()
+        for name, why in brought.failures:
+            output.note(f"nothing to tune from the plugin {name}: {why}")
+        tunable = {each.primitive for each in brought.found} or {SPARSE_DECODE, SPARSE_PREFILL}
         cpu, rows = where.type == "cpu", numbers(options.get("rows"), "--rows")
         cases = [
             case
-            for each in _primitives(options) or (SPARSE_DECODE, SPARSE_PREFILL)
+            for each in _primitives(options, tunable) or (SPARSE_DECODE, SPARSE_PREFILL)
             for case in kernel_cases(
                 [each],
                 rows=rows or ((4,) if cpu else _DECODE_ROWS if each is SPARSE_DECODE else _PREFILL_ROWS),
@@ -186,9 +206,6 @@ def tune(
                 **_sizes(options, where),
             )
         ]
-        brought = load_tunables()
-        for name, why in brought.failures:
-            output.note(f"nothing to tune from the plugin {name}: {why}")
         with output.progress() as advance:
             results = run(
                 cases,

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from inspect import Parameter, signature
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
@@ -91,10 +93,24 @@ def check_known(
     """
     if text in known:
         return
-    near = get_close_matches(text, known, n=1)
+    near = [name for name in sorted(known) if name.startswith(text)] or get_close_matches(text, known, n=1)
     question = f". Did you mean {near[0]!r}?" if near else ""
     listed = ", ".join(sorted(known if shown is None else shown))
     raise typer.BadParameter(f"must be one of {listed}{others} (got {text!r}){question}", param_hint=param_hint)
+
+
+def check_writable(path: Path, *, param_hint: str) -> None:
+    """Refuse a file that cannot be written, before the work whose result goes there. Its folder is made.
+
+    Raises: typer.BadParameter.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("r+") if path.exists() else TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        why = f"{type(error).__name__}: {error.strerror}"
+        raise typer.BadParameter(f"must be a file that can be written (got {path}: {why})", param_hint=param_hint) from error
 
 
 def primitive_named(text: str, *, param_hint: str) -> Primitive:
