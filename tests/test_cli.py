@@ -16,16 +16,17 @@ from typing import get_args, get_type_hints
 import pytest
 import typer
 from commands import RUNNER, document, in_a_process, invoke, missing_library
-from spoiled import WRONG, Spoiled, registry_with
+from spoiled import WRONG, WRONG_TIMED, Spoiled, registry_with
 
 from mla_portable.attention.spec import AUTO_ROUTE
 from mla_portable.contracts import ROUTES, Primitive
 from mla_portable.dispatch import serving
 from mla_portable.layouts import SCALE_FORMATS
-from mla_portable.primitives import MERGE_STATES, TOPK_SELECT
+from mla_portable.primitives import MERGE_STATES
 from mla_portable.problems import LEVELS
+from mla_portable.problems.bench import timed_primitives
+from mla_portable.problems.step import default_shape
 from mla_portable.registry import Registry
-from mla_portable.tools.bench.inputs import default_shape
 from mla_portable.tools.cli.app import app
 from mla_portable.tools.cli.conform import conform
 from mla_portable.tools.cli.kernels import kernels
@@ -36,8 +37,8 @@ pytestmark = pytest.mark.usefixtures("a_bare_machine")
 
 SIZES = "--heads 2 --topk 48 --decodes 3 --prefills 2 --prefill-tokens 6 --context 90 --block-size 16 --repeat 1 --check-rows 0"
 SMALL = SIZES.split()
-OF_A_STEP = [str(primitive) for primitive in Primitive.all() if primitive.cache != "index" and primitive != TOPK_SELECT]
-"""What `run` runs: the indexer works before the step, whose positions are drawn at random."""
+OF_A_STEP = [str(primitive) for primitive in timed_primitives()]
+"""What `run` runs."""
 
 
 # ---------------------------------------------------------------------- help and usage
@@ -128,7 +129,7 @@ WORDS = {
     "explain --nope": "No such option: --nope",
     "nonsense": "No such command 'nonsense'",
     "bench nonsense": "No such command 'nonsense'",
-    "bench kernels --primitive merge_states": "--primitive must be one of cache_write, convert_indices",
+    "bench kernels --primitive indexer_logits": "--primitive must be one of cache_write, convert_indices",
     "tune --primitive topk_select": "--primitive must be one of sparse_decode, sparse_prefill (got 'topk_select')",
 }
 
@@ -229,7 +230,7 @@ def test_run_fails_when_a_result_is_wrong():
 
 
 def test_the_probe_keeps_a_wrong_backend_from_being_used():
-    registry = registry_with(("spoiled", Spoiled(WRONG)))
+    registry = registry_with(("spoiled", Spoiled(WRONG_TIMED)))
     answer = document("run", *SMALL, registry=registry)
     assert {row["implementation"] for row in answer["primitives"]} == {"reference.torch"}
     text = invoke("run", *SMALL, "--all", registry=registry).stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import floor, log10
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -82,8 +83,8 @@ def run(
 ) -> None:
     """Run a DeepSeek-V3.2-shaped step (mixed prefill and decode, paged cache) on the best implementations found here.
 
-    Every primitive from cache write on is checked against a float64 oracle and timed, those that the chosen route does
-    without included.
+    The step's output is checked against a float64 oracle. Then every primitive is checked and timed at the step's sizes, those
+    that the chosen route does without included.
     Exit code 1 when an error is beyond its tolerance or nothing can serve the step.
     """
     with command(as_json=as_json) as output:
@@ -92,7 +93,7 @@ def run(
             check_name("layout", options["kv_layout"], param_hint="--kv-layout")
         where = resolve_device(device)
         from mla_portable.dispatch import current_registry
-        from mla_portable.tools.bench.inputs import default_shape
+        from mla_portable.problems.step import default_shape
         from mla_portable.tools.bench.step import run_step
 
         with output.progress() as advance:
@@ -160,18 +161,23 @@ def _for_a_person(report: StepReport, *, every: bool) -> Iterator[RenderableType
     ]
     parts.append(("the whole step", "", report.findings, report.forward))
     parts.append(("planning the step", "", (), report.plan))
-    rows = [[name, served, _worst(found), f"{time.median_ms:.4f}" if time else ""] for name, served, found, time in parts]
+    rows = [[name, served, _worst(found), _milliseconds(time.median_ms) if time else ""] for name, served, found, time in parts]
     yield ""
     yield columns(["primitive", "served by", "worst error / tolerance", "median ms"], rows, numbers=["median ms"])
     yield ""
     if every:
         yield from _details(report)
     if any(not part.on_route for part in report.primitives):
-        yield f"* not used by the route {report.route}; measured anyway"
+        yield f"* not part of the route {report.route}; measured anyway"
     cold = ", cold cache" if report.forward.cold_l2 else ""
-    yield f"Times: {report.forward.clock}{cold}. Errors: against float64 on the CPU."
+    yield f"Times: {report.forward.clock}{cold}. Errors: against float64 on the CPU, {report.checked} of the step."
     yield Text("All errors are within their tolerances.", "green") if report.ok else Text("WRONG:", "bold red")
     yield from (f"  {line}" for line in report.failures())
+
+
+def _milliseconds(value: float) -> str:
+    """Three digits; more where the whole part has more, none beyond the microsecond."""
+    return f"{value:.{max(0, min(3, 2 - floor(log10(value)) if value > 0 else 0))}f}"
 
 
 def _details(report: StepReport) -> Iterator[RenderableType]:
@@ -180,10 +186,11 @@ def _details(report: StepReport) -> Iterator[RenderableType]:
         yield Text(part.name, "bold")
         yield hanging("why", f"{_why(part.decision)}; {_why_not_another(part.decision)}")
         yield hanging("shape", part.shape)
-        yield hanging("errors", f"{', '.join(map(_judged, part.findings))}; judged: {part.checked}")
+        yield hanging("errors", ", ".join(map(_judged, part.findings)))
         if part.timing is not None:
             t = part.timing
-            yield hanging("times", f"median {t.median_ms:.4f} ms, p10 {t.p10_ms:.4f}, p90 {t.p90_ms:.4f}, n {t.n}")
+            median, p10, p90 = map(_milliseconds, (t.median_ms, t.p10_ms, t.p90_ms))
+            yield hanging("times", f"median {median} ms, p10 {p10}, p90 {p90}, n {t.n}")
     yield ""
 
 
