@@ -158,7 +158,7 @@ def test_the_command_fails_when_one_of_ours_is_wrong():
         "--overlap 101",
         "--topk 0",
         "--layout fp4",
-        "--primitive merge_states",
+        "--primitive indexer_logits",
     ],
 )
 def test_what_cannot_be_meant_is_code_2(words):
