@@ -14,13 +14,14 @@ from kernel_bench import CPU, SMALL, TIMED, decode_baseline, run
 from spoiled import WRONG, Spoiled, registry_with
 from typer.testing import CliRunner
 
-from mla_portable.contracts import InvalidArgument
+from mla_portable.contracts import InvalidArgument, Reason
 from mla_portable.dispatch import serving
 from mla_portable.primitives import CACHE_WRITE, SPARSE_DECODE
 from mla_portable.problems.bench import KernelCase
 from mla_portable.registry import Registry
 from mla_portable.tools.bench import kernel_machine
 from mla_portable.tools.bench.kernel_records import append_lines, kernel_lines, kernel_run, read_runs
+from mla_portable.tools.bench.offers import Brought
 from mla_portable.tools.bench.plot import lines_of_records, plot_lines
 from mla_portable.tools.bench.roofline import Ceilings, measure_ceilings
 from mla_portable.tools.cli.app import app
@@ -121,14 +122,27 @@ def test_the_command_prints_a_table_for_each_primitive_and_layout():
     assert "copy" in text and "bf16 product" in text
 
 
-def test_a_table_that_is_too_wide_is_a_list_for_each_case(monkeypatch):
-    words = ["--primitive", "sparse_decode", "--layout", "bf16", "--no-baselines"]
-    table = command(*words).stdout
-    assert "  case  " in table and table.count("reference.torch") == 1
-    monkeypatch.setenv("COLUMNS", "45")
-    lists = command(*words).stdout
-    assert "  case  " not in lists and lists.count("reference.torch") == 2 and lists.count("roofline bound") == 2
-    assert all(len(line) <= 45 for line in lists.splitlines())
+def test_every_candidate_of_a_case_has_a_line_in_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("mla_portable.tools.bench.offers.load_baselines", lambda: Brought((decode_baseline(factor=1.0),)))
+    text = command("--primitive", "sparse_decode", "--layout", "bf16").stdout
+    lines = [line.split() for line in text.splitlines()]
+    ours = [words for words in lines if words[:1] == ["reference.torch"]]
+    assert [len(words) for words in ours] == [3, 3], "a time and the lead over the baseline for each of two sizes"
+    assert all(float(lead) > 0 for _, _, lead in ours)
+    assert [len(words) for words in lines if words[:1] == ["other.v1"]] == [2, 2]
+    assert text.count("roofline bound") == 2 and max(map(len, text.splitlines())) <= 80
+
+
+def test_the_command_says_on_request_why_a_candidate_was_skipped(monkeypatch):
+    reason = Reason("library", "missing", "other is not installed")
+    monkeypatch.setattr(
+        "mla_portable.tools.bench.offers.load_baselines", lambda: Brought((decode_baseline(reasons=(reason,)),))
+    )
+    words = ["--primitive", "sparse_decode", "--layout", "bf16"]
+    text = command(*words).stdout
+    assert "skipped  other.v1, for some primitives" in text and "not installed" not in text
+    assert "other.v1 / sparse_decode: library missing (other is not installed)" in command(*words, "--all").stdout
 
 
 def test_the_command_writes_lines_and_a_plot(tmp_path):

@@ -30,6 +30,7 @@ from mla_portable.registry import Registry
 from mla_portable.tools.cli.app import app
 from mla_portable.tools.cli.conform import conform
 from mla_portable.tools.cli.kernels import kernels
+from mla_portable.tools.cli.output import digits
 from mla_portable.tools.cli.step import run
 from mla_portable.tools.matrix.table import installed_table
 
@@ -470,3 +471,16 @@ def test_the_page_lists_every_environment_variable():
     assert used >= {"MLA_PORTABLE_BACKEND", "MLA_PORTABLE_DISABLE", "MLA_PORTABLE_POLICY"}
     listed = {name.rstrip("_") for name in re.findall(r"`(MLA_PORTABLE_[A-Z_]+)", table)}
     assert used - {"MLA_PORTABLE"} <= listed
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(359.346, "359"), (2177.68, "2178"), (28.6346, "28.6"), (1.3205, "1.32"), (0.0994, "0.099"), (0, "0")]
+)
+def test_times_have_three_digits(value, text):
+    assert digits(value) == text
+
+
+def test_conform_names_what_did_not_run_once_for_each_reason():
+    lines = invoke("conform", "acme", registry=registry_with(("acme", "fake_plugins.acme")), code=1).stdout.splitlines()
+    (line,) = [line for line in lines if line.startswith("not run: ")]
+    assert "acme.fused / sparse_decode" in line and line.endswith("vendor cpu (supports nvidia)")

@@ -203,3 +203,8 @@ def test_doctor_advises_to_lift_the_force_from_a_backend_for_other_devices():
     answer = document("doctor", registry=registry_with(("acme", "fake_plugins.acme"), environ=environ), code=1)
     (problem,) = [each for each in answer["problems"] if each["fatal"]]
     assert problem["remedy"] == "unset MLA_PORTABLE_BACKEND_SPARSE_DECODE to let the registry choose"
+
+
+def test_doctor_says_once_that_nothing_else_works():
+    text = invoke("doctor").stdout
+    assert text.count("no other implementation works here") == 1 and "next best" not in text

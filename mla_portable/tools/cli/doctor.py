@@ -63,7 +63,12 @@ def _for_a_person(diagnosis: Diagnosis, *, every: bool, verbose: bool) -> Iterat
     yield from (hanging("policy", line) for line in _policy(diagnosis))
     yield ""
     if diagnosis.choices:
-        yield columns(["primitive", "served by", "why", "next best"], map(partial(_served, diagnosis), diagnosis.choices))
+        served = list(map(partial(_served, diagnosis), diagnosis.choices))
+        alone = not any(row[-1] for row in served)
+        headings = ["primitive", "served by", "why", "next best"]
+        yield columns(headings[:-1] if alone else headings, [row[:-1] if alone else row for row in served])
+        if alone:
+            yield "  no other implementation works here"
         yield ""
     if every:
         yield from _implementations(diagnosis)
@@ -115,7 +120,7 @@ def _served(diagnosis: Diagnosis, choice: Choice) -> list[str]:
     others = [f"{name} ({costs[name]})" for name in choice.ranking if name in working and name != choice.chosen]
     why = f"forced by {choice.control}" if choice.forced else f"cost {costs[choice.chosen]}" if choice.chosen else ""
     why += ", for some requests" if choice.chosen in partly else ""
-    return [choice.primitive, choice.chosen or "NOTHING", why, others[0] if others else "none works here"]
+    return [choice.primitive, choice.chosen or "NOTHING", why, others[0] if others else ""]
 
 
 def _implementations(diagnosis: Diagnosis) -> Iterator[RenderableType]:

@@ -8,11 +8,10 @@ import shlex
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from mla_portable.tools.cli.options import (
@@ -24,7 +23,7 @@ from mla_portable.tools.cli.options import (
     resolve_device,
     with_options,
 )
-from mla_portable.tools.cli.output import EXIT_FAILED, Fitting, Output, columns, command, hanging
+from mla_portable.tools.cli.output import EXIT_FAILED, Output, columns, command, digits, hanging
 
 if TYPE_CHECKING:
     import torch
@@ -99,6 +98,7 @@ def kernels(
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each.")] = 30,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of everything random.")] = 0,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Append a JSON line for each time.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Say why candidates were skipped.")] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw time over rows, with matplotlib; .svg, .png or .pdf.")
     ] = None,
@@ -153,7 +153,7 @@ def kernels(
             found = {"run": run, "lines": lines, "refused": _refused(report)}
             output.document({"command": "bench kernels", "ok": report.ok, **found})
         else:
-            _show(output, report)
+            _show(output, report, every=every)
         if not report.ok:
             raise typer.Exit(EXIT_FAILED)
 
@@ -245,12 +245,16 @@ def _tuned_row(result: TuneResult) -> list[str]:
         "" if gain is None else f"{gain:.2f} x",
         str(len(result.attempts)),
         str(sum(bool(attempt.why) for attempt in result.attempts)),
-        "none" if best is None else f"{_words(best)}; {', '.join(f'{rows}: {us:.1f}' for rows, us in sorted(best.us.items()))}",
+        "none" if best is None else f"{_words(best)}; {_by_rows(best)}",
     ]
 
 
 def _words(attempt: Attempt) -> str:
     return " ".join(f"{name}={value}" for name, value in attempt.configuration.items())
+
+
+def _by_rows(attempt: Attempt) -> str:
+    return ", ".join(f"{rows}: {digits(us)}" for rows, us in sorted(attempt.us.items()))
 
 
 def _refused(report: KernelReport) -> dict[str, list[str]]:
@@ -265,7 +269,7 @@ def _refused(report: KernelReport) -> dict[str, list[str]]:
     return {name: list(reasons) for name, reasons in found.items()}
 
 
-def _show(output: Output, report: KernelReport) -> None:
+def _show(output: Output, report: KernelReport, *, every: bool) -> None:
     copied, multiplied = report.ceilings.bytes_per_second / 1e12, report.ceilings.flops_per_second / 1e12
     clocks = ", ".join(f"{name} {value:g}" for name, value in report.machine.clocks.items())
     output.show(
@@ -277,43 +281,32 @@ def _show(output: Output, report: KernelReport) -> None:
     for each in report.cases:
         groups.setdefault(f"{each.case.primitive} {each.case.kv_layout or ''}".strip(), []).append(each)
     for title, cases in groups.items():
-        output.show("", Text(f"{title}: microseconds (speed-up over best baseline)", "bold"), _table(cases))
+        output.show("", Text(f"{title}: microseconds, speed-up over the best baseline", "bold"), _times(cases))
     skipped = _refused(report)
-    output.show(
-        *(
-            hanging("skipped", shorten(f"{name}: {'; '.join(reasons)}", 150, placeholder=" ... (--json has all)"))
-            for name, reasons in skipped.items()
-        )
-    )
+    if skipped and not every:
+        names = dict.fromkeys(name.partition(" / ")[0] for name in skipped)
+        output.show(hanging("skipped", f"{', '.join(names)}, for some primitives or all; --all says why"))
+    output.show(*(hanging("skipped", f"{name}: {'; '.join(reasons)}") for name, reasons in skipped.items() if every))
     remarks = {each.name: each.remark for case in report.cases for each in case.times if each.remark}
     output.show(*(hanging("baseline", f"{name}: {remark}") for name, remark in remarks.items()))
     output.show(*(Text(f"WRONG     {line}", "bold red") for line in report.defects()))
 
 
-def _table(cases: list[CaseTimes]) -> RenderableType:
-    """Ours first, with the best baseline's time over theirs in brackets, then baselines.
-
-    Where that is too wide, a list for each case, the fastest candidate first.
-    """
-    is_baseline = {each.name: each.implementation is None for case in cases for each in case.times}
-    names = sorted(is_baseline, key=lambda name: is_baseline[name])
+def _times(cases: list[CaseTimes]) -> RenderableType:
+    """A row for each candidate of each case, the fastest first; for ours the best baseline's time over its own."""
     rows: list[list[str]] = []
     for case in cases:
-        cells = {each.name: _cell(case, each) for each in case.times}
-        rows.append([case.case.shape, f"{case.bound_us:.1f}", *(cells.get(name, "") for name in names)])
-    headings = ["case", "roofline bound", *names]
-    table = columns(headings, rows, numbers=headings[1:])
-    return Fitting(table, Group(*(_list(case) for case in cases)))
+        rows.append([case.case.shape, "roofline bound", digits(case.bound_us), ""])
+        times = sorted(case.times, key=lambda each: math.inf if each.median_us is None else each.median_us)
+        rows += [["", each.name, _time(each), _lead(case.lead_of(each))] for each in times]
+    return columns(["case", "", "us", "speed-up"], rows, numbers=["us", "speed-up"])
 
 
-def _list(case: CaseTimes) -> RenderableType:
-    times = sorted(case.times, key=lambda each: math.inf if each.median_us is None else each.median_us)
-    rows = [("roofline bound", f"{case.bound_us:.1f}"), *((each.name, _cell(case, each)) for each in times)]
-    return columns([case.case.shape, ""], rows)
-
-
-def _cell(case: CaseTimes, each: KernelTime) -> str:
+def _time(each: KernelTime) -> str:
     if each.median_us is None:
         return "failed" if each.failure else "wrong"
-    lead = case.lead_of(each)
-    return f"{each.median_us:.1f}" + ("" if lead is None else f" ({lead:.2f})")
+    return digits(each.median_us)
+
+
+def _lead(lead: float | None) -> str:
+    return "" if lead is None else f"{lead:.2f}"

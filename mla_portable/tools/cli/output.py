@@ -12,19 +12,16 @@ import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from math import floor, log10
+from typing import Any, TextIO, cast
 
 import typer
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
-
-if TYPE_CHECKING:
-    from mla_portable.contracts import Reason
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -34,9 +31,6 @@ EXIT_USAGE = 2
 
 _PIPE_WIDTH = 200
 """Columns where stdout is no terminal and COLUMNS is not set: a table in a log should not be folded at 80."""
-_ANY_WIDTH = 100_000
-"""Columns to measure a rendering in."""
-
 Advance = Callable[[str, int, int], None]
 """Progress of long work: (what is being done, steps done, steps in all)."""
 
@@ -186,20 +180,9 @@ def columns(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: 
     return Padding.indent(result, 2)
 
 
-class Fitting:
-    """One rendering where it fits the width that there is, else another."""
-
-    def __init__(self, wide: RenderableType, narrow: RenderableType) -> None:
-        self._wide, self._narrow = wide, narrow
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        needed = Measurement.get(console, options.update(max_width=_ANY_WIDTH), self._wide).maximum
-        yield self._wide if needed <= options.max_width else self._narrow
-
-
-def for_other_devices(reasons: Iterable[Reason]) -> bool:
-    """A candidate is declared for other vendors or kinds of device, so that nothing else about it matters here."""
-    return any(reason.subject in ("device type", "vendor") for reason in reasons)
+def digits(value: float) -> str:
+    """Three digits; more where the whole part has more, none beyond the third decimal."""
+    return f"{value:.{max(0, min(3, 2 - floor(log10(value)) if value > 0 else 0))}f}"
 
 
 def plain(value: object) -> Any:
@@ -220,6 +203,4 @@ def plain(value: object) -> Any:
 
 
 def _console(stream: TextIO) -> Console:
-    if stream.isatty() or os.environ.get("COLUMNS", "").isdigit():
-        return Console(file=stream)
-    return Console(file=stream, width=_PIPE_WIDTH)
+    return Console(file=stream, width=None if stream.isatty() or os.environ.get("COLUMNS") else _PIPE_WIDTH)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import floor, log10
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -13,7 +12,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from mla_portable.tools.cli.options import DeviceOption, JsonOption, check_name, resolve_device, with_options
-from mla_portable.tools.cli.output import EXIT_FAILED, columns, command, for_other_devices, hanging
+from mla_portable.tools.cli.output import EXIT_FAILED, columns, command, digits, hanging
 
 if TYPE_CHECKING:
     from mla_portable.contracts import Decision, Verdict
@@ -161,7 +160,7 @@ def _for_a_person(report: StepReport, *, every: bool) -> Iterator[RenderableType
     ]
     parts.append(("the whole step", "", report.findings, report.forward))
     parts.append(("planning the step", "", (), report.plan))
-    rows = [[name, served, _worst(found), _milliseconds(time.median_ms) if time else ""] for name, served, found, time in parts]
+    rows = [[name, served, _worst(found), digits(time.median_ms) if time else ""] for name, served, found, time in parts]
     yield ""
     yield columns(["primitive", "served by", "worst error / tolerance", "median ms"], rows, numbers=["median ms"])
     yield ""
@@ -175,11 +174,6 @@ def _for_a_person(report: StepReport, *, every: bool) -> Iterator[RenderableType
     yield from (f"  {line}" for line in report.failures())
 
 
-def _milliseconds(value: float) -> str:
-    """Three digits; more where the whole part has more, none beyond the microsecond."""
-    return f"{value:.{max(0, min(3, 2 - floor(log10(value)) if value > 0 else 0))}f}"
-
-
 def _details(report: StepReport) -> Iterator[RenderableType]:
     """Of each primitive: why that serves it and not another, its shape, all errors, all times."""
     for part in report.primitives:
@@ -189,7 +183,7 @@ def _details(report: StepReport) -> Iterator[RenderableType]:
         yield hanging("errors", ", ".join(map(_judged, part.findings)))
         if part.timing is not None:
             t = part.timing
-            median, p10, p90 = map(_milliseconds, (t.median_ms, t.p10_ms, t.p90_ms))
+            median, p10, p90 = map(digits, (t.median_ms, t.p10_ms, t.p90_ms))
             yield hanging("times", f"median {median} ms, p10 {p10}, p90 {p90}, n {t.n}")
     yield ""
 
@@ -205,7 +199,7 @@ def _why_not_another(decision: Decision) -> str:
     others = sorted((v for v in decision.verdicts if v.implementation != decision.chosen), key=lambda v: not v.passed_over)
     if decision.chosen is None:
         return "; ".join(map(_judgement, others)) or "no installed plugin offers it"
-    others = [v for v in others if not for_other_devices(v.reasons)]
+    others = [v for v in others if v.fits_device]
     return f"next best is {_judgement(others[0])}" if others else "there is no other candidate for this device"
 
 
