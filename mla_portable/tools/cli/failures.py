@@ -44,6 +44,8 @@ class Commands(TyperGroup):
             del os.environ["COLUMNS"]
         try:
             code = super().main(words, *others, standalone_mode=False, **extra)
+        except typer.Abort:  # a user's interrupt, where typer makes that of it
+            code = EXIT_FAILED
         except Exception as error:
             code = _fail(error, self, words)
         if standalone_mode:
