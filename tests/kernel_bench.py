@@ -15,6 +15,8 @@ from mla_portable.primitives import (
     CONVERT_INDICES,
     GATHER_UPCONVERT,
     INDEXER_SELECT,
+    MERGE_STATES,
+    QUANTIZE_PER_TENSOR,
     SPARSE_DECODE,
     SPARSE_PREFILL,
     TOPK_SELECT,
@@ -34,6 +36,8 @@ SMALL: dict[Primitive, KernelCase] = {
     GATHER_UPCONVERT: KernelCase(GATHER_UPCONVERT, 130, "fp8_ds_mla"),
     CACHE_WRITE: KernelCase(CACHE_WRITE, 5, "fp8_ds_mla"),
     INDEXER_SELECT: KernelCase(INDEXER_SELECT, 3, "index_fp8", 2, 16, 100),
+    MERGE_STATES: KernelCase(MERGE_STATES, 6),
+    QUANTIZE_PER_TENSOR: KernelCase(QUANTIZE_PER_TENSOR, 5),
 }
 
 

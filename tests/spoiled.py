@@ -73,7 +73,7 @@ def wrong_indexer_select(*args, **options):
     return reference.indexer_select(*args, **options).clamp_(max=4)
 
 
-# of every primitive that a step runs
+# of every primitive of a layer
 WRONG: dict[str, Callable[..., Any]] = {
     "cache_write": wrong_cache_write,
     "convert_indices": wrong_convert_indices,

@@ -18,8 +18,10 @@ from mla_portable.primitives import (
     CACHE_WRITE,
     CONVERT_INDICES,
     GATHER_UPCONVERT,
+    INDEXER_LOGITS,
     INDEXER_SELECT,
     MERGE_STATES,
+    QUANTIZE_PER_TENSOR,
     SPARSE_DECODE,
     SPARSE_PREFILL,
     TOPK_SELECT,
@@ -80,8 +82,8 @@ def test_selection_is_timed_as_decode_and_as_a_chunk_of_prefill():
 
 
 def test_a_primitive_that_is_not_timed_is_refused():
-    with pytest.raises(InvalidArgument, match="merge_states"):
-        kernel_cases([MERGE_STATES])
+    with pytest.raises(InvalidArgument, match="indexer_logits"):
+        kernel_cases([INDEXER_LOGITS])
 
 
 def test_decode_rows_read_contexts_of_their_own():
@@ -118,7 +120,7 @@ def test_the_reference_passes_and_what_is_spoiled_does_not(primitive, layout):
     assert any(finding.message for finding in problem.check(problem.call(WRONG_TIMED[str(primitive)])))
 
 
-@pytest.mark.parametrize("primitive", [each for each in TIMED if each not in (CONVERT_INDICES, TOPK_SELECT)])
+@pytest.mark.parametrize("primitive", [each for each in TIMED if each.layouts])
 def test_fp8_rows_have_the_scales_that_the_case_says(primitive):
     layout, plain = (next(n for n in map(LAYOUTS.get, primitive.layouts) if n.is_quantized == is_so) for is_so in (True, False))
     one, other = (
@@ -139,7 +141,7 @@ def test_fp8_rows_have_the_scales_that_the_case_says(primitive):
     assert "amax" not in bf16.shape and workshop().make(bf16).request.scale_format is None
 
 
-@pytest.mark.parametrize("primitive", TIMED)
+@pytest.mark.parametrize("primitive", [each for each in TIMED if each not in (MERGE_STATES, QUANTIZE_PER_TENSOR)])  # no `out`
 def test_what_was_not_written_is_not_right(primitive):
     problem = workshop().make(SMALL[primitive])
     arguments = problem.arguments

@@ -16,7 +16,7 @@ from spoiled import WRONG, Spoiled, registry_with
 from typer.testing import CliRunner
 
 from mla_portable.capability.run import Baseline, Time, read_run
-from mla_portable.contracts import InvalidArgument
+from mla_portable.contracts import InvalidArgument, Reason
 from mla_portable.dispatch import serving
 from mla_portable.primitives import CACHE_WRITE, SPARSE_DECODE
 from mla_portable.problems.bench import KernelCase
@@ -25,6 +25,7 @@ from mla_portable.registry.cost_files import costs_text, parse_costs
 from mla_portable.tools.bench import kernel_machine
 from mla_portable.tools.bench.kernel_records import kernel_lines, times_of
 from mla_portable.tools.bench.kernels import KernelReport
+from mla_portable.tools.bench.offers import Brought
 from mla_portable.tools.bench.plot import Line, lines_of_report, lines_of_times, plot_lines
 from mla_portable.tools.bench.roofline import Ceilings, measure_ceilings
 from mla_portable.tools.cli.app import app
@@ -169,14 +170,27 @@ def test_the_command_prints_a_table_for_each_primitive_and_layout():
     assert "copy" in text and "bf16 product" in text
 
 
-def test_a_table_that_is_too_wide_is_a_list_for_each_case(monkeypatch):
-    words = ["--primitive", "sparse_decode", "--layout", "bf16", "--no-baselines"]
-    table = command(*words).stdout
-    assert "  case  " in table and table.count("reference.torch") == 1
-    monkeypatch.setenv("COLUMNS", "45")
-    lists = command(*words).stdout
-    assert "  case  " not in lists and lists.count("reference.torch") == 2 and lists.count("roofline bound") == 2
-    assert all(len(line) <= 45 for line in lists.splitlines())
+def test_every_candidate_of_a_case_has_a_line_in_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("mla_portable.tools.bench.offers.load_baselines", lambda: Brought((decode_baseline(factor=1.0),)))
+    text = command("--primitive", "sparse_decode", "--layout", "bf16").stdout
+    lines = [line.split() for line in text.splitlines()]
+    ours = [words for words in lines if words[:1] == ["reference.torch"]]
+    assert [len(words) for words in ours] == [3, 3], "a time and the lead over the baseline for each of two sizes"
+    assert all(float(lead) > 0 for _, _, lead in ours)
+    assert [len(words) for words in lines if words[:1] == ["other.v1"]] == [2, 2]
+    assert text.count("roofline bound") == 2 and max(map(len, text.splitlines())) <= 80
+
+
+def test_the_command_says_on_request_why_a_candidate_was_skipped(monkeypatch):
+    reason = Reason("library", "missing", "other is not installed")
+    monkeypatch.setattr(
+        "mla_portable.tools.bench.offers.load_baselines", lambda: Brought((decode_baseline(reasons=(reason,)),))
+    )
+    words = ["--primitive", "sparse_decode", "--layout", "bf16"]
+    text = command(*words).stdout
+    assert "skipped  other.v1, for some primitives" in text and "not installed" not in text
+    assert "other.v1 / sparse_decode: library missing (other is not installed)" in command(*words, "--all").stdout
 
 
 def test_the_command_adds_times_to_a_run_and_draws_them(tmp_path):
@@ -209,7 +223,7 @@ def test_the_command_fails_when_one_of_ours_is_wrong():
         "--overlap 101",
         "--topk 0",
         "--layout fp4",
-        "--primitive merge_states",
+        "--primitive indexer_logits",
     ],
 )
 def test_what_cannot_be_meant_is_code_2(words):

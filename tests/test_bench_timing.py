@@ -201,7 +201,7 @@ def test_the_registry_takes_no_notice_of_baselines():
         def mla_portable_register_baselines(self, registrar: Registrar) -> None:
             raise AssertionError("asked by a registry")
 
-    registry = registry_with(("both", Both()), probe=False)
+    registry = registry_with(("spoiled", Both()), probe=False)
     assert [report.ok for report in registry.plugin_reports] == [True, True]
 
 

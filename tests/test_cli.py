@@ -16,7 +16,7 @@ from typing import get_args, get_type_hints
 import pytest
 import typer
 from commands import RUNNER, document, in_a_process, invoke, missing_library
-from spoiled import WRONG, Spoiled, registry_with
+from spoiled import WRONG, WRONG_TIMED, Spoiled, registry_with
 
 from mla_portable.attention.spec import AUTO_ROUTE
 from mla_portable.capability.matrix import installed_matrix
@@ -24,21 +24,23 @@ from mla_portable.capability.run import read_run
 from mla_portable.contracts import ROUTES, Primitive
 from mla_portable.dispatch import serving
 from mla_portable.layouts import SCALE_FORMATS
-from mla_portable.primitives import MERGE_STATES, TOPK_SELECT
+from mla_portable.primitives import MERGE_STATES
 from mla_portable.problems import LEVELS
+from mla_portable.problems.bench import timed_primitives
+from mla_portable.problems.step import default_shape
 from mla_portable.registry import Registry
-from mla_portable.tools.bench.inputs import default_shape
 from mla_portable.tools.cli.app import app
 from mla_portable.tools.cli.conform import conform
 from mla_portable.tools.cli.kernels import kernels
+from mla_portable.tools.cli.output import digits
 from mla_portable.tools.cli.step import run
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 
 SIZES = "--heads 2 --topk 48 --decodes 3 --prefills 2 --prefill-tokens 6 --context 90 --block-size 16 --repeat 1 --check-rows 0"
 SMALL = SIZES.split()
-OF_A_STEP = [str(primitive) for primitive in Primitive.all() if primitive.cache != "index" and primitive != TOPK_SELECT]
-"""What `run` runs: the indexer works before the step, whose positions are drawn at random."""
+OF_A_STEP = [str(primitive) for primitive in timed_primitives()]
+"""What `run` runs."""
 
 
 # ---------------------------------------------------------------------- help and usage
@@ -107,10 +109,77 @@ def test_version():
         "bench plot x.svg --device nonsense",
     ],
 )
-def test_what_cannot_be_meant_is_code_2(words):
+def test_invalid_arguments_are_code_2_in_words_and_a_document_with_json(words):
     done = invoke(*words.split(), code=2)
-    assert done.stdout == ""
-    assert done.stderr
+    assert done.stdout == "" and done.stderr.startswith("error: ") and "Try 'mla-portable" in done.stderr
+    answer = document(*words.split(), code=2)
+    assert answer["ok"] is False and answer["error"]["type"] in ("InvalidArgument", "UnknownBackend")
+    assert f"error: {answer['error']['message']}" in done.stderr
+
+
+WORDS = {
+    "explain sparse_decode --heads 0": "--heads must be at least 1 (got 0)",
+    "explain sparse_decode --heads x": "--heads must be an integer (got 'x')",
+    "run --max-seconds x": "--max-seconds must be a number (got 'x')",
+    "run --heads 10000": "--heads must be 1 to 512 (got 10000)",
+    "matrix --format pdf": "--format: 'pdf' is not one of 'terminal'",
+    "run --device cuda": "No CUDA device: this torch",
+    "explain merge_states --device a100": "Did you mean 'a100-80g'?",
+    "matrix --device a100": "Did you mean 'a100-80g'?",
+    "matrix --vendor amd --device h200": "--device is no device of the vendor 'amd'",
+    "explain": "Missing argument 'primitive'",
+    "explain --nope": "No such option: --nope",
+    "nonsense": "No such command 'nonsense'",
+    "bench nonsense": "No such command 'nonsense'",
+    "bench kernels --primitive indexer_logits": "--primitive must be one of cache_write, convert_indices",
+    "tune --primitive topk_select": "--primitive must be one of sparse_decode, sparse_prefill (got 'topk_select')",
+}
+
+
+@pytest.mark.parametrize(("words", "expected"), WORDS.items())
+def test_an_invalid_value_is_refused_in_one_style(words, expected):
+    done = invoke(*words.split(), code=2)
+    assert expected in done.stderr
+    assert not any(word in done.stderr for word in ("Value error", "InvalidArgument", "Input should", "╭"))
+    assert document(*words.split(), code=2)["error"]["message"] in done.stderr
+
+
+@pytest.mark.parametrize("command", ["bench kernels", "tune"])
+def test_a_benchmark_takes_every_name_that_it_lists(command):
+    listed = invoke(*command.split(), "--primitive", "nosuch", code=2).stderr
+    names = listed[listed.index("one of ") + 7 : listed.index(" (got")].split(", ")
+    assert {"sparse_decode", "sparse_prefill"} <= {*names} < {str(each) for each in Primitive.all()}
+    for name in names:
+        done = RUNNER.invoke(app, [*command.split(), "--primitive", name, "--rows", "0"])
+        assert "rows" in done.stderr and "--primitive" not in done.stderr, name
+
+
+@pytest.mark.parametrize("words", ["doctor", "matrix", "explain merge_states", "--help"])
+def test_a_width_of_0_is_no_width(words):
+    done = in_a_process(*words.split(), COLUMNS="0")
+    assert len(done.stdout) > 200
+
+
+@pytest.mark.parametrize("out", ["/proc/nope/tuned.json", "{tmp}/file/tuned.json", "{tmp}"])
+def test_an_unwritable_table_is_refused_before_the_work(tmp_path, monkeypatch, out):
+    (tmp_path / "file").write_text("a file, no folder")
+    monkeypatch.setattr("mla_portable.tools.bench.tune.tune", lambda *args, **options: pytest.fail("it was tuned first"))
+    done = invoke("tune", "--device", "cpu", "--out", out.format(tmp=tmp_path), code=2)
+    assert "--out" in done.stderr and done.stdout == "" and "Traceback" not in done.stderr
+
+
+def test_an_unwritable_file_of_times_is_refused_before_the_work(monkeypatch):
+    monkeypatch.setattr("mla_portable.tools.bench.kernels.time_kernels", lambda *args, **options: pytest.fail("it was timed"))
+    for option in ("--out", "--plot"):
+        done = invoke("bench", "kernels", option, "/proc/nope/times", code=2)
+        assert f"{option} must be a file that can be written (got /proc/nope/times" in done.stderr
+
+
+def test_a_forced_backend_of_another_vendor_is_only_let_go():
+    registry = registry_with(("acme", "fake_plugins.acme"))
+    text = invoke("run", *SMALL, "--backend", "acme", registry=registry, code=1).stderr
+    assert "acme is forced by argument" in text
+    assert re.findall(r"remedy +(.*)", text) == ["leave out the backend to let the registry choose"]
 
 
 def test_an_error_is_a_document_too():
@@ -163,7 +232,7 @@ def test_run_fails_when_a_result_is_wrong():
 
 
 def test_the_probe_keeps_a_wrong_backend_from_being_used():
-    registry = registry_with(("spoiled", Spoiled(WRONG)))
+    registry = registry_with(("spoiled", Spoiled(WRONG_TIMED)))
     answer = document("run", *SMALL, registry=registry)
     assert {row["implementation"] for row in answer["primitives"]} == {"reference.torch"}
     text = invoke("run", *SMALL, "--all", registry=registry).stdout
@@ -475,3 +544,16 @@ def test_the_page_lists_every_environment_variable():
     assert used >= {"MLA_PORTABLE_BACKEND", "MLA_PORTABLE_DISABLE", "MLA_PORTABLE_POLICY"}
     listed = {name.rstrip("_") for name in re.findall(r"`(MLA_PORTABLE_[A-Z_]+)", table)}
     assert used - {"MLA_PORTABLE"} <= listed
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(359.346, "359"), (2177.68, "2178"), (28.6346, "28.6"), (1.3205, "1.32"), (0.0994, "0.099"), (0, "0")]
+)
+def test_times_have_three_digits(value, text):
+    assert digits(value) == text
+
+
+def test_conform_names_what_did_not_run_once_for_each_reason():
+    lines = invoke("conform", "acme", registry=registry_with(("acme", "fake_plugins.acme")), code=1).stdout.splitlines()
+    (line,) = [line for line in lines if line.startswith("not run: ")]
+    assert "acme.fused / sparse_decode" in line and line.endswith("vendor cpu (supports nvidia)")

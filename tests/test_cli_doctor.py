@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import pytest
+import torch_reference as reference
 from commands import document, invoke, missing_library
 from machines import Costs
 from spoiled import WRONG, HalfSpoiled, Spoiled, registry_with
 from vendors import Vendor
 
-from mla_portable.contracts import Primitive
-from mla_portable.primitives import MERGE_STATES
+from mla_portable.contracts import Implementation, Primitive, Support
+from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable.registry import Registry
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
@@ -167,3 +168,43 @@ def test_the_next_best_is_the_next_of_the_decision():
     lines = [line.split() for line in invoke("doctor", registry=registry).stdout.splitlines()]
     (row,) = [words for words in lines if words[:1] == ["merge_states"]]
     assert row == ["merge_states", "c.v1", "cost", "10", "measured", "a.v1", "(8", "declared)"]
+
+
+def without_an_lse(*args, attn_sink=None, **options):
+    """Right without a sink; with one its lse is NaN."""
+    out, lse = reference.sparse_decode(*args, attn_sink=attn_sink, **options)
+    return out, lse if attn_sink is None else lse.fill_(float("nan"))
+
+
+def test_doctor_says_for_which_requests_a_plugin_works():
+    class Sinks(Spoiled):
+        """As Spoiled, and takes sinks."""
+
+        def offer(self, registrar, name, primitive, bind):
+            support = Support(source="a test", device_types=("cpu",), graph=False, attn_sink=True, lengths=True)
+            registrar.add(Implementation(name, primitive, support, bind, preference=10))
+
+    plugin = Sinks({"sparse_decode": without_an_lse}, only=[SPARSE_DECODE])
+    registry = registry_with(("spoiled", plugin))
+    answer = document("doctor", registry=registry)
+    (row,) = [each for each in answer["examined"] if each["implementation"] == "spoiled.torch"]
+    assert {"holes", "promises"} <= {name.partition(" on ")[0] for name in row["probe"]["solved"]}
+    assert {name.partition(" on ")[0] for name in row["probe"]["failed"]} == {"lengths and sink", "infinite sinks"}
+    (problem,) = answer["problems"]
+    assert "works for some requests only: it solves holes" in problem["what"] and "case lengths and sink" in problem["what"]
+    assert "does not work" not in problem["what"] and "conform spoiled.torch --primitive sparse_decode" in problem["remedy"]
+    lines = [line.split() for line in invoke("doctor", registry=registry).stdout.splitlines()]
+    (served,) = [words for words in lines if words[:1] == ["sparse_decode"]]
+    assert " ".join(served).startswith("sparse_decode spoiled.torch cost 10 declared, for some requests")
+
+
+def test_doctor_advises_to_lift_the_force_from_a_backend_for_other_devices():
+    environ = {"MLA_PORTABLE_BACKEND_SPARSE_DECODE": "acme"}
+    answer = document("doctor", registry=registry_with(("acme", "fake_plugins.acme"), environ=environ), code=1)
+    (problem,) = [each for each in answer["problems"] if each["fatal"]]
+    assert problem["remedy"] == "unset MLA_PORTABLE_BACKEND_SPARSE_DECODE to let the registry choose"
+
+
+def test_doctor_says_once_that_nothing_else_works():
+    text = invoke("doctor").stdout
+    assert text.count("no other implementation works here") == 1 and "next best" not in text

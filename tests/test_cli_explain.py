@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from commands import document, in_a_process, invoke
@@ -67,6 +68,28 @@ def test_explain_route():
     assert "route: " in invoke("explain", "route", "--device", "cuda", registry=simulated()).stdout
 
 
+def test_explain_route_names_every_part_once_with_its_reason():
+    registry = Registry(environ={}, costs="measured")
+    words = "explain route --device h200 --heads 16"
+    answer = document(*words.split(), registry=registry)
+    parts = answer["routes"][0]["parts"]
+    roles = [part["role"] for part in parts]
+    assert {"convert", "decode", "prefill"} < {*roles}
+    assert any(role.startswith("decode up to ") for role in roles), "a small batch has another winner on this device"
+    lines = invoke(*words.split(), registry=registry).stdout.splitlines()
+    table = lines[[line.split()[:1] == ["part"] for line in lines].index(True) + 1 :]
+    for part in parts:
+        (row,) = [line for line in table if re.split(r" {2,}", line.strip())[:2] == [part["role"], part["chosen"]]]
+        assert row.partition(part["chosen"])[2].strip()
+    small = next(line for line in table if line.startswith("  decode up to "))
+    assert "the fastest on record at that size" in small
+    assert not any("sparse_decode:" in line for line in lines) and any("--all shows" in line for line in lines)
+    whole = invoke(*words.split(), "--all", registry=registry).stdout
+    for title in ("convert (convert_indices): ", "decode (sparse_decode): ", "prefill (sparse_prefill): "):
+        assert whole.count(title) == 1
+    assert re.search(r"decode up to \d+ rows \(sparse_decode\): ", whole) and whole.count("nvidia.flashmla_sm100") >= 3
+
+
 def test_explain_names_a_device_that_is_not_here():
     assert "cuda" in invoke("explain", "sparse_decode", "--device", "cuda:7", code=2).stderr
 
@@ -93,7 +116,7 @@ def test_explain_for_a_profile_claims_no_more_than_the_declarations():
     assert candidates[answer["chosen"]]["can_run"] is None and candidates[answer["chosen"]]["matrix"] == "not run"
     assert all(each["can_run"] is (False if each["reasons"] else None) for each in candidates.values())
     text = invoke(*words.split(), registry=installed()).stdout
-    assert "BI-V150 (profile bi-v150) is not here: declarations only, nothing was checked or probed" in text
+    assert "BI-V150 (profile bi-v150) is not here: nothing was checked or probed; costs are recorded times" in text
     assert f"{answer['chosen']} (would be tried first)" in text and "matrix: not run" in text
     assert "chosen" not in text and "can run" not in text
     nvidia = [name for name in candidates if name.startswith("nvidia.")]

@@ -228,21 +228,23 @@ def test_two_plugins_of_one_name():
     assert names(registry) == ["good.v1 / merge_states", "twin.v1 / merge_states"]
 
 
-def test_a_name_belongs_to_the_plugin_that_carries_it_whatever_the_order():
-    squatter = make_plugin(implementation("good.v1", preference=0))
-    registry = registry_with(("aaa", squatter))
-    assert "the backend name 'good' belongs to the plugin of that name" in registry.plugin_reports[0].error
-    assert registry.plugin_reports[1].ok
+@pytest.mark.parametrize(("plugin", "name"), [("aaa", "good.v1"), ("nova", "novaa.v1"), ("nova", "nov.v1")])
+def test_a_plugin_registers_only_under_its_own_name(plugin, name):
+    registry = registry_with((plugin, make_plugin(implementation(name, preference=0))))
+    (report,) = [each for each in registry.plugin_reports if each.name == plugin]
+    assert f"{name}: expected a name that starts with '{plugin}.'" in report.error
+    assert f"rename it to '{plugin}.v1'" in report.error
+    assert names(registry) == ["good.v1 / merge_states"]
 
 
-def test_a_pair_of_name_and_primitive_is_taken_once_and_the_whole_second_plugin_goes():
-    first = make_plugin(implementation("shared.v1"))
-    second = make_plugin(implementation("extra.v1"), implementation("shared.v1"))
-    registry = registry_with(("first", first), ("second", second))
-    assert "shared.v1 / merge_states: already registered by the plugin 'first'" in registry.plugin_reports[1].error
-    assert names(registry) == ["good.v1 / merge_states", "shared.v1 / merge_states"]
-    other = make_plugin(implementation("shared.v1", SPARSE_DECODE))
-    assert all(r.ok for r in registry_with(("first", first), ("second", other)).plugin_reports)
+def test_a_pair_of_name_and_primitive_is_taken_once_and_the_whole_plugin_goes():
+    twice = make_plugin(implementation("twice.v1"), implementation("twice.v1"))
+    registry = registry_with(("twice", twice))
+    (report,) = [each for each in registry.plugin_reports if each.name == "twice"]
+    assert "twice.v1 / merge_states: already registered by the plugin 'twice'" in report.error
+    assert names(registry) == ["good.v1 / merge_states"]
+    both = make_plugin(implementation("both.v1"), implementation("both.v1", SPARSE_DECODE))
+    assert all(r.ok for r in registry_with(("both", both)).plugin_reports)
 
 
 def bad_support(**fields: object) -> object:

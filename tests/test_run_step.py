@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from spoiled import WRONG, Spoiled, inexact_merge_states, registry_with, wrong_lse
+from spoiled import WRONG_TIMED, Spoiled, inexact_merge_states, registry_with, wrong_lse
 
 from mla_portable.contracts import InvalidArgument, UnsupportedRequest
 from mla_portable.primitives import CACHE_WRITE, GATHER_UPCONVERT, MERGE_STATES
-from mla_portable.tools.bench.inputs import StepShape, default_shape, make_inputs, step_bytes
+from mla_portable.problems.step import StepShape, default_shape, make_inputs, step_bytes, step_cases
 from mla_portable.tools.bench.step import run_step
 from mla_portable.tools.bench.timing import measure, quantiles, run_and_measure
 
@@ -105,24 +105,22 @@ def test_every_primitive_agrees_with_the_oracle(shape, route):
     report = run_step(shape, device=CPU, registry=registry_with(), route=route, repeat=1, check_rows=0)
     assert report.ok, report.failures()
     served = {str(result.decision.request.primitive) for result in report.primitives if result.findings}
-    assert served == set(WRONG)
+    assert served == set(WRONG_TIMED)
     assert all(result.timing is not None and result.timing.n == 1 for result in report.primitives)
     assert report.route == (route if route != "auto" else "direct")
 
 
-@pytest.mark.parametrize("primitive", WRONG)
+@pytest.mark.parametrize("primitive", WRONG_TIMED)
 @pytest.mark.parametrize("route", ["direct", "split"])
 def test_the_primitive_that_is_wrong_is_named(primitive, route):
-    registry = registry_with(("spoiled", Spoiled({primitive: WRONG[primitive]})), probe=False)
+    registry = registry_with(("spoiled", Spoiled({primitive: WRONG_TIMED[primitive]})), probe=False)
     report = run_step(SMALL, device=CPU, registry=registry, route=route, repeat=1, check_rows=0)
     assert not report.ok
-    found = {str(result.decision.request.primitive) for result in report.primitives if not result.ok}
-    # merge_states is given the parts that sparse_decode makes, so a wrong decode shows there as well
-    assert found == ({primitive, "merge_states"} if primitive == "sparse_decode" else {primitive})
+    assert {str(result.decision.request.primitive) for result in report.primitives if not result.ok} == {primitive}
     on_route = {str(result.decision.request.primitive) for result in report.primitives if result.on_route}
     spoils_the_step = primitive in on_route - {"cache_write"}  # attention is judged by the bytes that are in the cache
     assert bool([finding for finding in report.findings if finding.message]) == spoils_the_step
-    assert all(line.startswith(("step: ", *WRONG)) for line in report.failures())
+    assert all(line.startswith(("step: ", *WRONG_TIMED)) for line in report.failures())
 
 
 def test_a_wrong_lse_is_found():
@@ -139,11 +137,21 @@ def test_a_merge_is_judged_by_its_own_tolerance():
 
 def test_judged_rows_hold_decodes_and_prefills():
     report = run_step(SMALL, device=CPU, registry=registry_with(), repeat=1, check_rows=4)
-    checked = {result.name: result.checked for result in report.primitives}
     assert report.checked == "4 of 15 rows"
-    assert checked["sparse_decode"] == "2 of 3 rows"
-    assert checked["sparse_prefill (cache)"] == "2 of 12 rows"
-    assert checked["convert_indices"] == "15 of 15 rows"
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_primitives_are_timed_at_the_sizes_of_the_step(shape):
+    inputs, cases = make_inputs(shape, CPU), step_cases(shape)
+    assert cases["cache_write"].rows == cases["convert_indices"].rows == shape.num_tokens == len(inputs.q)
+    prefilled = inputs.batch.seq_lens[shape.decodes if shape.prefills else 0 :]
+    assert cases["gather_upconvert"].rows == prefilled.sum()
+    decode, prefill = cases["sparse_decode"], cases["sparse_prefill (cache)"]
+    assert shape.decodes in (0, decode.rows) and (not shape.decodes or decode.query_len == shape.decode_query_len)
+    assert prefill.rows == (shape.prefills * shape.prefill_tokens or shape.num_tokens)
+    assert {each.kv_layout for each in (decode, prefill)} == {shape.kv_layout}
+    assert decode.width == prefill.width == max(int(inputs.batch.seq_lens.sum()), shape.topk)
+    assert ("sparse_prefill (workspace)" in cases) == (shape.kv_layout != "bf16")
 
 
 def test_off_the_route_nothing_need_serve():
@@ -215,7 +223,7 @@ def test_measure_refuses_counts_that_mean_nothing(bad):
 
 def test_a_step_that_does_not_fit_is_refused_before_anything_is_drawn(monkeypatch):
     monkeypatch.setattr("mla_portable.tools.bench.step.make_inputs", lambda *given: pytest.fail("drawn"))
-    monkeypatch.setattr("mla_portable.tools.bench.step.host_memory", lambda: 1 << 30)
+    monkeypatch.setattr("mla_portable.tools.bench.step._host_memory", lambda: 1 << 30)
     with pytest.raises(InvalidArgument, match=r"about \d+\.\d GiB, expected no more than the 1\.0 GiB"):
         run_step(replace(SMALL, decodes=20, block_size=1 << 16), device=CPU, registry=registry_with())
 

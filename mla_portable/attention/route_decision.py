@@ -163,8 +163,10 @@ class RouteDecision:
         for v in self.verdicts:
             against = [f"{r.subject} {r.given}" + ("" if r.given == NOT_SERVED else f" ({r.limit})") for r in v.reasons]
             lines.append(f"  {v.route:<{_WIDTH}}  {'; '.join(against)}")
-        lines += [f"  {each.request.primitive}  {'; '.join(grouped(each.causes)) or NOT_OFFERED}" for each in refused]
-        remedies = dict.fromkeys(r.remedy for each in refused for v in each.causes for r in v.reasons if r.remedy)
+        for each in refused:
+            forced = f"{each.forced} is forced by {each.control}: " if each.forced else ""
+            lines.append(f"  {each.request.primitive}  {forced}{'; '.join(grouped(each.causes)) or NOT_OFFERED}")
+        remedies = dict.fromkeys(remedy for each in refused for remedy in each.remedies)
         return "\n".join([*lines, *(f"  remedy    {remedy}" for remedy in remedies)])
 
     def _routes(self) -> list[str]:

@@ -51,6 +51,11 @@ class Verdict:
         """The cost was measured."""
         return self.cost_source != "declared"
 
+    @property
+    def for_another_vendor(self) -> bool:
+        """It is for other vendors' devices, so that nothing else about it matters on this one."""
+        return any(reason.subject == "vendor" for reason in self.reasons)
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -99,8 +104,10 @@ class Decision:
 
     @property
     def remedies(self) -> list[str]:
-        """What to do where nothing, or not what is forced, can run."""
-        found = list(dict.fromkeys(r.remedy for v in self.causes for r in _decisive(v) if r.remedy))
+        """What to do where nothing, or not what is forced, can run; of a forced backend for other vendors' devices, only to
+        lift the force."""
+        causes = [v for v in self.causes if not (self.forced and v.for_another_vendor)]
+        found = list(dict.fromkeys(r.remedy for v in causes for r in _decisive(v) if r.remedy))
         if self.forced:
             found.insert(0, f"{self.release} to let the registry choose")
         return found or ["`mla-portable doctor` shows what is installed"]

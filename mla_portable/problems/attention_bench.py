@@ -13,15 +13,16 @@ from torch import Tensor
 from mla_portable.layouts import BF16, LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.problems.attention import SOFTMAX_SCALE, attend, findings
-from mla_portable.problems.bench import BLOCK_SIZE, BenchProblem, KernelCase, Workshop, spread
+from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop, spread
 from mla_portable.problems.compare import Finding
 from mla_portable.problems.stage import Results
 
 
 def make_attention(workshop: Workshop, case: KernelCase) -> BenchProblem:
-    """A case of sparse_decode (S 1) or sparse_prefill."""
+    """A case of sparse_decode or sparse_prefill."""
     decode, layout = case.primitive is SPARSE_DECODE, LAYOUTS[case.kv_layout or BF16.name]
-    rows, heads, topk = case.rows, case.num_heads or 1, case.topk or 1
+    rows, heads, topk = _tokens(case), case.num_heads or 1, case.topk or 1
+    batch = (case.rows, case.query_len) if decode else (rows,)
     kv = workshop.cache(case, case.width)
     flat = kv.flatten(0, 1)
     indices = (_decode_indices if decode else _prefill_indices)(workshop, case)  # [rows, K] int32
@@ -30,15 +31,15 @@ def make_attention(workshop: Workshop, case: KernelCase) -> BenchProblem:
     lse = workshop.empty(rows, heads, dtype=torch.float32)
     paged = decode or layout.is_quantized
     arguments: dict[str, Any] = {
-        "q": q.unsqueeze(1) if decode else q,
+        "q": q.unflatten(0, batch),
         "kv_cache" if decode else "kv": kv if paged else flat,
-        "indices": indices.unsqueeze(1) if decode else indices,
+        "indices": indices.unflatten(0, batch),
         "softmax_scale": SOFTMAX_SCALE,
-        "out": out.unsqueeze(1) if decode else out,
-        "lse_out": lse.unsqueeze(1) if decode else lse,
+        "out": out.unflatten(0, batch),
+        "lse_out": lse.unflatten(0, batch),
     }
     request = workshop.request(
-        case, block_size=BLOCK_SIZE if paged else None, query_len=1 if decode else None, lse=True
+        case, block_size=workshop.block_size if paged else None, query_len=case.query_len if decode else None, lse=True
     )  # fmt: skip
     judged = spread(rows, workshop.check_rows, workshop.device)
 
@@ -59,14 +60,19 @@ def make_attention(workshop: Workshop, case: KernelCase) -> BenchProblem:
     return BenchProblem(case, request, arguments, 3, {"out": out, "lse": lse}, moved, flops, judge)
 
 
+def _tokens(case: KernelCase) -> int:
+    """Query tokens."""
+    return case.rows * case.query_len
+
+
 def _decode_indices(workshop: Workshop, case: KernelCase) -> Tensor:
-    """[B, K] int32, distinct in a row: each from a context of its own where the cache has room, else from all of it."""
-    topk = case.topk or 1
-    context = case.width // case.rows
+    """[B x S, K] int32, distinct in a row: each from a context of its own where the cache has room, else from all of it."""
+    topk, tokens = case.topk or 1, _tokens(case)
+    context = case.width // tokens
     own = context >= topk
-    chosen = workshop.scores(case.rows, context if own else case.width).topk(topk, dim=1).indices
+    chosen = workshop.scores(tokens, context if own else case.width).topk(topk, dim=1).indices
     if own:
-        chosen += context * torch.arange(case.rows, device=workshop.device).unsqueeze(1)
+        chosen += context * torch.arange(tokens, device=workshop.device).unsqueeze(1)
     return chosen.to(torch.int32)
 
 

@@ -67,10 +67,11 @@ class KernelCase:
     """One problem size.
 
     Attributes:
-        rows: batch rows of one query token (sparse_decode), tokens (sparse_prefill, convert_indices, cache_write), workspace
+        rows: batch rows (sparse_decode), tokens (sparse_prefill, convert_indices, cache_write), workspace
             rows (gather_upconvert) or rows of scores (topk_select).
         kv_layout, num_heads, topk: None where the primitive has none.
         width: tokens of the cache, rows of the workspace or scores of a row that are chosen from; 0 where nothing is chosen.
+        query_len: query tokens of a row of sparse_decode.
         overlap: percent of a token's indices that the token before it has too; where `Bench.overlaps`.
         scale_format: of FP8 rows, read or written.
     Raises: InvalidArgument for a size that cannot be made.
@@ -84,10 +85,11 @@ class KernelCase:
     width: int = 0
     overlap: int = 0
     scale_format: str = "pow2"
+    query_len: int = 1
 
     def __post_init__(self) -> None:
         where, bench = "KernelCase", _bench(self.primitive)
-        for name in ("rows", "num_heads", "topk"):
+        for name in ("rows", "num_heads", "topk", "query_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidArgument(where, name, got=value, expected="at least 1")
@@ -205,9 +207,11 @@ class BenchProblem:
 class Workshop:
     """Makes problems for one device; keeps one cache per layout and scales, as large as was needed so far."""
 
-    def __init__(self, device: torch.device, facts: DeviceFacts, *, seed: int = 0, check_rows: int = 4) -> None:
-        """check_rows: attention rows that the oracle judges, at most."""
-        self.device, self.check_rows = device, check_rows
+    def __init__(
+        self, device: torch.device, facts: DeviceFacts, *, seed: int = 0, check_rows: int = 4, block_size: int = BLOCK_SIZE
+    ) -> None:
+        """check_rows: attention rows that the oracle judges, at most. block_size: of attention's caches, in tokens."""
+        self.device, self.check_rows, self.block_size = device, check_rows, block_size
         self._facts = facts
         self._generator = torch.Generator(device).manual_seed(seed)
         self._caches: dict[tuple[str, str], Tensor] = {}
@@ -229,20 +233,21 @@ class Workshop:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def cache(self, case: KernelCase, tokens: int) -> Tensor:
-        """[blocks, 64, row] holding at least `tokens` tokens of unit variance."""
-        blocks = -(-tokens // BLOCK_SIZE)
+        """[blocks, block_size, row] holding at least `tokens` tokens of unit variance."""
+        block_size = self.block_size
+        blocks = -(-tokens // block_size)
         layout = LAYOUTS[case.kv_layout or BF16.name]
         key = layout.name, case.storage
         kept = self._caches.get(key)
         if kept is None or kept.shape[0] < blocks:
             self._caches.pop(key, None)
-            drawn = self.normal(min(blocks * BLOCK_SIZE, _DRAWN), layout.key_width)
+            drawn = self.normal(min(blocks * block_size, _DRAWN), layout.key_width)
             if layout.is_quantized:
                 width = layout.value_width
                 drawn = layout.pack(drawn[:, :width], drawn[:, width:], case.scale_format)
-            times = -(-blocks * BLOCK_SIZE // drawn.shape[0])
-            rows = drawn.repeat(times, 1)[: blocks * BLOCK_SIZE]
-            kept = self._caches[key] = rows.view(blocks, BLOCK_SIZE, rows.shape[1])
+            times = -(-blocks * block_size // drawn.shape[0])
+            rows = drawn.repeat(times, 1)[: blocks * block_size]
+            kept = self._caches[key] = rows.view(blocks, block_size, rows.shape[1])
         return kept[:blocks]
 
     def index_pages(self, case: KernelCase, blocks: int) -> Tensor:

@@ -15,7 +15,7 @@ from mla_portable.contracts import DeviceFacts, Implementation, Request, Support
 from mla_portable.layouts import E4M3_MAX, FP8_DS_MLA, KV_LORA_RANK, LAYOUTS, SCALE_GROUP, CacheLayout
 from mla_portable.primitives import CACHE_WRITE
 from mla_portable.problems.base import STRENGTH, Params, Problems
-from mla_portable.problems.bench import BLOCK_SIZE, Bench, BenchProblem, KernelCase, Workshop, spread
+from mla_portable.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.problems.compare import BITS, Finding, Symptom, field_of, same_bits
 from mla_portable.problems.draw import PAIR_BLOCK, generator, guard_rows, near, paged, paged_cache, shuffled, vast
 from mla_portable.problems.exact import INT32_MAX, INT32_MIN, fp8_row
@@ -256,11 +256,12 @@ def write_of_request(kind: type[W], usual: CacheLayout, request: Request, name: 
 
 
 def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
+    block_size = workshop.block_size
     layout, tokens = LAYOUTS[case.kv_layout or FP8_DS_MLA.name], case.rows
-    blocks = -(-tokens // BLOCK_SIZE)
-    cached = workshop.empty(blocks, BLOCK_SIZE, layout.row_width, dtype=layout.dtype)
+    blocks = -(-tokens // block_size)
+    cached = workshop.empty(blocks, block_size, layout.row_width, dtype=layout.dtype)
     kv_c, k_pe = workshop.normal(tokens, layout.value_width), workshop.normal(tokens, layout.rope_width)
-    slots = workshop.permutation(blocks * BLOCK_SIZE)[:tokens]
+    slots = workshop.permutation(blocks * block_size)[:tokens]
     judged = spread(tokens, _JUDGED_TOKENS, workshop.device)
 
     def judge(results: Results) -> Iterator[Finding]:
@@ -271,7 +272,7 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
         yield from findings(case.storage, {"cache": got}, {"cache": want[:, 0]})
 
     arguments = {"kv_c": kv_c, "k_pe": k_pe, "kv_cache": cached, "slot_mapping": slots, "scale_format": case.scale_format}
-    request = workshop.request(case, block_size=BLOCK_SIZE)
+    request = workshop.request(case, block_size=block_size)
     moved = sum(each.nbytes for each in (kv_c, k_pe, slots)) + tokens * layout.row_bytes
     return BenchProblem(case, request, arguments, 4, {"cache": cached}, moved, 0, judge)
 

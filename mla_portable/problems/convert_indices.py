@@ -18,7 +18,7 @@ from torch import Tensor
 from mla_portable.contracts import ContextShare, DeviceFacts, Implementation, Request, Support
 from mla_portable.primitives import CONVERT_INDICES
 from mla_portable.problems.base import Params, Problems
-from mla_portable.problems.bench import BLOCK_SIZE, Bench, BenchProblem, KernelCase, Workshop, spread
+from mla_portable.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.problems.compare import BITS, Finding, same_bits
 from mla_portable.problems.cover import Choice, covering, crossed
 from mla_portable.problems.draw import MIXED, PATTERNS, generator, index_rows, shuffled
@@ -330,13 +330,14 @@ def _of_request(request: Request, name: str) -> ConvertIndicesParams:
 
 
 def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
+    block_size = workshop.block_size
     tokens, topk = case.rows, case.topk or 1
-    requests, columns = min(tokens, _REQUESTS), _CONTEXT // BLOCK_SIZE
+    requests, columns = min(tokens, _REQUESTS), -(-_CONTEXT // block_size)
     table = workshop.permutation(requests * columns).view(requests, columns).to(torch.int32)
     owner = (torch.arange(tokens, device=workshop.device) * requests // tokens).to(torch.int32)
     positions = (workshop.scores(tokens, topk) * _CONTEXT).to(torch.int32)
     out = (workshop.empty(tokens, topk, dtype=torch.int32), workshop.empty(tokens, dtype=torch.int32))
-    places: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_slots": requests * _CONTEXT}
+    places: dict[str, Any] = {"block_size": block_size, "num_slots": requests * columns * block_size}
     arguments = {"topk_indices": positions, "req_id_per_token": owner, "block_table": table, **places, "out": out}
     targets = dict[str, Tensor](zip(("indices", "counts"), out, strict=True))
     judged = spread(tokens, _JUDGED_TOKENS, workshop.device)
@@ -347,7 +348,7 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
         yield from findings("any", got, dict[str, Tensor](zip(("indices", "counts"), want, strict=True)), rows=judged.cpu())
 
     moved = sum(each.nbytes for each in (positions, owner, table, *out))
-    return BenchProblem(case, workshop.request(case, block_size=BLOCK_SIZE), arguments, 3, targets, moved, 0, judge)
+    return BenchProblem(case, workshop.request(case, block_size=block_size), arguments, 3, targets, moved, 0, judge)
 
 
 PROBLEMS: Final = Problems(

@@ -16,7 +16,7 @@ from mla_portable.layouts import FP8_DS_MLA, KV_LORA_RANK, LAYOUTS
 from mla_portable.primitives import GATHER_UPCONVERT
 from mla_portable.problems import exact
 from mla_portable.problems.base import STRENGTH, Params, Problems, one_variant
-from mla_portable.problems.bench import BLOCK_SIZE, Bench, BenchProblem, KernelCase, Workshop, spread
+from mla_portable.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.problems.compare import BITS, Finding, Tolerance, close, limit_of, same_bits
 from mla_portable.problems.cover import Choice
 from mla_portable.problems.draw import PAIR_BLOCK, cached_rows, generator, paged_cache, shuffled, vast
@@ -227,11 +227,12 @@ def _of_request(request: Request, name: str) -> GatherUpconvertParams:
 
 
 def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
+    block_size = workshop.block_size
     layout = LAYOUTS[case.kv_layout or FP8_DS_MLA.name]
     requests = min(case.rows, _GATHERED)
     length = -(-case.rows // requests)
-    columns = -(-length // BLOCK_SIZE)
-    cached = workshop.cache(case, requests * columns * BLOCK_SIZE)
+    columns = -(-length // block_size)
+    cached = workshop.cache(case, requests * columns * block_size)
     table = workshop.permutation(requests * columns).view(requests, columns).to(torch.int32)
     starts = torch.arange(requests, device=workshop.device, dtype=torch.int32) * length
     lens = (case.rows - starts).clamp(0, length)
@@ -240,7 +241,7 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
 
     def judge(results: Results) -> Iterator[Finding]:
         owner, position = judged // length, judged % length
-        slots = table[owner, position // BLOCK_SIZE].long() * BLOCK_SIZE + position % BLOCK_SIZE
+        slots = table[owner, position // block_size].long() * block_size + position % block_size
         count = judged.shape[0]
         own = torch.arange(count, dtype=torch.int32).view(1, -1)
         blank = torch.zeros(count, layout.key_width, dtype=torch.bfloat16)
@@ -249,7 +250,7 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
         yield from findings(case.storage, {"out": results["out"][judged]}, {"out": want})
 
     arguments = {"kv_cache": cached, "block_table": table, "seq_lens": lens, "workspace_starts": starts, "out": out}
-    request = workshop.request(case, block_size=BLOCK_SIZE)
+    request = workshop.request(case, block_size=block_size)
     moved = case.rows * layout.row_bytes + sum(each.nbytes for each in (out, table, lens, starts))
     return BenchProblem(case, request, arguments, 4, {"out": out}, moved, 0, judge)
 

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, Implementation, Request
+from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.primitives import MERGE_STATES
 from mla_portable.problems.attention import judge_state
 from mla_portable.problems.base import STRENGTH, Params, Problems, one_variant
-from mla_portable.problems.compare import Tolerance
+from mla_portable.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
+from mla_portable.problems.compare import Finding, Tolerance
 from mla_portable.problems.draw import generator
 from mla_portable.problems.shapes import can_capture
-from mla_portable.problems.stage import Problem, Stage
+from mla_portable.problems.stage import Problem, Results, Stage
 
 TOLERANCES: Final = {
     ("float32", "out"): Tolerance(
@@ -30,6 +32,8 @@ TOLERANCES: Final = {
     ("any", "lse"): Tolerance(1e-5, 1e-6, "float32 exp and log"),
 }
 SHAPES: Final[dict[str, tuple[int, ...]]] = {"th": (3, 5, 512), "bsh": (2, 2, 16, 512), "t": (7, 100), "one": (1, 1)}
+_PARTS: Final = 2
+_JUDGED_ROWS: Final = 64
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -131,6 +135,23 @@ def _of_request(request: Request, name: str) -> MergeStatesParams:
     return MergeStatesParams(parts=3, dead="mixed", heads=request.num_heads or 1)
 
 
+def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
+    """A case that is timed: partial results of two parts, as context parallelism on two ranks gives."""
+    outs = workshop.normal(_PARTS, case.rows, KV_LORA_RANK)
+    lses = workshop.normal(_PARTS, case.rows).float()
+    judged = spread(case.rows, _JUDGED_ROWS, workshop.device)
+
+    def judge(results: Results) -> Iterator[Finding]:
+        want = merge_states(outs[:, judged], lses[:, judged])
+        got = {name: value[judged] for name, value in results.items()}
+        yield from findings("bfloat16", got, {"out": want[0], "lse": want[1]})
+
+    none = workshop.empty(0, dtype=torch.float32)  # results are the call's own
+    moved = (outs.nbytes + lses.nbytes) * (_PARTS + 1) // _PARTS
+    arguments = {"outs": outs, "lses": lses}
+    return BenchProblem(case, workshop.request(case), arguments, 2, {"out": none, "lse": none}, moved, 0, judge)
+
+
 PROBLEMS: Final = Problems(
     primitive=MERGE_STATES,
     oracle=merge_states,
@@ -141,4 +162,5 @@ PROBLEMS: Final = Problems(
     sizes=("num_heads",),
     variants=one_variant("empty parts"),
     rows=3,
+    bench=Bench(rows=(2_048, 16_384), heads=(), make=_make, shape=lambda case: f"P {_PARTS}, rows {case.rows}"),
 )

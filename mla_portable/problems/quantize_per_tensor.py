@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, Implementation
+from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.primitives import QUANTIZE_PER_TENSOR
 from mla_portable.problems import exact
 from mla_portable.problems.base import STRENGTH, Params, Problems, one_variant
+from mla_portable.problems.bench import Bench, BenchProblem, KernelCase, Workshop
 from mla_portable.problems.compare import Finding, Tolerance, close, limit_of
 from mla_portable.problems.draw import generator
 from mla_portable.problems.shapes import can_capture
-from mla_portable.problems.stage import Problem, Stage
+from mla_portable.problems.stage import Problem, Results, Stage
 
 SHAPES: Final[dict[str, tuple[int, ...]]] = {
     "rows": (3, 129), "heads": (2, 3, 576), "scalar": (), "one": (1,), "long": (70_001,), "empty": (0, 4),
@@ -120,6 +122,18 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
         yield QuantizePerTensorParams(shape="heads", source="bf16", target="e4m3", run="graph")
 
 
+def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
+    """A case that is timed: the latents of some tokens."""
+    x = workshop.normal(case.rows, KV_LORA_RANK)
+
+    def judge(results: Results) -> Iterator[Finding]:
+        yield from findings("any", results, {"x": x, "scale": quantize_per_tensor(x)[1]})
+
+    none = workshop.empty(0, dtype=torch.float32)  # results are the call's own
+    targets = {"x_q": none, "scale": none}
+    return BenchProblem(case, workshop.request(case), {"x": x}, 1, targets, x.nbytes + x.numel(), 0, judge)
+
+
 PROBLEMS: Final = Problems(
     primitive=QUANTIZE_PER_TENSOR,
     oracle=quantize_per_tensor,
@@ -128,4 +142,5 @@ PROBLEMS: Final = Problems(
     params=_params,
     of_request=lambda request, name: QuantizePerTensorParams(shape="rows", source="bf16", target="e4m3"),
     variants=one_variant("odd size"),
+    bench=Bench(rows=(128, 4_096), heads=(), make=_make, shape=lambda case: f"T {case.rows}"),
 )

@@ -33,7 +33,7 @@ def _width(rows: int, topk: int) -> int:
 
 
 def _shape(case: KernelCase) -> str:
-    return f"B {case.rows}, S 1, H {case.num_heads}, K {case.topk}, N {case.width}"
+    return f"B {case.rows}, S {case.query_len}, H {case.num_heads}, K {case.topk}, N {case.width}"
 
 
 PROBLEMS: Final = Problems(

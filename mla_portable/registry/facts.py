@@ -77,10 +77,18 @@ def resolve_device(device: torch.device | str) -> torch.device:
             "facts",
             "device",
             got=f"{found.type}:{index}",
-            expected=f"one of the {count} {found.type} devices that torch {torch.__version__} can use here",
-            remedy="`python -m torch.utils.collect_env` shows what torch was built for and which driver it found.",
+            expected=f"one of the {count} {found.type} devices here" if count else "a device that is here",
+            remedy="" if count else _why_none(found.type),
         )
     return torch.device(found.type, index)
+
+
+def _why_none(device_type: str) -> str:
+    """Why there is no device of the type. torch names the accelerator that it was built for, whether one is there or not."""
+    build = f"this torch ({torch.__version__})"
+    if torch.accelerator.current_accelerator() is None:
+        return f"No {device_type.upper()} device: {build} is a CPU build."
+    return f"No {device_type.upper()} device: {build} finds none; `python -m torch.utils.collect_env` shows the driver."
 
 
 def collect(device: torch.device) -> RawDevice:

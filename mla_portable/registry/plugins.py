@@ -65,14 +65,12 @@ class Loaded:
     costs: MeasuredCosts
 
 
-def collect(
-    source: PluginSource, taken: Taken, hook: str, *, reserved: frozenset[str] = frozenset(), seconds: float = DEFAULT_SECONDS
-) -> StagingRegistrar:
+def collect(source: PluginSource, taken: Taken, hook: str, *, seconds: float = DEFAULT_SECONDS) -> StagingRegistrar:
     """All that a plugin registers by one hook; its offers join `taken`.
 
     Raises: PluginTimeout, PluginError, whatever the plugin raises; `taken` is as before then.
     """
-    staged = StagingRegistrar(source.name, taken, hook, reserved=reserved)
+    staged = StagingRegistrar(source.name, taken, hook)
     try:
         call_hook(source, hook, staged, seconds)
     finally:
@@ -91,7 +89,6 @@ def load_plugins(
         seconds: the time limit for importing a plugin and for its hook.
     """
     sources, disabled = tuple(sources), disabled or {}
-    names = frozenset(source.name for source in sources)
     taken: Taken = {}
     reports: list[PluginReport] = []
     loaded: list[tuple[str, StagingRegistrar]] = []
@@ -104,7 +101,7 @@ def load_plugins(
         try:
             if any(source.name == other.name for other in reports):
                 raise PluginError(f"duplicate plugin name {source.name!r}: uninstall one of the two distributions")
-            staged = collect(source, taken, HOOK, reserved=names - {source.name}, seconds=seconds)
+            staged = collect(source, taken, HOOK, seconds=seconds)
         except Exception as error:  # what the plugin raised and is none, such as SystemExit, has become one (`limited`)
             text = printable("".join(traceback_module.format_exception(error)))
             reports.append(replace(report, ok=False, loaded=False, error=first_line(error), traceback=text))

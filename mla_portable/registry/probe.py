@@ -42,6 +42,7 @@ class ProbeReport:
     Attributes:
         implementation, primitive: what was probed. layout: the cache layout, None for all of them or none.
         ok: nothing speaks against using it here. reasons: what does.
+        solved, failed: the names of its problems, by outcome.
         seconds: the probe took, compilation included.
         stage: the last one that every problem reached. "check" and ok means that there was no problem: the reference itself.
     """
@@ -53,6 +54,8 @@ class ProbeReport:
     reasons: tuple[Reason, ...]
     seconds: float
     stage: Stage
+    solved: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
 
     @classmethod
     def merged(cls, reports: Iterable[ProbeReport]) -> ProbeReport:
@@ -66,7 +69,13 @@ class ProbeReport:
             reasons=tuple(dict.fromkeys(reason for part in parts for reason in part.reasons)),
             seconds=sum(part.seconds for part in parts),
             stage=min(parts, key=lambda part: STAGES.index(part.stage)).stage,
+            solved=tuple(part._name_of(case) for part in parts for case in part.solved),
+            failed=tuple(part._name_of(case) for part in parts for case in part.failed),
         )
+
+    def _name_of(self, case: str) -> str:
+        """A problem's name beside those of other layouts."""
+        return case if self.layout is None else f"{case} on {self.layout}"
 
 
 class Unfinished(Reason):
@@ -120,11 +129,13 @@ def probe_implementation(
     """
     begin = time.perf_counter()
     reasons, stage = check, STAGES[0]
+    outcomes: list[Outcome] = []
+    names: list[str] = []
     if not reasons:
-        outcomes: list[Outcome] = []
         with neutral_defaults(), torch.no_grad():
             for case in cases:
                 require_no_capture(implementation, device)
+                names.append(case.name)
                 outcomes.append(solve(implementation, case, device, limit))
                 if isinstance(outcomes[-1].reason, Unfinished):
                     break
@@ -140,6 +151,8 @@ def probe_implementation(
         reasons=reasons,
         seconds=time.perf_counter() - begin,
         stage=stage,
+        solved=tuple(name for name, outcome in zip(names, outcomes, strict=True) if outcome.reason is None),
+        failed=tuple(name for name, outcome in zip(names, outcomes, strict=True) if outcome.reason is not None),
     )
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from mla_portable.contracts import (
@@ -53,17 +53,15 @@ _ANY_DEVICE: Final = DeviceFacts(vendor="cpu", name="any", arch="cpu", device_ty
 class StagingRegistrar:
     """The registrar of one plugin for one hook; what it holds counts only once the hook has returned."""
 
-    def __init__(
-        self, plugin: str, taken: Mapping[tuple[str, str], str], hook: str, *, reserved: Collection[str] = frozenset()
-    ) -> None:
-        """`taken` are the offers that were made to this hook before; `reserved` are the other plugins' names."""
+    def __init__(self, plugin: str, taken: Mapping[tuple[str, str], str], hook: str) -> None:
+        """`taken` are the offers that were made to this hook before."""
         self.offers: list[Any] = []
         self.detectors: list[Detector] = []
         self.variables: list[Variable] = []
         self.costs: list[tuple[str, str]] = []
         self.notes: list[str] = []
         self.taken: Taken = dict(taken)
-        self._plugin, self._kind, self._reserved = plugin, KINDS[hook], reserved
+        self._plugin, self._kind = plugin, KINDS[hook]
         self._open = True
 
     def add(self, offer: Offer) -> None:
@@ -86,10 +84,10 @@ class StagingRegistrar:
         name, backend = implementation.name, implementation.backend
         if backend == AUTO:
             raise PluginError(f"{name}: {AUTO!r} means an automatic choice and cannot name a backend")
-        if backend in self._reserved:
+        if backend != self._plugin:
             raise PluginError(
-                f"{name}: the backend name {backend!r} belongs to the plugin of that name; "
-                f"register it as '{self._plugin}.<variant>'"
+                f"{name}: expected a name that starts with {self._plugin + '.'!r}, for the plugin is called {self._plugin!r}; "
+                f"rename it to {self._plugin + name[len(backend) :]!r}, or the plugin's entry point to {backend!r}"
             )
 
     def add_detector(self, detector: Detector) -> None:

@@ -51,7 +51,7 @@ TIMES: Final = {
     64: LayerTimes(73.7, 56.5, 145, 203),
     128: LayerTimes(146, 118, 287, 383),
 }
-"""Query heads of a rank -> a fit to the GPU times of 19 steps on an H200 (FP8 cache, cold L2, torch 2.11, vLLM 0.26, 2026-11-26).
+"""Query heads of a rank -> a fit to the GPU times of 19 steps on an H200 (FP8 cache, cold L2, vLLM 0.26, 2026-11-26).
 
 The steps have 1 to 64 prompts of 64 to 2,000 tokens, some with a cached context. Where this decides for the slower way it loses
 up to 38 us a layer, in steps where both take about the same.

@@ -11,7 +11,7 @@ from corex_machine import BI_V150, NEWEST, installed, registry
 from typer.testing import CliRunner
 
 from mla_portable.dispatch import serving
-from mla_portable.tools.bench.inputs import StepShape
+from mla_portable.problems.step import StepShape
 from mla_portable.tools.bench.step import run_step
 from mla_portable.tools.cli.app import app
 

@@ -16,7 +16,7 @@ from test_nvidia_promised import STEP, passes, step_of_a_layer
 
 from mla_portable.contracts import Request
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.tools.bench.inputs import make_inputs
+from mla_portable.problems.step import make_inputs
 from mla_portable_nvidia.discovery import find_kernel
 from mla_portable_nvidia.flat_decode import bind_flat_decode
 

@@ -18,7 +18,7 @@ from mla_portable.problems.bench import BenchProblem, KernelCase
 from mla_portable.registry import Registry
 
 _CONTEXT: Final = 1
-"""Tokens a planned request has in the cache: a schedule of decode depends on topk, not on that."""
+"""Tokens a planned request has in the cache for each of its query tokens: a schedule of decode depends on topk, not on that."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +68,7 @@ def our_candidates(
         if not verdict.reasons:
             bind = partial(registry.bind_implementation, implementation)
             remark = "" if implementation.support.lse or not problem.request.lse else "returns no lse"
-            request = registry.configured(implementation, problem.request)
+            request = registry.configured(implementation, problem.request.but(lse=False))
             prepare = partial(prepared, problem, implementation, request, bind, device)
             found.append(Candidate(implementation.name, implementation, remark, prepare))
         elif not any(implementation.support.device_reasons(problem.request.device)):
@@ -85,13 +85,12 @@ def prepared(
 ) -> tuple[Callable[[], object], Callable[[], Any]]:
     """(run, result) of what `bind` makes for the problem, with the schedule that the implementation takes.
 
-    Attention is bound and called as `SparseMLAAttention` does where nothing reads an lse: none is asked for, indices are
-    promised to be clean, and their counts are lengths.
+    Attention is bound and called as `SparseMLAAttention` does: indices are promised to be clean, and their counts are lengths.
 
     Args:
-        request: of the problem, with the configuration that it is bound with. The schedule is cut for that.
+        request: of the problem, with or without lse, and with the configuration that it is bound with. The schedule is cut for
+            that.
     """
-    request = request.but(lse=False)
     others: dict[str, Any] = {}
     schedule = decode_schedule(implementation, problem.case, request, device)
     if schedule is not None:
@@ -116,7 +115,7 @@ def decode_schedule(
     implementation: Implementation, case: KernelCase, request: Request, device: torch.device
 ) -> DecodeSchedule | None:
     """What the planner makes for a batch of this many decodes; None where the implementation takes no schedule."""
-    facts = request.device
+    facts, context = request.device, _CONTEXT * case.query_len
     if case.primitive is not SPARSE_DECODE or implementation.schedule_kind is None:
         return None
     config = PlannerConfig(
@@ -125,16 +124,17 @@ def decode_schedule(
         num_heads=case.num_heads or 1,
         topk=case.topk or 1,
         max_num_reqs=case.rows,
-        max_num_tokens=case.rows,
-        max_model_len=_CONTEXT,
+        max_num_tokens=case.rows * case.query_len,
+        decode_threshold=case.query_len,
+        max_model_len=context,
         schedule_kind=implementation.schedule_kind,
         decode_request=request,
         num_sms=facts.num_sms,
         arch=facts.arch,
     )
     batch = Batch(
-        query_start_loc=np.arange(case.rows + 1, dtype=np.int32),
-        seq_lens=np.full(case.rows, _CONTEXT, dtype=np.int32),
+        query_start_loc=np.arange(case.rows + 1, dtype=np.int32) * case.query_len,
+        seq_lens=np.full(case.rows, context, dtype=np.int32),
         block_table=torch.zeros((case.rows, 1), dtype=torch.int32, device=device),
     )
     return Planner(config).plan(batch).decode_schedule

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main job: a DeepSeek-V3.2-shaped step from cache write to output, each primitive checked and timed.
 
-The layer itself (`SparseMLAAttention`) walks the step, as an engine would have it; then every primitive is run by itself on
-the step's tensors, those that the route taken does not need included.
+The layer itself (`SparseMLAAttention`) walks the step, as an engine would have it; then every primitive is run by itself at the
+step's sizes, on the problems of the benchmark, those that the route taken does not need included.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,20 +19,20 @@ from torch import Tensor
 from mla_portable.accelerator import accelerator
 from mla_portable.attention import AttentionSpec, RouteDecision, SparseMLAAttention
 from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
-from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument
-from mla_portable.layouts import KV_LORA_RANK
+from mla_portable.attention.routes import route_requests
+from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, Request
+from mla_portable.layouts import KV_LORA_RANK, LAYOUTS
 from mla_portable.planner import Planner
+from mla_portable.primitives import CACHE_WRITE
 from mla_portable.problems import Finding
-from mla_portable.problems.attention import SOFTMAX_SCALE, attend
+from mla_portable.problems.attention import SOFTMAX_SCALE, attend, findings
+from mla_portable.problems.bench import Workshop
 from mla_portable.problems.convert_indices import convert_indices
+from mla_portable.problems.step import StepInputs, StepShape, make_inputs, step_bytes, step_cases
 from mla_portable.registry import Registry, get_registry
-from mla_portable.tools.bench.inputs import StepShape, host_memory, make_inputs, require_room
-from mla_portable.tools.bench.jobs import Job, Step, cache_write_job, cache_write_request, jobs_after
+from mla_portable.tools.bench.candidates import prepared
 from mla_portable.tools.bench.kernels import Progress
 from mla_portable.tools.bench.timing import Timing, measure, run_and_measure
-
-_PARTS: Final = 13
-"""Drawing inputs, filling the cache, cache write, plan, oracle, step, then seven primitives; a bf16 cache has one less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class PrimitiveResult:
 
     Attributes:
         name: of the primitive, with a remark where it appears twice. on_route: the step itself needs it.
-        decision: the choice, with the reasons against the others. shape: of the call. checked: how much the oracle judged.
+        decision: the choice, with the reasons against the others. shape: of the call.
         findings: error and limit of each quantity; empty where nothing serves. timing: None likewise.
     """
 
@@ -48,7 +49,6 @@ class PrimitiveResult:
     on_route: bool
     decision: Decision
     shape: str
-    checked: str
     findings: tuple[Finding, ...] = ()
     timing: Timing | None = None
 
@@ -69,7 +69,6 @@ class PrimitiveResult:
             "implementation": self.implementation,
             "ok": self.ok,
             "shape": self.shape,
-            "checked": self.checked,
             "findings": [asdict(finding) for finding in self.findings],
             "timing": asdict(self.timing) if self.timing else None,
             "decision": self.decision.as_dict(),
@@ -156,58 +155,60 @@ def run_step(
     if repeat < 1:
         raise InvalidArgument("run_step", "repeat", got=repeat, expected="at least 1")
     registry = get_registry() if registry is None else registry
-    require_room(shape, host_memory() if device.type == "cpu" else registry.facts(device).memory_bytes)
-    parts = count()
+    _require_room(shape, _host_memory() if device.type == "cpu" else registry.facts(device).memory_bytes)
+    cases = step_cases(shape)
+    parts, total = count(), len(cases) + 5
 
     def begin(what: str) -> None:
         if progress:
-            done = next(parts)
-            progress(what, done, max(_PARTS, done + 1))
+            progress(what, next(parts), total)
 
-    with accelerator(device).guard():
+    with accelerator(device).guard(), torch.no_grad():
         timed = partial(run_and_measure, device=device, repeat=repeat, max_seconds=max_seconds)
         demand = LayerRegistry(registry, backend)
         layer = SparseMLAAttention(_spec(shape, route), device=device, registry=registry, backend=backend)
-        needed = {cache_write_request(layer), *(part.decision.request for part in layer.route_decision.verdict.parts)}
         begin("drawing the step")
         inputs = make_inputs(shape, device)
-        kv_cache = inputs.kv_cache
         begin("filling the cache")
-        layer.cache_write(inputs.history_kv_c, inputs.history_k_pe, kv_cache, inputs.history_slots)
-
-        def run(job: Job) -> PrimitiveResult:
-            begin(job.name)
-            decision = demand.decide(job.request)
-            on_route = job.request in needed
-            if decision.chosen is None:
-                return PrimitiveResult(job.name, on_route, decision, job.shape, "nothing serves it here")
-            bound = demand.bind(job.request)
-            result, timing = timed(lambda: job.call(bound))
-            findings = tuple(job.check(result))
-            return PrimitiveResult(job.name, on_route, decision, job.shape, job.checked, findings, timing)
-
-        results = [run(cache_write_job(inputs, layer, kv_cache.clone()))]
-        layer.cache_write(inputs.kv_c, inputs.k_pe, kv_cache, inputs.slot_mapping)
+        for tokens in (
+            (inputs.history_kv_c, inputs.history_k_pe, inputs.history_slots),
+            (inputs.kv_c, inputs.k_pe, inputs.slot_mapping),
+        ):
+            kv_c, k_pe, slots = tokens
+            layer.cache_write(kv_c, k_pe, inputs.kv_cache, slots)
         begin("planning")
         planner = Planner(layer.planner_config())
         plan_time = measure(lambda: planner.plan(inputs.batch), device=torch.device("cpu"), repeat=max(repeat, 20), warmup=3)
         plan = planner.plan(inputs.batch)
-        begin("computing the oracle")
-        rows = _judged_rows(shape, check_rows)
-        slots, _ = convert_indices(
-            inputs.topk_indices, inputs.req_id_per_token, inputs.batch.block_table, block_size=shape.block_size
-        )
-        judged_q = inputs.q[rows.to(device)]
-        want = attend(judged_q, kv_cache, slots[rows], softmax_scale=SOFTMAX_SCALE, lengths=None, attn_sink=None)
         begin("the step")
         sizes = shape.num_tokens, shape.num_heads
         out = torch.full((*sizes, KV_LORA_RANK), torch.nan, dtype=torch.bfloat16, device=device)
         lse = torch.full(sizes, torch.nan, dtype=torch.float32, device=device)
-        _, forward = timed(lambda: layer.forward(inputs.q, kv_cache, inputs.topk_indices, plan, out=out, lse_out=lse))
-        step = Step(inputs, layer, plan, kv_cache, rows, slots, *want)
-        everything = slice(0, shape.num_tokens)
-        findings = tuple(step.judge((out, lse), everything))
-        results += map(run, jobs_after(step, lambda request: demand.bind(request) if demand.decide(request).chosen else None))
+        _, forward = timed(lambda: layer.forward(inputs.q, inputs.kv_cache, inputs.topk_indices, plan, out=out, lse_out=lse))
+        begin("computing the oracle")
+        rows = _judged_rows(shape, check_rows)
+        found = _judge(inputs, rows, out, lse)
+
+        workshop = Workshop(
+            device, layer.facts, seed=shape.seed, check_rows=check_rows or shape.num_tokens, block_size=shape.block_size
+        )
+        asked = _asked(layer)
+        needed = {asked["cache_write"], *(part.decision.request for part in layer.route_decision.verdict.parts)}
+
+        def run(name: str) -> PrimitiveResult:
+            begin(name)
+            problem = workshop.make(cases[name])
+            request = asked.get(name, problem.request)
+            decision, on_route = demand.decide(request), request in needed
+            implementation = demand.chosen(decision)
+            if implementation is None:
+                return PrimitiveResult(name, on_route, decision, cases[name].shape)
+            own = registry.configured(implementation, problem.request.but(lse=request.lse, graph=False))
+            call, result = prepared(problem, implementation, own, partial(registry.bind_implementation, implementation), device)
+            problem.poison()
+            _, timing = timed(call)
+            return PrimitiveResult(name, on_route, decision, cases[name].shape, tuple(problem.check(result())), timing)
+
         return StepReport(
             shape=shape,
             device=str(device),
@@ -215,10 +216,60 @@ def run_step(
             route_decision=layer.route_decision,
             plan=plan_time,
             forward=forward,
-            checked=step.checked(everything),
-            findings=findings,
-            primitives=tuple(results),
+            checked=f"{len(rows)} of {shape.num_tokens} rows",
+            findings=found,
+            primitives=tuple(map(run, cases)),
         )
+
+
+def _asked(layer: SparseMLAAttention) -> dict[str, Request]:
+    """What a layer asks of the registry, by the names of `step_cases`."""
+    spec = layer.spec
+    routes = route_requests(spec, layer.facts)
+    scale_format = spec.scale_format if LAYOUTS[spec.kv_layout].is_quantized else None
+    layout, size = spec.kv_layout, spec.block_size
+    return {
+        "cache_write": Request(CACHE_WRITE, layer.facts, kv_layout=layout, block_size=size, scale_format=scale_format),
+        "convert_indices": routes["workspace_convert" if layer.buffers.workspace is not None else "convert"],
+        "gather_upconvert": routes["gather"],
+        "sparse_decode": routes["decode"],
+        "sparse_prefill (cache)": routes["cache_prefill"],
+        "sparse_prefill (workspace)": routes["bf16_prefill"],
+    }
+
+
+def _judge(inputs: StepInputs, rows: Tensor, out: Tensor, lse: Tensor) -> tuple[Finding, ...]:
+    """Some rows of a layer's out [T, H, 512] and lse [T, H] against the oracle, from the bytes that are in the cache."""
+    shape = inputs.shape
+    slots, _ = convert_indices(
+        inputs.topk_indices, inputs.req_id_per_token, inputs.batch.block_table, block_size=shape.block_size
+    )
+    here = rows.to(out.device)
+    want = attend(inputs.q[here], inputs.kv_cache, slots[rows], softmax_scale=SOFTMAX_SCALE, lengths=None, attn_sink=None)
+    storage = shape.scale_format if LAYOUTS[shape.kv_layout].is_quantized else "bf16"
+    got = {"out": out[here].cpu(), "lse": lse[here].cpu()}
+    return tuple(findings(storage, got, {"out": want[0], "lse": want[1]}, rows=rows))
+
+
+def _require_room(shape: StepShape, memory_bytes: int) -> None:
+    """Raises: InvalidArgument, before anything is allocated, for a step that does not fit the memory of its device."""
+    needed = step_bytes(shape)
+    if memory_bytes and needed > memory_bytes:
+        raise InvalidArgument(
+            "run_step",
+            "shape",
+            got=f"a step of about {needed / 2**30:.1f} GiB",
+            expected=f"no more than the {memory_bytes / 2**30:.1f} GiB of the device",
+            remedy="Take fewer heads, requests or tokens, a shorter context, or smaller blocks.",
+        )
+
+
+def _host_memory() -> int:
+    """Bytes of memory of this machine, 0 where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 0
 
 
 def _spec(shape: StepShape, route: str) -> AttentionSpec:

@@ -137,7 +137,7 @@ def _attempts(
                 return ()
             configurations = [dict(each) for each in tunable.configurations(request)]
             us, why = [{} for _ in configurations], [{} for _ in configurations]
-        requests = [problem.request.but(configuration=tuple(each.items())) for each in configurations]
+        requests = [problem.request.but(lse=False, configuration=tuple(each.items())) for each in configurations]
         calls = [partial(prepared, problem, implementation, request, implementation.bind, device) for request in requests]
         candidates = [Candidate(implementation.name, implementation, "", call) for call in calls]
         for number, each in enumerate(time_candidates(problem, candidates, device=device, repeat=repeat)):

@@ -12,6 +12,7 @@ from mla_portable.tools.cli.bench import bench
 from mla_portable.tools.cli.conform import conform
 from mla_portable.tools.cli.doctor import doctor
 from mla_portable.tools.cli.explain import explain
+from mla_portable.tools.cli.failures import Commands
 from mla_portable.tools.cli.kernels import tune
 from mla_portable.tools.cli.matrix import matrix
 from mla_portable.tools.cli.process import guarded
@@ -19,9 +20,9 @@ from mla_portable.tools.cli.step import run
 
 app = typer.Typer(
     name="mla-portable",
+    cls=Commands,
     help="Sparse MLA attention (DeepSeek-V3.2 style) on whatever is installed here. "
     "Exit codes: 0 all is well; 1 something is broken, wrong or cannot be served; 2 invalid arguments.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

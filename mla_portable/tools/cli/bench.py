@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
+from mla_portable.tools.cli.failures import Commands
 from mla_portable.tools.cli.kernels import kernels
-from mla_portable.tools.cli.options import JsonOption, check_name, numbers
+from mla_portable.tools.cli.options import JsonOption, check_name, check_writable, numbers
 from mla_portable.tools.cli.output import command
 
-bench = typer.Typer(no_args_is_help=True, help="Time kernels on this machine, or use the times of a run.")
+bench = typer.Typer(cls=Commands, help="Time kernels on this machine, or use the times of a run.")
 bench.command()(kernels)
 
 RunArgument = Annotated[
@@ -71,6 +72,7 @@ def plot(
         times = [each for each in times if by_topk is None or each.topk in by_topk]
         if not times:
             raise typer.BadParameter(f"no such times of {primitive} in {run.name}", param_hint="RUN")
+        check_writable(out, param_hint="OUT")
         plot_lines(lines_of_times(times), out, title=f"{read.device_name}, {read.date}")
         if as_json:
             output.document({"command": "bench plot", "ok": True, "file": out, "times": len(times)})

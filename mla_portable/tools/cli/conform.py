@@ -82,6 +82,9 @@ def conform(
 
 
 def _for_a_person(report: Report) -> list[RenderableType]:
+    from mla_portable.contracts import Verdict
+    from mla_portable.contracts.decision import grouped
+
     counts = [
         [str(primitive), name, str(count["passed"]), str(count["failed"]), str(count["error"])]
         for (name, primitive), count in report.counts().items()
@@ -101,10 +104,8 @@ def _for_a_person(report: Report) -> list[RenderableType]:
     if worst:
         headings = ["primitive", "implementation", "quantity", "largest error", "tolerance"]
         shown += [columns(headings, worst, numbers=headings[3:]), ""]
-    shown += [
-        f"not run: {each.primitive} by {each.implementation}: {'; '.join(map(str, each.reasons))}"
-        for each in report.unavailable
-    ]
+    left_out = [Verdict(f"{each.implementation} / {each.primitive}", each.reasons, 0) for each in report.unavailable]
+    shown += [f"not run: {line}" for line in grouped(left_out)]
     bad = [result for result in report.results if result.status != "passed"]
     for result in bad:
         shown += [f"{result.status.upper()} {result.case.id}", *(f"    {line}" for line in result.message.splitlines())]

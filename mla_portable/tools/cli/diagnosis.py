@@ -52,6 +52,11 @@ class Examined:
     reasons: tuple[Reason, ...]
     probe: ProbeReport | None
 
+    @property
+    def partly(self) -> bool:
+        """It solves some of its probe's problems and fails others: it is used for requests whose own problem it solves."""
+        return self.probe is not None and bool(self.probe.solved) and bool(self.probe.failed)
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -212,10 +217,8 @@ def _unserved(decisions: Iterable[Decision], facts: DeviceFacts) -> Iterator[Pro
             continue
         who = f"{decision.forced}, forced by {decision.control}, cannot" if decision.forced else "nothing installed can"
         reasons = "; ".join(f"{v.implementation}: {_words(v.reasons)}" for v in decision.causes)
-        remedy = _remedies(reason for v in decision.causes for reason in v.reasons)
-        if decision.forced:
-            remedy = " or ".join(filter(None, (f"{decision.release} to let the registry choose", remedy)))
-        key = (who, reasons or "no plugin offers it", remedy or "install a backend for this device")
+        remedy = " or ".join(decision.remedies) if decision.causes else "install a backend for this device"
+        key = (who, reasons or "no plugin offers it", remedy)
         unserved.setdefault(key, []).append(str(decision.request.primitive))
     for (who, reasons, remedy), primitives in unserved.items():
         yield Problem(f"{who} serve {', '.join(primitives)} on {facts}: {reasons}", remedy, fatal=True)
@@ -247,7 +250,7 @@ def _defects(
     Those whose failure leaves a forced choice unserved are reported already.
     """
     forced = {choice.primitive for choice in choices if choice.chosen is None and choice.forced}
-    groups: dict[tuple[str, str, tuple[Reason, ...]], list[str]] = {}
+    groups: dict[tuple[str, str, str, tuple[Reason, ...]], list[str]] = {}
     for each in examined:
         claims_device = each.probe is not None or any(reason.subject == "probe" for reason in each.reasons)
         if not each.reasons or not claims_device:
@@ -255,13 +258,17 @@ def _defects(
         names = (each.implementation, each.implementation.partition(".")[0])
         controls = [control for primitive, target, control in rules if target in names and primitive in ("all", each.primitive)]
         if not (controls and each.primitive in forced):
-            key = (each.implementation, controls[0] if controls else "", each.reasons)
+            solved = ", ".join(each.probe.solved) if each.probe is not None and each.partly else ""
+            key = (each.implementation, controls[0] if controls else "", solved, each.reasons)
             groups.setdefault(key, []).append(each.primitive)
-    for (name, control, reasons), primitives in groups.items():
+    for (name, control, solved, reasons), primitives in groups.items():
         everything = len(primitives) > 1 and len(primitives) == sum(each.implementation == name for each in examined)
         of = f"all {len(primitives)} primitives" if everything else ", ".join(primitives)
-        what = f"{name} ({of}) does not work here: {_words(reasons)}"
+        verdict = f"works for some requests only: it solves {solved}, and fails" if solved else "does not work here"
+        what = f"{name} ({of}) {verdict}: {_words(reasons)}"
         remedy = _remedies(reasons) or "install what it misses; it is left out until then"
+        if solved:
+            remedy += f"; `mla-portable conform {name} --primitive {primitives[0]}` runs every case"
         if control:
             yield Problem(f"{control} names {name}, but {what}", f"drop {control} or {remedy}", fatal=True)
         else:

@@ -64,7 +64,12 @@ def _for_a_person(diagnosis: Diagnosis, *, every: bool, verbose: bool) -> Iterat
     yield from (hanging("policy", line) for line in _policy(diagnosis))
     yield ""
     if diagnosis.choices:
-        yield columns(["primitive", "served by", "why", "next best"], map(partial(_served, diagnosis), diagnosis.choices))
+        served = list(map(partial(_served, diagnosis), diagnosis.choices))
+        alone = not any(row[-1] for row in served)
+        headings = ["primitive", "served by", "why", "next best"]
+        yield columns(headings[:-1] if alone else headings, [row[:-1] if alone else row for row in served])
+        if alone:
+            yield "  no other implementation works here"
         yield ""
     if every:
         yield from _implementations(diagnosis)
@@ -109,11 +114,14 @@ def _policy(diagnosis: Diagnosis) -> list[str]:
 
 def _served(diagnosis: Diagnosis, choice: Choice) -> list[str]:
     """What serves a primitive, by whose decision or at what cost, and what would serve it otherwise."""
-    working = [each for each in diagnosis.examined if each.primitive == choice.primitive and not each.reasons]
-    costs = {each.implementation: f"{each.cost:g} {each.cost_source.partition(' ')[0]}" for each in working}
-    others = [f"{name} ({costs[name]})" for name in choice.ranking if name in costs and name != choice.chosen]
-    why = f"forced by {choice.control}" if choice.forced else f"cost {costs.get(choice.chosen or '', 'unknown')}"
-    return [choice.primitive, choice.chosen or "NOTHING", why, others[0] if others else "none works here"]
+    examined = [each for each in diagnosis.examined if each.primitive == choice.primitive]
+    costs = {each.implementation: f"{each.cost:g} {each.cost_source.partition(' ')[0]}" for each in examined}
+    partly = {each.implementation for each in examined if each.partly}
+    working = partly | {each.implementation for each in examined if not each.reasons}
+    others = [f"{name} ({costs[name]})" for name in choice.ranking if name in working and name != choice.chosen]
+    why = f"forced by {choice.control}" if choice.forced else f"cost {costs[choice.chosen]}" if choice.chosen else ""
+    why += ", for some requests" if choice.chosen in partly else ""
+    return [choice.primitive, choice.chosen or "NOTHING", why, others[0] if others else ""]
 
 
 def _implementations(diagnosis: Diagnosis) -> Iterator[RenderableType]:
@@ -123,7 +131,8 @@ def _implementations(diagnosis: Diagnosis) -> Iterator[RenderableType]:
             [
                 each.implementation,
                 f"{each.cost:g} {each.cost_source.partition(' ')[0]}",
-                ("; ".join(map(str, each.reasons)) or "works")
+                ("for some requests; " if each.partly else "")
+                + ("; ".join(map(str, each.reasons)) or "works")
                 + (f" ({each.probe.stage}, {each.probe.seconds * 1e3:.0f} ms)" if each.probe else ""),
             ]
             for each in found

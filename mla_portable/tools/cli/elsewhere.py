@@ -11,9 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from mla_portable.tools.cli.matrix import read
+from mla_portable.tools.cli.options import check_known
 
 if TYPE_CHECKING:
     from mla_portable.attention import RouteDecision
@@ -40,13 +39,13 @@ def find_profile(name: str, records: Path | None = None) -> Elsewhere | None:
     try:
         torch.device(name)
     except RuntimeError:
+        profiles = all_profiles(records)
         try:
-            return Elsewhere(profile_named(name, all_profiles(records)), records)
+            return Elsewhere(profile_named(name, profiles), records)
         except RecordError as error:
-            if error.where != f"device {name!r}":
-                raise
-            types = ", ".join(known_types())
-            raise typer.BadParameter(f"{error}; or a device of this machine, {types}", param_hint="--device") from None
+            if error.where == f"device {name!r}":
+                check_known(name, profiles, shown={*known_types(), *profiles}, param_hint="--device")
+            raise
     return None
 
 
@@ -105,5 +104,5 @@ class Elsewhere:
         """What a person has to know before anything else."""
         here = any(map(self.profile.matches, gpu_names()))
         head = f"{self.profile.name} (profile {self.profile.slug}){'' if here else ' is not here'}"
-        head += ": declarations only, nothing was checked or probed"
+        head += ": nothing was checked or probed; costs are recorded times where there are any"
         return head + ("; --device with torch's name of it examines the one that is here" if here else "")

@@ -110,6 +110,7 @@ def explain(
         Path | None,
         typer.Option("--records", metavar="DIR", help="Profiles and evidence in DIR, for a device that is not here."),
     ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Of a route: every candidate for each of its parts.")] = False,
     as_json: JsonOption = False,
     *,
     options: dict[str, Any],
@@ -144,11 +145,11 @@ def explain(
                 }
             )
         else:
-            output.show(*_for_a_person(decision, elsewhere))
+            output.show(*_for_a_person(decision, elsewhere, every=every))
         raise typer.Exit(EXIT_OK if served else EXIT_FAILED)
 
 
-def _for_a_person(decision: Decision | RouteDecision, elsewhere: Elsewhere | None) -> Iterator[RenderableType]:
+def _for_a_person(decision: Decision | RouteDecision, elsewhere: Elsewhere | None, *, every: bool) -> Iterator[RenderableType]:
     from mla_portable.contracts import Decision
     from mla_portable.registry.tuned import table_path
 
@@ -162,7 +163,7 @@ def _for_a_person(decision: Decision | RouteDecision, elsewhere: Elsewhere | Non
             yield hanging("tuned", f"{' '.join(f'{name}={value}' for name, value in tuned.items())} ({table_path()})")
         yield from cost_lines([decision])
     else:
-        yield from route_lines(decision, state)
+        yield from route_lines(decision, state, every=every)
         yield from cost_lines(part.decision for each in decision.verdicts for part in each.parts)
         yield _ROUTE_REMARK
 
@@ -243,11 +244,11 @@ def _share_heads(name: str, given: dict[str, Any]) -> None:
     if ranks is None:
         return
     if name.startswith("indexer"):
-        raise typer.BadParameter("every rank has all heads of the indexer", param_hint="--tp")
+        raise typer.BadParameter("does not apply to the indexer: every rank has all of its heads", param_hint="--tp")
     if "num_heads" in given:
         raise typer.BadParameter("says the same as --heads; give one of them", param_hint="--tp")
     if _ALL_HEADS % ranks:
-        raise typer.BadParameter(f"got {ranks}, expected a divisor of {_ALL_HEADS} heads", param_hint="--tp")
+        raise typer.BadParameter(f"must be a divisor of {_ALL_HEADS} heads (got {ranks})", param_hint="--tp")
     given["num_heads"] = _ALL_HEADS // ranks
 
 

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from mla_portable.tools.cli.options import (
@@ -18,12 +18,13 @@ from mla_portable.tools.cli.options import (
     JsonOption,
     OutOption,
     WhoOption,
+    check_known,
+    check_writable,
     numbers,
-    primitive_named,
     resolve_device,
     with_options,
 )
-from mla_portable.tools.cli.output import EXIT_FAILED, Fitting, Output, columns, command, hanging
+from mla_portable.tools.cli.output import EXIT_FAILED, Output, columns, command, digits, hanging
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +53,12 @@ _CASES = {
 CheckRowsOption = Annotated[int, typer.Option("--check-rows", min=1, help="Attention rows that the oracle judges.")]
 
 
-def _primitives(options: dict[str, Any]) -> list[Primitive]:
-    return [primitive_named(name, param_hint="--primitive") for name in options.get("primitive", ())]
+def _primitives(options: dict[str, Any], among: Collection[Primitive]) -> list[Primitive]:
+    """Those that `--primitive` names. Raises: typer.BadParameter for one that is not `among` these."""
+    named = {str(each): each for each in among}
+    for name in options.get("primitive", ()):
+        check_known(name, named, param_hint="--primitive")
+    return [named[name] for name in options.get("primitive", ())]
 
 
 def _sizes(options: dict[str, Any], where: torch.device) -> dict[str, Any]:
@@ -96,6 +101,7 @@ def kernels(
     out: OutOption = None,
     who: WhoOption = None,
     commit: CommitOption = None,
+    every: Annotated[bool, typer.Option("--all", help="Say why candidates were skipped.")] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw time over rows, with matplotlib; .svg, .png or .pdf.")
     ] = None,
@@ -104,17 +110,22 @@ def kernels(
     with command(as_json=as_json) as output:
         where = resolve_device(device)
         from mla_portable.dispatch import current_registry
-        from mla_portable.problems.bench import kernel_cases
+        from mla_portable.problems.bench import kernel_cases, timed_primitives
         from mla_portable.tools.bench.kernel_records import kernel_lines, kernel_run, times_of
         from mla_portable.tools.bench.kernels import time_kernels
         from mla_portable.tools.bench.offers import Brought, load_baselines
         from mla_portable.tools.recording import recorder
 
         if out is not None and scale_format != "pow2":
-            raise typer.BadParameter("the file of a run holds times of pow2 scales alone", param_hint="--scale-format")
+            raise typer.BadParameter(
+                "must be pow2 beside --out: runs have no other times", param_hint="--scale-format"
+            )
+        for path, option in ((out, "--out"), (plot, "--plot")):
+            if path is not None:
+                check_writable(path, param_hint=option)
         cpu = where.type == "cpu"
         cases = kernel_cases(
-            _primitives(options),
+            _primitives(options, timed_primitives()),
             rows=numbers(options.get("rows", "1,16" if cpu else None), "--rows"),
             widths=numbers(width, "--width") or ((1024,) if cpu else None),
             overlaps=numbers(overlap, "--overlap") or (0,),
@@ -145,14 +156,13 @@ def kernels(
         if plot is not None:
             from mla_portable.tools.bench.plot import lines_of_report, plot_lines
 
-            plot.parent.mkdir(parents=True, exist_ok=True)
             plot_lines(lines_of_report(report), plot, title=report.facts.name)
             output.note(f"drawn: {plot}")
         if as_json:
             found = {"run": kernel_run(report), "lines": kernel_lines(report), "refused": _refused(report)}
             output.document({"command": "bench kernels", "ok": report.ok, **found})
         else:
-            _show(output, report)
+            _show(output, report, every=every)
         if not report.ok:
             raise typer.Exit(EXIT_FAILED)
 
@@ -187,12 +197,17 @@ def tune(
         path = out or table_path()
         if path is None:
             expected = "a file to write to, for neither XDG_CONFIG_HOME nor HOME is set"
-            raise InvalidArgument("tune", "--out", got="none", expected=expected)
-        read_table(path)  # a file that is no table is refused before the work, not after it
+            raise InvalidArgument("tune", "out", got="none", expected=expected)
+        check_writable(path, param_hint="--out")
+        read_table(path)  # what is no table is refused before the work, too
+        brought = load_tunables()
+        for name, why in brought.failures:
+            output.note(f"nothing to tune from the plugin {name}: {why}")
+        tunable = {each.primitive for each in brought.found} or {SPARSE_DECODE, SPARSE_PREFILL}
         cpu, rows = where.type == "cpu", numbers(options.get("rows"), "--rows")
         cases = [
             case
-            for each in _primitives(options) or (SPARSE_DECODE, SPARSE_PREFILL)
+            for each in _primitives(options, tunable) or (SPARSE_DECODE, SPARSE_PREFILL)
             for case in kernel_cases(
                 [each],
                 rows=rows or ((4,) if cpu else _DECODE_ROWS if each is SPARSE_DECODE else _PREFILL_ROWS),
@@ -200,9 +215,6 @@ def tune(
                 **_sizes(options, where),
             )
         ]
-        brought = load_tunables()
-        for name, why in brought.failures:
-            output.note(f"nothing to tune from the plugin {name}: {why}")
         with output.progress() as advance:
             results = run(
                 cases,
@@ -242,12 +254,16 @@ def _tuned_row(result: TuneResult) -> list[str]:
         "" if gain is None else f"{gain:.2f} x",
         str(len(result.attempts)),
         str(sum(bool(attempt.why) for attempt in result.attempts)),
-        "none" if best is None else f"{_words(best)}; {', '.join(f'{rows}: {us:.1f}' for rows, us in sorted(best.us.items()))}",
+        "none" if best is None else f"{_words(best)}; {_by_rows(best)}",
     ]
 
 
 def _words(attempt: Attempt) -> str:
     return " ".join(f"{name}={value}" for name, value in attempt.configuration.items())
+
+
+def _by_rows(attempt: Attempt) -> str:
+    return ", ".join(f"{rows}: {digits(us)}" for rows, us in sorted(attempt.us.items()))
 
 
 def _refused(report: KernelReport) -> dict[str, list[str]]:
@@ -262,7 +278,7 @@ def _refused(report: KernelReport) -> dict[str, list[str]]:
     return {name: list(reasons) for name, reasons in found.items()}
 
 
-def _show(output: Output, report: KernelReport) -> None:
+def _show(output: Output, report: KernelReport, *, every: bool) -> None:
     copied, multiplied = report.ceilings.bytes_per_second / 1e12, report.ceilings.flops_per_second / 1e12
     clocks = ", ".join(f"{name} {value:g}" for name, value in report.machine.clocks.items())
     output.show(
@@ -274,43 +290,32 @@ def _show(output: Output, report: KernelReport) -> None:
     for each in report.cases:
         groups.setdefault(f"{each.case.primitive} {each.case.kv_layout or ''}".strip(), []).append(each)
     for title, cases in groups.items():
-        output.show("", Text(f"{title}: microseconds (speed-up over best baseline)", "bold"), _table(cases))
+        output.show("", Text(f"{title}: microseconds, speed-up over the best baseline", "bold"), _times(cases))
     skipped = _refused(report)
-    output.show(
-        *(
-            hanging("skipped", shorten(f"{name}: {'; '.join(reasons)}", 150, placeholder=" ... (--json has all)"))
-            for name, reasons in skipped.items()
-        )
-    )
+    if skipped and not every:
+        names = dict.fromkeys(name.partition(" / ")[0] for name in skipped)
+        output.show(hanging("skipped", f"{', '.join(names)}, for some primitives or all; --all says why"))
+    output.show(*(hanging("skipped", f"{name}: {'; '.join(reasons)}") for name, reasons in skipped.items() if every))
     remarks = {each.name: each.remark for case in report.cases for each in case.times if each.remark}
     output.show(*(hanging("baseline", f"{name}: {remark}") for name, remark in remarks.items()))
     output.show(*(Text(f"WRONG     {line}", "bold red") for line in report.defects()))
 
 
-def _table(cases: list[CaseTimes]) -> RenderableType:
-    """Ours first, with the best baseline's time over theirs in brackets, then baselines.
-
-    Where that is too wide, a list for each case, the fastest candidate first.
-    """
-    is_baseline = {each.name: each.implementation is None for case in cases for each in case.times}
-    names = sorted(is_baseline, key=lambda name: is_baseline[name])
+def _times(cases: list[CaseTimes]) -> RenderableType:
+    """A row for each candidate of each case, the fastest first; for ours the best baseline's time over its own."""
     rows: list[list[str]] = []
     for case in cases:
-        cells = {each.name: _cell(case, each) for each in case.times}
-        rows.append([case.case.shape, f"{case.bound_us:.1f}", *(cells.get(name, "") for name in names)])
-    headings = ["case", "roofline bound", *names]
-    table = columns(headings, rows, numbers=headings[1:])
-    return Fitting(table, Group(*(_list(case) for case in cases)))
+        rows.append([case.case.shape, "roofline bound", digits(case.bound_us), ""])
+        times = sorted(case.times, key=lambda each: math.inf if each.median_us is None else each.median_us)
+        rows += [["", each.name, _time(each), _lead(case.lead_of(each))] for each in times]
+    return columns(["case", "", "us", "speed-up"], rows, numbers=["us", "speed-up"])
 
 
-def _list(case: CaseTimes) -> RenderableType:
-    times = sorted(case.times, key=lambda each: math.inf if each.median_us is None else each.median_us)
-    rows = [("roofline bound", f"{case.bound_us:.1f}"), *((each.name, _cell(case, each)) for each in times)]
-    return columns([case.case.shape, ""], rows)
-
-
-def _cell(case: CaseTimes, each: KernelTime) -> str:
+def _time(each: KernelTime) -> str:
     if each.median_us is None:
         return "failed" if each.failure else "wrong"
-    lead = case.lead_of(each)
-    return f"{each.median_us:.1f}" + ("" if lead is None else f" ({lead:.2f})")
+    return digits(each.median_us)
+
+
+def _lead(lead: float | None) -> str:
+    return "" if lead is None else f"{lead:.2f}"

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from inspect import Parameter, signature
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
@@ -68,7 +69,7 @@ def resolve_device(text: str | None) -> torch.device:
     device = resolve(text or registry.default_device())
     where = accelerator(device)
     if where.is_host and device.index:
-        raise typer.BadParameter(f"got {text!r}; there is one CPU device, cpu", param_hint="--device")
+        raise typer.BadParameter(f"must be cpu, the one CPU device (got {text!r})", param_hint="--device")
     where.make_current()
     return where.device
 
@@ -91,12 +92,39 @@ def check_name(kind: Literal["primitive", "backend", "layout"], text: str, *, pa
         "layout": set(matrix.layouts),
         "backend": implementations | plugins | {"auto"},
     }[kind]
-    if text not in known:
-        near = get_close_matches(text, known, n=1)
-        question = f" Did you mean {near[0]!r}?" if near else ""
-        listed = ", ".join(sorted(plugins if kind == "backend" else known))
-        variant = ", or one of its implementations (see `mla-portable doctor --all`)" if kind == "backend" else ""
-        raise typer.BadParameter(f"got {text!r}.{question} Expected one of {listed}{variant}.", param_hint=param_hint)
+    variant = ", or one of its implementations (see `mla-portable doctor --all`)" if kind == "backend" else ""
+    check_known(text, known, param_hint=param_hint, shown=plugins if kind == "backend" else known, others=variant)
+
+
+def check_known(
+    text: str, known: Collection[str], *, param_hint: str, shown: Collection[str] | None = None, others: str = ""
+) -> None:
+    """Refuse a name that is not among those that are `known`, and offer the one most like it.
+
+    Args:
+        shown: the names to list, where those are not all of the known ones. others: words on the names that are not listed.
+    Raises: typer.BadParameter.
+    """
+    if text in known:
+        return
+    near = [name for name in sorted(known) if name.startswith(text)] or get_close_matches(text, known, n=1)
+    question = f". Did you mean {near[0]!r}?" if near else ""
+    listed = ", ".join(sorted(known if shown is None else shown))
+    raise typer.BadParameter(f"must be one of {listed}{others} (got {text!r}){question}", param_hint=param_hint)
+
+
+def check_writable(path: Path, *, param_hint: str) -> None:
+    """Refuse a file that cannot be written, before the work whose result goes there. Its folder is made.
+
+    Raises: typer.BadParameter.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("r+") if path.exists() else TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        why = f"{type(error).__name__}: {error.strerror}"
+        raise typer.BadParameter(f"must be a file that can be written (got {path}: {why})", param_hint=param_hint) from error
 
 
 def primitive_named(text: str, *, param_hint: str) -> Primitive:
@@ -106,12 +134,8 @@ def primitive_named(text: str, *, param_hint: str) -> Primitive:
     from mla_portable.dispatch import current_registry
 
     current_registry()  # loads the plugins, which may bring primitives
-    try:
-        return Primitive.named(text)
-    except ValueError as error:
-        raise typer.BadParameter(
-            f"got {text!r}, expected one of {', '.join(Primitive.all())}", param_hint=param_hint
-        ) from error
+    check_known(text, Primitive.all(), param_hint=param_hint)
+    return Primitive.named(text)
 
 
 def numbers(text: str | None, option: str) -> tuple[int, ...] | None:
@@ -121,7 +145,7 @@ def numbers(text: str | None, option: str) -> tuple[int, ...] | None:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError as error:
-        raise typer.BadParameter(f"got {text!r}, expected numbers such as 16,32", param_hint=option) from error
+        raise typer.BadParameter(f"must be numbers such as 16,32 (got {text!r})", param_hint=option) from error
 
 
 def with_options(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

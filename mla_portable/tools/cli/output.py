@@ -9,25 +9,19 @@ import json
 import math
 import os
 import sys
-import traceback
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from math import floor, log10
+from typing import Any, TextIO, cast
 
 import typer
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
-
-from mla_portable.errors import InvalidArgument, MLAPortableError
-
-if TYPE_CHECKING:
-    from mla_portable.contracts import Reason
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -37,9 +31,6 @@ EXIT_USAGE = 2
 
 _PIPE_WIDTH = 200
 """Columns where stdout is no terminal and COLUMNS is not set: a table in a log should not be folded at 80."""
-_ANY_WIDTH = 100_000
-"""Columns to measure a rendering in."""
-
 Advance = Callable[[str, int, int], None]
 """Progress of long work: (what is being done, steps done, steps in all)."""
 
@@ -113,31 +104,16 @@ class Output:
 
 @contextlib.contextmanager
 def command(*, as_json: bool, doing: str = "loading torch and plugins") -> Generator[Output]:
-    """The frame of every command: keeps stdout for results, and turns typed failures into a message and an exit code.
+    """The frame of every command: keeps stdout for results. Until there is one, a terminal sees what it is `doing`.
 
-    Until there is something to show, a terminal sees what it is `doing`.
-
-    Whatever else writes to stdout, from Python or through file descriptor 1, goes to stderr. Imports no torch.
-
-    Raises: typer.Exit with 2 for an argument that breaks a contract or names no backend, with 1 for every other failure
-    of mla_portable. Anything else is a defect: under `as_json` it becomes a document, its traceback goes to stderr.
+    Whatever else writes to stdout, from Python or through file descriptor 1, goes to stderr. Imports no torch. What a command
+    raises goes to `failures.Commands`.
     """
     with _results_alone(redirect=as_json) as stream:
         output = Output(as_json=as_json, stream=stream)
         output.busy(doing)
         try:
             yield output
-        except (typer.Exit, typer.BadParameter, SystemExit, KeyboardInterrupt):
-            raise
-        except MLAPortableError as error:
-            _failure(output, error)
-            raise typer.Exit(EXIT_USAGE if isinstance(error, InvalidArgument) else EXIT_FAILED) from error
-        except BaseException as error:  # a panic of an extension module is no Exception
-            if not as_json:
-                raise
-            output.note(_printable(traceback.format_exc()))
-            _failure(output, error)
-            raise typer.Exit(EXIT_FAILED) from error
         finally:
             output.rest()
 
@@ -173,18 +149,6 @@ def _results_alone(*, redirect: bool) -> Generator[TextIO]:
                 stream.close()
 
 
-def _printable(text: str) -> str:
-    from mla_portable.contracts.values import printable
-
-    return printable(text)
-
-
-def _failure(output: Output, error: BaseException) -> None:
-    output.note(_printable(f"{type(error).__name__}: {error}"))
-    if output.as_json:
-        output.document({"ok": False, "error": {"type": type(error).__name__, "message": str(error)}})
-
-
 def hanging(label: str, text: str) -> RenderableType:
     """A label and a text whose further lines stand below its first."""
     result = Table.grid(padding=(0, 2, 0, 0))
@@ -205,20 +169,9 @@ def columns(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: 
     return Padding.indent(result, 2)
 
 
-class Fitting:
-    """One rendering where it fits the width that there is, else another."""
-
-    def __init__(self, wide: RenderableType, narrow: RenderableType) -> None:
-        self._wide, self._narrow = wide, narrow
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        needed = Measurement.get(console, options.update(max_width=_ANY_WIDTH), self._wide).maximum
-        yield self._wide if needed <= options.max_width else self._narrow
-
-
-def for_other_devices(reasons: Iterable[Reason]) -> bool:
-    """A candidate is declared for other vendors or kinds of device, so that nothing else about it matters here."""
-    return any(reason.subject in ("device type", "vendor") for reason in reasons)
+def digits(value: float) -> str:
+    """Three digits; more where the whole part has more, none beyond the third decimal."""
+    return f"{value:.{max(0, min(3, 2 - floor(log10(value)) if value > 0 else 0))}f}"
 
 
 def plain(value: object) -> Any:
@@ -239,6 +192,4 @@ def plain(value: object) -> Any:
 
 
 def _console(stream: TextIO) -> Console:
-    if stream.isatty() or os.environ.get("COLUMNS", "").isdigit():
-        return Console(file=stream)
-    return Console(file=stream, width=_PIPE_WIDTH)
+    return Console(file=stream, width=None if stream.isatty() or os.environ.get("COLUMNS") else _PIPE_WIDTH)

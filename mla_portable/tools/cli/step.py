@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from mla_portable.tools.cli.options import DeviceOption, JsonOption, check_name, resolve_device, with_options
-from mla_portable.tools.cli.output import EXIT_FAILED, columns, command, for_other_devices, hanging
+from mla_portable.tools.cli.output import EXIT_FAILED, columns, command, digits, hanging
 
 if TYPE_CHECKING:
     from mla_portable.contracts import Decision, Verdict
@@ -82,8 +82,8 @@ def run(
 ) -> None:
     """Run a DeepSeek-V3.2-shaped step (mixed prefill and decode, paged cache) on the best implementations found here.
 
-    Every primitive from cache write on is checked against a float64 oracle and timed, those that the chosen route does
-    without included.
+    The step's output is checked against a float64 oracle. Then every primitive is checked and timed at the step's sizes, those
+    that the chosen route does without included.
     Exit code 1 when an error is beyond its tolerance or nothing can serve the step.
     """
     with command(as_json=as_json) as output:
@@ -92,7 +92,7 @@ def run(
             check_name("layout", options["kv_layout"], param_hint="--kv-layout")
         where = resolve_device(device)
         from mla_portable.dispatch import current_registry
-        from mla_portable.tools.bench.inputs import default_shape
+        from mla_portable.problems.step import default_shape
         from mla_portable.tools.bench.step import run_step
 
         with output.progress() as advance:
@@ -130,11 +130,11 @@ def _forced(words: list[str] | None) -> str | dict[str, str] | None:
         primitive, _, name = word.partition("=")
         if not primitive or not name:
             raise typer.BadParameter(
-                f"got {word!r} beside others, expected PRIMITIVE=NAME: one name for everything stands alone",
+                f"must be PRIMITIVE=NAME where it is repeated (got {word!r}): one name for everything stands alone",
                 param_hint="--backend",
             )
         if primitive in by_primitive:
-            raise typer.BadParameter(f"{primitive} is given twice", param_hint="--backend")
+            raise typer.BadParameter(f"names {primitive} twice", param_hint="--backend")
         check_name("primitive", primitive, param_hint="--backend")
         check_name("backend", name, param_hint="--backend")
         by_primitive[primitive] = name
@@ -160,16 +160,16 @@ def _for_a_person(report: StepReport, *, every: bool) -> Iterator[RenderableType
     ]
     parts.append(("the whole step", "", report.findings, report.forward))
     parts.append(("planning the step", "", (), report.plan))
-    rows = [[name, served, _worst(found), f"{time.median_ms:.4f}" if time else ""] for name, served, found, time in parts]
+    rows = [[name, served, _worst(found), digits(time.median_ms) if time else ""] for name, served, found, time in parts]
     yield ""
     yield columns(["primitive", "served by", "worst error / tolerance", "median ms"], rows, numbers=["median ms"])
     yield ""
     if every:
         yield from _details(report)
     if any(not part.on_route for part in report.primitives):
-        yield f"* not used by the route {report.route}; measured anyway"
+        yield f"* not part of the route {report.route}; measured anyway"
     cold = ", cold cache" if report.forward.cold_l2 else ""
-    yield f"Times: {report.forward.clock}{cold}. Errors: against float64 on the CPU."
+    yield f"Times: {report.forward.clock}{cold}. Errors: against float64 on the CPU, {report.checked} of the step."
     yield Text("All errors are within their tolerances.", "green") if report.ok else Text("WRONG:", "bold red")
     yield from (f"  {line}" for line in report.failures())
 
@@ -180,10 +180,11 @@ def _details(report: StepReport) -> Iterator[RenderableType]:
         yield Text(part.name, "bold")
         yield hanging("why", f"{_why(part.decision)}; {_why_not_another(part.decision)}")
         yield hanging("shape", part.shape)
-        yield hanging("errors", f"{', '.join(map(_judged, part.findings))}; judged: {part.checked}")
+        yield hanging("errors", ", ".join(map(_judged, part.findings)))
         if part.timing is not None:
             t = part.timing
-            yield hanging("times", f"median {t.median_ms:.4f} ms, p10 {t.p10_ms:.4f}, p90 {t.p90_ms:.4f}, n {t.n}")
+            median, p10, p90 = map(digits, (t.median_ms, t.p10_ms, t.p90_ms))
+            yield hanging("times", f"median {median} ms, p10 {p10}, p90 {p90}, n {t.n}")
     yield ""
 
 
@@ -198,7 +199,7 @@ def _why_not_another(decision: Decision) -> str:
     others = sorted((v for v in decision.verdicts if v.implementation != decision.chosen), key=lambda v: not v.passed_over)
     if decision.chosen is None:
         return "; ".join(map(_judgement, others)) or "no installed plugin offers it"
-    others = [v for v in others if not for_other_devices(v.reasons)]
+    others = [v for v in others if v.fits_device]
     return f"next best is {_judgement(others[0])}" if others else "there is no other candidate for this device"
 
 

@@ -14,6 +14,7 @@ from mla_portable.tools.cli.output import columns, hanging
 
 if TYPE_CHECKING:
     from mla_portable.attention import RouteDecision, RouteVerdict
+    from mla_portable.attention.route_decision import RoutePart
     from mla_portable.contracts import Decision, Verdict
 
 State = Callable[["Decision", str], "str | None"]
@@ -22,20 +23,25 @@ _TIMES: Final = ", us by rows "
 """In the source of a measured cost, before its times."""
 
 
-def decision_lines(decision: Decision, state: State | None = None) -> Iterator[RenderableType]:
-    """One primitive: what is chosen, what was asked, a row for each candidate. state: of a device that is not here."""
+def decision_lines(decision: Decision, state: State | None = None, *, part: str = "") -> Iterator[RenderableType]:
+    """One primitive: what is chosen, what was asked, a row for each candidate.
+
+    Args:
+        state: of a device that is not here. part: of a route, that the primitive plays.
+    """
     request = decision.request
+    subject = f"{part} ({request.primitive})" if part else str(request.primitive)
     if decision.chosen:
         verb = "would be tried first" if state else f"by {decision.control}" if decision.forced else "chosen"
-        yield Text(f"{request.primitive}: ").append(decision.chosen, "bold green").append(f" ({verb})")
+        yield Text(f"{subject}: ").append(decision.chosen, "bold green").append(f" ({verb})")
     else:
         yield Text(decision.failure_text().partition("\n")[0], "bold red")
     yield hanging("asked", str(request))
-    shown = [verdict for verdict in decision.verdicts if not _of_another_vendor(verdict)]
+    shown = [verdict for verdict in decision.verdicts if not verdict.for_another_vendor]
     if shown:
         rows = [[v.implementation, f"{v.cost:g} {v.cost_source.partition(' ')[0]}", _words(decision, v, state)] for v in shown]
         yield columns(["implementation", "cost", "verdict; us by rows" if any(v.measured for v in shown) else "verdict"], rows)
-    others = Counter(v.implementation.partition(".")[0] for v in decision.verdicts if _of_another_vendor(v))
+    others = Counter(v.implementation.partition(".")[0] for v in decision.verdicts if v.for_another_vendor)
     if others:
         counts = ", ".join(f"{count} of {backend}" for backend, count in others.items())
         yield hanging("others", f"{counts}: for other vendors' devices")
@@ -48,15 +54,11 @@ def decision_lines(decision: Decision, state: State | None = None) -> Iterator[R
 
 def cost_lines(decisions: Iterable[Decision]) -> Iterator[RenderableType]:
     """What the costs mean that occur."""
-    measured = {verdict.measured for each in decisions for verdict in each.verdicts if not _of_another_vendor(verdict)}
+    measured = {verdict.measured for each in decisions for verdict in each.verdicts if not verdict.for_another_vendor}
     if True in measured:
         yield Text("cost measured: 10 is the fastest time on record for that device and size, 20 is twice as slow", "dim")
     if False in measured:
         yield Text("cost declared: the author's estimate; behind all that were timed", "dim")
-
-
-def _of_another_vendor(verdict: Verdict) -> bool:
-    return any(reason.subject == "vendor" for reason in verdict.reasons)
 
 
 def _words(decision: Decision, verdict: Verdict, state: State | None) -> str:
@@ -68,8 +70,12 @@ def _words(decision: Decision, verdict: Verdict, state: State | None) -> str:
     return "; ".join(filter(None, (words, f"matrix: {where}" if where else "", times)))
 
 
-def route_lines(decision: RouteDecision, state: State | None = None) -> Iterator[RenderableType]:
-    """How a layer composes the primitives: a row for each route, then what serves the chosen one's primitives."""
+def route_lines(decision: RouteDecision, state: State | None = None, *, every: bool = False) -> Iterator[RenderableType]:
+    """How a layer composes the primitives: the routes, then what serves each part of the chosen one, and why.
+
+    Args:
+        every: show all candidates for each part.
+    """
     from mla_portable.attention.routes import WEIGHTS_TEXT
 
     if decision.chosen is None:
@@ -86,10 +92,35 @@ def route_lines(decision: RouteDecision, state: State | None = None) -> Iterator
     rows = [[each.route, f"{each.cost:.4g}" if each.can_run else "", _made_of(each)] for each in decision.verdicts]
     yield columns(["route", "cost", "made of"], rows)
     yield ""
-    for part in {str(each.decision.request): each.decision for each in decision.verdict.parts}.values():
-        yield from decision_lines(part, state)
-        yield ""
+    yield columns(["part", "served by", "why"], [_part_row(each, state) for each in decision.verdict.parts])
+    yield ""
+    if every:
+        for part in {each.decision.request: each for each in decision.verdict.parts}.values():
+            yield from decision_lines(part.decision, state, part=part_name(part))
+            yield ""
+    else:
+        yield Text("--all shows every candidate for each part, with the reasons against it", "dim")
     yield Text(WEIGHTS_TEXT, "dim")
+
+
+def part_name(part: RoutePart) -> str:
+    """What a part of a route does, in words."""
+    return "prefill in place" if part.role == "in_place" else part.role
+
+
+def _part_row(part: RoutePart, state: State | None) -> list[str]:
+    decision = part.decision
+    chosen = next(v for v in decision.verdicts if v.implementation == decision.chosen)
+    times = chosen.cost_source.partition(_TIMES)[2].rstrip(";")
+    where = state(decision, chosen.implementation) if state else None
+    why = (
+        f"forced by {decision.control}" if decision.forced else "",
+        "the fastest on record at that size" if part.most_rows else "",
+        f"cost {chosen.cost:g} {chosen.cost_source.partition(' ')[0]}",
+        f"us by rows {times}" if times else "",
+        f"matrix: {where}" if where else "",
+    )
+    return [part_name(part), chosen.implementation, "; ".join(filter(None, why))]
 
 
 def _made_of(verdict: RouteVerdict) -> str:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs of a DeepSeek-V3.2-shaped step: decodes, then prefills, over a paged cache; the same for the same seed."""
+"""The problem of a whole DeepSeek-V3.2-shaped step: decodes, then prefills, over a paged cache; the same for the same seed.
+
+A layer walks the step on `StepInputs`. `step_cases` are the sizes at which it asks for each primitive.
+"""
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -12,7 +15,19 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Batch, InvalidArgument
-from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK, LAYOUTS, SCALE_FORMATS, layout_names
+from mla_portable.layouts import HEAD_SIZE, INDEX_FP8, KV_LORA_RANK, LAYOUTS, SCALE_FORMATS, layout_names
+from mla_portable.primitives import (
+    CACHE_WRITE,
+    CONVERT_INDICES,
+    GATHER_UPCONVERT,
+    INDEXER_SELECT,
+    MERGE_STATES,
+    QUANTIZE_PER_TENSOR,
+    SPARSE_DECODE,
+    SPARSE_PREFILL,
+    TOPK_SELECT,
+)
+from mla_portable.problems.bench import KernelCase
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -34,11 +49,15 @@ _RANGES: Final[dict[str, tuple[int, int]]] = {
     "block_size": (1, 1 << 16),
     "seed": (0, (1 << 63) - 1),
 }
-"""Field of StepShape -> least and greatest value, well beyond any model's; what fits a device is `require_room`'s question."""
+"""Field of StepShape -> least and greatest value, well beyond any model's; whether it fits a device, `step_bytes` says."""
 _CACHES = 3
 """Copies of the cache that are alive at once: the step's own, one to write, one to compare with."""
 _LATENT_BYTES = HEAD_SIZE * (4 + 2 + 2)
 """A new token's latent as drawn, as bf16 and in its two parts."""
+_INDEX_HEADS = 64
+"""Of DeepSeek-V3.2's indexer."""
+_FEW = 8
+"""Decode rows to try where the step has none."""
 _Q_LIKE = 4
 """Tensors of the size of q that are alive at once, outputs included."""
 
@@ -195,25 +214,35 @@ def step_bytes(shape: StepShape) -> int:
     return _CACHES * cache + latents + shape.num_tokens * (_Q_LIKE * shape.num_heads * HEAD_SIZE * 2 + 3 * shape.topk * 4)
 
 
-def require_room(shape: StepShape, memory_bytes: int) -> None:
-    """Raises: InvalidArgument, before anything is allocated, for a step that does not fit the memory of its device."""
-    needed = step_bytes(shape)
-    if memory_bytes and needed > memory_bytes:
-        raise InvalidArgument(
-            "run_step",
-            "shape",
-            got=f"a step of about {needed / 2**30:.1f} GiB",
-            expected=f"no more than the {memory_bytes / 2**30:.1f} GiB of the device",
-            remedy="Take fewer heads, requests or tokens, a shorter context, or smaller blocks.",
-        )
+def step_cases(shape: StepShape) -> Mapping[str, KernelCase]:
+    """The size of each primitive's work in a step, by the primitive's name with a remark where it appears twice.
 
-
-def host_memory() -> int:
-    """Bytes of memory of this machine, 0 where the system does not say."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return 0
+    Contexts are drawn as `make_inputs` draws them. The indexer's work is that of the decodes over the longest context.
+    """
+    contexts, query_lens = _lens(shape, np.random.default_rng(shape.seed))
+    cached = max(int((contexts + query_lens).sum()), shape.topk)
+    decodes, query_len = (shape.decodes, shape.decode_query_len) if shape.decodes else (min(_FEW, shape.num_tokens), 1)
+    prefills = slice(shape.decodes if shape.prefills else 0, shape.num_reqs)
+    layout, scale_format, heads, topk = LAYOUTS[shape.kv_layout], shape.scale_format, shape.num_heads, shape.topk
+    prefill = KernelCase(SPARSE_PREFILL, int(query_lens[prefills].sum()), layout.name, heads, topk, cached, 0, scale_format)
+    gathered = int((contexts + query_lens)[prefills].sum())
+    longest = max(shape.context, topk)
+    decode = KernelCase(SPARSE_DECODE, decodes, layout.name, heads, topk, cached, 0, scale_format, query_len)
+    cases = {
+        "cache_write": KernelCase(CACHE_WRITE, shape.num_tokens, layout.name, scale_format=scale_format),
+        "convert_indices": KernelCase(CONVERT_INDICES, shape.num_tokens, topk=topk),
+        "gather_upconvert": KernelCase(GATHER_UPCONVERT, gathered, layout.name, scale_format=scale_format),
+        "sparse_decode": decode,
+        "sparse_prefill (cache)": prefill,
+        "sparse_prefill (workspace)": replace(prefill, kv_layout=layout.workspace.name, width=max(gathered, topk)),
+        "merge_states": KernelCase(MERGE_STATES, decodes * query_len * heads),
+        "quantize_per_tensor": KernelCase(QUANTIZE_PER_TENSOR, shape.num_tokens),
+        "indexer_select": KernelCase(INDEXER_SELECT, decodes, INDEX_FP8.name, _INDEX_HEADS, topk, longest),
+        "topk_select": KernelCase(TOPK_SELECT, decodes, topk=topk, width=longest),
+    }
+    if not layout.is_quantized:
+        del cases["sparse_prefill (workspace)"]
+    return cases
 
 
 def _lens(shape: StepShape, rng: np.random.Generator) -> tuple[Ints, Ints]:
