@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,13 @@ def test_core_imports_follow_the_arrows(path: Path):
     assert not foreign, f"{part} may not import {sorted(foreign)}"
     vendors = {m for m in imported_modules(path) if m.startswith("mla_portable_")}
     assert not vendors, f"core imports a vendor: {sorted(vendors)}"
+
+
+def test_modules_of_problems_import_in_one_direction():
+    """Imports inside of functions count as well."""
+    folder = CORE / "problems"
+    graph = {f"mla_portable.problems.{path.stem}": imported_modules(path) for path in folder.glob("*.py")}
+    TopologicalSorter({name: needed & graph.keys() for name, needed in graph.items()}).prepare()  # raises where there is a circle
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
