@@ -71,7 +71,9 @@ def test_modules_of_problems_import_in_one_direction():
     """Imports inside of functions count as well."""
     folder = CORE / "problems"
     graph = {f"mla_portable.problems.{path.stem}": imported_modules(path) for path in folder.glob("*.py")}
-    TopologicalSorter({name: needed & graph.keys() for name, needed in graph.items()}).prepare()  # raises where there is a circle
+    TopologicalSorter(
+        {name: needed & graph.keys() for name, needed in graph.items()}
+    ).prepare()  # raises where there is a circle
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
