@@ -167,6 +167,8 @@ class Model:
         self, q, kv, indices, *, softmax_scale, lengths=None, attn_sink=None, out=None, lse_out=None
     ):  # fmt: skip
         self.calls += 1
+        if "knows one softmax scale" in self.faults:
+            softmax_scale = 192**-0.5
         tokens, heads, _ = q.shape
         result, lse = torch.empty(tokens, heads, 512, dtype=torch.bfloat16), torch.empty(tokens, heads)
         for token in range(tokens):

@@ -33,7 +33,7 @@ from mla_portable.primitives import (
     TOPK_SELECT,
 )
 from mla_portable.problems import Tolerance, tolerances
-from mla_portable.problems.attention import AttentionParams, DecodeParams
+from mla_portable.problems.attention_problem import AttentionParams, DecodeParams
 from mla_portable.problems.compare import close, field_of, same_bits
 from mla_portable.problems.cover import covering
 from mla_portable.problems.draw import corpus, hole_mask
@@ -109,6 +109,7 @@ FAULTS = [
     ("counts the sink in lse", BOTH, "dense sink_finite", "lse["),
     ("takes an infinite sink for none", BOTH, "dense sink_plus_inf", "out["),
     ("ignores lengths", BOTH, "lengths !promised", "got nan"),
+    ("knows one softmax scale", BOTH, "published", "lse["),
     ("lse in base 2", BOTH, "promised holes", "lse["),
     ("leaves empty rows", BOTH, "promised absent", "rows without a valid entry"),
     ("reads -1 as slot 0", BOTH, "promised absent", "got nan"),

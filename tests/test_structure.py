@@ -68,8 +68,6 @@ def test_core_imports_follow_the_arrows(path: Path):
 
 
 KNOWN_CIRCLES = {
-    frozenset({"mla_portable.problems.attention", "mla_portable.problems.attention_problem"}),
-    frozenset({"mla_portable.problems.indexer_bench", "mla_portable.problems.indexer_select"}),
     # `use` has plugins loaded, in case one of them brings the primitive that it names
     frozenset(f"mla_portable.registry{name}" for name in ("", ".policy", ".registry", ".select")),
 }

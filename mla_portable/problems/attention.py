@@ -1,30 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sparse_decode and sparse_prefill share: the oracle, the tolerances, the judge, the parameters of a case."""
+"""What sparse_decode and sparse_prefill share: the oracle, the tolerances and the judge."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DeviceFacts, Request, ScheduleKind, Support
-from mla_portable.layouts import BF16, KV_LORA_RANK, LAYOUTS
-from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.layouts import KV_LORA_RANK
 from mla_portable.problems import exact
-from mla_portable.problems.base import Params
 from mla_portable.problems.compare import Finding, Symptom, Tolerance, close, cosine, limit_of
-from mla_portable.problems.draw import MIXED
-from mla_portable.problems.shapes import layout_of_storage, workspace_of
-from mla_portable.problems.stage import Problem
 
 SOFTMAX_SCALE: Final = 192**-0.5
 """That of DeepSeek-V3's 128 + 64 wide queries, which absorbed weights do not change."""
-INFINITE: Final = "infinite sinks"
 _NEAR: Final = 2e-2
 """How well a wrong lse must fit an explanation, relative."""
 
@@ -209,134 +201,3 @@ def _zero(quantity: str, out: Tensor, absent: Tensor, rows: Tensor | None) -> Fi
         symptom = "out holds NaN or inf (inputs that do not count hold NaN)"
     message = f"{quantity}: got {out[where].item()}, expected 0; {count} elements are not 0"
     return Finding(quantity, count, 0, message, symptom, _row(where, rows))
-
-
-# -------------------------------------------------------------------------------------------------------- parameters
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionParams(Params):
-    """One attention call.
-
-    Attributes:
-        kv: a layout (paged), or `workspace_of` one (flat rows). scale_format: of an FP8 cache.
-        heads, topk, block_size, query_len: H, K, tokens a block (None for a workspace), S (None for prefill).
-        rows: query rows, B * S or T.
-        pattern: where indices are invalid (`draw.PATTERNS`), MIXED for a probe.
-        sink: "none", "finite"; "minus_inf" and "plus_inf" give heads -inf, +inf and finite sinks in turn, starting
-            with that one.
-        lengths: pass them; 0, K and values outside of [0, K] among them.
-        inputs, outputs: "packed" or "views" into larger memory; outputs also "fresh", allocated by the callee.
-        blocks: "packed"; "strided", further apart than they are long; "pair", so, and a cache of two blocks only; "address", a
-            cache of more than 2**31 elements.
-        size: magnitudes of queries and tokens (`draw.SIZES`).
-        schedule: the kind to pass, None for no schedule.
-        with_lse: it is asked for.
-        promised: indices are clean, as the request then says; what is absent is -1, past a length as well.
-    """
-
-    says = (
-        "{kv}! {scale_format} h{heads}! k{topk}! b{block_size} s{query_len} {pattern}! t{unusual_rows} sink_{sink} "
-        "lengths{lengths} in{inputs} out_{outputs} {blocks} {size} scheduled{scheduled} promised{promised}"
-    )
-    asks = (
-        "kv_layout=kv num_heads=heads topk block_size query_len rows scale_format lse=with_lse attn_sink=sink lengths "
-        "clean_indices=promised"
-    )
-    softmax_scale: ClassVar[float] = SOFTMAX_SCALE
-    kv: str
-    scale_format: str | None
-    heads: int
-    topk: int
-    block_size: int | None
-    query_len: int | None
-    rows: int
-    pattern: str = "dense"
-    sink: str = "none"
-    lengths: bool = False
-    inputs: str = "packed"
-    outputs: str = "fresh"
-    blocks: str = "packed"
-    size: str = "plain"
-    schedule: ScheduleKind | None = None
-    with_lse: bool = True
-    promised: bool = False
-
-    @property
-    def kv_layout(self) -> str:
-        """The layout of the rows that are read."""
-        return layout_of_storage(self.kv)
-
-    @property
-    def unusual_rows(self) -> int | None:
-        """The rows where their number is worth a word of the id."""
-        return self.rows if self.rows == 0 or self.rows > 4 else None
-
-    @property
-    def scheduled(self) -> bool:
-        return self.schedule is not None
-
-    @property
-    def storage_name(self) -> str:
-        """What the tolerance table calls it."""
-        return self.scale_format or "bf16"
-
-    def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
-        """See Params."""
-        from mla_portable.problems.attention_problem import build_attention
-
-        return build_attention(self, seed, device, facts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeParams(AttentionParams):
-    """sparse_decode."""
-
-    primitive = SPARSE_DECODE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillParams(AttentionParams):
-    """sparse_prefill."""
-
-    primitive = SPARSE_PREFILL
-
-
-# ------------------------------------------------------------------------------------------------------- of the probe
-
-
-def attention_variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:
-    """What to try: a plain call, every feature at once, sinks without bounds, and the call that `SparseMLAAttention` binds."""
-    plain = request.but(lse=support.lse)
-    yield "holes", plain
-    features = {"lengths": support.lengths, "sink": support.attn_sink}
-    if any(features.values()):
-        asked = plain.but(lengths=support.lengths, attn_sink=support.attn_sink)
-        yield " and ".join(word for word, on in features.items() if on), asked
-        if support.attn_sink:
-            yield INFINITE, asked
-    yield "promises", request.but(lengths=support.lengths, clean_indices=True, clean_lengths=support.lengths)
-
-
-def attention_of_request(request: Request, name: str) -> AttentionParams:
-    """A call of the request's sizes and features, with outputs given; a name of INFINITE asks for infinite sinks."""
-    decode = request.primitive is SPARSE_DECODE
-    layout = LAYOUTS[request.kv_layout or BF16.name]
-    flat = not decode and not layout.is_quantized
-    heads = request.num_heads or 1
-    infinite = name == INFINITE or (heads >= 3 and name.startswith("request"))
-    return (DecodeParams if decode else PrefillParams)(
-        kv=workspace_of(layout.name) if flat else layout.name,
-        scale_format=(request.scale_format or "amax") if layout.is_quantized else None,
-        heads=heads,
-        topk=request.topk or 1,
-        block_size=None if flat else request.block_size or 16,
-        query_len=(request.query_len or 1) if decode else None,
-        rows=request.rows or 4,
-        pattern=MIXED,
-        sink=("plus_inf" if infinite else "finite") if request.attn_sink else "none",
-        lengths=request.lengths,
-        outputs="packed",
-        with_lse=request.lse,
-        promised=request.clean_indices,
-    )

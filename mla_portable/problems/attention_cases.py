@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which attention cases there are: their axes, how many combinations a level takes, the special scenes."""
+"""Which attention cases there are: their axes, how many combinations a level takes, the special scenes, those of the probe."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
-from mla_portable.contracts import DecodeSchedule, DeviceFacts, Implementation, ScheduleKind, SplitSchedule
-from mla_portable.layouts import LAYOUTS
+from mla_portable.contracts import DecodeSchedule, DeviceFacts, Implementation, Request, ScheduleKind, SplitSchedule, Support
+from mla_portable.layouts import BF16, LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.problems import shapes
-from mla_portable.problems.attention import AttentionParams, DecodeParams, PrefillParams
+from mla_portable.problems.attention_problem import AttentionParams, DecodeParams, PrefillParams
 from mla_portable.problems.cover import Choice, covering, crossed
-from mla_portable.problems.draw import PAIR_BLOCK, PATTERNS, SIZES
+from mla_portable.problems.draw import MIXED, PAIR_BLOCK, PATTERNS, SIZES
 from mla_portable.problems.published import published_attention
-from mla_portable.problems.shapes import WORKSPACE, Storage, accepted, can_capture
+from mla_portable.problems.shapes import WORKSPACE, Storage, accepted, can_capture, workspace_of
 
+_INFINITE: Final = "infinite sinks"
+"""The name of the probe's problem with such."""
 MANY_ROWS: Final = 70_000
 """More rows than the second and third axis of a CUDA grid can have (65535)."""
 UNEVEN_ROWS: Final = 148
@@ -256,3 +258,40 @@ def _schedule_type(kind: ScheduleKind | None) -> type[DecodeSchedule] | None:
 
 def _near(values: list[int], wanted: int) -> list[int]:
     return [min(values, key=lambda value: abs(value - wanted))]
+
+
+def attention_variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:
+    """What to try: a plain call, every feature at once, sinks without bounds, and the call that `SparseMLAAttention` binds."""
+    plain = request.but(lse=support.lse)
+    yield "holes", plain
+    features = {"lengths": support.lengths, "sink": support.attn_sink}
+    if any(features.values()):
+        asked = plain.but(lengths=support.lengths, attn_sink=support.attn_sink)
+        yield " and ".join(word for word, on in features.items() if on), asked
+        if support.attn_sink:
+            yield _INFINITE, asked
+    yield "promises", request.but(lengths=support.lengths, clean_indices=True, clean_lengths=support.lengths)
+
+
+def attention_of_request(request: Request, name: str) -> AttentionParams:
+    """A call of the request's sizes and features, with outputs given; infinite sinks where the name asks for them."""
+    decode = request.primitive is SPARSE_DECODE
+    layout = LAYOUTS[request.kv_layout or BF16.name]
+    flat = not decode and not layout.is_quantized
+    heads = request.num_heads or 1
+    infinite = name == _INFINITE or (heads >= 3 and name.startswith("request"))
+    return (DecodeParams if decode else PrefillParams)(
+        kv=workspace_of(layout.name) if flat else layout.name,
+        scale_format=(request.scale_format or "amax") if layout.is_quantized else None,
+        heads=heads,
+        topk=request.topk or 1,
+        block_size=None if flat else request.block_size or 16,
+        query_len=(request.query_len or 1) if decode else None,
+        rows=request.rows or 4,
+        pattern=MIXED,
+        sink=("plus_inf" if infinite else "finite") if request.attn_sink else "none",
+        lengths=request.lengths,
+        outputs="packed",
+        with_lse=request.lse,
+        promised=request.clean_indices,
+    )

@@ -1,25 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build one attention problem: queries, a cache full of NaN but for the tokens that are named, indices, and the judge."""
+"""One attention problem: its parameters, and from them queries, a cache full of NaN but for the tokens that are named, indices,
+the judge.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
-from mla_portable.contracts import DecodeSchedule, DeviceFacts, ScheduleLimits, SplitSchedule, split_kv
+from mla_portable.contracts import DecodeSchedule, DeviceFacts, ScheduleKind, ScheduleLimits, SplitSchedule, split_kv
 from mla_portable.layouts import LAYOUTS
+from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems import draw
-from mla_portable.problems.attention import AttentionParams, attend, findings, score_terms
+from mla_portable.problems.attention import SOFTMAX_SCALE, attend, findings, score_terms
+from mla_portable.problems.base import Params
 from mla_portable.problems.compare import Finding
+from mla_portable.problems.shapes import layout_of_storage
 from mla_portable.problems.stage import Problem, Results, Stage
 
 JUDGED_ROWS: Final = 96
 """Of a problem with very many rows the first, the last and others between are compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionParams(Params):
+    """One attention call.
+
+    Attributes:
+        kv: a layout (paged), or `workspace_of` one (flat rows). scale_format: of an FP8 cache.
+        heads, topk, block_size, query_len: H, K, tokens a block (None for a workspace), S (None for prefill).
+        rows: query rows, B * S or T.
+        pattern: where indices are invalid (`draw.PATTERNS`), MIXED for a probe.
+        sink: "none", "finite"; "minus_inf" and "plus_inf" give heads -inf, +inf and finite sinks in turn, starting
+            with that one.
+        lengths: pass them; 0, K and values outside of [0, K] among them.
+        inputs, outputs: "packed" or "views" into larger memory; outputs also "fresh", allocated by the callee.
+        blocks: "packed"; "strided", further apart than they are long; "pair", so, and a cache of two blocks only; "address", a
+            cache of more than 2**31 elements.
+        size: magnitudes of queries and tokens (`draw.SIZES`).
+        schedule: the kind to pass, None for no schedule.
+        with_lse: it is asked for.
+        promised: indices are clean, as the request then says; what is absent is -1, past a length as well.
+    """
+
+    says = (
+        "{kv}! {scale_format} h{heads}! k{topk}! b{block_size} s{query_len} {pattern}! t{unusual_rows} sink_{sink} "
+        "lengths{lengths} in{inputs} out_{outputs} {blocks} {size} scheduled{scheduled} promised{promised}"
+    )
+    asks = (
+        "kv_layout=kv num_heads=heads topk block_size query_len rows scale_format lse=with_lse attn_sink=sink lengths "
+        "clean_indices=promised"
+    )
+    softmax_scale: ClassVar[float] = SOFTMAX_SCALE
+    kv: str
+    scale_format: str | None
+    heads: int
+    topk: int
+    block_size: int | None
+    query_len: int | None
+    rows: int
+    pattern: str = "dense"
+    sink: str = "none"
+    lengths: bool = False
+    inputs: str = "packed"
+    outputs: str = "fresh"
+    blocks: str = "packed"
+    size: str = "plain"
+    schedule: ScheduleKind | None = None
+    with_lse: bool = True
+    promised: bool = False
+
+    @property
+    def kv_layout(self) -> str:
+        """The layout of the rows that are read."""
+        return layout_of_storage(self.kv)
+
+    @property
+    def unusual_rows(self) -> int | None:
+        """The rows where their number is worth a word of the id."""
+        return self.rows if self.rows == 0 or self.rows > 4 else None
+
+    @property
+    def scheduled(self) -> bool:
+        return self.schedule is not None
+
+    @property
+    def storage_name(self) -> str:
+        """What the tolerance table calls it."""
+        return self.scale_format or "bf16"
+
+    def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
+        """See Params."""
+        return build_attention(self, seed, device, facts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeParams(AttentionParams):
+    """sparse_decode."""
+
+    primitive = SPARSE_DECODE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillParams(AttentionParams):
+    """sparse_prefill."""
+
+    primitive = SPARSE_PREFILL
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,24 +6,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from mla_portable.contracts import ContextShare, DeviceFacts, Implementation, Request, Support
+from mla_portable.layouts import INDEX_FP8, INDEX_HEAD_SIZE, LAYOUTS, index_query_dtype
 from mla_portable.primitives import INDEXER_SELECT
 from mla_portable.problems.base import Problems
-from mla_portable.problems.bench import Bench
+from mla_portable.problems.bench import BLOCK_SIZE, Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.problems.compare import BITS, Finding, Tolerance, limit_of
-from mla_portable.problems.indexer_bench import make_select, shape_of_case
 from mla_portable.problems.indexer_pages import SCORES, PageParams, format_of, page_of_request, page_params, scored
 from mla_portable.problems.shapes import accepted, block_sizes, heads, one_storage_each, storages, topks
 from mla_portable.problems.stage import Guarded, Problem, Results, Stage
 
 _SHARES: Final = ("none", "whole", "first_of_2", "last_of_8", "middle_of_3", "last_of_2_by_block")
 """Shares that meet every other value; the rest of `indexer_pages.SHARES` has cases of its own."""
+_PREFILL_ROWS: Final = 256
+"""From here on the rows of a case that is timed are tokens of one request, else requests of one token."""
 TOLERANCES: Final = {
     ("any", "order"): BITS,
     **{
@@ -189,6 +191,58 @@ def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request
         yield "share", request.but(context_parallel=True)
 
 
+def _shape(case: KernelCase) -> str:
+    """The sizes in words."""
+    kind = "T" if case.rows >= _PREFILL_ROWS else "batch"
+    return f"{kind} {case.rows}, context {case.width}, H {case.num_heads}, K {case.topk}"
+
+
+def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
+    """A case of indexer_select."""
+    layout, device = LAYOUTS[case.kv_layout or INDEX_FP8.name], workshop.device
+    tokens, heads, topk, context = case.rows, case.num_heads or 1, case.topk or 1, case.width
+    requests = 1 if tokens >= _PREFILL_ROWS else tokens
+    columns = -(-context // BLOCK_SIZE)
+    index_cache = workshop.index_pages(case, requests * columns)
+    int32 = torch.int32
+    single = torch.tensor([0, tokens], device=device, dtype=int32)
+    q, weights = workshop.normal(tokens, heads, INDEX_HEAD_SIZE).to(index_query_dtype(layout)), workshop.normal(tokens, heads)
+    table = workshop.permutation(requests * columns).view(requests, columns).to(int32)
+    out = workshop.empty(tokens, topk, dtype=int32)
+    arguments = {
+        "q": q,
+        "weights": weights.float(),
+        "index_cache": index_cache,
+        "query_start_loc": single if requests == 1 else torch.arange(tokens + 1, device=device, dtype=int32),
+        "seq_lens": torch.full((requests,), context, device=device, dtype=int32),
+        "block_table": table,
+        "topk": topk,
+        "out": out,
+    }
+    judged = spread(tokens, workshop.check_rows, device)
+
+    @cache
+    def wanted() -> tuple[Tensor, Tensor]:
+        """[n, N] float64: each judged token as a request of its own; what the sums add."""
+        count = judged.shape[0]
+        owner = judged if requests > 1 else torch.zeros_like(judged)
+        own = torch.full_like(judged, context) if requests > 1 else context - (tokens - 1 - judged)
+        starts = torch.arange(count + 1, dtype=int32)
+        return scored(q[judged], weights[judged].float(), index_cache, starts, own, table[owner], columns * BLOCK_SIZE)
+
+    def judge(results: Results) -> Iterator[Finding]:
+        expected = dict[str, Tensor](zip(("out", "terms"), wanted(), strict=True))
+        yield from findings(format_of(q), {"out": results["out"][judged]}, expected)
+
+    seen = tokens * context - (tokens * (tokens - 1) // 2 if requests == 1 else 0)
+    flops = 2 * heads * INDEX_HEAD_SIZE * seen
+    moved = requests * context * layout.row_bytes + q.nbytes + out.nbytes
+    request = workshop.request(case, block_size=BLOCK_SIZE)
+    # matrix units multiply e4m3 twice as fast as the bfloat16 that the roofline bound is measured with
+    flops = flops // 2 if layout.is_quantized else flops
+    return BenchProblem(case, request, arguments, 6, {"out": out}, moved, flops, judge)
+
+
 PROBLEMS: Final = Problems(
     primitive=INDEXER_SELECT,
     oracle=indexer_select,
@@ -203,8 +257,8 @@ PROBLEMS: Final = Problems(
         rows=(1, 16, 64),
         layouts=("index_fp8",),
         heads=(64,),
-        make=make_select,
-        shape=shape_of_case,
+        make=_make,
+        shape=_shape,
         width=lambda rows, topk: 32_768,
     ),
 )

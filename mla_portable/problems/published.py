@@ -17,8 +17,7 @@ import torch
 from mla_portable.contracts import DeviceFacts, Implementation
 from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE
-from mla_portable.problems.attention import AttentionParams, DecodeParams, PrefillParams
-from mla_portable.problems.attention_problem import Drawn, problem_of
+from mla_portable.problems.attention_problem import AttentionParams, DecodeParams, Drawn, PrefillParams, problem_of
 from mla_portable.problems.draw import cached_rows, generator, paged_cache
 from mla_portable.problems.shapes import accepted, storages, workspace_of
 from mla_portable.problems.stage import Problem, Stage

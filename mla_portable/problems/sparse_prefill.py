@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Final
 
 from mla_portable.primitives import SPARSE_PREFILL
-from mla_portable.problems.attention import TOLERANCES, attend, attention_of_request, attention_variants, findings
+from mla_portable.problems.attention import TOLERANCES, attend, findings
 from mla_portable.problems.attention_bench import make_attention
-from mla_portable.problems.attention_cases import attention_params
+from mla_portable.problems.attention_cases import attention_of_request, attention_params, attention_variants
 from mla_portable.problems.base import Problems
 from mla_portable.problems.bench import Bench, KernelCase
 

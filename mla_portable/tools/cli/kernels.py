@@ -117,9 +117,7 @@ def kernels(
         from mla_portable.tools.recording import recorder
 
         if out is not None and scale_format != "pow2":
-            raise typer.BadParameter(
-                "must be pow2 beside --out: runs have no other times", param_hint="--scale-format"
-            )
+            raise typer.BadParameter("must be pow2 beside --out: runs have no other times", param_hint="--scale-format")
         for path, option in ((out, "--out"), (plot, "--plot")):
             if path is not None:
                 check_writable(path, param_hint=option)
