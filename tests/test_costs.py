@@ -463,7 +463,7 @@ def test_a_reworded_message_changes_no_choice(tmp_path: Path):
     copies = tmp_path / "mla_portable", tmp_path / "mla_portable_nvidia", tmp_path / "mla_portable_triton"
     for copy in copies:
         (original,) = [ROOT / copy.name] if copy.name == "mla_portable" else ROOT.glob(f"backends/*/src/{copy.name}")
-        shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__", "capability"))
+        shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))
     changed = {
         copies[0] / "layouts" / "base.py": ('"add_layout", "layout"', '"add_layout", "the layout"'),
         copies[1] / "native" / "bound.py": ("for it was bound for", "because it was bound for"),

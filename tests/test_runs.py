@@ -7,6 +7,7 @@ import gzip
 import json
 import subprocess
 import sys
+import time
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,11 @@ BROKEN: dict[str, tuple[bytes, str]] = {
         gzip.compress(run_text(both()).replace('"who"', '"whom"').encode()),
         "who: Field required; whom: Extra",
     ),
+    "a field twice": (
+        gzip.compress(run_text(both()).replace('"who"', '"date": "2026-11-19", "who"').encode()),
+        "one of them twice",
+    ),
+    "very many fields": (gzip.compress(json.dumps({str(i): 0 for i in range(10_000)}).encode()), "more than 200 fields"),
     "NaN": (gzip.compress(run_text(both()).replace("0.001", "NaN").encode()), "cases/0/errors/out"),
     "no id": (gzip.compress(run_text(both()).replace(IDS[0], "../../x").encode()), "no id of a case"),
     "a case that is gone": (
@@ -175,7 +181,18 @@ def test_no_more_is_unpacked_than_a_run_can_have(tmp_path: Path) -> None:
         ]
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1].endswith("bomb.json.gz: has more than 32 MiB when it is unpacked")
+    assert done.stderr.splitlines()[-1].endswith("bomb.json.gz: has more than 16 MiB when it is unpacked")
+
+
+@pytest.mark.parametrize("row", ["0", "{}", '{"id": 1}'])
+def test_what_is_wrong_a_million_times_is_said_once(tmp_path: Path, row: str) -> None:
+    path = tmp_path / "run.json.gz"
+    path.write_bytes(gzip.compress(run_text(both()).replace('"cases": [', f'"cases": [{f"{row}, " * 1_000_000}').encode(), 1))
+    before = time.process_time()
+    with pytest.raises(RecordError) as caught:
+        read_run(path)
+    assert "cases/0" in str(caught.value) and "cases/1" not in str(caught.value)
+    assert time.process_time() - before < 10
 
 
 # ---------------------------------------------------------------------- adding to a file

@@ -25,8 +25,10 @@ from pydantic import AfterValidator, Field, ValidationError
 from mla_portable.capability.model import Model, Positive, RecordError, Text, validation_problems
 
 SUFFIX: Final = ".json.gz"
-MAX_BYTES: Final = 32 << 20
+MAX_BYTES: Final = 16 << 20
 """Of a file of records when it is unpacked; one of a device's whole suite has about 1 MiB."""
+_MAX_FIELDS: Final = 200
+"""Of an object."""
 _MAX_ID: Final = 400
 _ID: Final = re.compile(r"(?P<primitive>[a-z0-9_]+)\[(?P<implementation>[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*)(?:-.*)?\]")
 _BOUND_TO: Final = ("release", "commit", "device", "target", "who", "driver", "versions")
@@ -145,7 +147,7 @@ class Run(Model):
     version: Literal[1] = Field(alias="schema")
     release: Annotated[str, Field(pattern=r"^[0-9][0-9A-Za-z.+]*$")]
     commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None
-    dirty: list[Text] | None
+    dirty: Annotated[list[Text], Field(fail_fast=True)] | None
     who: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.]*$", max_length=40)]
     date: Annotated[str, AfterValidator(_a_day)]
     device: dict[str, str | bool | int | _Finite | None]
@@ -155,9 +157,9 @@ class Run(Model):
     versions: dict[str, str]
     level: Literal["smoke", "quick", "full"] | None = None
     suite: str | None = None
-    cases: list[Case] = Field(default_factory=list[Case])
-    times: list[Time] = Field(default_factory=list[Time])
-    comparisons: list[Comparison] = Field(default_factory=list[Comparison])
+    cases: list[Case] = Field(default_factory=list[Case], fail_fast=True)
+    times: list[Time] = Field(default_factory=list[Time], fail_fast=True)
+    comparisons: list[Comparison] = Field(default_factory=list[Comparison], fail_fast=True)
 
     @property
     def device_name(self) -> str:
@@ -284,9 +286,9 @@ def unpacked(path: Path, limit: int = MAX_BYTES) -> str:
 
 
 def parsed(text: str, where: str) -> dict[str, Any]:
-    """The JSON object in a text. Raises: RecordError."""
+    """The JSON object in a text. Raises: RecordError; also for an object with a field twice or with very many."""
     try:
-        document = json.loads(text)
+        document = json.loads(text, object_pairs_hook=_object)
     except RecursionError as error:
         raise RecordError(where, "no record: nested too deeply") from error
     except ValueError as error:  # no JSON, or an integer with too many digits
@@ -294,6 +296,14 @@ def parsed(text: str, where: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise RecordError(where, f"no record: expected a JSON object, got {type(document).__name__}")
     return document
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """What is malformed is described once, not for each of a million fields."""
+    found = dict(pairs[:_MAX_FIELDS])
+    if len(found) < len(pairs):
+        raise ValueError(f"an object has more than {_MAX_FIELDS} fields, or one of them twice")
+    return found
 
 
 def _json(value: object) -> str:
