@@ -17,11 +17,11 @@ from fake_plugins import ANYWHERE, implementation, make_plugin
 from machines import CPU, H200
 
 from mla_portable import __version__
+from mla_portable.bench.offers import load_tunables
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Registrar, Request, Variable, hookimpl
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable.registry import Registry
 from mla_portable.registry.plugin_sources import installed_plugins
-from mla_portable.tools.bench.offers import load_tunables
 
 GOOD = ("good", make_plugin(implementation("good.v1")))
 

@@ -322,12 +322,12 @@ def test_a_detector_that_does_not_finish_is_passed_over(monkeypatch: pytest.Monk
         release.wait(60)
 
     plugin = make_plugin(candidate(DECODE, RIGHT[DECODE]), detectors=(hangs, lambda device: H200))
-    reg = Registry(plugins=[("slow", plugin)], environ={"MLA_PORTABLE_PLUGIN_TIMEOUT": "0.05"})
+    reg = Registry(plugins=[("faulty", plugin)], environ={"MLA_PORTABLE_PLUGIN_TIMEOUT": "0.05"})
     monkeypatch.setattr("mla_portable.registry.machine.resolve_device", torch.device)
     try:
         assert reg.facts("cuda:0") is reg.facts("cuda:1") is H200
         (report,) = reg.plugin_reports
-        assert "detector of slow on cuda:0 did not finish within 0.05 s" in report.error
+        assert "detector of faulty on cuda:0 did not finish within 0.05 s" in report.error
         assert asked == ["cuda:0"], "the second device does not wait for it again"
     finally:
         release.set()

@@ -34,9 +34,11 @@ MAY_IMPORT = {
     "deep_gemm": LOW | {"primitives"},
     "vllm": MIDDLE | {"deep_gemm"},
     "capability": LOW | {"primitives", "problems", "registry"},
-    "tools": MIDDLE | {"capability", "vllm"},
+    "conformance": MIDDLE,
+    "bench": MIDDLE | {"capability"},
+    "cli": MIDDLE | {"bench", "capability", "conformance", "vllm"},
     "__init__": MIDDLE,
-    "__main__": {"tools"},
+    "__main__": {"cli"},
 }
 
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
+from mla_portable.cli.output import EXIT_FAILED, EXIT_USAGE
 from mla_portable.errors import InvalidArgument, MLAPortableError
-from mla_portable.tools.cli.output import EXIT_FAILED, EXIT_USAGE
 
 _UsageError: Final[Any] = typer.BadParameter.__base__
 """click's; typer exports only the subclass, and brings click along in one version and depends on it in another."""
@@ -56,16 +56,18 @@ class Commands(TyperGroup):
 
 def _fail(error: BaseException, group: TyperGroup, words: Sequence[str]) -> int:
     """Say what went wrong. Returns: the exit code. Raises: a defect, unless it has become a document."""
-    from mla_portable.contracts.values import printable
-
     as_json = _wants_json(words)
     usage = isinstance(error, (_UsageError, InvalidArgument))
     path, command = _named(group, words)
-    if not usage and not isinstance(error, MLAPortableError):
-        if not as_json:
-            raise error
-        sys.stderr.write(printable("".join(traceback.format_exception(error))))
-    message = printable(_words(error, command))
+    message = _words(error, command)
+    if not usage:  # a plugin's words may be in it
+        from mla_portable.contracts.values import printable
+
+        message = printable(message)
+        if not isinstance(error, MLAPortableError):
+            if not as_json:
+                raise error
+            sys.stderr.write(printable("".join(traceback.format_exception(error))))
     stderr = Console(stderr=True)
     stderr.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=not stderr.is_terminal)
     if usage:

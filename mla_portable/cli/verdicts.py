@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from rich.console import RenderableType
 from rich.text import Text
 
-from mla_portable.tools.cli.output import columns, hanging
+from mla_portable.cli.output import columns, hanging
 
 if TYPE_CHECKING:
     from mla_portable.attention import RouteDecision, RouteVerdict
@@ -105,7 +105,7 @@ def route_lines(decision: RouteDecision, state: State | None = None, *, every: b
 
 def part_name(part: RoutePart) -> str:
     """What a part of a route does, in words."""
-    return "prefill in place" if part.role == "in_place" else part.role
+    return "prefill in place" if part.role == "in_place" else part.label
 
 
 def _part_row(part: RoutePart, state: State | None) -> list[str]:
@@ -126,7 +126,7 @@ def _part_row(part: RoutePart, state: State | None) -> list[str]:
 def _made_of(verdict: RouteVerdict) -> str:
     if verdict.reasons:
         return "; ".join(map(str, verdict.reasons))
-    terms = [f"{part.role} {part.cost:g}" + ("" if part.weight == 1 else f" x {part.weight:g}") for part in verdict.parts]
+    terms = [f"{part.label} {part.cost:g}" + ("" if part.weight == 1 else f" x {part.weight:g}") for part in verdict.parts]
     terms = [term for term, part in zip(terms, verdict.parts, strict=True) if part.weight]
     terms += [f"{verdict.fixed_cost:g}"] if verdict.fixed_cost else []
     workspace = f"workspace of {verdict.workspace_bytes / 1e6:,.0f} MB" if verdict.workspace_bytes else ""
