@@ -36,7 +36,7 @@ from mla_portable.contracts import Primitive
 from mla_portable.dispatch import serving
 from mla_portable.registry import Registry, get_registry
 from mla_portable.registry.facts import resolve_device
-from mla_portable.registry.variables import ENV_BACKEND
+from mla_portable.registry.settings import ENV_BACKEND
 from mla_portable.tools.cli.app import app
 from mla_portable.tools.conformance import Case, CaseResult, run_suite
 from mla_portable.tools.conformance.runner import run_installed

@@ -21,7 +21,7 @@ from mla_portable.registry.cost_files import parse_costs, read_costs
 from mla_portable.registry.costs import MeasuredTime
 from mla_portable.registry.faults import first_line
 from mla_portable.registry.names import AUTO
-from mla_portable.registry.variables import core_variables, prefix_of
+from mla_portable.registry.settings import core_variables, prefix_of
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable

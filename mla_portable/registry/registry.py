@@ -44,7 +44,7 @@ from mla_portable.registry.policy import ARGUMENT, KnownNames, Policy, Rule, act
 from mla_portable.registry.probe import ProbeReport
 from mla_portable.registry.select import CostTable, decide
 from mla_portable.registry.tuned import TunedConfigurations
-from mla_portable.registry.variables import check_variables, set_variables
+from mla_portable.registry.settings import check_variables, set_variables
 
 CACHE_LIMIT: Final = 4096
 """Choices, bound callables and log keys that are kept of each; beyond that all are dropped and made again as needed."""
