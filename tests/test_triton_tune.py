@@ -22,7 +22,6 @@ from mla_portable.dispatch import current_registry
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
 from mla_portable.registry.tuned import TunedEntry, read_table, write_table
-from mla_portable.tools.bench.offers import load_tunables
 from mla_portable.tools.cli.app import app
 from mla_portable_triton import NAME, bind_attention
 from mla_portable_triton.aot import SHARED_MEMORY
@@ -89,7 +88,7 @@ def test_heads_memory_and_registers_bound_what_is_tried():
 
 
 def test_the_plugin_says_what_can_be_tuned():
-    found = {each.primitive: each for each in load_tunables().found if each.implementation == NAME}
+    found = {each.primitive: each for each in Registry(environ={}).tunables().found if each.implementation == NAME}
     assert set(found) == {DECODE, PREFILL}
 
 

@@ -17,8 +17,8 @@ import mla_portable_nvidia
 from mla_portable.contracts import Primitive
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
+from mla_portable.registry import Registry
 from mla_portable.tools.bench.candidates import baseline_candidates
-from mla_portable.tools.bench.offers import load_baselines
 from mla_portable_nvidia.baselines import fa3_function
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def nothing_known() -> Iterator[None]:
 
 
 def baselines():
-    found = load_baselines([("nvidia", mla_portable_nvidia)])
+    found = Registry(plugins=[("nvidia", mla_portable_nvidia)], environ={}).baselines()
     assert not found.failures
     return found.found
 

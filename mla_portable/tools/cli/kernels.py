@@ -111,9 +111,9 @@ def kernels(
         where = resolve_device(device)
         from mla_portable.dispatch import current_registry
         from mla_portable.problems.bench import kernel_cases, timed_primitives
+        from mla_portable.registry.plugins import Brought
         from mla_portable.tools.bench.kernel_records import kernel_lines, kernel_run, times_of
         from mla_portable.tools.bench.kernels import time_kernels
-        from mla_portable.tools.bench.offers import Brought, load_baselines
         from mla_portable.tools.recording import recorder
 
         if out is not None and scale_format != "pow2":
@@ -132,7 +132,7 @@ def kernels(
         )
         registry, backends = current_registry(), options.get("backend", ())
         file = None if out is None else recorder(out, registry, where, backends=backends, who=who, commit=commit)
-        brought = load_baselines() if baselines else Brought(())
+        brought = registry.baselines() if baselines else Brought(())
         for name, why in brought.failures:
             output.note(f"no baselines from the plugin {name}: {why}")
         with output.progress() as advance:
@@ -189,7 +189,6 @@ def tune(
         from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
         from mla_portable.problems.bench import kernel_cases
         from mla_portable.registry.tuned import read_table, table_path, write_table
-        from mla_portable.tools.bench.offers import load_tunables
         from mla_portable.tools.bench.tune import tune as run
 
         path = out or table_path()
@@ -198,7 +197,8 @@ def tune(
             raise InvalidArgument("tune", "out", got="none", expected=expected)
         check_writable(path, param_hint="--out")
         read_table(path)  # what is no table is refused before the work, too
-        brought = load_tunables()
+        registry = current_registry()
+        brought = registry.tunables()
         for name, why in brought.failures:
             output.note(f"nothing to tune from the plugin {name}: {why}")
         tunable = {each.primitive for each in brought.found} or {SPARSE_DECODE, SPARSE_PREFILL}
@@ -218,7 +218,7 @@ def tune(
                 cases,
                 brought.found,
                 device=where,
-                registry=current_registry(),
+                registry=registry,
                 backends=options.get("backend", ()),
                 repeat=repeat,
                 check_rows=check_rows,
