@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -36,6 +38,18 @@ def baselines():
     found = Registry(plugins=[("nvidia", mla_portable_nvidia)], environ={}).baselines()
     assert not found.failures
     return found.found
+
+
+def test_baselines_are_imported_when_they_are_asked_for():
+    script = (
+        "import sys, mla_portable_nvidia\n"
+        "from mla_portable.registry import Registry\n"
+        "registry = Registry(plugins=[('nvidia', mla_portable_nvidia)], environ={})\n"
+        "before = 'mla_portable_nvidia.baselines' in sys.modules\n"
+        "print(before, len(registry.baselines().found) > 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "False True", done.stderr
 
 
 def problem(primitive: Primitive, layout: str, *, heads: int, topk: int = 128):
