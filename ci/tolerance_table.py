@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mla_portable.tools.conformance import tolerance_table_markdown
+from mla_portable.conformance import tolerance_table_markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "numerics.md"
 BEGIN, END = "<!-- tolerances: begin -->\n", "<!-- tolerances: end -->"

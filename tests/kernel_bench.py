@@ -9,6 +9,7 @@ import torch
 import torch_reference as reference
 from spoiled import registry_with
 
+from mla_portable.bench.kernels import KernelReport, time_kernels
 from mla_portable.contracts import Baseline, BaselineCall, Primitive, Reason, Request
 from mla_portable.primitives import (
     CACHE_WRITE,
@@ -23,7 +24,6 @@ from mla_portable.primitives import (
 )
 from mla_portable.problems.bench import KernelCase, Workshop, timed_primitives
 from mla_portable.registry import Registry
-from mla_portable.tools.bench.kernels import KernelReport, time_kernels
 
 CPU = torch.device("cpu")
 ATTENTION = (SPARSE_DECODE, SPARSE_PREFILL)

@@ -16,6 +16,9 @@ from recorder import Recorder, registry_of
 from typer.testing import CliRunner
 
 from mla_portable.attention import AttentionSpec, SparseMLAAttention
+from mla_portable.cli.app import app
+from mla_portable.conformance import cases_for
+from mla_portable.conformance.runner import _bind_and_run
 from mla_portable.contracts import (
     SPLIT_KV,
     Batch,
@@ -29,9 +32,6 @@ from mla_portable.planner import Planner, PlannerConfig
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.attention_problem import make_schedule
 from mla_portable.registry import Registry
-from mla_portable.tools.cli.app import app
-from mla_portable.tools.conformance import cases_for
-from mla_portable.tools.conformance.runner import _bind_and_run
 
 DECODE, PREFILL = SPARSE_DECODE, SPARSE_PREFILL
 CONFIG = PlannerConfig(

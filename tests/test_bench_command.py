@@ -15,7 +15,13 @@ from kernel_bench import CPU, SMALL, TIMED, decode_baseline, run
 from spoiled import WRONG, Spoiled, registry_with
 from typer.testing import CliRunner
 
+from mla_portable.bench import kernel_machine
+from mla_portable.bench.kernel_records import kernel_lines, times_of
+from mla_portable.bench.kernels import KernelReport
+from mla_portable.bench.plot import Line, lines_of_report, lines_of_times, plot_lines
+from mla_portable.bench.roofline import Ceilings, measure_ceilings
 from mla_portable.capability.run import Baseline, Time, read_run
+from mla_portable.cli.app import app
 from mla_portable.contracts import InvalidArgument, Reason
 from mla_portable.dispatch import serving
 from mla_portable.primitives import CACHE_WRITE, SPARSE_DECODE
@@ -23,12 +29,6 @@ from mla_portable.problems.bench import KernelCase
 from mla_portable.registry import Registry
 from mla_portable.registry.cost_files import costs_text, parse_costs
 from mla_portable.registry.plugins import Brought
-from mla_portable.tools.bench import kernel_machine
-from mla_portable.tools.bench.kernel_records import kernel_lines, times_of
-from mla_portable.tools.bench.kernels import KernelReport
-from mla_portable.tools.bench.plot import Line, lines_of_report, lines_of_times, plot_lines
-from mla_portable.tools.bench.roofline import Ceilings, measure_ceilings
-from mla_portable.tools.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 

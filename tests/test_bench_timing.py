@@ -22,6 +22,9 @@ from machines import H200
 from spoiled import NAME, WRONG, Spoiled, registry_with
 
 from mla_portable.accelerator import Accelerator
+from mla_portable.bench import timing
+from mla_portable.bench.candidates import decode_schedule, our_candidates
+from mla_portable.bench.kernel_records import kernel_lines
 from mla_portable.contracts import (
     SPLIT_KV,
     Baseline,
@@ -40,9 +43,6 @@ from mla_portable.contracts import (
 from mla_portable.primitives import CACHE_WRITE, MERGE_STATES, SPARSE_DECODE
 from mla_portable.problems.bench import BenchProblem, KernelCase
 from mla_portable.registry import Registry
-from mla_portable.tools.bench import timing
-from mla_portable.tools.bench.candidates import decode_schedule, our_candidates
-from mla_portable.tools.bench.kernel_records import kernel_lines
 from mla_portable_nvidia.tile_schedules import FLASHMLA_TILES, TileSchedule
 
 

@@ -21,6 +21,11 @@ from spoiled import WRONG, WRONG_TIMED, Spoiled, registry_with
 from mla_portable.attention.spec import AUTO_ROUTE
 from mla_portable.capability.matrix import installed_matrix
 from mla_portable.capability.run import read_run
+from mla_portable.cli.app import app
+from mla_portable.cli.conform import conform
+from mla_portable.cli.kernels import kernels
+from mla_portable.cli.output import digits
+from mla_portable.cli.step import run
 from mla_portable.contracts import ROUTES, Primitive
 from mla_portable.dispatch import serving
 from mla_portable.layouts import SCALE_FORMATS
@@ -29,11 +34,6 @@ from mla_portable.problems import LEVELS
 from mla_portable.problems.bench import timed_primitives
 from mla_portable.problems.step import default_shape
 from mla_portable.registry import Registry
-from mla_portable.tools.cli.app import app
-from mla_portable.tools.cli.conform import conform
-from mla_portable.tools.cli.kernels import kernels
-from mla_portable.tools.cli.output import digits
-from mla_portable.tools.cli.step import run
 
 pytestmark = pytest.mark.usefixtures("a_bare_machine")
 
@@ -49,7 +49,7 @@ OF_A_STEP = [str(primitive) for primitive in timed_primitives()]
 def test_the_matrix_is_read_without_torch_where_it_is_of_the_installed_plugins(monkeypatch):
     matrix = installed_matrix()
     assert matrix is not None and "h200 (sm90)" in invoke("matrix").stdout
-    code = "import sys; from mla_portable.tools.cli import main\ntry: main()\nfinally: sys.exit(int('torch' in sys.modules))"
+    code = "import sys; from mla_portable.cli import main\ntry: main()\nfinally: sys.exit(int('torch' in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code, "matrix"], capture_output=True, text=True)
     assert done.returncode == 0 and "h200 (sm90)" in done.stdout, done.stderr
     monkeypatch.setattr("mla_portable.capability.matrix.entry_points", lambda group: ())
@@ -58,7 +58,7 @@ def test_the_matrix_is_read_without_torch_where_it_is_of_the_installed_plugins(m
 
 @pytest.mark.parametrize("words", [[], ["run"], ["doctor"], ["explain"], ["conform"], ["bench", "kernels"]])
 def test_help_needs_no_torch(words):
-    code = "import sys; from mla_portable.tools.cli import main\ntry: main()\nfinally: sys.exit(int('torch' in sys.modules))"
+    code = "import sys; from mla_portable.cli import main\ntry: main()\nfinally: sys.exit(int('torch' in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code, *words, "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Usage" in done.stdout
@@ -163,13 +163,13 @@ def test_a_width_of_0_is_no_width(words):
 @pytest.mark.parametrize("out", ["/proc/nope/tuned.json", "{tmp}/file/tuned.json", "{tmp}"])
 def test_an_unwritable_table_is_refused_before_the_work(tmp_path, monkeypatch, out):
     (tmp_path / "file").write_text("a file, no folder")
-    monkeypatch.setattr("mla_portable.tools.bench.tune.tune", lambda *args, **options: pytest.fail("it was tuned first"))
+    monkeypatch.setattr("mla_portable.bench.tune.tune", lambda *args, **options: pytest.fail("it was tuned first"))
     done = invoke("tune", "--device", "cpu", "--out", out.format(tmp=tmp_path), code=2)
     assert "--out" in done.stderr and done.stdout == "" and "Traceback" not in done.stderr
 
 
 def test_an_unwritable_file_of_times_is_refused_before_the_work(monkeypatch):
-    monkeypatch.setattr("mla_portable.tools.bench.kernels.time_kernels", lambda *args, **options: pytest.fail("it was timed"))
+    monkeypatch.setattr("mla_portable.bench.kernels.time_kernels", lambda *args, **options: pytest.fail("it was timed"))
     for option in ("--out", "--plot"):
         done = invoke("bench", "kernels", option, "/proc/nope/times", code=2)
         assert f"{option} must be a file that can be written (got /proc/nope/times" in done.stderr
@@ -391,7 +391,7 @@ def test_a_command_without_stderr_gives_its_results(words: str):
 
 
 def test_files_do_not_take_the_place_of_closed_streams():
-    code = "from mla_portable.tools.cli.process import open_streams; open_streams(); print(open('/dev/null').fileno())"
+    code = "from mla_portable.cli.process import open_streams; open_streams(); print(open('/dev/null').fileno())"
     done = subprocess.run(["bash", "-c", f'exec "{sys.executable}" -c "{code}" <&- 2>&-'], capture_output=True, text=True)
     assert int(done.stdout) > 2
 
@@ -399,7 +399,7 @@ def test_files_do_not_take_the_place_of_closed_streams():
 @pytest.mark.parametrize("kind", ["Panic('odd \\x1b[2J text')", "OSError(28, 'full \\x1b[2J', 'table.json')", "SystemExit(3)"])
 def test_what_nothing_has_handled_is_a_traceback_that_steers_no_terminal(kind: str):
     code = (
-        "from mla_portable.tools.cli.process import guarded\nclass Panic(BaseException): pass\n"
+        "from mla_portable.cli.process import guarded\nclass Panic(BaseException): pass\n"
         f"def work(): raise {kind}\nguarded(work)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -442,7 +442,7 @@ EARLY = {
 @pytest.mark.parametrize(("words", "expected"), EARLY.items())
 def test_names_and_sizes_are_checked_before_torch_is_loaded(words, expected):
     code = (
-        "import sys\nfrom mla_portable.tools.cli.app import app\n"
+        "import sys\nfrom mla_portable.cli.app import app\n"
         "try: app(sys.argv[1:])\nexcept SystemExit as end: assert end.code == 2, end.code\n"
         "assert 'torch' not in sys.modules"
     )

@@ -135,7 +135,7 @@ def test_explain_route_for_a_profile_claims_no_more_than_the_declarations():
 
 
 def test_explain_for_the_profile_of_a_device_that_is_here_says_how_to_examine_it(monkeypatch):
-    monkeypatch.setattr("mla_portable.tools.cli.elsewhere.gpu_names", lambda: ["NVIDIA H200"])
+    monkeypatch.setattr("mla_portable.cli.elsewhere.gpu_names", lambda: ["NVIDIA H200"])
     text = invoke("explain", "merge_states", "--device", "h200", registry=installed()).stdout
     assert "is not here" not in text and "--device with torch's name of it examines the one that is here" in text
     assert "is not here" in invoke("explain", "merge_states", "--device", "h100", registry=installed()).stdout

@@ -16,6 +16,8 @@ from conformance_faults import CPU, Model
 from machines import H200
 
 from mla_portable.accelerator import Accelerator
+from mla_portable.conformance import cases_for, run_case, run_suite, runner
+from mla_portable.conformance.poison import poisoned
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, UnknownBackend
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import (
@@ -39,8 +41,6 @@ from mla_portable.problems.cover import covering
 from mla_portable.problems.draw import corpus, hole_mask
 from mla_portable.problems.stage import guarded
 from mla_portable.registry import get_registry
-from mla_portable.tools.conformance import cases_for, run_case, run_suite, runner
-from mla_portable.tools.conformance.poison import poisoned
 
 P = Primitive
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -78,7 +78,7 @@ def test_what_an_engine_imports_needs_no_tool() -> None:
         "import mla_portable.attention, mla_portable.registry, mla_portable.vllm.plugin\n"
         "mla_portable.get_registry().implementations()\n"
         "print([name for name in sys.modules if name.startswith(('mla_portable.tools', 'mla_portable.capability'))])\n"
-        "from mla_portable.tools.cli import main\nmain()"
+        "from mla_portable.cli import main\nmain()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr

@@ -29,10 +29,10 @@ from mla_portable.capability.proofs import Results, proofs_of, results_of
 from mla_portable.capability.run import Case, Run, new_run, read_run, suite_of, write_run
 from mla_portable.capability.suite import LIST, ListedSuite, TodaysSuite, suite_of_release, write_list
 from mla_portable.capability.table import COLUMNS, generated, make_matrix
+from mla_portable.cli.app import app
 from mla_portable.contracts import Implementation, Support
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable.registry import Registry
-from mla_portable.tools.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 CAPABILITY = ROOT / "capability"

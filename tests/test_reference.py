@@ -13,10 +13,10 @@ import torch
 import torch_reference as reference
 
 import mla_portable.reference
+from mla_portable.conformance import run_suite
 from mla_portable.contracts import DeviceFacts, Implementation, Primitive, Request
 from mla_portable.primitives._reference import CacheRows
 from mla_portable.registry import Registry
-from mla_portable.tools.conformance import run_suite
 
 INT_MAX = 2**31 - 1
 LAYOUTS = ["bf16", "fp8_ds_mla"]

@@ -9,11 +9,11 @@ import pytest
 import torch
 from spoiled import WRONG_TIMED, Spoiled, inexact_merge_states, registry_with, wrong_lse
 
+from mla_portable.bench.step import run_step
+from mla_portable.bench.timing import measure, quantiles, run_and_measure
 from mla_portable.contracts import InvalidArgument, UnsupportedRequest
 from mla_portable.primitives import CACHE_WRITE, GATHER_UPCONVERT, MERGE_STATES
 from mla_portable.problems.step import StepShape, default_shape, make_inputs, step_bytes, step_cases
-from mla_portable.tools.bench.step import run_step
-from mla_portable.tools.bench.timing import measure, quantiles, run_and_measure
 
 CPU = torch.device("cpu")
 SMALL = StepShape(num_heads=2, topk=48, decodes=3, prefills=2, prefill_tokens=6, context=90, block_size=16)
@@ -222,8 +222,8 @@ def test_measure_refuses_counts_that_mean_nothing(bad):
 
 
 def test_a_step_that_does_not_fit_is_refused_before_anything_is_drawn(monkeypatch):
-    monkeypatch.setattr("mla_portable.tools.bench.step.make_inputs", lambda *given: pytest.fail("drawn"))
-    monkeypatch.setattr("mla_portable.tools.bench.step._host_memory", lambda: 1 << 30)
+    monkeypatch.setattr("mla_portable.bench.step.make_inputs", lambda *given: pytest.fail("drawn"))
+    monkeypatch.setattr("mla_portable.bench.step._host_memory", lambda: 1 << 30)
     with pytest.raises(InvalidArgument, match=r"about \d+\.\d GiB, expected no more than the 1\.0 GiB"):
         run_step(replace(SMALL, decodes=20, block_size=1 << 16), device=CPU, registry=registry_with())
 

@@ -21,9 +21,9 @@ from mla_portable.capability.check import check_run
 from mla_portable.capability.model import RecordError
 from mla_portable.capability.run import Baseline, Case, Comparison, Run, Time, combined, new_run, read_run, run_text, suite_of
 from mla_portable.capability.suite import ListedSuite
+from mla_portable.cli import recording
 from mla_portable.contracts import InvalidArgument
 from mla_portable.registry import Registry
-from mla_portable.tools import recording
 
 ROOT = Path(__file__).parents[1]
 RELEASE = ROOT / "capability" / "0.1.0"
@@ -275,8 +275,8 @@ def test_without_git_a_commit_can_be_named(tmp_path: Path, monkeypatch: pytest.M
 def test_an_interrupted_suite_keeps_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
-    from mla_portable.tools.cli.app import app
-    from mla_portable.tools.conformance import runner
+    from mla_portable.cli.app import app
+    from mla_portable.conformance import runner
 
     real, count = runner._bind_and_run, 0
 

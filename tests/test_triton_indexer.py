@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mla_portable.conformance.poison import poisoned
 from mla_portable.contracts import DeviceFacts, Primitive, Request
 from mla_portable.layouts import LAYOUTS, index_query_dtype
 from mla_portable.primitives import INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, INDEXER_SELECT, TOPK_SELECT
 from mla_portable.primitives import _select_in_parts as parts
-from mla_portable.tools.conformance.poison import poisoned
 from mla_portable_triton import bind_indexer
 from mla_portable_triton.kernels import index_keys, indexer_cache_write, indexer_logits, indexer_logits_ragged
 from mla_portable_triton.kernels import topk_select as topk

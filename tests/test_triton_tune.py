@@ -17,12 +17,12 @@ import torch
 from machines import B200, BI_V150, CPU, H200, MACHINES, MI300X, RTX_4090
 from typer.testing import CliRunner
 
+from mla_portable.cli.app import app
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, ProgramShape, Request, SplitSchedule, split_kv
 from mla_portable.dispatch import current_registry
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
 from mla_portable.registry.tuned import TunedEntry, read_table, write_table
-from mla_portable.tools.cli.app import app
 from mla_portable_triton import NAME, bind_attention
 from mla_portable_triton.aot import SHARED_MEMORY
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig, attention_config, shared_memory

@@ -16,6 +16,8 @@ from machines import CPU, H200
 from spoiled import WRONG, registry_with
 from typer.testing import CliRunner
 
+from mla_portable.bench.tune import Attempt, TuneResult, tune
+from mla_portable.cli.app import app
 from mla_portable.contracts import (
     Implementation,
     InvalidArgument,
@@ -31,8 +33,6 @@ from mla_portable.problems.bench import KernelCase
 from mla_portable.registry import Registry
 from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, Measurement
 from mla_portable.registry.tuned import TunedConfigurations, TunedEntry, read_table, table_path, write_table
-from mla_portable.tools.bench.tune import Attempt, TuneResult, tune
-from mla_portable.tools.cli.app import app
 
 NAME = "acme.v1"
 DECODE = SPARSE_DECODE
@@ -55,7 +55,7 @@ CLOCK = Clock()
 
 @pytest.fixture(autouse=True)
 def times_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mla_portable.tools.bench.timing.time", CLOCK)
+    monkeypatch.setattr("mla_portable.bench.timing.time", CLOCK)
 
 
 def bind(request: Request, configuration: Mapping[str, int]) -> Callable[..., Any]:

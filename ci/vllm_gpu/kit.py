@@ -42,9 +42,9 @@ from jobs import (
 from judge import Done
 
 from mla_portable.capability.run import Comparison
+from mla_portable.cli.recording import recorder
 from mla_portable.registry import get_registry
 from mla_portable.registry.facts import resolve_device
-from mla_portable.tools.recording import recorder
 
 ENGINE: Final = Path(__file__).with_name("engine.py")
 ROOT: Final = Path(__file__).parents[2]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from corex_machine import BI_V150, GENERATIONS, NEWEST, installed, registry
 
+from mla_portable.conformance import run_suite
 from mla_portable.contracts import Primitive, Request
 from mla_portable.primitives import SPARSE_PREFILL
-from mla_portable.tools.conformance import run_suite
 
 SERVED = {
     "corex 4.2": {"concat_mla", "dsa_convert", "dsa_indexer_logits", "fork_sparse_prefill"},

@@ -8,8 +8,8 @@ import pytest
 import torch
 from corex_machine import registry
 
+from mla_portable.conformance import cases_for, run_case
 from mla_portable.primitives import CONVERT_INDICES, INDEXER_LOGITS, SPARSE_DECODE, SPARSE_PREFILL
-from mla_portable.tools.conformance import cases_for, run_case
 
 CPU = torch.device("cpu")
 PRIMITIVES = (CONVERT_INDICES, SPARSE_DECODE, SPARSE_PREFILL, INDEXER_LOGITS)

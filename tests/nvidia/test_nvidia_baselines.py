@@ -16,11 +16,11 @@ from flashmla_standins import GENERATIONS, Library, installed, modules
 from simulated_gpu import FACTS
 
 import mla_portable_nvidia
+from mla_portable.bench.candidates import baseline_candidates
 from mla_portable.contracts import Primitive
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
 from mla_portable.registry import Registry
-from mla_portable.tools.bench.candidates import baseline_candidates
 from mla_portable_nvidia.baselines import fa3_function
 
 CPU = torch.device("cpu")

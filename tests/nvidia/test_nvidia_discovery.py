@@ -15,10 +15,10 @@ from machines import MACHINES
 from simulated_gpu import FACTS, registry
 
 import mla_portable_nvidia
+from mla_portable.conformance import cases_for
 from mla_portable.contracts import MLAPortableError, Request, UnsupportedRequest
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.registry import Registry
-from mla_portable.tools.conformance import cases_for
 from mla_portable_nvidia import discovery, support
 from mla_portable_nvidia.attention import check_kernel
 from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, find_kernel

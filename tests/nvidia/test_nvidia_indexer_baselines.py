@@ -14,9 +14,9 @@ from simulated_gpu import FACTS
 from test_nvidia_baselines import timed, why
 from torch import Tensor
 
+from mla_portable.bench.candidates import baseline_candidates
 from mla_portable.primitives import INDEXER_SELECT, TOPK_SELECT
 from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
-from mla_portable.tools.bench.candidates import baseline_candidates
 from mla_portable_nvidia.indexer_baselines import indexer_baselines
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from rich.console import RenderableType
 from rich.text import Text
 
-from mla_portable.tools.cli.output import columns, hanging
+from mla_portable.cli.output import columns, hanging
 
 if TYPE_CHECKING:
     from mla_portable.attention import RouteDecision, RouteVerdict

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from mla_portable.accelerator import accelerator
+from mla_portable.conformance.parallel import RunOne, run_in_processes
+from mla_portable.conformance.poison import poisoned
+from mla_portable.conformance.report import CaseResult, Progress, Report, Unavailable
 from mla_portable.contracts import (
     DeviceFacts,
     Implementation,
@@ -27,9 +30,6 @@ from mla_portable.problems.compare import Finding, same_bits
 from mla_portable.problems.stage import Problem
 from mla_portable.registry import Registry, get_registry
 from mla_portable.registry.facts import resolve_device
-from mla_portable.tools.conformance.parallel import RunOne, run_in_processes
-from mla_portable.tools.conformance.poison import poisoned
-from mla_portable.tools.conformance.report import CaseResult, Progress, Report, Unavailable
 
 WARM_UP_CALLS = 2
 """Calls on a side stream before a graph is captured, so that nothing compiles or initialises during the capture."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_portable.tools.bench.timing import measure
+from mla_portable.bench.timing import measure
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from mla_portable.tools.cli.options import DeviceOption, JsonOption, check_name, resolve_device, with_options
-from mla_portable.tools.cli.output import EXIT_FAILED, columns, command, digits, hanging
+from mla_portable.cli.options import DeviceOption, JsonOption, check_name, resolve_device, with_options
+from mla_portable.cli.output import EXIT_FAILED, columns, command, digits, hanging
 
 if TYPE_CHECKING:
+    from mla_portable.bench.step import StepReport
     from mla_portable.contracts import Decision, Verdict
     from mla_portable.problems.compare import Finding
-    from mla_portable.tools.bench.step import StepReport
 
 _MAX_SECONDS = 2.0
 """Plain torch on a CPU would take minutes otherwise."""
@@ -91,9 +91,9 @@ def run(
         if "kv_layout" in options:
             check_name("layout", options["kv_layout"], param_hint="--kv-layout")
         where = resolve_device(device)
+        from mla_portable.bench.step import run_step
         from mla_portable.dispatch import current_registry
         from mla_portable.problems.step import default_shape
-        from mla_portable.tools.bench.step import run_step
 
         with output.progress() as advance:
             report = run_step(

@@ -12,13 +12,13 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from mla_portable.tools.cli.options import DeviceOption, JsonOption, resolve_device
-from mla_portable.tools.cli.output import EXIT_FAILED, columns, command, hanging
+from mla_portable.cli.options import DeviceOption, JsonOption, resolve_device
+from mla_portable.cli.output import EXIT_FAILED, columns, command, hanging
 
 if TYPE_CHECKING:
+    from mla_portable.cli.diagnosis import Choice, Diagnosis
     from mla_portable.contracts import DeviceFacts
     from mla_portable.registry import PluginReport
-    from mla_portable.tools.cli.diagnosis import Choice, Diagnosis
     from mla_portable.vllm.status import VllmStatus
 
 
@@ -35,8 +35,8 @@ def doctor(
     """
     with command(as_json=as_json, doing="probing every implementation") as output:
         where = resolve_device(device)
+        from mla_portable.cli.diagnosis import diagnose
         from mla_portable.dispatch import current_registry
-        from mla_portable.tools.cli.diagnosis import diagnose
         from mla_portable.vllm.status import vllm_status
 
         diagnosis = diagnose(current_registry(), where)

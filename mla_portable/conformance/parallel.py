@@ -18,8 +18,8 @@ from typing import Final
 import torch
 
 from mla_portable.accelerator import accelerator
+from mla_portable.conformance.report import CaseResult, Progress
 from mla_portable.problems.base import Case
-from mla_portable.tools.conformance.report import CaseResult, Progress
 
 BLOCK: Final = 4
 """Neighbouring cases for a worker: few enough that all end at about the same time."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import RenderableType
 
-from mla_portable.tools.cli.options import (
+from mla_portable.cli.options import (
     CommitOption,
     DeviceOption,
     JsonOption,
@@ -18,10 +18,10 @@ from mla_portable.tools.cli.options import (
     primitive_named,
     resolve_device,
 )
-from mla_portable.tools.cli.output import EXIT_FAILED, columns, command, hanging
+from mla_portable.cli.output import EXIT_FAILED, columns, command, hanging
 
 if TYPE_CHECKING:
-    from mla_portable.tools.conformance import CaseResult, Report
+    from mla_portable.conformance import CaseResult, Report
 
 
 def conform(
@@ -50,9 +50,9 @@ def conform(
         check_name("backend", name, param_hint="NAME")
         only = [primitive_named(each, param_hint="--primitive") for each in primitive or ()] or None
         where = resolve_device(device)
+        from mla_portable.cli.recording import case_of, recorder
+        from mla_portable.conformance import run_suite
         from mla_portable.dispatch import current_registry
-        from mla_portable.tools.conformance import run_suite
-        from mla_portable.tools.recording import case_of, recorder
 
         registry = current_registry()
         results: list[CaseResult] = []

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from mla_portable.bench.kernels import KernelReport
 from mla_portable.capability.run import Time
 from mla_portable.contracts import InvalidArgument
-from mla_portable.tools.bench.kernels import KernelReport
 
 _BOUND: Final = "roofline bound"
 _OURS: Final = "mla_portable, its fastest kernel"

@@ -11,13 +11,13 @@ from functools import partial
 
 import torch
 
+from mla_portable.bench.candidates import Candidate, prepared
+from mla_portable.bench.kernels import Progress, time_candidates
 from mla_portable.contracts import Implementation, Tunable
 from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
 from mla_portable.registry import Registry
 from mla_portable.registry.costs import time_spent
 from mla_portable.registry.tuned import TunedEntry
-from mla_portable.tools.bench.candidates import Candidate, prepared
-from mla_portable.tools.bench.kernels import Progress, time_candidates
 
 Configuration = Mapping[str, int]
 

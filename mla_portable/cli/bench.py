@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from mla_portable.tools.cli.failures import Commands
-from mla_portable.tools.cli.kernels import kernels
-from mla_portable.tools.cli.options import JsonOption, check_name, check_writable, numbers
-from mla_portable.tools.cli.output import command
+from mla_portable.cli.failures import Commands
+from mla_portable.cli.kernels import kernels
+from mla_portable.cli.options import JsonOption, check_name, check_writable, numbers
+from mla_portable.cli.output import command
 
 bench = typer.Typer(cls=Commands, help="Time kernels on this machine, or use the times of a run.")
 bench.command()(kernels)
@@ -34,10 +34,10 @@ def costs(
 ) -> None:
     """Print the times of a run as the file that a plugin ships, `costs/<device>.json`: they rank its implementations."""
     with command(as_json=False, doing="reading the run") as output:
+        from mla_portable.bench.kernel_records import measured_times
         from mla_portable.capability.profiles import all_profiles
         from mla_portable.capability.run import read_run
         from mla_portable.registry.cost_files import costs_text
-        from mla_portable.tools.bench.kernel_records import measured_times
 
         timed = read_run(run)
         backends = sorted({each.implementation.partition(".")[0] for each in timed.times})
@@ -63,8 +63,8 @@ def plot(
     with command(as_json=as_json, doing="reading the run") as output:
         by_heads, by_topk = numbers(heads, "--heads"), numbers(topk, "--topk")
         check_name("primitive", primitive, param_hint="--primitive")
+        from mla_portable.bench.plot import lines_of_times, plot_lines
         from mla_portable.capability.run import read_run
-        from mla_portable.tools.bench.plot import lines_of_times, plot_lines
 
         read = read_run(run)
         times = [each for each in read.times if each.primitive == primitive]

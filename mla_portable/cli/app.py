@@ -8,15 +8,15 @@ from typing import Annotated
 import typer
 
 import mla_portable
-from mla_portable.tools.cli.bench import bench
-from mla_portable.tools.cli.conform import conform
-from mla_portable.tools.cli.doctor import doctor
-from mla_portable.tools.cli.explain import explain
-from mla_portable.tools.cli.failures import Commands
-from mla_portable.tools.cli.kernels import tune
-from mla_portable.tools.cli.matrix import matrix
-from mla_portable.tools.cli.process import guarded
-from mla_portable.tools.cli.step import run
+from mla_portable.cli.bench import bench
+from mla_portable.cli.conform import conform
+from mla_portable.cli.doctor import doctor
+from mla_portable.cli.explain import explain
+from mla_portable.cli.failures import Commands
+from mla_portable.cli.kernels import tune
+from mla_portable.cli.matrix import matrix
+from mla_portable.cli.process import guarded
+from mla_portable.cli.step import run
 
 app = typer.Typer(
     name="mla-portable",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from mla_portable.tools.cli.process import open_streams
+from mla_portable.cli.process import open_streams
 
 __all__ = ["main"]
 
@@ -14,7 +14,7 @@ def main() -> None:
     """Entry point of `mla-portable`. Raises: SystemExit with what to install where the extra is missing."""
     open_streams()
     try:
-        from mla_portable.tools.cli.app import main as run
+        from mla_portable.cli.app import main as run
     except ModuleNotFoundError as error:
         if error.name not in _EXTRA:
             raise

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conformance suite: any implementation, held against the float64 oracle on cases made from its own declaration.
 
-    from mla_portable.tools.conformance import run_suite
+    from mla_portable.conformance import run_suite
     from mla_portable.registry import get_registry
 
     report = run_suite(get_registry(), "reference", device="cpu", level="quick")
@@ -10,9 +10,9 @@
 `mla-portable conform NAME` does the same. Tolerances and the meaning of every quantity: docs/numerics.md.
 """
 
+from mla_portable.conformance.report import CaseResult, Progress, Report, Unavailable, Worst
+from mla_portable.conformance.runner import run_case, run_suite
 from mla_portable.problems import LEVELS, Case, Tolerance, cases_for, tolerance_table_markdown, tolerances
-from mla_portable.tools.conformance.report import CaseResult, Progress, Report, Unavailable, Worst
-from mla_portable.tools.conformance.runner import run_case, run_suite
 
 __all__ = [
     "LEVELS",

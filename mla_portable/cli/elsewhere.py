@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_portable.tools.cli.matrix import read
-from mla_portable.tools.cli.options import check_known
+from mla_portable.cli.matrix import read
+from mla_portable.cli.options import check_known
 
 if TYPE_CHECKING:
     from mla_portable.attention import RouteDecision

@@ -20,6 +20,9 @@ from mla_portable.accelerator import accelerator
 from mla_portable.attention import AttentionSpec, RouteDecision, SparseMLAAttention
 from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
 from mla_portable.attention.routes import route_requests
+from mla_portable.bench.candidates import prepared
+from mla_portable.bench.kernels import Progress
+from mla_portable.bench.timing import Timing, measure, run_and_measure
 from mla_portable.contracts import Decision, DeviceFacts, InvalidArgument, Request
 from mla_portable.layouts import KV_LORA_RANK, LAYOUTS
 from mla_portable.planner import Planner
@@ -30,9 +33,6 @@ from mla_portable.problems.bench import Workshop
 from mla_portable.problems.convert_indices import convert_indices
 from mla_portable.problems.step import StepInputs, StepShape, make_inputs, step_bytes, step_cases
 from mla_portable.registry import Registry, get_registry
-from mla_portable.tools.bench.candidates import prepared
-from mla_portable.tools.bench.kernels import Progress
-from mla_portable.tools.bench.timing import Timing, measure, run_and_measure
 
 
 @dataclass(frozen=True, slots=True)

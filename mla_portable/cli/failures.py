@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
+from mla_portable.cli.output import EXIT_FAILED, EXIT_USAGE
 from mla_portable.errors import InvalidArgument, MLAPortableError
-from mla_portable.tools.cli.output import EXIT_FAILED, EXIT_USAGE
 
 _UsageError: Final[Any] = typer.BadParameter.__base__
 """click's; typer exports only the subclass, and brings click along in one version and depends on it in another."""

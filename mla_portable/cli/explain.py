@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import RenderableType
 
-from mla_portable.tools.cli.elsewhere import Elsewhere, find_profile
-from mla_portable.tools.cli.options import BackendOption, JsonOption, check_name, primitive_named, resolve_device, with_options
-from mla_portable.tools.cli.output import EXIT_FAILED, EXIT_OK, command, hanging
-from mla_portable.tools.cli.verdicts import cost_lines, decision_lines, route_lines
+from mla_portable.cli.elsewhere import Elsewhere, find_profile
+from mla_portable.cli.options import BackendOption, JsonOption, check_name, primitive_named, resolve_device, with_options
+from mla_portable.cli.output import EXIT_FAILED, EXIT_OK, command, hanging
+from mla_portable.cli.verdicts import cost_lines, decision_lines, route_lines
 
 if TYPE_CHECKING:
     from mla_portable.attention import RouteDecision

@@ -12,7 +12,7 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from mla_portable.tools.cli.options import (
+from mla_portable.cli.options import (
     CommitOption,
     DeviceOption,
     JsonOption,
@@ -24,14 +24,14 @@ from mla_portable.tools.cli.options import (
     resolve_device,
     with_options,
 )
-from mla_portable.tools.cli.output import EXIT_FAILED, Output, columns, command, digits, hanging
+from mla_portable.cli.output import EXIT_FAILED, Output, columns, command, digits, hanging
 
 if TYPE_CHECKING:
     import torch
 
+    from mla_portable.bench.kernels import CaseTimes, KernelReport, KernelTime
+    from mla_portable.bench.tune import Attempt, TuneResult
     from mla_portable.contracts import Primitive
-    from mla_portable.tools.bench.kernels import CaseTimes, KernelReport, KernelTime
-    from mla_portable.tools.bench.tune import Attempt, TuneResult
 
 _DECODE_ROWS, _PREFILL_ROWS = (1, 16, 128), (1024,)
 """Sizes that count together in tuning where none are given: what a rank decodes at once, and a prefill."""
@@ -109,12 +109,12 @@ def kernels(
     """Time kernels and their baselines. A wrong result gets no time; exit code 1 when one of ours is wrong or fails."""
     with command(as_json=as_json) as output:
         where = resolve_device(device)
+        from mla_portable.bench.kernel_records import kernel_lines, kernel_run, times_of
+        from mla_portable.bench.kernels import time_kernels
+        from mla_portable.cli.recording import recorder
         from mla_portable.dispatch import current_registry
         from mla_portable.problems.bench import kernel_cases, timed_primitives
         from mla_portable.registry.plugins import Brought
-        from mla_portable.tools.bench.kernel_records import kernel_lines, kernel_run, times_of
-        from mla_portable.tools.bench.kernels import time_kernels
-        from mla_portable.tools.recording import recorder
 
         if out is not None and scale_format != "pow2":
             raise typer.BadParameter("must be pow2 beside --out: runs have no other times", param_hint="--scale-format")
@@ -152,7 +152,7 @@ def kernels(
             file.add(times=times)
             output.note(f"{len(times)} times added to {out}")
         if plot is not None:
-            from mla_portable.tools.bench.plot import lines_of_report, plot_lines
+            from mla_portable.bench.plot import lines_of_report, plot_lines
 
             plot_lines(lines_of_report(report), plot, title=report.facts.name)
             output.note(f"drawn: {plot}")
@@ -184,12 +184,12 @@ def tune(
     """
     with command(as_json=as_json) as output:
         where = resolve_device(device)
+        from mla_portable.bench.tune import tune as run
         from mla_portable.contracts import InvalidArgument
         from mla_portable.dispatch import current_registry
         from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
         from mla_portable.problems.bench import kernel_cases
         from mla_portable.registry.tuned import read_table, table_path, write_table
-        from mla_portable.tools.bench.tune import tune as run
 
         path = out or table_path()
         if path is None:

@@ -13,9 +13,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from mla_portable.cli.options import JsonOption
+from mla_portable.cli.output import Output, columns, command, hanging
 from mla_portable.errors import InvalidArgument
-from mla_portable.tools.cli.options import JsonOption
-from mla_portable.tools.cli.output import Output, columns, command, hanging
 
 if TYPE_CHECKING:
     from mla_portable.capability.detail import Offer
@@ -112,8 +112,8 @@ def _one(output: Output, name: str, records: Path | None) -> None:
     from mla_portable.capability.detail import offers_on
     from mla_portable.capability.matrix import records_folder
     from mla_portable.capability.profiles import all_profiles, profile_named
+    from mla_portable.cli.recording import plugins_code
     from mla_portable.registry import Registry
-    from mla_portable.tools.recording import plugins_code
 
     profile = profile_named(name, all_profiles(records))
     registry = Registry(environ={}, probe=False, costs="measured")
