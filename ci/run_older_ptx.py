@@ -40,7 +40,7 @@ from mla_portable.contracts import Primitive
 from mla_portable.dispatch import serving
 from mla_portable.registry import Registry, get_registry
 from mla_portable.registry.facts import resolve_device
-from mla_portable.registry.variables import ENV_BACKEND
+from mla_portable.registry.settings import ENV_BACKEND
 
 
 def run_older(capability: int, loaded: Path, case: Case, device: torch.device) -> CaseResult:

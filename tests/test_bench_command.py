@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from mla_portable.bench import kernel_machine
 from mla_portable.bench.kernel_records import kernel_lines, times_of
 from mla_portable.bench.kernels import KernelReport
-from mla_portable.bench.offers import Brought
 from mla_portable.bench.plot import Line, lines_of_report, lines_of_times, plot_lines
 from mla_portable.bench.roofline import Ceilings, measure_ceilings
 from mla_portable.capability.run import Baseline, Time, read_run
@@ -29,6 +28,7 @@ from mla_portable.primitives import CACHE_WRITE, SPARSE_DECODE
 from mla_portable.problems.bench import KernelCase
 from mla_portable.registry import Registry
 from mla_portable.registry.cost_files import costs_text, parse_costs
+from mla_portable.registry.plugins import Brought
 
 ROOT = Path(__file__).parents[1]
 
@@ -172,7 +172,7 @@ def test_the_command_prints_a_table_for_each_primitive_and_layout():
 
 def test_every_candidate_of_a_case_has_a_line_in_80_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("mla_portable.bench.offers.load_baselines", lambda: Brought((decode_baseline(factor=1.0),)))
+    monkeypatch.setattr(Registry, "baselines", lambda self: Brought((decode_baseline(factor=1.0),)))
     text = command("--primitive", "sparse_decode", "--layout", "bf16").stdout
     lines = [line.split() for line in text.splitlines()]
     ours = [words for words in lines if words[:1] == ["reference.torch"]]
@@ -184,7 +184,7 @@ def test_every_candidate_of_a_case_has_a_line_in_80_columns(monkeypatch):
 
 def test_the_command_says_on_request_why_a_candidate_was_skipped(monkeypatch):
     reason = Reason("library", "missing", "other is not installed")
-    monkeypatch.setattr("mla_portable.bench.offers.load_baselines", lambda: Brought((decode_baseline(reasons=(reason,)),)))
+    monkeypatch.setattr(Registry, "baselines", lambda self: Brought((decode_baseline(reasons=(reason,)),)))
     words = ["--primitive", "sparse_decode", "--layout", "bf16"]
     text = command(*words).stdout
     assert "skipped  other.v1, for some primitives" in text and "not installed" not in text

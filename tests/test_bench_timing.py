@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -23,7 +25,6 @@ from mla_portable.accelerator import Accelerator
 from mla_portable.bench import timing
 from mla_portable.bench.candidates import decode_schedule, our_candidates
 from mla_portable.bench.kernel_records import kernel_lines
-from mla_portable.bench.offers import load_baselines
 from mla_portable.contracts import (
     SPLIT_KV,
     Baseline,
@@ -135,12 +136,7 @@ class BaselinePlugin:
 
     @hookimpl
     def mla_portable_register(self, registrar: Registrar) -> None:
-        raise AssertionError("the benchmark asks for baselines alone")
-
-    @hookimpl
-    def mla_portable_register_baselines(self, registrar: Registrar) -> None:
-        for baseline in self.baselines:
-            registrar.add(baseline)
+        registrar.add_baselines(lambda: self.baselines)
 
 
 def test_a_baseline_is_judged_and_timed_like_ours():
@@ -166,26 +162,59 @@ def test_a_baseline_is_judged_and_timed_like_ours():
 
 
 def test_a_plugin_whose_baselines_fail_costs_only_its_own():
-    class Broken:
+    class Broken(Spoiled):
         @hookimpl
-        def mla_portable_register_baselines(self, registrar: Registrar) -> None:
-            registrar.add(decode_baseline("broken.v1"))
+        def mla_portable_register(self, registrar: Registrar) -> None:
+            super().mla_portable_register(registrar)
+            registrar.add_baselines(self.baselines)
+
+        def baselines(self) -> Iterator[Baseline]:
+            yield decode_baseline("broken.v1")
             raise OSError("no library")
 
+    class Exits:
+        @hookimpl
+        def mla_portable_register(self, registrar: Registrar) -> None:
+            raise SystemExit("no licence")
+
+    class Hangs:
+        @hookimpl
+        def mla_portable_register(self, registrar: Registrar) -> None:
+            registrar.add_baselines(lambda: go.wait(20) and ())
+
+    go = Event()
     given = [
         ("good", BaselinePlugin(decode_baseline())),
-        ("broken", Broken()),
+        ("spoiled", Broken()),
+        ("hangs", Hangs()),
+        ("exits", Exits()),
         ("twice", BaselinePlugin(decode_baseline())),
         ("none", BaselinePlugin("a baseline")),
-        ("without", "mla_portable.reference"),
+        ("reference", "mla_portable.reference"),
     ]
-    found = load_baselines(given)
+    registry = Registry(plugins=given, environ={"MLA_PORTABLE_PLUGIN_TIMEOUT": "2"})
+    found = registry.baselines()
+    go.set()
     assert [baseline.name for baseline in found.found] == ["other.v1"]
     assert dict(found.failures) == {
-        "broken": "OSError: no library",
+        "spoiled": "OSError: no library",
+        "hangs": "PluginTimeout: loading the baselines of the plugin hangs did not finish within 2 s; "
+        "MLA_PORTABLE_PLUGIN_TIMEOUT sets another limit, 0 none",
+        "exits": "SystemExit: no licence",
         "twice": "PluginError: other.v1 / sparse_decode: already registered by the plugin 'good'",
         "none": "PluginError: expected a Baseline, got str",
     }
+    assert NAME in [each.name for each in registry.implementations()], "the plugin's implementations stay"
+
+
+def test_what_brings_baselines_can_be_called():
+    class Eager:
+        @hookimpl
+        def mla_portable_register(self, registrar: Registrar) -> None:
+            registrar.add_baselines([decode_baseline()])
+
+    (_, report) = registry_with(("eager", Eager())).plugin_reports
+    assert report.error == "PluginError: add_baselines: expected a function that returns the baselines, got list"
 
 
 def test_a_baseline_must_be_named_and_have_a_primitive():
@@ -198,11 +227,17 @@ def test_a_baseline_must_be_named_and_have_a_primitive():
 def test_the_registry_takes_no_notice_of_baselines():
     class Both(Spoiled):
         @hookimpl
-        def mla_portable_register_baselines(self, registrar: Registrar) -> None:
-            raise AssertionError("asked by a registry")
+        def mla_portable_register(self, registrar: Registrar) -> None:
+            super().mla_portable_register(registrar)
+            registrar.add_baselines(lambda: asked.append("baselines") or ())
+            registrar.add_tunables(lambda: asked.append("tunables") or ())
 
+    asked: list[str] = []
     registry = registry_with(("spoiled", Both()), probe=False)
     assert [report.ok for report in registry.plugin_reports] == [True, True]
+    run(SMALL[CACHE_WRITE], registry=registry)
+    assert asked == []
+    assert registry.tunables().found == registry.baselines().found == () and asked == ["tunables", "baselines"]
 
 
 # ---------------------------------------------------------------------- what only a GPU has, told by pretence

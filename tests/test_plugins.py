@@ -11,17 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import pluggy
 import pytest
 import torch
 from fake_plugins import ANYWHERE, implementation, make_plugin
 from machines import CPU, H200
 
 from mla_portable import __version__
-from mla_portable.bench.offers import load_tunables
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Registrar, Request, Variable, hookimpl
 from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE
 from mla_portable.registry import Registry
-from mla_portable.registry.plugin_sources import installed_plugins
+from mla_portable.registry.plugin_sources import PluginSource, given_plugins, installed_plugins
+from mla_portable.registry.plugins import load_plugins
 
 GOOD = ("good", make_plugin(implementation("good.v1")))
 
@@ -69,6 +70,10 @@ BROKEN: dict[str, tuple[str | None, str]] = {
         hook(ADD, ADD), "PluginError: broken.v1 / merge_states: already registered by the plugin 'broken'",
     ),
     "it fails when half is registered": (hook(ADD, CLAIM, FAIL), "OSError: the second half of the library is missing"),
+    "it has a hook that is no more": (
+        hook(ADD) + hook(name="mla_portable_register_baselines"),
+        "PluginValidationError: unknown hook 'mla_portable_register_baselines'",
+    ),
     "it registers nothing": (hook(), "PluginError: broken_plugin registered nothing"),
 }  # fmt: skip
 
@@ -134,6 +139,23 @@ def test_any_error_of_a_plugin_is_one_printable_line(error: BaseException, text:
     assert "\x1b" not in report.traceback and "in hook" in report.traceback
 
 
+def test_plugins_share_one_manager_and_none_finds_what_another_left(monkeypatch: pytest.MonkeyPatch):
+    made: list[pluggy.PluginManager] = []
+    init = pluggy.PluginManager.__init__
+    monkeypatch.setattr(pluggy.PluginManager, "__init__", lambda self, name: (made.append(self), init(self, name))[1])
+    misspelt = ModuleType("misspelt")
+    vars(misspelt)["mla_portable_registr"] = hookimpl(lambda registrar: None)
+    same = make_plugin(implementation("first.v1"))
+    odd = make_plugin(implementation("odd.v1"))
+    registry = Registry(plugins=[("odd", odd), ("misspelt", misspelt), ("first", same), ("second", same), GOOD], environ={})
+    errors = {report.name: report.error for report in registry.plugin_reports}
+    assert [name for name, error in errors.items() if not error] == ["odd", "first", "good"]
+    assert "unknown hook 'mla_portable_registr'" in errors["misspelt"]
+    assert "expected a name that starts with 'second.'" in errors["second"], "a module may be tried under a second name"
+    (manager,) = made
+    assert manager.list_name_plugin() == []
+
+
 def test_a_users_interrupt_goes_through():
     """Signals reach the main thread, where plugins run only without a time limit."""
     with pytest.raises(KeyboardInterrupt):
@@ -173,6 +195,33 @@ def test_a_plugin_that_hangs_is_reported_and_registers_nothing_afterwards():
     assert len(late) == 1 and names(registry) == ["good.v1 / merge_states"]
 
 
+def test_what_hangs_at_import_reaches_no_other_plugin_when_it_goes_on():
+    go, registered, end = threading.Event(), threading.Event(), threading.Event()
+    calls: list[Registrar] = []
+
+    def hook(registrar: Registrar) -> None:
+        calls.append(registrar)
+        registered.set()
+        end.wait(20)
+
+    def hangs() -> object:
+        go.wait(20)
+        return with_hook(hook)
+
+    def waits() -> object:
+        go.set()
+        assert registered.wait(20), "the plugin that hung has gone on, and is registered with pluggy"
+        return make_plugin(implementation("patient.v1"))
+
+    sources = [PluginSource("late", "late", hangs), PluginSource("patient", "patient", waits), *given_plugins([GOOD])]
+    loaded = load_plugins(sources, seconds=1)
+    end.set()
+    late, patient, good = loaded.reports
+    assert late.error.startswith("PluginTimeout: loading the plugin late") and (patient.error, good.error) == ("", "")
+    assert len(calls) == 1, "its hook gets the registrar that was closed, and no other"
+    assert [each.name for each in loaded.implementations] == ["patient.v1", "good.v1"]
+
+
 def test_a_disabled_plugin_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     install(tmp_path, "hang-mla", "1", "hang = hang_plugin", hang_plugin="raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -185,10 +234,8 @@ def test_a_disabled_plugin_is_not_imported(tmp_path: Path, monkeypatch: pytest.M
         assert report.disabled in ("MLA_PORTABLE_DISABLE", f"policy file {policy}")
         assert "hang_plugin" not in sys.modules
         registry.decide(Request(MERGE_STATES, CPU))
-    monkeypatch.setenv("MLA_PORTABLE_DISABLE", "hang")
-    assert "hang" not in dict(load_tunables().failures)
-    monkeypatch.setenv("MLA_PORTABLE_DISABLE", "")
-    assert "imported" in dict(load_tunables().failures)["hang"]
+    assert "hang" not in dict(registry.tunables().failures)
+    assert "imported" in dict(Registry(environ={}).tunables().failures)["hang"]
 
 
 def test_the_reference_is_loaded_even_where_it_is_disabled():

@@ -126,6 +126,9 @@ class Recorded:
     def add_costs(self, costs: str) -> None:
         pass
 
+    def add_tunables(self, load) -> None:
+        pass
+
 
 def test_what_needs_triton_3_is_refused_below_it(monkeypatch: pytest.MonkeyPatch):
     from mla_portable_triton import support

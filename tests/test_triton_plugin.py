@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +31,7 @@ from mla_portable.contracts import (
     Request,
     ScheduleLimits,
     Support,
+    Tunable,
     split_kv,
 )
 from mla_portable.dispatch import serving
@@ -59,6 +61,9 @@ class Recorder:
 
     def add_costs(self, costs: Path) -> None:
         assert costs.is_dir()
+
+    def add_tunables(self, load: Callable[[], Iterable[Tunable]]) -> None:
+        assert {tunable.implementation for tunable in load()} == {"triton.portable"}
 
     def add_detector(self, detector: Detector) -> None:
         raise AssertionError(f"the Triton plugin knows no devices of its own, got {detector}")
@@ -176,6 +181,7 @@ import mla_portable_triton
 class Registrar:
     def add(self, implementation): pass
     def add_costs(self, costs): pass
+    def add_tunables(self, load): pass
 mla_portable_triton.mla_portable_register(Registrar())
 heavy = [name for name in sys.modules if name == "triton" or name.startswith("mla_portable_triton.kernels")]
 assert not heavy, heavy

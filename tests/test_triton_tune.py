@@ -17,7 +17,6 @@ import torch
 from machines import B200, BI_V150, CPU, H200, MACHINES, MI300X, RTX_4090
 from typer.testing import CliRunner
 
-from mla_portable.bench.offers import load_tunables
 from mla_portable.cli.app import app
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, ProgramShape, Request, SplitSchedule, split_kv
 from mla_portable.dispatch import current_registry
@@ -89,7 +88,7 @@ def test_heads_memory_and_registers_bound_what_is_tried():
 
 
 def test_the_plugin_says_what_can_be_tuned():
-    found = {each.primitive: each for each in load_tunables().found if each.implementation == NAME}
+    found = {each.primitive: each for each in Registry(environ={}).tunables().found if each.implementation == NAME}
     assert set(found) == {DECODE, PREFILL}
 
 

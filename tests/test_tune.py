@@ -16,7 +16,6 @@ from machines import CPU, H200
 from spoiled import WRONG, registry_with
 from typer.testing import CliRunner
 
-from mla_portable.bench.offers import Brought
 from mla_portable.bench.tune import Attempt, TuneResult, tune
 from mla_portable.cli.app import app
 from mla_portable.contracts import (
@@ -79,6 +78,7 @@ class Plugin:
     @hookimpl
     def mla_portable_register(self, registrar: Registrar) -> None:
         registrar.add(Implementation(NAME, DECODE, self.support, self.bind, preference=10))
+        registrar.add_tunables(lambda: [self.tunable])
 
     def bind(self, request: Request) -> Callable[..., Any]:
         configuration = dict(request.configuration or CONFIGURATIONS[0])
@@ -86,10 +86,6 @@ class Plugin:
             raise InvalidArgument(NAME, "configuration", got=configuration, expected="delay and wrong")
         self.bound_with.append(configuration)
         return bind(request, configuration)
-
-    @hookimpl
-    def mla_portable_register_tunables(self, registrar: Registrar) -> None:
-        registrar.add(self.tunable)
 
 
 def run(plugin: Plugin, *cases: KernelCase, **options: Any) -> list[TuneResult]:
@@ -278,7 +274,6 @@ def test_where_the_table_is():
 def command(monkeypatch: pytest.MonkeyPatch, path: Path, *words: str, plugin: Plugin | None = None, code: int = 0) -> str:
     plugin = plugin or Plugin()
     monkeypatch.setenv("MLA_PORTABLE_TUNED", str(path))
-    monkeypatch.setattr("mla_portable.bench.offers.load_tunables", lambda: Brought((plugin.tunable,)))
     registry: Registry = registry_with(("acme", plugin), probe=False)
     with serving(registry):
         done = CliRunner().invoke(app, ["tune", "--device", "cpu", "--heads", "2", "--rows", "1,3", "--repeat", "2", *words])

@@ -111,10 +111,10 @@ def kernels(
         where = resolve_device(device)
         from mla_portable.bench.kernel_records import kernel_lines, kernel_run, times_of
         from mla_portable.bench.kernels import time_kernels
-        from mla_portable.bench.offers import Brought, load_baselines
         from mla_portable.cli.recording import recorder
         from mla_portable.dispatch import current_registry
         from mla_portable.problems.bench import kernel_cases, timed_primitives
+        from mla_portable.registry.plugins import Brought
 
         if out is not None and scale_format != "pow2":
             raise typer.BadParameter("must be pow2 beside --out: runs have no other times", param_hint="--scale-format")
@@ -132,7 +132,7 @@ def kernels(
         )
         registry, backends = current_registry(), options.get("backend", ())
         file = None if out is None else recorder(out, registry, where, backends=backends, who=who, commit=commit)
-        brought = load_baselines() if baselines else Brought(())
+        brought = registry.baselines() if baselines else Brought(())
         for name, why in brought.failures:
             output.note(f"no baselines from the plugin {name}: {why}")
         with output.progress() as advance:
@@ -184,7 +184,6 @@ def tune(
     """
     with command(as_json=as_json) as output:
         where = resolve_device(device)
-        from mla_portable.bench.offers import load_tunables
         from mla_portable.bench.tune import tune as run
         from mla_portable.contracts import InvalidArgument
         from mla_portable.dispatch import current_registry
@@ -198,7 +197,8 @@ def tune(
             raise InvalidArgument("tune", "out", got="none", expected=expected)
         check_writable(path, param_hint="--out")
         read_table(path)  # what is no table is refused before the work, too
-        brought = load_tunables()
+        registry = current_registry()
+        brought = registry.tunables()
         for name, why in brought.failures:
             output.note(f"nothing to tune from the plugin {name}: {why}")
         tunable = {each.primitive for each in brought.found} or {SPARSE_DECODE, SPARSE_PREFILL}
@@ -218,7 +218,7 @@ def tune(
                 cases,
                 brought.found,
                 device=where,
-                registry=current_registry(),
+                registry=registry,
                 backends=options.get("backend", ()),
                 repeat=repeat,
                 check_rows=check_rows,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin API: what a vendor's package registers, by the hooks of `BackendSpec` in a module that its entry point names.
+"""The plugin API: what a vendor's package registers, by the hook of `BackendSpec` in a module that its entry point names.
 
 The module should be light: import the vendor's library in `check` and `bind`, not at import. pluggy is used only for
 registration, not on the path of a call.
@@ -127,14 +127,31 @@ class Variable:
 
 
 class Registrar(Protocol):
-    """What each hook receives. A malformed registration raises PluginError on the plugin's own line."""
+    """What the hook receives. A malformed registration raises PluginError on the plugin's own line."""
 
-    def add(self, offer: Implementation | Baseline | Tunable) -> None:
-        """Add an Implementation, Baseline or Tunable, depending on the hook; two of one name and primitive are an error."""
+    def add(self, implementation: Implementation) -> None:
+        """Offer an implementation; two of one name and primitive are an error."""
         ...
 
     def add_detector(self, detector: Detector) -> None:
         """Recognise this vendor's devices, before torch's own names are used."""
+        ...
+
+    def add_baselines(self, load: Callable[[], Iterable[Baseline]]) -> None:
+        """Bring kernels of other projects to the benchmark.
+
+        Args:
+            load: called by `mla-portable bench kernels` alone, which times what it returns. It imports the modules that only
+                the benchmark needs. If it fails, the plugin's implementations stay.
+        """
+        ...
+
+    def add_tunables(self, load: Callable[[], Iterable[Tunable]]) -> None:
+        """Declare which implementations can be tuned.
+
+        Args:
+            load: called by `mla-portable tune` alone, in the same way.
+        """
         ...
 
     def add_costs(self, costs: str | Traversable) -> None:
@@ -212,12 +229,4 @@ class BackendSpec:
 
     @hookspec
     def mla_portable_register(self, registrar: Registrar) -> None:
-        """Register every implementation (and detector) of a plugin. Called once per registry."""
-
-    @hookspec
-    def mla_portable_register_baselines(self, registrar: Registrar) -> None:
-        """Add baselines to the benchmark; optional. Called only by the benchmark."""
-
-    @hookspec
-    def mla_portable_register_tunables(self, registrar: Registrar) -> None:
-        """Declare which implementations can be tuned; optional. Called only by `mla-portable tune`."""
+        """Register all that a plugin brings. Called once per registry."""

@@ -15,9 +15,9 @@ import pluggy
 from mla_portable import __version__
 from mla_portable.contracts import ENTRY_POINT_GROUP, PROJECT_NAME, BackendSpec, PluginError
 from mla_portable.contracts.values import check_type, describe, refuse
-from mla_portable.registry.limits import limited
+from mla_portable.registry.limits import PluginTimeout, limited
 from mla_portable.registry.names import CORE_DISTRIBUTION, CORE_MODULE
-from mla_portable.registry.registrar import StagingRegistrar
+from mla_portable.registry.registrar import StagingRegistrar, Taken
 
 HOOK: Final = "mla_portable_register"
 
@@ -81,29 +81,57 @@ def given_plugins(plugins: Iterable[tuple[str, object]]) -> tuple[PluginSource, 
     return tuple(source(name, plugin) for name, plugin in plugins)
 
 
-def call_hook(source: PluginSource, hook: str, registrar: StagingRegistrar, seconds: float) -> None:
-    """Import a plugin and let it register by one of its hooks, through a plugin manager that holds no other plugin.
+class PluginCaller:
+    """Imports plugins and calls their hook, one after the other, through one plugin manager.
 
-    A plugin without `hook` does nothing, but one without `mla_portable_register` is broken.
-    Raises: PluginTimeout after `seconds`; PluginError; whatever the plugin raises.
+    The manager holds a plugin only while that registers, so a call of the hook reaches no other plugin, and neither does what
+    pluggy finds wrong with one.
     """
-    limited(f"loading the plugin {source.name}", seconds, partial(_call, source, hook, registrar))
+
+    def __init__(self, seconds: float) -> None:
+        """seconds: the time limit for importing a plugin and for its hook."""
+        self._seconds, self._manager = seconds, _plugin_manager()
+
+    def call(self, source: PluginSource, taken: Taken) -> StagingRegistrar:
+        """Import a plugin and let it register. Returns all that it registered.
+
+        Args:
+            taken: the offers that other plugins made before.
+        Raises: PluginTimeout; PluginError; whatever the plugin raises.
+        """
+        registrar = StagingRegistrar(source.name, taken)
+        try:
+            limited(f"loading the plugin {source.name}", self._seconds, partial(_call, self._manager, source, registrar))
+        except PluginTimeout:
+            self._manager = _plugin_manager()  # the plugin's thread is left behind and may still use the other
+            raise
+        finally:
+            registrar.close()  # for that thread
+        return registrar
 
 
-def _call(source: PluginSource, name: str, registrar: StagingRegistrar) -> None:
-    _require_core(source)
+def _plugin_manager() -> pluggy.PluginManager:
     manager = pluggy.PluginManager(PROJECT_NAME)
     manager.add_hookspecs(BackendSpec)
+    return manager
+
+
+def _call(manager: pluggy.PluginManager, source: PluginSource, registrar: StagingRegistrar) -> None:
+    _require_core(source)
     plugin = source.load()
-    manager.register(plugin, source.name)
-    manager.check_pending()  # a hookimpl of an unknown name, which pluggy alone would leave uncalled
-    hook: Any = getattr(manager.hook, name)
-    if name == HOOK and not hook.get_hookimpls():
-        close = get_close_matches(HOOK, dir(plugin), n=1)
-        hint = f"; did you mean {close[0]!r}, and is it decorated with @hookimpl?" if close else ""
-        raise PluginError(f"{source.module} has no @hookimpl named {HOOK}{hint}")
-    hook(registrar=registrar)
-    if name == HOOK and not registrar.offers and not registrar.detectors:
+    try:
+        manager.register(plugin, source.name)
+        manager.check_pending()  # a hookimpl of an unknown name, which pluggy alone would leave uncalled
+        hook: Any = getattr(manager.hook, HOOK)
+        if not hook.get_hookimpls():
+            close = get_close_matches(HOOK, dir(plugin), n=1)
+            hint = f"; did you mean {close[0]!r}, and is it decorated with @hookimpl?" if close else ""
+            raise PluginError(f"{source.module} has no @hookimpl named {HOOK}{hint}")
+        hook(registrar=registrar)
+    finally:
+        if manager.has_plugin(source.name):
+            manager.unregister(name=source.name)
+    if registrar.is_empty:
         raise PluginError(
             f"{source.module} registered nothing; offer every implementation and let `check` say what is missing here"
         )

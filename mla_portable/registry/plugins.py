@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading plugins: each one alone, wholly or not at all, with a report whatever happens."""
+"""Loading plugins: each one alone, wholly or not at all, with a report whatever happens.
+
+What only a tool needs of them (baselines, tunables) is loaded when it asks, in the same way.
+"""
 
 from __future__ import annotations
 
 import traceback as traceback_module
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
-from mla_portable.contracts import Detector, Implementation, PluginError, Variable
+from mla_portable.contracts import Baseline, Detector, Implementation, PluginError, Tunable, Variable
 from mla_portable.contracts.values import printable
 from mla_portable.registry.costs import MeasuredCosts, MeasuredTime
 from mla_portable.registry.faults import first_line
-from mla_portable.registry.limits import DEFAULT_SECONDS
+from mla_portable.registry.limits import DEFAULT_SECONDS, limited
 from mla_portable.registry.names import CORE_MODULE
-from mla_portable.registry.plugin_sources import HOOK, PluginSource, call_hook
-from mla_portable.registry.registrar import StagingRegistrar, Taken
+from mla_portable.registry.plugin_sources import PluginCaller, PluginSource
+from mla_portable.registry.registrar import StagingRegistrar, Taken, take
+
+T = TypeVar("T", Baseline, Tunable)
+Loaders = tuple[tuple[str, Callable[[], Iterable[T]]], ...]
+"""(plugin, function that returns what it brings)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +62,8 @@ class PluginReport:
 class Loaded:
     """All that plugins brought: implementations and detectors of those that loaded, a report on each.
 
-    `detectors` pairs each with the name of its plugin. `variables` are those that plugins declared.
-    `costs` are over the measured times of all of them.
+    `detectors`, `baselines` and `tunables` pair each function with the name of its plugin. `variables` are those that plugins
+    declared. `costs` are over the measured times of all of them.
     """
 
     implementations: tuple[Implementation, ...]
@@ -63,20 +71,16 @@ class Loaded:
     reports: tuple[PluginReport, ...]
     variables: tuple[Variable, ...]
     costs: MeasuredCosts
+    baselines: Loaders[Baseline]
+    tunables: Loaders[Tunable]
 
 
-def collect(source: PluginSource, taken: Taken, hook: str, *, seconds: float = DEFAULT_SECONDS) -> StagingRegistrar:
-    """All that a plugin registers by one hook; its offers join `taken`.
+@dataclass(frozen=True, slots=True)
+class Brought(Generic[T]):
+    """What plugins brought for a tool. failures: (plugin, one line) of those that failed; nothing that they brought stays."""
 
-    Raises: PluginTimeout, PluginError, whatever the plugin raises; `taken` is as before then.
-    """
-    staged = StagingRegistrar(source.name, taken, hook)
-    try:
-        call_hook(source, hook, staged, seconds)
-    finally:
-        staged.close()  # a plugin that hangs goes on in its thread
-    taken.update(staged.taken)
-    return staged
+    found: tuple[T, ...]
+    failures: tuple[tuple[str, str], ...] = ()
 
 
 def load_plugins(
@@ -89,6 +93,7 @@ def load_plugins(
         seconds: the time limit for importing a plugin and for its hook.
     """
     sources, disabled = tuple(sources), disabled or {}
+    caller = PluginCaller(seconds)
     taken: Taken = {}
     reports: list[PluginReport] = []
     loaded: list[tuple[str, StagingRegistrar]] = []
@@ -101,11 +106,12 @@ def load_plugins(
         try:
             if any(source.name == other.name for other in reports):
                 raise PluginError(f"duplicate plugin name {source.name!r}: uninstall one of the two distributions")
-            staged = collect(source, taken, HOOK, seconds=seconds)
+            staged = caller.call(source, taken)
         except Exception as error:  # what the plugin raised and is none, such as SystemExit, has become one (`limited`)
             text = printable("".join(traceback_module.format_exception(error)))
             reports.append(replace(report, ok=False, loaded=False, error=first_line(error), traceback=text))
             continue
+        taken.update(staged.taken)
         loaded.append((source.name, staged))
         times += staged.measured_times()
         offered = tuple(f"{i.name} / {i.primitive}" for i in staged.offers)
@@ -116,4 +122,33 @@ def load_plugins(
         reports=tuple(reports),
         variables=tuple(variable for _, staged in loaded for variable in staged.variables),
         costs=MeasuredCosts(times),
+        baselines=tuple((name, load) for name, staged in loaded for load in staged.baselines),
+        tunables=tuple((name, load) for name, staged in loaded for load in staged.tunables),
     )
+
+
+def load_offers(loaders: Loaders[T], kind: type[T], reports: Iterable[PluginReport], *, seconds: float) -> Brought[T]:
+    """Ask plugins for what they bring for a tool. Never raises on a plugin's behalf; a user's interrupt goes through.
+
+    Args:
+        kind: what each function must return. reports: a plugin that did not load, and is not disabled, is a failure.
+        seconds: the time limit for each function.
+    """
+    taken: Taken = {}
+    found: list[T] = []
+    failures = [(report.name, report.error) for report in reports if not report.loaded and not report.disabled]
+    for plugin, load in loaders:
+        try:
+            what = f"loading the {kind.__name__.lower()}s of the plugin {plugin}"
+            offers = limited(what, seconds, lambda load=load: tuple(load()))
+            with_these = dict(taken)
+            for offer in offers:
+                if not isinstance(offer, kind):
+                    raise PluginError(f"expected a {kind.__name__}, got {type(offer).__name__}")
+                take(with_these, offer, plugin)
+        except Exception as error:  # as in `load_plugins`
+            failures.append((plugin, first_line(error)))
+            continue
+        taken = with_these
+        found += offers
+    return Brought(tuple(found), tuple(failures))

@@ -25,9 +25,16 @@ else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]  installed with Python 3.10 only
 
 from mla_portable.contracts import Implementation, InvalidArgument, Primitive, Reason, UnknownBackend
-from mla_portable.registry.files import named_path, read_text_file
 from mla_portable.registry.names import AUTO, closest
-from mla_portable.registry.variables import ENV_BACKEND, ENV_DISABLE, ENV_POLICY, backend_variables
+from mla_portable.registry.settings import (
+    ENV_BACKEND,
+    ENV_DISABLE,
+    ENV_POLICY,
+    backend_variables,
+    path_of,
+    read_text_file,
+    value_of,
+)
 
 ARGUMENT: Final = "argument"
 CONTEXT: Final = "use(...)"
@@ -84,10 +91,10 @@ class Policy:
         Raises: InvalidArgument for a key or value that means nothing, and for a file that cannot be read.
         """
         policy = cls.from_environment(environ)
-        path = environ.get(ENV_POLICY, "").strip()
-        if not path:
+        path = path_of(environ, ENV_POLICY)
+        if path is None:
             return policy
-        weaker = cls.from_file(named_path(path))
+        weaker = cls.from_file(path)
         return cls(policy.rules + weaker.rules, policy.disabled + weaker.disabled)
 
     @classmethod
@@ -96,9 +103,9 @@ class Policy:
         rules = [
             Rule(value, name, primitive)
             for name, primitive in backend_variables().items()
-            if (value := environ.get(name, "").strip())
+            if (value := value_of(environ, name))
         ]
-        if value := environ.get(ENV_BACKEND, "").strip():
+        if value := value_of(environ, ENV_BACKEND):
             rules.append(Rule(value, ENV_BACKEND))
         return cls(tuple(rules), _disabled(environ))
 
@@ -151,7 +158,7 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _disabled(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple((word.strip(), ENV_DISABLE) for word in environ.get(ENV_DISABLE, "").split(",") if word.strip())
+    return tuple((word.strip(), ENV_DISABLE) for word in value_of(environ, ENV_DISABLE).split(",") if word.strip())
 
 
 def disabled_reason(name: str, control: str, what: str) -> Reason:
@@ -165,9 +172,8 @@ def disabled_plugins(environ: Mapping[str, str], policy: Policy | None = None) -
     What is malformed is reported when the policy is read.
     """
     found = _disabled(environ) if policy is None else policy.disabled
-    path = environ.get(ENV_POLICY, "").strip()
-    if path and policy is None:
-        file = named_path(path)
+    file = path_of(environ, ENV_POLICY)
+    if file is not None and policy is None:
         with suppress(InvalidArgument, KeyError, TypeError, AttributeError):
             found += tuple((name.strip(), _policy_file(file)) for name in _document(file)["backend"]["disable"])
     return dict(reversed(found))

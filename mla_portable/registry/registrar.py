@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registrar that a plugin's hook receives: checks on the plugin's own line, keeps everything until the hook is through."""
+"""The registrar that a plugin's hook receives: checks on the plugin's own line, keeps all until the hook returns."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from mla_portable.contracts import (
@@ -21,7 +21,7 @@ from mla_portable.registry.cost_files import parse_costs, read_costs
 from mla_portable.registry.costs import MeasuredTime
 from mla_portable.registry.faults import first_line
 from mla_portable.registry.names import AUTO
-from mla_portable.registry.variables import core_variables, prefix_of
+from mla_portable.registry.settings import core_variables, prefix_of
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -29,12 +29,6 @@ if TYPE_CHECKING:
 Offer = Implementation | Baseline | Tunable
 Taken = dict[tuple[str, str], str]
 """(name, primitive) of an offer -> the plugin that made it."""
-KINDS: Final = {
-    "mla_portable_register": Implementation,
-    "mla_portable_register_baselines": Baseline,
-    "mla_portable_register_tunables": Tunable,
-}
-"""Hook -> what its registrar takes."""
 _EVERYTHING: Final[dict[str, Any]] = {
     **dict.fromkeys(("num_heads", "topk", "block_size", "query_len", "rows"), 1),
     **dict.fromkeys(
@@ -51,34 +45,50 @@ _ANY_DEVICE: Final = DeviceFacts(vendor="cpu", name="any", arch="cpu", device_ty
 
 
 class StagingRegistrar:
-    """The registrar of one plugin for one hook; what it holds counts only once the hook has returned."""
+    """The registrar of one plugin; what it holds counts only once the hook has returned."""
 
-    def __init__(self, plugin: str, taken: Mapping[tuple[str, str], str], hook: str) -> None:
-        """`taken` are the offers that were made to this hook before."""
-        self.offers: list[Any] = []
+    def __init__(self, plugin: str, taken: Mapping[tuple[str, str], str]) -> None:
+        """`taken` are the offers that other plugins made before."""
+        self.offers: list[Implementation] = []
+        self.baselines: list[Callable[[], Iterable[Baseline]]] = []
+        self.tunables: list[Callable[[], Iterable[Tunable]]] = []
         self.detectors: list[Detector] = []
         self.variables: list[Variable] = []
         self.costs: list[tuple[str, str]] = []
         self.notes: list[str] = []
         self.taken: Taken = dict(taken)
-        self._plugin, self._kind = plugin, KINDS[hook]
+        self._plugin = plugin
         self._open = True
 
-    def add(self, offer: Offer) -> None:
-        """Offer what the hook is for. Raises: PluginError when it is malformed or its name is taken."""
+    @property
+    def is_empty(self) -> bool:
+        """Whether the plugin brought nothing that is of use by itself."""
+        return not (self.offers or self.detectors or self.baselines or self.tunables)
+
+    def add(self, implementation: Implementation) -> None:
+        """Offer an implementation. Raises: PluginError when it is malformed or its name is taken."""
         self._require_open()
-        if not isinstance(offer, self._kind):
-            article = "an" if self._kind is Implementation else "a"
-            raise PluginError(f"expected {article} {self._kind.__name__}, got {type(offer).__name__}")
-        if isinstance(offer, Implementation):
-            _check_implementation(offer)
-            self._check_backend(offer)
-        name = offer.implementation if isinstance(offer, Tunable) else offer.name
-        owner = self.taken.get((name, offer.primitive))
-        if owner is not None:
-            raise PluginError(f"{name} / {offer.primitive}: already registered by the plugin {owner!r}")
-        self.taken[name, offer.primitive] = self._plugin
-        self.offers.append(offer)
+        if not isinstance(implementation, Implementation):
+            raise PluginError(f"expected an Implementation, got {type(implementation).__name__}")
+        _check_implementation(implementation)
+        self._check_backend(implementation)
+        take(self.taken, implementation, self._plugin)
+        self.offers.append(implementation)
+
+    def add_baselines(self, load: Callable[[], Iterable[Baseline]]) -> None:
+        """Bring baselines; `load` is called when they are asked for. Raises: PluginError when it cannot be called."""
+        self._require_loader(load, "baselines")
+        self.baselines.append(load)
+
+    def add_tunables(self, load: Callable[[], Iterable[Tunable]]) -> None:
+        """Bring tunables; `load` is called when they are asked for. Raises: PluginError when it cannot be called."""
+        self._require_loader(load, "tunables")
+        self.tunables.append(load)
+
+    def _require_loader(self, load: object, what: str) -> None:
+        self._require_open()
+        if not callable(load):
+            raise PluginError(f"add_{what}: expected a function that returns the {what}, got {type(load).__name__}")
 
     def _check_backend(self, implementation: Implementation) -> None:
         name, backend = implementation.name, implementation.backend
@@ -135,6 +145,15 @@ class StagingRegistrar:
     def _require_open(self) -> None:
         if not self._open:
             raise PluginError(f"the plugin {self._plugin!r} registers after its hook has returned")
+
+
+def take(taken: Taken, offer: Offer, plugin: str) -> None:
+    """Note that an offer is `plugin`'s. Raises: PluginError where its name is taken for that primitive."""
+    name = offer.implementation if isinstance(offer, Tunable) else offer.name
+    owner = taken.get((name, offer.primitive))
+    if owner is not None:
+        raise PluginError(f"{name} / {offer.primitive}: already registered by the plugin {owner!r}")
+    taken[name, offer.primitive] = plugin
 
 
 def _check_implementation(implementation: Implementation) -> None:

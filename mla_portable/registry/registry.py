@@ -21,6 +21,7 @@ import torch
 
 from mla_portable.accelerator import default_device, known_types
 from mla_portable.contracts import (
+    Baseline,
     Decision,
     DeviceFacts,
     Implementation,
@@ -28,6 +29,7 @@ from mla_portable.contracts import (
     PluginError,
     Reason,
     Request,
+    Tunable,
     UnsupportedRequest,
     neutral_defaults,
 )
@@ -39,12 +41,12 @@ from mla_portable.registry.limits import DEFAULT_SECONDS, plugin_timeout, runnin
 from mla_portable.registry.machine import Machine
 from mla_portable.registry.names import REFERENCE, check_backend
 from mla_portable.registry.plugin_sources import given_plugins, installed_plugins
-from mla_portable.registry.plugins import PluginReport, load_plugins
+from mla_portable.registry.plugins import Brought, PluginReport, load_offers, load_plugins
 from mla_portable.registry.policy import ARGUMENT, KnownNames, Policy, Rule, active_rules, check_names, disabled_plugins
 from mla_portable.registry.probe import ProbeReport
 from mla_portable.registry.select import CostTable, decide
+from mla_portable.registry.settings import check_variables, set_variables
 from mla_portable.registry.tuned import TunedConfigurations
-from mla_portable.registry.variables import check_variables, set_variables
 
 CACHE_LIMIT: Final = 4096
 """Choices, bound callables and log keys that are kept of each; beyond that all are dropped and made again as needed."""
@@ -99,6 +101,7 @@ class Registry:
         order = {primitive: rank for rank, primitive in enumerate(Primitive.all())}
         self._implementations = tuple(sorted(loaded.implementations, key=lambda i: (order[i.primitive], i.preference, i.name)))
         self._reports, self._variables = loaded.reports, loaded.variables
+        self._baselines, self._tunables = loaded.baselines, loaded.tunables
         self._unloaded = frozenset(r.name for r in self._reports if not r.loaded)
         self._known = KnownNames((i.name for i in self._implementations), self._unloaded)
         self._machine = Machine(detectors=loaded.detectors, simulated=facts)
@@ -143,6 +146,14 @@ class Registry:
         """What became of each plugin, in the order of loading; a detector that failed since counts against its plugin."""
         failed = self._machine.detector_failures
         return tuple(replace(r, ok=False, error=failed[r.name]) if r.ok and r.name in failed else r for r in self._reports)
+
+    def baselines(self) -> Brought[Baseline]:
+        """What plugins bring to the benchmark, loaded now. Never raises on a plugin's behalf: a failure costs only its own."""
+        return load_offers(self._baselines, Baseline, self._reports, seconds=self._machine.limit)
+
+    def tunables(self) -> Brought[Tunable]:
+        """The implementations that can be tuned, in the same way."""
+        return load_offers(self._tunables, Tunable, self._reports, seconds=self._machine.limit)
 
     @property
     def policy(self) -> Policy:

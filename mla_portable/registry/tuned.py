@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from mla_portable.contracts import InvalidArgument, Request
-from mla_portable.registry.files import named_path, read_text_file
+from mla_portable.registry.settings import ENV_TUNED, path_of, read_text_file, value_of
 
-TABLE_VARIABLE: Final = "MLA_PORTABLE_TUNED"
 _DEFAULT: Final = Path("mla-portable") / "tuned.json"
 _SCHEMA: Final = 1
 
@@ -55,10 +54,10 @@ def table_path(environ: Mapping[str, str] | None = None) -> Path | None:
     None where neither MLA_PORTABLE_TUNED, XDG_CONFIG_HOME nor HOME is set.
     """
     environ = os.environ if environ is None else environ
-    named = environ.get(TABLE_VARIABLE, "").strip()
-    if named:
-        return named_path(named)
-    folder, home = environ.get("XDG_CONFIG_HOME", "").strip(), environ.get("HOME", "").strip()
+    named = path_of(environ, ENV_TUNED)
+    if named is not None:
+        return named
+    folder, home = value_of(environ, "XDG_CONFIG_HOME"), value_of(environ, "HOME")
     if not folder and not home:
         return None
     return (Path(folder) if folder else Path(home) / ".config") / _DEFAULT
@@ -112,7 +111,7 @@ class TunedConfigurations:
         exist yet holds nothing: `mla-portable tune` creates it.
         Raises: InvalidArgument for a file that is no table, and for a named one that cannot be read.
         """
-        path, named = table_path(environ), bool(environ.get(TABLE_VARIABLE, "").strip())
+        path, named = table_path(environ), bool(value_of(environ, ENV_TUNED))
         if path is None:
             return cls(None, {})
         try:
@@ -122,7 +121,7 @@ class TunedConfigurations:
             logger.info("no tuning table: %s", error)
             return cls(None, {})
         if named and missing:
-            logger.warning("%s names %s, which does not exist: no tuned configuration is in force", TABLE_VARIABLE, path)
+            logger.warning("%s names %s, which does not exist: no tuned configuration is in force", ENV_TUNED, path)
         return cls(path, {entry.key: tuple(entry.configuration.items()) for entry in entries})
 
     def of(self, implementation: str, request: Request) -> tuple[tuple[str, int], ...] | None:
@@ -132,5 +131,5 @@ class TunedConfigurations:
 
 
 def _refused(path: Path, got: str, expected: str) -> InvalidArgument:
-    remedy = f"Delete the file, or run `mla-portable tune` again; {TABLE_VARIABLE} names another."
+    remedy = f"Delete the file, or run `mla-portable tune` again; {ENV_TUNED} names another."
     return InvalidArgument("tuning table", str(path), got=got, expected=expected, remedy=remedy)

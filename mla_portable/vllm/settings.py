@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from mla_portable.contracts import InvalidArgument
-from mla_portable.registry.variables import check_variables
+from mla_portable.registry.settings import check_variables
 
 logger = logging.getLogger("vllm.mla_portable")
 """Below vLLM's own logger, so that what the plugin says is seen where vLLM's lines are."""

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -15,10 +17,10 @@ from simulated_gpu import FACTS
 
 import mla_portable_nvidia
 from mla_portable.bench.candidates import baseline_candidates
-from mla_portable.bench.offers import load_baselines
 from mla_portable.contracts import Primitive
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop
+from mla_portable.registry import Registry
 from mla_portable_nvidia.baselines import fa3_function
 
 CPU = torch.device("cpu")
@@ -33,9 +35,21 @@ def nothing_known() -> Iterator[None]:
 
 
 def baselines():
-    found = load_baselines([("nvidia", mla_portable_nvidia)])
+    found = Registry(plugins=[("nvidia", mla_portable_nvidia)], environ={}).baselines()
     assert not found.failures
     return found.found
+
+
+def test_baselines_are_imported_when_they_are_asked_for():
+    script = (
+        "import sys, mla_portable_nvidia\n"
+        "from mla_portable.registry import Registry\n"
+        "registry = Registry(plugins=[('nvidia', mla_portable_nvidia)], environ={})\n"
+        "before = 'mla_portable_nvidia.baselines' in sys.modules\n"
+        "print(before, len(registry.baselines().found) > 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "False True", done.stderr
 
 
 def problem(primitive: Primitive, layout: str, *, heads: int, topk: int = 128):

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from importlib import resources
 
-from mla_portable.contracts import Registrar, Variable, hookimpl
+from mla_portable.contracts import Baseline, Registrar, Variable, hookimpl
 from mla_portable_nvidia.attention import attention_implementations
-from mla_portable_nvidia.baselines import baselines
 from mla_portable_nvidia.deepgemm import deepgemm_implementations
 from mla_portable_nvidia.deepgemm_select import select_implementations
 from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, PROVIDERS
 from mla_portable_nvidia.flash_attention3 import fa3_implementations
 from mla_portable_nvidia.flat_decode import flat_implementations
-from mla_portable_nvidia.indexer_baselines import indexer_baselines
 from mla_portable_nvidia.native.bind import native_implementations
 from mla_portable_nvidia.native.bind_sm80 import sm80_implementations
 from mla_portable_nvidia.native.images import VARIABLE as CACHE_VARIABLE
@@ -24,7 +22,7 @@ from mla_portable_nvidia.native.indexer_logits import indexer_implementations
 from mla_portable_nvidia.native.topk_select import topk_implementations
 from mla_portable_nvidia.support import TRUNCATION_VARIABLE
 
-__all__ = ["mla_portable_register", "mla_portable_register_baselines"]
+__all__ = ["mla_portable_register"]
 
 
 @hookimpl
@@ -43,14 +41,16 @@ def mla_portable_register(registrar: Registrar) -> None:
     ):
         registrar.add(implementation)
     registrar.add_costs(resources.files(__name__) / "costs")
+    registrar.add_baselines(_baselines)
     registrar.add_variable(Variable(PROVIDER_VARIABLE, f"one of {', '.join(PROVIDERS)}", lambda value: value in PROVIDERS))
     registrar.add_variable(Variable(LIBRARY_VARIABLE, "the path of a shared library"))
     registrar.add_variable(Variable.choice(TRUNCATION_VARIABLE, "allow"))
     registrar.add_variable(Variable(CACHE_VARIABLE, "the path of a folder, or off"))
 
 
-@hookimpl
-def mla_portable_register_baselines(registrar: Registrar) -> None:
-    """Bring FlashMLA, FlashAttention 3, DeepGEMM and vLLM's top-k, called directly, to the benchmark."""
-    for baseline in (*baselines(), *indexer_baselines()):
-        registrar.add(baseline)
+def _baselines() -> list[Baseline]:
+    """FlashMLA, FlashAttention 3, DeepGEMM and vLLM's top-k, called directly."""
+    from mla_portable_nvidia.baselines import baselines
+    from mla_portable_nvidia.indexer_baselines import indexer_baselines
+
+    return [*baselines(), *indexer_baselines()]

@@ -44,7 +44,7 @@ from mla_portable_triton.bind_indexer import (
 )
 from mla_portable_triton.support import NAME, SUPPORT, check, check_triton_3
 
-__all__ = ["NAME", "mla_portable_register", "mla_portable_register_tunables"]
+__all__ = ["NAME", "mla_portable_register"]
 
 _PREFERENCE: Final = 50.0
 _PACKAGE: Final = "mla_portable_triton"
@@ -85,10 +85,9 @@ def mla_portable_register(registrar: Registrar) -> None:
     registrar.add(_offer(TOPK_SELECT, bind_topk_select))
     registrar.add(_offer(INDEXER_SELECT, bind_indexer_select))
     registrar.add_costs(resources.files(_PACKAGE) / "costs")
+    registrar.add_tunables(_tunables)
 
 
-@hookimpl
-def mla_portable_register_tunables(registrar: Registrar) -> None:
+def _tunables() -> list[Tunable]:
     """Both attention primitives: one kernel, whose tiles, warps and stages depend on the device."""
-    for primitive in (SPARSE_DECODE, SPARSE_PREFILL):
-        registrar.add(Tunable(NAME, primitive, configurations))
+    return [Tunable(NAME, primitive, configurations) for primitive in (SPARSE_DECODE, SPARSE_PREFILL)]

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment variables of mla_portable: the core's own here, a plugin's as it declared them; other names are errors."""
+"""What a user set, in environment variables and in the files that they name: the one place that reads and checks them.
+
+The core's own variables are listed here; a plugin declares its own. Every other name of the project is an error. What a file
+means is for its owner: `policy` (TOML), `tuned` (JSON).
+"""
 
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from mla_portable.contracts import ROUTES, InvalidArgument, Primitive, Variable
@@ -13,19 +19,21 @@ from mla_portable.layouts import SCALE_FORMATS
 from mla_portable.registry.faults import contained, first_line
 from mla_portable.registry.limits import PLUGIN_TIMEOUT
 from mla_portable.registry.names import closest
-from mla_portable.registry.tuned import TABLE_VARIABLE
 
 PREFIX: Final = "MLA_PORTABLE_"
 ENV_BACKEND: Final = "MLA_PORTABLE_BACKEND"
 ENV_DISABLE: Final = "MLA_PORTABLE_DISABLE"
 ENV_POLICY: Final = "MLA_PORTABLE_POLICY"
+ENV_TUNED: Final = "MLA_PORTABLE_TUNED"
+MOST_BYTES: Final = 1 << 20
+"""Of a file; a table of tuned configurations has some hundreds of bytes for each."""
 _BACKEND_NAME: Final = "the name of a backend or of one of its variants, or auto"
 
 _FIXED: Final = (
     Variable(ENV_BACKEND, _BACKEND_NAME),
     Variable(ENV_DISABLE, "names of backends or of their variants, separated by commas"),
     Variable(ENV_POLICY, "the path of a TOML file"),
-    Variable(TABLE_VARIABLE, "the path of a JSON file"),
+    Variable(ENV_TUNED, "the path of a JSON file"),
     Variable(PLUGIN_TIMEOUT, "seconds, 0 or more (0: no limit)"),
     Variable.choice("MLA_PORTABLE_VLLM", "auto", "custom", "override", "off"),
     Variable.choice("MLA_PORTABLE_VLLM_CACHE_SCALES", "auto", *SCALE_FORMATS, "mixed"),
@@ -34,6 +42,36 @@ _FIXED: Final = (
     Variable.choice("MLA_PORTABLE_VLLM_ROUTE", "auto", *ROUTES),
 )
 """Names, paths and seconds are checked where they are read."""
+
+
+def value_of(environ: Mapping[str, str], name: str) -> str:
+    """The value of a variable without the spaces around it; "" where it is not set. An empty variable is not set."""
+    return environ.get(name, "").strip()
+
+
+def path_of(environ: Mapping[str, str], name: str) -> Path | None:
+    """The path that a variable names, None where it is not set; "~" is the user's home directory, where there is one."""
+    text = value_of(environ, name)
+    if not text:
+        return None
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
+
+
+def read_text_file(path: Path, most_bytes: int = MOST_BYTES) -> str:
+    """The text of a regular file, UTF-8 with or without a byte-order mark.
+
+    Raises: OSError when it cannot be read, or is a directory, FIFO or device; ValueError when it has more than `most_bytes`, is
+        not UTF-8, or the path holds a NUL.
+    """
+    status = path.stat()  # before it is opened: opening a FIFO waits for a writer
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(f"'{path}' is not a regular file")
+    if status.st_size > most_bytes:
+        raise ValueError(f"'{path}' has {status.st_size} bytes, more than {most_bytes}")
+    return path.read_text(encoding="utf-8-sig")
 
 
 def backend_variables() -> dict[str, Primitive[Any]]:
@@ -100,4 +138,4 @@ def _accepts(variable: Variable, value: str) -> bool:
 def set_variables(environ: Mapping[str, str], variables: Iterable[Variable]) -> tuple[tuple[str, str], ...]:
     """(name, value) of the core's variables and of `variables` that are set, sorted."""
     known = (*core_variables(), *variables)
-    return tuple(sorted((each.name, value) for each in known if (value := environ.get(each.name, "").strip())))
+    return tuple(sorted((each.name, value) for each in known if (value := value_of(environ, each.name))))
