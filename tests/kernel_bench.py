@@ -15,6 +15,8 @@ from mla_portable.primitives import (
     CONVERT_INDICES,
     GATHER_UPCONVERT,
     INDEXER_SELECT,
+    MASKED_PREFILL,
+    PACK_SELECTION,
     SPARSE_DECODE,
     SPARSE_PREFILL,
     TOPK_SELECT,
@@ -33,6 +35,8 @@ SMALL: dict[Primitive, KernelCase] = {
     CONVERT_INDICES: KernelCase(CONVERT_INDICES, 5, topk=16),
     GATHER_UPCONVERT: KernelCase(GATHER_UPCONVERT, 130, "fp8_ds_mla"),
     CACHE_WRITE: KernelCase(CACHE_WRITE, 5, "fp8_ds_mla"),
+    PACK_SELECTION: KernelCase(PACK_SELECTION, 5, topk=16, width=100),
+    MASKED_PREFILL: KernelCase(MASKED_PREFILL, 50, None, 2, 16, 40),
     INDEXER_SELECT: KernelCase(INDEXER_SELECT, 3, "index_fp8", 2, 16, 100),
 }
 

@@ -20,6 +20,7 @@ from mla_portable.primitives import (
     GATHER_UPCONVERT,
     INDEXER_SELECT,
     MERGE_STATES,
+    PACK_SELECTION,
     SPARSE_DECODE,
     SPARSE_PREFILL,
     TOPK_SELECT,
@@ -118,7 +119,7 @@ def test_the_reference_passes_and_what_is_spoiled_does_not(primitive, layout):
     assert any(finding.message for finding in problem.check(problem.call(WRONG_TIMED[str(primitive)])))
 
 
-@pytest.mark.parametrize("primitive", [each for each in TIMED if each not in (CONVERT_INDICES, TOPK_SELECT)])
+@pytest.mark.parametrize("primitive", [each for each in TIMED if each.layouts])
 def test_fp8_rows_have_the_scales_that_the_case_says(primitive):
     layout, plain = (next(n for n in map(LAYOUTS.get, primitive.layouts) if n.is_quantized == is_so) for is_so in (True, False))
     one, other = (
@@ -149,6 +150,7 @@ def test_what_was_not_written_is_not_right(primitive):
         CACHE_WRITE: lambda: arguments["kv_cache"],
         GATHER_UPCONVERT: lambda: arguments["out"],
         TOPK_SELECT: lambda: arguments["out"],
+        PACK_SELECTION: lambda: arguments["out"],
         CONVERT_INDICES: lambda: arguments["out"],
         INDEXER_SELECT: lambda: arguments["out"],
     }.get(primitive, lambda: (arguments["out"], arguments["lse_out"]))

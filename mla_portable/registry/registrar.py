@@ -36,9 +36,13 @@ KINDS: Final = {
 }
 """Hook -> what its registrar takes."""
 _EVERYTHING: Final[dict[str, Any]] = {
-    **dict.fromkeys(("num_heads", "topk", "block_size", "query_len", "rows"), 1),
+    **dict.fromkeys(("num_heads", "topk", "block_size", "query_len", "qk_head_dim", "v_head_dim", "rows"), 1),
     **dict.fromkeys(
-        ("uneven_blocks", "lse", "attn_sink", "lengths", "compact", "prefill_workspace", "context_parallel", "graph"), True
+        (
+            *("uneven_blocks", "lse", "attn_sink", "lengths", "compact", "prefill_workspace", "selection"),
+            *("context_parallel", "graph"),
+        ),
+        True,
     ),
     "kv_layout": FP8_DS_MLA.name,
     "scale_format": "amax",

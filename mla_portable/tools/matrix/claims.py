@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from mla_portable.contracts import Primitive, Reason, Request, Support
 from mla_portable.registry import Registry
@@ -103,7 +103,11 @@ def collect_declarations(registry: Registry, profiles: Mapping[str, Profile]) ->
 def support_data(support: Support) -> dict[str, Any]:
     """A declaration as JSON holds it, with its source; what a function computes is left out."""
     values = {field.name: getattr(support, field.name) for field in fields(support) if field.name != "workspace_bytes"}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {name: _as_json(value) for name, value in values.items()}
+
+
+def _as_json(value: Any) -> Any:
+    return [_as_json(each) for each in cast("tuple[Any, ...]", value)] if isinstance(value, tuple) else value
 
 
 def suite_cases(registry: Registry, level: str = "quick") -> Callable[[Claim, Profile], list[Request]]:
@@ -159,8 +163,8 @@ def wider(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
             continue
         before, after = (each.get(name, field.default) for each in (old, new))
         if str(field.type).startswith("tuple"):
-            if before is not None and (after is None or not {*after} <= {*before}):
-                more = "any" if after is None else _words({*after} - {*before})
+            if before is not None and (after is None or not _elements(after) <= _elements(before)):
+                more = "any" if after is None else _words(_elements(after) - _elements(before))
                 found.append(f"{name} {more} (evidence covers {_words(before)})")
         elif name.startswith("max_"):
             if before is not None and (after is None or after > before):
@@ -172,6 +176,11 @@ def wider(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         elif after % before:
             found.append(f"{name} {after} (evidence covers {before})")
     return found
+
+
+def _elements(values: Iterable[Any]) -> set[Any]:
+    """Those of a declared tuple; pairs are lists where they come from JSON."""
+    return {tuple(each) if isinstance(each, list) else each for each in values}
 
 
 def _words(values: Iterable[Any]) -> str:
