@@ -42,7 +42,14 @@ PLUGIN: Final = ROOT / "backends" / "triton" / "src"
 KERNELS: Final = PLUGIN / "mla_portable_triton" / "kernels"
 VERSIONS: Final = ("2.1.0", "3.1.0", "3.2.0")
 CAPABILITY: Final = 80
-NEED_TRITON_3: Final = ("index_keys.py", "indexer_logits.py", "indexer_logits_ragged.py", "topk_select.py")
+NEED_TRITON_3: Final = (
+    "index_keys.py",
+    "indexer_logits.py",
+    "indexer_logits_ragged.py",
+    "topk_select.py",
+    "masked_prefill.py",
+    "pack_selection.py",
+)
 """Kernels that the plugin offers from Triton 3.0 on alone."""
 TAKE_THEMSELVES_OUT: Final = ("e4m3_packed.py", "paired_columns.py")
 """Helpers that define something else, or nothing, where Triton lacks a name."""
