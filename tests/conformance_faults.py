@@ -285,6 +285,51 @@ class Model:
             found[row, : len(best)] = (best - offset).int()
         return found
 
+    # ------------------------------------------------------------------ prompts
+
+    def pack_selection(self, topk_indices, *, width, starts=None, out=None):
+        found = torch.empty(len(topk_indices), -(-width // 32), dtype=torch.int32) if out is None else out
+        for row, positions in enumerate(topk_indices.tolist()):
+            start = 0 if starts is None or "ignores starts" in self.faults else int(starts[row])
+            bits, end = [0] * (32 * found.shape[1]), 32 * found.shape[1] if "fills the last word" in self.faults else width
+            for position in positions:
+                offset = position - start
+                if 0 <= offset < end and (position >= 0 or "wraps around" in self.faults):
+                    bits[offset] = bits[offset] + 1 if "adds bits" in self.faults else 1
+            for word in range(found.shape[1]):
+                value = sum(bit << i for i, bit in enumerate(bits[32 * word : 32 * word + 32])) % 2**32
+                found[row, word] = value - (value >> 31 << 32)
+        return found
+
+    def masked_prefill(
+        self, q, k, v, query_start_loc, key_start_loc, *, softmax_scale, max_query_len, max_key_len, causal=True,
+        selection=None, out=None, lse_out=None,
+    ):  # fmt: skip
+        out = torch.empty((*q.shape[:2], v.shape[2]), dtype=torch.bfloat16) if out is None else out
+        lse_out = torch.empty(q.shape[:2]) if lse_out is None else lse_out
+        for request in range(len(query_start_loc) - 1):
+            (first, last), (begin, end) = (each[request : request + 2].tolist() for each in (query_start_loc, key_start_loc))
+            after = 0 if "aligns queries to the first key" in self.faults else (end - begin) - (last - first)
+            for token in range(first, last):
+                seen = [j for j in range(end - begin) if not causal or j <= token - first + after]
+                if selection is not None:
+                    words = selection[token].tolist()
+                    if "reads bits past the row" in self.faults:
+                        words += [-1] * (1 + len(seen) // 32)
+                    seen = [j for j in seen if j // 32 < len(words) and words[j // 32] >> j % 32 & 1]
+                keys, values = (x[begin:end][seen].float() for x in (k, v))
+                if "multiplies what is masked by 0" in self.faults and end > begin:
+                    values = values + 0 * v[begin:end].float().sum(0)
+                scores = softmax_scale * torch.einsum("hd,nhd->hn", q[token].float(), keys)
+                weights = scores.exp() if "takes no maximum off" in self.faults else scores.softmax(dim=1)
+                weights = weights / weights.sum(dim=1, keepdim=True)
+                out[token] = torch.einsum("hn,nhd->hd", weights, values).to(out.dtype)
+                lse = scores.logsumexp(dim=1)
+                lse_out[token] = lse / math.log(2) if "lse in base 2" in self.faults else lse
+                if not seen and "leaves empty rows" in self.faults:
+                    out[token] = 1
+        return out, lse_out
+
     # ------------------------------------------------------------------ the indexer
 
     def _pages(self, index_cache):

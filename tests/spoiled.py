@@ -73,6 +73,10 @@ def wrong_indexer_select(*args, **options):
     return reference.indexer_select(*args, **options).clamp_(max=4)
 
 
+def wrong_pack_selection(*args, **options):
+    return reference.pack_selection(*args, **options).bitwise_not_()
+
+
 # of every primitive of a layer
 WRONG: dict[str, Callable[..., Any]] = {
     "cache_write": wrong_cache_write,
@@ -84,6 +88,7 @@ WRONG: dict[str, Callable[..., Any]] = {
     "quantize_per_tensor": wrong_quantize_per_tensor,
 }
 WRONG_TIMED = {**WRONG, "topk_select": wrong_topk_select, "indexer_select": wrong_indexer_select}
+WRONG_TIMED |= {"pack_selection": wrong_pack_selection, "masked_prefill": wrong_attention(reference.masked_prefill)}
 
 
 class Spoiled:

@@ -21,6 +21,7 @@ from mla_portable.primitives import (
     INDEXER_LOGITS,
     INDEXER_SELECT,
     MERGE_STATES,
+    PACK_SELECTION,
     QUANTIZE_PER_TENSOR,
     SPARSE_DECODE,
     SPARSE_PREFILL,
@@ -151,6 +152,7 @@ def test_what_was_not_written_is_not_right(primitive):
         CACHE_WRITE: lambda: arguments["kv_cache"],
         GATHER_UPCONVERT: lambda: arguments["out"],
         TOPK_SELECT: lambda: arguments["out"],
+        PACK_SELECTION: lambda: arguments["out"],
         CONVERT_INDICES: lambda: arguments["out"],
         INDEXER_SELECT: lambda: arguments["out"],
     }.get(primitive, lambda: (arguments["out"], arguments["lse_out"]))

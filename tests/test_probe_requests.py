@@ -17,7 +17,9 @@ from faulty import (
     GATHER,
     INDEXER,
     KEYS,
+    MASKED,
     MERGE,
+    PACK,
     PREFILL,
     RAGGED,
     RIGHT,
@@ -129,7 +131,8 @@ def test_the_problem_has_the_sizes_and_features_of_the_request(primitive: Primit
     layout = {"index": "index_fp8"}.get(primitive.cache, "fp8_ds_mla")
     request = Request(primitive, H200, **{**LARGE, "kv_layout": layout, "num_heads": 128, "query_len": 3}, **features)
     (case,) = request_case(made, request)
-    assert case.request == request.but(rows=case.request.rows) and case.repeat
+    dims = {"qk_head_dim": 192, "v_head_dim": 128} if primitive is MASKED else {}  # the request leaves them open
+    assert case.request == request.but(rows=case.request.rows, **dims) and case.repeat
     call = case.build(torch.device("cpu"))
     shapes = {name: tuple(value.shape) for name, value in {**call.args, **call.kwargs}.items() if isinstance(value, Tensor)}
     if primitive is DECODE:
@@ -137,6 +140,10 @@ def test_the_problem_has_the_sizes_and_features_of_the_request(primitive: Primit
         assert shapes["lengths"] == (1, 3) and 0 < torch.isinf(call.kwargs["attn_sink"]).sum() < 128
     elif primitive is PREFILL:
         assert shapes["q"] == (3, 128, 576) and shapes["indices"] == (3, 2048) and shapes["kv"][1:] == (64, 656)
+    elif primitive is MASKED:
+        assert shapes["q"][1:] == (128, 192) and shapes["v"][1:] == (128, 128)
+    elif primitive is PACK:
+        assert shapes["topk_indices"][1] == 2048
     elif primitive is CONVERT:
         assert shapes["topk_indices"] == (6, 2048) and call.kwargs["compact"] and "prefill_request_ids" in shapes
     elif primitive in (GATHER, WRITE):

@@ -109,6 +109,8 @@ CHUNKS = {
     "_indexer": ("_CHUNK_ELEMENTS", 30_000),
     "indexer_logits_ragged": ("_CHUNK_ELEMENTS", 30_000),
     "topk_select": ("_CHUNK_ELEMENTS", 8_000),
+    "pack_selection": ("_CHUNK_BYTES", 20_000),
+    "masked_prefill": ("_CHUNK_BYTES", 50_000),
     "merge_states": ("_CHUNK_BYTES", 9_000),
     "gather_upconvert": ("_CHUNK_TOKENS", 5),
     "cache_write": ("_CHUNK_TOKENS", 7),

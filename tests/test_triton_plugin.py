@@ -38,7 +38,9 @@ from mla_portable.dispatch import serving
 from mla_portable.primitives import (
     CONVERT_INDICES,
     INDEXER_SELECT,
+    MASKED_PREFILL,
     MERGE_STATES,
+    PACK_SELECTION,
     QUANTIZE_PER_TENSOR,
     SPARSE_DECODE,
     TOPK_SELECT,
@@ -107,8 +109,10 @@ def test_support_accepts_what_it_should(primitive: Primitive, offered: dict[Prim
     shapes = {"kv_layout": layout, "num_heads": 16, "topk": 100, "block_size": 61, "graph": True}
     if primitive in (MERGE_STATES, QUANTIZE_PER_TENSOR):
         shapes = {"graph": True}
-    elif primitive is TOPK_SELECT:
+    elif primitive in (TOPK_SELECT, PACK_SELECTION):
         shapes = {"topk": 100, "graph": True}
+    elif primitive is MASKED_PREFILL:
+        shapes = {"num_heads": 16, "qk_head_dim": 192, "v_head_dim": 128, "selection": True, "graph": True}
     declared = offered[primitive].support
     assert declared.reasons(Request(primitive, H200, **shapes)) == ()
     assert declared.reasons(Request(primitive, CPU, **shapes)) == ()

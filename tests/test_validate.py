@@ -78,6 +78,12 @@ def huge_topk(arguments: Arguments) -> int:
     return 2**31 - 1
 
 
+def short_bound(arguments: Arguments) -> int:
+    """A request has one query more than that."""
+    arguments["query_start_loc"] = torch.tensor([0, 2, 5]).int()
+    return 2
+
+
 def jagged(part: Tensor) -> Tensor:
     return torch.nested.nested_tensor([part], layout=torch.jagged)
 
@@ -195,6 +201,48 @@ BAD = [
     ("sparse_prefill", "bf16 lse", "lse_out", bf16(T, H), "bfloat16", "float32"),
     ("sparse_prefill", "output inside q", "out", lambda a: a["q"][..., :512], "overlaps q", "of its own"),
     ("sparse_prefill", "output in the workspace", "out", overlay("kv", BF16, T, H, 512), "overlaps kv", "of its own"),
+    ("pack_selection", "int64 positions", "topk_indices", i64(T, K), "int64", "int32"),
+    ("pack_selection", "no positions", "topk_indices", i32(T, 0), f"[{T}, 0]", "at least 1"),
+    ("pack_selection", "no width", "width", 0, "0", "at least 1"),
+    ("pack_selection", "a wide width", "width", 2**31, "2147483648", "at most"),
+    ("pack_selection", "a start too few", "starts", i32(T - 1), f"[{T - 1}]", f"[{T}]"),
+    ("pack_selection", "words of another width", "out", i32(T, 3), f"[{T}, 3]", f"[{T}, 4]"),
+    (
+        "pack_selection",
+        "words in the positions",
+        "out",
+        lambda a: a["topk_indices"][:, :4],
+        "overlaps topk_indices",
+        "of its own",
+    ),
+    ("masked_prefill", "float16 queries", "q", zeros(T, H, 192, dtype=torch.float16), "float16", "bfloat16"),
+    ("masked_prefill", "keys of other heads", "k", bf16(W, H + 1, 192), f"[{W}, {H + 1}, 192]", f"[{W}, {H}, 192]"),
+    ("masked_prefill", "keys as wide as values", "k", bf16(W, H, 128), "128]", "192]"),
+    ("masked_prefill", "values of other keys", "v", bf16(W + 1, H, 128), f"[{W + 1}, ", f"[{W}, "),
+    ("masked_prefill", "values of no width", "v", bf16(W, H, 0), f"[{W}, {H}, 0]", "at least 1"),
+    ("masked_prefill", "transposed values", "v", bf16(W, 128, H).mT, "strides", "contiguous"),
+    ("masked_prefill", "no starts", "query_start_loc", i32(0), "[0]", "at least one value"),
+    ("masked_prefill", "starts of fewer requests", "key_start_loc", i32(P), f"[{P}]", f"[{P + 1}]"),
+    (
+        "masked_prefill",
+        "a start past the tokens",
+        "query_start_loc",
+        torch.tensor([0, 2, T + 1]).int(),
+        f"to {T + 1}",
+        f"T = {T}",
+    ),
+    ("masked_prefill", "a start past the keys", "key_start_loc", torch.tensor([0, 2, W + 1]).int(), f"to {W + 1}", f"N = {W}"),
+    ("masked_prefill", "decreasing starts", "key_start_loc", torch.tensor([0, 9, 4]).int(), "decreasing", "not decreasing"),
+    ("masked_prefill", "a short bound", "max_query_len", short_bound, "2", "at least 3"),
+    ("masked_prefill", "a bound below 0", "max_key_len", -1, "-1", "at least 0"),
+    ("masked_prefill", "causal in words", "causal", "yes", "str 'yes'", "True or False"),
+    ("masked_prefill", "scale zero", "softmax_scale", 0.0, "0.0", "above 0"),
+    ("masked_prefill", "bits in bytes", "selection", u8(T, 8), "uint8", "int32"),
+    ("masked_prefill", "a selection of other tokens", "selection", i32(T + 1, 2), f"[{T + 1}, 2]", f"[{T}, "),
+    ("masked_prefill", "a selection without words", "selection", i32(T, 0), f"[{T}, 0]", "at least 1"),
+    ("masked_prefill", "output as wide as q", "out", bf16(T, H, 192), "192]", "128]"),
+    ("masked_prefill", "output inside q", "out", lambda a: a["q"][..., :128], "overlaps q", "of its own"),
+    ("masked_prefill", "bf16 lse", "lse_out", bf16(T, H), "bfloat16", "float32"),
     ("merge_states", "float64 parts", "outs", zeros(3, T, H, 16, dtype=torch.float64), "float64", "float32"),
     ("merge_states", "no parts", "outs", bf16(0, T, H, 16), f"[0, {T}, {H}, 16]", "at least 1"),
     ("merge_states", "transposed parts", "outs", bf16(3, T, 16, H).mT, "strides", "contiguous"),
@@ -447,6 +495,11 @@ GOOD = [
     ),
     ("sparse_prefill", "the paged cache itself", with_(kv=fp8_cache())),
     ("sparse_prefill", "no tokens", with_(**NO_TOKENS)),
+    ("pack_selection", "no output, no starts", with_(out=None, starts=None)),
+    ("masked_prefill", "no requests", with_(query_start_loc=i32(1), key_start_loc=i32(1))),
+    ("masked_prefill", "no keys, no selection", with_(k=bf16(0, H, 192), v=bf16(0, H, 128), selection=None, out=None)),
+    ("masked_prefill", "heads in front of tokens", with_(k=bf16(H, W, 192).transpose(0, 1))),
+    ("masked_prefill", "any width of heads", with_(q=bf16(T, H, 7), k=bf16(W, H, 7), v=bf16(W, H, 5), out=None)),
     ("merge_states", "two axes", with_(outs=bf16(3, 16), lses=f32(3))),
     ("indexer_logits", "wider rows", with_(out=torch.zeros(T, 120)[:, :99])),
     ("indexer_logits", "no requests", with_(query_start_loc=i32(1), seq_lens=i32(0), block_table=i32(0, 7))),

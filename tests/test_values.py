@@ -190,12 +190,23 @@ def test_workspace_of_each_route():
         ({"padded_heads": (64, 128)}, {"num_heads": 1}, []),
         ({"padded_heads": (64, 128)}, {"num_heads": 129}, ["num_heads"]),
         ({}, {"batch_invariant": True}, ["batch_invariant"]),
+        ({"head_dims": ((192, 128), (256, 256))}, {"qk_head_dim": 256}, []),
+        ({"head_dims": ((192, 128), (256, 256))}, {"qk_head_dim": 192, "v_head_dim": 128}, []),
+        ({"head_dims": ((192, 128), (256, 256))}, {"qk_head_dim": 256, "v_head_dim": 128}, ["head dims"]),
+        ({}, {"selection": True}, []),
+        ({"selection": False}, {"selection": True}, ["selection"]),
     ],
 )
 def test_reasons_of_a_declaration_against_a_request(declared: dict[str, Any], asked: dict[str, Any], subjects: list[str]):
     reasons = support(device_types=("cpu",), **declared).reasons(request(**asked))
     assert [reason.subject for reason in reasons] == subjects
     assert all(reason.remedy for reason in reasons if reason.subject in ("cache_alignment", "uneven_blocks", "batch_invariant"))
+
+
+@pytest.mark.parametrize("pairs", [((192,),), ((0, 128),), ([192, 128],), (192, 128)])
+def test_head_dims_are_declared_in_pairs(pairs: Any):
+    with pytest.raises(InvalidArgument, match=r"head_dims.*pairs of integers"):
+        support(head_dims=pairs)
 
 
 LIMITS = {

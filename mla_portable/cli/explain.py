@@ -27,12 +27,15 @@ _TYPICAL: dict[str, Any] = {
     "num_heads": 16,
     "topk": 2048,
     "query_len": 1,
+    "qk_head_dim": 192,
+    "v_head_dim": 128,
     "rows": None,
     "lse": True,
     "attn_sink": False,
     "lengths": False,
     "compact": False,
     "prefill_workspace": False,
+    "selection": True,
     "context_parallel": False,
     "batch_invariant": False,
     "graph": False,
@@ -46,7 +49,7 @@ _UNKNOWN = "unknown"
 _ROUTE_FIELDS: dict[str, Any] = {
     name: value
     for name, value in _TYPICAL.items()
-    if name not in ("lengths", "compact", "prefill_workspace", "context_parallel")
+    if name not in ("qk_head_dim", "v_head_dim", "lengths", "compact", "prefill_workspace", "selection", "context_parallel")
 } | {"rows": 256, "lse": False}
 """What a layer in vLLM asks for: no lse, and as many requests as vLLM schedules at once by default."""
 _ROUTE_REMARK = "The defaults are what a layer in vLLM asks for: 256 requests that decode at once (--rows), no lse (--lse)."
@@ -72,6 +75,8 @@ _CALL = {
         metavar="FORMAT",
     ),
     "query_len": _option("--query-len", "Tokens per decode. Default: 1."),
+    "qk_head_dim": _option("--qk-head-dim", "Width of a head's queries and keys. Default: 192."),
+    "v_head_dim": _option("--v-head-dim", "Width of a head's values. Default: 128."),
     "rows": _option(
         "--rows", "Query rows, where costs depend on them; of a route, requests that decode at once. Default: of a route 256."
     ),
@@ -80,6 +85,7 @@ _CALL = {
     "lengths": _option("--lengths", "Row lengths are given.", of=bool),
     "compact": _option("--compact", "Indices are compacted.", of=bool),
     "prefill_workspace": _option("--prefill-workspace", "Some indices go to a workspace.", of=bool),
+    "selection": _option("--selection/--no-selection", "Some keys are not selected. Default: yes.", of=bool),
     "context_parallel": _option("--context-parallel", "The cache holds one rank's share of each sequence.", of=bool),
     "batch_invariant": _option("--batch-invariant", "Results must not depend on the other rows of the batch.", of=bool),
     "graph": _option("--graph", "The call must be capturable in a graph.", of=bool),

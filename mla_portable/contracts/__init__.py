@@ -20,7 +20,7 @@ from mla_portable.contracts.plugin import (
 )
 from mla_portable.contracts.primitive import Primitive
 from mla_portable.contracts.request import Request
-from mla_portable.contracts.results import attention_results
+from mla_portable.contracts.results import attention_results, head_results
 from mla_portable.contracts.schedule import (
     DEFAULT_SCRATCH_BYTES,
     DecodeSchedule,
@@ -82,6 +82,7 @@ __all__ = [
     "Variable",
     "Verdict",
     "attention_results",
+    "head_results",
     "hookimpl",
     "neutral_defaults",
     "refuse_schedule",

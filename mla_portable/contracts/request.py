@@ -13,7 +13,9 @@ from mla_portable.layouts import LAYOUTS, scale_formats
 
 G = TypeVar("G")
 
-_LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(("num_heads", "topk", "block_size", "query_len"), (1, INT32_MAX))
+_LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
+    ("num_heads", "topk", "block_size", "query_len", "qk_head_dim", "v_head_dim"), (1, INT32_MAX)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +26,15 @@ class Request(Generic[F]):
         primitive, device: what to run, where.
         kv_layout: one of `mla_portable.layouts.LAYOUTS`, of the cache or workspace that is read or written.
         num_heads: H. topk: K. block_size: of the paged cache. query_len: S of sparse_decode.
+        qk_head_dim, v_head_dim: width of a head's queries and keys, and of its values, where a call has keys of each head.
         rows: query rows (B * S or T) where a choice may depend on the amount of work; never decides what can run.
         scale_format: how the FP8 scales in the cache were made; None where unknown, which is read as arbitrary.
         cache_alignment: bytes, a power of two up to 16 that divides the address of the cache (or of the rows of kv) and the
             stride between its blocks. A cache of whole rows in memory from torch has 16.
         uneven_blocks: the stride between the blocks of the cache is not a whole number of rows.
-        lse, attn_sink, lengths, compact, prefill_workspace: the call needs this feature. With lse=False the implementation may
-            skip the lse: `lse_out` is scratch, and the second result may be NaN or a tensor without elements. Any other value
-            in it is the lse.
+        lse, attn_sink, lengths, compact, prefill_workspace, selection: the call needs this feature. With lse=False the
+            implementation may skip the lse: `lse_out` is scratch, and the second result may be NaN or a tensor without
+            elements. Any other value in it is the lse.
         context_parallel: the cache holds one rank's share of each sequence (`ContextShare`), of several ranks.
         clean_indices: a promise about the values of `indices`: each is -1 or a slot of the cache (a row of kv), and what
             stands past a row's length is -1, so that `lengths` only repeats it. It saves work and never decides what can run.
@@ -52,6 +55,8 @@ class Request(Generic[F]):
     topk: int | None = None
     block_size: int | None = None
     query_len: int | None = None
+    qk_head_dim: int | None = None
+    v_head_dim: int | None = None
     rows: int | None = None
     scale_format: str | None = None
     cache_alignment: int = CACHE_ALIGNMENT
@@ -61,6 +66,7 @@ class Request(Generic[F]):
     lengths: bool = False
     compact: bool = False
     prefill_workspace: bool = False
+    selection: bool = False
     context_parallel: bool = False
     clean_indices: bool = False
     clean_lengths: bool = False

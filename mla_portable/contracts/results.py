@@ -9,15 +9,23 @@ from torch import Tensor
 from mla_portable.layouts import layout_of
 
 
-def attention_results(q: Tensor, kv: Tensor, out: Tensor | None, lse_out: Tensor | None) -> tuple[Tensor, Tensor]:
+def head_results(q: Tensor, width: int, out: Tensor | None, lse_out: Tensor | None) -> tuple[Tensor, Tensor]:
     """The caller's tensors, and fresh ones for those that were not given.
+
+    Args:
+        q: [..., H, key width]. width: of a head's values. out: [..., H, width] bf16. lse_out: [..., H] float32.
+    """
+    if out is None:
+        out = torch.empty((*q.shape[:-1], width), dtype=torch.bfloat16, device=q.device)
+    if lse_out is None:
+        lse_out = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    return out, lse_out
+
+
+def attention_results(q: Tensor, kv: Tensor, out: Tensor | None, lse_out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Likewise over cached rows.
 
     Args:
         q: [..., H, key width]. kv: the cache or workspace. out: [..., H, value width] bf16. lse_out: [..., H] float32.
     """
-    if out is None:
-        shape = (*q.shape[:-1], layout_of(kv).value_width)
-        out = torch.empty(shape, dtype=torch.bfloat16, device=q.device)
-    if lse_out is None:
-        lse_out = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    return out, lse_out
+    return head_results(q, layout_of(kv).value_width if out is None else 0, out, lse_out)

@@ -24,7 +24,7 @@ _LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
     (1, INT32_MAX),
 )
 _FEATURES: Final = {
-    **dict.fromkeys(("lse", "attn_sink", "lengths", "compact", "prefill_workspace"), ""),
+    **dict.fromkeys(("lse", "attn_sink", "lengths", "compact", "prefill_workspace", "selection"), ""),
     "context_parallel": "keep each sequence whole on one rank: a context parallel size of 1",
     "batch_invariant": "allow that the other rows of a batch change the order of a row's sums",
     "graph": "",
@@ -49,6 +49,11 @@ def _words(values: Iterable[Any]) -> str:
     return ", ".join(str(value) for value in values)
 
 
+def _fits(request: Request, qk_head_dim: int, v_head_dim: int) -> bool:
+    """The head dims of a request, as far as it states them."""
+    return request.qk_head_dim in (None, qk_head_dim) and request.v_head_dim in (None, v_head_dim)
+
+
 @dataclass(frozen=True, slots=True)
 class Support:
     """Where and on what an implementation runs. None means "no limit"; tuples list what is allowed.
@@ -61,11 +66,13 @@ class Support:
         num_heads: exact counts that are accepted; max_heads: or every count up to this.
         padded_heads: kernel head counts that smaller requests are padded to inside; () means none.
         topk_multiple, max_topk: of K. block_sizes: exact; block_size_multiple: or every multiple of this.
-        max_query_len: of S. scale_formats: FP8 scales read without a loss of meaning.
+        max_query_len: of S. head_dims: pairs (qk_head_dim, v_head_dim) that are accepted.
+        scale_formats: FP8 scales read without a loss of meaning.
         cache_alignment: bytes, a power of two up to 16 that must divide the address of the cache (or of the rows of kv)
             and the stride between its blocks; 1 where the layout's own alignment will do.
         needs_whole_rows: the stride between blocks must be a whole number of rows.
-        lse, attn_sink, lengths, compact, prefill_workspace, context_parallel, batch_invariant, graph: features that are there.
+        lse, attn_sink, lengths, compact, prefill_workspace, selection, context_parallel, batch_invariant, graph: features that
+            are there.
         probes_graph: nobody knows whether a graph can hold a call; the probe captures one where a graph is asked for.
         min_shared_memory: bytes a thread block needs. needs_bf16, needs_fp8_conversion: abilities of the device.
         workspace_bytes: scratch taken by one call without `schedule`, as a function of the request.
@@ -84,6 +91,7 @@ class Support:
     block_sizes: tuple[int, ...] | None = None
     block_size_multiple: int = 1
     max_query_len: int | None = None
+    head_dims: tuple[tuple[int, int], ...] | None = None
     scale_formats: tuple[str, ...] = SCALE_FORMATS
     cache_alignment: int = 1
     needs_whole_rows: bool = False
@@ -92,6 +100,7 @@ class Support:
     lengths: bool = True
     compact: bool = True
     prefill_workspace: bool = True
+    selection: bool = True
     context_parallel: bool = False
     batch_invariant: bool = False
     graph: bool = True
@@ -117,6 +126,10 @@ class Support:
             unknown = [each for each in given if each not in allowed]
             if unknown:
                 raise InvalidArgument(where, name, got=_words(unknown), expected=f"among {_words(allowed)}")
+        for pair in () if self.head_dims is None else self.head_dims:
+            if type(pair) is not tuple or len(pair) != 2 or not all(type(each) is int and each >= 1 for each in pair):
+                expected = "pairs of integers of at least 1, (qk_head_dim, v_head_dim)"
+                raise InvalidArgument(where, "head_dims", got=repr(pair), expected=expected)
         if self.device_types == ():
             raise InvalidArgument(where, "device_types", got="()", expected="at least one device type")
 
@@ -167,6 +180,10 @@ class Support:
                 yield Reason(subject, str(given), f"a multiple of {multiple}", remedy)
             if given is not None and most is not None and given > most:
                 yield Reason(subject, str(given), f"at most {most}", remedy)
+        if self.head_dims is not None and not any(_fits(r, *pair) for pair in self.head_dims):
+            given = f"{r.qk_head_dim or 'any'}/{r.v_head_dim or 'any'}"
+            allowed = _words(f"{qk}/{v}" for qk, v in self.head_dims)
+            yield Reason("head dims", given, f"supports {allowed}", "use another backend")
         general = layout.scale_formats[-1] if layout is not None and layout.is_quantized else None
         if general is not None and self.kv_layouts is not None and (r.scale_format or general) not in self.scale_formats:
             given = r.scale_format or f"unknown, read as {general}"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The primitives, one module each: the Protocol, the argument check, the public function, the reference, the value.
 
-Axes: T tokens, H query heads of this rank, K top-k width, N cache slots, R requests, P prefill requests, W workspace
-rows, N logits of a row, B x S decode rows (S query tokens for each of B batch rows). A slot is block * block_size + offset.
+Axes: T tokens, H query heads of this rank, K top-k width, N cache slots (or keys of each head), R requests, P prefill requests,
+W workspace rows (or words of a bit mask), N logits of a row, B x S decode rows (S query tokens for each of B batch rows). A
+slot is block * block_size + offset.
 
 - An index that is negative, or out of range for the block table or the cache, is absent: `-1` on output, contributes
   nothing on input. Duplicates count each time.
@@ -47,4 +48,6 @@ from mla_portable.primitives.indexer_logits import *
 from mla_portable.primitives.indexer_logits_ragged import *
 from mla_portable.primitives.topk_select import *
 from mla_portable.primitives.indexer_select import *
+from mla_portable.primitives.pack_selection import *
+from mla_portable.primitives.masked_prefill import *
 from mla_portable.primitives._select_in_parts import SelectInParts as SelectInParts

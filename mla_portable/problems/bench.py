@@ -38,6 +38,7 @@ class Bench:
         rows, layouts, heads: by default; () for layouts and heads that a primitive does not have.
         make: builds a case's problem. shape: its sizes in words.
         width: (rows, topk) -> tokens or scores that are chosen from by default; None where nothing is chosen.
+        widths: several of them by default, instead.
         overlaps: rows may share indices.
     """
 
@@ -47,6 +48,7 @@ class Bench:
     layouts: tuple[str, ...] = ()
     heads: tuple[int, ...] = HEADS
     width: Callable[[int, int], int] | None = None
+    widths: tuple[int, ...] = ()
     overlaps: bool = False
 
 
@@ -67,10 +69,11 @@ class KernelCase:
     """One problem size.
 
     Attributes:
-        rows: batch rows (sparse_decode), tokens (sparse_prefill, convert_indices, cache_write), workspace
-            rows (gather_upconvert) or rows of scores (topk_select).
+        rows: batch rows (sparse_decode), tokens (sparse_prefill, masked_prefill, pack_selection, convert_indices, cache_write),
+            workspace rows (gather_upconvert) or rows of scores (topk_select).
         kv_layout, num_heads, topk: None where the primitive has none.
-        width: tokens of the cache, rows of the workspace or scores of a row that are chosen from; 0 where nothing is chosen.
+        width: tokens of the cache, of a prompt, rows of the workspace or scores of a row that are chosen from; 0 where nothing
+            is chosen.
         query_len: query tokens of a row of sparse_decode.
         overlap: percent of a token's indices that the token before it has too; where `Bench.overlaps`.
         scale_format: of FP8 rows, read or written.
@@ -149,7 +152,7 @@ def kernel_cases(
             grid = product(
                 asked if bench.layouts else (None,),
                 (heads or bench.heads) if bench.heads else (None,),
-                widths or (None,),
+                widths or bench.widths or (None,),
                 sizes,
                 overlaps if bench.overlaps else (0,),
             )

@@ -26,8 +26,8 @@ PROBE_ROWS: Final = 4
 """Query rows of a small attention problem: one full, one with holes, one absent, one with a single entry."""
 REQUEST_ROWS: Final = 3
 """Query rows of a request's problem, or more for whole tokens of S queries: one with holes, one absent, one with one entry."""
-MOST: Final = {"num_heads": 128, "topk": 4096, "block_size": 1024, "query_len": 8}
-MOST_ON_A_CPU: Final = {"num_heads": 8, "topk": 128, "block_size": 1024, "query_len": 2}
+MOST: Final = {"num_heads": 128, "topk": 4096, "block_size": 1024, "query_len": 8, "qk_head_dim": 256, "v_head_dim": 256}
+MOST_ON_A_CPU: Final = MOST | {"num_heads": 8, "topk": 128, "query_len": 2}
 """Larger requests are probed at these sizes, where the Support allows them. On a CPU kernels run in Triton's interpreter, which
 takes 0.1 s for 2 rows of 8 heads and 128 entries and 3.4 s for 128 heads and 2048 entries."""
 
@@ -105,11 +105,16 @@ def _complete(request: Request, implementation: Implementation, problems: Proble
     block_size = -(-16 // unit) * unit
     if support.block_sizes is not None:
         block_size = min((size for size in support.block_sizes if size % unit == 0), default=support.block_sizes[0])
+    asked = request.qk_head_dim, request.v_head_dim
+    dims = (pair for pair in support.head_dims or () if all(size in (None, own) for size, own in zip(asked, pair, strict=True)))
+    qk_head_dim, v_head_dim = next(dims, (192, 128))
     smallest = {
         "num_heads": min(support.num_heads) if support.num_heads else min(2, support.max_heads or 2),
         "topk": topk,
         "block_size": block_size,
         "query_len": 1 if support.max_query_len == 1 else 2,
+        "qk_head_dim": qk_head_dim,
+        "v_head_dim": v_head_dim,
     }
     filled: dict[str, Any] = {name: smallest[name] for name in problems.sizes if getattr(request, name) is None}
     params = problems.of_request(request, "")

@@ -30,9 +30,13 @@ Offer = Implementation | Baseline | Tunable
 Taken = dict[tuple[str, str], str]
 """(name, primitive) of an offer -> the plugin that made it."""
 _EVERYTHING: Final[dict[str, Any]] = {
-    **dict.fromkeys(("num_heads", "topk", "block_size", "query_len", "rows"), 1),
+    **dict.fromkeys(("num_heads", "topk", "block_size", "query_len", "qk_head_dim", "v_head_dim", "rows"), 1),
     **dict.fromkeys(
-        ("uneven_blocks", "lse", "attn_sink", "lengths", "compact", "prefill_workspace", "context_parallel", "graph"), True
+        (
+            *("uneven_blocks", "lse", "attn_sink", "lengths", "compact", "prefill_workspace", "selection"),
+            *("context_parallel", "graph"),
+        ),
+        True,
     ),
     "kv_layout": FP8_DS_MLA.name,
     "scale_format": "amax",

@@ -106,7 +106,9 @@ def stand_ins(patch: pytest.MonkeyPatch, make: Callable[..., Any], *, arch: str 
         def __init__(self, cubin: Any, device: Any) -> None:
             self.build = cubin
 
-        def kernel(self, name: str, changing: str, fixed: str, *, threads: int, shared: int, wide_clusters: bool) -> Any:
+        def kernel(
+            self, name: str, changing: str, fixed: str, *, threads: int, shared: int, wide_clusters: bool, tensor_maps: bool
+        ) -> Any:
             assert name == self.build.kernel
             if self.build not in found:
                 found[self.build] = make(self.build, changing, fixed, threads, shared, wide_clusters)

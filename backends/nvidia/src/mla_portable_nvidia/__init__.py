@@ -19,6 +19,8 @@ from mla_portable_nvidia.native.bind import native_implementations
 from mla_portable_nvidia.native.bind_sm80 import sm80_implementations
 from mla_portable_nvidia.native.images import VARIABLE as CACHE_VARIABLE
 from mla_portable_nvidia.native.indexer_logits import indexer_implementations
+from mla_portable_nvidia.native.masked_prefill import masked_prefill_implementations
+from mla_portable_nvidia.native.pack_selection import pack_implementations
 from mla_portable_nvidia.native.topk_select import topk_implementations
 from mla_portable_nvidia.support import TRUNCATION_VARIABLE
 
@@ -36,6 +38,8 @@ def mla_portable_register(registrar: Registrar) -> None:
         *sm80_implementations(),
         *topk_implementations(),
         *indexer_implementations(),
+        *pack_implementations(),
+        *masked_prefill_implementations(),
         *deepgemm_implementations(),
         *select_implementations(),
     ):

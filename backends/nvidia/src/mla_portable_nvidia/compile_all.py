@@ -27,7 +27,11 @@ from mla_portable_nvidia.native.bind_sm80 import sm80_implementations
 from mla_portable_nvidia.native.build import KernelBuild, compile_build
 from mla_portable_nvidia.native.choice import BUILDS
 from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL, indexer_implementations
+from mla_portable_nvidia.native.masked_prefill import BUILDS as MASKED_PREFILL
+from mla_portable_nvidia.native.masked_prefill import masked_prefill_implementations
 from mla_portable_nvidia.native.nvrtc import CompilationFailed, NvrtcNotFound, nvrtc_version
+from mla_portable_nvidia.native.pack_selection import BUILD as PACK_SELECTION
+from mla_portable_nvidia.native.pack_selection import pack_implementations
 from mla_portable_nvidia.native.topk_select import FEW_ROWS, MANY_ROWS, topk_implementations
 
 _OFFERED: Final = (
@@ -35,6 +39,8 @@ _OFFERED: Final = (
     *sm80_implementations(),
     *topk_implementations(),
     *indexer_implementations(),
+    *pack_implementations(),
+    *masked_prefill_implementations(),
 )
 IMPLEMENTATIONS: Final = tuple(dict.fromkeys(each.name for each in _OFFERED))
 """FlashMLA's and vLLM's kernels come as machine code."""
@@ -49,6 +55,8 @@ _BUILDS: Final[tuple[KernelBuild, ...]] = (
     *sparse_decode_sm80.MERGES,
     *(FEW_ROWS, MANY_ROWS),
     *(*DECODE.values(), *PREFILL.values()),
+    PACK_SELECTION,
+    *MASKED_PREFILL.values(),
 )
 _QUICK: Final = tuple({build.kernel: build for build in _BUILDS}.values())
 """The last build of each kernel."""

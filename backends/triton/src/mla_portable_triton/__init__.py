@@ -20,7 +20,9 @@ from mla_portable.primitives import (
     INDEXER_LOGITS,
     INDEXER_LOGITS_RAGGED,
     INDEXER_SELECT,
+    MASKED_PREFILL,
     MERGE_STATES,
+    PACK_SELECTION,
     QUANTIZE_PER_TENSOR,
     SPARSE_DECODE,
     SPARSE_PREFILL,
@@ -42,6 +44,7 @@ from mla_portable_triton.bind_indexer import (
     bind_indexer_select,
     bind_topk_select,
 )
+from mla_portable_triton.bind_prompts import bind_masked_prefill, bind_pack_selection
 from mla_portable_triton.support import NAME, SUPPORT, check, check_triton_3
 
 __all__ = ["NAME", "mla_portable_register"]
@@ -49,7 +52,7 @@ __all__ = ["NAME", "mla_portable_register"]
 _PREFERENCE: Final = 50.0
 _PACKAGE: Final = "mla_portable_triton"
 
-_TRITON_3: Final = (INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, TOPK_SELECT, INDEXER_SELECT)
+_TRITON_3: Final = (INDEXER_LOGITS, INDEXER_LOGITS_RAGGED, TOPK_SELECT, INDEXER_SELECT, PACK_SELECTION, MASKED_PREFILL)
 """Primitives whose kernels are pipelined by `tl.range`, or have tensors without an axis."""
 
 
@@ -84,6 +87,8 @@ def mla_portable_register(registrar: Registrar) -> None:
     registrar.add(_offer(INDEXER_LOGITS_RAGGED, bind_indexer_logits_ragged))
     registrar.add(_offer(TOPK_SELECT, bind_topk_select))
     registrar.add(_offer(INDEXER_SELECT, bind_indexer_select))
+    registrar.add(_offer(PACK_SELECTION, bind_pack_selection))
+    registrar.add(_offer(MASKED_PREFILL, bind_masked_prefill))
     registrar.add_costs(resources.files(_PACKAGE) / "costs")
     registrar.add_tunables(_tunables)
 

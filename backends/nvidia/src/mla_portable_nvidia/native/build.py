@@ -22,6 +22,7 @@ class KernelBuild(ABC):
     Attributes:
         kernel: its name, and that of its source. headers: what the source includes. changing, fixed: its parameters as
             `struct` spells them, those of each launch and those of a shape. archs: DeviceFacts.arch -> what NVRTC compiles for.
+        tensor_maps: its first parameters are maps of tensors.
     """
 
     kernel: ClassVar[str]
@@ -29,6 +30,7 @@ class KernelBuild(ABC):
     changing: ClassVar[str]
     fixed: ClassVar[str]
     archs: ClassVar[Mapping[str, str]]
+    tensor_maps: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -74,4 +76,5 @@ def load(build: KernelBuild, arch: str, device: int) -> Kernel:
         threads=build.threads,
         shared=build.shared_bytes,
         wide_clusters=build.wide_clusters,
+        tensor_maps=build.tensor_maps,
     )

@@ -12,14 +12,13 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import torch
 
 from mla_portable.contracts import DRIVER_FAULTS
 
-__all__ = ["DriverError", "Kernel", "Launch", "Launches", "Module", "driver_version"]
+__all__ = ["MAPS_SINCE", "DriverError", "Kernel", "Launch", "Launches", "Module", "driver_version", "tensor_map"]
 
 _BUFFER_POINTER: Final = 1
 _BUFFER_SIZE: Final = 2
@@ -29,6 +28,11 @@ _CLUSTER_DIMENSION: Final = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC_ORDER: Final = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _INVALID_CONTEXT: Final = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread has no current context
 _INVALID_CLUSTER_SIZE: Final = 912  # CUDA_ERROR_INVALID_CLUSTER_SIZE
+_MAP_BYTES: Final = 128
+_MAP_ALIGNMENT: Final = 64
+_BFLOAT16_MAP, _SWIZZLE_128, _PROMOTE_128 = 9, 3, 2  # of CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
+MAPS_SINCE: Final = 12040
+"""First CUDA version whose driver says where a kernel's parameters start (cuFuncGetParamInfo)."""
 
 
 class DriverError(RuntimeError):
@@ -86,6 +90,37 @@ def _make_current(device: int) -> None:
     _check(_driver().cuCtxSetCurrent(_context(device)), f"cuCtxSetCurrent for device {device}")
 
 
+def tensor_map(x: torch.Tensor, rows: int) -> bytes:
+    """A map of x [tokens, heads, columns] bf16, by which the copy engine fetches `rows` tokens of a head, 64 columns.
+
+    These are rows of 128 bytes in shared memory, swizzled by 128 bytes; what lies beyond the tensor is fetched as zeros.
+    Address and strides are multiples of 16 bytes. It takes no context. Raises: DriverError.
+    """
+    tokens, heads, columns = x.shape
+    room = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+    at = -(-ctypes.addressof(room) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+    sizes = (ctypes.c_uint64 * 3)(columns, heads, tokens)
+    apart = [stride if size > 1 else columns for size, stride in ((heads, x.stride(1)), (tokens, x.stride(0)))]
+    strides = (ctypes.c_uint64 * 2)(*(each * x.element_size() for each in apart))
+    box, steps = (ctypes.c_uint32 * 3)(64, 1, rows), (ctypes.c_uint32 * 3)(1, 1, 1)
+    code = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(at),
+        _BFLOAT16_MAP,
+        3,
+        ctypes.c_void_p(x.data_ptr()),
+        sizes,
+        strides,
+        box,
+        steps,
+        0,
+        _SWIZZLE_128,
+        _PROMOTE_128,
+        0,
+    )
+    _check(code, f"cuTensorMapEncodeTiled of {list(x.shape)}, strides {list(x.stride())}, boxes of {rows} rows")
+    return ctypes.string_at(at, _MAP_BYTES)
+
+
 class _Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 3), ("rest", ctypes.c_char * 52)]
 
@@ -119,13 +154,25 @@ class Module:
             _make_current(device)
             _check(_driver().cuModuleLoadData(ctypes.byref(self._handle), cubin), "cuModuleLoadData")
 
-    def kernel(self, name: str, changing: str, fixed: str, *, threads: int, shared: int, wide_clusters: bool = False) -> Kernel:
+    def kernel(
+        self,
+        name: str,
+        changing: str,
+        fixed: str,
+        *,
+        threads: int,
+        shared: int,
+        wide_clusters: bool = False,
+        tensor_maps: bool = False,
+    ) -> Kernel:
         """The kernel `name`; threads and bytes of shared memory of a block.
 
         Args:
             changing, fixed: its parameters for `struct`; those that each launch is given, and after them those that a
                 prepared one keeps.
             wide_clusters: it may be launched in clusters of more than 8 blocks.
+            tensor_maps: its first parameters are maps of tensors, whose alignment moves all parameters. It takes a driver of
+                MAPS_SINCE.
         """
         driver, function = _driver(), ctypes.c_void_p()
         with torch.cuda.device(self._device):
@@ -138,6 +185,11 @@ class Module:
                 _check(code, f"{shared} bytes of shared memory for {name}")
             if wide_clusters:
                 _check(driver.cuFuncSetAttribute(function, _WIDE_CLUSTERS, 1), f"clusters of 16 blocks for {name}")
+            if tensor_maps:
+                begin, size = ctypes.c_size_t(), ctypes.c_size_t()
+                code = driver.cuFuncGetParamInfo(function, ctypes.c_size_t(0), ctypes.byref(begin), ctypes.byref(size))
+                _check(code, f"cuFuncGetParamInfo of {name}")
+                changing = f"{begin.value}x {changing}"
         return Kernel(self, function, name, changing, fixed, threads, shared, self._device)
 
 
@@ -207,7 +259,7 @@ class Launch:
             _check(code, f"launch of {self._kernel.name}, {self._config.grid_x} x {self._config.grid_y} blocks")
 
 
-L = TypeVar("L", bound=Callable[..., None])
+L = TypeVar("L")
 
 
 class Launches(dict[tuple[Any, ...], L]):
