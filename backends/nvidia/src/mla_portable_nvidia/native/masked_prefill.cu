@@ -143,7 +143,7 @@ __device__ __forceinline__ u32 low_bits(int keys) { return keys >= 32 ? ~0u : ke
 // a row's output again, over the keys that it sees and selects alone: lanes share the columns. Slow, and rarely needed.
 __device__ __noinline__ void repair(
     const Work& work, int query, u16* __restrict__ out, float* __restrict__ lse, const u16* __restrict__ q, const u16* __restrict__ k,
-    const u16* __restrict__ v, const u32* __restrict__ selection, float scale_log2, int causal, const Strides& st) {
+    const u16* __restrict__ v, const u32* __restrict__ selection, float scale_log2, int causal, int words_in_row, const Strides& st) {
     const int lane = threadIdx.x & 31;
     const u16* q_row = q + (i64)(work.q_start + query) * st.q_t + (i64)work.head * st.q_h;
     const u32* words = selection ? selection + (i64)(work.q_start + query) * st.selection_t : nullptr;
@@ -152,7 +152,8 @@ __device__ __noinline__ void repair(
     for (int i = 0; i < DQK / 32; ++i) own[i] = __uint_as_float((u32)q_row[i * 32 + lane] << 16);
 #pragma unroll
     for (int i = 0; i < DV / 32; ++i) acc[i] = 0.f;
-    const int limit = causal ? min(work.num_keys, work.first_limit + query - work.q0) : work.num_keys;
+    int limit = causal ? min(work.num_keys, work.first_limit + query - work.q0) : work.num_keys;
+    if (words) limit = min(limit, words_in_row * 32);  // keys behind the row's words are not selected
     for (int key = 0; key < limit; ++key) {
         if (words && !(words[key >> 5] >> (key & 31) & 1)) continue;
         const u16* k_row = k + (i64)(work.k_start + key) * st.k_n + (i64)work.head * st.k_h;
@@ -518,7 +519,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
             while (rows) {
                 const int of = __ffs(rows) - 1;
                 rows &= rows - 1;
-                repair(work, work.q0 + group * 64 + warp * 16 + (of >> 2) + r * 8, out, lse_out, q, k, v, selection, scale_log2, causal, st);
+                repair(work, work.q0 + group * 64 + warp * 16 + (of >> 2) + r * 8, out, lse_out, q, k, v, selection, scale_log2, causal, words_in_row, st);
             }
         }
     }
