@@ -184,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
     u16* __restrict__ out, float* __restrict__ lse_out, const u16* __restrict__ q, const u16* __restrict__ k,
     const u16* __restrict__ v, const int* __restrict__ q_starts, const int* __restrict__ k_starts,
     const u32* __restrict__ selection, int* __restrict__ counter, float scale_log2, int causal, int num_heads, int num_requests,
-    int query_tiles, int group_streams, int words_in_row, int unused, Strides st) {
+    int query_tiles, int group_streams, int words_in_row, Strides st) {
     extern __shared__ __align__(1024) u8 smem[];
     const int thread = threadIdx.x, lane = thread & 31, warp = (thread >> 5) & 3;
     const int group = __shfl_sync(~0u, thread >> 7, 0);  // the warpgroup; 2: that of the warp that copies

@@ -42,8 +42,8 @@ class MaskedPrefillBuild(KernelBuild):
     kernel: ClassVar[str] = "masked_prefill"
     headers: ClassVar[tuple[str, ...]] = ("instructions.cuh",)
     # maps of q, k, v; out, lse, q, k, v, query_start_loc, key_start_loc, selection, counter; scale; causal, heads, requests,
-    # query tiles, streams of a group, words of a row, nothing
-    changing: ClassVar[str] = "128s 128s 128s 9P f 7i"
+    # query tiles, streams of a group, words of a row
+    changing: ClassVar[str] = "128s 128s 128s 9P f 6i"
     fixed: ClassVar[str] = "11q"  # strides of q, k, v (token, head), of the selection's rows, of out and lse (token, head)
     archs: ClassVar[Mapping[str, str]] = MappingProxyType({"sm90": "sm_90a"})
     tensor_maps: ClassVar[bool] = True
@@ -193,7 +193,6 @@ class NativeMaskedPrefill:
             query_tiles,
             group,
             0 if selection is None else selection.shape[1],
-            0,
         )
         if out is not given:
             given.copy_(out)
