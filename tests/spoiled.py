@@ -87,8 +87,12 @@ WRONG: dict[str, Callable[..., Any]] = {
     "merge_states": wrong_merge_states,
     "quantize_per_tensor": wrong_quantize_per_tensor,
 }
-WRONG_TIMED = {**WRONG, "topk_select": wrong_topk_select, "indexer_select": wrong_indexer_select}
-WRONG_TIMED |= {"pack_selection": wrong_pack_selection, "masked_prefill": wrong_attention(reference.masked_prefill)}
+WRONG_IN_STEP = {**WRONG, "topk_select": wrong_topk_select, "indexer_select": wrong_indexer_select}
+WRONG_TIMED = {
+    **WRONG_IN_STEP,
+    "pack_selection": wrong_pack_selection,
+    "masked_prefill": wrong_attention(reference.masked_prefill),
+}
 
 
 class Spoiled:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from spoiled import WRONG_TIMED, Spoiled, inexact_merge_states, registry_with, wrong_lse
+from spoiled import WRONG_IN_STEP, Spoiled, inexact_merge_states, registry_with, wrong_lse
 
 from mla_portable.bench.step import run_step
 from mla_portable.bench.timing import measure, quantiles, run_and_measure
@@ -105,22 +105,22 @@ def test_every_primitive_agrees_with_the_oracle(shape, route):
     report = run_step(shape, device=CPU, registry=registry_with(), route=route, repeat=1, check_rows=0)
     assert report.ok, report.failures()
     served = {str(result.decision.request.primitive) for result in report.primitives if result.findings}
-    assert served == set(WRONG_TIMED)
+    assert served == set(WRONG_IN_STEP)
     assert all(result.timing is not None and result.timing.n == 1 for result in report.primitives)
     assert report.route == (route if route != "auto" else "direct")
 
 
-@pytest.mark.parametrize("primitive", WRONG_TIMED)
+@pytest.mark.parametrize("primitive", WRONG_IN_STEP)
 @pytest.mark.parametrize("route", ["direct", "split"])
 def test_the_primitive_that_is_wrong_is_named(primitive, route):
-    registry = registry_with(("spoiled", Spoiled({primitive: WRONG_TIMED[primitive]})), probe=False)
+    registry = registry_with(("spoiled", Spoiled({primitive: WRONG_IN_STEP[primitive]})), probe=False)
     report = run_step(SMALL, device=CPU, registry=registry, route=route, repeat=1, check_rows=0)
     assert not report.ok
     assert {str(result.decision.request.primitive) for result in report.primitives if not result.ok} == {primitive}
     on_route = {str(result.decision.request.primitive) for result in report.primitives if result.on_route}
     spoils_the_step = primitive in on_route - {"cache_write"}  # attention is judged by the bytes that are in the cache
     assert bool([finding for finding in report.findings if finding.message]) == spoils_the_step
-    assert all(line.startswith(("step: ", *WRONG_TIMED)) for line in report.failures())
+    assert all(line.startswith(("step: ", *WRONG_IN_STEP)) for line in report.failures())
 
 
 def test_a_wrong_lse_is_found():
