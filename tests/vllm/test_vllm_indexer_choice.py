@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -308,8 +308,11 @@ def test_schedules_are_planned_where_a_layer_calls_deep_gemm(mode: str, layer: s
 
 def kpool_layer() -> Any:
     """GLM-5.3-Flash's, which came with 0.30; before that, one that is not vLLM's SparseAttnIndexer."""
-    if find_spec("vllm.models.glm5next") is None:
+    package = find_spec("vllm.models.glm5next")
+    if package is None:
         return lambda *arguments: None
+    if package.name not in sys.modules:  # without its __init__, which imports a model of images and so torchvision
+        sys.modules[package.name] = module_from_spec(package)
     return importlib.import_module("vllm.models.glm5next.nvidia.sparse_indexer").SparseAttnIndexerKpool
 
 
