@@ -3,12 +3,15 @@
 
 from mla_portable.attention.buffers import StepBuffers
 from mla_portable.attention.layer import SparseMLAAttention
+from mla_portable.attention.prompts import HeadDims, PromptAttention
 from mla_portable.attention.route_decision import RouteDecision, RoutePart, RouteVerdict, UnsupportedRoute
 from mla_portable.attention.selections import SelectionMerge
 from mla_portable.attention.spec import AttentionSpec
 
 __all__ = [
     "AttentionSpec",
+    "HeadDims",
+    "PromptAttention",
     "RouteDecision",
     "RoutePart",
     "RouteVerdict",

@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.contracts import Batch, DecodeSchedule, InvalidArgument, neutral_defaults
 from mla_portable.planner import Planner
-from mla_portable.vllm import compat, dense, model, scratch
+from mla_portable.vllm import compat, model, prompts, scratch
 from mla_portable.vllm.metadata import MLAPortableMetadata
 from mla_portable.vllm.routing import served_by
 from mla_portable.vllm.settings import logger
@@ -66,7 +66,10 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         self._workspace = None if buffers is None or microbatches else compat.workspace_manager()
         for impl in impls:
             impl.attach(self.attention, resolved.writer)
-        self._dense = dense.prefills(resolved, kv_cache_spec, layer_names, vllm_config, device, resolved.spec.decode_query_len)
+        dims = {impl.head_dims for impl in impls}
+        found = prompts.attention(resolved, vllm_config, next(iter(dims))) if len(dims) == 1 else None
+        layers = [vllm_config.compilation_config.static_forward_context.get(name) for name in layer_names]
+        self._prompts = prompts.prompts(found, layers, vllm_config, resolved.spec.decode_query_len)
         self._captured: dict[int, DecodeSchedule] = {}
         logger.info(
             "mla_portable serves %d layers on %s by route %s: %s; cache %s, %s heads, written by %s",
@@ -102,8 +105,11 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
         starts = common.query_start_loc_cpu.numpy()[: num_reqs + 1]
         query_lens = starts[1:] - starts[:-1]
         lengths = self._host_lengths(common, query_lens)
-        apart = None if self._dense is None else self._dense.build(common, query_lens, lengths)
-        reqs, tokens = (num_reqs, num_tokens) if apart is None else (apart.num_decodes, apart.num_decode_tokens)
+        reqs, tokens, apart = num_reqs, num_tokens, None
+        if self._prompts is not None and common.seq_lens_cpu_upper_bound is not None:  # exact for prompts
+            apart = self._prompts.build(query_lens, lengths, common.block_table_tensor)
+        if apart is not None:
+            reqs, tokens = apart[0], int(starts[apart[0]])
         batch = Batch(
             query_start_loc=starts[: reqs + 1],
             seq_lens=lengths[:reqs],
@@ -126,8 +132,8 @@ class MLAPortableMetadataBuilder(AttentionMetadataBuilder):
             num_decodes=reqs,
             num_decode_tokens=tokens,
             num_prefills=num_reqs - reqs,
-            prefill_max_seq_len=0 if apart is None else apart.prefill_max_seq_len,
-            prefill=None if apart is None else apart.prefill,
+            prefill_max_seq_len=0 if apart is None else compat.prompt_marks(spec.topk)[0],
+            prefill=None if apart is None else apart[1],
             block_size=spec.block_size,
             topk_tokens=spec.topk,
             attention=self.attention,

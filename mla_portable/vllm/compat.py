@@ -14,13 +14,14 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.v1.attention import backend as _backend
+
+from mla_portable.contracts.values import INT32_MAX
 
 IMPL_BASE: Any = getattr(_backend, "SparseMLAAttentionImpl", None) or _backend.MLAAttentionImpl
 """0.16 to 0.25 tell a sparse implementation by this class, later versions by its `is_sparse`."""
@@ -109,7 +110,7 @@ def impl_projects() -> bool:
 
 def layer_takes_lse() -> bool:
     """A layer whose implementation projects unpacks (out, lse) all the same. False where its source is not there."""
-    layer = import_module("vllm.model_executor.layers.attention.mla_attention").MLAAttention
+    layer = _mla_attention().MLAAttention
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(layer)))
     except (OSError, TypeError):
@@ -131,13 +132,49 @@ def forces_sparse_prefill(vllm_config: Any) -> bool:
     return bool(getattr(getattr(vllm_config, "attention_config", None), "sparse_mla_force_mqa", False))
 
 
-def dense_prefill_parts() -> SimpleNamespace | None:
-    """`builder` and `implementation` of vLLM's sparse layers that compute prompts as dense attention; None up to 0.25."""
+def _mla_attention() -> Any:
+    return import_module("vllm.model_executor.layers.attention.mla_attention")
+
+
+def takes_prompts() -> bool:
+    """The layer of a sparse model hands prompts to `forward_mha` of its implementation; from 0.26 on."""
     try:
-        found = import_module("vllm.model_executor.layers.attention.sparse_mla_attention")
+        import_module("vllm.model_executor.layers.attention.sparse_mla_attention")
     except ImportError:
-        return None
-    return SimpleNamespace(builder=found.SparseMLACommonMetadataBuilder, implementation=found.SparseMLACommonImpl)
+        return False
+    return True
+
+
+def takes_masked_prompts(vllm_config: Any, qk_head_dim: int, v_head_dim: int) -> bool:
+    """It also does so where prompts are longer than the top-k.
+
+    0.26 and 0.27 look at a length in the metadata, which is ours. From 0.28 on thresholds for each tensor parallel size decide;
+    a size without thresholds never does.
+    """
+    thresholds = getattr(_mla_attention(), "_use_masked_mha", None)
+    if thresholds is None:
+        return True
+    seq_len, _ = prompt_marks(topk(vllm_config) or 0)
+    facts = {
+        "backend_name": "FLASHMLA_SPARSE",
+        "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
+        "qk_head_dim": qk_head_dim,
+        "v_head_dim": v_head_dim,
+        "query_len": INT32_MAX,
+        "seq_len": seq_len,
+        "has_context": False,
+    }
+    known = inspect.signature(thresholds).parameters
+    return thresholds(**{name: value for name, value in facts.items() if name in known})
+
+
+def prompt_marks(topk: int) -> tuple[int, tuple[()] | None]:
+    """`prefill_max_seq_len` of a step whose prompts go to `forward_mha`, and `chunked_context` of their description.
+
+    0.26 and 0.27 want a length within the top-k; later versions compare one beyond it with thresholds. A quantised output is
+    asked for where there is no context, and later only within the top-k.
+    """
+    return (0, ()) if getattr(_mla_attention(), "_use_masked_mha", None) is None else (topk + 1, None)
 
 
 def capture_sizes(vllm_config: Any) -> int:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
 
-from mla_portable.attention import SparseMLAAttention, StepBuffers
+from mla_portable.attention import PromptAttention, SparseMLAAttention, StepBuffers
 from mla_portable.contracts import InvalidArgument
 from mla_portable.contracts.rules import check_tensor
 from mla_portable.layouts import KV_LORA_RANK
-from mla_portable.vllm import compat, dense, model, scratch
+from mla_portable.vllm import compat, model, prompts, scratch
 from mla_portable.vllm.metadata import MLAPortableMetadata
 from mla_portable.vllm.writer import Writer
 
@@ -33,7 +33,7 @@ class MLAPortableImpl(compat.IMPL_BASE):
 
     is_sparse: ClassVar[bool] = True
     supports_dense_mha_prefill: bool = False
-    masked_mha_available: ClassVar[bool] = False
+    masked_mha_available: bool = False
     can_return_lse_for_decode: bool = True
     lse_base_on_e: bool = True
     supports_pcp: bool = False
@@ -69,11 +69,13 @@ class MLAPortableImpl(compat.IMPL_BASE):
         self._attention: ref[SparseMLAAttention] | None = None
         self._writer: Writer | None = None
         self._scratch: StepBuffers | None = None
-        self._dense: Any | None = None
+        self.head_dims = prompts.head_dims(arguments)
+        self._project = arguments.get("kv_b_proj")
+        self._prompts: PromptAttention | None = None
         config = get_current_vllm_config_or_none()
         if config is not None:
-            self._dense = dense.implementation(self._reserve(config), config, arguments)
-            self.supports_dense_mha_prefill = self._dense is not None
+            self._prompts = prompts.attention(self._reserve(config), config, self.head_dims)
+            self.supports_dense_mha_prefill = self.masked_mha_available = self._prompts is not None
 
     def _reserve(self, config: Any) -> model.Resolved:
         resolved = model.resolve(
@@ -131,6 +133,8 @@ class MLAPortableImpl(compat.IMPL_BASE):
         Raises: InvalidArgument when no builder was made for the layer yet.
         """
         if kv_cache.numel() == 0:  # vLLM profiles before there is a cache
+            if self._prompts is not None:  # what a step of prompts allocates
+                kv_cache.new_empty(self._prompts.scratch_bytes, dtype=torch.uint8)
             return
         attention = self._attention() if self._attention is not None else None
         if attention is None or self._writer is None:
@@ -167,10 +171,45 @@ class MLAPortableImpl(compat.IMPL_BASE):
         out = torch.empty(shape, dtype=torch.bfloat16, device=kv_cache.device)
         return attention.forward(q, kv_cache, topk_indices, attn_metadata.plan, attn_sink=self.sinks, out=out)
 
-    def forward_mha(self, *arguments: Any, **named: Any) -> None:
-        """Dense attention of the requests that the metadata's `prefill` describes, by vLLM's own code."""
-        assert self._dense is not None  # no metadata of ours has a `prefill` then
-        self._dense.forward_mha(*arguments, **named)
+    def forward_mha(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: MLAPortableMetadata,
+        k_scale: Tensor,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+    ) -> None:
+        """Attention of the tokens behind the metadata's `num_decode_tokens`, over keys of each head.
+
+        Args:
+            q: [T, H, P + R] bf16. kv_c_normed: [T, 512], k_pe: [T, 1, R] bf16, of the same tokens. kv_c_and_k_pe_cache: has
+                what stands before them. output: [T, H * V] bf16, written. k_scale: of formats that are not served here.
+        Raises: InvalidArgument or PlanMismatch before anything is written; InvalidArgument for an `output_scale`.
+        """
+        step, topk_indices = attn_metadata.prefill, self.topk_indices_buffer
+        if output_scale is not None or step is None or topk_indices is None or self._project is None:
+            got = f"output_scale {output_scale is not None}, prompts {step is not None}, indexer {topk_indices is not None}"
+            raise InvalidArgument("vLLM", "forward_mha", got=got, expected="a step whose prompts the builder described")
+        attention, project = step.attention, self._project
+        shape = len(q), self.num_heads, attention.head_dims.value
+        attention.forward(
+            q,
+            kv_c_normed,
+            k_pe.flatten(1),
+            lambda latent: project(latent)[0],
+            self._rows(kv_c_and_k_pe_cache),
+            topk_indices[attn_metadata.num_decode_tokens :],
+            step.plan,
+            out=output.view(shape),
+        )
+
+    @staticmethod
+    def masked_mha_workspace_fits(prefill: Any) -> bool:
+        """Asked by vLLM's layer from 0.28 on: the prompts of the step go to `forward_mha`."""
+        return isinstance(prefill, prompts.StepPrompts)
 
     def _rows(self, kv_cache: Tensor) -> Tensor:
         """The cache as bytes where it is quantised, whatever 8-bit type vLLM gave it."""

@@ -5,25 +5,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 
 from mla_portable.attention import SparseMLAAttention
 from mla_portable.contracts import StepPlan
+from mla_portable.vllm.prompts import StepPrompts
 
 
 @dataclass(kw_only=True)
 class MLAPortableMetadata(MLACommonMetadata):
     """One step, shared by the layers of a builder. KV connectors that move files tell the cache of MLA by the base class.
 
-    vLLM sends tokens that are not decodes to dense attention. Unless `prefill` describes them as such (`dense`), every token
-    is a decode to vLLM, and goes through `forward_mqa`; what decodes and what prefills there is said by `plan`.
+    vLLM sends tokens that are not decodes to `forward_mha`. Unless `prefill` has them (`prompts`), every token is a decode to
+    vLLM, and goes through `forward_mqa`; what decodes and what prefills there is said by `plan`.
 
     Attributes:
         num_actual_tokens: query tokens, padding for a CUDA graph included. The fields up to `prefill` are read by vLLM.
-        prefill: vLLM's own description of the requests behind the first `num_decodes`, None where `plan` has all of them.
+        prefill: the requests behind the first `num_decodes`, None where `plan` has all of them.
         attention, plan: the layer that computes the step, and its plan.
         fp8_extra_metadata: what vLLM's own FlashMLA kernels are given up to 0.25; these have the plan.
     """
@@ -44,7 +44,7 @@ class MLAPortableMetadata(MLACommonMetadata):
     plan: StepPlan
     num_prefills: int = 0
     prefill_max_seq_len: int = 0
-    prefill: Any | None = None
+    prefill: StepPrompts | None = None
     decode: None = None
     fp8_extra_metadata: None = None
 

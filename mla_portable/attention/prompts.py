@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PromptAttention: a layer's prompts over keys and values of each head, the other way to compute what sparse MLA defines.
+
+SparseMLAAttention multiplies the query by W_UK, attends to latent rows and leaves the product with W_UV to its caller. Here the
+latent rows are projected to keys [N, H, P + R] and values [N, H, V] once, and the query attends to those of its request, under
+its selection as a bit mask where it does not select everything. Both give the same up to rounding. This way reads every key before
+a token, but at a fraction of the products for each: `PromptTimes` says when it takes less time.
+
+new tokens    project, concat_mla_k, pack_selection, masked_prefill (causal)
+context       part by part: gather_upconvert from the cache, the same, masked_prefill (not causal), merge_states
+
+New tokens are attended to as they are given, not as a quantised cache has them; the context is what the cache has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.accelerator import accelerator
+from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
+from mla_portable.attention.spec import AttentionSpec
+from mla_portable.contracts import Decision, InvalidArgument, PlanMismatch, Request
+from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor, shape_of
+from mla_portable.contracts.values import INT32_MAX, check_fields, check_type, describe, device_of, refuse
+from mla_portable.planner.prompts import ContextPart, PromptPlan
+from mla_portable.primitives import (
+    CONCAT_MLA_K,
+    GATHER_UPCONVERT,
+    MASKED_PREFILL,
+    MERGE_STATES,
+    PACK_SELECTION,
+)
+from mla_portable.registry import Registry, get_registry
+
+Project = Callable[[Tensor], Tensor]
+"""The up-projection, `kv_b_proj` of a model: latent [N, 512] bf16 -> [N, H * (P + V)] bf16, for each head its P columns of the key
+without rope, then its V columns of the value. The latent's rows may lie any distance apart."""
+
+_CLASS: Final = "PromptAttention"
+_WHERE: Final = "PromptAttention.forward"
+LEAST_CONTEXT_ROWS: Final = 2048
+"""Context that is projected at a time, where a step has fewer tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadDims:
+    """Widths of a head. nope: of the query and key without rope (P). rope: of the rest (R). value: of the value (V).
+
+    DeepSeek-V3.2 has 128, 64, 128; GLM-5 has 192, 64, 256.
+    """
+
+    nope: int = 128
+    rope: int = 64
+    value: int = 128
+
+    def __post_init__(self) -> None:
+        check_fields(self, dict.fromkeys(("nope", "rope", "value"), (1, INT32_MAX)))
+
+    @property
+    def query(self) -> int:
+        """P + R."""
+        return self.nope + self.rope
+
+
+class PromptAttention:
+    """The prompts of a model's layers over keys of each head. Holds no weights and no state of a step.
+
+    Attributes:
+        spec, head_dims, device: as built. context_rows: for `plan_prompts`.
+        decisions: the choice of every primitive; `masked` and `dense` are masked_prefill with and without a selection.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        head_dims: HeadDims,
+        *,
+        device: torch.device | str,
+        registry: Registry | None = None,
+        backend: BackendChoice = None,
+        context_rows: int | None = None,
+    ) -> None:
+        """Bind the primitives.
+
+        Args:
+            spec: of the model's SparseMLAAttention; `num_heads` are those of this rank. device: where the layers run.
+            registry, backend: as of SparseMLAAttention. context_rows: rows of context that are projected at a time; None for
+                `max_num_tokens`, at least 2,048.
+        Raises: InvalidArgument, also for a spec with sinks, with a share of the sequences, or that asks for batch invariance;
+            UnsupportedRequest where no implementation serves a primitive.
+        """
+        check_type(_CLASS, "spec", spec, AttentionSpec, "an AttentionSpec")
+        check_type(_CLASS, "head_dims", head_dims, HeadDims, "HeadDims")
+        if spec.share.size > 1:
+            refuse(_CLASS, "spec.share", f"one of {spec.share.size} ranks", "the whole of each sequence in the cache")
+        if head_dims.rope != spec.layout.rope_width:
+            refuse(_CLASS, "head_dims.rope", head_dims.rope, f"{spec.layout.rope_width}, as rows of {spec.kv_layout} have")
+        if spec.attn_sink:
+            refuse(_CLASS, "spec.attn_sink", True, "False: attention over keys of each head has no sinks")
+        if spec.batch_invariant:
+            expected = "False: which way a prompt is computed depends on the batch"
+            refuse(_CLASS, "spec.batch_invariant", True, expected)
+        rows = max(spec.max_num_tokens, LEAST_CONTEXT_ROWS) if context_rows is None else context_rows
+        check_type(_CLASS, "context_rows", rows, int, "a number of rows, or None")
+        self.spec, self.head_dims, self.context_rows = spec, head_dims, rows
+        self.device = device_of(_CLASS, device)
+        registry = get_registry() if registry is None else registry
+        facts, layers = registry.facts(self.device), LayerRegistry(registry, backend)
+        widths = {"num_heads": spec.num_heads, "qk_head_dim": head_dims.query, "v_head_dim": head_dims.value}
+        attend = Request(MASKED_PREFILL, facts, **widths, rows=spec.max_num_tokens, lse=True)
+        gather = Request(
+            GATHER_UPCONVERT,
+            facts,
+            kv_layout=spec.kv_layout,
+            block_size=spec.block_size,
+            scale_format=spec.scale_format if spec.layout.is_quantized else None,
+            cache_alignment=spec.cache_alignment,
+            uneven_blocks=not spec.contiguous_blocks,
+        )
+        pack = Request(PACK_SELECTION, facts, topk=spec.topk, rows=spec.max_num_tokens)
+        concat = Request(CONCAT_MLA_K, facts, num_heads=spec.num_heads, rows=spec.max_num_tokens)
+        merge = Request(MERGE_STATES, facts)
+        named = {"masked": attend.but(selection=True), "dense": attend, "gather": gather, "pack": pack}
+        named |= {"concat": concat, "merge": merge}
+        self.decisions: dict[str, Decision] = {name: layers.decide(request) for name, request in named.items()}
+        self._masked, self._dense = layers.bind(named["masked"].of(MASKED_PREFILL)), layers.bind(attend)
+        self._gather, self._pack = layers.bind(gather), layers.bind(pack)
+        self._concat, self._merge = layers.bind(concat), layers.bind(merge)
+        self._accelerator = accelerator(self.device)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Device memory that a step of `max_num_tokens` allocates and frees, at most.
+
+        Keys and the projection they come from, of new tokens and of a part of the context; partial results; the bit mask.
+        """
+        spec, dims, tokens = self.spec, self.head_dims, self.spec.max_num_tokens
+        keys = max(tokens, self.context_rows)
+        of_keys = 2 * spec.num_heads * (dims.query + dims.nope + dims.value)
+        latent = 2 * spec.layout.key_width
+        of_tokens = spec.num_heads * (3 * 2 * dims.value + 3 * 4)
+        words = 4 * (-(-keys // 32))
+        return keys * (of_keys + latent) + tokens * (of_tokens + words)
+
+    def forward(
+        self,
+        q: Tensor,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        project: Project,
+        kv_cache: Tensor,
+        topk_indices: Tensor,
+        plan: PromptPlan,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of a step's prompts.
+
+        Args:
+            q: [T, H, P + R] bf16, before any product with W_UK, rope applied. kv_c: [T, 512] bf16, the new tokens' latent rows,
+                normed. k_pe: [T, R] bf16, their rotary part. project: the layer's up-projection.
+            kv_cache: [blocks, block_size, row width] of `spec.layout`, read for the context alone.
+            topk_indices: [T or more, K] int32, positions in each token's request, negative = absent; read where the plan is
+                masked.
+            plan: of `plan_prompts` for these prompts, with this object's `context_rows` and the spec's `topk`.
+            out: [T, H, V] bf16, written.
+        Returns: out. A token that selects no key has out = 0.
+        Raises: InvalidArgument and PlanMismatch, before anything runs. Allocates (`scratch_bytes`); not to be captured.
+        """
+        out = self._check(q, kv_c, k_pe, project, kv_cache, topk_indices, plan, out)
+        if plan.num_tokens == 0:
+            return out
+        with self._accelerator.guard():
+            topk = topk_indices[: plan.num_tokens]
+            if not plan.context:
+                self._attend(q, *self._keys(kv_c, k_pe, project), topk, plan, None, out, None)
+                return out
+            outs, lses = q.new_empty((2, *out.shape)), q.new_empty((2, *out.shape[:2]), dtype=torch.float32)
+            self._attend(q, *self._keys(kv_c, k_pe, project), topk, plan, None, outs[0], lses[0])
+            rows = q.new_empty((max(part.num_keys for part in plan.context), self.spec.layout.key_width))
+            for number, part in enumerate(plan.context, 1):
+                found = rows[: part.num_keys]
+                self._gather(kv_cache, plan.block_table, plan.context_lens, part.workspace_starts, out=found)
+                latent = kv_c.shape[1]
+                keys = self._keys(found[:, :latent], found[:, latent:], project)
+                self._attend(q, *keys, topk, plan, part, outs[1], lses[1])
+                merged, lse = self._merge(outs, lses)
+                if number == len(plan.context):
+                    out.copy_(merged)
+                else:
+                    outs[0].copy_(merged)
+                    lses[0].copy_(lse)
+        return out
+
+    __call__ = forward
+
+    def _keys(self, latent: Tensor, k_pe: Tensor, project: Project) -> tuple[Tensor, Tensor]:
+        """k [N, H, P + R] and v [N, H, V] of latent rows [N, 512] with their rotary part [N, R]."""
+        dims = self.head_dims
+        projected = project(latent).view(len(latent), self.spec.num_heads, dims.nope + dims.value)
+        return self._concat(projected[..., : dims.nope], k_pe), projected[..., dims.nope :]
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        topk: Tensor,
+        plan: PromptPlan,
+        part: ContextPart | None,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Attention to a part of the context, or to the new tokens."""
+        if part is None:
+            key_starts, longest, first = plan.query_start_loc, plan.max_query_len, plan.first_positions
+        else:
+            key_starts, longest, first = part.key_start_loc, part.max_key_len, part.first_positions
+        attend = self._masked if plan.masked else self._dense
+        attend(
+            q,
+            k,
+            v,
+            plan.query_start_loc,
+            key_starts,
+            softmax_scale=self.spec.softmax_scale,
+            max_query_len=plan.max_query_len,
+            max_key_len=longest,
+            causal=part is None,
+            selection=self._pack(topk, width=longest, starts=first) if plan.masked else None,
+            out=out,
+            lse_out=lse,
+        )
+
+    def _check(
+        self,
+        q: Tensor,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        project: Project,
+        kv_cache: Tensor,
+        topk_indices: Tensor,
+        plan: PromptPlan,
+        out: Tensor | None,
+    ) -> Tensor:
+        """Raise, or return `out`, which is allocated where None."""
+        check_type(_WHERE, "plan", plan, PromptPlan, "a PromptPlan, of plan_prompts")
+        if not callable(project):
+            refuse(_WHERE, "project", describe(project), "the up-projection, a function of latent rows")
+        spec, dims, device = self.spec, self.head_dims, self.device
+        tokens, heads = plan.num_tokens, spec.num_heads
+        given = shape_of(_WHERE, "q", q, 3, f"[T, H, {dims.query}]")[0]
+        if given != tokens:
+            raise PlanMismatch(f"q has {given} tokens, the plan was made for {tokens}. A plan serves one batch: plan again.")
+        check_tensor(_WHERE, "q", q, torch.bfloat16, (tokens, heads, dims.query), device, f"[T, H, {dims.query}]")
+        latent = spec.layout.value_width
+        check_tensor(_WHERE, "kv_c", kv_c, torch.bfloat16, (tokens, latent), device, f"[T, {latent}]")
+        check_tensor(_WHERE, "k_pe", k_pe, torch.bfloat16, (tokens, dims.rope), device, f"[T, {dims.rope}]")
+        if plan.context:
+            layout = check_cache(_WHERE, "kv_cache", kv_cache, device)[0]
+            if layout is not spec.layout or kv_cache.shape[1] != spec.block_size:
+                got = f"{layout.name}, block_size {kv_cache.shape[1]}"
+                refuse(_WHERE, "kv_cache", got, f"{spec.kv_layout}, block_size {spec.block_size}")
+        if plan.masked:
+            rows = max(shape_of(_WHERE, "topk_indices", topk_indices, 2, "[T or more, K]")[0], tokens)
+            check_tensor(_WHERE, "topk_indices", topk_indices, torch.int32, (rows, spec.topk), device, "[T or more, K]")
+        shape = tokens, heads, dims.value
+        if out is None:
+            return torch.empty(shape, dtype=torch.bfloat16, device=device)
+        check_tensor(_WHERE, "out", out, torch.bfloat16, shape, device, f"[T, H, {dims.value}]")
+        check_disjoint(_WHERE, {"out": out}, {"q": q, "kv_c": kv_c, "k_pe": k_pe, "kv_cache": kv_cache}, {})
+        return out

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportMissingImports=false
+"""Prompts over keys of each head, in the steps where that takes less GPU time than the sparse route.
+
+From 0.26 on, vLLM's layer hands the tokens behind `num_decode_tokens` to `forward_mha` of the implementation if the step's metadata
+let it, and the decodes before them to `forward_mqa` as ever. vLLM means attention to everything before a token, for prompts no
+longer than the top-k; here it may as well be attention to the selection (PromptAttention). What lets the layer do so:
+
+    0.26, 0.27   `prefill_max_seq_len` of the metadata is at most the top-k
+    from 0.28    `use_dense_mha` of their `prefill`; or, by vLLM's own thresholds for each tensor parallel size, the implementation's
+                 `masked_mha_available` and `masked_mha_workspace_fits(prefill)`
+
+From 0.28 on the indexer leaves its scores out where `use_dense_mha` says so and the step has no decodes: nothing reads them then. So
+`use_dense_mha` is never set where tokens attend to their selection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mla_portable.attention import HeadDims, PromptAttention
+from mla_portable.attention.prompt_times import PromptTimes, prompt_times
+from mla_portable.contracts import UnsupportedRequest
+from mla_portable.contracts.values import INT32_MAX
+from mla_portable.planner.prompts import PromptPlan, plan_prompts
+from mla_portable.vllm import compat
+from mla_portable.vllm.model import Resolved
+from mla_portable.vllm.settings import logger
+
+VENDORS: Final = ("nvidia",)
+"""Whose ratio of the two ways was measured."""
+
+LEAST_SAVED: Final = 5.0
+"""Microseconds a layer; below that the host's time for planning the prompts counts for more."""
+BESIDE_DECODES: Final = 25.0
+"""What the kernels over keys of each head take at least, in microseconds: on top of the sparse route's in a step with decodes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPrompts:
+    """The prompts of a step, as `prefill` of its metadata.
+
+    Attributes:
+        attention, plan: what computes them, and how.
+        use_dense_mha: no token needs its selection. Read by vLLM's layer and indexer from 0.28 on.
+        max_query_len: read by vLLM's layer, which compares it with thresholds of its own; the choice was made here.
+        chunked_context: as compat.prompt_marks says.
+    """
+
+    attention: PromptAttention
+    plan: PromptPlan
+    use_dense_mha: bool
+    chunked_context: tuple[()] | None
+    max_query_len: int = INT32_MAX
+
+
+def head_dims(arguments: dict[str, Any]) -> HeadDims | None:
+    """Of a layer with these arguments of its implementation; None where it has no keys of each head."""
+    widths = [arguments.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    if arguments.get("kv_b_proj") is None or not all(widths):
+        return None
+    return HeadDims(*widths)
+
+
+def attention(resolved: Resolved, vllm_config: Any, dims: HeadDims | None) -> PromptAttention | None:
+    """For layers that are served as `resolved`; None where all tokens take the sparse route.
+
+    With VLLM_BATCH_INVARIANT a prompt's result must not depend on the lengths of others. Under decode context parallelism the
+    cache has a share of each context. Attention sinks and vendors whose times are not known are left to the sparse route too.
+    """
+    spec, device = resolved.spec, resolved.decision.device
+    if dims is None or device.vendor not in VENDORS or not compat.takes_prompts() or compat.forces_sparse_prefill(vllm_config):
+        return None
+    if spec.batch_invariant or spec.share.size > 1 or spec.attn_sink or dims.rope != spec.layout.rope_width:
+        return None
+    try:
+        return PromptAttention(spec, dims, device=compat.device())
+    except UnsupportedRequest as error:
+        logger.info("prompts take the sparse route: %s", error)
+        return None
+
+
+class Prompts:
+    """Beside a builder: the steps whose prompts are computed over keys of each head."""
+
+    def __init__(self, attention: PromptAttention, times: PromptTimes, threshold: int, masks: bool) -> None:
+        """threshold: query tokens of a decode. masks: vLLM's layer lets prompts through that are longer than the top-k."""
+        self._attention, self._times, self._threshold, self._masks = attention, times, threshold, masks
+
+    def build(
+        self, query_lens: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32], block_table: torch.Tensor
+    ) -> tuple[int, StepPrompts] | None:
+        """The number of requests in front of the prompts, and the prompts; None where all take the sparse route.
+
+        Args: of the step's requests: query_lens, lengths [R] on the host, the lengths exact; block_table [R, columns].
+        """
+        (later,) = np.nonzero(query_lens > self._threshold)
+        if not len(later):
+            return None
+        first, topk = int(later[0]), self._attention.spec.topk
+        new, lens = query_lens[first:], lengths[first:]
+        masked = bool(lens.max() > topk)
+        if masked and not self._masks:
+            return None
+        least = LEAST_SAVED + (BESIDE_DECODES if first else 0.0)
+        if self._times.per_head_saves(new, lens, topk) <= least:
+            return None
+        plan = plan_prompts(new, lens, block_table[first:], topk=topk, context_rows=self._attention.context_rows)
+        return first, StepPrompts(self._attention, plan, not plan.masked, compat.prompt_marks(topk)[1])
+
+
+def prompts(found: PromptAttention | None, layers: Sequence[Any], vllm_config: Any, threshold: int) -> Prompts | None:
+    """Beside a builder of `layers`; None where their prompts always take the sparse route."""
+    if found is None or not layers or any(getattr(layer, "prefill_backend", None) is None for layer in layers):
+        return None  # vLLM's layer looks at that before it asks the implementation
+    masks = compat.takes_masked_prompts(vllm_config, found.head_dims.query, found.head_dims.value)
+    return Prompts(found, prompt_times(found.spec.num_heads), threshold, masks)

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts over keys of each head, against an oracle that goes token by token and against the layer over latent rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from attention_steps import BLOCK, BLOCKS, HEADS, REFERENCE, SPEC, TOPK, written_cache
+from torch import Tensor
+
+from mla_portable.attention import AttentionSpec, HeadDims, PromptAttention, SparseMLAAttention
+from mla_portable.attention.prompt_times import H200, Counts, prompt_times
+from mla_portable.contracts import Batch, ContextShare, InvalidArgument, PlanMismatch, UnsupportedRequest
+from mla_portable.layouts import LAYOUTS
+from mla_portable.planner import Planner
+from mla_portable.planner.prompts import PromptPlan, plan_prompts
+from mla_portable.primitives import CONCAT_MLA_K, MASKED_PREFILL
+from mla_portable.registry import Registry
+
+DIMS = HeadDims(nope=16, rope=64, value=24)
+CPU = torch.device("cpu")
+
+# (new tokens, sequence length) of each request
+BATCHES: dict[str, list[tuple[int, int]]] = {
+    "short": [(7, 7), (1, 1), (12, 12)],
+    "long": [(17, 17), (3, 3), (30, 30)],
+    "short with context": [(4, 11), (3, 3), (2, 12)],
+    "long with context": [(7, 40), (9, 9), (5, 31), (13, 48)],
+    "empty requests between": [(0, 7), (9, 20), (0, 0), (6, 40), (0, 48)],
+    "one token": [(1, 40)],
+    "nothing": [],
+    "only empty requests": [(0, 5), (0, 9)],
+}
+
+
+@dataclass
+class Prompts:
+    """A step's inputs. latent, rope: of the new tokens."""
+
+    plan: PromptPlan
+    batch: Batch
+    q: Tensor
+    latent: Tensor
+    rope: Tensor
+    kv_cache: Tensor
+    topk: Tensor
+    weight: Tensor
+
+    def project(self, latent: Tensor) -> Tensor:
+        return torch.nn.functional.linear(latent, self.weight)
+
+    def run(self, layer: PromptAttention, **more: Tensor) -> Tensor:
+        return layer(self.q, self.latent, self.rope, self.project, self.kv_cache, self.topk, self.plan, **more)
+
+
+def make_prompts(name: str, layout: str = "fp8_ds_mla", *, context_rows: int = 64, seed: int = 0) -> Prompts:
+    """The cache has the context alone: the rows of new tokens are NaN there."""
+    requests, row = BATCHES[name], LAYOUTS[layout]
+    generator = torch.Generator().manual_seed(seed)
+    query_lens, seq_lens = (np.array([each[i] for each in requests], dtype=np.int32) for i in (0, 1))
+    table = torch.full((len(requests), 48 // BLOCK), -1, dtype=torch.int32)
+    blocks = torch.randperm(BLOCKS, generator=generator).to(torch.int32)
+    for request, (_, total) in enumerate(requests):
+        count = -(-total // BLOCK)
+        table[request, :count], blocks = blocks[:count], blocks[count:]
+    cache = written_cache(layout, table, (seq_lens - query_lens).tolist(), generator)
+    tokens = int(query_lens.sum())
+    topk = torch.full((tokens + 3, TOPK), -1, dtype=torch.int32)
+    row_of = 0
+    for query, total in requests:
+        for position in range(total - query, total):
+            chosen = torch.randperm(position + 1, generator=generator)[:TOPK]
+            where = torch.randperm(TOPK, generator=generator)[: len(chosen)]
+            topk[row_of, where] = chosen.to(torch.int32)
+            row_of += 1
+    topk[tokens:] = 2**30
+    plan = plan_prompts(query_lens, seq_lens, table, topk=TOPK, context_rows=context_rows)
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    weight = (torch.randn(HEADS * (DIMS.nope + DIMS.value), 512, generator=generator) / 512**0.5).bfloat16()
+    batch = Batch(starts, seq_lens, table)
+    return Prompts(
+        plan, batch, normal(tokens, HEADS, DIMS.query), normal(tokens, row.value_width), normal(tokens, 64), cache, topk, weight
+    )
+
+
+def expected(step: Prompts, layout: str, *, masked: bool) -> Tensor:
+    """[T, H, V] float64, token by token over the keys that it selects, or all before it."""
+    row, out = LAYOUTS[layout], torch.zeros((*step.q.shape[:2], DIMS.value), dtype=torch.float64)
+    starts = step.batch.query_start_loc.tolist()
+    for request, total in enumerate(step.batch.seq_lens.tolist()):
+        new = slice(starts[request], starts[request + 1])
+        before = total - (new.stop - new.start)
+        position = torch.arange(before)
+        slots = step.batch.block_table[request, position // BLOCK].long(), position % BLOCK
+        latent, rope = row.unpack(step.kv_cache[slots]).split([row.value_width, row.rope_width], dim=-1)
+        latent, rope = torch.cat((latent.bfloat16(), step.latent[new])), torch.cat((rope.bfloat16(), step.rope[new]))
+        projected = step.project(latent).double().unflatten(1, (HEADS, DIMS.nope + DIMS.value))
+        keys = torch.cat((projected[..., : DIMS.nope], rope.double()[:, None].expand(-1, HEADS, -1)), dim=-1)
+        for token in range(new.start, new.stop):
+            seen = torch.arange(before + token - new.start + 1)
+            if masked:
+                seen = step.topk[token][step.topk[token] >= 0].long()
+            scores = SPEC.softmax_scale * torch.einsum("hd,khd->hk", step.q[token].double(), keys[seen])
+            out[token] = torch.einsum("hk,khd->hd", scores.softmax(-1), projected[seen][..., DIMS.nope :])
+    return out
+
+
+def make_layer(layout: str = "fp8_ds_mla", registry: Registry = REFERENCE, **spec: object) -> PromptAttention:
+    spec = {"kv_layout": layout, "scale_format": "pow2" if layout == "fp8_ds_mla" else None, **spec}
+    return PromptAttention(replace(SPEC, **spec), DIMS, device=CPU, registry=registry, context_rows=64)  # pyright: ignore
+
+
+def assert_close(out: Tensor, wanted: Tensor) -> None:
+    size = wanted.abs().amax(dim=-1, keepdim=True)
+    assert ((out.double() - wanted).abs() <= 2**-7 * wanted.abs() + 2**-7 * size).all()
+
+
+@pytest.mark.parametrize("context_rows", [64, 20], ids=lambda rows: f"{rows} rows")
+@pytest.mark.parametrize("layout", ["fp8_ds_mla", "bf16"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_prompts_are_what_the_oracle_says(name: str, layout: str, context_rows: int):
+    step = make_prompts(name, layout, context_rows=context_rows)
+    out = torch.full((len(step.q), HEADS, DIMS.value), math.nan, dtype=torch.bfloat16)
+    assert step.run(make_layer(layout), out=out) is out
+    assert step.plan.masked == any(total > TOPK for _, total in BATCHES[name])
+    assert_close(out, expected(step, layout, masked=step.plan.masked))
+
+
+def test_parts_of_the_context_are_bounded():
+    plan = make_prompts("long with context", context_rows=20).plan
+    assert [part.num_keys for part in plan.context] == [20, 20, 20, 20, 14]  # 33 + 0 + 26 + 35 rows
+    assert [part.max_key_len for part in plan.context] == [20, 13, 19, 20, 14]
+    assert make_prompts("long", context_rows=20).plan.context == ()
+    assert make_prompts("long", context_rows=20).plan.first_positions is None
+
+
+def test_a_token_that_selects_nothing_is_zero():
+    step = make_prompts("long with context")
+    step.topk[3] = -1
+    out = step.run(make_layer())
+    assert torch.count_nonzero(out[3]) == 0 and torch.count_nonzero(out[2]) > 0
+
+
+def test_it_agrees_with_the_layer_over_latent_rows():
+    """The same selection, the query times W_UK before, the output times W_UV after. The cache has all tokens there."""
+    step, layout = make_prompts("long with context", "bf16"), LAYOUTS["bf16"]
+    spec = replace(SPEC, kv_layout="bf16", scale_format=None)
+    starts = step.batch.query_start_loc
+    for request, total in enumerate(step.batch.seq_lens.tolist()):
+        new = slice(int(starts[request]), int(starts[request + 1]))
+        position = torch.arange(total - (new.stop - new.start), total)
+        rows = layout.pack(step.latent[new], step.rope[new])
+        step.kv_cache[step.batch.block_table[request, position // BLOCK].long(), position % BLOCK] = rows
+    latent_layer = SparseMLAAttention(spec, device=CPU, registry=REFERENCE)
+    by_head = step.weight.view(HEADS, DIMS.nope + DIMS.value, 512).float()
+    absorbed = torch.einsum("thp,hpl->thl", step.q[..., : DIMS.nope].float(), by_head[:, : DIMS.nope]).bfloat16()
+    plan = Planner(latent_layer.planner_config()).plan(step.batch)
+    query = (absorbed, step.q[..., DIMS.nope :].contiguous())
+    latent_out, _ = latent_layer(query, step.kv_cache, step.topk[: SPEC.max_num_tokens], plan)
+    wanted = torch.einsum("thl,hvl->thv", latent_out.double(), by_head[:, DIMS.nope :].double())
+    assert_close(step.run(make_layer("bf16")), wanted)
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ({"share": ContextShare(2, 0)}, "one of 2 ranks"),
+        ({"attn_sink": True}, "has no sinks"),
+        ({"batch_invariant": True}, "depends on the batch"),
+        ({"kv_layout": "bf16_nope", "scale_format": None}, "expected 0"),
+    ],
+)
+def test_a_spec_that_is_not_served_is_refused(spec: dict[str, object], text: str):
+    with pytest.raises(InvalidArgument, match=text):
+        make_layer(**{"layout": "bf16", "scale_format": None, **spec} if "kv_layout" not in spec else {**spec, "layout": "bf16"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"q": (0, HEADS, DIMS.query)}, "q has 0 tokens, the plan was made for 34"),
+        ({"latent": (34, 256)}, "kv_c"),
+        ({"rope": (34, 32)}, "k_pe"),
+        ({"kv_cache": (BLOCKS, BLOCK, 576)}, "kv_cache"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_before_anything_runs(change: dict[str, tuple[int, ...]], text: str):
+    step, ran = make_prompts("long with context"), list[int]()
+    for name, shape in change.items():
+        setattr(step, name, torch.zeros(shape, dtype=torch.bfloat16))
+    step.project = lambda latent: ran.append(1)  # type: ignore[method-assign, assignment]
+    with pytest.raises((InvalidArgument, PlanMismatch), match=text):
+        step.run(make_layer())
+    assert not ran
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "text"),
+    [
+        ([3], [2], "seq_lens of at least the query_lens"),
+        ([3], [3, 4], "2 requests"),
+        ([-1], [4], "at least 0"),
+        ([1, 1], [2**31 - 1, 1], "at most 2147483647 tokens"),
+    ],
+)
+def test_lengths_that_make_no_sense_are_refused(query_lens: list[int], seq_lens: list[int], text: str):
+    table = torch.zeros((4, 4), dtype=torch.int32)
+    lengths = (np.array(values, dtype=np.int32) for values in (query_lens, seq_lens))
+    with pytest.raises(InvalidArgument, match=text):
+        plan_prompts(*lengths, table, topk=TOPK, context_rows=64)
+
+
+def test_without_an_implementation_the_reasons_are_said():
+    with pytest.raises(UnsupportedRequest, match="masked_prefill"):
+        make_layer(registry=Registry(environ={"MLA_PORTABLE_DISABLE": "triton,nvidia,iluvatar,reference"}))
+
+
+def test_scratch_is_bounded_by_the_spec():
+    """Measured: what a step of the most tokens with a context allocates beyond its inputs and output."""
+    spec = AttentionSpec(num_heads=128, softmax_scale=0.1, max_num_tokens=8192, max_num_reqs=64, max_model_len=16384)
+    layer = PromptAttention(replace(spec, scale_format="pow2"), HeadDims(), device=CPU, registry=REFERENCE)
+    keys, projected, merged = 8192 * 128 * 192 * 2, 8192 * 128 * 256 * 2, 3 * 8192 * 128 * (128 * 2 + 4)
+    assert layer.scratch_bytes == keys + projected + merged + 8192 * 576 * 2 + 8192 * 256 * 4
+
+
+# the choice
+
+
+def lengths(*requests: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    return tuple(np.array([each[i] for each in requests], dtype=np.int32) for i in (0, 1))  # type: ignore[return-value]
+
+
+def test_counts_are_those_of_a_count_one_by_one():
+    requests = [(7, 7), (5, 31), (13, 13), (4, 12), (0, 9), (6, 14)]
+    seen = [position + 1 for query, total in requests for position in range(total - query, total)]
+    counts = Counts.of(*lengths(*requests), 12)
+    assert counts.pairs == sum(seen) and counts.selected == sum(min(12, keys) for keys in seen)
+    assert (counts.tokens, counts.keys, counts.context) == (35, 86, 51)
+
+
+@pytest.mark.parametrize("heads", H200)
+def test_long_contexts_take_the_sparse_route_and_short_prompts_do_not(heads: int):
+    times = prompt_times(heads)
+    for prompts in ([(1000, 1000)] * 8, [(2000, 2000)] * 4, [(4096, 4096)] * 2, [(512, 512)]):
+        assert times.per_head_saves(*lengths(*prompts), 2048) > 0
+    for prompts in ([(16, 2048)] * 8, [(32, 8192)] * 4, [(8192, 131_072)]):
+        assert times.per_head_saves(*lengths(*prompts), 2048) < 0
+    gains: Sequence[float] = [times.per_head_saves(*lengths((2048, 2048 + context)), 2048) for context in (0, 8192, 32_768)]
+    assert list(gains) == sorted(gains, reverse=True)
+
+
+@pytest.mark.parametrize("heads, row", [(1, 8), (8, 8), (12, 16), (16, 16), (24, 32), (64, 64), (96, 128), (256, 128)])
+def test_times_are_those_of_the_next_head_count(heads: int, row: int):
+    assert prompt_times(heads) is H200[row]
+
+
+def test_primitives_are_chosen_like_all_others():
+    layer = make_layer()
+    assert {name: decision.chosen for name, decision in layer.decisions.items()}["masked"] == "reference.torch"
+    assert layer.decisions["masked"].request == layer.decisions["dense"].request.but(selection=True)
+    assert layer.decisions["concat"].request.primitive is CONCAT_MLA_K
+    assert layer.decisions["dense"].request.primitive is MASKED_PREFILL
