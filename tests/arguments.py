@@ -146,6 +146,7 @@ def good(primitive: str) -> Arguments:
             "out": f32(T, W),
         },
         "pack_selection": lambda: {"topk_indices": i32(T, K), "width": 99, "starts": i32(T), "out": i32(T, 4)},
+        "concat_mla_k": lambda: {"k_nope": bf16(W, H, 128), "k_rope": bf16(W, 64), "out": bf16(W, H, 192)},
         "masked_prefill": lambda: {
             "q": bf16(T, H, 192),
             "k": bf16(W, H, 192),

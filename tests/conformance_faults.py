@@ -301,6 +301,19 @@ class Model:
                 found[row, word] = value - (value >> 31 << 32)
         return found
 
+    def concat_mla_k(self, k_nope, k_rope, *, out=None):
+        own = k_nope.shape[2]
+        shape = *k_nope.shape[:2], own + k_rope.shape[1]
+        found = torch.empty(shape, dtype=torch.bfloat16) if out is None or "ignores out" in self.faults else out
+        shared = k_rope
+        if "reads packed rows" in self.faults:
+            shared = torch.as_strided(k_rope, k_rope.shape, (k_rope.shape[1], 1), k_rope.storage_offset() % 64)
+        found[..., own:] = shared.unsqueeze(1)
+        found[..., :own] = k_nope.float().bfloat16() * 1 if "computes with the columns" in self.faults else k_nope
+        if "leaves the heads past 16" in self.faults:
+            found[:, 16:] = 0
+        return found
+
     def masked_prefill(
         self, q, k, v, query_start_loc, key_start_loc, *, softmax_scale, max_query_len, max_key_len, causal=True,
         selection=None, out=None, lse_out=None,

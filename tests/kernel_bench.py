@@ -13,6 +13,7 @@ from mla_portable.bench.kernels import KernelReport, time_kernels
 from mla_portable.contracts import Baseline, BaselineCall, Primitive, Reason, Request
 from mla_portable.primitives import (
     CACHE_WRITE,
+    CONCAT_MLA_K,
     CONVERT_INDICES,
     GATHER_UPCONVERT,
     INDEXER_SELECT,
@@ -38,6 +39,7 @@ SMALL: dict[Primitive, KernelCase] = {
     GATHER_UPCONVERT: KernelCase(GATHER_UPCONVERT, 130, "fp8_ds_mla"),
     CACHE_WRITE: KernelCase(CACHE_WRITE, 5, "fp8_ds_mla"),
     PACK_SELECTION: KernelCase(PACK_SELECTION, 5, topk=16, width=100),
+    CONCAT_MLA_K: KernelCase(CONCAT_MLA_K, 5, num_heads=3),
     MASKED_PREFILL: KernelCase(MASKED_PREFILL, 50, None, 2, 16, 40),
     INDEXER_SELECT: KernelCase(INDEXER_SELECT, 3, "index_fp8", 2, 16, 100),
     MERGE_STATES: KernelCase(MERGE_STATES, 6),

@@ -77,6 +77,11 @@ def wrong_pack_selection(*args, **options):
     return reference.pack_selection(*args, **options).bitwise_not_()
 
 
+def wrong_concat_mla_k(*args, **options):
+    k = reference.concat_mla_k(*args, **options)
+    return k.copy_(k.roll(1, dims=1))
+
+
 # of every primitive of a layer
 WRONG: dict[str, Callable[..., Any]] = {
     "cache_write": wrong_cache_write,
@@ -91,6 +96,7 @@ WRONG_IN_STEP = {**WRONG, "topk_select": wrong_topk_select, "indexer_select": wr
 WRONG_TIMED = {
     **WRONG_IN_STEP,
     "pack_selection": wrong_pack_selection,
+    "concat_mla_k": wrong_concat_mla_k,
     "masked_prefill": wrong_attention(reference.masked_prefill),
 }
 

@@ -16,6 +16,7 @@ from mla_portable.contracts import InvalidArgument
 from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import (
     CACHE_WRITE,
+    CONCAT_MLA_K,
     CONVERT_INDICES,
     GATHER_UPCONVERT,
     INDEXER_LOGITS,
@@ -153,6 +154,7 @@ def test_what_was_not_written_is_not_right(primitive):
         GATHER_UPCONVERT: lambda: arguments["out"],
         TOPK_SELECT: lambda: arguments["out"],
         PACK_SELECTION: lambda: arguments["out"],
+        CONCAT_MLA_K: lambda: arguments["out"],
         CONVERT_INDICES: lambda: arguments["out"],
         INDEXER_SELECT: lambda: arguments["out"],
     }.get(primitive, lambda: (arguments["out"], arguments["lse_out"]))

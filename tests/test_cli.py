@@ -29,7 +29,7 @@ from mla_portable.cli.step import run
 from mla_portable.contracts import ROUTES, Primitive
 from mla_portable.dispatch import serving
 from mla_portable.layouts import SCALE_FORMATS
-from mla_portable.primitives import MASKED_PREFILL, MERGE_STATES, PACK_SELECTION
+from mla_portable.primitives import CONCAT_MLA_K, MASKED_PREFILL, MERGE_STATES, PACK_SELECTION
 from mla_portable.problems import LEVELS
 from mla_portable.problems.bench import timed_primitives
 from mla_portable.problems.step import default_shape
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("a_bare_machine")
 
 SIZES = "--heads 2 --topk 48 --decodes 3 --prefills 2 --prefill-tokens 6 --context 90 --block-size 16 --repeat 1 --check-rows 0"
 SMALL = SIZES.split()
-OF_A_STEP = [str(each) for each in timed_primitives() if each not in (PACK_SELECTION, MASKED_PREFILL)]
+OF_A_STEP = [str(each) for each in timed_primitives() if each not in (PACK_SELECTION, CONCAT_MLA_K, MASKED_PREFILL)]
 """What `run` runs: a layer computes prompts over latent rows."""
 
 

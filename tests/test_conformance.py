@@ -22,6 +22,7 @@ from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Unkn
 from mla_portable.layouts import FP8_DS_MLA
 from mla_portable.primitives import (
     CACHE_WRITE,
+    CONCAT_MLA_K,
     CONVERT_INDICES,
     GATHER_UPCONVERT,
     INDEXER_CACHE_WRITE,
@@ -203,6 +204,10 @@ FAULTS = [
     ("wraps around", (PACK_SELECTION,), "corpus starts_mixed w300 !k1", "out["),
     ("fills the last word", (PACK_SELECTION,), "w300 !absent !k1 !duplicates !t0", "out["),
     ("ignores starts", (PACK_SELECTION,), "w300 starts_mixed !absent !k1 !t0", "out["),
+    ("reads packed rows", (CONCAT_MLA_K,), "inslices !t1 !t0", "out["),
+    ("computes with the columns", (CONCAT_MLA_K,), "t131", "out["),
+    ("leaves the heads past 16", (CONCAT_MLA_K,), "h20 !t0", "out["),
+    ("ignores out", (CONCAT_MLA_K,), "out_views", "returned another tensor than the `out`"),
     ("multiplies what is masked by 0", (MASKED_PREFILL,), "ragged selected_few", "got nan"),
     ("multiplies what is masked by 0", (MASKED_PREFILL,), "ragged held_fewer", "got nan"),
     ("reads bits past the row", (MASKED_PREFILL,), "ragged held_fewer", "got nan"),

@@ -36,6 +36,7 @@ from mla_portable.contracts import (
 )
 from mla_portable.dispatch import serving
 from mla_portable.primitives import (
+    CONCAT_MLA_K,
     CONVERT_INDICES,
     INDEXER_SELECT,
     MASKED_PREFILL,
@@ -111,13 +112,15 @@ def test_support_accepts_what_it_should(primitive: Primitive, offered: dict[Prim
         shapes = {"graph": True}
     elif primitive in (TOPK_SELECT, PACK_SELECTION):
         shapes = {"topk": 100, "graph": True}
+    elif primitive is CONCAT_MLA_K:
+        shapes = {"num_heads": 16, "graph": True}
     elif primitive is MASKED_PREFILL:
         shapes = {"num_heads": 16, "qk_head_dim": 192, "v_head_dim": 128, "selection": True, "graph": True}
     declared = offered[primitive].support
     assert declared.reasons(Request(primitive, H200, **shapes)) == ()
     assert declared.reasons(Request(primitive, CPU, **shapes)) == ()
     assert [reason.subject for reason in declared.reasons(Request(primitive, H200, num_heads=129))] == (
-        ["num_heads"] if "num_heads" in primitive.facts else []
+        ["num_heads"] if "num_heads" in primitive.facts and primitive is not CONCAT_MLA_K else []
     )
 
 

@@ -104,6 +104,13 @@ def over_the_sinks(arguments: Arguments) -> Tensor:
     return pool.view(B, S, H)
 
 
+def over_the_columns(arguments: Arguments) -> Tensor:
+    """Keys whose first columns are the input."""
+    keys = bf16(W, H, 192)
+    arguments["k_nope"] = keys[..., :128]
+    return keys
+
+
 def overlay(name: str, dtype: torch.dtype, *shape: int, skip: int = 0) -> Callable[[Arguments], Tensor]:
     """A tensor that lies over the first bytes (after `skip`) of another argument."""
 
@@ -215,6 +222,14 @@ BAD = [
         "overlaps topk_indices",
         "of its own",
     ),
+    ("concat_mla_k", "float16 columns", "k_nope", zeros(W, H, 128, dtype=torch.float16), "float16", "bfloat16"),
+    ("concat_mla_k", "columns of other tokens", "k_rope", bf16(W + 1, 64), f"[{W + 1}, 64]", f"[{W}, "),
+    ("concat_mla_k", "no shared columns", "k_rope", bf16(W, 0), f"[{W}, 0]", "R of at least 1"),
+    ("concat_mla_k", "no columns of its own", "k_nope", bf16(W, H, 0), f"[{W}, {H}, 0]", "P of at least 1"),
+    ("concat_mla_k", "a head's axis in the shared columns", "k_rope", bf16(W, 1, 64), f"[{W}, 1, 64]", "[N, R]"),
+    ("concat_mla_k", "transposed columns", "k_nope", bf16(W, 128, H).mT, "strides", "contiguous"),
+    ("concat_mla_k", "keys as wide as the columns", "out", bf16(W, H, 128), f"[{W}, {H}, 128]", f"[{W}, {H}, 192]"),
+    ("concat_mla_k", "keys over the columns", "out", over_the_columns, "overlaps k_nope", "of its own"),
     ("masked_prefill", "float16 queries", "q", zeros(T, H, 192, dtype=torch.float16), "float16", "bfloat16"),
     ("masked_prefill", "keys of other heads", "k", bf16(W, H + 1, 192), f"[{W}, {H + 1}, 192]", f"[{W}, {H}, 192]"),
     ("masked_prefill", "keys as wide as values", "k", bf16(W, H, 128), "128]", "192]"),
@@ -496,6 +511,9 @@ GOOD = [
     ("sparse_prefill", "the paged cache itself", with_(kv=fp8_cache())),
     ("sparse_prefill", "no tokens", with_(**NO_TOKENS)),
     ("pack_selection", "no output, no starts", with_(out=None, starts=None)),
+    ("concat_mla_k", "no output", with_(out=None)),
+    ("concat_mla_k", "no tokens", with_(k_nope=bf16(0, H, 128), k_rope=bf16(0, 64), out=None)),
+    ("concat_mla_k", "slices", with_(k_nope=bf16(W, H, 256)[..., :128], k_rope=bf16(W, 576)[:, 512:])),
     ("masked_prefill", "no requests", with_(query_start_loc=i32(1), key_start_loc=i32(1))),
     ("masked_prefill", "no keys, no selection", with_(k=bf16(0, H, 192), v=bf16(0, H, 128), selection=None, out=None)),
     ("masked_prefill", "heads in front of tokens", with_(k=bf16(H, W, 192).transpose(0, 1))),

@@ -49,5 +49,6 @@ from mla_portable.primitives.indexer_logits_ragged import *
 from mla_portable.primitives.topk_select import *
 from mla_portable.primitives.indexer_select import *
 from mla_portable.primitives.pack_selection import *
+from mla_portable.primitives.concat_mla_k import *
 from mla_portable.primitives.masked_prefill import *
 from mla_portable.primitives._select_in_parts import SelectInParts as SelectInParts

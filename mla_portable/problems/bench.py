@@ -69,8 +69,8 @@ class KernelCase:
     """One problem size.
 
     Attributes:
-        rows: batch rows (sparse_decode), tokens (sparse_prefill, masked_prefill, pack_selection, convert_indices, cache_write),
-            workspace rows (gather_upconvert) or rows of scores (topk_select).
+        rows: batch rows (sparse_decode), tokens (sparse_prefill, masked_prefill, concat_mla_k, pack_selection, convert_indices,
+            cache_write), workspace rows (gather_upconvert) or rows of scores (topk_select).
         kv_layout, num_heads, topk: None where the primitive has none.
         width: tokens of the cache, of a prompt, rows of the workspace or scores of a row that are chosen from; 0 where nothing
             is chosen.
@@ -160,7 +160,8 @@ def kernel_cases(
                 chosen_from = width or bench.width(size, topk)
                 found.append(KernelCase(primitive, size, layout, count, topk, chosen_from, overlap, scale_format))
         elif not bench.layouts:
-            found += [KernelCase(primitive, size, topk=topk) for size in sizes]
+            counts = (heads or bench.heads) if bench.heads else (None,)
+            found += [KernelCase(primitive, size, num_heads=count, topk=topk) for count in counts for size in sizes]
         else:
             found += [KernelCase(primitive, size, layout, scale_format=scale_format) for layout in asked for size in sizes]
     return tuple(found)

@@ -14,6 +14,7 @@ from mla_portable.contracts import Implementation, Primitive, ProgramShape, Regi
 from mla_portable.contracts.primitive import F
 from mla_portable.primitives import (
     CACHE_WRITE,
+    CONCAT_MLA_K,
     CONVERT_INDICES,
     GATHER_UPCONVERT,
     INDEXER_CACHE_WRITE,
@@ -44,7 +45,7 @@ from mla_portable_triton.bind_indexer import (
     bind_indexer_select,
     bind_topk_select,
 )
-from mla_portable_triton.bind_prompts import bind_masked_prefill, bind_pack_selection
+from mla_portable_triton.bind_prompts import bind_concat_mla_k, bind_masked_prefill, bind_pack_selection
 from mla_portable_triton.support import NAME, SUPPORT, check, check_triton_3
 
 __all__ = ["NAME", "mla_portable_register"]
@@ -88,6 +89,7 @@ def mla_portable_register(registrar: Registrar) -> None:
     registrar.add(_offer(TOPK_SELECT, bind_topk_select))
     registrar.add(_offer(INDEXER_SELECT, bind_indexer_select))
     registrar.add(_offer(PACK_SELECTION, bind_pack_selection))
+    registrar.add(_offer(CONCAT_MLA_K, bind_concat_mla_k))
     registrar.add(_offer(MASKED_PREFILL, bind_masked_prefill))
     registrar.add_costs(resources.files(_PACKAGE) / "costs")
     registrar.add_tunables(_tunables)

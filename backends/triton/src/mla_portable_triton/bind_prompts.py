@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import Request, head_results
-from mla_portable.primitives import MaskedPrefill, PackSelection
+from mla_portable.primitives import ConcatMlaK, MaskedPrefill, PackSelection
 from mla_portable_triton.support import interpreter_is_on
 
 
@@ -23,6 +23,23 @@ def bind_pack_selection(request: Request[PackSelection]) -> PackSelection:
         return out
 
     return pack_selection
+
+
+def bind_concat_mla_k(request: Request[ConcatMlaK]) -> ConcatMlaK:
+    """concat_mla_k for any widths and number of heads; graph-safe with `out`."""
+    from mla_portable_triton.kernels import concat_mla_k as kernel
+    from mla_portable_triton.kernels.config import config_for
+
+    config = config_for(kernel.CONFIGS, request.device.arch)
+
+    def concat_mla_k(k_nope: Tensor, k_rope: Tensor, *, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            shape = *k_nope.shape[:2], k_nope.shape[2] + k_rope.shape[1]
+            out = torch.empty(shape, dtype=torch.bfloat16, device=k_nope.device)
+        kernel.launch(out, k_nope, k_rope, config=config)
+        return out
+
+    return concat_mla_k
 
 
 def bind_masked_prefill(request: Request[MaskedPrefill]) -> MaskedPrefill:

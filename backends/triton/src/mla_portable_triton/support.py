@@ -18,6 +18,7 @@ from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, DeviceFacts, Primitive
 from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, INDEX_BF16, INDEX_FP8, KV_LORA_RANK
 from mla_portable.primitives import (
     CACHE_WRITE,
+    CONCAT_MLA_K,
     CONVERT_INDICES,
     GATHER_UPCONVERT,
     INDEXER_CACHE_WRITE,
@@ -81,6 +82,7 @@ SUPPORT: Final[dict[Primitive, Support]] = {
     SPARSE_DECODE: _support("sparse_attention", **_ATTENTION, workspace_bytes=_split_scratch),
     SPARSE_PREFILL: _support("sparse_attention", **_ATTENTION),
     PACK_SELECTION: _support("pack_selection", kv_layouts=(), needs_bf16=False),
+    CONCAT_MLA_K: _support("concat_mla_k", kv_layouts=()),
     MASKED_PREFILL: _support(
         "masked_prefill",
         kv_layouts=(),
