@@ -24,6 +24,8 @@ from mla_portable.registry import Registry
 
 DIMS = HeadDims(nope=16, rope=64, value=24)
 CPU = torch.device("cpu")
+BACKEND = "reference"
+"""Not Triton's interpreter, which would be tried first."""
 
 # (new tokens, sequence length) of each request
 BATCHES: dict[str, list[tuple[int, int]]] = {
@@ -116,7 +118,7 @@ def expected(step: Prompts, layout: str, *, masked: bool) -> Tensor:
 
 def make_layer(layout: str = "fp8_ds_mla", registry: Registry = REFERENCE, **spec: object) -> PromptAttention:
     spec = {"kv_layout": layout, "scale_format": "pow2" if layout == "fp8_ds_mla" else None, **spec}
-    return PromptAttention(replace(SPEC, **spec), DIMS, device=CPU, registry=registry, context_rows=64)  # pyright: ignore
+    return PromptAttention(replace(SPEC, **spec), DIMS, device=CPU, registry=registry, context_rows=64, backend=BACKEND)  # pyright: ignore
 
 
 def assert_close(out: Tensor, wanted: Tensor) -> None:
@@ -160,7 +162,7 @@ def test_it_agrees_with_the_layer_over_latent_rows():
         position = torch.arange(total - (new.stop - new.start), total)
         rows = layout.pack(step.latent[new], step.rope[new])
         step.kv_cache[step.batch.block_table[request, position // BLOCK].long(), position % BLOCK] = rows
-    latent_layer = SparseMLAAttention(spec, device=CPU, registry=REFERENCE)
+    latent_layer = SparseMLAAttention(spec, device=CPU, registry=REFERENCE, backend=BACKEND)
     by_head = step.weight.view(HEADS, DIMS.nope + DIMS.value, 512).float()
     absorbed = torch.einsum("thp,hpl->thl", step.q[..., : DIMS.nope].float(), by_head[:, : DIMS.nope]).bfloat16()
     plan = Planner(latent_layer.planner_config()).plan(step.batch)
@@ -230,7 +232,7 @@ def test_without_an_implementation_the_reasons_are_said():
 def test_scratch_is_bounded_by_the_spec():
     """Measured: what a step of the most tokens with a context allocates beyond its inputs and output."""
     spec = AttentionSpec(num_heads=128, softmax_scale=0.1, max_num_tokens=8192, max_num_reqs=64, max_model_len=16384)
-    layer = PromptAttention(replace(spec, scale_format="pow2"), HeadDims(), device=CPU, registry=REFERENCE)
+    layer = PromptAttention(replace(spec, scale_format="pow2"), HeadDims(), device=CPU, registry=REFERENCE, backend=BACKEND)
     keys, projected, merged = 8192 * 128 * 192 * 2, 8192 * 128 * 256 * 2, 3 * 8192 * 128 * (128 * 2 + 4)
     assert layer.scratch_bytes == keys + projected + merged + 8192 * 576 * 2 + 8192 * 256 * 4
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mla-portable bench kernels | costs | plot`: what kernels take on this machine; the times of a run, for a plugin or drawn."""
+"""`mla-portable bench kernels | prompts | costs | plot`: what kernels and prompts take here; times of a run, for a plugin or drawn."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from mla_portable.cli.failures import Commands
 from mla_portable.cli.kernels import kernels
 from mla_portable.cli.options import JsonOption, check_name, check_writable, numbers
 from mla_portable.cli.output import command
+from mla_portable.cli.prompts import prompts
 
 bench = typer.Typer(cls=Commands, help="Time kernels on this machine, or use the times of a run.")
 bench.command()(kernels)
+bench.command()(prompts)
 
 RunArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="A file that `bench kernels --out` wrote.", exists=True, dir_okay=False)

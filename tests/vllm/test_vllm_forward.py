@@ -284,9 +284,13 @@ def check_whole_layer(
     cached = engine.kv_cache.flatten(0, 1)
     cached = (FP8_DS_MLA.unpack(cached, dtype=torch.float64) if cached.dtype == torch.uint8 else cached).double()
     assert torch.equal(cached[slots][:, LATENT:], k_pe[:, 0].double())  # the layer wrote its tokens
+    as_given = cached.clone()  # what prompts over keys of each head attend to: new tokens before the cache rounded them
+    as_given[slots] = torch.cat((kv_c, k_pe[:, 0]), dim=1).double()
     w_k, w_v = engine.layer.kv_b_proj.weight.double().view(HEADS, NOPE + V_DIM, LATENT).split([NOPE, V_DIM], dim=1)
     for token, r in enumerate(step.requests):
-        rows = cached[[int(step.table[r, p // BLOCK]) * BLOCK + p % BLOCK for p in step.topk[token].tolist() if p >= 0]]
+        is_prompt = metadata.prefill is not None and token >= metadata.num_decode_tokens
+        chosen = [int(step.table[r, p // BLOCK]) * BLOCK + p % BLOCK for p in step.topk[token].tolist() if p >= 0]
+        rows = (as_given if is_prompt else cached)[chosen]
         keys = torch.cat([torch.einsum("nl,hdl->hnd", rows[:, :LATENT], w_k), rows[:, LATENT:].expand(HEADS, -1, -1)], dim=-1)
         weights = torch.softmax(SCALE * torch.einsum("hd,hnd->hn", q[token].double(), keys), dim=-1)
         wanted = torch.einsum("hn,nl,hvl->hv", weights, rows[:, :LATENT], w_v)

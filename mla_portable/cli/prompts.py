@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mla-portable bench prompts`: a layer's prompts over latent rows and over keys of each head."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, astuple
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from rich.text import Text
+
+from mla_portable.cli.options import DeviceOption, JsonOption, check_known, numbers, resolve_device
+from mla_portable.cli.output import EXIT_FAILED, columns, command, digits, hanging
+
+if TYPE_CHECKING:
+    from mla_portable.attention.prompt_times import PromptTimes
+    from mla_portable.bench.prompts import StepTimes
+
+_LIMIT: Final = 0.03
+"""Relative error between the two ways: products in bf16, and the new tokens that one of them reads from an FP8 cache."""
+
+
+def prompts(
+    device: DeviceOption = None,
+    heads: Annotated[str | None, typer.Option("--heads", metavar="N,N", help="Head counts. Default: 8,16,32,64,128.")] = None,
+    layout: Annotated[str, typer.Option("--layout", metavar="LAYOUT", help="Of the cache, fp8_ds_mla or bf16.")] = "fp8_ds_mla",
+    backend: Annotated[
+        str | None, typer.Option("--backend", metavar="NAME", help="Forced for every primitive that it offers.")
+    ] = None,
+    widths: Annotated[
+        str, typer.Option("--head-dims", metavar="P,R,V", help="Widths of a head: 128,64,128 (V3.2) or 192,64,256 (GLM-5).")
+    ] = "128,64,128",
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each.")] = 10,
+    fit: Annotated[bool, typer.Option("--fit", help="Print constants that fit these times, and choose by them.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Time a layer's prompts both ways, projections included, and show which one is chosen.
+
+    Exit code 1 where the two results differ.
+    """
+    with command(as_json=as_json) as output:
+        where = resolve_device(device)
+        from mla_portable.attention import HeadDims
+        from mla_portable.attention.prompt_times import prompt_times
+        from mla_portable.bench.prompts import STEPS, make_layer, time_step
+        from mla_portable.bench.prompts import fit as fitted
+        from mla_portable.layouts import LAYOUTS
+
+        check_known(layout, LAYOUTS, param_hint="--layout")
+        dims = numbers(widths, "--head-dims") or ()
+        if len(dims) != 3:
+            raise typer.BadParameter(f"must be three numbers (got {widths!r})", param_hint="--head-dims")
+        counts = numbers(heads, "--heads") or (8, 16, 32, 64, 128)
+        if where.type == "cpu":
+            steps, size = (((40, 40),) * 2, ((70, 70),), ((20, 90),)), {"topk": 64, "max_num_tokens": 128, "max_model_len": 128}
+        else:
+            steps, size = STEPS, {}
+        found: dict[int, list[StepTimes]] = {}
+        with output.progress() as advance:
+            for number, count in enumerate(counts):
+                layer = make_layer(where, num_heads=count, layout=layout, head_dims=HeadDims(*dims), backend=backend, **size)
+                advance(f"{count} heads", number, len(counts))
+                found[count] = [time_step(layer, step, repeat=repeat) for step in steps]
+                served = {name: str(each.chosen) for name, each in layer.per_head.decisions.items()}
+        topk = size.get("topk", 2048)
+        constants = {count: fitted(times, topk) if fit else prompt_times(count) for count, times in found.items()}
+        ok = all(each.error <= _LIMIT for times in found.values() for each in times)
+        if as_json:
+            lines = [_line(count, each, constants[count], topk) for count, times in found.items() for each in times]
+            fits = {str(count): asdict(each) for count, each in constants.items()}
+            output.document({"command": "bench prompts", "ok": ok, "layout": layout, "constants": fits, "lines": lines})
+        else:
+            headings = ["heads", "prompts", "latent rows, us", "keys of each head, us", "chosen", "loses", "error"]
+            rows = [_row(_line(count, each, constants[count], topk)) for count, times in found.items() for each in times]
+            output.show(hanging("device", str(layer.latent.facts)), hanging("served", f"latent rows by {layer.latent.explain().splitlines()[0]}"))
+            output.show(hanging("served", f"keys of each head by {', '.join(f'{name} {who}' for name, who in served.items())}"))
+            output.show(columns(headings, rows, numbers=[*headings[2:4], *headings[5:]]))
+            if fit:
+                output.show(*(f"{count}: PromptTimes{astuple(each)}" for count, each in constants.items()))
+            if not ok:
+                output.show(Text(f"WRONG  the two ways differ by more than {_LIMIT}", "bold red"))
+        if not ok:
+            raise typer.Exit(EXIT_FAILED)
+
+
+def _line(heads: int, times: StepTimes, constants: PromptTimes, topk: int) -> dict[str, Any]:
+    from mla_portable.bench.prompts import lengths
+
+    per_head = constants.per_head_saves(*lengths(times.requests), topk) > 0
+    taken, best = times.per_head_us if per_head else times.latent_us, min(times.latent_us, times.per_head_us)
+    return {
+        "heads": heads,
+        "prompts": times.name,
+        "latent_us": times.latent_us,
+        "per_head_us": times.per_head_us,
+        "masked": times.masked,
+        "chosen": "keys of each head" if per_head else "latent rows",
+        "loses": taken / best - 1,
+        "error": times.error,
+    }
+
+
+def _row(line: dict[str, Any]) -> list[str]:
+    us = f"{digits(line['per_head_us'])}" + ("" if line["masked"] else ", dense")
+    return [
+        str(line["heads"]),
+        line["prompts"],
+        digits(line["latent_us"]),
+        us,
+        line["chosen"],
+        f"{line['loses']:.1%}",
+        f"{line['error']:.1e}",
+    ]
