@@ -195,6 +195,9 @@ def test_workspace_of_each_route():
         ({"head_dims": ((192, 128), (256, 256))}, {"qk_head_dim": 256, "v_head_dim": 128}, ["head dims"]),
         ({}, {"selection": True}, []),
         ({"selection": False}, {"selection": True}, ["selection"]),
+        ({"needs_finite_values": True}, {}, ["finite_values"]),
+        ({"needs_finite_values": True}, {"finite_values": True}, []),
+        ({}, {"finite_values": True}, []),
     ],
 )
 def test_reasons_of_a_declaration_against_a_request(declared: dict[str, Any], asked: dict[str, Any], subjects: list[str]):

@@ -36,6 +36,7 @@ _TYPICAL: dict[str, Any] = {
     "compact": False,
     "prefill_workspace": False,
     "selection": True,
+    "finite_values": False,
     "context_parallel": False,
     "batch_invariant": False,
     "graph": False,
@@ -46,11 +47,12 @@ _ALL_HEADS = 128
 _OPTION = {"num_heads": "--heads", "kv_layout": "--layout", "attn_sink": "--sink"}
 _ROUTE = "route"
 _UNKNOWN = "unknown"
-_ROUTE_FIELDS: dict[str, Any] = {
-    name: value
-    for name, value in _TYPICAL.items()
-    if name not in ("qk_head_dim", "v_head_dim", "lengths", "compact", "prefill_workspace", "selection", "context_parallel")
-} | {"rows": 256, "lse": False}
+_OF_PROMPTS = "qk_head_dim", "v_head_dim", "selection", "finite_values"
+_NOT_OF_ROUTES = (*_OF_PROMPTS, "lengths", "compact", "prefill_workspace", "context_parallel")
+_ROUTE_FIELDS: dict[str, Any] = {name: value for name, value in _TYPICAL.items() if name not in _NOT_OF_ROUTES} | {
+    "rows": 256,
+    "lse": False,
+}
 """What a layer in vLLM asks for: no lse, and as many requests as vLLM schedules at once by default."""
 _ROUTE_REMARK = "The defaults are what a layer in vLLM asks for: 256 requests that decode at once (--rows), no lse (--lse)."
 _MAX_NUM_TOKENS, _MAX_MODEL_LEN = 8192, 163_840
@@ -86,6 +88,7 @@ _CALL = {
     "compact": _option("--compact", "Indices are compacted.", of=bool),
     "prefill_workspace": _option("--prefill-workspace", "Some indices go to a workspace.", of=bool),
     "selection": _option("--selection/--no-selection", "Some keys are not selected. Default: yes.", of=bool),
+    "finite_values": _option("--finite-values", "Keys and values are promised to hold no NaN and no infinity.", of=bool),
     "context_parallel": _option("--context-parallel", "The cache holds one rank's share of each sequence.", of=bool),
     "batch_invariant": _option("--batch-invariant", "Results must not depend on the other rows of the batch.", of=bool),
     "graph": _option("--graph", "The call must be capturable in a graph.", of=bool),

@@ -41,6 +41,9 @@ class Request(Generic[F]):
             Violating this promise can read out-of-bounds memory.
         clean_lengths: likewise of `lengths`: each is 0 to K, and no index in front of it is negative: they count compacted
             indices.
+        finite_values: a promise about `k` and `v`: no row of them holds NaN or infinity, those of no request and of other
+            requests included. What needs it (`Support.needs_finite_values`) multiplies rows behind a request's end by 0, and
+            runs under this promise alone. Where it is broken, results of neighbouring requests become NaN.
         batch_invariant: a row's result may not depend, in a single bit, on the other rows: the bound implementation computes it
             in the same way for every `rows`, and a schedule cuts every batch in the same way (`PlannerConfig.batch_invariant`).
         graph: the call is going to be captured in a CUDA graph.
@@ -70,6 +73,7 @@ class Request(Generic[F]):
     context_parallel: bool = False
     clean_indices: bool = False
     clean_lengths: bool = False
+    finite_values: bool = False
     batch_invariant: bool = False
     graph: bool = False
     configuration: tuple[tuple[str, int], ...] | None = None

@@ -71,6 +71,7 @@ class Support:
         cache_alignment: bytes, a power of two up to 16 that must divide the address of the cache (or of the rows of kv)
             and the stride between its blocks; 1 where the layout's own alignment will do.
         needs_whole_rows: the stride between blocks must be a whole number of rows.
+        needs_finite_values: keys and values must be promised to be finite (`Request.finite_values`).
         lse, attn_sink, lengths, compact, prefill_workspace, selection, context_parallel, batch_invariant, graph: features that
             are there.
         probes_graph: nobody knows whether a graph can hold a call; the probe captures one where a graph is asked for.
@@ -95,6 +96,7 @@ class Support:
     scale_formats: tuple[str, ...] = SCALE_FORMATS
     cache_alignment: int = 1
     needs_whole_rows: bool = False
+    needs_finite_values: bool = False
     lse: bool = True
     attn_sink: bool = True
     lengths: bool = True
@@ -197,6 +199,9 @@ class Support:
             )
         if r.uneven_blocks and self.needs_whole_rows:
             yield Reason("uneven_blocks", "yes", "needs a whole number of rows between blocks", "pad the blocks by whole rows")
+        if self.needs_finite_values and not r.finite_values:
+            remedy = "promise it where every row of k and v was written: Request(finite_values=True)"
+            yield Reason("finite_values", "not promised", "multiplies rows of other requests by 0", remedy)
         for feature, remedy in _FEATURES.items():
             if getattr(r, feature) and not getattr(self, feature):
                 yield Reason(feature, "requested", "not supported", remedy)

@@ -146,7 +146,7 @@ def check(
     check_scale(where, "softmax_scale", softmax_scale)
     _check_starts("query_start_loc", query_start_loc, "T", sizes["T"], "max_query_len", max_query_len)
     _check_starts("key_start_loc", key_start_loc, "N", sizes["N"], "max_key_len", max_key_len)
-    return sizes["H"], sizes["Dqk"], sizes["Dv"], selection is not None, rounded_rows(sizes["T"])
+    return sizes["H"], sizes["Dqk"], sizes["Dv"], selection is not None, True, rounded_rows(sizes["T"])
 
 
 def _check_starts(name: str, starts: Tensor, axis: str, size: int, bound: str, longest: int) -> None:
@@ -231,8 +231,9 @@ def _seen(rows: slice, num_keys: int, after: int | None, selection: Tensor | Non
 MASKED_PREFILL: Final = Primitive[MaskedPrefill](
     "masked_prefill",
     module=__name__,
-    facts=("num_heads", "qk_head_dim", "v_head_dim", "selection", "rows"),
+    facts=("num_heads", "qk_head_dim", "v_head_dim", "selection", "lse", "rows"),
     results=("out", "lse"),
+    stated=("finite_values",),
     reference=reference,
     reference_float32=partial(reference, dtype=torch.float32),
 )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
@@ -29,6 +29,8 @@ TOLERANCES: Final = {key: row for key, row in attention.TOLERANCES.items() if ke
 findings = partial(judge_state, TOLERANCES)
 """out [n, H, Dv] and lse [n, H]."""
 
+_LARGE: Final = 1e38
+"""Of keys and values that no query attends to, where they are promised to be finite."""
 DIMS: Final = ((192, 128), (256, 256), (40, 24))
 """(Dqk, Dv) of DeepSeek-V3.2, of GLM-5, and one that nobody has, where an implementation names none."""
 BATCHES: Final[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
@@ -124,6 +126,7 @@ class MaskedPrefillParams(Params):
         batch: a key of BATCHES. full: every query sees every key, where it would see those up to itself.
         selected: None for no selection; "half" of the keys; "few", 1 of 20, every fifth row none at all, and some keys none;
             "all". Keys that no query attends to are NaN, and their values infinite.
+        finite: what no query attends to is large instead, as promised. lse: "asked" or "none".
         held: words of a row: "exact"; "more", with bits past the request's keys; "fewer" than the keys need.
         apart: tokens of no request lie in front of the first one and behind the last one, and keys too.
         inputs, outputs: "packed" or "views"; outputs also "fresh", allocated by the callee.
@@ -133,20 +136,27 @@ class MaskedPrefillParams(Params):
     primitive = MASKED_PREFILL
     says = (
         "h{heads}! d{qk_head_dim}! {v_head_dim}! {batch}! full{full} selected_{selected} held_{held} apart{apart} "
-        "in{inputs} out_{outputs} {size}"
+        "finite{finite} lse_{lse} in{inputs} out_{outputs} {size}"
     )
-    asks = "num_heads=heads qk_head_dim v_head_dim selection=selected"
+    asks = "num_heads=heads qk_head_dim v_head_dim selection=selected finite_values=finite lse"
     heads: int
     qk_head_dim: int
     v_head_dim: int
     batch: str = "ragged"
     full: bool = False
     selected: str = "none"
+    finite: bool = False
+    lse: str = "asked"
     held: str = "exact"
     apart: bool = False
     inputs: str = "packed"
     outputs: str = "fresh"
     size: str = "plain"
+
+    @classmethod
+    def asked(cls, device: DeviceFacts, values: Mapping[str, Any]) -> Request:
+        """As of every primitive; what says nothing of finite values may be given them."""
+        return super(MaskedPrefillParams, cls).asked(device, {"finite": True, **values})
 
     def build(self, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
         """See Params."""
@@ -164,8 +174,8 @@ class MaskedPrefillParams(Params):
         attended = self._attended_keys(starts[0], starts[1], selection, rows)
         arguments: dict[str, Any] = {
             "q": q.bfloat16(),
-            "k": k.masked_fill_(~attended[:, None, None], math.nan).bfloat16(),
-            "v": v.masked_fill_(~attended[:, None, None], math.inf).bfloat16(),
+            "k": k.masked_fill_(~attended[:, None, None], _LARGE if self.finite else math.nan).bfloat16(),
+            "v": v.masked_fill_(~attended[:, None, None], _LARGE if self.finite else math.inf).bfloat16(),
             "query_start_loc": starts[0],
             "key_start_loc": starts[1],
         }
@@ -185,9 +195,12 @@ class MaskedPrefillParams(Params):
 
         def judge(results: Results) -> Iterator[Finding]:
             got, want = {name: each[own] for name, each in results.items()}, {"out": out[own], "lse": lse[own]}
+            if self.lse == "none" and "lse" in got:  # NaN says that it is none
+                got["lse"] = torch.where(got["lse"].isnan(), want["lse"], got["lse"])
             yield from findings("bf16", got, want, rows=own, terms=lambda: terms[own])
 
-        return Problem(stage, args, keywords, returns, judge, frozenset({"out", "lse_out"}))
+        untold = frozenset(("lse",) if self.lse == "none" else ())
+        return Problem(stage, args, keywords, returns, judge, frozenset({"out", "lse_out"}), untold)
 
     def _selection(self, query_starts: Tensor, keys: tuple[int, ...], tokens: int, g: torch.Generator) -> Tensor | None:
         if self.selected == "none":
@@ -232,6 +245,8 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
         "batch": ["ragged", "idle", "fewer"] if level == "smoke" else [name for name in BATCHES if name != "long"],
         "full": [False, True],
         "selected": [*selections, "none"],
+        "finite": [False, True],
+        "lse": ["asked", "none"],
         "held": ["exact", "more", "fewer"],
         "apart": [False, True],
         "inputs": ["packed", "views"],
@@ -249,7 +264,13 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
     yield from MaskedPrefillParams.covering(implementation, facts, axes, strength=min(STRENGTH[level], 2), allowed=allowed)
     if level == "smoke" or not counts:
         return
-    base = MaskedPrefillParams(heads=small[0], qk_head_dim=pairs[0][0], v_head_dim=pairs[0][1], batch="long")
+    base = MaskedPrefillParams(
+        heads=small[0],
+        qk_head_dim=pairs[0][0],
+        v_head_dim=pairs[0][1],
+        batch="long",
+        finite=support.needs_finite_values,
+    )
     for qk, value in pairs:
         for each in axes["selected"]:
             if on_cpu and (each == "all" or qk != pairs[0][0]):
@@ -265,7 +286,7 @@ def _params(implementation: Implementation, facts: DeviceFacts, level: str) -> I
 
 def _variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:
     for qk, value in _pairs(support)[: None if support.head_dims else 1]:
-        asked = request.but(qk_head_dim=qk, v_head_dim=value)
+        asked = request.but(qk_head_dim=qk, v_head_dim=value, finite_values=support.needs_finite_values, lse=True)
         yield f"dims {qk}/{value}", asked
         if support.selection:
             yield f"selection, dims {qk}/{value}", asked.but(selection=True)
@@ -278,6 +299,8 @@ def _of_request(request: Request, name: str) -> MaskedPrefillParams:
         v_head_dim=request.v_head_dim or DIMS[0][1],
         batch="ragged",
         selected="few" if request.selection else "none",
+        finite=request.finite_values,
+        lse="asked" if request.lse else "none",
         outputs="packed",
     )
 

@@ -33,7 +33,7 @@ def layout_of_storage(kv: str) -> str:
 
 def accepted(implementation: Implementation, facts: DeviceFacts, field: str, candidates: Sequence[Any]) -> list[Any]:
     """The candidates for one field of a Request that the implementation claims, each once, in order."""
-    base = Request(primitive=implementation.primitive, device=facts)
+    base = Request(primitive=implementation.primitive, device=facts, finite_values=True)  # a promise refuses no shape
     return [
         value
         for value in dict.fromkeys(candidates)

@@ -33,7 +33,7 @@ _EVERYTHING: Final[dict[str, Any]] = {
     **dict.fromkeys(("num_heads", "topk", "block_size", "query_len", "qk_head_dim", "v_head_dim", "rows"), 1),
     **dict.fromkeys(
         (
-            *("uneven_blocks", "lse", "attn_sink", "lengths", "compact", "prefill_workspace", "selection"),
+            *("uneven_blocks", "lse", "attn_sink", "lengths", "compact", "prefill_workspace", "selection", "finite_values"),
             *("context_parallel", "graph"),
         ),
         True,

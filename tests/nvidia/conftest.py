@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import pytest
-from torch_passes import TorchBoundary, TorchIndexPasses, TorchPageLists, TorchRowParts
+from torch_passes import TorchBoundary, TorchIndexPasses, TorchPageLists, TorchPromptLse, TorchRowParts
 
-from mla_portable_nvidia import boundary, index_pass_kernels, page_lists, row_parts
+from mla_portable_nvidia import boundary, index_pass_kernels, page_lists, prompt_lse, row_parts
 
 
 @pytest.fixture(autouse=True)
@@ -15,4 +15,5 @@ def passes_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boundary, "Boundary", TorchBoundary)
     monkeypatch.setattr(index_pass_kernels, "IndexPasses", TorchIndexPasses)
     monkeypatch.setattr(page_lists, "PageLists", TorchPageLists)
+    monkeypatch.setattr(prompt_lse, "PromptLse", TorchPromptLse)
     monkeypatch.setattr(row_parts, "RowParts", TorchRowParts)

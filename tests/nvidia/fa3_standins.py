@@ -2,7 +2,8 @@
 """A strict CPU stand-in of FlashAttention 3's operator as vLLM's and SGLang's packages register it.
 
 It refuses what the operator refuses, and what the kernel would only punish: a page that is no row of the cache raises instead
-of reading wild memory. Pages past a row's count may be anything.
+of reading wild memory. Pages past a row's count may be anything. On prompts it multiplies what is masked in a tile by 0, the
+rows of other requests among it, as the kernel does.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -41,14 +43,24 @@ USED = {
     "q", "k", "v", "q_v", "out", "seqused_k", "max_seqlen_k", "page_table", "softmax_scale", "num_splits", "cu_seqlens_q",
     "max_seqlen_q",
 }  # fmt: skip
+USED_ON_PROMPTS = {
+    "q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "is_causal",
+    "num_splits",
+}  # fmt: skip
+TILE = 128
+"""Keys of a tile of prompts."""
 
 
 @dataclass
 class Library:
-    """One build. calls: (rows, heads, topk, splits) of each. empty: the lse of a row without pages."""
+    """One build. empty: the lse of a row without pages or keys.
+
+    calls: (rows, heads, topk, splits) of each with pages. prompts: (tokens, heads, keys, max_seqlen_q) of each on prompts.
+    """
 
     empty: float = -math.inf
     calls: list[tuple[int, int, int, int]] = field(default_factory=list)
+    prompts: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def need(self, fact: bool, what: str) -> None:
         if not fact:
@@ -67,9 +79,12 @@ class Library:
             "cp_rank": (0,),
             "only_qv": (False,),
         }
+        on_prompts = given["cu_seqlens_k"] is not None
         for name, value in given.items():
-            if name not in USED:
+            if name not in (USED_ON_PROMPTS if on_prompts else USED):
                 self.need(value in neutral.get(name, (None,)), f"{name} is {value}")
+        if on_prompts:
+            return self.on_prompts(given)
         q, k, v, q_v, pages, used = (given[name] for name in ("q", "k", "v", "q_v", "page_table", "seqused_k"))
         varlen = given["cu_seqlens_q"] is not None
         if varlen:  # a row for each query token
@@ -113,6 +128,42 @@ class Library:
             lse[row] = scores.logsumexp(dim=1, keepdim=True)
             out[row, 0] = (torch.exp(scores - lse[row]).bfloat16().float() @ values).to(out.dtype)
         return returned, lse.squeeze(2).T.contiguous() if varlen else lse, torch.empty(0), torch.empty(0)
+
+    def on_prompts(self, given: dict[str, object]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, k, v, out = (given[name] for name in ("q", "k", "v", "out"))
+        (tokens, heads, wide), (keys, _, narrow) = q.shape, v.shape
+        self.need((wide, narrow) in ((192, 128), (256, 256)), f"dims {wide}/{narrow}")
+        self.need(tokens > 0 and keys > 0, f"{tokens} tokens, {keys} keys: rows of no request would be written")
+        self.need(tuple(k.shape) == (keys, heads, wide), f"k {list(k.shape)}")
+        self.need(out is not None and tuple(out.shape) == (tokens, heads, narrow), "out")
+        for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
+            self.need(tensor.dtype == torch.bfloat16 and tensor.stride(2) == 1, f"{name} {tensor.dtype} {tensor.stride()}")
+            self.need(tensor.data_ptr() % 16 == 0, f"{name} starts at {tensor.data_ptr():#x}")
+            moved = [stride for stride, size in zip(tensor.stride()[:2], tensor.shape[:2], strict=True) if size > 1]
+            self.need(all(stride % 8 == 0 for stride in moved), f"{name} has strides {tensor.stride()}")
+        starts = [given[name] for name in ("cu_seqlens_q", "cu_seqlens_k")]
+        for each in starts:
+            self.need(each.dtype == torch.int32 and each.dim() == 1 and each.is_contiguous(), "starts")
+        self.need(len(starts[0]) == len(starts[1]) > 1, "another number of requests")
+        self.need(given["num_splits"] == 1, f"num_splits {given['num_splits']}")
+        longest, causal = given["max_seqlen_q"], given["is_causal"] and given["max_seqlen_q"] > 1
+        self.prompts.append((tokens, heads, keys, longest))
+        lse = torch.full((heads, tokens), float("nan"))
+        firsts, begins = (each.tolist() for each in starts)
+        for (first, last), (begin, end) in zip(pairwise(firsts), pairwise(begins), strict=True):
+            self.need(last - first <= longest and end - begin <= given["max_seqlen_k"], "a request is longer than its bound")
+            reached = min(begin + -(-(end - begin) // TILE) * TILE, keys)
+            scores = torch.einsum("qhd,khd->hqk", q[first:last].float(), k[begin:reached].float()) * given["softmax_scale"]
+            seen = (torch.arange(reached - begin) < end - begin).expand(last - first, -1)
+            if causal:
+                limit = torch.arange(last - first).unsqueeze(1) + (end - begin) - (last - first)
+                seen = seen & (torch.arange(reached - begin) <= limit)
+            scores = scores.masked_fill(~seen, -math.inf)
+            its = scores.logsumexp(dim=2)
+            weights = torch.exp(scores - its.masked_fill(its.isinf(), 0.0).unsqueeze(2)).bfloat16().float()
+            out[first:last] = torch.einsum("hqk,khd->qhd", weights, v[begin:reached].float()).to(out.dtype)
+            lse[:, first:last] = its.masked_fill(its.isinf(), self.empty)
+        return out, lse, torch.empty(0), torch.empty(0)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from mla_portable_nvidia import boundary, index_pass_kernels, page_lists, row_parts
+from mla_portable_nvidia import boundary, index_pass_kernels, page_lists, prompt_lse, row_parts
 from mla_portable_nvidia.index_passes import PAGE
 
 LN2 = math.log(2.0)
@@ -35,6 +35,12 @@ class TorchBoundary(boundary.Boundary):
             value = value * torch.sigmoid(natural - attn_sink).unsqueeze(-1)
         out.copy_(value.masked_fill(empty.unsqueeze(-1), 0.0))
         lse_out.copy_(natural)
+
+
+class TorchPromptLse(prompt_lse.PromptLse):
+    def __call__(self, out, lse, query_start_loc):
+        first, last = int(query_start_loc[0]), int(query_start_loc[-1])
+        out[first:last] = lse.T[first:last].masked_fill(lse.T[first:last] == math.inf, -math.inf)
 
 
 class TorchPageLists(page_lists.PageLists):

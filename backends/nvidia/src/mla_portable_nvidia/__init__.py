@@ -14,6 +14,7 @@ from mla_portable_nvidia.deepgemm import deepgemm_implementations
 from mla_portable_nvidia.deepgemm_select import select_implementations
 from mla_portable_nvidia.discovery import LIBRARY_VARIABLE, PROVIDER_VARIABLE, PROVIDERS
 from mla_portable_nvidia.flash_attention3 import fa3_implementations
+from mla_portable_nvidia.flash_attention3_prompts import prompt_implementations
 from mla_portable_nvidia.flat_decode import flat_implementations
 from mla_portable_nvidia.native.bind import native_implementations
 from mla_portable_nvidia.native.bind_sm80 import sm80_implementations
@@ -34,6 +35,7 @@ def mla_portable_register(registrar: Registrar) -> None:
         *attention_implementations(),
         *flat_implementations(),
         *fa3_implementations(),
+        *prompt_implementations(),
         *native_implementations(),
         *sm80_implementations(),
         *topk_implementations(),

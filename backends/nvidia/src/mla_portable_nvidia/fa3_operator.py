@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashAttention 3's operator with pages of one token: where it is found, and how this project calls it.
+"""FlashAttention 3's operator: where it is found, and how this project calls it, with pages of one token or on prompts.
 
-Queries are given in two halves, the rotary one as `q` and the latent one as `q_v`; keys are the rotary columns of the cached
-rows, values the latent ones. Each query row is a sequence of its own, whose pages are the rows that it chose. vLLM's backend
-FLASH_ATTN_MLA_SPARSE and SGLang's `fa3` call it so. The operator has the same name and arguments in each package; those that
-are not used here get the value that leaves them out.
+With pages of one token, queries are given in two halves, the rotary one as `q` and the latent one as `q_v`; keys are the
+rotary columns of the cached rows, values the latent ones. Each query row is a sequence of its own, whose pages are the rows
+that it chose. vLLM's backend FLASH_ATTN_MLA_SPARSE and SGLang's `fa3` call it so. The operator has the same name and
+arguments in each package; those that are not used here get the value that leaves them out.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
 
 from torch import Tensor
 
@@ -20,6 +20,10 @@ from mla_portable.layouts import HEAD_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from mla_portable_nvidia.conventions import NotThisConvention, Positions
 from mla_portable_nvidia.discovery import PROVIDER_VARIABLE, load_from, operator_of
 
+_PROMPTS: Final = (
+    "q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "is_causal",
+    "num_splits",
+)  # fmt: skip
 _NEEDED: Final = (
     "q", "k", "v", "q_v", "out", "seqused_k", "max_seqlen_k", "page_table", "softmax_scale", "num_splits",
 )  # fmt: skip
@@ -85,6 +89,45 @@ class FA3Operator:
         return self._operator(*given)[1]
 
 
+class FA3Prompts:
+    """`fwd` of one package on prompts over keys of each head. Graph-safe; its lse and schedule come from torch's allocator."""
+
+    def __init__(self, operator: Any) -> None:
+        """operator: the overload itself, `torch.ops.<library>.fwd.default`. Raises: NotThisConvention."""
+        unused = {name: value for name, value in _UNUSED.items() if name not in _PROMPTS}
+        positions = Positions(operator, _PROMPTS, tuple(unused))
+        self._operator, self._template = operator, positions.template
+        for name, at in positions.index.items():
+            self._template[at] = unused.get(name)
+        self._at = [positions.index[name] for name in _PROMPTS]
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        query_start_loc: Tensor,
+        key_start_loc: Tensor,
+        longest: tuple[int, int],
+        softmax_scale: float,
+        causal: bool,
+        out: Tensor,
+    ) -> Tensor:
+        """Attend; keys are not split.
+
+        Args:
+            q: [T, H, Dqk], k: [N, H, Dqk], v: [N, H, Dv] bf16, N at least 1; addresses and strides in multiples of 16 bytes.
+            query_start_loc, key_start_loc: [R + 1] int32. longest: bounds of queries and keys of a request.
+            out: [T, H, Dv] bf16, likewise, written; zeros where there are no keys.
+        Returns: lse [H, T] float32, natural, infinite where there are no keys.
+        """
+        given = self._template.copy()
+        values = q, k, v, out, query_start_loc, key_start_loc, *longest, softmax_scale, causal, 1
+        for at, value in zip(self._at, values, strict=True):
+            given[at] = value
+        return self._operator(*given)[1]
+
+
 def halves_of(kv: Tensor) -> Halves:
     """Rows kv [W, 576] as pages of one token."""
     values, keys = kv.view(-1, 1, 1, HEAD_SIZE).split_with_sizes(_HALVES, 3)
@@ -98,8 +141,20 @@ _SOURCES: Final = {
 """provider -> the library's name in torch.ops, the package, its file there, a remedy."""
 
 
+A = TypeVar("A")
+
+
 def find_fa3(environ: Mapping[str, str] | None = None) -> tuple[FA3Operator | None, tuple[Reason, ...]]:
     """The operator of the first package that has it, and the reasons against those asked before; loads libraries."""
+    return _find(FA3Operator, environ)
+
+
+def find_fa3_prompts(environ: Mapping[str, str] | None = None) -> tuple[FA3Prompts | None, tuple[Reason, ...]]:
+    """Likewise, as it is called on prompts."""
+    return _find(FA3Prompts, environ)
+
+
+def _find(adapter: Callable[[Any], A], environ: Mapping[str, str] | None) -> tuple[A | None, tuple[Reason, ...]]:
     forced = (os.environ if environ is None else environ).get(PROVIDER_VARIABLE, "").strip()
     reasons: list[Reason] = []
     for name, (library, package, pattern, remedy) in _SOURCES.items():
@@ -111,7 +166,7 @@ def find_fa3(environ: Mapping[str, str] | None = None) -> tuple[FA3Operator | No
             operator = operator_of(library, "fwd")
             if operator is None:
                 raise NotThisConvention(f"torch.ops.{library} has no fwd")
-            return FA3Operator(operator), tuple(reasons)
+            return adapter(operator), tuple(reasons)
         except NotThisConvention as failure:
             reasons.append(Reason(f"provider {name}", "not usable:", str(failure), remedy))
     if not reasons:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, Implementation, InvalidArgument, Reason, Request, Support, head_results
 from mla_portable.primitives import MASKED_PREFILL, MaskedPrefill
+from mla_portable_nvidia.alignment import mappable
 from mla_portable_nvidia.native.build import KernelBuild, load
 from mla_portable_nvidia.native.checks import check, index_of
 from mla_portable_nvidia.native.driver import MAPS_SINCE, Kernel, Launch, Launches, driver_version, tensor_map
@@ -85,17 +86,6 @@ BUILDS: Final = {
 def group_streams(num_streams: int, max_key_len: int, head_bytes: int) -> int:
     """Streams whose keys and values L2 holds. head_bytes: of a key and its value, of one head."""
     return max(1, min(num_streams, _GROUP_BYTES // max(max_key_len * head_bytes, 1)))
-
-
-def mappable(x: Tensor) -> Tensor:
-    """x [tokens, heads, columns] bf16 as the copy engine and 16-byte stores want it: a copy only where it is not.
-
-    Its address and strides are multiples of 16 bytes, and no two tokens or heads share memory.
-    """
-    fits = x.data_ptr() % 16 == 0
-    for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True):
-        fits = fits and (size <= 1 or (stride > 0 and stride % 8 == 0))
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 class Counters:
