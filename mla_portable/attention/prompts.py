@@ -72,7 +72,8 @@ class PromptAttention:
 
     Attributes:
         spec, head_dims, device: as built. context_rows: for `plan_prompts`.
-        decisions: the choice of every primitive; `masked` and `dense` are masked_prefill with and without a selection.
+        decisions: the choice of every primitive; `masked` and `dense` are masked_prefill with and without a selection, where the
+            cache has no context.
     """
 
     def __init__(
@@ -112,7 +113,8 @@ class PromptAttention:
         registry = get_registry() if registry is None else registry
         facts, layers = registry.facts(self.device), LayerRegistry(registry, backend)
         widths = {"num_heads": spec.num_heads, "qk_head_dim": head_dims.query, "v_head_dim": head_dims.value}
-        attend = Request(MASKED_PREFILL, facts, **widths, rows=spec.max_num_tokens, lse=True)
+        # keys and values are what `project` makes of rows that were all written
+        attend = Request(MASKED_PREFILL, facts, **widths, rows=spec.max_num_tokens, finite_values=True)
         gather = Request(
             GATHER_UPCONVERT,
             facts,
@@ -128,7 +130,11 @@ class PromptAttention:
         named = {"masked": attend.but(selection=True), "dense": attend, "gather": gather, "pack": pack}
         named |= {"concat": concat, "merge": merge}
         self.decisions: dict[str, Decision] = {name: layers.decide(request) for name, request in named.items()}
-        self._masked, self._dense = layers.bind(named["masked"].of(MASKED_PREFILL)), layers.bind(attend)
+        self._attention = {
+            (masked, partial): layers.bind(attend.but(selection=masked, lse=partial))
+            for masked in (False, True)
+            for partial in (False, True)
+        }
         self._gather, self._pack = layers.bind(gather), layers.bind(pack)
         self._concat, self._merge = layers.bind(concat), layers.bind(merge)
         self._accelerator = accelerator(self.device)
@@ -221,7 +227,7 @@ class PromptAttention:
             key_starts, longest, first = plan.query_start_loc, plan.max_query_len, plan.first_positions
         else:
             key_starts, longest, first = part.key_start_loc, part.max_key_len, part.first_positions
-        attend = self._masked if plan.masked else self._dense
+        attend = self._attention[plan.masked, bool(plan.context)]
         attend(
             q,
             k,
