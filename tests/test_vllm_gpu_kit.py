@@ -344,18 +344,88 @@ def test_a_layers_time_of_prompts_is_not_above_stocks(kit: Any):
     assert [line.passed for line in kit.judge.prompts(ran)] == [False]
 
 
-def test_first_tokens_at_the_whole_depth_are_judged_and_steps_inform(kit: Any, tmp_path: Path):
-    def passed(ours: float) -> list[bool | None]:
-        ran = run_of(kit, "rank-plugin", first={"8 x 1000": ours}, step_us={"16": 9e9})
-        ran |= run_of(kit, "rank-stock", first={"8 x 1000": 300.0}, step_us={"16": 17_000.0})
-        return [line.passed for line in kit.judge.rank(ran)]
+def rank_result(first: float = 300.0, *, unknown: float = 1.0) -> dict[str, Any]:
+    kernels = {"kinds": {"MoE": 99.0, "unknown": unknown}, "unknown": {"new_kernel": unknown}}
+    return {"first": {"8 x 1000": first}, "step_us": {"16": 17_000.0}, "kernels": {"1 x 8000": kernels}}
 
-    assert passed(305.0) == [True, None] and passed(307.0) == [False, None]
-    kit.checkpoint.write_rank_config(tmp_path, 16)
-    config = json.loads((tmp_path / "config.json").read_text())
-    expert = 3 * config["hidden_size"] * config["moe_intermediate_size"] * 2
-    layers = config["num_hidden_layers"] - config["first_k_dense_replace"]
-    assert 80e9 < layers * config["n_routed_experts"] * expert < 94e9
+
+def rank_lines(kit: Any, *results: tuple[str, dict[str, Any]]) -> list[tuple[str, bool | None]]:
+    ran: dict[str, Any] = {}
+    for name, result in results:
+        ran |= run_of(kit, name, **result)
+        ran[name].result.pop("runs")
+    return [(line.found, line.passed) for line in kit.judge.rank(ran)]
+
+
+def test_first_tokens_at_the_whole_depth_are_judged_and_steps_inform(kit: Any):
+    lines = rank_lines(kit, ("rank16-plugin", rank_result(305.0)), ("rank16-stock", rank_result()))
+    ours, stocks = lines[:5], lines[5:]
+    assert ours == [
+        ("first token of 8 x 1000: 305.0 ms, stock 300.00, 1.017 of it", True),
+        ("a decode of 16: 17.00 ms, stock 17.00, 1.000 of it", None),
+        ("1 x 8000, us a layer: 100, stock 100.00, 1.000 of it", None),
+        ("1 x 8000, us a layer: 99, stock 99 MoE", None),
+        ("1 x 8000, us a layer: 1.0 unknown; new_kernel 1.0", True),
+    ]
+    assert stocks[0] == ("first token of 8 x 1000: 300.0 ms", None) and len(stocks) == 5
+    late = rank_lines(kit, ("rank128-plugin", rank_result(307.0)), ("rank128-stock", rank_result()))
+    assert late[0][1] is False
+    alone = rank_lines(kit, ("rank16-plugin", rank_result(1e9)))
+    assert [passed for _, passed in alone] == [None, None, None, None, True], "nothing to hold it against"
+    assert rank_lines(kit, ("rank16-plugin", rank_result()), ("rank16-stock", {}))[0] == ("did not finish", False)
+    assert rank_lines(kit, ("rank16-stock", {})) == [("did not finish", False)]
+
+
+def test_kernels_of_no_known_kind_must_take_little(kit: Any):
+    for unknown, passed in ((1.9, True), (2.1, False)):
+        assert rank_lines(kit, ("rank16-stock", rank_result(unknown=unknown)))[-1][1] is passed
+
+
+def test_a_rank_has_the_weights_of_one_of_eight_gpus(kit: Any, tmp_path: Path):
+    for heads in kit.jobs.RANK_HEADS:
+        kit.checkpoint.write_model(tmp_path, f"rank{heads}")
+        config = json.loads((tmp_path / f"rank{heads}" / "config.json").read_text())
+        hidden, queries = config["hidden_size"], config["q_lora_rank"]
+        experts = (config["n_routed_experts"] + 1) * 3 * hidden * config["moe_intermediate_size"]
+        attention = hidden * (queries + 576 + heads * 128) + queries * heads * 192 + 512 * heads * 256
+        layers = config["num_hidden_layers"]
+        weights = 2 * (layers * attention + (layers - config["first_k_dense_replace"]) * experts)
+        assert layers == 61 and 78e9 < weights < 95e9, "beside 12 GiB of cache on 141 GB"
+
+
+def test_each_rank_is_timed_alone_and_a_head_count_is_chosen_by_name(kit: Any):
+    names = [job.name for job in kit.jobs.rank()]
+    assert names == ["rank16-plugin", "rank16-stock", "rank128-plugin", "rank128-stock"]
+    for job in kit.jobs.rank():
+        longest = max(length for _, length in job.options["first"])
+        assert longest == 16_000 > job.arguments["max_num_batched_tokens"] and longest < job.arguments["max_model_len"]
+        assert set(job.options["profiled"]) <= set(job.options["first"]), "kernels are compiled before they are profiled"
+        turns, steps = kit.timing._RANK_TURNS, kit.timing._STEPS + 4
+        for each in job.options["decodes"]:
+            prefills = -(-each["batch"] * each["prompt"] // job.arguments["max_num_batched_tokens"])
+            assert each["tokens"] > turns * steps + prefills, "none may end before its steps are timed"
+
+
+def test_times_of_ranks_and_every_line_go_into_the_file_of_a_run(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from mla_portable.capability.run import read_run
+
+    ran = run_of(kit, "rank16-plugin", **rank_result(305.0)) | run_of(kit, "rank16-stock", **rank_result())
+    times = kit.kit.rank_times(ran, "vllm 1.0")
+    found = [(time.backend, time.quantity, time.requests, time.tokens, time.kernels, time.us) for time in times]
+    assert found[:4] == [
+        ("plugin", "first_token", 8, 1000, "", 305_000.0),
+        ("plugin", "decode", 16, 3000, "", 17_000.0),
+        ("plugin", "layer", 1, 8000, "MoE", 99.0),
+        ("plugin", "layer", 1, 8000, "unknown", 1.0),
+    ]
+    assert [time[0] for time in found] == ["plugin"] * 4 + ["stock"] * 4 and {time.heads for time in times} == {16}
+    assert kit.kit.rank_times(run_of(kit, "tp1-plugin"), "vllm 1.0") == []
+    lines, path = list(kit.judge.rank(ran)), tmp_path / "run.json.gz"
+    monkeypatch.setattr(kit.kit.metadata, "version", lambda name: "1.0")
+    kit.kit.record(path, "rank", lines, times, None)
+    run = read_run(path)
+    assert run.engine_times == times and run.versions["vllm"] == "1.0"
+    assert [each.text for each in run.comparisons] == [line.found for line in lines], "also lines of one name"
 
 
 def test_the_kit_refuses_earlier_results_and_to_run_nothing(kit: Any, tmp_path: Path):

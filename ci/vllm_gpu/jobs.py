@@ -95,11 +95,16 @@ class Job:
     rehearsal: dict[str, Any] = field(default_factory=dict[str, Any])
     seconds: int = 150
 
+    @property
+    def model(self) -> str:
+        """The name of its checkpoint, as `checkpoint.write_model` has it."""
+        return self.options.get("model", f"heads{self.heads}")
+
     def llm_arguments(self, checkpoints: Path) -> dict[str, Any]:
         """For vllm.LLM. The cache's size is given, so that the memory of a GPU that many processes share is not measured."""
         backend, _ = WHO[self.who]
         return {
-            "model": str(checkpoints / self.options.get("model", f"heads{self.heads}")),
+            "model": str(checkpoints / self.model),
             "skip_tokenizer_init": True,
             "kv_cache_dtype": self.kv,
             "max_model_len": 8192,
@@ -226,15 +231,24 @@ def prompts() -> list[Job]:
     ]
 
 
+RANK_HEADS: Final = (16, 128)
+"""Of a GPU under tensor parallelism and under data parallelism of 8."""
+
+
 def rank() -> list[Job]:
-    """One GPU's share of DeepSeek-V3.2 under tensor parallelism of 8, 61 layers (94 GB): the plugin and stock by default."""
-    first = ((16, 128), (8, 1000), (4, 2000), (2, 4000))
-    decodes = [{"batch": batch, "prompt": 3000, "tokens": 300} for batch in (1, 16, 64)]
-    options = {"by_default": True, "model": "rank16", "first": first, "decodes": decodes}
+    """One GPU's share of DeepSeek-V3.2 on eight, 61 layers: the plugin and stock by default, each alone on a GPU of 141 GB.
+
+    A prompt of 16,000 tokens takes two steps, all others one. Decodes have a context of 3,000 tokens.
+    """
+    first = ((16, 128), (8, 1000), (4, 2000), (2, 4000), (1, 8000), (1, 16_000))
+    decodes = [{"batch": batch, "prompt": 3000, "tokens": 200} for batch in (1, 16, 64)]
+    options = {"by_default": True, "first": first, "profiled": ((1, 8000), (4, 2000)), "decodes": decodes}
     arguments = {"load_format": "dummy", "max_model_len": 16_384, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
     arguments |= {"kv_cache_memory_bytes": 12 << 30}
     return [
-        Job(f"rank-{who}", "rank", who, heads=16, mode="graphs", arguments=arguments, options=options, seconds=240)
+        Job(f"rank{heads}-{who}", "rank", who, heads=heads, mode="graphs", arguments=arguments, seconds=240, options=each)
+        for heads in RANK_HEADS
+        for each in [{**options, "model": f"rank{heads}"}]
         for who in ("plugin", "stock")
     ]
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import jobs
+import kernel_kinds
 import selections
 from checkpoint import LAYERS
 
@@ -29,8 +30,11 @@ LONG_LIMIT: Final = 0.5
 SHADOW_LIMIT: Final = 1e-2
 
 STEP_LIMIT: Final = 1.03
-PROMPT_LIMIT: Final = 1.02
 """Of a decode step, in units of stock's."""
+PROMPT_LIMIT: Final = 1.02
+"""Of prompts, in units of stock's."""
+UNKNOWN_LIMIT: Final = 0.02
+"""Of a layer's GPU time: what kernels may take that `kernel_kinds` does not know."""
 
 _SHORT: Final = {"longest": jobs.TOPK}
 _LONG: Final = {"shortest": jobs.TOPK + 1}
@@ -329,18 +333,44 @@ def prompts(ran: Ran) -> Iterator[Line]:
 
 
 def rank(ran: Ran) -> Iterator[Line]:
-    """First tokens and decode steps at the whole depth, beside stock by default. Prompts are judged, steps inform."""
-    for name, done, stock in _beside_stock(ran):
-        if not done.result or not stock.result:
+    """First tokens, decode steps and a layer's kernels at the whole depth, beside stock by default where it ran.
+
+    First tokens are judged, and that kernels of no known kind take little; the rest informs.
+    """
+    for name, done in ran.items():
+        stock = ran.get(name.replace("-plugin", "-stock")) if done.job.who == "plugin" else None
+        if not done.result or (stock is not None and not stock.result):
             yield Line(name, "did not finish", False)
             continue
-        for step, its in stock.result["first"].items():
-            ours = done.result["first"][step]
-            text = f"first token of {step}: {ours:.1f} ms, stock {its:.1f}, {ours / its:.3f} of it"
-            yield Line(name, text, ours <= PROMPT_LIMIT * its)
-        for batch, its in stock.result["step_us"].items():
-            ours = done.result["step_us"][batch]
-            yield Line(name, f"a decode of {batch}: {ours / 1e3:.2f} ms, stock {its / 1e3:.2f}, {ours / its:.3f} of it")
+        theirs = stock.result if stock is not None else {}
+        for step, ours in done.result["first"].items():
+            its = theirs.get("first", {}).get(step)
+            text = f"first token of {step}: {ours:.1f} ms{_of_stock(ours, its, 1)}"
+            yield Line(name, text, None if its is None else ours <= PROMPT_LIMIT * its)
+        for batch, ours in done.result["step_us"].items():
+            its = theirs.get("step_us", {}).get(batch)
+            yield Line(name, f"a decode of {batch}: {ours / 1e3:.2f} ms{_of_stock(ours, its, 1e3)}")
+        for step, found in done.result["kernels"].items():
+            yield from _kernels(name, step, found, theirs.get("kernels", {}).get(step, {}).get("kinds", {}))
+
+
+def _of_stock(ours: float, its: float | None, unit: float) -> str:
+    return "" if its is None else f", stock {its / unit:.2f}, {ours / its:.3f} of it"
+
+
+def _kernels(name: str, step: str, found: Mapping[str, Any], theirs: Mapping[str, float]) -> Iterator[Line]:
+    """A line for each kind of kernel that this engine or stock's has, and one for those of no kind."""
+    kinds: Mapping[str, float] = found["kinds"]
+    whole = sum(kinds.values())
+    yield Line(name, f"{step}, us a layer: {whole:.0f}{_of_stock(whole, sum(theirs.values()) or None, 1)}")
+    for kind in kernel_kinds.KINDS[:-1]:
+        if kind in kinds or kind in theirs:
+            beside = f", stock {theirs.get(kind, 0.0):.0f}" if theirs else ""
+            yield Line(name, f"{step}, us a layer: {kinds.get(kind, 0.0):.0f}{beside} {kind}")
+    unknown = kinds.get(kernel_kinds.UNKNOWN, 0.0)
+    most = sorted(found["unknown"].items(), key=lambda item: -item[1])[:3]
+    names = "".join(f"; {kernel[:80]} {us:.1f}" for kernel, us in most)
+    yield Line(name, f"{step}, us a layer: {unknown:.1f} {kernel_kinds.UNKNOWN}{names}", unknown <= UNKNOWN_LIMIT * whole)
 
 
 def context_parallel(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:
