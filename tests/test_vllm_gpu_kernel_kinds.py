@@ -122,13 +122,14 @@ def test_each_kernel_counts_once_at_the_operator_that_launched_it(kit: Any):
         on_device("nvjet_a", 70.0),
         on_device("masked_prefill", 50.0),
         on_device("new_kernel", 4.0),
+        on_device("Memset (Device)", 0.01),
         on_device("execute_model", 154.0, annotation=True),
         operator("aten::linear", [[8, 512], [4096, 512]]),
         operator("aten::mm", [[8, 512], [512, 4096], []], ("nvjet_a", 30.0)),
         operator("vllm::unified_mla_attention_with_output", [[8, 16, 192]], ("masked_prefill", 50.0)),
     ]
     found = kinds.launches(events)
-    assert sum(launch.us for launch in found) == pytest.approx(154.0)
+    assert sum(launch.us for launch in found) == pytest.approx(154.0, abs=0.02)
     by_kind, unknown = kinds.by_kind(found, layers=2)
     wanted = {"attention over per-head keys": 25.0, "absorb and up-projection GEMMs": 15.0, "other GEMMs": 35.0, "unknown": 2.0}
     assert by_kind == wanted and list(by_kind) == [kind for kind in kinds.KINDS if kind in wanted]

@@ -91,6 +91,5 @@ def by_kind(found: Iterable[Launch], layers: int) -> tuple[dict[str, float], dic
         kinds[kind] += launch.us / layers
         if kind == UNKNOWN:
             unknown[launch.kernel] += launch.us / layers
-    return {kind: round(kinds[kind], 2) for kind in KINDS if kind in kinds}, {
-        name: round(us, 2) for name, us in unknown.items()
-    }
+    found_kinds = {kind: round(kinds[kind], 2) for kind in KINDS if kinds.get(kind, 0.0) >= 0.01}
+    return found_kinds, {name: round(us, 2) for name, us in unknown.items()}
