@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,14 +50,69 @@ def test_texts_may_part_only_at_ties(kit: Any, other: float, tie: bool):
 
 
 def test_shadow_mode_must_have_recorded_something_small(kit: Any, tmp_path: Path):
-    def passed(*errors: str) -> bool:
+    def passed(*errors: str, method: str = "forward_mqa") -> bool:
         file = tmp_path / "shadow"
-        file.write_text("".join(f'{{"layer": "a", "relative": {error}}}\n' for error in errors))
+        file.write_text("".join(f'{{"layer": "a", "method": "{method}", "relative": {error}}}\n' for error in errors))
         return kit.judge.read_shadow(file)[0]
 
     assert passed("0.002", "0.004")
     assert not passed() and not passed("0.002", "0.02") and not passed("NaN")
     assert not kit.judge.read_shadow(tmp_path / "absent")[0]
+    assert not passed("0.002", method="forward_mha"), "nothing of the method that is asked for"
+    assert kit.judge.read_shadow(tmp_path / "shadow", ("forward_mha",))[0]
+    assert not kit.judge.read_shadow(tmp_path / "shadow", ("forward_mqa", "forward_mha"))[0]
+
+
+def test_engines_by_default_cover_prompts_of_every_kind(kit: Any):
+    several = [job for job in kit.jobs.agreement() if job.name.startswith("default-plugin-")]
+    assert {(job.kv, job.heads) for job in several} == {(kv, heads) for kv in kit.jobs.KV_DTYPES for heads in (16, 128)}
+    names = {job.name: job for job in kit.jobs.agreement()}
+    for job in several:
+        stock = names[job.name.replace("plugin", "stock")]
+        assert (stock.arguments, stock.model, stock.mode) == (job.arguments, job.model, job.mode)
+        assert stock.options["by_default"] and not stock.options["shadow"]
+        assert {17, 6000, 16_000} <= set(job.options["lengths"]) and job.arguments["max_model_len"] > 16_000
+        assert job.arguments["enable_prefix_caching"] and job.options["repeats"] == 2
+        assert ("speculative_config" in job.arguments) == job.model.startswith("drafts")
+    assert {job.arguments["max_num_batched_tokens"] for job in several} == {2048, 8192}, "in chunks, and most in one step"
+    assert {job.heads for job in several if job.options["shadow"]} == {job.heads for job in several if "drafts" in job.model}
+    assert {job.kv for job in several if job.options["shadow"]} == {job.kv for job in several if "drafts" in job.model}
+
+
+def test_prompts_by_default_are_compared_and_take_the_way_that_is_meant(kit: Any, tmp_path: Path):
+    def judged(name: str, *, shift: float = 0.0, cached: int = 64, per_head: int = 9, shadow: str = "0.001") -> Any:
+        def run(by: float, cached: int) -> list[dict[str, Any]]:
+            return [{**prompt(17, [1], shift=by / 6), "cached": 0}, {**prompt(16_000, [2], shift=by), "cached": cached}]
+
+        ran = run_of(kit, name, run(shift, 0), run(shift, cached), per_head=per_head)
+        ran |= run_of(kit, name.replace("plugin", "stock"), run(0.0, 0), per_head=5)
+        line = '{{"layer": "a", "method": "{}", "relative": {}}}\n'
+        (tmp_path / f"{name}.shadow").write_text(line.format("forward_mqa", "0.001") + line.format("forward_mha", shadow))
+        planned = [done.job for done in ran.values()]
+        (found,) = kit.judge.agreement(ran, planned, tmp_path)
+        return found
+
+    for name in ("default-plugin-fp8-h16", "default-plugin-bf16-h16"):
+        line = judged(name)
+        assert line.passed and "9 tokens over keys of each head (stock 5), 64 cached" in line.found
+        assert judged(name, shift=0.49).passed and not judged(name, shift=0.51).passed
+        assert not judged(name, cached=0).passed and not judged(name, per_head=0).passed
+    assert judged("default-plugin-fp8-h16", shadow="0.02").passed, "it is not in shadow mode"
+    assert not judged("default-plugin-bf16-h16", shadow="0.02").passed
+    ran = run_of(kit, "default-stock-fp8-h16")
+    planned = [job for job in kit.jobs.agreement() if job.name == "default-plugin-fp8-h16"]
+    assert [line.passed for line in kit.judge.agreement(ran, planned, tmp_path)] == [False]
+
+
+def test_tokens_over_keys_of_each_head_are_counted(kit: Any):
+    class Impl:
+        def forward_mha(self, q: list[int], *more: int, output: int) -> tuple[int, ...]:
+            return (*q, *more, output)
+
+    layers = [SimpleNamespace(impl=Impl()), SimpleNamespace(impl=object()), SimpleNamespace()]
+    found = kit.engine._per_head(layers)
+    assert layers[0].impl.forward_mha([1, 2, 3], 4, output=5) == (1, 2, 3, 4, 5)
+    assert layers[0].impl.forward_mha([1], output=2) == (1, 2) and found == [3, 1]
 
 
 def test_jobs_cover_the_matrix_and_have_names_of_their_own(kit: Any):
@@ -222,7 +278,7 @@ def cell(kit: Any, ours: float, out: Path, served: str = "fused: sparse_decode n
     ran = run_of(kit, "stock-fp8-h64-eager", texts(0, 0), texts(0, 0.1), served="")
     ran |= run_of(kit, "stock-fp8-h64-graphs", texts(0, -0.1), served="")
     ran |= run_of(kit, "plugin-fp8-h64-eager", texts(ours / 6, ours), served=served)
-    (out / "plugin-fp8-h64-eager.shadow").write_text(f'{{"layer": "a", "relative": {relative}}}')
+    (out / "plugin-fp8-h64-eager.shadow").write_text(f'{{"layer": "a", "method": "forward_mqa", "relative": {relative}}}')
     planned = [job for job in kit.jobs.agreement() if "fp8-h64" in job.name and job.who in ("stock", "plugin", "triton")]
     lines = {line.name: line for line in kit.judge.agreement(ran, planned, out)}
     assert lines.keys() == {job.name for job in planned} - {"stock-fp8-h64-graphs"}

@@ -123,11 +123,14 @@ def compare(one: Run, other: Run) -> Compared:
     return Compared(agree(one, other, **_SHORT), agree(one, other, **_LONG))
 
 
-def read_shadow(file: Path) -> tuple[bool, str]:
-    """Of shadow mode's file: every record is within SHADOW_LIMIT, and there are some; the largest error in words."""
+def read_shadow(file: Path, methods: Sequence[str] = ("forward_mqa",)) -> tuple[bool, str]:
+    """Of shadow mode's file: every record is within SHADOW_LIMIT, and there are some of each method; the worst in words."""
     records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    worst = _largest(record["relative"] for record in records)
-    return worst < SHADOW_LIMIT, f"{worst:.1e} in {len(records)} records of {len({r['layer'] for r in records})} layers"
+    several = {method: [r["relative"] for r in records if r["method"] == method] for method in methods}
+    worst = {method: _largest(found) for method, found in several.items()}
+    passed = all(each < SHADOW_LIMIT for each in (*worst.values(), _largest(r["relative"] for r in records)))
+    text = ", ".join(f"{method} {worst[method]:.1e} in {len(several[method])} records" for method in methods)
+    return passed, f"{text} of {len({r['layer'] for r in records})} layers"
 
 
 @dataclass(frozen=True)
@@ -180,8 +183,7 @@ def agreement(ran: Ran, planned: Sequence[jobs.Job], out: Path) -> Iterator[Line
         yield Line("untouched-fp8-h64-eager", f"vLLM's own choice is {chosen}", chosen == ["FlashMLASparseImpl"])
     for name in sorted(names):
         if name.startswith("default-plugin-"):
-            theirs = _runs(ran, name.replace("plugin", "stock"))
-            yield _as_without(name, theirs, _runs(ran, name))
+            yield _by_default(ran, out, name)
     if any(name.startswith("requests-") for name in names):
         yield _many(ran, "requests-plugin", "requests-plugin-one", "requests-plugin-small")
     for name, done in ran.items():
@@ -189,6 +191,23 @@ def agreement(ran: Ran, planned: Sequence[jobs.Job], out: Path) -> Iterator[Line
             messages, says = done.result.get("refused", []), done.job.options["says"]
             refused = any(says in text for text in messages)
             yield Line(name, says if refused else f"expected {says!r}: {messages or 'it started'}", refused)
+
+
+def _by_default(ran: Ran, out: Path, name: str) -> Line:
+    """Against stock by default. Prompts must have gone over keys of each head, and come from the cache the second time."""
+    other = name.replace("plugin", "stock")
+    line = _as_without(name, _runs(ran, other), _runs(ran, name))
+    if not _runs(ran, other) or not _runs(ran, name):
+        return line
+    done, stock = ran[name], ran[other]
+    cached = sum(prompt["cached"] or 0 for prompt in done.runs[-1])
+    ours, its = (each.result["per_head"] for each in (done, stock))
+    passed = bool(line.passed) and cached > 0 and ours > 0
+    found = f"{line.found}; {ours} tokens over keys of each head (stock {its}), {cached} cached"
+    if done.job.options["shadow"]:
+        same, shadow = read_shadow(out / f"{name}.shadow", ("forward_mqa", "forward_mha"))
+        passed, found = passed and same, f"{found}; shadow {shadow}"
+    return Line(name, found, passed)
 
 
 def _stock(ran: Ran, cell: str) -> dict[str, list[Run]]:
