@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 
 def prompt(length: int, tokens: list[int], *, shift: float = 0.0, other: float = -9.0) -> dict[str, Any]:
@@ -460,6 +462,70 @@ def test_each_rank_is_timed_alone_and_a_head_count_is_chosen_by_name(kit: Any):
         for each in job.options["decodes"]:
             prefills = -(-each["batch"] * each["prompt"] // job.arguments["max_num_batched_tokens"])
             assert each["tokens"] > turns * steps + prefills, "none may end before its steps are timed"
+
+
+class RankEngine:
+    """Stands for vLLM's engine: a step takes 2 ms, and gives each request a token."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, int] = {}
+        self.most, self.prompts = 0, list[int]()
+        text = SimpleNamespace(num_hidden_layers=61)
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_config=text))
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], wanted: Any) -> None:
+        self.left[name] = wanted.max_tokens
+        self.prompts.append(len(prompt["prompt_token_ids"]))
+        self.most = max(self.most, len(self.left))
+
+    def step(self) -> list[Any]:
+        time.sleep(0.002)
+        torch.ones(4, 512) @ torch.ones(512, 4)
+        outputs = [SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[1])]) for name in self.left]
+        self.left = {name: left - 1 for name, left in self.left.items() if left > 1}
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.left)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.left)
+
+    def abort_request(self, names: list[str]) -> None:
+        self.left = {name: left for name, left in self.left.items() if name not in names}
+
+
+def test_a_rank_is_timed_and_profiled(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any):
+    engine = RankEngine()
+
+    def generate(several: list[dict[str, list[int]]], wanted: list[Any], use_tqdm: bool) -> None:
+        for number, (prompt, one) in enumerate(zip(several, wanted, strict=True)):
+            engine.add_request(str(number), prompt, one)
+        while engine.has_unfinished_requests():
+            engine.step()
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    launched = SimpleNamespace(kernel="fused_moe_kernel", operator="", shapes=(), us=122.0)
+    read: list[int] = []
+    monkeypatch.setattr(kit.timing, "launches", lambda events: read.append(len(events)) or [launched])
+    monkeypatch.setattr(kit.timing, "_STEPS", 5)
+    decodes = [{"batch": batch, "prompt": 30, "tokens": 40} for batch in (1, 3)]
+    options = {"first": ((2, 10),), "profiled": ((2, 10),), "decodes": decodes}
+    found = kit.timing.rank(SimpleNamespace(llm_engine=engine, generate=generate), options, tmp_path)
+    assert found["kernels"] == {"2 x 10": {"kinds": {"MoE": 2.0}, "unknown": {}}}
+    assert read[0] > 2, "the host's operators are in the profile"
+    assert set(found["first"]) == {"2 x 10"} and 2 <= found["first"]["2 x 10"] < 200
+    assert set(found["step_us"]) == {"1", "3"} and all(2000 <= us < 100_000 for us in found["step_us"].values())
+    assert engine.most == 3 and not engine.left and set(engine.prompts) == {10, 30}
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
+    assert json.loads(lines[0])["first"] == found["first"] and json.loads(lines[1]) == found["kernels"], "known before the end"
+    with pytest.raises(RuntimeError, match="ended while their steps were timed"):
+        kit.timing.rank(
+            SimpleNamespace(llm_engine=engine, generate=generate),
+            {**options, "decodes": [{**decodes[0], "tokens": 9}]},
+            tmp_path,
+        )
 
 
 def test_times_of_ranks_and_every_line_go_into_the_file_of_a_run(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
