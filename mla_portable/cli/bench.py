@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mla-portable bench kernels | costs | engines | plot`: what kernels take here; a run's times, as data, tables or a picture."""
+"""`mla-portable bench kernels | costs | engines | plot`: what kernels take here; a run's times as data, tables or a picture."""
 
 from __future__ import annotations
 
