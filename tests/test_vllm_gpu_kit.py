@@ -6,13 +6,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 
 def prompt(length: int, tokens: list[int], *, shift: float = 0.0, other: float = -9.0) -> dict[str, Any]:
@@ -49,14 +52,69 @@ def test_texts_may_part_only_at_ties(kit: Any, other: float, tie: bool):
 
 
 def test_shadow_mode_must_have_recorded_something_small(kit: Any, tmp_path: Path):
-    def passed(*errors: str) -> bool:
+    def passed(*errors: str, method: str = "forward_mqa") -> bool:
         file = tmp_path / "shadow"
-        file.write_text("".join(f'{{"layer": "a", "relative": {error}}}\n' for error in errors))
+        file.write_text("".join(f'{{"layer": "a", "method": "{method}", "relative": {error}}}\n' for error in errors))
         return kit.judge.read_shadow(file)[0]
 
     assert passed("0.002", "0.004")
     assert not passed() and not passed("0.002", "0.02") and not passed("NaN")
     assert not kit.judge.read_shadow(tmp_path / "absent")[0]
+    assert not passed("0.002", method="forward_mha"), "nothing of the method that is asked for"
+    assert kit.judge.read_shadow(tmp_path / "shadow", ("forward_mha",))[0]
+    assert not kit.judge.read_shadow(tmp_path / "shadow", ("forward_mqa", "forward_mha"))[0]
+
+
+def test_engines_by_default_cover_prompts_of_every_kind(kit: Any):
+    several = [job for job in kit.jobs.agreement() if job.name.startswith("default-plugin-")]
+    assert {(job.kv, job.heads) for job in several} == {(kv, heads) for kv in kit.jobs.KV_DTYPES for heads in (16, 128)}
+    names = {job.name: job for job in kit.jobs.agreement()}
+    for job in several:
+        stock = names[job.name.replace("plugin", "stock")]
+        assert (stock.arguments, stock.model, stock.mode) == (job.arguments, job.model, job.mode)
+        assert stock.options["by_default"] and not stock.options["shadow"]
+        assert {17, 6000, 16_000} <= set(job.options["lengths"]) and job.arguments["max_model_len"] > 16_000
+        assert job.arguments["enable_prefix_caching"] and job.options["repeats"] == 2
+        assert ("speculative_config" in job.arguments) == job.model.startswith("drafts")
+    assert {job.arguments["max_num_batched_tokens"] for job in several} == {2048, 8192}, "in chunks, and most in one step"
+    assert {job.heads for job in several if job.options["shadow"]} == {job.heads for job in several if "drafts" in job.model}
+    assert {job.kv for job in several if job.options["shadow"]} == {job.kv for job in several if "drafts" in job.model}
+
+
+def test_prompts_by_default_are_compared_and_take_the_way_that_is_meant(kit: Any, tmp_path: Path):
+    def judged(name: str, *, shift: float = 0.0, cached: int = 64, per_head: int = 9, shadow: str = "0.001") -> Any:
+        def run(by: float, cached: int) -> list[dict[str, Any]]:
+            return [{**prompt(17, [1], shift=by / 6), "cached": 0}, {**prompt(16_000, [2], shift=by), "cached": cached}]
+
+        ran = run_of(kit, name, run(shift, 0), run(shift, cached), per_head=per_head)
+        ran |= run_of(kit, name.replace("plugin", "stock"), run(0.0, 0), per_head=5)
+        line = '{{"layer": "a", "method": "{}", "relative": {}}}\n'
+        (tmp_path / f"{name}.shadow").write_text(line.format("forward_mqa", "0.001") + line.format("forward_mha", shadow))
+        planned = [done.job for done in ran.values()]
+        (found,) = kit.judge.agreement(ran, planned, tmp_path)
+        return found
+
+    for name in ("default-plugin-fp8-h16", "default-plugin-bf16-h16"):
+        line = judged(name)
+        assert line.passed and "9 tokens over keys of each head (stock 5), 64 cached" in line.found
+        assert judged(name, shift=0.49).passed and not judged(name, shift=0.51).passed
+        assert not judged(name, cached=0).passed and not judged(name, per_head=0).passed
+    assert judged("default-plugin-fp8-h16", shadow="0.02").passed, "it is not in shadow mode"
+    assert not judged("default-plugin-bf16-h16", shadow="0.02").passed
+    ran = run_of(kit, "default-stock-fp8-h16")
+    planned = [job for job in kit.jobs.agreement() if job.name == "default-plugin-fp8-h16"]
+    assert [line.passed for line in kit.judge.agreement(ran, planned, tmp_path)] == [False]
+
+
+def test_tokens_over_keys_of_each_head_are_counted(kit: Any):
+    class Impl:
+        def forward_mha(self, q: list[int], *more: int, output: int) -> tuple[int, ...]:
+            return (*q, *more, output)
+
+    layers = [SimpleNamespace(impl=Impl()), SimpleNamespace(impl=object()), SimpleNamespace()]
+    found = kit.engine._per_head(layers)
+    assert layers[0].impl.forward_mha([1, 2, 3], 4, output=5) == (1, 2, 3, 4, 5)
+    assert layers[0].impl.forward_mha([1], output=2) == (1, 2) and found == [3, 1]
 
 
 def test_jobs_cover_the_matrix_and_have_names_of_their_own(kit: Any):
@@ -222,7 +280,7 @@ def cell(kit: Any, ours: float, out: Path, served: str = "fused: sparse_decode n
     ran = run_of(kit, "stock-fp8-h64-eager", texts(0, 0), texts(0, 0.1), served="")
     ran |= run_of(kit, "stock-fp8-h64-graphs", texts(0, -0.1), served="")
     ran |= run_of(kit, "plugin-fp8-h64-eager", texts(ours / 6, ours), served=served)
-    (out / "plugin-fp8-h64-eager.shadow").write_text(f'{{"layer": "a", "relative": {relative}}}')
+    (out / "plugin-fp8-h64-eager.shadow").write_text(f'{{"layer": "a", "method": "forward_mqa", "relative": {relative}}}')
     planned = [job for job in kit.jobs.agreement() if "fp8-h64" in job.name and job.who in ("stock", "plugin", "triton")]
     lines = {line.name: line for line in kit.judge.agreement(ran, planned, out)}
     assert lines.keys() == {job.name for job in planned} - {"stock-fp8-h64-graphs"}
@@ -344,18 +402,152 @@ def test_a_layers_time_of_prompts_is_not_above_stocks(kit: Any):
     assert [line.passed for line in kit.judge.prompts(ran)] == [False]
 
 
-def test_first_tokens_at_the_whole_depth_are_judged_and_steps_inform(kit: Any, tmp_path: Path):
-    def passed(ours: float) -> list[bool | None]:
-        ran = run_of(kit, "rank-plugin", first={"8 x 1000": ours}, step_us={"16": 9e9})
-        ran |= run_of(kit, "rank-stock", first={"8 x 1000": 300.0}, step_us={"16": 17_000.0})
-        return [line.passed for line in kit.judge.rank(ran)]
+def rank_result(first: float = 300.0, *, unknown: float = 1.0) -> dict[str, Any]:
+    kernels = {"kinds": {"MoE": 99.0, "unknown": unknown}, "unknown": {"new_kernel": unknown}}
+    return {"first": {"8 x 1000": first}, "step_us": {"16": 17_000.0}, "kernels": {"1 x 8000": kernels}}
 
-    assert passed(305.0) == [True, None] and passed(307.0) == [False, None]
-    kit.checkpoint.write_rank_config(tmp_path, 16)
-    config = json.loads((tmp_path / "config.json").read_text())
-    expert = 3 * config["hidden_size"] * config["moe_intermediate_size"] * 2
-    layers = config["num_hidden_layers"] - config["first_k_dense_replace"]
-    assert 80e9 < layers * config["n_routed_experts"] * expert < 94e9
+
+def rank_lines(kit: Any, *results: tuple[str, dict[str, Any]]) -> list[tuple[str, bool | None]]:
+    ran: dict[str, Any] = {}
+    for name, result in results:
+        ran |= run_of(kit, name, **result)
+        ran[name].result.pop("runs")
+    return [(line.found, line.passed) for line in kit.judge.rank(ran)]
+
+
+def test_first_tokens_at_the_whole_depth_are_judged_and_steps_inform(kit: Any):
+    lines = rank_lines(kit, ("rank16-plugin", rank_result(305.0)), ("rank16-stock", rank_result()))
+    ours, stocks = lines[:5], lines[5:]
+    assert ours == [
+        ("first token of 8 x 1000: 305.0 ms, stock 300.00, 1.017 of it", True),
+        ("a decode of 16: 17.00 ms, stock 17.00, 1.000 of it", None),
+        ("1 x 8000, us a layer: 100, stock 100.00, 1.000 of it", None),
+        ("1 x 8000, us a layer: 99, stock 99 MoE", None),
+        ("1 x 8000, us a layer: 1.0 unknown; new_kernel 1.0", True),
+    ]
+    assert stocks[0] == ("first token of 8 x 1000: 300.0 ms", None) and len(stocks) == 5
+    late = rank_lines(kit, ("rank128-plugin", rank_result(307.0)), ("rank128-stock", rank_result()))
+    assert late[0][1] is False
+    alone = rank_lines(kit, ("rank16-plugin", rank_result(1e9)))
+    assert [passed for _, passed in alone] == [None, None, None, None, True], "nothing to hold it against"
+    assert rank_lines(kit, ("rank16-plugin", rank_result()), ("rank16-stock", {}))[0] == ("did not finish", False)
+    assert rank_lines(kit, ("rank16-stock", {})) == [("did not finish", False)]
+
+
+def test_kernels_of_no_known_kind_must_take_little(kit: Any):
+    for unknown, passed in ((1.9, True), (2.1, False)):
+        assert rank_lines(kit, ("rank16-stock", rank_result(unknown=unknown)))[-1][1] is passed
+
+
+def test_a_rank_has_the_weights_of_one_of_eight_gpus(kit: Any, tmp_path: Path):
+    for heads in kit.jobs.RANK_HEADS:
+        kit.checkpoint.write_model(tmp_path, f"rank{heads}")
+        config = json.loads((tmp_path / f"rank{heads}" / "config.json").read_text())
+        hidden, queries = config["hidden_size"], config["q_lora_rank"]
+        experts = (config["n_routed_experts"] + 1) * 3 * hidden * config["moe_intermediate_size"]
+        attention = hidden * (queries + 576 + heads * 128) + queries * heads * 192 + 512 * heads * 256
+        layers = config["num_hidden_layers"]
+        weights = 2 * (layers * attention + (layers - config["first_k_dense_replace"]) * experts)
+        assert layers == 61 and 78e9 < weights < 95e9, "beside 12 GiB of cache on 141 GB"
+
+
+def test_each_rank_is_timed_alone_and_a_head_count_is_chosen_by_name(kit: Any):
+    names = [job.name for job in kit.jobs.rank()]
+    assert names == ["rank16-plugin", "rank16-stock", "rank128-plugin", "rank128-stock"]
+    for job in kit.jobs.rank():
+        longest = max(length for _, length in job.options["first"])
+        assert longest == 16_000 > job.arguments["max_num_batched_tokens"] and longest < job.arguments["max_model_len"]
+        assert set(job.options["profiled"]) <= set(job.options["first"]), "kernels are compiled before they are profiled"
+        turns, steps = kit.timing._RANK_TURNS, kit.timing._STEPS + 4
+        for each in job.options["decodes"]:
+            prefills = -(-each["batch"] * each["prompt"] // job.arguments["max_num_batched_tokens"])
+            assert each["tokens"] > turns * steps + prefills, "none may end before its steps are timed"
+
+
+class RankEngine:
+    """Stands for vLLM's engine: a step takes 2 ms, and gives each request a token."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, int] = {}
+        self.most, self.prompts = 0, list[int]()
+        text = SimpleNamespace(num_hidden_layers=61)
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_config=text))
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], wanted: Any) -> None:
+        self.left[name] = wanted.max_tokens
+        self.prompts.append(len(prompt["prompt_token_ids"]))
+        self.most = max(self.most, len(self.left))
+
+    def step(self) -> list[Any]:
+        time.sleep(0.002)
+        torch.ones(4, 512) @ torch.ones(512, 4)
+        outputs = [SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[1])]) for name in self.left]
+        self.left = {name: left - 1 for name, left in self.left.items() if left > 1}
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.left)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.left)
+
+    def abort_request(self, names: list[str]) -> None:
+        self.left = {name: left for name, left in self.left.items() if name not in names}
+
+
+def test_a_rank_is_timed_and_profiled(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any):
+    engine = RankEngine()
+
+    def generate(several: list[dict[str, list[int]]], wanted: list[Any], use_tqdm: bool) -> None:
+        for number, (prompt, one) in enumerate(zip(several, wanted, strict=True)):
+            engine.add_request(str(number), prompt, one)
+        while engine.has_unfinished_requests():
+            engine.step()
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    launched = SimpleNamespace(kernel="fused_moe_kernel", operator="", shapes=(), us=122.0)
+    read: list[int] = []
+    monkeypatch.setattr(kit.timing, "launches", lambda events: read.append(len(events)) or [launched])
+    monkeypatch.setattr(kit.timing, "_STEPS", 5)
+    decodes = [{"batch": batch, "prompt": 30, "tokens": 40} for batch in (1, 3)]
+    options = {"first": ((2, 10),), "profiled": ((2, 10),), "decodes": decodes}
+    found = kit.timing.rank(SimpleNamespace(llm_engine=engine, generate=generate), options, tmp_path)
+    assert found["kernels"] == {"2 x 10": {"kinds": {"MoE": 2.0}, "unknown": {}}}
+    assert read[0] > 2, "the host's operators are in the profile"
+    assert set(found["first"]) == {"2 x 10"} and 2 <= found["first"]["2 x 10"] < 200
+    assert set(found["step_us"]) == {"1", "3"} and all(2000 <= us < 100_000 for us in found["step_us"].values())
+    assert engine.most == 3 and not engine.left and set(engine.prompts) == {10, 30}
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
+    assert json.loads(lines[0])["first"] == found["first"] and json.loads(lines[1]) == found["kernels"], "known before the end"
+    with pytest.raises(RuntimeError, match="ended while their steps were timed"):
+        kit.timing.rank(
+            SimpleNamespace(llm_engine=engine, generate=generate),
+            {**options, "decodes": [{**decodes[0], "tokens": 9}]},
+            tmp_path,
+        )
+
+
+def test_times_of_ranks_and_every_line_go_into_the_file_of_a_run(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from mla_portable.capability.run import read_run
+
+    ran = run_of(kit, "rank16-plugin", **rank_result(305.0)) | run_of(kit, "rank16-stock", **rank_result())
+    times = kit.kit.rank_times(ran, "vllm 1.0")
+    found = [(time.backend, time.quantity, time.requests, time.tokens, time.kernels, time.us) for time in times]
+    assert found[:4] == [
+        ("plugin", "first_token", 8, 1000, "", 305_000.0),
+        ("plugin", "decode", 16, 3000, "", 17_000.0),
+        ("plugin", "layer", 1, 8000, "MoE", 99.0),
+        ("plugin", "layer", 1, 8000, "unknown", 1.0),
+    ]
+    assert [time[0] for time in found] == ["plugin"] * 4 + ["stock"] * 4 and {time.heads for time in times} == {16}
+    assert kit.kit.rank_times(run_of(kit, "tp1-plugin"), "vllm 1.0") == []
+    lines, path = list(kit.judge.rank(ran)), tmp_path / "run.json.gz"
+    monkeypatch.setattr(kit.kit.metadata, "version", lambda name: "1.0")
+    kit.kit.record(path, "rank", lines, times, None)
+    run = read_run(path)
+    assert run.engine_times == times and run.versions["vllm"] == "1.0"
+    assert [each.text for each in run.comparisons] == [line.found for line in lines], "also lines of one name"
 
 
 def test_the_kit_refuses_earlier_results_and_to_run_nothing(kit: Any, tmp_path: Path):

@@ -156,11 +156,16 @@ def write(folder: Path, heads: int, *, drafts: bool = False) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1))  # last: it says that all is there
 
 
-def write_rank_config(folder: Path, heads: int) -> None:
-    """The configuration, without weights, of what one GPU holds of DeepSeek-V3.2 under tensor and expert parallelism of 8.
+_RANK_EXPERTS: Final = {16: 16, 128: 10}
+"""By the heads of a rank. 16 in BF16 have the bytes of the 32 FP8 experts of a GPU; beside the attention of 128 heads, which is
+eight times as large, 10 leave the same room."""
 
-    All 61 layers of the real widths, 94 GB in BF16. 16 experts, one for each token, have the bytes of the 32 FP8 experts of a
-    GPU; the dense layers are an eighth wide.
+
+def write_rank_config(folder: Path, heads: int) -> None:
+    """The configuration, without weights, of what one of eight GPUs holds of DeepSeek-V3.2.
+
+    With 16 heads attention is split by tensor parallelism, with 128 each GPU has requests of its own (data parallelism). All 61
+    layers of the real widths, about 94 GB in BF16. One expert serves each token, and the dense layers are an eighth wide.
     """
     folder.mkdir(parents=True, exist_ok=True)
     scaling = {**_config(heads)["rope_scaling"], "factor": 4, "original_max_position_embeddings": 4096}
@@ -171,7 +176,7 @@ def write_rank_config(folder: Path, heads: int) -> None:
         "intermediate_size": 2304,
         "first_k_dense_replace": 3,
         "moe_intermediate_size": 2048,
-        "n_routed_experts": 16,
+        "n_routed_experts": _RANK_EXPERTS[heads],
         "num_experts_per_tok": 1,
         "vocab_size": 16_384,
         "max_position_embeddings": 16_384,
@@ -186,3 +191,18 @@ def write_dense_config(folder: Path) -> None:
     dense = {key: value for key, value in _config(16).items() if not key.startswith("index_")}
     dense |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
     (folder / "config.json").write_text(json.dumps(dense, indent=1))
+
+
+def write_model(folder: Path, name: str) -> None:
+    """Write the checkpoint `name` below a folder: `dense`, or what it is and its heads.
+
+    heads16: a small model. drafts16: with a layer that drafts. rank16: one GPU's share of the whole model, without weights.
+    """
+    kind = name.rstrip("0123456789")
+    heads, to = name.removeprefix(kind), folder / name
+    if kind == "dense":
+        write_dense_config(to)
+    elif kind == "rank":
+        write_rank_config(to, int(heads))
+    else:
+        write(to, int(heads), drafts={"heads": False, "drafts": True}[kind])

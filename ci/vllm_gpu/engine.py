@@ -14,7 +14,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -75,12 +75,32 @@ def _loads(llm: Any) -> list[int]:
     return found
 
 
+def _per_head(layers: Iterable[Any]) -> list[int]:
+    """Tokens that layers hand to `forward_mha` of their implementations from now on."""
+    found: list[int] = []
+
+    def noted(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(q: Any, *given: Any, **named: Any) -> Any:
+            found.append(len(q))
+            return forward(q, *given, **named)
+
+        return call
+
+    for layer in layers:
+        forward = getattr(getattr(layer, "impl", None), "forward_mha", None)
+        if forward is not None:
+            layer.impl.forward_mha = noted(forward)
+    return found
+
+
 def generate(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
     """All prompts together, as often as the job says; the selections of the first time where it says so."""
     llm, options = start(job, checkpoints), job.options
     lengths, found = list(options["lengths"]), dict[str, Any]()
     tokens = [options["tokens"]] * len(lengths)
     outside = _loads(llm)
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    per_head = _per_head(layers) if options.get("by_default") else []
     watch = Watch(llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()) if options.get("watch") else None
     runs = [run_prompts(llm, lengths, tokens)]
     if watch is not None:
@@ -92,8 +112,7 @@ def generate(job: Job, checkpoints: Path, where: Path) -> dict[str, Any]:
         runs.append(run_prompts(llm, lengths, tokens))
     if job.rehearsal.get("arch"):
         found["rehearsed"] = rehearse.state(where / f"{job.name}.kernels")
-    found["outside"] = sum(outside)
-    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    found |= {"outside": sum(outside), "per_head": sum(per_head)}
     impl = sorted({type(layer.impl).__qualname__ for layer in layers if hasattr(layer, "impl")})
     config = llm.llm_engine.vllm_config
     cache, ranks = config.cache_config, config.parallel_config.decode_context_parallel_size

@@ -70,6 +70,8 @@ _SEVERAL: Final = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
 # Prompts that run together: a part of a block, less than top-k, more than it, more than a chunk of prefill.
 _TEXTS: Final = {"lengths": (17, 300, 1000, 1900, 2500, 3500, 5000), "tokens": 24}
 
+_DRAFTS: Final = {"speculative_config": {"method": "deepseek_mtp", "num_speculative_tokens": 2}}
+
 
 @dataclass(frozen=True)
 class Job:
@@ -95,11 +97,16 @@ class Job:
     rehearsal: dict[str, Any] = field(default_factory=dict[str, Any])
     seconds: int = 150
 
+    @property
+    def model(self) -> str:
+        """The name of its checkpoint, as `checkpoint.write_model` has it."""
+        return self.options.get("model", f"heads{self.heads}")
+
     def llm_arguments(self, checkpoints: Path) -> dict[str, Any]:
         """For vllm.LLM. The cache's size is given, so that the memory of a GPU that many processes share is not measured."""
         backend, _ = WHO[self.who]
         return {
-            "model": str(checkpoints / self.options.get("model", f"heads{self.heads}")),
+            "model": str(checkpoints / self.model),
             "skip_tokenizer_init": True,
             "kv_cache_dtype": self.kv,
             "max_model_len": 8192,
@@ -169,16 +176,31 @@ def agreement() -> list[Job]:
             jobs.append(_generate(who, kv, heads, mode))
     # `fp8` is what users write for fp8_ds_mla, and what vLLM's automatic choice turns into it
     jobs += [_generate(who, "fp8", 64, "eager") for who in ("override", "untouched")]
-    jobs += [_by_default(who, kv, heads) for heads, kv in product((16, 128), KV_DTYPES) for who in ("plugin", "stock")]
+    jobs += [_by_default(who, *each) for each in DEFAULTS for who in ("plugin", "stock")]
     return [*jobs, *_refusals()]
 
 
-def _by_default(who: str, kv: str, heads: int) -> Job:
-    """Where vLLM may compute short prompts as dense attention, also those that are cut in chunks or found in the cache."""
-    options = {**_TEXTS, "repeats": 2, "by_default": True}
-    arguments = {"enable_prefix_caching": True}
+DEFAULTS: Final = (
+    ("fp8_ds_mla", 16, "graphs", 2048, True),
+    ("auto", 16, "eager", 8192, False),
+    ("fp8_ds_mla", 128, "eager", 8192, False),
+    ("auto", 128, "graphs", 2048, True),
+)
+"""Cache format, heads, mode, the most tokens of a step, and whether a layer drafts, of engines that are as by default."""
+
+
+def _by_default(who: str, kv: str, heads: int, mode: str, step: int, drafts: bool) -> Job:
+    """Where prompts may be computed over keys of each head: whole or in chunks, of any length, the second time from the cache.
+
+    The plugin's eager engines run in shadow mode: their prompts are compared layer by layer, too.
+    """
+    lengths = (*_TEXTS["lengths"], 6000, 9000, 16_000)
+    options: dict[str, Any] = {**_TEXTS, "lengths": lengths, "repeats": 2, "by_default": True}
+    options |= {"shadow": (who, mode) == ("plugin", "eager"), **({"model": f"drafts{heads}"} if drafts else {})}
+    arguments = {"enable_prefix_caching": True, "max_num_batched_tokens": step, "max_model_len": 16_384}
+    arguments |= _DRAFTS if drafts else {}
     name = f"default-{who}-{cell(kv, heads)}"
-    return Job(name, "generate", who, kv, heads, "graphs", arguments=arguments, options=options)
+    return Job(name, "generate", who, kv, heads, mode, arguments=arguments, options=options, seconds=240)
 
 
 def indexer() -> list[Job]:
@@ -226,22 +248,30 @@ def prompts() -> list[Job]:
     ]
 
 
+RANK_HEADS: Final = (16, 128)
+"""Of a GPU under tensor parallelism and under data parallelism of 8."""
+
+
 def rank() -> list[Job]:
-    """One GPU's share of DeepSeek-V3.2 under tensor parallelism of 8, 61 layers (94 GB): the plugin and stock by default."""
-    first = ((16, 128), (8, 1000), (4, 2000), (2, 4000))
-    decodes = [{"batch": batch, "prompt": 3000, "tokens": 300} for batch in (1, 16, 64)]
-    options = {"by_default": True, "model": "rank16", "first": first, "decodes": decodes}
+    """One GPU's share of DeepSeek-V3.2 on eight, 61 layers: the plugin and stock by default, each alone on a GPU of 141 GB.
+
+    A prompt of 16,000 tokens takes two steps, all others one. Decodes have a context of 3,000 tokens.
+    """
+    first = ((16, 128), (8, 1000), (4, 2000), (2, 4000), (1, 8000), (1, 16_000))
+    decodes = [{"batch": batch, "prompt": 3000, "tokens": 200} for batch in (1, 16, 64)]
+    options = {"by_default": True, "first": first, "profiled": ((1, 8000), (4, 2000)), "decodes": decodes}
     arguments = {"load_format": "dummy", "max_model_len": 16_384, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
     arguments |= {"kv_cache_memory_bytes": 12 << 30}
     return [
-        Job(f"rank-{who}", "rank", who, heads=16, mode="graphs", arguments=arguments, options=options, seconds=240)
+        Job(f"rank{heads}-{who}", "rank", who, heads=heads, mode="graphs", arguments=arguments, seconds=240, options=each)
+        for heads in RANK_HEADS
+        for each in [{**options, "model": f"rank{heads}"}]
         for who in ("plugin", "stock")
     ]
 
 
 def features() -> list[Job]:
     """What deployments switch on: each must generate as without it (`feature-none`), and many requests with all together."""
-    drafts = {"speculative_config": {"method": "deepseek_mtp", "num_speculative_tokens": 2}}
     prefixes = {"enable_prefix_caching": True}
     # The cache is smaller than the prompts together, so the second time they come from the host. ExampleConnector, which moves
     # files, leaves the indexer's keys out, for any backend.
@@ -260,11 +290,11 @@ def features() -> list[Job]:
     return [
         one("none", {}, repeats=3),
         one("prefixes", prefixes),
-        one("drafts", drafts, **model),
+        one("drafts", _DRAFTS, **model),
         one("sleep", {"enable_sleep_mode": True}, sleeps=True),
         one("connector", connector),
         Job("feature-all-one", "requests", "plugin", arguments={**several, "max_num_seqs": 1}, options=many, **more),
-        Job("feature-all-small", "requests", "plugin", arguments={**several, **prefixes, **drafts}, options=many, **more),
+        Job("feature-all-small", "requests", "plugin", arguments={**several, **prefixes, **_DRAFTS}, options=many, **more),
     ]
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import jobs
+import kernel_kinds
 import selections
 from checkpoint import LAYERS
 
@@ -29,8 +30,11 @@ LONG_LIMIT: Final = 0.5
 SHADOW_LIMIT: Final = 1e-2
 
 STEP_LIMIT: Final = 1.03
-PROMPT_LIMIT: Final = 1.02
 """Of a decode step, in units of stock's."""
+PROMPT_LIMIT: Final = 1.02
+"""Of prompts, in units of stock's."""
+UNKNOWN_LIMIT: Final = 0.02
+"""Of a layer's GPU time: what kernels may take that `kernel_kinds` does not know."""
 
 _SHORT: Final = {"longest": jobs.TOPK}
 _LONG: Final = {"shortest": jobs.TOPK + 1}
@@ -119,11 +123,14 @@ def compare(one: Run, other: Run) -> Compared:
     return Compared(agree(one, other, **_SHORT), agree(one, other, **_LONG))
 
 
-def read_shadow(file: Path) -> tuple[bool, str]:
-    """Of shadow mode's file: every record is within SHADOW_LIMIT, and there are some; the largest error in words."""
+def read_shadow(file: Path, methods: Sequence[str] = ("forward_mqa",)) -> tuple[bool, str]:
+    """Of shadow mode's file: every record is within SHADOW_LIMIT, and there are some of each method; the worst in words."""
     records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    worst = _largest(record["relative"] for record in records)
-    return worst < SHADOW_LIMIT, f"{worst:.1e} in {len(records)} records of {len({r['layer'] for r in records})} layers"
+    several = {method: [r["relative"] for r in records if r["method"] == method] for method in methods}
+    worst = {method: _largest(found) for method, found in several.items()}
+    passed = all(each < SHADOW_LIMIT for each in (*worst.values(), _largest(r["relative"] for r in records)))
+    text = ", ".join(f"{method} {worst[method]:.1e} in {len(several[method])} records" for method in methods)
+    return passed, f"{text} of {len({r['layer'] for r in records})} layers"
 
 
 @dataclass(frozen=True)
@@ -176,8 +183,7 @@ def agreement(ran: Ran, planned: Sequence[jobs.Job], out: Path) -> Iterator[Line
         yield Line("untouched-fp8-h64-eager", f"vLLM's own choice is {chosen}", chosen == ["FlashMLASparseImpl"])
     for name in sorted(names):
         if name.startswith("default-plugin-"):
-            theirs = _runs(ran, name.replace("plugin", "stock"))
-            yield _as_without(name, theirs, _runs(ran, name))
+            yield _by_default(ran, out, name)
     if any(name.startswith("requests-") for name in names):
         yield _many(ran, "requests-plugin", "requests-plugin-one", "requests-plugin-small")
     for name, done in ran.items():
@@ -185,6 +191,23 @@ def agreement(ran: Ran, planned: Sequence[jobs.Job], out: Path) -> Iterator[Line
             messages, says = done.result.get("refused", []), done.job.options["says"]
             refused = any(says in text for text in messages)
             yield Line(name, says if refused else f"expected {says!r}: {messages or 'it started'}", refused)
+
+
+def _by_default(ran: Ran, out: Path, name: str) -> Line:
+    """Against stock by default. Prompts must have gone over keys of each head, and come from the cache the second time."""
+    other = name.replace("plugin", "stock")
+    line = _as_without(name, _runs(ran, other), _runs(ran, name))
+    if not _runs(ran, other) or not _runs(ran, name):
+        return line
+    done, stock = ran[name], ran[other]
+    cached = sum(prompt["cached"] or 0 for prompt in done.runs[-1])
+    ours, its = (each.result["per_head"] for each in (done, stock))
+    passed = bool(line.passed) and cached > 0 and ours > 0
+    found = f"{line.found}; {ours} tokens over keys of each head (stock {its}), {cached} cached"
+    if done.job.options["shadow"]:
+        same, shadow = read_shadow(out / f"{name}.shadow", ("forward_mqa", "forward_mha"))
+        passed, found = passed and same, f"{found}; shadow {shadow}"
+    return Line(name, found, passed)
 
 
 def _stock(ran: Ran, cell: str) -> dict[str, list[Run]]:
@@ -329,18 +352,44 @@ def prompts(ran: Ran) -> Iterator[Line]:
 
 
 def rank(ran: Ran) -> Iterator[Line]:
-    """First tokens and decode steps at the whole depth, beside stock by default. Prompts are judged, steps inform."""
-    for name, done, stock in _beside_stock(ran):
-        if not done.result or not stock.result:
+    """First tokens, decode steps and a layer's kernels at the whole depth, beside stock by default where it ran.
+
+    First tokens are judged, and that kernels of no known kind take little; the rest informs.
+    """
+    for name, done in ran.items():
+        stock = ran.get(name.replace("-plugin", "-stock")) if done.job.who == "plugin" else None
+        if not done.result or (stock is not None and not stock.result):
             yield Line(name, "did not finish", False)
             continue
-        for step, its in stock.result["first"].items():
-            ours = done.result["first"][step]
-            text = f"first token of {step}: {ours:.1f} ms, stock {its:.1f}, {ours / its:.3f} of it"
-            yield Line(name, text, ours <= PROMPT_LIMIT * its)
-        for batch, its in stock.result["step_us"].items():
-            ours = done.result["step_us"][batch]
-            yield Line(name, f"a decode of {batch}: {ours / 1e3:.2f} ms, stock {its / 1e3:.2f}, {ours / its:.3f} of it")
+        theirs = stock.result if stock is not None else {}
+        for step, ours in done.result["first"].items():
+            its = theirs.get("first", {}).get(step)
+            text = f"first token of {step}: {ours:.1f} ms{_of_stock(ours, its, 1)}"
+            yield Line(name, text, None if its is None else ours <= PROMPT_LIMIT * its)
+        for batch, ours in done.result["step_us"].items():
+            its = theirs.get("step_us", {}).get(batch)
+            yield Line(name, f"a decode of {batch}: {ours / 1e3:.2f} ms{_of_stock(ours, its, 1e3)}")
+        for step, found in done.result["kernels"].items():
+            yield from _kernels(name, step, found, theirs.get("kernels", {}).get(step, {}).get("kinds", {}))
+
+
+def _of_stock(ours: float, its: float | None, unit: float) -> str:
+    return "" if its is None else f", stock {its / unit:.2f}, {ours / its:.3f} of it"
+
+
+def _kernels(name: str, step: str, found: Mapping[str, Any], theirs: Mapping[str, float]) -> Iterator[Line]:
+    """A line for each kind of kernel that this engine or stock's has, and one for those of no kind."""
+    kinds: Mapping[str, float] = found["kinds"]
+    whole = sum(kinds.values())
+    yield Line(name, f"{step}, us a layer: {whole:.0f}{_of_stock(whole, sum(theirs.values()) or None, 1)}")
+    for kind in kernel_kinds.KINDS[:-1]:
+        if kind in kinds or kind in theirs:
+            beside = f", stock {theirs.get(kind, 0.0):.0f}" if theirs else ""
+            yield Line(name, f"{step}, us a layer: {kinds.get(kind, 0.0):.0f}{beside} {kind}")
+    unknown = kinds.get(kernel_kinds.UNKNOWN, 0.0)
+    most = sorted(found["unknown"].items(), key=lambda item: -item[1])[:3]
+    names = "".join(f"; {kernel[:80]} {us:.1f}" for kernel, us in most)
+    yield Line(name, f"{step}, us a layer: {unknown:.1f} {kernel_kinds.UNKNOWN}{names}", unknown <= UNKNOWN_LIMIT * whole)
 
 
 def context_parallel(ran: Ran, planned: Sequence[jobs.Job]) -> Iterator[Line]:

@@ -2,7 +2,7 @@
 """The vLLM plugin in real engines on a GPU: runs the jobs, judges what they left, prints a line for each comparison.
 
     ci/gpu_vllm [FOLDER] [--indexer | --features | --load | --prompts | --rank | --tensor-parallel | --context-parallel GPUS]
-                [--only TEXT] [--parallel N] [--budget SECONDS] [--record FILE]
+                [--only TEXT] [--parallel N] [--budget SECONDS] [--record FILE [--commit COMMIT]]
 
 FOLDER (default: vllm-report) gets every process's result and log, and `report.txt`. Exit status 1 where a line says FAIL.
 """
@@ -17,13 +17,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import checkpoint
 import judge
@@ -41,7 +42,7 @@ from jobs import (
 )
 from judge import Done
 
-from mla_portable.capability.run import Comparison
+from mla_portable.capability.run import Comparison, EngineTime
 from mla_portable.cli.recording import recorder
 from mla_portable.registry import get_registry
 from mla_portable.registry.facts import resolve_device
@@ -90,12 +91,40 @@ def run(todo: Sequence[Job], out: Path, checkpoints: Path, *, parallel: int, end
         return {done.job.name: done for done in several if done is not None}
 
 
-def record(path: Path, suite: str, lines: Iterable[judge.Line]) -> None:
-    """Add what was judged to the file of a run."""
+def record(path: Path, suite: str, lines: Iterable[judge.Line], times: Iterable[EngineTime], commit: str | None) -> None:
+    """Add what was judged and timed to the file of a run. Lines of one name have numbers, because a file keeps one of each."""
     device, version = resolve_device(get_registry().default_device()), metadata.version("vllm")
-    file = recorder(path, get_registry(), device, versions={"vllm": version})
-    engine = f"vllm {version}"
-    file.add(compared=[Comparison(engine=engine, suite=suite, name=x.name, passed=x.passed, text=x.found) for x in lines])
+    file = recorder(path, get_registry(), device, commit=commit, versions={"vllm": version})
+    seen = Counter[str]()
+    compared: list[Comparison] = []
+    for line in lines:
+        seen[line.name] += 1
+        name = line.name if seen[line.name] == 1 else f"{line.name} {seen[line.name]}"
+        compared.append(Comparison(engine=f"vllm {version}", suite=suite, name=name, passed=line.passed, text=line.found))
+    file.add(compared=compared, engine_times=times)
+
+
+def rank_times(ran: Mapping[str, Done], engine: str) -> list[EngineTime]:
+    """The times of ranks of a whole model that finished, as a run keeps them. engine: name and version."""
+    found: list[EngineTime] = []
+
+    def add(done: Done, quantity: Literal["first_token", "decode", "layer"], step: str, us: float, kernels: str = "") -> None:
+        requests, tokens = map(int, step.split(" x "))
+        given = {"quantity": quantity, "requests": requests, "tokens": tokens, "kernels": kernels, "us": round(us, 2)}
+        found.append(EngineTime.model_validate({"engine": engine, "backend": done.job.who, "heads": done.job.heads, **given}))
+
+    for done in ran.values():
+        if done.job.task != "rank" or not done.result:
+            continue
+        for step, ms in done.result["first"].items():
+            add(done, "first_token", step, ms * 1e3)
+        context = {str(each["batch"]): each["prompt"] for each in done.job.options["decodes"]}
+        for batch, us in done.result["step_us"].items():
+            add(done, "decode", f"{batch} x {context[batch]}", us)
+        for step, kernels in done.result["kernels"].items():
+            for kind, us in kernels["kinds"].items():
+                add(done, "layer", step, us, kind)
+    return found
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -112,7 +141,7 @@ def main(words: Sequence[str] | None = None) -> int:
     other.add_argument(
         "--rank",
         action="store_true",
-        help="one GPU's share of the whole model (94 GB) beside stock by default, and nothing else",
+        help="one GPU's share of the whole model (94 GB) beside stock by default; --only rank16 or rank128 for one head count",
     )
     other.add_argument("--tensor-parallel", action="store_true", help="two GPUs against one, and nothing else")
     other.add_argument(
@@ -121,7 +150,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="jobs whose name contains one of these, comma-separated")
     parser.add_argument("--parallel", type=int, default=10, help="processes at a time on the GPU")
     parser.add_argument("--budget", type=int, default=500, help="seconds for all of it")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="add the comparisons to the file of a run (docs/matrix.md)")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="add the results to the file of a run (docs/matrix.md)")
+    parser.add_argument("--commit", help="of the code that runs, for --record where git is not there to say it")
     args, begin = parser.parse_args(words), time.monotonic()
     out, end = args.folder.resolve(), begin + args.budget
     if out.exists() and any(out.iterdir()):
@@ -147,13 +177,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if not todo:
         raise SystemExit(f"--only {args.only}: no job has that in its name")
     checkpoints = out / "checkpoints"
-    for heads in {job.heads for job in todo}:
-        checkpoint.write(checkpoints / f"heads{heads}", heads)
-    checkpoint.write_dense_config(checkpoints / "dense")
-    if asked == "rank":
-        checkpoint.write_rank_config(checkpoints / "rank16", 16)
-    if asked == "features":
-        checkpoint.write(checkpoints / "drafts16", 16, drafts=True)
+    for model in {job.model for job in todo}:
+        checkpoint.write_model(checkpoints, model)
 
     parallel = len(todo) if asked in ("load", "prompts") else args.parallel  # what is timed takes turns
     if asked == "rank":
@@ -170,7 +195,8 @@ def main(words: Sequence[str] | None = None) -> int:
     print(f"\n{text}", flush=True)
     if args.record:
         suite = asked.replace("_", " ") + (f" {args.context_parallel}" if args.context_parallel else "")
-        record(args.record, f"{suite}, only {args.only}" if args.only else suite, lines)
+        times = rank_times(ran, f"vllm {metadata.version('vllm')}")
+        record(args.record, f"{suite}, only {args.only}" if args.only else suite, lines, times, args.commit)
     return int(bool(failed or left_out))
 
 

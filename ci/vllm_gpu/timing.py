@@ -8,6 +8,7 @@ it ends with its process.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import random
 import statistics
@@ -19,6 +20,7 @@ from typing import Any, Final
 
 import torch
 from checkpoint import SEED, prompts
+from kernel_kinds import by_kind, launches
 
 _STEPS: Final = 40
 _TURNS: Final = 6
@@ -26,6 +28,8 @@ _TURNS: Final = 6
 
 _LOADS: Final = 4
 """Of each set of prompts; the shortest time counts, as nothing but disturbances makes one longer."""
+_RANK_LOADS, _RANK_TURNS = 3, 3
+"""The same of a rank of the whole model, whose first tokens and steps take the device's time."""
 
 
 @contextmanager
@@ -53,7 +57,7 @@ def turn(where: Path) -> Generator[None, None, None]:
     time.sleep(0.1)
 
 
-def _step_us(llm: Any, options: dict[str, Any], where: Path) -> float:
+def _step_us(llm: Any, options: dict[str, Any], where: Path, turns: int = _TURNS) -> float:
     """A decode step of the engine: the median of turns that engines take one after the other."""
     from vllm import SamplingParams
 
@@ -67,7 +71,7 @@ def _step_us(llm: Any, options: dict[str, Any], where: Path) -> float:
         while waiting:
             waiting -= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
     steps: list[float] = []
-    for _ in range(_TURNS):
+    for _ in range(turns):
         with turn(where):
             for _ in range(4):  # what the engines before us left in caches
                 engine.step()
@@ -95,12 +99,12 @@ def _seconds(llm: Any, lengths: list[int], tokens: list[int], where: Path) -> fl
         return time.perf_counter() - begin
 
 
-def _first_ms(llm: Any, first: Iterable[tuple[int, int]], where: Path) -> dict[str, float]:
+def _first_ms(llm: Any, first: Iterable[tuple[int, int]], where: Path, loads: int = _LOADS) -> dict[str, float]:
     """For each count and length of prompts, ms until all have a token."""
     sets = {f"{count} x {length}": ([length] * count, [1] * count) for count, length in first}
     for each in sets.values():
         _seconds(llm, *each, where)  # kernels are compiled
-    return {name: round(1e3 * min(_seconds(llm, *each, where) for _ in range(_LOADS)), 2) for name, each in sets.items()}
+    return {name: round(1e3 * min(_seconds(llm, *each, where) for _ in range(loads)), 2) for name, each in sets.items()}
 
 
 def load(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
@@ -117,9 +121,49 @@ def load(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
 
 
 def rank(llm: Any, options: dict[str, Any], where: Path) -> dict[str, Any]:
-    """first: as of `load`. step_us: by the batch of a decode step."""
-    steps = {str(decodes["batch"]): _step_us(llm, decodes, where) for decodes in options["decodes"]}
-    return {"first": _first_ms(llm, options["first"], where), "step_us": steps}
+    """first: as of `load`. step_us: by the batch of a decode step. kernels: by profiled prompts, of `layer_kernels`.
+
+    Each part is printed when it is known, so that the log has it if the process runs out of time.
+    """
+    found: dict[str, Any] = {"first": _first_ms(llm, options["first"], where, _RANK_LOADS)}
+    print(json.dumps(found), flush=True)
+    found["kernels"] = layer_kernels(llm, options["profiled"], where)
+    print(json.dumps(found["kernels"]), flush=True)
+    found["step_us"] = {str(each["batch"]): _step_us(llm, each, where, _RANK_TURNS) for each in options["decodes"]}
+    return found
+
+
+def layer_kernels(llm: Any, profiled: Iterable[tuple[int, int]], where: Path) -> dict[str, Any]:
+    """For each count and length of prompts, microseconds a layer of the kernels until all have a token.
+
+    Returns: of each `kinds`, by the kind of kernel, and `unknown`, by the names of those that have none.
+    """
+    from torch.profiler import ProfilerActivity
+
+    layers = llm.llm_engine.vllm_config.model_config.hf_config.num_hidden_layers
+    found: dict[str, Any] = {}
+    for count, length in profiled:
+        profile = _profiled(llm, count, length, where, [ProfilerActivity.CPU, ProfilerActivity.CUDA])
+        kinds, unknown = by_kind(launches(profile.events()), layers)
+        found[f"{count} x {length}"] = {"kinds": kinds, "unknown": unknown}
+    return found
+
+
+def _profiled(llm: Any, count: int, length: int, where: Path, activities: list[Any]) -> Any:
+    """A profile of the steps until prompts that start together all have a token, in a turn of its own."""
+    from torch.profiler import ProfilerActivity, profile
+    from vllm import SamplingParams
+
+    engine, wanted = llm.llm_engine, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    names = [f"prompt-{number}" for number in range(count)]
+    with turn(where):
+        for name, prompt in zip(names, prompts([length] * count), strict=True):
+            engine.add_request(name, prompt, wanted)
+        with profile(activities=activities, record_shapes=ProfilerActivity.CPU in activities) as found:
+            while engine.has_unfinished_requests():
+                engine.step()
+            torch.accelerator.synchronize()
+    return found
 
 
 def gpu_time(llm: Any, first: Iterable[tuple[int, int]], where: Path) -> dict[str, dict[str, float]]:
@@ -128,20 +172,10 @@ def gpu_time(llm: Any, first: Iterable[tuple[int, int]], where: Path) -> dict[st
     Of several runs the one with the least time. By the profiler: first tokens of a model of few layers are the host's time.
     """
     from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-    from vllm import SamplingParams
-
-    engine, wanted = llm.llm_engine, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    from torch.profiler import ProfilerActivity
 
     def run(count: int, length: int) -> dict[str, float]:
-        names = [f"prompt-{number}" for number in range(count)]
-        with turn(where):
-            for name, prompt in zip(names, prompts([length] * count), strict=True):
-                engine.add_request(name, prompt, wanted)
-            with profile(activities=[ProfilerActivity.CUDA]) as found:
-                while engine.has_unfinished_requests():
-                    engine.step()
-                torch.accelerator.synchronize()
+        found = _profiled(llm, count, length, where, [ProfilerActivity.CUDA])
         kernels = (each for each in found.key_averages() if each.device_type == DeviceType.CUDA)
         return {each.key: round(each.self_device_time_total, 1) for each in kernels}
 

@@ -33,6 +33,7 @@ def check_run(path: Path, run: Run, profiles: Mapping[str, Profile], suite: Suit
         *_device(run, profile, profiles),
         *_cases(run, suite),
         *_times(run, suite),
+        *_engine_times(run),
     ]
 
 
@@ -46,7 +47,7 @@ def _origin(path: Path, run: Run, profile: Profile, today: date) -> Iterator[str
         yield "commit is unknown; run from a checkout, or name the commit with --commit"
     if run.dirty:
         yield f"{len(run.dirty)} files had uncommitted changes, {run.dirty[0]} first; run a commit as it is"
-    if not run.cases and not run.times and not run.comparisons:
+    if not any((run.cases, run.times, run.comparisons, run.engine_times)):
         yield "has no result"
 
 
@@ -100,6 +101,16 @@ def _times(run: Run, suite: Suite) -> Iterator[str]:
             yield f"{describe(time)}: {order} are out of order"
         if not any(suite.cases(time.primitive, time.implementation, run.arch, level) for level in LEVELS):
             yield f"{describe(time)}: the suite has no case for it on {run.arch}, so nothing says that it is right there"
+
+
+def _engine_times(run: Run) -> Iterator[str]:
+    twice = [size for size, count in Counter(time.size for time in run.engine_times).items() if count > 1]
+    if twice:
+        yield f"{len(twice)} times of engines are there twice, {' '.join(map(str, twice[0])).strip()} first"
+    for time in run.engine_times:
+        if bool(time.kernels) != (time.quantity == "layer"):
+            what = f"{time.backend}, {time.heads} heads, {time.requests} x {time.tokens}"
+            yield f"{time.engine} / {what}: a time of {time.quantity} with kernels {time.kernels!r}; a layer's has a kind alone"
 
 
 def describe(time: Time) -> str:

@@ -132,6 +132,32 @@ class Comparison(Model):
     text: str
 
 
+class EngineTime(Model):
+    """A time of an engine that serves one rank's share of a whole model.
+
+    Attributes:
+        engine: name and version. backend: whose attention, "stock" or "plugin". heads: query heads of the rank.
+        quantity: first_token: until all prompts that start together have a token. decode: one step. layer: the GPU time of the
+            kernels of one kind in the steps up to the first token, divided by the model's layers.
+        requests, tokens: that start together, and of each: of the prompt, or of the context before a decode.
+        kernels: of a layer's time, the kind of kernel; "" otherwise.
+    """
+
+    engine: Text
+    backend: Text
+    heads: Positive
+    quantity: Literal["first_token", "decode", "layer"]
+    requests: Positive
+    tokens: Positive
+    kernels: str = ""
+    us: _Microseconds
+
+    @property
+    def size(self) -> tuple[Any, ...]:
+        """What was timed; a file has one time of it."""
+        return self.engine, self.backend, self.heads, self.quantity, self.requests, self.tokens, self.kernels
+
+
 class Run(Model):
     """What a file holds.
 
@@ -141,7 +167,7 @@ class Run(Model):
         device: as in DeviceFacts. target: the architecture whose code ran, where that is not the device's own.
         driver: its version. clocks: MHz and watts by nvidia-smi's names. versions: of the software that ran.
         level: of the suite, None where it did not run. suite: SHA-256 of the ids of the cases, sorted, a line each.
-        comparisons: of engines.
+        comparisons, engine_times: of engines.
     """
 
     version: Literal[1] = Field(alias="schema")
@@ -160,6 +186,7 @@ class Run(Model):
     cases: list[Case] = Field(default_factory=list[Case], fail_fast=True)
     times: list[Time] = Field(default_factory=list[Time], fail_fast=True)
     comparisons: list[Comparison] = Field(default_factory=list[Comparison], fail_fast=True)
+    engine_times: list[EngineTime] = Field(default_factory=list[EngineTime], fail_fast=True)
 
     @property
     def device_name(self) -> str:
@@ -205,6 +232,7 @@ def combined(old: Run, new: Run) -> Run:
             cases[case.id] = case
     times = {time.size: time for time in (*old.times, *new.times)}
     compared = {(each.engine, each.suite, each.name): each for each in (*old.comparisons, *new.comparisons)}
+    engines = {time.size: time for time in (*old.engine_times, *new.engine_times)}
     return old.model_copy(
         update={
             "dirty": None if old.dirty is None or new.dirty is None else sorted({*old.dirty, *new.dirty}),
@@ -214,6 +242,7 @@ def combined(old: Run, new: Run) -> Run:
             "cases": list(cases.values()),
             "times": [times[size] for size in sorted(times)],
             "comparisons": list(compared.values()),
+            "engine_times": list(engines.values()),
         }
     )
 
@@ -223,7 +252,7 @@ def run_text(run: Run) -> str:
     fields = run.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     parts: list[str] = []
     for name, value in fields.items():
-        rows = name in ("cases", "times", "comparisons")
+        rows = name in ("cases", "times", "comparisons", "engine_times")
         text = "[\n" + ",\n".join(map(_json, value)) + "\n]" if rows else _json(value)
         parts.append(f"{_json(name)}: {text}")
     return "{" + ",\n".join(parts) + "}\n"

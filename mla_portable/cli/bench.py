@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mla-portable bench kernels | prompts | costs | plot`: what kernels and prompts take here; times of a run, for a plugin or drawn."""
+"""`mla-portable bench kernels | prompts | costs | engines | plot`: what kernels and prompts take here; times of a run."""
 
 from __future__ import annotations
 
@@ -50,6 +50,24 @@ def costs(
             has = f"has times of {', '.join(backends)}" if backends else "has no times"
             raise typer.BadParameter(f"{run.name} {has}", param_hint="RUN" if backend is None else "--backend")
         output.text(costs_text(found))
+
+
+@bench.command()
+def engines(run: RunArgument, as_json: JsonOption = False) -> None:
+    """Print the times of engines in a run as tables in Markdown: first tokens, decode steps, GPU time by kind of kernel."""
+    with command(as_json=as_json, doing="reading the run") as output:
+        from mla_portable.bench.engine_tables import engine_tables
+        from mla_portable.capability.run import read_run
+
+        read = read_run(run)
+        if not read.engine_times:
+            problem = f"{run.name} has no times of engines; `ci/gpu_vllm --rank --record FILE` adds them"
+            raise typer.BadParameter(problem, param_hint="RUN")
+        if as_json:
+            times = [each.model_dump(mode="json") for each in read.engine_times]
+            output.document({"command": "bench engines", "ok": True, "engine_times": times})
+            return
+        output.text(engine_tables(read))
 
 
 @bench.command()

@@ -20,7 +20,7 @@ import mla_portable
 from mla_portable.bench.kernel_machine import machine_state
 from mla_portable.capability.history import Code, code_of, user_name
 from mla_portable.capability.model import RecordError
-from mla_portable.capability.run import Case, Comparison, Run, Time, combined, new_run, read_run, write_run
+from mla_portable.capability.run import Case, Comparison, EngineTime, Run, Time, combined, new_run, read_run, write_run
 from mla_portable.contracts import InvalidArgument
 from mla_portable.registry import Registry
 from mla_portable.registry.tuned import TunedConfigurations
@@ -51,9 +51,11 @@ class Recorder:
         cases: Iterable[Case] = (),
         times: Iterable[Time] = (),
         compared: Iterable[Comparison] = (),
+        engine_times: Iterable[EngineTime] = (),
     ) -> Run:
         """Add results to the file. Returns: all that it holds. Raises: RecordError."""
         more: dict[str, Any] = {"level": level, "cases": list(cases), "times": list(times), "comparisons": list(compared)}
+        more["engine_times"] = list(engine_times)
         whole = self._whole(self._empty.model_copy(update=more))
         write_run(self._path, whole)
         return whole

@@ -14,7 +14,7 @@ import torch
 from vllm_engine import attend, check_step, make_engine, make_step
 
 from mla_portable.contracts import InvalidArgument
-from mla_portable.vllm import compat, dense
+from mla_portable.vllm import compat
 from mla_portable.vllm.backend import MLAPortableBackend
 from mla_portable.vllm.impl import MLAPortableImpl
 
@@ -36,12 +36,13 @@ def test_each_layer_and_step_is_recorded(error: float, records, caplog: pytest.L
     for seed in range(2):
         check_step(engine, [1, 1, 9], [100, 64, 9], padded_tokens=14, padded_reqs=5, seed=seed)
     found = records()
-    assert [(r["step"], r["layer"], r["rows"]) for r in found] == [(n, engine.layer.layer_name, 11) for n in (1, 2)]
+    wanted = [(n, engine.layer.layer_name, "forward_mqa", 11) for n in (1, 2)]
+    assert [(r["step"], r["layer"], r["method"], r["rows"]) for r in found] == wanted
     for record in found:
         assert record["relative"] == pytest.approx(error / (1 + error), abs=4e-3)
         assert record["relative"] <= record["worst_row"] < record["relative"] + 4e-3
         assert record["max_abs"] > (0.01 if error else 0)
-    warned = [r for r in caplog.records if r.levelname == "WARNING" and "differs from stock" in r.message]
+    warned = [r for r in caplog.records if r.levelname == "WARNING" and "forward_mqa of layer" in r.message]
     assert bool(warned) == (error > shadow.LIMIT)
 
 
@@ -65,7 +66,8 @@ def test_a_replayed_graph_is_recorded_when_the_next_step_is_built(records, monke
     attend(engine, metadata, step.q)
     engine.builder.build(0, step.common)
     assert len(records()) == 1
-    engine.impl._numbers.copy_(torch.tensor([2.0, 2.0, 0.25, 0.5, 1.0]))  # as a replay leaves them
+    (numbers,) = engine.impl.recorder._numbers.values()
+    numbers.copy_(torch.tensor([2.0, 2.0, 0.25, 0.5, 1.0]))  # as a replay leaves them
     engine.builder.build(0, step.common)
     assert [(r["step"], r["relative"]) for r in records()] == [(1, pytest.approx(0.0, abs=4e-3)), (2, 0.25)]
     engine.builder.build(0, step.common)
@@ -156,10 +158,6 @@ def test_what_cannot_be_compared_is_refused(records, monkeypatch: pytest.MonkeyP
     engine = make_engine("auto")
     given = engine.layer.get_kv_cache_spec(engine.config), [engine.layer.layer_name], engine.config, torch.device("cpu")
     builder = MLAPortableBackend.get_builder_cls()
-    with monkeypatch.context() as patches:
-        patches.setattr(compat, "context_ranks", lambda config: 2)
-        with pytest.raises(InvalidArgument, match="decode context parallelism 2, expected 1"):
-            builder(*given)
-    monkeypatch.setattr(dense, "prefills", lambda *given: object())
-    with pytest.raises(InvalidArgument, match="sparse_mla_force_mqa: got False, expected True"):
+    monkeypatch.setattr(compat, "context_ranks", lambda config: 2)
+    with pytest.raises(InvalidArgument, match="decode context parallelism 2, expected 1"):
         builder(*given)
