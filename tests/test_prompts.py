@@ -60,7 +60,7 @@ class Prompts:
         return layer(self.q, self.latent, self.rope, self.project, self.kv_cache, self.topk, self.plan, **more)
 
 
-def make_prompts(name: str, layout: str = "fp8_ds_mla", *, context_rows: int = 64, seed: int = 0) -> Prompts:
+def make_prompts(name: str, layout: str = "fp8_ds_mla", *, key_rows: int = 64, seed: int = 0) -> Prompts:
     """The cache has the context alone: the rows of new tokens are NaN there."""
     requests, row = BATCHES[name], LAYOUTS[layout]
     generator = torch.Generator().manual_seed(seed)
@@ -81,7 +81,7 @@ def make_prompts(name: str, layout: str = "fp8_ds_mla", *, context_rows: int = 6
             topk[row_of, where] = chosen.to(torch.int32)
             row_of += 1
     topk[tokens:] = 2**30
-    plan = plan_prompts(query_lens, seq_lens, table, topk=TOPK, context_rows=context_rows)
+    plan = plan_prompts(query_lens, seq_lens, table, topk=TOPK, key_rows=max(key_rows, tokens))
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
 
     def normal(*shape: int) -> Tensor:
@@ -116,9 +116,11 @@ def expected(step: Prompts, layout: str, *, masked: bool) -> Tensor:
     return out
 
 
-def make_layer(layout: str = "fp8_ds_mla", registry: Registry = REFERENCE, **spec: object) -> PromptAttention:
+def make_layer(
+    layout: str = "fp8_ds_mla", registry: Registry = REFERENCE, rows: int = 64, **spec: object
+) -> PromptAttention:
     spec = {"kv_layout": layout, "scale_format": "pow2" if layout == "fp8_ds_mla" else None, **spec}
-    return PromptAttention(replace(SPEC, **spec), DIMS, device=CPU, registry=registry, context_rows=64, backend=BACKEND)  # pyright: ignore
+    return PromptAttention(replace(SPEC, **spec), DIMS, device=CPU, registry=registry, key_rows=rows, backend=BACKEND)  # pyright: ignore
 
 
 def assert_close(out: Tensor, wanted: Tensor) -> None:
@@ -126,23 +128,27 @@ def assert_close(out: Tensor, wanted: Tensor) -> None:
     assert ((out.double() - wanted).abs() <= 2**-7 * wanted.abs() + 2**-7 * size).all()
 
 
-@pytest.mark.parametrize("context_rows", [64, 20], ids=lambda rows: f"{rows} rows")
+@pytest.mark.parametrize("key_rows", [128, 64, 34], ids=lambda rows: f"{rows} rows")
 @pytest.mark.parametrize("layout", ["fp8_ds_mla", "bf16"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_prompts_are_what_the_oracle_says(name: str, layout: str, context_rows: int):
-    step = make_prompts(name, layout, context_rows=context_rows)
+def test_prompts_are_what_the_oracle_says(name: str, layout: str, key_rows: int):
+    step = make_prompts(name, layout, key_rows=key_rows)
     out = torch.full((len(step.q), HEADS, DIMS.value), math.nan, dtype=torch.bfloat16)
     assert step.run(make_layer(layout), out=out) is out
     assert step.plan.masked == any(total > TOPK for _, total in BATCHES[name])
     assert_close(out, expected(step, layout, masked=step.plan.masked))
 
 
-def test_parts_of_the_context_are_bounded():
-    plan = make_prompts("long with context", context_rows=20).plan
-    assert [part.num_keys for part in plan.context] == [20, 20, 20, 20, 14]  # 33 + 0 + 26 + 35 rows
-    assert [part.max_key_len for part in plan.context] == [20, 13, 19, 20, 14]
-    assert make_prompts("long", context_rows=20).plan.context == ()
-    assert make_prompts("long", context_rows=20).plan.first_positions is None
+def test_parts_are_bounded_and_most_steps_have_one():
+    plan = make_prompts("long with context", key_rows=50).plan  # 34 new tokens; contexts of 33, 0, 26 and 35 rows
+    assert [part.num_context for part in plan.parts] == [50, 28, 16]
+    assert [part.num_keys for part in plan.parts] == [50, 28, 50]
+    assert [part.max_key_len for part in plan.parts] == [33, 19, 29]  # the last one has 16 rows of the last context, and 13 tokens
+    assert [part.new_rows is None for part in plan.parts] == [True, True, False]
+    (all_of_it,) = make_prompts("long with context", key_rows=128).plan.parts
+    assert (all_of_it.num_context, all_of_it.num_keys, all_of_it.first_positions) == (94, 128, None)
+    (new,) = make_prompts("long", key_rows=50).plan.parts
+    assert (new.num_context, new.num_keys, new.new_rows) == (0, 50, None)
 
 
 def test_a_token_that_selects_nothing_is_zero():
@@ -215,13 +221,14 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_runs(change: dict[s
         ([3], [3, 4], "2 requests"),
         ([-1], [4], "at least 0"),
         ([1, 1], [2**31 - 1, 1], "at most 2147483647 tokens"),
+        ([60, 5], [60, 5], "at least 65, the step's new tokens"),
     ],
 )
 def test_lengths_that_make_no_sense_are_refused(query_lens: list[int], seq_lens: list[int], text: str):
     table = torch.zeros((4, 4), dtype=torch.int32)
     lengths = (np.array(values, dtype=np.int32) for values in (query_lens, seq_lens))
     with pytest.raises(InvalidArgument, match=text):
-        plan_prompts(*lengths, table, topk=TOPK, context_rows=64)
+        plan_prompts(*lengths, table, topk=TOPK, key_rows=64)
 
 
 def test_without_an_implementation_the_reasons_are_said():

@@ -6,8 +6,8 @@ latent rows are projected to keys [N, H, P + R] and values [N, H, V] once, and t
 its selection as a bit mask where it does not select everything. Both give the same up to rounding. This way reads every key before
 a token, but at a fraction of the products for each: `PromptTimes` says when it takes less time.
 
-new tokens    project, concat_mla_k, pack_selection, masked_prefill (causal)
-context       part by part: gather_upconvert from the cache, the same, masked_prefill (not causal), merge_states
+For each part of the keys (PromptPlan; mostly one has all of them): gather_upconvert of the context from the cache, the projection,
+concat_mla_k, pack_selection, masked_prefill; merge_states where there are several.
 
 New tokens are attended to as they are given, not as a quantised cache has them; the context is what the cache has.
 """
@@ -26,8 +26,8 @@ from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
 from mla_portable.attention.spec import AttentionSpec
 from mla_portable.contracts import Decision, InvalidArgument, PlanMismatch, Request
 from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor, shape_of
-from mla_portable.contracts.values import INT32_MAX, check_fields, check_type, describe, device_of, refuse
-from mla_portable.planner.prompts import ContextPart, PromptPlan
+from mla_portable.contracts.values import INT32_MAX, check_count, check_fields, check_type, describe, device_of, refuse
+from mla_portable.planner.prompts import KeyPart, PromptPlan
 from mla_portable.primitives import (
     CONCAT_MLA_K,
     GATHER_UPCONVERT,
@@ -43,8 +43,8 @@ without rope, then its V columns of the value. The latent's rows may lie any dis
 
 _CLASS: Final = "PromptAttention"
 _WHERE: Final = "PromptAttention.forward"
-LEAST_CONTEXT_ROWS: Final = 2048
-"""Context that is projected at a time, where a step has fewer tokens."""
+LEAST_KEY_ROWS: Final = 2048
+"""Keys that are projected at a time, where a step has fewer tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class PromptAttention:
     """The prompts of a model's layers over keys of each head. Holds no weights and no state of a step.
 
     Attributes:
-        spec, head_dims, device: as built. context_rows: for `plan_prompts`.
-        decisions: the choice of every primitive; `masked` and `dense` are masked_prefill with and without a selection, where the
-            cache has no context.
+        spec, head_dims, device: as built. key_rows: for `plan_prompts`.
+        decisions: the choice of every primitive; `masked` and `dense` are masked_prefill with and without a selection, where
+            the keys are one part.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class PromptAttention:
         device: torch.device | str,
         registry: Registry | None = None,
         backend: BackendChoice = None,
-        context_rows: int | None = None,
+        key_rows: int | None = None,
     ) -> None:
         """Bind the primitives.
 
         Args:
             spec: of the model's SparseMLAAttention; `num_heads` are those of this rank. device: where the layers run.
-            registry, backend: as of SparseMLAAttention. context_rows: rows of context that are projected at a time; None for
-                `max_num_tokens`, at least 2,048.
+            registry, backend: as of SparseMLAAttention. key_rows: keys that are projected at a time; None for `max_num_tokens`, at
+                least 2,048.
         Raises: InvalidArgument, also for a spec with sinks, with a share of the sequences, or that asks for batch invariance;
             UnsupportedRequest where no implementation serves a primitive.
         """
@@ -106,9 +106,9 @@ class PromptAttention:
         if spec.batch_invariant:
             expected = "False: which way a prompt is computed depends on the batch"
             refuse(_CLASS, "spec.batch_invariant", True, expected)
-        rows = max(spec.max_num_tokens, LEAST_CONTEXT_ROWS) if context_rows is None else context_rows
-        check_type(_CLASS, "context_rows", rows, int, "a number of rows, or None")
-        self.spec, self.head_dims, self.context_rows = spec, head_dims, rows
+        rows = max(spec.max_num_tokens, LEAST_KEY_ROWS) if key_rows is None else key_rows
+        check_count(_CLASS, "key_rows", rows, spec.max_num_tokens, INT32_MAX)
+        self.spec, self.head_dims, self.key_rows = spec, head_dims, rows
         self.device = device_of(_CLASS, device)
         registry = get_registry() if registry is None else registry
         facts, layers = registry.facts(self.device), LayerRegistry(registry, backend)
@@ -143,15 +143,12 @@ class PromptAttention:
     def scratch_bytes(self) -> int:
         """Device memory that a step of `max_num_tokens` allocates and frees, at most.
 
-        Keys and the projection they come from, of new tokens and of a part of the context; partial results; the bit mask.
+        For each key its latent row, the projection and the key; for each token the bit mask and three partial results.
         """
-        spec, dims, tokens = self.spec, self.head_dims, self.spec.max_num_tokens
-        keys = max(tokens, self.context_rows)
-        of_keys = 2 * spec.num_heads * (dims.query + dims.nope + dims.value)
-        latent = 2 * spec.layout.key_width
-        of_tokens = spec.num_heads * (3 * 2 * dims.value + 3 * 4)
-        words = 4 * (-(-keys // 32))
-        return keys * (of_keys + latent) + tokens * (of_tokens + words)
+        spec, dims = self.spec, self.head_dims
+        of_key = 2 * (spec.layout.key_width + spec.num_heads * (dims.query + dims.nope + dims.value))
+        of_token = 4 * (-(-self.key_rows // 32)) + 3 * spec.num_heads * (2 * dims.value + 4)
+        return self.key_rows * of_key + spec.max_num_tokens * of_token
 
     def forward(
         self,
@@ -173,7 +170,7 @@ class PromptAttention:
             kv_cache: [blocks, block_size, row width] of `spec.layout`, read for the context alone.
             topk_indices: [T or more, K] int32, positions in each token's request, negative = absent; read where the plan is
                 masked.
-            plan: of `plan_prompts` for these prompts, with this object's `context_rows` and the spec's `topk`.
+            plan: of `plan_prompts` for these prompts, with this object's `key_rows` and the spec's `topk`.
             out: [T, H, V] bf16, written.
         Returns: out. A token that selects no key has out = 0.
         Raises: InvalidArgument and PlanMismatch, before anything runs. Allocates (`scratch_bytes`); not to be captured.
@@ -183,62 +180,57 @@ class PromptAttention:
             return out
         with self._accelerator.guard():
             topk = topk_indices[: plan.num_tokens]
-            if not plan.context:
-                self._attend(q, *self._keys(kv_c, k_pe, project), topk, plan, None, out, None)
+            *earlier, last = plan.parts
+            if not earlier:
+                self._attend(q, *self._keys(kv_c, k_pe, project, kv_cache, plan, last), topk, plan, last, out, None)
                 return out
             outs, lses = q.new_empty((2, *out.shape)), q.new_empty((2, *out.shape[:2]), dtype=torch.float32)
-            self._attend(q, *self._keys(kv_c, k_pe, project), topk, plan, None, outs[0], lses[0])
-            rows = q.new_empty((max(part.num_keys for part in plan.context), self.spec.layout.key_width))
-            for number, part in enumerate(plan.context, 1):
-                found = rows[: part.num_keys]
-                self._gather(kv_cache, plan.block_table, plan.context_lens, part.workspace_starts, out=found)
-                latent = kv_c.shape[1]
-                keys = self._keys(found[:, :latent], found[:, latent:], project)
-                self._attend(q, *keys, topk, plan, part, outs[1], lses[1])
-                merged, lse = self._merge(outs, lses)
-                if number == len(plan.context):
-                    out.copy_(merged)
-                else:
-                    outs[0].copy_(merged)
+            for number, part in enumerate(plan.parts):
+                at = int(number > 0)  # what was merged, and the part
+                keys = self._keys(kv_c, k_pe, project, kv_cache, plan, part)
+                self._attend(q, *keys, topk, plan, part, outs[at], lses[at])
+                if at:
+                    merged, lse = self._merge(outs, lses)
+                    (out if part is last else outs[0]).copy_(merged)
                     lses[0].copy_(lse)
         return out
 
     __call__ = forward
 
-    def _keys(self, latent: Tensor, k_pe: Tensor, project: Project) -> tuple[Tensor, Tensor]:
-        """k [N, H, P + R] and v [N, H, V] of latent rows [N, 512] with their rotary part [N, R]."""
+    def _keys(
+        self, kv_c: Tensor, k_pe: Tensor, project: Project, kv_cache: Tensor, plan: PromptPlan, part: KeyPart
+    ) -> tuple[Tensor, Tensor]:
+        """k [N, H, P + R] and v [N, H, V] of a part's N keys."""
+        if part.num_context:
+            width = kv_c.shape[1]
+            rows = kv_c.new_empty((part.num_keys, self.spec.layout.key_width))
+            self._gather(kv_cache, plan.block_table, part.seq_lens, part.workspace_starts, out=rows)
+            if part.new_rows is not None:  # after the gather, which writes an earlier part's positions to rows of new tokens
+                rows[:, :width].index_copy_(0, part.new_rows, kv_c)
+                rows[:, width:].index_copy_(0, part.new_rows, k_pe)
+            kv_c, k_pe = rows[:, :width], rows[:, width:]
         dims = self.head_dims
-        projected = project(latent).view(len(latent), self.spec.num_heads, dims.nope + dims.value)
+        projected = project(kv_c).view(len(kv_c), self.spec.num_heads, dims.nope + dims.value)
         return self._concat(projected[..., : dims.nope], k_pe), projected[..., dims.nope :]
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        topk: Tensor,
-        plan: PromptPlan,
-        part: ContextPart | None,
-        out: Tensor,
-        lse: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, topk: Tensor, plan: PromptPlan, part: KeyPart, out: Tensor, lse: Tensor | None
     ) -> None:
-        """Attention to a part of the context, or to the new tokens."""
-        if part is None:
-            key_starts, longest, first = plan.query_start_loc, plan.max_query_len, plan.first_positions
-        else:
-            key_starts, longest, first = part.key_start_loc, part.max_key_len, part.first_positions
-        attend = self._attention[plan.masked, bool(plan.context)]
-        attend(
+        """Attention to a part of the keys."""
+        selection = None
+        if plan.masked:
+            selection = self._pack(topk, width=max(1, part.max_key_len), starts=part.first_positions)
+        self._attention[plan.masked, len(plan.parts) > 1](
             q,
             k,
             v,
             plan.query_start_loc,
-            key_starts,
+            part.key_start_loc,
             softmax_scale=self.spec.softmax_scale,
             max_query_len=plan.max_query_len,
-            max_key_len=longest,
-            causal=part is None,
-            selection=self._pack(topk, width=longest, starts=first) if plan.masked else None,
+            max_key_len=part.max_key_len,
+            causal=part is plan.parts[-1],
+            selection=selection,
             out=out,
             lse_out=lse,
         )
@@ -267,7 +259,7 @@ class PromptAttention:
         latent = spec.layout.value_width
         check_tensor(_WHERE, "kv_c", kv_c, torch.bfloat16, (tokens, latent), device, f"[T, {latent}]")
         check_tensor(_WHERE, "k_pe", k_pe, torch.bfloat16, (tokens, dims.rope), device, f"[T, {dims.rope}]")
-        if plan.context:
+        if any(part.num_context for part in plan.parts):
             layout = check_cache(_WHERE, "kv_cache", kv_cache, device)[0]
             if layout is not spec.layout or kv_cache.shape[1] != spec.block_size:
                 got = f"{layout.name}, block_size {kv_cache.shape[1]}"

@@ -160,7 +160,7 @@ def time_step(layer: PromptLayer, requests: Requests, *, repeat: int = 10, seed:
     q_nope, q_pe = q.split([dims.nope, dims.rope], dim=-1)
     starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
     plan = layer.planner.plan(Batch(starts, seq_lens, table))
-    prompts = plan_prompts(query_lens, seq_lens, table, topk=spec.topk, context_rows=per_head.context_rows)
+    prompts = plan_prompts(query_lens, seq_lens, table, topk=spec.topk, key_rows=per_head.key_rows)
     attended = torch.empty((tokens, spec.num_heads, layout.value_width), dtype=torch.bfloat16, device=device)
 
     def over_latent_rows() -> Tensor:

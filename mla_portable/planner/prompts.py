@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """PromptPlan: how a step's prompts are computed over keys of each head, from lengths that lie on the host.
 
-The new tokens of all requests are projected together. What the cache holds before them, the context, is projected in parts of a
-bounded number of rows: the contexts of all requests stand one after the other, and a part is the next `context_rows` rows of that.
+The keys of a request are its context, which the cache has, and its new tokens. They are projected in parts of at most `key_rows`
+rows. The last part has the new tokens of all requests, and in front of those of each request what fits of its context; the rest
+of the contexts, one request after the other, is cut into the parts before it. Most steps have one part.
 """
 
 from __future__ import annotations
@@ -25,21 +26,26 @@ Lengths = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ContextPart:
-    """Consecutive rows of the step's contexts, R requests, T new tokens.
+class KeyPart:
+    """Keys that are projected together, rows of R requests.
 
     Attributes:
-        num_keys: rows of the part. max_key_len: the most of them that belong to one request.
-        key_start_loc: [R + 1] int32, the rows of each request. workspace_starts: [R] int32, the row of each request's first
-            position, which is negative where an earlier part has it.
-        first_positions: [T] int32, for each token the position of the part's first key of its request.
+        num_keys: rows. max_key_len: the most of them that belong to one request. num_context: rows that come from the cache.
+        key_start_loc: [R + 1] int32, the rows of each request.
+        seq_lens: [R] int32, the positions that are gathered up to, for each request; 0 where none are.
+        workspace_starts: [R] int32, the row of each request's position 0, which is negative where an earlier part has it.
+        first_positions: [T] int32, for each new token the position of the part's first key of its request; None where all are 0.
+        new_rows: [T] int64, the rows of the new tokens, in the last part; None in others, and where row t is token t.
     """
 
     num_keys: int
     max_key_len: int
+    num_context: int
     key_start_loc: Tensor
+    seq_lens: Tensor
     workspace_starts: Tensor
-    first_positions: Tensor
+    first_positions: Tensor | None
+    new_rows: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,33 +55,33 @@ class PromptPlan:
     Attributes:
         num_tokens: T. max_query_len: new tokens of the longest request.
         masked: tokens attend to their selection; else to all that they see, as the selection is all of that.
-        query_start_loc: [R + 1] int32. context_lens: [R] int32. block_table: [R, columns] int32.
-        first_positions: [T] int32, the position of the first new token of each token's request; None where all are 0.
-        context: the parts of the context, in order; () without one.
+        query_start_loc: [R + 1] int32. block_table: [R, columns] int32.
+        parts: of the keys, in order; the last one has the new tokens.
     """
 
     num_tokens: int
     max_query_len: int
     masked: bool
     query_start_loc: Tensor
-    context_lens: Tensor
     block_table: Tensor
-    first_positions: Tensor | None
-    context: tuple[ContextPart, ...]
+    parts: tuple[KeyPart, ...]
 
 
-def plan_prompts(query_lens: Lengths, seq_lens: Lengths, block_table: Tensor, *, topk: int, context_rows: int) -> PromptPlan:
+def plan_prompts(query_lens: Lengths, seq_lens: Lengths, block_table: Tensor, *, topk: int, key_rows: int) -> PromptPlan:
     """Plan the prompts of one step. One copy to the device of `block_table`, from page-locked memory where there is such.
 
     Args:
         query_lens: [R] int32 on the host, new tokens. seq_lens: [R] int32 on the host, context and new tokens.
         block_table: [R or more, columns] int32, of the cache that has the context.
-        topk: keys that a token selects. context_rows: rows of context that are projected at a time.
+        topk: keys that a token selects. key_rows: keys that are projected at a time, at least the new tokens.
     Raises: InvalidArgument.
     """
     check_count(_WHERE, "topk", topk, 1, INT32_MAX)
-    check_count(_WHERE, "context_rows", context_rows, 1, INT32_MAX)
+    check_count(_WHERE, "key_rows", key_rows, 1, INT32_MAX)
     num_reqs = _check_lengths(query_lens, seq_lens)
+    num_tokens = int(query_lens.sum())
+    if num_tokens > key_rows:
+        refuse(_WHERE, "key_rows", key_rows, f"at least {num_tokens}, the step's new tokens")
     rows, columns = shape_of(_WHERE, "block_table", block_table, 2, "[R or more, columns]")
     shape = max(rows, num_reqs), columns
     check_tensor(_WHERE, "block_table", block_table, torch.int32, shape, block_table.device, "[R or more, columns]")
@@ -83,28 +89,66 @@ def plan_prompts(query_lens: Lengths, seq_lens: Lengths, block_table: Tensor, *,
     context_lens = seq_lens - query_lens
     ends = np.cumsum(context_lens, dtype=np.int64)
     begins, total = ends - context_lens, int(ends[-1]) if num_reqs else 0
+    before = max(0, total - (key_rows - num_tokens))  # rows of contexts in the parts before the last one
     words = _Words()
     query_start_loc = words.add(_starts(query_lens))
-    contexts = words.add(context_lens)
-    first_positions = words.add(np.repeat(context_lens, query_lens)) if total else None
-    parts: list[tuple[int, int, slice, slice, slice]] = []
-    for begin in range(0, total, context_rows):
-        end = min(begin + context_rows, total)
-        key_starts = np.clip(np.concatenate((begins, ends[-1:])), begin, end) - begin
-        first = np.clip(begin - begins, 0, context_lens)
-        places = words.add(key_starts), words.add(begins - begin), words.add(np.repeat(first, query_lens))
-        parts.append((end - begin, int((key_starts[1:] - key_starts[:-1]).max()), *places))
+
+    def part(begin: int, end: int, new: Lengths | None) -> _Part:
+        """The rows from `begin` to `end` of the contexts, and the new tokens of each request behind its own."""
+        first = np.clip(begin - begins, 0, context_lens)  # the position of each request's first key
+        from_cache = np.clip(end - begins, 0, context_lens) - first
+        keys = from_cache if new is None else from_cache + new
+        starts = _starts(keys)
+        moved = new is not None and end > begin
+        return _Part(
+            num_keys=int(starts[-1]),
+            max_key_len=int(keys.max(initial=0)),
+            num_context=end - begin,
+            key_start_loc=words.add(starts),
+            seq_lens=words.add(np.where(from_cache > 0, first + from_cache, 0)),
+            workspace_starts=words.add(starts[:-1] - first),
+            first_positions=words.add(np.repeat(first, query_lens)) if first.any() else None,
+            # token t of request r: behind the context rows of requests up to r
+            new_rows=words.add(np.arange(num_tokens) + np.repeat(np.cumsum(from_cache), query_lens)) if moved else None,
+        )
+
+    parts = [part(begin, min(begin + key_rows, before), None) for begin in range(0, before, key_rows)]
+    parts.append(part(before, total, query_lens))
     sent = words.send(block_table.device)
     return PromptPlan(
-        num_tokens=int(query_lens.sum()),
+        num_tokens=num_tokens,
         max_query_len=int(query_lens.max(initial=0)),
         masked=bool(seq_lens.max(initial=0) > topk),
         query_start_loc=sent[query_start_loc],
-        context_lens=sent[contexts],
         block_table=block_table[:num_reqs],
-        first_positions=None if first_positions is None else sent[first_positions],
-        context=tuple(ContextPart(keys, longest, *(sent[place] for place in places)) for keys, longest, *places in parts),
+        parts=tuple(each.on_device(sent) for each in parts),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A KeyPart whose tensors are slices of what will be sent."""
+
+    num_keys: int
+    max_key_len: int
+    num_context: int
+    key_start_loc: slice
+    seq_lens: slice
+    workspace_starts: slice
+    first_positions: slice | None
+    new_rows: slice | None
+
+    def on_device(self, sent: Tensor) -> KeyPart:
+        return KeyPart(
+            self.num_keys,
+            self.max_key_len,
+            self.num_context,
+            sent[self.key_start_loc],
+            sent[self.seq_lens],
+            sent[self.workspace_starts],
+            None if self.first_positions is None else sent[self.first_positions],
+            None if self.new_rows is None else sent[self.new_rows].long(),
+        )
 
 
 class _Words:

@@ -111,7 +111,7 @@ class Prompts:
         least = LEAST_SAVED + (BESIDE_DECODES if first else 0.0)
         if self._times.per_head_saves(new, lens, topk) <= least:
             return None
-        plan = plan_prompts(new, lens, block_table[first:], topk=topk, context_rows=self._attention.context_rows)
+        plan = plan_prompts(new, lens, block_table[first:], topk=topk, key_rows=self._attention.key_rows)
         return first, StepPrompts(self._attention, plan, not plan.masked, compat.prompt_marks(topk)[1])
 
 

@@ -23,6 +23,8 @@ LSE_TILE = 64
 PART_TILE = 8
 """Parts that one step of the second pass adds: loads in flight, against registers."""
 NUM_WARPS = 4
+SHORT_ROW = 256
+"""Values of a row up to which one warp merges two parts, as where contexts are attended to in parts: rows are many then."""
 
 
 @triton.jit(
@@ -129,6 +131,7 @@ def launch(
         return
     out_strides = out.stride()[:3]
     unit = stride_unit(outs.stride(0), *out_strides)
+    short = outs.shape[0] <= 2 and head_dim <= SHORT_ROW
     _launch(
         (num_rows,),
         out,
@@ -148,9 +151,9 @@ def launch(
         BASE_2=base_2,
         BF16_NATIVE=bf16_native,
         BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_L=LSE_TILE,
-        BLOCK_P=PART_TILE,
-        num_warps=NUM_WARPS,
+        BLOCK_L=2 if short else LSE_TILE,
+        BLOCK_P=2 if short else PART_TILE,
+        num_warps=1 if short else NUM_WARPS,
         num_stages=1,
     )
 
@@ -162,7 +165,9 @@ def aot_variants() -> list[AotVariant]:
     common = {"out_ptr": "*bf16", "lse_ptr": "*fp32", "lses_ptr": "*fp32", **shape, **tiles}
     split = {"outs_ptr": "*fp32", "sink_ptr": "*fp32", "BASE_2": True}
     primitive = {"outs_ptr": "*bf16", "sink_ptr": None, "BASE_2": False}
+    two = {**common, **primitive, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_L": 2, "BLOCK_P": 2}
     return [
-        variant(merge_states_kernel, f"merge_states-{name}", NUM_WARPS, **common, **given)
-        for name, given in (("split_kv", split), ("bf16", primitive))
+        variant(merge_states_kernel, "merge_states-split_kv", NUM_WARPS, **{**common, **split}),
+        variant(merge_states_kernel, "merge_states-bf16", NUM_WARPS, **{**common, **primitive}),
+        variant(merge_states_kernel, "merge_states-two_parts", 1, **two),
     ]
