@@ -3,7 +3,10 @@
 // one head of one request, over tiles of KEYS keys.
 //
 // Compiled at run time (NVRTC) for compute capability 9.0. Blocks are persistent: each takes the next piece of work from a
-// counter, those with the most keys first, so that the last ones to end are short.
+// counter, those with the most keys first, so that the last ones to end are short. Where all requests have as many pieces as the
+// longest may have, a group of streams (a head of a request) that stays in L2 goes from its longest pieces to its shortest ones.
+// Other batches are counted by each block when it starts, a lane for each request: requests follow one another, each in groups of
+// heads, so that no number of the counter stands for an empty piece.
 //
 // A block is two warpgroups that compute, 64 queries each, and one warp that copies for them: queries, keys and values by the
 // tensor copy engine, the selection's words by plain loads one tile ahead. It leaves out a tile of which no query selects a
@@ -30,6 +33,8 @@
 #define CONSUMER_REGISTERS 232
 #define PRODUCER_REGISTERS 40
 #define K_STEPS (DQK / 16)
+#define MOST_CHUNKS 1024                         // of 32 requests; in longer batches empty pieces are numbered too
+#define GROUP_ROWS (GROUP_BYTES / ((DQK + DV) * 2))  // keys of the streams of a group, together
 #define CHUNK(rows) ((rows) * 128)               // bytes of 64 columns of a tile, swizzled by 128 bytes
 #define Q_BYTES (DQK / 64 * CHUNK(QUERIES))
 #define K_BYTES (DQK / 64 * CHUNK(KEYS))
@@ -46,7 +51,9 @@
 #define V_EMPTY (V_FULL + STAGES * 8)
 #define Q_FULL (V_EMPTY + STAGES * 8)
 #define Q_EMPTY (Q_FULL + 8)
-#define SHARED_BYTES (Q_EMPTY + 8)
+#define REQUESTS_AT ((Q_EMPTY + 8 + 15) / 16 * 16)  // [32]: first query, queries, first key, keys of the requests of a chunk
+#define BEFORE_AT (REQUESTS_AT + 32 * 16)           // [MOST_CHUNKS + 1]: tiles of queries of one head in front of a chunk
+#define SHARED_BYTES (BEFORE_AT + (MOST_CHUNKS + 1) * 4)
 
 static_assert(K_FULL % 8 == 0 && K_AT % 1024 == 0 && V_AT % 1024 == 0, "the copy engine's and barriers' alignment");
 
@@ -208,28 +215,79 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
         if (warp != 0) return;
         int stage = 0, v_stage = 0;
         u32 parity = 1, v_parity = 1, q_parity = 1;  // stages begin empty
-        const int pieces = num_heads * num_requests * query_tiles;
         const bool whole_words = WORDS == 4 && st.selection_t % 4 == 0 && (u64)selection % 16 == 0;
-        for (;;) {
-            int piece = 0;
-            if (lane == 0) {
-                piece = atomicAdd(counter, 1);
-                if (piece == pieces + (int)gridDim.x - 1) *counter = 0;  // the last one to ask: ready for the next launch
+        auto take = [&] { return lane == 0 ? atomicAdd(counter, 1) : 0; };
+        int piece = take();  // while requests are counted
+        const int chunks = (num_requests + 31) / 32;
+        // requests of a chunk into shared memory; returns their tiles of queries up to the lane's own
+        auto hold_chunk = [&](int chunk) {
+            const int request = chunk * 32 + lane;
+            int4 own = make_int4(0, 0, 0, 0);
+            if (request < num_requests) {
+                own.x = __ldg(q_starts + request), own.z = __ldg(k_starts + request);
+                own.y = __ldg(q_starts + request + 1) - own.x, own.w = __ldg(k_starts + request + 1) - own.z;
             }
+            __syncwarp();
+            at<int4>(smem, REQUESTS_AT + lane * 16) = own;
+            int tiles = (own.y + QUERIES - 1) / QUERIES;
+#pragma unroll
+            for (int d = 1; d < 32; d *= 2) {
+                const int other = __shfl_up_sync(~0u, tiles, d);
+                if (lane >= d) tiles += other;
+            }
+            __syncwarp();
+            return tiles;
+        };
+        int held = -1, upto = 0, total = num_requests * query_tiles;
+        if (chunks <= MOST_CHUNKS) {
+            total = 0;
+            for (int chunk = 0; chunk < chunks; ++chunk) {
+                if (lane == 0) at<int>(smem, BEFORE_AT + chunk * 4) = total;
+                upto = hold_chunk(held = chunk);
+                total += __shfl_sync(~0u, upto, 31);
+            }
+            if (lane == 0) at<int>(smem, BEFORE_AT + chunks * 4) = total;
+            __syncwarp();
+            if (chunks > 1) held = -1;
+        }
+        const bool uniform = total == num_requests * query_tiles;
+        const int pieces = num_heads * total;
+        for (;; piece = take()) {
+            if (lane == 0 && piece == pieces + (int)gridDim.x - 1) *counter = 0;  // the last one to ask: ready for the next launch
             piece = __shfl_sync(~0u, piece, 0);
             Work work = {-1, 0, 0, 0, 0, 0, 0};
             if (piece < pieces) {
-                // streams (a head of a request) in groups whose keys and values stay in L2; in a group the longest tiles first
-                const int first = piece / (group_streams * query_tiles) * group_streams, rest = piece - first * query_tiles;
-                const int streams = min(group_streams, num_heads * num_requests - first);
-                const int stream = first + rest % streams, tile = query_tiles - 1 - rest / streams;
-                const int request = stream / num_heads, head = stream % num_heads;
-                const int q_start = __ldg(q_starts + request), k_start = __ldg(k_starts + request);
-                const int queries = __ldg(q_starts + request + 1) - q_start, keys = __ldg(k_starts + request + 1) - k_start;
+                int head, tile;
+                int4 own;
+                if (uniform) {
+                    const int first = piece / (group_streams * query_tiles) * group_streams, rest = piece - first * query_tiles;
+                    const int streams = min(group_streams, num_heads * num_requests - first);
+                    const int stream = first + rest % streams, request = stream / num_heads;
+                    tile = query_tiles - 1 - rest / streams, head = stream % num_heads;
+                    if (held >= 0) {
+                        own = at<int4>(smem, REQUESTS_AT + request * 16);
+                    } else {
+                        own.x = __ldg(q_starts + request), own.z = __ldg(k_starts + request);
+                        own.y = __ldg(q_starts + request + 1) - own.x, own.w = __ldg(k_starts + request + 1) - own.z;
+                    }
+                    if (tile * QUERIES >= own.y) continue;  // of a batch that was not counted
+                } else {
+                    int chunk = max(held, 0);  // numbers only grow
+                    while (at<int>(smem, BEFORE_AT + (chunk + 1) * 4) * num_heads <= piece) ++chunk;
+                    if (chunk != held) upto = hold_chunk(held = chunk);
+                    const int rest = piece - at<int>(smem, BEFORE_AT + chunk * 4) * num_heads;
+                    const int of = __ffs(__ballot_sync(~0u, upto * num_heads > rest)) - 1;
+                    own = at<int4>(smem, REQUESTS_AT + of * 16);
+                    const int tiles = (own.y + QUERIES - 1) / QUERIES;
+                    const int in_request = rest - (__shfl_sync(~0u, upto, of) - tiles) * num_heads;
+                    const int most = max(1, min(num_heads, GROUP_ROWS / max(own.w, 1)));
+                    const int groups = (num_heads + most - 1) / most, heads = (num_heads + groups - 1) / groups;
+                    const int first = in_request / (heads * tiles) * heads, in_group = in_request - first * tiles;
+                    const int its = min(heads, num_heads - first);
+                    tile = tiles - 1 - in_group / its, head = first + in_group % its;
+                }
                 const int q0 = tile * QUERIES;
-                if (q0 >= queries) continue;
-                work = {head, q_start, k_start, q0, min(QUERIES, queries - q0), keys,
-                        causal ? q0 + 1 + keys - queries : keys};
+                work = {head, own.x, own.z, q0, min(QUERIES, own.y - q0), own.w, causal ? q0 + 1 + own.w - own.y : own.w};
             }
             barrier_wait(shared + Q_EMPTY, q_parity);
             q_parity ^= 1;
