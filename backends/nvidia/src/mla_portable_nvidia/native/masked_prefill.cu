@@ -3,7 +3,10 @@
 // one head of one request, over tiles of KEYS keys.
 //
 // Compiled at run time (NVRTC) for compute capability 9.0. Blocks are persistent: each takes the next piece of work from a
-// counter, those with the most keys first, so that the last ones to end are short.
+// counter, those with the most keys first, so that the last ones to end are short. Where all requests have as many pieces as the
+// longest may have, a group of streams (a head of a request) that stays in L2 goes from its longest pieces to its shortest ones.
+// Other batches are counted by each block when it starts, a lane for each request: requests follow one another, each in groups of
+// heads, so that no number of the counter stands for an empty piece.
 //
 // A block is two warpgroups that compute, 64 queries each, and one warp that copies for them: queries, keys and values by the
 // tensor copy engine, the selection's words by plain loads one tile ahead. It leaves out a tile of which no query selects a
@@ -12,11 +15,12 @@
 //   output: probabilities in registers x values; the scores of the next tile are computed beside it, and its softmax while
 //   the values of this one are multiplied. The two warpgroups take turns in issuing, so that one computes its softmax while
 //   the tensor cores work for the other.
-// A row's words are read from shared memory once a tile, cut by causality, and shifted by the lane's column; then a score costs
-// one test and one select.
+// A row's words are read from shared memory once a tile, cut by causality, and shifted by the lane's column. What a bit says is
+// then moved into a summand, 0 or -2^127, by one permutation of bytes, and added where the score is scaled: a test and a select
+// would take the slower pipe twice. A tile that all queries select, and that causality does not cut, is not masked.
 //
-// Values of a key that no query may see are multiplied by probabilities of 0; where one is not finite, that makes the row NaN.
-// Such rows are computed again, over their own keys alone (`repair`).
+// Values of a key that no query may see are multiplied by probabilities of 0, and -2^127 is added to its scores; where one is not
+// finite, that makes the row NaN. Such rows are computed again, over their own keys alone (`repair`).
 
 #include "instructions.cuh"
 
@@ -30,6 +34,8 @@
 #define CONSUMER_REGISTERS 232
 #define PRODUCER_REGISTERS 40
 #define K_STEPS (DQK / 16)
+#define MOST_CHUNKS 1024                         // of 32 requests; in longer batches empty pieces are numbered too
+#define GROUP_ROWS (GROUP_BYTES / ((DQK + DV) * 2))  // keys of the streams of a group, together
 #define CHUNK(rows) ((rows) * 128)               // bytes of 64 columns of a tile, swizzled by 128 bytes
 #define Q_BYTES (DQK / 64 * CHUNK(QUERIES))
 #define K_BYTES (DQK / 64 * CHUNK(KEYS))
@@ -39,14 +45,16 @@
 #define V_AT (K_AT + STAGES * K_BYTES)
 #define MASK_AT (V_AT + STAGES * V_BYTES)
 #define WORK_AT (MASK_AT + STAGES * MASK_BYTES)  // a piece of work, as `Work` is
-#define TILE_AT (WORK_AT + 32)                   // [STAGES]: the first key of the tile, -1 behind the last
+#define TILE_AT (WORK_AT + 32)                   // [STAGES]: twice the tile's number, and 1 where all is selected; -1 behind the last
 #define K_FULL (TILE_AT + STAGES * 4)            // barriers
 #define K_EMPTY (K_FULL + STAGES * 8)
 #define V_FULL (K_EMPTY + STAGES * 8)
 #define V_EMPTY (V_FULL + STAGES * 8)
 #define Q_FULL (V_EMPTY + STAGES * 8)
 #define Q_EMPTY (Q_FULL + 8)
-#define SHARED_BYTES (Q_EMPTY + 8)
+#define REQUESTS_AT ((Q_EMPTY + 8 + 15) / 16 * 16)  // [32]: first query, queries, first key, keys of the requests of a chunk
+#define BEFORE_AT (REQUESTS_AT + 32 * 16)           // [MOST_CHUNKS + 1]: tiles of queries of one head in front of a chunk
+#define SHARED_BYTES (BEFORE_AT + (MOST_CHUNKS + 1) * 4)
 
 static_assert(K_FULL % 8 == 0 && K_AT % 1024 == 0 && V_AT % 1024 == 0, "the copy engine's and barriers' alignment");
 
@@ -71,6 +79,13 @@ __device__ __forceinline__ u32 to_bf162(float low, float high) {
     u32 r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
+}
+// -2^127 where bit 7 of byte N is set, else 0
+template <int N>
+__device__ __forceinline__ float bias_of_byte(u32 x) {
+    u32 r;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(x), "n"((8 | N) << 12 | 0x444));
+    return __uint_as_float(r);
 }
 __device__ __forceinline__ float low_bf16(u32 x) { return __uint_as_float(x << 16); }
 __device__ __forceinline__ float high_bf16(u32 x) { return __uint_as_float(x & 0xffff0000u); }
@@ -208,28 +223,79 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
         if (warp != 0) return;
         int stage = 0, v_stage = 0;
         u32 parity = 1, v_parity = 1, q_parity = 1;  // stages begin empty
-        const int pieces = num_heads * num_requests * query_tiles;
         const bool whole_words = WORDS == 4 && st.selection_t % 4 == 0 && (u64)selection % 16 == 0;
-        for (;;) {
-            int piece = 0;
-            if (lane == 0) {
-                piece = atomicAdd(counter, 1);
-                if (piece == pieces + (int)gridDim.x - 1) *counter = 0;  // the last one to ask: ready for the next launch
+        auto take = [&] { return lane == 0 ? atomicAdd(counter, 1) : 0; };
+        int piece = take();  // while requests are counted
+        const int chunks = (num_requests + 31) / 32;
+        // requests of a chunk into shared memory; returns their tiles of queries up to the lane's own
+        auto hold_chunk = [&](int chunk) {
+            const int request = chunk * 32 + lane;
+            int4 own = make_int4(0, 0, 0, 0);
+            if (request < num_requests) {
+                own.x = __ldg(q_starts + request), own.z = __ldg(k_starts + request);
+                own.y = __ldg(q_starts + request + 1) - own.x, own.w = __ldg(k_starts + request + 1) - own.z;
             }
+            __syncwarp();
+            at<int4>(smem, REQUESTS_AT + lane * 16) = own;
+            int tiles = (own.y + QUERIES - 1) / QUERIES;
+#pragma unroll
+            for (int d = 1; d < 32; d *= 2) {
+                const int other = __shfl_up_sync(~0u, tiles, d);
+                if (lane >= d) tiles += other;
+            }
+            __syncwarp();
+            return tiles;
+        };
+        int held = -1, upto = 0, total = num_requests * query_tiles;
+        if (chunks <= MOST_CHUNKS) {
+            total = 0;
+            for (int chunk = 0; chunk < chunks; ++chunk) {
+                if (lane == 0) at<int>(smem, BEFORE_AT + chunk * 4) = total;
+                upto = hold_chunk(held = chunk);
+                total += __shfl_sync(~0u, upto, 31);
+            }
+            if (lane == 0) at<int>(smem, BEFORE_AT + chunks * 4) = total;
+            __syncwarp();
+            if (chunks > 1) held = -1;
+        }
+        const bool uniform = total == num_requests * query_tiles;
+        const int pieces = num_heads * total;
+        for (;; piece = take()) {
+            if (lane == 0 && piece == pieces + (int)gridDim.x - 1) *counter = 0;  // the last one to ask: ready for the next launch
             piece = __shfl_sync(~0u, piece, 0);
             Work work = {-1, 0, 0, 0, 0, 0, 0};
             if (piece < pieces) {
-                // streams (a head of a request) in groups whose keys and values stay in L2; in a group the longest tiles first
-                const int first = piece / (group_streams * query_tiles) * group_streams, rest = piece - first * query_tiles;
-                const int streams = min(group_streams, num_heads * num_requests - first);
-                const int stream = first + rest % streams, tile = query_tiles - 1 - rest / streams;
-                const int request = stream / num_heads, head = stream % num_heads;
-                const int q_start = __ldg(q_starts + request), k_start = __ldg(k_starts + request);
-                const int queries = __ldg(q_starts + request + 1) - q_start, keys = __ldg(k_starts + request + 1) - k_start;
+                int head, tile;
+                int4 own;
+                if (uniform) {
+                    const int first = piece / (group_streams * query_tiles) * group_streams, rest = piece - first * query_tiles;
+                    const int streams = min(group_streams, num_heads * num_requests - first);
+                    const int stream = first + rest % streams, request = stream / num_heads;
+                    tile = query_tiles - 1 - rest / streams, head = stream % num_heads;
+                    if (held >= 0) {
+                        own = at<int4>(smem, REQUESTS_AT + request * 16);
+                    } else {
+                        own.x = __ldg(q_starts + request), own.z = __ldg(k_starts + request);
+                        own.y = __ldg(q_starts + request + 1) - own.x, own.w = __ldg(k_starts + request + 1) - own.z;
+                    }
+                    if (tile * QUERIES >= own.y) continue;  // of a batch that was not counted
+                } else {
+                    int chunk = max(held, 0);  // numbers only grow
+                    while (at<int>(smem, BEFORE_AT + (chunk + 1) * 4) * num_heads <= piece) ++chunk;
+                    if (chunk != held) upto = hold_chunk(held = chunk);
+                    const int rest = piece - at<int>(smem, BEFORE_AT + chunk * 4) * num_heads;
+                    const int of = __ffs(__ballot_sync(~0u, upto * num_heads > rest)) - 1;
+                    own = at<int4>(smem, REQUESTS_AT + of * 16);
+                    const int tiles = (own.y + QUERIES - 1) / QUERIES;
+                    const int in_request = rest - (__shfl_sync(~0u, upto, of) - tiles) * num_heads;
+                    const int most = max(1, min(num_heads, GROUP_ROWS / max(own.w, 1)));
+                    const int groups = (num_heads + most - 1) / most, heads = (num_heads + groups - 1) / groups;
+                    const int first = in_request / (heads * tiles) * heads, in_group = in_request - first * tiles;
+                    const int its = min(heads, num_heads - first);
+                    tile = tiles - 1 - in_group / its, head = first + in_group % its;
+                }
                 const int q0 = tile * QUERIES;
-                if (q0 >= queries) continue;
-                work = {head, q_start, k_start, q0, min(QUERIES, queries - q0), keys,
-                        causal ? q0 + 1 + keys - queries : keys};
+                work = {head, own.x, own.z, q0, min(QUERIES, own.y - q0), own.w, causal ? q0 + 1 + own.w - own.y : own.w};
             }
             barrier_wait(shared + Q_EMPTY, q_parity);
             q_parity ^= 1;
@@ -263,8 +329,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
             int previous = -1;
             for (int tile = (seen + KEYS - 1) / KEYS - 1; tile >= 0; --tile) {
                 u32 word[4][WORDS];
+                int full = 0;
                 if (selection) {
-                    u32 any = 0;
+                    u32 any = 0, all = ~0u;
 #pragma unroll
                     for (int r = 0; r < 4; ++r) {
                         const bool there = lane + r * 32 < work.rows;
@@ -279,9 +346,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
                                 word[r][w] = there && tile * WORDS + w < words_in_row ? __ldg(from + w) : 0u;
                         }
 #pragma unroll
-                        for (int w = 0; w < WORDS; ++w) any |= word[r][w];
+                        for (int w = 0; w < WORDS; ++w) any |= word[r][w], all &= there ? word[r][w] : ~0u;
                     }
                     if (!__any_sync(~0u, any != 0)) continue;
+                    full = __all_sync(~0u, all == ~0u);
                 }
                 barrier_wait(shared + K_EMPTY + stage * 8, parity);
                 if (selection)
@@ -292,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
                             at<u32>(smem, MASK_AT + stage * MASK_BYTES + ((lane + r * 32) * WORDS + w) * 4) = word[r][w];
                 __syncwarp();
                 if (lane == 0) {
-                    at<int>(smem, TILE_AT + stage * 4) = tile * KEYS;
+                    at<int>(smem, TILE_AT + stage * 4) = tile * 2 + full;
                     barrier_expect(shared + K_FULL + stage * 8, K_BYTES);
 #pragma unroll 1
                     for (int c = 0; c < DQK / 64; ++c)
@@ -355,8 +423,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
             for (int s = 0; s < KEYS / 16; ++s) output_step(acc, p + s * 4, values + s * 128);
             wgmma_commit();
         };
-        auto masked = [&](int stage, int key0) {
-            if (!selection && key0 + KEYS <= cut_from) return;
+        // scales and masks x; returns what is left to scale it by: 1, or all where nothing is masked
+        auto masked = [&](int stage, int tile) {
+            const int key0 = (tile >> 1) * KEYS;
+            if ((!selection || tile & 1) && key0 + KEYS <= cut_from) return scale_log2;
             u32 word[2][WORDS];
 #pragma unroll
             for (int r = 0; r < 2; ++r)
@@ -374,35 +444,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
             for (int r = 0; r < 2; ++r)
 #pragma unroll
                 for (int w = 0; w < WORDS; ++w) {
-                    const u32 mine = word[r][w] >> (2 * c);
+                    const u32 absent = ~word[r][w] >> (2 * c);
 #pragma unroll
-                    for (int n = 0; n < 4; ++n)
-#pragma unroll
-                        for (int b = 0; b < 2; ++b) {
-                            float& score = x[(w * 4 + n) * 4 + r * 2 + b];
-                            score = mine & (1u << (n * 8 + b)) ? score : minus_infinity();
-                        }
+                    for (int b = 0; b < 2; ++b) {
+                        const u32 signs = absent << (7 - b);  // of columns 8 n + b: bit 7 of byte n
+                        float* score = x + w * 16 + r * 2 + b;
+                        score[0] = fmaf(score[0], scale_log2, bias_of_byte<0>(signs));
+                        score[4] = fmaf(score[4], scale_log2, bias_of_byte<1>(signs));
+                        score[8] = fmaf(score[8], scale_log2, bias_of_byte<2>(signs));
+                        score[12] = fmaf(score[12], scale_log2, bias_of_byte<3>(signs));
+                    }
                 }
+            return 1.f;
         };
-        // x becomes probabilities; what the output of the tiles before is to be multiplied by
-        auto softmax = [&](float (&decay)[2]) {
+        // x, left to be scaled, becomes probabilities; what the output of the tiles before is to be multiplied by
+        auto softmax = [&](float (&decay)[2], float scale) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                float top = level[r];
+                float top = x[r * 2];
 #pragma unroll
                 for (int n = 0; n < KEYS / 8; ++n) top = fmaxf(top, fmaxf(x[n * 4 + r * 2], x[n * 4 + r * 2 + 1]));
                 top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
                 top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-                decay[r] = exp2_((level[r] - top) * scale_log2);
+                top = fmaxf(level[r], top * scale);
+                decay[r] = exp2_(level[r] - top);
                 level[r] = top;
-                const float base = -top * scale_log2;
                 float part = 0.f;
 #pragma unroll
                 for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
                     for (int b = 0; b < 2; ++b) {
                         float& score = x[n * 4 + r * 2 + b];
-                        score = exp2_(fmaf(score, scale_log2, base));
+                        score = exp2_(fmaf(score, scale, -top));
                         part += score;
                     }
                 sum[r] = sum[r] * decay[r] + part;
@@ -416,7 +489,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
             __syncwarp();
             warp_arrive(shared + barriers + stage * 8, lane);
         };
-        auto next_key0 = [&] {  // the tile that the stage holds
+        auto next_tile = [&] {  // that the stage holds
             barrier_wait(shared + K_FULL + stage * 8, parity);
             return at<int>(smem, TILE_AT + stage * 4);
         };
@@ -424,18 +497,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
             if (++stage == STAGES) stage = 0, parity ^= 1;
         };
 
-        int key0 = next_key0();
-        if (key0 >= 0) {
+        int tile = next_tile();
+        if (tile >= 0) {
             float decay[2];
             scores(stage);
             wgmma_wait<0>();
             hold(x);
-            masked(stage, key0);
+            const float scale = masked(stage, tile);
             leave(K_EMPTY, stage);
             advance(stage, parity);
-            softmax(decay);
+            softmax(decay, scale);
             pack();
-            while ((key0 = next_key0()) >= 0) {
+            while ((tile = next_tile()) >= 0) {
                 wait_turn(group);
                 scores(stage);
                 barrier_wait(shared + V_FULL + v_stage * 8, v_parity);
@@ -443,10 +516,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
                 give_turn(group ^ 1);
                 wgmma_wait<1>();
                 hold(x);
-                masked(stage, key0);
+                const float scale = masked(stage, tile);
                 leave(K_EMPTY, stage);
                 advance(stage, parity);
-                softmax(decay);
+                softmax(decay, scale);
                 wgmma_wait<0>();
                 hold(acc);
                 hold(p);
@@ -511,7 +584,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
             }
             if (on && c == 0)
                 lse_out[(i64)(work.q_start + query) * st.lse_t + (i64)work.head * st.lse_h] =
-                    sum[r] == 0.f ? minus_infinity() : (level[r] * scale_log2 + __log2f(sum[r])) * LN_2;
+                    sum[r] == 0.f ? minus_infinity() : (level[r] + __log2f(sum[r])) * LN_2;
         }
 #pragma unroll 1
         for (int r = 0; r < 2; ++r) {

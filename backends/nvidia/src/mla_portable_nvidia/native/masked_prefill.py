@@ -33,6 +33,8 @@ _STAGES: Final = 2
 _GROUP_BYTES: Final = 32 << 20
 """Keys and values of the streams, a head of a request each, that are worked on at a time, so that they stay in an H200's
 50 MB of L2."""
+_MOST_CHUNKS: Final = 1024
+"""Of 32 requests, as the source has it."""
 _LOG2_E: Final = math.log2(math.e)
 
 
@@ -63,13 +65,14 @@ class MaskedPrefillBuild(KernelBuild):
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
-        return (("DQK", self.qk_head_dim), ("DV", self.v_head_dim), ("KEYS", self.keys))
+        return (("DQK", self.qk_head_dim), ("DV", self.v_head_dim), ("KEYS", self.keys), ("GROUP_BYTES", _GROUP_BYTES))
 
     @property
     def shared_bytes(self) -> int:
         queries, tile = QUERIES * self.qk_head_dim * 2, self.keys * (self.qk_head_dim + self.v_head_dim) * 2
         mask, work, first_keys, barriers = QUERIES * self.keys // 8, 32, _STAGES * 4, (4 * _STAGES + 2) * 8
-        return queries + _STAGES * (tile + mask) + work + first_keys + barriers
+        aligned = -(-(queries + _STAGES * (tile + mask) + work + first_keys + barriers) // 16) * 16
+        return aligned + 32 * 16 + (_MOST_CHUNKS + 1) * 4
 
     @property
     def wide_clusters(self) -> bool:
@@ -84,8 +87,13 @@ BUILDS: Final = {
 
 
 def group_streams(num_streams: int, max_key_len: int, head_bytes: int) -> int:
-    """Streams whose keys and values L2 holds. head_bytes: of a key and its value, of one head."""
-    return max(1, min(num_streams, _GROUP_BYTES // max(max_key_len * head_bytes, 1)))
+    """Streams of a group, whose keys and values L2 holds. head_bytes: of a key and its value, of one head.
+
+    Groups are about equal: a small last one would have too few pieces for the device, and the longest of them would end late.
+    """
+    most = max(1, min(num_streams, _GROUP_BYTES // max(max_key_len * head_bytes, 1)))
+    groups = -(-num_streams // most)
+    return -(-num_streams // groups)
 
 
 class Counters:
