@@ -15,12 +15,11 @@
 //   output: probabilities in registers x values; the scores of the next tile are computed beside it, and its softmax while
 //   the values of this one are multiplied. The two warpgroups take turns in issuing, so that one computes its softmax while
 //   the tensor cores work for the other.
-// A row's words are read from shared memory once a tile, cut by causality, and shifted by the lane's column. What a bit says is
-// then moved into a summand, 0 or -2^127, by one permutation of bytes, and added where the score is scaled: a test and a select
-// would take the slower pipe twice. A tile that all queries select, and that causality does not cut, is not masked.
+// A row's words are read from shared memory once a tile, cut by causality, and shifted by the lane's column; then a score costs
+// one test and one select.
 //
-// Values of a key that no query may see are multiplied by probabilities of 0, and -2^127 is added to its scores; where one is not
-// finite, that makes the row NaN. Such rows are computed again, over their own keys alone (`repair`).
+// Values of a key that no query may see are multiplied by probabilities of 0; where one is not finite, that makes the row NaN.
+// Such rows are computed again, over their own keys alone (`repair`).
 
 #include "instructions.cuh"
 
@@ -45,7 +44,7 @@
 #define V_AT (K_AT + STAGES * K_BYTES)
 #define MASK_AT (V_AT + STAGES * V_BYTES)
 #define WORK_AT (MASK_AT + STAGES * MASK_BYTES)  // a piece of work, as `Work` is
-#define TILE_AT (WORK_AT + 32)                   // [STAGES]: twice the tile's number, and 1 where all is selected; -1 behind the last
+#define TILE_AT (WORK_AT + 32)                   // [STAGES]: the first key of the tile, -1 behind the last
 #define K_FULL (TILE_AT + STAGES * 4)            // barriers
 #define K_EMPTY (K_FULL + STAGES * 8)
 #define V_FULL (K_EMPTY + STAGES * 8)
@@ -79,13 +78,6 @@ __device__ __forceinline__ u32 to_bf162(float low, float high) {
     u32 r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
-}
-// -2^127 where bit 7 of byte N is set, else 0
-template <int N>
-__device__ __forceinline__ float bias_of_byte(u32 x) {
-    u32 r;
-    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(x), "n"((8 | N) << 12 | 0x444));
-    return __uint_as_float(r);
 }
 __device__ __forceinline__ float low_bf16(u32 x) { return __uint_as_float(x << 16); }
 __device__ __forceinline__ float high_bf16(u32 x) { return __uint_as_float(x & 0xffff0000u); }
@@ -329,9 +321,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
             int previous = -1;
             for (int tile = (seen + KEYS - 1) / KEYS - 1; tile >= 0; --tile) {
                 u32 word[4][WORDS];
-                int full = 0;
                 if (selection) {
-                    u32 any = 0, all = ~0u;
+                    u32 any = 0;
 #pragma unroll
                     for (int r = 0; r < 4; ++r) {
                         const bool there = lane + r * 32 < work.rows;
@@ -346,10 +337,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
                                 word[r][w] = there && tile * WORDS + w < words_in_row ? __ldg(from + w) : 0u;
                         }
 #pragma unroll
-                        for (int w = 0; w < WORDS; ++w) any |= word[r][w], all &= there ? word[r][w] : ~0u;
+                        for (int w = 0; w < WORDS; ++w) any |= word[r][w];
                     }
                     if (!__any_sync(~0u, any != 0)) continue;
-                    full = __all_sync(~0u, all == ~0u);
                 }
                 barrier_wait(shared + K_EMPTY + stage * 8, parity);
                 if (selection)
@@ -360,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
                             at<u32>(smem, MASK_AT + stage * MASK_BYTES + ((lane + r * 32) * WORDS + w) * 4) = word[r][w];
                 __syncwarp();
                 if (lane == 0) {
-                    at<int>(smem, TILE_AT + stage * 4) = tile * 2 + full;
+                    at<int>(smem, TILE_AT + stage * 4) = tile * KEYS;
                     barrier_expect(shared + K_FULL + stage * 8, K_BYTES);
 #pragma unroll 1
                     for (int c = 0; c < DQK / 64; ++c)
@@ -423,10 +413,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
             for (int s = 0; s < KEYS / 16; ++s) output_step(acc, p + s * 4, values + s * 128);
             wgmma_commit();
         };
-        // scales and masks x; returns what is left to scale it by: 1, or all where nothing is masked
-        auto masked = [&](int stage, int tile) {
-            const int key0 = (tile >> 1) * KEYS;
-            if ((!selection || tile & 1) && key0 + KEYS <= cut_from) return scale_log2;
+        auto masked = [&](int stage, int key0) {
+            if (!selection && key0 + KEYS <= cut_from) return;
             u32 word[2][WORDS];
 #pragma unroll
             for (int r = 0; r < 2; ++r)
@@ -444,38 +432,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
             for (int r = 0; r < 2; ++r)
 #pragma unroll
                 for (int w = 0; w < WORDS; ++w) {
-                    const u32 absent = ~word[r][w] >> (2 * c);
+                    const u32 mine = word[r][w] >> (2 * c);
 #pragma unroll
-                    for (int b = 0; b < 2; ++b) {
-                        const u32 signs = absent << (7 - b);  // of columns 8 n + b: bit 7 of byte n
-                        float* score = x + w * 16 + r * 2 + b;
-                        score[0] = fmaf(score[0], scale_log2, bias_of_byte<0>(signs));
-                        score[4] = fmaf(score[4], scale_log2, bias_of_byte<1>(signs));
-                        score[8] = fmaf(score[8], scale_log2, bias_of_byte<2>(signs));
-                        score[12] = fmaf(score[12], scale_log2, bias_of_byte<3>(signs));
-                    }
+                    for (int n = 0; n < 4; ++n)
+#pragma unroll
+                        for (int b = 0; b < 2; ++b) {
+                            float& score = x[(w * 4 + n) * 4 + r * 2 + b];
+                            score = mine & (1u << (n * 8 + b)) ? score : minus_infinity();
+                        }
                 }
-            return 1.f;
         };
-        // x, left to be scaled, becomes probabilities; what the output of the tiles before is to be multiplied by
-        auto softmax = [&](float (&decay)[2], float scale) {
+        // x becomes probabilities; what the output of the tiles before is to be multiplied by
+        auto softmax = [&](float (&decay)[2]) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                float top = x[r * 2];
+                float top = level[r];
 #pragma unroll
                 for (int n = 0; n < KEYS / 8; ++n) top = fmaxf(top, fmaxf(x[n * 4 + r * 2], x[n * 4 + r * 2 + 1]));
                 top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
                 top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-                top = fmaxf(level[r], top * scale);
-                decay[r] = exp2_(level[r] - top);
+                decay[r] = exp2_((level[r] - top) * scale_log2);
                 level[r] = top;
+                const float base = -top * scale_log2;
                 float part = 0.f;
 #pragma unroll
                 for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
                     for (int b = 0; b < 2; ++b) {
                         float& score = x[n * 4 + r * 2 + b];
-                        score = exp2_(fmaf(score, scale, -top));
+                        score = exp2_(fmaf(score, scale_log2, base));
                         part += score;
                     }
                 sum[r] = sum[r] * decay[r] + part;
@@ -489,7 +474,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
             __syncwarp();
             warp_arrive(shared + barriers + stage * 8, lane);
         };
-        auto next_tile = [&] {  // that the stage holds
+        auto next_key0 = [&] {  // the tile that the stage holds
             barrier_wait(shared + K_FULL + stage * 8, parity);
             return at<int>(smem, TILE_AT + stage * 4);
         };
@@ -497,18 +482,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
             if (++stage == STAGES) stage = 0, parity ^= 1;
         };
 
-        int tile = next_tile();
-        if (tile >= 0) {
+        int key0 = next_key0();
+        if (key0 >= 0) {
             float decay[2];
             scores(stage);
             wgmma_wait<0>();
             hold(x);
-            const float scale = masked(stage, tile);
+            masked(stage, key0);
             leave(K_EMPTY, stage);
             advance(stage, parity);
-            softmax(decay, scale);
+            softmax(decay);
             pack();
-            while ((tile = next_tile()) >= 0) {
+            while ((key0 = next_key0()) >= 0) {
                 wait_turn(group);
                 scores(stage);
                 barrier_wait(shared + V_FULL + v_stage * 8, v_parity);
@@ -516,10 +501,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
                 give_turn(group ^ 1);
                 wgmma_wait<1>();
                 hold(x);
-                const float scale = masked(stage, tile);
+                masked(stage, key0);
                 leave(K_EMPTY, stage);
                 advance(stage, parity);
-                softmax(decay, scale);
+                softmax(decay);
                 wgmma_wait<0>();
                 hold(acc);
                 hold(p);
@@ -584,7 +569,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) masked_prefill(
             }
             if (on && c == 0)
                 lse_out[(i64)(work.q_start + query) * st.lse_t + (i64)work.head * st.lse_h] =
-                    sum[r] == 0.f ? minus_infinity() : (level[r] + __log2f(sum[r])) * LN_2;
+                    sum[r] == 0.f ? minus_infinity() : (level[r] * scale_log2 + __log2f(sum[r])) * LN_2;
         }
 #pragma unroll 1
         for (int r = 0; r < 2; ++r) {
