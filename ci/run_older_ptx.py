@@ -2,7 +2,7 @@
 """Run the conformance suite on what Triton or NVRTC makes for an older NVIDIA architecture, on a newer GPU; or time that code.
 
     python ci/run_older_ptx.py sm80 BACKEND [--level smoke] [--primitive P] [--jobs N] [--who NAME] [--commit C] --out FILE
-    python ci/run_older_ptx.py sm80 --bench [ARGUMENTS of `mla-portable bench kernels`]
+    python ci/run_older_ptx.py sm80 --bench kernels|prompts [ARGUMENTS of that command of `mla-portable bench`]
 
 BACKEND is `triton`, or an implementation whose kernels the nvidia plugin compiles itself, `nvidia.native_sm80`: those of
 libraries cannot be run this way. The compiler makes PTX for the older architecture, and the driver compiles that for the chip
@@ -83,7 +83,8 @@ def bench(older: Profile, words: Sequence[str]) -> None:
         loaded = Path(folder) / "loaded"
         loaded.touch()
         load_older(int(older.arch.removeprefix("sm")), loaded)
-        app(["bench", "kernels", "--device", "cuda", "--no-baselines", *words])
+        name, *more = words or ["kernels"]
+        app(["bench", name, "--device", "cuda", *(["--no-baselines"] if name == "kernels" else []), *more])
 
 
 def main() -> int:

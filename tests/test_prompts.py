@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from attention_steps import BLOCK, BLOCKS, HEADS, REFERENCE, SPEC, TOPK, written
 from torch import Tensor
 
 from mla_portable.attention import AttentionSpec, HeadDims, PromptAttention, SparseMLAAttention
-from mla_portable.attention.prompt_times import H200, Counts, prompt_times
+from mla_portable.attention.prompt_times import TIMES, Counts, prompt_times
 from mla_portable.contracts import Batch, ContextShare, InvalidArgument, PlanMismatch, UnsupportedRequest
 from mla_portable.layouts import LAYOUTS
 from mla_portable.planner import Planner
@@ -116,9 +117,7 @@ def expected(step: Prompts, layout: str, *, masked: bool) -> Tensor:
     return out
 
 
-def make_layer(
-    layout: str = "fp8_ds_mla", registry: Registry = REFERENCE, rows: int = 64, **spec: object
-) -> PromptAttention:
+def make_layer(layout: str = "fp8_ds_mla", registry: Registry = REFERENCE, rows: int = 64, **spec: object) -> PromptAttention:
     spec = {"kv_layout": layout, "scale_format": "pow2" if layout == "fp8_ds_mla" else None, **spec}
     return PromptAttention(replace(SPEC, **spec), DIMS, device=CPU, registry=registry, key_rows=rows, backend=BACKEND)  # pyright: ignore
 
@@ -143,7 +142,7 @@ def test_parts_are_bounded_and_most_steps_have_one():
     plan = make_prompts("long with context", key_rows=50).plan  # 34 new tokens; contexts of 33, 0, 26 and 35 rows
     assert [part.num_context for part in plan.parts] == [50, 28, 16]
     assert [part.num_keys for part in plan.parts] == [50, 28, 50]
-    assert [part.max_key_len for part in plan.parts] == [33, 19, 29]  # the last one has 16 rows of the last context, and 13 tokens
+    assert [part.max_key_len for part in plan.parts] == [33, 19, 29]  # 16 rows of the last context and 13 tokens
     assert [part.new_rows is None for part in plan.parts] == [True, True, False]
     (all_of_it,) = make_prompts("long with context", key_rows=128).plan.parts
     assert (all_of_it.num_context, all_of_it.num_keys, all_of_it.first_positions) == (94, 128, None)
@@ -192,7 +191,7 @@ def test_it_agrees_with_the_layer_over_latent_rows():
 )
 def test_a_spec_that_is_not_served_is_refused(spec: dict[str, object], text: str):
     with pytest.raises(InvalidArgument, match=text):
-        make_layer(**{"layout": "bf16", "scale_format": None, **spec} if "kv_layout" not in spec else {**spec, "layout": "bf16"})  # type: ignore[arg-type]
+        make_layer("bf16", **spec)
 
 
 @pytest.mark.parametrize(
@@ -251,28 +250,42 @@ def lengths(*requests: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.array([each[i] for each in requests], dtype=np.int32) for i in (0, 1))  # type: ignore[return-value]
 
 
+def counts(*requests: tuple[int, int], key_rows: int = 8192) -> Counts:
+    return Counts.of(*lengths(*requests), 2048, key_rows)
+
+
 def test_counts_are_those_of_a_count_one_by_one():
     requests = [(7, 7), (5, 31), (13, 13), (4, 12), (0, 9), (6, 14)]
     seen = [position + 1 for query, total in requests for position in range(total - query, total)]
-    counts = Counts.of(*lengths(*requests), 12)
-    assert counts.pairs == sum(seen) and counts.selected == sum(min(12, keys) for keys in seen)
-    assert (counts.tokens, counts.keys, counts.context) == (35, 86, 51)
+    found = Counts.of(*lengths(*requests), 12, 40)
+    assert found.pairs == sum(seen) and found.selected == sum(min(12, keys) for keys in seen)
+    assert (found.tokens, found.keys, found.parts, found.merged) == (35, 86, 2, 70)
+    table = torch.zeros((6, 4), dtype=torch.int32)
+    assert len(plan_prompts(*lengths(*requests), table, topk=12, key_rows=40).parts) == 1 + found.parts
 
 
-@pytest.mark.parametrize("heads", H200)
-def test_long_contexts_take_the_sparse_route_and_short_prompts_do_not(heads: int):
-    times = prompt_times(heads)
-    for prompts in ([(1000, 1000)] * 8, [(2000, 2000)] * 4, [(4096, 4096)] * 2, [(512, 512)]):
-        assert times.per_head_saves(*lengths(*prompts), 2048) > 0
+@pytest.mark.parametrize("times", TIMES, ids=str)
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+def test_long_contexts_take_the_sparse_route_and_short_prompts_do_not(times: tuple[bool, bool], heads: int):
+    constants = TIMES[times][heads]
+    for prompts in ([(1000, 1000)] * 8, [(2000, 2000)] * 4, [(512, 512)], [(128, 128)] * 16):
+        assert constants.saves(counts(*prompts), masked=False) > 0
     for prompts in ([(16, 2048)] * 8, [(32, 8192)] * 4, [(8192, 131_072)]):
-        assert times.per_head_saves(*lengths(*prompts), 2048) < 0
-    gains: Sequence[float] = [times.per_head_saves(*lengths((2048, 2048 + context)), 2048) for context in (0, 8192, 32_768)]
-    assert list(gains) == sorted(gains, reverse=True)
+        assert constants.saves(counts(*prompts), masked=True) < 0
+    gains = [constants.saves(counts((2048, 2048 + context)), masked=True) for context in (512, 8192, 32_768)]
+    assert gains == sorted(gains, reverse=True)
 
 
 @pytest.mark.parametrize("heads, row", [(1, 8), (8, 8), (12, 16), (16, 16), (24, 32), (64, 64), (96, 128), (256, 128)])
-def test_times_are_those_of_the_next_head_count(heads: int, row: int):
-    assert prompt_times(heads) is H200[row]
+def test_times_are_those_of_the_next_head_count_and_of_the_kernels(heads: int, row: int):
+    def layer(masked: str, dims: HeadDims) -> Any:
+        decisions = {"masked": SimpleNamespace(chosen=masked)}
+        return SimpleNamespace(spec=SimpleNamespace(num_heads=heads), head_dims=dims, decisions=decisions)
+
+    for native, wide in TIMES:
+        dims = HeadDims(192, 64, 256) if wide else HeadDims()
+        served = "nvidia.native" if native else "triton.portable"
+        assert prompt_times(layer(served, dims)) is TIMES[native, wide][row]
 
 
 def test_primitives_are_chosen_like_all_others():

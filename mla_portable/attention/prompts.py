@@ -3,11 +3,11 @@
 
 SparseMLAAttention multiplies the query by W_UK, attends to latent rows and leaves the product with W_UV to its caller. Here the
 latent rows are projected to keys [N, H, P + R] and values [N, H, V] once, and the query attends to those of its request, under
-its selection as a bit mask where it does not select everything. Both give the same up to rounding. This way reads every key before
-a token, but at a fraction of the products for each: `PromptTimes` says when it takes less time.
+its selection as a bit mask where it does not select everything. Both give the same up to rounding. This way reads every key
+before a token, but at a fraction of the products for each: `PromptTimes` says when it takes less time.
 
-For each part of the keys (PromptPlan; mostly one has all of them): gather_upconvert of the context from the cache, the projection,
-concat_mla_k, pack_selection, masked_prefill; merge_states where there are several.
+For each part of the keys (PromptPlan; mostly one has all of them): gather_upconvert of the context from the cache, the
+projection, concat_mla_k, pack_selection, masked_prefill; merge_states where there are several.
 
 New tokens are attended to as they are given, not as a quantised cache has them; the context is what the cache has.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from mla_portable.accelerator import accelerator
 from mla_portable.attention.layer_registry import BackendChoice, LayerRegistry
 from mla_portable.attention.spec import AttentionSpec
-from mla_portable.contracts import Decision, InvalidArgument, PlanMismatch, Request
+from mla_portable.contracts import Decision, PlanMismatch, Request
 from mla_portable.contracts.rules import check_cache, check_disjoint, check_tensor, shape_of
 from mla_portable.contracts.values import INT32_MAX, check_count, check_fields, check_type, describe, device_of, refuse
 from mla_portable.planner.prompts import KeyPart, PromptPlan
@@ -38,8 +38,8 @@ from mla_portable.primitives import (
 from mla_portable.registry import Registry, get_registry
 
 Project = Callable[[Tensor], Tensor]
-"""The up-projection, `kv_b_proj` of a model: latent [N, 512] bf16 -> [N, H * (P + V)] bf16, for each head its P columns of the key
-without rope, then its V columns of the value. The latent's rows may lie any distance apart."""
+"""The up-projection, `kv_b_proj` of a model: latent [N, 512] bf16 -> [N, H * (P + V)] bf16, for each head its P columns of the
+key without rope, then its V columns of the value. The latent's rows may lie any distance apart."""
 
 _CLASS: Final = "PromptAttention"
 _WHERE: Final = "PromptAttention.forward"
@@ -90,8 +90,8 @@ class PromptAttention:
 
         Args:
             spec: of the model's SparseMLAAttention; `num_heads` are those of this rank. device: where the layers run.
-            registry, backend: as of SparseMLAAttention. key_rows: keys that are projected at a time; None for `max_num_tokens`, at
-                least 2,048.
+            registry, backend: as of SparseMLAAttention. key_rows: keys that are projected at a time; None for
+                `max_num_tokens`, at least 2,048.
         Raises: InvalidArgument, also for a spec with sinks, with a share of the sequences, or that asks for batch invariance;
             UnsupportedRequest where no implementation serves a primitive.
         """

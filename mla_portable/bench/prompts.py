@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from mla_portable.attention.prompt_times import Counts, PromptTimes
 from mla_portable.attention.step import JoinQuery
 from mla_portable.bench.timing import captured, measure_in_turns
 from mla_portable.contracts import Batch
+from mla_portable.dispatch import current_registry
 from mla_portable.layouts import LAYOUTS
 from mla_portable.planner import Planner
 from mla_portable.planner.prompts import plan_prompts
@@ -64,13 +65,11 @@ class StepTimes:
     """Of one step. latent_us, per_head_us: median GPU time of the layer. error: between the two, of the larger norm."""
 
     requests: Requests
+    counts: Counts
     latent_us: float
     per_head_us: float
     error: float
     masked: bool
-
-    def counts(self, topk: int) -> Counts:
-        return Counts.of(*lengths(self.requests), topk)
 
     @property
     def name(self) -> str:
@@ -119,8 +118,9 @@ def make_layer(
     shape = num_heads * (dims.nope + dims.value), spec.layout.value_width
     weight = (torch.randn(shape, generator=generator, device=device) / shape[1] ** 0.5).bfloat16()
     keys, values = weight.view(num_heads, -1, shape[1]).split([dims.nope, dims.value], dim=1)
-    latent = SparseMLAAttention(spec, device=device, backend=backend, join_query=join_query)
-    per_head = PromptAttention(spec, dims, device=device, backend=backend)
+    chosen: dict[str, Any] = {"device": device, "registry": current_registry(), "backend": backend}
+    latent = SparseMLAAttention(spec, join_query=join_query, **chosen)
+    per_head = PromptAttention(spec, dims, **chosen)
     planner = Planner(latent.planner_config())
     return PromptLayer(latent, per_head, planner, weight, keys.contiguous(), values.transpose(1, 2).contiguous())
 
@@ -180,7 +180,8 @@ def time_step(layer: PromptLayer, requests: Requests, *, repeat: int = 10, seed:
     if device.type != "cpu":
         calls = [captured(call, device) for call in calls]
     times = measure_in_turns(calls, device=device, repeat=repeat)
-    return StepTimes(requests, times[0].median_ms * 1e3, times[1].median_ms * 1e3, error, prompts.masked)
+    counts = Counts.of(query_lens, seq_lens, spec.topk, per_head.key_rows)
+    return StepTimes(requests, counts, times[0].median_ms * 1e3, times[1].median_ms * 1e3, error, prompts.masked)
 
 
 def _outputs(tokens: int, heads: int, width: int, device: torch.device) -> Tensor:
@@ -200,21 +201,17 @@ def _selection(new: int, total: int, topk: int, generator: torch.Generator, devi
     return torch.cat(chosen)
 
 
-def fit(times: Iterable[StepTimes], topk: int) -> PromptTimes:
+def fit(times: Iterable[StepTimes]) -> PromptTimes:
     """The constants whose times differ least from those measured, each difference relative to its time; none is negative."""
-    measured = [(each, each.counts(topk)) for each in times]
-    latent = _fit([(each.latent_us, (1.0, c.tokens * 1e-3, c.selected * 1e-6)) for each, c in measured])
-    masked = [(each.per_head_us, _row(c)) for each, c in measured if each.masked]
-    dense = [(each.per_head_us, _row(c)) for each, c in measured if not each.masked]
-    of_masked, of_dense = _fit(masked), _fit(dense)
-    context = of_masked[3:] if any(row[3] for _, row in masked) else of_dense[3:]
-    rest = [(us - float(np.dot(row[3:], context)), row[:3]) for us, row in dense]
-    return PromptTimes(*latent, *_fit(rest), *of_masked[:3], *context)
-
-
-def _row(counts: Counts) -> tuple[float, ...]:
-    behind = float(counts.context > 0)
-    return 1.0, counts.keys * 1e-3, counts.pairs * 1e-6, behind, behind * counts.tokens * 1e-3
+    measured = list(times)
+    latent = _fit([(e.latent_us, (1.0, e.counts.tokens * 1e-3, e.counts.selected * 1e-6)) for e in measured])
+    per_head: list[tuple[float, tuple[float, ...]]] = []
+    for each in measured:
+        counts = each.counts
+        own = 1.0, counts.keys * 1e-3, counts.pairs * 1e-6
+        both = (0.0, 0.0, 0.0, *own) if each.masked else (*own, 0.0, 0.0, 0.0)
+        per_head.append((each.per_head_us, (*both, float(counts.parts), counts.merged * 1e-3)))
+    return PromptTimes(*latent, *_fit(per_head))
 
 
 def _fit(samples: Sequence[tuple[float, tuple[float, ...]]]) -> list[float]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mla_portable.bench.prompts import StepTimes
 
 _LIMITS: Final = {False: 0.02, True: 0.06}
-"""Relative error between the two ways, by whether the cache is quantised: one of them attends to its new tokens as they were."""
+"""Relative error between the two ways, by whether the cache is quantised: one of them attends to new tokens as they were."""
 
 
 def prompts(
@@ -62,18 +62,20 @@ def prompts(
                 advance(f"{count} heads", number, len(counts))
                 found[count] = [time_step(layer, step, repeat=repeat) for step in steps]
                 served = {name: str(each.chosen) for name, each in layer.per_head.decisions.items()}
-        topk = size.get("topk", 2048)
-        constants = {count: fitted(times, topk) if fit else prompt_times(count) for count, times in found.items()}
+        constants = {count: fitted(times) if fit else prompt_times(layer.per_head) for count, times in found.items()}
         limit = _LIMITS[LAYOUTS[layout].is_quantized]
         ok = all(each.error <= limit for times in found.values() for each in times)
         if as_json:
-            lines = [_line(count, each, constants[count], topk) for count, times in found.items() for each in times]
+            lines = [_line(count, each, constants[count]) for count, times in found.items() for each in times]
             fits = {str(count): asdict(each) for count, each in constants.items()}
             output.document({"command": "bench prompts", "ok": ok, "layout": layout, "constants": fits, "lines": lines})
         else:
             headings = ["heads", "prompts", "latent rows, us", "keys of each head, us", "chosen", "loses", "error"]
-            rows = [_row(_line(count, each, constants[count], topk)) for count, times in found.items() for each in times]
-            output.show(hanging("device", str(layer.latent.facts)), hanging("served", f"latent rows by {layer.latent.explain().splitlines()[0]}"))
+            rows = [_row(_line(count, each, constants[count])) for count, times in found.items() for each in times]
+            output.show(
+                hanging("device", str(layer.latent.facts)),
+                hanging("served", f"latent rows by {layer.latent.explain().splitlines()[0]}"),
+            )
             output.show(hanging("served", f"keys of each head by {', '.join(f'{name} {who}' for name, who in served.items())}"))
             output.show(columns(headings, rows, numbers=[*headings[2:4], *headings[5:]]))
             if fit:
@@ -84,10 +86,8 @@ def prompts(
             raise typer.Exit(EXIT_FAILED)
 
 
-def _line(heads: int, times: StepTimes, constants: PromptTimes, topk: int) -> dict[str, Any]:
-    from mla_portable.bench.prompts import lengths
-
-    per_head = constants.per_head_saves(*lengths(times.requests), topk) > 0
+def _line(heads: int, times: StepTimes, constants: PromptTimes) -> dict[str, Any]:
+    per_head = constants.saves(times.counts, masked=times.masked) > 0
     taken, best = times.per_head_us if per_head else times.latent_us, min(times.latent_us, times.per_head_us)
     return {
         "heads": heads,

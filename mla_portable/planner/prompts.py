@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """PromptPlan: how a step's prompts are computed over keys of each head, from lengths that lie on the host.
 
-The keys of a request are its context, which the cache has, and its new tokens. They are projected in parts of at most `key_rows`
-rows. The last part has the new tokens of all requests, and in front of those of each request what fits of its context; the rest
-of the contexts, one request after the other, is cut into the parts before it. Most steps have one part.
+The keys of a request are its context, which the cache has, and its new tokens. They are projected in parts of at most
+`key_rows` rows. The last part has the new tokens of all requests, and in front of those of each request what fits of its context;
+the rest of the contexts, one request after the other, is cut into the parts before it. Most steps have one part.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class KeyPart:
         key_start_loc: [R + 1] int32, the rows of each request.
         seq_lens: [R] int32, the positions that are gathered up to, for each request; 0 where none are.
         workspace_starts: [R] int32, the row of each request's position 0, which is negative where an earlier part has it.
-        first_positions: [T] int32, for each new token the position of the part's first key of its request; None where all are 0.
+        first_positions: [T] int32, for each new token the position of the part's first key of its request; None: all are 0.
         new_rows: [T] int64, the rows of the new tokens, in the last part; None in others, and where row t is token t.
     """
 

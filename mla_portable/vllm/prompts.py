@@ -2,16 +2,16 @@
 # pyright: basic, reportMissingImports=false
 """Prompts over keys of each head, in the steps where that takes less GPU time than the sparse route.
 
-From 0.26 on, vLLM's layer hands the tokens behind `num_decode_tokens` to `forward_mha` of the implementation if the step's metadata
-let it, and the decodes before them to `forward_mqa` as ever. vLLM means attention to everything before a token, for prompts no
-longer than the top-k; here it may as well be attention to the selection (PromptAttention). What lets the layer do so:
+From 0.26 on, vLLM's layer hands the tokens behind `num_decode_tokens` to `forward_mha` of the implementation if the metadata of
+the step lets it, and the decodes before them to `forward_mqa` as ever. vLLM means attention to everything before a token, for
+prompts no longer than the top-k; here it may as well be attention to the selection (PromptAttention). What lets the layer do so:
 
     0.26, 0.27   `prefill_max_seq_len` of the metadata is at most the top-k
-    from 0.28    `use_dense_mha` of their `prefill`; or, by vLLM's own thresholds for each tensor parallel size, the implementation's
-                 `masked_mha_available` and `masked_mha_workspace_fits(prefill)`
+    from 0.28    `use_dense_mha` of its `prefill`; or vLLM's own thresholds for each tensor parallel size, together with the
+                 implementation's `masked_mha_available` and `masked_mha_workspace_fits(prefill)`
 
-From 0.28 on the indexer leaves its scores out where `use_dense_mha` says so and the step has no decodes: nothing reads them then. So
-`use_dense_mha` is never set where tokens attend to their selection.
+From 0.28 on the indexer leaves its scores out where `use_dense_mha` says so and the step has no decodes: nothing reads them then.
+So `use_dense_mha` is never set where tokens attend to their selection.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from mla_portable.attention import HeadDims, PromptAttention
-from mla_portable.attention.prompt_times import PromptTimes, prompt_times
+from mla_portable.attention.prompt_times import Counts, PromptTimes, prompt_times
 from mla_portable.contracts import UnsupportedRequest
 from mla_portable.contracts.values import INT32_MAX
 from mla_portable.planner.prompts import PromptPlan, plan_prompts
@@ -39,7 +39,7 @@ VENDORS: Final = ("nvidia",)
 LEAST_SAVED: Final = 5.0
 """Microseconds a layer; below that the host's time for planning the prompts counts for more."""
 BESIDE_DECODES: Final = 25.0
-"""What the kernels over keys of each head take at least, in microseconds: on top of the sparse route's in a step with decodes."""
+"""Microseconds that the kernels over keys of each head take at least: on top of the sparse route's in a step with decodes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,9 +109,10 @@ class Prompts:
         if masked and not self._masks:
             return None
         least = LEAST_SAVED + (BESIDE_DECODES if first else 0.0)
-        if self._times.per_head_saves(new, lens, topk) <= least:
+        key_rows = self._attention.key_rows
+        if self._times.saves(Counts.of(new, lens, topk, key_rows), masked=masked) <= least:
             return None
-        plan = plan_prompts(new, lens, block_table[first:], topk=topk, key_rows=self._attention.key_rows)
+        plan = plan_prompts(new, lens, block_table[first:], topk=topk, key_rows=key_rows)
         return first, StepPrompts(self._attention, plan, not plan.masked, compat.prompt_marks(topk)[1])
 
 
@@ -120,4 +121,4 @@ def prompts(found: PromptAttention | None, layers: Sequence[Any], vllm_config: A
     if found is None or not layers or any(getattr(layer, "prefill_backend", None) is None for layer in layers):
         return None  # vLLM's layer looks at that before it asks the implementation
     masks = compat.takes_masked_prompts(vllm_config, found.head_dims.query, found.head_dims.value)
-    return Prompts(found, prompt_times(found.spec.num_heads), threshold, masks)
+    return Prompts(found, prompt_times(found), threshold, masks)
