@@ -32,7 +32,7 @@ INTERPRETED_WORK: Final = 64
 interpreter that needs about 15 ms for each. Combinations that cost more are left to GPUs, and to the one case of the largest
 shape."""
 ROWS_WORK: Final = 16
-"""A case has more rows than it must up to this cost, likewise in tiles."""
+"""A case has more than two rows up to this cost, likewise in tiles."""
 
 
 def attention_params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[AttentionParams]:
@@ -116,14 +116,15 @@ def _is_affordable(choice: Choice, budget: int | None) -> bool:
         return False  # the oracle would take seconds for each
     if budget is None:
         return True
-    return _work(query_len, choice) <= budget
+    # a repetition always has two rows, for one alone says nothing of strides
+    return _work(max(query_len, 2) if choice.get("run") == "repeat" else query_len, choice) <= budget
 
 
 def _num_rows(choice: Choice, budget: int | None) -> int:
     """Query rows of a whole choice: a multiple of S, fewer where each is much work."""
     query_len, wanted = choice.get("query_len", 1), 33 if choice["amount"] == "more" else 4
     rows = query_len * max(1, wanted // query_len)
-    while budget is not None and rows > query_len and _work(rows, choice) > ROWS_WORK:
+    while budget is not None and rows > query_len and _work(rows, choice) > (ROWS_WORK if rows > 2 else budget):
         rows -= query_len
     return rows
 
