@@ -2,15 +2,14 @@
 """Every kernel of the Triton plugin compiles ahead of time and fits its device; no GPU takes part.
 
 It happens in a process of its own, because this one may have decorated the kernels for Triton's interpreter. Three targets
-stand for the others here, with two variants of each kernel: no FP8 conversion, with it, and AMD.
-`python -m mla_portable_triton.compile_all` compiles everything for all targets.
+stand for the others here, with two variants of each kernel: no FP8 conversion, with it, and AMD. `ci/compile` compiles
+everything for all targets.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compiling import compiling
 
 import mla_portable_triton
 
@@ -31,9 +31,7 @@ BATCH_DEPENDENT = {
 
 
 def python(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(cache)
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, *arguments], env=compiling(cache), capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")

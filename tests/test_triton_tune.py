@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import compiling
 from machines import B200, BI_V150, CPU, H200, MACHINES, MI300X, RTX_4090
 from typer.testing import CliRunner
 
@@ -125,10 +125,10 @@ print(json.dumps([shared(*case) for case in json.loads(sys.argv[1])]))
 
 
 def test_the_estimate_is_what_the_compiler_asks_for_at_most(tmp_path: Path):
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
     cases = json.dumps([(arch, layout, asdict(config)) for arch, layout, config in COMPILED])
-    done = subprocess.run([sys.executable, "-c", COMPILE, cases], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, cases], env=compiling(tmp_path), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     for (arch, layout, config), asked in zip(COMPILED, json.loads(done.stdout), strict=True):
         estimate = shared_memory(config, layout, arch)

@@ -28,8 +28,11 @@ BATCH_ROWS: Final[dict[type[DecodeSchedule] | None, int]] = {None: 300, SplitSch
 FEW_BATCH_ROWS: Final = 6
 """On a CPU."""
 INTERPRETED_WORK: Final = 64
-"""What a case of the quick level may cost on a CPU, in tiles of 16 x 32: there kernels run in an interpreter that needs about
-25 ms for each. Combinations that cost more are left to GPUs, and to the one case of the largest shape."""
+"""What a case of the quick level may cost on a CPU, all its calls together, in tiles of 16 x 32: there kernels run in an
+interpreter that needs about 15 ms for each. Combinations that cost more are left to GPUs, and to the one case of the largest
+shape."""
+ROWS_WORK: Final = 16
+"""A case has more than two rows up to this cost, likewise in tiles."""
 
 
 def attention_params(implementation: Implementation, facts: DeviceFacts, level: str) -> Iterator[AttentionParams]:
@@ -100,9 +103,10 @@ def _is_sound(choice: Choice, implementation: Implementation, facts: DeviceFacts
     return not (scale_format == "amax" and choice.get("size") in ("large", "loud_head"))
 
 
-def _work(rows: int, heads: int, topk: int) -> int:
-    """Tiles of 16 heads and 32 indices that a kernel walks over."""
-    return rows * -(-heads // 16) * -(-topk // 32)
+def _work(rows: int, choice: Choice) -> int:
+    """Tiles of 16 heads and 32 indices that a kernel walks over, in both calls of a case that repeats."""
+    calls = 2 if choice.get("run") == "repeat" else 1
+    return calls * rows * -(-choice.get("heads", 1) // 16) * -(-choice.get("topk", 1) // 32)
 
 
 def _is_affordable(choice: Choice, budget: int | None) -> bool:
@@ -112,15 +116,15 @@ def _is_affordable(choice: Choice, budget: int | None) -> bool:
         return False  # the oracle would take seconds for each
     if budget is None:
         return True
-    least = _work(query_len, heads, topk)
-    return least <= (budget if query_len == 1 else 2 * budget) and (choice.get("run") != "repeat" or least <= budget)
+    # a repetition always has two rows, for one alone says nothing of strides
+    return _work(max(query_len, 2) if choice.get("run") == "repeat" else query_len, choice) <= budget
 
 
 def _num_rows(choice: Choice, budget: int | None) -> int:
     """Query rows of a whole choice: a multiple of S, fewer where each is much work."""
     query_len, wanted = choice.get("query_len", 1), 33 if choice["amount"] == "more" else 4
     rows = query_len * max(1, wanted // query_len)
-    while budget is not None and rows > query_len and _work(rows, choice["heads"], choice["topk"]) > budget:
+    while budget is not None and rows > query_len and _work(rows, choice) > (ROWS_WORK if rows > 2 else budget):
         rows -= query_len
     return rows
 

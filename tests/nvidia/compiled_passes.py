@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
+
+from compiling import compiling
 
 __all__ = ["CompiledPass", "compile_passes"]
 
@@ -78,11 +79,10 @@ def compile_passes(folder: Path, *kernels: str) -> list[CompiledPass]:
 
     folder: an empty one, for the program and what it makes.
     """
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environ["TRITON_CACHE_DIR"] = str(folder / "cache")
     program = folder / "compile_passes.py"
     program.write_text(PROGRAM, encoding="utf-8")
-    done = subprocess.run([sys.executable, str(program), str(folder), *kernels], env=environ, capture_output=True, text=True)
+    command = [sys.executable, str(program), str(folder), *kernels]
+    done = subprocess.run(command, env=compiling(folder / "cache"), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     made = [(file.stem.split("-"), file.read_bytes()) for file in sorted(folder.glob("*.cubin"))]
     return [CompiledPass(name, int(arch), cubin) for (name, arch, _), cubin in made]

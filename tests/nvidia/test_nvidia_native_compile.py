@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from importlib.resources import files
 
 import pytest
@@ -41,6 +42,10 @@ INDEXER = (*DECODE.values(), *PREFILL.values())
 MASKED = tuple(MASKED_PREFILL.values())
 
 
+cuobjdump = cache(compile_all.cuobjdump)
+"""Each listing of a build is read by several tests."""
+
+
 @pytest.fixture(scope="module", params=ALL, ids=str)
 def compiled(request):
     """(a build, its machine code)."""
@@ -49,17 +54,17 @@ def compiled(request):
 
 def test_nothing_spills(compiled):
     build, cubin = compiled
-    usage = compile_all.cuobjdump(cubin, "-res-usage")
+    usage = cuobjdump(cubin, "-res-usage")
     assert re.findall(r"Function (\w+)", usage) == [build.kernel]
     assert re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", usage) == [("0", "0")]
-    code = compile_all.cuobjdump(cubin, "-sass")
+    code = cuobjdump(cubin, "-sass")
     assert re.search(r"\b(HMMA|HGMMA)\b", code) and not re.search(r"\b(STL|LDL)\b", code)
 
 
 def test_products_of_warpgroups_overlap(compiled):
     """Where registers do not suffice, the compiler waits for every `wgmma` before the next, and says so in its log alone."""
     build, cubin = compiled
-    code = compile_all.cuobjdump(cubin, "-sass")
+    code = cuobjdump(cubin, "-sass")
     if build is not MANY:
         assert "HGMMA" not in code
         return
@@ -70,11 +75,11 @@ def test_products_of_warpgroups_overlap(compiled):
 def test_registers_are_enough_and_come_to_no_more_than_a_multiprocessor_has(compiled):
     """A block that asks for more than it was launched with waits for ever."""
     build, cubin = compiled
-    launched = int(re.search(r"REG:(\d+)", compile_all.cuobjdump(cubin, "-res-usage"))[1])
+    launched = int(re.search(r"REG:(\d+)", cuobjdump(cubin, "-res-usage"))[1])
     assert launched * build.threads * build.blocks_per_sm <= REGISTERS
     taken = (build.consumer_registers * build.groups + build.copying_registers) * 128
     assert taken <= launched * build.threads
-    code = compile_all.cuobjdump(cubin, "-sass")
+    code = cuobjdump(cubin, "-sass")
     settings = {int(value, 16) for value in re.findall(r"USETMAXREG\S*(?: UP\d,)? (0x[0-9a-f]+)", code)}
     assert settings == {build.copying_registers, build.consumer_registers}
     assert build.consumer_registers % 8 == 0

@@ -61,10 +61,19 @@ SPECULATIVE = {
 }
 
 
-@pytest.mark.parametrize("pair", [False, True], ids=["tensor", "pair"])
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("route", ["direct", "split", "fused", "upconvert"])
-@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+ROUTES = ("direct", "split", "fused", "upconvert")
+FORWARD = [
+    pytest.param(
+        dtype, route, batch, bool((d + r + b) % 2), id=f"{dtype}-{route}-{batch}-{('tensor', 'pair')[(d + r + b) % 2]}"
+    )
+    for d, dtype in enumerate(("auto", "fp8"))
+    for r, route in enumerate(ROUTES)
+    for b, batch in enumerate(BATCHES)
+]
+"""Every dtype, route and batch together; the query as a tensor or as a pair with any two of them."""
+
+
+@pytest.mark.parametrize(("dtype", "route", "batch", "pair"), FORWARD)
 def test_forward_mqa_is_what_the_oracle_says(dtype: str, route: str, batch: str, pair: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MLA_PORTABLE_VLLM_ROUTE", route)
     query_lens, seq_lens, padding = BATCHES[batch]
