@@ -26,6 +26,7 @@ NAMES = {
         "sparse_attention_fp8_kernel",
         "merge_splits",
         "_convert_req_index_to_global_index_kernel",
+        "void vllm::ConcatMLAQKernel<c10::BFloat16, 512>(c10::BFloat16*)",
         "convert_indices_kernel",
         "_lse_kernel",
     ),

@@ -24,7 +24,7 @@ _NAMES: Final = tuple(
         (MOE, ("moe", "grouped_?topk", "topk_?gating", "expert")),
         # FlashAttention 3 over latent rows: values are 512 wide, which follows the tile's sizes
         (LATENT_ROWS, (r"FlashAttn.*C<\d+> ?>, ?512\b", "splitkv_mla", "mla_combine", "mla_metadata")),
-        (LATENT_ROWS, ("sparse_(decode|prefill|attn|attention|fwd)", "merge_splits", "concat_mla_q", "convert_(req_)?ind")),
+        (LATENT_ROWS, ("sparse_(decode|prefill|attn|attention|fwd)", "merge_splits", "concat_?mla_?q", "convert_(req_)?ind")),
         (LATENT_ROWS, (r"^_(sanitise|finish|lse|page_list|spread|merge)_kernel",)),
         (PER_HEAD, ("masked_prefill", "pack_selection", "merge_(attn_)?states", "concat_mla_k")),
         (PER_HEAD, ("FlashAttn", r"\bflash::", "varlen")),
