@@ -14,10 +14,14 @@ from typing import Any
 
 import pytest
 from commands import document, invoke
+from kernel_bench import SMALL, workshop
 from machines import A100, H200, PROFILES
 
+from mla_portable.bench.kernel_records import measured_times
+from mla_portable.capability.run import Run, Time
 from mla_portable.contracts import Implementation, Primitive, Registrar, Request, Support, hookimpl
-from mla_portable.primitives import CONVERT_INDICES, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.primitives import CONVERT_INDICES, MASKED_PREFILL, MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL
+from mla_portable.problems.bench import kernel_cases
 from mla_portable.registry import Registry, get_registry, reset_registry
 from mla_portable.registry.cost_files import costs_text, parse_costs
 from mla_portable.registry.costs import MeasuredCosts, MeasuredTime, Measurement
@@ -162,6 +166,39 @@ def test_a_primitive_without_heads_and_layout_is_found():
     convert = MeasuredCosts(times(("a.v1", None, None, 64, 3.0), ("b.v1", None, None, 64, 2.0), primitive="convert_indices"))
     asked = Request(CONVERT_INDICES, H200, topk=2048, block_size=64)
     assert convert(named("a.v1", primitive=CONVERT_INDICES), asked)[0] == 15
+
+
+def test_prompts_are_ranked_by_what_a_run_recorded_for_their_dims_with_a_selection_and_without():
+    """Through the records of a run, the file that ships and the request of a call."""
+    us = {"fast.dense": (90.0, 900.0), "fast.masked": (100.0, 120.0)}
+    found = [
+        Time(
+            implementation=name, primitive="masked_prefill", layout=None, heads=case.num_heads, topk=case.topk, form=case.form,
+            rows=case.rows, width=case.width, us=each, p10=each, p90=each, bound=1.0,
+        )
+        for case in kernel_cases([MASKED_PREFILL], heads=[16], rows=[8192], widths=[2048])
+        for name, each in zip(us, [both[case.topk is not None] for both in us.values()], strict=True)
+    ]  # fmt: skip
+    assert {time.form for time in found} == {"192/128", "192/128 selection", "256/256", "256/256 selection"}
+    fields = {"release": "0.1.0", "commit": None, "dirty": None, "who": "a_test", "date": "2026-11-26"}
+    run = Run(schema=1, device={"name": "NVIDIA H200"}, versions={"torch": "2.11.0"}, times=found, **fields)
+    times, problems = parse_costs(costs_text(measured_times(run, PROFILES)))
+    assert problems == [] and len(times) == 8
+    costs = MeasuredCosts(times)
+    offered = [named(name, primitive=MASKED_PREFILL) for name in us]
+    call = Request(MASKED_PREFILL, H200, num_heads=16, qk_head_dim=192, v_head_dim=128, lse=True, rows=8192)
+    for selection, best in ((False, "fast.dense"), (True, "fast.masked")):
+        ranked = {each.name: costs(each, call.but(selection=selection)) for each in offered}
+        assert all(ranked.values()) and min(ranked, key=lambda name: ranked[name][0]) == best
+    assert costs(offered[0], call.but(v_head_dim=64)) is None and costs(offered[0], call.but(qk_head_dim=None)) is None
+
+
+def test_what_is_timed_of_prompts_is_what_their_calls_ask_for():
+    made = workshop()
+    for case in (replace(SMALL[MASKED_PREFILL], head_dims=(192, 128), topk=topk) for topk in (None, 16)):
+        problem = made.make(case)
+        assert problem.request.form == case.form and problem.request.topk is None
+        assert problem.request.finite_values and (problem.arguments["selection"] is None) == (case.topk is None)
 
 
 def plugin(*implementations: Implementation) -> object:

@@ -39,7 +39,7 @@ def _of_case(times: CaseTimes) -> dict[str, Any]:
         "primitive": str(case.primitive),
         "layout": case.kv_layout,
         "heads": case.num_heads,
-        **{name: getattr(case, name) for name in ("topk", "rows", "width", "overlap", "shape")},
+        **{name: getattr(case, name) for name in ("topk", "form", "rows", "width", "overlap", "shape")},
         "bytes": times.bytes_moved,
         "flops": times.flops,
         "bound_us": times.bound_us,
@@ -83,6 +83,7 @@ def times_of(report: KernelReport) -> list[Time]:
                     layout=case.kv_layout,
                     heads=case.num_heads,
                     topk=case.topk,
+                    form=case.form,
                     rows=case.rows,
                     width=case.width,
                     overlap=case.overlap,
@@ -112,6 +113,7 @@ def measured_times(run: Run, profiles: Mapping[str, Profile], backend: str | Non
     for time in sorted(run.times, key=lambda time: time.width):
         if time.overlap or backend not in (None, time.implementation.partition(".")[0]):
             continue
-        size = time.implementation, time.primitive, time.layout, time.heads, time.topk, time.rows
-        found[size] = MeasuredTime(*size, round(time.us, 2), measurement)
+        topk = None if time.form else time.topk  # a request states the form instead
+        size = time.implementation, time.primitive, time.layout, time.heads, topk, time.rows
+        found[(*size, time.form)] = MeasuredTime(*size, round(time.us, 2), measurement, time.form)
     return list(found.values())

@@ -89,7 +89,8 @@ class Time(Model):
     """A median over several calls, in microseconds, with the tenth and the ninetieth percentile.
 
     Attributes:
-        layout, heads, topk: None where the primitive has none. rows, width, overlap: as in `problems.bench.KernelCase`.
+        layout, heads, topk: None where the primitive has none. form: as in Request. rows, width, overlap: as in
+            `problems.bench.KernelCase`.
         bound: the roofline bound of the machine that ran. baseline: None where none was timed.
     """
 
@@ -98,6 +99,7 @@ class Time(Model):
     layout: str | None
     heads: Positive | None
     topk: Positive | None
+    form: str = ""
     rows: Positive
     width: Annotated[int, Field(ge=0)] = 0
     overlap: Annotated[int, Field(ge=0, le=100)] = 0
@@ -115,7 +117,8 @@ class Time(Model):
     @property
     def problem(self) -> tuple[Any, ...]:
         """What times share that may be compared."""
-        return self.primitive, self.layout or "", self.heads or 0, self.topk or 0, self.rows, self.width, self.overlap
+        sizes = self.rows, self.width, self.overlap
+        return self.primitive, self.layout or "", self.heads or 0, self.topk or 0, *sizes, self.form
 
 
 class Comparison(Model):

@@ -100,6 +100,14 @@ class Request(Generic[F]):
         """The same request with some fields changed."""
         return replace(self, **changes)
 
+    @property
+    def form(self) -> str:
+        """What times of attention over keys of each head are told apart by, beside heads and rows: "192/128", or "192/128
+        selection"; "" for a primitive without head dims, or where they are left open."""
+        if self.qk_head_dim is None or self.v_head_dim is None:
+            return ""
+        return f"{self.qk_head_dim}/{self.v_head_dim}{' selection' if self.selection else ''}"
+
     def __str__(self) -> str:
         words = [
             f"{field.name}={'yes' if value is True else value}"

@@ -39,7 +39,8 @@ class Bench:
         make: builds a case's problem. shape: its sizes in words.
         width: (rows, topk) -> tokens or scores that are chosen from by default; None where nothing is chosen.
         widths: several of them by default, instead.
-        overlaps: rows may share indices.
+        overlaps: rows may share indices. head_dims: pairs (of queries and keys, of values) by default; each is timed with what
+            K selects and without a selection.
     """
 
     rows: tuple[int, ...]
@@ -50,6 +51,7 @@ class Bench:
     width: Callable[[int, int], int] | None = None
     widths: tuple[int, ...] = ()
     overlaps: bool = False
+    head_dims: tuple[tuple[int, int], ...] = ()
 
 
 def timed_primitives() -> tuple[Primitive[Any], ...]:
@@ -71,10 +73,10 @@ class KernelCase:
     Attributes:
         rows: batch rows (sparse_decode), tokens (sparse_prefill, masked_prefill, concat_mla_k, pack_selection, convert_indices,
             cache_write), workspace rows (gather_upconvert) or rows of scores (topk_select).
-        kv_layout, num_heads, topk: None where the primitive has none.
+        kv_layout, num_heads, topk: None where the primitive has none; topk of masked_prefill also where nothing is masked.
         width: tokens of the cache, of a prompt, rows of the workspace or scores of a row that are chosen from; 0 where nothing
             is chosen.
-        query_len: query tokens of a row of sparse_decode.
+        query_len: query tokens of a row of sparse_decode. head_dims: of masked_prefill, of queries and keys, and of values.
         overlap: percent of a token's indices that the token before it has too; where `Bench.overlaps`.
         scale_format: of FP8 rows, read or written.
     Raises: InvalidArgument for a size that cannot be made.
@@ -89,6 +91,7 @@ class KernelCase:
     overlap: int = 0
     scale_format: str = "pow2"
     query_len: int = 1
+    head_dims: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         where, bench = "KernelCase", _bench(self.primitive)
@@ -107,6 +110,13 @@ class KernelCase:
         if bench.width is not None and self.width < (self.topk or 0):
             expected = f"at least topk ({self.topk}): a row's indices are distinct"
             raise InvalidArgument(where, "width", got=self.width, expected=expected)
+
+    @property
+    def form(self) -> str:
+        """`Request.form` of what is asked of the registry."""
+        if self.head_dims is None:
+            return ""
+        return f"{self.head_dims[0]}/{self.head_dims[1]}{' selection' if self.topk else ''}"
 
     @property
     def storage(self) -> str:
@@ -155,13 +165,15 @@ def kernel_cases(
                 widths or bench.widths or (None,),
                 sizes,
                 overlaps if bench.overlaps else (0,),
+                product(bench.head_dims, (topk, None)) if bench.head_dims else ((None, topk),),
             )
-            for layout, count, width, size, overlap in grid:
-                chosen_from = width or bench.width(size, topk)
-                found.append(KernelCase(primitive, size, layout, count, topk, chosen_from, overlap, scale_format))
+            for layout, count, width, size, overlap, (dims, selected) in grid:
+                sizes_of = layout, count, selected, width or bench.width(size, topk), overlap, scale_format
+                found.append(KernelCase(primitive, size, *sizes_of, head_dims=dims))
         elif not bench.layouts:
             counts = (heads or bench.heads) if bench.heads else (None,)
-            found += [KernelCase(primitive, size, num_heads=count, topk=topk) for count in counts for size in sizes]
+            selected = topk if "topk" in primitive.facts else None
+            found += [KernelCase(primitive, size, num_heads=count, topk=selected) for count in counts for size in sizes]
         else:
             found += [KernelCase(primitive, size, layout, scale_format=scale_format) for layout in asked for size in sizes]
     return tuple(found)

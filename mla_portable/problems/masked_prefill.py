@@ -305,9 +305,18 @@ def _of_request(request: Request, name: str) -> MaskedPrefillParams:
     )
 
 
+def _drawn(workshop: Workshop, seen: Tensor, width: int, topk: int) -> Tensor:
+    """[T, W] words that select about `topk` of the keys before each token. seen: [T] how many these are, of `width`."""
+    words = workshop.empty(len(seen), -(-width // 32), dtype=torch.int32)
+    for begin in range(0, len(seen), 1024):
+        mine = seen[begin : begin + 1024].to(workshop.device).unsqueeze(1)
+        words[begin : begin + 1024] = words_of(workshop.scores(mine.shape[0], 32 * words.shape[1]) * mine < topk)
+    return words
+
+
 def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
-    """A case that is timed: prompts of `width` tokens of DeepSeek-V3.2's dims; a token selects about K of those before it."""
-    (qk_dim, v_dim), device, heads, width = DIMS[0], workshop.device, case.num_heads or 1, case.width
+    """A case that is timed: prompts of `width` tokens; a token selects about K of those before it, or all of them."""
+    (qk_dim, v_dim), device, heads, width = case.head_dims or DIMS[0], workshop.device, case.num_heads or 1, case.width
     lengths = [width] * (case.rows // width) + ([case.rows % width] if case.rows % width else [])
     requests = len(lengths)
     q = workshop.normal(case.rows, heads, qk_dim)
@@ -317,11 +326,7 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
     seen = torch.cat(
         [torch.arange(width - length + 1, width + 1) for length in lengths]
     )  # [T] keys before a token, and its own
-    words = workshop.empty(case.rows, -(-width // 32), dtype=torch.int32)
-    for begin in range(0, case.rows, 1024):
-        mine = seen[begin : begin + 1024].to(device).unsqueeze(1)
-        drawn = workshop.scores(mine.shape[0], 32 * words.shape[1]) * mine < (case.topk or 1)
-        words[begin : begin + 1024] = words_of(drawn)
+    words = None if case.topk is None else _drawn(workshop, seen, width, case.topk)
     out = workshop.empty(case.rows, heads, v_dim, dtype=torch.bfloat16)
     lse = workshop.empty(case.rows, heads, dtype=torch.float32)
     arguments: dict[str, Any] = {
@@ -337,7 +342,9 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
         "out": out,
         "lse_out": lse,
     }
-    request = workshop.request(case).but(topk=None, qk_head_dim=qk_dim, v_head_dim=v_dim, selection=True)
+    request = workshop.request(case).but(
+        topk=None, qk_head_dim=qk_dim, v_head_dim=v_dim, selection=words is not None, finite_values=True, lse=True
+    )
     judged = spread(case.rows, workshop.check_rows, device)
 
     @cache
@@ -351,7 +358,8 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
             parts = [
                 masked_prefill(
                     q[here, head : head + 1], k[keys, head : head + 1], v[keys, head : head + 1], one, ends,
-                    softmax_scale=SOFTMAX_SCALE, max_query_len=1, max_key_len=width, selection=words[here],
+                    softmax_scale=SOFTMAX_SCALE, max_query_len=1, max_key_len=width,
+                    selection=None if words is None else words[here],
                 )
                 for head in range(heads)
             ]  # fmt: skip
@@ -362,9 +370,15 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
         got = {name: each[judged] for name, each in results.items()}
         yield from findings("bf16", got, dict[str, Tensor](zip(("out", "lse"), wanted(), strict=True)), rows=judged.cpu())
 
-    moved = sum(each.nbytes for each in (q, k, v, words, out, lse))
+    moved = sum(each.nbytes for each in (q, k, v, words, out, lse) if each is not None)
     flops = 2 * heads * (qk_dim + v_dim) * int(seen.sum())
     return BenchProblem(case, request, arguments, 5, {"out": out, "lse": lse}, moved, flops, judge)
+
+
+def _shape(case: KernelCase) -> str:
+    chosen = "all" if case.topk is None else f"K {case.topk}"
+    dims = "" if case.head_dims is None else f", dims {case.head_dims[0]}/{case.head_dims[1]}"
+    return f"T {case.rows}, H {case.num_heads}{dims}, {chosen}, prompts of {case.width}"
 
 
 PROBLEMS: Final = Problems(
@@ -378,11 +392,12 @@ PROBLEMS: Final = Problems(
     variants=_variants,
     rows=sum(BATCHES["ragged"][0]),
     bench=Bench(
-        rows=(8_192,),
+        rows=(2_048, 8_192),
         heads=(16, 128),
         make=_make,
-        shape=lambda case: f"T {case.rows}, H {case.num_heads}, K {case.topk}, prompts of {case.width}",
+        shape=_shape,
         width=lambda rows, topk: rows,
-        widths=(2_048, 4_096, 8_192),
+        widths=(2_048, 8_192),
+        head_dims=DIMS[:2],
     ),
 )

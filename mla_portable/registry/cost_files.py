@@ -34,7 +34,7 @@ _LONGEST: Final = 200
 """Characters of a text."""
 _ORIGIN: Final = ("recorded", "release", "versions")
 _SHARED: Final = ("device", "names", *_ORIGIN, "times")
-_ROW: Final = ("implementation", "primitive", "layout", "heads", "topk", "us", *_ORIGIN)
+_ROW: Final = ("implementation", "primitive", "layout", "heads", "topk", "form", "us", *_ORIGIN)
 
 
 def read_costs(source: str | Traversable) -> tuple[list[tuple[str, str]], list[str]]:
@@ -93,7 +93,7 @@ def _row(row: Any, shared: Measurement, offered: Collection[tuple[str, str]] | N
         return [], [f"got {_short(row)}, expected an object with {', '.join(_ROW)}"]
     fields = _given(cast("dict[str, Any]", row))
     checks = {"implementation": _is_name, "primitive": _is_name, "layout": _optional(_is_name)}
-    checks |= {"heads": _optional(_is_count), "topk": _optional(_is_count)}
+    checks |= {"heads": _optional(_is_count), "topk": _optional(_is_count), "form": _optional(_is_name)}
     problems = _unknown(fields, _ROW) + _wrong(fields, checks | _ORIGIN_CHECKS)
     if not isinstance(fields.get("us"), dict):
         problems.append(f"us: got {_short(fields.get('us'))}, expected an object: rows to microseconds")
@@ -111,7 +111,9 @@ def _row(row: Any, shared: Measurement, offered: Collection[tuple[str, str]] | N
             problems.append(f"us of {rows} rows: got {_short(us)}, expected a number above 0 and below {_MOST_US:g}")
         else:
             layout, heads, topk = fields.get("layout"), fields.get("heads"), fields.get("topk")
-            times.append(MeasuredTime(name, primitive, layout, heads, topk, count, float(us), measurement))
+            times.append(
+                MeasuredTime(name, primitive, layout, heads, topk, count, float(us), measurement, fields.get("form", ""))
+            )
     return times, problems
 
 
@@ -128,10 +130,12 @@ def costs_text(times: Iterable[MeasuredTime]) -> str:
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def order(each: MeasuredTime) -> tuple[Any, ...]:
-        return each.primitive, each.layout or "", each.heads or 0, each.topk or 0, each.implementation, each.rows
+        return each.primitive, each.layout or "", each.form, each.heads or 0, each.topk or 0, each.implementation, each.rows
 
     for each in sorted(times, key=order):
         named = {name: getattr(each, name) for name in ("implementation", "primitive", "layout", "heads", "topk")}
+        if each.form:
+            named["form"] = each.form
         if each.measurement != newest:
             origin, shared = _origin(each.measurement), _origin(newest)
             named |= {name: value for name, value in origin.items() if value != shared[name]}

@@ -6,8 +6,8 @@ either layout, so that routes which read different layouts stay comparable. With
 counts that were timed decides (`time_spent`); with `rows`, the nearest count does.
 
 Each implementation is ranked at its own nearest head count: the least that was timed and is no smaller, as a kernel that pads
-would run it; else the greatest below, as many times as cover the heads. `topk` must be equal. What was not timed has no
-measured cost.
+would run it; else the greatest below, as many times as cover the heads. `topk` and `form` must be equal. What was not timed has
+no measured cost.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTime:
-    """One median. `us`: microseconds. The rest as in Request."""
+    """One median. `us`: microseconds. The rest as in Request; topk is None where it chooses nothing but what `form` says."""
 
     implementation: str
     primitive: str
@@ -67,6 +67,7 @@ class MeasuredTime:
     rows: int
     us: float
     measurement: Measurement
+    form: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class _Estimate:
 _Timed = dict[int | None, dict[int, MeasuredTime]]
 """Heads -> rows -> time, of one implementation and layout."""
 _Place = dict[tuple[str, str | None], _Timed]
-"""(implementation, layout) -> its times, for one primitive and topk on one device."""
+"""(implementation, layout) -> its times, for one primitive, topk and form on one device."""
 
 
 def time_spent(us: Iterable[float]) -> float:
@@ -110,7 +111,7 @@ class MeasuredCosts:
 
     def __init__(self, times: Iterable[MeasuredTime]) -> None:
         self._times = sorted(times, key=lambda each: each.measurement.recorded)
-        self._of_device: dict[str, dict[tuple[str, int | None], _Place]] = {}
+        self._of_device: dict[str, dict[tuple[str, int | None, str], _Place]] = {}
 
     @property
     def measurements(self) -> frozenset[Measurement]:
@@ -141,17 +142,17 @@ class MeasuredCosts:
         places = self._of_device.get(request.device.name)
         if places is None:
             places = self._of_device.setdefault(request.device.name, self._places(request.device.name))
-        place = places.get((str(request.primitive), request.topk), {})
+        place = places.get((str(request.primitive), request.topk, request.form), {})
         timed = place.get((implementation.name, request.kv_layout)) or place.get((implementation.name, None))
         return place, _estimate(timed, request.num_heads) if timed else None
 
-    def _places(self, name: str) -> dict[tuple[str, int | None], _Place]:
-        """The times of a device of that name, by (primitive, topk)."""
+    def _places(self, name: str) -> dict[tuple[str, int | None, str], _Place]:
+        """The times of a device of that name, by (primitive, topk, form)."""
         matching = {each for each in self.measurements if each.matches(name)}
-        places: dict[tuple[str, int | None], _Place] = {}
+        places: dict[tuple[str, int | None, str], _Place] = {}
         for each in self._times:
             if each.measurement in matching:
-                place = places.setdefault((each.primitive, each.topk), {})
+                place = places.setdefault((each.primitive, each.topk, each.form), {})
                 timed = place.setdefault((each.implementation, each.layout), {})
                 timed.setdefault(each.heads, {})[each.rows] = each
         return places
