@@ -2,8 +2,8 @@
 """PromptPlan: how a step's prompts are computed over keys of each head, from lengths that lie on the host.
 
 The keys of a request are its context, which the cache has, and its new tokens. They are projected in parts of at most
-`key_rows` rows. The last part has the new tokens of all requests, and in front of those of each request what fits of its context;
-the rest of the contexts, one request after the other, is cut into the parts before it. Most steps have one part.
+`key_rows` rows. The last part has the new tokens of all requests, and in front of those of each request what fits of its
+context. The rest of the contexts, one request after the other, is cut into the parts before it. Most steps have one part.
 """
 
 from __future__ import annotations

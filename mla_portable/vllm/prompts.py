@@ -4,14 +4,14 @@
 
 From 0.26 on, vLLM's layer hands the tokens behind `num_decode_tokens` to `forward_mha` of the implementation if the metadata of
 the step lets it, and the decodes before them to `forward_mqa` as ever. vLLM means attention to everything before a token, for
-prompts no longer than the top-k; here it may as well be attention to the selection (PromptAttention). What lets the layer do so:
+prompts no longer than the top-k. Here it may be attention to the selection too. What lets the layer do so:
 
     0.26, 0.27   `prefill_max_seq_len` of the metadata is at most the top-k
     from 0.28    `use_dense_mha` of its `prefill`; or vLLM's own thresholds for each tensor parallel size, together with the
                  implementation's `masked_mha_available` and `masked_mha_workspace_fits(prefill)`
 
-From 0.28 on the indexer leaves its scores out where `use_dense_mha` says so and the step has no decodes: nothing reads them then.
-So `use_dense_mha` is never set where tokens attend to their selection.
+From 0.28 on the indexer leaves its scores out where `use_dense_mha` says so and the step has no decodes, as nothing reads them
+then. So `use_dense_mha` is never set where tokens attend to their selection.
 """
 
 from __future__ import annotations
