@@ -18,13 +18,14 @@ from mla_portable_nvidia.native.build import KernelBuild
 __all__ = ["FUNCTION", "Emulated"]
 
 FUNCTION = re.compile(r"(?:^template <[^\n]*\n)?^__device__ __forceinline__ (?:[^\n]*\}\n|.*?^\}\n)", re.DOTALL | re.MULTILINE)
-_ELSEWHERE = re.compile(r"\b(asm|barrier_arrive|remote2|remote4|sum_shares)\b")
+_ELSEWHERE = re.compile(r"\b(asm|barrier_arrive|cluster_publish|copy_rows|remote2|remote4|sum_shares)\b")
 """In functions that are emulated, or that only kernels of compute capability 9.0 call."""
 
 
 @functools.cache
 def _library(build: KernelBuild) -> ctypes.CDLL:
     source = FUNCTION.sub(lambda found: "" if _ELSEWHERE.search(found[0]) else found[0], SOURCES[build.kernel])
+    source = re.sub(r"^template <[^\n]*\nstruct Merge \{.*?^\};\n", "", source, flags=re.DOTALL | re.MULTILINE)
     source = re.sub(r"extern __shared__ .*? smem\[\];", "u8* smem = (u8*)memory.data();", source)
     defines = (*build.defines, ("NAME", build.kernel))
     pointer, integer = ctypes.c_void_p, ctypes.c_int

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from importlib.resources import files
 
 import pytest
-from native_model import SOURCES
+from native_model import SOURCES, check_laid_out
 
 import mla_portable_nvidia
 from mla_portable.capability.claims import compiled_for
+from mla_portable.layouts import BF16, FP8_DS_MLA
 from mla_portable.registry import Registry
 from mla_portable_nvidia import compile_all, native
 from mla_portable_nvidia.native import build as build_module
@@ -26,7 +28,7 @@ from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL
 from mla_portable_nvidia.native.masked_prefill import BUILDS as MASKED_PREFILL
 from mla_portable_nvidia.native.nvrtc import CompilationFailed, NvrtcNotFound, compile_cubin
 from mla_portable_nvidia.native.pack_selection import BUILD as PACK_SELECTION
-from mla_portable_nvidia.native.sparse_decode import HEADERS, MAX_SPLITS
+from mla_portable_nvidia.native.sparse_decode import HEADERS
 from mla_portable_nvidia.native.sparse_decode_bf16 import Bf16Build
 from mla_portable_nvidia.native.sparse_decode_fp8 import Fp8Build
 from mla_portable_nvidia.native.sparse_decode_sm80 import MERGES
@@ -82,49 +84,30 @@ def test_registers_are_enough_and_come_to_no_more_than_a_multiprocessor_has(comp
 
 
 MACROS = {
-    "sparse_decode_fp8": (
-        "HT",
-        "TN",
-        "GROUPS_AT + GROUPS * GROUP_BYTES",
-        "Q_AT + (2 * GROUPS * HT + 2 * HT + GROUPS * HT * MERGE_STRIDE + MAX_SPLITS * HT) * 4",
-    ),
-    "sparse_decode_wide": ("HT", "STEP_STAGES * TN", "SHARED_BYTES", "WEIGHT_AT + MAX_SPLITS * HT * 4"),
-    "sparse_decode_bf16": (
-        "HEADS",
-        "TN",
-        "GROUPS_AT + GROUPS * GROUP_BYTES",
-        "STAGES_AT + (2 * TURNS * HEADS + 2 * HEADS + TURNS * HEADS * MERGE_STRIDE + MAX_SPLITS * HEADS) * 4",
-    ),
+    "sparse_decode_fp8": ("HT", "TILE"),
+    "sparse_decode_wide": ("HT", "STEP"),
+    "sparse_decode_bf16": ("HEADS", "TILE"),
 }
-"""kernel -> heads of a block, tokens of a tile, bytes while it attends and while it merges, as its source has them."""
-ODD = (Fp8Build(head_tiles=2, groups=2, stages=1), Bf16Build(head_tiles=2, groups=4, stages=2))
+"""kernel -> heads of a block, tokens of a tile, as its source has them."""
+ODD = (
+    Fp8Build(FP8_DS_MLA.name, head_tiles=2, groups=2, stages=1, shared=138_112),
+    Bf16Build(BF16.name, head_tiles=2, groups=4, stages=2, shared=136_064),
+)
 """Most of their shared memory is for the merging."""
 
 
 @pytest.mark.parametrize("build", [*ALL, *ODD], ids=str)
 def test_shared_memory_is_what_the_source_lays_out(build):
-    """The source's own macros are asked, by the compiler."""
-    source, (heads, tile, attending, merging) = SOURCES[build.kernel], MACROS[build.kernel]
-    layout = (
-        source[: source.index('extern "C"')]
-        + f"""
-    constexpr int attending = {attending}, merging = {merging};
-    constexpr int shared = attending > merging ? attending : merging;
-    static_assert(shared == SHARED && THREADS == BLOCK && MAX_SPLITS == SPLITS, "differs");
-    static_assert({tile} == TOKENS && {heads} == SERVED, "differs");
-    """
-    )
-    known = {
-        "SPLITS": MAX_SPLITS,
-        "SHARED": build.shared_bytes,
-        "BLOCK": build.threads,
-        "TOKENS": build.tile,
-        "SERVED": build.heads,
-    }
-    compile_cubin(layout, "sm_90a", [*build.defines, *known.items()])
-    for name in known:
-        with pytest.raises(CompilationFailed, match="differs"):
-            compile_cubin(layout, "sm_90a", [*build.defines, *(known | {name: known[name] + 8}).items()])
+    check_laid_out(build, "sm_90a", *MACROS[build.kernel])
+
+
+@pytest.mark.parametrize("build", [*ALL, SM80[0], SM80[-1]], ids=lambda build: build.label)
+def test_another_size_of_shared_memory_than_the_source_lays_out_does_not_compile(build):
+    """The compiler names both."""
+    arch = next(iter(build.archs.values()))
+    for wrong in (-16, 16):
+        with pytest.raises(CompilationFailed, match=rf"LAID_OUT={build.shared}, OF_BUILD={build.shared + wrong}\b"):
+            compile_build(replace(build, shared=build.shared + wrong), arch)
 
 
 @pytest.mark.parametrize("build", ALL, ids=str)

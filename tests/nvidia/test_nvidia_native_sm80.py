@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch_reference as reference
 from machines import A100, RTX_4090, RTX_5090
-from native_model import SOURCES, Memory, Model, attended, cache_of, sink_of, stand_ins, store
+from native_model import Memory, Model, attended, cache_of, check_laid_out, sink_of, stand_ins, store
 from test_nvidia_native import SCALE, cache, check_calls, problem
 
 from mla_portable.contracts import Request, ScheduleLimits
@@ -23,7 +23,7 @@ from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia import compile_all
 from mla_portable_nvidia.native import bind_sm80
 from mla_portable_nvidia.native.build import compile_build
-from mla_portable_nvidia.native.nvrtc import CompilationFailed, compile_cubin
+from mla_portable_nvidia.native.nvrtc import CompilationFailed
 from mla_portable_nvidia.native.sparse_decode_sm80 import BUILDS, MERGES, SHARED_MEMORY, LargeSm80Build, builds
 
 REQUEST = Request(SPARSE_DECODE, A100, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, block_size=64, lse=True)
@@ -40,8 +40,7 @@ class Attend(Model):
         at = self.arguments(grid, *arguments)
         assert cluster == 1 and at.splits == grid[1]
         memory, rows, lengths, sink = attended(at, self.build.heads)
-        row = (torch.uint8, 656) if self.build.fp8 else (torch.bfloat16, 576)
-        kv = cache_of(self.build.kernel, *row, at, memory)
+        kv = cache_of(self.build.kv_layout, at, memory)
         query = memory(at.q, torch.bfloat16, (*rows, 576), (at.q_b, at.q_s, at.q_h, 1))
         listed = memory(at.indices, torch.int32, (*rows[:2], at.topk), (at.indices_b, at.indices_s, 1))
         share = -(-at.topk // (64 * at.splits)) * 64
@@ -166,18 +165,7 @@ def test_every_part_is_declared_and_every_build_fits_it(device):
 
 @pytest.mark.parametrize("build", ALL, ids=lambda build: build.label)
 def test_shared_memory_is_what_the_source_lays_out(build):
-    source = SOURCES[build.kernel]
-    known = {"SHARED": build.shared_bytes, "BLOCK": build.threads, "TOKENS": build.tile, "SERVED": build.heads}
-    layout = (
-        source[: source.index('extern "C"')]
-        + """
-    static_assert(SHARED_BYTES == SHARED && THREADS == BLOCK && TILE == TOKENS && HEADS == SERVED, "differs");
-    """
-    )
-    compile_cubin(layout, "sm_80", [*build.defines, *known.items()])
-    for name in known:
-        with pytest.raises(CompilationFailed, match="differs"):
-            compile_cubin(layout, "sm_80", [*build.defines, *(known | {name: known[name] + 8}).items()])
+    check_laid_out(build, "sm_80", "HEADS", "TILE")
 
 
 SHARED = {"sm80": 164 << 10, "sm89": 100 << 10}

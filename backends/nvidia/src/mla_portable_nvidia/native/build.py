@@ -44,7 +44,7 @@ class KernelBuild(ABC):
 
     @property
     @abstractmethod
-    def defines(self) -> tuple[tuple[str, int], ...]:
+    def defines(self) -> tuple[tuple[str, int | str], ...]:
         """The source's macros."""
 
     @property

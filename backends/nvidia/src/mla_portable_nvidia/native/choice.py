@@ -36,13 +36,13 @@ __all__ = [
 FEW: Final = 32
 """Heads for which `MANY` is never chosen."""
 
-SMALL: Final = Fp8Build(head_tiles=1, groups=1, stages=3, blocks_per_sm=2)
-LARGE: Final = Fp8Build(head_tiles=1, groups=2, stages=4)
-WIDE: Final = Fp8Build(head_tiles=2, groups=2, stages=3)
-MANY: Final = WideBuild()
-BF16_SMALL: Final = Bf16Build(head_tiles=1, groups=1, stages=2, blocks_per_sm=2)
-BF16_LARGE: Final = Bf16Build(head_tiles=1, groups=2, stages=5)
-BF16_WIDE: Final = Bf16Build(head_tiles=2, groups=2, stages=5)
+SMALL: Final = Fp8Build(FP8_DS_MLA.name, head_tiles=1, groups=1, stages=3, shared=75_008, blocks_per_sm=2)
+LARGE: Final = Fp8Build(FP8_DS_MLA.name, head_tiles=1, groups=2, stages=4, shared=191_872)
+WIDE: Final = Fp8Build(FP8_DS_MLA.name, head_tiles=2, groups=2, stages=3, shared=206_464)
+MANY: Final = WideBuild(FP8_DS_MLA.name, shared=221_384)
+BF16_SMALL: Final = Bf16Build(BF16.name, head_tiles=1, groups=1, stages=2, shared=86_656, blocks_per_sm=2)
+BF16_LARGE: Final = Bf16Build(BF16.name, head_tiles=1, groups=2, stages=5, shared=210_432)
+BF16_WIDE: Final = Bf16Build(BF16.name, head_tiles=2, groups=2, stages=5, shared=210_432)
 BUILDS: Final[Mapping[str, tuple[Build, ...]]] = {
     FP8_DS_MLA.name: (SMALL, LARGE, WIDE, MANY),
     BF16.name: (BF16_SMALL, BF16_LARGE, BF16_WIDE),

@@ -15,15 +15,34 @@ from typing import ClassVar, Final, NamedTuple
 
 from torch import Tensor
 
+from mla_portable.layouts import BF16, FP8_DS_MLA
 from mla_portable_nvidia.native.build import KernelBuild
 from mla_portable_nvidia.native.driver import Kernel, Launch
 
-__all__ = ["HEADERS", "MAX_SPLITS", "Build", "Tensors", "arguments", "prepare"]
+__all__ = [
+    "ATTENTION_HEADERS",
+    "HEADERS",
+    "MAX_SPLITS",
+    "ROW_HEADERS",
+    "Build",
+    "Tensors",
+    "arguments",
+    "prepare",
+    "row_defines",
+]
 
+ROW_HEADERS: Final[Mapping[str, str]] = MappingProxyType({BF16.name: "layout_bf16.cuh", FP8_DS_MLA.name: "layout_v32.cuh"})
+"""kv_layout -> the header that says how its rows lie in memory."""
 MAX_SPLITS: Final = 16
 """Blocks of a cluster: 8 on every device of compute capability 9.0, 16 where the device allows it."""
-HEADERS: Final = ("instructions.cuh", "sparse_decode.cuh")
+ATTENTION_HEADERS: Final = ("instructions.cuh", "attention.cuh")
+HEADERS: Final = (*ATTENTION_HEADERS, "sparse_decode.cuh", *ROW_HEADERS.values())
 """What the kernels' sources share."""
+
+
+def row_defines(kv_layout: str, shared: int) -> tuple[tuple[str, int | str], ...]:
+    """The macros of every attention kernel: the header of its rows, and the bytes of shared memory that it is launched with."""
+    return (("LAYOUT", f'"{ROW_HEADERS[kv_layout]}"'), ("SHARED", shared))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +51,10 @@ class Build(KernelBuild):
 
     Attributes:
         tile: tokens that it takes at once; a split is a whole number of them.
-        copying_registers: of a thread of the four warps that copy. head_tiles: 16-head tiles of a block. groups: four-warp
-            groups of a block beside those warps. stages: tiles in shared memory at once. blocks_per_sm: that the registers
-            are to allow.
+        copying_registers: of a thread of the four warps that copy. kv_layout: of the rows that it reads.
+        head_tiles: 16-head tiles of a block. groups: four-warp groups of a block beside those warps. stages: tiles in shared
+            memory at once. shared: bytes of dynamic shared memory of a block; the source does not compile with another number
+            than what it lays out. blocks_per_sm: that the registers are to allow.
     """
 
     headers: ClassVar[tuple[str, ...]] = HEADERS
@@ -44,9 +64,11 @@ class Build(KernelBuild):
     tile: ClassVar[int] = 32
     copying_registers: ClassVar[int] = 32
 
+    kv_layout: str
     head_tiles: int
     groups: int
     stages: int
+    shared: int
     blocks_per_sm: int = 1
 
     @property
@@ -70,19 +92,20 @@ class Build(KernelBuild):
         return min((block - 128 * self.copying_registers) // (128 * self.groups) // 8 * 8, 240)
 
     @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
+    def shared_bytes(self) -> int:
+        return self.shared
+
+    @property
+    def defines(self) -> tuple[tuple[str, int | str], ...]:
         """The source's macros."""
         return (
+            *row_defines(self.kv_layout, self.shared),
             ("MT", self.head_tiles),
             ("GROUPS", self.groups),
             ("STAGES", self.stages),
             ("BLOCKS_PER_SM", self.blocks_per_sm),
             ("CONSUMER_REGISTERS", self.consumer_registers),
         )
-
-    def merged_bytes(self, outputs: int, stride: int) -> int:
-        """Shared memory of the end of a row: states and outputs of so many groups, `stride` floats a head, and weights."""
-        return self.heads * ((outputs + 1) * 8 + outputs * stride * 4 + MAX_SPLITS * 4)
 
 
 class Tensors(NamedTuple):

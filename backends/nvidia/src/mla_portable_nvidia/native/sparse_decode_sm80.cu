@@ -2,7 +2,7 @@
 // Sparse MLA attention without what compute capability 9.0 brought: 16 * MT * GROUPS heads of one query row over one split of
 // its indices, on the FP8 cache or on BF16 rows.
 //
-// Compiled at run time (NVRTC) with FP8, MT, GROUPS, TILE, STAGES and BLOCKS_PER_SM defined.
+// Compiled at run time (NVRTC) with LAYOUT, MT, GROUPS, TILE, STAGES, BLOCKS_PER_SM and SHARED (bytes) defined.
 //
 // A block is GROUPS groups of four warps. A group has 16 * MT of the heads, and every group reads the same tile of TILE tokens.
 // Within a group, warp w owns columns [128 w, 128 w + 128) of the latent and 16 of the 64 rope columns, for the scores and the
@@ -22,11 +22,9 @@
 // not finite scores NaN. The splits of a row leave their outputs and lse (base 2) in `partial_out` and `partial_lse`, for
 // merge_splits.cu.
 
-#define ROW (FP8 ? 656 : 1152)    // bytes
-#define ROW_STRIDE (FP8 ? 656 : TOKEN)  // between rows of a stage
-#define TOKEN 1168                // bytes between tokens of a bfloat16 tile
 #include "sparse_decode.cuh"
 
+#define TOKEN (FP8 ? (512 + ROPE) * 2 + 16 : ROW_STRIDE)  // bytes between tokens of a bfloat16 tile
 #define HT (16 * MT)              // heads of a group
 #define HEADS (HT * GROUPS)       // of a block
 #define GROUP 128                 // threads of a group
@@ -43,8 +41,6 @@
 #define Q_APART (MT > 1 && GROUPS > 1)                   // registers do not hold all of q's operands
 #define AT_ONCE (MT == 1 ? 4 : __CUDA_ARCH__ < 1000 ? 2 : 1)  // rows that a warp reads before it converts them: no spills
 #define ROPES ((ROWS_PER_WARP + 3) / 4)                  // pieces of 16 bytes that a lane moves
-#define SCALE_COLUMN 512          // bytes into a row of the FP8 cache
-#define ROPE_COLUMN 528
 #define STAGE_BYTES (TILE * ROW_STRIDE)
 #define SCORE_STRIDE (TILE + 8)   // floats between heads of the partial scores
 #define P_STRIDE (TILE + 8)       // bfloat16s between heads of the probabilities
@@ -58,6 +54,7 @@
 #define SHARED_BYTES (GROUPS_AT + GROUPS * GROUP_BYTES)
 
 static_assert(TILE % 16 == 0 && TOKENS_PER_LANE % 2 == 0 && AHEAD > 0, "no such build");
+static_assert(SharedMemory<SHARED_BYTES, SHARED>::BYTES <= 227 << 10, "no such build");
 static_assert(ROUNDS * 32 == ROWS_PER_WARP * LANES_PER_ROW, "no such build");
 
 __device__ __forceinline__ void copy16(u32 to, const u8* from, u32 bytes) {  // bytes: 16, or 0 for zeros
@@ -98,13 +95,13 @@ __device__ __forceinline__ uint2 spread4(u32 codes) {
 // its loads nor its stores meet a bank twice, and reads several rows before it writes any
 __device__ __forceinline__ void convert(u8* smem, u32 stage_at, int first_row, int lane) {
     const u32 scale_group = lane >> 3, eight = scale_group * 16 + (scale_group & 1) * 8 + (lane & 7);
-    const u32 from = stage_at + first_row * ROW, to = TILE_AT + first_row * TOKEN;
+    const u32 from = stage_at + first_row * ROW_STRIDE, to = TILE_AT + first_row * TOKEN;
     uint4 rope[ROPES];
 #pragma unroll
     for (int n = 0; n < ROPES; ++n) {
         const int k = n * 32 + lane;
         if (ROWS_PER_WARP >= 4 || k < ROWS_PER_WARP * 8)
-            rope[n] = at<uint4>(smem, from + (k >> 3) * ROW + ROPE_COLUMN + (k & 7) * 16);
+            rope[n] = at<uint4>(smem, from + (k >> 3) * ROW_STRIDE + ROPE_COLUMN + (k & 7) * 16);
     }
 #pragma unroll
     for (int row = 0; row < ROWS_PER_WARP; row += AT_ONCE) {
@@ -113,9 +110,9 @@ __device__ __forceinline__ void convert(u8* smem, u32 stage_at, int first_row, i
         bool large = false;  // some scale would be infinite times 2^120
 #pragma unroll
         for (int n = 0; n < AT_ONCE; ++n) {
-            codes[n][0] = at<uint2>(smem, from + (row + n) * ROW + eight * 8);
-            codes[n][1] = at<uint2>(smem, from + (row + n) * ROW + (eight ^ 8) * 8);
-            scales[n] = at<float>(smem, from + (row + n) * ROW + SCALE_COLUMN + scale_group * 4);
+            codes[n][0] = at<uint2>(smem, from + (row + n) * ROW_STRIDE + eight * 8);
+            codes[n][1] = at<uint2>(smem, from + (row + n) * ROW_STRIDE + (eight ^ 8) * 8);
+            scales[n] = at<float>(smem, from + (row + n) * ROW_STRIDE + SCALE_COLUMN + scale_group * 4);
             large = large || scales[n] >= 128.f;
         }
         auto write = [&](bool twice) {  // by 2^120 first, where that and the scale do not fit one factor
@@ -155,41 +152,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     const int thread = threadIdx.x, lane = thread & 31, warp = (thread >> 5) & 3;
     const int group = __shfl_sync(~0u, thread >> 7, 0);
     const int t = lane >> 2, c = lane & 3;
-    const int head0 = (blockIdx.x % head_tiles) * HEADS + group * HT;  // of the group
-    const i64 row = blockIdx.x / head_tiles;
-    const i64 b = row / query_len, s = row % query_len;
+    const Place here = place_of<HEADS>(blockIdx.x, head_tiles, query_len);
+    const int head0 = here.head0 + group * HT;  // of the group
+    const u32 row = blockIdx.x / head_tiles;
     const u32 shared = smem_u32(smem), base = GROUPS_AT + group * GROUP_BYTES;
 
-    const int* index_row = indices + b * st.indices_b + s * st.indices_s;
-    const int keys = lengths ? min(topk, lengths[b * st.lengths_b + s * st.lengths_s]) : topk;
-    const Span own = share(keys, LEAST, {0, (int)blockIdx.y, splits});
+    const List lists[LISTS] = {list_of({kv, num_slots, block_size, block_stride}, indices, lengths, topk, here, st)};
+    Keys keys;
+#pragma unroll
+    for (int k = 0; k < LISTS; ++k) keys.count[k] = keys_of(lists[k]);
+    const Span own = share(keys.all(), LEAST, {0, (int)blockIdx.y, splits});
     const int begin = own.begin, end = own.end;
     const int tiles = end > begin ? (end - begin + TILE - 1) / TILE : 0;
+    auto partial = [&](int h) { return (i64)(blockIdx.y * (gridDim.x / head_tiles) + row) * num_heads + h; };
     if (tiles == 0 && splits > 1) {  // nothing to merge
         const int h = head0 + (thread & (GROUP - 1));
-        if (h < min(head0 + HT, num_heads))
-            partial_lse[(blockIdx.y * (gridDim.x / head_tiles) + row) * num_heads + h] = minus_infinity();
+        if (h < min(head0 + HT, num_heads)) partial_lse[partial(h)] = minus_infinity();
         return;
     }
 
     // ---- copying: this lane's rows of a tile, and its 16-byte pieces of each
     const int first_row = (thread >> 5) * ROWS_PER_WARP + lane / LANES_PER_ROW, first_piece = lane % LANES_PER_ROW;
     int slots[ROUNDS];
+    Cache cache;  // that they are of
     auto load_slots = [&](int tile) {
+        const int first = begin + tile * TILE;
+        cache = cache_of(lists, keys, first);
 #pragma unroll
-        for (int n = 0; n < ROUNDS; ++n) {
-            const int k = begin + tile * TILE + first_row + n * (32 / LANES_PER_ROW);
-            slots[n] = tile < tiles && k < end ? __ldg(index_row + k) : -1;
-        }
+        for (int n = 0; n < ROUNDS; ++n)
+            slots[n] = index_of(lists, keys, first + first_row + n * (32 / LANES_PER_ROW), end);
     };
     auto copy_tile = [&](int stage, int present) {
 #pragma unroll
         for (int n = 0; n < ROUNDS; ++n) {
             const int slot = slots[n], at_row = first_row + n * (32 / LANES_PER_ROW);
-            const bool valid = slot >= 0 && slot < num_slots;
-            const i64 offset = block_size == 0 ? (i64)slot * ROW
-                                               : slot / block_size * block_stride + (i64)(slot % block_size) * ROW;
-            const u8* from = kv + (valid ? offset : 0) + first_piece * 16;
+            const bool valid = slot >= 0 && slot < cache.num_slots;
+            const u8* from = cache.rows + (valid ? row_at(cache, slot) : 0) + first_piece * 16;
             const u32 to = shared + stage * STAGE_BYTES + at_row * ROW_STRIDE + first_piece * 16;
 #pragma unroll
             for (int piece = 0; piece < ROW / 16; piece += LANES_PER_ROW)
@@ -206,23 +204,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     }
 
     // ---- q: operand registers of eight steps of 16 latent columns and one of rope
-    u32 q_op[MT][9][4];
+    u32 q_op[MT][Q_STEPS][4];
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int h = head0 + mt * 16 + half * 8 + t;
-            const u16* q_row = q + b * st.q_b + s * st.q_s + (i64)h * st.q_h + 2 * c;
-#pragma unroll
-            for (int k = 0; k < 9; ++k) {
-                const u32* from = reinterpret_cast<const u32*>(q_row + (k < 8 ? warp * 128 + k * 16 : 512 + warp * 16));
-                q_op[mt][k][half] = h < num_heads ? from[0] : 0;
-                q_op[mt][k][half + 2] = h < num_heads ? from[4] : 0;
-            }
-            u32 nothing = 0;  // NaN where q is not finite: an infinity alone would score -inf against a negative key
-#pragma unroll
-            for (int k = 0; k < 9; ++k) nothing = add_nothing(q_op[mt][k][half], add_nothing(q_op[mt][k][half + 2], nothing));
-            q_op[mt][0][half] = add_bf162(q_op[mt][0][half], nothing);
+            load_q(q_op[mt], half, q + here.b * st.q_b + here.s * st.q_s + (i64)h * st.q_h + 2 * c, h < num_heads, warp);
         }
     const u32 q_rope = base + ROPE_AT + (warp * MT * 32 + lane) * 16;
 #if Q_APART
@@ -281,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
 #pragma unroll
                     for (int k = 0; k < 4; ++k) part[n][mt][k] = 0.f;
 #pragma unroll
-            for (int k = 0; k < 9; ++k) {
+            for (int k = 0; k < Q_STEPS; ++k) {
 #if Q_APART
                 if (k == 8)
 #pragma unroll
@@ -326,22 +314,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
                 for (int k = 0; k < TOKENS_PER_LANE; ++k) x[k] += __uint_as_float(word[k]);
             }
             read(word, smem, PRESENT_AT + (present * TILE + own_token) * 4);
-            float top = -1.0e30f;
-#pragma unroll
-            for (int k = 0; k < TOKENS_PER_LANE; ++k) {
-                x[k] = word[k] ? x[k] * scale_log2 : minus_infinity();
-                top = fmaxf(top, x[k]);
-            }
-#pragma unroll
-            for (int d = 1; d < LANES_PER_HEAD; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-            const float m_new = fmaxf(m, top), decay = exp2_(m - m_new);
-            m = m_new;
-            total *= decay;
-#pragma unroll
-            for (int k = 0; k < TOKENS_PER_LANE; ++k) {
-                x[k] = exp2_(x[k] - m_new);
-                total += x[k];
-            }
+            const float decay =
+                softmax_quarter<LANES_PER_HEAD>(x, [&](int k) { return word[k] != 0; }, scale_log2, m, total);
             if (lane % LANES_PER_HEAD == 0) at<float>(smem, base + DECAY_AT + own_head * 4) = decay;
 #pragma unroll
             for (int k = 0; k < TOKENS_PER_LANE; k += 2) {
@@ -392,8 +366,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     }
 
     // ---- one sum for a head, and what its output is multiplied by
-#pragma unroll
-    for (int d = 1; d < LANES_PER_HEAD; d *= 2) total += __shfl_xor_sync(~0u, total, d);
+    total = sum_of_lanes<LANES_PER_HEAD>(total);
     meet<GROUP>(group + 1);  // all have read what the last tile decays
     if (lane % LANES_PER_HEAD == 0) {
         const int h = head0 + own_head;
@@ -402,9 +375,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
         float weight = total;
         if (h < num_heads) {
             if (splits > 1) {
-                partial_lse[(blockIdx.y * (gridDim.x / head_tiles) + row) * num_heads + h] = lse;
+                partial_lse[partial(h)] = lse;
             } else {
-                lse_out[b * st.lse_b + s * st.lse_s + h * st.lse_h] = lse * LN_2;
+                lse_out[here.b * st.lse_b + here.s * st.lse_s + h * st.lse_h] = lse * LN_2;
                 if (sink) weight += exp2_(sink[h] * LOG2_E - m);
             }
         }
@@ -418,15 +391,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             const int own = mt * 16 + half * 8 + t, h = head0 + own, i = 2 * half;
             const float factor = at<float>(smem, base + DECAY_AT + own * 4);
             if (splits > 1) {
-                float* to = partial_out +
-                            ((blockIdx.y * (gridDim.x / head_tiles) + row) * num_heads + h) * 512 + warp * 128 + 2 * c;
+                float* to = partial_out + partial(h) * 512 + warp * 128 + 2 * c;
 #pragma unroll
                 for (int j = 0; j < 16; ++j)
                     if (h < num_heads)
                         *reinterpret_cast<float2*>(to + j * 8) =
                             make_float2(acc[mt][j][i] * factor, acc[mt][j][i + 1] * factor);
             } else {  // two lanes trade halves, so that each has four columns side by side
-                u16* to = out + b * st.out_b + s * st.out_s + h * st.out_h + warp * 128 + (c & 1) * 8 + (c >> 1) * 4;
+                u16* to = out + here.b * st.out_b + here.s * st.out_s + h * st.out_h + warp * 128 + (c & 1) * 8 + (c >> 1) * 4;
 #pragma unroll
                 for (int j = 0; j < 16; j += 2) {
                     const u32 first = to_bf162(acc[mt][j][i] * factor, acc[mt][j][i + 1] * factor);

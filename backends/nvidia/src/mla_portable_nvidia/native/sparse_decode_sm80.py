@@ -18,7 +18,7 @@ from mla_portable.contracts import ProgramShape
 from mla_portable.layouts import BF16, FP8_DS_MLA, KV_LORA_RANK
 from mla_portable_nvidia.native.build import KernelBuild
 from mla_portable_nvidia.native.driver import Kernel, Launch
-from mla_portable_nvidia.native.sparse_decode import HEADERS, Tensors, arguments
+from mla_portable_nvidia.native.sparse_decode import ATTENTION_HEADERS, HEADERS, Tensors, arguments, row_defines
 
 __all__ = [
     "BUILDS",
@@ -43,8 +43,6 @@ _SM_SHARED_MEMORY: Final = dict.fromkeys(_ARCHS, 100 << 10) | {"sm80": 164 << 10
 """Bytes of a multiprocessor. CUDA C++ Programming Guide, "Compute Capabilities"."""
 _BLOCK_RESERVE: Final = 1024
 """Bytes that the driver keeps of each block."""
-_PADDING: Final = 16
-"""Bytes between BF16 rows in shared memory, so that eight of them meet every bank once. FP8 rows do as they are."""
 _LEAST: Final = 64
 """Keys of a split, where a row has as many."""
 
@@ -54,9 +52,10 @@ class Sm80Build(KernelBuild):
     """One build.
 
     Attributes:
-        fp8: it reads the FP8 cache, else BF16 rows. head_tiles: 16-head tiles of a group of four warps.
+        kv_layout: of the rows that it reads. head_tiles: 16-head tiles of a group of four warps.
         groups: of a block; each has other heads. tile: tokens that it takes at once.
-        stages: tiles on their way or, of BF16 rows, in use. blocks_per_sm: that the registers are to allow.
+        stages: tiles on their way or, of BF16 rows, in use. shared: bytes of dynamic shared memory of a block, which the source
+            holds against what it lays out. blocks_per_sm: that the registers are to allow.
     """
 
     kernel: ClassVar[str] = "sparse_decode_sm80"
@@ -65,16 +64,17 @@ class Sm80Build(KernelBuild):
     fixed: ClassVar[str] = "7i 14q"  # what shapes and strides say
     archs: ClassVar[Mapping[str, str]] = _ARCHS
 
-    fp8: bool
+    kv_layout: str
     head_tiles: int
     groups: int
     tile: int
     stages: int
+    shared: int
     blocks_per_sm: int = 1
 
     @property
     def label(self) -> str:
-        return f"{self.kernel}-{'fp8' if self.fp8 else 'bf16'}-h{self.heads}-g{self.groups}-t{self.tile}-s{self.stages}"
+        return f"{self.kernel}-{self.kv_layout}-h{self.heads}-g{self.groups}-t{self.tile}-s{self.stages}"
 
     @property
     def heads(self) -> int:
@@ -91,9 +91,9 @@ class Sm80Build(KernelBuild):
         return 128 * self.groups
 
     @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
+    def defines(self) -> tuple[tuple[str, int | str], ...]:
         return (
-            ("FP8", int(self.fp8)),
+            *row_defines(self.kv_layout, self.shared),
             ("MT", self.head_tiles),
             ("GROUPS", self.groups),
             ("TILE", self.tile),
@@ -103,12 +103,7 @@ class Sm80Build(KernelBuild):
 
     @property
     def shared_bytes(self) -> int:
-        heads, tile, token = 16 * self.head_tiles, self.tile, BF16.row_bytes + _PADDING
-        stages = self.stages * tile * (FP8_DS_MLA.row_bytes if self.fp8 else token)
-        converted = tile * token if self.fp8 else 0
-        scores, probabilities, decays = 4 * heads * (tile + 8) * 4, heads * (tile + 8) * 2, heads * 4
-        query = 4 * self.head_tiles * 32 * 16 if self.head_tiles > 1 and self.groups > 1 else 0
-        return stages + converted + (self.stages + 1) * tile * 4 + self.groups * (scores + probabilities + decays + query)
+        return self.shared
 
     @property
     def wide_clusters(self) -> bool:
@@ -141,7 +136,7 @@ class MergeBuild(KernelBuild):
     """The merge of splits. heads: of a block."""
 
     kernel: ClassVar[str] = "merge_splits"
-    headers: ClassVar[tuple[str, ...]] = HEADERS
+    headers: ClassVar[tuple[str, ...]] = ATTENTION_HEADERS
     changing: ClassVar[str] = "5P"  # out, lse, partial out and lse, sink
     fixed: ClassVar[str] = "4i 6q"  # splits, heads of all rows and of one, query length, strides of out and lse
     archs: ClassVar[Mapping[str, str]] = _ARCHS
@@ -157,7 +152,7 @@ class MergeBuild(KernelBuild):
         return 128
 
     @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
+    def defines(self) -> tuple[tuple[str, int | str], ...]:
         return (("MERGED", self.heads),)
 
     @property
@@ -173,23 +168,23 @@ MERGES: Final = (MergeBuild(1), MergeBuild(4))
 _FEW_SPLITS: Final = 4
 """Up to here a block of the merge has four heads. H200, 128 rows of 16 heads in 2 splits: 3.6 us instead of 5.0; 16 rows in 16
 splits: 5.3 instead of 3.8."""
-_FEW_BF16: Final = Sm80Build(fp8=False, head_tiles=1, groups=1, tile=16, stages=2, blocks_per_sm=3)
+_FEW_BF16: Final = Sm80Build(BF16.name, head_tiles=1, groups=1, tile=16, stages=2, shared=44_544, blocks_per_sm=3)
 BUILDS: Final[Mapping[str, tuple[Sm80Build, ...]]] = {
     FP8_DS_MLA.name: (
-        PairSm80Build(fp8=True, head_tiles=1, groups=1, tile=32, stages=1, blocks_per_sm=2),
-        Sm80Build(fp8=True, head_tiles=1, groups=1, tile=16, stages=2, blocks_per_sm=2),
-        LargeSm80Build(fp8=True, head_tiles=2, groups=1, tile=32, stages=1, blocks_per_sm=2),
-        Sm80Build(fp8=True, head_tiles=1, groups=2, tile=32, stages=1),
-        LargeSm80Build(fp8=True, head_tiles=2, groups=2, tile=32, stages=1),
-        Sm80Build(fp8=True, head_tiles=2, groups=2, tile=16, stages=2),
+        PairSm80Build(FP8_DS_MLA.name, head_tiles=1, groups=1, tile=32, stages=1, shared=70_208, blocks_per_sm=2),
+        Sm80Build(FP8_DS_MLA.name, head_tiles=1, groups=1, tile=16, stages=2, shared=46_848, blocks_per_sm=2),
+        LargeSm80Build(FP8_DS_MLA.name, head_tiles=2, groups=1, tile=32, stages=1, shared=81_792, blocks_per_sm=2),
+        Sm80Build(FP8_DS_MLA.name, head_tiles=1, groups=2, tile=32, stages=1, shared=81_792),
+        LargeSm80Build(FP8_DS_MLA.name, head_tiles=2, groups=2, tile=32, stages=1, shared=113_152),
+        Sm80Build(FP8_DS_MLA.name, head_tiles=2, groups=2, tile=16, stages=2, shared=75_968),
     ),
     BF16.name: (
-        LargeSm80Build(fp8=False, head_tiles=1, groups=1, tile=16, stages=3, blocks_per_sm=2),
-        Sm100Build(fp8=False, head_tiles=1, groups=1, tile=32, stages=2, blocks_per_sm=2),
+        LargeSm80Build(BF16.name, head_tiles=1, groups=1, tile=16, stages=3, shared=63_296, blocks_per_sm=2),
+        Sm100Build(BF16.name, head_tiles=1, groups=1, tile=32, stages=2, shared=86_720, blocks_per_sm=2),
         _FEW_BF16,
-        Sm80Build(fp8=False, head_tiles=1, groups=2, tile=32, stages=2),
-        LargeSm80Build(fp8=False, head_tiles=2, groups=2, tile=32, stages=2),
-        Sm80Build(fp8=False, head_tiles=2, groups=2, tile=16, stages=3),
+        Sm80Build(BF16.name, head_tiles=1, groups=2, tile=32, stages=2, shared=98_304),
+        LargeSm80Build(BF16.name, head_tiles=2, groups=2, tile=32, stages=2, shared=129_664),
+        Sm80Build(BF16.name, head_tiles=2, groups=2, tile=16, stages=3, shared=92_416),
     ),
 }
 """kv_layout -> the builds that serve it, by heads, those first that are preferred where an architecture has them."""
