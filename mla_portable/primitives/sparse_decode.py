@@ -48,10 +48,12 @@ class SparseDecode(Protocol):
     """Attention of B x S query tokens over chosen slots of the paged cache.
 
     q [B, S, H, 576] bf16; kv_cache [blocks, block_size, 576] bf16 or [.., 656] uint8; indices [B, S, K] int32 global slots;
-    lengths [B, S] int32; attn_sink [H] float32; schedule made for B * S rows, H heads and this K. Where `Request.extra_cache`,
-    extra_kv_cache, extra_indices [B, S, E] and extra_lengths are a second cache of the same layout and its list, and a row
-    attends to the union of both; elsewhere these three are not passed. Returns out [B, S, H, 512] bf16 and lse [B, S, H]
-    float32, which are `out` and `lse_out` where given.
+    lengths [B, S] int32; attn_sink [H] float32; schedule made for B * S rows, H heads and this K. Returns out
+    [B, S, H, 512] bf16 and lse [B, S, H] float32, which are `out` and `lse_out` where given.
+
+    An implementation that declares `Support.extra_cache` takes three more keywords, which are passed where there is a second
+    cache: extra_kv_cache of the same layout, extra_indices [B, S, E] int32, its slots, and extra_lengths [B, S] int32 or None.
+    A row attends to the union of both.
     """
 
     def __call__(
@@ -63,9 +65,6 @@ class SparseDecode(Protocol):
         softmax_scale: float,
         lengths: Tensor | None = None,
         attn_sink: Tensor | None = None,
-        extra_kv_cache: Tensor | None = None,
-        extra_indices: Tensor | None = None,
-        extra_lengths: Tensor | None = None,
         schedule: DecodeSchedule | None = None,
         out: Tensor | None = None,
         lse_out: Tensor | None = None,

@@ -44,9 +44,12 @@ class SparsePrefill(Protocol):
 
     q [T, H, 576] bf16; kv [W, 576] bf16 (a workspace or a flattened BF16 cache) or the paged FP8 cache itself
     [blocks, block_size, 656] uint8; indices [T, K] int32 rows of kv (slots of a paged cache), those past W are absent;
-    lengths [T] int32; attn_sink [H] float32. Where `Request.extra_cache`, extra_kv_cache, extra_indices [T, E] and
-    extra_lengths are a second one like kv and its list, and a row attends to the union of both; elsewhere these three are not
-    passed. Returns out [T, H, 512] bf16 and lse [T, H] float32, which are `out` and `lse_out` where given.
+    lengths [T] int32; attn_sink [H] float32. Returns out [T, H, 512] bf16 and lse [T, H] float32, which are `out` and
+    `lse_out` where given.
+
+    An implementation that declares `Support.extra_cache` takes three more keywords, which are passed where there is a second
+    cache: extra_kv_cache, of the layout of kv and flat or paged as that is, extra_indices [T, E] int32 and extra_lengths [T]
+    int32 or None. A row attends to the union of both.
     """
 
     def __call__(
@@ -58,9 +61,6 @@ class SparsePrefill(Protocol):
         softmax_scale: float,
         lengths: Tensor | None = None,
         attn_sink: Tensor | None = None,
-        extra_kv_cache: Tensor | None = None,
-        extra_indices: Tensor | None = None,
-        extra_lengths: Tensor | None = None,
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
