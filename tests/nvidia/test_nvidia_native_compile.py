@@ -16,7 +16,7 @@ from native_model import SOURCES, check_laid_out
 
 import mla_portable_nvidia
 from mla_portable.capability.claims import compiled_for
-from mla_portable.layouts import BF16, FP8_DS_MLA
+from mla_portable.layouts import BF16, FP8_DS_MLA, FP8_V4
 from mla_portable.registry import Registry
 from mla_portable_nvidia import compile_all, native
 from mla_portable_nvidia.native import build as build_module
@@ -39,11 +39,13 @@ REGISTERS = 65_536
 MODULE = mla_portable_nvidia.__name__
 ALL = [build for builds in BUILDS.values() for build in builds]
 SM80 = [build for builds in sparse_decode_sm80.BUILDS.values() for build in builds]
+TWO = [replace(build, lists=2) for build in ALL]
+TWO_SM80 = [replace(build, lists=2) for build in sparse_decode_sm80.BUILDS[FP8_V4.name]]
 INDEXER = (*DECODE.values(), *PREFILL.values())
 MASKED = tuple(MASKED_PREFILL.values())
 
 
-@pytest.fixture(scope="module", params=ALL, ids=str)
+@pytest.fixture(scope="module", params=[*ALL, *TWO], ids=lambda build: build.label)
 def compiled(request):
     """(a build, its machine code)."""
     return request.param, compile_build(request.param, ARCHS["sm90"])
@@ -62,7 +64,7 @@ def test_products_of_warpgroups_overlap(compiled):
     """Where registers do not suffice, the compiler waits for every `wgmma` before the next, and says so in its log alone."""
     build, cubin = compiled
     code = compile_all.cuobjdump(cubin, "-sass")
-    if build is not MANY:
+    if build.kernel != MANY.kernel:
         assert "HGMMA" not in code
         return
     waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d)", code)
@@ -133,7 +135,7 @@ def test_topk_select_compiles_for_every_architecture_that_it_declares(build, arc
     assert 2 * (build.shared_bytes + 1024) <= 164 << 10, "two blocks of an A100"
 
 
-@pytest.mark.parametrize("build", [ALL[0], ALL[4]], ids=str)
+@pytest.mark.parametrize("build", [ALL[0], BUILDS[BF16.name][0]], ids=lambda build: build.label)
 def test_the_builds_for_racecheck_compile_and_the_shipped_ones_have_none_of_them(build):
     """`ci/gpu_sanitize`: at the same barriers every lane arrives, and copies."""
 
@@ -163,8 +165,8 @@ def lines(capsys, *arguments):
 
 def test_what_compiles_is_every_kernel_of_these_implementations_alone(capsys):
     code, made = lines(capsys)
-    everything = [*ALL, *SM80, *MERGES, FEW_ROWS, MANY_ROWS, *INDEXER, PACK_SELECTION, *MASKED]
-    expected = [(arch, build) for arch in compile_all.TARGETS for build in everything if arch in build.archs]
+    everything = [*ALL, *TWO, *SM80, *TWO_SM80, *MERGES, FEW_ROWS, MANY_ROWS, *INDEXER, PACK_SELECTION, *MASKED]
+    expected = [(arch, build) for arch in compile_all.TARGETS for build in everything if arch in build.targets]
     assert code == 0 and [(line["arch"], line["label"]) for line in made] == [(arch, build.label) for arch, build in expected]
     assert [line["shared"] for line in made] == [build.shared_bytes for _, build in expected]
     assert len({(line["arch"], line["label"]) for line in made}) == len(made)
@@ -174,6 +176,7 @@ def test_what_compiles_is_every_kernel_of_these_implementations_alone(capsys):
         for primitive in ("sparse_decode", "sparse_prefill")
     } | {("nvidia.native", "topk_select"): ({"topk_select"}, compile_all.TARGETS)}
     older = {"sparse_decode_sm80", "merge_splits"}, tuple(arch for arch in compile_all.TARGETS if arch != "sm90")
+    kernels |= {("nvidia.native_v4", primitive): (older[0], ("sm90",)) for primitive in ("sparse_decode", "sparse_prefill")}
     kernels |= {("nvidia.native_sm80", primitive): older for primitive in ("sparse_decode", "sparse_prefill")}
     kernels |= {("nvidia.native", "pack_selection"): ({"pack_selection"}, compile_all.TARGETS)}
     kernels |= {("nvidia.native", "masked_prefill"): ({"masked_prefill"}, ("sm90",))}

@@ -6,4 +6,4 @@
 #define ROW 1152                  // bytes of a row that are copied
 #define ROW_STRIDE (ROW + 16)     // bytes between rows of a stage: an odd number of pieces of 16
 #define ROPE 64                   // columns of a key behind the 512 of its value
-#define LISTS 1                   // of keys, each with its own cache
+#define APART 0                   // bytes of a row that lie behind the rows of its block

@@ -2,7 +2,8 @@
 // What the sparse attention kernels share: which row a block has and which of its keys, the copying of rows, the softmax, and the
 // end of a row that is split.
 //
-// Compiled with LAYOUT defined, the header of a row's bytes (layout_*.cuh). An includer defines TILE, the tokens of a tile.
+// Compiled with LAYOUT defined, the header of a row's bytes (layout_*.cuh), and LISTS: of how many lists a row has its keys, each
+// with a cache of its own. An includer defines TILE, the tokens of a tile.
 
 #include "attention.cuh"
 #include LAYOUT
@@ -20,6 +21,8 @@ struct Strides {
     i64 q_b, q_s, q_h;  // elements
     i64 indices_b, indices_s;
     i64 lengths_b, lengths_s;
+    i64 extra_indices_b, extra_indices_s;
+    i64 extra_lengths_b, extra_lengths_s;
     i64 out_b, out_s, out_h;
     i64 lse_b, lse_s, lse_h;
 };
@@ -61,11 +64,16 @@ struct List {
     const int* length;   // of the row, or null: all of `most`
     int most;
 };
-// what a call says of one list, for one of its rows
-__device__ __forceinline__ List list_of(
+// what a call says of its first list and of its second, for one of its rows
+__device__ __forceinline__ List first_list(
     const Cache& cache, const int* indices, const int* lengths, int most, const Place row, const Strides& st) {
     return {cache, indices + row.b * st.indices_b + row.s * st.indices_s,
             lengths ? lengths + row.b * st.lengths_b + row.s * st.lengths_s : nullptr, most};
+}
+__device__ __forceinline__ List second_list(
+    const Cache& cache, const int* indices, const int* lengths, int most, const Place row, const Strides& st) {
+    return {cache, indices + row.b * st.extra_indices_b + row.s * st.extra_indices_s,
+            lengths ? lengths + row.b * st.extra_lengths_b + row.s * st.extra_lengths_s : nullptr, most};
 }
 __device__ __forceinline__ int keys_of(const List& list) {
     if (!list.length) return list.most;
@@ -100,10 +108,13 @@ __device__ __forceinline__ int index_of(
 }
 
 // ---- copying
-// where a row begins in its cache
+// where a row begins in its cache, and where what lies apart of it does
 __device__ __forceinline__ i64 row_at(const Cache& cache, int slot) {
-    return cache.block_size == 0 ? (i64)slot * PITCH
-                                 : slot / cache.block_size * cache.block_stride + (i64)(slot % cache.block_size) * PITCH;
+    if (!APART && cache.block_size == 0) return (i64)slot * PITCH;
+    return slot / cache.block_size * cache.block_stride + (i64)(slot % cache.block_size) * PITCH;
+}
+__device__ __forceinline__ i64 apart_at(const Cache& cache, int slot) {
+    return slot / cache.block_size * cache.block_stride + (i64)cache.block_size * PITCH + slot % cache.block_size * APART;
 }
 // a place for a tile: where the rows of a warp's eight tokens go, where the byte of their presence; barriers that it is empty, from
 // the phase of this parity on, and that it is full

@@ -2,7 +2,7 @@
 // Sparse MLA attention on the BF16 cache for few heads: 16 * MT heads of one query row, MT 1 or 2, over one split of its
 // indices.
 //
-// Compiled at run time (NVRTC) with LAYOUT, MT, GROUPS, STAGES, BLOCKS_PER_SM, CONSUMER_REGISTERS and SHARED (bytes) defined. The
+// Compiled at run time (NVRTC) with LAYOUT, LISTS, MT, GROUPS, STAGES, BLOCKS_PER_SM, CONSUMER_REGISTERS and SHARED (bytes) defined. The
 // splits of a row are the blocks of a cluster; the first `whole_clusters` have rows that are not split, one for each block.
 //
 // A block is GROUPS groups of four warps, and four warps that copy for them. A group has 16 of the heads; those with the same
@@ -55,9 +55,10 @@ static_assert(SharedMemory<SHARED_BYTES, SHARED>::BYTES <= 227 << 10, "no such b
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_decode_bf16(
     u16* __restrict__ out, float* __restrict__ lse_out, const u16* __restrict__ q, const u8* __restrict__ kv,
-    const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink, float scale_log2,
-    int topk, int whole_clusters, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, i64 block_stride,
-    Strides st) {  // block_stride: bytes
+    const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink, const u8* __restrict__ extra_kv,
+    const int* __restrict__ extra_indices, const int* __restrict__ extra_lengths, float scale_log2,
+    int topk, int whole_clusters, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, int extra_topk,
+    int extra_slots, int extra_block_size, i64 block_stride, i64 extra_block_stride, Strides st) {  // block_stride: bytes
     extern __shared__ __align__(128) u8 smem[];
     const int thread = threadIdx.x, lane = thread & 31, warp = (thread >> 5) & 3;
     const int group = __shfl_sync(~0u, thread >> 7, 0);  // GROUPS: the warps that copy
@@ -65,7 +66,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     const Work work = own_work(whole_clusters);
     const Place here = place_of<HEADS>(work.unit, head_tiles, query_len);
     const u32 shared = smem_u32(smem);
-    const List lists[LISTS] = {list_of({kv, num_slots, block_size, block_stride}, indices, lengths, topk, here, st)};
+    const List lists[LISTS] = {
+        first_list({kv, num_slots, block_size, block_stride}, indices, lengths, topk, here, st),
+#if LISTS > 1
+        second_list({extra_kv, extra_slots, extra_block_size, extra_block_stride}, extra_indices, extra_lengths, extra_topk, here,
+                    st),
+#endif
+    };
     const Row row = begin_row<TILE>(lists, work, group == GROUPS, warp, lane);
     const int tiles = (row.own.end - row.own.begin + TILE - 1) / TILE;
     if (thread < FULLS) barrier_init(shared + FULL_AT + thread * 8, 4 * ARRIVALS);

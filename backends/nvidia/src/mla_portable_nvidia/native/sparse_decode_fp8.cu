@@ -2,7 +2,7 @@
 // Sparse MLA attention on the FP8 cache for few heads: 16 * MT heads of one query row, MT 1 or 2, over one split of its
 // indices.
 //
-// Compiled at run time (NVRTC) with LAYOUT, MT, GROUPS, STAGES, BLOCKS_PER_SM, CONSUMER_REGISTERS and SHARED (bytes) defined. The
+// Compiled at run time (NVRTC) with LAYOUT, LISTS, MT, GROUPS, STAGES, BLOCKS_PER_SM, CONSUMER_REGISTERS and SHARED (bytes) defined. The
 // splits of a row are the blocks of a cluster; the first `whole_clusters` have rows that are not split, one for each block.
 //
 // A block is GROUPS groups of four warps, and four warps that copy for them. A group takes every GROUPS-th tile of 32 tokens
@@ -58,7 +58,7 @@ using Merged = Merge<GROUPS, HT, MERGE_STRIDE, MERGE_SWIZZLE, CONSUMERS>;
 constexpr int ATTENDING = GROUPS_AT + GROUPS * GROUP_BYTES, MERGING = Q_AT + Merged::BYTES;
 constexpr int SHARED_BYTES = ATTENDING > MERGING ? ATTENDING : MERGING;
 
-static_assert(FP8, "no such build");
+static_assert(FP8 && CODES == 512, "no such build");
 static_assert(SharedMemory<SHARED_BYTES, SHARED>::BYTES <= 227 << 10, "no such build");
 
 // of the largest |q| of a head
@@ -71,9 +71,10 @@ __device__ __forceinline__ int q_exponent(u8* smem, u32 base, int head) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_decode_fp8(
     u16* __restrict__ out, float* __restrict__ lse_out, const u16* __restrict__ q, const u8* __restrict__ kv,
-    const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink, float scale_log2,
-    int topk, int whole_clusters, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, i64 block_stride,
-    Strides st) {
+    const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink, const u8* __restrict__ extra_kv,
+    const int* __restrict__ extra_indices, const int* __restrict__ extra_lengths, float scale_log2,
+    int topk, int whole_clusters, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, int extra_topk,
+    int extra_slots, int extra_block_size, i64 block_stride, i64 extra_block_stride, Strides st) {
     extern __shared__ __align__(128) u8 smem[];
     const int thread = threadIdx.x, lane = thread & 31, warp = (thread >> 5) & 3;
     const int group = __shfl_sync(~0u, thread >> 7, 0);  // GROUPS: the warps that copy
@@ -81,7 +82,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     const Work work = own_work(whole_clusters);
     const Place here = place_of<HT>(work.unit, head_tiles, query_len);
     const u32 base = GROUPS_AT + group * GROUP_BYTES, shared = smem_u32(smem);
-    const List lists[LISTS] = {list_of({kv, num_slots, block_size, block_stride}, indices, lengths, topk, here, st)};
+    const List lists[LISTS] = {
+        first_list({kv, num_slots, block_size, block_stride}, indices, lengths, topk, here, st),
+#if LISTS > 1
+        second_list({extra_kv, extra_slots, extra_block_size, extra_block_stride}, extra_indices, extra_lengths, extra_topk, here,
+                    st),
+#endif
+    };
     const Row row = begin_row<TILE>(lists, work, group == GROUPS, warp, lane);
     const int tiles = (row.own.end - row.own.begin + TILE - 1) / TILE;
     if (thread < GROUPS * STAGES) {
@@ -133,7 +140,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
                     v[mt][half][j] = w;
                     top = max(top, largest_size(w));
                 }
-                const uint2 rope = on ? *reinterpret_cast<const uint2*>(q_row + 512 + warp * 16 + c * 4) : make_uint2(0, 0);
+                const u16* rope_at = q_row + 512 + warp * 16 + c * 4;
+                const uint2 rope = ROPE && on ? *reinterpret_cast<const uint2*>(rope_at) : make_uint2(0, 0);
                 const u32 rope_top = max(larger_size(rope.x), larger_size(rope.y));
                 if (rope_top >= NOT_FINITE) top = rope_top;
                 r[mt][half] = rope;
@@ -189,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     // where this lane reads a stage: token t and two chunks for the scores, tokens 2c .. and chunk t for the output
     const u32 score_from = base + t * ROW_STRIDE + warp * 128 + c * 32;
     const u32 output_from = base + 2 * c * ROW_STRIDE + warp * 128 + t * 16;
-    const u32 rope_from = base + t * ROW_STRIDE + ROPE_COLUMN + warp * 32 + c * 8;
+    const u32 rope_from = base + t * ROW_STRIDE + PLAIN_COLUMN + warp * 32 + c * 8;
     const u32 scale_from = base + 2 * c * ROW_STRIDE + SCALE_COLUMN + warp * 4;
     const u32 barriers = shared + group * STAGES * 16;
     const u32 scores = base + SCORE_AT, probs = base + PROB_AT, decays = base + DECAY_AT;
@@ -238,14 +246,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
         }
 #pragma unroll
         for (int n8 = 0; n8 < 4; ++n8) {
-            const uint2 rope = at<uint2>(smem, rope_from + stage_at + n8 * 8 * ROW_STRIDE);
+            uint2 rope;
+            if (ROPE) rope = at<uint2>(smem, rope_from + stage_at + n8 * 8 * ROW_STRIDE);
             scale[n8][0] = at<float>(smem, scale_from + stage_at + n8 * 8 * ROW_STRIDE);
             scale[n8][1] = at<float>(smem, scale_from + stage_at + (n8 * 8 + 1) * ROW_STRIDE);
 #pragma unroll
             for (int mt = 0; mt < MT; ++mt) {
 #pragma unroll
                 for (int k = 0; k < 4; ++k) part[n8][mt][k] *= scale[n8][k & 1];
-                mma_bf16(part[n8][mt], q_rope[mt], rope.x, rope.y);
+                if (ROPE) mma_bf16(part[n8][mt], q_rope[mt], rope.x, rope.y);
             }
         }
 #pragma unroll

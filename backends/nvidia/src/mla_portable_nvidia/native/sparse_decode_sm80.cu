@@ -2,7 +2,7 @@
 // Sparse MLA attention without what compute capability 9.0 brought: 16 * MT * GROUPS heads of one query row over one split of
 // its indices, on the FP8 cache or on BF16 rows.
 //
-// Compiled at run time (NVRTC) with LAYOUT, MT, GROUPS, TILE, STAGES, BLOCKS_PER_SM and SHARED (bytes) defined.
+// Compiled at run time (NVRTC) with LAYOUT, LISTS, MT, GROUPS, TILE, STAGES, BLOCKS_PER_SM and SHARED (bytes) defined.
 //
 // A block is GROUPS groups of four warps. A group has 16 * MT of the heads, and every group reads the same tile of TILE tokens.
 // Within a group, warp w owns columns [128 w, 128 w + 128) of the latent and 16 of the 64 rope columns, for the scores and the
@@ -38,9 +38,10 @@
 #define LEAST 64                  // keys of a split, where a row has them; merging more of them takes longer than they save
 #define RUN (TOKENS_PER_LANE < 4 ? TOKENS_PER_LANE : 4)  // of them side by side
 #define TOKENS_AT_ONCE (MT > 1 ? 2 : TILE / 8)           // of the scores, in eights: what the registers hold
-#define Q_APART (MT > 1 && GROUPS > 1)                   // registers do not hold all of q's operands
-#define AT_ONCE (MT == 1 ? 4 : __CUDA_ARCH__ < 1000 ? 2 : 1)  // rows that a warp reads before it converts them: no spills
-#define ROPES ((ROWS_PER_WARP + 3) / 4)                  // pieces of 16 bytes that a lane moves
+#define Q_APART (MT > 1 && (GROUPS > 1 || !ROPE))                 // registers do not hold all of q's operands: not the last step's
+#define AT_ONCE (MT == 1 ? 4 : CODES == 512 && __CUDA_ARCH__ < 1000 ? 2 : 1)  // rows that a warp reads before it converts them: no spills
+#define PLAIN_EARLY (MT == 1 || CODES == 512)            // before the codes: elsewhere registers would not suffice
+#define PIECES ((ROWS_PER_WARP + 3) / 4)                 // of 16 bytes, of what is bfloat16 already, that a lane moves
 #define STAGE_BYTES (TILE * ROW_STRIDE)
 #define SCORE_STRIDE (TILE + 8)   // floats between heads of the partial scores
 #define P_STRIDE (TILE + 8)       // bfloat16s between heads of the probabilities
@@ -49,8 +50,8 @@
 #define GROUPS_AT (PRESENT_AT + (STAGES + 1) * TILE * 4)
 #define PROB_AT (4 * HT * SCORE_STRIDE * 4)              // in the memory of a group, after the partial scores
 #define DECAY_AT (PROB_AT + HT * P_STRIDE * 2)
-#define ROPE_AT (DECAY_AT + HT * 4)                      // the operands of q's rope, where registers do not hold them
-#define GROUP_BYTES (ROPE_AT + (Q_APART ? 4 * MT * 32 * 16 : 0))
+#define Q_LAST_AT (DECAY_AT + HT * 4)                      // the operands of q's last step, where registers do not hold them
+#define GROUP_BYTES (Q_LAST_AT + (Q_APART ? 4 * MT * 32 * 16 : 0))
 #define SHARED_BYTES (GROUPS_AT + GROUPS * GROUP_BYTES)
 
 static_assert(TILE % 16 == 0 && TOKENS_PER_LANE % 2 == 0 && AHEAD > 0, "no such build");
@@ -59,6 +60,9 @@ static_assert(ROUNDS * 32 == ROWS_PER_WARP * LANES_PER_ROW, "no such build");
 
 __device__ __forceinline__ void copy16(u32 to, const u8* from, u32 bytes) {  // bytes: 16, or 0 for zeros
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy8(u32 to, const u8* from, u32 bytes) {  // bytes: 8, or 0 for zeros
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LATER>  // groups of copies that may still be under way
@@ -91,63 +95,75 @@ __device__ __forceinline__ uint2 spread4(u32 codes) {
 }
 
 #if FP8
-// this warp's FP8 rows of a stage to the tile; a lane has twice eight columns of each row, which share a scale, so that neither
-// its loads nor its stores meet a bank twice, and reads several rows before it writes any
+// this warp's FP8 rows of a stage to the tile; a lane has twice eight columns of each row, so that neither its loads nor its stores
+// meet a bank twice, and reads several rows before it writes any
 __device__ __forceinline__ void convert(u8* smem, u32 stage_at, int first_row, int lane) {
-    const u32 scale_group = lane >> 3, eight = scale_group * 16 + (scale_group & 1) * 8 + (lane & 7);
+    const u32 of_eight = lane >> 3, eight = of_eight * 16 + (of_eight & 1) * 8 + (lane & 7);
     const u32 from = stage_at + first_row * ROW_STRIDE, to = TILE_AT + first_row * TOKEN;
-    uint4 rope[ROPES];
+    constexpr int PLAIN = 512 + ROPE - CODES;  // columns that are bfloat16s already
+    static_assert(PLAIN == 0 || PLAIN == 64, "eight pieces of a row");
+    uint4 plain[PIECES];
+    auto read_plain = [&] {
 #pragma unroll
-    for (int n = 0; n < ROPES; ++n) {
-        const int k = n * 32 + lane;
-        if (ROWS_PER_WARP >= 4 || k < ROWS_PER_WARP * 8)
-            rope[n] = at<uint4>(smem, from + (k >> 3) * ROW_STRIDE + ROPE_COLUMN + (k & 7) * 16);
-    }
+        for (int n = 0; n < PIECES; ++n) {
+            const int k = n * 32 + lane;
+            if (PLAIN && (ROWS_PER_WARP >= 4 || k < ROWS_PER_WARP * 8))
+                plain[n] = at<uint4>(smem, from + (k >> 3) * ROW_STRIDE + PLAIN_COLUMN + (k & 7) * 16);
+        }
+    };
+    if (PLAIN_EARLY) read_plain();
 #pragma unroll
     for (int row = 0; row < ROWS_PER_WARP; row += AT_ONCE) {
         uint2 codes[AT_ONCE][2];
-        float scales[AT_ONCE];
+        Scale scales[AT_ONCE][2];
         bool large = false;  // some scale would be infinite times 2^120
 #pragma unroll
-        for (int n = 0; n < AT_ONCE; ++n) {
-            codes[n][0] = at<uint2>(smem, from + (row + n) * ROW_STRIDE + eight * 8);
-            codes[n][1] = at<uint2>(smem, from + (row + n) * ROW_STRIDE + (eight ^ 8) * 8);
-            scales[n] = at<float>(smem, from + (row + n) * ROW_STRIDE + SCALE_COLUMN + scale_group * 4);
-            large = large || scales[n] >= 128.f;
-        }
+        for (int n = 0; n < AT_ONCE; ++n)
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+                const u32 own = side ? eight ^ 8 : eight;
+                codes[n][side] = at<uint2>(smem, from + (row + n) * ROW_STRIDE + own * 8);
+                // two groups of eight columns are of one scale where it is of 128
+                const u32 group = SCALE_GROUP == 128 ? of_eight : own * 8 / SCALE_GROUP;
+                scales[n][side] = scale_of(smem, from + (row + n) * ROW_STRIDE, group);
+                large = large || is_large(scales[n][side]);
+            }
         auto write = [&](bool twice) {  // by 2^120 first, where that and the scale do not fit one factor
 #pragma unroll
-            for (int n = 0; n < AT_ONCE; ++n) {
-                const float factor = twice ? power(120) : scales[n] * power(120);
-                const u32 by = to_bf162(factor, factor), then = to_bf162(scales[n], scales[n]);
+            for (int n = 0; n < AT_ONCE; ++n)
 #pragma unroll
                 for (int side = 0; side < 2; ++side) {
+                    const Scale scale = scales[n][side];
+                    const u32 by = twice ? to_bf162(power(120), power(120)) : as_bf162_up(scale), then = as_bf162(scale);
                     const uint2 a = spread4(codes[n][side].x), b = spread4(codes[n][side].y);
                     const uint4 v = scale_eight(make_uint4(a.x, a.y, b.x, b.y), by);
-                    const u32 column = (side ? eight ^ 8 : eight) * 16;  // bytes
-                    at<uint4>(smem, to + (row + n) * TOKEN + column) = twice ? scale_eight(v, then) : v;
+                    const u32 own = side ? eight ^ 8 : eight;
+                    if (CODES == 512 || own * 8 < CODES)
+                        at<uint4>(smem, to + (row + n) * TOKEN + own * 16) = twice ? scale_eight(v, then) : v;
                 }
-            }
         };
         if (large)
             write(true);
         else
             write(false);
     }
+    if (!PLAIN_EARLY) read_plain();
 #pragma unroll
-    for (int n = 0; n < ROPES; ++n) {
+    for (int n = 0; n < PIECES; ++n) {
         const int k = n * 32 + lane;
-        if (ROWS_PER_WARP >= 4 || k < ROWS_PER_WARP * 8) at<uint4>(smem, to + (k >> 3) * TOKEN + 1024 + (k & 7) * 16) = rope[n];
+        if (PLAIN && (ROWS_PER_WARP >= 4 || k < ROWS_PER_WARP * 8))
+            at<uint4>(smem, to + (k >> 3) * TOKEN + CODES * 2 + (k & 7) * 16) = plain[n];
     }
 }
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_decode_sm80(
     u16* __restrict__ out, float* __restrict__ lse_out, const u16* __restrict__ q, const u8* __restrict__ kv,
-    const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink,
+    const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink, const u8* __restrict__ extra_kv,
+    const int* __restrict__ extra_indices, const int* __restrict__ extra_lengths,
     float* __restrict__ partial_out, float* __restrict__ partial_lse, float scale_log2,
-    int topk, int splits, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, i64 block_stride,
-    Strides st) {  // block_stride: bytes
+    int topk, int splits, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, int extra_topk,
+    int extra_slots, int extra_block_size, i64 block_stride, i64 extra_block_stride, Strides st) {  // block_stride: bytes
     extern __shared__ __align__(128) u8 smem[];
     const int thread = threadIdx.x, lane = thread & 31, warp = (thread >> 5) & 3;
     const int group = __shfl_sync(~0u, thread >> 7, 0);
@@ -157,7 +173,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     const u32 row = blockIdx.x / head_tiles;
     const u32 shared = smem_u32(smem), base = GROUPS_AT + group * GROUP_BYTES;
 
-    const List lists[LISTS] = {list_of({kv, num_slots, block_size, block_stride}, indices, lengths, topk, here, st)};
+    const List lists[LISTS] = {
+        first_list({kv, num_slots, block_size, block_stride}, indices, lengths, topk, here, st),
+#if LISTS > 1
+        second_list({extra_kv, extra_slots, extra_block_size, extra_block_stride}, extra_indices, extra_lengths, extra_topk, here,
+                    st),
+#endif
+    };
     Keys keys;
 #pragma unroll
     for (int k = 0; k < LISTS; ++k) keys.count[k] = keys_of(lists[k]);
@@ -193,6 +215,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             for (int piece = 0; piece < ROW / 16; piece += LANES_PER_ROW)
                 if (piece + LANES_PER_ROW <= ROW / 16 || first_piece < ROW / 16 - piece)
                     copy16(to + piece * 16, from + piece * 16, valid ? 16 : 0);
+#if APART
+            static_assert(APART == 8, "one copy");
+            if (first_piece == 1) copy8(to - 16 + ROW, cache.rows + (valid ? apart_at(cache, slot) : 0), valid ? APART : 0);
+#endif
             if (first_piece == 0) at<u32>(smem, PRESENT_AT + (present * TILE + at_row) * 4) = valid;
         }
     };
@@ -212,11 +238,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             const int h = head0 + mt * 16 + half * 8 + t;
             load_q(q_op[mt], half, q + here.b * st.q_b + here.s * st.q_s + (i64)h * st.q_h + 2 * c, h < num_heads, warp);
         }
-    const u32 q_rope = base + ROPE_AT + (warp * MT * 32 + lane) * 16;
+    const u32 q_last = base + Q_LAST_AT + (warp * MT * 32 + lane) * 16;
 #if Q_APART
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt)
-        at<uint4>(smem, q_rope + mt * 512) = make_uint4(q_op[mt][8][0], q_op[mt][8][1], q_op[mt][8][2], q_op[mt][8][3]);
+        at<uint4>(smem, q_last + mt * 512) = make_uint4(q_op[mt][Q_STEPS - 1][0], q_op[mt][Q_STEPS - 1][1],
+                                                        q_op[mt][Q_STEPS - 1][2], q_op[mt][Q_STEPS - 1][3]);
 #endif
 
     float acc[MT][16][4];  // heads t and t + 8, columns 8 j + 2c and the next
@@ -271,11 +298,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
 #pragma unroll
             for (int k = 0; k < Q_STEPS; ++k) {
 #if Q_APART
-                if (k == 8)
+                if (k == Q_STEPS - 1)
 #pragma unroll
                     for (int mt = 0; mt < MT; ++mt) {
-                        const uint4 v = at<uint4>(smem, q_rope + mt * 512);
-                        q_op[mt][8][0] = v.x, q_op[mt][8][1] = v.y, q_op[mt][8][2] = v.z, q_op[mt][8][3] = v.w;
+                        const uint4 v = at<uint4>(smem, q_last + mt * 512);
+                        q_op[mt][Q_STEPS - 1][0] = v.x, q_op[mt][Q_STEPS - 1][1] = v.y, q_op[mt][Q_STEPS - 1][2] = v.z, q_op[mt][Q_STEPS - 1][3] = v.w;
                     }
 #endif
                 const u32 column = k < 8 ? warp * 256 + k * 32 : 1024 + warp * 32;  // bytes

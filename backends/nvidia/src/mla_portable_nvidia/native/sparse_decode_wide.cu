@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sparse MLA attention on the FP8 cache for many heads: 64 heads of one query row over one split of its indices.
 //
-// Compiled at run time (NVRTC) with LAYOUT and SHARED (bytes) defined. The splits of a row are the blocks of a cluster; the first `whole_clusters` have rows that are not
+// Compiled at run time (NVRTC) with LAYOUT, LISTS and SHARED (bytes) defined. The splits of a row are the blocks of a cluster; the first `whole_clusters` have rows that are not
 // split, one for each block.
 //
 // A block is two warpgroups, and four warps that copy for them. A step is 128 tokens, the scores of 64 by each warpgroup; then
@@ -15,7 +15,7 @@
 //   transpose the codes of two tokens while they unpack.
 // The 656 bytes of a row shift it by one 16-byte chunk against the row before, so that neither reading order meets a bank twice.
 //
-// Range of float16: q is scaled for all heads together, to a power of two below 2^14 (its rope part too, which stays bfloat16);
+// Range of float16: q is scaled for all heads together, to a power of two below 2^(Q_EXPONENT + 1) (its rope part too, which stays bfloat16);
 // where the largest values of two heads are further apart than 2^FAR, or one is not finite, for each head by itself, and its
 // scores are scaled back before the softmax. A head whose q is not finite scores NaN.
 // A token's values are scaled by 2^-e, e the exponent of its largest scale. Its probabilities carry 2^e: softmax runs over
@@ -37,7 +37,8 @@
 #define STEP (STEP_STAGES * TILE) // tokens
 #define STAGE_BYTES (TILE * ROW_STRIDE)
 #define Q_CHUNK 8192              // 64 heads x 64 columns, swizzled by 128 bytes; eight of the latent, one of rope
-#define PROB_AT (9 * Q_CHUNK)     // [128 tokens][64 heads] float16, likewise
+#define Q_CHUNKS (ROPE ? 9 : 8)
+#define PROB_AT (Q_CHUNKS * Q_CHUNK)  // [128 tokens][64 heads] float16, likewise
 #define KV_AT (PROB_AT + 16384)
 #define LEVEL_AT (KV_AT + STAGES * STAGE_BYTES)  // [HT]: what probabilities are taken against, as an exponent of 2
 #define TOP_AT (LEVEL_AT + HT * 4)               // [8][HT]: of a warp's tokens; later its sums
@@ -59,7 +60,7 @@
 #define HEADROOM 6.f              // a level below the largest exponent
 #define LIMIT 14.f                // the largest exponent of a probability
 
-static_assert(FP8, "no such build");
+static_assert(FP8 && CODES == 512, "no such build");
 static_assert(SharedMemory<SHARED_BYTES, SHARED>::BYTES <= 227 << 10, "no such build");
 static_assert(WEIGHT_AT + MAX_SPLITS * HT * 4 <= LEVEL_AT, "what the end of a row still reads would be overwritten");
 
@@ -154,9 +155,10 @@ __device__ __forceinline__ void finish(
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
     u16* __restrict__ out, float* __restrict__ lse_out, const u16* __restrict__ q, const u8* __restrict__ kv,
-    const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink, float scale_log2,
-    int topk, int whole_clusters, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, i64 block_stride,
-    Strides st) {
+    const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink, const u8* __restrict__ extra_kv,
+    const int* __restrict__ extra_indices, const int* __restrict__ extra_lengths, float scale_log2,
+    int topk, int whole_clusters, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, int extra_topk,
+    int extra_slots, int extra_block_size, i64 block_stride, i64 extra_block_stride, Strides st) {
     extern __shared__ __align__(1024) u8 smem[];
     const int thread = threadIdx.x, lane = thread & 31, warp = (thread >> 5) & 3;
     const int group = __shfl_sync(~0u, thread >> 7, 0);  // the warpgroup; 2: the warps that copy
@@ -164,7 +166,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
 
     const Work work = own_work(whole_clusters);
     const Place here = place_of<HT>(work.unit, head_tiles, query_len);
-    const List lists[LISTS] = {list_of({kv, num_slots, block_size, block_stride}, indices, lengths, topk, here, st)};
+    const List lists[LISTS] = {
+        first_list({kv, num_slots, block_size, block_stride}, indices, lengths, topk, here, st),
+#if LISTS > 1
+        second_list({extra_kv, extra_slots, extra_block_size, extra_block_stride}, extra_indices, extra_lengths, extra_topk, here,
+                    st),
+#endif
+    };
     const Row row = begin_row<STEP>(lists, work, group == 2, warp, lane);
     const int steps = (row.own.end - row.own.begin + STEP - 1) / STEP;
     if (thread < STAGES) {
@@ -204,15 +212,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         const int warp8 = group * 4 + warp, head = thread >> 2, part = thread & 3;
         const bool on = here.head0 + head < num_heads;
         const u16* q_row = q + here.b * st.q_b + here.s * st.q_s + (i64)(here.head0 + head) * st.q_h;
-        uint4 w[18];
+        constexpr int WORDS = Q_CHUNKS * 2;
+        uint4 w[WORDS];
 #pragma unroll
-        for (int j = 0; j < 18; ++j)
+        for (int j = 0; j < WORDS; ++j)
             w[j] = on ? *reinterpret_cast<const uint4*>(q_row + (j * 4 + part) * 8) : make_uint4(0, 0, 0, 0);
         u32 top = 0;
 #pragma unroll
         for (int j = 0; j < 16; ++j) top = max(top, largest_size(w[j]));
-        const u32 rope = max(largest_size(w[16]), largest_size(w[17]));
-        if (rope >= NOT_FINITE) top = rope;
+#pragma unroll
+        for (int j = 16; j < WORDS; ++j) {
+            const u32 rope = largest_size(w[j]);
+            if (rope >= NOT_FINITE) top = max(top, rope);
+        }
         top = max(top, __shfl_xor_sync(~0u, top, 1));
         top = max(top, __shfl_xor_sync(~0u, top, 2));  // of the head
         u32 most = __reduce_max_sync(~0u, top), least = __reduce_min_sync(~0u, top ? top : ~0u);  // zeros have any scale
@@ -246,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
                 at<uint4>(smem, to + ((j >> 2) * 2 + (part >> 1)) * Q_CHUNK) = make_uint4(four[0], four[1], four[2], four[3]);
             }
 #pragma unroll
-            for (int j = 16; j < 18; ++j) {
+            for (int j = 16; j < WORDS; ++j) {
                 const u32 both = word(j, k);
                 at<u32>(smem, to + 8 * Q_CHUNK + ((j - 16) * 2 + (part >> 1)) * 4) =
                     to_bf162(low_bf16(both) * shrink, high_bf16(both) * shrink);
@@ -297,8 +309,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
                     v[k] = next[k];
-                    const u32 there = n == 7 ? ROPE_COLUMN + c * 32 : ((n + 1) >> 1) * 128 + c * 32 + ((n + 1) & 1) * 16;
-                    next[k] = at<uint4>(smem, from + k * 8 * ROW_STRIDE + there);
+                    const u32 there = n == 7 ? PLAIN_COLUMN + c * 32 : ((n + 1) >> 1) * 128 + c * 32 + ((n + 1) & 1) * 16;
+                    if (ROPE || n < 7) next[k] = at<uint4>(smem, from + k * 8 * ROW_STRIDE + there);
                     if ((n & 1) == 0) {
                         const float scale = at<float>(smem, from + k * 8 * ROW_STRIDE + SCALE_COLUMN + (n >> 1) * 4) * back[k];
                         unit[k] = to_half2(scale, scale);
@@ -324,12 +336,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
                     wgmma_commit();
                 }
             }
+#if ROPE
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
                     v[k] = next[k];
-                    if (half == 0) next[k] = at<uint4>(smem, from + k * 8 * ROW_STRIDE + ROPE_COLUMN + c * 32 + 16);
+                    if (half == 0) next[k] = at<uint4>(smem, from + k * 8 * ROW_STRIDE + PLAIN_COLUMN + c * 32 + 16);
                 }
                 wgmma_wait<1>();
                 hold(a[half][0]), hold(a[half][1]);
@@ -345,6 +358,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
                     wgmma_rope(x, a[half][k], q_operand + 8 * (Q_CHUNK / 16) + (half * 2 + k) * 2, 1);
                 wgmma_commit();
             }
+#endif
             wgmma_wait<0>();
 #pragma unroll
             for (int half = 0; half < 2; ++half) hold(a[half][0]), hold(a[half][1]);

@@ -27,4 +27,4 @@ class WideBuild(Build):
     @property
     def defines(self) -> tuple[tuple[str, int | str], ...]:
         """There is one build of a layout."""
-        return row_defines(self.kv_layout, self.shared)
+        return row_defines(self.rows, self.lists, self.shared)
