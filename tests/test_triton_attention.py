@@ -26,8 +26,8 @@ from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL,
 from mla_portable_triton.attention_configs import CONFIGS, attention_config, program_shape
 from mla_portable_triton.bind_attention import bind_merge_states, bind_sparse_decode, bind_sparse_prefill
 from mla_portable_triton.kernels.bfloat16 import dot_operand, to_bfloat16
+from mla_portable_triton.kernels.coded_products import fp8_constants
 from mla_portable_triton.kernels.sparse_attention import launch
-from mla_portable_triton.kernels.sparse_attention_fp8 import fp8_constants
 from mla_portable_triton.kernels.strides import stride_unit
 
 __all__ = ["device", "facts", "memory_is_poisoned"]  # fixtures

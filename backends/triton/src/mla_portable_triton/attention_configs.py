@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mla_portable.contracts import DeviceFacts, ProgramShape
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, LAYOUTS
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_V4, LAYOUTS
 
 _SYSTEM_BYTES: Final = 1 << 10
 """Shared memory of each thread block that the system takes."""
@@ -62,8 +62,8 @@ _CDNA: Rows = ((16, _CDNA_16), (32, _CDNA_32), (64, _CDNA_64))
 
 
 def _layouts(fp8: Rows, bf16: Rows) -> Mapping[str, Rows]:
-    """BF16 rows without a rotary part are cut like those with one."""
-    return {FP8_DS_MLA.name: fp8, BF16.name: bf16, BF16_NOPE.name: bf16}
+    """BF16 rows without a rotary part are cut like those with one, and those of V4 like other FP8 rows."""
+    return {FP8_DS_MLA.name: fp8, FP8_V4.name: fp8, BF16.name: bf16, BF16_NOPE.name: bf16}
 
 
 _99_KIB: Final = _layouts(((16, _FP8_16_SMALL), (32, _FP8_32_SMALL)), ((16, _BF16_16_SMALL), (32, _BF16_32_SMALL)))
