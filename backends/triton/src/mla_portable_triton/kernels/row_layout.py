@@ -45,12 +45,14 @@ V4_SCALE_BYTES = tl.constexpr(_V4_SCALE_BYTES)
 BF16_ROWS = tl.constexpr(0)
 FP8_ROWS = tl.constexpr(1)
 V4_ROWS = tl.constexpr(2)
-_ROWS = {FP8_DS_MLA.row_bytes: FP8_ROWS.value, FP8_V4.row_bytes: V4_ROWS.value}
+_V4_WIDTH = FP8_V4.row_width
 
 
 def rows_of(element_size: int, width: int) -> int:
-    """ROWS of a cache with rows of `width` elements of that size, which the caller has checked."""
-    return BF16_ROWS.value if element_size > 1 else _ROWS[width]
+    """ROWS of a cache with rows of `width` elements of that size. Bytes that are not V4's are FP8_ROWS, whatever follows them."""
+    if element_size > 1:
+        return BF16_ROWS.value
+    return V4_ROWS.value if width == _V4_WIDTH else FP8_ROWS.value
 
 
 def rows_of_layout(layout: CacheLayout) -> int:
