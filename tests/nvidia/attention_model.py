@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import re
 import struct
 from collections.abc import Callable
@@ -18,25 +19,26 @@ from mla_portable_nvidia.native.build import KernelBuild
 __all__ = ["FUNCTION", "Emulated"]
 
 FUNCTION = re.compile(r"(?:^template <[^\n]*\n)?^__device__ __forceinline__ (?:[^\n]*\}\n|.*?^\}\n)", re.DOTALL | re.MULTILINE)
-_ELSEWHERE = re.compile(r"\b(asm|barrier_arrive|remote2|remote4|sum_shares)\b")
+_ELSEWHERE = re.compile(r"\b(asm|barrier_arrive|cluster_publish|copy_rows|remote2|remote4|sum_shares)\b")
 """In functions that are emulated, or that only kernels of compute capability 9.0 call."""
 
 
 @functools.cache
 def _library(build: KernelBuild) -> ctypes.CDLL:
     source = FUNCTION.sub(lambda found: "" if _ELSEWHERE.search(found[0]) else found[0], SOURCES[build.kernel])
+    source = re.sub(r"^template <[^\n]*\nstruct Merge \{.*?^\};\n", "", source, flags=re.DOTALL | re.MULTILINE)
     source = re.sub(r"extern __shared__ .*? smem\[\];", "u8* smem = (u8*)memory.data();", source)
     defines = (*build.defines, ("NAME", build.kernel))
     pointer, integer = ctypes.c_void_p, ctypes.c_int
-    return compiled(source, "attention_on_cpu.cpp", defines, ctypes.c_char_p, *[integer] * 4, pointer, pointer)
+    return compiled(source, "attention_on_cpu.cpp", defines, ctypes.c_char_p, *[integer] * 4, pointer, integer)
 
 
 class Emulated:
-    """One build, loaded. cache: the bytes that its copies may read, as addresses."""
+    """One build, loaded. caches: the bytes that its copies may read, as addresses."""
 
     strides = (0, 77)
     """How far the next thread is that gets its turn; each launch takes another."""
-    cache: tuple[int, int] = (0, 0)
+    caches: tuple[tuple[int, int], ...] = ()
 
     def __init__(self, build: KernelBuild, changing: str, fixed: str, threads: int, shared: int, wide_clusters: bool) -> None:
         self.build, self.fields = build, f"{changing} {fixed}"
@@ -50,5 +52,6 @@ class Emulated:
     def run(self, grid: tuple[int, int], *arguments: Any) -> None:
         packed = struct.pack(self.fields, *arguments)
         stride = self.strides[self.launches % len(self.strides)]
-        _library(self.build).launch(packed, *grid, max(self.build.shared_bytes, 16), stride, *self.cache)
+        ends = (ctypes.c_void_p * (2 * len(self.caches)))(*itertools.chain(*self.caches))
+        _library(self.build).launch(packed, *grid, max(self.build.shared_bytes, 16), stride, ends, len(self.caches))
         self.launches += 1

@@ -25,20 +25,25 @@ static std::vector<Barrier> named(16);
 template <int COUNT>
 static void meet(int number) { named[number].meet(COUNT); }
 
-struct Copy { unsigned to; const unsigned char* from; unsigned bytes; };
+struct Copy { unsigned to; const unsigned char* from; unsigned bytes, size; };
 static std::vector<std::deque<std::vector<Copy>>> copies;  // of each thread; the last group is open
-static const unsigned char *cache_begin, *cache_end;
-static void copy16(unsigned to, const unsigned char* from, unsigned bytes) {
-    if (to % 16 || to + 16 > memory.size() || (size_t)from % 16) fail("a copy to or from an odd place");
-    if (bytes && (from < cache_begin || from + 16 > cache_end)) fail("a copy from outside of the cache");
-    copies[current].back().push_back({to, from, bytes});
+static const unsigned char* const* caches;  // where each begins and ends
+static int count_of_caches;
+static void copy(unsigned to, const unsigned char* from, unsigned bytes, unsigned size) {
+    if (to % size || to + size > memory.size() || (size_t)from % size) fail("a copy to or from an odd place");
+    bool inside = bytes == 0;
+    for (int k = 0; k < count_of_caches; ++k) inside = inside || (from >= caches[2 * k] && from + size <= caches[2 * k + 1]);
+    if (!inside) fail("a copy from outside of the caches");
+    copies[current].back().push_back({to, from, bytes, size});
 }
+static void copy16(unsigned to, const unsigned char* from, unsigned bytes) { copy(to, from, bytes, 16); }
+static void copy8(unsigned to, const unsigned char* from, unsigned bytes) { copy(to, from, bytes, 8); }
 static void copies_end() { copies[current].emplace_back(); }
 template <int LATER>
 static void copies_wait() {
     for (auto& groups = copies[current]; (int)groups.size() > LATER + 1; groups.pop_front())
         for (const Copy& copy : groups.front()) {
-            std::memset(&memory[copy.to], 0, 16);
+            std::memset(&memory[copy.to], 0, copy.size);
             std::memcpy(&memory[copy.to], copy.from, copy.bytes);
         }
 }
@@ -94,9 +99,9 @@ static void run() {
     next_thread();
 }
 
-extern "C" void launch(const char* arguments, unsigned blocks, unsigned splits, int shared, int stride, const unsigned char* begin,
-                       const unsigned char* end) {
-    packed = arguments, cache_begin = begin, cache_end = end;
+extern "C" void launch(const char* arguments, unsigned blocks, unsigned splits, int shared, int stride,
+                       const unsigned char* const* of_caches, int count) {
+    packed = arguments, caches = of_caches, count_of_caches = count;
     readable = nullptr, readable_end = (const char*)~0ull;
     gridDim = {blocks, splits};
     for (blockIdx.y = 0; blockIdx.y < splits; ++blockIdx.y)

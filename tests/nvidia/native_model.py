@@ -23,19 +23,15 @@ import torch
 import torch_reference as reference
 from torch import Tensor
 
+from mla_portable.layouts import LAYOUTS
 from mla_portable_nvidia import native
 from mla_portable_nvidia.native import build as kernel_build
 from mla_portable_nvidia.native import checks
-from mla_portable_nvidia.native.sparse_decode import HEADERS, Build
+from mla_portable_nvidia.native.nvrtc import CompilationFailed, compile_cubin
+from mla_portable_nvidia.native.sparse_decode import FP8_NOPE, HEADERS, MAX_SPLITS, Build
 
 _LETTERS = {"float": "f", "int": "i", "i64": "q"}
-_ROWS = {
-    "sparse_decode_fp8": (torch.uint8, 656),
-    "sparse_decode_wide": (torch.uint8, 656),
-    "sparse_decode_bf16": (torch.bfloat16, 576),
-    "sparse_decode_sm80": (torch.uint8, 656),  # or BF16 rows, by its build
-}
-"""kernel -> what a row of its cache is."""
+KERNELS = ("sparse_decode_fp8", "sparse_decode_wide", "sparse_decode_bf16", "sparse_decode_sm80")
 
 
 def _text(name: str) -> str:
@@ -49,8 +45,8 @@ def _whole(name: str) -> str:
     return source
 
 
-SOURCES = {kernel: _whole(f"{kernel}.cu") for kernel in (*_ROWS, "merge_splits")}
-"""kernel -> its source with what it includes."""
+SOURCES = {kernel: _whole(f"{kernel}.cu") for kernel in (*KERNELS, "merge_splits")}
+"""kernel -> its source with what it includes but for LAYOUT, the header of a row."""
 
 
 def parameters(kernel: str) -> list[tuple[str, str]]:
@@ -71,8 +67,21 @@ def parameters(kernel: str) -> list[tuple[str, str]]:
     return found
 
 
-_EVEN = {kernel: int(re.search(r"block_size == (\d) \? \(i64\)slot \* ROW", SOURCES[kernel])[1]) for kernel in _ROWS}
+_EVEN = int(re.search(r"block_size == (\d)\) return \(i64\)slot \* PITCH", SOURCES["sparse_decode_fp8"])[1])
 """The block size that tells a kernel that all rows lie side by side."""
+
+
+def check_laid_out(build: Any, arch: str, heads: str, tile: str) -> None:
+    """The compiler finds in a build's source what Python says of it. heads, tile: the source's macros for them."""
+    source = SOURCES[build.kernel]
+    known = {"BLOCK": build.threads, "SPLITS": MAX_SPLITS, "TILED": build.tile, "SERVED": build.heads, "GIVEN": build.shared}
+    asked = f"THREADS == BLOCK && MAX_SPLITS == SPLITS && {tile} == TILED && {heads} == SERVED && SHARED_BYTES == GIVEN"
+    layout = source[: source.index('extern "C"')] + f'\nstatic_assert({asked}, "differs");'
+    headers = {name: _text(name) for name in build.headers}
+    compile_cubin(layout, arch, [*build.defines, *known.items()], headers)
+    for name in known:
+        with pytest.raises(CompilationFailed, match="differs"):
+            compile_cubin(layout, arch, [*build.defines, *(known | {name: known[name] + 8}).items()], headers)
 
 
 class Memory:
@@ -153,15 +162,16 @@ class Model:
         at = self.arguments(grid, *arguments)
         assert cluster == grid[1] <= 16
         assert 0 <= at.whole_clusters <= grid[0] and (cluster > 1 or at.whole_clusters == 0)
-        tiles = max(1, -(-at.topk // self.build.tile))
+        keys = -(-at.topk // 32) * 32 + at.extra_topk if at.extra_topk else at.topk
+        tiles = max(1, -(-keys // self.build.tile))
         assert (cluster - 1) * -(-tiles // cluster) < tiles, "a block without work"
         at.units = grid[0] + at.whole_clusters * (cluster - 1)
         memory, rows, lengths, sink = attended(at, self.build.heads)
         chosen = memory(at.indices, torch.int32, (*rows[:2], at.topk), (at.indices_b, at.indices_s, 1))
-        kv = cache_of(self.build.kernel, *_ROWS[self.build.kernel], at, memory)
-        query = memory(at.q, torch.bfloat16, (*rows, 576), (at.q_b, at.q_s, at.q_h, 1))
+        kv = cache_of(self.build.kv_layout, at, memory)
+        query = memory(at.q, torch.bfloat16, (*rows, query_width(self.build)), (at.q_b, at.q_s, at.q_h, 1))
         scale = at.scale_log2 * math.log(2.0)
-        options = {"softmax_scale": scale, "lengths": lengths, "attn_sink": sink}
+        options = {"softmax_scale": scale, "lengths": lengths, "attn_sink": sink} | second_of(self.build, at, memory, rows)
         store(at, memory, rows, *reference.sparse_decode(query, kv, chosen, **options))
 
     def arguments(self, grid: tuple[int, int], *arguments: Any) -> SimpleNamespace:
@@ -190,12 +200,43 @@ def sink_of(at: SimpleNamespace, memory: Memory) -> Tensor | None:
     return memory(at.sink, torch.float32, (at.num_heads,), (1,)) if at.sink else None
 
 
-def cache_of(kernel: str, dtype: torch.dtype, width: int, at: SimpleNamespace, memory: Memory) -> Tensor:
-    if at.block_size == _EVEN[kernel]:
+def cache_of(kv_layout: str, at: SimpleNamespace, memory: Memory) -> Tensor:
+    dtype, width = LAYOUTS[kv_layout].dtype, LAYOUTS[kv_layout].row_width
+    if at.block_size == _EVEN:
         return memory(at.kv, dtype, (at.num_slots, 1, width), (width, width, 1))
     shape = (at.num_slots // at.block_size, at.block_size, width)
     assert at.block_stride % 16 == 0  # bytes
+    if LAYOUTS[kv_layout].apart_bytes:  # a row has no place of its own
+        whole = memory(at.kv, dtype, (shape[0], at.block_size * width), (at.block_stride, 1))
+        return whole.as_strided(shape, (at.block_stride, width, 1))
     return memory(at.kv, dtype, shape, (at.block_stride // dtype.itemsize, width, 1))
+
+
+def query_width(build: Any) -> int:
+    return LAYOUTS[build.kv_layout].value_width if build.rows == FP8_NOPE else LAYOUTS[build.kv_layout].key_width
+
+
+def second_of(build: Any, at: SimpleNamespace, memory: Memory, rows: tuple[int, int, int]) -> dict[str, Tensor | None]:
+    """The arguments of a second cache, of a build with two lists."""
+    if build.lists == 1:
+        assert at.extra_kv == at.extra_indices == at.extra_lengths == at.extra_topk == 0
+        return {}
+    assert at.extra_kv % 16 == 0 and at.extra_topk > 0
+    pages = {
+        "kv": "extra_kv",
+        "num_slots": "extra_slots",
+        "block_size": "extra_block_size",
+        "block_stride": "extra_block_stride",
+    }
+    own = SimpleNamespace(**{name: getattr(at, of_second) for name, of_second in pages.items()})
+    strides = (at.extra_lengths_b, at.extra_lengths_s)
+    return {
+        "extra_kv_cache": cache_of(build.kv_layout, own, memory),
+        "extra_indices": memory(
+            at.extra_indices, torch.int32, (*rows[:2], at.extra_topk), (at.extra_indices_b, at.extra_indices_s, 1)
+        ),
+        "extra_lengths": memory(at.extra_lengths, torch.int32, rows[:2], strides) if at.extra_lengths else None,
+    }
 
 
 def store(at: SimpleNamespace, memory: Memory, rows: tuple[int, int, int], out: Tensor, lse: Tensor) -> None:

@@ -9,7 +9,10 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable
+from importlib.resources import as_file, files
 from pathlib import Path
+
+from mla_portable_nvidia import native
 
 __all__ = ["COMPILER", "compiled"]
 
@@ -19,11 +22,11 @@ COMPILER = shutil.which("g++")
 def compiled(source: str, emulator: str, defines: Iterable[tuple[str, object]], *arguments: type) -> ctypes.CDLL:
     """The source included by an emulator, a file beside this one, as `KERNEL`. arguments: the types that `launch` takes."""
     assert not re.search(r"\basm\b", source)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, as_file(files(native)) as headers:
         kernel, library = Path(folder) / "kernel.h", Path(folder) / "kernel.so"
         kernel.write_text(source, encoding="utf-8")
         known = [f"-D{name}={value}" for name, value in (*defines, ("KERNEL", f'"{kernel}"'))]
-        options = ["-std=c++20", "-O2", "-w", "-shared", "-fPIC", *known, "-o", str(library)]
+        options = ["-std=c++20", "-O2", "-w", "-shared", "-fPIC", f"-I{headers}", *known, "-o", str(library)]
         subprocess.run([str(COMPILER), *options, str(Path(__file__).with_name(emulator))], check=True)
         loaded = ctypes.CDLL(str(library))
     loaded.launch.argtypes, loaded.launch.restype = arguments, None

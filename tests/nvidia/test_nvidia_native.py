@@ -11,7 +11,7 @@ import torch_reference as reference
 from machines import H200
 from native_model import Model, stand_ins
 
-from mla_portable.contracts import InvalidArgument, MLAPortableError, Request
+from mla_portable.contracts import InvalidArgument, MLAPortableError, Request, ScheduleLimits
 from mla_portable.layouts import BF16, FP8_DS_MLA, LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
 from mla_portable_nvidia import attention
@@ -20,6 +20,7 @@ from mla_portable_nvidia.native import bind, checks
 from mla_portable_nvidia.native.choice import BUILDS, FEW, MANY, builds
 from mla_portable_nvidia.native.driver import Launches
 from mla_portable_nvidia.native.nvrtc import NvrtcNotFound
+from mla_portable_nvidia.native.sparse_decode import FP8_NOPE, layout_name
 
 SCALE = 576**-0.5
 REQUEST = Request(SPARSE_DECODE, H200, kv_layout="fp8_ds_mla", num_heads=16, topk=2048, block_size=64, lse=True)
@@ -47,13 +48,16 @@ def cache(blocks, block_size, gap=0, offset=0, layout="fp8_ds_mla"):
     raw = raw[-raw.data_ptr() % 16 + offset :]
     raw = raw[: len(raw) // 8 * 8].view(dtype)
     kv = raw.as_strided((blocks, block_size, width), (stride // dtype.itemsize, width, 1))
-    slots = torch.arange(blocks * block_size)
-    reference.cache_write(torch.randn(len(slots), 512), torch.randn(len(slots), 64), kv, slots)
+    tokens = blocks * block_size
+    packed = LAYOUTS[layout].pack(torch.randn(tokens, 512), torch.randn(tokens, LAYOUTS[layout].rope_width), "pow2")
+    parts = LAYOUTS[layout].parts(kv)
+    for part, values in zip(parts, packed.split([part.shape[2] for part in parts], dim=1), strict=True):
+        part.copy_(values.view(part.shape))
     return kv
 
 
-def problem(batch, query_len, num_heads, topk, num_slots):
-    q = torch.randn(batch, query_len, num_heads, 576).bfloat16()
+def problem(batch, query_len, num_heads, topk, num_slots, width=576):
+    q = torch.randn(batch, query_len, num_heads, width).bfloat16()
     indices = torch.randint(-3, num_slots + 5, (batch, query_len, topk), dtype=torch.int32)
     return q, indices
 
@@ -94,6 +98,48 @@ def test_a_launch_says_what_the_call_meant(models, layout, batch, query_len, num
     assert set(models) == set(builds(layout, num_heads)) == set(BUILDS[layout]) - ({MANY} if num_heads <= FEW else set())
     check_calls(decode, q, kv, indices, lengths, rtol=8e-3, atol=1e-3)
     assert len(launches(models)) == 4
+
+
+def check_second_cache(models, request, binding, rows, *, planned=False):
+    """A decode and a prefill, with one list and with two, of rows of a layout or of FP8 rows without their rope."""
+    layout = layout_name(rows)
+    request = request.but(kv_layout=layout, num_heads=20, nope=rows == FP8_NOPE)
+    kv, extra = cache(7, 16, 48, layout=layout), cache(30, 3, 1216 - 3 * LAYOUTS[layout].row_bytes % 64, layout=layout)
+    q, indices = problem(3, 2, 20, 200, 7 * 16, width=512 if request.nope else LAYOUTS[layout].key_width)
+    _, extra_indices = problem(3, 2, 20, 150, 90)
+    lengths, extra_lengths = (torch.randint(-1, n, (3, 2), dtype=torch.int32) for n in (201, 151))
+    own = {"softmax_scale": SCALE, "lengths": lengths, "attn_sink": torch.randn(20)}
+    second = {"extra_kv_cache": extra, "extra_indices": spread(extra_indices, 3), "extra_lengths": spread(extra_lengths, 1)}
+    for options in (own, own | second, own | second | {"extra_lengths": None}):
+        bound = request.but(extra_topk=150, extra_block_size=3) if options is not own else request
+        schedule = None
+        if planned:
+            given = {"extra_topk": bound.extra_topk or 0, "request": bound}
+            limits = ScheduleLimits(torch.device("cpu"), 20, 200, 6, 2, 12, "sm80", **given)
+            schedule = next(binding.sm80_implementations()).schedule_kind.planner(limits).get(3, 2)
+        wanted = reference.sparse_decode(q, kv, indices, **options)
+        got = binding.bind_sparse_decode(bound)(q, kv, indices, schedule=schedule, **options)
+        torch.testing.assert_close(got[0], wanted[0], rtol=1e-2, atol=4e-3)
+        torch.testing.assert_close(got[1], wanted[1])
+        if LAYOUTS[layout].is_quantized:
+            prefill = binding.bind_sparse_prefill(replace(bound, primitive=SPARSE_PREFILL))
+            tokens = {
+                name: value[:, 1]
+                for name, value in options.items()
+                if name.endswith(("lengths", "indices")) and value is not None
+            }
+            got = prefill(q[:, 1], kv, indices[:, 1], **options | tokens)
+            torch.testing.assert_close(got[0], wanted[0][:, 1], rtol=1e-2, atol=4e-3)
+    with pytest.raises(InvalidArgument, match="bound for: bind a request with extra_topk"):
+        binding.bind_sparse_decode(request)(q, kv, indices, **own | second)
+    with pytest.raises(InvalidArgument, match=r"nvidia.native.*q.*for which it was bound"):
+        binding.bind_sparse_decode(request)(q[..., :64].contiguous(), kv, indices, **own)
+
+
+@pytest.mark.parametrize("rows", [*BUILDS])
+def test_a_second_cache_and_queries_without_rope_reach_the_kernel(models, rows):
+    torch.manual_seed(0)
+    check_second_cache(models, REQUEST, bind, rows)
 
 
 @BOTH

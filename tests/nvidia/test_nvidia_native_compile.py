@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 
 import pytest
-from native_model import SOURCES
+from native_model import SOURCES, check_laid_out
 
 import mla_portable_nvidia
 from mla_portable.capability.claims import compiled_for
+from mla_portable.layouts import BF16, FP8_DS_MLA, FP8_V4
 from mla_portable.registry import Registry
 from mla_portable_nvidia import compile_all, native
 from mla_portable_nvidia.native import build as build_module
@@ -27,7 +29,7 @@ from mla_portable_nvidia.native.indexer_logits import DECODE, PREFILL
 from mla_portable_nvidia.native.masked_prefill import BUILDS as MASKED_PREFILL
 from mla_portable_nvidia.native.nvrtc import CompilationFailed, NvrtcNotFound, compile_cubin
 from mla_portable_nvidia.native.pack_selection import BUILD as PACK_SELECTION
-from mla_portable_nvidia.native.sparse_decode import HEADERS, MAX_SPLITS
+from mla_portable_nvidia.native.sparse_decode import HEADERS
 from mla_portable_nvidia.native.sparse_decode_bf16 import Bf16Build
 from mla_portable_nvidia.native.sparse_decode_fp8 import Fp8Build
 from mla_portable_nvidia.native.sparse_decode_sm80 import MERGES
@@ -38,6 +40,8 @@ REGISTERS = 65_536
 MODULE = mla_portable_nvidia.__name__
 ALL = [build for builds in BUILDS.values() for build in builds]
 SM80 = [build for builds in sparse_decode_sm80.BUILDS.values() for build in builds]
+TWO = [replace(build, lists=2) for build in ALL]
+TWO_SM80 = [replace(build, lists=2) for build in sparse_decode_sm80.BUILDS[FP8_V4.name]]
 INDEXER = (*DECODE.values(), *PREFILL.values())
 MASKED = tuple(MASKED_PREFILL.values())
 
@@ -46,7 +50,7 @@ cuobjdump = cache(compile_all.cuobjdump)
 """Each listing of a build is read by several tests."""
 
 
-@pytest.fixture(scope="module", params=ALL, ids=str)
+@pytest.fixture(scope="module", params=[*ALL, *TWO], ids=lambda build: build.label)
 def compiled(request):
     """(a build, its machine code)."""
     return request.param, compile_build(request.param, ARCHS["sm90"])
@@ -65,7 +69,7 @@ def test_products_of_warpgroups_overlap(compiled):
     """Where registers do not suffice, the compiler waits for every `wgmma` before the next, and says so in its log alone."""
     build, cubin = compiled
     code = cuobjdump(cubin, "-sass")
-    if build is not MANY:
+    if build.kernel != MANY.kernel:
         assert "HGMMA" not in code
         return
     waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d)", code)
@@ -87,49 +91,30 @@ def test_registers_are_enough_and_come_to_no_more_than_a_multiprocessor_has(comp
 
 
 MACROS = {
-    "sparse_decode_fp8": (
-        "HT",
-        "TN",
-        "GROUPS_AT + GROUPS * GROUP_BYTES",
-        "Q_AT + (2 * GROUPS * HT + 2 * HT + GROUPS * HT * MERGE_STRIDE + MAX_SPLITS * HT) * 4",
-    ),
-    "sparse_decode_wide": ("HT", "STEP_STAGES * TN", "SHARED_BYTES", "WEIGHT_AT + MAX_SPLITS * HT * 4"),
-    "sparse_decode_bf16": (
-        "HEADS",
-        "TN",
-        "GROUPS_AT + GROUPS * GROUP_BYTES",
-        "STAGES_AT + (2 * TURNS * HEADS + 2 * HEADS + TURNS * HEADS * MERGE_STRIDE + MAX_SPLITS * HEADS) * 4",
-    ),
+    "sparse_decode_fp8": ("HT", "TILE"),
+    "sparse_decode_wide": ("HT", "STEP"),
+    "sparse_decode_bf16": ("HEADS", "TILE"),
 }
-"""kernel -> heads of a block, tokens of a tile, bytes while it attends and while it merges, as its source has them."""
-ODD = (Fp8Build(head_tiles=2, groups=2, stages=1), Bf16Build(head_tiles=2, groups=4, stages=2))
+"""kernel -> heads of a block, tokens of a tile, as its source has them."""
+ODD = (
+    Fp8Build(FP8_DS_MLA.name, head_tiles=2, groups=2, stages=1, shared=138_112),
+    Bf16Build(BF16.name, head_tiles=2, groups=4, stages=2, shared=136_064),
+)
 """Most of their shared memory is for the merging."""
 
 
 @pytest.mark.parametrize("build", [*ALL, *ODD], ids=str)
 def test_shared_memory_is_what_the_source_lays_out(build):
-    """The source's own macros are asked, by the compiler."""
-    source, (heads, tile, attending, merging) = SOURCES[build.kernel], MACROS[build.kernel]
-    layout = (
-        source[: source.index('extern "C"')]
-        + f"""
-    constexpr int attending = {attending}, merging = {merging};
-    constexpr int shared = attending > merging ? attending : merging;
-    static_assert(shared == SHARED && THREADS == BLOCK && MAX_SPLITS == SPLITS, "differs");
-    static_assert({tile} == TOKENS && {heads} == SERVED, "differs");
-    """
-    )
-    known = {
-        "SPLITS": MAX_SPLITS,
-        "SHARED": build.shared_bytes,
-        "BLOCK": build.threads,
-        "TOKENS": build.tile,
-        "SERVED": build.heads,
-    }
-    compile_cubin(layout, "sm_90a", [*build.defines, *known.items()])
-    for name in known:
-        with pytest.raises(CompilationFailed, match="differs"):
-            compile_cubin(layout, "sm_90a", [*build.defines, *(known | {name: known[name] + 8}).items()])
+    check_laid_out(build, "sm_90a", *MACROS[build.kernel])
+
+
+@pytest.mark.parametrize("build", [*ALL, SM80[0], SM80[-1]], ids=lambda build: build.label)
+def test_another_size_of_shared_memory_than_the_source_lays_out_does_not_compile(build):
+    """The compiler names both."""
+    arch = next(iter(build.archs.values()))
+    for wrong in (-16, 16):
+        with pytest.raises(CompilationFailed, match=rf"LAID_OUT={build.shared}, OF_BUILD={build.shared + wrong}\b"):
+            compile_build(replace(build, shared=build.shared + wrong), arch)
 
 
 @pytest.mark.parametrize("build", ALL, ids=str)
@@ -155,7 +140,7 @@ def test_topk_select_compiles_for_every_architecture_that_it_declares(build, arc
     assert 2 * (build.shared_bytes + 1024) <= 164 << 10, "two blocks of an A100"
 
 
-@pytest.mark.parametrize("build", [ALL[0], ALL[4]], ids=str)
+@pytest.mark.parametrize("build", [ALL[0], BUILDS[BF16.name][0]], ids=lambda build: build.label)
 def test_the_builds_for_racecheck_compile_and_the_shipped_ones_have_none_of_them(build):
     """`ci/gpu_sanitize`: at the same barriers every lane arrives, and copies."""
 
@@ -185,8 +170,8 @@ def lines(capsys, *arguments):
 
 def test_what_compiles_is_every_kernel_of_these_implementations_alone(capsys):
     code, made = lines(capsys)
-    everything = [*ALL, *SM80, *MERGES, FEW_ROWS, MANY_ROWS, *INDEXER, PACK_SELECTION, *MASKED]
-    expected = [(arch, build) for arch in compile_all.TARGETS for build in everything if arch in build.archs]
+    everything = [*ALL, *TWO, *SM80, *TWO_SM80, *MERGES, FEW_ROWS, MANY_ROWS, *INDEXER, PACK_SELECTION, *MASKED]
+    expected = [(arch, build) for arch in compile_all.TARGETS for build in everything if arch in build.targets]
     assert code == 0 and [(line["arch"], line["label"]) for line in made] == [(arch, build.label) for arch, build in expected]
     assert [line["shared"] for line in made] == [build.shared_bytes for _, build in expected]
     assert len({(line["arch"], line["label"]) for line in made}) == len(made)
@@ -196,6 +181,7 @@ def test_what_compiles_is_every_kernel_of_these_implementations_alone(capsys):
         for primitive in ("sparse_decode", "sparse_prefill")
     } | {("nvidia.native", "topk_select"): ({"topk_select"}, compile_all.TARGETS)}
     older = {"sparse_decode_sm80", "merge_splits"}, tuple(arch for arch in compile_all.TARGETS if arch != "sm90")
+    kernels |= {("nvidia.native_v4", primitive): (older[0], ("sm90",)) for primitive in ("sparse_decode", "sparse_prefill")}
     kernels |= {("nvidia.native_sm80", primitive): older for primitive in ("sparse_decode", "sparse_prefill")}
     kernels |= {("nvidia.native", "pack_selection"): ({"pack_selection"}, compile_all.TARGETS)}
     kernels |= {("nvidia.native", "masked_prefill"): ({"masked_prefill"}, ("sm90",))}

@@ -14,7 +14,7 @@ from test_nvidia_native import SCALE, cache, problem
 from test_nvidia_native_sm80 import REQUEST
 
 from mla_portable.contracts import SplitSchedule
-from mla_portable.layouts import FP8_DS_MLA
+from mla_portable.layouts import FP8_DS_MLA, FP8_V4, LAYOUTS
 from mla_portable_nvidia.native import bind_sm80
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -26,11 +26,18 @@ def emulated(monkeypatch):
         yield
 
 
-def check(monkeypatch, kv, q, indices, request, schedule=None, **options):
+def extent(kv):
+    """Where a cache begins and ends, as addresses."""
     begin = kv.data_ptr()
-    monkeypatch.setattr(
-        Emulated, "cache", (begin, begin + ((kv.shape[0] - 1) * kv.stride(0) + kv[0].numel()) * kv.element_size())
-    )
+    return begin, begin + ((kv.shape[0] - 1) * kv.stride(0) + kv[0].numel()) * kv.element_size()
+
+
+def check(monkeypatch, kv, q, indices, request, schedule=None, **options):
+    extra = options.get("extra_kv_cache")
+    request = request.but(nope=LAYOUTS[request.kv_layout].key_width != q.shape[-1])
+    if extra is not None:
+        request = request.but(extra_topk=options["extra_indices"].shape[-1], extra_block_size=extra.shape[1])
+    monkeypatch.setattr(Emulated, "caches", tuple(extent(each) for each in (kv, extra) if each is not None))
     out, lse = bind_sm80.bind_sparse_decode(request)(q, kv, indices, softmax_scale=SCALE, schedule=schedule, **options)
     wanted, wanted_lse = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE, **options)
     error = (out.float() - wanted.float()).abs().amax(-1) / wanted.float().abs().amax(-1).clamp_min(1e-6)
@@ -52,6 +59,76 @@ def test_what_the_source_computes(monkeypatch, layout, device, num_heads, topk):
     lengths = torch.tensor([[topk], [topk // 2]], dtype=torch.int32)
     request = REQUEST.but(kv_layout=layout, num_heads=num_heads, device=device)
     check(monkeypatch, kv, q, indices, request, lengths=lengths, attn_sink=torch.randn(num_heads))
+
+
+BUILT = ((A100, 16, 150), (RTX_4090, 16, 70), (A100, 21, 70), (RTX_4090, 20, 40), (A100, 50, 70), (RTX_4090, 64, 40))
+"""(device, heads, indices) that take each build of the kernel."""
+
+
+@pytest.mark.parametrize("rows", ["bf16_nope", "fp8_ds_mla without rope", "fp8_v4"])
+@pytest.mark.parametrize(("device", "num_heads", "topk"), BUILT, ids=lambda value: getattr(value, "arch", value))
+def test_rows_whose_keys_have_no_rope(monkeypatch, rows, device, num_heads, topk):
+    """Likewise: of BF16 rows, of FP8 rows whose rope is NaN, and of those with their scales behind the rows of a block."""
+    torch.manual_seed(0)
+    layout = rows.split()[0]
+    kv = cache(5, 16, gap=16, layout=layout)
+    if layout == "fp8_ds_mla":
+        kv[..., 528:] = 0xFF
+    q, indices = problem(2, 1, num_heads, topk, 80, width=512)
+    lengths = torch.tensor([[topk], [topk // 2]], dtype=torch.int32)
+    request = REQUEST.but(kv_layout=layout, num_heads=num_heads, device=device)
+    check(monkeypatch, kv, q, indices, request, lengths=lengths, attn_sink=torch.randn(num_heads))
+
+
+@pytest.mark.parametrize("layout", ["fp8_v4", "bf16_nope", "bf16", "fp8_ds_mla"])
+@pytest.mark.parametrize(("device", "num_heads"), [(A100, 16), (RTX_4090, 20), (A100, 50)])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_row_attends_to_two_caches(monkeypatch, layout, device, num_heads, scheduled):
+    """Blocks of other sizes, lists of other lengths: both, one alone, none; in one block, and in three that cut their union."""
+    if scheduled and layout not in ("fp8_v4", "bf16"):
+        pytest.skip("the splits do not depend on the rows")
+    torch.manual_seed(0)
+    kv, extra = cache(5, 16, gap=32, layout=layout), cache(24, 2, gap=576 - 16, layout=layout)
+    q, indices = problem(4, 1, num_heads, 70, 80, width=LAYOUTS[layout].key_width)
+    _, extra_indices = problem(4, 1, num_heads, 90, 48)
+    options = {
+        "lengths": torch.tensor([[70], [33], [0], [-1]], dtype=torch.int32),
+        "attn_sink": torch.randn(num_heads),
+        "extra_kv_cache": extra,
+        "extra_indices": extra_indices,
+        "extra_lengths": torch.tensor([[90], [0], [41], [0]], dtype=torch.int32),
+    }
+    request = REQUEST.but(kv_layout=layout, num_heads=num_heads, device=device, batch_invariant=not scheduled)
+    schedule = None
+    if scheduled:
+        scratch = torch.full((3, 4, num_heads, 512), torch.nan), torch.zeros(3, 4, num_heads)
+        schedule = SplitSchedule(4, num_heads, 70, 3, *scratch, extra_topk=90)
+    check(monkeypatch, kv, q, indices, request, schedule=schedule, **options)
+
+
+@pytest.mark.parametrize("num_heads", [16, 64])
+def test_every_exponent_of_a_scale_of_v4(monkeypatch, num_heads):
+    """A row with the exponents 0, 1 and 7 others; each group of columns is compared by itself."""
+    torch.manual_seed(0)
+    kv = cache(4, 16, layout=FP8_V4.name)
+    rows, scales = FP8_V4.parts(kv)
+    rows[..., 448:] = 0
+    scales[..., :7] = torch.tensor([0, 1, 100, 118, 126, 134, 135], dtype=torch.uint8)
+    scales[..., 7] = 255  # nobody's
+    q, indices = problem(1, 1, num_heads, 40, 64, width=512)
+    q[..., 320:448] *= 2.0**-16
+    monkeypatch.setattr(Emulated, "caches", (extent(kv),))
+    request = REQUEST.but(kv_layout=FP8_V4.name, num_heads=num_heads, batch_invariant=True)
+    decode = bind_sm80.bind_sparse_decode(request)
+    out, lse = decode(q, kv, indices, softmax_scale=SCALE)
+    wanted, wanted_lse = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE)
+    for got, want in zip(out.double().split(64, dim=-1), wanted.double().split(64, dim=-1), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=float(want.abs().max()) * 2e-2)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-4)
+    scales[0, 3, 6] = 255
+    indices[...] = 3
+    out, _ = decode(q, kv, indices, softmax_scale=SCALE)
+    assert out[..., 384:448].isnan().all(), "the exponent 255 is NaN"
 
 
 @pytest.mark.parametrize("num_heads", [16, 64])
@@ -99,14 +176,15 @@ def test_rows_without_an_entry_are_zero(monkeypatch):
     check(monkeypatch, kv, q, indices, REQUEST.but(device=A100), attn_sink=torch.randn(16))
 
 
-@pytest.mark.parametrize("layout", ["bf16", "fp8_ds_mla"])
+@pytest.mark.parametrize("layout", ["bf16", "fp8_ds_mla", "fp8_v4"])
 @pytest.mark.parametrize("num_heads", [16, 50])
 def test_rows_that_no_index_names_may_be_nan(monkeypatch, layout, num_heads):
     """Every other row is 0xFF, a row past the lengths too."""
     torch.manual_seed(0)
     kv = cache(5, 16, gap=16, layout=layout)
-    kv.view(torch.uint8)[:, 1::2] = 0xFF
-    q, indices = problem(2, 1, num_heads, 70, 80)
+    for part in LAYOUTS[layout].parts(kv):
+        part.view(torch.uint8)[:, 1::2] = 0xFF
+    q, indices = problem(2, 1, num_heads, 70, 80, width=LAYOUTS[layout].key_width)
     indices = indices & ~1
     indices[0, 0, 40:] = 1
     lengths = torch.tensor([[40], [70]], dtype=torch.int32)
@@ -118,7 +196,7 @@ def test_a_nan_code_in_a_row_that_is_named_counts_as_480(monkeypatch, sign):
     """docs/numerics.md: 480 is 240, a code of its own, at twice the scale."""
     torch.manual_seed(0)
     kv, (q, indices) = cache(2, 16), problem(1, 1, 16, 32, 32)
-    monkeypatch.setattr(Emulated, "cache", (kv.data_ptr(), kv.data_ptr() + kv.numel()))
+    monkeypatch.setattr(Emulated, "caches", (extent(kv),))
     row = kv.view(-1, 656)[5]
     indices[0, 0, 3] = 5
     row[128:256] = 0
@@ -139,7 +217,7 @@ def test_a_nan_code_in_a_row_that_is_named_counts_as_480(monkeypatch, sign):
 def test_a_broken_query_shows_in_its_own_head(monkeypatch, layout, broken):
     torch.manual_seed(0)
     kv = cache(3, 16, layout=layout)
-    monkeypatch.setattr(Emulated, "cache", (kv.data_ptr(), kv.data_ptr() + kv.numel() * kv.element_size()))
+    monkeypatch.setattr(Emulated, "caches", (extent(kv),))
     q, indices = problem(2, 1, 16, 40, 48)
     indices[1] = -1
     decode = bind_sm80.bind_sparse_decode(REQUEST.but(kv_layout=layout, batch_invariant=True))

@@ -21,16 +21,16 @@ __all__ = ["EmulatedWide"]
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    source = re.sub(r"^#define WGMMA\(.*?\n(?=// which rows)", "", SOURCES[MANY.kernel], flags=re.DOTALL | re.MULTILINE)
+    source = re.sub(r"^#define WGMMA\(.*?\n(?=// the thread)", "", SOURCES[MANY.kernel], flags=re.DOTALL | re.MULTILINE)
     source = re.sub(r"#else\n    if \(lane == 0\).*?#endif", "#endif", source, flags=re.DOTALL)  # bulk copies
     registers = "cluster = ::cluster, block = ::block(), blocks = cluster_blocks;"
     source, replaced = re.subn(r"asm volatile\([^;]*ctaid.*?\);", registers, source, flags=re.DOTALL)
     assert replaced == 1
-    source = FUNCTION.sub(lambda found: "" if re.search(r"\basm\b", found[0]) else found[0], source)
+    source = FUNCTION.sub(lambda found: "" if re.search(r"\basm\b|add_nothing", found[0]) else found[0], source)
     source = re.sub(r"^.*\b(?:smem_u32\(const|typedef ).*\n", "", source, flags=re.MULTILINE)
     source = source.replace('asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");', "")
     source = re.sub(r"extern __shared__ .*? smem\[\];", "u8* smem = (u8*)shared_of(block());", source)
-    return compiled(source, "wide_on_cpu.cpp", (), ctypes.c_char_p, *[ctypes.c_int] * 4)
+    return compiled(source, "wide_on_cpu.cpp", MANY.defines, ctypes.c_char_p, *[ctypes.c_int] * 4)
 
 
 class EmulatedWide:

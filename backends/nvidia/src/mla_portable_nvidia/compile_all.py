@@ -17,10 +17,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from mla_portable.layouts import FP8_V4
 from mla_portable_nvidia.native import sparse_decode_sm80
 from mla_portable_nvidia.native.bind import native_implementations
 from mla_portable_nvidia.native.bind_sm80 import sm80_implementations
@@ -51,7 +53,9 @@ SHARED_MEMORY: Final = {arch: size << 10 for arch, size in (("sm80", 163), ("sm9
 TARGETS: Final = tuple(sorted(SHARED_MEMORY, key=lambda arch: int(arch[2:])))
 _BUILDS: Final[tuple[KernelBuild, ...]] = (
     *(build for builds in BUILDS.values() for build in builds),
+    *(replace(build, lists=2) for builds in BUILDS.values() for build in builds),
     *(build for builds in sparse_decode_sm80.BUILDS.values() for build in builds),
+    *(replace(build, lists=2) for build in sparse_decode_sm80.BUILDS[FP8_V4.name]),
     *sparse_decode_sm80.MERGES,
     *(FEW_ROWS, MANY_ROWS),
     *(*DECODE.values(), *PREFILL.values()),
@@ -80,7 +84,7 @@ def compile_arch(arch: str, builds: Sequence[KernelBuild] = _BUILDS) -> Iterator
     """A record for each build that is for `arch`: what it takes of the device, seconds, and error ("" when all is well)."""
     limit, version = SHARED_MEMORY[arch], ".".join(map(str, nvrtc_version()))
     for build in builds:
-        if arch not in build.archs:
+        if arch not in build.targets:
             continue
         record: dict[str, Any] = {
             "arch": arch,

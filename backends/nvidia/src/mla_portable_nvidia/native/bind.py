@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from mla_portable.contracts import Implementation, Request, Support
-from mla_portable.layouts import BF16, FP8_DS_MLA
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL, SparseDecode, SparsePrefill
-from mla_portable_nvidia.native.bound import BoundAttention, layout_of
+from mla_portable_nvidia.native.bound import BoundAttention, lists_of, rows_of_request
 from mla_portable_nvidia.native.build import load
 from mla_portable_nvidia.native.checks import check
 from mla_portable_nvidia.native.choice import FEW, Cut, builds, choose
@@ -24,7 +24,7 @@ __all__ = ["ARCHS", "native_implementations"]
 
 ARCHS: Final = Build.archs
 """DeviceFacts.arch -> what NVRTC compiles for."""
-_LAYOUTS: Final = (BF16.name, FP8_DS_MLA.name)
+_LAYOUTS: Final = (BF16.name, FP8_DS_MLA.name, BF16_NOPE.name)
 _MANY: Final = 128
 
 
@@ -32,14 +32,14 @@ class _Device:
     """What serves a bound request on one device: its builds, loaded, and the cut of each shape that was asked for."""
 
     def __init__(self, request: Request, index: int) -> None:
-        self._kv_layout, self._num_sms = layout_of(request), request.device.num_sms
+        self._rows, self._num_sms = rows_of_request(request), request.device.num_sms
         self._batch_invariant = request.batch_invariant
         self._kernels: dict[Build, Kernel] = {
             build: load(build, ARCHS[request.device.arch], index)
-            for build in builds(self._kv_layout, request.num_heads or _MANY)
+            for build in builds(self._rows, request.num_heads or _MANY, lists_of(request))
         }
         self._clusters: dict[tuple[Build, int], int] = {}
-        self._cuts: dict[tuple[int, int, int], Cut] = {}
+        self._cuts: dict[tuple[int, int, int, int], Cut] = {}
 
     def _held(self, build: Build, size: int) -> int:
         """Clusters of `size` blocks that the device holds at once."""
@@ -49,15 +49,22 @@ class _Device:
             self._clusters[build, size] = self._kernels[build].max_clusters(size)
         return self._clusters[build, size]
 
-    def cut(self, rows: int, num_heads: int, topk: int) -> tuple[Kernel, Cut]:
+    def cut(self, rows: int, num_heads: int, topk: int, extra_topk: int) -> tuple[Kernel, Cut]:
         """The kernel and the cut for a shape; chosen once for each. Batch-invariant, it is that of a row a multiprocessor."""
         if self._batch_invariant:
             rows = self._num_sms
-        cut = self._cuts.get((rows, num_heads, topk))
+        shape = (rows, num_heads, topk, extra_topk)
+        cut = self._cuts.get(shape)
         if cut is None:
-            uniform = self._batch_invariant
-            cut = choose(self._kv_layout, rows=rows, num_heads=num_heads, topk=topk, clusters=self._held, uniform=uniform)
-            self._cuts[rows, num_heads, topk] = cut
+            cut = self._cuts[shape] = choose(
+                self._rows,
+                rows=rows,
+                num_heads=num_heads,
+                topk=topk,
+                extra_topk=extra_topk,
+                clusters=self._held,
+                uniform=self._batch_invariant,
+            )
         return self._kernels[cut.build], cut
 
 
@@ -79,7 +86,8 @@ class NativeAttention(BoundAttention):
 
     def _prepared(self, of: Tensors, cut: tuple[int, ...] | None) -> Callable[..., None]:
         batch, query_len, num_heads, _ = of.q.shape
-        kernel, own = self._on(of.q.device.index).cut(batch * query_len, num_heads, of.indices.shape[2])
+        extra_topk = 0 if of.extra_indices is None else of.extra_indices.shape[2]
+        kernel, own = self._on(of.q.device.index).cut(batch * query_len, num_heads, of.indices.shape[2], extra_topk)
         return prepare(kernel, own.build, of, cluster=own.cluster, whole=own.whole)
 
 
@@ -108,6 +116,8 @@ def _support(max_heads: int) -> Support:
         min_shared_memory=max(build.shared_bytes for build in offered),
         needs_fp8_conversion=True,
         batch_invariant=True,
+        extra_cache=True,
+        nope=True,
     )
 
 

@@ -44,13 +44,18 @@ class KernelBuild(ABC):
 
     @property
     @abstractmethod
-    def defines(self) -> tuple[tuple[str, int], ...]:
+    def defines(self) -> tuple[tuple[str, int | str], ...]:
         """The source's macros."""
 
     @property
     @abstractmethod
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, as the source lays it out."""
+
+    @property
+    def targets(self) -> Mapping[str, str]:
+        """Those of `archs` that an implementation serves with it."""
+        return self.archs
 
     @property
     def wide_clusters(self) -> bool:

@@ -9,11 +9,11 @@ first, in full waves; what would leave most of a last wave idle is shared, so th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from mla_portable.layouts import BF16, FP8_DS_MLA
-from mla_portable_nvidia.native.sparse_decode import MAX_SPLITS, Build
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA
+from mla_portable_nvidia.native.sparse_decode import FP8_NOPE, LIST_TILE, MAX_SPLITS, Build, Shape
 from mla_portable_nvidia.native.sparse_decode_bf16 import Bf16Build
 from mla_portable_nvidia.native.sparse_decode_fp8 import Fp8Build
 from mla_portable_nvidia.native.sparse_decode_wide import WideBuild
@@ -36,18 +36,29 @@ __all__ = [
 FEW: Final = 32
 """Heads for which `MANY` is never chosen."""
 
-SMALL: Final = Fp8Build(head_tiles=1, groups=1, stages=3, blocks_per_sm=2)
-LARGE: Final = Fp8Build(head_tiles=1, groups=2, stages=4)
-WIDE: Final = Fp8Build(head_tiles=2, groups=2, stages=3)
-MANY: Final = WideBuild()
-BF16_SMALL: Final = Bf16Build(head_tiles=1, groups=1, stages=2, blocks_per_sm=2)
-BF16_LARGE: Final = Bf16Build(head_tiles=1, groups=2, stages=5)
-BF16_WIDE: Final = Bf16Build(head_tiles=2, groups=2, stages=5)
+SMALL: Final = Fp8Build(FP8_DS_MLA.name, head_tiles=1, groups=1, stages=3, shared=75_008, blocks_per_sm=2)
+LARGE: Final = Fp8Build(FP8_DS_MLA.name, head_tiles=1, groups=2, stages=4, shared=191_872)
+WIDE: Final = Fp8Build(FP8_DS_MLA.name, head_tiles=2, groups=2, stages=3, shared=206_464)
+MANY: Final = WideBuild(FP8_DS_MLA.name, shared=221_384)
+BF16_SMALL: Final = Bf16Build(BF16.name, head_tiles=1, groups=1, stages=2, shared=86_656, blocks_per_sm=2)
+BF16_LARGE: Final = Bf16Build(BF16.name, head_tiles=1, groups=2, stages=5, shared=210_432)
+BF16_WIDE: Final = Bf16Build(BF16.name, head_tiles=2, groups=2, stages=5, shared=210_432)
+
+
+def _family(rows: str, builds: tuple[Build, ...], *shared: int) -> tuple[Build, ...]:
+    """The same builds for other rows, with so many bytes of shared memory."""
+    return tuple(replace(build, rows=rows, shared=size) for build, size in zip(builds, shared, strict=True))
+
+
+_FP8: Final[tuple[Build, ...]] = (SMALL, LARGE, WIDE, MANY)
+_BF16: Final[tuple[Build, ...]] = (BF16_SMALL, BF16_LARGE, BF16_WIDE)
 BUILDS: Final[Mapping[str, tuple[Build, ...]]] = {
-    FP8_DS_MLA.name: (SMALL, LARGE, WIDE, MANY),
-    BF16.name: (BF16_SMALL, BF16_LARGE, BF16_WIDE),
+    FP8_DS_MLA.name: _FP8,
+    FP8_NOPE: _family(FP8_NOPE, _FP8, 62_720, 159_104, 181_888, 188_616),
+    BF16.name: _BF16,
+    BF16_NOPE.name: _family(BF16_NOPE.name, _BF16, 78_464, 189_952, 189_952),
 }
-"""kv_layout -> the builds that serve it."""
+"""Rows that are read, by their layout or FP8_NOPE -> the builds that serve them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +74,17 @@ class _Times:
     alone: float = 1.0
 
 
-_TIMES: Final[Mapping[Build, _Times]] = {
-    SMALL: _Times(1.37, 5.9, 2.6, alone=0.7),
-    LARGE: _Times(0.735, 5.1, 1.9),
-    WIDE: _Times(1.09, 8.5, 2.8),
-    MANY: _Times(4.17, 11.5, 1.9),
-    BF16_SMALL: _Times(1.62, 5.4, 1.5, alone=0.64),
-    BF16_LARGE: _Times(0.94, 3.2, 1.8),
-    BF16_WIDE: _Times(1.22, 7.9, 1.4),
+_TIMES: Final[Mapping[Shape, _Times]] = {
+    SMALL.shape: _Times(1.37, 5.9, 2.6, alone=0.7),
+    LARGE.shape: _Times(0.735, 5.1, 1.9),
+    WIDE.shape: _Times(1.09, 8.5, 2.8),
+    MANY.shape: _Times(4.17, 11.5, 1.9),
+    BF16_SMALL.shape: _Times(1.62, 5.4, 1.5, alone=0.64),
+    BF16_LARGE.shape: _Times(0.94, 3.2, 1.8),
+    BF16_WIDE.shape: _Times(1.22, 7.9, 1.4),
 }
-"""Of an H200, by least regret over the cuts of 550 shapes: `docs/nvidia-kernels.md`. Only the ratios matter."""
-_ONE_PER_SM: Final[Mapping[Build, Build]] = {SMALL: LARGE, BF16_SMALL: BF16_LARGE}
-"""A build with two blocks on a multiprocessor -> one with one: a device spreads as many clusters as it holds of that."""
+"""Of an H200, by least regret over the cuts of 550 shapes: `docs/nvidia-kernels.md`. Only the ratios matter, which are
+taken to be those of rows without rope and of two lists as well."""
 _SIZES: Final = (2, 3, 4, 5, 6, 7, 8, MAX_SPLITS)
 """Of clusters; those between 8 and 16 blocks leave too many multiprocessors idle."""
 
@@ -91,21 +101,33 @@ class Cut:
     whole: int = 0
 
 
-def builds(kv_layout: str, max_heads: int) -> tuple[Build, ...]:
-    """All that `choose` may take for up to `max_heads` heads."""
-    return tuple(build for build in BUILDS[kv_layout] if max_heads > FEW or build is not MANY)
+def builds(kv_rows: str, max_heads: int, lists: int = 1) -> tuple[Build, ...]:
+    """All that `choose` may take for up to `max_heads` heads. kv_rows: that are read. lists: of a row's keys."""
+    offered = (build for build in BUILDS[kv_rows] if max_heads > FEW or not isinstance(build, WideBuild))
+    return tuple(replace(build, lists=lists) for build in offered)
 
 
-def choose(kv_layout: str, *, rows: int, num_heads: int, topk: int, clusters: Clusters, uniform: bool = False) -> Cut:
-    """The cut for `rows` query rows of `num_heads` heads and `topk` indices.
+def choose(
+    kv_rows: str,
+    *,
+    rows: int,
+    num_heads: int,
+    topk: int,
+    extra_topk: int = 0,
+    clusters: Clusters,
+    uniform: bool = False,
+) -> Cut:
+    """The cut for `rows` query rows of `num_heads` heads and `topk` indices, and `extra_topk` of a second list.
 
     Args:
-        clusters: what the device holds. uniform: all rows are cut alike.
+        kv_rows: that are read. clusters: what the device holds. uniform: all rows are cut alike.
     """
+    lists = 2 if extra_topk else 1
+    keys = -(-topk // LIST_TILE) * LIST_TILE + extra_topk if extra_topk else topk
     found = (
         (_time(cut, units, tiles, clusters), cut)
-        for build in builds(kv_layout, num_heads)
-        for units, tiles in [(rows * -(-num_heads // build.heads), max(1, -(-topk // build.tile)))]
+        for build in builds(kv_rows, num_heads, lists)
+        for units, tiles in [(rows * -(-num_heads // build.heads), max(1, -(-keys // build.tile)))]
         for cut in _cuts(build, units, tiles, clusters, uniform)
     )
     return min(found, key=lambda each: each[0])[1]
@@ -126,9 +148,17 @@ def _cuts(build: Build, units: int, tiles: int, clusters: Clusters, uniform: boo
 
 def _time(cut: Cut, units: int, tiles: int, clusters: Clusters) -> float:
     """Predicted, without the launch."""
-    own, held = _TIMES[cut.build], clusters(cut.build, cut.cluster)
+    own, held = _TIMES[cut.build.shape], clusters(cut.build, cut.cluster)
     shared = units - cut.whole * cut.cluster
     each = own.start + -(-tiles // cut.cluster) * own.tile + (own.merge if cut.cluster > 1 else 0)
     time = -(-cut.whole // held) * (own.start + tiles * own.tile) + -(-shared // held) * each
-    alone = cut.whole == 0 and shared <= clusters(_ONE_PER_SM.get(cut.build, cut.build), cut.cluster)
+    alone = cut.whole == 0 and shared <= clusters(_one_per_sm(cut.build), cut.cluster)
     return time * own.alone if alone else time
+
+
+def _one_per_sm(build: Build) -> Build:
+    """One of so many heads with a block on a multiprocessor: a device spreads as many clusters as it holds of that."""
+    if build.blocks_per_sm == 1:
+        return build
+    alike = (each for each in BUILDS[build.rows] if each.heads == build.heads and each.blocks_per_sm == 1)
+    return replace(next(alike), lists=build.lists)

@@ -43,7 +43,7 @@ def folder(environ: Mapping[str, str]) -> Path | None:
 def compile_kept(
     source: str,
     arch: str,
-    defines: Sequence[tuple[str, int]],
+    defines: Sequence[tuple[str, int | str]],
     headers: Mapping[str, str] | None = None,
     *,
     environ: Mapping[str, str] = os.environ,

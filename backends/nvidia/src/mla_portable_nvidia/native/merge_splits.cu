@@ -5,9 +5,7 @@
 // Compiled at run time (NVRTC) with MERGED defined, the heads of a block: 1 is for many splits of few rows, 4 for few splits of
 // many rows. A thread reads 128 bytes side by side, of 8 / MERGED splits.
 
-#define ROW 0                     // nothing of the cache is read here
-#define ROW_STRIDE 0
-#include "sparse_decode.cuh"
+#include "attention.cuh"
 
 #define THREADS 128
 #define LANES (THREADS / MERGED)   // of a head

@@ -94,7 +94,7 @@ def _strings(words: Collection[str]) -> ctypes.Array[ctypes.c_char_p]:
 def compile_cubin(
     source: str,
     arch: str,
-    defines: Sequence[tuple[str, int]],
+    defines: Sequence[tuple[str, int | str]],
     headers: Mapping[str, str] | None = None,
     *,
     more: Sequence[str] = (),

@@ -1,19 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the native kernels share: instructions by their names, the copying of rows, and the end of a row that is split.
+// What the sparse attention kernels share: which row a block has and which of its keys, the copying of rows, the softmax, and the
+// end of a row that is split.
 //
-// An includer defines ROW and ROW_STRIDE, the bytes of a row of the cache and between rows of a stage, before it includes this.
+// Compiled with LAYOUT defined, the header of a row's bytes (layout_*.cuh), and LISTS: of how many lists a row has its keys, each
+// with a cache of its own. An includer defines TILE, the tokens of a tile.
 
-#include "instructions.cuh"
+#include "attention.cuh"
+#include LAYOUT
 
-#define TN 32                     // tokens of a tile
 #define MAX_SPLITS 16             // blocks of a cluster
-#define LOG2_E 1.4426950408889634f
-#define LN_2 0.6931471805599453f
+
+// the bytes of shared memory that a source lays out, which its build is launched with; an error names both
+template <int LAID_OUT, int OF_BUILD>
+struct SharedMemory {
+    static_assert(LAID_OUT == OF_BUILD, "SHARED: not what the source lays out");
+    static constexpr int BYTES = LAID_OUT;
+};
 
 struct Strides {
     i64 q_b, q_s, q_h;  // elements
     i64 indices_b, indices_s;
     i64 lengths_b, lengths_s;
+    i64 extra_indices_b, extra_indices_s;
+    i64 extra_lengths_b, extra_lengths_s;
     i64 out_b, out_s, out_h;
     i64 lse_b, lse_s, lse_h;
 };
@@ -37,6 +46,51 @@ __device__ __forceinline__ Work own_work(int whole_clusters) {
     if (cluster < whole_clusters) return {cluster * blocks + block, 0, 1};
     return {cluster + whole_clusters * (blocks - 1), (int)block, (int)blocks};
 }
+// which row and heads a unit of work is
+struct Place {
+    int head0;
+    i64 b, s;
+};
+template <int HEADS>
+__device__ __forceinline__ Place place_of(u32 unit, int head_tiles, int query_len) {
+    const u32 row = unit / head_tiles;
+    return {(int)(unit % head_tiles) * HEADS, (i64)(row / query_len), (i64)(row % query_len)};
+}
+
+// ---- keys: a row's are those of its lists, one behind the other, each from the start of a tile on
+struct List {
+    Cache cache;
+    const int* indices;  // of the row
+    const int* length;   // of the row, or null: all of `most`
+    int most;
+};
+// what a call says of its first list and of its second, for one of its rows
+__device__ __forceinline__ List first_list(
+    const Cache& cache, const int* indices, const int* lengths, int most, const Place row, const Strides& st) {
+    return {cache, indices + row.b * st.indices_b + row.s * st.indices_s,
+            lengths ? lengths + row.b * st.lengths_b + row.s * st.lengths_s : nullptr, most};
+}
+__device__ __forceinline__ List second_list(
+    const Cache& cache, const int* indices, const int* lengths, int most, const Place row, const Strides& st) {
+    return {cache, indices + row.b * st.extra_indices_b + row.s * st.extra_indices_s,
+            lengths ? lengths + row.b * st.extra_lengths_b + row.s * st.extra_lengths_s : nullptr, most};
+}
+__device__ __forceinline__ int keys_of(const List& list) {
+    if (!list.length) return list.most;
+    return LISTS > 1 ? max(min(list.most, *list.length), 0) : min(list.most, *list.length);
+}
+struct Keys {
+    int count[LISTS];
+    __device__ __forceinline__ int second() const {  // where those of the second list begin
+        return LISTS > 1 ? (count[0] + TILE - 1) / TILE * TILE : count[0];
+    }
+    __device__ __forceinline__ int all() const { return LISTS > 1 ? second() + count[LISTS - 1] : count[0]; }
+};
+// the cache of the tile that begins at a key
+__device__ __forceinline__ Cache cache_of(const List (&lists)[LISTS], const Keys& keys, int key) {
+    if (LISTS > 1 && key >= keys.second()) return lists[LISTS - 1].cache;
+    return lists[0].cache;
+}
 struct Span {
     int begin, end;
 };
@@ -45,145 +99,60 @@ __device__ __forceinline__ Span share(int keys, int step, const Work work) {
     const int split_len = ((max(keys, 1) - 1) / (step * work.splits) + 1) * step, begin = work.split * split_len;
     return {begin, max(min(begin + split_len, keys), begin)};
 }
-// a block's indices, read by the four warps that copy: four tiles at a time, a lane of a warp one of them; -1 behind the last
-struct Indices {
-    const int* next;  // this lane's
-    int left;
-    __device__ __forceinline__ int read() {
-        const int index = left > 0 ? __ldg(next) : -1;
-        next += 4 * TN, left -= 4 * TN;
-        return index;
-    }
-    // the first, which may be known: `known` then is what was read there, whether or not it is one of these
-    __device__ __forceinline__ int first(int known, bool is_known) {
-        const int index = left <= 0 ? -1 : is_known ? known : __ldg(next);
-        next += 4 * TN, left -= 4 * TN;
-        return index;
-    }
+// the index of a key; -1 of those at `end` and behind it, and between two lists. Where it is known, it is not read.
+__device__ __forceinline__ int index_of(
+    const List (&lists)[LISTS], const Keys& keys, int key, int end, bool is_known = false, int known = 0) {
+    if (LISTS > 1 && key >= keys.second())
+        return key >= end ? -1 : is_known ? known : __ldg(lists[LISTS - 1].indices + (key - keys.second()));
+    return key >= (LISTS > 1 ? min(end, keys.count[0]) : end) ? -1 : is_known ? known : __ldg(lists[0].indices + key);
+}
+
+// ---- copying
+// where a row begins in its cache, and where what lies apart of it does
+__device__ __forceinline__ i64 row_at(const Cache& cache, int slot) {
+    if (!APART && cache.block_size == 0) return (i64)slot * PITCH;
+    return slot / cache.block_size * cache.block_stride + (i64)(slot % cache.block_size) * PITCH;
+}
+__device__ __forceinline__ i64 apart_at(const Cache& cache, int slot) {
+    return slot / cache.block_size * cache.block_stride + (i64)cache.block_size * PITCH + slot % cache.block_size * APART;
+}
+// a place for a tile: where the rows of a warp's eight tokens go, where the byte of their presence; barriers that it is empty, from
+// the phase of this parity on, and that it is full
+struct Stage {
+    u32 rows, mask, empty, parity, full;
 };
-__device__ __forceinline__ Indices indices_of(const int* row, const Span span, int warp, int lane) {
-    const int first = span.begin + (lane >> 3) * TN + warp * 8 + (lane & 7);
-    return {row + first, span.end - first};
-}
-
-// ---- matrices
-__device__ __forceinline__ void ldmatrix4(u32 (&r)[4], u32 a) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
-}
-__device__ __forceinline__ void ldmatrix4_transposed(u32 (&r)[4], u32 a) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
-}
-__device__ __forceinline__ void stmatrix4(u32 to, const u32 (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]),
-                 "r"(r[3])
-                 : "memory");
-}
-__device__ __forceinline__ void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// ---- numbers
-// e4m3 codes, the low and the high half of a word, to float16 pairs
-__device__ __forceinline__ void decode4(u32 codes, u32& low, u32& high) {
-    asm("{.reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.rn.f16x2.e4m3x2 %0, l;\n cvt.rn.f16x2.e4m3x2 %1, h;}"
-        : "=r"(low), "=r"(high) : "r"(codes));
-}
-__device__ __forceinline__ u32 to_half2(float low, float high) {
-    u32 r;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-__device__ __forceinline__ u32 to_bf162(float low, float high) {
-    u32 r;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-__device__ __forceinline__ u32 mul_half2(u32 a, u32 b) {
-    u32 r;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
-__device__ __forceinline__ u32 mul_bf162(u32 a, u32 b) {
-    u32 r;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
-__device__ __forceinline__ u32 add_bf162(u32 a, u32 b) {
-    u32 r;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(0x3f803f80u), "r"(b));
-    return r;
-}
-// 0 for finite bfloat16s, NaN for others, added to what `sum` has of those before
-__device__ __forceinline__ u32 add_nothing(u32 x, u32 sum) {
-    u32 r;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(0u), "r"(sum));
-    return r;
-}
-__device__ __forceinline__ float exp2_(float x) {
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-__device__ __forceinline__ float low_bf16(u32 x) { return __uint_as_float(x << 16); }
-__device__ __forceinline__ float high_bf16(u32 x) { return __uint_as_float(x & 0xffff0000u); }
-// the largest magnitude of two bfloat16s, of eight: as the bits of a float
-__device__ __forceinline__ u32 larger_size(u32 x) { return max((x & 0x7fffu) << 16, x & 0x7fff0000u); }
-__device__ __forceinline__ u32 largest_size(const uint4 w) {
-    return max(max(larger_size(w.x), larger_size(w.y)), max(larger_size(w.z), larger_size(w.w)));
-}
-#define NOT_FINITE 0x7f800000u    // sizes from here on are infinite or NaN
-__device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
-// what the columns of a head of this largest size are scaled by is 2^(13 - it); at least -60, 128 where the size is not finite
-__device__ __forceinline__ int size_exponent(u32 size) { return max((int)(size >> 23) - 127, -60); }
-// 2^e for e in [-126, 127]
-__device__ __forceinline__ float power(int e) { return __int_as_float((e + 127) << 23); }
-__device__ __forceinline__ void add(float4& sum, const float4 v, float weight) {
-    sum.x += v.x * weight, sum.y += v.y * weight, sum.z += v.z * weight, sum.w += v.w * weight;
-}
-
-// ---- copying: eight tokens of a tile by a warp, lanes 0 to 7 one each, into `rows` once `empty` is of this parity; `full`
-// expects their bytes. An absent token (negative, not below num_slots) becomes zeros and a 0 in the byte at `mask_at`.
-__device__ __forceinline__ void copy_rows(
-    u8* smem, u32 rows, u32 mask_at, u32 empty, u32 parity, u32 full, const Cache& cache, int slot, int lane) {
+// eight tokens of a tile by a warp, lanes 0 to 7 one each, once the stage is empty; `full` expects their bytes. An absent token
+// (negative, not below num_slots) becomes zeros and a 0 in the byte of presence.
+__device__ __forceinline__ void copy_rows(u8* smem, const Stage to, const Cache& cache, int slot, int lane) {
     const bool valid = lane < 8 && slot >= 0 && slot < cache.num_slots;
     const u32 mask = __ballot_sync(~0u, valid);
-    barrier_wait(empty, parity);
+    barrier_wait(to.empty, to.parity);
     if (mask != 0xffu) {
         for (int k = 0; k < 8; ++k)
             if (!((mask >> k) & 1))
-                for (int n = lane; n < ROW / 16; n += 32) at<uint4>(smem, rows + k * ROW_STRIDE + n * 16) = make_uint4(0, 0, 0, 0);
+                for (int n = lane; n < ROW / 16; n += 32)
+                    at<uint4>(smem, to.rows + k * ROW_STRIDE + n * 16) = make_uint4(0, 0, 0, 0);
         async_fence();  // before a later copy writes here
         __syncwarp();
     }
-    auto begin = [&](int slot) {  // of its row in the cache
-        return cache.block_size == 0 ? (i64)slot * ROW
-                                     : slot / cache.block_size * cache.block_stride + (i64)(slot % cache.block_size) * ROW;
-    };
 #if VISIBLE
-    if (lane == 0) at<u8>(smem, mask_at) = (u8)mask;
+    if (lane == 0) at<u8>(smem, to.mask) = (u8)mask;
     for (int k = 0; k < 8; ++k) {
-        const uint4* row = reinterpret_cast<const uint4*>(cache.rows + begin(max(__shfl_sync(~0u, slot, k), 0)));
+        const uint4* row = reinterpret_cast<const uint4*>(cache.rows + row_at(cache, max(__shfl_sync(~0u, slot, k), 0)));
         if ((mask >> k) & 1)
-            for (int n = lane; n < ROW / 16; n += 32) at<uint4>(smem, rows + k * ROW_STRIDE + n * 16) = row[n];
+            for (int n = lane; n < ROW / 16; n += 32) at<uint4>(smem, to.rows + k * ROW_STRIDE + n * 16) = row[n];
     }
-    barrier_arrive(full);
+    barrier_arrive(to.full);
 #else
     if (lane == 0) {
-        at<u8>(smem, mask_at) = (u8)mask;
-        barrier_expect(full, ROW * __popc(mask));
+        at<u8>(smem, to.mask) = (u8)mask;
+        barrier_expect(to.full, ROW * __popc(mask));
     }
     __syncwarp();
     if (valid)
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                         smem_u32(smem) + rows + lane * ROW_STRIDE),
-                     "l"(cache.rows + begin(slot)), "n"(ROW), "r"(full)
+                         smem_u32(smem) + to.rows + lane * ROW_STRIDE),
+                     "l"(cache.rows + row_at(cache, slot)), "n"(ROW), "r"(to.full)
                      : "memory");
 #endif
 }
@@ -217,7 +186,116 @@ __device__ __forceinline__ float4 remote4(u32 at, int rank) {
     return v;
 }
 
+// ---- the warps that copy: each reads the indices of its eight tokens of four tiles at a time, a lane of a warp one of them
+struct Row {
+    Keys keys;
+    Span own;   // this block's share of them
+    int next;   // this lane's first index; whether or not it is one of the block's
+    bool known;  // it is, unless there is none
+};
+__device__ __forceinline__ int own_key(int begin, int warp, int lane) {
+    return begin + (lane >> 3) * TILE + warp * 8 + (lane & 7);
+}
+// the keys of a row in steps of STEP. The first indices are read where they lie if the row has all of its keys, before its length
+// is known.
+template <int STEP>
+__device__ __forceinline__ Row begin_row(const List (&lists)[LISTS], const Work work, bool copies, int warp, int lane) {
+    Keys most, keys;
+#pragma unroll
+    for (int k = 0; k < LISTS; ++k) most.count[k] = lists[k].most;
+    const Span all = share(most.all(), STEP, work);
+    const int key = own_key(all.begin, warp, lane);
+    const int next = copies ? index_of(lists, most, key, all.end) : 0;
+#pragma unroll
+    for (int k = 0; k < LISTS; ++k) keys.count[k] = keys_of(lists[k]);
+    const Span own = share(keys.all(), STEP, work);
+    const bool alike = LISTS == 1 || keys.second() == most.second() || key < keys.second();
+    return {keys, own, next, own.begin == all.begin && alike};
+}
+// copies `tiles` tiles in their order, each to where `stage()` says, and takes part in the cluster's end
+template <typename NextStage>
+__device__ __forceinline__ void produce(
+    u8* smem, const List (&lists)[LISTS], const Row& row, int tiles, int splits, int warp, int lane, NextStage stage) {
+    int key = own_key(row.own.begin, warp, lane);
+    int next = index_of(lists, row.keys, key, row.own.end, row.known, row.next);
+    for (int first = 0; first < tiles; first += 4) {
+        const int slots = next;
+        key += 4 * TILE;
+        next = index_of(lists, row.keys, key, row.own.end);
+        for (int j = 0; j < 4 && first + j < tiles; ++j) {
+            const int slot = __shfl_sync(~0u, slots, j * 8 + (lane & 7));
+            copy_rows(smem, stage(), cache_of(lists, row.keys, row.own.begin + (first + j) * TILE), slot, lane);
+        }
+    }
+    if (splits > 1) {
+        cluster_publish();
+        cluster_leave();
+    }
+}
+
+// ---- q: operand registers of a head for the eight steps of 16 latent columns that a warp has, and one of rope
+#define Q_STEPS (ROPE ? 9 : 8)
+__device__ __forceinline__ void load_q(u32 (&q_op)[Q_STEPS][4], int half, const u16* q_row, bool on, int warp) {
+#pragma unroll
+    for (int k = 0; k < Q_STEPS; ++k) {
+        const u32* from = reinterpret_cast<const u32*>(q_row + (k < 8 ? warp * 128 + k * 16 : 512 + warp * 16));
+        q_op[k][half] = on ? from[0] : 0;
+        q_op[k][half + 2] = on ? from[4] : 0;
+    }
+    u32 nothing = 0;  // NaN where q is not finite: an infinity alone would score -inf against a negative key
+#pragma unroll
+    for (int k = 0; k < Q_STEPS; ++k) nothing = add_nothing(q_op[k][half], add_nothing(q_op[k][half + 2], nothing));
+    q_op[0][half] = add_bf162(q_op[0][half], nothing);
+}
+
+// ---- softmax of a quarter of the heads: LANES lanes have one, TOKENS tokens each
+// the scores of TOKENS tokens: those of four warps' columns, [4][HEADS][STRIDE] from `from` on
+template <int TOKENS, int HEADS, int STRIDE>
+__device__ __forceinline__ void sum_scores(float (&x)[TOKENS], u8* smem, u32 from) {
+#pragma unroll
+    for (int k = 0; k < TOKENS; ++k) x[k] = 0.f;
+#pragma unroll
+    for (int w = 0; w < 4; ++w)
+#pragma unroll
+        for (int k = 0; k < TOKENS; k += 4) {
+            const float4 v = at<float4>(smem, from + (w * HEADS * STRIDE + k) * 4);
+            x[k] += v.x, x[k + 1] += v.y, x[k + 2] += v.z, x[k + 3] += v.w;
+        }
+}
+// scores become probabilities against the largest score so far, m; `total` is over this lane's tokens alone. Returns what has been
+// summed before decays by.
+template <int LANES, int TOKENS, typename Present>
+__device__ __forceinline__ float softmax_quarter(float (&x)[TOKENS], Present present, float scale, float& m, float& total) {
+    float top = -1.0e30f;
+#pragma unroll
+    for (int k = 0; k < TOKENS; ++k) {
+        x[k] = present(k) ? x[k] * scale : minus_infinity();
+        top = fmaxf(top, x[k]);
+    }
+#pragma unroll
+    for (int d = 1; d < LANES; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+    const float m_new = fmaxf(m, top), decay = exp2_(m - m_new);
+    m = m_new;
+    total *= decay;
+#pragma unroll
+    for (int k = 0; k < TOKENS; ++k) {
+        x[k] = exp2_(x[k] - m_new);
+        total += x[k];
+    }
+    return decay;
+}
+template <int LANES>
+__device__ __forceinline__ float sum_of_lanes(float total) {
+#pragma unroll
+    for (int d = 1; d < LANES; d *= 2) total += __shfl_xor_sync(~0u, total, d);
+    return total;
+}
+
 // ---- the end of a row
+// what a thread of the first HEADS adds to the sum of its head, as an exponent of 2
+__device__ __forceinline__ float sink_of(const float* sink, int thread, int heads, int head0, int num_heads) {
+    return sink && thread < heads && head0 + thread < num_heads ? sink[head0 + thread] * LOG2_E : minus_infinity();
+}
 // what each split's output counts for one head, [splits] in steps of HEADS; `state` is where every block has (level, sum) of
 // it. splits 1: this block alone, whichever of its cluster it is. sink: as an exponent of 2, -inf where there is none. lse: where
 // to write it, or null.
@@ -297,3 +375,79 @@ __device__ __forceinline__ void sum_splits(
         sum_shares<HEADS, STRIDE, THREADS, SWIZZLE, 8>(out, head_stride, heads, outputs, weights, split, splits, thread);
     cluster_leave();  // nobody does while its shared memory is read
 }
+
+// ---- groups: TURNS of them have taken turns at a row's tiles, each with a softmax of its own; THREADS threads of all groups
+// memory of the block for what they leave, from byte `at` on
+template <int TURNS, int HEADS, int STRIDE, int SWIZZLE, int THREADS>
+struct Merge {
+    static constexpr int BYTES = HEADS * ((TURNS + 1) * 8 + TURNS * STRIDE * 4 + MAX_SPLITS * 4);
+    static_assert(HEADS * 128 % THREADS == 0, "a thread has as many columns as the others");
+    float* states;   // [TURNS][HEADS][2]: maximum, sum
+    float* whole;    // [HEADS][2]: of the block
+    float* outputs;  // [TURNS][HEADS][STRIDE]; the first becomes the block's
+    float* weights;  // [MAX_SPLITS][HEADS]: what a split's output counts
+
+    __device__ __forceinline__ Merge(u8* smem, u32 at_byte) {
+        states = &at<float>(smem, at_byte), whole = states + TURNS * HEADS * 2, outputs = whole + HEADS * 2;
+        weights = outputs + TURNS * HEADS * STRIDE;
+    }
+    __device__ __forceinline__ void leave(int turn, int head, float m, float total) {
+        states[(turn * HEADS + head) * 2] = m;
+        states[(turn * HEADS + head) * 2 + 1] = total;
+    }
+    // what the output of a group counts in a head of the block, whose state one thread writes
+    __device__ __forceinline__ float factor(int turn, int head, bool writes) {
+        float top = -1.0e30f, sum = 0.f;
+#pragma unroll
+        for (int g = 0; g < TURNS; ++g) top = fmaxf(top, states[(g * HEADS + head) * 2]);
+#pragma unroll
+        for (int g = 0; g < TURNS; ++g) sum += states[(g * HEADS + head) * 2 + 1] * exp2_(states[(g * HEADS + head) * 2] - top);
+        if (writes) whole[head * 2] = top, whole[head * 2 + 1] = sum;
+        return exp2_(states[(turn * HEADS + head) * 2] - top);
+    }
+    // one output of all groups, then of all splits; BARRIER is the number at which the groups meet
+    template <int BARRIER>
+    __device__ __forceinline__ void finish(
+        u16* __restrict__ out, float* __restrict__ lse_out, const Strides& st, const Place where, const Work work, int num_heads,
+        float sink, int thread) {
+        constexpr int SHARE = HEADS * 128 / THREADS;  // of a thread, in float4s of a block's output
+        const int splits = work.splits, heads = num_heads - where.head0;
+        meet<THREADS>(BARRIER);
+        if (TURNS > 1 && splits > 1) {  // once here instead of once for each reader in the cluster
+#pragma unroll 4
+            for (int n = 0; n < SHARE; ++n) {
+                const int k = n * THREADS + thread;
+                float* to = outputs + (k >> 7) * STRIDE + (k & 127) * 4;
+                float4 sum = *reinterpret_cast<float4*>(to);
+#pragma unroll
+                for (int g = 1; g < TURNS; ++g) add(sum, *reinterpret_cast<float4*>(to + g * HEADS * STRIDE), 1.f);
+                *reinterpret_cast<float4*>(to) = sum;
+            }
+        }
+        const u32 whole_at = smem_u32(whole), outputs_at = smem_u32(outputs);
+        if (splits > 1) cluster_publish();
+        if (thread < HEADS) {
+            float* lse = lse_out + where.b * st.lse_b + where.s * st.lse_s + (where.head0 + thread) * st.lse_h;
+            const bool tells = work.split == 0 && thread < heads;
+            weigh_splits<HEADS>(weights + thread, whole_at + thread * 8, splits, sink, tells ? lse : nullptr);
+        }
+        meet<THREADS>(BARRIER);
+        u16* out_row = out + where.b * st.out_b + where.s * st.out_s + where.head0 * st.out_h;
+        if (splits > 1) {
+            sum_splits<HEADS, STRIDE, THREADS, SWIZZLE>(
+                out_row, st.out_h, heads, outputs_at, weights, work.split, splits, thread);
+            return;
+        }
+#pragma unroll 4
+        for (int n = 0; n < SHARE; ++n) {
+            const int k = n * THREADS + thread;
+            float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+            for (int g = 0; g < TURNS; ++g) {
+                const float* from = outputs + g * HEADS * STRIDE + place<STRIDE, SWIZZLE>(k);
+                add(value, *reinterpret_cast<const float4*>(from), weights[k >> 7]);
+            }
+            store_columns(out_row, st.out_h, heads, k, value);
+        }
+    }
+};

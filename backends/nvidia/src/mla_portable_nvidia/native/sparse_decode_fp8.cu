@@ -2,8 +2,8 @@
 // Sparse MLA attention on the FP8 cache for few heads: 16 * MT heads of one query row, MT 1 or 2, over one split of its
 // indices.
 //
-// Compiled at run time (NVRTC) with MT, GROUPS, STAGES, BLOCKS_PER_SM and CONSUMER_REGISTERS defined. The splits of a row are the
-// blocks of a cluster; the first `whole_clusters` have rows that are not split, one for each block.
+// Compiled at run time (NVRTC) with LAYOUT, LISTS, MT, GROUPS, STAGES, BLOCKS_PER_SM, CONSUMER_REGISTERS and SHARED (bytes) defined. The
+// splits of a row are the blocks of a cluster; the first `whole_clusters` have rows that are not split, one for each block.
 //
 // A block is GROUPS groups of four warps, and four warps that copy for them. A group takes every GROUPS-th tile of 32 tokens
 // and keeps its own running softmax; at the end the groups are merged in shared memory, then the splits through the cluster's.
@@ -16,14 +16,13 @@
 // Codes convert to float16 exactly, one instruction for two. The partial scores of the four warps meet in shared memory,
 // where each warp sums and exponentiates a quarter of the heads, and hands the probabilities to all.
 //
-// Range of float16: q is scaled per head to a power of two below 2^14 (its rope part too, which stays bfloat16);
-// probabilities carry scale / 2^e * 2^15, e the running exponent of the largest scale of the group's 128 columns. A head whose
-// q is not finite scores NaN.
+// Range of float16: q is scaled per head to a power of two below 2^(Q_EXPONENT + 1) (its rope part too, which stays bfloat16);
+// probabilities carry 2^P_EXPONENT, and scales, which multiply them, 2^(UNIT_EXPONENT - e), e the running exponent of the largest
+// scale of the group's 128 columns. A head whose q is not finite scores NaN.
 //
 // An absent token (negative, not below num_slots, past its length) is zeros in shared memory and scores -inf.
 
-#define ROW 656                   // bytes
-#define ROW_STRIDE ROW
+#define TILE 32                   // tokens
 #include "sparse_decode.cuh"
 
 #define HT (16 * MT)              // heads of a block
@@ -33,9 +32,7 @@
 #define PRODUCER_REGISTERS 32
 #define LANES_PER_HEAD (8 / MT)   // in the softmax
 #define TOKENS_PER_LANE (4 * MT)
-#define SCALE_COLUMN 512                // bytes into a row
-#define ROPE_COLUMN 528
-#define STAGE_BYTES (TN * ROW)
+#define STAGE_BYTES (TILE * ROW_STRIDE)
 #define SCORE_STRIDE 40           // floats between heads of the partial scores
 #define P_STRIDE 40               // halves between heads of the probabilities
 #define SCORE_AT (STAGES * STAGE_BYTES)
@@ -50,9 +47,19 @@
 #define GROUPS_AT (Q_AT + (MT > 1 ? 4 * MT * 8 * 32 * 16 : 0))
 #define MERGE_STRIDE 528                // floats between heads of a group's output
 #define MERGE_SWIZZLE 3                 // its order of columns: a warp writes them 32 apart, and meets no bank twice
+#define Q_EXPONENT 13                   // of float16s: see above
+#define P_EXPONENT 10
+#define UNIT_EXPONENT 5
 
 __device__ __forceinline__ void group_barrier(int group) { meet<GROUP>(group + 1); }
 __device__ __forceinline__ void consumers_barrier() { meet<CONSUMERS>(GROUPS + 1); }
+
+using Merged = Merge<GROUPS, HT, MERGE_STRIDE, MERGE_SWIZZLE, CONSUMERS>;
+constexpr int ATTENDING = GROUPS_AT + GROUPS * GROUP_BYTES, MERGING = Q_AT + Merged::BYTES;
+constexpr int SHARED_BYTES = ATTENDING > MERGING ? ATTENDING : MERGING;
+
+static_assert(FP8 && CODES == 512, "no such build");
+static_assert(SharedMemory<SHARED_BYTES, SHARED>::BYTES <= 227 << 10, "no such build");
 
 // of the largest |q| of a head
 __device__ __forceinline__ int q_exponent(u8* smem, u32 base, int head) {
@@ -64,26 +71,26 @@ __device__ __forceinline__ int q_exponent(u8* smem, u32 base, int head) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_decode_fp8(
     u16* __restrict__ out, float* __restrict__ lse_out, const u16* __restrict__ q, const u8* __restrict__ kv,
-    const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink, float scale_log2,
-    int topk, int whole_clusters, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, i64 block_stride,
-    Strides st) {
+    const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink, const u8* __restrict__ extra_kv,
+    const int* __restrict__ extra_indices, const int* __restrict__ extra_lengths, float scale_log2,
+    int topk, int whole_clusters, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, int extra_topk,
+    int extra_slots, int extra_block_size, i64 block_stride, i64 extra_block_stride, Strides st) {
     extern __shared__ __align__(128) u8 smem[];
     const int thread = threadIdx.x, lane = thread & 31, warp = (thread >> 5) & 3;
     const int group = __shfl_sync(~0u, thread >> 7, 0);  // GROUPS: the warps that copy
     const int t = lane >> 2, c = lane & 3;
     const Work work = own_work(whole_clusters);
-    const int head0 = (work.unit % head_tiles) * HT;
-    const u32 row = work.unit / head_tiles;
-    const i64 b = row / query_len, s = row % query_len;
-
+    const Place here = place_of<HT>(work.unit, head_tiles, query_len);
     const u32 base = GROUPS_AT + group * GROUP_BYTES, shared = smem_u32(smem);
-
-    const int* index_row = indices + b * st.indices_b + s * st.indices_s;
-    const int* length = lengths + b * st.lengths_b + s * st.lengths_s;
-    const Span all = share(topk, TN, work);  // where the row has all of its keys: read before its length is known
-    int next = group == GROUPS ? indices_of(index_row, all, warp, lane).read() : 0;
-    const Span own = lengths ? share(min(topk, *length), TN, work) : all;
-    const int tiles = (own.end - own.begin + TN - 1) / TN;
+    const List lists[LISTS] = {
+        first_list({kv, num_slots, block_size, block_stride}, indices, lengths, topk, here, st),
+#if LISTS > 1
+        second_list({extra_kv, extra_slots, extra_block_size, extra_block_stride}, extra_indices, extra_lengths, extra_topk, here,
+                    st),
+#endif
+    };
+    const Row row = begin_row<TILE>(lists, work, group == GROUPS, warp, lane);
+    const int tiles = (row.own.end - row.own.begin + TILE - 1) / TILE;
     if (thread < GROUPS * STAGES) {
         barrier_init(shared + thread * 16, 4 * ARRIVALS);
         barrier_init(shared + thread * 16 + 8, 4 * ARRIVALS);
@@ -93,38 +100,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
 
     // ---- the warps that copy: eight tokens of a tile each, in the order of the tiles
     if (group == GROUPS) {
-        Indices listed = indices_of(index_row, own, warp, lane);
-        next = listed.first(next, own.begin == all.begin);
         set_registers_down<PRODUCER_REGISTERS>();
-        const Cache cache = {kv, num_slots, block_size, block_stride};
         int of_group = 0, stage = 0;
         u32 parity = 1;  // stages begin empty
-        for (int first = 0; first < tiles; first += 4) {
-            const int slots = next;
-            next = listed.read();
-            for (int j = 0; j < 4 && first + j < tiles; ++j) {
-                const int slot = __shfl_sync(~0u, slots, j * 8 + (lane & 7));
-                const u32 to = GROUPS_AT + of_group * GROUP_BYTES, full = shared + (of_group * STAGES + stage) * 16;
-                copy_rows(smem, to + stage * STAGE_BYTES + warp * 8 * ROW, to + MASK_AT + stage * 4 + warp, full + 8, parity,
-                          full, cache, slot, lane);
-                if (++of_group == GROUPS) {
-                    of_group = 0;
-                    if (++stage == STAGES) stage = 0, parity ^= 1;
-                }
+        produce(smem, lists, row, tiles, work.splits, warp, lane, [&] {
+            const u32 group_at = GROUPS_AT + of_group * GROUP_BYTES, full = shared + (of_group * STAGES + stage) * 16;
+            const Stage to = {group_at + stage * STAGE_BYTES + warp * 8 * ROW_STRIDE, group_at + MASK_AT + stage * 4 + warp,
+                              full + 8, parity, full};
+            if (++of_group == GROUPS) {
+                of_group = 0;
+                if (++stage == STAGES) stage = 0, parity ^= 1;
             }
-        }
-        if (work.splits > 1) {
-            cluster_publish();
-            cluster_leave();
-        }
+            return to;
+        });
         return;
     }
     set_registers_up<CONSUMER_REGISTERS>();
     const int mine = tiles > group ? (tiles - group + GROUPS - 1) / GROUPS : 0;  // tiles of this group
 
-    // as an exponent of 2; read here, long before it is wanted
-    const bool has_sink = sink && thread < HT && head0 + thread < num_heads;
-    const float own_sink = has_sink ? sink[head0 + thread] * LOG2_E : minus_infinity();
+    const float own_sink = sink_of(sink, thread, HT, here.head0, num_heads);  // long before it is wanted
 
     // ---- q: operand registers; k steps of 16 columns are 4 consecutive columns of each lane
     u32 q_nope[MT][8][4], q_rope[MT][4];  // q_nope moves to shared memory where MT is 2
@@ -135,8 +129,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
         for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int head = mt * 16 + half * 8 + t, h = head0 + head;
-                const u16* q_row = q + b * st.q_b + s * st.q_s + (i64)h * st.q_h;
+                const int head = mt * 16 + half * 8 + t, h = here.head0 + head;
+                const u16* q_row = q + here.b * st.q_b + here.s * st.q_s + (i64)h * st.q_h;
                 const bool on = h < num_heads;
                 u32 top = 0;
 #pragma unroll
@@ -146,7 +140,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
                     v[mt][half][j] = w;
                     top = max(top, largest_size(w));
                 }
-                const uint2 rope = on ? *reinterpret_cast<const uint2*>(q_row + 512 + warp * 16 + c * 4) : make_uint2(0, 0);
+                const u16* rope_at = q_row + 512 + warp * 16 + c * 4;
+                const uint2 rope = ROPE && on ? *reinterpret_cast<const uint2*>(rope_at) : make_uint2(0, 0);
                 const u32 rope_top = max(larger_size(rope.x), larger_size(rope.y));
                 if (rope_top >= NOT_FINITE) top = rope_top;
                 r[mt][half] = rope;
@@ -159,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
         for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float shrink = power(13 - q_exponent(smem, base, mt * 16 + half * 8 + t));
+                const float shrink = power(Q_EXPONENT - q_exponent(smem, base, mt * 16 + half * 8 + t));
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     const uint4 w = v[mt][half][j];
@@ -197,13 +192,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     const int own_head = warp * (HT / 4) + lane / LANES_PER_HEAD, own_token = (lane % LANES_PER_HEAD) * TOKENS_PER_LANE;
 
     const int own_exponent = q_exponent(smem, base, own_head);
-    const float score_scale = own_exponent > 127 ? not_a_number() : scale_log2 * power(own_exponent - 13);  // a broken head shows
+    const float score_scale = own_exponent > 127 ? not_a_number() : scale_log2 * power(own_exponent - Q_EXPONENT);  // a broken head shows
 
     // where this lane reads a stage: token t and two chunks for the scores, tokens 2c .. and chunk t for the output
-    const u32 score_from = base + t * ROW + warp * 128 + c * 32;
-    const u32 output_from = base + 2 * c * ROW + warp * 128 + t * 16;
-    const u32 rope_from = base + t * ROW + ROPE_COLUMN + warp * 32 + c * 8;
-    const u32 scale_from = base + 2 * c * ROW + SCALE_COLUMN + warp * 4;
+    const u32 score_from = base + t * ROW_STRIDE + warp * 128 + c * 32;
+    const u32 output_from = base + 2 * c * ROW_STRIDE + warp * 128 + t * 16;
+    const u32 rope_from = base + t * ROW_STRIDE + PLAIN_COLUMN + warp * 32 + c * 8;
+    const u32 scale_from = base + 2 * c * ROW_STRIDE + SCALE_COLUMN + warp * 4;
     const u32 barriers = shared + group * STAGES * 16;
     const u32 scores = base + SCORE_AT, probs = base + PROB_AT, decays = base + DECAY_AT;
     const u32 score_to = scores + ((warp * HT + t) * SCORE_STRIDE + 2 * c) * 4;
@@ -223,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             uint4 words[4];
 #pragma unroll
             for (int n8 = 0; n8 < 4; ++n8) {
-                words[n8] = at<uint4>(smem, score_from + stage_at + n8 * 8 * ROW + side * 16);
+                words[n8] = at<uint4>(smem, score_from + stage_at + n8 * 8 * ROW_STRIDE + side * 16);
             }
 #pragma unroll
             for (int word = 0; word < 4; ++word) {
@@ -251,14 +246,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
         }
 #pragma unroll
         for (int n8 = 0; n8 < 4; ++n8) {
-            const uint2 rope = at<uint2>(smem, rope_from + stage_at + n8 * 8 * ROW);
-            scale[n8][0] = at<float>(smem, scale_from + stage_at + n8 * 8 * ROW);
-            scale[n8][1] = at<float>(smem, scale_from + stage_at + (n8 * 8 + 1) * ROW);
+            uint2 rope;
+            if (ROPE) rope = at<uint2>(smem, rope_from + stage_at + n8 * 8 * ROW_STRIDE);
+            scale[n8][0] = at<float>(smem, scale_from + stage_at + n8 * 8 * ROW_STRIDE);
+            scale[n8][1] = at<float>(smem, scale_from + stage_at + (n8 * 8 + 1) * ROW_STRIDE);
 #pragma unroll
             for (int mt = 0; mt < MT; ++mt) {
 #pragma unroll
                 for (int k = 0; k < 4; ++k) part[n8][mt][k] *= scale[n8][k & 1];
-                mma_bf16(part[n8][mt], q_rope[mt], rope.x, rope.y);
+                if (ROPE) mma_bf16(part[n8][mt], q_rope[mt], rope.x, rope.y);
             }
         }
 #pragma unroll
@@ -288,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             u32 w[4][4];
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                const uint4 v = at<uint4>(smem, output_from + stage_at + (k16 * 16 + (k >> 1) * 8 + (k & 1)) * ROW);
+                const uint4 v = at<uint4>(smem, output_from + stage_at + (k16 * 16 + (k >> 1) * 8 + (k & 1)) * ROW_STRIDE);
                 w[k][0] = v.x, w[k][1] = v.y, w[k][2] = v.z, w[k][3] = v.w;
             }
 #pragma unroll
@@ -321,37 +317,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
         // softmax of a quarter of the heads
         {
             float x[TOKENS_PER_LANE];
-#pragma unroll
-            for (int k = 0; k < TOKENS_PER_LANE; ++k) x[k] = 0.f;
-#pragma unroll
-            for (int w = 0; w < 4; ++w)
-#pragma unroll
-                for (int k = 0; k < TOKENS_PER_LANE; k += 4) {
-                    const float4 v = at<float4>(smem, scores + ((w * HT + own_head) * SCORE_STRIDE + own_token + k) * 4);
-                    x[k] += v.x, x[k + 1] += v.y, x[k + 2] += v.z, x[k + 3] += v.w;
-                }
+            sum_scores<TOKENS_PER_LANE, HT, SCORE_STRIDE>(x, smem, scores + (own_head * SCORE_STRIDE + own_token) * 4);
             const u32 mask = at<u32>(smem, base + MASK_AT + stage * 4) >> own_token;
-            float top = -1.0e30f;
-#pragma unroll
-            for (int k = 0; k < TOKENS_PER_LANE; ++k) {
-                x[k] = (mask >> k) & 1 ? x[k] * score_scale : minus_infinity();
-                top = fmaxf(top, x[k]);
-            }
-#pragma unroll
-            for (int d = 1; d < LANES_PER_HEAD; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-            const float m_new = fmaxf(m, top), decay = exp2_(m - m_new);
-            m = m_new;
-            total *= decay;
-#pragma unroll
-            for (int k = 0; k < TOKENS_PER_LANE; ++k) {
-                x[k] = exp2_(x[k] - m_new);
-                total += x[k];
-            }
+            const float decay =
+                softmax_quarter<LANES_PER_HEAD>(x, [&](int k) { return (mask >> k) & 1; }, score_scale, m, total);
             if (lane % LANES_PER_HEAD == 0) at<float>(smem, decays + own_head * 4) = decay;
+            constexpr float UP = 1 << P_EXPONENT;
 #pragma unroll
             for (int k = 0; k < TOKENS_PER_LANE; k += 4)
                 at<uint2>(smem, probs + (own_head * P_STRIDE + own_token + k) * 2) =
-                    make_uint2(to_half2(x[k] * 1024.f, x[k + 1] * 1024.f), to_half2(x[k + 2] * 1024.f, x[k + 3] * 1024.f));
+                    make_uint2(to_half2(x[k] * UP, x[k + 1] * UP), to_half2(x[k + 2] * UP, x[k + 3] * UP));
         }
         // the largest scale of this warp's columns, while the others finish
         u32 largest = 0;
@@ -363,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
         const int new_e = max(top_e, min((int)(largest >> 23) - 126, 126));
         const float shift = new_e == top_e ? 1.f : power(max(top_e - new_e, -126));
         top_e = new_e;
-        const float to_unit = power(min(5 - top_e, 126));
+        const float to_unit = power(min(UNIT_EXPONENT - top_e, 126));
         group_barrier(group);
 
         {
@@ -405,81 +380,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
         }
     }
 
-    // ---- one sum for a head, then one state for all groups
-#pragma unroll
-    for (int d = 1; d < LANES_PER_HEAD; d *= 2) total += __shfl_xor_sync(~0u, total, d);
+    // ---- one sum for a head, then one state for all groups, then for all splits
+    total = sum_of_lanes<LANES_PER_HEAD>(total);
 #if VISIBLE && GROUPS > 1  // racecheck follows a barrier of all groups where each group met as often before
     if (mine < (tiles + GROUPS - 1) / GROUPS) group_barrier(group), group_barrier(group);
 #endif
     consumers_barrier();  // the stages are free; their barriers stay what they are
-    float* states = &at<float>(smem, Q_AT);           // [GROUPS][HT][2]: maximum, sum
-    float* whole = states + GROUPS * HT * 2;          // [HT][2]: of the block
-    float* outputs = whole + HT * 2;                  // [GROUPS][HT][MERGE_STRIDE]: of a group; the first becomes the block's
-    if (lane % LANES_PER_HEAD == 0) {
-        states[(group * HT + own_head) * 2] = m;
-        states[(group * HT + own_head) * 2 + 1] = total;
-    }
+    Merged merge(smem, Q_AT);
+    if (lane % LANES_PER_HEAD == 0) merge.leave(group, own_head, m, total);
     consumers_barrier();
-    const float from_unit = power(max(top_e - 15, -126));
-    const int splits = work.splits;
+    const float from_unit = power(max(top_e - (P_EXPONENT + UNIT_EXPONENT), -126));
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int head = mt * 16 + half * 8 + t;
-            float top = -1.0e30f, sum = 0.f;
-#pragma unroll
-            for (int g = 0; g < GROUPS; ++g) top = fmaxf(top, states[(g * HT + head) * 2]);
-#pragma unroll
-            for (int g = 0; g < GROUPS; ++g) sum += states[(g * HT + head) * 2 + 1] * exp2_(states[(g * HT + head) * 2] - top);
-            const float factor = exp2_(states[(group * HT + head) * 2] - top) * from_unit;
-            if (group == 0 && warp == 0 && c == 0) whole[head * 2] = top, whole[head * 2 + 1] = sum;
+            const float factor = merge.factor(group, head, group == 0 && warp == 0 && c == 0) * from_unit;
 #pragma unroll
             for (int i = 2 * half; i < 2 * half + 2; ++i) {
                 const int first = (group * HT + head) * 128 + warp * 32 + (2 * c + (i & 1)) * 4;
 #pragma unroll
                 for (int j = 0; j < 16; j += 4)
-                    *reinterpret_cast<float4*>(outputs + place<MERGE_STRIDE, MERGE_SWIZZLE>(first + j / 4)) =
+                    *reinterpret_cast<float4*>(merge.outputs + place<MERGE_STRIDE, MERGE_SWIZZLE>(first + j / 4)) =
                         make_float4(acc[mt][j][i] * factor, acc[mt][j + 1][i] * factor, acc[mt][j + 2][i] * factor,
                                     acc[mt][j + 3][i] * factor);
             }
         }
-    consumers_barrier();
-#if GROUPS > 1
-    if (splits > 1) {  // once here instead of once for each reader in the cluster
-        for (int k = thread; k < HT * 128; k += CONSUMERS) {
-            float* to = outputs + (k >> 7) * MERGE_STRIDE + (k & 127) * 4;
-            float4 sum = *reinterpret_cast<float4*>(to);
-#pragma unroll
-            for (int g = 1; g < GROUPS; ++g) add(sum, *reinterpret_cast<float4*>(to + g * HT * MERGE_STRIDE), 1.f);
-            *reinterpret_cast<float4*>(to) = sum;
-        }
-    }
-#endif
-
-    // ---- the splits
-    float* weights = outputs + GROUPS * HT * MERGE_STRIDE;  // [MAX_SPLITS][HT]
-    if (splits > 1) cluster_publish();
-    if (thread < HT) {
-        float* lse = lse_out + b * st.lse_b + s * st.lse_s + (head0 + thread) * st.lse_h;
-        const bool tells = work.split == 0 && head0 + thread < num_heads;
-        weigh_splits<HT>(weights + thread, smem_u32(whole) + thread * 8, splits, own_sink, tells ? lse : nullptr);
-    }
-    consumers_barrier();
-    u16* out_row = out + b * st.out_b + s * st.out_s + head0 * st.out_h;
-    if (splits > 1) {
-        sum_splits<HT, MERGE_STRIDE, CONSUMERS, MERGE_SWIZZLE>(
-            out_row, st.out_h, num_heads - head0, smem_u32(outputs), weights, work.split, splits, thread);
-        return;
-    }
-#pragma unroll 4
-    for (int k = thread; k < HT * 128; k += CONSUMERS) {
-        float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
-            const float* from = outputs + place<MERGE_STRIDE, MERGE_SWIZZLE>(g * HT * 128 + k);
-            add(value, *reinterpret_cast<const float4*>(from), weights[k >> 7]);
-        }
-        store_columns(out_row, st.out_h, num_heads - head0, k, value);
-    }
+    merge.finish<GROUPS + 1>(out, lse_out, st, here, work, num_heads, own_sink, thread);
 }

@@ -2,7 +2,7 @@
 // Sparse MLA attention without what compute capability 9.0 brought: 16 * MT * GROUPS heads of one query row over one split of
 // its indices, on the FP8 cache or on BF16 rows.
 //
-// Compiled at run time (NVRTC) with FP8, MT, GROUPS, TILE, STAGES and BLOCKS_PER_SM defined.
+// Compiled at run time (NVRTC) with LAYOUT, LISTS, MT, GROUPS, TILE, STAGES, BLOCKS_PER_SM and SHARED (bytes) defined.
 //
 // A block is GROUPS groups of four warps. A group has 16 * MT of the heads, and every group reads the same tile of TILE tokens.
 // Within a group, warp w owns columns [128 w, 128 w + 128) of the latent and 16 of the 64 rope columns, for the scores and the
@@ -22,11 +22,9 @@
 // not finite scores NaN. The splits of a row leave their outputs and lse (base 2) in `partial_out` and `partial_lse`, for
 // merge_splits.cu.
 
-#define ROW (FP8 ? 656 : 1152)    // bytes
-#define ROW_STRIDE (FP8 ? 656 : TOKEN)  // between rows of a stage
-#define TOKEN 1168                // bytes between tokens of a bfloat16 tile
 #include "sparse_decode.cuh"
 
+#define TOKEN (FP8 ? (512 + ROPE) * 2 + 16 : ROW_STRIDE)  // bytes between tokens of a bfloat16 tile
 #define HT (16 * MT)              // heads of a group
 #define HEADS (HT * GROUPS)       // of a block
 #define GROUP 128                 // threads of a group
@@ -40,11 +38,10 @@
 #define LEAST 64                  // keys of a split, where a row has them; merging more of them takes longer than they save
 #define RUN (TOKENS_PER_LANE < 4 ? TOKENS_PER_LANE : 4)  // of them side by side
 #define TOKENS_AT_ONCE (MT > 1 ? 2 : TILE / 8)           // of the scores, in eights: what the registers hold
-#define Q_APART (MT > 1 && GROUPS > 1)                   // registers do not hold all of q's operands
-#define AT_ONCE (MT == 1 ? 4 : __CUDA_ARCH__ < 1000 ? 2 : 1)  // rows that a warp reads before it converts them: no spills
-#define ROPES ((ROWS_PER_WARP + 3) / 4)                  // pieces of 16 bytes that a lane moves
-#define SCALE_COLUMN 512          // bytes into a row of the FP8 cache
-#define ROPE_COLUMN 528
+#define Q_APART (MT > 1 && (GROUPS > 1 || !ROPE))                 // registers do not hold all of q's operands: not the last step's
+#define AT_ONCE (MT == 1 ? 4 : CODES == 512 && __CUDA_ARCH__ < 1000 ? 2 : 1)  // rows that a warp reads before it converts them: no spills
+#define PLAIN_EARLY (MT == 1 || CODES == 512)            // before the codes: elsewhere registers would not suffice
+#define PIECES ((ROWS_PER_WARP + 3) / 4)                 // of 16 bytes, of what is bfloat16 already, that a lane moves
 #define STAGE_BYTES (TILE * ROW_STRIDE)
 #define SCORE_STRIDE (TILE + 8)   // floats between heads of the partial scores
 #define P_STRIDE (TILE + 8)       // bfloat16s between heads of the probabilities
@@ -53,15 +50,19 @@
 #define GROUPS_AT (PRESENT_AT + (STAGES + 1) * TILE * 4)
 #define PROB_AT (4 * HT * SCORE_STRIDE * 4)              // in the memory of a group, after the partial scores
 #define DECAY_AT (PROB_AT + HT * P_STRIDE * 2)
-#define ROPE_AT (DECAY_AT + HT * 4)                      // the operands of q's rope, where registers do not hold them
-#define GROUP_BYTES (ROPE_AT + (Q_APART ? 4 * MT * 32 * 16 : 0))
+#define Q_LAST_AT (DECAY_AT + HT * 4)                      // the operands of q's last step, where registers do not hold them
+#define GROUP_BYTES (Q_LAST_AT + (Q_APART ? 4 * MT * 32 * 16 : 0))
 #define SHARED_BYTES (GROUPS_AT + GROUPS * GROUP_BYTES)
 
 static_assert(TILE % 16 == 0 && TOKENS_PER_LANE % 2 == 0 && AHEAD > 0, "no such build");
+static_assert(SharedMemory<SHARED_BYTES, SHARED>::BYTES <= 227 << 10, "no such build");
 static_assert(ROUNDS * 32 == ROWS_PER_WARP * LANES_PER_ROW, "no such build");
 
 __device__ __forceinline__ void copy16(u32 to, const u8* from, u32 bytes) {  // bytes: 16, or 0 for zeros
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy8(u32 to, const u8* from, u32 bytes) {  // bytes: 8, or 0 for zeros
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LATER>  // groups of copies that may still be under way
@@ -94,107 +95,130 @@ __device__ __forceinline__ uint2 spread4(u32 codes) {
 }
 
 #if FP8
-// this warp's FP8 rows of a stage to the tile; a lane has twice eight columns of each row, which share a scale, so that neither
-// its loads nor its stores meet a bank twice, and reads several rows before it writes any
+// this warp's FP8 rows of a stage to the tile; a lane has twice eight columns of each row, so that neither its loads nor its stores
+// meet a bank twice, and reads several rows before it writes any
 __device__ __forceinline__ void convert(u8* smem, u32 stage_at, int first_row, int lane) {
-    const u32 scale_group = lane >> 3, eight = scale_group * 16 + (scale_group & 1) * 8 + (lane & 7);
-    const u32 from = stage_at + first_row * ROW, to = TILE_AT + first_row * TOKEN;
-    uint4 rope[ROPES];
+    const u32 of_eight = lane >> 3, eight = of_eight * 16 + (of_eight & 1) * 8 + (lane & 7);
+    const u32 from = stage_at + first_row * ROW_STRIDE, to = TILE_AT + first_row * TOKEN;
+    constexpr int PLAIN = 512 + ROPE - CODES;  // columns that are bfloat16s already
+    static_assert(PLAIN == 0 || PLAIN == 64, "eight pieces of a row");
+    uint4 plain[PIECES];
+    auto read_plain = [&] {
 #pragma unroll
-    for (int n = 0; n < ROPES; ++n) {
-        const int k = n * 32 + lane;
-        if (ROWS_PER_WARP >= 4 || k < ROWS_PER_WARP * 8)
-            rope[n] = at<uint4>(smem, from + (k >> 3) * ROW + ROPE_COLUMN + (k & 7) * 16);
-    }
+        for (int n = 0; n < PIECES; ++n) {
+            const int k = n * 32 + lane;
+            if (PLAIN && (ROWS_PER_WARP >= 4 || k < ROWS_PER_WARP * 8))
+                plain[n] = at<uint4>(smem, from + (k >> 3) * ROW_STRIDE + PLAIN_COLUMN + (k & 7) * 16);
+        }
+    };
+    if (PLAIN_EARLY) read_plain();
 #pragma unroll
     for (int row = 0; row < ROWS_PER_WARP; row += AT_ONCE) {
         uint2 codes[AT_ONCE][2];
-        float scales[AT_ONCE];
+        Scale scales[AT_ONCE][2];
         bool large = false;  // some scale would be infinite times 2^120
 #pragma unroll
-        for (int n = 0; n < AT_ONCE; ++n) {
-            codes[n][0] = at<uint2>(smem, from + (row + n) * ROW + eight * 8);
-            codes[n][1] = at<uint2>(smem, from + (row + n) * ROW + (eight ^ 8) * 8);
-            scales[n] = at<float>(smem, from + (row + n) * ROW + SCALE_COLUMN + scale_group * 4);
-            large = large || scales[n] >= 128.f;
-        }
+        for (int n = 0; n < AT_ONCE; ++n)
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+                const u32 own = side ? eight ^ 8 : eight;
+                codes[n][side] = at<uint2>(smem, from + (row + n) * ROW_STRIDE + own * 8);
+                // two groups of eight columns are of one scale where it is of 128
+                const u32 group = SCALE_GROUP == 128 ? of_eight : own * 8 / SCALE_GROUP;
+                scales[n][side] = scale_of(smem, from + (row + n) * ROW_STRIDE, group);
+                large = large || is_large(scales[n][side]);
+            }
         auto write = [&](bool twice) {  // by 2^120 first, where that and the scale do not fit one factor
 #pragma unroll
-            for (int n = 0; n < AT_ONCE; ++n) {
-                const float factor = twice ? power(120) : scales[n] * power(120);
-                const u32 by = to_bf162(factor, factor), then = to_bf162(scales[n], scales[n]);
+            for (int n = 0; n < AT_ONCE; ++n)
 #pragma unroll
                 for (int side = 0; side < 2; ++side) {
+                    const Scale scale = scales[n][side];
+                    const u32 by = twice ? to_bf162(power(120), power(120)) : as_bf162_up(scale), then = as_bf162(scale);
                     const uint2 a = spread4(codes[n][side].x), b = spread4(codes[n][side].y);
                     const uint4 v = scale_eight(make_uint4(a.x, a.y, b.x, b.y), by);
-                    const u32 column = (side ? eight ^ 8 : eight) * 16;  // bytes
-                    at<uint4>(smem, to + (row + n) * TOKEN + column) = twice ? scale_eight(v, then) : v;
+                    const u32 own = side ? eight ^ 8 : eight;
+                    if (CODES == 512 || own * 8 < CODES)
+                        at<uint4>(smem, to + (row + n) * TOKEN + own * 16) = twice ? scale_eight(v, then) : v;
                 }
-            }
         };
         if (large)
             write(true);
         else
             write(false);
     }
+    if (!PLAIN_EARLY) read_plain();
 #pragma unroll
-    for (int n = 0; n < ROPES; ++n) {
+    for (int n = 0; n < PIECES; ++n) {
         const int k = n * 32 + lane;
-        if (ROWS_PER_WARP >= 4 || k < ROWS_PER_WARP * 8) at<uint4>(smem, to + (k >> 3) * TOKEN + 1024 + (k & 7) * 16) = rope[n];
+        if (PLAIN && (ROWS_PER_WARP >= 4 || k < ROWS_PER_WARP * 8))
+            at<uint4>(smem, to + (k >> 3) * TOKEN + CODES * 2 + (k & 7) * 16) = plain[n];
     }
 }
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_decode_sm80(
     u16* __restrict__ out, float* __restrict__ lse_out, const u16* __restrict__ q, const u8* __restrict__ kv,
-    const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink,
+    const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink, const u8* __restrict__ extra_kv,
+    const int* __restrict__ extra_indices, const int* __restrict__ extra_lengths,
     float* __restrict__ partial_out, float* __restrict__ partial_lse, float scale_log2,
-    int topk, int splits, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, i64 block_stride,
-    Strides st) {  // block_stride: bytes
+    int topk, int splits, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, int extra_topk,
+    int extra_slots, int extra_block_size, i64 block_stride, i64 extra_block_stride, Strides st) {  // block_stride: bytes
     extern __shared__ __align__(128) u8 smem[];
     const int thread = threadIdx.x, lane = thread & 31, warp = (thread >> 5) & 3;
     const int group = __shfl_sync(~0u, thread >> 7, 0);
     const int t = lane >> 2, c = lane & 3;
-    const int head0 = (blockIdx.x % head_tiles) * HEADS + group * HT;  // of the group
-    const i64 row = blockIdx.x / head_tiles;
-    const i64 b = row / query_len, s = row % query_len;
+    const Place here = place_of<HEADS>(blockIdx.x, head_tiles, query_len);
+    const int head0 = here.head0 + group * HT;  // of the group
+    const u32 row = blockIdx.x / head_tiles;
     const u32 shared = smem_u32(smem), base = GROUPS_AT + group * GROUP_BYTES;
 
-    const int* index_row = indices + b * st.indices_b + s * st.indices_s;
-    const int keys = lengths ? min(topk, lengths[b * st.lengths_b + s * st.lengths_s]) : topk;
-    const Span own = share(keys, LEAST, {0, (int)blockIdx.y, splits});
+    const List lists[LISTS] = {
+        first_list({kv, num_slots, block_size, block_stride}, indices, lengths, topk, here, st),
+#if LISTS > 1
+        second_list({extra_kv, extra_slots, extra_block_size, extra_block_stride}, extra_indices, extra_lengths, extra_topk, here,
+                    st),
+#endif
+    };
+    Keys keys;
+#pragma unroll
+    for (int k = 0; k < LISTS; ++k) keys.count[k] = keys_of(lists[k]);
+    const Span own = share(keys.all(), LEAST, {0, (int)blockIdx.y, splits});
     const int begin = own.begin, end = own.end;
     const int tiles = end > begin ? (end - begin + TILE - 1) / TILE : 0;
+    auto partial = [&](int h) { return (i64)(blockIdx.y * (gridDim.x / head_tiles) + row) * num_heads + h; };
     if (tiles == 0 && splits > 1) {  // nothing to merge
         const int h = head0 + (thread & (GROUP - 1));
-        if (h < min(head0 + HT, num_heads))
-            partial_lse[(blockIdx.y * (gridDim.x / head_tiles) + row) * num_heads + h] = minus_infinity();
+        if (h < min(head0 + HT, num_heads)) partial_lse[partial(h)] = minus_infinity();
         return;
     }
 
     // ---- copying: this lane's rows of a tile, and its 16-byte pieces of each
     const int first_row = (thread >> 5) * ROWS_PER_WARP + lane / LANES_PER_ROW, first_piece = lane % LANES_PER_ROW;
     int slots[ROUNDS];
+    Cache cache;  // that they are of
     auto load_slots = [&](int tile) {
+        const int first = begin + tile * TILE;
+        cache = cache_of(lists, keys, first);
 #pragma unroll
-        for (int n = 0; n < ROUNDS; ++n) {
-            const int k = begin + tile * TILE + first_row + n * (32 / LANES_PER_ROW);
-            slots[n] = tile < tiles && k < end ? __ldg(index_row + k) : -1;
-        }
+        for (int n = 0; n < ROUNDS; ++n)
+            slots[n] = index_of(lists, keys, first + first_row + n * (32 / LANES_PER_ROW), end);
     };
     auto copy_tile = [&](int stage, int present) {
 #pragma unroll
         for (int n = 0; n < ROUNDS; ++n) {
             const int slot = slots[n], at_row = first_row + n * (32 / LANES_PER_ROW);
-            const bool valid = slot >= 0 && slot < num_slots;
-            const i64 offset = block_size == 0 ? (i64)slot * ROW
-                                               : slot / block_size * block_stride + (i64)(slot % block_size) * ROW;
-            const u8* from = kv + (valid ? offset : 0) + first_piece * 16;
+            const bool valid = slot >= 0 && slot < cache.num_slots;
+            const u8* from = cache.rows + (valid ? row_at(cache, slot) : 0) + first_piece * 16;
             const u32 to = shared + stage * STAGE_BYTES + at_row * ROW_STRIDE + first_piece * 16;
 #pragma unroll
             for (int piece = 0; piece < ROW / 16; piece += LANES_PER_ROW)
                 if (piece + LANES_PER_ROW <= ROW / 16 || first_piece < ROW / 16 - piece)
                     copy16(to + piece * 16, from + piece * 16, valid ? 16 : 0);
+#if APART
+            static_assert(APART == 8, "one copy");
+            if (first_piece == 1) copy8(to - 16 + ROW, cache.rows + (valid ? apart_at(cache, slot) : 0), valid ? APART : 0);
+#endif
             if (first_piece == 0) at<u32>(smem, PRESENT_AT + (present * TILE + at_row) * 4) = valid;
         }
     };
@@ -206,29 +230,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     }
 
     // ---- q: operand registers of eight steps of 16 latent columns and one of rope
-    u32 q_op[MT][9][4];
+    u32 q_op[MT][Q_STEPS][4];
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int h = head0 + mt * 16 + half * 8 + t;
-            const u16* q_row = q + b * st.q_b + s * st.q_s + (i64)h * st.q_h + 2 * c;
-#pragma unroll
-            for (int k = 0; k < 9; ++k) {
-                const u32* from = reinterpret_cast<const u32*>(q_row + (k < 8 ? warp * 128 + k * 16 : 512 + warp * 16));
-                q_op[mt][k][half] = h < num_heads ? from[0] : 0;
-                q_op[mt][k][half + 2] = h < num_heads ? from[4] : 0;
-            }
-            u32 nothing = 0;  // NaN where q is not finite: an infinity alone would score -inf against a negative key
-#pragma unroll
-            for (int k = 0; k < 9; ++k) nothing = add_nothing(q_op[mt][k][half], add_nothing(q_op[mt][k][half + 2], nothing));
-            q_op[mt][0][half] = add_bf162(q_op[mt][0][half], nothing);
+            load_q(q_op[mt], half, q + here.b * st.q_b + here.s * st.q_s + (i64)h * st.q_h + 2 * c, h < num_heads, warp);
         }
-    const u32 q_rope = base + ROPE_AT + (warp * MT * 32 + lane) * 16;
+    const u32 q_last = base + Q_LAST_AT + (warp * MT * 32 + lane) * 16;
 #if Q_APART
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt)
-        at<uint4>(smem, q_rope + mt * 512) = make_uint4(q_op[mt][8][0], q_op[mt][8][1], q_op[mt][8][2], q_op[mt][8][3]);
+        at<uint4>(smem, q_last + mt * 512) = make_uint4(q_op[mt][Q_STEPS - 1][0], q_op[mt][Q_STEPS - 1][1],
+                                                        q_op[mt][Q_STEPS - 1][2], q_op[mt][Q_STEPS - 1][3]);
 #endif
 
     float acc[MT][16][4];  // heads t and t + 8, columns 8 j + 2c and the next
@@ -281,13 +296,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
 #pragma unroll
                     for (int k = 0; k < 4; ++k) part[n][mt][k] = 0.f;
 #pragma unroll
-            for (int k = 0; k < 9; ++k) {
+            for (int k = 0; k < Q_STEPS; ++k) {
 #if Q_APART
-                if (k == 8)
+                if (k == Q_STEPS - 1)
 #pragma unroll
                     for (int mt = 0; mt < MT; ++mt) {
-                        const uint4 v = at<uint4>(smem, q_rope + mt * 512);
-                        q_op[mt][8][0] = v.x, q_op[mt][8][1] = v.y, q_op[mt][8][2] = v.z, q_op[mt][8][3] = v.w;
+                        const uint4 v = at<uint4>(smem, q_last + mt * 512);
+                        q_op[mt][Q_STEPS - 1][0] = v.x, q_op[mt][Q_STEPS - 1][1] = v.y, q_op[mt][Q_STEPS - 1][2] = v.z, q_op[mt][Q_STEPS - 1][3] = v.w;
                     }
 #endif
                 const u32 column = k < 8 ? warp * 256 + k * 32 : 1024 + warp * 32;  // bytes
@@ -326,22 +341,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
                 for (int k = 0; k < TOKENS_PER_LANE; ++k) x[k] += __uint_as_float(word[k]);
             }
             read(word, smem, PRESENT_AT + (present * TILE + own_token) * 4);
-            float top = -1.0e30f;
-#pragma unroll
-            for (int k = 0; k < TOKENS_PER_LANE; ++k) {
-                x[k] = word[k] ? x[k] * scale_log2 : minus_infinity();
-                top = fmaxf(top, x[k]);
-            }
-#pragma unroll
-            for (int d = 1; d < LANES_PER_HEAD; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-            const float m_new = fmaxf(m, top), decay = exp2_(m - m_new);
-            m = m_new;
-            total *= decay;
-#pragma unroll
-            for (int k = 0; k < TOKENS_PER_LANE; ++k) {
-                x[k] = exp2_(x[k] - m_new);
-                total += x[k];
-            }
+            const float decay =
+                softmax_quarter<LANES_PER_HEAD>(x, [&](int k) { return word[k] != 0; }, scale_log2, m, total);
             if (lane % LANES_PER_HEAD == 0) at<float>(smem, base + DECAY_AT + own_head * 4) = decay;
 #pragma unroll
             for (int k = 0; k < TOKENS_PER_LANE; k += 2) {
@@ -392,8 +393,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
     }
 
     // ---- one sum for a head, and what its output is multiplied by
-#pragma unroll
-    for (int d = 1; d < LANES_PER_HEAD; d *= 2) total += __shfl_xor_sync(~0u, total, d);
+    total = sum_of_lanes<LANES_PER_HEAD>(total);
     meet<GROUP>(group + 1);  // all have read what the last tile decays
     if (lane % LANES_PER_HEAD == 0) {
         const int h = head0 + own_head;
@@ -402,9 +402,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
         float weight = total;
         if (h < num_heads) {
             if (splits > 1) {
-                partial_lse[(blockIdx.y * (gridDim.x / head_tiles) + row) * num_heads + h] = lse;
+                partial_lse[partial(h)] = lse;
             } else {
-                lse_out[b * st.lse_b + s * st.lse_s + h * st.lse_h] = lse * LN_2;
+                lse_out[here.b * st.lse_b + here.s * st.lse_s + h * st.lse_h] = lse * LN_2;
                 if (sink) weight += exp2_(sink[h] * LOG2_E - m);
             }
         }
@@ -418,15 +418,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_deco
             const int own = mt * 16 + half * 8 + t, h = head0 + own, i = 2 * half;
             const float factor = at<float>(smem, base + DECAY_AT + own * 4);
             if (splits > 1) {
-                float* to = partial_out +
-                            ((blockIdx.y * (gridDim.x / head_tiles) + row) * num_heads + h) * 512 + warp * 128 + 2 * c;
+                float* to = partial_out + partial(h) * 512 + warp * 128 + 2 * c;
 #pragma unroll
                 for (int j = 0; j < 16; ++j)
                     if (h < num_heads)
                         *reinterpret_cast<float2*>(to + j * 8) =
                             make_float2(acc[mt][j][i] * factor, acc[mt][j][i + 1] * factor);
             } else {  // two lanes trade halves, so that each has four columns side by side
-                u16* to = out + b * st.out_b + s * st.out_s + h * st.out_h + warp * 128 + (c & 1) * 8 + (c >> 1) * 4;
+                u16* to = out + here.b * st.out_b + here.s * st.out_s + h * st.out_h + warp * 128 + (c & 1) * 8 + (c >> 1) * 4;
 #pragma unroll
                 for (int j = 0; j < 16; j += 2) {
                     const u32 first = to_bf162(acc[mt][j][i] * factor, acc[mt][j][i + 1] * factor);

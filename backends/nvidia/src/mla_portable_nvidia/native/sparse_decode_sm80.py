@@ -8,17 +8,27 @@ kernel merges them. Rows of the FP8 cache and BF16 rows go through the same sour
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import torch
 
 from mla_portable.contracts import ProgramShape
-from mla_portable.layouts import BF16, FP8_DS_MLA, KV_LORA_RANK
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_V4, KV_LORA_RANK, LAYOUTS
 from mla_portable_nvidia.native.build import KernelBuild
 from mla_portable_nvidia.native.driver import Kernel, Launch
-from mla_portable_nvidia.native.sparse_decode import HEADERS, Tensors, arguments
+from mla_portable_nvidia.native.sparse_decode import (
+    ATTENTION_HEADERS,
+    FIXED,
+    FP8_NOPE,
+    HEADERS,
+    Tensors,
+    arguments,
+    layout_name,
+    row_defines,
+    two_lists,
+)
 
 __all__ = [
     "BUILDS",
@@ -35,16 +45,16 @@ __all__ = [
 ]
 
 _ARCHS: Final = MappingProxyType(
-    {f"sm{version}": f"sm_{version}" for version in (80, 86, 89, 100, 120, 121)} | {"sm103": "sm_100"}
+    {f"sm{version}": f"sm_{version}" for version in (80, 86, 89, 90, 100, 120, 121)} | {"sm103": "sm_100"}
 )  # code for 10.0 runs on 10.3
 SHARED_MEMORY: Final = 99 << 10
 """Bytes of a thread block that builds for all of these architectures keep within: what the least of them allows."""
-_SM_SHARED_MEMORY: Final = dict.fromkeys(_ARCHS, 100 << 10) | {"sm80": 164 << 10, "sm100": 228 << 10, "sm103": 228 << 10}
+_SM_SHARED_MEMORY: Final = (
+    dict.fromkeys(_ARCHS, 100 << 10) | {"sm80": 164 << 10} | dict.fromkeys(("sm90", "sm100", "sm103"), 228 << 10)
+)
 """Bytes of a multiprocessor. CUDA C++ Programming Guide, "Compute Capabilities"."""
 _BLOCK_RESERVE: Final = 1024
 """Bytes that the driver keeps of each block."""
-_PADDING: Final = 16
-"""Bytes between BF16 rows in shared memory, so that eight of them meet every bank once. FP8 rows do as they are."""
 _LEAST: Final = 64
 """Keys of a split, where a row has as many."""
 
@@ -54,27 +64,31 @@ class Sm80Build(KernelBuild):
     """One build.
 
     Attributes:
-        fp8: it reads the FP8 cache, else BF16 rows. head_tiles: 16-head tiles of a group of four warps.
+        rows: that it reads, one of ROW_HEADERS. head_tiles: 16-head tiles of a group of four warps.
         groups: of a block; each has other heads. tile: tokens that it takes at once.
-        stages: tiles on their way or, of BF16 rows, in use. blocks_per_sm: that the registers are to allow.
+        stages: tiles on their way or, of BF16 rows, in use. shared: bytes of dynamic shared memory of a block, which the source
+            holds against what it lays out. blocks_per_sm: that the registers are to allow. lists: of a row's keys.
     """
 
     kernel: ClassVar[str] = "sparse_decode_sm80"
     headers: ClassVar[tuple[str, ...]] = HEADERS
-    changing: ClassVar[str] = "9P f"  # addresses, the scale
-    fixed: ClassVar[str] = "7i 14q"  # what shapes and strides say
+    changing: ClassVar[str] = "12P f"  # addresses, the scale
+    fixed: ClassVar[str] = FIXED
     archs: ClassVar[Mapping[str, str]] = _ARCHS
 
-    fp8: bool
+    rows: str
     head_tiles: int
     groups: int
     tile: int
     stages: int
+    shared: int
     blocks_per_sm: int = 1
+    lists: int = 1
 
     @property
     def label(self) -> str:
-        return f"{self.kernel}-{'fp8' if self.fp8 else 'bf16'}-h{self.heads}-g{self.groups}-t{self.tile}-s{self.stages}"
+        sizes = f"h{self.heads}-g{self.groups}-t{self.tile}-s{self.stages}"
+        return f"{self.kernel}-{self.rows}-{sizes}{two_lists(self.lists)}"
 
     @property
     def heads(self) -> int:
@@ -91,9 +105,9 @@ class Sm80Build(KernelBuild):
         return 128 * self.groups
 
     @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
+    def defines(self) -> tuple[tuple[str, int | str], ...]:
         return (
-            ("FP8", int(self.fp8)),
+            *row_defines(self.rows, self.lists, self.shared),
             ("MT", self.head_tiles),
             ("GROUPS", self.groups),
             ("TILE", self.tile),
@@ -103,12 +117,17 @@ class Sm80Build(KernelBuild):
 
     @property
     def shared_bytes(self) -> int:
-        heads, tile, token = 16 * self.head_tiles, self.tile, BF16.row_bytes + _PADDING
-        stages = self.stages * tile * (FP8_DS_MLA.row_bytes if self.fp8 else token)
-        converted = tile * token if self.fp8 else 0
-        scores, probabilities, decays = 4 * heads * (tile + 8) * 4, heads * (tile + 8) * 2, heads * 4
-        query = 4 * self.head_tiles * 32 * 16 if self.head_tiles > 1 and self.groups > 1 else 0
-        return stages + converted + (self.stages + 1) * tile * 4 + self.groups * (scores + probabilities + decays + query)
+        return self.shared
+
+    @property
+    def kv_layout(self) -> str:
+        """Of the cache that it reads."""
+        return layout_name(self.rows)
+
+    @property
+    def targets(self) -> Mapping[str, str]:
+        """On SM90 other kernels serve all layouts but one."""
+        return {arch: code for arch, code in self.archs.items() if arch != "sm90" or self.rows == FP8_V4.name}
 
     @property
     def wide_clusters(self) -> bool:
@@ -117,16 +136,16 @@ class Sm80Build(KernelBuild):
 
 @dataclass(frozen=True, slots=True)
 class LargeSm80Build(Sm80Build):
-    """A build for SM80, which allows a thread block 163 KiB of shared memory. SM100 does too, but code for it would spill."""
+    """A build for SM80, which allows a block 163 KiB of shared memory, and SM90. SM100 does too, but code for it would spill."""
 
-    archs: ClassVar[Mapping[str, str]] = MappingProxyType({"sm80": _ARCHS["sm80"]})
+    archs: ClassVar[Mapping[str, str]] = MappingProxyType({arch: _ARCHS[arch] for arch in ("sm80", "sm90")})
 
 
 @dataclass(frozen=True, slots=True)
 class PairSm80Build(Sm80Build):
     """A build of which a multiprocessor holds two blocks of 81 KiB: not those with 100 KiB."""
 
-    archs: ClassVar[Mapping[str, str]] = MappingProxyType({arch: _ARCHS[arch] for arch in ("sm80", "sm100", "sm103")})
+    archs: ClassVar[Mapping[str, str]] = MappingProxyType({arch: _ARCHS[arch] for arch in ("sm80", "sm90", "sm100", "sm103")})
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +160,7 @@ class MergeBuild(KernelBuild):
     """The merge of splits. heads: of a block."""
 
     kernel: ClassVar[str] = "merge_splits"
-    headers: ClassVar[tuple[str, ...]] = HEADERS
+    headers: ClassVar[tuple[str, ...]] = ATTENTION_HEADERS
     changing: ClassVar[str] = "5P"  # out, lse, partial out and lse, sink
     fixed: ClassVar[str] = "4i 6q"  # splits, heads of all rows and of one, query length, strides of out and lse
     archs: ClassVar[Mapping[str, str]] = _ARCHS
@@ -157,7 +176,7 @@ class MergeBuild(KernelBuild):
         return 128
 
     @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
+    def defines(self) -> tuple[tuple[str, int | str], ...]:
         return (("MERGED", self.heads),)
 
     @property
@@ -173,37 +192,61 @@ MERGES: Final = (MergeBuild(1), MergeBuild(4))
 _FEW_SPLITS: Final = 4
 """Up to here a block of the merge has four heads. H200, 128 rows of 16 heads in 2 splits: 3.6 us instead of 5.0; 16 rows in 16
 splits: 5.3 instead of 3.8."""
-_FEW_BF16: Final = Sm80Build(fp8=False, head_tiles=1, groups=1, tile=16, stages=2, blocks_per_sm=3)
+_Shape = tuple[type[Sm80Build], int, int, int, int, int]
+"""(class, head tiles, groups, tile, stages, blocks of a multiprocessor), those first that are preferred."""
+_CONVERTED: Final[tuple[_Shape, ...]] = (
+    (PairSm80Build, 1, 1, 32, 1, 2),
+    (Sm80Build, 1, 1, 16, 2, 2),
+    (LargeSm80Build, 2, 1, 32, 1, 2),
+    (Sm80Build, 1, 2, 32, 1, 1),
+    (LargeSm80Build, 2, 2, 32, 1, 1),
+    (Sm80Build, 2, 2, 16, 2, 1),
+)
+"""Of FP8 rows, which become bfloat16 beside the ring."""
+_PLAIN: Final[tuple[_Shape, ...]] = (
+    (LargeSm80Build, 1, 1, 16, 3, 2),
+    (Sm100Build, 1, 1, 32, 2, 2),
+    (Sm80Build, 1, 1, 16, 2, 3),
+    (Sm80Build, 1, 2, 32, 2, 1),
+    (LargeSm80Build, 2, 2, 32, 2, 1),
+    (Sm80Build, 2, 2, 16, 3, 1),
+)
+"""Of BF16 rows, which are multiplied where they arrive."""
+_FEW_WHOLE: Final = 2
+"""Of BF16 rows, the build for few heads where rows are not split."""
+
+
+def _family(rows: str, shapes: tuple[_Shape, ...], *shared: int) -> tuple[Sm80Build, ...]:
+    """The builds of these shapes with so many bytes of shared memory."""
+    return tuple(
+        made(rows, head_tiles=head_tiles, groups=groups, tile=tile, stages=stages, shared=size, blocks_per_sm=blocks)
+        for (made, head_tiles, groups, tile, stages, blocks), size in zip(shapes, shared, strict=True)
+    )
+
+
 BUILDS: Final[Mapping[str, tuple[Sm80Build, ...]]] = {
-    FP8_DS_MLA.name: (
-        PairSm80Build(fp8=True, head_tiles=1, groups=1, tile=32, stages=1, blocks_per_sm=2),
-        Sm80Build(fp8=True, head_tiles=1, groups=1, tile=16, stages=2, blocks_per_sm=2),
-        LargeSm80Build(fp8=True, head_tiles=2, groups=1, tile=32, stages=1, blocks_per_sm=2),
-        Sm80Build(fp8=True, head_tiles=1, groups=2, tile=32, stages=1),
-        LargeSm80Build(fp8=True, head_tiles=2, groups=2, tile=32, stages=1),
-        Sm80Build(fp8=True, head_tiles=2, groups=2, tile=16, stages=2),
-    ),
-    BF16.name: (
-        LargeSm80Build(fp8=False, head_tiles=1, groups=1, tile=16, stages=3, blocks_per_sm=2),
-        Sm100Build(fp8=False, head_tiles=1, groups=1, tile=32, stages=2, blocks_per_sm=2),
-        _FEW_BF16,
-        Sm80Build(fp8=False, head_tiles=1, groups=2, tile=32, stages=2),
-        LargeSm80Build(fp8=False, head_tiles=2, groups=2, tile=32, stages=2),
-        Sm80Build(fp8=False, head_tiles=2, groups=2, tile=16, stages=3),
-    ),
+    each[0].rows: each
+    for each in (
+        _family(FP8_DS_MLA.name, _CONVERTED, 70_208, 46_848, 81_792, 81_792, 113_152, 75_968),
+        _family(FP8_NOPE, _CONVERTED[:-2] + _CONVERTED[-1:], 62_016, 40_704, 77_696, 73_600, 69_824),  # the other would spill
+        _family(FP8_V4.name, _CONVERTED, 64_064, 42_752, 79_744, 75_648, 107_008, 71_872),
+        _family(BF16.name, _PLAIN, 63_296, 86_720, 44_544, 98_304, 129_664, 92_416),
+        _family(BF16_NOPE.name, _PLAIN, 57_152, 78_528, 40_448, 90_112, 121_472, 86_272),
+    )
 }
-"""kv_layout -> the builds that serve it, by heads, those first that are preferred where an architecture has them."""
+"""Rows that are read -> the builds that serve them, by heads, those first that are preferred where an architecture has them."""
 
 
-def builds(arch: str, kv_layout: str, num_heads: int | None, *, whole: bool = False) -> tuple[Sm80Build, ...]:
+def builds(arch: str, rows: str, num_heads: int | None, *, whole: bool = False, lists: int = 1) -> tuple[Sm80Build, ...]:
     """The build for so many heads, by itself; all that there are where the heads are not known.
 
     More heads than a block has are served by several. whole: rows are not split. There three blocks of two stages beat two of
     three: 1,024 tokens of 16 heads on BF16 rows took 532 us instead of 551 (code for SM80 on an H200).
     """
-    offered = {build.heads: build for build in reversed(BUILDS[kv_layout]) if arch in build.archs}
-    if whole and kv_layout == BF16.name and arch in LargeSm80Build.archs:
-        offered[_FEW_BF16.heads] = _FEW_BF16
+    offered = {build.heads: replace(build, lists=lists) for build in reversed(BUILDS[rows]) if arch in build.archs}
+    if whole and not LAYOUTS[layout_name(rows)].is_quantized and arch in LargeSm80Build.archs:
+        few = BUILDS[rows][_FEW_WHOLE]
+        offered[few.heads] = replace(few, lists=lists)
     if num_heads is None:
         return tuple(offered.values())
     return (offered[min((heads for heads in offered if num_heads <= heads), default=max(offered))],)
@@ -241,7 +284,7 @@ def prepare(
         return _Split(attend, finish, partial_out, partial_lse)
     entries, device = num_splits * all_heads, of.q.device
 
-    def allocate_and_split(*addresses: int) -> None:
+    def allocate_and_split(*addresses: Any) -> None:
         scratch = torch.empty(entries * (KV_LORA_RANK + 1), dtype=torch.float32, device=device)
         at = scratch.data_ptr()
         _Split(attend, finish, at, at + 4 * entries * KV_LORA_RANK)(*addresses)
@@ -255,8 +298,9 @@ class _Whole:
 
     attend: Launch
 
-    def __call__(self, out: int, lse: int, q: int, kv: int, indices: int, lengths: int, sink: int, scale_log2: float) -> None:
-        self.attend(out, lse, q, kv, indices, lengths, sink, 0, 0, scale_log2)
+    def __call__(self, *given: Any) -> None:
+        *addresses, scale_log2 = given
+        self.attend(*addresses, 0, 0, scale_log2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +312,8 @@ class _Split:
     partial_out: int
     partial_lse: int
 
-    def __call__(self, out: int, lse: int, q: int, kv: int, indices: int, lengths: int, sink: int, scale_log2: float) -> None:
+    def __call__(self, out: int, lse: int, *given: Any) -> None:
+        *addresses, scale_log2 = given  # q, kv, indices, lengths, sink and what a second cache has
         partial = (self.partial_out, self.partial_lse)
-        self.attend(out, lse, q, kv, indices, lengths, sink, *partial, scale_log2)
-        self.finish(out, lse, *partial, sink)
+        self.attend(out, lse, *addresses, *partial, scale_log2)
+        self.finish(out, lse, *partial, addresses[4])

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sparse MLA attention on the FP8 cache for many heads: 64 heads of one query row over one split of its indices.
 //
-// Compiled at run time (NVRTC). The splits of a row are the blocks of a cluster; the first `whole_clusters` have rows that are not
+// Compiled at run time (NVRTC) with LAYOUT, LISTS and SHARED (bytes) defined. The splits of a row are the blocks of a cluster; the first `whole_clusters` have rows that are not
 // split, one for each block.
 //
 // A block is two warpgroups, and four warps that copy for them. A step is 128 tokens, the scores of 64 by each warpgroup; then
@@ -15,7 +15,7 @@
 //   transpose the codes of two tokens while they unpack.
 // The 656 bytes of a row shift it by one 16-byte chunk against the row before, so that neither reading order meets a bank twice.
 //
-// Range of float16: q is scaled for all heads together, to a power of two below 2^14 (its rope part too, which stays bfloat16);
+// Range of float16: q is scaled for all heads together, to a power of two below 2^(Q_EXPONENT + 1) (its rope part too, which stays bfloat16);
 // where the largest values of two heads are further apart than 2^FAR, or one is not finite, for each head by itself, and its
 // scores are scaled back before the softmax. A head whose q is not finite scores NaN.
 // A token's values are scaled by 2^-e, e the exponent of its largest scale. Its probabilities carry 2^e: softmax runs over
@@ -24,8 +24,7 @@
 //
 // An absent token (negative, not below num_slots, past its length) is zeros in shared memory and scores -inf.
 
-#define ROW 656                   // bytes
-#define ROW_STRIDE ROW
+#define TILE 32                   // tokens of a stage
 #include "sparse_decode.cuh"
 
 #define HT 64                     // heads of a block
@@ -35,11 +34,11 @@
 #define THREADS (CONSUMERS + 128)
 #define CONSUMER_REGISTERS 240
 #define PRODUCER_REGISTERS 24
-#define SCALE_COLUMN 512          // bytes into a row
-#define ROPE_COLUMN 528
-#define STAGE_BYTES (TN * ROW)
+#define STEP (STEP_STAGES * TILE) // tokens
+#define STAGE_BYTES (TILE * ROW_STRIDE)
 #define Q_CHUNK 8192              // 64 heads x 64 columns, swizzled by 128 bytes; eight of the latent, one of rope
-#define PROB_AT (9 * Q_CHUNK)     // [128 tokens][64 heads] float16, likewise
+#define Q_CHUNKS (ROPE ? 9 : 8)
+#define PROB_AT (Q_CHUNKS * Q_CHUNK)  // [128 tokens][64 heads] float16, likewise
 #define KV_AT (PROB_AT + 16384)
 #define LEVEL_AT (KV_AT + STAGES * STAGE_BYTES)  // [HT]: what probabilities are taken against, as an exponent of 2
 #define TOP_AT (LEVEL_AT + HT * 4)               // [8][HT]: of a warp's tokens; later its sums
@@ -56,10 +55,13 @@
 #define SHARED_BYTES (SPENT_AT + 8)
 #define MERGE_STRIDE 516          // floats between heads of a split's output
 #define WEIGHT_AT (HT * MERGE_STRIDE * 4)        // [MAX_SPLITS][HT], behind it: what a split's output counts
+#define Q_EXPONENT 13             // q of the block's largest head is below 2^(it + 1)
 #define FAR 16                    // largest values of heads that share a scale are at most 2^FAR apart
 #define HEADROOM 6.f              // a level below the largest exponent
 #define LIMIT 14.f                // the largest exponent of a probability
 
+static_assert(FP8 && CODES == 512, "no such build");
+static_assert(SharedMemory<SHARED_BYTES, SHARED>::BYTES <= 227 << 10, "no such build");
 static_assert(WEIGHT_AT + MAX_SPLITS * HT * 4 <= LEVEL_AT, "what the end of a row still reads would be overwritten");
 
 __device__ __forceinline__ void consumers_barrier() { meet<CONSUMERS>(1); }
@@ -91,16 +93,6 @@ __device__ __forceinline__ void hold(u32 (&a)[4]) { asm volatile("" : "+r"(a[0])
 WGMMA(wgmma_latent, "f16.f16", "0")   // b is [64 columns][16]
 WGMMA(wgmma_rope, "bf16.bf16", "0")
 WGMMA(wgmma_output, "f16.f16", "1")   // b is [16][64 columns]
-
-// which rows and heads a unit of work is
-struct Place {
-    int head0;
-    i64 b, s;
-};
-__device__ __forceinline__ Place place(u32 unit, int head_tiles, int query_len) {
-    const u32 row = unit / head_tiles;
-    return {(int)(unit % head_tiles) * HT, (i64)(row / query_len), (i64)(row % query_len)};
-}
 
 // the thread's number, read again to keep no register meanwhile
 __device__ __forceinline__ int thread_again() {
@@ -163,22 +155,26 @@ __device__ __forceinline__ void finish(
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
     u16* __restrict__ out, float* __restrict__ lse_out, const u16* __restrict__ q, const u8* __restrict__ kv,
-    const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink, float scale_log2,
-    int topk, int whole_clusters, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, i64 block_stride,
-    Strides st) {
+    const int* __restrict__ indices, const int* __restrict__ lengths, const float* __restrict__ sink, const u8* __restrict__ extra_kv,
+    const int* __restrict__ extra_indices, const int* __restrict__ extra_lengths, float scale_log2,
+    int topk, int whole_clusters, int num_slots, int num_heads, int head_tiles, int query_len, int block_size, int extra_topk,
+    int extra_slots, int extra_block_size, i64 block_stride, i64 extra_block_stride, Strides st) {
     extern __shared__ __align__(1024) u8 smem[];
     const int thread = threadIdx.x, lane = thread & 31, warp = (thread >> 5) & 3;
     const int group = __shfl_sync(~0u, thread >> 7, 0);  // the warpgroup; 2: the warps that copy
     const u32 shared = smem_u32(smem);
 
     const Work work = own_work(whole_clusters);
-    const Place here = place(work.unit, head_tiles, query_len);
-    const int* index_row = indices + here.b * st.indices_b + here.s * st.indices_s;
-    const int* length = lengths + here.b * st.lengths_b + here.s * st.lengths_s;
-    const Span all = share(topk, STEP_STAGES * TN, work);  // where the row has all of its keys: read before its length is known
-    int next = group == 2 ? indices_of(index_row, all, warp, lane).read() : 0;
-    const Span own = lengths ? share(min(topk, *length), STEP_STAGES * TN, work) : all;
-    const int steps = (own.end - own.begin + STEP_STAGES * TN - 1) / (STEP_STAGES * TN);
+    const Place here = place_of<HT>(work.unit, head_tiles, query_len);
+    const List lists[LISTS] = {
+        first_list({kv, num_slots, block_size, block_stride}, indices, lengths, topk, here, st),
+#if LISTS > 1
+        second_list({extra_kv, extra_slots, extra_block_size, extra_block_stride}, extra_indices, extra_lengths, extra_topk, here,
+                    st),
+#endif
+    };
+    const Row row = begin_row<STEP>(lists, work, group == 2, warp, lane);
+    const int steps = (row.own.end - row.own.begin + STEP - 1) / STEP;
     if (thread < STAGES) {
         barrier_init(shared + FULL_AT + thread * 8, 4 * ARRIVALS);
         barrier_init(shared + EMPTY_AT + thread * 8, 8 * ARRIVALS);
@@ -189,35 +185,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
     }
     if (thread < HT) {
         at<float>(smem, LEVEL_AT + thread * 4) = -1.0e30f;
-        const bool sinks = sink && here.head0 + thread < num_heads;
-        at<float>(smem, SINK_AT + thread * 4) =
-            sinks ? sink[here.head0 + thread] * LOG2_E : minus_infinity();
+        at<float>(smem, SINK_AT + thread * 4) = sink_of(sink, thread, HT, here.head0, num_heads);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncthreads();
 
     // ---- the warps that copy: eight tokens of a stage each
     if (group == 2) {
-        Indices listed = indices_of(index_row, own, warp, lane);
-        next = listed.first(next, own.begin == all.begin);
         set_registers_down<PRODUCER_REGISTERS>();
-        const Cache cache = {kv, num_slots, block_size, block_stride};
         int stage = 0;
         u32 parity = 1;  // stages begin empty
-        for (int step = 0; step < steps; ++step) {
-            const int slots = next;
-            next = listed.read();
-            for (int j = 0; j < STEP_STAGES; ++j) {
-                const int slot = __shfl_sync(~0u, slots, j * 8 + (lane & 7));
-                copy_rows(smem, KV_AT + stage * STAGE_BYTES + warp * 8 * ROW, MASK_AT + stage * 4 + warp,
-                          shared + EMPTY_AT + stage * 8, parity, shared + FULL_AT + stage * 8, cache, slot, lane);
-                if (++stage == STAGES) stage = 0, parity ^= 1;
-            }
-        }
-        if (work.splits > 1) {
-            cluster_publish();
-            cluster_leave();
-        }
+        produce(smem, lists, row, steps * STEP_STAGES, work.splits, warp, lane, [&] {
+            const Stage to = {KV_AT + stage * STAGE_BYTES + warp * 8 * ROW_STRIDE, MASK_AT + stage * 4 + warp,
+                              shared + EMPTY_AT + stage * 8, parity, shared + FULL_AT + stage * 8};
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+            return to;
+        });
         return;
     }
     set_registers_up<CONSUMER_REGISTERS>();
@@ -229,15 +212,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         const int warp8 = group * 4 + warp, head = thread >> 2, part = thread & 3;
         const bool on = here.head0 + head < num_heads;
         const u16* q_row = q + here.b * st.q_b + here.s * st.q_s + (i64)(here.head0 + head) * st.q_h;
-        uint4 w[18];
+        constexpr int WORDS = Q_CHUNKS * 2;
+        uint4 w[WORDS];
 #pragma unroll
-        for (int j = 0; j < 18; ++j)
+        for (int j = 0; j < WORDS; ++j)
             w[j] = on ? *reinterpret_cast<const uint4*>(q_row + (j * 4 + part) * 8) : make_uint4(0, 0, 0, 0);
         u32 top = 0;
 #pragma unroll
         for (int j = 0; j < 16; ++j) top = max(top, largest_size(w[j]));
-        const u32 rope = max(largest_size(w[16]), largest_size(w[17]));
-        if (rope >= NOT_FINITE) top = rope;
+#pragma unroll
+        for (int j = 16; j < WORDS; ++j) {
+            const u32 rope = largest_size(w[j]);
+            if (rope >= NOT_FINITE) top = max(top, rope);
+        }
         top = max(top, __shfl_xor_sync(~0u, top, 1));
         top = max(top, __shfl_xor_sync(~0u, top, 2));  // of the head
         u32 most = __reduce_max_sync(~0u, top), least = __reduce_min_sync(~0u, top ? top : ~0u);  // zeros have any scale
@@ -250,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         }
         far = most >= NOT_FINITE || (int)(most >> 23) - (int)(least >> 23) > FAR;
         const int exponent = size_exponent(far ? top : most);
-        const float shrink = power(13 - exponent), back = scale_log2 * power(exponent - 13);
+        const float shrink = power(Q_EXPONENT - exponent), back = scale_log2 * power(exponent - Q_EXPONENT);
         if (far && part == 0) at<float>(smem, BACK_AT + head * 4) = top >= NOT_FINITE ? not_a_number() : back;
         score_scale = far ? 1.f : back;
         // of 128 columns of the latent (64 of rope) a lane of a score takes 32 (16) that follow each other, four at each depth of
@@ -271,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
                 at<uint4>(smem, to + ((j >> 2) * 2 + (part >> 1)) * Q_CHUNK) = make_uint4(four[0], four[1], four[2], four[3]);
             }
 #pragma unroll
-            for (int j = 16; j < 18; ++j) {
+            for (int j = 16; j < WORDS; ++j) {
                 const u32 both = word(j, k);
                 at<u32>(smem, to + 8 * Q_CHUNK + ((j - 16) * 2 + (part >> 1)) * 4) =
                     to_bf162(low_bf16(both) * shrink, high_bf16(both) * shrink);
@@ -302,18 +289,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
             const bool wrapped = own >= STAGES;
             if (wrapped) own -= STAGES;
             barrier_wait(shared + FULL_AT + own * 8, parity ^ (u32)wrapped);
-            const u32 from = KV_AT + own * STAGE_BYTES + ((warp8 & 1) * 16 + t) * ROW;
+            const u32 from = KV_AT + own * STAGE_BYTES + ((warp8 & 1) * 16 + t) * ROW_STRIDE;
             mask = at<u32>(smem, MASK_AT + own * 4) >> ((warp8 & 1) * 16 + t);
             uint4 v[2], next[2];  // 16 columns of either token, four steps of depth 16, and the ones after them
 #pragma unroll
-            for (int k = 0; k < 2; ++k) next[k] = at<uint4>(smem, from + k * 8 * ROW + c * 32);
+            for (int k = 0; k < 2; ++k) next[k] = at<uint4>(smem, from + k * 8 * ROW_STRIDE + c * 32);
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
-                const float4 scale = at<float4>(smem, from + k * 8 * ROW + SCALE_COLUMN);
+                const float4 scale = at<float4>(smem, from + k * 8 * ROW_STRIDE + SCALE_COLUMN);
                 const float largest = fmaxf(fmaxf(fabsf(scale.x), fabsf(scale.y)), fmaxf(fabsf(scale.z), fabsf(scale.w)));
                 const int exponent = min(max((int)(__float_as_uint(largest) >> 23) - 126, -64), 64);
                 back[k] = power(-exponent);
-                const float mine = at<float>(smem, from + k * 8 * ROW + SCALE_COLUMN + c * 4) * back[k];
+                const float mine = at<float>(smem, from + k * 8 * ROW_STRIDE + SCALE_COLUMN + c * 4) * back[k];
                 at<u16>(smem, UNIT_AT + ((step & 1) * 4 + c) * 256 + (warp8 * 16 + k * 8 + t) * 2) = (u16)to_half2(mine, mine);
             }
             u32 a[2][2][4], unit[2];
@@ -322,10 +309,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
                     v[k] = next[k];
-                    const u32 there = n == 7 ? ROPE_COLUMN + c * 32 : ((n + 1) >> 1) * 128 + c * 32 + ((n + 1) & 1) * 16;
-                    next[k] = at<uint4>(smem, from + k * 8 * ROW + there);
+                    const u32 there = n == 7 ? PLAIN_COLUMN + c * 32 : ((n + 1) >> 1) * 128 + c * 32 + ((n + 1) & 1) * 16;
+                    if (ROPE || n < 7) next[k] = at<uint4>(smem, from + k * 8 * ROW_STRIDE + there);
                     if ((n & 1) == 0) {
-                        const float scale = at<float>(smem, from + k * 8 * ROW + SCALE_COLUMN + (n >> 1) * 4) * back[k];
+                        const float scale = at<float>(smem, from + k * 8 * ROW_STRIDE + SCALE_COLUMN + (n >> 1) * 4) * back[k];
                         unit[k] = to_half2(scale, scale);
                     }
                 }
@@ -349,12 +336,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
                     wgmma_commit();
                 }
             }
+#if ROPE
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
                     v[k] = next[k];
-                    if (half == 0) next[k] = at<uint4>(smem, from + k * 8 * ROW + ROPE_COLUMN + c * 32 + 16);
+                    if (half == 0) next[k] = at<uint4>(smem, from + k * 8 * ROW_STRIDE + PLAIN_COLUMN + c * 32 + 16);
                 }
                 wgmma_wait<1>();
                 hold(a[half][0]), hold(a[half][1]);
@@ -370,6 +358,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
                     wgmma_rope(x, a[half][k], q_operand + 8 * (Q_CHUNK / 16) + (half * 2 + k) * 2, 1);
                 wgmma_commit();
             }
+#endif
             wgmma_wait<0>();
 #pragma unroll
             for (int half = 0; half < 2; ++half) hold(a[half][0]), hold(a[half][1]);
@@ -487,13 +476,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         {
             const int thread = thread_again(), warp8 = thread >> 5, t = (thread & 31) >> 2, c = thread & 3;
             const u32 units = UNIT_AT + ((step & 1) * 4 + (warp8 >> 1)) * 256 + 2 * c * 2;
-            const u32 output_from = KV_AT + 2 * c * ROW + warp8 * 64 + t * 8;
+            const u32 output_from = KV_AT + 2 * c * ROW_STRIDE + warp8 * 64 + t * 8;
             u32 a[2][4][4], unit01, unit89;
             uint2 w[4];
             auto read = [&](int k16, int from_stage) {
-                const u32 from = output_from + from_stage * STAGE_BYTES + (k16 & 1) * 16 * ROW;
+                const u32 from = output_from + from_stage * STAGE_BYTES + (k16 & 1) * 16 * ROW_STRIDE;
 #pragma unroll
-                for (int k = 0; k < 4; ++k) w[k] = at<uint2>(smem, from + ((k >> 1) * 8 + (k & 1)) * ROW);
+                for (int k = 0; k < 4; ++k) w[k] = at<uint2>(smem, from + ((k >> 1) * 8 + (k & 1)) * ROW_STRIDE);
                 unit01 = at<u32>(smem, units + k16 * 32), unit89 = at<u32>(smem, units + k16 * 32 + 16);
             };
             barrier_wait(shared + FULL_AT + stage * 8, parity);
@@ -539,5 +528,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
     }
 
     const Work done = own_work(whole_clusters);
-    finish(smem, acc, total, out, lse_out, num_heads, done, place(done.unit, head_tiles, query_len), st);
+    finish(smem, acc, total, out, lse_out, num_heads, done, place_of<HT>(done.unit, head_tiles, query_len), st);
 }

@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from mla_portable.layouts import FP8_DS_MLA
-from mla_portable_nvidia.native.sparse_decode import Build
+from mla_portable_nvidia.native.sparse_decode import Build, row_defines
 
 __all__ = ["WideBuild"]
 
@@ -26,17 +25,6 @@ class WideBuild(Build):
     blocks_per_sm: int = field(default=1, init=False)
 
     @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
-        """None: there is one build."""
-        return ()
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block, as the source lays it out."""
-        heads = self.heads
-        operands = 9 * heads * 64 * 2 + self.tile * heads * 2  # q, probabilities
-        tokens = self.stages * (32 * FP8_DS_MLA.row_bytes + 4)
-        per_head = heads * 4 * (1 + 8 + 2 + 1)  # level, sums of eight warps, state, sink
-        units = 2 * 4 * self.tile * 2
-        small = operands + tokens + per_head + units + 8 + 8 * 8
-        return -(-small // 8) * 8 + 2 * self.stages * 8 + 8
+    def defines(self) -> tuple[tuple[str, int | str], ...]:
+        """There is one build of a layout."""
+        return row_defines(self.rows, self.lists, self.shared)
