@@ -79,7 +79,8 @@ def sparse_decode(
     """Attention of B x S query tokens over chosen slots of the paged cache.
 
     Args:
-        q: [B, S, H, 576] bf16. kv_cache: [blocks, block_size, 656] uint8 or [blocks, block_size, 576] bf16.
+        q: [B, S, H, 576] bf16. kv_cache: [blocks, block_size, 656] uint8 or [blocks, block_size, 576] bf16. Blocks of one bf16
+            row may overlap: rows that begin every few elements of other memory are read in place.
         indices: [B, S, K] int32, global slots; negative or past the cache = absent; duplicates count each time.
         softmax_scale: factor on q.k. lengths: [B, S] int32, only that many leading entries of a row are read.
         attn_sink: [H] float32; out is multiplied by exp(lse) / (exp(lse) + exp(sink)).
@@ -127,7 +128,7 @@ def check(
     """
     where = TENSORS.where
     check_dense(where, "q", q, "[B, S, H, key width]")
-    layout, block_size, block_stride, alignment = check_cache(where, "kv_cache", kv_cache, q.device)
+    layout, block_size, block_stride, alignment = check_cache(where, "kv_cache", kv_cache, q.device, may_overlap=True)
     sizes = {"key": layout.key_width, "value": layout.value_width}
     TENSORS.check((q, kv_cache, indices, lengths, attn_sink, out, lse_out), sizes)
     check_scale(where, "softmax_scale", softmax_scale)
