@@ -45,15 +45,22 @@ def main(arguments: list[str]) -> int:
         install(force)
     except InvalidArgument as error:
         return _refused(f"{error} Here: --force.")
-    others = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ON_PATH), *([others] if others else [])])
     sys.argv = rest
+    if not as_module:
+        sys.path[0] = str(Path(rest[0]).resolve().parent)
+    _reach_child_processes()
     if as_module:
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(rest[0]).resolve().parent)
         runpy.run_path(rest[0], run_name="__main__")
     return 0
+
+
+def _reach_child_processes() -> None:
+    """Let `flash_mla` be found in them: those of multiprocessing take over `sys.path`, others the environment."""
+    sys.path.insert(1, str(ON_PATH))
+    others = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ON_PATH), *([others] if others else [])])
 
 
 def _refused(message: str) -> int:
