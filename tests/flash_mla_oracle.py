@@ -43,6 +43,38 @@ def v32_cache(rows: Tensor, page: int) -> tuple[Tensor, Tensor]:
     return larger[:, :page].unsqueeze(2), torch.cat([latent, rope.double()], dim=1)
 
 
+def v4_cache(rows: Tensor, page: int, gap: int = 0) -> tuple[Tensor, Tensor]:
+    """Rows [n, 512] as V4's cache [blocks, page, 1, 584] uint8, and as [n, 512] float64.
+
+    A block is page rows of 576 bytes (448 e4m3, 64 bf16), then page times 7 e8m0 and a byte 0xFF; blocks lie a multiple of
+    576 bytes apart, `gap` of these more than needed. Bytes between the blocks are 0xFF.
+    """
+    blocks = len(rows) // page
+    groups = rows[:, :448].float().view(blocks, page, 7, 64)
+    exponents = (groups.abs().amax(-1) / 448).clamp(min=1e-4).log2().ceil()
+    scales = torch.exp2(exponents)
+    codes = (groups / scales.unsqueeze(-1)).to(torch.float8_e4m3fn)
+    plain = rows[:, 448:].to(torch.bfloat16).view(blocks, page, 64)
+    larger = torch.full((blocks, (-(-page * 584 // 576) + gap) * 576), 0xFF, dtype=torch.uint8)
+    of_rows = larger[:, : page * 576].view(blocks, page, 576)
+    of_rows[:, :, :448] = codes.view(torch.uint8).flatten(2)
+    of_rows[:, :, 448:] = plain.view(torch.uint8)
+    larger[:, page * 576 : page * 584].view(blocks, page, 8)[:, :, :7] = (exponents + 127).to(torch.uint8)
+    latent = torch.cat([(codes.double() * scales.double().unsqueeze(-1)).flatten(2), plain.double()], dim=2)
+    return larger[:, : page * 584].view(blocks, page, 1, 584), latent.view(len(rows), 512)
+
+
+def v4_without_unused(cache: Tensor, indices: Tensor, page: int) -> None:
+    """Rows that no index names, and their scales, become 0xFF bytes."""
+    blocks = len(cache)
+    unused = torch.ones(blocks * page, dtype=torch.bool)
+    named = indices.flatten().long()
+    unused[named[(named >= 0) & (named < len(unused))]] = False
+    block_bytes = cache.as_strided((blocks, page * 584), (cache.stride(0), 1))
+    block_bytes[:, : page * 576].view(blocks, page, 576)[unused.view(blocks, page)] = 0xFF
+    block_bytes[:, page * 576 :].view(blocks, page, 8)[unused.view(blocks, page)] = 0xFF
+
+
 def without_unused(cache: Tensor, indices: Tensor, page: int) -> None:
     """Rows that no index names become 0xFF bytes."""
     unused = torch.ones(cache.shape[0] * page, dtype=torch.bool)

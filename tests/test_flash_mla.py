@@ -19,6 +19,8 @@ from flash_mla_oracle import (
     attend,
     cut_from_larger,
     draw,
+    v4_cache,
+    v4_without_unused,
     v32_cache,
     without_unused,
 )
@@ -104,6 +106,71 @@ def test_decode_of_quantised_pages(stored: torch.dtype, query_len: int, heads: i
     assert (lse[1] == INF).all() and not out[1].any()
     if query_len > 1 and heads > 1:
         assert lse.stride() == (query_len * heads, 1, heads)  # a transposed view, as FlashMLA's is
+
+
+@pytest.mark.parametrize("stored", [UINT8, E4M3])
+@pytest.mark.parametrize("query_len", [1, 2])
+@pytest.mark.parametrize(("page", "extra_page"), [(2, 64), (61, 2), (16, None)])
+@pytest.mark.parametrize("lengths_of", ["none", "first", "second", "both"])
+def test_decode_of_v4_pages(stored: torch.dtype, query_len: int, page: int, extra_page: int | None, lengths_of: str):
+    """One cache, or two with pages of their own sizes; positionally, as FlashMLA's tests call it."""
+    batch, heads, topk, extra_topk = 4, 3, 9, 12
+    cache, rows = v4_cache(draw(4 * page, 512, seed=1, spread=0.3), page, gap=1)
+    indices = picked(batch, query_len, topk, below=len(rows), seed=2)
+    indices[1] = -1
+    v4_without_unused(cache, indices, page)
+    lengths = int32([topk, 3, 0, 4]) if lengths_of in ("first", "both") else None
+    lists = [(rows, indices.flatten(0, 1), None if lengths is None else lengths.repeat_interleave(query_len))]
+    extra: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+    extra_lengths = None
+    if extra_page is not None:
+        extra_cache, extra_rows = v4_cache(draw(3 * extra_page, 512, seed=3, spread=0.3), extra_page)
+        extra_indices = picked(batch, query_len, extra_topk, below=len(extra_rows), seed=4)
+        extra_indices[1] = -1
+        v4_without_unused(extra_cache, extra_indices, extra_page)
+        extra_lengths = int32([0, 3, 5, extra_topk]) if lengths_of in ("second", "both") else None
+        per_token = None if extra_lengths is None else extra_lengths.repeat_interleave(query_len)
+        lists.append((extra_rows, extra_indices.flatten(0, 1), per_token))
+        extra = extra_cache.view(stored), cut_from_larger(extra_indices)
+    q, sink, scale = draw(batch, query_len, heads, 512, seed=5).to(BF16), sinks(heads, seed=6), 512**-0.55
+    plan = flash_mla.get_mla_metadata()[0]
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        cut_from_larger(q), cache.view(stored), None, None, 512, plan, None, scale, False, True, cut_from_larger(indices), sink,
+        *extra, lengths, extra_lengths,
+    )  # fmt: skip
+    wanted = attend(q.flatten(0, 1), lists, scale, sink)
+    assert_out(out.flatten(0, 1), wanted.out)
+    assert_statistic(lse.transpose(1, 2).flatten(0, 1), wanted.lse)
+    assert (lse[1] == INF).all() and not out[1].any()
+    assert plan.config is not None
+    found = plan.config.extra_page_block_size, plan.config.extra_topk
+    assert found == ((None, None) if extra_page is None else (extra_page, extra_topk))
+
+
+def test_sglang_and_lmdeploy_decode_v4_over_a_window_and_a_compressed_cache():
+    """All keywords, no table, one object for every layer, kv_format by its name."""
+    window, window_rows = v4_cache(draw(32, 512, seed=1, spread=0.3), 16)
+    compressed, compressed_rows = v4_cache(draw(8, 512, seed=2, spread=0.3), 4)
+    q, sink = draw(2, 1, 8, 512, seed=3).to(BF16), sinks(8, seed=4)
+    near, far = picked(2, 1, 16, below=32, seed=5), picked(2, 1, 64, below=8, seed=6)
+    lengths, extra_lengths, plan = int32([9, 16]), int32([0, 30]), flash_mla.get_mla_metadata()[0]
+    wanted = attend(q[:, 0], [(window_rows, near[:, 0], lengths), (compressed_rows, far[:, 0], extra_lengths)], 0.05, sink)
+    for _ in range(2):
+        out, _ = flash_mla.flash_mla_with_kvcache(
+            q=q, k_cache=window, head_dim_v=512, block_table=None, cache_seqlens=None, tile_scheduler_metadata=plan,
+            softmax_scale=0.05, is_fp8_kvcache=True, indices=near, topk_length=lengths, attn_sink=sink,
+            extra_k_cache=compressed, extra_indices_in_kvcache=far, extra_topk_length=extra_lengths,
+            use_legacy=True, kv_format="V4",
+        )  # fmt: skip
+        assert_out(out[:, 0], wanted.out)
+
+
+def test_queries_without_a_rotary_part_over_v32_rows():
+    """FlashMLA takes no such call; rows of 656 bytes hold a latent of 512 with its scales."""
+    cache, rows = v32_cache(draw(32, 576, seed=1, spread=0.3), 16)
+    q, indices = draw(2, 1, 3, 512, seed=2).to(BF16), picked(2, 1, 9, below=32, seed=3)
+    out, _ = flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, None, indices=indices)
+    assert_out(out[:, 0], attend(q[:, 0], [(rows[:, :512], indices[:, 0], None)], 512**-0.5).out)
 
 
 @pytest.mark.parametrize("width", [576, 512])
@@ -519,7 +586,7 @@ NO_SCALES = (-1.0, 0, float("nan"), "x", True, torch.tensor(0.1))
 
 DECODE_REFUSALS: dict[str, list[Any]] = {
     "q": [
-        None, *NO_TENSORS, zeros(2, 3, 576), zeros(2, 3, 4, 512), zeros(2, 3, 4, 576, dtype=torch.float16), zeros(2, 0, 4, 576),
+        None, *NO_TENSORS, zeros(2, 3, 576), zeros(2, 3, 4, 448), zeros(2, 3, 4, 576, dtype=torch.float16), zeros(2, 0, 4, 576),
         zeros(2, 3, 0, 576), zeros(2, 3, 4, 1152)[..., ::2],
     ],
     "k_cache": [
@@ -542,6 +609,11 @@ DECODE_REFUSALS: dict[str, list[Any]] = {
     "causal": [True],
     "is_fp8_kvcache": [False],
     "kv_format": ["V32_NO_ROPE", "V41", "V41_FP4", "V4", "x", 5],
+    "extra_k_cache": [*NO_TENSORS, zeros(6, 16, 1, 576), zeros(6, 16, 656, dtype=UINT8), zeros(6, 0, 1, 656, dtype=UINT8)],
+    "extra_indices_in_kvcache": [
+        None, *NO_TENSORS, zeros(2, 3, 0, dtype=INT32), zeros(2, 3, 8, dtype=torch.int64), zeros(3, 3, 8, dtype=INT32),
+    ],
+    "extra_topk_length": [*NO_TENSORS, zeros(3, dtype=INT32), zeros(2, dtype=torch.int64)],
     "enable_batch_invariant": [True],
     "descale_q": [zeros(1, dtype=torch.float32)],
     "descale_k": [zeros(1, dtype=torch.float32)],
@@ -588,8 +660,11 @@ def refused(call: Any, arguments: dict[str, Any], argument: str, value: Any) -> 
 
 @pytest.mark.parametrize("argument", DECODE_REFUSALS)
 def test_decode_is_checked_before_anything_runs(argument: str):
+    given = decode_arguments()
+    if argument.startswith("extra"):
+        given |= {"extra_k_cache": zeros(3, 64, 1, 656, dtype=UINT8), **SECOND}
     for value in DECODE_REFUSALS[argument]:
-        refused(flash_mla.flash_mla_with_kvcache, decode_arguments(), argument, value)
+        refused(flash_mla.flash_mla_with_kvcache, given, argument, value)
 
 
 @pytest.mark.parametrize("argument", PREFILL_REFUSALS)
@@ -610,14 +685,21 @@ def test_a_gradient_that_nobody_asks_for_is_no_error():
         flash_mla.flash_attn_varlen_func(**varlen_arguments(q=zeros(6, 4, 192).requires_grad_()))
 
 
+SECOND = {"extra_indices_in_kvcache": zeros(2, 3, 8, dtype=INT32)}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"extra_k_cache": zeros(6, 16, 1, 656, dtype=UINT8)}, "a second cache is not served"),
-        ({"extra_indices_in_kvcache": zeros(2, 3, 8, dtype=INT32)}, "a second cache is not served"),
-        ({"extra_topk_length": zeros(2, dtype=INT32)}, "a second cache is not served"),
-        ({"k_cache": zeros(6, 16, 1, 584, dtype=UINT8)}, "rows of 584"),
-        ({"kv_format": "V32_NO_ROPE"}, "Rows of 656 bytes"),
+        (
+            {"extra_k_cache": zeros(6, 16, 1, 656, dtype=UINT8)},
+            "extra_indices_in_kvcache: got None, expected slots of extra_k_cache",
+        ),
+        ({"extra_indices_in_kvcache": zeros(2, 3, 8, dtype=INT32)}, "Pass the cache that it names slots of"),
+        ({"extra_topk_length": zeros(2, dtype=INT32)}, "Pass the cache that it names slots of"),
+        ({"extra_k_cache": zeros(6, 16, 1, 584, dtype=UINT8), **SECOND}, "the layout of k_cache, fp8_ds_mla"),
+        ({"k_cache": zeros(6, 16, 1, 528, dtype=UINT8)}, "rows of 528"),
+        ({"kv_format": "V32_NO_ROPE"}, "stored in rows of V32"),
         ({"kv_format": "V4"}, "V4 for rows of 584 bytes"),
         ({"enable_batch_invariant": True}, "batch_invariant"),
         ({"k_cache": zeros(6, 16, 1, 576), "is_fp8_kvcache": True}, "False for a cache of torch.bfloat16"),

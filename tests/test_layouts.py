@@ -10,11 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+import mla_portable
 from mla_portable.contracts import InvalidArgument
 from mla_portable.layouts import (
     BF16,
     BF16_NOPE,
     FP8_DS_MLA,
+    FP8_V4,
     INDEX,
     INDEX_BF16,
     INDEX_FP8,
@@ -26,6 +28,7 @@ from mla_portable.layouts import (
     tile_scales,
 )
 from mla_portable.primitives._reference import CacheRows
+from mla_portable.problems import exact
 
 TINY = 2.0**-126  # the smallest normal float32
 
@@ -58,9 +61,59 @@ def test_offsets_are_those_of_the_published_row():
     assert (BF16_NOPE.row_width, BF16_NOPE.row_bytes, BF16_NOPE.rope_width, BF16_NOPE.is_quantized) == (512, 1024, 0, False)
     assert (INDEX_FP8.row_bytes, INDEX_FP8.scale_offset, INDEX_FP8.apart_bytes, INDEX_FP8.alignment) == (132, 128, 4, 4)
     assert (INDEX_BF16.row_bytes, INDEX_BF16.key_width, INDEX_BF16.rope_width, INDEX_BF16.is_quantized) == (256, 128, 0, False)
-    assert set(layout_names()) == {"bf16", "fp8_ds_mla", "bf16_nope"} and layout_names(INDEX) == ("index_bf16", "index_fp8")
-    known = {"bf16": BF16, "fp8_ds_mla": FP8_DS_MLA, "bf16_nope": BF16_NOPE, "index_bf16": INDEX_BF16, "index_fp8": INDEX_FP8}
+    assert (FP8_V4.row_bytes, FP8_V4.row_pitch, FP8_V4.apart_bytes, FP8_V4.key_width, FP8_V4.alignment) == (584, 576, 8, 512, 8)
+    assert FP8_V4.workspace is BF16_NOPE and FP8_V4.rope_width == 0
+    assert set(layout_names()) == {"bf16", "fp8_ds_mla", "bf16_nope", "fp8_v4"} and layout_names(INDEX) == (
+        "index_bf16",
+        "index_fp8",
+    )
+    known = {
+        "bf16": BF16,
+        "fp8_ds_mla": FP8_DS_MLA,
+        "bf16_nope": BF16_NOPE,
+        "fp8_v4": FP8_V4,
+        "index_bf16": INDEX_BF16,
+        "index_fp8": INDEX_FP8,
+    }
     assert known == LAYOUTS
+
+
+def test_a_page_of_v4_is_rows_and_then_scales():
+    g = torch.Generator().manual_seed(3)
+    latent = torch.randn(5, 512, generator=g).bfloat16()
+    latent[2, 64:128] = 0
+    latent[3, :64] *= 2.0**20
+    cache = torch.full((3, 2, 584), 0x55, dtype=torch.uint8)
+    mla_portable.cache_write(latent, latent[:, :0], cache, torch.tensor([5, 0, 1, 2, 4]))
+    page = cache[0].flatten()  # tokens 1 and 2
+    for at, token in ((0, 1), (1, 2)):
+        row, scales = page[576 * at : 576 * (at + 1)], page[1152 + 8 * at : 1160 + 8 * at]
+        assert torch.equal(row[448:].view(torch.bfloat16), latent[token, 448:])
+        for group, exponent in enumerate(scales[:7].tolist()):
+            amax = float(latent[token, 64 * group : 64 * group + 64].abs().max())
+            assert exponent == 127 + math.ceil(math.log2(max(amax / 448, 1e-4)))
+            values = [e4m3_value(byte) * 2.0 ** (exponent - 127) for byte in row[64 * group : 64 * group + 64].tolist()]
+            error = (torch.tensor(values) - latent[token, 64 * group : 64 * group + 64].float()).abs().max()
+            assert error <= 2.0 ** (exponent - 127) * 16  # half a step of the last binade, 256 to 448
+        assert scales[7] == 0
+    got = CacheRows(cache).values(torch.tensor([5, 0, 1, 2, 4]), torch.float64)[0]
+    assert torch.equal(got, FP8_V4.unpack(FP8_V4.pack(latent), torch.float64))
+    assert torch.equal(got, exact.latent(exact.named_rows(cache, torch.tensor([5, 0, 1, 2, 4]))))
+    assert torch.equal(got[3, 448:], latent[3, 448:].double())
+
+
+def test_v4_reads_every_scale():
+    rows = torch.zeros(256, 584, dtype=torch.uint8)
+    rows[:, :448] = 0x38  # 1.0
+    rows[:, 576:583] = torch.arange(256, dtype=torch.uint8)[:, None]
+    rows[:, 583] = 255  # padding
+    got = FP8_V4.unpack(rows, torch.float64)
+    want = torch.exp2(torch.arange(256, dtype=torch.float64) - 127)
+    want[255] = math.nan
+    torch.testing.assert_close(got[:, :448], want[:, None].expand(256, 448), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(exact.latent(rows), got, rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(InvalidArgument, match="got 'amax', expected 'pow2'"):
+        FP8_V4.pack(torch.zeros(1, 512), None, "amax")
 
 
 def test_unpack_reads_every_e4m3_byte_by_the_formula():

@@ -124,6 +124,22 @@ def with_bf16_keys(arguments: Arguments) -> Tensor:
     return f32(W)
 
 
+def with_second_cache(indices: Tensor | None) -> Callable[[Arguments], Tensor | None]:
+    def second(arguments: Arguments) -> Tensor | None:
+        arguments["extra_kv_cache"] = u8(3, 2, 656)
+        return indices
+
+    return second
+
+
+def with_second_list(cache: Tensor) -> Callable[[Arguments], Tensor]:
+    def second(arguments: Arguments) -> Tensor:
+        arguments["extra_indices"] = i32(B, S, 3)
+        return cache
+
+    return second
+
+
 # primitive, what is wrong, the argument, its value (or how to make it from good ones), a part of "got", of "expected"
 BAD = [
     ("cache_write", "float32 latent", "kv_c", f32(T, 512), "float32", "bfloat16"),
@@ -153,7 +169,13 @@ BAD = [
     ("gather_upconvert", "cache with a head axis", "kv_cache", u8(6, 16, 1, 656), "[6, 16, 1, 656]", "[blocks, block_size"),
     ("gather_upconvert", "workspace in the cache", "out", overlay("kv_cache", BF16, W, 576), "overlaps kv_cache", "of its own"),
     ("sparse_decode", "float32 query", "q", f32(B, S, H, 576), "float32", "bfloat16"),
-    ("sparse_decode", "query without rope", "q", bf16(B, S, H, 512), f"[{B}, {S}, {H}, 512]", "576]"),
+    ("sparse_decode", "query of 448", "q", bf16(B, S, H, 448), f"[{B}, {S}, {H}, 448]", "576]"),
+    ("sparse_decode", "second list alone", "extra_indices", i32(B, S, K), "int32", "None without extra_kv_cache"),
+    ("sparse_decode", "second lengths alone", "extra_lengths", i32(B, S), "int32", "None without extra_kv_cache"),
+    ("sparse_decode", "second cache alone", "extra_indices", with_second_cache(None), "None", "slots of extra_kv_cache"),
+    ("sparse_decode", "int64 second list", "extra_indices", with_second_cache(i64(B, S, K)), "int64", "int32"),
+    ("sparse_decode", "second list of other rows", "extra_indices", with_second_cache(i32(B + 1, S, K)), f"[{B + 1}, ", f"[{B}, "),
+    ("sparse_decode", "second cache of V4", "extra_kv_cache", with_second_list(u8(3, 2, 584)), "fp8_v4", "fp8_ds_mla"),
     ("sparse_decode", "no heads", "q", bf16(B, S, 0, 576), f"[{B}, {S}, 0, 576]", "H of at least 1"),
     ("sparse_decode", "transposed query", "q", bf16(B, S, 576, H).mT, "strides", "contiguous"),
     ("sparse_decode", "numpy query", "q", np.zeros((B, S, H, 576)), "ndarray", "a tensor"),

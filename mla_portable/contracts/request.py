@@ -14,7 +14,8 @@ from mla_portable.layouts import LAYOUTS, scale_formats
 G = TypeVar("G")
 
 _LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
-    ("num_heads", "topk", "block_size", "query_len", "qk_head_dim", "v_head_dim"), (1, INT32_MAX)
+    ("num_heads", "topk", "block_size", "extra_topk", "extra_block_size", "query_len", "qk_head_dim", "v_head_dim"),
+    (1, INT32_MAX),
 )
 
 
@@ -26,12 +27,16 @@ class Request(Generic[F]):
         primitive, device: what to run, where.
         kv_layout: one of `mla_portable.layouts.LAYOUTS`, of the cache or workspace that is read or written.
         num_heads: H. topk: K. block_size: of the paged cache. query_len: S of sparse_decode.
+        extra_topk, extra_block_size: K and block size of a second cache of the same layout, to which every row attends as well;
+            None where there is none. extra_lengths: the call has `extra_lengths`.
+        nope: queries are as wide as the latent, and the rotary part of the rows, quantised ones that have one, is not read.
         qk_head_dim, v_head_dim: width of a head's queries and keys, and of its values, where a call has keys of each head.
         rows: query rows (B * S or T) where a choice may depend on the amount of work; never decides what can run.
         scale_format: how the FP8 scales in the cache were made; None where unknown, which is read as arbitrary.
         cache_alignment: bytes, a power of two up to 16 that divides the address of the cache (or of the rows of kv) and the
-            stride between its blocks. A cache of whole rows in memory from torch has 16.
-        uneven_blocks: the stride between the blocks of the cache is not a whole number of rows.
+            stride between its blocks; of a second cache too. A cache of whole rows in memory from torch has 16.
+        uneven_blocks: the stride between the blocks of the cache, or of a second one, is no multiple of the distance between
+            its rows (`CacheLayout.row_pitch`).
         lse, attn_sink, lengths, compact, prefill_workspace, selection: the call needs this feature. With lse=False the
             implementation may skip the lse: `lse_out` is scratch, and the second result may be NaN or a tensor without
             elements. Any other value in it is the lse.
@@ -54,6 +59,8 @@ class Request(Generic[F]):
     num_heads: int | None = None
     topk: int | None = None
     block_size: int | None = None
+    extra_topk: int | None = None
+    extra_block_size: int | None = None
     query_len: int | None = None
     qk_head_dim: int | None = None
     v_head_dim: int | None = None
@@ -64,6 +71,8 @@ class Request(Generic[F]):
     lse: bool = False
     attn_sink: bool = False
     lengths: bool = False
+    extra_lengths: bool = False
+    nope: bool = False
     compact: bool = False
     prefill_workspace: bool = False
     selection: bool = False
@@ -85,6 +94,14 @@ class Request(Generic[F]):
             if value is not None and value not in allowed:
                 refuse("Request", name, repr(value), f"one of {', '.join(allowed)}")
         check_alignment("Request", self.cache_alignment)
+        if self.context_parallel and self.extra_cache:
+            expected = "None with context_parallel: how ranks would share a second cache is not defined"
+            refuse("Request", "extra_topk", self.extra_topk, expected, "Keep each sequence whole on one rank.")
+
+    @property
+    def extra_cache(self) -> bool:
+        """The call has a second cache."""
+        return self.extra_topk is not None
 
     def of(self, primitive: Primitive[G]) -> Request[G]:
         """This request with its type narrowed to `primitive`, which it must be for. Raises: InvalidArgument."""

@@ -109,7 +109,7 @@ def check_cache(
     """A paged cache [blocks, block_size, row width] of one of `mla_portable.layouts`: of `cache`, KV or INDEX.
 
     Rows are contiguous and adjacent within a block; blocks may lie further apart than a block is long. Blocks of a quantised
-    layout start at multiples of its alignment, because float32 scales stand inside them.
+    layout start at multiples of its alignment, because scales stand inside them.
 
     Args:
         may_overlap: for a cache that is only read: blocks of a single row without scales may overlap, so that rows which begin
@@ -144,7 +144,7 @@ def check_cache(
             where,
             argument,
             f"address {address:#x}, block stride {block_stride * layout.dtype.itemsize} bytes",
-            f"both multiples of {layout.alignment} bytes, for the float32 scales inside a row",
+            f"both multiples of {layout.alignment} bytes, for the scales of a row",
             "Allocate the cache by itself, or pad its blocks.",
         )
     return layout, block_size, distance, alignment

@@ -28,6 +28,9 @@ class DecodeSchedule:
 
     __slots__ = ()
 
+    extra_topk: int = 0
+    """K of a second cache (`extra_indices`), 0 where calls have none."""
+
     def check(self, where: str, batch: int, query_len: int, num_heads: int, topk: int, device: torch.device) -> None:
         """The schedule was made for a call of `batch` x `query_len` rows of these heads and width, and its tensors fit it.
 
@@ -60,6 +63,7 @@ class ScheduleLimits:
     Attributes:
         device: where schedules live, with its index. num_heads: H, of the call. topk: K.
         max_num_rows: most query rows, B * S, of a call. max_query_len: greatest S.
+        extra_topk: K of a second cache, 0 where calls have none.
         num_sms: multiprocessors, 0 for a CPU. arch: `DeviceFacts.arch`, "" where unknown.
         max_scratch_bytes: bound on what a call needs beside its tensors.
         batch_invariant: a row's sums have the same order in every batch.
@@ -76,6 +80,7 @@ class ScheduleLimits:
     max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES
     batch_invariant: bool = False
     request: Request | None = None
+    extra_topk: int = 0
 
 
 class SchedulePlanner(Protocol):

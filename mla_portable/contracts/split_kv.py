@@ -39,7 +39,9 @@ class SplitSchedule(DecodeSchedule):
     """Every row is cut into `num_splits` splits; kind "split_kv". A kernel shares the keys that a row has among them.
 
     Attributes:
-        num_rows: B * S. num_heads: H. topk: K. These three it was made for. num_splits: of a row, at least 1.
+        num_rows: B * S. num_heads: H. topk: K. These three it was made for, and extra_topk: that of a second cache, 0 where
+            there is none. num_splits: of a row, at least 1; with two caches the tiles of the first list are followed by those
+            of the second, and splits cut them all together.
         partial_out: [num_splits, num_rows, H, value_width] float32 scratch, contiguous; None when num_splits is 1.
         partial_lse: [num_splits, num_rows, H] float32 scratch, contiguous; None when num_splits is 1.
         value_width: of the cache's layout.
@@ -52,6 +54,7 @@ class SplitSchedule(DecodeSchedule):
     partial_out: Tensor | None = None
     partial_lse: Tensor | None = None
     value_width: int = KV_LORA_RANK
+    extra_topk: int = 0
 
     def __post_init__(self) -> None:
         counts = (self.num_rows, self.num_heads, self.topk, self.num_splits)
@@ -112,6 +115,7 @@ def split_kv(
     num_heads: int,
     topk: int,
     num_sms: int,
+    extra_topk: int = 0,
     value_width: int = KV_LORA_RANK,
     program: ProgramShape = ProgramShape(),
     max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
@@ -122,12 +126,13 @@ def split_kv(
     and by 64 indices in a split. One split needs no scratch, so every batch fits.
 
     Args:
-        num_rows, num_heads, topk: B * S, H, K. num_sms: multiprocessors, 0 (a CPU) means no splitting.
+        num_rows, num_heads, topk: B * S, H, K. extra_topk: K of a second cache, 0 for none. num_sms: multiprocessors, 0 (a CPU)
+            means no splitting.
         value_width: of the cache's layout. program: of the kernel that is called.
         max_scratch_bytes: bound on float32 [num_splits, num_rows, H, value_width + 1].
     """
     tile = -(-_LEAST_SPLIT // program.tile) * program.tile
-    num_tiles = max(1, -(-topk // tile))
+    num_tiles = max(1, _tiles(topk, extra_topk, tile))
     programs = num_rows * -(-num_heads // program.heads)
     if programs == 0 or num_sms == 0:
         return 1
@@ -137,6 +142,11 @@ def split_kv(
         return 1
     tiles_per_split = -(-num_tiles // wanted)
     return -(-num_tiles // tiles_per_split)
+
+
+def _tiles(topk: int, extra_topk: int, tile: int) -> int:
+    """Of a row: no tile has indices of both lists."""
+    return -(-topk // tile) - (-extra_topk // tile)
 
 
 def _head_bytes(value_width: int) -> int:
@@ -177,7 +187,7 @@ class SplitSchedules:
     def _one_cut(self) -> int:
         """`num_splits` for every row count."""
         limits, tile = self._limits, self._program.tile
-        num_tiles = -(-limits.topk // tile)
+        num_tiles = _tiles(limits.topk, limits.extra_topk, tile)
         affordable = limits.max_scratch_bytes // (limits.max_num_rows * limits.num_heads * _head_bytes(self._value_width))
         if limits.num_sms == 0 or affordable <= 1:
             return 1
@@ -203,6 +213,7 @@ class SplitSchedules:
             num_rows=num_rows,
             num_heads=limits.num_heads,
             topk=limits.topk,
+            extra_topk=limits.extra_topk,
             num_sms=limits.num_sms,
             value_width=self._value_width,
             program=self._program,
@@ -227,6 +238,7 @@ class SplitSchedules:
             partial_out=partial_out,
             partial_lse=partial_lse,
             value_width=self._value_width,
+            extra_topk=self._limits.extra_topk,
         )
 
 

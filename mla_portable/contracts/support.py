@@ -25,6 +25,8 @@ _LIMITS: Final[dict[str, tuple[int, int]]] = dict.fromkeys(
 )
 _FEATURES: Final = {
     **dict.fromkeys(("lse", "attn_sink", "lengths", "compact", "prefill_workspace", "selection"), ""),
+    "extra_cache": "attend to each cache in a call of its own, without sinks, and merge_states",
+    "nope": "pad the queries with zeros to the width of a key",
     "context_parallel": "keep each sequence whole on one rank: a context parallel size of 1",
     "batch_invariant": "allow that the other rows of a batch change the order of a row's sums",
     "graph": "",
@@ -65,14 +67,16 @@ class Support:
             and all of their scale formats.
         num_heads: exact counts that are accepted; max_heads: or every count up to this.
         padded_heads: kernel head counts that smaller requests are padded to inside; () means none.
-        topk_multiple, max_topk: of K. block_sizes: exact; block_size_multiple: or every multiple of this.
+        topk_multiple, max_topk: of K. block_sizes: exact; block_size_multiple: or every multiple of this. All four hold for a
+            second cache too.
         max_query_len: of S. head_dims: pairs (qk_head_dim, v_head_dim) that are accepted.
         scale_formats: FP8 scales read without a loss of meaning.
         cache_alignment: bytes, a power of two up to 16 that must divide the address of the cache (or of the rows of kv)
             and the stride between its blocks; 1 where the layout's own alignment will do.
         needs_whole_rows: the stride between blocks must be a whole number of rows.
         lse, attn_sink, lengths, compact, prefill_workspace, selection, context_parallel, batch_invariant, graph: features that
-            are there.
+            are there. extra_cache: a second cache with its own indices (`extra_kv_cache`). nope: queries without a rotary part
+            over rows that have one. What does not declare these two is never called with them.
         probes_graph: nobody knows whether a graph can hold a call; the probe captures one where a graph is asked for.
         min_shared_memory: bytes a thread block needs. needs_bf16, needs_fp8_conversion: abilities of the device.
         workspace_bytes: scratch taken by one call without `schedule`, as a function of the request.
@@ -101,6 +105,8 @@ class Support:
     compact: bool = True
     prefill_workspace: bool = True
     selection: bool = True
+    extra_cache: bool = False
+    nope: bool = False
     context_parallel: bool = False
     batch_invariant: bool = False
     graph: bool = True
@@ -170,7 +176,10 @@ class Support:
         for subject, allowed, multiple, most, remedy in (
             ("topk", None, self.topk_multiple, None, "pad the indices with -1"),
             ("topk", None, 1, self.max_topk, ""),
+            ("extra_topk", None, self.topk_multiple, None, "pad the indices with -1"),
+            ("extra_topk", None, 1, self.max_topk, ""),
             ("block_size", self.block_sizes, self.block_size_multiple, None, "set the cache's block size"),
+            ("extra_block_size", self.block_sizes, self.block_size_multiple, None, "set the cache's block size"),
             ("query_len", None, 1, self.max_query_len, "decode the tokens as separate rows"),
         ):
             given = getattr(r, subject)
@@ -200,6 +209,8 @@ class Support:
         for feature, remedy in _FEATURES.items():
             if getattr(r, feature) and not getattr(self, feature):
                 yield Reason(feature, "requested", "not supported", remedy)
+        if r.extra_lengths and not self.lengths:
+            yield Reason("extra_lengths", "requested", "not supported")
         if r.graph and r.device.graph_capture is False:
             yield Reason("graph", "requested", f"{r.device.name} cannot capture graphs", "run eagerly")
 

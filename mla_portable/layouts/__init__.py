@@ -13,6 +13,7 @@ from mla_portable.layouts.fp8_ds_mla import (
     decode_e4m3,
     tile_scales,
 )
+from mla_portable.layouts.fp8_v4 import FP8_V4, V4_CODES, V4_ROW_BYTES, V4_SCALE_BYTES, V4_SCALE_GROUP
 from mla_portable.layouts.index import INDEX_BF16, INDEX_FP8, INDEX_HEAD_SIZE, INDEX_LEAST_AMAX, index_query_dtype
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "BF16_NOPE",
     "E4M3_MAX",
     "FP8_DS_MLA",
+    "FP8_V4",
     "HEAD_SIZE",
     "INDEX",
     "INDEX_BF16",
@@ -33,6 +35,10 @@ __all__ = [
     "QK_ROPE_HEAD_DIM",
     "SCALE_FORMATS",
     "SCALE_GROUP",
+    "V4_CODES",
+    "V4_ROW_BYTES",
+    "V4_SCALE_BYTES",
+    "V4_SCALE_GROUP",
     "CacheLayout",
     "add_layout",
     "decode_e4m3",

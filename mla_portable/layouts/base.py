@@ -11,7 +11,7 @@ taken once in a process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -37,14 +37,15 @@ class CacheLayout:
         cache: KV or INDEX, the cache that has such rows.
         dtype: of the tensor. row_width: elements of `dtype` in a row.
         value_width: numbers of the latent. rope_width: numbers of the rotary part, 0 where there is none.
-        rope_offset: bytes from the start of a row to its rotary part; the latent starts with the row.
+        rope_offset: bytes from the start of a row to its rotary part, or to the last numbers of the latent where these are
+            stored as that would be; the latent starts with the row.
         scale_offset: bytes from the start of a row to its scales, None where a row carries none.
         scale_formats: ways to choose the scales, the most general last: readers take scales of unknown origin for that one.
             Empty for layouts that are not quantised.
         apart_bytes: the last bytes of a row, where they lie behind the rows of their block instead of inside the row: those of
             token t of a block at block_size * (row_bytes - apart_bytes) + t * apart_bytes. Offsets count as if they were
             inside.
-        alignment: bytes, of the widest number in a row; addresses of blocks are multiples of it.
+        alignment: bytes, of the widest number in a row, or of what is read as one; addresses of blocks are multiples of it.
         upconverted: the layout of the rows that gather_upconvert makes of these; None for layouts that are not quantised,
             whose rows are copied.
         contents: a row in words, for error messages.
@@ -96,9 +97,18 @@ class CacheLayout:
         return self.row_width * self.dtype.itemsize
 
     @property
+    def row_pitch(self) -> int:
+        """Elements from a row to the next one of its block."""
+        return self.row_width - self.apart_bytes // self.dtype.itemsize
+
+    @property
     def is_quantized(self) -> bool:
         """Rows carry scales, and are read from the paged cache in place. Others may be read as flat rows."""
         return bool(self.scale_formats)
+
+    def scale_formats_of(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of `names` that are ways to choose the scales of this layout, in their order."""
+        return tuple(name for name in names if name in self.scale_formats)
 
     @property
     def workspace(self) -> CacheLayout:

@@ -37,7 +37,8 @@ class PlannerConfig:
 
     Attributes:
         device: where plans live. route: one of ROUTES.
-        num_heads: H, query heads of this rank. topk: K.
+        num_heads: H, query heads of this rank. topk: K. extra_topk: K of a second cache that decode calls attend to, 0 where
+            there is none.
         max_num_reqs, max_num_tokens: of a batch, graph padding included. They size the persistent buffers.
         max_model_len: tokens of the longest sequence, context and query.
         prefill_workspace_tokens: rows of the bf16 workspace, None for 5 * max_model_len. Routes without a workspace
@@ -81,6 +82,7 @@ class PlannerConfig:
     max_scratch_bytes: int = DEFAULT_SCRATCH_BYTES
     block_size: int | None = None
     share: ContextShare = WHOLE
+    extra_topk: int = 0
 
     def __post_init__(self) -> None:
         where = "PlannerConfig"
@@ -92,6 +94,14 @@ class PlannerConfig:
         if self.prefill_times is not None and self.route != "split":
             got = f"times, with route {self.route!r}"
             raise InvalidArgument(where, "prefill_times", got=got, expected="None, or route 'split'")
+        if self.extra_topk and self.share.size > 1:
+            raise InvalidArgument(
+                where,
+                "extra_topk",
+                got=self.extra_topk,
+                expected="0 with a ContextShare of several ranks: how they would share a second cache is not defined",
+                remedy="Keep each sequence whole on one rank, share=WHOLE.",
+            )
         least = least_workspace(self.max_model_len, self.prefill_times)
         if self.has_workspace and not least <= self.workspace_tokens <= INT32_MAX:
             raise InvalidArgument(

@@ -84,6 +84,7 @@ class Planner:
                 device=self._device,
                 num_heads=config.num_heads,
                 topk=config.topk,
+                extra_topk=config.extra_topk,
                 max_num_rows=self._max_decode_rows,
                 max_query_len=max(config.decode_threshold, self._few_tokens),
                 num_sms=config.num_sms,

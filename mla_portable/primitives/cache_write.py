@@ -84,7 +84,7 @@ def check(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, sc
     if scale_format not in formats:
         refuse(where, "scale_format", repr(scale_format), " or ".join(map(repr, formats)))
     written = scale_format if layout.is_quantized else None
-    return layout.name, block_size, alignment, bool(block_stride % layout.row_width), written
+    return layout.name, block_size, alignment, bool(block_stride % layout.row_pitch), written
 
 
 @isolated

@@ -78,7 +78,7 @@ def check(kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, workspace_sta
     layout, block_size, block_stride, alignment = check_cache(where, "kv_cache", kv_cache, kv_cache.device)
     check_flat_rows(where, "out", out, layout.workspace, kv_cache.device)
     TENSORS.check((kv_cache, block_table, seq_lens, workspace_starts, out), {})
-    return layout.name, block_size, alignment, bool(block_stride % layout.row_width)
+    return layout.name, block_size, alignment, bool(block_stride % layout.row_pitch)
 
 
 @isolated

@@ -20,8 +20,9 @@ from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
 from mla_portable.contracts.values import check_scale, describe, refuse, rounded_rows
 from mla_portable.dispatch import find
 from mla_portable.layouts import KV
-from mla_portable.primitives._attention import attend
+from mla_portable.primitives._attention import Keys, attend
 from mla_portable.primitives._reference import CacheRows, isolated
+from mla_portable.primitives._second_cache import check_second_cache, is_nope, second_cache
 
 __all__ = ["SPARSE_DECODE", "SparseDecode", "sparse_decode"]
 
@@ -33,6 +34,9 @@ TENSORS: Final = TensorTable(
         "indices": Axes("B S K", torch.int32, not_empty="K"),
         "lengths": Axes("B S", torch.int32, optional=True),
         "attn_sink": Axes("H", torch.float32, optional=True),
+        "extra_kv_cache": Checked(optional=True),
+        "extra_indices": Axes("B S E", torch.int32, optional=True, not_empty="E"),
+        "extra_lengths": Axes("B S", torch.int32, optional=True),
         "out": Axes("B S H value", torch.bfloat16, optional=True, written=True),
         "lse_out": Axes("B S H", torch.float32, optional=True, written=True),
     },
@@ -46,6 +50,10 @@ class SparseDecode(Protocol):
     q [B, S, H, 576] bf16; kv_cache [blocks, block_size, 576] bf16 or [.., 656] uint8; indices [B, S, K] int32 global slots;
     lengths [B, S] int32; attn_sink [H] float32; schedule made for B * S rows, H heads and this K. Returns out
     [B, S, H, 512] bf16 and lse [B, S, H] float32, which are `out` and `lse_out` where given.
+
+    An implementation that declares `Support.extra_cache` takes three more keywords, which are passed where there is a second
+    cache: extra_kv_cache of the same layout, extra_indices [B, S, E] int32, its slots, and extra_lengths [B, S] int32 or None.
+    A row attends to the union of both.
     """
 
     def __call__(
@@ -71,6 +79,9 @@ def sparse_decode(
     softmax_scale: float,
     lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
+    extra_kv_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
     schedule: DecodeSchedule | None = None,
     out: Tensor | None = None,
     lse_out: Tensor | None = None,
@@ -79,11 +90,15 @@ def sparse_decode(
     """Attention of B x S query tokens over chosen slots of the paged cache.
 
     Args:
-        q: [B, S, H, 576] bf16. kv_cache: [blocks, block_size, 656] uint8 or [blocks, block_size, 576] bf16. Blocks of one bf16
-            row may overlap: rows that begin every few elements of other memory are read in place.
+        q: [B, S, H, key width] bf16: 576, or 512 for layouts without a rotary part; 512 over quantised rows with one, too,
+            which is then not read. kv_cache: [blocks, block_size, row width] of a layout: 576 or 512 bf16, 656 or 584 uint8.
+            Blocks of one bf16 row may overlap: rows that begin every few elements of other memory are read in place.
         indices: [B, S, K] int32, global slots; negative or past the cache = absent; duplicates count each time.
         softmax_scale: factor on q.k. lengths: [B, S] int32, only that many leading entries of a row are read.
         attn_sink: [H] float32; out is multiplied by exp(lse) / (exp(lse) + exp(sink)).
+        extra_kv_cache, extra_indices, extra_lengths: a second paged cache of the same layout, whose blocks may be of another
+            size, [B, S, E] int32 slots of it, and [B, S] int32 as `lengths`. A row attends to what both lists name; either
+            may be empty by its lengths.
         schedule: from a planner, for B * S rows of H heads and width K; its scratch is used instead of fresh memory.
         out: [B, S, H, 512] bf16, lse_out: [B, S, H] float32, written; they overlap no input.
         backend: see `mla_portable.primitives`.
@@ -91,7 +106,8 @@ def sparse_decode(
     Raises: InvalidArgument, PlanMismatch (a schedule made for other shapes or another kind of kernel), UnknownBackend,
         UnsupportedRequest. Graph-safe with `out`, `lse_out` and, where the kernel takes one, `schedule`.
     """
-    facts = check(q, kv_cache, indices, softmax_scale, lengths, attn_sink, schedule, out, lse_out)
+    extra = (extra_kv_cache, extra_indices, extra_lengths)
+    facts = check(q, kv_cache, indices, softmax_scale, lengths, attn_sink, *extra, schedule, out, lse_out)
     served = find(SPARSE_DECODE, backend, q, facts)
     if schedule is not None and served.schedule_type is not None and not isinstance(schedule, served.schedule_type):
         raise PlanMismatch(
@@ -108,6 +124,7 @@ def sparse_decode(
         schedule=schedule,
         out=out,
         lse_out=lse_out,
+        **second_cache(*extra),
     )
 
 
@@ -118,6 +135,9 @@ def check(
     softmax_scale: float,
     lengths: Tensor | None,
     attn_sink: Tensor | None,
+    extra_kv_cache: Tensor | None,
+    extra_indices: Tensor | None,
+    extra_lengths: Tensor | None,
     schedule: DecodeSchedule | None,
     out: Tensor | None,
     lse_out: Tensor | None,
@@ -129,22 +149,37 @@ def check(
     where = TENSORS.where
     check_dense(where, "q", q, "[B, S, H, key width]")
     layout, block_size, block_stride, alignment = check_cache(where, "kv_cache", kv_cache, q.device, may_overlap=True)
-    sizes = {"key": layout.key_width, "value": layout.value_width}
-    TENSORS.check((q, kv_cache, indices, lengths, attn_sink, out, lse_out), sizes)
+    extra_size, extra_stride, alignment = check_second_cache(
+        where, layout, alignment, q.device, extra_kv_cache, extra_indices, extra_lengths
+    )
+    nope = is_nope(q, layout)
+    sizes = {"key": layout.value_width if nope else layout.key_width, "value": layout.value_width}
+    extra = (extra_kv_cache, extra_indices, extra_lengths)
+    TENSORS.check((q, kv_cache, indices, lengths, attn_sink, *extra, out, lse_out), sizes)
     check_scale(where, "softmax_scale", softmax_scale)
+    extra_topk = None if extra_indices is None else sizes["E"]
     query_len, num_heads, topk = sizes["S"], sizes["H"], sizes["K"]
     if schedule is not None:
         if not isinstance(schedule, DecodeSchedule):  # pyright: ignore[reportUnnecessaryIsInstance]
             refuse(where, "schedule", describe(schedule), "a schedule from a planner, or None")
         schedule.check(where, sizes["B"], query_len, num_heads, topk, q.device)
+        if schedule.extra_topk != (extra_topk or 0):
+            raise PlanMismatch(
+                f"{where}: the call has extra_topk {extra_topk or 0}, its schedule was made for {schedule.extra_topk}. "
+                "Plan with the extra_topk of the calls."
+            )
         scratch = schedule.scratch(where, layout.value_width)
         if scratch:
             read = {"q": q, "kv_cache": kv_cache, "indices": indices, "lengths": lengths, "attn_sink": attn_sink}
+            read |= {"extra_kv_cache": extra_kv_cache, "extra_indices": extra_indices, "extra_lengths": extra_lengths}
             check_disjoint(where, {"out": out, "lse_out": lse_out}, read, scratch)
-    uneven, with_lengths, with_sink = bool(block_stride % layout.row_width), lengths is not None, attn_sink is not None
+    uneven = bool(block_stride % layout.row_pitch) or bool(extra_stride % layout.row_pitch)
+    with_lengths, with_sink = lengths is not None, attn_sink is not None
+    second = (extra_topk, extra_size, extra_lengths is not None)
     # a schedule was planned for the implementation that serves every number of rows
     rows = None if schedule is not None else rounded_rows(sizes["B"] * query_len)
-    return layout.name, num_heads, topk, block_size, query_len, alignment, uneven, with_lengths, with_sink, True, rows
+    caches = (block_size, query_len, alignment, uneven)
+    return layout.name, num_heads, topk, *caches, with_lengths, with_sink, True, rows, *second, nope
 
 
 @isolated
@@ -156,6 +191,9 @@ def reference(
     softmax_scale: float,
     lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
+    extra_kv_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
     schedule: DecodeSchedule | None = None,
     out: Tensor | None = None,
     lse_out: Tensor | None = None,
@@ -167,14 +205,14 @@ def reference(
     and S. Not graph-safe.
     """
     out, lse_out = attention_results(q, kv_cache, out, lse_out)
-    rows = CacheRows(kv_cache)
+    lists = [Keys(CacheRows(kv_cache), indices, lengths)]
+    if extra_kv_cache is not None and extra_indices is not None:
+        lists.append(Keys(CacheRows(extra_kv_cache), extra_indices, extra_lengths))
     for s in range(q.shape[1]):  # [:, s] is a view for any strides; flattening [B, S] might be a copy
         attend(
             q[:, s],
-            rows,
-            indices[:, s],
+            [each.of(s) for each in lists],
             softmax_scale,
-            None if lengths is None else lengths[:, s],
             attn_sink,
             out[:, s],
             lse_out[:, s],
@@ -198,6 +236,10 @@ SPARSE_DECODE: Final = Primitive[SparseDecode](
         "attn_sink",
         "lse",
         "rows",
+        "extra_topk",
+        "extra_block_size",
+        "extra_lengths",
+        "nope",
     ),
     results=("out", "lse"),
     cache=KV,

@@ -14,9 +14,10 @@ from mla_portable.contracts.rules import check_cache, check_dense, check_flat_ro
 from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
 from mla_portable.contracts.values import check_scale, rounded_rows
 from mla_portable.dispatch import find
-from mla_portable.layouts import KV, layout_of
-from mla_portable.primitives._attention import attend
+from mla_portable.layouts import KV, CacheLayout, layout_of
+from mla_portable.primitives._attention import Keys, attend
 from mla_portable.primitives._reference import CacheRows, isolated
+from mla_portable.primitives._second_cache import check_second_cache, is_nope, second_cache
 
 __all__ = ["SPARSE_PREFILL", "SparsePrefill", "sparse_prefill"]
 
@@ -28,6 +29,9 @@ TENSORS: Final = TensorTable(
         "indices": Axes("T K", torch.int32, not_empty="K"),
         "lengths": Axes("T", torch.int32, optional=True),
         "attn_sink": Axes("H", torch.float32, optional=True),
+        "extra_kv_cache": Checked(optional=True),
+        "extra_indices": Axes("T E", torch.int32, optional=True, not_empty="E"),
+        "extra_lengths": Axes("T", torch.int32, optional=True),
         "out": Axes("T H value", torch.bfloat16, optional=True, written=True),
         "lse_out": Axes("T H", torch.float32, optional=True, written=True),
     },
@@ -42,6 +46,10 @@ class SparsePrefill(Protocol):
     [blocks, block_size, 656] uint8; indices [T, K] int32 rows of kv (slots of a paged cache), those past W are absent;
     lengths [T] int32; attn_sink [H] float32. Returns out [T, H, 512] bf16 and lse [T, H] float32, which are `out` and
     `lse_out` where given.
+
+    An implementation that declares `Support.extra_cache` takes three more keywords, which are passed where there is a second
+    cache: extra_kv_cache, of the layout of kv and flat or paged as that is, extra_indices [T, E] int32 and extra_lengths [T]
+    int32 or None. A row attends to the union of both.
     """
 
     def __call__(
@@ -66,6 +74,9 @@ def sparse_prefill(
     softmax_scale: float,
     lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
+    extra_kv_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
     out: Tensor | None = None,
     lse_out: Tensor | None = None,
     backend: str | None = None,
@@ -73,15 +84,18 @@ def sparse_prefill(
     """Attention of T query tokens over chosen rows of a workspace, of a flat bf16 cache, or of the paged FP8 cache.
 
     Args:
-        q: [T, H, 576] bf16. kv: [W, 576] bf16, or the paged [blocks, block_size, 656] uint8.
+        q: [T, H, key width] bf16, as in `sparse_decode`. kv: flat rows [W, 576 or 512] bf16, or a paged cache
+            [blocks, block_size, 656 or 584] uint8.
         indices: [T, K] int32, rows of kv or slots of the cache; negative or past the end = absent.
         softmax_scale, lengths [T] int32, attn_sink [H] float32: as in `sparse_decode`.
+        extra_kv_cache, extra_indices [T, E] int32, extra_lengths [T] int32: likewise; the second one is flat or paged as kv is.
         out: [T, H, 512] bf16, lse_out: [T, H] float32, written; they overlap no input.
         backend: see `mla_portable.primitives`.
     Returns: (out, lse) as in `sparse_decode`.
     Raises: InvalidArgument, UnknownBackend, UnsupportedRequest. Graph-safe with `out` and `lse_out`.
     """
-    facts = check(q, kv, indices, softmax_scale, lengths, attn_sink, out, lse_out)
+    extra = (extra_kv_cache, extra_indices, extra_lengths)
+    facts = check(q, kv, indices, softmax_scale, lengths, attn_sink, *extra, out, lse_out)
     return find(SPARSE_PREFILL, backend, q, facts).call(
         q,
         kv,
@@ -91,6 +105,7 @@ def sparse_prefill(
         attn_sink=attn_sink,
         out=out,
         lse_out=lse_out,
+        **second_cache(*extra),
     )
 
 
@@ -101,29 +116,44 @@ def check(
     softmax_scale: float,
     lengths: Tensor | None,
     attn_sink: Tensor | None,
+    extra_kv_cache: Tensor | None,
+    extra_indices: Tensor | None,
+    extra_lengths: Tensor | None,
     out: Tensor | None,
     lse_out: Tensor | None,
 ) -> tuple[object, ...]:
     """Raise InvalidArgument, or return the facts; block_size is None for bfloat16 rows, which are flat."""
     where = TENSORS.where
     check_dense(where, "q", q, "[T, H, key width]")
-    check_dense(where, "kv", kv, "[W, row width] or [blocks, block_size, row width]")
-    layout = layout_of(kv, where=where, argument="kv")
+    layout, block_size, block_stride, alignment = _check_rows("kv", kv, q.device)
+    extra_size, extra_stride, alignment = check_second_cache(
+        where, layout, alignment, q.device, extra_kv_cache, extra_indices, extra_lengths, read=_check_rows
+    )
+    nope = is_nope(q, layout)
+    sizes = {"key": layout.value_width if nope else layout.key_width, "value": layout.value_width}
+    extra = (extra_kv_cache, extra_indices, extra_lengths)
+    TENSORS.check((q, kv, indices, lengths, attn_sink, *extra, out, lse_out), sizes)
+    check_scale(where, "softmax_scale", softmax_scale)
+    uneven = bool(block_stride % layout.row_pitch) or bool(extra_stride % layout.row_pitch)
+    second = (None if extra_indices is None else sizes["E"], extra_size, extra_lengths is not None)
+    features = (lengths is not None, attn_sink is not None, True)
+    shape = (layout.name, sizes["H"], sizes["K"], block_size, alignment, uneven)
+    return *shape, *features, rounded_rows(sizes["T"]), *second, nope
+
+
+def _check_rows(argument: str, kv: Tensor, device: torch.device) -> tuple[CacheLayout, int | None, int, int]:
+    """As `check_cache`, of flat rows as well; block_size is None for these."""
+    where = TENSORS.where
+    check_dense(where, argument, kv, "[W, row width] or [blocks, block_size, row width]")
+    layout = layout_of(kv, where=where, argument=argument)
     width = layout.row_width
     if layout.is_quantized:
         remedy = "Pass the paged cache itself: FP8 rows are read in place."
-        shape_of(where, "kv", kv, 3, f"[blocks, block_size, {width}]", remedy)
-        _, block_size, block_stride, alignment = check_cache(where, "kv", kv, q.device)
-    else:
-        shape_of(where, "kv", kv, 2, f"[W, {width}]", f"Flatten a bfloat16 cache: kv_cache.view(-1, {width}).")
-        check_flat_rows(where, "kv", kv, layout, q.device)
-        block_size, block_stride, alignment = None, 0, rows_alignment(kv)
-    sizes = {"key": layout.key_width, "value": layout.value_width}
-    TENSORS.check((q, kv, indices, lengths, attn_sink, out, lse_out), sizes)
-    check_scale(where, "softmax_scale", softmax_scale)
-    uneven, with_lengths, with_sink = bool(block_stride % width), lengths is not None, attn_sink is not None
-    rows = rounded_rows(sizes["T"])
-    return layout.name, sizes["H"], sizes["K"], block_size, alignment, uneven, with_lengths, with_sink, True, rows
+        shape_of(where, argument, kv, 3, f"[blocks, block_size, {width}]", remedy)
+        return check_cache(where, argument, kv, device)
+    shape_of(where, argument, kv, 2, f"[W, {width}]", f"Flatten a bfloat16 cache: kv_cache.view(-1, {width}).")
+    check_flat_rows(where, argument, kv, layout, device)
+    return layout, None, 0, rows_alignment(kv)
 
 
 @isolated
@@ -135,6 +165,9 @@ def reference(
     softmax_scale: float,
     lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
+    extra_kv_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
     out: Tensor | None = None,
     lse_out: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
@@ -144,7 +177,10 @@ def reference(
     `dtype` is that of the arithmetic. Allocates about `chunk_bytes` beyond the outputs, whatever T. Not graph-safe.
     """
     out, lse_out = attention_results(q, kv, out, lse_out)
-    attend(q, CacheRows(kv), indices, softmax_scale, lengths, attn_sink, out, lse_out, dtype)
+    lists = [Keys(CacheRows(kv), indices, lengths)]
+    if extra_kv_cache is not None and extra_indices is not None:
+        lists.append(Keys(CacheRows(extra_kv_cache), extra_indices, extra_lengths))
+    attend(q, lists, softmax_scale, attn_sink, out, lse_out, dtype)
     return out, lse_out
 
 
@@ -162,6 +198,10 @@ SPARSE_PREFILL: Final = Primitive[SparsePrefill](
         "attn_sink",
         "lse",
         "rows",
+        "extra_topk",
+        "extra_block_size",
+        "extra_lengths",
+        "nope",
     ),
     results=("out", "lse"),
     cache=KV,

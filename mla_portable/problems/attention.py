@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -56,29 +56,57 @@ def attend(
     softmax_scale: float,
     lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
+    extra_kv_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [T, H, 512] and lse [T, H], float64, one query row at a time; kv is a workspace or a paged cache."""
+    """out [T, H, 512] and lse [T, H], float64, one query row at a time; kv is a workspace or a paged cache.
+
+    A second cache adds its keys to those of the first. Queries of 512 leave the rotary part of keys out.
+    """
     queries = q.detach().cpu().double()
     sink = None if attn_sink is None else attn_sink.detach().cpu().double()
     out = torch.empty((*queries.shape[:2], KV_LORA_RANK), dtype=torch.float64, device="cpu")
     lse = torch.empty(queries.shape[:2], dtype=torch.float64, device="cpu")
-    for token, (keys, times) in enumerate(_chosen_keys(kv, indices, lengths)):
+    second = None if extra_kv_cache is None else (extra_kv_cache, extra_indices, extra_lengths)
+    for token, (keys, times) in enumerate(_union(queries, (kv, indices, lengths), second)):
         out[token], lse[token] = _attend_row(queries[token], keys, times, softmax_scale, sink)
     return out, lse
 
 
-def score_terms(q: Tensor, kv: Tensor, indices: Tensor, *, softmax_scale: float, lengths: Tensor | None = None) -> Tensor:
+def score_terms(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    softmax_scale: float,
+    lengths: Tensor | None = None,
+    extra_kv_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
+) -> Tensor:
     """[T, H] float64: the magnitudes of the products of a score added up, on average over keys by their weights.
 
     An error of each score by a share of its terms moves the lse by that share of this.
     """
     queries = q.detach().cpu().double()
     terms = torch.zeros(queries.shape[:2], dtype=torch.float64, device="cpu")
-    for token, (keys, times) in enumerate(_chosen_keys(kv, indices, lengths)):
+    second = None if extra_kv_cache is None else (extra_kv_cache, extra_indices, extra_lengths)
+    for token, (keys, times) in enumerate(_union(queries, (kv, indices, lengths), second)):
         if len(keys):
             weights = (softmax_scale * (queries[token] @ keys.T) + times.double().log()).softmax(dim=1)  # [H, n]
             terms[token] = softmax_scale * (weights * (queries[token].abs() @ keys.abs().T)).sum(dim=1)
     return terms
+
+
+def _union(queries: Tensor, first: tuple[Any, ...], second: tuple[Any, ...] | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each query row the keys [n, width of `queries`] float64 that either list names, and how often each is named [n]."""
+    width, each = queries.shape[-1], _chosen_keys(*first)
+    if second is None:
+        yield from ((keys[:, :width], times) for keys, times in each)
+        return
+    for (keys, times), (more_keys, more_times) in zip(each, _chosen_keys(*second), strict=True):
+        yield torch.cat([keys, more_keys])[:, :width], torch.cat([times, more_times])
 
 
 def _chosen_keys(kv: Tensor, indices: Tensor, lengths: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:

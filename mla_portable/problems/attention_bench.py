@@ -15,6 +15,7 @@ from mla_portable.primitives import SPARSE_DECODE
 from mla_portable.problems.attention import SOFTMAX_SCALE, attend, findings
 from mla_portable.problems.bench import BenchProblem, KernelCase, Workshop, spread
 from mla_portable.problems.compare import Finding
+from mla_portable.problems.draw import taken_rows
 from mla_portable.problems.stage import Results
 
 
@@ -46,7 +47,8 @@ def make_attention(workshop: Workshop, case: KernelCase) -> BenchProblem:
     @cache
     def wanted() -> tuple[Tensor, Tensor]:
         """out [n, H, 512] and lse [n, H], float64."""
-        named = flat[indices[judged].long().flatten()].cpu()  # [n * K, row]
+        slots = indices[judged].long().flatten()
+        named = (taken_rows(layout, kv, slots) if paged else flat[slots]).cpu()  # [n * K, row]
         own = torch.arange(named.shape[0]).view(-1, topk)
         return attend(q[judged], named, own, softmax_scale=SOFTMAX_SCALE, lengths=None, attn_sink=None)
 

@@ -49,6 +49,8 @@ def attention_params(implementation: Implementation, facts: DeviceFacts, level: 
     yield from _promised(implementation, facts, level, axes, budget)
     yield from _batches(implementation, facts, level, axes)
     yield from _scenes(implementation, facts, level, axes)
+    yield from _second_caches(implementation, facts, level, axes, budget)
+    yield from _nope(implementation, facts, level, axes, budget)
     yield from published_attention(implementation, facts, level)
 
 
@@ -227,6 +229,75 @@ def _promised(
         yield replace(_params(implementation, choice, budget), promised=True, with_lse=False)
 
 
+def _second_caches(
+    implementation: Implementation, facts: DeviceFacts, level: str, axes: dict[str, list[Any]], budget: int | None
+) -> Iterator[AttentionParams]:
+    """Rows attend to two caches: a list, or both, may be empty, and the blocks of the caches differ."""
+    if not implementation.support.extra_cache:
+        return
+    smoke, full = level == "smoke", level == "full"
+    widths = shapes.topks(implementation, facts, "quick")
+    heads = axes["heads"] if full else list(dict.fromkeys(each for near in (8, 16, 64) for each in _near(axes["heads"], near)))
+    sizes = accepted(implementation, facts, "extra_block_size", (2, 53, 64, 256)) or [None]
+    axes = axes | {
+        "heads": _near(axes["heads"], 16) if smoke else heads,
+        "topk": list(dict.fromkeys(each for wanted in (128, 64, 512) for each in _near(widths, wanted))),
+        "extra_topk": accepted(implementation, facts, "extra_topk", (64, 100, 512, 1024) if full else (64, 100, 512)),
+        "block_size": [size for size in (None, 64, 16, 1) if size in axes["block_size"]] or axes["block_size"],
+        "extra_block_size": [None, *sizes] if None in axes["block_size"] else sizes,
+        "pattern": ["dense", "holes", "absent", "corpus", "first"],
+        "extra_pattern": ["holes", "absent", "dense", "last"],
+        "extra_lengths": axes["lengths"],
+        "size": ["plain", "large"],
+        "run": ["once", "repeat"] if full else ["once"],
+        "amount": ["few"],
+    }
+
+    def allowed(choice: Choice) -> bool:
+        flat = ("block_size" in choice and choice["block_size"] is None, choice.get("extra_block_size", 0) is None)
+        if {"block_size", "extra_block_size"} <= choice.keys() and flat[0] != flat[1]:
+            return False
+        total = choice.get("topk", 1) + choice.get("extra_topk", 1)
+        return _is_sound(choice, implementation, facts) and _is_affordable(choice | {"topk": total}, budget)
+
+    for choice in covering(axes, strength=1 if smoke else 2, allowed=allowed) if all(axes.values()) else ():
+        yield _params(implementation, choice, budget)
+    graphed = {name: values[:1] for name, values in axes.items()} | {
+        **{name: axes[name] for name in ("storage", "block_size", "extra_block_size", "sink", "lengths", "extra_lengths")},
+        "outputs": ["packed"],
+        "schedule": axes["schedule"][-1:],
+    }
+    if can_capture(implementation, facts) and all(graphed.values()):
+        for choice in covering(graphed, strength=1, allowed=allowed):
+            yield replace(_params(implementation, choice, budget), run="graph")
+
+
+def _nope(
+    implementation: Implementation, facts: DeviceFacts, level: str, axes: dict[str, list[Any]], budget: int | None
+) -> Iterator[AttentionParams]:
+    """Queries without a rotary part over rows that have one."""
+    if not implementation.support.nope:
+        return
+    names = ("pattern", "sink", "lengths", "outputs", "inputs", "blocks", "schedule", "query_len", "block_size")
+    axes = {name: values[:1] for name, values in axes.items()} | {
+        **{name: axes[name] for name in names if name in axes},
+        "storage": [kind for kind in axes["storage"] if _has_idle_rope(shapes.layout_of_storage(kind[0]))],
+        "heads": list(dict.fromkeys(each for wanted in (8, 64) for each in _near(axes["heads"], wanted))),
+        "topk": _near(axes["topk"], 100),
+    }
+
+    def allowed(choice: Choice) -> bool:
+        return _is_sound(choice, implementation, facts) and _is_affordable(choice, budget)
+
+    for choice in covering(axes, strength=1, allowed=allowed) if all(axes.values()) else ():
+        yield replace(_params(implementation, choice, budget), nope=True)
+
+
+def _has_idle_rope(layout: str) -> bool:
+    """Rows of the layout have a rotary part that queries may leave out."""
+    return LAYOUTS[layout].is_quantized and LAYOUTS[layout].rope_width > 0
+
+
 def _batches(
     implementation: Implementation, facts: DeviceFacts, level: str, axes: dict[str, list[Any]]
 ) -> Iterator[AttentionParams]:
@@ -261,7 +332,8 @@ def _near(values: list[int], wanted: int) -> list[int]:
 
 
 def attention_variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:
-    """What to try: a plain call, every feature at once, sinks without bounds, and the call that `SparseMLAAttention` binds."""
+    """What to try: a plain call, every feature at once, sinks without bounds, the call that `SparseMLAAttention` binds, and
+    a second cache."""
     plain = request.but(lse=support.lse)
     yield "holes", plain
     features = {"lengths": support.lengths, "sink": support.attn_sink}
@@ -270,6 +342,12 @@ def attention_variants(request: Request, support: Support) -> Iterator[tuple[str
         yield " and ".join(word for word, on in features.items() if on), asked
         if support.attn_sink:
             yield _INFINITE, asked
+    if support.extra_cache:
+        flat = request.block_size is None and request.primitive is not SPARSE_DECODE
+        second = {"extra_topk": request.topk or 64, "extra_block_size": None if flat else request.block_size}
+        yield "second cache", plain.but(**second, lengths=support.lengths, extra_lengths=support.lengths)
+    if support.nope and _has_idle_rope(request.kv_layout or BF16.name):
+        yield "nope", plain.but(nope=True)
     yield "promises", request.but(lengths=support.lengths, clean_indices=True, clean_lengths=support.lengths)
 
 
@@ -282,7 +360,7 @@ def attention_of_request(request: Request, name: str) -> AttentionParams:
     infinite = name == _INFINITE or (heads >= 3 and name.startswith("request"))
     return (DecodeParams if decode else PrefillParams)(
         kv=workspace_of(layout.name) if flat else layout.name,
-        scale_format=(request.scale_format or "amax") if layout.is_quantized else None,
+        scale_format=(request.scale_format or layout.scale_formats[-1]) if layout.is_quantized else None,
         heads=heads,
         topk=request.topk or 1,
         block_size=None if flat else request.block_size or 16,
@@ -294,4 +372,9 @@ def attention_of_request(request: Request, name: str) -> AttentionParams:
         outputs="packed",
         with_lse=request.lse,
         promised=request.clean_indices,
+        extra_topk=request.extra_topk,
+        extra_block_size=None if flat or request.extra_topk is None else request.extra_block_size or 2,
+        extra_pattern=MIXED if request.extra_topk is not None else "dense",
+        extra_lengths=request.extra_lengths,
+        nope=request.nope,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 import torch
@@ -46,15 +46,19 @@ class AttentionParams(Params):
         schedule: the kind to pass, None for no schedule.
         with_lse: it is asked for.
         promised: indices are clean, as the request then says; what is absent is -1, past a length as well.
+        extra_topk: K of a second cache, None for none. extra_block_size: its block size, None where kv is flat.
+        extra_pattern, extra_lengths: as `pattern` and `lengths`, of its list.
+        nope: queries are as wide as the latent, and the rotary part of the rows is not read.
     """
 
     says = (
         "{kv}! {scale_format} h{heads}! k{topk}! b{block_size} s{query_len} {pattern}! t{unusual_rows} sink_{sink} "
-        "lengths{lengths} in{inputs} out_{outputs} {blocks} {size} scheduled{scheduled} promised{promised}"
+        "lengths{lengths} in{inputs} out_{outputs} {blocks} {size} scheduled{scheduled} promised{promised} "
+        "extra{extra_topk} extra_b{extra_block_size} extra_{extra_pattern} extra_lengths{extra_lengths} nope{nope}"
     )
     asks = (
         "kv_layout=kv num_heads=heads topk block_size query_len rows scale_format lse=with_lse attn_sink=sink lengths "
-        "clean_indices=promised"
+        "clean_indices=promised extra_topk extra_block_size extra_lengths nope"
     )
     softmax_scale: ClassVar[float] = SOFTMAX_SCALE
     kv: str
@@ -74,6 +78,11 @@ class AttentionParams(Params):
     schedule: ScheduleKind | None = None
     with_lse: bool = True
     promised: bool = False
+    extra_topk: int | None = None
+    extra_block_size: int | None = None
+    extra_pattern: str = "dense"
+    extra_lengths: bool = False
+    nope: bool = False
 
     @property
     def kv_layout(self) -> str:
@@ -114,19 +123,27 @@ class PrefillParams(AttentionParams):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
-    """The tensors of a call: q [rows, H, key width], indices [rows, K] and lengths [rows] on the CPU, kv on the device.
+class DrawnKeys:
+    """A cache and its list: kv on the device, indices [rows, K] and lengths [rows] on the CPU.
 
     Attributes:
         original_kv, original_indices: on the CPU, for the oracle: a cache with the same tokens, and their places in it.
     """
 
-    q: Tensor
     kv: Tensor
     original_kv: Tensor
     indices: Tensor
     original_indices: Tensor
     lengths: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """The tensors of a call: q [rows, H, key width] on the CPU, what it attends to, and a second cache or None."""
+
+    q: Tensor
+    keys: DrawnKeys
+    extra: DrawnKeys | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,9 +161,28 @@ class _KV:
 def build_attention(params: AttentionParams, seed: int, device: torch.device, facts: DeviceFacts) -> Problem:
     """The problem that `params` describe; see AttentionParams."""
     g, stage = draw.generator(seed), Stage(device)
+    layout = LAYOUTS[params.kv_layout]
+    kv = _vast_kv(params, stage, g) if params.blocks == "address" else _kv(params, stage, "kv", g)
+    q = draw.queries(params.rows, params.heads, layout, params.size, g)
+    if params.nope:
+        q = q[..., : layout.value_width].contiguous()
+    keys, extra = _drawn(params, kv, g), None
+    if params.extra_topk is not None:
+        own = replace(
+            params,
+            topk=params.extra_topk,
+            block_size=params.extra_block_size,
+            pattern=params.extra_pattern,
+            lengths=params.extra_lengths,
+            blocks="packed" if params.blocks == "address" else params.blocks,
+        )
+        extra = _drawn(own, _kv(own, stage, "extra_kv", g), g)
+    return problem_of(params, Drawn(q, keys, extra), stage, g, facts)
+
+
+def _drawn(params: AttentionParams, kv: _KV, g: torch.Generator) -> DrawnKeys:
+    """The list of a cache."""
     rows, topk = params.rows, params.topk
-    kv = _vast_kv(params, stage, g) if params.blocks == "address" else _kv(params, stage, g)
-    q = draw.queries(rows, params.heads, LAYOUTS[params.kv_layout], params.size, g)
     lengths = _lengths(params, g) if params.lengths else None
     picks = torch.arange(len(kv.used))
     unused = len(picks) + torch.arange(len(kv.unused))
@@ -160,26 +196,32 @@ def build_attention(params: AttentionParams, seed: int, device: torch.device, fa
         order = (indices < 0).to(torch.uint8).argsort(dim=1, stable=True)
         indices, original_indices = indices.gather(1, order), original_indices.gather(1, order)
         lengths = (indices >= 0).sum(1, dtype=torch.int32)
-    return problem_of(params, Drawn(q, kv.placed, kv.original, indices, original_indices, lengths), stage, g, facts)
+    return DrawnKeys(kv.placed, kv.original, indices, original_indices, lengths)
 
 
 def problem_of(params: AttentionParams, drawn: Drawn, stage: Stage, g: torch.Generator, facts: DeviceFacts) -> Problem:
     """The call on what was drawn, with outputs, sinks and schedule as `params` want them, and its judge."""
-    rows, topk, heads, device = params.rows, params.topk, params.heads, stage.device
-    layout, lengths = LAYOUTS[params.kv_layout], drawn.lengths
+    rows, heads, device = params.rows, params.heads, stage.device
+    layout, q, oracle = LAYOUTS[params.kv_layout], drawn.q, _Oracle(params, drawn)
     shape = (rows // params.query_len, params.query_len) if params.query_len else (rows,)
-    q, original_indices = drawn.q.view(*shape, heads, layout.key_width), drawn.original_indices.view(*shape, topk)
-    lengths = None if lengths is None else lengths.view(shape)
-    sink = _sink(params, q, drawn.original_kv, original_indices, lengths, g)
+    sink = _sink(params, oracle, g)
     apart = params.inputs == "views"
     kv_name = "kv_cache" if params.query_len else "kv"
-    args = {"q": stage.read("q", q, strided=apart), kv_name: drawn.kv}
-    args["indices"] = stage.read("indices", drawn.indices.view(*shape, topk), strided=apart)
-    keywords: dict[str, Any] = {"softmax_scale": params.softmax_scale}
-    if lengths is not None:
-        keywords["lengths"] = stage.read("lengths", lengths, strided=apart)
+
+    def listed(name: str, keys: DrawnKeys) -> Iterator[tuple[str, Tensor]]:
+        """indices and, where they are passed, lengths."""
+        yield f"{name}indices", stage.read(f"{name}indices", keys.indices.view(*shape, keys.indices.shape[-1]), strided=apart)
+        if keys.lengths is not None:
+            yield f"{name}lengths", stage.read(f"{name}lengths", keys.lengths.view(shape), strided=apart)
+
+    args = {"q": stage.read("q", q.view(*shape, heads, q.shape[-1]), strided=apart), kv_name: drawn.keys.kv}
+    lists = dict(listed("", drawn.keys))
+    args["indices"] = lists.pop("indices")
+    keywords: dict[str, Any] = {"softmax_scale": params.softmax_scale, **lists}
     if sink is not None:
         keywords["attn_sink"] = stage.read("attn_sink", sink)
+    if drawn.extra is not None:
+        keywords |= {"extra_kv_cache": drawn.extra.kv, **dict(listed("extra_", drawn.extra))}
     if params.outputs != "fresh":
         strided = params.outputs == "views"
         keywords["out"] = stage.write("out", (*shape, heads, layout.value_width), torch.bfloat16, strided=strided)
@@ -189,16 +231,12 @@ def problem_of(params: AttentionParams, drawn: Drawn, stage: Stage, g: torch.Gen
         keywords["schedule"] = make_schedule(params, device, facts)
 
     judged = torch.linspace(0, rows - 1, JUDGED_ROWS).long() if rows > JUDGED_ROWS else torch.arange(rows)
-    want_out, want_lse = _expected(params, q, drawn.original_kv, original_indices, lengths, sink, judged)
-
-    def terms() -> Tensor:
-        some_q, named, limits = _judged(params, q, original_indices, lengths, judged)
-        return score_terms(some_q, drawn.original_kv, named, softmax_scale=params.softmax_scale, lengths=limits)
+    want_out, want_lse = oracle.expected(judged, sink)
 
     def part(bound: Callable[..., Any], some: slice) -> tuple[Tensor, ...]:
-        own = {name: value for name, value in keywords.items() if name in ("softmax_scale", "attn_sink")}
-        if "lengths" in keywords:
-            own["lengths"] = keywords["lengths"][some]
+        whole, by_row = ("softmax_scale", "attn_sink", "extra_kv_cache"), ("lengths", "extra_indices", "extra_lengths")
+        own = {name: value for name, value in keywords.items() if name in whole}
+        own |= {name: value[some] for name, value in keywords.items() if name in by_row}
         if "schedule" in keywords:
             own["schedule"] = make_schedule(params, device, facts, num_rows=args["q"][some].shape[:-2].numel())
         results = tuple(bound(args["q"][some], args[kv_name], args["indices"][some], **own))
@@ -209,14 +247,43 @@ def problem_of(params: AttentionParams, drawn: Drawn, stage: Stage, g: torch.Gen
         if not params.with_lse and "lse" in got:  # NaN says that it is none
             got["lse"] = torch.where(got["lse"].isnan(), want_lse, got["lse"])
         want = {"out": want_out, "lse": want_lse}
-        yield from findings(params.storage_name, got, want, rows=judged, sink=sink, terms=terms)
+        yield from findings(params.storage_name, got, want, rows=judged, sink=sink, terms=lambda: oracle.terms(judged))
 
     returns = {"out": ((*shape, heads, layout.value_width), torch.bfloat16), "lse": ((*shape, heads), torch.float32)}
     outputs, untold = frozenset({"out", "lse_out"}), frozenset(() if params.with_lse else ("lse",))
     return Problem(stage, args, keywords, returns, judge, outputs, untold, part)
 
 
-def _kv(params: AttentionParams, stage: Stage, g: torch.Generator) -> _KV:
+class _Oracle:
+    """The oracle's results of some rows of a problem."""
+
+    def __init__(self, params: AttentionParams, drawn: Drawn) -> None:
+        self._scale, self._drawn = params.softmax_scale, drawn
+
+    def _of(self, rows: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+        """Arguments for rows [n]: queries [n, H, key width], cache and indices [n, K]; lengths [n] and the second cache."""
+
+        def listed(name: str, keys: DrawnKeys) -> dict[str, Any]:
+            limits = None if keys.lengths is None else keys.lengths[rows]
+            return {f"{name}indices": keys.original_indices[rows], f"{name}lengths": limits}
+
+        keys, extra, more = self._drawn.keys, self._drawn.extra, listed("", self._drawn.keys)
+        if extra is not None:
+            more |= {"extra_kv_cache": extra.original_kv, **listed("extra_", extra)}
+        return (self._drawn.q[rows], keys.original_kv, more.pop("indices")), more | {"softmax_scale": self._scale}
+
+    def expected(self, rows: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+        """out [n, H, 512] and lse [n, H], float64."""
+        args, more = self._of(rows)
+        return attend(*args, **more, attn_sink=sink)
+
+    def terms(self, rows: Tensor) -> Tensor:
+        """`score_terms`."""
+        args, more = self._of(rows)
+        return score_terms(*args, **more)
+
+
+def _kv(params: AttentionParams, stage: Stage, name: str, g: torch.Generator) -> _KV:
     """A small cache (a workspace is one block of it), most of whose slots hold tokens at shuffled places."""
     layout = LAYOUTS[params.kv_layout]
     wanted = 2 * draw.MIXED_TOKENS if params.pattern == draw.MIXED else params.topk + params.topk // 4 + 10
@@ -234,7 +301,7 @@ def _kv(params: AttentionParams, stage: Stage, g: torch.Generator) -> _KV:
     cache = draw.paged_cache(layout, num_blocks, block_size, strided=params.blocks != "packed")
     cache.put(used, draw.cached_rows(count, layout, params.scale_format, g, size=params.size))
     view = cache.view[0] if params.block_size is None else cache.view
-    return _KV(stage.read("kv", view), view, used, used, unused, limit)
+    return _KV(stage.read(name, view), view, used, used, unused, limit)
 
 
 def _vast_kv(params: AttentionParams, stage: Stage, g: torch.Generator) -> _KV:
@@ -243,7 +310,7 @@ def _vast_kv(params: AttentionParams, stage: Stage, g: torch.Generator) -> _KV:
     placed, device_rows, used = draw.vast(layout, params.block_size or 1, stage.device)
     tokens = draw.cached_rows(len(used), layout, params.scale_format, g)
     block_size = device_rows.shape[1]
-    device_rows[(used // block_size).to(stage.device), (used % block_size).to(stage.device)] = tokens.to(stage.device)
+    draw.put_rows(layout, device_rows, used, tokens)
     small = draw.paged_cache(layout, len(used), 1)
     original_used = torch.arange(len(used))
     small.put(original_used, tokens)
@@ -275,15 +342,13 @@ def _lengths(params: AttentionParams, g: torch.Generator) -> Tensor:
     return values
 
 
-def _sink(
-    params: AttentionParams, q: Tensor, kv: Tensor, indices: Tensor, lengths: Tensor | None, g: torch.Generator
-) -> Tensor | None:
+def _sink(params: AttentionParams, oracle: _Oracle, g: torch.Generator) -> Tensor | None:
     """[H] float32, finite ones near the lse of the first row that has one, so that they change its result visibly."""
     if params.sink == "none":
         return None
     sink = torch.randn(params.heads, generator=g)
     for row in range(params.rows):
-        _, lse = _expected(params, q, kv, indices, lengths, None, torch.tensor([row]))
+        _, lse = oracle.expected(torch.tensor([row]), None)
         if lse.isfinite().all():
             sink += lse[0].float()
             break
@@ -307,34 +372,14 @@ def make_schedule(
     num_sms = facts.num_sms or 16
     assert params.schedule is not None
     if params.schedule.schedule_type is not SplitSchedule:
-        limits = ScheduleLimits(device, heads, topk, params.rows, query_len, num_sms, facts.arch)
+        limits = ScheduleLimits(
+            device, heads, topk, params.rows, query_len, num_sms, facts.arch, extra_topk=params.extra_topk or 0
+        )
         return params.schedule.planner(limits).get(params.rows // query_len, query_len)
-    num_splits = split_kv(num_rows=params.rows, num_heads=heads, topk=topk, num_sms=num_sms)
+    extra_topk = params.extra_topk or 0
+    num_splits = split_kv(num_rows=params.rows, num_heads=heads, topk=topk, num_sms=num_sms, extra_topk=extra_topk)
     partial_out = partial_lse = None
     if num_splits > 1:
         partial_out = torch.full((num_splits, num_rows, heads, LAYOUTS[params.kv_layout].value_width), math.nan, device=device)
         partial_lse = torch.full((num_splits, num_rows, heads), math.nan, device=device)
-    return SplitSchedule(num_rows, heads, topk, num_splits, partial_out, partial_lse)
-
-
-def _expected(
-    params: AttentionParams,
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    lengths: Tensor | None,
-    sink: Tensor | None,
-    judged: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The oracle's (out [n, H, 512], lse [n, H]) of the judged rows, float64."""
-    rows, named, limits = _judged(params, q, indices, lengths, judged)
-    return attend(rows, kv, named, softmax_scale=params.softmax_scale, lengths=limits, attn_sink=sink)
-
-
-def _judged(
-    params: AttentionParams, q: Tensor, indices: Tensor, lengths: Tensor | None, judged: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Queries [n, H, key width], indices [n, K] and lengths [n] of those rows."""
-    rows = q.reshape(params.rows, params.heads, q.shape[-1])[judged]
-    limits = None if lengths is None else lengths.reshape(params.rows)[judged]
-    return rows, indices.reshape(params.rows, params.topk)[judged], limits
+    return SplitSchedule(num_rows, heads, topk, num_splits, partial_out, partial_lse, extra_topk=extra_topk)

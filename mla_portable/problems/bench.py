@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, InvalidArgument, Primitive, Request
-from mla_portable.layouts import BF16, INDEX_FP8, LAYOUTS, SCALE_FORMATS
+from mla_portable.layouts import BF16, INDEX_FP8, LAYOUTS, SCALE_FORMATS, CacheLayout
 from mla_portable.problems.compare import Finding
 from mla_portable.problems.stage import Results
 
@@ -250,7 +250,7 @@ class Workshop:
                 drawn = layout.pack(drawn[:, :width], drawn[:, width:], case.scale_format)
             times = -(-blocks * block_size // drawn.shape[0])
             rows = drawn.repeat(times, 1)[: blocks * block_size]
-            kept = self._caches[key] = rows.view(blocks, block_size, rows.shape[1])
+            kept = self._caches[key] = self._paged(layout, rows.view(blocks, block_size, rows.shape[1]))
         return kept[:blocks]
 
     def index_pages(self, case: KernelCase, blocks: int) -> Tensor:
@@ -258,11 +258,18 @@ class Workshop:
         layout = LAYOUTS[case.kv_layout or INDEX_FP8.name]
         drawn = self.normal(min(blocks * BLOCK_SIZE, _DRAWN), layout.key_width)
         rows = layout.pack(drawn, drawn[:, :0], case.scale_format).view(-1, BLOCK_SIZE, layout.row_width)
-        pages = self.empty(*rows.shape, dtype=layout.dtype)
-        widths = [part.shape[2] for part in layout.parts(pages)]
-        for part, values in zip(layout.parts(pages), rows.split(widths, dim=2), strict=True):
-            part.copy_(values)
+        pages = self._paged(layout, rows)
         return pages.repeat(-(-blocks // pages.shape[0]), 1, 1)[:blocks]
+
+    def _paged(self, layout: CacheLayout, rows: Tensor) -> Tensor:
+        """Rows [blocks, block_size, row] as a cache of the same shape."""
+        if not layout.apart_bytes:
+            return rows
+        pages = self.empty(*rows.shape, dtype=layout.dtype)
+        parts = layout.parts(pages)
+        for part, values in zip(parts, rows.split([part.shape[2] for part in parts], dim=2), strict=True):
+            part.copy_(values)
+        return pages
 
     def request(self, case: KernelCase, **others: Any) -> Request:
         """What a case asks of the registry."""

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from mla_portable.contracts import DeviceFacts, Implementation, Request, Support
-from mla_portable.layouts import E4M3_MAX, FP8_DS_MLA, KV_LORA_RANK, LAYOUTS, SCALE_GROUP, CacheLayout
+from mla_portable.layouts import E4M3_MAX, FP8_DS_MLA, FP8_V4, KV_LORA_RANK, LAYOUTS, SCALE_GROUP, CacheLayout
 from mla_portable.primitives import CACHE_WRITE
+from mla_portable.problems import draw
 from mla_portable.problems.base import STRENGTH, Params, Problems
 from mla_portable.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.problems.compare import BITS, Finding, Symptom, field_of, same_bits
 from mla_portable.problems.draw import PAIR_BLOCK, generator, guard_rows, near, paged, paged_cache, shuffled, vast
-from mla_portable.problems.exact import INT32_MAX, INT32_MIN, fp8_row
+from mla_portable.problems.exact import INT32_MAX, INT32_MIN, fp8_row, put_row, v4_row
 from mla_portable.problems.shapes import block_sizes, can_capture, can_hold_vast, plain_axes, storage_asked, storages
 from mla_portable.problems.stage import Judge, Problem, Results, Stage
 
@@ -35,15 +36,17 @@ def cache_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tens
     """The cache [blocks, block_size, width], contiguous, as it must be after the write; `kv_cache` is left alone."""
     latent, rope = kv_c.cpu().double(), k_pe.cpu().double()
     cache = kv_cache.detach().cpu().clone(memory_format=torch.contiguous_format)
-    blocks, block_size, _ = cache.shape
+    blocks, block_size, width = cache.shape
     for token, slot in enumerate(slot_mapping.tolist()):
         if not 0 <= slot < blocks * block_size:
             continue
         if cache.dtype == torch.bfloat16:
             row = torch.cat([latent[token], rope[token]]).to(torch.bfloat16)
+        elif width == FP8_V4.row_width:
+            row = v4_row(latent[token])
         else:
             row = fp8_row(latent[token], rope[token], scale_format)
-        cache[slot // block_size, slot % block_size] = row
+        put_row(cache, slot, row)
     return cache
 
 
@@ -142,8 +145,7 @@ class WriteParams(Params):
         view, rows, slots = vast(layout, self.block_size, stage.device)
         targets = slots[:: len(slots) // self.tokens][: self.tokens].contiguous()
         beside = torch.cat([slots, targets.clamp(max=view.shape[0] * self.block_size - 2) + 1]).unique()
-        near_rows = ((beside // self.block_size).to(stage.device), (beside % self.block_size).to(stage.device))
-        rows[near_rows] = 0xFF
+        draw.put_rows(layout, rows, beside, torch.full((len(beside), layout.row_bytes), 0xFF, dtype=torch.uint8))
         small = paged_cache(layout, len(beside), 1)
         want = write(small.view, torch.searchsorted(beside, targets)).view(torch.uint8).view(len(beside), layout.row_bytes)
 
@@ -151,7 +153,8 @@ class WriteParams(Params):
             return field_of(layout, where[1]), f"slot {int(beside[where[0]])}"
 
         def judge(results: Results) -> Iterator[Finding]:
-            yield from findings("any", {"cache": rows[near_rows]}, {"cache": want}, symptom=symptom)
+            got = draw.taken_rows(layout, rows, beside)
+            yield from findings("any", {"cache": got}, {"cache": want}, symptom=symptom)
 
         return view, targets, judge
 
@@ -242,10 +245,11 @@ def write_params(
 
 def write_variants(request: Request, support: Support) -> Iterator[tuple[str, Request]]:
     """What a probe writes: every scale format that is declared."""
-    if request.kv_layout is not None and not LAYOUTS[request.kv_layout].is_quantized:
+    layout = None if request.kv_layout is None else LAYOUTS[request.kv_layout]
+    if layout is not None and not layout.is_quantized:
         yield "skip", request
     else:
-        for scale_format in support.scale_formats:
+        for scale_format in support.scale_formats if layout is None else layout.scale_formats_of(support.scale_formats):
             yield f"skip, {scale_format} scales", request.but(scale_format=scale_format)
 
 
@@ -268,7 +272,7 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
         count = judged.shape[0]
         blank = torch.zeros(count, 1, layout.row_width, dtype=layout.dtype)
         want = cache_write(kv_c[judged], k_pe[judged], blank, torch.arange(count), scale_format=case.scale_format)
-        got = results["cache"].flatten(0, 1)[slots[judged]].cpu()
+        got = draw.taken_rows(layout, results["cache"], slots[judged]).cpu()
         yield from findings(case.storage, {"cache": got}, {"cache": want[:, 0]})
 
     arguments = {"kv_c": kv_c, "k_pe": k_pe, "kv_cache": cached, "slot_mapping": slots, "scale_format": case.scale_format}

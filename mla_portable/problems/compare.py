@@ -118,11 +118,11 @@ def same_bits(quantity: str, got: Tensor, want: Tensor, *, symptom: Symptom | No
 def field_of(layout: CacheLayout, byte: int) -> str:
     """Which field of a cache row a byte belongs to, e.g. "byte 515: scale 0, byte 3"."""
     fields = (
-        ("rope", layout.rope_offset, 2),
-        ("scale", layout.scale_offset, 4),
-        ("latent", 0, 1 if layout.is_quantized else 2),
+        (layout.rope_offset, "rope" if layout.rope_width else "bfloat16", 2),
+        (-1 if layout.scale_offset is None else layout.scale_offset, "scale", 1 if layout.apart_bytes else 4),
+        (0, "latent", 1 if layout.is_quantized else 2),
     )
-    name, offset, size = next((n, start, size) for n, start, size in fields if start is not None and byte >= start)
+    offset, name, size = max(field for field in fields if 0 <= field[0] <= byte)
     inside = byte - offset
     return f"byte {byte}: {name} {inside // size}, byte {inside % size}"
 

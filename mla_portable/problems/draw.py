@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -114,17 +114,40 @@ class Paged:
 
     Attributes:
         storage: [bytes] uint8, guards and gaps included. rows: [blocks, block_size, row_bytes] uint8 into it.
-        view: [blocks, block_size, 576] bfloat16 or [.., 656] uint8, the cache itself.
+        view: [blocks, block_size, row_width] of the layout, the cache itself. layout: None for a cache of plain numbers.
     """
 
     storage: Tensor
     rows: Tensor
     view: Tensor
+    layout: CacheLayout | None = None
 
     def put(self, slots: Tensor, rows: Tensor) -> None:
         """Store cached tokens. slots: [n] int64. rows: [n, row_bytes] uint8."""
-        block_size = self.rows.shape[1]
-        self.rows[slots // block_size, slots % block_size] = rows
+        put_rows(self.layout, self.rows, slots, rows)
+
+
+def put_rows(layout: CacheLayout | None, cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Store `rows` [n, width] at `slots` [n] int64 of a cache [blocks, block_size, width], each part of a row where it lies."""
+    block, at = _places(cache, slots)
+    parts = _parts(layout, cache)
+    for part, values in zip(parts, rows.split([part.shape[2] for part in parts], dim=1), strict=True):
+        part[block, at] = values.to(part.device)
+
+
+def taken_rows(layout: CacheLayout, cache: Tensor, slots: Tensor) -> Tensor:
+    """The opposite of `put_rows`: [n, width]."""
+    block, at = _places(cache, slots)
+    return torch.cat([part[block, at] for part in _parts(layout, cache)], dim=1)
+
+
+def _places(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    block_size = cache.shape[1]
+    return (slots // block_size).to(cache.device), (slots % block_size).to(cache.device)
+
+
+def _parts(layout: CacheLayout | None, cache: Tensor) -> tuple[Tensor, ...]:
+    return (cache,) if layout is None or not layout.apart_bytes else layout.parts(cache)
 
 
 def guard_rows(block_size: int) -> int:
@@ -145,8 +168,13 @@ def paged(dtype: torch.dtype, width: int, num_blocks: int, block_size: int, *, g
 
 
 def paged_cache(layout: CacheLayout, num_blocks: int, block_size: int, *, strided: bool = False) -> Paged:
-    """Likewise of a layout. strided: blocks lie three rows further apart than they are long."""
-    return paged(layout.dtype, layout.row_width, num_blocks, block_size, gap_bytes=3 * layout.row_bytes if strided else 0)
+    """Likewise of a layout.
+
+    strided: blocks lie three rows further apart than they are long, at a whole multiple of the distance between rows.
+    """
+    pitch = layout.row_pitch * layout.dtype.itemsize
+    gap_bytes = 3 * pitch + -block_size * layout.apart_bytes % pitch if strided else 0
+    return replace(paged(layout.dtype, layout.row_width, num_blocks, block_size, gap_bytes=gap_bytes), layout=layout)
 
 
 def _views(

@@ -18,7 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mla_portable.layouts import KV_LORA_RANK, SCALE_GROUP
+from mla_portable.layouts import FP8_V4, KV_LORA_RANK, SCALE_GROUP, V4_CODES, V4_ROW_BYTES, V4_SCALE_BYTES, V4_SCALE_GROUP
 
 INT32_MIN: Final = -(2**31)
 INT32_MAX: Final = 2**31 - 1
@@ -94,26 +94,67 @@ def fp8_row(compressed: Tensor, rotary: Tensor, scale_format: str) -> Tensor:
     return torch.cat([codes.flatten(), _bytes(scales.to(torch.float32)), _bytes(rotary.to(torch.bfloat16))])
 
 
+def v4_row(values: Tensor) -> Tensor:
+    """The bytes of one token of fp8_v4 [584], its scales behind it: 512 float64."""
+    groups = values[:V4_CODES].reshape(-1, V4_SCALE_GROUP)
+    scales = torch.tensor([_scale(group, "pow2") for group in groups], dtype=torch.float64, device="cpu")
+    codes = nearest_code(float32(groups / scales[:, None]), torch.float8_e4m3fn)
+    exponents = torch.zeros(V4_SCALE_BYTES, dtype=torch.uint8, device="cpu")
+    exponents[: len(scales)] = (scales.log2() + 127).to(torch.uint8)
+    return torch.cat([codes.flatten(), _bytes(values[V4_CODES:].to(torch.bfloat16)), exponents])
+
+
+def _is_v4(kv: Tensor) -> bool:
+    return kv.dtype == torch.uint8 and kv.shape[-1] == FP8_V4.row_width
+
+
 def greatest(dtype: torch.dtype) -> float:
     """The largest finite value of a float8 dtype."""
     return _CODES[dtype][-1]
 
 
 def latent(rows: Tensor) -> Tensor:
-    """The latent [n, 512] float64 of stored rows [n, 576] bf16 or [n, 656] uint8, products not rounded."""
+    """The latent [n, 512] float64 of stored rows [n, 576] bf16 or [n, 656 or 584] uint8, products not rounded."""
     if rows.dtype == torch.bfloat16:
         return rows[:, :KV_LORA_RANK].double()
+    if _is_v4(rows):
+        exponents = rows[:, V4_ROW_BYTES : V4_ROW_BYTES + V4_CODES // V4_SCALE_GROUP].double() - 127  # [n, 7]
+        factors = torch.where(exponents == 128, math.nan, torch.exp2(exponents))
+        coded = _E4M3[rows[:, :V4_CODES].long()] * factors.repeat_interleave(V4_SCALE_GROUP, dim=1)
+        return torch.cat([coded, rows[:, V4_CODES:V4_ROW_BYTES].contiguous().view(torch.bfloat16).double()], dim=1)
     scales = rows[:, KV_LORA_RANK:_ROPE].contiguous().view(torch.float32).double()  # [n, 4]
     return _E4M3[rows[:, :KV_LORA_RANK].long()] * scales.repeat_interleave(SCALE_GROUP, dim=1)
 
 
 def rope(rows: Tensor) -> Tensor:
     """The rotary part [n, 64] bfloat16 of stored rows, bit for bit."""
+    if _is_v4(rows):
+        return torch.empty((len(rows), 0), dtype=torch.bfloat16, device="cpu")
     return rows[:, KV_LORA_RANK:] if rows.dtype == torch.bfloat16 else rows[:, _ROPE:].contiguous().view(torch.bfloat16)
 
 
 def named_rows(kv: Tensor, slots: Tensor) -> Tensor:
-    """Stored rows of a workspace [W, width] or a paged cache [blocks, block_size, width]; slots [n] int64, all valid."""
+    """Stored rows of a workspace [W, width] or a paged cache [blocks, block_size, width]; slots [n] int64, all valid.
+
+    Those of fp8_v4 with their scales behind them, wherever they lie in the cache.
+    """
     if kv.dim() == 2:
         return kv[slots]
-    return kv[slots // kv.shape[1], slots % kv.shape[1]]
+    block, offset = slots // kv.shape[1], slots % kv.shape[1]
+    if not _is_v4(kv):
+        return kv[block, offset]
+    pages, block, offset = kv.flatten(1), block[:, None], offset[:, None]
+    row = offset * V4_ROW_BYTES + torch.arange(V4_ROW_BYTES, device="cpu")
+    scales = kv.shape[1] * V4_ROW_BYTES + offset * V4_SCALE_BYTES + torch.arange(V4_SCALE_BYTES, device="cpu")
+    return torch.cat([pages[block, row], pages[block, scales]], dim=1)
+
+
+def put_row(kv: Tensor, slot: int, row: Tensor) -> None:
+    """Store a row as `named_rows` has it in a paged cache whose memory is contiguous."""
+    block, offset = divmod(slot, kv.shape[1])
+    if not _is_v4(kv):
+        kv[block, offset] = row
+        return
+    page, scales = kv.view(kv.shape[0], -1)[block], kv.shape[1] * V4_ROW_BYTES + offset * V4_SCALE_BYTES
+    page[offset * V4_ROW_BYTES : (offset + 1) * V4_ROW_BYTES] = row[:V4_ROW_BYTES]
+    page[scales : scales + V4_SCALE_BYTES] = row[V4_ROW_BYTES:]

@@ -19,7 +19,7 @@ from mla_portable.problems.base import STRENGTH, Params, Problems, one_variant
 from mla_portable.problems.bench import Bench, BenchProblem, KernelCase, Workshop, spread
 from mla_portable.problems.compare import BITS, Finding, Tolerance, close, limit_of, same_bits
 from mla_portable.problems.cover import Choice
-from mla_portable.problems.draw import PAIR_BLOCK, cached_rows, generator, paged_cache, shuffled, vast
+from mla_portable.problems.draw import PAIR_BLOCK, cached_rows, generator, paged_cache, shuffled, taken_rows, vast
 from mla_portable.problems.exact import INT32_MIN
 from mla_portable.problems.shapes import block_sizes, can_capture, can_hold_vast, plain_axes, storage_asked, storages
 from mla_portable.problems.stage import Problem, Results, Stage
@@ -50,7 +50,7 @@ def gather_upconvert(
         inside = column < table.shape[1]
         block[inside] = table[request, column[inside]]
         valid = (block >= 0) & (block < num_blocks)
-        rows = cache[block[valid], position[valid] % block_size]
+        rows = exact.named_rows(cache, block[valid] * block_size + position[valid] % block_size)
         # the product is taken in float32, then rounded to bf16
         latent = exact.latent(rows).to(torch.float32).to(torch.bfloat16)
         workspace[start + position[~valid]] = 0.0
@@ -245,7 +245,7 @@ def _make(workshop: Workshop, case: KernelCase) -> BenchProblem:
         count = judged.shape[0]
         own = torch.arange(count, dtype=torch.int32).view(1, -1)
         blank = torch.zeros(count, layout.key_width, dtype=torch.bfloat16)
-        each = cached.flatten(0, 1)[slots].unsqueeze(1)  # [n, 1, row], blocks of one token
+        each = taken_rows(layout, cached, slots).unsqueeze(1)  # [n, 1, row], blocks of one token
         want = gather_upconvert(each, own, torch.tensor([count]), torch.tensor([0]), out=blank)
         yield from findings(case.storage, {"out": results["out"][judged]}, {"out": want})
 

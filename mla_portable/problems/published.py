@@ -17,7 +17,7 @@ import torch
 from mla_portable.contracts import DeviceFacts, Implementation
 from mla_portable.layouts import LAYOUTS
 from mla_portable.primitives import SPARSE_DECODE
-from mla_portable.problems.attention_problem import AttentionParams, DecodeParams, Drawn, PrefillParams, problem_of
+from mla_portable.problems.attention_problem import AttentionParams, DecodeParams, Drawn, DrawnKeys, PrefillParams, problem_of
 from mla_portable.problems.draw import cached_rows, generator, paged_cache
 from mla_portable.problems.shapes import accepted, storages, workspace_of
 from mla_portable.problems.stage import Problem, Stage
@@ -52,8 +52,8 @@ class _Published:
         lengths = torch.tensor(_LENGTHS, dtype=torch.int32)
         past = torch.arange(self.topk) >= lengths.unsqueeze(1)
         indices = indices.masked_fill(past, _CACHED if self.lengths else -1)
-        drawn = Drawn(q, stage.read("kv", kv), kv, indices, indices, lengths if self.lengths else None)
-        return problem_of(self, drawn, stage, g, facts)
+        keys = DrawnKeys(stage.read("kv", kv), kv, indices, indices, lengths if self.lengths else None)
+        return problem_of(self, Drawn(q, keys), stage, g, facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

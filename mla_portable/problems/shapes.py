@@ -47,7 +47,7 @@ def storages(implementation: Implementation) -> list[Storage]:
     return [
         (name, scale_format)
         for name in implementation.layouts
-        for scale_format in (support.scale_formats if LAYOUTS[name].is_quantized else (None,))
+        for scale_format in (LAYOUTS[name].scale_formats_of(support.scale_formats) if LAYOUTS[name].is_quantized else (None,))
     ]
 
 
@@ -130,9 +130,13 @@ def plain_axes(axes: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def storage_asked(request: Request, usual: CacheLayout, scale_format: str) -> dict[str, Any]:
-    """kv and scale_format of a request; what it leaves open is as `usual`, and the scales as `scale_format`."""
+    """kv and scale_format of a request; what it leaves open is as `usual`, and the scales as `scale_format`, or as the last of
+    a layout that has no such."""
     layout = LAYOUTS[request.kv_layout or usual.name]
-    return {"kv": layout.name, "scale_format": (request.scale_format or scale_format) if layout.is_quantized else None}
+    if not layout.is_quantized:
+        return {"kv": layout.name, "scale_format": None}
+    usual_scales = scale_format if scale_format in layout.scale_formats else layout.scale_formats[-1]
+    return {"kv": layout.name, "scale_format": request.scale_format or usual_scales}
 
 
 def unpacked(choice: Choice) -> Choice:

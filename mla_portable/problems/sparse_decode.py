@@ -23,6 +23,9 @@ def sparse_decode(
 ) -> tuple[Tensor, Tensor]:
     """out [B, S, H, 512] and lse [B, S, H], float64: each of the B x S query tokens stands alone; rest: as `attend`."""
     limits = None if lengths is None else lengths.flatten()
+    for name in ("extra_indices", "extra_lengths"):
+        if rest.get(name) is not None:
+            rest[name] = rest[name].flatten(0, 1)
     out, lse = attend(q.flatten(0, 1), kv_cache, indices.flatten(0, 1), lengths=limits, **rest)
     return out.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])
 

@@ -32,6 +32,8 @@ def _implementation(primitive: Primitive[F], reference: F) -> Implementation[F]:
         source="mla_portable.primitives: plain torch, arithmetic in float64 or float32",
         device_types=None,
         kv_layouts=None if primitive.cache else (),
+        extra_cache=True,
+        nope=True,
         context_parallel=True,
         graph=False,  # it allocates as it goes, and loops on the host
         needs_bf16=False,

@@ -34,7 +34,7 @@ _EVERYTHING: Final[dict[str, Any]] = {
     **dict.fromkeys(
         (
             *("uneven_blocks", "lse", "attn_sink", "lengths", "compact", "prefill_workspace", "selection"),
-            *("context_parallel", "graph"),
+            *("context_parallel", "graph", "extra_lengths", "nope"),
         ),
         True,
     ),
