@@ -3,4 +3,5 @@
 
 from mla_portable.flash_mla import install
 
-install(force=True)
+if __name__ == "flash_mla":  # by its name in the package it does nothing
+    install(force=True)
