@@ -26,8 +26,8 @@ from mla_portable.primitives import MERGE_STATES, SPARSE_DECODE, SPARSE_PREFILL,
 from mla_portable_triton.attention_configs import CONFIGS, attention_config, program_shape
 from mla_portable_triton.bind_attention import bind_merge_states, bind_sparse_decode, bind_sparse_prefill
 from mla_portable_triton.kernels.bfloat16 import dot_operand, to_bfloat16
+from mla_portable_triton.kernels.coded_products import fp8_constants
 from mla_portable_triton.kernels.sparse_attention import launch
-from mla_portable_triton.kernels.sparse_attention_fp8 import fp8_constants
 from mla_portable_triton.kernels.strides import stride_unit
 
 __all__ = ["device", "facts", "memory_is_poisoned"]  # fixtures
@@ -319,7 +319,7 @@ def test_rounding_to_bfloat16_by_integers(device: torch.device):
 
 @pytest.mark.parametrize("arch", CONFIGS)
 def test_every_configuration_is_one_that_a_dot_accepts(arch: str):
-    assert set(CONFIGS[arch]) == {*LAYOUTS, "bf16_nope"}
+    assert set(CONFIGS[arch]) == {*LAYOUTS, "bf16_nope", "fp8_v4"}
     for rows in CONFIGS[arch].values():
         assert [max_heads for max_heads, _ in rows] == sorted({max_heads for max_heads, _ in rows})
         for max_heads, config in rows:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mla_portable.contracts import DeviceFacts, ProgramShape
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, LAYOUTS
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_V4, LAYOUTS
 
 _SYSTEM_BYTES: Final = 1 << 10
 """Shared memory of each thread block that the system takes."""
@@ -59,11 +59,12 @@ _INTERPRETED_64 = AttentionConfig(block_h=64, block_n=128, num_warps=1, num_stag
 _FP8: Rows = ((16, _FP8_16), (32, _FP8_32))
 _CDNA_FP8: Rows = ((16, _CDNA_16), (32, _CDNA_FP8_32))  # a tile of 64 heads spills 140 bytes a thread
 _CDNA: Rows = ((16, _CDNA_16), (32, _CDNA_32), (64, _CDNA_64))
+_CDNA_V4: Rows = ((16, _CDNA_16),)  # a tile of 32 heads spills 1,072 to 1,372 bytes a thread
 
 
-def _layouts(fp8: Rows, bf16: Rows) -> Mapping[str, Rows]:
-    """BF16 rows without a rotary part are cut like those with one."""
-    return {FP8_DS_MLA.name: fp8, BF16.name: bf16, BF16_NOPE.name: bf16}
+def _layouts(fp8: Rows, bf16: Rows, v4: Rows | None = None) -> Mapping[str, Rows]:
+    """BF16 rows without a rotary part are cut like those with one, and those of V4 like other FP8 rows where nothing is said."""
+    return {FP8_DS_MLA.name: fp8, FP8_V4.name: v4 or fp8, BF16.name: bf16, BF16_NOPE.name: bf16}
 
 
 _99_KIB: Final = _layouts(((16, _FP8_16_SMALL), (32, _FP8_32_SMALL)), ((16, _BF16_16_SMALL), (32, _BF16_32_SMALL)))
@@ -78,8 +79,8 @@ CONFIGS: Final[Mapping[str, Mapping[str, Rows]]] = {
     "sm90": _layouts(_FP8, ((16, _BF16_16), (32, _BF16_32), (64, _BF16_64))),
     "sm100": _layouts(_FP8, ((16, _BF16_16), (32, _BF16_32))),
     "sm120": _99_KIB,
-    "gfx942": _layouts(_CDNA_FP8, _CDNA),
-    "gfx950": _layouts(_CDNA_FP8, _CDNA),
+    "gfx942": _layouts(_CDNA_FP8, _CDNA, _CDNA_V4),
+    "gfx950": _layouts(_CDNA_FP8, _CDNA, _CDNA_V4),
     "gfx1100": _layouts(((16, _RDNA),), ((16, _RDNA),)),
     # Triton's interpreter: large tiles, because its cost is per operation
     "cpu": _layouts(_INTERPRETED, _INTERPRETED),

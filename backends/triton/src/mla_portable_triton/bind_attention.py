@@ -26,7 +26,7 @@ def _bf16_native(request: Request) -> bool:
 
 
 def _fp8(request: Request) -> dict[str, bool]:
-    from mla_portable_triton.kernels.sparse_attention_fp8 import fp8_constants
+    from mla_portable_triton.kernels.coded_products import fp8_constants
 
     device = request.device
     return fp8_constants(device.arch, e4m3_native=device.has_fp8_conversion, hardware=not interpreter_is_on())
@@ -51,6 +51,9 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
         softmax_scale: float,
         lengths: Tensor | None = None,
         attn_sink: Tensor | None = None,
+        extra_kv_cache: Tensor | None = None,
+        extra_indices: Tensor | None = None,
+        extra_lengths: Tensor | None = None,
         schedule: DecodeSchedule | None = None,
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
@@ -59,7 +62,14 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
         out, lse_out = attention_results(q, kv_cache, out, lse_out)
         if schedule is None:
             num_rows, topk = batch * query_len, indices.shape[2]
-            num_splits = split_kv(num_rows=num_rows, num_heads=num_heads, topk=topk, num_sms=num_sms, program=program)
+            num_splits = split_kv(
+                num_rows=num_rows,
+                num_heads=num_heads,
+                topk=topk,
+                extra_topk=0 if extra_indices is None else extra_indices.shape[2],
+                num_sms=num_sms,
+                program=program,
+            )
             schedule = _new_schedule(num_rows, num_heads, topk, num_splits, q.device)
         cut = cast("SplitSchedule", schedule)  # the type of `schedule_kind`, which the callers check
         results, result_lses = out, lse_out
@@ -76,6 +86,9 @@ def bind_sparse_decode(request: Request) -> SparseDecode:
             softmax_scale=softmax_scale,
             lengths=lengths,
             attn_sink=None if is_split else attn_sink,
+            extra_kv_cache=extra_kv_cache,
+            extra_indices=extra_indices,
+            extra_lengths=extra_lengths,
             num_splits=cut.num_splits,
             config=config,
             fp8=fp8,
@@ -112,6 +125,9 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
         softmax_scale: float,
         lengths: Tensor | None = None,
         attn_sink: Tensor | None = None,
+        extra_kv_cache: Tensor | None = None,
+        extra_indices: Tensor | None = None,
+        extra_lengths: Tensor | None = None,
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -125,6 +141,9 @@ def bind_sparse_prefill(request: Request) -> SparsePrefill:
             softmax_scale=softmax_scale,
             lengths=None if lengths is None else lengths.unsqueeze(1),
             attn_sink=attn_sink,
+            extra_kv_cache=extra_kv_cache,
+            extra_indices=None if extra_indices is None else extra_indices.unsqueeze(1),
+            extra_lengths=None if extra_lengths is None else extra_lengths.unsqueeze(1),
             num_splits=1,
             config=config,
             fp8=fp8,

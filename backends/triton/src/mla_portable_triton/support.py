@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from mla_portable.contracts import DEFAULT_SCRATCH_BYTES, DeviceFacts, Primitive, Reason, Request, Support, split_kv
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, INDEX_BF16, INDEX_FP8, KV_LORA_RANK
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_V4, INDEX_BF16, INDEX_FP8, KV_LORA_RANK
 from mla_portable.primitives import (
     CACHE_WRITE,
     CONVERT_INDICES,
@@ -43,7 +43,7 @@ _ATTENTION_SHARED_MEMORY: Final = 48 << 10
 """Bytes: what the smallest attention configuration (`attention_configs`) and the indexer's tile keep within."""
 
 
-_LAYOUTS: Final = (BF16.name, FP8_DS_MLA.name, BF16_NOPE.name)
+_LAYOUTS: Final = (BF16.name, FP8_DS_MLA.name, BF16_NOPE.name, FP8_V4.name)
 _INDEX: Final = (INDEX_BF16.name, INDEX_FP8.name)
 
 
@@ -62,6 +62,7 @@ def _split_scratch(request: Request) -> int:
         num_rows=rows,
         num_heads=num_heads,
         topk=topk,
+        extra_topk=request.extra_topk or 0,
         num_sms=0 if request.batch_invariant else request.device.num_sms,
         program=program_shape(config, request.kv_layout, request.device),
     )
@@ -70,6 +71,8 @@ def _split_scratch(request: Request) -> int:
 
 _ATTENTION: Final[dict[str, Any]] = {
     "max_heads": 128,
+    "extra_cache": True,
+    "nope": True,
     "min_shared_memory": _ATTENTION_SHARED_MEMORY,
     "batch_invariant": True,
 }

@@ -21,6 +21,34 @@ def split_keys(lengths_ptr, at, topk, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def split_union(lengths_ptr, at, topk, extra_lengths_ptr, extra_at, extra_topk, BLOCK_N: tl.constexpr):
+    """Likewise of a row with two lists, whose tiles follow one another: keys of the first list, where the second one's tiles
+    begin, and first and end of this program's share. Places from the second of these on are the second list's, less it."""
+    RUN: tl.constexpr = BLOCK_N if BLOCK_N > 64 else 64
+    num_keys = topk
+    if lengths_ptr is not None:
+        num_keys = tl.minimum(num_keys, tl.load(lengths_ptr + at))
+    num_keys = tl.maximum(num_keys, 0)
+    more_keys = extra_topk
+    if extra_lengths_ptr is not None:
+        more_keys = tl.minimum(more_keys, tl.load(extra_lengths_ptr + extra_at))
+    second = (num_keys + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    total = second + tl.maximum(more_keys, 0)
+    split_len = ((tl.maximum(total, 1) - 1) // (tl.num_programs(1) * RUN) + 1) * RUN
+    begin = tl.program_id(1) * split_len
+    return num_keys, second, begin, tl.minimum(begin + split_len, total)
+
+
+@triton.jit
+def union_slots(row, extra_row, start, num_keys, second, end, BLOCK_N: tl.constexpr):
+    """The slots of the tile at `start`, -1 past the end of its list; which list that is, its program alone knows by `start`."""
+    k = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    is_second = start >= second
+    place = tl.where(is_second, extra_row - second, row) + k
+    return tl.load(place, mask=k < tl.where(is_second, end, tl.minimum(end, num_keys)), other=-1)
+
+
+@triton.jit
 def token_at(slot, CACHE_BLOCK: tl.constexpr, TOKEN_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr):
     """Where the tokens of slots (int64) begin, in elements of the cache. CACHE_BLOCK is 1 where slots are evenly spaced."""
     if CACHE_BLOCK == 1:

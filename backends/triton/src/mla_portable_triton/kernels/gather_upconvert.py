@@ -9,7 +9,7 @@ absent    a row without an owner is left alone; a token whose table entry is out
 The grid covers the rows of the workspace, which the host knows, and each program looks its owners up: nothing is read
 back, and a captured graph follows lengths that change. The look-up compares a tile of rows with all requests: 8 B per
 request from L2 beside 1.8 KB per row, so it asks for no order among the starts.
-Cost: 656 B read and 1152 B written per row; 65 536 rows are 119 MB.
+Cost: 656 B read and 1152 B written per row (fp8_v4: 584 and 1024); 65 536 rows are 119 MB.
 """
 
 from __future__ import annotations
@@ -21,12 +21,29 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_portable.contracts.triton_launcher import TritonLauncher
-from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, KV_LORA_RANK
+from mla_portable.layouts import BF16, BF16_NOPE, FP8_DS_MLA, FP8_V4, KV_LORA_RANK
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.kernels.bfloat16 import to_bfloat16
 from mla_portable_triton.kernels.config import Config, config_for
 from mla_portable_triton.kernels.e4m3_decode import e4m3_to_float32
-from mla_portable_triton.kernels.row_layout import GROUP, GROUPS, LATENT, ROPE_BYTE, ROW_BYTES, SCALE_BYTE
+from mla_portable_triton.kernels.row_layout import (
+    FP8_ROWS,
+    GROUP,
+    GROUPS,
+    LATENT,
+    ROPE_BYTE,
+    ROW_BYTES,
+    SCALE_BYTE,
+    V4_CODES,
+    V4_GROUP,
+    V4_ROW_BYTES,
+    V4_ROWS,
+    V4_SCALE_BYTES,
+    V4_TAIL,
+    e8m0_to_float32,
+    rows_of,
+    rows_of_layout,
+)
 
 CONFIGS: Final = {"default": Config(tile=8, num_warps=4)}  # tile: rows; untuned
 REQUEST_TILE: Final = 64
@@ -62,13 +79,13 @@ def gather_upconvert_kernel(
     num_rows,
     CACHE_BLOCK: tl.constexpr,
     ROPE: tl.constexpr,  # width of the rotary part; 0: there is none
-    FP8: tl.constexpr,
+    ROWS: tl.constexpr,  # the layout, see `row_layout`
     E4M3_NATIVE: tl.constexpr,
     BF16_NATIVE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """BLOCK_R rows of the workspace a program. The cache pointer is to bytes where FP8, to bfloat16 otherwise."""
+    """BLOCK_R rows of the workspace a program. The cache pointer is to bfloat16 of BF16_ROWS, to bytes otherwise."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)  # [BLOCK_R]
     owner, position = _owner_of(row, start_ptr, len_ptr, num_requests, BLOCK_P)  # [BLOCK_R] each
     owned = (owner >= 0) & (row < num_rows)  # [BLOCK_R]
@@ -78,13 +95,13 @@ def gather_upconvert_kernel(
     block = tl.load(table_ptr + owner.to(tl.int64) * table_stride + column, mask=in_table, other=-1).to(tl.int64)
     present = (block >= 0) & (block < num_blocks)  # [BLOCK_R]
     KEY: tl.constexpr = LATENT + ROPE
-    WIDTH: tl.constexpr = ROW_BYTES if FP8 else KEY
+    WIDTH: tl.constexpr = V4_ROW_BYTES if ROWS == V4_ROWS else ROW_BYTES if ROWS == FP8_ROWS else LATENT + ROPE
     source = cache_ptr + (block * block_stride + position % CACHE_BLOCK * WIDTH)  # [BLOCK_R] pointers
     target = out_ptr + row * KEY  # [BLOCK_R] pointers
 
     if ROPE > 0:
         d = tl.arange(0, ROPE)[None, :]  # [1, ROPE]
-    if FP8:
+    if ROWS == FP8_ROWS:
         group = tl.arange(0, GROUPS)[None, :]  # [1, GROUPS]
         latent_column = group[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]  # [1, GROUPS, GROUP]
         code = tl.load(source[:, None, None] + latent_column, mask=present[:, None, None], other=0)  # [BLOCK_R, GROUPS, GROUP]
@@ -95,6 +112,22 @@ def gather_upconvert_kernel(
         wide = e4m3_to_float32(code, E4M3_NATIVE, BF16_NATIVE) * scale[:, :, None]
         latent = to_bfloat16(wide, BF16_NATIVE)
         tl.store(target[:, None, None] + latent_column, latent, mask=owned[:, None, None])
+    elif ROWS == V4_ROWS:
+        group = tl.arange(0, LATENT // V4_GROUP)[None, :]  # [1, 8], of which the last is not coded
+        coded = group * V4_GROUP < V4_CODES  # [1, 8]
+        latent_column = group[:, :, None] * V4_GROUP + tl.arange(0, V4_GROUP)[None, None, :]  # [1, 8, V4_GROUP]
+        there = present[:, None] & coded  # [BLOCK_R, 8]
+        code = tl.load(source[:, None, None] + latent_column, mask=there[:, :, None], other=0)  # [BLOCK_R, 8, V4_GROUP]
+        apart = CACHE_BLOCK * V4_ROW_BYTES + position % CACHE_BLOCK * V4_SCALE_BYTES  # [BLOCK_R]
+        scale_row = cache_ptr + (block * block_stride + apart)  # [BLOCK_R] pointers
+        scale = e8m0_to_float32(tl.load(scale_row[:, None] + group, mask=there, other=0))  # [BLOCK_R, 8]
+        wide = e4m3_to_float32(code, E4M3_NATIVE, BF16_NATIVE) * scale[:, :, None]
+        latent = to_bfloat16(wide, BF16_NATIVE)
+        tl.store(target[:, None, None] + latent_column, latent, mask=(owned[:, None] & coded)[:, :, None])
+        t = tl.arange(0, V4_TAIL)[None, :]  # [1, V4_TAIL]
+        tail_row = (source + V4_CODES).to(tl.pointer_type(tl.bfloat16))  # [BLOCK_R] pointers
+        tail = tl.load(tail_row[:, None] + t, mask=present[:, None], other=0.0)  # [BLOCK_R, V4_TAIL]
+        tl.store(target[:, None] + V4_CODES + t, tail, mask=owned[:, None])
     else:
         latent_column = tl.arange(0, LATENT)[None, :]  # [1, LATENT]
         latent = tl.load(source[:, None] + latent_column, mask=present[:, None], other=0.0)  # [BLOCK_R, LATENT]
@@ -115,7 +148,6 @@ def launch(
     seq_lens: Tensor,
     workspace_starts: Tensor,
     *,
-    fp8: bool,
     e4m3_native: bool,
     bf16_native: bool,
     config: Config,
@@ -143,7 +175,7 @@ def launch(
         num_rows,
         CACHE_BLOCK=kv_cache.shape[1],
         ROPE=out.shape[1] - KV_LORA_RANK,
-        FP8=fp8,
+        ROWS=rows_of(kv_cache.element_size(), kv_cache.shape[2]),
         E4M3_NATIVE=e4m3_native,
         BF16_NATIVE=bf16_native,
         BLOCK_R=config.tile,
@@ -168,11 +200,11 @@ def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> list[Ao
             start_ptr="*i32",
             CACHE_BLOCK=64,
             ROPE=layout.rope_width,
-            FP8=layout.is_quantized,
+            ROWS=rows_of_layout(layout),
             E4M3_NATIVE=e4m3_native,
             BF16_NATIVE=True,
             BLOCK_R=config.tile,
             BLOCK_P=REQUEST_TILE,
         )
-        for layout in (FP8_DS_MLA, BF16, BF16_NOPE)
+        for layout in (FP8_DS_MLA, FP8_V4, BF16, BF16_NOPE)
     ]

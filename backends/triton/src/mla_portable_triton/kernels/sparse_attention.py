@@ -5,7 +5,11 @@ One program serves BLOCK_H heads of a row over one split of its indices, BLOCK_N
 their latent as key and as value, keep a running maximum and sum in base 2 (`softmax_scale * log2(e)` is folded into the
 scores). Splits write normalised partial results for `merge_states`. A workspace is a cache of one-token blocks.
 
-The kernel here is that of bf16 rows; FP8 rows have one of their own (`sparse_attention_fp8`), with the same parameters.
+The kernel here is that of bf16 rows; FP8 rows have their own (`sparse_attention_fp8`, `sparse_attention_v4`), with the same
+parameters.
+
+With a second cache the tiles of its list follow those of the first. A tile has slots of one list alone, so that a scalar
+chooses the cache's pointer and geometry; no more than the loads of a step know of it.
 
 Splits share the keys that a row has, so that all are at work on a row that is shorter than K. Indices are loaded a step ahead,
 into registers, and with num_stages of 3 the rows of two steps are on their way while a third is multiplied: a load that waits
@@ -14,14 +18,13 @@ for another load of the same step has no buffer before its turn.
 Absence: an index that is negative, not below `num_slots` or past `lengths` loads zeros (never the row's bytes, which may
 be NaN) and scores -inf. The maximum starts at a finite value below any score, so that no -inf meets another.
 
-Cost of a row: K * 656 B (FP8), K * 1152 B (bf16) or K * 1024 B (bf16 without a rotary part) from memory once for each head
-tile, 2 * H * K * (1024 + ROPE) flops.
+Cost of a row: K * 656 B (FP8), K * 584 B (fp8_v4), K * 1152 B (bf16) or K * 1024 B (bf16 without a rotary part) from memory
+once for each head tile, 2 * H * K * (1024 + ROPE) flops.
 """
 
 import itertools
 from collections.abc import Iterator, Mapping
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -30,10 +33,21 @@ from mla_portable.contracts.triton_launcher import TritonLauncher
 from mla_portable.layouts import LAYOUTS
 from mla_portable_triton.aot import AotVariant, variant
 from mla_portable_triton.attention_configs import CONFIGS, AttentionConfig
-from mla_portable_triton.kernels.attention_parts import columns, finish, softmax_step, split_keys, store_as, token_at
+from mla_portable_triton.kernels.attention_parts import (
+    columns,
+    finish,
+    softmax_step,
+    split_keys,
+    split_union,
+    store_as,
+    token_at,
+    union_slots,
+)
 from mla_portable_triton.kernels.bfloat16 import dot_operand
-from mla_portable_triton.kernels.row_layout import LATENT
-from mla_portable_triton.kernels.sparse_attention_fp8 import fp8_constants, sparse_attention_fp8_kernel
+from mla_portable_triton.kernels.coded_products import fp8_constants
+from mla_portable_triton.kernels.row_layout import BF16_ROWS, FP8_ROWS, LATENT, V4_ROW_BYTES, V4_ROWS, rows_of, rows_of_layout
+from mla_portable_triton.kernels.sparse_attention_fp8 import sparse_attention_fp8_kernel
+from mla_portable_triton.kernels.sparse_attention_v4 import sparse_attention_v4_kernel
 from mla_portable_triton.kernels.strides import stride_unit
 
 LOG2_E = 1.4426950408889634
@@ -43,7 +57,8 @@ LOG2_E = 1.4426950408889634
     do_not_specialize=[
         *("topk", "num_slots", "q_stride_b", "q_stride_s", "q_stride_h", "indices_stride_b", "indices_stride_s"),
         *("lengths_stride_b", "lengths_stride_s", "out_stride_p", "out_stride_b", "out_stride_s", "out_stride_h"),
-        *("lse_stride_p", "lse_stride_b", "lse_stride_s", "lse_stride_h"),
+        *("lse_stride_p", "lse_stride_b", "lse_stride_s", "lse_stride_h", "extra_topk", "extra_slots"),
+        *("extra_indices_stride_b", "extra_indices_stride_s", "extra_lengths_stride_b", "extra_lengths_stride_s"),
     ]
 )
 def sparse_attention_kernel(
@@ -54,6 +69,9 @@ def sparse_attention_kernel(
     indices_ptr,
     lengths_ptr,  # None: all K entries are read
     sink_ptr,  # None: no sink
+    extra_ptr,  # the second cache; None: there is none, and what else is called extra is not looked at
+    extra_indices_ptr,
+    extra_lengths_ptr,  # None: all are read
     scale_log2,  # softmax_scale * log2(e)
     topk,
     num_slots,
@@ -72,11 +90,19 @@ def sparse_attention_kernel(
     lse_stride_b,
     lse_stride_s,
     lse_stride_h,
+    extra_topk,
+    extra_slots,
+    extra_indices_stride_b,
+    extra_indices_stride_s,
+    extra_lengths_stride_b,
+    extra_lengths_stride_s,
     NUM_HEADS: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     CACHE_BLOCK: tl.constexpr,  # 1 where slots are evenly spaced
     TOKEN_STRIDE: tl.constexpr,  # between tokens of a block, in elements of kv
     BLOCK_STRIDE: tl.constexpr,  # between blocks
+    EXTRA_BLOCK: tl.constexpr,  # of the second cache, as CACHE_BLOCK
+    EXTRA_STRIDE: tl.constexpr,  # as BLOCK_STRIDE
     STRIDE_UNIT: tl.constexpr,
     ROPE: tl.constexpr,  # width of the rotary part; 0: there is none
     IS_SPLIT: tl.constexpr,  # write a part for merge_states: float32, lse in base 2, no sink
@@ -104,7 +130,15 @@ def sparse_attention_kernel(
         q_rope = columns(q_rows, LATENT, ROPE, in_heads, BF16_NATIVE)  # [BLOCK_H, ROPE]
 
     indices_row = indices_ptr + b * indices_stride_b + s * indices_stride_s
-    begin, end = split_keys(lengths_ptr, b * lengths_stride_b + s * lengths_stride_s, topk, BLOCK_N)
+    lengths_at = b * lengths_stride_b + s * lengths_stride_s
+    if extra_ptr is None:
+        begin, end = split_keys(lengths_ptr, lengths_at, topk, BLOCK_N)
+    else:
+        extra_row = extra_indices_ptr + b * extra_indices_stride_b + s * extra_indices_stride_s
+        extra_at = b * extra_lengths_stride_b + s * extra_lengths_stride_s
+        num_keys, second, begin, end = split_union(
+            lengths_ptr, lengths_at, topk, extra_lengths_ptr, extra_at, extra_topk, BLOCK_N
+        )
 
     m = tl.full([BLOCK_H], -1.0e30, tl.float32)  # running maximum, base 2
     total = tl.zeros([BLOCK_H], tl.float32)  # running sum
@@ -112,15 +146,28 @@ def sparse_attention_kernel(
     acc1 = tl.zeros([BLOCK_H, 128], tl.float32)
     acc2 = tl.zeros([BLOCK_H, 128], tl.float32)
     acc3 = tl.zeros([BLOCK_H, 128], tl.float32)
-    ahead = tl.load(indices_row + begin + n, mask=begin + n < end, other=-1)  # [BLOCK_N], slots of the next step
+    if extra_ptr is None:
+        ahead = tl.load(indices_row + begin + n, mask=begin + n < end, other=-1)  # [BLOCK_N], slots of the next step
+    else:
+        ahead = union_slots(indices_row, extra_row, begin, num_keys, second, end, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         slot = ahead
-        k = start + BLOCK_N + n
-        ahead = tl.load(indices_row + k, mask=k < end, other=-1)
-        valid = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
         # int64 before the first product: a cache may pass 2**31 elements
-        token = token_at(tl.where(valid, slot, 0).to(tl.int64), CACHE_BLOCK, TOKEN_STRIDE, BLOCK_STRIDE)  # [BLOCK_N]
-        rows = kv_ptr + token[:, None]  # [BLOCK_N, 1]
+        if extra_ptr is None:
+            k = start + BLOCK_N + n
+            ahead = tl.load(indices_row + k, mask=k < end, other=-1)
+            valid = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
+            token = token_at(tl.where(valid, slot, 0).to(tl.int64), CACHE_BLOCK, TOKEN_STRIDE, BLOCK_STRIDE)  # [BLOCK_N]
+            cache_ptr = kv_ptr
+        else:
+            ahead = union_slots(indices_row, extra_row, start + BLOCK_N, num_keys, second, end, BLOCK_N)
+            is_second = start >= second
+            valid = (slot >= 0) & (slot < tl.where(is_second, extra_slots, num_slots))  # [BLOCK_N]
+            place = tl.where(valid, slot, 0).to(tl.int64)
+            token = token_at(place, CACHE_BLOCK, TOKEN_STRIDE, BLOCK_STRIDE)
+            token = tl.where(is_second, token_at(place, EXTRA_BLOCK, TOKEN_STRIDE, EXTRA_STRIDE), token)  # [BLOCK_N]
+            cache_ptr = tl.where(is_second, extra_ptr, kv_ptr)
+        rows = cache_ptr + token[:, None]  # [BLOCK_N, 1]
         if ROPE > 0:
             scores = tl.dot(q_rope, tl.trans(columns(rows, LATENT, ROPE, valid, BF16_NATIVE)))  # [BLOCK_H, BLOCK_N]
         else:
@@ -153,7 +200,12 @@ def sparse_attention_kernel(
     store_as(out_rows + 384, acc3 * inverse, written, BF16_NATIVE)
 
 
-_launch, _launch_fp8 = TritonLauncher(sparse_attention_kernel), TritonLauncher(sparse_attention_fp8_kernel)
+_KERNELS = {
+    BF16_ROWS.value: sparse_attention_kernel,
+    FP8_ROWS.value: sparse_attention_fp8_kernel,
+    V4_ROWS.value: sparse_attention_v4_kernel,
+}
+_launchers = {rows: TritonLauncher(kernel) for rows, kernel in _KERNELS.items()}
 
 
 def launch(
@@ -166,6 +218,9 @@ def launch(
     softmax_scale: float,
     lengths: Tensor | None,
     attn_sink: Tensor | None,
+    extra_kv_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
     num_splits: int,
     config: AttentionConfig,
     fp8: Mapping[str, bool],
@@ -179,7 +234,9 @@ def launch(
         q: [B, S, H, 512 + ROPE] bf16. kv: [W, 512 + ROPE] bf16, or [blocks, block_size, 512 + ROPE] bf16 or [.., 656] uint8,
             whole rows that follow one another within a block. ROPE is 64, or 0 where q has no rotary part; that of FP8 rows,
             if they have one, is not read then.
+            Or [blocks, block_size, 584] uint8 of fp8_v4, and q [B, S, H, 512].
         indices: [B, S, K] int32. lengths: [B, S] int32. attn_sink: [H] float32.
+        extra_kv_cache, extra_indices [B, S, E], extra_lengths [B, S]: a second cache like kv, and its list.
         fp8: `fp8_constants`.
     """
     batch, query_len, num_heads, key_width = q.shape
@@ -201,8 +258,16 @@ def launch(
     num_slots, cache_block, token_stride, block_stride = slot_geometry(kv)
     head_tiles = -(-num_heads // config.block_h)
     unit = stride_unit(q_stride_b, q_stride_s, q_stride_h, out_stride_p, out_stride_b, out_stride_s, out_stride_h)
-    launch_kernel, constants = (_launch, {}) if kv.dtype == torch.bfloat16 else (_launch_fp8, fp8)
-    launch_kernel(
+    if extra_kv_cache is None or extra_indices is None:
+        extra_topk = extra_slots = extra_stride_b = extra_stride_s = 0
+        extra_block = extra_block_stride = 1
+    else:
+        extra_slots, extra_block, _, extra_block_stride = slot_geometry(extra_kv_cache)
+        extra_stride_b, extra_stride_s, _ = extra_indices.stride()
+        extra_topk = extra_indices.shape[2]
+    extra_lengths_strides = (0, 0) if extra_lengths is None else extra_lengths.stride()
+    rows = rows_of(kv.element_size(), kv.shape[-1])
+    _launchers[rows](
         (num_rows * head_tiles, num_splits),
         out,
         lse_out,
@@ -211,6 +276,9 @@ def launch(
         indices,
         lengths,
         attn_sink,
+        extra_kv_cache,
+        extra_indices,
+        extra_lengths,
         softmax_scale * LOG2_E,
         indices.shape[2],
         num_slots,
@@ -229,11 +297,18 @@ def launch(
         lse_stride_b,
         lse_stride_s,
         lse_stride_h,
+        extra_topk,
+        extra_slots,
+        extra_stride_b,
+        extra_stride_s,
+        *extra_lengths_strides,
         NUM_HEADS=num_heads,
         QUERY_LEN=query_len,
         CACHE_BLOCK=cache_block,
         TOKEN_STRIDE=token_stride,
         BLOCK_STRIDE=block_stride,
+        EXTRA_BLOCK=extra_block,
+        EXTRA_STRIDE=extra_block_stride,
         STRIDE_UNIT=unit,
         ROPE=key_width - out.shape[-1],
         IS_SPLIT=is_split,
@@ -242,7 +317,7 @@ def launch(
         BLOCK_N=config.block_n,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **constants,
+        **(fp8 if rows != BF16_ROWS.value else {}),
     )
 
 
@@ -250,48 +325,61 @@ def slot_geometry(kv: Tensor) -> tuple[int, int, int, int]:
     """How a slot becomes an address: (num_slots, block size, token stride, block stride), strides in elements.
 
     The block size is 1 where slots are evenly spaced, so that a kernel need not divide: a workspace [W, width], or a cache
-    whose blocks follow one another.
+    whose blocks follow one another. Not of fp8_v4, whose scales are found by the place of a token in its block.
     """
     if kv.dim() == 2:
         return kv.shape[0], 1, kv.stride(0), kv.stride(0)
     num_blocks, block_size, width = kv.shape
-    block_stride = kv.stride(0)
-    if num_blocks <= 1 or block_stride == block_size * width:
+    block_stride = kv.stride(0) if num_blocks > 1 else block_size * width
+    if rows_of(kv.element_size(), width) == V4_ROWS.value:
+        return num_blocks * block_size, block_size, V4_ROW_BYTES.value, block_stride
+    if block_stride == block_size * width:
         return num_blocks * block_size, 1, width, width
     return num_blocks * block_size, block_size, width, block_stride
 
 
 def aot_variants(arch: str = "default", *, e4m3_native: bool = False) -> Iterator[AotVariant]:
-    """What `arch` runs: each of its configurations on all layouts, whole rows with a sink and lengths, and splits."""
+    """What `arch` runs: each of its configurations on all layouts, whole rows with a sink and lengths, and splits.
+
+    With a second cache the smallest one of each layout, and all over rows of V4.
+    """
     for kv_layout, table in CONFIGS.get(arch, CONFIGS["default"]).items():
         layout = LAYOUTS[kv_layout]
+        rows = rows_of_layout(layout)
         # blocks of 64 tokens, padded for FP8 so that slots are divided into block and offset
-        padded = layout.is_quantized
-        for (max_heads, config), is_split in itertools.product(table, (False, True)):
+        padded, pitch = layout.is_quantized, layout.row_pitch
+        for number, ((max_heads, config), is_split) in enumerate(itertools.product(table, (False, True))):
             constants = fp8_constants(arch, e4m3_native=e4m3_native) if padded else {}
-            yield variant(
-                sparse_attention_fp8_kernel if padded else sparse_attention_kernel,
-                f"sparse_attention-{kv_layout}-h{max_heads}-{'split' if is_split else 'whole'}",
-                config.num_warps,
-                config.num_stages,
-                out_ptr="*fp32" if is_split else "*bf16",
-                lse_ptr="*fp32",
-                q_ptr="*bf16",
-                kv_ptr="*u8" if padded else "*bf16",
-                indices_ptr="*i32",
-                lengths_ptr=None if is_split else "*i32",
-                sink_ptr=None if is_split else "*fp32",
-                scale_log2="fp32",
-                NUM_HEADS=max_heads,
-                QUERY_LEN=1,
-                CACHE_BLOCK=64 if padded else 1,
-                TOKEN_STRIDE=layout.row_width,
-                BLOCK_STRIDE=65 * layout.row_width if padded else layout.row_width,
-                STRIDE_UNIT=8,
-                ROPE=layout.rope_width,
-                IS_SPLIT=is_split,
-                BF16_NATIVE=True,
-                BLOCK_H=config.block_h,
-                BLOCK_N=config.block_n,
-                **constants,
-            )
+            for extra in (False, True) if rows == V4_ROWS.value or number == 0 else (False,):
+                cache, lengths = "*u8" if padded else "*bf16", None if is_split else "*i32"
+                yield variant(
+                    _KERNELS[rows],
+                    f"sparse_attention-{kv_layout}-h{max_heads}-{'split' if is_split else 'whole'}{'-extra' if extra else ''}",
+                    config.num_warps,
+                    config.num_stages,
+                    out_ptr="*fp32" if is_split else "*bf16",
+                    lse_ptr="*fp32",
+                    q_ptr="*bf16",
+                    kv_ptr=cache,
+                    indices_ptr="*i32",
+                    lengths_ptr=lengths,
+                    sink_ptr=None if is_split else "*fp32",
+                    extra_ptr=cache if extra else None,
+                    extra_indices_ptr="*i32" if extra else None,
+                    extra_lengths_ptr=lengths if extra else None,
+                    scale_log2="fp32",
+                    NUM_HEADS=max_heads,
+                    QUERY_LEN=1,
+                    CACHE_BLOCK=64 if padded else 1,
+                    TOKEN_STRIDE=pitch,
+                    BLOCK_STRIDE=65 * pitch if padded else pitch,
+                    EXTRA_BLOCK=2 if extra and padded else 1,
+                    EXTRA_STRIDE=3 * pitch if extra and padded else pitch if extra else 1,
+                    STRIDE_UNIT=8,
+                    ROPE=layout.rope_width,
+                    IS_SPLIT=is_split,
+                    BF16_NATIVE=True,
+                    BLOCK_H=config.block_h,
+                    BLOCK_N=config.block_n,
+                    **constants,
+                )

@@ -22,98 +22,28 @@ bfloat16): warp groups multiply them from shared memory, where what was decoded 
 import triton
 import triton.language as tl
 
-from mla_portable_triton.kernels.attention_parts import columns, finish, split_keys, token_at
+from mla_portable_triton.kernels.attention_parts import columns, finish, split_keys, split_union, token_at, union_slots
 from mla_portable_triton.kernels.bfloat16 import dot_operand, half_operand, to_float32
-from mla_portable_triton.kernels.e4m3_decode import e4m3_to_half
-from mla_portable_triton.kernels.e4m3_packed import (
-    decodes_packed,
-    e4m3_converted,
-    e4m3_lower_half,
-    e4m3_times_140,
-    e4m3_upper_half,
+from mla_portable_triton.kernels.coded_products import (
+    add_scores,
+    add_values,
+    any_above,
+    decoded,
+    exponent,
+    magnitude,
+    query_scale,
+    words,
 )
 from mla_portable_triton.kernels.paired_columns import load_pairs, store_pairs
 from mla_portable_triton.kernels.row_layout import LATENT, ROPE_BYTE, SCALE_BYTE
-
-
-def fp8_constants(arch: str, *, e4m3_native: bool, hardware: bool = True) -> dict[str, bool]:
-    """What this kernel takes beside the constants of the other. hardware: not Triton's interpreter."""
-    return {"E4M3_NATIVE": e4m3_native, "PACKED": hardware and decodes_packed(arch)}
-
-
-@triton.jit
-def _words(rows, column: tl.constexpr, valid, PACKED: tl.constexpr):
-    """64 words of the rows at `rows` [N, 1], 0 where not valid."""
-    w = tl.arange(0, 64)
-    words = tl.load(rows + (w + column)[None, :], mask=valid[:, None], other=0)
-    if not PACKED:
-        # Zeros, unknown to Triton until it has laid the tiles out. What depends on loads alone it would decode in the layouts
-        # of both products, and here that is dear.
-        words = words | (w >> 16).to(tl.int16)[None, :]
-    return words
-
-
-@triton.jit
-def _decoded(words, AS_KEYS: tl.constexpr, E4M3_NATIVE: tl.constexpr, PACKED: tl.constexpr, BF16_NATIVE: tl.constexpr):
-    """The even and the odd columns of `words` as operands of a product, in units of KEY_UNIT or VALUE_UNIT."""
-    if PACKED and E4M3_NATIVE:
-        even, odd = e4m3_converted(words)
-    elif PACKED and AS_KEYS:
-        even, odd = e4m3_times_140(words)
-    elif PACKED:
-        even = e4m3_lower_half(words)
-        odd = e4m3_upper_half(words)
-    else:
-        even = half_operand(e4m3_to_half((words & 0xFF).to(tl.uint8), E4M3_NATIVE), BF16_NATIVE)
-        odd = half_operand(e4m3_to_half(((words >> 8) & 0xFF).to(tl.uint8), E4M3_NATIVE), BF16_NATIVE)
-    return even, odd
-
-
-@triton.jit
-def _magnitude(x, y, BF16_NATIVE: tl.constexpr):
-    """Of bf16 tiles `x` and `y`, the larger of each two numbers, float32."""
-    return tl.maximum(tl.abs(to_float32(x, BF16_NATIVE)), tl.abs(to_float32(y, BF16_NATIVE)))
-
-
-@triton.jit
-def _query_scale(top):
-    """A power of two that brings magnitudes of at most `top` [H] below 2**14, and its inverse; infinity stays infinite."""
-    exponent = tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 14)  # 127 of 1.0
-    return ((267 - exponent) << 23).to(tl.float32, bitcast=True), ((exponent - 13) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _exponent(x):
-    """The least whole number above log2(x), float32; -60 of all that is below 2**-60."""
-    return ((tl.maximum(x, 2.0**-60).to(tl.int32, bitcast=True) >> 23) - 126).to(tl.float32)
-
-
-@triton.jit
-def _any_above(tile, LIMIT: tl.constexpr):
-    """Whether a number of `tile` is above LIMIT, NaN aside: one answer for the whole program."""
-    return tl.max((tile > LIMIT).to(tl.int32)) > 0
-
-
-@triton.jit
-def _add_scores(scores, q, r, even, odd, scale):
-    """`scores` [H, N] plus the part of 128 columns, whose scale is `scale` [N]."""
-    part = tl.dot(q, tl.trans(even))
-    part += tl.dot(r, tl.trans(odd))  # folded into the product by the compiler; Triton 2.1 has no accumulator to pass
-    return scores + part * scale[None, :]
-
-
-@triton.jit
-def _add_values(x, y, p, even, odd, scale, BF16_NATIVE: tl.constexpr):
-    """Sums `x` and `y` [H, 64] plus the values of probabilities `p` [H, N]."""
-    p = half_operand(p * scale[None, :], BF16_NATIVE)
-    return x + tl.dot(p, even), y + tl.dot(p, odd)
 
 
 @triton.jit(
     do_not_specialize=[
         *("topk", "num_slots", "q_stride_b", "q_stride_s", "q_stride_h", "indices_stride_b", "indices_stride_s"),
         *("lengths_stride_b", "lengths_stride_s", "out_stride_p", "out_stride_b", "out_stride_s", "out_stride_h"),
-        *("lse_stride_p", "lse_stride_b", "lse_stride_s", "lse_stride_h"),
+        *("lse_stride_p", "lse_stride_b", "lse_stride_s", "lse_stride_h", "extra_topk", "extra_slots"),
+        *("extra_indices_stride_b", "extra_indices_stride_s", "extra_lengths_stride_b", "extra_lengths_stride_s"),
     ]
 )
 def sparse_attention_fp8_kernel(
@@ -124,6 +54,9 @@ def sparse_attention_fp8_kernel(
     indices_ptr,
     lengths_ptr,  # None: all K entries are read
     sink_ptr,  # None: no sink
+    extra_ptr,  # the second cache; None: there is none, and what else is called extra is not looked at
+    extra_indices_ptr,
+    extra_lengths_ptr,  # None: all are read
     scale_log2,  # softmax_scale * log2(e)
     topk,
     num_slots,
@@ -142,11 +75,19 @@ def sparse_attention_fp8_kernel(
     lse_stride_b,
     lse_stride_s,
     lse_stride_h,
+    extra_topk,
+    extra_slots,
+    extra_indices_stride_b,
+    extra_indices_stride_s,
+    extra_lengths_stride_b,
+    extra_lengths_stride_s,
     NUM_HEADS: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     CACHE_BLOCK: tl.constexpr,  # 1 where slots are evenly spaced
     TOKEN_STRIDE: tl.constexpr,  # between tokens of a block, in elements of kv
     BLOCK_STRIDE: tl.constexpr,  # between blocks
+    EXTRA_BLOCK: tl.constexpr,  # of the second cache, as CACHE_BLOCK
+    EXTRA_STRIDE: tl.constexpr,  # as BLOCK_STRIDE
     STRIDE_UNIT: tl.constexpr,
     ROPE: tl.constexpr,  # width of the rotary part, 64; 0: q has none and that of the rows is not read
     IS_SPLIT: tl.constexpr,  # write a part for merge_states: float32, lse in base 2, no sink
@@ -169,8 +110,17 @@ def sparse_attention_fp8_kernel(
     n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
 
     indices_row = indices_ptr + b * indices_stride_b + s * indices_stride_s
-    begin, end = split_keys(lengths_ptr, b * lengths_stride_b + s * lengths_stride_s, topk, BLOCK_N)
-    ahead = tl.load(indices_row + begin + n, mask=begin + n < end, other=-1)  # [BLOCK_N], slots of the next step
+    lengths_at = b * lengths_stride_b + s * lengths_stride_s
+    if extra_ptr is None:
+        begin, end = split_keys(lengths_ptr, lengths_at, topk, BLOCK_N)
+        ahead = tl.load(indices_row + begin + n, mask=begin + n < end, other=-1)  # [BLOCK_N], slots of the next step
+    else:
+        extra_row = extra_indices_ptr + b * extra_indices_stride_b + s * extra_indices_stride_s
+        extra_at = b * extra_lengths_stride_b + s * extra_lengths_stride_s
+        num_keys, second, begin, end = split_union(
+            lengths_ptr, lengths_at, topk, extra_lengths_ptr, extra_at, extra_topk, BLOCK_N
+        )
+        ahead = union_slots(indices_row, extra_row, begin, num_keys, second, end, BLOCK_N)
 
     q_rows = q_ptr + (b * q_stride_b + s * q_stride_s) * STRIDE_UNIT
     q_rows += h[:, None] * (q_stride_h.to(tl.int64) * STRIDE_UNIT)  # [BLOCK_H, 1]
@@ -178,13 +128,13 @@ def sparse_attention_fp8_kernel(
     q1, r1 = load_pairs(q_rows, 128, in_heads, BLOCK_H)
     q2, r2 = load_pairs(q_rows, 256, in_heads, BLOCK_H)
     q3, r3 = load_pairs(q_rows, 384, in_heads, BLOCK_H)
-    top = tl.maximum(_magnitude(q0, r0, BF16_NATIVE), _magnitude(q1, r1, BF16_NATIVE))
-    top = tl.maximum(top, tl.maximum(_magnitude(q2, r2, BF16_NATIVE), _magnitude(q3, r3, BF16_NATIVE)))
+    top = tl.maximum(magnitude(q0, r0, BF16_NATIVE), magnitude(q1, r1, BF16_NATIVE))
+    top = tl.maximum(top, tl.maximum(magnitude(q2, r2, BF16_NATIVE), magnitude(q3, r3, BF16_NATIVE)))
     if ROPE > 0:
         q_rope = tl.load(q_rows + (tl.arange(0, ROPE) + LATENT)[None, :], mask=in_heads[:, None], other=0.0)  # [BLOCK_H, ROPE]
         top = tl.maximum(top, tl.abs(to_float32(q_rope, BF16_NATIVE)))  # the rotary part is as wide, 64
     top = tl.max(top, 1)  # [BLOCK_H]
-    factor, inverse_factor = _query_scale(top)  # [BLOCK_H]
+    factor, inverse_factor = query_scale(top)  # [BLOCK_H]
     q0 = half_operand(to_float32(q0, BF16_NATIVE) * factor[:, None], BF16_NATIVE)
     r0 = half_operand(to_float32(r0, BF16_NATIVE) * factor[:, None], BF16_NATIVE)
     q1 = half_operand(to_float32(q1, BF16_NATIVE) * factor[:, None], BF16_NATIVE)
@@ -213,40 +163,53 @@ def sparse_attention_fp8_kernel(
     y3 = tl.zeros([BLOCK_H, 64], tl.float32)
     for start in range(begin, end, BLOCK_N):
         slot = ahead
-        k = start + BLOCK_N + n
-        ahead = tl.load(indices_row + k, mask=k < end, other=-1)
-        valid = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
         # int64 before the first product: a cache may pass 2**31 elements
-        token = token_at(tl.where(valid, slot, 0).to(tl.int64), CACHE_BLOCK, TOKEN_STRIDE, BLOCK_STRIDE)  # [BLOCK_N]
-        scales = scale_ptr + token // 4 + SCALE_BYTE // 4  # [BLOCK_N]
+        if extra_ptr is None:
+            k = start + BLOCK_N + n
+            ahead = tl.load(indices_row + k, mask=k < end, other=-1)
+            valid = (slot >= 0) & (slot < num_slots)  # [BLOCK_N]
+            token = token_at(tl.where(valid, slot, 0).to(tl.int64), CACHE_BLOCK, TOKEN_STRIDE, BLOCK_STRIDE)  # [BLOCK_N]
+            scale_rows, code_rows, rope_rows = scale_ptr, word_ptr, rope_ptr
+        else:
+            ahead = union_slots(indices_row, extra_row, start + BLOCK_N, num_keys, second, end, BLOCK_N)
+            is_second = start >= second
+            valid = (slot >= 0) & (slot < tl.where(is_second, extra_slots, num_slots))  # [BLOCK_N]
+            place = tl.where(valid, slot, 0).to(tl.int64)
+            token = token_at(place, CACHE_BLOCK, TOKEN_STRIDE, BLOCK_STRIDE)
+            token = tl.where(is_second, token_at(place, EXTRA_BLOCK, TOKEN_STRIDE, EXTRA_STRIDE), token)  # [BLOCK_N]
+            cache_ptr = tl.where(is_second, extra_ptr, kv_ptr)
+            scale_rows = cache_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
+            code_rows = cache_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+            rope_rows = cache_ptr.to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        scales = scale_rows + token // 4 + SCALE_BYTE // 4  # [BLOCK_N]
         f0 = tl.load(scales, mask=valid, other=0.0)  # [BLOCK_N]
         f1 = tl.load(scales + 1, mask=valid, other=0.0)
         f2 = tl.load(scales + 2, mask=valid, other=0.0)
         f3 = tl.load(scales + 3, mask=valid, other=0.0)
-        word_rows = word_ptr + (token // 2)[:, None]  # [BLOCK_N, 1]
+        word_rows = code_rows + (token // 2)[:, None]  # [BLOCK_N, 1]
 
         if ROPE > 0:
-            k_rope = columns(rope_ptr + (token // 2)[:, None], ROPE_BYTE // 2, ROPE, valid, BF16_NATIVE)  # [BLOCK_N, ROPE]
+            k_rope = columns(rope_rows + (token // 2)[:, None], ROPE_BYTE // 2, ROPE, valid, BF16_NATIVE)  # [BLOCK_N, ROPE]
             scores = tl.dot(q_rope, tl.trans(k_rope))  # [BLOCK_H, BLOCK_N]
         else:
             scores = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
-        w0 = _words(word_rows, 0, valid, PACKED)  # [BLOCK_N, 64]
-        even, odd = _decoded(w0, True, E4M3_NATIVE, PACKED, BF16_NATIVE)
-        scores = _add_scores(scores, q0, r0, even, odd, f0 * KEY_UNIT)
-        w1 = _words(word_rows, 64, valid, PACKED)
-        even, odd = _decoded(w1, True, E4M3_NATIVE, PACKED, BF16_NATIVE)
-        scores = _add_scores(scores, q1, r1, even, odd, f1 * KEY_UNIT)
-        w2 = _words(word_rows, 128, valid, PACKED)
-        even, odd = _decoded(w2, True, E4M3_NATIVE, PACKED, BF16_NATIVE)
-        scores = _add_scores(scores, q2, r2, even, odd, f2 * KEY_UNIT)
-        w3 = _words(word_rows, 192, valid, PACKED)
-        even, odd = _decoded(w3, True, E4M3_NATIVE, PACKED, BF16_NATIVE)
-        scores = _add_scores(scores, q3, r3, even, odd, f3 * KEY_UNIT)
+        w0 = words(word_rows, 0, 64, valid, PACKED)  # [BLOCK_N, 64]
+        even, odd = decoded(w0, True, E4M3_NATIVE, PACKED, BF16_NATIVE)
+        scores = add_scores(scores, q0, r0, even, odd, f0 * KEY_UNIT)
+        w1 = words(word_rows, 64, 64, valid, PACKED)
+        even, odd = decoded(w1, True, E4M3_NATIVE, PACKED, BF16_NATIVE)
+        scores = add_scores(scores, q1, r1, even, odd, f1 * KEY_UNIT)
+        w2 = words(word_rows, 128, 64, valid, PACKED)
+        even, odd = decoded(w2, True, E4M3_NATIVE, PACKED, BF16_NATIVE)
+        scores = add_scores(scores, q2, r2, even, odd, f2 * KEY_UNIT)
+        w3 = words(word_rows, 192, 64, valid, PACKED)
+        even, odd = decoded(w3, True, E4M3_NATIVE, PACKED, BF16_NATIVE)
+        scores = add_scores(scores, q3, r3, even, odd, f3 * KEY_UNIT)
         if PACKED and not E4M3_NATIVE:
             scores += scores * 0.0  # a NaN code made them infinite
         scores = tl.where(valid[None, :], scores * score_scale[:, None], float("-inf"))
-        weight = _exponent(tl.maximum(tl.maximum(f0, f1), tl.maximum(f2, f3)))  # [BLOCK_N]
-        if _any_above(scores + weight[None, :] - level[:, None], 15.0):
+        weight = exponent(tl.maximum(tl.maximum(f0, f1), tl.maximum(f2, f3)))  # [BLOCK_N]
+        if any_above(scores + weight[None, :] - level[:, None], 15.0):
             risen = tl.maximum(level, tl.max(scores + weight[None, :], 1) - 6.0)
             decay = tl.math.exp2(level - risen)[:, None]
             level = risen
@@ -261,14 +224,14 @@ def sparse_attention_fp8_kernel(
             y3 *= decay
         p = tl.math.exp2(scores - level[:, None])  # [BLOCK_H, BLOCK_N], 0 where absent
         sums += p
-        even, odd = _decoded(w0, False, E4M3_NATIVE, PACKED, BF16_NATIVE)
-        x0, y0 = _add_values(x0, y0, p, even, odd, f0, BF16_NATIVE)
-        even, odd = _decoded(w1, False, E4M3_NATIVE, PACKED, BF16_NATIVE)
-        x1, y1 = _add_values(x1, y1, p, even, odd, f1, BF16_NATIVE)
-        even, odd = _decoded(w2, False, E4M3_NATIVE, PACKED, BF16_NATIVE)
-        x2, y2 = _add_values(x2, y2, p, even, odd, f2, BF16_NATIVE)
-        even, odd = _decoded(w3, False, E4M3_NATIVE, PACKED, BF16_NATIVE)
-        x3, y3 = _add_values(x3, y3, p, even, odd, f3, BF16_NATIVE)
+        even, odd = decoded(w0, False, E4M3_NATIVE, PACKED, BF16_NATIVE)
+        x0, y0 = add_values(x0, y0, p, even, odd, f0, BF16_NATIVE)
+        even, odd = decoded(w1, False, E4M3_NATIVE, PACKED, BF16_NATIVE)
+        x1, y1 = add_values(x1, y1, p, even, odd, f1, BF16_NATIVE)
+        even, odd = decoded(w2, False, E4M3_NATIVE, PACKED, BF16_NATIVE)
+        x2, y2 = add_values(x2, y2, p, even, odd, f2, BF16_NATIVE)
+        even, odd = decoded(w3, False, E4M3_NATIVE, PACKED, BF16_NATIVE)
+        x3, y3 = add_values(x3, y3, p, even, odd, f3, BF16_NATIVE)
 
     lse_row = lse_ptr + split * lse_stride_p + b * lse_stride_b + s * lse_stride_s
     inverse = finish(lse_row, lse_stride_h, sink_ptr, level, tl.sum(sums, 1), h, in_heads, IS_SPLIT) * VALUE_UNIT
