@@ -147,7 +147,8 @@ def test_decode_of_v4_pages(stored: torch.dtype, query_len: int, page: int, extr
     assert found == ((None, None) if extra_page is None else (extra_page, extra_topk))
 
 
-def test_sglang_and_lmdeploy_decode_v4_over_a_window_and_a_compressed_cache():
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_sglang_and_lmdeploy_decode_v4_over_a_window_and_a_compressed_cache(backend: str):
     """All keywords, no table, one object for every layer, kv_format by its name."""
     window, window_rows = v4_cache(draw(32, 512, seed=1, spread=0.3), 16)
     compressed, compressed_rows = v4_cache(draw(8, 512, seed=2, spread=0.3), 4)
@@ -156,12 +157,13 @@ def test_sglang_and_lmdeploy_decode_v4_over_a_window_and_a_compressed_cache():
     lengths, extra_lengths, plan = int32([9, 16]), int32([0, 30]), flash_mla.get_mla_metadata()[0]
     wanted = attend(q[:, 0], [(window_rows, near[:, 0], lengths), (compressed_rows, far[:, 0], extra_lengths)], 0.05, sink)
     for _ in range(2):
-        out, _ = flash_mla.flash_mla_with_kvcache(
-            q=q, k_cache=window, head_dim_v=512, block_table=None, cache_seqlens=None, tile_scheduler_metadata=plan,
-            softmax_scale=0.05, is_fp8_kvcache=True, indices=near, topk_length=lengths, attn_sink=sink,
-            extra_k_cache=compressed, extra_indices_in_kvcache=far, extra_topk_length=extra_lengths,
-            use_legacy=True, kv_format="V4",
-        )  # fmt: skip
+        with mla_portable.use(backend):
+            out, _ = flash_mla.flash_mla_with_kvcache(
+                q=q, k_cache=window, head_dim_v=512, block_table=None, cache_seqlens=None, tile_scheduler_metadata=plan,
+                softmax_scale=0.05, is_fp8_kvcache=True, indices=near, topk_length=lengths, attn_sink=sink,
+                extra_k_cache=compressed, extra_indices_in_kvcache=far, extra_topk_length=extra_lengths,
+                use_legacy=True, kv_format="V4",
+            )  # fmt: skip
         assert_out(out[:, 0], wanted.out)
 
 
@@ -305,6 +307,12 @@ def test_statistics_to_base_2_and_none():
     for one, other in zip(natural[1:], binary[1:], strict=True):
         assert one is not None and other is not None
         torch.testing.assert_close(other, one / math.log(2))
+
+
+def test_a_nan_in_a_key_stays_one():
+    """FlashMLA does not hide it either; -inf alone becomes +inf."""
+    found = statistics.as_flashmla(torch.tensor([-INF, INF, math.nan, 1.5, -2.5]))
+    assert found[:2].tolist() == [INF, INF] and found[2].isnan() and found[3:].tolist() == [1.5, -2.5]
 
 
 def test_max_logits_can_be_left_out(monkeypatch: pytest.MonkeyPatch):

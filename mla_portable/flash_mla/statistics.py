@@ -33,8 +33,8 @@ def wants_max_logits() -> bool:
 
 
 def as_flashmla(lse: Tensor) -> Tensor:
-    """`lse`, in which a row without a valid key becomes +inf; changed in place."""
-    return lse.masked_fill_(lse == -math.inf, math.inf)
+    """`lse`, in which a row without a valid key becomes +inf; changed in place, by a single kernel. NaN stays."""
+    return lse.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=math.inf)
 
 
 def max_logits(q: Tensor, rows: Tensor, indices: Tensor, softmax_scale: float, lengths: Tensor | None) -> Tensor:
