@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "planner": LOW | {"primitives"},
     "attention": LOW | {"planner", "primitives", "registry"},
     "deep_gemm": LOW | {"primitives"},
+    "flash_mla": LOW | {"primitives", "registry"},
     "vllm": MIDDLE | {"deep_gemm"},
     "capability": LOW | {"primitives", "problems", "registry"},
     "conformance": MIDDLE,

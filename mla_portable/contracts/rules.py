@@ -104,13 +104,16 @@ def _refuse_device(where: str, argument: str, value: Tensor, device: torch.devic
 
 
 def check_cache(
-    where: str, argument: str, value: Any, device: torch.device, cache: str = KV
+    where: str, argument: str, value: Any, device: torch.device, cache: str = KV, *, may_overlap: bool = False
 ) -> tuple[CacheLayout, int, int, int]:
     """A paged cache [blocks, block_size, row width] of one of `mla_portable.layouts`: of `cache`, KV or INDEX.
 
     Rows are contiguous and adjacent within a block; blocks may lie further apart than a block is long. Blocks of a quantised
     layout start at multiples of its alignment, because scales stand inside them.
 
+    Args:
+        may_overlap: for a cache that is only read: blocks of a single row without scales may overlap, so that rows which begin
+            every few elements of other memory can be named.
     Returns: its layout, block_size, elements from block to block (0 for a single block), `cache_alignment` as in a Request.
     """
     if not isinstance(value, Tensor) or value.is_nested or value.layout is not _STRIDED:
@@ -125,12 +128,13 @@ def check_cache(
     if value.device != device:
         _refuse_device(where, argument, value, device)
     block_stride, row_stride, stride = value.stride()
-    if stride != 1 or (row_stride != width and block_size > 1) or (block_stride < block_size * width and blocks > 1):
+    least = 1 if may_overlap and block_size == 1 and not layout.is_quantized else block_size * width
+    if stride != 1 or (row_stride != width and block_size > 1) or (block_stride < least and blocks > 1):
         refuse(
             where,
             argument,
             f"strides {[block_stride, row_stride, stride]}",
-            f"[{block_size * width} or more, {width}, 1]: whole rows, one after the other within a block",
+            f"[{least} or more, {width}, 1]: whole rows, one after the other within a block",
             "Slice the cache by blocks only.",
         )
     address, distance = value.data_ptr(), block_stride if blocks > 1 else 0

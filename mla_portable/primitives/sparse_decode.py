@@ -92,6 +92,7 @@ def sparse_decode(
     Args:
         q: [B, S, H, key width] bf16: 576, or 512 for layouts without a rotary part; 512 over quantised rows with one, too,
             which is then not read. kv_cache: [blocks, block_size, row width] of a layout: 576 or 512 bf16, 656 or 584 uint8.
+            Blocks of one bf16 row may overlap: rows that begin every few elements of other memory are read in place.
         indices: [B, S, K] int32, global slots; negative or past the cache = absent; duplicates count each time.
         softmax_scale: factor on q.k. lengths: [B, S] int32, only that many leading entries of a row are read.
         attn_sink: [H] float32; out is multiplied by exp(lse) / (exp(lse) + exp(sink)).
@@ -147,7 +148,7 @@ def check(
     """
     where = TENSORS.where
     check_dense(where, "q", q, "[B, S, H, key width]")
-    layout, block_size, block_stride, alignment = check_cache(where, "kv_cache", kv_cache, q.device)
+    layout, block_size, block_stride, alignment = check_cache(where, "kv_cache", kv_cache, q.device, may_overlap=True)
     extra_size, extra_stride, alignment = check_second_cache(
         where, layout, alignment, q.device, extra_kv_cache, extra_indices, extra_lengths
     )

@@ -34,6 +34,7 @@ _FIXED: Final = (
     Variable(ENV_DISABLE, "names of backends or of their variants, separated by commas"),
     Variable(ENV_POLICY, "the path of a TOML file"),
     Variable(ENV_TUNED, "the path of a JSON file"),
+    Variable.choice("MLA_PORTABLE_FLASH_MLA_MAX_LOGITS", "on", "off"),
     Variable(PLUGIN_TIMEOUT, "seconds, 0 or more (0: no limit)"),
     Variable.choice("MLA_PORTABLE_VLLM", "auto", "custom", "override", "off"),
     Variable.choice("MLA_PORTABLE_VLLM_CACHE_SCALES", "auto", *SCALE_FORMATS, "mixed"),

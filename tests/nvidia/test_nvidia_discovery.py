@@ -15,6 +15,7 @@ from machines import MACHINES
 from simulated_gpu import FACTS, registry
 
 import mla_portable_nvidia
+from mla_portable import flash_mla
 from mla_portable.conformance import cases_for
 from mla_portable.contracts import MLAPortableError, Request, UnsupportedRequest
 from mla_portable.primitives import SPARSE_DECODE, SPARSE_PREFILL
@@ -63,6 +64,17 @@ def test_the_first_provider_in_order_serves_and_a_forced_one_is_asked_alone():
         assert found.provider is None
         assert [reason.subject for reason in found.reasons] == ["provider sgl_flash_mla"]
         assert PROVIDER_VARIABLE in found.reasons[0].remedy
+
+
+@pytest.mark.parametrize("primitive", [DECODE, PREFILL])
+def test_this_projects_own_flash_mla_is_no_provider(primitive):
+    """It would be asked for the kernels that it asks for."""
+    flash_mla.install()
+    try:
+        found = find_kernel(primitive, SM90, {PROVIDER_VARIABLE: "flash_mla"})
+        assert found.provider is None and "own stand-in for FlashMLA" in str(found.reasons[0])
+    finally:
+        flash_mla.uninstall()
 
 
 def test_the_environment_forces_a_provider_for_the_whole_plugin(monkeypatch):

@@ -104,6 +104,8 @@ def _of_module(name: str, primitive: Primitive) -> Any:
         module = import_module(name)
     except Exception as error:
         raise NotThisConvention(f"import {name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+    if module.__name__.startswith("mla_portable"):
+        raise NotThisConvention(f"{name} is this project's own stand-in for FlashMLA")
     return _OF_MODULE[primitive](module)
 
 

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flash_mla_sparse_fwd: sparse attention of query tokens over chosen BF16 rows."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mla_portable.contracts.rules import check_cache, check_dense
+from mla_portable.contracts.tensor_table import Axes, Checked, TensorTable
+from mla_portable.contracts.values import refuse
+from mla_portable.flash_mla.arguments import check_value_width, scale_of, without_head
+from mla_portable.flash_mla.statistics import LOG2_E, as_flashmla, max_logits, wants_max_logits
+from mla_portable.primitives import sparse_decode, sparse_prefill
+
+_WHERE: Final = "flash_mla_sparse_fwd"
+TENSORS: Final = TensorTable(
+    _WHERE,
+    {
+        "q": Axes("s_q h_q key", torch.bfloat16, not_empty="h_q"),
+        "kv": Checked(),
+        "indices": Axes("s_q topk", torch.int32, not_empty="topk"),
+        "attn_sink": Axes("h_q", torch.float32, optional=True),
+        "topk_length": Axes("s_q", torch.int32, optional=True),
+        "out": Axes("s_q h_q value", torch.bfloat16, optional=True, written=True),
+    },
+    given="key value",
+)
+
+
+def flash_mla_sparse_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    use_legacy: bool = False,
+    return_log2_lse: bool | None = None,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Sparse attention of s_q query tokens over chosen rows of `kv`.
+
+    Args:
+        q: [s_q, h_q, 576 or 512] bf16, any number of heads, any strides but that of the last dimension.
+        kv: [s_kv, 1, the same width] bf16, rows any distance apart. They may overlap: a paged cache seen as rows that begin
+            every 64 elements is read in place.
+        indices: [s_q, 1, topk] int32, rows of kv; those outside of [0, s_kv) are absent.
+        sm_scale: factor on q.k. d_v: 512. attn_sink: as in `flash_mla_with_kvcache`.
+        topk_length: [s_q] int32; only that many leading indices of a token are read. use_legacy: ignored.
+        return_log2_lse: None: statistics are natural logarithms. True: to base 2. False: none are returned.
+        out: [s_q, h_q, 512] bf16, written; by default allocated.
+    Returns: (out, max_logits, lse), the last two [s_q, h_q] float32 or None. A token without a valid index has 0, -inf and
+        +inf. max_logits takes a pass of its own over the keys; it is None where MLA_PORTABLE_FLASH_MLA_MAX_LOGITS is off.
+    Raises: InvalidArgument, UnsupportedRequest. Graph-safe: no host synchronisation.
+    """
+    check_value_width(_WHERE, "d_v", d_v)
+    check_dense(_WHERE, "q", q, "[s_q, h_q, width]")
+    rows = without_head(_WHERE, "kv", kv, 3, "[s_kv, 1, width]")
+    if rows.dtype is not torch.bfloat16:
+        remedy = "flash_mla_with_kvcache reads quantised rows from the paged cache in place."
+        refuse(_WHERE, "kv", rows.dtype, "torch.bfloat16", remedy)
+    pages = rows.unsqueeze(1)  # a row is a page of one token
+    layout, *_ = check_cache(_WHERE, "kv", pages, q.device, may_overlap=True)
+    chosen = without_head(_WHERE, "indices", indices, 3, "[s_q, 1, topk]")
+    sizes = {"key": layout.key_width, "value": layout.value_width}
+    TENSORS.check((q, rows, chosen, attn_sink, topk_length, out), sizes)
+    scale = scale_of(_WHERE, "sm_scale", _given(sm_scale), layout.key_width)
+    if rows.shape[0] <= 1 or rows.stride(0) == layout.key_width:
+        out, lse = sparse_prefill(q, rows, chosen, softmax_scale=scale, lengths=topk_length, attn_sink=attn_sink, out=out)
+    else:
+        paged, lse = sparse_decode(
+            q.unsqueeze(1),
+            pages,
+            chosen.unsqueeze(1),
+            softmax_scale=scale,
+            lengths=None if topk_length is None else topk_length.unsqueeze(1),
+            attn_sink=attn_sink,
+            out=None if out is None else out.unsqueeze(1),
+        )
+        out, lse = paged.squeeze(1), lse.squeeze(1)
+    if return_log2_lse is False:
+        return out, None, None
+    as_flashmla(lse)
+    greatest = max_logits(q, rows, chosen, scale, topk_length) if wants_max_logits() else None
+    if return_log2_lse:
+        lse.mul_(LOG2_E)
+        if greatest is not None:
+            greatest.mul_(LOG2_E)
+    return out, greatest, lse
+
+
+def _given(sm_scale: Any) -> Any:
+    """The scale, which has no default here."""
+    if sm_scale is None:
+        refuse(_WHERE, "sm_scale", "None", "a Python float")
+    return sm_scale
