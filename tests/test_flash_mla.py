@@ -328,11 +328,21 @@ def test_max_logits_can_be_left_out(monkeypatch: pytest.MonkeyPatch):
         flash_mla.flash_mla_sparse_fwd(**prefill_arguments())
 
 
-def test_max_logits_in_parts(monkeypatch: pytest.MonkeyPatch):
-    """Of a few tokens at a time, where keys and scores of all would not fit."""
-    whole = flash_mla.flash_mla_sparse_fwd(**prefill_arguments())[1]
-    monkeypatch.setattr(statistics, "_CHUNK_BYTES", 1)
-    assert torch.equal(flash_mla.flash_mla_sparse_fwd(**prefill_arguments())[1], whole)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 300.0])
+def test_max_logits_of_equal_keys_and_of_scores_of_any_size(size: float, backend: str):
+    """A sum over keys with one score is that score, but for the logarithm of their number over 2**20."""
+    kv = draw(8, 1, 576, seed=1).to(BF16)
+    q = draw(2, 3, 576, seed=2).to(BF16)
+    indices = int32([[[5] * 64], [[0, 1, 2, 3, 4, 6, 7, -1] * 8]])
+    scale = size / 24
+    with mla_portable.use(backend):
+        found = flash_mla.flash_mla_sparse_fwd(q, kv, indices, scale)[1]
+    assert found is not None
+    wanted = attend(q, [(kv[:, 0], indices[:, 0], None)], scale).max_logits
+    error = found.double() - wanted
+    rounding = 2.0**-20 * wanted.abs()
+    assert (error >= -rounding).all() and (error <= math.log(64) / 2**20 + rounding).all()
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
