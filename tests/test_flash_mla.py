@@ -47,8 +47,8 @@ def quick() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def max_logits_as_by_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv(statistics.ENV_MAX_LOGITS, raising=False)
+def with_max_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(statistics.ENV_MAX_LOGITS, "on")
     statistics.wants_max_logits.cache_clear()
     yield
     statistics.wants_max_logits.cache_clear()
@@ -315,9 +315,10 @@ def test_a_nan_in_a_key_stays_one():
     assert found[:2].tolist() == [INF, INF] and found[2].isnan() and found[3:].tolist() == [1.5, -2.5]
 
 
-def test_max_logits_can_be_left_out(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("value", ["off", ""])
+def test_max_logits_are_left_out_unless_asked_for(value: str, monkeypatch: pytest.MonkeyPatch):
     whole = flash_mla.flash_mla_sparse_fwd(**prefill_arguments())
-    monkeypatch.setenv(statistics.ENV_MAX_LOGITS, "off")
+    monkeypatch.setenv(statistics.ENV_MAX_LOGITS, value)
     assert flash_mla.flash_mla_sparse_fwd(**prefill_arguments())[1] is not None  # read once a process
     statistics.wants_max_logits.cache_clear()
     out, greatest, lse = flash_mla.flash_mla_sparse_fwd(**prefill_arguments())

@@ -55,8 +55,8 @@ def flash_mla_sparse_fwd(
         return_log2_lse: None: statistics are natural logarithms. True: to base 2. False: none are returned.
         out: [s_q, h_q, 512] bf16, written; by default allocated.
     Returns: (out, max_logits, lse), the last two [s_q, h_q] float32 or None. A token without a valid index has 0, -inf and
-        +inf. max_logits costs a second attention, and may be log(topk) / 2**20 too large where keys have equal scores; it is
-        None where MLA_PORTABLE_FLASH_MLA_MAX_LOGITS is off.
+        +inf. max_logits costs a second attention, so it is None unless MLA_PORTABLE_FLASH_MLA_MAX_LOGITS is on; it may be
+        log(topk) / 2**20 too large where keys have equal scores.
     Raises: InvalidArgument, UnsupportedRequest. Graph-safe: no host synchronisation.
     """
     check_value_width(_WHERE, "d_v", d_v)

@@ -3,8 +3,8 @@
 
 No kernel of this project returns the greatest score of a row. It is the lse of scores that are `SHARPNESS` times as large,
 over that factor: log(sum(exp(c * s))) / c lies between max(s) and max(s) + log(topk) / c. The factor is a power of two, so that
-scores keep their digits. This costs a second attention, whose output is dropped; `MLA_PORTABLE_FLASH_MLA_MAX_LOGITS=off` leaves
-it out.
+scores keep their digits. This costs a second attention, whose output is dropped, so it is only done on request:
+`MLA_PORTABLE_FLASH_MLA_MAX_LOGITS=on`. Engines do not read it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SHARPNESS: Final = 2.0**20
 
 @cache
 def wants_max_logits() -> bool:
-    """Whether `ENV_MAX_LOGITS` leaves the greatest score in; read once a process. Raises: InvalidArgument for another value."""
+    """Whether `ENV_MAX_LOGITS` asks for the greatest score; read once a process. Raises: InvalidArgument for another value."""
     value = value_of(os.environ, ENV_MAX_LOGITS)
     check_variables({ENV_MAX_LOGITS: value})
-    return value != "off"
+    return value == "on"
 
 
 def as_flashmla(lse: Tensor) -> Tensor:
