@@ -174,7 +174,7 @@ BAD = [
     ("sparse_decode", "second lengths alone", "extra_lengths", i32(B, S), "int32", "None without extra_kv_cache"),
     ("sparse_decode", "second cache alone", "extra_indices", with_second_cache(None), "None", "slots of extra_kv_cache"),
     ("sparse_decode", "int64 second list", "extra_indices", with_second_cache(i64(B, S, K)), "int64", "int32"),
-    ("sparse_decode", "second list of other rows", "extra_indices", with_second_cache(i32(B + 1, S, K)), f"[{B + 1}, ", f"[{B}, "),
+    ("sparse_decode", "second list too long", "extra_indices", with_second_cache(i32(B + 1, S, K)), f"[{B + 1}, ", f"[{B}, "),
     ("sparse_decode", "second cache of V4", "extra_kv_cache", with_second_list(u8(3, 2, 584)), "fp8_v4", "fp8_ds_mla"),
     ("sparse_decode", "no heads", "q", bf16(B, S, 0, 576), f"[{B}, {S}, 0, 576]", "H of at least 1"),
     ("sparse_decode", "transposed query", "q", bf16(B, S, 576, H).mT, "strides", "contiguous"),

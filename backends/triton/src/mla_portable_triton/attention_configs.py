@@ -43,6 +43,7 @@ _FP8_16 = AttentionConfig(block_h=16, block_n=32, num_warps=4, num_stages=3)
 _FP8_32 = AttentionConfig(block_h=32, block_n=32, num_warps=4, num_stages=3)
 _FP8_16_SMALL = AttentionConfig(block_h=16, block_n=32, num_warps=4, num_stages=2)
 _FP8_32_SMALL = AttentionConfig(block_h=32, block_n=64, num_warps=8, num_stages=2)
+_V4_32_SMALL = AttentionConfig(block_h=32, block_n=32, num_warps=8, num_stages=2)  # 64 tokens spill up to 344 bytes
 _BF16_16 = AttentionConfig(block_h=16, block_n=64, num_warps=4, num_stages=2)
 _BF16_32 = AttentionConfig(block_h=32, block_n=32, num_warps=4, num_stages=3)
 _BF16_64 = AttentionConfig(block_h=64, block_n=64, num_warps=8, num_stages=2)
@@ -63,11 +64,15 @@ _CDNA_V4: Rows = ((16, _CDNA_16),)  # a tile of 32 heads spills 1,072 to 1,372 b
 
 
 def _layouts(fp8: Rows, bf16: Rows, v4: Rows | None = None) -> Mapping[str, Rows]:
-    """BF16 rows without a rotary part are cut like those with one, and those of V4 like other FP8 rows where nothing is said."""
+    """BF16 rows without a rotary part are cut like those with one, and those of V4 like other FP8 rows where `v4` is None."""
     return {FP8_DS_MLA.name: fp8, FP8_V4.name: v4 or fp8, BF16.name: bf16, BF16_NOPE.name: bf16}
 
 
-_99_KIB: Final = _layouts(((16, _FP8_16_SMALL), (32, _FP8_32_SMALL)), ((16, _BF16_16_SMALL), (32, _BF16_32_SMALL)))
+_99_KIB: Final = _layouts(
+    ((16, _FP8_16_SMALL), (32, _FP8_32_SMALL)),
+    ((16, _BF16_16_SMALL), (32, _BF16_32_SMALL)),
+    ((16, _FP8_16_SMALL), (32, _V4_32_SMALL)),
+)
 _INTERPRETED: Rows = ((16, _INTERPRETED_16), (64, _INTERPRETED_64))
 
 CONFIGS: Final[Mapping[str, Mapping[str, Rows]]] = {

@@ -49,7 +49,7 @@ _V4_WIDTH = FP8_V4.row_width
 
 
 def rows_of(element_size: int, width: int) -> int:
-    """ROWS of a cache with rows of `width` elements of that size. Bytes that are not V4's are FP8_ROWS, whatever follows them."""
+    """ROWS of a cache with rows of `width` elements of that size. Bytes that are not V4's are FP8_ROWS, of any width."""
     if element_size > 1:
         return BF16_ROWS.value
     return V4_ROWS.value if width == _V4_WIDTH else FP8_ROWS.value
