@@ -19,10 +19,11 @@ def clusters_of(parts):
 
 devices = st.lists(st.integers(1, 20), min_size=1, max_size=9)
 shapes = {
-    "kv_layout": st.sampled_from(sorted(BUILDS)),
+    "kv_rows": st.sampled_from(sorted(BUILDS)),
     "rows": st.integers(1, 9000),
     "num_heads": st.integers(1, 128),
     "topk": st.integers(0, 5000),
+    "extra_topk": st.one_of(st.just(0), st.integers(1, 3000)),
 }
 
 
@@ -30,9 +31,12 @@ shapes = {
 def test_a_cut_leaves_no_block_without_work_and_no_cluster_without_a_place(parts, uniform, data):
     held = clusters_of(parts)
     cut = choose(**data, clusters=held, uniform=uniform)
-    assert cut.build in builds(data["kv_layout"], data["num_heads"]) and (cut.build is not MANY or data["num_heads"] > FEW)
+    lists = 2 if data["extra_topk"] else 1
+    assert cut.build in builds(data["kv_rows"], data["num_heads"], lists) and cut.build.lists == lists
+    assert cut.build.kernel != MANY.kernel or data["num_heads"] > FEW
     units = data["rows"] * math.ceil(data["num_heads"] / cut.build.heads)
-    tiles = max(1, math.ceil(data["topk"] / cut.build.tile))
+    keys = math.ceil(data["topk"] / 32) * 32 + data["extra_topk"] if lists == 2 else data["topk"]
+    tiles = max(1, math.ceil(keys / cut.build.tile))
     assert 1 <= cut.cluster <= 16 and held(cut.build, cut.cluster) > 0
     assert (cut.cluster - 1) * math.ceil(tiles / cut.cluster) < tiles
     assert cut.whole == 0 or not uniform

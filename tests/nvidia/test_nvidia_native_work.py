@@ -28,7 +28,9 @@ typedef long long i64;
 #define TILE 32
 #define LISTS %d
 #define PITCH 1
-struct Strides { i64 indices_b, indices_s, lengths_b, lengths_s; };
+struct Strides {
+    i64 indices_b, indices_s, lengths_b, lengths_s, extra_indices_b, extra_indices_s, extra_lengths_b, extra_lengths_s;
+};
 static u32 own_place[3];  // of a block: its cluster, its number there, blocks of a cluster
 static const int* readable[LISTS][2];
 static int __ldg(const int* at) {

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from source_on_cpu import COMPILER
 from test_nvidia_native import SCALE, cache, problem
 from wide_model import EmulatedWide
 
-from mla_portable_nvidia.native.choice import MANY
-from mla_portable_nvidia.native.sparse_decode import Tensors, prepare
+from mla_portable.layouts import FP8_DS_MLA
+from mla_portable_nvidia.native.choice import BUILDS, MANY
+from mla_portable_nvidia.native.sparse_decode import FP8_NOPE, Tensors, prepare
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -30,30 +32,54 @@ def test_nan_codes_are_nan_in_a_row_that_is_named_and_nothing_in_others():
     out, lse = torch.zeros(2, 1, 64, 512).bfloat16(), torch.zeros(2, 1, 64)
     lengths, sink = torch.full((2, 1), 150, dtype=torch.int32), torch.full((64,), -math.inf)
     launch = prepare(EmulatedWide(0), MANY, Tensors(q, kv, indices, out, lse, lengths), cluster=1, whole=0)
-    launch(*[tensor.data_ptr() for tensor in (out, lse, q, kv, indices, lengths, sink)], SCALE * math.log2(math.e))
+    launch(*[each.data_ptr() for each in (out, lse, q, kv, indices, lengths, sink)], 0, 0, 0, SCALE * math.log2(math.e))
     assert out[1].isnan().all() and lse[1].isnan().all()
     wanted, wanted_lse = reference.sparse_decode(q[:1], kv, indices[:1], softmax_scale=SCALE)
     torch.testing.assert_close(out[:1].float(), wanted.float(), rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse[:1], wanted_lse, rtol=1e-3, atol=2e-3)
 
 
-def check(lengths, *, heads=64, topk=None, cluster=1, whole=0, stride=0, far=False):
-    """A row for each length, in such a cut."""
+def check(lengths, *, heads=64, topk=None, cluster=1, whole=0, stride=0, far=False, rows_read=FP8_DS_MLA.name, second=None):
+    """A row for each length, in such a cut. second: as many lengths of a second list."""
     torch.manual_seed(0)
     rows, topk = len(lengths), topk or max(1, *lengths)
     kv = cache(5, 16)
-    q, indices = problem(rows, 1, heads, topk, 80)
+    if rows_read == FP8_NOPE:
+        kv[..., 528:] = 0xFF
+    q, indices = problem(rows, 1, heads, topk, 80, width=512 if rows_read == FP8_NOPE else 576)
     if far:
         q[:, :, 1] *= 2.0**30
     of_rows, sink = torch.tensor(lengths, dtype=torch.int32).view(rows, 1), torch.randn(heads)
     out, lse = torch.full((rows, 1, heads, 512), math.nan).bfloat16(), torch.full((rows, 1, heads), math.nan)
-    launch = prepare(EmulatedWide(stride), MANY, Tensors(q, kv, indices, out, lse, of_rows), cluster=cluster, whole=whole)
-    addresses = [tensor.data_ptr() for tensor in (out, lse, q, kv, indices, of_rows, sink)]
+    options = {"lengths": of_rows, "attn_sink": sink}
+    extra = (None, None, None)
+    if second:
+        extra_kv, (_, extra_indices) = cache(9, 4, gap=656), problem(rows, 1, heads, max(second), 36)
+        if rows_read == FP8_NOPE:
+            extra_kv[..., 528:] = 0xFF
+        extra = (extra_kv, extra_indices, torch.tensor(second, dtype=torch.int32).view(rows, 1))
+        options |= dict(zip(("extra_kv_cache", "extra_indices", "extra_lengths"), extra, strict=True))
+    build = next(each for each in BUILDS[rows_read] if each.kernel == MANY.kernel)
+    build = replace(build, lists=2 if second else 1)
+    tensors = Tensors(q, kv, indices, out, lse, of_rows, *extra)
+    launch = prepare(EmulatedWide(stride, build), build, tensors, cluster=cluster, whole=whole)
+    addresses = [0 if each is None else each.data_ptr() for each in (out, lse, q, kv, indices, of_rows, sink, *extra)]
     launch(*addresses, SCALE * math.log2(math.e))
-    wanted, wanted_lse = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE, lengths=of_rows, attn_sink=sink)
+    wanted, wanted_lse = reference.sparse_decode(q, kv, indices, softmax_scale=SCALE, **options)
     error = (out.float() - wanted.float()).abs().amax(-1) / wanted.float().abs().amax(-1).clamp_min(1e-6)
     assert error.max() < 1.5e-2
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("second", [None, [90, 0, 33]])
+def test_queries_without_rope_and_a_second_list(second):
+    """The rope of the rows is NaN. Lists that end within a tile, one that is empty, both."""
+    check([150, 5, 0], heads=50, rows_read=FP8_NOPE, second=second)
+
+
+@pytest.mark.parametrize("whole", [0, 1])
+def test_blocks_of_a_cluster_share_the_keys_of_two_lists(whole):
+    check([200, 130, 0], topk=300, heads=128, cluster=2, whole=whole, stride=77, second=[40, 129, 70])
 
 
 @pytest.mark.parametrize("far", [False, True])

@@ -15,13 +15,14 @@ from native_model import SOURCES
 from source_on_cpu import compiled
 
 from mla_portable_nvidia.native.choice import MANY
+from mla_portable_nvidia.native.sparse_decode import Build
 
 __all__ = ["EmulatedWide"]
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    source = re.sub(r"^#define WGMMA\(.*?\n(?=// the thread)", "", SOURCES[MANY.kernel], flags=re.DOTALL | re.MULTILINE)
+def _library(build: Build) -> ctypes.CDLL:
+    source = re.sub(r"^#define WGMMA\(.*?\n(?=// the thread)", "", SOURCES[build.kernel], flags=re.DOTALL | re.MULTILINE)
     source = re.sub(r"#else\n    if \(lane == 0\).*?#endif", "#endif", source, flags=re.DOTALL)  # bulk copies
     registers = "cluster = ::cluster, block = ::block(), blocks = cluster_blocks;"
     source, replaced = re.subn(r"asm volatile\([^;]*ctaid.*?\);", registers, source, flags=re.DOTALL)
@@ -30,20 +31,20 @@ def _library() -> ctypes.CDLL:
     source = re.sub(r"^.*\b(?:smem_u32\(const|typedef ).*\n", "", source, flags=re.MULTILINE)
     source = source.replace('asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");', "")
     source = re.sub(r"extern __shared__ .*? smem\[\];", "u8* smem = (u8*)shared_of(block());", source)
-    return compiled(source, "wide_on_cpu.cpp", MANY.defines, ctypes.c_char_p, *[ctypes.c_int] * 4)
+    return compiled(source, "wide_on_cpu.cpp", build.defines, ctypes.c_char_p, *[ctypes.c_int] * 4)
 
 
 class EmulatedWide:
     """The build, loaded. stride: how far the next thread is that gets its turn."""
 
-    def __init__(self, stride: int) -> None:
-        self._stride = stride
+    def __init__(self, stride: int, build: Build = MANY) -> None:
+        self._stride, self._build = stride, build
 
     def prepare(self, grid: tuple[int, int], cluster: int, *fixed: Any) -> Callable[..., None]:
         assert grid[1] == cluster
 
         def launch(*changing: Any) -> None:
-            packed = struct.pack(f"{MANY.changing} {MANY.fixed}", *changing, *fixed)
-            _library().launch(packed, *grid, MANY.shared_bytes, self._stride)
+            packed = struct.pack(f"{self._build.changing} {self._build.fixed}", *changing, *fixed)
+            _library(self._build).launch(packed, *grid, self._build.shared_bytes, self._stride)
 
         return launch

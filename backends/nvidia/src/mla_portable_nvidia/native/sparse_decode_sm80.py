@@ -136,7 +136,7 @@ class Sm80Build(KernelBuild):
 
 @dataclass(frozen=True, slots=True)
 class LargeSm80Build(Sm80Build):
-    """A build for SM80, which allows a block 163 KiB of shared memory, and SM90. SM100 does too, but code for it would spill."""
+    """A build for SM80, which allows a block 163 KiB of shared memory, and for SM90. Code for SM100 would spill."""
 
     archs: ClassVar[Mapping[str, str]] = MappingProxyType({arch: _ARCHS[arch] for arch in ("sm80", "sm90")})
 

@@ -220,10 +220,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_wide(
         u32 top = 0;
 #pragma unroll
         for (int j = 0; j < 16; ++j) top = max(top, largest_size(w[j]));
-#pragma unroll
-        for (int j = 16; j < WORDS; ++j) {
-            const u32 rope = largest_size(w[j]);
-            if (rope >= NOT_FINITE) top = max(top, rope);
+        if (ROPE) {
+            const u32 rope = max(largest_size(w[WORDS - 2]), largest_size(w[WORDS - 1]));
+            if (rope >= NOT_FINITE) top = rope;
         }
         top = max(top, __shfl_xor_sync(~0u, top, 1));
         top = max(top, __shfl_xor_sync(~0u, top, 2));  // of the head
