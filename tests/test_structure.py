@@ -33,11 +33,12 @@ MAY_IMPORT = {
     "attention": LOW | {"planner", "primitives", "registry"},
     "deep_gemm": LOW | {"primitives"},
     "engine": MIDDLE,
+    "sglang": MIDDLE | {"deep_gemm", "engine"},
     "vllm": MIDDLE | {"deep_gemm", "engine"},
     "capability": LOW | {"primitives", "problems", "registry"},
     "conformance": MIDDLE,
     "bench": MIDDLE | {"capability"},
-    "cli": MIDDLE | {"bench", "capability", "conformance", "vllm"},
+    "cli": MIDDLE | {"bench", "capability", "conformance", "sglang", "vllm"},
     "__init__": MIDDLE,
     "__main__": {"cli"},
 }

@@ -26,12 +26,14 @@ class Choice(NamedTuple):
     served_by: str
 
 
-def choices(decide: Callable[[AttentionSpec], RouteDecision]) -> tuple[Choice, ...]:
-    """One for each cache layout and heads of a rank. decide: the engine's way to a route."""
+def choices(
+    decide: Callable[[AttentionSpec], RouteDecision], named: Callable[[RouteDecision], str] = served_by
+) -> tuple[Choice, ...]:
+    """One for each cache layout and heads of a rank. decide: the engine's way to a route. named: what serves it, in words."""
     found: list[Choice] = []
     for layout, heads in product(("fp8_ds_mla", "bf16"), HEADS):
         limits: dict[str, Any] = {"max_num_tokens": 8192, "max_num_reqs": 256, "max_model_len": 163840}
         spec = AttentionSpec(num_heads=heads, softmax_scale=192**-0.5, kv_layout=layout, need_lse=False, **limits)
         decision = decide(spec)
-        found.append(Choice(layout, heads, decision.chosen, served_by(decision)))
+        found.append(Choice(layout, heads, decision.chosen, named(decision)))
     return tuple(found)
