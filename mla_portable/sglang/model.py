@@ -41,8 +41,9 @@ def has_sinks(model_runner: Any) -> bool:
     return bool(getattr(model_runner.model_config.hf_config, "learnable_sink", False))
 
 
-def refusals(backend: Any) -> list[str]:
+def refusals(backend: Any, model_runner: Any) -> list[str]:
     """What of the configuration this project does not serve, in words."""
+    arguments = getattr(model_runner, "server_args", None)
     page = getattr(backend, "physical_page_size", None) or backend.real_page_size
     widths = backend.kv_lora_rank, backend.qk_rope_head_dim
     checks = (
@@ -54,6 +55,10 @@ def refusals(backend: Any) -> list[str]:
         (getattr(backend, "dsa_index_kpool", 1) > 1, "an indexer that scores pools of keys (supports single keys)"),
         (getattr(backend, "dcp_size", 1) > 1, "decode context parallelism (supports 1 rank)"),
         (backend.hisparse_coordinator is not None, "HiSparse, a KV cache in host memory (supports a cache on the device)"),
+        (
+            getattr(arguments, "enable_pdmux", False),
+            "prefills and decodes on two streams, --enable-pdmux (supports one)",
+        ),
         (getattr(backend, "_kv_shard_pool", None) is not None, "a cache sharded over ranks (supports whole caches)"),
     )
     return [words for refused, words in checks if refused]

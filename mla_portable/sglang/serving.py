@@ -191,7 +191,7 @@ def attach(backend: Any, model_runner: Any) -> Server | None:
         _log_once(f"SGLang's own kernels serve {names} on {facts}{why}")
         return None
     try:
-        refused = model.refusals(backend)
+        refused = model.refusals(backend, model_runner)
         if refused:
             got, expected = "; ".join(refused), "what this plugin supports"
             raise InvalidArgument("SGLang", "configuration", got=got, expected=expected)

@@ -148,12 +148,14 @@ def test_what_stock_serves(method: str, facts: DeviceFacts, heads: int, librarie
     assert found is None if words is None else found is not None and found.startswith(words)
 
 
+PAGE_SIZE = "physical_page_size" if SELECTORS else "real_page_size"
 REFUSALS = {
+    "enable_pdmux": (True, "prefills and decodes on two streams"),
     "dsa_index_kpool": (4, "an indexer that scores pools of keys"),
     "dcp_size": (2, "decode context parallelism"),
     "hisparse_coordinator": (object(), "HiSparse"),
     "_kv_shard_pool": (object(), "a cache sharded over ranks"),
-    "physical_page_size": (32, "pages of 32 tokens (supports 64)"),
+    "page_size": (32, "pages of 32 tokens (supports 64)"),
     "qk_rope_head_dim": (0, "a latent of 512 and 0 of rope (supports 512 and 64)"),
 }
 
@@ -162,8 +164,11 @@ REFUSALS = {
 def test_refusals(name: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture):
     value, words = REFUSALS[name]
     built = fixture(CASE)
-    monkeypatch.setattr(built.backend, name, value, raising=False)
-    (found,) = model.refusals(built.backend)
+    if name == "enable_pdmux":
+        built.runner.server_args = SimpleNamespace(enable_pdmux=value)
+    else:
+        monkeypatch.setattr(built.backend, PAGE_SIZE if name == "page_size" else name, value, raising=False)
+    (found,) = model.refusals(built.backend, built.runner)
     assert found.startswith(words)
     with pytest.raises(InvalidArgument, match="SGLang: configuration: got") as error:
         serving.attach(built.backend, built.runner)  # on a CPU nothing of SGLang's serves either
