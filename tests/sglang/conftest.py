@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from importlib import import_module, metadata
+from importlib import import_module
 
 import pytest
 import torch
+from sglang_version import FUSED, SELECTORS, VERSION
 from torch import Tensor
 
 
@@ -24,18 +25,14 @@ def allow_known_configs() -> None:
     AutoConfig.register = staticmethod(lambda *args, **kwargs: register(*args, **{**kwargs, "exist_ok": True}))
 
 
-try:
-    VERSION = metadata.version("sglang")
-except metadata.PackageNotFoundError:
+if VERSION is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    FUSED = VERSION == "0.5.16"  # whose functions from positions to slots are for 2048 of them
     os.environ["SGLANG_DSA_FUSE_TOPK"] = str(int(FUSED))
-    collect_ignore_glob = ["*_selectors.py"] if VERSION == "0.5.16" else ["*_modules.py"]
+    collect_ignore_glob = ["*_modules.py"] if SELECTORS else ["*_selectors.py"]
+    os.environ["SGLANG_OPT_USE_TOPK_V2"] = "0"  # its plan is made by a CUDA kernel
+    os.environ["MLA_PORTABLE_BACKEND"] = "reference"  # Triton's kernels have a test of their own
     allow_known_configs()
-
-os.environ["SGLANG_OPT_USE_TOPK_V2"] = "0"  # its plan is made by a CUDA kernel
-os.environ["MLA_PORTABLE_BACKEND"] = "reference"  # Triton's kernels have tests of their own
 
 
 @pytest.fixture(autouse=True, scope="session")

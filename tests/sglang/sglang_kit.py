@@ -13,8 +13,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import FUSED, VERSION
 from sglang.test.kits.attention_unittest.attention_methods import dsa_attention as kit
+from sglang_version import FUSED, SELECTORS
 from torch import Tensor
 
 from mla_portable.attention import SlotAttention
@@ -64,7 +64,7 @@ def cases() -> dict[str, Any]:
     found = [
         replace(case, prefix_lens=tuple(min(n, 260) for n in case.prefix_lens)) for case in kit.make_dsa_sparse_cases("dsa")
     ]
-    return {case.name: small(case) if VERSION == "0.5.16" else case for case in found}
+    return {case.name: case if SELECTORS else small(case) for case in found}
 
 
 def small(case: Any) -> Any:

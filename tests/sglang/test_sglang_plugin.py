@@ -9,18 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import VERSION
 from machines import A100, B200, H200
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_kit import cases, fixture, judging, server_of
+from sglang_version import SELECTORS
 
 from mla_portable.contracts import DeviceFacts, InvalidArgument
 from mla_portable.sglang import hooks, model, places, plugin, serving, settings, stock
 from mla_portable.sglang.status import changes
 
 CASE = cases()["dsa_sparse_decode_short_prefix_padding"]
-SELECTORS = VERSION != "0.5.16"
 APPLIED = places.PLACES if SELECTORS else places.ATTENTION
 
 
